@@ -1,0 +1,45 @@
+"""Installs specdec_jax. `gin/` and `configs/` are read from the checkout and never installed."""
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+# Read, not imported: the package's dependencies are not there yet.
+_version_file = pathlib.Path(__file__).parent / "specdec_jax" / "version.py"
+_version = re.search(r'__version__ = "(.+?)"', _version_file.read_text()).group(1)
+
+setup(
+  name="specdec_jax",
+  version=_version,
+  description="Exact speculative decoding (Leviathan et al., 2023) for T5 in JAX and Flax",
+  author="The specdec_jax Authors",
+  license="Apache-2.0",
+  python_requires=">=3.11",
+  # A `gin` package would shadow the gin library, so only the library itself is listed.
+  packages=find_packages(include=["specdec_jax", "specdec_jax.*"]),
+  package_data={
+    "specdec_jax": [f"assets/**/*.{kind}" for kind in ("json", "msgpack", "model", "md")]
+  },
+  install_requires=[
+    "jax>=0.10",
+    "flax>=0.12",
+    "optax>=0.2.8",
+    "numpy>=2.0",
+    "absl-py>=2.1",
+    "gin-config>=0.5",
+    "seqio>=0.0.20",
+    "tensorflow-datasets>=4.9.9",
+    "sentencepiece>=0.2.0",
+    "orbax-checkpoint>=0.12",
+    "pytest>=8.0",
+    "rich>=13.7",
+    "sacrebleu>=2.4",
+  ],
+  extras_require={
+    "test": ["hypothesis>=6.100", "ruff>=0.15", "mypy>=1.15"],
+    "tpu": ["jax[tpu]>=0.10"],
+    "plots": ["matplotlib>=3.8"],
+    "peers": ["torch>=2.3", "transformers>=4.45"],
+  },
+)

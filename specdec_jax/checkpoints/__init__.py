@@ -1,0 +1,1 @@
+"""Parameters on disk -> our parameter tree."""

@@ -1,0 +1,1 @@
+"""Vocabularies and texts."""

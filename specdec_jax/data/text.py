@@ -1,0 +1,26 @@
+"""Lines of text from files, standard input or both sides of a parallel text."""
+
+import gzip
+import pathlib
+import sys
+
+from specdec_jax.errors import InputError
+
+
+def read_lines(path: str) -> list[str]:
+  """Lines of a UTF-8 file (gzipped if it ends in .gz), or of standard input if path is '-'.
+
+  Only a newline ends a line: newstest2009 holds U+0085 inside sentences.
+  """
+  if path == "-":
+    text = sys.stdin.read()
+  else:
+    if not pathlib.Path(path).is_file():
+      raise InputError(f"There is no text file at {path}.")
+    raw = pathlib.Path(path).read_bytes()
+    try:
+      text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
+    except (UnicodeDecodeError, gzip.BadGzipFile) as e:
+      raise InputError(f"{path} is not UTF-8 text: {e}.") from e
+  lines = text.split("\n")
+  return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]

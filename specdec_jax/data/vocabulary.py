@@ -1,0 +1,63 @@
+"""SentencePiece vocabularies, T5's way: 0 pads, 1 ends a text."""
+
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import sentencepiece
+
+from specdec_jax.errors import InputError
+
+PAD_ID = 0
+EOS_ID = 1
+
+
+class Vocabulary:
+  """Text <-> token ids by a SentencePiece model file."""
+
+  def __init__(self, path: str):
+    if not pathlib.Path(path).is_file():
+      raise InputError(f"There is no vocabulary at {path}; expected a SentencePiece model file.")
+    self.path = str(path)
+    self._pieces = sentencepiece.SentencePieceProcessor(model_file=self.path)
+
+  def __len__(self) -> int:
+    return self._pieces.get_piece_size()
+
+  def encode(self, text: str) -> list[int]:
+    """Token ids of a text, EOS last."""
+    return [*self._pieces.encode(text), EOS_ID]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """The text of token ids up to EOS; ids the model does not know (padding, extras) are skipped."""
+    known = []
+    for i in map(int, ids):
+      if i == EOS_ID:
+        break
+      if i != PAD_ID and i < len(self):
+        known.append(i)
+    return self._pieces.decode(known)
+
+  def pieces(self, ids: Sequence[int]) -> list[str]:
+    """Each id as it reads inside a text: a leading space where a word starts, '</s>' for EOS."""
+    return [self._pieces.id_to_piece(int(i)).replace("\u2581", " ") for i in ids]
+
+  def fingerprint(self) -> tuple[str, ...]:
+    """All pieces in order: two vocabularies are the same iff these are."""
+    return tuple(self._pieces.id_to_piece(i) for i in range(len(self)))
+
+
+def train_vocabulary(texts: Iterable[str], path: str, size: int) -> None:
+  """Fit a unigram SentencePiece model of `size` pieces to lines of text and write it to `path`."""
+  with open(path, "wb") as model:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(texts),
+      model_writer=model,
+      vocab_size=size,
+      model_type="unigram",
+      character_coverage=1.0,
+      pad_id=PAD_ID,
+      eos_id=EOS_ID,
+      unk_id=2,
+      bos_id=-1,
+      minloglevel=2,
+    )

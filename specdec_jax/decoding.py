@@ -1,0 +1,169 @@
+"""The decoding loop: rounds of draft, verify, accept, commit (Algorithm 1), in fixed shapes.
+
+It knows protocols only: no model and no draft. Plain decoding is the same loop with a draft
+that guesses nothing, so both share one target pass, one way to sample and one way to stop.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from specdec_jax.protocols import Decoded, Draft, Model, Rounds
+from specdec_jax.sampling import Sampling, distribution
+from specdec_jax.speculative import speculative_sample
+
+
+class _State(NamedTuple):
+  tokens: Array  # [B, T + slack] committed tokens, unused past length
+  length: Array  # [B]
+  done: Array  # [B]
+  target: Any  # cache of the target: length - 1 tokens
+  draft: Any
+  rounds: Rounds
+  num_rounds: Array  # []
+
+
+def _no_draft(vocab_size: int) -> Draft:
+  def propose(params, state, tokens, length, rng):
+    batch = tokens.shape[0]
+    return jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0, vocab_size)), state
+
+  return Draft(start=lambda params, prompt, num_slots: (), propose=propose, gamma=0)
+
+
+@functools.partial(
+  jax.jit, static_argnames=("target", "max_new_tokens", "sampling", "eos_id")
+)
+def autoregressive_decode(
+  target: Model,
+  params: Any,
+  prompt: Array,
+  rng: Array,
+  *,
+  max_new_tokens: int,
+  sampling: Sampling,
+  eos_id: int = 1,
+) -> Decoded:
+  """Decode one token a target pass: the baseline, in one jitted program.
+
+  Arguments and result as in `speculative_decode`; a round emits one token.
+  """
+  draft = _no_draft(target.vocab_size)
+  return _decode(target, draft, params, None, prompt, rng, max_new_tokens, sampling, 1.0, eos_id)
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=("target", "draft", "max_new_tokens", "sampling", "lenience", "eos_id"),
+)
+def speculative_decode(
+  target: Model,
+  draft: Draft,
+  target_params: Any,
+  draft_params: Any,
+  prompt: Array,
+  rng: Array,
+  *,
+  max_new_tokens: int,
+  sampling: Sampling,
+  lenience: float = 1.0,
+  eos_id: int = 1,
+) -> Decoded:
+  """Decode a batch by speculation (Algorithm 1), in one jitted program.
+
+  Args:
+    target: M_p, whose distribution the output has.
+    draft: M_q with its gamma; it must sample as `sampling` says to be useful, never to be exact.
+    target_params: of the target.
+    draft_params: of the draft.
+    prompt: [B, P], padded.
+    rng: keys [B], one a row: a row's output does not depend on its neighbours.
+    max_new_tokens: limit for each row, EOS counted.
+    sampling: how target logits become p.
+    lenience: l of Appendix A.5; 1 for exactness.
+    eos_id: ends a row.
+
+  Returns:
+    Tokens, lengths and a record of each round.
+  """
+  return _decode(
+    target, draft, target_params, draft_params, prompt, rng, max_new_tokens, sampling, lenience, eos_id
+  )
+
+
+def _decode(
+  target, draft, target_params, draft_params, prompt, rng, max_new_tokens, sampling, lenience, eos_id
+):
+  batch, gamma = prompt.shape[0], draft.gamma
+  first, length = target.begin(prompt)
+  # A row at the limit may still write one block, so buffer and caches have gamma + 1 slots to spare.
+  num_slots = first.shape[1] + max_new_tokens + gamma + 1
+  limit = length + max_new_tokens
+  state = _State(
+    tokens=jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1]))),
+    length=length,
+    done=jnp.zeros(batch, bool),
+    target=target.start(target_params, prompt, num_slots),
+    draft=draft.start(draft_params, prompt, num_slots),
+    rounds=Rounds(
+      guesses=jnp.zeros((max_new_tokens, batch, gamma), jnp.int32),
+      num_accepted=jnp.zeros((max_new_tokens, batch), jnp.int32),
+      next_token=jnp.zeros((max_new_tokens, batch), jnp.int32),
+      num_emitted=jnp.zeros((max_new_tokens, batch), jnp.int32),
+    ),
+    num_rounds=jnp.zeros((), jnp.int32),
+  )
+
+  def one_round(s: _State) -> _State:
+    # Keyed by row and position: no round of a row ever sees a key twice.
+    keys = jax.vmap(jax.random.fold_in)(rng, s.length)
+    draft_rng, judge_rng = jax.vmap(jax.random.split, out_axes=1)(keys)
+
+    # Draft: gamma guesses and the distributions they were drawn from.
+    guesses, q, draft_state = draft.propose(draft_params, s.draft, s.tokens, s.length, draft_rng)
+
+    # Verify: one target pass over [newest, x_1..x_gamma] gives p_1..p_{gamma+1}.
+    newest = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)
+    block = jnp.concatenate([newest, guesses], axis=1)
+    logits, cache = target.extend(target_params, s.target, block)
+    p = distribution(logits, sampling)
+
+    # Accept: n guesses and one token more.
+    n, next_token = speculative_sample(judge_rng, guesses, q, p, lenience)
+
+    # Commit what fits before EOS and the limit; both models forget the rest.
+    i = jnp.arange(gamma + 1)
+    extended = jnp.pad(guesses, ((0, 0), (0, 1)))
+    emitted = jnp.where(i < n[:, None], extended, next_token[:, None])  # [B, G + 1]
+    is_eos = (emitted == eos_id) & (i <= n[:, None])
+    num_emitted = jnp.where(is_eos.any(axis=1), is_eos.argmax(axis=1), n) + 1
+    num_emitted = jnp.minimum(num_emitted, limit - s.length)
+    num_emitted = jnp.where(s.done, 0, num_emitted)
+    ends_in_eos = (is_eos & (i < num_emitted[:, None])).any(axis=1)
+    length = s.length + num_emitted
+    record = Rounds(guesses, n, next_token, num_emitted)
+    return _State(
+      tokens=_write(s.tokens, emitted, s.length, num_emitted),
+      length=length,
+      done=s.done | ends_in_eos | (length >= limit),
+      target=cache.replace(length=length - 1),
+      draft=draft_state,
+      rounds=jax.tree.map(lambda all_, new: all_.at[s.num_rounds].set(new), s.rounds, record),
+      num_rounds=s.num_rounds + 1,
+    )
+
+  s = lax.while_loop(lambda s: ~s.done.all(), one_round, state)
+  new = first.shape[1] + jnp.arange(max_new_tokens)
+  tokens = jnp.where(new < s.length[:, None], s.tokens[:, new], 0)
+  return Decoded(tokens, s.length - length, s.rounds, s.num_rounds)
+
+
+def _write(tokens: Array, block: Array, at: Array, count: Array) -> Array:
+  """tokens [B, T] with the first `count` [B] tokens of block [B, K] put at `at` [B]."""
+  offset = jnp.arange(tokens.shape[1]) - at[:, None]
+  inside = (offset >= 0) & (offset < count[:, None])
+  moved = jnp.take_along_axis(block, jnp.clip(offset, 0, block.shape[1] - 1), axis=1)
+  return jnp.where(inside, moved, tokens)

@@ -1,0 +1,1 @@
+"""Approximation models M_q (Section 3.6), one file each."""

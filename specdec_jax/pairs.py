@@ -1,0 +1,107 @@
+"""A target, a draft model and the vocabulary they share, loaded and ready to decode."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specdec_jax.checkpoints.folder import load_model
+from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.errors import InputError
+from specdec_jax.models.t5 import for_decoding, t5_model
+from specdec_jax.protocols import Model
+
+EMBEDDED = pathlib.Path(__file__).parent / "assets" / "multi30k_ende"
+
+
+class Pair(NamedTuple):
+  """Everything that decoding a text needs.
+
+  Attributes:
+    target: M_p. target_params: its parameters. target_name: for records.
+    draft: M_q as a model. draft_params, draft_name: likewise.
+    vocabulary: of both.
+    task: what they were trained for.
+    dtype: of parameters and activations.
+    max_source_tokens: longer inputs are cut to it, EOS kept.
+  """
+
+  target: Model
+  target_params: Any
+  target_name: str
+  draft: Model
+  draft_params: Any
+  draft_name: str
+  vocabulary: Vocabulary
+  task: str
+  dtype: str
+  max_source_tokens: int
+
+  def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
+    """Source tokens [B, S] of texts, padded to a common bucket (a multiple of 32) or to `width`."""
+    rows = [self.encode(text) for text in texts]
+    width = width or -(-max(map(len, rows)) // 32) * 32
+    out = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+      out[i, : len(row)] = row
+    return jnp.asarray(out)
+
+  def encode(self, text: str) -> list[int]:
+    """Token ids of one source, at most max_source_tokens of them, EOS last."""
+    ids = self.vocabulary.encode(text)
+    return ids if len(ids) <= self.max_source_tokens else ids[: self.max_source_tokens - 1] + ids[-1:]
+
+  def cut(self, text: str) -> str | None:
+    """What is left of a source longer than max_source_tokens, or None if all of it fits."""
+    fits = len(self.vocabulary.encode(text)) <= self.max_source_tokens
+    return None if fits else self.vocabulary.decode(self.encode(text))
+
+
+def load_pair(
+  target: str = str(EMBEDDED / "target"),
+  draft: str = str(EMBEDDED / "draft"),
+  vocabulary: str = str(EMBEDDED / "vocabulary.model"),
+  task: str = "multi30k_ende",
+  dtype: str = "float32",
+  max_source_tokens: int = 128,
+) -> Pair:
+  """Load a target and a draft; by default the pair that comes with the package.
+
+  Args:
+    target: folder of the target, as `save_model` wrote it.
+    draft: folder of the draft.
+    vocabulary: SentencePiece model file.
+    task: name for records.
+    dtype: 'float32' or 'bfloat16'.
+    max_source_tokens: limit for a source, EOS counted.
+
+  Raises:
+    InputError: a file is missing or damaged, or the two do not share the vocabulary.
+  """
+  words = Vocabulary(vocabulary)
+  models = {}
+  for role, folder in (("target", target), ("draft", draft)):
+    config, params = load_model(folder, dtype)
+    if config.vocab_size != len(words):
+      raise InputError(
+        f"The {role} in {folder} has a vocabulary of {config.vocab_size} tokens but {vocabulary} "
+        f"has {len(words)}; target, draft and vocabulary must agree."
+      )
+    models[role] = for_decoding(config, params)
+  (target_config, target_params), (draft_config, draft_params) = models["target"], models["draft"]
+  return Pair(
+    target=t5_model(target_config),
+    target_params=jax.device_put(target_params),
+    target_name=pathlib.Path(target).name,
+    draft=t5_model(draft_config),
+    draft_params=jax.device_put(draft_params),
+    draft_name=pathlib.Path(draft).name,
+    vocabulary=words,
+    task=task,
+    dtype=dtype,
+    max_source_tokens=max_source_tokens,
+  )

@@ -1,0 +1,242 @@
+"""One measured setting as a record: appended whole or not at all, resumed, read back.
+
+`results.jsonl` holds one JSON object a line. A run that is started again asks `missing` for the
+settings still to measure.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+
+from specdec_jax.errors import InputError
+from specdec_jax.version import __version__
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+  """A setting, and what was measured in it; None is what was not measured.
+
+  Attributes:
+    task: name of the inputs.
+    target: name of M_p.
+    draft: name of M_q.
+    temperature: 0 means argmax.
+    top_k: 0 keeps all.
+    top_p: 1.0 keeps all.
+    gamma: guesses a round.
+    lenience: l of Appendix A.5; 1.0 for exactness.
+    batch_size: rows decoded together.
+    baseline: whose autoregressive decoding the speedup is over: own, t5x, hf, ...
+    acceptance: measured with a real draft, or simulated.
+    platform: cpu, gpu or tpu.
+    device_kind: as jax names it.
+    dtype: of activations.
+    seed: of sampling.
+    num_examples: inputs decoded.
+    num_tokens: tokens they gave, EOS counted, none past it.
+    rounds: rounds of speculation, each one pass of the target.
+    alpha: E[min(p, q)] over text that the target generated (Corollary 6).
+    alpha_low: lower end of its 95% interval.
+    alpha_high: upper end.
+    acceptance_rate: accepted / (accepted + rejected) guesses in real rounds.
+    tokens_per_round: tokens emitted a round, n + 1.
+    target_start_ms: the target reading a prompt (T5's encoder), once a batch.
+    draft_start_ms: the draft reading it.
+    target_step_ms: the target over one token.
+    draft_step_ms: the draft's share of a round / gamma.
+    c: draft_step_ms / target_step_ms (Definition 7).
+    verify_ms: the target over gamma + 1 tokens.
+    verify_cost: v = verify_ms / target_step_ms.
+    predicted_theorem8: speedup by Theorem 8, which takes v = 1.
+    predicted_measured_cost: speedup predicted with the measured v.
+    baseline_tokens_per_s: total tokens / total seconds.
+    speculative_tokens_per_s: total tokens / total seconds.
+    speedup: total seconds / total seconds.
+    identical: whether the outputs are the baseline's, token for token.
+    jax_version: that ran.
+    specdec_version: that ran.
+    seconds: the whole measurement took.
+    schema: of this record.
+  """
+
+  task: str
+  target: str
+  draft: str
+  temperature: float
+  top_k: int = 0
+  top_p: float = 1.0
+  gamma: int
+  lenience: float = 1.0
+  batch_size: int
+  baseline: str = "own"
+  acceptance: str = "measured"
+  platform: str
+  device_kind: str
+  dtype: str
+  seed: int
+  num_examples: int | None = None
+  num_tokens: int | None = None
+  rounds: int | None = None
+  alpha: float | None = None
+  alpha_low: float | None = None
+  alpha_high: float | None = None
+  acceptance_rate: float | None = None
+  tokens_per_round: float | None = None
+  target_start_ms: float | None = None
+  draft_start_ms: float | None = None
+  target_step_ms: float | None = None
+  draft_step_ms: float | None = None
+  c: float | None = None
+  verify_ms: float | None = None
+  verify_cost: float | None = None
+  predicted_theorem8: float | None = None
+  predicted_measured_cost: float | None = None
+  baseline_tokens_per_s: float | None = None
+  speculative_tokens_per_s: float | None = None
+  speedup: float | None = None
+  identical: bool | None = None
+  jax_version: str | None = None
+  specdec_version: str | None = __version__
+  seconds: float | None = None
+  schema: int = SCHEMA
+
+
+_SETTINGS = (
+  *("task", "target", "draft", "temperature", "top_k", "top_p", "gamma", "lenience", "batch_size"),
+  *("baseline", "acceptance", "platform", "device_kind", "dtype", "seed"),
+)
+
+
+def key(record: Record) -> tuple:
+  """The settings that identify a record: measuring the same ones again would be a repeat."""
+  return tuple(getattr(record, name) for name in _SETTINGS)
+
+
+def open_results(output_dir: str | os.PathLike) -> str:
+  """The path of `results.jsonl` in `output_dir`, both made if need be: fails now, not after hours.
+
+  Half a line that a killed run left at its end is dropped, with a warning.
+
+  Raises:
+    OSError: the folder or the file cannot be written.
+  """
+  os.makedirs(output_dir, exist_ok=True)
+  path = os.path.join(output_dir, "results.jsonl")
+  with _locked(path) as fd:
+    _drop_torn_line(fd, path)
+  return path
+
+
+def append(path: str | os.PathLike, record: Record) -> None:
+  """Add `record` as one line, on disk when this returns, or raise and leave the file as it was.
+
+  Half a line that a killed run left at the end is dropped first, with a warning. Runs may share
+  a file.
+
+  Raises:
+    OSError: the file cannot be written, or its disk is full.
+  """
+  values = {name: _plain(value) for name, value in dataclasses.asdict(record).items()}
+  line = json.dumps(values, allow_nan=False).encode() + b"\n"
+  with _locked(path) as fd:
+    size = _drop_torn_line(fd, path)
+    try:
+      written = os.write(fd, line)
+      if written < len(line):  # the disk filled up; a second write says so
+        os.write(fd, line[written:])
+      os.fsync(fd)
+    except BaseException:
+      os.ftruncate(fd, size)
+      raise
+
+
+def read(path: str | os.PathLike) -> list[Record]:
+  """The records in a file, in order; half a line at its end is left out with a warning.
+
+  Raises:
+    FileNotFoundError: no such file.
+    InputError: a line that is no record, or one of a schema that this version does not know.
+  """
+  with open(path, "rb") as f:
+    lines = f.read().splitlines(keepends=True)
+  if lines and not lines[-1].endswith(b"\n") and not _is_whole(lines[-1]):
+    _warn_torn(path, len(lines.pop()))
+  return [_parse(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+
+
+def missing(path: str | os.PathLike, settings: Iterable[Record]) -> list[Record]:
+  """Those of `settings` (records with nothing measured yet) that the file, if any, lacks."""
+  done = {key(record) for record in read(path)} if os.path.exists(path) else set()
+  return [setting for setting in settings if key(setting) not in done]
+
+
+def _plain(value):
+  """As JSON has it: numpy and jax scalars as Python's; no NaN or infinity, which JSON lacks."""
+  value = value.item() if hasattr(value, "item") else value
+  return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _parse(line: bytes, where: str) -> Record:
+  try:
+    values = json.loads(line)
+    schema = values.get("schema")
+  except (ValueError, AttributeError):
+    raise InputError(f"{where}: not a JSON object; mend or delete that line.") from None
+  if schema != SCHEMA:
+    raise InputError(
+      f"{where}: a record of schema {schema}, and this version of specdec_jax, {__version__}, "
+      f"knows schema {SCHEMA}; read it with the version that wrote it "
+      f"({values.get('specdec_version', 'not stated')})."
+    )
+  try:
+    return Record(**values)
+  except TypeError as error:
+    fault = str(error).replace("Record.__init__() ", "")
+    raise InputError(f"{where}: not a record of schema {SCHEMA}: {fault}.") from None
+
+
+@contextlib.contextmanager
+def _locked(path: str | os.PathLike) -> Iterator[int]:
+  """The file open for appending, with no other run writing to it."""
+  fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+  try:
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    yield fd
+  finally:
+    os.close(fd)
+
+
+def _drop_torn_line(fd: int, path) -> int:
+  """Make the file end where a line ends, and give its size."""
+  size = os.fstat(fd).st_size
+  if not size or os.pread(fd, 1, size - 1) == b"\n":
+    return size
+  content = os.pread(fd, size, 0)
+  start = content.rfind(b"\n") + 1
+  if _is_whole(content[start:]):  # written by hand, without the last newline
+    return size + os.write(fd, b"\n")
+  _warn_torn(path, size - start)
+  os.ftruncate(fd, start)
+  return start
+
+
+def _is_whole(line: bytes) -> bool:
+  try:
+    return isinstance(json.loads(line), dict)
+  except ValueError:
+    return False
+
+
+def _warn_torn(path, length: int) -> None:
+  warnings.warn(
+    f"{path}: dropped {length} characters of half a record at its end, left by a killed run; "
+    "its setting is measured again.",
+    stacklevel=3,
+  )

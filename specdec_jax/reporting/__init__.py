@@ -1,0 +1,1 @@
+"""Records and rounds -> what a person reads."""

@@ -1,0 +1,87 @@
+"""Logits become a distribution in exactly one place, before any draw (Section 2.2)."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specdec_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """A sampling method; every one of them is standard sampling from an adjusted distribution.
+
+  Attributes:
+    temperature: logits are divided by it; 0 means argmax.
+    top_k: keep the k most probable tokens (and any tied with the last); 0 keeps all.
+    top_p: keep the fewest most probable tokens whose mass reaches top_p; 1.0 keeps all.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+
+  def __post_init__(self):
+    if not (math.isfinite(self.temperature) and self.temperature >= 0):
+      raise InputError(
+        f"temperature is {self.temperature}; it must be 0 (argmax) or a positive number."
+      )
+    if self.top_k < 0:
+      raise InputError(f"top_k is {self.top_k}; it must be a positive count, or 0 to keep all.")
+    if not 0 < self.top_p <= 1:
+      raise InputError(f"top_p is {self.top_p}; it must lie in (0, 1], with 1 to keep all.")
+
+
+def distribution(logits: Array, sampling: Sampling) -> Array:
+  """The adjusted distribution [..., V], float32, of logits [..., V] (Section 2.2).
+
+  Temperature first, then top-k, then top-p of what is left, as is usual.
+  """
+  logits = logits.astype(jnp.float32)
+  if sampling.temperature == 0:
+    best = _first(logits == logits.max(axis=-1, keepdims=True))
+    return jax.nn.one_hot(best, logits.shape[-1])
+  logits = logits / sampling.temperature
+  if 0 < sampling.top_k < logits.shape[-1]:
+    kth = jax.lax.top_k(logits, sampling.top_k)[0][..., -1:]
+    logits = jnp.where(logits >= kth, logits, -jnp.inf)
+  probs = jax.nn.softmax(logits)
+  if sampling.top_p < 1:
+    ordered = jnp.sort(probs, axis=-1, descending=True)
+    mass_before = jnp.cumsum(ordered, axis=-1) - ordered
+    least = jnp.where(mass_before < sampling.top_p, ordered, jnp.inf).min(axis=-1, keepdims=True)
+    probs = jnp.where(probs >= least, probs, 0.0)
+    probs = probs / probs.sum(axis=-1, keepdims=True)
+  return probs
+
+
+def sample(rng: Array, weights: Array) -> Array:
+  """One token [B] from each row of weights [B, V] >= 0, not all 0, in proportion; a key a row.
+
+  Inversion in two steps: a block of 64 tokens by its mass, then a token within it. That costs two
+  uniforms a row instead of V noises: on a CPU 2 against 86 microseconds for V = 4,096. A token of
+  weight 0 is never drawn.
+  """
+  batch, vocab_size = weights.shape
+  blocks = jnp.pad(weights, ((0, 0), (0, -vocab_size % 64))).reshape(batch, -1, 64)
+  u = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(rng)
+  block = _invert(u[:, 0], blocks.sum(axis=-1))
+  inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+  return block * 64 + _invert(u[:, 1], inside)
+
+
+def _invert(u: Array, weights: Array) -> Array:
+  """First index [B] at which the running sum of weights [B, N] exceeds u [B] times their total."""
+  # A running sum made in parallel need not be monotone, so entries of weight 0 are taken out.
+  running = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
+  total = running.max(axis=-1, keepdims=True)
+  return _first((running > u[:, None] * total) | (running == total))
+
+
+def _first(mask: Array) -> Array:
+  """Index [...] of the first True along the last axis; not `argmax`, which a CPU runs 10x slower."""
+  size = mask.shape[-1]
+  return jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size).min(axis=-1)

@@ -1,0 +1,57 @@
+"""Speculative sampling: accept, correct or extend the guesses of one round (Section 2.3)."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specdec_jax.protocols import Verdict
+from specdec_jax.sampling import sample
+
+
+def speculative_sample(
+  rng: Array,
+  draft_tokens: Array,
+  draft_probs: Array,
+  target_probs: Array,
+  lenience: float = 1.0,
+) -> Verdict:
+  """Judge the guesses so that what is emitted is distributed as the target (Algorithm 1).
+
+  Args:
+    rng: one key for the batch, or keys [B] so that a row does not depend on its neighbours.
+    draft_tokens: guesses x_1..x_G, [B, G].
+    draft_probs: q_1..q_G, [B, G, V]: the distributions the guesses were drawn from.
+    target_probs: p_1..p_{G+1}, [B, G + 1, V], adjusted by the same sampling method.
+    lenience: l in (0, 1] multiplies q (Appendix A.5); no token's probability grows past p / l.
+
+  Returns:
+    The verdict: n accepted guesses and the token after them.
+  """
+  batch, gamma = draft_tokens.shape
+  if draft_probs.shape[:2] != (batch, gamma) or target_probs.shape[:2] != (batch, gamma + 1):
+    raise ValueError(
+      f"draft_tokens {draft_tokens.shape} [B, G] go with draft_probs [B, G, V] and target_probs "
+      f"[B, G + 1, V]; given {draft_probs.shape} and {target_probs.shape}."
+    )
+  if not 0 < lenience <= 1:
+    raise ValueError(f"lenience is {lenience}; it must lie in (0, 1], with 1 for exactness.")
+  keys = jax.random.split(rng, batch) if rng.ndim == 0 else rng
+  accept_rng, next_rng = jax.vmap(jax.random.split, out_axes=1)(keys)
+
+  # Accept guess i with probability min(1, p_i / (l q_i)); n counts those before the first refusal.
+  # Compared, not divided, and strictly: u < 1, so p >= q always passes and p = 0 never does.
+  u = jax.vmap(lambda key: jax.random.uniform(key, (gamma,)))(accept_rng)
+  of_guesses = lambda probs: jnp.take_along_axis(probs, draft_tokens[..., None], axis=-1)[..., 0]
+  accepted = u * lenience * of_guesses(draft_probs) < of_guesses(target_probs[:, :gamma])
+  num_accepted = jnp.cumprod(accepted, axis=1).sum(axis=1)
+
+  # The next token comes from norm(max(0, p_{n+1} - l q_{n+1})). With q_{G+1} = 0 that is also
+  # the bonus token's p_{G+1}.
+  at_next = lambda probs: jnp.take_along_axis(probs, num_accepted[:, None, None], axis=1)[:, 0]
+  q = jnp.pad(draft_probs, ((0, 0), (0, 1), (0, 0)))
+  p_next = at_next(target_probs)
+  residual = jnp.maximum(p_next - lenience * at_next(q), 0.0)
+  # p = q up to rounding can leave no residual at all; a refusal then had probability 0 up to
+  # rounding, and p itself is the right limit.
+  residual = jnp.where(residual.sum(axis=-1, keepdims=True) > 0, residual, p_next)
+  return Verdict(num_accepted, sample(next_rng, residual))

@@ -1,0 +1,49 @@
+"""Closed forms of Section 3: what speculation should give, from alpha, gamma and the costs."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+
+def expected_tokens(alpha, gamma):
+  """Tokens a round emits on average, (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1).
+
+  Args:
+    alpha: acceptance rate in [0, 1]; an array broadcasts.
+    gamma: guesses a round, >= 0.
+
+  Raises:
+    ValueError: alpha outside [0, 1] or gamma < 0.
+  """
+  alpha, gamma = np.asarray(alpha, float), np.asarray(gamma)
+  if np.any(alpha < 0) or np.any(alpha > 1):
+    raise ValueError(f"alpha is {alpha}; an acceptance rate lies in [0, 1].")
+  if np.any(gamma < 0):
+    raise ValueError(f"gamma is {gamma}; the number of guesses cannot be negative.")
+  rejected = np.where(alpha < 1, 1 - alpha, 1.0)
+  return np.where(alpha < 1, (1 - alpha ** (gamma + 1.0)) / rejected, gamma + 1.0)[()]
+
+
+def walltime_improvement(alpha, gamma, c, verify_cost=1.0):
+  """Speedup over plain decoding, E[tokens] / (gamma c + v) (Theorem 8).
+
+  Args:
+    alpha: acceptance rate.
+    gamma: guesses a round.
+    c: time of a draft step / time of a target step (Definition 7).
+    verify_cost: v, time of the target's pass over gamma + 1 tokens / over one. Theorem 8 assumes
+      1; measured on real hardware it is more.
+  """
+  return expected_tokens(alpha, gamma) / (np.asarray(gamma) * c + verify_cost)
+
+
+def best_gamma(
+  alpha: float, c: float, verify_cost: float | Callable[[int], float] = 1.0, most: int = 20
+) -> int:
+  """The gamma in 0..most with the largest speedup (Section 3.5); 0 says: do not speculate.
+
+  `verify_cost` may be a function of gamma.
+  """
+  v = verify_cost if callable(verify_cost) else lambda gamma: verify_cost
+  gains = [1.0] + [float(walltime_improvement(alpha, g, c, v(g))) for g in range(1, most + 1)]
+  return int(np.argmax(gains))

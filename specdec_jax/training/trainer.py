@@ -1,0 +1,160 @@
+"""Train a T5 on sentence pairs: Adafactor, label smoothing, checkpoints that resume."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+from jax import Array
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from specdec_jax.models.config import T5Config
+from specdec_jax.models.t5 import T5, init_params
+from specdec_jax.training.batches import Pairs, arrays, epoch_batches
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+  """How long and how hard to train.
+
+  Attributes:
+    epochs: passes over the training pairs.
+    tokens_per_batch: padded target tokens in a batch.
+    peak_learning_rate: of Adafactor with parameter scaling: the relative size of an update.
+    warmup_steps: linear, then a cosine to zero at the last step.
+    label_smoothing: share of the target mass spread evenly over the vocabulary.
+    seed: of initialisation, order and dropout.
+    save_every: steps between checkpoints.
+  """
+
+  epochs: int = 12
+  tokens_per_batch: int = 1152
+  peak_learning_rate: float = 0.05
+  warmup_steps: int = 500
+  label_smoothing: float = 0.1
+  seed: int = 0
+  save_every: int = 200
+
+
+def cross_entropy(logits: Array, targets: Array, smoothing: float) -> tuple[Array, Array]:
+  """Mean loss in nats and accuracy over target tokens; logits [B, T, V], targets [B, T], 0 is padding."""
+  log_probs = jax.nn.log_softmax(logits)
+  token = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
+  loss = -(1 - smoothing) * token - smoothing * log_probs.mean(axis=-1)
+  real = targets > 0
+  correct = logits.argmax(axis=-1) == targets
+  mean = lambda x: jnp.sum(x * real) / jnp.sum(real)
+  return mean(loss), mean(correct)
+
+
+def _teacher_forced(module: T5, params, source, targets, dropout_rng=None):
+  inputs = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))  # starts with pad, as T5 does
+  rngs = None if dropout_rng is None else {"dropout": dropout_rng}
+  return module.apply({"params": params}, source, inputs, dropout_rng is None, rngs=rngs)
+
+
+def train(
+  config: T5Config,
+  settings: TrainSettings,
+  train_pairs: Pairs,
+  valid_pairs: Pairs,
+  output_dir: str,
+  init: Array | None = None,
+  bleu: Callable[[Array], float] | None = None,
+):
+  """Train to the last epoch, from the newest checkpoint in `output_dir` if there is one.
+
+  Args:
+    config: shape of the model; its dropout rate is used.
+    settings: see `TrainSettings`.
+    train_pairs: encoded sentence pairs.
+    valid_pairs: pairs for the loss (unsmoothed) and accuracy printed after each epoch.
+    output_dir: gets `checkpoints/` and one line an epoch in `metrics.jsonl`.
+    init: parameters to start from, instead of random ones.
+    bleu: BLEU of given parameters on validation text, run after each epoch.
+
+  Returns:
+    The trained parameters.
+  """
+  module = T5(config)
+  output = pathlib.Path(output_dir).absolute()
+  steps_per_epoch = len(epoch_batches(train_pairs, settings.tokens_per_batch, 0, 0))
+  total = settings.epochs * steps_per_epoch
+  schedule = optax.warmup_cosine_decay_schedule(
+    0.0, settings.peak_learning_rate, settings.warmup_steps, total
+  )
+  optimizer = optax.adafactor(schedule)
+  rng = jax.random.key(settings.seed)
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def train_step(state, source, targets):
+    def loss_fn(params):
+      dropout_rng = jax.random.fold_in(rng, state["step"])
+      logits = _teacher_forced(module, params, source, targets, dropout_rng)
+      return cross_entropy(logits, targets, settings.label_smoothing)[0]
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+    updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
+
+  @jax.jit
+  def eval_step(params, source, targets):
+    return cross_entropy(_teacher_forced(module, params, source, targets), targets, 0.0)
+
+  params = init_params(config, rng) if init is None else init
+  state = {"params": params, "opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+  options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+  with ocp.CheckpointManager(output / "checkpoints", options=options) as checkpoints, _bar() as bar:
+    if checkpoints.latest_step() is not None:
+      restore = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
+      state = checkpoints.restore(checkpoints.latest_step(), args=restore)
+    step = int(state["step"])
+    task = bar.add_task("training", total=total, completed=step, note="")
+    while step < total:
+      epoch, skip = divmod(step, steps_per_epoch)
+      batches = epoch_batches(train_pairs, settings.tokens_per_batch, settings.seed, epoch)[skip:]
+      since, tokens, losses = time.perf_counter(), 0, []
+      for source, targets in arrays(train_pairs, batches):
+        state, loss = train_step(state, source, targets)
+        step += 1
+        tokens += int((targets > 0).sum())
+        losses.append(float(loss))
+        recent = sum(losses[-50:]) / len(losses[-50:])
+        rate = tokens / (time.perf_counter() - since)
+        note = f"epoch {epoch + 1}/{settings.epochs}  loss {recent:.3f}  {rate:,.0f} tokens/s"
+        bar.update(task, completed=step, note=note)
+        if step % settings.save_every == 0 or step % steps_per_epoch == 0:
+          checkpoints.save(step, args=ocp.args.StandardSave(state))
+      valid_batches = epoch_batches(valid_pairs, settings.tokens_per_batch, 0, 0)
+      scores = [eval_step(state["params"], *batch) for batch in arrays(valid_pairs, valid_batches)]
+      loss, accuracy = (float(sum(x) / len(scores)) for x in zip(*scores))
+      metrics = {
+        "epoch": epoch + 1,
+        "step": step,
+        "train_loss": sum(losses) / len(losses),
+        "valid_loss": loss,
+        "valid_accuracy": accuracy,
+        "bleu": bleu(state["params"]) if bleu else None,
+        "tokens_per_s": rate,
+      }
+      with open(output / "metrics.jsonl", "a") as f:
+        f.write(json.dumps(metrics) + "\n")
+      bar.console.print(json.dumps(metrics))
+  return state["params"]
+
+
+def _bar() -> Progress:
+  return Progress(
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeRemainingColumn(),
+    TextColumn("{task.fields[note]}"),
+  )

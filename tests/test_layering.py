@@ -1,0 +1,132 @@
+"""Imports point one way through the house, and heavy packages stay where their job is."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "specdec_jax"
+
+JAX = {"jax", "numpy"}
+FLAX = JAX | {"flax"}
+
+# From the bottom up: a layer may import those listed before it, itself, Python's own modules,
+# and the packages named beside it.
+LAYERS = {
+  "errors": set(),
+  "version": set(),
+  "sampling": JAX,
+  "protocols": JAX,
+  "speculative": JAX,
+  "theory": JAX,
+  "decoding": FLAX,
+  "models": FLAX,
+  "drafts": FLAX,
+  "partitioning": FLAX,
+  "checkpoints": FLAX | {"orbax", "safetensors"},
+  "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets"},
+  "pairs": JAX,
+  "training": FLAX | {"optax", "orbax", "rich"},
+  "records": set(),
+  "reporting": {"numpy", "rich", "matplotlib"},
+  "experiments": FLAX | {"rich", "sacrebleu", "torch", "transformers"},
+  "t5x_model": FLAX | {"t5x"},
+  "run": {"gin", "absl"},
+}
+
+# Layers that know less than what lies below them.
+ONLY = {
+  "records": {"errors", "version"},
+  "reporting": {"errors", "version", "protocols", "theory", "records"},
+  "run": {"errors", "version"},
+}
+
+CORE = ("errors", "version", "sampling", "protocols", "speculative", "theory", "decoding")
+CORE += ("models", "drafts")
+
+
+def imports(source: str) -> set[str]:
+  """Names of all modules that a source imports, at its top or inside functions."""
+  found = set()
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.Import):
+      found |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, "relative imports hide which layer is meant"
+      # `from specdec_jax import theory` imports specdec_jax.theory.
+      found |= {f"{node.module}.{alias.name}" for alias in node.names}
+  return found
+
+
+def violations(layer: str, source: str) -> list[str]:
+  """What a module of `layer` ('' for specdec_jax/__init__.py) imports and may not."""
+  below = [*LAYERS][: [*LAYERS].index(layer)] if layer else CORE
+  own = ONLY.get(layer, set(below)) | {layer}
+  packages = LAYERS[layer] if layer else FLAX
+  wrong = []
+  for name in sorted(imports(source)):
+    top, _, rest = name.partition(".")
+    if top == "specdec_jax":
+      if rest.partition(".")[0] not in own:
+        wrong.append(name)
+    elif top not in packages and top not in sys.stdlib_module_names:
+      wrong.append(name)
+  return wrong
+
+
+def layer_of(path: pathlib.Path) -> str:
+  return path.relative_to(PACKAGE).with_suffix("").parts[0].replace("__init__", "")
+
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+  layer = layer_of(path)
+  assert not layer or layer in LAYERS, f"{layer} has no place in LAYERS: give it one"
+  assert violations(layer, path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+  "layer, source",
+  [
+    ("decoding", "from specdec_jax.experiments import alpha"),
+    ("decoding", "from specdec_jax.models.t5 import t5_model"),
+    ("decoding", "from specdec_jax import models"),
+    ("decoding", "def f():\n  import tensorflow as tf"),
+    ("sampling", "import flax.linen as nn"),
+    ("models", "import gin"),
+    ("experiments", "import gin.tf"),
+    ("experiments", "from absl import flags"),
+    ("experiments", "from t5x import models"),
+    ("training", "import seqio"),
+    ("records", "import jax"),
+    ("records", "from specdec_jax.protocols import Decoded"),
+    ("reporting", "from specdec_jax.experiments.alpha import measure_alpha"),
+    ("", "from specdec_jax.data.vocabulary import Vocabulary"),
+    ("", "import sentencepiece"),
+  ],
+)
+def test_wrong_arrows_are_seen(layer, source):
+  assert len(violations(layer, source)) == 1
+
+
+def test_core_runs_without_tensorflow_seqio_or_gin():
+  absent = ("tensorflow", "tensorflow_datasets", "seqio", "gin", "t5x", "sentencepiece")
+  absent += ("matplotlib", "sacrebleu")
+  core = ["specdec_jax", *(f"specdec_jax.{layer}" for layer in CORE)]
+  core += ["specdec_jax.models.t5", "specdec_jax.drafts.model"]
+  code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "\n".join(
+    f"import {module}" for module in core
+  )
+  subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("folder", ["gin", "configs", "scripts"])
+def test_folders_beside_the_library_are_no_packages(folder):
+  # gin/__init__.py would shadow the gin library for whoever runs from the checkout.
+  assert not (ROOT / folder / "__init__.py").exists()

@@ -1,0 +1,215 @@
+"""Records are written whole or not at all, read back as they were, and tell what is left to do."""
+
+import dataclasses
+import json
+import math
+import os
+import warnings
+
+import numpy as np
+import pytest
+
+from specdec_jax import records
+from specdec_jax.errors import InputError
+from specdec_jax.records import Record
+
+# What DESIGN.md, section 3, promises to anyone who reads results.jsonl.
+PROMISED = (
+  "task target draft temperature top_k top_p gamma lenience batch_size num_examples num_tokens "
+  "alpha alpha_low alpha_high acceptance_rate tokens_per_round target_step_ms draft_step_ms c "
+  "verify_ms verify_cost predicted_theorem8 predicted_measured_cost baseline "
+  "baseline_tokens_per_s speculative_tokens_per_s speedup identical acceptance platform "
+  "device_kind dtype jax_version specdec_version seed seconds"
+).split()
+
+
+def setting(**changes) -> Record:
+  fields = dict(
+    task="multi30k",
+    target="t",
+    draft="d",
+    temperature=0.0,
+    gamma=5,
+    batch_size=1,
+    platform="cpu",
+    device_kind="cpu",
+    dtype="float32",
+    seed=0,
+  )
+  return Record(**(fields | changes))
+
+
+@pytest.fixture
+def path(tmp_path):
+  return tmp_path / "results.jsonl"
+
+
+def test_fields_are_those_promised():
+  assert set(PROMISED) <= {field.name for field in dataclasses.fields(Record)}
+
+
+def test_reads_back_what_was_appended(path):
+  written = [
+    setting(alpha=0.1 + 0.2, identical=True, num_tokens=10**12),
+    setting(temperature=1.0, task="Käse \n in two lines"),
+  ]
+  for record in written:
+    records.append(path, record)
+  assert records.read(path) == written
+  assert path.read_text().count("\n") == 2
+
+
+def test_numpy_scalars_and_non_finite_numbers_are_plain_json(path):
+  def refuse(name):
+    raise AssertionError(f"{name} is not JSON")
+
+  alpha = np.float32(0.7)
+  record = setting(alpha=alpha, identical=np.bool_(True), c=math.nan, speedup=np.float64(math.inf))
+  records.append(path, record)
+  values = json.loads(path.read_text(), parse_constant=refuse)
+  assert values["alpha"] == float(alpha) and values["identical"] is True
+  assert values["c"] is None and values["speedup"] is None
+  assert records.read(path)[0].c is None
+
+
+def test_append_that_fails_leaves_the_file_as_it_was(path, monkeypatch):
+  records.append(path, setting())
+  before = path.read_bytes()
+  with pytest.raises(TypeError):
+    records.append(path, setting(task=object()))
+  assert path.read_bytes() == before
+
+  real_write, calls = os.write, []
+
+  def full_disk(fd, data):  # takes half, then refuses, as write(2) does on a full disk
+    calls.append(len(data))
+    if len(calls) == 1:
+      return real_write(fd, data[: len(data) // 2])
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(os, "write", full_disk)
+  with pytest.raises(OSError, match="No space left"):
+    records.append(path, setting(seed=1))
+  assert len(calls) == 2
+  assert path.read_bytes() == before
+
+
+def test_append_puts_down_a_record_in_one_write(path, monkeypatch):
+  real_write, calls = os.write, []
+  monkeypatch.setattr(os, "write", lambda fd, data: calls.append(data) or real_write(fd, data))
+  records.append(path, setting())
+  assert len(calls) == 1 and calls[0].endswith(b"}\n")
+
+
+def test_torn_last_line_is_dropped_at_any_cut(path):
+  first, second, third = setting(task="ä"), setting(seed=1), setting(seed=2)
+  records.append(path, first)
+  whole = path.read_bytes()
+  records.append(path, second)
+  torn = path.read_bytes()[len(whole) : -1]
+  for cut in range(1, len(torn)):
+    path.write_bytes(whole + torn[:cut])
+    with pytest.warns(UserWarning, match=f"dropped {cut} characters of half a record"):
+      assert records.read(path) == [first]
+    with pytest.warns(UserWarning, match="its setting is measured again"):
+      records.append(path, third)
+    assert records.read(path) == [first, third]
+
+
+def test_torn_line_may_end_inside_a_character(path):
+  path.write_bytes('{"task": "ä'.encode()[:-1])
+  with pytest.warns(UserWarning, match="half a record"):
+    assert records.read(path) == []
+
+
+def test_whole_last_line_without_newline_is_kept(path):
+  records.append(path, setting())
+  path.write_bytes(path.read_bytes()[:-1])
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert records.read(path) == [setting()]
+    records.append(path, setting(seed=1))
+  assert records.read(path) == [setting(), setting(seed=1)]
+
+
+def test_unknown_schema_says_which(path):
+  records.append(path, setting())
+  values = json.loads(path.read_text()) | {"schema": 99, "specdec_version": "7.0.0"}
+  path.write_text(path.read_text() + json.dumps(values) + "\n")
+  with pytest.raises(InputError, match=r"line 2: a record of schema 99.*knows schema 1.*7\.0\.0"):
+    records.read(path)
+
+
+@pytest.mark.parametrize(
+  "line, says",
+  [
+    ("[1, 2]", "line 1: not a JSON object"),
+    ("{half", "line 1: not a JSON object"),
+    ('{"schema": 1, "task": "x"}', "line 1: not a record of schema 1: missing"),
+    ('{"alhpa": 1}', "line 1: a record of schema None"),
+  ],
+)
+def test_lines_that_are_no_records_are_named(path, line, says):
+  path.write_text(line + "\n")
+  with pytest.raises(InputError, match=says):
+    records.read(path)
+
+
+def test_unknown_field_is_named(path):
+  values = dataclasses.asdict(setting()) | {"alhpa": 0.5}
+  path.write_text(json.dumps(values) + "\n")
+  with pytest.raises(InputError, match="alhpa"):
+    records.read(path)
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    dict(task="x"),
+    dict(target="x"),
+    dict(draft="x"),
+    dict(temperature=1.0),
+    dict(top_k=40),
+    dict(top_p=0.9),
+    dict(gamma=7),
+    dict(lenience=0.5),
+    dict(batch_size=8),
+    dict(baseline="hf"),
+    dict(acceptance="simulated"),
+    dict(platform="tpu"),
+    dict(device_kind="TPU v4"),
+    dict(dtype="bfloat16"),
+    dict(seed=1),
+  ],
+  ids=str,
+)
+def test_key_tells_settings_apart(change):
+  assert records.key(setting()) != records.key(setting(**change))
+
+
+def test_missing_skips_what_was_recorded_whatever_was_measured(path):
+  wanted = [setting(gamma=gamma, temperature=t) for gamma in (3, 5) for t in (0.0, 1.0)]
+  assert records.missing(path, wanted) == wanted  # no file yet
+  records.append(path, dataclasses.replace(wanted[1], alpha=0.8, seconds=3.0))
+  # 1 and 1.0 are the same temperature, as typed in a gin file.
+  records.append(path, dataclasses.replace(wanted[3], temperature=1))
+  assert records.missing(path, wanted) == [wanted[0], wanted[2]]
+
+
+def test_open_results_makes_the_folder_and_mends_the_file(tmp_path):
+  path = records.open_results(tmp_path / "a" / "b")
+  assert records.read(path) == []
+  records.append(path, setting())
+  with open(path, "a") as f:
+    f.write('{"task": ')
+  with pytest.warns(UserWarning, match="dropped 9 characters"):
+    assert records.open_results(tmp_path / "a" / "b") == path
+  assert records.read(path) == [setting()]
+
+
+def test_open_results_fails_at_once_where_it_cannot_write(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(NotADirectoryError):
+    records.open_results(tmp_path / "file" / "results")
+  with pytest.raises(FileNotFoundError):
+    records.read(tmp_path / "nothing.jsonl")

@@ -1,0 +1,241 @@
+"""The command line: gin files are run as written, and bad input ends in one sentence and status 2.
+
+Each test runs the command on a tiny experiment, in a process of its own as a user would.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+EXPERIMENT = '''
+import sys
+
+def work(output_dir, gamma=1, fault=None):
+  import os
+  from specdec_jax.errors import InputError
+  if fault == "input":
+    raise InputError("gamma is 0; a round needs at least 1 guess.")
+  if fault == "bug":
+    raise ValueError("operands could not be broadcast")
+  if fault == "gone":
+    open("/nonexistent/model.json")
+  if fault == "interrupt":
+    raise KeyboardInterrupt
+  if fault == "module":
+    import nonexistent_package
+  os.makedirs(output_dir, exist_ok=True)
+  with open(os.path.join(output_dir, "out.txt"), "a") as f:
+    f.write(f"gamma {gamma}\\n")
+  print(f"gamma {gamma}, jax {'jax' in sys.modules}")
+
+def compile_something():
+  import jax
+  jax.jit(lambda x: jax.numpy.sort(x @ x))(jax.numpy.eye(9)).block_until_ready()
+'''
+
+HEADER = """
+from __gin__ import dynamic_registration
+from specdec_jax import run
+import tiny_work
+"""
+
+GIN = f"""{HEADER}
+OUTPUT_DIR = %gin.REQUIRED
+GAMMA = 4
+run.run.experiment = @tiny_work.work
+tiny_work.work:
+  output_dir = %OUTPUT_DIR
+  gamma = %GAMMA
+"""
+
+OUT = "--gin.OUTPUT_DIR='out'"
+
+
+@pytest.fixture
+def command(tmp_path):
+  """Runs the command in a folder with `tiny_work.py` and `work.gin`."""
+  (tmp_path / "tiny_work.py").write_text(EXPERIMENT)
+  (tmp_path / "work.gin").write_text(GIN)
+
+  def run(*args, **environment):
+    return subprocess.run(
+      [sys.executable, "-m", "specdec_jax.run", *args],
+      cwd=tmp_path,
+      env={
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        **environment,
+      },
+      stdin=subprocess.DEVNULL,
+      capture_output=True,
+      text=True,
+      timeout=120,
+    )
+
+  run.dir = tmp_path
+  return run
+
+
+def assert_told(result, *words):
+  """Status 2, and one line on stderr, in plain words, that has all of `words`."""
+  assert result.returncode == 2, result
+  assert result.stderr.startswith("error: ") and result.stderr.endswith(".\n")
+  assert result.stderr.count("\n") == 1, result.stderr
+  for ugly in ("Traceback", "<function", "<module", " at 0x", "configurable", "\\"):
+    assert ugly not in result.stderr, result.stderr
+  for word in words:
+    assert word in result.stderr, result.stderr
+
+
+def test_runs_what_the_file_says_once_and_without_jax(command):
+  result = command("--gin_file=work.gin", OUT)
+  assert (result.returncode, result.stdout, result.stderr) == (0, "gamma 4, jax False\n", "")
+  assert (command.dir / "out" / "out.txt").read_text() == "gamma 4\n"
+
+
+@pytest.mark.parametrize(
+  "args, gamma",
+  [
+    (["--gin.GAMMA=7"], 7),
+    (["--gin_bindings=GAMMA = 8"], 8),
+    (["--gin_bindings", "tiny_work.work.gamma = 9"], 9),
+    (["--gin.tiny_work.work.gamma=2", "--gin.work.gamma=3"], 3),
+    (["--gin_file=later.gin"], 6),
+    (["--gin_file=later.gin", "--gin.GAMMA=7"], 7),
+    (["--gin.NEW=5", "--gin.GAMMA=%NEW"], 5),
+  ],
+  ids=str,
+)
+def test_flags_win_over_files_and_later_over_earlier(command, args, gamma):
+  (command.dir / "later.gin").write_text("GAMMA = 6\n")
+  assert command("--gin_file=work.gin", OUT, *args).stdout.startswith(f"gamma {gamma},")
+
+
+def test_search_paths(command):
+  (command.dir / "elsewhere").mkdir()
+  (command.dir / "elsewhere" / "far.gin").write_text("include 'work.gin'\nGAMMA = 11\n")
+  result = command("--gin_file=far.gin", "--gin_search_paths=nowhere,elsewhere", OUT)
+  assert result.stdout.startswith("gamma 11,")
+
+
+def test_configurations_of_the_checkout_are_found_from_any_folder(command):
+  # The file is read, and then the binding refused.
+  assert_told(command("--gin_file=gin/quickstart.gin", "--gin.GAMMAS="), "'GAMMAS = '")
+
+
+@pytest.mark.parametrize(
+  "args, words",
+  [
+    ([], ["no gin file was given"]),
+    (["--gin_file=nosuch.gin"], ["no gin file 'nosuch.gin'"]),
+    (["--gin_file=gin/nosuch/nosuch.gin"], ["gin/nosuch/nosuch.gin"]),
+    (["--gin_file=work.gin"], ["OUTPUT_DIR has no value"]),
+    (["--gin_file=work.gin", OUT, "--gin.GAMA=3"], ["GAMA", "GAMMA, OUTPUT_DIR"]),
+    (["--gin_file=work.gin", OUT, "--gin_bindings=GAMA=3"], ["GAMA", "GAMMA, OUTPUT_DIR"]),
+    (["--gin_file=work.gin", OUT, "--gin.GAMMA"], ["--gin.GAMMA has no value"]),
+    (["--gin_file=work.gin", OUT, "--gin.GAMMA="], ["GAMMA = ", "cannot be read"]),
+    (["--gin_file=work.gin", OUT, "--gin.GAMMA=(3"], ["GAMMA = (3", "cannot be read"]),
+    (["--gin_file=work.gin", "--gin.OUTPUT_DIR=a.b"], ["OUTPUT_DIR = a.b", "needs quotes"]),
+    (["--gin_file=work.gin", "--gin.OUTPUT_DIR=/a/b"], ["OUTPUT_DIR = /a/b", "needs quotes"]),
+    (["--gin_file=work.gin", OUT, "--gin.work.gama=3"], ["'work' has no parameter 'gama'"]),
+    (["--gin_file=work.gin", OUT, "--gin.play.gamma=3"], ["uses 'play'", "play.gamma = 3"]),
+    (["--gin_file=work.gin", OUT, "--gin_bindings=nonsense"], ["'nonsense'"]),
+    (["--gin_fil=work.gin"], ["'gin_fil'", "gin_file"]),
+    (["--gin_file=work.gin", OUT, "gamma=3"], ["'gamma=3' is not understood"]),
+  ],
+  ids=str,
+)
+def test_bad_command_line(command, args, words):
+  assert_told(command(*args), *words)
+  assert not (command.dir / "out").exists()
+
+
+@pytest.mark.parametrize(
+  "text, words",
+  [
+    (HEADER, ["bad.gin says nothing to run"]),
+    (HEADER + "include 'gone.gin'", ["'gone.gin'", "bad.gin, line 5"]),
+    (HEADER + "import nonexistent_package", ["'nonexistent_package' is not installed", "line 5"]),
+    (HEADER + "from specdec_jax import nosuch", ["'specdec_jax.nosuch'", "line 5"]),
+    (HEADER + "run.run.experiment = @tiny_work.play", ["tiny_work has no 'play'", "line 5"]),
+    (HEADER + "run.run.experiment = @other.play", ["'other' is not imported", "line 5"]),
+    (HEADER + "run.run.experiment = @tiny_work.work()", ["leave out the parentheses"]),
+    (HEADER + "run.run.experiment = 3", ["run.run.experiment is 3"]),
+    (HEADER + "run.run.experiment = %NOPE", ["NOPE has no value"]),
+    (HEADER + "run.run.experiment = @tiny_work.work", ["work needs a value for 'output_dir'"]),
+    (HEADER + "run.run.experiment =\n", ["value cannot be read", "bad.gin, line 5"]),
+    (HEADER + "run.run.experiment = (\n", ["'bad.gin' cannot be read"]),
+    (HEADER + "run.run.experimnt = 3", ["'run.run' has no parameter 'experimnt'", "line 5"]),
+  ],
+  ids=lambda value: value.splitlines()[-1] if isinstance(value, str) else "",
+)
+def test_bad_gin_file(command, text, words):
+  (command.dir / "bad.gin").write_text(text)
+  assert_told(command("--gin_file=bad.gin"), *words)
+
+
+def test_faults_of_input_are_told_in_a_sentence(command):
+  faulty = lambda fault: command("--gin_file=work.gin", OUT, f"--gin.work.fault='{fault}'")
+  assert faulty("input").stderr == "error: gamma is 0; a round needs at least 1 guess.\n"
+  assert_told(faulty("gone"), "'/nonexistent/model.json'", "No such file")
+  assert_told(faulty("module"), "'nonexistent_package' is not installed")
+
+
+def test_output_dir_that_cannot_be_made(command):
+  assert_told(command("--gin_file=work.gin", "--gin.OUTPUT_DIR='work.gin/out'"), "work.gin/out")
+
+
+def test_a_bug_keeps_its_traceback(command):
+  result = command("--gin_file=work.gin", OUT, "--gin.work.fault='bug'")
+  assert result.returncode == 1
+  assert "Traceback" in result.stderr and "tiny_work.py" in result.stderr
+  assert "operands could not be broadcast" in result.stderr
+
+  (command.dir / "tiny_work.py").write_text("import specdec_jax.nosuch_module_of_ours\n")
+  result = command("--gin_file=work.gin", OUT)
+  assert result.returncode == 1 and "Traceback" in result.stderr
+
+  (command.dir / "tiny_work.py").write_text("def work(:\n")
+  result = command("--gin_file=work.gin", OUT)
+  assert result.returncode == 1 and "SyntaxError" in result.stderr
+
+
+def test_debug_shows_the_traceback_too(command):
+  result = command("--gin_file=work.gin", OUT, "--gin.work.fault='input'", "--debug")
+  assert result.returncode == 2
+  assert "Traceback" in result.stderr and "tiny_work.py" in result.stderr
+  assert result.stderr.splitlines()[-1].startswith("error: gamma is 0")
+
+
+def test_interrupt(command):
+  result = command("--gin_file=work.gin", OUT, "--gin.work.fault='interrupt'")
+  assert (result.returncode, result.stderr) == (130, "interrupted\n")
+
+
+def test_help(command):
+  result = command("--help")
+  assert result.returncode == 0 and "--gin_search_paths" in result.stdout
+
+
+def test_compiled_programs_are_kept_where_asked(command):
+  (command.dir / "compile.gin").write_text(
+    HEADER + "run.run.experiment = @tiny_work.compile_something"
+  )
+  at_once = dict(JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+  assert command("--gin_file=compile.gin", **at_once).returncode == 0
+  assert list((command.dir / "cache").iterdir())
+  result = command("--gin_file=compile.gin", "--jax_compilation_cache_dir=other", **at_once)
+  assert result.returncode == 0
+  assert list((command.dir / "other").iterdir())
+
+
+def test_cache_that_cannot_be_made_is_a_warning(command):
+  result = command("--gin_file=work.gin", OUT, "--jax_compilation_cache_dir=work.gin/cache")
+  assert result.returncode == 0
+  assert result.stderr.startswith("warning: compiled programs are not kept")

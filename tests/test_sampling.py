@@ -1,0 +1,149 @@
+"""Logits become the right distribution, and draws follow it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from specdec_jax.sampling import Sampling, distribution, sample
+
+METHODS = [
+  dict(temperature=0.0),
+  dict(temperature=1.0),
+  dict(temperature=0.3),
+  dict(temperature=2.5),
+  dict(top_k=1),
+  dict(top_k=4),
+  dict(top_k=10_000),
+  dict(top_p=0.01),
+  dict(top_p=0.6),
+  dict(top_p=0.999),
+  dict(temperature=0.7, top_k=9, top_p=0.8),
+]
+
+
+def logits_of(*shape, seed=0, scale=3.0):
+  return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_distribution_equals_the_plain_reference(method):
+  logits = logits_of(5, 4, 23)
+  got = np.asarray(distribution(jnp.asarray(logits), Sampling(**method)))
+  want = tiny.adjusted(logits, **method)
+  assert got.shape == logits.shape and got.dtype == np.float32
+  np.testing.assert_array_equal(got > 0, want > 0)  # the same tokens are kept
+  np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-7)
+  np.testing.assert_allclose(got.sum(-1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_half_precision_logits_are_widened_first(method):
+  logits = jnp.asarray(logits_of(6, 17), jnp.bfloat16)
+  got = distribution(logits, Sampling(**method))
+  assert got.dtype == jnp.float32
+  np.testing.assert_allclose(got.sum(-1), 1, atol=1e-5)
+  np.testing.assert_array_equal(got, distribution(logits.astype(jnp.float32), Sampling(**method)))
+
+
+def test_argmax_is_a_one_hot_even_on_a_tie():
+  got = distribution(jnp.asarray([[1.0, 3.0, 3.0, -2.0]]), Sampling(temperature=0.0))
+  np.testing.assert_array_equal(got, [[0, 1, 0, 0]])
+
+
+def test_low_temperature_approaches_argmax():
+  logits = jnp.asarray(logits_of(50, 12))
+  greedy = distribution(logits, Sampling(temperature=0.0))
+  for temperature in (1e-6, 1e-20, 1e-30):
+    np.testing.assert_allclose(distribution(logits, Sampling(temperature)), greedy, atol=1e-6)
+
+
+def test_top_k_keeps_ties_with_the_last():
+  got = distribution(jnp.log(jnp.asarray([0.4, 0.2, 0.2, 0.1, 0.1])), Sampling(top_k=2))
+  np.testing.assert_allclose(got, [0.5, 0.25, 0.25, 0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "top_p,kept",
+  [
+    (0.01, [1]),  # never empty: the most probable token stays
+    (0.49, [1]),
+    (0.51, [0.5 / 0.75, 0.25 / 0.75]),  # the token that crosses top_p is kept
+    (0.74, [0.5 / 0.75, 0.25 / 0.75]),
+    (0.76, [0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9]),
+    (0.95, [0.5, 0.25, 0.15, 0.1]),
+    (1.0, [0.5, 0.25, 0.15, 0.1]),
+  ],
+)
+def test_top_p_by_hand(top_p, kept):
+  # Out of order, so that sorting has to be undone.
+  probs, order = np.asarray([0.5, 0.25, 0.15, 0.1]), [2, 0, 3, 1]
+  want = np.pad(kept, (0, 4 - len(kept)))
+  got = distribution(jnp.log(jnp.asarray(probs[order])), Sampling(top_p=top_p))
+  np.testing.assert_allclose(got, want[order], atol=1e-6)
+
+
+def test_temperature_then_top_k_then_top_p():
+  # Temperature 0.5 squares: 25:16:9:1. Top-k 3 leaves 25:16:9 of 50, where the first two hold
+  # 0.82 of the mass; before top-k they held 0.80 of it, and before temperature 9/13 = 0.69.
+  logits = jnp.log(jnp.asarray([5.0, 4.0, 3.0, 1.0]))
+  got = distribution(logits, Sampling(temperature=0.5, top_k=3, top_p=0.81))
+  np.testing.assert_allclose(got, [25 / 41, 16 / 41, 0, 0], atol=1e-6)
+
+
+def test_masked_logits_get_no_probability():
+  logits = jnp.asarray([[0.5, -jnp.inf, 2.0, -jnp.inf, 1.0]])
+  for method in METHODS:
+    got = np.asarray(distribution(logits, Sampling(**method)))
+    assert got[0, 1] == got[0, 3] == 0
+    np.testing.assert_allclose(got.sum(), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "bad,named",
+  [
+    (dict(temperature=-0.1), "temperature"),
+    (dict(temperature=float("nan")), "temperature"),
+    (dict(temperature=float("inf")), "temperature"),
+    (dict(top_k=-1), "top_k"),
+    (dict(top_p=0.0), "top_p"),
+    (dict(top_p=-0.5), "top_p"),
+    (dict(top_p=1.01), "top_p"),
+    (dict(top_p=float("nan")), "top_p"),
+  ],
+  ids=str,
+)
+def test_bad_settings_say_what_was_given(bad, named):
+  with pytest.raises(ValueError, match=rf"{named} is {list(bad.values())[0]}"):
+    Sampling(**bad)
+
+
+def test_sample_follows_the_weights_and_never_draws_zero():
+  # 200,000 draws, level 1e-6: finds effects w >= 0.02.
+  n = 200_000
+  weights = np.asarray([0.0, 3.0, 0.5, 0.0, 0.05, 6.0, 1.0, 0.0])  # not normalised
+  probs = weights / weights.sum()
+  keys = jax.random.split(jax.random.key(0), n)
+  drawn = sample(keys, jnp.broadcast_to(weights, (n, 8)))
+  counts = np.bincount(drawn, minlength=8)
+  assert not counts[weights == 0].any()
+  assert tiny.p_value(counts, probs) > tiny.LEVEL
+  assert tiny.detectable(n, probs) < 0.02
+  # The same counts tell these weights from ones a little off.
+  off = probs + 0.01 * np.asarray([0, 1, 0, 0, 0, -1, 0, 0])
+  assert tiny.p_value(counts, off) < tiny.CAUGHT
+
+
+def test_sample_with_one_possible_token():
+  weights = jnp.asarray(np.eye(6, dtype=np.float32)[np.arange(600) % 6] * 1e-20)
+  drawn = sample(jax.random.split(jax.random.key(1), 600), weights)
+  np.testing.assert_array_equal(drawn, np.arange(600) % 6)
+
+
+def test_sample_uses_each_rows_own_key():
+  weights = jnp.asarray(np.random.default_rng(0).random((50, 9)))
+  keys = jax.random.split(jax.random.key(2), 50)
+  together = sample(keys, weights)
+  alone = [sample(keys[i : i + 1], weights[i : i + 1])[0] for i in range(50)]
+  np.testing.assert_array_equal(together, alone)

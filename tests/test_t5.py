@@ -1,0 +1,384 @@
+"""T5: one block, many steps and one teacher-forced pass agree; shapes are the published ones.
+
+The reference for the arithmetic is the T5 in plain numpy below, in float64.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import traverse_util
+from flax.serialization import msgpack_restore
+from scipy import special
+
+from specdec_jax.models.config import T5Config, t5_config
+from specdec_jax.models.layers import RelativePositionBias
+from specdec_jax.models.t5 import init_params, t5_model
+
+CONFIG = tiny.config(vocab_size=24, emb_dim=32, head_dim=12)
+VARIANTS = {
+  "1.1": CONFIG,
+  "1.0": tiny.config(vocab_size=24, gated=False, activation="relu", tied_logits=True),
+  "padded": tiny.config(vocab_size=21, padded_vocab_size=32),
+  "padded and tied": tiny.config(vocab_size=21, padded_vocab_size=32, tied_logits=True),
+}
+LENGTH = 14  # tokens of text, the start token first
+SLOTS = 24
+# Logits are of size 3, up to 10. float32 sums in another order were seen to differ by 4e-6,
+# bfloat16 may by 1e-2 of their size; a slot too many or too few moves them by up to 4.
+TOLERANCE = {jnp.float32: dict(rtol=1e-5, atol=2e-5), jnp.bfloat16: dict(rtol=0.05, atol=0.25)}
+
+
+def text(cfg, batch=4, seed=0):
+  tokens = np.random.default_rng(seed).integers(0, cfg.vocab_size, (batch, LENGTH))
+  tokens[:, 0] = 0
+  return tokens.astype(np.int32)
+
+
+def take(rows, start, count):
+  """rows [B, T, ...] -> [B, count, ...] from each row's own start [B]."""
+  return np.stack([row[at : at + count] for row, at in zip(rows, start, strict=True)])
+
+
+class Cached:
+  """A model with its parameters and jitted functions, so that a test reads as text and blocks."""
+
+  def __init__(self, cfg, params):
+    model = t5_model(cfg)
+    start, extend = jax.jit(model.start, static_argnums=2), jax.jit(model.extend)
+    self.start = lambda source, slots=SLOTS: start(params, source, slots)
+    self.extend = lambda cache, tokens: extend(params, cache, tokens)
+
+
+@pytest.fixture(scope="module", params=[jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def setting(request):
+  """(model, source, tokens, teacher-forced logits, tolerance) in one dtype."""
+  cfg = tiny.config(vocab_size=24, emb_dim=32, head_dim=12, dtype=request.param)
+  params, source, tokens = tiny.params(cfg, 0), tiny.sources(cfg, 0, 4), text(cfg)
+  logits = np.asarray(tiny.teacher_forced(cfg)(params, source, tokens))
+  assert logits.dtype == np.float32 and logits.shape == (4, LENGTH, 24)
+  return Cached(cfg, params), source, tokens, logits, TOLERANCE[request.param]
+
+
+def test_steps_equal_the_teacher_forced_pass(setting):
+  model, source, tokens, logits, tolerance = setting
+  cache = model.start(source)
+  for i in range(LENGTH):
+    np.testing.assert_array_equal(cache.length, i)
+    got, cache = model.extend(cache, tokens[:, i : i + 1])
+    np.testing.assert_allclose(got[:, 0], logits[:, i], **tolerance)
+
+
+@pytest.mark.parametrize("cuts", [[14], [1, 13], [4, 4, 4, 2], [7, 1, 6]], ids=str)
+def test_blocks_equal_the_teacher_forced_pass(setting, cuts):
+  model, source, tokens, logits, tolerance = setting
+  cache, at = model.start(source), 0
+  for block in cuts:
+    got, cache = model.extend(cache, tokens[:, at : at + block])
+    np.testing.assert_allclose(got, logits[:, at : at + block], **tolerance)
+    at += block
+
+
+@pytest.mark.parametrize("block", [1, 2, 5])
+def test_blocks_at_ragged_offsets_equal_the_teacher_forced_pass(setting, block):
+  model, source, tokens, logits, tolerance = setting
+  offsets = np.asarray([0, 3, 9, 6])
+  _, cache = model.extend(model.start(source), tokens)  # slots past `offsets` hold real tokens,
+  _, cache = model.extend(cache, tokens[:, ::-1][:, :5])  # and past the text others
+  cache = cache.replace(length=jnp.asarray(offsets))
+  got, cache = model.extend(cache, take(tokens, offsets, block))
+  np.testing.assert_allclose(got, take(logits, offsets, block), **tolerance)
+  np.testing.assert_array_equal(cache.length, offsets + block)
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_every_accept_count_rolls_back_to_the_text(setting, gamma):
+  """Verify [newest, guesses], keep n of them, go on: as the loop does, rows at different n."""
+  model, source, tokens, logits, tolerance = setting
+  start = np.asarray([1, 4, 2, 3])
+  _, filled = model.extend(model.start(source), tokens[:, :5])
+  filled = filled.replace(length=jnp.asarray(start))
+  for first in range(gamma + 1):
+    n = (first + np.arange(4)) % (gamma + 1)  # over the loop each row meets each n
+    block = take(tokens, start, gamma + 1)
+    wrong = np.arange(gamma + 1) > n[:, None]
+    block = np.where(wrong, (block + 7) % 24, block)
+    verified, cache = model.extend(filled, block)
+    for row in range(4):  # up to the first wrong guess the block is the text
+      np.testing.assert_allclose(
+        verified[row, : n[row] + 1], logits[row, start[row] :][: n[row] + 1], **tolerance
+      )
+    kept = start + n + 1
+    cache = cache.replace(length=jnp.asarray(kept))
+    again, cache = model.extend(cache, take(tokens, kept, gamma + 1))
+    np.testing.assert_allclose(again, take(logits, kept, gamma + 1), **tolerance)
+    np.testing.assert_array_equal(cache.length, kept + gamma + 1)
+
+
+def test_a_rolled_back_cache_is_as_good_as_a_fresh_one(setting):
+  """Bit for bit: masked slots are neither read nor summed into what replaces them."""
+  model, source, tokens, _, _ = setting
+  _, fresh = model.extend(model.start(source), tokens[:, :6])
+  used = fresh
+  for _ in range(3):
+    _, used = model.extend(used, tokens[:, ::-1][:, :5])
+  used = used.replace(length=fresh.length)
+  poisoned = fresh.replace(
+    layers=jax.tree.map(lambda slots: slots.at[:, :, 6:].set(1e3), fresh.layers)
+  )
+  want, _ = model.extend(fresh, tokens[:, 6:11])
+  for cache in (used, poisoned):
+    got, _ = model.extend(cache, tokens[:, 6:11])
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_row_is_blind_to_its_neighbours(setting):
+  model, source, tokens, _, _ = setting
+  _, cache = model.extend(model.start(source), tokens[:, :6])
+  cache = cache.replace(length=jnp.asarray([5, 2, 6, 1]))
+  want, _ = model.extend(cache, tokens[:, 6:9])
+  others = tokens.copy()
+  others[1:] = (others[1:] + 5) % 24
+  got, _ = model.extend(cache.replace(length=jnp.asarray([5, 6, 0, 3])), others[:, 6:9])
+  np.testing.assert_array_equal(got[0], want[0])
+
+
+def test_logits_depend_on_the_past_only(setting):
+  model, source, tokens, _, _ = setting
+  changed = tokens.copy()
+  changed[:, 8:] = (changed[:, 8:] + 3) % 24
+  want, _ = model.extend(model.start(source), tokens)
+  got, _ = model.extend(model.start(source), changed)
+  np.testing.assert_array_equal(got[:, :8], want[:, :8])
+  assert (np.abs(got - want)[:, 8:].max(axis=-1) > 0.1).all()
+
+
+def test_room_to_spare_changes_nothing(setting):
+  model, source, tokens, logits, tolerance = setting
+  for slots in (LENGTH, 50):
+    got, _ = model.extend(model.start(source, slots), tokens)
+    np.testing.assert_allclose(got, logits, **tolerance)
+
+
+def test_padding_of_the_source_does_not_matter(setting):
+  model, source, tokens, logits, tolerance = setting
+  longer = np.pad(source, ((0, 0), (0, 9)))
+  got, _ = model.extend(model.start(longer), tokens)
+  np.testing.assert_allclose(got, logits, **tolerance)
+  other = np.where(source == 0, 0, (source + 1) % 22 + 2)  # but the source does
+  got, _ = model.extend(model.start(other), tokens)
+  assert np.abs(got - logits).max() > 1
+
+
+def test_a_source_of_padding_only_gives_finite_logits(setting):
+  model, source, tokens, _, _ = setting
+  got, _ = model.extend(model.start(np.zeros_like(source)), tokens)
+  assert np.isfinite(got).all()
+
+
+def test_text_starts_with_the_padding_token():
+  tokens, length = t5_model(CONFIG).begin(jnp.ones((3, 5), jnp.int32))
+  np.testing.assert_array_equal(tokens, [[0], [0], [0]])
+  np.testing.assert_array_equal(length, [1, 1, 1])
+
+
+# The arithmetic, from the paper.
+
+
+def numpy_t5(params, cfg, source, inputs):
+  """Logits [K, table size] of one row, in float64: every formula written out."""
+  params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+  def norm(p, x):
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * p["scale"]
+
+  def attend(p, x, y, bias):  # x [K, E] to y [T, E], bias [H, K, T]
+    out = []
+    for h in range(cfg.num_heads):
+      own = slice(h * cfg.head_dim, (h + 1) * cfg.head_dim)
+      query, key, value = (
+        (of @ p[name]["kernel"])[:, own]
+        for name, of in (("query", x), ("key", y), ("value", y))
+      )
+      out.append(special.softmax(query @ key.T + bias[h], axis=-1) @ value)
+    return np.concatenate(out, axis=-1) @ p["out"]["kernel"]
+
+  def feed_forward(p, x):
+    act = {
+      "relu": lambda z: np.maximum(z, 0),
+      "gelu": lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+    }[cfg.activation]
+    if cfg.gated:
+      h = act(x @ p["wi_0"]["kernel"]) * (x @ p["wi_1"]["kernel"])
+    else:
+      h = act(x @ p["wi"]["kernel"])
+    return h @ p["wo"]["kernel"]
+
+  def relative(p, size, bucket):
+    return np.asarray(
+      [[p["rel_embedding"][:, bucket(j - i)] for j in range(size)] for i in range(size)]
+    ).transpose(2, 0, 1)
+
+  table = params["token_embedder"]["embedding"]
+  p, x = params["encoder"], table[source]
+  hidden = np.where(source == 0, -1e10, 0)  # padding is seen by nobody
+  bias = relative(p["relpos_bias"], len(source), bucket_both_ways) + hidden
+  for i in range(cfg.num_encoder_layers):
+    layer = p[f"layers_{i}"]
+    h = norm(layer["pre_attention_layer_norm"], x)
+    x = x + attend(layer["attention"], h, h, bias)
+    x = x + feed_forward(layer["mlp"], norm(layer["pre_mlp_layer_norm"], x))
+  encoded = norm(p["encoder_norm"], x)
+
+  p, x = params["decoder"], table[inputs]
+  size = len(inputs)
+  bias = relative(p["relpos_bias"], size, bucket_backwards)
+  bias = np.where(np.tri(size) == 1, bias, -1e10)
+  cross = np.zeros((cfg.num_heads, size, 1)) + hidden
+  for i in range(cfg.num_decoder_layers):
+    layer = p[f"layers_{i}"]
+    h = norm(layer["pre_self_attention_layer_norm"], x)
+    x = x + attend(layer["self_attention"], h, h, bias)
+    h = norm(layer["pre_cross_attention_layer_norm"], x)
+    x = x + attend(layer["encoder_decoder_attention"], h, encoded, cross)
+    x = x + feed_forward(layer["mlp"], norm(layer["pre_mlp_layer_norm"], x))
+  x = norm(p["decoder_norm"], x)
+  if cfg.tied_logits:
+    return x / np.sqrt(cfg.emb_dim) @ table.T
+  return x @ p["logits_dense"]["kernel"]
+
+
+def bucket_backwards(distance):
+  """Bucket of a key at `distance` <= 0: 0..15 one by one, then 16 in logarithm up to 128."""
+  back = max(-distance, 0)
+  return back if back < 16 else 16 + sum(back >= edge for edge in BACKWARDS_EDGES[1:])
+
+
+def bucket_both_ways(distance):
+  """0..7 one by one, then 8 in logarithm up to 128; 16 more for keys that come later."""
+  away = abs(distance)
+  bucket = away if away < 8 else 8 + sum(away >= edge for edge in BOTH_WAYS_EDGES[1:])
+  return bucket + 16 * (distance > 0)
+
+
+# First distance of each logarithmic bucket, computed by hand: the smallest whole number not below
+# 16 * 8^(i/16), i = 0..15 and 8 * 16^(i/8) = 8 * 2^(i/2), i = 0..7.
+BACKWARDS_EDGES = [16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
+BOTH_WAYS_EDGES = [8, 12, 16, 23, 32, 46, 64, 91]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_numpys(variant):
+  cfg = VARIANTS[variant]
+  params, source, inputs = tiny.params(cfg, 3), tiny.sources(cfg, 1, 3, 20), text(cfg, 3)
+  inputs = np.concatenate([inputs, inputs[:, 1:]], axis=1)  # long enough for shared buckets
+  got = np.asarray(tiny.teacher_forced(cfg)(params, source, inputs))
+  for row in range(3):
+    want = numpy_t5(params, cfg, source[row], inputs[row])
+    np.testing.assert_allclose(got[row], want[:, : cfg.vocab_size], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True], ids=["decoder", "encoder"])
+def test_relative_position_buckets_by_hand(bidirectional):
+  """With the table 0..31 the bias is the bucket itself, at positions far into the text too."""
+  module = RelativePositionBias(tiny.config(), bidirectional)
+  table = jnp.stack([jnp.arange(32.0), -jnp.arange(32.0)])
+  # Queries at these positions of two rows, keys 0..299: distances from -299 to 299.
+  queries = np.asarray([[0, 1, 150], [17, 298, 299]])
+  got = module.apply({"params": {"rel_embedding": table}}, queries, 300)
+  bucket = bucket_both_ways if bidirectional else bucket_backwards
+  want = [[[bucket(key - query) for key in range(300)] for query in row] for row in queries]
+  np.testing.assert_array_equal(got[:, 0], want)
+  np.testing.assert_array_equal(got[:, 1], -np.asarray(want))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own matrix", "tied"])
+def test_padding_entries_of_the_vocabulary_are_no_tokens(tied):
+  cfg = tiny.config(vocab_size=21, padded_vocab_size=32, tied_logits=tied)
+  params = tiny.params(cfg, 0)
+  model = Cached(cfg, params)
+  source = tiny.sources(cfg, 0, 2)
+  want, _ = model.extend(model.start(source), text(cfg, 2))
+  assert want.shape == (2, LENGTH, 21) and t5_model(cfg).vocab_size == 21
+  # However large their weights, they change nothing.
+  if tied:
+    params["token_embedder"]["embedding"] = params["token_embedder"]["embedding"].at[21:].set(1e3)
+  else:
+    kernel = params["decoder"]["logits_dense"]["kernel"].at[:, 21:].set(1e3)
+    params["decoder"]["logits_dense"]["kernel"] = kernel
+  got, _ = model.extend(model.start(source), text(cfg, 2))
+  np.testing.assert_array_equal(got, want)
+
+
+# Sizes and names.
+
+PUBLISHED = {
+  ("small", "1.1"): 76_961_152,
+  ("base", "1.1"): 247_577_856,
+  ("large", "1.1"): 783_150_080,
+  ("xl", "1.1"): 2_849_757_184,
+  ("xxl", "1.1"): 11_135_332_352,
+  ("small", "1.0"): 60_506_624,
+  ("base", "1.0"): 222_903_552,
+  ("large", "1.0"): 737_668_096,
+  ("xl", "1.0"): 2_851_598_336,
+  ("xxl", "1.0"): 11_307_321_344,
+}
+
+
+def shapes(cfg):
+  """{path: shape} of the parameter tree, without making it."""
+  tree = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
+  return {path: leaf.shape for path, leaf in traverse_util.flatten_dict(tree, sep="/").items()}
+
+
+@pytest.mark.parametrize("size,version", PUBLISHED)
+def test_published_sizes_have_the_published_parameters(size, version):
+  total = sum(int(np.prod(shape)) for shape in shapes(t5_config(size, version)).values())
+  assert total == PUBLISHED[size, version]
+
+
+def test_versions_differ_in_feed_forward_and_logits():
+  new, old = (shapes(tiny.config(gated=v, tied_logits=not v)) for v in (True, False))
+  only_new, only_old = new.keys() - old.keys(), old.keys() - new.keys()
+  assert {path.rsplit("/", 2)[-2] for path in only_new} == {"wi_0", "wi_1", "logits_dense"}
+  assert {path.rsplit("/", 2)[-2] for path in only_old} == {"wi"}
+
+
+def test_parameters_are_named_as_in_t5x():
+  file = tiny.SHARED / "data/t5x_testdata/test_t5_tiny.checkpoint_0"
+  if not file.exists():
+    pytest.skip(f"{file} is not there; set SPECDEC_SHARED to the folder that holds data/")
+  params = msgpack_restore(file.read_bytes())["optimizer"]["target"]
+  cfg = t5_config("tiny")
+  theirs = {path: x.shape for path, x in traverse_util.flatten_dict(params, sep="/").items()}
+  assert shapes(cfg) == theirs
+  source, inputs = tiny.sources(cfg, 0, 2), text(cfg, 2)
+  logits = np.asarray(tiny.teacher_forced(cfg)(params, source, inputs))
+  assert logits.shape == (2, LENGTH, 32_100)
+  assert np.isfinite(logits).all() and logits.std() > 0.01
+  want = numpy_t5(params, cfg, source[0], inputs[0])
+  np.testing.assert_allclose(logits[0], want[:, :32_100], rtol=1e-4, atol=1e-4)
+
+
+def test_fresh_parameters_are_float32_whatever_the_activations():
+  params = init_params(tiny.config(dtype=jnp.bfloat16), jax.random.key(0))
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+
+
+def test_unknown_shapes_are_refused():
+  with pytest.raises(ValueError, match="'huge' is not known; use one of tiny, small"):
+    t5_config("huge")
+  with pytest.raises(ValueError, match="version '2.0' is not known"):
+    t5_config("small", "2.0")
+  with pytest.raises(ValueError, match="activation is 'tanh'"):
+    tiny.config(activation="tanh")
+  with pytest.raises(ValueError, match="padded_vocab_size is 10, smaller than vocab_size 16"):
+    tiny.config(padded_vocab_size=10)
+
+
+def test_published_shapes_can_be_overridden():
+  cfg = t5_config("small", dropout_rate=0.1, vocab_size=100, padded_vocab_size=None)
+  assert isinstance(cfg, T5Config)
+  assert (cfg.dropout_rate, cfg.table_size, cfg.num_heads) == (0.1, 100, 6)

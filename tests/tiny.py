@@ -1,0 +1,150 @@
+"""Tiny T5s with random weights, drafts that follow a script, and the tests of distributions.
+
+Distribution tests compare counts with exact probabilities by Pearson's chi-square at LEVEL, the
+chance of a false alarm. Their power is stated as the smallest effect
+w = sqrt(sum_x (p'(x) - p(x))^2 / p(x)) that is found 99 times in 100; the total variation
+between p' and p is then at most w / 2.
+"""
+
+import functools
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import optimize, stats
+
+from specdec_jax.models.config import T5Config
+from specdec_jax.models.t5 import T5, init_params
+from specdec_jax.protocols import Draft
+
+LEVEL = 1e-6  # a correct program fails a distribution test this often
+CAUGHT = 1e-12  # a broken one must be further out than this
+SHARED = pathlib.Path(os.environ.get("SPECDEC_SHARED", "../shared"))
+
+
+def config(vocab_size: int = 16, layers: int = 2, **overrides) -> T5Config:
+  fields = dict(
+    vocab_size=vocab_size,
+    emb_dim=16,
+    num_heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    num_encoder_layers=layers,
+    num_decoder_layers=layers,
+  )
+  return T5Config(**{**fields, **overrides})
+
+
+def params(cfg: T5Config, seed: int, peak: float = 3.0):
+  """Random parameters whose outputs vary: logits `peak` times as large as freshly drawn ones,
+  and attention and position strong enough for the text so far to matter."""
+
+  def louder(path, value):
+    path = "/".join(key.key for key in path)
+    if "logits_dense" in path:
+      return value * peak
+    if "rel_embedding" in path:
+      return value * 6
+    if "attention/out" in path or "attention/query" in path:
+      return value * 2
+    return value
+
+  drawn = init_params(cfg, jax.random.key(seed))
+  return jax.tree_util.tree_map_with_path(louder, drawn)
+
+
+def near(tree, seed: int, noise: float):
+  """Parameters `noise` (relative to each array's own size) away from `tree`: a good draft."""
+  leaves, structure = jax.tree.flatten(tree)
+  keys = jax.random.split(jax.random.key(seed), len(leaves))
+  keys = jax.tree.unflatten(structure, keys)
+  return jax.tree.map(lambda x, k: x + noise * x.std() * jax.random.normal(k, x.shape), tree, keys)
+
+
+def sources(cfg: T5Config, seed: int, batch: int, length: int = 7) -> np.ndarray:
+  """Source tokens [batch, length] of different lengths, padded with 0."""
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(2, cfg.vocab_size, (batch, length))
+  lengths = rng.integers(2, length + 1, batch)
+  return np.where(np.arange(length) < lengths[:, None], tokens, 0).astype(np.int32)
+
+
+@functools.cache
+def teacher_forced(cfg: T5Config):
+  """(params, source [B, S], inputs [B, K]) -> logits [B, K, V]: one pass, no cache, no loop."""
+  return jax.jit(lambda params, source, inputs: T5(cfg).apply({"params": params}, source, inputs))
+
+
+@functools.cache
+def scripted_draft(gamma: int, vocab_size: int) -> Draft:
+  """Guesses what its parameters, tokens [B, T] by position in the text, say; q is one-hot."""
+
+  def propose(script, state, tokens, length, rng):
+    at = jnp.minimum(length[:, None] + jnp.arange(gamma), script.shape[1] - 1)
+    guesses = jnp.take_along_axis(script, at, axis=1)
+    return guesses, jax.nn.one_hot(guesses, vocab_size), state
+
+  return Draft(start=lambda params, prompt, num_slots: (), propose=propose, gamma=gamma)
+
+
+def adjusted(logits, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
+  """What `sampling.distribution` must give, one row at a time in float64, argmax by loops."""
+  logits = np.asarray(logits, np.float64)
+  rows = logits.reshape(-1, logits.shape[-1])
+  rows = [_adjusted_row(row, temperature, top_k, top_p) for row in rows]
+  return np.stack(rows).reshape(logits.shape)
+
+
+def _adjusted_row(logits, temperature, top_k, top_p):
+  order = sorted(range(len(logits)), key=lambda x: -logits[x])  # most probable first
+  if temperature == 0:
+    return np.eye(len(logits))[order[0]]
+  weights = np.exp((logits - logits.max()) / temperature)
+  if top_k:
+    weights[order[top_k:]] = 0
+  weights /= weights.sum()
+  mass = 0.0
+  for x in order:
+    if top_p < 1 and mass >= top_p:
+      weights[x] = 0
+    mass += weights[x]
+  return weights / weights.sum()
+
+
+def _merged(probs: np.ndarray, n: int) -> np.ndarray:
+  """Bin of each outcome: those expected fewer than 20 times share one, so chi-square holds."""
+  rare = probs * n < 20
+  if (probs[rare].sum()) * n < 20:  # too small even together: join the rarest of the others
+    rare |= probs == np.where(rare, np.inf, probs).min()
+  bins = np.cumsum(~rare) - 1
+  return np.where(rare, bins[-1] + 1, bins)
+
+
+def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
+  """Chance of counts at least this far from probs; 0 if something impossible was counted."""
+  counts, probs = np.ravel(counts), np.ravel(probs).astype(np.float64)
+  assert abs(probs.sum() - 1) < 1e-5, "the expected probabilities do not sum to one"
+  if counts[probs == 0].any():
+    return 0.0
+  counts, probs = counts[probs > 0], probs[probs > 0] / probs.sum()
+  if len(probs) == 1:
+    return 1.0
+  n = counts.sum()
+  bins = _merged(probs, n)
+  observed, expected = np.bincount(bins, counts), np.bincount(bins, probs) * n
+  statistic = ((observed - expected) ** 2 / expected).sum()
+  return float(stats.chi2.sf(statistic, len(expected) - 1))
+
+
+def detectable(n: int, probs: np.ndarray) -> float:
+  """The smallest effect w that a test of n draws at LEVEL finds 99 times in 100."""
+  probs = np.ravel(probs)[np.ravel(probs) > 0]
+  df = _merged(probs, n).max()
+  critical = stats.chi2.isf(LEVEL, df)
+
+  def missed(strength):  # n w^2
+    return stats.ncx2.cdf(critical, df, strength) - 0.01
+
+  return float(np.sqrt(optimize.brentq(missed, 1e-3, 1e5) / n))
