@@ -34,9 +34,7 @@ def _no_draft(vocab_size: int) -> Draft:
   return Draft(start=lambda params, prompt, num_slots: (), propose=propose, gamma=0)
 
 
-@functools.partial(
-  jax.jit, static_argnames=("target", "max_new_tokens", "sampling", "eos_id")
-)
+@functools.partial(jax.jit, static_argnames=("target", "max_new_tokens", "sampling", "eos_id"))
 def autoregressive_decode(
   target: Model,
   params: Any,
@@ -51,8 +49,8 @@ def autoregressive_decode(
 
   Arguments and result as in `speculative_decode`; a round emits one token.
   """
-  draft = _no_draft(target.vocab_size)
-  return _decode(target, draft, params, None, prompt, rng, max_new_tokens, sampling, 1.0, eos_id)
+  loop = functools.partial(_decode, target, _no_draft(target.vocab_size), params, None)
+  return loop(prompt, rng, max_new_tokens, sampling, 1.0, eos_id)
 
 
 @functools.partial(
@@ -89,19 +87,18 @@ def speculative_decode(
   Returns:
     Tokens, lengths and a record of each round.
   """
-  return _decode(
-    target, draft, target_params, draft_params, prompt, rng, max_new_tokens, sampling, lenience, eos_id
-  )
+  loop = functools.partial(_decode, target, draft, target_params, draft_params)
+  return loop(prompt, rng, max_new_tokens, sampling, lenience, eos_id)
 
 
 def _decode(
-  target, draft, target_params, draft_params, prompt, rng, max_new_tokens, sampling, lenience, eos_id
-):
+  target, draft, target_params, draft_params, prompt, rng, limit, sampling, lenience, eos_id
+) -> Decoded:
   batch, gamma = prompt.shape[0], draft.gamma
   first, length = target.begin(prompt)
-  # A row at the limit may still write one block, so buffer and caches have gamma + 1 slots to spare.
-  num_slots = first.shape[1] + max_new_tokens + gamma + 1
-  limit = length + max_new_tokens
+  # A row at the limit may still write one block: buffer and caches have gamma + 1 slots to spare.
+  num_slots = first.shape[1] + limit + gamma + 1
+  last = length + limit
   state = _State(
     tokens=jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1]))),
     length=length,
@@ -109,10 +106,10 @@ def _decode(
     target=target.start(target_params, prompt, num_slots),
     draft=draft.start(draft_params, prompt, num_slots),
     rounds=Rounds(
-      guesses=jnp.zeros((max_new_tokens, batch, gamma), jnp.int32),
-      num_accepted=jnp.zeros((max_new_tokens, batch), jnp.int32),
-      next_token=jnp.zeros((max_new_tokens, batch), jnp.int32),
-      num_emitted=jnp.zeros((max_new_tokens, batch), jnp.int32),
+      guesses=jnp.zeros((limit, batch, gamma), jnp.int32),
+      num_accepted=jnp.zeros((limit, batch), jnp.int32),
+      next_token=jnp.zeros((limit, batch), jnp.int32),
+      num_emitted=jnp.zeros((limit, batch), jnp.int32),
     ),
     num_rounds=jnp.zeros((), jnp.int32),
   )
@@ -140,7 +137,7 @@ def _decode(
     emitted = jnp.where(i < n[:, None], extended, next_token[:, None])  # [B, G + 1]
     is_eos = (emitted == eos_id) & (i <= n[:, None])
     num_emitted = jnp.where(is_eos.any(axis=1), is_eos.argmax(axis=1), n) + 1
-    num_emitted = jnp.minimum(num_emitted, limit - s.length)
+    num_emitted = jnp.minimum(num_emitted, last - s.length)
     num_emitted = jnp.where(s.done, 0, num_emitted)
     ends_in_eos = (is_eos & (i < num_emitted[:, None])).any(axis=1)
     length = s.length + num_emitted
@@ -148,7 +145,7 @@ def _decode(
     return _State(
       tokens=_write(s.tokens, emitted, s.length, num_emitted),
       length=length,
-      done=s.done | ends_in_eos | (length >= limit),
+      done=s.done | ends_in_eos | (length >= last),
       target=cache.replace(length=length - 1),
       draft=draft_state,
       rounds=jax.tree.map(lambda all_, new: all_.at[s.num_rounds].set(new), s.rounds, record),
@@ -156,7 +153,7 @@ def _decode(
     )
 
   s = lax.while_loop(lambda s: ~s.done.all(), one_round, state)
-  new = first.shape[1] + jnp.arange(max_new_tokens)
+  new = first.shape[1] + jnp.arange(limit)
   tokens = jnp.where(new < s.length[:, None], s.tokens[:, new], 0)
   return Decoded(tokens, s.length - length, s.rounds, s.num_rounds)
 

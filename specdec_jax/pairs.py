@@ -52,8 +52,8 @@ class Pair(NamedTuple):
 
   def encode(self, text: str) -> list[int]:
     """Token ids of one source, at most max_source_tokens of them, EOS last."""
-    ids = self.vocabulary.encode(text)
-    return ids if len(ids) <= self.max_source_tokens else ids[: self.max_source_tokens - 1] + ids[-1:]
+    ids, most = self.vocabulary.encode(text), self.max_source_tokens
+    return ids if len(ids) <= most else ids[: most - 1] + ids[-1:]
 
   def cut(self, text: str) -> str | None:
     """What is left of a source longer than max_source_tokens, or None if all of it fits."""

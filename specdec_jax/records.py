@@ -110,7 +110,7 @@ class Record:
 
 _SETTINGS = (
   *("task", "target", "draft", "temperature", "top_k", "top_p", "gamma", "lenience", "batch_size"),
-  *("baseline", "acceptance", "platform", "device_kind", "dtype", "seed"),
+  *("num_examples", "baseline", "acceptance", "platform", "device_kind", "dtype", "seed"),
 )
 
 

@@ -82,6 +82,6 @@ def _invert(u: Array, weights: Array) -> Array:
 
 
 def _first(mask: Array) -> Array:
-  """Index [...] of the first True along the last axis; not `argmax`, which a CPU runs 10x slower."""
+  """Index [...] of the first True of the last axis; `argmax` would run 10x slower on a CPU."""
   size = mask.shape[-1]
   return jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size).min(axis=-1)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specdec_jax.errors import InputError
 from specdec_jax.protocols import Verdict
 from specdec_jax.sampling import sample
 
@@ -29,12 +30,12 @@ def speculative_sample(
   """
   batch, gamma = draft_tokens.shape
   if draft_probs.shape[:2] != (batch, gamma) or target_probs.shape[:2] != (batch, gamma + 1):
-    raise ValueError(
+    raise InputError(
       f"draft_tokens {draft_tokens.shape} [B, G] go with draft_probs [B, G, V] and target_probs "
       f"[B, G + 1, V]; given {draft_probs.shape} and {target_probs.shape}."
     )
   if not 0 < lenience <= 1:
-    raise ValueError(f"lenience is {lenience}; it must lie in (0, 1], with 1 for exactness.")
+    raise InputError(f"lenience is {lenience}; it must lie in (0, 1], with 1 for exactness.")
   keys = jax.random.split(rng, batch) if rng.ndim == 0 else rng
   accept_rng, next_rng = jax.vmap(jax.random.split, out_axes=1)(keys)
 

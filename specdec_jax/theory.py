@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from specdec_jax.errors import InputError
+
 
 def expected_tokens(alpha, gamma):
   """Tokens a round emits on average, (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1).
@@ -13,13 +15,13 @@ def expected_tokens(alpha, gamma):
     gamma: guesses a round, >= 0.
 
   Raises:
-    ValueError: alpha outside [0, 1] or gamma < 0.
+    InputError: alpha outside [0, 1] or gamma < 0.
   """
   alpha, gamma = np.asarray(alpha, float), np.asarray(gamma)
   if np.any(alpha < 0) or np.any(alpha > 1):
-    raise ValueError(f"alpha is {alpha}; an acceptance rate lies in [0, 1].")
+    raise InputError(f"alpha is {alpha}; an acceptance rate lies in [0, 1].")
   if np.any(gamma < 0):
-    raise ValueError(f"gamma is {gamma}; the number of guesses cannot be negative.")
+    raise InputError(f"gamma is {gamma}; the number of guesses cannot be negative.")
   rejected = np.where(alpha < 1, 1 - alpha, 1.0)
   return np.where(alpha < 1, (1 - alpha ** (gamma + 1.0)) / rejected, gamma + 1.0)[()]
 

@@ -25,6 +25,7 @@ SHARED = pathlib.Path(os.environ.get("SPECDEC_SHARED", "../shared"))
 
 
 def config(vocab_size: int = 16, layers: int = 2, **overrides) -> T5Config:
+  """`layers` in encoder and decoder."""
   fields = dict(
     vocab_size=vocab_size,
     emb_dim=16,

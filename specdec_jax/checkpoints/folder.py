@@ -20,7 +20,8 @@ def save_model(folder: str, config: T5Config, params) -> None:
   """Write shape and parameters (as bfloat16) to `folder`, each file whole or not at all."""
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
-  shape = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("dtype", "dropout_rate")}
+  shape = dataclasses.asdict(config)
+  del shape["dtype"], shape["dropout_rate"]
   params = jax.tree.map(lambda x: jax.device_get(x.astype(jnp.bfloat16)), params)
   for name, data in (
     (_PARAMS, serialization.msgpack_serialize(params)),

@@ -28,7 +28,7 @@ class Vocabulary:
     return [*self._pieces.encode(text), EOS_ID]
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of token ids up to EOS; ids the model does not know (padding, extras) are skipped."""
+    """The text of token ids up to EOS; padding and ids past the vocabulary are skipped."""
     known = []
     for i in map(int, ids):
       if i == EOS_ID:

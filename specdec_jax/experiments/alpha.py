@@ -59,10 +59,9 @@ def measure_alpha(pair, prompts, decoded, sampling: Sampling) -> Estimate:
     decoded: the target's own outputs for each of them (`autoregressive_decode`).
     sampling: how both models' logits are adjusted.
   """
+  models = pair.target, pair.target_params, pair.draft, pair.draft_params
   rows = []
   for prompt, output in zip(prompts, decoded):
-    beta = acceptance_probabilities(
-      pair.target, pair.target_params, pair.draft, pair.draft_params, prompt, output.tokens, sampling
-    )
+    beta = acceptance_probabilities(*models, prompt, output.tokens, sampling)
     rows += [b[:n] for b, n in zip(np.asarray(beta), np.asarray(output.lengths))]
   return mean_with_interval(rows)

@@ -1,11 +1,13 @@
-"""One measured setting of a pair, from texts to a record."""
+"""Measured settings of a pair on texts: alpha, costs and speedup, each setting a record."""
 
+import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
-from specdec_jax import theory
+from specdec_jax import records, theory
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.experiments.alpha import measure_alpha
 from specdec_jax.experiments.costs import measure_costs
@@ -13,90 +15,122 @@ from specdec_jax.experiments.speed import (
   acceptance_rate,
   identical,
   measure_speed,
+  num_rounds,
   num_tokens,
-  tokens_per_round,
 )
 from specdec_jax.pairs import Pair
 from specdec_jax.records import Record
 from specdec_jax.sampling import Sampling
-from specdec_jax.version import __version__
 
 
 def measure(
   pair: Pair,
   texts: Sequence[str],
-  sampling: Sampling,
+  results: str,
+  samplings: Iterable[Sampling],
   gammas: Sequence[int],
   batch_size: int = 1,
   max_new_tokens: int = 64,
   repeats: int = 5,
   seed: int = 0,
-  progress=lambda: None,
-) -> tuple[list[Record], "Speed"]:
-  """Alpha, costs and speedup of a pair on texts: a record for each gamma, and the outputs.
+  progress: Callable[[Sampling, int, int], None] = lambda sampling, done, total: None,
+) -> list[Record]:
+  """Append a record to file `results` for each sampling and gamma that it lacks.
 
-  The texts are decoded `batch_size` at a time; all batches of a run share one padded width, so
-  that one program serves them all.
+  Args:
+    pair: what decodes; see `pairs.Pair`.
+    texts: sources, decoded `batch_size` at a time, all padded to one width.
+    results: as `records.open_results` gave it.
+    samplings: each measured with each of `gammas`.
+    gammas: guesses a round.
+    batch_size: rows decoded together.
+    max_new_tokens: limit for each row.
+    repeats: of each timed decode, interleaved.
+    seed: of all sampling.
+    progress: called with the sampling, and how many of all batches are done.
+
+  Returns:
+    The records of all these settings, measured now or before.
   """
-  since = time.perf_counter()
-  width = -(-max(len(pair.encode(text)) for text in texts) // 32) * 32
-  prompts = [
-    pair.prompt(texts[i : i + batch_size], width) for i in range(0, len(texts), batch_size)
+  width = pair.prompt(texts).shape[1]
+  chunks = [texts[i : i + batch_size] for i in range(0, len(texts), batch_size)]
+  prompts = [pair.prompt(chunk, width) for chunk in chunks]
+  device = jax.devices()[0]
+  settings = [
+    Record(
+      task=pair.task,
+      target=pair.target_name,
+      draft=pair.draft_name,
+      temperature=sampling.temperature,
+      top_k=sampling.top_k,
+      top_p=sampling.top_p,
+      gamma=gamma,
+      batch_size=batch_size,
+      num_examples=len(texts),
+      platform=device.platform,
+      device_kind=device.device_kind,
+      dtype=pair.dtype,
+      seed=seed,
+      jax_version=jax.__version__,
+    )
+    for sampling in samplings
+    for gamma in gammas
   ]
+  for sampling in {_sampling(s): None for s in records.missing(results, settings)}:
+    todo = [s for s in records.missing(results, settings) if _sampling(s) == sampling]
+    for record in _measure(pair, prompts, sampling, todo, max_new_tokens, repeats, progress):
+      records.append(results, record)
+  wanted = {records.key(s) for s in settings}
+  return [r for r in records.read(results) if records.key(r) in wanted]
+
+
+def _sampling(setting: Record) -> Sampling:
+  return Sampling(setting.temperature, setting.top_k, setting.top_p)
+
+
+def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progress):
+  """The settings, which differ in gamma only, as measured records."""
+  since = time.perf_counter()
+  gammas = [s.gamma for s in settings]
   speed = measure_speed(
-    pair, prompts, sampling, gammas, max_new_tokens, repeats, seed, progress=progress
+    pair,
+    prompts,
+    sampling,
+    gammas,
+    max_new_tokens,
+    repeats,
+    settings[0].seed,
+    progress=lambda done: progress(sampling, done, len(prompts)),
   )
   alpha = measure_alpha(pair, prompts, speed.baseline, sampling)
-  records = []
-  for gamma in gammas:
+  for setting in settings:
+    gamma, outputs = setting.gamma, speed.speculative[setting.gamma]
     draft = model_draft(pair.draft, sampling, gamma)
     costs = measure_costs(
       pair.target, pair.target_params, draft, pair.draft_params, prompts[0], sampling
     )
-    outputs = speed.speculative[gamma]
-    device = jax.devices()[0]
-    records.append(
-      Record(
-        task=pair.task,
-        target=pair.target_name,
-        draft=pair.draft_name,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        gamma=gamma,
-        lenience=1.0,
-        batch_size=batch_size,
-        num_examples=len(texts),
-        num_tokens=num_tokens(speed.baseline),
-        alpha=alpha.mean,
-        alpha_low=alpha.low,
-        alpha_high=alpha.high,
-        acceptance_rate=acceptance_rate(outputs),
-        tokens_per_round=tokens_per_round(outputs),
-        target_step_ms=1e3 * costs.target_step,
-        draft_step_ms=1e3 * costs.draft_step,
-        c=costs.c,
-        verify_ms=1e3 * costs.verify,
-        verify_cost=costs.v,
-        predicted_theorem8=float(theory.walltime_improvement(alpha.mean, gamma, costs.c)),
-        predicted_measured_cost=float(
-          theory.walltime_improvement(alpha.mean, gamma, costs.c, costs.v)
-        ),
-        baseline="own",
-        baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
-        speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
-        speedup=speed.speedup(gamma),
-        identical=identical(speed.baseline, outputs) if sampling.temperature == 0 else None,
-        acceptance="measured",
-        platform=device.platform,
-        device_kind=device.device_kind,
-        dtype=pair.dtype,
-        jax_version=jax.__version__,
-        specdec_version=__version__,
-        seed=seed,
-        seconds=time.perf_counter() - since,
-        target_start_ms=1e3 * costs.target_start,
-        draft_start_ms=1e3 * costs.draft_start,
-      )
+    predicted = functools.partial(theory.walltime_improvement, alpha.mean, gamma, costs.c)
+    yield dataclasses.replace(
+      setting,
+      num_tokens=num_tokens(outputs),
+      rounds=num_rounds(outputs),
+      alpha=alpha.mean,
+      alpha_low=alpha.low,
+      alpha_high=alpha.high,
+      acceptance_rate=acceptance_rate(outputs),
+      tokens_per_round=num_tokens(outputs) / num_rounds(outputs),
+      target_start_ms=1e3 * costs.target_start,
+      draft_start_ms=1e3 * costs.draft_start,
+      target_step_ms=1e3 * costs.target_step,
+      draft_step_ms=1e3 * costs.draft_step,
+      c=costs.c,
+      verify_ms=1e3 * costs.verify,
+      verify_cost=costs.v,
+      predicted_theorem8=float(predicted(1.0)),
+      predicted_measured_cost=float(predicted(costs.v)),
+      baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
+      speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
+      speedup=speed.speedup(gamma),
+      identical=identical(speed.baseline, outputs) if sampling.temperature == 0 else None,
+      seconds=time.perf_counter() - since,
     )
-  return records, speed

@@ -1,6 +1,6 @@
 """Measured speedup: the same texts, decoded both ways, in turn, in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -52,10 +52,9 @@ def acceptance_rate(outputs: list[Decoded]) -> float:
   return accepted / max(1, accepted + rejected)
 
 
-def tokens_per_round(outputs: list[Decoded]) -> float:
-  """Tokens emitted in a row's round, on average."""
-  rounds = sum(int((o.rounds.num_emitted > 0).sum()) for o in outputs)
-  return num_tokens(outputs) / max(1, rounds)
+def num_rounds(outputs: list[Decoded]) -> int:
+  """Rounds in which a row emitted something, over all rows."""
+  return sum(int((o.rounds.num_emitted > 0).sum()) for o in outputs)
 
 
 def identical(one: list[Decoded], other: list[Decoded]) -> bool:
@@ -79,13 +78,15 @@ def measure_speed(
   repeats: int,
   seed: int = 0,
   lenience: float = 1.0,
-  progress=lambda: None,
+  progress: Callable[[int], None] = lambda done: None,
 ) -> Speed:
   """Decode each prompt [B, P] plainly and with each gamma, interleaved, and keep the medians.
 
-  `progress` is called after each prompt.
+  `progress` is called after each prompt with how many are done.
   """
-  baseline, speculative, seconds, at = [], {g: [] for g in gammas}, [], 0
+  baseline: list[Decoded] = []
+  speculative: dict[int, list[Decoded]] = {gamma: [] for gamma in gammas}
+  seconds, at = [], 0
   common = dict(max_new_tokens=max_new_tokens, sampling=sampling)
   for prompt in prompts:
     rng = row_keys(seed, at, len(prompt))
@@ -108,6 +109,6 @@ def measure_speed(
     for gamma, output in zip(gammas, outputs[1:]):
       speculative[gamma].append(output)
     seconds.append(medians)
-    progress()
+    progress(len(baseline))
   total = np.sum(seconds, axis=0)
   return Speed(baseline, speculative, float(total[0]), dict(zip(gammas, map(float, total[1:]))))

@@ -12,8 +12,8 @@ from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary, train_vocabulary
 from specdec_jax.decoding import autoregressive_decode
-from specdec_jax.models.config import T5Config
 from specdec_jax.experiments.speed import row_keys
+from specdec_jax.models.config import T5Config
 from specdec_jax.models.t5 import for_decoding, t5_model
 from specdec_jax.protocols import Model
 from specdec_jax.sampling import Sampling

@@ -16,7 +16,7 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.speed import num_tokens, row_keys, tokens_per_round
+from specdec_jax.experiments.speed import num_rounds, num_tokens, row_keys
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
@@ -65,7 +65,7 @@ def translate(
     seconds = time.perf_counter() - since
     notes.print(
       f"{len(lines)} lines, {num_tokens(outputs)} tokens in {seconds:.1f} s with compilation, "
-      f"{tokens_per_round(outputs):.2f} tokens per target pass."
+      f"{num_tokens(outputs) / num_rounds(outputs):.2f} tokens per target pass."
     )
 
 
@@ -76,9 +76,9 @@ def decode_lines(
   gamma: int,
   batch_size: int,
   max_new_tokens: int,
-  seed: int,
+  seed: int = 0,
 ) -> Iterator[tuple[list[str], list[Decoded]]]:
-  """Translations of lines, batch by batch, with what was decoded for them (none for empty lines)."""
+  """Translations of lines, batch by batch, and what was decoded for those that are not empty."""
   draft = model_draft(pair.draft, sampling, gamma)
   for at in range(0, len(lines), batch_size):
     batch = list(lines[at : at + batch_size])

@@ -86,7 +86,7 @@ class DecoderLayer(nn.Module):
     self.dropout = Dropout(self.config)
 
   def __call__(self, x, bias, cross, cross_bias, cached=None, length=None, deterministic=True):
-    """x [B, K, E] -> (x, keys and values to keep); `cached` [B, H, T, D] gets the block at `length`."""
+    """x [B, K, E] -> (x, keys and values), the latter put at `length` of `cached` [B, H, T, D]."""
     h = self.pre_self_attention_layer_norm(x)
     queries, keys_values = self.self_attention.queries_keys_values(h)
     if cached is not None:
@@ -240,9 +240,9 @@ def for_decoding(config: T5Config, params):
   feed-forward, and tied logits get a matrix of their own, since a product with a transposed table
   is slow on a CPU. To be called once, when a model is loaded; costs a copy of those matrices.
   """
-  side_by_side = lambda *names: lambda parts: {
-    "kernel": jnp.concatenate([parts.pop(name)["kernel"] for name in names], axis=1)
-  }
+  side_by_side = lambda *names: (
+    lambda parts: {"kernel": jnp.concatenate([parts.pop(name)["kernel"] for name in names], axis=1)}
+  )
   query_key_value, wi = side_by_side("query", "key", "value"), side_by_side("wi_0", "wi_1")
 
   def fuse(name: str, tree):

@@ -10,14 +10,14 @@ from specdec_jax.protocols import Decoded
 ACCEPTED, REJECTED, CORRECTED = "green", "red strike", "bold blue"
 
 LEGEND = Text.assemble(
-  ("accepted", ACCEPTED), ", ", ("rejected", REJECTED), ", ", ("the target's own token", CORRECTED)
+  ("accepted", ACCEPTED), ", ", ("[-rejected]", REJECTED), ", ", ("[+the target's own]", CORRECTED)
 )
 
 
 def rounds_text(
   decoded: Decoded, row: int, pieces: Callable[[Sequence[int]], list[str]]
 ) -> list[Text]:
-  """One coloured line for each round of a row.
+  """One coloured line for each round of a row, marked so that it reads without colour too.
 
   Args:
     decoded: on the host.
@@ -31,8 +31,8 @@ def rounds_text(
     for piece in pieces(guesses[r][: min(n, emitted)]):
       line.append(piece, ACCEPTED)
     if n < guesses.shape[1] and emitted == n + 1:
-      line.append(pieces(guesses[r][n : n + 1])[0], REJECTED)
+      line.append(f"[-{pieces(guesses[r][n : n + 1])[0]}]", REJECTED)
     if emitted == n + 1:
-      line.append(pieces([next_token[r]])[0], CORRECTED)
+      line.append(f"[+{pieces([next_token[r]])[0]}]", CORRECTED)
     lines.append(line)
   return lines

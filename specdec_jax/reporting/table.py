@@ -2,37 +2,47 @@
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.table import Table
 
 from specdec_jax.records import Record
+
+# Heading, and how a record fills the column.
+_COLUMNS = {
+  "temp": lambda r: f"{r.temperature:g}",
+  "gamma": lambda r: f"{r.gamma}",
+  "alpha": lambda r: f"{r.alpha:.2f} [{r.alpha_low:.2f},{r.alpha_high:.2f}]",
+  "c": lambda r: f"{r.c:.3f}",
+  "v": lambda r: f"{r.verify_cost:.2f}",
+  "Thm 8": lambda r: f"{r.predicted_theorem8:.2f}",
+  "with v": lambda r: f"{r.predicted_measured_cost:.2f}",
+  "speedup": lambda r: f"{r.speedup:.2f}",
+  "passes": lambda r: f"{1 / r.tokens_per_round:.2f}",
+  "same": lambda r: {True: "yes", False: "NO", None: "-"}[r.identical],
+}
+
+LEGEND = (
+  "alpha: acceptance rate, with its 95% interval; c: draft step / target step; v: time of a pass "
+  "over gamma + 1 tokens / over one; Thm 8: speedup predicted with v = 1; with v: with v as "
+  "measured; speedup: measured tokens/s over plain decoding of the same target in the same "
+  "process, medians of interleaved repeats; passes: of the target per token; same: outputs "
+  "identical to plain decoding, token for token (argmax only; a sample has no twin)."
+)
 
 
 def speed_table(records: Sequence[Record]) -> Table:
   """One row a record: gamma, alpha, costs, predictions, measured speedup, exactness."""
   first = records[0]
   table = Table(
-    title=f"{first.task}: target {first.target}, draft {first.draft}, batch {first.batch_size}, "
-    f"{first.dtype}, {first.platform} ({first.device_kind})",
-    caption=f"{first.num_examples} texts. speedup: tokens/s over plain decoding of the same target "
-    "in the same process, medians of interleaved repeats. alpha: 95% interval.",
+    title=f"{first.task}, {first.num_examples} texts, batch {first.batch_size}, {first.dtype}, "
+    f"{first.platform} ({first.device_kind})",
+    box=box.SIMPLE_HEAD,
+    show_edge=False,
+    padding=(0, 1, 0, 0),
   )
-  for column in (
-    "temp", "gamma", "alpha", "c", "v(gamma)", "Theorem 8", "with measured costs",
-    "speedup", "target passes/token", "identical",
-  ):  # fmt: skip
-    table.add_column(column, justify="right")
-  for r in records:
-    table.add_row(
-      f"{r.temperature:g}",
-      f"{r.gamma}",
-      f"{r.alpha:.3f} [{r.alpha_low:.3f}, {r.alpha_high:.3f}]",
-      f"{r.c:.3f}",
-      f"{r.verify_cost:.2f}",
-      f"{r.predicted_theorem8:.2f}",
-      f"{r.predicted_measured_cost:.2f}",
-      f"[bold]{r.speedup:.2f}[/bold]",
-      f"{1 / r.tokens_per_round:.3f}",
-      {True: "yes", False: "NO", None: "sampled"}[r.identical],
-      end_section=r is records[-1] or records[records.index(r) + 1].temperature != r.temperature,
-    )
+  for heading in _COLUMNS:
+    table.add_column(heading, justify="right", no_wrap=True)
+  for r, following in zip(records, [*records[1:], None]):
+    last_of_temperature = following is None or following.temperature != r.temperature
+    table.add_row(*(cell(r) for cell in _COLUMNS.values()), end_section=last_of_temperature)
   return table

@@ -43,7 +43,7 @@ class TrainSettings:
 
 
 def cross_entropy(logits: Array, targets: Array, smoothing: float) -> tuple[Array, Array]:
-  """Mean loss in nats and accuracy over target tokens; logits [B, T, V], targets [B, T], 0 is padding."""
+  """Mean loss in nats and accuracy of logits [B, T, V] over targets [B, T] that are not 0."""
   log_probs = jax.nn.log_softmax(logits)
   token = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
   loss = -(1 - smoothing) * token - smoothing * log_probs.mean(axis=-1)

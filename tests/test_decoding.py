@@ -1,0 +1,381 @@
+"""The loops: the target's own text, whatever the draft, the batch, the block and the end.
+
+The oracle knows neither cache nor block: one teacher-forced pass over the whole text for each
+token, and an argmax.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.models.t5 import t5_model
+from specdec_jax.sampling import Sampling
+
+V = 24
+CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
+TARGET = t5_model(CONFIG)
+GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
+LIMIT = 16
+EOS = 16  # ends the texts of these weights and prompts early, late, at once and not at all
+NEVER = -1  # an EOS that is no token
+
+
+@functools.cache
+def params():
+  return tiny.params(CONFIG, 12)
+
+
+@functools.cache
+def drafts():
+  """Parameters of drafts that are good (right more often than not), bad, and the target itself."""
+  return {
+    "good": tiny.near(params(), seed=9, noise=0.05),
+    "bad": tiny.params(CONFIG, seed=5),
+    "equal": params(),
+  }
+
+
+@functools.cache
+def prompts():
+  return tiny.sources(CONFIG, 0, 8)
+
+
+@functools.cache
+def oracle():
+  """The target's greedy continuation [8, LIMIT] of each prompt, EOS ignored."""
+  inputs = np.zeros((8, LIMIT + 1), np.int32)  # start token, then what was found so far
+  for i in range(LIMIT):
+    logits = np.asarray(tiny.teacher_forced(CONFIG)(params(), prompts(), inputs))[:, i]
+    best_two = np.sort(logits, axis=-1)[:, -2:]
+    assert (np.diff(best_two) > 1e-3).all(), "a near tie: choose another seed"
+    inputs[:, i + 1] = logits.argmax(axis=-1)
+  return inputs[:, 1:]
+
+
+def until(eos, limit=LIMIT):
+  """The oracle's texts, cut after `eos` and at the limit."""
+  texts = []
+  for row in oracle()[:, :limit].tolist():
+    texts.append(row[: row.index(eos) + 1] if eos in row else row)
+  return texts
+
+
+def keys(seed=0, batch=8):
+  return jax.random.split(jax.random.key(seed), batch)
+
+
+def speculate(gamma, draft_params, sampling=GREEDY, rows=slice(None), **settings):
+  """Decode `rows` of the prompts with a draft of the target's shape."""
+  settings = {"rng": keys()[rows], "max_new_tokens": LIMIT, "eos_id": NEVER, **settings}
+  draft = settings.pop("draft", None) or model_draft(TARGET, sampling, gamma)
+  prompt = settings.pop("prompt", prompts())[rows]
+  out = speculative_decode(
+    TARGET, draft, params(), draft_params, prompt, sampling=sampling, **settings
+  )
+  check(out, settings["max_new_tokens"], settings["eos_id"])
+  return out
+
+
+def texts(out):
+  rows = zip(np.asarray(out.tokens).tolist(), np.asarray(out.lengths).tolist(), strict=True)
+  return [tokens[:length] for tokens, length in rows]
+
+
+def history(out, row=0):
+  """(guesses, n, next token, tokens emitted) of each round of a row until it stopped."""
+  r = jax.tree.map(lambda a: np.asarray(a)[:, row].tolist(), out.rounds)
+  rounds = zip(r.guesses, r.num_accepted, r.next_token, r.num_emitted, strict=True)
+  return [one for one in rounds if one[-1] > 0]
+
+
+def check(out, limit, eos):
+  """What every decoded batch must be: within the limit, ended by EOS, as its records say."""
+  assert out.tokens.shape[1] == limit
+  num_emitted = np.asarray(out.rounds.num_emitted)
+  for row, text in enumerate(texts(out)):
+    assert 1 <= len(text) <= limit
+    assert not np.asarray(out.tokens)[row, len(text) :].any()
+    assert eos not in text[:-1]
+    assert len(text) == limit or text[-1] == eos
+
+    rounds = history(out, row)
+    assert not num_emitted[len(rounds) :, row].any()  # once a row has stopped it stays so
+    emitted = []
+    for guesses, n, next_token, count in rounds:
+      assert 0 <= n <= len(guesses)
+      emitted += [*guesses[:n], next_token][:count]
+    assert emitted == text
+    assert all(count == n + 1 for _, n, _, count in rounds[:-1])  # only the end cuts a round
+    assert 1 <= rounds[-1][3] <= rounds[-1][1] + 1
+  assert out.num_rounds == max(len(history(out, row)) for row in range(len(out.lengths)))
+
+
+def accepted(out):
+  """n of every round of every row that was still running."""
+  return np.asarray(out.rounds.num_accepted)[np.asarray(out.rounds.num_emitted) > 0]
+
+
+def one(row):
+  return slice(row, row + 1)
+
+
+# Greedy decoding is the oracle's, whatever the draft.
+
+
+def test_the_texts_of_these_tests_are_varied():
+  """Else the tests below would see little."""
+  assert len(set(oracle().ravel())) > 10
+  assert len({tuple(row) for row in oracle()}) == 8
+  assert [len(text) for text in until(EOS)] == [8, 1, 6, 16, 1, 16, 8, 12]
+
+
+def test_plain_greedy_decoding_equals_the_oracle():
+  decode = functools.partial(
+    autoregressive_decode, TARGET, params(), max_new_tokens=LIMIT, sampling=GREEDY, eos_id=EOS
+  )
+  whole = decode(prompts(), keys())
+  check(whole, LIMIT, EOS)
+  assert texts(whole) == until(EOS)
+  assert whole.num_rounds == LIMIT
+  for row, text in enumerate(until(EOS)):
+    alone = decode(prompts()[one(row)], keys()[one(row)])
+    check(alone, LIMIT, EOS)
+    assert texts(alone) == [text]
+    assert alone.num_rounds == len(text)
+
+
+@pytest.mark.parametrize("gamma", range(1, 11))
+def test_greedy_speculation_equals_the_oracle(gamma):
+  """Batch 1 and 8; drafts good, bad and equal to the target."""
+  for draft_params in drafts().values():
+    whole = speculate(gamma, draft_params, eos_id=EOS)
+    assert texts(whole) == until(EOS)
+    for row, text in enumerate(until(EOS)):
+      alone = speculate(gamma, draft_params, eos_id=EOS, rows=one(row))
+      assert texts(alone) == [text]
+      assert history(alone) == history(whole, row)
+
+
+def test_the_drafts_of_these_tests_are_good_and_bad():
+  rates = {name: accepted(speculate(3, drafts()[name])).mean() for name in drafts()}
+  assert rates["bad"] < 0.5 < 1 < rates["good"] < rates["equal"] == 3
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(2.0)], ids=["greedy", "sampling"])
+def test_a_draft_of_another_shape_changes_nothing(sampling):
+  """Nor one that samples: greedy output is the target's own."""
+  small = tiny.config(vocab_size=V, layers=1, emb_dim=8)
+  draft = model_draft(t5_model(small), sampling, 3)
+  out = speculate(3, tiny.params(small, 1), draft=draft)
+  assert texts(out) == until(NEVER)
+
+
+# The draft = target test: the one that sees a draft whose cache lacks the last accepted guess.
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 7])
+def test_the_target_as_its_own_draft_accepts_every_greedy_guess(gamma):
+  out = speculate(gamma, params())
+  assert (accepted(out) == gamma).all()
+  assert out.num_rounds == -(-LIMIT // (gamma + 1))
+
+
+@pytest.mark.parametrize(
+  "gamma,sampling",
+  [(1, RANDOM), (3, RANDOM), (4, Sampling(0.7, top_k=9, top_p=0.9))],
+  ids=["1", "3", "4 of the likely ones"],
+)
+def test_the_target_as_its_own_draft_accepts_every_sampled_guess(gamma, sampling):
+  for seed in range(5):
+    out = speculate(gamma, params(), sampling, rng=keys(seed))
+    assert (accepted(out) == gamma).all()
+    assert out.num_rounds == -(-LIMIT // (gamma + 1))
+
+
+# Scripted drafts: any number of accepted guesses, EOS in any place of a block.
+
+
+def scripts(wrong):
+  """Guesses by position in the text [8, LIMIT + 1]: the oracle's, or others where `wrong`."""
+  right = np.pad(oracle(), ((0, 0), (1, 0)))
+  other = np.where((right + 1) % V == EOS, (right + 2) % V, (right + 1) % V)
+  return np.where(np.pad(wrong, ((0, 0), (1, 0))), other, right).astype(np.int32)
+
+
+def expected_rounds(text, wrong, gamma):
+  """(n, tokens emitted) of each round of a text whose guesses are wrong at `wrong` [LIMIT]."""
+  rounds, at = [], 0
+  while at < len(text):
+    ahead = [*wrong[at : at + gamma], True][: gamma + 1]
+    n = ahead.index(True)
+    rounds.append((n, min(n + 1, len(text) - at)))
+    at += n + 1
+  return rounds
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 7])
+def test_any_pattern_of_right_and_wrong_guesses(gamma):
+  """Rounds, counts and text for 20 patterns of 8 rows, EOS where it falls."""
+  seen, ends = set(), set()
+  for seed in range(20):
+    chance = [0.0, 0.1, 0.2, 0.5, 1.0][seed % 5]
+    wrong = np.random.default_rng(seed).random((8, LIMIT)) < chance
+    draft = tiny.scripted_draft(gamma, V)
+    out = speculate(gamma, scripts(wrong), draft=draft, eos_id=EOS)
+    assert texts(out) == until(EOS)
+    for row, text in enumerate(until(EOS)):
+      want = expected_rounds(text, wrong[row].tolist(), gamma)
+      got = history(out, row)
+      assert [emitted for *_, emitted in got] == [emitted for _, emitted in want]
+      # Past the end of the text the script is junk, and so may n be.
+      assert [n for _, n, *_ in got[:-1]] == [n for n, _ in want[:-1]]
+      seen |= {n for n, _ in want}
+      if text[-1] == EOS:
+        n, emitted = got[-1][1], got[-1][3]
+        ends.add("guess" if emitted <= n else "bonus" if n == gamma else "correction")
+  assert seen == set(range(gamma + 1))
+  assert ends == {"guess", "bonus", "correction"}  # what EOS was, in one row or another
+
+
+def test_eos_inside_accepted_guesses_ends_the_row_there():
+  """All guesses right, and right again after EOS: the row stops at EOS all the same."""
+  gamma = 7
+  right = scripts(np.zeros((8, LIMIT), bool))
+  out = speculate(gamma, right, draft=tiny.scripted_draft(gamma, V), eos_id=EOS)
+  assert texts(out) == until(EOS)
+  inside = [
+    row
+    for row, text in enumerate(until(EOS))
+    if text[-1] == EOS and len(text) % (gamma + 1) not in (0, gamma)
+  ]
+  assert len(inside) > 3
+  for row in inside:
+    _, n, _, emitted = history(out, row)[-1]
+    assert emitted == len(until(EOS)[row]) % (gamma + 1) < n + 1
+
+
+def test_eos_as_the_first_token():
+  first = [row for row in range(8) if oracle()[row, 0] == EOS]
+  assert first
+  for draft_params in drafts().values():
+    out = speculate(7, draft_params, eos_id=EOS)
+    assert all(texts(out)[row] == [EOS] and len(history(out, row)) == 1 for row in first)
+
+
+def test_a_refused_eos_does_not_end_a_row():
+  gamma = 4
+  out = speculate(
+    gamma, np.full((8, LIMIT + 1), EOS, np.int32), draft=tiny.scripted_draft(gamma, V), eos_id=EOS
+  )
+  assert texts(out) == until(EOS)
+  # Nothing else was right: each round emits one token, the last of them EOS.
+  assert [len(history(out, row)) for row in range(8)] == [len(text) for text in until(EOS)]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_limit_smaller_than_the_block(limit):
+  gamma = 7
+  for draft_params in drafts().values():
+    out = speculate(gamma, draft_params, max_new_tokens=limit, eos_id=EOS)
+    assert texts(out) == until(EOS, limit)
+  assert out.num_rounds == 1  # the last of them is equal to the target
+  one_at_a_time = autoregressive_decode(
+    TARGET, params(), prompts(), keys(), max_new_tokens=limit, sampling=GREEDY, eos_id=EOS
+  )
+  assert texts(one_at_a_time) == until(EOS, limit)
+
+
+def test_a_block_that_ends_at_the_limit_and_one_that_passes_it():
+  """16 tokens in blocks of 4 and of 5, all accepted; the last block of 5 is cut to 1."""
+  for gamma, last in ((3, 4), (4, 1)):
+    out = speculate(gamma, params())
+    assert {history(out, row)[-1][3] for row in range(8)} == {last}
+
+
+# Rows are independent of each other, and of what other rows do.
+
+
+@pytest.mark.parametrize("draft_name", ["good", "bad", "equal"])
+def test_serial_equals_batched_when_sampling(draft_name):
+  """Greedy rows are compared one by one above."""
+  draft_params = drafts()[draft_name]
+  whole = speculate(3, draft_params, RANDOM, eos_id=EOS)
+  assert len(set(np.asarray(whole.lengths))) > 2
+  for row in range(8):
+    alone = speculate(3, draft_params, RANDOM, eos_id=EOS, rows=one(row))
+    assert texts(alone) == [texts(whole)[row]]
+    assert history(alone) == history(whole, row)
+
+
+def test_serial_equals_batched_in_plain_sampling():
+  decode = functools.partial(
+    autoregressive_decode, TARGET, params(), max_new_tokens=LIMIT, sampling=RANDOM, eos_id=EOS
+  )
+  whole = decode(prompts(), keys())
+  check(whole, LIMIT, EOS)
+  for row in range(8):
+    assert texts(decode(prompts()[one(row)], keys()[one(row)])) == [texts(whole)[row]]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "sampling"])
+def test_a_finished_row_is_untouched_by_its_neighbours(sampling):
+  """The rows that stop first read the same beside neighbours that stop soon or late."""
+  draft_params = drafts()["good"]
+  before = speculate(3, draft_params, sampling, eos_id=EOS)
+  stops = np.asarray(before.lengths)
+  early, late = np.flatnonzero(stops < 4), np.argmax(stops)
+  assert len(early) and stops[late] > 10
+  others = np.setdiff1d(np.arange(8), early)
+  prompt, rng = prompts().copy(), keys()
+  prompt[others], rng = prompt[late], rng.at[others].set(rng[late])
+  after = speculate(3, draft_params, sampling, eos_id=EOS, prompt=prompt, rng=rng)
+  for row in early:
+    assert texts(after)[row] == texts(before)[row]
+    assert history(after, row) == history(before, row)
+  for row in others:
+    assert texts(after)[row] == texts(before)[late]
+
+
+def test_the_key_of_a_row_decides_its_text():
+  draft_params = drafts()["good"]
+  first = speculate(3, draft_params, RANDOM, eos_id=EOS)
+  again = speculate(3, draft_params, RANDOM, eos_id=EOS)
+  other = speculate(3, draft_params, RANDOM, eos_id=EOS, rng=keys(1))
+  jax.tree.map(np.testing.assert_array_equal, first, again)
+  assert texts(other) != texts(first)
+  # Rows of one prompt differ by their keys alone.
+  same = np.repeat(prompts()[one(3)], 8, axis=0)
+  out = speculate(3, draft_params, RANDOM, eos_id=EOS, prompt=same)
+  assert len({tuple(text) for text in texts(out)}) == 8
+
+
+# Compilation and bad input.
+
+
+def test_calls_of_one_shape_compile_once():
+  speculate(3, drafts()["good"], eos_id=EOS)
+  compiled = speculative_decode._cache_size()
+  for seed, draft_params in enumerate(drafts().values()):
+    prompt = tiny.sources(CONFIG, seed + 1, 8)
+    speculate(3, draft_params, eos_id=EOS, prompt=prompt, rng=keys(seed))
+  assert speculative_decode._cache_size() == compiled
+
+  settings = dict(max_new_tokens=LIMIT, eos_id=EOS)
+  autoregressive_decode(TARGET, params(), prompts(), keys(), sampling=Sampling(0.0), **settings)
+  compiled = autoregressive_decode._cache_size()
+  for seed in range(3):
+    prompt = tiny.sources(CONFIG, seed + 1, 8)
+    other = tiny.params(CONFIG, seed)
+    autoregressive_decode(TARGET, other, prompt, keys(seed), sampling=Sampling(0.0), **settings)
+  assert autoregressive_decode._cache_size() == compiled
+
+
+@pytest.mark.parametrize("gamma", [0, -2])
+def test_a_draft_needs_at_least_one_guess(gamma):
+  with pytest.raises(ValueError, match=f"gamma is {gamma}"):
+    model_draft(TARGET, GREEDY, gamma)
