@@ -42,9 +42,9 @@ class Pair(NamedTuple):
   max_source_tokens: int
 
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
-    """Source tokens [B, S] of texts, padded to a common bucket (a multiple of 32) or to `width`."""
+    """Source tokens [B, S] of texts, padded to a common multiple of 16 or to `width`."""
     rows = [self.encode(text) for text in texts]
-    width = width or -(-max(map(len, rows)) // 32) * 32
+    width = width or -(-max(map(len, rows)) // 16) * 16
     out = np.zeros((len(rows), width), np.int32)
     for i, row in enumerate(rows):
       out[i, : len(row)] = row

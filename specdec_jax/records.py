@@ -55,7 +55,9 @@ class Record:
     verify_ms: the target over gamma + 1 tokens.
     verify_cost: v = verify_ms / target_step_ms.
     predicted_theorem8: speedup by Theorem 8, which takes v = 1.
-    predicted_measured_cost: speedup predicted with the measured v.
+    predicted_measured_cost: speedup predicted with the measured v, for a long text.
+    predicted_text: the same with all that was measured: also the time to read the prompts, and
+      texts as short as they are (`theory.text_improvement`).
     baseline_tokens_per_s: total tokens / total seconds.
     speculative_tokens_per_s: total tokens / total seconds.
     speedup: total seconds / total seconds.
@@ -98,6 +100,7 @@ class Record:
   verify_cost: float | None = None
   predicted_theorem8: float | None = None
   predicted_measured_cost: float | None = None
+  predicted_text: float | None = None
   baseline_tokens_per_s: float | None = None
   speculative_tokens_per_s: float | None = None
   speedup: float | None = None

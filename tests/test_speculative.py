@@ -359,13 +359,13 @@ def test_lenience_outside_its_range_is_refused(lenience):
 
 
 # The whole loop: T5s over 6 tokens, three tokens of text, EOS among them.
-CONFIG = tiny.config(vocab_size=6)
+CONFIG = tiny.config(vocab_size=6, num_encoder_layers=1)
 DRAFT_CONFIG = tiny.config(vocab_size=6, layers=1)
 EOS = 1
 METHODS = {
   "temperature 1": Sampling(1.0),
   "temperature 0.7": Sampling(0.7),
-  "top-k": Sampling(1.0, top_k=4),
+  "top-k": Sampling(1.0, top_k=3),
   "top-p": Sampling(1.0, top_p=0.8),
 }
 
@@ -373,7 +373,7 @@ METHODS = {
 @functools.cache
 def target_and_draft():
   # A draft that is often wrong, so that every part of the rule is at work.
-  return tiny.params(CONFIG, seed=1, peak=1.2), tiny.params(DRAFT_CONFIG, seed=2, peak=1.2)
+  return tiny.params(CONFIG, seed=2, peak=0.9), tiny.params(DRAFT_CONFIG, seed=2, peak=0.9)
 
 
 @functools.cache
@@ -396,7 +396,7 @@ def exact_joint(method: str):
   return joint
 
 
-def joint_of_loop(decode, n_batches=4, batch=8192):
+def joint_of_loop(decode, n_batches=5, batch=4096):
   """Counts [V, V, V] of three tokens over n_batches * batch rows of one source."""
   counts = np.zeros((6, 6, 6))
   prompt = np.repeat(tiny.sources(CONFIG, 0, 1), batch, axis=0)
@@ -424,18 +424,18 @@ def speculate(draft, method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 def test_the_loop_emits_the_targets_joint_distribution(gamma, method):
-  # 32,768 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.08.
+  # 20,480 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.1.
   draft = model_draft(t5_model(DRAFT_CONFIG), METHODS[method], gamma)
   counts, accepted = joint_of_loop(speculate(draft, method))
   exact = exact_joint(method)
   assert tiny.p_value(counts, exact) > tiny.LEVEL
-  assert tiny.detectable(32_768, exact) < 0.08
+  assert tiny.detectable(20_480, exact) < 0.1
   # The draft was right and wrong often enough for the test to mean something.
-  assert (np.bincount(accepted, minlength=gamma + 1) > 500).all()
+  assert (np.bincount(accepted, minlength=gamma + 1) > 300).all()
 
 
 def test_plain_decoding_emits_the_targets_joint_distribution():
-  # 32,768 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.08.
+  # 20,480 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.1.
   decode = functools.partial(
     autoregressive_decode, t5_model(CONFIG), target_and_draft()[0], sampling=METHODS["top-p"]
   )
@@ -487,7 +487,7 @@ def reporting_draft(draft: Draft) -> Draft:
 
 @pytest.mark.parametrize("report", REPORTS)
 def test_only_drafts_that_misreport_q_are_caught(report):
-  # 32,768 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.08.
+  # 20,480 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.1.
   method = "temperature 1"
   draft = reporting_draft(model_draft(t5_model(DRAFT_CONFIG), METHODS[method], 2))
   target_params, draft_params = target_and_draft()

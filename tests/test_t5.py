@@ -70,7 +70,7 @@ def test_steps_equal_the_teacher_forced_pass(setting):
     np.testing.assert_allclose(got[:, 0], logits[:, i], **tolerance)
 
 
-@pytest.mark.parametrize("cuts", [[14], [1, 13], [4, 4, 4, 2], [7, 1, 6]], ids=str)
+@pytest.mark.parametrize("cuts", [[14], [1, 13], [4, 4, 4, 2]], ids=str)
 def test_blocks_equal_the_teacher_forced_pass(setting, cuts):
   model, source, tokens, logits, tolerance = setting
   cache, at = model.start(source), 0
@@ -156,9 +156,8 @@ def test_logits_depend_on_the_past_only(setting):
 
 def test_room_to_spare_changes_nothing(setting):
   model, source, tokens, logits, tolerance = setting
-  for slots in (LENGTH, 50):
-    got, _ = model.extend(model.start(source, slots), tokens)
-    np.testing.assert_allclose(got, logits, **tolerance)
+  got, _ = model.extend(model.start(source, 2 * SLOTS), tokens)
+  np.testing.assert_allclose(got, logits, **tolerance)
 
 
 def test_padding_of_the_source_does_not_matter(setting):
@@ -198,8 +197,7 @@ def numpy_t5(params, cfg, source, inputs):
     for h in range(cfg.num_heads):
       own = slice(h * cfg.head_dim, (h + 1) * cfg.head_dim)
       query, key, value = (
-        (of @ p[name]["kernel"])[:, own]
-        for name, of in (("query", x), ("key", y), ("value", y))
+        (of @ p[name]["kernel"])[:, own] for name, of in (("query", x), ("key", y), ("value", y))
       )
       out.append(special.softmax(query @ key.T + bias[h], axis=-1) @ value)
     return np.concatenate(out, axis=-1) @ p["out"]["kernel"]

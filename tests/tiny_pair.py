@@ -1,43 +1,46 @@
-"""A vocabulary and models with random weights on disk, as a pair that was trained would lie there."""
+"""A vocabulary and models with random weights on disk, laid out as a trained pair is."""
 
 import functools
 import pathlib
 import tempfile
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import tiny
 
 from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.data.vocabulary import Vocabulary, train_vocabulary
+from specdec_jax.models.config import T5Config
+from specdec_jax.models.t5 import init_params
 from specdec_jax.pairs import Pair, load_pair
 
 _WHO = ("A man", "Two dogs", "A little girl", "The old woman", "Drei Männer", "Ein kleines Mädchen")
 _DOES = ("runs through", "is looking at", "plays with", "sitzt auf", "stands in front of")
 _WHAT = ("a red ball.", "the green field.", "a big house!", "dem Fuß der Brücke.")
 SENTENCES = [f"{who} {does} {what}" for who in _WHO for does in _DOES for what in _WHAT]
-OTHERS = [f"{what} {does}?" for what in ("Schöne Züge", "Quick foxes") for does in _WHAT]
 
 
 @functools.cache
 def folder() -> pathlib.Path:
-  """A folder made once a session: vocabulary.model, and models by name.
+  """A folder made once a session: `vocabulary.model`, and models by name.
 
-  Draft `near` is often right, `random` hardly ever, `target` always. `other.model` is a vocabulary
-  of the same size with other pieces; `small` a model for a smaller vocabulary.
+  As a draft `near` is often right, `random` hardly ever, `target` always. `small` is a model for a
+  smaller vocabulary.
   """
   path = pathlib.Path(_folder().name)
-  train_vocabulary([*SENTENCES, "[/b]", *"[]/0123456789"], str(path / "vocabulary.model"), 100)
-  train_vocabulary([*OTHERS, *"([]/0123456789)"], str(path / "other.model"), 60)
+  train_vocabulary([*SENTENCES, "[/b]", *"[]/0123456789"], str(path / "vocabulary.model"), 72)
   size = len(Vocabulary(str(path / "vocabulary.model")))
   cfg = tiny.config(vocab_size=size, layers=1)
-  params = tiny.params(cfg, 0)
-  save_model(str(path / "target"), cfg, params)
-  save_model(str(path / "near"), cfg, tiny.near(params, seed=1, noise=0.1))
   other = tiny.config(
     vocab_size=size, layers=1, emb_dim=8, gated=False, activation="relu", tied_logits=True
   )
-  save_model(str(path / "random"), other, tiny.params(other, 2))
   small = tiny.config(vocab_size=60, layers=1)
-  save_model(str(path / "small"), small, tiny.params(small, 3))
+  params = random_params(cfg, 0)
+  save_model(str(path / "target"), cfg, params)
+  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params))
+  save_model(str(path / "random"), other, random_params(other, 2))
+  save_model(str(path / "small"), small, random_params(small, 3))
   return path
 
 
@@ -56,3 +59,24 @@ def pair(draft: str = "near", max_source_tokens: int = 48) -> Pair:
     task="tiny",
     max_source_tokens=max_source_tokens,
   )
+
+
+def random_params(cfg: T5Config, seed: int):
+  """Weights drawn by numpy, which has nothing to compile; logits vary by about 3."""
+  rng = np.random.default_rng(seed)
+
+  def draw(path, leaf):
+    name = "/".join(key.key for key in path)
+    if leaf.ndim == 1:  # scales
+      return jnp.ones(leaf.shape)
+    size = 3.0 if "logits_dense" in name or "rel_embedding" in name else 1.0
+    fan_in = leaf.shape[0] if "kernel" in name else 1.0
+    return jnp.asarray(rng.normal(0, size / np.sqrt(fan_in), leaf.shape), jnp.float32)
+
+  shapes = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
+  return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def _noisy(share: float):
+  rng = np.random.default_rng(1)
+  return lambda x: x + share * float(x.std()) * rng.normal(size=x.shape).astype(np.float32)

@@ -1,5 +1,6 @@
 """Measured settings of a pair on texts: alpha, costs and speedup, each setting a record."""
 
+import collections
 import dataclasses
 import functools
 import time
@@ -10,7 +11,7 @@ import jax
 from specdec_jax import records, theory
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.experiments.alpha import measure_alpha
-from specdec_jax.experiments.costs import measure_costs
+from specdec_jax.experiments.costs import Costs, measure_costs
 from specdec_jax.experiments.speed import (
   acceptance_rate,
   identical,
@@ -39,7 +40,7 @@ def measure(
 
   Args:
     pair: what decodes; see `pairs.Pair`.
-    texts: sources, decoded `batch_size` at a time, all padded to one width.
+    texts: sources, decoded `batch_size` at a time.
     results: as `records.open_results` gave it.
     samplings: each measured with each of `gammas`.
     gammas: guesses a round.
@@ -52,9 +53,7 @@ def measure(
   Returns:
     The records of all these settings, measured now or before.
   """
-  width = pair.prompt(texts).shape[1]
-  chunks = [texts[i : i + batch_size] for i in range(0, len(texts), batch_size)]
-  prompts = [pair.prompt(chunk, width) for chunk in chunks]
+  prompts = [pair.prompt(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
   device = jax.devices()[0]
   settings = [
     Record(
@@ -103,11 +102,13 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
     progress=lambda done: progress(sampling, done, len(prompts)),
   )
   alpha = measure_alpha(pair, prompts, speed.baseline, sampling)
+  widths = collections.Counter(prompt.shape for prompt in prompts)
+  typical = next(p for p in prompts if p.shape == widths.most_common(1)[0][0])
   for setting in settings:
     gamma, outputs = setting.gamma, speed.speculative[setting.gamma]
     draft = model_draft(pair.draft, sampling, gamma)
     costs = measure_costs(
-      pair.target, pair.target_params, draft, pair.draft_params, prompts[0], sampling
+      pair.target, pair.target_params, draft, pair.draft_params, typical, sampling
     )
     predicted = functools.partial(theory.walltime_improvement, alpha.mean, gamma, costs.c)
     yield dataclasses.replace(
@@ -128,9 +129,22 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
       verify_cost=costs.v,
       predicted_theorem8=float(predicted(1.0)),
       predicted_measured_cost=float(predicted(costs.v)),
+      predicted_text=_predicted_text(speed.baseline, alpha.mean, gamma, costs),
       baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
       speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
       speedup=speed.speedup(gamma),
       identical=identical(speed.baseline, outputs) if sampling.temperature == 0 else None,
       seconds=time.perf_counter() - since,
     )
+
+
+def _predicted_text(baseline, alpha: float, gamma: int, costs: Costs) -> float | None:
+  """`theory.text_improvement` for the baseline's own lengths; None for batches.
+
+  A batch runs until its slowest row ends, which the closed form for one text does not know.
+  """
+  if any(len(o.lengths) > 1 for o in baseline):
+    return None
+  lengths = [int(o.lengths[0]) for o in baseline]
+  starts = costs.target_start / costs.target_step, costs.draft_start / costs.target_step
+  return theory.text_improvement(alpha, gamma, costs.c, costs.v, lengths, *starts)

@@ -1,8 +1,10 @@
 """Train a target on sentence pairs, or a draft on a target's own outputs."""
 
+import dataclasses
 import json
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import sacrebleu
@@ -14,11 +16,11 @@ from specdec_jax.data.vocabulary import Vocabulary, train_vocabulary
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.experiments.speed import row_keys
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.t5 import for_decoding, t5_model
+from specdec_jax.models.t5 import T5, for_decoding, t5_model
 from specdec_jax.protocols import Model
 from specdec_jax.sampling import Sampling
-from specdec_jax.training.batches import Pairs, padded
-from specdec_jax.training.trainer import TrainSettings, train
+from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches, padded
+from specdec_jax.training.trainer import TrainSettings, teacher_forced, train
 
 
 def fit_vocabulary(data: str, sources: list[str], size: int, pair_dir: str) -> None:
@@ -61,7 +63,7 @@ def train_target(
   model = t5_model(config)
 
   def bleu(params) -> float:
-    outputs = model_outputs(model, params, valid.sources, Sampling(temperature=0.0))
+    outputs = model_outputs(model, params, valid.sources)
     return sacrebleu.corpus_bleu([words.decode(o) for o in outputs], [references]).score
 
   pairs = Pairs(_encoded(words, data, sources), _encoded(words, data, targets))
@@ -72,14 +74,17 @@ def train_target(
 def train_draft(
   data: str,
   sources: list[str],
+  targets: list[str],
   valid_source: str,
   config: T5Config,
   settings: TrainSettings,
   pair_dir: str,
   work_dir: str,
-  samples: int = 1,
 ) -> None:
-  """Train a draft on what the target itself writes, resuming if it was stopped, and save it.
+  """Train a draft towards the target's own distributions, resuming if it was stopped; save it.
+
+  It learns them along what the target writes by argmax and along the references, which stand for
+  what it might write when it samples.
 
   The validation accuracy it prints is alpha at temperature 0 on the validation text: how often
   the draft's argmax is the target's, on the target's argmax output.
@@ -87,33 +92,51 @@ def train_draft(
   Args:
     data: folder of the text files below.
     sources: text files that the target translates, one sentence a line.
+    targets: their translations, file by file.
     valid_source: validation sentences, translated by the target too.
     config: the draft's shape and dropout rate.
     settings: length and rates of the training.
     pair_dir: has `vocabulary.model` and `target`; gets the model as `draft`, in bfloat16.
     work_dir: for the target's outputs, checkpoints and metrics of this run.
-    samples: outputs at temperature 1 for each source, beside the one at temperature 0.
   """
   words = Vocabulary(f"{pair_dir}/vocabulary.model")
   target_config, params = for_decoding(*load_model(f"{pair_dir}/target"))
   target = t5_model(target_config)
 
-  def outputs(name: str, texts, temperature: float, seed: int = 0):
+  def outputs(name: str, texts):
     path = pathlib.Path(work_dir) / f"target_{name}.json"
     if not path.is_file():
-      rows = model_outputs(target, params, texts, Sampling(temperature=temperature), seed)
+      rows = model_outputs(target, params, texts)
       path.parent.mkdir(parents=True, exist_ok=True)
       path.with_suffix(".part").write_text(json.dumps(rows))
       path.with_suffix(".part").replace(path)
     return json.loads(path.read_text())
 
   texts, valid_texts = _encoded(words, data, sources), _encoded(words, data, [valid_source])
-  rows = outputs("argmax", texts, 0.0)
-  for i in range(samples):
-    rows += outputs(f"sample_{i}", texts, 1.0, seed=i)
-  pairs = Pairs(texts * (1 + samples), rows)
-  valid = Pairs(valid_texts, outputs("valid", valid_texts, 0.0))
+  pairs = Pairs(texts * 2, outputs("train", texts) + _encoded(words, data, targets))
+  opinions = teacher_opinions(T5(target_config), params, pairs)
+  pairs = dataclasses.replace(pairs, teacher=opinions)
+  valid = Pairs(valid_texts, outputs("valid", valid_texts))
   save_model(f"{pair_dir}/draft", config, train(config, settings, pairs, valid, work_dir))
+
+
+def teacher_opinions(
+  teacher: T5, params, pairs: Pairs, k: int = 16, tokens_per_batch: int = 1152
+) -> list[tuple[np.ndarray, np.ndarray]]:
+  """A teacher's k likeliest tokens [T, k] at each target position, and their probabilities."""
+
+  @jax.jit
+  def likeliest(batch: Batch):
+    return jax.lax.top_k(jax.nn.softmax(teacher_forced(teacher, params, batch)), k)
+
+  opinions: list = [None] * len(pairs)
+  batches = epoch_batches(pairs, tokens_per_batch, 0, 0)
+  for (_, indices), batch in zip(track(batches, "teacher", transient=True), arrays(pairs, batches)):
+    probs, tokens = map(np.asarray, likeliest(batch))
+    for row, i in enumerate(indices):
+      length = len(pairs.targets[i])
+      opinions[i] = tokens[row, :length].astype(np.int32), probs[row, :length].astype(np.float16)
+  return opinions
 
 
 def _encoded(words: Vocabulary, data: str, files: list[str]) -> list[list[int]]:
@@ -121,9 +144,9 @@ def _encoded(words: Vocabulary, data: str, files: list[str]) -> list[list[int]]:
 
 
 def model_outputs(
-  model: Model, params, sources: list[list[int]], sampling: Sampling, seed: int = 0, batch_size=64
+  model: Model, params, sources: list[list[int]], batch_size: int = 64
 ) -> list[list[int]]:
-  """A model's own outputs for encoded sources, as token ids, in the order given."""
+  """A model's argmax outputs for encoded sources, as token ids, in the order given."""
   order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
   outputs: list[list[int]] = [[]] * len(sources)
   for at in track(range(0, len(order), batch_size), "decoding", transient=True):
@@ -134,9 +157,9 @@ def model_outputs(
       model,
       params,
       jnp.asarray(padded([sources[i] for i in chunk], width)),
-      row_keys(seed, at, batch_size),
+      row_keys(0, at, batch_size),
       max_new_tokens=96,
-      sampling=sampling,
+      sampling=Sampling(temperature=0.0),
     )
     for i, row, length in zip(chunk, np.asarray(decoded.tokens), np.asarray(decoded.lengths)):
       outputs[i] = row[:length].tolist()

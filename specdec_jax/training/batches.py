@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,10 +15,18 @@ BUCKETS = (8, 11, 14, 16, 18, 20, 22, 24, 27, 30, 34, 40, 50, 66, 96, 128)
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-  """Encoded sentence pairs, each side a list of token ids that ends in EOS."""
+  """Encoded sentence pairs, each side a list of token ids that ends in EOS.
+
+  Attributes:
+    sources: token ids.
+    targets: token ids.
+    teacher: for each pair, what a teacher thinks of each target position: its likeliest tokens
+      [T, k] and their probabilities [T, k]; None to learn from the targets alone.
+  """
 
   sources: list[list[int]]
   targets: list[list[int]]
+  teacher: list[tuple[np.ndarray, np.ndarray]] | None = None
 
   def __post_init__(self):
     if len(self.sources) != len(self.targets):
@@ -28,6 +37,22 @@ class Pairs:
 
   def __len__(self) -> int:
     return len(self.sources)
+
+
+class Batch(NamedTuple):
+  """Pairs padded with 0 to one length L.
+
+  Attributes:
+    source: [B, L].
+    targets: [B, L].
+    labels: tokens to learn at each position, [B, L, k]; the target itself without a teacher.
+    weights: their probabilities, [B, L, k].
+  """
+
+  source: np.ndarray
+  targets: np.ndarray
+  labels: np.ndarray
+  weights: np.ndarray
 
 
 def epoch_batches(
@@ -61,12 +86,16 @@ def padded(rows: list[list[int]], length: int) -> np.ndarray:
   return out
 
 
-def arrays(
-  pairs: Pairs, batches: list[tuple[int, np.ndarray]]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-  """Source and target tokens [B, length] of each batch."""
+def arrays(pairs: Pairs, batches: list[tuple[int, np.ndarray]]) -> Iterator[Batch]:
+  """The arrays of each batch that `epoch_batches` chose."""
   for length, indices in batches:
-    yield (
-      padded([pairs.sources[i] for i in indices], length),
-      padded([pairs.targets[i] for i in indices], length),
-    )
+    source = padded([pairs.sources[i] for i in indices], length)
+    targets = padded([pairs.targets[i] for i in indices], length)
+    labels, weights = targets[..., None], (targets[..., None] > 0).astype(np.float32)
+    if pairs.teacher is not None:
+      k = pairs.teacher[0][0].shape[-1]
+      labels, weights = np.zeros((*targets.shape, k), np.int32), np.zeros((*targets.shape, k), "f4")
+      for row, i in enumerate(indices):
+        tokens, probs = pairs.teacher[i]
+        labels[row, : len(tokens)], weights[row, : len(probs)] = tokens, probs
+    yield Batch(source, targets, labels, weights)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.t5 import T5, init_params
-from specdec_jax.training.batches import Pairs, arrays, epoch_batches
+from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,21 +42,22 @@ class TrainSettings:
   save_every: int = 200
 
 
-def cross_entropy(logits: Array, targets: Array, smoothing: float) -> tuple[Array, Array]:
-  """Mean loss in nats and accuracy of logits [B, T, V] over targets [B, T] that are not 0."""
+def cross_entropy(logits: Array, batch: Batch, smoothing: float) -> tuple[Array, Array]:
+  """Mean loss in nats and accuracy of logits [B, L, V] over targets that are not padding."""
   log_probs = jax.nn.log_softmax(logits)
-  token = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
+  token = (jnp.take_along_axis(log_probs, batch.labels, axis=-1) * batch.weights).sum(axis=-1)
   loss = -(1 - smoothing) * token - smoothing * log_probs.mean(axis=-1)
-  real = targets > 0
-  correct = logits.argmax(axis=-1) == targets
+  real = batch.targets > 0
+  correct = logits.argmax(axis=-1) == batch.targets
   mean = lambda x: jnp.sum(x * real) / jnp.sum(real)
   return mean(loss), mean(correct)
 
 
-def _teacher_forced(module: T5, params, source, targets, dropout_rng=None):
-  inputs = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))  # starts with pad, as T5 does
+def teacher_forced(module: T5, params, batch: Batch, dropout_rng: Array | None = None) -> Array:
+  """Logits [B, L, V] at each target position, given the targets before it."""
+  inputs = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))  # starts with pad, as T5 does
   rngs = None if dropout_rng is None else {"dropout": dropout_rng}
-  return module.apply({"params": params}, source, inputs, dropout_rng is None, rngs=rngs)
+  return module.apply({"params": params}, batch.source, inputs, dropout_rng is None, rngs=rngs)
 
 
 def train(
@@ -93,11 +94,11 @@ def train(
   rng = jax.random.key(settings.seed)
 
   @functools.partial(jax.jit, donate_argnums=0)
-  def train_step(state, source, targets):
+  def train_step(state, batch: Batch):
     def loss_fn(params):
       dropout_rng = jax.random.fold_in(rng, state["step"])
-      logits = _teacher_forced(module, params, source, targets, dropout_rng)
-      return cross_entropy(logits, targets, settings.label_smoothing)[0]
+      logits = teacher_forced(module, params, batch, dropout_rng)
+      return cross_entropy(logits, batch, settings.label_smoothing)[0]
 
     loss, grads = jax.value_and_grad(loss_fn)(state["params"])
     updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
@@ -105,8 +106,8 @@ def train(
     return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
 
   @jax.jit
-  def eval_step(params, source, targets):
-    return cross_entropy(_teacher_forced(module, params, source, targets), targets, 0.0)
+  def eval_step(params, batch: Batch):
+    return cross_entropy(teacher_forced(module, params, batch), batch, 0.0)
 
   params = init_params(config, rng) if init is None else init
   state = {"params": params, "opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
@@ -121,10 +122,10 @@ def train(
       epoch, skip = divmod(step, steps_per_epoch)
       batches = epoch_batches(train_pairs, settings.tokens_per_batch, settings.seed, epoch)[skip:]
       since, tokens, losses = time.perf_counter(), 0, []
-      for source, targets in arrays(train_pairs, batches):
-        state, loss = train_step(state, source, targets)
+      for batch in arrays(train_pairs, batches):
+        state, loss = train_step(state, batch)
         step += 1
-        tokens += int((targets > 0).sum())
+        tokens += int((batch.targets > 0).sum())
         losses.append(float(loss))
         recent = sum(losses[-50:]) / len(losses[-50:])
         rate = tokens / (time.perf_counter() - since)
@@ -133,7 +134,7 @@ def train(
         if step % settings.save_every == 0 or step % steps_per_epoch == 0:
           checkpoints.save(step, args=ocp.args.StandardSave(state))
       valid_batches = epoch_batches(valid_pairs, settings.tokens_per_batch, 0, 0)
-      scores = [eval_step(state["params"], *batch) for batch in arrays(valid_pairs, valid_batches)]
+      scores = [eval_step(state["params"], batch) for batch in arrays(valid_pairs, valid_batches)]
       loss, accuracy = (float(sum(x) / len(scores)) for x in zip(*scores))
       metrics = {
         "epoch": epoch + 1,

@@ -1,0 +1,188 @@
+"""A model on disk is read back as it was, to bfloat16; what is no model is named in a sentence."""
+
+import dataclasses
+import errno
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_pair
+from flax import serialization, traverse_util
+
+from specdec_jax.checkpoints.folder import load_model, save_model
+from specdec_jax.errors import InputError
+from specdec_jax.models.t5 import for_decoding
+
+CONFIG = tiny.config(vocab_size=20, layers=1, padded_vocab_size=24)
+PARAMS = tiny_pair.random_params(CONFIG, 7)
+
+
+@pytest.fixture
+def folder(tmp_path):
+  save_model(str(tmp_path / "model"), CONFIG, PARAMS)
+  return tmp_path / "model"
+
+
+def flat(tree):
+  return traverse_util.flatten_dict(tree, sep="/")
+
+
+def rewrite(folder, change):
+  """Read the parameters, let `change` spoil them, write them back."""
+  file = folder / "params.msgpack"
+  params = flat(serialization.msgpack_restore(file.read_bytes()))
+  change(params)
+  params = traverse_util.unflatten_dict(params, sep="/")
+  file.write_bytes(serialization.msgpack_serialize(params))
+
+
+def refused(folder, *words):
+  """load_model ends in one sentence that has all of `words`."""
+  with pytest.raises(InputError) as caught:
+    load_model(str(folder))
+  for word in words:
+    assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_was_saved_is_read_back_rounded_to_bfloat16(folder, dtype):
+  config, params = load_model(str(folder), dtype)
+  assert config == dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype))
+  got, want = flat(params), flat(PARAMS)
+  assert got.keys() == want.keys()
+  for name, value in got.items():
+    assert value.dtype == jnp.dtype(dtype)
+    rounded = np.asarray(want[name]).astype(jnp.bfloat16)  # to nearest, ties to even
+    np.testing.assert_array_equal(np.asarray(value, np.float32), rounded.astype(np.float32))
+  assert any((np.asarray(v, np.float32) != want[k]).any() for k, v in got.items())
+
+
+def test_float32_is_the_default_and_a_second_trip_changes_nothing(folder, tmp_path):
+  config, params = load_model(str(folder))
+  save_model(str(tmp_path / "again"), config, params)
+  for name in ("config.json", "params.msgpack"):
+    assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_takes_two_bytes_a_parameter(folder):
+  count = sum(x.size for x in jax.tree.leaves(PARAMS))
+  assert count * 2 < (folder / "params.msgpack").stat().st_size < count * 2 + 4096
+
+
+def test_training_only_settings_are_not_kept(tmp_path):
+  save_model(str(tmp_path), dataclasses.replace(CONFIG, dropout_rate=0.3), PARAMS)
+  assert load_model(str(tmp_path))[0] == CONFIG
+
+
+def test_a_model_laid_out_for_decoding_can_be_saved_too(tmp_path):
+  fused = for_decoding(CONFIG, PARAMS)
+  save_model(str(tmp_path), *fused)
+  config, params = load_model(str(tmp_path))
+  assert config == fused[0] and flat(params).keys() == flat(fused[1]).keys()
+
+
+# What is no model.
+
+
+@pytest.mark.parametrize("gone", ["config.json", "params.msgpack"])
+def test_missing_files(folder, gone):
+  (folder / gone).unlink()
+  refused(folder, "no model in", str(folder), "config.json and params.msgpack")
+
+
+def test_missing_folder(tmp_path):
+  refused(tmp_path / "gone", "no model in", "gone")
+
+
+def test_unknown_dtype(folder):
+  with pytest.raises(InputError, match="dtype is 'float16'; use 'float32' or 'bfloat16'"):
+    load_model(str(folder), "float16")
+
+
+def test_arrays_that_do_not_fit_are_named(folder):
+  one = "decoder/layers_0/mlp/wo/kernel"
+  rewrite(folder, lambda params: params.update({one: params[one][:-1]}))
+  refused(folder, "1 arrays differ", one, "(31, 16)", "(32, 16)")
+
+
+def test_an_array_too_few_or_too_many_is_named(folder):
+  one = "encoder/encoder_norm/scale"
+  rewrite(folder, lambda params: params.pop(one))
+  refused(folder, one, "found nothing", "expected (16,)")
+  save_model(str(folder), CONFIG, PARAMS)
+  rewrite(folder, lambda params: params.update({"decoder/surplus": np.zeros(3, np.float32)}))
+  refused(folder, "decoder/surplus", "found (3,)", "expected nothing")
+
+
+def test_parameters_of_another_shape(folder, tmp_path):
+  other = dataclasses.replace(CONFIG, gated=False)
+  save_model(str(tmp_path / "other"), other, tiny_pair.random_params(other, 0))
+  os.replace(tmp_path / "other" / "config.json", folder / "config.json")
+  refused(folder, "does not fit config.json", "mlp/wi")
+
+
+@pytest.mark.parametrize(
+  "damage",
+  [lambda raw: b"", lambda raw: raw[: len(raw) // 2], lambda raw: raw[:-1], lambda raw: b"\xc1abc"]
+  + [lambda raw: serialization.msgpack_serialize({"decoder": 3})],
+  ids=["empty", "half", "a byte short", "no msgpack", "no arrays"],
+)
+def test_damaged_parameters(folder, damage):
+  file = folder / "params.msgpack"
+  file.write_bytes(damage(file.read_bytes()))
+  refused(folder, "params.msgpack")
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["", '{"vocab_size": 20,', "[1, 2]", '{"vocab_size": 20}', '{"colour": "red"}'],
+  ids=["empty", "half", "a list", "too little", "something else"],
+)
+def test_damaged_config(folder, text):
+  (folder / "config.json").write_text(text)
+  refused(folder, "config.json")
+
+
+def test_config_with_a_field_of_another_version(folder):
+  shape = json.loads((folder / "config.json").read_text())
+  (folder / "config.json").write_text(json.dumps({**shape, "num_experts": 8}))
+  refused(folder, "config.json", "num_experts")
+
+
+# Nothing half-written.
+
+
+@pytest.mark.parametrize("full", ["params.msgpack", "config.json"])
+def test_a_save_that_fails_leaves_a_model_that_loads_and_no_crumbs(folder, monkeypatch, full):
+  """The disk fills up when half of file `full` is written."""
+  before = {file.name: file.read_bytes() for file in folder.iterdir()}
+  whole = pathlib.Path.write_bytes
+
+  def write_half(self, data):
+    if full not in self.name:
+      return whole(self, data)
+    whole(self, data[: len(data) // 2])
+    raise OSError(errno.ENOSPC, "No space left on device", str(self))
+
+  monkeypatch.setattr(pathlib.Path, "write_bytes", write_half)
+  with pytest.raises(OSError):
+    save_model(str(folder), CONFIG, jax.tree.map(lambda x: 2 * x, PARAMS))
+  monkeypatch.undo()
+  assert sorted(file.name for file in folder.iterdir()) == sorted(before)
+  assert (folder / full).read_bytes() == before[full]
+  load_model(str(folder))
+
+
+def test_a_first_save_that_fails_leaves_nothing_that_loads(tmp_path, monkeypatch):
+  def fail(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(os, "replace", fail)
+  with pytest.raises(OSError):
+    save_model(str(tmp_path / "model"), CONFIG, PARAMS)
+  refused(tmp_path / "model", "no model in")

@@ -1,0 +1,112 @@
+"""The pair that comes with the package: loads as it is, and speculation leaves its output alone.
+
+Real sentences: those of the quickstart, and 200 of Multi30k's test set where it lies at hand.
+"""
+
+import os
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from specdec_jax.data.text import read_lines
+from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.experiments.alpha import measure_alpha
+from specdec_jax.experiments.speed import identical, row_keys
+from specdec_jax.pairs import EMBEDDED, load_pair
+from specdec_jax.sampling import Sampling
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MULTI30K = pathlib.Path(os.environ.get("SPECDEC_SHARED", "../shared")) / "data" / "multi30k"
+GREEDY = Sampling(temperature=0.0)
+LIMIT = 48
+
+
+@pytest.fixture(scope="module")
+def pair():
+  return load_pair()
+
+
+@pytest.fixture(scope="module")
+def sentences():
+  own = re.findall(r"^    '(.*)',$", (ROOT / "gin" / "quickstart.gin").read_text(), re.MULTILINE)
+  assert len(own) == 24
+  test_set = MULTI30K / "test_2016_flickr.en.gz"
+  return own + (read_lines(str(test_set))[:200] if test_set.is_file() else [])
+
+
+def test_is_small_enough_for_a_repository():
+  assert sum(f.stat().st_size for f in EMBEDDED.rglob("*") if f.is_file()) <= 64 * 2**20
+
+
+def test_draft_is_one_to_two_orders_of_magnitude_smaller_per_step(pair):
+  read = lambda params: sum(x.size for x in jax.tree.leaves(params["decoder"]))
+  assert 10 <= read(pair.target_params) / read(pair.draft_params) <= 100
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_greedy_output_is_plain_decodings_for_every_gamma(pair, sentences, batch_size):
+  prompts, plain = [], []
+  for at in range(0, len(sentences) - batch_size + 1, batch_size):
+    prompts.append(pair.prompt(sentences[at : at + batch_size], width=64))
+    rng = row_keys(0, at, batch_size)
+    common = dict(max_new_tokens=LIMIT, sampling=GREEDY)
+    plain.append(
+      jax.device_get(
+        autoregressive_decode(pair.target, pair.target_params, prompts[-1], rng, **common)
+      )
+    )
+  for gamma in range(1, 11):
+    draft = model_draft(pair.draft, GREEDY, gamma)
+    speculative = [
+      jax.device_get(
+        speculative_decode(
+          pair.target, draft, pair.target_params, pair.draft_params, prompt, rng, **common
+        )
+      )
+      for prompt in prompts
+    ]
+    assert identical(plain, speculative), f"gamma {gamma}, batch {batch_size}"
+
+
+def test_serial_is_batched(pair, sentences):
+  sampled = Sampling(temperature=1.0)
+  draft = model_draft(pair.draft, sampled, 4)
+  decode = lambda texts, at: jax.device_get(
+    speculative_decode(
+      pair.target,
+      draft,
+      pair.target_params,
+      pair.draft_params,
+      pair.prompt(texts, width=64),
+      row_keys(7, at, len(texts)),
+      max_new_tokens=LIMIT,
+      sampling=sampled,
+    )
+  )
+  together = decode(sentences[:8], 0)
+  for row, sentence in enumerate(sentences[:8]):
+    np.testing.assert_array_equal(decode([sentence], row).tokens[0], together.tokens[row])
+
+
+def test_alpha_at_temperature_0_is_what_its_readme_says(pair, sentences):
+  prompt = pair.prompt(sentences, width=64)
+  plain = autoregressive_decode(
+    pair.target,
+    pair.target_params,
+    prompt,
+    row_keys(0, 0, len(sentences)),
+    max_new_tokens=LIMIT,
+    sampling=GREEDY,
+  )
+  alpha = measure_alpha(pair, [prompt], [plain], GREEDY)
+  claimed = float(re.search(r"alpha at temperature 0 \| ([0-9.]+)", _readme()).group(1))
+  # 24 sentences (about 350 tokens) or 224: the interval says how far chance can carry it.
+  assert alpha.low - 0.03 <= claimed <= alpha.high + 0.03
+
+
+def _readme() -> str:
+  return (EMBEDDED / "README.md").read_text()

@@ -1,0 +1,331 @@
+"""What is measured of a pair: alpha, counts, costs, speedup, each setting a record."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_pair
+
+from specdec_jax import records, theory
+from specdec_jax.checkpoints.folder import load_model
+from specdec_jax.decoding import autoregressive_decode
+from specdec_jax.experiments import measure as measuring
+from specdec_jax.experiments.alpha import (
+  acceptance_probabilities,
+  mean_with_interval,
+  measure_alpha,
+)
+from specdec_jax.experiments.costs import Costs, interleaved_medians
+from specdec_jax.experiments.measure import measure
+from specdec_jax.experiments.speed import (
+  Speed,
+  acceptance_rate,
+  identical,
+  num_rounds,
+  num_tokens,
+  row_keys,
+)
+from specdec_jax.protocols import Decoded, Rounds
+from specdec_jax.sampling import Sampling
+
+GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
+TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 47, 101)]
+LIMIT = 10
+
+
+# Alpha.
+
+
+@functools.cache
+def decoded(sampling):
+  """Texts of the target, and the prompt they follow."""
+  pair = tiny_pair.pair()
+  prompt = pair.prompt(TEXTS)
+  output = autoregressive_decode(
+    pair.target,
+    pair.target_params,
+    prompt,
+    row_keys(0, 0, len(TEXTS)),
+    max_new_tokens=LIMIT,
+    sampling=sampling,
+  )
+  return prompt, jax.device_get(output)
+
+
+def probabilities(name, prompt, tokens, sampling):
+  """By one teacher-forced pass of the model as it lies on disk, adjusted by plain numpy."""
+  config, params = load_model(str(tiny_pair.folder() / name))
+  inputs = np.pad(tokens[:, :-1], ((0, 0), (1, 0)))
+  logits = tiny.teacher_forced(config)(params, np.asarray(prompt), inputs)
+  return tiny.adjusted(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+
+
+@pytest.mark.parametrize(
+  "draft, sampling",
+  [("near", RANDOM), ("near", Sampling(0.7, top_k=5, top_p=0.9)), ("near", GREEDY)]
+  + [("random", RANDOM)],
+  ids=str,
+)
+def test_beta_is_the_sum_of_the_smaller_probabilities(draft, sampling):
+  pair = tiny_pair.pair(draft)
+  prompt, output = decoded(RANDOM)
+  models = pair.target, pair.target_params, pair.draft, pair.draft_params
+  got = acceptance_probabilities(*models, prompt, output.tokens, sampling)
+  p = probabilities("target", prompt, output.tokens, sampling)
+  q = probabilities(draft, prompt, output.tokens, sampling)
+  want = np.minimum(p, q).sum(axis=-1)
+  assert got.shape == (len(TEXTS), LIMIT) and 0.02 < want.mean() < 0.98
+  np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_alpha_is_a_rate_and_better_for_better_drafts():
+  prompt, output = decoded(RANDOM)
+  alphas = {}
+  for name in ("random", "near", "target"):
+    alphas[name] = measure_alpha(tiny_pair.pair(name), [prompt], [output], RANDOM)
+    assert 0 <= alphas[name].low <= alphas[name].mean <= alphas[name].high <= 1 + 1e-6
+  assert alphas["random"].mean < alphas["near"].mean < alphas["target"].mean
+  assert alphas["target"].low == pytest.approx(1, abs=1e-5)
+
+
+def test_alpha_is_of_the_tokens_generated_and_no_others():
+  """Rows of two batches that ended early: what lies past their ends has no part."""
+  pair = tiny_pair.pair()
+  prompt, output = decoded(RANDOM)
+  lengths = np.array([[3, 10, 1], [7, 2, 2]])
+  batches = [output._replace(lengths=row) for row in lengths]
+  models = pair.target, pair.target_params, pair.draft, pair.draft_params
+  beta = np.asarray(acceptance_probabilities(*models, prompt, output.tokens, RANDOM))
+  rows = zip([*beta, *beta], lengths.ravel(), strict=True)
+  want = np.concatenate([row[:n] for row, n in rows])
+  assert measure_alpha(pair, [prompt] * 2, batches, RANDOM).mean == pytest.approx(want.mean())
+
+
+def test_interval_covers_the_truth_about_95_times_in_100():
+  """Rows share their luck: an interval that takes tokens as independent covers 5 times in 6.
+
+  300 samples of 40 rows; an interval that covers 93 times in 100 is below 262 once in 10^4.
+  """
+  rng, covered, broken = np.random.default_rng(0), 0, 0
+  for _ in range(300):
+    rows = [(rng.random(rng.integers(5, 15)) < rate) * 1.0 for rate in rng.beta(4, 2, 40)]
+    one = mean_with_interval(rows, resamples=400)
+    assert one.low <= one.mean <= one.high
+    covered += one.low <= 4 / 6 <= one.high
+    one = mean_with_interval(list(np.concatenate(rows)[:, None]), resamples=400)
+    broken += one.low <= 4 / 6 <= one.high
+  assert broken < 262 <= covered < 300
+
+
+def test_interval_is_fixed_by_its_seed():
+  rows = [np.random.default_rng(i).random(5) for i in range(10)]
+  assert mean_with_interval(rows) == mean_with_interval(rows)
+  assert mean_with_interval(rows, seed=1) != mean_with_interval(rows)
+  assert mean_with_interval([np.ones(4)] * 3) == (1.0, 1.0, 1.0)
+
+
+# Counts.
+
+
+def rounds_of(rows, gamma, limit):
+  """A `Decoded` on the host of rows of rounds, each (guesses, n, next token, tokens emitted)."""
+  most = max(map(len, rows))
+  guesses = np.zeros((most, len(rows), gamma), int)
+  rest = np.zeros((3, most, len(rows)), int)
+  tokens = np.zeros((len(rows), limit), int)
+  lengths = np.zeros(len(rows), int)
+  for b, row in enumerate(rows):
+    text = []
+    for r, (x, n, next_token, emitted) in enumerate(row):
+      guesses[r, b], rest[:, r, b] = x, (n, next_token, emitted)
+      text += [*x[:n], next_token][:emitted]
+    tokens[b, : len(text)], lengths[b] = text, len(text)
+  return Decoded(tokens, lengths, Rounds(guesses, *rest), np.array(most))
+
+
+# gamma 3, limit 6, EOS 1.
+HAND_MADE = rounds_of(
+  [
+    # 3 accepted and a bonus; 1 accepted, 1 rejected: 4 / 5.
+    [([5, 6, 7], 3, 8, 4), ([9, 2, 3], 1, 4, 2)],
+    # EOS is the second of 3 guesses that would all stand: 2 accepted, the third was neither.
+    [([5, 1, 7], 3, 8, 2)],
+    # The first is rejected, and EOS put in its place: 0 / 1.
+    [([5, 6, 7], 0, 1, 1)],
+    # 2 / 3, then the limit falls after 2 of 3 accepted, and after them nothing: 2 / 2; then 1 more.
+    [([5, 6, 7], 2, 8, 3), ([9, 2, 3], 0, 4, 1), ([9, 2, 3], 3, 4, 2)],
+  ],
+  gamma=3,
+  limit=6,
+)
+
+
+def test_counts_of_hand_made_rounds():
+  assert num_tokens([HAND_MADE]) == 6 + 2 + 1 + 6
+  assert num_rounds([HAND_MADE]) == 2 + 1 + 1 + 3
+  accepted, rejected = (3 + 1) + 2 + 0 + (2 + 0 + 2), 1 + 0 + 1 + (1 + 1 + 0)
+  assert acceptance_rate([HAND_MADE]) == pytest.approx(accepted / (accepted + rejected))
+
+
+def test_counts_of_several_batches_are_totals():
+  other = rounds_of([[([5, 6], 0, 7, 1), ([5, 6], 2, 7, 3)]], gamma=2, limit=6)
+  assert num_tokens([HAND_MADE, other]) == 15 + 4
+  assert num_rounds([HAND_MADE, other]) == 7 + 2
+  assert acceptance_rate([HAND_MADE, other]) == pytest.approx((10 + 2) / (10 + 4 + 2 + 1))
+
+
+def test_what_a_row_that_has_stopped_goes_on_computing_is_not_counted():
+  """Finished rows have rounds too while their neighbours run; they emit nothing."""
+  busy = rounds_of([[([5, 6, 1], 3, 8, 3), ([5, 6, 7], 3, 8, 0)]], gamma=3, limit=6)
+  assert (num_tokens([busy]), num_rounds([busy]), acceptance_rate([busy])) == (3, 1, 1.0)
+
+
+def test_acceptance_rate_of_rounds_that_drafted_nothing():
+  assert acceptance_rate([rounds_of([[([], 0, 5, 1)]], gamma=0, limit=2)]) == 0.0
+
+
+def test_identical():
+  other = HAND_MADE._replace(tokens=HAND_MADE.tokens.copy())
+  assert identical([HAND_MADE], [other])
+  other.tokens[3, 5] += 1
+  assert not identical([HAND_MADE], [other])
+  assert not identical([HAND_MADE, HAND_MADE], [HAND_MADE, other])
+
+
+def test_speedup_is_totals_over_totals():
+  """Tokens a second, in sum; a mean of the speedups of the parts would be another number."""
+  plain = [
+    HAND_MADE._replace(lengths=np.array([10])),
+    HAND_MADE._replace(lengths=np.array([30])),
+  ]
+  ours = [HAND_MADE._replace(lengths=np.array([10, 5])), HAND_MADE._replace(lengths=np.array([45]))]
+  speed = Speed(plain, {3: ours, 5: plain}, 20.0, {3: 10.0, 5: 40.0})
+  assert speed.speedup(3) == pytest.approx((60 / 10) / (40 / 20))
+  assert speed.speedup(5) == pytest.approx(0.5)
+
+
+def test_a_text_has_the_same_key_whatever_batch_it_is_in():
+  raw = lambda keys: jax.random.key_data(keys).tolist()
+  whole = raw(row_keys(3, 0, 7))
+  assert raw(row_keys(3, 0, 2)) + raw(row_keys(3, 2, 4)) + raw(row_keys(3, 6, 1)) == whole
+  assert len({tuple(key) for seed in (3, 4) for key in raw(row_keys(seed, 0, 7))}) == 14
+
+
+# Costs.
+
+
+def test_c_and_v_are_in_target_steps():
+  costs = Costs(
+    target_step=0.010, draft_step=0.001, verify=0.016, target_start=0.1, draft_start=0.0
+  )
+  assert costs.c == pytest.approx(0.1) and costs.v == pytest.approx(1.6)
+
+
+def test_interleaved_calls_run_in_turn_and_give_their_last_results():
+  order = []
+
+  def call(name):
+    order.append(name)
+    return jnp.asarray(len(order))
+
+  medians, results = interleaved_medians([lambda: call("a"), lambda: call("b")], repeats=3)
+  assert sorted(order[:2]) == sorted(order[2:4]) == sorted(order[4:6]) == ["a", "b"]
+  assert order[2:4] == order[6:8] != order[4:6]
+  assert [order[int(result) - 1] for result in results] == ["a", "b"]
+  assert min(map(int, results)) >= 7 and len(medians) == 2 and min(medians) >= 0
+
+
+# Records.
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+  """The file of a greedy run with a draft that knows nothing."""
+  path = records.open_results(tmp_path_factory.mktemp("measure"))
+  measure_it(path)
+  return path
+
+
+def measure_it(path, **changes):
+  settings = dict(texts=TEXTS, samplings=[GREEDY], gammas=[2], batch_size=3, max_new_tokens=LIMIT)
+  pair = tiny_pair.pair(changes.pop("draft", "random"))
+  return measure(pair, results=path, repeats=1, **{**settings, **changes})
+
+
+def not_measured(record):
+  return [name for name, value in dataclasses.asdict(record).items() if value is None]
+
+
+def test_a_record_has_every_field(results):
+  (record,) = records.read(results)
+  assert not not_measured(record)
+  assert (record.task, record.target, record.draft) == ("tiny", "target", "random")
+  assert (record.temperature, record.gamma, record.batch_size) == (0.0, 2, 3)
+  assert (record.num_examples, record.platform, record.dtype) == (len(TEXTS), "cpu", "float32")
+
+
+def test_greedy_output_is_identical_with_a_draft_that_knows_nothing(results):
+  (record,) = records.read(results)
+  assert record.identical is True
+  assert record.alpha < 0.5 and record.tokens_per_round < 2
+
+
+def test_numbers_of_a_record_agree_with_each_other(results):
+  (r,) = records.read(results)
+  assert 0 <= r.alpha_low <= r.alpha <= r.alpha_high <= 1
+  assert 0 <= r.acceptance_rate <= 1
+  assert 0 < r.rounds <= r.num_tokens <= LIMIT * len(TEXTS)
+  assert min(r.target_step_ms, r.draft_step_ms, r.verify_ms) > 0  # finite, as JSON has it
+  assert min(r.target_start_ms, r.draft_start_ms, r.seconds) > 0
+  assert r.tokens_per_round == pytest.approx(r.num_tokens / r.rounds)
+  assert r.c == pytest.approx(r.draft_step_ms / r.target_step_ms)
+  assert r.verify_cost == pytest.approx(r.verify_ms / r.target_step_ms)
+  by_theorem = theory.walltime_improvement(r.alpha, r.gamma, r.c)
+  assert r.predicted_theorem8 == pytest.approx(float(by_theorem))
+  assert r.speedup == pytest.approx(r.speculative_tokens_per_s / r.baseline_tokens_per_s)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+  """Gammas that `measure` would measure, which it does not."""
+  gammas = []
+
+  def note(pair, prompts, sampling, settings, *rest):
+    gammas.extend(setting.gamma for setting in settings)
+    return []
+
+  monkeypatch.setattr(measuring, "_measure", note)
+  return gammas
+
+
+def test_a_second_run_measures_only_what_is_missing(results, asked):
+  with open(results, "rb") as f:
+    before = f.read()
+  assert measure_it(results) == records.read(results) and asked == []
+  assert [r.gamma for r in measure_it(results, gammas=[1, 2, 3])] == [2] and asked == [1, 3]
+  with open(results, "rb") as f:
+    assert f.read() == before
+
+
+@pytest.mark.parametrize("change", ["texts", "max_new_tokens"])
+def test_a_run_on_other_texts_is_no_repeat(results, asked, change):
+  """A record of other texts, or of texts cut elsewhere, must not stand for this measurement."""
+  measure_it(results, **{change: {"texts": TEXTS[::-1], "max_new_tokens": 4}[change]})
+  assert asked == [2]
+
+
+def test_sampled_output_has_no_twin_to_be_identical_to(tmp_path, monkeypatch):
+  costs = Costs(
+    target_step=0.010, draft_step=0.001, verify=0.016, target_start=0.1, draft_start=0.01
+  )
+  monkeypatch.setattr(measuring, "measure_costs", lambda *args: costs)
+  path = records.open_results(tmp_path)
+  (record,) = measure_it(path, samplings=[RANDOM], draft="target")
+  assert not_measured(record) == ["identical"]
+  # The target as its own draft: every guess stands.
+  assert record.alpha == pytest.approx(1, abs=1e-5) and record.acceptance_rate == 1
+  assert record.predicted_theorem8 == pytest.approx(3 / (1 + 2 * 0.1), rel=1e-4)

@@ -1,0 +1,135 @@
+"""A pair is loaded whole or refused in a sentence; texts become prompts; fusing changes nothing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_pair
+
+from specdec_jax.data.vocabulary import EOS_ID
+from specdec_jax.errors import InputError
+from specdec_jax.models.t5 import for_decoding
+from specdec_jax.pairs import load_pair
+
+
+def load(**changes):
+  names = dict(target="target", draft="near", vocabulary="vocabulary.model")
+  settings = {k: v for k, v in changes.items() if k not in names}
+  paths = {k: str(tiny_pair.folder() / changes.get(k, name)) for k, name in names.items()}
+  return load_pair(**paths, **settings)
+
+
+def test_load_pair():
+  pair = load(task="tiny", max_source_tokens=20)
+  assert (pair.target_name, pair.draft_name, pair.task) == ("target", "near", "tiny")
+  assert pair.target.vocab_size == pair.draft.vocab_size == len(pair.vocabulary) == 72
+  assert pair.max_source_tokens == 20
+  for dtype in ("float32", "bfloat16"):
+    pair = load(dtype=dtype)
+    assert pair.dtype == dtype
+    leaves = jax.tree.leaves((pair.target_params, pair.draft_params))
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(dtype)}
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_models_for_another_vocabulary_are_refused(role):
+  with pytest.raises(InputError) as caught:
+    load(**{role: "small"})
+  for words in (f"The {role} in ", "small", "60 tokens", "has 72", "must agree"):
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["target", "draft", "vocabulary"])
+def test_missing_parts_are_named(role):
+  with pytest.raises(InputError, match="gone"):
+    load(**{role: "gone"})
+
+
+def test_unknown_dtype():
+  with pytest.raises(InputError, match="'int8'.*float32"):
+    load(dtype="int8")
+
+
+@pytest.mark.parametrize("most", [0, -5])
+def test_limit_below_1_is_refused(most):
+  with pytest.raises(InputError, match=f"max_source_tokens is {most}"):
+    load(max_source_tokens=most)
+
+
+# Texts to prompts.
+
+
+def test_sources_are_cut_to_the_limit_with_eos_kept():
+  text = tiny_pair.SENTENCES[0]
+  ids = load().vocabulary.encode(text)
+  for most in (2, 5, len(ids) - 1):
+    pair = load(max_source_tokens=most)
+    assert pair.encode(text) == [*ids[: most - 1], EOS_ID]
+    assert pair.cut(text) == pair.vocabulary.decode(ids[: most - 1])
+    assert text.startswith(pair.cut(text).strip())
+  for most in (len(ids), len(ids) + 1, 128):
+    pair = load(max_source_tokens=most)
+    assert pair.encode(text) == ids and pair.cut(text) is None
+
+
+def test_prompts_are_padded_to_buckets_of_32():
+  pair = tiny_pair.pair(max_source_tokens=128)
+  texts = ["", "A man", tiny_pair.SENTENCES[0], " ".join(tiny_pair.SENTENCES[:2])]
+  lengths = [len(pair.encode(text)) for text in texts]
+  assert lengths[0] == 1 and lengths[2] <= 32 < lengths[3] <= 64
+  for count, width in ((1, 32), (3, 32), (4, 64)):
+    prompt = np.asarray(pair.prompt(texts[:count]))
+    assert prompt.shape == (count, width) and prompt.dtype == np.int32
+    for row, text, length in zip(prompt, texts, lengths, strict=False):
+      assert row[:length].tolist() == pair.encode(text) and not row[length:].any()
+
+
+def test_a_full_bucket_is_not_widened():
+  """32 tokens need 32 slots, 33 the next bucket."""
+  long = " ".join(tiny_pair.SENTENCES)
+  for most, width in ((31, 32), (32, 32), (33, 64)):
+    assert tiny_pair.pair(max_source_tokens=most).prompt([long]).shape == (1, width)
+
+
+def test_width_can_be_given():
+  assert tiny_pair.pair().prompt(["A man", "Two dogs"], width=17).shape == (2, 17)
+
+
+# Parameters laid out for decoding.
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("gated", [False, True], ids=["relu", "gated"])
+def test_for_decoding_changes_no_logits_and_not_its_input(tied, gated):
+  cfg = tiny.config(
+    vocab_size=20,
+    padded_vocab_size=24,
+    layers=1,
+    gated=gated,
+    activation="gelu" if gated else "relu",
+    tied_logits=tied,
+  )
+  params = tiny_pair.random_params(cfg, 0)
+  before = jax.tree.map(np.array, params)
+  fused = for_decoding(cfg, params)
+
+  assert jax.tree.structure(params) == jax.tree.structure(before)
+  jax.tree.map(np.testing.assert_array_equal, params, before)
+  assert not cfg.fused and cfg.tied_logits == tied
+
+  source, inputs = tiny.sources(cfg, 0, 3), tiny.sources(cfg, 1, 3)
+  want = tiny.teacher_forced(cfg)(params, source, inputs)
+  got = tiny.teacher_forced(fused[0])(fused[1], source, inputs)
+  assert want.shape == (3, 7, 20) and np.std(want) > 1
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)  # sums in another order
+
+
+def test_for_decoding_twice_is_once():
+  cfg = tiny.config(layers=1)
+  once = for_decoding(cfg, tiny_pair.random_params(cfg, 0))
+  again = for_decoding(*once)
+  assert again[0] == once[0] == dataclasses.replace(cfg, fused=True)
+  assert again[1] is once[1]

@@ -1,0 +1,348 @@
+"""Batches hold every pair, the loss is the textbook's, and a stopped run ends like any other."""
+
+import collections
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_pair
+from scipy import special
+
+from specdec_jax.errors import InputError
+from specdec_jax.experiments.train import model_outputs, teacher_opinions
+from specdec_jax.models.t5 import T5
+from specdec_jax.sampling import Sampling
+from specdec_jax.training import trainer
+from specdec_jax.training.batches import BUCKETS, Pairs, arrays, epoch_batches, padded
+from specdec_jax.training.trainer import TrainSettings, cross_entropy, train
+
+
+def random_pairs(count, seed, longest=60) -> Pairs:
+  """Sides of 1..longest tokens, EOS last; the first source token tells the pair, in two digits."""
+  rng = np.random.default_rng(seed)
+  side = lambda: [*rng.integers(2, 90, rng.integers(0, longest)).tolist(), 1]
+  return Pairs([[100 + i, *side()[1:], 1] for i in range(count)], [side() for _ in range(count)])
+
+
+def length_of(pairs, i):
+  return max(len(pairs.sources[i]), len(pairs.targets[i]))
+
+
+# Batches.
+
+
+def test_every_pair_is_in_the_epoch_and_few_are_twice():
+  """What does not fill a batch is topped up from the same bucket, by less than a batch."""
+  pairs = random_pairs(300, 0)
+  batches = epoch_batches(pairs, 256, seed=0, epoch=0)
+  seen = collections.Counter(i for _, indices in batches for i in indices.tolist())
+  assert seen.keys() == set(range(300))
+  size_of = {length: len(indices) for length, indices in batches}
+  repeats = collections.Counter()
+  for i, count in seen.items():
+    repeats[next(b for b in BUCKETS if length_of(pairs, i) <= b)] += count - 1
+  assert all(count < size_of[length] for length, count in repeats.items())
+
+
+def test_batches_have_one_shape_a_bucket_and_about_the_same_tokens():
+  pairs = random_pairs(300, 1)
+  batches = epoch_batches(pairs, 256, seed=0, epoch=0)
+  for length, indices in batches:
+    assert length in BUCKETS and len(indices) == 256 // length
+    longest = [length_of(pairs, i) for i in indices]
+    assert max(longest) <= length
+    assert min(longest) > max((b for b in BUCKETS if b < length), default=0)
+  assert len({length for length, _ in batches}) >= 10
+
+
+def test_a_pair_of_more_tokens_than_a_batch_is_a_batch():
+  pairs = random_pairs(5, 0)
+  assert {len(indices) for _, indices in epoch_batches(pairs, 4, 0, 0)} == {1}
+
+
+def test_order_is_fixed_by_seed_and_epoch():
+  pairs = random_pairs(200, 2)
+  text = lambda *key: str([(n, i.tolist()) for n, i in epoch_batches(pairs, 256, *key)])
+  assert text(3, 5) == text(3, 5)
+  assert len({text(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
+
+
+def test_an_epoch_has_as_many_batches_as_any_other():
+  """A resumed run finds its place by counting them."""
+  pairs = random_pairs(200, 3)
+  assert len({len(epoch_batches(pairs, 128, s, e)) for s in range(3) for e in range(5)}) == 1
+
+
+def test_arrays_are_the_padded_pairs():
+  pairs = random_pairs(50, 4)
+  batches = epoch_batches(pairs, 128, 0, 0)
+  total = 0
+  for (length, indices), batch in zip(batches, arrays(pairs, batches), strict=True):
+    assert batch.source.shape == batch.targets.shape == (len(indices), length)
+    assert batch.source.dtype == batch.targets.dtype == np.int32
+    for i, source, targets in zip(indices, batch.source, batch.targets, strict=True):
+      for row, tokens in ((source, pairs.sources[i]), (targets, pairs.targets[i])):
+        assert row[: len(tokens)].tolist() == tokens and not row[len(tokens) :].any()
+    total += len(indices)
+  assert total >= 50
+
+
+def test_padded():
+  assert padded([[5, 1], [], [2, 3, 1]], 3).tolist() == [[5, 1, 0], [0, 0, 0], [2, 3, 1]]
+
+
+def test_sides_of_different_length_are_refused():
+  with pytest.raises(InputError, match="2 source lines but 1 target lines"):
+    Pairs([[1], [1]], [[1]])
+
+
+def test_pairs_too_long_for_any_bucket_are_not_dropped_in_silence():
+  row = [5] * BUCKETS[-1] + [1]
+  with pytest.warns(UserWarning, match=str(BUCKETS[-1])):
+    epoch_batches(Pairs([row, [5, 1]], [[5, 1], [5, 1]]), 256, 0, 0)
+
+
+# Loss.
+
+
+def batch_of(targets, length=6, teacher=None):
+  """Targets as training pads them; their sources do not matter."""
+  pairs = Pairs([[1]] * len(targets), targets, teacher)
+  return next(arrays(pairs, [(length, np.arange(len(targets)))]))
+
+
+def some_targets(logits):
+  """Four rows of targets for logits [4, 6, 9]; most are their argmax."""
+  rows = [row[:length].argmax(axis=-1) for row, length in zip(logits, (6, 3, 1, 5), strict=True)]
+  rows = [np.maximum(row, 1).tolist() for row in rows]  # 0 is padding
+  rows[0][2], rows[3][4] = 5, 1
+  return rows
+
+
+LOGITS = np.random.default_rng(0).normal(0, 3, (4, 6, 9)).astype(np.float32)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_equals_numpys(smoothing):
+  losses, correct = [], []
+  for logits, row in zip(LOGITS, some_targets(LOGITS), strict=True):
+    for at, target in enumerate(row):
+      goal = np.full(9, smoothing / 9)
+      goal[target] += 1 - smoothing
+      losses.append(-(goal * special.log_softmax(logits[at].astype(np.float64))).sum())
+      correct.append(logits[at].argmax() == target)
+  loss, accuracy = cross_entropy(jnp.asarray(LOGITS), batch_of(some_targets(LOGITS)), smoothing)
+  assert len(losses) == 15
+  assert loss == pytest.approx(np.mean(losses), rel=1e-5)
+  assert 0.5 < accuracy < 1 and accuracy == pytest.approx(np.mean(correct))
+
+
+def test_padding_has_no_part_in_the_loss():
+  short = cross_entropy(jnp.asarray(LOGITS[:1, :2]), batch_of([[3, 1]], length=2), 0.1)
+  long = cross_entropy(jnp.asarray(LOGITS[:1]), batch_of([[3, 1]], length=6), 0.1)
+  np.testing.assert_allclose(short, long, rtol=1e-6)
+
+
+def test_a_teacher_is_learned_from_in_place_of_the_targets():
+  """Cross-entropy with the teacher's own distribution, given as its likeliest tokens, all 9."""
+  targets, rng = some_targets(LOGITS), np.random.default_rng(1)
+  probs = [rng.dirichlet(np.ones(9), len(row)) for row in targets]
+  order = [np.argsort(-p, axis=-1) for p in probs]
+  teacher = [(i, np.take_along_axis(p, i, axis=-1)) for i, p in zip(order, probs, strict=True)]
+  loss, accuracy = cross_entropy(jnp.asarray(LOGITS), batch_of(targets, teacher=teacher), 0.0)
+  losses = [
+    -(p * special.log_softmax(logits[: len(p)].astype(np.float64), axis=-1)).sum(axis=-1)
+    for logits, p in zip(LOGITS, probs, strict=True)
+  ]
+  assert loss == pytest.approx(np.concatenate(losses).mean(), rel=1e-5)
+  assert accuracy == cross_entropy(jnp.asarray(LOGITS), batch_of(targets), 0.0)[1]
+
+
+# Training. To be copied: 12 rows of up to 5 tokens, in batches of 4.
+
+CONFIG = tiny.config(
+  vocab_size=12, layers=1, emb_dim=64, num_heads=4, mlp_dim=64, tied_logits=True, dropout_rate=0.02
+)
+SETTINGS = TrainSettings(
+  epochs=20,
+  tokens_per_batch=32,
+  peak_learning_rate=0.05,
+  warmup_steps=5,
+  label_smoothing=0.01,
+  save_every=2,
+)
+
+
+def copies() -> Pairs:
+  rng = np.random.default_rng(0)
+  rows = [[*rng.integers(2, 12, rng.integers(1, 6)).tolist(), 1] for _ in range(12)]
+  return Pairs(rows, rows)
+
+
+def start():
+  return tiny_pair.random_params(CONFIG, 0)
+
+
+def run(output, **changes):
+  params = train(CONFIG, SETTINGS, copies(), copies(), str(output), **{"init": start(), **changes})
+  return jax.device_get(params)
+
+
+def metrics(output):
+  return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def epochs(output):
+  return [line["epoch"] for line in metrics(output)]
+
+
+@pytest.fixture(scope="module")
+def init():
+  """What the run that nothing stopped began with."""
+  return start()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, init):
+  """(parameters, folder) of a run that nothing stopped."""
+  output = tmp_path_factory.mktemp("whole")
+  return run(output, init=init), output
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+  """The same, of a run stopped between two checkpoints, and again while an epoch is scored."""
+  output = tmp_path_factory.mktemp("stopped")
+  counted = trainer.arrays
+  left = [8]
+
+  def stop_after_some(pairs, batches):
+    for batch in counted(pairs, batches):
+      if not left[0]:
+        raise KeyboardInterrupt
+      left[0] -= 1
+      yield batch
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(trainer, "arrays", stop_after_some)
+    with pytest.raises(KeyboardInterrupt):
+      run(output)
+  before = epochs(output)
+
+  def stop_when_scored(params):
+    raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    run(output, bleu=stop_when_scored)
+  assert epochs(output) == before == [1]  # both stops fell into the second epoch
+  return run(output), output
+
+
+def test_a_tiny_model_learns_to_copy(whole):
+  lines = metrics(whole[1])
+  assert lines[-1]["step"] == 60
+  assert lines[0]["valid_loss"] > 1.5 and lines[-1]["valid_loss"] < 0.3
+  assert lines[-1]["valid_accuracy"] > 0.9
+
+
+def test_metrics_have_a_line_an_epoch(whole):
+  assert epochs(whole[1]) == [*range(1, 21)]
+  assert [line["step"] for line in metrics(whole[1])] == [*range(3, 63, 3)]
+  for line in metrics(whole[1]):
+    assert line["train_loss"] > 0 and line["tokens_per_s"] > 0 and line["bleu"] is None
+
+
+def test_the_scores_are_of_the_parameters_returned(whole):
+  pairs = copies()
+  batch = batch_of(pairs.targets, length=8)
+  inputs = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
+  logits = tiny.teacher_forced(CONFIG)(whole[0], padded(pairs.sources, 8), inputs)
+  loss, accuracy = cross_entropy(logits, batch, 0.0)
+  # A score is the mean over batches, each of which has about as many tokens.
+  assert metrics(whole[1])[-1]["valid_loss"] == pytest.approx(float(loss), rel=0.25)
+  assert metrics(whole[1])[-1]["valid_accuracy"] == pytest.approx(float(accuracy), abs=0.03)
+
+
+def test_a_stopped_run_ends_with_the_same_parameters(whole, stopped):
+  jax.tree.map(np.testing.assert_array_equal, stopped[0], whole[0])
+
+
+def test_a_stopped_run_has_a_line_for_each_epoch_and_none_twice(whole, stopped):
+  assert epochs(stopped[1]) == epochs(whole[1])
+
+
+def test_a_stopped_run_has_the_same_scores(whole, stopped):
+  scores = lambda output: {
+    line["epoch"]: (line["step"], line["valid_loss"], line["valid_accuracy"])
+    for line in metrics(output)
+  }
+  want, got = scores(whole[1]), scores(stopped[1])
+  assert got.items() <= want.items() and len(got) >= len(want) - 1
+
+
+def test_a_run_that_ended_is_not_trained_further(whole):
+  before = (whole[1] / "metrics.jsonl").read_bytes()
+  jax.tree.map(np.testing.assert_array_equal, run(whole[1]), whole[0])
+  assert (whole[1] / "metrics.jsonl").read_bytes() == before
+
+
+def test_no_epoch_is_told_twice_when_its_checkpoint_was_not_on_disk_yet(whole, tmp_path):
+  """Killed after the line was written, while the checkpoint was: the steps are made again."""
+  output = tmp_path / "killed"
+  shutil.copytree(whole[1], output)
+  shutil.rmtree(output / "checkpoints" / "60")
+  jax.tree.map(np.testing.assert_array_equal, run(output), whole[0])
+  assert epochs(output) == epochs(whole[1])
+
+
+def test_the_callers_parameters_can_still_be_used(whole, init):
+  jax.tree.map(np.testing.assert_array_equal, init, start())
+
+
+@pytest.mark.parametrize("side", ["training", "validation"])
+def test_no_pairs_are_refused(tmp_path, side):
+  none = Pairs([], [])
+  pairs = (none, copies()) if side == "training" else (copies(), none)
+  with pytest.raises(InputError, match=side):
+    train(CONFIG, SETTINGS, *pairs, str(tmp_path), init=start())
+  assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_warm_up_longer_than_the_run_is_refused(tmp_path):
+  settings = dataclasses.replace(SETTINGS, warmup_steps=60)
+  with pytest.raises(InputError, match="warmup_steps is 60"):
+    train(CONFIG, settings, copies(), copies(), str(tmp_path), init=start())
+
+
+# What a draft is trained on: the target's own outputs.
+
+
+def test_outputs_come_in_the_order_of_the_sources():
+  pair = tiny_pair.pair()
+  texts = [tiny_pair.SENTENCES[i][:n] for i, n in ((0, 3), (30, 9), (60, 5), (90, 12), (7, 1))]
+  sources = [pair.encode(text) for text in texts]
+  decode = lambda rows: model_outputs(
+    pair.target, pair.target_params, rows, Sampling(0.0), batch_size=3
+  )
+  outputs = decode(sources)
+  assert len({tuple(row) for row in outputs}) > 2
+  assert all(len(row) == 96 or row[-1] == 1 for row in outputs)
+  assert decode(sources[::-1]) == outputs[::-1]
+
+
+def test_teacher_opinions_are_its_likeliest_tokens():
+  params, pairs = start(), copies()
+  opinions = teacher_opinions(T5(CONFIG), params, pairs, k=4, tokens_per_batch=32)
+  batch = batch_of(pairs.targets, length=8)
+  inputs = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
+  probs = jax.nn.softmax(tiny.teacher_forced(CONFIG)(params, padded(pairs.sources, 8), inputs))
+  for (tokens, weights), target, p in zip(opinions, pairs.targets, np.asarray(probs), strict=True):
+    assert tokens.shape == weights.shape == (len(target), 4)
+    for at in range(len(target)):
+      assert tokens[at].tolist() == np.argsort(-p[at])[:4].tolist()
+      np.testing.assert_allclose(weights[at], p[at, tokens[at]], rtol=1e-3, atol=1e-6)

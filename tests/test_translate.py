@@ -1,0 +1,260 @@
+"""The translate command: a line out for each line in; or one sentence, and no file.
+
+It runs in this process, but for two tests of the command itself.
+"""
+
+import io
+import os
+import pathlib
+import subprocess
+import sys
+
+import gin
+import pytest
+import tiny_pair
+
+from specdec_jax.decoding import autoregressive_decode
+from specdec_jax.experiments import translate as translating
+from specdec_jax.experiments.speed import row_keys
+from specdec_jax.run import main
+from specdec_jax.sampling import Sampling
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+LINES = [tiny_pair.SENTENCES[i] for i in (0, 35, 61, 90, 118)]
+LIMIT = 12
+
+
+def arguments(**macros):
+  """The command line, with the tiny pair; parts of it are named by lower-case keys."""
+  settings = {
+    "pairs.load_pair.max_source_tokens": 48,
+    "translate.translate.max_new_tokens": LIMIT,
+    "GAMMA": 3,
+  }
+  parts = dict(target="target", draft="near", vocabulary="vocabulary.model")
+  for part, name in parts.items():
+    settings[f"pairs.load_pair.{part}"] = str(tiny_pair.folder() / macros.pop(part, name))
+  flags = [f"--gin.{name}={value!r}" for name, value in {**settings, **macros}.items()]
+  return ["--gin_file=gin/runs/translate.gin", *flags]
+
+
+class Result:
+  def __init__(self, status, out, err):
+    self.status, self.lines, self.err = status, out.split("\n")[:-1], err
+    assert out == "" or out.endswith("\n")
+    self.said = " ".join(err.split())  # however wide the terminal
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+  """Runs the command on lines, or on another INPUT."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+  monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+
+  def call(lines=None, **macros):
+    if lines is not None:
+      macros["INPUT"] = str(tmp_path / "in.txt")
+      (tmp_path / "in.txt").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    try:
+      status = main(["run", "--jax_compilation_cache_dir=", *arguments(**macros)])
+    finally:
+      gin.clear_config()
+      captured = capsys.readouterr()
+    return Result(status, *captured)
+
+  call.dir = tmp_path
+  return call
+
+
+def targets_own(lines):
+  """Plain decoding of the target, a line at a time."""
+  pair = tiny_pair.pair()
+  texts = []
+  for line in lines:
+    decoded = autoregressive_decode(
+      pair.target,
+      pair.target_params,
+      pair.prompt([line]),
+      row_keys(0, 0, 1),
+      max_new_tokens=LIMIT,
+      sampling=Sampling(0.0),
+    )
+    texts.append(pair.vocabulary.decode(decoded.tokens[0]))
+  return texts
+
+
+# One line out for each line in.
+
+
+def test_each_line_becomes_the_targets_own_translation(run):
+  result = run(LINES)
+  assert result.status == 0
+  assert result.lines == targets_own(LINES)
+  assert len(set(result.lines)) == len(LINES)
+  assert "warning" not in result.err and "5 lines, " in result.said
+  assert "tokens per target pass" in result.said
+
+
+def test_empty_lines_stay_empty_and_are_said(run):
+  result = run(["", LINES[0], " \t ", LINES[1], ""])
+  assert result.status == 0
+  assert result.lines == ["", run(LINES[:1]).lines[0], "", *run(LINES[1:2]).lines, ""]
+  for number in (1, 3, 5):
+    assert f"warning: line {number} is empty" in result.said
+  assert result.said.count("warning") == 3
+
+
+def test_a_last_line_needs_no_newline(run):
+  (run.dir / "in.txt").write_bytes(f"{LINES[0]}\r\n{LINES[1]}".encode())
+  assert run(INPUT="in.txt").lines == run(LINES[:2]).lines
+
+
+def test_no_lines_give_no_lines(run):
+  result = run([], OUTPUT="out.txt")
+  assert (result.status, result.lines) == (0, [])
+  assert (run.dir / "out.txt").read_bytes() == b""
+
+
+def test_a_line_too_long_is_cut_and_said_where(run):
+  pair = tiny_pair.pair()
+  long = " ".join(LINES)
+  assert len(pair.encode(LINES[0])) < 48 < len(pair.vocabulary.encode(long))
+  result = run([LINES[0], long])
+  kept = pair.vocabulary.decode(pair.encode(long))
+  assert long.startswith(kept) and len(kept) < len(long)
+  assert result.status == 0 and result.lines[1] == run([kept]).lines[0]
+  assert "line 2 is longer than 48 tokens" in result.said and f"{kept[-20:]}'" in result.said
+  assert "line 1" not in result.said
+
+
+def test_brackets_in_a_line_that_is_cut_are_text(run):
+  """They would be markup to the library that prints the warning."""
+  result = run(["[/b] A [3] " * 20])
+  assert result.status == 0 and len(result.lines) == 1
+  assert "[/b] A [3]" in result.said
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_lines_do_not_depend_on_their_batch(run, temperature):
+  lines = [*LINES[:2], "", *LINES[2:]]  # 6: the last batch is not full
+  alone = run(lines, BATCH_SIZE=1, TEMPERATURE=temperature)
+  together = run(lines, BATCH_SIZE=4, TEMPERATURE=temperature)
+  assert len(alone.lines) == 6 and alone.lines == together.lines
+  tokens = lambda result: result.said.split("6 lines, ")[1].split(" tokens in")[0]
+  assert tokens(alone) == tokens(together)
+  if temperature:
+    assert alone.lines == run(lines, TEMPERATURE=1.0, SEED=0).lines
+    assert alone.lines != run(lines, TEMPERATURE=1.0, SEED=1).lines
+
+
+# Standard input and output of the command itself.
+
+
+def command(*args, text=b""):
+  return subprocess.run(
+    [sys.executable, "-m", "specdec_jax.run", *args],
+    cwd=ROOT,
+    input=text,
+    capture_output=True,
+    timeout=300,
+  )
+
+
+def test_standard_input_to_standard_output(run):
+  raw = "\n".join([LINES[0], "", LINES[1]]).encode()
+  result = command("--jax_compilation_cache_dir=", *arguments(), text=raw)
+  assert result.returncode == 0, result.stderr.decode()
+  assert result.stdout.decode().split("\n") == [*run([LINES[0], "", LINES[1]]).lines, ""]
+  assert b"warning: line 2 is empty" in result.stderr
+
+
+def test_status_of_bad_input():
+  result = command(*arguments(INPUT="gone.txt"))
+  assert result.returncode == 2 and not result.stdout
+  assert result.stderr.decode() == "error: There is no text file at gone.txt.\n"
+
+
+def test_standard_input_is_read_as_a_file_is(run, monkeypatch):
+  raw = f"{LINES[0]}\r\n\n{LINES[1]}".encode()
+  monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+  assert run(INPUT="-").lines == run([LINES[0], "", LINES[1]]).lines
+
+
+# A file, whole or not at all.
+
+
+def test_output_to_a_file(run):
+  result = run([*LINES, ""], OUTPUT="out.txt")
+  assert (result.status, result.lines) == (0, [])
+  text = (run.dir / "out.txt").read_text(encoding="utf-8")
+  assert text.split("\n") == [*run([*LINES, ""]).lines, ""]
+  assert sorted(os.listdir()) == ["in.txt", "out.txt"]
+
+
+@pytest.mark.parametrize("old", [None, "what was there before\n"], ids=["new", "existing"])
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError(28, "No space left", "out.txt")])
+def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fault, old):
+  if old:
+    (run.dir / "out.txt").write_text(old)
+  decode, calls = translating.speculative_decode, []
+
+  def fail_at_the_third(*args, **kwargs):
+    calls.append(args)
+    if len(calls) == 3:
+      raise fault
+    return decode(*args, **kwargs)
+
+  monkeypatch.setattr(translating, "speculative_decode", fail_at_the_third)
+  result = run(LINES, OUTPUT="out.txt")
+  assert len(calls) == 3
+  assert result.status == (130 if isinstance(fault, KeyboardInterrupt) else 2)
+  assert sorted(os.listdir()) == ["in.txt"] + ["out.txt"] * bool(old)
+  if old:
+    assert (run.dir / "out.txt").read_text() == old
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+  "macros, words",
+  [
+    ({"GAMMA": 0}, "gamma is 0"),
+    ({"GAMMA": -2}, "gamma is -2"),
+    ({"TEMPERATURE": -1.0}, "temperature is -1.0"),
+    ({"TOP_P": 0.0}, "top_p is 0.0"),
+    ({"TOP_P": 1.5}, "top_p is 1.5"),
+    ({"TOP_K": -1}, "top_k is -1"),
+    ({"BATCH_SIZE": 0}, "batch_size is 0"),
+    ({"translate.translate.max_new_tokens": 0}, "max_new_tokens is 0"),
+    ({"translate.translate.max_new_tokens": -3}, "max_new_tokens is -3"),
+    ({"INPUT": "gone.txt"}, "no text file at gone.txt"),
+    ({"INPUT": "."}, "no text file at ."),
+    ({"target": "gone"}, "no model in"),
+    ({"draft": "gone"}, "no model in"),
+    ({"vocabulary": "gone"}, "no vocabulary at"),
+    ({"draft": "small"}, "vocabulary of 60 tokens"),
+    ({"pairs.load_pair.dtype": "float64"}, "dtype is 'float64'"),
+    ({"OUTPUT": "nosuch/out.txt"}, "nosuch/out.txt"),
+    ({"OUTPUT": "in.txt/out.txt"}, "in.txt/out.txt"),
+    ({"OUTPUT": "folder"}, "folder"),
+  ],
+  ids=str,
+)
+def test_bad_input_ends_in_a_sentence(run, macros, words):
+  (run.dir / "folder").mkdir()
+  (run.dir / "in.txt").write_text(LINES[0] + "\n")
+  result = run(**{"INPUT": "in.txt", "OUTPUT": "out.txt", **macros})
+  assert result.status == 2 and result.lines == []
+  assert result.err.startswith("error: ") and result.err.endswith(".\n")
+  assert result.err.count("\n") == 1, result.err
+  assert words in result.err
+  assert sorted(os.listdir()) == ["folder", "in.txt"] and not os.listdir("folder")
+
+
+def test_input_that_is_no_text(run):
+  (run.dir / "in.txt").write_bytes(b"M\xe4dchen\n")
+  result = run(INPUT="in.txt", OUTPUT="out.txt")
+  assert result.status == 2 and result.err.startswith("error: in.txt is not UTF-8 text")
+  assert os.listdir() == ["in.txt"]
