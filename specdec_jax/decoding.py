@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from specdec_jax.errors import InputError
 from specdec_jax.protocols import Decoded, Draft, Model, Rounds
 from specdec_jax.sampling import Sampling, distribution
 from specdec_jax.speculative import speculative_sample
@@ -94,6 +95,8 @@ def speculative_decode(
 def _decode(
   target, draft, target_params, draft_params, prompt, rng, limit, sampling, lenience, eos_id
 ) -> Decoded:
+  if limit < 1:
+    raise InputError(f"max_new_tokens is {limit}; it must be at least 1.")
   batch, gamma = prompt.shape[0], draft.gamma
   first, length = target.begin(prompt)
   # A row at the limit may still write one block: buffer and caches have gamma + 1 slots to spare.

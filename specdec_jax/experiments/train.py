@@ -1,7 +1,6 @@
 """Train a target on sentence pairs, or a draft on a target's own outputs."""
 
 import dataclasses
-import json
 import pathlib
 
 import jax
@@ -20,7 +19,7 @@ from specdec_jax.models.t5 import T5, for_decoding, t5_model
 from specdec_jax.protocols import Model
 from specdec_jax.sampling import Sampling
 from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches, padded
-from specdec_jax.training.trainer import TrainSettings, teacher_forced, train
+from specdec_jax.training.trainer import TrainSettings, newest_params, teacher_forced, train
 
 
 def fit_vocabulary(data: str, sources: list[str], size: int, pair_dir: str) -> None:
@@ -43,6 +42,7 @@ def train_target(
   settings: TrainSettings,
   pair_dir: str,
   work_dir: str,
+  start_from: str | None = None,
 ) -> None:
   """Train a T5 on sentence pairs to the last epoch, resuming if it was stopped, and save it.
 
@@ -56,6 +56,7 @@ def train_target(
     settings: length and rates of the training.
     pair_dir: has `vocabulary.model`; gets the model as `target`, in bfloat16.
     work_dir: for checkpoints and metrics of this run.
+    start_from: work_dir of an earlier run whose last parameters to start from, not random ones.
   """
   words = Vocabulary(f"{pair_dir}/vocabulary.model")
   valid = Pairs(_encoded(words, data, [valid_source]), _encoded(words, data, [valid_target]))
@@ -67,7 +68,8 @@ def train_target(
     return sacrebleu.corpus_bleu([words.decode(o) for o in outputs], [references]).score
 
   pairs = Pairs(_encoded(words, data, sources), _encoded(words, data, targets))
-  params = train(config, settings, pairs, valid, work_dir, bleu=bleu)
+  init = newest_params(start_from) if start_from else None
+  params = train(config, settings, pairs, valid, work_dir, init=init, bleu=bleu)
   save_model(f"{pair_dir}/target", config, params)
 
 
@@ -83,40 +85,27 @@ def train_draft(
 ) -> None:
   """Train a draft towards the target's own distributions, resuming if it was stopped; save it.
 
-  It learns them along what the target writes by argmax and along the references, which stand for
-  what it might write when it samples.
+  It learns them along the references, which stand for what the target might write.
 
   The validation accuracy it prints is alpha at temperature 0 on the validation text: how often
   the draft's argmax is the target's, on the target's argmax output.
 
   Args:
     data: folder of the text files below.
-    sources: text files that the target translates, one sentence a line.
+    sources: text files, one sentence a line; read one after the other.
     targets: their translations, file by file.
-    valid_source: validation sentences, translated by the target too.
+    valid_source: validation sentences, which the target translates.
     config: the draft's shape and dropout rate.
     settings: length and rates of the training.
     pair_dir: has `vocabulary.model` and `target`; gets the model as `draft`, in bfloat16.
-    work_dir: for the target's outputs, checkpoints and metrics of this run.
+    work_dir: for checkpoints and metrics of this run.
   """
   words = Vocabulary(f"{pair_dir}/vocabulary.model")
   target_config, params = for_decoding(*load_model(f"{pair_dir}/target"))
-  target = t5_model(target_config)
-
-  def outputs(name: str, texts):
-    path = pathlib.Path(work_dir) / f"target_{name}.json"
-    if not path.is_file():
-      rows = model_outputs(target, params, texts)
-      path.parent.mkdir(parents=True, exist_ok=True)
-      path.with_suffix(".part").write_text(json.dumps(rows))
-      path.with_suffix(".part").replace(path)
-    return json.loads(path.read_text())
-
-  texts, valid_texts = _encoded(words, data, sources), _encoded(words, data, [valid_source])
-  pairs = Pairs(texts * 2, outputs("train", texts) + _encoded(words, data, targets))
-  opinions = teacher_opinions(T5(target_config), params, pairs)
-  pairs = dataclasses.replace(pairs, teacher=opinions)
-  valid = Pairs(valid_texts, outputs("valid", valid_texts))
+  pairs = Pairs(_encoded(words, data, sources), _encoded(words, data, targets))
+  pairs = dataclasses.replace(pairs, teacher=teacher_opinions(T5(target_config), params, pairs))
+  valid_texts = _encoded(words, data, [valid_source])
+  valid = Pairs(valid_texts, model_outputs(t5_model(target_config), params, valid_texts))
   save_model(f"{pair_dir}/draft", config, train(config, settings, pairs, valid, work_dir))
 
 

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.t5 import T5, init_params
 from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
@@ -149,6 +150,19 @@ def train(
         f.write(json.dumps(metrics) + "\n")
       bar.console.print(json.dumps(metrics))
   return state["params"]
+
+
+def newest_params(output_dir: str):
+  """The parameters in the newest checkpoint of an earlier `train` run.
+
+  Raises:
+    InputError: there is none.
+  """
+  with ocp.CheckpointManager(pathlib.Path(output_dir).absolute() / "checkpoints") as checkpoints:
+    step = checkpoints.latest_step()
+    if step is None:
+      raise InputError(f"There is no checkpoint in {output_dir}.")
+    return checkpoints.restore(step, args=ocp.args.StandardRestore())["params"]
 
 
 def _bar() -> Progress:
