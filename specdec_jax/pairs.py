@@ -82,6 +82,8 @@ def load_pair(
   Raises:
     InputError: a file is missing or damaged, or the two do not share the vocabulary.
   """
+  if max_source_tokens < 1:
+    raise InputError(f"max_source_tokens is {max_source_tokens}; it must be at least 1.")
   words = Vocabulary(vocabulary)
   models = {}
   for role, folder in (("target", target), ("draft", draft)):

@@ -40,6 +40,8 @@ class Record:
     dtype: of activations.
     seed: of sampling.
     num_examples: inputs decoded.
+    inputs: a hash of them, so that other inputs are another setting.
+    max_new_tokens: limit of each output.
     num_tokens: tokens they gave, EOS counted, none past it.
     rounds: rounds of speculation, each one pass of the target.
     alpha: E[min(p, q)] over text that the target generated (Corollary 6).
@@ -84,6 +86,8 @@ class Record:
   dtype: str
   seed: int
   num_examples: int | None = None
+  inputs: str | None = None
+  max_new_tokens: int | None = None
   num_tokens: int | None = None
   rounds: int | None = None
   alpha: float | None = None
@@ -113,7 +117,17 @@ class Record:
 
 _SETTINGS = (
   *("task", "target", "draft", "temperature", "top_k", "top_p", "gamma", "lenience", "batch_size"),
-  *("num_examples", "baseline", "acceptance", "platform", "device_kind", "dtype", "seed"),
+  *(
+    "num_examples",
+    "inputs",
+    "max_new_tokens",
+    "baseline",
+    "acceptance",
+    "platform",
+    "device_kind",
+    "dtype",
+    "seed",
+  ),
 )
 
 

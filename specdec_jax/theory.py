@@ -18,7 +18,7 @@ def expected_tokens(alpha, gamma):
     InputError: alpha outside [0, 1] or gamma < 0.
   """
   alpha, gamma = np.asarray(alpha, float), np.asarray(gamma)
-  if np.any(alpha < 0) or np.any(alpha > 1):
+  if not np.all((0 <= alpha) & (alpha <= 1)):
     raise InputError(f"alpha is {alpha}; an acceptance rate lies in [0, 1].")
   if np.any(gamma < 0):
     raise InputError(f"gamma is {gamma}; the number of guesses cannot be negative.")

@@ -21,6 +21,9 @@ from specdec_jax.sampling import Sampling
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MULTI30K = pathlib.Path(os.environ.get("SPECDEC_SHARED", "../shared")) / "data" / "multi30k"
+if not EMBEDDED.is_dir():
+  pytest.skip("this checkout has no trained pair yet", allow_module_level=True)
+
 GREEDY = Sampling(temperature=0.0)
 LIMIT = 48
 

@@ -33,7 +33,7 @@ from specdec_jax.protocols import Decoded, Rounds
 from specdec_jax.sampling import Sampling
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
-TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 47, 101)]
+TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
 LIMIT = 10
 
 
@@ -251,7 +251,7 @@ def results(tmp_path_factory):
 
 
 def measure_it(path, **changes):
-  settings = dict(texts=TEXTS, samplings=[GREEDY], gammas=[2], batch_size=3, max_new_tokens=LIMIT)
+  settings = dict(texts=TEXTS, samplings=[GREEDY], gammas=[2], batch_size=1, max_new_tokens=LIMIT)
   pair = tiny_pair.pair(changes.pop("draft", "random"))
   return measure(pair, results=path, repeats=1, **{**settings, **changes})
 
@@ -264,7 +264,7 @@ def test_a_record_has_every_field(results):
   (record,) = records.read(results)
   assert not not_measured(record)
   assert (record.task, record.target, record.draft) == ("tiny", "target", "random")
-  assert (record.temperature, record.gamma, record.batch_size) == (0.0, 2, 3)
+  assert (record.temperature, record.gamma, record.batch_size) == (0.0, 2, 1)
   assert (record.num_examples, record.platform, record.dtype) == (len(TEXTS), "cpu", "float32")
 
 
@@ -318,14 +318,16 @@ def test_a_run_on_other_texts_is_no_repeat(results, asked, change):
   assert asked == [2]
 
 
-def test_sampled_output_has_no_twin_to_be_identical_to(tmp_path, monkeypatch):
+def test_batches_and_samples_leave_open_what_cannot_be_said(tmp_path, monkeypatch):
+  """A batch has no one text to predict for; sampled output has no twin to be identical to."""
   costs = Costs(
     target_step=0.010, draft_step=0.001, verify=0.016, target_start=0.1, draft_start=0.01
   )
   monkeypatch.setattr(measuring, "measure_costs", lambda *args: costs)
   path = records.open_results(tmp_path)
-  (record,) = measure_it(path, samplings=[RANDOM], draft="target")
-  assert not_measured(record) == ["identical"]
+  (record,) = measure_it(path, samplings=[RANDOM], draft="target", batch_size=3)
+  assert not_measured(record) == ["predicted_text", "identical"]
   # The target as its own draft: every guess stands.
   assert record.alpha == pytest.approx(1, abs=1e-5) and record.acceptance_rate == 1
   assert record.predicted_theorem8 == pytest.approx(3 / (1 + 2 * 0.1), rel=1e-4)
+  assert record.predicted_measured_cost == pytest.approx(3 / (1.6 + 2 * 0.1), rel=1e-4)

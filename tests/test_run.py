@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
-EXPERIMENT = '''
+EXPERIMENT = """
 import sys
 
 def work(output_dir, gamma=1, fault=None):
@@ -36,7 +36,7 @@ def work(output_dir, gamma=1, fault=None):
 def compile_something():
   import jax
   jax.jit(lambda x: jax.numpy.sort(x @ x))(jax.numpy.eye(9)).block_until_ready()
-'''
+"""
 
 HEADER = """
 from __gin__ import dynamic_registration

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from specdec_jax.errors import InputError
-from specdec_jax.theory import best_gamma, expected_tokens, walltime_improvement
+from specdec_jax.theory import (
+  best_gamma,
+  expected_rounds,
+  expected_tokens,
+  text_improvement,
+  walltime_improvement,
+)
 
 # The paper's Table 1: alpha, gamma, and the speed it gives for c = 0.
 TABLE_1 = [
@@ -91,6 +97,57 @@ def test_simulated_rounds_agree(alpha, gamma):
   if 0 < alpha < 1:  # neighbours would be seen
     assert abs(tokens.mean() - expected_tokens(alpha, gamma - 1)) > error
     assert abs(tokens.mean() - expected_tokens(alpha + 0.02, gamma)) > error
+
+
+# Texts that end.
+
+
+def test_rounds_of_a_text_at_the_edges():
+  for n in (1, 4, 5, 11):
+    assert expected_rounds(0.0, 3, n) == n
+    assert expected_rounds(0.6, 0, n) == pytest.approx(n)
+    assert expected_rounds(1.0, 3, n) == -(-n // 4)
+  assert expected_rounds(0.6, 3, 0) == 0
+
+
+def test_rounds_of_a_short_text_by_hand():
+  """3 tokens, gamma 1: two rounds if the first or the second gives 2 tokens, else three."""
+  alpha = 0.6
+  assert expected_rounds(alpha, 1, 3) == pytest.approx(2 + (1 - alpha) ** 2)
+
+
+def test_rounds_of_a_long_text_are_equation_1s():
+  for alpha, gamma in ((0.3, 2), (0.8, 5)):
+    rounds = expected_rounds(alpha, gamma, 5000)
+    assert 5000 / rounds == pytest.approx(expected_tokens(alpha, gamma), rel=1e-3)
+
+
+@pytest.mark.parametrize("alpha, gamma, length", [(0.7, 3, 10), (0.9, 7, 15), (0.4, 2, 4)])
+def test_simulated_texts_agree(alpha, gamma, length):
+  """20,000 texts; the mean lies within 5 standard errors, or 1 time in 10^6."""
+  rng, emitted, rounds = np.random.default_rng(0), np.zeros(20_000, int), np.zeros(20_000)
+  while (emitted < length).any():
+    rounds += emitted < length
+    coins = rng.random((20_000, gamma)) < alpha
+    emitted += 1 + np.cumprod(coins, axis=1).sum(axis=1)
+  error = 5 * rounds.std() / np.sqrt(len(rounds))
+  assert abs(rounds.mean() - expected_rounds(alpha, gamma, length)) <= error
+  # What a long text takes is less, by more than the error: the last round is cut.
+  assert rounds.mean() - length / expected_tokens(alpha, gamma) > error
+
+
+def test_improvement_of_long_texts_is_theorem_8s():
+  got = text_improvement(0.8, 5, 0.05, 1.3, [5000, 5000])
+  assert got == pytest.approx(walltime_improvement(0.8, 5, 0.05, 1.3), rel=1e-3)
+
+
+def test_improvement_of_texts_is_totals_over_totals():
+  """alpha = 1, gamma 3: texts of 4 and 9 tokens take 1 and 3 rounds."""
+  plain, ours = (2 + 4) + (2 + 9), 2 * (2 + 0.5) + (1 + 3) * (3 * 0.1 + 1.5)
+  assert text_improvement(1.0, 3, 0.1, 1.5, [4, 9], 2, 0.5) == pytest.approx(plain / ours)
+
+
+# Errors.
 
 
 @pytest.mark.parametrize("alpha", [-0.01, 1.01, np.array([0.5, 1.5]), float("nan")])

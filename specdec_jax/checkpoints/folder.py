@@ -7,6 +7,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import serialization, traverse_util
 
 from specdec_jax.errors import InputError
@@ -17,19 +18,21 @@ _CONFIG, _PARAMS = "config.json", "params.msgpack"
 
 
 def save_model(folder: str, config: T5Config, params) -> None:
-  """Write shape and parameters (as bfloat16) to `folder`, each file whole or not at all."""
+  """Write shape and parameters (as bfloat16) to `folder`, both files or neither."""
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
   shape = dataclasses.asdict(config)
   del shape["dtype"], shape["dropout_rate"]
   params = jax.tree.map(lambda x: jax.device_get(x.astype(jnp.bfloat16)), params)
-  for name, data in (
-    (_PARAMS, serialization.msgpack_serialize(params)),
-    (_CONFIG, (json.dumps(shape, indent=2) + "\n").encode()),
-  ):
-    part = path / (name + ".part")
-    part.write_bytes(data)
-    os.replace(part, path / name)
+  parts = {name: path / f"{name}.part" for name in (_PARAMS, _CONFIG)}
+  try:
+    parts[_PARAMS].write_bytes(serialization.msgpack_serialize(params))
+    parts[_CONFIG].write_bytes((json.dumps(shape, indent=2) + "\n").encode())
+    for name, part in parts.items():
+      os.replace(part, path / name)
+  finally:
+    for part in parts.values():
+      part.unlink(missing_ok=True)
 
 
 def load_model(folder: str, dtype: str = "float32"):
@@ -43,10 +46,17 @@ def load_model(folder: str, dtype: str = "float32"):
     raise InputError(f"There is no model in {path}; expected {_CONFIG} and {_PARAMS} in it.")
   if dtype not in ("float32", "bfloat16"):
     raise InputError(f"dtype is {dtype!r}; use 'float32' or 'bfloat16'.")
-  config = T5Config(**json.loads((path / _CONFIG).read_text()), dtype=jnp.dtype(dtype))
-  params = serialization.msgpack_restore((path / _PARAMS).read_bytes())
+  try:
+    config = T5Config(**json.loads((path / _CONFIG).read_text()), dtype=jnp.dtype(dtype))
+  except (ValueError, TypeError) as error:
+    raise InputError(f"{path / _CONFIG} is not the shape of a model: {error}.") from error
+  try:
+    params = serialization.msgpack_restore((path / _PARAMS).read_bytes())
+  except Exception as error:  # msgpack has many ways to say that a file is damaged
+    raise InputError(f"{path / _PARAMS} is damaged or incomplete: {error}.") from error
   wanted = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-  shapes = lambda tree: {k: v.shape for k, v in traverse_util.flatten_dict(tree, sep="/").items()}
+  flat = lambda tree: traverse_util.flatten_dict(tree, sep="/") if isinstance(tree, dict) else {}
+  shapes = lambda tree: {name: np.shape(array) for name, array in flat(tree).items()}
   found, wanted = shapes(params), shapes(wanted)
   wrong = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
   if wrong:

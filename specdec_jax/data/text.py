@@ -3,6 +3,7 @@
 import gzip
 import pathlib
 import sys
+import zlib
 
 from specdec_jax.errors import InputError
 
@@ -12,15 +13,13 @@ def read_lines(path: str) -> list[str]:
 
   Only a newline ends a line: newstest2009 holds U+0085 inside sentences.
   """
-  if path == "-":
-    text = sys.stdin.read()
-  else:
-    if not pathlib.Path(path).is_file():
-      raise InputError(f"There is no text file at {path}.")
-    raw = pathlib.Path(path).read_bytes()
-    try:
-      text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
-    except (UnicodeDecodeError, gzip.BadGzipFile) as e:
-      raise InputError(f"{path} is not UTF-8 text: {e}.") from e
+  if path != "-" and not pathlib.Path(path).is_file():
+    raise InputError(f"There is no text file at {path}.")
+  raw = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
+  try:
+    text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
+  except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    name = "standard input" if path == "-" else path
+    raise InputError(f"{name} is not UTF-8 text: {error}.") from error
   lines = text.split("\n")
   return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]

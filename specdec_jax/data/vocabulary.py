@@ -1,5 +1,6 @@
 """SentencePiece vocabularies, T5's way: 0 pads, 1 ends a text."""
 
+import io
 import pathlib
 from collections.abc import Iterable, Sequence
 
@@ -18,7 +19,10 @@ class Vocabulary:
     if not pathlib.Path(path).is_file():
       raise InputError(f"There is no vocabulary at {path}; expected a SentencePiece model file.")
     self.path = str(path)
-    self._pieces = sentencepiece.SentencePieceProcessor(model_file=self.path)
+    try:
+      self._pieces = sentencepiece.SentencePieceProcessor(model_file=self.path)
+    except RuntimeError as error:
+      raise InputError(f"{path} is not a SentencePiece model: {error}.") from error
 
   def __len__(self) -> int:
     return self._pieces.get_piece_size()
@@ -48,7 +52,8 @@ class Vocabulary:
 
 def train_vocabulary(texts: Iterable[str], path: str, size: int) -> None:
   """Fit a unigram SentencePiece model of `size` pieces to lines of text and write it to `path`."""
-  with open(path, "wb") as model:
+  model = io.BytesIO()
+  try:
     sentencepiece.SentencePieceTrainer.train(
       sentence_iterator=iter(texts),
       model_writer=model,
@@ -61,3 +66,6 @@ def train_vocabulary(texts: Iterable[str], path: str, size: int) -> None:
       bos_id=-1,
       minloglevel=2,
     )
+  except RuntimeError as error:
+    raise InputError(f"No vocabulary of {size} pieces fits these texts: {error}.") from error
+  pathlib.Path(path).write_bytes(model.getvalue())

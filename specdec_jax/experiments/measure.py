@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -66,6 +67,8 @@ def measure(
       gamma=gamma,
       batch_size=batch_size,
       num_examples=len(texts),
+      inputs=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
+      max_new_tokens=max_new_tokens,
       platform=device.platform,
       device_kind=device.device_kind,
       dtype=pair.dtype,

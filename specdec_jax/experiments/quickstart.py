@@ -17,9 +17,11 @@ def quickstart(
   pair: Pair,
   sentences: Sequence[str],
   output_dir: str,
-  gamma: int = 5,
+  gammas: Sequence[int] = (3, 5, 7),
+  temperatures: Sequence[float] = (0.0, 1.0),
   show_rounds: int = 3,
   max_new_tokens: int = 64,
+  repeats: int = 5,
 ) -> None:
   """Translate sentences by speculative decoding, then measure it on them (see `speedup`).
 
@@ -27,10 +29,13 @@ def quickstart(
     pair: what decodes; see `load_pair`.
     sentences: sources.
     output_dir: gets `results.jsonl`.
-    gamma: guesses a round of the translations printed.
+    gammas: guesses a round, each measured; the middle one makes the translations printed.
+    temperatures: 0 is argmax; each measured.
     show_rounds: for so many sentences the rounds are printed, accepted and rejected in colour.
     max_new_tokens: limit for a translation.
+    repeats: of each timed decode, interleaved.
   """
+  gamma = gammas[len(gammas) // 2]
   open_results(output_dir)  # a folder that cannot be written is told now, not after the work
   console = Console()
   console.print(Text.assemble("A line is a round: ", LEGEND, f" (gamma {gamma}, argmax)\n"))
@@ -44,4 +49,12 @@ def quickstart(
       length, rounds = int(decoded[0].lengths[0]), int(decoded[0].num_rounds)
       console.print(f"    {length} tokens from {rounds} passes of the target\n")
   console.print()
-  speedup(pair, sentences, output_dir, max_new_tokens=max_new_tokens)
+  speedup(
+    pair,
+    sentences,
+    output_dir,
+    gammas=gammas,
+    temperatures=temperatures,
+    max_new_tokens=max_new_tokens,
+    repeats=repeats,
+  )

@@ -37,7 +37,7 @@ def speedup(
     repeats: of each timed decode, interleaved.
     seed: of all sampling.
   """
-  console = Console()
+  console = Console(markup=False)
   results = open_results(output_dir)
   with Progress(console=Console(stderr=True), transient=True) as bar:
     task = bar.add_task("measuring")

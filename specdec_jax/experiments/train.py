@@ -118,7 +118,8 @@ def teacher_opinions(
   def likeliest(batch: Batch):
     return jax.lax.top_k(jax.nn.softmax(teacher_forced(teacher, params, batch)), k)
 
-  opinions: list = [None] * len(pairs)
+  nothing = np.zeros((0, k), np.int32), np.zeros((0, k), np.float16)  # of pairs left out
+  opinions = [nothing] * len(pairs)
   batches = epoch_batches(pairs, tokens_per_batch, 0, 0)
   for (_, indices), batch in zip(track(batches, "teacher", transient=True), arrays(pairs, batches)):
     probs, tokens = map(np.asarray, likeliest(batch))

@@ -49,7 +49,9 @@ def translate(
   """
   if batch_size < 1:
     raise InputError(f"batch_size is {batch_size}; it must be at least 1.")
-  notes = Console(stderr=True)
+  if pathlib.Path(output).is_dir():
+    raise InputError(f"output is '{output}', a folder; give the file to write, or '-'.")
+  notes = Console(stderr=True, markup=False)
   lines = read_lines(input)
   _warn(notes, pair, lines)
   since, outputs = time.perf_counter(), []

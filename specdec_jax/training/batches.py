@@ -1,6 +1,7 @@
 """Sentence pairs as padded batches of like length, in an order fixed by (seed, epoch)."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -63,8 +64,12 @@ def epoch_batches(
   B is tokens_per_batch // length, so every batch costs about the same; what does not
   fill a batch is topped up with other pairs of its bucket, so that each bucket is one shape.
   """
+  if not len(pairs):
+    return []
   rng = np.random.default_rng((seed, epoch))
   longest = np.array([max(len(s), len(t)) for s, t in zip(pairs.sources, pairs.targets)])
+  if (too_long := int((longest > BUCKETS[-1]).sum())) and epoch == 0:
+    warnings.warn(f"{too_long} pairs are longer than {BUCKETS[-1]} tokens; left out.", stacklevel=2)
   lower, batches = 0, []
   for length in BUCKETS:
     members = np.flatnonzero((longest > lower) & (longest <= length))

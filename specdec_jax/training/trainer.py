@@ -87,7 +87,16 @@ def train(
   module = T5(config)
   output = pathlib.Path(output_dir).absolute()
   steps_per_epoch = len(epoch_batches(train_pairs, settings.tokens_per_batch, 0, 0))
+  valid_batches = epoch_batches(valid_pairs, settings.tokens_per_batch, 0, 0)
+  for name, count in (("training", steps_per_epoch), ("validation", len(valid_batches))):
+    if not count:
+      raise InputError(f"There are no {name} pairs to learn from or to check with.")
   total = settings.epochs * steps_per_epoch
+  if settings.warmup_steps >= total:
+    raise InputError(
+      f"warmup_steps is {settings.warmup_steps}, but the whole run has {total} steps; warm up for "
+      "less, or train for longer."
+    )
   schedule = optax.warmup_cosine_decay_schedule(
     0.0, settings.peak_learning_rate, settings.warmup_steps, total
   )
@@ -110,7 +119,8 @@ def train(
   def eval_step(params, batch: Batch):
     return cross_entropy(teacher_forced(module, params, batch), batch, 0.0)
 
-  params = init_params(config, rng) if init is None else init
+  # Copied, since each step gives its state's memory to the next.
+  params = init_params(config, rng) if init is None else jax.tree.map(jnp.array, init)
   state = {"params": params, "opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
   options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
   with ocp.CheckpointManager(output / "checkpoints", options=options) as checkpoints, _bar() as bar:
@@ -132,9 +142,8 @@ def train(
         rate = tokens / (time.perf_counter() - since)
         note = f"epoch {epoch + 1}/{settings.epochs}  loss {recent:.3f}  {rate:,.0f} tokens/s"
         bar.update(task, completed=step, note=note)
-        if step % settings.save_every == 0 or step % steps_per_epoch == 0:
+        if step % settings.save_every == 0 and step % steps_per_epoch != 0:
           checkpoints.save(step, args=ocp.args.StandardSave(state))
-      valid_batches = epoch_batches(valid_pairs, settings.tokens_per_batch, 0, 0)
       scores = [eval_step(state["params"], batch) for batch in arrays(valid_pairs, valid_batches)]
       loss, accuracy = (float(sum(x) / len(scores)) for x in zip(*scores))
       metrics = {
@@ -146,10 +155,19 @@ def train(
         "bleu": bleu(state["params"]) if bleu else None,
         "tokens_per_s": rate,
       }
-      with open(output / "metrics.jsonl", "a") as f:
-        f.write(json.dumps(metrics) + "\n")
+      _write_metrics(output / "metrics.jsonl", metrics)
       bar.console.print(json.dumps(metrics))
+      checkpoints.save(step, args=ocp.args.StandardSave(state))
   return state["params"]
+
+
+def _write_metrics(path: pathlib.Path, metrics: dict) -> None:
+  """Add an epoch's line, in place of those of a run that was stopped before its checkpoint."""
+  lines = path.read_text().splitlines() if path.exists() else []
+  lines = [line for line in lines if json.loads(line)["epoch"] < metrics["epoch"]]
+  part = path.with_suffix(".part")
+  part.write_text("\n".join([*lines, json.dumps(metrics), ""]))
+  part.replace(path)
 
 
 def newest_params(output_dir: str):
@@ -158,8 +176,10 @@ def newest_params(output_dir: str):
   Raises:
     InputError: there is none.
   """
-  with ocp.CheckpointManager(pathlib.Path(output_dir).absolute() / "checkpoints") as checkpoints:
-    step = checkpoints.latest_step()
+  path = pathlib.Path(output_dir).absolute() / "checkpoints"
+  options = ocp.CheckpointManagerOptions(create=False, read_only=True)
+  with ocp.CheckpointManager(path, options=options) as checkpoints:
+    step = checkpoints.latest_step() if path.is_dir() else None
     if step is None:
       raise InputError(f"There is no checkpoint in {output_dir}.")
     return checkpoints.restore(step, args=ocp.args.StandardRestore())["params"]
