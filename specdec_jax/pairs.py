@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specdec_jax.checkpoints.folder import load_model
+from specdec_jax.checkpoints.folder import load_model, vocabulary_of
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import for_decoding, t5_model
@@ -92,6 +92,11 @@ def load_pair(
       raise InputError(
         f"The {role} in {folder} has a vocabulary of {config.vocab_size} tokens but {vocabulary} "
         f"has {len(words)}; target, draft and vocabulary must agree."
+      )
+    if vocabulary_of(folder) not in (None, words.fingerprint()):
+      raise InputError(
+        f"The {role} in {folder} was trained with another vocabulary than {vocabulary}, though "
+        "of the same size; target, draft and vocabulary must agree."
       )
     models[role] = for_decoding(config, params)
   (target_config, target_params), (draft_config, draft_params) = models["target"], models["draft"]

@@ -29,7 +29,11 @@ def speculative_sample(
     The verdict: n accepted guesses and the token after them.
   """
   batch, gamma = draft_tokens.shape
-  if draft_probs.shape[:2] != (batch, gamma) or target_probs.shape[:2] != (batch, gamma + 1):
+  vocab_size = target_probs.shape[-1]
+  if (draft_probs.shape, target_probs.shape) != (
+    (batch, gamma, vocab_size),
+    (batch, gamma + 1, vocab_size),
+  ):
     raise InputError(
       f"draft_tokens {draft_tokens.shape} [B, G] go with draft_probs [B, G, V] and target_probs "
       f"[B, G + 1, V]; given {draft_probs.shape} and {target_probs.shape}."

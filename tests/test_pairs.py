@@ -9,7 +9,8 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax.data.vocabulary import EOS_ID
+from specdec_jax.checkpoints.folder import load_model, save_model
+from specdec_jax.data.vocabulary import EOS_ID, Vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import for_decoding
 from specdec_jax.pairs import load_pair
@@ -133,3 +134,17 @@ def test_for_decoding_twice_is_once():
   again = for_decoding(*once)
   assert again[0] == once[0] == dataclasses.replace(cfg, fused=True)
   assert again[1] is once[1]
+
+
+def test_another_vocabulary_of_the_same_size_is_refused(tmp_path):
+  """Equal counts are not enough: ids would mean other words."""
+  folder = tiny_pair.folder()
+  words = Vocabulary(str(folder / "vocabulary.model"))
+  config, params = load_model(str(folder / "target"))
+  paths = {}
+  for name, fingerprint in (("same", words.fingerprint()), ("other", "0" * 16)):
+    paths[name] = str(tmp_path / name)
+    save_model(paths[name], config, params, fingerprint)
+  load(draft=paths["same"])
+  with pytest.raises(InputError, match="another vocabulary"):
+    load(draft=paths["other"])

@@ -17,12 +17,16 @@ from specdec_jax.models.t5 import init_params
 _CONFIG, _PARAMS = "config.json", "params.msgpack"
 
 
-def save_model(folder: str, config: T5Config, params) -> None:
-  """Write shape and parameters (as bfloat16) to `folder`, both files or neither."""
+def save_model(folder: str, config: T5Config, params, vocabulary: str | None = None) -> None:
+  """Write shape and parameters (as bfloat16) to `folder`, both files or neither.
+
+  `vocabulary` is the fingerprint of the one it was trained with, kept to refuse another.
+  """
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
   shape = dataclasses.asdict(config)
   del shape["dtype"], shape["dropout_rate"]
+  shape["vocabulary"] = vocabulary
   params = jax.tree.map(lambda x: jax.device_get(x.astype(jnp.bfloat16)), params)
   parts = {name: path / f"{name}.part" for name in (_PARAMS, _CONFIG)}
   try:
@@ -47,8 +51,10 @@ def load_model(folder: str, dtype: str = "float32"):
   if dtype not in ("float32", "bfloat16"):
     raise InputError(f"dtype is {dtype!r}; use 'float32' or 'bfloat16'.")
   try:
-    config = T5Config(**json.loads((path / _CONFIG).read_text()), dtype=jnp.dtype(dtype))
-  except (ValueError, TypeError) as error:
+    shape = json.loads((path / _CONFIG).read_text())
+    shape.pop("vocabulary", None)
+    config = T5Config(**shape, dtype=jnp.dtype(dtype))
+  except (ValueError, TypeError, AttributeError) as error:
     raise InputError(f"{path / _CONFIG} is not the shape of a model: {error}.") from error
   try:
     params = serialization.msgpack_restore((path / _PARAMS).read_bytes())
@@ -66,3 +72,8 @@ def load_model(folder: str, dtype: str = "float32"):
       f"(found {found.get(name, 'nothing')}, expected {wanted.get(name, 'nothing')})."
     )
   return config, jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+
+
+def vocabulary_of(folder: str) -> str | None:
+  """Fingerprint of the vocabulary that a saved model was trained with, if it was stated."""
+  return json.loads((pathlib.Path(folder) / _CONFIG).read_text()).get("vocabulary")

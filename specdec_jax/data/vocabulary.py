@@ -1,5 +1,6 @@
 """SentencePiece vocabularies, T5's way: 0 pads, 1 ends a text."""
 
+import hashlib
 import io
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -45,9 +46,10 @@ class Vocabulary:
     """Each id as it reads inside a text: a leading space where a word starts, '</s>' for EOS."""
     return [self._pieces.id_to_piece(int(i)).replace("\u2581", " ") for i in ids]
 
-  def fingerprint(self) -> tuple[str, ...]:
-    """All pieces in order: two vocabularies are the same iff these are."""
-    return tuple(self._pieces.id_to_piece(i) for i in range(len(self)))
+  def fingerprint(self) -> str:
+    """A hash of all pieces in order: two vocabularies are the same iff these are."""
+    pieces = "\n".join(self._pieces.id_to_piece(i) for i in range(len(self)))
+    return hashlib.sha256(pieces.encode()).hexdigest()[:16]
 
 
 def train_vocabulary(texts: Iterable[str], path: str, size: int) -> None:

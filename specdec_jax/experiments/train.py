@@ -70,7 +70,7 @@ def train_target(
   pairs = Pairs(_encoded(words, data, sources), _encoded(words, data, targets))
   init = newest_params(start_from) if start_from else None
   params = train(config, settings, pairs, valid, work_dir, init=init, bleu=bleu)
-  save_model(f"{pair_dir}/target", config, params)
+  save_model(f"{pair_dir}/target", config, params, words.fingerprint())
 
 
 def train_draft(
@@ -106,7 +106,8 @@ def train_draft(
   pairs = dataclasses.replace(pairs, teacher=teacher_opinions(T5(target_config), params, pairs))
   valid_texts = _encoded(words, data, [valid_source])
   valid = Pairs(valid_texts, model_outputs(t5_model(target_config), params, valid_texts))
-  save_model(f"{pair_dir}/draft", config, train(config, settings, pairs, valid, work_dir))
+  params = train(config, settings, pairs, valid, work_dir)
+  save_model(f"{pair_dir}/draft", config, params, words.fingerprint())
 
 
 def teacher_opinions(
