@@ -39,7 +39,7 @@ def speed_table(records: Sequence[Record]) -> Table:
     f"{first.platform} ({first.device_kind})",
     box=box.SIMPLE_HEAD,
     show_edge=False,
-    padding=(0, 1, 0, 0),
+    padding=0,
   )
   for heading in _COLUMNS:
     table.add_column(heading, justify="right", no_wrap=True)
