@@ -3,6 +3,8 @@
 The reference for the arithmetic is the T5 in plain numpy below, in float64.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,18 +53,22 @@ class Cached:
     self.extend = lambda cache, tokens: extend(params, cache, tokens)
 
 
-@pytest.fixture(scope="module", params=[jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def setting(request):
+@functools.cache
+def setting(dtype):
   """(model, source, tokens, teacher-forced logits, tolerance) in one dtype."""
-  cfg = tiny.config(vocab_size=24, emb_dim=32, head_dim=12, dtype=request.param)
+  cfg = tiny.config(vocab_size=24, emb_dim=32, head_dim=12, dtype=dtype)
   params, source, tokens = tiny.params(cfg, 0), tiny.sources(cfg, 0, 4), text(cfg)
   logits = np.asarray(tiny.teacher_forced(cfg)(params, source, tokens))
   assert logits.dtype == np.float32 and logits.shape == (4, LENGTH, 24)
-  return Cached(cfg, params), source, tokens, logits, TOLERANCE[request.param]
+  return Cached(cfg, params), source, tokens, logits, TOLERANCE[dtype]
 
 
-def test_steps_equal_the_teacher_forced_pass(setting):
-  model, source, tokens, logits, tolerance = setting
+BOTH = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
+
+
+@BOTH
+def test_steps_equal_the_teacher_forced_pass(dtype):
+  model, source, tokens, logits, tolerance = setting(dtype)
   cache = model.start(source)
   for i in range(LENGTH):
     np.testing.assert_array_equal(cache.length, i)
@@ -70,9 +76,10 @@ def test_steps_equal_the_teacher_forced_pass(setting):
     np.testing.assert_allclose(got[:, 0], logits[:, i], **tolerance)
 
 
+@BOTH
 @pytest.mark.parametrize("cuts", [[14], [1, 13], [4, 4, 4, 2]], ids=str)
-def test_blocks_equal_the_teacher_forced_pass(setting, cuts):
-  model, source, tokens, logits, tolerance = setting
+def test_blocks_equal_the_teacher_forced_pass(dtype, cuts):
+  model, source, tokens, logits, tolerance = setting(dtype)
   cache, at = model.start(source), 0
   for block in cuts:
     got, cache = model.extend(cache, tokens[:, at : at + block])
@@ -80,9 +87,10 @@ def test_blocks_equal_the_teacher_forced_pass(setting, cuts):
     at += block
 
 
+@BOTH
 @pytest.mark.parametrize("block", [1, 2, 5])
-def test_blocks_at_ragged_offsets_equal_the_teacher_forced_pass(setting, block):
-  model, source, tokens, logits, tolerance = setting
+def test_blocks_at_ragged_offsets_equal_the_teacher_forced_pass(dtype, block):
+  model, source, tokens, logits, tolerance = setting(dtype)
   offsets = np.asarray([0, 3, 9, 6])
   _, cache = model.extend(model.start(source), tokens)  # slots past `offsets` hold real tokens,
   _, cache = model.extend(cache, tokens[:, ::-1][:, :5])  # and past the text others
@@ -92,10 +100,11 @@ def test_blocks_at_ragged_offsets_equal_the_teacher_forced_pass(setting, block):
   np.testing.assert_array_equal(cache.length, offsets + block)
 
 
+@BOTH
 @pytest.mark.parametrize("gamma", [1, 4])
-def test_every_accept_count_rolls_back_to_the_text(setting, gamma):
+def test_every_accept_count_rolls_back_to_the_text(dtype, gamma):
   """Verify [newest, guesses], keep n of them, go on: as the loop does, rows at different n."""
-  model, source, tokens, logits, tolerance = setting
+  model, source, tokens, logits, tolerance = setting(dtype)
   start = np.asarray([1, 4, 2, 3])
   _, filled = model.extend(model.start(source), tokens[:, :5])
   filled = filled.replace(length=jnp.asarray(start))
@@ -116,9 +125,9 @@ def test_every_accept_count_rolls_back_to_the_text(setting, gamma):
     np.testing.assert_array_equal(cache.length, kept + gamma + 1)
 
 
-def test_a_rolled_back_cache_is_as_good_as_a_fresh_one(setting):
+def test_a_rolled_back_cache_is_as_good_as_a_fresh_one():
   """Bit for bit: masked slots are neither read nor summed into what replaces them."""
-  model, source, tokens, _, _ = setting
+  model, source, tokens, _, _ = setting(jnp.float32)
   _, fresh = model.extend(model.start(source), tokens[:, :6])
   used = fresh
   for _ in range(3):
@@ -133,8 +142,8 @@ def test_a_rolled_back_cache_is_as_good_as_a_fresh_one(setting):
     np.testing.assert_array_equal(got, want)
 
 
-def test_a_row_is_blind_to_its_neighbours(setting):
-  model, source, tokens, _, _ = setting
+def test_a_row_is_blind_to_its_neighbours():
+  model, source, tokens, _, _ = setting(jnp.float32)
   _, cache = model.extend(model.start(source), tokens[:, :6])
   cache = cache.replace(length=jnp.asarray([5, 2, 6, 1]))
   want, _ = model.extend(cache, tokens[:, 6:9])
@@ -144,8 +153,8 @@ def test_a_row_is_blind_to_its_neighbours(setting):
   np.testing.assert_array_equal(got[0], want[0])
 
 
-def test_logits_depend_on_the_past_only(setting):
-  model, source, tokens, _, _ = setting
+def test_logits_depend_on_the_past_only():
+  model, source, tokens, _, _ = setting(jnp.float32)
   changed = tokens.copy()
   changed[:, 8:] = (changed[:, 8:] + 3) % 24
   want, _ = model.extend(model.start(source), tokens)
@@ -154,14 +163,14 @@ def test_logits_depend_on_the_past_only(setting):
   assert (np.abs(got - want)[:, 8:].max(axis=-1) > 0.1).all()
 
 
-def test_room_to_spare_changes_nothing(setting):
-  model, source, tokens, logits, tolerance = setting
+def test_room_to_spare_changes_nothing():
+  model, source, tokens, logits, tolerance = setting(jnp.float32)
   got, _ = model.extend(model.start(source, 2 * SLOTS), tokens)
   np.testing.assert_allclose(got, logits, **tolerance)
 
 
-def test_padding_of_the_source_does_not_matter(setting):
-  model, source, tokens, logits, tolerance = setting
+def test_padding_of_the_source_does_not_matter():
+  model, source, tokens, logits, tolerance = setting(jnp.float32)
   longer = np.pad(source, ((0, 0), (0, 9)))
   got, _ = model.extend(model.start(longer), tokens)
   np.testing.assert_allclose(got, logits, **tolerance)
@@ -170,8 +179,8 @@ def test_padding_of_the_source_does_not_matter(setting):
   assert np.abs(got - logits).max() > 1
 
 
-def test_a_source_of_padding_only_gives_finite_logits(setting):
-  model, source, tokens, _, _ = setting
+def test_a_source_of_padding_only_gives_finite_logits():
+  model, source, tokens, _, _ = setting(jnp.float32)
   got, _ = model.extend(model.start(np.zeros_like(source)), tokens)
   assert np.isfinite(got).all()
 
