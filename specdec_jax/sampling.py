@@ -17,7 +17,8 @@ class Sampling:
   Attributes:
     temperature: logits are divided by it; 0 means argmax.
     top_k: keep the k most probable tokens (and any tied with the last); 0 keeps all.
-    top_p: keep the fewest most probable tokens whose mass reaches top_p; 1.0 keeps all.
+    top_p: keep the fewest most probable tokens whose mass reaches top_p (and any tied with the
+      last); 1.0 keeps all.
   """
 
   temperature: float = 1.0
@@ -25,9 +26,9 @@ class Sampling:
   top_p: float = 1.0
 
   def __post_init__(self):
-    if not (math.isfinite(self.temperature) and self.temperature >= 0):
+    if not (self.temperature == 0 or 1e-30 <= self.temperature < math.inf):
       raise InputError(
-        f"temperature is {self.temperature}; it must be 0 (argmax) or a positive number."
+        f"temperature is {self.temperature}; it must be 0 (argmax) or a positive number, from 1e-30."
       )
     if self.top_k < 0:
       raise InputError(f"top_k is {self.top_k}; it must be a positive count, or 0 to keep all.")
@@ -44,7 +45,8 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
   if sampling.temperature == 0:
     best = _first(logits == logits.max(axis=-1, keepdims=True))
     return jax.nn.one_hot(best, logits.shape[-1])
-  logits = logits / sampling.temperature
+  # The maximum goes to 0 first, so that a tiny temperature does not divide into infinity.
+  logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
   if 0 < sampling.top_k < logits.shape[-1]:
     kth = jax.lax.top_k(logits, sampling.top_k)[0][..., -1:]
     logits = jnp.where(logits >= kth, logits, -jnp.inf)

@@ -147,3 +147,9 @@ def test_sample_uses_each_rows_own_key():
   together = sample(keys, weights)
   alone = [sample(keys[i : i + 1], weights[i : i + 1])[0] for i in range(50)]
   np.testing.assert_array_equal(together, alone)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30])
+def test_a_tiny_temperature_is_argmax_and_finite(temperature):
+  probs = distribution(jnp.asarray([1.0, 5.0, -2.0]), Sampling(temperature))
+  np.testing.assert_array_equal(probs, [0.0, 1.0, 0.0])
