@@ -28,7 +28,7 @@ class Sampling:
   def __post_init__(self):
     if not (self.temperature == 0 or 1e-30 <= self.temperature < math.inf):
       raise InputError(
-        f"temperature is {self.temperature}; it must be 0 (argmax) or a positive number, from 1e-30."
+        f"temperature is {self.temperature}; it must be 0 (argmax) or positive, from 1e-30."
       )
     if self.top_k < 0:
       raise InputError(f"top_k is {self.top_k}; it must be a positive count, or 0 to keep all.")
