@@ -4,6 +4,6 @@
 #   scripts/train_pair.sh [flags for each step, such as --gin.DATA='"some/folder"']
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-for step in train_vocabulary train_target finetune_target train_draft; do
+for step in train_vocabulary train_target train_draft; do
   python -m specdec_jax.run --gin_file="gin/runs/$step.gin" "$@"
 done
