@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from specdec_jax.checkpoints.folder import load_model, vocabulary_of
-from specdec_jax.data.vocabulary import Vocabulary
-from specdec_jax.errors import InputError
+from specdec_jax.data.vocabulary import Vocabulary, padded
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import for_decoding, t5_model
 from specdec_jax.protocols import Model
 
@@ -42,13 +41,9 @@ class Pair(NamedTuple):
   max_source_tokens: int
 
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
-    """Source tokens [B, S] of texts, padded to a common multiple of 16 or to `width`."""
+    """Source tokens [B, S] of texts, padded to a common multiple of 8 or to `width`."""
     rows = [self.encode(text) for text in texts]
-    width = width or -(-max(map(len, rows)) // 16) * 16
-    out = np.zeros((len(rows), width), np.int32)
-    for i, row in enumerate(rows):
-      out[i, : len(row)] = row
-    return jnp.asarray(out)
+    return jnp.asarray(padded(rows, width or -(-max(map(len, rows)) // 8) * 8))
 
   def encode(self, text: str) -> list[int]:
     """Token ids of one source, at most max_source_tokens of them, EOS last."""
@@ -82,8 +77,7 @@ def load_pair(
   Raises:
     InputError: a file is missing or damaged, or the two do not share the vocabulary.
   """
-  if max_source_tokens < 1:
-    raise InputError(f"max_source_tokens is {max_source_tokens}; it must be at least 1.")
+  require_count("max_source_tokens", max_source_tokens)
   words = Vocabulary(vocabulary)
   models = {}
   for role, folder in (("target", target), ("draft", draft)):

@@ -14,6 +14,7 @@ jax is imported only by what the gin files name, so that a mistyped flag is answ
 
 import errno
 import functools
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -85,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
       print("usage: python -m specdec_jax.run --gin_file=FILE [flags]")
       print(options.module_help(__name__))
       return 0
+    _choose_cpu_kernels()
     _cache_compilations(options.jax_compilation_cache_dir)
     _parse_gin(options.gin_file, options.gin_bindings, options.gin_search_paths)
     gin.get_configurable(run)()
@@ -144,6 +146,16 @@ def _as_binding(arg: str) -> str:
   if not (name and equals):
     raise InputError(f"{arg} has no value; write --gin.NAME=VALUE.")
   return f"--gin_bindings={name} = {value}"
+
+
+def _choose_cpu_kernels() -> None:
+  """Turn XLA's YNN kernels off, unless XLA_FLAGS says otherwise: see CONTRIBUTING.md, "Speed".
+
+  Only where jaxlib is of the version measured: XLA ends the process at a flag it does not know.
+  """
+  flag, given = "--xla_cpu_experimental_ynn_fusion_type=", os.environ.get("XLA_FLAGS", "")
+  if flag not in given and importlib.metadata.version("jaxlib").startswith("0.10."):
+    os.environ["XLA_FLAGS"] = f"{given} {flag}".strip()
 
 
 def _cache_compilations(directory: str) -> None:

@@ -26,6 +26,10 @@ class Sampling:
   top_p: float = 1.0
 
   def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value, kind = getattr(self, field.name), type(field.default)
+      if not isinstance(value, (int, kind)):
+        raise InputError(f"{field.name} is {value!r}; it must be a number, as {field.default} is.")
     if not (self.temperature == 0 or 1e-30 <= self.temperature < math.inf):
       raise InputError(
         f"temperature is {self.temperature}; it must be 0 (argmax) or positive, from 1e-30."

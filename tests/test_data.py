@@ -8,7 +8,7 @@ import pytest
 import tiny_pair
 
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import EOS_ID, PAD_ID, Vocabulary, train_vocabulary
+from specdec_jax.data.vocabulary import EOS_ID, PAD_ID, Vocabulary, padded, train_vocabulary
 from specdec_jax.errors import InputError
 
 
@@ -83,6 +83,10 @@ def test_vocabulary_that_cannot_be_fitted_is_told_and_leaves_no_file(tmp_path):
   with pytest.raises(InputError, match="5000"):
     train_vocabulary(["a b c"], str(tmp_path / "v.model"), 5000)
   assert not list(tmp_path.iterdir())
+
+
+def test_padded():
+  assert padded([[5, 1], [], [2, 3, 1]], 3).tolist() == [[5, 1, 0], [0, 0, 0], [2, 3, 1]]
 
 
 # Lines.

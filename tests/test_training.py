@@ -14,11 +14,12 @@ import tiny_pair
 from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
 
+from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 from specdec_jax.experiments.train import model_outputs, teacher_opinions
 from specdec_jax.models.t5 import T5
 from specdec_jax.training import trainer
-from specdec_jax.training.batches import BUCKETS, Pairs, arrays, epoch_batches, padded
+from specdec_jax.training.batches import BUCKETS, Pairs, arrays, epoch_batches
 from specdec_jax.training.trainer import TrainSettings, cross_entropy, newest_params, train
 
 
@@ -90,10 +91,6 @@ def test_arrays_are_the_padded_pairs():
         assert row[: len(tokens)].tolist() == tokens and not row[len(tokens) :].any()
     total += len(indices)
   assert total >= 50
-
-
-def test_padded():
-  assert padded([[5, 1], [], [2, 3, 1]], 3).tolist() == [[5, 1, 0], [0, 0, 0], [2, 3, 1]]
 
 
 def test_sides_of_different_length_are_refused():

@@ -11,11 +11,13 @@ import subprocess
 import sys
 
 import gin
+import numpy as np
 import pytest
 import tiny_pair
 
 from specdec_jax import pairs
 from specdec_jax.checkpoints.folder import load_model
+from specdec_jax.data.vocabulary import EOS_ID
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.experiments import translate as translating
 from specdec_jax.experiments.speed import row_keys
@@ -100,7 +102,8 @@ def test_each_line_becomes_the_targets_own_translation(run):
   assert result.status == 0
   assert result.lines == targets_own(LINES)
   assert len(set(result.lines)) == len(LINES)
-  assert "warning" not in result.err and "5 lines, " in result.said
+  assert "is empty" not in result.said and "was cut" not in result.said
+  assert "5 lines, " in result.said
   assert "tokens per target pass" in result.said
 
 
@@ -110,7 +113,7 @@ def test_empty_lines_stay_empty_and_are_said(run):
   assert result.lines == ["", run(LINES[:1]).lines[0], "", *run(LINES[1:2]).lines, ""]
   for number in (1, 3, 5):
     assert f"warning: line {number} is empty" in result.said
-  assert result.said.count("warning") == 3
+  assert result.said.count("is empty") == 3
 
 
 def test_a_last_line_needs_no_newline(run):
@@ -134,7 +137,22 @@ def test_a_line_too_long_is_cut_and_said_where(run):
   assert long.startswith(kept) and len(kept) < len(long)
   assert f"line 2 is longer than {LONGEST} tokens" in result.said
   assert f"{kept[-20:]}'" in result.said
-  assert "line 1" not in result.said
+  assert "line 1 is" not in result.said
+
+
+def test_a_translation_that_reaches_the_limit_is_said(run):
+  """Random weights hardly ever end a text; an empty line ahead must not shift the numbers."""
+  result = run(["", *LINES])
+  pair = tiny_pair.pair(max_source_tokens=LONGEST)
+  for number, line in enumerate(LINES, 2):
+    keys = row_keys(0, 0, 1)
+    common = dict(max_new_tokens=LIMIT, sampling=Sampling(0.0))
+    plain = autoregressive_decode(
+      pair.target, pair.target_params, pair.prompt([line]), keys, **common
+    )
+    unfinished = EOS_ID not in np.asarray(plain.tokens)
+    assert (f"warning: line {number} was not finished" in result.said) == unfinished
+  assert f"stops at the limit of {LIMIT} tokens" in result.said
 
 
 def test_brackets_in_a_line_that_is_cut_are_text(run):
@@ -231,6 +249,9 @@ def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fa
   [
     ({"GAMMA": 0}, "gamma is 0"),
     ({"GAMMA": -2}, "gamma is -2"),
+    ({"GAMMA": 2.5}, "gamma is 2.5"),
+    ({"TEMPERATURE": "hot"}, "temperature is 'hot'"),
+    ({"TOP_K": 1.5}, "top_k is 1.5"),
     ({"TEMPERATURE": -1.0}, "temperature is -1.0"),
     ({"TOP_P": 0.0}, "top_p is 0.0"),
     ({"TOP_P": 1.5}, "top_p is 1.5"),

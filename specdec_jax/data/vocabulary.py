@@ -5,6 +5,7 @@ import io
 import pathlib
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import sentencepiece
 
 from specdec_jax.errors import InputError
@@ -50,6 +51,14 @@ class Vocabulary:
     """A hash of all pieces in order: two vocabularies are the same iff these are."""
     pieces = "\n".join(self._pieces.id_to_piece(i) for i in range(len(self)))
     return hashlib.sha256(pieces.encode()).hexdigest()[:16]
+
+
+def padded(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
+  """Token rows as int32 [len(rows), length], padded with PAD_ID."""
+  out = np.full((len(rows), length), PAD_ID, np.int32)
+  for i, row in enumerate(rows):
+    out[i, : len(row)] = row
+  return out
 
 
 def train_vocabulary(texts: Iterable[str], path: str, size: int) -> None:

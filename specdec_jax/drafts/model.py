@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import require_count
 from specdec_jax.protocols import Draft, Model
 from specdec_jax.sampling import Sampling, distribution, sample
 
@@ -16,10 +16,9 @@ def model_draft(model: Model, sampling: Sampling, gamma: int) -> Draft:
   """`model` guesses `gamma` tokens a round, drawn by the same `sampling` as the target's.
 
   Raises:
-    ValueError: gamma < 1.
+    InputError: gamma is no whole number, or < 1.
   """
-  if gamma < 1:
-    raise InputError(f"gamma is {gamma}; a round needs at least 1 guess.")
+  require_count("gamma", gamma)
 
   def draw(rng, logits):  # [B, V] -> [B], [B, V]
     q = distribution(logits, sampling)

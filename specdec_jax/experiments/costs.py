@@ -1,4 +1,4 @@
-"""What a round is made of, in seconds: a target step, a draft step, a verification.
+"""What decoding is made of, in seconds: a target step, a verification, a draft step.
 
 Each is a chain inside one jitted program, every link fed by the one before, so that nothing
 is skipped, overlapped or waited for by the host.
@@ -23,7 +23,8 @@ class Costs(NamedTuple):
 
   Attributes:
     target_step: read one token, sample the next.
-    draft_step: a round's proposal, divided by gamma (Definition 7 counts gamma runs of M_q).
+    draft_step: what proposing adds to a verification, divided by gamma (Definition 7 counts gamma
+      runs of M_q). Timed within the round, where each model finds the cache full of the other.
     verify: read gamma + 1 tokens, judge, sample one.
     target_start: the target's encoder, once a text.
     draft_start: the draft's.
@@ -82,52 +83,55 @@ def measure_costs(
   keys_at = lambda i: jax.vmap(lambda key: jax.random.fold_in(key, i))(rng)
   some_q = jnp.full((batch, gamma, target.vocab_size), 1 / target.vocab_size)
 
-  def chained(params, state, link, width):
-    """Seconds of one `link`: (params, state, tokens [B, width], i) -> (state, tokens)."""
-    tokens = jnp.full((batch, width), 2, jnp.int32)
+  def judge(params, cache, block, q, i):
+    cache = cache.replace(length=length - 1 + i)
+    logits, cache = target.extend(params, cache, block)
+    p = distribution(logits, sampling)
+    verdict = speculative_sample(keys_at(i), block[:, 1:], q, p)
+    return cache, verdict.next_token[:, None]
+
+  def step(params, cache, newest, i):
+    return judge(params, cache, newest, some_q[:, :0], i)
+
+  def verify(params, cache, newest, i):
+    return judge(params, cache, jnp.broadcast_to(newest, (batch, gamma + 1)), some_q, i)
+
+  def whole_round(params, state, newest, i):
+    target_params, draft_params = params
+    cache, draft_state = state
+    text = jnp.broadcast_to(newest, (batch, num_slots))
+    guesses, q, draft_state = draft.propose(draft_params, draft_state, text, length + i, keys_at(i))
+    block = jnp.concatenate([newest, guesses], axis=1)
+    cache, newest = judge(target_params, cache, block, q, i)
+    return (cache, draft_state), newest
+
+  def chained(link, params, state):
+    """`chain` calls of link: (params, state, newest [B, 1], i) -> (state, newest), compiled."""
+    newest = jnp.full((batch, 1), 2, jnp.int32)
     run = lambda params, state: lax.fori_loop(
-      0, chain, lambda i, carry: link(params, *carry, i), (state, tokens)
+      0, chain, lambda i, carry: link(params, *carry, i), (state, newest)
     )[1]
     compiled = jax.jit(run).lower(params, state).compile()
     return lambda: compiled(params, state)
-
-  def step(params, cache, tokens, i):
-    cache = cache.replace(length=length - 1 + i)
-    logits, cache = target.extend(params, cache, tokens)
-    no_guess = jnp.zeros((batch, 0), jnp.int32)
-    p = distribution(logits, sampling)
-    verdict = speculative_sample(keys_at(i), no_guess, some_q[:, :0], p)
-    return cache, verdict.next_token[:, None]
-
-  def propose(params, state, tokens, i):
-    text = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
-    guesses, q, state = draft.propose(params, state, text, length + i, keys_at(i))
-    return state, guesses + (q.sum(axis=-1) < 0)  # q is made, and never negative
-
-  def verify(params, cache, tokens, i):
-    cache = cache.replace(length=length - 1 + i)
-    logits, cache = target.extend(params, cache, tokens)
-    p = distribution(logits, sampling)
-    verdict = speculative_sample(keys_at(i), tokens[:, 1:], some_q, p)
-    return cache, jnp.roll(tokens, 1, axis=1).at[:, 0].set(verdict.next_token)
 
   start = lambda model_start: jax.jit(lambda params: model_start(params, prompt, num_slots))
   target_start, draft_start = start(target.start), start(draft.start)
   target_cache, draft_state = target_start(target_params), draft_start(draft_params)
   seconds, _ = interleaved_medians(
     [
-      chained(target_params, target_cache, step, 1),
-      chained(draft_params, draft_state, propose, gamma),
-      chained(target_params, target_cache, verify, gamma + 1),
+      chained(step, target_params, target_cache),
+      chained(verify, target_params, target_cache),
+      chained(whole_round, (target_params, draft_params), (target_cache, draft_state)),
       lambda: target_start(target_params),
       lambda: draft_start(draft_params),
     ],
     repeats,
   )
+  target_step, verification, round_ = (s / chain for s in seconds[:3])
   return Costs(
-    target_step=seconds[0] / chain,
-    draft_step=seconds[1] / chain / gamma,
-    verify=seconds[2] / chain,
+    target_step=target_step,
+    draft_step=(round_ - verification) / gamma,
+    verify=verification,
     target_start=seconds[3],
     draft_start=seconds[4],
   )

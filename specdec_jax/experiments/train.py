@@ -11,14 +11,14 @@ from rich.progress import track
 
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import Vocabulary, train_vocabulary
+from specdec_jax.data.vocabulary import Vocabulary, padded, train_vocabulary
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.experiments.speed import row_keys
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.t5 import T5, for_decoding, t5_model
 from specdec_jax.protocols import Model
 from specdec_jax.sampling import Sampling
-from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches, padded
+from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
 from specdec_jax.training.trainer import TrainSettings, newest_params, teacher_forced, train
 
 

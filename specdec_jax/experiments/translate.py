@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from specdec_jax.data.text import read_lines
-from specdec_jax.decoding import speculative_decode
+from specdec_jax.data.vocabulary import EOS_ID
+from specdec_jax.decoding import require_finite, speculative_decode
 from specdec_jax.drafts.model import model_draft
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.speed import num_rounds, num_tokens, row_keys
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
@@ -44,16 +45,16 @@ def translate(
     max_new_tokens: limit for a line.
     seed: of all sampling.
 
-  An empty line stays empty, and a line past the pair's limit is cut; both are said on standard
-  error.
+  An empty line stays empty, a line past the pair's limit is cut, and a translation ends at
+  `max_new_tokens`; each is said on standard error.
   """
-  if batch_size < 1:
-    raise InputError(f"batch_size is {batch_size}; it must be at least 1.")
+  require_count("batch_size", batch_size)
   if pathlib.Path(output).is_dir():
     raise InputError(f"output is '{output}', a folder; give the file to write, or '-'.")
   notes = Console(stderr=True, markup=False)
   lines = read_lines(input)
   _warn(notes, pair, lines)
+  numbers = (number for number, line in enumerate(lines, 1) if line.strip())
   since, outputs = time.perf_counter(), []
   with _sink(output) as sink, Progress(console=notes, transient=True) as bar:
     task = bar.add_task("translating", total=len(lines))
@@ -63,6 +64,13 @@ def translate(
       sink.write("".join(text + "\n" for text in translations))
       sink.flush()
       bar.advance(task, len(translations))
+      # Rows come first: zip takes from its first argument once more than from its second.
+      for tokens, number in zip((row for d in decoded for row in d.tokens), numbers):
+        if EOS_ID not in tokens:
+          notes.print(
+            f"warning: line {number} was not finished; its translation stops at the limit of "
+            f"{max_new_tokens} tokens."
+          )
   if outputs:
     seconds = time.perf_counter() - since
     notes.print(
@@ -100,6 +108,7 @@ def decode_lines(
         sampling=sampling,
       )
     )
+    require_finite(decoded)
     count = min(batch_size, len(lines) - at)
     rows = np.flatnonzero([bool(line.strip()) for line in batch[:count]])
     texts = [

@@ -31,7 +31,6 @@ from specdec_jax.models.layers import (
 from specdec_jax.protocols import Model
 
 PAD_ID = 0  # also T5's first decoder token
-EOS_ID = 1
 
 
 @struct.dataclass

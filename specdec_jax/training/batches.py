@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 
 # Longest side of a pair, in tokens with EOS -> the padded length of its batch. Narrow steps
@@ -81,14 +82,6 @@ def epoch_batches(
     order = np.concatenate([rng.permutation(members), rng.choice(members, missing)])
     batches += [(length, chunk) for chunk in order.reshape(-1, size)]
   return [batches[i] for i in rng.permutation(len(batches))]
-
-
-def padded(rows: list[list[int]], length: int) -> np.ndarray:
-  """Token rows as int32 [len(rows), length], padded with 0."""
-  out = np.zeros((len(rows), length), np.int32)
-  for i, row in enumerate(rows):
-    out[i, : len(row)] = row
-  return out
 
 
 def arrays(pairs: Pairs, batches: list[tuple[int, np.ndarray]]) -> Iterator[Batch]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from jax import Array
@@ -137,19 +138,22 @@ def train(
         state, loss = train_step(state, batch)
         step += 1
         tokens += int((batch.targets > 0).sum())
-        losses.append(float(loss))
-        recent = sum(losses[-50:]) / len(losses[-50:])
-        rate = tokens / (time.perf_counter() - since)
-        note = f"epoch {epoch + 1}/{settings.epochs}  loss {recent:.3f}  {rate:,.0f} tokens/s"
-        bar.update(task, completed=step, note=note)
+        losses.append(loss)
+        if step % 20 == 0:  # to read a loss is to wait for its step
+          recent = np.mean(jax.device_get(losses[-20:]))
+          rate = tokens / (time.perf_counter() - since)
+          note = f"epoch {epoch + 1}/{settings.epochs}  loss {recent:.3f}  {rate:,.0f} tokens/s"
+          bar.update(task, completed=step, note=note)
         if step % settings.save_every == 0 and step % steps_per_epoch != 0:
           checkpoints.save(step, args=ocp.args.StandardSave(state))
+      train_loss = float(np.mean(jax.device_get(losses)))
+      rate = tokens / (time.perf_counter() - since)
       scores = [eval_step(state["params"], batch) for batch in arrays(valid_pairs, valid_batches)]
       loss, accuracy = (float(sum(x) / len(scores)) for x in zip(*scores))
       metrics = {
         "epoch": epoch + 1,
         "step": step,
-        "train_loss": sum(losses) / len(losses),
+        "train_loss": train_loss,
         "valid_loss": loss,
         "valid_accuracy": accuracy,
         "bleu": bleu(state["params"]) if bleu else None,
