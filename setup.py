@@ -26,6 +26,7 @@ setup(
     "flax>=0.12",
     "optax>=0.2.8",
     "numpy>=2.0",
+    "scipy>=1.13",
     "absl-py>=2.1",
     "gin-config>=0.5",
     "seqio>=0.0.20",

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.protocols import Decoded, Draft, Model, Rounds
 from specdec_jax.sampling import Sampling, distribution
-from specdec_jax.speculative import speculative_sample
+from specdec_jax.speculative import accept_near_argmax, speculative_sample
 
 
 class _State(NamedTuple):
@@ -25,6 +25,7 @@ class _State(NamedTuple):
   draft: Any
   rounds: Rounds
   num_rounds: Array  # []
+  not_finite: Array  # [B]
 
 
 def _no_draft(vocab_size: int) -> Draft:
@@ -95,16 +96,15 @@ def speculative_decode(
 def _decode(
   target, draft, target_params, draft_params, prompt, rng, limit, sampling, lenience, eos_id
 ) -> Decoded:
-  if limit < 1:
-    raise InputError(f"max_new_tokens is {limit}; it must be at least 1.")
+  require_count("max_new_tokens", limit)
   batch, gamma = prompt.shape[0], draft.gamma
-  first, length = target.begin(prompt)
+  first, begins = target.begin(prompt)
   # A row at the limit may still write one block: buffer and caches have gamma + 1 slots to spare.
   num_slots = first.shape[1] + limit + gamma + 1
-  last = length + limit
+  last = begins + limit
   state = _State(
     tokens=jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1]))),
-    length=length,
+    length=begins,
     done=jnp.zeros(batch, bool),
     target=target.start(target_params, prompt, num_slots),
     draft=draft.start(draft_params, prompt, num_slots),
@@ -115,6 +115,7 @@ def _decode(
       num_emitted=jnp.zeros((limit, batch), jnp.int32),
     ),
     num_rounds=jnp.zeros((), jnp.int32),
+    not_finite=jnp.full(batch, -1, jnp.int32),
   )
 
   def one_round(s: _State) -> _State:
@@ -130,6 +131,8 @@ def _decode(
     block = jnp.concatenate([newest, guesses], axis=1)
     logits, cache = target.extend(target_params, s.target, block)
     p = distribution(logits, sampling)
+    if sampling.temperature == 0 and lenience < 1:
+      p = p.at[:, :-1].set(accept_near_argmax(p[:, :-1], logits[:, :-1], guesses, lenience))
 
     # Accept: n guesses and one token more.
     n, next_token = speculative_sample(judge_rng, guesses, q, p, lenience)
@@ -141,24 +144,38 @@ def _decode(
     is_eos = (emitted == eos_id) & (i <= n[:, None])
     num_emitted = jnp.where(is_eos.any(axis=1), is_eos.argmax(axis=1), n) + 1
     num_emitted = jnp.minimum(num_emitted, last - s.length)
-    num_emitted = jnp.where(s.done, 0, num_emitted)
+    # A round with a NaN in it is not to be believed: it emits nothing and ends its row.
+    finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1) & jnp.isfinite(q.sum(axis=(1, 2)))
+    num_emitted = jnp.where(s.done | ~finite, 0, num_emitted)
     ends_in_eos = (is_eos & (i < num_emitted[:, None])).any(axis=1)
     length = s.length + num_emitted
     record = Rounds(guesses, n, next_token, num_emitted)
     return _State(
       tokens=_write(s.tokens, emitted, s.length, num_emitted),
       length=length,
-      done=s.done | ends_in_eos | (length >= last),
+      done=s.done | ends_in_eos | (length >= last) | ~finite,
       target=cache.replace(length=length - 1),
       draft=draft_state,
       rounds=jax.tree.map(lambda all_, new: all_.at[s.num_rounds].set(new), s.rounds, record),
       num_rounds=s.num_rounds + 1,
+      not_finite=jnp.where(s.done | finite, s.not_finite, s.length - begins),
     )
 
   s = lax.while_loop(lambda s: ~s.done.all(), one_round, state)
   new = first.shape[1] + jnp.arange(limit)
   tokens = jnp.where(new < s.length[:, None], s.tokens[:, new], 0)
-  return Decoded(tokens, s.length - length, s.rounds, s.num_rounds)
+  return Decoded(tokens, s.length - begins, s.rounds, s.num_rounds, s.not_finite)
+
+
+def require_finite(decoded: Decoded) -> Decoded:
+  """The same, or an InputError that names the first row whose models gave NaN or infinity."""
+  for row, token in enumerate(decoded.not_finite.tolist()):
+    if token >= 0:
+      raise InputError(
+        f"row {row} of a batch cannot be decoded past token {token}: the target's logits or the "
+        "draft's probabilities there are NaN or infinite; look for damaged weights, or use float32."
+      )
+  return decoded
 
 
 def _write(tokens: Array, block: Array, at: Array, count: Array) -> Array:

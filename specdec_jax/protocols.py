@@ -90,9 +90,12 @@ class Decoded(NamedTuple):
     lengths: [B] tokens in each row, EOS counted.
     rounds: one record a round.
     num_rounds: [], rounds that ran; each is one pass of the target.
+    not_finite: [B], the token that was not decoded because a logit of the target or a probability
+      of the draft was NaN or infinite; -1 if all were finite. The row ends before it.
   """
 
   tokens: Array
   lengths: Array
   rounds: Rounds
   num_rounds: Array
+  not_finite: Array

@@ -63,6 +63,8 @@ class Record:
     baseline_tokens_per_s: total tokens / total seconds.
     speculative_tokens_per_s: total tokens / total seconds.
     speedup: total seconds / total seconds.
+    total_variation: between the target's distribution and that of a token guessed and judged,
+      averaged over alpha's text: what lenience changes; 0 up to rounding at lenience 1.
     identical: whether the outputs are the baseline's, token for token.
     jax_version: that ran.
     specdec_version: that ran.
@@ -108,6 +110,7 @@ class Record:
   baseline_tokens_per_s: float | None = None
   speculative_tokens_per_s: float | None = None
   speedup: float | None = None
+  total_variation: float | None = None
   identical: bool | None = None
   jax_version: str | None = None
   specdec_version: str | None = __version__
@@ -136,19 +139,29 @@ def key(record: Record) -> tuple:
   return tuple(getattr(record, name) for name in _SETTINGS)
 
 
-def open_results(output_dir: str | os.PathLike) -> str:
-  """The path of `results.jsonl` in `output_dir`, both made if need be: fails now, not after hours.
+@contextlib.contextmanager
+def open_results(output_dir: str | os.PathLike) -> Iterator[str]:
+  """The path of `results.jsonl` in `output_dir`, for this run alone while the context lasts.
 
-  Half a line that a killed run left at its end is dropped, with a warning.
+  Both are made if need be: what cannot be written fails now, not after hours. Half a line that a
+  killed run left at its end is dropped, with a warning.
 
   Raises:
+    InputError: another run has the folder.
     OSError: the folder or the file cannot be written.
   """
   os.makedirs(output_dir, exist_ok=True)
   path = os.path.join(output_dir, "results.jsonl")
-  with _locked(path) as fd:
-    _drop_torn_line(fd, path)
-  return path
+  with open(os.path.join(output_dir, ".lock"), "a") as lock:
+    try:  # the kernel frees it when the run ends, however it ends
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise InputError(
+        f"another run is writing to {output_dir}; wait for it to end, or choose another OUTPUT_DIR."
+      ) from error
+    with _locked(path) as fd:
+      _drop_torn_line(fd, path)
+    yield path
 
 
 def append(path: str | os.PathLike, record: Record) -> None:

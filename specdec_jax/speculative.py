@@ -54,9 +54,43 @@ def speculative_sample(
   # the bonus token's p_{G+1}.
   at_next = lambda probs: jnp.take_along_axis(probs, num_accepted[:, None, None], axis=1)[:, 0]
   q = jnp.pad(draft_probs, ((0, 0), (0, 1), (0, 0)))
-  p_next = at_next(target_probs)
-  residual = jnp.maximum(p_next - lenience * at_next(q), 0.0)
-  # p = q up to rounding can leave no residual at all; a refusal then had probability 0 up to
-  # rounding, and p itself is the right limit.
-  residual = jnp.where(residual.sum(axis=-1, keepdims=True) > 0, residual, p_next)
-  return Verdict(num_accepted, sample(next_rng, residual))
+  weights = residual(at_next(target_probs), at_next(q), lenience)
+  return Verdict(num_accepted, sample(next_rng, weights))
+
+
+def residual(p: Array, q: Array, lenience: float = 1.0) -> Array:
+  """Weights [..., V] of the token that replaces a refused guess: max(0, p - l q) (Section 2.3).
+
+  p = q up to rounding can leave nothing at all; a refusal then had probability 0 up to rounding,
+  and p itself is the right limit.
+  """
+  left = jnp.maximum(p - lenience * q, 0.0)
+  return jnp.where(left.sum(axis=-1, keepdims=True) > 0, left, p)
+
+
+def emitted_distribution(p: Array, q: Array, lenience: float = 1.0) -> Array:
+  """Distribution [..., V] of what one guess from q and its judgement emit: p itself if l = 1.
+
+  min(q, p / l) + (1 - sum min(q, p / l)) norm(residual), which never exceeds p / l (Appendix A.5).
+  """
+  accepted = jnp.minimum(q, p / lenience)
+  weights = residual(p, q, lenience)
+  refused = 1 - accepted.sum(axis=-1, keepdims=True)
+  return accepted + refused * weights / weights.sum(axis=-1, keepdims=True)
+
+
+def accept_near_argmax(p: Array, logits: Array, guesses: Array, lenience: float) -> Array:
+  """Argmax with lenience: the target agrees to any guess with p(x) >= l max p (Appendix A.5).
+
+  Args:
+    p: one-hots of the target's argmax, [..., V].
+    logits: what they were made of, [..., V]; the rule compares their softmax.
+    guesses: [...].
+    lenience: l in (0, 1].
+
+  Returns:
+    p, with the guess in place of the argmax wherever the guess is near enough.
+  """
+  of_guess = jnp.take_along_axis(logits, guesses[..., None], axis=-1)
+  near = of_guess >= logits.max(axis=-1, keepdims=True) + jnp.log(lenience)
+  return jnp.where(near, jax.nn.one_hot(guesses, logits.shape[-1]), p)

@@ -32,7 +32,7 @@ LAYERS = {
   "training": FLAX | {"optax", "orbax", "rich"},
   "records": set(),
   "reporting": {"numpy", "rich", "matplotlib"},
-  "experiments": FLAX | {"rich", "sacrebleu", "torch", "transformers"},
+  "experiments": FLAX | {"rich", "sacrebleu", "scipy", "torch", "transformers"},
   "t5x_model": FLAX | {"t5x"},
   "run": {"gin", "absl"},
 }

@@ -15,9 +15,10 @@ from specdec_jax.checkpoints.folder import load_model
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.experiments import measure as measuring
 from specdec_jax.experiments.alpha import (
-  acceptance_probabilities,
+  acceptance_and_change,
   mean_with_interval,
   measure_alpha,
+  teacher_forced_logits,
 )
 from specdec_jax.experiments.costs import Costs, interleaved_medians
 from specdec_jax.experiments.measure import measure
@@ -73,20 +74,48 @@ def probabilities(name, prompt, tokens, sampling):
 def test_beta_is_the_sum_of_the_smaller_probabilities(draft, sampling):
   pair = tiny_pair.pair(draft)
   prompt, output = decoded(RANDOM)
-  models = pair.target, pair.target_params, pair.draft, pair.draft_params
-  got = acceptance_probabilities(*models, prompt, output.tokens, sampling)
+  got, change = acceptance_and_change(*both_logits(pair, prompt, output.tokens), sampling)
   p = probabilities("target", prompt, output.tokens, sampling)
   q = probabilities(draft, prompt, output.tokens, sampling)
   want = np.minimum(p, q).sum(axis=-1)
   assert got.shape == (len(TEXTS), LIMIT) and 0.02 < want.mean() < 0.98
   np.testing.assert_allclose(got, want, atol=1e-4)
+  np.testing.assert_allclose(change, 0, atol=1e-5)  # without lenience nothing changes
+
+
+def both_logits(pair, prompt, tokens):
+  models = (pair.target, pair.target_params), (pair.draft, pair.draft_params)
+  return [teacher_forced_logits(*model, prompt, tokens) for model in models]
+
+
+@pytest.mark.parametrize("sampling", [RANDOM, GREEDY], ids=str)
+def test_lenience_accepts_more_and_says_what_it_changes(sampling):
+  pair = tiny_pair.pair()
+  prompt, output = decoded(RANDOM)
+  p = probabilities("target", prompt, output.tokens, RANDOM)
+  q = probabilities("near", prompt, output.tokens, sampling)
+  logits = both_logits(pair, prompt, output.tokens)
+  beta, change = {}, {}
+  for lenience in (1.0, 0.5, 0.1):
+    beta[lenience], change[lenience] = acceptance_and_change(*logits, sampling, lenience)
+    if sampling == RANDOM:
+      want = np.minimum(p / lenience, q).sum(axis=-1)
+    else:  # p before it is made an argmax, at the draft's guess
+      of_guess = np.take_along_axis(p, q.argmax(axis=-1)[..., None], axis=-1)[..., 0]
+      want = of_guess >= lenience * p.max(axis=-1)
+    np.testing.assert_allclose(beta[lenience], want, atol=1e-4)
+    # P(x) <= p(x) / l bounds the change; an argmax changes where it would have been refused.
+    most = 1 - lenience if sampling == RANDOM else beta[lenience] - beta[1.0]
+    assert (change[lenience] <= most + 1e-5).all()
+  means = [[x[lenience].mean() for lenience in (1.0, 0.5, 0.1)] for x in (beta, change)]
+  assert all(a < b < c for a, b, c in means)
 
 
 def test_alpha_is_a_rate_and_better_for_better_drafts():
   prompt, output = decoded(RANDOM)
   alphas = {}
   for name in ("random", "near", "target"):
-    alphas[name] = measure_alpha(tiny_pair.pair(name), [prompt], [output], RANDOM)
+    alphas[name], _ = measure_alpha(tiny_pair.pair(name), [prompt], [output], RANDOM)
     assert 0 <= alphas[name].low <= alphas[name].mean <= alphas[name].high <= 1 + 1e-6
   assert alphas["random"].mean < alphas["near"].mean < alphas["target"].mean
   assert alphas["target"].low == pytest.approx(1, abs=1e-5)
@@ -98,11 +127,11 @@ def test_alpha_is_of_the_tokens_generated_and_no_others():
   prompt, output = decoded(RANDOM)
   lengths = np.array([[3, 10, 1], [7, 2, 2]])
   batches = [output._replace(lengths=row) for row in lengths]
-  models = pair.target, pair.target_params, pair.draft, pair.draft_params
-  beta = np.asarray(acceptance_probabilities(*models, prompt, output.tokens, RANDOM))
+  beta, _ = acceptance_and_change(*both_logits(pair, prompt, output.tokens), RANDOM)
   rows = zip([*beta, *beta], lengths.ravel(), strict=True)
   want = np.concatenate([row[:n] for row, n in rows])
-  assert measure_alpha(pair, [prompt] * 2, batches, RANDOM).mean == pytest.approx(want.mean())
+  alpha, _ = measure_alpha(pair, [prompt] * 2, batches, RANDOM)
+  assert alpha.mean == pytest.approx(want.mean())
 
 
 def test_interval_covers_the_truth_about_95_times_in_100():
@@ -144,7 +173,9 @@ def rounds_of(rows, gamma, limit):
       guesses[r, b], rest[:, r, b] = x, (n, next_token, emitted)
       text += [*x[:n], next_token][:emitted]
     tokens[b, : len(text)], lengths[b] = text, len(text)
-  return Decoded(tokens, lengths, Rounds(guesses, *rest), np.array(most))
+  return Decoded(
+    tokens, lengths, Rounds(guesses, *rest), np.array(most), -np.ones(len(lengths), int)
+  )
 
 
 # gamma 3, limit 6, EOS 1.
@@ -245,8 +276,8 @@ def test_interleaved_calls_run_in_turn_and_give_their_last_results():
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
   """The file of a greedy run with a draft that knows nothing."""
-  path = records.open_results(tmp_path_factory.mktemp("measure"))
-  measure_it(path)
+  with records.open_results(tmp_path_factory.mktemp("measure")) as path:
+    measure_it(path)
   return path
 
 
@@ -279,7 +310,7 @@ def test_numbers_of_a_record_agree_with_each_other(results):
   assert 0 <= r.alpha_low <= r.alpha <= r.alpha_high <= 1
   assert 0 <= r.acceptance_rate <= 1
   assert 0 < r.rounds <= r.num_tokens <= LIMIT * len(TEXTS)
-  assert min(r.target_step_ms, r.draft_step_ms, r.verify_ms) > 0  # finite, as JSON has it
+  assert min(r.target_step_ms, r.verify_ms) > 0 and np.isfinite(r.draft_step_ms)
   assert min(r.target_start_ms, r.draft_start_ms, r.seconds) > 0
   assert r.tokens_per_round == pytest.approx(r.num_tokens / r.rounds)
   assert r.c == pytest.approx(r.draft_step_ms / r.target_step_ms)
@@ -324,8 +355,8 @@ def test_batches_and_samples_leave_open_what_cannot_be_said(tmp_path, monkeypatc
     target_step=0.010, draft_step=0.001, verify=0.016, target_start=0.1, draft_start=0.01
   )
   monkeypatch.setattr(measuring, "measure_costs", lambda *args: costs)
-  path = records.open_results(tmp_path)
-  (record,) = measure_it(path, samplings=[RANDOM], draft="target", batch_size=3)
+  with records.open_results(tmp_path) as path:
+    (record,) = measure_it(path, samplings=[RANDOM], draft="target", batch_size=3)
   assert not_measured(record) == ["predicted_text", "identical"]
   # The target as its own draft: every guess stands.
   assert record.alpha == pytest.approx(1, abs=1e-5) and record.acceptance_rate == 1

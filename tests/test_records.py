@@ -197,19 +197,30 @@ def test_missing_skips_what_was_recorded_whatever_was_measured(path):
 
 
 def test_open_results_makes_the_folder_and_mends_the_file(tmp_path):
-  path = records.open_results(tmp_path / "a" / "b")
-  assert records.read(path) == []
-  records.append(path, setting())
+  with records.open_results(tmp_path / "a" / "b") as path:
+    assert records.read(path) == []
+    records.append(path, setting())
   with open(path, "a") as f:
     f.write('{"task": ')
   with pytest.warns(UserWarning, match="dropped 9 characters"):
-    assert records.open_results(tmp_path / "a" / "b") == path
+    with records.open_results(tmp_path / "a" / "b") as again:
+      assert again == path
   assert records.read(path) == [setting()]
+
+
+def test_two_runs_cannot_share_a_folder(tmp_path):
+  with records.open_results(tmp_path):
+    with pytest.raises(InputError, match="another run is writing to"):
+      with records.open_results(tmp_path):
+        pass
+  with records.open_results(tmp_path):  # free again
+    pass
 
 
 def test_open_results_fails_at_once_where_it_cannot_write(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(NotADirectoryError):
-    records.open_results(tmp_path / "file" / "results")
+    with records.open_results(tmp_path / "file" / "results"):
+      pass
   with pytest.raises(FileNotFoundError):
     records.read(tmp_path / "nothing.jsonl")

@@ -28,7 +28,7 @@ def of_rounds(*rows, gamma=3):
   guesses, n, next_token, emitted = (
     np.array([[row[r][field] for row in rows] for r in range(most)]) for field in range(4)
   )
-  return Decoded(None, emitted.sum(axis=0), Rounds(guesses, n, next_token, emitted), most)
+  return Decoded(None, emitted.sum(axis=0), Rounds(guesses, n, next_token, emitted), most, None)
 
 
 def read(decoded, row=0):

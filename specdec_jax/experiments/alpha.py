@@ -10,6 +10,7 @@ from jax import Array
 
 from specdec_jax.protocols import Model
 from specdec_jax.sampling import Sampling, distribution
+from specdec_jax.speculative import accept_near_argmax, emitted_distribution
 
 
 class Estimate(NamedTuple):
@@ -20,24 +21,37 @@ class Estimate(NamedTuple):
   high: float
 
 
-@functools.partial(jax.jit, static_argnames=("target", "draft", "sampling"))
-def acceptance_probabilities(
-  target: Model, target_params, draft: Model, draft_params, prompt: Array, tokens: Array, sampling
-) -> Array:
-  """beta = sum_x min(p(x), q(x)) before each token of a text (Theorem 5).
-
-  One parallel pass of each model over prompt [B, P] and tokens [B, T]; returns [B, T].
-  """
-  first, _ = target.begin(prompt)
+@functools.partial(jax.jit, static_argnames=("model",))
+def teacher_forced_logits(model: Model, params, prompt: Array, tokens: Array) -> Array:
+  """Logits [B, T, V] before each of tokens [B, T], in one parallel pass."""
+  first, _ = model.begin(prompt)
   text = jnp.concatenate([first, tokens], axis=1)[:, :-1]
+  cache = model.start(params, prompt, text.shape[1])
+  cache = cache.replace(length=jnp.zeros_like(cache.length))
+  return model.extend(params, cache, text)[0][:, first.shape[1] - 1 :]
 
-  def probs(model, params):
-    cache = model.start(params, prompt, text.shape[1])
-    cache = cache.replace(length=jnp.zeros_like(cache.length))
-    logits, _ = model.extend(params, cache, text)
-    return distribution(logits[:, first.shape[1] - 1 :], sampling)
 
-  return jnp.minimum(probs(target, target_params), probs(draft, draft_params)).sum(axis=-1)
+@functools.partial(jax.jit, static_argnames=("sampling", "lenience"))
+def acceptance_and_change(
+  target_logits: Array, draft_logits: Array, sampling: Sampling, lenience: float = 1.0
+) -> tuple[Array, Array]:
+  """beta, the chance that a guess is accepted (Theorem 5; Appendix A.5), and what lenience does.
+
+  Args:
+    target_logits: [..., V].
+    draft_logits: [..., V].
+    sampling: how both are adjusted.
+    lenience: l.
+
+  Returns:
+    sum_x min(p / l, q) and the total variation distance of what is emitted from p, each [...].
+  """
+  p, q = distribution(target_logits, sampling), distribution(draft_logits, sampling)
+  if sampling.temperature == 0 and lenience < 1:
+    own, p = p, accept_near_argmax(p, target_logits, q.argmax(axis=-1), lenience)
+    return (p * q).sum(axis=-1), jnp.abs(p - own).sum(axis=-1) / 2
+  change = jnp.abs(emitted_distribution(p, q, lenience) - p).sum(axis=-1) / 2
+  return jnp.minimum(p / lenience, q).sum(axis=-1), change
 
 
 def mean_with_interval(rows: list[np.ndarray], seed: int = 0, resamples: int = 2000) -> Estimate:
@@ -50,18 +64,29 @@ def mean_with_interval(rows: list[np.ndarray], seed: int = 0, resamples: int = 2
   return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
 
 
-def measure_alpha(pair, prompts, decoded, sampling: Sampling) -> Estimate:
-  """Alpha of a pair over what its target generated.
+def measure_alpha(
+  pair, prompts, decoded, sampling: Sampling, lenience: float = 1.0
+) -> tuple[Estimate, float]:
+  """Alpha of a pair over what its target generated, and how far lenience moves each token.
 
   Args:
     pair: see `pairs.Pair`.
     prompts: source tokens [B, P] of each batch.
     decoded: the target's own outputs for each of them (`autoregressive_decode`).
     sampling: how both models' logits are adjusted.
+    lenience: l.
+
+  Returns:
+    alpha with its interval, and the mean total variation distance from the target's distribution
+    of a token that was guessed and judged.
   """
-  models = pair.target, pair.target_params, pair.draft, pair.draft_params
-  rows = []
+  betas, changes = [], []
   for prompt, output in zip(prompts, decoded):
-    beta = acceptance_probabilities(*models, prompt, output.tokens, sampling)
-    rows += [b[:n] for b, n in zip(np.asarray(beta), np.asarray(output.lengths))]
-  return mean_with_interval(rows)
+    logits = (
+      teacher_forced_logits(model, params, prompt, output.tokens)
+      for model, params in ((pair.target, pair.target_params), (pair.draft, pair.draft_params))
+    )
+    beta, change = map(np.asarray, acceptance_and_change(*logits, sampling, lenience))
+    betas += [row[:n] for row, n in zip(beta, np.asarray(output.lengths))]
+    changes += [row[:n] for row, n in zip(change, np.asarray(output.lengths))]
+  return mean_with_interval(betas), float(np.concatenate(changes).mean())

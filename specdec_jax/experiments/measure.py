@@ -11,6 +11,7 @@ import jax
 
 from specdec_jax import records, theory
 from specdec_jax.drafts.model import model_draft
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.alpha import measure_alpha
 from specdec_jax.experiments.costs import Costs, measure_costs
 from specdec_jax.experiments.speed import (
@@ -35,6 +36,7 @@ def measure(
   max_new_tokens: int = 64,
   repeats: int = 5,
   seed: int = 0,
+  lenience: float = 1.0,
   progress: Callable[[Sampling, int, int], None] = lambda sampling, done, total: None,
 ) -> list[Record]:
   """Append a record to file `results` for each sampling and gamma that it lacks.
@@ -49,11 +51,16 @@ def measure(
     max_new_tokens: limit for each row.
     repeats: of each timed decode, interleaved.
     seed: of all sampling.
+    lenience: l of Appendix A.5; 1 for exactness.
     progress: called with the sampling, and how many of all batches are done.
 
   Returns:
     The records of all these settings, measured now or before.
   """
+  require_count("batch_size", batch_size)
+  require_count("repeats", repeats)
+  if not (texts and gammas):
+    raise InputError("There is nothing to measure: no texts, or no gammas.")
   prompts = [pair.prompt(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
   device = jax.devices()[0]
   settings = [
@@ -65,6 +72,7 @@ def measure(
       top_k=sampling.top_k,
       top_p=sampling.top_p,
       gamma=gamma,
+      lenience=lenience,
       batch_size=batch_size,
       num_examples=len(texts),
       inputs=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
@@ -102,9 +110,11 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
     max_new_tokens,
     repeats,
     settings[0].seed,
+    settings[0].lenience,
     progress=lambda done: progress(sampling, done, len(prompts)),
   )
-  alpha = measure_alpha(pair, prompts, speed.baseline, sampling)
+  lenience = settings[0].lenience
+  alpha, change = measure_alpha(pair, prompts, speed.baseline, sampling, lenience)
   widths = collections.Counter(prompt.shape for prompt in prompts)
   typical = next(p for p in prompts if p.shape == widths.most_common(1)[0][0])
   for setting in settings:
@@ -136,6 +146,7 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
       baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
       speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
       speedup=speed.speedup(gamma),
+      total_variation=change,
       identical=identical(speed.baseline, outputs) if sampling.temperature == 0 else None,
       seconds=time.perf_counter() - since,
     )

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from specdec_jax.experiments.speedup import speedup
+from specdec_jax.errors import InputError
+from specdec_jax.experiments.speedup import show_speedup
 from specdec_jax.experiments.translate import decode_lines
 from specdec_jax.pairs import Pair
 from specdec_jax.records import open_results
@@ -35,8 +36,23 @@ def quickstart(
     max_new_tokens: limit for a translation.
     repeats: of each timed decode, interleaved.
   """
-  gamma = gammas[len(gammas) // 2]
-  open_results(output_dir)  # a folder that cannot be written is told now, not after the work
+  if not (sentences and gammas):
+    raise InputError("There is nothing to show: no sentences, or no gammas.")
+  # A folder that cannot be written is told now, not after the work.
+  with open_results(output_dir) as results:
+    _show_rounds(pair, sentences, gammas[len(gammas) // 2], show_rounds, max_new_tokens)
+    show_speedup(
+      pair,
+      sentences,
+      results,
+      [Sampling(temperature=t) for t in temperatures],
+      gammas,
+      max_new_tokens=max_new_tokens,
+      repeats=repeats,
+    )
+
+
+def _show_rounds(pair: Pair, sentences, gamma: int, show_rounds: int, max_new_tokens: int) -> None:
   console = Console()
   console.print(Text.assemble("A line is a round: ", LEGEND, f" (gamma {gamma}, argmax)\n"))
   batches = decode_lines(pair, sentences, Sampling(temperature=0.0), gamma, 1, max_new_tokens)
@@ -49,12 +65,3 @@ def quickstart(
       length, rounds = int(decoded[0].lengths[0]), int(decoded[0].num_rounds)
       console.print(f"    {length} tokens from {rounds} passes of the target\n")
   console.print()
-  speedup(
-    pair,
-    sentences,
-    output_dir,
-    gammas=gammas,
-    temperatures=temperatures,
-    max_new_tokens=max_new_tokens,
-    repeats=repeats,
-  )

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.experiments.costs import interleaved_medians
 from specdec_jax.pairs import Pair
@@ -104,7 +104,7 @@ def measure_speed(
 
     calls = [plain, *(lambda g=g, f=speculate: f(g) for g in gammas)]
     medians, outputs = interleaved_medians(calls, repeats)
-    outputs = jax.device_get(outputs)
+    outputs = [require_finite(decoded) for decoded in jax.device_get(outputs)]
     baseline.append(outputs[0])
     for gamma, output in zip(gammas, outputs[1:]):
       speculative[gamma].append(output)

@@ -23,6 +23,7 @@ def speedup(
   max_new_tokens: int = 64,
   repeats: int = 5,
   seed: int = 0,
+  lenience: float = 1.0,
 ) -> None:
   """Measure a pair on texts, print a table and append to `results.jsonl`.
 
@@ -36,12 +37,10 @@ def speedup(
     max_new_tokens: limit for each.
     repeats: of each timed decode, interleaved.
     seed: of all sampling.
+    lenience: l of Appendix A.5; below 1 the output is no longer the target's own.
   """
-  console = Console(markup=False)
-  results = open_results(output_dir)
-  with Progress(console=Console(stderr=True), transient=True) as bar:
-    task = bar.add_task("measuring")
-    records = measure(
+  with open_results(output_dir) as results:
+    show_speedup(
       pair,
       texts,
       results,
@@ -51,6 +50,29 @@ def speedup(
       max_new_tokens=max_new_tokens,
       repeats=repeats,
       seed=seed,
+      lenience=lenience,
+    )
+
+
+def show_speedup(
+  pair: Pair,
+  texts: Sequence[str],
+  results: str,
+  samplings: Sequence[Sampling],
+  gammas: Sequence[int],
+  **settings,
+) -> None:
+  """Measure a pair on texts into file `results` and print the table; `settings` as `measure`."""
+  console = Console(markup=False)
+  with Progress(console=Console(stderr=True), transient=True) as bar:
+    task = bar.add_task("measuring")
+    records = measure(
+      pair,
+      texts,
+      results,
+      samplings,
+      gammas,
+      **settings,
       progress=lambda sampling, done, total: bar.update(
         task,
         description=f"measuring at temperature {sampling.temperature:g}",

@@ -1,0 +1,337 @@
+"""The checker passes what is exact and fails every planted fault, at temperature 0 or above it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+
+from specdec_jax import decoding
+from specdec_jax.decoding import speculative_decode
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.errors import InputError
+from specdec_jax.experiments.check_exactness import (
+  check_exactness,
+  compare_argmax,
+  compare_samples,
+  decoder,
+  rounds_of_self_draft,
+)
+from specdec_jax.experiments.joint import Comparison, compare, cut_into_cells
+from specdec_jax.experiments.ties import Divergence, first_divergences
+from specdec_jax.protocols import Draft, Verdict
+from specdec_jax.sampling import Sampling, distribution, sample
+
+GREEDY = Sampling(temperature=0.0)
+SAMPLINGS = {
+  "temperature 1": Sampling(),
+  "temperature 0.6": Sampling(temperature=0.6),
+  "top-k": Sampling(top_k=10),
+  "top-p": Sampling(top_p=0.7),
+}
+TEXTS = tiny_pair.SENTENCES[:4]
+GAMMA = 2
+LEVEL = 1e-6  # of each comparison: a correct program fails it this often
+
+sampled = functools.partial(
+  compare_samples,
+  tiny_pair.pair(),
+  TEXTS,
+  batch_size=4,
+  samples_per_text=400,
+  num_tokens=4,
+  seed=0,
+)
+argmax = functools.partial(
+  compare_argmax, tiny_pair.pair(), TEXTS, gamma=GAMMA, batch_size=4, max_new_tokens=12
+)
+
+
+# What is exact passes.
+
+
+@pytest.mark.parametrize("gamma", [0, GAMMA])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_exact_samples_pass(name, gamma):
+  # 1,600 outputs: finds a total variation of 0.15 nine times in ten.
+  sampling = SAMPLINGS[name]
+  joint = sampled(sampling=sampling, decode=decoder(tiny_pair.pair(), sampling, gamma))
+  assert joint.p_value > LEVEL and joint.num_impossible == 0
+  assert joint.num_samples == 1600 and joint.num_cells > 40
+  assert joint.detectable(LEVEL) < 0.15
+
+
+def test_exact_argmax_passes():
+  plain, ours = (decoder(tiny_pair.pair(), GREEDY, gamma) for gamma in (0, GAMMA))
+  assert argmax(plain=plain, speculative=ours) == []
+
+
+def test_the_target_as_its_own_draft_takes_the_fewest_rounds():
+  rounds, fewest = rounds_of_self_draft(tiny_pair.pair(), TEXTS, GAMMA, 4, 12)
+  assert rounds == fewest and fewest >= len(TEXTS)
+
+
+# Planted faults. A fault is a change of one part of the loop.
+
+
+def fault_of_judging(monkeypatch, judge):
+  """The loop with another `speculative_sample`."""
+  monkeypatch.setattr(decoding, "speculative_sample", judge)
+
+
+def judge_with(accept=lambda u, q, p: u * q < p, residual=lambda p, q: jnp.maximum(p - q, 0)):
+  """Algorithm 1, with places for a fault."""
+
+  def judge(rng, x, q, p, lenience=1.0):
+    keys = jax.vmap(lambda key: jax.random.split(key, 2), out_axes=1)(rng)
+    u = jax.vmap(lambda key: jax.random.uniform(key, x.shape[1:]))(keys[0])
+    of_x = lambda probs: jnp.take_along_axis(probs, x[..., None], axis=-1)[..., 0]
+    n = jnp.cumprod(accept(u, of_x(q), of_x(p[:, :-1])), axis=1).sum(axis=1)
+    at_n = lambda probs: jnp.take_along_axis(probs, n[:, None, None], axis=1)[:, 0]
+    weights = residual(at_n(p), at_n(jnp.pad(q, ((0, 0), (0, 1), (0, 0)))))
+    weights = jnp.where(weights.sum(axis=-1, keepdims=True) > 0, weights, at_n(p))
+    return Verdict(n, sample(keys[1], weights))
+
+  return judge
+
+
+def drops_bonus(rng, x, q, p, lenience=1.0):
+  """After a round of accepted guesses the last of them is emitted as if it were the correction."""
+  n, next_token = judge_with()(rng, x, q, p)
+  all_stand = n == x.shape[1]
+  return Verdict(n - all_stand, jnp.where(all_stand, x[:, -1], next_token))
+
+
+def bonus_of_the_guess_before(rng, x, q, p, lenience=1.0):
+  """The bonus token is drawn from the last guess's distribution, not from the one after it."""
+  return judge_with()(rng, x, q, p.at[:, -1].set(p[:, -2]))
+
+
+def unnormalised(p, q):
+  """Residual whose missing mass falls to the last token, as inversion without its total has it."""
+  left = jnp.maximum(p - q, 0)
+  return left.at[:, -1].add(1 - left.sum(axis=-1))
+
+
+JUDGES = {
+  "none": judge_with(),
+  "accepts when p < q": judge_with(accept=lambda u, q, p: u * p < q),
+  "accepts whatever p says": judge_with(accept=lambda u, q, p: u < 2),
+  "p instead of the residual": judge_with(residual=lambda p, q: p),
+  "residual not normalised": judge_with(residual=unnormalised),
+  "bonus of the guess before": bonus_of_the_guess_before,
+}
+
+
+def with_draft(change, sampling):
+  """Speculation whose draft is changed by `change`: (guesses, q, state) -> the same."""
+  pair = tiny_pair.pair()
+  good = model_draft(pair.draft, sampling, GAMMA)
+  changed = Draft(good.start, lambda *args: change(*good.propose(*args)), GAMMA)
+  params = pair.target_params, pair.draft_params
+  return functools.partial(speculative_decode, pair.target, changed, *params, sampling=sampling)
+
+
+def with_target(extend):
+  """A pair whose target reads by `extend`: (model, params, cache, tokens) -> (logits, cache)."""
+  pair = tiny_pair.pair()
+  return pair._replace(target=pair.target._replace(extend=functools.partial(extend, pair.target)))
+
+
+@pytest.mark.parametrize("fault", JUDGES)
+def test_faults_of_judging_are_caught(monkeypatch, fault):
+  fault_of_judging(monkeypatch, JUDGES[fault])
+  pair = tiny_pair.pair()
+  fresh = with_draft(lambda *proposal: proposal, SAMPLINGS["temperature 1"])  # nothing compiled yet
+  joint = sampled(sampling=SAMPLINGS["temperature 1"], decode=fresh)
+  assert (joint.p_value > LEVEL) == (fault == "none"), (fault, joint)
+  assert pair is tiny_pair.pair()
+
+
+def test_a_dropped_bonus_is_caught(monkeypatch):
+  """Its output is right, so only the count of rounds can tell."""
+  jax.clear_caches()
+  fault_of_judging(monkeypatch, drops_bonus)
+  rounds, fewest = rounds_of_self_draft(tiny_pair.pair(), TEXTS, GAMMA, 4, 12)
+  monkeypatch.undo()
+  jax.clear_caches()
+  assert rounds > 1.2 * fewest
+
+
+def test_uniforms_shared_by_draft_and_judge_are_caught(monkeypatch):
+  """The draft leaves behind what it drew its guess with, and the judge accepts by it."""
+  pair, sampling, left = tiny_pair.pair(), SAMPLINGS["temperature 1"], []
+  good = model_draft(pair.draft, sampling, 1)
+
+  def propose(params, state, tokens, length, rng):
+    _, q, state = good.propose(params, state, tokens, length, rng)
+    left[:] = [jax.vmap(lambda key: jax.random.uniform(key, (1,)))(rng)]
+    guesses = (jnp.cumsum(q, axis=-1) > left[0][..., None]).argmax(axis=-1)  # inversion
+    return guesses.astype(jnp.int32), q, state
+
+  judge_anew = judge_with(accept=lambda u, q, p: left[0] * q < p)
+  fault_of_judging(monkeypatch, judge_anew)
+  params = pair.target_params, pair.draft_params
+  draft = Draft(good.start, propose, 1)
+  decode = functools.partial(speculative_decode, pair.target, draft, *params, sampling=sampling)
+  assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
+
+
+def test_q_recomputed_without_temperature_is_caught():
+  sampling = SAMPLINGS["temperature 0.6"]
+  forget = lambda x, q, state: (x, distribution(0.6 * jnp.log(q), Sampling()), state)
+  assert sampled(sampling=sampling, decode=with_draft(forget, sampling)).p_value < LEVEL
+
+
+def test_truncation_on_one_side_only_is_caught(monkeypatch):
+  plainly = lambda logits, sampling: distribution(logits, Sampling(sampling.temperature))
+  monkeypatch.setattr(decoding, "distribution", plainly)
+  sampling = SAMPLINGS["top-p"]
+  joint = sampled(sampling=sampling, decode=with_draft(lambda *proposal: proposal, sampling))
+  assert joint.num_impossible > 0 and joint.p_value == 0
+
+
+def off_by_one(model, params, cache, tokens):
+  """After the first round the cache keeps one token too many."""
+  return model.extend(params, cache.replace(length=cache.length + (cache.length > 0)), tokens)
+
+
+def neighbours_cache(model, params, cache, tokens):
+  """Each row reads its source from the row before it, after the first round."""
+  late = (cache.length > 0)[:, None, None, None]
+  roll = lambda x: jnp.where(late, jnp.roll(x, 1, axis=0), x)
+  read = cache.replace(cross=jax.tree.map(roll, cache.cross), cross_bias=roll(cache.cross_bias))
+  logits, after = model.extend(params, read, tokens)
+  return logits, after.replace(cross=cache.cross, cross_bias=cache.cross_bias)
+
+
+@pytest.mark.parametrize("fault", [off_by_one, neighbours_cache])
+def test_faults_of_the_cache_are_caught_at_temperature_0(fault):
+  good, bad = tiny_pair.pair(), with_target(fault)
+  divergences = argmax(plain=decoder(good, GREEDY, 0), speculative=decoder(bad, GREEDY, GAMMA))
+  assert divergences and not all(d.is_tie for _, d in divergences)
+
+
+@pytest.mark.parametrize("fault", [off_by_one, neighbours_cache])
+def test_faults_of_the_cache_are_caught_in_samples(fault):
+  sampling = SAMPLINGS["temperature 1"]
+  decode = decoder(with_target(fault), sampling, GAMMA)
+  assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
+
+
+# Ties.
+
+
+def test_a_divergence_is_a_tie_when_rounding_can_swap_two_logits():
+  near = Divergence(0, 3, plain=5, speculative=6, gap=1.9e-6, rounding=1e-6)
+  assert near.is_tie and not near._replace(gap=2.1e-6).is_tie
+
+
+def test_a_divergence_is_found_where_it_is():
+  pair = tiny_pair.pair()
+  prompt = pair.prompt(TEXTS)
+  keys = jax.random.split(jax.random.key(0), len(TEXTS))
+  plain = np.asarray(decoder(pair, GREEDY, 0)(prompt, keys, max_new_tokens=9).tokens)
+  other = plain.copy()
+  other[2, 4:] = (plain[2, 4:] + 1) % 60
+  (found,) = first_divergences(pair.target, pair.target_params, prompt, plain, other, GAMMA + 1)
+  assert (found.row, found.position, found.plain, found.speculative) == (
+    *(2, 4),
+    *(plain[2, 4], other[2, 4]),
+  )
+  assert found.gap > 0.001 > 1e-4 > found.rounding and not found.is_tie
+
+
+# Cells.
+
+
+def test_cells_share_out_all_probability():
+  rng = np.random.default_rng(0)
+  tables = {}
+
+  def next_probs(prefixes):
+    return np.stack([tables.setdefault(p, rng.dirichlet(np.full(6, 0.5))) for p in prefixes])
+
+  cells = cut_into_cells(next_probs, num_samples=1000, num_tokens=3, eos_id=1)
+  assert sum(cells.values()) == pytest.approx(1)
+  assert any(len(prefix) == 3 for prefix in cells)
+  for prefix in cells:
+    assert 1 not in prefix[:-1] and len(prefix) <= 3
+    p = np.prod([tables[prefix[:i]][token] for i, token in enumerate(prefix)])
+    children = sum(tables[prefix][t] for t in range(6) if (*prefix, t) in cells)
+    whole = 1 if len(prefix) == 3 or prefix[-1:] == (1,) else 1 - children
+    assert cells[prefix] == pytest.approx(p * whole, abs=1e-12)
+    assert p * 1000 >= 5 - 1e-9
+
+
+def test_a_text_is_counted_in_its_longest_prefix():
+  cells = {(): 0.2, (3,): 0.3, (3, 4): 0.1, (5,): 0.4}
+  texts = [(3, 4)] * 10 + [(3, 9)] * 30 + [(5, 3)] * 40 + [(7, 7)] * 20
+  exact = compare(cells, texts)
+  assert exact == Comparison(0.0, 3, 100, 4, 0) and exact.p_value == 1
+  assert compare(cells, texts[10:] + [(7, 7)] * 10).statistic == pytest.approx(10 + 100 / 20)
+
+
+def test_cells_too_small_share_one():
+  cells = {(): 0.01, (3,): 0.02, (4,): 0.03, (5,): 0.94}
+  texts = [(5,)] * 94 + [(4,)] * 6
+  assert compare(cells, texts) == Comparison(0.0, 1, 100, 2, 0)
+  # Alone they would not do: the next larger joins them.
+  assert compare({(): 0.01, (3,): 0.99}, [(3,)] * 100).degrees == 0
+
+
+def test_an_impossible_text_is_a_fault_by_itself():
+  assert Comparison(0.0, 3, 100, 4, 1).p_value == 0
+
+
+# The run.
+
+
+def check(**changes):
+  settings = dict(
+    texts=TEXTS,
+    samplings=[GREEDY, Sampling(top_k=10)],
+    gammas=[GAMMA],
+    batch_sizes=[4],
+    max_new_tokens=12,
+    num_texts=4,
+    samples_per_text=100,
+  )
+  check_exactness(changes.pop("pair", tiny_pair.pair()), **{**settings, **changes})
+
+
+def test_a_good_pair_is_said_to_hold(capsys):
+  check()
+  said = capsys.readouterr().out
+  assert said.count("ok  ") == 3 and "FAIL" not in said
+  assert "3 of 3 settings hold, in float32 on cpu" in said
+  assert "4 of 4 texts identical" in said and "top-k 10, plain" in said
+  assert "400 outputs, first 4 tokens in" in said
+
+
+def test_a_fault_is_shown_and_ends_in_status_1(capsys, monkeypatch):
+  jax.clear_caches()
+  plainly = lambda logits, sampling: distribution(logits, Sampling(sampling.temperature))
+  monkeypatch.setattr(decoding, "distribution", plainly)
+  with pytest.raises(SystemExit) as ended:
+    check()
+  jax.clear_caches()
+  said = capsys.readouterr().out
+  assert ended.value.code == 1
+  assert said.count("FAIL") == 2 and "of them impossible" in said and "1 of 3 settings hold" in said
+
+
+@pytest.mark.parametrize(
+  "changes, words",
+  [
+    ({"texts": []}, "nothing to check"),
+    ({"level": 0.0}, "level is 0.0"),
+    ({"samples_per_text": 0}, "samples_per_text is 0"),
+    ({"batch_sizes": [0]}, "batch_sizes is 0"),
+  ],
+)
+def test_bad_input(changes, words):
+  with pytest.raises(InputError, match=words):
+    check(**changes)

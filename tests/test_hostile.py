@@ -1,0 +1,175 @@
+"""Conditions that break decoders: empty and padded sources, NaN, guesses that are no words."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.errors import InputError
+from specdec_jax.models.t5 import t5_model
+from specdec_jax.sampling import Sampling
+
+V = 24
+CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
+TARGET = t5_model(CONFIG)
+GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
+LIMIT = 12
+BOTH = pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "sampling"])
+
+
+@functools.cache
+def params():
+  return tiny.params(CONFIG, 12)
+
+
+@functools.cache
+def draft_params():
+  return tiny.near(params(), seed=9, noise=0.05)
+
+
+def keys(batch):
+  return jax.random.split(jax.random.key(0), batch)
+
+
+def speculate(prompt, sampling=GREEDY, draft=None, target=TARGET, gamma=3, **settings):
+  prompt = np.asarray(prompt, np.int32)
+  return jax.device_get(
+    speculative_decode(
+      target,
+      draft or model_draft(TARGET, sampling, gamma),
+      settings.pop("params", params()),
+      settings.pop("draft_params", draft_params()),
+      prompt,
+      settings.pop("rng", keys(len(prompt))),
+      max_new_tokens=LIMIT,
+      sampling=sampling,
+      **settings,
+    )
+  )
+
+
+def plain(prompt, target=TARGET, **settings):
+  prompt = np.asarray(prompt, np.int32)
+  return jax.device_get(
+    autoregressive_decode(
+      target,
+      settings.pop("params", params()),
+      prompt,
+      keys(len(prompt)),
+      max_new_tokens=LIMIT,
+      sampling=GREEDY,
+      **settings,
+    )
+  )
+
+
+@BOTH
+def test_an_empty_source_is_decoded_and_leaves_its_neighbours_alone(sampling):
+  """A source of padding only: nothing to attend to, which must not become 0 / 0."""
+  sources = tiny.sources(CONFIG, 0, 3)
+  with_empty = sources.copy()
+  with_empty[1] = 0
+  before, after = speculate(sources, sampling), speculate(with_empty, sampling)
+  assert (after.not_finite == -1).all() and after.lengths[1] >= 1
+  for row in (0, 2):
+    np.testing.assert_array_equal(after.tokens[row], before.tokens[row])
+  if sampling == GREEDY:
+    np.testing.assert_array_equal(after.tokens, plain(with_empty).tokens)
+
+
+@BOTH
+def test_padding_of_the_source_changes_nothing(sampling):
+  sources = tiny.sources(CONFIG, 0, 4)
+  wider = np.pad(sources, ((0, 0), (0, 9)))
+  np.testing.assert_array_equal(
+    speculate(wider, sampling).tokens, speculate(sources, sampling).tokens
+  )
+
+
+def test_a_draft_that_proposes_padding_changes_nothing():
+  sources = tiny.sources(CONFIG, 0, 4)
+  silent = tiny.scripted_draft(3, V)
+  got = speculate(sources, draft=silent, draft_params=np.zeros((4, 1), np.int32))
+  np.testing.assert_array_equal(got.tokens, plain(sources).tokens)
+
+
+def test_padded_rows_of_the_vocabulary_are_never_sampled():
+  """Rows V.. of the table are larger than any word's, as random or damaged ones may be."""
+  config = dataclasses.replace(CONFIG, padded_vocab_size=32)
+  padded = tiny.params(config, 12)
+  kernel = padded["decoder"]["logits_dense"]["kernel"]
+  padded["decoder"]["logits_dense"]["kernel"] = kernel.at[:, V:].multiply(100.0)
+  model = t5_model(config)
+  for sampling in (GREEDY, Sampling(5.0)):
+    draft = model_draft(model, sampling, 3)
+    got = speculate(
+      tiny.sources(config, 0, 16),
+      sampling,
+      draft=draft,
+      target=model,
+      params=padded,
+      draft_params=padded,
+    )
+    assert (got.tokens < V).all() and got.lengths.sum() > 32
+
+
+@pytest.mark.parametrize("target_dtype, draft_dtype", [("f4", "bfloat16"), ("bfloat16", "f4")])
+def test_models_of_different_dtypes_decode_together(target_dtype, draft_dtype):
+  sources = tiny.sources(CONFIG, 0, 4)
+  config = lambda dtype: dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype))
+  target, draft = t5_model(config(target_dtype)), t5_model(config(draft_dtype))
+  got = speculate(sources, draft=model_draft(draft, GREEDY, 3), target=target)
+  assert (got.not_finite == -1).all()
+  if target_dtype == "f4":  # bfloat16 may tie
+    np.testing.assert_array_equal(got.tokens, plain(sources).tokens)
+
+
+# Logits that are not finite.
+
+
+def breaking(position: int, row: int, value: float):
+  """The target, whose logits before token `position` of `row` hold `value` once."""
+
+  def extend(params, cache, tokens):
+    at = cache.length[:, None] + jnp.arange(tokens.shape[1])  # tokens before it, less the first
+    logits, cache = TARGET.extend(params, cache, tokens)
+    here = (at == position) & (jnp.arange(len(tokens)) == row)[:, None]
+    return logits.at[..., 5].set(jnp.where(here, value, logits[..., 5])), cache
+
+  return TARGET._replace(extend=extend)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("speculation", [False, True])
+def test_logits_that_are_not_finite_end_their_row_and_no_other(speculation, value):
+  sources = tiny.sources(CONFIG, 0, 3)
+  good = plain(sources)
+  row, position = int(good.lengths.argmax()), 4
+  assert good.lengths[row] > position
+  broken = breaking(position, row, value)
+  got = (speculate if speculation else plain)(sources, target=broken)
+  others = np.arange(3) != row
+  np.testing.assert_array_equal(got.tokens[others], good.tokens[others])
+  assert (got.not_finite[others] == -1).all()
+  # A block that holds it is dropped whole: the row ends there, or a few tokens before.
+  ends = got.lengths[row]
+  assert got.not_finite[row] == ends <= position and (speculation or ends == position)
+  np.testing.assert_array_equal(got.tokens[row, :ends], good.tokens[row, :ends])
+  with pytest.raises(InputError, match=rf"row {row} .* past token {ends}.* NaN or infinite"):
+    require_finite(got)
+  assert require_finite(good) is good
+
+
+def test_a_draft_that_is_not_finite_is_said():
+  sources = tiny.sources(CONFIG, 0, 3)
+  damaged = jax.tree.map(lambda x: x * np.nan, draft_params())
+  got = speculate(sources, RANDOM, draft_params=damaged)
+  assert (got.not_finite == 0).all() and (got.lengths == 0).all()
+  with pytest.raises(InputError, match="row 0 of a batch"):
+    require_finite(got)

@@ -1,0 +1,65 @@
+"""A measuring run that is killed and started again ends with the records of one left alone.
+
+Real runs of `measure` in processes of their own, killed with SIGKILL while they write. What a
+setting gives is made up (and slow), so that the runs can be compared; all else is what users run.
+"""
+
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from specdec_jax import records
+
+HERE = pathlib.Path(__file__).resolve().parent
+GAMMAS = range(1, 13)
+
+RUN = f"""
+import dataclasses, sys, time, warnings
+warnings.simplefilter("ignore")
+sys.path.insert(0, {str(HERE)!r})
+import tiny_pair
+from specdec_jax import records
+from specdec_jax.experiments import measure as measuring
+from specdec_jax.sampling import Sampling
+
+def made_up(pair, prompts, sampling, settings, *rest):
+  for setting in settings:
+    time.sleep(0.05)
+    yield dataclasses.replace(setting, alpha=setting.gamma / 20 + sampling.temperature / 4)
+
+measuring._measure = made_up
+with records.open_results(sys.argv[1]) as path:
+  print("ready", flush=True)
+  samplings = [Sampling(0.0), Sampling(1.0)]
+  measuring.measure(tiny_pair.pair(), ["A man"], path, samplings, {list(GAMMAS)})
+"""
+
+
+def start(folder) -> subprocess.Popen:
+  run = subprocess.Popen(
+    [sys.executable, "-c", RUN, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+  )
+  assert run.stdout.readline() == b"ready\n", run.stderr.read().decode()
+  return run
+
+
+def test_killed_and_started_again_it_ends_with_the_same_records(tmp_path):
+  whole, killed = start(tmp_path / "whole"), 0
+  assert whole.wait(120) == 0
+  rng = np.random.default_rng(0)
+  for _ in range(3):
+    run = start(tmp_path / "killed")
+    time.sleep(rng.uniform(0.1, 0.6))
+    run.send_signal(signal.SIGKILL)
+    killed += run.wait() == -signal.SIGKILL
+    with open(tmp_path / "killed" / "results.jsonl", "ab") as f:
+      f.write(b'{"task": "tiny", "targ')  # as a kill in the middle of a write leaves it
+  assert start(tmp_path / "killed").wait(120) == 0
+  assert killed >= 2
+  both = [records.read(tmp_path / name / "results.jsonl") for name in ("whole", "killed")]
+  assert len(both[0]) == 2 * len(GAMMAS) == len({records.key(r) for r in both[0]})
+  assert both[0] == both[1]
