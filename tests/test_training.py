@@ -16,6 +16,7 @@ from scipy import special
 
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
+from specdec_jax.experiments import train as experiment
 from specdec_jax.experiments.train import model_outputs, teacher_opinions
 from specdec_jax.models.t5 import T5
 from specdec_jax.training import trainer
@@ -364,3 +365,32 @@ def test_teacher_opinions_are_its_likeliest_tokens():
     for at in range(len(target)):
       assert tokens[at].tolist() == np.argsort(-p[at])[:4].tolist()
       np.testing.assert_allclose(weights[at], p[at, tokens[at]], rtol=1e-3, atol=1e-6)
+
+
+def test_a_draft_learns_from_references_and_from_samples(tmp_path, monkeypatch):
+  """Each source comes once with its reference, then once with each output that was drawn."""
+  texts = tiny_pair.SENTENCES[:5]
+  for name, lines in (("train.en", texts), ("train.de", texts[::-1]), ("val.en", texts[:2])):
+    (tmp_path / name).write_text("".join(line + "\n" for line in lines))
+  seen = []
+  monkeypatch.setattr(experiment, "train", lambda *args: seen.append(args))
+  monkeypatch.setattr(experiment, "save_model", lambda *args: None)
+  experiment.train_draft(
+    data=str(tmp_path),
+    sources=["train.en"],
+    targets=["train.de"],
+    valid_source="val.en",
+    config=CONFIG,
+    settings=SETTINGS,
+    pair_dir=str(tiny_pair.folder()),
+    work_dir=str(tmp_path / "work"),
+    samples=2,
+  )
+  ((_, _, pairs, valid, _),) = seen
+  pair = tiny_pair.pair()
+  sources, references = map(pair.encode, texts), map(pair.encode, texts[::-1])
+  assert pairs.sources == [*sources] * 3 and pairs.targets[:5] == [*references]
+  assert pairs.targets[5:10] != pairs.targets[10:]  # drawn anew
+  assert len(pairs.teacher) == 15
+  argmax = model_outputs(pair.target, pair.target_params, valid.sources)
+  assert valid.targets == argmax and valid.teacher is None

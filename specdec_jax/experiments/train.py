@@ -82,10 +82,11 @@ def train_draft(
   settings: TrainSettings,
   pair_dir: str,
   work_dir: str,
+  samples: int = 0,
 ) -> None:
   """Train a draft towards the target's own distributions, resuming if it was stopped; save it.
 
-  It learns them along the references, which stand for what the target might write.
+  It learns them along the references and along `samples` outputs of the target for each source.
 
   The validation accuracy it prints is alpha at temperature 0 on the validation text: how often
   the draft's argmax is the target's, on the target's argmax output.
@@ -99,13 +100,18 @@ def train_draft(
     settings: length and rates of the training.
     pair_dir: has `vocabulary.model` and `target`; gets the model as `draft`, in bfloat16.
     work_dir: for checkpoints and metrics of this run.
+    samples: outputs drawn from the target at temperature 1 for each source.
   """
   words = Vocabulary(f"{pair_dir}/vocabulary.model")
   target_config, params = for_decoding(*load_model(f"{pair_dir}/target"))
   pairs = Pairs(_encoded(words, data, sources), _encoded(words, data, targets))
+  target, texts = t5_model(target_config), pairs.sources
+  for seed in range(samples):
+    drawn = model_outputs(target, params, texts, sampling=Sampling(), seed=seed)
+    pairs = Pairs([*pairs.sources, *texts], [*pairs.targets, *drawn])
   pairs = dataclasses.replace(pairs, teacher=teacher_opinions(T5(target_config), params, pairs))
   valid_texts = _encoded(words, data, [valid_source])
-  valid = Pairs(valid_texts, model_outputs(t5_model(target_config), params, valid_texts))
+  valid = Pairs(valid_texts, model_outputs(target, params, valid_texts))
   params = train(config, settings, pairs, valid, work_dir)
   save_model(f"{pair_dir}/draft", config, params, words.fingerprint())
 
@@ -135,9 +141,14 @@ def _encoded(words: Vocabulary, data: str, files: list[str]) -> list[list[int]]:
 
 
 def model_outputs(
-  model: Model, params, sources: list[list[int]], batch_size: int = 64
+  model: Model,
+  params,
+  sources: list[list[int]],
+  batch_size: int = 64,
+  sampling: Sampling = Sampling(temperature=0.0),
+  seed: int = 0,
 ) -> list[list[int]]:
-  """A model's argmax outputs for encoded sources, as token ids, in the order given."""
+  """A model's own outputs for encoded sources, as token ids, in order; argmax unless told."""
   order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
   outputs: list[list[int]] = [[]] * len(sources)
   for at in track(range(0, len(order), batch_size), "decoding", transient=True):
@@ -148,9 +159,9 @@ def model_outputs(
       model,
       params,
       jnp.asarray(padded([sources[i] for i in chunk], width)),
-      row_keys(0, at, batch_size),
+      row_keys(seed, at, batch_size),
       max_new_tokens=96,
-      sampling=Sampling(temperature=0.0),
+      sampling=sampling,
     )
     for i, row, length in zip(chunk, np.asarray(decoded.tokens), np.asarray(decoded.lengths)):
       outputs[i] = row[:length].tolist()
