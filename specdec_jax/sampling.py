@@ -47,8 +47,7 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
   """
   logits = logits.astype(jnp.float32)
   if sampling.temperature == 0:
-    best = _first(logits == logits.max(axis=-1, keepdims=True))
-    return jax.nn.one_hot(best, logits.shape[-1])
+    return jax.nn.one_hot(_argmax(logits), logits.shape[-1])
   # The maximum goes to 0 first, so that a tiny temperature does not divide into infinity.
   logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
   if 0 < sampling.top_k < logits.shape[-1]:
@@ -62,6 +61,12 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
     probs = jnp.where(probs >= least, probs, 0.0)
     probs = probs / probs.sum(axis=-1, keepdims=True)
   return probs
+
+
+def draw(rng: Array, logits: Array, sampling: Sampling) -> tuple[Array, Array]:
+  """A token [B] for each row of logits [B, V], and the distribution [B, V] it was drawn from."""
+  probs = distribution(logits, sampling)
+  return _argmax(logits) if sampling.temperature == 0 else sample(rng, probs), probs
 
 
 def sample(rng: Array, weights: Array) -> Array:
@@ -85,6 +90,10 @@ def _invert(u: Array, weights: Array) -> Array:
   running = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
   total = running.max(axis=-1, keepdims=True)
   return _first((running > u[:, None] * total) | (running == total))
+
+
+def _argmax(logits: Array) -> Array:
+  return _first(logits == logits.max(axis=-1, keepdims=True))
 
 
 def _first(mask: Array) -> Array:

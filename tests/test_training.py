@@ -17,11 +17,12 @@ from scipy import special
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 from specdec_jax.experiments import train as experiment
-from specdec_jax.experiments.train import model_outputs, teacher_opinions
+from specdec_jax.experiments.train import model_outputs
 from specdec_jax.models.t5 import T5
 from specdec_jax.training import trainer
 from specdec_jax.training.batches import BUCKETS, Pairs, arrays, epoch_batches
-from specdec_jax.training.trainer import TrainSettings, cross_entropy, newest_params, train
+from specdec_jax.training.distillation import load_pairs, recombined, save_pairs, teacher_opinions
+from specdec_jax.training.trainer import TrainSettings, cross_entropy, train
 
 
 def random_pairs(count, seed, longest=60) -> Pairs:
@@ -318,13 +319,6 @@ def test_the_callers_parameters_can_still_be_used(whole, init):
   jax.tree.map(np.testing.assert_array_equal, init, start())
 
 
-def test_another_run_can_start_from_the_newest_parameters(whole, tmp_path):
-  jax.tree.map(np.testing.assert_array_equal, newest_params(str(whole[1])), whole[0])
-  with pytest.raises(InputError, match="no checkpoint in .*gone"):
-    newest_params(str(tmp_path / "gone"))
-  assert not (tmp_path / "gone").exists()
-
-
 @pytest.mark.parametrize("side", ["training", "validation"])
 def test_no_pairs_are_refused(tmp_path, side):
   none = Pairs([], [])
@@ -367,9 +361,29 @@ def test_teacher_opinions_are_its_likeliest_tokens():
       np.testing.assert_allclose(weights[at], p[at, tokens[at]], rtol=1e-3, atol=1e-6)
 
 
-def test_a_draft_learns_from_references_and_from_samples(tmp_path, monkeypatch):
-  """Each source comes once with its reference, then once with each output that was drawn."""
-  texts = tiny_pair.SENTENCES[:5]
+def test_recombined_lines_begin_as_one_line_and_end_as_another():
+  lines = ["a dog in a park runs", "two men in a boat sleep", "a cat", "two men in a boat row"]
+  new = ["two men in a park runs", "a dog in a boat row", "a dog in a boat sleep"]
+  assert sorted(recombined(lines, 3)) == sorted(new)  # all that there are, each once
+  assert recombined(lines, 2, seed=1) == recombined(lines, 2, seed=1)
+  with pytest.raises(InputError, match="4 lines recombine to 3 new ones, not 4"):
+    recombined(lines, 4)
+
+
+def test_saved_pairs_are_read_as_they_were(tmp_path):
+  pairs, rng = random_pairs(20, 0), np.random.default_rng(1)
+  opinion = lambda row: (rng.integers(0, 90, (len(row), 3)), rng.random((len(row), 3), np.float32))
+  pairs = dataclasses.replace(pairs, teacher=[opinion(row) for row in pairs.targets])
+  save_pairs(tmp_path / "lessons.npz", pairs)
+  again = load_pairs(tmp_path / "lessons.npz")
+  assert (again.sources, again.targets) == (pairs.sources, pairs.targets)
+  for one, other in zip(again.teacher, pairs.teacher, strict=True):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_draft_learns_from_references_samples_and_new_sources(tmp_path, monkeypatch):
+  """Sources with their references, with outputs drawn for them, then new ones with theirs."""
+  texts = tiny_pair.SENTENCES[::7]
   for name, lines in (("train.en", texts), ("train.de", texts[::-1]), ("val.en", texts[:2])):
     (tmp_path / name).write_text("".join(line + "\n" for line in lines))
   seen = []
@@ -385,12 +399,14 @@ def test_a_draft_learns_from_references_and_from_samples(tmp_path, monkeypatch):
     pair_dir=str(tiny_pair.folder()),
     work_dir=str(tmp_path / "work"),
     samples=2,
+    new_sources=3,
   )
   ((_, _, pairs, valid, _),) = seen
   pair = tiny_pair.pair()
   sources, references = map(pair.encode, texts), map(pair.encode, texts[::-1])
-  assert pairs.sources == [*sources] * 3 and pairs.targets[:5] == [*references]
-  assert pairs.targets[5:10] != pairs.targets[10:]  # drawn anew
-  assert len(pairs.teacher) == 15
+  new = map(pair.encode, recombined(texts, 3))
+  assert pairs.sources == [*sources] * 3 + [*new] and pairs.targets[: len(texts)] == [*references]
+  assert pairs.targets[18:36] != pairs.targets[36:54]  # drawn anew
+  assert len(pairs.targets) == len(pairs.teacher) == 57
   argmax = model_outputs(pair.target, pair.target_params, valid.sources)
   assert valid.targets == argmax and valid.teacher is None

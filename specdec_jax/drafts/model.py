@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from specdec_jax.errors import require_count
 from specdec_jax.protocols import Draft, Model
-from specdec_jax.sampling import Sampling, distribution, sample
+from specdec_jax.sampling import Sampling, draw
 
 
 @functools.cache
@@ -20,10 +20,6 @@ def model_draft(model: Model, sampling: Sampling, gamma: int) -> Draft:
   """
   require_count("gamma", gamma)
 
-  def draw(rng, logits):  # [B, V] -> [B], [B, V]
-    q = distribution(logits, sampling)
-    return sample(rng, q), q
-
   def propose(params, cache, tokens: Array, length: Array, rng: Array):
     # After a round whose guesses were all accepted the cache lacks the last of them. So the
     # first call always reads two tokens, [second newest, newest], writing the former again;
@@ -34,12 +30,12 @@ def model_draft(model: Model, sampling: Sampling, gamma: int) -> Draft:
     newest = jnp.take_along_axis(logits, (length - 1 - behind)[:, None, None], axis=1)[:, 0]
     cache = cache.replace(length=length)
     keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
-    first, q_first = draw(keys[0], newest)
+    first, q_first = draw(keys[0], newest, sampling)
 
     def step(carry, key):
       cache, guess = carry
       logits, cache = model.extend(params, cache, guess[:, None])
-      guess, q = draw(key, logits[:, 0])
+      guess, q = draw(key, logits[:, 0], sampling)
       return (cache, guess), (guess, q)
 
     (cache, _), (guesses, q) = lax.scan(step, (cache, first), keys[1:])

@@ -3,7 +3,6 @@
 import dataclasses
 import pathlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import sacrebleu
@@ -18,8 +17,9 @@ from specdec_jax.models.config import T5Config
 from specdec_jax.models.t5 import T5, for_decoding, t5_model
 from specdec_jax.protocols import Model
 from specdec_jax.sampling import Sampling
-from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
-from specdec_jax.training.trainer import TrainSettings, newest_params, teacher_forced, train
+from specdec_jax.training.batches import Pairs
+from specdec_jax.training.distillation import load_pairs, recombined, save_pairs, teacher_opinions
+from specdec_jax.training.trainer import TrainSettings, train
 
 
 def fit_vocabulary(data: str, sources: list[str], size: int, pair_dir: str) -> None:
@@ -42,7 +42,6 @@ def train_target(
   settings: TrainSettings,
   pair_dir: str,
   work_dir: str,
-  start_from: str | None = None,
 ) -> None:
   """Train a T5 on sentence pairs to the last epoch, resuming if it was stopped, and save it.
 
@@ -56,7 +55,6 @@ def train_target(
     settings: length and rates of the training.
     pair_dir: has `vocabulary.model`; gets the model as `target`, in bfloat16.
     work_dir: for checkpoints and metrics of this run.
-    start_from: work_dir of an earlier run whose last parameters to start from, not random ones.
   """
   words = Vocabulary(f"{pair_dir}/vocabulary.model")
   valid = Pairs(_encoded(words, data, [valid_source]), _encoded(words, data, [valid_target]))
@@ -68,8 +66,7 @@ def train_target(
     return sacrebleu.corpus_bleu([words.decode(o) for o in outputs], [references]).score
 
   pairs = Pairs(_encoded(words, data, sources), _encoded(words, data, targets))
-  init = newest_params(start_from) if start_from else None
-  params = train(config, settings, pairs, valid, work_dir, init=init, bleu=bleu)
+  params = train(config, settings, pairs, valid, work_dir, bleu=bleu)
   save_model(f"{pair_dir}/target", config, params, words.fingerprint())
 
 
@@ -83,10 +80,12 @@ def train_draft(
   pair_dir: str,
   work_dir: str,
   samples: int = 0,
+  new_sources: int = 0,
 ) -> None:
   """Train a draft towards the target's own distributions, resuming if it was stopped; save it.
 
-  It learns them along the references and along `samples` outputs of the target for each source.
+  It learns them along the references, along `samples` outputs of the target for each source, and
+  along one output for each of `new_sources` sentences recombined from the sources.
 
   The validation accuracy it prints is alpha at temperature 0 on the validation text: how often
   the draft's argmax is the target's, on the target's argmax output.
@@ -99,41 +98,28 @@ def train_draft(
     config: the draft's shape and dropout rate.
     settings: length and rates of the training.
     pair_dir: has `vocabulary.model` and `target`; gets the model as `draft`, in bfloat16.
-    work_dir: for checkpoints and metrics of this run.
+    work_dir: for `lessons.npz` (what it learns from), checkpoints and metrics of this run.
     samples: outputs drawn from the target at temperature 1 for each source.
+    new_sources: see `distillation.recombined`.
   """
   words = Vocabulary(f"{pair_dir}/vocabulary.model")
   target_config, params = for_decoding(*load_model(f"{pair_dir}/target"))
-  pairs = Pairs(_encoded(words, data, sources), _encoded(words, data, targets))
-  target, texts = t5_model(target_config), pairs.sources
-  for seed in range(samples):
-    drawn = model_outputs(target, params, texts, sampling=Sampling(), seed=seed)
-    pairs = Pairs([*pairs.sources, *texts], [*pairs.targets, *drawn])
-  pairs = dataclasses.replace(pairs, teacher=teacher_opinions(T5(target_config), params, pairs))
+  target = t5_model(target_config)
+  lessons = pathlib.Path(work_dir) / "lessons.npz"
+  if not lessons.exists():
+    lines = [line for file in sources for line in read_lines(f"{data}/{file}")]
+    pairs = Pairs([words.encode(line) for line in lines], _encoded(words, data, targets))
+    asked = [lines] * samples + [recombined(lines, new_sources)]
+    for seed, texts in enumerate([[words.encode(line) for line in more] for more in asked]):
+      drawn = model_outputs(target, params, texts, sampling=Sampling(), seed=seed)
+      pairs = Pairs([*pairs.sources, *texts], [*pairs.targets, *drawn])
+    pairs = dataclasses.replace(pairs, teacher=teacher_opinions(T5(target_config), params, pairs))
+    lessons.parent.mkdir(parents=True, exist_ok=True)
+    save_pairs(lessons, pairs)
   valid_texts = _encoded(words, data, [valid_source])
   valid = Pairs(valid_texts, model_outputs(target, params, valid_texts))
-  params = train(config, settings, pairs, valid, work_dir)
+  params = train(config, settings, load_pairs(lessons), valid, work_dir)
   save_model(f"{pair_dir}/draft", config, params, words.fingerprint())
-
-
-def teacher_opinions(
-  teacher: T5, params, pairs: Pairs, k: int = 16, tokens_per_batch: int = 1152
-) -> list[tuple[np.ndarray, np.ndarray]]:
-  """A teacher's k likeliest tokens [T, k] at each target position, and their probabilities."""
-
-  @jax.jit
-  def likeliest(batch: Batch):
-    return jax.lax.top_k(jax.nn.softmax(teacher_forced(teacher, params, batch)), k)
-
-  nothing = np.zeros((0, k), np.int32), np.zeros((0, k), np.float16)  # of pairs left out
-  opinions = [nothing] * len(pairs)
-  batches = epoch_batches(pairs, tokens_per_batch, 0, 0)
-  for (_, indices), batch in zip(track(batches, "teacher", transient=True), arrays(pairs, batches)):
-    probs, tokens = map(np.asarray, likeliest(batch))
-    for row, i in enumerate(indices):
-      length = len(pairs.targets[i])
-      opinions[i] = tokens[row, :length].astype(np.int32), probs[row, :length].astype(np.float16)
-  return opinions
 
 
 def _encoded(words: Vocabulary, data: str, files: list[str]) -> list[list[int]]:

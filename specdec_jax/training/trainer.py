@@ -174,21 +174,6 @@ def _write_metrics(path: pathlib.Path, metrics: dict) -> None:
   part.replace(path)
 
 
-def newest_params(output_dir: str):
-  """The parameters in the newest checkpoint of an earlier `train` run.
-
-  Raises:
-    InputError: there is none.
-  """
-  path = pathlib.Path(output_dir).absolute() / "checkpoints"
-  options = ocp.CheckpointManagerOptions(create=False, read_only=True)
-  with ocp.CheckpointManager(path, options=options) as checkpoints:
-    step = checkpoints.latest_step() if path.is_dir() else None
-    if step is None:
-      raise InputError(f"There is no checkpoint in {output_dir}.")
-    return checkpoints.restore(step, args=ocp.args.StandardRestore())["params"]
-
-
 def _bar() -> Progress:
   return Progress(
     TextColumn("{task.description}"),

@@ -1,0 +1,99 @@
+"""What a draft learns from: more sources, and what a teacher thinks of each target token."""
+
+import collections
+import pathlib
+
+import jax
+import numpy as np
+from rich.progress import track
+
+from specdec_jax.errors import InputError
+from specdec_jax.models.t5 import T5
+from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
+from specdec_jax.training.trainer import teacher_forced
+
+
+def recombined(lines: list[str], count: int, seed: int = 0) -> list[str]:
+  """`count` new sentences that begin as one line and end as another, joined at two shared words.
+
+  A teacher can be asked about any source, so these cost no text: with 29,000 captions alone, a
+  draft learns them by heart.
+
+  Raises:
+    InputError: the lines share too few word pairs for so many new sentences.
+  """
+  rng = np.random.default_rng(seed)
+  words = [line.split() for line in lines]
+  places = collections.defaultdict(list)  # of each pair of neighbours, but at the start of a line
+  for line, row in enumerate(words):
+    for at in range(1, len(row) - 1):
+      places[row[at], row[at + 1]].append((line, at))
+  known, new = set(lines), []
+  for _ in range(20 * count):
+    if len(new) == count:
+      break
+    first = words[rng.integers(len(words))]
+    if len(first) < 3:
+      continue
+    at = rng.integers(1, len(first) - 1)
+    joints = places[first[at], first[at + 1]]
+    line, other = joints[rng.integers(len(joints))]
+    sentence = " ".join(first[:at] + words[line][other:])
+    if sentence not in known:
+      known.add(sentence)
+      new.append(sentence)
+  if len(new) < count:
+    raise InputError(f"These {len(lines)} lines recombine to {len(new)} new ones, not {count}.")
+  return new
+
+
+def teacher_opinions(
+  teacher: T5, params, pairs: Pairs, k: int = 16, tokens_per_batch: int = 1152
+) -> list[tuple[np.ndarray, np.ndarray]]:
+  """A teacher's k likeliest tokens [T, k] at each target position, and their probabilities."""
+
+  @jax.jit
+  def likeliest(batch: Batch):
+    return jax.lax.top_k(jax.nn.softmax(teacher_forced(teacher, params, batch)), k)
+
+  nothing = np.zeros((0, k), np.int32), np.zeros((0, k), np.float16)  # of pairs left out
+  opinions = [nothing] * len(pairs)
+  batches = epoch_batches(pairs, tokens_per_batch, 0, 0)
+  for (_, indices), batch in zip(track(batches, "teacher", transient=True), arrays(pairs, batches)):
+    probs, tokens = map(np.asarray, likeliest(batch))
+    for row, i in enumerate(indices):
+      length = len(pairs.targets[i])
+      opinions[i] = tokens[row, :length].astype(np.int32), probs[row, :length].astype(np.float16)
+  return opinions
+
+
+def save_pairs(path: pathlib.Path, pairs: Pairs) -> None:
+  """Write pairs with a teacher's opinions to one .npz file, whole or not at all."""
+  flat = lambda rows: np.concatenate([np.asarray(row) for row in rows])
+  lengths = lambda rows: np.array([len(row) for row in rows])
+  tokens, probs = zip(*pairs.teacher)
+  part = path.with_suffix(".part")
+  with part.open("wb") as file:
+    np.savez(
+      file,
+      sources=flat(pairs.sources),
+      source_lengths=lengths(pairs.sources),
+      targets=flat(pairs.targets),
+      target_lengths=lengths(pairs.targets),
+      tokens=flat(tokens),
+      probs=flat(probs),
+      opinion_lengths=lengths(tokens),
+    )
+  part.replace(path)
+
+
+def load_pairs(path: pathlib.Path) -> Pairs:
+  """What `save_pairs` wrote."""
+  with np.load(path) as file:
+    split = lambda name, lengths: np.split(file[name], np.cumsum(file[lengths])[:-1])
+    lists = lambda *names: [row.tolist() for row in split(*names)]
+    return Pairs(
+      lists("sources", "source_lengths"),
+      lists("targets", "target_lengths"),
+      [*zip(split("tokens", "opinion_lengths"), split("probs", "opinion_lengths"))],
+    )
