@@ -15,15 +15,34 @@ def expected_tokens(alpha, gamma):
     gamma: guesses a round, >= 0.
 
   Raises:
-    InputError: alpha outside [0, 1] or gamma < 0.
+    InputError: alpha outside [0, 1], or gamma no whole number from 0.
   """
-  alpha, gamma = np.asarray(alpha, float), np.asarray(gamma)
-  if not np.all((0 <= alpha) & (alpha <= 1)):
-    raise InputError(f"alpha is {alpha}; an acceptance rate lies in [0, 1].")
-  if np.any(gamma < 0):
-    raise InputError(f"gamma is {gamma}; the number of guesses cannot be negative.")
-  rejected = np.where(alpha < 1, 1 - alpha, 1.0)
-  return np.where(alpha < 1, (1 - alpha ** (gamma + 1.0)) / rejected, gamma + 1.0)[()]
+  alpha, gamma = _rate(alpha), np.asarray(gamma)
+  if not np.all((gamma >= 0) & (gamma % 1 == 0)):
+    raise InputError(f"gamma is {gamma}; the number of guesses is a whole number, at least 0.")
+  # The sum 1 + alpha + ... + alpha^gamma keeps the digits that the fraction loses near alpha = 1.
+  powers = np.arange(np.max(gamma, initial=0) + 1)
+  return np.where(powers <= gamma[..., None], alpha[..., None] ** powers, 0.0).sum(axis=-1)
+
+
+def memory_access_factor(alpha, gamma):
+  """Factor by which reads of the target's weights and KV cache shrink (Section 3.4).
+
+  A round reads them once, so it is the tokens of a round.
+  """
+  return expected_tokens(alpha, gamma)
+
+
+def operations_factor(alpha, gamma, c_hat):
+  """Arithmetic operations / plain decoding's, (gamma c_hat + gamma + 1) / E[tokens] (Theorem 10).
+
+  Args:
+    alpha: acceptance rate.
+    gamma: guesses a round.
+    c_hat: operations per token of the draft / of the target, >= 0.
+  """
+  c_hat = _cost("c_hat", c_hat)
+  return (np.asarray(gamma) * (c_hat + 1) + 1) / expected_tokens(alpha, gamma)
 
 
 def walltime_improvement(alpha, gamma, c, verify_cost=1.0):
@@ -36,7 +55,43 @@ def walltime_improvement(alpha, gamma, c, verify_cost=1.0):
     verify_cost: v, time of the target's pass over gamma + 1 tokens / over one. Theorem 8 assumes
       1; measured on real hardware it is more.
   """
+  # A measured c may fall below 0 by noise, so it is not checked here.
   return expected_tokens(alpha, gamma) / (np.asarray(gamma) * c + verify_cost)
+
+
+def improvement_lower_bound(alpha, c):
+  """Speedup that the best gamma has at least where alpha > c, (1 + alpha) / (1 + c) (Corollary 9).
+
+  It is gamma = 1's. Where alpha <= c it is at most 1: speculation does not pay.
+  """
+  return walltime_improvement(alpha, 1, _cost("c", c))
+
+
+def oracle_improvement(alpha):
+  """Tokens a pass of the target emits if gamma is always right, 1 / (1 - alpha) (Section 3.5).
+
+  It bounds the speedup with any gamma and c, and is infinite at alpha = 1.
+  """
+  with np.errstate(divide="ignore"):
+    return 1 / (1 - _rate(alpha))
+
+
+def break_even_alpha(gamma, c, verify_cost=1.0):
+  """Smallest alpha whose `walltime_improvement` is at least 1; NaN where alpha = 1 is not enough.
+
+  Args:
+    gamma: guesses a round; an array broadcasts.
+    c: time of a draft step, in target steps, >= 0.
+    verify_cost: v, time of a pass over gamma + 1 tokens, in target steps, >= 0.
+  """
+  round_cost = np.asarray(gamma) * _cost("c", c) + _cost("verify_cost", verify_cost)
+  low, high = np.zeros(round_cost.shape), np.ones(round_cost.shape)
+  for _ in range(60):  # E[tokens] grows with alpha, so halving closes in on the root, to 2^-60
+    middle = (low + high) / 2
+    pays = expected_tokens(middle, gamma) >= round_cost
+    low, high = np.where(pays, low, middle), np.where(pays, middle, high)
+  possible = np.where(round_cost <= np.asarray(gamma) + 1, high, np.nan)
+  return np.where(round_cost <= 1, 0.0, possible)[()]
 
 
 def expected_rounds(alpha: float, gamma: int, num_tokens: int) -> float:
@@ -91,3 +146,69 @@ def best_gamma(
   v = verify_cost if callable(verify_cost) else lambda gamma: verify_cost
   gains = [1.0] + [float(walltime_improvement(alpha, g, c, v(g))) for g in range(1, most + 1)]
   return int(np.argmax(gains))
+
+
+# How near two distributions p and q are, each [..., V], over the last axis.
+
+
+def acceptance_rate(p, q, lenience: float = 1.0):
+  """beta, the chance that a guess from q passes, sum_x min(p / l, q) (Theorem 5; l: A.5).
+
+  Its mean over prefixes of the target's text is alpha (Corollary 6).
+
+  Args:
+    p: the target's distribution [..., V].
+    q: the draft's [..., V].
+    lenience: l in (0, 1]; 1 for exactness.
+
+  Raises:
+    InputError: p and q are no distributions over one vocabulary, or lenience is outside (0, 1].
+  """
+  p, q = _distributions(p, q)
+  if not 0 < lenience <= 1:
+    raise InputError(f"lenience is {lenience}; it must lie in (0, 1], with 1 for exactness.")
+  return np.minimum(p / lenience, q).sum(axis=-1)
+
+
+def divergence(p, q):
+  """D_LK of p, q [..., V], half of sum_x |p - q| (Definition 2); 1 - beta by Lemma 3."""
+  p, q = _distributions(p, q)
+  return np.abs(p - q).sum(axis=-1) / 2
+
+
+def rejection_sampling_rate(p, q):
+  """Chance that one try of rejection sampling passes, min_x q / p = 1 / M (Appendix A.2).
+
+  What speculative sampling of p, q [..., V] is compared with; never above its beta.
+  """
+  p, q = _distributions(p, q)
+  # A token that p never gives cannot bind the minimum.
+  return np.divide(q, p, out=np.full(np.broadcast(p, q).shape, np.inf), where=p > 0).min(axis=-1)
+
+
+# Arguments that mean something.
+
+
+def _rate(alpha) -> np.ndarray:
+  alpha = np.asarray(alpha, float)
+  if not np.all((0 <= alpha) & (alpha <= 1)):
+    raise InputError(f"alpha is {alpha}; an acceptance rate lies in [0, 1].")
+  return alpha
+
+
+def _cost(name: str, value) -> np.ndarray:
+  value = np.asarray(value, float)
+  if not np.all(value >= 0):
+    raise InputError(f"{name} is {value}; a cost cannot be negative.")
+  return value
+
+
+def _distributions(p, q) -> tuple[np.ndarray, np.ndarray]:
+  p, q = np.asarray(p, float), np.asarray(q, float)
+  if p.ndim == 0 or p.shape[-1:] != q.shape[-1:]:
+    raise InputError(f"p {p.shape} and q {q.shape} must be [..., V] with the same V.")
+  for name, probs in (("p", p), ("q", q)):
+    # The tolerance is for sums of many float32 probabilities.
+    if not (np.all(probs >= 0) and np.allclose(probs.sum(axis=-1), 1, atol=1e-3)):
+      raise InputError(f"{name} is no distribution: entries must be at least 0 and sum to 1.")
+  return p, q
