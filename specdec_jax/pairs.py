@@ -1,7 +1,8 @@
 """A target, a draft model and the vocabulary they share, loaded and ready to decode."""
 
+import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +11,11 @@ from jax import Array
 
 from specdec_jax.checkpoints.folder import load_model, vocabulary_of
 from specdec_jax.data.vocabulary import Vocabulary, padded
+from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import for_decoding, t5_model
-from specdec_jax.protocols import Model
+from specdec_jax.protocols import Draft, Model
+from specdec_jax.sampling import Sampling
 
 EMBEDDED = pathlib.Path(__file__).parent / "assets" / "multi30k_ende"
 
@@ -22,7 +25,7 @@ class Pair(NamedTuple):
 
   Attributes:
     target: M_p. target_params: its parameters. target_name: for records.
-    draft: M_q as a model. draft_params, draft_name: likewise.
+    draft: (sampling, gamma) -> M_q as a draft. draft_params, draft_name: likewise.
     vocabulary: of both.
     task: what they were trained for.
     dtype: of parameters and activations.
@@ -32,7 +35,7 @@ class Pair(NamedTuple):
   target: Model
   target_params: Any
   target_name: str
-  draft: Model
+  draft: Callable[[Sampling, int], Draft]
   draft_params: Any
   draft_name: str
   vocabulary: Vocabulary
@@ -98,7 +101,7 @@ def load_pair(
     target=t5_model(target_config),
     target_params=jax.device_put(target_params),
     target_name=pathlib.Path(target).name,
-    draft=t5_model(draft_config),
+    draft=functools.partial(model_draft, t5_model(draft_config)),
     draft_params=jax.device_put(draft_params),
     draft_name=pathlib.Path(draft).name,
     vocabulary=words,

@@ -13,7 +13,6 @@ import pytest
 
 from specdec_jax.data.text import read_lines
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
-from specdec_jax.drafts.model import model_draft
 from specdec_jax.experiments.alpha import measure_alpha
 from specdec_jax.experiments.speed import identical, row_keys
 from specdec_jax.pairs import EMBEDDED, load_pair
@@ -60,7 +59,7 @@ def test_greedy_output_is_plain_decodings_for_every_gamma(pair, sentences, batch
     rng = row_keys(0, at, batch_size)
     plain = autoregressive_decode(pair.target, pair.target_params, prompt, rng, **common)
     for gamma in gammas if k < 8 else [gammas[k % 10]]:
-      draft = model_draft(pair.draft, GREEDY, gamma)
+      draft = pair.draft(GREEDY, gamma)
       params = pair.target_params, pair.draft_params
       ours = speculative_decode(pair.target, draft, *params, prompt, rng, **common)
       assert identical([plain], [ours]), f"gamma {gamma}, batch {batch_size}, sentence {at}"
@@ -68,7 +67,7 @@ def test_greedy_output_is_plain_decodings_for_every_gamma(pair, sentences, batch
 
 def test_serial_is_batched(pair, sentences):
   sampled = Sampling(temperature=1.0)
-  draft = model_draft(pair.draft, sampled, 4)
+  draft = pair.draft(sampled, 4)
   decode = lambda texts, at: jax.device_get(
     speculative_decode(
       pair.target,

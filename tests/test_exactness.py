@@ -10,7 +10,6 @@ import tiny_pair
 
 from specdec_jax import decoding
 from specdec_jax.decoding import speculative_decode
-from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError
 from specdec_jax.experiments.check_exactness import (
   check_exactness,
@@ -127,7 +126,7 @@ JUDGES = {
 def with_draft(change, sampling):
   """Speculation whose draft is changed by `change`: (guesses, q, state) -> the same."""
   pair = tiny_pair.pair()
-  good = model_draft(pair.draft, sampling, GAMMA)
+  good = pair.draft(sampling, GAMMA)
   changed = Draft(good.start, lambda *args: change(*good.propose(*args)), GAMMA)
   params = pair.target_params, pair.draft_params
   return functools.partial(speculative_decode, pair.target, changed, *params, sampling=sampling)
@@ -162,7 +161,7 @@ def test_a_dropped_bonus_is_caught(monkeypatch):
 def test_uniforms_shared_by_draft_and_judge_are_caught(monkeypatch):
   """The draft leaves behind what it drew its guess with, and the judge accepts by it."""
   pair, sampling, left = tiny_pair.pair(), SAMPLINGS["temperature 1"], []
-  good = model_draft(pair.draft, sampling, 1)
+  good = pair.draft(sampling, 1)
 
   def propose(params, state, tokens, length, rng):
     _, q, state = good.propose(params, state, tokens, length, rng)

@@ -16,6 +16,7 @@ from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.experiments import measure as measuring
 from specdec_jax.experiments.alpha import (
   acceptance_and_change,
+  draft_probs,
   mean_with_interval,
   measure_alpha,
   teacher_forced_logits,
@@ -74,7 +75,9 @@ def probabilities(name, prompt, tokens, sampling):
 def test_beta_is_the_sum_of_the_smaller_probabilities(draft, sampling):
   pair = tiny_pair.pair(draft)
   prompt, output = decoded(RANDOM)
-  got, change = acceptance_and_change(*both_logits(pair, prompt, output.tokens), sampling)
+  got, change = acceptance_and_change(
+    *logits_and_q(pair, prompt, output.tokens, sampling), sampling
+  )
   p = probabilities("target", prompt, output.tokens, sampling)
   q = probabilities(draft, prompt, output.tokens, sampling)
   want = np.minimum(p, q).sum(axis=-1)
@@ -83,9 +86,10 @@ def test_beta_is_the_sum_of_the_smaller_probabilities(draft, sampling):
   np.testing.assert_allclose(change, 0, atol=1e-5)  # without lenience nothing changes
 
 
-def both_logits(pair, prompt, tokens):
-  models = (pair.target, pair.target_params), (pair.draft, pair.draft_params)
-  return [teacher_forced_logits(*model, prompt, tokens) for model in models]
+def logits_and_q(pair, prompt, tokens, sampling):
+  draft = pair.draft(sampling, 1)
+  q = draft_probs(pair.target, draft, pair.draft_params, prompt, tokens)
+  return teacher_forced_logits(pair.target, pair.target_params, prompt, tokens), q
 
 
 @pytest.mark.parametrize("sampling", [RANDOM, GREEDY], ids=str)
@@ -94,7 +98,7 @@ def test_lenience_accepts_more_and_says_what_it_changes(sampling):
   prompt, output = decoded(RANDOM)
   p = probabilities("target", prompt, output.tokens, RANDOM)
   q = probabilities("near", prompt, output.tokens, sampling)
-  logits = both_logits(pair, prompt, output.tokens)
+  logits = logits_and_q(pair, prompt, output.tokens, sampling)
   beta, change = {}, {}
   for lenience in (1.0, 0.5, 0.1):
     beta[lenience], change[lenience] = acceptance_and_change(*logits, sampling, lenience)
@@ -127,7 +131,7 @@ def test_alpha_is_of_the_tokens_generated_and_no_others():
   prompt, output = decoded(RANDOM)
   lengths = np.array([[3, 10, 1], [7, 2, 2]])
   batches = [output._replace(lengths=row) for row in lengths]
-  beta, _ = acceptance_and_change(*both_logits(pair, prompt, output.tokens), RANDOM)
+  beta, _ = acceptance_and_change(*logits_and_q(pair, prompt, output.tokens, RANDOM), RANDOM)
   rows = zip([*beta, *beta], lengths.ravel(), strict=True)
   want = np.concatenate([row[:n] for row, n in rows])
   alpha, _ = measure_alpha(pair, [prompt] * 2, batches, RANDOM)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from specdec_jax.protocols import Model
+from specdec_jax.protocols import Draft, Model
 from specdec_jax.sampling import Sampling, distribution
 from specdec_jax.speculative import accept_near_argmax, emitted_distribution
 
@@ -31,22 +31,42 @@ def teacher_forced_logits(model: Model, params, prompt: Array, tokens: Array) ->
   return model.extend(params, cache, text)[0][:, first.shape[1] - 1 :]
 
 
+@functools.partial(jax.jit, static_argnames=("target", "draft"))
+def draft_probs(target: Model, draft: Draft, params, prompt: Array, tokens: Array) -> Array:
+  """q [B, T, V], which a draft of gamma 1 guesses each of tokens [B, T] from, given those before.
+
+  The draft proposes as it does in a round, so this holds for any draft.
+  """
+  first, begins = target.begin(prompt)
+  batch, num_tokens = tokens.shape
+  num_slots = first.shape[1] + num_tokens + 2  # as in decoding
+  text = jnp.pad(jnp.concatenate([first, tokens], axis=1), ((0, 0), (0, 2)))
+  rng = jax.random.split(jax.random.key(0), batch)  # what is drawn does not matter
+
+  def propose(state, count):
+    _, q, state = draft.propose(params, state, text, begins + count, rng)
+    return state, q[:, 0]
+
+  state = draft.start(params, prompt, num_slots)
+  return lax.scan(propose, state, jnp.arange(num_tokens))[1].swapaxes(0, 1)
+
+
 @functools.partial(jax.jit, static_argnames=("sampling", "lenience"))
 def acceptance_and_change(
-  target_logits: Array, draft_logits: Array, sampling: Sampling, lenience: float = 1.0
+  target_logits: Array, q: Array, sampling: Sampling, lenience: float = 1.0
 ) -> tuple[Array, Array]:
   """beta, the chance that a guess is accepted (Theorem 5; Appendix A.5), and what lenience does.
 
   Args:
     target_logits: [..., V].
-    draft_logits: [..., V].
-    sampling: how both are adjusted.
+    q: what the draft guesses from, [..., V].
+    sampling: how the target's logits are adjusted.
     lenience: l.
 
   Returns:
     sum_x min(p / l, q) and the total variation distance of what is emitted from p, each [...].
   """
-  p, q = distribution(target_logits, sampling), distribution(draft_logits, sampling)
+  p = distribution(target_logits, sampling)
   if sampling.temperature == 0 and lenience < 1:
     own, p = p, accept_near_argmax(p, target_logits, q.argmax(axis=-1), lenience)
     return (p * q).sum(axis=-1), jnp.abs(p - own).sum(axis=-1) / 2
@@ -73,7 +93,7 @@ def measure_alpha(
     pair: see `pairs.Pair`.
     prompts: source tokens [B, P] of each batch.
     decoded: the target's own outputs for each of them (`autoregressive_decode`).
-    sampling: how both models' logits are adjusted.
+    sampling: how both models sample.
     lenience: l.
 
   Returns:
@@ -81,12 +101,11 @@ def measure_alpha(
     of a token that was guessed and judged.
   """
   betas, changes = [], []
+  draft = pair.draft(sampling, 1)
   for prompt, output in zip(prompts, decoded):
-    logits = (
-      teacher_forced_logits(model, params, prompt, output.tokens)
-      for model, params in ((pair.target, pair.target_params), (pair.draft, pair.draft_params))
-    )
-    beta, change = map(np.asarray, acceptance_and_change(*logits, sampling, lenience))
+    logits = teacher_forced_logits(pair.target, pair.target_params, prompt, output.tokens)
+    q = draft_probs(pair.target, draft, pair.draft_params, prompt, output.tokens)
+    beta, change = map(np.asarray, acceptance_and_change(logits, q, sampling, lenience))
     betas += [row[:n] for row, n in zip(beta, np.asarray(output.lengths))]
     changes += [row[:n] for row, n in zip(change, np.asarray(output.lengths))]
   return mean_with_interval(betas), float(np.concatenate(changes).mean())

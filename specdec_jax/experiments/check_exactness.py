@@ -110,7 +110,7 @@ def decoder(pair: Pair, sampling: Sampling, gamma: int) -> Decode:
     return functools.partial(
       autoregressive_decode, pair.target, pair.target_params, sampling=sampling
     )
-  draft = model_draft(pair.draft, sampling, gamma)
+  draft = pair.draft(sampling, gamma)
   params = pair.target_params, pair.draft_params
   return functools.partial(speculative_decode, pair.target, draft, *params, sampling=sampling)
 
@@ -146,7 +146,8 @@ def rounds_of_self_draft(
   Every guess must stand and every round emit gamma + 1 tokens; what breaks this (a lost bonus
   token, a draft that falls a token behind) costs speed, and need not show in the output.
   """
-  own = pair._replace(draft=pair.target, draft_params=pair.target_params)
+  itself = functools.partial(model_draft, pair.target)
+  own = pair._replace(draft=itself, draft_params=pair.target_params)
   decode = decoder(own, Sampling(temperature=0.0), gamma)
   rounds = fewest = 0
   for at in range(0, len(texts), batch_size):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from specdec_jax import records, theory
-from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.alpha import measure_alpha
 from specdec_jax.experiments.costs import Costs, measure_costs
@@ -119,7 +118,7 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
   typical = next(p for p in prompts if p.shape == widths.most_common(1)[0][0])
   for setting in settings:
     gamma, outputs = setting.gamma, speed.speculative[setting.gamma]
-    draft = model_draft(pair.draft, sampling, gamma)
+    draft = pair.draft(sampling, gamma)
     costs = measure_costs(
       pair.target, pair.target_params, draft, pair.draft_params, typical, sampling
     )

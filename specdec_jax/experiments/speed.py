@@ -8,7 +8,6 @@ import numpy as np
 from jax import Array
 
 from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
-from specdec_jax.drafts.model import model_draft
 from specdec_jax.experiments.costs import interleaved_medians
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
@@ -96,7 +95,7 @@ def measure_speed(
       return autoregressive_decode(pair.target, pair.target_params, prompt, rng, **common)
 
     def speculate(gamma, prompt=prompt, rng=rng):
-      draft = model_draft(pair.draft, sampling, gamma)
+      draft = pair.draft(sampling, gamma)
       params = pair.target_params, pair.draft_params
       return speculative_decode(
         pair.target, draft, *params, prompt, rng, lenience=lenience, **common

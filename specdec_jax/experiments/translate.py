@@ -15,7 +15,6 @@ from rich.progress import Progress
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import EOS_ID
 from specdec_jax.decoding import require_finite, speculative_decode
-from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.speed import num_rounds, num_tokens, row_keys
 from specdec_jax.pairs import Pair
@@ -89,7 +88,7 @@ def decode_lines(
   seed: int = 0,
 ) -> Iterator[tuple[list[str], list[Decoded]]]:
   """Translations of lines, batch by batch, and what was decoded for those that are not empty."""
-  draft = model_draft(pair.draft, sampling, gamma)
+  draft = pair.draft(sampling, gamma)
   for at in range(0, len(lines), batch_size):
     batch = list(lines[at : at + batch_size])
     if not any(line.strip() for line in batch):
