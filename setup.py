@@ -19,7 +19,10 @@ setup(
   # A `gin` package would shadow the gin library, so only the library itself is listed.
   packages=find_packages(include=["specdec_jax", "specdec_jax.*"]),
   package_data={
-    "specdec_jax": [f"assets/**/*.{kind}" for kind in ("json", "msgpack", "model", "md")]
+    "specdec_jax": [
+      *(f"assets/**/*.{kind}" for kind in ("json", "msgpack", "model", "md")),
+      "reporting/*.html",
+    ]
   },
   install_requires=[
     "jax>=0.10",
@@ -38,7 +41,7 @@ setup(
     "sacrebleu>=2.4",
   ],
   extras_require={
-    "test": ["hypothesis>=6.100", "ruff>=0.15", "mypy>=1.15"],
+    "test": ["hypothesis>=6.100", "matplotlib>=3.8", "ruff>=0.15", "mypy>=1.15"],
     "tpu": ["jax[tpu]>=0.10"],
     "plots": ["matplotlib>=3.8"],
     "peers": ["torch>=2.3", "transformers>=4.45"],

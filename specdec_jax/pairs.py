@@ -20,6 +20,21 @@ from specdec_jax.sampling import Sampling
 EMBEDDED = pathlib.Path(__file__).parent / "assets" / "multi30k_ende"
 
 
+class Drafter(NamedTuple):
+  """An approximation model M_q, loaded: what `Pair` needs of it.
+
+  Attributes:
+    name: for records.
+    make: (sampling, gamma) -> the draft; the same one for the same arguments, so that what was
+      compiled for it is found again (`functools.cache`).
+    params: arguments of the compiled programs, never constants in them.
+  """
+
+  name: str
+  make: Callable[[Sampling, int], Draft]
+  params: Any = ()
+
+
 class Pair(NamedTuple):
   """Everything that decoding a text needs.
 
@@ -43,6 +58,10 @@ class Pair(NamedTuple):
   dtype: str
   max_source_tokens: int
 
+  def with_draft(self, drafter: Drafter) -> "Pair":
+    """The same target with another draft."""
+    return self._replace(draft=drafter.make, draft_params=drafter.params, draft_name=drafter.name)
+
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
     """Source tokens [B, S] of texts, padded to a common multiple of 8 or to `width`."""
     rows = [self.encode(text) for text in texts]
@@ -61,7 +80,7 @@ class Pair(NamedTuple):
 
 def load_pair(
   target: str = str(EMBEDDED / "target"),
-  draft: str = str(EMBEDDED / "draft"),
+  draft: str | Callable[[Vocabulary], Drafter] = str(EMBEDDED / "draft"),
   vocabulary: str = str(EMBEDDED / "vocabulary.model"),
   task: str = "multi30k_ende",
   dtype: str = "float32",
@@ -71,7 +90,7 @@ def load_pair(
 
   Args:
     target: folder of the target, as `save_model` wrote it.
-    draft: folder of the draft.
+    draft: folder of the draft, or a function that makes one for a vocabulary.
     vocabulary: SentencePiece model file.
     task: name for records.
     dtype: 'float32' or 'bfloat16'.
@@ -82,30 +101,39 @@ def load_pair(
   """
   require_count("max_source_tokens", max_source_tokens)
   words = Vocabulary(vocabulary)
-  models = {}
-  for role, folder in (("target", target), ("draft", draft)):
-    config, params = load_model(folder, dtype)
-    if config.vocab_size != len(words):
-      raise InputError(
-        f"The {role} in {folder} has a vocabulary of {config.vocab_size} tokens but {vocabulary} "
-        f"has {len(words)}; target, draft and vocabulary must agree."
-      )
-    if vocabulary_of(folder) not in (None, words.fingerprint()):
-      raise InputError(
-        f"The {role} in {folder} was trained with another vocabulary than {vocabulary}, though "
-        "of the same size; target, draft and vocabulary must agree."
-      )
-    models[role] = for_decoding(config, params)
-  (target_config, target_params), (draft_config, draft_params) = models["target"], models["draft"]
+  target_model, target_params = _load_t5("target", target, words, dtype)
+  if callable(draft):
+    drafter = draft(words)
+  else:
+    model, params = _load_t5("draft", draft, words, dtype)
+    make = functools.partial(model_draft, model)
+    drafter = Drafter(pathlib.Path(draft).name, make, params)
   return Pair(
-    target=t5_model(target_config),
-    target_params=jax.device_put(target_params),
+    target=target_model,
+    target_params=target_params,
     target_name=pathlib.Path(target).name,
-    draft=functools.partial(model_draft, t5_model(draft_config)),
-    draft_params=jax.device_put(draft_params),
-    draft_name=pathlib.Path(draft).name,
+    draft=drafter.make,
+    draft_params=drafter.params,
+    draft_name=drafter.name,
     vocabulary=words,
     task=task,
     dtype=dtype,
     max_source_tokens=max_source_tokens,
   )
+
+
+def _load_t5(role: str, folder: str, words: Vocabulary, dtype: str) -> tuple[Model, Any]:
+  """The model in a folder, laid out for decoding, and its parameters."""
+  config, params = load_model(folder, dtype)
+  if config.vocab_size != len(words):
+    raise InputError(
+      f"The {role} in {folder} has a vocabulary of {config.vocab_size} tokens but {words.path} "
+      f"has {len(words)}; target, draft and vocabulary must agree."
+    )
+  if vocabulary_of(folder) not in (None, words.fingerprint()):
+    raise InputError(
+      f"The {role} in {folder} was trained with another vocabulary than {words.path}, though "
+      "of the same size; target, draft and vocabulary must agree."
+    )
+  config, params = for_decoding(config, params)
+  return t5_model(config), jax.device_put(params)

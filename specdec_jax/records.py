@@ -48,6 +48,9 @@ class Record:
     alpha_low: lower end of its 95% interval.
     alpha_high: upper end.
     acceptance_rate: accepted / (accepted + rejected) guesses in real rounds.
+    acceptance_by_position: share accepted of the first guess of a round, the second, ...; of those
+      that were judged.
+    beta_lag1: correlation of min(p, q)'s sum at a token with that at the one before.
     tokens_per_round: tokens emitted a round, n + 1.
     target_start_ms: the target reading a prompt (T5's encoder), once a batch.
     draft_start_ms: the draft reading it.
@@ -96,6 +99,8 @@ class Record:
   alpha_low: float | None = None
   alpha_high: float | None = None
   acceptance_rate: float | None = None
+  acceptance_by_position: list[float | None] | None = None
+  beta_lag1: float | None = None
   tokens_per_round: float | None = None
   target_start_ms: float | None = None
   draft_start_ms: float | None = None

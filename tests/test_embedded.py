@@ -95,7 +95,7 @@ def test_alpha_at_temperature_0_is_what_its_readme_says(pair, sentences):
     max_new_tokens=LIMIT,
     sampling=GREEDY,
   )
-  alpha, _ = measure_alpha(pair, [prompt], [plain], GREEDY)
+  alpha = measure_alpha(pair, [prompt], [plain], GREEDY).alpha
   claimed = float(re.search(r"alpha at temperature 0 \| ([0-9.]+)", _readme()).group(1))
   # 24 sentences (about 350 tokens) or 224: the interval says how far chance can carry it.
   assert alpha.low - 0.03 <= claimed <= alpha.high + 0.03

@@ -29,6 +29,7 @@ LAYERS = {
   "checkpoints": FLAX | {"orbax", "safetensors"},
   "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets"},
   "pairs": JAX,
+  "drafters": set(),
   "training": FLAX | {"optax", "orbax", "rich"},
   "records": set(),
   "reporting": {"numpy", "rich", "matplotlib"},

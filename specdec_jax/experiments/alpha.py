@@ -1,6 +1,7 @@
 """Alpha as the paper measures it: E[sum min(p, q)] over text that the target generates."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,24 @@ class Estimate(NamedTuple):
   mean: float
   low: float
   high: float
+
+
+class Acceptance(NamedTuple):
+  """What the paper's alpha is made of, over text that the target generated.
+
+  Attributes:
+    alpha: mean of beta over all tokens (Corollary 6).
+    lag1: correlation of beta with the beta of the token before; 0 if acceptance were independent,
+      as Section 3.1 assumes. NaN where beta does not vary.
+    change: mean total variation distance from the target's distribution of a token that was guessed
+      and judged; 0 without lenience.
+    num_tokens: tokens scored.
+  """
+
+  alpha: Estimate
+  lag1: float
+  change: float
+  num_tokens: int
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -84,10 +103,8 @@ def mean_with_interval(rows: list[np.ndarray], seed: int = 0, resamples: int = 2
   return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
 
 
-def measure_alpha(
-  pair, prompts, decoded, sampling: Sampling, lenience: float = 1.0
-) -> tuple[Estimate, float]:
-  """Alpha of a pair over what its target generated, and how far lenience moves each token.
+def measure_alpha(pair, prompts, decoded, sampling: Sampling, lenience: float = 1.0) -> Acceptance:
+  """Acceptance of a pair's draft over what its target generated.
 
   Args:
     pair: see `pairs.Pair`.
@@ -95,17 +112,29 @@ def measure_alpha(
     decoded: the target's own outputs for each of them (`autoregressive_decode`).
     sampling: how both models sample.
     lenience: l.
-
-  Returns:
-    alpha with its interval, and the mean total variation distance from the target's distribution
-    of a token that was guessed and judged.
   """
   betas, changes = [], []
   draft = pair.draft(sampling, 1)
   for prompt, output in zip(prompts, decoded):
-    logits = teacher_forced_logits(pair.target, pair.target_params, prompt, output.tokens)
-    q = draft_probs(pair.target, draft, pair.draft_params, prompt, output.tokens)
+    longest = -(-int(np.max(output.lengths)) // 16) * 16  # few widths, so few programs
+    tokens = output.tokens[:, :longest]
+    logits = teacher_forced_logits(pair.target, pair.target_params, prompt, tokens)
+    q = draft_probs(pair.target, draft, pair.draft_params, prompt, tokens)
     beta, change = map(np.asarray, acceptance_and_change(logits, q, sampling, lenience))
     betas += [row[:n] for row, n in zip(beta, np.asarray(output.lengths))]
     changes += [row[:n] for row, n in zip(change, np.asarray(output.lengths))]
-  return mean_with_interval(betas), float(np.concatenate(changes).mean())
+  return Acceptance(
+    alpha=mean_with_interval(betas),
+    lag1=lag1_correlation(betas),
+    change=float(np.concatenate(changes).mean()),
+    num_tokens=sum(map(len, betas)),
+  )
+
+
+def lag1_correlation(rows: list[np.ndarray]) -> float:
+  """Of neighbours within rows, around the mean of all."""
+  mean = np.concatenate(rows).mean()
+  before = np.concatenate([row[:-1] for row in rows]) - mean
+  after = np.concatenate([row[1:] for row in rows]) - mean
+  scale = np.sqrt((before**2).sum() * (after**2).sum())
+  return float((before * after).sum() / scale) if scale > 0 else math.nan

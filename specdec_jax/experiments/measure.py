@@ -14,6 +14,7 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.alpha import measure_alpha
 from specdec_jax.experiments.costs import Costs, measure_costs
 from specdec_jax.experiments.speed import (
+  acceptance_by_position,
   acceptance_rate,
   identical,
   measure_speed,
@@ -61,8 +62,30 @@ def measure(
   if not (texts and gammas):
     raise InputError("There is nothing to measure: no texts, or no gammas.")
   prompts = [pair.prompt(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
+  settings = settings_to_measure(
+    pair, texts, samplings, gammas, batch_size, max_new_tokens, seed, lenience
+  )
+  for sampling in {_sampling(s): None for s in records.missing(results, settings)}:
+    todo = [s for s in records.missing(results, settings) if _sampling(s) == sampling]
+    for record in _measure(pair, prompts, sampling, todo, max_new_tokens, repeats, progress):
+      records.append(results, record)
+  wanted = {records.key(s) for s in settings}
+  return [r for r in records.read(results) if records.key(r) in wanted]
+
+
+def settings_to_measure(
+  pair: Pair,
+  texts: Sequence[str],
+  samplings: Iterable[Sampling],
+  gammas: Sequence[int],
+  batch_size: int,
+  max_new_tokens: int,
+  seed: int,
+  lenience: float,
+) -> list[Record]:
+  """A record for each sampling and gamma, with nothing measured yet; arguments as `measure`."""
   device = jax.devices()[0]
-  settings = [
+  return [
     Record(
       task=pair.task,
       target=pair.target_name,
@@ -85,12 +108,6 @@ def measure(
     for sampling in samplings
     for gamma in gammas
   ]
-  for sampling in {_sampling(s): None for s in records.missing(results, settings)}:
-    todo = [s for s in records.missing(results, settings) if _sampling(s) == sampling]
-    for record in _measure(pair, prompts, sampling, todo, max_new_tokens, repeats, progress):
-      records.append(results, record)
-  wanted = {records.key(s) for s in settings}
-  return [r for r in records.read(results) if records.key(r) in wanted]
 
 
 def _sampling(setting: Record) -> Sampling:
@@ -113,7 +130,8 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
     progress=lambda done: progress(sampling, done, len(prompts)),
   )
   lenience = settings[0].lenience
-  alpha, change = measure_alpha(pair, prompts, speed.baseline, sampling, lenience)
+  acceptance = measure_alpha(pair, prompts, speed.baseline, sampling, lenience)
+  alpha = acceptance.alpha
   widths = collections.Counter(prompt.shape for prompt in prompts)
   typical = next(p for p in prompts if p.shape == widths.most_common(1)[0][0])
   for setting in settings:
@@ -131,6 +149,8 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
       alpha_low=alpha.low,
       alpha_high=alpha.high,
       acceptance_rate=acceptance_rate(outputs),
+      acceptance_by_position=acceptance_by_position(outputs),
+      beta_lag1=acceptance.lag1,
       tokens_per_round=num_tokens(outputs) / num_rounds(outputs),
       target_start_ms=1e3 * costs.target_start,
       draft_start_ms=1e3 * costs.draft_start,
@@ -145,7 +165,7 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
       baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
       speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
       speedup=speed.speedup(gamma),
-      total_variation=change,
+      total_variation=acceptance.change,
       identical=identical(speed.baseline, outputs) if sampling.temperature == 0 else None,
       seconds=time.perf_counter() - since,
     )

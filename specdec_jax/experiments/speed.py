@@ -51,6 +51,18 @@ def acceptance_rate(outputs: list[Decoded]) -> float:
   return accepted / max(1, accepted + rejected)
 
 
+def acceptance_by_position(outputs: list[Decoded]) -> list[float | None]:
+  """Share of guesses 1..G that were accepted, of those judged in real rounds; None if none was."""
+  n = np.concatenate([o.rounds.num_accepted.ravel() for o in outputs])
+  emitted = np.concatenate([o.rounds.num_emitted.ravel() for o in outputs])
+  rates: list[float | None] = []
+  for i in range(outputs[0].rounds.guesses.shape[-1]):
+    accepted = int(((n > i) & (emitted > i)).sum())
+    rejected = int(((n == i) & (emitted == i + 1)).sum())
+    rates.append(accepted / (accepted + rejected) if accepted + rejected else None)
+  return rates
+
+
 def num_rounds(outputs: list[Decoded]) -> int:
   """Rounds in which a row emitted something, over all rows."""
   return sum(int((o.rounds.num_emitted > 0).sum()) for o in outputs)

@@ -7,11 +7,21 @@ from rich.table import Table
 
 from specdec_jax.records import Record
 
-# Heading, and how a record fills the column.
-_COLUMNS = {
+MISSING = "-"
+
+
+def _alpha(r: Record) -> str:
+  interval = (
+    "" if None in (r.alpha_low, r.alpha_high) else f" [{r.alpha_low:.2f},{r.alpha_high:.2f}]"
+  )
+  return f"{r.alpha:.2f}{interval}"
+
+
+# Heading, and how a record fills the column; see `cell`.
+COLUMNS = {
   "temp": lambda r: f"{r.temperature:g}",
   "gamma": lambda r: f"{r.gamma}",
-  "alpha": lambda r: f"{r.alpha:.2f} [{r.alpha_low:.2f},{r.alpha_high:.2f}]",
+  "alpha": _alpha,
   "c": lambda r: f"{r.c:.3f}",
   "v": lambda r: f"{r.verify_cost:.2f}",
   "Thm 8": lambda r: f"{r.predicted_theorem8:.2f}",
@@ -31,6 +41,14 @@ LEGEND = (
 )
 
 
+def cell(heading: str, record: Record) -> str:
+  """What stands under a heading of `COLUMNS`; MISSING where it was not measured."""
+  try:
+    return COLUMNS[heading](record)
+  except TypeError:  # a None among what it is made of
+    return MISSING
+
+
 def speed_table(records: Sequence[Record]) -> Table:
   """One row a record: gamma, alpha, costs, predictions, measured speedup, exactness."""
   first = records[0]
@@ -41,9 +59,9 @@ def speed_table(records: Sequence[Record]) -> Table:
     show_edge=False,
     padding=0,
   )
-  for heading in _COLUMNS:
+  for heading in COLUMNS:
     table.add_column(heading, justify="right", no_wrap=True)
   for r, following in zip(records, [*records[1:], None]):
     last_of_temperature = following is None or following.temperature != r.temperature
-    table.add_row(*(cell(r) for cell in _COLUMNS.values()), end_section=last_of_temperature)
+    table.add_row(*(cell(heading, r) for heading in COLUMNS), end_section=last_of_temperature)
   return table

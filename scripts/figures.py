@@ -1,0 +1,86 @@
+"""Draw one of the paper's figures, or speed against gamma, from theory, records or a decoded text.
+
+python scripts/figures.py --figure 2 --output figure2.svg
+python scripts/figures.py --figure 5 --records results.jsonl --output figure5.png
+"""
+
+import argparse
+import pathlib
+
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.records import read
+from specdec_jax.reporting import figures
+from specdec_jax.reporting.paper import load_table
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+  parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
+  parser.add_argument("--figure", required=True, help="1 to 5, or sweep")
+  parser.add_argument("--output", required=True, help="a .png, .svg or .pdf file")
+  parser.add_argument("--records", nargs="+", default=[], help="files, for Figure 5 and sweep")
+  parser.add_argument("--num_tokens", type=int, default=20, help="in Figure 5")
+  parser.add_argument(
+    "--text", help="decoded in Figure 1; a sentence of the quick start unless told"
+  )
+  parser.add_argument("--gamma", type=int, default=7, help="in Figure 1")
+  parser.add_argument("--temperature", type=float, default=0.0, help="in Figures 1 and 5")
+  args = parser.parse_args()
+  try:
+    figures.require_format(args.output)  # before the work
+    figures.save(draw(args), args.output)
+  except InputError as error:
+    parser.exit(2, f"error: {error}\n")
+  except OSError as error:
+    parser.exit(2, f"error: cannot use '{error.filename}': {error.strerror}.\n")
+
+
+def draw(args: argparse.Namespace):
+  if args.figure in ("5", "sweep"):
+    if not args.records:
+      raise InputError(f"Figure {args.figure} is of records; name some with --records.")
+    records = [record for path in args.records for record in read(path)]
+    if args.figure == "sweep":
+      return figures.sweep_figure(records)
+    records = [record for record in records if record.temperature == args.temperature]
+    if not records:
+      raise InputError(f"No record is at temperature {args.temperature:g}; give --temperature.")
+    return figures.timeline_figure(records, args.num_tokens)
+  if args.figure == "1":
+    return trace(args.text, args.gamma, args.temperature)
+  if args.figure == "2":
+    return figures.tokens_figure()
+  if args.figure == "3":
+    return figures.gamma_figure()
+  if args.figure == "4":
+    return figures.operations_figure(load_table(1, ROOT / "configs"))
+  raise InputError(f"There is no figure {args.figure!r}; choose one of 1 to 5, or sweep.")
+
+
+def trace(text: str | None, gamma: int, temperature: float):
+  """Figure 1 of a text that the embedded pair translates."""
+  # They bring jax, which the other figures do without.
+  import gin
+
+  from specdec_jax.experiments.translate import decode_lines
+  from specdec_jax.pairs import load_pair
+  from specdec_jax.reporting.rounds import rounds_text
+  from specdec_jax.sampling import Sampling
+
+  require_count("gamma", gamma)
+  if text is None:
+    gin.parse_config_file(str(ROOT / "gin" / "quickstart.gin"))
+    text = gin.query_parameter("%SENTENCES")[7]  # of those with guesses rejected
+  if not text.strip():
+    raise InputError("The text is empty; give a sentence to translate.")
+  pair = load_pair()
+  ((_, (decoded,)),) = decode_lines(pair, [text], Sampling(temperature), gamma, 1, 64)
+  rounds = figures.round_pieces(rounds_text(decoded, 0, pair.vocabulary.pieces))
+  count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} passes of the target"
+  return figures.trace_figure(rounds, f"{count}, γ = {gamma}, temperature {temperature:g}")
+
+
+if __name__ == "__main__":
+  main()

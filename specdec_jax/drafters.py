@@ -1,0 +1,30 @@
+"""Drafts of negligible cost, ready for a pair: `pairs.load_pair(draft=copy_from_context)`."""
+
+import functools
+
+from specdec_jax.data.text import read_lines
+from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.drafts.copy import copy_draft
+from specdec_jax.drafts.ngram import fit_ngrams, ngram_draft
+from specdec_jax.pairs import Drafter
+
+
+def copy_from_context(vocabulary: Vocabulary, max_ngram: int = 3) -> Drafter:
+  """What followed the latest tokens in the source, or earlier in the text; see `copy_draft`."""
+  size = len(vocabulary)
+  return Drafter("copy", lambda sampling, gamma: copy_draft(size, gamma, max_ngram))
+
+
+def unigram(vocabulary: Vocabulary, path: str) -> Drafter:
+  """The frequencies of tokens in a text, one output of the task a line."""
+  return _ngram("unigram", 1, vocabulary, path)
+
+
+def bigram(vocabulary: Vocabulary, path: str) -> Drafter:
+  """The frequencies of what follows each token in a text, one output of the task a line."""
+  return _ngram("bigram", 2, vocabulary, path)
+
+
+def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> Drafter:
+  counts = fit_ngrams(map(vocabulary.encode, read_lines(path)), len(vocabulary))
+  return Drafter(name, functools.partial(ngram_draft, order, len(vocabulary)), counts)

@@ -1,0 +1,145 @@
+"""Unigram and bigram counts as draft: a table look-up of next to no cost (Section 3.6, Table 3)."""
+
+import functools
+import itertools
+import os
+import pathlib
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.models.t5 import PAD_ID
+from specdec_jax.protocols import Draft
+from specdec_jax.sampling import Sampling, draw
+
+_DAMAGED = (zipfile.BadZipFile, zlib.error)
+START_ID = PAD_ID  # T5's first decoder token: the context of a row's first token
+
+
+class Ngrams(NamedTuple):
+  """Counts of a text: V tokens, the K most frequent successors of each.
+
+  Attributes:
+    unigrams: [V], times each token occurs.
+    successors: [V, K], what most often follows each token, most frequent first, ties by id.
+    counts: [V, K], how often it does; 0 where fewer than K tokens ever did.
+  """
+
+  unigrams: Array
+  successors: Array
+  counts: Array
+
+
+def fit_ngrams(rows: Iterable[Sequence[int]], vocab_size: int, num_successors: int = 128) -> Ngrams:
+  """Count the target side of a task: rows of token ids, EOS last, no start token, no padding.
+
+  Raises:
+    InputError: no token at all, an id outside 1..vocab_size - 1, or num_successors < 1.
+  """
+  require_count("num_successors", num_successors)
+  rows = list(rows)
+  text = np.fromiter(itertools.chain.from_iterable((START_ID, *row) for row in rows), np.int64)
+  context, token = text[:-1][text[1:] != START_ID], text[1:][text[1:] != START_ID]
+  if not len(token):
+    raise InputError("There are no tokens to count n-grams of; give rows of token ids.")
+  if text.min() < 0 or text.max() >= vocab_size or len(text) - len(token) != len(rows):
+    raise InputError(
+      f"The rows to count hold padding, or ids from {text.min()} to {text.max()}; each id must lie "
+      f"in 1..{vocab_size - 1}, as the vocabulary has {vocab_size} tokens and 0 pads."
+    )
+  unigrams = np.bincount(token, minlength=vocab_size)
+  pairs, counts = np.unique(context * vocab_size + token, return_counts=True)
+  context, token = np.divmod(pairs, vocab_size)
+  order = np.lexsort((token, -counts, context))
+  context, token, counts = context[order], token[order], counts[order]
+  rank = np.arange(len(context)) - np.searchsorted(context, context)
+  kept = rank < num_successors
+  table = np.zeros((2, vocab_size, min(num_successors, vocab_size)), np.int64)
+  table[:, context[kept], rank[kept]] = token[kept], counts[kept]
+  return Ngrams(*(jnp.asarray(x, jnp.int32) for x in (unigrams, *table)))
+
+
+def save_ngrams(path: str | os.PathLike, ngrams: Ngrams) -> None:
+  """Write the counts to `path` (.npz), whole or not at all."""
+  part = pathlib.Path(f"{path}.part")
+  try:
+    with open(part, "wb") as f:
+      np.savez_compressed(f, **ngrams._asdict())
+    os.replace(part, path)
+  finally:
+    part.unlink(missing_ok=True)
+
+
+def load_ngrams(path: str | os.PathLike) -> Ngrams:
+  """Read what `save_ngrams` wrote.
+
+  Raises:
+    InputError: no such file, or not one of these.
+  """
+  if not pathlib.Path(path).is_file():
+    raise InputError(f"There are no n-gram counts at {path}; expected a .npz file of them.")
+  try:
+    with np.load(path) as arrays:
+      ngrams = Ngrams(*(jnp.asarray(arrays[name], jnp.int32) for name in Ngrams._fields))
+    unigrams, successors, counts = (x.shape for x in ngrams)
+    if not successors == counts == (*unigrams, *counts[1:2]):
+      raise ValueError("its arrays do not fit together")
+  except (ValueError, TypeError, KeyError, OSError, EOFError, *_DAMAGED) as error:
+    raise InputError(f"{path} holds no n-gram counts or is damaged: {error}.") from error
+  return ngrams
+
+
+@functools.cache
+def ngram_draft(order: int, vocab_size: int, sampling: Sampling, gamma: int) -> Draft:
+  """Guesses `gamma` tokens from unigrams (order 1) or from bigrams (order 2) of `Ngrams`.
+
+  After a context never seen a bigram is the unigram; else only the successors kept are guessed.
+  Nothing is smoothed: exactness needs no q > 0, since the residual supplies what the draft never
+  guesses, and mass for tokens never seen would be taken from guesses that may stand. At
+  temperature 0 only the most frequent token matters, which adding to all counts leaves in place.
+
+  Raises:
+    InputError: order is neither 1 nor 2, gamma is no whole number or < 1, or (in `start`) the
+      counts are of another vocabulary.
+  """
+  if order not in (1, 2):
+    raise InputError(f"order is {order!r}; it must be 1 for unigrams or 2 for bigrams.")
+  require_count("gamma", gamma)
+
+  def start(ngrams: Ngrams, prompt: Array, num_slots: int):
+    if ngrams.unigrams.shape != (vocab_size,):
+      raise InputError(
+        f"The n-gram counts are of {len(ngrams.unigrams)} tokens but the target's vocabulary has "
+        f"{vocab_size}; count them again with its own vocabulary."
+      )
+    return ()
+
+  def weights(ngrams: Ngrams, newest: Array) -> Array:
+    """How often each token [B, V] follows newest [B]."""
+    unigrams = jnp.broadcast_to(ngrams.unigrams.astype(jnp.float32), (len(newest), vocab_size))
+    if order == 1:
+      return unigrams
+    add = lambda row, token, count: row.at[token].add(count)
+    follow, counts = ngrams.successors[newest], ngrams.counts[newest]
+    bigrams = jax.vmap(add)(jnp.zeros_like(unigrams), follow, counts)
+    return jnp.where(counts[:, :1] > 0, bigrams, unigrams)
+
+  def propose(ngrams: Ngrams, state, tokens: Array, length: Array, rng: Array):
+    newest = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
+    keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
+
+    def step(newest, key):
+      guess, q = draw(key, jnp.log(weights(ngrams, newest)), sampling)
+      return guess, (guess, q)
+
+    _, (guesses, q) = lax.scan(step, newest, keys)
+    return guesses.swapaxes(0, 1), q.swapaxes(0, 1), state
+
+  return Draft(start=start, propose=propose, gamma=gamma)

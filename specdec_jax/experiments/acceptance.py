@@ -1,0 +1,175 @@
+"""Alpha as the paper measures it (Table 3), for any drafts, beside what real rounds accept."""
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Sequence
+
+import jax
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from specdec_jax import records
+from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.experiments.alpha import measure_alpha
+from specdec_jax.experiments.measure import settings_to_measure
+from specdec_jax.experiments.speed import (
+  acceptance_by_position,
+  acceptance_rate,
+  identical,
+  num_rounds,
+  num_tokens,
+  row_keys,
+)
+from specdec_jax.pairs import Drafter, Pair
+from specdec_jax.records import Record
+from specdec_jax.sampling import Sampling
+
+LEGEND = (
+  "alpha: E[sum min(p, q)] over text that the target generated, with its 95% interval (bootstrap "
+  "over texts); lag-1: correlation of a token's sum with that of the token before, 0 if acceptance "
+  "were independent; rounds: accepted / (accepted + refused) guesses of real rounds; by position: "
+  "the same for the first, second, ... guess of a round."
+)
+
+
+def acceptance(
+  pair: Pair,
+  texts: Sequence[str],
+  output_dir: str,
+  samplings: Sequence[Sampling],
+  drafts: Sequence[Callable[[Vocabulary], Drafter]] = (),
+  gamma: int = 7,
+  batch_size: int = 8,
+  max_new_tokens: int = 64,
+  min_tokens: int = 10_000,
+  seed: int = 0,
+  lenience: float = 1.0,
+) -> None:
+  """Measure alpha over what a target generates; print a table and append to `results.jsonl`.
+
+  Args:
+    pair: target and draft; see `pairs.load_pair`.
+    texts: sources, of which the target continues or translates as many as `min_tokens` takes.
+    output_dir: gets `results.jsonl`; settings recorded there already are not measured again.
+    samplings: each measured.
+    drafts: others, measured after the pair's own.
+    gamma: guesses a round, in the rounds whose acceptance stands beside alpha.
+    batch_size: texts decoded together.
+    max_new_tokens: limit for each.
+    min_tokens: generated tokens to measure on; the paper takes 10,000.
+    seed: of all sampling.
+    lenience: l of Appendix A.5.
+  """
+  for name, value in (("batch_size", batch_size), ("min_tokens", min_tokens), ("gamma", gamma)):
+    require_count(name, value)
+  if not (texts and samplings):
+    raise InputError("There is nothing to measure: no texts, or no samplings.")
+  drafters = [drafter(pair.vocabulary) for drafter in drafts]
+  contenders = [pair, *(pair.with_draft(drafter) for drafter in drafters)]
+  limits = batch_size, max_new_tokens, seed, lenience
+  asked = [
+    (one, sampling, setting)
+    for sampling in samplings
+    for one in contenders
+    for setting in settings_to_measure(one, texts, [sampling], [gamma], *limits)
+  ]
+  with (
+    records.open_results(output_dir) as results,
+    Progress(console=Console(stderr=True), transient=True) as bar,
+  ):
+    generated: dict[Sampling, list] = {}
+    for one, sampling, setting in bar.track(asked, description="measuring"):
+      if not records.missing(results, [setting]):
+        continue
+      if sampling not in generated:
+        generated[sampling] = _generate(
+          pair, texts, sampling, batch_size, max_new_tokens, min_tokens, seed
+        )
+      records.append(results, _measure(one, generated[sampling], sampling, setting))
+    wanted = {records.key(setting) for *_, setting in asked}
+    measured = [r for r in records.read(results) if records.key(r) in wanted]
+  console = Console(markup=False)
+  console.print(acceptance_table(measured))
+  console.print(Text(LEGEND, style="dim"))
+  console.print(f"Records: {results} (measured once; delete the file to measure again)")
+
+
+def _generate(pair, texts, sampling, batch_size, max_new_tokens, min_tokens, seed):
+  """The target's own (prompt, keys, output) of batches of texts, until they have min_tokens."""
+  batches, count = [], 0
+  for at in range(0, len(texts), batch_size):
+    prompt = pair.prompt(texts[at : at + batch_size])
+    keys = row_keys(seed, at, len(prompt))
+    decoded = autoregressive_decode(
+      pair.target,
+      pair.target_params,
+      prompt,
+      keys,
+      max_new_tokens=max_new_tokens,
+      sampling=sampling,
+    )
+    batches.append((prompt, keys, require_finite(jax.device_get(decoded))))
+    count += num_tokens([batches[-1][-1]])
+    if count >= min_tokens:
+      return batches
+  warnings.warn(f"The texts gave {count} tokens, fewer than the {min_tokens} asked.", stacklevel=2)
+  return batches
+
+
+def _measure(pair: Pair, generated, sampling: Sampling, setting: Record) -> Record:
+  """The setting with its acceptance, over what `_generate` gave and in real rounds."""
+  since = time.perf_counter()
+  draft = pair.draft(sampling, setting.gamma)
+  params = pair.target_params, pair.draft_params
+  settings = dict(
+    max_new_tokens=setting.max_new_tokens, sampling=sampling, lenience=setting.lenience
+  )
+  outputs = []
+  for prompt, keys, _ in generated:
+    decoded = speculative_decode(pair.target, draft, *params, prompt, keys, **settings)
+    outputs.append(require_finite(jax.device_get(decoded)))
+  prompts, _, plain = zip(*generated)
+  measured = measure_alpha(pair, prompts, plain, sampling, setting.lenience)
+  return dataclasses.replace(
+    setting,
+    num_tokens=measured.num_tokens,
+    rounds=num_rounds(outputs),
+    alpha=measured.alpha.mean,
+    alpha_low=measured.alpha.low,
+    alpha_high=measured.alpha.high,
+    beta_lag1=measured.lag1,
+    total_variation=measured.change,
+    acceptance_rate=acceptance_rate(outputs),
+    acceptance_by_position=acceptance_by_position(outputs),
+    tokens_per_round=num_tokens(outputs) / num_rounds(outputs),
+    identical=identical(plain, outputs) if sampling.temperature == 0 else None,
+    seconds=time.perf_counter() - since,
+  )
+
+
+def acceptance_table(measured: Sequence[Record]) -> Table:
+  """One row a record."""
+  first = measured[0]
+  table = Table(
+    title=f"{first.task}, target {first.target}, {first.dtype}", box=box.SIMPLE_HEAD, padding=0
+  )
+  for heading in ("draft", "sampling", "tokens", "alpha", "lag-1", "rounds", "by position"):
+    table.add_column(heading, justify="left" if heading == "draft" else "right")
+  for r in measured:
+    sampling = f"T={r.temperature:g}" + (f" top-{r.top_k}" if r.top_k else "")
+    table.add_row(
+      r.draft,
+      sampling + (f" top-p {r.top_p:g}" if r.top_p < 1 else ""),
+      f"{r.num_tokens}",
+      f"{r.alpha:.3f} [{r.alpha_low:.3f},{r.alpha_high:.3f}]",
+      "-" if r.beta_lag1 is None else f"{r.beta_lag1:.2f}",
+      f"{r.acceptance_rate:.3f}",
+      " ".join("-" if x is None else f"{x:.2f}" for x in r.acceptance_by_position),
+    )
+  return table

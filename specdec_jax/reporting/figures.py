@@ -1,0 +1,355 @@
+"""The paper's Figures 1 to 5 and a sweep over gamma, drawn from theory and from records.
+
+matplotlib is imported when a figure is made, so that all else runs without it.
+"""
+
+import dataclasses
+import math
+import pathlib
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from specdec_jax import theory
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.records import Record, key
+from specdec_jax.reporting.rounds import ACCEPTED, CORRECTED, REJECTED
+from specdec_jax.reporting.tables import PaperRow, sampling_text
+
+# Colours that colour-blind readers can tell apart (Okabe and Ito).
+_BLUE, _SKY, _GREEN, _RED = "#0072B2", "#56B4E9", "#009E73", "#D55E00"
+_ORANGE, _YELLOW, _PURPLE, _GREY = "#E69F00", "#F0E442", "#CC79A7", "#666666"
+
+# Of a piece of text, and what the legend calls it: a round without rejection corrects nothing.
+KINDS = {"accepted": _GREEN, "rejected": _RED, "corrected": _BLUE}
+_LEGEND = {"accepted": "accepted", "rejected": "rejected", "corrected": "the target's own"}
+_KIND_OF_STYLE = {ACCEPTED: "accepted", REJECTED: "rejected", CORRECTED: "corrected"}
+
+_FORMATS = (".png", ".svg", ".pdf")
+_SMALL, _NORMAL = 9, 11  # points
+
+
+def require_format(path: str | pathlib.Path) -> None:
+  """Raise InputError unless `save` knows what the name ends in: .png, .svg or .pdf."""
+  if pathlib.Path(path).suffix.lower() not in _FORMATS:
+    raise InputError(f"output is '{path}'; its name must end in one of {', '.join(_FORMATS)}.")
+
+
+def save(figure, path: str | pathlib.Path) -> None:
+  """Write a figure as what the name ends in.
+
+  Raises:
+    InputError: see `require_format`.
+    OSError: the file cannot be written.
+  """
+  require_format(path)
+  from matplotlib import rc_context
+
+  # Hinting would round the width of a character to whole pixels, away from the tint behind it.
+  with rc_context({"text.hinting": "none"}):
+    figure.savefig(path, dpi=200, bbox_inches="tight", facecolor="white")
+
+
+# From theory.
+
+
+def tokens_figure(gammas: Sequence[int] = (1, 3, 5, 7)):
+  """Figure 2: tokens of a round (Equation 1) against alpha, for some gammas and without limit."""
+  figure, (axes,) = _figure("expected tokens of a round")
+  alphas = np.linspace(0, 1, 201)
+  for gamma, shade in zip(gammas, _shades(len(gammas))):
+    tokens = theory.expected_tokens(alphas, gamma)
+    _labelled_line(axes, alphas, tokens, f"γ = {gamma}", shade)
+  top = max(gammas) + 2.5
+  below = alphas[theory.oracle_improvement(alphas) <= top]
+  _labelled_line(axes, below, theory.oracle_improvement(below), "γ = ∞", "black", linestyle="--")
+  axes.set(xlim=(0, 1), ylim=(0, top))
+  return figure
+
+
+def gamma_figure(costs: Sequence[float] = (0.02, 0.04, 0.11)):
+  """Figure 3: the best gamma (Section 3.5) against alpha, for costs c; Table 4's unless told."""
+  figure, (axes,) = _figure("best γ")
+  alphas = np.linspace(0, 0.95, 381)
+  for c, shade in zip(costs, _shades(len(costs))):
+    best = [theory.best_gamma(float(alpha), c, most=50) for alpha in alphas]
+    _labelled_line(axes, alphas, best, f"c = {c:g}", shade, drawstyle="steps-mid")
+  axes.set(xlim=(0, 0.95), ylim=(0, None))
+  return figure
+
+
+def operations_figure(table_1: Sequence[PaperRow]):
+  """Figure 4: speed and operations (Theorems 8 and 10) against alpha, for c = 0.
+
+  Args:
+    table_1: `paper.load_table(1)`; its gammas have curves, its printed values are points.
+  """
+  figure, (speed, operations) = _figure("speed / plain decoding", "operations / plain decoding")
+  alphas = np.linspace(0, 1, 201)
+  gammas = sorted({int(row["gamma"]) for row in table_1})
+  for gamma, shade in zip(gammas, _shades(len(gammas))):
+    for axes, values, label_at, name in (
+      (speed, theory.walltime_improvement(alphas, gamma, 0), None, "speed"),
+      (operations, theory.operations_factor(alphas, gamma, 0), 30, "operations"),
+    ):
+      _labelled_line(axes, alphas, values, f"γ = {gamma}", shade, label_at)
+      printed = [(row["alpha"], row[name]) for row in table_1 if row["gamma"] == gamma]
+      axes.plot(*zip(*printed), "o", color=shade, markeredgecolor="white", zorder=3)
+  for axes in (speed, operations):
+    axes.set(xlim=(0, 1), ylim=(0, None))
+    axes.axhline(1, color=_GREY, linewidth=0.8, linestyle=":")
+  (points,) = speed.plot([], [], "o", color=_GREY, label="printed in Table 1")
+  speed.legend(handles=[points], loc="upper left", frameon=False, fontsize=_SMALL)
+  return figure
+
+
+# From records.
+
+
+def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
+  """Figure 5: the passes that some tokens take, to the scale of the measured times.
+
+  Plain decoding above, below it a row for each gamma: of the records with all times measured,
+  those that share the first one's settings but for gamma.
+
+  Args:
+    records: ours.
+    num_tokens: that each row decodes, in whole rounds of as many tokens as measured.
+
+  Raises:
+    InputError: no record has what it takes, or num_tokens is not at least 1.
+  """
+  require_count("num_tokens", num_tokens)
+  needed = ("target_start_ms", "draft_start_ms", "target_step_ms", "draft_step_ms", "verify_ms")
+  groups = _by_gamma(records, (*needed, "tokens_per_round"))
+  group = next(iter(groups.values()))
+  typical = {name: statistics.median(getattr(r, name) for r in group) for name in needed}
+  rows = [("plain decoding", [("target's encoder", typical["target_start_ms"])])]
+  rows[0][1].extend([("target", typical["target_step_ms"])] * num_tokens)
+  for r in group:
+    num_rounds = math.ceil(num_tokens / r.tokens_per_round)
+    starts = [("target's encoder", r.target_start_ms), ("draft's encoder", r.draft_start_ms)]
+    round_ = [*[("draft", r.draft_step_ms)] * r.gamma, ("target", r.verify_ms)]
+    rows.append((f"γ = {r.gamma}", [*starts, *round_ * num_rounds]))
+  title = f"{num_tokens} tokens at temperature {sampling_text(group[0])}; {_of(group[0])}"
+  return _draw_timeline(rows, title)
+
+
+def _draw_timeline(rows: Sequence[tuple[str, list[tuple[str, float]]]], title: str):
+  """Rows of (kind, milliseconds), drawn as blocks one after the other."""
+  colours = {
+    "target's encoder": _YELLOW,
+    "draft's encoder": _ORANGE,
+    "draft": _SKY,
+    "target": _PURPLE,
+  }
+  figure, (axes,) = _figure("", width=9, height=0.55 * len(rows) + 1.1)
+  from matplotlib.patches import Patch
+
+  for y, (_, blocks) in enumerate(rows):
+    # By Definition 7 a draft step is a difference of times, which noise may make negative.
+    widths = np.maximum([ms for _, ms in blocks], 0)
+    lefts = np.cumsum(widths) - widths
+    axes.barh(
+      y,
+      widths,
+      left=lefts,
+      height=0.62,
+      color=[colours[kind] for kind, _ in blocks],
+      edgecolor="white",
+      linewidth=0.5,
+    )
+    passes = sum(kind == "target" for kind, _ in blocks)
+    axes.annotate(
+      f"{widths.sum():.3g} ms, {passes} passes",
+      (widths.sum(), y),
+      (5, 0),
+      textcoords="offset points",
+      va="center",
+      fontsize=_SMALL,
+    )
+  axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=_NORMAL)
+  axes.invert_yaxis()
+  axes.tick_params(left=False)
+  axes.spines["left"].set_visible(False)
+  axes.set_xlabel("milliseconds", fontsize=_NORMAL)
+  axes.set_title(title, fontsize=_NORMAL, loc="left", pad=26)
+  axes.legend(
+    handles=[Patch(color=colour, label=kind) for kind, colour in colours.items()],
+    loc="lower left",
+    bbox_to_anchor=(0, 1),
+    ncols=len(colours),
+    frameon=False,
+    fontsize=_SMALL,
+    borderaxespad=0,
+    handlelength=1,
+  )
+  return figure
+
+
+def sweep_figure(records: Iterable[Record]):
+  """Measured and predicted speed against gamma; a panel for each setting but for gamma.
+
+  Raises:
+    InputError: no record has what it takes.
+  """
+  groups = _by_gamma(records, ("speedup", "predicted_theorem8", "predicted_measured_cost"))
+  figure, panels = _figure("speed / plain decoding", *[""] * (len(groups) - 1), share_y=True)
+  for axes, group in zip(panels, groups.values()):
+    gammas = [r.gamma for r in group]
+    texts = [r.predicted_text for r in group]
+    predicted = [r.predicted_measured_cost for r in group] if None in texts else texts
+    theorem_8 = [r.predicted_theorem8 for r in group]
+    axes.plot(gammas, theorem_8, "^--", color=_GREY, label="Theorem 8: v = 1, long texts")
+    axes.plot(gammas, predicted, "s:", color=_ORANGE, label="predicted with measured costs")
+    axes.plot(gammas, [r.speedup for r in group], "o-", color=_BLUE, label="measured")
+    axes.axhline(1, color=_GREY, linewidth=0.8, linestyle=":")
+    axes.set(xlabel="γ", xticks=gammas, ylim=(0, None))
+    simulated = " (simulated)" if group[0].acceptance == "simulated" else ""
+    axes.set_title(
+      f"{group[0].draft}{simulated}, temperature {sampling_text(group[0])}", fontsize=_NORMAL
+    )
+  handles, _ = panels[0].get_legend_handles_labels()
+  figure.legend(
+    handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=_SMALL
+  )
+  figure.suptitle(_of(next(iter(groups.values()))[0]), fontsize=_SMALL, color=_GREY)
+  return figure
+
+
+def _by_gamma(records: Iterable[Record], needed: Sequence[str]) -> dict[tuple, list[Any]]:
+  """Records that have what is needed, by all their settings but gamma, each list by gamma.
+
+  Of several records of one setting the last counts.
+  """
+  latest = {key(r): r for r in records if all(getattr(r, name) is not None for name in needed)}
+  if not latest:
+    raise InputError(f"No record has all of {', '.join(needed)}; give a file of measured speed.")
+  groups: dict[tuple, list[Any]] = {}  # not Record: what is needed of it is not None
+  for r in sorted(latest.values(), key=lambda r: r.gamma):
+    groups.setdefault(key(dataclasses.replace(r, gamma=0)), []).append(r)
+  order = [key(dataclasses.replace(r, gamma=0)) for r in latest.values()]
+  return {k: groups[k] for k in dict.fromkeys(order)}
+
+
+def _of(r: Record) -> str:
+  """What a measured figure is of."""
+  return (
+    f"{r.task}, {r.num_examples} texts, batch {r.batch_size}, {r.dtype}, {r.platform} "
+    f"({r.device_kind})"
+  )
+
+
+# From a decoded text.
+
+
+def round_pieces(lines: Iterable[Text]) -> list[list[tuple[str, str]]]:
+  """The lines of `rounds.rounds_text` as pieces, each with its kind."""
+  rounds = []
+  for line in lines:
+    pieces = []
+    for span in line.spans:
+      kind = _KIND_OF_STYLE[str(span.style)]
+      text = line.plain[span.start : span.end]
+      pieces.append((text if kind == "accepted" else text[2:-1], kind))  # off with [- and ]
+    rounds.append(pieces)
+  return rounds
+
+
+def trace_figure(rounds: Sequence[Sequence[tuple[str, str]]], title: str = ""):
+  """Figure 1: a line for each round, its pieces of text coloured by kind.
+
+  Args:
+    rounds: (piece, kind), kind one of KINDS; a piece that starts a word starts with a space.
+    title: printed above.
+  """
+  # A fixed-width font, so that where a piece lies is a matter of counting.
+  em, line_height = 0.602 * _NORMAL / 72, 0.32
+  longest = max(sum(len(piece) for piece, _ in pieces) for pieces in rounds)
+  columns = max(longest, len(title), 40) + 4
+  figure, (axes,) = _figure("", width=columns * em, height=(len(rounds) + 2.2) * line_height)
+  figure.set_layout_engine("none")
+  axes.set_position((0, 0, 1, 1))
+  axes.set(xlim=(-4, columns - 4), ylim=(len(rounds) + 0.7, -1.5))
+  axes.axis("off")
+  font = {"family": "monospace", "va": "center_baseline", "fontsize": _NORMAL}
+  axes.text(0, -1, title, color="black", **font)
+  for y, pieces in enumerate(rounds):
+    axes.text(-1.2, y, f"{y + 1}", color=_GREY, ha="right", **font)
+    x = len(pieces[0][0].lstrip()) - len(pieces[0][0])  # the first word starts at 0
+    for piece, kind in pieces:
+      _draw_piece(axes, x, y, piece, kind, font)
+      x += len(piece)
+  x = 0
+  for kind, name in _LEGEND.items():
+    _draw_piece(axes, x, len(rounds) + 0.2, name, kind, font)
+    x += len(name) + 2
+  return figure
+
+
+def _draw_piece(axes, x: float, y: float, piece: str, kind: str, font: dict) -> None:
+  from matplotlib.patches import Rectangle
+
+  word = piece.lstrip()
+  x += len(piece) - len(word)
+  tint = Rectangle((x + 0.05, y - 0.38), len(word) - 0.1, 0.76, color=KINDS[kind], alpha=0.16, lw=0)
+  axes.add_patch(tint)
+  axes.text(
+    x, y, word, color=KINDS[kind], weight="bold" if kind == "corrected" else "normal", **font
+  )
+  if kind == "rejected":  # told apart without colour too
+    axes.plot([x, x + len(word)], [y, y], color=KINDS[kind], linewidth=1.2)
+
+
+# What all of them share.
+
+
+def _figure(*ylabels: str, width: float | None = None, height: float = 3.6, share_y: bool = False):
+  """A figure, and in it axes with these labels, at most three side by side."""
+  try:
+    from matplotlib.figure import Figure
+  except ModuleNotFoundError as error:
+    raise InputError(
+      "Figures need matplotlib; install it with pip install 'specdec_jax[plots]'."
+    ) from error
+  columns = min(len(ylabels), 3)
+  rows = -(-len(ylabels) // columns)
+  # No pyplot: nothing global, and no display is looked for.
+  figure = Figure(figsize=(width or 5.2 * columns, height * rows), layout="constrained")
+  panels = figure.subplots(rows, columns, sharey=share_y, squeeze=False).flatten()
+  for spare in panels[len(ylabels) :]:
+    spare.remove()
+  for axes, label in zip(panels, ylabels):
+    axes.set_ylabel(label, fontsize=_NORMAL)
+    axes.set_xlabel("α", fontsize=_NORMAL)
+    axes.tick_params(labelsize=_SMALL)
+    axes.spines[["top", "right"]].set_visible(False)
+  return figure, panels[: len(ylabels)]
+
+
+def _shades(count: int):
+  """Colours for an ordered family of curves, dark to light."""
+  from matplotlib import colormaps
+
+  return colormaps["viridis"](np.linspace(0.05, 0.68, count))
+
+
+def _labelled_line(axes, x, y, label: str, colour, label_at: int | None = None, **style) -> None:
+  """A line with its label right of its end, or on it, at an index."""
+  axes.plot(x, y, color=colour, linewidth=2, label=label, clip_on=False, **style)
+  last = label_at is None
+  axes.annotate(
+    label,
+    (x[-1], y[-1]) if last else (x[label_at], y[label_at]),
+    (5, 0) if last else (0, 0),
+    textcoords="offset points",
+    ha="left" if last else "center",
+    va="center",
+    color=colour,
+    fontsize=_SMALL,
+    bbox=None if last else {"facecolor": "white", "edgecolor": "none", "pad": 1},
+    annotation_clip=False,
+  )

@@ -1,0 +1,103 @@
+"""A `tables.Table` as text: for a terminal, Markdown, CSV or LaTeX."""
+
+import csv
+import io
+import textwrap
+
+import rich.table
+from rich import box
+from rich.console import Console
+from rich.text import Text
+
+from specdec_jax.errors import InputError
+from specdec_jax.reporting.tables import Table
+
+_WIDTH = 100  # of notes
+
+
+def render(table: Table, fmt: str) -> str:
+  """The table in a format, 'terminal', 'markdown', 'csv' or 'latex', ending in a newline.
+
+  CSV is headings and cells only, for a program to read; the others have the title and notes too.
+
+  Raises:
+    InputError: there is no such format.
+  """
+  if fmt not in _WRITERS:
+    raise InputError(f"There is no format {fmt!r}; choose one of {', '.join(_WRITERS)}.")
+  return _WRITERS[fmt](table)
+
+
+def _terminal(table: Table) -> str:
+  grid = rich.table.Table(title=Text(table.title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+  for heading, right in zip(table.columns, _right_aligned(table)):
+    # A word a line: headings are longer than what stands below them.
+    grid.add_column(
+      Text(heading.replace(" ", "\n")), justify="right" if right else "left", no_wrap=True
+    )
+  for row in table.rows:
+    grid.add_row(*map(Text, row))
+  # As wide as it takes: a terminal may wrap lines, but no cell is cut.
+  out = io.StringIO()
+  Console(file=out, width=10_000).print(grid)
+  lines = [line.rstrip() for line in out.getvalue().splitlines()]
+  notes = [textwrap.fill(note, _WIDTH) for note in table.notes]
+  return "\n".join([*lines, *notes]) + "\n"
+
+
+def _markdown(table: Table) -> str:
+  def line(cells):
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+  rules = ("---:" if right else "---" for right in _right_aligned(table))
+  lines = [f"**{table.title}**", "", line(table.columns), line(rules), *map(line, table.rows)]
+  return "\n".join([*lines, "", *(f"- {note}" for note in table.notes)]) + "\n"
+
+
+def _csv(table: Table) -> str:
+  out = io.StringIO()
+  csv.writer(out, lineterminator="\n").writerows([table.columns, *table.rows])
+  return out.getvalue()
+
+
+_LATEX = str.maketrans(
+  {
+    **{char: rf"\{char}" for char in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+  }
+)
+
+
+def _latex(table: Table) -> str:
+  def line(cells):
+    return " & ".join(cell.translate(_LATEX) for cell in cells) + r" \\"
+
+  columns = "".join("r" if right else "l" for right in _right_aligned(table))
+  return "\n".join(
+    [
+      f"% {table.title}",
+      rf"\begin{{tabular}}{{{columns}}}",
+      r"\hline",
+      line(table.columns),
+      r"\hline",
+      *map(line, table.rows),
+      r"\hline",
+      r"\end{tabular}",
+      *(f"% {note}" for note in table.notes),
+      "",
+    ]
+  )
+
+
+_WRITERS = {"terminal": _terminal, "markdown": _markdown, "csv": _csv, "latex": _latex}
+
+
+def _right_aligned(table: Table) -> list[bool]:
+  """For each column whether its cells are numbers, as far as there are any."""
+  columns = zip(*table.rows) if table.rows else [()] * len(table.columns)
+  return [all(cell[:1] in "+-0123456789" for cell in column) for column in columns]

@@ -1,0 +1,72 @@
+"""The run behind Table 3: alpha of several drafts over one target's text, resumed, as a table."""
+
+import pytest
+import tiny_pair
+
+from specdec_jax import drafters, records
+from specdec_jax.errors import InputError
+from specdec_jax.experiments.acceptance import acceptance
+from specdec_jax.sampling import Sampling
+
+TEXTS = tiny_pair.SENTENCES[:6]
+SAMPLINGS = [Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=5)]
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory):
+  text = tmp_path_factory.mktemp("text") / "target.txt"
+  text.write_text("".join(line + "\n" for line in tiny_pair.SENTENCES))
+  return [
+    lambda vocabulary: drafters.unigram(vocabulary, str(text)),
+    lambda vocabulary: drafters.bigram(vocabulary, str(text)),
+    drafters.copy_from_context,
+  ]
+
+
+def run(output, drafts, **changes):
+  settings = dict(gamma=3, batch_size=2, max_new_tokens=10, min_tokens=30, **changes)
+  acceptance(tiny_pair.pair("near"), TEXTS, str(output), SAMPLINGS, drafts, **settings)
+  return records.read(output / "results.jsonl")
+
+
+def test_every_draft_and_sampling_is_a_record_and_none_is_measured_twice(tmp_path, drafts, capsys):
+  measured = run(tmp_path, drafts[2:])
+  assert [(r.draft, r.temperature, r.top_k) for r in measured] == [
+    (draft, s.temperature, s.top_k) for s in SAMPLINGS for draft in ("near", "copy")
+  ]
+  before = (tmp_path / "results.jsonl").read_bytes()
+  assert len(run(tmp_path, drafts)) == 12
+  after = (tmp_path / "results.jsonl").read_bytes()
+  assert after.startswith(before)
+  out = capsys.readouterr().out
+  for r in records.read(tmp_path / "results.jsonl"):
+    assert 0 <= r.alpha_low <= r.alpha <= r.alpha_high <= 1 + 1e-6
+    assert len(r.acceptance_by_position) == 3 and r.num_tokens >= 30
+    assert f"{r.alpha:.3f} [{r.alpha_low:.3f},{r.alpha_high:.3f}]" in out
+    assert r.identical is (True if r.temperature == 0 else None)
+    assert r.speedup is None  # nothing was timed
+  near = {
+    r.temperature: r.alpha for r in records.read(tmp_path / "results.jsonl") if r.draft == "near"
+  }
+  assert min(near.values()) > 0.3
+
+
+def test_alpha_at_temperature_0_is_the_share_of_argmaxes_that_agree(tmp_path, drafts):
+  """Every position of a long enough text is guessed by rounds of one guess."""
+  (greedy, *_) = run(tmp_path, [])
+  assert greedy.alpha == pytest.approx(round(greedy.alpha * greedy.num_tokens) / greedy.num_tokens)
+
+
+def test_too_few_texts_are_said(tmp_path):
+  with pytest.warns(UserWarning, match="fewer than the 1000 asked"):
+    acceptance(
+      tiny_pair.pair(), TEXTS[:1], str(tmp_path), SAMPLINGS[:1], max_new_tokens=4, min_tokens=1000
+    )
+
+
+@pytest.mark.parametrize("changes", [dict(texts=[]), dict(samplings=[]), dict(gamma=0)], ids=str)
+def test_nothing_to_measure_is_refused(tmp_path, changes):
+  settings = dict(texts=TEXTS, samplings=SAMPLINGS, output_dir=str(tmp_path / "out"))
+  with pytest.raises(InputError):
+    acceptance(tiny_pair.pair(), **{**settings, **changes})
+  assert not (tmp_path / "out").exists()

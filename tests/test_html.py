@@ -1,0 +1,445 @@
+"""The page holds what the records and rounds hold, and nothing that a text could plant in it."""
+
+import dataclasses
+import html.parser
+
+import numpy as np
+import pytest
+from test_reporting import (
+  DER,
+  EIN,
+  EOS,
+  HUND,
+  LÄUFT,
+  MANN,
+  OTHER,
+  RECORD,
+  ROT,
+  STEHT,
+  of_rounds,
+  pieces,
+  read,
+)
+
+from specdec_jax.errors import InputError
+from specdec_jax.records import Record
+from specdec_jax.reporting import table
+from specdec_jax.reporting.html import Example, Round, by_position, example, report, write_report
+
+SWEEP = [
+  dataclasses.replace(
+    RECORD,
+    gamma=gamma,
+    speedup=speedup,
+    predicted_theorem8=theorem8,
+    predicted_text=predicted,
+  )
+  for gamma, speedup, theorem8, predicted in [
+    (7, 1.49, 3.57, 1.57),
+    (2, 1.21, 2.25, 1.24),
+    (3, 1.45, 2.89, 1.54),
+  ]
+]
+SAMPLED = dataclasses.replace(OTHER, gamma=7, predicted_measured_cost=None)
+
+ROUNDS = (
+  Round((" ein", " Mann"), " Hund", (), " läuft"),
+  Round((), " der", (" rot", "en"), " im"),
+  Round((" Park", "."), None, (" der",), None),
+)
+EXAMPLE = Example("a man runs", "ein Mann läuft im Park.", 0.0, ROUNDS)
+
+
+class Node:
+  def __init__(self, name, attributes=()):
+    self.name, self.attributes, self.children = name, dict(attributes), []
+
+  @property
+  def text(self):
+    return "".join(c if isinstance(c, str) else c.text for c in self.children)
+
+  def all(self, name=None, class_=None, **attributes):
+    """Nodes below, in order, with that name, class and attributes."""
+    found = []
+    for child in self.children:
+      if isinstance(child, str):
+        continue
+      classes = (child.attributes.get("class") or "").split()
+      if (
+        name in (None, child.name)
+        and (class_ is None or class_ in classes)
+        and attributes.items() <= child.attributes.items()
+      ):
+        found.append(child)
+      found += child.all(name, class_, **attributes)
+    return found
+
+
+class Parser(html.parser.HTMLParser):
+  """A tree, if every element that opens is closed where it should be."""
+
+  def __init__(self, page):
+    super().__init__()
+    self.open = [Node("document")]
+    self.feed(page)
+    self.close()
+    assert len(self.open) == 1, f"{self.open[-1].name} is not closed"
+
+  def handle_starttag(self, tag, attrs):
+    assert len(dict(attrs)) == len(attrs), f"{tag} has an attribute twice"
+    node = Node(tag, attrs)
+    self.open[-1].children.append(node)
+    if tag != "meta":
+      self.open.append(node)
+
+  def handle_endtag(self, tag):
+    assert self.open.pop().name == tag
+
+  def handle_data(self, data):
+    self.open[-1].children.append(data)
+
+
+def parsed(records, examples=(), title="a title"):
+  return Parser(report(records, examples, title)).open[0]
+
+
+def rounds_shown(page):
+  """What the page's rounds say, token by token, without the marks."""
+  rounds = []
+  for item in page.all(class_="rounds")[0].all("li"):
+    tokens = {
+      kind: tuple(t.children[-1] for t in item.all("span", kind))
+      for kind in ("accepted", "rejected", "unused", "own")
+    }
+    rounds.append(tokens)
+  return rounds
+
+
+# The page as a whole.
+
+
+def test_a_page_stands_alone():
+  page = report([*SWEEP, SAMPLED], [EXAMPLE], "a title")
+  tree = Parser(page).open[0]
+  assert {"head", "main", "table", "svg", "article"} <= {node.name for node in tree.all()}
+  for node in tree.all():
+    assert not {"src", "href", "action", "srcset", "style"} & node.attributes.keys()
+  assert not any(word in page for word in ("://", "url(", "@import", "import(", "fetch("))
+  ids = [node.attributes["id"] for node in tree.all() if "id" in node.attributes]
+  assert len(ids) == len(set(ids))
+
+
+HOSTILE = """</script><script>alert('"1"')</script><img src=x onerror=a> $title &lt; </select>"""
+
+
+def test_texts_stay_texts():
+  names = {
+    name: HOSTILE for name in ("task", "target", "draft", "dtype", "device_kind", "baseline")
+  }
+  record = dataclasses.replace(RECORD, **names)
+  rounds = (Round((f" {HOSTILE}",), HOSTILE, (HOSTILE,), HOSTILE),)
+  page = parsed([record, RECORD], [Example(HOSTILE, HOSTILE, 0.0, rounds)], HOSTILE)
+  plain = parsed([record, RECORD], [Example("a", "b", 0.0, ROUNDS[:1])])
+  assert [n.text for n in page.all("script")] == [n.text for n in plain.all("script")]
+  assert not page.all("img")
+  assert not any(name.startswith("on") for n in page.all() for name in n.attributes)
+  for name in ("title", "h1", "td", "article"):
+    assert HOSTILE in page.all(name)[0].text
+  assert HOSTILE[:50] in page.all("option")[0].text
+  (shown,) = rounds_shown(page)
+  assert set(sum(shown.values(), ())) == {HOSTILE}
+
+
+def test_the_head_says_of_what_the_numbers_are():
+  page = parsed([RECORD, OTHER], title="five & six")
+  assert page.all("title")[0].text == page.all("h1")[0].text == "five & six"
+  settings = page.all("dl")[0].text
+  for words in ("some captions", "target" + "t", "draft" + "d", "24", "float32", "cpu", "x86"):
+    assert words in settings
+
+
+@pytest.mark.parametrize(
+  "records, sentences",
+  [
+    (
+      [*SWEEP, OTHER],
+      [
+        ("Temperature 0", "1.49×", "gamma 7", "identical"),
+        ("Temperature 1", "1.68×", "gamma 3", "samples are not compared"),
+      ],
+    ),
+    (
+      [SWEEP[0], dataclasses.replace(SWEEP[1], identical=False)],
+      [("1.49×", "DIFFERS", "at gamma 2.")],
+    ),
+    ([dataclasses.replace(RECORD, speedup=0.83)], [("0.83×", "slower")]),
+    ([dataclasses.replace(RECORD, speedup=None)], [("no speedup",)]),
+    ([dataclasses.replace(RECORD, identical=None)], [("not every output was compared",)]),
+  ],
+)
+def test_the_result_in_a_sentence(records, sentences):
+  shown = [node.text for node in parsed(records).all(class_="results")[0].all("li")]
+  for sentence, words in zip(shown, sentences):
+    for word in words:
+      assert word in sentence
+  assert len(shown) == len({r.temperature for r in records})
+
+
+def test_no_records_are_no_report():
+  with pytest.raises(InputError, match="no records"):
+    report([], [EXAMPLE], "a title")
+
+
+def test_the_last_record_of_a_setting_counts():
+  page = parsed([RECORD, dataclasses.replace(RECORD, speedup=9.99)])
+  assert "9.99" in page.text and "2.06" not in page.text
+
+
+# The table.
+
+
+def cells(page):
+  rows = page.all("tbody")
+  return [[c.text for c in row.all("td")] for body in rows for row in body.all("tr")]
+
+
+def test_a_row_has_the_numbers_of_its_record():
+  page = parsed([OTHER, RECORD])
+  assert [n.text for n in page.all("th")] == [*table._COLUMNS]
+  assert cells(page) == [
+    ["1", "3", "0.67 [0.63,0.70]", "0.072", "1.22", "1.91", "1.73", "1.68", "0.62", "-"],
+    ["0", "5", "0.81 [0.79,0.84]", "0.061", "1.38", "2.99", "2.15", "2.06", "0.40", "yes"],
+  ]
+  assert table.LEGEND in page.text
+
+
+def test_what_was_not_measured_is_a_dash():
+  settings = ("task", "target", "draft", "temperature", "gamma", "batch_size")
+  settings += ("platform", "device_kind", "dtype", "seed")
+  blank = Record(**{name: getattr(RECORD, name) for name in settings})
+  page = parsed([blank], [Example("", "", 0.0, ())])
+  assert cells(page) == [["0", "5", *["-"] * 8]]
+  assert not page.all("svg")
+
+
+def test_each_missing_value_is_a_dash_of_its_own():
+  for field in dataclasses.fields(Record):
+    if field.default is None:
+      page = parsed([dataclasses.replace(RECORD, **{field.name: None}), OTHER], [EXAMPLE])
+      assert "None" not in page.text and "nan" not in page.text
+
+
+def test_settings_that_differ_are_columns():
+  page = parsed([RECORD, dataclasses.replace(RECORD, draft="bigram", batch_size=8)])
+  assert [n.text for n in page.all("th")][:2] == ["draft", "batch"]
+  assert [row[:2] for row in cells(page)] == [["d", "1"], ["bigram", "8"]]
+  names = [n.text for figure in page.all("figure") for n in figure.all("h3")]
+  assert names == ["Temperature 0, draft d, batch 1", "Temperature 0, draft bigram, batch 8"]
+
+
+def test_simulated_acceptance_is_marked():
+  simulated = dataclasses.replace(
+    RECORD, gamma=4, acceptance="simulated", alpha_low=None, alpha_high=None
+  )
+  assert "acceptance: simulated" not in parsed([RECORD]).text
+  page = parsed([RECORD, simulated])
+  assert [row[3] for row in cells(page)][1] == "0.81acceptance: simulated"
+  assert len(page.all(class_="tag")) == 1
+  sentences = [n.text for n in page.all(class_="results")[0].all("li")]
+  assert ["simulated)" in s for s in sentences] == [False, True]
+
+
+# The charts.
+
+
+def points(figure, kind):
+  return np.array(
+    [[float(c.attributes["cx"]), float(c.attributes["cy"])] for c in figure.all("circle", kind)]
+  )
+
+
+def test_points_lie_where_their_values_are():
+  """One linear scale for gamma, and one for all three curves and the line at 1."""
+  (figure,) = parsed(SWEEP).all("figure")
+  ordered = sorted(SWEEP, key=lambda r: r.gamma)
+  kinds = {"measured": "speedup", "predicted": "predicted_text", "theorem8": "predicted_theorem8"}
+  at = np.concatenate([points(figure, kind) for kind in kinds])
+  gammas = [r.gamma for r in ordered] * 3
+  values = [getattr(r, name) for name in kinds.values() for r in ordered]
+  for truth, drawn, direction in ((gammas, at[:, 0], 1), (values, at[:, 1], -1)):
+    slope, start = np.polyfit(truth, drawn, 1)
+    assert slope * direction > 10
+    np.testing.assert_allclose(drawn, start + slope * np.array(truth), atol=0.1)
+  (one,) = figure.all("line", "one")
+  assert float(one.attributes["y1"]) == float(one.attributes["y2"])
+  np.testing.assert_allclose(float(one.attributes["y1"]), start + slope, atol=0.1)
+  for kind in kinds:
+    (line,) = figure.all("polyline", kind)
+    drawn = [[float(v) for v in p.split(",")] for p in line.attributes["points"].split()]
+    np.testing.assert_allclose(drawn, points(figure, kind), atol=0.05)
+
+
+def test_curves_are_labelled_and_labels_do_not_overlap():
+  (figure,) = parsed([RECORD]).all("figure")
+  labels = {n.text: float(n.attributes["y"]) for n in figure.all("text")}
+  heights = [labels[name] for name in ("Thm 8 2.99", "predicted 2.15", "measured 2.06")]
+  heights.append(labels["plain decoding 1"])
+  assert np.all(np.diff(heights) >= 12)
+  assert {"gamma (guesses a round)", "speedup over plain decoding", "5"} <= labels.keys()
+  assert len(figure.all("circle")) == 3  # one gamma is a chart as well
+
+
+def test_all_drawings_stay_inside_their_frame():
+  high = dataclasses.replace(RECORD, gamma=9, predicted_theorem8=123.4, speedup=0.01)
+  page = parsed([*SWEEP, high, OTHER], [EXAMPLE])
+  assert len(page.all("svg")) == 3
+  for drawing in page.all("svg"):
+    *_, width, height = map(float, drawing.attributes["viewbox"].split())
+    for node in drawing.all():
+      for name, most in dict(x=width, x1=width, x2=width, cx=width, y=height, cy=height).items():
+        assert 0 <= float(node.attributes.get(name, 0)) <= most
+
+
+def test_a_chart_says_its_values_aloud():
+  drawing = parsed(SWEEP).all("svg")[0]
+  assert drawing.attributes["role"] == "img"
+  assert "measured 1.21 at gamma 2, 1.45 at gamma 3" in drawing.attributes["aria-label"]
+
+
+# Acceptance by position.
+
+
+def test_acceptance_by_position():
+  """A guess counts from when it is judged; behind a rejection or the text's end it was not."""
+  assert by_position(ROUNDS) == [(2, 3), (2, 2), (0, 1)]
+  assert by_position([Round((" a", " b"), None, (), " c")]) == [(1, 1), (1, 1)]
+  assert by_position([]) == []
+
+
+def bars(page):
+  (figure,) = page.all("section")[2].all("figure")
+  full = float(figure.all("rect", "track")[0].attributes["width"])
+  return figure, [float(bar.attributes["width"]) / full for bar in figure.all("rect", "bar")]
+
+
+def test_acceptance_by_position_of_the_examples():
+  figure, widths = bars(parsed(SWEEP, [EXAMPLE]))
+  np.testing.assert_allclose(widths, [2 / 3, 1, 0], atol=1e-3)
+  for words in ("67%, 2 of 3", "100%, 2 of 2", "0%, 0 of 1", "all 67%", "3 rounds"):
+    assert words in figure.text
+
+
+def test_acceptance_by_position_of_a_record_goes_first():
+  shares = [0.9, 0.75, None]
+  records = [
+    dataclasses.replace(RECORD, gamma=3, acceptance_by_position=shares, acceptance_rate=0.85),
+    dataclasses.replace(RECORD, gamma=2, acceptance_by_position=[0.1, 0.1]),
+  ]
+  figure, widths = bars(parsed(records, [EXAMPLE]))
+  np.testing.assert_allclose(widths, [0.9, 0.75, 0], atol=1e-3)
+  for words in ("90%", "75%", "all 85%", "gamma 3", "24 texts", "400 rounds"):
+    assert words in figure.text
+
+
+# The rounds.
+
+
+def test_a_round_is_read_from_what_was_decoded():
+  decoded = of_rounds([([EIN, MANN, STEHT], 1, HUND, 2), ([DER, ROT, EOS], 3, DER, 3)])
+  made = example(decoded, 0, "in", "out", pieces, 1.0)
+  assert made == Example(
+    "in",
+    "out",
+    1.0,
+    (
+      Round((" ein",), " Mann", (" steht",), " Hund"),
+      Round((" der", " rot", " </s>"), None, (), None),
+    ),
+  )
+
+
+@pytest.mark.parametrize(
+  "round_",
+  [
+    ([EIN, MANN, STEHT], 2, LÄUFT, 3),
+    ([HUND, MANN, STEHT], 0, EIN, 1),
+    ([EIN, ROT, HUND], 3, LÄUFT, 4),
+    ([ROT, EOS, HUND], 3, MANN, 2),
+    ([EOS, ROT, HUND], 1, MANN, 1),
+    ([ROT, HUND, MANN], 1, EOS, 2),
+    ([ROT, HUND, MANN], 2, EOS, 1),
+  ],
+)
+def test_the_page_and_the_terminal_agree(round_):
+  """Accepted, rejected, own, in a row that stopped while its neighbour went on."""
+  idle = ([EIN, MANN, STEHT], 3, DER, 0)
+  decoded = of_rounds([round_, idle], [round_, round_])
+  ((accepted, rejected, own),) = read(decoded, 0)
+  (made,) = example(decoded, 0, "", "", pieces, 0.0).rounds
+  strip = lambda words: [word.strip() for word in words if word is not None]
+  assert strip(made.accepted) == accepted
+  assert strip([made.rejected]) == rejected and strip([made.own]) == own
+  assert len(made.accepted) + (made.rejected is not None) + len(made.unused) == 3
+  assert len(made.emitted) == round_[-1]
+
+
+def test_every_round_is_on_the_page():
+  """And visible without JavaScript; only what needs it is hidden until it runs."""
+  page = parsed([RECORD], [EXAMPLE])
+  assert rounds_shown(page) == [
+    dict(accepted=("ein", "Mann"), rejected=("Hund",), unused=(), own=("läuft",)),
+    dict(accepted=(), rejected=("der",), unused=("rot", "en"), own=("im",)),
+    dict(accepted=("Park", "."), rejected=(), unused=("der",), own=()),
+  ]
+  assert [n.attributes["class"] for n in page.all() if "hidden" in n.attributes] == ["controls"]
+
+
+def test_the_text_grows_round_by_round():
+  items = parsed([RECORD], [EXAMPLE]).all(class_="rounds")[0].all("li")
+  texts = [item.all("p")[1].text for item in items]
+  assert texts == [" ein Mann läuft", " ein Mann läuft im", " ein Mann läuft im Park."]
+  assert [item.all(class_="now")[0].text for item in items] == ["ein Mann läuft", "im", "Park."]
+  for item, count in zip(items, (3, 4, 6)):
+    assert f"{count} tokens so far" in item.text
+  assert "Round 2 of 3" in items[1].text and "2 target passes" in items[1].text
+
+
+def test_kinds_of_tokens_differ_without_colour():
+  page = parsed([RECORD], [EXAMPLE])
+  marks = {
+    kind: {t.all("b")[0].text for t in page.all("span", kind)}
+    for kind in ("accepted", "rejected", "unused", "own")
+  }
+  assert all(len(m) == 1 for m in marks.values()) and len(set.union(*marks.values())) == 4
+
+
+def test_each_example_can_be_picked():
+  page = parsed([RECORD], [EXAMPLE, EXAMPLE._replace(source="x" * 300, rounds=())])
+  options = [n.text for n in page.all("option")]
+  assert len(options) == len(page.all("article")) == 2
+  assert options[0] == "1. a man runs" and len(options[1]) < 90
+
+
+def test_a_page_without_examples():
+  page = parsed([RECORD])
+  assert not page.all(id="stepper") and len(page.all("section")) == 2
+
+
+# Files.
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path):
+  path = tmp_path / "report.html"
+  write_report(path, [RECORD], [EXAMPLE], "Übersetzung")
+  assert path.read_text(encoding="utf-8") == report([RECORD], [EXAMPLE], "Übersetzung")
+  with pytest.raises(InputError):
+    write_report(path, [], [], "nothing")
+  with pytest.raises(UnicodeEncodeError):
+    write_report(path, [RECORD], [], "half a character \ud800")
+  assert path.read_text(encoding="utf-8") == report([RECORD], [EXAMPLE], "Übersetzung")
+  assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_folder_is_no_file(tmp_path):
+  with pytest.raises(InputError, match="a folder"):
+    write_report(tmp_path, [RECORD], [], "a title")

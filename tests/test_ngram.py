@@ -1,0 +1,271 @@
+"""Unigrams and bigrams: counts by plain Python, q against draws, output against the target's."""
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_pair
+
+from specdec_jax.data.vocabulary import EOS_ID
+from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.drafts.ngram import fit_ngrams, load_ngrams, ngram_draft, save_ngrams
+from specdec_jax.errors import InputError
+from specdec_jax.experiments.check_exactness import compare_samples, decoder
+from specdec_jax.models.t5 import t5_model
+from specdec_jax.sampling import Sampling, distribution
+
+V = 24
+LIMIT = 16
+GREEDY = Sampling(temperature=0.0)
+SAMPLINGS = [GREEDY, Sampling(), Sampling(2.0, top_k=3), Sampling(0.6, top_p=0.6)]
+
+
+@functools.cache
+def rows():
+  """300 texts of 1 to 9 tokens, low ids far more often; 22 and 23 never occur."""
+  rng = np.random.default_rng(0)
+  draw = lambda: (2 + np.minimum(rng.geometric(0.2, rng.integers(0, 9)), 19)).tolist()
+  return [[*draw(), EOS_ID] for _ in range(300)]
+
+
+@functools.cache
+def counted():
+  """(unigrams, successors of each token), by Python."""
+  unigrams, successors = Counter(), {token: Counter() for token in range(V)}
+  for row in rows():
+    for before, token in zip([0, *row], row):
+      unigrams[token] += 1
+      successors[before][token] += 1
+  return unigrams, successors
+
+
+def weights(order, newest, kept=V):
+  """Counts [V] of what follows a token, by Python."""
+  unigrams, successors = counted()
+  counts = unigrams if order == 1 or not successors[newest] else successors[newest]
+  if counts is not unigrams:
+    counts = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:kept])
+  return np.array([counts.get(token, 0) for token in range(V)], np.float32)
+
+
+def propose(draft, ngrams, newest, seed=0):
+  """(guesses [B, G], q [B, G, V]) after rows of text that end in newest [B]."""
+  newest = jnp.asarray(newest, jnp.int32)
+  tokens = jnp.stack([newest * 0, newest * 0 + 5, newest, newest * 0], axis=1)
+  keys = jax.random.split(jax.random.key(seed), len(newest))
+  state = draft.start(ngrams, None, 4)
+  assert state == ()
+  guesses, q, state = jax.jit(draft.propose)(ngrams, state, tokens, newest * 0 + 3, keys)
+  assert state == ()
+  return np.asarray(guesses), np.asarray(q)
+
+
+# Counts.
+
+
+@pytest.mark.parametrize("kept", [1, 4, 100])
+def test_counts_are_those_of_a_plain_counter(kept):
+  ngrams = fit_ngrams(rows(), V, kept)
+  unigrams, successors = counted()
+  assert ngrams.unigrams.tolist() == [unigrams[token] for token in range(V)]
+  assert ngrams.successors.shape == ngrams.counts.shape == (V, min(kept, V))
+  for token in range(V):
+    want = sorted(successors[token].items(), key=lambda item: (-item[1], item[0]))[:kept]
+    found = zip(ngrams.successors[token].tolist(), ngrams.counts[token].tolist())
+    assert [pair for pair in found if pair[1]] == want
+  assert not ngrams.counts[EOS_ID].any()  # no bigram reaches from one row into the next
+  assert any(len(s) > 4 for s in successors.values()) and not successors[23]
+
+
+def test_a_vocabulary_of_32_thousand_takes_little_room():
+  ngrams = fit_ngrams([[31_999, 7, 1]], 32_128)
+  assert sum(x.nbytes for x in ngrams) < 40e6
+  guesses, _ = propose(ngram_draft(2, 32_128, GREEDY, 2), ngrams, [0, 31_999])
+  assert guesses.tolist() == [[31_999, 7], [7, 1]]
+
+
+# What is proposed.
+
+
+@pytest.mark.parametrize(
+  "order, sampling", [(1, Sampling(0.6)), *((2, sampling) for sampling in SAMPLINGS)], ids=str
+)
+def test_q_is_the_adjusted_distribution_of_the_counts(order, sampling):
+  """After every token, those never seen among them, and after each guess."""
+  guesses, q = propose(ngram_draft(order, V, sampling, 3), fit_ngrams(rows(), V, 4), range(V))
+  before = np.concatenate([np.arange(V)[:, None], guesses[:, :-1]], axis=1)
+  want = np.stack([[weights(order, newest, kept=4) for newest in row] for row in before])
+  with np.errstate(divide="ignore"):
+    want = distribution(jnp.asarray(np.log(want)), sampling)
+  np.testing.assert_allclose(q, want, atol=1e-6)
+  assert (np.take_along_axis(q, guesses[..., None], axis=2) > 0).all()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[2:], ids=str)
+def test_q_is_the_distribution_that_guesses_are_drawn_from(sampling):
+  """20,000 pairs of guesses after one token, at tiny.LEVEL; q at temperature 1 must be caught."""
+  ngrams, n = fit_ngrams(rows(), V), 20_000
+  guesses, q = propose(ngram_draft(2, V, sampling, 2), ngrams, [3] * n)
+  second = np.zeros((V, V))
+  second[guesses[:, 0]] = q[:, 1]
+  joint = q[0, 0][:, None] * second
+  joint /= joint.sum()  # pairs that no draw began have no mass worth counting
+  counts = np.bincount(guesses[:, 0] * V + guesses[:, 1], minlength=V * V)
+  assert tiny.p_value(counts, joint) > tiny.LEVEL
+  assert tiny.detectable(n, joint) < 0.15
+  plain = weights(2, 3) / weights(2, 3).sum()
+  assert tiny.p_value(np.bincount(guesses[:, 0], minlength=V), plain) < tiny.CAUGHT
+
+
+def test_rows_do_not_depend_on_their_neighbours():
+  ngrams, propose_jitted = fit_ngrams(rows(), V), jax.jit(ngram_draft(2, V, Sampling(), 3).propose)
+  tokens = jnp.asarray([[0, 4, 0, 0], [0, 9, 5, 0], [0, 0, 0, 0]])
+  length, keys = jnp.asarray([2, 3, 1]), jax.random.split(jax.random.key(3), 3)
+  whole = propose_jitted(ngrams, (), tokens, length, keys)
+  for row in range(3):
+    of_row = slice(row, row + 1)
+    alone = propose_jitted(ngrams, (), tokens[of_row], length[of_row], keys[of_row])
+    np.testing.assert_array_equal(alone[0][0], whole[0][row])
+    np.testing.assert_allclose(alone[1][0], whole[1][row], atol=1e-7)
+
+
+# The output is the target's own.
+
+CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
+TARGET = t5_model(CONFIG)
+EOS = 16  # some texts of these weights end in it, some do not
+
+
+@functools.cache
+def decoded():
+  """The target's parameters, prompts [8, S], and its greedy texts [8, LIMIT]."""
+  params, prompts = tiny.params(CONFIG, 12), tiny.sources(CONFIG, 0, 8)
+  keys = jax.random.split(jax.random.key(0), 8)
+  out = autoregressive_decode(
+    TARGET, params, prompts, keys, max_new_tokens=LIMIT, sampling=GREEDY, eos_id=EOS
+  )
+  return params, prompts, np.asarray(out.tokens), np.asarray(out.lengths)
+
+
+def speculate(order, gamma, rows, ngrams):
+  params, prompts, *_ = decoded()
+  return speculative_decode(
+    *(TARGET, ngram_draft(order, V, GREEDY, gamma), params, ngrams, prompts[rows]),
+    jax.random.split(jax.random.key(1), len(prompts[rows])),
+    max_new_tokens=LIMIT,
+    sampling=GREEDY,
+    eos_id=EOS,
+  )
+
+
+@pytest.mark.parametrize(
+  "order, gamma, batch", [(1, 3, 3), (2, 1, 3), (2, 3, 1), (2, 5, 1), (2, 5, 3)]
+)
+def test_greedy_output_is_the_targets(order, gamma, batch):
+  """Bigrams of the target's own texts are often right, others hardly ever."""
+  _, _, tokens, lengths = decoded()
+  assert len(set(lengths)) > 3
+  own = fit_ngrams([t[:n][t[:n] > 0].tolist() for t, n in zip(tokens, lengths)], V)
+  some = slice(3, 3 + batch)
+  rounds = []
+  for ngrams in (own, fit_ngrams(rows(), V)):
+    out = speculate(order, gamma, some, ngrams)
+    np.testing.assert_array_equal(out.tokens, tokens[some])
+    np.testing.assert_array_equal(out.lengths, lengths[some])
+    rounds.append(int(out.num_rounds))
+  if order == 2:
+    assert rounds[0] < rounds[1] <= LIMIT
+
+
+def test_calls_of_one_shape_compile_once():
+  speculate(2, 5, slice(3, 6), fit_ngrams(rows(), V))
+  compiled = speculative_decode._cache_size()
+  speculate(2, 5, slice(3, 6), fit_ngrams(rows()[:100], V))
+  assert speculative_decode._cache_size() == compiled
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_sampled_output_has_the_targets_joint_distribution(order):
+  # 1,600 outputs: finds a total variation of 0.15 nine times in ten.
+  pair = tiny_pair.pair()
+  size = len(pair.vocabulary)
+  ngrams = fit_ngrams([pair.vocabulary.encode(text) for text in tiny_pair.SENTENCES], size)
+  draft = functools.partial(ngram_draft, order, size)
+  decode = decoder(pair._replace(draft=draft, draft_params=ngrams), Sampling(), 2)
+  joint = compare_samples(
+    pair, tiny_pair.SENTENCES[:4], Sampling(), decode, 4, 400, num_tokens=4, seed=0
+  )
+  assert joint.p_value > tiny.LEVEL and joint.num_impossible == 0
+  assert joint.num_samples == 1600 and joint.detectable(tiny.LEVEL) < 0.15
+
+
+# Files and bad input.
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+  ngrams = fit_ngrams(rows(), V)
+  save_ngrams(tmp_path / "counts", ngrams)
+  jax.tree.map(np.testing.assert_array_equal, load_ngrams(tmp_path / "counts"), ngrams)
+  assert [path.name for path in tmp_path.iterdir()] == ["counts"]
+
+
+def test_a_failed_save_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+  path = tmp_path / "counts.npz"
+  save_ngrams(path, fit_ngrams(rows(), V))
+  before = path.read_bytes()
+
+  def full(f, **arrays):
+    f.write(b"half")
+    raise OSError("No space left on device")
+
+  monkeypatch.setattr(np, "savez_compressed", full)
+  with pytest.raises(OSError, match="No space"):
+    save_ngrams(path, fit_ngrams([[3, 1]], V))
+  assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["counts.npz"]
+
+
+def test_files_that_are_no_counts(tmp_path):
+  path = tmp_path / "counts.npz"
+  with pytest.raises(InputError, match="no n-gram counts at"):
+    load_ngrams(path)
+  ngrams = fit_ngrams(rows(), V)
+  save_ngrams(path, ngrams)
+  good = path.read_bytes()
+  damaged = bytearray(good)
+  damaged[len(good) // 4] ^= 0xFF
+  for content in (b"", b"text", good[:-40], bytes(damaged)):
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="holds no n-gram counts"):
+      load_ngrams(path)
+  for arrays in ({"unigrams": [1]}, ngrams._replace(counts=ngrams.counts[:-1])._asdict()):
+    np.savez(path, **arrays)
+    with pytest.raises(InputError, match="holds no n-gram counts"):
+      load_ngrams(path)
+  np.save(path, [1, 2])
+  path.with_suffix(".npz.npy").replace(path)
+  with pytest.raises(InputError, match="holds no n-gram counts"):
+    load_ngrams(path)
+
+
+@pytest.mark.parametrize(
+  "call, words",
+  [
+    (lambda: fit_ngrams([], V), "no tokens"),
+    (lambda: fit_ngrams([[], []], V), "no tokens"),
+    (lambda: fit_ngrams([[3, V]], V), f"to {V}"),
+    (lambda: fit_ngrams([[3, -1]], V), "from -1"),
+    (lambda: fit_ngrams([[3, 1, 0]], V), "padding"),
+    (lambda: fit_ngrams([[0, 3, 1], [3, 1]], V), "padding"),
+    (lambda: fit_ngrams([[3, 1]], V, 0), "num_successors is 0"),
+    (lambda: ngram_draft(3, V, GREEDY, 2), "order is 3"),
+    (lambda: ngram_draft(2, V, GREEDY, 0), "gamma is 0"),
+    (lambda: ngram_draft(2, V, GREEDY, 2).start(fit_ngrams([[3]], 9), None, 4), "of 9 tokens"),
+  ],
+)
+def test_bad_input(call, words):
+  with pytest.raises(InputError, match=words):
+    call()
