@@ -148,7 +148,7 @@ def _measure(pair: Pair, generated, sampling: Sampling, setting: Record) -> Reco
     acceptance_rate=acceptance_rate(outputs),
     acceptance_by_position=acceptance_by_position(outputs),
     tokens_per_round=num_tokens(outputs) / num_rounds(outputs),
-    identical=identical(plain, outputs) if sampling.temperature == 0 else None,
+    identical=identical([*plain], outputs) if sampling.temperature == 0 else None,
     seconds=time.perf_counter() - since,
   )
 
@@ -170,6 +170,6 @@ def acceptance_table(measured: Sequence[Record]) -> Table:
       f"{r.alpha:.3f} [{r.alpha_low:.3f},{r.alpha_high:.3f}]",
       "-" if r.beta_lag1 is None else f"{r.beta_lag1:.2f}",
       f"{r.acceptance_rate:.3f}",
-      " ".join("-" if x is None else f"{x:.2f}" for x in r.acceptance_by_position),
+      " ".join("-" if x is None else f"{x:.2f}" for x in r.acceptance_by_position or ()),
     )
   return table

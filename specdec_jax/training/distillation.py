@@ -28,7 +28,8 @@ def recombined(lines: list[str], count: int, seed: int = 0) -> list[str]:
   for line, row in enumerate(words):
     for at in range(1, len(row) - 1):
       places[row[at], row[at + 1]].append((line, at))
-  known, new = set(lines), []
+  known: set[str] = set(lines)
+  new: list[str] = []
   for _ in range(20 * count):
     if len(new) == count:
       break
@@ -71,6 +72,8 @@ def save_pairs(path: pathlib.Path, pairs: Pairs) -> None:
   """Write pairs with a teacher's opinions to one .npz file, whole or not at all."""
   flat = lambda rows: np.concatenate([np.asarray(row) for row in rows])
   lengths = lambda rows: np.array([len(row) for row in rows])
+  if pairs.teacher is None:
+    raise InputError("There are no opinions of a teacher to save with the pairs.")
   tokens, probs = zip(*pairs.teacher)
   part = path.with_suffix(".part")
   with part.open("wb") as file:
