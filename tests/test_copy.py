@@ -139,7 +139,7 @@ def speculate(gamma, rows):
   )
 
 
-@pytest.mark.parametrize("gamma, batch", [(1, 3), (3, 1), (5, 1), (5, 3)])
+@pytest.mark.parametrize("gamma, batch", [(1, 1), (5, 3)])
 def test_greedy_output_is_the_targets(gamma, batch):
   _, _, tokens, lengths = decoded()
   accepted = 0

@@ -162,9 +162,7 @@ def speculate(order, gamma, rows, ngrams):
   )
 
 
-@pytest.mark.parametrize(
-  "order, gamma, batch", [(1, 3, 3), (2, 1, 3), (2, 3, 1), (2, 5, 1), (2, 5, 3)]
-)
+@pytest.mark.parametrize("order, gamma, batch", [(1, 3, 3), (2, 1, 1), (2, 5, 3)])
 def test_greedy_output_is_the_targets(order, gamma, batch):
   """Bigrams of the target's own texts are often right, others hardly ever."""
   _, _, tokens, lengths = decoded()
