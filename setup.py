@@ -41,7 +41,13 @@ setup(
     "sacrebleu>=2.4",
   ],
   extras_require={
-    "test": ["hypothesis>=6.100", "matplotlib>=3.8", "ruff>=0.15", "mypy>=1.15"],
+    "test": [
+      "hypothesis>=6.100",
+      "matplotlib>=3.8",
+      "pytest-xdist>=3.6",
+      "ruff>=0.15",
+      "mypy>=1.15",
+    ],
     "tpu": ["jax[tpu]>=0.10"],
     "plots": ["matplotlib>=3.8"],
     "peers": ["torch>=2.3", "transformers>=4.45"],
