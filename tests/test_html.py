@@ -205,7 +205,7 @@ def cells(page):
 
 def test_a_row_has_the_numbers_of_its_record():
   page = parsed([OTHER, RECORD])
-  assert [n.text for n in page.all("th")] == [*table._COLUMNS]
+  assert [n.text for n in page.all("th")] == [*table.COLUMNS]
   assert cells(page) == [
     ["1", "3", "0.67 [0.63,0.70]", "0.072", "1.22", "1.91", "1.73", "1.68", "0.62", "-"],
     ["0", "5", "0.81 [0.79,0.84]", "0.061", "1.38", "2.99", "2.15", "2.06", "0.40", "yes"],

@@ -322,7 +322,7 @@ def not_measured(record):
 
 def test_a_record_has_every_field(results):
   (record,) = records.read(results)
-  assert not not_measured(record)
+  assert set(not_measured(record)) <= {"beta_lag1"}  # where beta never varies there is none
   assert (record.task, record.target, record.draft) == ("tiny", "target", "random")
   assert (record.temperature, record.gamma, record.batch_size) == (0.0, 2, 1)
   assert (record.num_examples, record.platform, record.dtype) == (len(TEXTS), "cpu", "float32")
