@@ -50,8 +50,8 @@ def test_every_draft_and_sampling_is_a_record_and_none_is_measured_twice(tmp_pat
   assert min(near.values()) > 0.3
 
 
-def test_alpha_at_temperature_0_is_the_share_of_argmaxes_that_agree(tmp_path, drafts):
-  """Every position of a long enough text is guessed by rounds of one guess."""
+def test_alpha_at_temperature_0_is_the_share_of_argmaxes_that_agree(tmp_path):
+  """Each token counts 0 or 1, so alpha is a whole number of tokens."""
   (greedy, *_) = run(tmp_path, [])
   assert greedy.alpha == pytest.approx(round(greedy.alpha * greedy.num_tokens) / greedy.num_tokens)
 
