@@ -12,7 +12,7 @@ from specdec_jax.pairs import Drafter
 def copy_from_context(vocabulary: Vocabulary, max_ngram: int = 3) -> Drafter:
   """What followed the latest tokens in the source, or earlier in the text; see `copy_draft`."""
   size = len(vocabulary)
-  return Drafter("copy", lambda sampling, gamma: copy_draft(size, gamma, max_ngram))
+  return Drafter(f"copy-{max_ngram}", lambda sampling, gamma: copy_draft(size, gamma, max_ngram))
 
 
 def unigram(vocabulary: Vocabulary, path: str) -> Drafter:

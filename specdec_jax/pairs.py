@@ -13,7 +13,9 @@ from specdec_jax.checkpoints.folder import load_model, vocabulary_of
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.models.t5 import for_decoding, t5_model
+from specdec_jax.models.config import named_dtype, t5_config
+from specdec_jax.models.simulated import simulated_acceptance
+from specdec_jax.models.t5 import for_decoding, init_params, t5_model
 from specdec_jax.protocols import Draft, Model
 from specdec_jax.sampling import Sampling
 
@@ -45,6 +47,7 @@ class Pair(NamedTuple):
     task: what they were trained for.
     dtype: of parameters and activations.
     max_source_tokens: longer inputs are cut to it, EOS kept.
+    simulated_alpha: the acceptance rate that the target is told to have, or None for a real one.
   """
 
   target: Model
@@ -57,6 +60,7 @@ class Pair(NamedTuple):
   task: str
   dtype: str
   max_source_tokens: int
+  simulated_alpha: float | None = None
 
   def with_draft(self, drafter: Drafter) -> "Pair":
     """The same target with another draft."""
@@ -120,6 +124,59 @@ def load_pair(
     dtype=dtype,
     max_source_tokens=max_source_tokens,
   )
+
+
+def random_pair(
+  target: str,
+  draft: str,
+  alpha: float,
+  version: str = "1.1",
+  dtype: str = "float32",
+  vocabulary: str = str(EMBEDDED / "vocabulary.model"),
+  max_source_tokens: int = 128,
+) -> Pair:
+  """Two published sizes of T5 with random weights and a set acceptance rate: scale, not sense.
+
+  Both models do all their work, so times are those of the real ones; which guesses stand is
+  simulated (`simulated_acceptance`), and the texts mean nothing.
+
+  Args:
+    target: size of M_p; see `t5_config`.
+    draft: size of M_q.
+    alpha: acceptance rate.
+    version: of T5, '1.0' or '1.1'.
+    dtype: 'float32' or 'bfloat16'.
+    vocabulary: turns sources into tokens.
+    max_source_tokens: limit for a source, EOS counted.
+  """
+  kind = named_dtype(dtype)
+  target_model, target_params = _random_t5(target, version, kind)
+  draft_model, draft_params = _random_t5(draft, version, kind)
+  return Pair(
+    target=simulated_acceptance(target_model, alpha),
+    target_params=target_params,
+    target_name=f"t5_{version}_{target}",
+    draft=functools.partial(model_draft, draft_model),
+    draft_params=draft_params,
+    draft_name=f"t5_{version}_{draft}",
+    vocabulary=Vocabulary(vocabulary),
+    task="simulated",
+    dtype=dtype,
+    max_source_tokens=max_source_tokens,
+    simulated_alpha=alpha,
+  )
+
+
+def _random_t5(size: str, version: str, dtype) -> tuple[Model, Any]:
+  """A model laid out for decoding and random parameters of its shapes, made one by one in dtype."""
+  config = t5_config(size, version, dtype=dtype, fused=True, tied_logits=False)
+  shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+  leaves, tree = jax.tree.flatten(shapes)
+  ones = lambda leaf: jnp.ones(leaf.shape, dtype)
+  scaled = lambda leaf, key: jax.random.normal(key, leaf.shape, dtype) * leaf.shape[0] ** -0.5
+  keys = jax.random.split(jax.random.key(0), len(leaves))
+  made = [ones(leaf) if leaf.ndim == 1 else scaled(leaf, k) for leaf, k in zip(leaves, keys)]
+  return t5_model(config), jax.tree.unflatten(tree, made)
 
 
 def _load_t5(role: str, folder: str, words: Vocabulary, dtype: str) -> tuple[Model, Any]:

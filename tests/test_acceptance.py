@@ -31,7 +31,7 @@ def run(output, drafts, **changes):
 def test_every_draft_and_sampling_is_a_record_and_none_is_measured_twice(tmp_path, drafts, capsys):
   measured = run(tmp_path, drafts[1:])
   assert [(r.draft, r.temperature, r.top_k) for r in measured] == [
-    (draft, s.temperature, s.top_k) for s in SAMPLINGS for draft in ("near", "copy")
+    (draft, s.temperature, s.top_k) for s in SAMPLINGS for draft in ("near", "copy-3")
   ]
   before = (tmp_path / "results.jsonl").read_bytes()
   assert len(run(tmp_path, drafts)) == 6
@@ -56,6 +56,18 @@ def test_alpha_at_temperature_0_is_the_share_of_argmaxes_that_agree(tmp_path):
   assert greedy.alpha == pytest.approx(round(greedy.alpha * greedy.num_tokens) / greedy.num_tokens)
 
 
+def test_lenience_accepts_more_and_says_what_it_changes(tmp_path):
+  measured = run(tmp_path, [], leniences=(1.0, 0.3))
+  assert [(r.temperature, r.lenience) for r in measured] == [
+    *((0, 1), (0, 0.3)),
+    *((1, 1), (1, 0.3)),
+  ]
+  sampled = {r.lenience: r for r in measured if r.temperature == 1}
+  assert sampled[1].total_variation == pytest.approx(0, abs=1e-5)
+  assert sampled[0.3].total_variation > 0.01
+  assert sampled[0.3].alpha > sampled[1].alpha
+
+
 def test_too_few_texts_are_said(tmp_path):
   with pytest.warns(UserWarning, match="fewer than the 1000 asked"):
     acceptance(
@@ -63,7 +75,9 @@ def test_too_few_texts_are_said(tmp_path):
     )
 
 
-@pytest.mark.parametrize("changes", [dict(texts=[]), dict(samplings=[]), dict(gamma=0)], ids=str)
+@pytest.mark.parametrize(
+  "changes", [dict(texts=[]), dict(samplings=[]), dict(leniences=()), dict(gamma=0)], ids=str
+)
 def test_nothing_to_measure_is_refused(tmp_path, changes):
   settings = dict(texts=TEXTS, samplings=SAMPLINGS, output_dir=str(tmp_path / "out"))
   with pytest.raises(InputError):

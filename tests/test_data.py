@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import sys
 
 import pytest
@@ -94,12 +95,18 @@ def test_padded():
 
 @pytest.fixture
 def lines_of(tmp_path, monkeypatch):
-  """Lines of raw bytes, by one of three ways: a file, a gzipped file, standard input."""
+  """Lines of raw bytes, by one of four ways: a file, a gzipped file, a pipe, standard input."""
 
   def read(way, raw):
     if way == "stdin":
       monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
       return read_lines("-")
+    if way == "pipe":  # as the shell's <(...) gives it
+      end, start = os.pipe()
+      with open(start, "wb") as file:
+        file.write(raw)
+      with open(end):
+        return read_lines(f"/dev/fd/{end}")
     path = tmp_path / ("text.gz" if way == "gzip" else "text")
     path.write_bytes(gzip.compress(raw) if way == "gzip" else raw)
     return read_lines(str(path))
@@ -107,7 +114,7 @@ def lines_of(tmp_path, monkeypatch):
   return read
 
 
-WAYS = ("file", "gzip", "stdin")
+WAYS = ("file", "gzip", "pipe", "stdin")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -162,3 +169,11 @@ def test_damaged_gzip_file(tmp_path, raw):
   path.write_bytes(raw)
   with pytest.raises(InputError, match="text.gz"):
     read_lines(str(path))
+
+
+def test_a_limit_takes_the_first_lines(tmp_path):
+  (tmp_path / "text").write_text("one\ntwo\nthree\n")
+  assert read_lines(str(tmp_path / "text"), limit=2) == ["one", "two"]
+  assert read_lines(str(tmp_path / "text"), limit=9) == ["one", "two", "three"]
+  with pytest.raises(InputError, match="limit is 0"):
+    read_lines(str(tmp_path / "text"), limit=0)

@@ -120,7 +120,8 @@ def test_core_runs_without_tensorflow_seqio_or_gin():
   absent = ("tensorflow", "tensorflow_datasets", "seqio", "gin", "t5x", "sentencepiece")
   absent += ("matplotlib", "sacrebleu")
   core = ["specdec_jax", *(f"specdec_jax.{layer}" for layer in CORE)]
-  core += ["specdec_jax.models.t5", "specdec_jax.drafts.model"]
+  for folder in ("models", "drafts"):
+    core += [f"specdec_jax.{folder}.{path.stem}" for path in (PACKAGE / folder).glob("[a-z]*.py")]
   code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "\n".join(
     f"import {module}" for module in core
   )

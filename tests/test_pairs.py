@@ -11,9 +11,12 @@ import tiny_pair
 
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.data.vocabulary import EOS_ID, Vocabulary
+from specdec_jax.decoding import speculative_decode
 from specdec_jax.errors import InputError
-from specdec_jax.models.t5 import for_decoding
-from specdec_jax.pairs import load_pair
+from specdec_jax.models.config import t5_config
+from specdec_jax.models.t5 import for_decoding, init_params
+from specdec_jax.pairs import load_pair, random_pair
+from specdec_jax.sampling import Sampling
 
 
 def load(**changes):
@@ -148,3 +151,40 @@ def test_another_vocabulary_of_the_same_size_is_refused(tmp_path):
   load(draft=paths["same"])
   with pytest.raises(InputError, match="another vocabulary"):
     load(draft=paths["other"])
+
+
+@pytest.mark.parametrize(("version", "dtype"), [("1.0", "float32"), ("1.1", "bfloat16")])
+def test_random_pair_has_the_published_shapes_and_the_set_alpha(version, dtype):
+  pair = random_pair("tiny", "tiny", 0.5, version=version, dtype=dtype)
+  config = dataclasses.replace(t5_config("tiny", version), tied_logits=False)
+  published = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+  size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
+  assert size(pair.target_params) == size(pair.draft_params) == size(published)
+  assert {x.dtype for x in jax.tree.leaves(pair.target_params)} == {jnp.dtype(dtype)}
+  sampling, sources = Sampling(temperature=0.0), tiny_pair.SENTENCES[:8]
+  keys = jax.random.split(jax.random.key(0), len(sources))
+  decoded = speculative_decode(
+    *(pair.target, pair.draft(sampling, 1), pair.target_params, pair.draft_params),
+    *(pair.prompt(sources), keys),
+    max_new_tokens=64,
+    sampling=sampling,
+  )
+  assert (decoded.lengths == 64).all() and (decoded.not_finite < 0).all()
+  judged = decoded.rounds.num_accepted[decoded.rounds.num_emitted > 0]
+  # About 340 guesses: 4 standard errors.
+  assert judged.mean() == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(judged.size))
+  assert judged.size > 300
+
+
+@pytest.mark.parametrize(
+  ("given", "said"),
+  [
+    (dict(target="huge"), "'huge'"),
+    (dict(version="2.0"), "'2.0'"),
+    (dict(alpha=1.5), "alpha is 1.5"),
+    (dict(dtype="int8"), "'int8'"),
+  ],
+)
+def test_random_pair_refuses(given, said):
+  with pytest.raises(InputError, match=said):
+    random_pair(**{"target": "tiny", "draft": "tiny", "alpha": 0.5, **given})

@@ -11,7 +11,7 @@ import numpy as np
 from flax import serialization, traverse_util
 
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import T5Config
+from specdec_jax.models.config import T5Config, named_dtype
 from specdec_jax.models.t5 import init_params
 
 _CONFIG, _PARAMS = "config.json", "params.msgpack"
@@ -48,12 +48,11 @@ def load_model(folder: str, dtype: str = "float32"):
   path = pathlib.Path(folder)
   if not (path / _CONFIG).is_file() or not (path / _PARAMS).is_file():
     raise InputError(f"There is no model in {path}; expected {_CONFIG} and {_PARAMS} in it.")
-  if dtype not in ("float32", "bfloat16"):
-    raise InputError(f"dtype is {dtype!r}; use 'float32' or 'bfloat16'.")
+  kind = named_dtype(dtype)
   try:
     shape = json.loads((path / _CONFIG).read_text())
     shape.pop("vocabulary", None)
-    config = T5Config(**shape, dtype=jnp.dtype(dtype))
+    config = T5Config(**shape, dtype=kind)
   except (ValueError, TypeError, AttributeError) as error:
     raise InputError(f"{path / _CONFIG} is not the shape of a model: {error}.") from error
   try:
@@ -71,7 +70,7 @@ def load_model(folder: str, dtype: str = "float32"):
       f"{path / _PARAMS} does not fit {_CONFIG}: {len(wrong)} arrays differ, the first is {name} "
       f"(found {found.get(name, 'nothing')}, expected {wanted.get(name, 'nothing')})."
     )
-  return config, jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+  return config, jax.tree.map(lambda x: jnp.asarray(x, kind), params)
 
 
 def vocabulary_of(folder: str) -> str | None:

@@ -5,21 +5,25 @@ import pathlib
 import sys
 import zlib
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_count
 
 
-def read_lines(path: str) -> list[str]:
-  """Lines of a UTF-8 file (gzipped if it ends in .gz), or of standard input if path is '-'.
+def read_lines(path: str, limit: int | None = None) -> list[str]:
+  """Lines of a UTF-8 file or pipe (gzipped if it ends in .gz), or of standard input if path is '-'.
 
-  Only a newline ends a line: newstest2009 holds U+0085 inside sentences.
+  Only a newline ends a line: newstest2009 holds U+0085 inside sentences. With a `limit`, the first
+  so many.
   """
-  if path != "-" and not pathlib.Path(path).is_file():
+  if limit is not None:
+    require_count("limit", limit)
+  file = pathlib.Path(path)
+  if path != "-" and (not file.exists() or file.is_dir()):
     raise InputError(f"There is no text file at {path}.")
-  raw = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
+  raw = sys.stdin.buffer.read() if path == "-" else file.read_bytes()
   try:
     text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
   except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
     name = "standard input" if path == "-" else path
     raise InputError(f"{name} is not UTF-8 text: {error}.") from error
   lines = text.split("\n")
-  return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
+  return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)][:limit]

@@ -28,6 +28,7 @@ from specdec_jax.experiments.speed import (
 )
 from specdec_jax.pairs import Drafter, Pair
 from specdec_jax.records import Record
+from specdec_jax.reporting.tables import sampling_text
 from specdec_jax.sampling import Sampling
 
 LEGEND = (
@@ -49,7 +50,7 @@ def acceptance(
   max_new_tokens: int = 64,
   min_tokens: int = 10_000,
   seed: int = 0,
-  lenience: float = 1.0,
+  leniences: Sequence[float] = (1.0,),
 ) -> None:
   """Measure alpha over what a target generates; print a table and append to `results.jsonl`.
 
@@ -64,20 +65,21 @@ def acceptance(
     max_new_tokens: limit for each.
     min_tokens: generated tokens to measure on; the paper takes 10,000.
     seed: of all sampling.
-    lenience: l of Appendix A.5.
+    leniences: l of Appendix A.5, each measured; 1 for exactness.
   """
   for name, value in (("batch_size", batch_size), ("min_tokens", min_tokens), ("gamma", gamma)):
     require_count(name, value)
-  if not (texts and samplings):
-    raise InputError("There is nothing to measure: no texts, or no samplings.")
+  if not (texts and samplings and leniences):
+    raise InputError("There is nothing to measure: no texts, no samplings, or no leniences.")
   drafters = [drafter(pair.vocabulary) for drafter in drafts]
   contenders = [pair, *(pair.with_draft(drafter) for drafter in drafters)]
-  limits = batch_size, max_new_tokens, seed, lenience
+  limits = batch_size, max_new_tokens, seed
   asked = [
     (one, sampling, setting)
     for sampling in samplings
     for one in contenders
-    for setting in settings_to_measure(one, texts, [sampling], [gamma], *limits)
+    for lenience in leniences
+    for setting in settings_to_measure(one, texts, [sampling], [gamma], *limits, lenience)
   ]
   with (
     records.open_results(output_dir) as results,
@@ -162,10 +164,9 @@ def acceptance_table(measured: Sequence[Record]) -> Table:
   for heading in ("draft", "sampling", "tokens", "alpha", "lag-1", "rounds", "by position"):
     table.add_column(heading, justify="left" if heading == "draft" else "right")
   for r in measured:
-    sampling = f"T={r.temperature:g}" + (f" top-{r.top_k}" if r.top_k else "")
     table.add_row(
       r.draft,
-      sampling + (f" top-p {r.top_p:g}" if r.top_p < 1 else ""),
+      f"T={sampling_text(r)}" + (f" l={r.lenience:g}" if r.lenience < 1 else ""),
       f"{r.num_tokens}",
       f"{r.alpha:.3f} [{r.alpha_low:.3f},{r.alpha_high:.3f}]",
       "-" if r.beta_lag1 is None else f"{r.beta_lag1:.2f}",

@@ -112,3 +112,10 @@ def t5_config(size: str, version: str = "1.1", **overrides) -> T5Config:
     tied_logits=version == "1.0",
   )
   return dataclasses.replace(published, **overrides)
+
+
+def named_dtype(name: str):
+  """The dtype of activations and parameters that a user calls `name`."""
+  if name not in ("float32", "bfloat16"):
+    raise InputError(f"dtype is {name!r}; use 'float32' or 'bfloat16'.")
+  return jnp.dtype(name)

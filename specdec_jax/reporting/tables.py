@@ -152,7 +152,7 @@ def _paper_row(
   rows = own or [row for row in rows if _block(number, row) in (chosen, None)]
   rows = [row for row in rows if row.get("lenience", 1) == r.lenience and _same_sampling(row, r)]
   own = [row for row in rows if _same(row["m_q"], r.draft)]
-  if not own and r.draft.casefold() not in _NO_MODEL:
+  if not own and not r.draft.casefold().startswith(_NO_MODEL):
     own = [row for row in rows if _same(row["m_q"], paper_draft)]
   return own[0] if own else None
 

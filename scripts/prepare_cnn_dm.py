@@ -1,0 +1,69 @@
+"""Write CNN/DM's texts, one a line, in the form in which T5 read and wrote them.
+
+  python scripts/prepare_cnn_dm.py [--data ../shared/data] [--output runs/cnn_dm]
+
+From realsumm, `articles.txt`, `articles_tokenised.txt` and `t5_11b.txt` (what T5-11B wrote of
+them); from cnn_dm, `highlights.txt`, summaries of other articles.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+
+from specdec_jax.data.text import read_lines
+from specdec_jax.errors import InputError
+
+
+def unmarked(text: str) -> str:
+  """Without realsumm's marks of sentences: T5 read and wrote a text as one line."""
+  return " ".join(re.sub(r"</?t>", " ", text).split())
+
+
+def untokenised(text: str) -> str:
+  """Punctuation put back where the tokeniser of realsumm's articles took it from."""
+  text = re.sub(r"`` | ''", '"', text)
+  text = re.sub(r" ' (.+?) '(?= )", r" '\1'", text)
+  text = text.replace("can not", "cannot")
+  text = re.sub(r" (?=[,.;:?!)\]]|n't\b|'(?:s|m|d|ll|re|ve)\b|’ )", "", text)
+  return re.sub(r"(?<=[(\[‘]) ", "", text)
+
+
+def summary(highlights: str) -> str:
+  """Highlights as T5-11B's outputs have them: lower case, one line, each ending in ' .'."""
+  return re.sub(r"(?<! )\.$", " .", highlights.lower(), flags=re.MULTILINE).replace("\n", " ")
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+  parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
+  parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path("../shared/data"))
+  parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/cnn_dm"))
+  args = parser.parse_args()
+  read = lambda name: read_lines(str(args.data / name))
+  try:
+    tokenised = [unmarked(line) for line in read("realsumm/ptr_generator.src.txt")]
+    rows = [
+      json.loads(line)
+      for name in ("train200_desixmimi", "validation500")
+      for line in read(f"cnn_dm/cnn_dm.{name}.jsonl.gz")
+    ]
+    texts = {
+      "articles": map(untokenised, tokenised),
+      "articles_tokenised": tokenised,
+      "t5_11b": map(unmarked, read("realsumm/t5.out_11B.txt")),
+      "highlights": (summary(row["highlights"]) for row in rows),
+    }
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name, lines in texts.items():
+      path = args.output / f"{name}.txt"
+      path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+      print(path)
+  except InputError as error:
+    parser.exit(2, f"error: {error}\n")
+  except OSError as error:
+    parser.exit(2, f"error: cannot use '{error.filename}': {error.strerror}.\n")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,229 @@
+"""Acceptance of drafts over texts that a target wrote, without the target (Table 3, temperature 0).
+
+At temperature 0 the target's distribution is the one-hot of the token it writes next (Section 2.2),
+so its outputs alone say which guesses it accepts. Times it cannot tell: none is recorded.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from specdec_jax import records, theory
+from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
+from specdec_jax.decoding import speculative_decode
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.experiments.alpha import draft_probs, lag1_correlation, mean_with_interval
+from specdec_jax.experiments.measure import settings_to_measure
+from specdec_jax.experiments.speed import (
+  acceptance_by_position,
+  acceptance_rate,
+  num_rounds,
+  num_tokens,
+  row_keys,
+)
+from specdec_jax.pairs import Drafter, Pair
+from specdec_jax.protocols import Model
+from specdec_jax.records import Record
+from specdec_jax.sampling import Sampling
+
+ARGMAX = Sampling(temperature=0.0)
+
+LEGEND = (
+  "alpha: E[q of the token that the target wrote], with its 95% interval (bootstrap over texts); "
+  "paper: that of its Table 3; gamma: tokens a pass of the target in real rounds, and in brackets "
+  "the speedup that Theorem 8 predicts from alpha for c = 0."
+)
+
+
+@struct.dataclass
+class Place:
+  """Where the rows of a `reciting_model` are: `length` [B] tokens, as any cache has it."""
+
+  length: Array
+
+
+@functools.cache
+def reciting_model(vocab_size: int) -> Model:
+  """A target that writes given texts: its parameters, tokens [B, T] with EOS last.
+
+  Its logits are the one-hot of the text's next token, which at temperature 0 is p.
+  """
+
+  def begin(prompt: Array) -> tuple[Array, Array]:
+    return jnp.full((len(prompt), 1), PAD_ID, jnp.int32), jnp.ones(len(prompt), jnp.int32)
+
+  def start(texts: Array, prompt: Array, num_slots: int) -> Place:
+    return Place(length=jnp.zeros(len(prompt), jnp.int32))
+
+  def extend(texts: Array, place: Place, tokens: Array) -> tuple[Array, Place]:
+    # Slot 0 holds the start token, so what follows slot i is token i of the text.
+    at = place.length[:, None] + jnp.arange(tokens.shape[1])
+    following = jnp.take_along_axis(texts, at, axis=1, mode="clip")
+    logits = jax.nn.one_hot(following, vocab_size)
+    return logits, Place(length=place.length + tokens.shape[1])
+
+  return Model(begin=begin, start=start, extend=extend, vocab_size=vocab_size)
+
+
+def given_outputs(
+  vocabulary: Vocabulary,
+  sources: Sequence[str],
+  outputs: Sequence[str],
+  drafts: Sequence[Callable[[Vocabulary], Drafter]],
+  output_dir: str,
+  task: str,
+  target: str,
+  gammas: Sequence[int] = (3, 5, 7, 10),
+  max_source_tokens: int = 512,
+  max_new_tokens: int = 128,
+  paper_rows: Sequence[Mapping[str, Any]] = (),
+  paper_target: str = "",
+) -> None:
+  """Measure alpha and real rounds of drafts; print a table and append to `results.jsonl`.
+
+  Args:
+    vocabulary: that the target wrote `outputs` in.
+    sources: what it read.
+    outputs: what it wrote for each of them, by argmax.
+    drafts: each measured.
+    output_dir: gets `results.jsonl`; settings recorded there already are not measured again.
+    task: name for records.
+    target: likewise.
+    gammas: guesses a round.
+    max_source_tokens: of a source that the target read, and the drafts read; EOS counted.
+    max_new_tokens: of an output that the target wrote; one cut off there has no EOS.
+    paper_rows: Table 3 (`paper.load_table`), whose alphas of `paper_target` are shown beside.
+    paper_target: an `m_p` of it.
+
+  Raises:
+    InputError: no texts, drafts or gammas, or not one output a source.
+  """
+  limits = ("max_source_tokens", max_source_tokens), ("max_new_tokens", max_new_tokens)
+  for name, value in (*limits, *(("gamma", gamma) for gamma in gammas)):
+    require_count(name, value)
+  if not (sources and drafts and gammas):
+    raise InputError("There is nothing to measure: no texts, no drafts, or no gammas.")
+  if len(sources) != len(outputs):
+    raise InputError(
+      f"There are {len(sources)} sources but {len(outputs)} outputs; give one line of each a text."
+    )
+  contenders = [
+    Pair(
+      target=reciting_model(len(vocabulary)),
+      target_params=None,  # the text, another for each source
+      target_name=target,
+      draft=drafter.make,
+      draft_params=drafter.params,
+      draft_name=drafter.name,
+      vocabulary=vocabulary,
+      task=task,
+      dtype="unknown",
+      max_source_tokens=max_source_tokens,
+    )
+    for drafter in (draft(vocabulary) for draft in drafts)
+  ]
+  read = [contenders[0].encode(source) for source in sources]
+  written = [vocabulary.encode(output)[:max_new_tokens] for output in outputs]
+  both = [f"{source} {output}" for source, output in zip(read, written)]
+  asked = [
+    settings_to_measure(pair, both, [ARGMAX], gammas, 1, max_new_tokens, seed=0, lenience=1.0)
+    for pair in contenders
+  ]
+  with (
+    records.open_results(output_dir) as results,
+    Progress(console=Console(stderr=True), transient=True) as bar,
+  ):
+    for pair, settings in bar.track([*zip(contenders, asked)], description="measuring"):
+      for record in _measure(pair, read, written, records.missing(results, settings)):
+        records.append(results, record)
+    wanted = {records.key(setting) for settings in asked for setting in settings}
+    measured = [r for r in records.read(results) if records.key(r) in wanted]
+  console = Console(markup=False)
+  beside = [row for row in paper_rows if row["m_p"] == paper_target and row["temperature"] == 0]
+  console.print(given_outputs_table(measured, {row["m_q"]: row["alpha"] for row in beside}))
+  console.print(Text(LEGEND, style="dim"))
+  console.print(f"Records: {results} (measured once; delete the file to measure again)")
+
+
+def _measure(pair: Pair, read, written, settings: Sequence[Record]) -> Iterator[Record]:
+  """The settings, which differ in gamma only, with what a draft accepts of the texts `written`."""
+  if not settings:
+    return
+  since = time.perf_counter()
+  prompts, texts = (padded(rows, max(map(len, rows)))[:, None] for rows in (read, written))
+  draft = pair.draft(ARGMAX, 1)
+  betas = []  # p is a one-hot, so sum min(p, q) is q there
+  for prompt, text, tokens in zip(prompts, texts, written):
+    q = np.asarray(draft_probs(pair.target, draft, pair.draft_params, prompt, text)[0])
+    betas.append(q[np.arange(len(tokens)), tokens])
+  alpha = mean_with_interval(betas)
+  for setting in settings:
+    draft = pair.draft(ARGMAX, setting.gamma)
+    decoded = [
+      jax.device_get(
+        speculative_decode(
+          *(pair.target, draft, text, pair.draft_params, prompt, row_keys(setting.seed, i, 1)),
+          max_new_tokens=texts.shape[-1],
+          sampling=ARGMAX,
+        )
+      )
+      for i, (prompt, text) in enumerate(zip(prompts, texts))
+    ]
+    yield dataclasses.replace(
+      setting,
+      num_tokens=num_tokens(decoded),
+      rounds=num_rounds(decoded),
+      alpha=alpha.mean,
+      alpha_low=alpha.low,
+      alpha_high=alpha.high,
+      acceptance_rate=acceptance_rate(decoded),
+      acceptance_by_position=acceptance_by_position(decoded),
+      beta_lag1=lag1_correlation(betas),
+      tokens_per_round=num_tokens(decoded) / num_rounds(decoded),
+      predicted_theorem8=float(theory.walltime_improvement(alpha.mean, setting.gamma, 0.0)),
+      seconds=time.perf_counter() - since,
+    )
+
+
+def given_outputs_table(measured: Sequence[Record], paper: Mapping[str, float]) -> Table:
+  """One row a draft: its records, and the paper's alpha of a draft of that name or of others."""
+  first, gammas = measured[0], sorted({r.gamma for r in measured})
+  table = Table(
+    title=f"{first.task}, {first.target}, {first.num_tokens} tokens, temperature 0",
+    box=box.SIMPLE_HEAD,
+    show_edge=False,
+    padding=0,
+  )
+  table.add_column("draft", no_wrap=True)
+  for heading in ("alpha", "paper", *(f"gamma {gamma}" for gamma in gammas)):
+    table.add_column(heading, justify="right", no_wrap=True)
+  theirs = {name.casefold(): f"{alpha:.2f}" for name, alpha in paper.items()}
+  for draft in dict.fromkeys(r.draft for r in measured):
+    by_gamma = {r.gamma: r for r in measured if r.draft == draft}
+    r = next(iter(by_gamma.values()))  # alpha does not depend on gamma
+    table.add_row(
+      draft,
+      f"{r.alpha:.2f} [{r.alpha_low:.2f},{r.alpha_high:.2f}]",
+      theirs.pop(draft.casefold(), "-"),
+      *(
+        f"{r.tokens_per_round:.2f} ({r.predicted_theorem8:.2f})" if r else "-"
+        for r in map(by_gamma.get, gammas)
+      ),
+    )
+  for name, alpha in paper.items():
+    if name.casefold() in theirs:
+      table.add_row(name, "-", f"{alpha:.2f}", *["-"] * len(gammas))
+  return table

@@ -1,0 +1,221 @@
+"""Drafts over given outputs: alpha by hand, rounds against a plain loop, resumed, as a table."""
+
+import functools
+import gzip
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny_pair
+
+from specdec_jax import drafters, records
+from specdec_jax.data.text import read_lines
+from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
+from specdec_jax.decoding import autoregressive_decode
+from specdec_jax.errors import InputError
+from specdec_jax.experiments.given_outputs import ARGMAX, given_outputs, reciting_model
+from specdec_jax.reporting.paper import load_table
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+LINES = tiny_pair.SENTENCES
+# Each output takes the beginning of one sentence of its source and the end of another.
+SOURCES = [f"{a} {b}" for a, b in zip(LINES[:60:5], LINES[3::9])]
+OUTPUTS = [f"{source[:20]}{source[-15:]}" for source in SOURCES]
+
+
+@pytest.fixture(scope="module")
+def words():
+  return Vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+  """Text to count n-grams of."""
+  path = tmp_path_factory.mktemp("text") / "highlights.txt"
+  path.write_text("".join(f"{line}\n" for line in LINES[::7]))
+  return str(path)
+
+
+def run(words, output_dir, drafts, sources=SOURCES, outputs=OUTPUTS, **changes):
+  settings = dict(task="tiny", target="T", gammas=(2, 5), max_new_tokens=40) | changes
+  given_outputs(words, sources, outputs, drafts, str(output_dir), **settings)
+  return records.read(output_dir / "results.jsonl")
+
+
+def guessing(words, make, gamma):
+  """(source ids, ids of the text so far) -> the draft's guesses, one call of `propose`."""
+  drafter = make(words)
+  draft = drafter.make(ARGMAX, gamma)
+  propose = jax.jit(draft.propose)
+  keys = jax.random.split(jax.random.key(0), 1)
+
+  def guesses(source, done):
+    state = draft.start(drafter.params, padded([source], 120), 60)
+    tokens, length = padded([[PAD_ID, *done]], 60), np.array([1 + len(done)])
+    return propose(drafter.params, state, tokens, length, keys)[0][0].tolist()
+
+  return guesses
+
+
+def test_the_target_writes_the_given_texts(words):
+  texts = [words.encode(line) for line in OUTPUTS[:3]]
+  decoded = autoregressive_decode(
+    *(reciting_model(len(words)), padded(texts, 40), padded([[5]] * 3, 8)),
+    jax.random.split(jax.random.key(0), 3),
+    max_new_tokens=40,
+    sampling=ARGMAX,
+  )
+  np.testing.assert_array_equal(decoded.tokens, padded(texts, 40))
+
+
+def test_alpha_of_a_unigram_is_how_often_the_most_frequent_token_was_written(words, path, tmp_path):
+  (one, two) = run(words, tmp_path, [functools.partial(drafters.unigram, path=path)])
+  counts = np.bincount([token for line in read_lines(path) for token in words.encode(line)])
+  written = [token for line in OUTPUTS for token in words.encode(line)]
+  share = written.count(int(counts.argmax())) / len(written)
+  assert 0 < share < 1 and one.alpha == two.alpha == pytest.approx(share)
+  assert one.num_tokens == two.num_tokens == len(written)
+  assert one.predicted_theorem8 == pytest.approx(1 + share + share**2)
+
+
+@pytest.mark.parametrize("name", ["unigram", "bigram", "copy-1", "copy-3"])
+def test_alpha_and_rounds_are_those_of_a_plain_loop(words, path, tmp_path, name):
+  make = {
+    "unigram": functools.partial(drafters.unigram, path=path),
+    "bigram": functools.partial(drafters.bigram, path=path),
+    "copy-1": functools.partial(drafters.copy_from_context, max_ngram=1),
+    "copy-3": drafters.copy_from_context,
+  }[name]
+  texts = [(words.encode(source), words.encode(output)) for source, output in zip(SOURCES, OUTPUTS)]
+  first = guessing(words, make, 1)
+  right = [[first(s, text[:t]) == [text[t]] for t in range(len(text))] for s, text in texts]
+  for r in run(words, tmp_path, [make]):
+    assert r.draft == name and r.alpha == pytest.approx(np.concatenate(right).mean())
+    guesses = guessing(words, make, r.gamma)
+    rounds, stood, fell = 0, [0] * r.gamma, [0] * r.gamma
+    for source, text in texts:
+      done = 0
+      while done < len(text):
+        rounds += 1
+        for i, guess in enumerate(guesses(source, text[:done])):
+          if guess != text[done]:
+            fell[i] += 1
+            break
+          stood[i] += 1
+          done += 1
+          if done == len(text):
+            break
+        done += 1  # the target's own token, unless the text has ended
+    assert r.rounds == rounds and r.tokens_per_round == r.num_tokens / rounds
+    judged = zip(stood, fell)
+    assert r.acceptance_by_position == [a / (a + b) if a + b else None for a, b in judged]
+
+
+def test_copying_a_text_that_is_its_own_source_is_always_right(words, tmp_path):
+  """But for the first token, before which there is nothing to look for."""
+  text = "[0123456789]"
+  n = len(words.encode(text))
+  assert len(set(words.encode(text))) == n
+  (r,) = run(words, tmp_path, [drafters.copy_from_context], [text], [text], gammas=(5,))
+  assert r.alpha == pytest.approx((n - 1) / n)
+  assert r.rounds == 1 + -(-(n - 1) // 6)
+  assert r.acceptance_by_position[1:] == [1.0] * 4
+
+
+def test_an_output_cut_off_at_the_limit_has_no_eos(words, tmp_path):
+  make = [drafters.copy_from_context]
+  (cut,) = run(words, tmp_path / "cut", make, LINES[:1], LINES[:1], gammas=(3,), max_new_tokens=4)
+  (whole,) = run(words, tmp_path / "whole", make, LINES[:1], LINES[:1], gammas=(3,))
+  assert cut.num_tokens == 4 and whole.num_tokens == len(words.encode(LINES[0]))
+
+
+def test_a_draft_reads_no_more_of_a_source_than_the_target_did(words, tmp_path):
+  text = "[0123456789]"
+  one = [drafters.copy_from_context], [text], [text]
+  run(words, tmp_path, *one, gammas=(3,), max_source_tokens=5)
+  cut, whole = run(words, tmp_path, *one, gammas=(3,))  # another setting, so measured too
+  n = len(words.encode(text))
+  assert cut.alpha == pytest.approx(3 / n)  # of four tokens and EOS, the second to the fourth
+  assert whole.alpha == pytest.approx((n - 1) / n)
+
+
+def test_what_is_recorded_is_not_measured_again(words, path, tmp_path, capsys):
+  (one,) = run(words, tmp_path, [drafters.copy_from_context], gammas=(2,))
+  before = (tmp_path / "results.jsonl").read_bytes()
+  unigram = functools.partial(drafters.unigram, path=path)
+  measured = run(words, tmp_path, [drafters.copy_from_context, unigram])
+  assert (tmp_path / "results.jsonl").read_bytes().startswith(before)
+  assert [(r.draft, r.gamma) for r in measured] == [
+    *(("copy-3", 2), ("copy-3", 5), ("unigram", 2), ("unigram", 5))
+  ]
+  assert measured[1].alpha == one.alpha  # which does not depend on gamma
+  for r in measured:
+    assert r.temperature == 0 and r.target == "T" and r.num_examples == len(SOURCES)
+    assert r.speedup is None and r.c is None  # nothing was timed
+
+
+def test_the_papers_values_stand_beside(words, path, tmp_path, capsys):
+  unigram = functools.partial(drafters.unigram, path=path)
+  rows = load_table(3, ROOT / "configs")
+  changes = dict(paper_rows=rows, paper_target="T5-XXL (CNNDM)", gammas=(2,))
+  run(words, tmp_path, [unigram, drafters.copy_from_context], **changes)
+  lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+  shown = lambda name: next(line for line in lines if line[:1] == [name])
+  assert shown("unigram")[3] == "0.13" and shown("copy-3")[3] == "-"
+  assert shown("T5-small")[1:] == ["-", "0.65", "-"]
+  assert not any(line[:1] == ["Unigram"] for line in lines)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(sources=[], outputs=[]),
+    dict(outputs=OUTPUTS[1:]),
+    dict(drafts=[]),
+    dict(gammas=()),
+    dict(gammas=(0,)),
+    dict(max_new_tokens=0),
+    dict(max_source_tokens=0),
+  ],
+  ids=lambda changes: " ".join(changes),
+)
+def test_nothing_to_measure_is_refused(words, tmp_path, changes):
+  settings = dict(drafts=[drafters.copy_from_context], output_dir=tmp_path / "out")
+  with pytest.raises(InputError):
+    run(words, **{**settings, **changes})
+  assert not (tmp_path / "out" / "results.jsonl").exists()
+
+
+# The texts, as `scripts/prepare_cnn_dm.py` writes them.
+
+
+def test_texts_are_written_as_t5_read_and_wrote_them(tmp_path):
+  data = tmp_path / "data"
+  (data / "realsumm").mkdir(parents=True)
+  (data / "cnn_dm").mkdir()
+  (data / "realsumm" / "ptr_generator.src.txt").write_text(
+    "<t> `` it 's ' very hard ' , '' he ( a boy ) did n't say . </t>\n<t> a ‘ b ’ - c </t>"
+  )
+  (data / "realsumm" / "t5.out_11B.txt").write_text(
+    "<t> it's hard . </t> <t> he's a boy . </t>\n<t> b, c </t>"
+  )
+  for name, highlights in (
+    ("train200_desixmimi", "A man runs.\nTwo Dogs, too!"),
+    ("validation500", "The U.S. won .\n'Yes'"),
+  ):
+    with gzip.open(data / "cnn_dm" / f"cnn_dm.{name}.jsonl.gz", "wt") as file:
+      file.write(json.dumps({"article": "", "highlights": highlights}) + "\n")
+  script = [sys.executable, str(ROOT / "scripts" / "prepare_cnn_dm.py")]
+  command = [*script, "--data", str(data), "--output", str(tmp_path / "out")]
+  subprocess.run(command, check=True, timeout=120, capture_output=True)
+  lines = lambda name: read_lines(str(tmp_path / "out" / f"{name}.txt"))
+  assert lines("articles") == ["\"it's 'very hard',\" he (a boy) didn't say.", "a ‘b’ - c"]
+  assert lines("articles_tokenised")[1] == "a ‘ b ’ - c"
+  assert lines("t5_11b") == ["it's hard . he's a boy .", "b, c"]
+  assert lines("highlights") == ["a man runs . two dogs, too!", "the u.s. won . 'yes'"]
+  missing = subprocess.run([*script, "--data", str(tmp_path)], timeout=120, capture_output=True)
+  assert missing.returncode == 2 and b"no text file at" in missing.stderr
