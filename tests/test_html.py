@@ -5,6 +5,7 @@ import html.parser
 
 import numpy as np
 import pytest
+import tiny_pair
 from test_reporting import (
   DER,
   EIN,
@@ -18,13 +19,16 @@ from test_reporting import (
   STEHT,
   of_rounds,
   pieces,
-  read,
 )
 
-from specdec_jax.errors import InputError
+from specdec_jax import records
+from specdec_jax.experiments import measure as measuring
+from specdec_jax.experiments import speedup
+from specdec_jax.experiments.quickstart import quickstart
 from specdec_jax.records import Record
 from specdec_jax.reporting import table
-from specdec_jax.reporting.html import Example, Round, by_position, example, report, write_report
+from specdec_jax.reporting.html import Example, report, write_report
+from specdec_jax.reporting.rounds import Round, read_rounds
 
 SWEEP = [
   dataclasses.replace(
@@ -47,7 +51,7 @@ ROUNDS = (
   Round((), " der", (" rot", "en"), " im"),
   Round((" Park", "."), None, (" der",), None),
 )
-EXAMPLE = Example("a man runs", "ein Mann läuft im Park.", 0.0, ROUNDS)
+EXAMPLE = Example("a man runs", "ein Mann läuft im Park.", 0.0, 3, ROUNDS)
 
 
 class Node:
@@ -138,8 +142,8 @@ def test_texts_stay_texts():
   }
   record = dataclasses.replace(RECORD, **names)
   rounds = (Round((f" {HOSTILE}",), HOSTILE, (HOSTILE,), HOSTILE),)
-  page = parsed([record, RECORD], [Example(HOSTILE, HOSTILE, 0.0, rounds)], HOSTILE)
-  plain = parsed([record, RECORD], [Example("a", "b", 0.0, ROUNDS[:1])])
+  page = parsed([record, RECORD], [Example(HOSTILE, HOSTILE, 0.0, 1, rounds)], HOSTILE)
+  plain = parsed([record, RECORD], [Example("a", "b", 0.0, 3, ROUNDS[:1])])
   assert [n.text for n in page.all("script")] == [n.text for n in plain.all("script")]
   assert not page.all("img")
   assert not any(name.startswith("on") for n in page.all() for name in n.attributes)
@@ -185,11 +189,6 @@ def test_the_result_in_a_sentence(records, sentences):
   assert len(shown) == len({r.temperature for r in records})
 
 
-def test_no_records_are_no_report():
-  with pytest.raises(InputError, match="no records"):
-    report([], [EXAMPLE], "a title")
-
-
 def test_the_last_record_of_a_setting_counts():
   page = parsed([RECORD, dataclasses.replace(RECORD, speedup=9.99)])
   assert "9.99" in page.text and "2.06" not in page.text
@@ -217,7 +216,7 @@ def test_what_was_not_measured_is_a_dash():
   settings = ("task", "target", "draft", "temperature", "gamma", "batch_size")
   settings += ("platform", "device_kind", "dtype", "seed")
   blank = Record(**{name: getattr(RECORD, name) for name in settings})
-  page = parsed([blank], [Example("", "", 0.0, ())])
+  page = parsed([blank], [Example("", "", 0.0, 3, ())])
   assert cells(page) == [["0", "5", *["-"] * 8]]
   assert not page.all("svg")
 
@@ -237,16 +236,12 @@ def test_settings_that_differ_are_columns():
   assert names == ["Temperature 0, draft d, batch 1", "Temperature 0, draft bigram, batch 8"]
 
 
-def test_simulated_acceptance_is_marked():
-  simulated = dataclasses.replace(
-    RECORD, gamma=4, acceptance="simulated", alpha_low=None, alpha_high=None
-  )
-  assert "acceptance: simulated" not in parsed([RECORD]).text
-  page = parsed([RECORD, simulated])
-  assert [row[3] for row in cells(page)][1] == "0.81acceptance: simulated"
-  assert len(page.all(class_="tag")) == 1
-  sentences = [n.text for n in page.all(class_="results")[0].all("li")]
-  assert ["simulated)" in s for s in sentences] == [False, True]
+def test_simulated_acceptance_is_told():
+  simulated = dataclasses.replace(RECORD, gamma=4, acceptance="simulated")
+  assert "acceptance" + "simulated" in parsed([simulated]).all("dl")[0].text
+  assert "acceptance" + "measured" in parsed([RECORD]).all("dl")[0].text
+  sentences = [n.text for n in parsed([RECORD, simulated]).all(class_="results")[0].all("li")]
+  assert ["acceptance simulated:" in sentence for sentence in sentences] == [False, True]
 
 
 # The charts.
@@ -282,8 +277,8 @@ def test_points_lie_where_their_values_are():
 def test_curves_are_labelled_and_labels_do_not_overlap():
   (figure,) = parsed([RECORD]).all("figure")
   labels = {n.text: float(n.attributes["y"]) for n in figure.all("text")}
-  heights = [labels[name] for name in ("Thm 8 2.99", "predicted 2.15", "measured 2.06")]
-  heights.append(labels["plain decoding 1"])
+  heights = [labels[name] for name in ("Thm 8: 2.99", "predicted: 2.15", "measured: 2.06")]
+  heights.append(labels["plain decoding: 1"])
   assert np.all(np.diff(heights) >= 12)
   assert {"gamma (guesses a round)", "speedup over plain decoding", "5"} <= labels.keys()
   assert len(figure.all("circle")) == 3  # one gamma is a chart as well
@@ -291,8 +286,9 @@ def test_curves_are_labelled_and_labels_do_not_overlap():
 
 def test_all_drawings_stay_inside_their_frame():
   high = dataclasses.replace(RECORD, gamma=9, predicted_theorem8=123.4, speedup=0.01)
+  high = dataclasses.replace(high, acceptance_by_position=[1.0, None], acceptance_rate=1.0)
   page = parsed([*SWEEP, high, OTHER], [EXAMPLE])
-  assert len(page.all("svg")) == 3
+  assert len(page.all("svg")) == 3  # two of speedup, one of acceptance
   for drawing in page.all("svg"):
     *_, width, height = map(float, drawing.attributes["viewbox"].split())
     for node in drawing.all():
@@ -309,35 +305,16 @@ def test_a_chart_says_its_values_aloud():
 # Acceptance by position.
 
 
-def test_acceptance_by_position():
-  """A guess counts from when it is judged; behind a rejection or the text's end it was not."""
-  assert by_position(ROUNDS) == [(2, 3), (2, 2), (0, 1)]
-  assert by_position([Round((" a", " b"), None, (), " c")]) == [(1, 1), (1, 1)]
-  assert by_position([]) == []
-
-
-def bars(page):
-  (figure,) = page.all("section")[2].all("figure")
-  full = float(figure.all("rect", "track")[0].attributes["width"])
-  return figure, [float(bar.attributes["width"]) / full for bar in figure.all("rect", "bar")]
-
-
-def test_acceptance_by_position_of_the_examples():
-  figure, widths = bars(parsed(SWEEP, [EXAMPLE]))
-  np.testing.assert_allclose(widths, [2 / 3, 1, 0], atol=1e-3)
-  for words in ("67%, 2 of 3", "100%, 2 of 2", "0%, 0 of 1", "all 67%", "3 rounds"):
-    assert words in figure.text
-
-
-def test_acceptance_by_position_of_a_record_goes_first():
-  shares = [0.9, 0.75, None]
-  records = [
-    dataclasses.replace(RECORD, gamma=3, acceptance_by_position=shares, acceptance_rate=0.85),
-    dataclasses.replace(RECORD, gamma=2, acceptance_by_position=[0.1, 0.1]),
-  ]
-  figure, widths = bars(parsed(records, [EXAMPLE]))
-  np.testing.assert_allclose(widths, [0.9, 0.75, 0], atol=1e-3)
-  for words in ("90%", "75%", "all 85%", "gamma 3", "24 texts", "400 rounds"):
+def test_acceptance_by_position_is_that_of_the_most_guesses():
+  longest = dataclasses.replace(
+    RECORD, gamma=3, acceptance_by_position=[0.9, 0.75, None], acceptance_rate=0.85
+  )
+  shorter = dataclasses.replace(RECORD, gamma=2, acceptance_by_position=[0.1, 0.1])
+  (figure,) = parsed([longest, shorter]).all("section")[2].all("figure")
+  widths = [float(bar.attributes["width"]) for bar in figure.all("rect", "bar")]
+  (full,) = {float(track.attributes["width"]) for track in figure.all("rect", "track")}
+  np.testing.assert_allclose(widths, np.array([0.9, 0.75, 0]) * full, atol=0.05)
+  for words in ("90%", "75%", "all 85%", "gamma 3", "400 rounds"):
     assert words in figure.text
 
 
@@ -346,15 +323,9 @@ def test_acceptance_by_position_of_a_record_goes_first():
 
 def test_a_round_is_read_from_what_was_decoded():
   decoded = of_rounds([([EIN, MANN, STEHT], 1, HUND, 2), ([DER, ROT, EOS], 3, DER, 3)])
-  made = example(decoded, 0, "in", "out", pieces, 1.0)
-  assert made == Example(
-    "in",
-    "out",
-    1.0,
-    (
-      Round((" ein",), " Mann", (" steht",), " Hund"),
-      Round((" der", " rot", " </s>"), None, (), None),
-    ),
+  assert read_rounds(decoded, 0, pieces) == (
+    Round((" ein",), " Mann", (" steht",), " Hund"),
+    Round((" der", " rot", " </s>"), None, (), None),
   )
 
 
@@ -370,17 +341,14 @@ def test_a_round_is_read_from_what_was_decoded():
     ([ROT, HUND, MANN], 2, EOS, 1),
   ],
 )
-def test_the_page_and_the_terminal_agree(round_):
-  """Accepted, rejected, own, in a row that stopped while its neighbour went on."""
+def test_every_guess_is_shown_once_and_what_was_emitted_is_the_text(round_):
+  """In a row that stopped while its neighbour went on."""
   idle = ([EIN, MANN, STEHT], 3, DER, 0)
-  decoded = of_rounds([round_, idle], [round_, round_])
-  ((accepted, rejected, own),) = read(decoded, 0)
-  (made,) = example(decoded, 0, "", "", pieces, 0.0).rounds
-  strip = lambda words: [word.strip() for word in words if word is not None]
-  assert strip(made.accepted) == accepted
-  assert strip([made.rejected]) == rejected and strip([made.own]) == own
-  assert len(made.accepted) + (made.rejected is not None) + len(made.unused) == 3
-  assert len(made.emitted) == round_[-1]
+  (r,) = read_rounds(of_rounds([round_, idle], [round_, round_]), 0, pieces)
+  guesses, n, own, num_emitted = round_
+  rejected = () if r.rejected is None else (r.rejected,)
+  assert [*r.accepted, *rejected, *r.unused] == pieces(guesses)
+  assert [*r.emitted] == pieces([*guesses[:n], own])[:num_emitted]
 
 
 def test_every_round_is_on_the_page():
@@ -417,7 +385,7 @@ def test_each_example_can_be_picked():
   page = parsed([RECORD], [EXAMPLE, EXAMPLE._replace(source="x" * 300, rounds=())])
   options = [n.text for n in page.all("option")]
   assert len(options) == len(page.all("article")) == 2
-  assert options[0] == "1. a man runs" and len(options[1]) < 90
+  assert options[0] == "Temperature 0: a man runs" and len(options[1]) < 90
 
 
 def test_a_page_without_examples():
@@ -432,14 +400,93 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path):
   path = tmp_path / "report.html"
   write_report(path, [RECORD], [EXAMPLE], "Übersetzung")
   assert path.read_text(encoding="utf-8") == report([RECORD], [EXAMPLE], "Übersetzung")
-  with pytest.raises(InputError):
-    write_report(path, [], [], "nothing")
   with pytest.raises(UnicodeEncodeError):
     write_report(path, [RECORD], [], "half a character \ud800")
   assert path.read_text(encoding="utf-8") == report([RECORD], [EXAMPLE], "Übersetzung")
   assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_a_folder_is_no_file(tmp_path):
-  with pytest.raises(InputError, match="a folder"):
-    write_report(tmp_path, [RECORD], [], "a title")
+# What a run leaves.
+
+TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
+ASKED = dict(gammas=[2, 3], temperatures=(0.0, 1.0), max_new_tokens=10, repeats=1)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+  """Settings measured, by numbers made up, and (temperature, number of texts) decoded."""
+  measured, decoded = [], []
+
+  def made_up(pair, prompts, sampling, settings, *rest):
+    for setting in settings:
+      measured.append(setting)
+      yield dataclasses.replace(setting, speedup=1 + setting.gamma / 10)
+
+  def decode(pair, lines, sampling, *rest):
+    decoded.append((sampling.temperature, len(lines)))
+    return decode_lines(pair, lines, sampling, *rest)
+
+  decode_lines = speedup.decode_lines
+  monkeypatch.setattr(measuring, "_measure", made_up)
+  monkeypatch.setattr(speedup, "decode_lines", decode)
+  return measured, decoded
+
+
+def left_in(folder):
+  return Parser((folder / "report.html").read_text(encoding="utf-8")).open[0]
+
+
+def articles(page):
+  """For each text its source and output, and how it was decoded."""
+  return [[n.text for n in a.children[:3]] for a in page.all("article")]
+
+
+def test_a_run_leaves_its_records_and_first_rounds_as_a_page(tmp_path, asked, capsys):
+  speedup.speedup(tiny_pair.pair(), TEXTS, str(tmp_path), **ASKED, report_examples=2)
+  assert str(tmp_path / "report.html") in capsys.readouterr().out.replace("\n", "")
+  page = left_in(tmp_path)
+  assert [(row[1], row[7]) for row in cells(page)] == [("2", "1.20"), ("3", "1.30")] * 2
+  sources, outputs, costs = zip(*articles(page))
+  assert sources == (*TEXTS[:2], *TEXTS[:2])
+  grown = [rounds.all("li")[-1].all("p")[1].text for rounds in page.all(class_="rounds")]
+  assert [*outputs] == [  # but for how a vocabulary writes what it has no piece for
+    text.removesuffix("</s>").replace("<unk>", " ⁇ ").strip() for text in grown
+  ]
+  assert ["temperature 0, gamma 3" in cost for cost in costs] == [True, True, False, False]
+  assert ["temperature 1, gamma 3" in cost for cost in costs] == [False, False, True, True]
+
+
+def test_a_run_that_goes_on_writes_the_page_of_all_that_is_recorded(tmp_path, asked):
+  run = lambda **changes: speedup.speedup(
+    tiny_pair.pair(), TEXTS, str(tmp_path), **{**ASKED, "temperatures": [0.0], **changes}
+  )
+  run()
+  first = (tmp_path / "report.html").read_text(encoding="utf-8")
+  (tmp_path / "report.html").unlink()
+  run()
+  assert (tmp_path / "report.html").read_text(encoding="utf-8") == first
+  assert len(articles(left_in(tmp_path))) == len(TEXTS)  # fewer than were asked for
+  run(gammas=[5], report_examples=-1)
+  assert [row[1] for row in cells(left_in(tmp_path))] == ["2", "3", "5"]
+  assert not articles(left_in(tmp_path))
+  assert len(asked[0]) == 3 == len(records.read(tmp_path / "results.jsonl"))
+
+
+def test_the_rounds_are_as_lenient_as_the_records(tmp_path, asked):
+  rejected = []
+  for lenience in (1.0, 1e-9):
+    folder = tmp_path / str(lenience)
+    speedup.speedup(tiny_pair.pair(), TEXTS, str(folder), **ASKED, lenience=lenience)
+    rejected.append(sum(len(a.all("span", "rejected")) for a in left_in(folder).all("article")))
+  assert rejected[0] > 0 == rejected[1]
+
+
+def test_the_quickstart_decodes_once_what_it_prints_and_reports(tmp_path, asked, capsys):
+  quickstart(tiny_pair.pair(), TEXTS, str(tmp_path), **ASKED, show_rounds=1, report_examples=2)
+  assert asked[1] == [(0.0, 3), (1.0, 2)]
+  said = capsys.readouterr().out.replace("\n", "")
+  shown = articles(left_in(tmp_path))
+  assert [source for source, *_ in shown] == [*TEXTS[:2], *TEXTS[:2]]
+  for source, output, cost in shown[:2]:
+    assert source in said and output in said
+    assert (cost.split(";")[0] in said) == (source == TEXTS[0])

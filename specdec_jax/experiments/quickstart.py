@@ -1,16 +1,17 @@
 """The first run: translate some sentences, show the rounds, measure the speedup."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.speedup import show_speedup
-from specdec_jax.experiments.translate import decode_lines
+from specdec_jax.experiments.speedup import decode_examples, show_speedup
 from specdec_jax.pairs import Pair
 from specdec_jax.records import open_results
-from specdec_jax.reporting.rounds import LEGEND, rounds_text
+from specdec_jax.reporting.html import Example
+from specdec_jax.reporting.rounds import LEGEND, round_text
 from specdec_jax.sampling import Sampling
 
 
@@ -23,45 +24,55 @@ def quickstart(
   show_rounds: int = 3,
   max_new_tokens: int = 64,
   repeats: int = 5,
+  report_examples: int = 4,
 ) -> None:
   """Translate sentences by speculative decoding, then measure it on them (see `speedup`).
 
   Args:
     pair: what decodes; see `load_pair`.
     sentences: sources.
-    output_dir: gets `results.jsonl`.
-    gammas: guesses a round, each measured; the middle one makes the translations printed.
+    output_dir: gets `results.jsonl` and `report.html`.
+    gammas: guesses a round, each measured; the middle one makes the translations shown.
     temperatures: 0 is argmax; each measured.
     show_rounds: for so many sentences the rounds are printed, accepted and rejected in colour.
     max_new_tokens: limit for a translation.
     repeats: of each timed decode, interleaved.
+    report_examples: for so many sentences the report has the rounds: argmax and each temperature.
   """
   if not (sentences and gammas):
     raise InputError("There is nothing to show: no sentences, or no gammas.")
+  argmax, samplings = Sampling(temperature=0.0), [Sampling(temperature=t) for t in temperatures]
+  others, few = [s for s in samplings if s != argmax], sentences[: max(0, report_examples)]
   # A folder that cannot be written is told now, not after the work.
   with open_results(output_dir) as results:
-    _show_rounds(pair, sentences, gammas[len(gammas) // 2], show_rounds, max_new_tokens)
+    shown = _show(decode_examples(pair, sentences, [argmax], gammas, max_new_tokens), show_rounds)
+    sampled = decode_examples(pair, few, others, gammas, max_new_tokens)
     show_speedup(
       pair,
       sentences,
       results,
-      [Sampling(temperature=t) for t in temperatures],
+      samplings,
       gammas,
+      itertools.chain(shown[: len(few)], sampled),
       max_new_tokens=max_new_tokens,
       repeats=repeats,
     )
 
 
-def _show_rounds(pair: Pair, sentences, gamma: int, show_rounds: int, max_new_tokens: int) -> None:
+def _show(examples: Iterable[Example], show_rounds: int) -> list[Example]:
+  """Print texts as they are decoded, `show_rounds` of them round by round, and give them back."""
   console = Console()
-  console.print(Text.assemble("A line is a round: ", LEGEND, f" (gamma {gamma}, argmax)\n"))
-  batches = decode_lines(pair, sentences, Sampling(temperature=0.0), gamma, 1, max_new_tokens)
-  for i, (sentence, ((translation,), decoded)) in enumerate(zip(sentences, batches)):
-    console.print(Text(f"  {sentence}", style="dim"))
-    console.print(Text(f"  {translation}"))
-    if i < show_rounds and decoded:
-      for line in rounds_text(decoded[0], 0, pair.vocabulary.pieces):
-        console.print(Text("    |") + line)
-      length, rounds = int(decoded[0].lengths[0]), int(decoded[0].num_rounds)
-      console.print(f"    {length} tokens from {rounds} passes of the target\n")
+  shown: list[Example] = []
+  for e in examples:
+    if not shown:
+      about = f" (gamma {e.gamma}, argmax)\n"
+      console.print(Text.assemble("A line is a round: ", LEGEND, about))
+    console.print(Text(f"  {e.source}", style="dim"))
+    console.print(Text(f"  {e.translation}"))
+    if len(shown) < show_rounds and e.rounds:
+      for r in e.rounds:
+        console.print(Text("    |") + round_text(r))
+      console.print(f"    {e.cost}\n")
+    shown.append(e)
   console.print()
+  return shown

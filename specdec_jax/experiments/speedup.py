@@ -1,14 +1,18 @@
-"""Measured speedup beside its prediction, as a table and as records."""
+"""Measured speedup beside its prediction, as a table, as records and as a page."""
 
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
 from specdec_jax.experiments.measure import measure
+from specdec_jax.experiments.translate import decode_lines
 from specdec_jax.pairs import Pair
-from specdec_jax.records import open_results
+from specdec_jax.records import open_results, read
+from specdec_jax.reporting.html import Example, write_report
+from specdec_jax.reporting.rounds import read_rounds
 from specdec_jax.reporting.table import LEGEND, speed_table
 from specdec_jax.sampling import Sampling
 
@@ -24,28 +28,33 @@ def speedup(
   repeats: int = 5,
   seed: int = 0,
   lenience: float = 1.0,
+  report_examples: int = 4,
 ) -> None:
-  """Measure a pair on texts, print a table and append to `results.jsonl`.
+  """Measure a pair on texts, print a table, append to `results.jsonl` and write `report.html`.
 
   Args:
     pair: what decodes; see `pairs.load_pair`.
     texts: sources.
-    output_dir: gets `results.jsonl`; settings recorded there already are not measured again.
-    gammas: guesses a round, each measured.
+    output_dir: gets both files; settings recorded there already are not measured again.
+    gammas: guesses a round, each measured; the middle one makes the rounds in the report.
     temperatures: 0 is argmax; each measured.
     batch_size: texts decoded together.
     max_new_tokens: limit for each.
     repeats: of each timed decode, interleaved.
     seed: of all sampling.
     lenience: l of Appendix A.5; below 1 the output is no longer the target's own.
+    report_examples: for so many texts the report has the rounds at each temperature.
   """
+  samplings = [Sampling(temperature=t) for t in temperatures]
   with open_results(output_dir) as results:
+    shown = texts[: max(0, report_examples)]
     show_speedup(
       pair,
       texts,
       results,
-      [Sampling(temperature=t) for t in temperatures],
+      samplings,
       gammas,
+      decode_examples(pair, shown, samplings, gammas, max_new_tokens, seed, lenience),
       batch_size=batch_size,
       max_new_tokens=max_new_tokens,
       repeats=repeats,
@@ -60,9 +69,13 @@ def show_speedup(
   results: str,
   samplings: Sequence[Sampling],
   gammas: Sequence[int],
+  examples: Iterable[Example],
   **settings,
 ) -> None:
-  """Measure a pair on texts into file `results` and print the table; `settings` as `measure`."""
+  """Measure a pair on texts into file `results`, print the table and write the report beside it.
+
+  `examples` are asked for once all is measured; `settings` as `measure`.
+  """
   console = Console(markup=False)
   with Progress(console=Console(stderr=True), transient=True) as bar:
     task = bar.add_task("measuring")
@@ -80,6 +93,32 @@ def show_speedup(
         total=total,
       ),
     )
+    bar.update(task, description="decoding for the report")
+    report = str(pathlib.Path(results).with_name("report.html"))
+    write_report(report, read(results), [*examples], f"Speculative decoding: {pair.task}")
   console.print(speed_table(records))
   console.print(Text(LEGEND, style="dim"))
-  console.print(f"Records: {results} (measured once; delete the file to measure again)")
+  console.print(
+    f"Records: {results} (measured once; delete the file to measure again); as a page: {report}"
+  )
+
+
+def decode_examples(
+  pair: Pair,
+  texts: Sequence[str],
+  samplings: Sequence[Sampling],
+  gammas: Sequence[int],
+  max_new_tokens: int,
+  seed: int = 0,
+  lenience: float = 1.0,
+) -> Iterator[Example]:
+  """Texts one by one, by each sampling with the middle gamma; `measure` decodes the same from them.
+
+  The rest of the arguments as `measure`.
+  """
+  gamma = gammas[len(gammas) // 2]
+  for sampling in samplings:
+    batches = decode_lines(pair, texts, sampling, gamma, 1, max_new_tokens, seed, lenience)
+    for text, ((translation,), decoded) in zip(texts, batches):
+      rounds = read_rounds(decoded[0], 0, pair.vocabulary.pieces) if decoded else ()
+      yield Example(text, translation, sampling.temperature, gamma, rounds)

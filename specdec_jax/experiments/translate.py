@@ -86,6 +86,7 @@ def decode_lines(
   batch_size: int,
   max_new_tokens: int,
   seed: int = 0,
+  lenience: float = 1.0,
 ) -> Iterator[tuple[list[str], list[Decoded]]]:
   """Translations of lines, batch by batch, and what was decoded for those that are not empty."""
   draft = pair.draft(sampling, gamma)
@@ -105,6 +106,7 @@ def decode_lines(
         row_keys(seed, at, batch_size),
         max_new_tokens=max_new_tokens,
         sampling=sampling,
+        lenience=lenience,
       )
     )
     require_finite(decoded)

@@ -1,0 +1,117 @@
+"""Charts as SVG in units that are CSS pixels on a phone; the page's style sheet colours them."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from specdec_jax.reporting.markup import Markup, tag
+
+_WIDTH = 340
+
+
+class Curve(NamedTuple):
+  """A line of a chart.
+
+  Attributes:
+    name: what a reader calls it.
+    kind: class that the style sheet knows.
+    points: (gamma, speedup), gamma ascending.
+  """
+
+  name: str
+  kind: str
+  points: Sequence[tuple[int, float]]
+
+
+def speedup_chart(heading: str, curves: Sequence[Curve]) -> Markup:
+  """Speedup against gamma, both from 0; later curves lie over earlier ones, and none is empty."""
+  left, right, top, bottom = 30, 220, 30, 190
+  gammas = sorted({gamma for curve in curves for gamma, _ in curve.points})
+  highest = max(1.0, *(value for curve in curves for _, value in curve.points))
+  step = _step(highest)
+  ceiling = step * math.ceil(highest / step)
+
+  def x(gamma: float) -> float:
+    return left + gamma / gammas[-1] * (right - left - 10)
+
+  def y(value: float) -> float:
+    return bottom - value / ceiling * (bottom - top)
+
+  parts = [_text(0, 14, "speedup over plain decoding", "soft")]
+  for i in range(round(ceiling / step) + 1):
+    parts.append(_level(left, right, y(i * step)))
+    parts.append(_text(left - 6, y(i * step) + 4, f"{i * step:g}", "soft end"))
+  named = gammas[:: math.ceil(len(gammas) / 8)]  # more names would run into each other
+  parts += [_text(x(gamma), bottom + 16, gamma, "soft middle") for gamma in named]
+  parts.append(_text((left + right) / 2, bottom + 34, "gamma (guesses a round)", "soft middle"))
+  parts.append(_level(left, right, y(1), "one"))
+  labels = [(y(1), "plain decoding: 1", "soft")]
+  for name, kind, points in curves:
+    dots = [(x(gamma), y(value)) for gamma, value in points]
+    parts.append(tag("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b in dots), class_=kind))
+    parts += [tag("circle", cx=a, cy=b, r=4, class_=kind) for a, b in dots]
+    labels.append((dots[-1][1], f"{name}: {points[-1][1]:.2f}", kind))
+  labels.sort()
+  heights = _apart([height for height, *_ in labels], 15, bottom)
+  parts += [_text(right + 6, h + 4, words, kind) for h, (_, words, kind) in zip(heights, labels)]
+  said = (
+    f"{curve.name} " + ", ".join(f"{value:.2f} at gamma {gamma}" for gamma, value in curve.points)
+    for curve in curves
+  )
+  return _figure(heading, f"Speedup: {'; '.join(said)}", 230, parts)
+
+
+def acceptance_chart(heading: str, shares: Sequence[float | None], pooled: float | None) -> Markup:
+  """A bar for each guess of a round, as long as its share; a line at the share of all guesses."""
+  left, right, first, row = 30, 240, 26, 24
+  parts = [_text(0, 14, "guess", "soft")]
+  for i, share in enumerate(shares):
+    place = dict(x=left, y=first + row * i, height=row - 6)
+    base = first + row * i + 14
+    parts += [
+      _text(left - 8, base, i + 1, "end"),
+      tag("rect", **place, width=right - left, class_="track"),
+      tag("rect", **place, width=(right - left) * (share or 0.0), class_="bar"),
+      _text(right + 8, base, _percent(share)),
+    ]
+  height = first + row * len(shares)
+  if pooled is not None:
+    at = left + (right - left) * pooled
+    parts.append(tag("line", x1=at, x2=at, y1=20, y2=height - 4, class_="one"))
+    parts.append(_text(at, 14, f"all {_percent(pooled)}", "middle"))
+  said = "; ".join(f"guess {i} {_percent(share)}" for i, share in enumerate(shares, 1))
+  return _figure(heading, f"Share accepted: {said}", height, parts)
+
+
+def _percent(share: float | None) -> str:
+  return "-" if share is None else f"{share:.0%}"
+
+
+def _figure(heading: str, said: str, height: int, parts: Sequence[Markup]) -> Markup:
+  """A drawing, and what a screen reader says in its place."""
+  drawing = tag("svg", *parts, viewBox=f"0 0 {_WIDTH} {height}", role="img", aria_label=said)
+  return tag("figure", tag("h3", heading), drawing)
+
+
+def _text(x: float, y: float, words: object, class_: str | None = None) -> Markup:
+  return tag("text", words, x=x, y=y, class_=class_)
+
+
+def _level(left: float, right: float, y: float, class_: str | None = None) -> Markup:
+  return tag("line", x1=left, x2=right, y1=y, y2=y, class_=class_)
+
+
+def _step(top: float) -> float:
+  """Distance of grid lines, 1, 2 or 5 times a power of ten, so that at most five lead to `top`."""
+  power = 10 ** math.floor(math.log10(top / 5))
+  return next(m * power for m in (1, 2, 5, 10) if m * power * 5 >= top)
+
+
+def _apart(heights: Sequence[float], gap: float, most: float) -> list[float]:
+  """Ascending heights moved apart to at least `gap`, none past `most`."""
+  out: list[float] = []
+  for height in heights:
+    out.append(max(height, out[-1] + gap) if out else height)
+  for i in reversed(range(len(out))):
+    out[i] = min(out[i], most if i == len(out) - 1 else out[i + 1] - gap)
+  return out
