@@ -17,23 +17,38 @@ from specdec_jax.sampling import Sampling, distribution
 from specdec_jax.speculative import accept_near_argmax, speculative_sample
 
 
-class _State(NamedTuple):
-  tokens: Array  # [B, T + slack] committed tokens, unused past length
-  length: Array  # [B]
-  done: Array  # [B]
-  target: Any  # cache of the target: length - 1 tokens
+class State(NamedTuple):
+  """What a round begins with.
+
+  Attributes:
+    tokens: [B, T + slack] committed tokens, unused past length.
+    length: [B]. begins: [B], the length before the first round.
+    done: [B].
+    target: cache of the target: length - 1 tokens. draft: what the draft keeps.
+    rounds: those so far. num_rounds: [], how many.
+    not_finite: [B], as in `Decoded`.
+  """
+
+  tokens: Array
+  length: Array
+  begins: Array
+  done: Array
+  target: Any
   draft: Any
   rounds: Rounds
-  num_rounds: Array  # []
-  not_finite: Array  # [B]
+  num_rounds: Array
+  not_finite: Array
 
 
-def _no_draft(vocab_size: int) -> Draft:
+@functools.cache
+def free_draft(vocab_size: int, gamma: int = 0) -> Draft:
+  """Guesses token 0 and reads nothing: a round with it is a round without drafting."""
+
   def propose(params, state, tokens, length, rng):
-    batch = tokens.shape[0]
-    return jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0, vocab_size)), state
+    guesses = jnp.zeros((tokens.shape[0], gamma), jnp.int32)
+    return guesses, jax.nn.one_hot(guesses, vocab_size), state
 
-  return Draft(start=lambda params, prompt, num_slots: (), propose=propose, gamma=0)
+  return Draft(start=lambda params, prompt, num_slots: (), propose=propose, gamma=gamma)
 
 
 @functools.partial(jax.jit, static_argnames=("target", "max_new_tokens", "sampling", "eos_id"))
@@ -51,7 +66,7 @@ def autoregressive_decode(
 
   Arguments and result as in `speculative_decode`; a round emits one token.
   """
-  loop = functools.partial(_decode, target, _no_draft(target.vocab_size), params, None)
+  loop = functools.partial(_decode, target, free_draft(target.vocab_size), params, None)
   return loop(prompt, rng, max_new_tokens, sampling, 1.0, eos_id)
 
 
@@ -97,14 +112,25 @@ def _decode(
   target, draft, target_params, draft_params, prompt, rng, limit, sampling, lenience, eos_id
 ) -> Decoded:
   require_count("max_new_tokens", limit)
+  models = target, draft, target_params, draft_params
+  step = functools.partial(one_round, *models, rng, sampling, lenience, eos_id)
+  s = lax.while_loop(lambda s: ~s.done.all(), step, begin(*models, prompt, limit))
+  first, _ = target.begin(prompt)
+  new = first.shape[1] + jnp.arange(limit)
+  tokens = jnp.where(new < s.length[:, None], s.tokens[:, new], 0)
+  return Decoded(tokens, s.length - s.begins, s.rounds, s.num_rounds, s.not_finite)
+
+
+def begin(target: Model, draft: Draft, target_params, draft_params, prompt, limit: int) -> State:
+  """Before the first of the rounds that decode `limit` tokens: both models have read the prompt."""
   batch, gamma = prompt.shape[0], draft.gamma
   first, begins = target.begin(prompt)
   # A row at the limit may still write one block: buffer and caches have gamma + 1 slots to spare.
   num_slots = first.shape[1] + limit + gamma + 1
-  last = begins + limit
-  state = _State(
+  return State(
     tokens=jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1]))),
     length=begins,
+    begins=begins,
     done=jnp.zeros(batch, bool),
     target=target.start(target_params, prompt, num_slots),
     draft=draft.start(draft_params, prompt, num_slots),
@@ -118,53 +144,62 @@ def _decode(
     not_finite=jnp.full(batch, -1, jnp.int32),
   )
 
-  def one_round(s: _State) -> _State:
-    # Keyed by row and position: no round of a row ever sees a key twice.
-    keys = jax.vmap(jax.random.fold_in)(rng, s.length)
-    draft_rng, judge_rng = jax.vmap(jax.random.split, out_axes=1)(keys)
 
-    # Draft: gamma guesses and the distributions they were drawn from.
-    guesses, q, draft_state = draft.propose(draft_params, s.draft, s.tokens, s.length, draft_rng)
+def one_round(
+  target: Model,
+  draft: Draft,
+  target_params,
+  draft_params,
+  rng: Array,
+  sampling: Sampling,
+  lenience: float,
+  eos_id: int,
+  s: State,
+) -> State:
+  """Algorithm 1; arguments as in `speculative_decode`, and what the round before left."""
+  # Keyed by row and position: no round of a row ever sees a key twice.
+  keys = jax.vmap(jax.random.fold_in)(rng, s.length)
+  draft_rng, judge_rng = jax.vmap(jax.random.split, out_axes=1)(keys)
 
-    # Verify: one target pass over [newest, x_1..x_gamma] gives p_1..p_{gamma+1}.
-    newest = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)
-    block = jnp.concatenate([newest, guesses], axis=1)
-    logits, cache = target.extend(target_params, s.target, block)
-    p = distribution(logits, sampling)
-    if sampling.temperature == 0 and lenience < 1:
-      p = p.at[:, :-1].set(accept_near_argmax(p[:, :-1], logits[:, :-1], guesses, lenience))
+  # Draft: gamma guesses and the distributions they were drawn from.
+  guesses, q, draft_state = draft.propose(draft_params, s.draft, s.tokens, s.length, draft_rng)
 
-    # Accept: n guesses and one token more.
-    n, next_token = speculative_sample(judge_rng, guesses, q, p, lenience)
+  # Verify: one target pass over [newest, x_1..x_gamma] gives p_1..p_{gamma+1}.
+  newest = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)
+  block = jnp.concatenate([newest, guesses], axis=1)
+  logits, cache = target.extend(target_params, s.target, block)
+  p = distribution(logits, sampling)
+  if sampling.temperature == 0 and lenience < 1:
+    p = p.at[:, :-1].set(accept_near_argmax(p[:, :-1], logits[:, :-1], guesses, lenience))
 
-    # Commit what fits before EOS and the limit; both models forget the rest.
-    i = jnp.arange(gamma + 1)
-    extended = jnp.pad(guesses, ((0, 0), (0, 1)))
-    emitted = jnp.where(i < n[:, None], extended, next_token[:, None])  # [B, G + 1]
-    is_eos = (emitted == eos_id) & (i <= n[:, None])
-    num_emitted = jnp.where(is_eos.any(axis=1), is_eos.argmax(axis=1), n) + 1
-    num_emitted = jnp.minimum(num_emitted, last - s.length)
-    # A round with a NaN in it is not to be believed: it emits nothing and ends its row.
-    finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1) & jnp.isfinite(q.sum(axis=(1, 2)))
-    num_emitted = jnp.where(s.done | ~finite, 0, num_emitted)
-    ends_in_eos = (is_eos & (i < num_emitted[:, None])).any(axis=1)
-    length = s.length + num_emitted
-    record = Rounds(guesses, n, next_token, num_emitted)
-    return _State(
-      tokens=_write(s.tokens, emitted, s.length, num_emitted),
-      length=length,
-      done=s.done | ends_in_eos | (length >= last) | ~finite,
-      target=cache.replace(length=length - 1),
-      draft=draft_state,
-      rounds=jax.tree.map(lambda all_, new: all_.at[s.num_rounds].set(new), s.rounds, record),
-      num_rounds=s.num_rounds + 1,
-      not_finite=jnp.where(s.done | finite, s.not_finite, s.length - begins),
-    )
+  # Accept: n guesses and one token more.
+  n, next_token = speculative_sample(judge_rng, guesses, q, p, lenience)
 
-  s = lax.while_loop(lambda s: ~s.done.all(), one_round, state)
-  new = first.shape[1] + jnp.arange(limit)
-  tokens = jnp.where(new < s.length[:, None], s.tokens[:, new], 0)
-  return Decoded(tokens, s.length - begins, s.rounds, s.num_rounds, s.not_finite)
+  # Commit what fits before EOS and the limit; both models forget the rest.
+  i = jnp.arange(draft.gamma + 1)
+  last = s.begins + len(s.rounds.num_accepted)
+  extended = jnp.pad(guesses, ((0, 0), (0, 1)))
+  emitted = jnp.where(i < n[:, None], extended, next_token[:, None])  # [B, G + 1]
+  is_eos = (emitted == eos_id) & (i <= n[:, None])
+  num_emitted = jnp.where(is_eos.any(axis=1), is_eos.argmax(axis=1), n) + 1
+  num_emitted = jnp.minimum(num_emitted, last - s.length)
+  # A round with a NaN in it is not to be believed: it emits nothing and ends its row.
+  finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1) & jnp.isfinite(q.sum(axis=(1, 2)))
+  num_emitted = jnp.where(s.done | ~finite, 0, num_emitted)
+  ends_in_eos = (is_eos & (i < num_emitted[:, None])).any(axis=1)
+  length = s.length + num_emitted
+  record = Rounds(guesses, n, next_token, num_emitted)
+  return State(
+    tokens=_write(s.tokens, emitted, s.length, num_emitted),
+    length=length,
+    begins=s.begins,
+    done=s.done | ends_in_eos | (length >= last) | ~finite,
+    target=cache.replace(length=length - 1),
+    draft=draft_state,
+    rounds=jax.tree.map(lambda all_, new: all_.at[s.num_rounds].set(new), s.rounds, record),
+    num_rounds=s.num_rounds + 1,
+    not_finite=jnp.where(s.done | finite, s.not_finite, s.length - s.begins),
+  )
 
 
 def require_finite(decoded: Decoded) -> Decoded:

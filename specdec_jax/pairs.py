@@ -160,7 +160,7 @@ def random_pair(
     draft_params=draft_params,
     draft_name=f"t5_{version}_{draft}",
     vocabulary=Vocabulary(vocabulary),
-    task="simulated",
+    task=f"simulated, alpha {alpha:g}",
     dtype=dtype,
     max_source_tokens=max_source_tokens,
     simulated_alpha=alpha,

@@ -52,13 +52,21 @@ class Record:
       that were judged.
     beta_lag1: correlation of min(p, q)'s sum at a token with that at the one before.
     tokens_per_round: tokens emitted a round, n + 1.
-    target_start_ms: the target reading a prompt (T5's encoder), once a batch.
-    draft_start_ms: the draft reading it.
-    target_step_ms: the target over one token.
-    draft_step_ms: the draft's share of a round / gamma.
+    target_start_ms: plain decoding up to its first step, once a batch: mostly T5's encoder.
+    draft_start_ms: what the draft reading the prompt adds to it.
+    target_step_ms: a step of plain decoding: the target over one token, sampling, committing.
+    draft_step_ms: what drafting adds to a round / gamma.
     c: draft_step_ms / target_step_ms (Definition 7).
-    verify_ms: the target over gamma + 1 tokens.
-    verify_cost: v = verify_ms / target_step_ms.
+    verify_ms: the target over gamma + 1 tokens, and committing. Where there is no accept_ms, with
+      accepting.
+    accept_ms: p from the logits, judging the guesses, sampling the next token.
+    rest_ms: round_ms less gamma draft_step_ms, verify_ms and accept_ms: what rounds of the texts
+      took more than the same rounds timed by themselves.
+    round_ms: a round of the texts: their seconds but for target_start_ms and draft_start_ms, over
+      all rounds that ran.
+    verify_cost: v = (verify_ms + accept_ms) / target_step_ms.
+    operations_ratio: c-hat, arithmetic operations of a draft step / of a target step (Section 3.4).
+    operations_factor: operations / plain decoding's, by Theorem 10.
     predicted_theorem8: speedup by Theorem 8, which takes v = 1.
     predicted_measured_cost: speedup predicted with the measured v, for a long text.
     predicted_text: the same with all that was measured: also the time to read the prompts, and
@@ -108,7 +116,12 @@ class Record:
   draft_step_ms: float | None = None
   c: float | None = None
   verify_ms: float | None = None
+  accept_ms: float | None = None
+  rest_ms: float | None = None
+  round_ms: float | None = None
   verify_cost: float | None = None
+  operations_ratio: float | None = None
+  operations_factor: float | None = None
   predicted_theorem8: float | None = None
   predicted_measured_cost: float | None = None
   predicted_text: float | None = None

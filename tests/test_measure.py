@@ -13,7 +13,12 @@ import tiny_pair
 from specdec_jax import records, theory
 from specdec_jax.checkpoints.folder import load_model
 from specdec_jax.decoding import autoregressive_decode
+from specdec_jax.drafts.copy import copy_draft
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.errors import InputError
+from specdec_jax.experiments import costs as costing
 from specdec_jax.experiments import measure as measuring
+from specdec_jax.experiments import speed as speeds
 from specdec_jax.experiments.alpha import (
   acceptance_and_change,
   draft_probs,
@@ -22,18 +27,30 @@ from specdec_jax.experiments.alpha import (
   measure_alpha,
   teacher_forced_logits,
 )
-from specdec_jax.experiments.costs import Costs, interleaved_medians
+from specdec_jax.experiments.costs import (
+  CHAIN,
+  Costs,
+  interleaved_medians,
+  measure_costs,
+  operations_ratio,
+  round_calls,
+  round_costs,
+)
 from specdec_jax.experiments.measure import measure
 from specdec_jax.experiments.speed import (
   Speed,
   acceptance_by_position,
   acceptance_rate,
   identical,
+  measure_speed,
   num_rounds,
   num_tokens,
   row_keys,
 )
-from specdec_jax.protocols import Decoded, Rounds
+from specdec_jax.models.t5 import for_decoding, t5_model
+from specdec_jax.pairs import random_pair
+from specdec_jax.protocols import Decoded, Rounds, Verdict
+from specdec_jax.reporting.table import BUDGET_LEGEND, budget_table
 from specdec_jax.sampling import Sampling
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
@@ -263,7 +280,7 @@ def test_speedup_is_totals_over_totals():
     HAND_MADE._replace(lengths=np.array([30])),
   ]
   ours = [HAND_MADE._replace(lengths=np.array([10, 5])), HAND_MADE._replace(lengths=np.array([45]))]
-  speed = Speed(plain, {3: ours, 5: plain}, 20.0, {3: 10.0, 5: 40.0})
+  speed = Speed(plain, {3: ours, 5: plain}, 20.0, {3: 10.0, 5: 40.0}, costs={})
   assert speed.speedup(3) == pytest.approx((60 / 10) / (40 / 20))
   assert speed.speedup(5) == pytest.approx(0.5)
 
@@ -278,11 +295,119 @@ def test_a_text_has_the_same_key_whatever_batch_it_is_in():
 # Costs.
 
 
+COSTS = Costs(
+  target_step=0.010, draft_step=0.001, verify=0.014, accept=0.002, target_start=0.1, draft_start=0.0
+)
+
+
 def test_c_and_v_are_in_target_steps():
-  costs = Costs(
-    target_step=0.010, draft_step=0.001, verify=0.016, target_start=0.1, draft_start=0.0
+  assert COSTS.c == pytest.approx(0.1) and COSTS.v == pytest.approx(1.6)
+
+
+def test_costs_are_what_links_take_and_not_what_a_call_takes():
+  """Calls that each take 5 s and 1.5 s a plain step, 2 s a draft step, 3 s a pass, 1 s to judge."""
+  gammas, (step, draft, verify, accept) = (2, 4), (1.5, 2.0, 3.0, 1.0)
+  undrafted = [verify + accept] * 2
+  links = [step, *undrafted, *(gamma * draft + verify + accept for gamma in gammas), accept, accept]
+  seconds = [5.0 + count * link for link in links for count in (0, CHAIN)]
+  for costs in round_costs([7.0, 9.0], seconds, gammas).values():
+    assert costs == pytest.approx(Costs(step, draft, verify, accept, 7.0, 2.0))
+
+
+def test_a_round_is_timed_without_the_reading_of_prompts():
+  """Two batches of 3 and 2 rounds that took 1.6 s, each 0.1 s before its first."""
+  speed = Speed([], {3: [HAND_MADE, HAND_MADE]}, 1.0, {3: 1.6}, {3: COSTS})
+  assert int(HAND_MADE.num_rounds) == 3
+  assert speed.round_s(3) == pytest.approx((1.6 - 2 * 0.1) / 6)
+
+
+def test_costs_are_of_real_rounds(monkeypatch):
+  """None and CHAIN of each: plain steps, and rounds of gamma 3 without drafting and with it."""
+  ends = []
+
+  def call_once(calls, repeats):
+    ends.extend(call() for call in calls)
+    return [*range(len(calls))], ends
+
+  monkeypatch.setattr(costing, "interleaved_medians", call_once)
+  pair = tiny_pair.pair("target")
+  costs = measure_costs(pair, 3, pair.prompt(TEXTS[:2]), RANDOM, max_new_tokens=4 * CHAIN)
+  assert (costs.target_start, costs.draft_start, costs.target_step) == (0, 1, 1 / CHAIN)
+  rounds = ends[2:8]
+  assert [int(state.num_rounds) for state in rounds] == [0, CHAIN] * 3
+  emitted = [state.length - state.begins for state in rounds[1::2]]
+  assert (emitted[0] == CHAIN).all()
+  # The target as its own draft is never refused.
+  assert (emitted[2] == CHAIN * 4).all()
+
+
+def test_calls_are_in_the_order_that_costs_are_made_of():
+  pair = tiny_pair.pair()
+  drafts = [pair.draft(GREEDY, gamma) for gamma in (1, 3)]
+  calls = round_calls(pair, drafts, pair.prompt(TEXTS[:1]), GREEDY, LIMIT)
+  ends = [jax.eval_shape(call) for call in calls]
+  gammas = [state.rounds.guesses.shape[-1] for state in ends[:10]]
+  assert gammas == [0, 0, 1, 1, 3, 3, 1, 1, 3, 3]
+  assert [state.draft == () for state in ends[:10]] == [True] * 6 + [False] * 4
+  assert all(isinstance(verdict, Verdict) for verdict in ends[10:]) and len(ends) == 14
+
+
+@pytest.mark.parametrize("num_texts, least, most", [(3, 3, 3), (100, 24, 48)])
+def test_costs_are_timed_evenly_among_the_texts(monkeypatch, num_texts, least, most):
+  timed = []
+
+  def no_time(calls, repeats):
+    timed.append("part" in calls)
+    return [0.0] * len(calls), [HAND_MADE] * len(calls)
+
+  monkeypatch.setattr(speeds, "round_calls", lambda *args: ["part"] * 8)
+  monkeypatch.setattr(speeds, "interleaved_medians", no_time)
+  pair = tiny_pair.pair()
+  measure_speed(pair, [pair.prompt(TEXTS[:1])] * num_texts, GREEDY, [2], LIMIT, repeats=1)
+  assert len(timed) == num_texts and least <= sum(timed) <= most
+  assert len(set(np.diff(np.flatnonzero(timed)))) == 1 and timed[0]
+
+
+def pair_of(target_layers, draft_layers):
+  """T5s that differ in depth only, wide enough for products to be most of the work."""
+  models = []
+  for layers in (target_layers, draft_layers):
+    cfg = tiny.config(vocab_size=512, layers=layers, emb_dim=128, mlp_dim=256)
+    cfg, params = for_decoding(cfg, tiny_pair.random_params(cfg, 0))
+    models += [t5_model(cfg), params]
+  target, target_params, model, draft_params = models
+  return tiny_pair.pair()._replace(
+    target=target,
+    target_params=target_params,
+    draft=functools.partial(model_draft, model),
+    draft_params=draft_params,
   )
-  assert costs.c == pytest.approx(0.1) and costs.v == pytest.approx(1.6)
+
+
+def operations_by_hand(layers, slots, source, mlp_dim=256, emb=128, heads=2, head=8, vocab=512):
+  """2 for each weight that a token meets, and attention's two products; ours are gated."""
+  width = heads * head
+  weights = layers * (4 * emb * width + 2 * emb * width + 3 * emb * mlp_dim) + emb * vocab
+  return 2 * weights + layers * 4 * width * (slots + source)
+
+
+PROMPT = jnp.full((1, 8), 5)
+
+
+def test_operations_are_those_counted_by_hand():
+  """XLA counts softmax, norms and masks too: some 2% more where products are as small as here."""
+  got = operations_ratio(pair_of(4, 1), PROMPT, RANDOM)
+  assert got == pytest.approx(operations_by_hand(1, 4, 8) / operations_by_hand(4, 4, 8), rel=0.05)
+
+
+def test_a_draft_that_looks_up_has_hardly_any_operations():
+  pair = pair_of(4, 1)._replace(draft=lambda sampling, gamma: copy_draft(512, gamma, 3))
+  assert 0 <= operations_ratio(pair, PROMPT, RANDOM) < 0.01
+
+
+def test_operations_are_unknown_where_a_backend_does_not_count(monkeypatch):
+  monkeypatch.setattr(jax.stages.Compiled, "cost_analysis", lambda self: None)
+  assert operations_ratio(pair_of(1, 1), PROMPT, RANDOM) is None
 
 
 def test_interleaved_calls_run_in_turn_and_give_their_last_results():
@@ -339,14 +464,27 @@ def test_numbers_of_a_record_agree_with_each_other(results):
   assert 0 <= r.alpha_low <= r.alpha <= r.alpha_high <= 1
   assert 0 <= r.acceptance_rate <= 1
   assert 0 < r.rounds <= r.num_tokens <= LIMIT * len(TEXTS)
-  assert min(r.target_step_ms, r.verify_ms) > 0 and np.isfinite(r.draft_step_ms)
-  assert min(r.target_start_ms, r.draft_start_ms, r.seconds) > 0
+  assert min(r.target_step_ms, r.accept_ms, r.round_ms, r.target_start_ms, r.seconds) > 0
+  parts = r.gamma * r.draft_step_ms + r.verify_ms + r.accept_ms + r.rest_ms
+  assert r.round_ms == pytest.approx(parts)
   assert r.tokens_per_round == pytest.approx(r.num_tokens / r.rounds)
   assert r.c == pytest.approx(r.draft_step_ms / r.target_step_ms)
-  assert r.verify_cost == pytest.approx(r.verify_ms / r.target_step_ms)
+  assert r.verify_cost == pytest.approx((r.verify_ms + r.accept_ms) / r.target_step_ms)
+  by_theorem = theory.operations_factor(r.alpha, r.gamma, r.operations_ratio)
+  assert r.operations_factor == pytest.approx(float(by_theorem))
   by_theorem = theory.walltime_improvement(r.alpha, r.gamma, r.c)
   assert r.predicted_theorem8 == pytest.approx(float(by_theorem))
   assert r.speedup == pytest.approx(r.speculative_tokens_per_s / r.baseline_tokens_per_s)
+
+
+def test_the_budget_of_a_round_is_shown(results):
+  (r,) = records.read(results)
+  r = dataclasses.replace(r, gamma=2, draft_step_ms=0.5, verify_ms=4.0, accept_ms=0.25)
+  r = dataclasses.replace(r, rest_ms=-0.75, round_ms=4.5, operations_ratio=None)
+  cells = {column.header: next(column.cells) for column in budget_table([r]).columns}
+  parts = [cells[name] for name in ("draft", "verify", "accept", "rest", "round", "c-hat")]
+  assert parts == ["2 x 0.50", "4.00", "0.25", "-0.75", "4.50", "-"]
+  assert all(heading in BUDGET_LEGEND for heading in cells if heading not in ("temp", "gamma"))
 
 
 @pytest.fixture
@@ -378,16 +516,33 @@ def test_a_run_on_other_texts_is_no_repeat(results, asked, change):
   assert asked == [2]
 
 
-def test_batches_and_samples_leave_open_what_cannot_be_said(tmp_path, monkeypatch):
+def test_batches_and_samples_leave_open_what_cannot_be_said(tmp_path):
   """A batch has no one text to predict for; sampled output has no twin to be identical to."""
-  costs = Costs(
-    target_step=0.010, draft_step=0.001, verify=0.016, target_start=0.1, draft_start=0.01
-  )
-  monkeypatch.setattr(measuring, "measure_costs", lambda *args: costs)
   with records.open_results(tmp_path) as path:
     (record,) = measure_it(path, samplings=[RANDOM], draft="target", batch_size=3)
   assert not_measured(record) == ["predicted_text", "identical"]
   # The target as its own draft: every guess stands.
   assert record.alpha == pytest.approx(1, abs=1e-5) and record.acceptance_rate == 1
-  assert record.predicted_theorem8 == pytest.approx(3 / (1 + 2 * 0.1), rel=1e-4)
-  assert record.predicted_measured_cost == pytest.approx(3 / (1.6 + 2 * 0.1), rel=1e-4)
+  v, c = record.verify_cost, record.c
+  assert record.predicted_theorem8 == pytest.approx(3 / (1 + 2 * c), rel=1e-4)
+  assert record.predicted_measured_cost == pytest.approx(3 / (v + 2 * c), rel=1e-4)
+
+
+def test_simulated_acceptance_is_recorded_as_such(tmp_path):
+  pair = random_pair("tiny", "tiny", 0.6)
+  texts, results = tiny_pair.SENTENCES[:8], str(tmp_path / "results.jsonl")
+  (r,) = measure(pair, texts, results, [GREEDY], [3], max_new_tokens=32, repeats=1)
+  assert (r.acceptance, r.alpha, r.identical) == ("simulated", 0.6, None)
+  assert r.alpha_low is r.alpha_high is r.beta_lag1 is r.total_variation is None
+  assert r.num_tokens == 8 * 32 and r.speedup > 0 and r.predicted_text > 0
+  # About 200 guesses were judged: 4 standard errors.
+  assert r.acceptance_rate == pytest.approx(0.6, abs=4 * np.sqrt(0.6 * 0.4 / 150))
+  (other,) = measure(random_pair("tiny", "tiny", 0.7), texts, results, [GREEDY], [3], repeats=1)
+  assert other.alpha == 0.7, "another alpha is another setting"
+
+
+def test_nothing_to_measure_is_refused(tmp_path):
+  for changes in (dict(texts=[]), dict(samplings=[]), dict(gammas=[])):
+    asked = dict(texts=TEXTS, samplings=[GREEDY], gammas=[2], results=str(tmp_path / "r.jsonl"))
+    with pytest.raises(InputError, match="nothing to measure"):
+      measure(tiny_pair.pair(), **{**asked, **changes})

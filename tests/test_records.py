@@ -59,6 +59,15 @@ def test_reads_back_what_was_appended(path):
   assert path.read_text().count("\n") == 2
 
 
+def test_a_record_of_before_the_parts_of_a_round_is_read(path):
+  records.append(path, setting(verify_ms=5.3, verify_cost=1.9))
+  values = json.loads(path.read_text())
+  for name in ("accept_ms", "rest_ms", "round_ms", "operations_ratio", "operations_factor"):
+    del values[name]
+  path.write_text(json.dumps(values) + "\n")
+  assert records.read(path) == [setting(verify_ms=5.3, verify_cost=1.9)]
+
+
 def test_numpy_scalars_and_non_finite_numbers_are_plain_json(path):
   def refuse(name):
     raise AssertionError(f"{name} is not JSON")

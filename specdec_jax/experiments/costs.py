@@ -1,9 +1,11 @@
-"""What decoding is made of, in seconds: a target step, a verification, a draft step.
+"""What decoding is made of: the time of a plain step and of the parts of a round, and operations.
 
-Each is a chain inside one jitted program, every link fed by the one before, so that nothing
-is skipped, overlapped or waited for by the host.
+A plain step and a round are timed by running the decoding loop's own body, which finds memory and
+caches as they are in decoding; drafting by leaving it out. Accepting is timed by itself.
 """
 
+import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,26 +15,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from specdec_jax.protocols import Draft, Model
+from specdec_jax.decoding import begin, free_draft, one_round
+from specdec_jax.pairs import Pair
+from specdec_jax.protocols import Draft
 from specdec_jax.sampling import Sampling, distribution
 from specdec_jax.speculative import speculative_sample
+
+CHAIN = 8  # rounds a call
 
 
 class Costs(NamedTuple):
   """Seconds on this device.
 
   Attributes:
-    target_step: read one token, sample the next.
-    draft_step: what proposing adds to a verification, divided by gamma (Definition 7 counts gamma
-      runs of M_q). Timed within the round, where each model finds the cache full of the other.
-    verify: read gamma + 1 tokens, judge, sample one.
-    target_start: the target's encoder, once a text.
-    draft_start: the draft's.
+    target_step: a round of plain decoding: read one token, sample the next, commit it.
+    draft_step: what drafting adds to a round, divided by gamma (Definition 7 counts gamma runs of
+      M_q).
+    verify: a round without drafting and accepting: the target's pass over gamma + 1 tokens, and
+      the little it takes to commit them.
+    accept: make the target's logits distributions, judge the guesses, sample the next token.
+    target_start: plain decoding up to its first round, once a text: mostly the target's encoder.
+    draft_start: what the draft's encoder adds to it.
   """
 
   target_step: float
   draft_step: float
   verify: float
+  accept: float
   target_start: float
   draft_start: float
 
@@ -43,8 +52,8 @@ class Costs(NamedTuple):
 
   @property
   def v(self) -> float:
-    """Time of a verification over the time of a step; the paper takes it as 1."""
-    return self.verify / self.target_step
+    """Time of a round without drafting over that of a plain step; the paper takes it as 1."""
+    return (self.verify + self.accept) / self.target_step
 
 
 def interleaved_medians(
@@ -65,73 +74,126 @@ def interleaved_medians(
   return list(np.median(seconds, axis=0)), results
 
 
-def measure_costs(
-  target: Model,
-  target_params,
-  draft: Draft,
-  draft_params,
+def start_calls(
+  pair: Pair, draft: Draft, prompt: Array, max_new_tokens: int
+) -> list[Callable[[], object]]:
+  """Calls to be timed: plain decoding of prompt [B, P] up to its first step; and speculative."""
+  args = pair.target_params, pair.draft_params, prompt, max_new_tokens
+  drafts = free_draft(pair.target.vocab_size), draft
+  return [functools.partial(_begin, pair.target, one, *args) for one in drafts]
+
+
+_begin = jax.jit(begin, static_argnames=("target", "draft", "limit"))
+
+
+def round_calls(
+  pair: Pair,
+  drafts: Sequence[Draft],
   prompt: Array,
   sampling: Sampling,
-  chain: int = 32,
+  max_new_tokens: int,
+  lenience: float = 1.0,
+) -> list[Callable[[], object]]:
+  """Calls to be timed; `round_costs` knows which is which.
+
+  First a plain step; then for each of the drafts, which differ in gamma only, a round without
+  drafting; for each a round; for each accepting. Of all of them there are two calls, one that runs
+  it not at all and one that runs it CHAIN times, so that what a call itself costs cancels. They
+  decode prompt [B, P], in the shapes of `max_new_tokens`. What is guessed and accepted does not
+  matter: shapes are fixed, and a row that has ended goes on computing.
+  """
+  target, batch, vocab_size = pair.target, len(prompt), pair.target.vocab_size
+  rng = jax.random.split(jax.random.key(0), batch)
+  free = [free_draft(vocab_size, gamma) for gamma in (0, *(d.gamma for d in drafts))]
+
+  @jax.jit
+  def states(target_params, draft_params):
+    params = target_params, draft_params, prompt, max_new_tokens
+    return [begin(target, draft, *params) for draft in (*free, *drafts)]
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def rounds(draft, target_params, draft_params, state, count):
+    models = target, draft, target_params, draft_params
+    step = functools.partial(one_round, *models, rng, sampling, lenience, -1)
+    return lax.fori_loop(0, count, lambda _, state: step(state), state)
+
+  @jax.jit
+  def verdicts(guesses, q, logits, count):
+    def judge(i, _):
+      keys = jax.vmap(jax.random.fold_in, (0, None))(rng, i)
+      return speculative_sample(keys, guesses, q, distribution(logits[i], sampling), lenience)
+
+    return lax.fori_loop(0, count, judge, judge(0, None))
+
+  def accept(gamma):
+    logits = jax.random.normal(jax.random.key(1), (CHAIN, batch, gamma + 1, vocab_size))
+    q = jnp.full((batch, gamma, vocab_size), 1 / vocab_size)
+    return functools.partial(verdicts, jnp.zeros((batch, gamma), jnp.int32), q, logits)
+
+  params = pair.target_params, pair.draft_params
+  parts = [
+    *(functools.partial(rounds, d, *params, s) for d, s in zip((*free, *drafts), states(*params))),
+    *(accept(d.gamma) for d in drafts),
+  ]
+  return [functools.partial(part, count) for part in parts for count in (0, CHAIN)]
+
+
+def round_costs(
+  starts: Sequence[float], rounds: Sequence[float], gammas: Sequence[int]
+) -> dict[int, Costs]:
+  """Costs for each gamma, from the seconds that `start_calls` and `round_calls` took."""
+  plain_start, start = starts
+  target_step, *parts = np.diff(np.reshape(rounds, (-1, 2)))[:, 0] / CHAIN
+  return {
+    gamma: Costs(
+      target_step=target_step,
+      draft_step=(whole - undrafted) / gamma,
+      verify=undrafted - accept,
+      accept=accept,
+      target_start=plain_start,
+      draft_start=start - plain_start,
+    )
+    for gamma, undrafted, whole, accept in zip(gammas, *np.reshape(parts, (3, -1)))
+  }
+
+
+def measure_costs(
+  pair: Pair,
+  gamma: int,
+  prompt: Array,
+  sampling: Sampling,
+  max_new_tokens: int = 64,
   repeats: int = 9,
 ) -> Costs:
-  """Time the parts of a round for prompt [B, P], each `chain` links long, interleaved."""
-  batch, gamma = prompt.shape[0], draft.gamma
-  first, length = target.begin(prompt)
-  num_slots = first.shape[1] + chain + gamma + 1
-  rng = jax.random.split(jax.random.key(0), batch)
-  keys_at = lambda i: jax.vmap(lambda key: jax.random.fold_in(key, i))(rng)
-  some_q = jnp.full((batch, gamma, target.vocab_size), 1 / target.vocab_size)
+  """The costs of a round of `gamma` guesses by themselves, for prompt [B, P], interleaved."""
+  draft = pair.draft(sampling, gamma)
+  starts = start_calls(pair, draft, prompt, max_new_tokens)
+  rounds = round_calls(pair, [draft], prompt, sampling, max_new_tokens)
+  seconds, _ = interleaved_medians([*starts, *rounds], repeats)
+  return round_costs(seconds[:2], seconds[2:], [gamma])[gamma]
 
-  def judge(params, cache, block, q, i):
-    cache = cache.replace(length=length - 1 + i)
-    logits, cache = target.extend(params, cache, block)
-    p = distribution(logits, sampling)
-    verdict = speculative_sample(keys_at(i), block[:, 1:], q, p)
-    return cache, verdict.next_token[:, None]
 
-  def step(params, cache, newest, i):
-    return judge(params, cache, newest, some_q[:, :0], i)
+def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float | None:
+  """c-hat, arithmetic operations of a draft step / of a target step (Section 3.4).
 
-  def verify(params, cache, newest, i):
-    return judge(params, cache, jnp.broadcast_to(newest, (batch, gamma + 1)), some_q, i)
+  As XLA counts them in compiled programs for prompt [B, P]; None where the backend does not count.
+  It counts the body of a loop once, whatever its length, so a draft step is what proposing two
+  guesses takes more than proposing one.
+  """
+  text, length = pair.target.begin(prompt)
+  rng = jax.random.split(jax.random.key(0), len(prompt))
+  tokens = jnp.pad(text, ((0, 0), (0, 3)))
 
-  def whole_round(params, state, newest, i):
-    target_params, draft_params = params
-    cache, draft_state = state
-    text = jnp.broadcast_to(newest, (batch, num_slots))
-    guesses, q, draft_state = draft.propose(draft_params, draft_state, text, length + i, keys_at(i))
-    block = jnp.concatenate([newest, guesses], axis=1)
-    cache, newest = judge(target_params, cache, block, q, i)
-    return (cache, draft_state), newest
+  def operations(model, params, f, *args):
+    """Of f(params, state, *args), where the model has read the prompt."""
+    start = lambda params: model.start(params, prompt, tokens.shape[1])
+    compiled = jax.jit(f).lower(params, jax.eval_shape(start, params), *args).compile()
+    return (compiled.cost_analysis() or {}).get("flops", math.nan)
 
-  def chained(link, params, state):
-    """`chain` calls of link: (params, state, newest [B, 1], i) -> (state, newest), compiled."""
-    newest = jnp.full((batch, 1), 2, jnp.int32)
-    run = lambda params, state: lax.fori_loop(
-      0, chain, lambda i, carry: link(params, *carry, i), (state, newest)
-    )[1]
-    compiled = jax.jit(run).lower(params, state).compile()
-    return lambda: compiled(params, state)
+  def propose(gamma):
+    draft = pair.draft(sampling, gamma)
+    return operations(draft, pair.draft_params, draft.propose, tokens, length, rng)
 
-  start = lambda model_start: jax.jit(lambda params: model_start(params, prompt, num_slots))
-  target_start, draft_start = start(target.start), start(draft.start)
-  target_cache, draft_state = target_start(target_params), draft_start(draft_params)
-  seconds, _ = interleaved_medians(
-    [
-      chained(step, target_params, target_cache),
-      chained(verify, target_params, target_cache),
-      chained(whole_round, (target_params, draft_params), (target_cache, draft_state)),
-      lambda: target_start(target_params),
-      lambda: draft_start(draft_params),
-    ],
-    repeats,
-  )
-  target_step, verification, round_ = (s / chain for s in seconds[:3])
-  return Costs(
-    target_step=target_step,
-    draft_step=(round_ - verification) / gamma,
-    verify=verification,
-    target_start=seconds[3],
-    draft_start=seconds[4],
-  )
+  step = operations(pair.target, pair.target_params, pair.target.extend, text[:, :1])
+  ratio = (propose(2) - propose(1)) / step
+  return ratio if math.isfinite(ratio) else None

@@ -1,6 +1,5 @@
 """Measured settings of a pair on texts: alpha, costs and speedup, each setting a record."""
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -12,7 +11,7 @@ import jax
 from specdec_jax import records, theory
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.alpha import measure_alpha
-from specdec_jax.experiments.costs import Costs, measure_costs
+from specdec_jax.experiments.costs import Costs, operations_ratio
 from specdec_jax.experiments.speed import (
   acceptance_by_position,
   acceptance_rate,
@@ -59,8 +58,9 @@ def measure(
   """
   require_count("batch_size", batch_size)
   require_count("repeats", repeats)
-  if not (texts and gammas):
-    raise InputError("There is nothing to measure: no texts, or no gammas.")
+  samplings = [*samplings]
+  if not (texts and gammas and samplings):
+    raise InputError("There is nothing to measure: no texts, no gammas, or no samplings.")
   prompts = [pair.prompt(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
   settings = settings_to_measure(
     pair, texts, samplings, gammas, batch_size, max_new_tokens, seed, lenience
@@ -96,6 +96,7 @@ def settings_to_measure(
       gamma=gamma,
       lenience=lenience,
       batch_size=batch_size,
+      acceptance="measured" if pair.simulated_alpha is None else "simulated",
       num_examples=len(texts),
       inputs=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
       max_new_tokens=max_new_tokens,
@@ -130,27 +131,33 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
     progress=lambda done: progress(sampling, done, len(prompts)),
   )
   lenience = settings[0].lenience
-  acceptance = measure_alpha(pair, prompts, speed.baseline, sampling, lenience)
-  alpha = acceptance.alpha
-  widths = collections.Counter(prompt.shape for prompt in prompts)
-  typical = next(p for p in prompts if p.shape == widths.most_common(1)[0][0])
-  for setting in settings:
-    gamma, outputs = setting.gamma, speed.speculative[setting.gamma]
-    draft = pair.draft(sampling, gamma)
-    costs = measure_costs(
-      pair.target, pair.target_params, draft, pair.draft_params, typical, sampling
+  if pair.simulated_alpha is None:
+    measured = measure_alpha(pair, prompts, speed.baseline, sampling, lenience)
+    alpha = measured.alpha.mean
+    acceptance = dict(
+      alpha_low=measured.alpha.low,
+      alpha_high=measured.alpha.high,
+      beta_lag1=measured.lag1,
+      total_variation=measured.change,
     )
-    predicted = functools.partial(theory.walltime_improvement, alpha.mean, gamma, costs.c)
+  else:
+    alpha, acceptance = pair.simulated_alpha, {}
+  compared = sampling.temperature == 0 and pair.simulated_alpha is None
+  c_hat = operations_ratio(pair, prompts[0], sampling)
+  for setting in settings:
+    gamma = setting.gamma
+    outputs, costs = speed.speculative[gamma], speed.costs[gamma]
+    round_s = speed.round_s(gamma)
+    rest = round_s - gamma * costs.draft_step - costs.verify - costs.accept
+    operations = None if c_hat is None else theory.operations_factor(alpha, gamma, c_hat)
+    predicted = functools.partial(theory.walltime_improvement, alpha, gamma, costs.c)
     yield dataclasses.replace(
       setting,
       num_tokens=num_tokens(outputs),
       rounds=num_rounds(outputs),
-      alpha=alpha.mean,
-      alpha_low=alpha.low,
-      alpha_high=alpha.high,
+      alpha=alpha,
       acceptance_rate=acceptance_rate(outputs),
       acceptance_by_position=acceptance_by_position(outputs),
-      beta_lag1=acceptance.lag1,
       tokens_per_round=num_tokens(outputs) / num_rounds(outputs),
       target_start_ms=1e3 * costs.target_start,
       draft_start_ms=1e3 * costs.draft_start,
@@ -158,16 +165,21 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
       draft_step_ms=1e3 * costs.draft_step,
       c=costs.c,
       verify_ms=1e3 * costs.verify,
+      accept_ms=1e3 * costs.accept,
+      rest_ms=1e3 * rest,
+      round_ms=1e3 * round_s,
       verify_cost=costs.v,
+      operations_ratio=c_hat,
+      operations_factor=operations,
       predicted_theorem8=float(predicted(1.0)),
       predicted_measured_cost=float(predicted(costs.v)),
-      predicted_text=_predicted_text(speed.baseline, alpha.mean, gamma, costs),
+      predicted_text=_predicted_text(speed.baseline, alpha, gamma, costs),
       baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
       speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
       speedup=speed.speedup(gamma),
-      total_variation=acceptance.change,
-      identical=identical(speed.baseline, outputs) if sampling.temperature == 0 else None,
+      identical=identical(speed.baseline, outputs) if compared else None,
       seconds=time.perf_counter() - since,
+      **acceptance,
     )
 
 

@@ -1,17 +1,27 @@
 """Measured speedup: the same texts, decoded both ways, in turn, in one process."""
 
+import collections
+import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 
 from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
-from specdec_jax.experiments.costs import interleaved_medians
+from specdec_jax.experiments.costs import (
+  Costs,
+  interleaved_medians,
+  round_calls,
+  round_costs,
+  start_calls,
+)
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
+
+NUM_COSTED = 24  # texts at which costs are timed
 
 
 class Speed(NamedTuple):
@@ -22,17 +32,26 @@ class Speed(NamedTuple):
     speculative: for each gamma, outputs of speculative decoding.
     baseline_s: seconds of plain decoding.
     speculative_s: seconds of speculative decoding, for each gamma.
+    costs: for each gamma, timed between the decodes: means over the texts that they were timed at
+      of the medians of the repeats.
   """
 
   baseline: list[Decoded]
   speculative: dict[int, list[Decoded]]
   baseline_s: float
   speculative_s: dict[int, float]
+  costs: dict[int, Costs]
 
   def speedup(self, gamma: int) -> float:
     """Ratio of tokens a second, totals over totals."""
     ours = num_tokens(self.speculative[gamma]) / self.speculative_s[gamma]
     return ours / (num_tokens(self.baseline) / self.baseline_s)
+
+  def round_s(self, gamma: int) -> float:
+    """Seconds of a round of the texts decoded, without what both models take to read a prompt."""
+    costs, outputs = self.costs[gamma], self.speculative[gamma]
+    starts = len(outputs) * (costs.target_start + costs.draft_start)
+    return (self.speculative_s[gamma] - starts) / sum(int(o.num_rounds) for o in outputs)
 
 
 def num_tokens(outputs: list[Decoded]) -> int:
@@ -93,33 +112,46 @@ def measure_speed(
 ) -> Speed:
   """Decode each prompt [B, P] plainly and with each gamma, interleaved, and keep the medians.
 
+  A machine that others use slows down and speeds up within minutes, so what decoding is made of is
+  timed in turn with the decodes, at NUM_COSTED texts, or up to twice as many, spread evenly.
+
   `progress` is called after each prompt with how many are done.
   """
   baseline: list[Decoded] = []
   speculative: dict[int, list[Decoded]] = {gamma: [] for gamma in gammas}
-  seconds, at = [], 0
-  common = dict(max_new_tokens=max_new_tokens, sampling=sampling)
-  for prompt in prompts:
+  seconds, part_seconds, at = [], [], 0
+  common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, sampling=sampling)
+  drafts = [pair.draft(sampling, gamma) for gamma in gammas]
+  widths = collections.Counter(prompt.shape for prompt in prompts)
+  typical = next(p for p in prompts if p.shape == widths.most_common(1)[0][0])
+  parts = round_calls(pair, drafts, typical, sampling, max_new_tokens, lenience)
+  every = max(1, len(prompts) // NUM_COSTED)
+  for i, prompt in enumerate(prompts):
     rng = row_keys(seed, at, len(prompt))
     at += len(prompt)
 
     def plain(prompt=prompt, rng=rng):
       return autoregressive_decode(pair.target, pair.target_params, prompt, rng, **common)
 
-    def speculate(gamma, prompt=prompt, rng=rng):
-      draft = pair.draft(sampling, gamma)
+    def speculate(draft, prompt=prompt, rng=rng):
       params = pair.target_params, pair.draft_params
       return speculative_decode(
         pair.target, draft, *params, prompt, rng, lenience=lenience, **common
       )
 
-    calls = [plain, *(lambda g=g, f=speculate: f(g) for g in gammas)]
-    medians, outputs = interleaved_medians(calls, repeats)
-    outputs = [require_finite(decoded) for decoded in jax.device_get(outputs)]
+    decodes: list[Callable] = [plain, *(functools.partial(speculate, draft) for draft in drafts)]
+    calls = [*decodes, *start_calls(pair, drafts[0], prompt, max_new_tokens)]
+    costed = parts if i % every == 0 else []
+    medians, outputs = interleaved_medians([*calls, *costed], repeats)
+    outputs = [require_finite(decoded) for decoded in jax.device_get(outputs[: len(decodes)])]
     baseline.append(outputs[0])
     for gamma, output in zip(gammas, outputs[1:]):
       speculative[gamma].append(output)
-    seconds.append(medians)
+    seconds.append(medians[: len(calls)])
+    if costed:
+      part_seconds.append(medians[len(calls) :])
     progress(len(baseline))
-  total = np.sum(seconds, axis=0)
-  return Speed(baseline, speculative, float(total[0]), dict(zip(gammas, map(float, total[1:]))))
+  baseline_s, *speculative_s = map(float, np.sum(seconds, axis=0)[:-2])
+  starts = np.mean(seconds, axis=0)[-2:]
+  costs = round_costs(starts, np.mean(part_seconds, axis=0), gammas)
+  return Speed(baseline, speculative, baseline_s, dict(zip(gammas, speculative_s)), costs)

@@ -13,7 +13,7 @@ from specdec_jax.pairs import Pair
 from specdec_jax.records import open_results, read
 from specdec_jax.reporting.html import Example, write_report
 from specdec_jax.reporting.rounds import read_rounds
-from specdec_jax.reporting.table import LEGEND, speed_table
+from specdec_jax.reporting.table import BUDGET_LEGEND, LEGEND, budget_table, speed_table
 from specdec_jax.sampling import Sampling
 
 
@@ -98,6 +98,8 @@ def show_speedup(
     write_report(report, read(results), [*examples], f"Speculative decoding: {pair.task}")
   console.print(speed_table(records))
   console.print(Text(LEGEND, style="dim"))
+  console.print(budget_table(records))
+  console.print(Text(BUDGET_LEGEND, style="dim"))
   console.print(
     f"Records: {results} (measured once; delete the file to measure again); as a page: {report}"
   )

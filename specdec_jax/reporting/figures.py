@@ -132,7 +132,7 @@ def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
   for r in group:
     num_rounds = math.ceil(num_tokens / r.tokens_per_round)
     starts = [("target's encoder", r.target_start_ms), ("draft's encoder", r.draft_start_ms)]
-    round_ = [*[("draft", r.draft_step_ms)] * r.gamma, ("target", r.verify_ms)]
+    round_ = [*[("draft", r.draft_step_ms)] * r.gamma, ("target", r.verify_ms + (r.accept_ms or 0))]
     rows.append((f"γ = {r.gamma}", [*starts, *round_ * num_rounds]))
   title = f"{num_tokens} tokens at temperature {sampling_text(group[0])}; {_of(group[0])}"
   return _draw_timeline(rows, title)

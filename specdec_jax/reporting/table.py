@@ -1,6 +1,6 @@
 """Records as a terminal table: what was predicted beside what was measured."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
@@ -32,8 +32,8 @@ COLUMNS = {
 }
 
 LEGEND = (
-  "alpha: acceptance rate, with its 95% interval; c: draft step / target step; v: time of a pass "
-  "over gamma + 1 tokens / over one; Thm 8: speedup predicted for a long text and v = 1; "
+  "alpha: acceptance rate, with its 95% interval; c: draft step / target step; v: time of a round "
+  "without drafting / of a plain step; Thm 8: speedup predicted for a long text and v = 1; "
   "predicted: with all costs as measured and texts as short as these; speedup: measured tokens/s "
   "over plain decoding of the same target in the same process, medians of interleaved repeats; "
   "passes: of the target per token; same: output identical to plain decoding, token for token "
@@ -41,16 +41,56 @@ LEGEND = (
 )
 
 
+# What a round takes, in milliseconds, and in operations.
+BUDGET = {
+  "temp": COLUMNS["temp"],
+  "gamma": COLUMNS["gamma"],
+  "encoders": lambda r: f"{r.target_start_ms + r.draft_start_ms:.2f}",
+  "step": lambda r: f"{r.target_step_ms:.2f}",
+  "draft": lambda r: f"{r.gamma} x {r.draft_step_ms:.2f}",
+  "verify": lambda r: f"{r.verify_ms:.2f}",
+  "accept": lambda r: f"{r.accept_ms:.2f}",
+  "rest": lambda r: f"{r.rest_ms:.2f}",
+  "round": lambda r: f"{r.round_ms:.2f}",
+  "c": COLUMNS["c"],
+  "v": COLUMNS["v"],
+  "c-hat": lambda r: f"{r.operations_ratio:.3f}",
+  "Thm 10": lambda r: f"{r.operations_factor:.2f}",
+}
+
+BUDGET_LEGEND = (
+  "In milliseconds. encoders: target and draft read a prompt; step: the target decodes a token by "
+  "itself; draft: gamma steps of the draft; verify: the target's pass over gamma + 1 tokens; "
+  "accept: the guesses judged and the next token drawn; round: of the texts decoded; rest: what it "
+  "took more than its parts timed by themselves, noise included. c: draft step / step; v: (verify "
+  "+ accept) / step; c-hat: operations of a draft step / of a step; Thm 10: operations predicted / "
+  "plain decoding's."
+)
+
+
 def cell(heading: str, record: Record) -> str:
   """What stands under a heading of `COLUMNS`; MISSING where it was not measured."""
+  return _cell(COLUMNS[heading], record)
+
+
+def _cell(column: Callable[[Record], str], record: Record) -> str:
   try:
-    return COLUMNS[heading](record)
+    return column(record)
   except TypeError:  # a None among what it is made of
     return MISSING
 
 
 def speed_table(records: Sequence[Record]) -> Table:
   """One row a record: gamma, alpha, costs, predictions, measured speedup, exactness."""
+  return _table(COLUMNS, records)
+
+
+def budget_table(records: Sequence[Record]) -> Table:
+  """One row a record: what a round takes, part by part."""
+  return _table(BUDGET, records)
+
+
+def _table(columns: Mapping[str, Callable[[Record], str]], records: Sequence[Record]) -> Table:
   first = records[0]
   table = Table(
     title=f"{first.task}, {first.num_examples} texts, batch {first.batch_size}, {first.dtype}, "
@@ -59,9 +99,10 @@ def speed_table(records: Sequence[Record]) -> Table:
     show_edge=False,
     padding=0,
   )
-  for heading in COLUMNS:
+  for heading in columns:
     table.add_column(heading, justify="right", no_wrap=True)
   for r, following in zip(records, [*records[1:], None]):
     last_of_temperature = following is None or following.temperature != r.temperature
-    table.add_row(*(cell(heading, r) for heading in COLUMNS), end_section=last_of_temperature)
+    cells = (_cell(column, r) for column in columns.values())
+    table.add_row(*cells, end_section=last_of_temperature)
   return table
