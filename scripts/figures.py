@@ -66,7 +66,7 @@ def trace(text: str | None, gamma: int, temperature: float):
 
   from specdec_jax.experiments.translate import decode_lines
   from specdec_jax.pairs import load_pair
-  from specdec_jax.reporting.rounds import rounds_text
+  from specdec_jax.reporting.rounds import read_rounds
   from specdec_jax.sampling import Sampling
 
   require_count("gamma", gamma)
@@ -77,7 +77,7 @@ def trace(text: str | None, gamma: int, temperature: float):
     raise InputError("The text is empty; give a sentence to translate.")
   pair = load_pair()
   ((_, (decoded,)),) = decode_lines(pair, [text], Sampling(temperature), gamma, 1, 64)
-  rounds = figures.round_pieces(rounds_text(decoded, 0, pair.vocabulary.pieces))
+  rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
   count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} passes of the target"
   return figures.trace_figure(rounds, f"{count}, γ = {gamma}, temperature {temperature:g}")
 

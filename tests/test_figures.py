@@ -7,13 +7,12 @@ import sys
 
 import numpy as np
 import pytest
-from rich.text import Text
 
 from specdec_jax.errors import InputError
 from specdec_jax.records import Record, append
 from specdec_jax.reporting import figures
 from specdec_jax.reporting.paper import load_table
-from specdec_jax.reporting.rounds import ACCEPTED, CORRECTED, REJECTED
+from specdec_jax.reporting.rounds import Round
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -144,18 +143,8 @@ def test_many_settings_wrap(drawing):
   assert len(figures.sweep_figure(records).axes) == 4
 
 
-def test_rounds_become_pieces():
-  line = Text.assemble((" ein", ACCEPTED), ("[- [Hund]", REJECTED), ("[+ Mann]", CORRECTED))
-  assert figures.round_pieces([line]) == [
-    [(" ein", "accepted"), (" [Hund", "rejected"), (" Mann", "corrected")]
-  ]
-
-
 def test_figure_1(drawing):
-  rounds = [
-    [(" ein", "accepted"), (" Hund", "rejected"), (" Mann", "corrected")],
-    [("</s>", "accepted")],
-  ]
+  rounds = [Round((" ein",), " Hund", (" steht",), " Mann"), Round(("</s>",), None, (), None)]
   (axes,) = figures.trace_figure(rounds, "a title").axes
   drawn = {text.get_text(): text for text in axes.texts}
   assert [drawn[word].get_position() for word in ("ein", "Hund", "Mann", "</s>")] == [

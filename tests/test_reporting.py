@@ -10,7 +10,7 @@ from rich.console import Console
 from specdec_jax.protocols import Decoded, Rounds
 from specdec_jax.records import Record
 from specdec_jax.reporting import rounds, table
-from specdec_jax.reporting.rounds import ACCEPTED, CORRECTED, REJECTED, rounds_text
+from specdec_jax.reporting.rounds import ACCEPTED, CORRECTED, REJECTED, read_rounds, round_text
 
 WORDS = "<pad> </s> ein der Mann Hund läuft steht rot grün schnell".split()
 PAD, EOS, EIN, DER, MANN, HUND, LÄUFT, STEHT, ROT, GRÜN, SCHNELL = range(len(WORDS))
@@ -34,7 +34,7 @@ def of_rounds(*rows, gamma=3):
 def read(decoded, row=0):
   """For each round, the words in each colour."""
   lines = []
-  for line in rounds_text(decoded, row, pieces):
+  for line in map(round_text, read_rounds(decoded, row, pieces)):
     words = {ACCEPTED: [], REJECTED: [], CORRECTED: []}
     for span in line.spans:
       words[str(span.style)] += line.plain[span.start : span.end].strip("[]+- ").split()
@@ -89,15 +89,16 @@ def test_a_line_a_round_until_the_row_stopped():
 def test_colours_and_brackets_tell_the_three_apart():
   """By colour, and without it."""
   assert len({ACCEPTED, REJECTED, CORRECTED}) == 3
-  (line,) = rounds_text(of_rounds([([EIN, MANN, STEHT], 1, HUND, 2)]), 0, pieces)
+  (r,) = read_rounds(of_rounds([([EIN, MANN, STEHT], 1, HUND, 2)]), 0, pieces)
+  line = round_text(r)
   assert " ein" in line.plain and "[- Mann]" in line.plain and "[+ Hund]" in line.plain
   for word in ("accepted", "rejected", "target"):
     assert word in rounds.LEGEND.plain
 
 
 def test_pieces_that_look_like_markup_are_text():
-  (line,) = rounds_text(of_rounds([([EIN, MANN, STEHT], 1, HUND, 2)]), 0, lambda ids: ["[/b]"])
-  assert rendered(line).count("[/b]") == 3
+  (r,) = read_rounds(of_rounds([([EIN, MANN, STEHT], 1, HUND, 2)]), 0, lambda ids: ["[/b]"])
+  assert rendered(round_text(r)).count("[/b]") == 3
 
 
 # The table.

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from rich.text import Text
 
 from specdec_jax import theory
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.records import Record, key
-from specdec_jax.reporting.rounds import ACCEPTED, CORRECTED, REJECTED
+from specdec_jax.reporting.rounds import Round
 from specdec_jax.reporting.tables import PaperRow, sampling_text
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito).
@@ -26,7 +25,6 @@ _ORANGE, _YELLOW, _PURPLE, _GREY = "#E69F00", "#F0E442", "#CC79A7", "#666666"
 # Of a piece of text, and what the legend calls it: a round without rejection corrects nothing.
 KINDS = {"accepted": _GREEN, "rejected": _RED, "corrected": _BLUE}
 _LEGEND = {"accepted": "accepted", "rejected": "rejected", "corrected": "the target's own"}
-_KIND_OF_STYLE = {ACCEPTED: "accepted", REJECTED: "rejected", CORRECTED: "corrected"}
 
 _FORMATS = (".png", ".svg", ".pdf")
 _SMALL, _NORMAL = 9, 11  # points
@@ -246,29 +244,19 @@ def _of(r: Record) -> str:
 # From a decoded text.
 
 
-def round_pieces(lines: Iterable[Text]) -> list[list[tuple[str, str]]]:
-  """The lines of `rounds.rounds_text` as pieces, each with its kind."""
-  rounds = []
-  for line in lines:
-    pieces = []
-    for span in line.spans:
-      kind = _KIND_OF_STYLE[str(span.style)]
-      text = line.plain[span.start : span.end]
-      pieces.append((text if kind == "accepted" else text[2:-1], kind))  # off with [- and ]
-    rounds.append(pieces)
-  return rounds
-
-
-def trace_figure(rounds: Sequence[Sequence[tuple[str, str]]], title: str = ""):
-  """Figure 1: a line for each round, its pieces of text coloured by kind.
-
-  Args:
-    rounds: (piece, kind), kind one of KINDS; a piece that starts a word starts with a space.
-    title: printed above.
-  """
+def trace_figure(rounds: Sequence[Round], title: str = ""):
+  """Figure 1: a line for each round, its tokens coloured by what became of them; `title` above."""
+  lines = [
+    [
+      *((piece, "accepted") for piece in r.accepted),
+      *([] if r.rejected is None else [(r.rejected, "rejected")]),
+      *([] if r.own is None else [(r.own, "corrected")]),
+    ]
+    for r in rounds
+  ]
   # A fixed-width font, so that where a piece lies is a matter of counting.
   em, line_height = 0.602 * _NORMAL / 72, 0.32
-  longest = max(sum(len(piece) for piece, _ in pieces) for pieces in rounds)
+  longest = max(sum(len(piece) for piece, _ in pieces) for pieces in lines)
   columns = max(longest, len(title), 40) + 4
   figure, (axes,) = _figure("", width=columns * em, height=(len(rounds) + 2.2) * line_height)
   figure.set_layout_engine("none")
@@ -277,7 +265,7 @@ def trace_figure(rounds: Sequence[Sequence[tuple[str, str]]], title: str = ""):
   axes.axis("off")
   font = {"family": "monospace", "va": "center_baseline", "fontsize": _NORMAL}
   axes.text(0, -1, title, color="black", **font)
-  for y, pieces in enumerate(rounds):
+  for y, pieces in enumerate(lines):
     axes.text(-1.2, y, f"{y + 1}", color=_GREY, ha="right", **font)
     x = len(pieces[0][0].lstrip()) - len(pieces[0][0])  # the first word starts at 0
     for piece, kind in pieces:

@@ -65,10 +65,3 @@ def round_text(r: Round) -> Text:
   parts += [] if r.rejected is None else [(f"[-{r.rejected}]", REJECTED)]
   parts += [] if r.own is None else [(f"[+{r.own}]", CORRECTED)]
   return Text.assemble(*parts)
-
-
-def rounds_text(
-  decoded: Decoded, row: int, pieces: Callable[[Sequence[int]], list[str]]
-) -> list[Text]:
-  """One coloured line for each round of a row; arguments as `read_rounds`."""
-  return [round_text(r) for r in read_rounds(decoded, row, pieces)]
