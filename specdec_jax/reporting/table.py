@@ -52,8 +52,6 @@ BUDGET = {
   "accept": lambda r: f"{r.accept_ms:.2f}",
   "rest": lambda r: f"{r.rest_ms:.2f}",
   "round": lambda r: f"{r.round_ms:.2f}",
-  "c": COLUMNS["c"],
-  "v": COLUMNS["v"],
   "c-hat": lambda r: f"{r.operations_ratio:.3f}",
   "Thm 10": lambda r: f"{r.operations_factor:.2f}",
 }
@@ -62,9 +60,8 @@ BUDGET_LEGEND = (
   "In milliseconds. encoders: target and draft read a prompt; step: the target decodes a token by "
   "itself; draft: gamma steps of the draft; verify: the target's pass over gamma + 1 tokens; "
   "accept: the guesses judged and the next token drawn; round: of the texts decoded; rest: what it "
-  "took more than its parts timed by themselves, noise included. c: draft step / step; v: (verify "
-  "+ accept) / step; c-hat: operations of a draft step / of a step; Thm 10: operations predicted / "
-  "plain decoding's."
+  "took more than its parts timed by themselves, noise included. c-hat: operations of a draft step "
+  "/ of a step; Thm 10: operations predicted / plain decoding's."
 )
 
 
