@@ -69,6 +69,8 @@ def measure(
     todo = [s for s in records.missing(results, settings) if _sampling(s) == sampling]
     for record in _measure(pair, prompts, sampling, todo, max_new_tokens, repeats, progress):
       records.append(results, record)
+    # Programs of the next sampling are others, and a process may map only so many.
+    jax.clear_caches()
   wanted = {records.key(s) for s in settings}
   return [r for r in records.read(results) if records.key(r) in wanted]
 
