@@ -65,12 +65,12 @@ def measure(
   settings = settings_to_measure(
     pair, texts, samplings, gammas, batch_size, max_new_tokens, seed, lenience
   )
-  for sampling in {_sampling(s): None for s in records.missing(results, settings)}:
+  for i, sampling in enumerate(dict.fromkeys(map(_sampling, records.missing(results, settings)))):
+    if i:  # its programs are others than the last one's, and a process may map only so many
+      jax.clear_caches()
     todo = [s for s in records.missing(results, settings) if _sampling(s) == sampling]
     for record in _measure(pair, prompts, sampling, todo, max_new_tokens, repeats, progress):
       records.append(results, record)
-    # Programs of the next sampling are others, and a process may map only so many.
-    jax.clear_caches()
   wanted = {records.key(s) for s in settings}
   return [r for r in records.read(results) if records.key(r) in wanted]
 
