@@ -3,7 +3,7 @@
   python scripts/prepare_cnn_dm.py [--data ../shared/data] [--output runs/cnn_dm]
 
 From realsumm, `articles.txt`, `articles_tokenised.txt` and `t5_11b.txt` (what T5-11B wrote of
-them); from cnn_dm, `highlights.txt`, summaries of other articles.
+them); from cnn_dm, `validation.txt`, other articles, and `highlights.txt`, summaries of others.
 """
 
 import argparse
@@ -43,16 +43,16 @@ def main() -> None:
   read = lambda name: read_lines(str(args.data / name))
   try:
     tokenised = [unmarked(line) for line in read("realsumm/ptr_generator.src.txt")]
-    rows = [
-      json.loads(line)
+    train, validation = (
+      [json.loads(line) for line in read(f"cnn_dm/cnn_dm.{name}.jsonl.gz")]
       for name in ("train200_desixmimi", "validation500")
-      for line in read(f"cnn_dm/cnn_dm.{name}.jsonl.gz")
-    ]
+    )
     texts = {
       "articles": map(untokenised, tokenised),
       "articles_tokenised": tokenised,
       "t5_11b": map(unmarked, read("realsumm/t5.out_11B.txt")),
-      "highlights": (summary(row["highlights"]) for row in rows),
+      "validation": (row["article"].replace("\n", " ") for row in validation),
+      "highlights": (summary(row["highlights"]) for row in train + validation),
     }
     args.output.mkdir(parents=True, exist_ok=True)
     for name, lines in texts.items():

@@ -53,6 +53,24 @@ def test_pieces_join_to_the_text(words):
   assert "".join(pieces[:-1]).strip() == "A man runs"
 
 
+def test_ids_past_the_vocabulary_read_as_numbers(words):
+  size = len(words)
+  assert words.pieces([size, EOS_ID, size + 31]) == [f"<{size}>", "</s>", f"<{size + 31}>"]
+
+
+def test_sentinels_end_the_vocabulary_from_the_last_id_down(words):
+  more, size = Vocabulary(words.path, extra_ids=3), len(words)
+  assert len(more) == size + 3 and more.fingerprint() != words.fingerprint()
+  ids = more.encode("A <extra_id_0> runs <extra_id_2>")
+  assert ids[-2] == size and size + 2 in ids
+  assert more.decode(ids) == "A <extra_id_0> runs <extra_id_2>"
+  assert more.pieces([size, size + 1, size + 2, size + 3]) == [
+    *(f" <extra_id_{i}>" for i in (2, 1, 0)),
+    f"<{size + 3}>",
+  ]
+  assert more.encode("A man runs") == words.encode("A man runs")
+
+
 def test_fingerprint_tells_vocabularies_apart(words, tmp_path):
   again, other = str(tmp_path / "again.model"), str(tmp_path / "other.model")
   for path, texts in ((again, tiny_pair.SENTENCES), (other, tiny_pair.SENTENCES[::2])):
@@ -177,3 +195,8 @@ def test_a_limit_takes_the_first_lines(tmp_path):
   assert read_lines(str(tmp_path / "text"), limit=9) == ["one", "two", "three"]
   with pytest.raises(InputError, match="limit is 0"):
     read_lines(str(tmp_path / "text"), limit=0)
+
+
+def test_a_prefix_stands_before_each_line(tmp_path):
+  (tmp_path / "text").write_text("one\r\n\ntwo\n")
+  assert read_lines(str(tmp_path / "text"), prefix="say: ") == ["say: one", "say: ", "say: two"]

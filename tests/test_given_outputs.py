@@ -208,7 +208,7 @@ def test_texts_are_written_as_t5_read_and_wrote_them(tmp_path):
     ("validation500", "The U.S. won .\n'Yes'"),
   ):
     with gzip.open(data / "cnn_dm" / f"cnn_dm.{name}.jsonl.gz", "wt") as file:
-      file.write(json.dumps({"article": "", "highlights": highlights}) + "\n")
+      file.write(json.dumps({"article": "A\nb", "highlights": highlights}) + "\n")
   script = [sys.executable, str(ROOT / "scripts" / "prepare_cnn_dm.py")]
   command = [*script, "--data", str(data), "--output", str(tmp_path / "out")]
   subprocess.run(command, check=True, timeout=120, capture_output=True)
@@ -216,6 +216,7 @@ def test_texts_are_written_as_t5_read_and_wrote_them(tmp_path):
   assert lines("articles") == ["\"it's 'very hard',\" he (a boy) didn't say.", "a ‘b’ - c"]
   assert lines("articles_tokenised")[1] == "a ‘ b ’ - c"
   assert lines("t5_11b") == ["it's hard . he's a boy .", "b, c"]
+  assert lines("validation") == ["A b"]
   assert lines("highlights") == ["a man runs . two dogs, too!", "the u.s. won . 'yes'"]
   missing = subprocess.run([*script, "--data", str(tmp_path)], timeout=120, capture_output=True)
   assert missing.returncode == 2 and b"no text file at" in missing.stderr

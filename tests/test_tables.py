@@ -149,6 +149,7 @@ def test_table_5():
   assert (small["paper m_q"], small["paper alpha"]) == ("T5-SMALL (77M)", "0.76")
   assert (small["total variation"], small["difference in alpha"]) == ("0.051", "+0.04")
   assert (small["speed"], small["paper speed"]) == ("1.68", "3.6")
+  assert small["speed by Thm 8"] == "3.9"  # Appendix A.5, footnote: alpha 0.8, c 0.015, gamma 8
   assert (base["paper alpha"], base["paper speed"]) == ("0.83", "-")
   assert (argmax["paper m_q"], argmax["paper alpha"]) == ("T5-small", "0.87")
 

@@ -116,6 +116,13 @@ def test_empty_lines_stay_empty_and_are_said(run):
   assert result.said.count("is empty") == 3
 
 
+def test_a_prefix_stands_before_each_line_that_is_not_empty(run):
+  prefix = "The old woman sitzt auf "
+  result = run([LINES[0], "", LINES[1]], PREFIX=prefix)
+  own = targets_own([prefix + line for line in LINES[:2]])
+  assert result.lines == [own[0], "", own[1]] != [*targets_own(LINES[:1]), "", own[1]]
+
+
 def test_a_last_line_needs_no_newline(run):
   (run.dir / "in.txt").write_bytes(f"{LINES[0]}\r\n{LINES[1]}".encode())
   assert run(INPUT="in.txt").lines == run(LINES[:2]).lines

@@ -8,11 +8,11 @@ import zlib
 from specdec_jax.errors import InputError, require_count
 
 
-def read_lines(path: str, limit: int | None = None) -> list[str]:
+def read_lines(path: str, limit: int | None = None, prefix: str = "") -> list[str]:
   """Lines of a UTF-8 file or pipe (gzipped if it ends in .gz), or of standard input if path is '-'.
 
   Only a newline ends a line: newstest2009 holds U+0085 inside sentences. With a `limit`, the first
-  so many.
+  so many; the `prefix`, such as T5's tasks have, is put before each.
   """
   if limit is not None:
     require_count("limit", limit)
@@ -26,4 +26,5 @@ def read_lines(path: str, limit: int | None = None) -> list[str]:
     name = "standard input" if path == "-" else path
     raise InputError(f"{name} is not UTF-8 text: {error}.") from error
   lines = text.split("\n")
-  return [line.rstrip("\r") for line in (lines[:-1] if lines[-1] == "" else lines)][:limit]
+  lines = (lines[:-1] if lines[-1] == "" else lines)[:limit]
+  return [prefix + line.rstrip("\r") for line in lines]

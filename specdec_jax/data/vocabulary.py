@@ -15,16 +15,31 @@ EOS_ID = 1
 
 
 class Vocabulary:
-  """Text <-> token ids by a SentencePiece model file."""
+  """Text <-> token ids by a SentencePiece model file.
 
-  def __init__(self, path: str):
+  Attributes:
+    path: the file.
+    extra_ids: T5's sentinels, numbered from the end as seqio has them: 32,000 pieces and 100 extra
+      ids make 32,100, of which the last is <extra_id_0>.
+  """
+
+  def __init__(self, path: str, extra_ids: int = 0):
     if not pathlib.Path(path).is_file():
       raise InputError(f"There is no vocabulary at {path}; expected a SentencePiece model file.")
-    self.path = str(path)
+    self.path, self.extra_ids = str(path), extra_ids
     try:
       self._pieces = sentencepiece.SentencePieceProcessor(model_file=self.path)
     except RuntimeError as error:
       raise InputError(f"{path} is not a SentencePiece model: {error}.") from error
+    if extra_ids:
+      from sentencepiece import sentencepiece_model_pb2  # needs protobuf, which little else does
+
+      model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+      model.ParseFromString(self._pieces.serialized_model_proto())
+      kind = model.SentencePiece.USER_DEFINED
+      for i in reversed(range(extra_ids)):
+        model.pieces.add(piece=f"\u2581<extra_id_{i}>", score=0.0, type=kind)
+      self._pieces.load_from_serialized_proto(model.SerializeToString())
 
   def __len__(self) -> int:
     return self._pieces.get_piece_size()
@@ -44,8 +59,12 @@ class Vocabulary:
     return self._pieces.decode(known)
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    """Each id as it reads inside a text: a leading space where a word starts, '</s>' for EOS."""
-    return [self._pieces.id_to_piece(int(i)).replace("\u2581", " ") for i in ids]
+    """Each id as it reads inside a text: a leading space where a word starts, '</s>' for EOS.
+
+    An id past the vocabulary, which only a model with a larger table can emit, reads as '<id>'.
+    """
+    piece = lambda i: self._pieces.id_to_piece(i) if i < len(self) else f"<{i}>"
+    return [piece(int(i)).replace("\u2581", " ") for i in ids]
 
   def fingerprint(self) -> str:
     """A hash of all pieces in order: two vocabularies are the same iff these are."""

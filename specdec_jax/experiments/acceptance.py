@@ -86,9 +86,13 @@ def acceptance(
     Progress(console=Console(stderr=True), transient=True) as bar,
   ):
     generated: dict[Sampling, list] = {}
+    last = None
     for one, sampling, setting in bar.track(asked, description="measuring"):
       if not records.missing(results, [setting]):
         continue
+      if last not in (None, (one.draft_name, sampling)):
+        jax.clear_caches()  # no program of it is needed again, and a process may map only so many
+      last = one.draft_name, sampling
       if sampling not in generated:
         generated[sampling] = _generate(
           pair, texts, sampling, batch_size, max_new_tokens, min_tokens, seed

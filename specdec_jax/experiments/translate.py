@@ -31,6 +31,7 @@ def translate(
   batch_size: int = 1,
   max_new_tokens: int = 128,
   seed: int = 0,
+  prefix: str = "",
 ) -> None:
   """Translate each line of a file.
 
@@ -43,6 +44,7 @@ def translate(
     batch_size: lines decoded together.
     max_new_tokens: limit for a line.
     seed: of all sampling.
+    prefix: put before each line, such as T5's tasks have.
 
   An empty line stays empty, a line past the pair's limit is cut, and a translation ends at
   `max_new_tokens`; each is said on standard error.
@@ -51,7 +53,7 @@ def translate(
   if pathlib.Path(output).is_dir():
     raise InputError(f"output is '{output}', a folder; give the file to write, or '-'.")
   notes = Console(stderr=True, markup=False)
-  lines = read_lines(input)
+  lines = [prefix + line if line.strip() else line for line in read_lines(input)]
   _warn(notes, pair, lines)
   numbers = (number for number, line in enumerate(lines, 1) if line.strip())
   since, outputs = time.perf_counter(), []

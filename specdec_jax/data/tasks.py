@@ -1,0 +1,148 @@
+"""The paper's tasks for seqio, as T5 has them; importing this module registers them.
+
+An example is T5's prefix and a text, and the text to write. Both are tokenised with T5's
+vocabulary, cut to the lengths asked for and ended with EOS. Nothing is downloaded: TFDS's data is
+read where it is prepared, and the vocabulary when a task is first tokenised. The environment may
+say where things are: SPECDEC_T5_VOCABULARY a copy of T5's SentencePiece model, SPECDEC_SHARED the
+folder that holds data/multi30k.
+
+Source: t5/data/tasks.py and utils.py of google-research/text-to-text-transfer-transformer.
+"""
+
+import itertools
+import os
+from collections.abc import Mapping
+
+import seqio
+import tensorflow as tf
+
+from specdec_jax.data.text import read_lines
+from specdec_jax.errors import InputError, require_count
+
+tf.config.set_visible_devices([], "GPU")  # its memory is JAX's
+
+T5_VOCABULARY = seqio.SentencePieceVocabulary(
+  os.environ.get("SPECDEC_T5_VOCABULARY", "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"),
+  extra_ids=100,
+)
+
+
+def add_task(
+  name: str,
+  source: seqio.DataSource,
+  prefix: str,
+  inputs: str | None,
+  targets: str,
+  vocabulary: seqio.Vocabulary = T5_VOCABULARY,
+) -> seqio.Task:
+  """Register a task, tokenised as T5's are.
+
+  Args:
+    name: for `sources`, seqio and t5x.
+    source: of examples.
+    prefix: put before each input.
+    inputs: field of an example that a model reads; None if it reads nothing.
+    targets: field that it is to write.
+    vocabulary: of both.
+  """
+
+  def text_to_text(example):
+    given = example[inputs] if inputs else ""
+    return {"inputs": tf.strings.join([prefix, given]), "targets": example[targets]}
+
+  return seqio.TaskRegistry.add(
+    name,
+    source=source,
+    preprocessors=[
+      seqio.map_over_dataset(text_to_text),
+      seqio.preprocessors.tokenize,
+      seqio.CacheDatasetPlaceholder(),
+      seqio.preprocessors.append_eos_after_trim,
+    ],
+    output_features={
+      "inputs": seqio.Feature(vocabulary, required=False),
+      "targets": seqio.Feature(vocabulary),
+    },
+  )
+
+
+def text_pairs(splits: Mapping[str, tuple[str, str]]) -> seqio.DataSource:
+  """Examples {source, target} from parallel text: for each split two files, a line each a pair.
+
+  Files as `read_lines` takes them. Asked for a split, it raises InputError if a file of it is
+  missing, or if one has more lines than the other.
+  """
+
+  def read(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
+    sides = dict(zip(("source", "target"), map(read_lines, splits[split])))
+    counts = [len(lines) for lines in sides.values()]
+    if counts[0] != counts[1]:
+      first, second = splits[split]
+      raise InputError(
+        f"{first} has {counts[0]} lines but {second} has {counts[1]}; line by line they must be "
+        "the two sides of a parallel text."
+      )
+    columns = {side: tf.constant(lines, tf.string) for side, lines in sides.items()}
+    return tf.data.Dataset.from_tensor_slices(columns)
+
+  return seqio.FunctionDataSource(read, splits=list(splits))
+
+
+def sources(task: str, split: str = "test", limit: int | None = None) -> list[str]:
+  """What a model reads in a task, as text: `Pair.encode` makes of it the tokens that seqio makes.
+
+  Args:
+    task: registered here, by `add_task` or by any module that seqio's tasks are defined in.
+    split: of it.
+    limit: the first so many, or all.
+
+  Raises:
+    InputError: there is no such task or split, or TFDS's data is not prepared on this machine.
+  """
+  if limit is not None:
+    require_count("limit", limit)
+  if task not in seqio.TaskRegistry.names():
+    raise InputError(
+      f"There is no task {task}; there are {', '.join(sorted(seqio.TaskRegistry.names()))}."
+    )
+  found = seqio.TaskRegistry.get(task)
+  if split not in found.splits:
+    raise InputError(f"Task {task} has no split {split}; it has {', '.join(found.splits)}.")
+  try:
+    dataset = found.source.get_dataset(split=split, shuffle=False)
+  except AssertionError as error:  # what TFDS raises for data that is not there
+    raise InputError(
+      f"The data of task {task} is not on this machine; run `tfds build "
+      f"{found.source.tfds_dataset.name}` once with a network, or read text of your own as "
+      "docs/data.md says."
+    ) from error
+  is_text = lambda step: step is not seqio.preprocessors.tokenize
+  for step in itertools.takewhile(is_text, found.preprocessors):
+    dataset = step(dataset)
+  rows = dataset.take(-1 if limit is None else limit).as_numpy_iterator()
+  return [row["inputs"].decode() for row in rows]
+
+
+def _tfds(name: str, splits: tuple[str, ...] = ("train", "validation", "test")) -> seqio.DataSource:
+  return seqio.TfdsDataSource(name, splits=splits, read_only=True)
+
+
+def _multi30k(split: str) -> tuple[str, str]:
+  folder = os.path.join(os.environ.get("SPECDEC_SHARED", "../shared"), "data", "multi30k")
+  return os.path.join(folder, f"{split}.en.gz"), os.path.join(folder, f"{split}.de.gz")
+
+
+_EN_DE = "translate English to German: "
+_MULTI30K = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
+
+# Validation is newstest2013 and test is newstest2014.
+add_task("specdec_wmt14_ende", _tfds("wmt14_translate/de-en:1.0.0"), _EN_DE, "en", "de")
+add_task("specdec_cnn_dm", _tfds("cnn_dailymail:3.4.0"), "summarize: ", "article", "highlights")
+add_task("specdec_lm1b", _tfds("lm1b:1.1.0", ("train", "test")), "", None, "text")
+add_task(
+  "specdec_multi30k_ende",
+  text_pairs({split: _multi30k(name) for split, name in _MULTI30K.items()}),
+  _EN_DE,
+  "source",
+  "target",
+)

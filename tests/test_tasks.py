@@ -1,0 +1,324 @@
+"""Tasks: seqio's examples are T5's, and what a run reads gives the very same tokens.
+
+TFDS's data is mocked by TFDS itself. The texts and T5's vocabulary are real where they are there.
+TensorFlow takes ten seconds to import, so all that needs it is in this file.
+"""
+
+import copy
+import json
+import pathlib
+
+import gin
+import numpy as np
+import pytest
+import sentencepiece
+import tiny
+import tiny_pair
+
+from specdec_jax.data.text import read_lines
+from specdec_jax.data.vocabulary import EOS_ID, PAD_ID, Vocabulary
+from specdec_jax.errors import InputError
+from specdec_jax.pairs import Pair
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DATA = tiny.SHARED.resolve() / "data"
+SPIECE = DATA / "t5_vocab" / "spiece.model"
+TRANSLATE = "translate English to German: "
+
+
+@pytest.fixture(scope="module")
+def tasks():
+  """The module, with T5's vocabulary or, where that is not there, another."""
+  vocabulary = SPIECE if SPIECE.exists() else tiny_pair.folder() / "vocabulary.model"
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("SPECDEC_T5_VOCABULARY", str(vocabulary))
+    patch.setenv("SPECDEC_SHARED", str(DATA.parent))
+    from specdec_jax.data import tasks
+  return tasks
+
+
+def shared(*names):
+  """Paths of real text."""
+  paths = [DATA / name for name in names]
+  for path in (SPIECE, *paths):
+    if not path.exists():
+      pytest.skip(f"{path} is not there; set SPECDEC_SHARED to the folder that holds data/")
+  return [str(path) for path in paths]
+
+
+def mocked(columns=None):
+  """TFDS's mock: random examples with the fields that TFDS knows, or these columns."""
+  import tensorflow as tf
+  import tensorflow_datasets as tfds
+
+  as_dataset = lambda self, **_: tf.data.Dataset.from_tensor_slices(columns)
+  return tfds.testing.mock_data(num_examples=3, as_dataset_fn=as_dataset if columns else None)
+
+
+def dataset(task, length, split="test"):
+  import seqio
+
+  # The mock does not know how many examples there are, which is asked before any is kept.
+  options = dict(shuffle=False, try_in_mem_cache=False)
+  lengths = {"inputs": length, "targets": length}
+  return seqio.TaskRegistry.get(task).get_dataset(lengths, split, **options)
+
+
+def examples(task, split="test", length=16):
+  return [*dataset(task, length, split).as_numpy_iterator()]
+
+
+def encoder_inputs(task, length):
+  """Tokens [B, S] of a whole split, as seqio's converter gives them to an encoder-decoder."""
+  import seqio
+
+  lengths = {"inputs": length, "targets": length}
+  rows = seqio.EncDecFeatureConverter(pack=False)(dataset(task, length), lengths)
+  return np.stack([row["encoder_input_tokens"] for row in rows.as_numpy_iterator()])
+
+
+def prompt(tasks, texts, length):
+  """Tokens [B, S] of texts, as a pair gives them to its models."""
+  file = tasks.T5_VOCABULARY.sentencepiece_model_file
+  pair = Pair(*[None] * 6, Vocabulary(file, extra_ids=100), "task", "float32", length)
+  return np.asarray(pair.prompt(texts, width=length))
+
+
+# TFDS's tasks.
+
+
+@pytest.mark.parametrize(
+  "task, split, prefix",
+  [
+    ("wmt14_ende", "test", TRANSLATE),
+    ("cnn_dm", "validation", "summarize: "),
+    ("lm1b", "train", ""),
+  ],
+)
+def test_tfds_examples_of_any_text(tasks, task, split, prefix):
+  with mocked():
+    found = examples(f"specdec_{task}", split, 64)
+    texts = tasks.sources(f"specdec_{task}", split)
+  assert len(found) == 3 and [row["inputs_pretokenized"].decode() for row in found] == texts
+  for row, source in zip(found, texts):
+    written = row["targets_pretokenized"].decode()
+    assert source.startswith(prefix) and written
+    for ids, text in ((row["inputs"], source), (row["targets"], written)):
+      assert ids.tolist() == [*tasks.T5_VOCABULARY.encode(text), EOS_ID]
+      assert not {EOS_ID, PAD_ID} & {*ids[:-1]}
+
+
+def test_fields_that_are_read_and_written(tasks):
+  with mocked({"en": ["A man"], "de": ["Ein Mann"]}):
+    (row,) = examples("specdec_wmt14_ende")
+  assert row["inputs_pretokenized"] == b"translate English to German: A man"
+  assert row["targets_pretokenized"] == b"Ein Mann"
+  with mocked({"article": ["A man runs."], "highlights": ["He runs."], "id": ["1"]}):
+    (row,) = examples("specdec_cnn_dm")
+  assert row["inputs_pretokenized"] == b"summarize: A man runs."
+  assert row["targets_pretokenized"] == b"He runs."
+  with mocked({"text": ["A man runs ."]}):
+    (row,) = examples("specdec_lm1b")
+  assert row["inputs"].tolist() == [EOS_ID] and row["targets_pretokenized"] == b"A man runs ."
+
+
+def test_a_limit_takes_the_first_sources(tasks):
+  with mocked({"en": ["one", "two", "three"], "de": ["eins", "zwei", "drei"]}):
+    assert tasks.sources("specdec_wmt14_ende", limit=2) == [TRANSLATE + "one", TRANSLATE + "two"]
+    assert len(tasks.sources("specdec_wmt14_ende", limit=9)) == 3
+    with pytest.raises(InputError, match="limit is 0"):
+      tasks.sources("specdec_wmt14_ende", limit=0)
+
+
+def test_data_that_tfds_has_not_prepared(tasks, tmp_path):
+  import seqio
+
+  seqio.set_tfds_data_dir_override(str(tmp_path))
+  try:
+    with pytest.raises(InputError, match="tfds build wmt14_translate/de-en:1.0.0"):
+      tasks.sources("specdec_wmt14_ende")
+  finally:
+    seqio.set_tfds_data_dir_override(None)
+
+
+def test_unknown_tasks_and_splits(tasks):
+  with pytest.raises(InputError, match="no task wmt14; .*specdec_wmt14_ende"):
+    tasks.sources("wmt14")
+  with pytest.raises(InputError, match="no split validation; it has train, test"):
+    tasks.sources("specdec_lm1b", "validation")
+
+
+# Real text under T5's vocabulary.
+
+
+def test_t5s_own_tokens(tasks):
+  shared()
+  text = TRANSLATE + "The house is wonderful."
+  ids = [13959, 1566, 12, 2968, 10, 37, 629, 19, 1627, 5, EOS_ID]
+  with mocked({"en": ["The house is wonderful."], "de": ["Das Haus ist wunderbar."]}):
+    (row,) = examples("specdec_wmt14_ende")
+  assert row["inputs"].tolist() == ids
+  assert Vocabulary(str(SPIECE)).encode(text) == ids
+  assert row["targets"].tolist() == [644, 4598, 229, 19250, 5, EOS_ID]
+
+
+def test_sentinels_are_seqios(tasks):
+  shared()
+  ours, theirs = Vocabulary(str(SPIECE), extra_ids=100), tasks.T5_VOCABULARY
+  assert len(ours) == theirs.vocab_size == 32_100
+  text = "Thank you <extra_id_0> me to your party <extra_id_1> week. <extra_id_99>"
+  assert ours.encode(text) == [*theirs.encode(text), EOS_ID]
+  assert ours.encode(text)[2] == 32_099 and ours.encode(text)[-2] == 32_000
+  assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text)) == text
+  assert ours.pieces([32_099, 32_000]) == [" <extra_id_0>", " <extra_id_99>"]
+
+
+def test_newstest2014_is_read_alike_by_seqio_and_by_line(tasks):
+  english, german = shared(
+    "wmt_newstest_ende/newstest2014.en.gz", "wmt_newstest_ende/newstest2014.de.gz"
+  )
+  with mocked({"en": read_lines(english), "de": read_lines(german)}):
+    texts = tasks.sources("specdec_wmt14_ende")
+  assert len(texts) == 3003 and texts == read_lines(english, prefix=TRANSLATE)
+  few = {"en": read_lines(english, 300), "de": read_lines(german, 300)}
+  with mocked(few):
+    tokens = encoder_inputs("specdec_wmt14_ende", 64)
+  np.testing.assert_array_equal(tokens, prompt(tasks, texts[:300], 64))
+  assert {EOS_ID, PAD_ID} == {*tokens[:, -1]}  # some were cut, others not
+
+
+@pytest.mark.parametrize("length", [64, 1024])
+def test_articles_are_cut_to_the_task_s_length(tasks, length):
+  (rows,) = shared("cnn_dm/cnn_dm.validation500.jsonl.gz")
+  rows = [json.loads(line) for line in read_lines(rows, 20)]
+  columns = {key: [row[key] for row in rows] for key in ("article", "highlights")}
+  with mocked(columns):
+    texts = tasks.sources("specdec_cnn_dm")
+    tokens = encoder_inputs("specdec_cnn_dm", length)
+  assert texts == [f"summarize: {row['article']}" for row in rows]
+  np.testing.assert_array_equal(tokens, prompt(tasks, texts, length))
+  pieces = sentencepiece.SentencePieceProcessor(model_file=str(SPIECE))
+  for text, row in zip(texts, tokens):
+    ids = pieces.encode(text)[: length - 1]
+    assert row.tolist() == [*ids, EOS_ID] + [PAD_ID] * (length - 1 - len(ids))
+
+
+def test_only_a_newline_ends_a_line_of_a_pair(tasks):
+  german, english = shared(
+    "wmt_newstest_ende/newstest2009.de.gz", "wmt_newstest_ende/newstest2009.en.gz"
+  )
+  source = tasks.text_pairs({"test": (german, english)})
+  tasks.add_task("newstest2009_deen", source, "translate German to English: ", "source", "target")
+  texts = tasks.sources("newstest2009_deen")
+  assert len(texts) == 2525 and texts == read_lines(german, prefix="translate German to English: ")
+  odd = [i for i, text in enumerate(texts) if "\u0085" in text]
+  assert odd
+  found = examples("newstest2009_deen", length=512)
+  assert [row["targets_pretokenized"].decode() for row in found] == read_lines(english)
+  pieces = sentencepiece.SentencePieceProcessor(model_file=str(SPIECE))
+  for i in (0, *odd, 2524):
+    assert found[i]["inputs"].tolist() == [*pieces.encode(texts[i]), EOS_ID]
+
+
+def test_batches_of_prompts_as_the_documentation_has_them(tasks):
+  (english,) = shared("multi30k/test_2016_flickr.en.gz")
+  import seqio
+
+  batches = seqio.get_dataset(
+    "specdec_multi30k_ende",
+    {"inputs": 32, "targets": 32},
+    seqio.EncDecFeatureConverter(pack=False),
+    dataset_split="test",
+    batch_size=8,
+  )
+  batch = next(iter(batches.as_numpy_iterator()))
+  texts = read_lines(english, 8, TRANSLATE)
+  assert tasks.sources("specdec_multi30k_ende", limit=8) == texts
+  np.testing.assert_array_equal(batch["encoder_input_tokens"], prompt(tasks, texts, 32))
+
+
+# Local text.
+
+
+def test_pairs_of_two_files(tasks, tmp_path):
+  (tmp_path / "a").write_text("one\ntwo\u0085too\n")
+  (tmp_path / "b").write_text("eins\nzwei\n")
+  (tmp_path / "c").write_text("eins\n")
+  path = lambda name: str(tmp_path / name)
+  splits = {
+    "test": (path("a"), path("b")),
+    "short": (path("a"), path("c")),
+    "gone": (path("a"), path("d")),
+  }
+  tasks.add_task("two_files", tasks.text_pairs(splits), "say: ", "source", "target")
+  assert tasks.sources("two_files") == ["say: one", "say: two\u0085too"]
+  assert [row["targets_pretokenized"] for row in examples("two_files")] == [b"eins", b"zwei"]
+  with pytest.raises(InputError, match="a has 2 lines but .*c has 1"):
+    tasks.sources("two_files", "short")
+  with pytest.raises(InputError, match="no text file at .*d"):
+    tasks.sources("two_files", "gone")
+
+
+# What the gin files bind.
+
+
+@pytest.fixture
+def texts_of(monkeypatch):
+  """What gin files and bindings give an experiment to read."""
+  monkeypatch.chdir(ROOT)
+
+  def read(*files, bindings=""):
+    gin.clear_config()
+    for file in files:
+      gin.parse_config_file(f"gin/{file}.gin")
+    gin.parse_config(bindings)
+    experiment = gin.query_parameter("run.run.experiment").selector
+    return copy.deepcopy(gin.query_parameter(f"{experiment}.texts"))  # gin calls what is bound
+
+  yield read
+  gin.clear_config()
+
+
+@pytest.fixture
+def lines(tmp_path):
+  """Bindings that read two lines of a file."""
+  (tmp_path / "text").write_text("one\ntwo\n")
+  return f"TEXTS = @text.read_lines()\nINPUT = {str(tmp_path / 'text')!r}"
+
+
+RUNS = ("speedup", "table2", "table4", "alpha", "table3", "table5", "check_exactness")
+
+
+@pytest.mark.parametrize(
+  "task, prefix, fields, limit",
+  [
+    ("wmt_ende", TRANSLATE, ("en", "de"), 256),
+    ("cnn_dm", "summarize: ", ("article", "highlights"), 512),
+  ],
+)
+def test_a_task_s_file_gives_its_texts_to_every_run(tasks, texts_of, task, prefix, fields, limit):
+  with mocked({field: ["one", "two", "three"] for field in fields}):
+    for run in RUNS:
+      texts = texts_of(f"runs/{run}", f"tasks/{task}", bindings="NUM_TEXTS = 2")
+      assert texts == [prefix + "one", prefix + "two"]
+  for pair in ("load_pair", "random_pair"):
+    assert gin.query_parameter(f"pairs.{pair}.max_source_tokens") == limit
+
+
+def test_unconditional_modelling_has_an_empty_source_a_sentence(tasks, texts_of):
+  with mocked({"text": ["one", "two", "three"]}):
+    assert texts_of("runs/speedup", "tasks/lm1b", bindings="NUM_TEXTS = 2") == ["", ""]
+
+
+@pytest.mark.parametrize(
+  "task, prefix",
+  [("wmt_ende", TRANSLATE), ("multi30k", TRANSLATE), ("cnn_dm", "summarize: ")],
+)
+def test_local_lines_get_the_task_s_prefix(tasks, texts_of, lines, task, prefix):
+  texts = texts_of("runs/speedup", f"tasks/{task}", bindings=lines)
+  assert texts == [prefix + "one", prefix + "two"]
+
+
+def test_runs_alone_take_lines_as_they_are(texts_of, lines):
+  for run in RUNS:
+    assert texts_of(f"runs/{run}", bindings=lines) == ["one", "two"]
