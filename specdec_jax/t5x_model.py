@@ -1,0 +1,328 @@
+"""Speculative decoding as a t5x model: the one module that imports t5x.
+
+t5x's own `infer.py` runs it; `gin/t5x/` holds the bindings and `docs/t5x.md` the commands.
+
+Axes: B batch, N decodes of an example, P source tokens, T target tokens, R rounds.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import core
+from flax import linen as nn
+from jax import Array
+from t5x import checkpoints, decoding, models
+from t5x.examples.t5 import network
+
+from specdec_jax.decoding import speculative_decode
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.errors import InputError
+from specdec_jax.models.config import T5Config
+from specdec_jax.models.t5 import PAD_ID, t5_model
+from specdec_jax.protocols import Decoded, Rounds
+from specdec_jax.sampling import Sampling, distribution
+
+DRAFT = "draft"  # name of the draft's tree, beside the target's encoder and decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderParams(models.DecoderParams):
+  """How to decode, in the words of t5x's `temperature_sample`; all of it is compiled in.
+
+  Attributes:
+    gamma: guesses in a round.
+    lenience: 1 for exactness (Appendix A.5).
+    temperature: 0 is argmax.
+    topk: keep the k most probable tokens; 0 keeps all.
+    topp: keep the fewest most probable tokens whose mass reaches topp; 0 keeps all.
+    max_decode_steps: tokens in an output, if fewer than the targets' length.
+    rescale_log_probs: scores are of the distribution drawn from, not of the model's own.
+    eos_id: ends an output; None for the output vocabulary's.
+  """
+
+  gamma: int = 5
+  lenience: float = 1.0
+  temperature: float = 0.0
+  topk: int = 0
+  topp: float = 0.0
+  max_decode_steps: int | None = None
+  rescale_log_probs: bool = True
+  eos_id: int | None = None
+
+  @property
+  def sampling(self) -> Sampling:
+    """Temperature, top-k and top-p as the loops take them."""
+    return Sampling(self.temperature, self.topk, self.topp or 1.0)
+
+
+class SpeculativeModel(models.EncoderDecoderModel):
+  """t5x's encoder-decoder with a draft: decodes by speculation and does all else as before.
+
+  Parameters are the target's tree with the draft's in it, under 'draft'.
+  """
+
+  def __init__(
+    self,
+    *args,
+    draft_module: nn.Module,
+    default_decoder_params: DecoderParams = DecoderParams(),
+    **kwargs,
+  ):
+    """The target as for `EncoderDecoderModel` (whose `decode_fn` is not used), and a draft.
+
+    Args:
+      draft_module: network of the draft, of t5x.examples.t5 as the target's.
+      default_decoder_params: what a call does not say.
+
+    Raises:
+      InputError: a network is of another kind, or the two have different vocabularies.
+    """
+    super().__init__(*args, default_decoder_params=default_decoder_params, **kwargs)
+    vocabularies = self.input_vocabulary, self.output_vocabulary
+    self._draft = models.EncoderDecoderModel(draft_module, *vocabularies, self.optimizer_def)
+    configs = {"target": same_config(self.module), "draft": same_config(draft_module)}
+    sizes = {role: config.vocab_size for role, config in configs.items()}
+    if sizes["target"] != sizes["draft"]:
+      raise InputError(
+        f"The target's network has vocab_size {sizes['target']} and the draft's {sizes['draft']}; "
+        "both must be trained with one vocabulary, padded to one size."
+      )
+    self._target_model, self._draft_model = map(t5_model, configs.values())
+
+  def get_initial_variables(self, rng, input_shapes, input_types=None):
+    """Random variables of both, and for t5x's partitioner the axes of their parameters."""
+    target = super().get_initial_variables(rng, input_shapes, input_types)
+    draft = self._draft.get_initial_variables(rng, input_shapes, input_types)
+    return core.freeze({kind: {**target[kind], DRAFT: draft[kind]} for kind in target})
+
+  def predict_batch_with_aux(
+    self,
+    params,
+    batch: Mapping[str, Array],
+    rng: Array | None = None,
+    decoder_params: Mapping[str, Any] | None = None,
+    return_all_decodes: bool | None = None,
+    num_decodes: int | None = None,
+    prompt_with_targets: bool = False,
+  ) -> tuple[Array, dict[str, Any]]:
+    """Decode by speculation (Algorithm 1).
+
+    Args:
+      params: of both, as `get_initial_variables` lays them out.
+      batch: encoder_input_tokens [B, P], and decoder_input_tokens [B, T], of which only the
+        length counts: no output is longer.
+      rng: of the batch; `decoder_params` may hold it as 'decode_rng'.
+      decoder_params: fields of `DecoderParams` that this call sets otherwise.
+      return_all_decodes: N outputs of each example, by increasing score, instead of the best.
+      num_decodes: N.
+      prompt_with_targets: as t5x has it; must be False.
+
+    Returns:
+      Tokens [B, T], or [B, N, T] with `return_all_decodes`; and, with the same leading axes, their
+      'scores' (as `temperature_sample` has them) and the 'rounds' behind each (`count_rounds`).
+
+    Raises:
+      InputError: a parameter is unknown, or not one that speculation knows.
+    """
+    if prompt_with_targets:
+      raise InputError(
+        "prompt_with_targets is True, but SpeculativeModel begins with an empty output; decode "
+        "from prompts with t5x's EncoderDecoderModel."
+      )
+    given = dict(decoder_params or {})
+    rng = given.pop("decode_rng", rng)
+    given |= {} if return_all_decodes is None else {"return_all_decodes": return_all_decodes}
+    given |= {} if num_decodes is None else {"num_decodes": num_decodes}
+    known = [field.name for field in dataclasses.fields(DecoderParams)]
+    if unknown := sorted(given.keys() - set(known)):
+      raise InputError(
+        f"decoder_params has {', '.join(unknown)}; SpeculativeModel knows {', '.join(known)}."
+      )
+    how = dataclasses.replace(self._default_decoder_params, **given)
+
+    width = batch["decoder_input_tokens"].shape[1]
+    source = jnp.repeat(batch["encoder_input_tokens"], how.num_decodes, axis=0)
+    rng = jax.random.PRNGKey(0) if rng is None else rng
+    target_params, draft_params = core.pop(params, DRAFT)
+    decoded = speculative_decode(
+      self._target_model,
+      model_draft(self._draft_model, how.sampling, how.gamma),
+      target_params,
+      draft_params,
+      source,
+      jax.random.split(rng, len(source)),
+      max_new_tokens=min(width, how.max_decode_steps or width),
+      sampling=how.sampling,
+      lenience=how.lenience,
+      eos_id=how.eos_id or self.output_vocabulary.eos_id or 1,
+    )
+    scores = self._scores(target_params, source, decoded, how)
+    # t5x sorts by score, the best last.
+    by_score = jnp.argsort(scores.reshape(-1, how.num_decodes), axis=1)
+    rows = by_score + how.num_decodes * jnp.arange(len(by_score))[:, None]
+    rows = rows if how.return_all_decodes else rows[:, -1]
+    tokens = jnp.pad(decoded.tokens, ((0, 0), (0, width - decoded.tokens.shape[1])))
+    aux = {"scores": scores, "rounds": count_rounds(decoded)}
+    return tokens[rows], jax.tree.map(lambda x: x[rows], aux)
+
+  def _scores(self, params, source: Array, decoded: Decoded, how: DecoderParams) -> Array:
+    """Log-probability [B] of each output; one more pass of the target, if anyone reads it."""
+    if how.temperature == 0 and how.rescale_log_probs:
+      return jnp.zeros(len(source))  # argmax leaves no other choice
+    tokens, limit = decoded.tokens, decoded.tokens.shape[1]
+    inputs = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)), constant_values=PAD_ID)
+    cache = self._target_model.start(params, source, limit)
+    logits, _ = self._target_model.extend(params, cache, inputs)
+    p = distribution(logits, how.sampling if how.rescale_log_probs else Sampling())
+    of_tokens = jnp.take_along_axis(p, tokens[..., None], axis=-1)[..., 0]
+    is_text = jnp.arange(limit) < decoded.lengths[:, None]
+    return jnp.where(is_text, jnp.log(of_tokens), 0.0).sum(axis=1)
+
+
+def count_rounds(decoded: Decoded) -> dict[str, Array]:
+  """Counts [B] of each row's rounds.
+
+  num_tokens: emitted. num_rounds: passes of the target that emitted them. num_accepted and
+  num_rejected: guesses judged, without those behind EOS or the limit; acceptance_rate is accepted
+  / (accepted + rejected). not_finite: as in `Decoded`; -1 is well.
+  """
+  n, emitted = decoded.rounds.num_accepted, decoded.rounds.num_emitted
+  gamma = decoded.rounds.guesses.shape[-1]
+  return {
+    "num_tokens": decoded.lengths,
+    "num_rounds": (emitted > 0).sum(axis=0),
+    "num_accepted": jnp.minimum(n, emitted).sum(axis=0),
+    "num_rejected": ((n < gamma) & (emitted == n + 1)).sum(axis=0),
+    "not_finite": decoded.not_finite,
+  }
+
+
+def same_config(module: nn.Module) -> T5Config:
+  """The config with which our T5 takes the parameters of a t5x network as they are.
+
+  Raises:
+    InputError: the network is not one of t5x.examples.t5, or of a shape that we do not have.
+  """
+  if not isinstance(module, network.Transformer):
+    raise InputError(
+      f"The network is a {type(module).__module__}.{type(module).__name__}; speculative decoding "
+      "knows t5x.examples.t5.network.Transformer."
+    )
+  config = module.config
+  activation, *linear = config.mlp_activations
+  if linear not in ([], ["linear"]) or config.float32_attention_logits:
+    raise InputError(
+      f"The network has mlp_activations {config.mlp_activations} and float32_attention_logits "
+      f"{config.float32_attention_logits}; T5's are ('relu',) or ('gelu', 'linear'), and False."
+    )
+  return T5Config(
+    vocab_size=config.vocab_size,
+    emb_dim=config.emb_dim,
+    num_heads=config.num_heads,
+    head_dim=config.head_dim,
+    mlp_dim=config.mlp_dim,
+    num_encoder_layers=config.num_encoder_layers,
+    num_decoder_layers=config.num_decoder_layers,
+    gated=bool(linear),
+    activation=activation,
+    tied_logits=config.logits_via_embedding,
+    dtype=jnp.dtype(config.dtype),
+  )
+
+
+def t5x_network(config: T5Config) -> network.Transformer:
+  """The t5x network with the parameters of a config that is not fused: inverse of `same_config`."""
+  return network.Transformer(
+    network.T5Config(
+      vocab_size=config.table_size,
+      dtype=config.dtype,
+      emb_dim=config.emb_dim,
+      num_heads=config.num_heads,
+      num_encoder_layers=config.num_encoder_layers,
+      num_decoder_layers=config.num_decoder_layers,
+      head_dim=config.head_dim,
+      mlp_dim=config.mlp_dim,
+      mlp_activations=(config.activation, "linear") if config.gated else (config.activation,),
+      dropout_rate=config.dropout_rate,
+      logits_via_embedding=config.tied_logits,
+    )
+  )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "max_new_tokens", "sampling", "eos_id"))
+def t5x_decode(
+  config: T5Config,
+  params,
+  prompt: Array,
+  rng: Array,
+  *,
+  max_new_tokens: int,
+  sampling: Sampling,
+  eos_id: int = 1,
+) -> Decoded:
+  """Decode with t5x's own T5 and `temperature_sample`: the baseline that records call 't5x'.
+
+  Arguments and result as in `autoregressive_decode`, but for the config of params that are not
+  fused in place of a model; the first of the keys serves all rows. t5x draws from the padding of a
+  vocabulary too.
+  """
+  model = models.EncoderDecoderModel(
+    t5x_network(config), None, None, None, decode_fn=decoding.temperature_sample
+  )
+  batch = {
+    "encoder_input_tokens": prompt,
+    "decoder_input_tokens": jnp.zeros((len(prompt), max_new_tokens), jnp.int32),
+  }
+  decoder_params = {
+    "eos_id": eos_id,
+    "temperature": sampling.temperature,
+    "topk": sampling.top_k,
+    "topp": sampling.top_p if sampling.top_p < 1 else 0.0,
+  }
+  tokens, _ = model.predict_batch_with_aux(params, batch, rng[0], decoder_params)
+  ends = tokens == eos_id
+  lengths = jnp.where(ends.any(axis=1), ends.argmax(axis=1) + 1, max_new_tokens)
+  one_each = jnp.arange(max_new_tokens)[:, None] < lengths
+  rounds = Rounds(
+    guesses=jnp.zeros((*tokens.T.shape, 0), jnp.int32),
+    num_accepted=jnp.zeros(tokens.T.shape, jnp.int32),
+    next_token=tokens.T,
+    num_emitted=one_each.astype(jnp.int32),
+  )
+  return Decoded(tokens, lengths, rounds, lengths.max(), jnp.full(len(prompt), -1, jnp.int32))
+
+
+class PairCheckpointer:
+  """Reads the target from where t5x says and the draft from `draft_path`.
+
+  t5x makes it through `RestoreCheckpointConfig`: as `checkpoint_manager_cls`, or, with
+  `use_orbax = False`, as `checkpointer_cls`. Either way both formats that T5X writes are read.
+  """
+
+  def __init__(self, *, train_state, partitioner, draft_path: str, restore_dtype=None, **_):
+    """What t5x gives (all else concerns saving), and the folder of the draft's checkpoint."""
+    self._train_state = train_state
+    self._partitioner = partitioner
+    self._draft_path = draft_path
+    self._restore_dtype = restore_dtype
+
+  def restore(self, path: str, **kwargs):
+    """The train state with parameters of both; arguments are t5x's and concern the target."""
+    params, draft_params = core.pop(self._train_state.params, DRAFT)
+    axes, draft_axes = core.pop(self._train_state.params_axes, DRAFT)
+    target = self._restore(path, params, axes, **kwargs)
+    draft = self._restore(self._draft_path, draft_params, draft_axes)
+    both = core.freeze({**target.params, DRAFT: draft.params})
+    return target.replace(params=both, params_axes=self._train_state.params_axes)
+
+  def _restore(self, path: str, params, params_axes, **kwargs):
+    state = self._train_state.replace(params=params, params_axes=params_axes)
+    # Knows both formats, whatever its name says.
+    manager = checkpoints.OrbaxCheckpointManagerInterface(
+      path, state, self._partitioner, restore_dtype=self._restore_dtype
+    )
+    return manager.restore(path=path, **kwargs)

@@ -1,0 +1,314 @@
+"""The t5x model class against t5x's own decoding, and through t5x's own infer.py and gin files."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from flax import core
+
+from specdec_jax.data.vocabulary import padded
+from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.errors import InputError
+from specdec_jax.models.config import t5_config
+from specdec_jax.models.t5 import t5_model
+from specdec_jax.sampling import Sampling
+
+models = pytest.importorskip("t5x.models", reason="t5x is not installed: see docs/t5x.md")
+
+import t5x_task  # noqa: E402
+from t5x import binary_search, checkpoints, decoding, partitioning, train_state  # noqa: E402
+from t5x.examples.t5 import network  # noqa: E402
+
+from specdec_jax import t5x_model  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+LIMIT, EXAMPLES = 20, 5
+TARGET = tiny.config(vocab_size=264)
+SMALL = tiny.config(vocab_size=264, layers=1)
+
+
+def with_endings(params):
+  """The same with likelier EOS, so that some outputs end and others run into the limit."""
+  kernel = params["decoder"]["logits_dense"]["kernel"]
+  params["decoder"]["logits_dense"]["kernel"] = kernel.at[:, 1].multiply(3)
+  return params
+
+
+PARAMS = with_endings(tiny.params(TARGET, 2))
+DRAFTS = {
+  "target": (TARGET, PARAMS),
+  "near": (TARGET, tiny.near(PARAMS, 3, 0.1)),
+  "random": (SMALL, tiny.params(SMALL, 4)),
+}
+BATCH = {
+  "encoder_input_tokens": tiny.sources(TARGET, 1, EXAMPLES),
+  "decoder_input_tokens": np.zeros((EXAMPLES, LIMIT), np.int32),
+}
+
+
+def speculative(draft=SMALL, **decoder_params):
+  return t5x_model.SpeculativeModel(
+    t5x_model.t5x_network(TARGET),
+    t5x_task.VOCABULARY,
+    t5x_task.VOCABULARY,
+    None,
+    draft_module=t5x_model.t5x_network(draft),
+    default_decoder_params=t5x_model.DecoderParams(**decoder_params),
+  )
+
+
+def both(draft_params):
+  """t5x hands frozen trees to a model."""
+  return core.freeze({**PARAMS, "draft": draft_params})
+
+
+@functools.cache
+def plain():
+  """t5x's own model of the target."""
+  vocabulary = t5x_task.VOCABULARY
+  return models.EncoderDecoderModel(
+    t5x_model.t5x_network(TARGET), vocabulary, vocabulary, None, decoding.temperature_sample
+  )
+
+
+@functools.cache
+def greedy():
+  """What t5x's own `temperature_sample` writes at temperature 0, and log-probabilities of it."""
+  how = {"temperature": 0.0, "topk": 0, "rescale_log_probs": False}
+  decode = lambda p: plain().predict_batch_with_aux(p, BATCH, decoder_params=how)
+  return jax.device_get(jax.jit(decode)(PARAMS))
+
+
+@pytest.mark.parametrize("draft, gamma", [("target", 3), ("near", 7), ("random", 1), ("random", 4)])
+def test_greedy_is_t5x_temperature_sample(draft, gamma):
+  tokens, aux = greedy()
+  lengths = (tokens != 0).sum(axis=1)
+  assert lengths.min() < lengths.max() == LIMIT
+  config, draft_params = DRAFTS[draft]
+  model = speculative(config, gamma=gamma, rescale_log_probs=False)
+  got, got_aux = jax.jit(model.predict_batch_with_aux)(both(draft_params), BATCH)
+  np.testing.assert_array_equal(got, tokens)
+  np.testing.assert_allclose(got_aux["scores"], aux["scores"], rtol=1e-5, atol=1e-5)
+  rounds = jax.device_get(got_aux["rounds"])
+  np.testing.assert_array_equal(rounds["num_tokens"], lengths)
+  assert (rounds["not_finite"] == -1).all()
+  if draft == "target":  # every guess stands
+    assert rounds["num_rejected"].sum() == 0
+    np.testing.assert_array_equal(rounds["num_rounds"], -(-lengths // (gamma + 1)))
+  else:
+    assert rounds["num_rejected"].sum() > 0
+    assert (rounds["num_rounds"] <= lengths).all()
+
+
+def test_greedy_scores_are_zero_as_in_t5x_unless_asked():
+  _, aux = jax.jit(speculative().predict_batch_with_aux)(both(DRAFTS["random"][1]), BATCH)
+  assert (aux["scores"] == 0).all()
+
+
+def test_max_decode_steps_is_t5x():
+  how = {"temperature": 0.0, "max_decode_steps": 6}
+  decode = lambda p: plain().predict_batch_with_aux(p, BATCH, decoder_params=how)[0]
+  want = jax.jit(decode)(PARAMS)
+  params = both(DRAFTS["random"][1])
+  got = jax.jit(speculative(max_decode_steps=6).predict_batch)(params, BATCH)
+  np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("topk, topp, return_all", [(4, 0.0, True), (0, 0.6, False)])
+def test_several_decodes_are_ours_sorted_by_t5x_scores(topk, topp, return_all):
+  decodes, temperature, gamma, rng = 3, 0.7, 3, jax.random.PRNGKey(5)
+  config, draft_params = DRAFTS["near"]
+  model = speculative(config, num_decodes=decodes, return_all_decodes=return_all, gamma=gamma)
+  how = {"temperature": temperature, "topk": topk, "topp": topp}
+  predict = lambda p, key: model.predict_batch_with_aux(p, BATCH, key, how)
+  tokens, aux = jax.device_get(jax.jit(predict)(both(draft_params), rng))
+
+  # Our own loop, with a key for each row,
+  sampling = Sampling(temperature, topk, topp or 1.0)
+  draft = model_draft(t5_model(config), sampling, gamma)
+  source = np.repeat(BATCH["encoder_input_tokens"], decodes, axis=0)
+  keys = jax.random.split(rng, len(source))
+  common = dict(max_new_tokens=LIMIT, sampling=sampling)
+  ours = speculative_decode(t5_model(TARGET), draft, PARAMS, draft_params, source, keys, **common)
+  ours_tokens = np.asarray(ours.tokens)
+  assert len({tuple(row) for row in ours_tokens[:decodes].tolist()}) > 1
+
+  # scored by t5x's logits, adjusted by t5x.
+  @jax.jit
+  def log_probs(params):
+    forced = {
+      "encoder_input_tokens": source,
+      "decoder_input_tokens": np.pad(ours_tokens, ((0, 0), (1, 0)))[:, :-1],
+      "decoder_target_tokens": np.ones_like(ours_tokens),
+    }
+    logits = plain()._compute_logits(params, forced) / temperature
+    mask = binary_search.topk_mask if topk else binary_search.topp_mask
+    return jax.nn.log_softmax(mask(logits, topk or topp, decoding.NEG_INF))
+
+  of_tokens = np.take_along_axis(np.asarray(log_probs(PARAMS)), ours_tokens[..., None], -1)[..., 0]
+  is_text = np.arange(LIMIT) < np.asarray(ours.lengths)[:, None]
+  scores = np.where(is_text, of_tokens, 0).sum(axis=1).reshape(EXAMPLES, decodes)
+  order = np.argsort(scores, axis=1)
+  scores = np.take_along_axis(scores, order, axis=1)
+  want = np.take_along_axis(ours_tokens.reshape(EXAMPLES, decodes, -1), order[..., None], axis=1)
+  if not return_all:
+    scores, want = scores[:, -1], want[:, -1]
+  np.testing.assert_array_equal(tokens, want)
+  np.testing.assert_allclose(aux["scores"], scores, rtol=1e-4, atol=1e-4)
+
+
+def test_scoring_is_the_target_alone():
+  tokens = greedy()[0]
+  batch = BATCH | {"decoder_target_tokens": tokens, "decoder_loss_weights": tokens > 0}
+  want = jax.jit(plain().score_batch)(PARAMS, batch)
+  got = jax.jit(speculative().score_batch)(both(DRAFTS["random"][1]), batch)
+  np.testing.assert_array_equal(got, want)
+
+
+def largest_constant(function, *args) -> int:
+  """Characters of the longest line of a lowered program: a baked-in array is one line of hex."""
+  lowered = jax.jit(function).lower(*args).as_text()
+  return max(len(line) for line in lowered.splitlines() if "func.func" not in line)
+
+
+def test_draft_parameters_are_arguments():
+  draft_params = DRAFTS["random"][1]
+  model, params = speculative(), both(draft_params)
+  lowered = jax.jit(model.predict_batch).lower(params, BATCH).as_text()
+  main = next(line for line in lowered.splitlines() if "@main(" in line)
+  # Every parameter of both, and of the batch the tokens that are read.
+  assert main.count("%arg") == len(jax.tree.leaves(params)) + 1
+  bytes_of_table = draft_params["token_embedder"]["embedding"].nbytes
+  assert largest_constant(model.predict_batch, params, BATCH) < bytes_of_table / 4
+  baked = lambda params: model.predict_batch({**params, "draft": draft_params}, BATCH)
+  assert largest_constant(baked, core.freeze(PARAMS)) > bytes_of_table
+
+
+def test_bad_input_is_told():
+  params = both(DRAFTS["random"][1])
+  with pytest.raises(InputError, match="prompt_with_targets"):
+    speculative().predict_batch_with_aux(params, BATCH, prompt_with_targets=True)
+  with pytest.raises(InputError, match="decoder_params has alpha; .*gamma"):
+    speculative().predict_batch_with_aux(params, BATCH, decoder_params={"alpha": 0.6})
+  with pytest.raises(InputError, match="264 and the draft's 300"):
+    speculative(tiny.config(vocab_size=300))
+  with pytest.raises(InputError, match="float32_attention_logits True"):
+    t5x_model.same_config(network.Transformer(network.T5Config(9, float32_attention_logits=True)))
+  with pytest.raises(InputError, match="Dense; .*Transformer"):
+    t5x_model.same_config(network.nn.Dense(3))
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_networks_go_there_and_back(version):
+  config = t5_config("tiny", version, vocab_size=264, padded_vocab_size=None)
+  assert t5x_model.same_config(t5x_model.t5x_network(config)) == config
+
+
+def test_baseline_decodes_what_our_own_does():
+  source, keys = BATCH["encoder_input_tokens"], jax.random.split(jax.random.key(0), EXAMPLES)
+  common = dict(max_new_tokens=LIMIT, sampling=Sampling(temperature=0.0))
+  ours = autoregressive_decode(t5_model(TARGET), PARAMS, source, keys, **common)
+  theirs = t5x_model.t5x_decode(TARGET, PARAMS, source, keys, **common)
+  jax.tree.map(np.testing.assert_array_equal, theirs.tokens, ours.tokens)
+  np.testing.assert_array_equal(theirs.lengths, ours.lengths)
+  emitted = theirs.rounds.num_emitted
+  np.testing.assert_array_equal(emitted, ours.rounds.num_emitted)
+  assert theirs.num_rounds == ours.num_rounds
+
+
+def write_checkpoint(folder: pathlib.Path, config, params, orbax: bool) -> str:
+  """A checkpoint as T5X writes it, in its own format or Orbax's."""
+  module = t5x_model.t5x_network(config)
+  axes = module.init(jax.random.key(0), *(np.ones((1, 1)),) * 3, enable_dropout=False)[
+    "params_axes"
+  ]
+  variables = core.freeze({"params": params, "params_axes": axes})
+  state = train_state.InferenceState.create(variables)
+  partitioner = partitioning.PjitPartitioner(num_partitions=1)
+  if orbax:
+    folder.mkdir()
+    writer = checkpoints.OrbaxCheckpointManagerInterface(str(folder), state, partitioner)
+  else:
+    writer = checkpoints.Checkpointer(state, partitioner, str(folder))
+  writer.save(state)
+  if orbax:
+    writer.close()
+  return str(folder / "checkpoint_0")
+
+
+# Read last: shapes and a task that a CPU runs in seconds.
+TINY = """
+from __gin__ import dynamic_registration
+import seqio
+import t5x_task
+from specdec_jax.models import config
+from t5x import utils
+from t5x.examples.t5 import network
+
+MIXTURE_OR_TASK_NAME = 'specdec_bytes'
+TASK_FEATURE_LENGTHS = {'inputs': 24, 'targets': 20}
+VOCABULARY = @seqio.ByteVocabulary()
+DRAFT_SIZE = 'tiny'
+GAMMA = 3
+config.t5_config:
+  vocab_size = 264
+  padded_vocab_size = None
+  dtype = 'float32'
+network.T5Config:
+  vocab_size = 264
+  dtype = 'float32'
+utils.RestoreCheckpointConfig.dtype = 'float32'
+utils.DatasetConfig.batch_size = 2
+"""
+
+
+@pytest.mark.parametrize("use_orbax, num_partitions", [(True, 2), (False, 1)])
+def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions):
+  """The whole way that a user goes, on weights and a task that are tiny, on two devices."""
+  config = t5_config("tiny", vocab_size=264, padded_vocab_size=None)
+  params = with_endings(tiny.params(config, 6))
+  draft = tiny.near(params, 7, 0.1)
+  (tmp_path / "tiny.gin").write_text(TINY)
+  files = ("t5x/examples/t5/t5_1_1/tiny.gin", "gin/t5x/infer.gin", "gin/t5x/wmt_ende.gin")
+  bindings = {
+    "CHECKPOINT_PATH": write_checkpoint(tmp_path / "target", config, params, use_orbax),
+    "DRAFT_CHECKPOINT_PATH": write_checkpoint(tmp_path / "draft", config, draft, not use_orbax),
+    "INFER_OUTPUT_DIR": str(tmp_path / "out"),
+    "infer.use_orbax": use_orbax,  # says which of t5x's two hooks is used
+    "partitioning.PjitPartitioner.num_partitions": num_partitions,
+  }
+  command = [sys.executable, "-m", "t5x.infer"]
+  command += [f"--gin_file={file}" for file in (*files, tmp_path / "tiny.gin")]
+  command += [f"--gin.{name}={value!r}" for name, value in bindings.items()]
+  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+  env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+  env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+  done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+  assert done.returncode == 0, done.stderr[-4000:]
+
+  (written,) = (tmp_path / "out").glob("*.jsonl-*-of-00001")
+  rows = [json.loads(line) for line in written.read_text().splitlines()]
+  prompts = ["say: " + line for line in t5x_task.LINES]
+  assert [row["inputs"]["inputs_pretokenized"] for row in rows] == prompts
+  source = padded([[*t5x_task.VOCABULARY.encode(prompt), 1] for prompt in prompts], 24)
+  keys = jax.random.split(jax.random.key(0), len(source))
+  how = dict(max_new_tokens=LIMIT, sampling=Sampling(temperature=0.0))
+  theirs = jax.device_get(t5x_model.t5x_decode(config, params, source, keys, **how))
+  assert theirs.lengths.min() < LIMIT
+  for row, tokens in zip(rows, theirs.tokens):
+    assert row["prediction"] == t5x_task.VOCABULARY.decode_tf(tokens).numpy().decode()
+    assert row["aux"]["scores"] == 0
+  model = t5_model(config)
+  speculate = model_draft(model, how["sampling"], 3)
+  ours = speculative_decode(model, speculate, params, draft, source, keys, **how)
+  for name, counts in t5x_model.count_rounds(ours).items():
+    assert [row["aux"]["rounds"][name] for row in rows] == counts.tolist()
+  assert ours.rounds.num_accepted.sum() > 0
