@@ -81,6 +81,15 @@ class Rounds(NamedTuple):
   next_token: Array
   num_emitted: Array
 
+  def judged(self) -> tuple[Array, Array]:
+    """Accepted and rejected guesses of each row, [B] both; one behind EOS or the limit was neither.
+
+    alpha's empirical counterpart is accepted / (accepted + rejected).
+    """
+    n, emitted = self.num_accepted, self.num_emitted
+    rejected = (n < self.guesses.shape[-1]) & (emitted == n + 1)
+    return n.clip(None, emitted).sum(axis=0), rejected.sum(axis=0)
+
 
 class Decoded(NamedTuple):
   """A decoded batch.

@@ -190,13 +190,12 @@ def count_rounds(decoded: Decoded) -> dict[str, Array]:
   num_rejected: guesses judged, without those behind EOS or the limit; acceptance_rate is accepted
   / (accepted + rejected). not_finite: as in `Decoded`; -1 is well.
   """
-  n, emitted = decoded.rounds.num_accepted, decoded.rounds.num_emitted
-  gamma = decoded.rounds.guesses.shape[-1]
+  accepted, rejected = decoded.rounds.judged()
   return {
     "num_tokens": decoded.lengths,
-    "num_rounds": (emitted > 0).sum(axis=0),
-    "num_accepted": jnp.minimum(n, emitted).sum(axis=0),
-    "num_rejected": ((n < gamma) & (emitted == n + 1)).sum(axis=0),
+    "num_rounds": (decoded.rounds.num_emitted > 0).sum(axis=0),
+    "num_accepted": accepted,
+    "num_rejected": rejected,
     "not_finite": decoded.not_finite,
   }
 

@@ -60,14 +60,9 @@ def num_tokens(outputs: list[Decoded]) -> int:
 
 
 def acceptance_rate(outputs: list[Decoded]) -> float:
-  """Accepted / (accepted + rejected) guesses in real rounds; a guess behind EOS was neither."""
-  accepted = rejected = 0
-  for o in outputs:
-    n, emitted = o.rounds.num_accepted, o.rounds.num_emitted
-    gamma = o.rounds.guesses.shape[-1]
-    accepted += int(np.minimum(n, emitted).sum())
-    rejected += int(((n < gamma) & (emitted == n + 1)).sum())
-  return accepted / max(1, accepted + rejected)
+  """Accepted / (accepted + rejected) guesses in real rounds, of all rows."""
+  accepted, rejected = np.sum([[x.sum() for x in o.rounds.judged()] for o in outputs], axis=0)
+  return float(accepted / max(1, accepted + rejected))
 
 
 def acceptance_by_position(outputs: list[Decoded]) -> list[float | None]:

@@ -77,7 +77,7 @@ def paper_table(
     "have no record of ours beside them.",
   ]
   if number == 5:
-    notes.append("By Theorem 8 with c = 0.015, as in Appendix A.5, and gamma 8, as there for argmax.")
+    notes.append("By Theorem 8 with c = 0.015 and gamma 8, as in Appendix A.5 for argmax.")
   if num_left_out:
     only = "texts decoded without lenience" if number == 3 else "batch 1 without lenience"
     notes.append(f"{num_left_out} of our records are left out: the paper's table is of {only}.")

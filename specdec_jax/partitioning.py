@@ -1,0 +1,171 @@
+"""Which axis of which array is cut over which devices: parameters, caches, the loops' state.
+
+Arrays have logical axes, by their names, and rules map those to the axes of a mesh of devices;
+the compiler does the rest. A model is functions, so that `partitioned` can say where its cache
+lies, and the loops need not know.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.protocols import Draft, Model
+
+Rules = tuple[tuple[str, str | None], ...]  # logical axis -> mesh axis; one without stays whole
+
+RULES: Rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"))
+REPLICATED: Rules = (("batch", "data"),)
+
+# Logical axes of a parameter called so or, if it is a kernel, whose layer is. A kernel's axis of
+# H * D is "heads": it is cut between heads only.
+PARAM_AXES: dict[str, tuple[str | None, ...]] = {
+  "embedding": ("vocab", "embed"),
+  **dict.fromkeys(("query", "key", "value"), ("embed", "heads")),
+  "out": ("heads", "embed"),
+  **dict.fromkeys(("wi", "wi_0", "wi_1"), ("embed", "mlp")),
+  "wo": ("mlp", "embed"),
+  "logits_dense": ("embed", "vocab"),
+  "rel_embedding": ("heads", "buckets"),
+  "scale": ("embed",),
+}
+
+# The same of the fields of caches, of `decoding.State` and of what it holds, as far as rules go.
+STATE_AXES: dict[str, tuple[str | None, ...]] = {
+  **dict.fromkeys(("prompt", "tokens", "length", "begins", "done", "not_finite"), ("batch",)),
+  **dict.fromkeys(("layers", "cross"), ("batch", "heads")),
+  **dict.fromkeys(("cross_bias", "salt"), ("batch",)),
+  **dict.fromkeys(("guesses", "num_accepted", "next_token", "num_emitted"), (None, "batch")),
+}
+
+
+def make_mesh(model_parallel: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """Devices as a mesh of axes 'data' and 'model', the latter of size `model_parallel`.
+
+  `devices` are this host's unless given: hosts that share a dataset share no program.
+
+  Raises:
+    InputError: the devices do not divide by model_parallel.
+  """
+  require_count("model_parallel", model_parallel)
+  devices = jax.local_devices() if devices is None else devices
+  if len(devices) % model_parallel:
+    raise InputError(
+      f"model_parallel is {model_parallel} and there are {len(devices)} devices; it must divide "
+      "their number."
+    )
+  shape = len(devices) // model_parallel, model_parallel
+  types = AxisType.Auto, AxisType.Auto  # the default, Explicit, wants shardings in the models
+  return jax.make_mesh(shape, ("data", "model"), types, devices=devices)
+
+
+def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
+  """Where each parameter lies: a tree of `NamedSharding` like `shapes`.
+
+  An axis that does not divide by its mesh axis stays whole: with T5 1.1 small's 6 heads, all of
+  attention is replicated over 4 devices. So does an array whose name is not in PARAM_AXES.
+
+  Args:
+    shapes: parameters in t5x's tree, or `jax.eval_shape` of them.
+    mesh: of `make_mesh`, or any.
+    rules: pairs of a logical axis and the mesh axis that it is cut over.
+
+  Raises:
+    InputError: a rule names an axis that there is none of, or would cut what `t5.for_decoding` laid
+      side by side.
+  """
+  leaves = [(_names(path), leaf) for path, leaf in jax.tree.leaves_with_path(shapes)]
+  num_heads = next((leaf.shape[0] for names, leaf in leaves if "rel_embedding" in names), 1)
+  heads_over = _mesh_axes(rules, mesh).get("heads")
+  if heads_over and mesh.shape[heads_over] > 1:
+    if any("query_key_value" in names for names, _ in leaves):
+      raise InputError(
+        "queries, keys and values lie side by side in one matrix, which cannot be cut by heads; "
+        "load the parameters without t5.for_decoding to have them over several devices."
+      )
+  return _shardings(shapes, PARAM_AXES, mesh, rules, num_heads)
+
+
+def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
+  """Where each array of a cache or a `decoding.State` lies: a tree of `NamedSharding` like it.
+
+  Rules, and what stays whole, as in `param_shardings`.
+  """
+  return _shardings(state, STATE_AXES, mesh, rules)
+
+
+M = TypeVar("M", Model, Draft)
+
+
+@functools.cache
+def partitioned(model: M, mesh: Mesh, rules: Rules = RULES) -> M:
+  """The same model or draft, with prompts and cache (or state) kept where the rules say."""
+
+  def place(state):
+    return lax.with_sharding_constraint(state, state_shardings(state, mesh, rules))
+
+  def start(params, prompt: Array, num_slots: int):
+    return place(model.start(params, place({"prompt": prompt})["prompt"], num_slots))
+
+  def placed(function):  # whose last result is a cache
+    def call(*args):
+      *results, cache = function(*args)
+      return *results, place(cache)
+
+    return call
+
+  if isinstance(model, Draft):
+    return model._replace(start=start, propose=placed(model.propose))
+  return model._replace(start=start, extend=placed(model.extend))
+
+
+def sharded(pair: Any, mesh: Mesh, rules: Rules = RULES, draft_rules: Rules = REPLICATED) -> Any:
+  """A `pairs.Pair` over the devices of a mesh: by default the draft is replicated.
+
+  Parameters that lie right already are not moved. Whatever takes a pair takes this one.
+
+  Raises:
+    InputError: as `param_shardings`.
+  """
+  put = lambda params, rules: jax.device_put(params, param_shardings(params, mesh, rules))
+  return pair._replace(
+    target=partitioned(pair.target, mesh, rules),
+    target_params=put(pair.target_params, rules),
+    draft=lambda sampling, gamma: partitioned(pair.draft(sampling, gamma), mesh, draft_rules),
+    draft_params=put(pair.draft_params, draft_rules),
+  )
+
+
+def _shardings(tree, axes_of, mesh: Mesh, rules: Rules, num_heads: int | None = None):
+  mesh_axes = _mesh_axes(rules, mesh)
+
+  def sharding(path, leaf) -> NamedSharding:
+    name = next((name for name in reversed(_names(path)) if name in axes_of), None)
+    spec = []
+    for axis, size in zip(axes_of.get(name, ()), leaf.shape):
+      pieces = num_heads if axis == "heads" and num_heads else size
+      over = mesh_axes.get(axis)
+      spec.append(over if over and pieces % mesh.shape[over] == 0 else None)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+  return jax.tree.map_with_path(sharding, tree)
+
+
+def _mesh_axes(rules: Rules, mesh: Mesh) -> dict[str | None, str | None]:
+  """Mesh axis of each logical axis that has one, once all are known to exist."""
+  known = {axis for axes in (*PARAM_AXES.values(), *STATE_AXES.values()) for axis in axes if axis}
+  for axis, over in rules:
+    if axis not in known or over not in (None, *mesh.shape):
+      raise InputError(
+        f"a rule cuts {axis!r} over {over!r}; arrays have the axes {', '.join(sorted(known))}, and "
+        f"the mesh has {', '.join(mesh.shape)}."
+      )
+  return dict(rules)
+
+
+def _names(path) -> list[str]:
+  return jax.tree_util.keystr(path, simple=True, separator="/").split("/")

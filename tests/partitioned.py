@@ -1,0 +1,119 @@
+"""A tiny pair decoded over many devices; as a script, in a process that has them.
+
+  python tests/partitioned.py NUM_DEVICES               # in this process alone
+  python tests/partitioned.py NUM_DEVICES PORT PROCESS  # as one of two processes
+
+The last line that it prints is JSON: see `main`.
+"""
+
+import functools
+import json
+import os
+import re
+import sys
+
+if __name__ == "__main__":
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ["XLA_FLAGS"] = (
+    f"--xla_force_host_platform_device_count={sys.argv[1]} "
+    # Programs run for a moment only, and compile in a third of the time.
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false"
+  )
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+import tiny_pair
+from jax.experimental import multihost_utils
+
+from specdec_jax.decoding import speculative_decode
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.experiments.speed import row_keys
+from specdec_jax.models.t5 import t5_model
+from specdec_jax.pairs import Pair
+from specdec_jax.partitioning import make_mesh, sharded
+from specdec_jax.sampling import Sampling
+
+CONFIG = tiny.config(num_heads=4, layers=1)
+BATCH, GAMMA, LIMIT = 8, 3, 12
+NUM_SLOTS = 1 + LIMIT + GAMMA + 1
+
+
+def pair() -> Pair:
+  """Parameters are laid out as t5x has them; the draft is often right."""
+  params = tiny_pair.random_params(CONFIG, 0)
+  rng = np.random.default_rng(1)
+  noisy = lambda x: x + 0.3 * float(x.std()) * rng.normal(size=x.shape).astype(np.float32)
+  return Pair(
+    target=t5_model(CONFIG),
+    target_params=params,
+    target_name="target",
+    draft=functools.partial(model_draft, t5_model(CONFIG)),
+    draft_params=jax.tree.map(noisy, params),
+    draft_name="near",
+    vocabulary=None,
+    task="tiny",
+    dtype="float32",
+    max_source_tokens=7,
+  )
+
+
+def decode(pair: Pair, temperature: float) -> dict:
+  """A decoded batch, and what pieces [B, H] of caches [B, H, T, D] the compiled program has."""
+  sampling = Sampling(temperature)
+  prompt = jnp.asarray(tiny.sources(CONFIG, 0, BATCH))
+  arguments = pair.target_params, pair.draft_params, prompt, row_keys(0, 0, BATCH)
+  program = speculative_decode.lower(
+    pair.target,
+    pair.draft(sampling, GAMMA),
+    *arguments,
+    max_new_tokens=LIMIT,
+    sampling=sampling,
+  ).compile()
+  decoded = multihost_utils.process_allgather(program(*arguments), tiled=True)
+  caches = re.findall(rf"f32\[(\d+),(\d+),{NUM_SLOTS},{CONFIG.head_dim}\]", program.as_text())
+  return dict(
+    decoded=jax.tree.map(lambda x: x.tolist(), decoded._asdict()),
+    caches=sorted({(int(batch), int(heads)) for batch, heads in caches}),
+  )
+
+
+def pieces(params) -> dict:
+  """Shape of the first device's piece of each array, by name."""
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): array.addressable_shards[0].data.shape
+    for path, array in jax.tree.leaves_with_path(params)
+  }
+
+
+def _devices() -> list[jax.Device]:
+  """All, so that of two processes both have some in each row and in each column of the mesh."""
+
+  def place(device):
+    local = device.id % jax.local_device_count()
+    return local // 2, (device.process_index + local // 2) % 2, local
+
+  return sorted(jax.devices(), key=place)
+
+
+def main(port: str = "", process: str = "") -> None:
+  """{devices a model is over: what `decode` says at each temperature, and pieces of both}."""
+  runs = {1: (0.0, 1.0), 4: (1.0,), 2: (0.0,)}
+  if port:
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
+    runs = {4: (1.0,)}
+  found = {}
+  for model_parallel, temperatures in runs.items():
+    over = sharded(pair(), make_mesh(model_parallel, _devices())) if model_parallel > 1 else pair()
+    found[model_parallel] = dict(
+      runs={temperature: decode(over, temperature) for temperature in temperatures},
+      target=pieces(over.target_params),
+      draft=pieces(over.draft_params),
+    )
+  print(f"\n{json.dumps(found)}")
+
+
+if __name__ == "__main__":
+  main(*sys.argv[2:])

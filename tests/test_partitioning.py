@@ -1,0 +1,151 @@
+"""Models over many devices: the same outputs, and arrays in pieces.
+
+What needs devices runs in processes that have eight virtual ones, or four each (`partitioned.py`).
+"""
+
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from specdec_jax.decoding import begin
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.errors import InputError
+from specdec_jax.models.config import T5Config, t5_config
+from specdec_jax.models.simulated import simulated_acceptance
+from specdec_jax.models.t5 import for_decoding, init_params, t5_model
+from specdec_jax.partitioning import (
+  REPLICATED,
+  RULES,
+  make_mesh,
+  param_shardings,
+  state_shardings,
+)
+from specdec_jax.sampling import Sampling
+
+SCRIPT = pathlib.Path(__file__).resolve().with_name("partitioned.py")
+MESH = AbstractMesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
+
+
+def start(*arguments) -> subprocess.Popen:
+  command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+  return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def found(process: subprocess.Popen) -> dict:
+  out, err = process.communicate(timeout=300)
+  assert process.returncode == 0, err[-2000:]
+  return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def eight():
+  """What one process with eight devices decoded."""
+  return found(start(8))
+
+
+@pytest.mark.parametrize("model_parallel, temperature", [("4", "1.0"), ("2", "0.0")])
+def test_outputs_and_rounds_are_those_of_one_device(eight, model_parallel, temperature):
+  one, many = (eight[n]["runs"][temperature]["decoded"] for n in ("1", model_parallel))
+  assert one == many
+  accepted = sum(map(sum, one["rounds"][1]))
+  assert accepted > len(one["lengths"]), "too few guesses were accepted to tell anything"
+
+
+def test_eight_devices_hold_pieces_of_the_target_and_of_its_cache(eight):
+  """[E, H D] = [16, 32], [E, M] = [16, 32], [E, V] = [16, 16], keys of [B, H] = [8, 4]."""
+  assert eight["1"]["runs"]["1.0"]["caches"] == [[8, 4]]
+  for model_parallel, data_parallel in ((4, 2), (2, 4)):
+    over, batch = eight[str(model_parallel)], 8 // data_parallel
+    target, draft = over["target"], over["draft"]
+    for name, whole, piece in (
+      ("decoder/layers_0/self_attention/query/kernel", [16, 32], [16, 32 // model_parallel]),
+      ("encoder/layers_0/attention/out/kernel", [32, 16], [32 // model_parallel, 16]),
+      ("encoder/layers_0/mlp/wi_1/kernel", [16, 32], [16, 32 // model_parallel]),
+      ("decoder/layers_0/mlp/wo/kernel", [32, 16], [32 // model_parallel, 16]),
+      ("decoder/logits_dense/kernel", [16, 16], [16, 16 // model_parallel]),
+      ("token_embedder/embedding", [16, 16], [16 // model_parallel, 16]),
+      ("decoder/relpos_bias/rel_embedding", [4, 32], [4 // model_parallel, 32]),
+    ):
+      assert (target[name], draft[name]) == (piece, whole)
+    for run in over["runs"].values():  # the target's, and the draft's, which is cut by rows only
+      assert run["caches"] == [[batch, 4 // model_parallel], [batch, 4]]
+
+
+def test_two_processes_decode_together_as_one_device_does(eight):
+  with socket.socket() as unused:
+    unused.bind(("127.0.0.1", 0))
+    port = unused.getsockname()[1]
+  for both in [found(process) for process in [start(4, port, 0), start(4, port, 1)]]:
+    assert both["4"]["runs"]["1.0"]["decoded"] == eight["1"]["runs"]["1.0"]["decoded"]
+    assert both["4"]["runs"]["1.0"]["caches"] == [[4, 1], [4, 4]]
+    assert both["4"]["target"] == eight["4"]["target"]
+
+
+# What the rules say, which needs no devices.
+
+
+def specs(tree) -> dict:
+  leaves = jax.tree.leaves_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator="/"): x.spec for path, x in leaves}
+
+
+def shapes(config: T5Config):
+  return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_of_xxl_every_matrix_is_cut_and_no_norm(version):
+  config = t5_config("xxl", version, num_encoder_layers=1, num_decoder_layers=1)
+  for name, spec in specs(param_shardings(shapes(config), MESH)).items():
+    assert ("model" in spec) == (not name.endswith("scale")), name
+
+
+def test_heads_that_do_not_divide_keep_attention_whole():
+  config = t5_config("small", num_encoder_layers=1, num_decoder_layers=1)  # 6 heads, 4 devices
+  found = specs(param_shardings(shapes(config), MESH))
+  for name, spec in found.items():
+    whole = "attention/" in name or "rel_embedding" in name or name.endswith("scale")
+    assert ("model" in spec) == (not whole), name
+
+
+def test_of_the_state_every_array_is_cut_by_rows_and_keys_by_heads():
+  config = t5_config("tiny")
+  target = simulated_acceptance(t5_model(config), 0.5)
+  draft = model_draft(t5_model(config), Sampling(), 3)
+  params, prompt = shapes(config), jax.ShapeDtypeStruct((8, 7), jnp.int32)
+  state = jax.eval_shape(lambda p, x: begin(target, draft, p, p, x, 5), params, prompt)
+  rows = {8: "data", config.num_heads: "model"}
+  found, arrays = specs(state_shardings(state, MESH)), jax.tree.leaves(state)
+  for (name, spec), array in zip(found.items(), arrays, strict=True):
+    expected = [rows.get(size) for size in array.shape[: 1 if "bias" in name else 2]]
+    if array.shape:
+      assert [*spec, None][: len(expected)] == expected, name
+  odd = jax.eval_shape(lambda x: x[:3], state.tokens)  # three rows on two devices
+  assert state_shardings({"tokens": odd}, MESH)["tokens"].spec == PartitionSpec(None)
+
+
+def test_what_lies_side_by_side_may_be_replicated_and_not_cut():
+  config = t5_config("tiny")
+  fused = jax.eval_shape(lambda p: for_decoding(config, p)[1], shapes(config))
+  with pytest.raises(InputError, match="side by side"):
+    param_shardings(fused, MESH)
+  assert not any("model" in s for s in specs(param_shardings(fused, MESH, REPLICATED)).values())
+
+
+@pytest.mark.parametrize("rule", [("head", "model"), ("heads", "modle")])
+def test_a_mistyped_rule_is_refused(rule):
+  with pytest.raises(InputError, match=rf"a rule cuts '{rule[0]}' over '{rule[1]}'"):
+    param_shardings(shapes(t5_config("tiny")), MESH, (*RULES, rule))
+
+
+@pytest.mark.parametrize("model_parallel", [0, 3])
+def test_a_mesh_takes_a_divisor_of_the_devices(model_parallel):
+  with pytest.raises(InputError, match="model_parallel is"):
+    make_mesh(model_parallel, jax.devices() * 4)
