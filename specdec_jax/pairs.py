@@ -1,7 +1,9 @@
 """A target, a draft model and the vocabulary they share, loaded and ready to decode."""
 
+import dataclasses
 import functools
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,15 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specdec_jax.checkpoints.folder import load_model, vocabulary_of
+from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.stored import Shardings, param_shapes
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.models.config import named_dtype, t5_config
+from specdec_jax.models.config import T5Config, named_dtype, t5_config
 from specdec_jax.models.simulated import simulated_acceptance
-from specdec_jax.models.t5 import for_decoding, init_params, t5_model
+from specdec_jax.models.t5 import t5_model
 from specdec_jax.protocols import Draft, Model
 from specdec_jax.sampling import Sampling
+
+_TABLE_MULTIPLE = 128  # T5's tables have that many rows times some number: 32,128 for 32,100 tokens
+_STEP = re.compile(r"(checkpoint(_\d+|s)?|snapshots|[0-9a-f]{40}|\d+|state|default|params|\.?)")
 
 EMBEDDED = pathlib.Path(__file__).parent / "assets" / "multi30k_ende"
 
@@ -89,33 +95,42 @@ def load_pair(
   task: str = "multi30k_ende",
   dtype: str = "float32",
   max_source_tokens: int = 128,
+  extra_ids: int = 0,
+  shardings: Shardings = None,
+  draft_shardings: Shardings = None,
 ) -> Pair:
   """Load a target and a draft; by default the pair that comes with the package.
 
   Args:
-    target: folder of the target, as `save_model` wrote it.
-    draft: folder of the draft, or a function that makes one for a vocabulary.
+    target: checkpoint of the target: of T5X, Orbax, Hugging Face or this project, local or `gs://`;
+      see `checkpoints.load.open_checkpoint`.
+    draft: checkpoint of the draft, or a function that makes one for a vocabulary.
     vocabulary: SentencePiece model file.
     task: name for records.
     dtype: 'float32' or 'bfloat16'.
     max_source_tokens: limit for a source, EOS counted.
+    extra_ids: sentinels after the pieces of the vocabulary; T5's has 100.
+    shardings: of the target's parameters: a function from the tree of their shapes to one of
+      `jax.sharding.Sharding`. Parameters that are cut are not laid out for decoding, since the cuts
+      would go across the matrices that it puts side by side.
+    draft_shardings: of the draft's.
 
   Raises:
     InputError: a file is missing or damaged, or the two do not share the vocabulary.
   """
   require_count("max_source_tokens", max_source_tokens)
-  words = Vocabulary(vocabulary)
-  target_model, target_params = _load_t5("target", target, words, dtype)
+  words = Vocabulary(vocabulary, extra_ids)
+  target_model, target_params = _load_t5("target", target, words, dtype, shardings)
   if callable(draft):
     drafter = draft(words)
   else:
-    model, params = _load_t5("draft", draft, words, dtype)
+    model, params = _load_t5("draft", draft, words, dtype, draft_shardings)
     make = functools.partial(model_draft, model)
-    drafter = Drafter(pathlib.Path(draft).name, make, params)
+    drafter = Drafter(_name(draft), make, params)
   return Pair(
     target=target_model,
     target_params=target_params,
-    target_name=pathlib.Path(target).name,
+    target_name=_name(target),
     draft=drafter.make,
     draft_params=drafter.params,
     draft_name=drafter.name,
@@ -134,6 +149,8 @@ def random_pair(
   dtype: str = "float32",
   vocabulary: str = str(EMBEDDED / "vocabulary.model"),
   max_source_tokens: int = 128,
+  shardings: Shardings = None,
+  draft_shardings: Shardings = None,
 ) -> Pair:
   """Two published sizes of T5 with random weights and a set acceptance rate: scale, not sense.
 
@@ -148,10 +165,12 @@ def random_pair(
     dtype: 'float32' or 'bfloat16'.
     vocabulary: turns sources into tokens.
     max_source_tokens: limit for a source, EOS counted.
+    shardings: as for `load_pair`.
+    draft_shardings: likewise.
   """
   kind = named_dtype(dtype)
-  target_model, target_params = _random_t5(target, version, kind)
-  draft_model, draft_params = _random_t5(draft, version, kind)
+  target_model, target_params = _random_t5(target, version, kind, shardings)
+  draft_model, draft_params = _random_t5(draft, version, kind, draft_shardings)
   return Pair(
     target=simulated_acceptance(target_model, alpha),
     target_params=target_params,
@@ -167,30 +186,59 @@ def random_pair(
   )
 
 
-def _random_t5(size: str, version: str, dtype) -> tuple[Model, Any]:
-  """A model laid out for decoding and random parameters of its shapes, made one by one in dtype."""
-  config = t5_config(size, version, dtype=dtype, fused=True, tied_logits=False)
-  shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+def _random_t5(size: str, version: str, dtype, shardings: Shardings) -> tuple[Model, Any]:
+  """A model and random parameters of its shapes, made one by one in dtype and where they belong."""
+  config = _for_decoding(t5_config(size, version, dtype=dtype), shardings)
+  shapes = param_shapes(config)
   leaves, tree = jax.tree.flatten(shapes)
-  ones = lambda leaf: jnp.ones(leaf.shape, dtype)
-  scaled = lambda leaf, key: jax.random.normal(key, leaf.shape, dtype) * leaf.shape[0] ** -0.5
+  places = jax.tree.leaves(shardings(shapes)) if shardings else [None] * len(leaves)
+
+  @functools.partial(jax.jit, static_argnames=("shape", "place"))
+  def draw(key, shape, place):
+    if len(shape) == 1:
+      made = jnp.ones(shape, dtype)
+    else:
+      made = jax.random.normal(key, shape, dtype) * shape[0] ** -0.5
+    return made if place is None else jax.lax.with_sharding_constraint(made, place)
+
   keys = jax.random.split(jax.random.key(0), len(leaves))
-  made = [ones(leaf) if leaf.ndim == 1 else scaled(leaf, k) for leaf, k in zip(leaves, keys)]
+  made = [draw(key, leaf.shape, place) for key, leaf, place in zip(keys, leaves, places)]
   return t5_model(config), jax.tree.unflatten(tree, made)
 
 
-def _load_t5(role: str, folder: str, words: Vocabulary, dtype: str) -> tuple[Model, Any]:
-  """The model in a folder, laid out for decoding, and its parameters."""
-  config, params = load_model(folder, dtype)
-  if config.vocab_size != len(words):
+def _for_decoding(config: T5Config, shardings: Shardings) -> T5Config:
+  """The same model with fewer, larger products, unless these would be cut over devices."""
+  places = jax.tree.leaves(shardings(param_shapes(config))) if shardings else []
+  if not all(place.is_fully_replicated for place in places):
+    return config
+  return dataclasses.replace(config, fused=True, tied_logits=False)
+
+
+def _load_t5(
+  role: str, path: str, words: Vocabulary, dtype: str, shardings: Shardings
+) -> tuple[Model, Any]:
+  """The model of a checkpoint, laid out for decoding unless it is cut, and its parameters."""
+  checkpoint = open_checkpoint(path)
+  config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
+  size, rows = len(words), config.vocab_size
+  if rows == -(-size // _TABLE_MULTIPLE) * _TABLE_MULTIPLE:
+    config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=rows)
+  elif rows != size:
     raise InputError(
-      f"The {role} in {folder} has a vocabulary of {config.vocab_size} tokens but {words.path} "
-      f"has {len(words)}; target, draft and vocabulary must agree."
+      f"The {role} in {path} has a vocabulary of {rows} tokens but {words.path} has {size}, "
+      f"{words.extra_ids} extra_ids among them (T5's own has 100); target, draft and vocabulary "
+      "must agree."
     )
-  if vocabulary_of(folder) not in (None, words.fingerprint()):
+  if checkpoint.vocabulary not in (None, words.fingerprint()):
     raise InputError(
-      f"The {role} in {folder} was trained with another vocabulary than {words.path}, though "
+      f"The {role} in {path} was trained with another vocabulary than {words.path}, though "
       "of the same size; target, draft and vocabulary must agree."
     )
-  config, params = for_decoding(config, params)
-  return t5_model(config), jax.device_put(params)
+  config = _for_decoding(config, shardings)
+  return t5_model(config), checkpoint.load(config, shardings=shardings)
+
+
+def _name(path: str) -> str:
+  """What a checkpoint is called in records: the last part of its path that is no step."""
+  parts = [part for part in path.split("/") if not _STEP.fullmatch(part)]
+  return parts[-1] if parts else path

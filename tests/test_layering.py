@@ -26,7 +26,7 @@ LAYERS = {
   "models": FLAX,
   "drafts": FLAX,
   "partitioning": FLAX,
-  "checkpoints": FLAX | {"orbax", "safetensors"},
+  "checkpoints": FLAX | {"msgpack", "safetensors", "tensorstore"},
   "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets"},
   "pairs": JAX,
   "drafters": set(),

@@ -1,28 +1,39 @@
 """A pair is loaded whole or refused in a sentence; texts become prompts; fusing changes nothing."""
 
 import dataclasses
+import functools
+import os
+import subprocess
+import sys
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tiny
 import tiny_pair
+from flax import serialization
 
-from specdec_jax.checkpoints.folder import load_model, save_model
+from specdec_jax import pairs
+from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
 from specdec_jax.data.vocabulary import EOS_ID, Vocabulary
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.t5 import for_decoding, init_params
 from specdec_jax.pairs import load_pair, random_pair
+from specdec_jax.run import main
 from specdec_jax.sampling import Sampling
 
 
-def load(**changes):
+def load(folder=None, **changes):
+  """The tiny pair with changes; `folder` is where changed parts lie."""
   names = dict(target="target", draft="near", vocabulary="vocabulary.model")
   settings = {k: v for k, v in changes.items() if k not in names}
-  paths = {k: str(tiny_pair.folder() / changes.get(k, name)) for k, name in names.items()}
+  paths = {k: str(tiny_pair.folder() / name) for k, name in names.items()}
+  paths |= {k: str((folder or tiny_pair.folder()) / changes[k]) for k in names if k in changes}
   return load_pair(**paths, **settings)
 
 
@@ -50,6 +61,110 @@ def test_models_for_another_vocabulary_are_refused(role):
 def test_missing_parts_are_named(role):
   with pytest.raises(InputError, match="gone"):
     load(**{role: "gone"})
+
+
+@pytest.mark.parametrize("path", ["t5_tiny/checkpoint_1000", "t5_tiny/checkpoints/7/default"])
+def test_checkpoints_of_t5x_and_orbax(tmp_path, path):
+  """Their tables are padded, 72 tokens to 128 rows, and what pads is never emitted."""
+  rows = tiny.config(vocab_size=128, layers=1, tied_logits=True, gated=False, activation="relu")
+  params = tiny_pair.random_params(rows, 0)
+  if path.endswith("checkpoint_1000"):
+    (tmp_path / path).mkdir(parents=True)
+    (tmp_path / path / "checkpoint").write_bytes(serialization.to_bytes({"target": params}))
+  else:
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(tmp_path / path, {"params": params})
+  for role in ("target", "draft"):
+    pair = load(**{role: path}, folder=tmp_path)
+    assert getattr(pair, f"{role}_name") == "t5_tiny"
+    config = dataclasses.replace(rows, vocab_size=72, padded_vocab_size=128)
+    want = for_decoding(config, params)[1]
+    jax.tree.map(np.testing.assert_array_equal, getattr(pair, f"{role}_params"), want)
+    assert pair.target.vocab_size == 72
+
+
+def test_a_table_for_another_vocabulary_is_no_padding(tmp_path):
+  for rows in (64, 73, 256):
+    config = tiny.config(vocab_size=rows, layers=1)
+    save_model(str(tmp_path / f"{rows}"), config, tiny_pair.random_params(config, 0))
+    with pytest.raises(InputError, match=f"{rows} tokens.* has 72, 0 extra_ids among them"):
+      load(target=f"{rows}", folder=tmp_path)
+
+
+@pytest.mark.skipif(not (tiny.SHARED / "data").is_dir(), reason="shared data is not there")
+def test_t5s_own_vocabulary_has_100_sentinels():
+  data = tiny.SHARED / "data"
+  path = str(data / "t5x_testdata/test_t5_tiny.checkpoint_0")
+  load = functools.partial(
+    load_pair, target=path, draft=path, vocabulary=str(data / "t5_vocab/spiece.model")
+  )
+  pair = load(extra_ids=100)
+  assert pair.target.vocab_size == 32100 == len(pair.vocabulary)
+  assert pair.target_params["token_embedder"]["embedding"].shape == (32128, 8)
+  with pytest.raises(InputError, match="32128 tokens .* has 32000, 0 extra_ids .* has 100"):
+    load()
+
+
+CUT = """
+import functools, sys
+import jax
+from specdec_jax.partitioning import REPLICATED, make_mesh, param_shardings
+from specdec_jax.pairs import load_pair, random_pair
+
+mesh = make_mesh(model_parallel=2)
+target, draft, vocabulary = sys.argv[1:]
+shardings = functools.partial(param_shardings, mesh=mesh)
+whole = functools.partial(param_shardings, mesh=mesh, rules=REPLICATED)
+pair = load_pair(target, draft, vocabulary, shardings=shardings, draft_shardings=whole)
+layer = pair.target_params["decoder"]["layers_0"]
+kernel = layer["self_attention"]["query"]["kernel"]
+assert {x.data.shape for x in kernel.addressable_shards} == {(16, 8)}, kernel.sharding
+assert {x.data.shape for x in layer["mlp"]["wo"]["kernel"].addressable_shards} == {(16, 16)}
+layer = pair.draft_params["decoder"]["layers_0"]
+kernel = layer["self_attention"]["query_key_value"]["kernel"]
+assert kernel.is_fully_replicated and len(kernel.addressable_shards) == 2
+alone = load_pair(target, target, vocabulary, shardings=whole, draft_shardings=shardings)
+both = jax.tree.leaves_with_path((pair.target_params, alone.draft_params))
+assert all(len(x.addressable_shards) == 2 for _, x in both)
+same = jax.tree.map(lambda x, y: bool((x == y).all()), pair.target_params, alone.draft_params)
+assert all(jax.tree.leaves(same))
+pair = random_pair("tiny", "tiny", 0.5, shardings=shardings, draft_shardings=whole)
+kernel = pair.target_params["decoder"]["layers_0"]["self_attention"]["query"]["kernel"]
+assert {x.data.shape for x in kernel.addressable_shards} == {(8, 6)}, kernel.sharding
+assert pair.draft_params["decoder"]["logits_dense"]["kernel"].is_fully_replicated
+"""
+
+
+def test_parameters_that_are_cut_over_devices_are_left_apart():
+  paths = [str(tiny_pair.folder() / name) for name in ("target", "near", "vocabulary.model")]
+  flags = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+  subprocess.run([sys.executable, "-c", CUT, *paths], env=flags, check=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+  ("family", "xl"),
+  [("t5_1_0", "t5_3B/checkpoint_"), ("t5_1_1", "t5_1_1_xl/"), ("flan_t5", "flan_t5_xl/")],
+)
+def test_public_checkpoints_by_gin(monkeypatch, capsys, family, xl):
+  """Both parts by the name of their size; the vocabulary is not in the bucket."""
+  opened = []
+
+  def open_checkpoint(path):
+    opened.append(path)
+    return open_folder(str(tiny_pair.folder() / "target"))
+
+  monkeypatch.setattr(pairs, "open_checkpoint", open_checkpoint)
+  flags = ["--gin.TARGET=%XL", "--gin.EXTRA_IDS=0", "--gin.INPUT='gone.txt'"]
+  flags += [f"--gin.VOCABULARY={str(tiny_pair.folder() / 'vocabulary.model')!r}"]
+  files = ["--gin_file=gin/runs/speedup.gin", f"--gin_file=gin/models/{family}.gin"]
+  try:
+    assert main(["run", "--jax_compilation_cache_dir=", *files, *flags])
+  finally:
+    gin.clear_config()
+  assert "gone.txt" in capsys.readouterr().err  # it went on to the texts
+  bucket = "gs://t5-data/pretrained_models/t5x/"
+  assert len(opened) == 2 and opened[0].startswith(bucket + xl)
+  assert opened[1].startswith(bucket) and "_small/checkpoint_" in opened[1]
 
 
 def test_unknown_dtype():

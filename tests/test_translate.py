@@ -3,7 +3,6 @@
 It runs in this process, but for two tests of the command itself.
 """
 
-import functools
 import io
 import os
 import pathlib
@@ -16,7 +15,6 @@ import pytest
 import tiny_pair
 
 from specdec_jax import pairs
-from specdec_jax.checkpoints.folder import load_model
 from specdec_jax.data.vocabulary import EOS_ID
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.experiments import translate as translating
@@ -55,7 +53,6 @@ class Result:
 def run(tmp_path, capsys, monkeypatch):
   """Runs the command on lines, or on another INPUT."""
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(pairs, "load_model", load_once)
   monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
   monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 
@@ -72,9 +69,6 @@ def run(tmp_path, capsys, monkeypatch):
 
   call.dir = tmp_path
   return call
-
-
-load_once = functools.cache(load_model)
 
 
 def targets_own(lines):

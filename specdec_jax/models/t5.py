@@ -12,7 +12,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import struct
 from jax import Array, lax
@@ -232,15 +231,16 @@ def init_params(config: T5Config, rng: Array):
   return T5(config).init(rng, tokens, tokens)["params"]
 
 
-def for_decoding(config: T5Config, params):
+def for_decoding(config: T5Config, params, concatenate=jnp.concatenate):
   """The same model with fewer, larger products: (config, params).
 
   Queries, keys and values of self-attention come from one matrix, as do both halves of a gated
   feed-forward, and tied logits get a matrix of their own, since a product with a transposed table
-  is slow on a CPU. To be called once, when a model is loaded; costs a copy of those matrices.
+  is slow on a CPU. To be called once, when a model is loaded; costs a copy of those matrices, or
+  none where they are still on disk (`checkpoints.stored`) and `concatenate` is of such arrays.
   """
   side_by_side = lambda *names: (
-    lambda parts: {"kernel": jnp.concatenate([parts.pop(name)["kernel"] for name in names], axis=1)}
+    lambda parts: {"kernel": concatenate([parts.pop(name)["kernel"] for name in names], axis=1)}
   )
   query_key_value, wi = side_by_side("query", "key", "value"), side_by_side("wi_0", "wi_1")
 
@@ -259,7 +259,7 @@ def for_decoding(config: T5Config, params):
   params = fuse("", params)
   if config.tied_logits:
     table = params["token_embedder"]["embedding"]
-    kernel = (table / np.sqrt(config.emb_dim).astype(table.dtype)).T
+    kernel = (table / config.emb_dim**0.5).T
     params["decoder"]["logits_dense"] = {"kernel": kernel}
   return dataclasses.replace(config, fused=True, tied_logits=False), params
 

@@ -1,0 +1,147 @@
+"""Hugging Face's T5 folders: `config.json` and safetensors, in one file or several."""
+
+import json
+import re
+
+import jax.numpy as jnp
+from safetensors import SafetensorError, safe_open
+
+from specdec_jax.checkpoints import files
+from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, Stored
+from specdec_jax.errors import InputError
+from specdec_jax.models.config import T5Config
+
+CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"  # which file has which array
+_DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+
+_BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+_NAMES = {
+  # One table under three names: the file has whichever safetensors kept.
+  **dict.fromkeys(
+    ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), TABLE
+  ),
+  "lm_head.weight": LOGITS,
+  f"encoder.{_BIAS}": "encoder/relpos_bias/rel_embedding",
+  f"decoder.{_BIAS}": "decoder/relpos_bias/rel_embedding",
+  "encoder.final_layer_norm.weight": "encoder/encoder_norm/scale",
+  "decoder.final_layer_norm.weight": "decoder/decoder_norm/scale",
+}
+# What a layer's parts are called, and the norm before each.
+_PARTS = {
+  ("encoder", "0"): ("attention", "pre_attention_layer_norm"),
+  ("encoder", "1"): ("mlp", "pre_mlp_layer_norm"),
+  ("decoder", "0"): ("self_attention", "pre_self_attention_layer_norm"),
+  ("decoder", "1"): ("encoder_decoder_attention", "pre_cross_attention_layer_norm"),
+  ("decoder", "2"): ("mlp", "pre_mlp_layer_norm"),
+}
+_KERNELS = {"q": "query", "k": "key", "v": "value", "o": "out"}
+_IN_LAYER = re.compile(r"(\w+)\.block\.(\d+)\.layer\.(\d)\.(?:layer_norm|\w+\.(\w+))\.weight")
+# Old conversions of T5 1.0 have it, and no model ever used it.
+_UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+
+
+def open_huggingface(folder: str) -> Checkpoint:
+  """A T5 1.0, T5 1.1 or Flan-T5 that `save_pretrained` wrote; pickled weights are not read.
+
+  Raises:
+    InputError: it is no T5 or one that is not known here, or files are damaged or missing.
+  """
+  about = _json(folder, CONFIG)
+  if files.is_file(folder, _WEIGHTS):
+    parts = [_WEIGHTS]
+  elif files.is_file(folder, _INDEX):
+    parts = sorted(set(_json(folder, _INDEX).get("weight_map", {}).values()))
+  else:
+    raise InputError(
+      f"{folder} has neither {_WEIGHTS} nor {_INDEX}; other weights, pickled ones above all, are "
+      "not read: convert them by transformers' save_pretrained."
+    )
+  stored = {name: array for part in parts for name, array in _arrays(folder, part).items()}
+  stored.pop(_UNUSED, None)
+  arrays = {}
+  for name, array in stored.items():
+    ours = _our_name(name)
+    arrays[ours] = array.T if len(array.shape) == 2 and ours != TABLE else array
+  # transformers 5 ties all logits that have no matrix of their own; whether they are scaled, as
+  # T5 1.0 does it, says a field that was `tie_word_embeddings` before.
+  tied = about.get("scale_decoder_outputs", about.get("tie_word_embeddings", True))
+  if tied:
+    arrays.pop(LOGITS, None)
+  elif LOGITS not in arrays and TABLE in arrays:
+    arrays[LOGITS] = arrays[TABLE].T
+  return Checkpoint(folder, _config(folder, about, tied), arrays)
+
+
+def _config(folder: str, about: dict, tied: bool) -> T5Config:
+  """config.json as our shape."""
+  known = dict(
+    model_type=("t5", "mt5"),
+    feed_forward_proj=("relu", "gated-gelu"),
+    relative_attention_num_buckets=(32,),
+    relative_attention_max_distance=(128,),
+    layer_norm_epsilon=(1e-6,),
+  )
+  for field, values in known.items():
+    default = None if field == "model_type" else values[0]
+    if about.get(field, default) not in values:
+      raise InputError(
+        f"{field} in {folder}/{CONFIG} is {about.get(field)!r}; it must be "
+        f"{' or '.join(map(repr, values))} for a T5 that can be run here."
+      )
+  gated = about.get("feed_forward_proj", "relu") == "gated-gelu"
+  try:
+    return T5Config(
+      vocab_size=about["vocab_size"],
+      emb_dim=about["d_model"],
+      num_heads=about["num_heads"],
+      head_dim=about["d_kv"],
+      mlp_dim=about["d_ff"],
+      num_encoder_layers=about["num_layers"],
+      num_decoder_layers=about.get("num_decoder_layers") or about["num_layers"],
+      gated=gated,
+      activation="gelu" if gated else "relu",
+      tied_logits=tied,
+    )
+  except (KeyError, TypeError) as error:
+    raise InputError(f"{folder}/{CONFIG} is not the shape of a T5: {error!r}.") from error
+
+
+def _our_name(name: str) -> str:
+  """Name in our tree; a name that is not known stays, to be told when shapes are compared."""
+  match = _IN_LAYER.fullmatch(name)
+  if name in _NAMES or not match or (match[1], match[3]) not in _PARTS:
+    return _NAMES.get(name, name)
+  stack, layer, part, kernel = match.groups()
+  block, norm = _PARTS[stack, part]
+  inside = f"{block}/{_KERNELS.get(kernel, kernel)}/kernel" if kernel else f"{norm}/scale"
+  return f"{stack}/layers_{layer}/{inside}"
+
+
+def _arrays(folder: str, part: str) -> dict[str, Stored]:
+  """What one safetensors file has, under its own names."""
+  try:
+    with files.local(folder, part) as path:
+      opened = safe_open(path, framework="numpy")
+  except (SafetensorError, OSError) as error:
+    raise InputError(f"{folder}/{part} is damaged or not there: {error}.") from error
+  arrays = {}
+  for name in opened.keys():
+    values = opened.get_slice(name)
+    dtype = _DTYPES.get(values.get_dtype())
+    if dtype is None:
+      raise InputError(
+        f"{name} in {folder}/{part} is stored as {values.get_dtype()}; expected one of "
+        f"{', '.join(_DTYPES)}."
+      )
+    arrays[name] = Stored(tuple(values.get_shape()), jnp.dtype(dtype), values.__getitem__)
+  return arrays
+
+
+def _json(folder: str, name: str) -> dict:
+  try:
+    with files.local(folder, name) as path, open(path, encoding="utf-8") as file:
+      return dict(json.load(file))
+  except (ValueError, TypeError, OSError) as error:
+    raise InputError(f"{folder}/{name} is damaged: {error}.") from error

@@ -1,0 +1,165 @@
+"""Arrays on disk under their names in our tree, brought into memory one at a time."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jax.sharding import Sharding
+
+from specdec_jax.errors import InputError
+from specdec_jax.models.config import T5Config
+from specdec_jax.models.t5 import for_decoding, init_params
+
+Index = tuple[slice, ...]  # one for each axis
+Shardings = Any  # a tree of `Sharding` like the parameters', or a function to it from their shapes
+
+TABLE = "token_embedder/embedding"
+LOGITS = "decoder/logits_dense/kernel"
+
+# Where parameters lie in what was saved: alone, in a train state of Flax or of some age of t5x.
+_PLACES = ("", "params/", "target/", "optimizer/target/", "_optimizer/target/", "params/params/")
+_NAMED = 8  # arrays that a message names
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """An array on disk: nothing of it is in memory until `read` is called.
+
+  It behaves as much like an array as `t5.for_decoding` needs.
+
+  Attributes:
+    shape: of the array.
+    dtype: as it is stored.
+    read: an index -> the values there.
+  """
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  read: Callable[[Index], np.ndarray]
+
+  @property
+  def T(self) -> "Stored":
+    return Stored(self.shape[::-1], self.dtype, lambda index: self.read(index[::-1]).T)
+
+  def __truediv__(self, divisor) -> "Stored":
+    kind = np.dtype(np.float32)
+    return Stored(self.shape, kind, lambda index: self.read(index).astype(kind) / divisor)
+
+  def whole(self) -> np.ndarray:
+    return self.read((slice(None),) * len(self.shape))
+
+
+def concatenate(arrays: Sequence[Stored], axis: int) -> Stored:
+  """Arrays side by side, as one; to read a part of it is to read them all."""
+  shape = list(arrays[0].shape)
+  shape[axis] = sum(array.shape[axis] for array in arrays)
+  read = lambda index: np.concatenate([array.whole() for array in arrays], axis)[index]
+  return Stored(tuple(shape), arrays[0].dtype, read)
+
+
+class Checkpoint(NamedTuple):
+  """A model on disk, opened: what it holds is known, and none of it is in memory.
+
+  Attributes:
+    path: where it lies.
+    config: its shape; vocab_size counts the rows of its table unless the format says better.
+    arrays: by name in our tree, `encoder/layers_0/attention/query/kernel`.
+    vocabulary: fingerprint of the one it was trained with, if that is stated.
+  """
+
+  path: str
+  config: T5Config
+  arrays: Mapping[str, Stored]
+  vocabulary: str | None = None
+
+  def load(self, config: T5Config, dtype: Any = None, shardings: Shardings = None):
+    """The parameters; `load.load_params` says more."""
+    apart = config
+    if config.fused and not self.config.fused:
+      apart = dataclasses.replace(config, fused=False, tied_logits=self.config.tied_logits)
+    self._compare(param_shapes(apart))
+    tree = traverse_util.unflatten_dict(dict(self.arrays), sep="/")
+    if apart is not config:
+      tree = for_decoding(apart, tree, concatenate)[1]
+    dtype = config.dtype if dtype is None else dtype
+    if callable(shardings):
+      shardings = shardings(param_shapes(config))
+    if shardings is None:
+      return jax.tree.map(lambda array: _place(array, dtype), tree)
+    return jax.tree.map(lambda array, sharding: _place(array, dtype, sharding), tree, shardings)
+
+  def _compare(self, wanted) -> None:
+    """Raise InputError, with names, unless these are the arrays that a model wants."""
+    shape = lambda x: x.shape if jnp.issubdtype(x.dtype, jnp.floating) else (x.dtype.name, *x.shape)
+    found = {name: shape(array) for name, array in self.arrays.items()}
+    wanted = {k: shape(x) for k, x in traverse_util.flatten_dict(wanted, sep="/").items()}
+    wrong = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
+    if wrong:
+      tell = lambda k: f"{k} (found {found.get(k, 'nothing')}, expected {wanted.get(k, 'nothing')})"
+      more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+      raise InputError(
+        f"{self.path} does not fit the shape of the model: {len(wrong)} arrays differ, "
+        f"{', '.join(map(tell, wrong[:_NAMED]))}{more}."
+      )
+
+
+def _place(array: Stored, dtype, sharding: Sharding | None = None) -> jax.Array:
+  """Read an array onto its devices, each only the part that it holds.
+
+  Values are copied, since they may be a view of a file, and a device may keep what it is given.
+  """
+  if sharding is None:
+    placed = jax.device_put(np.array(array.whole(), dtype, order="C"))
+  else:
+    read = lambda index: np.array(array.read(index), dtype, order="C")
+    placed = jax.make_array_from_callback(array.shape, sharding, read)
+  return placed.block_until_ready()  # or the next would be read while this one is still here twice
+
+
+@functools.cache
+def param_shapes(config: T5Config):
+  """The parameters of a model of this shape as a tree of `jax.ShapeDtypeStruct`."""
+  return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+
+
+Leaf = TypeVar("Leaf")
+
+
+def parameters(path: str, saved: Mapping[str, Leaf]) -> dict[str, Leaf]:
+  """What is parameters among all that was saved, a train state say, by name in our tree."""
+  for place in _PLACES:
+    if place + TABLE in saved:
+      return {k.removeprefix(place): x for k, x in saved.items() if k.startswith(place)}
+  some = ", ".join(list(saved)[:_NAMED]) or "nothing"
+  raise InputError(f"{path} holds no T5, for nothing in it is called {TABLE}; it has {some}.")
+
+
+def inferred_config(path: str, arrays: Mapping[str, Stored]) -> T5Config:
+  """The shape of a T5, as its arrays tell it; gated is taken for GELU and not gated for ReLU."""
+  layers = lambda stack: {k.split("/")[1] for k in arrays if re.match(rf"{stack}/layers_\d+/", k)}
+  try:
+    rows, emb_dim = arrays[TABLE].shape
+    num_heads, _ = arrays["encoder/relpos_bias/rel_embedding"].shape
+    _, width = arrays["encoder/layers_0/attention/query/kernel"].shape
+    mlp_dim, _ = arrays["encoder/layers_0/mlp/wo/kernel"].shape
+  except (KeyError, ValueError) as error:
+    raise InputError(f"{path} is not laid out as t5x lays out a T5: {error}.") from error
+  gated = "encoder/layers_0/mlp/wi_0/kernel" in arrays
+  return T5Config(
+    vocab_size=rows,
+    emb_dim=emb_dim,
+    num_heads=num_heads,
+    head_dim=width // num_heads,
+    mlp_dim=mlp_dim,
+    num_encoder_layers=len(layers("encoder")),
+    num_decoder_layers=len(layers("decoder")),
+    gated=gated,
+    activation="gelu" if gated else "relu",
+    tied_logits=LOGITS not in arrays,
+  )

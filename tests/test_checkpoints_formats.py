@@ -1,0 +1,592 @@
+"""Every format of checkpoint gives the same parameters, array by array, from near and from far."""
+
+import dataclasses
+import functools
+import http.server
+import json
+import os
+import pathlib
+import pickle
+import shutil
+import threading
+import tracemalloc
+import urllib.parse
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore
+import tiny
+import tiny_pair
+from flax import serialization, traverse_util
+from safetensors.numpy import save_file
+
+from specdec_jax.checkpoints import files
+from specdec_jax.checkpoints.folder import save_model
+from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.stored import param_shapes
+from specdec_jax.errors import InputError
+from specdec_jax.models.config import t5_config
+from specdec_jax.models.t5 import for_decoding
+
+GATED = tiny.config(vocab_size=128, layers=2, num_decoder_layers=3)
+TIED = tiny.config(vocab_size=128, layers=1, gated=False, activation="relu", tied_logits=True)
+CONFIGS = {"1.1": GATED, "1.0": TIED}
+
+
+@functools.cache
+def params(config):
+  return jax.device_get(tiny_pair.random_params(config, 5))
+
+
+def flat(tree):
+  return traverse_util.flatten_dict(tree, sep="/")
+
+
+# Each format as its own library or framework lays it out: (folder to write in, config, tree).
+
+
+def write_zarr(folder, config, tree, driver="file"):
+  """As T5X does it: an index, and beside it an array a folder, but for one array in the index."""
+  path = folder / "checkpoint_1000"
+  path.mkdir(parents=True)
+  index = {}
+  for name, array in flat(tree).items():
+    inside = "target." + name.replace("/", ".")
+    chunks = [max(1, size // 2) for size in array.shape]
+    metadata = {"shape": array.shape, "chunks": chunks, "compressor": {"id": "gzip", "level": 1}}
+    store = {"driver": "file", "path": f"{path}/{inside}/"}
+    spec = {"driver": "zarr", "kvstore": store, "metadata": metadata, "dtype": array.dtype.name}
+    tensorstore.open(spec, create=True).result().write(array).result()
+    index[name] = {**spec, "kvstore": {"driver": driver, "path": inside}}
+  index["encoder/encoder_norm/scale"] = flat(tree)["encoder/encoder_norm/scale"]
+  index = traverse_util.unflatten_dict(index, sep="/")
+  state = {"step": np.int32(1000), "param_states": tree}
+  saved = {"version": 3, "optimizer": {"target": index, "state": state}}
+  (path / "checkpoint").write_bytes(serialization.to_bytes(saved))
+  return path
+
+
+def write_msgpack(folder, config, tree):
+  """As T5X once did it: all in one file."""
+  folder.mkdir(parents=True)
+  saved = {"version": 3, "optimizer": {"target": tree, "state": {"step": 1, "param_states": tree}}}
+  (folder / "checkpoint_1").write_bytes(serialization.to_bytes(saved))
+  return folder / "checkpoint_1"
+
+
+def write_orbax(folder, config, tree, **how):
+  handler = ocp.PyTreeCheckpointHandler(**how)
+  ocp.Checkpointer(handler).save(folder.absolute(), jax.tree.map(jnp.asarray, tree))
+  return folder
+
+
+def write_training(folder, config, tree):
+  """As `training.trainer` leaves it."""
+  tree = jax.tree.map(jnp.asarray, tree)
+  with ocp.CheckpointManager(folder.absolute()) as manager:
+    manager.save(7, args=ocp.args.StandardSave({"params": tree, "opt_state": (tree, jnp.ones(2))}))
+  return folder / "7"
+
+
+def hf_tensors(config, tree):
+  """Our tree under transformers' names, with its axes."""
+  names = flat(tree)
+  tensors = {"shared.weight": names["token_embedder/embedding"]}
+  if not config.tied_logits:
+    tensors["lm_head.weight"] = names["decoder/logits_dense/kernel"].T
+  blocks = {
+    "encoder": {"attention": "SelfAttention", "mlp": "DenseReluDense"},
+    "decoder": {
+      "self_attention": "SelfAttention",
+      "encoder_decoder_attention": "EncDecAttention",
+      "mlp": "DenseReluDense",
+    },
+  }
+  short = {"query": "q", "key": "k", "value": "v", "out": "o"}
+  norms = {"self_attention": "self_attention", "encoder_decoder_attention": "cross_attention"}
+  for stack, inside in blocks.items():
+    bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    tensors[bias] = names[f"{stack}/relpos_bias/rel_embedding"].T
+    tensors[f"{stack}.final_layer_norm.weight"] = names[f"{stack}/{stack}_norm/scale"]
+    for layer in range(getattr(config, f"num_{stack}_layers")):
+      for i, (ours, theirs) in enumerate(inside.items()):
+        at, part = f"{stack}/layers_{layer}", f"{stack}.block.{layer}.layer.{i}"
+        norm = f"pre_{norms.get(ours, ours)}_layer_norm"
+        tensors[f"{part}.layer_norm.weight"] = names[f"{at}/{norm}/scale"]
+        for name, kernel in tree[stack][f"layers_{layer}"][ours].items():
+          tensors[f"{part}.{theirs}.{short.get(name, name)}.weight"] = kernel["kernel"].T
+  return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+
+
+def hf_config(config):
+  return {
+    "model_type": "t5",
+    "vocab_size": config.vocab_size,
+    "d_model": config.emb_dim,
+    "d_kv": config.head_dim,
+    "d_ff": config.mlp_dim,
+    "num_heads": config.num_heads,
+    "num_layers": config.num_encoder_layers,
+    "num_decoder_layers": config.num_decoder_layers,
+    "feed_forward_proj": "gated-gelu" if config.gated else "relu",
+    "tie_word_embeddings": config.tied_logits,
+  }
+
+
+def write_hf(folder, config, tree, num_files=1):
+  folder.mkdir(parents=True)
+  (folder / "config.json").write_text(json.dumps(hf_config(config)))
+  tensors = hf_tensors(config, tree)
+  if num_files == 1:
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+  where = {n: f"model-{i % num_files + 1:05}-of.safetensors" for i, n in enumerate(tensors)}
+  for file in set(where.values()):
+    save_file({n: tensors[n] for n in tensors if where[n] == file}, folder / file)
+  (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+  return folder
+
+
+def write_own(folder, config, tree):
+  save_model(str(folder), config, jax.tree.map(jnp.asarray, tree))
+  return folder
+
+
+FORMATS = {
+  "t5x zarr": write_zarr,
+  "t5x msgpack": write_msgpack,
+  "orbax": write_orbax,
+  "orbax zarr3": functools.partial(write_orbax, use_zarr3=True),
+  "orbax folders": functools.partial(write_orbax, use_ocdbt=False),
+  "orbax state": write_training,
+  "hf": write_hf,
+  "hf files": functools.partial(write_hf, num_files=3),
+  "own": write_own,
+}
+
+
+@functools.cache
+def written(format, version, dtype="float32"):
+  """A checkpoint, made once: its path."""
+  folder = tiny_pair.folder() / "formats" / f"{format} {version} {dtype}".replace(" ", "_")
+  folder.parent.mkdir(exist_ok=True)
+  tree = jax.tree.map(lambda x: x.astype(dtype), params(CONFIGS[version]))
+  return str(FORMATS[format](folder, CONFIGS[version], tree))
+
+
+@pytest.fixture
+def mine(tmp_path):
+  """(format) -> a path of its own to a checkpoint of T5 1.1, to be spoilt."""
+
+  def copy(format):
+    path = pathlib.Path(written(format, "1.1"))
+    if path.is_file():
+      return pathlib.Path(shutil.copy(path, tmp_path))
+    return pathlib.Path(shutil.copytree(path, tmp_path / path.name))
+
+  return copy
+
+
+def same(got, want):
+  """Equal arrays, in type and to the last bit, under equal names."""
+  got, want = flat(got), flat(want)
+  assert got.keys() == want.keys()
+  for name in want:
+    assert got[name].dtype == want[name].dtype, name
+    np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(want[name]), name)
+
+
+def rounded(tree, *dtypes):
+  for dtype in dtypes:
+    tree = jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: B023
+  return tree
+
+
+@pytest.mark.parametrize("version", CONFIGS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_shape_and_parameters_are_read(format, version):
+  config = CONFIGS[version]
+  path = written(format, version)
+  assert open_checkpoint(path).config == config
+  want = params(config)
+  if format == "own":
+    want = rounded(want, jnp.bfloat16, np.float32)
+  same(load_params(path, config), want)
+  same(load_params(path, config, jnp.bfloat16), rounded(want, jnp.bfloat16))
+  fused, laid_out = for_decoding(config, jax.tree.map(jnp.asarray, want))
+  same(load_params(path, fused), laid_out)
+
+
+@pytest.mark.parametrize("format", ["t5x zarr", "t5x msgpack", "orbax", "hf"])
+def test_bfloat16_on_disk(format):
+  path = written(format, "1.0", "bfloat16")
+  want = rounded(params(TIED), jnp.bfloat16)
+  same(load_params(path, TIED, jnp.bfloat16), want)
+  want = rounded(want, np.float32)
+  same(load_params(path, TIED), want)
+  fused, laid_out = for_decoding(TIED, jax.tree.map(jnp.asarray, want))
+  same(load_params(path, fused), laid_out)  # divided in float32, not in what is on disk
+
+
+def test_arrays_that_flax_saves_in_pieces(tmp_path, monkeypatch):
+  """It does so from 1 GB on."""
+  monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 1000)
+  path = write_msgpack(tmp_path / "pieces", GATED, params(GATED))
+  assert b"__msgpack_chunked_array__" in path.read_bytes()
+  same(load_params(str(path), GATED), params(GATED))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_parts_are_read(format):
+  """What a device of several asks for."""
+  arrays = open_checkpoint(written(format, "1.1")).arrays
+  for name in (
+    "encoder/layers_1/mlp/wo/kernel",
+    "decoder/logits_dense/kernel",
+    "decoder/relpos_bias/rel_embedding",
+  ):
+    whole = arrays[name].whole()
+    assert whole.shape == arrays[name].shape and whole.dtype == arrays[name].dtype
+    for index in ((slice(1, 2), slice(None)), (slice(None), slice(8, 16)), (slice(0, 1),) * 2):
+      np.testing.assert_array_equal(arrays[name].read(index), whole[index])
+
+
+@pytest.mark.parametrize("format", ["t5x zarr", "hf", "own"])
+def test_shardings_are_kept(format):
+  mesh = jax.make_mesh((1,), ("model",))
+  wanted = []
+
+  def shardings(shapes):
+    spec = lambda leaf: jax.sharding.PartitionSpec(*[None] * (leaf.ndim - 1), "model")
+    wanted.append(jax.tree.map(lambda x: jax.sharding.NamedSharding(mesh, spec(x)), shapes))
+    return wanted[0]
+
+  path = written(format, "1.1")
+  got = load_params(path, GATED, shardings=shardings)
+  same(got, load_params(path, GATED))
+  assert jax.tree.map(lambda x: x.sharding, got) == wanted[0]
+  same(load_params(path, GATED, shardings=wanted[0]), got)
+
+
+# One array at a time.
+
+
+WIDE = tiny.config(vocab_size=4096, layers=4, emb_dim=128, mlp_dim=1024)
+
+
+def traced_peak(load):
+  """Most memory that Python and numpy held while `load` ran, in units of what it loaded."""
+  tracemalloc.start()
+  try:
+    tree = load()
+    peak = tracemalloc.get_traced_memory()[1]
+  finally:
+    tracemalloc.stop()
+  return peak / sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["as stored", "fused"])
+@pytest.mark.parametrize("format", ["t5x zarr", "t5x msgpack", "orbax", "hf", "own"])
+def test_no_file_is_read_whole(tmp_path, format, fused):
+  path = str(FORMATS[format](tmp_path / "wide", WIDE, params(WIDE)))
+  config = dataclasses.replace(WIDE, fused=fused)
+  param_shapes(WIDE), param_shapes(config)
+  assert traced_peak(lambda: load_params(path, config)) < 1.5
+
+
+def test_a_file_read_whole_would_be_seen(tmp_path):
+  path = write_msgpack(tmp_path / "wide", WIDE, params(WIDE))
+
+  def load_at_once():
+    tree = serialization.msgpack_restore(path.read_bytes())["optimizer"]["target"]
+    return jax.tree.map(np.array, tree)
+
+  assert traced_peak(load_at_once) > 2
+
+
+def alive_at_once(checkpoint, load):
+  """Most of what was read that was in memory at a time, as a share of all, while `load` ran."""
+  alive = peak = total = 0
+
+  def watched(array):
+    def read(index):
+      nonlocal alive, peak, total
+      values = np.array(array.read(index))
+      alive, total = alive + values.nbytes, total + values.nbytes
+      peak = max(peak, alive)
+      weakref.finalize(values, gone, values.nbytes)
+      return values
+
+    return dataclasses.replace(array, read=read)
+
+  def gone(size):
+    nonlocal alive
+    alive -= size
+
+  arrays = {name: watched(array) for name, array in checkpoint.arrays.items()}
+  load(checkpoint._replace(arrays=arrays))
+  return peak / total
+
+
+@pytest.mark.parametrize("config", [GATED, TIED], ids=["1.1", "1.0"])
+@pytest.mark.parametrize("fused", [False, True], ids=["as stored", "fused"])
+def test_one_array_is_read_at_a_time(fused, config):
+  checkpoint = open_checkpoint(written("t5x msgpack", "1.0" if config is TIED else "1.1"))
+  largest = max(np.prod(x.shape) for x in jax.tree.leaves(param_shapes(config)))
+  share = largest / sum(np.prod(x.shape) for x in jax.tree.leaves(param_shapes(config)))
+  if fused:
+    config = dataclasses.replace(config, fused=True, tied_logits=False)
+  assert alive_at_once(checkpoint, lambda it: it.load(config)) <= share < 0.5
+
+
+def test_all_arrays_at_a_time_would_be_seen():
+  checkpoint = open_checkpoint(written("t5x msgpack", "1.1"))
+  whole = lambda it: [array.whole() for array in it.arrays.values()]
+  assert alive_at_once(checkpoint, whole) == 1
+
+
+# From afar.
+
+
+class Bucket(http.server.BaseHTTPRequestHandler):
+  """As much of Google Cloud Storage as tensorstore asks for: objects, ranges of them and lists."""
+
+  def do_GET(self):
+    url = urllib.parse.urlparse(self.path)
+    query = dict(urllib.parse.parse_qsl(url.query))
+    root, _, name = url.path.removeprefix("/storage/v1/b/").partition("/o")
+    status, body, headers = self.answer(self.server.root, urllib.parse.unquote(name[1:]), query)
+    self.send_response(status)
+    for key, value in {"content-length": len(body), "x-goog-generation": 1, **headers}.items():
+      self.send_header(key, str(value))
+    self.end_headers()
+    self.wfile.write(body)
+
+  def answer(self, root, name, query):
+    if not name:
+      found = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+      start, end = query.get("startOffset", ""), query.get("endOffset", chr(0x10FFFF))
+      items = [{"name": name} for name in found if start <= name < end]
+      return 200, json.dumps({"items": items}).encode(), {}
+    if not (root / name).is_file():
+      return 404, b"", {}
+    body = (root / name).read_bytes()
+    if "range" not in self.headers:
+      return 200, body, {}
+    first, last = self.headers["range"].removeprefix("bytes=").split("-")
+    part = body[int(first) : int(last) + 1 if last else None]
+    if not part:
+      return 416, b"", {}
+    end = int(first) + len(part) - 1
+    return 206, part, {"content-range": f"bytes {first}-{end}/{len(body)}"}
+
+  def log_message(self, *_):
+    pass
+
+
+@pytest.fixture(scope="module")
+def bucket():
+  """Checkpoints behind the interface of Google Cloud Storage: the folder that is served."""
+  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
+  server.root = tiny_pair.folder()
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{server.server_port}")
+    patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+    yield server.root
+  server.shutdown()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_checkpoints_in_a_bucket(bucket, monkeypatch, format):
+  local = written(format, "1.1")
+  remote = f"gs://some-bucket/{pathlib.Path(local).relative_to(bucket)}"
+  size = (pathlib.Path(local) / "model.safetensors" if format == "hf" else bucket).stat().st_size
+  monkeypatch.setattr(files, "_BLOCK", size // 4 if format == "hf" else 1000)
+  same(load_params(remote, GATED), load_params(local, GATED))
+
+
+@pytest.mark.parametrize("bytes_more", [-1, 0, 1])
+def test_files_of_a_bucket_arrive_whole(bucket, monkeypatch, bytes_more):
+  """Whatever is left for the last of the blocks, down to nothing."""
+  monkeypatch.setattr(files, "_BLOCK", 100)
+  content = os.urandom(300 + bytes_more)
+  (bucket / "bytes").write_bytes(content)
+  with files.local("gs://some-bucket", "bytes") as path:
+    assert pathlib.Path(path).read_bytes() == content
+  assert not os.path.exists(path)
+
+
+def test_nothing_in_a_bucket(bucket):
+  refused("gs://some-bucket/formats/gone", "There is no model in", "gone")
+  zarr = pathlib.Path(written("t5x zarr", "1.1")).parent
+  refused(f"gs://some-bucket/{zarr.relative_to(bucket)}", "name one of checkpoint_1000 in it")
+
+
+# What cannot be loaded.
+
+
+def refused(path, *words, config=GATED):
+  with pytest.raises(InputError) as caught:
+    load_params(str(path), config)
+  for word in words:
+    assert word in str(caught.value)
+  assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_all_that_differs_is_told_by_name(format):
+  wrong = dataclasses.replace(GATED, num_encoder_layers=1, mlp_dim=64, gated=False)
+  refused(
+    written(format, "1.1"),
+    "arrays differ",
+    "decoder/layers_0/mlp/wo/kernel (found (32, 16), expected (64, 16))",
+    "decoder/layers_0/mlp/wi/kernel (found nothing, expected (16, 64))",
+    "decoder/layers_0/mlp/wi_0/kernel (found (16, 32), expected nothing)",
+    " more",
+    config=wrong,
+  )
+
+
+def test_arrays_of_whole_numbers_are_refused(tmp_path):
+  tree = rounded(params(GATED), np.int8)
+  refused(write_zarr(tmp_path, GATED, tree), "('int8', 16)", "expected (16,)")
+  path = write_hf(tmp_path / "hf", GATED, tree)
+  refused(path, "is stored as I8", "expected one of F32, F16, BF16")
+
+
+def test_a_name_that_is_not_t5s_is_told(mine):
+  path = mine("hf")
+  tensors = hf_tensors(GATED, params(GATED))
+  save_file({**tensors, "adapter.weight": np.ones(3, np.float32)}, path / "model.safetensors")
+  refused(path, "adapter.weight (found (3,), expected nothing)")
+
+
+@pytest.mark.parametrize("kept", ["shared", "encoder.embed_tokens", "decoder.embed_tokens"])
+def test_a_table_is_found_under_each_of_its_names(mine, kept):
+  path = mine("hf")
+  tensors = hf_tensors(GATED, params(GATED))
+  tensors[f"{kept}.weight"] = tensors.pop("shared.weight")
+  never_used = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+  save_file({**tensors, never_used: np.ones((32, 2), np.float32)}, path / "model.safetensors")
+  same(load_params(str(path), GATED), params(GATED))
+
+
+def test_logits_tied_but_not_scaled(mine):
+  """transformers 5 ties whatever has no matrix of its own, and says otherwise what is scaled."""
+  path = mine("hf")
+  tensors = hf_tensors(GATED, params(GATED))
+  del tensors["lm_head.weight"]
+  save_file(tensors, path / "model.safetensors")
+  about = hf_config(GATED) | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+  (path / "config.json").write_text(json.dumps(about))
+  got = load_params(str(path), GATED)
+  table = params(GATED)["token_embedder"]["embedding"]
+  np.testing.assert_array_equal(got["decoder"]["logits_dense"]["kernel"], table.T)
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "said"),
+  [
+    ("model_type", "umt5", "'t5'"),
+    ("feed_forward_proj", "gelu", "'gated-gelu'"),
+    ("relative_attention_num_buckets", 64, "32"),
+    ("layer_norm_epsilon", 1e-5, "1e-06"),
+    ("d_model", None, "d_model"),
+  ],
+)
+def test_other_models_are_refused(mine, field, value, said):
+  path = mine("hf")
+  about = {k: v for k, v in (hf_config(GATED) | {field: value}).items() if v is not None}
+  (path / "config.json").write_text(json.dumps(about))
+  refused(path, "config.json", field, said)
+
+
+class Bomb:
+  def __reduce__(self):
+    return os.mkdir, ("exploded",)
+
+
+def test_nothing_is_unpickled(mine, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  bomb = pickle.dumps(Bomb())
+  path = mine("hf")
+  (path / "model.safetensors").unlink()
+  (path / "pytorch_model.bin").write_bytes(bomb)
+  refused(path, "pickled", "save_pretrained")
+  (path / "model.safetensors").write_bytes(bomb)
+  refused(path, "model.safetensors is damaged")
+  for format, file in (("t5x msgpack", ""), ("t5x zarr", "checkpoint"), ("own", "params.msgpack")):
+    path = mine(format)
+    (path / file).write_bytes(bomb)
+    refused(path, "is damaged")
+  assert not os.path.exists("exploded")
+  pickle.loads(bomb)
+  assert os.path.exists("exploded")  # it would have been seen
+
+
+DAMAGES = {
+  "a chunk is gone": ("t5x zarr", "target.decoder.layers_0.mlp.wo.kernel/1.0", None),
+  "half a chunk": ("t5x zarr", "target.decoder.layers_0.mlp.wo.kernel/1.0", 0.5),
+  "an array is gone": ("t5x zarr", "target.decoder.layers_0.mlp.wo.kernel/.zarray", None),
+  "half an index": ("t5x zarr", "checkpoint", 0.5),
+  "half a file": ("t5x msgpack", "", 0.5),
+  "an array of Orbax is gone": ("orbax folders", "decoder.layers_0.mlp.wo.kernel/.zarray", None),
+  "half of what Orbax tells": ("orbax", "_METADATA", 0.5),
+  "half a database": ("orbax", "manifest.ocdbt", 0.5),
+  "half of safetensors": ("hf", "model.safetensors", 0.5),
+  "nothing of safetensors": ("hf", "model.safetensors", 0),
+  "one of three is gone": ("hf files", "model-00002-of.safetensors", None),
+  "half a list of files": ("hf files", "model.safetensors.index.json", 0.5),
+  "half a config": ("hf", "config.json", 0.5),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_told_in_a_sentence(mine, damage):
+  format, file, share = DAMAGES[damage]
+  path = mine(format)
+  file = path / file
+  content = file.read_bytes()
+  file.unlink()
+  if share is not None:
+    file.write_bytes(content[: int(len(content) * share)])
+  refused(path, path.name, "damaged")
+
+
+def test_folders_to_choose_from_and_unfinished_ones(mine, tmp_path):
+  path = mine("t5x zarr")
+  for name in ("checkpoint_2000", "checkpoint_3000.tmp-1700000000"):
+    shutil.copytree(path, tmp_path / name)
+  refused(tmp_path, "There is no model in", "name one of checkpoint_1000, checkpoint_2000 in it")
+  refused(tmp_path / "checkpoint_3000.tmp-1700000000", "never finished")
+  (path / "checkpoint").unlink()  # T5X writes it last
+  refused(path, "There is no model in", "expected")
+  state = pathlib.Path(written("orbax state", "1.1"))
+  refused(state.parent, "name one of 7 in it")
+  refused(tmp_path / "gone", "There is no model in")
+
+
+def test_what_holds_no_t5(tmp_path):
+  path = write_orbax(tmp_path / "other", None, {"dense": {"kernel": np.ones((2, 3), np.float32)}})
+  refused(path, "holds no T5", "dense/kernel")
+  tree = flat(params(GATED))
+  del tree["encoder/relpos_bias/rel_embedding"]
+  path = write_msgpack(tmp_path / "half", None, traverse_util.unflatten_dict(tree, sep="/"))
+  refused(path, "encoder/relpos_bias/rel_embedding")
+
+
+@pytest.mark.skipif(
+  not (tiny.SHARED / "data/t5x_testdata").is_dir(), reason="T5X's test data is not there"
+)
+def test_t5xs_own_test_file():
+  path = tiny.SHARED / "data/t5x_testdata/test_t5_tiny.checkpoint_0"
+  config = open_checkpoint(str(path)).config
+  published = t5_config("tiny", "1.1", vocab_size=32128, padded_vocab_size=None)
+  assert config == published
+  want = serialization.msgpack_restore(path.read_bytes())["optimizer"]["target"]
+  same(load_params(str(path), config), want)
