@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from specdec_jax import pairs
 from specdec_jax.data.vocabulary import EOS_ID
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.experiments import translate as translating
