@@ -103,6 +103,9 @@ class Attention(nn.Module):
 
   def _heads(self, x: Array) -> Array:  # [B, K, H * D] -> [B, H, K, D]
     cfg = self.config
+    # On a TPU the order of axes wanted here would reach back through the product to its kernel, of
+    # which each step would make a copy in another layout. The compiler for CPUs drops the barrier.
+    x = lax.optimization_barrier(x)
     return x.reshape(*x.shape[:2], cfg.num_heads, cfg.head_dim).swapaxes(1, 2)
 
 

@@ -1,0 +1,81 @@
+"""Compile decoding for TPU v4, without a TPU, and print what the compiler says of it.
+
+  python scripts/compile_tpu.py --output report.json
+
+Programs and columns are explained below the table and in experiments/tpu_v4/README.md.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import pathlib
+
+import jax
+
+from specdec_jax.errors import InputError
+from specdec_jax.experiments import tpu_compile
+from specdec_jax.models.config import named_dtype, t5_config
+from specdec_jax.reporting.formats import render
+from specdec_jax.sampling import Sampling
+
+_NOT_SETTINGS = "format", "output"
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+  parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
+  parser.add_argument("--target", default="xxl", help="size of the target: tiny to xxl (default)")
+  parser.add_argument("--draft", default="small", help="size of the draft (small)")
+  parser.add_argument("--version", default="1.1", help="of T5: 1.0 or 1.1 (default)")
+  parser.add_argument("--dtype", default="bfloat16", help="bfloat16 (default) or float32")
+  parser.add_argument("--chips", type=int, default=1, help="1 (default), 2 or 4, the v4-8 slice")
+  parser.add_argument("--gamma", type=int, default=7, help="guesses in a round (7)")
+  parser.add_argument("--batch_size", type=int, default=1, help="rows (1)")
+  parser.add_argument("--source_tokens", type=int, default=128, help="of the prompt (128)")
+  parser.add_argument("--max_new_tokens", type=int, default=128, help="limit of each row (128)")
+  parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (1); 0 is argmax")
+  parser.add_argument(
+    "--fused", action="store_true", help="parameters as t5.for_decoding lays them out; one chip"
+  )
+  parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
+  parser.add_argument("--output", help="a file for the report as JSON")
+  args = parser.parse_args()
+  try:
+    layout = dict(fused=True, tied_logits=False) if args.fused else {}
+    configs = [
+      t5_config(size, args.version, dtype=named_dtype(args.dtype), **layout)
+      for size in (args.target, args.draft)
+    ]
+    programs = tpu_compile.programs(
+      *configs,
+      tpu_compile.v4_devices(args.chips),
+      gamma=args.gamma,
+      batch_size=args.batch_size,
+      source_tokens=args.source_tokens,
+      max_new_tokens=args.max_new_tokens,
+      sampling=Sampling(args.temperature),
+    )
+    report = tpu_compile.report(programs, args.gamma)
+    settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "specdec_jax")}
+    title = (
+      f"T5 {args.version} {args.target} with {args.draft}{' (fused)' * args.fused}, gamma "
+      f"{args.gamma}, {args.dtype}, batch {args.batch_size}, {args.chips} TPU v4 chip(s), jax "
+      f"{versions['jax']}, libtpu {versions['libtpu']}"
+    )
+    print(render(tpu_compile.report_table(report, title), args.format), end="")
+    if args.output:
+      text = json.dumps({"settings": settings, "versions": versions, **report}, indent=2)
+      pathlib.Path(args.output).write_text(text + "\n", encoding="utf-8")
+  except InputError as error:
+    parser.exit(2, f"error: {error}\n")
+  except OSError as error:
+    parser.exit(2, f"error: cannot use '{error.filename}': {error.strerror}.\n")
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    parser.exit(1, f"error: it does not fit: {error}\n")
+
+
+if __name__ == "__main__":
+  main()

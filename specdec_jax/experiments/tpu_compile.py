@@ -1,0 +1,401 @@
+"""What the compiler for TPU v4 makes of decoding, asked without a TPU: memory, bytes, copies.
+
+Programs are lowered for a described slice on shapes alone, so no weights are needed either.
+"""
+
+import collections
+import functools
+import importlib.util
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Compiled, Lowered
+
+from specdec_jax.decoding import (
+  autoregressive_decode,
+  begin,
+  free_draft,
+  one_round,
+  speculative_decode,
+)
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.models.config import T5Config
+from specdec_jax.models.t5 import init_params, t5_model
+from specdec_jax.partitioning import (
+  REPLICATED,
+  RULES,
+  Rules,
+  make_mesh,
+  param_shardings,
+  partitioned,
+  state_shardings,
+)
+from specdec_jax.protocols import Draft
+from specdec_jax.reporting.tables import MISSING, Table
+from specdec_jax.sampling import Sampling, draw
+
+HBM_BYTES_PER_SECOND = 1.2e12  # of a TPU v4 chip
+
+LOOPS = "speculative loop", "plain loop"
+
+LEGEND = (
+  "All numbers are of one chip. accessed: bytes read and written as the compiler counts them, on "
+  "the chip (CMEM) too, and the body of a loop once, so that of the two loops it is the start and "
+  "one round. HBM: the same compiled without CMEM; in a round all steps of the draft. of a step: "
+  "HBM bytes over a decode step's; a round's over a plain step's, which samples and commits too. "
+  "HBM ms: the time that those bytes take at 1.2 TB/s; nothing was run."
+)
+
+Programs = dict[str, Callable[[], Lowered]]  # by name, lowered when called
+
+# As it is, the compiler fetches weights into memory on the chip (CMEM) ahead of their use, and
+# counts what is written and read there too. Without that, it counts traffic with HBM alone.
+HBM_ONLY: dict[str, str | bool] = {"xla_tpu_cmem_memory_space_assignment": False}
+
+
+class Program(NamedTuple):
+  """What the compiler says of one program: bytes and operations on each chip.
+
+  Attributes:
+    arguments: weights, and what else is passed in.
+    temporaries: what it needs besides.
+    peak: most memory in use at any time.
+    accessed: bytes read and written; the body of a loop counts once.
+    operations: arithmetic, likewise.
+    weight_copies: see the function.
+    host_transfers: instructions that talk to the host.
+    collectives: instructions that talk to other chips.
+  """
+
+  arguments: int
+  temporaries: int
+  peak: int
+  accessed: int
+  operations: int
+  weight_copies: list[str]
+  host_transfers: int
+  collectives: int
+
+
+def v4_devices(num_chips: int) -> Sequence[jax.Device]:
+  """Chips of a TPU v4-8 host to compile for; nothing can run on them.
+
+  To be called before jax does anything else: this process will use its CPU only.
+
+  Raises:
+    InputError: libtpu, the compiler, is not installed, or there are not so many chips.
+  """
+  if importlib.util.find_spec("libtpu") is None:
+    raise InputError("libtpu, the compiler for TPU, is missing; pip install 'specdec_jax[tpu]'.")
+  if num_chips not in (1, 2, 4):
+    raise InputError(f"{num_chips} chips are asked for; a TPU v4-8 has 4: give 1, 2 or 4.")
+  jax.config.update("jax_platforms", "cpu")
+  os.environ.update(
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_ACCELERATOR_TYPE="v4-8",
+    TPU_WORKER_HOSTNAMES="localhost",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # no TPU is held
+  )
+  # Both cores of a chip as one device with all of its memory, as a TPU VM has them.
+  described = topologies.get_topology_desc(
+    "v4:2x2x1", "tpu", chip_config_name="megacore", chips_per_host_bounds=(2, 2, 1)
+  )
+  return described.devices[:num_chips]
+
+
+def programs(
+  target: T5Config,
+  draft: T5Config,
+  devices: Sequence[jax.Device],
+  *,
+  gamma: int = 7,
+  batch_size: int = 1,
+  source_tokens: int = 128,
+  max_new_tokens: int = 128,
+  sampling: Sampling = Sampling(),
+) -> Programs:
+  """Both loops, and apart what a round is made of.
+
+  The target is cut over all devices, the draft is whole on each. Parameters have the models' dtypes
+  and the layouts that `jax.device_put` gives; caches of the parts have the compiler's own choice,
+  as they have inside a loop.
+
+  Raises:
+    InputError: the devices cannot share the target, or a size is no whole number from 1.
+  """
+  sizes = dict(
+    gamma=gamma,
+    batch_size=batch_size,
+    source_tokens=source_tokens,
+    max_new_tokens=max_new_tokens,
+  )
+  for name, size in sizes.items():
+    require_count(name, size)
+  mesh = make_mesh(len(devices), devices)
+  p, q = partitioned(t5_model(target), mesh), partitioned(t5_model(draft), mesh, REPLICATED)
+  guesses = partitioned(model_draft(t5_model(draft), sampling, gamma), mesh, REPLICATED)
+  free = free_draft(target.vocab_size)
+  everywhere = NamedSharding(mesh, PartitionSpec())
+
+  def array(shape, dtype, sharding=everywhere) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  def params(config: T5Config, rules: Rules):
+    shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+    places = param_shardings(shapes, mesh, rules)
+    return jax.tree.map(lambda x, place: array(x.shape, config.dtype, place), shapes, places)
+
+  p_params, q_params = params(target, RULES), params(draft, REPLICATED)
+  prompt = array((batch_size, source_tokens), jnp.int32)
+  rng = array((batch_size,), jax.eval_shape(jax.random.key, 0).dtype)
+  num_slots = 1 + max_new_tokens + gamma + 1
+
+  def part(function: Callable, params, state, places, *args) -> Lowered:
+    """function(*params, state, *args) -> (state, results), with the state updated in place."""
+    place_of = lambda x: x.sharding
+    chosen = jax.tree.map(lambda place: Format(Layout.AUTO, place), places)
+    jitted = jax.jit(
+      function,
+      in_shardings=(*jax.tree.map(place_of, params), chosen, *map(place_of, args)),
+      out_shardings=(chosen, None),
+      donate_argnums=len(params),
+    )
+    return jitted.lower(*params, state, *args)
+
+  def of_target(block: int) -> Lowered:
+    def extend(target_params, cache, tokens):
+      logits, cache = p.extend(target_params, cache, tokens)
+      return cache, logits
+
+    cache = jax.eval_shape(lambda *args: p.start(*args, num_slots), p_params, prompt)
+    tokens = array((batch_size, block), jnp.int32)
+    return part(extend, (p_params,), cache, state_shardings(cache, mesh, RULES), tokens)
+
+  def of_draft() -> Lowered:
+    def step(draft_params, cache, tokens, rng):
+      logits, cache = q.extend(draft_params, cache, tokens)
+      return cache, draw(rng, logits[:, 0], sampling)
+
+    cache = jax.eval_shape(lambda *args: q.start(*args, num_slots), q_params, prompt)
+    places = state_shardings(cache, mesh, REPLICATED)
+    tokens = array((batch_size, 1), jnp.int32)
+    return part(step, (q_params,), cache, places, tokens, rng)
+
+  def of_round(draft: Draft, draft_params) -> Lowered:
+    def run(target_params, draft_params, state, rng):
+      models = p, draft, target_params, draft_params
+      return one_round(*models, rng, sampling, 1.0, 1, state), ()
+
+    params = p_params, draft_params
+    start = functools.partial(begin, p, draft, limit=max_new_tokens)
+    state = jax.eval_shape(start, *params, prompt)
+    places = state_shardings(state, mesh, REPLICATED)
+    places = places._replace(target=state_shardings(state.target, mesh, RULES))
+    return part(run, params, state, places, rng)
+
+  how = dict(max_new_tokens=max_new_tokens, sampling=sampling)
+  return {
+    "speculative loop": lambda: speculative_decode.lower(
+      p, guesses, p_params, q_params, prompt, rng, **how
+    ),
+    "plain loop": lambda: autoregressive_decode.lower(p, p_params, prompt, rng, **how),
+    "plain step": lambda: of_round(free, ()),
+    "round": lambda: of_round(guesses, q_params),
+    "decode step": lambda: of_target(1),
+    "verify": lambda: of_target(gamma + 1),
+    "draft step": of_draft,
+  }
+
+
+def examine(compiled: Compiled) -> Program:
+  """What there is to know of a compiled program."""
+  memory: Any = compiled.memory_analysis()
+  cost: Any = compiled.cost_analysis()
+  hlo = compiled.as_text() or ""
+  count = lambda ops: len(re.findall(rf" ({ops})(-start)?\(", hlo))
+  return Program(
+    arguments=memory.argument_size_in_bytes,
+    temporaries=memory.temp_size_in_bytes,
+    peak=memory.peak_memory_in_bytes,
+    accessed=round(cost["bytes accessed"]),
+    operations=round(cost["flops"]),
+    weight_copies=weight_copies(hlo),
+    host_transfers=count("infeed|outfeed|send|recv"),
+    collectives=count("all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"),
+  )
+
+
+def hbm_bytes(programs: Programs, gamma: int) -> dict[str, int]:
+  """What each part of a round reads from HBM and writes there, the round with all of its steps."""
+  compiled = {
+    name: lower().compile(compiler_options=HBM_ONLY)
+    for name, lower in programs.items()
+    if name not in LOOPS
+  }
+  accessed = {name: examine(program).accessed for name, program in compiled.items()}
+  # The draft's gamma guesses are a first call and a loop of gamma - 1 steps; one was counted.
+  accessed["round"] += max(0, gamma - 2) * accessed["draft step"]
+  return accessed
+
+
+def over_a_step(accessed: dict[str, int]) -> dict[str, float]:
+  """Bytes of a pass over gamma + 1 tokens and of a draft step over those of a decode step, and of
+  a round over those of a plain step.
+
+  The first two are v(gamma) and c (Definition 7) of a machine that waits for memory alone.
+  """
+  return {
+    "verify": accessed["verify"] / accessed["decode step"],
+    "draft step": accessed["draft step"] / accessed["decode step"],
+    "round": accessed["round"] / accessed["plain step"],
+  }
+
+
+def report(programs: Programs, gamma: int) -> dict[str, Any]:
+  """All that the compiler says of `programs`; takes minutes.
+
+  Returns:
+    'programs': for each the fields of `Program` and the 'seconds' it took to compile. 'hbm_bytes'
+    and 'over_a_step': of the functions.
+  """
+  found = {}
+  for name, lower in programs.items():
+    since = time.perf_counter()
+    program = examine(lower().compile())
+    found[name] = {**program._asdict(), "seconds": round(time.perf_counter() - since, 1)}
+  accessed = hbm_bytes(programs, gamma)
+  return {"programs": found, "hbm_bytes": accessed, "over_a_step": over_a_step(accessed)}
+
+
+def report_table(report: dict[str, Any], title: str) -> Table:
+  """A report for people."""
+  columns = "program|arguments GB|temporaries GB|peak GB|accessed GB|HBM GB|of a step|HBM ms"
+  columns += "|GFLOP|weight copies|collectives|compiled s"
+  giga = lambda amount: f"{amount / 1e9:.3f}"
+  rows = []
+  for name, program in report["programs"].items():
+    hbm, ratio = report["hbm_bytes"].get(name), report["over_a_step"].get(name)
+    rows.append(
+      (
+        name,
+        *(giga(program[field]) for field in ("arguments", "temporaries", "peak", "accessed")),
+        giga(hbm) if hbm else MISSING,
+        f"{ratio:.3f}" if ratio else MISSING,
+        f"{hbm / HBM_BYTES_PER_SECOND * 1e3:.2f}" if hbm else MISSING,
+        f"{program['operations'] / 1e9:.1f}",
+        f"{len(program['weight_copies'])}",
+        f"{program['collectives']}",
+        f"{program['seconds']:.0f}",
+      )
+    )
+  return Table(title, tuple(columns.split("|")), tuple(rows), (LEGEND,))
+
+
+class _Instruction(NamedTuple):
+  """One line of a module's text."""
+
+  shape: str  # of the result, layout and memory with it
+  op: str
+  operands: list[str]
+  line: str
+
+  def calls(self, role: str) -> list[str]:
+    return re.findall(rf"(?:{role})=%([\w.-]+)", self.line)
+
+  def first(self, pattern: str) -> str:
+    return (re.findall(pattern, self.line) or [""])[0]
+
+
+_Computations = dict[str, dict[str, _Instruction]]
+
+# What fetches an array into memory on the chip, slice by slice, or names it: not a copy.
+_SAME = {"bitcast", "opt-barrier", "copy-start", "copy-done", "slice-start", "slice-done"}
+_SAME |= {"async-start", "async-done", "custom-call"}
+
+
+def weight_copies(hlo: str) -> list[str]:
+  """Copies of whole kernels or embedding tables that an optimised program makes, and of which.
+
+  A copy is an instruction, in a loop or outside, that reads such a matrix and makes something as
+  large which is no product: another layout or dtype, or several matrices put together. Fetching a
+  matrix into memory on the chip as it is does not count.
+  """
+  computations, entry = _parse(hlo)
+  callers = {  # of the body of a loop: the computation and the instruction that run it
+    body: (computation, name)
+    for computation, instructions in computations.items()
+    for name, instruction in instructions.items()
+    for body in instruction.calls("body|condition")
+  }
+
+  def weight(computation: str, name: str, path: tuple[int, ...] = ()) -> _Instruction | None:
+    """The entry's parameter that this is, or in a tuple what is at `path`, if that is a matrix."""
+    instruction = computations[computation].get(name)
+    if instruction is None:
+      return None
+    if instruction.op == "parameter":
+      if computation == entry:
+        return instruction if instruction.first(r"'(kernel|embedding)\W") else None
+      return weight(*callers[computation], path)
+    if instruction.op == "get-tuple-element":
+      index = int(instruction.first(r"index=(\d+)"))
+      return weight(computation, instruction.operands[0], (index, *path))
+    if instruction.op == "tuple":
+      return weight(computation, instruction.operands[path[0]], path[1:])
+    if instruction.op in _SAME | {"while"} and instruction.operands:
+      return weight(computation, instruction.operands[0], path)
+    return None
+
+  copies = []
+  for computation in (entry, *callers):
+    for name, instruction in computations[computation].items():
+      if instruction.op in _SAME | {"tuple", "get-tuple-element", "while"}:
+        continue
+      for operand in instruction.operands:
+        source = weight(computation, operand)
+        if (
+          source
+          and _size(instruction.shape) >= _size(source.shape)
+          and not _multiplies(computations, instruction)
+        ):
+          of = source.first('op_name="(.*?)"').replace("\\", "")
+          copies.append(f"{name} ({instruction.shape.split('{')[0]}) of {of}")
+  return copies
+
+
+def _parse(hlo: str) -> tuple[_Computations, str]:
+  """Instructions by name, by computation; and which computation is the entry."""
+  computations: _Computations = collections.defaultdict(dict)
+  entry = computation = ""
+  for line in hlo.splitlines():
+    if head := re.match(r"(ENTRY )?%(\S+) .*{$", line):
+      computation = head[2]
+      entry = computation if head[1] else entry
+    elif found := re.match(r"\s+(?:ROOT )?%(\S+) = (.+?) ([a-z][a-z-]*)\((.*?)\)", line):
+      name, shape, op, operands = found.groups()
+      operands = re.findall(r"%([\w.-]+)", operands)
+      computations[computation][name] = _Instruction(shape, op, operands, line)
+  return computations, entry
+
+
+def _multiplies(computations: _Computations, instruction: _Instruction) -> bool:
+  """Whether it is a product, possibly one written as a sum, or has one fused into it."""
+  inside = (i for name in instruction.calls("calls") for i in computations[name].values())
+  product = instruction.op in ("convolution", "dot", "reduce")
+  return product or any(_multiplies(computations, i) for i in inside)
+
+
+def _size(shape: str) -> int:
+  """Elements of an array, or of the largest one in a tuple."""
+  dimensions = re.findall(r"\w\[([\d,]*)\]", shape)
+  return max((math.prod(int(n) for n in one.split(",") if n) for one in dimensions), default=0)
