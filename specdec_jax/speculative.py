@@ -64,8 +64,12 @@ def residual(p: Array, q: Array, lenience: float = 1.0) -> Array:
   p = q up to rounding can leave nothing at all; a refusal then had probability 0 up to rounding,
   and p itself is the right limit.
   """
-  left = jnp.maximum(p - lenience * q, 0.0)
-  return jnp.where(left.sum(axis=-1, keepdims=True) > 0, left, p)
+  q = lenience * q
+  # Decided by comparing: a compiler may work out p - q twice, rounded in two ways (a fused
+  # multiply-add in one), and then what is found to be left in one place is not there in the other.
+  above = p > q
+  left = jnp.where(above, jnp.maximum(p - q, jnp.finfo(p.dtype).tiny), 0.0)
+  return jnp.where(above.any(axis=-1, keepdims=True), left, p)
 
 
 def emitted_distribution(p: Array, q: Array, lenience: float = 1.0) -> Array:

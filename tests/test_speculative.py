@@ -20,7 +20,7 @@ from specdec_jax.drafts.model import model_draft
 from specdec_jax.models.t5 import t5_model
 from specdec_jax.protocols import Draft
 from specdec_jax.sampling import Sampling, distribution
-from specdec_jax.speculative import speculative_sample
+from specdec_jax.speculative import emitted_distribution, residual, speculative_sample
 
 # One round on tables. V tokens; the text is a Markov chain, so p and q depend on the text so far.
 V = 5
@@ -295,6 +295,20 @@ def a_batch(batch=64, gamma=3, seed=0):
   q = rng.dirichlet(np.ones(V), (batch, gamma)).astype(np.float32)
   p = rng.dirichlet(np.ones(V), (batch, gamma + 1)).astype(np.float32)
   return rng.integers(0, V, (batch, gamma)), q, p
+
+
+def test_something_is_left_however_the_compiler_rounds():
+  """p <= q by rounding alone, with p made in the same program, which may round it in two ways.
+
+  Compiled as tests are (`conftest.py`), a residual whose sum was compared with 0 came out empty.
+  """
+  logits = 3 * np.random.default_rng(0).normal(size=(16, 72)).astype(np.float32)
+  by_numpy = np.exp(logits - logits.max(axis=-1, keepdims=True))
+  q = np.maximum(by_numpy / by_numpy.sum(axis=-1, keepdims=True), jax.nn.softmax(logits))
+  emitted = lambda logits, q: emitted_distribution(jax.nn.softmax(logits), q)
+  left = lambda logits, q: residual(jax.nn.softmax(logits), q)
+  assert (jax.jit(left)(logits, q).sum(axis=-1) > 0).all()
+  np.testing.assert_allclose(jax.jit(emitted)(logits, q), q, atol=1e-6)
 
 
 def test_one_key_is_a_key_for_each_row():
