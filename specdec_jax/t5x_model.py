@@ -18,11 +18,14 @@ from jax import Array
 from t5x import checkpoints, decoding, models
 from t5x.examples.t5 import network
 
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import T5Config
+from specdec_jax.experiments.speed import Baseline
+from specdec_jax.models.config import T5Config, named_dtype
 from specdec_jax.models.t5 import PAD_ID, t5_model
+from specdec_jax.pairs import EMBEDDED, Pair
 from specdec_jax.protocols import Decoded, Rounds
 from specdec_jax.sampling import Sampling, distribution
 
@@ -293,6 +296,18 @@ def t5x_decode(
     num_emitted=one_each.astype(jnp.int32),
   )
   return Decoded(tokens, lengths, rounds, lengths.max(), jnp.full(len(prompt), -1, jnp.int32))
+
+
+def t5x_baseline(pair: Pair, checkpoint: str = str(EMBEDDED / "target")) -> Baseline:
+  """t5x's decoding of a pair's target, to time beside ours: `speedup.speedup.baseline`.
+
+  Args:
+    pair: what is measured.
+    checkpoint: its target's, read again, since t5x wants its parameters apart.
+  """
+  stored = open_checkpoint(checkpoint)
+  config = dataclasses.replace(stored.config, dtype=named_dtype(pair.dtype))
+  return Baseline("t5x", functools.partial(t5x_decode, config, stored.load(config)))
 
 
 class PairCheckpointer:

@@ -45,6 +45,7 @@ from specdec_jax.experiments.speed import (
   measure_speed,
   num_rounds,
   num_tokens,
+  own_baseline,
   row_keys,
 )
 from specdec_jax.models.t5 import for_decoding, t5_model
@@ -518,8 +519,12 @@ def test_a_run_on_other_texts_is_no_repeat(results, asked, change):
 
 def test_batches_and_samples_leave_open_what_cannot_be_said(tmp_path):
   """A batch has no one text to predict for; sampled output has no twin to be identical to."""
+  theirs = own_baseline(tiny_pair.pair("target"))._replace(name="theirs")
   with records.open_results(tmp_path) as path:
-    (record,) = measure_it(path, samplings=[RANDOM], draft="target", batch_size=3)
+    (record,) = measure_it(path, samplings=[RANDOM], draft="target", batch_size=3, baseline=theirs)
+    own = dataclasses.replace(record, baseline="own")
+    assert records.missing(path, [record, own]) == [own]
+  assert record.baseline == "theirs" and record.speedup > 0
   assert not_measured(record) == ["predicted_text", "identical"]
   # The target as its own draft: every guess stands.
   assert record.alpha == pytest.approx(1, abs=1e-5) and record.acceptance_rate == 1

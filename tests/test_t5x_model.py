@@ -7,18 +7,22 @@ import pathlib
 import subprocess
 import sys
 
+import gin
 import jax
 import numpy as np
 import pytest
 import tiny
+import tiny_pair
 from flax import core
 
+from specdec_jax import records
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.t5 import t5_model
+from specdec_jax.run import main
 from specdec_jax.sampling import Sampling
 
 models = pytest.importorskip("t5x.models", reason="t5x is not installed: see docs/t5x.md")
@@ -31,6 +35,7 @@ from specdec_jax import t5x_model  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LIMIT, EXAMPLES = 20, 5
+PAIR = dict(target="target", draft="near", vocabulary="vocabulary.model")
 TARGET = tiny.config(vocab_size=264)
 SMALL = tiny.config(vocab_size=264, layers=1)
 
@@ -222,6 +227,30 @@ def test_baseline_decodes_what_our_own_does():
   emitted = theirs.rounds.num_emitted
   np.testing.assert_array_equal(emitted, ours.rounds.num_emitted)
   assert theirs.num_rounds == ours.num_rounds
+
+
+def test_speed_is_measured_over_t5xs_decoding(tmp_path):
+  """By gin, at temperature 0; the outputs are t5x's own."""
+  settings = {
+    **{f"pairs.load_pair.{part}": str(tiny_pair.folder() / name) for part, name in PAIR.items()},
+    "t5x_model.t5x_baseline.checkpoint": str(tiny_pair.folder() / "target"),
+    "TEMPERATURES": (0.0,),
+    "GAMMAS": (2,),
+    "MAX_NEW_TOKENS": 12,
+    "REPEATS": 1,
+    "OUTPUT_DIR": str(tmp_path),
+    "INPUT": str(tmp_path / "in.txt"),
+  }
+  (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in tiny_pair.SENTENCES[:3]))
+  files = ["--gin_file=gin/runs/speedup.gin", "--gin_file=gin/t5x/baseline.gin"]
+  flags = [f"--gin.{name}={value!r}" for name, value in settings.items()]
+  try:
+    assert main(["run", "--jax_compilation_cache_dir=", *files, *flags]) in (None, 0)
+  finally:
+    gin.clear_config()
+  (record,) = records.read(str(tmp_path / "results.jsonl"))
+  assert (record.baseline, record.identical, record.predicted_text) == ("t5x", True, None)
+  assert record.speedup > 0
 
 
 def write_checkpoint(folder: pathlib.Path, config, params, orbax: bool) -> str:

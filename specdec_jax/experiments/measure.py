@@ -13,12 +13,14 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.alpha import measure_alpha
 from specdec_jax.experiments.costs import Costs, operations_ratio
 from specdec_jax.experiments.speed import (
+  Baseline,
   acceptance_by_position,
   acceptance_rate,
   identical,
   measure_speed,
   num_rounds,
   num_tokens,
+  own_baseline,
 )
 from specdec_jax.pairs import Pair
 from specdec_jax.records import Record
@@ -37,6 +39,7 @@ def measure(
   seed: int = 0,
   lenience: float = 1.0,
   progress: Callable[[Sampling, int, int], None] = lambda sampling, done, total: None,
+  baseline: Baseline | None = None,
 ) -> list[Record]:
   """Append a record to file `results` for each sampling and gamma that it lacks.
 
@@ -52,24 +55,27 @@ def measure(
     seed: of all sampling.
     lenience: l of Appendix A.5; 1 for exactness.
     progress: called with the sampling, and how many of all batches are done.
+    baseline: what speed is compared with; None for our own plain decoding.
 
   Returns:
     The records of all these settings, measured now or before.
   """
   require_count("batch_size", batch_size)
   require_count("repeats", repeats)
+  baseline = baseline or own_baseline(pair)
   samplings = [*samplings]
   if not (texts and gammas and samplings):
     raise InputError("There is nothing to measure: no texts, no gammas, or no samplings.")
   prompts = [pair.prompt(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
   settings = settings_to_measure(
-    pair, texts, samplings, gammas, batch_size, max_new_tokens, seed, lenience
+    pair, texts, samplings, gammas, batch_size, max_new_tokens, seed, lenience, baseline.name
   )
   for i, sampling in enumerate(dict.fromkeys(map(_sampling, records.missing(results, settings)))):
     if i:  # its programs are others than the last one's, and a process may map only so many
       jax.clear_caches()
     todo = [s for s in records.missing(results, settings) if _sampling(s) == sampling]
-    for record in _measure(pair, prompts, sampling, todo, max_new_tokens, repeats, progress):
+    settings_of_speed = max_new_tokens, repeats, progress, baseline
+    for record in _measure(pair, prompts, sampling, todo, *settings_of_speed):
       records.append(results, record)
   wanted = {records.key(s) for s in settings}
   return [r for r in records.read(results) if records.key(r) in wanted]
@@ -84,6 +90,7 @@ def settings_to_measure(
   max_new_tokens: int,
   seed: int,
   lenience: float,
+  baseline: str = "own",
 ) -> list[Record]:
   """A record for each sampling and gamma, with nothing measured yet; arguments as `measure`."""
   device = jax.devices()[0]
@@ -102,6 +109,7 @@ def settings_to_measure(
       num_examples=len(texts),
       inputs=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
       max_new_tokens=max_new_tokens,
+      baseline=baseline,
       platform=device.platform,
       device_kind=device.device_kind,
       dtype=pair.dtype,
@@ -117,7 +125,7 @@ def _sampling(setting: Record) -> Sampling:
   return Sampling(setting.temperature, setting.top_k, setting.top_p)
 
 
-def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progress):
+def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progress, baseline):
   """The settings, which differ in gamma only, as measured records."""
   since = time.perf_counter()
   gammas = [s.gamma for s in settings]
@@ -131,6 +139,7 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
     settings[0].seed,
     settings[0].lenience,
     progress=lambda done: progress(sampling, done, len(prompts)),
+    baseline=baseline,
   )
   lenience = settings[0].lenience
   if pair.simulated_alpha is None:
@@ -175,7 +184,7 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
       operations_factor=operations,
       predicted_theorem8=float(predicted(1.0)),
       predicted_measured_cost=float(predicted(costs.v)),
-      predicted_text=_predicted_text(speed.baseline, alpha, gamma, costs),
+      predicted_text=_predicted_text(setting, speed.baseline, alpha, costs),
       baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
       speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
       speedup=speed.speedup(gamma),
@@ -185,13 +194,13 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
     )
 
 
-def _predicted_text(baseline, alpha: float, gamma: int, costs: Costs) -> float | None:
-  """`theory.text_improvement` for the baseline's own lengths; None for batches.
+def _predicted_text(setting: Record, baseline, alpha: float, costs: Costs) -> float | None:
+  """`theory.text_improvement` for the baseline's own lengths; None for batches, or another's steps.
 
   A batch runs until its slowest row ends, which the closed form for one text does not know.
   """
-  if any(len(o.lengths) > 1 for o in baseline):
+  if setting.batch_size > 1 or setting.baseline != "own":
     return None
   lengths = [int(o.lengths[0]) for o in baseline]
   starts = costs.target_start / costs.target_step, costs.draft_start / costs.target_step
-  return theory.text_improvement(alpha, gamma, costs.c, costs.v, lengths, *starts)
+  return theory.text_improvement(alpha, setting.gamma, costs.c, costs.v, lengths, *starts)

@@ -24,6 +24,24 @@ from specdec_jax.sampling import Sampling
 NUM_COSTED = 24  # texts at which costs are timed
 
 
+class Baseline(NamedTuple):
+  """Plain decoding of a pair's target, which speed is compared with.
+
+  Attributes:
+    name: whose it is, for records.
+    decode: (prompt, rng, *, max_new_tokens, sampling) -> Decoded, as `autoregressive_decode`.
+  """
+
+  name: str
+  decode: Callable[..., Decoded]
+
+
+def own_baseline(pair: Pair) -> Baseline:
+  """Our own plain decoding."""
+  decode = functools.partial(autoregressive_decode, pair.target, pair.target_params)
+  return Baseline("own", decode)
+
+
 class Speed(NamedTuple):
   """Totals over all texts, seconds by the median of the repeats of each.
 
@@ -104,15 +122,17 @@ def measure_speed(
   seed: int = 0,
   lenience: float = 1.0,
   progress: Callable[[int], None] = lambda done: None,
+  baseline: Baseline | None = None,
 ) -> Speed:
   """Decode each prompt [B, P] plainly and with each gamma, interleaved, and keep the medians.
 
   A machine that others use slows down and speeds up within minutes, so what decoding is made of is
   timed in turn with the decodes, at NUM_COSTED texts, or up to twice as many, spread evenly.
 
-  `progress` is called after each prompt with how many are done.
+  `progress` is called after each prompt with how many are done; `baseline` is our own if not given.
   """
-  baseline: list[Decoded] = []
+  plain_decode = (baseline or own_baseline(pair)).decode
+  plain_outputs: list[Decoded] = []
   speculative: dict[int, list[Decoded]] = {gamma: [] for gamma in gammas}
   seconds, part_seconds, at = [], [], 0
   common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, sampling=sampling)
@@ -126,7 +146,7 @@ def measure_speed(
     at += len(prompt)
 
     def plain(prompt=prompt, rng=rng):
-      return autoregressive_decode(pair.target, pair.target_params, prompt, rng, **common)
+      return plain_decode(prompt, rng, **common)
 
     def speculate(draft, prompt=prompt, rng=rng):
       params = pair.target_params, pair.draft_params
@@ -139,14 +159,14 @@ def measure_speed(
     costed = parts if i % every == 0 else []
     medians, outputs = interleaved_medians([*calls, *costed], repeats)
     outputs = [require_finite(decoded) for decoded in jax.device_get(outputs[: len(decodes)])]
-    baseline.append(outputs[0])
+    plain_outputs.append(outputs[0])
     for gamma, output in zip(gammas, outputs[1:]):
       speculative[gamma].append(output)
     seconds.append(medians[: len(calls)])
     if costed:
       part_seconds.append(medians[len(calls) :])
-    progress(len(baseline))
+    progress(len(plain_outputs))
   baseline_s, *speculative_s = map(float, np.sum(seconds, axis=0)[:-2])
   starts = np.mean(seconds, axis=0)[-2:]
   costs = round_costs(starts, np.mean(part_seconds, axis=0), gammas)
-  return Speed(baseline, speculative, baseline_s, dict(zip(gammas, speculative_s)), costs)
+  return Speed(plain_outputs, speculative, baseline_s, dict(zip(gammas, speculative_s)), costs)

@@ -1,13 +1,14 @@
 """Measured speedup beside its prediction, as a table, as records and as a page."""
 
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
 from specdec_jax.experiments.measure import measure
+from specdec_jax.experiments.speed import Baseline, own_baseline
 from specdec_jax.experiments.translate import decode_lines
 from specdec_jax.pairs import Pair
 from specdec_jax.records import open_results, read
@@ -29,6 +30,7 @@ def speedup(
   seed: int = 0,
   lenience: float = 1.0,
   report_examples: int = 4,
+  baseline: Callable[[Pair], Baseline] = own_baseline,
 ) -> None:
   """Measure a pair on texts, print a table, append to `results.jsonl` and write `report.html`.
 
@@ -44,6 +46,7 @@ def speedup(
     seed: of all sampling.
     lenience: l of Appendix A.5; below 1 the output is no longer the target's own.
     report_examples: for so many texts the report has the rounds at each temperature.
+    baseline: what speed is compared with, our own plain decoding unless given.
   """
   samplings = [Sampling(temperature=t) for t in temperatures]
   with open_results(output_dir) as results:
@@ -60,6 +63,7 @@ def speedup(
       repeats=repeats,
       seed=seed,
       lenience=lenience,
+      baseline=baseline(pair),
     )
 
 
