@@ -126,11 +126,11 @@ def load_pair(
   else:
     model, params = _load_t5("draft", draft, words, dtype, draft_shardings)
     make = functools.partial(model_draft, model)
-    drafter = Drafter(_name(draft), make, params)
+    drafter = Drafter(checkpoint_name(draft), make, params)
   return Pair(
     target=target_model,
     target_params=target_params,
-    target_name=_name(target),
+    target_name=checkpoint_name(target),
     draft=drafter.make,
     draft_params=drafter.params,
     draft_name=drafter.name,
@@ -238,7 +238,7 @@ def _load_t5(
   return t5_model(config), checkpoint.load(config, shardings=shardings)
 
 
-def _name(path: str) -> str:
+def checkpoint_name(path: str) -> str:
   """What a checkpoint is called in records: the last part of its path that is no step."""
   parts = [part for part in path.split("/") if not _STEP.fullmatch(part)]
   return parts[-1] if parts else path

@@ -37,6 +37,7 @@ class Record:
     acceptance: measured with a real draft, or simulated.
     platform: cpu, gpu or tpu.
     device_kind: as jax names it.
+    num_devices: that share the target's parameters.
     dtype: of activations.
     seed: of sampling.
     num_examples: inputs decoded.
@@ -67,7 +68,8 @@ class Record:
     verify_cost: v = (verify_ms + accept_ms) / target_step_ms.
     operations_ratio: c-hat, arithmetic operations of a draft step / of a target step (Section 3.4).
     operations_factor: operations / plain decoding's, by Theorem 10.
-    predicted_theorem8: speedup by Theorem 8, which takes v = 1.
+    predicted_theorem8: speedup by Theorem 8, which takes v = 1; this and what follows over our own
+      plain decoding only.
     predicted_measured_cost: speedup predicted with the measured v, for a long text.
     predicted_text: the same with all that was measured: also the time to read the prompts, and
       texts as short as they are (`theory.text_improvement`).
@@ -96,6 +98,7 @@ class Record:
   acceptance: str = "measured"
   platform: str
   device_kind: str
+  num_devices: int = 1
   dtype: str
   seed: int
   num_examples: int | None = None
@@ -146,6 +149,7 @@ _SETTINGS = (
     "acceptance",
     "platform",
     "device_kind",
+    "num_devices",
     "dtype",
     "seed",
   ),

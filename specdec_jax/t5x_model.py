@@ -25,7 +25,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.experiments.speed import Baseline
 from specdec_jax.models.config import T5Config, named_dtype
 from specdec_jax.models.t5 import PAD_ID, t5_model
-from specdec_jax.pairs import EMBEDDED, Pair
+from specdec_jax.pairs import EMBEDDED, Pair, checkpoint_name
 from specdec_jax.protocols import Decoded, Rounds
 from specdec_jax.sampling import Sampling, distribution
 
@@ -302,9 +302,20 @@ def t5x_baseline(pair: Pair, checkpoint: str = str(EMBEDDED / "target")) -> Base
   """t5x's decoding of a pair's target, to time beside ours: `speedup.speedup.baseline`.
 
   Args:
-    pair: what is measured.
+    pair: what is measured, on one device and with real acceptance.
     checkpoint: its target's, read again, since t5x wants its parameters apart.
+
+  Raises:
+    InputError: the checkpoint is of another name than the pair's target, or the pair is another.
   """
+  devices = {x.sharding for x in jax.tree.leaves(pair.target_params)}
+  if pair.simulated_alpha is not None or any(len(d.device_set) > 1 for d in devices):
+    raise InputError("t5x's decoding is timed on one device, and beside a pair with real weights.")
+  if checkpoint_name(checkpoint) != pair.target_name:
+    raise InputError(
+      f"t5x_model.t5x_baseline.checkpoint is {checkpoint}, but the target is {pair.target_name}; "
+      "bind it to the target's checkpoint."
+    )
   stored = open_checkpoint(checkpoint)
   config = dataclasses.replace(stored.config, dtype=named_dtype(pair.dtype))
   return Baseline("t5x", functools.partial(t5x_decode, config, stored.load(config)))

@@ -51,7 +51,7 @@ from specdec_jax.experiments.speed import (
 from specdec_jax.models.t5 import for_decoding, t5_model
 from specdec_jax.pairs import random_pair
 from specdec_jax.protocols import Decoded, Rounds, Verdict
-from specdec_jax.reporting.table import BUDGET_LEGEND, budget_table
+from specdec_jax.reporting.table import BUDGET_LEGEND, budget_table, speed_table
 from specdec_jax.sampling import Sampling
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
@@ -454,6 +454,19 @@ def test_a_record_has_every_field(results):
   assert (record.num_examples, record.platform, record.dtype) == (len(TEXTS), "cpu", "float32")
 
 
+def test_speed_over_anothers_decoding_is_another_setting(results, tmp_path):
+  """Whose predictions, which are over our own plain decoding, do not hold."""
+  theirs = own_baseline(tiny_pair.pair("random"))._replace(name="theirs")
+  (own,) = records.read(results)
+  with records.open_results(tmp_path) as path:
+    (record,) = measure_it(path, baseline=theirs)
+    assert records.missing(path, [record, own]) == [own]
+  assert record.baseline == "theirs" and record.identical and record.speedup > 0
+  missing = {"predicted_theorem8", "predicted_measured_cost", "predicted_text"}
+  assert {*not_measured(record)} - {"beta_lag1"} == missing
+  assert "over theirs" in str(speed_table([record]).title)
+
+
 def test_greedy_output_is_identical_with_a_draft_that_knows_nothing(results):
   (record,) = records.read(results)
   assert record.identical is True
@@ -519,12 +532,8 @@ def test_a_run_on_other_texts_is_no_repeat(results, asked, change):
 
 def test_batches_and_samples_leave_open_what_cannot_be_said(tmp_path):
   """A batch has no one text to predict for; sampled output has no twin to be identical to."""
-  theirs = own_baseline(tiny_pair.pair("target"))._replace(name="theirs")
   with records.open_results(tmp_path) as path:
-    (record,) = measure_it(path, samplings=[RANDOM], draft="target", batch_size=3, baseline=theirs)
-    own = dataclasses.replace(record, baseline="own")
-    assert records.missing(path, [record, own]) == [own]
-  assert record.baseline == "theirs" and record.speedup > 0
+    (record,) = measure_it(path, samplings=[RANDOM], draft="target", batch_size=3)
   assert not_measured(record) == ["predicted_text", "identical"]
   # The target as its own draft: every guess stands.
   assert record.alpha == pytest.approx(1, abs=1e-5) and record.acceptance_rate == 1

@@ -124,7 +124,7 @@ def _arrays(folder: str, part: str) -> dict[str, Stored]:
   try:
     with files.local(folder, part) as path:
       opened = safe_open(path, framework="numpy")
-  except (SafetensorError, OSError) as error:
+  except (SafetensorError, OSError, ValueError) as error:
     raise InputError(f"{folder}/{part} is damaged or not there: {error}.") from error
   arrays = {}
   for name in opened.keys():

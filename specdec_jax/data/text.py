@@ -12,7 +12,8 @@ def read_lines(path: str, limit: int | None = None, prefix: str = "") -> list[st
   """Lines of a UTF-8 file or pipe (gzipped if it ends in .gz), or of standard input if path is '-'.
 
   Only a newline ends a line: newstest2009 holds U+0085 inside sentences. With a `limit`, the first
-  so many; the `prefix`, such as T5's tasks have, is put before each.
+  so many; the `prefix`, such as T5's tasks have, is put before each that is not
+  empty.
   """
   if limit is not None:
     require_count("limit", limit)
@@ -27,4 +28,5 @@ def read_lines(path: str, limit: int | None = None, prefix: str = "") -> list[st
     raise InputError(f"{name} is not UTF-8 text: {error}.") from error
   lines = text.split("\n")
   lines = (lines[:-1] if lines[-1] == "" else lines)[:limit]
-  return [prefix + line.rstrip("\r") for line in lines]
+  lines = [line.rstrip("\r") for line in lines]
+  return [prefix + line if line.strip() else line for line in lines]

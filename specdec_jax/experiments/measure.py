@@ -94,6 +94,7 @@ def settings_to_measure(
 ) -> list[Record]:
   """A record for each sampling and gamma, with nothing measured yet; arguments as `measure`."""
   device = jax.devices()[0]
+  num_devices = max(len(x.sharding.device_set) for x in jax.tree.leaves(pair.target_params))
   return [
     Record(
       task=pair.task,
@@ -112,6 +113,7 @@ def settings_to_measure(
       baseline=baseline,
       platform=device.platform,
       device_kind=device.device_kind,
+      num_devices=num_devices,
       dtype=pair.dtype,
       seed=seed,
       jax_version=jax.__version__,
@@ -153,6 +155,7 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
     )
   else:
     alpha, acceptance = pair.simulated_alpha, {}
+  own = baseline.name == "own"
   compared = sampling.temperature == 0 and pair.simulated_alpha is None
   c_hat = operations_ratio(pair, prompts[0], sampling)
   for setting in settings:
@@ -182,9 +185,9 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
       verify_cost=costs.v,
       operations_ratio=c_hat,
       operations_factor=operations,
-      predicted_theorem8=float(predicted(1.0)),
-      predicted_measured_cost=float(predicted(costs.v)),
-      predicted_text=_predicted_text(setting, speed.baseline, alpha, costs),
+      predicted_theorem8=float(predicted(1.0)) if own else None,
+      predicted_measured_cost=float(predicted(costs.v)) if own else None,
+      predicted_text=_predicted_text(speed.baseline, alpha, gamma, costs) if own else None,
       baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
       speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
       speedup=speed.speedup(gamma),
@@ -194,13 +197,13 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
     )
 
 
-def _predicted_text(setting: Record, baseline, alpha: float, costs: Costs) -> float | None:
-  """`theory.text_improvement` for the baseline's own lengths; None for batches, or another's steps.
+def _predicted_text(baseline, alpha: float, gamma: int, costs: Costs) -> float | None:
+  """`theory.text_improvement` for the baseline's own lengths; None for batches.
 
   A batch runs until its slowest row ends, which the closed form for one text does not know.
   """
-  if setting.batch_size > 1 or setting.baseline != "own":
+  if any(len(o.lengths) > 1 for o in baseline):
     return None
   lengths = [int(o.lengths[0]) for o in baseline]
   starts = costs.target_start / costs.target_step, costs.draft_start / costs.target_step
-  return theory.text_improvement(alpha, setting.gamma, costs.c, costs.v, lengths, *starts)
+  return theory.text_improvement(alpha, gamma, costs.c, costs.v, lengths, *starts)

@@ -46,7 +46,7 @@ def speedup(
     seed: of all sampling.
     lenience: l of Appendix A.5; below 1 the output is no longer the target's own.
     report_examples: for so many texts the report has the rounds at each temperature.
-    baseline: what speed is compared with, our own plain decoding unless given.
+    baseline: makes of the pair what speed is compared with; our own plain decoding unless given.
   """
   samplings = [Sampling(temperature=t) for t in temperatures]
   with open_results(output_dir) as results:

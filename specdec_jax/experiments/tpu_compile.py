@@ -95,7 +95,7 @@ def v4_devices(num_chips: int) -> Sequence[jax.Device]:
     InputError: libtpu, the compiler, is not installed, or there are not so many chips.
   """
   if importlib.util.find_spec("libtpu") is None:
-    raise InputError("libtpu, the compiler for TPU, is missing; pip install 'specdec_jax[tpu]'.")
+    raise InputError("libtpu, the compiler for TPU, is missing; pip install -e '.[tpu]'.")
   if num_chips not in (1, 2, 4):
     raise InputError(f"{num_chips} chips are asked for; a TPU v4-8 has 4: give 1, 2 or 4.")
   jax.config.update("jax_platforms", "cpu")

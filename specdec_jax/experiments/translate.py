@@ -53,7 +53,7 @@ def translate(
   if pathlib.Path(output).is_dir():
     raise InputError(f"output is '{output}', a folder; give the file to write, or '-'.")
   notes = Console(stderr=True, markup=False)
-  lines = [prefix + line if line.strip() else line for line in read_lines(input)]
+  lines = read_lines(input, prefix=prefix)
   _warn(notes, pair, lines)
   numbers = (number for number, line in enumerate(lines, 1) if line.strip())
   since, outputs = time.perf_counter(), []

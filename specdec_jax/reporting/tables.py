@@ -219,7 +219,8 @@ def _at_the_papers_cost(r: Record, row) -> str:
 def _measured_on(r: Record, row) -> str:
   batch = "" if r.batch_size == 1 else f", batch {r.batch_size}"
   over = "" if r.baseline == "own" else f", over {r.baseline}"
-  return f"{r.device_kind} {r.dtype}, {_number(r.num_examples, '')} texts{batch}{over}"
+  devices = f" x {r.num_devices}" if r.num_devices > 1 else ""
+  return f"{r.device_kind}{devices} {r.dtype}, {_number(r.num_examples, '')} texts{batch}{over}"
 
 
 _SETTING = {
