@@ -197,6 +197,6 @@ def test_a_limit_takes_the_first_lines(tmp_path):
     read_lines(str(tmp_path / "text"), limit=0)
 
 
-def test_a_prefix_stands_before_each_line(tmp_path):
+def test_a_prefix_stands_before_each_line_that_is_not_empty(tmp_path):
   (tmp_path / "text").write_text("one\r\n\ntwo\n")
-  assert read_lines(str(tmp_path / "text"), prefix="say: ") == ["say: one", "say: ", "say: two"]
+  assert read_lines(str(tmp_path / "text"), prefix="say: ") == ["say: one", "", "say: two"]

@@ -94,7 +94,7 @@ def settings_to_measure(
 ) -> list[Record]:
   """A record for each sampling and gamma, with nothing measured yet; arguments as `measure`."""
   device = jax.devices()[0]
-  num_devices = max(len(x.sharding.device_set) for x in jax.tree.leaves(pair.target_params))
+  shared_by = [len(x.sharding.device_set) for x in jax.tree.leaves(pair.target_params)]
   return [
     Record(
       task=pair.task,
@@ -113,7 +113,7 @@ def settings_to_measure(
       baseline=baseline,
       platform=device.platform,
       device_kind=device.device_kind,
-      num_devices=num_devices,
+      num_devices=max(shared_by, default=1),
       dtype=pair.dtype,
       seed=seed,
       jax_version=jax.__version__,
