@@ -91,7 +91,7 @@ def acceptance(
       if not records.missing(results, [setting]):
         continue
       if last not in (None, (one.draft_name, sampling)):
-        jax.clear_caches()  # no program of it is needed again, and a process may map only so many
+        jax.clear_caches()  # the last draft's programs go: a process may map only so many
       last = one.draft_name, sampling
       if sampling not in generated:
         generated[sampling] = _generate(

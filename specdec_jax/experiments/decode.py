@@ -114,20 +114,19 @@ def decode(
 
 def _records(at: int, sources, outputs, decoded: list[Decoded]) -> Iterator[dict]:
   """A batch as records, one a text; `decoded` has no rows for empty ones."""
-  rows = ((d, row) for d in decoded for row in range(len(d.lengths)))
+  rows = ((d, row, *counts) for d in decoded for row, counts in enumerate(zip(*d.rounds.judged())))
   for index, (source, output) in enumerate(zip(sources, outputs), at):
     record = dict(index=index, source=source, output=output)
     if not source.strip():
       yield dict(record, tokens=[], rounds=0, guesses=0, accepted=0)
       continue
-    d, row = next(rows)
-    accepted, rejected = (int(count[row]) for count in d.rounds.judged())
+    d, row, accepted, rejected = next(rows)
     yield dict(
       record,
       tokens=d.tokens[row, : d.lengths[row]].tolist(),
       rounds=int((d.rounds.num_emitted[:, row] > 0).sum()),
-      guesses=accepted + rejected,
-      accepted=accepted,
+      guesses=int(accepted + rejected),
+      accepted=int(accepted),
     )
 
 
