@@ -21,6 +21,7 @@ setup(
   package_data={
     "specdec_jax": [
       *(f"assets/**/*.{kind}" for kind in ("json", "msgpack", "model", "md")),
+      "kernels/*.cc",
       "reporting/*.html",
     ]
   },

@@ -16,6 +16,7 @@ from specdec_jax.checkpoints.stored import Shardings, param_shapes
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.kernels import skinny
 from specdec_jax.models.config import T5Config, named_dtype, t5_config
 from specdec_jax.models.simulated import simulated_acceptance
 from specdec_jax.models.t5 import t5_model
@@ -53,6 +54,7 @@ class Pair(NamedTuple):
     task: what they were trained for.
     dtype: of parameters and activations.
     max_source_tokens: longer inputs are cut to it, EOS kept.
+    kernels: who multiplies the target's matrices; see `T5Config`.
     simulated_alpha: the acceptance rate that the target is told to have, or None for a real one.
   """
 
@@ -66,6 +68,7 @@ class Pair(NamedTuple):
   task: str
   dtype: str
   max_source_tokens: int
+  kernels: str = "xla"
   simulated_alpha: float | None = None
 
   def with_draft(self, drafter: Drafter) -> "Pair":
@@ -98,6 +101,7 @@ def load_pair(
   extra_ids: int = 0,
   shardings: Shardings = None,
   draft_shardings: Shardings = None,
+  kernels: str = "auto",
 ) -> Pair:
   """Load a target and a draft; by default the pair that comes with the package.
 
@@ -114,21 +118,22 @@ def load_pair(
       `jax.sharding.Sharding`. Parameters that are cut are not laid out for decoding, since the cuts
       would go across the matrices that it puts side by side.
     draft_shardings: of the draft's.
+    kernels: 'xla' has XLA do all products; 'auto', `kernels.skinny` those of few rows on a CPU.
 
   Raises:
     InputError: a file is missing or damaged, or the two do not share the vocabulary.
   """
   require_count("max_source_tokens", max_source_tokens)
   words = Vocabulary(vocabulary, extra_ids)
-  target_model, target_params = _load_t5("target", target, words, dtype, shardings)
+  config, target_params = _load_t5("target", target, words, dtype, shardings, kernels)
   if callable(draft):
     drafter = draft(words)
   else:
-    model, params = _load_t5("draft", draft, words, dtype, draft_shardings)
-    make = functools.partial(model_draft, model)
+    draft_config, params = _load_t5("draft", draft, words, dtype, draft_shardings, kernels)
+    make = functools.partial(model_draft, t5_model(draft_config))
     drafter = Drafter(checkpoint_name(draft), make, params)
   return Pair(
-    target=target_model,
+    target=t5_model(config),
     target_params=target_params,
     target_name=checkpoint_name(target),
     draft=drafter.make,
@@ -138,6 +143,7 @@ def load_pair(
     task=task,
     dtype=dtype,
     max_source_tokens=max_source_tokens,
+    kernels=config.kernels,
   )
 
 
@@ -151,6 +157,7 @@ def random_pair(
   max_source_tokens: int = 128,
   shardings: Shardings = None,
   draft_shardings: Shardings = None,
+  kernels: str = "auto",
 ) -> Pair:
   """Two published sizes of T5 with random weights and a set acceptance rate: scale, not sense.
 
@@ -167,28 +174,30 @@ def random_pair(
     max_source_tokens: limit for a source, EOS counted.
     shardings: as for `load_pair`.
     draft_shardings: likewise.
+    kernels: likewise.
   """
   kind = named_dtype(dtype)
-  target_model, target_params = _random_t5(target, version, kind, shardings)
-  draft_model, draft_params = _random_t5(draft, version, kind, draft_shardings)
+  config, target_params = _random_t5(target, version, kind, shardings, kernels)
+  draft_config, draft_params = _random_t5(draft, version, kind, draft_shardings, kernels)
   return Pair(
-    target=simulated_acceptance(target_model, alpha),
+    target=simulated_acceptance(t5_model(config), alpha),
     target_params=target_params,
     target_name=f"t5_{version}_{target}",
-    draft=functools.partial(model_draft, draft_model),
+    draft=functools.partial(model_draft, t5_model(draft_config)),
     draft_params=draft_params,
     draft_name=f"t5_{version}_{draft}",
     vocabulary=Vocabulary(vocabulary),
     task=f"simulated, alpha {alpha:g}",
     dtype=dtype,
     max_source_tokens=max_source_tokens,
+    kernels=config.kernels,
     simulated_alpha=alpha,
   )
 
 
-def _random_t5(size: str, version: str, dtype, shardings: Shardings) -> tuple[Model, Any]:
-  """A model and random parameters of its shapes, made one by one in dtype and where they belong."""
-  config = _for_decoding(t5_config(size, version, dtype=dtype), shardings)
+def _random_t5(size: str, version: str, dtype, shardings: Shardings, kernels: str):
+  """A shape and its parameters at random, made one by one in dtype and where they belong."""
+  config = _for_decoding(t5_config(size, version, dtype=dtype), shardings, kernels)
   shapes = param_shapes(config)
   leaves, tree = jax.tree.flatten(shapes)
   places = jax.tree.leaves(shardings(shapes)) if shardings else [None] * len(leaves)
@@ -203,21 +212,25 @@ def _random_t5(size: str, version: str, dtype, shardings: Shardings) -> tuple[Mo
 
   keys = jax.random.split(jax.random.key(0), len(leaves))
   made = [draw(key, leaf.shape, place) for key, leaf, place in zip(keys, leaves, places)]
-  return t5_model(config), jax.tree.unflatten(tree, made)
+  return config, jax.tree.unflatten(tree, made)
 
 
-def _for_decoding(config: T5Config, shardings: Shardings) -> T5Config:
+def _for_decoding(config: T5Config, shardings: Shardings, kernels: str) -> T5Config:
   """The same model with fewer, larger products, unless these would be cut over devices."""
+  if kernels not in ("auto", "xla"):
+    raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
   places = jax.tree.leaves(shardings(param_shapes(config))) if shardings else []
   if not all(place.is_fully_replicated for place in places):
     return config
-  return dataclasses.replace(config, fused=True, tied_logits=False)
+  use_skinny = kernels == "auto" and config.dtype == jnp.float32 and skinny.ready()
+  kernels = "skinny" if use_skinny else "xla"
+  return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
 
 
 def _load_t5(
-  role: str, path: str, words: Vocabulary, dtype: str, shardings: Shardings
-) -> tuple[Model, Any]:
-  """The model of a checkpoint, laid out for decoding unless it is cut, and its parameters."""
+  role: str, path: str, words: Vocabulary, dtype: str, shardings: Shardings, kernels: str
+) -> tuple[T5Config, Any]:
+  """The shape of a checkpoint, laid out for decoding unless it is cut, and its parameters."""
   checkpoint = open_checkpoint(path)
   config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
   size, rows = len(words), config.vocab_size
@@ -234,8 +247,8 @@ def _load_t5(
       f"The {role} in {path} was trained with another vocabulary than {words.path}, though "
       "of the same size; target, draft and vocabulary must agree."
     )
-  config = _for_decoding(config, shardings)
-  return t5_model(config), checkpoint.load(config, shardings=shardings)
+  config = _for_decoding(config, shardings, kernels)
+  return config, checkpoint.load(config, shardings=shardings)
 
 
 def checkpoint_name(path: str) -> str:

@@ -39,6 +39,7 @@ class Record:
     device_kind: as jax names it.
     num_devices: that share the target's parameters.
     dtype: of activations.
+    kernels: who multiplies matrices: xla, or skinny for `kernels.skinny` (a CPU's, few rows).
     seed: of sampling.
     num_examples: inputs decoded.
     inputs: a hash of them, so that other inputs are another setting.
@@ -66,6 +67,10 @@ class Record:
     round_ms: a round of the texts: their seconds but for target_start_ms and draft_start_ms, over
       all rounds that ran.
     verify_cost: v = (verify_ms + accept_ms) / target_step_ms.
+    memory_gb_per_s: at which the device reads its memory, measured; 1e9 bytes a second.
+    target_step_mb: that a step of plain decoding must read at least, 1e6 bytes: parameters, caches.
+    draft_step_mb: that a step of the draft must read.
+    verify_mb: that a pass of the target over gamma + 1 tokens must read.
     operations_ratio: c-hat, arithmetic operations of a draft step / of a target step (Section 3.4).
     operations_factor: operations / plain decoding's, by Theorem 10.
     predicted_theorem8: speedup by Theorem 8, which takes v = 1; this and what follows over our own
@@ -73,9 +78,12 @@ class Record:
     predicted_measured_cost: speedup predicted with the measured v, for a long text.
     predicted_text: the same with all that was measured: also the time to read the prompts, and
       texts as short as they are (`theory.text_improvement`).
+    baseline_pass_ms: a pass of the target in the baseline's decoding, all its time shared out.
     baseline_tokens_per_s: total tokens / total seconds.
     speculative_tokens_per_s: total tokens / total seconds.
     speedup: total seconds / total seconds.
+    speedup_low: the same in the worst of the repeats, where these are told apart.
+    speedup_high: in the best.
     total_variation: between the target's distribution and that of a token guessed and judged,
       averaged over alpha's text: what lenience changes; 0 up to rounding at lenience 1.
     identical: whether the outputs are the baseline's, token for token.
@@ -100,6 +108,7 @@ class Record:
   device_kind: str
   num_devices: int = 1
   dtype: str
+  kernels: str = "xla"
   seed: int
   num_examples: int | None = None
   inputs: str | None = None
@@ -123,14 +132,21 @@ class Record:
   rest_ms: float | None = None
   round_ms: float | None = None
   verify_cost: float | None = None
+  memory_gb_per_s: float | None = None
+  target_step_mb: float | None = None
+  draft_step_mb: float | None = None
+  verify_mb: float | None = None
   operations_ratio: float | None = None
   operations_factor: float | None = None
   predicted_theorem8: float | None = None
   predicted_measured_cost: float | None = None
   predicted_text: float | None = None
+  baseline_pass_ms: float | None = None
   baseline_tokens_per_s: float | None = None
   speculative_tokens_per_s: float | None = None
   speedup: float | None = None
+  speedup_low: float | None = None
+  speedup_high: float | None = None
   total_variation: float | None = None
   identical: bool | None = None
   jax_version: str | None = None
@@ -151,6 +167,7 @@ _SETTINGS = (
     "device_kind",
     "num_devices",
     "dtype",
+    "kernels",
     "seed",
   ),
 )

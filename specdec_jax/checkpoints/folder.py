@@ -26,7 +26,8 @@ def save_model(folder: str, config: T5Config, params, vocabulary: str | None = N
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
   shape = dataclasses.asdict(config)
-  del shape["dtype"], shape["dropout_rate"]
+  for how_it_runs in ("kernels", "dtype", "dropout_rate"):
+    del shape[how_it_runs]
   shape["vocabulary"] = vocabulary
   params = jax.tree.map(lambda x: jax.device_get(x.astype(jnp.bfloat16)), params)
   parts = {name: path / f"{name}.part" for name in (PARAMS, CONFIG)}

@@ -26,6 +26,7 @@ class T5Config:
     padded_vocab_size: rows of the embedding table when padded past V (32,128 for
       T5's 32,100 pieces); None for V. Logits of padding entries are masked.
     fused: parameters as `t5.for_decoding` lays them out: fewer, larger products.
+    kernels: who multiplies matrices: 'xla', or 'skinny' for `kernels.skinny`, to decode on a CPU.
     dtype: of activations; float32 or bfloat16.
     dropout_rate: for training only.
   """
@@ -42,6 +43,7 @@ class T5Config:
   tied_logits: bool = False
   padded_vocab_size: int | None = None
   fused: bool = False
+  kernels: Literal["xla", "skinny"] = "xla"
   dtype: Any = jnp.float32
   dropout_rate: float = 0.0
 

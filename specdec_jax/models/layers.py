@@ -3,13 +3,12 @@
 Axes: B batch, K queries in a block, T key slots, H heads, D head dim, E embed, M mlp.
 """
 
-from functools import partial
-
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import Array, lax
 
+from specdec_jax.kernels import skinny
 from specdec_jax.models.config import T5Config
 
 MASKED = -1e10  # added to attention logits; exp() of it is exactly 0 in float32 and bfloat16
@@ -17,16 +16,27 @@ MASKED = -1e10  # added to attention logits; exp() of it is exactly 0 in float32
 _fan_in = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 
-def matmul(x: Array, kernel: Array, *unused_args, **unused_kwargs) -> Array:
-  """x [..., E] times kernel [E, F], as one product of two matrices.
+def matmul(x: Array, kernel: Array, kernels: str = "xla") -> Array:
+  """x [..., E] times kernel [E, F], as one product of two matrices; see `T5Config.kernels`.
 
   With the leading axes folded, the gradient of `kernel` is one transposed product too: on
   a CPU a training step takes three quarters of the time of the three-axis contraction.
   """
-  return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
+  rows = x.reshape(-1, x.shape[-1])
+  product = skinny.matmul(rows, kernel) if kernels == "skinny" else rows @ kernel
+  return product.reshape(*x.shape[:-1], kernel.shape[-1])
 
 
-Dense = partial(nn.Dense, use_bias=False, kernel_init=_fan_in, dot_general=matmul)
+def dense(config: T5Config, features: int, dtype=None, kernel_init=_fan_in, name=None) -> nn.Dense:
+  """A layer without bias; in `config.dtype` unless said otherwise."""
+  return nn.Dense(
+    features,
+    use_bias=False,
+    dtype=dtype or config.dtype,
+    kernel_init=kernel_init,
+    dot_general=lambda x, kernel, *_, **__: matmul(x, kernel, config.kernels),
+    name=name,
+  )
 
 
 class RMSNorm(nn.Module):
@@ -66,15 +76,14 @@ class Attention(nn.Module):
   def setup(self):
     cfg = self.config
     width = cfg.num_heads * cfg.head_dim
-    dense = partial(Dense, dtype=cfg.dtype)
     if self.fused:
-      self.query_key_value = dense(3 * width)
+      self.query_key_value = dense(cfg, 3 * width)
     else:
       query_init = lambda *args: _fan_in(*args) / np.sqrt(cfg.head_dim)
-      self.query = dense(width, kernel_init=query_init)
-      self.key = dense(width)
-      self.value = dense(width)
-    self.out = dense(cfg.emb_dim)
+      self.query = dense(cfg, width, kernel_init=query_init)
+      self.key = dense(cfg, width)
+      self.value = dense(cfg, width)
+    self.out = dense(cfg, cfg.emb_dim)
     self.dropout = Dropout(cfg)
 
   def queries(self, x: Array) -> Array:
@@ -117,16 +126,16 @@ class Mlp(nn.Module):
   @nn.compact
   def __call__(self, x: Array, deterministic: bool = True) -> Array:  # [B, K, E]
     cfg = self.config
-    dense = partial(Dense, dtype=cfg.dtype)
     activation = {"gelu": nn.gelu, "relu": nn.relu}[cfg.activation]
     if cfg.gated and cfg.fused:
-      gate, linear = jnp.split(dense(2 * cfg.mlp_dim, name="wi")(x), 2, axis=-1)
+      gate, linear = jnp.split(dense(cfg, 2 * cfg.mlp_dim, name="wi")(x), 2, axis=-1)
       h = activation(gate) * linear
     elif cfg.gated:
-      h = activation(dense(cfg.mlp_dim, name="wi_0")(x)) * dense(cfg.mlp_dim, name="wi_1")(x)
+      h = activation(dense(cfg, cfg.mlp_dim, name="wi_0")(x))
+      h = h * dense(cfg, cfg.mlp_dim, name="wi_1")(x)
     else:
-      h = activation(dense(cfg.mlp_dim, name="wi")(x))
-    return dense(cfg.emb_dim, name="wo")(Dropout(cfg, name="dropout")(h, deterministic))
+      h = activation(dense(cfg, cfg.mlp_dim, name="wi")(x))
+    return dense(cfg, cfg.emb_dim, name="wo")(Dropout(cfg, name="dropout")(h, deterministic))
 
 
 class RelativePositionBias(nn.Module):

@@ -20,11 +20,11 @@ from specdec_jax.models.config import T5Config
 from specdec_jax.models.layers import (
   MASKED,
   Attention,
-  Dense,
   Dropout,
   Mlp,
   RelativePositionBias,
   RMSNorm,
+  dense,
   matmul,
 )
 from specdec_jax.protocols import Model
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
     self.decoder_norm = RMSNorm(cfg)
     self.dropout = Dropout(cfg)
     if not cfg.tied_logits:
-      self.logits_dense = Dense(cfg.table_size, dtype=jnp.float32)
+      self.logits_dense = dense(cfg, cfg.table_size, jnp.float32)
 
   def cross_keys_values(self, encoded: Array) -> tuple[tuple[Array, Array], ...]:
     """Keys and values of the encoded source [B, S, E] for each layer, computed once."""

@@ -1,0 +1,1 @@
+"""Products that XLA does badly."""

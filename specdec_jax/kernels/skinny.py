@@ -1,0 +1,90 @@
+"""Matrix products of few rows on a CPU: `skinny.cc`, compiled once and called through `jax.ffi`.
+
+On a CPU XLA's product of 8 rows with a matrix takes two to three times as long as that of one row,
+since its kernels rearrange the matrix first; reading it is all that should take time, and Theorem 8
+counts on that. Needs a C++ compiler where it runs, once; without one XLA does the products.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import tempfile
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+SOURCE = pathlib.Path(__file__).with_name("skinny.cc")
+MAX_ROWS = 64  # from there on XLA's kernels are as fast: they use a rearranged matrix often enough
+
+
+def matmul(x: Array, kernel: Array) -> Array:
+  """x [M, E] times kernel [E, F] in float32, as `ready` made possible.
+
+  Up to MAX_ROWS rows, each element is one chain of multiply-adds over E: a row of the result is the
+  same bits whatever M is. More rows are left to XLA.
+  """
+  if len(x) > MAX_ROWS:
+    return x @ kernel
+  out = jax.ShapeDtypeStruct((len(x), kernel.shape[1]), jnp.float32)
+  return jax.ffi.ffi_call("specdec_skinny_matmul", out, vmap_method="sequential")(x, kernel)
+
+
+@functools.cache
+def ready() -> bool:
+  """Whether `matmul` can be used: on one CPU device, with `skinny.cc` compiled and registered."""
+  if jax.default_backend() != "cpu" or jax.device_count() > 1:
+    return False
+  try:
+    library = ctypes.CDLL(str(_compiled()))
+  except (OSError, subprocess.SubprocessError) as error:
+    why = getattr(error, "stderr", None) or str(error)
+    logging.getLogger(__name__).warning(
+      "specdec_jax: XLA multiplies matrices, since the faster kernel of this project cannot be "
+      "compiled here: %s",
+      why.strip().splitlines()[0],
+    )
+    return False
+  handler = jax.ffi.pycapsule(library.SkinnyMatmul)
+  jax.ffi.register_ffi_target("specdec_skinny_matmul", handler, platform="cpu")
+  return True
+
+
+def _compiled() -> pathlib.Path:
+  """The library for this processor and this jaxlib, from the cache or made now."""
+  compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+  options = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
+  made_of = [SOURCE.read_text(), str(compiler), *options, jax.lib.__version__, _processor()]
+  name = f"skinny-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+  folder = pathlib.Path("~/.cache/specdec_jax").expanduser()
+  if (folder / name).exists():
+    return folder / name
+  if compiler is None:
+    raise OSError("there is no C++ compiler (c++, g++ or $CXX)")
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    part = pathlib.Path(tempfile.mkdtemp(dir=folder))
+  except OSError:  # no home to write to: for this process alone
+    folder = part = pathlib.Path(tempfile.mkdtemp())
+  command = [compiler, *options, "-isystem", jax.ffi.include_dir(), str(SOURCE), "-o", name]
+  try:
+    subprocess.run(command, cwd=part, check=True, capture_output=True, text=True)
+    return (part / name).replace(folder / name)  # whole or not at all, whoever else makes it
+  finally:
+    if part != folder:
+      shutil.rmtree(part)
+
+
+def _processor() -> str:
+  """What `-march=native` means here: a home may be shared by unlike machines."""
+  try:
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+  except OSError:
+    return platform.processor()
+  return next((line for line in lines if line.startswith(("flags", "Features"))), "")
