@@ -39,7 +39,8 @@ class Record:
     device_kind: as jax names it.
     num_devices: that share the target's parameters.
     dtype: of activations.
-    kernels: who multiplies matrices: xla, or skinny for `kernels.skinny` (a CPU's, few rows).
+    kernels: who multiplies matrices: xla, or skinny for `kernels.skinny` (a CPU's, few rows);
+      skinny+bfloat16 where it reads bfloat16 weights, the rest being of `dtype`.
     seed: of sampling.
     num_examples: inputs decoded.
     inputs: a hash of them, so that other inputs are another setting.

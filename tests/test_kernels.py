@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 
+from specdec_jax.checkpoints.folder import open_folder, save_model
 from specdec_jax.kernels import skinny
 from specdec_jax.models.t5 import for_decoding, t5_model
 
@@ -48,6 +49,15 @@ def test_a_row_is_the_same_bits_in_any_company(shape):
 
 
 @compiled
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bfloat16_weights_give_the_bits_of_their_float32_copy(shape):
+  x, w = operands(*shape)
+  half = w.astype(jnp.bfloat16)
+  assert (half != w).any()
+  np.testing.assert_array_equal(skinny.matmul(x, half), skinny.matmul(x, half.astype(jnp.float32)))
+
+
+@compiled
 def test_more_rows_than_it_is_good_for_are_left_to_xla():
   text = lambda rows: jax.jit(skinny.matmul).lower(*operands(rows, 8, 16)).as_text()
   assert "specdec_skinny_matmul" in text(skinny.MAX_ROWS)
@@ -73,6 +83,21 @@ def test_a_model_with_it_says_the_same():
     return model.extend(params, cache, tokens)[0]
 
   np.testing.assert_allclose(logits("skinny"), logits("xla"), rtol=1e-4, atol=1e-5)
+
+
+@compiled
+def test_weights_stored_as_bfloat16_can_stay_so(tmp_path):
+  config = tiny.config()
+  save_model(str(tmp_path), config, tiny.params(config, 0))  # stores bfloat16
+  stored = open_folder(str(tmp_path))
+  load = functools.partial(stored.load, stored_weights=True)
+  fused = dataclasses.replace(config, fused=True)
+  ours, xla = (load(dataclasses.replace(fused, kernels=k)) for k in ("skinny", "xla"))
+  name = lambda path: path[-1].key
+  for path, value in jax.tree_util.tree_leaves_with_path(ours):
+    assert value.dtype == (jnp.bfloat16 if name(path) == "kernel" else jnp.float32), path
+  jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x.astype(float), ours), xla)
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(xla))
 
 
 @pytest.fixture

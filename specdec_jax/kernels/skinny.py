@@ -25,13 +25,13 @@ MAX_ROWS = 64  # from there on XLA's kernels are as fast: they use a rearranged 
 
 
 def matmul(x: Array, kernel: Array) -> Array:
-  """x [M, E] times kernel [E, F] in float32, as `ready` made possible.
+  """x [M, E] times kernel [E, F] in float32, as `ready` made possible; kernel may be bfloat16.
 
   Up to MAX_ROWS rows, each element is one chain of multiply-adds over E: a row of the result is the
   same bits whatever M is. More rows are left to XLA.
   """
   if len(x) > MAX_ROWS:
-    return x @ kernel
+    return x @ kernel.astype(x.dtype)
   out = jax.ShapeDtypeStruct((len(x), kernel.shape[1]), jnp.float32)
   return jax.ffi.ffi_call("specdec_skinny_matmul", out, vmap_method="sequential")(x, kernel)
 

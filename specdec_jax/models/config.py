@@ -26,7 +26,8 @@ class T5Config:
     padded_vocab_size: rows of the embedding table when padded past V (32,128 for
       T5's 32,100 pieces); None for V. Logits of padding entries are masked.
     fused: parameters as `t5.for_decoding` lays them out: fewer, larger products.
-    kernels: who multiplies matrices: 'xla', or 'skinny' for `kernels.skinny`, to decode on a CPU.
+    kernels: who multiplies matrices: 'xla', or 'skinny' for `kernels.skinny`, to decode in float32
+      on a CPU; kernels of layers may then be bfloat16.
     dtype: of activations; float32 or bfloat16.
     dropout_rate: for training only.
   """

@@ -20,11 +20,11 @@ from specdec_jax.models.config import T5Config
 from specdec_jax.models.layers import (
   MASKED,
   Attention,
+  Dense,
   Dropout,
   Mlp,
   RelativePositionBias,
   RMSNorm,
-  dense,
   matmul,
 )
 from specdec_jax.protocols import Model
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
     self.decoder_norm = RMSNorm(cfg)
     self.dropout = Dropout(cfg)
     if not cfg.tied_logits:
-      self.logits_dense = dense(cfg, cfg.table_size, jnp.float32)
+      self.logits_dense = Dense(cfg, cfg.table_size, jnp.float32)
 
   def cross_keys_values(self, encoded: Array) -> tuple[tuple[Array, Array], ...]:
     """Keys and values of the encoded source [B, S, E] for each layer, computed once."""
@@ -236,8 +236,9 @@ def for_decoding(config: T5Config, params, concatenate=jnp.concatenate):
 
   Queries, keys and values of self-attention come from one matrix, as do both halves of a gated
   feed-forward, and tied logits get a matrix of their own, since a product with a transposed table
-  is slow on a CPU. To be called once, when a model is loaded; costs a copy of those matrices, or
-  none where they are still on disk (`checkpoints.stored`) and `concatenate` is of such arrays.
+  is slow on a CPU; what T5 divides them by goes into the norm before. To be called once, when a
+  model is loaded; costs a copy of those matrices, or none where they are still on disk
+  (`checkpoints.stored`) and `concatenate` is of such arrays.
   """
   side_by_side = lambda *names: (
     lambda parts: {"kernel": concatenate([parts.pop(name)["kernel"] for name in names], axis=1)}
@@ -258,9 +259,9 @@ def for_decoding(config: T5Config, params, concatenate=jnp.concatenate):
     return config, params
   params = fuse("", params)
   if config.tied_logits:
-    table = params["token_embedder"]["embedding"]
-    kernel = (table / config.emb_dim**0.5).T
-    params["decoder"]["logits_dense"] = {"kernel": kernel}
+    decoder = params["decoder"]
+    decoder["logits_dense"] = {"kernel": params["token_embedder"]["embedding"].T}
+    decoder["decoder_norm"]["scale"] = decoder["decoder_norm"]["scale"] / config.emb_dim**0.5
   return dataclasses.replace(config, fused=True, tied_logits=False), params
 
 
