@@ -214,7 +214,7 @@ def _random_t5(size: str, version: str, dtype, shardings: Shardings, kernels: st
     if len(shape) == 1:
       made = jnp.ones(shape, dtype)
     else:
-      made = jax.random.normal(key, shape, dtype) * shape[0] ** -0.5
+      made = jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
     return made if place is None else jax.lax.with_sharding_constraint(made, place)
 
   keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -229,8 +229,8 @@ def _for_decoding(config: T5Config, shardings: Shardings, kernels: str) -> T5Con
   places = jax.tree.leaves(shardings(param_shapes(config))) if shardings else []
   if not all(place.is_fully_replicated for place in places):
     return config
-  use_skinny = kernels == "auto" and config.dtype == jnp.float32 and skinny.ready()
-  kernels = "skinny" if use_skinny else "xla"
+  here = kernels == "auto" and not shardings and config.dtype == jnp.float32
+  kernels = "skinny" if here and skinny.ready() else "xla"
   return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
 
 

@@ -18,34 +18,40 @@ compiled = pytest.mark.skipif(
   not skinny.ready(), reason="needs a C++ compiler and a CPU, one device"
 )
 
-# Rows of each kind of chunk, columns that fill tiles, vectors and neither, bands whole and not; the
-# last two are shared among threads.
-SHAPES = [(1, 5, 3), (2, 64, 300), (8, 160, 1000), (13, 70, 129), (12, 512, 512), (64, 1000, 260)]
+# Rows that fill tiles and do not, one panel and many, the last panel whole and not; the last two
+# matrices are shared among threads.
+SHAPES = [(1, 5, 3), (2, 64, 300), (8, 160, 1000), (13, 70, 129), (100, 512, 512), (25, 1000, 260)]
 
 
 def operands(rows, depth, width, seed=0):
   rng = np.random.default_rng(seed)
-  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
   return draw(rows, depth), draw(depth, width)
+
+
+def product(x, w):
+  return np.asarray(skinny.matmul(jnp.asarray(x), jnp.asarray(skinny.pack(w))))
 
 
 @compiled
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_product_is_right(shape):
   x, w = operands(*shape)
-  exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-  # Rounding of a chain of multiply-adds: at most one unit in the last place for each.
+  got = product(x, w)
+  assert got.shape == (shape[0], -(-shape[2] // 16) * 16) and not got[:, shape[2] :].any()
+  exact = x.astype(np.float64) @ w.astype(np.float64)
+  # Rounding of a chain of multiply-adds: at most half a unit in the last place for each.
   bound = shape[1] * 2.0**-24 * (np.abs(x).astype(np.float64) @ np.abs(w))
-  assert (np.abs(skinny.matmul(x, w) - exact) <= bound + 1e-12).all()
+  assert (np.abs(got[:, : shape[2]] - exact) <= bound + 1e-12).all()
 
 
 @compiled
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_is_the_same_bits_in_any_company(shape):
   x, w = operands(*shape)
-  together = np.asarray(skinny.matmul(x, w))
+  together = product(x, w)
   for rows in (1, 3, 9):
-    np.testing.assert_array_equal(skinny.matmul(x[-rows:], w), together[-rows:])
+    np.testing.assert_array_equal(product(x[-rows:], w), together[-rows:])
 
 
 @compiled
@@ -54,50 +60,48 @@ def test_bfloat16_weights_give_the_bits_of_their_float32_copy(shape):
   x, w = operands(*shape)
   half = w.astype(jnp.bfloat16)
   assert (half != w).any()
-  np.testing.assert_array_equal(skinny.matmul(x, half), skinny.matmul(x, half.astype(jnp.float32)))
-
-
-@compiled
-def test_more_rows_than_it_is_good_for_are_left_to_xla():
-  text = lambda rows: jax.jit(skinny.matmul).lower(*operands(rows, 8, 16)).as_text()
-  assert "specdec_skinny_matmul" in text(skinny.MAX_ROWS)
-  assert "specdec_skinny_matmul" not in text(skinny.MAX_ROWS + 1)
+  np.testing.assert_array_equal(product(x, half), product(x, half.astype(np.float32)))
 
 
 @compiled
 def test_a_batch_of_products_is_many():
   x, w = operands(6, 32, 48)
-  got = jax.vmap(skinny.matmul, in_axes=(0, None))(x.reshape(3, 2, 32), w)
-  np.testing.assert_array_equal(got.reshape(6, 48), skinny.matmul(x, w))
+  got = jax.vmap(skinny.matmul, in_axes=(0, None))(x.reshape(3, 2, 32), skinny.pack(w))
+  np.testing.assert_array_equal(got.reshape(6, 48), product(x, w))
 
 
 @compiled
-def test_a_model_with_it_says_the_same():
-  config = tiny.config()
+@pytest.mark.parametrize("vocab_size", [16, 27])
+def test_a_model_with_it_says_the_same(vocab_size):
+  config = tiny.config(vocab_size)
   config, params = for_decoding(config, tiny.params(config, 0))
   tokens = jnp.asarray([[0, 5, 7, 9, 11]])
 
-  def logits(kernels):
+  def logits(kernels, params):
     model = t5_model(dataclasses.replace(config, kernels=kernels))
     cache = model.start(params, jnp.asarray([[3, 4, 5, 1]]), 8)
     return model.extend(params, cache, tokens)[0]
 
-  np.testing.assert_allclose(logits("skinny"), logits("xla"), rtol=1e-4, atol=1e-5)
+  got = logits("skinny", tiny.packed(params))
+  np.testing.assert_allclose(got, logits("xla", params), rtol=1e-4, atol=1e-5)
 
 
 @compiled
-def test_weights_stored_as_bfloat16_can_stay_so(tmp_path):
-  config = tiny.config()
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_weights_stored_as_bfloat16_can_stay_so(tmp_path, tied):
+  config = tiny.config(tied_logits=tied)
   save_model(str(tmp_path), config, tiny.params(config, 0))  # stores bfloat16
   stored = open_folder(str(tmp_path))
-  load = functools.partial(stored.load, stored_weights=True)
-  fused = dataclasses.replace(config, fused=True)
-  ours, xla = (load(dataclasses.replace(fused, kernels=k)) for k in ("skinny", "xla"))
-  name = lambda path: path[-1].key
+  fused = dataclasses.replace(config, fused=True, tied_logits=False)
+  skinny_config = dataclasses.replace(fused, kernels="skinny")
+  ours = stored.load(skinny_config, stored_weights=True)
   for path, value in jax.tree_util.tree_leaves_with_path(ours):
-    assert value.dtype == (jnp.bfloat16 if name(path) == "kernel" else jnp.float32), path
-  jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda x: x.astype(float), ours), xla)
-  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(xla))
+    kind = jnp.bfloat16 if path[-1].key == "kernel" else jnp.float32
+    assert value.dtype == kind, path
+  widened = jax.tree.map(lambda x: x.astype(jnp.float32), ours)
+  want = tiny.packed(stored.load(fused))
+  jax.tree.map(np.testing.assert_array_equal, widened, want)
+  jax.tree.map(np.testing.assert_array_equal, stored.load(skinny_config), want)
 
 
 @pytest.fixture

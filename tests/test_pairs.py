@@ -75,7 +75,7 @@ def test_checkpoints_of_t5x_and_orbax(tmp_path, path):
     with ocp.StandardCheckpointer() as checkpointer:
       checkpointer.save(tmp_path / path, {"params": params})
   for role in ("target", "draft"):
-    pair = load(**{role: path}, folder=tmp_path)
+    pair = load(**{role: path}, folder=tmp_path, kernels="xla")
     assert getattr(pair, f"{role}_name") == "t5_tiny"
     config = dataclasses.replace(rows, vocab_size=72, padded_vocab_size=128)
     want = for_decoding(config, params)[1]
@@ -270,7 +270,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("version", "dtype"), [("1.0", "float32"), ("1.1", "bfloat16")])
 def test_random_pair_has_the_published_shapes_and_the_set_alpha(version, dtype):
-  pair = random_pair("tiny", "tiny", 0.5, version=version, dtype=dtype)
+  pair = random_pair("tiny", "tiny", 0.5, version=version, dtype=dtype, kernels="xla")
   config = dataclasses.replace(t5_config("tiny", version), tied_logits=False)
   published = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
   size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))

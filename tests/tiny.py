@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import optimize, stats
 
+from specdec_jax.kernels import skinny
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.t5 import T5, init_params
 from specdec_jax.protocols import Draft
@@ -54,6 +55,12 @@ def params(cfg: T5Config, seed: int, peak: float = 3.0):
 
   drawn = init_params(cfg, jax.random.key(seed))
   return jax.tree_util.tree_map_with_path(louder, drawn)
+
+
+def packed(params):
+  """The parameters as a model with `kernels='skinny'` wants them."""
+  pack = lambda path, x: skinny.pack(np.asarray(x)) if path[-1].key == "kernel" else x
+  return jax.tree_util.tree_map_with_path(pack, params)
 
 
 def near(tree, seed: int, noise: float):

@@ -13,6 +13,7 @@ from flax import traverse_util
 from jax.sharding import Sharding
 
 from specdec_jax.errors import InputError
+from specdec_jax.kernels import skinny
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.t5 import for_decoding, init_params
 
@@ -51,6 +52,11 @@ class Stored:
     kind = np.dtype(np.float32)
     return Stored(self.shape, kind, lambda index: self.read(index).astype(kind) / divisor)
 
+  def packed(self) -> "Stored":
+    depth, width = self.shape
+    shape = -(-width // skinny.PANEL), depth, skinny.PANEL
+    return Stored(shape, self.dtype, lambda index: skinny.pack(self.whole())[index])
+
   def whole(self) -> np.ndarray:
     return self.read((slice(None),) * len(self.shape))
 
@@ -88,26 +94,31 @@ class Checkpoint(NamedTuple):
     """The parameters; `load.load_params` says more.
 
     With `stored_weights`, matrices that are stored as bfloat16 stay so if `kernels.skinny` will
-    widen them as it reads them: half the bytes, and the same products.
+    widen them as it reads them: half the bytes, and the same products. Those are not for several
+    devices: give no shardings.
     """
-    apart = config
-    if config.fused and not self.config.fused:
-      apart = dataclasses.replace(config, fused=False, tied_logits=self.config.tied_logits)
+    fuse = config.fused and not self.config.fused
+    apart = dataclasses.replace(config, kernels="xla")
+    if fuse:
+      apart = dataclasses.replace(apart, fused=False, tied_logits=self.config.tied_logits)
     self._compare(param_shapes(apart))
     tree = traverse_util.unflatten_dict(dict(self.arrays), sep="/")
-    if apart is not config:
+    if fuse:
       tree = for_decoding(apart, tree, concatenate)[1]
     dtype = config.dtype if dtype is None else dtype
     if callable(shardings):
       shardings = shardings(param_shapes(config))
 
-    def place(path, array, sharding=None):
-      stays = stored_weights and config.kernels == "skinny" and path[-1].key == "kernel"
-      stays = stays and array.dtype == jnp.bfloat16
-      return _place(array, jnp.bfloat16 if stays else dtype, sharding)
+    if shardings is not None:
+      return jax.tree.map(lambda array, sharding: _place(array, dtype, sharding), tree, shardings)
 
-    trees = [tree] if shardings is None else [tree, shardings]
-    return jax.tree_util.tree_map_with_path(place, *trees)
+    def place(path, array):
+      if config.kernels == "xla" or path[-1].key != "kernel":
+        return _place(array, dtype)
+      stays = stored_weights and array.dtype == jnp.bfloat16
+      return _place(array.packed(), jnp.bfloat16 if stays else dtype)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
 
   def _compare(self, wanted) -> None:
     """Raise InputError, with names, unless these are the arrays that a model wants."""

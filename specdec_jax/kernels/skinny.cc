@@ -1,8 +1,9 @@
-// x [M, E] times w [E, F], float32, for the few rows M of a decoding step or of a verification.
+// x [M, E] times a matrix [E, F], float32, above all for the few rows M of a decoding step or of a
+// verification, which should take as long as reading the matrix takes.
 //
-// Such a product should take as long as reading w takes. General kernels rearrange w first, which
-// costs more than the product; this one reads it once, in the order it lies in, a band of rows at a
-// time, and keeps a tile of the result in registers. Each element of the result is one chain of
+// The matrix comes in panels of kPanel columns, w [F / kPanel, E, kPanel], so that it is read in the
+// order in which it lies; general kernels rearrange it at each call, which costs more than a product of
+// few rows. A tile of the result stays in registers. Each of its elements is one chain of
 // multiply-adds over E, in order, whatever M is: a row does not depend on how many others there are.
 //
 // w may be bfloat16, which takes half the time to read, and is widened on the way: the result is that
@@ -10,9 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <thread>
 #include <type_traits>
@@ -23,34 +22,32 @@ namespace ffi = xla::ffi;
 
 namespace {
 
+constexpr int kPanel = 16;
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kMaxRows = 12;
+constexpr int kLanes = 16, kRegisters = 32, kMaxRows = 12;
 #elif defined(__AVX__)
-constexpr int kLanes = 8, kMaxRows = 6;
+constexpr int kLanes = 8, kRegisters = 16, kMaxRows = 6;
 #elif defined(__aarch64__)
-constexpr int kLanes = 4, kMaxRows = 12;
+constexpr int kLanes = 4, kRegisters = 32, kMaxRows = 6;
 #else
-constexpr int kLanes = 4, kMaxRows = 6;
+constexpr int kLanes = 4, kRegisters = 16, kMaxRows = 2;
 #endif
-typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
-
+constexpr int kVectors = kPanel / kLanes;
 constexpr int64_t kMinBytes = 1 << 17;  // of w, for a thread of its own
 
+// Panels of a tile: with M sums for each, a vector of w for each, and one of x, all in registers.
+constexpr int NumPanels(int M) {
+  return std::clamp((kRegisters - 2) / ((M + 1) * kVectors), 1, 8);
+}
+
+typedef float Vector __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Bfloat16;  // the upper half of a float
 typedef Bfloat16 Halves __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
-typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 
 inline Vector Load(const float* w) { return *reinterpret_cast<const Vector*>(w); }
 inline Vector Load(const Bfloat16* w) {
   return (Vector)(__builtin_convertvector(*reinterpret_cast<const Halves*>(w), Words) << 16);
-}
-
-inline float Widened(float w) { return w; }
-inline float Widened(Bfloat16 w) {
-  const uint32_t bits = uint32_t{w} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
 }
 
 template <typename W>
@@ -58,78 +55,47 @@ struct Product {
   const float* x;
   const W* w;
   float* out;
-  int64_t rows, depth, width;
+  int64_t rows, depth, panels;
 };
 
-// Rows from..to of w, and for which of them the same place in the next band is fetched meanwhile.
-struct Band {
-  int64_t from, to, fetch_from, fetch_to;
-};
-
-// out[row : row + M, at : at + N lanes] += x[:, band] w[band]; begins at 0 with the first band.
+// out[row : row + M, panel : panel + N].
 template <int M, int N, typename W>
-inline void Tile(const Product<W>& p, int64_t row, int64_t at, const Band& band) {
-  Vector sum[M][N];
-  const float* x = p.x + row * p.depth;
-  float* out = p.out + row * p.width + at;
-  for (int m = 0; m < M; ++m)
+inline void Tile(const Product<W>& p, int64_t row, int64_t panel) {
+  const int64_t depth = p.depth, width = p.panels * kPanel;
+  const float* x = p.x + row * depth;
+  const W* w = p.w + panel * depth * kPanel;
+  float* out = p.out + row * width + panel * kPanel;
+  Vector sum[M][N * kVectors]{};
+  for (int64_t e = 0; e < depth; ++e) {
+    Vector of_w[N * kVectors];
     for (int n = 0; n < N; ++n)
-      sum[m][n] = band.from ? *reinterpret_cast<Vector*>(out + m * p.width + n * kLanes) : Vector{};
-  for (int64_t e = band.from; e < band.to; ++e) {
-    const W* w = p.w + e * p.width + at;
-    Vector of_w[N];
-    for (int n = 0; n < N; ++n) {
-      of_w[n] = Load(w + n * kLanes);
-      // Rows lie too far apart for the processor to foresee the next.
-      if (e >= band.fetch_from && e < band.fetch_to)
-        __builtin_prefetch(w + (band.to - band.from) * p.width + n * kLanes, 0, 2);
-    }
+      for (int v = 0; v < kVectors; ++v)
+        of_w[n * kVectors + v] = Load(w + (n * depth + e) * kPanel + v * kLanes);
     for (int m = 0; m < M; ++m)
-      for (int n = 0; n < N; ++n) sum[m][n] += x[m * p.depth + e] * of_w[n];
+      for (int i = 0; i < N * kVectors; ++i) sum[m][i] += x[m * depth + e] * of_w[i];
   }
   for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) *reinterpret_cast<Vector*>(out + m * p.width + n * kLanes) = sum[m][n];
+    for (int i = 0; i < N * kVectors; ++i)
+      *reinterpret_cast<Vector*>(out + m * width + i * kLanes) = sum[m][i];
 }
 
-// A column too few for a vector.
-template <typename W>
-void Column(const Product<W>& p, int64_t row, int64_t num_rows, int64_t at, const Band& band) {
-  for (int64_t m = row; m < row + num_rows; ++m) {
-    float& out = p.out[m * p.width + at];
-    float sum = band.from ? out : 0;
-    for (int64_t e = band.from; e < band.to; ++e)
-      sum = std::fma(p.x[m * p.depth + e], Widened(p.w[e * p.width + at]), sum);
-    out = sum;
-  }
-}
-
-// What a band of w adds to columns begin..end of num_rows <= M rows from `row` on.
+// All rows, M at a time, of panels begin..end. The last rows may be done twice, to the same bits.
 template <int M, typename W>
-void Add(const Product<W>& p, int64_t row, int64_t num_rows, int64_t begin, int64_t end,
-         const Band& band) {
+void Panels(const Product<W>& p, int rows, int64_t begin, int64_t end) {
   if constexpr (M > 1) {
-    if (num_rows < M) return Add<M - 1>(p, row, num_rows, begin, end, band);
+    if (rows < M) return Panels<M - 1>(p, rows, begin, end);
   }
-  constexpr int kVectors = M <= 2 ? 4 : 2;
-  int64_t f = begin;
-  for (; f + kVectors * kLanes <= end; f += kVectors * kLanes) Tile<M, kVectors>(p, row, f, band);
-  for (; f + kLanes <= end; f += kLanes) Tile<M, 1>(p, row, f, band);
-  for (; f < end; ++f) Column(p, row, M, f, band);
+  constexpr int N = NumPanels(M);
+  int64_t panel = begin;
+  for (; panel + N <= end; panel += N)
+    for (int64_t row = 0; row < p.rows; row += M)
+      Tile<M, N>(p, std::min(row, p.rows - M), panel);
+  for (; panel < end; ++panel)
+    for (int64_t row = 0; row < p.rows; row += M)
+      Tile<M, 1>(p, std::min(row, p.rows - M), panel);
 }
 
-template <typename W>
-void Columns(const Product<W>& p, int64_t begin, int64_t end) {
-  const int64_t depth = p.rows <= 2 ? 16 : 64, chunks = (p.rows + kMaxRows - 1) / kMaxRows;
-  for (int64_t from = 0; from < p.depth; from += depth)
-    for (int64_t c = 0; c < chunks; ++c) {
-      const int64_t row = p.rows * c / chunks, num_rows = p.rows * (c + 1) / chunks - row;
-      Add<kMaxRows>(p, row, num_rows, begin, end,
-                    {from, std::min(from + depth, p.depth), from + depth * c / chunks,
-                     from + depth * (c + 1) / chunks});
-    }
-}
-
-// Blocks of columns that threads take until none is left.
+// Blocks of panels that threads take until none is left.
 template <typename W>
 struct Work {
   Product<W> product;
@@ -137,20 +103,22 @@ struct Work {
   std::atomic<int64_t> next{0}, done{0};
 
   void Run() {
+    const int64_t tiles = (product.rows + kMaxRows - 1) / kMaxRows;
+    const int rows = (product.rows + tiles - 1) / tiles;
     for (int64_t b; (b = next.fetch_add(1)) < num_blocks; done.fetch_add(1))
-      Columns(product, b * block, std::min((b + 1) * block, product.width));
+      Panels<kMaxRows>(product, rows, b * block, std::min((b + 1) * block, product.panels));
   }
 };
 
 template <typename W>
 void Multiply(ffi::ThreadPool& pool, const Product<W>& p) {
-  const int64_t bytes = p.depth * p.width * sizeof(W);
-  const int64_t threads = std::min<int64_t>(pool.num_threads(), bytes / kMinBytes);
-  if (threads < 2) return Columns(p, 0, p.width);
+  const int64_t bytes = p.depth * p.panels * kPanel * sizeof(W);
+  const int64_t threads = std::clamp<int64_t>(bytes / kMinBytes, 1, pool.num_threads());
   auto work = std::make_shared<Work<W>>();
   work->product = p;
-  work->block = (p.width / threads / 2 + 127) / 128 * 128;
-  work->num_blocks = (p.width + work->block - 1) / work->block;
+  // Blocks of whole tiles for any number of rows, if there are panels enough.
+  work->block = threads == 1 ? p.panels : (p.panels / (2 * threads) + 11) / 12 * 12;
+  work->num_blocks = (p.panels + work->block - 1) / work->block;
   // A helper that comes late finds nothing left to take, and only then may this call have returned.
   for (int64_t t = 1; t < threads; ++t) pool.Schedule([work] { work->Run(); });
   work->Run();
@@ -159,10 +127,12 @@ void Multiply(ffi::ThreadPool& pool, const Product<W>& p) {
 
 ffi::Error Matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w,
                   ffi::ResultBuffer<ffi::F32> out) {
-  const int64_t rows = x.dimensions()[0], depth = w.dimensions()[0], width = w.dimensions()[1];
+  const auto in = x.dimensions(), panels = w.dimensions();
+  if (in.size() != 2 || panels.size() != 3 || panels[1] != in[1] || panels[2] != kPanel)
+    return ffi::Error::InvalidArgument("x [M, E] goes with panels [N, E, 16]");
   const auto multiply = [&](const auto* weights) {
     using W = std::decay_t<decltype(*weights)>;
-    Multiply<W>(pool, {x.typed_data(), weights, out->typed_data(), rows, depth, width});
+    Multiply<W>(pool, {x.typed_data(), weights, out->typed_data(), in[0], in[1], panels[0]});
   };
   if (w.element_type() == ffi::BF16)
     multiply(static_cast<const Bfloat16*>(w.untyped_data()));

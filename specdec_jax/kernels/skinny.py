@@ -2,7 +2,8 @@
 
 On a CPU XLA's product of 8 rows with a matrix takes two to three times as long as that of one row,
 since its kernels rearrange the matrix first; reading it is all that should take time, and Theorem 8
-counts on that. Needs a C++ compiler where it runs, once; without one XLA does the products.
+counts on that. Here a matrix is rearranged once, when it is loaded. Needs a C++ compiler where it
+runs, once; without one XLA does the products.
 """
 
 import ctypes
@@ -18,22 +19,29 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 SOURCE = pathlib.Path(__file__).with_name("skinny.cc")
-MAX_ROWS = 64  # from there on XLA's kernels are as fast: they use a rearranged matrix often enough
+TARGET = "specdec_skinny_matmul"  # as XLA knows it
+PANEL = 16  # columns
 
 
-def matmul(x: Array, kernel: Array) -> Array:
-  """x [M, E] times kernel [E, F] in float32, as `ready` made possible; kernel may be bfloat16.
+def pack(kernel: np.ndarray) -> np.ndarray:
+  """A matrix [E, F] in panels [ceil(F / PANEL), E, PANEL], the last filled up with zeros."""
+  depth, width = kernel.shape
+  filled = np.pad(kernel, ((0, 0), (0, -width % PANEL)))
+  return np.ascontiguousarray(filled.reshape(depth, -1, PANEL).swapaxes(0, 1))
 
-  Up to MAX_ROWS rows, each element is one chain of multiply-adds over E: a row of the result is the
-  same bits whatever M is. More rows are left to XLA.
+
+def matmul(x: Array, panels: Array) -> Array:
+  """x [M, E] times a matrix in panels [N, E, PANEL]: [M, N * PANEL], as `ready` made possible.
+
+  In float32; the panels may be bfloat16. Each element is one chain of multiply-adds over E: a row
+  of the result is the same bits whatever M is.
   """
-  if len(x) > MAX_ROWS:
-    return x @ kernel.astype(x.dtype)
-  out = jax.ShapeDtypeStruct((len(x), kernel.shape[1]), jnp.float32)
-  return jax.ffi.ffi_call("specdec_skinny_matmul", out, vmap_method="sequential")(x, kernel)
+  out = jax.ShapeDtypeStruct((len(x), len(panels) * PANEL), jnp.float32)
+  return jax.ffi.ffi_call(TARGET, out, vmap_method="sequential")(x, panels)
 
 
 @functools.cache
@@ -52,7 +60,7 @@ def ready() -> bool:
     )
     return False
   handler = jax.ffi.pycapsule(library.SkinnyMatmul)
-  jax.ffi.register_ffi_target("specdec_skinny_matmul", handler, platform="cpu")
+  jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
   return True
 
 

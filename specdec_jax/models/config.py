@@ -27,7 +27,7 @@ class T5Config:
       T5's 32,100 pieces); None for V. Logits of padding entries are masked.
     fused: parameters as `t5.for_decoding` lays them out: fewer, larger products.
     kernels: who multiplies matrices: 'xla', or 'skinny' for `kernels.skinny`, to decode in float32
-      on a CPU; kernels of layers may then be bfloat16.
+      on a CPU; kernels of layers then come in panels (`skinny.pack`), and may be bfloat16.
     dtype: of activations; float32 or bfloat16.
     dropout_rate: for training only.
   """
@@ -44,7 +44,7 @@ class T5Config:
   tied_logits: bool = False
   padded_vocab_size: int | None = None
   fused: bool = False
-  kernels: Literal["xla", "skinny"] = "xla"
+  kernels: str = "xla"
   dtype: Any = jnp.float32
   dropout_rate: float = 0.0
 

@@ -37,10 +37,13 @@ class Dense(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:  # [..., E] -> [..., features]
-    kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+    *rows, depth = x.shape
     if self.config.kernels == "skinny":
-      rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
-      return skinny.matmul(rows, kernel).reshape(*x.shape[:-1], self.features)
+      shape = -(-self.features // skinny.PANEL), depth, skinny.PANEL
+      panels = self.param("kernel", self.kernel_init, shape)
+      product = skinny.matmul(x.astype(jnp.float32).reshape(-1, depth), panels)
+      return product[:, : self.features].reshape(*rows, self.features)
+    kernel = self.param("kernel", self.kernel_init, (depth, self.features))
     dtype = self.dtype or self.config.dtype
     return matmul(x.astype(dtype), kernel.astype(dtype))
 
