@@ -5,6 +5,7 @@ that guesses nothing, so both share one target pass, one way to sample and one w
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -114,10 +115,14 @@ def _decode(
   require_count("max_new_tokens", limit)
   models = target, draft, target_params, draft_params
   step = functools.partial(one_round, *models, rng, sampling, lenience, eos_id)
-  s = lax.while_loop(lambda s: ~s.done.all(), step, begin(*models, prompt, limit))
-  first, _ = target.begin(prompt)
-  new = first.shape[1] + jnp.arange(limit)
-  tokens = jnp.where(new < s.length[:, None], s.tokens[:, new], 0)
+  return all_rounds(step, begin(*models, prompt, limit))
+
+
+def all_rounds(step: Callable[[State], State], s: State) -> Decoded:
+  """What `step`, a round, gives when it is run from `s` until every row is done."""
+  s = lax.while_loop(lambda s: ~s.done.all(), step, s)
+  new = s.begins[:, None] + jnp.arange(len(s.rounds.num_accepted))
+  tokens = jnp.where(new < s.length[:, None], jnp.take_along_axis(s.tokens, new, axis=1), 0)
   return Decoded(tokens, s.length - s.begins, s.rounds, s.num_rounds, s.not_finite)
 
 
@@ -188,7 +193,10 @@ def one_round(
   num_emitted = jnp.where(s.done | ~finite, 0, num_emitted)
   ends_in_eos = (is_eos & (i < num_emitted[:, None])).any(axis=1)
   length = s.length + num_emitted
-  record = Rounds(guesses, n, next_token, num_emitted)
+  # -1 where a round that began with a larger gamma would have guessed more (`adaptive`).
+  unguessed = s.rounds.guesses.shape[-1] - draft.gamma
+  filled = jnp.pad(guesses, ((0, 0), (0, unguessed)), constant_values=-1)
+  record = Rounds(filled, n, next_token, num_emitted)
   return State(
     tokens=_write(s.tokens, emitted, s.length, num_emitted),
     length=length,

@@ -70,7 +70,7 @@ class Rounds(NamedTuple):
   """What happened in each round, in fixed shape; rows past their end have num_emitted 0.
 
   Attributes:
-    guesses: [R, B, G].
+    guesses: [R, B, G]; -1 for those not made, where gamma changes (`adaptive`).
     num_accepted: [R, B], n of the verdict.
     next_token: [R, B].
     num_emitted: [R, B], tokens that entered the text: n + 1, less what fell past EOS or the limit.
@@ -87,7 +87,7 @@ class Rounds(NamedTuple):
     alpha's empirical counterpart is accepted / (accepted + rejected).
     """
     n, emitted = self.num_accepted, self.num_emitted
-    rejected = (n < self.guesses.shape[-1]) & (emitted == n + 1)
+    rejected = (n < (self.guesses >= 0).sum(axis=-1)) & (emitted == n + 1)
     return n.clip(None, emitted).sum(axis=0), rejected.sum(axis=0)
 
 

@@ -94,20 +94,30 @@ def break_even_alpha(gamma, c, verify_cost=1.0):
   return np.where(round_cost <= 1, 0.0, possible)[()]
 
 
-def expected_rounds(alpha: float, gamma: int, num_tokens: int) -> float:
+def expected_rounds(alpha: float, gamma: int, num_tokens: int | Sequence[int]) -> float:
   """Rounds that a text of `num_tokens` takes on average, with guesses accepted independently.
 
   The exact count behind Equation 1, which Theorem 8 replaces by num_tokens / E[tokens] for texts
   that are "long enough": a text ends inside its last round, whose further tokens are lost.
+
+  Args:
+    alpha: acceptance rate.
+    gamma: guesses a round.
+    num_tokens: of the text; or of each row of a batch, which ends with the last of its rows.
   """
+  lengths = np.atleast_1d(num_tokens)
+  longest = lengths.max()
   # A round emits k = 1..gamma tokens with probability (1 - alpha) alpha^(k - 1), or gamma + 1.
   emits = (1 - alpha) * alpha ** np.arange(gamma + 1)
   emits[gamma] = alpha**gamma
-  rounds = np.zeros(num_tokens + 1)
-  for n in range(1, num_tokens + 1):
+  # ended[n, r]: the chance that n tokens take at most r rounds, r < longest.
+  ended = np.zeros((longest + 1, longest))
+  ended[0] = 1.0
+  for n in range(1, longest + 1):
     most = min(n, gamma + 1)
-    rounds[n] = 1 + emits[:most] @ rounds[n - most : n][::-1]
-  return float(rounds[num_tokens])
+    in_one = emits[most:].sum()
+    ended[n, 1:] = in_one + emits[:most] @ ended[n - most : n, :-1][::-1]
+  return float((1 - ended[lengths].prod(axis=0)).sum())
 
 
 def text_improvement(
@@ -115,7 +125,7 @@ def text_improvement(
   gamma: int,
   c: float,
   verify_cost: float,
-  lengths: Sequence[int],
+  lengths: Sequence[int] | Sequence[Sequence[int]],
   target_start: float = 0.0,
   draft_start: float = 0.0,
 ) -> float:
@@ -126,14 +136,14 @@ def text_improvement(
     gamma: guesses a round.
     c: time of a draft step, in target steps.
     verify_cost: v, time of a pass over gamma + 1 tokens, in target steps.
-    lengths: tokens of each text.
+    lengths: tokens of each text; or of each batch those of its rows.
     target_start: time to read a prompt, in target steps.
     draft_start: time of the draft to read it, in target steps.
   """
-  plain = sum(target_start + n for n in lengths)
+  plain = sum(target_start + np.max(n) for n in lengths)
   rounds = sum(expected_rounds(alpha, gamma, n) for n in lengths)
   starts = len(lengths) * (target_start + draft_start)
-  return plain / (starts + rounds * (gamma * c + verify_cost))
+  return float(plain / (starts + rounds * (gamma * c + verify_cost)))
 
 
 def best_gamma(

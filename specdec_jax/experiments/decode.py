@@ -8,11 +8,12 @@ decodes it: the same batches with the same keys (`speed.row_keys`), however many
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
 
 import jax
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.experiments.calibrate import resolve_gamma
 from specdec_jax.experiments.translate import decode_lines
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
@@ -31,7 +33,7 @@ def decode(
   texts: Sequence[str],
   output_dir: str,
   sampling: Sampling = Sampling(temperature=0.0),
-  gamma: int = 5,
+  gamma: int | str = 5,
   batch_size: int = 8,
   max_new_tokens: int = 128,
   seed: int = 0,
@@ -49,7 +51,8 @@ def decode(
     texts: all of them, on every host; longer ones than the pair's limit are cut.
     output_dir: a folder that all hosts see; the same command in it again goes on.
     sampling: argmax unless told.
-    gamma: guesses a round.
+    gamma: guesses a round; 'auto' finds the best first, which may be plain decoding. All hosts, and
+      a host that is started again, take what the first of them found, kept in the file `gamma`.
     batch_size: texts decoded together.
     max_new_tokens: limit for each.
     seed: of all sampling.
@@ -63,6 +66,11 @@ def decode(
   number, num_hosts = host or (jax.process_index(), jax.process_count())
   if not 0 <= number < num_hosts:
     raise InputError(f"host is {host}; it must be (i, n), with i from 0 to n - 1.")
+  folder = pathlib.Path(output_dir)
+  folder.mkdir(parents=True, exist_ok=True)
+  settings_of_auto = sampling, batch_size, max_new_tokens, seed, lenience
+  choose = functools.partial(resolve_gamma, gamma, pair, texts, *settings_of_auto)
+  gamma = _agreed(folder / "gamma", number, choose) if gamma == "auto" else choose()
   settings = dict(
     task=pair.task,
     target=pair.target_name,
@@ -79,8 +87,6 @@ def decode(
     num_texts=len(texts),
     inputs=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
   )
-  folder = pathlib.Path(output_dir)
-  folder.mkdir(parents=True, exist_ok=True)
   parts = [folder / f"part-{i}-of-{num_hosts}.jsonl" for i in range(num_hosts)]
   host_of = [i // batch_size % num_hosts for i in range(len(texts))]
   own = [i for i in range(len(texts)) if host_of[i] == number]
@@ -110,6 +116,20 @@ def decode(
   finally:
     scratch.unlink(missing_ok=True)
   print(f"{summary}: {folder / 'outputs.jsonl'}")
+
+
+def _agreed(path: pathlib.Path, number: int, choose: Callable[[], int]) -> int:
+  """What the file holds, or `choose()` put there, unless another host is first to do so."""
+  if not path.exists():
+    own = path.with_name(f"{path.name}.part{number}")
+    own.write_text(f"{choose()}\n")
+    try:
+      os.link(own, path)  # whole or not at all, and never over another's
+    except FileExistsError:
+      pass
+    finally:
+      own.unlink()
+  return int(path.read_text())
 
 
 def _records(at: int, sources, outputs, decoded: list[Decoded]) -> Iterator[dict]:

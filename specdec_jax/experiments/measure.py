@@ -12,6 +12,7 @@ from specdec_jax import records, theory
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.alpha import measure_alpha
 from specdec_jax.experiments.costs import Costs, operations_ratio
+from specdec_jax.experiments.roofline import memory_bandwidth, step_bytes
 from specdec_jax.experiments.speed import (
   Baseline,
   acceptance_by_position,
@@ -115,6 +116,7 @@ def settings_to_measure(
       device_kind=device.device_kind,
       num_devices=max(shared_by, default=1),
       dtype=pair.dtype,
+      kernels=pair.kernels,
       seed=seed,
       jax_version=jax.__version__,
     )
@@ -158,12 +160,13 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
   own = baseline.name == "own"
   compared = sampling.temperature == 0 and pair.simulated_alpha is None
   c_hat = operations_ratio(pair, prompts[0], sampling)
+  bandwidth = memory_bandwidth()
   for setting in settings:
     gamma = setting.gamma
     outputs, costs = speed.speculative[gamma], speed.costs[gamma]
     round_s = speed.round_s(gamma)
     rest = round_s - gamma * costs.draft_step - costs.verify - costs.accept
-    operations = None if c_hat is None else theory.operations_factor(alpha, gamma, c_hat)
+    read = step_bytes(pair, gamma, prompts[0], sampling, max_new_tokens)
     predicted = functools.partial(theory.walltime_improvement, alpha, gamma, costs.c)
     yield dataclasses.replace(
       setting,
@@ -183,11 +186,16 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
       rest_ms=1e3 * rest,
       round_ms=1e3 * round_s,
       verify_cost=costs.v,
+      memory_gb_per_s=1e-9 * bandwidth,
+      target_step_mb=1e-6 * read.target_step,
+      draft_step_mb=1e-6 * read.draft_step,
+      verify_mb=1e-6 * read.verify,
       operations_ratio=c_hat,
-      operations_factor=operations,
+      operations_factor=float(theory.operations_factor(alpha, gamma, c_hat)),
       predicted_theorem8=float(predicted(1.0)) if own else None,
       predicted_measured_cost=float(predicted(costs.v)) if own else None,
       predicted_text=_predicted_text(speed.baseline, alpha, gamma, costs) if own else None,
+      baseline_pass_ms=1e3 * speed.baseline_s / sum(int(o.num_rounds) for o in speed.baseline),
       baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
       speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
       speedup=speed.speedup(gamma),
@@ -197,13 +205,8 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
     )
 
 
-def _predicted_text(baseline, alpha: float, gamma: int, costs: Costs) -> float | None:
-  """`theory.text_improvement` for the baseline's own lengths; None for batches.
-
-  A batch runs until its slowest row ends, which the closed form for one text does not know.
-  """
-  if any(len(o.lengths) > 1 for o in baseline):
-    return None
-  lengths = [int(o.lengths[0]) for o in baseline]
+def _predicted_text(baseline, alpha: float, gamma: int, costs: Costs) -> float:
+  """`theory.text_improvement` for the baseline's own lengths."""
+  lengths = [o.lengths.tolist() for o in baseline]
   starts = costs.target_start / costs.target_step, costs.draft_start / costs.target_step
   return theory.text_improvement(alpha, gamma, costs.c, costs.v, lengths, *starts)

@@ -7,14 +7,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
+from specdec_jax.experiments.calibrate import resolve_gammas
 from specdec_jax.experiments.measure import measure
 from specdec_jax.experiments.speed import Baseline, own_baseline
 from specdec_jax.experiments.translate import decode_lines
 from specdec_jax.pairs import Pair
 from specdec_jax.records import open_results, read
+from specdec_jax.reporting import table
 from specdec_jax.reporting.html import Example, write_report
 from specdec_jax.reporting.rounds import read_rounds
-from specdec_jax.reporting.table import BUDGET_LEGEND, LEGEND, budget_table, speed_table
 from specdec_jax.sampling import Sampling
 
 
@@ -22,7 +23,7 @@ def speedup(
   pair: Pair,
   texts: Sequence[str],
   output_dir: str,
-  gammas: Sequence[int] = (3, 5, 7),
+  gammas: Sequence[int | str] = (3, 5, 7),
   temperatures: Sequence[float] = (0.0, 1.0),
   batch_size: int = 1,
   max_new_tokens: int = 64,
@@ -38,7 +39,8 @@ def speedup(
     pair: what decodes; see `pairs.load_pair`.
     texts: sources.
     output_dir: gets both files; settings recorded there already are not measured again.
-    gammas: guesses a round, each measured; the middle one makes the rounds in the report.
+    gammas: guesses a round, each measured; the middle one makes the rounds in the report. 'auto'
+      among them is the best for each temperature (`calibrate.resolve_gammas`).
     temperatures: 0 is argmax; each measured.
     batch_size: texts decoded together.
     max_new_tokens: limit for each.
@@ -49,6 +51,8 @@ def speedup(
     baseline: makes of the pair what speed is compared with; our own plain decoding unless given.
   """
   samplings = [Sampling(temperature=t) for t in temperatures]
+  settings = batch_size, max_new_tokens, seed, lenience
+  measured = resolve_gammas(gammas, pair, texts, samplings, *settings)
   with open_results(output_dir) as results:
     shown = texts[: max(0, report_examples)]
     show_speedup(
@@ -56,8 +60,8 @@ def speedup(
       texts,
       results,
       samplings,
-      gammas,
-      decode_examples(pair, shown, samplings, gammas, max_new_tokens, seed, lenience),
+      measured,
+      decode_examples(pair, shown, samplings, measured, max_new_tokens, seed, lenience),
       batch_size=batch_size,
       max_new_tokens=max_new_tokens,
       repeats=repeats,
@@ -100,10 +104,13 @@ def show_speedup(
     bar.update(task, description="decoding for the report")
     report = str(pathlib.Path(results).with_name("report.html"))
     write_report(report, read(results), [*examples], f"Speculative decoding: {pair.task}")
-  console.print(speed_table(records))
-  console.print(Text(LEGEND, style="dim"))
-  console.print(budget_table(records))
-  console.print(Text(BUDGET_LEGEND, style="dim"))
+  for shown, legend in (
+    (table.speed_table(records), table.LEGEND),
+    (table.budget_table(records), table.BUDGET_LEGEND),
+    (table.roofline_table(records), table.ROOFLINE_LEGEND),
+  ):
+    console.print(shown)
+    console.print(Text(legend, style="dim"))
   console.print(
     f"Records: {results} (measured once; delete the file to measure again); as a page: {report}"
   )

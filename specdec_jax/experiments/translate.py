@@ -6,6 +6,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +15,9 @@ from rich.progress import Progress
 
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import EOS_ID
-from specdec_jax.decoding import require_finite, speculative_decode
+from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.experiments.calibrate import resolve_gamma
 from specdec_jax.experiments.speed import num_rounds, num_tokens, row_keys
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
@@ -27,7 +29,7 @@ def translate(
   input: str,
   output: str = "-",
   sampling: Sampling = Sampling(temperature=0.0),
-  gamma: int = 5,
+  gamma: int | str = 5,
   batch_size: int = 1,
   max_new_tokens: int = 128,
   seed: int = 0,
@@ -40,7 +42,7 @@ def translate(
     input: a text file, one source a line (gzipped if it ends in .gz), or '-' for standard input.
     output: a file, written whole or not at all, or '-' for standard output, line by line.
     sampling: argmax unless told.
-    gamma: guesses a round.
+    gamma: guesses a round; 'auto' finds the best first, which may be plain decoding, and says why.
     batch_size: lines decoded together.
     max_new_tokens: limit for a line.
     seed: of all sampling.
@@ -56,6 +58,8 @@ def translate(
   lines = read_lines(input, prefix=prefix)
   _warn(notes, pair, lines)
   numbers = (number for number, line in enumerate(lines, 1) if line.strip())
+  settings = sampling, batch_size, max_new_tokens, seed
+  gamma = resolve_gamma(gamma, pair, lines, *settings, say=notes.print)
   since, outputs = time.perf_counter(), []
   with _sink(output) as sink, Progress(console=notes, transient=True) as bar:
     task = bar.add_task("translating", total=len(lines))
@@ -90,28 +94,25 @@ def decode_lines(
   seed: int = 0,
   lenience: float = 1.0,
 ) -> Iterator[tuple[list[str], list[Decoded]]]:
-  """Translations of lines, batch by batch, and what was decoded for those that are not empty."""
-  draft = pair.draft(sampling, gamma)
+  """Translations of lines, batch by batch, and what was decoded for those that are not empty.
+
+  With gamma 0 by plain decoding.
+  """
+  settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, sampling=sampling)
+  draft = pair.draft(sampling, gamma) if gamma else None
   for at in range(0, len(lines), batch_size):
     batch = list(lines[at : at + batch_size])
     if not any(line.strip() for line in batch):
       yield [""] * len(batch), []
       continue
     batch += [batch[0]] * (batch_size - len(batch))  # the last batch has the others' shape
-    decoded = jax.device_get(
-      speculative_decode(
-        pair.target,
-        draft,
-        pair.target_params,
-        pair.draft_params,
-        pair.prompt(batch),
-        row_keys(seed, at, batch_size),
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        lenience=lenience,
-      )
-    )
-    require_finite(decoded)
+    asked = pair.prompt(batch), row_keys(seed, at, batch_size)
+    if draft:
+      models = pair.target, draft, pair.target_params, pair.draft_params
+      decoded = speculative_decode(*models, *asked, lenience=lenience, **settings)
+    else:
+      decoded = autoregressive_decode(pair.target, pair.target_params, *asked, **settings)
+    decoded = require_finite(jax.device_get(decoded))
     count = min(batch_size, len(lines) - at)
     rows = np.flatnonzero([bool(line.strip()) for line in batch[:count]])
     texts = [

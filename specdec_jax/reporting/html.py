@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import NamedTuple
 
@@ -71,9 +71,10 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
   body = join(
     _shared(records, _MAIN),
     tag("ul", *(_result(*item) for item in series.items()), class_="results"),
-    _section("Measured settings", _table(records, series.values())),
+    _section("Measured settings", _table(records, series.values(), table.COLUMNS, table.LEGEND)),
     _section("Speedup against gamma", _speedups(series)),
     _section("Acceptance by position in the round", _acceptance(series)),
+    _section("Bytes over bandwidth", _roofline(records, series.values())),
     _section("Round by round", _stepper(examples)),
   )
   page = resources.files("specdec_jax.reporting").joinpath("report.html").read_text("utf-8")
@@ -96,6 +97,7 @@ _MAIN |= {"batch_size": "batch", "device_kind": "device", "platform": "platform"
 _MAIN |= {"acceptance": "acceptance"}
 _OTHER = {"top_k": "top-k", "top_p": "top-p", "lenience": "lenience", "baseline": "baseline"}
 _OTHER |= {"max_new_tokens": "limit in tokens", "seed": "seed", "inputs": "hash of the texts"}
+_OTHER |= {"kernels": "kernels"}
 
 
 def _value(record: Record, name: str) -> str:
@@ -153,15 +155,20 @@ def _result(name: str, series: Sequence[Record]) -> Markup:
   )
 
 
-def _table(records: Sequence[Record], series: Iterable[Sequence[Record]]) -> Markup:
+def _table(
+  records: Sequence[Record],
+  series: Iterable[Sequence[Record]],
+  columns: Mapping[str, Callable[[Record], str]],
+  legend: str,
+) -> Markup:
   varying = _varying(records)
-  headings = (tag("th", name, scope="col") for name in (*varying.values(), *table.COLUMNS))
+  headings = (tag("th", name, scope="col") for name in (*varying.values(), *columns))
   bodies = []
   for of in series:
     rows = []
     for r in of:
       cells = [_value(r, name) for name in varying]
-      cells += [table.cell(heading, r) for heading in table.COLUMNS]
+      cells += [table.cell(column, r) for column in columns.values()]
       rows.append(tag("tr", *(tag("td", cell) for cell in cells)))
     bodies.append(tag("tbody", *rows))
   return join(
@@ -173,8 +180,14 @@ def _table(records: Sequence[Record], series: Iterable[Sequence[Record]]) -> Mar
       aria_label="Table of measured settings",
       tabindex=0,  # so that the keyboard can scroll it
     ),
-    tag("p", table.LEGEND, class_="note"),
+    tag("p", legend, class_="note"),
   )
+
+
+def _roofline(records: Sequence[Record], series: Iterable[Sequence[Record]]) -> Markup:
+  if all(r.memory_gb_per_s is None for r in records):
+    return join()
+  return _table(records, series, table.ROOFLINE, table.ROOFLINE_LEGEND)
 
 
 # Charts.

@@ -17,7 +17,7 @@ def _alpha(r: Record) -> str:
   return f"{r.alpha:.2f}{interval}"
 
 
-# Heading, and how a record fills the column; see `cell`.
+# Heading, and how a record fills the column.
 COLUMNS = {
   "temp": lambda r: f"{r.temperature:g}",
   "gamma": lambda r: f"{r.gamma}",
@@ -65,12 +65,34 @@ BUDGET_LEGEND = (
 )
 
 
-def cell(heading: str, record: Record) -> str:
-  """What stands under a heading of `COLUMNS`; MISSING where it was not measured."""
-  return _cell(COLUMNS[heading], record)
+def _share(megabytes, gb_per_s, ms) -> str:
+  """The least time of a step over the time it took."""
+  return f"{megabytes / gb_per_s / ms:.0%}"  # 1e6 bytes at 1e9 bytes a second take a millisecond
 
 
-def _cell(column: Callable[[Record], str], record: Record) -> str:
+# How near the parts of a round come to what the memory allows.
+ROOFLINE = {
+  "temp": COLUMNS["temp"],
+  "gamma": COLUMNS["gamma"],
+  "GB/s": lambda r: f"{r.memory_gb_per_s:.1f}",
+  "step MB": lambda r: f"{r.target_step_mb:.1f}",
+  "step": lambda r: _share(r.target_step_mb, r.memory_gb_per_s, r.target_step_ms),
+  "draft MB": lambda r: f"{r.draft_step_mb:.1f}",
+  "draft": lambda r: _share(r.draft_step_mb, r.memory_gb_per_s, r.draft_step_ms),
+  "verify MB": lambda r: f"{r.verify_mb:.1f}",
+  "verify": lambda r: _share(r.verify_mb, r.memory_gb_per_s, r.verify_ms),
+}
+
+ROOFLINE_LEGEND = (
+  "GB/s: at which the device reads its memory, measured; MB: parameters and caches that a step of "
+  "the target, a step of the draft and a pass over gamma + 1 tokens must read; in percent, the "
+  "least time that takes / the time measured. A cache of the processor that keeps weights from "
+  "step to step makes more than 100% possible."
+)
+
+
+def cell(column: Callable[[Record], str], record: Record) -> str:
+  """What stands in a column; MISSING where it was not measured."""
   try:
     return column(record)
   except TypeError:  # a None among what it is made of
@@ -87,12 +109,18 @@ def budget_table(records: Sequence[Record]) -> Table:
   return _table(BUDGET, records)
 
 
+def roofline_table(records: Sequence[Record]) -> Table:
+  """One row a record: the bytes that each part of a round must read, and how near it comes."""
+  return _table(ROOFLINE, records)
+
+
 def _table(columns: Mapping[str, Callable[[Record], str]], records: Sequence[Record]) -> Table:
   first = records[0]
   table = Table(
     title=f"{first.task}, {first.num_examples} texts, batch {first.batch_size}, {first.dtype}, "
     f"{first.platform} ({first.device_kind})"
     + (f" x {first.num_devices}" if first.num_devices > 1 else "")
+    + ("" if first.kernels == "xla" else f", {first.kernels} kernels")
     + ("" if first.baseline == "own" else f", over {first.baseline}"),
     box=box.SIMPLE_HEAD,
     show_edge=False,
@@ -102,6 +130,6 @@ def _table(columns: Mapping[str, Callable[[Record], str]], records: Sequence[Rec
     table.add_column(heading, justify="right", no_wrap=True)
   for r, following in zip(records, [*records[1:], None]):
     last_of_temperature = following is None or following.temperature != r.temperature
-    cells = (_cell(column, r) for column in columns.values())
+    cells = (cell(column, r) for column in columns.values())
     table.add_row(*cells, end_section=last_of_temperature)
   return table

@@ -1,0 +1,169 @@
+"""The adaptive loop: the target's own text whatever gamma does, and a gamma that follows alpha."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_pair
+
+from specdec_jax import adaptive
+from specdec_jax.adaptive import adaptive_decode
+from specdec_jax.decoding import autoregressive_decode, one_round
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.experiments.check_exactness import compare_samples
+from specdec_jax.models.t5 import t5_model
+from specdec_jax.sampling import Sampling
+
+V, LIMIT, EOS, BATCH = 24, 16, 16, 8
+CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
+TARGET = t5_model(CONFIG)
+GREEDY = Sampling(0.0)
+GAMMAS = (1, 2, 4)
+# Gamma 1 is best up to alpha 0.52, 2 up to 0.87, then 4.
+COSTS = jnp.array([1.1, 1.3, 1.9])
+SCRIPTED = tuple(tiny.scripted_draft(gamma, V) for gamma in GAMMAS)
+
+
+@functools.cache
+def params():
+  return tiny.params(CONFIG, 12)
+
+
+@functools.cache
+def prompts():
+  return tiny.sources(CONFIG, 0, BATCH)
+
+
+def keys():
+  return jax.random.split(jax.random.key(0), BATCH)
+
+
+@functools.cache
+def plain(eos_id=EOS):
+  settings = dict(max_new_tokens=LIMIT, sampling=GREEDY, eos_id=eos_id)
+  return autoregressive_decode(TARGET, params(), prompts(), keys(), **settings)
+
+
+def decode(drafts, draft_params, costs=COSTS, prior=(0.5, 0.5), eos_id=EOS):
+  models = TARGET, drafts, params(), draft_params
+  settings = dict(max_new_tokens=LIMIT, sampling=GREEDY, eos_id=eos_id)
+  return adaptive_decode(*models, prompts(), keys(), costs, jnp.array(prior), **settings)
+
+
+def script(right):
+  """Guesses by position in the text, of which those where `right` is true are the target's."""
+  own = np.asarray(plain(-1).tokens)
+  guesses = np.where(right, own, (own + 1) % V)
+  return jnp.pad(jnp.asarray(guesses), ((0, 0), (1, 0)))  # position 0 has the start token
+
+
+def gammas_of(out):
+  """The gamma of each round that ran."""
+  made = (np.asarray(out.rounds.guesses) >= 0).sum(axis=-1)[: int(out.num_rounds)]
+  assert (made == made[:, :1]).all()  # one for all rows
+  return made[:, 0].tolist()
+
+
+RIGHT = {
+  "always": np.ones(LIMIT, bool),
+  "never": np.zeros(LIMIT, bool),
+  "at first": np.arange(LIMIT) < 10,
+  "by row": np.arange(BATCH)[:, None] % 2 == 0,
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("prior", [(0.5, 0.5), (40.0, 10.0)])
+def test_greedy_output_is_plain_decodings(name, prior):
+  out = decode(SCRIPTED, script(RIGHT[name]), prior=prior)
+  np.testing.assert_array_equal(out.tokens, plain().tokens)
+  np.testing.assert_array_equal(out.lengths, plain().lengths)
+
+
+def test_gamma_follows_a_draft_whose_quality_changes():
+  """EOS apart, every row takes the same rounds, so that they can be written down."""
+  out = decode(SCRIPTED, script(RIGHT["at first"]), eos_id=-1)
+  # Taken for alpha: 1/2, 3/4, 7/8, 15/16; then all is refused: 15/18, 15/20, ...
+  assert gammas_of(out) == [1, 2, 4, 4, 2, 2, 2, 2, 2]
+  assert (np.asarray(out.rounds.num_accepted)[:9].T == [1, 2, 4, 0, 0, 0, 0, 0, 0]).all()
+  accepted, rejected = out.rounds.judged()
+  assert (accepted == 7).all() and (rejected == 6).all()
+
+
+def test_costs_and_prior_choose_gamma_and_compile_nothing():
+  wrong = script(RIGHT["never"])
+  assert set(gammas_of(decode(SCRIPTED, wrong, prior=(0.1, 9.9), eos_id=-1))) == {1}
+  compiled = adaptive_decode._cache_size()
+  assert set(gammas_of(decode(SCRIPTED, wrong, prior=(990.0, 10.0), eos_id=-1))) == {4}
+  cheap = jnp.array([1.0, 0.2, 1.0])
+  assert set(gammas_of(decode(SCRIPTED, wrong, costs=cheap, eos_id=-1))) == {2}
+  assert adaptive_decode._cache_size() == compiled
+
+
+def test_rows_that_are_done_have_no_say():
+  """Row 1 ends at once; alone it would pull gamma down, as its guesses are wrong."""
+  right = np.arange(BATCH)[:, None] != 1
+  assert int(plain().lengths[1]) == 1
+  with_it = decode(SCRIPTED, script(right))
+  without = decode(SCRIPTED, script(RIGHT["always"]))
+  assert gammas_of(with_it)[1:] == gammas_of(without)[1:]
+
+
+def test_the_target_as_its_own_draft_accepts_every_guess_of_every_gamma():
+  """A draft whose cache fell behind when gamma changed would be refused."""
+  drafts = tuple(model_draft(TARGET, GREEDY, gamma) for gamma in GAMMAS)
+  out = decode(drafts, params())
+  assert set(gammas_of(out)) == {1, 2, 4}
+  np.testing.assert_array_equal(out.tokens, plain().tokens)
+  assert (out.rounds.judged()[1] == 0).all()
+
+
+# Sampling.
+
+
+def sampled():
+  pair, sampling = tiny_pair.pair(), Sampling()
+  # Copies, which nothing is compiled for yet.
+  drafts = [pair.draft(sampling, gamma) for gamma in (1, 3)]
+  drafts = tuple(draft._replace(propose=functools.partial(draft.propose)) for draft in drafts)
+  costs, prior = jnp.array([1.1, 1.6]), jnp.array([0.7, 0.3])
+
+  def decode(prompt, rng, *, max_new_tokens):
+    models = pair.target, drafts, pair.target_params, pair.draft_params
+    settings = dict(max_new_tokens=max_new_tokens, sampling=sampling)
+    return adaptive_decode(*models, prompt, rng, costs, prior, **settings)
+
+  texts = tiny_pair.SENTENCES[:4]
+  joint = compare_samples(
+    pair, texts, sampling, decode, batch_size=4, samples_per_text=400, num_tokens=4, seed=0
+  )
+  some = decode(pair.prompt(texts), jax.random.split(jax.random.key(1), 4), max_new_tokens=4)
+  return joint, gammas_of(some)
+
+
+def test_samples_have_the_targets_distribution():
+  # 1,600 outputs: finds a total variation of 0.15 nine times in ten.
+  joint, gammas = sampled()
+  assert joint.p_value > tiny.LEVEL and joint.num_impossible == 0
+  assert joint.num_cells > 40 and joint.detectable(tiny.LEVEL) < 0.15
+  assert gammas[0] == 3
+
+
+def test_gamma_that_knows_its_own_rounds_outcome_is_caught(monkeypatch):
+  """Of 16 rounds, drawn independently, the one that emits most is kept."""
+
+  def luckiest(target, draft, target_params, draft_params, rng, *settings):
+    def drawn(i):
+      keys = jax.vmap(jax.random.fold_in, (0, None))(rng, i)
+      return one_round(target, draft, target_params, draft_params, keys, *settings)
+
+    rounds = jax.vmap(drawn)(jnp.arange(16))
+    best = rounds.length.sum(axis=1).argmax()
+    return jax.tree.map(lambda x: x[best], rounds)
+
+  monkeypatch.setattr(adaptive, "one_round", luckiest)
+  joint, _ = sampled()
+  assert joint.p_value < tiny.CAUGHT
