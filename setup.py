@@ -54,6 +54,6 @@ setup(
     ],
     "tpu": ["jax[tpu]>=0.10"],
     "plots": ["matplotlib>=3.8"],
-    "peers": ["torch>=2.3", "transformers>=4.45"],
+    "peers": ["torch>=2.3", "transformers>=4.45", "ctranslate2>=4.8"],
   },
 )

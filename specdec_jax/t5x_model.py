@@ -302,15 +302,16 @@ def t5x_baseline(pair: Pair, checkpoint: str = str(EMBEDDED / "target")) -> Base
   """t5x's decoding of a pair's target, to time beside ours: `speedup.speedup.baseline`.
 
   Args:
-    pair: what is measured, on one device and with real acceptance.
+    pair: what is measured, on one device. Where acceptance is simulated no text ends before its
+      limit, and here neither.
     checkpoint: its target's, read again, since t5x wants its parameters apart.
 
   Raises:
-    InputError: the checkpoint is of another name than the pair's target, or the pair is another.
+    InputError: the checkpoint is of another name than the pair's target, or there are more devices.
   """
   devices = {x.sharding for x in jax.tree.leaves(pair.target_params)}
-  if pair.simulated_alpha is not None or any(len(d.device_set) > 1 for d in devices):
-    raise InputError("t5x's decoding is timed on one device, and beside a pair with real weights.")
+  if any(len(d.device_set) > 1 for d in devices):
+    raise InputError("t5x's decoding is timed on one device, and the target is shared by several.")
   if checkpoint_name(checkpoint) != pair.target_name:
     raise InputError(
       f"t5x_model.t5x_baseline.checkpoint is {checkpoint}, but the target is {pair.target_name}; "
@@ -318,7 +319,9 @@ def t5x_baseline(pair: Pair, checkpoint: str = str(EMBEDDED / "target")) -> Base
     )
   stored = open_checkpoint(checkpoint)
   config = dataclasses.replace(stored.config, dtype=named_dtype(pair.dtype))
-  return Baseline("t5x", functools.partial(t5x_decode, config, stored.load(config)))
+  eos_id = 1 if pair.simulated_alpha is None else -1
+  decode = functools.partial(t5x_decode, config, stored.load(config), eos_id=eos_id)
+  return Baseline("t5x", decode)
 
 
 class PairCheckpointer:

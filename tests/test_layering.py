@@ -23,6 +23,8 @@ LAYERS = {
   "speculative": JAX,
   "theory": JAX,
   "decoding": FLAX,
+  "adaptive": JAX,
+  "kernels": JAX,
   "models": FLAX,
   "drafts": FLAX,
   "partitioning": FLAX,
@@ -33,8 +35,9 @@ LAYERS = {
   "training": FLAX | {"optax", "orbax", "rich"},
   "records": set(),
   "reporting": {"numpy", "rich", "matplotlib"},
-  "experiments": FLAX | {"rich", "sacrebleu", "scipy", "torch", "transformers"},
+  "experiments": FLAX | {"rich", "sacrebleu", "scipy"},
   "t5x_model": FLAX | {"t5x"},
+  "peers": JAX | {"ctranslate2", "torch", "transformers"},
   "run": {"gin", "absl"},
 }
 
@@ -46,7 +49,7 @@ ONLY = {
 }
 
 CORE = ("errors", "version", "sampling", "protocols", "speculative", "theory", "decoding")
-CORE += ("models", "drafts")
+CORE += ("adaptive", "kernels", "models", "drafts")
 
 
 def imports(source: str) -> set[str]:
@@ -104,6 +107,8 @@ def test_imports_point_down(path):
     ("experiments", "import gin.tf"),
     ("experiments", "from absl import flags"),
     ("experiments", "from t5x import models"),
+    ("experiments", "def f():\n  import torch"),
+    ("experiments", "from specdec_jax.peers import huggingface"),
     ("training", "import seqio"),
     ("records", "import jax"),
     ("records", "from specdec_jax.protocols import Decoded"),
@@ -120,7 +125,7 @@ def test_core_runs_without_tensorflow_seqio_or_gin():
   absent = ("tensorflow", "tensorflow_datasets", "seqio", "gin", "t5x", "sentencepiece")
   absent += ("matplotlib", "sacrebleu")
   core = ["specdec_jax", *(f"specdec_jax.{layer}" for layer in CORE)]
-  for folder in ("models", "drafts"):
+  for folder in ("kernels", "models", "drafts"):
     core += [f"specdec_jax.{folder}.{path.stem}" for path in (PACKAGE / folder).glob("[a-z]*.py")]
   code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "\n".join(
     f"import {module}" for module in core

@@ -1,10 +1,14 @@
 """Logits become the right distribution, and draws follow it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specdec_jax.sampling import Sampling, distribution, sample
 
@@ -98,6 +102,79 @@ def test_masked_logits_get_no_probability():
     got = np.asarray(distribution(logits, Sampling(**method)))
     assert got[0, 1] == got[0, 3] == 0
     np.testing.assert_allclose(got.sum(), 1, atol=1e-6)
+
+
+@functools.cache
+def compiled(**method):
+  return jax.jit(lambda logits: distribution(logits, Sampling(**method)))
+
+
+def assert_follows_the_definition(probs, logits, temperature=1.0, top_k=0, top_p=1.0):
+  """Of probs [V], by sorting: the fewest most probable tokens, and all that are tied with the last.
+
+  A mass is reached up to rounding; which k are the most probable is exact.
+  """
+  # As far below the maximum as float32 makes them: what it makes equal is tied.
+  logits = (logits - logits.max()) / np.float32(temperature)
+  weights = np.exp(logits, dtype=np.float64)
+  if 0 < top_k < len(logits):
+    weights[logits < np.sort(logits)[-top_k]] = 0
+  kept = probs > 0
+  if top_p < 1:
+    last = logits[kept].min()
+    assert kept[logits >= last].all()
+    mass = weights / weights.sum()
+    assert mass[logits >= last].sum() >= top_p - 1e-6 or kept[weights > 0].all()
+    assert mass[logits > last].sum() <= top_p + 1e-6
+    weights[logits < last] = 0
+  np.testing.assert_array_equal(kept, weights > 0)
+  np.testing.assert_allclose(probs, weights / weights.sum(), rtol=1e-5, atol=1e-30)
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(
+  pool=st.lists(
+    st.one_of(
+      st.floats(-20, 20).map(lambda x: round(x, 3)),  # XLA takes subnormal differences as 0
+      st.sampled_from([-np.inf, 0.0, -0.0, 1.0, np.nextafter(np.float32(1), 2, dtype=np.float32)]),
+    ),
+    min_size=1,
+    max_size=40,
+  ).filter(lambda pool: max(pool) > -np.inf),
+  vocab_size=st.sampled_from([7, 200]),
+  seed=st.integers(0, 2**31 - 1),
+  half=st.booleans(),
+  method=st.sampled_from(
+    [
+      dict(top_k=1),
+      dict(top_k=6),
+      dict(top_k=7),
+      dict(top_k=40),
+      dict(top_p=1e-30),
+      dict(top_p=0.5),
+      dict(top_p=0.999999),
+      dict(temperature=0.5, top_k=5, top_p=0.8),
+    ]
+  ),
+)
+def test_what_is_kept_is_what_sorting_would_keep(pool, vocab_size, seed, half, method):
+  # A small pool makes ties, down to logits that are all equal.
+  logits = np.random.default_rng(seed).choice(np.float32(pool), vocab_size)
+  logits[seed % vocab_size] = np.float32(max(pool))
+  given_logits = jnp.asarray(logits, jnp.bfloat16 if half else jnp.float32)
+  probs = np.asarray(compiled(**method)(given_logits))
+  assert_follows_the_definition(probs, np.asarray(given_logits, np.float32), **method)
+
+
+@pytest.mark.parametrize("method", [dict(top_k=40), dict(top_p=0.9)], ids=str)
+def test_a_large_vocabulary_in_any_batch(method):
+  logits = logits_of(8, 4099)
+  together = np.asarray(compiled(**method)(logits))
+  for row, probs in zip(logits, together):
+    assert_follows_the_definition(probs, row, **method)
+    alone = np.asarray(compiled(**method)(row[None])[0])
+    np.testing.assert_array_equal(alone > 0, probs > 0)
+    np.testing.assert_allclose(alone, probs, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """Hugging Face's T5 folders: `config.json` and safetensors, in one file or several."""
 
 import json
+import pathlib
 import re
 
 import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from specdec_jax.checkpoints import files
 from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, Stored
@@ -28,13 +32,17 @@ _NAMES = {
   "encoder.final_layer_norm.weight": "encoder/encoder_norm/scale",
   "decoder.final_layer_norm.weight": "decoder/decoder_norm/scale",
 }
-# What a layer's parts are called, and the norm before each.
+# What a layer's parts are called, the norm before each, and what they are called there.
 _PARTS = {
-  ("encoder", "0"): ("attention", "pre_attention_layer_norm"),
-  ("encoder", "1"): ("mlp", "pre_mlp_layer_norm"),
-  ("decoder", "0"): ("self_attention", "pre_self_attention_layer_norm"),
-  ("decoder", "1"): ("encoder_decoder_attention", "pre_cross_attention_layer_norm"),
-  ("decoder", "2"): ("mlp", "pre_mlp_layer_norm"),
+  ("encoder", "0"): ("attention", "pre_attention_layer_norm", "SelfAttention"),
+  ("encoder", "1"): ("mlp", "pre_mlp_layer_norm", "DenseReluDense"),
+  ("decoder", "0"): ("self_attention", "pre_self_attention_layer_norm", "SelfAttention"),
+  ("decoder", "1"): (
+    "encoder_decoder_attention",
+    "pre_cross_attention_layer_norm",
+    "EncDecAttention",
+  ),
+  ("decoder", "2"): ("mlp", "pre_mlp_layer_norm", "DenseReluDense"),
 }
 _KERNELS = {"q": "query", "k": "key", "v": "value", "o": "out"}
 _IN_LAYER = re.compile(r"(\w+)\.block\.(\d+)\.layer\.(\d)\.(?:layer_norm|\w+\.(\w+))\.weight")
@@ -72,6 +80,57 @@ def open_huggingface(folder: str) -> Checkpoint:
   elif LOGITS not in arrays and TABLE in arrays:
     arrays[LOGITS] = arrays[TABLE].T
   return Checkpoint(folder, _config(folder, about, tied), arrays)
+
+
+def save_huggingface(folder: str, config: T5Config, params) -> None:
+  """Write a model to `folder` as transformers' `save_pretrained` does, its weights as they are.
+
+  The inverse of `open_huggingface`: `config.json`, written last, and `model.safetensors`.
+
+  Args:
+    folder: made if need be.
+    config: its shape; not `fused`.
+    params: its parameters.
+
+  Raises:
+    InputError: a shape that transformers does not have.
+  """
+  if config.fused or config.gated != (config.activation == "gelu"):
+    raise InputError(
+      f"A T5 with fused {config.fused}, gated {config.gated} and {config.activation} cannot be "
+      "written for transformers, which has gated gelu and relu that is not gated, neither fused."
+    )
+  path = pathlib.Path(folder)
+  path.mkdir(parents=True, exist_ok=True)
+  arrays = {}
+  for name, value in traverse_util.flatten_dict(params, sep="/").items():
+    array = np.asarray(value)
+    array = array.T if array.ndim == 2 and name != TABLE else array
+    arrays[_their_name(name)] = np.ascontiguousarray(array)
+  save_file(arrays, path / _WEIGHTS, {"format": "pt"})
+  (path / CONFIG).write_text(json.dumps(_about(config), indent=2) + "\n")
+
+
+def _about(config: T5Config) -> dict:
+  """Our shape as config.json: the inverse of `_config`."""
+  return dict(
+    architectures=["T5ForConditionalGeneration"],
+    model_type="t5",
+    is_encoder_decoder=True,
+    vocab_size=config.table_size,
+    d_model=config.emb_dim,
+    num_heads=config.num_heads,
+    d_kv=config.head_dim,
+    d_ff=config.mlp_dim,
+    num_layers=config.num_encoder_layers,
+    num_decoder_layers=config.num_decoder_layers,
+    feed_forward_proj="gated-gelu" if config.gated else "relu",
+    tie_word_embeddings=config.tied_logits,
+    dropout_rate=config.dropout_rate,
+    pad_token_id=0,
+    eos_token_id=1,
+    decoder_start_token_id=0,
+  )
 
 
 def _config(folder: str, about: dict, tied: bool) -> T5Config:
@@ -114,9 +173,25 @@ def _our_name(name: str) -> str:
   if name in _NAMES or not match or (match[1], match[3]) not in _PARTS:
     return _NAMES.get(name, name)
   stack, layer, part, kernel = match.groups()
-  block, norm = _PARTS[stack, part]
+  block, norm, _ = _PARTS[stack, part]
   inside = f"{block}/{_KERNELS.get(kernel, kernel)}/kernel" if kernel else f"{norm}/scale"
   return f"{stack}/layers_{layer}/{inside}"
+
+
+def _their_name(name: str) -> str:
+  """Name of one of our parameters in their files: the inverse of `_our_name`."""
+  for theirs, ours in _NAMES.items():
+    if name == ours:
+      return theirs
+  stack, layer, block, *kernel = name.split("/")
+  for (in_stack, part), (ours, norm, theirs) in _PARTS.items():
+    if in_stack == stack and block in (ours, norm):
+      inside = "layer_norm"
+      if block == ours:
+        short = {long: short for short, long in _KERNELS.items()}
+        inside = f"{theirs}.{short.get(kernel[0], kernel[0])}"
+      return f"{stack}.block.{layer.removeprefix('layers_')}.layer.{part}.{inside}.weight"
+  raise InputError(f"{name} is no parameter of a T5 that transformers has.")
 
 
 def _arrays(folder: str, part: str) -> dict[str, Stored]:
