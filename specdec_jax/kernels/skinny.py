@@ -9,6 +9,7 @@ runs, once; without one XLA does the products.
 import ctypes
 import functools
 import hashlib
+import importlib.metadata
 import logging
 import os
 import pathlib
@@ -51,7 +52,7 @@ def ready() -> bool:
     return False
   try:
     library = ctypes.CDLL(str(_compiled()))
-  except (OSError, subprocess.SubprocessError) as error:
+  except (OSError, RuntimeError, subprocess.SubprocessError) as error:
     why = getattr(error, "stderr", None) or str(error)
     logging.getLogger(__name__).warning(
       "specdec_jax: XLA multiplies matrices, since the faster kernel of this project cannot be "
@@ -68,7 +69,8 @@ def _compiled() -> pathlib.Path:
   """The library for this processor and this jaxlib, from the cache or made now."""
   compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
   options = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
-  made_of = [SOURCE.read_text(), str(compiler), *options, jax.lib.__version__, _processor()]
+  jaxlib = importlib.metadata.version("jaxlib")  # whose headers it includes
+  made_of = [SOURCE.read_text(), str(compiler), *options, jaxlib, _processor()]
   name = f"skinny-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
   folder = pathlib.Path("~/.cache/specdec_jax").expanduser()
   if (folder / name).exists():
