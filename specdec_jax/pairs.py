@@ -132,13 +132,15 @@ def load_pair(
     _load_t5, words=words, dtype=dtype, kernels=kernels, stored_weights=stored_weights
   )
   config, target_params = load("target", target, shardings=shardings)
-  halved = dtype == "float32" and any(x.dtype != dtype for x in jax.tree.leaves(target_params))
   if callable(draft):
     drafter = draft(words)
   else:
     draft_config, params = load("draft", draft, shardings=draft_shardings)
     make = functools.partial(model_draft, t5_model(draft_config))
     drafter = Drafter(checkpoint_name(draft), make, params)
+  halved = dtype == "float32" and any(
+    x.dtype == jnp.bfloat16 for x in jax.tree.leaves((target_params, drafter.params))
+  )
   return Pair(
     target=t5_model(config),
     target_params=target_params,

@@ -223,8 +223,9 @@ def test_policies_are_measured(tmp_path, capsys, monkeypatch):
     rounds = sum(gamma.times(row > 0.5, [1.0, 1.0, 1.0])[0][g] for row in stands)
     assert by_name["fixed", g].rounds == rounds
   assert set(np.concatenate(stands)) == {0.0, 1.0}
-  speeds = [r.predicted_text for r in measured[:3]]
-  assert speeds == sorted(speeds)
+  for row in stands:  # with costs of our own: noise may make those measured negative
+    fixed, best = gamma.times(row > 0.5, [1.0, 1.2, 1.4])
+    assert best <= fixed.min() + 1e-9
   said = capsys.readouterr().out
   assert "temperature 0, batch 1: " in said and "was chosen: alpha" in said
   gamma.gamma(pair, lines, str(tmp_path), **settings, repeats=1)  # measured already

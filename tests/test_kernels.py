@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ compiled = pytest.mark.skipif(
 
 # Rows that fill tiles and do not, one panel and many, the last panel whole and not; the last two
 # matrices are shared among threads.
-SHAPES = [(1, 5, 3), (2, 64, 300), (8, 160, 1000), (13, 70, 129), (100, 512, 512), (25, 1000, 260)]
+SHAPES = [(1, 5, 3), (2, 64, 300), (8, 160, 1000), (13, 70, 129), (300, 512, 512), (25, 1000, 260)]
 
 
 def operands(rows, depth, width, seed=0):
@@ -61,6 +64,29 @@ def test_bfloat16_weights_give_the_bits_of_their_float32_copy(shape):
   half = w.astype(jnp.bfloat16)
   assert (half != w).any()
   np.testing.assert_array_equal(product(x, half), product(x, half.astype(np.float32)))
+
+
+@compiled
+def test_a_machine_may_have_more_threads_than_a_matrix_has_blocks():
+  code = (
+    "import numpy as np\n"
+    "from specdec_jax.kernels import skinny\n"
+    "assert skinny.ready()\n"
+    "x, w = np.ones((3, 1536), np.float32), np.ones((1536, 512), np.float32)\n"
+    "assert (np.asarray(skinny.matmul(x, skinny.pack(w))) == 1536).all()\n"
+  )
+  threads = {**os.environ, "NPROC": "64"}
+  subprocess.run([sys.executable, "-c", code], env=threads, check=True, timeout=120)
+
+
+@compiled
+def test_what_does_not_fit_is_refused():
+  x, w = operands(3, 8, 16)
+  with pytest.raises(Exception, match="goes with panels"):
+    skinny.matmul(x[:, :7], skinny.pack(w)).block_until_ready()
+  with pytest.raises(Exception, match="float32 or bfloat16"):
+    skinny.matmul(x, skinny.pack(w).astype(np.float16)).block_until_ready()
+  assert skinny.matmul(x[:0], skinny.pack(w)).shape == (0, 16)
 
 
 @compiled

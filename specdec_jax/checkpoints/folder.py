@@ -23,6 +23,8 @@ def save_model(folder: str, config: T5Config, params, vocabulary: str | None = N
 
   `vocabulary` is the fingerprint of the one it was trained with, kept to refuse another.
   """
+  if config.kernels != "xla":
+    raise InputError("Parameters in panels (`kernels.skinny`) are for decoding; save those read.")
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
   shape = dataclasses.asdict(config)

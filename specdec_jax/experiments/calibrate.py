@@ -15,7 +15,7 @@ from jax import Array
 
 from specdec_jax import theory
 from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
-from specdec_jax.errors import require_count
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.costs import (
   Costs,
   interleaved_medians,
@@ -154,7 +154,10 @@ def calibrate(
       pair.target, draft, *params, prompt, rng, lenience=lenience, **settings
     )
 
+  require_count("batch_size", batch_size)
   lines = [text for text in texts if text.strip()]
+  if not lines:
+    raise InputError("There is nothing to find a gamma for: no texts that are not empty.")
   count = max(1, NUM_TEXTS // batch_size) * batch_size
   picked = [lines[i * len(lines) // count] for i in range(count)]
   # Of one width, so that there is one program of each kind.

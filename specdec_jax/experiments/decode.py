@@ -52,7 +52,7 @@ def decode(
     output_dir: a folder that all hosts see; the same command in it again goes on.
     sampling: argmax unless told.
     gamma: guesses a round; 'auto' finds the best first, which may be plain decoding. All hosts, and
-      a host that is started again, take what the first of them found, kept in the file `gamma`.
+      a host that is started again, take what the first of them found, kept in a file there.
     batch_size: texts decoded together.
     max_new_tokens: limit for each.
     seed: of all sampling.
@@ -68,14 +68,12 @@ def decode(
     raise InputError(f"host is {host}; it must be (i, n), with i from 0 to n - 1.")
   folder = pathlib.Path(output_dir)
   folder.mkdir(parents=True, exist_ok=True)
-  settings_of_auto = sampling, batch_size, max_new_tokens, seed, lenience
-  choose = functools.partial(resolve_gamma, gamma, pair, texts, *settings_of_auto)
-  gamma = _agreed(folder / "gamma", number, choose) if gamma == "auto" else choose()
   settings = dict(
     task=pair.task,
     target=pair.target_name,
     draft=pair.draft_name,
     dtype=pair.dtype,
+    kernels=pair.kernels,
     max_source_tokens=pair.max_source_tokens,
     **dataclasses.asdict(sampling),
     gamma=gamma,
@@ -87,6 +85,13 @@ def decode(
     num_texts=len(texts),
     inputs=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
   )
+  settings_of_auto = sampling, batch_size, max_new_tokens, seed, lenience
+  choose = functools.partial(resolve_gamma, gamma, pair, texts, *settings_of_auto)
+  if gamma == "auto":
+    asked = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
+    gamma = settings["gamma"] = _agreed(folder / f"gamma-{asked}", number, choose)
+  else:
+    gamma = choose()
   parts = [folder / f"part-{i}-of-{num_hosts}.jsonl" for i in range(num_hosts)]
   host_of = [i // batch_size % num_hosts for i in range(len(texts))]
   own = [i for i in range(len(texts)) if host_of[i] == number]

@@ -20,9 +20,9 @@ from rich.table import Table
 from specdec_jax import records
 from specdec_jax.adaptive import adaptive_decode
 from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.alpha import draft_probs, teacher_forced_logits
-from specdec_jax.experiments.calibrate import Calibration, calibrate
+from specdec_jax.experiments.calibrate import GAMMAS, Calibration, calibrate
 from specdec_jax.experiments.costs import interleaved_medians
 from specdec_jax.experiments.measure import settings_to_measure
 from specdec_jax.experiments.speed import identical, num_rounds, num_tokens, row_keys
@@ -81,6 +81,10 @@ def gamma(
   """
   if not (texts and gammas and temperatures and batch_sizes):
     raise InputError("There is nothing to measure: no texts, gammas, temperatures or batch sizes.")
+  for gamma in gammas:
+    require_count("gamma", gamma)
+    if gamma > GAMMAS[-1]:
+      raise InputError(f"gamma is {gamma}; the calibration knows costs up to {GAMMAS[-1]}.")
   console = Console(markup=False)
   with records.open_results(output_dir) as results:
     for sampling in map(Sampling, temperatures):

@@ -288,9 +288,9 @@ def peers(
         contest = make(folder)
         for sampling in map(Sampling, contest.temperatures):
           measured = _contend(contest, sampling, present, results, repeats, seed)
-          for pair in contest.pairs:
-            console.print(peers_table([r for r in measured if r.kernels == pair.kernels]))
-        del contest, pair
+          for kernels in dict.fromkeys(r.kernels for r in measured):
+            console.print(peers_table([r for r in measured if r.kernels == kernels]))
+        del contest
       _free()
   console.print(Text(LEGEND, style="dim"))
   console.print(f"Records: {results} (measured once; delete the file to measure again)")

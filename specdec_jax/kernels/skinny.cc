@@ -1,13 +1,13 @@
 // x [M, E] times a matrix [E, F], float32, above all for the few rows M of a decoding step or of a
 // verification, which should take as long as reading the matrix takes.
 //
-// The matrix comes in panels of kPanel columns, w [F / kPanel, E, kPanel], so that it is read in the
-// order in which it lies; general kernels rearrange it at each call, which costs more than a product of
-// few rows. A tile of the result stays in registers. Each of its elements is one chain of
-// multiply-adds over E, in order, whatever M is: a row does not depend on how many others there are.
+// The matrix comes in panels of kPanel columns, w [F / kPanel, E, kPanel], so that it is read in
+// the order in which it lies; general kernels rearrange it at each call, which costs more than a
+// product of few rows. A tile of the result stays in registers. Each of its elements is one chain
+// of multiply-adds over E, in order, whatever M is: a row does not depend on its neighbours.
 //
-// w may be bfloat16, which takes half the time to read, and is widened on the way: the result is that
-// of a float32 copy, bit for bit.
+// w may be bfloat16, which takes half the time to read, and is widened on the way: the result is
+// that of a float32 copy, bit for bit.
 
 #include <algorithm>
 #include <atomic>
@@ -34,6 +34,7 @@ constexpr int kLanes = 4, kRegisters = 16, kMaxRows = 2;
 #endif
 constexpr int kVectors = kPanel / kLanes;
 constexpr int64_t kMinBytes = 1 << 17;  // of w, for a thread of its own
+constexpr int64_t kRowsAtOnce = 8 * kMaxRows;  // of x, so that a cache holds them
 
 // Panels of a tile: with M sums for each, a vector of w for each, and one of x, all in registers.
 constexpr int NumPanels(int M) {
@@ -104,7 +105,7 @@ struct Work {
 
   void Run() {
     const int64_t tiles = (product.rows + kMaxRows - 1) / kMaxRows;
-    const int rows = (product.rows + tiles - 1) / tiles;
+    const int rows = (product.rows + tiles - 1) / tiles;  // of a tile
     for (int64_t b; (b = next.fetch_add(1)) < num_blocks; done.fetch_add(1))
       Panels<kMaxRows>(product, rows, b * block, std::min((b + 1) * block, product.panels));
   }
@@ -113,11 +114,12 @@ struct Work {
 template <typename W>
 void Multiply(ffi::ThreadPool& pool, const Product<W>& p) {
   const int64_t bytes = p.depth * p.panels * kPanel * sizeof(W);
-  const int64_t threads = std::clamp<int64_t>(bytes / kMinBytes, 1, pool.num_threads());
+  const int64_t most = std::max<int64_t>(1, pool.num_threads());
+  const int64_t threads = std::clamp<int64_t>(bytes / kMinBytes, 1, most);
   auto work = std::make_shared<Work<W>>();
   work->product = p;
-  // Blocks of whole tiles for any number of rows, if there are panels enough.
-  work->block = threads == 1 ? p.panels : (p.panels / (2 * threads) + 11) / 12 * 12;
+  // Two blocks a thread, of whole tiles of 2, 3 or 4 panels.
+  work->block = threads == 1 ? p.panels : p.panels / (2 * threads) / 12 * 12 + 12;
   work->num_blocks = (p.panels + work->block - 1) / work->block;
   // A helper that comes late finds nothing left to take, and only then may this call have returned.
   for (int64_t t = 1; t < threads; ++t) pool.Schedule([work] { work->Run(); });
@@ -130,14 +132,20 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
   const auto in = x.dimensions(), panels = w.dimensions();
   if (in.size() != 2 || panels.size() != 3 || panels[1] != in[1] || panels[2] != kPanel)
     return ffi::Error::InvalidArgument("x [M, E] goes with panels [N, E, 16]");
+  if (out->element_count() == 0) return ffi::Error::Success();
   const auto multiply = [&](const auto* weights) {
     using W = std::decay_t<decltype(*weights)>;
-    Multiply<W>(pool, {x.typed_data(), weights, out->typed_data(), in[0], in[1], panels[0]});
+    for (int64_t row = 0; row < in[0]; row += kRowsAtOnce)
+      Multiply<W>(pool, {x.typed_data() + row * in[1], weights,
+                         out->typed_data() + row * panels[0] * kPanel,
+                         std::min(kRowsAtOnce, in[0] - row), in[1], panels[0]});
   };
   if (w.element_type() == ffi::BF16)
     multiply(static_cast<const Bfloat16*>(w.untyped_data()));
-  else
+  else if (w.element_type() == ffi::F32)
     multiply(w.typed_data<float>());
+  else
+    return ffi::Error::InvalidArgument("panels are float32 or bfloat16");
   return ffi::Error::Success();
 }
 

@@ -1,11 +1,12 @@
 """Matrix products of few rows on a CPU: `skinny.cc`, compiled once and called through `jax.ffi`.
 
-On a CPU XLA's product of 8 rows with a matrix takes two to three times as long as that of one row,
+On a CPU XLA's product of 8 rows with a matrix takes about twice as long as that of one row, or more,
 since its kernels rearrange the matrix first; reading it is all that should take time, and Theorem 8
 counts on that. Here a matrix is rearranged once, when it is loaded. Needs a C++ compiler where it
 runs, once; without one XLA does the products.
 """
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -14,6 +15,7 @@ import logging
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -52,12 +54,12 @@ def ready() -> bool:
     return False
   try:
     library = ctypes.CDLL(str(_compiled()))
-  except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-    why = getattr(error, "stderr", None) or str(error)
+  except (OSError, subprocess.SubprocessError) as error:
+    said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
     logging.getLogger(__name__).warning(
       "specdec_jax: XLA multiplies matrices, since the faster kernel of this project cannot be "
       "compiled here: %s",
-      why.strip().splitlines()[0],
+      next((line for line in said if "error" in line), " ".join(said[:1])),
     )
     return False
   handler = jax.ffi.pycapsule(library.SkinnyMatmul)
@@ -67,23 +69,25 @@ def ready() -> bool:
 
 def _compiled() -> pathlib.Path:
   """The library for this processor and this jaxlib, from the cache or made now."""
-  compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+  given = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+  compiler = shlex.split(given or "")
   options = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
   jaxlib = importlib.metadata.version("jaxlib")  # whose headers it includes
-  made_of = [SOURCE.read_text(), str(compiler), *options, jaxlib, _processor()]
+  made_of = [SOURCE.read_text(), *compiler, *options, jaxlib, _processor()]
   name = f"skinny-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
-  folder = pathlib.Path("~/.cache/specdec_jax").expanduser()
-  if (folder / name).exists():
-    return folder / name
-  if compiler is None:
-    raise OSError("there is no C++ compiler (c++, g++ or $CXX)")
   try:
+    folder = pathlib.Path("~/.cache/specdec_jax").expanduser()
+    if (folder / name).exists():
+      return folder / name
     folder.mkdir(parents=True, exist_ok=True)
     part = pathlib.Path(tempfile.mkdtemp(dir=folder))
-  except OSError:  # no home to write to: for this process alone
+  except (OSError, RuntimeError):  # no home to write to: for this process alone
     folder = part = pathlib.Path(tempfile.mkdtemp())
-  command = [compiler, *options, "-isystem", jax.ffi.include_dir(), str(SOURCE), "-o", name]
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+  command = [*compiler, *options, "-isystem", jax.ffi.include_dir(), str(SOURCE), "-o", name]
   try:
+    if not compiler:
+      raise OSError("there is no C++ compiler (c++, g++ or $CXX)")
     subprocess.run(command, cwd=part, check=True, capture_output=True, text=True)
     return (part / name).replace(folder / name)  # whole or not at all, whoever else makes it
   finally:
