@@ -1,6 +1,6 @@
 """Matrix products of few rows on a CPU: `skinny.cc`, compiled once and called through `jax.ffi`.
 
-On a CPU XLA's product of 8 rows with a matrix takes about twice as long as that of one row, or more,
+On a CPU XLA's product of 8 rows with a matrix takes twice as long as that of one row, or more,
 since its kernels rearrange the matrix first; reading it is all that should take time, and Theorem 8
 counts on that. Here a matrix is rearranged once, when it is loaded. Needs a C++ compiler where it
 runs, once; without one XLA does the products.
