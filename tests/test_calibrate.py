@@ -70,6 +70,11 @@ def test_costs_between_those_measured_lie_on_lines():
   assert len(v) == 11 and (c[0], v[0]) == (0.0, 1.0)
 
 
+def test_drafting_never_costs_less_than_nothing():
+  c = choose(0.8, costs(c=0.05, v_slope=0.03, fixed=-0.3), LENGTHS).c
+  assert min(c) == 0.0 and c[10] == pytest.approx((0.5 - 0.3) / 10)
+
+
 def test_the_gamma_chosen_is_the_best_and_grows_with_alpha():
   chosen = []
   for alpha in (0.0, 0.1, 0.4, 0.6, 0.8, 0.9, 0.99):

@@ -204,7 +204,7 @@ def choose(
   gammas = np.arange(1, measured[-1] + 1)
   drafting = [gamma * costs[gamma].c for gamma in (measured[0], measured[-1])]
   slope, fixed = np.polyfit((measured[0], measured[-1]), drafting, 1)
-  c = (fixed + slope * gammas) / gammas
+  c = np.maximum(0.0, fixed + slope * gammas) / gammas  # noise can make a difference negative
   v = np.interp(gammas, [0, *measured], [1.0, *(costs[gamma].v for gamma in measured)])
   one = costs[measured[0]]
   starts = one.target_start / one.target_step, one.draft_start / one.target_step
