@@ -16,8 +16,9 @@ from specdec_jax import records
 from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.errors import InputError
-from specdec_jax.experiments import peers
-from specdec_jax.experiments.peers import Competitor, Contest, Decode, Generate
+from specdec_jax.experiments import contest as contests
+from specdec_jax.experiments import peers, worker
+from specdec_jax.experiments.contest import Competitor, Contest, Decode, Generate
 from specdec_jax.experiments.speed import own_baseline, row_keys
 from specdec_jax.kernels import skinny
 from specdec_jax.peers import ctranslate2, huggingface, t5x
@@ -28,7 +29,7 @@ TEXTS = tiny_pair.SENTENCES[:3]
 
 
 def trained(folder) -> Contest:
-  return peers.trained(
+  return contests.trained(
     str(folder),
     TEXTS,
     *(str(tiny_pair.folder() / name) for name in ("target", "near", "vocabulary.model")),
@@ -46,7 +47,7 @@ def contest(tmp_path_factory) -> Contest:
 
 @functools.cache
 def simulated(alpha: float, folder: str) -> Contest:
-  return peers.random(folder, TEXTS[:1], "tiny", "tiny", alpha, max_new_tokens=LIMIT)
+  return contests.random(folder, TEXTS[:1], "tiny", "tiny", alpha, max_new_tokens=LIMIT)
 
 
 def decode(contest: Contest, competitor: Competitor, sampling: Sampling = ARGMAX):
@@ -59,7 +60,7 @@ def decode(contest: Contest, competitor: Competitor, sampling: Sampling = ARGMAX
   for i, text in enumerate(contest.texts):
     if competitor.process:
       source = contest.pair.encode(text)
-      decodes.append(peers.decoded(*call(source, i, LIMIT, sampling.temperature), LIMIT))
+      decodes.append(worker.decoded(*call(source, i, LIMIT, sampling.temperature), LIMIT))
     else:
       prompt, rng = contest.pair.prompt([text]), row_keys(0, i, 1)
       decodes.append(call(prompt, rng, max_new_tokens=LIMIT, sampling=sampling))
@@ -148,7 +149,7 @@ COMPETITORS = {
 
 @pytest.mark.parametrize("name", COMPETITORS)
 def test_competitors_write_what_the_target_writes(contest, name):
-  got, want = decode(contest, COMPETITORS[name]), decode(contest, peers.OWN)
+  got, want = decode(contest, COMPETITORS[name]), decode(contest, contests.OWN)
   for theirs, ours in zip(got, want, strict=True):
     np.testing.assert_array_equal(theirs.tokens, ours.tokens)
     np.testing.assert_array_equal(theirs.lengths, ours.lengths)
@@ -239,8 +240,8 @@ def echo(contest: Contest) -> Generate:
 def test_others_are_in_a_process_of_their_own(contest):
   one, other = (Competitor(name, (), echo, "echo") for name in "ab")
   prompt, rng = contest.pair.prompt(TEXTS[:1]), row_keys(7, 0, 1)
-  with peers._process() as process:
-    decodes = [peers._elsewhere(process, competitor, contest) for competitor in (one, other)]
+  with worker.process() as process:
+    decodes = [worker.elsewhere(process, competitor, contest) for competitor in (one, other)]
     calls = [decode(prompt, rng, max_new_tokens=64, sampling=ARGMAX) for decode in decodes]
   source = contest.pair.encode(TEXTS[0])
   seed = int(jax.random.key_data(rng)[0, -1])
@@ -271,8 +272,8 @@ def test_random_weights_are_simulated_at_their_alpha(tmp_path):
 
 def test_calls_take_turns():
   order = []
-  calls = [functools.partial(peers.timed, order.append, name) for name in "abc"]
-  seconds, results = peers.interleaved_seconds(calls, 2)
+  calls = [functools.partial(worker.timed, order.append, name) for name in "abc"]
+  seconds, results = worker.interleaved_seconds(calls, 2)
   assert "".join(order) == "abc" + "cba" + "abc"
   assert seconds.shape == (2, 3) and (seconds > 0).all() and results == [None] * 3
 

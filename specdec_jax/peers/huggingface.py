@@ -8,7 +8,7 @@ import os
 import weakref
 from typing import Any
 
-from specdec_jax.experiments.peers import Competitor, Contest, Generate
+from specdec_jax.experiments.contest import Competitor, Contest, Generate
 from specdec_jax.models.simulated import CERTAIN
 
 _PACKAGES, _PROCESS = ("torch", "transformers"), "torch"
