@@ -119,7 +119,7 @@ def load_pair(
       `jax.sharding.Sharding`. Parameters that are cut are not laid out for decoding, since the cuts
       would go across the matrices that it puts side by side.
     draft_shardings: of the draft's.
-    kernels: 'xla' has XLA do all products; 'auto', `kernels.skinny` those of few rows on a CPU.
+    kernels: 'xla' has XLA do all products; 'auto', on a CPU `kernels.skinny` those with weights.
     stored_weights: what is stored as bfloat16 stays so where these kernels read it. Half the bytes
       and the same output to the last bit; a plain step gains more by it than verification does.
 

@@ -39,7 +39,7 @@ class Record:
     device_kind: as jax names it.
     num_devices: that share the target's parameters.
     dtype: of activations.
-    kernels: who multiplies matrices: xla, or skinny for `kernels.skinny` (a CPU's, few rows);
+    kernels: who multiplies matrices: xla, or skinny for `kernels.skinny` (on a CPU, with weights);
       skinny+bfloat16 where it reads bfloat16 weights, the rest being of `dtype`.
     seed: of sampling.
     num_examples: inputs decoded.

@@ -1,4 +1,4 @@
-"""Matrix products of few rows on a CPU: `skinny.cc`, compiled once and called through `jax.ffi`.
+"""Matrix products on a CPU, good for few rows: `skinny.cc`, compiled once, called by `jax.ffi`.
 
 On a CPU XLA's product of 8 rows with a matrix takes twice as long as that of one row, or more,
 since its kernels rearrange the matrix first; reading it is all that should take time, and Theorem 8
