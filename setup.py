@@ -36,6 +36,7 @@ setup(
     "seqio>=0.0.20",
     "tensorflow-datasets>=4.9.9",
     "sentencepiece>=0.2.0",
+    "tokenizers>=0.20",
     "orbax-checkpoint>=0.12",
     "tensorstore>=0.1.80",
     "safetensors>=0.5",

@@ -35,7 +35,7 @@ def main() -> None:
   parser.add_argument("--max_new_tokens", type=int, default=128, help="limit of each row (128)")
   parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (1); 0 is argmax")
   parser.add_argument(
-    "--fused", action="store_true", help="parameters as t5.for_decoding lays them out; one chip"
+    "--fused", action="store_true", help="parameters as for_decoding lays them out; one chip"
   )
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
   parser.add_argument("--output", help="a file for the report as JSON")

@@ -13,14 +13,15 @@ from jax import Array
 
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.stored import Shardings, param_shapes
-from specdec_jax.data.vocabulary import Vocabulary, padded
+from specdec_jax.data.vocabulary import Vocabulary, open_vocabulary, padded
+from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.kernels import skinny
-from specdec_jax.models.config import T5Config, named_dtype, t5_config
+from specdec_jax.models.config import named_config, named_dtype
+from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.simulated import simulated_acceptance
-from specdec_jax.models.t5 import t5_model
-from specdec_jax.protocols import Draft, Model
+from specdec_jax.protocols import Decoded, Draft, Model
 from specdec_jax.sampling import Sampling
 
 _TABLE_MULTIPLE = 128  # T5's tables have that many rows times some number: 32,128 for 32,100 tokens
@@ -54,7 +55,8 @@ class Pair(NamedTuple):
     task: what they were trained for.
     dtype: of parameters and activations.
     max_source_tokens: longer inputs are cut to it, EOS kept.
-    kernels: who multiplies the target's matrices (see `T5Config`), and whether they are bfloat16.
+    kernels: who multiplies the target's matrices (see `TransformerConfig`), and whether they are
+      bfloat16.
     simulated_alpha: the acceptance rate that the target is told to have, or None for a real one.
   """
 
@@ -74,6 +76,19 @@ class Pair(NamedTuple):
   def with_draft(self, drafter: Drafter) -> "Pair":
     """The same target with another draft."""
     return self._replace(draft=drafter.make, draft_params=drafter.params, draft_name=drafter.name)
+
+  def decoder(
+    self, sampling: Sampling, gamma: int, lenience: float = 1.0
+  ) -> Callable[..., Decoded]:
+    """(prompt [B, P], rng [B], *, max_new_tokens) -> Decoded, as `decoding` has them.
+
+    By speculation, or plainly if gamma is 0.
+    """
+    common: dict[str, Any] = dict(sampling=sampling, eos_id=self.vocabulary.eos_id)
+    if not gamma:
+      return functools.partial(autoregressive_decode, self.target, self.target_params, **common)
+    models = self.target, self.draft(sampling, gamma), self.target_params, self.draft_params
+    return functools.partial(speculative_decode, *models, lenience=lenience, **common)
 
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
     """Source tokens [B, S] of texts, padded to a common multiple of 8 or to `width`."""
@@ -110,7 +125,7 @@ def load_pair(
     target: checkpoint of the target: of T5X, Orbax, Hugging Face or this project, local or `gs://`;
       see `checkpoints.load.open_checkpoint`.
     draft: checkpoint of the draft, or a function that makes one for a vocabulary.
-    vocabulary: SentencePiece model file.
+    vocabulary: its file; see `open_vocabulary`.
     task: name for records.
     dtype: 'float32' or 'bfloat16'.
     max_source_tokens: limit for a source, EOS counted.
@@ -127,22 +142,22 @@ def load_pair(
     InputError: a file is missing or damaged, or the two do not share the vocabulary.
   """
   require_count("max_source_tokens", max_source_tokens)
-  words = Vocabulary(vocabulary, extra_ids)
+  words = open_vocabulary(vocabulary, extra_ids)
   load = functools.partial(
-    _load_t5, words=words, dtype=dtype, kernels=kernels, stored_weights=stored_weights
+    _load, words=words, dtype=dtype, kernels=kernels, stored_weights=stored_weights
   )
   config, target_params = load("target", target, shardings=shardings)
   if callable(draft):
     drafter = draft(words)
   else:
     draft_config, params = load("draft", draft, shardings=draft_shardings)
-    make = functools.partial(model_draft, t5_model(draft_config))
+    make = functools.partial(model_draft, model_of(draft_config))
     drafter = Drafter(checkpoint_name(draft), make, params)
   halved = dtype == "float32" and any(
     x.dtype == jnp.bfloat16 for x in jax.tree.leaves((target_params, drafter.params))
   )
   return Pair(
-    target=t5_model(config),
+    target=model_of(config),
     target_params=target_params,
     target_name=checkpoint_name(target),
     draft=drafter.make,
@@ -168,16 +183,16 @@ def random_pair(
   draft_shardings: Shardings = None,
   kernels: str = "auto",
 ) -> Pair:
-  """Two published sizes of T5 with random weights and a set acceptance rate: scale, not sense.
+  """Two named sizes with random weights and a set acceptance rate: scale, not sense.
 
   Both models do all their work, so times are those of the real ones; which guesses stand is
   simulated (`simulated_acceptance`), and the texts mean nothing.
 
   Args:
-    target: size of M_p; see `t5_config`.
+    target: size of M_p; see `named_config`.
     draft: size of M_q.
     alpha: acceptance rate.
-    version: of T5, '1.0' or '1.1'.
+    version: of T5, '1.0' or '1.1'; or a family of decoder-only models: 'gpt_like', 'gpt2', 'lamda'.
     dtype: 'float32' or 'bfloat16'.
     vocabulary: turns sources into tokens.
     max_source_tokens: limit for a source, EOS counted.
@@ -186,16 +201,18 @@ def random_pair(
     kernels: likewise.
   """
   kind = named_dtype(dtype)
-  config, target_params = _random_t5(target, version, kind, shardings, kernels)
-  draft_config, draft_params = _random_t5(draft, version, kind, draft_shardings, kernels)
+  words = open_vocabulary(vocabulary)
+  config, target_params = _random(target, version, kind, shardings, kernels)
+  draft_config, draft_params = _random(draft, version, kind, draft_shardings, kernels)
+  family = version if version.isidentifier() else f"t5_{version}"
   return Pair(
-    target=simulated_acceptance(t5_model(config), alpha),
+    target=simulated_acceptance(model_of(config), alpha, words.eos_id),
     target_params=target_params,
-    target_name=f"t5_{version}_{target}",
-    draft=functools.partial(model_draft, t5_model(draft_config)),
+    target_name=f"{family}_{target}",
+    draft=functools.partial(model_draft, model_of(draft_config)),
     draft_params=draft_params,
-    draft_name=f"t5_{version}_{draft}",
-    vocabulary=Vocabulary(vocabulary),
+    draft_name=f"{family}_{draft}",
+    vocabulary=words,
     task=f"simulated, alpha {alpha:g}",
     dtype=dtype,
     max_source_tokens=max_source_tokens,
@@ -204,9 +221,9 @@ def random_pair(
   )
 
 
-def _random_t5(size: str, version: str, dtype, shardings: Shardings, kernels: str):
+def _random(size: str, version: str, dtype, shardings: Shardings, kernels: str):
   """A shape and its parameters at random, made one by one in dtype and where they belong."""
-  config = _for_decoding(t5_config(size, version, dtype=dtype), shardings, kernels)
+  config = _for_decoding(named_config(version, size, dtype=dtype), shardings, kernels)
   shapes = param_shapes(config)
   leaves, tree = jax.tree.flatten(shapes)
   places = jax.tree.leaves(shardings(shapes)) if shardings else [None] * len(leaves)
@@ -224,7 +241,7 @@ def _random_t5(size: str, version: str, dtype, shardings: Shardings, kernels: st
   return config, jax.tree.unflatten(tree, made)
 
 
-def _for_decoding(config: T5Config, shardings: Shardings, kernels: str) -> T5Config:
+def _for_decoding(config: Config, shardings: Shardings, kernels: str) -> Config:
   """The same model with fewer, larger products, unless these would be cut over devices."""
   if kernels not in ("auto", "xla"):
     raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
@@ -236,7 +253,7 @@ def _for_decoding(config: T5Config, shardings: Shardings, kernels: str) -> T5Con
   return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
 
 
-def _load_t5(
+def _load(
   role: str,
   path: str,
   words: Vocabulary,
@@ -244,7 +261,7 @@ def _load_t5(
   shardings: Shardings,
   kernels: str,
   stored_weights: bool,
-) -> tuple[T5Config, Any]:
+) -> tuple[Config, Any]:
   """The shape of a checkpoint, laid out for decoding unless it is cut, and its parameters."""
   checkpoint = open_checkpoint(path)
   config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))

@@ -75,8 +75,8 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     rules: pairs of a logical axis and the mesh axis that it is cut over.
 
   Raises:
-    InputError: a rule names an axis that there is none of, or would cut what `t5.for_decoding` laid
-      side by side.
+    InputError: a rule names an axis that there is none of, or would cut what
+      `families.for_decoding` laid side by side.
   """
   leaves = [(_names(path), leaf) for path, leaf in jax.tree.leaves_with_path(shapes)]
   num_heads = next((leaf.shape[0] for names, leaf in leaves if "rel_embedding" in names), 1)
@@ -85,7 +85,7 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     if any("query_key_value" in names for names, _ in leaves):
       raise InputError(
         "queries, keys and values lie side by side in one matrix, which cannot be cut by heads; "
-        "load the parameters without t5.for_decoding to have them over several devices."
+        "load the parameters without families.for_decoding to have them over several devices."
       )
   return _shardings(shapes, PARAM_AXES, mesh, rules, num_heads)
 

@@ -16,7 +16,7 @@ from flax import serialization, traverse_util
 
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.errors import InputError
-from specdec_jax.models.t5 import for_decoding
+from specdec_jax.models.families import for_decoding
 
 CONFIG = tiny.config(vocab_size=20, layers=1, padded_vocab_size=24)
 PARAMS = tiny_pair.random_params(CONFIG, 7)

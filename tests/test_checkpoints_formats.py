@@ -30,7 +30,7 @@ from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.checkpoints.stored import param_shapes
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import t5_config
-from specdec_jax.models.t5 import for_decoding
+from specdec_jax.models.families import for_decoding
 
 GATED = tiny.config(vocab_size=128, layers=2, num_decoder_layers=3)
 TIED = tiny.config(vocab_size=128, layers=1, gated=False, activation="relu", tied_logits=True)

@@ -15,7 +15,8 @@ import tiny
 
 from specdec_jax.checkpoints.folder import open_folder, save_model
 from specdec_jax.kernels import skinny
-from specdec_jax.models.t5 import for_decoding, t5_model
+from specdec_jax.models.families import for_decoding
+from specdec_jax.models.t5 import t5_model
 
 compiled = pytest.mark.skipif(
   not skinny.ready(), reason="needs a C++ compiler and a CPU, one device"

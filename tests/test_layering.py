@@ -29,7 +29,7 @@ LAYERS = {
   "drafts": FLAX,
   "partitioning": FLAX,
   "checkpoints": FLAX | {"msgpack", "safetensors", "tensorstore"},
-  "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets"},
+  "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets", "tokenizers"},
   "pairs": JAX,
   "drafters": set(),
   "training": FLAX | {"optax", "orbax", "rich"},

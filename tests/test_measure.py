@@ -49,7 +49,8 @@ from specdec_jax.experiments.speed import (
   own_baseline,
   row_keys,
 )
-from specdec_jax.models.t5 import for_decoding, t5_model
+from specdec_jax.models.families import for_decoding
+from specdec_jax.models.t5 import t5_model
 from specdec_jax.pairs import random_pair
 from specdec_jax.protocols import Decoded, Rounds, Verdict
 from specdec_jax.reporting.table import BUDGET_LEGEND, budget_table, speed_table

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax.data.vocabulary import EOS_ID
+from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.ngram import fit_ngrams, load_ngrams, ngram_draft, save_ngrams
 from specdec_jax.errors import InputError

@@ -22,7 +22,7 @@ from specdec_jax.data.vocabulary import EOS_ID, Vocabulary
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import t5_config
-from specdec_jax.models.t5 import for_decoding, init_params
+from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.pairs import load_pair, random_pair
 from specdec_jax.run import main
 from specdec_jax.sampling import Sampling

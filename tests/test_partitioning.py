@@ -18,8 +18,9 @@ from specdec_jax.decoding import begin
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config, t5_config
+from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.simulated import simulated_acceptance
-from specdec_jax.models.t5 import for_decoding, init_params, t5_model
+from specdec_jax.models.t5 import t5_model
 from specdec_jax.partitioning import (
   REPLICATED,
   RULES,

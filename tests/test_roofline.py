@@ -16,7 +16,8 @@ from test_reporting import RECORD, rendered
 from specdec_jax.drafts.copy import copy_draft
 from specdec_jax.experiments import roofline
 from specdec_jax.experiments.roofline import memory_bandwidth, read_bytes, step_bytes
-from specdec_jax.models.t5 import for_decoding, init_params, t5_model
+from specdec_jax.models.families import for_decoding, init_params
+from specdec_jax.models.t5 import t5_model
 from specdec_jax.reporting import table
 from specdec_jax.sampling import Sampling
 

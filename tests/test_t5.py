@@ -15,8 +15,9 @@ from flax.serialization import msgpack_restore
 from scipy import special
 
 from specdec_jax.models.config import T5Config, t5_config
+from specdec_jax.models.families import init_params
 from specdec_jax.models.layers import RelativePositionBias
-from specdec_jax.models.t5 import init_params, t5_model
+from specdec_jax.models.t5 import t5_model
 
 CONFIG = tiny.config(vocab_size=24, emb_dim=32, head_dim=12)
 VARIANTS = {

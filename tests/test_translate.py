@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from specdec_jax.data.vocabulary import EOS_ID
+from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.experiments import translate as translating
 from specdec_jax.experiments.speed import row_keys

@@ -17,7 +17,8 @@ from scipy import optimize, stats
 
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.t5 import T5, init_params
+from specdec_jax.models.families import init_params
+from specdec_jax.models.t5 import T5
 from specdec_jax.protocols import Draft
 
 LEVEL = 1e-6  # a correct program fails a distribution test this often

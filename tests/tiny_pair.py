@@ -12,7 +12,7 @@ import tiny
 from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.data.vocabulary import Vocabulary, train_vocabulary
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.t5 import init_params
+from specdec_jax.models.families import init_params
 from specdec_jax.pairs import Pair, load_pair
 
 _WHO = ("A man", "Two dogs", "A little girl", "The old woman", "Drei Männer", "Ein kleines Mädchen")

@@ -13,12 +13,14 @@ from specdec_jax.checkpoints import files
 from specdec_jax.checkpoints.flax_msgpack import read_flat
 from specdec_jax.checkpoints.stored import Checkpoint, Stored
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import T5Config, named_dtype
+from specdec_jax.models.config import GPTConfig, T5Config, named_dtype
+from specdec_jax.models.families import Config
 
 CONFIG, PARAMS = "config.json", "params.msgpack"
+_FAMILIES: dict[str, type[Config]] = {"t5": T5Config, "gpt": GPTConfig}
 
 
-def save_model(folder: str, config: T5Config, params, vocabulary: str | None = None) -> None:
+def save_model(folder: str, config: Config, params, vocabulary: str | None = None) -> None:
   """Write shape and parameters (as bfloat16) to `folder`, both files or neither.
 
   `vocabulary` is the fingerprint of the one it was trained with, kept to refuse another.
@@ -31,6 +33,7 @@ def save_model(folder: str, config: T5Config, params, vocabulary: str | None = N
   for how_it_runs in ("kernels", "dtype", "dropout_rate"):
     del shape[how_it_runs]
   shape["vocabulary"] = vocabulary
+  shape["family"] = next(name for name, kind in _FAMILIES.items() if isinstance(config, kind))
   params = jax.tree.map(lambda x: jax.device_get(x.astype(jnp.bfloat16)), params)
   parts = {name: path / f"{name}.part" for name in (PARAMS, CONFIG)}
   try:
@@ -55,8 +58,8 @@ def open_folder(folder: str) -> Checkpoint:
     with files.local(folder, CONFIG) as path:
       shape = json.loads(pathlib.Path(path).read_text())
     vocabulary = shape.pop("vocabulary", None)
-    config = T5Config(**shape)
-  except (ValueError, TypeError, AttributeError) as error:
+    config = _FAMILIES[shape.pop("family", "t5")](**shape)
+  except (KeyError, ValueError, TypeError, AttributeError) as error:
     raise InputError(f"{folder}/{CONFIG} is not the shape of a model: {error}.") from error
   saved = read_flat(folder, PARAMS)
   arrays = {name: value for name, value in saved.items() if isinstance(value, Stored)}

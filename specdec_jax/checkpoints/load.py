@@ -7,7 +7,7 @@ from typing import Any
 from specdec_jax.checkpoints import files, folder, huggingface, orbax, t5x
 from specdec_jax.checkpoints.stored import Checkpoint, Shardings
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import T5Config
+from specdec_jax.models.families import Config
 
 # Where a trainer's step keeps what is wanted here.
 _ITEMS = ("", "state", "default", "params")
@@ -45,13 +45,13 @@ def open_checkpoint(path: str) -> Checkpoint:
   raise InputError(f"There is no model in {path}; {advice}.")
 
 
-def load_params(path: str, config: T5Config, dtype: Any = None, shardings: Shardings = None):
+def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardings = None):
   """The parameters of a checkpoint, read one array at a time: there is never a second copy of all.
 
   Args:
     path: of a checkpoint; see `open_checkpoint`.
     config: the shape that is wanted. Where it is `fused` and the checkpoint is not, matrices are
-      laid side by side as they are read, as `t5.for_decoding` does.
+      laid side by side as they are read, as `families.for_decoding` does.
     dtype: of the parameters; None for the config's.
     shardings: tree of `jax.sharding.Sharding` like the parameters, or a function to it from the
       tree of their shapes; each device then reads what it holds. None for the default device.

@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 from specdec_jax.errors import InputError
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.t5 import for_decoding, init_params
+from specdec_jax.models.families import Config, for_decoding, init_params
 
 Index = tuple[slice, ...]  # one for each axis
 Shardings = Any  # a tree of `Sharding` like the parameters', or a function to it from their shapes
@@ -32,7 +32,7 @@ _NAMED = 8  # arrays that a message names
 class Stored:
   """An array on disk: nothing of it is in memory until `read` is called.
 
-  It behaves as much like an array as `t5.for_decoding` needs.
+  It behaves as much like an array as `families.for_decoding` needs.
 
   Attributes:
     shape: of the array.
@@ -80,13 +80,13 @@ class Checkpoint(NamedTuple):
   """
 
   path: str
-  config: T5Config
+  config: Config
   arrays: Mapping[str, Stored]
   vocabulary: str | None = None
 
   def load(
     self,
-    config: T5Config,
+    config: Config,
     dtype: Any = None,
     shardings: Shardings = None,
     stored_weights: bool = False,
@@ -149,7 +149,7 @@ def _place(array: Stored, dtype, sharding: Sharding | None = None) -> jax.Array:
 
 
 @functools.cache
-def param_shapes(config: T5Config):
+def param_shapes(config: Config):
   """The parameters of a model of this shape as a tree of `jax.ShapeDtypeStruct`."""
   return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 

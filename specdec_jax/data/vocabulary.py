@@ -1,75 +1,96 @@
-"""SentencePiece vocabularies, T5's way: 0 pads, 1 ends a text."""
+"""Vocabularies: text <-> token ids, whatever the pieces are."""
 
+import abc
 import hashlib
-import io
 import pathlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import sentencepiece
 
 from specdec_jax.errors import InputError
 
 PAD_ID = 0
-EOS_ID = 1
 
 
-class Vocabulary:
-  """Text <-> token ids by a SentencePiece model file.
+class Vocabulary(abc.ABC):
+  """Text <-> token ids.
 
   Attributes:
     path: the file.
-    extra_ids: T5's sentinels, numbered from the end as seqio has them: 32,000 pieces and 100 extra
-      ids make 32,100, of which the last is <extra_id_0>.
+    eos_id: ends a text.
+    start_id: stands before a text, where a model has a token there.
+    extra_ids: sentinels after the pieces, which T5 has.
   """
 
-  def __init__(self, path: str, extra_ids: int = 0):
-    if not pathlib.Path(path).is_file():
-      raise InputError(f"There is no vocabulary at {path}; expected a SentencePiece model file.")
-    self.path, self.extra_ids = str(path), extra_ids
-    try:
-      self._pieces = sentencepiece.SentencePieceProcessor(model_file=self.path)
-    except RuntimeError as error:
-      raise InputError(f"{path} is not a SentencePiece model: {error}.") from error
-    if extra_ids:
-      from sentencepiece import sentencepiece_model_pb2  # needs protobuf, which little else does
+  path: str
+  eos_id: int
+  start_id: int
+  extra_ids: int = 0
 
-      model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-      model.ParseFromString(self._pieces.serialized_model_proto())
-      kind = model.SentencePiece.USER_DEFINED
-      for i in reversed(range(extra_ids)):
-        model.pieces.add(piece=f"\u2581<extra_id_{i}>", score=0.0, type=kind)
-      self._pieces.load_from_serialized_proto(model.SerializeToString())
+  @abc.abstractmethod
+  def __len__(self) -> int: ...
 
-  def __len__(self) -> int:
-    return self._pieces.get_piece_size()
-
+  @abc.abstractmethod
   def encode(self, text: str) -> list[int]:
     """Token ids of a text, EOS last."""
-    return [*self._pieces.encode(text), EOS_ID]
 
+  @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
     """The text of token ids up to EOS; padding and ids past the vocabulary are skipped."""
-    known = []
-    for i in map(int, ids):
-      if i == EOS_ID:
-        break
-      if i != PAD_ID and i < len(self):
-        known.append(i)
-    return self._pieces.decode(known)
 
+  @abc.abstractmethod
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    """Each id as it reads inside a text: a leading space where a word starts, '</s>' for EOS.
+    """Each id as it reads inside a text, with a leading space where a word starts.
 
     An id past the vocabulary, which only a model with a larger table can emit, reads as '<id>'.
     """
-    piece = lambda i: self._pieces.id_to_piece(i) if i < len(self) else f"<{i}>"
-    return [piece(int(i)).replace("\u2581", " ") for i in ids]
+
+  @abc.abstractmethod
+  def all_pieces(self) -> list[str]:
+    """Every piece as it is stored, by id."""
 
   def fingerprint(self) -> str:
     """A hash of all pieces in order: two vocabularies are the same iff these are."""
-    pieces = "\n".join(self._pieces.id_to_piece(i) for i in range(len(self)))
-    return hashlib.sha256(pieces.encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(self.all_pieces()).encode()).hexdigest()[:16]
+
+  def until_eos(self, ids: Iterable[int]) -> list[int]:
+    """What can be decoded of token ids: those before EOS, without ids past the vocabulary."""
+    kept = []
+    for i in map(int, ids):
+      if i == self.eos_id:
+        break
+      if i < len(self):
+        kept.append(i)
+    return kept
+
+
+def open_vocabulary(path: str, extra_ids: int = 0) -> Vocabulary:
+  """The vocabulary in a file: `.txt` of BERT's word pieces, `.json` of Hugging Face's tokenizers
+  (GPT-2's byte pairs), any other of SentencePiece.
+
+  Raises:
+    InputError: it is not there, or not what its name says.
+  """
+  if not pathlib.Path(path).is_file():
+    raise InputError(
+      f"There is no vocabulary at {path}; expected a SentencePiece model file, word pieces (.txt) "
+      "or a tokenizer.json."
+    )
+  # Each needs a package that the others do without.
+  kind = pathlib.Path(path).suffix
+  if extra_ids and kind in (".txt", ".json"):
+    raise InputError(f"extra_ids is {extra_ids}; only SentencePiece's vocabularies have any.")
+  if kind == ".txt":
+    from specdec_jax.data.word_pieces import WordPieces
+
+    return WordPieces(path)
+  if kind == ".json":
+    from specdec_jax.data.byte_pairs import BytePairs
+
+    return BytePairs(path)
+  from specdec_jax.data.sentence_pieces import SentencePieces
+
+  return SentencePieces(path, extra_ids)
 
 
 def padded(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
@@ -78,24 +99,3 @@ def padded(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
   for i, row in enumerate(rows):
     out[i, : len(row)] = row
   return out
-
-
-def train_vocabulary(texts: Iterable[str], path: str, size: int) -> None:
-  """Fit a unigram SentencePiece model of `size` pieces to lines of text and write it to `path`."""
-  model = io.BytesIO()
-  try:
-    sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=iter(texts),
-      model_writer=model,
-      vocab_size=size,
-      model_type="unigram",
-      character_coverage=1.0,
-      pad_id=PAD_ID,
-      eos_id=EOS_ID,
-      unk_id=2,
-      bos_id=-1,
-      minloglevel=2,
-    )
-  except RuntimeError as error:
-    raise InputError(f"No vocabulary of {size} pieces fits these texts: {error}.") from error
-  pathlib.Path(path).write_bytes(model.getvalue())

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from specdec_jax import records
 from specdec_jax.data.vocabulary import Vocabulary
-from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
+from specdec_jax.decoding import require_finite
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.alpha import measure_alpha
 from specdec_jax.experiments.measure import settings_to_measure
@@ -112,14 +112,7 @@ def _generate(pair, texts, sampling, batch_size, max_new_tokens, min_tokens, see
   for at in range(0, len(texts), batch_size):
     prompt = pair.prompt(texts[at : at + batch_size])
     keys = row_keys(seed, at, len(prompt))
-    decoded = autoregressive_decode(
-      pair.target,
-      pair.target_params,
-      prompt,
-      keys,
-      max_new_tokens=max_new_tokens,
-      sampling=sampling,
-    )
+    decoded = pair.decoder(sampling, 0)(prompt, keys, max_new_tokens=max_new_tokens)
     batches.append((prompt, keys, require_finite(jax.device_get(decoded))))
     count += num_tokens([batches[-1][-1]])
     if count >= min_tokens:
@@ -131,14 +124,10 @@ def _generate(pair, texts, sampling, batch_size, max_new_tokens, min_tokens, see
 def _measure(pair: Pair, generated, sampling: Sampling, setting: Record) -> Record:
   """The setting with its acceptance, over what `_generate` gave and in real rounds."""
   since = time.perf_counter()
-  draft = pair.draft(sampling, setting.gamma)
-  params = pair.target_params, pair.draft_params
-  settings = dict(
-    max_new_tokens=setting.max_new_tokens, sampling=sampling, lenience=setting.lenience
-  )
+  decode = pair.decoder(sampling, setting.gamma, setting.lenience)
   outputs = []
   for prompt, keys, _ in generated:
-    decoded = speculative_decode(pair.target, draft, *params, prompt, keys, **settings)
+    decoded = decode(prompt, keys, max_new_tokens=setting.max_new_tokens)
     outputs.append(require_finite(jax.device_get(decoded)))
   prompts, _, plain = zip(*generated)
   measured = measure_alpha(pair, prompts, plain, sampling, setting.lenience)

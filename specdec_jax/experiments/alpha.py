@@ -43,11 +43,10 @@ class Acceptance(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("model",))
 def teacher_forced_logits(model: Model, params, prompt: Array, tokens: Array) -> Array:
   """Logits [B, T, V] before each of tokens [B, T], in one parallel pass."""
-  first, _ = model.begin(prompt)
-  text = jnp.concatenate([first, tokens], axis=1)[:, :-1]
-  cache = model.start(params, prompt, text.shape[1])
-  cache = cache.replace(length=jnp.zeros_like(cache.length))
-  return model.extend(params, cache, text)[0][:, first.shape[1] - 1 :]
+  first, length = model.begin(prompt)
+  newest = jnp.take_along_axis(first, length[:, None] - 1, axis=1)
+  cache = model.start(params, prompt, first.shape[1] + tokens.shape[1])
+  return model.extend(params, cache, jnp.concatenate([newest, tokens[:, :-1]], axis=1))[0]
 
 
 @functools.partial(jax.jit, static_argnames=("target", "draft"))
@@ -59,7 +58,11 @@ def draft_probs(target: Model, draft: Draft, params, prompt: Array, tokens: Arra
   first, begins = target.begin(prompt)
   batch, num_tokens = tokens.shape
   num_slots = first.shape[1] + num_tokens + 2  # as in decoding
-  text = jnp.pad(jnp.concatenate([first, tokens], axis=1), ((0, 0), (0, 2)))
+  # Rows may begin at different lengths, each with its tokens behind it.
+  slots = jnp.arange(num_slots)
+  generated = jnp.take_along_axis(tokens, slots - begins[:, None], axis=1, mode="clip")
+  begun = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
+  text = jnp.where(slots < begins[:, None], begun, generated)
   rng = jax.random.split(jax.random.key(0), batch)  # what is drawn does not matter
 
   def propose(state, count):

@@ -7,14 +7,13 @@ or the trial fails, gamma is 0: plain decoding.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
 
 from specdec_jax import theory
-from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
+from specdec_jax.decoding import require_finite
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.costs import (
   Costs,
@@ -25,6 +24,7 @@ from specdec_jax.experiments.costs import (
 )
 from specdec_jax.experiments.speed import acceptance_rate, num_tokens, row_keys
 from specdec_jax.pairs import Pair
+from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
 
 NUM_TEXTS = 32  # decoded for alpha; a batch may hold more
@@ -145,14 +145,10 @@ def calibrate(
   It decodes NUM_TEXTS of them, spread evenly, or a batch if that is more, and takes seconds; its
   programs, as any, are compiled once and kept between runs.
   """
-  settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, sampling=sampling)
-  params = pair.target_params, pair.draft_params
 
-  def speculate(gamma: int, prompt: Array, rng: Array):
-    draft = pair.draft(sampling, gamma)
-    return speculative_decode(
-      pair.target, draft, *params, prompt, rng, lenience=lenience, **settings
-    )
+  def decoder(gamma: int) -> Callable[..., Decoded]:
+    decode = pair.decoder(sampling, gamma, lenience)
+    return functools.partial(decode, max_new_tokens=max_new_tokens)
 
   require_count("batch_size", batch_size)
   lines = [text for text in texts if text.strip()]
@@ -166,7 +162,7 @@ def calibrate(
     (pair.prompt(picked[i : i + batch_size], width), row_keys(seed, i, batch_size))
     for i in range(0, count, batch_size)
   ]
-  outputs = [require_finite(jax.device_get(speculate(GAMMAS[-1], *batch))) for batch in batches]
+  outputs = [require_finite(jax.device_get(decoder(GAMMAS[-1])(*batch))) for batch in batches]
   drafts, prompt = [pair.draft(sampling, gamma) for gamma in GAMMAS], batches[0][0]
   starts = start_calls(pair, drafts[-1], prompt, max_new_tokens)
   rounds = round_calls(pair, drafts, prompt, sampling, max_new_tokens, lenience)
@@ -175,8 +171,7 @@ def calibrate(
   chosen = choose(acceptance_rate(outputs), costs, [out.lengths.tolist() for out in outputs])
   if not chosen.gamma or chosen.speedups[chosen.gamma] >= SURE_GAIN:
     return chosen
-  plain = functools.partial(autoregressive_decode, pair.target, pair.target_params, **settings)
-  ways = plain, functools.partial(speculate, chosen.gamma)
+  ways = decoder(0), decoder(chosen.gamma)
   repeats = -(-TRIALS // len(batches))
   timed = [interleaved_medians([functools.partial(w, *b) for w in ways], repeats) for b in batches]
   plain_s, ours_s = np.sum([medians for medians, _ in timed], axis=0)

@@ -10,8 +10,7 @@ from jax import Array
 from rich.console import Console
 from rich.progress import Progress
 
-from specdec_jax.data.vocabulary import EOS_ID
-from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
+from specdec_jax.decoding import require_finite
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.alpha import teacher_forced_logits
@@ -76,9 +75,9 @@ def check_exactness(
   failed = 0
   with Progress(console=Console(stderr=True), transient=True) as bar:
     for sampling, gamma, batch_size in bar.track(settings, description="checking"):
-      decode = decoder(pair, sampling, gamma)
+      decode = pair.decoder(sampling, gamma)
       if sampling.temperature == 0:
-        plain = decoder(pair, sampling, 0)
+        plain = pair.decoder(sampling, 0)
         divergences = compare_argmax(pair, texts, plain, decode, gamma, batch_size, max_new_tokens)
         rounds, fewest = rounds_of_self_draft(pair, texts, gamma, batch_size, max_new_tokens)
         holds = all(d.is_tie for _, d in divergences) and rounds <= 1.01 * fewest
@@ -102,17 +101,6 @@ def check_exactness(
   console.print(f"{len(settings) - failed} of {len(settings)} settings hold, in {where}.")
   if failed:
     raise SystemExit(1)
-
-
-def decoder(pair: Pair, sampling: Sampling, gamma: int) -> Decode:
-  """Speculative decoding of a pair, or with gamma 0 plain decoding of its target."""
-  if not gamma:
-    return functools.partial(
-      autoregressive_decode, pair.target, pair.target_params, sampling=sampling
-    )
-  draft = pair.draft(sampling, gamma)
-  params = pair.target_params, pair.draft_params
-  return functools.partial(speculative_decode, pair.target, draft, *params, sampling=sampling)
 
 
 def compare_argmax(
@@ -148,7 +136,7 @@ def rounds_of_self_draft(
   """
   itself = functools.partial(model_draft, pair.target)
   own = pair._replace(draft=itself, draft_params=pair.target_params)
-  decode = decoder(own, Sampling(temperature=0.0), gamma)
+  decode = own.decoder(Sampling(temperature=0.0), gamma)
   rounds = fewest = 0
   for at in range(0, len(texts), batch_size):
     prompt, count = _batch(pair, texts, at, batch_size)
@@ -169,7 +157,7 @@ def compare_samples(
   seed: int,
 ) -> Comparison:
   """First tokens of many outputs beside the target's exact joint distribution, over all texts."""
-  total = Comparison()
+  total, eos_id = Comparison(), pair.vocabulary.eos_id
   for at in range(0, len(texts), batch_size):
     prompt, count = _batch(pair, texts, at, batch_size)
     keys = row_keys(seed, at * samples_per_text, batch_size * samples_per_text)
@@ -179,12 +167,13 @@ def compare_samples(
     ]
     for row in range(count):
       exact = functools.partial(_exact_probs, pair, prompt[row : row + 1], sampling)
-      after = lambda prefixes, exact=exact: exact([(*prefix, EOS_ID) for prefix in prefixes])[:, -1]
-      cells = cut_into_cells(after, samples_per_text, num_tokens, EOS_ID)
+      after = lambda prefixes, exact=exact: exact([(*prefix, eos_id) for prefix in prefixes])[:, -1]
+      cells = cut_into_cells(after, samples_per_text, num_tokens, eos_id)
       drawn = [tuple(d.tokens[row, : d.lengths[row]].tolist()) for d in draws]
       unique = sorted(set(drawn))
-      filled = [(*text, *(EOS_ID,) * (num_tokens - len(text))) for text in unique]
-      possible = dict(zip(unique, map(_is_possible, unique, exact(filled))))
+      is_possible = functools.partial(_is_possible, eos_id)
+      filled = [(*text, *(eos_id,) * (num_tokens - len(text))) for text in unique]
+      possible = dict(zip(unique, map(is_possible, unique, exact(filled))))
       total += compare(cells, drawn, sum(not possible[text] for text in drawn))
   return total
 
@@ -201,7 +190,7 @@ def _exact_probs(
 ) -> np.ndarray:
   """The target's probabilities [N, T, V] before each token of N texts of length T."""
   rows = -(-len(texts) // 32) * 32  # few shapes, so few programs
-  tokens = np.full((rows, len(texts[0])), EOS_ID, np.int32)
+  tokens = np.full((rows, len(texts[0])), pair.vocabulary.eos_id, np.int32)
   tokens[: len(texts)] = texts
   model, params = pair.target, pair.target_params
   sources = jnp.repeat(source, 32, axis=0)
@@ -209,13 +198,13 @@ def _exact_probs(
   return np.concatenate([distribution(x, sampling) for x in logits])[: len(texts)]
 
 
-def _is_possible(text: tuple[int, ...], probs: np.ndarray) -> bool:
+def _is_possible(eos_id: int, text: tuple[int, ...], probs: np.ndarray) -> bool:
   """Whether the target can write this, given its probabilities [T, V] before each token.
 
   No token has probability 0, none follows EOS, and none is missing.
   """
-  ends = len(text) == len(probs) or text[-1:] == (EOS_ID,)
-  return bool(ends and EOS_ID not in text[:-1] and (probs[range(len(text)), text] > 0).all())
+  ends = len(text) == len(probs) or text[-1:] == (eos_id,)
+  return bool(ends and eos_id not in text[:-1] and (probs[range(len(text)), text] > 0).all())
 
 
 def _named(sampling: Sampling, gamma: int, batch_size: int) -> str:

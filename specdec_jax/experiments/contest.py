@@ -16,7 +16,8 @@ import numpy as np
 from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.stored import param_shapes
-from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.data.vocabulary import open_vocabulary
+from specdec_jax.errors import InputError
 from specdec_jax.experiments.speed import own_baseline
 from specdec_jax.models.config import T5Config, t5_config
 from specdec_jax.models.simulated import simulated_acceptance
@@ -127,6 +128,8 @@ def trained(
 
   def write(name: str, path: str) -> str:
     stored = open_checkpoint(path)
+    if not isinstance(stored.config, T5Config):
+      raise InputError(f"{path} is no T5, which all that is compared here can run.")
     halved = all(array.dtype == jnp.bfloat16 for array in stored.arrays.values())
     params = stored.load(stored.config, jnp.bfloat16 if halved else jnp.float32)
     return _write(folder, name, stored.config, params)
@@ -166,7 +169,7 @@ def random(
     return _write(folder, f"t5_{version}_{size}", config, _random_params(config))
 
   vocabulary, task = str(EMBEDDED / "vocabulary.model"), f"simulated, alpha {alpha:g}"
-  extra_ids = t5_config(target, version).vocab_size - len(Vocabulary(vocabulary))
+  extra_ids = t5_config(target, version).vocab_size - len(open_vocabulary(vocabulary))
   target, draft = write(target), write(draft)
   pairs = tuple(
     pair._replace(target=simulated_acceptance(pair.target, alpha), simulated_alpha=alpha)

@@ -6,7 +6,7 @@ Beside what is measured stands what could be reached at most by knowing which gu
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from specdec_jax import records
 from specdec_jax.adaptive import adaptive_decode
-from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
+from specdec_jax.decoding import require_finite
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.alpha import draft_probs, teacher_forced_logits
 from specdec_jax.experiments.calibrate import GAMMAS, Calibration, calibrate
@@ -40,7 +40,7 @@ class Policy(NamedTuple):
   Attributes:
     name: as the table has it, and records behind the draft's name.
     gamma: the largest it takes; 0 for plain decoding.
-    decode: (prompt, rng, *, max_new_tokens, sampling) -> Decoded.
+    decode: (prompt, rng, *, max_new_tokens) -> Decoded.
     predicted: speedup; None where no closed form says.
   """
 
@@ -112,23 +112,18 @@ def _policies(
   pair: Pair, sampling: Sampling, gammas: Sequence[int], calibration: Calibration
 ) -> list[Policy]:
   """Plain decoding first, the adaptive one last."""
-  params = pair.target_params, pair.draft_params
   drafts = tuple(pair.draft(sampling, gamma) for gamma in gammas)
 
   def fixed(name: str, gamma: int) -> Policy:
-    decode: Callable[..., Decoded]
-    if gamma:
-      draft = pair.draft(sampling, gamma)
-      decode = functools.partial(speculative_decode, pair.target, draft, *params)
-    else:
-      decode = functools.partial(autoregressive_decode, pair.target, pair.target_params)
-    return Policy(name, gamma, decode, calibration.speedups[gamma])
+    return Policy(name, gamma, pair.decoder(sampling, gamma), calibration.speedups[gamma])
 
   adaptive = functools.partial(
     adaptive_decode,
     pair.target,
     drafts,
-    *params,
+    *(pair.target_params, pair.draft_params),
+    sampling=sampling,
+    eos_id=pair.vocabulary.eos_id,
     round_costs=jnp.array([calibration.round_cost(gamma) for gamma in gammas]),
     prior=PRIOR_GUESSES * jnp.array([calibration.alpha, 1 - calibration.alpha]),
   )
@@ -144,13 +139,12 @@ def _measure(pair, texts, sampling, gammas, calibration: Calibration, setting: R
   """Records of one setting: of the oracles, and of each policy, decoded in turn."""
   size, limit = setting.batch_size, setting.max_new_tokens
   policies = _policies(pair, sampling, gammas, calibration)
-  common: dict[str, Any] = dict(max_new_tokens=limit, sampling=sampling)
   width = pair.prompt(texts).shape[1]
   prompts = [pair.prompt(texts[i : i + size], width) for i in range(0, len(texts), size)]
   seconds, outputs = np.zeros(len(policies)), []
   for i, prompt in enumerate(track(prompts, transient=True, console=Console(stderr=True))):
     keys = row_keys(setting.seed, i * size, len(prompt))
-    calls = [functools.partial(p.decode, prompt, rng=keys, **common) for p in policies]
+    calls = [functools.partial(p.decode, prompt, rng=keys, max_new_tokens=limit) for p in policies]
     medians, decoded = interleaved_medians(calls, repeats)
     seconds += medians
     outputs.append([require_finite(one) for one in jax.device_get(decoded)])

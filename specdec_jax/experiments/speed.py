@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
+from specdec_jax.decoding import autoregressive_decode, require_finite
 from specdec_jax.experiments.costs import (
   Costs,
   interleaved_medians,
@@ -38,7 +38,8 @@ class Baseline(NamedTuple):
 
 def own_baseline(pair: Pair) -> Baseline:
   """Our own plain decoding."""
-  decode = functools.partial(autoregressive_decode, pair.target, pair.target_params)
+  models = pair.target, pair.target_params
+  decode = functools.partial(autoregressive_decode, *models, eos_id=pair.vocabulary.eos_id)
   return Baseline("own", decode)
 
 
@@ -135,27 +136,21 @@ def measure_speed(
   plain_outputs: list[Decoded] = []
   speculative: dict[int, list[Decoded]] = {gamma: [] for gamma in gammas}
   seconds, part_seconds, at = [], [], 0
-  common: dict[str, Any] = dict(max_new_tokens=max_new_tokens, sampling=sampling)
   drafts = [pair.draft(sampling, gamma) for gamma in gammas]
   widths = collections.Counter(prompt.shape for prompt in prompts)
   typical = next(p for p in prompts if p.shape == widths.most_common(1)[0][0])
   parts = round_calls(pair, drafts, typical, sampling, max_new_tokens, lenience)
+  speculate = [pair.decoder(sampling, gamma, lenience) for gamma in gammas]
+  plain = functools.partial(plain_decode, sampling=sampling)
+  ways: list[Callable[..., Decoded]] = [plain, *speculate]
   every = max(1, len(prompts) // NUM_COSTED)
   for i, prompt in enumerate(prompts):
     rng = row_keys(seed, at, len(prompt))
     at += len(prompt)
-
-    def plain(prompt=prompt, rng=rng):
-      return plain_decode(prompt, rng, **common)
-
-    def speculate(draft, prompt=prompt, rng=rng):
-      params = pair.target_params, pair.draft_params
-      return speculative_decode(
-        pair.target, draft, *params, prompt, rng, lenience=lenience, **common
-      )
-
-    decodes: list[Callable] = [plain, *(functools.partial(speculate, draft) for draft in drafts)]
-    calls = [*decodes, *start_calls(pair, drafts[0], prompt, max_new_tokens)]
+    asked: dict[str, Any] = dict(prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
+    decodes = [functools.partial(decode, **asked) for decode in ways]
+    starts = start_calls(pair, drafts[0], prompt, max_new_tokens)
+    calls: list[Callable[[], object]] = [*decodes, *starts]
     costed = parts if i % every == 0 else []
     medians, outputs = interleaved_medians([*calls, *costed], repeats)
     outputs = [require_finite(decoded) for decoded in jax.device_get(outputs[: len(decodes)])]

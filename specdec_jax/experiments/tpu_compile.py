@@ -29,7 +29,8 @@ from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.weight_copies import weight_copies
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.t5 import init_params, t5_model
+from specdec_jax.models.families import init_params
+from specdec_jax.models.t5 import t5_model
 from specdec_jax.partitioning import (
   REPLICATED,
   RULES,

@@ -1,4 +1,4 @@
-"""Train a target on sentence pairs, or a draft on a target's own outputs."""
+"""Train a target on sentence pairs or on texts alone, or a draft on a target's own outputs."""
 
 import dataclasses
 import pathlib
@@ -9,12 +9,13 @@ import sacrebleu
 from rich.progress import track
 
 from specdec_jax.checkpoints.folder import load_model, save_model
+from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import Vocabulary, padded, train_vocabulary
+from specdec_jax.data.vocabulary import Vocabulary, open_vocabulary, padded
+from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.experiments.speed import row_keys
-from specdec_jax.models.config import T5Config
-from specdec_jax.models.t5 import T5, for_decoding, t5_model
+from specdec_jax.models.families import Config, for_decoding, model_of, module_of
 from specdec_jax.protocols import Model
 from specdec_jax.sampling import Sampling
 from specdec_jax.training.batches import Pairs
@@ -22,62 +23,68 @@ from specdec_jax.training.distillation import load_pairs, recombined, save_pairs
 from specdec_jax.training.trainer import TrainSettings, train
 
 
-def fit_vocabulary(data: str, sources: list[str], size: int, pair_dir: str) -> None:
-  """Fit a SentencePiece vocabulary of `size` pieces to text files in folder `data`.
+def fit_vocabulary(data: str, sources: list[str], size: int, vocabulary: str) -> None:
+  """Fit a vocabulary of `size` pieces to text files in folder `data`, and write it to a file.
 
-  It becomes `vocabulary.model` in `pair_dir`.
+  SentencePiece's, or BERT's word pieces if the name of the file ends in `.txt`.
   """
-  pathlib.Path(pair_dir).mkdir(parents=True, exist_ok=True)
+  pathlib.Path(vocabulary).parent.mkdir(parents=True, exist_ok=True)
   lines = (line for source in sources for line in read_lines(f"{data}/{source}"))
-  train_vocabulary(lines, f"{pair_dir}/vocabulary.model", size)
+  fit = train_word_pieces if vocabulary.endswith(".txt") else train_sentence_pieces
+  fit(lines, vocabulary, size)
 
 
 def train_target(
   data: str,
-  sources: list[str],
+  sources: list[str] | None,
   targets: list[str],
-  valid_source: str,
+  valid_source: str | None,
   valid_target: str,
-  config: T5Config,
+  config: Config,
   settings: TrainSettings,
-  pair_dir: str,
+  vocabulary: str,
+  output: str,
   work_dir: str,
 ) -> None:
-  """Train a T5 on sentence pairs to the last epoch, resuming if it was stopped, and save it.
+  """Train a model to the last epoch, resuming if it was stopped, and save it.
 
   Args:
     data: folder of the text files below.
-    sources: text files, one sentence a line; read one after the other.
+    sources: text files, one sentence a line; read one after the other. None for a decoder-only
+      model, which learns the targets by themselves.
     targets: their translations, file by file.
-    valid_source: validation sentences.
+    valid_source: validation sentences, or None.
     valid_target: their translations.
     config: the model's shape and dropout rate.
     settings: length and rates of the training.
-    pair_dir: has `vocabulary.model`; gets the model as `target`, in bfloat16.
+    vocabulary: its file.
+    output: folder that gets the model, in bfloat16.
     work_dir: for checkpoints and metrics of this run.
   """
-  words = Vocabulary(f"{pair_dir}/vocabulary.model")
-  valid = Pairs(_encoded(words, data, [valid_source]), _encoded(words, data, [valid_target]))
+  words = open_vocabulary(vocabulary)
+  valid = _pairs(words, data, [valid_source] if valid_source else None, [valid_target])
   references = read_lines(f"{data}/{valid_target}")
-  model = t5_model(config)
+  model = model_of(config)
 
   def bleu(params) -> float:
     outputs = model_outputs(model, params, valid.sources)
     return sacrebleu.corpus_bleu([words.decode(o) for o in outputs], [references]).score
 
-  pairs = Pairs(_encoded(words, data, sources), _encoded(words, data, targets))
-  params = train(config, settings, pairs, valid, work_dir, bleu=bleu)
-  save_model(f"{pair_dir}/target", config, params, words.fingerprint())
+  pairs = _pairs(words, data, sources, targets)
+  params = train(config, settings, pairs, valid, work_dir, bleu=bleu if valid_source else None)
+  save_model(output, config, params, words.fingerprint())
 
 
 def train_draft(
   data: str,
-  sources: list[str],
+  sources: list[str] | None,
   targets: list[str],
-  valid_source: str,
-  config: T5Config,
+  valid_source: str | None,
+  config: Config,
   settings: TrainSettings,
-  pair_dir: str,
+  vocabulary: str,
+  target: str,
+  output: str,
   work_dir: str,
   samples: int = 0,
   new_sources: int = 0,
@@ -85,41 +92,58 @@ def train_draft(
   """Train a draft towards the target's own distributions, resuming if it was stopped; save it.
 
   It learns them along the references, along `samples` outputs of the target for each source, and
-  along one output for each of `new_sources` sentences recombined from the sources.
+  along one output for each of `new_sources` sentences recombined from the sources; of a
+  decoder-only target, along so many texts that it writes from nothing.
 
   The validation accuracy it prints is alpha at temperature 0 on the validation text: how often
-  the draft's argmax is the target's, on the target's argmax output.
+  the draft's argmax is the target's, on the target's argmax output. (Of a decoder-only target, how
+  often the draft's argmax is what the target drew.)
 
   Args:
     data: folder of the text files below.
-    sources: text files, one sentence a line; read one after the other.
+    sources: text files, one sentence a line; read one after the other. None if the target is
+      decoder-only.
     targets: their translations, file by file.
-    valid_source: validation sentences, which the target translates.
+    valid_source: validation sentences, which the target translates; or None.
     config: the draft's shape and dropout rate.
     settings: length and rates of the training.
-    pair_dir: has `vocabulary.model` and `target`; gets the model as `draft`, in bfloat16.
+    vocabulary: file of both models'.
+    target: folder of the target.
+    output: folder that gets the draft, in bfloat16.
     work_dir: for `lessons.npz` (what it learns from), checkpoints and metrics of this run.
     samples: outputs drawn from the target at temperature 1 for each source.
     new_sources: see `distillation.recombined`.
   """
-  words = Vocabulary(f"{pair_dir}/vocabulary.model")
-  target_config, params = for_decoding(*load_model(f"{pair_dir}/target"))
-  target = t5_model(target_config)
+  words = open_vocabulary(vocabulary)
+  target_config, params = for_decoding(*load_model(target))
+  model, nothing = model_of(target_config), [words.encode("")]
   lessons = pathlib.Path(work_dir) / "lessons.npz"
   if not lessons.exists():
-    lines = [line for file in sources for line in read_lines(f"{data}/{file}")]
-    pairs = Pairs([words.encode(line) for line in lines], _encoded(words, data, targets))
-    asked = [lines] * samples + [recombined(lines, new_sources)]
-    for seed, texts in enumerate([[words.encode(line) for line in more] for more in asked]):
-      drawn = model_outputs(target, params, texts, sampling=Sampling(), seed=seed)
+    pairs = _pairs(words, data, sources, targets)
+    asked = [pairs.sources] * samples
+    if sources:
+      lines = [line for file in sources for line in read_lines(f"{data}/{file}")]
+      asked.append([words.encode(line) for line in recombined(lines, new_sources)])
+    else:
+      asked.append(nothing * new_sources)
+    for seed, texts in enumerate(asked):
+      drawn = model_outputs(model, params, texts, words.eos_id, sampling=Sampling(), seed=seed)
       pairs = Pairs([*pairs.sources, *texts], [*pairs.targets, *drawn])
-    pairs = dataclasses.replace(pairs, teacher=teacher_opinions(T5(target_config), params, pairs))
+    opinions = teacher_opinions(module_of(target_config), params, pairs)
+    pairs = dataclasses.replace(pairs, teacher=opinions)
     lessons.parent.mkdir(parents=True, exist_ok=True)
     save_pairs(lessons, pairs)
-  valid_texts = _encoded(words, data, [valid_source])
-  valid = Pairs(valid_texts, model_outputs(target, params, valid_texts))
-  params = train(config, settings, load_pairs(lessons), valid, work_dir)
-  save_model(f"{pair_dir}/draft", config, params, words.fingerprint())
+  valid_texts = _encoded(words, data, [valid_source]) if valid_source else nothing * 512
+  how = Sampling(temperature=0.0 if valid_source else 1.0)
+  valid = model_outputs(model, params, valid_texts, words.eos_id, sampling=how, seed=-1)
+  params = train(config, settings, load_pairs(lessons), Pairs(valid_texts, valid), work_dir)
+  save_model(output, config, params, words.fingerprint())
+
+
+def _pairs(words: Vocabulary, data: str, sources: list[str] | None, targets: list[str]) -> Pairs:
+  """Texts with their sources, or with nothing."""
+  texts, nothing = _encoded(words, data, targets), words.encode("")
+  return Pairs(_encoded(words, data, sources) if sources else [nothing] * len(texts), texts)
 
 
 def _encoded(words: Vocabulary, data: str, files: list[str]) -> list[list[int]]:
@@ -130,6 +154,7 @@ def model_outputs(
   model: Model,
   params,
   sources: list[list[int]],
+  eos_id: int = 1,
   batch_size: int = 64,
   sampling: Sampling = Sampling(temperature=0.0),
   seed: int = 0,
@@ -148,6 +173,7 @@ def model_outputs(
       row_keys(seed, at, batch_size),
       max_new_tokens=96,
       sampling=sampling,
+      eos_id=eos_id,
     )
     for i, row, length in zip(chunk, np.asarray(decoded.tokens), np.asarray(decoded.lengths)):
       outputs[i] = row[:length].tolist()

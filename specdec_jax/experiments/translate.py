@@ -6,7 +6,6 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import EOS_ID
-from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
+from specdec_jax.decoding import require_finite
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.calibrate import resolve_gamma
 from specdec_jax.experiments.speed import num_rounds, num_tokens, row_keys
@@ -71,7 +69,7 @@ def translate(
       bar.advance(task, len(translations))
       # Rows come first: zip takes from its first argument once more than from its second.
       for tokens, number in zip((row for d in decoded for row in d.tokens), numbers):
-        if EOS_ID not in tokens:
+        if pair.vocabulary.eos_id not in tokens:
           notes.print(
             f"warning: line {number} was not finished; its translation stops at the limit of "
             f"{max_new_tokens} tokens."
@@ -98,8 +96,7 @@ def decode_lines(
 
   With gamma 0 by plain decoding.
   """
-  settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, sampling=sampling)
-  draft = pair.draft(sampling, gamma) if gamma else None
+  decode = pair.decoder(sampling, gamma, lenience)
   for at in range(0, len(lines), batch_size):
     batch = list(lines[at : at + batch_size])
     if not any(line.strip() for line in batch):
@@ -107,12 +104,7 @@ def decode_lines(
       continue
     batch += [batch[0]] * (batch_size - len(batch))  # the last batch has the others' shape
     asked = pair.prompt(batch), row_keys(seed, at, batch_size)
-    if draft:
-      models = pair.target, draft, pair.target_params, pair.draft_params
-      decoded = speculative_decode(*models, *asked, lenience=lenience, **settings)
-    else:
-      decoded = autoregressive_decode(pair.target, pair.target_params, *asked, **settings)
-    decoded = require_finite(jax.device_get(decoded))
+    decoded = require_finite(jax.device_get(decode(*asked, max_new_tokens=max_new_tokens)))
     count = min(batch_size, len(lines) - at)
     rows = np.flatnonzero([bool(line.strip()) for line in batch[:count]])
     texts = [

@@ -1,16 +1,16 @@
-"""Shapes of T5 encoder-decoders: one dataclass, and the published sizes by name."""
+"""Shapes of T5 encoder-decoders and of decoder-only models: a dataclass each, and sizes by name."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
 from specdec_jax.errors import InputError
 
 
-@dataclasses.dataclass(frozen=True)
-class T5Config:
-  """Everything that fixes a T5's parameter tree and arithmetic (Raffel et al., 2020).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+  """What fixes the parameter tree and the arithmetic of a decoder, of either family.
 
   Attributes:
     vocab_size: V, entries in the vocabulary; the only ids that are ever emitted.
@@ -18,14 +18,16 @@ class T5Config:
     num_heads: H.
     head_dim: D, per head; H * D need not be E.
     mlp_dim: M, hidden width of the feed-forward blocks.
-    num_encoder_layers: encoder depth.
     num_decoder_layers: decoder depth.
-    gated: T5 1.1's gated feed-forward (two input projections) or T5 1.0's single one.
-    activation: 'gelu' (1.1) or 'relu' (1.0).
-    tied_logits: T5 1.0 reads logits off the embedding table, 1.1 has its own matrix.
+    gated: T5 1.1's gated feed-forward (two input projections) or a single one.
+    activation: 'gelu' (by tanh) or 'relu' (T5 1.0).
+    tied_logits: logits are read off the embedding table, or have a matrix of their own.
+    biases: of norms, which then subtract the mean, and of all layers but the logits; none in T5.
+    num_positions: rows of a learned table of absolute positions, a limit for a text; None for T5's
+      relative ones.
     padded_vocab_size: rows of the embedding table when padded past V (32,128 for
       T5's 32,100 pieces); None for V. Logits of padding entries are masked.
-    fused: parameters as `t5.for_decoding` lays them out: fewer, larger products.
+    fused: parameters as `families.for_decoding` lays them out: fewer, larger products.
     kernels: who multiplies matrices: 'xla', or 'skinny' for `kernels.skinny`, to decode in float32
       on a CPU; kernels of layers then come in panels (`skinny.pack`), and may be bfloat16.
     dtype: of activations; float32 or bfloat16.
@@ -37,11 +39,12 @@ class T5Config:
   num_heads: int
   head_dim: int
   mlp_dim: int
-  num_encoder_layers: int
   num_decoder_layers: int
   gated: bool = True
   activation: Literal["gelu", "relu"] = "gelu"
   tied_logits: bool = False
+  biases: bool = False
+  num_positions: int | None = None
   padded_vocab_size: int | None = None
   fused: bool = False
   kernels: str = "xla"
@@ -61,6 +64,43 @@ class T5Config:
   def table_size(self) -> int:
     """Rows of the embedding table: V plus padding."""
     return self.padded_vocab_size or self.vocab_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config(TransformerConfig):
+  """A T5 (Raffel et al., 2020): an encoder, and a decoder that attends to what it encoded.
+
+  Attributes:
+    num_encoder_layers: encoder depth.
+  """
+
+  has_encoder: ClassVar[bool] = True
+  embedding_std: ClassVar[float] = 1.0
+
+  num_encoder_layers: int
+
+  @property
+  def logits_divisor(self) -> float:
+    """What T5 divides by before it reads logits off the embedding table."""
+    return self.emb_dim**0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig(TransformerConfig):
+  """A decoder by itself, which goes on writing its prompt: GPT-2's shapes, or LaMDA's.
+
+  Attributes:
+    eos_id: ends a prompt, as it ends all that vocabularies encode; it is not part of the text.
+    start_id: stands before the text. None for GPT-2: a text starts with its first token, and only
+      where there is none with EOS.
+  """
+
+  has_encoder: ClassVar[bool] = False
+  embedding_std: ClassVar[float] = 0.02
+  logits_divisor: ClassVar[float] = 1.0
+
+  eos_id: int = 1
+  start_id: int | None = 0
 
 
 # (emb_dim, num_heads, head_dim, layers of each stack, mlp_dim), as published for T5 1.0
@@ -115,6 +155,80 @@ def t5_config(size: str, version: str = "1.1", **overrides) -> T5Config:
     tied_logits=version == "1.0",
   )
   return dataclasses.replace(published, **overrides)
+
+
+# (emb_dim, num_heads, head_dim, layers, mlp_dim) of decoder-only models. gpt_like: Section 4.2 of
+# the paper; with tables of their own for tokens and for logits they have its 97M and 6M parameters.
+# gpt2: Radford et al., 2019, and DistilGPT2. lamda: Thoppilan et al., 2022, Table 27; of 100M
+# it says nothing: that is its recipe (D = 128, H = E / 64, M = 8 E) at so many parameters.
+_GPT_SIZES = {
+  "gpt_like": {
+    "97m": (768, 12, 64, 12, 3072),
+    "6m": (256, 4, 64, 2, 1024),
+  },
+  "gpt2": {
+    "distil": (768, 12, 64, 6, 3072),
+    "small": (768, 12, 64, 12, 3072),
+    "medium": (1024, 16, 64, 24, 4096),
+    "large": (1280, 20, 64, 36, 5120),
+    "xl": (1600, 25, 64, 48, 6400),
+  },
+  "lamda": {
+    "100m": (640, 10, 128, 8, 5120),
+    "2b": (2560, 40, 128, 10, 20480),
+    "8b": (4096, 64, 128, 16, 32768),
+    "137b": (8192, 128, 128, 64, 65536),
+  },
+}
+_GPT_FAMILIES: dict[str, dict[str, Any]] = {
+  "gpt_like": dict(vocab_size=8000, num_positions=128, biases=True, gated=False),
+  "gpt2": dict(
+    vocab_size=50257,
+    num_positions=1024,
+    biases=True,
+    gated=False,
+    tied_logits=True,
+    eos_id=50256,
+    start_id=None,
+  ),
+  "lamda": dict(vocab_size=32000),  # gated GELU and relative positions, as T5 1.1 has them
+}
+
+
+def gpt_config(size: str, family: str = "gpt_like", **overrides) -> GPTConfig:
+  """The shape of a decoder-only model.
+
+  Args:
+    size: of family 'gpt_like' (the paper's) 97m or 6m; of 'gpt2' distil, small, medium, large or
+      xl; of 'lamda' 100m, 2b, 8b or 137b.
+    family: one of these.
+    **overrides: fields of `GPTConfig` to set instead.
+
+  Raises:
+    ValueError: an unknown size or family.
+  """
+  if family not in _GPT_SIZES:
+    raise InputError(f"Family {family!r} is not known; use one of {', '.join(_GPT_SIZES)}.")
+  sizes = _GPT_SIZES[family]
+  if size not in sizes:
+    raise InputError(f"{family} of size {size!r} is not known; use one of {', '.join(sizes)}.")
+  emb_dim, num_heads, head_dim, num_layers, mlp_dim = sizes[size]
+  published = GPTConfig(
+    emb_dim=emb_dim,
+    num_heads=num_heads,
+    head_dim=head_dim,
+    mlp_dim=mlp_dim,
+    num_decoder_layers=num_layers,
+    **_GPT_FAMILIES[family],
+  )
+  return dataclasses.replace(published, **overrides)
+
+
+def named_config(version: str, size: str, **overrides) -> T5Config | GPTConfig:
+  """`t5_config` of a version, or `gpt_config` if that is the name of a family."""
+  if version in _GPT_SIZES:
+    return gpt_config(size, version, **overrides)
+  return t5_config(size, version, **overrides)
 
 
 def named_dtype(name: str):

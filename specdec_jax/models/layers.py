@@ -1,4 +1,4 @@
-"""Layers of T5: normalisation, attention over given keys and values, feed-forward, position bias.
+"""Layers: norms, attention over given keys and values, feed-forward, position bias.
 
 Axes: B batch, K queries in a block, T key slots, H heads, D head dim, E embed, M mlp.
 """
@@ -11,7 +11,7 @@ from flax import linen as nn
 from jax import Array, lax
 
 from specdec_jax.kernels import skinny
-from specdec_jax.models.config import T5Config
+from specdec_jax.models.config import TransformerConfig
 
 MASKED = -1e10  # added to attention logits; exp() of it is exactly 0 in float32 and bfloat16
 
@@ -28,15 +28,26 @@ def matmul(x: Array, kernel: Array) -> Array:
 
 
 class Dense(nn.Module):
-  """A layer without bias, in `config.dtype` unless said otherwise; see `T5Config.kernels`."""
+  """A linear layer, in `config.dtype` unless said otherwise; see `TransformerConfig.kernels`.
 
-  config: T5Config
+  It has a bias if the model has any, unless `biases` is False.
+  """
+
+  config: TransformerConfig
   features: int
   dtype: Any = None
   kernel_init: Any = _fan_in
+  biases: bool = True
 
   @nn.compact
   def __call__(self, x: Array) -> Array:  # [..., E] -> [..., features]
+    product = self._product(x)
+    if not (self.biases and self.config.biases):
+      return product
+    bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+    return product + bias.astype(product.dtype)
+
+  def _product(self, x: Array) -> Array:
     *rows, depth = x.shape
     if self.config.kernels == "skinny":
       shape = -(-self.features // skinny.PANEL), depth, skinny.PANEL
@@ -51,7 +62,7 @@ class Dense(nn.Module):
 class RMSNorm(nn.Module):
   """T5's layer norm: scaled by the root mean square, no mean, no bias; float32 inside."""
 
-  config: T5Config
+  config: TransformerConfig
 
   @nn.compact
   def __call__(self, x: Array) -> Array:  # [..., E]
@@ -61,10 +72,36 @@ class RMSNorm(nn.Module):
     return x.astype(self.config.dtype) * scale.astype(self.config.dtype)
 
 
+class LayerNorm(nn.Module):
+  """GPT-2's layer norm: mean and variance, scale and bias; float32 inside."""
+
+  config: TransformerConfig
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:  # [..., E]
+    scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+    bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), jnp.float32)
+    x = x.astype(jnp.float32)
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
+    return (x * scale + bias).astype(self.config.dtype)
+
+
+def norm(config: TransformerConfig) -> nn.Module:
+  """The norm of a model: GPT-2's if it has biases, else T5's."""
+  return LayerNorm(config) if config.biases else RMSNorm(config)
+
+
+def embedder(config: TransformerConfig) -> nn.Embed:
+  """The table of a model's tokens."""
+  init = nn.initializers.normal(config.embedding_std)
+  return nn.Embed(config.table_size, config.emb_dim, dtype=config.dtype, embedding_init=init)
+
+
 class Dropout(nn.Module):
   """Dropout with one mask for all positions of a row, as in t5x: cheap, and rarely redrawn."""
 
-  config: T5Config
+  config: TransformerConfig
 
   @nn.compact
   def __call__(self, x: Array, deterministic: bool) -> Array:  # [B, K, ...]
@@ -79,7 +116,7 @@ class Attention(nn.Module):
   Projections are apart from the attending, so that a caller can keep keys and values.
   """
 
-  config: T5Config
+  config: TransformerConfig
   fused: bool = False  # one product for queries, keys and values
 
   def setup(self):
@@ -130,7 +167,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
   """Feed-forward block: activation(x wi) wo (1.0), or (activation(x wi_0) * x wi_1) wo (1.1)."""
 
-  config: T5Config
+  config: TransformerConfig
 
   @nn.compact
   def __call__(self, x: Array, deterministic: bool = True) -> Array:  # [B, K, E]
@@ -150,7 +187,7 @@ class Mlp(nn.Module):
 class RelativePositionBias(nn.Module):
   """T5's learned bias per head and bucketed distance, shared by the layers of a stack."""
 
-  config: T5Config
+  config: TransformerConfig
   bidirectional: bool
   num_buckets: int = 32
   max_distance: int = 128

@@ -5,10 +5,10 @@ import pathlib
 
 import jax
 import numpy as np
+from flax import linen as nn
 from rich.progress import track
 
 from specdec_jax.errors import InputError
-from specdec_jax.models.t5 import T5
 from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
 from specdec_jax.training.trainer import teacher_forced
 
@@ -49,7 +49,7 @@ def recombined(lines: list[str], count: int, seed: int = 0) -> list[str]:
 
 
 def teacher_opinions(
-  teacher: T5, params, pairs: Pairs, k: int = 16, tokens_per_batch: int = 1152
+  teacher: nn.Module, params, pairs: Pairs, k: int = 16, tokens_per_batch: int = 1152
 ) -> list[tuple[np.ndarray, np.ndarray]]:
   """A teacher's k likeliest tokens [T, k] at each target position, and their probabilities."""
 

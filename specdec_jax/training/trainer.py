@@ -1,4 +1,4 @@
-"""Train a T5 on sentence pairs: Adafactor, label smoothing, checkpoints that resume."""
+"""Train on sentence pairs, or texts whose sources are empty: Adafactor, checkpoints that resume."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from flax import linen as nn
 from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import T5Config
-from specdec_jax.models.t5 import T5, init_params
+from specdec_jax.models.families import Config, init_params, module_of
 from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
 
 
@@ -55,7 +55,9 @@ def cross_entropy(logits: Array, batch: Batch, smoothing: float) -> tuple[Array,
   return mean(loss), mean(correct)
 
 
-def teacher_forced(module: T5, params, batch: Batch, dropout_rng: Array | None = None) -> Array:
+def teacher_forced(
+  module: nn.Module, params, batch: Batch, dropout_rng: Array | None = None
+) -> Array:
   """Logits [B, L, V] at each target position, given the targets before it."""
   inputs = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))  # starts with pad, as T5 does
   rngs = None if dropout_rng is None else {"dropout": dropout_rng}
@@ -63,7 +65,7 @@ def teacher_forced(module: T5, params, batch: Batch, dropout_rng: Array | None =
 
 
 def train(
-  config: T5Config,
+  config: Config,
   settings: TrainSettings,
   train_pairs: Pairs,
   valid_pairs: Pairs,
@@ -85,7 +87,7 @@ def train(
   Returns:
     The trained parameters.
   """
-  module = T5(config)
+  module = module_of(config)
   output = pathlib.Path(output_dir).absolute()
   steps_per_epoch = len(epoch_batches(train_pairs, settings.tokens_per_batch, 0, 0))
   valid_batches = epoch_batches(valid_pairs, settings.tokens_per_batch, 0, 0)

@@ -1,0 +1,73 @@
+"""SentencePiece vocabularies, T5's way: 0 pads and starts a text, 1 ends it."""
+
+import io
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import sentencepiece
+
+from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
+from specdec_jax.errors import InputError
+
+
+class SentencePieces(Vocabulary):
+  """A SentencePiece model file, and T5's sentinels.
+
+  Sentinels are numbered from the end as seqio has them: 32,000 pieces and 100 extra ids make
+  32,100, of which the last is <extra_id_0>.
+  """
+
+  eos_id, start_id = 1, PAD_ID
+
+  def __init__(self, path: str, extra_ids: int = 0):
+    self.path, self.extra_ids = str(path), extra_ids
+    try:
+      self._pieces = sentencepiece.SentencePieceProcessor(model_file=self.path)
+    except RuntimeError as error:
+      raise InputError(f"{path} is not a SentencePiece model: {error}.") from error
+    if extra_ids:
+      from sentencepiece import sentencepiece_model_pb2  # needs protobuf, which little else does
+
+      model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+      model.ParseFromString(self._pieces.serialized_model_proto())
+      kind = model.SentencePiece.USER_DEFINED
+      for i in reversed(range(extra_ids)):
+        model.pieces.add(piece=f"\u2581<extra_id_{i}>", score=0.0, type=kind)
+      self._pieces.load_from_serialized_proto(model.SerializeToString())
+
+  def __len__(self) -> int:
+    return self._pieces.get_piece_size()
+
+  def encode(self, text: str) -> list[int]:
+    return [*self._pieces.encode(text), self.eos_id]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return self._pieces.decode([i for i in self.until_eos(ids) if i != PAD_ID])
+
+  def pieces(self, ids: Sequence[int]) -> list[str]:
+    piece = lambda i: self._pieces.id_to_piece(i) if i < len(self) else f"<{i}>"
+    return [piece(int(i)).replace("\u2581", " ") for i in ids]
+
+  def all_pieces(self) -> list[str]:
+    return [self._pieces.id_to_piece(i) for i in range(len(self))]
+
+
+def train_sentence_pieces(texts: Iterable[str], path: str, size: int) -> None:
+  """Fit a unigram SentencePiece model of `size` pieces to lines of text and write it to `path`."""
+  model = io.BytesIO()
+  try:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(texts),
+      model_writer=model,
+      vocab_size=size,
+      model_type="unigram",
+      character_coverage=1.0,
+      pad_id=PAD_ID,
+      eos_id=SentencePieces.eos_id,
+      unk_id=2,
+      bos_id=-1,
+      minloglevel=2,
+    )
+  except RuntimeError as error:
+    raise InputError(f"No vocabulary of {size} pieces fits these texts: {error}.") from error
+  pathlib.Path(path).write_bytes(model.getvalue())

@@ -1,0 +1,64 @@
+"""T5 or GPT: for a shape of either family its module, its model, and its parameters' layouts."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from specdec_jax.models.config import GPTConfig, T5Config
+from specdec_jax.models.gpt import GPT, gpt_model
+from specdec_jax.models.t5 import T5, t5_model
+from specdec_jax.protocols import Model
+
+Config = T5Config | GPTConfig
+
+
+def module_of(config: Config) -> T5 | GPT:
+  """The Flax module; called with (source, inputs, deterministic) it gives teacher-forced logits."""
+  return T5(config) if isinstance(config, T5Config) else GPT(config)
+
+
+def model_of(config: Config) -> Model:
+  """The model behind the contract of the loops."""
+  return t5_model(config) if isinstance(config, T5Config) else gpt_model(config)
+
+
+def init_params(config: Config, rng: Array):
+  """Random parameters in t5x's tree (float32)."""
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  return module_of(config).init(rng, tokens, tokens)["params"]
+
+
+def for_decoding(config: Config, params, concatenate=jnp.concatenate):
+  """The same model with fewer, larger products: (config, params).
+
+  Queries, keys and values of self-attention come from one matrix, as do both halves of a gated
+  feed-forward, and tied logits get a matrix of their own, since a product with a transposed table
+  is slow on a CPU; what T5 divides them by goes into the norm before. To be called once, when a
+  model is loaded; costs a copy of those matrices, or none where they are still on disk
+  (`checkpoints.stored`) and `concatenate` is of such arrays.
+  """
+
+  def side_by_side(parts, *names: str):
+    layers = [parts.pop(name) for name in names]
+    return {part: concatenate([x[part] for x in layers], axis=-1) for part in layers[0]}
+
+  def fuse(name: str, tree):
+    if not isinstance(tree, dict):
+      return tree
+    tree = {k: fuse(k, v) for k, v in tree.items()}
+    if name in ("attention", "self_attention"):
+      tree["query_key_value"] = side_by_side(tree, "query", "key", "value")
+    if name == "mlp" and config.gated:
+      tree["wi"] = side_by_side(tree, "wi_0", "wi_1")
+    return tree
+
+  if config.fused:
+    return config, params
+  params = fuse("", params)
+  if config.tied_logits:
+    decoder = params["decoder"]
+    decoder["logits_dense"] = {"kernel": params["token_embedder"]["embedding"].T}
+    if config.logits_divisor != 1:
+      decoder["decoder_norm"]["scale"] = decoder["decoder_norm"]["scale"] / config.logits_divisor
+  return dataclasses.replace(config, fused=True, tied_logits=False), params
