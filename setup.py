@@ -20,7 +20,7 @@ setup(
   packages=find_packages(include=["specdec_jax", "specdec_jax.*"]),
   package_data={
     "specdec_jax": [
-      *(f"assets/**/*.{kind}" for kind in ("json", "msgpack", "model", "md")),
+      *(f"assets/**/*.{kind}" for kind in ("json", "msgpack", "model", "txt", "md")),
       "kernels/*.cc",
       "reporting/*.html",
     ]

@@ -14,7 +14,8 @@ import jax
 
 from specdec_jax.errors import InputError
 from specdec_jax.experiments import tpu_compile
-from specdec_jax.models.config import named_dtype, t5_config
+from specdec_jax.models.config import named_config, named_dtype
+from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
 from specdec_jax.sampling import Sampling
 
@@ -24,16 +25,24 @@ _NOT_SETTINGS = "format", "output"
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
   parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
-  parser.add_argument("--target", default="xxl", help="size of the target: tiny to xxl (default)")
+  parser.add_argument("--target", default="xxl", help="size of the target (xxl)")
   parser.add_argument("--draft", default="small", help="size of the draft (small)")
-  parser.add_argument("--version", default="1.1", help="of T5: 1.0 or 1.1 (default)")
+  parser.add_argument(
+    "--version", default="1.1", help="of T5: 1.0 or 1.1 (default); or gpt_like, gpt2 or lamda"
+  )
   parser.add_argument("--dtype", default="bfloat16", help="bfloat16 (default) or float32")
-  parser.add_argument("--chips", type=int, default=1, help="1 (default), 2 or 4, the v4-8 slice")
+  parser.add_argument(
+    "--chips", type=int, default=1, help="1 (default), 2, or a slice of 4, 8, 16, 32 or 64"
+  )
+  parser.add_argument(
+    "--cut_draft", action="store_true", help="the draft over all chips too, not whole on each"
+  )
   parser.add_argument("--gamma", type=int, default=7, help="guesses in a round (7)")
   parser.add_argument("--batch_size", type=int, default=1, help="rows (1)")
   parser.add_argument("--source_tokens", type=int, default=128, help="of the prompt (128)")
   parser.add_argument("--max_new_tokens", type=int, default=128, help="limit of each row (128)")
   parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (1); 0 is argmax")
+  parser.add_argument("--top_k", type=int, default=0, help="of sampling; 0 (default) keeps all")
   parser.add_argument(
     "--fused", action="store_true", help="parameters as for_decoding lays them out; one chip"
   )
@@ -43,7 +52,7 @@ def main() -> None:
   try:
     layout = dict(fused=True, tied_logits=False) if args.fused else {}
     configs = [
-      t5_config(size, args.version, dtype=named_dtype(args.dtype), **layout)
+      named_config(args.version, size, dtype=named_dtype(args.dtype), **layout)
       for size in (args.target, args.draft)
     ]
     programs = tpu_compile.programs(
@@ -53,15 +62,17 @@ def main() -> None:
       batch_size=args.batch_size,
       source_tokens=args.source_tokens,
       max_new_tokens=args.max_new_tokens,
-      sampling=Sampling(args.temperature),
+      sampling=Sampling(args.temperature, args.top_k),
+      draft_rules=RULES if args.cut_draft else REPLICATED,
     )
     report = tpu_compile.report(programs, args.gamma)
     settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "specdec_jax")}
+    family = args.version if args.version.isidentifier() else f"T5 {args.version}"
     title = (
-      f"T5 {args.version} {args.target} with {args.draft}{' (fused)' * args.fused}, gamma "
-      f"{args.gamma}, {args.dtype}, batch {args.batch_size}, {args.chips} TPU v4 chip(s), jax "
-      f"{versions['jax']}, libtpu {versions['libtpu']}"
+      f"{family} {args.target} with {args.draft}{' (fused)' * args.fused}, gamma {args.gamma}, "
+      f"{args.dtype}, batch {args.batch_size}, {args.chips} TPU v4 chip(s)"
+      f"{', both cut' * args.cut_draft}, jax {versions['jax']}, libtpu {versions['libtpu']}"
     )
     print(render(tpu_compile.report_table(report, title), args.format), end="")
     if args.output:

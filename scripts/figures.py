@@ -2,6 +2,8 @@
 
 python scripts/figures.py --figure 2 --output figure2.svg
 python scripts/figures.py --figure 5 --records results.jsonl --output figure5.png
+python scripts/figures.py --figure 1 --gin_file gin/models/gpt_like.gin --temperature 1 \\
+  --output figure1.svg
 """
 
 import argparse
@@ -23,9 +25,15 @@ def main() -> None:
   parser.add_argument("--records", nargs="+", default=[], help="files, for Figure 5 and sweep")
   parser.add_argument("--num_tokens", type=int, default=20, help="in Figure 5")
   parser.add_argument(
-    "--text", help="decoded in Figure 1; a sentence of the quick start unless told"
+    "--gin_file", help="for Figure 1: what sets the pair, such as gin/models/gpt_like.gin"
+  )
+  parser.add_argument(
+    "--text",
+    help="in Figure 1, to translate or to go on from; unless told a sentence of the quick start, "
+    "and nothing for a decoder-only pair",
   )
   parser.add_argument("--gamma", type=int, default=7, help="in Figure 1")
+  parser.add_argument("--seed", type=int, default=0, help="in Figure 1")
   parser.add_argument("--temperature", type=float, default=0.0, help="in Figures 1 and 5")
   args = parser.parse_args()
   try:
@@ -49,7 +57,7 @@ def draw(args: argparse.Namespace):
       raise InputError(f"No record is at temperature {args.temperature:g}; give --temperature.")
     return figures.timeline_figure(records, args.num_tokens)
   if args.figure == "1":
-    return trace(args.text, args.gamma, args.temperature)
+    return trace(args)
   if args.figure == "2":
     return figures.tokens_figure()
   if args.figure == "3":
@@ -59,27 +67,35 @@ def draw(args: argparse.Namespace):
   raise InputError(f"There is no figure {args.figure!r}; choose one of 1 to 5, or sweep.")
 
 
-def trace(text: str | None, gamma: int, temperature: float):
-  """Figure 1 of a text that the embedded pair translates."""
+def trace(args: argparse.Namespace):
+  """Figure 1 of a text that a pair decodes: the embedded one, or another that a gin file sets."""
   # They bring jax, which the other figures do without.
   import gin
 
+  from specdec_jax import pairs
   from specdec_jax.experiments.translate import decode_lines
-  from specdec_jax.pairs import load_pair
   from specdec_jax.reporting.rounds import read_rounds
   from specdec_jax.sampling import Sampling
 
-  require_count("gamma", gamma)
+  require_count("gamma", args.gamma)
+  gin.parse_config_file(str(ROOT / "gin" / "quickstart.gin"))
+  if args.gin_file:
+    with open(args.gin_file) as file:
+      gin.parse_config(file)
+  pair = gin.get_configurable(pairs.load_pair)()
+  text = args.text
   if text is None:
-    gin.parse_config_file(str(ROOT / "gin" / "quickstart.gin"))
-    text = gin.query_parameter("%SENTENCES")[7]  # of those with guesses rejected
-  if not text.strip():
+    text = "" if pair.continues else gin.query_parameter("%SENTENCES")[7]  # has guesses rejected
+  if not pair.reads(text):
     raise InputError("The text is empty; give a sentence to translate.")
-  pair = load_pair()
-  ((_, (decoded,)),) = decode_lines(pair, [text], Sampling(temperature), gamma, 1, 64)
+  sampling = Sampling(args.temperature)
+  ((_, (decoded,)),) = decode_lines(pair, [text], sampling, args.gamma, 1, 64, args.seed)
   rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
   count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} passes of the target"
-  return figures.trace_figure(rounds, f"{count}, γ = {gamma}, temperature {temperature:g}")
+  title = f"{count}, γ = {args.gamma}, temperature {args.temperature:g}"
+  if pair.continues and text:
+    title += f", after '{text}'"
+  return figures.trace_figure(rounds, title)
 
 
 if __name__ == "__main__":

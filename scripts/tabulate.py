@@ -30,9 +30,12 @@ def main() -> None:
     "--paper_task", default="EnDe", help="what stands beside our task: EnDe, CNNDM"
   )
   parser.add_argument(
-    "--paper_draft", default="T5-small", help="what stands beside a draft that the paper lacks"
+    "--paper_draft", help="what stands beside a draft that the paper lacks; T5-small unless told"
   )
-  parser.add_argument("--paper_target", help="m_p of Table 3; 'T5-XXL (PAPER_TASK)' unless told")
+  parser.add_argument(
+    "--paper_target",
+    help="m_p of Table 3; unless told 'T5-XXL (PAPER_TASK)', or of the family that all records are",
+  )
   args = parser.parse_args()
   try:
     paper_rows = load_table(args.table, CONFIGS)

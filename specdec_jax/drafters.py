@@ -26,5 +26,6 @@ def bigram(vocabulary: Vocabulary, path: str) -> Drafter:
 
 
 def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> Drafter:
-  counts = fit_ngrams(map(vocabulary.encode, read_lines(path)), len(vocabulary))
+  rows, start_id = map(vocabulary.encode, read_lines(path)), vocabulary.start_id
+  counts = fit_ngrams(rows, len(vocabulary), start_id=start_id)
   return Drafter(name, functools.partial(ngram_draft, order, len(vocabulary)), counts)

@@ -18,7 +18,7 @@ from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.kernels import skinny
-from specdec_jax.models.config import named_config, named_dtype
+from specdec_jax.models.config import GPTConfig, named_config, named_dtype
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.simulated import simulated_acceptance
 from specdec_jax.protocols import Decoded, Draft, Model
@@ -27,7 +27,8 @@ from specdec_jax.sampling import Sampling
 _TABLE_MULTIPLE = 128  # T5's tables have that many rows times some number: 32,128 for 32,100 tokens
 _STEP = re.compile(r"(checkpoint(_\d+|s)?|snapshots|[0-9a-f]{40}|\d+|state|default|params|\.?)")
 
-EMBEDDED = pathlib.Path(__file__).parent / "assets" / "multi30k_ende"
+ASSETS = pathlib.Path(__file__).parent / "assets"
+EMBEDDED = ASSETS / "multi30k_ende"
 
 
 class Drafter(NamedTuple):
@@ -58,6 +59,8 @@ class Pair(NamedTuple):
     kernels: who multiplies the target's matrices (see `TransformerConfig`), and whether they are
       bfloat16.
     simulated_alpha: the acceptance rate that the target is told to have, or None for a real one.
+    continues: whether the target goes on writing what it reads, as decoder-only models do; else it
+      writes an output for a source.
   """
 
   target: Model
@@ -72,6 +75,7 @@ class Pair(NamedTuple):
   max_source_tokens: int
   kernels: str = "xla"
   simulated_alpha: float | None = None
+  continues: bool = False
 
   def with_draft(self, drafter: Drafter) -> "Pair":
     """The same target with another draft."""
@@ -89,6 +93,10 @@ class Pair(NamedTuple):
       return functools.partial(autoregressive_decode, self.target, self.target_params, **common)
     models = self.target, self.draft(sampling, gamma), self.target_params, self.draft_params
     return functools.partial(speculative_decode, *models, lenience=lenience, **common)
+
+  def reads(self, text: str) -> bool:
+    """Whether there is anything to decode: of nothing only a text that continues can be made."""
+    return self.continues or bool(text.strip())
 
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
     """Source tokens [B, S] of texts, padded to a common multiple of 8 or to `width`."""
@@ -168,7 +176,13 @@ def load_pair(
     dtype=dtype,
     max_source_tokens=max_source_tokens,
     kernels=config.kernels + ("+bfloat16" if halved else ""),
+    continues=not config.has_encoder,
   )
+
+
+def asset(name: str) -> str:
+  """Path of a file or folder among those that come with the package, for gin files."""
+  return str(ASSETS / name)
 
 
 def random_pair(
@@ -218,6 +232,7 @@ def random_pair(
     max_source_tokens=max_source_tokens,
     kernels=config.kernels,
     simulated_alpha=alpha,
+    continues=not config.has_encoder,
   )
 
 
@@ -273,6 +288,11 @@ def _load(
       f"The {role} in {path} has a vocabulary of {rows} tokens but {words.path} has {size}, "
       f"{words.extra_ids} extra_ids among them (T5's own has 100); target, draft and vocabulary "
       "must agree."
+    )
+  if isinstance(config, GPTConfig) and config.eos_id != words.eos_id:
+    raise InputError(
+      f"The {role} in {path} ends a text with token {config.eos_id} but {words.path} with "
+      f"{words.eos_id}; target, draft and vocabulary must agree."
     )
   if checkpoint.vocabulary not in (None, words.fingerprint()):
     raise InputError(

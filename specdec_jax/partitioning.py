@@ -21,8 +21,8 @@ Rules = tuple[tuple[str, str | None], ...]  # logical axis -> mesh axis; one wit
 RULES: Rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"))
 REPLICATED: Rules = (("batch", "data"),)
 
-# Logical axes of a parameter called so or, if it is a kernel, whose layer is. A kernel's axis of
-# H * D is "heads": it is cut between heads only.
+# Logical axes of a parameter called so or, if it is a kernel, whose layer is; its bias has the last
+# of them. An axis of H * D is "heads": it is cut between heads only, where H is known.
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {
   "embedding": ("vocab", "embed"),
   **dict.fromkeys(("query", "key", "value"), ("embed", "heads")),
@@ -68,6 +68,8 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 
   An axis that does not divide by its mesh axis stays whole: with T5 1.1 small's 6 heads, all of
   attention is replicated over 4 devices. So does an array whose name is not in PARAM_AXES.
+  How many heads there are is read off the position bias. Where positions are learned there is none,
+  and kernels of attention may be cut through a head: as correct, with more messages.
 
   Args:
     shapes: parameters in t5x's tree, or `jax.eval_shape` of them.
@@ -79,7 +81,7 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
       `families.for_decoding` laid side by side.
   """
   leaves = [(_names(path), leaf) for path, leaf in jax.tree.leaves_with_path(shapes)]
-  num_heads = next((leaf.shape[0] for names, leaf in leaves if "rel_embedding" in names), 1)
+  num_heads = next((leaf.shape[0] for names, leaf in leaves if "rel_embedding" in names), None)
   heads_over = _mesh_axes(rules, mesh).get("heads")
   if heads_over and mesh.shape[heads_over] > 1:
     if any("query_key_value" in names for names, _ in leaves):
@@ -144,9 +146,12 @@ def _shardings(tree, axes_of, mesh: Mesh, rules: Rules, num_heads: int | None = 
   mesh_axes = _mesh_axes(rules, mesh)
 
   def sharding(path, leaf) -> NamedSharding:
-    name = next((name for name in reversed(_names(path)) if name in axes_of), None)
+    names = _names(path)
+    axes = next((axes_of[name] for name in reversed(names) if name in axes_of), ())
+    if names[-1] == "bias":
+      axes = axes[-1:]
     spec = []
-    for axis, size in zip(axes_of.get(name, ()), leaf.shape):
+    for axis, size in zip(axes, leaf.shape):
       pieces = num_heads if axis == "heads" and num_heads else size
       over = mesh_axes.get(axis)
       spec.append(over if over and pieces % mesh.shape[over] == 0 else None)

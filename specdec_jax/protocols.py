@@ -4,7 +4,7 @@ Axes used throughout: B batch, G = gamma guesses in a round, K tokens in a block
 tokens, T target slots, R rounds, V vocabulary.
 
 A plug-in is a NamedTuple of pure functions, made by a lower-case factory such as
-`models.t5.t5_model` or `drafts.model.model_draft`.
+`models.t5.t5_model`, `models.gpt.gpt_model` or `drafts.model.model_draft`.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ class Model(NamedTuple):
 
   Attributes:
     begin: prompt [B, P] -> (tokens [B, C], length [B]): what is committed before the first
-      round. T5: its start token; a decoder-only model: the prompt.
+      round. T5: its start token; a decoder-only model: the prompt. A prompt is, for both, tokens,
+      EOS and padding, as `Vocabulary.encode` gives them; rows may be of different lengths.
     start: (params, prompt [B, P], num_slots) -> cache of everything committed but the newest.
     extend: (params, cache, tokens [B, K]) -> (logits [B, K, V], cache): append K tokens to
       each row at its `cache.length`; logits[:, i] predict the token after tokens[:, i]. K = 1

@@ -1,4 +1,4 @@
-"""A tiny pair decoded over many devices; as a script, in a process that has them.
+"""Tiny pairs, of T5s and of GPTs, decoded over many devices; a script, in a process that has them.
 
   python tests/partitioned.py NUM_DEVICES               # in this process alone
   python tests/partitioned.py NUM_DEVICES PORT PROCESS  # as one of two processes
@@ -31,26 +31,39 @@ from jax.experimental import multihost_utils
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.experiments.speed import row_keys
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.config import GPTConfig
+from specdec_jax.models.families import model_of
 from specdec_jax.pairs import Pair
 from specdec_jax.partitioning import make_mesh, sharded
 from specdec_jax.sampling import Sampling
 
-CONFIG = tiny.config(num_heads=4, layers=1)
+CONFIGS = {
+  "t5": tiny.config(num_heads=4, layers=1),
+  "gpt": GPTConfig(
+    vocab_size=16,
+    emb_dim=16,
+    num_heads=4,
+    head_dim=8,
+    mlp_dim=32,
+    num_decoder_layers=1,
+    gated=False,
+    biases=True,
+    num_positions=24,
+  ),
+}
 BATCH, GAMMA, LIMIT = 8, 3, 12
-NUM_SLOTS = 1 + LIMIT + GAMMA + 1
 
 
-def pair() -> Pair:
+def pair(config) -> Pair:
   """Parameters are laid out as t5x has them; the draft is often right."""
-  params = tiny_pair.random_params(CONFIG, 0)
+  params = tiny_pair.random_params(config, 0)
   rng = np.random.default_rng(1)
   noisy = lambda x: x + 0.3 * float(x.std()) * rng.normal(size=x.shape).astype(np.float32)
   return Pair(
-    target=t5_model(CONFIG),
+    target=model_of(config),
     target_params=params,
     target_name="target",
-    draft=functools.partial(model_draft, t5_model(CONFIG)),
+    draft=functools.partial(model_draft, model_of(config)),
     draft_params=jax.tree.map(noisy, params),
     draft_name="near",
     vocabulary=None,
@@ -63,7 +76,11 @@ def pair() -> Pair:
 def decode(pair: Pair, temperature: float) -> dict:
   """A decoded batch, and what pieces [B, H] of caches [B, H, T, D] the compiled program has."""
   sampling = Sampling(temperature)
-  prompt = jnp.asarray(tiny.sources(CONFIG, 0, BATCH))
+  texts = np.pad(tiny.sources(CONFIGS["t5"], 0, BATCH), ((0, 0), (0, 1)))
+  texts[range(BATCH), (texts > 0).sum(axis=1)] = 1  # EOS
+  prompt = jnp.asarray(texts)
+  first, _ = jax.eval_shape(pair.target.begin, prompt)
+  num_slots = first.shape[1] + LIMIT + GAMMA + 1
   arguments = pair.target_params, pair.draft_params, prompt, row_keys(0, 0, BATCH)
   program = speculative_decode.lower(
     pair.target,
@@ -73,7 +90,7 @@ def decode(pair: Pair, temperature: float) -> dict:
     sampling=sampling,
   ).compile()
   decoded = multihost_utils.process_allgather(program(*arguments), tiled=True)
-  caches = re.findall(rf"f32\[(\d+),(\d+),{NUM_SLOTS},{CONFIG.head_dim}\]", program.as_text())
+  caches = re.findall(rf"f32\[(\d+),(\d+),{num_slots},8\]", program.as_text())
   return dict(
     decoded=jax.tree.map(lambda x: x.tolist(), decoded._asdict()),
     caches=sorted({(int(batch), int(heads)) for batch, heads in caches}),
@@ -99,15 +116,18 @@ def _devices() -> list[jax.Device]:
 
 
 def main(port: str = "", process: str = "") -> None:
-  """{devices a model is over: what `decode` says at each temperature, and pieces of both}."""
-  runs = {1: (0.0, 1.0), 4: (1.0,), 2: (0.0,)}
+  """{family and devices: what `decode` says at each temperature, and pieces of both models}."""
+  runs = {("t5", 1): (0.0, 1.0), ("t5", 4): (1.0,), ("t5", 2): (0.0,)}
+  runs |= {("gpt", 1): (1.0,), ("gpt", 4): (1.0,)}
   if port:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
-    runs = {4: (1.0,)}
+    runs = {("t5", 4): (1.0,)}
   found = {}
-  for model_parallel, temperatures in runs.items():
-    over = sharded(pair(), make_mesh(model_parallel, _devices())) if model_parallel > 1 else pair()
-    found[model_parallel] = dict(
+  for (family, model_parallel), temperatures in runs.items():
+    over = pair(CONFIGS[family])
+    if model_parallel > 1:
+      over = sharded(over, make_mesh(model_parallel, _devices()))
+    found[f"{family} {model_parallel}"] = dict(
       runs={temperature: decode(over, temperature) for temperature in temperatures},
       target=pieces(over.target_params),
       draft=pieces(over.draft_params),

@@ -8,17 +8,19 @@ import sys
 import pytest
 import tiny_pair
 
+from specdec_jax.data.sentence_pieces import EOS_ID, train_sentence_pieces
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import EOS_ID, PAD_ID, Vocabulary, padded, train_vocabulary
+from specdec_jax.data.vocabulary import PAD_ID, open_vocabulary, padded
+from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.errors import InputError
 
 
 @pytest.fixture(scope="module")
 def words():
-  return Vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
+  return open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
 
 
-# Vocabulary.
+# SentencePiece's vocabularies.
 
 
 def test_encoded_text_decodes_to_itself(words):
@@ -59,7 +61,7 @@ def test_ids_past_the_vocabulary_read_as_numbers(words):
 
 
 def test_sentinels_end_the_vocabulary_from_the_last_id_down(words):
-  more, size = Vocabulary(words.path, extra_ids=3), len(words)
+  more, size = open_vocabulary(words.path, extra_ids=3), len(words)
   assert len(more) == size + 3 and more.fingerprint() != words.fingerprint()
   ids = more.encode("A <extra_id_0> runs <extra_id_2>")
   assert ids[-2] == size and size + 2 in ids
@@ -74,20 +76,21 @@ def test_sentinels_end_the_vocabulary_from_the_last_id_down(words):
 def test_fingerprint_tells_vocabularies_apart(words, tmp_path):
   again, other = str(tmp_path / "again.model"), str(tmp_path / "other.model")
   for path, texts in ((again, tiny_pair.SENTENCES), (other, tiny_pair.SENTENCES[::2])):
-    train_vocabulary(texts, path, 50)
-  assert Vocabulary(again).fingerprint() != words.fingerprint()
-  assert Vocabulary(again).fingerprint() != Vocabulary(other).fingerprint()
-  train_vocabulary(tiny_pair.SENTENCES, other, 50)
-  assert Vocabulary(again).fingerprint() == Vocabulary(other).fingerprint()
+    train_sentence_pieces(texts, path, 50)
+  assert open_vocabulary(again).fingerprint() != words.fingerprint()
+  assert open_vocabulary(again).fingerprint() != open_vocabulary(other).fingerprint()
+  train_sentence_pieces(tiny_pair.SENTENCES, other, 50)
+  assert open_vocabulary(again).fingerprint() == open_vocabulary(other).fingerprint()
 
 
 def test_control_tokens_have_t5s_ids(words):
   assert words.pieces([0, 1, 2]) == ["<pad>", "</s>", "<unk>"]
 
 
-def test_missing_vocabulary(tmp_path):
-  with pytest.raises(InputError, match="no vocabulary at .*gone.model"):
-    Vocabulary(str(tmp_path / "gone.model"))
+@pytest.mark.parametrize("name", ["gone.model", "gone.txt"])
+def test_missing_vocabulary(tmp_path, name):
+  with pytest.raises(InputError, match=f"no vocabulary at .*{name}"):
+    open_vocabulary(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("content", [b"", b"this is no SentencePiece model"], ids=["empty", "text"])
@@ -95,12 +98,121 @@ def test_file_that_is_no_vocabulary(tmp_path, content):
   path = tmp_path / "bad.model"
   path.write_bytes(content)
   with pytest.raises(InputError, match="bad.model"):
-    Vocabulary(str(path))
+    open_vocabulary(str(path))
 
 
 def test_vocabulary_that_cannot_be_fitted_is_told_and_leaves_no_file(tmp_path):
   with pytest.raises(InputError, match="5000"):
-    train_vocabulary(["a b c"], str(tmp_path / "v.model"), 5000)
+    train_sentence_pieces(["a b c"], str(tmp_path / "v.model"), 5000)
+  assert not list(tmp_path.iterdir())
+
+
+# BERT's word pieces.
+
+
+@pytest.fixture(scope="module")
+def pieces():
+  """[PAD], [END], [UNK], the characters of the sentences, and some of their words."""
+  return open_vocabulary(str(tiny_pair.gpt_folder() / "vocabulary.txt"))
+
+
+def bert(tmp_path, *lines):
+  """A vocabulary of these lines, in a file."""
+  path = tmp_path / "vocab.txt"
+  path.write_text("".join(f"{line}\n" for line in lines))
+  return str(path)
+
+
+def test_word_pieces_of_a_text_decode_to_it_but_for_case_accents_and_spaces(pieces):
+  for text in [*tiny_pair.SENTENCES, ""]:
+    ids = pieces.encode(text)
+    assert ids[-1] == pieces.eos_id == 1 and not {pieces.eos_id, PAD_ID} & {*ids[:-1]}
+    assert all(0 <= i < len(pieces) for i in ids)
+    plain = text.lower().replace("ä", "a").replace("ü", "u")
+    assert pieces.decode(ids) == plain.replace(".", " .").replace("!", " !")
+    assert pieces.encode(pieces.decode(ids)) == ids
+
+
+def test_word_pieces_read_inside_a_text_with_a_space_where_a_word_starts(tmp_path):
+  words = open_vocabulary(bert(tmp_path, "[PAD]", "[END]", "[UNK]", "it", "run", "##s", "'", "."))
+  ids = words.encode("It's runs.")
+  assert words.pieces(ids) == [" it", " '", " [UNK]", " run", "s", " .", " [END]"]
+  assert words.decode(ids) == "it ' [UNK] runs ."
+  assert words.pieces([PAD_ID, 8, 39]) == [" [PAD]", "<8>", "<39>"]
+
+
+def test_what_word_pieces_do_not_know_is_unknown_and_nothing_is_lost_behind_it(pieces):
+  ids = pieces.encode("two 日本 dogs \U0001f600")
+  assert pieces.decode(ids) == "two [UNK] [UNK] dogs [UNK]"
+
+
+def test_names_of_control_tokens_in_a_text_are_no_control_tokens(pieces):
+  for text in ("[END]", "[SEP]", "[PAD]", "a [UNK] b"):
+    assert not {PAD_ID, pieces.eos_id} & {*pieces.encode(text)[:-1]}
+
+
+def test_word_pieces_decode_up_to_the_end_without_padding_and_ids_past_them(pieces):
+  one, *rest = pieces.encode("A man")
+  assert pieces.decode([PAD_ID, one, len(pieces), 10**6, PAD_ID, *rest, one]) == "a man"
+  assert pieces.decode([]) == pieces.decode([pieces.eos_id, one]) == ""
+
+
+def test_berts_own_layout(tmp_path):
+  """[SEP] at 102 ends a text. What stands before it is padding still, as it is in our models."""
+  special = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+  words = open_vocabulary(bert(tmp_path, *special, "a", "man"))
+  assert (words.start_id, words.eos_id, len(words)) == (0, 102, 106)
+  assert words.encode("A man [SEP]") == [104, 105, 100, 100, 100, 102]
+  assert words.decode([104, 105, 102, 104]) == "a man"
+  assert open_vocabulary(bert(tmp_path, *special, "man", "a")).fingerprint() != words.fingerprint()
+
+
+def test_only_a_newline_ends_a_word_piece(tmp_path):
+  words = open_vocabulary(bert(tmp_path, "[PAD]", "[UNK]", "[SEP]", "a\u2028b", "c"))
+  assert len(words) == 5 and words.encode("c") == [4, 2]
+
+
+@pytest.mark.parametrize(
+  "lines, said",
+  [
+    ([], "no word pieces"),
+    (["some", "words"], "no word pieces"),
+    (["[UNK]", "[PAD]", "[SEP]", "a"], "no word pieces"),
+    (["[PAD]", "[SEP]", "a"], "no word pieces"),
+    (["[PAD]", "[UNK]", "a"], "no word pieces"),
+    (["[PAD]", "[UNK]", "[SEP]", "a", "b", "a"], "'a' twice"),
+  ],
+  ids=["empty", "text", "padding not first", "nothing unknown", "no end", "a piece twice"],
+)
+def test_lines_that_are_no_word_pieces(tmp_path, lines, said):
+  with pytest.raises(InputError, match=f"vocab.txt .*{said}"):
+    open_vocabulary(bert(tmp_path, *lines))
+
+
+def test_word_pieces_have_no_sentinels_and_are_utf8(tmp_path):
+  path = bert(tmp_path, "[PAD]", "[UNK]", "[SEP]", "a")
+  with pytest.raises(InputError, match="extra_ids is 100"):
+    open_vocabulary(path, extra_ids=100)
+  (tmp_path / "vocab.txt").write_bytes("[PAD]\n[UNK]\n[SEP]\nä\n".encode("latin-1"))
+  with pytest.raises(InputError, match="vocab.txt is not UTF-8"):
+    open_vocabulary(path)
+
+
+def test_the_same_texts_give_the_same_word_pieces(pieces, tmp_path):
+  """The trainer sees words in another order each time."""
+  for again in range(4):
+    train_word_pieces(iter(tiny_pair.SENTENCES), str(tmp_path / f"{again}.txt"), 100)
+  files = {path.read_bytes() for path in tmp_path.iterdir()}
+  assert len(files) == 1
+  again = open_vocabulary(str(tmp_path / "0.txt"))
+  assert again.fingerprint() == pieces.fingerprint() and len(again) == 100
+  train_word_pieces(tiny_pair.SENTENCES[::2], str(tmp_path / "other.txt"), 100)
+  assert open_vocabulary(str(tmp_path / "other.txt")).fingerprint() != pieces.fingerprint()
+
+
+def test_fewer_word_pieces_than_characters_are_refused_and_leave_no_file(tmp_path):
+  with pytest.raises(InputError, match="are 6 pieces, not 5"):  # a, b, ##b and the special ones
+    train_word_pieces(["a b ab"], str(tmp_path / "v.txt"), 5)
   assert not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,6 @@ from specdec_jax.experiments.check_exactness import (
   check_exactness,
   compare_argmax,
   compare_samples,
-  decoder,
   rounds_of_self_draft,
 )
 from specdec_jax.experiments.joint import Comparison, compare, cut_into_cells
@@ -55,14 +54,14 @@ argmax = functools.partial(
 def test_exact_samples_pass(name, gamma):
   # 1,600 outputs: finds a total variation of 0.15 nine times in ten.
   sampling = SAMPLINGS[name]
-  joint = sampled(sampling=sampling, decode=decoder(tiny_pair.pair(), sampling, gamma))
+  joint = sampled(sampling=sampling, decode=tiny_pair.pair().decoder(sampling, gamma))
   assert joint.p_value > LEVEL and joint.num_impossible == 0
   assert joint.num_samples == 1600 and joint.num_cells > 40
   assert joint.detectable(LEVEL) < 0.15
 
 
 def test_exact_argmax_passes():
-  plain, ours = (decoder(tiny_pair.pair(), GREEDY, gamma) for gamma in (0, GAMMA))
+  plain, ours = (tiny_pair.pair().decoder(GREEDY, gamma) for gamma in (0, GAMMA))
   assert argmax(plain=plain, speculative=ours) == []
 
 
@@ -208,14 +207,14 @@ def neighbours_cache(model, params, cache, tokens):
 @pytest.mark.parametrize("fault", [off_by_one, neighbours_cache])
 def test_faults_of_the_cache_are_caught_at_temperature_0(fault):
   good, bad = tiny_pair.pair(), with_target(fault)
-  divergences = argmax(plain=decoder(good, GREEDY, 0), speculative=decoder(bad, GREEDY, GAMMA))
+  divergences = argmax(plain=good.decoder(GREEDY, 0), speculative=bad.decoder(GREEDY, GAMMA))
   assert divergences and not all(d.is_tie for _, d in divergences)
 
 
 @pytest.mark.parametrize("fault", [off_by_one, neighbours_cache])
 def test_faults_of_the_cache_are_caught_in_samples(fault):
   sampling = SAMPLINGS["temperature 1"]
-  decode = decoder(with_target(fault), sampling, GAMMA)
+  decode = with_target(fault).decoder(sampling, GAMMA)
   assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
 
 
@@ -231,7 +230,7 @@ def test_a_divergence_is_found_where_it_is():
   pair = tiny_pair.pair()
   prompt = pair.prompt(TEXTS)
   keys = jax.random.split(jax.random.key(0), len(TEXTS))
-  plain = np.asarray(decoder(pair, GREEDY, 0)(prompt, keys, max_new_tokens=9).tokens)
+  plain = np.asarray(pair.decoder(GREEDY, 0)(prompt, keys, max_new_tokens=9).tokens)
   other = plain.copy()
   other[2, 4:] = (plain[2, 4:] + 1) % 60
   (found,) = first_divergences(pair.target, pair.target_params, prompt, plain, other, GAMMA + 1)

@@ -1,12 +1,16 @@
 """What is drawn is what theory and records say."""
 
+import argparse
 import dataclasses
+import importlib.util
 import pathlib
 import subprocess
 import sys
 
+import gin
 import numpy as np
 import pytest
+import tiny_pair
 
 from specdec_jax.errors import InputError
 from specdec_jax.records import Record, append
@@ -197,9 +201,47 @@ def test_script_from_any_folder(drawing, tmp_path):
   assert (tmp_path / "five.svg").stat().st_size > 1000
 
 
+@pytest.fixture
+def trace(drawing, tmp_path):
+  """(text, seed) -> Figure 1 by a tiny decoder-only pair: its title, rounds and pieces."""
+  bound = {"target": "target", "draft": "near", "vocabulary": "vocabulary.txt"}
+  folder = tiny_pair.gpt_folder()
+  lines = [f"pairs.load_pair.{name} = {str(folder / file)!r}" for name, file in bound.items()]
+  lines = ["from __gin__ import dynamic_registration", "from specdec_jax import pairs", *lines]
+  (tmp_path / "tiny.gin").write_text("\n".join(lines))
+  spec = importlib.util.spec_from_file_location("script", ROOT / "scripts" / "figures.py")
+  script = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(script)
+
+  def draw(text, seed):
+    how = dict(gin_file=str(tmp_path / "tiny.gin"), gamma=3, temperature=1.0)
+    (axes,) = script.trace(argparse.Namespace(text=text, seed=seed, **how)).axes
+    title, *drawn = [(text.get_text(), text.get_color()) for text in axes.texts]
+    numbers = [word for word, colour in drawn if colour not in figures.KINDS.values()]
+    pieces = [(word, colour) for word, colour in drawn if colour in figures.KINDS.values()]
+    return title[0], len(numbers), pieces[:-3]  # the legend is last
+
+  yield draw
+  gin.clear_config()
+
+
+def test_figure_1_of_texts_that_a_decoder_only_pair_writes_from_nothing(trace):
+  titles, texts = [], []
+  for text, seed in ((None, 0), (None, 1), ("two dogs", 0)):
+    title, num_rounds, pieces = trace(text, seed)
+    emitted = [word for word, colour in pieces if colour != figures.KINDS["rejected"]]
+    said = f"{len(emitted)} tokens from {num_rounds} passes of the target, γ = 3, temperature 1"
+    assert title.startswith(said)
+    titles.append(title.removeprefix(said))
+    texts.append(emitted)
+  assert titles == ["", "", ", after 'two dogs'"]
+  assert texts[0] != texts[1] and texts[0] != texts[2]
+
+
 @pytest.mark.parametrize(
   "args, words",
   [
+    (["--figure", 1, "--output", "a.png", "--gin_file", "absent.gin"], "cannot use 'absent.gin'"),
     (["--figure", 7, "--output", "a.png"], "no figure '7'"),
     (["--figure", 2, "--output", "a.txt"], "must end in"),
     (["--figure", 5, "--output", "a.png"], "name some with --records"),

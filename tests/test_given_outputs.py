@@ -14,7 +14,7 @@ import tiny_pair
 
 from specdec_jax import drafters, records
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
+from specdec_jax.data.vocabulary import PAD_ID, open_vocabulary, padded
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.errors import InputError
 from specdec_jax.experiments.given_outputs import ARGMAX, given_outputs, reciting_model
@@ -29,7 +29,7 @@ OUTPUTS = [f"{source[:20]}{source[-15:]}" for source in SOURCES]
 
 @pytest.fixture(scope="module")
 def words():
-  return Vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
+  return open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,11 @@ def test_wherever_a_host_died_it_goes_on_there(whole, tmp_path):
 
 def test_what_is_done_is_not_decoded_again(whole, tmp_path, monkeypatch):
   run(tmp_path)
-  monkeypatch.setattr("specdec_jax.experiments.translate.speculative_decode", None)
+
+  def refuse(*args, **kwargs):
+    raise TypeError("decoded again")
+
+  monkeypatch.setattr("specdec_jax.pairs.speculative_decode", refuse)
   (tmp_path / "outputs.jsonl").unlink()
   run(tmp_path)
   assert (tmp_path / "outputs.jsonl").read_bytes() == whole

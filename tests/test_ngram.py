@@ -14,7 +14,7 @@ from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.ngram import fit_ngrams, load_ngrams, ngram_draft, save_ngrams
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.check_exactness import compare_samples, decoder
+from specdec_jax.experiments.check_exactness import compare_samples
 from specdec_jax.models.t5 import t5_model
 from specdec_jax.sampling import Sampling, distribution
 
@@ -79,6 +79,15 @@ def test_counts_are_those_of_a_plain_counter(kept):
     assert [pair for pair in found if pair[1]] == want
   assert not ngrams.counts[EOS_ID].any()  # no bigram reaches from one row into the next
   assert any(len(s) > 4 for s in successors.values()) and not successors[23]
+
+
+def test_a_start_token_that_also_ends_texts_and_a_token_0():
+  """GPT-2's vocabulary: its last token stands before a text and ends it, and 0 is any other."""
+  ngrams = fit_ngrams([[0, 3, 0, 9], [0, 9], [3, 9]], 10, start_id=9)
+  assert ngrams.unigrams.tolist() == [3, 0, 0, 2, 0, 0, 0, 0, 0, 3]
+  found = {t: ngrams.successors[t][ngrams.counts[t] > 0].tolist() for t in (0, 3, 9)}
+  assert found == {0: [9, 3], 3: [0, 9], 9: [0, 3]}  # after 9: what texts begin with
+  assert ngrams.counts[9].tolist()[:3] == [2, 1, 0]
 
 
 def test_a_vocabulary_of_32_thousand_takes_little_room():
@@ -193,7 +202,7 @@ def test_sampled_output_has_the_targets_joint_distribution(order):
   size = len(pair.vocabulary)
   ngrams = fit_ngrams([pair.vocabulary.encode(text) for text in tiny_pair.SENTENCES], size)
   draft = functools.partial(ngram_draft, order, size)
-  decode = decoder(pair._replace(draft=draft, draft_params=ngrams), Sampling(), 2)
+  decode = pair._replace(draft=draft, draft_params=ngrams).decoder(Sampling(), 2)
   joint = compare_samples(
     pair, tiny_pair.SENTENCES[:4], Sampling(), decode, 4, 400, num_tokens=4, seed=0
   )

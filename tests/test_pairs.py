@@ -18,7 +18,8 @@ from flax import serialization
 
 from specdec_jax import pairs
 from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
-from specdec_jax.data.vocabulary import EOS_ID, Vocabulary
+from specdec_jax.data.sentence_pieces import EOS_ID
+from specdec_jax.data.vocabulary import open_vocabulary
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import t5_config
@@ -257,7 +258,7 @@ def test_for_decoding_twice_is_once():
 def test_another_vocabulary_of_the_same_size_is_refused(tmp_path):
   """Equal counts are not enough: ids would mean other words."""
   folder = tiny_pair.folder()
-  words = Vocabulary(str(folder / "vocabulary.model"))
+  words = open_vocabulary(str(folder / "vocabulary.model"))
   config, params = load_model(str(folder / "target"))
   paths = {}
   for name, fingerprint in (("same", words.fingerprint()), ("other", "0" * 16)):

@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from specdec_jax.decoding import begin
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import T5Config, t5_config
-from specdec_jax.models.families import for_decoding, init_params
+from specdec_jax.models.config import named_config, t5_config
+from specdec_jax.models.families import Config, for_decoding, init_params
 from specdec_jax.models.simulated import simulated_acceptance
 from specdec_jax.models.t5 import t5_model
 from specdec_jax.partitioning import (
@@ -51,9 +51,12 @@ def eight():
   return found(start(8))
 
 
-@pytest.mark.parametrize("model_parallel, temperature", [("4", "1.0"), ("2", "0.0")])
-def test_outputs_and_rounds_are_those_of_one_device(eight, model_parallel, temperature):
-  one, many = (eight[n]["runs"][temperature]["decoded"] for n in ("1", model_parallel))
+@pytest.mark.parametrize(
+  "family, model_parallel, temperature", [("t5", 4, "1.0"), ("t5", 2, "0.0"), ("gpt", 4, "1.0")]
+)
+def test_outputs_and_rounds_are_those_of_one_device(eight, family, model_parallel, temperature):
+  over = [eight[f"{family} {n}"]["runs"][temperature] for n in (1, model_parallel)]
+  one, many = (run["decoded"] for run in over)
   assert one == many
   accepted = sum(map(sum, one["rounds"][1]))
   assert accepted > len(one["lengths"]), "too few guesses were accepted to tell anything"
@@ -61,9 +64,9 @@ def test_outputs_and_rounds_are_those_of_one_device(eight, model_parallel, tempe
 
 def test_eight_devices_hold_pieces_of_the_target_and_of_its_cache(eight):
   """[E, H D] = [16, 32], [E, M] = [16, 32], [E, V] = [16, 16], keys of [B, H] = [8, 4]."""
-  assert eight["1"]["runs"]["1.0"]["caches"] == [[8, 4]]
+  assert eight["t5 1"]["runs"]["1.0"]["caches"] == [[8, 4]]
   for model_parallel, data_parallel in ((4, 2), (2, 4)):
-    over, batch = eight[str(model_parallel)], 8 // data_parallel
+    over, batch = eight[f"t5 {model_parallel}"], 8 // data_parallel
     target, draft = over["target"], over["draft"]
     for name, whole, piece in (
       ("decoder/layers_0/self_attention/query/kernel", [16, 32], [16, 32 // model_parallel]),
@@ -79,14 +82,31 @@ def test_eight_devices_hold_pieces_of_the_target_and_of_its_cache(eight):
       assert run["caches"] == [[batch, 4 // model_parallel], [batch, 4]]
 
 
+def test_of_a_gpt_biases_are_cut_as_what_they_are_added_to(eight):
+  """Its cache too, by rows and heads; its table of positions, and what no cut axis is in, not."""
+  over = eight["gpt 4"]
+  assert over["runs"]["1.0"]["caches"] == [[4, 1], [4, 4]]
+  for name, piece in (
+    ("layers_0/self_attention/query/kernel", [16, 8]),
+    ("layers_0/self_attention/query/bias", [8]),
+    ("layers_0/self_attention/out/kernel", [8, 16]),
+    ("layers_0/self_attention/out/bias", [16]),
+    ("layers_0/mlp/wi/bias", [8]),
+    ("layers_0/mlp/wo/bias", [16]),
+    ("layers_0/pre_mlp_layer_norm/bias", [16]),
+    ("positions", [24, 16]),
+  ):
+    assert over["target"][f"decoder/{name}"] == piece, name
+
+
 def test_two_processes_decode_together_as_one_device_does(eight):
   with socket.socket() as unused:
     unused.bind(("127.0.0.1", 0))
     port = unused.getsockname()[1]
   for both in [found(process) for process in [start(4, port, 0), start(4, port, 1)]]:
-    assert both["4"]["runs"]["1.0"]["decoded"] == eight["1"]["runs"]["1.0"]["decoded"]
-    assert both["4"]["runs"]["1.0"]["caches"] == [[4, 1], [4, 4]]
-    assert both["4"]["target"] == eight["4"]["target"]
+    assert both["t5 4"]["runs"]["1.0"]["decoded"] == eight["t5 1"]["runs"]["1.0"]["decoded"]
+    assert both["t5 4"]["runs"]["1.0"]["caches"] == [[4, 1], [4, 4]]
+    assert both["t5 4"]["target"] == eight["t5 4"]["target"]
 
 
 # What the rules say, which needs no devices.
@@ -97,13 +117,14 @@ def specs(tree) -> dict:
   return {jax.tree_util.keystr(path, simple=True, separator="/"): x.spec for path, x in leaves}
 
 
-def shapes(config: T5Config):
+def shapes(config: Config):
   return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_of_xxl_every_matrix_is_cut_and_no_norm(version):
-  config = t5_config("xxl", version, num_encoder_layers=1, num_decoder_layers=1)
+@pytest.mark.parametrize("version, size", [("1.0", "xxl"), ("1.1", "xxl"), ("lamda", "137b")])
+def test_of_large_models_every_matrix_is_cut_and_no_norm(version, size):
+  stacks = ("decoder",) if version == "lamda" else ("encoder", "decoder")
+  config = named_config(version, size, **{f"num_{stack}_layers": 1 for stack in stacks})
   for name, spec in specs(param_shardings(shapes(config), MESH)).items():
     assert ("model" in spec) == (not name.endswith("scale")), name
 
@@ -114,6 +135,16 @@ def test_heads_that_do_not_divide_keep_attention_whole():
   for name, spec in found.items():
     whole = "attention/" in name or "rel_embedding" in name or name.endswith("scale")
     assert ("model" in spec) == (not whole), name
+
+
+def test_heads_that_nothing_tells_are_cut_where_the_width_divides():
+  """25 heads of 64 in GPT-2 XL, on 4 devices; 50,257 tokens do not divide."""
+  config = named_config("gpt2", "xl", num_decoder_layers=1)
+  found = specs(param_shardings(shapes(config), MESH))
+  attention = "decoder/layers_0/self_attention"
+  assert found[f"{attention}/query/kernel"] == PartitionSpec(None, "model")
+  assert found[f"{attention}/out/kernel"] == PartitionSpec("model", None)
+  assert "model" not in found["token_embedder/embedding"]
 
 
 def test_of_the_state_every_array_is_cut_by_rows_and_keys_by_heads():

@@ -125,6 +125,24 @@ def test_filters_stand_beside_the_same_filters():
   assert row["paper alpha"] == "0.75"
 
 
+@pytest.mark.parametrize(
+  "target, draft, top_k, beside",
+  [
+    ("gpt_like_4m", "gpt_like_600k", 0, ("GPT-like (97M)", "GPT-like (6M)", "0.89")),
+    ("gpt_like_4m", "bigram", 0, ("GPT-like (97M)", "Bigram", "0.05")),
+    ("lamda_137b", "lamda_8b", 40, ("LaMDA (137B)", "LaMDA (8B)", "0.74")),
+    ("lamda_2b", "lamda_tiny", 40, ("LaMDA (137B)", "LaMDA (100M)", "0.57")),
+    ("lamda_137b", "lamda_8b", 0, ("-", "-", "-")),
+  ],
+)
+def test_decoder_only_models_stand_beside_their_own_kind(target, draft, top_k, beside):
+  ours = dataclasses.replace(SAMPLED, task="lm1b", target=target, draft=draft, top_k=top_k)
+  (row,) = cells(made(3, ours))
+  assert (row["paper m_p"], row["paper m_q"], row["paper alpha"]) == beside
+  both = cells(made(3, ours, dataclasses.replace(SAMPLED, top_k=top_k)))
+  assert "GPT" not in str(both) or target == "gpt_like_97m"  # among others T5-XXL stands in
+
+
 def test_gammas_share_a_row_of_table_3():
   more = dataclasses.replace(RECORD, gamma=7)
   assert len(made(3, RECORD, more).rows) == 1 and len(made(2, RECORD, more).rows) == 2

@@ -15,13 +15,15 @@ import sentencepiece
 import tiny
 import tiny_pair
 
+from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import EOS_ID, PAD_ID, Vocabulary
+from specdec_jax.data.vocabulary import PAD_ID, open_vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.pairs import Pair
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = tiny.SHARED.resolve() / "data"
+WORD_PIECES = str(ROOT / "specdec_jax" / "assets" / "lm1b" / "vocabulary.txt")
 SPIECE = DATA / "t5_vocab" / "spiece.model"
 TRANSLATE = "translate English to German: "
 
@@ -80,7 +82,7 @@ def encoder_inputs(task, length):
 def prompt(tasks, texts, length):
   """Tokens [B, S] of texts, as a pair gives them to its models."""
   file = tasks.T5_VOCABULARY.sentencepiece_model_file
-  pair = Pair(*[None] * 6, Vocabulary(file, extra_ids=100), "task", "float32", length)
+  pair = Pair(*[None] * 6, open_vocabulary(file, extra_ids=100), "task", "float32", length)
   return np.asarray(pair.prompt(texts, width=length))
 
 
@@ -88,14 +90,14 @@ def prompt(tasks, texts, length):
 
 
 @pytest.mark.parametrize(
-  "task, split, prefix",
+  "task, split, prefix, vocabulary",
   [
-    ("wmt14_ende", "test", TRANSLATE),
-    ("cnn_dm", "validation", "summarize: "),
-    ("lm1b", "train", ""),
+    ("wmt14_ende", "test", TRANSLATE, "T5_VOCABULARY"),
+    ("cnn_dm", "validation", "summarize: ", "T5_VOCABULARY"),
+    ("lm1b", "train", "", "WORD_PIECES"),
   ],
 )
-def test_tfds_examples_of_any_text(tasks, task, split, prefix):
+def test_tfds_examples_of_any_text(tasks, task, split, prefix, vocabulary):
   with mocked():
     found = examples(f"specdec_{task}", split, 64)
     texts = tasks.sources(f"specdec_{task}", split)
@@ -104,7 +106,7 @@ def test_tfds_examples_of_any_text(tasks, task, split, prefix):
     written = row["targets_pretokenized"].decode()
     assert source.startswith(prefix) and written
     for ids, text in ((row["inputs"], source), (row["targets"], written)):
-      assert ids.tolist() == [*tasks.T5_VOCABULARY.encode(text), EOS_ID]
+      assert ids.tolist() == [*getattr(tasks, vocabulary).encode(text), EOS_ID]
       assert not {EOS_ID, PAD_ID} & {*ids[:-1]}
 
 
@@ -120,6 +122,7 @@ def test_fields_that_are_read_and_written(tasks):
   with mocked({"text": ["A man runs ."]}):
     (row,) = examples("specdec_lm1b")
   assert row["inputs"].tolist() == [EOS_ID] and row["targets_pretokenized"] == b"A man runs ."
+  assert tasks.WORD_PIECES.decode(row["targets"].tolist()) == "a man runs . [END]"
 
 
 def test_a_limit_takes_the_first_sources(tasks):
@@ -158,13 +161,13 @@ def test_t5s_own_tokens(tasks):
   with mocked({"en": ["The house is wonderful."], "de": ["Das Haus ist wunderbar."]}):
     (row,) = examples("specdec_wmt14_ende")
   assert row["inputs"].tolist() == ids
-  assert Vocabulary(str(SPIECE)).encode(text) == ids
+  assert open_vocabulary(str(SPIECE)).encode(text) == ids
   assert row["targets"].tolist() == [644, 4598, 229, 19250, 5, EOS_ID]
 
 
 def test_sentinels_are_seqios(tasks):
   shared()
-  ours, theirs = Vocabulary(str(SPIECE), extra_ids=100), tasks.T5_VOCABULARY
+  ours, theirs = open_vocabulary(str(SPIECE), extra_ids=100), tasks.T5_VOCABULARY
   assert len(ours) == theirs.vocab_size == 32_100
   text = "Thank you <extra_id_0> me to your party <extra_id_1> week. <extra_id_99>"
   assert ours.encode(text) == [*theirs.encode(text), EOS_ID]
@@ -235,6 +238,39 @@ def test_batches_of_prompts_as_the_documentation_has_them(tasks):
   texts = read_lines(english, 8, TRANSLATE)
   assert tasks.sources("specdec_multi30k_ende", limit=8) == texts
   np.testing.assert_array_equal(batch["encoder_input_tokens"], prompt(tasks, texts, 32))
+
+
+# Real text under the word pieces that come with the package.
+
+
+def test_word_pieces_are_seqios(tasks):
+  """Seqio's own class makes a padded table of words with several pieces, and counts one id more."""
+  ours, theirs = open_vocabulary(WORD_PIECES), tasks.WORD_PIECES
+  assert (theirs.vocab_size, theirs.pad_id, theirs.eos_id) == (len(ours), PAD_ID, ours.eos_id)
+  text = "The Verizon-like [END] of 2,010 \u20ac; caf\u00e9s \u65e5\u672c"
+  ids = ours.encode(text)[:-1]
+  assert len(ids) > len(text.split()) + 5 and [*theirs.encode(text)] == ids
+  assert theirs.decode(ids) == ours.decode(ids)
+  assert [*theirs.encode("")] == []
+
+
+@pytest.mark.parametrize(
+  "text, as_if", [("Ma\u00df", "mass"), ("so\u2026", "so..."), ("a \ufffd b", "a \u65e5 b")]
+)
+def test_where_tensorflow_writes_characters_another_way(tasks, text, as_if):
+  ours, theirs = open_vocabulary(WORD_PIECES), tasks.WORD_PIECES
+  assert [*theirs.encode(text)] == [*theirs.encode(as_if)] == ours.encode(as_if)[:-1]
+  assert [*theirs.encode(text)] != ours.encode(text)[:-1]
+
+
+def test_news_sentences_are_the_same_tokens_in_seqio_as_in_training(tasks):
+  (path,) = shared("lm1b_sample/1b_benchmark.dev.tokens.gz")
+  lines, words = read_lines(path, 2000), open_vocabulary(WORD_PIECES)
+  rows = [row["targets"].tolist() for row in examples("specdec_lm1b_sample", "train", 512)]
+  assert len(rows) == 12_216 and tasks.sources("specdec_lm1b_sample", "train", 2) == ["", ""]
+  different = [i for i, line in enumerate(lines) if rows[i] != words.encode(line)]
+  assert len(different) < 10
+  assert all(any(ord(c) > 127 for c in lines[i]) for i in different)
 
 
 # Local text.

@@ -1,4 +1,4 @@
-"""What the compiler for TPU v4 says of T5-XXL with T5-small, in numbers that must hold.
+"""What the compiler for TPU v4 says of T5-XXL with T5-small, and of LaMDA: what must hold.
 
 As a script this is the process that asks it: libtpu wants settings of its own before jax starts.
 """
@@ -22,7 +22,8 @@ def main() -> None:
   import jax.numpy as jnp
 
   from specdec_jax.experiments import tpu_compile
-  from specdec_jax.models.config import t5_config
+  from specdec_jax.models.config import named_config, t5_config
+  from specdec_jax.sampling import Sampling
 
   devices = tpu_compile.v4_devices(4)
   xxl, small = (t5_config(size, dtype=jnp.bfloat16) for size in ("xxl", "small"))
@@ -46,6 +47,14 @@ def main() -> None:
   found["cut"] = examined(cut, *steps, options=tpu_compile.HBM_ONLY)
   whole = tpu_compile.programs(*shallow, devices[:1], gamma=GAMMA)
   found["whole"] = examined(whole, *steps, options=tpu_compile.HBM_ONLY)
+  lamda = [
+    named_config("lamda", size, dtype=jnp.bfloat16, num_decoder_layers=layers)
+    for size, layers in (("137b", 2), ("100m", 1))
+  ]
+  sixteen = tpu_compile.v4_devices(16)
+  over = tpu_compile.programs(*lamda, sixteen, gamma=GAMMA, sampling=Sampling(top_k=40))
+  found["lamda"] = examined(over, *steps, options=tpu_compile.HBM_ONLY)
+  found["lamda"] |= examined(over, "speculative loop")
   # As attention would be without what keeps its kernels in their layout.
   jax.lax.optimization_barrier = lambda x: x
   jax.clear_caches()
@@ -102,6 +111,17 @@ def test_four_chips_share_the_work(found):
     assert cut["collectives"] > 0
     assert cut["arguments"] < 0.26 * whole["arguments"]
     assert cut["accessed"] < 0.28 * whole["accessed"]
+
+
+def test_sixteen_chips_share_two_layers_of_lamda(found):
+  for program in found["lamda"].values():
+    assert program["weight_copies"] == []
+    assert program["host_transfers"] == 0
+    assert program["collectives"] > 0
+  # Both layers and logits, of which a chip has a sixteenth.
+  weights = 2 * (2 * (4 * 8192 * 16384 + 3 * 8192 * 65536) + 8192 * 32000) / 16
+  assert weights < found["lamda"]["decode step"]["accessed"] < 1.05 * weights
+  assert ratio(found["lamda"]) < 1.15
 
 
 def test_copies_of_weights_are_seen(found):

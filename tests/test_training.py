@@ -14,11 +14,15 @@ import tiny_pair
 from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
 
-from specdec_jax.data.vocabulary import padded
+from specdec_jax.checkpoints.folder import save_model
+from specdec_jax.data.vocabulary import open_vocabulary, padded
 from specdec_jax.errors import InputError
 from specdec_jax.experiments import train as experiment
+from specdec_jax.experiments.speed import row_keys
 from specdec_jax.experiments.train import model_outputs
 from specdec_jax.models.t5 import T5
+from specdec_jax.pairs import load_pair
+from specdec_jax.sampling import Sampling
 from specdec_jax.training import trainer
 from specdec_jax.training.batches import BUCKETS, Pairs, arrays, epoch_batches
 from specdec_jax.training.distillation import load_pairs, recombined, save_pairs, teacher_opinions
@@ -229,12 +233,9 @@ def whole(tmp_path_factory, init):
   return run(output, init=init), output
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-  """The same, of a run stopped between two checkpoints, and again while an epoch is scored."""
-  output = tmp_path_factory.mktemp("stopped")
-  counted = trainer.arrays
-  left = [16]
+def stopped_after(count, work):
+  """Do the work until it has read so many batches, of training and of validation."""
+  counted, left = trainer.arrays, [count]
 
   def stop_after_some(pairs, batches):
     for batch in counted(pairs, batches):
@@ -246,7 +247,14 @@ def stopped(tmp_path_factory):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(trainer, "arrays", stop_after_some)
     with pytest.raises(KeyboardInterrupt):
-      run(output)
+      work()
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+  """The same, of a run stopped between two checkpoints, and again while an epoch is scored."""
+  output = tmp_path_factory.mktemp("stopped")
+  stopped_after(16, lambda: run(output))
   before = epochs(output)
 
   def stop_when_scored(params):
@@ -361,6 +369,26 @@ def test_teacher_opinions_are_its_likeliest_tokens():
       np.testing.assert_allclose(weights[at], p[at, tokens[at]], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:1 pairs are longer")
+def test_opinions_with_a_tail_tell_whether_the_text_has_another_token(tmp_path):
+  """Also of a pair too long to learn from, of which there is none."""
+  few = copies()
+  pairs = Pairs([[5] * 200, *few.sources], [[1], *few.targets])
+  ask = lambda **how: teacher_opinions(T5(CONFIG), start(), pairs, 4, tokens_per_batch=32, **how)
+  plain, tailed = ask(), ask(tail=True)
+  assert tailed[0][0].shape == (0, 5)
+  found = []
+  for target, (tokens, probs), (more, weights) in zip(pairs.targets[1:], plain[1:], tailed[1:]):
+    np.testing.assert_array_equal(more[:, :4], tokens)
+    np.testing.assert_array_equal(weights[:, :4], probs)
+    assert more[:, 4].tolist() == target
+    assert weights[:, 4].tolist() == [x not in row for x, row in zip(target, tokens)]
+    found += weights[:, 4].tolist()
+  assert {*found} == {0, 1}
+  save_pairs(tmp_path / "lessons.npz", dataclasses.replace(pairs, teacher=tailed))
+  assert load_pairs(tmp_path / "lessons.npz").teacher[0][0].shape == (0, 5)
+
+
 def test_recombined_lines_begin_as_one_line_and_end_as_another():
   lines = ["a dog in a park runs", "two men in a boat sleep", "a cat", "two men in a boat row"]
   new = ["two men in a park runs", "a dog in a boat row", "a dog in a boat sleep"]
@@ -394,9 +422,11 @@ def test_a_draft_learns_from_references_samples_and_new_sources(tmp_path, monkey
     sources=["train.en"],
     targets=["train.de"],
     valid_source="val.en",
-    config=CONFIG,
+    config=dataclasses.replace(CONFIG, vocab_size=len(tiny_pair.pair().vocabulary)),
     settings=SETTINGS,
-    pair_dir=str(tiny_pair.folder()),
+    vocabulary=str(tiny_pair.folder() / "vocabulary.model"),
+    target=str(tiny_pair.folder() / "target"),
+    output=str(tmp_path / "draft"),
     work_dir=str(tmp_path / "work"),
     samples=2,
     new_sources=3,
@@ -410,3 +440,136 @@ def test_a_draft_learns_from_references_samples_and_new_sources(tmp_path, monkey
   assert len(pairs.targets) == len(pairs.teacher) == 57
   argmax = model_outputs(pair.target, pair.target_params, valid.sources)
   assert valid.targets == argmax and valid.teacher is None
+
+
+# Decoder-only models, from texts to a pair that decodes.
+
+GPT = tiny.gpt_config(
+  vocab_size=100, layers=1, emb_dim=32, mlp_dim=64, num_positions=128, tied_logits=True
+)
+SMALLER = dataclasses.replace(GPT, emb_dim=16, num_heads=1, mlp_dim=32)
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory):
+  """A folder: `vocabulary.txt`, `target` (whose training was stopped once) and `draft`."""
+  with pytest.MonkeyPatch.context() as patch:
+    # One shape to compile; what the target writes past it is left out.
+    patch.setattr("specdec_jax.training.batches.BUCKETS", (40,))
+    return trained_gpt(tmp_path_factory)
+
+
+def trained_gpt(tmp_path_factory):
+  path = tmp_path_factory.mktemp("gpt")
+  lines = tiny_pair.SENTENCES[:40]
+  (path / "texts").write_text("".join(line + "\n" for line in lines))
+  common = dict(
+    data=str(path),
+    sources=None,
+    targets=["texts"],
+    valid_source=None,
+    settings=TrainSettings(epochs=20, tokens_per_batch=320, warmup_steps=10, label_smoothing=0.0),
+    vocabulary=str(path / "vocabulary.txt"),
+  )
+  experiment.fit_vocabulary(str(path), ["texts"], 100, common["vocabulary"])
+  train_target = lambda: experiment.train_target(
+    **common,
+    valid_target="texts",
+    config=GPT,
+    output=str(path / "target"),
+    work_dir=str(path / "train_target"),
+  )
+  stopped_after(20, train_target)
+  before = (path / "train_target" / "metrics.jsonl").read_text()
+  assert before and not (path / "target").exists()
+  train_target()
+  assert (path / "train_target" / "metrics.jsonl").read_text().startswith(before)
+  experiment.train_draft(
+    **common,
+    config=SMALLER,
+    target=str(path / "target"),
+    output=str(path / "draft"),
+    work_dir=str(path / "train_draft"),
+    new_sources=64,
+    tail=True,
+  )
+  words = open_vocabulary(common["vocabulary"])
+  untrained = tiny_pair.random_params(SMALLER, 1)
+  save_model(str(path / "untrained"), SMALLER, untrained, words.fingerprint())
+  return path
+
+
+def decoded(folder, draft, gamma, sampling):
+  """What 16 empty prompts become."""
+  names = {name: str(folder / name) for name in ("target", "vocabulary.txt")}
+  pair = load_pair(names["target"], str(folder / draft), names["vocabulary.txt"], kernels="xla")
+  prompt, keys = pair.prompt([""] * 16), row_keys(0, 0, 16)
+  return pair.vocabulary, pair.decoder(sampling, gamma)(prompt, keys, max_new_tokens=32)
+
+
+@pytest.mark.filterwarnings("ignore:.* pairs are longer")
+def test_a_decoder_only_model_learns_texts_by_themselves(gpt):
+  lines = metrics(gpt / "train_target")
+  assert [line["epoch"] for line in lines] == [*range(1, 21)]
+  assert lines[0]["valid_loss"] > 2 * lines[-1]["valid_loss"]
+  assert lines[-1]["bleu"] is None
+
+
+def test_a_trained_decoder_only_target_writes_its_texts_from_nothing(gpt):
+  words, out = decoded(gpt, "draft", 0, Sampling())
+  texts = [words.decode(row) for row in np.asarray(out.tokens)]
+  plain = lambda text: words.decode(words.encode(text))
+  assert {*texts} & {*map(plain, tiny_pair.SENTENCES[:40])}
+  assert len({*texts}) > 4
+
+
+def test_a_trained_decoder_only_draft_is_accepted_more_often_than_an_untrained_one(gpt):
+  """The texts of argmax are the target's own with either."""
+  tokens_per_pass = {}
+  want = np.asarray(decoded(gpt, "draft", 0, Sampling(temperature=0.0))[1].tokens)
+  for draft in ("draft", "untrained"):
+    argmax = decoded(gpt, draft, 3, Sampling(temperature=0.0))[1]
+    np.testing.assert_array_equal(argmax.tokens, want)
+    sampled = decoded(gpt, draft, 3, Sampling())[1]
+    passes = np.count_nonzero(sampled.rounds.num_emitted)
+    tokens_per_pass[draft] = np.sum(sampled.lengths) / passes
+  assert tokens_per_pass["draft"] > 1.5 * tokens_per_pass["untrained"]
+
+
+@pytest.mark.parametrize(
+  "changes, said",
+  [
+    ({"vocab_size": 12}, "vocab_size is 12; set it to 100"),
+    ({"eos_id": 3}, "eos_id is 3; set it to 1"),
+    ({"start_id": None}, "start_id is None; set it to 0"),
+  ],
+)
+def test_a_shape_that_is_not_the_vocabularys_is_refused_before_training(gpt, changes, said):
+  with pytest.raises(InputError, match=said):
+    experiment.train_target(
+      data=str(gpt),
+      sources=None,
+      targets=["texts"],
+      valid_source=None,
+      valid_target="texts",
+      config=dataclasses.replace(GPT, **changes),
+      settings=SETTINGS,
+      vocabulary=str(gpt / "vocabulary.txt"),
+      output=str(gpt / "refused"),
+      work_dir=str(gpt / "train_refused"),
+    )
+  assert not (gpt / "refused").exists() and not (gpt / "train_refused").exists()
+
+
+def test_the_first_token_of_a_text_is_learned_from_the_start_and_padding_is_not():
+  """Logits at a position do not see its own token."""
+  texts = [[5, 6, 7, 1], [5, 1]]
+  pairs = Pairs([[1], [1]], texts)
+  (batch,) = arrays(pairs, [(8, np.arange(2))])
+  params = tiny_pair.random_params(GPT, 0)
+  logits = trainer.teacher_forced(trainer.module_of(GPT), params, batch)
+  begin = tiny.teacher_forced(GPT)(params, np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32))
+  np.testing.assert_allclose(logits[:, 0], np.repeat(begin[:, 0], 2, axis=0), atol=1e-5)
+  losses = -np.asarray(jax.nn.log_softmax(logits))
+  each = [losses[row, at, token] for row, text in enumerate(texts) for at, token in enumerate(text)]
+  assert float(cross_entropy(logits, batch, 0.0)[0]) == pytest.approx(np.mean(each), rel=1e-5)

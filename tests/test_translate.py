@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from specdec_jax import pairs
 from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.decoding import autoregressive_decode
-from specdec_jax.experiments import translate as translating
 from specdec_jax.experiments.speed import row_keys
 from specdec_jax.run import main
 from specdec_jax.sampling import Sampling
@@ -224,7 +224,7 @@ def test_output_to_a_file(run):
 def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fault, old):
   if old:
     (run.dir / "out.txt").write_text(old)
-  decode, calls = translating.speculative_decode, []
+  decode, calls = pairs.speculative_decode, []
 
   def fail_at_the_third(*args, **kwargs):
     calls.append(args)
@@ -232,7 +232,7 @@ def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fa
       raise fault
     return decode(*args, **kwargs)
 
-  monkeypatch.setattr(translating, "speculative_decode", fail_at_the_third)
+  monkeypatch.setattr(pairs, "speculative_decode", fail_at_the_third)
   result = run(LINES, OUTPUT="out.txt")
   assert len(calls) == 3
   assert result.status == (130 if isinstance(fault, KeyboardInterrupt) else 2)
@@ -284,9 +284,9 @@ def test_bad_input_ends_in_a_sentence(run, macros, words):
 
 def test_output_that_is_a_folder_is_refused_before_any_work(run, monkeypatch):
   (run.dir / "folder").mkdir()
-  decode, calls = translating.speculative_decode, []
+  decode, calls = pairs.speculative_decode, []
   note = lambda *args, **kwargs: calls.append(args) or decode(*args, **kwargs)
-  monkeypatch.setattr(translating, "speculative_decode", note)
+  monkeypatch.setattr(pairs, "speculative_decode", note)
   result = run(LINES, OUTPUT="folder")
   assert result.status == 2 and "'folder'" in result.err
   assert not calls and sorted(os.listdir()) == ["folder", "in.txt"]

@@ -1,4 +1,4 @@
-"""Tiny T5s with random weights, drafts that follow a script, and the tests of distributions.
+"""Tiny models with random weights, drafts that follow a script, and tests of distributions.
 
 Distribution tests compare counts with exact probabilities by Pearson's chi-square at LEVEL, the
 chance of a false alarm. Their power is stated as the smallest effect
@@ -16,9 +16,8 @@ import numpy as np
 from scipy import optimize, stats
 
 from specdec_jax.kernels import skinny
-from specdec_jax.models.config import T5Config
-from specdec_jax.models.families import init_params
-from specdec_jax.models.t5 import T5
+from specdec_jax.models.config import GPTConfig, T5Config
+from specdec_jax.models.families import Config, init_params, module_of
 from specdec_jax.protocols import Draft
 
 LEVEL = 1e-6  # a correct program fails a distribution test this often
@@ -40,12 +39,33 @@ def config(vocab_size: int = 16, layers: int = 2, **overrides) -> T5Config:
   return T5Config(**{**fields, **overrides})
 
 
-def params(cfg: T5Config, seed: int, peak: float = 3.0):
+def gpt_config(vocab_size: int = 16, layers: int = 2, **overrides) -> GPTConfig:
+  """A decoder with all that T5's lacks: biases and learned positions."""
+  fields = dict(
+    vocab_size=vocab_size,
+    emb_dim=16,
+    num_heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    num_decoder_layers=layers,
+    gated=False,
+    biases=True,
+    num_positions=64,
+  )
+  return GPTConfig(**{**fields, **overrides})
+
+
+def params(cfg: Config, seed: int, peak: float = 3.0):
   """Random parameters whose outputs vary: logits `peak` times as large as freshly drawn ones,
   and attention and position strong enough for the text so far to matter."""
+  rng = np.random.default_rng(seed)
 
   def louder(path, value):
     path = "/".join(key.key for key in path)
+    if path.endswith("bias"):
+      return value + jnp.asarray(rng.normal(0, 0.5, value.shape), value.dtype)
+    if path.endswith(("token_embedder/embedding", "positions")):
+      return value / cfg.embedding_std
     if "logits_dense" in path:
       return value * peak
     if "rel_embedding" in path:
@@ -72,7 +92,7 @@ def near(tree, seed: int, noise: float):
   return jax.tree.map(lambda x, k: x + noise * x.std() * jax.random.normal(k, x.shape), tree, keys)
 
 
-def sources(cfg: T5Config, seed: int, batch: int, length: int = 7) -> np.ndarray:
+def sources(cfg: Config, seed: int, batch: int, length: int = 7) -> np.ndarray:
   """Source tokens [batch, length] of different lengths, padded with 0."""
   rng = np.random.default_rng(seed)
   tokens = rng.integers(2, cfg.vocab_size, (batch, length))
@@ -80,10 +100,21 @@ def sources(cfg: T5Config, seed: int, batch: int, length: int = 7) -> np.ndarray
   return np.where(np.arange(length) < lengths[:, None], tokens, 0).astype(np.int32)
 
 
+def prompts(cfg: GPTConfig, seed: int, lengths, padding: int = 0, width: int = 8) -> np.ndarray:
+  """Prompts [B, width] of so many tokens each: tokens, EOS, padding. Like the padding, these may be
+  anything but EOS."""
+  rng = np.random.default_rng(seed)
+  tokens = rng.integers(0, cfg.vocab_size, (len(lengths), width))
+  tokens = np.where(tokens == cfg.eos_id, 2, tokens)
+  at = np.arange(width) - np.asarray(lengths)[:, None]
+  return np.where(at < 0, tokens, np.where(at == 0, cfg.eos_id, padding)).astype(np.int32)
+
+
 @functools.cache
-def teacher_forced(cfg: T5Config):
+def teacher_forced(cfg: Config):
   """(params, source [B, S], inputs [B, K]) -> logits [B, K, V]: one pass, no cache, no loop."""
-  return jax.jit(lambda params, source, inputs: T5(cfg).apply({"params": params}, source, inputs))
+  module = module_of(cfg)
+  return jax.jit(lambda params, source, inputs: module.apply({"params": params}, source, inputs))
 
 
 @functools.cache

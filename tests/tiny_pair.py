@@ -10,9 +10,10 @@ import numpy as np
 import tiny
 
 from specdec_jax.checkpoints.folder import save_model
-from specdec_jax.data.vocabulary import Vocabulary, train_vocabulary
-from specdec_jax.models.config import T5Config
-from specdec_jax.models.families import init_params
+from specdec_jax.data.sentence_pieces import train_sentence_pieces
+from specdec_jax.data.vocabulary import open_vocabulary
+from specdec_jax.data.word_pieces import train_word_pieces
+from specdec_jax.models.families import Config, init_params
 from specdec_jax.pairs import Pair, load_pair
 
 _WHO = ("A man", "Two dogs", "A little girl", "The old woman", "Drei Männer", "Ein kleines Mädchen")
@@ -29,8 +30,8 @@ def folder() -> pathlib.Path:
   smaller vocabulary.
   """
   path = pathlib.Path(_folder().name)
-  train_vocabulary([*SENTENCES, "[/b]", *"[]/0123456789"], str(path / "vocabulary.model"), 72)
-  size = len(Vocabulary(str(path / "vocabulary.model")))
+  train_sentence_pieces([*SENTENCES, "[/b]", *"[]/0123456789"], str(path / "vocabulary.model"), 72)
+  size = len(open_vocabulary(str(path / "vocabulary.model")))
   cfg = tiny.config(vocab_size=size, layers=1)
   other = tiny.config(
     vocab_size=size, layers=1, emb_dim=8, gated=False, activation="relu", tied_logits=True
@@ -41,6 +42,27 @@ def folder() -> pathlib.Path:
   save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params))
   save_model(str(path / "random"), other, random_params(other, 2))
   save_model(str(path / "small"), small, random_params(small, 3))
+  return path
+
+
+@functools.cache
+def gpt_folder() -> pathlib.Path:
+  """The same for decoder-only models: `vocabulary.txt`, and `target`, `near` and `random`.
+
+  The random one is of LaMDA's kind: gated, relative positions, no biases.
+  """
+  path = folder() / "gpt"
+  path.mkdir()
+  train_word_pieces(SENTENCES, str(path / "vocabulary.txt"), 100)
+  size = len(open_vocabulary(str(path / "vocabulary.txt")))
+  cfg = tiny.gpt_config(vocab_size=size, layers=1, num_positions=96)
+  other = tiny.gpt_config(
+    vocab_size=size, layers=1, emb_dim=8, gated=True, biases=False, num_positions=None
+  )
+  params = random_params(cfg, 0)
+  save_model(str(path / "target"), cfg, params)
+  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params))
+  save_model(str(path / "random"), other, random_params(other, 2))
   return path
 
 
@@ -61,12 +83,26 @@ def pair(draft: str = "near", max_source_tokens: int = 48) -> Pair:
   )
 
 
-def random_params(cfg: T5Config, seed: int):
+@functools.cache
+def gpt_pair(draft: str = "near", max_source_tokens: int = 32) -> Pair:
+  """The decoder-only target with one of the drafts of `gpt_folder`."""
+  return load_pair(
+    target=str(gpt_folder() / "target"),
+    draft=str(gpt_folder() / draft),
+    vocabulary=str(gpt_folder() / "vocabulary.txt"),
+    task="tiny_gpt",
+    max_source_tokens=max_source_tokens,
+  )
+
+
+def random_params(cfg: Config, seed: int):
   """Weights drawn by numpy, which has nothing to compile; logits vary by about 3."""
   rng = np.random.default_rng(seed)
 
   def draw(path, leaf):
     name = "/".join(key.key for key in path)
+    if name.endswith("bias"):
+      return jnp.asarray(rng.normal(0, 0.1, leaf.shape), jnp.float32)
     if leaf.ndim == 1:  # scales
       return jnp.ones(leaf.shape)
     size = 3.0 if "logits_dense" in name or "rel_embedding" in name else 1.0

@@ -1,24 +1,26 @@
-"""Hugging Face's T5 folders: `config.json` and safetensors, in one file or several."""
+"""Hugging Face's folders of any model that is read here; T5's in full, GPT-2's by `gpt2`."""
 
 import json
 import pathlib
 import re
+from collections.abc import Mapping
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from specdec_jax.checkpoints import files
-from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, Stored
+from specdec_jax.checkpoints.gpt2 import open_gpt2
+from specdec_jax.checkpoints.pretrained import (
+  CONFIG,
+  WEIGHTS,
+  open_arrays,
+  read_config,
+  require_known,
+)
+from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config
-
-CONFIG = "config.json"
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"  # which file has which array
-_DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
 _BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 _NAMES = {
@@ -47,29 +49,23 @@ _PARTS = {
 _KERNELS = {"q": "query", "k": "key", "v": "value", "o": "out"}
 _IN_LAYER = re.compile(r"(\w+)\.block\.(\d+)\.layer\.(\d)\.(?:layer_norm|\w+\.(\w+))\.weight")
 # Old conversions of T5 1.0 have it, and no model ever used it.
-_UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+_UNUSED = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
 
 
 def open_huggingface(folder: str) -> Checkpoint:
-  """A T5 1.0, T5 1.1 or Flan-T5 that `save_pretrained` wrote; pickled weights are not read.
+  """What `save_pretrained` wrote: T5 1.0, T5 1.1, Flan-T5 or GPT-2; nothing pickled is read.
 
   Raises:
-    InputError: it is no T5 or one that is not known here, or files are damaged or missing.
+    InputError: it is no model that is known here, or files are damaged or missing.
   """
-  about = _json(folder, CONFIG)
-  if files.is_file(folder, _WEIGHTS):
-    parts = [_WEIGHTS]
-  elif files.is_file(folder, _INDEX):
-    parts = sorted(set(_json(folder, _INDEX).get("weight_map", {}).values()))
-  else:
-    raise InputError(
-      f"{folder} has neither {_WEIGHTS} nor {_INDEX}; other weights, pickled ones above all, are "
-      "not read: convert them by transformers' save_pretrained."
-    )
-  stored = {name: array for part in parts for name, array in _arrays(folder, part).items()}
-  stored.pop(_UNUSED, None)
+  about = {"model_type": None, **read_config(folder)}
+  require_known(folder, about, model_type=("t5", "mt5", "gpt2"))
+  return (open_gpt2 if about["model_type"] == "gpt2" else _open_t5)(folder, about)
+
+
+def _open_t5(folder: str, about: Mapping[str, Any]) -> Checkpoint:
   arrays = {}
-  for name, array in stored.items():
+  for name, array in open_arrays(folder, _UNUSED).items():
     ours = _our_name(name)
     arrays[ours] = array.T if len(array.shape) == 2 and ours != TABLE else array
   # transformers 5 ties all logits that have no matrix of their own; whether they are scaled, as
@@ -107,7 +103,7 @@ def save_huggingface(folder: str, config: T5Config, params) -> None:
     array = np.asarray(value)
     array = array.T if array.ndim == 2 and name != TABLE else array
     arrays[_their_name(name)] = np.ascontiguousarray(array)
-  save_file(arrays, path / _WEIGHTS, {"format": "pt"})
+  save_file(arrays, path / WEIGHTS, {"format": "pt"})
   (path / CONFIG).write_text(json.dumps(_about(config), indent=2) + "\n")
 
 
@@ -133,22 +129,16 @@ def _about(config: T5Config) -> dict:
   )
 
 
-def _config(folder: str, about: dict, tied: bool) -> T5Config:
+def _config(folder: str, about: Mapping[str, Any], tied: bool) -> T5Config:
   """config.json as our shape."""
-  known = dict(
-    model_type=("t5", "mt5"),
+  require_known(
+    folder,
+    about,
     feed_forward_proj=("relu", "gated-gelu"),
     relative_attention_num_buckets=(32,),
     relative_attention_max_distance=(128,),
     layer_norm_epsilon=(1e-6,),
   )
-  for field, values in known.items():
-    default = None if field == "model_type" else values[0]
-    if about.get(field, default) not in values:
-      raise InputError(
-        f"{field} in {folder}/{CONFIG} is {about.get(field)!r}; it must be "
-        f"{' or '.join(map(repr, values))} for a T5 that can be run here."
-      )
   gated = about.get("feed_forward_proj", "relu") == "gated-gelu"
   try:
     return T5Config(
@@ -192,31 +182,3 @@ def _their_name(name: str) -> str:
         inside = f"{theirs}.{short.get(kernel[0], kernel[0])}"
       return f"{stack}.block.{layer.removeprefix('layers_')}.layer.{part}.{inside}.weight"
   raise InputError(f"{name} is no parameter of a T5 that transformers has.")
-
-
-def _arrays(folder: str, part: str) -> dict[str, Stored]:
-  """What one safetensors file has, under its own names."""
-  try:
-    with files.local(folder, part) as path:
-      opened = safe_open(path, framework="numpy")
-  except (SafetensorError, OSError, ValueError) as error:
-    raise InputError(f"{folder}/{part} is damaged or not there: {error}.") from error
-  arrays = {}
-  for name in opened.keys():
-    values = opened.get_slice(name)
-    dtype = _DTYPES.get(values.get_dtype())
-    if dtype is None:
-      raise InputError(
-        f"{name} in {folder}/{part} is stored as {values.get_dtype()}; expected one of "
-        f"{', '.join(_DTYPES)}."
-      )
-    arrays[name] = Stored(tuple(values.get_shape()), jnp.dtype(dtype), values.__getitem__)
-  return arrays
-
-
-def _json(folder: str, name: str) -> dict:
-  try:
-    with files.local(folder, name) as path, open(path, encoding="utf-8") as file:
-      return dict(json.load(file))
-  except (ValueError, TypeError, OSError) as error:
-    raise InputError(f"{folder}/{name} is damaged: {error}.") from error

@@ -4,7 +4,7 @@ import posixpath
 import re
 from typing import Any
 
-from specdec_jax.checkpoints import files, folder, huggingface, orbax, t5x
+from specdec_jax.checkpoints import files, folder, huggingface, orbax, pretrained, t5x
 from specdec_jax.checkpoints.stored import Checkpoint, Shardings
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config
@@ -31,7 +31,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     return t5x.open_t5x(parent, name)
   if files.is_file(path, folder.PARAMS):
     return folder.open_folder(path)
-  if files.is_file(path, huggingface.CONFIG):
+  if files.is_file(path, pretrained.CONFIG):
     return huggingface.open_huggingface(path)
   for opened, mark in ((orbax.open_orbax, orbax.METADATA), (t5x.open_t5x, t5x.INDEX)):
     for item in _ITEMS:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -49,8 +50,11 @@ class Stored:
     return Stored(self.shape[::-1], self.dtype, lambda index: self.read(index[::-1]).T)
 
   def __truediv__(self, divisor) -> "Stored":
-    kind = np.dtype(np.float32)
-    return Stored(self.shape, kind, lambda index: self.read(index).astype(kind) / divisor)
+    """In float32; by a power of two, which rounds nothing, what is bfloat16 stays so."""
+    exact = self.dtype == jnp.bfloat16 and math.frexp(divisor)[0] == 0.5
+    kind = self.dtype if exact else np.dtype(np.float32)
+    quotient = lambda values: (values.astype(np.float32) / divisor).astype(kind)
+    return Stored(self.shape, kind, lambda index: quotient(self.read(index)))
 
   def packed(self) -> "Stored":
     depth, width = self.shape
@@ -67,6 +71,21 @@ def concatenate(arrays: Sequence[Stored], axis: int) -> Stored:
   shape[axis] = sum(array.shape[axis] for array in arrays)
   read = lambda index: np.concatenate([array.whole() for array in arrays], axis)[index]
   return Stored(tuple(shape), arrays[0].dtype, read)
+
+
+def split(array: Stored, count: int) -> list[Stored]:
+  """Equal parts of the last axis, each read without the others."""
+  width = array.shape[-1] // count
+
+  def part(number: int) -> Stored:
+    def read(index: Index) -> np.ndarray:
+      start, stop, _ = index[-1].indices(width)
+      columns = slice(number * width + start, number * width + stop)
+      return array.read((*index[:-1], columns))
+
+    return Stored((*array.shape[:-1], width), array.dtype, read)
+
+  return [part(number) for number in range(count)]
 
 
 class Checkpoint(NamedTuple):

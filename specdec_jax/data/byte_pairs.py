@@ -19,13 +19,17 @@ class BytePairs(Vocabulary):
       self._tokenizer = Tokenizer.from_file(self.path)
     except Exception as error:  # the package raises nothing more special
       raise InputError(f"{path} is no tokenizer that Hugging Face's can read: {error}.") from error
+    # A file may say how long texts are to be, for whoever trained with it.
+    self._tokenizer.no_truncation()
+    self._tokenizer.no_padding()
     ends = [i for i in map(self._tokenizer.token_to_id, _ENDS) if i is not None]
     if not ends:
       raise InputError(f"{path} has no token that ends a text; expected {' or '.join(_ENDS)}.")
     self.eos_id = self.start_id = ends[0]
+    self._size = max(self._tokenizer.get_vocab().values()) + 1  # ids may have gaps
 
   def __len__(self) -> int:
-    return self._tokenizer.get_vocab_size()
+    return self._size
 
   def encode(self, text: str) -> list[int]:
     return [*self._tokenizer.encode(text, add_special_tokens=False).ids, self.eos_id]
@@ -34,7 +38,8 @@ class BytePairs(Vocabulary):
     return self._tokenizer.decode(self.until_eos(ids))
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    piece = lambda i: self._tokenizer.decode([i], skip_special_tokens=False)
+    """As everywhere; part of a character reads as U+FFFD, a line break as U+21B5, on one line."""
+    piece = lambda i: self._tokenizer.decode([i], skip_special_tokens=False).replace("\n", "\u21b5")
     return [piece(int(i)) if i < len(self) else f"<{int(i)}>" for i in ids]
 
   def all_pieces(self) -> list[str]:

@@ -9,6 +9,8 @@ import sentencepiece
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.errors import InputError
 
+EOS_ID = 1
+
 
 class SentencePieces(Vocabulary):
   """A SentencePiece model file, and T5's sentinels.
@@ -17,7 +19,7 @@ class SentencePieces(Vocabulary):
   32,100, of which the last is <extra_id_0>.
   """
 
-  eos_id, start_id = 1, PAD_ID
+  eos_id, start_id = EOS_ID, PAD_ID
 
   def __init__(self, path: str, extra_ids: int = 0):
     self.path, self.extra_ids = str(path), extra_ids
@@ -63,7 +65,7 @@ def train_sentence_pieces(texts: Iterable[str], path: str, size: int) -> None:
       model_type="unigram",
       character_coverage=1.0,
       pad_id=PAD_ID,
-      eos_id=SentencePieces.eos_id,
+      eos_id=EOS_ID,
       unk_id=2,
       bos_id=-1,
       minloglevel=2,

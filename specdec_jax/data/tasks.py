@@ -1,16 +1,18 @@
 """The paper's tasks for seqio, as T5 has them; importing this module registers them.
 
 An example is T5's prefix and a text, and the text to write. Both are tokenised with T5's
-vocabulary, cut to the lengths asked for and ended with EOS. Nothing is downloaded: TFDS's data is
-read where it is prepared, and the vocabulary when a task is first tokenised. The environment may
-say where things are: SPECDEC_T5_VOCABULARY a copy of T5's SentencePiece model, SPECDEC_SHARED the
-folder that holds data/multi30k.
+vocabulary, those of lm1b with the word pieces of the GPT-like models, cut to the lengths asked for
+and ended with EOS. Nothing is downloaded: TFDS's data is read where it is prepared, and T5's
+vocabulary when a task is first tokenised. The environment may say where things are:
+SPECDEC_T5_VOCABULARY a copy of T5's SentencePiece model, SPECDEC_SHARED the folder that holds
+data/multi30k and data/lm1b_sample.
 
 Source: t5/data/tasks.py and utils.py of google-research/text-to-text-transfer-transformer.
 """
 
 import itertools
 import os
+import pathlib
 from collections.abc import Mapping
 
 import seqio
@@ -24,6 +26,33 @@ tf.config.set_visible_devices([], "GPU")  # its memory is JAX's
 T5_VOCABULARY = seqio.SentencePieceVocabulary(
   os.environ.get("SPECDEC_T5_VOCABULARY", "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"),
   extra_ids=100,
+)
+
+
+class WordPieceVocabulary(seqio.BertWordPieceVocabulary):
+  """Seqio's own, made right where a word has several pieces: flat ids, and words put together.
+
+  Its ids are those of `word_pieces.WordPieces`, but for characters that tensorflow_text takes for
+  others, as \u00df for ss and \u2026 for three full stops; BERT's own tokenizer does not.
+  """
+
+  @property
+  def _base_vocab_size(self):
+    return super()._base_vocab_size - 1  # tensorflow_text counts a bucket for what is unknown
+
+  def _encode_tf(self, s):
+    return tf.cast(self.tf_tokenizer.tokenize(s).flat_values, tf.int32)
+
+  def _decode_tf(self, ids):
+    words = self.tf_tokenizer.detokenize(ids[None])
+    return tf.strings.reduce_join(words.flat_values, separator=" ")
+
+
+WORD_PIECES = WordPieceVocabulary(
+  str(pathlib.Path(__file__).parents[1] / "assets" / "lm1b" / "vocabulary.txt"),
+  lower_case=True,
+  start_of_sequence_id=0,
+  end_of_sequence_id=1,
 )
 
 
@@ -127,18 +156,23 @@ def _tfds(name: str, splits: tuple[str, ...] = ("train", "validation", "test")) 
   return seqio.TfdsDataSource(name, splits=splits, read_only=True)
 
 
+def _shared(name: str) -> str:
+  return os.path.join(os.environ.get("SPECDEC_SHARED", "../shared"), "data", name)
+
+
 def _multi30k(split: str) -> tuple[str, str]:
-  folder = os.path.join(os.environ.get("SPECDEC_SHARED", "../shared"), "data", "multi30k")
-  return os.path.join(folder, f"{split}.en.gz"), os.path.join(folder, f"{split}.de.gz")
+  return _shared(f"multi30k/{split}.en.gz"), _shared(f"multi30k/{split}.de.gz")
 
 
 _EN_DE = "translate English to German: "
 _MULTI30K = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
+_LM1B = _shared("lm1b_sample/1b_benchmark.dev.tokens.gz")
 
 # Validation is newstest2013 and test is newstest2014.
 add_task("specdec_wmt14_ende", _tfds("wmt14_translate/de-en:1.0.0"), _EN_DE, "en", "de")
 add_task("specdec_cnn_dm", _tfds("cnn_dailymail:3.4.0"), "summarize: ", "article", "highlights")
-add_task("specdec_lm1b", _tfds("lm1b:1.1.0", ("train", "test")), "", None, "text")
+_lm1b = _tfds("lm1b:1.1.0", ("train", "test"))
+add_task("specdec_lm1b", _lm1b, "", None, "text", WORD_PIECES)
 add_task(
   "specdec_multi30k_ende",
   text_pairs({split: _multi30k(name) for split, name in _MULTI30K.items()}),
@@ -146,3 +180,6 @@ add_task(
   "source",
   "target",
 )
+# Held-out sentences of lm1b, each of which stands on both sides of its pair.
+_sample = text_pairs({"train": (_LM1B, _LM1B)})
+add_task("specdec_lm1b_sample", _sample, "", None, "target", WORD_PIECES)

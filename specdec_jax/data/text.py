@@ -8,12 +8,14 @@ import zlib
 from specdec_jax.errors import InputError, require_count
 
 
-def read_lines(path: str, limit: int | None = None, prefix: str = "") -> list[str]:
+def read_lines(
+  path: str, limit: int | None = None, prefix: str = "", num_words: int | None = None
+) -> list[str]:
   """Lines of a UTF-8 file or pipe (gzipped if it ends in .gz), or of standard input if path is '-'.
 
   Only a newline ends a line: newstest2009 holds U+0085 inside sentences. With a `limit`, the first
-  so many; the `prefix`, such as T5's tasks have, is put before each that is not
-  empty.
+  so many; with `num_words`, of each the first so many, for a decoder-only model to go on from; the
+  `prefix`, such as T5's tasks have, is put before each that is not empty.
   """
   if limit is not None:
     require_count("limit", limit)
@@ -29,4 +31,7 @@ def read_lines(path: str, limit: int | None = None, prefix: str = "") -> list[st
   lines = text.split("\n")
   lines = (lines[:-1] if lines[-1] == "" else lines)[:limit]
   lines = [line.rstrip("\r") for line in lines]
+  if num_words is not None:
+    require_count("num_words", num_words)
+    lines = [" ".join(line.split()[:num_words]) for line in lines]
   return [prefix + line if line.strip() else line for line in lines]

@@ -20,7 +20,6 @@ from specdec_jax.protocols import Draft
 from specdec_jax.sampling import Sampling, draw
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error)
-START_ID = PAD_ID  # T5's first decoder token: the context of a row's first token
 
 
 class Ngrams(NamedTuple):
@@ -37,22 +36,34 @@ class Ngrams(NamedTuple):
   counts: Array
 
 
-def fit_ngrams(rows: Iterable[Sequence[int]], vocab_size: int, num_successors: int = 128) -> Ngrams:
+def fit_ngrams(
+  rows: Iterable[Sequence[int]],
+  vocab_size: int,
+  num_successors: int = 128,
+  start_id: int = PAD_ID,
+) -> Ngrams:
   """Count the target side of a task: rows of token ids, EOS last, no start token, no padding.
 
+  `start_id` is what stands before a text, the context of its first token. A vocabulary that starts
+  texts by padding has no other use for token 0; one of GPT-2's kind has.
+
   Raises:
-    InputError: no token at all, an id outside 1..vocab_size - 1, or num_successors < 1.
+    InputError: no token at all, an id outside the vocabulary, padding, or num_successors < 1.
   """
   require_count("num_successors", num_successors)
   rows = list(rows)
-  text = np.fromiter(itertools.chain.from_iterable((START_ID, *row) for row in rows), np.int64)
-  context, token = text[:-1][text[1:] != START_ID], text[1:][text[1:] != START_ID]
+  text = np.fromiter(itertools.chain.from_iterable((start_id, *row) for row in rows), np.int64)
+  is_start = np.zeros(len(text), bool)
+  is_start[np.cumsum([0, *(len(row) + 1 for row in rows)])[:-1]] = True
+  context, token = text[:-1][~is_start[1:]], text[~is_start]
   if not len(token):
     raise InputError("There are no tokens to count n-grams of; give rows of token ids.")
-  if text.min() < 0 or text.max() >= vocab_size or len(text) - len(token) != len(rows):
+  least = 1 if start_id == PAD_ID else 0
+  if token.min() < least or token.max() >= vocab_size:
     raise InputError(
-      f"The rows to count hold padding, or ids from {text.min()} to {text.max()}; each id must lie "
-      f"in 1..{vocab_size - 1}, as the vocabulary has {vocab_size} tokens and 0 pads."
+      f"The rows to count hold ids from {token.min()} to {token.max()}; each must lie in "
+      f"{least}..{vocab_size - 1}, as the vocabulary has {vocab_size} tokens"
+      + (" and 0 is padding." if least else ".")
     )
   unigrams = np.bincount(token, minlength=vocab_size)
   pairs, counts = np.unique(context * vocab_size + token, return_counts=True)

@@ -1,11 +1,13 @@
 """Alpha as the paper measures it (Table 3), for any drafts, beside what real rounds accept."""
 
 import dataclasses
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
@@ -16,7 +18,7 @@ from specdec_jax import records
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.decoding import require_finite
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.experiments.alpha import measure_alpha
+from specdec_jax.experiments.alpha import Acceptance, mean_with_interval, measure_alpha
 from specdec_jax.experiments.measure import settings_to_measure
 from specdec_jax.experiments.speed import (
   acceptance_by_position,
@@ -33,9 +35,10 @@ from specdec_jax.sampling import Sampling
 
 LEGEND = (
   "alpha: E[sum min(p, q)] over text that the target generated, with its 95% interval (bootstrap "
-  "over texts); lag-1: correlation of a token's sum with that of the token before, 0 if acceptance "
-  "were independent; rounds: accepted / (accepted + refused) guesses of real rounds; by position: "
-  "the same for the first, second, ... guess of a round."
+  "over texts; of a simulated draft the share of guesses that stood); lag-1: correlation of a "
+  "token's sum with that of the token before, 0 if acceptance were independent; rounds: accepted / "
+  "(accepted + refused) guesses of real rounds; by position: the same for the first, second, ... "
+  "guess of a round."
 )
 
 
@@ -130,7 +133,11 @@ def _measure(pair: Pair, generated, sampling: Sampling, setting: Record) -> Reco
     decoded = decode(prompt, keys, max_new_tokens=setting.max_new_tokens)
     outputs.append(require_finite(jax.device_get(decoded)))
   prompts, _, plain = zip(*generated)
-  measured = measure_alpha(pair, prompts, plain, sampling, setting.lenience)
+  if pair.simulated_alpha is None:
+    measured = measure_alpha(pair, prompts, plain, sampling, setting.lenience)
+  else:  # there is no beta: a guess is told whether it stands
+    stood = [np.arange(a + r) < a for o in outputs for a, r in zip(*o.rounds.judged())]
+    measured = Acceptance(mean_with_interval(stood), math.nan, 0.0, num_tokens([*plain]))
   return dataclasses.replace(
     setting,
     num_tokens=measured.num_tokens,

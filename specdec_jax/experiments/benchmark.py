@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.errors import InputError
 from specdec_jax.experiments.costs import Costs, interleaved_medians, round_calls, round_costs
 from specdec_jax.experiments.measure import settings_to_measure
@@ -107,15 +106,11 @@ def _costs(pair: Pair, prompt: Array) -> Costs:
 
 def _speedup(pair: Pair, prompts: Sequence[Array], sampling: Sampling) -> float:
   """Ratio of tokens a second, totals over totals."""
-  how: dict[str, Any] = dict(max_new_tokens=LIMIT, sampling=sampling)
-  models = pair.target, pair.draft(sampling, GAMMA), pair.target_params, pair.draft_params
-  decodes = (
-    functools.partial(autoregressive_decode, pair.target, pair.target_params),
-    functools.partial(speculative_decode, *models),
-  )
+  decodes = pair.decoder(sampling, 0), pair.decoder(sampling, GAMMA)
   seconds, tokens = [], []
   for i, prompt in enumerate(prompts):
-    calls = [functools.partial(decode, prompt, row_keys(0, i, 1), **how) for decode in decodes]
+    asked: dict[str, Any] = dict(prompt=prompt, rng=row_keys(0, i, 1), max_new_tokens=LIMIT)
+    calls = [functools.partial(decode, **asked) for decode in decodes]
     medians, outputs = interleaved_medians(calls, repeats=5)
     seconds.append(medians)
     tokens.append([int(output.lengths.sum()) for output in jax.device_get(outputs)])

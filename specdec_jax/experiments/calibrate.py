@@ -83,7 +83,7 @@ class Calibration(NamedTuple):
 def resolve_gamma(
   gamma: int | str,
   pair: Pair,
-  texts: Sequence[str],
+  texts: Sequence[str | None],
   sampling: Sampling,
   batch_size: int,
   max_new_tokens: int,
@@ -91,13 +91,17 @@ def resolve_gamma(
   lenience: float = 1.0,
   say: Callable[[str], object] = print,
 ) -> int:
-  """`gamma`, or for 'auto' what `calibrate` chooses, 0 for plain decoding; `say` is told why."""
+  """`gamma`, or for 'auto' what `calibrate` chooses, 0 for plain decoding; `say` is told why.
+
+  Texts that are None will not be decoded, as in `translate.decode_lines`.
+  """
   if gamma != "auto":
     require_count("gamma", gamma)
     return int(gamma)
-  if not any(text.strip() for text in texts):
-    return 0  # nothing will be decoded
-  calibration = calibrate(pair, texts, sampling, batch_size, max_new_tokens, seed, lenience)
+  asked = [text for text in texts if text is not None]
+  if not asked:
+    return 0
+  calibration = calibrate(pair, asked, sampling, batch_size, max_new_tokens, seed, lenience)
   say(f"{calibration}.")
   return calibration.gamma
 
@@ -140,7 +144,7 @@ def calibrate(
   seed: int = 0,
   lenience: float = 1.0,
 ) -> Calibration:
-  """Choose a gamma for texts, of which at least one is not empty; arguments as `measure.measure`.
+  """Choose a gamma for texts, at least one; arguments as `measure.measure`.
 
   It decodes NUM_TEXTS of them, spread evenly, or a batch if that is more, and takes seconds; its
   programs, as any, are compiled once and kept between runs.
@@ -151,11 +155,10 @@ def calibrate(
     return functools.partial(decode, max_new_tokens=max_new_tokens)
 
   require_count("batch_size", batch_size)
-  lines = [text for text in texts if text.strip()]
-  if not lines:
-    raise InputError("There is nothing to find a gamma for: no texts that are not empty.")
+  if not texts:
+    raise InputError("There is nothing to find a gamma for: no texts.")
   count = max(1, NUM_TEXTS // batch_size) * batch_size
-  picked = [lines[i * len(lines) // count] for i in range(count)]
+  picked = [texts[i * len(texts) // count] for i in range(count)]
   # Of one width, so that there is one program of each kind.
   width = pair.prompt(picked).shape[1]
   batches = [

@@ -36,8 +36,9 @@ class Costs(NamedTuple):
     verify: a round without drafting and accepting: the target's pass over gamma + 1 tokens, and
       the little it takes to commit them.
     accept: make the target's logits distributions, judge the guesses, sample the next token.
-    target_start: plain decoding up to its first round, once a text: mostly the target's encoder.
-    draft_start: what the draft's encoder adds to it.
+    target_start: plain decoding up to its first round, once a text: mostly what the target takes to
+      read the prompt.
+    draft_start: what the draft, reading it too, adds.
   """
 
   target_step: float

@@ -44,7 +44,8 @@ def decode(
 
   A line of it is a JSON object: index, source and output of a text; the output's tokens, EOS
   included; rounds, of which each is one pass of the target; guesses that were judged, and how many
-  of them were accepted. They come in the order of the texts. An empty text has an empty output.
+  of them were accepted. They come in the order of the texts. An empty text has an empty
+  output, unless the target is decoder-only and makes a text of its own of it.
 
   Args:
     pair: what decodes; see `pairs.load_pair`.
@@ -86,10 +87,11 @@ def decode(
     inputs=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
   )
   settings_of_auto = sampling, batch_size, max_new_tokens, seed, lenience
-  choose = functools.partial(resolve_gamma, gamma, pair, texts, *settings_of_auto)
+  asked = [text if pair.reads(text) else None for text in texts]
+  choose = functools.partial(resolve_gamma, gamma, pair, asked, *settings_of_auto)
   if gamma == "auto":
-    asked = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
-    gamma = settings["gamma"] = _agreed(folder / f"gamma-{asked}", number, choose)
+    these = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
+    gamma = settings["gamma"] = _agreed(folder / f"gamma-{these}", number, choose)
   else:
     gamma = choose()
   parts = [folder / f"part-{i}-of-{num_hosts}.jsonl" for i in range(num_hosts)]
@@ -99,14 +101,14 @@ def decode(
   with _open_part(parts[number], settings) as part:
     num_done = _drop_half_a_batch(part, parts[number], batch_size, len(own))
     todo = set(own[num_done:])
-    # A batch of empty lines costs nothing: those of other hosts, and those that are done.
-    lines = [text if i in todo else "" for i, text in enumerate(texts)]
+    # None costs nothing: what is other hosts', and what is done.
+    lines = [text if i in todo else None for i, text in enumerate(asked)]
     batches = decode_lines(pair, lines, sampling, gamma, batch_size, max_new_tokens, seed, lenience)
     with Progress(console=Console(stderr=True), transient=True) as bar:
       task = bar.add_task("decoding", total=len(own), completed=num_done)
       for at, (outputs, decoded) in zip(range(0, len(texts), batch_size), batches):
         if at in todo:
-          _append(part, *_records(at, texts[at : at + batch_size], outputs, decoded))
+          _append(part, *_records(pair, at, texts[at : at + batch_size], outputs, decoded))
           bar.advance(task, len(outputs))
   lines_of = [_whole_lines(path) for path in parts]
   behind = [path.name for i, path in enumerate(parts) if len(lines_of[i]) <= host_of.count(i)]
@@ -137,12 +139,12 @@ def _agreed(path: pathlib.Path, number: int, choose: Callable[[], int]) -> int:
   return int(path.read_text())
 
 
-def _records(at: int, sources, outputs, decoded: list[Decoded]) -> Iterator[dict]:
-  """A batch as records, one a text; `decoded` has no rows for empty ones."""
+def _records(pair: Pair, at: int, sources, outputs, decoded: list[Decoded]) -> Iterator[dict]:
+  """A batch as records, one a text; `decoded` has no rows for those that were left empty."""
   rows = ((d, row, *counts) for d in decoded for row, counts in enumerate(zip(*d.rounds.judged())))
   for index, (source, output) in enumerate(zip(sources, outputs), at):
     record = dict(index=index, source=source, output=output)
-    if not source.strip():
+    if not pair.reads(source):
       yield dict(record, tokens=[], rounds=0, guesses=0, accepted=0)
       continue
     d, row, accepted, rejected = next(rows)

@@ -23,7 +23,6 @@ from rich.text import Text
 
 from specdec_jax import records, theory
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
-from specdec_jax.decoding import speculative_decode
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.alpha import draft_probs, lag1_correlation, mean_with_interval
 from specdec_jax.experiments.measure import settings_to_measure
@@ -56,14 +55,14 @@ class Place:
 
 
 @functools.cache
-def reciting_model(vocab_size: int) -> Model:
+def reciting_model(vocab_size: int, start_id: int = PAD_ID) -> Model:
   """A target that writes given texts: its parameters, tokens [B, T] with EOS last.
 
   Its logits are the one-hot of the text's next token, which at temperature 0 is p.
   """
 
   def begin(prompt: Array) -> tuple[Array, Array]:
-    return jnp.full((len(prompt), 1), PAD_ID, jnp.int32), jnp.ones(len(prompt), jnp.int32)
+    return jnp.full((len(prompt), 1), start_id, jnp.int32), jnp.ones(len(prompt), jnp.int32)
 
   def start(texts: Array, prompt: Array, num_slots: int) -> Place:
     return Place(length=jnp.zeros(len(prompt), jnp.int32))
@@ -122,7 +121,7 @@ def given_outputs(
     )
   contenders = [
     Pair(
-      target=reciting_model(len(vocabulary)),
+      target=reciting_model(len(vocabulary), vocabulary.start_id),
       target_params=None,  # the text, another for each source
       target_name=target,
       draft=drafter.make,
@@ -171,17 +170,11 @@ def _measure(pair: Pair, read, written, settings: Sequence[Record]) -> Iterator[
     betas.append(q[np.arange(len(tokens)), tokens])
   alpha = mean_with_interval(betas)
   for setting in settings:
-    draft = pair.draft(ARGMAX, setting.gamma)
-    decoded = [
-      jax.device_get(
-        speculative_decode(
-          *(pair.target, draft, text, pair.draft_params, prompt, row_keys(setting.seed, i, 1)),
-          max_new_tokens=texts.shape[-1],
-          sampling=ARGMAX,
-        )
-      )
-      for i, (prompt, text) in enumerate(zip(prompts, texts))
-    ]
+    decoded = []
+    for i, (prompt, text) in enumerate(zip(prompts, texts)):
+      decode = pair._replace(target_params=text).decoder(ARGMAX, setting.gamma)
+      keys = row_keys(setting.seed, i, 1)
+      decoded.append(jax.device_get(decode(prompt, keys, max_new_tokens=texts.shape[-1])))
     yield dataclasses.replace(
       setting,
       num_tokens=num_tokens(decoded),

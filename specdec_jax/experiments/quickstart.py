@@ -1,4 +1,4 @@
-"""The first run: translate some sentences, show the rounds, measure the speedup."""
+"""The first run: decode some sentences, show the rounds, measure the speedup."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -26,16 +26,16 @@ def quickstart(
   repeats: int = 5,
   report_examples: int = 4,
 ) -> None:
-  """Translate sentences by speculative decoding, then measure it on them (see `speedup`).
+  """Decode sentences by speculation, then measure it on them (see `speedup`).
 
   Args:
     pair: what decodes; see `load_pair`.
     sentences: sources.
     output_dir: gets `results.jsonl` and `report.html`.
-    gammas: guesses a round, each measured; the middle one makes the translations shown.
+    gammas: guesses a round, each measured; the middle one makes the outputs shown.
     temperatures: 0 is argmax; each measured.
     show_rounds: for so many sentences the rounds are printed, accepted and rejected in colour.
-    max_new_tokens: limit for a translation.
+    max_new_tokens: limit for an output.
     repeats: of each timed decode, interleaved.
     report_examples: for so many sentences the report has the rounds: argmax and each temperature.
   """

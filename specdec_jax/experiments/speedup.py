@@ -25,6 +25,7 @@ def speedup(
   output_dir: str,
   gammas: Sequence[int | str] = (3, 5, 7),
   temperatures: Sequence[float] = (0.0, 1.0),
+  top_k: int = 0,
   batch_size: int = 1,
   max_new_tokens: int = 64,
   repeats: int = 5,
@@ -42,6 +43,7 @@ def speedup(
     gammas: guesses a round, each measured; the middle one makes the rounds in the report. 'auto'
       among them is the best for each temperature (`calibrate.resolve_gammas`).
     temperatures: 0 is argmax; each measured.
+    top_k: tokens that are kept above temperature 0; 0 keeps all.
     batch_size: texts decoded together.
     max_new_tokens: limit for each.
     repeats: of each timed decode, interleaved.
@@ -50,7 +52,7 @@ def speedup(
     report_examples: for so many texts the report has the rounds at each temperature.
     baseline: makes of the pair what speed is compared with; our own plain decoding unless given.
   """
-  samplings = [Sampling(temperature=t) for t in temperatures]
+  samplings = [Sampling(temperature=t, top_k=top_k if t else 0) for t in temperatures]
   settings = batch_size, max_new_tokens, seed, lenience
   measured = resolve_gammas(gammas, pair, texts, samplings, *settings)
   with open_results(output_dir) as results:
@@ -132,6 +134,6 @@ def decode_examples(
   gamma = gammas[len(gammas) // 2]
   for sampling in samplings:
     batches = decode_lines(pair, texts, sampling, gamma, 1, max_new_tokens, seed, lenience)
-    for text, ((translation,), decoded) in zip(texts, batches):
-      rounds = read_rounds(decoded[0], 0, pair.vocabulary.pieces) if decoded else ()
-      yield Example(text, translation, sampling.temperature, gamma, rounds)
+    for text, ((output,), (decoded,)) in zip(texts, batches):
+      rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
+      yield Example(text, output, sampling.temperature, gamma, rounds)

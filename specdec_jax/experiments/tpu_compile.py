@@ -28,9 +28,7 @@ from specdec_jax.decoding import (
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.weight_copies import weight_copies
-from specdec_jax.models.config import T5Config
-from specdec_jax.models.families import init_params
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.families import Config, init_params, model_of
 from specdec_jax.partitioning import (
   REPLICATED,
   RULES,
@@ -87,18 +85,25 @@ class Program(NamedTuple):
   collectives: int
 
 
+# How the chips of a slice lie, by their number: v4-8, which is one host, to v4-128.
+_SLICES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}
+
+
 def v4_devices(num_chips: int) -> Sequence[jax.Device]:
-  """Chips of a TPU v4-8 host to compile for; nothing can run on them.
+  """Chips of a slice of TPU v4 to compile for, or of a part of its one host; none is there to run.
 
   To be called before jax does anything else: this process will use its CPU only.
 
   Raises:
-    InputError: libtpu, the compiler, is not installed, or there are not so many chips.
+    InputError: libtpu, the compiler, is not installed, or no slice has so many chips.
   """
   if importlib.util.find_spec("libtpu") is None:
     raise InputError("libtpu, the compiler for TPU, is missing; pip install -e '.[tpu]'.")
-  if num_chips not in (1, 2, 4):
-    raise InputError(f"{num_chips} chips are asked for; a TPU v4-8 has 4: give 1, 2 or 4.")
+  if num_chips not in (1, 2, *_SLICES):
+    raise InputError(
+      f"{num_chips} chips are asked for; slices of TPU v4 have {', '.join(map(str, _SLICES))}, "
+      "and 1 or 2 of the first may be used."
+    )
   jax.config.update("jax_platforms", "cpu")
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
@@ -107,15 +112,16 @@ def v4_devices(num_chips: int) -> Sequence[jax.Device]:
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # no TPU is held
   )
   # Both cores of a chip as one device with all of its memory, as a TPU VM has them.
+  bounds = _SLICES[max(num_chips, 4)]
   described = topologies.get_topology_desc(
-    "v4:2x2x1", "tpu", chip_config_name="megacore", chips_per_host_bounds=(2, 2, 1)
+    f"v4:{bounds}", "tpu", chip_config_name="megacore", chips_per_host_bounds=(2, 2, 1)
   )
   return described.devices[:num_chips]
 
 
 def programs(
-  target: T5Config,
-  draft: T5Config,
+  target: Config,
+  draft: Config,
   devices: Sequence[jax.Device],
   *,
   gamma: int = 7,
@@ -123,12 +129,13 @@ def programs(
   source_tokens: int = 128,
   max_new_tokens: int = 128,
   sampling: Sampling = Sampling(),
+  draft_rules: Rules = REPLICATED,
 ) -> Programs:
   """Both loops, and apart what a round is made of.
 
-  The target is cut over all devices, the draft is whole on each. Parameters have the models' dtypes
-  and the layouts that `jax.device_put` gives; caches of the parts have the compiler's own choice,
-  as they have inside a loop.
+  The target is cut over all devices; the draft is whole on each unless its rules cut it.
+  Parameters have the models' dtypes and the layouts that `jax.device_put` gives; caches of the
+  parts have the compiler's own choice, as they have inside a loop.
 
   Raises:
     InputError: the devices cannot share the target, or a size is no whole number from 1.
@@ -142,23 +149,24 @@ def programs(
   for name, size in sizes.items():
     require_count(name, size)
   mesh = make_mesh(len(devices), devices)
-  p, q = partitioned(t5_model(target), mesh), partitioned(t5_model(draft), mesh, REPLICATED)
-  guesses = partitioned(model_draft(t5_model(draft), sampling, gamma), mesh, REPLICATED)
+  p, q = partitioned(model_of(target), mesh), partitioned(model_of(draft), mesh, draft_rules)
+  guesses = partitioned(model_draft(model_of(draft), sampling, gamma), mesh, draft_rules)
   free = free_draft(target.vocab_size)
   everywhere = NamedSharding(mesh, PartitionSpec())
 
   def array(shape, dtype, sharding=everywhere) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-  def params(config: T5Config, rules: Rules):
+  def params(config: Config, rules: Rules):
     shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     places = param_shardings(shapes, mesh, rules)
     return jax.tree.map(lambda x, place: array(x.shape, config.dtype, place), shapes, places)
 
-  p_params, q_params = params(target, RULES), params(draft, REPLICATED)
+  p_params, q_params = params(target, RULES), params(draft, draft_rules)
   prompt = array((batch_size, source_tokens), jnp.int32)
   rng = array((batch_size,), jax.eval_shape(jax.random.key, 0).dtype)
-  num_slots = 1 + max_new_tokens + gamma + 1
+  first, _ = jax.eval_shape(p.begin, prompt)
+  num_slots = first.shape[1] + max_new_tokens + gamma + 1
 
   def part(function: Callable, params, state, places, *args) -> Lowered:
     """function(*params, state, *args) -> (state, results), with the state updated in place."""
@@ -187,7 +195,7 @@ def programs(
       return cache, draw(rng, logits[:, 0], sampling)
 
     cache = jax.eval_shape(lambda *args: q.start(*args, num_slots), q_params, prompt)
-    places = state_shardings(cache, mesh, REPLICATED)
+    places = state_shardings(cache, mesh, draft_rules)
     tokens = array((batch_size, 1), jnp.int32)
     return part(step, (q_params,), cache, places, tokens, rng)
 
@@ -199,8 +207,10 @@ def programs(
     params = p_params, draft_params
     start = functools.partial(begin, p, draft, limit=max_new_tokens)
     state = jax.eval_shape(start, *params, prompt)
-    places = state_shardings(state, mesh, REPLICATED)
-    places = places._replace(target=state_shardings(state.target, mesh, RULES))
+    places = state_shardings(state, mesh, REPLICATED)._replace(
+      target=state_shardings(state.target, mesh, RULES),
+      draft=state_shardings(state.draft, mesh, draft_rules),
+    )
     return part(run, params, state, places, rng)
 
   how = dict(max_new_tokens=max_new_tokens, sampling=sampling)

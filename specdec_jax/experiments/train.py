@@ -11,9 +11,10 @@ from rich.progress import track
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import Vocabulary, open_vocabulary, padded
+from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, open_vocabulary, padded
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.decoding import autoregressive_decode
+from specdec_jax.errors import InputError
 from specdec_jax.experiments.speed import row_keys
 from specdec_jax.models.families import Config, for_decoding, model_of, module_of
 from specdec_jax.protocols import Model
@@ -61,7 +62,7 @@ def train_target(
     output: folder that gets the model, in bfloat16.
     work_dir: for checkpoints and metrics of this run.
   """
-  words = open_vocabulary(vocabulary)
+  words = _vocabulary_of(config, vocabulary)
   valid = _pairs(words, data, [valid_source] if valid_source else None, [valid_target])
   references = read_lines(f"{data}/{valid_target}")
   model = model_of(config)
@@ -88,6 +89,7 @@ def train_draft(
   work_dir: str,
   samples: int = 0,
   new_sources: int = 0,
+  tail: bool = False,
 ) -> None:
   """Train a draft towards the target's own distributions, resuming if it was stopped; save it.
 
@@ -113,8 +115,9 @@ def train_draft(
     work_dir: for `lessons.npz` (what it learns from), checkpoints and metrics of this run.
     samples: outputs drawn from the target at temperature 1 for each source.
     new_sources: see `distillation.recombined`.
+    tail: see `distillation.teacher_opinions`; for targets that are as uncertain as those of news.
   """
-  words = open_vocabulary(vocabulary)
+  words = _vocabulary_of(config, vocabulary)
   target_config, params = for_decoding(*load_model(target))
   model, nothing = model_of(target_config), [words.encode("")]
   lessons = pathlib.Path(work_dir) / "lessons.npz"
@@ -129,7 +132,7 @@ def train_draft(
     for seed, texts in enumerate(asked):
       drawn = model_outputs(model, params, texts, words.eos_id, sampling=Sampling(), seed=seed)
       pairs = Pairs([*pairs.sources, *texts], [*pairs.targets, *drawn])
-    opinions = teacher_opinions(module_of(target_config), params, pairs)
+    opinions = teacher_opinions(module_of(target_config), params, pairs, tail=tail)
     pairs = dataclasses.replace(pairs, teacher=opinions)
     lessons.parent.mkdir(parents=True, exist_ok=True)
     save_pairs(lessons, pairs)
@@ -138,6 +141,18 @@ def train_draft(
   valid = model_outputs(model, params, valid_texts, words.eos_id, sampling=how, seed=-1)
   params = train(config, settings, load_pairs(lessons), Pairs(valid_texts, valid), work_dir)
   save_model(output, config, params, words.fingerprint())
+
+
+def _vocabulary_of(config: Config, path: str) -> Vocabulary:
+  """The vocabulary in a file, once it is known, before hours of training, to be the model's."""
+  words = open_vocabulary(path)
+  needed = {"vocab_size": len(words)}
+  if not config.has_encoder:
+    needed |= {"eos_id": words.eos_id, "start_id": PAD_ID}
+  for name, value in needed.items():
+    if (given := getattr(config, name)) != value:
+      raise InputError(f"The model's {name} is {given}; set it to {value}, to train with {path}.")
+  return words
 
 
 def _pairs(words: Vocabulary, data: str, sources: list[str] | None, targets: list[str]) -> Pairs:

@@ -1,4 +1,4 @@
-"""A user's own text through speculative decoding: one output line a line."""
+"""A user's own text through speculative decoding, or texts from nothing: one output line a line."""
 
 import contextlib
 import os
@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -24,7 +23,7 @@ from specdec_jax.sampling import Sampling
 
 def translate(
   pair: Pair,
-  input: str,
+  input: str | None,
   output: str = "-",
   sampling: Sampling = Sampling(temperature=0.0),
   gamma: int | str = 5,
@@ -32,12 +31,14 @@ def translate(
   max_new_tokens: int = 128,
   seed: int = 0,
   prefix: str = "",
+  num_texts: int = 1,
 ) -> None:
-  """Translate each line of a file.
+  """Translate each line of a file, or with a decoder-only model continue it.
 
   Args:
     pair: what decodes; see `load_pair`.
-    input: a text file, one source a line (gzipped if it ends in .gz), or '-' for standard input.
+    input: a text file, one source a line (gzipped if it ends in .gz), or '-' for standard input;
+      None for `num_texts` empty lines, of which a decoder-only model makes texts of its own.
     output: a file, written whole or not at all, or '-' for standard output, line by line.
     sampling: argmax unless told.
     gamma: guesses a round; 'auto' finds the best first, which may be plain decoding, and says why.
@@ -45,33 +46,36 @@ def translate(
     max_new_tokens: limit for a line.
     seed: of all sampling.
     prefix: put before each line, such as T5's tasks have.
+    num_texts: how many, where there is no input.
 
-  An empty line stays empty, a line past the pair's limit is cut, and a translation ends at
-  `max_new_tokens`; each is said on standard error.
+  A line past the pair's limit is cut, an output ends at `max_new_tokens`, and a T5 leaves an empty
+  line empty; each is said on standard error.
   """
   require_count("batch_size", batch_size)
   if pathlib.Path(output).is_dir():
     raise InputError(f"output is '{output}', a folder; give the file to write, or '-'.")
   notes = Console(stderr=True, markup=False)
-  lines = read_lines(input, prefix=prefix)
+  require_count("num_texts", num_texts)
+  lines = [prefix] * num_texts if input is None else read_lines(input, prefix=prefix)
   _warn(notes, pair, lines)
-  numbers = (number for number, line in enumerate(lines, 1) if line.strip())
+  asked = [line if pair.reads(line) else None for line in lines]
+  numbers = (number for number, line in enumerate(asked, 1) if line is not None)
   settings = sampling, batch_size, max_new_tokens, seed
-  gamma = resolve_gamma(gamma, pair, lines, *settings, say=notes.print)
+  gamma = resolve_gamma(gamma, pair, asked, *settings, say=notes.print)
   since, outputs = time.perf_counter(), []
   with _sink(output) as sink, Progress(console=notes, transient=True) as bar:
-    task = bar.add_task("translating", total=len(lines))
-    batches = decode_lines(pair, lines, sampling, gamma, batch_size, max_new_tokens, seed)
-    for translations, decoded in batches:
+    task = bar.add_task("decoding", total=len(lines))
+    batches = decode_lines(pair, asked, sampling, gamma, batch_size, max_new_tokens, seed)
+    for texts, decoded in batches:
       outputs += decoded
-      sink.write("".join(text + "\n" for text in translations))
+      sink.write("".join(text.replace("\n", " ") + "\n" for text in texts))
       sink.flush()
-      bar.advance(task, len(translations))
+      bar.advance(task, len(texts))
       # Rows come first: zip takes from its first argument once more than from its second.
       for tokens, number in zip((row for d in decoded for row in d.tokens), numbers):
         if pair.vocabulary.eos_id not in tokens:
           notes.print(
-            f"warning: line {number} was not finished; its translation stops at the limit of "
+            f"warning: line {number} was not finished; its output stops at the limit of "
             f"{max_new_tokens} tokens."
           )
   if outputs:
@@ -84,7 +88,7 @@ def translate(
 
 def decode_lines(
   pair: Pair,
-  lines: Sequence[str],
+  lines: Sequence[str | None],
   sampling: Sampling,
   gamma: int,
   batch_size: int,
@@ -92,25 +96,24 @@ def decode_lines(
   seed: int = 0,
   lenience: float = 1.0,
 ) -> Iterator[tuple[list[str], list[Decoded]]]:
-  """Translations of lines, batch by batch, and what was decoded for those that are not empty.
+  """Outputs for lines, batch by batch, and what was decoded; by plain decoding with gamma 0.
 
-  With gamma 0 by plain decoding.
+  A line that is None is not decoded, and its output is empty; a batch of such lines costs nothing.
   """
   decode = pair.decoder(sampling, gamma, lenience)
   for at in range(0, len(lines), batch_size):
-    batch = list(lines[at : at + batch_size])
-    if not any(line.strip() for line in batch):
-      yield [""] * len(batch), []
+    batch = lines[at : at + batch_size]
+    rows = [row for row, line in enumerate(batch) if line is not None]
+    texts = [""] * len(batch)
+    if not rows:
+      yield texts, []
       continue
-    batch += [batch[0]] * (batch_size - len(batch))  # the last batch has the others' shape
-    asked = pair.prompt(batch), row_keys(seed, at, batch_size)
-    decoded = require_finite(jax.device_get(decode(*asked, max_new_tokens=max_new_tokens)))
-    count = min(batch_size, len(lines) - at)
-    rows = np.flatnonzero([bool(line.strip()) for line in batch[:count]])
-    texts = [
-      pair.vocabulary.decode(tokens) if line.strip() else ""
-      for line, tokens in zip(batch[:count], decoded.tokens)
-    ]
+    sources = [line or "" for line in batch]
+    sources += sources[:1] * (batch_size - len(batch))  # the last batch has the others' shape
+    prompt, keys = pair.prompt(sources), row_keys(seed, at, batch_size)
+    decoded = require_finite(jax.device_get(decode(prompt, keys, max_new_tokens=max_new_tokens)))
+    for row in rows:
+      texts[row] = pair.vocabulary.decode(decoded.tokens[row])
     yield texts, [_rows(decoded, rows)]
 
 
@@ -124,8 +127,8 @@ def _rows(decoded: Decoded, rows) -> Decoded:
 
 def _warn(notes: Console, pair: Pair, lines: Sequence[str]) -> None:
   for number, line in enumerate(lines, 1):
-    if not line.strip():
-      notes.print(f"warning: line {number} is empty; its translation is left empty.")
+    if not pair.reads(line):
+      notes.print(f"warning: line {number} is empty; its output is left empty.")
     elif (kept := pair.cut(line)) is not None:
       notes.print(
         f"warning: line {number} is longer than {pair.max_source_tokens} tokens; it was cut "

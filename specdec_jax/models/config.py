@@ -159,8 +159,9 @@ def t5_config(size: str, version: str = "1.1", **overrides) -> T5Config:
 
 # (emb_dim, num_heads, head_dim, layers, mlp_dim) of decoder-only models. gpt_like: Section 4.2 of
 # the paper; with tables of their own for tokens and for logits they have its 97M and 6M parameters.
-# gpt2: Radford et al., 2019, and DistilGPT2. lamda: Thoppilan et al., 2022, Table 27; of 100M
-# it says nothing: that is its recipe (D = 128, H = E / 64, M = 8 E) at so many parameters.
+# gpt2: Radford et al., 2019, and DistilGPT2. lamda: Thoppilan et al., 2022, Table 27, which counts
+# parameters without embeddings; of 100M it says nothing: that is its recipe (D = 128, H = E / 64,
+# M = 8 E) at so many.
 _GPT_SIZES = {
   "gpt_like": {
     "97m": (768, 12, 64, 12, 3072),

@@ -1,7 +1,8 @@
 """Decoder-only models in Flax: a decoder without source, which goes on writing its prompt.
 
 A prompt is what vocabularies encode, as a T5's source is: tokens, EOS, padding. EOS says where it
-ends and is not read, so padding may be any token, and an empty prompt asks for a text of its own.
+ends and is not read, so padding may be any other token, and an empty prompt asks for a text of its
+own.
 
 Axes: B batch, P prompt tokens, K tokens in a block, T cache slots, V vocabulary.
 """

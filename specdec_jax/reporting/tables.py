@@ -1,6 +1,7 @@
 """Our records beside the paper's Tables 1 to 5: ours, the paper's value, and the difference."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,13 @@ _Cell = Callable[[Record, PaperRow | None], str]
 # Drafts without weights. Where the paper has no row of theirs, none of its models stands in.
 _NO_MODEL = ("unigram", "bigram", "copy")
 _LAMDA_TOP_K = 40  # all of LaMDA's samples in Table 3 passed this filter
+
+# What stands beside records of targets whose names begin so, in Table 3: m_p, and m_q for a draft
+# that the paper lacks. Named in the paper's way, a size of ours stands beside its own row.
+_STAND_INS = {
+  "gpt_like_": ("GPT-like (97M)", "GPT-like (6M)"),
+  "lamda_": ("LaMDA (137B)", "LaMDA (100M)"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +48,7 @@ def paper_table(
   records: Iterable[Record],
   paper_rows: Sequence[PaperRow],
   paper_task: str = "EnDe",
-  paper_draft: str = "T5-small",
+  paper_draft: str | None = None,
   paper_target: str | None = None,
 ) -> Table:
   """The paper's Table `number`, 1 to 5, with our records beside its rows.
@@ -53,8 +61,9 @@ def paper_table(
     records: ours; Table 1 is computed and needs none. Of several of one setting the last counts.
     paper_rows: `paper.load_table(number)`.
     paper_task: of Tables 2 and 4.
-    paper_draft: m_q.
+    paper_draft: m_q; T5-small unless told.
     paper_target: m_p of Table 3, "T5-XXL (EnDe)" unless told (with `paper_task` in the brackets).
+      Where all records are of GPT-like or of LaMDA targets, these are theirs unless told.
 
   Raises:
     InputError: the paper's table has no such task, draft or target.
@@ -62,9 +71,9 @@ def paper_table(
   if number == 1:
     return _table_1(paper_rows)
   title, columns = _LAYOUTS[number]
-  chosen = paper_target or f"T5-XXL ({paper_task})" if number == 3 else paper_task
-  _check_choice(number, paper_rows, chosen, paper_draft)
   shown, num_left_out = _select(number, records)
+  chosen, paper_draft = _choice(number, shown, paper_task, paper_draft, paper_target)
+  _check_choice(number, paper_rows, chosen, paper_draft)
   beside = [_paper_row(number, r, paper_rows, chosen, paper_draft) for r in shown]
   of_choice = [row for row in paper_rows if _block(number, row) in (chosen, None)]
   unmatched = sum(row not in beside for row in of_choice)
@@ -129,9 +138,24 @@ def _block(number: int, row: PaperRow):
   return row.get("m_p" if number == 3 else "task")
 
 
+def _choice(number, records, task, draft: str | None, target: str | None) -> tuple[str, str]:
+  """What the paper's rows are of that stand beside ours: m_p in Table 3, a task; and m_q."""
+  if number != 3:
+    return task, draft or "T5-small"
+  stand_ins = f"T5-XXL ({task})", "T5-small"
+  for family, names in _STAND_INS.items():
+    if records and not target and all(r.target.startswith(family) for r in records):
+      stand_ins = names
+  return target or stand_ins[0], draft or stand_ins[1]
+
+
 def _same(name, ours: str) -> bool:
-  """Whether the paper's name, with or without its size in brackets, is ours."""
-  return f"{name} (".casefold().startswith(f"{ours} (".casefold())
+  """Whether the paper's name, with or without its size in brackets, is ours.
+
+  A decoder-only model's is in ours with its size: 'LaMDA (8B)' is lamda_8b.
+  """
+  in_our_way = re.sub(r"\W+", "_", name.casefold()).strip("_")
+  return f"{name} (".casefold().startswith(f"{ours} (".casefold()) or in_our_way == ours
 
 
 def _check_choice(number: int, rows: Sequence[PaperRow], chosen: str, draft: str) -> None:

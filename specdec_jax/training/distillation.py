@@ -4,6 +4,7 @@ import collections
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from rich.progress import track
@@ -49,16 +50,32 @@ def recombined(lines: list[str], count: int, seed: int = 0) -> list[str]:
 
 
 def teacher_opinions(
-  teacher: nn.Module, params, pairs: Pairs, k: int = 16, tokens_per_batch: int = 1152
+  teacher: nn.Module,
+  params,
+  pairs: Pairs,
+  k: int = 16,
+  tokens_per_batch: int = 1152,
+  tail: bool = False,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-  """A teacher's k likeliest tokens [T, k] at each target position, and their probabilities."""
+  """A teacher's k likeliest tokens [T, k] at each target position, and their probabilities.
+
+  With `tail` one column more: the text's own token, whose weight is 1 if it is none of the k, else
+  0. Where the teacher drew the text, that stands for all other tokens in proportion: on average,
+  what is learnt is the teacher's whole distribution.
+  """
 
   @jax.jit
   def likeliest(batch: Batch):
-    return jax.lax.top_k(jax.nn.softmax(teacher_forced(teacher, params, batch)), k)
+    probs, tokens = jax.lax.top_k(jax.nn.softmax(teacher_forced(teacher, params, batch)), k)
+    if not tail:
+      return probs, tokens
+    own = batch.targets[..., None]
+    is_other = (tokens != own).all(axis=-1, keepdims=True)
+    with_own = lambda most, last: jnp.concatenate([most, last.astype(most.dtype)], axis=-1)
+    return with_own(probs, is_other), with_own(tokens, own)
 
-  nothing = np.zeros((0, k), np.int32), np.zeros((0, k), np.float16)  # of pairs left out
-  opinions = [nothing] * len(pairs)
+  none = 0, k + tail  # of pairs left out
+  opinions = [(np.zeros(none, np.int32), np.zeros(none, np.float16))] * len(pairs)
   batches = epoch_batches(pairs, tokens_per_batch, 0, 0)
   for (_, indices), batch in zip(track(batches, "teacher", transient=True), arrays(pairs, batches)):
     probs, tokens = map(np.asarray, likeliest(batch))

@@ -1,0 +1,466 @@
+"""GPT-2 as transformers saves it: its parameters, its byte pairs, and the logits of PyTorch's."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_pair
+from flax import traverse_util
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.stored import Stored, param_shapes, split
+from specdec_jax.data.vocabulary import open_vocabulary
+from specdec_jax.errors import InputError
+from specdec_jax.models.config import gpt_config
+from specdec_jax.models.families import for_decoding, module_of
+from specdec_jax.pairs import load_pair
+from specdec_jax.sampling import Sampling
+
+TEXTS = ["Ein kleines Mädchen spielt.", "日本語 🎉🎉", " two  spaces\n\nand lines \n", ""]
+
+
+def byte_pairs(size=300):
+  """A tokenizer of byte pairs as GPT-2 has them, with `size` pieces and then what ends a text."""
+  tokenizer = Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = decoders.ByteLevel()
+  alphabet = pre_tokenizers.ByteLevel.alphabet()
+  trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+  tokenizer.train_from_iterator(tiny_pair.SENTENCES, trainer)
+  tokenizer.add_special_tokens(["<|endoftext|>"])
+  return tokenizer
+
+
+CONFIG = gpt_config(
+  "small",
+  "gpt2",
+  vocab_size=301,
+  eos_id=300,
+  emb_dim=16,
+  num_heads=4,
+  head_dim=4,  # its root divides exactly
+  mlp_dim=32,
+  num_decoder_layers=2,
+  num_positions=64,
+)
+
+
+@functools.cache
+def params(config, seed=0):
+  """Drawn by numpy; biases and scales too, since equal ones could be exchanged for each other."""
+  rng = np.random.default_rng(seed)
+  draw = lambda leaf: rng.normal(0, 0.4, leaf.shape).astype(np.float32)
+  return jax.tree.map(draw, param_shapes(config))
+
+
+def flat(tree):
+  return traverse_util.flatten_dict(tree, sep="/")
+
+
+def tensors(tree, scale=2.0):
+  """Our tree as transformers has it: its names, and queries that are scaled later, by `scale`."""
+  names = flat(tree)
+  theirs = {
+    "wte.weight": names["token_embedder/embedding"],
+    "wpe.weight": names["decoder/positions"],
+    "ln_f.weight": names["decoder/decoder_norm/scale"],
+    "ln_f.bias": names["decoder/decoder_norm/bias"],
+  }
+  dense = {"attn.c_proj": "self_attention/out", "mlp.c_fc": "mlp/wi", "mlp.c_proj": "mlp/wo"}
+  norms = {"ln_1": "pre_self_attention_layer_norm", "ln_2": "pre_mlp_layer_norm"}
+  for layer in range(sum(name.endswith("mlp/wo/bias") for name in names)):
+    at = f"decoder/layers_{layer}"
+    for ours, kind in (("kernel", "weight"), ("bias", "bias")):
+      query, key, value = (names[f"{at}/self_attention/{x}/{ours}"] for x in QKV)
+      joint = np.concatenate([(scale * query).astype(query.dtype), key, value], axis=-1)
+      theirs[f"h.{layer}.attn.c_attn.{kind}"] = joint
+      for part, name in dense.items():
+        theirs[f"h.{layer}.{part}.{kind}"] = names[f"{at}/{name}/{ours}"]
+    for part, name in norms.items():
+      theirs[f"h.{layer}.{part}.weight"] = names[f"{at}/{name}/scale"]
+      theirs[f"h.{layer}.{part}.bias"] = names[f"{at}/{name}/bias"]
+  return theirs
+
+
+QKV = ("query", "key", "value")
+ABOUT = {
+  "model_type": "gpt2",
+  "vocab_size": 301,
+  "n_positions": 64,
+  "n_embd": 16,
+  "n_head": 4,
+  "n_layer": 2,
+  "n_inner": 32,
+  "eos_token_id": 300,
+}
+
+
+def write(folder, arrays, num_files=1, **about):
+  folder.mkdir(exist_ok=True)
+  (folder / "config.json").write_text(json.dumps({**ABOUT, **about}))
+  if num_files == 1:
+    save_file(arrays, folder / "model.safetensors")
+    return str(folder)
+  where = {n: f"model-{i % num_files + 1:05}-of.safetensors" for i, n in enumerate(arrays)}
+  for file in set(where.values()):
+    save_file({n: x for n, x in arrays.items() if where[n] == file}, folder / file)
+  (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+  return str(folder)
+
+
+def same(got, want):
+  """Equal arrays, in type and to the last bit, under equal names."""
+  got, want = flat(got), flat(want)
+  assert got.keys() == want.keys()
+  for name in want:
+    assert got[name].dtype == want[name].dtype, name
+    np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(want[name]), name)
+
+
+# Parameters.
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_shape_and_parameters_are_read(tmp_path, prefix, num_files):
+  tree = params(CONFIG)
+  arrays = {prefix + name: array for name, array in tensors(tree).items()}
+  for layer in range(2):  # what old files have besides, and nobody reads
+    arrays[f"{prefix}h.{layer}.attn.bias"] = np.tri(64, dtype=bool)[None, None]
+    arrays[f"{prefix}h.{layer}.attn.masked_bias"] = np.array(-1e4, np.float32)
+  if prefix:
+    arrays["lm_head.weight"] = arrays["transformer.wte.weight"].copy()
+  path = write(tmp_path, arrays, num_files)
+  assert open_checkpoint(path).config == CONFIG
+  same(load_params(path, CONFIG), tree)
+  fused, laid_out = for_decoding(CONFIG, jax.tree.map(jnp.asarray, tree))
+  same(load_params(path, fused), laid_out)
+  same(load_params(path, dataclasses.replace(fused, kernels="skinny")), tiny.packed(laid_out))
+
+
+@pytest.mark.parametrize("head_dim", [4, 2], ids=["an exact root", "no exact root"])
+def test_what_is_stored_as_bfloat16_stays_so_where_kernels_widen_it(tmp_path, head_dim):
+  config = dataclasses.replace(CONFIG, head_dim=head_dim, num_heads=16 // head_dim)
+  tree = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params(config))
+  path = write(tmp_path, tensors(tree), n_head=config.num_heads)
+  config = dataclasses.replace(config, fused=True, tied_logits=False, kernels="skinny")
+  checkpoint = open_checkpoint(path)
+  halved = flat(checkpoint.load(config, stored_weights=True))
+  widened = flat(checkpoint.load(config))
+  for name, array in halved.items():
+    is_rounded = "query_key_value" in name and head_dim == 2
+    stays = name.endswith("kernel") and not is_rounded
+    assert array.dtype == (jnp.bfloat16 if stays else jnp.float32), name
+    np.testing.assert_array_equal(array.astype(jnp.float32), widened[name], name)
+
+
+def test_devices_get_their_parts(tmp_path):
+  path = write(tmp_path, tensors(params(CONFIG)))
+  mesh = jax.make_mesh((1,), ("model",))
+  spec = lambda leaf: jax.sharding.PartitionSpec(*[None] * (leaf.ndim - 1), "model")
+  place = lambda shapes: jax.tree.map(lambda x: jax.sharding.NamedSharding(mesh, spec(x)), shapes)
+  got = load_params(path, CONFIG, shardings=place)
+  same(got, params(CONFIG))
+  assert jax.tree.map(lambda x: x.sharding, got) == place(params(CONFIG))
+  arrays = open_checkpoint(path).arrays
+  for part in QKV:
+    array = arrays[f"decoder/layers_1/self_attention/{part}/kernel"]
+    for index in ((slice(3, 7), slice(None)), (slice(None), slice(8, 16)), (slice(1),) * 2):
+      np.testing.assert_array_equal(array.read(index), array.whole()[index])
+
+
+def test_of_an_array_that_is_split_only_parts_are_read():
+  asked = []
+  array = Stored((2, 9), np.dtype(np.float32), lambda index: asked.append(index))
+  for part in split(array, 3):
+    assert part.shape == (2, 3)
+    part.whole()
+    part.read((slice(0, 1), slice(1, None)))
+  assert [columns for _, columns in asked[::2]] == [slice(0, 3), slice(3, 6), slice(6, 9)]
+  assert asked[3] == (slice(0, 1), slice(4, 6))
+
+
+PUBLISHED = {
+  "distil": dict(n_embd=768, n_head=12, n_layer=6),
+  "small": dict(n_embd=768, n_head=12, n_layer=12),
+  "medium": dict(n_embd=1024, n_head=16, n_layer=24),
+  "large": dict(n_embd=1280, n_head=20, n_layer=36),
+  "xl": dict(n_embd=1600, n_head=25, n_layer=48, output_past=True),
+}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_published_shapes(tmp_path, size):
+  about = dict(
+    PUBLISHED[size],
+    activation_function="gelu_new",
+    architectures=["GPT2LMHeadModel"],
+    bos_token_id=50256,
+    eos_token_id=50256,
+    layer_norm_epsilon=1e-05,
+    n_ctx=1024,
+    n_inner=None,
+    n_positions=1024,
+    vocab_size=50257,
+  )
+  assert open_checkpoint(write(tmp_path, {}, **about)).config == gpt_config(size, "gpt2")
+
+
+@pytest.mark.parametrize(
+  ("about", "scales"),
+  [
+    (dict(scale_attn_weights=False), (1, 1)),
+    (dict(scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True), (2, 4)),
+  ],
+)
+def test_attention_that_is_scaled_otherwise(tmp_path, about, scales):
+  arrays = tensors(params(CONFIG), scale=1.0)
+  got = load_params(write(tmp_path, arrays, **about), CONFIG)
+  for layer, scale in enumerate(scales):
+    for kind in ("kernel", "bias"):
+      query = got["decoder"][f"layers_{layer}"]["self_attention"]["query"][kind]
+      want = params(CONFIG)["decoder"][f"layers_{layer}"]["self_attention"]["query"][kind]
+      np.testing.assert_array_equal(query, want / scale)
+
+
+def test_logits_with_a_matrix_of_their_own(tmp_path):
+  config = dataclasses.replace(CONFIG, tied_logits=False, activation="relu")
+  tree = params(config)
+  head = np.ascontiguousarray(tree["decoder"]["logits_dense"]["kernel"].T)
+  arrays = {**tensors(tree), "lm_head.weight": head}
+  about = dict(tie_word_embeddings=False, activation_function="relu")
+  path = write(tmp_path, arrays, **about)
+  assert open_checkpoint(path).config == config
+  same(load_params(path, config), tree)
+
+
+# What cannot be loaded.
+
+
+def refused(load, *words):
+  with pytest.raises(InputError) as caught:
+    load()
+  for word in words:
+    assert word in str(caught.value)
+  assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "said"),
+  [
+    ("model_type", "gpt_neo", "'gpt2'"),
+    ("model_type", None, "'gpt2'"),
+    ("activation_function", "gelu", "'gelu_new'"),
+    ("activation_function", None, "'gelu_new'"),
+    ("layer_norm_epsilon", 1e-6, "1e-05"),
+    ("add_cross_attention", True, "False"),
+    ("eos_token_id", [300, 0], "whole number"),
+    ("eos_token_id", None, "whole number"),
+    ("n_head", 3, "multiple of n_head, 3"),
+    ("n_head", 0, "multiple of n_head, 0"),
+    ("n_inner", "wide", "whole number"),
+    ("n_layer", "two", "whole number"),
+  ],
+)
+def test_what_is_not_computed_here_is_refused(tmp_path, field, value, said):
+  path = write(tmp_path, tensors(params(CONFIG)), **{field: value})
+  refused(lambda: open_checkpoint(path), field, "config.json", said)
+
+
+def test_a_config_that_says_too_little_is_refused(tmp_path):
+  path = write(tmp_path, tensors(params(CONFIG)))
+  for gone in ("n_embd", "n_head", "n_layer", "n_positions", "vocab_size"):
+    about = {field: value for field, value in ABOUT.items() if field != gone}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    refused(lambda: open_checkpoint(path), f"{gone} in", "is None")  # noqa: B023
+
+
+def test_arrays_that_do_not_fit_are_named(tmp_path):
+  arrays = tensors(params(CONFIG))
+  cut = arrays["h.1.attn.c_attn.weight"][:, :-1].copy()
+  path = write(tmp_path, {**arrays, "h.1.attn.c_attn.weight": cut, "score.weight": cut[0]})
+  joint = "decoder/layers_1/self_attention/query_key_value/kernel (found (16, 47), expected nothing"
+  refused(lambda: load_params(path, CONFIG), joint, "score.weight (found (47,), expected nothing)")
+  path = write(tmp_path, {k: x for k, x in arrays.items() if k != "wpe.weight"})
+  missing = "decoder/positions (found nothing, expected (64, 16))"
+  refused(lambda: load_params(path, CONFIG), "1 arrays differ", missing)
+  half = (tmp_path / "model.safetensors").read_bytes()[:2000]
+  (tmp_path / "model.safetensors").write_bytes(half)
+  refused(lambda: load_params(path, CONFIG), "model.safetensors is damaged")
+  (tmp_path / "model.safetensors").unlink()
+  refused(lambda: load_params(path, CONFIG), "pickled", "save_pretrained")
+
+
+# Byte pairs.
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+  path = tmp_path_factory.mktemp("byte_pairs") / "tokenizer.json"
+  byte_pairs().save(str(path))
+  return open_vocabulary(str(path))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_come_back(vocabulary, text):
+  ids = vocabulary.encode(text)
+  assert ids[-1] == vocabulary.eos_id == vocabulary.start_id == 300 and len(vocabulary) == 301
+  assert max(ids[:-1], default=0) < 300
+  assert vocabulary.decode(ids) == vocabulary.decode([*ids, 5, 6]) == text
+  assert vocabulary.decode([999, *ids]) == text
+
+
+def test_pieces_read_as_in_a_text(vocabulary):
+  pieces = vocabulary.pieces(vocabulary.encode("is looking at\nÜ."))
+  assert "".join(pieces[:-4]) == "is looking at↵" and " big" in vocabulary.pieces(range(300))
+  assert pieces[-4:] == ["\ufffd", "\ufffd", ".", "<|endoftext|>"]  # two bytes of one character
+  assert vocabulary.pieces([999]) == ["<999>"]
+
+
+def test_what_a_file_says_about_lengths_is_not_done(vocabulary, tmp_path):
+  tokenizer = byte_pairs()
+  tokenizer.enable_truncation(3)
+  tokenizer.enable_padding(length=8)
+  tokenizer.save(str(tmp_path / "tokenizer.json"))
+  words = open_vocabulary(str(tmp_path / "tokenizer.json"))
+  for text in ("A", TEXTS[0]):
+    assert words.encode(text) == vocabulary.encode(text)
+
+
+def test_a_fingerprint_is_that_of_all_pieces(vocabulary, tmp_path):
+  same, more, fewer = byte_pairs(), byte_pairs(), byte_pairs(299)
+  more.add_tokens(["<|pad|>"])
+  prints = []
+  for tokenizer in (same, more, fewer):
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    prints.append(open_vocabulary(str(tmp_path / "tokenizer.json")).fingerprint())
+  assert prints[0] == vocabulary.fingerprint() and len(set(prints)) == 3
+
+
+def test_ids_with_gaps(tmp_path):
+  pieces = {"a": 0, "b": 5, "</s>": 7}
+  Tokenizer(models.BPE(pieces, [])).save(str(tmp_path / "tokenizer.json"))
+  words = open_vocabulary(str(tmp_path / "tokenizer.json"))
+  assert len(words) == 8 and words.all_pieces()[5:] == ["b", "", "</s>"]
+  assert words.pieces(words.encode("ab")) == ["a", "b", "</s>"]
+
+
+# A pair.
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+  """A target, and a draft that is often right."""
+  root, tree = tmp_path_factory.mktemp("gpt2"), params(CONFIG)
+  rng = np.random.default_rng(1)
+  near = jax.tree.map(lambda x: x + rng.normal(0, 0.02, x.shape).astype(np.float32), tree)
+  return write(root / "target", tensors(tree)), write(root / "draft", tensors(near))
+
+
+def test_a_pair_writes_what_its_target_does(folders, vocabulary):
+  pair = load_pair(*folders, vocabulary.path)
+  assert (pair.target_name, pair.draft_name) == ("target", "draft") and pair.continues
+  texts = ["A man runs through", "", "Drei Männer"]
+  prompt, keys = pair.prompt(texts), jax.random.split(jax.random.key(0), 3)
+  decode = lambda gamma: pair.decoder(Sampling(0.0), gamma)(prompt, keys, max_new_tokens=12)
+  plain, fast = decode(0), decode(3)
+  np.testing.assert_array_equal(plain.tokens, fast.tokens)
+  assert fast.rounds.judged()[0].sum() > 3
+  forced = jax.jit(module_of(CONFIG).apply)
+  for row, text in enumerate(texts):  # by the whole text at once, as it is stored
+    ids = vocabulary.encode(text)[:-1] or [300]
+    written = plain.tokens[row][: plain.lengths[row]].tolist()
+    inputs = np.pad([*ids, *written], (0, 40 - len(ids) - len(written)))[None]
+    logits = forced({"params": params(CONFIG)}, inputs, inputs)[0]
+    assert logits.argmax(-1)[len(ids) - 1 :][: len(written)].tolist() == written
+
+
+def test_what_does_not_go_together_is_refused(folders, vocabulary, tmp_path):
+  target, draft = folders
+  arrays = tensors(params(CONFIG))
+  other = write(tmp_path / "other", arrays, eos_token_id=0)
+  advice = "target, draft and vocabulary must agree"
+  said = f"The draft in {other} ends a text with token 0 but {vocabulary.path} with 300"
+  refused(lambda: load_pair(target, other, vocabulary.path), said, advice)
+  refused(lambda: load_pair(other, draft, vocabulary.path), "The target in", "token 0", advice)
+  tokenizer = byte_pairs()
+  tokenizer.add_tokens(["<|pad|>"])
+  tokenizer.save(str(tmp_path / "tokenizer.json"))
+  wider = str(tmp_path / "tokenizer.json")
+  refused(lambda: load_pair(target, draft, wider), "a vocabulary of 301 tokens", "302", advice)
+
+
+# PyTorch's.
+
+
+def saved(folder, size, seed=0, noise=0.0, **how):
+  """GPT-2 small with two layers, `size` tokens and random weights, saved: PyTorch's model."""
+  torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+  transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+  shard = how.pop("max_shard_size", "5GB")
+  about = dict(vocab_size=size, n_layer=2, bos_token_id=size - 1, eos_token_id=size - 1)
+  torch.manual_seed(seed)
+  model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**about, **how)).eval()
+  with torch.no_grad():
+    for name, weight in model.named_parameters():
+      if "ln_" in name or "bias" in name:  # all ones or zeros: nobody would see them exchanged
+        weight += 0.3 * torch.randn_like(weight)
+      elif "wte" not in name:  # strong enough for more to matter than the last token
+        weight *= 3
+      weight += noise * weight.std() * torch.randn_like(weight)
+  model.save_pretrained(folder, max_shard_size=shard)
+  return model
+
+
+@pytest.mark.parametrize(
+  "how",
+  [
+    {},
+    dict(max_shard_size="40MB", n_inner=1000, tie_word_embeddings=False),
+    dict(scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True),
+    dict(scale_attn_weights=False, activation_function="relu"),
+  ],
+  ids=["published", "several files", "scaled by layer", "not scaled"],
+)
+def test_logits_are_those_of_pytorch(tmp_path, how):
+  model = saved(tmp_path, 50257, **how)
+  assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == ("max_shard_size" in how)
+  config = open_checkpoint(str(tmp_path)).config
+  if not how:
+    assert config == gpt_config("small", "gpt2", num_decoder_layers=2)
+  inputs = np.random.default_rng(0).integers(0, 50257, (2, 50))
+  with pytest.importorskip("torch").no_grad():
+    want = model(pytest.importorskip("torch").tensor(inputs)).logits.numpy()
+  assert np.std(want) > 0.3
+  for fused in (False, True):
+    if fused:
+      config = dataclasses.replace(config, fused=True, tied_logits=False)
+    got = jax.jit(module_of(config).apply)(
+      {"params": load_params(str(tmp_path), config)}, inputs, inputs
+    )
+    np.testing.assert_allclose(got, want, atol=5e-5, rtol=0)
+
+
+def test_speculation_writes_what_pytorchs_greedy_generation_does(tmp_path, vocabulary):
+  model = saved(tmp_path / "target", 301)
+  saved(tmp_path / "draft", 301, noise=0.05)
+  pair = load_pair(str(tmp_path / "target"), str(tmp_path / "draft"), vocabulary.path)
+  for text in ("A man runs through the", ""):
+    decoded = pair.decoder(Sampling(0.0), 3)(
+      pair.prompt([text], width=16), jax.random.split(jax.random.key(0), 1), max_new_tokens=40
+    )
+    ids = vocabulary.encode(text)[:-1] or [vocabulary.eos_id]
+    torch = pytest.importorskip("torch")
+    (want,) = model.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False).tolist()
+    want = want[len(ids) :]
+    assert len(set(want)) > 5
+    assert decoded.tokens[0][: len(want)].tolist() == want
+    assert decoded.lengths[0] == len(want)
+    assert 0 < decoded.rounds.judged()[0] < 40

@@ -1,0 +1,349 @@
+"""Decoder-only models: one block, many steps and one teacher-forced pass agree, and so do drafts.
+
+The reference for the arithmetic is the decoder in plain numpy below, in float64; for prompts, the
+text that they are put in front of, as a list.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from scipy import special
+
+from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.drafts.copy import copy_draft
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.drafts.ngram import fit_ngrams, ngram_draft
+from specdec_jax.errors import InputError
+from specdec_jax.kernels import skinny
+from specdec_jax.models.families import for_decoding
+from specdec_jax.models.gpt import gpt_model
+from specdec_jax.sampling import Sampling
+
+V = 24
+VARIANTS = {
+  "gpt_like": tiny.gpt_config(V, emb_dim=32, head_dim=12),
+  "gpt2": tiny.gpt_config(V, tied_logits=True, eos_id=V - 1, start_id=None),
+  "lamda": tiny.gpt_config(V, gated=True, biases=False, num_positions=None),
+  "bfloat16": tiny.gpt_config(V, layers=1, dtype=jnp.bfloat16),
+}
+# As in test_t5: float32 sums in another order, or bfloat16.
+TOLERANCE = {jnp.float32: dict(rtol=1e-5, atol=2e-5), jnp.bfloat16: dict(rtol=0.05, atol=0.25)}
+LENGTHS = [5, 0, 3, 7]  # of prompts, in tokens
+NEW = 12
+SLOTS = 32
+EVERY = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def begun(cfg, prompt):
+  """What is committed of each prompt, as lists: the start token and the prompt without its EOS."""
+  rows = [row[: row.index(cfg.eos_id)] for row in prompt.tolist()]
+  if cfg.start_id is None:
+    return [row or [cfg.eos_id] for row in rows]
+  return [[cfg.start_id, *row] for row in rows]
+
+
+def take(rows, start, count):
+  """rows [B, T, ...] -> [B, count, ...] from each row's own start [B]."""
+  return np.stack([row[at : at + count] for row, at in zip(rows, start, strict=True)])
+
+
+class Case:
+  """A model with ragged prompts, texts that follow them, and the teacher-forced logits of both."""
+
+  def __init__(self, cfg):
+    self.params, self.prompt = tiny.params(cfg, 0), tiny.prompts(cfg, 0, LENGTHS)
+    self.model, self.tolerance = gpt_model(cfg), TOLERANCE[cfg.dtype]
+    rows, new = begun(cfg, self.prompt), np.random.default_rng(1).integers(0, V, (4, SLOTS))
+    self.tokens = np.array([[*row, *more][:24] for row, more in zip(rows, new)], np.int32)
+    self.begins = np.array([len(row) for row in rows])
+    nothing = np.zeros((4, 1), np.int32)
+    self.logits = np.asarray(tiny.teacher_forced(cfg)(self.params, nothing, self.tokens))
+    start, extend = jax.jit(self.model.start, static_argnums=2), jax.jit(self.model.extend)
+    self.start = lambda prompt: start(self.params, prompt, SLOTS)
+    self.extend = lambda cache, tokens: extend(self.params, cache, tokens)
+
+
+@functools.cache
+def case(variant):
+  return Case(VARIANTS[variant])
+
+
+# Prompts.
+
+
+@EVERY
+def test_a_text_begins_with_its_prompt_whatever_pads_it(variant):
+  cfg, of = VARIANTS[variant], case(variant)
+  for padding, width in (0, 8), (7, 8), (3, 13):
+    prompt = np.pad(of.prompt, ((0, 0), (0, width - 8)))
+    past = np.arange(width) > np.array(LENGTHS)[:, None]
+    tokens, length = of.model.begin(jnp.asarray(np.where(past, padding, prompt)))
+    assert [row[:n].tolist() for row, n in zip(tokens, length)] == begun(cfg, of.prompt)
+
+
+@EVERY
+def test_what_pads_a_prompt_is_not_read(variant):
+  of = case(variant)
+  at = of.begins - 1
+  past = np.arange(8) > np.array(LENGTHS)[:, None]
+  for padding in (3, 9):
+    logits, _ = of.extend(of.start(np.where(past, padding, of.prompt)), take(of.tokens, at, 5))
+    np.testing.assert_allclose(logits, take(of.logits, at, 5), **of.tolerance)
+
+
+def test_the_prompt_does_matter():
+  of = case("gpt_like")
+  other = np.where(of.prompt > 1, 2 + of.prompt % (V - 2), of.prompt)
+  logits, _ = of.extend(of.start(other), take(of.tokens, of.begins - 1, 5))
+  moved = np.abs(np.asarray(logits) - take(of.logits, of.begins - 1, 5)).max(axis=(1, 2))
+  assert (moved[[0, 2, 3]] > 0.5).all() and moved[1] < 1e-4  # the second is empty
+
+
+# Blocks.
+
+
+@EVERY
+@pytest.mark.parametrize("cuts", [[1] * 3, [5, 1, 5]], ids=str)
+def test_blocks_after_ragged_prompts_equal_the_teacher_forced_pass(variant, cuts):
+  of = case(variant)
+  cache, at = of.start(of.prompt), of.begins - 1
+  for block in cuts:
+    np.testing.assert_array_equal(cache.length, at)
+    logits, cache = of.extend(cache, take(of.tokens, at, block))
+    np.testing.assert_allclose(logits, take(of.logits, at, block), **of.tolerance)
+    at = at + block
+
+
+@EVERY
+def test_every_accept_count_rolls_back_to_the_text(variant):
+  """Verify [newest, guesses], keep n of them by setting `length`, go on; rows at different n."""
+  of, gamma = case(variant), 4
+  at = of.begins - 1
+  filled = of.start(of.prompt)
+  for first in range(gamma + 1):
+    n = (first + np.arange(4)) % (gamma + 1)
+    block = take(of.tokens, at, gamma + 1)
+    wrong = np.arange(gamma + 1) > n[:, None]
+    verified, cache = of.extend(filled, np.where(wrong, (block + 7) % V, block))
+    for row in range(4):  # up to the first wrong guess the block is the text
+      kept = slice(0, n[row] + 1)
+      np.testing.assert_allclose(
+        verified[row, kept], of.logits[row, at[row] :][kept], **of.tolerance
+      )
+    cache = cache.replace(length=jnp.asarray(at + n + 1))
+    again, cache = of.extend(cache, take(of.tokens, at + n + 1, gamma + 1))
+    np.testing.assert_allclose(again, take(of.logits, at + n + 1, gamma + 1), **of.tolerance)
+    np.testing.assert_array_equal(cache.length, at + n + gamma + 2)
+
+
+@pytest.mark.parametrize("variant", ["gpt_like", "gpt2", "lamda"])
+def test_a_layout_for_decoding_changes_no_logits(variant):
+  cfg, of = VARIANTS[variant], case(variant)
+  fused, params = for_decoding(cfg, of.params)
+  layouts = [(fused, params)]
+  if skinny.ready():
+    layouts.append((dataclasses.replace(fused, kernels="skinny"), tiny.packed(params)))
+  block = take(of.tokens, of.begins - 1, 5)
+  for config, weights in layouts:
+    assert config.fused and "logits_dense" in weights["decoder"]
+    model = gpt_model(config)
+    read = lambda params, model=model: model.extend(
+      params, model.start(params, of.prompt, SLOTS), block
+    )[0]
+    want = take(of.logits, of.begins - 1, 5)
+    np.testing.assert_allclose(jax.jit(read)(weights), want, rtol=1e-4, atol=1e-4)
+
+
+# The arithmetic.
+
+
+def numpy_gpt(params, cfg, tokens):
+  """Logits [K, V] of one row, in float64: every formula written out."""
+  params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+  def norm(p, x):
+    if not cfg.biases:
+      return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * p["scale"]
+    x = x - x.mean(axis=-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
+
+  def dense(p, x):
+    return x @ p["kernel"] + (p["bias"] if cfg.biases else 0)
+
+  def attend(p, x, bias):
+    mixed = []
+    for h in range(cfg.num_heads):
+      own = slice(h * cfg.head_dim, (h + 1) * cfg.head_dim)
+      query, key, value = (dense(p[name], x)[:, own] for name in ("query", "key", "value"))
+      mixed.append(special.softmax(query @ key.T + bias[h], axis=-1) @ value)
+    return dense(p["out"], np.concatenate(mixed, axis=-1))
+
+  def feed_forward(p, x):
+    gelu = lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+    if cfg.gated:
+      return dense(p["wo"], gelu(dense(p["wi_0"], x)) * dense(p["wi_1"], x))
+    return dense(p["wo"], gelu(dense(p["wi"], x)))
+
+  table, p, size = params["token_embedder"]["embedding"], params["decoder"], len(tokens)
+  x, past = table[tokens], np.arange(size)[:, None] - np.arange(size)
+  if cfg.num_positions is None:  # buckets of a distance below 19, of which 16 to 18 are one
+    bias = p["relpos_bias"]["rel_embedding"][:, np.clip(past, 0, 16)]
+  else:
+    x, bias = x + p["positions"][:size], np.zeros((cfg.num_heads, 1, 1))
+  bias = np.where(past >= 0, bias, -1e10)
+  for i in range(cfg.num_decoder_layers):
+    layer = p[f"layers_{i}"]
+    h = norm(layer["pre_self_attention_layer_norm"], x)
+    x = x + attend(layer["self_attention"], h, bias)
+    x = x + feed_forward(layer["mlp"], norm(layer["pre_mlp_layer_norm"], x))
+  x = norm(p["decoder_norm"], x)
+  return x @ (table.T if cfg.tied_logits else p["logits_dense"]["kernel"])
+
+
+@pytest.mark.parametrize("variant", ["gpt_like", "gpt2", "lamda"])
+def test_logits_equal_numpys(variant):
+  cfg, of = VARIANTS[variant], case(variant)
+  for row in range(4):
+    want = numpy_gpt(of.params, cfg, of.tokens[row, :19])
+    np.testing.assert_allclose(of.logits[row, :19], want, rtol=1e-4, atol=1e-4)
+
+
+# Shapes.
+
+
+def test_a_text_longer_than_the_table_of_positions_is_refused():
+  of = case("gpt_like")
+  start = lambda of, slots: jax.eval_shape(lambda: of.model.start(of.params, of.prompt, slots))
+  assert start(of, 64).layers[0][0].shape == (4, 2, 64, 12)
+  with pytest.raises(InputError, match="prompt of 8 tokens.* take 65 positions, .* model has 64"):
+    start(of, 65)
+  assert start(case("lamda"), 65).layers[0][0].shape == (4, 2, 65, 8)
+
+
+# Decoding.
+
+TARGET = tiny.gpt_config(V, layers=1)
+LIMIT = 16
+GREEDY = Sampling(temperature=0.0)
+KEYS = jax.random.split(jax.random.key(0), 4)
+
+
+@functools.cache
+def target_params():
+  return tiny.params(TARGET, 3)
+
+
+@functools.cache
+def prompts():
+  return tiny.prompts(TARGET, 5, LENGTHS)
+
+
+@functools.cache
+def endless():
+  """Each row's argmax text [4, LIMIT], by a teacher-forced pass for each token."""
+  begins = [len(row) for row in begun(TARGET, prompts())]
+  tokens = np.array([[*row, *[0] * 24][:24] for row in begun(TARGET, prompts())], np.int32)
+  for i in range(LIMIT):
+    logits = tiny.teacher_forced(TARGET)(target_params(), np.zeros((4, 1), np.int32), tokens)
+    for row, begin in enumerate(begins):
+      tokens[row, begin + i] = logits[row, begin + i - 1].argmax()
+  return take(tokens, begins, LIMIT)
+
+
+def eos():
+  """A token that ends some of these texts and not others."""
+  return int(endless()[0, 5])
+
+
+def oracle():
+  """The texts as lists, up to EOS."""
+  rows = endless().tolist()
+  return [row[: row.index(eos()) + 1] if eos() in row else row for row in rows]
+
+
+@functools.cache
+def draft(name):
+  """(what makes the draft of a gamma, its parameters)."""
+  of_model = lambda cfg: functools.partial(model_draft, gpt_model(cfg), GREEDY)
+  other = tiny.gpt_config(V, layers=1, gated=True, biases=False, num_positions=None)
+  texts = [[token for token in text if token] for text in oracle()]
+  return {
+    "target": lambda: (of_model(TARGET), target_params()),
+    "near": lambda: (of_model(TARGET), tiny.near(target_params(), 1, 0.2)),
+    "random": lambda: (of_model(other), tiny.params(other, 2)),
+    "bigram": lambda: (functools.partial(ngram_draft, 2, V, GREEDY), fit_ngrams(texts, V)),
+    "copy": lambda: (functools.partial(copy_draft, V), ()),
+  }[name]()
+
+
+def texts_of(out):
+  return [row[:n].tolist() for row, n in zip(np.asarray(out.tokens), np.asarray(out.lengths))]
+
+
+def speculate(name, rows=slice(0, 4), gamma=3):
+  make, params = draft(name)
+  return speculative_decode(
+    *(gpt_model(TARGET), make(gamma), target_params(), params, prompts()[rows], KEYS[rows]),
+    max_new_tokens=LIMIT,
+    sampling=GREEDY,
+    eos_id=eos(),
+  )
+
+
+def test_plain_decoding_equals_the_oracle():
+  model, common = gpt_model(TARGET), dict(max_new_tokens=LIMIT, sampling=GREEDY, eos_id=eos())
+  out = autoregressive_decode(model, target_params(), prompts(), KEYS, **common)
+  assert texts_of(out) == oracle()
+  assert len({tuple(text) for text in oracle()}) == 4
+  assert {text[-1] == eos() for text in oracle()} == {True, False}
+
+
+@pytest.mark.parametrize("name", ["target", "near", "random", "bigram", "copy"])
+def test_speculation_equals_the_oracle(name):
+  out = speculate(name)
+  assert texts_of(out) == oracle()
+  if name == "target":
+    assert int(out.num_rounds) == max(-(-len(text) // 4) for text in oracle())
+  elif name != "random":
+    assert int(out.num_rounds) < LIMIT  # some guesses stood
+
+
+@pytest.mark.parametrize("name", ["near", "copy"])
+def test_a_row_alone_equals_the_oracle(name):
+  for row in range(4):
+    assert texts_of(speculate(name, slice(row, row + 1))) == oracle()[row : row + 1]
+
+
+def test_samples_have_the_targets_joint_distribution():
+  """2,000 texts after each of two prompts, one of them empty; the other's must be caught."""
+  n, two = 2000, prompts()[:2]
+  make = model_draft(gpt_model(TARGET), Sampling(), 2)
+  out = speculative_decode(
+    *(gpt_model(TARGET), make, target_params(), tiny.near(target_params(), 1, 0.5)),
+    *(np.tile(two, (n, 1)), jax.random.split(jax.random.key(1), 2 * n)),
+    max_new_tokens=2,
+    sampling=Sampling(),
+    eos_id=-1,
+  )
+  assert (np.asarray(out.rounds.num_accepted)[0] < 2).any()
+  first, second = np.asarray(out.tokens).reshape(n, 2, 2).transpose(2, 1, 0)  # [2, n] each
+  joints = [joint_of_two(row) for row in begun(TARGET, two)]
+  for row in range(2):
+    counts = np.bincount(first[row] * V + second[row], minlength=V * V)
+    assert tiny.p_value(counts, joints[row]) > tiny.LEVEL
+    assert tiny.p_value(counts, joints[1 - row]) < tiny.CAUGHT
+    assert tiny.detectable(n, joints[row]) < 0.3
+
+
+def joint_of_two(text):
+  """Exact probabilities [V * V] of the first two tokens after a text."""
+  after = np.zeros((V, 24), np.int32)
+  after[:, : len(text)], after[:, len(text)] = text, np.arange(V)
+  logits = tiny.teacher_forced(TARGET)(target_params(), np.zeros((V, 1), np.int32), after)
+  p = special.softmax(np.asarray(logits, np.float64), axis=-1)
+  return (p[0, len(text) - 1][:, None] * p[:, len(text)]).ravel()
