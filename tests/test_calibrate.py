@@ -140,7 +140,7 @@ def test_auto_is_resolved_and_a_number_stays(monkeypatch, capsys):
   assert resolve_gamma("auto", *rest) == found.gamma > 0
   assert capsys.readouterr().out == f"{found}.\n"
   assert resolve_gamma(7, *rest) == 7
-  assert resolve_gamma("auto", None, ["", " "], *rest[2:]) == 0
+  assert resolve_gamma("auto", None, [None, None], *rest[2:]) == 0
   assert capsys.readouterr().out == ""
   for bad in (0, -1, 2.5, "fast"):
     with pytest.raises(InputError, match=f"gamma is {bad!r}"):

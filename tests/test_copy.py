@@ -21,9 +21,6 @@ GREEDY = Sampling(temperature=0.0)
 
 def by_hand(source, text, gamma, max_ngram, vocab_size):
   """The guesses for one row, source without padding, by a search from the best match down."""
-  body = source[:-1]
-  if body in (text[: len(body)], text[1 : len(body) + 1]):  # as a decoder-only model's text begins
-    source = []
   for n in range(min(max_ngram, len(text)), 0, -1):
     suffix = text[-n:]
     for context, in_text in ((source, False), (text, True)):
@@ -80,9 +77,8 @@ def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=1
     ([7, 50, 8, 1], [0, 7], [0, 8, 1, 0]),  # 50 is not among the target's 40 tokens
     ([2, 3, 4, 6, 3, 4, 5, 7, 3, 4, 8, 1], [0, 6, 3, 4], [5, 7, 3, 4]),  # three rather than two
     ([5, 6, 3, 4, 5, 7, 6, 3, 4, 8, 1], [0, 5, 6, 3, 4], [8, 1, 0, 0]),  # four count as three
-    ([5, 6, 7, 5, 6, 1], [0, 5, 6, 7, 5, 6], [7, 5, 6, 7]),  # the source is in the text: no EOS
-    ([5, 6, 7, 5, 6, 1], [5, 6, 7, 5, 6], [7, 5, 6, 7]),  # where no start token stands before it
-    ([5, 6, 1], [0, 5, 6, 8, 5, 6], [8, 5, 6, 8]),  # later, too
+    ([5, 6, 1], [0, 5, 6, 8, 6, 8], [6, 8, 6, 8]),  # after a prompt: what the text went on with
+    ([5, 6, 1], [0, 5, 6, 8, 5, 6], [1, 0, 0, 0]),  # at the prompt's end, come again: its EOS
     ([1], [0, 5, 6, 8, 5, 6], [8, 5, 6, 8]),  # an empty one
   ],
 )

@@ -44,7 +44,8 @@ def test_lines_are_the_texts_decoded_with_their_rounds(whole, tmp_path, capsys):
   records = [json.loads(line) for line in whole.splitlines()]
   assert [(r["index"], r["source"]) for r in records] == [*enumerate(TEXTS)]
   pair = tiny_pair.pair(max_source_tokens=WIDTH)
-  outputs, decoded = zip(*decode_lines(pair, TEXTS, SAMPLING, GAMMA, BATCH, LIMIT))
+  asked = [text if pair.reads(text) else None for text in TEXTS]
+  outputs, decoded = zip(*decode_lines(pair, asked, SAMPLING, GAMMA, BATCH, LIMIT))
   assert [r["output"] for r in records] == [text for batch in outputs for text in batch]
   decoded = [d for batch in decoded for d in batch]
   assert sum(len(r["tokens"]) for r in records) == num_tokens(decoded)

@@ -16,12 +16,12 @@ def copy_draft(vocab_size: int, gamma: int, max_ngram: int = 3) -> Draft:
   """Guesses that what followed the latest tokens elsewhere follows them here.
 
   The longest match of the newest tokens, at most `max_ngram` of them, is looked for in the source
-  and in the text so far; in the text alone if it begins with the source, as a decoder-only model's
-  does, and only the source's EOS would be new. Of matches of one length the source's come before
-  the text's, and the latest before earlier ones. A match in the text goes on through its own
-  guesses, so a repeating text is guessed to repeat. Where nothing matches, the source has ended, or
-  an id is none of the target's, the guess is PAD_ID: a round costs the same whatever is guessed.
-  Parameters: none, ().
+  and in the text so far. Of matches of one length the source's come before the text's, and the
+  latest before earlier ones. A match in the text goes on through its own guesses, so a repeating
+  text is guessed to repeat. Where nothing matches, the source has ended, or an id is none of the
+  target's, the guess is PAD_ID: a round costs the same whatever is guessed. Parameters: none, ().
+  After a decoder-only model's prompt the source is in the text as well; nothing is lost by that
+  but a guess of its EOS where the prompt's last tokens come again.
 
   Raises:
     InputError: gamma or max_ngram is no whole number, or < 1.
@@ -44,10 +44,6 @@ def copy_draft(vocab_size: int, gamma: int, max_ngram: int = 3) -> Draft:
 
     # A match counts if something follows it. One score ranks by length first, then by place.
     follows = jnp.pad(source, ((0, 0), (0, 1)))[:, 1:] != PAD_ID
-    # A decoder-only model's text begins with its source, behind a start token or none.
-    text = jnp.pad(tokens, ((0, 0), (0, source.shape[1])))
-    holds = lambda at: ((text[:, at : at + source.shape[1]] == source) | ~follows).all(axis=1)
-    follows &= ~(holds(0) | holds(1))[:, None]
     counts = [
       jnp.where(jnp.arange(num_slots) < length - 1, matched(tokens), 0),
       jnp.where(follows, matched(source), 0),
