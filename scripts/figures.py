@@ -13,6 +13,7 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.records import read
 from specdec_jax.reporting import figures
 from specdec_jax.reporting.paper import load_table
+from specdec_jax.run import parse_gin, user_sentence
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -39,10 +40,11 @@ def main() -> None:
   try:
     figures.require_format(args.output)  # before the work
     figures.save(draw(args), args.output)
-  except InputError as error:
-    parser.exit(2, f"error: {error}\n")
-  except OSError as error:
-    parser.exit(2, f"error: cannot use '{error.filename}': {error.strerror}.\n")
+  except Exception as error:
+    sentence = user_sentence(error)
+    if sentence is None:
+      raise
+    parser.exit(2, f"error: {sentence}\n")
 
 
 def draw(args: argparse.Namespace):
@@ -72,20 +74,16 @@ def trace(args: argparse.Namespace):
   # They bring jax, which the other figures do without.
   import gin
 
-  from specdec_jax import pairs
   from specdec_jax.experiments.translate import decode_lines
   from specdec_jax.reporting.rounds import read_rounds
   from specdec_jax.sampling import Sampling
 
   require_count("gamma", args.gamma)
-  gin.parse_config_file(str(ROOT / "gin" / "quickstart.gin"))
-  if args.gin_file:
-    with open(args.gin_file) as file:
-      gin.parse_config(file)
-  pair = gin.get_configurable(pairs.load_pair)()
-  text = args.text
+  parse_gin([str(ROOT / "gin" / "quickstart.gin"), *filter(None, [args.gin_file])], [], [])
+  quickstart = gin.get_bindings("quickstart.quickstart")
+  pair, text = quickstart["pair"], args.text
   if text is None:
-    text = "" if pair.continues else gin.query_parameter("%SENTENCES")[7]  # has guesses rejected
+    text = "" if pair.continues else quickstart["sentences"][7]  # has guesses rejected
   if not pair.reads(text):
     raise InputError("The text is empty; give a sentence to translate.")
   sampling = Sampling(args.temperature)

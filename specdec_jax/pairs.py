@@ -13,7 +13,7 @@ from jax import Array
 
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.stored import Shardings, param_shapes
-from specdec_jax.data.vocabulary import Vocabulary, open_vocabulary, padded
+from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, open_vocabulary, padded
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.model import model_draft
 from specdec_jax.errors import InputError, require_count
@@ -159,6 +159,11 @@ def load_pair(
     drafter = draft(words)
   else:
     draft_config, params = load("draft", draft, shardings=draft_shardings)
+    if draft_config.has_encoder != config.has_encoder:
+      raise InputError(
+        f"Of {target} and {draft} one is decoder-only and the other is not; target and draft must "
+        "be of one kind."
+      )
     make = functools.partial(model_draft, model_of(draft_config))
     drafter = Drafter(checkpoint_name(draft), make, params)
   halved = dtype == "float32" and any(
@@ -216,8 +221,8 @@ def random_pair(
   """
   kind = named_dtype(dtype)
   words = open_vocabulary(vocabulary)
-  config, target_params = _random(target, version, kind, shardings, kernels)
-  draft_config, draft_params = _random(draft, version, kind, draft_shardings, kernels)
+  config, target_params = _random(target, version, kind, words, shardings, kernels)
+  draft_config, draft_params = _random(draft, version, kind, words, draft_shardings, kernels)
   family = version if version.isidentifier() else f"t5_{version}"
   return Pair(
     target=simulated_acceptance(model_of(config), alpha, words.eos_id),
@@ -236,9 +241,19 @@ def random_pair(
   )
 
 
-def _random(size: str, version: str, dtype, shardings: Shardings, kernels: str):
+def _random(
+  size: str, version: str, dtype, words: Vocabulary, shardings: Shardings, kernels: str
+) -> tuple[Config, Any]:
   """A shape and its parameters at random, made one by one in dtype and where they belong."""
-  config = _for_decoding(named_config(version, size, dtype=dtype), shardings, kernels)
+  config = named_config(version, size, dtype=dtype)
+  if isinstance(config, GPTConfig):  # whatever the vocabulary, its EOS ends a prompt
+    config = dataclasses.replace(config, eos_id=words.eos_id)
+  if len(words) > config.vocab_size:
+    raise InputError(
+      f"{words.path} has {len(words)} tokens, more than the {config.vocab_size} of {version} "
+      f"{size}; give a smaller vocabulary."
+    )
+  config = _for_decoding(config, shardings, kernels)
   shapes = param_shapes(config)
   leaves, tree = jax.tree.flatten(shapes)
   places = jax.tree.leaves(shardings(shapes)) if shardings else [None] * len(leaves)
@@ -289,11 +304,17 @@ def _load(
       f"{words.extra_ids} extra_ids among them (T5's own has 100); target, draft and vocabulary "
       "must agree."
     )
-  if isinstance(config, GPTConfig) and config.eos_id != words.eos_id:
-    raise InputError(
-      f"The {role} in {path} ends a text with token {config.eos_id} but {words.path} with "
-      f"{words.eos_id}; target, draft and vocabulary must agree."
-    )
+  if isinstance(config, GPTConfig):
+    if config.eos_id != words.eos_id:
+      raise InputError(
+        f"The {role} in {path} ends a text with token {config.eos_id} but {words.path} with "
+        f"{words.eos_id}; target, draft and vocabulary must agree."
+      )
+    if config.eos_id == PAD_ID:
+      raise InputError(
+        f"The {role} in {path} ends a text with token {PAD_ID}, which pads prompts here; use "
+        "models whose vocabulary has another token there."
+      )
   if checkpoint.vocabulary not in (None, words.fingerprint()):
     raise InputError(
       f"The {role} in {path} was trained with another vocabulary than {words.path}, though "

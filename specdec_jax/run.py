@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
       return 0
     _choose_cpu_kernels()
     _cache_compilations(options.jax_compilation_cache_dir)
-    _parse_gin(options.gin_file, options.gin_bindings, options.gin_search_paths)
+    parse_gin(options.gin_file, options.gin_bindings, options.gin_search_paths)
     gin.get_configurable(run)()
     sys.stdout.flush()
     return 0
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except Exception as error:
-    sentence = _user_sentence(error)
+    sentence = user_sentence(error)
     if sentence is None:
       raise
     if "--debug" in argv:
@@ -176,7 +176,7 @@ def _cache_compilations(directory: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float(seconds))
 
 
-def _parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]) -> None:
+def parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]) -> None:
   """Read gin files, then bindings, and check that every name in them means something."""
   # gin would look for a file inside Python packages too, importing them on the way.
   del gin.config._FILE_READERS[1:]
@@ -227,7 +227,7 @@ def _check_macros(new_macros: set[str], config) -> None:
     )
 
 
-def _user_sentence(error: BaseException) -> str | None:
+def user_sentence(error: BaseException) -> str | None:
   """What to tell the user of an error that is theirs to mend; None for a bug."""
   text = str(error)
   # gin adds to a message by raising a copy, of a subclass made for it; find what was raised first.

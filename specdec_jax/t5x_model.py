@@ -318,6 +318,8 @@ def t5x_baseline(pair: Pair, checkpoint: str = str(EMBEDDED / "target")) -> Base
       "bind it to the target's checkpoint."
     )
   stored = open_checkpoint(checkpoint)
+  if not isinstance(stored.config, T5Config):
+    raise InputError(f"{checkpoint} is no T5, which is what t5x is timed with here.")
   config = dataclasses.replace(stored.config, dtype=named_dtype(pair.dtype))
   eos_id = 1 if pair.simulated_alpha is None else -1
   decode = functools.partial(t5x_decode, config, stored.load(config), eos_id=eos_id)

@@ -1,4 +1,4 @@
-"""The pair that comes with the package: loads as it is, and speculation leaves its output alone.
+"""The pairs that come with the package: they load, and speculation leaves their output alone.
 
 Real sentences: those of the quickstart, and 200 of Multi30k's test set where it lies at hand.
 """
@@ -15,7 +15,7 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.experiments.alpha import measure_alpha
 from specdec_jax.experiments.speed import identical, row_keys
-from specdec_jax.pairs import EMBEDDED, load_pair
+from specdec_jax.pairs import ASSETS, EMBEDDED, asset, load_pair
 from specdec_jax.sampling import Sampling
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -100,5 +100,46 @@ def test_alpha_at_temperature_0_is_what_its_readme_says(pair, sentences):
   assert alpha.low - 0.03 <= claimed <= alpha.high + 0.03
 
 
-def _readme() -> str:
-  return (EMBEDDED / "README.md").read_text()
+def _readme(folder: pathlib.Path = EMBEDDED) -> str:
+  return (folder / "README.md").read_text()
+
+
+# The GPT-like pair.
+
+BEGINNINGS = [
+  "",
+  "the president",
+  "in london ,",
+  "he said",
+  "shares of the",
+  "police",
+  "it is",
+  "a",
+]
+
+
+@pytest.fixture(scope="module")
+def gpt():
+  files = [asset(f"lm1b/{name}") for name in ("gpt_like_4m", "gpt_like_600k", "vocabulary.txt")]
+  return load_pair(*files, task="lm1b", max_source_tokens=48)
+
+
+def test_the_gpt_like_pair_is_small():
+  assert sum(f.stat().st_size for f in (ASSETS / "lm1b").rglob("*") if f.is_file()) <= 15e6
+
+
+@pytest.mark.parametrize("gamma", [1, 7])
+def test_the_gpt_like_pair_goes_on_as_its_target_does(gpt, gamma):
+  """Beginnings of several lengths together, and one of them alone."""
+  for batch in (BEGINNINGS, BEGINNINGS[1:2]):
+    asked = gpt.prompt(batch, width=8), row_keys(0, 0, len(batch))
+    plain, ours = (gpt.decoder(GREEDY, g)(*asked, max_new_tokens=LIMIT) for g in (0, gamma))
+    assert identical([plain], [ours])
+
+
+def test_alpha_of_the_gpt_like_pair_is_what_its_readme_says(gpt):
+  sampled, prompt = Sampling(), gpt.prompt([""] * 16)
+  plain = gpt.decoder(sampled, 0)(prompt, row_keys(0, 0, 16), max_new_tokens=LIMIT)
+  alpha = measure_alpha(gpt, [prompt], [plain], sampled).alpha
+  claimed = float(re.search(r"temperature 1 \| ([0-9.]+)", _readme(ASSETS / "lm1b")).group(1))
+  assert alpha.low - 0.03 <= claimed <= alpha.high + 0.03

@@ -327,6 +327,7 @@ def test_a_fault_is_shown_and_ends_in_status_1(capsys, monkeypatch):
     ({"level": 0.0}, "level is 0.0"),
     ({"samples_per_text": 0}, "samples_per_text is 0"),
     ({"batch_sizes": [0]}, "batch_sizes is 0"),
+    ({"samplings": [Sampling(top_k=10)], "samples_per_text": 1}, "likely enough to be counted"),
   ],
 )
 def test_bad_input(changes, words):

@@ -214,6 +214,7 @@ def trace(drawing, tmp_path):
   spec.loader.exec_module(script)
 
   def draw(text, seed):
+    gin.clear_config()  # each is a run of its own
     how = dict(gin_file=str(tmp_path / "tiny.gin"), gamma=3, temperature=1.0)
     (axes,) = script.trace(argparse.Namespace(text=text, seed=seed, **how)).axes
     title, *drawn = [(text.get_text(), text.get_color()) for text in axes.texts]

@@ -93,7 +93,7 @@ def save_huggingface(folder: str, config: T5Config, params) -> None:
   """
   if config.fused or config.gated != (config.activation == "gelu"):
     raise InputError(
-      f"A T5 with fused {config.fused}, gated {config.gated} and {config.activation} cannot be "
+      f"A model with fused {config.fused}, gated {config.gated} and {config.activation} cannot be "
       "written for transformers, which has gated gelu and relu that is not gated, neither fused."
     )
   path = pathlib.Path(folder)

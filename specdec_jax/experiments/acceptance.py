@@ -133,6 +133,7 @@ def _measure(pair: Pair, generated, sampling: Sampling, setting: Record) -> Reco
     decoded = decode(prompt, keys, max_new_tokens=setting.max_new_tokens)
     outputs.append(require_finite(jax.device_get(decoded)))
   prompts, _, plain = zip(*generated)
+  compared = sampling.temperature == 0 and pair.simulated_alpha is None
   if pair.simulated_alpha is None:
     measured = measure_alpha(pair, prompts, plain, sampling, setting.lenience)
   else:  # there is no beta: a guess is told whether it stands
@@ -150,7 +151,7 @@ def _measure(pair: Pair, generated, sampling: Sampling, setting: Record) -> Reco
     acceptance_rate=acceptance_rate(outputs),
     acceptance_by_position=acceptance_by_position(outputs),
     tokens_per_round=num_tokens(outputs) / num_rounds(outputs),
-    identical=identical([*plain], outputs) if sampling.temperature == 0 else None,
+    identical=identical([*plain], outputs) if compared else None,
     seconds=time.perf_counter() - since,
   )
 

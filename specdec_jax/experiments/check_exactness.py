@@ -89,6 +89,11 @@ def check_exactness(
         joint = compare_samples(
           pair, texts[:num_texts], sampling, decode, batch_size, samples_per_text, num_tokens, seed
         )
+        if not joint.degrees:
+          raise InputError(
+            f"No beginning of an output is likely enough to be counted among {samples_per_text} of "
+            "each text; give more as samples_per_text, or a sampling with top_k."
+          )
         divergences, holds = [], joint.p_value >= level
         evidence = _of_samples(joint, num_tokens, level)
       failed += not holds

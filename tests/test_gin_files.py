@@ -1,0 +1,65 @@
+"""Every gin file of a run parses, alone and followed by the files that it is documented with."""
+
+import inspect
+import pathlib
+
+import gin
+import pytest
+
+from specdec_jax import run
+
+GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
+RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
+# These take no pair of ours.
+APART = {
+  "given_outputs",
+  "peers",
+  "benchmark",
+  *(name for name in RUNS if name.startswith("train_")),
+}
+OF_PAIRS = [name for name in RUNS if name not in APART]
+AFTER = [
+  ("models/gpt_like",),
+  ("models/gpt2",),
+  ("models/random",),
+  ("models/lamda",),
+  ("models/gpt_like", "tasks/lm1b"),
+  ("tasks/dialog", "models/lamda"),
+  ("tasks/dialog", "models/gpt2"),
+  ("tasks/wmt_ende", "models/t5_1_1"),
+  ("models/random", "models/sharded"),
+]
+
+
+def parse(*names: str) -> None:
+  """Parse the files as a run does, and look at what each name in them stands for."""
+  try:
+    run.parse_gin([str(GIN / f"{name}.gin") for name in names], [], [])
+    for reference in gin.config.iterate_references(gin.config._CONFIG):
+      assert not inspect.isabstract(reference.configurable.wrapped), reference
+  finally:
+    gin.clear_config()
+
+
+@pytest.mark.parametrize("name", ["quickstart", *(f"runs/{name}" for name in RUNS)])
+def test_a_run_parses(name):
+  parse(name)
+
+
+@pytest.mark.parametrize("after", AFTER, ids="+".join)
+def test_runs_take_models_and_tasks(after):
+  for name in OF_PAIRS:
+    # Those that read a file have no use for a task's texts.
+    if name in ("translate", "generate") and any(other.startswith("tasks/") for other in after):
+      continue
+    parse(f"runs/{name}", *after)
+
+
+def test_what_cannot_be_parsed_is_seen(tmp_path):
+  path = tmp_path / "bad.gin"
+  path.write_text(
+    "from __gin__ import dynamic_registration\ninclude 'gin/runs/alpha.gin'\n"
+    "SAMPLINGS = [@argmax/sampling.Sampling()]\n"
+  )
+  with pytest.raises(Exception, match="not provided by an import"):
+    parse(str(path.with_suffix("")))
