@@ -18,10 +18,11 @@ from flax import serialization
 
 from specdec_jax import pairs
 from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
-from specdec_jax.data.sentence_pieces import EOS_ID
+from specdec_jax.data.sentence_pieces import EOS_ID, SentencePieces
 from specdec_jax.data.vocabulary import open_vocabulary
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.errors import InputError
+from specdec_jax.models import config
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.pairs import load_pair, random_pair
@@ -62,6 +63,29 @@ def test_models_for_another_vocabulary_are_refused(role):
 def test_missing_parts_are_named(role):
   with pytest.raises(InputError, match="gone"):
     load(**{role: "gone"})
+
+
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [({}, "one is decoder-only"), ({"eos_id": 0}, "pads prompts"), ({"eos_id": 7}, "token 7 but")],
+)
+def test_decoder_only_models_that_do_not_fit_are_refused(tmp_path, monkeypatch, changes, said):
+  """A draft of the other kind; a model whose EOS pads, or is not the vocabulary's."""
+  parts = tiny_pair.folder()
+  size = len(open_vocabulary(str(parts / "vocabulary.model")))
+  cfg = tiny.gpt_config(vocab_size=size, layers=1, **changes)
+  save_model(str(tmp_path), cfg, tiny_pair.random_params(cfg, 0))
+  monkeypatch.setattr(SentencePieces, "eos_id", changes.get("eos_id", 1) % 7)
+  with pytest.raises(InputError, match=said):
+    load_pair(str(parts / "target"), str(tmp_path), str(parts / "vocabulary.model"))
+
+
+def test_any_vocabularys_eos_ends_the_prompt_of_a_random_pair(monkeypatch):
+  monkeypatch.setitem(config._GPT_SIZES["gpt2"], "tiny", (8, 2, 4, 1, 16))
+  pair = random_pair("tiny", "tiny", 0.5, "gpt2")
+  texts = "A man is riding a horse.", "Two dogs."
+  _, lengths = pair.target.begin(pair.prompt(texts))
+  assert lengths.tolist() == [len(pair.encode(text)) - 1 for text in texts]  # GPT-2 has no start
 
 
 @pytest.mark.parametrize("path", ["t5_tiny/checkpoint_1000", "t5_tiny/checkpoints/7/default"])
