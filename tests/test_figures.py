@@ -242,7 +242,7 @@ def test_figure_1_of_texts_that_a_decoder_only_pair_writes_from_nothing(trace):
 @pytest.mark.parametrize(
   "args, words",
   [
-    (["--figure", 1, "--output", "a.png", "--gin_file", "absent.gin"], "cannot use 'absent.gin'"),
+    (["--figure", 1, "--output", "a.png", "--gin_file", "absent.gin"], "no gin file 'absent.gin'"),
     (["--figure", 7, "--output", "a.png"], "no figure '7'"),
     (["--figure", 2, "--output", "a.txt"], "must end in"),
     (["--figure", 5, "--output", "a.png"], "name some with --records"),
