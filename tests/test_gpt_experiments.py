@@ -103,7 +103,7 @@ def test_a_sweep_of_gamma_gives_records(tmp_path):
     )
   assert [r.gamma for r in measured] == [1, GAMMA]
   for r in measured:
-    assert r.identical and r.num_tokens >= 4 and r.speedup > 0 and r.c > 0
+    assert r.identical and r.num_tokens >= 4 and None not in (r.speedup, r.c, r.predicted_text)
     assert 0.3 < r.alpha <= 1 and 0 < r.operations_ratio and r.draft_step_mb > 0
     assert r.rounds < r.num_tokens
 
