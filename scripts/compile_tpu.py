@@ -1,6 +1,7 @@
-"""Compile decoding for TPU v4, without a TPU, and print what the compiler says of it.
+"""Compile decoding for a TPU, without one, and print what the compiler says of it.
 
   python scripts/compile_tpu.py --output report.json
+  python scripts/compile_tpu.py --topology v5e:2x2
 
 Programs and columns are explained below the table and in experiments/tpu_v4/README.md.
 """
@@ -8,7 +9,6 @@ Programs and columns are explained below the table and in experiments/tpu_v4/REA
 import argparse
 import importlib.metadata
 import json
-import pathlib
 
 import jax
 
@@ -18,13 +18,14 @@ from specdec_jax.models.config import named_config, named_dtype
 from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
 from specdec_jax.sampling import Sampling
+from specdec_jax.writing import written
 
 _NOT_SETTINGS = "format", "output"
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-  parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
+  parser.error = lambda message: parser.exit(2, f"error: {message}; see --help.\n")
   parser.add_argument("--target", default="xxl", help="size of the target (xxl)")
   parser.add_argument("--draft", default="small", help="size of the draft (small)")
   parser.add_argument(
@@ -32,7 +33,9 @@ def main() -> None:
   )
   parser.add_argument("--dtype", default="bfloat16", help="bfloat16 (default) or float32")
   parser.add_argument(
-    "--chips", type=int, default=1, help="1 (default), 2, or a slice of 4, 8, 16, 32 or 64"
+    "--topology",
+    default="v4:1x1x1",
+    help="TPU and chips in each direction: v4:1x1x1 (default), v4:2x2x1, v5e:2x2, v5p:2x2x1, ...",
   )
   parser.add_argument(
     "--cut_draft", action="store_true", help="the draft over all chips too, not whole on each"
@@ -55,9 +58,10 @@ def main() -> None:
       named_config(args.version, size, dtype=named_dtype(args.dtype), **layout)
       for size in (args.target, args.draft)
     ]
+    chip, devices = tpu_compile.described(args.topology)
     programs = tpu_compile.programs(
       *configs,
-      tpu_compile.v4_devices(args.chips),
+      devices,
       gamma=args.gamma,
       batch_size=args.batch_size,
       source_tokens=args.source_tokens,
@@ -71,13 +75,14 @@ def main() -> None:
     family = args.version if args.version.isidentifier() else f"T5 {args.version}"
     title = (
       f"{family} {args.target} with {args.draft}{' (fused)' * args.fused}, gamma {args.gamma}, "
-      f"{args.dtype}, batch {args.batch_size}, {args.chips} TPU v4 chip(s)"
+      f"{args.dtype}, batch {args.batch_size}, TPU {args.topology}"
       f"{', both cut' * args.cut_draft}, jax {versions['jax']}, libtpu {versions['libtpu']}"
     )
-    print(render(tpu_compile.report_table(report, title), args.format), end="")
+    print(render(tpu_compile.report_table(report, title, chip), args.format), end="")
     if args.output:
       text = json.dumps({"settings": settings, "versions": versions, **report}, indent=2)
-      pathlib.Path(args.output).write_text(text + "\n", encoding="utf-8")
+      with written(args.output) as file:
+        file.write(text + "\n")
   except InputError as error:
     parser.exit(2, f"error: {error}\n")
   except OSError as error:

@@ -13,6 +13,7 @@ import re
 
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError
+from specdec_jax.writing import written
 
 
 def unmarked(text: str) -> str:
@@ -57,7 +58,8 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     for name, lines in texts.items():
       path = args.output / f"{name}.txt"
-      path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+      with written(path) as file:
+        file.writelines(f"{line}\n" for line in lines)
       print(path)
   except InputError as error:
     parser.exit(2, f"error: {error}\n")

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specdec_jax.decoding import State, all_rounds, begin, one_round
+from specdec_jax.decoding import State, all_rounds, begin, decoded, one_round
 from specdec_jax.errors import require_count
 from specdec_jax.protocols import Decoded, Draft, Model
-from specdec_jax.sampling import Sampling
+from specdec_jax.sampling import Sampling, split_keys
 
 
 @functools.partial(
@@ -30,7 +30,7 @@ def adaptive_decode(
   max_new_tokens: int,
   sampling: Sampling,
   lenience: float = 1.0,
-  eos_id: int = 1,
+  eos_id: int | None = None,
 ) -> Decoded:
   """Decode a batch by speculation, each round with the gamma that promises most for its cost.
 
@@ -51,6 +51,8 @@ def adaptive_decode(
   record of guesses, as wide as the largest gamma, those that were not made are -1.
   """
   require_count("max_new_tokens", max_new_tokens)
+  rng = split_keys(rng, len(prompt))
+  eos_id = target.eos_id if eos_id is None else eos_id
   params = target_params, draft_params
   gammas = jnp.array([draft.gamma for draft in drafts])
   widest = max(drafts, key=lambda draft: draft.gamma)  # buffers and caches hold its block
@@ -67,4 +69,4 @@ def adaptive_decode(
     gains = jnp.where(s.done[:, None], 0.0, tokens).sum(axis=0) / round_costs
     return lax.switch(gains.argmax(), rounds, s)
 
-  return all_rounds(step, begin(target, widest, *params, prompt, max_new_tokens))
+  return decoded(all_rounds(step, begin(target, widest, *params, prompt, max_new_tokens)))

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.memory import require_memory
 from specdec_jax.protocols import Decoded, Draft, Model, Rounds
-from specdec_jax.sampling import Sampling, distribution
+from specdec_jax.sampling import Sampling, distribution, split_keys
 from specdec_jax.speculative import accept_near_argmax, speculative_sample
 
 
@@ -61,7 +62,7 @@ def autoregressive_decode(
   *,
   max_new_tokens: int,
   sampling: Sampling,
-  eos_id: int = 1,
+  eos_id: int | None = None,
 ) -> Decoded:
   """Decode one token a target pass: the baseline, in one jitted program.
 
@@ -86,7 +87,7 @@ def speculative_decode(
   max_new_tokens: int,
   sampling: Sampling,
   lenience: float = 1.0,
-  eos_id: int = 1,
+  eos_id: int | None = None,
 ) -> Decoded:
   """Decode a batch by speculation (Algorithm 1), in one jitted program.
 
@@ -96,11 +97,12 @@ def speculative_decode(
     target_params: of the target.
     draft_params: of the draft.
     prompt: [B, P], padded.
-    rng: keys [B], one a row: a row's output does not depend on its neighbours.
+    rng: keys [B], one a row: a row's output does not depend on its neighbours; or one key, which is
+      split. Those of `jax.random.key` or of `PRNGKey`.
     max_new_tokens: limit for each row, EOS counted.
     sampling: how target logits become p.
     lenience: l of Appendix A.5; 1 for exactness.
-    eos_id: ends a row.
+    eos_id: ends a row; None for the target's.
 
   Returns:
     Tokens, lengths and a record of each round.
@@ -113,26 +115,35 @@ def _decode(
   target, draft, target_params, draft_params, prompt, rng, limit, sampling, lenience, eos_id
 ) -> Decoded:
   require_count("max_new_tokens", limit)
+  rng = split_keys(rng, len(prompt))
+  eos_id = target.eos_id if eos_id is None else eos_id
   models = target, draft, target_params, draft_params
   step = functools.partial(one_round, *models, rng, sampling, lenience, eos_id)
-  return all_rounds(step, begin(*models, prompt, limit))
+  return decoded(all_rounds(step, begin(*models, prompt, limit)))
 
 
-def all_rounds(step: Callable[[State], State], s: State) -> Decoded:
-  """What `step`, a round, gives when it is run from `s` until every row is done."""
-  s = lax.while_loop(lambda s: ~s.done.all(), step, s)
+def all_rounds(step: Callable[[State], State], s: State) -> State:
+  """The state after `step`, a round, has been run from `s` until every row is done."""
+  return lax.while_loop(lambda s: ~s.done.all(), step, s)
+
+
+def decoded(s: State) -> Decoded:
+  """What a state holds of the text: its new tokens, and the record of its rounds."""
   new = s.begins[:, None] + jnp.arange(len(s.rounds.num_accepted))
   tokens = jnp.where(new < s.length[:, None], jnp.take_along_axis(s.tokens, new, axis=1), 0)
   return Decoded(tokens, s.length - s.begins, s.rounds, s.num_rounds, s.not_finite)
 
 
 def begin(target: Model, draft: Draft, target_params, draft_params, prompt, limit: int) -> State:
-  """Before the first of the rounds that decode `limit` tokens: both models have read the prompt."""
+  """Before the first of the rounds that decode `limit` tokens: both models have read the prompt.
+
+  Raises InputError if that is more than memory holds; traced, as it mostly is, before it is tried.
+  """
   batch, gamma = prompt.shape[0], draft.gamma
   first, begins = target.begin(prompt)
   # A row at the limit may still write one block: buffer and caches have gamma + 1 slots to spare.
   num_slots = first.shape[1] + limit + gamma + 1
-  return State(
+  state = State(
     tokens=jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1]))),
     length=begins,
     begins=begins,
@@ -148,6 +159,11 @@ def begin(target: Model, draft: Draft, target_params, draft_params, prompt, limi
     num_rounds=jnp.zeros((), jnp.int32),
     not_finite=jnp.full(batch, -1, jnp.int32),
   )
+  # Of one round at once: the target's logits and what the draft guesses from.
+  probs = jax.ShapeDtypeStruct((batch, 2 * gamma + 1, target.vocab_size), jnp.float32)
+  what = f"a batch of {batch} with max_new_tokens {limit} and gamma {gamma}"
+  require_memory(what, (target_params, draft_params, state, probs))
+  return state
 
 
 def one_round(

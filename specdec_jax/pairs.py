@@ -16,8 +16,9 @@ from specdec_jax.checkpoints.stored import Shardings, param_shapes
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, open_vocabulary, padded
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.model import model_draft
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.kernels import skinny
+from specdec_jax.memory import require_memory
 from specdec_jax.models.config import GPTConfig, named_config, named_dtype
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.simulated import simulated_acceptance
@@ -94,13 +95,20 @@ class Pair(NamedTuple):
     models = self.target, self.draft(sampling, gamma), self.target_params, self.draft_params
     return functools.partial(speculative_decode, *models, lenience=lenience, **common)
 
+  def require_batch_size(self, batch_size: object) -> None:
+    """Raise InputError unless it is a whole number from 1, of rows whose logits fit in memory."""
+    require_count("batch_size", batch_size)
+    logits = jax.ShapeDtypeStruct((batch_size, self.target.vocab_size), jnp.float32)
+    require_memory(f"batch_size {batch_size}", logits)
+
   def reads(self, text: str) -> bool:
     """Whether there is anything to decode: of nothing only a text that continues can be made."""
     return self.continues or bool(text.strip())
 
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
     """Source tokens [B, S] of texts, padded to a common multiple of 8 or to `width`."""
-    rows = [self.encode(text) for text in texts]
+    encoded = {text: self.encode(text) for text in set(texts)}  # batches are filled up with one
+    rows = [encoded[text] for text in texts]
     return jnp.asarray(padded(rows, width or -(-max(map(len, rows)) // 8) * 8))
 
   def encode(self, text: str) -> list[int]:
@@ -147,8 +155,10 @@ def load_pair(
       and the same output to the last bit; a plain step gains more by it than verification does.
 
   Raises:
-    InputError: a file is missing or damaged, or the two do not share the vocabulary.
+    InputError: a file is missing or damaged, the two do not share the vocabulary, or an argument is
+      not what it should be.
   """
+  require_types(load_pair, locals())
   require_count("max_source_tokens", max_source_tokens)
   words = open_vocabulary(vocabulary, extra_ids)
   load = functools.partial(
@@ -187,6 +197,7 @@ def load_pair(
 
 def asset(name: str) -> str:
   """Path of a file or folder among those that come with the package, for gin files."""
+  require_types(asset, locals())
   return str(ASSETS / name)
 
 
@@ -219,6 +230,8 @@ def random_pair(
     draft_shardings: likewise.
     kernels: likewise.
   """
+  require_types(random_pair, locals())
+  require_count("max_source_tokens", max_source_tokens)
   kind = named_dtype(dtype)
   words = open_vocabulary(vocabulary)
   config, target_params = _random(target, version, kind, words, shardings, kernels)
@@ -304,17 +317,17 @@ def _load(
       f"{words.extra_ids} extra_ids among them (T5's own has 100); target, draft and vocabulary "
       "must agree."
     )
-  if isinstance(config, GPTConfig):
-    if config.eos_id != words.eos_id:
-      raise InputError(
-        f"The {role} in {path} ends a text with token {config.eos_id} but {words.path} with "
-        f"{words.eos_id}; target, draft and vocabulary must agree."
-      )
-    if config.eos_id == PAD_ID:
-      raise InputError(
-        f"The {role} in {path} ends a text with token {PAD_ID}, which pads prompts here; use "
-        "models whose vocabulary has another token there."
-      )
+  eos_id = config.eos_id if isinstance(config, GPTConfig) else checkpoint.eos_id
+  if eos_id not in (None, words.eos_id):
+    raise InputError(
+      f"The {role} in {path} ends a text with token {eos_id} but {words.path} with "
+      f"{words.eos_id}; target, draft and vocabulary must agree."
+    )
+  if eos_id == PAD_ID:
+    raise InputError(
+      f"The {role} in {path} ends a text with token {PAD_ID}, which pads prompts here; use "
+      "models whose vocabulary has another token there."
+    )
   if checkpoint.vocabulary not in (None, words.fingerprint()):
     raise InputError(
       f"The {role} in {path} was trained with another vocabulary than {words.path}, though "

@@ -30,12 +30,14 @@ class Model(NamedTuple):
       is a decode step, K = G + 1 parallel verification. num_slots leaves room for the last
       block past the end of the text, so no write is ever clamped into live slots.
     vocab_size: V.
+    eos_id: ends a text, unless whoever decodes says otherwise.
   """
 
   begin: Callable[[Array], tuple[Array, Array]]
   start: Callable[[Any, Array, int], Any]
   extend: Callable[[Any, Any, Array], tuple[Array, Any]]
   vocab_size: int
+  eos_id: int
 
 
 class Draft(NamedTuple):

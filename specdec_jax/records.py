@@ -10,11 +10,14 @@ import fcntl
 import json
 import math
 import os
+import reprlib
 import warnings
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_types
 from specdec_jax.version import __version__
+from specdec_jax.writing import claim
 
 SCHEMA = 1
 
@@ -37,6 +40,9 @@ class Record:
     acceptance: measured with a real draft, or simulated.
     platform: cpu, gpu or tpu.
     device_kind: as jax names it.
+    processor: of the host, with its widest vectors: on a CPU that is the device.
+    cores: of the host.
+    threads: that compute on a CPU.
     num_devices: that share the target's parameters.
     dtype: of activations.
     kernels: who multiplies matrices: xla, or skinny for `kernels.skinny` (on a CPU, with weights);
@@ -90,6 +96,8 @@ class Record:
     identical: whether the outputs are the baseline's, token for token.
     jax_version: that ran.
     specdec_version: that ran.
+    commit: of the checkout that ran, with '+' if it was changed since.
+    date: at which the run began, UTC.
     seconds: the whole measurement took.
     schema: of this record.
   """
@@ -107,6 +115,9 @@ class Record:
   acceptance: str = "measured"
   platform: str
   device_kind: str
+  processor: str | None = None
+  cores: int | None = None
+  threads: int | None = None
   num_devices: int = 1
   dtype: str
   kernels: str = "xla"
@@ -152,8 +163,18 @@ class Record:
   identical: bool | None = None
   jax_version: str | None = None
   specdec_version: str | None = __version__
+  commit: str | None = None
+  date: str | None = None
   seconds: float | None = None
   schema: int = SCHEMA
+
+  @property
+  def device(self) -> str:
+    """What it was measured on, in words."""
+    if self.platform != "cpu" or self.processor is None:
+      return self.device_kind + (f" x {self.num_devices}" if self.num_devices > 1 else "")
+    threads = "" if self.threads == self.cores else f", threads: {self.threads}"
+    return f"{self.processor}, {self.cores} cores{threads}"
 
 
 _SETTINGS = (
@@ -172,11 +193,13 @@ _SETTINGS = (
     "seed",
   ),
 )
+_OF_A_CPU = ("processor", "cores", "threads")  # elsewhere the host is not what is measured
 
 
 def key(record: Record) -> tuple:
   """The settings that identify a record: measuring the same ones again would be a repeat."""
-  return tuple(getattr(record, name) for name in _SETTINGS)
+  names = _SETTINGS + (_OF_A_CPU if record.platform == "cpu" else ())
+  return tuple(getattr(record, name) for name in names)
 
 
 @contextlib.contextmanager
@@ -193,12 +216,7 @@ def open_results(output_dir: str | os.PathLike) -> Iterator[str]:
   os.makedirs(output_dir, exist_ok=True)
   path = os.path.join(output_dir, "results.jsonl")
   with open(os.path.join(output_dir, ".lock"), "a") as lock:
-    try:  # the kernel frees it when the run ends, however it ends
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise InputError(
-        f"another run is writing to {output_dir}; wait for it to end, or choose another OUTPUT_DIR."
-      ) from error
+    claim(lock, output_dir)
     with _locked(path) as fd:
       _drop_torn_line(fd, path)
     yield path
@@ -236,7 +254,7 @@ def read(path: str | os.PathLike) -> list[Record]:
   """
   with open(path, "rb") as f:
     lines = f.read().splitlines(keepends=True)
-  if lines and not lines[-1].endswith(b"\n") and not _is_whole(lines[-1]):
+  if lines and not lines[-1].endswith(b"\n") and _object(lines[-1]) is None:
     _warn_torn(path, len(lines.pop()))
   return [_parse(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
 
@@ -254,22 +272,41 @@ def _plain(value):
 
 
 def _parse(line: bytes, where: str) -> Record:
-  try:
-    values = json.loads(line)
-    schema = values.get("schema")
-  except (ValueError, AttributeError):
-    raise InputError(f"{where}: not a JSON object; mend or delete that line.") from None
+  values = _object(line)
+  if values is None:
+    raise InputError(f"{where}: not a JSON object; mend or delete that line.")
+  schema = values.get("schema")
   if schema != SCHEMA:
     raise InputError(
-      f"{where}: a record of schema {schema}, and this version of specdec_jax, {__version__}, "
-      f"knows schema {SCHEMA}; read it with the version that wrote it "
-      f"({values.get('specdec_version', 'not stated')})."
+      f"{where}: a record of schema {reprlib.repr(schema)}, and this version of specdec_jax, "
+      f"{__version__}, knows schema {SCHEMA}; read it with the version that wrote it "
+      f"({reprlib.repr(values.get('specdec_version', 'not stated'))})."
     )
+  try:
+    require_types(Record, values)
+  except InputError as error:
+    raise InputError(f"{where}: {error} Mend or delete that line.") from None
   try:
     return Record(**values)
   except TypeError as error:
     fault = str(error).replace("Record.__init__() ", "")
     raise InputError(f"{where}: not a record of schema {SCHEMA}: {fault}.") from None
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+  """The JSON object that a line holds; None if it holds anything else, or numbers without bound."""
+  try:
+    values = json.loads(line, parse_int=_bounded, parse_float=_bounded, parse_constant=_bounded)
+  except (ValueError, RecursionError):  # the latter: brackets a thousand deep
+    return None
+  return values if isinstance(values, dict) else None
+
+
+def _bounded(text: str) -> int | float:
+  value = float(text)
+  if not abs(value) < 1e300:  # infinite, or not a number
+    raise ValueError(text)
+  return int(text) if text.lstrip("-").isdecimal() else value
 
 
 @contextlib.contextmanager
@@ -290,18 +327,11 @@ def _drop_torn_line(fd: int, path) -> int:
     return size
   content = os.pread(fd, size, 0)
   start = content.rfind(b"\n") + 1
-  if _is_whole(content[start:]):  # written by hand, without the last newline
+  if _object(content[start:]) is not None:  # written by hand, without the last newline
     return size + os.write(fd, b"\n")
   _warn_torn(path, size - start)
   os.ftruncate(fd, start)
   return start
-
-
-def _is_whole(line: bytes) -> bool:
-  try:
-    return isinstance(json.loads(line), dict)
-  except ValueError:
-    return False
 
 
 def _warn_torn(path, length: int) -> None:

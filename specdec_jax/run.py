@@ -14,10 +14,10 @@ jax is imported only by what the gin files name, so that a mistyped flag is answ
 
 import errno
 import functools
-import importlib.metadata
 import os
 import pathlib
 import re
+import signal
 import sys
 import tokenize
 import traceback
@@ -31,7 +31,8 @@ from specdec_jax.errors import InputError
 _CHECKOUT = pathlib.Path(__file__).resolve().parents[1]  # holds gin/
 _MENDABLE = (
   *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
-  *(errno.EEXIST, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG),
+  *(errno.EEXIST, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EFBIG, errno.EBUSY),
+  *(errno.ELOOP, errno.ENXIO, errno.ETXTBSY, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP),
 )
 _MACRO = "gin.macro"
 _UNSET = r"has no value; set it with --gin.\1=VALUE"
@@ -81,12 +82,12 @@ def main(argv: Sequence[str]) -> int:
     else is a bug and raised.
   """
   try:
+    _fill_closed_streams()
     options = _parse_flags(argv)
     if options.help:
       print("usage: python -m specdec_jax.run --gin_file=FILE [flags]")
       print(options.module_help(__name__))
       return 0
-    _choose_cpu_kernels()
     _cache_compilations(options.jax_compilation_cache_dir)
     parse_gin(options.gin_file, options.gin_bindings, options.gin_search_paths)
     gin.get_configurable(run)()
@@ -106,6 +107,21 @@ def main(argv: Sequence[str]) -> int:
       traceback.print_exc()
     print(f"error: {sentence}", file=sys.stderr)
     return 2
+
+
+def _fill_closed_streams() -> None:
+  """Put the null device where a standard stream is closed, so that no file opened later takes it.
+
+  Raises:
+    InputError: it is that of output, which would be lost.
+  """
+  while (lowest := os.open(os.devnull, os.O_RDWR)) <= 2:
+    pass
+  os.close(lowest)
+  if sys.stderr is None:
+    sys.stderr = open(2, "w")
+  if sys.stdout is None:
+    raise InputError("standard output is closed; open it, or end the command in >/dev/null.")
 
 
 def _parse_flags(argv: Sequence[str]) -> flags.FlagValues:
@@ -148,16 +164,6 @@ def _as_binding(arg: str) -> str:
   return f"--gin_bindings={name} = {value}"
 
 
-def _choose_cpu_kernels() -> None:
-  """Turn XLA's YNN kernels off, unless XLA_FLAGS says otherwise: see CONTRIBUTING.md, "Speed".
-
-  Only where jaxlib is of the version measured: XLA ends the process at a flag it does not know.
-  """
-  flag, given = "--xla_cpu_experimental_ynn_fusion_type=", os.environ.get("XLA_FLAGS", "")
-  if flag not in given and importlib.metadata.version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] = f"{given} {flag}".strip()
-
-
 def _cache_compilations(directory: str) -> None:
   """Keep what takes jax half a second or more to compile in `directory`, for the next run."""
   if directory:
@@ -193,6 +199,8 @@ def parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     for source in bindings:
       gin.parse_config(source)
     gin.finalize()
+  except UnicodeDecodeError as error:
+    raise InputError(f"'{source}', or a file that it includes, is not UTF-8 text.") from error
   except (tokenize.TokenError, SyntaxError) as error:
     if getattr(error, "filename", None):
       raise  # it names the place
@@ -237,6 +245,9 @@ def user_sentence(error: BaseException) -> str | None:
     return " ".join(str(error).split())
   if isinstance(error, OSError) and error.errno is not None:
     return _os_sentence(error) if error.errno in _MENDABLE else None
+  if isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED"):
+    detail = str(error).removeprefix("RESOURCE_EXHAUSTED:").strip().partition("\n")[0].rstrip(".")
+    return f"there is not enough memory{detail and ': '}{detail}; ask for less."
   if isinstance(error, FileNotFoundError):
     return " ".join(str(error).split())
   if isinstance(error, ModuleNotFoundError):
@@ -264,7 +275,8 @@ def _gin_sentence(text: str) -> str:
   message = re.split(r"\n\s*(?:In |No values)", text, maxsplit=1)[0]
   place = ""
   if file := re.search(r"""In file ["'](.*?)["'], line (\d+)\s*(.*)""", text):
-    place = f" ({file[1]}, line {file[2]}: {file[3].strip()})"
+    line = "".join(filter(str.isprintable, file[3])).strip()  # a binary file may be anything
+    place = f" ({file[1]}, line {file[2]}: {line})"
   elif binding := re.search(r"In bindings string line \d+\s*(.*)", text):
     place = f" (on the command line: {binding[1].strip()})"
   return f"{_plainer(message)}{place}."
@@ -282,4 +294,6 @@ if __name__ == "__main__":
   # As __main__ this would be a second module, and gin files name the first.
   from specdec_jax.run import main as _main
 
+  # As Ctrl-C does, it ends what is under way in order: no half of a file is left.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
   sys.exit(_main(sys.argv))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +27,7 @@ class Sampling:
   top_p: float = 1.0
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value, kind = getattr(self, field.name), type(field.default)
-      if not isinstance(value, (int, kind)):
-        raise InputError(f"{field.name} is {value!r}; it must be a number, as {field.default} is.")
+    require_types(Sampling, vars(self))
     if not (self.temperature == 0 or 1e-30 <= self.temperature < math.inf):
       raise InputError(
         f"temperature is {self.temperature}; it must be 0 (argmax) or positive, from 1e-30."
@@ -82,6 +79,26 @@ def _most_probable(logits: Array, weights: ArrayLike, total: ArrayLike) -> Array
     return jnp.where(weight < total, deeper, depth)
 
   return below <= lax.fori_loop(0, 31, add_bit, jnp.zeros_like(below[..., :1]))
+
+
+def split_keys(rng: Array, batch: int) -> Array:
+  """A key for each row, [B]: those given, or one split. `jax.random.PRNGKey`'s will do as well.
+
+  Raises:
+    InputError: rng is not one key and not B of them.
+  """
+  given = getattr(rng, "aval", rng)
+  if not (isinstance(rng, Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)):
+    try:
+      rng = jax.random.wrap_key_data(jnp.asarray(rng))
+    except (TypeError, ValueError):
+      rng = None
+  if rng is None or rng.shape not in ((), (batch,)):
+    raise InputError(
+      f"rng is {given}; give one key of jax.random.key or PRNGKey, or one for each of the {batch} "
+      "rows."
+    )
+  return rng if rng.ndim else jax.random.split(rng, batch)
 
 
 def draw(rng: Array, logits: Array, sampling: Sampling) -> tuple[Array, Array]:

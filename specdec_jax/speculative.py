@@ -6,7 +6,7 @@ from jax import Array
 
 from specdec_jax.errors import InputError
 from specdec_jax.protocols import Verdict
-from specdec_jax.sampling import sample
+from specdec_jax.sampling import sample, split_keys
 
 
 def speculative_sample(
@@ -40,7 +40,7 @@ def speculative_sample(
     )
   if not 0 < lenience <= 1:
     raise InputError(f"lenience is {lenience}; it must lie in (0, 1], with 1 for exactness.")
-  keys = jax.random.split(rng, batch) if rng.ndim == 0 else rng
+  keys = split_keys(rng, batch)
   accept_rng, next_rng = jax.vmap(jax.random.split, out_axes=1)(keys)
 
   # Accept guess i with probability min(1, p_i / (l q_i)); n counts those before the first refusal.

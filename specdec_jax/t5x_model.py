@@ -5,23 +5,27 @@ t5x's own `infer.py` runs it; `gin/t5x/` holds the bindings and `docs/t5x.md` th
 Axes: B batch, N decodes of an example, P source tokens, T target tokens, R rounds.
 """
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import gin
 import jax
 import jax.numpy as jnp
 from flax import core
 from flax import linen as nn
 from jax import Array
+from jax.sharding import PartitionSpec
 from t5x import checkpoints, decoding, models
 from t5x.examples.t5 import network
 
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.drafts.model import model_draft
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.speed import Baseline
 from specdec_jax.models.config import T5Config, named_dtype
 from specdec_jax.models.t5 import PAD_ID, t5_model
@@ -31,63 +35,51 @@ from specdec_jax.sampling import Sampling, distribution
 
 DRAFT = "draft"  # name of the draft's tree, beside the target's encoder and decoder
 
-
-@dataclasses.dataclass(frozen=True)
-class DecoderParams(models.DecoderParams):
-  """How to decode, in the words of t5x's `temperature_sample`; all of it is compiled in.
-
-  Attributes:
-    gamma: guesses in a round.
-    lenience: 1 for exactness (Appendix A.5).
-    temperature: 0 is argmax.
-    topk: keep the k most probable tokens; 0 keeps all.
-    topp: keep the fewest most probable tokens whose mass reaches topp; 0 keeps all.
-    max_decode_steps: tokens in an output, if fewer than the targets' length.
-    rescale_log_probs: scores are of the distribution drawn from, not of the model's own.
-    eos_id: ends an output; None for the output vocabulary's.
-  """
-
-  gamma: int = 5
-  lenience: float = 1.0
-  temperature: float = 0.0
-  topk: int = 0
-  topp: float = 0.0
-  max_decode_steps: int | None = None
-  rescale_log_probs: bool = True
-  eos_id: int | None = None
-
-  @property
-  def sampling(self) -> Sampling:
-    """Temperature, top-k and top-p as the loops take them."""
-    return Sampling(self.temperature, self.topk, self.topp or 1.0)
+# What binds how it is decoded, and has a meaning here: of `EncoderDecoderModel`,
+INHERITED = "decode_fn", "default_decoder_params", "feature_converter_cls"
+# and of `temperature_sample`.
+SETTINGS = "temperature", "topk", "topp", "max_decode_steps", "rescale_log_probs"
 
 
 class SpeculativeModel(models.EncoderDecoderModel):
   """t5x's encoder-decoder with a draft: decodes by speculation and does all else as before.
 
-  Parameters are the target's tree with the draft's in it, under 'draft'.
+  Parameters are the target's tree with the draft's in it, under 'draft'. How it samples is said as
+  in t5x: by `decode_fn`, which is `temperature_sample`, and what it is bound to.
   """
 
   def __init__(
     self,
-    *args,
+    module: nn.Module,
+    input_vocabulary,
+    output_vocabulary,
+    optimizer_def,
+    *,
     draft_module: nn.Module,
-    default_decoder_params: DecoderParams = DecoderParams(),
+    gamma: int = 5,
+    lenience: float = 1.0,
     **kwargs,
   ):
-    """The target as for `EncoderDecoderModel` (whose `decode_fn` is not used), and a draft.
+    """The target as for `EncoderDecoderModel`, and a draft.
+
+    What gin binds to `EncoderDecoderModel`'s decode_fn, default_decoder_params and
+    feature_converter_cls holds here too. Without a decode_fn it is `temperature_sample`.
 
     Args:
       draft_module: network of the draft, of t5x.examples.t5 as the target's.
-      default_decoder_params: what a call does not say.
+      gamma: guesses in a round.
+      lenience: 1 for exactness (Appendix A.5).
 
     Raises:
-      InputError: a network is of another kind, or the two have different vocabularies.
+      InputError: a network is of another kind, the two have different vocabularies, or `decode_fn`
+        is, or is bound to, what speculation has not.
     """
-    super().__init__(*args, default_decoder_params=default_decoder_params, **kwargs)
-    vocabularies = self.input_vocabulary, self.output_vocabulary
-    self._draft = models.EncoderDecoderModel(draft_module, *vocabularies, self.optimizer_def)
-    configs = {"target": same_config(self.module), "draft": same_config(draft_module)}
+    inherited = _bound(models.EncoderDecoderModel, *INHERITED)
+    kwargs = {"decode_fn": decoding.temperature_sample} | inherited | kwargs
+    common = input_vocabulary, output_vocabulary, optimizer_def
+    super().__init__(module, *common, **kwargs)
+    self._draft = models.EncoderDecoderModel(draft_module, *common)
+    configs = {"target": same_config(module), "draft": same_config(draft_module)}
     sizes = {role: config.vocab_size for role, config in configs.items()}
     if sizes["target"] != sizes["draft"]:
       raise InputError(
@@ -95,11 +87,22 @@ class SpeculativeModel(models.EncoderDecoderModel):
         "both must be trained with one vocabulary, padded to one size."
       )
     self._target_model, self._draft_model = map(t5_model, configs.values())
+    self._settings = {"gamma": gamma, "lenience": lenience} | sampling_settings(self.decode_fn)
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
-    """Random variables of both, and for t5x's partitioner the axes of their parameters."""
+    """Random variables of both, and for t5x's partitioner the axes of their parameters.
+
+    The draft's axes are called draft_vocab, draft_heads and so on: t5x has no rule for those, so
+    each device has the whole draft, unless `standard_logical_axis_rules.additional_rules` says
+    otherwise. T5 1.1 small has 6 heads, which no 4 devices can share.
+    """
     target = super().get_initial_variables(rng, input_shapes, input_types)
-    draft = self._draft.get_initial_variables(rng, input_shapes, input_types)
+    draft = core.unfreeze(self._draft.get_initial_variables(rng, input_shapes, input_types))
+    draft["params_axes"] = jax.tree.map(
+      lambda axes: axes.replace(names=PartitionSpec(*(f"{DRAFT}_{name}" for name in axes.names))),
+      draft["params_axes"],
+      is_leaf=lambda x: isinstance(x, nn.partitioning.AxisMetadata),
+    )
     return core.freeze({kind: {**target[kind], DRAFT: draft[kind]} for kind in target})
 
   def predict_batch_with_aux(
@@ -114,12 +117,15 @@ class SpeculativeModel(models.EncoderDecoderModel):
   ) -> tuple[Array, dict[str, Any]]:
     """Decode by speculation (Algorithm 1).
 
+    What gin binds to `EncoderDecoderModel.predict_batch_with_aux` holds where this call says
+    nothing.
+
     Args:
       params: of both, as `get_initial_variables` lays them out.
       batch: encoder_input_tokens [B, P], and decoder_input_tokens [B, T], of which only the
         length counts: no output is longer.
       rng: of the batch; `decoder_params` may hold it as 'decode_rng'.
-      decoder_params: fields of `DecoderParams` that this call sets otherwise.
+      decoder_params: gamma, lenience, eos_id and SETTINGS that this call sets otherwise.
       return_all_decodes: N outputs of each example, by increasing score, instead of the best.
       num_decodes: N.
       prompt_with_targets: as t5x has it; must be False.
@@ -129,61 +135,134 @@ class SpeculativeModel(models.EncoderDecoderModel):
       'scores' (as `temperature_sample` has them) and the 'rounds' behind each (`count_rounds`).
 
     Raises:
-      InputError: a parameter is unknown, or not one that speculation knows.
+      InputError: a parameter is unknown, of no use, or not one that speculation knows; or the draft
+        has none.
     """
-    if prompt_with_targets:
+    said = {
+      "decoder_params": decoder_params,
+      "return_all_decodes": return_all_decodes,
+      "num_decodes": num_decodes,
+      "prompt_with_targets": prompt_with_targets or None,
+    }
+    call: dict[str, Any] = {"decoder_params": {}, "prompt_with_targets": False}
+    call |= dataclasses.asdict(self._default_decoder_params)
+    call |= _bound(models.EncoderDecoderModel.predict_batch_with_aux)
+    call |= {name: value for name, value in said.items() if value is not None}
+    num_decodes = call["num_decodes"]
+    require_count("num_decodes", num_decodes)
+    if call["prompt_with_targets"]:
       raise InputError(
         "prompt_with_targets is True, but SpeculativeModel begins with an empty output; decode "
         "from prompts with t5x's EncoderDecoderModel."
       )
-    given = dict(decoder_params or {})
-    rng = given.pop("decode_rng", rng)
-    given |= {} if return_all_decodes is None else {"return_all_decodes": return_all_decodes}
-    given |= {} if num_decodes is None else {"num_decodes": num_decodes}
-    known = [field.name for field in dataclasses.fields(DecoderParams)]
-    if unknown := sorted(given.keys() - set(known)):
+    how = self._settings | {"eos_id": self.output_vocabulary.eos_id or 1, "decode_rng": None}
+    if unknown := sorted(call["decoder_params"].keys() - how.keys()):
       raise InputError(
-        f"decoder_params has {', '.join(unknown)}; SpeculativeModel knows {', '.join(known)}."
+        f"decoder_params has {', '.join(unknown)}; SpeculativeModel knows {', '.join(how)}."
       )
-    how = dataclasses.replace(self._default_decoder_params, **given)
-
-    width = batch["decoder_input_tokens"].shape[1]
-    source = jnp.repeat(batch["encoder_input_tokens"], how.num_decodes, axis=0)
+    how |= call["decoder_params"]
+    if rng is not None and how["decode_rng"] is not None:
+      raise InputError("There are two keys, rng and decoder_params['decode_rng']; give one.")
+    rng = how["decode_rng"] if rng is None else rng
     rng = jax.random.PRNGKey(0) if rng is None else rng
+    if how["topk"] and how["topp"]:
+      raise InputError(
+        f"topk is {how['topk']} and topp is {how['topp']}; as in t5x's temperature_sample one of "
+        "them must be 0."
+      )
+    sampling = Sampling(how["temperature"], how["topk"], how["topp"] or 1.0)
+    width = batch["decoder_input_tokens"].shape[1]
+    steps = width if how["max_decode_steps"] is None else how["max_decode_steps"]
+    require_count("max_decode_steps", steps)
+    if steps > width:
+      raise InputError(
+        f"max_decode_steps is {steps}, but the targets' length is {width}; make it {width} or less."
+      )
+    if DRAFT not in params:
+      raise InputError(
+        "The parameters have no 'draft', the draft's own; restore both with t5x_model."
+        "PairCheckpointer, or put the draft's tree beside the target's under that name."
+      )
     target_params, draft_params = core.pop(params, DRAFT)
+
+    source = jnp.repeat(batch["encoder_input_tokens"], num_decodes, axis=0)
     decoded = speculative_decode(
       self._target_model,
-      model_draft(self._draft_model, how.sampling, how.gamma),
+      model_draft(self._draft_model, sampling, how["gamma"]),
       target_params,
       draft_params,
       source,
       jax.random.split(rng, len(source)),
-      max_new_tokens=min(width, how.max_decode_steps or width),
-      sampling=how.sampling,
-      lenience=how.lenience,
-      eos_id=how.eos_id or self.output_vocabulary.eos_id or 1,
+      max_new_tokens=steps,
+      sampling=sampling,
+      lenience=how["lenience"],
+      eos_id=how["eos_id"],
     )
-    scores = self._scores(target_params, source, decoded, how)
+    if sampling.temperature == 0 and how["rescale_log_probs"]:
+      scores = jnp.zeros(len(source))  # argmax leaves no other choice
+    else:
+      scored = sampling if how["rescale_log_probs"] else Sampling()
+      scores = self._scores(target_params, source, decoded, scored)
     # t5x sorts by score, the best last.
-    by_score = jnp.argsort(scores.reshape(-1, how.num_decodes), axis=1)
-    rows = by_score + how.num_decodes * jnp.arange(len(by_score))[:, None]
-    rows = rows if how.return_all_decodes else rows[:, -1]
-    tokens = jnp.pad(decoded.tokens, ((0, 0), (0, width - decoded.tokens.shape[1])))
+    by_score = jnp.argsort(scores.reshape(-1, num_decodes), axis=1)
+    rows = by_score + num_decodes * jnp.arange(len(by_score))[:, None]
+    rows = rows if call["return_all_decodes"] else rows[:, -1]
+    tokens = jnp.pad(decoded.tokens, ((0, 0), (0, width - steps)))
     aux = {"scores": scores, "rounds": count_rounds(decoded)}
     return tokens[rows], jax.tree.map(lambda x: x[rows], aux)
 
-  def _scores(self, params, source: Array, decoded: Decoded, how: DecoderParams) -> Array:
+  def _scores(self, params, source: Array, decoded: Decoded, sampling: Sampling) -> Array:
     """Log-probability [B] of each output; one more pass of the target, if anyone reads it."""
-    if how.temperature == 0 and how.rescale_log_probs:
-      return jnp.zeros(len(source))  # argmax leaves no other choice
     tokens, limit = decoded.tokens, decoded.tokens.shape[1]
     inputs = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)), constant_values=PAD_ID)
     cache = self._target_model.start(params, source, limit)
     logits, _ = self._target_model.extend(params, cache, inputs)
-    p = distribution(logits, how.sampling if how.rescale_log_probs else Sampling())
+    p = distribution(logits, sampling)
     of_tokens = jnp.take_along_axis(p, tokens[..., None], axis=-1)[..., 0]
     is_text = jnp.arange(limit) < decoded.lengths[:, None]
     return jnp.where(is_text, jnp.log(of_tokens), 0.0).sum(axis=1)
+
+
+def sampling_settings(decode_fn: Callable) -> dict[str, Any]:
+  """Value of each of SETTINGS when t5x calls `decode_fn`, `temperature_sample` as gin or
+  `functools.partial` binds it.
+
+  Raises:
+    InputError: it is another function, or bound to something else.
+  """
+  given = {}
+  if isinstance(decode_fn, functools.partial):
+    given, decode_fn = decode_fn.keywords, decode_fn.func
+  # Gin wraps a function once, or twice if the reference has a scope, which we cannot see.
+  if getattr(decode_fn, "__wrapped__", decode_fn) is not decoding.temperature_sample:
+    raise InputError(
+      f"decode_fn is {getattr(decode_fn, '__name__', decode_fn)}; SpeculativeModel samples, so "
+      "bind models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample, without a scope, "
+      "or decode with t5x's EncoderDecoderModel."
+    )
+  given = _bound(decoding.temperature_sample) | given
+  if unknown := sorted(given.keys() - set(SETTINGS)):
+    raise InputError(
+      f"decoding.temperature_sample is bound to {', '.join(unknown)}; SpeculativeModel takes "
+      f"{', '.join(SETTINGS)} from there, and num_decodes and return_all_decodes from "
+      "models.EncoderDecoderModel.predict_batch_with_aux."
+    )
+  parameters = inspect.signature(decoding.temperature_sample).parameters
+  return {name: parameters[name].default for name in SETTINGS} | given
+
+
+def _bound(configurable: Callable, *names: str) -> dict[str, Any]:
+  """What gin binds to a class or function of t5x, which subclasses and overrides do not see.
+
+  Args:
+    configurable: the class or function.
+    names: of the parameters to look up; none for all.
+  """
+  try:
+    bindings = gin.get_bindings(configurable, resolve_references=False)
+  except ValueError:  # gin does not know it
+    return {}
+  return copy.deepcopy({name: bindings[name] for name in names or bindings if name in bindings})
 
 
 def count_rounds(decoded: Decoded) -> dict[str, Array]:
@@ -341,9 +420,17 @@ class PairCheckpointer:
     self._restore_dtype = restore_dtype
 
   def restore(self, path: str, **kwargs):
-    """The train state with parameters of both; arguments are t5x's and concern the target."""
+    """The train state with parameters of both; arguments are t5x's and concern the target.
+
+    Raises:
+      InputError: a checkpoint is not there, or not of its network's shape, which Orbax would cut
+        and pad without a word. Not so with transformations, which may say what else it holds.
+    """
     params, draft_params = core.pop(self._train_state.params, DRAFT)
     axes, draft_axes = core.pop(self._train_state.params_axes, DRAFT)
+    if not kwargs.get("state_transformation_fns"):
+      require_shapes("target", path, params)
+    require_shapes(DRAFT, self._draft_path, draft_params)
     target = self._restore(path, params, axes, **kwargs)
     draft = self._restore(self._draft_path, draft_params, draft_axes)
     both = core.freeze({**target.params, DRAFT: draft.params})
@@ -356,3 +443,11 @@ class PairCheckpointer:
       path, state, self._partitioner, restore_dtype=self._restore_dtype
     )
     return manager.restore(path=path, **kwargs)
+
+
+def require_shapes(role: str, path: str, params) -> None:
+  """Raise InputError unless a checkpoint holds just such parameters as those of a network."""
+  try:
+    open_checkpoint(path).require(core.unfreeze(params))
+  except InputError as error:
+    raise InputError(f"The {role} is not the one that its network is for: {error}") from error

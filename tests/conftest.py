@@ -11,3 +11,5 @@ _quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes
 _quick += " --xla_cpu_use_fusion_emitters=false"
 _given = os.environ.get("XLA_FLAGS", ""), os.environ.get("SPECDEC_XLA_FLAGS", _quick)
 os.environ["XLA_FLAGS"] = " ".join(_given).strip()
+
+import specdec_jax  # noqa: E402, F401  adds to them, before a test that uses jax alone

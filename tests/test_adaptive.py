@@ -13,7 +13,7 @@ from specdec_jax import adaptive
 from specdec_jax.adaptive import adaptive_decode
 from specdec_jax.decoding import autoregressive_decode, one_round
 from specdec_jax.drafts.model import model_draft
-from specdec_jax.experiments.check_exactness import compare_samples
+from specdec_jax.experiments.compare import compare_samples
 from specdec_jax.models.t5 import t5_model
 from specdec_jax.sampling import Sampling
 

@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import json
 import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -159,17 +158,16 @@ def test_config_with_a_field_of_another_version(folder):
 
 @pytest.mark.parametrize("full", ["params.msgpack", "config.json"])
 def test_a_save_that_fails_leaves_a_model_that_loads_and_no_crumbs(folder, monkeypatch, full):
-  """The disk fills up when half of file `full` is written."""
+  """The disk is full when file `full` is to be kept."""
   before = {file.name: file.read_bytes() for file in folder.iterdir()}
-  whole = pathlib.Path.write_bytes
+  fsync = os.fsync
 
-  def write_half(self, data):
-    if full not in self.name:
-      return whole(self, data)
-    whole(self, data[: len(data) // 2])
-    raise OSError(errno.ENOSPC, "No space left on device", str(self))
+  def fail(fd):
+    if full in os.readlink(f"/proc/self/fd/{fd}"):
+      raise OSError(errno.ENOSPC, "No space left on device")
+    fsync(fd)
 
-  monkeypatch.setattr(pathlib.Path, "write_bytes", write_half)
+  monkeypatch.setattr(os, "fsync", fail)
   with pytest.raises(OSError):
     save_model(str(folder), CONFIG, jax.tree.map(lambda x: 2 * x, PARAMS))
   monkeypatch.undo()

@@ -12,7 +12,7 @@ import tiny_pair
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.copy import copy_draft
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.check_exactness import compare_samples
+from specdec_jax.experiments.compare import compare_samples
 from specdec_jax.models.t5 import t5_model
 from specdec_jax.sampling import Sampling
 

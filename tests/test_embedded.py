@@ -1,6 +1,6 @@
 """The pairs that come with the package: they load, and speculation leaves their output alone.
 
-Real sentences: those of the quickstart, and 200 of Multi30k's test set where it lies at hand.
+Real sentences: those of the quickstart, and 96 of Multi30k's test set where it lies at hand.
 """
 
 import os
@@ -37,7 +37,7 @@ def sentences():
   own = re.findall(r"^    '(.*)',$", (ROOT / "gin" / "quickstart.gin").read_text(), re.MULTILINE)
   assert len(own) == 24
   test_set = MULTI30K / "test_2016_flickr.en.gz"
-  return own + (read_lines(str(test_set))[:200] if test_set.is_file() else [])
+  return own + (read_lines(str(test_set))[:96] if test_set.is_file() else [])
 
 
 def test_is_small_enough_for_a_repository():
@@ -49,11 +49,11 @@ def test_draft_is_one_to_two_orders_of_magnitude_smaller_per_step(pair):
   assert 10 <= read(pair.target_params) / read(pair.draft_params) <= 100
 
 
-@pytest.mark.parametrize("batch_size, gammas", [(1, range(1, 11)), (8, (1, 5, 10))])
+@pytest.mark.parametrize("batch_size, gammas", [(1, (1, 5, 10)), (8, (7,))])
 def test_greedy_output_is_plain_decodings_for_every_gamma(pair, sentences, batch_size, gammas):
   """The first eight prompts with every gamma, each of the others with one, to save time."""
   common = dict(max_new_tokens=LIMIT, sampling=GREEDY)
-  for k, at in enumerate(range(0, len(sentences) - batch_size + 1, batch_size)):
+  for k, at in enumerate(range(0, len(sentences[:64]) - batch_size + 1, batch_size)):
     prompt = pair.prompt(sentences[at : at + batch_size], width=48)
     rng = row_keys(0, at, batch_size)
     plain = autoregressive_decode(pair.target, pair.target_params, prompt, rng, **common)
@@ -96,7 +96,7 @@ def test_alpha_at_temperature_0_is_what_its_readme_says(pair, sentences):
   )
   alpha = measure_alpha(pair, [prompt], [plain], GREEDY).alpha
   claimed = float(re.search(r"alpha at temperature 0 \| ([0-9.]+)", _readme()).group(1))
-  # 24 sentences (about 350 tokens) or 224: the interval says how far chance can carry it.
+  # 24 sentences (about 350 tokens) or 120: the interval says how far chance can carry it.
   assert alpha.low - 0.03 <= claimed <= alpha.high + 0.03
 
 
@@ -128,12 +128,11 @@ def test_the_gpt_like_pair_is_small():
   assert sum(f.stat().st_size for f in (ASSETS / "lm1b").rglob("*") if f.is_file()) <= 15e6
 
 
-@pytest.mark.parametrize("gamma", [1, 7])
-def test_the_gpt_like_pair_goes_on_as_its_target_does(gpt, gamma):
+def test_the_gpt_like_pair_goes_on_as_its_target_does(gpt):
   """Beginnings of several lengths together, and one of them alone."""
   for batch in (BEGINNINGS, BEGINNINGS[1:2]):
     asked = gpt.prompt(batch, width=8), row_keys(0, 0, len(batch))
-    plain, ours = (gpt.decoder(GREEDY, g)(*asked, max_new_tokens=LIMIT) for g in (0, gamma))
+    plain, ours = (gpt.decoder(GREEDY, g)(*asked, max_new_tokens=LIMIT) for g in (0, 7))
     assert identical([plain], [ours])
 
 

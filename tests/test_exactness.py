@@ -11,12 +11,8 @@ import tiny_pair
 from specdec_jax import decoding
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.check_exactness import (
-  check_exactness,
-  compare_argmax,
-  compare_samples,
-  rounds_of_self_draft,
-)
+from specdec_jax.experiments.check_exactness import check_exactness
+from specdec_jax.experiments.compare import compare_argmax, compare_samples, rounds_of_self_draft
 from specdec_jax.experiments.joint import Comparison, compare, cut_into_cells
 from specdec_jax.experiments.ties import Divergence, first_divergences
 from specdec_jax.protocols import Draft, Verdict
@@ -295,6 +291,7 @@ def check(**changes):
     max_new_tokens=12,
     num_texts=4,
     samples_per_text=100,
+    num_guesses=500,
   )
   check_exactness(changes.pop("pair", tiny_pair.pair()), **{**settings, **changes})
 
@@ -302,10 +299,11 @@ def check(**changes):
 def test_a_good_pair_is_said_to_hold(capsys):
   check()
   said = capsys.readouterr().out
-  assert said.count("ok  ") == 3 and "FAIL" not in said
-  assert "3 of 3 settings hold, in float32 on cpu" in said
+  assert said.count("ok  ") == 5 and "FAIL" not in said
+  assert "5 of 5 checks hold, in float32 on cpu" in said
   assert "4 of 4 texts identical" in said and "top-k 10, plain" in said
   assert "400 outputs, first 4 tokens in" in said
+  assert "gamma 2, rounds: " in said and "ok   acceptance in all rounds: " in said
 
 
 def test_a_fault_is_shown_and_ends_in_status_1(capsys, monkeypatch):
@@ -317,7 +315,7 @@ def test_a_fault_is_shown_and_ends_in_status_1(capsys, monkeypatch):
   jax.clear_caches()
   said = capsys.readouterr().out
   assert ended.value.code == 1
-  assert said.count("FAIL") == 2 and "of them impossible" in said and "1 of 3 settings hold" in said
+  assert said.count("FAIL") == 2 and "of them impossible" in said and "3 of 5 checks hold" in said
 
 
 @pytest.mark.parametrize(
@@ -326,7 +324,9 @@ def test_a_fault_is_shown_and_ends_in_status_1(capsys, monkeypatch):
     ({"texts": []}, "nothing to check"),
     ({"level": 0.0}, "level is 0.0"),
     ({"samples_per_text": 0}, "samples_per_text is 0"),
-    ({"batch_sizes": [0]}, "batch_sizes is 0"),
+    ({"batch_sizes": [0]}, "batch_size is 0"),
+    ({"num_guesses": 0}, "num_guesses is 0"),
+    ({"pair": tiny_pair.pair()._replace(simulated_alpha=0.5)}, "acceptance is simulated"),
     ({"samplings": [Sampling(top_k=10)], "samples_per_text": 1}, "likely enough to be counted"),
   ],
 )

@@ -55,6 +55,16 @@ def test_runs_take_models_and_tasks(after):
     parse(f"runs/{name}", *after)
 
 
+def test_the_checker_samples_at_a_temperature_that_is_not_1():
+  """At 1 a q that forgets the temperature is right."""
+  try:
+    run.parse_gin([str(GIN / "runs/check_exactness.gin")], [], [])
+    samplings = [each.scoped_configurable_fn() for each in gin.query_parameter("%SAMPLINGS")]
+  finally:
+    gin.clear_config()
+  assert not {sampling.temperature for sampling in samplings} <= {0, 1}
+
+
 def test_what_cannot_be_parsed_is_seen(tmp_path):
   path = tmp_path / "bad.gin"
   path.write_text(

@@ -158,18 +158,106 @@ def test_no_compiler_at_all_is_told_too(fresh, monkeypatch, caplog):
   assert "there is no C++ compiler" in caplog.text
 
 
-@compiled
-def test_it_is_compiled_once(fresh, monkeypatch):
-  first = skinny._compiled()
-  assert first.is_relative_to(fresh) and [*first.parent.iterdir()] == [first]
-  monkeypatch.setattr(skinny.subprocess, "run", None)
-  assert skinny._compiled() == first
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+  """The bytes of a library that was compiled and kept, once for all that follows."""
+  home = tmp_path_factory.mktemp("home")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("HOME", str(home))
+    skinny._library()
+  (kept,) = (path for path in home.rglob("*") if path.is_file())
+  return kept.read_bytes()
+
+
+@pytest.fixture
+def compilations(fresh, library, monkeypatch):
+  """How often the compiler was called, which only copies."""
+  calls = []
+
+  def copy(command, cwd, **_):
+    calls.append(command)
+    pathlib.Path(cwd, command[-1]).write_bytes(library)
+
+  monkeypatch.setattr(skinny.subprocess, "run", copy)
+  return calls
+
+
+def kept(home):
+  return [*(home / ".cache" / "specdec_jax" / "kernels").iterdir()]
 
 
 @compiled
-def test_a_home_that_cannot_be_written_to_is_no_hindrance(fresh, monkeypatch):
+def test_it_is_compiled_once(fresh, compilations):
+  for _ in range(3):
+    assert skinny._library().SkinnyMatmul
+  (path,) = kept(fresh)
+  assert len(compilations) == 1
+  assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@compiled
+@pytest.mark.parametrize(
+  "harm, mode",
+  [
+    (lambda whole: whole[:20_000], 0o600),
+    (lambda whole: b"", 0o600),
+    (lambda whole: bytes(len(whole)), 0o600),
+    (lambda whole: whole[:-1] + b"?", 0o600),
+    (lambda whole: whole, 0o660),
+    (lambda whole: whole, 0o602),
+  ],
+  ids=["truncated", "empty", "zeroed", "one byte", "group writes", "others write"],
+)
+def test_a_library_that_is_damaged_or_open_to_others_is_compiled_anew(
+  fresh, compilations, library, harm, mode
+):
+  """A damaged one, mapped into memory, would end the process with a signal."""
+  skinny._library()
+  (path,) = kept(fresh)
+  path.unlink()  # it is mapped into this process
+  path.write_bytes(harm(library))
+  path.chmod(mode)
+  loaded = skinny._library()
+  assert loaded.SkinnyMatmul and len(compilations) == 2 and kept(fresh) == [path]
+  assert path.read_bytes() == library and path.stat().st_mode & 0o777 == 0o600
+  skinny._library()
+  assert len(compilations) == 2
+
+
+def is_for_this_process_alone(home, compilations, caplog, monkeypatch, why):
+  scratch = home / "scratch"
+  scratch.mkdir()
+  monkeypatch.setattr(skinny.tempfile, "tempdir", str(scratch))
+  for calls in (1, 2):
+    assert skinny._library().SkinnyMatmul and len(compilations) == calls
+  assert "compiled for this process alone" in caplog.text and why in caplog.text
+  assert not [*scratch.iterdir()]
+
+
+@compiled
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777], ids=oct)
+def test_a_folder_that_others_may_write_to_is_not_used(
+  fresh, compilations, caplog, monkeypatch, mode
+):
+  folder = fresh / ".cache" / "specdec_jax" / "kernels"
+  folder.mkdir(parents=True)
+  folder.chmod(mode)
+  is_for_this_process_alone(fresh, compilations, caplog, monkeypatch, "others may write to")
+  assert kept(fresh) == []
+
+
+@compiled
+def test_a_folder_of_another_user_is_not_used(fresh, compilations, caplog, monkeypatch):
+  mine = os.geteuid()
+  monkeypatch.setattr(skinny.os, "geteuid", lambda: mine + 1)
+  is_for_this_process_alone(fresh, compilations, caplog, monkeypatch, "others may write to")
+  assert kept(fresh) == []
+
+
+@compiled
+def test_a_home_that_cannot_be_written_to_is_no_hindrance(fresh, compilations, caplog, monkeypatch):
   (fresh / ".cache").write_text("in the way")
-  assert pathlib.Path(skinny._compiled()).exists()
+  is_for_this_process_alone(fresh, compilations, caplog, monkeypatch, "Not a directory")
 
 
 @pytest.mark.parametrize("backend, devices", [("gpu", 1), ("tpu", 4), ("cpu", 2)])

@@ -557,7 +557,7 @@ def test_batches_and_samples_leave_open_what_cannot_be_said(tmp_path):
 def test_simulated_acceptance_is_recorded_as_such(tmp_path):
   pair = random_pair("tiny", "tiny", 0.6)
   texts, results = tiny_pair.SENTENCES[:8], str(tmp_path / "results.jsonl")
-  (r,) = measure(pair, texts, results, [GREEDY], [3], max_new_tokens=32, repeats=1)
+  (r,) = measure(pair, texts, results, [GREEDY], [3], 8, max_new_tokens=32, repeats=1)
   assert (r.acceptance, r.alpha, r.identical) == ("simulated", 0.6, None)
   assert r.alpha_low is r.alpha_high is r.beta_lag1 is r.total_variation is None
   assert r.num_tokens == 8 * 32 and r.speedup > 0 and r.predicted_text > 0

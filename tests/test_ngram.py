@@ -14,7 +14,7 @@ from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.ngram import fit_ngrams, load_ngrams, ngram_draft, save_ngrams
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.check_exactness import compare_samples
+from specdec_jax.experiments.compare import compare_samples
 from specdec_jax.models.t5 import t5_model
 from specdec_jax.sampling import Sampling, distribution
 

@@ -1,15 +1,17 @@
 """Records are written whole or not at all, read back as they were, and tell what is left to do."""
 
 import dataclasses
+import datetime
 import json
 import math
 import os
+import re
 import warnings
 
 import numpy as np
 import pytest
 
-from specdec_jax import records
+from specdec_jax import machine, records
 from specdec_jax.errors import InputError
 from specdec_jax.records import Record
 
@@ -110,13 +112,13 @@ def test_append_puts_down_a_record_in_one_write(path, monkeypatch):
   assert len(calls) == 1 and calls[0].endswith(b"}\n")
 
 
-def test_torn_last_line_is_dropped_at_any_cut(path):
+def test_torn_last_line_is_dropped_wherever_it_is_cut(path):
   first, second, third = setting(task="ä"), setting(seed=1), setting(seed=2)
   records.append(path, first)
   whole = path.read_bytes()
   records.append(path, second)
   torn = path.read_bytes()[len(whole) : -1]
-  for cut in range(1, len(torn)):
+  for cut in {*range(1, len(torn), 23), len(torn) - 1}:
     path.write_bytes(whole + torn[:cut])
     with pytest.warns(UserWarning, match=f"dropped {cut} characters of half a record"):
       assert records.read(path) == [first]
@@ -172,6 +174,49 @@ def test_unknown_field_is_named(path):
 
 
 @pytest.mark.parametrize(
+  "field, value, expected",
+  [
+    ("speedup", "fast", "speedup is 'fast'; it must be a number or None. Mend or"),
+    ("temperature", None, "temperature is None; it must be a number."),
+    ("gamma", [3], "gamma is [3]; it must be a whole number."),
+    ("gamma", True, "gamma is True; it must be a whole number."),
+    ("gamma", 3.5, "gamma is 3.5; it must be a whole number."),
+    ("seconds", math.inf, "not a JSON object"),
+    ("alpha", math.nan, "not a JSON object"),
+    ("alpha", 10**400, "not a JSON object"),
+    ("identical", 1, "identical is 1; it must be True or False or None."),
+    ("task", {"a": 1}, "task is {'a': 1}; it must be a text."),
+    ("acceptance_by_position", [0.5, "x"], "it must be a list (each a number or None) or None."),
+    ("schema", [1], "a record of schema [1]"),
+  ],
+)
+def test_a_value_of_the_wrong_type_is_named_with_its_line(path, field, value, expected):
+  records.append(path, setting())
+  values = json.loads(path.read_text()) | {field: value}
+  path.write_text(path.read_text() + json.dumps(values) + "\n")
+  with pytest.raises(InputError) as error:
+    records.read(path)
+  assert f"{path}, line 2: " in str(error.value) and expected in str(error.value)
+  assert len(str(error.value)) < 400 + len(str(path))
+
+
+def test_brackets_without_end_are_no_record(path):
+  deep = b'{"task": ' + b"[" * 100_000 + b"\n"
+  path.write_bytes(deep)
+  with pytest.raises(InputError, match="line 1: not a JSON object"):
+    records.read(path)
+  path.write_bytes(deep.rstrip())
+  with pytest.warns(UserWarning, match="half a record"):
+    assert records.read(path) == []
+
+
+def test_every_type_of_a_field_is_read_back(path):
+  record = setting(acceptance_by_position=[0.5, None], identical=False, temperature=1, alpha=0)
+  records.append(path, record)
+  assert records.read(path) == [record]
+
+
+@pytest.mark.parametrize(
   "change",
   [
     dict(task="x"),
@@ -187,6 +232,9 @@ def test_unknown_field_is_named(path):
     dict(acceptance="simulated"),
     dict(platform="tpu"),
     dict(device_kind="TPU v4"),
+    dict(processor="EPYC"),
+    dict(cores=8),
+    dict(threads=1),
     dict(dtype="bfloat16"),
     dict(seed=1),
   ],
@@ -194,6 +242,25 @@ def test_unknown_field_is_named(path):
 )
 def test_key_tells_settings_apart(change):
   assert records.key(setting()) != records.key(setting(**change))
+
+
+def test_where_it_was_measured(tmp_path):
+  here = machine.provenance()
+  assert here["processor"] and 1 <= here["threads"] and 1 <= here["cores"]
+  assert datetime.datetime.fromisoformat(here["date"]).tzinfo is not None
+  assert here["commit"] is None or re.fullmatch(r"[0-9a-f]{10}\+?", here["commit"])
+  cpuinfo = tmp_path / "cpuinfo"
+  cpuinfo.write_text(
+    "model name\t: AMD EPYC\ncpu family\t: 25\nmodel\t\t: 17\nflags\t\t: avx avx2 avx512f\n"
+  )
+  assert machine.processor(str(cpuinfo)) == "AMD EPYC (family 25, model 17), AVX-512"
+  assert machine.processor(str(tmp_path / "none"))
+  cpu = setting(processor="EPYC, AVX2", cores=2, threads=2)
+  tpu = dataclasses.replace(cpu, platform="tpu", device_kind="TPU v4", num_devices=4)
+  assert (setting().device, cpu.device, tpu.device) == ("cpu", "EPYC, AVX2, 2 cores", "TPU v4 x 4")
+  assert dataclasses.replace(cpu, threads=1).device == "EPYC, AVX2, 2 cores, threads: 1"
+  # The host of a TPU does not make another setting.
+  assert records.key(tpu) == records.key(dataclasses.replace(tpu, processor="Xeon", cores=96))
 
 
 def test_missing_skips_what_was_recorded_whatever_was_measured(path):

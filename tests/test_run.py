@@ -33,6 +33,10 @@ def work(output_dir, gamma=1, fault=None):
     f.write(f"gamma {gamma}\\n")
   print(f"gamma {gamma}, jax {'jax' in sys.modules}")
 
+def open_something():
+  with open(__file__) as f:
+    print(f"descriptor {f.fileno()}")
+
 def compile_something():
   import jax
   jax.jit(lambda x: jax.numpy.sort(x @ x))(jax.numpy.eye(9)).block_until_ready()
@@ -62,9 +66,10 @@ def command(tmp_path):
   (tmp_path / "tiny_work.py").write_text(EXPERIMENT)
   (tmp_path / "work.gin").write_text(GIN)
 
-  def run(*args, **environment):
+  def run(*args, closed="", **environment):
+    command = [sys.executable, "-m", "specdec_jax.run", *args]
     return subprocess.run(
-      [sys.executable, "-m", "specdec_jax.run", *args],
+      ["sh", "-c", f'exec "$@" {closed}', "sh", *command] if closed else command,
       cwd=tmp_path,
       env={
         **os.environ,
@@ -216,6 +221,17 @@ def test_debug_shows_the_traceback_too(command):
 def test_interrupt(command):
   result = command("--gin_file=work.gin", OUT, "--gin.work.fault='interrupt'")
   assert (result.returncode, result.stderr) == (130, "interrupted\n")
+
+
+def test_closed_streams(command):
+  """No file that is opened may come to be one of them, and no output is lost without a word."""
+  (command.dir / "open.gin").write_text(HEADER + "run.run.experiment = @tiny_work.open_something")
+  result = command("--gin_file=open.gin", closed="<&- 2>&-")
+  assert result.returncode == 0 and int(result.stdout.removeprefix("descriptor ")) > 2
+  result = command("--gin_file=gone.gin", closed="2>&-")
+  assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
+  assert_told(command("--gin_file=work.gin", OUT, closed=">&-"), "standard output is closed")
+  assert not (command.dir / "out").exists()
 
 
 def test_help(command):

@@ -117,7 +117,7 @@ def flat_model():
   def extend(params, cache, tokens):
     return jnp.zeros((*tokens.shape, V)), _Length(cache.length + tokens.shape[1])
 
-  return Model(T5.begin, start, extend, V)
+  return Model(T5.begin, start, extend, V, EOS)
 
 
 def test_verdicts_are_independent_of_each_other():

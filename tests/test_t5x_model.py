@@ -59,14 +59,18 @@ BATCH = {
 }
 
 
-def speculative(draft=SMALL, **decoder_params):
+def speculative(draft=SMALL, *, gamma=5, decoder_params=None, decode_fn=None, **sampling):
+  """At temperature 0 unless `sampling`, as `temperature_sample` has it, says otherwise."""
+  sampling = {"temperature": 0.0, "topk": 0} | sampling
   return t5x_model.SpeculativeModel(
     t5x_model.t5x_network(TARGET),
     t5x_task.VOCABULARY,
     t5x_task.VOCABULARY,
     None,
+    decode_fn=decode_fn or functools.partial(decoding.temperature_sample, **sampling),
     draft_module=t5x_model.t5x_network(draft),
-    default_decoder_params=t5x_model.DecoderParams(**decoder_params),
+    gamma=gamma,
+    default_decoder_params=decoder_params,
   )
 
 
@@ -131,7 +135,8 @@ def test_max_decode_steps_is_t5x():
 def test_several_decodes_are_ours_sorted_by_t5x_scores(topk, topp, return_all):
   decodes, temperature, gamma, rng = 3, 0.7, 3, jax.random.PRNGKey(5)
   config, draft_params = DRAFTS["near"]
-  model = speculative(config, num_decodes=decodes, return_all_decodes=return_all, gamma=gamma)
+  how_many = models.DecoderParams(num_decodes=decodes, return_all_decodes=return_all)
+  model = speculative(config, gamma=gamma, decoder_params=how_many)
   how = {"temperature": temperature, "topk": topk, "topp": topp}
   predict = lambda p, key: model.predict_batch_with_aux(p, BATCH, key, how)
   tokens, aux = jax.device_get(jax.jit(predict)(both(draft_params), rng))
@@ -198,17 +203,135 @@ def test_draft_parameters_are_arguments():
 
 
 def test_bad_input_is_told():
-  params = both(DRAFTS["random"][1])
-  with pytest.raises(InputError, match="prompt_with_targets"):
-    speculative().predict_batch_with_aux(params, BATCH, prompt_with_targets=True)
-  with pytest.raises(InputError, match="decoder_params has alpha; .*gamma"):
-    speculative().predict_batch_with_aux(params, BATCH, decoder_params={"alpha": 0.6})
   with pytest.raises(InputError, match="264 and the draft's 300"):
     speculative(tiny.config(vocab_size=300))
   with pytest.raises(InputError, match="float32_attention_logits True"):
     t5x_model.same_config(network.Transformer(network.T5Config(9, float32_attention_logits=True)))
   with pytest.raises(InputError, match="Dense; .*Transformer"):
     t5x_model.same_config(network.nn.Dense(3))
+
+
+def shapes(model, params=None, **call):
+  """Shapes of tokens and scores; nothing is compiled."""
+  params = both(DRAFTS["random"][1]) if params is None else params
+  decode = lambda params: model.predict_batch_with_aux(params, BATCH, **call)
+  tokens, aux = jax.eval_shape(decode, params)
+  return tokens.shape, aux["scores"].shape
+
+
+KEY = jax.random.PRNGKey(1)
+
+
+@pytest.mark.parametrize(
+  "call, sentence",
+  [
+    (dict(prompt_with_targets=True), "prompt_with_targets is True"),
+    (dict(num_decodes=0), "num_decodes is 0; it must be a whole number, at least 1"),
+    (dict(decoder_params={"alpha": 0.6}), "decoder_params has alpha; .*gamma"),
+    (dict(decoder_params={"max_decode_steps": 0}), "max_decode_steps is 0; .* at least 1"),
+    (dict(decoder_params={"max_decode_steps": LIMIT + 1}), "length is 20; make it 20 or less"),
+    (dict(decoder_params={"topk": 3, "topp": 0.5}), "topk is 3 and topp is 0.5"),
+    (dict(rng=KEY, decoder_params={"decode_rng": KEY}), "two keys, rng and .*'decode_rng'"),
+    (dict(params=core.freeze(PARAMS)), "parameters have no 'draft'.*PairCheckpointer"),
+  ],
+)
+def test_calls_that_mean_nothing_are_told(call, sentence):
+  with pytest.raises(InputError, match=sentence):
+    shapes(speculative(), **call)
+
+
+def test_t5x_own_decoder_params_are_the_default():
+  all_of_two = models.DecoderParams(return_all_decodes=True, num_decodes=2)
+  assert shapes(speculative(decoder_params=all_of_two)) == ((EXAMPLES, 2, LIMIT), (EXAMPLES, 2))
+  model = speculative(decoder_params=models.DecoderParams(return_all_decodes=True))
+  assert shapes(model) == ((EXAMPLES, 1, LIMIT), (EXAMPLES, 1))
+  assert shapes(model, return_all_decodes=False) == ((EXAMPLES, LIMIT), (EXAMPLES,))
+
+
+GIN = """
+from __gin__ import dynamic_registration
+import seqio
+from specdec_jax import t5x_model
+from specdec_jax.models import config
+from t5x import decoding
+from t5x import models
+from t5x.examples.t5 import network
+NETWORK = @t5x_model.t5x_network()
+t5x_model.t5x_network.config = @config.t5_config()
+config.t5_config.size = 'tiny'
+config.t5_config.vocab_size = 264
+config.t5_config.padded_vocab_size = None
+MODEL = @t5x_model.SpeculativeModel()
+t5x_model.SpeculativeModel:
+  module = %NETWORK
+  draft_module = %NETWORK
+  input_vocabulary = @seqio.ByteVocabulary()
+  output_vocabulary = @seqio.ByteVocabulary()
+  optimizer_def = None
+"""
+
+
+@pytest.fixture
+def bound():
+  """Makes a model as gin does, with these bindings."""
+
+  def make(bindings: str):
+    gin.parse_config(GIN + bindings)
+    return gin.query_parameter("MODEL/macro.value").scoped_configurable_fn()
+
+  gin.clear_config()
+  yield make
+  gin.clear_config()
+
+
+def test_t5x_own_bindings_are_obeyed(bound):
+  model = bound("""
+models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample
+models.EncoderDecoderModel.predict_batch_with_aux:
+  num_decodes = 3
+  return_all_decodes = True
+  decoder_params = {'max_decode_steps': 7}
+decoding.temperature_sample:
+  temperature = 0.5
+  topk = 20
+t5x_model.SpeculativeModel.gamma = 2
+""")
+  want = dict(gamma=2, lenience=1.0, temperature=0.5, topk=20, topp=0.0)
+  assert model._settings == want | dict(max_decode_steps=None, rescale_log_probs=True)
+  params = tiny.params(t5x_model.same_config(model.module), 0)
+  assert shapes(model, {**params, "draft": params}) == ((EXAMPLES, 3, LIMIT), (EXAMPLES, 3))
+
+
+def test_without_bindings_it_decodes_as_t5x_does(bound):
+  """By `temperature_sample` as it stands, whose default is the most probable token."""
+  settings = bound("")._settings
+  assert (settings["temperature"], settings["topk"], settings["topp"]) == (1.0, 1, 0.0)
+
+
+@pytest.mark.parametrize(
+  "bindings, sentence",
+  [
+    ("models.EncoderDecoderModel.decode_fn = @decoding.beam_search", "decode_fn is beam_search; "),
+    ("t5x_model.SpeculativeModel.decode_fn = @decoding.beam_search", "decode_fn is beam_search; "),
+    (
+      "models.EncoderDecoderModel.decode_fn = @cold/decoding.temperature_sample",
+      "decode_fn is temperature_sample; .*without a scope",
+    ),
+    (
+      "decoding.temperature_sample.num_decodes = 2",
+      "bound to num_decodes; .*from models.EncoderDecoderModel.predict_batch_with_aux",
+    ),
+  ],
+)
+def test_bindings_that_mean_nothing_here_are_told(bound, bindings, sentence):
+  with pytest.raises(InputError, match=sentence):
+    bound(bindings)
+
+
+def test_bound_prompts_are_refused(bound):
+  model = bound("models.EncoderDecoderModel.predict_batch_with_aux.prompt_with_targets = True")
+  with pytest.raises(InputError, match="prompt_with_targets is True"):
+    shapes(model, {})
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
@@ -273,6 +396,66 @@ def write_checkpoint(folder: pathlib.Path, config, params, orbax: bool) -> str:
   return str(folder / "checkpoint_0")
 
 
+@pytest.mark.parametrize("orbax", [True, False])
+@pytest.mark.parametrize("wrong", ["target", "draft"])
+def test_checkpoints_of_another_shape_are_named(tmp_path, orbax, wrong):
+  one, other = (tiny.config(vocab_size=264, layers=1, mlp_dim=mlp_dim) for mlp_dim in (32, 16))
+  paths = {}
+  for role in ("target", "draft"):
+    config = other if role == wrong else one
+    paths[role] = write_checkpoint(tmp_path / role, config, tiny.params(config, 1), orbax)
+  variables = t5x_model.t5x_network(one).init
+  variables = jax.eval_shape(
+    lambda key: variables(key, *(np.ones((1, 1)),) * 3, enable_dropout=False), jax.random.key(0)
+  )
+  both = core.freeze({kind: {**tree, "draft": tree} for kind, tree in variables.items()})
+  restore = t5x_model.PairCheckpointer(
+    train_state=train_state.InferenceState.create(both),
+    partitioner=partitioning.PjitPartitioner(num_partitions=1),
+    draft_path=paths["draft"],
+  ).restore
+  kernel = r"decoder/layers_0/mlp/wi_0/kernel \(found \(16, 16\), expected \(16, 32\)\)"
+  with pytest.raises(InputError, match=f"The {wrong} is not .*{paths[wrong]}.* {kernel}"):
+    restore(paths["target"])
+
+
+def test_the_draft_is_whole_on_each_device():
+  """Unless a rule for its own axes says otherwise; the target is cut as ever."""
+  inputs = {"encoder_input_tokens": (1, 1), "decoder_input_tokens": (1, 1)}
+  variables = jax.eval_shape(
+    lambda key: speculative().get_initial_variables(key, inputs), jax.random.key(0)
+  )
+  state = train_state.InferenceState.create(variables)
+
+  def pieces(*additional):
+    rules = partitioning.standard_logical_axis_rules(additional_rules=additional)
+    partitioner = partitioning.PjitPartitioner(num_partitions=1, logical_axis_rules=rules)
+    axes = partitioner.get_mesh_axes(state).params
+    bias = axes["decoder"]["relpos_bias"]["rel_embedding"][0]
+    is_spec = lambda x: isinstance(x, jax.sharding.PartitionSpec)
+    draft = jax.tree.leaves(core.unfreeze(axes["draft"]), is_leaf=is_spec)
+    return bias, sum("model" in spec for spec in draft)
+
+  assert pieces() == ("model", 0)
+  of_one_layer = 6  # wi_0, wi_1 and wo, in encoder and decoder
+  assert pieces(("draft_mlp", "model")) == ("model", of_one_layer)
+
+
+def first_heads(params, config):
+  """Parameters of a T5 of more heads, cut to the first heads, as many as `config` has."""
+  width = config.num_heads * config.head_dim
+
+  def cut(path, x):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if "rel_embedding" in name:
+      return x[: config.num_heads]
+    if name.endswith("/out/kernel"):
+      return x[:width]
+    return x[:, :width] if name.endswith(("query/kernel", "key/kernel", "value/kernel")) else x
+
+  return jax.tree.map_with_path(cut, params)
+
+
 # Read last: shapes and a task that a CPU runs in seconds.
 TINY = """
 from __gin__ import dynamic_registration
@@ -291,25 +474,31 @@ config.t5_config:
   vocab_size = 264
   padded_vocab_size = None
   dtype = 'float32'
+  num_heads = 6
 network.T5Config:
   vocab_size = 264
   dtype = 'float32'
+  num_heads = 8
 utils.RestoreCheckpointConfig.dtype = 'float32'
-utils.DatasetConfig.batch_size = 2
+utils.DatasetConfig.batch_size = 4
 """
 
 
-@pytest.mark.parametrize("use_orbax, num_partitions", [(True, 2), (False, 1)])
+@pytest.mark.parametrize("use_orbax, num_partitions", [(True, 4), (False, 1)])
 def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions):
-  """The whole way that a user goes, on weights and a task that are tiny, on two devices."""
-  config = t5_config("tiny", vocab_size=264, padded_vocab_size=None)
+  """The whole way that a user goes, on weights and a task that are tiny, on four devices, which
+  can share the target's 8 heads and not the draft's 6."""
+  common = dict(vocab_size=264, padded_vocab_size=None)
+  config, draft_config = (t5_config("tiny", num_heads=heads, **common) for heads in (8, 6))
   params = with_endings(tiny.params(config, 6))
-  draft = tiny.near(params, 7, 0.1)
+  draft = tiny.near(first_heads(params, draft_config), 7, 0.1)
   (tmp_path / "tiny.gin").write_text(TINY)
   files = ("t5x/examples/t5/t5_1_1/tiny.gin", "gin/t5x/infer.gin", "gin/t5x/wmt_ende.gin")
   bindings = {
     "CHECKPOINT_PATH": write_checkpoint(tmp_path / "target", config, params, use_orbax),
-    "DRAFT_CHECKPOINT_PATH": write_checkpoint(tmp_path / "draft", config, draft, not use_orbax),
+    "DRAFT_CHECKPOINT_PATH": write_checkpoint(
+      tmp_path / "draft", draft_config, draft, not use_orbax
+    ),
     "INFER_OUTPUT_DIR": str(tmp_path / "out"),
     "infer.use_orbax": use_orbax,  # says which of t5x's two hooks is used
     "partitioning.PjitPartitioner.num_partitions": num_partitions,
@@ -317,9 +506,9 @@ def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions):
   command = [sys.executable, "-m", "t5x.infer"]
   command += [f"--gin_file={file}" for file in (*files, tmp_path / "tiny.gin")]
   command += [f"--gin.{name}={value!r}" for name, value in bindings.items()]
-  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-  env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-  env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+  path = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]  # t5x may lie there
+  env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
+  env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
   done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
   assert done.returncode == 0, done.stderr[-4000:]
 
@@ -335,9 +524,8 @@ def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions):
   for row, tokens in zip(rows, theirs.tokens):
     assert row["prediction"] == t5x_task.VOCABULARY.decode_tf(tokens).numpy().decode()
     assert row["aux"]["scores"] == 0
-  model = t5_model(config)
-  speculate = model_draft(model, how["sampling"], 3)
-  ours = speculative_decode(model, speculate, params, draft, source, keys, **how)
+  speculate = model_draft(t5_model(draft_config), how["sampling"], 3)
+  ours = speculative_decode(t5_model(config), speculate, params, draft, source, keys, **how)
   for name, counts in t5x_model.count_rounds(ours).items():
     assert [row["aux"]["rounds"][name] for row in rows] == counts.tolist()
   assert ours.rounds.num_accepted.sum() > 0

@@ -140,6 +140,11 @@ def test_data_that_tfds_has_not_prepared(tasks, tmp_path):
   try:
     with pytest.raises(InputError, match="tfds build wmt14_translate/de-en:1.0.0"):
       tasks.sources("specdec_wmt14_ende")
+    # As t5x's infer asks for it.
+    shards = dict(shard_info=seqio.ShardInfo(0, 1), num_epochs=1, use_cached=False)
+    lengths = {"inputs": 8, "targets": 8}
+    with pytest.raises(InputError, match="tfds build cnn_dailymail:3.4.0"):
+      seqio.get_mixture_or_task("specdec_cnn_dm").get_dataset(lengths, "test", **shards)
   finally:
     seqio.set_tfds_data_dir_override(None)
 

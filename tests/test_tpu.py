@@ -1,4 +1,4 @@
-"""What the compiler for TPU v4 says of T5-XXL with T5-small, and of LaMDA: what must hold.
+"""What the compiler for TPUs says of T5-XXL with T5-small, and of LaMDA: what must hold.
 
 As a script this is the process that asks it: libtpu wants settings of its own before jax starts.
 """
@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -14,6 +15,8 @@ import pytest
 
 GAMMA = 7
 CHIP = 32e9  # bytes
+HOSTS = "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"  # of four chips
+TABLE_2 = pathlib.Path(__file__).parents[1] / "experiments/tpu_v4/table2.jsonl"
 
 
 def main() -> None:
@@ -25,7 +28,7 @@ def main() -> None:
   from specdec_jax.models.config import named_config, t5_config
   from specdec_jax.sampling import Sampling
 
-  devices = tpu_compile.v4_devices(4)
+  _, devices = tpu_compile.described("v4:2x2x1")
   xxl, small = (t5_config(size, dtype=jnp.bfloat16) for size in ("xxl", "small"))
   # As wide, so that a layer's copies are as large, but compiled sooner.
   shallow = [
@@ -38,10 +41,9 @@ def main() -> None:
     return {name: tpu_compile.examine(program)._asdict() for name, program in compiled.items()}
 
   programs = tpu_compile.programs(xxl, small, devices[:1], gamma=GAMMA)
-  found = {
-    "loop": examined(programs, "speculative loop")["speculative loop"],
-    "hbm_bytes": tpu_compile.hbm_bytes(programs, GAMMA),
-  }
+  found = {"loop": examined(programs, "speculative loop")["speculative loop"]}
+  del programs["plain step"]  # as many bytes as the decode step, to a thousandth
+  found["hbm_bytes"] = tpu_compile.hbm_bytes(programs, GAMMA)
   steps = "decode step", "verify"
   cut = tpu_compile.programs(*shallow, devices, gamma=GAMMA)
   found["cut"] = examined(cut, *steps, options=tpu_compile.HBM_ONLY)
@@ -51,14 +53,26 @@ def main() -> None:
     named_config("lamda", size, dtype=jnp.bfloat16, num_decoder_layers=layers)
     for size, layers in (("137b", 2), ("100m", 1))
   ]
-  sixteen = tpu_compile.v4_devices(16)
+  _, sixteen = tpu_compile.described("v4:2x2x4")
   over = tpu_compile.programs(*lamda, sixteen, gamma=GAMMA, sampling=Sampling(top_k=40))
   found["lamda"] = examined(over, *steps, options=tpu_compile.HBM_ONLY)
   found["lamda"] |= examined(over, "speculative loop")
+  # Six heads, which four chips cannot share.
+  two_layers, one_layer = (
+    dataclasses.replace(small, num_encoder_layers=layers, num_decoder_layers=layers)
+    for layers in (2, 1)
+  )
+  six = tpu_compile.programs(two_layers, two_layers, devices, gamma=GAMMA)
+  found["six heads"] = examined(six, "round")
+  found["hosts"] = {}
+  for topology in HOSTS:
+    _, host = tpu_compile.described(topology)
+    step = tpu_compile.programs(one_layer, one_layer, host)
+    found["hosts"] |= {topology: examined(step, "decode step", options=tpu_compile.HBM_ONLY)}
   # As attention would be without what keeps its kernels in their layout.
   jax.lax.optimization_barrier = lambda x: x
   jax.clear_caches()
-  found["broken"] = examined(whole, *steps, options=tpu_compile.HBM_ONLY)
+  found["broken"] = examined(whole, "verify", options=tpu_compile.HBM_ONLY)
   found["broken"] |= examined(whole, "speculative loop")
   print(json.dumps(found))
 
@@ -74,8 +88,8 @@ def found():
   return json.loads(run.stdout)
 
 
-def ratio(programs: dict) -> float:
-  return programs["verify"]["accessed"] / programs["decode step"]["accessed"]
+def verify_cost(programs: dict, steps: dict) -> float:
+  return programs["verify"]["accessed"] / steps["decode step"]["accessed"]
 
 
 def test_xxl_and_its_draft_fit_on_one_chip(found):
@@ -95,7 +109,8 @@ def test_loop_stays_on_the_chip(found):
 def test_bytes_of_a_round(found):
   from specdec_jax.experiments.tpu_compile import over_a_step
 
-  accessed, over = found["hbm_bytes"], over_a_step(found["hbm_bytes"])
+  accessed = found["hbm_bytes"]
+  over = over_a_step(accessed | {"plain step": accessed["decode step"]})
   # A decoder's 24 layers, without the keys and values of attention to the source, and logits.
   weights = 2 * (24 * (6 * 4096 * 4096 + 3 * 4096 * 10240) + 4096 * 32128)
   assert weights < accessed["decode step"] < 1.05 * weights, "each weight is read once"
@@ -121,7 +136,78 @@ def test_sixteen_chips_share_two_layers_of_lamda(found):
   # Both layers and logits, of which a chip has a sixteenth.
   weights = 2 * (2 * (4 * 8192 * 16384 + 3 * 8192 * 65536) + 8192 * 32000) / 16
   assert weights < found["lamda"]["decode step"]["accessed"] < 1.05 * weights
-  assert ratio(found["lamda"]) < 1.15
+  assert verify_cost(found["lamda"], found["lamda"]) < 1.15
+
+
+def test_heads_that_chips_cannot_share(found):
+  """T5 1.1 small's six over four: the draft is whole on each chip, the target's attention too."""
+  round_ = found["six heads"]["round"]
+  assert round_["collectives"] > 0
+  assert round_["weight_copies"] == []
+
+
+@pytest.mark.parametrize("topology", HOSTS)
+def test_tpus_that_people_rent(found, topology):
+  step = found["hosts"][topology]["decode step"]
+  assert step["collectives"] > 0
+  # Attention's kernels of six heads are whole on each chip, those of the MLP and logits a quarter.
+  weights = 2 * (6 * 512 * 384 + (3 * 512 * 1024 + 512 * 32128) / 4)
+  assert weights < step["accessed"] < 1.3 * weights, "each weight is read once, from HBM"
+  assert step["optimal_seconds"] > 0
+
+
+@pytest.mark.parametrize("topology", ["v4", "v4-8", "v9:2x2", "v5e:2x2x1", "v5e:0x2", "v6e:2x99"])
+def test_topology_that_is_not(topology):
+  from specdec_jax.errors import InputError
+  from specdec_jax.experiments.tpu_compile import described
+
+  with pytest.raises(InputError, match=f"^There is no topology '{topology}'; .*v5e:2x2, v5p:2x2x1"):
+    described(topology)
+
+
+def paper_rows():
+  from specdec_jax.reporting.paper import load_table
+
+  return load_table(4, TABLE_2.parents[2] / "configs")
+
+
+def test_table_2_predicts_with_the_costs_that_were_compiled():
+  from specdec_jax.experiments import tpu_table2
+
+  row = paper_rows()[0]  # EnDe, T5-small, argmax, gamma 7, alpha 0.75
+  costs = {"draft step": 2, "decode step": 100, "verify": 105}
+  found = [
+    {"program": name, "accessed": cost, "optimal_seconds": cost / 50}
+    | {field: row[field] for field in tpu_table2.DEPENDS_ON[name]}
+    for name, cost in costs.items()
+  ]
+  table = tpu_table2.table([row], found)
+  cells = dict(zip(table.columns, table.rows[0]))
+  for unit in "bytes", "seconds":
+    assert (cells[f"c of {unit}"], cells[f"v of {unit}"]) == ("0.020", "1.050")
+    assert cells[f"speed of {unit}"] == f"{(1 - 0.75**8) / (1 - 0.75) / (7 * 0.02 + 1.05):.2f}"
+
+
+def test_table_2_is_made_of_its_file():
+  from specdec_jax.experiments import tpu_table2
+  from specdec_jax.reporting.formats import render
+
+  rows = paper_rows()
+  found = tpu_table2.compile_missing(rows, TABLE_2)  # nothing is missing
+  table = tpu_table2.table(rows, found)
+  assert render(table, "markdown") == TABLE_2.with_suffix(".md").read_text()
+  assert len(table.rows) == 12
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", '{"program": "warp"}', '{"program": "verify"}'])
+def test_table_2_of_another_file(line, tmp_path):
+  from specdec_jax.errors import InputError
+  from specdec_jax.experiments import tpu_table2
+
+  path = tmp_path / "table2.jsonl"
+  path.write_text(line + "\n")
+  with pytest.raises(InputError, match="table2.jsonl has lines that are no compiled programs"):
+    tpu_table2.compile_missing(paper_rows(), path)
 
 
 def test_copies_of_weights_are_seen(found):
@@ -130,7 +216,9 @@ def test_copies_of_weights_are_seen(found):
   copies = found["broken"]["verify"]["weight_copies"]
   assert len(copies) == 8
   assert any("['layers_1']['self_attention']['query']['kernel']" in copy for copy in copies)
-  assert ratio(found["whole"]) < 1.15 < 1.3 < ratio(found["broken"])
+  # A step of one token copies none, with or without.
+  whole = found["whole"]
+  assert verify_cost(whole, whole) < 1.15 < 1.3 < verify_cost(found["broken"], whole)
   # In the loops too: of the target's in the outer one, of the draft's in the one within.
   in_loop = "\n".join(found["broken"]["speculative loop"]["weight_copies"])
   assert "target_params['decoder']" in in_loop and "draft_params['decoder']" in in_loop

@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 
 import gin
 import numpy as np
@@ -20,6 +21,7 @@ from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.experiments.speed import row_keys
 from specdec_jax.run import main
 from specdec_jax.sampling import Sampling
+from specdec_jax.writing import written
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINES = [tiny_pair.SENTENCES[i] for i in (0, 14, 33, 60, 80)]
@@ -241,6 +243,52 @@ def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fa
     assert (run.dir / "out.txt").read_text() == old
 
 
+@pytest.fixture
+def decoded(monkeypatch):
+  """The arguments of each call of the decoder."""
+  decode, calls = pairs.speculative_decode, []
+  note = lambda *args, **kwargs: calls.append(args) or decode(*args, **kwargs)
+  monkeypatch.setattr(pairs, "speculative_decode", note)
+  return calls
+
+
+def test_two_runs_cannot_share_an_output(run, decoded):
+  (run.dir / "out.txt.part").write_text("mine")
+  with written("out.txt", alone=True):
+    result = run(LINES, OUTPUT="out.txt", GAMMA="auto")
+  assert result.status == 2 and not decoded
+  assert result.err == (
+    "error: another run is writing to out.txt; wait for it to end, or write somewhere else.\n"
+  )
+  assert run(LINES[:1], OUTPUT="out.txt").status == 0
+  assert sorted(os.listdir()) == ["in.txt", "out.txt", "out.txt.part"]
+  assert (run.dir / "out.txt.part").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["in.txt", "./in.txt", "soft", "hard"])
+def test_the_input_is_never_the_output(run, decoded, name):
+  (run.dir / "in.txt").write_text("A man\n")
+  os.symlink("in.txt", "soft")
+  os.link("in.txt", "hard")
+  result = run(INPUT="in.txt", OUTPUT=name)
+  assert result.status == 2 and not decoded
+  assert result.err == (
+    f"error: output '{name}' and input 'in.txt' are the same file; name another output.\n"
+  )
+  assert (run.dir / "in.txt").read_text() == "A man\n"
+
+
+def test_output_to_a_pipe(run):
+  os.mkfifo("pipe")
+  got = []
+  reader = threading.Thread(target=lambda: got.extend(open("pipe", encoding="utf-8")))
+  reader.start()
+  assert run(LINES[:1], OUTPUT="pipe").status == 0
+  reader.join(10)
+  assert [line.rstrip("\n") for line in got] == run(LINES[:1]).lines
+  assert sorted(os.listdir()) == ["in.txt", "pipe"]
+
+
 # Bad input.
 
 
@@ -268,6 +316,8 @@ def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fa
     ({"pairs.load_pair.dtype": "float64"}, "dtype is 'float64'"),
     ({"OUTPUT": "nosuch/out.txt"}, "nosuch/out.txt"),
     ({"OUTPUT": "in.txt/out.txt"}, "in.txt/out.txt"),
+    ({"OUTPUT": ""}, "cannot use ''"),
+    ({"OUTPUT": 5}, "output is 5"),
   ],
   ids=str,
 )
@@ -282,14 +332,11 @@ def test_bad_input_ends_in_a_sentence(run, macros, words):
   assert sorted(os.listdir()) == ["folder", "in.txt"] and not os.listdir("folder")
 
 
-def test_output_that_is_a_folder_is_refused_before_any_work(run, monkeypatch):
+def test_output_that_is_a_folder_is_refused_before_any_work(run, decoded):
   (run.dir / "folder").mkdir()
-  decode, calls = pairs.speculative_decode, []
-  note = lambda *args, **kwargs: calls.append(args) or decode(*args, **kwargs)
-  monkeypatch.setattr(pairs, "speculative_decode", note)
   result = run(LINES, OUTPUT="folder")
   assert result.status == 2 and "'folder'" in result.err
-  assert not calls and sorted(os.listdir()) == ["folder", "in.txt"]
+  assert not decoded and sorted(os.listdir()) == ["folder", "in.txt"]
 
 
 def test_input_that_is_no_text(run):

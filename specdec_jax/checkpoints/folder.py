@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 
 import jax
@@ -15,6 +14,7 @@ from specdec_jax.checkpoints.stored import Checkpoint, Stored
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config, named_dtype
 from specdec_jax.models.families import Config
+from specdec_jax.writing import written
 
 CONFIG, PARAMS = "config.json", "params.msgpack"
 _FAMILIES: dict[str, type[Config]] = {"t5": T5Config, "gpt": GPTConfig}
@@ -35,15 +35,9 @@ def save_model(folder: str, config: Config, params, vocabulary: str | None = Non
   shape["vocabulary"] = vocabulary
   shape["family"] = next(name for name, kind in _FAMILIES.items() if isinstance(config, kind))
   params = jax.tree.map(lambda x: jax.device_get(x.astype(jnp.bfloat16)), params)
-  parts = {name: path / f"{name}.part" for name in (PARAMS, CONFIG)}
-  try:
-    parts[PARAMS].write_bytes(serialization.msgpack_serialize(params))
-    parts[CONFIG].write_bytes((json.dumps(shape, indent=2) + "\n").encode())
-    for name, part in parts.items():
-      os.replace(part, path / name)
-  finally:
-    for part in parts.values():
-      part.unlink(missing_ok=True)
+  with written(path / CONFIG) as about, written(path / PARAMS, "wb") as arrays:
+    arrays.write(serialization.msgpack_serialize(params))
+    about.write(json.dumps(shape, indent=2) + "\n")
 
 
 def open_folder(folder: str) -> Checkpoint:
@@ -59,8 +53,9 @@ def open_folder(folder: str) -> Checkpoint:
       shape = json.loads(pathlib.Path(path).read_text())
     vocabulary = shape.pop("vocabulary", None)
     config = _FAMILIES[shape.pop("family", "t5")](**shape)
-  except (KeyError, ValueError, TypeError, AttributeError) as error:
-    raise InputError(f"{folder}/{CONFIG} is not the shape of a model: {error}.") from error
+  except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    reason = str(error).removesuffix(".")
+    raise InputError(f"{folder}/{CONFIG} is not the shape of a model: {reason}.") from error
   saved = read_flat(folder, PARAMS)
   arrays = {name: value for name, value in saved.items() if isinstance(value, Stored)}
   return Checkpoint(folder, config, arrays, vocabulary)

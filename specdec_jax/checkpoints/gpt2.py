@@ -1,11 +1,17 @@
 """Hugging Face's folders of GPT-2 (Radford et al., 2019), DistilGPT2 and others of that family."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from specdec_jax.checkpoints.pretrained import CONFIG, open_arrays, require_known
-from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, split
+from specdec_jax.checkpoints.pretrained import (
+  CONFIG,
+  open_arrays,
+  require_known,
+  require_sizes,
+)
+from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, equal, split
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig
 
@@ -14,8 +20,6 @@ _ACTIVATIONS: dict[str, Literal["gelu", "relu"]] = {
   "gelu_pytorch_tanh": "gelu",  # the same
   "relu": "relu",
 }
-
-_NUMBERS = "vocab_size", "n_positions", "n_embd", "n_head", "n_layer", "n_inner", "eos_token_id"
 
 _NAMES = {
   "wte.weight": TABLE,
@@ -47,10 +51,9 @@ def open_gpt2(folder: str, about: Mapping[str, Any]) -> Checkpoint:
     InputError: it does what is not done here, or files are damaged or missing.
   """
   config = _config(folder, about)
-  stored = open_arrays(folder, _UNUSED)
-  arrays = {_our_name(name.removeprefix("transformer.")): array for name, array in stored.items()}
+  arrays = open_arrays(folder, _UNUSED, _our_name)
   scale = config.head_dim**0.5 if about.get("scale_attn_weights", True) else 1.0
-  for layer in range(config.num_decoder_layers):
+  for layer in range(min(config.num_decoder_layers, len(arrays))):  # whatever the file claims
     divisor = scale * (layer + 1 if about.get("scale_attn_by_inverse_layer_idx") else 1)
     for kind in ("kernel", "bias"):
       block = f"decoder/layers_{layer}/self_attention"
@@ -60,10 +63,12 @@ def open_gpt2(folder: str, about: Mapping[str, Any]) -> Checkpoint:
         arrays[f"{block}/query/{kind}"] = query / divisor
         arrays[f"{block}/key/{kind}"] = key
         arrays[f"{block}/value/{kind}"] = value
-  if config.tied_logits:
-    arrays.pop(LOGITS, None)
-  elif LOGITS in arrays:
-    arrays[LOGITS] = arrays[LOGITS].T
+  if LOGITS in arrays:
+    if config.tied_logits and TABLE in arrays and equal(arrays[LOGITS], arrays[TABLE]):
+      del arrays[LOGITS]
+    else:  # even if config.json says that they are tied
+      arrays[LOGITS] = arrays[LOGITS].T
+      config = dataclasses.replace(config, tied_logits=False)
   return Checkpoint(folder, config, arrays)
 
 
@@ -78,16 +83,16 @@ def _config(folder: str, about: Mapping[str, Any]) -> GPTConfig:
     activation_function=tuple(_ACTIVATIONS),
     layer_norm_epsilon=(1e-5,),
     add_cross_attention=(False,),
+    tie_word_embeddings=(True, False),
   )
-  about = {"eos_token_id": 50256, **about, "n_inner": about.get("n_inner") or 0}
-  for field in _NUMBERS:
-    if not isinstance(about.get(field), int):
-      raise InputError(
-        f"{field} in {folder}/{CONFIG} is {about.get(field)!r}; it must be a whole number for a "
-        "GPT-2 that can be run here."
-      )
+  about = {"eos_token_id": 50256, **about}
+  require_sizes(folder, about, "vocab_size", "n_positions", "n_embd", "n_head", "n_layer")
+  require_sizes(folder, about, "eos_token_id", least=0)
   width, num_heads = about["n_embd"], about["n_head"]
-  if num_heads < 1 or width % num_heads:
+  if about.get("n_inner") is None:
+    about["n_inner"] = 4 * width
+  require_sizes(folder, about, "n_inner")
+  if width % num_heads:
     raise InputError(
       f"n_embd in {folder}/{CONFIG} is {width}; it must be a multiple of n_head, {num_heads}."
     )
@@ -96,7 +101,7 @@ def _config(folder: str, about: Mapping[str, Any]) -> GPTConfig:
     emb_dim=width,
     num_heads=num_heads,
     head_dim=width // num_heads,
-    mlp_dim=about["n_inner"] or 4 * width,
+    mlp_dim=about["n_inner"],
     num_decoder_layers=about["n_layer"],
     gated=False,
     activation=_ACTIVATIONS[about.get("activation_function", "gelu_new")],
@@ -110,6 +115,7 @@ def _config(folder: str, about: Mapping[str, Any]) -> GPTConfig:
 
 def _our_name(name: str) -> str:
   """Name in our tree; a name that is not known stays, to be told when shapes are compared."""
+  name = name.removeprefix("transformer.")
   match = _IN_LAYER.fullmatch(name)
   if not match or match[2] not in _PARTS:
     return _NAMES.get(name, name)

@@ -1,5 +1,6 @@
 """Hugging Face's folders of any model that is read here; T5's in full, GPT-2's by `gpt2`."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from flax import traverse_util
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from specdec_jax.checkpoints.gpt2 import open_gpt2
 from specdec_jax.checkpoints.pretrained import (
@@ -17,10 +18,13 @@ from specdec_jax.checkpoints.pretrained import (
   open_arrays,
   read_config,
   require_known,
+  require_sizes,
 )
-from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint
+from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, equal
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config
+from specdec_jax.models.t5 import PAD_ID
+from specdec_jax.writing import written
 
 _BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 _NAMES = {
@@ -53,7 +57,7 @@ _UNUSED = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bia
 
 
 def open_huggingface(folder: str) -> Checkpoint:
-  """What `save_pretrained` wrote: T5 1.0, T5 1.1, Flan-T5 or GPT-2; nothing pickled is read.
+  """What `save_pretrained` wrote: a T5 of any kind, mT5 or GPT-2; nothing pickled is read.
 
   Raises:
     InputError: it is no model that is known here, or files are damaged or missing.
@@ -64,18 +68,29 @@ def open_huggingface(folder: str) -> Checkpoint:
 
 
 def _open_t5(folder: str, about: Mapping[str, Any]) -> Checkpoint:
-  arrays = {}
-  for name, array in open_arrays(folder, _UNUSED).items():
-    ours = _our_name(name)
-    arrays[ours] = array.T if len(array.shape) == 2 and ours != TABLE else array
-  # transformers 5 ties all logits that have no matrix of their own; whether they are scaled, as
-  # T5 1.0 does it, says a field that was `tie_word_embeddings` before.
-  tied = about.get("scale_decoder_outputs", about.get("tie_word_embeddings", True))
-  if tied:
-    arrays.pop(LOGITS, None)
-  elif LOGITS not in arrays and TABLE in arrays:
-    arrays[LOGITS] = arrays[TABLE].T
-  return Checkpoint(folder, _config(folder, about, tied), arrays)
+  """A T5 or mT5, whose logits come from `lm_head.weight` if that is there, else from the table.
+
+  Whether they are scaled as well, which T5 1.0's are, is what `tie_word_embeddings` says in
+  transformers 4. In 5 that is always true, `scale_decoder_outputs` says it, and mT5's never are.
+  """
+  is_t5 = about["model_type"] == "t5"
+  usual = dict(feed_forward_proj="relu" if is_t5 else "gated-gelu", tie_word_embeddings=is_t5)
+  about = {**usual, "eos_token_id": 1, **about}
+  scales = is_t5 or str(about.get("transformers_version")).startswith("4.")
+  about = {"scale_decoder_outputs": about["tie_word_embeddings"] and scales, **about}
+  config = _config(folder, about)
+  arrays = open_arrays(folder, _UNUSED, _our_name)
+  if LOGITS in arrays and config.tied_logits:
+    if TABLE in arrays and equal(arrays[LOGITS], arrays[TABLE]):
+      del arrays[LOGITS]
+    else:
+      arrays[LOGITS] = arrays[LOGITS] / config.logits_divisor
+      config = dataclasses.replace(config, tied_logits=False)
+  elif TABLE in arrays and about["tie_word_embeddings"] and not config.tied_logits:
+    arrays.setdefault(LOGITS, arrays[TABLE])
+  turned = lambda name, array: len(array.shape) == 2 and name != TABLE
+  arrays = {name: x.T if turned(name, x) else x for name, x in arrays.items()}
+  return Checkpoint(folder, config, arrays, eos_id=about["eos_token_id"])
 
 
 def save_huggingface(folder: str, config: T5Config, params) -> None:
@@ -84,7 +99,7 @@ def save_huggingface(folder: str, config: T5Config, params) -> None:
   The inverse of `open_huggingface`: `config.json`, written last, and `model.safetensors`.
 
   Args:
-    folder: made if need be.
+    folder: made if need be; both files are written, or neither.
     config: its shape; not `fused`.
     params: its parameters.
 
@@ -103,8 +118,9 @@ def save_huggingface(folder: str, config: T5Config, params) -> None:
     array = np.asarray(value)
     array = array.T if array.ndim == 2 and name != TABLE else array
     arrays[_their_name(name)] = np.ascontiguousarray(array)
-  save_file(arrays, path / WEIGHTS, {"format": "pt"})
-  (path / CONFIG).write_text(json.dumps(_about(config), indent=2) + "\n")
+  with written(path / CONFIG) as about, written(path / WEIGHTS, "wb") as weights:
+    weights.write(save(arrays, {"format": "pt"}))
+    about.write(json.dumps(_about(config), indent=2) + "\n")
 
 
 def _about(config: T5Config) -> dict:
@@ -129,32 +145,40 @@ def _about(config: T5Config) -> dict:
   )
 
 
-def _config(folder: str, about: Mapping[str, Any], tied: bool) -> T5Config:
-  """config.json as our shape."""
+def _config(folder: str, about: Mapping[str, Any]) -> T5Config:
+  """config.json as our shape; where logits are scaled they are tied."""
+  gated = about["feed_forward_proj"] == "gated-gelu"
   require_known(
     folder,
     about,
     feed_forward_proj=("relu", "gated-gelu"),
+    dense_act_fn=("gelu_new" if gated else "relu",),
+    is_gated_act=(gated,),
+    tie_word_embeddings=(True, False),
+    scale_decoder_outputs=(True, False),
+    decoder_start_token_id=(PAD_ID,),
+    pad_token_id=(PAD_ID,),
     relative_attention_num_buckets=(32,),
     relative_attention_max_distance=(128,),
     layer_norm_epsilon=(1e-6,),
   )
-  gated = about.get("feed_forward_proj", "relu") == "gated-gelu"
-  try:
-    return T5Config(
-      vocab_size=about["vocab_size"],
-      emb_dim=about["d_model"],
-      num_heads=about["num_heads"],
-      head_dim=about["d_kv"],
-      mlp_dim=about["d_ff"],
-      num_encoder_layers=about["num_layers"],
-      num_decoder_layers=about.get("num_decoder_layers") or about["num_layers"],
-      gated=gated,
-      activation="gelu" if gated else "relu",
-      tied_logits=tied,
-    )
-  except (KeyError, TypeError) as error:
-    raise InputError(f"{folder}/{CONFIG} is not the shape of a T5: {error!r}.") from error
+  if about.get("num_decoder_layers") is None:
+    about = {**about, "num_decoder_layers": about.get("num_layers")}
+  sizes = "vocab_size", "d_model", "num_heads", "d_kv", "d_ff", "num_layers", "num_decoder_layers"
+  require_sizes(folder, about, *sizes)
+  require_sizes(folder, about, "eos_token_id", least=0)
+  return T5Config(
+    vocab_size=about["vocab_size"],
+    emb_dim=about["d_model"],
+    num_heads=about["num_heads"],
+    head_dim=about["d_kv"],
+    mlp_dim=about["d_ff"],
+    num_encoder_layers=about["num_layers"],
+    num_decoder_layers=about["num_decoder_layers"],
+    gated=gated,
+    activation="gelu" if gated else "relu",
+    tied_logits=about["scale_decoder_outputs"],
+  )
 
 
 def _our_name(name: str) -> str:

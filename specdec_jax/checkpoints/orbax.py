@@ -25,7 +25,7 @@ def open_orbax(folder: str) -> Checkpoint:
       [str(key["key"]) for key in leaf["key_metadata"]]
       for leaf in metadata["tree_metadata"].values()
     ]
-  except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
     raise InputError(f"{folder}/{METADATA} is damaged: {error!r}.") from error
   zarr = "zarr3" if metadata.get("use_zarr3") else "zarr"
   base = kvstore(folder)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +74,15 @@ def concatenate(arrays: Sequence[Stored], axis: int) -> Stored:
   return Stored(tuple(shape), arrays[0].dtype, read)
 
 
+def equal(a: Stored, b: Stored) -> bool:
+  """Whether two arrays, no scalars, are the same; a few rows of each are in memory at a time."""
+  if a.shape != b.shape or not a.shape:
+    return False
+  bounds = itertools.pairwise([*range(0, a.shape[0], 4096), a.shape[0]])
+  rows = [(slice(*pair), *(slice(None),) * (len(a.shape) - 1)) for pair in bounds]
+  return all(np.array_equal(a.read(i), b.read(i)) for i in rows)
+
+
 def split(array: Stored, count: int) -> list[Stored]:
   """Equal parts of the last axis, each read without the others."""
   width = array.shape[-1] // count
@@ -96,12 +106,14 @@ class Checkpoint(NamedTuple):
     config: its shape; vocab_size counts the rows of its table unless the format says better.
     arrays: by name in our tree, `encoder/layers_0/attention/query/kernel`.
     vocabulary: fingerprint of the one it was trained with, if that is stated.
+    eos_id: ends what a T5 writes, if that is stated; a decoder-only model's is in its shape.
   """
 
   path: str
   config: Config
   arrays: Mapping[str, Stored]
   vocabulary: str | None = None
+  eos_id: int | None = None
 
   def load(
     self,
@@ -120,7 +132,13 @@ class Checkpoint(NamedTuple):
     apart = dataclasses.replace(config, kernels="xla")
     if fuse:
       apart = dataclasses.replace(apart, fused=False, tied_logits=self.config.tied_logits)
-    self._compare(param_shapes(apart))
+    layers = config.num_decoder_layers + getattr(config, "num_encoder_layers", 0)
+    if layers > len(self.arrays):  # or a damaged number would have a billion of them traced
+      raise InputError(
+        f"{self.path} does not fit the shape of the model: it holds {len(self.arrays)} arrays, too "
+        f"few for {layers} layers."
+      )
+    self.require(param_shapes(apart))
     tree = traverse_util.unflatten_dict(dict(self.arrays), sep="/")
     if fuse:
       tree = for_decoding(apart, tree, concatenate)[1]
@@ -139,8 +157,8 @@ class Checkpoint(NamedTuple):
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
-  def _compare(self, wanted) -> None:
-    """Raise InputError, with names, unless these are the arrays that a model wants."""
+  def require(self, wanted) -> None:
+    """Raise InputError, with names, unless these are the arrays of a tree of parameters."""
     shape = lambda x: x.shape if jnp.issubdtype(x.dtype, jnp.floating) else (x.dtype.name, *x.shape)
     found = {name: shape(array) for name, array in self.arrays.items()}
     wanted = {k: shape(x) for k, x in traverse_util.flatten_dict(wanted, sep="/").items()}
@@ -193,14 +211,15 @@ def inferred_config(path: str, arrays: Mapping[str, Stored]) -> T5Config:
     num_heads, _ = arrays["encoder/relpos_bias/rel_embedding"].shape
     _, width = arrays["encoder/layers_0/attention/query/kernel"].shape
     mlp_dim, _ = arrays["encoder/layers_0/mlp/wo/kernel"].shape
-  except (KeyError, ValueError) as error:
+    head_dim = width // num_heads
+  except (KeyError, ValueError, ZeroDivisionError) as error:
     raise InputError(f"{path} is not laid out as t5x lays out a T5: {error}.") from error
   gated = "encoder/layers_0/mlp/wi_0/kernel" in arrays
   return T5Config(
     vocab_size=rows,
     emb_dim=emb_dim,
     num_heads=num_heads,
-    head_dim=width // num_heads,
+    head_dim=head_dim,
     mlp_dim=mlp_dim,
     num_encoder_layers=len(layers("encoder")),
     num_decoder_layers=len(layers("decoder")),

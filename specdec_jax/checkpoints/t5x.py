@@ -32,12 +32,15 @@ def _zarr(folder: str, name: str, value) -> dict:
   Of what the index says only the path is used: driver and bucket are those of the day it was
   written, and shape and chunks lie beside the array.
   """
-  if isinstance(value, str) and value.startswith(_ELSEWHERE):
-    inside = value.removeprefix(_ELSEWHERE)
-  elif isinstance(value, dict):
-    inside = value.get("path") or value["kvstore"]["path"]
-  else:
-    raise InputError(f"{name} in {folder}/{INDEX} is {value!r}; expected an array.")
+  match value:
+    case str() if value.startswith(_ELSEWHERE):
+      inside = value.removeprefix(_ELSEWHERE)
+    case {"path": str(inside)} | {"kvstore": {"path": str(inside)}} if inside:
+      pass
+    case _:
+      raise InputError(f"{name} in {folder}/{INDEX} is {value!r}; expected an array.")
+  if inside.startswith("/") or ".." in inside.split("/"):
+    raise InputError(f"{name} in {folder}/{INDEX} is said to lie in {inside}, outside that folder.")
   store = kvstore(folder)
   store["path"] += inside.rstrip("/") + "/"
   return {"driver": "zarr", "kvstore": store}

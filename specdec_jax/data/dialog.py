@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import open_vocabulary
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_types
 
 
 def prompt(turns: Sequence[str], speakers: tuple[str, str] = ("A", "B"), first: int = 0) -> str:
@@ -46,6 +46,7 @@ def read_dialogs(
   Raises:
     InputError: a line is no dialog, or its newest turn alone is too long.
   """
+  require_types(read_dialogs, locals())
   require_count("max_tokens", max_tokens)
   words = open_vocabulary(vocabulary)
   prompts = []

@@ -1,13 +1,13 @@
 """SentencePiece vocabularies, T5's way: 0 pads and starts a text, 1 ends it."""
 
 import io
-import pathlib
 from collections.abc import Iterable, Sequence
 
 import sentencepiece
 
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.errors import InputError
+from specdec_jax.writing import written
 
 EOS_ID = 1
 
@@ -72,4 +72,5 @@ def train_sentence_pieces(texts: Iterable[str], path: str, size: int) -> None:
     )
   except RuntimeError as error:
     raise InputError(f"No vocabulary of {size} pieces fits these texts: {error}.") from error
-  pathlib.Path(path).write_bytes(model.getvalue())
+  with written(path, "wb") as file:
+    file.write(model.getvalue())

@@ -13,13 +13,13 @@ Source: t5/data/tasks.py and utils.py of google-research/text-to-text-transfer-t
 import itertools
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import seqio
 import tensorflow as tf
 
 from specdec_jax.data.text import read_lines
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_types
 
 tf.config.set_visible_devices([], "GPU")  # its memory is JAX's
 
@@ -128,6 +128,7 @@ def sources(task: str, split: str = "test", limit: int | None = None) -> list[st
   Raises:
     InputError: there is no such task or split, or TFDS's data is not prepared on this machine.
   """
+  require_types(sources, locals())
   if limit is not None:
     require_count("limit", limit)
   if task not in seqio.TaskRegistry.names():
@@ -137,14 +138,7 @@ def sources(task: str, split: str = "test", limit: int | None = None) -> list[st
   found = seqio.TaskRegistry.get(task)
   if split not in found.splits:
     raise InputError(f"Task {task} has no split {split}; it has {', '.join(found.splits)}.")
-  try:
-    dataset = found.source.get_dataset(split=split, shuffle=False)
-  except AssertionError as error:  # what TFDS raises for data that is not there
-    raise InputError(
-      f"The data of task {task} is not on this machine; run `tfds build "
-      f"{found.source.tfds_dataset.name}` once with a network, or read text of your own as "
-      "docs/data.md says."
-    ) from error
+  dataset = found.source.get_dataset(split=split, shuffle=False)
   is_text = lambda step: step is not seqio.preprocessors.tokenize
   for step in itertools.takewhile(is_text, found.preprocessors):
     dataset = step(dataset)
@@ -152,8 +146,27 @@ def sources(task: str, split: str = "test", limit: int | None = None) -> list[st
   return [row["inputs"].decode() for row in rows]
 
 
-def _tfds(name: str, splits: tuple[str, ...] = ("train", "validation", "test")) -> seqio.DataSource:
-  return seqio.TfdsDataSource(name, splits=splits, read_only=True)
+class PreparedTfds(seqio.TfdsDataSource):
+  """TFDS's data, never downloaded; where it is not prepared, reading it raises InputError."""
+
+  def __init__(self, name: str, splits: tuple[str, ...] = ("train", "validation", "test")):
+    super().__init__(name, splits=splits, read_only=True)
+
+  def get_dataset(self, *args, **kwargs) -> tf.data.Dataset:
+    return self._read(super().get_dataset, *args, **kwargs)
+
+  def list_shards(self, split: str) -> Sequence[str]:
+    return self._read(super().list_shards, split)
+
+  def _read(self, read: Callable, *args, **kwargs):
+    try:
+      return read(*args, **kwargs)
+    except (AssertionError, KeyError) as error:  # what TFDS raises for data that is not there
+      name = self.tfds_dataset.name
+      raise InputError(
+        f"TFDS's {name} is not on this machine; run `tfds build {name}` once with a network, or "
+        "read text of your own as docs/data.md says."
+      ) from error
 
 
 def _shared(name: str) -> str:
@@ -169,9 +182,10 @@ _MULTI30K = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
 _LM1B = _shared("lm1b_sample/1b_benchmark.dev.tokens.gz")
 
 # Validation is newstest2013 and test is newstest2014.
-add_task("specdec_wmt14_ende", _tfds("wmt14_translate/de-en:1.0.0"), _EN_DE, "en", "de")
-add_task("specdec_cnn_dm", _tfds("cnn_dailymail:3.4.0"), "summarize: ", "article", "highlights")
-_lm1b = _tfds("lm1b:1.1.0", ("train", "test"))
+add_task("specdec_wmt14_ende", PreparedTfds("wmt14_translate/de-en:1.0.0"), _EN_DE, "en", "de")
+_CNN_DM = PreparedTfds("cnn_dailymail:3.4.0")
+add_task("specdec_cnn_dm", _CNN_DM, "summarize: ", "article", "highlights")
+_lm1b = PreparedTfds("lm1b:1.1.0", ("train", "test"))
 add_task("specdec_lm1b", _lm1b, "", None, "text", WORD_PIECES)
 add_task(
   "specdec_multi30k_ende",

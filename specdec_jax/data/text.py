@@ -5,7 +5,7 @@ import pathlib
 import sys
 import zlib
 
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_types
 
 
 def read_lines(
@@ -17,11 +17,14 @@ def read_lines(
   so many; with `num_words`, of each the first so many, for a decoder-only model to go on from; the
   `prefix`, such as T5's tasks have, is put before each that is not empty.
   """
+  require_types(read_lines, locals())
   if limit is not None:
     require_count("limit", limit)
   file = pathlib.Path(path)
   if path != "-" and (not file.exists() or file.is_dir()):
     raise InputError(f"There is no text file at {path}.")
+  if path == "-" and sys.stdin is None:
+    raise InputError("standard input is closed; give the path of a text file instead of '-'.")
   raw = sys.stdin.buffer.read() if path == "-" else file.read_bytes()
   try:
     text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")

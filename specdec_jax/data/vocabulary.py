@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_types
 
 PAD_ID = 0
+_MOST_EXTRA_IDS = 1_000_000  # each is put in by itself: that takes seconds
 
 
 class Vocabulary(abc.ABC):
@@ -71,6 +72,11 @@ def open_vocabulary(path: str, extra_ids: int = 0) -> Vocabulary:
   Raises:
     InputError: it is not there, or not what its name says.
   """
+  require_types(open_vocabulary, locals())
+  if not 0 <= extra_ids <= _MOST_EXTRA_IDS:
+    raise InputError(
+      f"extra_ids is {extra_ids}; it must be from 0 to {_MOST_EXTRA_IDS} (T5's own has 100)."
+    )
   if not pathlib.Path(path).is_file():
     raise InputError(
       f"There is no vocabulary at {path}; expected a SentencePiece model file, word pieces (.txt) "

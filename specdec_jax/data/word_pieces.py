@@ -1,6 +1,5 @@
 """BERT's word pieces (Devlin et al., 2019), uncased, as the paper's GPT-like models have them."""
 
-import pathlib
 from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -8,6 +7,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.errors import InputError
+from specdec_jax.writing import written
 
 _PAD, _END, _UNKNOWN = "[PAD]", "[END]", "[UNK]"
 _CONTINUES = "##"
@@ -77,7 +77,8 @@ def train_word_pieces(texts: Iterable[str], path: str, size: int) -> None:
   first = [*special, *sorted(fitted(0, special)[len(special) :])]
   if len(first) > size:
     raise InputError(f"The characters of these texts alone are {len(first)} pieces, not {size}.")
-  pathlib.Path(path).write_text("\n".join([*fitted(size, first), ""]), "utf-8")
+  with written(path) as file:
+    file.write("\n".join([*fitted(size, first), ""]))
 
 
 def _tokenizer(model: models.WordPiece) -> Tokenizer:

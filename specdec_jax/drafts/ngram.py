@@ -18,6 +18,7 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
 from specdec_jax.protocols import Draft
 from specdec_jax.sampling import Sampling, draw
+from specdec_jax.writing import written
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error)
 
@@ -79,13 +80,8 @@ def fit_ngrams(
 
 def save_ngrams(path: str | os.PathLike, ngrams: Ngrams) -> None:
   """Write the counts to `path` (.npz), whole or not at all."""
-  part = pathlib.Path(f"{path}.part")
-  try:
-    with open(part, "wb") as f:
-      np.savez_compressed(f, **ngrams._asdict())
-    os.replace(part, path)
-  finally:
-    part.unlink(missing_ok=True)
+  with written(path, "wb") as file:
+    np.savez_compressed(file, **ngrams._asdict())
 
 
 def load_ngrams(path: str | os.PathLike) -> Ngrams:

@@ -17,7 +17,7 @@ from rich.text import Text
 from specdec_jax import records
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.decoding import require_finite
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.experiments.alpha import Acceptance, mean_with_interval, measure_alpha
 from specdec_jax.experiments.measure import settings_to_measure
 from specdec_jax.experiments.speed import (
@@ -70,8 +70,12 @@ def acceptance(
     seed: of all sampling.
     leniences: l of Appendix A.5, each measured; 1 for exactness.
   """
-  for name, value in (("batch_size", batch_size), ("min_tokens", min_tokens), ("gamma", gamma)):
+  require_types(acceptance, locals())
+  require_seed(seed)
+  counts = dict(min_tokens=min_tokens, gamma=gamma, max_new_tokens=max_new_tokens)
+  for name, value in counts.items():
     require_count(name, value)
+  pair.require_batch_size(batch_size)
   if not (texts and samplings and leniences):
     raise InputError("There is nothing to measure: no texts, no samplings, or no leniences.")
   drafters = [drafter(pair.vocabulary) for drafter in drafts]

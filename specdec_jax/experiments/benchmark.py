@@ -6,7 +6,6 @@ Seconds say more about the machine than about this code; ratios within one run s
 import functools
 import json
 import math
-import os
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.experiments.costs import Costs, interleaved_medians, round_calls, round_costs
 from specdec_jax.experiments.measure import settings_to_measure
 from specdec_jax.experiments.speed import row_keys
 from specdec_jax.pairs import Pair
 from specdec_jax.sampling import Sampling
+from specdec_jax.writing import written
 
 GAMMA = 7
 LIMIT = 64  # tokens of a text
@@ -59,6 +59,8 @@ def benchmark(
   Raises:
     InputError: `recorded` is no such file.
   """
+  require_types(benchmark, locals())
+  require_count("runs", runs)
   console = Console(markup=False)
   setting = _setting(pair, sentences)
   if record:
@@ -78,7 +80,7 @@ def _setting(pair: Pair, sentences: Sequence[str]) -> dict[str, str]:
   """What ratios depend on beside this code."""
   (setting,) = settings_to_measure(pair, sentences, [Sampling(0.0)], [GAMMA], 1, LIMIT, 0, 1.0)
   return {
-    "device": f"{setting.device_kind}, {os.cpu_count()} cores of its host",
+    "device": setting.device,
     "kernels": setting.kernels,
     "versions": f"specdec_jax {setting.specdec_version}, jax {setting.jax_version}",
   }
@@ -129,12 +131,8 @@ def verdict(value: float, recorded: Sequence[float], higher_is_better: bool) -> 
 
 def write(path: str, content: Mapping[str, Any]) -> None:
   """Write the file of recorded ratios, whole or not at all."""
-  part = pathlib.Path(f"{path}.part")
-  try:
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
-  finally:
-    part.unlink(missing_ok=True)
+  with written(path) as file:
+    file.write(json.dumps(content, indent=2) + "\n")
 
 
 def read(path: str) -> dict[str, Any]:

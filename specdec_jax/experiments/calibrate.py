@@ -154,7 +154,7 @@ def calibrate(
     decode = pair.decoder(sampling, gamma, lenience)
     return functools.partial(decode, max_new_tokens=max_new_tokens)
 
-  require_count("batch_size", batch_size)
+  pair.require_batch_size(batch_size)
   if not texts:
     raise InputError("There is nothing to find a gamma for: no texts.")
   count = max(1, NUM_TEXTS // batch_size) * batch_size

@@ -17,7 +17,7 @@ from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.stored import param_shapes
 from specdec_jax.data.vocabulary import open_vocabulary
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_types
 from specdec_jax.experiments.speed import own_baseline
 from specdec_jax.models.config import T5Config, t5_config
 from specdec_jax.models.simulated import simulated_acceptance
@@ -125,6 +125,7 @@ def trained(
     temperatures: likewise.
     max_new_tokens: likewise.
   """
+  require_types(trained, locals())
 
   def write(name: str, path: str) -> str:
     stored = open_checkpoint(path)
@@ -163,6 +164,7 @@ def random(
     gammas: as in `Contest`.
     max_new_tokens: likewise.
   """
+  require_types(random, locals())
 
   def write(size: str) -> str:
     config = t5_config(size, version)

@@ -7,25 +7,25 @@ decodes it: the same batches with the same keys (`speed.row_keys`), however many
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO
+from typing import IO, BinaryIO, Literal
 
 import jax
 from rich.console import Console
 from rich.progress import Progress
 
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.experiments.calibrate import resolve_gamma
 from specdec_jax.experiments.translate import decode_lines
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
+from specdec_jax.writing import claim, written
 
 
 def decode(
@@ -33,7 +33,7 @@ def decode(
   texts: Sequence[str],
   output_dir: str,
   sampling: Sampling = Sampling(temperature=0.0),
-  gamma: int | str = 5,
+  gamma: int | Literal["auto"] = 5,
   batch_size: int = 8,
   max_new_tokens: int = 128,
   seed: int = 0,
@@ -63,7 +63,10 @@ def decode(
   Raises:
     InputError: the folder holds texts decoded in another way, or this host is at work already.
   """
-  require_count("batch_size", batch_size)
+  require_types(decode, locals())
+  require_seed(seed)
+  require_count("max_new_tokens", max_new_tokens)
+  pair.require_batch_size(batch_size)
   number, num_hosts = host or (jax.process_index(), jax.process_count())
   if not 0 <= number < num_hosts:
     raise InputError(f"host is {host}; it must be (i, n), with i from 0 to n - 1.")
@@ -116,12 +119,8 @@ def decode(
     print(f"host {number} of {num_hosts} is done; not complete yet: {', '.join(behind)}")
     return
   _require_same(folder, settings)
-  scratch = folder / f"outputs.part{number}"  # two hosts may both find all parts complete
-  try:
-    summary = _merge(parts, lines_of, host_of, scratch)
-    os.replace(scratch, folder / "outputs.jsonl")
-  finally:
-    scratch.unlink(missing_ok=True)
+  with written(folder / "outputs.jsonl", "wb") as merged:
+    summary = _merge(parts, lines_of, host_of, merged)
   print(f"{summary}: {folder / 'outputs.jsonl'}")
 
 
@@ -129,7 +128,8 @@ def _agreed(path: pathlib.Path, number: int, choose: Callable[[], int]) -> int:
   """What the file holds, or `choose()` put there, unless another host is first to do so."""
   if not path.exists():
     own = path.with_name(f"{path.name}.part{number}")
-    own.write_text(f"{choose()}\n")
+    with written(own) as file:
+      file.write(f"{choose()}\n")
     try:
       os.link(own, path)  # whole or not at all, and never over another's
     except FileExistsError:
@@ -161,16 +161,16 @@ def _records(pair: Pair, at: int, sources, outputs, decoded: list[Decoded]) -> I
 def _open_part(path: pathlib.Path, settings: dict) -> Iterator[BinaryIO]:
   """A host's part for this run alone while the context lasts; its first line says the settings."""
   with open(path, "ab") as part:
-    try:  # the kernel frees it when the run ends, however it ends
-      fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise InputError(
-        f"another run is writing to {path}; wait for it to end, or choose another OUTPUT_DIR."
-      ) from error
+    claim(part, path)
     if not _whole_lines(path):
       part.truncate(0)
       _append(part, settings)
-    yield part
+    try:
+      yield part
+    except InputError:
+      if len(_whole_lines(path)) == 1:  # or it would refuse the settings that are mended
+        path.unlink()
+      raise
 
 
 def _drop_half_a_batch(part: BinaryIO, path: pathlib.Path, batch_size: int, size: int) -> int:
@@ -196,21 +196,20 @@ def _require_same(folder: pathlib.Path, settings: dict) -> None:
           )
 
 
-def _merge(parts, lines_of: list[list[bytes]], host_of: list[int], path: pathlib.Path) -> str:
-  """Write complete parts in the order of the texts to `path`; what they come to, in a sentence."""
+def _merge(parts, lines_of: list[list[bytes]], host_of: list[int], merged: IO) -> str:
+  """Write complete parts in the order of the texts; what they come to, in a sentence."""
   lines = [iter(part_lines[1:]) for part_lines in lines_of]
   num_tokens = rounds = guesses = accepted = 0
-  with open(path, "wb") as merged:
-    for index, owner in enumerate(host_of):
-      line = next(lines[owner])
-      record = _parsed(line, parts[owner])
-      if record.get("index") != index:
-        raise InputError(f"{parts[owner]} lacks text {index}; delete it and start that host again.")
-      num_tokens += len(record["tokens"])
-      rounds += record["rounds"]
-      guesses += record["guesses"]
-      accepted += record["accepted"]
-      merged.write(line + b"\n")
+  for index, owner in enumerate(host_of):
+    line = next(lines[owner])
+    record = _parsed(line, parts[owner])
+    if record.get("index") != index:
+      raise InputError(f"{parts[owner]} lacks text {index}; delete it and start that host again.")
+    num_tokens += len(record["tokens"])
+    rounds += record["rounds"]
+    guesses += record["guesses"]
+    accepted += record["accepted"]
+    merged.write(line + b"\n")
   return (
     f"{len(host_of)} texts, {num_tokens} tokens, {num_tokens / max(1, rounds):.2f} tokens per "
     f"target pass, acceptance rate {accepted / max(1, guesses):.3f}"

@@ -20,7 +20,7 @@ from rich.table import Table
 from specdec_jax import records
 from specdec_jax.adaptive import adaptive_decode
 from specdec_jax.decoding import require_finite
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.experiments.alpha import draft_probs, teacher_forced_logits
 from specdec_jax.experiments.calibrate import GAMMAS, Calibration, calibrate
 from specdec_jax.experiments.costs import interleaved_medians
@@ -79,12 +79,18 @@ def gamma(
     repeats: of each timed decode, interleaved.
     seed: of all sampling.
   """
+  require_types(gamma, locals())
+  require_seed(seed)
+  require_count("max_new_tokens", max_new_tokens)
+  require_count("repeats", repeats)
+  for size in batch_sizes:
+    pair.require_batch_size(size)
   if not (texts and gammas and temperatures and batch_sizes):
     raise InputError("There is nothing to measure: no texts, gammas, temperatures or batch sizes.")
-  for gamma in gammas:
-    require_count("gamma", gamma)
-    if gamma > GAMMAS[-1]:
-      raise InputError(f"gamma is {gamma}; the calibration knows costs up to {GAMMAS[-1]}.")
+  for guesses in gammas:
+    require_count("gamma", guesses)
+    if guesses > GAMMAS[-1]:
+      raise InputError(f"gamma is {guesses}; the calibration knows costs up to {GAMMAS[-1]}.")
   console = Console(markup=False)
   with records.open_results(output_dir) as results:
     for sampling in map(Sampling, temperatures):

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from specdec_jax import records, theory
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.experiments.alpha import draft_probs, lag1_correlation, mean_with_interval
 from specdec_jax.experiments.measure import settings_to_measure
 from specdec_jax.experiments.speed import (
@@ -33,6 +33,7 @@ from specdec_jax.experiments.speed import (
   num_tokens,
   row_keys,
 )
+from specdec_jax.models.t5 import EOS_ID
 from specdec_jax.pairs import Drafter, Pair
 from specdec_jax.protocols import Model
 from specdec_jax.records import Record
@@ -55,7 +56,7 @@ class Place:
 
 
 @functools.cache
-def reciting_model(vocab_size: int, start_id: int = PAD_ID) -> Model:
+def reciting_model(vocab_size: int, start_id: int = PAD_ID, eos_id: int = EOS_ID) -> Model:
   """A target that writes given texts: its parameters, tokens [B, T] with EOS last.
 
   Its logits are the one-hot of the text's next token, which at temperature 0 is p.
@@ -74,7 +75,7 @@ def reciting_model(vocab_size: int, start_id: int = PAD_ID) -> Model:
     logits = jax.nn.one_hot(following, vocab_size)
     return logits, Place(length=place.length + tokens.shape[1])
 
-  return Model(begin=begin, start=start, extend=extend, vocab_size=vocab_size)
+  return Model(begin, start, extend, vocab_size, eos_id)
 
 
 def given_outputs(
@@ -110,6 +111,7 @@ def given_outputs(
   Raises:
     InputError: no texts, drafts or gammas, or not one output a source.
   """
+  require_types(given_outputs, locals())
   limits = ("max_source_tokens", max_source_tokens), ("max_new_tokens", max_new_tokens)
   for name, value in (*limits, *(("gamma", gamma) for gamma in gammas)):
     require_count(name, value)
@@ -121,7 +123,7 @@ def given_outputs(
     )
   contenders = [
     Pair(
-      target=reciting_model(len(vocabulary), vocabulary.start_id),
+      target=reciting_model(len(vocabulary), vocabulary.start_id, vocabulary.eos_id),
       target_params=None,  # the text, another for each source
       target_name=target,
       draft=drafter.make,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from specdec_jax import records, theory
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.experiments.alpha import measure_alpha
 from specdec_jax.experiments.costs import Costs, operations_ratio
 from specdec_jax.experiments.roofline import memory_bandwidth, step_bytes
@@ -23,6 +23,7 @@ from specdec_jax.experiments.speed import (
   num_tokens,
   own_baseline,
 )
+from specdec_jax.machine import provenance
 from specdec_jax.pairs import Pair
 from specdec_jax.records import Record
 from specdec_jax.sampling import Sampling
@@ -61,8 +62,10 @@ def measure(
   Returns:
     The records of all these settings, measured now or before.
   """
-  require_count("batch_size", batch_size)
+  require_seed(seed)
+  require_count("max_new_tokens", max_new_tokens)
   require_count("repeats", repeats)
+  pair.require_batch_size(batch_size)
   baseline = baseline or own_baseline(pair)
   samplings = [*samplings]
   if not (texts and gammas and samplings):
@@ -119,6 +122,7 @@ def settings_to_measure(
       kernels=pair.kernels,
       seed=seed,
       jax_version=jax.__version__,
+      **provenance(),
     )
     for sampling in samplings
     for gamma in gammas

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from specdec_jax import records
 from specdec_jax.decoding import require_finite, speculative_decode
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.experiments.contest import OWN, Competitor, Contest, Decode
 from specdec_jax.experiments.measure import settings_to_measure
 from specdec_jax.experiments.speed import (
@@ -63,6 +63,8 @@ def peers(
     repeats: of each timed decode, interleaved.
     seed: of all sampling.
   """
+  require_types(peers, locals())
+  require_seed(seed)
   require_count("repeats", repeats)
   if not contests:
     raise InputError("There is nothing to measure: no contests.")
@@ -183,7 +185,7 @@ def peers_table(measured: Sequence[Record]) -> Table:
   by_name = {b: [r for r in measured if r.baseline == b] for b in (r.baseline for r in measured)}
   table = Table(
     title=f"{first.task}, {first.target} with {first.draft}, {first.num_examples} texts, batch 1, "
-    f"{first.dtype}, kernels {first.kernels}, {first.platform} ({first.device_kind}), "
+    f"{first.dtype}, kernels {first.kernels}, {first.device}, "
     f"temperature {first.temperature:g}",
     box=box.SIMPLE_HEAD,
     show_edge=False,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.experiments.speedup import decode_examples, show_speedup
 from specdec_jax.pairs import Pair
 from specdec_jax.records import open_results
@@ -39,8 +39,11 @@ def quickstart(
     repeats: of each timed decode, interleaved.
     report_examples: for so many sentences the report has the rounds: argmax and each temperature.
   """
+  require_types(quickstart, locals())
   if not (sentences and gammas):
     raise InputError("There is nothing to show: no sentences, or no gammas.")
+  for gamma in gammas:
+    require_count("gamma", gamma)
   argmax, samplings = Sampling(temperature=0.0), [Sampling(temperature=t) for t in temperatures]
   others, few = [s for s in samplings if s != argmax], sentences[: max(0, report_examples)]
   # A folder that cannot be written is told now, not after the work.

@@ -2,11 +2,13 @@
 
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
+from specdec_jax.errors import require_types
 from specdec_jax.experiments.calibrate import resolve_gammas
 from specdec_jax.experiments.measure import measure
 from specdec_jax.experiments.speed import Baseline, own_baseline
@@ -23,7 +25,7 @@ def speedup(
   pair: Pair,
   texts: Sequence[str],
   output_dir: str,
-  gammas: Sequence[int | str] = (3, 5, 7),
+  gammas: Sequence[int | Literal["auto"]] | Literal["auto"] = (3, 5, 7),
   temperatures: Sequence[float] = (0.0, 1.0),
   top_k: int = 0,
   batch_size: int = 1,
@@ -52,6 +54,7 @@ def speedup(
     report_examples: for so many texts the report has the rounds at each temperature.
     baseline: makes of the pair what speed is compared with; our own plain decoding unless given.
   """
+  require_types(speedup, locals())
   samplings = [Sampling(temperature=t, top_k=top_k if t else 0) for t in temperatures]
   settings = batch_size, max_new_tokens, seed, lenience
   measured = resolve_gammas(gammas, pair, texts, samplings, *settings)

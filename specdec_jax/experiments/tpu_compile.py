@@ -1,8 +1,9 @@
-"""What the compiler for TPU v4 makes of decoding, asked without a TPU: memory, bytes, copies.
+"""What the compiler for TPUs makes of decoding, asked without a TPU: memory, bytes, copies.
 
 Programs are lowered for a described slice on shapes alone, so no weights are needed either.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -42,23 +43,50 @@ from specdec_jax.protocols import Draft
 from specdec_jax.reporting.tables import MISSING, Table
 from specdec_jax.sampling import Sampling, draw
 
-HBM_BYTES_PER_SECOND = 1.2e12  # of a TPU v4 chip
-
 LOOPS = "speculative loop", "plain loop"
 
 LEGEND = (
-  "All numbers are of one chip. accessed: bytes read and written as the compiler counts them, on "
-  "the chip (CMEM) too, and the body of a loop once, so that of the two loops it is the start and "
-  "one round. HBM: the same compiled without CMEM; in a round all steps of the draft. of a step: "
-  "HBM bytes over a decode step's; a round's over a plain step's, which samples and commits too. "
-  "HBM ms: the time that those bytes take at 1.2 TB/s; nothing was run."
+  "All numbers are of one chip. accessed: bytes read and written as the compiler counts them, in "
+  "memory on the chip too, and the body of a loop once, so that of the two loops it is the start "
+  "and one round. HBM: the same compiled to use HBM alone; in a round all steps of the draft. of a "
+  "step: HBM bytes over a decode step's; a round's over a plain step's, which samples and commits "
+  "too. HBM ms: the time that those bytes take at the published {rate:g} GB/s; nothing was run."
 )
 
 Programs = dict[str, Callable[[], Lowered]]  # by name, lowered when called
 
-# As it is, the compiler fetches weights into memory on the chip (CMEM) ahead of their use, and
-# counts what is written and read there too. Without that, it counts traffic with HBM alone.
-HBM_ONLY: dict[str, str | bool] = {"xla_tpu_cmem_memory_space_assignment": False}
+# As it is, the compiler fetches weights into memory on the chip (CMEM on v4, VMEM on the others)
+# ahead of their use, and counts what is written and read there too. Without that, it counts traffic
+# with HBM alone.
+HBM_ONLY: dict[str, str | bool] = {"xla_msa_enable": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """What is published of a TPU: cloud.google.com/tpu/docs/v4 and likewise, read in 2026.
+
+  Attributes:
+    hbm_gb: its memory, 1e9 bytes (v4's page says GiB).
+    hbm_gb_per_s: at which that is read, at most; 1e9 bytes a second.
+    example: a slice of one host: chips in each direction.
+    config: for a chip of two cores, what makes them one device with all of its memory, as a TPU VM
+      has them.
+  """
+
+  hbm_gb: float
+  hbm_gb_per_s: float
+  example: str
+  config: str = "default"
+
+
+CHIPS = {
+  "v4": Chip(32, 1200, "2x2x1", "megacore"),
+  "v5e": Chip(16, 819, "2x2"),
+  "v5p": Chip(95, 2765, "2x2x1", "megacore"),
+  "v6e": Chip(32, 1638, "2x2"),
+}
+
+_SIDES = [f"{side}" for side in range(1, 33)]  # of slices: none is longer
 
 
 class Program(NamedTuple):
@@ -70,6 +98,9 @@ class Program(NamedTuple):
     peak: most memory in use at any time.
     accessed: bytes read and written; the body of a loop counts once.
     operations: arithmetic, likewise.
+    optimal_seconds: the compiler's own estimate, likewise. Compiled for HBM alone it is the bytes
+      at a share of the chip's bandwidth; else it is negative, without meaning, where an
+      instruction has none (-1).
     weight_copies: see the function.
     host_transfers: instructions that talk to the host.
     collectives: instructions that talk to other chips.
@@ -80,43 +111,51 @@ class Program(NamedTuple):
   peak: int
   accessed: int
   operations: int
+  optimal_seconds: float
   weight_copies: list[str]
   host_transfers: int
   collectives: int
 
 
-# How the chips of a slice lie, by their number: v4-8, which is one host, to v4-128.
-_SLICES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}
+def described(topology: str) -> tuple[Chip, Sequence[jax.Device]]:
+  """The chips of a slice, such as v4:2x2x1 or v5e:2x4, to compile for; none is there to run.
 
-
-def v4_devices(num_chips: int) -> Sequence[jax.Device]:
-  """Chips of a slice of TPU v4 to compile for, or of a part of its one host; none is there to run.
-
-  To be called before jax does anything else: this process will use its CPU only.
+  A part of a host will do: v4:1x1x1 is one chip. To be called before jax does anything else: this
+  process will use its CPU only.
 
   Raises:
-    InputError: libtpu, the compiler, is not installed, or no slice has so many chips.
+    InputError: there is no such topology, or libtpu, the compiler, is not installed.
   """
+  name, _, shape = topology.partition(":")
+  chip, sides = CHIPS.get(name), shape.split("x")
+  if (
+    chip is None
+    or len(sides) != len(chip.example.split("x"))
+    or any(side not in _SIDES for side in sides)
+  ):
+    known = ", ".join(f"{name}:{chip.example}" for name, chip in CHIPS.items())
+    raise InputError(
+      f"There is no topology {topology!r}; it is a TPU and its chips in each direction, as in "
+      f"{known}."
+    )
   if importlib.util.find_spec("libtpu") is None:
     raise InputError("libtpu, the compiler for TPU, is missing; pip install -e '.[tpu]'.")
-  if num_chips not in (1, 2, *_SLICES):
-    raise InputError(
-      f"{num_chips} chips are asked for; slices of TPU v4 have {', '.join(map(str, _SLICES))}, "
-      "and 1 or 2 of the first may be used."
-    )
   jax.config.update("jax_platforms", "cpu")
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v4-8",
+    TPU_ACCELERATOR_TYPE="v4-8",  # any will do, for its silence
     TPU_WORKER_HOSTNAMES="localhost",
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # no TPU is held
   )
-  # Both cores of a chip as one device with all of its memory, as a TPU VM has them.
-  bounds = _SLICES[max(num_chips, 4)]
-  described = topologies.get_topology_desc(
-    f"v4:{bounds}", "tpu", chip_config_name="megacore", chips_per_host_bounds=(2, 2, 1)
-  )
-  return described.devices[:num_chips]
+  across, down, *_ = map(int, sides)
+  host = min(across, 2), min(down, 2), 1
+  try:
+    slice_ = topologies.get_topology_desc(
+      topology, "tpu", chip_config_name=chip.config, chips_per_host_bounds=host
+    )
+  except jax.errors.JaxRuntimeError as error:
+    raise InputError(f"libtpu cannot describe {topology}: {error}.") from None
+  return chip, slice_.devices
 
 
 def programs(
@@ -239,6 +278,7 @@ def examine(compiled: Compiled) -> Program:
     peak=memory.peak_memory_in_bytes,
     accessed=round(cost["bytes accessed"]),
     operations=round(cost["flops"]),
+    optimal_seconds=cost["optimal_seconds"],
     weight_copies=weight_copies(hlo),
     host_transfers=count("infeed|outfeed|send|recv"),
     collectives=count("all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"),
@@ -287,8 +327,8 @@ def report(programs: Programs, gamma: int) -> dict[str, Any]:
   return {"programs": found, "hbm_bytes": accessed, "over_a_step": over_a_step(accessed)}
 
 
-def report_table(report: dict[str, Any], title: str) -> Table:
-  """A report for people."""
+def report_table(report: dict[str, Any], title: str, chip: Chip) -> Table:
+  """A report for people; `chip` is what it was compiled for."""
   columns = "program|arguments GB|temporaries GB|peak GB|accessed GB|HBM GB|of a step|HBM ms"
   columns += "|GFLOP|weight copies|collectives|compiled s"
   giga = lambda amount: f"{amount / 1e9:.3f}"
@@ -301,11 +341,14 @@ def report_table(report: dict[str, Any], title: str) -> Table:
         *(giga(program[field]) for field in ("arguments", "temporaries", "peak", "accessed")),
         giga(hbm) if hbm else MISSING,
         f"{ratio:.3f}" if ratio else MISSING,
-        f"{hbm / HBM_BYTES_PER_SECOND * 1e3:.2f}" if hbm else MISSING,
+        f"{hbm / chip.hbm_gb_per_s / 1e6:.2f}" if hbm else MISSING,
         f"{program['operations'] / 1e9:.1f}",
         f"{len(program['weight_copies'])}",
         f"{program['collectives']}",
         f"{program['seconds']:.0f}",
       )
     )
-  return Table(title, tuple(columns.split("|")), tuple(rows), (LEGEND,))
+  peak = max(program["peak"] for program in report["programs"].values()) / 1e9
+  fits = f"At most {peak:.1f} GB of the chip's {chip.hbm_gb:g} are in use."
+  legend = LEGEND.format(rate=chip.hbm_gb_per_s)
+  return Table(title, tuple(columns.split("|")), tuple(rows), (fits, legend))

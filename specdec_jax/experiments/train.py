@@ -14,7 +14,7 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, open_vocabulary, padded
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.decoding import autoregressive_decode
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.experiments.speed import row_keys
 from specdec_jax.models.families import Config, for_decoding, model_of, module_of
 from specdec_jax.protocols import Model
@@ -29,6 +29,8 @@ def fit_vocabulary(data: str, sources: list[str], size: int, vocabulary: str) ->
 
   SentencePiece's, or BERT's word pieces if the name of the file ends in `.txt`.
   """
+  require_types(fit_vocabulary, locals())
+  require_count("size", size)
   pathlib.Path(vocabulary).parent.mkdir(parents=True, exist_ok=True)
   lines = (line for source in sources for line in read_lines(f"{data}/{source}"))
   fit = train_word_pieces if vocabulary.endswith(".txt") else train_sentence_pieces
@@ -62,6 +64,7 @@ def train_target(
     output: folder that gets the model, in bfloat16.
     work_dir: for checkpoints and metrics of this run.
   """
+  require_types(train_target, locals())
   words = _vocabulary_of(config, vocabulary)
   valid = _pairs(words, data, [valid_source] if valid_source else None, [valid_target])
   references = read_lines(f"{data}/{valid_target}")
@@ -117,6 +120,7 @@ def train_draft(
     new_sources: see `distillation.recombined`.
     tail: see `distillation.teacher_opinions`; for targets that are as uncertain as those of news.
   """
+  require_types(train_draft, locals())
   words = _vocabulary_of(config, vocabulary)
   target_config, params = for_decoding(*load_model(target))
   model, nothing = model_of(target_config), [words.encode("")]
@@ -169,7 +173,7 @@ def model_outputs(
   model: Model,
   params,
   sources: list[list[int]],
-  eos_id: int = 1,
+  eos_id: int | None = None,
   batch_size: int = 64,
   sampling: Sampling = Sampling(temperature=0.0),
   seed: int = 0,

@@ -1,11 +1,10 @@
 """A user's own text through speculative decoding, or texts from nothing: one output line a line."""
 
 import contextlib
-import os
-import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import jax
 from rich.console import Console
@@ -13,12 +12,13 @@ from rich.progress import Progress
 
 from specdec_jax.data.text import read_lines
 from specdec_jax.decoding import require_finite
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import require_count, require_seed, require_types
 from specdec_jax.experiments.calibrate import resolve_gamma
 from specdec_jax.experiments.speed import num_rounds, num_tokens, row_keys
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
+from specdec_jax.writing import require_apart, written
 
 
 def translate(
@@ -26,7 +26,7 @@ def translate(
   input: str | None,
   output: str = "-",
   sampling: Sampling = Sampling(temperature=0.0),
-  gamma: int | str = 5,
+  gamma: int | Literal["auto"] = 5,
   batch_size: int = 1,
   max_new_tokens: int = 128,
   seed: int = 0,
@@ -39,7 +39,8 @@ def translate(
     pair: what decodes; see `load_pair`.
     input: a text file, one source a line (gzipped if it ends in .gz), or '-' for standard input;
       None for `num_texts` empty lines, of which a decoder-only model makes texts of its own.
-    output: a file, written whole or not at all, or '-' for standard output, line by line.
+    output: a file, written whole or not at all by this run alone, or '-' for standard output, line
+      by line, as to a device or a pipe; not the input.
     sampling: argmax unless told.
     gamma: guesses a round; 'auto' finds the best first, which may be plain decoding, and says why.
     batch_size: lines decoded together.
@@ -51,33 +52,38 @@ def translate(
   A line past the pair's limit is cut, an output ends at `max_new_tokens`, and a T5 leaves an empty
   line empty; each is said on standard error.
   """
-  require_count("batch_size", batch_size)
-  if pathlib.Path(output).is_dir():
-    raise InputError(f"output is '{output}', a folder; give the file to write, or '-'.")
+  require_types(translate, locals())
+  require_seed(seed)
+  require_count("max_new_tokens", max_new_tokens)
+  pair.require_batch_size(batch_size)
+  if input is not None:
+    require_apart(output, input)
   notes = Console(stderr=True, markup=False)
   require_count("num_texts", num_texts)
   lines = [prefix] * num_texts if input is None else read_lines(input, prefix=prefix)
-  _warn(notes, pair, lines)
   asked = [line if pair.reads(line) else None for line in lines]
   numbers = (number for number, line in enumerate(asked, 1) if line is not None)
   settings = sampling, batch_size, max_new_tokens, seed
-  gamma = resolve_gamma(gamma, pair, asked, *settings, say=notes.print)
-  since, outputs = time.perf_counter(), []
-  with _sink(output) as sink, Progress(console=notes, transient=True) as bar:
-    task = bar.add_task("decoding", total=len(lines))
-    batches = decode_lines(pair, asked, sampling, gamma, batch_size, max_new_tokens, seed)
-    for texts, decoded in batches:
-      outputs += decoded
-      sink.write("".join(text.replace("\n", " ") + "\n" for text in texts))
-      sink.flush()
-      bar.advance(task, len(texts))
-      # Rows come first: zip takes from its first argument once more than from its second.
-      for tokens, number in zip((row for d in decoded for row in d.tokens), numbers):
-        if pair.vocabulary.eos_id not in tokens:
-          notes.print(
-            f"warning: line {number} was not finished; its output stops at the limit of "
-            f"{max_new_tokens} tokens."
-          )
+  to_file = output != "-"
+  with written(output, alone=True) if to_file else contextlib.nullcontext(sys.stdout) as sink:
+    _warn(notes, pair, lines)
+    gamma = resolve_gamma(gamma, pair, asked, *settings, say=notes.print)
+    since, outputs = time.perf_counter(), []
+    with Progress(console=notes, transient=True) as bar:
+      task = bar.add_task("decoding", total=len(lines))
+      batches = decode_lines(pair, asked, sampling, gamma, batch_size, max_new_tokens, seed)
+      for texts, decoded in batches:
+        outputs += decoded
+        sink.write("".join(text.replace("\n", " ") + "\n" for text in texts))
+        sink.flush()
+        bar.advance(task, len(texts))
+        # Rows come first: zip takes from its first argument once more than from its second.
+        for tokens, number in zip((row for d in decoded for row in d.tokens), numbers):
+          if pair.vocabulary.eos_id not in tokens:
+            notes.print(
+              f"warning: line {number} was not finished; its output stops at the limit of "
+              f"{max_new_tokens} tokens."
+            )
   if outputs:
     seconds = time.perf_counter() - since
     notes.print(
@@ -134,18 +140,3 @@ def _warn(notes: Console, pair: Pair, lines: Sequence[str]) -> None:
         f"warning: line {number} is longer than {pair.max_source_tokens} tokens; it was cut "
         f"after '...{kept[-40:]}'."
       )
-
-
-@contextlib.contextmanager
-def _sink(output: str):
-  """Standard output, or a file that appears only when all of it is written."""
-  if output == "-":
-    yield sys.stdout
-    return
-  part = pathlib.Path(f"{output}.part")
-  try:
-    with open(part, "w", encoding="utf-8") as f:
-      yield f
-    os.replace(part, output)
-  finally:
-    part.unlink(missing_ok=True)

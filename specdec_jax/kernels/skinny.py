@@ -6,7 +6,6 @@ counts on that. Here a matrix is rearranged once, when it is loaded. Needs a C++
 runs, once; without one XLA does the products.
 """
 
-import atexit
 import ctypes
 import functools
 import hashlib
@@ -17,6 +16,7 @@ import pathlib
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 
@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from specdec_jax.writing import written
 
 SOURCE = pathlib.Path(__file__).with_name("skinny.cc")
 TARGET = "specdec_skinny_matmul"  # as XLA knows it
@@ -53,7 +55,7 @@ def ready() -> bool:
   if jax.default_backend() != "cpu" or jax.device_count() > 1:
     return False
   try:
-    library = ctypes.CDLL(str(_compiled()))
+    library = _library()
   except (OSError, subprocess.SubprocessError) as error:
     said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
     logging.getLogger(__name__).warning(
@@ -67,32 +69,63 @@ def ready() -> bool:
   return True
 
 
-def _compiled() -> pathlib.Path:
-  """The library for this processor and this jaxlib, from the cache or made now."""
+def _library() -> ctypes.CDLL:
+  """`skinny.cc` for this processor and this jaxlib, from the cache or compiled now.
+
+  In the cache a file's name ends in a hash of what is in it.
+  """
   given = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
   compiler = shlex.split(given or "")
   options = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
   jaxlib = importlib.metadata.version("jaxlib")  # whose headers it includes
   made_of = [SOURCE.read_text(), *compiler, *options, jaxlib, _processor()]
-  name = f"skinny-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+  name = f"skinny-{_hash(repr(made_of).encode())}"
   try:
-    folder = pathlib.Path("~/.cache/specdec_jax").expanduser()
-    if (folder / name).exists():
-      return folder / name
-    folder.mkdir(parents=True, exist_ok=True)
-    part = pathlib.Path(tempfile.mkdtemp(dir=folder))
-  except (OSError, RuntimeError):  # no home to write to: for this process alone
-    folder = part = pathlib.Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-  command = [*compiler, *options, "-isystem", jax.ffi.include_dir(), str(SOURCE), "-o", name]
-  try:
+    folder = pathlib.Path("~/.cache/specdec_jax/kernels").expanduser()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_private(folder.stat()):
+      raise OSError(f"others may write to {folder}; make it yours, with mode 700")
+    for path in sorted(folder.glob(f"{name}-*.so")):
+      if (library := _loaded(path)) is not None:
+        return library
+    scratch = tempfile.TemporaryDirectory(dir=folder)
+  except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    logging.getLogger(__name__).warning(
+      "specdec_jax: the kernel is compiled for this process alone, and not kept: %s", error
+    )
+    folder, scratch = None, tempfile.TemporaryDirectory()
+  with scratch:
+    command = [*compiler, *options, "-isystem", jax.ffi.include_dir(), str(SOURCE), "-o", name]
     if not compiler:
       raise OSError("there is no C++ compiler (c++, g++ or $CXX)")
-    subprocess.run(command, cwd=part, check=True, capture_output=True, text=True)
-    return (part / name).replace(folder / name)  # whole or not at all, whoever else makes it
-  finally:
-    if part != folder:
-      shutil.rmtree(part)
+    subprocess.run(command, cwd=scratch.name, check=True, capture_output=True, text=True)
+    made = pathlib.Path(scratch.name, name)
+    if folder is None:
+      return ctypes.CDLL(str(made))  # which may go: it is in memory
+    content = made.read_bytes()
+  path = folder / f"{name}-{_hash(content)}.so"
+  with written(path, "wb") as file:
+    os.fchmod(file.fileno(), 0o600)
+    file.write(content)
+  return ctypes.CDLL(str(path))
+
+
+def _loaded(path: pathlib.Path) -> ctypes.CDLL | None:
+  """A library from the cache, unless it is another's or damaged, which would end in a signal."""
+  with open(path, "rb") as file:
+    if not _is_private(os.fstat(file.fileno())) or not path.stem.endswith(_hash(file.read())):
+      return None
+    same = f"/proc/self/fd/{file.fileno()}"  # what was read, whatever has the name by now
+    return ctypes.CDLL(same if os.path.exists(same) else str(path))
+
+
+def _is_private(about: os.stat_result) -> bool:
+  """Whether a file or folder is this user's, and no one else's to write to."""
+  return about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _hash(content: bytes) -> str:
+  return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _processor() -> str:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_count, require_types
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,14 @@ class TransformerConfig:
   dropout_rate: float = 0.0
 
   def __post_init__(self):
-    if self.activation not in ("gelu", "relu"):
-      raise InputError(f"activation is {self.activation!r}; expected 'gelu' or 'relu'.")
+    """Shapes come out of files, and may be anything there."""
+    require_types(type(self), vars(self))
+    sizes = "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "num_decoder_layers"
+    for name in (*sizes, "num_positions", "padded_vocab_size"):
+      if name in sizes or getattr(self, name) is not None:
+        require_count(name, getattr(self, name))
+    if not 0 <= self.dropout_rate < 1:
+      raise InputError(f"dropout_rate is {self.dropout_rate}; it must lie in [0, 1).")
     if self.table_size < self.vocab_size:
       raise InputError(
         f"padded_vocab_size is {self.padded_vocab_size}, smaller than vocab_size "
@@ -79,6 +85,10 @@ class T5Config(TransformerConfig):
 
   num_encoder_layers: int
 
+  def __post_init__(self):
+    super().__post_init__()
+    require_count("num_encoder_layers", self.num_encoder_layers)
+
   @property
   def logits_divisor(self) -> float:
     """What T5 divides by before it reads logits off the embedding table."""
@@ -101,6 +111,12 @@ class GPTConfig(TransformerConfig):
 
   eos_id: int = 1
   start_id: int | None = 0
+
+  def __post_init__(self):
+    super().__post_init__()
+    require_count("eos_id", self.eos_id, 0)
+    if self.start_id is not None:
+      require_count("start_id", self.start_id, 0)
 
 
 # (emb_dim, num_heads, head_dim, layers of each stack, mlp_dim), as published for T5 1.0

@@ -89,4 +89,4 @@ def gpt_model(config: GPTConfig) -> Model:
   def extend(params, cache: GPTCache, tokens: Array) -> tuple[Array, GPTCache]:
     return module.apply({"params": params}, cache, tokens, method=GPT.extend)
 
-  return Model(begin=begin, start=start, extend=extend, vocab_size=config.vocab_size)
+  return Model(begin, start, extend, config.vocab_size, config.eos_id)

@@ -32,7 +32,9 @@ class SimulatedCache:
 
 
 @functools.cache
-def simulated_acceptance(model: Model, alpha: float, eos_id: int = 1, seed: int = 0) -> Model:
+def simulated_acceptance(
+  model: Model, alpha: float, eos_id: int | None = None, seed: int = 0
+) -> Model:
   """The target `model`, working as before, with each guess right with probability `alpha`.
 
   In a block the token after tokens[:, i] is a guess that logits[:, i] judge. It is made certain or
@@ -45,7 +47,7 @@ def simulated_acceptance(model: Model, alpha: float, eos_id: int = 1, seed: int 
   Args:
     model: M_p.
     alpha: probability that a guess stands, in [0, 1].
-    eos_id: of the target; -1 if it has none.
+    eos_id: None for the target's; -1 if it has none.
     seed: another one accepts other guesses.
 
   Raises:
@@ -53,6 +55,7 @@ def simulated_acceptance(model: Model, alpha: float, eos_id: int = 1, seed: int 
   """
   if not 0 <= alpha <= 1:
     raise InputError(f"alpha is {alpha}; an acceptance rate lies in [0, 1].")
+  eos_id = model.eos_id if eos_id is None else eos_id
 
   def start(params, prompt: Array, num_slots: int) -> SimulatedCache:
     cache = model.start(params, prompt, num_slots)
@@ -77,4 +80,4 @@ def simulated_acceptance(model: Model, alpha: float, eos_id: int = 1, seed: int 
     logits = own.astype(jnp.float32) + jnp.where(vocabulary == eos_id, -CERTAIN, bonus)
     return logits, cache.replace(length=inner.length, model=inner)
 
-  return Model(begin=model.begin, start=start, extend=extend, vocab_size=model.vocab_size)
+  return Model(model.begin, start, extend, model.vocab_size, eos_id)

@@ -25,6 +25,7 @@ from specdec_jax.models.layers import (
 from specdec_jax.protocols import Model
 
 PAD_ID = 0  # also T5's first decoder token
+EOS_ID = 1
 
 
 @struct.dataclass
@@ -143,4 +144,4 @@ def t5_model(config: T5Config) -> Model:
   def extend(params, cache: T5Cache, tokens: Array) -> tuple[Array, T5Cache]:
     return module.apply({"params": params}, cache, tokens, method=T5.extend)
 
-  return Model(begin=begin, start=start, extend=extend, vocab_size=config.vocab_size)
+  return Model(begin, start, extend, config.vocab_size, EOS_ID)

@@ -17,6 +17,7 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.records import Record, key
 from specdec_jax.reporting.rounds import Round
 from specdec_jax.reporting.tables import PaperRow, sampling_text
+from specdec_jax.writing import written
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito).
 _BLUE, _SKY, _GREEN, _RED = "#0072B2", "#56B4E9", "#009E73", "#D55E00"
@@ -37,7 +38,7 @@ def require_format(path: str | pathlib.Path) -> None:
 
 
 def save(figure, path: str | pathlib.Path) -> None:
-  """Write a figure as what the name ends in.
+  """Write a figure as what the name ends in, whole or not at all.
 
   Raises:
     InputError: see `require_format`.
@@ -48,7 +49,9 @@ def save(figure, path: str | pathlib.Path) -> None:
 
   # Hinting would round the width of a character to whole pixels, away from the tint behind it.
   with rc_context({"text.hinting": "none"}):
-    figure.savefig(path, dpi=200, bbox_inches="tight", facecolor="white")
+    with written(path, "wb") as file:
+      kind = pathlib.Path(path).suffix[1:]
+      figure.savefig(file, format=kind, dpi=200, bbox_inches="tight", facecolor="white")
 
 
 # From theory.
@@ -235,10 +238,7 @@ def _by_gamma(records: Iterable[Record], needed: Sequence[str]) -> dict[tuple, l
 
 def _of(r: Record) -> str:
   """What a measured figure is of."""
-  return (
-    f"{r.task}, {r.num_examples} texts, batch {r.batch_size}, {r.dtype}, {r.platform} "
-    f"({r.device_kind})"
-  )
+  return f"{r.task}, {r.num_examples} texts, batch {r.batch_size}, {r.dtype}, {r.device}"
 
 
 # From a decoded text.

@@ -6,7 +6,6 @@ The page is one file that asks nobody for anything; without JavaScript it shows 
 import html
 import math
 import os
-import pathlib
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
@@ -17,6 +16,7 @@ from specdec_jax.reporting import table
 from specdec_jax.reporting.charts import Curve, acceptance_chart, speedup_chart
 from specdec_jax.reporting.markup import Markup, join, tag
 from specdec_jax.reporting.rounds import Round
+from specdec_jax.writing import written
 
 
 class Example(NamedTuple):
@@ -51,13 +51,8 @@ def write_report(
   Raises:
     OSError: the file cannot be written.
   """
-  path = pathlib.Path(path)
-  part = path.with_name(f"{path.name}.part")
-  try:
-    part.write_text(report(records, examples, title), encoding="utf-8")
-    os.replace(part, path)
-  finally:
-    part.unlink(missing_ok=True)
+  with written(path) as file:
+    file.write(report(records, examples, title))
 
 
 def report(records: Sequence[Record], examples: Sequence[Example], title: str) -> str:
@@ -67,7 +62,11 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
   """
   records = [*{key(r): r for r in records}.values()]
   series = _series(records)
-  versions = {f"specdec_jax {r.specdec_version}, jax {r.jax_version or '-'}" for r in records}
+  versions = {
+    f"specdec_jax {r.specdec_version}, commit {r.commit or '-'}, jax {r.jax_version or '-'}, "
+    f"{(r.date or '-')[:10]}"
+    for r in records
+  }
   body = join(
     _shared(records, _MAIN),
     tag("ul", *(_result(*item) for item in series.items()), class_="results"),
@@ -93,7 +92,7 @@ def _section(heading: str, body: Markup) -> Markup:
 
 # Each setting but temperature and gamma, and what a reader calls it; _MAIN heads the page.
 _MAIN = {"task": "task", "target": "target", "draft": "draft", "num_examples": "texts"}
-_MAIN |= {"batch_size": "batch", "device_kind": "device", "platform": "platform", "dtype": "dtype"}
+_MAIN |= {"batch_size": "batch", "device": "device", "dtype": "dtype"}
 _MAIN |= {"acceptance": "acceptance"}
 _OTHER = {"top_k": "top-k", "top_p": "top-p", "lenience": "lenience", "baseline": "baseline"}
 _OTHER |= {"max_new_tokens": "limit in tokens", "seed": "seed", "inputs": "hash of the texts"}

@@ -118,8 +118,7 @@ def _table(columns: Mapping[str, Callable[[Record], str]], records: Sequence[Rec
   first = records[0]
   table = Table(
     title=f"{first.task}, {first.num_examples} texts, batch {first.batch_size}, {first.dtype}, "
-    f"{first.platform} ({first.device_kind})"
-    + (f" x {first.num_devices}" if first.num_devices > 1 else "")
+    + first.device
     + ("" if first.kernels == "xla" else f", {first.kernels} kernels")
     + ("" if first.baseline == "own" else f", over {first.baseline}"),
     box=box.SIMPLE_HEAD,

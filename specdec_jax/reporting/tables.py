@@ -1,4 +1,9 @@
-"""Our records beside the paper's Tables 1 to 5: ours, the paper's value, and the difference."""
+"""The paper's Tables 1 to 5 with our records in them: each row says whose it is.
+
+A record stands under the paper's row of the same models, task, sampling and lenience; one of other
+models, a stand-in, comes after all of them. Nothing is subtracted: a difference of two things
+unlike says nothing of either.
+"""
 
 import dataclasses
 import re
@@ -6,24 +11,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import theory
-from specdec_jax.errors import InputError
 from specdec_jax.records import Record, key
 
 MISSING = "-"
 
 PaperRow = Mapping[str, Any]  # as `paper.load_table` gives them
-_Cell = Callable[[Record, PaperRow | None], str]
 
-# Drafts without weights. Where the paper has no row of theirs, none of its models stands in.
-_NO_MODEL = ("unigram", "bigram", "copy")
 _LAMDA_TOP_K = 40  # all of LaMDA's samples in Table 3 passed this filter
 
-# What stands beside records of targets whose names begin so, in Table 3: m_p, and m_q for a draft
-# that the paper lacks. Named in the paper's way, a size of ours stands beside its own row.
-_STAND_INS = {
-  "gpt_like_": ("GPT-like (97M)", "GPT-like (6M)"),
-  "lamda_": ("LaMDA (137B)", "LaMDA (100M)"),
-}
+# The paper's tasks, by what ours are called; only those that the paper ran.
+_TASKS = {"EnDe": ("wmt14_ende", "wmt_ende", "ende"), "CNNDM": ("cnn_dm", "cnndm")}
+# Sizes of T5 as they stand in names of checkpoints, such as t5_11B or flan-t5-xxl, and the paper's.
+_SIZES = {"small": "small", "base": "base", "large": "large", "xxl": "xxl", "11b": "xxl"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,57 +42,43 @@ class Table:
   notes: tuple[str, ...]
 
 
-def paper_table(
-  number: int,
-  records: Iterable[Record],
-  paper_rows: Sequence[PaperRow],
-  paper_task: str = "EnDe",
-  paper_draft: str | None = None,
-  paper_target: str | None = None,
-) -> Table:
-  """The paper's Table `number`, 1 to 5, with our records beside its rows.
-
-  A record stands beside the paper's row of the same task, draft, sampling and lenience. Where the
-  paper has no such task or draft, the one named here stands in.
+def paper_table(number: int, records: Iterable[Record], paper_rows: Sequence[PaperRow]) -> Table:
+  """The paper's Table `number`, 1 to 5, and our records.
 
   Args:
     number: of the table.
     records: ours; Table 1 is computed and needs none. Of several of one setting the last counts.
     paper_rows: `paper.load_table(number)`.
-    paper_task: of Tables 2 and 4.
-    paper_draft: m_q; T5-small unless told.
-    paper_target: m_p of Table 3, "T5-XXL (EnDe)" unless told (with `paper_task` in the brackets).
-      Where all records are of GPT-like or of LaMDA targets, these are theirs unless told.
-
-  Raises:
-    InputError: the paper's table has no such task, draft or target.
   """
   if number == 1:
     return _table_1(paper_rows)
   title, columns = _LAYOUTS[number]
   shown, num_left_out = _select(number, records)
-  chosen, paper_draft = _choice(number, shown, paper_task, paper_draft, paper_target)
-  _check_choice(number, paper_rows, chosen, paper_draft)
-  beside = [_paper_row(number, r, paper_rows, chosen, paper_draft) for r in shown]
-  of_choice = [row for row in paper_rows if _block(number, row) in (chosen, None)]
-  unmatched = sum(row not in beside for row in of_choice)
+  alike = [[r for r in shown if _is_alike(number, r, row)] for row in paper_rows]
+  beside = [r for rows in alike for r in rows]
+  rows = []
+  for row, ours in zip(paper_rows, alike):
+    rows.append(("paper", *(of_paper(row) for _, of_paper in columns.values())))
+    rows += [_our_row("ours", columns, r) for r in ours]
+  rows += [_our_row("stand-in", columns, r) for r in shown if r not in beside]
   notes = [
-    f"A '{MISSING}' is what was not measured, or what the paper does not have.",
-    "Of several records of one setting the last counts.",
-    f"Where the paper lacks our task or draft, its {chosen if number != 5 else 'EnDe'} with "
-    f"{paper_draft} stands beside ours: other models, another text and, for times, a TPU v4.",
-    f"Of the paper's {len(of_choice)} rows{'' if number == 5 else f' of {chosen}'}, {unmatched} "
-    "have no record of ours beside them.",
+    f"A '{MISSING}' is what was not measured, or what the paper does not print.",
+    f"Of the paper's {len(paper_rows)} rows, {sum(map(bool, alike))} have records of ours under "
+    "them: the same sizes of models on the same task, sampled alike. A stand-in is another model "
+    "or another text, and no reproduction.",
   ]
-  if number == 5:
-    notes.append("By Theorem 8 with c = 0.015 and gamma 8, as in Appendix A.5 for argmax.")
   if num_left_out:
     only = "texts decoded without lenience" if number == 3 else "batch 1 without lenience"
     notes.append(f"{num_left_out} of our records are left out: the paper's table is of {only}.")
+  if shown:
+    notes.append(measured_with(shown))
   if any(r.acceptance == "simulated" for r in shown):
     notes.append("Where a draft is simulated, alpha was chosen and the times are measured.")
-  rows = [tuple(cell(r, row) for cell in columns.values()) for r, row in zip(shown, beside)]
-  return Table(title, tuple(columns), tuple(rows), tuple(notes))
+  return Table(title, ("of", *columns), tuple(rows), tuple(notes))
+
+
+def _our_row(of: str, columns, r: Record) -> tuple[str, ...]:
+  return (of, *(of_ours(r) for of_ours, _ in columns.values()))
 
 
 def _table_1(paper_rows: Sequence[PaperRow]) -> Table:
@@ -105,20 +90,26 @@ def _table_1(paper_rows: Sequence[PaperRow]) -> Table:
       ("operations", theory.operations_factor(alpha, gamma, 0)),
       ("speed", theory.walltime_improvement(alpha, gamma, 0)),
     ):
-      ours = round(float(value), 2)
-      cells += [f"{ours:.2f}", f"{row[name]:.2f}", f"{ours - row[name]:+z.2f}"]
+      cells += [f"{value:.2f}", f"{row[name]:.2f}"]
     rows.append(tuple(cells))
   return Table(
     "Table 1: arithmetic operations and speed against plain decoding, for c = 0",
-    ("alpha", "gamma")
-    + ("operations", "paper operations", "difference in operations")
-    + ("speed", "paper speed", "difference in speed"),
+    ("alpha", "gamma", "operations", "paper operations", "speed", "paper speed"),
     tuple(rows),
     ("Ours are Theorems 10 and 8, rounded to the digits that the paper prints.",),
   )
 
 
-# Which records, and which of the paper's rows beside them.
+def measured_with(records: Sequence[Record]) -> str:
+  """Which state of the code wrote the records, and when, in a sentence."""
+  states = {
+    f"commit {r.commit} of {r.date[:10]}" if r.commit and r.date else "a commit not recorded": None
+    for r in records
+  }
+  return f"Measured with {'; '.join(states)}."
+
+
+# Which records, and under which of the paper's rows.
 
 
 def _select(number: int, records: Iterable[Record]) -> tuple[list[Record], int]:
@@ -133,88 +124,40 @@ def _select(number: int, records: Iterable[Record]) -> tuple[list[Record], int]:
   return list(latest.values()), num_left_out
 
 
-def _block(number: int, row: PaperRow):
-  """What a row is of, beside its draft; Table 5 is all of one task."""
-  return row.get("m_p" if number == 3 else "task")
-
-
-def _choice(number, records, task, draft: str | None, target: str | None) -> tuple[str, str]:
-  """What the paper's rows are of that stand beside ours: m_p in Table 3, a task; and m_q."""
-  if number != 3:
-    return task, draft or "T5-small"
-  stand_ins = f"T5-XXL ({task})", "T5-small"
-  for family, names in _STAND_INS.items():
-    if records and not target and all(r.target.startswith(family) for r in records):
-      stand_ins = names
-  return target or stand_ins[0], draft or stand_ins[1]
-
-
-def _same(name, ours: str) -> bool:
-  """Whether the paper's name, with or without its size in brackets, is ours.
-
-  A decoder-only model's is in ours with its size: 'LaMDA (8B)' is lamda_8b.
-  """
-  in_our_way = re.sub(r"\W+", "_", name.casefold()).strip("_")
-  return f"{name} (".casefold().startswith(f"{ours} (".casefold()) or in_our_way == ours
-
-
-def _check_choice(number: int, rows: Sequence[PaperRow], chosen: str, draft: str) -> None:
-  blocks = list(dict.fromkeys(_block(number, row) for row in rows))
-  if number != 5 and chosen not in blocks:
-    raise InputError(f"Table {number} of the paper has no {chosen!r}; it has {', '.join(blocks)}.")
-  drafts = [row["m_q"] for row in rows if _block(number, row) in (chosen, None)]
-  if not any(_same(name, draft) for name in drafts):
-    raise InputError(
-      f"Table {number} of the paper has no draft {draft!r}"
-      f"{'' if number == 5 else f' for {chosen}'}; it has {', '.join(dict.fromkeys(drafts))}."
-    )
-
-
-def _paper_row(
-  number: int, r: Record, rows: Sequence[PaperRow], chosen: str, paper_draft: str
-) -> PaperRow | None:
-  ours = f"{r.target} ({r.task})" if number == 3 else r.task
-  own = [row for row in rows if _block(number, row) and _same(_block(number, row), ours)]
-  rows = own or [row for row in rows if _block(number, row) in (chosen, None)]
-  rows = [row for row in rows if row.get("lenience", 1) == r.lenience and _same_sampling(row, r)]
-  own = [row for row in rows if _same(row["m_q"], r.draft)]
-  if not own and not r.draft.casefold().startswith(_NO_MODEL):
-    own = [row for row in rows if _same(row["m_q"], paper_draft)]
-  return own[0] if own else None
-
-
-def _same_sampling(row: PaperRow, r: Record) -> bool:
+def _is_alike(number: int, r: Record, row: PaperRow) -> bool:
+  """Whether a record is of what the paper's row is of."""
+  if r.acceptance == "simulated" or row.get("lenience", 1) != r.lenience:
+    return False
   top_k = _LAMDA_TOP_K if str(row.get("m_p")).startswith("LaMDA") else 0
   # A filter keeps the likeliest token, which is all that argmax looks at.
   filtered_alike = r.temperature == 0 or (r.top_k, r.top_p) == (top_k, 1)
-  return r.temperature == row["temperature"] and filtered_alike
+  if r.temperature != row["temperature"] or not filtered_alike:
+    return False
+  target, task = _target_and_task(row)
+  models = _same_model(target, r.target) and _same_model(row["m_q"], r.draft)
+  return models and r.task.casefold() in _TASKS.get(task, (r.task.casefold(),))
 
 
-# Cells.
+def _target_and_task(row: PaperRow) -> tuple[str, str]:
+  """M_p and its task: all targets but those of Table 3 are T5-XXL, and Table 5 is of EnDe."""
+  if "m_p" not in row:
+    return "T5-XXL", row.get("task", "EnDe")
+  found = re.fullmatch(r"(T5-XXL) \((\w+)\)", row["m_p"])
+  return (found[1], found[2]) if found else (row["m_p"], MISSING)
 
 
-def _number(value, spec: str) -> str:
-  return MISSING if value is None else format(value, spec)
+def _same_model(printed: str, ours: str) -> bool:
+  """Whether a name in the paper, with or without its size in brackets, is of the model `ours`.
+
+  T5's by size: T5-XXL is t5_11B too. Of others the whole name: LaMDA (8B) is lamda_8b.
+  """
+  if printed.casefold().startswith("t5-"):
+    sizes = re.findall("|".join(_SIZES), ours.casefold())
+    return bool(sizes) and _SIZES[sizes[-1]] == printed.casefold()[3:].partition(" ")[0]
+  return re.sub(r"\W+", "_", printed.casefold()).strip("_") == ours.casefold()
 
 
-def _ours(name: str, spec: str = ".2f") -> _Cell:
-  return lambda r, row: _number(getattr(r, name), spec)
-
-
-def _paper(name: str, spec: str) -> _Cell:
-  return lambda r, row: _number(row and row[name], spec)
-
-
-def _difference(name: str, paper_name: str) -> _Cell:
-  def cell(r, row):
-    ours, theirs = getattr(r, name), row and row[paper_name]
-    return MISSING if None in (ours, theirs) else f"{ours - theirs:+z.2f}"
-
-  return cell
-
-
-def _draft(r: Record, row) -> str:
-  return f"{r.draft} (simulated)" if r.acceptance == "simulated" else r.draft
+# Cells: of a record, and of the paper's row.
 
 
 def sampling_text(r: Record) -> str:
@@ -224,98 +167,103 @@ def sampling_text(r: Record) -> str:
   return f"{r.temperature:g}{top_k}{top_p}"
 
 
-def _interval(r: Record, row) -> str:
+def _number(value, spec: str) -> str:
+  return MISSING if value is None else format(value, spec)
+
+
+_Column = tuple[Callable[[Record], str], Callable[[PaperRow], str]]
+
+
+def _column(
+  field: str, spec: str = ".2f", printed: str | None = None, printed_spec: str | None = None
+) -> _Column:
+  """A field of records, and the paper's column of that name unless `printed` is another."""
+  return (
+    lambda r: _number(getattr(r, field), spec),
+    lambda row: _number(row[printed or field], printed_spec or spec),
+  )
+
+
+def _ours_only(cell: Callable[[Record], str]) -> _Column:
+  return cell, lambda row: MISSING
+
+
+def _draft(r: Record) -> str:
+  return f"{r.draft} (simulated)" if r.acceptance == "simulated" else r.draft
+
+
+def _interval(r: Record) -> str:
   known = r.alpha_low is not None and r.alpha_high is not None
   return f"{r.alpha_low:.2f}-{r.alpha_high:.2f}" if known else MISSING
 
 
-def _predicted(r: Record, row) -> str:
+def _predicted(r: Record) -> str:
   value = r.predicted_measured_cost if r.predicted_text is None else r.predicted_text
   return _number(value, ".2f")
 
 
-def _at_the_papers_cost(r: Record, row) -> str:
+def _at_the_papers_cost(r: Record) -> str:
   """Theorem 8 as Appendix A.5 takes it: gamma 8 and T5-small's c of 0.015."""
   of_alpha = lambda alpha: float(theory.walltime_improvement(alpha, 8, 0.015))
   return _number(None if r.alpha is None else of_alpha(r.alpha), ".1f")
 
 
-def _measured_on(r: Record, row) -> str:
+def _measured_on(r: Record) -> str:
   batch = "" if r.batch_size == 1 else f", batch {r.batch_size}"
   over = "" if r.baseline == "own" else f", over {r.baseline}"
-  devices = f" x {r.num_devices}" if r.num_devices > 1 else ""
-  return f"{r.device_kind}{devices} {r.dtype}, {_number(r.num_examples, '')} texts{batch}{over}"
+  return f"{r.device}, {r.dtype}, {_number(r.num_examples, '')} texts{batch}{over}"
 
 
-_SETTING = {
-  "task": _ours("task", ""),
-  "target": _ours("target", ""),
-  "draft": _draft,
-  "temp": lambda r, row: sampling_text(r),
+_SETTING: dict[str, _Column] = {
+  "task": (lambda r: r.task, lambda row: _target_and_task(row)[1]),
+  "target": (lambda r: r.target, lambda row: _target_and_task(row)[0]),
+  "draft": (_draft, lambda row: row["m_q"]),
+  "temp": (sampling_text, lambda row: f"{row['temperature']:g}"),
 }
+_ON_A_TPU = {"measured on": (_measured_on, lambda row: "TPU v4, over T5X")}
 
-_LAYOUTS: dict[int, tuple[str, dict[str, _Cell]]] = {
+_LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
   2: (
     "Table 2: measured speed against plain decoding, batch 1",
     {
       **_SETTING,
-      "gamma": _ours("gamma", ""),
-      "alpha": _ours("alpha"),
-      "speed": _ours("speedup"),
-      "paper m_q": _paper("m_q", ""),
-      "paper gamma": _paper("gamma", ".0f"),
-      "paper alpha": _paper("alpha", ".2f"),
-      "paper speed": _paper("speed", ".1f"),
-      "difference in speed": _difference("speedup", "speed"),
-      "measured on": _measured_on,
+      "gamma": _column("gamma", ".0f"),
+      "alpha": _column("alpha"),
+      "speed": _column("speedup", ".2f", "speed", ".1f"),
+      **_ON_A_TPU,
     },
   ),
   3: (
     "Table 3: alpha over text that the target generated",
     {
       **_SETTING,
-      "alpha": _ours("alpha"),
-      "95% interval": _interval,
-      "paper m_p": _paper("m_p", ""),
-      "paper m_q": _paper("m_q", ""),
-      "paper alpha": _paper("alpha", ".2f"),
-      "difference in alpha": _difference("alpha", "alpha"),
-      "measured on": _measured_on,
+      "alpha": _column("alpha"),
+      "95% interval": _ours_only(_interval),
+      "measured on": _ours_only(_measured_on),
     },
   ),
   4: (
     "Table 4: expected (Theorem 8) and measured speed, batch 1",
     {
       **_SETTING,
-      "gamma": _ours("gamma", ""),
-      "alpha": _ours("alpha"),
-      "c": _ours("c", ".3f"),
-      "exp": _ours("predicted_theorem8"),
-      "exp, costs measured": _predicted,
-      "emp": _ours("speedup"),
-      "paper m_q": _paper("m_q", ""),
-      "paper c": _paper("c", "g"),
-      "paper exp": _paper("exp", ".1f"),
-      "paper emp": _paper("emp", ".1f"),
-      "difference in emp": _difference("speedup", "emp"),
-      "measured on": _measured_on,
+      "gamma": _column("gamma", ".0f"),
+      "alpha": _column("alpha"),
+      "c": _column("c", ".3f", "c", "g"),
+      "exp": _column("predicted_theorem8", ".2f", "exp", ".1f"),
+      "exp, costs measured": _ours_only(_predicted),
+      "emp": _column("speedup", ".2f", "emp", ".1f"),
+      **_ON_A_TPU,
     },
   ),
   5: (
     "Table 5: alpha with lenience",
     {
       **_SETTING,
-      "gamma": _ours("gamma", ""),
-      "lenience": _ours("lenience", "g"),
-      "alpha": _ours("alpha"),
-      "total variation": _ours("total_variation", ".3f"),
-      "speed": _ours("speedup"),
-      "speed by Thm 8": _at_the_papers_cost,
-      "paper m_q": _paper("m_q", ""),
-      "paper alpha": _paper("alpha", ".2f"),
-      "difference in alpha": _difference("alpha", "alpha"),
-      "paper speed": _paper("speed", ".1f"),
-      "measured on": _measured_on,
+      "lenience": _column("lenience", "g"),
+      "alpha": _column("alpha"),
+      "total variation": _ours_only(lambda r: _number(r.total_variation, ".3f")),
+      "speed by Thm 8": (_at_the_papers_cost, lambda row: _number(row["speed"], ".1f")),
+      "measured on": _ours_only(_measured_on),
     },
   ),
 }

@@ -12,6 +12,7 @@ from rich.progress import track
 from specdec_jax.errors import InputError
 from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
 from specdec_jax.training.trainer import teacher_forced
+from specdec_jax.writing import written
 
 
 def recombined(lines: list[str], count: int, seed: int = 0) -> list[str]:
@@ -92,8 +93,7 @@ def save_pairs(path: pathlib.Path, pairs: Pairs) -> None:
   if pairs.teacher is None:
     raise InputError("There are no opinions of a teacher to save with the pairs.")
   tokens, probs = zip(*pairs.teacher)
-  part = path.with_suffix(".part")
-  with part.open("wb") as file:
+  with written(path, "wb") as file:
     np.savez(
       file,
       sources=flat(pairs.sources),
@@ -104,7 +104,6 @@ def save_pairs(path: pathlib.Path, pairs: Pairs) -> None:
       probs=flat(probs),
       opinion_lengths=lengths(tokens),
     )
-  part.replace(path)
 
 
 def load_pairs(path: pathlib.Path) -> Pairs:

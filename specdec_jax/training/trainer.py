@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -16,9 +17,10 @@ from flax import linen as nn
 from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.models.families import Config, init_params, module_of
 from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
+from specdec_jax.writing import written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,21 @@ class TrainSettings:
   label_smoothing: float = 0.1
   seed: int = 0
   save_every: int = 200
+
+  def __post_init__(self):
+    require_types(TrainSettings, vars(self))
+    require_seed(self.seed)
+    for name in ("epochs", "tokens_per_batch", "save_every"):
+      require_count(name, getattr(self, name))
+    if self.warmup_steps < 0 or not 0 < self.peak_learning_rate < math.inf:
+      raise InputError(
+        f"warmup_steps is {self.warmup_steps} and peak_learning_rate {self.peak_learning_rate}; "
+        "they must be at least 0, and above 0."
+      )
+    if not 0 <= self.label_smoothing < 1:
+      raise InputError(f"label_smoothing is {self.label_smoothing}; it must lie in [0, 1).")
+    if self.seed < 0:
+      raise InputError(f"seed is {self.seed}; the order of batches wants one that is not negative.")
 
 
 def cross_entropy(logits: Array, batch: Batch, smoothing: float) -> tuple[Array, Array]:
@@ -171,9 +188,8 @@ def _write_metrics(path: pathlib.Path, metrics: dict) -> None:
   """Add an epoch's line, in place of those of a run that was stopped before its checkpoint."""
   lines = path.read_text().splitlines() if path.exists() else []
   lines = [line for line in lines if json.loads(line)["epoch"] < metrics["epoch"]]
-  part = path.with_suffix(".part")
-  part.write_text("\n".join([*lines, json.dumps(metrics), ""]))
-  part.replace(path)
+  with written(path) as file:
+    file.write("\n".join([*lines, json.dumps(metrics), ""]))
 
 
 def _bar() -> Progress:

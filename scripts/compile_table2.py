@@ -1,0 +1,36 @@
+"""Table 2 by the compiler for TPU v4, without a TPU: c, v and speed beside the paper's.
+
+  python scripts/compile_table2.py table2.jsonl --format markdown
+
+Programs that the file has are not compiled again. See experiments/tpu_v4/README.md.
+"""
+
+import argparse
+import pathlib
+
+from specdec_jax.errors import InputError
+from specdec_jax.experiments import tpu_table2
+from specdec_jax.reporting.formats import render
+from specdec_jax.reporting.paper import load_table
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+  parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
+  parser.add_argument("compiled", type=pathlib.Path, help="a file for what the compiler says")
+  parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
+  args = parser.parse_args()
+  try:
+    rows = load_table(4, ROOT / "configs")
+    found = tpu_table2.compile_missing(rows, args.compiled)
+    print(render(tpu_table2.table(rows, found), args.format), end="")
+  except InputError as error:
+    parser.exit(2, f"error: {error}\n")
+  except OSError as error:
+    parser.exit(2, f"error: cannot use '{error.filename}': {error.strerror}.\n")
+
+
+if __name__ == "__main__":
+  main()

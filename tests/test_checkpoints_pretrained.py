@@ -1,0 +1,240 @@
+"""Hugging Face's folders as each version of transformers writes them, and damaged or hostile ones.
+
+What PyTorch itself makes of them is in `test_checkpoints_huggingface.py`.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import test_checkpoints_gpt2 as gpt2
+import tiny
+import tiny_pair
+from flax import serialization
+from safetensors.numpy import save_file
+from test_checkpoints_formats import hf_tensors, params, refused, write_hf, write_own
+
+from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.data.vocabulary import open_vocabulary
+from specdec_jax.errors import InputError
+from specdec_jax.pairs import load_pair
+
+CONFIG = tiny.config(vocab_size=128, layers=1)
+DEEP = "[" * 100_000 + "]" * 100_000
+NO_FIELDS = ["[]", '[["model_type", "t5"]]', "null", "9" * 5000, DEEP]
+
+
+@pytest.fixture
+def folder(tmp_path):
+  return write_hf(tmp_path / "hf", CONFIG, params(CONFIG))
+
+
+def change(folder, name="config.json", **fields):
+  """Set fields of a JSON file, or take out those that are `...`."""
+  file = folder / name
+  about = json.loads(file.read_text()) | fields if file.is_file() else fields
+  file.write_text(json.dumps({k: v for k, v in about.items() if v is not ...}))
+
+
+# Where logits come from. What each version writes was read off files that it wrote.
+
+FOUR, FIVE = dict(transformers_version="4.57.6"), dict(transformers_version="5.23.0")
+FOUR["tie_word_embeddings"], FIVE["tie_word_embeddings"] = ..., True
+KINDS = {  # config.json; lm_head.weight: its own, the table's or not there; are logits scaled?
+  "4, t5 1.0": (dict(FOUR, model_type="t5"), None, True),
+  "4, t5 1.0, old": (dict(FOUR, model_type="t5", transformers_version=...), "table", True),
+  "4, t5 1.0, own": (dict(FOUR, model_type="t5"), "own", True),
+  "4, t5 1.1": (dict(FOUR, model_type="t5", tie_word_embeddings=False), "own", False),
+  "4, mt5": (dict(FOUR, model_type="mt5", tie_word_embeddings=False), "own", False),
+  "4, mt5, tied": (dict(FOUR, model_type="mt5", tie_word_embeddings=True), None, True),
+  "5, t5 1.0": (dict(FIVE, model_type="t5", scale_decoder_outputs=True), None, True),
+  "5, t5 1.0, own": (dict(FIVE, model_type="t5", scale_decoder_outputs=True), "own", True),
+  "5, t5 1.1": (dict(FIVE, model_type="t5", scale_decoder_outputs=False), "own", False),
+  "5, t5 1.1, tied": (dict(FIVE, model_type="t5", scale_decoder_outputs=False), None, False),
+  "5, mt5": (dict(FIVE, model_type="mt5"), "own", False),
+  "5, mt5, tied": (dict(FIVE, model_type="mt5"), None, False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_each_version(folder, kind):
+  fields, head, scaled = KINDS[kind]
+  change(folder, **fields)
+  tensors = hf_tensors(CONFIG, params(CONFIG))
+  table, own = tensors["shared.weight"], tensors.pop("lm_head.weight")
+  if head:
+    tensors["lm_head.weight"] = own if head == "own" else table.copy()
+  save_file(tensors, folder / "model.safetensors")
+
+  tree = params(CONFIG)
+  matrix = (own if head == "own" else table).T / (CONFIG.emb_dim**0.5 if scaled else 1)
+  tree = {**tree, "decoder": {**tree["decoder"], "logits_dense": {"kernel": matrix}}}
+  given = tiny.sources(CONFIG, 0, 2), tiny.sources(CONFIG, 1, 2)
+  want = tiny.teacher_forced(CONFIG)(tree, *given)
+
+  config = open_checkpoint(str(folder)).config
+  assert config.tied_logits == (scaled and head != "own")
+  got = tiny.teacher_forced(config)(load_params(str(folder), config), *given)
+  np.testing.assert_allclose(got, want, atol=1e-5 * float(np.std(want)), rtol=1e-5)
+
+
+def test_logits_that_are_missing_are_told(folder):
+  """Untied, by a version that stands no table in for them."""
+  tensors = hf_tensors(CONFIG, params(CONFIG))
+  del tensors["lm_head.weight"]
+  save_file(tensors, folder / "model.safetensors")
+  refused(folder, "decoder/logits_dense/kernel (found nothing", config=CONFIG)
+
+
+def test_names_of_one_table_must_agree(folder):
+  tensors = hf_tensors(CONFIG, params(CONFIG))
+  tensors["decoder.embed_tokens.weight"] = tensors["shared.weight"].copy()
+  save_file(tensors, folder / "model.safetensors")
+  load_params(str(folder), CONFIG)
+  tensors["decoder.embed_tokens.weight"][-1, -1] += 1
+  save_file(tensors, folder / "model.safetensors")
+  refused(folder, "shared.weight", "differs from another array", "token_embedder/embedding")
+
+
+def test_gpt2_with_logits_of_its_own_that_says_they_are_tied(tmp_path):
+  arrays = gpt2.tensors(gpt2.params(gpt2.CONFIG))
+  arrays["lm_head.weight"] = 2 * arrays["wte.weight"]
+  path = gpt2.write(tmp_path / "gpt2", arrays, tie_word_embeddings=True)
+  checkpoint = open_checkpoint(path)
+  assert not checkpoint.config.tied_logits
+  got = checkpoint.load(checkpoint.config)["decoder"]["logits_dense"]["kernel"]
+  np.testing.assert_array_equal(got, 2 * arrays["wte.weight"].T)
+
+
+# Ids that decoding goes by.
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "said"),
+  [
+    ("decoder_start_token_id", 5, "decoder_start_token_id in"),
+    ("pad_token_id", 3, "pad_token_id in"),
+    ("eos_token_id", [1, 5], "whole number, from 0"),
+    ("eos_token_id", None, "whole number, from 0"),
+    ("eos_token_id", True, "whole number, from 0"),
+    ("dense_act_fn", "silu", "'gelu_new'"),
+    ("is_gated_act", False, "True"),
+    ("tie_word_embeddings", "no", "True or False"),
+    ("scale_decoder_outputs", None, "True or False"),
+  ],
+)
+def test_what_t5_does_not_do_here_is_refused(folder, field, value, said):
+  change(folder, **{field: value})
+  refused(folder, field, "config.json", said, config=CONFIG)
+
+
+def test_generation_config_has_the_last_word(folder):
+  change(folder, decoder_start_token_id=5, eos_token_id=7)
+  said = dict(decoder_start_token_id=0, eos_token_id=[9], pad_token_id=None)
+  change(folder, "generation_config.json", **said)
+  assert open_checkpoint(str(folder)).eos_id == 9
+  change(folder, "generation_config.json", decoder_start_token_id=5)
+  refused(folder, "decoder_start_token_id", "is 5; it must be 0", config=CONFIG)
+
+
+def test_what_ends_a_text_is_compared_with_the_vocabulary(tmp_path):
+  words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
+  config = tiny.config(vocab_size=len(words), layers=1)
+  path = write_hf(tmp_path / "hf", config, tiny_pair.random_params(config, 0))
+  change(path, eos_token_id=7)
+  said = "The target in .* ends a text with token 7 but .*vocabulary.model with 1;"
+  with pytest.raises(InputError, match=said):
+    load_pair(str(path), str(path), words.path)
+
+
+# Damaged and hostile folders.
+
+
+@pytest.mark.parametrize("part", ["../model.safetensors", "/model.safetensors", "..", "", 5, None])
+def test_no_array_lies_outside_its_folder(tmp_path, part):
+  path = write_hf(tmp_path / "hf", CONFIG, params(CONFIG))
+  (path / "model.safetensors").rename(tmp_path / "model.safetensors")
+  part = str(tmp_path / "model.safetensors") if part == "/model.safetensors" else part
+  change(path, "model.safetensors.index.json", weight_map={"shared.weight": part})
+  refused(path, "weight_map in", "index.json", repr(part), "shared.weight", config=CONFIG)
+
+
+def test_an_index_that_is_none(folder):
+  (folder / "model.safetensors").unlink()
+  for text in ("{}", '{"weight_map": null}', '{"weight_map": ["x"]}', *NO_FIELDS):
+    (folder / "model.safetensors.index.json").write_text(text)
+    refused(folder, "model.safetensors.index.json", config=CONFIG)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_that_holds_no_fields(folder, name):
+  for text in NO_FIELDS:
+    (folder / name).write_text(text)
+    refused(folder, f"{name} is damaged", config=CONFIG)
+
+
+def test_what_orbax_tells_nested_too_deeply(tmp_path):
+  (tmp_path / "_METADATA").write_text(DEEP)
+  refused(tmp_path, "_METADATA is damaged", config=CONFIG)
+
+
+@pytest.mark.parametrize("where", ["../array", "/array", "a/../../array"])
+def test_no_array_of_t5x_lies_outside_its_folder(tmp_path, where):
+  table = {"driver": "zarr", "kvstore": {"driver": "file", "path": where}}
+  saved = {"target": {"token_embedder": {"embedding": table}}}
+  (tmp_path / "checkpoint").write_bytes(serialization.to_bytes(saved))
+  refused(tmp_path, "token_embedder/embedding", where, "outside that folder", config=CONFIG)
+
+
+SIZES = ("vocab_size", "d_model", "num_heads", "d_kv", "d_ff", "num_layers", "num_decoder_layers")
+NO_SIZES = ("16", True, 16.0, -1, 0, 1e999, [16], {}, 2**31, 10**400)
+
+
+def test_sizes_that_are_none(folder):
+  right = json.loads((folder / "config.json").read_text())
+  for field in SIZES:
+    for value in NO_SIZES:
+      change(folder, **right | {field: value})
+      refused(folder, f"{field} in", "whole number, from 1 to 2147483647", config=CONFIG)
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_layers", 2**31 - 1), ("d_model", 2**31 - 1)])
+def test_sizes_that_no_file_has(folder, field, value):
+  change(folder, **{field: value})
+  config = open_checkpoint(str(folder)).config
+  refused(folder, "does not fit the shape of the model", config=config)
+
+
+def test_gpt2_of_more_layers_than_any_file_has(tmp_path):
+  path = gpt2.write(tmp_path, gpt2.tensors(gpt2.params(gpt2.CONFIG)), n_layer=2**31 - 1)
+  refused(path, "too few for 2147483647 layers", config=open_checkpoint(path).config)
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    *[("emb_dim", value) for value in NO_SIZES],
+    ("num_encoder_layers", 0),
+    ("padded_vocab_size", 1e9),
+    ("gated", {}),
+    ("fused", "no"),
+  ],
+)
+def test_our_own_shapes_that_are_none(tmp_path, field, value):
+  path = write_own(tmp_path, CONFIG, params(CONFIG))
+  change(path, **{field: value})
+  refused(path, "config.json is not the shape of a model", field, config=CONFIG)
+  (path / "config.json").write_text(DEEP)
+  refused(path, "config.json is not the shape of a model", config=CONFIG)
+
+
+def test_a_header_that_is_damaged_anywhere(folder):
+  """Each of 60 bytes at a time, so also lengths, types, shapes and places of arrays."""
+  file = folder / "model.safetensors"
+  content = file.read_bytes()
+  for at in range(0, 900, 15):
+    file.write_bytes(content[:at] + bytes([content[at] ^ 0x15]) + content[at + 1 :])
+    try:
+      load_params(str(folder), CONFIG)
+    except InputError as error:
+      assert "\n" not in str(error)

@@ -1,0 +1,239 @@
+"""Guesses, acceptance and next tokens of exact rounds pass; 1% too much acceptance does not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+from flax import struct
+from jax import Array
+from test_exactness import judge_with
+
+from specdec_jax import decoding
+from specdec_jax.drafts.copy import copy_draft
+from specdec_jax.drafts.model import model_draft
+from specdec_jax.experiments import laws
+from specdec_jax.experiments.drift import (
+  Drift,
+  Judged,
+  detectable_bias,
+  drifts,
+  joined,
+  of_acceptance,
+)
+from specdec_jax.experiments.speed import row_keys
+from specdec_jax.protocols import Draft, Model
+from specdec_jax.sampling import Sampling, distribution
+
+V, GAMMA, EOS = 24, 2, 1
+LEVEL = 1e-6  # of each comparison: a correct program fails it this often
+COLD = Sampling(temperature=0.7)
+
+
+# Models that are tables: the logits after each token. Nothing else is as quick.
+
+
+@struct.dataclass
+class TableCache:
+  length: Array
+
+
+def _read(table, cache, tokens):
+  return table[tokens], cache.replace(length=cache.length + tokens.shape[1])
+
+
+TABLE = Model(  # its parameters are logits [V, V]
+  begin=lambda prompt: (jnp.zeros((len(prompt), 1), jnp.int32), jnp.ones(len(prompt), jnp.int32)),
+  start=lambda table, prompt, num_slots: TableCache(jnp.zeros(len(prompt), jnp.int32)),
+  extend=_read,
+  vocab_size=V,
+  eos_id=EOS,
+)
+
+
+def table_pair(noise: float, ends: bool = False, change=lambda *proposal: proposal):
+  """A draft `noise` away from its target, which nothing is compiled for yet.
+
+  `change`: (guesses, q, state) -> the same.
+  """
+  rng = np.random.default_rng(0)
+  table = rng.normal(size=(V, V)).astype(np.float32)
+  near = table + noise * rng.normal(size=(V, V)).astype(np.float32)
+  if not ends:
+    table[:, EOS] = near[:, EOS] = -1e9
+
+  def draft(sampling, gamma):
+    good = model_draft(TABLE, sampling, gamma)
+    return Draft(good.start, lambda *args: change(*good.propose(*args)), gamma)
+
+  return tiny_pair.pair()._replace(
+    target=TABLE, target_params=jnp.asarray(table), draft=draft, draft_params=jnp.asarray(near)
+  )
+
+
+def judged(pair, sampling=COLD, num_guesses=30_000, rows=512, limit=64) -> Judged:
+  decode = laws.recorded(pair, sampling, GAMMA)
+  return laws.judge_rounds(
+    *(pair, tiny_pair.SENTENCES, sampling, decode, num_guesses, limit), seed=0, batch_size=rows
+  )
+
+
+def lowest(found: Judged) -> dict[str, float]:
+  """Of each kind of law the least p-value, of any position."""
+  return {k: min(d.p_value for d in ds) for k, ds in drifts(found, GAMMA).items()}
+
+
+# What is exact passes.
+
+
+@pytest.mark.parametrize(
+  "sampling, noise, num_guesses, bias",  # the bias is what they would have shown
+  [(COLD, 0.06, 120_000, 0.01), (Sampling(top_p=0.7), 0.5, 30_000, 0.1)],
+)
+def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
+  found = judged(table_pair(noise, ends=noise == 0.5), sampling, num_guesses)
+  guesses = found.at(*range(GAMMA))
+  assert len(guesses.position) >= num_guesses and len(found.at(GAMMA).position) > 3000
+  assert all(p > LEVEL for p in lowest(found).values())
+  assert detectable_bias(guesses, LEVEL) < bias and of_acceptance(guesses).p_value > LEVEL
+
+
+def test_exact_rounds_of_a_draft_without_chance_pass():
+  pair = table_pair(0)._replace(draft=lambda sampling, gamma: copy_draft(V, gamma))
+  found = judged(pair._replace(draft_params=()))
+  assert 0 < found.accepted.mean() < 0.5 and found.guess_variance.max() == 0
+  assert all(p > LEVEL for p in lowest(found).values())
+
+
+def test_each_token_is_scored_by_the_laws_of_its_own_round():
+  """Against a walk through the rounds, with EOS and the limit in the midst of some."""
+  pair, sampling, limit = table_pair(noise=1.0, ends=True), Sampling(), 7
+  prompt, keys = pair.prompt(tiny_pair.SENTENCES[:40]), row_keys(3, 0, 40)
+  decode = laws.recorded(pair, sampling, GAMMA)
+  result, _ = decode(prompt, keys, max_new_tokens=limit)
+  own = pair.decoder(sampling, GAMMA)(prompt, keys, max_new_tokens=limit)
+  jax.tree.map(np.testing.assert_array_equal, result, own)
+  p, q = (np.exp(np.float64(x)) for x in (pair.target_params, pair.draft_params))
+  p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
+  rank = lambda law, x: law[law > law[x]].sum() + law[x] / 2 - 0.5
+  rows = []
+  for row in range(40):
+    newest = 0
+    for guesses, n, token, emitted in zip(*(np.asarray(x)[:, row] for x in result.rounds)):
+      for i in range(emitted):
+        law, of_guess = p[newest], q[newest] if i < GAMMA else np.zeros(V)
+        x = guesses[i] if i < GAMMA else -1
+        accepted = i < n
+        left = np.maximum(law - of_guess, 0)
+        next_rank = 0.0 if accepted else rank(left / left.sum(), token)
+        guess_rank = rank(of_guess, x) if i < GAMMA else 0.0
+        chance = min(1, law[x] / of_guess[x]) if i < GAMMA else 1.0
+        rows.append((i, accepted, chance, guess_rank, next_rank))
+        newest = x if accepted else token
+  found = laws.judge_rounds(
+    *(pair, tiny_pair.SENTENCES[:40], sampling, decode, 1, limit), seed=3, batch_size=40
+  )
+  fields = found.position, found.accepted, found.probability, found.guess, found.next
+  guess = found.position < GAMMA  # of a bonus token there is no probability
+  for ours, by_hand in zip(fields, np.array(rows, float).T, strict=True):
+    np.testing.assert_allclose(ours[guess], by_hand[guess], atol=2e-6)
+  np.testing.assert_allclose(found.next, np.array(rows, float)[:, 4], atol=2e-6)
+
+
+# Injected faults.
+
+
+ACCEPTANCE = {
+  "1% too often": lambda u, q, p: u * q < 1.01 * p,
+  "1% too rarely": lambda u, q, p: u * q < 0.99 * p,
+}
+
+
+@pytest.mark.parametrize("fault", ACCEPTANCE)
+def test_a_bias_of_1_percent_in_acceptance_is_found(monkeypatch, fault):
+  monkeypatch.setattr(decoding, "speculative_sample", judge_with(ACCEPTANCE[fault]))
+  found = judged(table_pair(noise=0.06), num_guesses=120_000).at(*range(GAMMA))
+  assert detectable_bias(found, LEVEL) < 0.01
+  assert of_acceptance(found).p_value < LEVEL
+
+
+def bonus_of_the_guess_before(rng, x, q, p, lenience=1.0):
+  """The bonus token is drawn from the last guess's distribution, not from the one after it."""
+  return judge_with()(rng, x, q, p.at[:, -1].set(p[:, -2]))
+
+
+@pytest.mark.parametrize(
+  "fault", [judge_with(residual=lambda p, q: p), bonus_of_the_guess_before]
+)
+def test_faults_of_the_next_token_are_found(monkeypatch, fault):
+  monkeypatch.setattr(decoding, "speculative_sample", fault)
+  found = lowest(judged(table_pair(noise=0.5)))
+  assert found["next tokens"] < LEVEL < min(found["all acceptance"], found["guesses"])
+
+
+def test_a_draft_whose_q_forgets_the_temperature_is_found():
+  forget = lambda x, q, state: (x, distribution(0.7 * jnp.log(q), Sampling()), state)
+  found = lowest(judged(table_pair(noise=0.5, change=forget)))
+  assert found["guesses"] < LEVEL < min(found["all acceptance"], found["next tokens"])
+
+
+def test_a_loop_that_judges_by_another_q_than_reported_is_found(monkeypatch):
+  def forgets(rng, x, q, p, lenience=1.0):
+    return judge_with()(rng, x, distribution(0.7 * jnp.log(q), Sampling()), p)
+
+  monkeypatch.setattr(decoding, "speculative_sample", forgets)
+  found = lowest(judged(table_pair(noise=0.5)))
+  assert found["acceptance"] < LEVEL < found["guesses"]
+
+
+# The statistics.
+
+
+def test_a_rank_has_mean_0_and_the_variance_that_is_said():
+  weights = np.random.default_rng(0).dirichlet(np.ones(7), size=5) * 3  # any scale
+  law = weights / 3
+  rank = lambda x: laws._rank(jnp.asarray(weights), jnp.full(5, x))
+  ranks, variance = map(np.stack, zip(*map(rank, range(7))))
+  np.testing.assert_allclose((law.T * ranks).sum(axis=0), 0, atol=1e-6)
+  np.testing.assert_allclose((law.T * ranks**2).sum(axis=0), variance[0], atol=1e-6)
+  assert laws._rank(jnp.zeros(7), jnp.array(3)) == (0, 0)  # nothing was drawn
+
+
+def simulated(rng, a: np.ndarray, bias: float) -> Judged:
+  """Guesses accepted with probability min(1, (1 + bias) a)."""
+  nothing = np.zeros(len(a))
+  accepted = (rng.random(len(a)) < (1 + bias) * a).astype(float)
+  return Judged(nothing, accepted, a, nothing, nothing, nothing, nothing)
+
+
+@pytest.mark.parametrize("n", [5, 300])
+def test_the_level_holds_for_any_number_of_guesses(n):
+  # 2,000 samples: the share below 0.1 has a standard error of 0.007.
+  rng = np.random.default_rng(n)
+  low = [of_acceptance(simulated(rng, rng.beta(3, 1, n), 0)).p_value < 0.1 for _ in range(2000)]
+  assert np.mean(low) < 0.1
+
+
+def test_a_bias_of_the_size_that_is_said_is_found_9_times_in_10():
+  # 1,000 samples: the share found has a standard error of 0.01.
+  rng = np.random.default_rng(0)
+  a = rng.beta(3, 1, 3000)
+  exact = simulated(rng, a, 0)
+  bias = detectable_bias(exact, 1e-3)
+  found = [of_acceptance(simulated(rng, a, bias)).p_value < 1e-3 for _ in range(1000)]
+  assert 0.86 < np.mean(found) < 0.97
+  assert detectable_bias(joined([exact] * 4), 1e-3) < bias / 1.9
+
+
+def test_acceptance_without_chance_needs_no_variance():
+  certain = np.ones(50)
+  sure = simulated(np.random.default_rng(0), certain, 0)
+  assert of_acceptance(sure).p_value == 1 and of_acceptance(sure).z == 0
+  assert detectable_bias(sure, 1e-3) == np.inf  # p >= q: nothing can be accepted more often
+  assert of_acceptance(sure._replace(accepted=0 * certain)).p_value < 1e-6
+
+
+def test_the_critical_sum_is_that_of_the_level():
+  drift = Drift(0.0, 400.0, 20.0)
+  assert drift._replace(sum=drift.critical(1e-4)).p_value == pytest.approx(1e-4)
+  assert drift._replace(sum=-drift.critical(1e-4)).p_value == pytest.approx(1e-4)

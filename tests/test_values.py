@@ -1,0 +1,361 @@
+"""Settings that make no sense: one sentence that names them, and nothing is tried."""
+
+import functools
+import math
+import types
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_pair
+
+from specdec_jax import memory
+from specdec_jax.adaptive import adaptive_decode
+from specdec_jax.data.text import read_lines
+from specdec_jax.data.vocabulary import open_vocabulary
+from specdec_jax.decoding import autoregressive_decode, free_draft, speculative_decode
+from specdec_jax.errors import InputError, require_types
+from specdec_jax.experiments.acceptance import acceptance
+from specdec_jax.experiments.check_exactness import check_exactness
+from specdec_jax.experiments.decode import decode
+from specdec_jax.experiments.gamma import gamma
+from specdec_jax.experiments.given_outputs import reciting_model
+from specdec_jax.experiments.quickstart import quickstart
+from specdec_jax.experiments.speedup import speedup
+from specdec_jax.experiments.train import fit_vocabulary
+from specdec_jax.experiments.translate import translate
+from specdec_jax.models.gpt import gpt_model
+from specdec_jax.models.simulated import simulated_acceptance
+from specdec_jax.models.t5 import t5_model
+from specdec_jax.pairs import load_pair, random_pair
+from specdec_jax.run import main, user_sentence
+from specdec_jax.sampling import Sampling, split_keys
+from specdec_jax.speculative import speculative_sample
+from specdec_jax.training.trainer import TrainSettings
+
+COUNT = "it must be a whole number, from 1 to 2147483647."
+SEED = "it must be a whole number from -2147483648 to 4294967295."
+GAMMAS = "it must be a list (each a whole number or 'auto') or 'auto'."
+DIGITS = 123456789012345678901234567890
+
+
+@pytest.fixture
+def machine(monkeypatch):
+  """One of 16 GB, whatever this one has."""
+  monkeypatch.setattr(memory, "_memory", lambda mesh: 16e9)
+
+
+def refused(function, *args, **settings) -> str:
+  with pytest.raises(InputError) as caught:
+    function(*args, **settings)
+  return str(caught.value)
+
+
+# Values of a run, as the functions that gin files name get them.
+
+
+@pytest.mark.parametrize(
+  "settings, sentence",
+  [
+    (dict(gamma=True), "gamma is True; it must be a whole number or 'auto'."),
+    (dict(gamma="x"), "gamma is 'x'; it must be a whole number or 'auto'."),
+    (dict(max_new_tokens=True), "max_new_tokens is True; it must be a whole number."),
+    (dict(max_new_tokens=10**30), f"max_new_tokens is {10**30}; {COUNT}"),
+    (dict(batch_size=10**12), f"batch_size is 1000000000000; {COUNT}"),
+    (
+      dict(batch_size=2**31 - 1),
+      "batch_size 2147483647 would take at least 618.5 GB of memory, and there are 16.0 GB; ask "
+      "for less.",
+    ),
+    (dict(seed="x"), "seed is 'x'; it must be a whole number."),
+    (dict(seed=1.5), "seed is 1.5; it must be a whole number."),
+    (dict(seed=DIGITS), f"seed is {DIGITS}; {SEED}"),
+    (dict(input=5), "input is 5; it must be a text or None."),
+    (dict(output=5), "output is 5; it must be a text."),
+    (dict(prefix=5), "prefix is 5; it must be a text."),
+    (dict(sampling=5), "sampling is 5; it must be a Sampling."),
+    (dict(pair=5), "pair is 5; it must be a Pair."),
+    (dict(num_texts=-1), f"num_texts is -1; {COUNT}"),
+  ],
+  ids=str,
+)
+def test_a_value_is_refused_before_anything_is_read(machine, settings, sentence):
+  assert refused(translate, **{"pair": tiny_pair.pair(), "input": "gone", **settings}) == sentence
+
+
+@pytest.mark.parametrize("value", [10**9, 2**31 - 1])
+@pytest.mark.parametrize("name", ["gamma", "max_new_tokens"])
+@pytest.mark.parametrize("pair", [tiny_pair.pair, tiny_pair.gpt_pair])
+def test_what_memory_cannot_hold_is_not_tried(machine, tmp_path, pair, name, value):
+  (tmp_path / "in.txt").write_text("A man runs.\n")
+  said = refused(translate, pair(), str(tmp_path / "in.txt"), **{name: value})
+  if "positions" not in said:  # a GPT-like model's table ends before any memory does
+    assert said.startswith("a batch of 1 with max_new_tokens ") and f"{name} {value} " in said
+    assert " would take at least " in said and said.endswith("GB; ask for less.")
+
+
+def test_a_batch_that_memory_cannot_hold_is_not_tried(monkeypatch, tmp_path):
+  """Its rows are counted with their caches, and 10,000 lines to fill it cost no time."""
+  monkeypatch.setattr(memory, "_memory", lambda mesh: 50e6)
+  (tmp_path / "in.txt").write_text("A man runs.\n")
+  said = refused(translate, tiny_pair.pair(), str(tmp_path / "in.txt"), batch_size=10_000)
+  assert said.startswith("a batch of 10000 with max_new_tokens 128 and gamma 5 would take at least")
+  shared = functools.partial(decode, tiny_pair.pair(), ["A man runs."], str(tmp_path / "out"))
+  assert refused(shared, batch_size=10_000) == said
+  assert not list(tmp_path.rglob("*.jsonl"))  # which would refuse other settings
+
+
+def test_memory_is_that_of_the_machine_which_runs():
+  assert 1e8 < memory._memory(None) < 1e14
+  elsewhere = types.SimpleNamespace(abstract_device=types.SimpleNamespace(platform="tpu"), size=4)
+  assert memory._memory(elsewhere) == math.inf
+
+
+@pytest.mark.parametrize(
+  "experiment, settings, sentence",
+  [
+    (speedup, dict(output_dir=5), "output_dir is 5; it must be a text."),
+    (speedup, dict(texts=5), "texts is 5; it must be a list (each a text)."),
+    (speedup, dict(texts="A man."), "texts is 'A man.'; it must be a list (each a text)."),
+    (speedup, dict(gammas=5), f"gammas is 5; {GAMMAS}"),
+    (speedup, dict(gammas=(True,)), f"gammas is (True,); {GAMMAS}"),
+    (speedup, dict(gammas=(10**12,)), f"gamma is 1000000000000; {COUNT}"),
+    (speedup, dict(temperatures=1.0), "temperatures is 1.0; it must be a list (each a number)."),
+    (speedup, dict(temperatures=("x",)), "temperatures is ('x',); it must be a list (each a nu"),
+    (speedup, dict(lenience="x"), "lenience is 'x'; it must be a number."),
+    (speedup, dict(lenience=True), "lenience is True; it must be a number."),
+    (speedup, dict(seed=DIGITS), f"seed is {DIGITS}; {SEED}"),
+    (speedup, dict(max_new_tokens=0), f"max_new_tokens is 0; {COUNT}"),
+    (decode, dict(seed=DIGITS), f"seed is {DIGITS}; {SEED}"),
+    (decode, dict(output_dir=5), "output_dir is 5; it must be a text."),
+    (decode, dict(host=5), "host is 5; it must be (a whole number, a whole number) or None."),
+    (decode, dict(host=("x", 1)), "host is ('x', 1); it must be (a whole number, a whole number)"),
+    (decode, dict(batch_size=10**12), f"batch_size is 1000000000000; {COUNT}"),
+    (acceptance, dict(leniences=("x",)), "leniences is ('x',); it must be a list (each a number)."),
+    (acceptance, dict(gamma=True), "gamma is True; it must be a whole number."),
+    (acceptance, dict(seed=1.5), "seed is 1.5; it must be a whole number."),
+    (check_exactness, dict(level="x"), "level is 'x'; it must be a number."),
+    (check_exactness, dict(num_texts=True), "num_texts is True; it must be a whole number."),
+    (check_exactness, dict(gammas=(0,)), f"gamma is 0; {COUNT}"),
+    (check_exactness, dict(batch_sizes=(10**12,)), f"batch_size is 1000000000000; {COUNT}"),
+    (check_exactness, dict(max_new_tokens=0), f"max_new_tokens is 0; {COUNT}"),
+    (gamma, dict(repeats=0), f"repeats is 0; {COUNT}"),
+    (gamma, dict(batch_sizes=("x",)), "batch_sizes is ('x',); it must be a list (each a whole "),
+    (gamma, dict(seed="x"), "seed is 'x'; it must be a whole number."),
+    (quickstart, dict(gammas=(0,)), f"gamma is 0; {COUNT}"),
+    (quickstart, dict(show_rounds="x"), "show_rounds is 'x'; it must be a whole number."),
+  ],
+  ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_other_experiments_refuse_alike(machine, tmp_path, experiment, settings, sentence):
+  texts = "sentences" if experiment is quickstart else "texts"
+  given = {"pair": tiny_pair.pair(), texts: ["A man runs."]}
+  if experiment is check_exactness or experiment is acceptance:
+    given["samplings"] = [Sampling(0.0)]
+  if experiment is not check_exactness:
+    given["output_dir"] = str(tmp_path / "out")
+  assert refused(experiment, **{**given, **settings}).startswith(sentence)
+  assert not list(tmp_path.rglob("*.jsonl")) or (tmp_path / "out/results.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+  "settings, sentence",
+  [
+    (dict(temperature="x"), "temperature is 'x'; it must be a number."),
+    (dict(temperature=True), "temperature is True; it must be a number."),
+    (dict(temperature=math.nan), "temperature is nan; it must be 0 (argmax) or positive"),
+    (dict(top_k=True), "top_k is True; it must be a whole number."),
+    (dict(top_k=1.5), "top_k is 1.5; it must be a whole number."),
+    (dict(top_p="x"), "top_p is 'x'; it must be a number."),
+    (dict(top_p=True), "top_p is True; it must be a number."),
+  ],
+  ids=str,
+)
+def test_samplings(settings, sentence):
+  assert refused(Sampling, **settings).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+  "settings, sentence",
+  [
+    (dict(draft=None), "draft is None; it must be a text or a function."),
+    (dict(target=5), "target is 5; it must be a text."),
+    (dict(vocabulary=5), "vocabulary is 5; it must be a text."),
+    (dict(extra_ids="x"), "extra_ids is 'x'; it must be a whole number."),
+    (dict(extra_ids=-1), "extra_ids is -1; it must be from 0 to 1000000 (T5's own has 100)."),
+    (dict(extra_ids=10**9), "extra_ids is 1000000000; it must be from 0 to 1000000"),
+    (dict(stored_weights="no"), "stored_weights is 'no'; it must be True or False."),
+    (dict(max_source_tokens=True), "max_source_tokens is True; it must be a whole number."),
+    (dict(max_source_tokens=10**30), f"max_source_tokens is {10**30}; {COUNT}"),
+    (dict(dtype=5), "dtype is 5; it must be a text."),
+    (dict(kernels=5), "kernels is 5; it must be a text."),
+    (dict(task=5), "task is 5; it must be a text."),
+  ],
+  ids=str,
+)
+def test_pairs(settings, sentence):
+  assert refused(load_pair, **settings).startswith(sentence)
+  if "alpha" not in settings and settings.keys() <= {"dtype", "max_source_tokens", "vocabulary"}:
+    random = functools.partial(random_pair, target="tiny", draft="tiny", alpha=0.5)
+    assert refused(random, **settings).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+  "settings, sentence",
+  [
+    (dict(epochs=0), f"epochs is 0; {COUNT}"),
+    (dict(epochs=1.5), "epochs is 1.5; it must be a whole number."),
+    (dict(tokens_per_batch=-1), f"tokens_per_batch is -1; {COUNT}"),
+    (dict(save_every=0), f"save_every is 0; {COUNT}"),
+    (dict(warmup_steps=-1), "warmup_steps is -1 and"),
+    (dict(peak_learning_rate="x"), "peak_learning_rate is 'x'; it must be a number."),
+    (dict(peak_learning_rate=-1), "warmup_steps is 500 and peak_learning_rate -1;"),
+    (dict(label_smoothing=2), "label_smoothing is 2; it must lie in [0, 1)."),
+    (dict(seed=-1), "seed is -1;"),
+  ],
+  ids=str,
+)
+def test_trainings(settings, sentence):
+  assert refused(TrainSettings, **settings).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+  "settings, sentence",
+  [
+    (dict(emb_dim=0), f"emb_dim is 0; {COUNT}"),
+    (dict(num_heads=True), "num_heads is True; it must be a whole number."),
+    (dict(num_encoder_layers=-1), f"num_encoder_layers is -1; {COUNT}"),
+    (dict(num_encoder_layers=1.5), "num_encoder_layers is 1.5; it must be a whole number."),
+    (dict(dropout_rate=2.0), "dropout_rate is 2.0; it must lie in [0, 1)."),
+    (dict(activation=5), "activation is 5; it must be 'gelu' or 'relu'."),
+  ],
+  ids=str,
+)
+def test_shapes_of_models(settings, sentence):
+  assert refused(tiny.config, **settings) == sentence
+
+
+def test_vocabularies_and_texts(monkeypatch, tmp_path):
+  assert refused(open_vocabulary, 5) == "path is 5; it must be a text."
+  fitted = functools.partial(fit_vocabulary, str(tmp_path), [], vocabulary="v.model")
+  assert refused(fitted, size="x") == "size is 'x'; it must be a whole number."
+  assert refused(fitted, size=-1) == f"size is -1; {COUNT}"
+  monkeypatch.setattr("sys.stdin", None)  # as Python has it where the stream is closed
+  assert refused(read_lines, "-").startswith("standard input is closed; give the path")
+
+
+def test_types_are_those_of_annotations():
+  def given(a: list[tuple[str, int]] | None, b: float, *, c: bool = True, d=None):
+    require_types(given, locals())
+
+  given([("x", 1)], 1)
+  given((), np.float32(2), c=False, d=object())
+  given([["x", np.int64(3)]], 0.5)
+  expected = "it must be a list (each (a text, a whole number)) or None."
+  for wrong in ("x", [("x", 1.0)], [("x", 1, 2)], ["xy"], 5):
+    assert refused(given, wrong, 1) == f"a is {wrong!r}; {expected}"
+  assert refused(given, None, "1") == "b is '1'; it must be a number."
+  assert refused(given, None, 1, c=1) == "c is 1; it must be True or False."
+
+
+# The command itself.
+
+
+@pytest.mark.parametrize(
+  "file, flags, sentence",
+  [
+    ("binary.gin", [], "'binary.gin', or a file that it includes, is not UTF-8 text."),
+    ("zeros.gin", [], "Unexpected token (zeros.gin, line 1: )."),
+    ("gin/runs/translate.gin", ["SEED='x'"], "seed is 'x'; it must be a whole number."),
+    ("gin/runs/translate.gin", ["GAMMA=2000000000"], "a batch of 1 with max_new_tokens 128 and "),
+    ("gin/runs/translate.gin", ["load_pair.draft=None"], "draft is None; it must be a text or a "),
+  ],
+  ids=str,
+)
+def test_the_command_ends_in_a_sentence_and_status_2(
+  tmp_path, monkeypatch, capsys, file, flags, sentence
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "in.txt").write_text("A man runs.\n")
+  (tmp_path / "zeros.gin").write_bytes(bytes(9))
+  (tmp_path / "binary.gin").write_bytes(b"\x7fELF\x02\x01\xd0\xff")
+  pair = dict(target="target", draft="near", vocabulary="vocabulary.model")
+  bound = [f"load_pair.{part}='{tiny_pair.folder() / name}'" for part, name in pair.items()]
+  bound = ["INPUT='in.txt'", *bound, *flags] if file.startswith("gin/") else flags
+  try:
+    status = main(["run", f"--gin_file={file}", *(f"--gin.{binding}" for binding in bound)])
+  finally:
+    gin.clear_config()
+  said = capsys.readouterr().err.strip()
+  assert status == 2 and said.startswith(f"error: {sentence}") and "\n" not in said
+
+
+def test_memory_that_runs_out_is_told():
+  exhausted = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of 9 bytes.\nDetails")
+  assert user_sentence(exhausted) == "there is not enough memory: Out of 9 bytes; ask for less."
+  assert user_sentence(MemoryError()) == "there is not enough memory; ask for less."
+  assert user_sentence(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
+
+
+# From Python.
+
+V, END = 12, 5
+
+
+def recite(decode=autoregressive_decode, rng=None, temperature=1.0, **settings):
+  """Two rows of a target that prefers 3 4 5 6 7, and ends at 5."""
+  texts = np.array([[3, 4, 5, 6, 7, 8, 9]] * 2, np.int32)
+  how = dict(max_new_tokens=6, sampling=Sampling(temperature), **settings)
+  rng = jax.random.key(0) if rng is None else rng
+  return decode(reciting_model(V, eos_id=END), texts, jnp.zeros((2, 1), int), rng, **how)
+
+
+def test_a_text_ends_where_its_model_says():
+  assert recite(temperature=0.0).tokens[0].tolist() == [3, 4, 5, 0, 0, 0]
+  assert recite(temperature=0.0, eos_id=-1).tokens[0].tolist() == [3, 4, 5, 6, 7, 8]
+  gpt = gpt_model(tiny.gpt_config(V, eos_id=V - 1))
+  assert (gpt.eos_id, t5_model(tiny.config()).eos_id) == (V - 1, 1)
+  assert simulated_acceptance(gpt, 0.5).eos_id == V - 1
+
+
+def test_keys_of_either_kind_are_taken():
+  typed = jax.random.key(7), jax.random.split(jax.random.key(7), 2)
+  legacy = jax.random.PRNGKey(7), jax.random.split(jax.random.PRNGKey(7), 2)
+  rows = typed[1]  # one key is split
+  for rng in (*typed, *legacy, *map(np.asarray, legacy)):
+    assert (jax.random.key_data(split_keys(rng, 2)) == jax.random.key_data(rows)).all()
+  np.testing.assert_array_equal(recite(rng=legacy[1]).tokens, recite(rng=rows).tokens)
+  guesses, q = jnp.zeros((2, 1), int), jnp.full((2, 1, V), 1 / V)
+  p = jnp.full((2, 2, V), 1 / V)
+  one, other = (speculative_sample(rng, guesses, q, p) for rng in (legacy[0], rows))
+  np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+  "rng, told",
+  [
+    (jax.random.split(jax.random.key(0), 3), "key<fry>[3]"),
+    (jax.random.split(jax.random.PRNGKey(0), 3), "uint32[3,2]"),
+    (jnp.zeros(3, jnp.uint32), "uint32[3]"),
+    (jnp.zeros((), jnp.int32), "int32[]"),
+    (jnp.zeros((2, 2)), "float32[2,2]"),
+  ],
+  ids=str,
+)
+def test_keys_that_do_not_fit_the_rows_are_refused(rng, told):
+  draft, costs = free_draft(V, 1), jnp.ones(1)
+  speculate = lambda model, *args, **how: speculative_decode(
+    model, draft, args[0], (), *args[1:], **how
+  )
+  adapt = lambda model, *args, **how: adaptive_decode(
+    model, (draft,), args[0], (), *args[1:], costs, jnp.ones(2), **how
+  )
+  sentence = f"rng is {told}; give one key of jax.random.key or PRNGKey, or one for each of the 2 "
+  sentence += "rows."
+  for decode_it in (autoregressive_decode, speculate, adapt):
+    assert refused(recite, decode_it, rng) == sentence
+  p = jnp.full((2, 2, V), 1 / V)
+  assert refused(speculative_sample, rng, jnp.zeros((2, 1), int), p[:, :1], p) == sentence
