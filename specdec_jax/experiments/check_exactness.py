@@ -8,7 +8,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
-from specdec_jax.experiments.compare import compare_argmax, compare_samples, rounds_of_self_draft
+from specdec_jax.experiments.compare import (
+  Cells,
+  cells_of,
+  compare_argmax,
+  compare_samples,
+  rounds_of_self_draft,
+)
 from specdec_jax.experiments.drift import Judged, detectable_bias, drifts, joined, of_acceptance
 from specdec_jax.experiments.joint import Comparison
 from specdec_jax.experiments.laws import judge_rounds, recorded
@@ -25,9 +31,9 @@ def check_exactness(
   batch_sizes: Sequence[int] = (1, 8),
   max_new_tokens: int = 64,
   num_texts: int = 8,
-  samples_per_text: int = 150,
+  samples_per_text: int = 100,
   num_tokens: int = 4,
-  num_guesses: int = 15_000,
+  num_guesses: int = 11_000,
   level: float = 1e-3,
   seed: int = 0,
 ) -> None:
@@ -36,8 +42,9 @@ def check_exactness(
   At temperature 0 all texts are decoded both ways and compared token for token; where a row parts,
   the two logits must lie within the measured rounding; and with the target as its own draft no
   guess may be refused but for rounding. At other temperatures many outputs of some
-  texts are drawn, and their first tokens compared with the target's exact joint distribution; and
-  in rounds over all texts, guesses, their acceptance and next tokens with the laws of each.
+  texts are drawn, and their first tokens compared with the target's exact joint distribution, those
+  of plain decoding too, in the largest batch, as a control; and in rounds over all texts, guesses,
+  their acceptance and next tokens with the laws of each.
 
   Args:
     pair: what decodes; see `pairs.load_pair`.
@@ -74,6 +81,7 @@ def check_exactness(
     for sampling in samplings
     for batch_size in batch_sizes
     for gamma in ((0, *gammas) if sampling.temperature > 0 else gammas)
+    if gamma or batch_size == max(batch_sizes)
   ]
   in_rounds = [(s, gamma) for s in samplings for gamma in gammas if s.temperature > 0 and gamma]
   # A share for the outputs of each sampled setting, for the rounds of each, and for all rounds.
@@ -81,6 +89,7 @@ def check_exactness(
   level /= num_sampled + len(in_rounds) + 1
   console = Console(markup=False, soft_wrap=True)
   verdicts: list[bool] = []
+  cells: dict[Sampling, list[Cells]] = {}
 
   def say(holds: bool, what: str, evidence: str) -> None:
     verdicts.append(holds)
@@ -99,8 +108,11 @@ def check_exactness(
           f"draft takes {rounds} rounds of {fewest} at best"
         )
       else:
+        counted = samples_per_text, num_tokens
+        if sampling not in cells:
+          cells[sampling] = cells_of(pair, texts[:num_texts], sampling, *counted)
         joint = compare_samples(
-          pair, texts[:num_texts], sampling, decode, batch_size, samples_per_text, num_tokens, seed
+          *(pair, texts[:num_texts], sampling, decode, batch_size, *counted, seed, cells[sampling])
         )
         if not joint.degrees:
           raise InputError(

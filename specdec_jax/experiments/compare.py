@@ -19,6 +19,7 @@ from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling, distribution
 
 Decode = Callable[..., Decoded]  # (prompt [B, P], keys [B], max_new_tokens=)
+Cells = dict[tuple[int, ...], float]
 
 
 def compare_argmax(
@@ -65,6 +66,20 @@ def rounds_of_self_draft(
   return rounds, fewest
 
 
+def cells_of(
+  pair: Pair, texts: Sequence[str], sampling: Sampling, samples_per_text: int, num_tokens: int
+) -> list[Cells]:
+  """For each text the cells, with their exact probabilities, that its outputs' first tokens fill."""
+  eos_id = pair.vocabulary.eos_id
+
+  def of(source: Array) -> Cells:
+    exact = functools.partial(_exact_probs, pair, source, sampling)
+    after = lambda prefixes: exact([(*prefix, eos_id) for prefix in prefixes])[:, -1]
+    return cut_into_cells(after, samples_per_text, num_tokens, eos_id)
+
+  return [of(source) for source in pair.prompt(texts)[:, None]]
+
+
 def compare_samples(
   pair: Pair,
   texts: Sequence[str],
@@ -74,9 +89,14 @@ def compare_samples(
   samples_per_text: int,
   num_tokens: int,
   seed: int,
+  cells: Sequence[Cells] | None = None,
 ) -> Comparison:
-  """First tokens of many outputs beside the target's exact joint distribution, over all texts."""
+  """First tokens of many outputs beside the target's exact joint distribution, over all texts.
+
+  `cells` are those of `cells_of` the same settings, for who compares more than one decoding.
+  """
   total, eos_id, prompts = Comparison(), pair.vocabulary.eos_id, pair.prompt(texts)
+  cells = cells or cells_of(pair, texts, sampling, samples_per_text, num_tokens)
   for at in range(0, len(texts), batch_size):
     prompt, count = _batch(prompts, at, batch_size)
     keys = row_keys(seed, at * samples_per_text, batch_size * samples_per_text)
@@ -86,14 +106,12 @@ def compare_samples(
     ]
     for row in range(count):
       exact = functools.partial(_exact_probs, pair, prompt[row : row + 1], sampling)
-      after = lambda prefixes, exact=exact: exact([(*prefix, eos_id) for prefix in prefixes])[:, -1]
-      cells = cut_into_cells(after, samples_per_text, num_tokens, eos_id)
       drawn = [tuple(d.tokens[row, : d.lengths[row]].tolist()) for d in draws]
       unique = sorted(set(drawn))
       is_possible = functools.partial(_is_possible, eos_id)
       filled = [(*text, *(eos_id,) * (num_tokens - len(text))) for text in unique]
       possible = dict(zip(unique, map(is_possible, unique, exact(filled))))
-      total += compare(cells, drawn, sum(not possible[text] for text in drawn))
+      total += compare(cells[at + row], drawn, sum(not possible[text] for text in drawn))
   return total
 
 
