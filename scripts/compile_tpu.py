@@ -18,6 +18,8 @@ from specdec_jax.models.config import named_config, named_dtype
 from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
 from specdec_jax.sampling import Sampling
+from specdec_jax.theory import best_tree
+from specdec_jax.trees import Tree
 from specdec_jax.writing import written
 
 _NOT_SETTINGS = "format", "output"
@@ -40,7 +42,15 @@ def main() -> None:
   parser.add_argument(
     "--cut_draft", action="store_true", help="the draft over all chips too, not whole on each"
   )
-  parser.add_argument("--gamma", type=int, default=7, help="guesses in a round (7)")
+  parser.add_argument("--gamma", type=int, default=7, help="guesses in a round (7); a tree's depth")
+  parser.add_argument(
+    "--nodes", type=int, default=0, help="a tree of so many (0, the default: a chain)"
+  )
+  parser.add_argument(
+    "--ranks",
+    default="0.75,0.11,0.04,0.02,0.01",
+    help="how often a node's first, second, ... child stands: the tree is the best for these",
+  )
   parser.add_argument("--batch_size", type=int, default=1, help="rows (1)")
   parser.add_argument("--source_tokens", type=int, default=128, help="of the prompt (128)")
   parser.add_argument("--max_new_tokens", type=int, default=128, help="limit of each row (128)")
@@ -59,23 +69,27 @@ def main() -> None:
       for size in (args.target, args.draft)
     ]
     chip, devices = tpu_compile.described(args.topology)
+    gamma: int | Tree = args.gamma
+    if args.nodes:
+      gamma = best_tree([float(x) for x in args.ranks.split(",")], args.nodes, args.gamma)
     programs = tpu_compile.programs(
       *configs,
       devices,
-      gamma=args.gamma,
+      gamma=gamma,
       batch_size=args.batch_size,
       source_tokens=args.source_tokens,
       max_new_tokens=args.max_new_tokens,
       sampling=Sampling(args.temperature, args.top_k),
       draft_rules=RULES if args.cut_draft else REPLICATED,
     )
-    report = tpu_compile.report(programs, args.gamma)
+    report = tpu_compile.report(programs, gamma)
     settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "specdec_jax")}
+    nodes = f", {args.nodes} nodes" if args.nodes else ""
     family = args.version if args.version.isidentifier() else f"T5 {args.version}"
     title = (
-      f"{family} {args.target} with {args.draft}{' (fused)' * args.fused}, gamma {args.gamma}, "
-      f"{args.dtype}, batch {args.batch_size}, TPU {args.topology}"
+      f"{family} {args.target} with {args.draft}{' (fused)' * args.fused}, "
+      f"gamma {args.gamma}{nodes}, {args.dtype}, batch {args.batch_size}, TPU {args.topology}"
       f"{', both cut' * args.cut_draft}, jax {versions['jax']}, libtpu {versions['libtpu']}"
     )
     print(render(tpu_compile.report_table(report, title, chip), args.format), end="")

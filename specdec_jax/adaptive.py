@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specdec_jax.decoding import State, all_rounds, begin, decoded, one_round
+from specdec_jax.decoding import State, all_rounds, decoded, one_round, start
 from specdec_jax.errors import require_count
-from specdec_jax.protocols import Decoded, Draft, Model
-from specdec_jax.sampling import Sampling, split_keys
+from specdec_jax.protocols import Decoded, Draft, Model, Rule
+from specdec_jax.sampling import split_keys
 
 
 @functools.partial(
   jax.jit,
-  static_argnames=("target", "drafts", "max_new_tokens", "sampling", "lenience", "eos_id"),
+  static_argnames=("target", "drafts", "max_new_tokens", "rule", "eos_id"),
 )
 def adaptive_decode(
   target: Model,
@@ -28,8 +28,7 @@ def adaptive_decode(
   prior: Array,
   *,
   max_new_tokens: int,
-  sampling: Sampling,
-  lenience: float = 1.0,
+  rule: Rule,
   eos_id: int | None = None,
 ) -> Decoded:
   """Decode a batch by speculation, each round with the gamma that promises most for its cost.
@@ -42,8 +41,8 @@ def adaptive_decode(
   distribution, depend on its neighbours, as gamma does.
 
   Args:
-    drafts: one model with each gamma to choose from, all >= 1: they share their state, which a
-      round without a draft would leave behind.
+    drafts: one model with a chain of each gamma to choose from, all >= 1: they share their state,
+      which a round without a draft would leave behind.
     round_costs: [N], time of a round with each of the drafts, in any unit.
     prior: [2], guesses taken as accepted and rejected before the first; not both 0.
 
@@ -54,19 +53,18 @@ def adaptive_decode(
   rng = split_keys(rng, len(prompt))
   eos_id = target.eos_id if eos_id is None else eos_id
   params = target_params, draft_params
-  gammas = jnp.array([draft.gamma for draft in drafts])
-  widest = max(drafts, key=lambda draft: draft.gamma)  # buffers and caches hold its block
+  gammas = jnp.array([draft.tree.depth for draft in drafts])
+  widest = max(drafts, key=lambda draft: draft.tree.depth)  # buffers and caches hold its block
   rounds = [
-    functools.partial(one_round, target, draft, *params, rng, sampling, lenience, eos_id)
-    for draft in drafts
+    functools.partial(one_round, target, draft, *params, rule, rng, eos_id) for draft in drafts
   ]
 
   def step(s: State) -> State:
     accepted, rejected = s.rounds.judged()
     alpha = (accepted + prior[0]) / (accepted + rejected + prior.sum())
-    powers = alpha[:, None] ** jnp.arange(widest.gamma + 1)
+    powers = alpha[:, None] ** jnp.arange(widest.tree.depth + 1)
     tokens = jnp.cumsum(powers, axis=1)[:, gammas]  # [B, N]
     gains = jnp.where(s.done[:, None], 0.0, tokens).sum(axis=0) / round_costs
     return lax.switch(gains.argmax(), rounds, s)
 
-  return decoded(all_rounds(step, begin(target, widest, *params, prompt, max_new_tokens)))
+  return decoded(all_rounds(step, start(target, widest, *params, prompt, max_new_tokens)))

@@ -15,15 +15,17 @@ from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.stored import Shardings, param_shapes
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, open_vocabulary, padded
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
-from specdec_jax.drafts.model import model_draft
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.kernels import skinny
 from specdec_jax.memory import require_memory
 from specdec_jax.models.config import GPTConfig, named_config, named_dtype
 from specdec_jax.models.families import Config, model_of
-from specdec_jax.models.simulated import simulated_acceptance
-from specdec_jax.protocols import Decoded, Draft, Model
+from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.protocols import Decoded, Draft, Model, Rule
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import Tree, chain
 
 _TABLE_MULTIPLE = 128  # T5's tables have that many rows times some number: 32,128 for 32,100 tokens
 _STEP = re.compile(r"(checkpoint(_\d+|s)?|snapshots|[0-9a-f]{40}|\d+|state|default|params|\.?)")
@@ -37,13 +39,12 @@ class Drafter(NamedTuple):
 
   Attributes:
     name: for records.
-    make: (sampling, gamma) -> the draft; the same one for the same arguments, so that what was
-      compiled for it is found again (`functools.cache`).
+    make: (sampling, tree) -> the draft.
     params: arguments of the compiled programs, never constants in them.
   """
 
   name: str
-  make: Callable[[Sampling, int], Draft]
+  make: Callable[[Sampling, Tree], Draft]
   params: Any = ()
 
 
@@ -52,7 +53,7 @@ class Pair(NamedTuple):
 
   Attributes:
     target: M_p. target_params: its parameters. target_name: for records.
-    draft: (sampling, gamma) -> M_q as a draft. draft_params, draft_name: likewise.
+    draft: (sampling, tree) -> M_q as a draft. draft_params, draft_name: likewise.
     vocabulary: of both.
     task: what they were trained for.
     dtype: of parameters and activations.
@@ -62,12 +63,13 @@ class Pair(NamedTuple):
     simulated_alpha: the acceptance rate that the target is told to have, or None for a real one.
     continues: whether the target goes on writing what it reads, as decoder-only models do; else it
       writes an output for a source.
+    rule: how guesses are judged: a class of `rules`, or any (sampling) -> rule.
   """
 
   target: Model
   target_params: Any
   target_name: str
-  draft: Callable[[Sampling, int], Draft]
+  draft: Callable[[Sampling, Tree], Draft]
   draft_params: Any
   draft_name: str
   vocabulary: Vocabulary
@@ -77,23 +79,45 @@ class Pair(NamedTuple):
   kernels: str = "xla"
   simulated_alpha: float | None = None
   continues: bool = False
+  rule: Callable[[Sampling], Rule] = TokenRule
 
   def with_draft(self, drafter: Drafter) -> "Pair":
     """The same target with another draft."""
     return self._replace(draft=drafter.make, draft_params=drafter.params, draft_name=drafter.name)
 
   def decoder(
-    self, sampling: Sampling, gamma: int, lenience: float = 1.0
+    self,
+    sampling: Sampling,
+    tree: Tree | int,
+    lenience: float = 1.0,
   ) -> Callable[..., Decoded]:
     """(prompt [B, P], rng [B], *, max_new_tokens) -> Decoded, as `decoding` has them.
 
-    By speculation, or plainly if gamma is 0.
+    By speculation with a tree of guesses, or gamma in a chain; plainly if there are none.
     """
-    common: dict[str, Any] = dict(sampling=sampling, eos_id=self.vocabulary.eos_id)
-    if not gamma:
-      return functools.partial(autoregressive_decode, self.target, self.target_params, **common)
-    models = self.target, self.draft(sampling, gamma), self.target_params, self.draft_params
-    return functools.partial(speculative_decode, *models, lenience=lenience, **common)
+    tree, eos_id = chain(tree) if isinstance(tree, int) else tree, self.vocabulary.eos_id
+    if not tree.num_guesses:
+      plain = functools.partial(autoregressive_decode, self.target, self.target_params)
+      return functools.partial(plain, sampling=sampling, eos_id=eos_id)
+    models = self.target, self.draft(sampling, tree), self.target_params, self.draft_params
+    judge = self.judge(sampling, lenience)
+    return functools.partial(speculative_decode, *models, rule=judge, eos_id=eos_id)
+
+  def judge(self, sampling: Sampling, lenience: float = 1.0) -> Rule:
+    """The rule of this sampling, with lenience below 1 (Appendix A.5) if it has any.
+
+    Raises:
+      InputError: the rule is not `TokenRule`, which alone knows lenience.
+    """
+    rule = self.rule(sampling)
+    if lenience == 1:
+      return rule
+    if not isinstance(rule, TokenRule):
+      raise InputError(
+        f"lenience is {lenience}, but the rule is {rule_name(self.rule)}; lenience below 1 goes "
+        "with TokenRule."
+      )
+    return TokenRule(sampling, lenience)
 
   def require_batch_size(self, batch_size: object) -> None:
     """Raise InputError unless it is a whole number from 1, of rows whose logits fit in memory."""
@@ -134,6 +158,7 @@ def load_pair(
   draft_shardings: Shardings = None,
   kernels: str = "auto",
   stored_weights: bool = False,
+  rule: Callable[[Sampling], Rule] = TokenRule,
 ) -> Pair:
   """Load a target and a draft; by default the pair that comes with the package.
 
@@ -153,6 +178,7 @@ def load_pair(
     kernels: 'xla' has XLA do all products; 'auto', on a CPU `kernels.skinny` those with weights.
     stored_weights: what is stored as bfloat16 stays so where these kernels read it. Half the bytes
       and the same output to the last bit; a plain step gains more by it than verification does.
+    rule: how guesses are judged: a class of `rules`, or any (sampling) -> rule.
 
   Raises:
     InputError: a file is missing or damaged, the two do not share the vocabulary, or an argument is
@@ -174,7 +200,7 @@ def load_pair(
         f"Of {target} and {draft} one is decoder-only and the other is not; target and draft must "
         "be of one kind."
       )
-    make = functools.partial(model_draft, model_of(draft_config))
+    make = functools.partial(ModelDraft, model_of(draft_config))
     drafter = Drafter(checkpoint_name(draft), make, params)
   halved = dtype == "float32" and any(
     x.dtype == jnp.bfloat16 for x in jax.tree.leaves((target_params, drafter.params))
@@ -192,6 +218,7 @@ def load_pair(
     max_source_tokens=max_source_tokens,
     kernels=config.kernels + ("+bfloat16" if halved else ""),
     continues=not config.has_encoder,
+    rule=rule,
   )
 
 
@@ -216,7 +243,7 @@ def random_pair(
   """Two named sizes with random weights and a set acceptance rate: scale, not sense.
 
   Both models do all their work, so times are those of the real ones; which guesses stand is
-  simulated (`simulated_acceptance`), and the texts mean nothing.
+  simulated (`SimulatedModel`), and the texts mean nothing.
 
   Args:
     target: size of M_p; see `named_config`.
@@ -238,10 +265,10 @@ def random_pair(
   draft_config, draft_params = _random(draft, version, kind, words, draft_shardings, kernels)
   family = version if version.isidentifier() else f"t5_{version}"
   return Pair(
-    target=simulated_acceptance(model_of(config), alpha, words.eos_id),
+    target=SimulatedModel(model_of(config), alpha, words.eos_id),
     target_params=target_params,
     target_name=f"{family}_{target}",
-    draft=functools.partial(model_draft, model_of(draft_config)),
+    draft=functools.partial(ModelDraft, model_of(draft_config)),
     draft_params=draft_params,
     draft_name=f"{family}_{draft}",
     vocabulary=words,
@@ -335,6 +362,11 @@ def _load(
     )
   config = _for_decoding(config, shardings, kernels)
   return config, checkpoint.load(config, shardings=shardings, stored_weights=stored_weights)
+
+
+def rule_name(rule: Callable[[Sampling], Rule]) -> str:
+  """What a rule is called in records: its class, `TokenRule` or another."""
+  return type(rule(Sampling())).__name__
 
 
 def checkpoint_name(path: str) -> str:

@@ -1,20 +1,21 @@
 """Which axis of which array is cut over which devices: parameters, caches, the loops' state.
 
 Arrays have logical axes, by their names, and rules map those to the axes of a mesh of devices;
-the compiler does the rest. A model is functions, so that `partitioned` can say where its cache
-lies, and the loops need not know.
+the compiler does the rest. What wraps a model or a draft says where its cache or state lies, and
+the loops need not know.
 """
 
-import functools
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.protocols import Draft, Model
+from specdec_jax.protocols import Context, Draft, Model, Outcome, Proposal
+from specdec_jax.trees import Tree
 
 Rules = tuple[tuple[str, str | None], ...]  # logical axis -> mesh axis; one without stays whole
 
@@ -36,10 +37,12 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
 
 # The same of the fields of caches, of `decoding.State` and of what it holds, as far as rules go.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
-  **dict.fromkeys(("prompt", "tokens", "length", "begins", "done", "not_finite"), ("batch",)),
+  **dict.fromkeys(("prompt", "tokens", "length", "prompt_length"), ("batch",)),
+  **dict.fromkeys(("done", "not_finite"), ("batch",)),
   **dict.fromkeys(("layers", "cross"), ("batch", "heads")),
   **dict.fromkeys(("cross_bias", "salt"), ("batch",)),
-  **dict.fromkeys(("guesses", "num_accepted", "next_token", "num_emitted"), (None, "batch")),
+  **dict.fromkeys(("guesses", "path"), (None, "batch")),
+  **dict.fromkeys(("num_accepted", "next_token", "num_emitted"), (None, "batch")),
 }
 
 
@@ -100,29 +103,77 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
   return _shardings(state, STATE_AXES, mesh, rules)
 
 
-M = TypeVar("M", Model, Draft)
+@dataclasses.dataclass(frozen=True)
+class PartitionedModel:
+  """A model, its prompts and its cache kept where the rules say.
+
+  Attributes:
+    model: as it is. mesh: of the devices. rules: see `param_shardings`.
+  """
+
+  model: Model
+  mesh: Mesh
+  rules: Rules = RULES
+
+  @property
+  def vocab_size(self) -> int:
+    return self.model.vocab_size
+
+  @property
+  def eos_id(self) -> int:
+    return self.model.eos_id
+
+  def prompt_tokens(self, prompt: Array) -> tuple[Array, Array]:
+    return self.model.prompt_tokens(prompt)
+
+  def prefill(self, params: Any, prompt: Array, num_slots: int) -> tuple[Array, Any]:
+    prompt = self._placed({"prompt": prompt})["prompt"]
+    hidden, cache = self.model.prefill(params, prompt, num_slots)
+    return hidden, self._placed(cache)
+
+  def extend(
+    self, params: Any, cache: Any, tokens: Array, tree: Tree | None = None, first: Array | int = 0
+  ) -> tuple[Array, Array, Any]:
+    logits, hidden, cache = self.model.extend(params, cache, tokens, tree, first)
+    return logits, hidden, self._placed(cache)
+
+  def commit(
+    self, cache: Any, length: Array, tree: Tree | None = None, path: Array | None = None
+  ) -> Any:
+    return self._placed(self.model.commit(cache, length, tree, path))
+
+  def _placed(self, state: Any) -> Any:
+    return lax.with_sharding_constraint(state, state_shardings(state, self.mesh, self.rules))
 
 
-@functools.cache
-def partitioned(model: M, mesh: Mesh, rules: Rules = RULES) -> M:
-  """The same model or draft, with prompts and cache (or state) kept where the rules say."""
+@dataclasses.dataclass(frozen=True)
+class PartitionedDraft(Draft):
+  """A draft, its state kept where the rules say.
 
-  def place(state):
-    return lax.with_sharding_constraint(state, state_shardings(state, mesh, rules))
+  Attributes:
+    draft: as it is. mesh: of the devices. rules: see `param_shardings`.
+  """
 
-  def start(params, prompt: Array, num_slots: int):
-    return place(model.start(params, place({"prompt": prompt})["prompt"], num_slots))
+  draft: Draft
+  mesh: Mesh
+  rules: Rules = REPLICATED
+  tree: Tree = dataclasses.field(init=False)
 
-  def placed(function):  # whose last result is a cache
-    def call(*args):
-      *results, cache = function(*args)
-      return *results, place(cache)
+  def __post_init__(self):
+    object.__setattr__(self, "tree", self.draft.tree)
 
-    return call
+  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+    return self._placed(self.draft.start(params, context, hidden))
 
-  if isinstance(model, Draft):
-    return model._replace(start=start, propose=placed(model.propose))
-  return model._replace(start=start, extend=placed(model.extend))
+  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+    proposal, state = self.draft.propose(params, state, context, rng)
+    return proposal, self._placed(state)
+
+  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
+    return self._placed(self.draft.observe(params, state, outcome))
+
+  def _placed(self, state: Any) -> Any:
+    return lax.with_sharding_constraint(state, state_shardings(state, self.mesh, self.rules))
 
 
 def sharded(pair: Any, mesh: Mesh, rules: Rules = RULES, draft_rules: Rules = REPLICATED) -> Any:
@@ -135,9 +186,9 @@ def sharded(pair: Any, mesh: Mesh, rules: Rules = RULES, draft_rules: Rules = RE
   """
   put = lambda params, rules: jax.device_put(params, param_shardings(params, mesh, rules))
   return pair._replace(
-    target=partitioned(pair.target, mesh, rules),
+    target=PartitionedModel(pair.target, mesh, rules),
     target_params=put(pair.target_params, rules),
-    draft=lambda sampling, gamma: partitioned(pair.draft(sampling, gamma), mesh, draft_rules),
+    draft=lambda sampling, tree: PartitionedDraft(pair.draft(sampling, tree), mesh, draft_rules),
     draft_params=put(pair.draft_params, draft_rules),
   )
 

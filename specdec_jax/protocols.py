@@ -1,96 +1,215 @@
-"""What a model and a draft promise, and the records that travel between them and the loops.
+"""What models, drafts and rules promise, and the records that travel between them and the loops.
 
-Axes used throughout: B batch, G = gamma guesses in a round, K tokens in a block, P prompt
-tokens, T target slots, R rounds, V vocabulary.
+Axes used throughout: B batch, N guesses of a round, K = N + 1 tokens in a block, D depth of a tree
+(gamma of a chain), P prompt tokens, C committed ones before the first round, T slots of a cache,
+R rounds, E embed, V vocabulary.
 
-A plug-in is a NamedTuple of pure functions, made by a lower-case factory such as
-`models.t5.t5_model`, `models.gpt.gpt_model` or `drafts.model.model_draft`.
+A model, a draft or a rule is a frozen dataclass that says what it is made of: equal ones hash
+alike, so what was compiled for one serves all. Parameters and state are arguments, never fields.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import abc
+from typing import Any, NamedTuple, Protocol
 
+import jax.numpy as jnp
 from jax import Array
 
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import Tree
 
-class Model(NamedTuple):
+
+class Model(Protocol):
   """An autoregressive model that reads blocks of tokens at each row's own position.
 
   The invariant of the loops: a cache of length L holds every committed token but the newest,
-  which is the first of the next block. Any cache has a field `length` [B]; setting it is
-  the rollback: slots at or past it are masked, then overwritten.
+  which is the first of the next block. `extend` writes slots past the length and leaves it;
+  `commit` alone moves it. Slots at or past it are masked, then overwritten: that is the rollback.
 
   Attributes:
-    begin: prompt [B, P] -> (tokens [B, C], length [B]): what is committed before the first
-      round. T5: its start token; a decoder-only model: the prompt. A prompt is, for both, tokens,
-      EOS and padding, as `Vocabulary.encode` gives them; rows may be of different lengths.
-    start: (params, prompt [B, P], num_slots) -> cache of everything committed but the newest.
-    extend: (params, cache, tokens [B, K]) -> (logits [B, K, V], cache): append K tokens to
-      each row at its `cache.length`; logits[:, i] predict the token after tokens[:, i]. K = 1
-      is a decode step, K = G + 1 parallel verification. num_slots leaves room for the last
-      block past the end of the text, so no write is ever clamped into live slots.
     vocab_size: V.
     eos_id: ends a text, unless whoever decodes says otherwise.
   """
 
-  begin: Callable[[Array], tuple[Array, Array]]
-  start: Callable[[Any, Array, int], Any]
-  extend: Callable[[Any, Any, Array], tuple[Array, Any]]
-  vocab_size: int
-  eos_id: int
+  @property
+  def vocab_size(self) -> int: ...
+  @property
+  def eos_id(self) -> int: ...
+
+  def prompt_tokens(self, prompt: Array) -> tuple[Array, Array]:
+    """What is committed before the first round: tokens [B, C] and how many [B].
+
+    T5: its start token; a decoder-only model: the prompt [B, P]. A prompt is, for both, tokens, EOS
+    and padding, as `Vocabulary.encode` gives them; rows may be of different lengths.
+    """
+
+  def prefill(self, params: Any, prompt: Array, num_slots: int) -> tuple[Array, Any]:
+    """Read the prompt: hidden states [B, C, E] of its tokens, and the cache, which has a `length`
+    [B] and holds all of them but the newest.
+
+    num_slots leaves room for the last block past the end of the text, so no write is ever clamped
+    into live slots.
+    """
+
+  def extend(
+    self, params: Any, cache: Any, tokens: Array, tree: Tree | None = None, first: Array | int = 0
+  ) -> tuple[Array, Array, Any]:
+    """Read a block tokens [B, k]: logits [B, k, V] of what follows each, their hidden states
+    [B, k, E], and the cache with them in the slots from length + first on.
+
+    The block is nodes first..first+k-1 of `tree`, whose earlier nodes lie in the slots before, or
+    of a chain if there is none. `first` may be traced for a chain.
+    """
+
+  def commit(
+    self, cache: Any, length: Array, tree: Tree | None = None, path: Array | None = None
+  ) -> Any:
+    """The cache when it holds `length` [B] tokens.
+
+    Of a block that was a tree, the nodes `path` [B, D] are moved behind what was committed before;
+    of a chain what is kept lies there already.
+    """
 
 
-class Draft(NamedTuple):
-  """An approximation model M_q (Section 3.6): proposes gamma guesses and says how it drew them.
+class Context(NamedTuple):
+  """What a draft may read.
 
   Attributes:
-    start: (params, prompt [B, P], num_slots) -> state.
-    propose: (params, state, tokens [B, T], length [B], rng [B]) -> (guesses [B, G], q [B, G, V],
-      state). `tokens` are the committed tokens, `length` of them in each row, so a draft that
-      copies needs no state and one with a cache rolls back by itself. q must be the very
-      distribution each guess was drawn from: exactness rests on it.
-    gamma: G.
+    prompt: [B, P].
+    tokens: [B, T], the committed ones first. length: [B], how many.
+    target: the target's cache.
   """
 
-  start: Callable[[Any, Array, int], Any]
-  propose: Callable[[Any, Any, Array, Array, Array], tuple[Array, Array, Any]]
-  gamma: int
+  prompt: Array
+  tokens: Array
+  length: Array
+  target: Any
+
+  @property
+  def newest(self) -> Array:
+    """The last committed token of each row, [B]."""
+    return jnp.take_along_axis(self.tokens, self.length[:, None] - 1, axis=1)[:, 0]
+
+
+class Proposal(NamedTuple):
+  """Guesses, and how they came about.
+
+  Attributes:
+    tokens: [B, N].
+    q: [B, N, V], the very distribution that each guess was drawn from, given its ancestors and its
+      elder siblings: exactness rests on it. None if all were chosen without chance, in which case
+      the guess is certain.
+  """
+
+  tokens: Array
+  q: Array | None = None
 
 
 class Verdict(NamedTuple):
-  """One round judged (Algorithm 1).
+  """One round judged.
 
   Attributes:
-    num_accepted: [B], n, leading guesses that stand, 0..G.
-    next_token: [B], the token after them: the correction, or the bonus if n = G.
+    num_accepted: [B], n, guesses that stand, 0..D.
+    next_token: [B], the token after them: the correction, or the bonus if n = D.
+    path: [B, D], the accepted nodes, 0 past n. None for a chain, whose n nodes are 1..n.
   """
 
   num_accepted: Array
   next_token: Array
+  path: Array | None = None
+
+
+class Outcome(NamedTuple):
+  """What became of a proposal.
+
+  Attributes:
+    proposal: as the draft made it.
+    logits: of the target at each node, [B, K, V]. hidden: its last states there, [B, K, E].
+    verdict: of the rule.
+    num_emitted: [B], tokens that entered the text: n + 1, less what fell past EOS or the limit.
+    length: [B], committed tokens after the round.
+  """
+
+  proposal: Proposal
+  logits: Array
+  hidden: Array
+  verdict: Verdict
+  num_emitted: Array
+  length: Array
+
+
+class Draft(abc.ABC):
+  """An approximation model M_q (Section 3.6): proposes a tree of guesses and says how it drew them.
+
+  Attributes:
+    tree: the shape of what it proposes.
+  """
+
+  tree: Tree
+
+  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+    """The state before the first round; `hidden` [B, C, E] is the target's of the prompt.
+
+    By default there is none.
+    """
+    return ()
+
+  @abc.abstractmethod
+  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+    """Guesses after the committed tokens, with keys rng [B], and the state.
+
+    A draft that copies needs no state and one with a cache rolls back by itself.
+    """
+
+  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
+    """The state after a round was judged; by default as it was."""
+    return state
+
+
+class Rule(Protocol):
+  """How guesses are judged, so that what is emitted is distributed as the target.
+
+  Attributes:
+    sampling: how the target's logits become p.
+  """
+
+  @property
+  def sampling(self) -> Sampling: ...
+
+  @property
+  def exact(self) -> bool:
+    """Whether the output is the target's own."""
+
+  def accept(self, rng: Array, tree: Tree, proposal: Proposal, logits: Array) -> Verdict:
+    """Judge a proposal by the target's logits [B, K, V] at its nodes, with keys rng [B]."""
 
 
 class Rounds(NamedTuple):
   """What happened in each round, in fixed shape; rows past their end have num_emitted 0.
 
   Attributes:
-    guesses: [R, B, G]; -1 for those not made, where gamma changes (`adaptive`).
+    guesses: [R, B, N]; -1 for those not made, where gamma changes (`adaptive`).
     num_accepted: [R, B], n of the verdict.
     next_token: [R, B].
     num_emitted: [R, B], tokens that entered the text: n + 1, less what fell past EOS or the limit.
+    path: [R, B, D], accepted nodes, 0 past n; None for chains.
   """
 
   guesses: Array
   num_accepted: Array
   next_token: Array
   num_emitted: Array
+  path: Array | None = None
 
   def judged(self) -> tuple[Array, Array]:
     """Accepted and rejected guesses of each row, [B] both; one behind EOS or the limit was neither.
 
-    alpha's empirical counterpart is accepted / (accepted + rejected).
+    alpha's empirical counterpart is accepted / (accepted + rejected). Of a tree, whose guesses are
+    not all visited, an accepted guess counts with its elder siblings as one, and so do siblings
+    all rejected.
     """
     n, emitted = self.num_accepted, self.num_emitted
-    rejected = (n < (self.guesses >= 0).sum(axis=-1)) & (emitted == n + 1)
+    depth = (self.guesses >= 0).sum(axis=-1) if self.path is None else self.path.shape[-1]
+    rejected = (n < depth) & (emitted == n + 1)
     return n.clip(None, emitted).sum(axis=0), rejected.sum(axis=0)
 
 

@@ -35,6 +35,8 @@ class Record:
     top_p: 1.0 keeps all.
     gamma: guesses a round.
     lenience: l of Appendix A.5; 1.0 for exactness.
+    rule: how guesses are judged, the class of `rules`.
+    tree: parents of the guesses (`trees.Tree`), of depth gamma; none for a chain.
     batch_size: rows decoded together.
     baseline: whose autoregressive decoding the speedup is over: own, t5x, hf, ...
     acceptance: measured with a real draft, or simulated.
@@ -60,7 +62,9 @@ class Record:
     acceptance_by_position: share accepted of the first guess of a round, the second, ...; of those
       that were judged.
     beta_lag1: correlation of min(p, q)'s sum at a token with that at the one before.
-    tokens_per_round: tokens emitted a round, n + 1.
+    tokens_per_round: tokens emitted a round, n + 1: the acceptance length.
+    tokens_per_round_low: lower end of its 95% interval, by bootstrap over texts.
+    tokens_per_round_high: upper end.
     target_start_ms: plain decoding up to its first step, once a batch: mostly T5's encoder.
     draft_start_ms: what the draft reading the prompt adds to it.
     target_step_ms: a step of plain decoding: the target over one token, sampling, committing.
@@ -110,6 +114,8 @@ class Record:
   top_p: float = 1.0
   gamma: int
   lenience: float = 1.0
+  rule: str = "TokenRule"
+  tree: list[int] | None = None
   batch_size: int
   baseline: str = "own"
   acceptance: str = "measured"
@@ -134,6 +140,8 @@ class Record:
   acceptance_by_position: list[float | None] | None = None
   beta_lag1: float | None = None
   tokens_per_round: float | None = None
+  tokens_per_round_low: float | None = None
+  tokens_per_round_high: float | None = None
   target_start_ms: float | None = None
   draft_start_ms: float | None = None
   target_step_ms: float | None = None
@@ -178,7 +186,8 @@ class Record:
 
 
 _SETTINGS = (
-  *("task", "target", "draft", "temperature", "top_k", "top_p", "gamma", "lenience", "batch_size"),
+  *("task", "target", "draft", "temperature", "top_k", "top_p", "gamma", "lenience", "rule"),
+  *("tree", "batch_size"),
   *(
     "num_examples",
     "inputs",
@@ -199,7 +208,8 @@ _OF_A_CPU = ("processor", "cores", "threads")  # elsewhere the host is not what 
 def key(record: Record) -> tuple:
   """The settings that identify a record: measuring the same ones again would be a repeat."""
   names = _SETTINGS + (_OF_A_CPU if record.platform == "cpu" else ())
-  return tuple(getattr(record, name) for name in names)
+  values = (getattr(record, name) for name in names)
+  return tuple(tuple(value) if isinstance(value, list) else value for value in values)
 
 
 @contextlib.contextmanager

@@ -107,6 +107,46 @@ def draw(rng: Array, logits: Array, sampling: Sampling) -> tuple[Array, Array]:
   return _argmax(logits) if sampling.temperature == 0 else sample(rng, probs), probs
 
 
+def draw_siblings(
+  rng: Array, logits: Array, sampling: Sampling, count: int, independent: bool = False
+) -> tuple[Array, Array]:
+  """`count` guesses of what follows each node, in the order in which they are to be tried.
+
+  Above temperature 0 they are drawn without replacement: each by inversion, from what is left when
+  those drawn before are taken out. Where nothing is left, as top-k and top-p may have it, and at
+  temperature 0, they are chosen: the likeliest of the rest.
+
+  Args:
+    rng: keys [B].
+    logits: at n nodes, [B, n, V].
+    sampling: how they become q.
+    count: W.
+    independent: draw each from all tokens instead, so that some may be equal.
+
+  Returns:
+    Tokens [B, n, W] and the law of each given those before, [B, n, W, V], a one-hot if chosen.
+  """
+  batch, nodes, vocab_size = logits.shape
+  logits = logits.reshape(-1, vocab_size)
+  left = distribution(logits, sampling)
+  split = jax.vmap(lambda key: jax.random.split(key, (count, nodes)), out_axes=1)
+  tokens, laws = [], []
+  for keys in split(rng):
+    chosen = _argmax(logits)
+    law = jax.nn.one_hot(chosen, vocab_size)
+    if sampling.temperature > 0:
+      mass = left.sum(axis=-1, keepdims=True)
+      law = jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1.0), law)
+      chosen = sample(keys.reshape(-1), law)
+    if not independent:
+      is_taken = chosen[:, None] == jnp.arange(vocab_size)
+      left, logits = jnp.where(is_taken, 0.0, left), jnp.where(is_taken, -jnp.inf, logits)
+    tokens.append(chosen)
+    laws.append(law)
+  shape = batch, nodes, count
+  return jnp.stack(tokens, 1).reshape(shape), jnp.stack(laws, 1).reshape(*shape, vocab_size)
+
+
 def sample(rng: Array, weights: Array) -> Array:
   """One token [B] from each row of weights [B, V] >= 0, not all 0, in proportion; a key a row.
 

@@ -24,14 +24,16 @@ from t5x.examples.t5 import network
 
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.decoding import speculative_decode
-from specdec_jax.drafts.model import model_draft
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.speed import Baseline
 from specdec_jax.models.config import T5Config, named_dtype
-from specdec_jax.models.t5 import PAD_ID, t5_model
+from specdec_jax.models.t5 import PAD_ID, T5Model
 from specdec_jax.pairs import EMBEDDED, Pair, checkpoint_name
 from specdec_jax.protocols import Decoded, Rounds
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, distribution
+from specdec_jax.trees import chain
 
 DRAFT = "draft"  # name of the draft's tree, beside the target's encoder and decoder
 
@@ -86,7 +88,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
         f"The target's network has vocab_size {sizes['target']} and the draft's {sizes['draft']}; "
         "both must be trained with one vocabulary, padded to one size."
       )
-    self._target_model, self._draft_model = map(t5_model, configs.values())
+    self._target_model, self._draft_model = map(T5Model, configs.values())
     self._settings = {"gamma": gamma, "lenience": lenience} | sampling_settings(self.decode_fn)
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
@@ -188,14 +190,13 @@ class SpeculativeModel(models.EncoderDecoderModel):
     source = jnp.repeat(batch["encoder_input_tokens"], num_decodes, axis=0)
     decoded = speculative_decode(
       self._target_model,
-      model_draft(self._draft_model, sampling, how["gamma"]),
+      ModelDraft(self._draft_model, sampling, chain(how["gamma"])),
       target_params,
       draft_params,
       source,
       jax.random.split(rng, len(source)),
       max_new_tokens=steps,
-      sampling=sampling,
-      lenience=how["lenience"],
+      rule=TokenRule(sampling, how["lenience"]),
       eos_id=how["eos_id"],
     )
     if sampling.temperature == 0 and how["rescale_log_probs"]:
@@ -215,8 +216,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
     """Log-probability [B] of each output; one more pass of the target, if anyone reads it."""
     tokens, limit = decoded.tokens, decoded.tokens.shape[1]
     inputs = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)), constant_values=PAD_ID)
-    cache = self._target_model.start(params, source, limit)
-    logits, _ = self._target_model.extend(params, cache, inputs)
+    _, cache = self._target_model.prefill(params, source, limit)
+    logits, _, _ = self._target_model.extend(params, cache, inputs)
     p = distribution(logits, sampling)
     of_tokens = jnp.take_along_axis(p, tokens[..., None], axis=-1)[..., 0]
     is_text = jnp.arange(limit) < decoded.lengths[:, None]

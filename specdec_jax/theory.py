@@ -1,10 +1,13 @@
 """Closed forms of Section 3: what speculation should give, from alpha, gamma and the costs."""
 
+import heapq
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.trees import Tree, merged
 
 
 def expected_tokens(alpha, gamma):
@@ -222,3 +225,47 @@ def _distributions(p, q) -> tuple[np.ndarray, np.ndarray]:
     if not (np.all(probs >= 0) and np.allclose(probs.sum(axis=-1), 1, atol=1e-3)):
       raise InputError(f"{name} is no distribution: entries must be at least 0 and sum to 1.")
   return p, q
+
+
+def tree_tokens(tree: Tree, acceptance: Sequence[float]) -> float:
+  """Expected tokens of a round, if a node's child of each rank stands as often everywhere.
+
+  Args:
+    tree: of the guesses.
+    acceptance: for each rank the probability that, of a node's children, it is the one that stands
+      (positional acceptance; Chen et al., Sequoia, 2024); no more ranks than these ever do.
+  """
+  chances = [1.0]  # that a node is reached; the newest token, which is, brings the next one
+  for parent, rank in zip(tree.parents, tree.ranks):
+    chances.append(chances[parent] * (acceptance[rank] if rank < len(acceptance) else 0.0))
+  return sum(chances)
+
+
+def best_tree(acceptance: Sequence[float], num_nodes: int, depth: int) -> Tree:
+  """The tree of most expected tokens (`tree_tokens`) of so many nodes, no deeper than `depth`.
+
+  As all children of a rank are alike, a node is worth the product of its path's acceptance, and the
+  best tree is made of the most worthy nodes: a node is worth no more than its parent, and, where a
+  rank stands no more often than the one before, no more than its elder sibling. This finds what
+  Sequoia's dynamic program does.
+
+  Raises:
+    InputError: num_nodes or depth is no whole number from 1, or acceptance is no probabilities.
+  """
+  require_count("num_nodes", num_nodes)
+  require_count("depth", depth)
+  acceptance = np.asarray(acceptance, float)
+  if not len(acceptance) or not (0 <= acceptance).all() or acceptance.sum() > 1 + 1e-6:
+    raise InputError(f"acceptance is {acceptance}; it must be probabilities of at most 1 together.")
+  acceptance = np.minimum.accumulate(acceptance)
+  chosen: list[tuple[int, ...]] = []
+  open_: list[tuple[float, tuple[int, ...]]] = [(-acceptance[0], (0,))]
+  while open_ and len(chosen) < num_nodes - 1:
+    worth, path = heapq.heappop(open_)
+    chosen.append(path)
+    if len(path) < depth:
+      heapq.heappush(open_, (worth * acceptance[0], (*path, 0)))
+    if path[-1] + 1 < len(acceptance):
+      younger = math.prod(acceptance[list(path[:-1])]) * acceptance[path[-1] + 1]
+      heapq.heappush(open_, (-younger, (*path[:-1], path[-1] + 1)))
+  return merged(chosen)

@@ -29,13 +29,15 @@ import tiny_pair
 from jax.experimental import multihost_utils
 
 from specdec_jax.decoding import speculative_decode
-from specdec_jax.drafts.model import model_draft
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.experiments.speed import row_keys
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.families import model_of
 from specdec_jax.pairs import Pair
 from specdec_jax.partitioning import make_mesh, sharded
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 CONFIGS = {
   "t5": tiny.config(num_heads=4, layers=1),
@@ -63,7 +65,7 @@ def pair(config) -> Pair:
     target=model_of(config),
     target_params=params,
     target_name="target",
-    draft=functools.partial(model_draft, model_of(config)),
+    draft=functools.partial(ModelDraft, model_of(config)),
     draft_params=jax.tree.map(noisy, params),
     draft_name="near",
     vocabulary=None,
@@ -79,15 +81,15 @@ def decode(pair: Pair, temperature: float) -> dict:
   texts = np.pad(tiny.sources(CONFIGS["t5"], 0, BATCH), ((0, 0), (0, 1)))
   texts[range(BATCH), (texts > 0).sum(axis=1)] = 1  # EOS
   prompt = jnp.asarray(texts)
-  first, _ = jax.eval_shape(pair.target.begin, prompt)
+  first, _ = jax.eval_shape(pair.target.prompt_tokens, prompt)
   num_slots = first.shape[1] + LIMIT + GAMMA + 1
   arguments = pair.target_params, pair.draft_params, prompt, row_keys(0, 0, BATCH)
   program = speculative_decode.lower(
     pair.target,
-    pair.draft(sampling, GAMMA),
+    pair.draft(sampling, chain(GAMMA)),
     *arguments,
     max_new_tokens=LIMIT,
-    sampling=sampling,
+    rule=TokenRule(sampling),
   ).compile()
   decoded = multihost_utils.process_allgather(program(*arguments), tiled=True)
   caches = re.findall(rf"f32\[(\d+),(\d+),{num_slots},8\]", program.as_text())

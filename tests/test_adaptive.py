@@ -12,19 +12,21 @@ import tiny_pair
 from specdec_jax import adaptive
 from specdec_jax.adaptive import adaptive_decode
 from specdec_jax.decoding import autoregressive_decode, one_round
-from specdec_jax.drafts.model import model_draft
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.experiments.compare import compare_samples
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.t5 import T5Model
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 V, LIMIT, EOS, BATCH = 24, 16, 16, 8
 CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
-TARGET = t5_model(CONFIG)
+TARGET = T5Model(CONFIG)
 GREEDY = Sampling(0.0)
 GAMMAS = (1, 2, 4)
 # Gamma 1 is best up to alpha 0.52, 2 up to 0.87, then 4.
 COSTS = jnp.array([1.1, 1.3, 1.9])
-SCRIPTED = tuple(tiny.scripted_draft(gamma, V) for gamma in GAMMAS)
+SCRIPTED = tuple(tiny.ScriptedDraft(chain(gamma)) for gamma in GAMMAS)
 
 
 @functools.cache
@@ -49,7 +51,7 @@ def plain(eos_id=EOS):
 
 def decode(drafts, draft_params, costs=COSTS, prior=(0.5, 0.5), eos_id=EOS):
   models = TARGET, drafts, params(), draft_params
-  settings = dict(max_new_tokens=LIMIT, sampling=GREEDY, eos_id=eos_id)
+  settings = dict(max_new_tokens=LIMIT, rule=TokenRule(GREEDY), eos_id=eos_id)
   return adaptive_decode(*models, prompts(), keys(), costs, jnp.array(prior), **settings)
 
 
@@ -114,7 +116,7 @@ def test_rows_that_are_done_have_no_say():
 
 def test_the_target_as_its_own_draft_accepts_every_guess_of_every_gamma():
   """A draft whose cache fell behind when gamma changed would be refused."""
-  drafts = tuple(model_draft(TARGET, GREEDY, gamma) for gamma in GAMMAS)
+  drafts = tuple(ModelDraft(TARGET, GREEDY, chain(gamma)) for gamma in GAMMAS)
   out = decode(drafts, params())
   assert set(gammas_of(out)) == {1, 2, 4}
   np.testing.assert_array_equal(out.tokens, plain().tokens)
@@ -127,13 +129,13 @@ def test_the_target_as_its_own_draft_accepts_every_guess_of_every_gamma():
 def sampled():
   pair, sampling = tiny_pair.pair(), Sampling()
   # Copies, which nothing is compiled for yet.
-  drafts = [pair.draft(sampling, gamma) for gamma in (1, 3)]
-  drafts = tuple(draft._replace(propose=functools.partial(draft.propose)) for draft in drafts)
+  drafts = [pair.draft(sampling, chain(gamma)) for gamma in (1, 3)]
+  drafts = tuple(tiny.ChangedDraft(draft, lambda params, proposal: proposal) for draft in drafts)
   costs, prior = jnp.array([1.1, 1.6]), jnp.array([0.7, 0.3])
 
   def decode(prompt, rng, *, max_new_tokens):
     models = pair.target, drafts, pair.target_params, pair.draft_params
-    settings = dict(max_new_tokens=max_new_tokens, sampling=sampling)
+    settings = dict(max_new_tokens=max_new_tokens, rule=TokenRule(sampling))
     return adaptive_decode(*models, prompt, rng, costs, prior, **settings)
 
   texts = tiny_pair.SENTENCES[:4]
@@ -155,10 +157,10 @@ def test_samples_have_the_targets_distribution():
 def test_gamma_that_knows_its_own_rounds_outcome_is_caught(monkeypatch):
   """Of 16 rounds, drawn independently, the one that emits most is kept."""
 
-  def luckiest(target, draft, target_params, draft_params, rng, *settings):
+  def luckiest(target, draft, target_params, draft_params, rule, rng, *settings):
     def drawn(i):
       keys = jax.vmap(jax.random.fold_in, (0, None))(rng, i)
-      return one_round(target, draft, target_params, draft_params, keys, *settings)
+      return one_round(target, draft, target_params, draft_params, rule, keys, *settings)
 
     rounds = jax.vmap(drawn)(jnp.arange(16))
     best = rounds.length.sum(axis=1).argmax()

@@ -10,11 +10,14 @@ import tiny
 import tiny_pair
 
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
-from specdec_jax.drafts.copy import copy_draft
+from specdec_jax.drafts.copy import CopyDraft
 from specdec_jax.errors import InputError
 from specdec_jax.experiments.compare import compare_samples
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.t5 import T5Model
+from specdec_jax.protocols import Context
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import branching, chain
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -35,25 +38,25 @@ def by_hand(source, text, gamma, max_ngram, vocab_size):
 
 @functools.cache
 def proposing(gamma, max_ngram, vocab_size):
-  draft = copy_draft(vocab_size, gamma, max_ngram)
+  draft = CopyDraft(vocab_size, chain(gamma), max_ngram)
 
   def run(prompt, tokens, length):
-    state = draft.start((), prompt, tokens.shape[1])
+    context = Context(prompt, tokens, length, None)
+    state = draft.start((), context, None)
     keys = jax.random.split(jax.random.key(0), len(length))
-    guesses, q, after = draft.propose((), state, tokens, length, keys)
-    return guesses, q, jnp.array_equal(after, state)
+    proposal, after = draft.propose((), state, context, keys)
+    return *proposal, jnp.array_equal(after, state)
 
   return jax.jit(run)
 
 
 def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=16):
-  """Guesses of rows of different lengths; q is checked to be one-hot on them."""
+  """Guesses of rows of different lengths, which are checked to be certain."""
   fill = lambda rows, size: np.array([[*r, *[0] * (size - len(r))] for r in rows], np.int32)
   lengths = np.array([len(text) for text in texts], np.int32)
   run = proposing(gamma, max_ngram, vocab_size)
   guesses, q, same_state = run(fill(sources, width), fill(texts, slots), lengths)
-  np.testing.assert_array_equal(q, np.eye(vocab_size, dtype=np.float32)[guesses])
-  assert same_state and run._cache_size() == 1
+  assert q is None and same_state and run._cache_size() == 1
   return np.asarray(guesses).tolist()
 
 
@@ -117,7 +120,7 @@ def test_slots_past_the_text_are_not_read():
 
 V, LIMIT, EOS = 24, 24, 16
 CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
-TARGET = t5_model(CONFIG)
+TARGET = T5Model(CONFIG)
 
 
 @functools.cache
@@ -134,10 +137,10 @@ def decoded():
 def speculate(gamma, rows):
   params, prompts, *_ = decoded()
   return speculative_decode(
-    *(TARGET, copy_draft(V, gamma), params, (), prompts[rows]),
+    *(TARGET, CopyDraft(V, chain(gamma)), params, (), prompts[rows]),
     jax.random.split(jax.random.key(1), len(prompts[rows])),
     max_new_tokens=LIMIT,
-    sampling=GREEDY,
+    rule=TokenRule(GREEDY),
     eos_id=EOS,
   )
 
@@ -165,7 +168,7 @@ def test_calls_of_one_shape_compile_once():
 def test_sampled_output_has_the_targets_joint_distribution():
   # 1,600 outputs: finds a total variation of 0.15 nine times in ten.
   pair = tiny_pair.pair()
-  draft = lambda sampling, gamma: copy_draft(len(pair.vocabulary), gamma)
+  draft = lambda sampling, tree: CopyDraft(len(pair.vocabulary), tree)
   sampling = Sampling(temperature=0.6)
   decode = pair._replace(draft=draft, draft_params=()).decoder(sampling, 3)
   joint = compare_samples(
@@ -175,7 +178,10 @@ def test_sampled_output_has_the_targets_joint_distribution():
   assert joint.num_samples == 1600 and joint.detectable(tiny.LEVEL) < 0.15
 
 
-@pytest.mark.parametrize("name, values", [("gamma", (0, 3)), ("max_ngram", (3, 0))])
-def test_bad_input(name, values):
-  with pytest.raises(InputError, match=f"{name} is 0"):
-    copy_draft(V, *values)
+@pytest.mark.parametrize(
+  "tree, max_ngram, words",
+  [(chain(0), 3, "gamma is 0"), (chain(3), 0, "max_ngram is 0"), (branching(2), 3, "chains")],
+)
+def test_bad_input(tree, max_ngram, words):
+  with pytest.raises(InputError, match=words):
+    CopyDraft(V, tree, max_ngram)

@@ -16,7 +16,9 @@ from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.experiments.alpha import measure_alpha
 from specdec_jax.experiments.speed import identical, row_keys
 from specdec_jax.pairs import ASSETS, EMBEDDED, asset, load_pair
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MULTI30K = pathlib.Path(os.environ.get("SPECDEC_SHARED", "../shared")) / "data" / "multi30k"
@@ -52,21 +54,22 @@ def test_draft_is_one_to_two_orders_of_magnitude_smaller_per_step(pair):
 @pytest.mark.parametrize("batch_size, gammas", [(1, (1, 5, 10)), (8, (7,))])
 def test_greedy_output_is_plain_decodings_for_every_gamma(pair, sentences, batch_size, gammas):
   """The first eight prompts with every gamma, each of the others with one, to save time."""
-  common = dict(max_new_tokens=LIMIT, sampling=GREEDY)
+  limit = dict(max_new_tokens=LIMIT)
   for k, at in enumerate(range(0, len(sentences[:64]) - batch_size + 1, batch_size)):
     prompt = pair.prompt(sentences[at : at + batch_size], width=48)
     rng = row_keys(0, at, batch_size)
-    plain = autoregressive_decode(pair.target, pair.target_params, prompt, rng, **common)
+    text, params = (prompt, rng), (pair.target_params, pair.draft_params)
+    plain = autoregressive_decode(pair.target, params[0], *text, sampling=GREEDY, **limit)
     for gamma in gammas if k < 8 else [gammas[k % len(gammas)]]:
-      draft = pair.draft(GREEDY, gamma)
-      params = pair.target_params, pair.draft_params
-      ours = speculative_decode(pair.target, draft, *params, prompt, rng, **common)
+      draft = pair.draft(GREEDY, chain(gamma))
+      models = pair.target, draft, *params
+      ours = speculative_decode(*models, *text, rule=TokenRule(GREEDY), **limit)
       assert identical([plain], [ours]), f"gamma {gamma}, batch {batch_size}, sentence {at}"
 
 
 def test_serial_is_batched(pair, sentences):
   sampled = Sampling(temperature=1.0)
-  draft = pair.draft(sampled, 4)
+  draft = pair.draft(sampled, chain(4))
   decode = lambda texts, at: jax.device_get(
     speculative_decode(
       pair.target,
@@ -76,7 +79,7 @@ def test_serial_is_batched(pair, sentences):
       pair.prompt(texts, width=48),
       row_keys(7, at, len(texts)),
       max_new_tokens=LIMIT,
-      sampling=sampled,
+      rule=TokenRule(sampled),
     )
   )
   together = decode(sentences[:8], 0)

@@ -1,22 +1,27 @@
 """The checker passes what is exact and fails every planted fault, at temperature 0 or above it."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_pair
 
-from specdec_jax import decoding
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.errors import InputError
 from specdec_jax.experiments.check_exactness import check_exactness
 from specdec_jax.experiments.compare import compare_argmax, compare_samples, rounds_of_self_draft
 from specdec_jax.experiments.joint import Comparison, compare, cut_into_cells
 from specdec_jax.experiments.ties import Divergence, first_divergences
-from specdec_jax.protocols import Draft, Verdict
+from specdec_jax.protocols import Proposal, Verdict
+from specdec_jax.rules import tokens
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, distribution, sample
+from specdec_jax.trees import chain
 
 GREEDY = Sampling(temperature=0.0)
 SAMPLINGS = {
@@ -46,7 +51,9 @@ argmax = functools.partial(
 # What is exact passes.
 
 
-@pytest.mark.parametrize("name, gamma", [*((name, GAMMA) for name in SAMPLINGS), ("top-p", 0)])
+@pytest.mark.parametrize(
+  "name, gamma", [("temperature 0.6", GAMMA), ("top-k", GAMMA), ("top-p", GAMMA), ("top-p", 0)]
+)
 def test_exact_samples_pass(name, gamma):
   # 1,600 outputs: finds a total variation of 0.15 nine times in ten.
   sampling = SAMPLINGS[name]
@@ -69,15 +76,22 @@ def test_the_target_as_its_own_draft_takes_the_fewest_rounds():
 # Planted faults. A fault is a change of one part of the loop.
 
 
-def fault_of_judging(monkeypatch, judge):
-  """The loop with another `speculative_sample`."""
-  monkeypatch.setattr(decoding, "speculative_sample", judge)
+@dataclasses.dataclass(frozen=True)
+class JudgedBy:
+  """A rule for chains: (keys [B], x [B, G], q [B, G, V], p [B, G + 1, V]) -> the verdict."""
+
+  sampling: Sampling
+  judge: Callable
+  exact = False
+
+  def accept(self, rng, tree, proposal, logits):
+    return self.judge(rng, *proposal, distribution(logits, self.sampling))
 
 
 def judge_with(accept=lambda u, q, p: u * q < p, residual=lambda p, q: jnp.maximum(p - q, 0)):
   """Algorithm 1, with places for a fault."""
 
-  def judge(rng, x, q, p, lenience=1.0):
+  def judge(rng, x, q, p):
     keys = jax.vmap(lambda key: jax.random.split(key, 2), out_axes=1)(rng)
     u = jax.vmap(lambda key: jax.random.uniform(key, x.shape[1:]))(keys[0])
     of_x = lambda probs: jnp.take_along_axis(probs, x[..., None], axis=-1)[..., 0]
@@ -90,14 +104,14 @@ def judge_with(accept=lambda u, q, p: u * q < p, residual=lambda p, q: jnp.maxim
   return judge
 
 
-def drops_bonus(rng, x, q, p, lenience=1.0):
+def drops_bonus(rng, x, q, p):
   """After a round of accepted guesses the last of them is emitted as if it were the correction."""
-  n, next_token = judge_with()(rng, x, q, p)
+  n, next_token, _ = judge_with()(rng, x, q, p)
   all_stand = n == x.shape[1]
   return Verdict(n - all_stand, jnp.where(all_stand, x[:, -1], next_token))
 
 
-def bonus_of_the_guess_before(rng, x, q, p, lenience=1.0):
+def bonus_of_the_guess_before(rng, x, q, p):
   """The bonus token is drawn from the last guess's distribution, not from the one after it."""
   return judge_with()(rng, x, q, p.at[:, -1].set(p[:, -2]))
 
@@ -118,86 +132,91 @@ JUDGES = {
 }
 
 
-def with_draft(change, sampling):
-  """Speculation whose draft is changed by `change`: (guesses, q, state) -> the same."""
+def with_rule(rule, change=lambda proposal: proposal, gamma=GAMMA):
+  """Speculation judged by a rule, with a draft whose proposals are changed."""
   pair = tiny_pair.pair()
-  good = pair.draft(sampling, GAMMA)
-  changed = Draft(good.start, lambda *args: change(*good.propose(*args)), GAMMA)
+  draft = pair.draft(rule.sampling, chain(gamma))
+  draft = tiny.ChangedDraft(draft, lambda params, proposal: change(proposal))
   params = pair.target_params, pair.draft_params
-  return functools.partial(speculative_decode, pair.target, changed, *params, sampling=sampling)
+  return functools.partial(speculative_decode, pair.target, draft, *params, rule=rule)
 
 
-def with_target(extend):
-  """A pair whose target reads by `extend`: (model, params, cache, tokens) -> (logits, cache)."""
+def with_target(change):
+  """A pair whose target reads by `change`: (model, params, cache, *block) -> as `extend`."""
   pair = tiny_pair.pair()
-  return pair._replace(target=pair.target._replace(extend=functools.partial(extend, pair.target)))
+  return pair._replace(target=tiny.ChangedModel(pair.target, change))
 
 
 @pytest.mark.parametrize("fault", JUDGES)
-def test_faults_of_judging_are_caught(monkeypatch, fault):
-  fault_of_judging(monkeypatch, JUDGES[fault])
-  pair = tiny_pair.pair()
-  fresh = with_draft(lambda *proposal: proposal, SAMPLINGS["temperature 1"])  # nothing compiled yet
-  joint = sampled(sampling=SAMPLINGS["temperature 1"], decode=fresh)
+def test_faults_of_judging_are_caught(fault):
+  sampling = SAMPLINGS["temperature 1"]
+  decode = with_rule(JudgedBy(sampling, JUDGES[fault]))
+  joint = sampled(sampling=sampling, decode=decode)
   assert (joint.p_value > LEVEL) == (fault == "none"), (fault, joint)
-  assert pair is tiny_pair.pair()
 
 
-def test_a_dropped_bonus_is_caught(monkeypatch):
+def test_a_dropped_bonus_is_caught():
   """Its output is right, so only the count of rounds can tell."""
-  jax.clear_caches()
-  fault_of_judging(monkeypatch, drops_bonus)
-  rounds, fewest = rounds_of_self_draft(tiny_pair.pair(), TEXTS, GAMMA, 4, 12)
-  monkeypatch.undo()
-  jax.clear_caches()
+  rule = lambda sampling: JudgedBy(sampling, drops_bonus)
+  rounds, fewest = rounds_of_self_draft(tiny_pair.pair()._replace(rule=rule), TEXTS, GAMMA, 4, 12)
   assert rounds > 1.2 * fewest
 
 
-def test_uniforms_shared_by_draft_and_judge_are_caught(monkeypatch):
+def test_uniforms_shared_by_draft_and_judge_are_caught():
   """The draft leaves behind what it drew its guess with, and the judge accepts by it."""
-  pair, sampling, left = tiny_pair.pair(), SAMPLINGS["temperature 1"], []
-  good = pair.draft(sampling, 1)
+  sampling, left = SAMPLINGS["temperature 1"], []
+  u = lambda rng: jax.vmap(lambda key: jax.random.uniform(key, (1,)))(rng)
 
-  def propose(params, state, tokens, length, rng):
-    _, q, state = good.propose(params, state, tokens, length, rng)
-    left[:] = [jax.vmap(lambda key: jax.random.uniform(key, (1,)))(rng)]
-    guesses = (jnp.cumsum(q, axis=-1) > left[0][..., None]).argmax(axis=-1)  # inversion
-    return guesses.astype(jnp.int32), q, state
+  class Leaving(tiny.ChangedDraft):
+    def propose(self, params, state, context, rng):
+      (_, q), state = self.draft.propose(params, state, context, rng)
+      left[:] = [u(rng)]
+      guesses = (jnp.cumsum(q, axis=-1) > left[0][..., None]).argmax(axis=-1)  # inversion
+      return Proposal(guesses.astype(jnp.int32), q), state
 
-  judge_anew = judge_with(accept=lambda u, q, p: left[0] * q < p)
-  fault_of_judging(monkeypatch, judge_anew)
-  params = pair.target_params, pair.draft_params
-  draft = Draft(good.start, propose, 1)
-  decode = functools.partial(speculative_decode, pair.target, draft, *params, sampling=sampling)
+  pair, judge = tiny_pair.pair(), judge_with(accept=lambda u, q, p: left[0] * q < p)
+  draft = Leaving(pair.draft(sampling, chain(1)), None)
+  models = pair.target, draft, pair.target_params, pair.draft_params
+  decode = functools.partial(speculative_decode, *models, rule=JudgedBy(sampling, judge))
   assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
 
 
 def test_q_recomputed_without_temperature_is_caught():
   sampling = SAMPLINGS["temperature 0.6"]
-  forget = lambda x, q, state: (x, distribution(0.6 * jnp.log(q), Sampling()), state)
-  assert sampled(sampling=sampling, decode=with_draft(forget, sampling)).p_value < LEVEL
+  forget = lambda proposal: forgetful(proposal, 0.6)
+  decode = with_rule(TokenRule(sampling), forget)
+  assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
 
 
-def test_truncation_on_one_side_only_is_caught(monkeypatch):
-  plainly = lambda logits, sampling: distribution(logits, Sampling(sampling.temperature))
-  monkeypatch.setattr(decoding, "distribution", plainly)
-  sampling = SAMPLINGS["top-p"]
-  joint = sampled(sampling=sampling, decode=with_draft(lambda *proposal: proposal, sampling))
+def forgetful(proposal, temperature):
+  """The same guesses, with the q that they would have been drawn from at temperature 1."""
+  q = distribution(temperature * jnp.log(proposal.q), Sampling())
+  return proposal._replace(q=q)
+
+
+def test_truncation_on_one_side_only_is_caught():
+  pair, sampling = tiny_pair.pair(), SAMPLINGS["top-p"]
+  models = pair.target, pair.draft(sampling, chain(GAMMA)), pair.target_params, pair.draft_params
+  plainly = TokenRule(Sampling(sampling.temperature))
+  decode = functools.partial(speculative_decode, *models, rule=plainly)
+  joint = sampled(sampling=sampling, decode=decode)
   assert joint.num_impossible > 0 and joint.p_value == 0
 
 
-def off_by_one(model, params, cache, tokens):
+def off_by_one(model, params, cache, *block):
   """After the first round the cache keeps one token too many."""
-  return model.extend(params, cache.replace(length=cache.length + (cache.length > 0)), tokens)
+  moved = model.commit(cache, cache.length + (cache.length > 0))
+  logits, hidden, after = model.extend(params, moved, *block)
+  return logits, hidden, model.commit(after, cache.length)
 
 
-def neighbours_cache(model, params, cache, tokens):
+def neighbours_cache(model, params, cache, *block):
   """Each row reads its source from the row before it, after the first round."""
   late = (cache.length > 0)[:, None, None, None]
   roll = lambda x: jnp.where(late, jnp.roll(x, 1, axis=0), x)
   read = cache.replace(cross=jax.tree.map(roll, cache.cross), cross_bias=roll(cache.cross_bias))
-  logits, after = model.extend(params, read, tokens)
-  return logits, after.replace(cross=cache.cross, cross_bias=cache.cross_bias)
+  logits, hidden, after = model.extend(params, read, *block)
+  return logits, hidden, after.replace(cross=cache.cross, cross_bias=cache.cross_bias)
 
 
 @pytest.mark.parametrize("fault", [off_by_one, neighbours_cache])
@@ -309,7 +328,7 @@ def test_a_good_pair_is_said_to_hold(capsys):
 def test_a_fault_is_shown_and_ends_in_status_1(capsys, monkeypatch):
   jax.clear_caches()
   plainly = lambda logits, sampling: distribution(logits, Sampling(sampling.temperature))
-  monkeypatch.setattr(decoding, "distribution", plainly)
+  monkeypatch.setattr(tokens, "distribution", plainly)
   with pytest.raises(SystemExit) as ended:
     check()
   jax.clear_caches()

@@ -17,8 +17,10 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import PAD_ID, open_vocabulary, padded
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.given_outputs import ARGMAX, given_outputs, reciting_model
+from specdec_jax.experiments.given_outputs import ARGMAX, RecitingModel, given_outputs
+from specdec_jax.protocols import Context
 from specdec_jax.reporting.paper import load_table
+from specdec_jax.trees import chain
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINES = tiny_pair.SENTENCES
@@ -49,14 +51,15 @@ def run(words, output_dir, drafts, sources=SOURCES, outputs=OUTPUTS, **changes):
 def guessing(words, make, gamma):
   """(source ids, ids of the text so far) -> the draft's guesses, one call of `propose`."""
   drafter = make(words)
-  draft = drafter.make(ARGMAX, gamma)
+  draft = drafter.make(ARGMAX, chain(gamma))
   propose = jax.jit(draft.propose)
   keys = jax.random.split(jax.random.key(0), 1)
 
   def guesses(source, done):
-    state = draft.start(drafter.params, padded([source], 120), 60)
     tokens, length = padded([[PAD_ID, *done]], 60), np.array([1 + len(done)])
-    return propose(drafter.params, state, tokens, length, keys)[0][0].tolist()
+    context = Context(padded([source], 120), tokens, length, None)
+    state = draft.start(drafter.params, context, None)
+    return propose(drafter.params, state, context, keys)[0].tokens[0].tolist()
 
   return guesses
 
@@ -64,7 +67,7 @@ def guessing(words, make, gamma):
 def test_the_target_writes_the_given_texts(words):
   texts = [words.encode(line) for line in OUTPUTS[:3]]
   decoded = autoregressive_decode(
-    *(reciting_model(len(words)), padded(texts, 40), padded([[5]] * 3, 8)),
+    *(RecitingModel(len(words)), padded(texts, 40), padded([[5]] * 3, 8)),
     jax.random.split(jax.random.key(0), 3),
     max_new_tokens=40,
     sampling=ARGMAX,

@@ -13,16 +13,20 @@ import numpy as np
 import pytest
 import tiny
 from scipy import special
+from test_t5 import TREE_FAULTS, TREES, WRONG_PATHS, far_off, off_paths
 
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
-from specdec_jax.drafts.copy import copy_draft
-from specdec_jax.drafts.model import model_draft
-from specdec_jax.drafts.ngram import fit_ngrams, ngram_draft
+from specdec_jax.drafts.copy import CopyDraft
+from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
 from specdec_jax.errors import InputError
 from specdec_jax.kernels import skinny
+from specdec_jax.models import decoder
 from specdec_jax.models.families import for_decoding
-from specdec_jax.models.gpt import gpt_model
+from specdec_jax.models.gpt import GPTModel
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 V = 24
 VARIANTS = {
@@ -57,15 +61,17 @@ class Case:
 
   def __init__(self, cfg):
     self.params, self.prompt = tiny.params(cfg, 0), tiny.prompts(cfg, 0, LENGTHS)
-    self.model, self.tolerance = gpt_model(cfg), TOLERANCE[cfg.dtype]
+    self.model, self.tolerance = GPTModel(cfg), TOLERANCE[cfg.dtype]
     rows, new = begun(cfg, self.prompt), np.random.default_rng(1).integers(0, V, (4, SLOTS))
     self.tokens = np.array([[*row, *more][:24] for row, more in zip(rows, new)], np.int32)
     self.begins = np.array([len(row) for row in rows])
     nothing = np.zeros((4, 1), np.int32)
     self.logits = np.asarray(tiny.teacher_forced(cfg)(self.params, nothing, self.tokens))
-    start, extend = jax.jit(self.model.start, static_argnums=2), jax.jit(self.model.extend)
-    self.start = lambda prompt: start(self.params, prompt, SLOTS)
-    self.extend = lambda cache, tokens: extend(self.params, cache, tokens)
+    prefill = jax.jit(self.model.prefill, static_argnums=2)
+    extend = jax.jit(self.model.extend, static_argnums=(3, 4))
+    self.prefill = lambda prompt: prefill(self.params, prompt, SLOTS)[1]
+    self.extend = functools.partial(extend, self.params)
+    self.commit = self.model.commit
 
 
 @functools.cache
@@ -82,7 +88,7 @@ def test_a_text_begins_with_its_prompt_whatever_pads_it(variant):
   for padding, width in (0, 8), (7, 8), (3, 13):
     prompt = np.pad(of.prompt, ((0, 0), (0, width - 8)))
     past = np.arange(width) > np.array(LENGTHS)[:, None]
-    tokens, length = of.model.begin(jnp.asarray(np.where(past, padding, prompt)))
+    tokens, length = of.model.prompt_tokens(jnp.asarray(np.where(past, padding, prompt)))
     assert [row[:n].tolist() for row, n in zip(tokens, length)] == begun(cfg, of.prompt)
 
 
@@ -92,14 +98,15 @@ def test_what_pads_a_prompt_is_not_read(variant):
   at = of.begins - 1
   past = np.arange(8) > np.array(LENGTHS)[:, None]
   for padding in (3, 9):
-    logits, _ = of.extend(of.start(np.where(past, padding, of.prompt)), take(of.tokens, at, 5))
+    cache = of.prefill(np.where(past, padding, of.prompt))
+    logits = of.extend(cache, take(of.tokens, at, 5))[0]
     np.testing.assert_allclose(logits, take(of.logits, at, 5), **of.tolerance)
 
 
 def test_the_prompt_does_matter():
   of = case("gpt_like")
   other = np.where(of.prompt > 1, 2 + of.prompt % (V - 2), of.prompt)
-  logits, _ = of.extend(of.start(other), take(of.tokens, of.begins - 1, 5))
+  logits = of.extend(of.prefill(other), take(of.tokens, of.begins - 1, 5))[0]
   moved = np.abs(np.asarray(logits) - take(of.logits, of.begins - 1, 5)).max(axis=(1, 2))
   assert (moved[[0, 2, 3]] > 0.5).all() and moved[1] < 1e-4  # the second is empty
 
@@ -111,34 +118,36 @@ def test_the_prompt_does_matter():
 @pytest.mark.parametrize("cuts", [[1] * 3, [5, 1, 5]], ids=str)
 def test_blocks_after_ragged_prompts_equal_the_teacher_forced_pass(variant, cuts):
   of = case(variant)
-  cache, at = of.start(of.prompt), of.begins - 1
+  cache, at = of.prefill(of.prompt), of.begins - 1
   for block in cuts:
     np.testing.assert_array_equal(cache.length, at)
-    logits, cache = of.extend(cache, take(of.tokens, at, block))
+    logits, _, cache = of.extend(cache, take(of.tokens, at, block))
     np.testing.assert_allclose(logits, take(of.logits, at, block), **of.tolerance)
     at = at + block
+    cache = of.commit(cache, jnp.asarray(at))
 
 
 @EVERY
 def test_every_accept_count_rolls_back_to_the_text(variant):
-  """Verify [newest, guesses], keep n of them by setting `length`, go on; rows at different n."""
+  """Verify [newest, guesses], commit n of them, go on; rows at different n."""
   of, gamma = case(variant), 4
   at = of.begins - 1
-  filled = of.start(of.prompt)
+  filled = of.prefill(of.prompt)
   for first in range(gamma + 1):
     n = (first + np.arange(4)) % (gamma + 1)
     block = take(of.tokens, at, gamma + 1)
     wrong = np.arange(gamma + 1) > n[:, None]
-    verified, cache = of.extend(filled, np.where(wrong, (block + 7) % V, block))
+    verified, _, cache = of.extend(filled, np.where(wrong, (block + 7) % V, block))
+    np.testing.assert_array_equal(cache.length, at)
     for row in range(4):  # up to the first wrong guess the block is the text
       kept = slice(0, n[row] + 1)
       np.testing.assert_allclose(
         verified[row, kept], of.logits[row, at[row] :][kept], **of.tolerance
       )
-    cache = cache.replace(length=jnp.asarray(at + n + 1))
-    again, cache = of.extend(cache, take(of.tokens, at + n + 1, gamma + 1))
+    cache = of.commit(cache, jnp.asarray(at + n + 1))
+    np.testing.assert_array_equal(cache.length, at + n + 1)
+    again = of.extend(cache, take(of.tokens, at + n + 1, gamma + 1))[0]
     np.testing.assert_allclose(again, take(of.logits, at + n + 1, gamma + 1), **of.tolerance)
-    np.testing.assert_array_equal(cache.length, at + n + gamma + 2)
 
 
 @pytest.mark.parametrize("variant", ["gpt_like", "gpt2", "lamda"])
@@ -151,12 +160,33 @@ def test_a_layout_for_decoding_changes_no_logits(variant):
   block = take(of.tokens, of.begins - 1, 5)
   for config, weights in layouts:
     assert config.fused and "logits_dense" in weights["decoder"]
-    model = gpt_model(config)
+    model = GPTModel(config)
     read = lambda params, model=model: model.extend(
-      params, model.start(params, of.prompt, SLOTS), block
+      params, model.prefill(params, of.prompt, SLOTS)[1], block
     )[0]
     want = take(of.logits, of.begins - 1, 5)
     np.testing.assert_allclose(jax.jit(read)(weights), want, rtol=1e-4, atol=1e-4)
+
+
+# Trees.
+
+
+@pytest.mark.parametrize("variant", ["gpt_like", "lamda"])
+@pytest.mark.parametrize("tree", TREES)
+def test_a_tree_is_read_as_its_paths_are(variant, tree):
+  of = case(variant)
+  cache = of.extend(of.prefill(of.prompt), of.tokens[:, :14])[2]  # with other tokens behind it
+  assert max(off_paths(of, cache, TREES[tree]).values()) < 1e-5
+  for path in WRONG_PATHS:
+    found = off_paths(of, cache, TREES[tree], path)
+    assert far_off(found) == {"at once, then on", "by levels, then on"}
+
+
+@pytest.mark.parametrize("fault", TREE_FAULTS)
+def test_a_tree_that_is_read_wrong_is_seen(monkeypatch, fault):
+  monkeypatch.setattr(decoder, "_in_tree", functools.partial(fault, decoder._in_tree))
+  of = Case(VARIANTS["gpt_like"])
+  assert far_off(off_paths(of, of.prefill(of.prompt), TREES["full"])) == TREE_FAULTS[fault]
 
 
 # The arithmetic.
@@ -218,11 +248,14 @@ def test_logits_equal_numpys(variant):
 
 def test_a_text_longer_than_the_table_of_positions_is_refused():
   of = case("gpt_like")
-  start = lambda of, slots: jax.eval_shape(lambda: of.model.start(of.params, of.prompt, slots))
-  assert start(of, 64).layers[0][0].shape == (4, 2, 64, 12)
+
+  def cache(of, slots):
+    return jax.eval_shape(lambda: of.model.prefill(of.params, of.prompt, slots))[1]
+
+  assert cache(of, 64).layers[0][0].shape == (4, 2, 64, 12)
   with pytest.raises(InputError, match="prompt of 8 tokens.* take 65 positions, .* model has 64"):
-    start(of, 65)
-  assert start(case("lamda"), 65).layers[0][0].shape == (4, 2, 65, 8)
+    cache(of, 65)
+  assert cache(case("lamda"), 65).layers[0][0].shape == (4, 2, 65, 8)
 
 
 # Decoding.
@@ -268,16 +301,16 @@ def oracle():
 
 @functools.cache
 def draft(name):
-  """(what makes the draft of a gamma, its parameters)."""
-  of_model = lambda cfg: functools.partial(model_draft, gpt_model(cfg), GREEDY)
+  """(what makes the draft of a tree, its parameters)."""
+  of_model = lambda cfg: functools.partial(ModelDraft, GPTModel(cfg), GREEDY)
   other = tiny.gpt_config(V, layers=1, gated=True, biases=False, num_positions=None)
   texts = [[token for token in text if token] for text in oracle()]
   return {
     "target": lambda: (of_model(TARGET), target_params()),
     "near": lambda: (of_model(TARGET), tiny.near(target_params(), 1, 0.2)),
     "random": lambda: (of_model(other), tiny.params(other, 2)),
-    "bigram": lambda: (functools.partial(ngram_draft, 2, V, GREEDY), fit_ngrams(texts, V)),
-    "copy": lambda: (functools.partial(copy_draft, V), ()),
+    "bigram": lambda: (functools.partial(NgramDraft, 2, V, GREEDY), fit_ngrams(texts, V)),
+    "copy": lambda: (functools.partial(CopyDraft, V), ()),
   }[name]()
 
 
@@ -288,15 +321,15 @@ def texts_of(out):
 def speculate(name, rows=slice(0, 4), gamma=3):
   make, params = draft(name)
   return speculative_decode(
-    *(gpt_model(TARGET), make(gamma), target_params(), params, prompts()[rows], KEYS[rows]),
+    *(GPTModel(TARGET), make(chain(gamma)), target_params(), params, prompts()[rows], KEYS[rows]),
     max_new_tokens=LIMIT,
-    sampling=GREEDY,
+    rule=TokenRule(GREEDY),
     eos_id=eos(),
   )
 
 
 def test_plain_decoding_equals_the_oracle():
-  model, common = gpt_model(TARGET), dict(max_new_tokens=LIMIT, sampling=GREEDY, eos_id=eos())
+  model, common = GPTModel(TARGET), dict(max_new_tokens=LIMIT, sampling=GREEDY, eos_id=eos())
   out = autoregressive_decode(model, target_params(), prompts(), KEYS, **common)
   assert texts_of(out) == oracle()
   assert len({tuple(text) for text in oracle()}) == 4
@@ -322,12 +355,12 @@ def test_a_row_alone_equals_the_oracle(name):
 def test_samples_have_the_targets_joint_distribution():
   """2,000 texts after each of two prompts, one of them empty; the other's must be caught."""
   n, two = 2000, prompts()[:2]
-  make = model_draft(gpt_model(TARGET), Sampling(), 2)
+  draft = ModelDraft(GPTModel(TARGET), Sampling(), chain(2))
   out = speculative_decode(
-    *(gpt_model(TARGET), make, target_params(), tiny.near(target_params(), 1, 0.5)),
+    *(GPTModel(TARGET), draft, target_params(), tiny.near(target_params(), 1, 0.5)),
     *(np.tile(two, (n, 1)), jax.random.split(jax.random.key(1), 2 * n)),
     max_new_tokens=2,
-    sampling=Sampling(),
+    rule=TokenRule(Sampling()),
     eos_id=-1,
   )
   assert (np.asarray(out.rounds.num_accepted)[0] < 2).any()

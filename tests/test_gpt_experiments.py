@@ -1,6 +1,5 @@
 """Experiments take decoder-only models as T5s: prompts ragged or empty, faults planted."""
 
-import functools
 import json
 
 import gin
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_pair
 
 from specdec_jax import records, run
@@ -17,7 +17,7 @@ from specdec_jax.experiments.decode import decode
 from specdec_jax.experiments.measure import measure
 from specdec_jax.experiments.speed import acceptance_rate, row_keys
 from specdec_jax.experiments.speedup import decode_examples
-from specdec_jax.models.simulated import simulated_acceptance
+from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.sampling import Sampling
 
 GREEDY, RANDOM = Sampling(temperature=0.0), Sampling()
@@ -56,18 +56,18 @@ def test_the_checker_passes_what_is_exact(capsys):
   assert "240 outputs, first 4 tokens" in said
 
 
-def mixes_rows(model, params, cache, tokens):
+def mixes_rows(model, params, cache, tokens, tree, first):
   """Verification reads each row's prompt from the row before it."""
   verifies = tokens.shape[1] == GAMMA + 1
   layers = jax.tree.map(lambda x: jnp.roll(x, verifies, axis=0), cache.layers)
-  return model.extend(params, cache.replace(layers=layers), tokens)
+  return model.extend(params, cache.replace(layers=layers), tokens, tree, first)
 
 
 def test_the_checker_fails_rows_that_read_their_neighbours_prompts(capsys):
   pair = tiny_pair.gpt_pair()
-  extend = functools.partial(mixes_rows, pair.target)
+  target = tiny.ChangedModel(pair.target, mixes_rows)
   with pytest.raises(SystemExit):
-    check(pair._replace(target=pair.target._replace(extend=extend)), [GREEDY, RANDOM], [4])
+    check(pair._replace(target=target), [GREEDY, RANDOM], [4])
   lines = capsys.readouterr().out.split("\n")
   verdict = {line[5:].split(":")[0]: line[:4] for line in lines if "batch 4" in line}
   assert verdict == {
@@ -83,7 +83,7 @@ def test_the_checker_fails_rows_that_read_their_neighbours_prompts(capsys):
 def test_simulated_acceptance_is_as_asked_after_ragged_prompts():
   """16 texts of 60 tokens: within 5 standard errors, and the EOS guessed now and then."""
   alpha, pair = 0.6, tiny_pair.gpt_pair("random")
-  pair = pair._replace(target=simulated_acceptance(pair.target, alpha, pair.vocabulary.eos_id))
+  pair = pair._replace(target=SimulatedModel(pair.target, alpha, pair.vocabulary.eos_id))
   prompt = pair.prompt([*TEXTS[:3], *"abcdefghiklmn"])
   assert len(np.unique((np.asarray(prompt) > 0).sum(axis=1))) > 2
   out = jax.device_get(pair.decoder(RANDOM, 3)(prompt, row_keys(0, 0, 16), max_new_tokens=60))

@@ -10,14 +10,16 @@ import pytest
 import tiny
 
 from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
-from specdec_jax.drafts.model import model_draft
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.t5 import T5Model
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 V = 24
 CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
-TARGET = t5_model(CONFIG)
+TARGET = T5Model(CONFIG)
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 LIMIT = 12
 BOTH = pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "sampling"])
@@ -42,13 +44,13 @@ def speculate(prompt, sampling=GREEDY, draft=None, target=TARGET, gamma=3, **set
   return jax.device_get(
     speculative_decode(
       target,
-      draft or model_draft(TARGET, sampling, gamma),
+      draft or ModelDraft(TARGET, sampling, chain(gamma)),
       settings.pop("params", params()),
       settings.pop("draft_params", draft_params()),
       prompt,
       settings.pop("rng", keys(len(prompt))),
       max_new_tokens=LIMIT,
-      sampling=sampling,
+      rule=TokenRule(sampling),
       **settings,
     )
   )
@@ -94,7 +96,7 @@ def test_padding_of_the_source_changes_nothing(sampling):
 
 def test_a_draft_that_proposes_padding_changes_nothing():
   sources = tiny.sources(CONFIG, 0, 4)
-  silent = tiny.scripted_draft(3, V)
+  silent = tiny.ScriptedDraft(chain(3))
   got = speculate(sources, draft=silent, draft_params=np.zeros((4, 1), np.int32))
   np.testing.assert_array_equal(got.tokens, plain(sources).tokens)
 
@@ -105,9 +107,9 @@ def test_padded_rows_of_the_vocabulary_are_never_sampled():
   padded = tiny.params(config, 12)
   kernel = padded["decoder"]["logits_dense"]["kernel"]
   padded["decoder"]["logits_dense"]["kernel"] = kernel.at[:, V:].multiply(100.0)
-  model = t5_model(config)
+  model = T5Model(config)
   for sampling in (GREEDY, Sampling(5.0)):
-    draft = model_draft(model, sampling, 3)
+    draft = ModelDraft(model, sampling, chain(3))
     got = speculate(
       tiny.sources(config, 0, 16),
       sampling,
@@ -123,8 +125,8 @@ def test_padded_rows_of_the_vocabulary_are_never_sampled():
 def test_models_of_different_dtypes_decode_together(target_dtype, draft_dtype):
   sources = tiny.sources(CONFIG, 0, 4)
   config = lambda dtype: dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype))
-  target, draft = t5_model(config(target_dtype)), t5_model(config(draft_dtype))
-  got = speculate(sources, draft=model_draft(draft, GREEDY, 3), target=target)
+  target, draft = T5Model(config(target_dtype)), T5Model(config(draft_dtype))
+  got = speculate(sources, draft=ModelDraft(draft, GREEDY, chain(3)), target=target)
   assert (got.not_finite == -1).all()
   if target_dtype == "f4":  # bfloat16 may tie
     np.testing.assert_array_equal(got.tokens, plain(sources).tokens)
@@ -136,13 +138,13 @@ def test_models_of_different_dtypes_decode_together(target_dtype, draft_dtype):
 def breaking(position: int, row: int, value: float):
   """The target, whose logits before token `position` of `row` hold `value` once."""
 
-  def extend(params, cache, tokens):
+  def breaks(model, params, cache, tokens, tree, first):
     at = cache.length[:, None] + jnp.arange(tokens.shape[1])  # tokens before it, less the first
-    logits, cache = TARGET.extend(params, cache, tokens)
+    logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
     here = (at == position) & (jnp.arange(len(tokens)) == row)[:, None]
-    return logits.at[..., 5].set(jnp.where(here, value, logits[..., 5])), cache
+    return logits.at[..., 5].set(jnp.where(here, value, logits[..., 5])), hidden, cache
 
-  return TARGET._replace(extend=extend)
+  return tiny.ChangedModel(TARGET, breaks)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

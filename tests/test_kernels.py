@@ -16,7 +16,7 @@ import tiny
 from specdec_jax.checkpoints.folder import open_folder, save_model
 from specdec_jax.kernels import skinny
 from specdec_jax.models.families import for_decoding
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.t5 import T5Model
 
 compiled = pytest.mark.skipif(
   not skinny.ready(), reason="needs a C++ compiler and a CPU, one device"
@@ -105,8 +105,8 @@ def test_a_model_with_it_says_the_same(vocab_size):
   tokens = jnp.asarray([[0, 5, 7, 9, 11]])
 
   def logits(kernels, params):
-    model = t5_model(dataclasses.replace(config, kernels=kernels))
-    cache = model.start(params, jnp.asarray([[3, 4, 5, 1]]), 8)
+    model = T5Model(dataclasses.replace(config, kernels=kernels))
+    _, cache = model.prefill(params, jnp.asarray([[3, 4, 5, 1]]), 8)
     return model.extend(params, cache, tokens)[0]
 
   got = logits("skinny", tiny.packed(params))

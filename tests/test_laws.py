@@ -1,17 +1,19 @@
 """Guesses, acceptance and next tokens of exact rounds pass; 1% too much acceptance does not."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_pair
 from flax import struct
 from jax import Array
-from test_exactness import judge_with
+from test_exactness import JudgedBy, bonus_of_the_guess_before, forgetful, judge_with
 
-from specdec_jax import decoding
-from specdec_jax.drafts.copy import copy_draft
-from specdec_jax.drafts.model import model_draft
+from specdec_jax.drafts.copy import CopyDraft
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.experiments import laws
 from specdec_jax.experiments.drift import (
   Drift,
@@ -22,8 +24,9 @@ from specdec_jax.experiments.drift import (
   of_acceptance,
 )
 from specdec_jax.experiments.speed import row_keys
-from specdec_jax.protocols import Draft, Model
-from specdec_jax.sampling import Sampling, distribution
+from specdec_jax.protocols import Proposal
+from specdec_jax.rules.tokens import TokenRule
+from specdec_jax.sampling import Sampling
 
 V, GAMMA, EOS = 24, 2, 1
 LEVEL = 1e-6  # of each comparison: a correct program fails it this often
@@ -38,23 +41,30 @@ class TableCache:
   length: Array
 
 
-def _read(table, cache, tokens):
-  return table[tokens], cache.replace(length=cache.length + tokens.shape[1])
+@dataclasses.dataclass(frozen=True)
+class TableModel:
+  """Its parameters are logits [V, V]."""
+
+  vocab_size: int = V
+  eos_id: int = EOS
+
+  def prompt_tokens(self, prompt):
+    return jnp.zeros((len(prompt), 1), jnp.int32), jnp.ones(len(prompt), jnp.int32)
+
+  def prefill(self, params, prompt, num_slots):
+    return jnp.zeros((len(prompt), 1, 0)), TableCache(jnp.zeros(len(prompt), jnp.int32))
+
+  def extend(self, params, cache, tokens, tree=None, first=0):
+    return params[tokens], jnp.zeros((*tokens.shape, 0)), cache
+
+  def commit(self, cache, length, tree=None, path=None):
+    return TableCache(length)
 
 
-TABLE = Model(  # its parameters are logits [V, V]
-  begin=lambda prompt: (jnp.zeros((len(prompt), 1), jnp.int32), jnp.ones(len(prompt), jnp.int32)),
-  start=lambda table, prompt, num_slots: TableCache(jnp.zeros(len(prompt), jnp.int32)),
-  extend=_read,
-  vocab_size=V,
-  eos_id=EOS,
-)
-
-
-def table_pair(noise: float, ends: bool = False, change=lambda *proposal: proposal):
+def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposal):
   """A draft `noise` away from its target, which nothing is compiled for yet.
 
-  `change`: (guesses, q, state) -> the same.
+  `change`: proposal -> proposal.
   """
   rng = np.random.default_rng(0)
   table = rng.normal(size=(V, V)).astype(np.float32)
@@ -62,17 +72,17 @@ def table_pair(noise: float, ends: bool = False, change=lambda *proposal: propos
   if not ends:
     table[:, EOS] = near[:, EOS] = -1e9
 
-  def draft(sampling, gamma):
-    good = model_draft(TABLE, sampling, gamma)
-    return Draft(good.start, lambda *args: change(*good.propose(*args)), gamma)
+  def draft(sampling, tree):
+    good = ModelDraft(TableModel(), sampling, tree)
+    return tiny.ChangedDraft(good, lambda params, proposal: change(proposal))
 
   return tiny_pair.pair()._replace(
-    target=TABLE, target_params=jnp.asarray(table), draft=draft, draft_params=jnp.asarray(near)
+    target=TableModel(), target_params=jnp.asarray(table), draft=draft, draft_params=near
   )
 
 
-def judged(pair, sampling=COLD, num_guesses=30_000, rows=512, limit=64) -> Judged:
-  decode = laws.recorded(pair, sampling, GAMMA)
+def judged(pair, sampling=COLD, num_guesses=30_000, rule=TokenRule, rows=512, limit=64) -> Judged:
+  decode = laws.recorded(pair, sampling, GAMMA, rule)
   return laws.judge_rounds(
     *(pair, tiny_pair.SENTENCES, sampling, decode, num_guesses, limit), seed=0, batch_size=rows
   )
@@ -99,7 +109,7 @@ def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
 
 
 def test_exact_rounds_of_a_draft_without_chance_pass():
-  pair = table_pair(0)._replace(draft=lambda sampling, gamma: copy_draft(V, gamma))
+  pair = table_pair(0)._replace(draft=lambda sampling, tree: CopyDraft(V, tree))
   found = judged(pair._replace(draft_params=()))
   assert 0 < found.accepted.mean() < 0.5 and found.guess_variance.max() == 0
   assert all(p > LEVEL for p in lowest(found).values())
@@ -119,7 +129,7 @@ def test_each_token_is_scored_by_the_laws_of_its_own_round():
   rows = []
   for row in range(40):
     newest = 0
-    for guesses, n, token, emitted in zip(*(np.asarray(x)[:, row] for x in result.rounds)):
+    for guesses, n, token, emitted in zip(*(np.asarray(x)[:, row] for x in result.rounds[:4])):
       for i in range(emitted):
         law, of_guess = p[newest], q[newest] if i < GAMMA else np.zeros(V)
         x = guesses[i] if i < GAMMA else -1
@@ -150,39 +160,29 @@ ACCEPTANCE = {
 
 
 @pytest.mark.parametrize("fault", ACCEPTANCE)
-def test_a_bias_of_1_percent_in_acceptance_is_found(monkeypatch, fault):
-  monkeypatch.setattr(decoding, "speculative_sample", judge_with(ACCEPTANCE[fault]))
-  found = judged(table_pair(noise=0.06), num_guesses=120_000).at(*range(GAMMA))
+def test_a_bias_of_1_percent_in_acceptance_is_found(fault):
+  rule = lambda sampling: JudgedBy(sampling, judge_with(ACCEPTANCE[fault]))
+  found = judged(table_pair(noise=0.06), num_guesses=120_000, rule=rule).at(*range(GAMMA))
   assert detectable_bias(found, LEVEL) < 0.01
   assert of_acceptance(found).p_value < LEVEL
 
 
-def bonus_of_the_guess_before(rng, x, q, p, lenience=1.0):
-  """The bonus token is drawn from the last guess's distribution, not from the one after it."""
-  return judge_with()(rng, x, q, p.at[:, -1].set(p[:, -2]))
-
-
-@pytest.mark.parametrize(
-  "fault", [judge_with(residual=lambda p, q: p), bonus_of_the_guess_before]
-)
-def test_faults_of_the_next_token_are_found(monkeypatch, fault):
-  monkeypatch.setattr(decoding, "speculative_sample", fault)
-  found = lowest(judged(table_pair(noise=0.5)))
+@pytest.mark.parametrize("fault", [judge_with(residual=lambda p, q: p), bonus_of_the_guess_before])
+def test_faults_of_the_next_token_are_found(fault):
+  found = lowest(judged(table_pair(0.5), rule=lambda sampling: JudgedBy(sampling, fault)))
   assert found["next tokens"] < LEVEL < min(found["all acceptance"], found["guesses"])
 
 
 def test_a_draft_whose_q_forgets_the_temperature_is_found():
-  forget = lambda x, q, state: (x, distribution(0.7 * jnp.log(q), Sampling()), state)
-  found = lowest(judged(table_pair(noise=0.5, change=forget)))
+  found = lowest(judged(table_pair(0.5, change=lambda proposal: forgetful(proposal, 0.7))))
   assert found["guesses"] < LEVEL < min(found["all acceptance"], found["next tokens"])
 
 
-def test_a_loop_that_judges_by_another_q_than_reported_is_found(monkeypatch):
-  def forgets(rng, x, q, p, lenience=1.0):
-    return judge_with()(rng, x, distribution(0.7 * jnp.log(q), Sampling()), p)
+def test_a_loop_that_judges_by_another_q_than_reported_is_found():
+  def forgets(rng, x, q, p):
+    return judge_with()(rng, x, forgetful(Proposal(x, q), 0.7).q, p)
 
-  monkeypatch.setattr(decoding, "speculative_sample", forgets)
-  found = lowest(judged(table_pair(noise=0.5)))
+  found = lowest(judged(table_pair(0.5), rule=lambda sampling: JudgedBy(sampling, forgets)))
   assert found["acceptance"] < LEVEL < found["guesses"]
 
 

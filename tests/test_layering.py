@@ -24,8 +24,9 @@ LAYERS = {
   "writing": set(),
   "memory": JAX,
   "sampling": JAX,
+  "trees": JAX,
   "protocols": JAX,
-  "speculative": JAX,
+  "rules": JAX,
   "theory": JAX,
   "decoding": FLAX,
   "adaptive": JAX,
@@ -53,8 +54,8 @@ ONLY = {
   "run": {"errors", "version"},
 }
 
-CORE = ("xla_flags", "errors", "version", "memory", "writing", "sampling", "protocols")
-CORE += ("speculative", "theory", "decoding", "adaptive", "kernels", "models", "drafts")
+CORE = ("xla_flags", "errors", "version", "memory", "writing", "sampling", "trees")
+CORE += ("protocols", "rules", "theory", "decoding", "adaptive", "kernels", "models", "drafts")
 
 
 def imports(source: str) -> set[str]:
@@ -104,9 +105,11 @@ def test_imports_point_down(path):
   "layer, source",
   [
     ("decoding", "from specdec_jax.experiments import alpha"),
-    ("decoding", "from specdec_jax.models.t5 import t5_model"),
+    ("decoding", "from specdec_jax.models.t5 import T5Model"),
     ("decoding", "from specdec_jax import models"),
     ("decoding", "def f():\n  import tensorflow as tf"),
+    ("rules", "from specdec_jax.decoding import one_round"),
+    ("protocols", "from specdec_jax.rules.tokens import TokenRule"),
     ("sampling", "import flax.linen as nn"),
     ("models", "import gin"),
     ("experiments", "import gin.tf"),
@@ -130,7 +133,7 @@ def test_core_runs_without_tensorflow_seqio_or_gin():
   absent = ("tensorflow", "tensorflow_datasets", "seqio", "gin", "t5x", "sentencepiece")
   absent += ("matplotlib", "sacrebleu")
   core = ["specdec_jax", *(f"specdec_jax.{layer}" for layer in CORE)]
-  for folder in ("kernels", "models", "drafts"):
+  for folder in ("rules", "kernels", "models", "drafts"):
     core += [f"specdec_jax.{folder}.{path.stem}" for path in (PACKAGE / folder).glob("[a-z]*.py")]
   code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "\n".join(
     f"import {module}" for module in core

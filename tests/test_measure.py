@@ -13,8 +13,8 @@ import tiny_pair
 from specdec_jax import records, theory
 from specdec_jax.checkpoints.folder import load_model
 from specdec_jax.decoding import autoregressive_decode
-from specdec_jax.drafts.copy import copy_draft
-from specdec_jax.drafts.model import model_draft
+from specdec_jax.drafts.copy import CopyDraft
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.experiments import costs as costing
 from specdec_jax.experiments import measure as measuring
@@ -50,11 +50,12 @@ from specdec_jax.experiments.speed import (
   row_keys,
 )
 from specdec_jax.models.families import for_decoding
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import random_pair
 from specdec_jax.protocols import Decoded, Rounds, Verdict
 from specdec_jax.reporting.table import BUDGET_LEGEND, budget_table, speed_table
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
@@ -109,7 +110,7 @@ def test_beta_is_the_sum_of_the_smaller_probabilities(draft, sampling):
 
 
 def logits_and_q(pair, prompt, tokens, sampling):
-  draft = pair.draft(sampling, 1)
+  draft = pair.draft(sampling, chain(1))
   q = draft_probs(pair.target, draft, pair.draft_params, prompt, tokens)
   return teacher_forced_logits(pair.target, pair.target_params, prompt, tokens), q
 
@@ -338,7 +339,7 @@ def test_costs_are_of_real_rounds(monkeypatch):
   assert (costs.target_start, costs.draft_start, costs.target_step) == (0, 1, 1 / CHAIN)
   rounds = ends[2:8]
   assert [int(state.num_rounds) for state in rounds] == [0, CHAIN] * 3
-  emitted = [state.length - state.begins for state in rounds[1::2]]
+  emitted = [state.length - state.prompt_length for state in rounds[1::2]]
   assert (emitted[0] == CHAIN).all()
   # The target as its own draft is never refused.
   assert (emitted[2] == CHAIN * 4).all()
@@ -346,7 +347,7 @@ def test_costs_are_of_real_rounds(monkeypatch):
 
 def test_calls_are_in_the_order_that_costs_are_made_of():
   pair = tiny_pair.pair()
-  drafts = [pair.draft(GREEDY, gamma) for gamma in (1, 3)]
+  drafts = [pair.draft(GREEDY, chain(gamma)) for gamma in (1, 3)]
   calls = round_calls(pair, drafts, pair.prompt(TEXTS[:1]), GREEDY, LIMIT)
   ends = [jax.eval_shape(call) for call in calls]
   gammas = [state.rounds.guesses.shape[-1] for state in ends[:10]]
@@ -378,12 +379,12 @@ def pair_of(target_layers, draft_layers, kernels="xla"):
     cfg = tiny.config(vocab_size=512, layers=layers, emb_dim=128, mlp_dim=256)
     cfg, params = for_decoding(cfg, tiny_pair.random_params(cfg, 0))
     params = params if kernels == "xla" else tiny.packed(params)
-    models += [t5_model(dataclasses.replace(cfg, kernels=kernels)), params]
+    models += [T5Model(dataclasses.replace(cfg, kernels=kernels)), params]
   target, target_params, model, draft_params = models
   return tiny_pair.pair()._replace(
     target=target,
     target_params=target_params,
-    draft=functools.partial(model_draft, model),
+    draft=functools.partial(ModelDraft, model),
     draft_params=draft_params,
   )
 
@@ -405,7 +406,7 @@ def test_operations_are_those_counted_by_hand(kernels):
 
 
 def test_a_draft_that_looks_up_has_no_products():
-  pair = pair_of(4, 1)._replace(draft=lambda sampling, gamma: copy_draft(512, gamma, 3))
+  pair = pair_of(4, 1)._replace(draft=lambda sampling, tree: CopyDraft(512, tree, 3))
   assert operations_ratio(pair, PROMPT, RANDOM) == 0
 
 
@@ -449,9 +450,10 @@ def measure_it(path, **changes):
 
 
 def not_measured(record):
-  """Fields that are empty, but for those of `experiments.peers` alone and of a checkout by git."""
+  """Fields that are empty, but for those of other experiments, of trees, and of git's checkouts."""
+  others = "speedup_low", "speedup_high", "tokens_per_round_low", "tokens_per_round_high"
   empty = [name for name, value in dataclasses.asdict(record).items() if value is None]
-  return [name for name in empty if name not in ("speedup_low", "speedup_high", "commit")]
+  return [name for name in empty if name not in (*others, "tree", "commit")]
 
 
 def test_a_record_has_every_field(results):

@@ -12,11 +12,14 @@ import tiny_pair
 
 from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
-from specdec_jax.drafts.ngram import fit_ngrams, load_ngrams, ngram_draft, save_ngrams
+from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams, load_ngrams, save_ngrams
 from specdec_jax.errors import InputError
 from specdec_jax.experiments.compare import compare_samples
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.t5 import T5Model
+from specdec_jax.protocols import Context
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, distribution
+from specdec_jax.trees import branching, chain
 
 V = 24
 LIMIT = 16
@@ -57,9 +60,10 @@ def propose(draft, ngrams, newest, seed=0):
   newest = jnp.asarray(newest, jnp.int32)
   tokens = jnp.stack([newest * 0, newest * 0 + 5, newest, newest * 0], axis=1)
   keys = jax.random.split(jax.random.key(seed), len(newest))
-  state = draft.start(ngrams, None, 4)
+  context = Context(None, tokens, newest * 0 + 3, None)
+  state = draft.start(ngrams, context, None)
   assert state == ()
-  guesses, q, state = jax.jit(draft.propose)(ngrams, state, tokens, newest * 0 + 3, keys)
+  (guesses, q), state = jax.jit(draft.propose)(ngrams, state, context, keys)
   assert state == ()
   return np.asarray(guesses), np.asarray(q)
 
@@ -93,7 +97,7 @@ def test_a_start_token_that_also_ends_texts_and_a_token_0():
 def test_a_vocabulary_of_32_thousand_takes_little_room():
   ngrams = fit_ngrams([[31_999, 7, 1]], 32_128)
   assert sum(x.nbytes for x in ngrams) < 40e6
-  guesses, _ = propose(ngram_draft(2, 32_128, GREEDY, 2), ngrams, [0, 31_999])
+  guesses, _ = propose(NgramDraft(2, 32_128, GREEDY, chain(2)), ngrams, [0, 31_999])
   assert guesses.tolist() == [[31_999, 7], [7, 1]]
 
 
@@ -105,7 +109,8 @@ def test_a_vocabulary_of_32_thousand_takes_little_room():
 )
 def test_q_is_the_adjusted_distribution_of_the_counts(order, sampling):
   """After every token, those never seen among them, and after each guess."""
-  guesses, q = propose(ngram_draft(order, V, sampling, 3), fit_ngrams(rows(), V, 4), range(V))
+  draft = NgramDraft(order, V, sampling, chain(3))
+  guesses, q = propose(draft, fit_ngrams(rows(), V, 4), range(V))
   before = np.concatenate([np.arange(V)[:, None], guesses[:, :-1]], axis=1)
   want = np.stack([[weights(order, newest, kept=4) for newest in row] for row in before])
   with np.errstate(divide="ignore"):
@@ -118,7 +123,7 @@ def test_q_is_the_adjusted_distribution_of_the_counts(order, sampling):
 def test_q_is_the_distribution_that_guesses_are_drawn_from(sampling):
   """20,000 pairs of guesses after one token, at tiny.LEVEL; q at temperature 1 must be caught."""
   ngrams, n = fit_ngrams(rows(), V), 20_000
-  guesses, q = propose(ngram_draft(2, V, sampling, 2), ngrams, [3] * n)
+  guesses, q = propose(NgramDraft(2, V, sampling, chain(2)), ngrams, [3] * n)
   second = np.zeros((V, V))
   second[guesses[:, 0]] = q[:, 1]
   joint = q[0, 0][:, None] * second
@@ -131,21 +136,23 @@ def test_q_is_the_distribution_that_guesses_are_drawn_from(sampling):
 
 
 def test_rows_do_not_depend_on_their_neighbours():
-  ngrams, propose_jitted = fit_ngrams(rows(), V), jax.jit(ngram_draft(2, V, Sampling(), 3).propose)
+  ngrams, draft = fit_ngrams(rows(), V), NgramDraft(2, V, Sampling(), chain(3))
   tokens = jnp.asarray([[0, 4, 0, 0], [0, 9, 5, 0], [0, 0, 0, 0]])
   length, keys = jnp.asarray([2, 3, 1]), jax.random.split(jax.random.key(3), 3)
-  whole = propose_jitted(ngrams, (), tokens, length, keys)
+  propose_jitted = jax.jit(draft.propose)
+  proposed = lambda *rows: propose_jitted(ngrams, (), Context(None, *rows[:2], None), rows[2])[0]
+  whole = proposed(tokens, length, keys)
   for row in range(3):
     of_row = slice(row, row + 1)
-    alone = propose_jitted(ngrams, (), tokens[of_row], length[of_row], keys[of_row])
-    np.testing.assert_array_equal(alone[0][0], whole[0][row])
-    np.testing.assert_allclose(alone[1][0], whole[1][row], atol=1e-7)
+    alone = proposed(tokens[of_row], length[of_row], keys[of_row])
+    np.testing.assert_array_equal(alone.tokens[0], whole.tokens[row])
+    np.testing.assert_allclose(alone.q[0], whole.q[row], atol=1e-7)
 
 
 # The output is the target's own.
 
 CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
-TARGET = t5_model(CONFIG)
+TARGET = T5Model(CONFIG)
 EOS = 16  # some texts of these weights end in it, some do not
 
 
@@ -163,10 +170,10 @@ def decoded():
 def speculate(order, gamma, rows, ngrams):
   params, prompts, *_ = decoded()
   return speculative_decode(
-    *(TARGET, ngram_draft(order, V, GREEDY, gamma), params, ngrams, prompts[rows]),
+    *(TARGET, NgramDraft(order, V, GREEDY, chain(gamma)), params, ngrams, prompts[rows]),
     jax.random.split(jax.random.key(1), len(prompts[rows])),
     max_new_tokens=LIMIT,
-    sampling=GREEDY,
+    rule=TokenRule(GREEDY),
     eos_id=EOS,
   )
 
@@ -201,7 +208,7 @@ def test_sampled_output_has_the_targets_joint_distribution(order):
   pair = tiny_pair.pair()
   size = len(pair.vocabulary)
   ngrams = fit_ngrams([pair.vocabulary.encode(text) for text in tiny_pair.SENTENCES], size)
-  draft = functools.partial(ngram_draft, order, size)
+  draft = functools.partial(NgramDraft, order, size)
   decode = pair._replace(draft=draft, draft_params=ngrams).decoder(Sampling(), 2)
   joint = compare_samples(
     pair, tiny_pair.SENTENCES[:4], Sampling(), decode, 4, 400, num_tokens=4, seed=0
@@ -268,9 +275,10 @@ def test_files_that_are_no_counts(tmp_path):
     (lambda: fit_ngrams([[3, 1, 0]], V), "padding"),
     (lambda: fit_ngrams([[0, 3, 1], [3, 1]], V), "padding"),
     (lambda: fit_ngrams([[3, 1]], V, 0), "num_successors is 0"),
-    (lambda: ngram_draft(3, V, GREEDY, 2), "order is 3"),
-    (lambda: ngram_draft(2, V, GREEDY, 0), "gamma is 0"),
-    (lambda: ngram_draft(2, V, GREEDY, 2).start(fit_ngrams([[3]], 9), None, 4), "of 9 tokens"),
+    (lambda: NgramDraft(3, V, GREEDY, chain(2)), "order is 3"),
+    (lambda: NgramDraft(2, V, GREEDY, chain(0)), "gamma is 0"),
+    (lambda: NgramDraft(2, V, GREEDY, branching(2)), "chains"),
+    (lambda: propose(NgramDraft(2, V, GREEDY, chain(2)), fit_ngrams([[3]], 9), [3]), "of 9 tokens"),
   ],
 )
 def test_bad_input(call, words):

@@ -26,8 +26,10 @@ from specdec_jax.models import config
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.pairs import load_pair, random_pair
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.run import main
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 
 def load(folder=None, **changes):
@@ -84,7 +86,7 @@ def test_any_vocabularys_eos_ends_the_prompt_of_a_random_pair(monkeypatch):
   monkeypatch.setitem(config._GPT_SIZES["gpt2"], "tiny", (8, 2, 4, 1, 16))
   pair = random_pair("tiny", "tiny", 0.5, "gpt2")
   texts = "A man is riding a horse.", "Two dogs."
-  _, lengths = pair.target.begin(pair.prompt(texts))
+  _, lengths = pair.target.prompt_tokens(pair.prompt(texts))
   assert lengths.tolist() == [len(pair.encode(text)) - 1 for text in texts]  # GPT-2 has no start
 
 
@@ -304,10 +306,10 @@ def test_random_pair_has_the_published_shapes_and_the_set_alpha(version, dtype):
   sampling, sources = Sampling(temperature=0.0), tiny_pair.SENTENCES[:8]
   keys = jax.random.split(jax.random.key(0), len(sources))
   decoded = speculative_decode(
-    *(pair.target, pair.draft(sampling, 1), pair.target_params, pair.draft_params),
+    *(pair.target, pair.draft(sampling, chain(1)), pair.target_params, pair.draft_params),
     *(pair.prompt(sources), keys),
     max_new_tokens=64,
-    sampling=sampling,
+    rule=TokenRule(sampling),
   )
   assert (decoded.lengths == 64).all() and (decoded.not_finite < 0).all()
   judged = decoded.rounds.num_accepted[decoded.rounds.num_emitted > 0]

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from specdec_jax.decoding import begin
-from specdec_jax.drafts.model import model_draft
+from specdec_jax import decoding
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import named_config, t5_config
 from specdec_jax.models.families import Config, for_decoding, init_params
-from specdec_jax.models.simulated import simulated_acceptance
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.models.t5 import T5Model
 from specdec_jax.partitioning import (
   REPLICATED,
   RULES,
@@ -29,6 +29,7 @@ from specdec_jax.partitioning import (
   state_shardings,
 )
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import branching, chain
 
 SCRIPT = pathlib.Path(__file__).resolve().with_name("partitioned.py")
 MESH = AbstractMesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
@@ -147,12 +148,14 @@ def test_heads_that_nothing_tells_are_cut_where_the_width_divides():
   assert "model" not in found["token_embedder/embedding"]
 
 
-def test_of_the_state_every_array_is_cut_by_rows_and_keys_by_heads():
+@pytest.mark.parametrize("tree", [chain(3), branching(2, 3)], ids=["chain", "tree"])
+def test_of_the_state_every_array_is_cut_by_rows_and_keys_by_heads(tree):
   config = t5_config("tiny")
-  target = simulated_acceptance(t5_model(config), 0.5)
-  draft = model_draft(t5_model(config), Sampling(), 3)
+  model = T5Model(config)
+  target = SimulatedModel(model, 0.5, eos_id=model.eos_id)
+  draft = ModelDraft(model, Sampling(), tree)
   params, prompt = shapes(config), jax.ShapeDtypeStruct((8, 7), jnp.int32)
-  state = jax.eval_shape(lambda p, x: begin(target, draft, p, p, x, 5), params, prompt)
+  state = jax.eval_shape(lambda p, x: decoding.start(target, draft, p, p, x, 5), params, prompt)
   rows = {8: "data", config.num_heads: "model"}
   found, arrays = specs(state_shardings(state, MESH)), jax.tree.leaves(state)
   for (name, spec), array in zip(found.items(), arrays, strict=True):

@@ -2,9 +2,10 @@
 
 Distributions here have zeros, ties, one point, disjoint supports and tiny probabilities, in
 float32 and bfloat16. What is emitted is enumerated exactly from the same residual that
-`speculative_sample` draws from, and the accept decisions are those of their uniforms.
+`verify` draws from, and the accept decisions are those of their uniforms.
 """
 
+import functools
 import itertools
 
 import jax
@@ -14,13 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_jax.sampling import Sampling, distribution
-from specdec_jax.speculative import (
-  accept_near_argmax,
+from specdec_jax.protocols import Proposal
+from specdec_jax.rules.tokens import (
+  TokenRule,
   emitted_distribution,
+  near_argmax,
   residual,
-  speculative_sample,
+  verify,
 )
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 V = 4
 LENIENCES = (1.0, 0.7, 0.3, 0.05)
@@ -93,14 +97,15 @@ def test_verdicts_follow_their_uniforms(pq, lenience, seed):
   n = 64
   drawable = np.flatnonzero(q[0] > 0)
   x = np.random.default_rng(seed).choice(drawable, (n, 1))
-  key = jax.random.key(seed)
+  keys = jax.random.split(jax.random.key(seed), n)
   targets = np.broadcast_to(np.stack([p[0], p[0]]), (n, 2, V))
-  verdict = speculative_sample(key, x, np.broadcast_to(q[0], (n, 1, V)), targets, lenience)
-  accepted, next_token = map(np.asarray, verdict)
+  proposal = Proposal(x, np.broadcast_to(q[0], (n, 1, V)))
+  verdict = verify(keys, chain(1), proposal, targets, lenience)
+  accepted, next_token = map(np.asarray, verdict[:2])
   assert ((0 <= accepted) & (accepted <= 1)).all()
   assert ((0 <= next_token) & (next_token < V)).all()
-  keys = jax.vmap(lambda k: jax.random.split(k)[0])(jax.random.split(key, n))
-  u = np.asarray(jax.vmap(lambda k: jax.random.uniform(k, (1,)))(keys))[:, 0]
+  of_judgement = jax.vmap(lambda key: jax.random.split(key)[0])(keys)
+  u = np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (1,)))(of_judgement))[:, 0]
   of_x = lambda probs: probs[0][x[:, 0]]
   assert (accepted == (u * np.float32(lenience) * of_x(q) < of_x(p))).all()
   assert not accepted[of_x(p) == 0].any()
@@ -154,11 +159,21 @@ def test_rounds_of_several_guesses_enumerate_to_the_target(gamma, data):
   st.sampled_from(LENIENCES),
 )
 def test_lenient_argmax_takes_a_guess_near_the_best(logits, guess, lenience):
+  """And where it does not, or for the token after it, the best: the first of those that tie."""
   logits = np.asarray(logits, np.float32)
-  p = distribution(logits, Sampling(temperature=0.0))
-  got = np.asarray(accept_near_argmax(p, logits, jnp.asarray(guess), lenience))
   gap = float(logits.max()) - float(logits[guess])
   if abs(gap + np.log(lenience)) < 1e-4 and lenience < 1:
     return  # on the threshold, where rounding decides
   near = np.exp(-gap) >= lenience
-  np.testing.assert_array_equal(got, np.eye(V)[guess] if near else np.asarray(p))
+  assert near_argmax(logits, jnp.asarray(guess), lenience) == near
+  verdict = greedy_verdict(TokenRule(Sampling(temperature=0.0), lenience), logits, guess)
+  stands = near if lenience < 1 else guess == logits.argmax()
+  assert [x.item() for x in verdict[:2]] == [stands, logits.argmax()]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def greedy_verdict(rule, logits, guess):
+  """On one guess, when these are the logits there and after it."""
+  keys = jax.random.split(jax.random.key(0), 1)
+  proposal = Proposal(jnp.asarray(guess).reshape(1, 1))
+  return rule.accept(keys, chain(1), proposal, jnp.stack([logits, logits])[None])

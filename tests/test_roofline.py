@@ -13,11 +13,11 @@ from jax import lax
 from test_html import parsed
 from test_reporting import RECORD, rendered
 
-from specdec_jax.drafts.copy import copy_draft
+from specdec_jax.drafts.copy import CopyDraft
 from specdec_jax.experiments import roofline
 from specdec_jax.experiments.roofline import memory_bandwidth, read_bytes, step_bytes
 from specdec_jax.models.families import for_decoding, init_params
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.t5 import T5Model
 from specdec_jax.reporting import table
 from specdec_jax.sampling import Sampling
 
@@ -69,9 +69,9 @@ def test_a_decoder_reads_what_is_counted_by_hand(fused, tied, block):
   params = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
   if fused:
     cfg, params = for_decoding(cfg, jax.tree.map(lambda x: jnp.zeros(x.shape), params))
-  model = t5_model(cfg)
+  model = T5Model(cfg)
   source = jnp.ones((1, SOURCE), jnp.int32)
-  cache = jax.eval_shape(lambda params: model.start(params, source, SLOTS), params)
+  cache = jax.eval_shape(lambda params: model.prefill(params, source, SLOTS)[1], params)
   tokens = jnp.ones((1, block), jnp.int32)
   got = read_bytes(model.extend, params, cache, tokens)
   assert got == by_hand(cfg, tied and not fused, block)
@@ -94,7 +94,7 @@ def test_steps_of_a_pair_whose_draft_is_its_target():
 def test_a_draft_that_copies_reads_next_to_nothing():
   pair = tiny_pair.pair()
   size = pair.target.vocab_size
-  copying = pair._replace(draft=lambda sampling, gamma: copy_draft(size, gamma), draft_params=())
+  copying = pair._replace(draft=lambda sampling, tree: CopyDraft(size, tree), draft_params=())
   prompt = pair.prompt(tiny_pair.SENTENCES[:1])
   tokens = prompt.size + 1 + LIMIT + GAMMA + 1
   got = step_bytes(copying, GAMMA, prompt, GREEDY, LIMIT)

@@ -6,6 +6,7 @@ broken variants that it must catch; sample sizes and detectable effects stand wi
 levels in tiny.py.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -16,17 +17,18 @@ import pytest
 import tiny
 
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
-from specdec_jax.drafts.model import model_draft
-from specdec_jax.models.t5 import t5_model
-from specdec_jax.protocols import Draft
+from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.models.t5 import T5Model
+from specdec_jax.protocols import Proposal
+from specdec_jax.rules.tokens import TokenRule, emitted_distribution, residual, verify
 from specdec_jax.sampling import Sampling, distribution
-from specdec_jax.speculative import emitted_distribution, residual, speculative_sample
+from specdec_jax.trees import chain
 
 # One round on tables. V tokens; the text is a Markov chain, so p and q depend on the text so far.
 V = 5
 
 
-def chain(seed, zeros=False):
+def markov(seed, zeros=False):
   """Rows of transition probabilities [V, V], some of them 0 if asked."""
   rng = np.random.default_rng(seed)
   table = rng.dirichlet(np.full(V, 0.8), V)
@@ -42,9 +44,16 @@ def draw(table, rows, u):
   return np.minimum(found, V - 1)
 
 
+@functools.partial(jax.jit, static_argnames="lenience")
+def judged(key, x, q, p, lenience=1.0):
+  """The rule's verdict on guesses x [B, G] from q [B, G, V], with p [B, G + 1, V]."""
+  keys = jax.random.split(key, len(x)) if key.ndim == 0 else key
+  return verify(keys, chain(x.shape[1]), Proposal(x, q), p, lenience)
+
+
 def library(rng, drafted_with, x, q, p):
-  seed = jax.random.key(int(rng.integers(1 << 30)))
-  return [np.asarray(a) for a in jax.jit(speculative_sample)(seed, x, q, p)]
+  n, next_token, _ = judged(jax.random.key(int(rng.integers(1 << 30))), x, q, p)
+  return np.asarray(n), np.asarray(next_token)
 
 
 def by_hand(rng, drafted_with, x, q, p, fault=None):
@@ -112,7 +121,7 @@ def joint_of_chain(target, length):
 def test_a_round_emits_the_targets_distribution(gamma, zeros):
   # 100,000 texts in at most 5^4 = 625 outcomes, level 1e-6: finds effects w >= 0.07.
   n = 100_000
-  target, draft = chain(1, zeros), chain(2, zeros)
+  target, draft = markov(1, zeros), markov(2, zeros)
   exact = joint_of_chain(target, gamma + 1)
   assert tiny.p_value(joint_of_round(library, target, draft, gamma, n), exact) > tiny.LEVEL
   assert tiny.detectable(n, exact) < 0.07
@@ -142,7 +151,7 @@ NEED_TWO_GUESSES = ("residual of the position before", "accepted guesses counted
   ],
 )
 def test_that_comparison_catches_broken_rounds(gamma, fault):
-  target, draft = chain(1), chain(2)
+  target, draft = markov(1), markov(2)
   broken = functools.partial(by_hand, fault=fault)
   counts = joint_of_round(broken, target, draft, gamma, 100_000)
   assert tiny.p_value(counts, joint_of_chain(target, gamma + 1)) < tiny.CAUGHT
@@ -151,7 +160,7 @@ def test_that_comparison_catches_broken_rounds(gamma, fault):
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 def test_that_comparison_passes_the_round_without_its_faults(gamma):
   """What is caught above is the fault, not the way it is written here."""
-  target, draft = chain(1), chain(2)
+  target, draft = markov(1), markov(2)
   counts = joint_of_round(by_hand, target, draft, gamma, 100_000)
   assert tiny.p_value(counts, joint_of_chain(target, gamma + 1)) > tiny.LEVEL
 
@@ -193,7 +202,7 @@ def test_verdicts_on_fixed_guesses_follow_their_exact_probabilities(gamma, lenie
   p, q = rng.dirichlet(np.ones(V), gamma + 1), rng.dirichlet(np.ones(V), gamma)
   x = (q / p[:gamma]).argmax(axis=1)  # guesses that the draft overrates, so that every n occurs
   exact = verdict_probabilities(x, q, p, lenience)
-  verdict = speculative_sample(jax.random.key(0), *repeated(n, x, q, p), lenience)
+  verdict = judged(jax.random.key(0), *repeated(n, x, q, p), lenience)
   counts = np.zeros((gamma + 1, V))
   np.add.at(counts, (np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)), 1)
   assert tiny.p_value(counts, exact) > tiny.LEVEL
@@ -218,7 +227,7 @@ def test_lenience_bounds_what_grows(lenience):
   args = repeated(n, q[None], np.stack([p, p]))
   rates = []
   for at in (1.0, lenience):
-    verdict = speculative_sample(jax.random.key(1), x[:, None], *args, lenience=at)
+    verdict = judged(jax.random.key(1), x[:, None], *args, lenience=at)
     first = np.where(verdict.num_accepted == 1, x, verdict.next_token)
     share = np.bincount(first, minlength=V) / n
     assert tiny.p_value(share * n, emitted_first(q, p, at)) > tiny.LEVEL
@@ -235,7 +244,7 @@ def test_same_distribution_always_accepts():
   n = 100_000
   p = np.random.default_rng(0).dirichlet(np.ones(V), 4)
   x = np.stack([np.random.default_rng(i).choice(V, n, p=p[i]) for i in range(3)], axis=1)
-  verdict = speculative_sample(jax.random.key(0), x, *repeated(n, p[:3], p))
+  verdict = judged(jax.random.key(0), x, *repeated(n, p[:3], p))
   assert (verdict.num_accepted == 3).all()
   assert tiny.p_value(np.bincount(verdict.next_token, minlength=V), p[3]) > tiny.LEVEL
   assert tiny.p_value(np.bincount(verdict.next_token, minlength=V), p[2]) < tiny.CAUGHT
@@ -246,9 +255,7 @@ def test_disjoint_support_never_accepts():
   n = 100_000
   p, q = np.asarray([0.5, 0.3, 0.2, 0, 0]), np.asarray([0, 0, 0, 0.9, 0.1])
   x = np.random.default_rng(0).choice(V, (n, 2), p=q)
-  verdict = speculative_sample(
-    jax.random.key(0), x, *repeated(n, np.stack([q, q]), np.stack([p, p, p]))
-  )
+  verdict = judged(jax.random.key(0), x, *repeated(n, np.stack([q, q]), np.stack([p, p, p])))
   assert (verdict.num_accepted == 0).all()
   assert tiny.p_value(np.bincount(verdict.next_token, minlength=V), p) > tiny.LEVEL
 
@@ -262,7 +269,7 @@ def test_one_hots_accept_exactly_the_matching_prefix():
     best.append(tokens[3:])
   x, best = np.asarray(x), np.asarray(best)
   for seed in range(3):
-    verdict = speculative_sample(jax.random.key(seed), x, one_hot[x], one_hot[best])
+    verdict = judged(jax.random.key(seed), x, one_hot[x], one_hot[best])
     n = (x == best[:, :3]).cumprod(axis=1).sum(axis=1)
     np.testing.assert_array_equal(verdict.num_accepted, n)
     np.testing.assert_array_equal(verdict.next_token, best[np.arange(len(x)), n])
@@ -270,7 +277,7 @@ def test_one_hots_accept_exactly_the_matching_prefix():
 
 def test_what_the_target_never_says_is_never_emitted():
   n = 100_000
-  target, draft = chain(8, zeros=True), chain(9, zeros=True)
+  target, draft = markov(8, zeros=True), markov(9, zeros=True)
   counts = joint_of_round(library, target, draft, 3, n)
   assert not counts[joint_of_chain(target, 4) == 0].any()
 
@@ -281,9 +288,7 @@ def test_an_empty_residual_falls_back_to_the_target():
   n = 100_000
   p = np.random.default_rng(3).dirichlet(np.ones(V))
   x = np.random.default_rng(0).choice(V, (n, 1), p=p)
-  verdict = speculative_sample(
-    jax.random.key(0), x, *repeated(n, 2 * p[None], np.stack([p, np.eye(V)[0]]))
-  )
+  verdict = judged(jax.random.key(0), x, *repeated(n, 2 * p[None], np.stack([p, np.eye(V)[0]])))
   refused = np.asarray(verdict.num_accepted) == 0
   assert abs(refused.mean() - 0.5) < 6 * 0.5 / np.sqrt(n)
   counts = np.bincount(np.asarray(verdict.next_token)[refused], minlength=V)
@@ -311,22 +316,13 @@ def test_something_is_left_however_the_compiler_rounds():
   np.testing.assert_allclose(jax.jit(emitted)(logits, q), q, atol=1e-6)
 
 
-def test_one_key_is_a_key_for_each_row():
-  x, q, p = a_batch()
-  key = jax.random.key(7)
-  whole = speculative_sample(key, x, q, p)
-  rows = speculative_sample(jax.random.split(key, len(x)), x, q, p)
-  jax.tree.map(np.testing.assert_array_equal, whole, rows)
-  assert len(set(np.asarray(whole.num_accepted))) > 2
-
-
 def test_a_row_does_not_depend_on_its_neighbours():
   x, q, p = a_batch()
   keys = jax.random.split(jax.random.key(7), len(x))
-  whole = speculative_sample(keys, x, q, p)
+  whole = judged(keys, x, q, p)
   for i in (0, 5, 63):
     one = slice(i, i + 1)
-    alone = speculative_sample(keys[one], x[one], q[one], p[one])
+    alone = judged(keys[one], x[one], q[one], p[one])
     assert alone.num_accepted[0] == whole.num_accepted[i]
     assert alone.next_token[0] == whole.next_token[i]
 
@@ -334,14 +330,14 @@ def test_a_row_does_not_depend_on_its_neighbours():
 def test_rows_of_one_batch_draw_independently():
   # Equal rows under one key: were the key shared, all would agree.
   x, q, p = (np.repeat(a[:1], 500, axis=0) for a in a_batch())
-  assert len(set(np.asarray(speculative_sample(jax.random.key(0), x, q, p).next_token))) > 1
+  assert len(set(np.asarray(judged(jax.random.key(0), x, q, p).next_token))) > 1
 
 
 def test_no_guesses_is_plain_sampling():
   # 100,000 draws, level 1e-6: finds effects w >= 0.03.
   n = 100_000
   p = np.random.default_rng(1).dirichlet(np.ones(V))
-  verdict = speculative_sample(
+  verdict = judged(
     jax.random.key(0), jnp.zeros((n, 0), jnp.int32), jnp.zeros((n, 0, V)), *repeated(n, p[None])
   )
   assert (verdict.num_accepted == 0).all()
@@ -362,14 +358,14 @@ def test_no_guesses_is_plain_sampling():
   ids=["q short", "x short", "no bonus", "x rows", "p rows", "vocabularies", "one-token q"],
 )
 def test_shapes_that_do_not_fit_are_refused(cut):
-  with pytest.raises(ValueError, match="draft_tokens"):
-    speculative_sample(jax.random.key(0), *cut(*a_batch()))
+  with pytest.raises(ValueError, match="A tree of N"):
+    judged(jax.random.key(0), *cut(*a_batch()))
 
 
 @pytest.mark.parametrize("lenience", [0.0, -1.0, 1.5, float("nan")])
 def test_lenience_outside_its_range_is_refused(lenience):
   with pytest.raises(ValueError, match="lenience is"):
-    speculative_sample(jax.random.key(0), *a_batch(), lenience=lenience)
+    TokenRule(Sampling(), lenience)
 
 
 # The whole loop: T5s over 6 tokens, three tokens of text, EOS among them.
@@ -427,19 +423,20 @@ def speculate(draft, method):
   target_params, draft_params = target_and_draft()
   return functools.partial(
     speculative_decode,
-    t5_model(CONFIG),
+    T5Model(CONFIG),
     draft,
     target_params,
     draft_params,
-    sampling=METHODS[method],
+    rule=TokenRule(METHODS[method]),
   )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("gamma", [1, 2, 3])
+@pytest.mark.parametrize(
+  "gamma, method", [(1, "temperature 1"), (2, "temperature 0.7"), (2, "top-k"), (3, "top-p")]
+)
 def test_the_loop_emits_the_targets_joint_distribution(gamma, method):
   # 20,480 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.1.
-  draft = model_draft(t5_model(DRAFT_CONFIG), METHODS[method], gamma)
+  draft = ModelDraft(T5Model(DRAFT_CONFIG), METHODS[method], chain(gamma))
   counts, accepted = joint_of_loop(speculate(draft, method))
   exact = exact_joint(method)
   assert tiny.p_value(counts, exact) > tiny.LEVEL
@@ -451,14 +448,14 @@ def test_the_loop_emits_the_targets_joint_distribution(gamma, method):
 def test_plain_decoding_emits_the_targets_joint_distribution():
   # 20,480 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.1.
   decode = functools.partial(
-    autoregressive_decode, t5_model(CONFIG), target_and_draft()[0], sampling=METHODS["top-p"]
+    autoregressive_decode, T5Model(CONFIG), target_and_draft()[0], sampling=METHODS["top-p"]
   )
   assert tiny.p_value(joint_of_loop(decode)[0], exact_joint("top-p")) > tiny.LEVEL
 
 
 def test_sampling_methods_are_told_apart():
   """Temperature or truncation applied on one side only would show."""
-  draft = model_draft(t5_model(DRAFT_CONFIG), METHODS["top-p"], 2)
+  draft = ModelDraft(T5Model(DRAFT_CONFIG), METHODS["top-p"], chain(2))
   counts, _ = joint_of_loop(speculate(draft, "top-p"))
   for method in ("temperature 1", "temperature 0.7", "top-k"):
     assert tiny.p_value(counts, exact_joint(method)) < tiny.CAUGHT
@@ -466,7 +463,7 @@ def test_sampling_methods_are_told_apart():
 
 def test_a_draft_that_samples_otherwise_is_still_exact():
   """The draft's own temperature costs acceptance, never exactness."""
-  draft = model_draft(t5_model(DRAFT_CONFIG), Sampling(2.0), 2)
+  draft = ModelDraft(T5Model(DRAFT_CONFIG), Sampling(2.0), chain(2))
   counts, _ = joint_of_loop(speculate(draft, "temperature 0.7"))
   assert tiny.p_value(counts, exact_joint("temperature 0.7")) > tiny.LEVEL
 
@@ -485,33 +482,36 @@ REPORTS = {
 EXACT = ("the truth", "one-hots of its guesses")
 
 
-@functools.cache
-def reporting_draft(draft: Draft) -> Draft:
-  """`draft`, whose parameters say with an index into REPORTS how it reports its guesses."""
+def report_as_told(params, proposal):
+  """The proposal as parameters say with an index into REPORTS."""
+  return Proposal(*jax.lax.switch(params["report"], list(REPORTS.values()), *proposal))
 
-  def propose(params, *args):
-    guesses, q, state = draft.propose(params["draft"], *args)
-    return *jax.lax.switch(params["report"], list(REPORTS.values()), guesses, q), state
 
-  def start(params, *args):
-    return draft.start(params["draft"], *args)
+@dataclasses.dataclass(frozen=True)
+class ToldDraft(tiny.ChangedDraft):
+  """A draft whose parameters hold its own under 'draft'."""
 
-  return Draft(start, propose, draft.gamma)
+  def start(self, params, context, hidden):
+    return self.draft.start(params["draft"], context, hidden)
+
+  def propose(self, params, state, context, rng):
+    proposal, state = self.draft.propose(params["draft"], state, context, rng)
+    return self.change(params, proposal), state
 
 
 @pytest.mark.parametrize("report", REPORTS)
 def test_only_drafts_that_misreport_q_are_caught(report):
   # 20,480 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.1.
   method = "temperature 1"
-  draft = reporting_draft(model_draft(t5_model(DRAFT_CONFIG), METHODS[method], 2))
+  own = ModelDraft(T5Model(DRAFT_CONFIG), METHODS[method], chain(2))
   target_params, draft_params = target_and_draft()
   decode = functools.partial(
     speculative_decode,
-    t5_model(CONFIG),
-    draft,
+    T5Model(CONFIG),
+    ToldDraft(own, report_as_told),
     target_params,
     {"draft": draft_params, "report": list(REPORTS).index(report)},
-    sampling=METHODS[method],
+    rule=TokenRule(METHODS[method]),
   )
   got = tiny.p_value(joint_of_loop(decode)[0], exact_joint(method))
   assert got > tiny.LEVEL if report in EXACT else got < tiny.CAUGHT

@@ -14,10 +14,12 @@ from flax import traverse_util
 from flax.serialization import msgpack_restore
 from scipy import special
 
+from specdec_jax.models import decoder
 from specdec_jax.models.config import T5Config, t5_config
 from specdec_jax.models.families import init_params
 from specdec_jax.models.layers import RelativePositionBias
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.t5 import T5Model
+from specdec_jax.trees import Tree, branching
 
 CONFIG = tiny.config(vocab_size=24, emb_dim=32, head_dim=12)
 VARIANTS = {
@@ -48,10 +50,17 @@ class Cached:
   """A model with its parameters and jitted functions, so that a test reads as text and blocks."""
 
   def __init__(self, cfg, params):
-    model = t5_model(cfg)
-    start, extend = jax.jit(model.start, static_argnums=2), jax.jit(model.extend)
-    self.start = lambda source, slots=SLOTS: start(params, source, slots)
-    self.extend = lambda cache, tokens: extend(params, cache, tokens)
+    model = T5Model(cfg)
+    prefill = jax.jit(model.prefill, static_argnums=2)
+    extend = jax.jit(model.extend, static_argnums=(3, 4))
+    self.prefill = lambda source, slots=SLOTS: prefill(params, source, slots)[1]
+    self.extend = functools.partial(extend, params)
+    self.commit = model.commit
+
+  def read(self, cache, tokens):
+    """Logits of a block that is kept whole, and the cache that holds it."""
+    logits, _, cache = self.extend(cache, tokens)
+    return logits, self.commit(cache, cache.length + tokens.shape[1])
 
 
 @functools.cache
@@ -70,10 +79,10 @@ BOTH = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
 @BOTH
 def test_steps_equal_the_teacher_forced_pass(dtype):
   model, source, tokens, logits, tolerance = setting(dtype)
-  cache = model.start(source)
+  cache = model.prefill(source)
   for i in range(LENGTH):
     np.testing.assert_array_equal(cache.length, i)
-    got, cache = model.extend(cache, tokens[:, i : i + 1])
+    got, cache = model.read(cache, tokens[:, i : i + 1])
     np.testing.assert_allclose(got[:, 0], logits[:, i], **tolerance)
 
 
@@ -81,9 +90,9 @@ def test_steps_equal_the_teacher_forced_pass(dtype):
 @pytest.mark.parametrize("cuts", [[14], [1, 13], [4, 4, 4, 2]], ids=str)
 def test_blocks_equal_the_teacher_forced_pass(dtype, cuts):
   model, source, tokens, logits, tolerance = setting(dtype)
-  cache, at = model.start(source), 0
+  cache, at = model.prefill(source), 0
   for block in cuts:
-    got, cache = model.extend(cache, tokens[:, at : at + block])
+    got, cache = model.read(cache, tokens[:, at : at + block])
     np.testing.assert_allclose(got, logits[:, at : at + block], **tolerance)
     at += block
 
@@ -93,12 +102,12 @@ def test_blocks_equal_the_teacher_forced_pass(dtype, cuts):
 def test_blocks_at_ragged_offsets_equal_the_teacher_forced_pass(dtype, block):
   model, source, tokens, logits, tolerance = setting(dtype)
   offsets = np.asarray([0, 3, 9, 6])
-  _, cache = model.extend(model.start(source), tokens)  # slots past `offsets` hold real tokens,
-  _, cache = model.extend(cache, tokens[:, ::-1][:, :5])  # and past the text others
-  cache = cache.replace(length=jnp.asarray(offsets))
-  got, cache = model.extend(cache, take(tokens, offsets, block))
+  _, cache = model.read(model.prefill(source), tokens)  # slots past `offsets` hold real tokens,
+  _, cache = model.read(cache, tokens[:, ::-1][:, :5])  # and past the text others
+  cache = model.commit(cache, jnp.asarray(offsets))
+  got, _, cache = model.extend(cache, take(tokens, offsets, block))
   np.testing.assert_allclose(got, take(logits, offsets, block), **tolerance)
-  np.testing.assert_array_equal(cache.length, offsets + block)
+  np.testing.assert_array_equal(cache.length, offsets)
 
 
 @BOTH
@@ -107,50 +116,51 @@ def test_every_accept_count_rolls_back_to_the_text(dtype, gamma):
   """Verify [newest, guesses], keep n of them, go on: as the loop does, rows at different n."""
   model, source, tokens, logits, tolerance = setting(dtype)
   start = np.asarray([1, 4, 2, 3])
-  _, filled = model.extend(model.start(source), tokens[:, :5])
-  filled = filled.replace(length=jnp.asarray(start))
+  _, filled = model.read(model.prefill(source), tokens[:, :5])
+  filled = model.commit(filled, jnp.asarray(start))
   for first in range(gamma + 1):
     n = (first + np.arange(4)) % (gamma + 1)  # over the loop each row meets each n
     block = take(tokens, start, gamma + 1)
     wrong = np.arange(gamma + 1) > n[:, None]
     block = np.where(wrong, (block + 7) % 24, block)
-    verified, cache = model.extend(filled, block)
+    verified, _, cache = model.extend(filled, block)
+    np.testing.assert_array_equal(cache.length, start)
     for row in range(4):  # up to the first wrong guess the block is the text
       np.testing.assert_allclose(
         verified[row, : n[row] + 1], logits[row, start[row] :][: n[row] + 1], **tolerance
       )
     kept = start + n + 1
-    cache = cache.replace(length=jnp.asarray(kept))
-    again, cache = model.extend(cache, take(tokens, kept, gamma + 1))
+    cache = model.commit(cache, jnp.asarray(kept))
+    np.testing.assert_array_equal(cache.length, kept)
+    again, _ = model.read(cache, take(tokens, kept, gamma + 1))
     np.testing.assert_allclose(again, take(logits, kept, gamma + 1), **tolerance)
-    np.testing.assert_array_equal(cache.length, kept + gamma + 1)
 
 
 def test_a_rolled_back_cache_is_as_good_as_a_fresh_one():
   """Bit for bit: masked slots are neither read nor summed into what replaces them."""
   model, source, tokens, _, _ = setting(jnp.float32)
-  _, fresh = model.extend(model.start(source), tokens[:, :6])
+  _, fresh = model.read(model.prefill(source), tokens[:, :6])
   used = fresh
   for _ in range(3):
-    _, used = model.extend(used, tokens[:, ::-1][:, :5])
-  used = used.replace(length=fresh.length)
+    _, used = model.read(used, tokens[:, ::-1][:, :5])
+  used = model.commit(used, fresh.length)
   poisoned = fresh.replace(
     layers=jax.tree.map(lambda slots: slots.at[:, :, 6:].set(1e3), fresh.layers)
   )
-  want, _ = model.extend(fresh, tokens[:, 6:11])
+  want, _ = model.read(fresh, tokens[:, 6:11])
   for cache in (used, poisoned):
-    got, _ = model.extend(cache, tokens[:, 6:11])
+    got, _ = model.read(cache, tokens[:, 6:11])
     np.testing.assert_array_equal(got, want)
 
 
 def test_a_row_is_blind_to_its_neighbours():
   model, source, tokens, _, _ = setting(jnp.float32)
-  _, cache = model.extend(model.start(source), tokens[:, :6])
-  cache = cache.replace(length=jnp.asarray([5, 2, 6, 1]))
-  want, _ = model.extend(cache, tokens[:, 6:9])
+  _, cache = model.read(model.prefill(source), tokens[:, :6])
+  cache = model.commit(cache, jnp.asarray([5, 2, 6, 1]))
+  want, _ = model.read(cache, tokens[:, 6:9])
   others = tokens.copy()
   others[1:] = (others[1:] + 5) % 24
-  got, _ = model.extend(cache.replace(length=jnp.asarray([5, 6, 0, 3])), others[:, 6:9])
+  got, _ = model.read(model.commit(cache, jnp.asarray([5, 6, 0, 3])), others[:, 6:9])
   np.testing.assert_array_equal(got[0], want[0])
 
 
@@ -158,38 +168,135 @@ def test_logits_depend_on_the_past_only():
   model, source, tokens, _, _ = setting(jnp.float32)
   changed = tokens.copy()
   changed[:, 8:] = (changed[:, 8:] + 3) % 24
-  want, _ = model.extend(model.start(source), tokens)
-  got, _ = model.extend(model.start(source), changed)
+  want, _ = model.read(model.prefill(source), tokens)
+  got, _ = model.read(model.prefill(source), changed)
   np.testing.assert_array_equal(got[:, :8], want[:, :8])
   assert (np.abs(got - want)[:, 8:].max(axis=-1) > 0.1).all()
 
 
 def test_room_to_spare_changes_nothing():
   model, source, tokens, logits, tolerance = setting(jnp.float32)
-  got, _ = model.extend(model.start(source, 2 * SLOTS), tokens)
+  got, _ = model.read(model.prefill(source, 2 * SLOTS), tokens)
   np.testing.assert_allclose(got, logits, **tolerance)
 
 
 def test_padding_of_the_source_does_not_matter():
   model, source, tokens, logits, tolerance = setting(jnp.float32)
   longer = np.pad(source, ((0, 0), (0, 9)))
-  got, _ = model.extend(model.start(longer), tokens)
+  got, _ = model.read(model.prefill(longer), tokens)
   np.testing.assert_allclose(got, logits, **tolerance)
   other = np.where(source == 0, 0, (source + 1) % 22 + 2)  # but the source does
-  got, _ = model.extend(model.start(other), tokens)
+  got, _ = model.read(model.prefill(other), tokens)
   assert np.abs(got - logits).max() > 1
 
 
 def test_a_source_of_padding_only_gives_finite_logits():
   model, source, tokens, _, _ = setting(jnp.float32)
-  got, _ = model.extend(model.start(np.zeros_like(source)), tokens)
+  got, _ = model.read(model.prefill(np.zeros_like(source)), tokens)
   assert np.isfinite(got).all()
 
 
 def test_text_starts_with_the_padding_token():
-  tokens, length = t5_model(CONFIG).begin(jnp.ones((3, 5), jnp.int32))
+  tokens, length = T5Model(CONFIG).prompt_tokens(jnp.ones((3, 5), jnp.int32))
   np.testing.assert_array_equal(tokens, [[0], [0], [0]])
   np.testing.assert_array_equal(length, [1, 1, 1])
+
+
+# Trees.
+
+TREES = {"full": branching(2, 2), "uneven": Tree((0, 0, 1, 1, 1, 2, 5, 6))}
+ENDS = [-1, 2, 0, 4]  # the last accepted node of each of four rows, at different depths
+
+
+def sees_its_cousins(sound, tree, nodes, length, num_slots):
+  """A mask by number, as in a chain."""
+  keys_at, positions, _ = sound(tree, nodes, length, num_slots)
+  own_slots = length[:, None] + jnp.arange(tree.num_nodes)[nodes]
+  return keys_at, positions, jnp.arange(num_slots) > own_slots[..., None]
+
+
+def stands_at_its_slot(sound, tree, nodes, length, num_slots):
+  _, _, hidden_from = sound(tree, nodes, length, num_slots)
+  positions = length[:, None] + jnp.arange(tree.num_nodes)[nodes]
+  return jnp.arange(num_slots), positions, hidden_from
+
+
+def is_taken_for_the_first(sound, tree, nodes, length, num_slots):
+  """A level of which it is forgotten which nodes it is."""
+  return sound(tree, slice(0, nodes.stop - nodes.start), length, num_slots)
+
+
+ONCE, LEVELS = {"at once", "at once, then on"}, {"by levels", "by levels, then on"}
+TREE_FAULTS = {  # and what is off with each
+  sees_its_cousins: ONCE | LEVELS,
+  stands_at_its_slot: ONCE | LEVELS,
+  is_taken_for_the_first: LEVELS,
+}
+WRONG_PATHS = [lambda path: None, lambda path: path[:, ::-1]]  # nothing is moved, or backwards
+
+
+def off_paths(model, cache, tree, path=lambda path: path):
+  """How far what is read in a tree is off from its paths read as chains from the same cache.
+
+  Logits and hidden states, relative to their own size: of a tree read at once and level by level,
+  and of a chain that goes on after one path a row, which is committed as `path` has it.
+  """
+  size = lambda x: float(np.abs(x).max())
+  off = lambda got, want: max(size(x - y) / size(y) for x, y in zip(got, want))
+  tokens = np.random.default_rng(2).integers(0, 24, (4, tree.num_nodes)).astype(np.int32)
+  more = tokens[:, ::-1][:, : tree.depth + 1]
+
+  # Each node at the end of a chain; behind that stands node 0, which it does not see.
+  lineages = [np.flatnonzero(of_node) for of_node in tree.ancestors]
+  lineages = np.stack([np.pad(nodes, (0, tree.depth + 1 - len(nodes))) for nodes in lineages])
+  chains = [model.extend(cache, tokens[:, nodes])[:2] for nodes in lineages]
+  of_nodes = [[x[:, at] for x in chain] for chain, at in zip(chains, tree.depths)]
+  of_nodes = [np.stack(x, axis=1) for x in zip(*of_nodes)]
+  length = cache.length + 1 + tree.depths[ENDS]
+  chain = model.extend(cache, np.take_along_axis(tokens, lineages[ENDS], axis=1))[2]
+  after = model.extend(model.commit(chain, length), more)[:2]
+
+  found = {}
+  for how, levels in ("at once", [(0, tree.num_nodes)]), ("by levels", [(0, 1), *tree.levels]):
+    read, held = [], cache
+    for first, last in levels:
+      *of_level, held = model.extend(held, tokens[:, first:last], tree, first)
+      read.append(of_level)
+    np.testing.assert_array_equal(held.length, cache.length)
+    found[how] = off([np.concatenate(x, axis=1) for x in zip(*read)], of_nodes)
+    held = model.commit(held, length, tree, path(lineages[ENDS][:, 1:]))
+    np.testing.assert_array_equal(held.length, length)
+    found[f"{how}, then on"] = off(model.extend(held, more)[:2], after)
+  return found
+
+
+def far_off(found):
+  """What is off by much more than rounding, which was seen to be below 1e-6."""
+  return {how for how, off in found.items() if off > 0.01}
+
+
+def in_trees():
+  """A model, and a cache whose rows are of different lengths, with other tokens behind them."""
+  cfg = tiny.config(vocab_size=24)
+  model = Cached(cfg, tiny.params(cfg, 0))
+  _, cache = model.read(model.prefill(tiny.sources(cfg, 0, 4)), text(cfg))
+  return model, model.commit(cache, jnp.asarray([0, 9, 3, 6]))
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_tree_is_read_as_its_paths_are(tree):
+  model, cache = in_trees()
+  found = off_paths(model, cache, TREES[tree])
+  assert max(found.values()) < 1e-5
+  for path in WRONG_PATHS:
+    found = off_paths(model, cache, TREES[tree], path)
+    assert far_off(found) == {"at once, then on", "by levels, then on"}
+
+
+@pytest.mark.parametrize("fault", TREE_FAULTS)
+def test_a_tree_that_is_read_wrong_is_seen(monkeypatch, fault):
+  monkeypatch.setattr(decoder, "_in_tree", functools.partial(fault, decoder._in_tree))
+  assert far_off(off_paths(*in_trees(), TREES["full"])) == TREE_FAULTS[fault]
 
 
 # The arithmetic, from the paper.
@@ -294,11 +401,15 @@ def test_relative_position_buckets_by_hand(bidirectional):
   table = jnp.stack([jnp.arange(32.0), -jnp.arange(32.0)])
   # Queries at these positions of two rows, keys 0..299: distances from -299 to 299.
   queries = np.asarray([[0, 1, 150], [17, 298, 299]])
-  got = module.apply({"params": {"rel_embedding": table}}, queries, 300)
+  bias = lambda keys: module.apply({"params": {"rel_embedding": table}}, queries, keys)
+  got = bias(np.arange(300))
   bucket = bucket_both_ways if bidirectional else bucket_backwards
   want = [[[bucket(key - query) for key in range(300)] for query in row] for row in queries]
   np.testing.assert_array_equal(got[:, 0], want)
   np.testing.assert_array_equal(got[:, 1], -np.asarray(want))
+  # Keys may stand elsewhere in each row.
+  keys = np.stack([np.arange(300)[::-1], np.arange(300) // 2])
+  np.testing.assert_array_equal(bias(keys), np.stack([got[0][..., keys[0]], got[1][..., keys[1]]]))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own matrix", "tied"])
@@ -307,15 +418,15 @@ def test_padding_entries_of_the_vocabulary_are_no_tokens(tied):
   params = tiny.params(cfg, 0)
   model = Cached(cfg, params)
   source = tiny.sources(cfg, 0, 2)
-  want, _ = model.extend(model.start(source), text(cfg, 2))
-  assert want.shape == (2, LENGTH, 21) and t5_model(cfg).vocab_size == 21
+  want, _ = model.read(model.prefill(source), text(cfg, 2))
+  assert want.shape == (2, LENGTH, 21) and T5Model(cfg).vocab_size == 21
   # However large their weights, they change nothing.
   if tied:
     params["token_embedder"]["embedding"] = params["token_embedder"]["embedding"].at[21:].set(1e3)
   else:
     kernel = params["decoder"]["logits_dense"]["kernel"].at[:, 21:].set(1e3)
     params["decoder"]["logits_dense"]["kernel"] = kernel
-  got, _ = model.extend(model.start(source), text(cfg, 2))
+  got, _ = model.read(model.prefill(source), text(cfg, 2))
   np.testing.assert_array_equal(got, want)
 
 

@@ -18,12 +18,14 @@ from flax import core
 from specdec_jax import records
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
-from specdec_jax.drafts.model import model_draft
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import t5_config
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.t5 import T5Model
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.run import main
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 models = pytest.importorskip("t5x.models", reason="t5x is not installed: see docs/t5x.md")
 
@@ -143,11 +145,11 @@ def test_several_decodes_are_ours_sorted_by_t5x_scores(topk, topp, return_all):
 
   # Our own loop, with a key for each row,
   sampling = Sampling(temperature, topk, topp or 1.0)
-  draft = model_draft(t5_model(config), sampling, gamma)
+  draft = ModelDraft(T5Model(config), sampling, chain(gamma))
   source = np.repeat(BATCH["encoder_input_tokens"], decodes, axis=0)
   keys = jax.random.split(rng, len(source))
-  common = dict(max_new_tokens=LIMIT, sampling=sampling)
-  ours = speculative_decode(t5_model(TARGET), draft, PARAMS, draft_params, source, keys, **common)
+  common = dict(max_new_tokens=LIMIT, rule=TokenRule(sampling))
+  ours = speculative_decode(T5Model(TARGET), draft, PARAMS, draft_params, source, keys, **common)
   ours_tokens = np.asarray(ours.tokens)
   assert len({tuple(row) for row in ours_tokens[:decodes].tolist()}) > 1
 
@@ -343,7 +345,7 @@ def test_networks_go_there_and_back(version):
 def test_baseline_decodes_what_our_own_does():
   source, keys = BATCH["encoder_input_tokens"], jax.random.split(jax.random.key(0), EXAMPLES)
   common = dict(max_new_tokens=LIMIT, sampling=Sampling(temperature=0.0))
-  ours = autoregressive_decode(t5_model(TARGET), PARAMS, source, keys, **common)
+  ours = autoregressive_decode(T5Model(TARGET), PARAMS, source, keys, **common)
   theirs = t5x_model.t5x_decode(TARGET, PARAMS, source, keys, **common)
   jax.tree.map(np.testing.assert_array_equal, theirs.tokens, ours.tokens)
   np.testing.assert_array_equal(theirs.lengths, ours.lengths)
@@ -518,14 +520,16 @@ def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions):
   assert [row["inputs"]["inputs_pretokenized"] for row in rows] == prompts
   source = padded([[*t5x_task.VOCABULARY.encode(prompt), 1] for prompt in prompts], 24)
   keys = jax.random.split(jax.random.key(0), len(source))
-  how = dict(max_new_tokens=LIMIT, sampling=Sampling(temperature=0.0))
-  theirs = jax.device_get(t5x_model.t5x_decode(config, params, source, keys, **how))
+  sampling, limit = Sampling(temperature=0.0), dict(max_new_tokens=LIMIT)
+  theirs = jax.device_get(
+    t5x_model.t5x_decode(config, params, source, keys, sampling=sampling, **limit)
+  )
   assert theirs.lengths.min() < LIMIT
   for row, tokens in zip(rows, theirs.tokens):
     assert row["prediction"] == t5x_task.VOCABULARY.decode_tf(tokens).numpy().decode()
     assert row["aux"]["scores"] == 0
-  speculate = model_draft(t5_model(draft_config), how["sampling"], 3)
-  ours = speculative_decode(t5_model(config), speculate, params, draft, source, keys, **how)
+  pair = T5Model(config), ModelDraft(T5Model(draft_config), sampling, chain(3)), params, draft
+  ours = speculative_decode(*pair, source, keys, rule=TokenRule(sampling), **limit)
   for name, counts in t5x_model.count_rounds(ours).items():
     assert [row["aux"]["rounds"][name] for row in rows] == counts.tolist()
   assert ours.rounds.num_accepted.sum() > 0

@@ -16,25 +16,25 @@ from specdec_jax import memory
 from specdec_jax.adaptive import adaptive_decode
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import open_vocabulary
-from specdec_jax.decoding import autoregressive_decode, free_draft, speculative_decode
+from specdec_jax.decoding import FreeDraft, autoregressive_decode, speculative_decode
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.experiments.acceptance import acceptance
 from specdec_jax.experiments.check_exactness import check_exactness
 from specdec_jax.experiments.decode import decode
 from specdec_jax.experiments.gamma import gamma
-from specdec_jax.experiments.given_outputs import reciting_model
+from specdec_jax.experiments.given_outputs import RecitingModel
 from specdec_jax.experiments.quickstart import quickstart
 from specdec_jax.experiments.speedup import speedup
 from specdec_jax.experiments.train import fit_vocabulary
 from specdec_jax.experiments.translate import translate
-from specdec_jax.models.gpt import gpt_model
-from specdec_jax.models.simulated import simulated_acceptance
-from specdec_jax.models.t5 import t5_model
+from specdec_jax.models.gpt import GPTModel
+from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import load_pair, random_pair
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.run import main, user_sentence
 from specdec_jax.sampling import Sampling, split_keys
-from specdec_jax.speculative import speculative_sample
 from specdec_jax.training.trainer import TrainSettings
+from specdec_jax.trees import chain
 
 COUNT = "it must be a whole number, from 1 to 2147483647."
 SEED = "it must be a whole number from -2147483648 to 4294967295."
@@ -310,15 +310,25 @@ def recite(decode=autoregressive_decode, rng=None, temperature=1.0, **settings):
   texts = np.array([[3, 4, 5, 6, 7, 8, 9]] * 2, np.int32)
   how = dict(max_new_tokens=6, sampling=Sampling(temperature), **settings)
   rng = jax.random.key(0) if rng is None else rng
-  return decode(reciting_model(V, eos_id=END), texts, jnp.zeros((2, 1), int), rng, **how)
+  return decode(RecitingModel(V, eos_id=END), texts, jnp.zeros((2, 1), int), rng, **how)
+
+
+def speculate(model, params, *args, sampling, **how):
+  """As `autoregressive_decode`, by speculation with a draft that costs nothing."""
+  rule = TokenRule(sampling)
+  return speculative_decode(model, FreeDraft(chain(1)), params, (), *args, rule=rule, **how)
+
+
+def adapt(model, params, *args, sampling, **how):
+  drafts, costs, rule = (FreeDraft(chain(1)),), (jnp.ones(1), jnp.ones(2)), TokenRule(sampling)
+  return adaptive_decode(model, drafts, params, (), *args, *costs, rule=rule, **how)
 
 
 def test_a_text_ends_where_its_model_says():
   assert recite(temperature=0.0).tokens[0].tolist() == [3, 4, 5, 0, 0, 0]
   assert recite(temperature=0.0, eos_id=-1).tokens[0].tolist() == [3, 4, 5, 6, 7, 8]
-  gpt = gpt_model(tiny.gpt_config(V, eos_id=V - 1))
-  assert (gpt.eos_id, t5_model(tiny.config()).eos_id) == (V - 1, 1)
-  assert simulated_acceptance(gpt, 0.5).eos_id == V - 1
+  gpt = GPTModel(tiny.gpt_config(V, eos_id=V - 1))
+  assert (gpt.eos_id, T5Model(tiny.config()).eos_id) == (V - 1, 1)
 
 
 def test_keys_of_either_kind_are_taken():
@@ -327,11 +337,9 @@ def test_keys_of_either_kind_are_taken():
   rows = typed[1]  # one key is split
   for rng in (*typed, *legacy, *map(np.asarray, legacy)):
     assert (jax.random.key_data(split_keys(rng, 2)) == jax.random.key_data(rows)).all()
-  np.testing.assert_array_equal(recite(rng=legacy[1]).tokens, recite(rng=rows).tokens)
-  guesses, q = jnp.zeros((2, 1), int), jnp.full((2, 1, V), 1 / V)
-  p = jnp.full((2, 2, V), 1 / V)
-  one, other = (speculative_sample(rng, guesses, q, p) for rng in (legacy[0], rows))
-  np.testing.assert_array_equal(one, other)
+  for decode_it in (autoregressive_decode, speculate):
+    one, *others = (recite(decode_it, rng).tokens for rng in (rows, *legacy))
+    np.testing.assert_array_equal(others, [one, one])
 
 
 @pytest.mark.parametrize(
@@ -346,16 +354,7 @@ def test_keys_of_either_kind_are_taken():
   ids=str,
 )
 def test_keys_that_do_not_fit_the_rows_are_refused(rng, told):
-  draft, costs = free_draft(V, 1), jnp.ones(1)
-  speculate = lambda model, *args, **how: speculative_decode(
-    model, draft, args[0], (), *args[1:], **how
-  )
-  adapt = lambda model, *args, **how: adaptive_decode(
-    model, (draft,), args[0], (), *args[1:], costs, jnp.ones(2), **how
-  )
   sentence = f"rng is {told}; give one key of jax.random.key or PRNGKey, or one for each of the 2 "
   sentence += "rows."
   for decode_it in (autoregressive_decode, speculate, adapt):
     assert refused(recite, decode_it, rng) == sentence
-  p = jnp.full((2, 2, V), 1 / V)
-  assert refused(speculative_sample, rng, jnp.zeros((2, 1), int), p[:, :1], p) == sentence

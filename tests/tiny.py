@@ -6,9 +6,11 @@ w = sqrt(sum_x (p'(x) - p(x))^2 / p(x)) that is found 99 times in 100; the total
 between p' and p is then at most w / 2.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,8 @@ from scipy import optimize, stats
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.families import Config, init_params, module_of
-from specdec_jax.protocols import Draft
+from specdec_jax.protocols import Draft, Model, Proposal
+from specdec_jax.trees import Tree
 
 LEVEL = 1e-6  # a correct program fails a distribution test this often
 CAUGHT = 1e-12  # a broken one must be further out than this
@@ -117,16 +120,57 @@ def teacher_forced(cfg: Config):
   return jax.jit(lambda params, source, inputs: module.apply({"params": params}, source, inputs))
 
 
-@functools.cache
-def scripted_draft(gamma: int, vocab_size: int) -> Draft:
-  """Guesses what its parameters, tokens [B, T] by position in the text, say; q is one-hot."""
+@dataclasses.dataclass(frozen=True)
+class ScriptedDraft(Draft):
+  """Guesses what its parameters, tokens [B, T] by position in the text, say."""
 
-  def propose(script, state, tokens, length, rng):
-    at = jnp.minimum(length[:, None] + jnp.arange(gamma), script.shape[1] - 1)
-    guesses = jnp.take_along_axis(script, at, axis=1)
-    return guesses, jax.nn.one_hot(guesses, vocab_size), state
+  tree: Tree
 
-  return Draft(start=lambda params, prompt, num_slots: (), propose=propose, gamma=gamma)
+  def propose(self, params, state, context, rng):
+    at = context.length[:, None] - 1 + jnp.asarray(self.tree.depths[1:])
+    return Proposal(jnp.take_along_axis(params, at, axis=1, mode="clip")), state
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChangedDraft(Draft):
+  """A draft whose proposals `change`, (params, proposal) -> proposal, changes.
+
+  Each is another, for which nothing is compiled yet.
+  """
+
+  draft: Draft
+  change: Callable
+  tree: Tree = dataclasses.field(init=False)
+
+  def __post_init__(self):
+    object.__setattr__(self, "tree", self.draft.tree)
+
+  def start(self, params, context, hidden):
+    return self.draft.start(params, context, hidden)
+
+  def propose(self, params, state, context, rng):
+    proposal, state = self.draft.propose(params, state, context, rng)
+    return self.change(params, proposal), state
+
+  def observe(self, params, state, outcome):
+    return self.draft.observe(params, state, outcome)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ChangedModel:
+  """A model that reads by `change`, (model, params, cache, tokens, tree, first) -> as `extend`.
+
+  Each is another, for which nothing is compiled yet.
+  """
+
+  model: Model
+  change: Callable
+
+  def __getattr__(self, name):
+    return getattr(self.model, name)
+
+  def extend(self, params, cache, tokens, tree=None, first=0):
+    return self.change(self.model, params, cache, tokens, tree, first)
 
 
 def adjusted(logits, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:

@@ -1,18 +1,19 @@
 """Copying from the context as draft: no parameters, next to no cost (Section 3.6)."""
 
-import functools
+import dataclasses
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.protocols import Draft
+from specdec_jax.protocols import Context, Draft, Proposal
+from specdec_jax.trees import Tree, require_chain
 
 
-@functools.cache
-def copy_draft(vocab_size: int, gamma: int, max_ngram: int = 3) -> Draft:
+@dataclasses.dataclass(frozen=True)
+class CopyDraft(Draft):
   """Guesses that what followed the latest tokens elsewhere follows them here.
 
   The longest match of the newest tokens, at most `max_ngram` of them, is looked for in the source
@@ -23,20 +24,32 @@ def copy_draft(vocab_size: int, gamma: int, max_ngram: int = 3) -> Draft:
   After a decoder-only model's prompt the source is in the text as well; nothing is lost by that
   but a guess of its EOS where the prompt's last tokens come again.
 
+  Attributes:
+    vocab_size: V.
+    tree: a chain.
+    max_ngram: tokens of a match that are looked for.
+
   Raises:
-    InputError: gamma or max_ngram is no whole number, or < 1.
+    InputError: the tree is no chain, or max_ngram is no whole number from 1.
   """
-  require_count("gamma", gamma)
-  require_count("max_ngram", max_ngram)
 
-  def propose(params, source: Array, tokens: Array, length: Array, rng: Array):
-    num_slots, length = tokens.shape[1], length[:, None]
+  vocab_size: int
+  tree: Tree
+  max_ngram: int = 3
 
-    def matched(context: Array) -> Array:
-      """How many of the newest tokens end at each position of context [B, N], up to max_ngram."""
-      count, so_far = jnp.zeros(context.shape, jnp.int32), True
-      for n in range(max_ngram):
-        earlier = jnp.pad(context, ((0, 0), (n, 0)), constant_values=-1)[:, : context.shape[1]]
+  def __post_init__(self):
+    require_chain("copying from the context", self.tree)
+    require_count("max_ngram", self.max_ngram)
+
+  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+    source, tokens, gamma = context.prompt, context.tokens, self.tree.depth
+    num_slots, length = tokens.shape[1], context.length[:, None]
+
+    def matched(text: Array) -> Array:
+      """How many of the newest tokens end at each position of text [B, N], up to max_ngram."""
+      count, so_far = jnp.zeros(text.shape, jnp.int32), True
+      for n in range(self.max_ngram):
+        earlier = jnp.pad(text, ((0, 0), (n, 0)), constant_values=-1)[:, : text.shape[1]]
         newest = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - n, 0), axis=1)
         so_far &= (earlier == newest) & (n < length)
         count += so_far
@@ -55,9 +68,6 @@ def copy_draft(vocab_size: int, gamma: int, max_ngram: int = 3) -> Draft:
 
     # What follows in the text ends at its newest token, and begins again after the match.
     period = jnp.where(at < num_slots, length - 1 - at, gamma)
-    context = jnp.pad(jnp.concatenate([tokens, source], axis=1), ((0, 0), (0, gamma)))
-    copied = jnp.take_along_axis(context, at + 1 + jnp.arange(gamma) % period, axis=1)
-    guesses = jnp.where(found & (copied < vocab_size), copied, PAD_ID)
-    return guesses, jax.nn.one_hot(guesses, vocab_size), source
-
-  return Draft(start=lambda params, prompt, num_slots: prompt, propose=propose, gamma=gamma)
+    both = jnp.pad(jnp.concatenate([tokens, source], axis=1), ((0, 0), (0, gamma)))
+    copied = jnp.take_along_axis(both, at + 1 + jnp.arange(gamma) % period, axis=1)
+    return Proposal(jnp.where(found & (copied < self.vocab_size), copied, PAD_ID)), state

@@ -1,46 +1,98 @@
-"""A smaller model as draft: gamma decode steps of it, each distribution kept."""
+"""A smaller model as draft: a chain or a tree of its own guesses, a call of it a level."""
 
-import functools
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from specdec_jax.errors import require_count
-from specdec_jax.protocols import Draft, Model
-from specdec_jax.sampling import Sampling, draw
+from specdec_jax.protocols import Context, Draft, Model, Outcome, Proposal
+from specdec_jax.sampling import Sampling, draw, draw_siblings
+from specdec_jax.trees import Tree
 
 
-@functools.cache
-def model_draft(model: Model, sampling: Sampling, gamma: int) -> Draft:
-  """`model` guesses `gamma` tokens a round, drawn by the same `sampling` as the target's.
+@dataclasses.dataclass(frozen=True)
+class ModelDraft(Draft):
+  """Guesses drawn from a model by the same sampling as the target's; its parameters are its own.
+
+  After a round its cache may lack the newest guess that stood: the deepest of a tree is never read.
+
+  Attributes:
+    model: M_q.
+    sampling: how its logits become q.
+    tree: of the guesses; drafting takes `depth` calls of the model.
+    independent: whether siblings are drawn independently, some of them equal (SpecInfer, SpecTr),
+      instead of without replacement.
 
   Raises:
-    InputError: gamma is no whole number, or < 1.
+    InputError: there is nothing to guess.
   """
-  require_count("gamma", gamma)
 
-  def propose(params, cache, tokens: Array, length: Array, rng: Array):
+  model: Model
+  sampling: Sampling
+  tree: Tree
+  independent: bool = False
+
+  def __post_init__(self):
+    require_count("gamma", self.tree.depth)
+
+  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+    return self.model.prefill(params, context.prompt, context.tokens.shape[1])[1]
+
+  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     # After a round whose guesses were all accepted the cache lacks the last of them. So the
     # first call always reads two tokens, [second newest, newest], writing the former again;
     # a row that holds one token reads [it, an unused slot] and takes the first logits.
+    model, tree, length = self.model, self.tree, context.length
     behind = jnp.maximum(length - 2, 0)
-    block = jnp.take_along_axis(tokens, behind[:, None] + jnp.arange(2), axis=1)
-    logits, cache = model.extend(params, cache.replace(length=behind), block)
+    block = jnp.take_along_axis(context.tokens, behind[:, None] + jnp.arange(2), axis=1)
+    logits, _, cache = model.extend(params, model.commit(state, behind), block)
     newest = jnp.take_along_axis(logits, (length - 1 - behind)[:, None, None], axis=1)[:, 0]
-    cache = cache.replace(length=length)
-    keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
-    first, q_first = draw(keys[0], newest, sampling)
+    cache = model.commit(cache, length - 1)
+    guess = self._chain if tree.is_chain else self._tree
+    return guess(params, cache, newest, rng)
 
-    def step(carry, key):
+  def _chain(self, params: Any, cache: Any, newest: Array, rng: Array) -> tuple[Proposal, Any]:
+    """Guesses after the newest token, whose logits [B, V] are given, one after the other."""
+    gamma = self.tree.depth
+    keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
+    first, q_first = draw(keys[0], newest, self.sampling)
+
+    def step(carry, at):
       cache, guess = carry
-      logits, cache = model.extend(params, cache, guess[:, None])
-      guess, q = draw(key, logits[:, 0], sampling)
+      node, key = at
+      logits, _, cache = self.model.extend(params, cache, guess[:, None], self.tree, node)
+      guess, q = draw(key, logits[:, 0], self.sampling)
       return (cache, guess), (guess, q)
 
-    (cache, _), (guesses, q) = lax.scan(step, (cache, first), keys[1:])
+    nodes = jnp.arange(1, gamma)
+    (cache, _), (guesses, q) = lax.scan(step, (cache, first), (nodes, keys[1:]))
     guesses = jnp.concatenate([first[None], guesses])  # [G, B]
     q = jnp.concatenate([q_first[None], q])  # [G, B, V]
-    return guesses.swapaxes(0, 1), q.swapaxes(0, 1), cache
+    return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), cache
 
-  return Draft(start=model.start, propose=propose, gamma=gamma)
+  def _tree(self, params: Any, cache: Any, newest: Array, rng: Array) -> tuple[Proposal, Any]:
+    """Guesses after the newest token, level by level."""
+    tree, logits = self.tree, newest[:, None]  # [B, nodes of the level, V]
+    keys = jax.vmap(lambda key: jax.random.split(key, tree.depth), out_axes=1)(rng)  # [D, B]
+    parents, ranks = np.array(tree.parents), tree.ranks
+    tokens, q, above = [], [], 0
+    for (first, last), level_keys in zip(tree.levels, keys):
+      of_level = slice(first - 1, last - 1)
+      width = int(ranks[of_level].max()) + 1
+      drawn, laws = draw_siblings(level_keys, logits, self.sampling, width, self.independent)
+      which = parents[of_level] - above, ranks[of_level]
+      tokens.append(drawn[:, *which])
+      q.append(laws[:, *which])
+      if last < tree.num_nodes:
+        logits, _, cache = self.model.extend(params, cache, tokens[-1], tree, first)
+      above = first
+    return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1)), cache
+
+  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
+    if self.tree.is_chain:
+      return state
+    return self.model.commit(state, outcome.length - 1, self.tree, outcome.verdict.path)

@@ -1,13 +1,13 @@
 """Unigram and bigram counts as draft: a table look-up of next to no cost (Section 3.6, Table 3)."""
 
-import functools
+import dataclasses
 import itertools
 import os
 import pathlib
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from jax import Array, lax
 
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.protocols import Draft
+from specdec_jax.protocols import Context, Draft, Proposal
 from specdec_jax.sampling import Sampling, draw
+from specdec_jax.trees import Tree, require_chain
 from specdec_jax.writing import written
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error)
@@ -103,50 +104,64 @@ def load_ngrams(path: str | os.PathLike) -> Ngrams:
   return ngrams
 
 
-@functools.cache
-def ngram_draft(order: int, vocab_size: int, sampling: Sampling, gamma: int) -> Draft:
-  """Guesses `gamma` tokens from unigrams (order 1) or from bigrams (order 2) of `Ngrams`.
+@dataclasses.dataclass(frozen=True)
+class NgramDraft(Draft):
+  """Guesses from unigrams (order 1) or from bigrams (order 2) of its parameters, `Ngrams`.
 
   After a context never seen a bigram is the unigram; else only the successors kept are guessed.
   Nothing is smoothed: exactness needs no q > 0, since the residual supplies what the draft never
   guesses, and mass for tokens never seen would be taken from guesses that may stand. At
   temperature 0 only the most frequent token matters, which adding to all counts leaves in place.
 
-  Raises:
-    InputError: order is neither 1 nor 2, gamma is no whole number or < 1, or (in `start`) the
-      counts are of another vocabulary.
-  """
-  if order not in (1, 2):
-    raise InputError(f"order is {order!r}; it must be 1 for unigrams or 2 for bigrams.")
-  require_count("gamma", gamma)
+  Attributes:
+    order: 1 or 2.
+    vocab_size: V.
+    sampling: how counts become q.
+    tree: a chain.
 
-  def start(ngrams: Ngrams, prompt: Array, num_slots: int):
-    if ngrams.unigrams.shape != (vocab_size,):
+  Raises:
+    InputError: order is neither 1 nor 2, the tree is no chain, or (in `start`) the counts are of
+      another vocabulary.
+  """
+
+  order: int
+  vocab_size: int
+  sampling: Sampling
+  tree: Tree
+
+  def __post_init__(self):
+    if self.order not in (1, 2):
+      raise InputError(f"order is {self.order!r}; it must be 1 for unigrams or 2 for bigrams.")
+    require_chain("an n-gram draft", self.tree)
+
+  def start(self, params: Ngrams, context: Context, hidden: Array) -> Any:
+    if params.unigrams.shape != (self.vocab_size,):
       raise InputError(
-        f"The n-gram counts are of {len(ngrams.unigrams)} tokens but the target's vocabulary has "
-        f"{vocab_size}; count them again with its own vocabulary."
+        f"The n-gram counts are of {len(params.unigrams)} tokens but the target's vocabulary has "
+        f"{self.vocab_size}; count them again with its own vocabulary."
       )
     return ()
 
-  def weights(ngrams: Ngrams, newest: Array) -> Array:
+  def propose(
+    self, params: Ngrams, state: Any, context: Context, rng: Array
+  ) -> tuple[Proposal, Any]:
+    gamma = self.tree.depth
+    keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
+
+    def step(newest, key):
+      guess, q = draw(key, jnp.log(self._weights(params, newest)), self.sampling)
+      return guess, (guess, q)
+
+    _, (guesses, q) = lax.scan(step, context.newest, keys)
+    return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), state
+
+  def _weights(self, ngrams: Ngrams, newest: Array) -> Array:
     """How often each token [B, V] follows newest [B]."""
-    unigrams = jnp.broadcast_to(ngrams.unigrams.astype(jnp.float32), (len(newest), vocab_size))
-    if order == 1:
+    shape = len(newest), self.vocab_size
+    unigrams = jnp.broadcast_to(ngrams.unigrams.astype(jnp.float32), shape)
+    if self.order == 1:
       return unigrams
     add = lambda row, token, count: row.at[token].add(count)
     follow, counts = ngrams.successors[newest], ngrams.counts[newest]
     bigrams = jax.vmap(add)(jnp.zeros_like(unigrams), follow, counts)
     return jnp.where(counts[:, :1] > 0, bigrams, unigrams)
-
-  def propose(ngrams: Ngrams, state, tokens: Array, length: Array, rng: Array):
-    newest = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
-    keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
-
-    def step(newest, key):
-      guess, q = draw(key, jnp.log(weights(ngrams, newest)), sampling)
-      return guess, (guess, q)
-
-    _, (guesses, q) = lax.scan(step, newest, keys)
-    return guesses.swapaxes(0, 1), q.swapaxes(0, 1), state
-
-  return Draft(start=start, propose=propose, gamma=gamma)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax import Array
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
@@ -29,6 +30,7 @@ from specdec_jax.experiments.speed import (
   row_keys,
 )
 from specdec_jax.pairs import Drafter, Pair
+from specdec_jax.protocols import Decoded
 from specdec_jax.records import Record
 from specdec_jax.reporting.tables import sampling_text
 from specdec_jax.sampling import Sampling
@@ -101,7 +103,7 @@ def acceptance(
         jax.clear_caches()  # the last draft's programs go: a process may map only so many
       last = one.draft_name, sampling
       if sampling not in generated:
-        generated[sampling] = _generate(
+        generated[sampling] = generate(
           pair, texts, sampling, batch_size, max_new_tokens, min_tokens, seed
         )
       records.append(results, _measure(one, generated[sampling], sampling, setting))
@@ -113,7 +115,15 @@ def acceptance(
   console.print(f"Records: {results} (measured once; delete the file to measure again)")
 
 
-def _generate(pair, texts, sampling, batch_size, max_new_tokens, min_tokens, seed):
+def generate(
+  pair: Pair,
+  texts: Sequence[str],
+  sampling: Sampling,
+  batch_size: int,
+  max_new_tokens: int,
+  min_tokens: int,
+  seed: int,
+) -> list[tuple[Array, Array, Decoded]]:
   """The target's own (prompt, keys, output) of batches of texts, until they have min_tokens."""
   batches, count = [], 0
   for at in range(0, len(texts), batch_size):
@@ -129,7 +139,7 @@ def _generate(pair, texts, sampling, batch_size, max_new_tokens, min_tokens, see
 
 
 def _measure(pair: Pair, generated, sampling: Sampling, setting: Record) -> Record:
-  """The setting with its acceptance, over what `_generate` gave and in real rounds."""
+  """The setting with its acceptance, over what `generate` gave and in real rounds."""
   since = time.perf_counter()
   decode = pair.decoder(sampling, setting.gamma, setting.lenience)
   outputs = []

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from specdec_jax.protocols import Draft, Model
+from specdec_jax.protocols import Context, Draft, Model
+from specdec_jax.rules.tokens import emitted_distribution, near_argmax, offers
 from specdec_jax.sampling import Sampling, distribution
-from specdec_jax.speculative import accept_near_argmax, emitted_distribution
+from specdec_jax.trees import Tree, branching, chain
 
 
 class Estimate(NamedTuple):
@@ -43,19 +44,27 @@ class Acceptance(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("model",))
 def teacher_forced_logits(model: Model, params, prompt: Array, tokens: Array) -> Array:
   """Logits [B, T, V] before each of tokens [B, T], in one parallel pass."""
-  first, length = model.begin(prompt)
+  first, length = model.prompt_tokens(prompt)
   newest = jnp.take_along_axis(first, length[:, None] - 1, axis=1)
-  cache = model.start(params, prompt, first.shape[1] + tokens.shape[1])
+  _, cache = model.prefill(params, prompt, first.shape[1] + tokens.shape[1])
   return model.extend(params, cache, jnp.concatenate([newest, tokens[:, :-1]], axis=1))[0]
 
 
-@functools.partial(jax.jit, static_argnames=("target", "draft"))
 def draft_probs(target: Model, draft: Draft, params, prompt: Array, tokens: Array) -> Array:
-  """q [B, T, V], which a draft of gamma 1 guesses each of tokens [B, T] from, given those before.
+  """q [B, T, V], from which a draft of gamma 1 guesses each of tokens [B, T] given those before."""
+  return proposals(target, draft, params, prompt, tokens)[1][:, :, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("target", "draft"))
+def proposals(
+  target: Model, draft: Draft, params, prompt: Array, tokens: Array
+) -> tuple[Array, Array]:
+  """What a draft guesses in place of each of tokens [B, T], given those before: guesses [B, T, N],
+  and the q [B, T, N, V] of each.
 
   The draft proposes as it does in a round, so this holds for any draft.
   """
-  first, begins = target.begin(prompt)
+  first, begins = target.prompt_tokens(prompt)
   batch, num_tokens = tokens.shape
   num_slots = first.shape[1] + num_tokens + 2  # as in decoding
   # Rows may begin at different lengths, each with its tokens behind it.
@@ -63,14 +72,17 @@ def draft_probs(target: Model, draft: Draft, params, prompt: Array, tokens: Arra
   generated = jnp.take_along_axis(tokens, slots - begins[:, None], axis=1, mode="clip")
   begun = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
   text = jnp.where(slots < begins[:, None], begun, generated)
+  context = lambda length: Context(prompt, text, length, None)
   rng = jax.random.split(jax.random.key(0), batch)  # what is drawn does not matter
 
   def propose(state, count):
-    _, q, state = draft.propose(params, state, text, begins + count, rng)
-    return state, q[:, 0]
+    proposal, state = draft.propose(params, state, context(begins + count), rng)
+    chosen = jax.nn.one_hot(proposal.tokens, target.vocab_size)
+    return state, (proposal.tokens, chosen if proposal.q is None else proposal.q)
 
-  state = draft.start(params, prompt, num_slots)
-  return lax.scan(propose, state, jnp.arange(num_tokens))[1].swapaxes(0, 1)
+  state = draft.start(params, context(begins), jnp.zeros((batch, 1, 0)))
+  guesses, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
+  return guesses.swapaxes(0, 1), q.swapaxes(0, 1)
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "lenience"))
@@ -90,17 +102,55 @@ def acceptance_and_change(
   """
   p = distribution(target_logits, sampling)
   if sampling.temperature == 0 and lenience < 1:
-    own, p = p, accept_near_argmax(p, target_logits, q.argmax(axis=-1), lenience)
+    guess = q.argmax(axis=-1)
+    near = near_argmax(target_logits, guess, lenience)[..., None]
+    own, p = p, jnp.where(near, jax.nn.one_hot(guess, p.shape[-1]), p)
     return (p * q).sum(axis=-1), jnp.abs(p - own).sum(axis=-1) / 2
   change = jnp.abs(emitted_distribution(p, q, lenience) - p).sum(axis=-1) / 2
   return jnp.minimum(p / lenience, q).sum(axis=-1), change
 
 
+def positional_acceptance(pair, prompts, decoded, sampling: Sampling, width: int = 8) -> np.ndarray:
+  """How often a node's child of each rank [W] is the one that stands, as `theory.best_tree` wants.
+
+  Measured at the tokens that the target wrote: there `width` children are guessed, and judged by
+  token verification, whose chances are worked out and not drawn. Arguments as in `measure_alpha`.
+  """
+  tree, total, count = branching(width), np.zeros(width), 0
+  draft = pair.draft(sampling, tree)
+  for prompt, output in zip(prompts, decoded):
+    logits = teacher_forced_logits(pair.target, pair.target_params, prompt, output.tokens)
+    guesses, q = proposals(pair.target, draft, pair.draft_params, prompt, output.tokens)
+    stands = np.asarray(_sibling_chances(logits, guesses, q, sampling, tree))
+    is_text = np.arange(stands.shape[1]) < np.asarray(output.lengths)[:, None]
+    total += stands[is_text].sum(axis=0)
+    count += int(is_text.sum())
+  return total / count
+
+
+@functools.partial(jax.jit, static_argnames=("sampling", "tree"))
+def _sibling_chances(logits: Array, guesses: Array, q: Array, sampling: Sampling, tree: Tree):
+  """Probability [B, T, W] that each of the guesses [B, T, W] is the one that stands."""
+  nodes = (tree.num_nodes, logits.shape[-1])
+  p = jnp.broadcast_to(distribution(logits, sampling)[:, :, None], (*logits.shape[:2], *nodes))
+  flat = lambda x: x.reshape(-1, *x.shape[2:])
+  q_x, r_x = offers(tree, flat(guesses), flat(q), flat(p))
+  stands = jnp.where(q_x > r_x, r_x / q_x, 1.0).reshape(guesses.shape)
+  refused = jnp.cumprod(1 - stands, axis=-1)
+  return stands * jnp.pad(refused[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=1.0)
+
+
 def mean_with_interval(rows: list[np.ndarray], seed: int = 0, resamples: int = 2000) -> Estimate:
   """Mean over all values of all rows; its interval by resampling whole rows."""
-  sums = np.array([row.sum() for row in rows])
-  counts = np.array([len(row) for row in rows])
-  picks = np.random.default_rng(seed).integers(len(rows), size=(resamples, len(rows)))
+  sums, counts = (np.array([f(row) for row in rows]) for f in (np.sum, len))
+  return ratio_with_interval(sums, counts, seed, resamples)
+
+
+def ratio_with_interval(
+  sums: np.ndarray, counts: np.ndarray, seed: int = 0, resamples: int = 2000
+) -> Estimate:
+  """Sum of sums [N] over sum of counts [N], of N texts; its interval by resampling these."""
+  picks = np.random.default_rng(seed).integers(len(sums), size=(resamples, len(sums)))
   means = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
   low, high = np.quantile(means, [0.025, 0.975])
   return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
@@ -117,7 +167,7 @@ def measure_alpha(pair, prompts, decoded, sampling: Sampling, lenience: float = 
     lenience: l.
   """
   betas, changes = [], []
-  draft = pair.draft(sampling, 1)
+  draft = pair.draft(sampling, chain(1))
   for prompt, output in zip(prompts, decoded):
     longest = -(-int(np.max(output.lengths)) // 16) * 16  # few widths, so few programs
     tokens = output.tokens[:, :longest]

@@ -25,6 +25,7 @@ from specdec_jax.experiments.measure import settings_to_measure
 from specdec_jax.experiments.speed import row_keys
 from specdec_jax.pairs import Pair
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 from specdec_jax.writing import written
 
 GAMMA = 7
@@ -99,7 +100,7 @@ def ratios(pair: Pair, sentences: Sequence[str]) -> dict[str, float]:
 
 def _costs(pair: Pair, prompt: Array) -> Costs:
   """`measure_costs` without the reading of prompts, which would be more to compile."""
-  draft = pair.draft(Sampling(0.0), GAMMA)
+  draft = pair.draft(Sampling(0.0), chain(GAMMA))
   seconds, _ = interleaved_medians(
     round_calls(pair, [draft], prompt, Sampling(0.0), LIMIT), repeats=9
   )

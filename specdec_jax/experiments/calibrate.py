@@ -26,6 +26,7 @@ from specdec_jax.experiments.speed import acceptance_rate, num_tokens, row_keys
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 NUM_TEXTS = 32  # decoded for alpha; a batch may hold more
 GAMMAS = (3, 10)  # at which costs are timed; lines join them, up to the last
@@ -166,7 +167,7 @@ def calibrate(
     for i in range(0, count, batch_size)
   ]
   outputs = [require_finite(jax.device_get(decoder(GAMMAS[-1])(*batch))) for batch in batches]
-  drafts, prompt = [pair.draft(sampling, gamma) for gamma in GAMMAS], batches[0][0]
+  drafts, prompt = [pair.draft(sampling, chain(gamma)) for gamma in GAMMAS], batches[0][0]
   starts = start_calls(pair, drafts[-1], prompt, max_new_tokens)
   rounds = round_calls(pair, drafts, prompt, sampling, max_new_tokens, lenience)
   seconds, _ = interleaved_medians([*starts, *rounds], REPEATS)

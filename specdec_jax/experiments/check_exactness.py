@@ -19,7 +19,8 @@ from specdec_jax.experiments.drift import Judged, detectable_bias, drifts, joine
 from specdec_jax.experiments.joint import Comparison
 from specdec_jax.experiments.laws import judge_rounds, recorded
 from specdec_jax.experiments.ties import Divergence
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import Pair, rule_name
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 
 
@@ -33,7 +34,7 @@ def check_exactness(
   num_texts: int = 8,
   samples_per_text: int = 100,
   num_tokens: int = 4,
-  num_guesses: int = 11_000,
+  num_guesses: int = 12_000,
   level: float = 1e-3,
   seed: int = 0,
 ) -> None:
@@ -42,9 +43,10 @@ def check_exactness(
   At temperature 0 all texts are decoded both ways and compared token for token; where a row parts,
   the two logits must lie within the measured rounding; and with the target as its own draft no
   guess may be refused but for rounding. At other temperatures many outputs of some
-  texts are drawn, and their first tokens compared with the target's exact joint distribution, those
-  of plain decoding too, in the largest batch, as a control; and in rounds over all texts, guesses,
-  their acceptance and next tokens with the laws of each.
+  texts are drawn, and their first tokens compared with the target's exact joint distribution; and
+  in rounds over all texts, guesses, their acceptance and next tokens with the laws of each. Smaller
+  batches than the largest, and plain decoding as a control, are sampled with the first of the
+  samplings only; rounds only where `TokenRule` judges.
 
   Args:
     pair: what decodes; see `pairs.load_pair`.
@@ -76,14 +78,16 @@ def check_exactness(
     require_count(name, value)
   for size in batch_sizes:
     pair.require_batch_size(size)
+  sampled = [sampling for sampling in samplings if sampling.temperature > 0]
   settings = [
     (sampling, gamma, batch_size)
     for sampling in samplings
-    for batch_size in batch_sizes
-    for gamma in ((0, *gammas) if sampling.temperature > 0 else gammas)
-    if gamma or batch_size == max(batch_sizes)
+    for batch_size in (batch_sizes if sampling not in sampled[1:] else [max(batch_sizes)])
+    for gamma in ((0, *gammas) if sampling in sampled[:1] else gammas)
   ]
-  in_rounds = [(s, gamma) for s in samplings for gamma in gammas if s.temperature > 0 and gamma]
+  # What happens in rounds has known laws where guesses are judged one by one.
+  by_tokens = rule_name(pair.rule) == TokenRule.__name__
+  in_rounds = [(s, gamma) for s in sampled for gamma in gammas if by_tokens]
   # A share for the outputs of each sampled setting, for the rounds of each, and for all rounds.
   num_sampled = sum(sampling.temperature > 0 for sampling, _, _ in settings)
   level /= num_sampled + len(in_rounds) + 1
@@ -164,19 +168,27 @@ def _of_rounds(judged: Judged, gamma: int, what: str, level: float) -> tuple[boo
     for name, by_position in found.items()
   )
   guesses = judged.at(*range(gamma))
-  return min(p_values) >= level, what, (
-    f"{len(guesses.position)} guesses judged; standard deviations from the exact laws, by position "
-    f"in a round: {standings}; least p = {min(p_values):.2g} (fault below {level:.1g}; "
-    f"{_power(guesses, level)})"
+  return (
+    min(p_values) >= level,
+    what,
+    (
+      f"{len(guesses.position)} guesses judged; standard deviations from the exact laws, by "
+      f"position in a round: {standings}; least p = {min(p_values):.2g} (fault below {level:.1g}; "
+      f"{_power(guesses, level)})"
+    ),
   )
 
 
 def _of_acceptance(guesses: Judged, level: float) -> tuple[bool, str, str]:
   drift = of_acceptance(guesses)
-  return drift.p_value >= level, "acceptance in all rounds", (
-    f"{guesses.accepted.sum():.0f} of {len(guesses.position)} guesses accepted, "
-    f"{guesses.probability.sum():.1f} expected, {drift.z:+.1f} standard deviations when weighted: "
-    f"p = {drift.p_value:.2g} (fault below {level:.1g}; {_power(guesses, level)})"
+  return (
+    drift.p_value >= level,
+    "acceptance in all rounds",
+    (
+      f"{guesses.accepted.sum():.0f} of {len(guesses.position)} guesses accepted, "
+      f"{guesses.probability.sum():.1f} expected, {drift.z:+.1f} standard deviations when "
+      f"weighted: p = {drift.p_value:.2g} (fault below {level:.1g}; {_power(guesses, level)})"
+    ),
   )
 
 

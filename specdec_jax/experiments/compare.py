@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from specdec_jax.decoding import require_finite
-from specdec_jax.drafts.model import model_draft
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.experiments.alpha import teacher_forced_logits
 from specdec_jax.experiments.joint import Comparison, compare, cut_into_cells
 from specdec_jax.experiments.speed import row_keys
@@ -53,7 +53,7 @@ def rounds_of_self_draft(
   Every guess must stand and every round emit gamma + 1 tokens; what breaks this (a lost bonus
   token, a draft that falls a token behind) costs speed, and need not show in the output.
   """
-  itself = functools.partial(model_draft, pair.target)
+  itself = functools.partial(ModelDraft, pair.target)
   own = pair._replace(draft=itself, draft_params=pair.target_params)
   decode = own.decoder(Sampling(temperature=0.0), gamma)
   rounds = fewest = 0
@@ -69,7 +69,7 @@ def rounds_of_self_draft(
 def cells_of(
   pair: Pair, texts: Sequence[str], sampling: Sampling, samples_per_text: int, num_tokens: int
 ) -> list[Cells]:
-  """For each text the cells, with their exact probabilities, that its outputs' first tokens fill."""
+  """For each text the cells that its outputs' first tokens fall in, with exact probabilities."""
   eos_id = pair.vocabulary.eos_id
 
   def of(source: Array) -> Cells:

@@ -20,7 +20,7 @@ from specdec_jax.data.vocabulary import open_vocabulary
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.experiments.speed import own_baseline
 from specdec_jax.models.config import T5Config, t5_config
-from specdec_jax.models.simulated import simulated_acceptance
+from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pairs import EMBEDDED, Pair, load_pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
@@ -152,7 +152,7 @@ def random(
 ) -> Contest:
   """Published sizes of T5 with random weights and a set acceptance rate, at temperature 0.
 
-  All models do all of their work, and all texts run to the limit; see `simulated_acceptance`.
+  All models do all of their work, and all texts run to the limit; see `SimulatedModel`.
 
   Args:
     folder: gets the weights.
@@ -174,7 +174,9 @@ def random(
   extra_ids = t5_config(target, version).vocab_size - len(open_vocabulary(vocabulary))
   target, draft = write(target), write(draft)
   pairs = tuple(
-    pair._replace(target=simulated_acceptance(pair.target, alpha), simulated_alpha=alpha)
+    pair._replace(
+      target=SimulatedModel(pair.target, alpha, pair.target.eos_id), simulated_alpha=alpha
+    )
     for pair in _pairs(target, draft, vocabulary, task, extra_ids)
   )
   return Contest(pairs, target, draft, alpha, texts, gammas, (0.0,), max_new_tokens)

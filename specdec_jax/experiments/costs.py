@@ -16,12 +16,12 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from specdec_jax.decoding import begin, free_draft, one_round
+from specdec_jax.decoding import FreeDraft, one_round, start
 from specdec_jax.kernels import skinny
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Draft
-from specdec_jax.sampling import Sampling, distribution
-from specdec_jax.speculative import speculative_sample
+from specdec_jax.protocols import Draft, Proposal
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 CHAIN = 8  # rounds a call
 
@@ -82,11 +82,10 @@ def start_calls(
 ) -> list[Callable[[], object]]:
   """Calls to be timed: plain decoding of prompt [B, P] up to its first step; and speculative."""
   args = pair.target_params, pair.draft_params, prompt, max_new_tokens
-  drafts = free_draft(pair.target.vocab_size), draft
-  return [functools.partial(_begin, pair.target, one, *args) for one in drafts]
+  return [functools.partial(_start, pair.target, one, *args) for one in (FreeDraft(), draft)]
 
 
-_begin = jax.jit(begin, static_argnames=("target", "draft", "limit"))
+_start = jax.jit(start, static_argnames=("target", "draft", "limit"))
 
 
 def round_calls(
@@ -99,7 +98,7 @@ def round_calls(
 ) -> list[Callable[[], object]]:
   """Calls to be timed; `round_costs` knows which is which.
 
-  First a plain step; then for each of the drafts, which differ in gamma only, a round without
+  First a plain step; then for each of the drafts, which differ in their trees only, a round without
   drafting; for each a round; for each accepting. Of all of them there are two calls, one that runs
   it not at all and one that runs it CHAIN times, so that what a call itself costs cancels. They
   decode prompt [B, P], in the shapes of `max_new_tokens`. What is guessed and accepted does not
@@ -107,36 +106,38 @@ def round_calls(
   """
   target, batch, vocab_size = pair.target, len(prompt), pair.target.vocab_size
   rng = jax.random.split(jax.random.key(0), batch)
-  free = [free_draft(vocab_size, gamma) for gamma in (0, *(d.gamma for d in drafts))]
+  free = [FreeDraft(), *(FreeDraft(draft.tree) for draft in drafts)]
+  rule = pair.judge(sampling, lenience)
 
   @jax.jit
   def states(target_params, draft_params):
     params = target_params, draft_params, prompt, max_new_tokens
-    return [begin(target, draft, *params) for draft in (*free, *drafts)]
+    return [start(target, draft, *params) for draft in (*free, *drafts)]
 
   @functools.partial(jax.jit, static_argnums=0)
   def rounds(draft, target_params, draft_params, state, count):
     models = target, draft, target_params, draft_params
-    step = functools.partial(one_round, *models, rng, sampling, lenience, -1)
+    step = functools.partial(one_round, *models, rule, rng, -1)
     return lax.fori_loop(0, count, lambda _, state: step(state), state)
 
-  @jax.jit
-  def verdicts(guesses, q, logits, count):
+  @functools.partial(jax.jit, static_argnums=0)
+  def verdicts(tree, proposal, logits, count):
     def judge(i, _):
       keys = jax.vmap(jax.random.fold_in, (0, None))(rng, i)
-      return speculative_sample(keys, guesses, q, distribution(logits[i], sampling), lenience)
+      return rule.accept(keys, tree, proposal, logits[i])
 
     return lax.fori_loop(0, count, judge, judge(0, None))
 
-  def accept(gamma):
-    logits = jax.random.normal(jax.random.key(1), (CHAIN, batch, gamma + 1, vocab_size))
-    q = jnp.full((batch, gamma, vocab_size), 1 / vocab_size)
-    return functools.partial(verdicts, jnp.zeros((batch, gamma), jnp.int32), q, logits)
+  def accept(tree):
+    logits = jax.random.normal(jax.random.key(1), (CHAIN, batch, tree.num_nodes, vocab_size))
+    guesses = jnp.zeros((batch, tree.num_guesses), jnp.int32)
+    q = jnp.full((*guesses.shape, vocab_size), 1 / vocab_size)
+    return functools.partial(verdicts, tree, Proposal(guesses, q), logits)
 
   params = pair.target_params, pair.draft_params
   parts = [
     *(functools.partial(rounds, d, *params, s) for d, s in zip((*free, *drafts), states(*params))),
-    *(accept(d.gamma) for d in drafts),
+    *(accept(draft.tree) for draft in drafts),
   ]
   return [functools.partial(part, count) for part in parts for count in (0, CHAIN)]
 
@@ -169,7 +170,7 @@ def measure_costs(
   repeats: int = 9,
 ) -> Costs:
   """The costs of a round of `gamma` guesses by themselves, for prompt [B, P], interleaved."""
-  draft = pair.draft(sampling, gamma)
+  draft = pair.draft(sampling, chain(gamma))
   starts = start_calls(pair, draft, prompt, max_new_tokens)
   rounds = round_calls(pair, [draft], prompt, sampling, max_new_tokens)
   seconds, _ = interleaved_medians([*starts, *rounds], repeats)
@@ -182,20 +183,25 @@ def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
   Those of matrix products, for prompt [B, P]; all others are few beside them. A draft step is what
   proposing two guesses takes more than proposing one.
   """
-  text, length = pair.target.begin(prompt)
   rng = jax.random.split(jax.random.key(0), len(prompt))
-  tokens = jnp.pad(text, ((0, 0), (0, 3)))
+  params = pair.target_params, pair.draft_params
 
-  def operations(model, params, f, *args):
-    """Of f(params, state, *args), where the model has read the prompt."""
-    state = jax.eval_shape(lambda params: model.start(params, prompt, tokens.shape[1]), params)
-    return product_operations(jax.make_jaxpr(f)(params, state, *args).jaxpr)
+  def operations(f, *args) -> int:
+    return product_operations(jax.make_jaxpr(f)(*args).jaxpr)
 
-  def propose(gamma):
-    draft = pair.draft(sampling, gamma)
-    return operations(draft, pair.draft_params, draft.propose, tokens, length, rng)
+  def before(draft: Draft):
+    """The state before a round, in shapes only; as many slots whatever gamma is."""
+    limit = 2 - draft.tree.depth
+    at_start = functools.partial(start, pair.target, draft, prompt=prompt, limit=limit)
+    return jax.eval_shape(at_start, *params)
 
-  step = operations(pair.target, pair.target_params, pair.target.extend, text[:, :1])
+  def propose(gamma: int) -> int:
+    draft = pair.draft(sampling, chain(gamma))
+    state = before(draft)
+    return operations(draft.propose, params[1], state.draft, state.context, rng)
+
+  block = jax.ShapeDtypeStruct((len(prompt), 1), jnp.int32)
+  step = operations(pair.target.extend, params[0], before(FreeDraft()).target, block)
   return (propose(2) - propose(1)) / step
 
 

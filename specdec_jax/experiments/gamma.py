@@ -30,6 +30,7 @@ from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.records import Record
 from specdec_jax.sampling import Sampling, distribution
+from specdec_jax.trees import chain
 
 PRIOR_GUESSES = 25.0  # for so many guesses the calibration's alpha counts, beside a text's own
 
@@ -118,7 +119,7 @@ def _policies(
   pair: Pair, sampling: Sampling, gammas: Sequence[int], calibration: Calibration
 ) -> list[Policy]:
   """Plain decoding first, the adaptive one last."""
-  drafts = tuple(pair.draft(sampling, gamma) for gamma in gammas)
+  drafts = tuple(pair.draft(sampling, chain(gamma)) for gamma in gammas)
 
   def fixed(name: str, gamma: int) -> Policy:
     return Policy(name, gamma, pair.decoder(sampling, gamma), calibration.speedups[gamma])
@@ -128,7 +129,7 @@ def _policies(
     pair.target,
     drafts,
     *(pair.target_params, pair.draft_params),
-    sampling=sampling,
+    rule=pair.judge(sampling),
     eos_id=pair.vocabulary.eos_id,
     round_costs=jnp.array([calibration.round_cost(gamma) for gamma in gammas]),
     prior=PRIOR_GUESSES * jnp.array([calibration.alpha, 1 - calibration.alpha]),
@@ -193,7 +194,7 @@ def acceptances(
   """
   logits = teacher_forced_logits(pair.target, pair.target_params, prompt, decoded.tokens)
   guessed = draft_probs(
-    pair.target, pair.draft(sampling, 1), pair.draft_params, prompt, decoded.tokens
+    pair.target, pair.draft(sampling, chain(1)), pair.draft_params, prompt, decoded.tokens
   )
   tokens = np.asarray(decoded.tokens)[..., None]
   of_text = lambda x: np.take_along_axis(np.asarray(x), tokens, axis=-1)[..., 0]

@@ -5,7 +5,6 @@ so its outputs alone say which guesses it accepts. Times it cannot tell: none is
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,9 +34,9 @@ from specdec_jax.experiments.speed import (
 )
 from specdec_jax.models.t5 import EOS_ID
 from specdec_jax.pairs import Drafter, Pair
-from specdec_jax.protocols import Model
 from specdec_jax.records import Record
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import Tree, chain
 
 ARGMAX = Sampling(temperature=0.0)
 
@@ -50,32 +49,51 @@ LEGEND = (
 
 @struct.dataclass
 class Place:
-  """Where the rows of a `reciting_model` are: `length` [B] tokens, as any cache has it."""
+  """Where the rows of a `RecitingModel` are: `length` [B] tokens, as any cache has it."""
 
   length: Array
 
 
-@functools.cache
-def reciting_model(vocab_size: int, start_id: int = PAD_ID, eos_id: int = EOS_ID) -> Model:
+@dataclasses.dataclass(frozen=True)
+class RecitingModel:
   """A target that writes given texts: its parameters, tokens [B, T] with EOS last.
 
-  Its logits are the one-hot of the text's next token, which at temperature 0 is p.
+  Its logits are the one-hot of the text's next token, which at temperature 0 is p. It has no
+  states: hidden is [B, k, 0].
+
+  Attributes:
+    vocab_size: V. start_id: stands before a text. eos_id: ends it.
   """
 
-  def begin(prompt: Array) -> tuple[Array, Array]:
-    return jnp.full((len(prompt), 1), start_id, jnp.int32), jnp.ones(len(prompt), jnp.int32)
+  vocab_size: int
+  start_id: int = PAD_ID
+  eos_id: int = EOS_ID
 
-  def start(texts: Array, prompt: Array, num_slots: int) -> Place:
-    return Place(length=jnp.zeros(len(prompt), jnp.int32))
+  def prompt_tokens(self, prompt: Array) -> tuple[Array, Array]:
+    return jnp.full((len(prompt), 1), self.start_id, jnp.int32), jnp.ones(len(prompt), jnp.int32)
 
-  def extend(texts: Array, place: Place, tokens: Array) -> tuple[Array, Place]:
-    # Slot 0 holds the start token, so what follows slot i is token i of the text.
-    at = place.length[:, None] + jnp.arange(tokens.shape[1])
-    following = jnp.take_along_axis(texts, at, axis=1, mode="clip")
-    logits = jax.nn.one_hot(following, vocab_size)
-    return logits, Place(length=place.length + tokens.shape[1])
+  def prefill(self, params: Array, prompt: Array, num_slots: int) -> tuple[Array, Place]:
+    return jnp.zeros((len(prompt), 1, 0)), Place(length=jnp.zeros(len(prompt), jnp.int32))
 
-  return Model(begin, start, extend, vocab_size, eos_id)
+  def extend(
+    self,
+    params: Array,
+    cache: Place,
+    tokens: Array,
+    tree: Tree | None = None,
+    first: Array | int = 0,
+  ) -> tuple[Array, Array, Place]:
+    # Slot 0 holds the start token, so what follows position i is token i of the text.
+    nodes = first + jnp.arange(tokens.shape[1])
+    depths = nodes if tree is None else jnp.asarray(tree.depths)[nodes]
+    following = jnp.take_along_axis(params, cache.length[:, None] + depths, axis=1, mode="clip")
+    logits = jax.nn.one_hot(following, self.vocab_size)
+    return logits, jnp.zeros((*tokens.shape, 0)), cache
+
+  def commit(
+    self, cache: Place, length: Array, tree: Tree | None = None, path: Array | None = None
+  ) -> Place:
+    return Place(length=length)
 
 
 def given_outputs(
@@ -123,7 +141,7 @@ def given_outputs(
     )
   contenders = [
     Pair(
-      target=reciting_model(len(vocabulary), vocabulary.start_id, vocabulary.eos_id),
+      target=RecitingModel(len(vocabulary), vocabulary.start_id, vocabulary.eos_id),
       target_params=None,  # the text, another for each source
       target_name=target,
       draft=drafter.make,
@@ -165,7 +183,7 @@ def _measure(pair: Pair, read, written, settings: Sequence[Record]) -> Iterator[
     return
   since = time.perf_counter()
   prompts, texts = (padded(rows, max(map(len, rows)))[:, None] for rows in (read, written))
-  draft = pair.draft(ARGMAX, 1)
+  draft = pair.draft(ARGMAX, chain(1))
   betas = []  # p is a one-hot, so sum min(p, q) is q there
   for prompt, text, tokens in zip(prompts, texts, written):
     q = np.asarray(draft_probs(pair.target, draft, pair.draft_params, prompt, text)[0])

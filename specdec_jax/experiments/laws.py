@@ -4,6 +4,7 @@ q is what the draft reports of its guesses; p comes from a parallel pass of the 
 that was decoded, never from the loop.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,61 +14,77 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from specdec_jax.decoding import all_rounds, begin, decoded, one_round, require_finite
+from specdec_jax.decoding import all_rounds, decoded, one_round, require_finite, start
 from specdec_jax.experiments.alpha import teacher_forced_logits
 from specdec_jax.experiments.drift import Judged, joined
 from specdec_jax.experiments.speed import row_keys
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Decoded, Draft, Model, Rounds
+from specdec_jax.protocols import Context, Decoded, Draft, Model, Outcome, Proposal, Rounds, Rule
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, distribution
+from specdec_jax.trees import Tree, chain
 
-Rule = Callable[[Array, Array, Array], tuple[Array, Array]]
+Law = Callable[[Array, Array, Array], tuple[Array, Array]]
 Decode = Callable[..., tuple[Decoded, Array]]  # (prompt [B, P], keys [B], max_new_tokens=)
 
 
 def algorithm_1(p: Array, q: Array, guess: Array) -> tuple[Array, Array]:
   """Probability [...] that `guess` [...] is accepted, and weights [..., V] of the token if not.
 
-  Where there is no guess q is 0, and p is left. Not `speculative.residual`, which is checked.
+  Where there is no guess q is 0, and p is left. Not `rules.tokens.residual`, which is checked.
   """
   p_x, q_x = (jnp.take_along_axis(x, guess[..., None], axis=-1)[..., 0] for x in (p, q))
   return jnp.where(p_x < q_x, p_x / q_x, 1.0), jnp.maximum(p - q, 0.0)
 
 
-def recorded(pair: Pair, sampling: Sampling, gamma: int) -> Decode:
+def recorded(
+  pair: Pair, sampling: Sampling, gamma: int, rule: Callable[[Sampling], Rule] = TokenRule
+) -> Decode:
   """As `pair.decoder`, with the q [B, T, V] of the guess judged at each token, 0 at a bonus token.
 
   The rounds are the loop's own, of a draft that keeps what it reports.
   """
-  models = pair.target, _recording(pair.draft(sampling, gamma), pair.target.vocab_size)
-  common: dict[str, Any] = dict(sampling=sampling, eos_id=pair.vocabulary.eos_id)
+  draft = pair.draft(sampling, chain(gamma))
+  models = pair.target, RecordingDraft(draft, pair.target.vocab_size)
+  common: dict[str, Any] = dict(rule=rule(sampling), eos_id=pair.vocabulary.eos_id)
   params = pair.target_params, pair.draft_params
   return functools.partial(_recorded_decode, *models, *params, **common)
 
 
-@functools.cache
-def _recording(draft: Draft, vocab_size: int) -> Draft:
-  """The same draft, whose state holds the q of every slot too.
+@dataclasses.dataclass(frozen=True)
+class RecordingDraft(Draft):
+  """The same draft, a chain, whose state holds the q of every slot too.
 
   A slot past the text is written again by the next round, as a cache is; a bonus token's never was.
+
+  Attributes:
+    draft: as it is. vocab_size: V.
   """
 
-  def start(params, prompt: Array, num_slots: int):
-    own = draft.start(params, prompt, num_slots)
-    return own, jnp.zeros((prompt.shape[0], num_slots, vocab_size))
+  draft: Draft
+  vocab_size: int
+  tree: Tree = dataclasses.field(init=False)
 
-  def propose(params, state, tokens: Array, length: Array, rng: Array):
+  def __post_init__(self):
+    object.__setattr__(self, "tree", self.draft.tree)
+
+  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+    own = self.draft.start(params, context, hidden)
+    return own, jnp.zeros((*context.tokens.shape, self.vocab_size))
+
+  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     own, all_q = state
-    guesses, q, own = draft.propose(params, own, tokens, length, rng)
+    proposal, own = self.draft.propose(params, own, context, rng)
+    q = jax.nn.one_hot(proposal.tokens, self.vocab_size) if proposal.q is None else proposal.q
     write = lambda row, new, at: lax.dynamic_update_slice(row, new, (at, 0))
-    return guesses, q, (own, jax.vmap(write)(all_q, q.astype(all_q.dtype), length))
+    return proposal, (own, jax.vmap(write)(all_q, q.astype(all_q.dtype), context.length))
 
-  return Draft(start, propose, draft.gamma)
+  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
+    own, all_q = state
+    return self.draft.observe(params, own, outcome), all_q
 
 
-@functools.partial(
-  jax.jit, static_argnames=("target", "draft", "max_new_tokens", "sampling", "eos_id")
-)
+@functools.partial(jax.jit, static_argnames=("target", "draft", "max_new_tokens", "rule", "eos_id"))
 def _recorded_decode(
   target: Model,
   draft: Draft,
@@ -77,13 +94,13 @@ def _recorded_decode(
   rng: Array,
   *,
   max_new_tokens: int,
-  sampling: Sampling,
+  rule: Rule,
   eos_id: int,
 ) -> tuple[Decoded, Array]:
   models = target, draft, target_params, draft_params
-  step = functools.partial(one_round, *models, rng, sampling, 1.0, eos_id)
-  s = all_rounds(step, begin(*models, prompt, max_new_tokens))
-  slots = s.begins[:, None] + jnp.arange(max_new_tokens)
+  step = functools.partial(one_round, *models, rule, rng, eos_id)
+  s = all_rounds(step, start(*models, prompt, max_new_tokens))
+  slots = s.prompt_length[:, None] + jnp.arange(max_new_tokens)
   return decoded(s), jnp.take_along_axis(s.draft[1], slots[..., None], axis=1)
 
 
@@ -95,7 +112,7 @@ def judge_rounds(
   num_guesses: int,
   max_new_tokens: int,
   seed: int,
-  rule: Rule = algorithm_1,
+  law: Law = algorithm_1,
   batch_size: int = 32,
 ) -> Judged:
   """Decode the texts, again and again if need be, until `num_guesses` guesses have been judged.
@@ -108,7 +125,7 @@ def judge_rounds(
     num_guesses: at least so many; when to stop depends on the past alone, so means stay 0.
     max_new_tokens: limit for each output.
     seed: of the draws.
-    rule: what a guess's probability is, and what is left if it is refused.
+    law: what a guess's probability is, and what is left if it is refused.
     batch_size: rows decoded together; q alone takes 4 V bytes for each of their tokens.
   """
   prompts, found, count, at = pair.prompt(texts), [], 0, 0
@@ -117,7 +134,7 @@ def judge_rounds(
     result, q = decode(prompt, row_keys(seed, at, batch_size), max_new_tokens=max_new_tokens)
     longest = -(-int(require_finite(result).lengths.max()) // 32) * 32  # few widths, few programs
     tokens, models = result.tokens[:, :longest], (pair.target, pair.target_params)
-    scores = _scores(*models, prompt, tokens, q[:, :longest], result.rounds, sampling, rule)
+    scores = _scores(*models, prompt, tokens, q[:, :longest], result.rounds, sampling, law)
     written = np.arange(tokens.shape[1]) < np.asarray(result.lengths)[:, None]
     found.append(Judged(*(np.asarray(x, float)[written] for x in scores)))
     count += sum(int(x.sum()) for x in result.rounds.judged())
@@ -125,7 +142,7 @@ def judge_rounds(
   return joined(found)
 
 
-@functools.partial(jax.jit, static_argnames=("target", "sampling", "rule"))
+@functools.partial(jax.jit, static_argnames=("target", "sampling", "law"))
 def _scores(
   target: Model,
   params,
@@ -134,7 +151,7 @@ def _scores(
   q: Array,
   rounds: Rounds,
   sampling: Sampling,
-  rule: Rule,
+  law: Law,
 ) -> tuple[Array, ...]:
   """The fields of `Judged`, [B, T] each; what lies past a row's end means nothing."""
   ends = jnp.cumsum(rounds.num_emitted, axis=0).T  # [B, R]
@@ -148,7 +165,7 @@ def _scores(
   guess = jnp.take_along_axis(guesses, at, axis=1, mode="clip")
   accepted = position < of_round(rounds.num_accepted)
   p = distribution(teacher_forced_logits(target, params, prompt, tokens), sampling)
-  probability, left = rule(p, q, guess)
+  probability, left = law(p, q, guess)
   drawn = jnp.where(accepted[..., None], 0.0, jnp.where(left.any(-1, keepdims=True), left, p))
   return position, accepted, probability, *_rank(q, guess), *_rank(drawn, tokens)
 

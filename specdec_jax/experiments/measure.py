@@ -24,7 +24,7 @@ from specdec_jax.experiments.speed import (
   own_baseline,
 )
 from specdec_jax.machine import provenance
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import Pair, rule_name
 from specdec_jax.records import Record
 from specdec_jax.sampling import Sampling
 
@@ -109,6 +109,7 @@ def settings_to_measure(
       top_p=sampling.top_p,
       gamma=gamma,
       lenience=lenience,
+      rule=rule_name(pair.rule),
       batch_size=batch_size,
       acceptance="measured" if pair.simulated_alpha is None else "simulated",
       num_examples=len(texts),

@@ -32,9 +32,12 @@ from specdec_jax.experiments.speed import (
 )
 from specdec_jax.experiments.worker import elsewhere, interleaved_seconds, process, timed
 from specdec_jax.pairs import Pair
+from specdec_jax.protocols import Decoded
 from specdec_jax.records import Record
 from specdec_jax.reporting.table import MISSING
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 LEGEND = (
   "tokens/s: total tokens / total seconds, medians of interleaved repeats, reading the prompt "
@@ -168,8 +171,14 @@ def _measure(contest, sampling, competitors, settings, repeats, seed) -> list[Re
 
 def _speculative(pair: Pair, sampling: Sampling, gamma: int) -> Decode:
   """Our speculative decoding of a pair."""
-  draft, params = pair.draft(sampling, gamma), (pair.target_params, pair.draft_params)
-  return functools.partial(speculative_decode, pair.target, draft, *params)
+  draft, params = pair.draft(sampling, chain(gamma)), (pair.target_params, pair.draft_params)
+
+  def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> Decoded:
+    rule = TokenRule(sampling)
+    models = pair.target, draft, *params
+    return speculative_decode(*models, prompt, rng, max_new_tokens=max_new_tokens, rule=rule)
+
+  return decode
 
 
 def _free() -> None:

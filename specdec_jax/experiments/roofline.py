@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 
-from specdec_jax.decoding import begin, free_draft
+from specdec_jax.decoding import FreeDraft, start
 from specdec_jax.experiments.costs import interleaved_medians
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Draft
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 # A square matrix of so many rows is read: 0.27 and 1.07 GB, far beyond any cache. So often in a
 # call that what the call itself takes does not count.
@@ -75,18 +76,18 @@ def step_bytes(
 
   def before(draft: Draft):
     """The state before a round, in shapes only."""
-    at_start = functools.partial(begin, pair.target, draft, prompt=prompt, limit=max_new_tokens)
+    at_start = functools.partial(start, pair.target, draft, prompt=prompt, limit=max_new_tokens)
     return jax.eval_shape(at_start, *params)
 
   def extend(state, num_tokens: int) -> float:
     block = jax.ShapeDtypeStruct((len(prompt), num_tokens), jnp.int32)
     return read_bytes(pair.target.extend, params[0], state.target, block) * _held(params[0])
 
-  draft = pair.draft(sampling, gamma)
+  draft = pair.draft(sampling, chain(gamma))
   state = before(draft)
-  proposed = read_bytes(draft.propose, params[1], state.draft, state.tokens, state.length, rng)
+  proposed = read_bytes(draft.propose, params[1], state.draft, state.context, rng)
   return StepBytes(
-    target_step=extend(before(free_draft(pair.target.vocab_size)), 1),
+    target_step=extend(before(FreeDraft()), 1),
     draft_step=proposed * _held(params[1]) / gamma,
     verify=extend(state, gamma + 1),
   )

@@ -20,6 +20,7 @@ from specdec_jax.experiments.costs import (
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 NUM_COSTED = 24  # texts at which costs are timed
 
@@ -136,7 +137,7 @@ def measure_speed(
   plain_outputs: list[Decoded] = []
   speculative: dict[int, list[Decoded]] = {gamma: [] for gamma in gammas}
   seconds, part_seconds, at = [], [], 0
-  drafts = [pair.draft(sampling, gamma) for gamma in gammas]
+  drafts = [pair.draft(sampling, chain(gamma)) for gamma in gammas]
   widths = collections.Counter(prompt.shape for prompt in prompts)
   typical = next(p for p in prompts if p.shape == widths.most_common(1)[0][0])
   parts = round_calls(pair, drafts, typical, sampling, max_new_tokens, lenience)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from specdec_jax.errors import InputError
 from specdec_jax.records import read
+from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.pages import measured_table
 from specdec_jax.reporting.paper import load_table
 from specdec_jax.reporting.status import (
@@ -25,7 +26,7 @@ CONFIGS, EXPERIMENTS = CHECKOUT / "configs", CHECKOUT / "experiments"
 
 
 def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
-  """A table of the paper's by its number, 'measured', 'status' or 'status-counts'.
+  """A table of the paper's by its number, 'measured', 'lengths', 'status' or 'status-counts'.
 
   Args:
     name: of the table.
@@ -42,11 +43,14 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
     lines = (EXPERIMENTS / COMPILED_TABLE).read_text().splitlines()
     of_each = claims(paper, kept, predicted(paper[2], [*map(json.loads, lines)], "accessed"))
     return status_table(of_each) if name == "status" else status_counts(of_each)
-  if name not in ("1", "2", "3", "4", "5", "measured"):
-    raise InputError(f"There is no table {name!r}; there are 1 to 5, 'measured' and 'status'.")
+  if name not in ("1", "2", "3", "4", "5", "measured", "lengths"):
+    known = "1 to 5, 'measured', 'lengths' and 'status'"
+    raise InputError(f"There is no table {name!r}; there are {known}.")
   records = [record for path in results for record in read(path)]
   if name != "1" and not records:
     raise InputError(f"Table {name} is of records; name a results.jsonl.")
   if name == "measured":
     return measured_table(records)
+  if name == "lengths":
+    return lengths_table(records)
   return paper_table(int(name), records, load_table(int(name), CONFIGS))

@@ -66,7 +66,7 @@ def first_divergences(
 
 def _logits(target: Model, params, prompt: Array, tokens: np.ndarray, block: int) -> Array:
   """Target's logits [B, T, V] before each of tokens [B, T], reading `block` tokens a pass."""
-  first, length = target.begin(prompt)
+  first, length = target.prompt_tokens(prompt)
   batch, count = tokens.shape
   num_blocks = -(-count // block)
   # Rows may begin at different lengths; each reads its newest token, then the output.
@@ -77,9 +77,12 @@ def _logits(target: Model, params, prompt: Array, tokens: np.ndarray, block: int
 
   @jax.jit
   def read(params):
-    cache = target.start(params, prompt, first.shape[1] + num_blocks * block)
-    swapped = lambda cache, tokens: target.extend(params, cache, tokens)[::-1]
-    return lax.scan(swapped, cache, blocks)[1]  # [N, B, K, V]
+    def step(cache, tokens):
+      logits, _, cache = target.extend(params, cache, tokens)
+      return target.commit(cache, cache.length + block), logits
+
+    _, cache = target.prefill(params, prompt, first.shape[1] + num_blocks * block)
+    return lax.scan(step, cache, blocks)[1]  # [N, B, K, V]
 
   logits = read(params).swapaxes(0, 1)
   return logits.reshape(batch, num_blocks * block, -1)[:, :count]

@@ -20,28 +20,31 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
 
 from specdec_jax.decoding import (
+  FreeDraft,
   autoregressive_decode,
-  begin,
-  free_draft,
   one_round,
   speculative_decode,
+  start,
 )
-from specdec_jax.drafts.model import model_draft
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.experiments.weight_copies import weight_copies
 from specdec_jax.models.families import Config, init_params, model_of
 from specdec_jax.partitioning import (
   REPLICATED,
   RULES,
+  PartitionedDraft,
+  PartitionedModel,
   Rules,
   make_mesh,
   param_shardings,
-  partitioned,
   state_shardings,
 )
 from specdec_jax.protocols import Draft
 from specdec_jax.reporting.tables import MISSING, Table
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, draw
+from specdec_jax.trees import Tree, chain
 
 LOOPS = "speculative loop", "plain loop"
 
@@ -163,7 +166,7 @@ def programs(
   draft: Config,
   devices: Sequence[jax.Device],
   *,
-  gamma: int = 7,
+  gamma: int | Tree = 7,
   batch_size: int = 1,
   source_tokens: int = 128,
   max_new_tokens: int = 128,
@@ -174,13 +177,15 @@ def programs(
 
   The target is cut over all devices; the draft is whole on each unless its rules cut it.
   Parameters have the models' dtypes and the layouts that `jax.device_put` gives; caches of the
-  parts have the compiler's own choice, as they have inside a loop.
+  parts have the compiler's own choice, as they have inside a loop. Where a tree is given for gamma
+  there is a program more, 'commit': the path that stands moved to its place.
 
   Raises:
     InputError: the devices cannot share the target, or a size is no whole number from 1.
   """
+  tree = gamma if isinstance(gamma, Tree) else chain(gamma)
   sizes = dict(
-    gamma=gamma,
+    gamma=tree.depth,
     batch_size=batch_size,
     source_tokens=source_tokens,
     max_new_tokens=max_new_tokens,
@@ -188,9 +193,10 @@ def programs(
   for name, size in sizes.items():
     require_count(name, size)
   mesh = make_mesh(len(devices), devices)
-  p, q = partitioned(model_of(target), mesh), partitioned(model_of(draft), mesh, draft_rules)
-  guesses = partitioned(model_draft(model_of(draft), sampling, gamma), mesh, draft_rules)
-  free = free_draft(target.vocab_size)
+  p = PartitionedModel(model_of(target), mesh)
+  q = PartitionedModel(model_of(draft), mesh, draft_rules)
+  own = ModelDraft(model_of(draft), sampling, tree)
+  guesses, rule = PartitionedDraft(own, mesh, draft_rules), TokenRule(sampling)
   everywhere = NamedSharding(mesh, PartitionSpec())
 
   def array(shape, dtype, sharding=everywhere) -> jax.ShapeDtypeStruct:
@@ -204,8 +210,8 @@ def programs(
   p_params, q_params = params(target, RULES), params(draft, draft_rules)
   prompt = array((batch_size, source_tokens), jnp.int32)
   rng = array((batch_size,), jax.eval_shape(jax.random.key, 0).dtype)
-  first, _ = jax.eval_shape(p.begin, prompt)
-  num_slots = first.shape[1] + max_new_tokens + gamma + 1
+  first, _ = jax.eval_shape(p.prompt_tokens, prompt)
+  num_slots = first.shape[1] + max_new_tokens + tree.num_nodes
 
   def part(function: Callable, params, state, places, *args) -> Lowered:
     """function(*params, state, *args) -> (state, results), with the state updated in place."""
@@ -219,21 +225,30 @@ def programs(
     )
     return jitted.lower(*params, state, *args)
 
-  def of_target(block: int) -> Lowered:
+  def of_target(tree: Tree) -> Lowered:
     def extend(target_params, cache, tokens):
-      logits, cache = p.extend(target_params, cache, tokens)
-      return cache, logits
+      logits, _, cache = p.extend(target_params, cache, tokens, tree)
+      return p.commit(cache, cache.length + 1), logits
 
-    cache = jax.eval_shape(lambda *args: p.start(*args, num_slots), p_params, prompt)
-    tokens = array((batch_size, block), jnp.int32)
-    return part(extend, (p_params,), cache, state_shardings(cache, mesh, RULES), tokens)
+    tokens = array((batch_size, tree.num_nodes), jnp.int32)
+    return part(extend, (p_params,), *cache_of_target(), tokens)
+
+  def cache_of_target() -> tuple[Any, Any]:
+    _, cache = jax.eval_shape(functools.partial(p.prefill, num_slots=num_slots), p_params, prompt)
+    return cache, state_shardings(cache, mesh, RULES)
+
+  def of_commit() -> Lowered:
+    def commit(cache, path):
+      return p.commit(cache, cache.length + tree.depth, tree, path), ()
+
+    return part(commit, (), *cache_of_target(), array((batch_size, tree.depth), jnp.int32))
 
   def of_draft() -> Lowered:
     def step(draft_params, cache, tokens, rng):
-      logits, cache = q.extend(draft_params, cache, tokens)
-      return cache, draw(rng, logits[:, 0], sampling)
+      logits, _, cache = q.extend(draft_params, cache, tokens)
+      return q.commit(cache, cache.length + 1), draw(rng, logits[:, 0], sampling)
 
-    cache = jax.eval_shape(lambda *args: q.start(*args, num_slots), q_params, prompt)
+    _, cache = jax.eval_shape(functools.partial(q.prefill, num_slots=num_slots), q_params, prompt)
     places = state_shardings(cache, mesh, draft_rules)
     tokens = array((batch_size, 1), jnp.int32)
     return part(step, (q_params,), cache, places, tokens, rng)
@@ -241,28 +256,32 @@ def programs(
   def of_round(draft: Draft, draft_params) -> Lowered:
     def run(target_params, draft_params, state, rng):
       models = p, draft, target_params, draft_params
-      return one_round(*models, rng, sampling, 1.0, 1, state), ()
+      return one_round(*models, rule, rng, 1, state), ()
 
     params = p_params, draft_params
-    start = functools.partial(begin, p, draft, limit=max_new_tokens)
-    state = jax.eval_shape(start, *params, prompt)
+    at_start = functools.partial(start, p, draft, limit=max_new_tokens)
+    state = jax.eval_shape(at_start, *params, prompt)
     places = state_shardings(state, mesh, REPLICATED)._replace(
       target=state_shardings(state.target, mesh, RULES),
       draft=state_shardings(state.draft, mesh, draft_rules),
     )
     return part(run, params, state, places, rng)
 
-  how = dict(max_new_tokens=max_new_tokens, sampling=sampling)
+  limit = max_new_tokens
+  commits = {} if tree.is_chain else {"commit": of_commit}
   return {
     "speculative loop": lambda: speculative_decode.lower(
-      p, guesses, p_params, q_params, prompt, rng, **how
+      p, guesses, p_params, q_params, prompt, rng, max_new_tokens=limit, rule=rule
     ),
-    "plain loop": lambda: autoregressive_decode.lower(p, p_params, prompt, rng, **how),
-    "plain step": lambda: of_round(free, ()),
+    "plain loop": lambda: autoregressive_decode.lower(
+      p, p_params, prompt, rng, max_new_tokens=limit, sampling=sampling
+    ),
+    "plain step": lambda: of_round(FreeDraft(), ()),
     "round": lambda: of_round(guesses, q_params),
-    "decode step": lambda: of_target(1),
-    "verify": lambda: of_target(gamma + 1),
+    "decode step": lambda: of_target(chain(0)),
+    "verify": lambda: of_target(tree),
     "draft step": of_draft,
+    **commits,
   }
 
 
@@ -285,7 +304,7 @@ def examine(compiled: Compiled) -> Program:
   )
 
 
-def hbm_bytes(programs: Programs, gamma: int) -> dict[str, int]:
+def hbm_bytes(programs: Programs, gamma: int | Tree) -> dict[str, int]:
   """What each part of a round reads from HBM and writes there, the round with all of its steps."""
   compiled = {
     name: lower().compile(compiler_options=HBM_ONLY)
@@ -293,14 +312,16 @@ def hbm_bytes(programs: Programs, gamma: int) -> dict[str, int]:
     if name not in LOOPS
   }
   accessed = {name: examine(program).accessed for name, program in compiled.items()}
-  # The draft's gamma guesses are a first call and a loop of gamma - 1 steps; one was counted.
-  accessed["round"] += max(0, gamma - 2) * accessed["draft step"]
+  if not isinstance(gamma, Tree):
+    # The draft's gamma guesses are a first call and a loop of gamma - 1 steps; one was counted. A
+    # tree is drafted without a loop.
+    accessed["round"] += max(0, gamma - 2) * accessed["draft step"]
   return accessed
 
 
 def over_a_step(accessed: dict[str, int]) -> dict[str, float]:
-  """Bytes of a pass over gamma + 1 tokens and of a draft step over those of a decode step, and of
-  a round over those of a plain step.
+  """Bytes of a pass over all nodes, of a draft step, and of what commits a tree's path, over those
+  of a decode step, and of a round over those of a plain step.
 
   The first two are v(gamma) and c (Definition 7) of a machine that waits for memory alone.
   """
@@ -308,10 +329,11 @@ def over_a_step(accessed: dict[str, int]) -> dict[str, float]:
     "verify": accessed["verify"] / accessed["decode step"],
     "draft step": accessed["draft step"] / accessed["decode step"],
     "round": accessed["round"] / accessed["plain step"],
+    **{name: accessed[name] / accessed["decode step"] for name in {"commit"} & accessed.keys()},
   }
 
 
-def report(programs: Programs, gamma: int) -> dict[str, Any]:
+def report(programs: Programs, gamma: int | Tree) -> dict[str, Any]:
   """All that the compiler says of `programs`; takes minutes.
 
   Returns:

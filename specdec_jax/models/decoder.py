@@ -1,11 +1,13 @@
 """The decoder of both families, block-wise: T5's attends to a source too, a GPT's has none.
 
 It serves three calls: the teacher-forced pass (a block of all tokens and no cache), the decode
-step (a block of one) and parallel verification (a block of gamma + 1).
+step (a block of one) and parallel verification (a block of K tokens, a chain or a tree).
 
 Axes: B batch, S source tokens, K tokens in a block, T cache slots, L layers, H heads,
 D head dim, E embed, V vocabulary.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from specdec_jax.models.layers import (
   matmul,
   norm,
 )
+from specdec_jax.trees import Tree
 
 KeysValues = tuple[Array, Array]  # each [B, H, T, D]
 
@@ -43,12 +46,12 @@ class DecoderLayer(nn.Module):
     self.mlp = Mlp(cfg)
     self.dropout = Dropout(cfg)
 
-  def __call__(self, x, bias, cross, cross_bias, cached=None, length=None, deterministic=True):
-    """x [B, K, E] -> (x, keys and values), the latter put at `length` of `cached` [B, H, T, D]."""
+  def __call__(self, x, bias, cross, cross_bias, cached=None, slot=None, deterministic=True):
+    """x [B, K, E] -> (x, keys and values), the latter put from `slot` [B] of `cached` on."""
     h = self.pre_self_attention_layer_norm(x)
     queries, keys_values = self.self_attention.queries_keys_values(h)
     if cached is not None:
-      keys_values = tuple(_write(c, new, length) for c, new in zip(cached, keys_values))
+      keys_values = tuple(_write(c, new, slot) for c, new in zip(cached, keys_values))
     h = self.self_attention(queries, keys_values, bias, deterministic)
     x = x + self.dropout(h, deterministic)
     if self.config.has_encoder:
@@ -89,24 +92,34 @@ class Decoder(nn.Module):
     cross_bias: Array | None = None,
     cached: tuple[KeysValues, ...] | None = None,
     length: Array | None = None,
+    tree: Tree | None = None,
+    first: Array | int = 0,
     deterministic: bool = True,
-  ) -> tuple[Array, tuple[KeysValues, ...]]:
-    """x [B, K, E] -> (logits [B, K, V] float32, keys and values of each layer)."""
+  ) -> tuple[Array, Array, tuple[KeysValues, ...]]:
+    """x [B, K, E] -> (logits [B, K, V] float32, last states [B, K, E], keys and values by layer).
+
+    With a cache of `length` [B] tokens x are nodes first..first+K-1 of a tree, or of a chain.
+    """
     batch, block, _ = x.shape
-    start = jnp.zeros((batch, 1), jnp.int32) if length is None else length[:, None]
+    length = jnp.zeros(batch, jnp.int32) if length is None else length
     num_slots = block if cached is None else cached[0][0].shape[2]
-    positions = start + jnp.arange(block)  # [B, K]
-    future = jnp.arange(num_slots) > positions[..., None]  # [B, K, T]
-    bias = jnp.where(future, MASKED, 0.0)[:, None]
+    if tree is None or tree.is_chain:
+      keys_at: Array = jnp.arange(num_slots)  # [T]
+      positions = (length + first)[:, None] + jnp.arange(block)  # [B, K]
+      hidden_from = keys_at > positions[..., None]  # [B, K, T]
+    else:
+      nodes = slice(first, first + block)
+      keys_at, positions, hidden_from = _in_tree(tree, nodes, length, num_slots)
+    bias = jnp.where(hidden_from, MASKED, 0.0)[:, None]
     if self.config.num_positions is None:
-      bias = self.relpos_bias(positions, num_slots) + bias
+      bias = self.relpos_bias(positions, keys_at) + bias
     else:
       x = x + self.positions.at[positions].get(mode="clip").astype(x.dtype)
     x = self.dropout(x, deterministic)
     kept = []
     for i, layer in enumerate(self.layers):
       x, keys_values = layer(
-        x, bias, cross and cross[i], cross_bias, cached and cached[i], length, deterministic
+        x, bias, cross and cross[i], cross_bias, cached and cached[i], length + first, deterministic
       )
       kept.append(keys_values)
     x = self.dropout(self.decoder_norm(x), deterministic)
@@ -114,13 +127,48 @@ class Decoder(nn.Module):
       logits = matmul(x.astype(jnp.float32) / self.config.logits_divisor, embedding.T)
     else:
       logits = self.logits_dense(x)
-    return logits[..., : self.config.vocab_size], tuple(kept)
+    return logits[..., : self.config.vocab_size], x, tuple(kept)
 
 
 def empty_slots(config: TransformerConfig, batch: int, num_slots: int) -> tuple[KeysValues, ...]:
   """A cache of no tokens yet, for each layer."""
   empty = jnp.zeros((batch, config.num_heads, num_slots, config.head_dim), config.dtype)
   return ((empty, empty),) * config.num_decoder_layers
+
+
+def commit(cache: Any, length: Array, path: Array | None = None) -> Any:
+  """A cache of either family when it holds `length` [B] tokens.
+
+  With a path [B, D] the slots from cache.length on hold a tree, whose nodes `path` go right behind
+  its first: a gather of D slots and a write of one slice for each array, never a whole cache put
+  in order.
+  """
+  if path is None:
+    return cache.replace(length=length)
+  at = (cache.length[:, None] + path)[:, None, :, None]
+
+  def move(slots: Array) -> Array:
+    return _write(slots, jnp.take_along_axis(slots, at, axis=2), cache.length + 1)
+
+  return cache.replace(length=length, layers=jax.tree.map(move, cache.layers))
+
+
+def _in_tree(tree: Tree, nodes: slice, length: Array, num_slots: int) -> tuple[Array, Array, Array]:
+  """Where the keys of all slots [B, T] and some nodes [B, K] of a tree stand in the text, and which
+  of the former each of the latter does not see, [B, K, T].
+
+  A node is in slot length + its number, but stands at length + its depth, and sees what is
+  committed, itself and its ancestors.
+  """
+  slots = jnp.arange(num_slots)
+  node = slots - length[:, None]  # [B, T], negative before the tree
+  clipped = jnp.clip(node, 0, tree.num_nodes - 1)
+  depths = jnp.asarray(tree.depths)
+  keys_at = jnp.where(node < 0, slots, length[:, None] + depths[clipped])
+  positions = length[:, None] + depths[nodes]
+  related = jnp.asarray(tree.ancestors[nodes])[:, clipped].swapaxes(0, 1)  # [B, K, T]
+  seen = (node < 0)[:, None] | (related & (node < tree.num_nodes)[:, None])
+  return keys_at, positions, ~seen
 
 
 def _write(cache: Array, block: Array, length: Array) -> Array:

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from specdec_jax.models.config import GPTConfig, T5Config
-from specdec_jax.models.gpt import GPT, gpt_model
-from specdec_jax.models.t5 import T5, t5_model
+from specdec_jax.models.gpt import GPT, GPTModel
+from specdec_jax.models.t5 import T5, T5Model
 from specdec_jax.protocols import Model
 
 Config = T5Config | GPTConfig
@@ -20,7 +20,7 @@ def module_of(config: Config) -> T5 | GPT:
 
 def model_of(config: Config) -> Model:
   """The model behind the contract of the loops."""
-  return t5_model(config) if isinstance(config, T5Config) else gpt_model(config)
+  return T5Model(config) if isinstance(config, T5Config) else GPTModel(config)
 
 
 def init_params(config: Config, rng: Array):

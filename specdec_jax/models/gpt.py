@@ -7,7 +7,8 @@ own.
 Axes: B batch, P prompt tokens, K tokens in a block, T cache slots, V vocabulary.
 """
 
-import functools
+import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -16,9 +17,9 @@ from jax import Array
 
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig
-from specdec_jax.models.decoder import Decoder, KeysValues, empty_slots
+from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
 from specdec_jax.models.layers import embedder
-from specdec_jax.protocols import Model
+from specdec_jax.trees import Tree
 
 
 @struct.dataclass
@@ -35,7 +36,7 @@ class GPTCache:
 
 
 class GPT(nn.Module):
-  """The decoder and its table of tokens, with the methods that `gpt_model` and training call."""
+  """The decoder and its table of tokens, with the methods that `GPTModel` and training call."""
 
   config: GPTConfig
 
@@ -51,42 +52,73 @@ class GPT(nn.Module):
     x, embedding = self.token_embedder(inputs), self.token_embedder.embedding
     return self.decoder(x, embedding, deterministic=deterministic)[0]
 
-  def extend(self, cache: GPTCache, tokens: Array) -> tuple[Array, GPTCache]:
-    """Append a block [B, K] to each row at its own length; logits [B, K, V] follow each token."""
-    x, embedding = self.token_embedder(tokens), self.token_embedder.embedding
-    logits, layers = self.decoder(x, embedding, cached=cache.layers, length=cache.length)
-    return logits, cache.replace(layers=layers, length=cache.length + tokens.shape[1])
+  def extend(
+    self, cache: GPTCache, tokens: Array, tree: Tree | None = None, first: Array | int = 0
+  ) -> tuple[Array, Array, GPTCache]:
+    """Read a block [B, K] behind what each row holds; logits [B, K, V] follow each token."""
+    logits, hidden, layers = self.decoder(
+      self.token_embedder(tokens),
+      self.token_embedder.embedding,
+      cached=cache.layers,
+      length=cache.length,
+      tree=tree,
+      first=first,
+    )
+    return logits, hidden, cache.replace(layers=layers)
 
 
-@functools.cache
-def gpt_model(config: GPTConfig) -> Model:
-  """A decoder-only model behind the `Model` contract: `start` reads the prompt, in one pass.
+@dataclasses.dataclass(frozen=True)
+class GPTModel:
+  """A decoder-only model behind the `Model` contract: `prefill` reads the prompt, in one pass.
 
-  `start` raises InputError if a text would not fit the model's table of positions.
+  `prefill` raises InputError if a text would not fit the model's table of positions.
+
+  Attributes:
+    config: its shape.
   """
-  module = GPT(config)
 
-  def begin(prompt: Array) -> tuple[Array, Array]:
-    is_eos = prompt == config.eos_id
+  config: GPTConfig
+
+  @property
+  def vocab_size(self) -> int:
+    return self.config.vocab_size
+
+  @property
+  def eos_id(self) -> int:
+    return self.config.eos_id
+
+  def prompt_tokens(self, prompt: Array) -> tuple[Array, Array]:
+    is_eos = prompt == self.config.eos_id
     length = jnp.where(is_eos, jnp.arange(1, prompt.shape[1] + 1), 1).max(axis=1)  # with EOS
-    if config.start_id is None:
+    start_id = self.config.start_id
+    if start_id is None:
       return prompt, jnp.maximum(length - 1, 1)
-    shifted = jnp.pad(prompt[:, :-1], ((0, 0), (1, 0)), constant_values=config.start_id)
-    return shifted, length
+    return jnp.pad(prompt[:, :-1], ((0, 0), (1, 0)), constant_values=start_id), length
 
-  def start(params, prompt: Array, num_slots: int) -> GPTCache:
+  def prefill(self, params: Any, prompt: Array, num_slots: int) -> tuple[Array, GPTCache]:
+    config, batch = self.config, len(prompt)
     if config.num_positions and num_slots > config.num_positions:
       raise InputError(
         f"A prompt of {prompt.shape[1]} tokens, the new ones and a block of guesses take "
         f"{num_slots} positions, but the model has {config.num_positions}; lower max_new_tokens, "
         "or max_source_tokens for shorter prompts."
       )
-    tokens, length = begin(prompt)
-    batch = len(prompt)
+    tokens, length = self.prompt_tokens(prompt)
     cache = GPTCache(jnp.zeros(batch, jnp.int32), empty_slots(config, batch, num_slots))
-    return extend(params, cache, tokens)[1].replace(length=length - 1)
+    _, hidden, cache = self.extend(params, cache, tokens)
+    return hidden, self.commit(cache, length - 1)
 
-  def extend(params, cache: GPTCache, tokens: Array) -> tuple[Array, GPTCache]:
-    return module.apply({"params": params}, cache, tokens, method=GPT.extend)
+  def extend(
+    self,
+    params: Any,
+    cache: GPTCache,
+    tokens: Array,
+    tree: Tree | None = None,
+    first: Array | int = 0,
+  ) -> tuple[Array, Array, GPTCache]:
+    return GPT(self.config).apply({"params": params}, cache, tokens, tree, first, method=GPT.extend)
 
-  return Model(begin, start, extend, config.vocab_size, config.eos_id)
+  def commit(
+    self, cache: GPTCache, length: Array, tree: Tree | None = None, path: Array | None = None
+  ) -> GPTCache:
+    return commit(cache, length, path)

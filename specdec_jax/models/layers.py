@@ -193,15 +193,16 @@ class RelativePositionBias(nn.Module):
   max_distance: int = 128
 
   @nn.compact
-  def __call__(self, query_positions: Array, num_keys: int) -> Array:
-    """Bias [B, H, K, T] of queries at absolute positions [B, K] to keys 0..num_keys-1."""
+  def __call__(self, query_positions: Array, key_positions: Array) -> Array:
+    """Bias [B, H, K, T] of queries at absolute positions [B, K] to keys at [T] or [B, T]."""
     table = self.param(
       "rel_embedding",
       nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
       (self.config.num_heads, self.num_buckets),
       jnp.float32,
     )
-    distance = jnp.arange(num_keys) - query_positions[..., None]  # [B, K, T]
+    keys = key_positions if key_positions.ndim == 1 else key_positions[:, None]
+    distance = keys - query_positions[..., None]  # [B, K, T]
     # Bucket boundaries come from a logarithm: looked up in a table made once by numpy,
     # so that they cannot move with the backend's rounding. Distances past max_distance
     # share one bucket, so the table ends there.

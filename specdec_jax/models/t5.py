@@ -4,7 +4,8 @@ Axes: B batch, S source tokens, K tokens in a block, T cache slots, H heads, D h
 V vocabulary.
 """
 
-import functools
+import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -12,7 +13,7 @@ from flax import struct
 from jax import Array
 
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.decoder import Decoder, KeysValues, empty_slots
+from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
 from specdec_jax.models.layers import (
   MASKED,
   Attention,
@@ -22,7 +23,7 @@ from specdec_jax.models.layers import (
   embedder,
   norm,
 )
-from specdec_jax.protocols import Model
+from specdec_jax.trees import Tree
 
 PAD_ID = 0  # also T5's first decoder token
 EOS_ID = 1
@@ -79,7 +80,7 @@ class Encoder(nn.Module):
 
   def __call__(self, x: Array, cross_bias: Array, deterministic: bool) -> Array:  # [B, S, E]
     positions = jnp.arange(x.shape[1])[None]
-    bias = self.relpos_bias(positions, x.shape[1]) + cross_bias
+    bias = self.relpos_bias(positions, jnp.arange(x.shape[1])) + cross_bias
     x = self.dropout(x, deterministic)
     for layer in self.layers:
       x = layer(x, bias, deterministic)
@@ -87,7 +88,7 @@ class Encoder(nn.Module):
 
 
 class T5(nn.Module):
-  """The encoder-decoder, with the methods that `t5_model` and training call."""
+  """The encoder-decoder, with the methods that `T5Model` and training call."""
 
   config: T5Config
 
@@ -110,38 +111,67 @@ class T5(nn.Module):
     encoded = self.encoder(self.token_embedder(source), cross_bias, deterministic)
     return self.decoder.cross_keys_values(encoded), cross_bias
 
-  def extend(self, cache: T5Cache, tokens: Array) -> tuple[Array, T5Cache]:
-    """Append a block [B, K] to each row at its own length; logits [B, K, V] follow each token."""
-    logits, layers = self.decoder(
+  def extend(
+    self, cache: T5Cache, tokens: Array, tree: Tree | None = None, first: Array | int = 0
+  ) -> tuple[Array, Array, T5Cache]:
+    """Read a block [B, K] behind what each row holds; logits [B, K, V] follow each token."""
+    logits, hidden, layers = self.decoder(
       self.token_embedder(tokens),
       self.token_embedder.embedding,
       cache.cross,
       cache.cross_bias,
       cache.layers,
       cache.length,
+      tree,
+      first,
     )
-    return logits, cache.replace(layers=layers, length=cache.length + tokens.shape[1])
+    return logits, hidden, cache.replace(layers=layers)
 
 
-@functools.cache
-def t5_model(config: T5Config) -> Model:
-  """T5 behind the `Model` contract: `start` runs the encoder, `extend` the decoder."""
-  module = T5(config)
+@dataclasses.dataclass(frozen=True)
+class T5Model:
+  """T5 behind the `Model` contract: `prefill` runs the encoder, `extend` the decoder.
 
-  def begin(source: Array) -> tuple[Array, Array]:
-    batch = source.shape[0]
+  Attributes:
+    config: its shape.
+  """
+
+  config: T5Config
+
+  @property
+  def eos_id(self) -> int:
+    return EOS_ID
+
+  @property
+  def vocab_size(self) -> int:
+    return self.config.vocab_size
+
+  def prompt_tokens(self, prompt: Array) -> tuple[Array, Array]:
+    batch = len(prompt)
     return jnp.full((batch, 1), PAD_ID, jnp.int32), jnp.ones(batch, jnp.int32)
 
-  def start(params, source: Array, num_slots: int) -> T5Cache:
-    cross, cross_bias = module.apply({"params": params}, source, method=T5.encode)
-    return T5Cache(
-      length=jnp.zeros(source.shape[0], jnp.int32),
-      layers=empty_slots(config, source.shape[0], num_slots),
+  def prefill(self, params: Any, prompt: Array, num_slots: int) -> tuple[Array, T5Cache]:
+    batch, config = len(prompt), self.config
+    cross, cross_bias = T5(config).apply({"params": params}, prompt, method=T5.encode)
+    cache = T5Cache(
+      length=jnp.zeros(batch, jnp.int32),
+      layers=empty_slots(config, batch, num_slots),
       cross=cross,
       cross_bias=cross_bias,
     )
+    return jnp.zeros((batch, 1, config.emb_dim), config.dtype), cache
 
-  def extend(params, cache: T5Cache, tokens: Array) -> tuple[Array, T5Cache]:
-    return module.apply({"params": params}, cache, tokens, method=T5.extend)
+  def extend(
+    self,
+    params: Any,
+    cache: T5Cache,
+    tokens: Array,
+    tree: Tree | None = None,
+    first: Array | int = 0,
+  ) -> tuple[Array, Array, T5Cache]:
+    return T5(self.config).apply({"params": params}, cache, tokens, tree, first, method=T5.extend)
 
-  return Model(begin, start, extend, config.vocab_size, EOS_ID)
+  def commit(
+    self, cache: T5Cache, length: Array, tree: Tree | None = None, path: Array | None = None
+  ) -> T5Cache:
+    return commit(cache, length, path)

@@ -79,7 +79,7 @@ def _load(contest: Contest, assistant: dict | None = None) -> Generate:
     num_passes[0] += 1
     tokens = kwargs["decoder_input_ids"]
     if alpha is not None and tokens.shape[1] > 1:
-      # As `simulated_acceptance`: each logit of a guess, which the one before it judges, is certain
+      # As `SimulatedModel`: each logit of a guess, which the one before it judges, is certain
       # or impossible.
       guesses = tokens[:, 1:, None]
       bonus = torch.where(torch.rand(guesses.shape) < alpha, CERTAIN, -CERTAIN)

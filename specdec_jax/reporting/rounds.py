@@ -21,7 +21,8 @@ class Round(NamedTuple):
   Attributes:
     accepted: guesses that entered the text.
     rejected: the guess after them, unless all were accepted or the text ended before it.
-    unused: guesses behind: not judged after a rejected one, else past the end of the text.
+    unused: guesses behind: not judged after a rejected one, else past the end of the text. Of a
+      tree, which may have more than one next to an accepted guess, all that did not enter the text.
     own: the target's own token, unless the text ended before it.
   """
 
@@ -47,15 +48,23 @@ def read_rounds(
     pieces: token ids -> how each reads inside a text (`Vocabulary.pieces`).
   """
   rounds = []
-  guesses, num_accepted, next_token, num_emitted = (np.asarray(x)[:, row] for x in decoded.rounds)
+  guesses, num_accepted, next_token, num_emitted, *_ = (
+    np.asarray(x)[:, row] for x in decoded.rounds if x is not None
+  )
+  path = None if decoded.rounds.path is None else np.asarray(decoded.rounds.path)[:, row]
   for r in np.flatnonzero(num_emitted):
     words = tuple(pieces([guess])[0] for guess in guesses[r])
     n = min(num_accepted[r], num_emitted[r])
-    if num_emitted[r] == n:  # the text ended among the accepted guesses
+    own = None if num_emitted[r] == n else pieces([next_token[r]])[0]
+    if path is not None:
+      on_path = [node - 1 for node in path[r, :n]]
+      others = tuple(word for i, word in enumerate(words) if i not in on_path)
+      rounds.append(Round(tuple(words[i] for i in on_path), None, others, own))
+    elif own is None:  # the text ended among the accepted guesses
       rounds.append(Round(words[:n], None, words[n:], None))
     else:
       rejected = words[n] if n < len(words) else None
-      rounds.append(Round(words[:n], rejected, words[n + 1 :], pieces([next_token[r]])[0]))
+      rounds.append(Round(words[:n], rejected, words[n + 1 :], own))
   return tuple(rounds)
 
 

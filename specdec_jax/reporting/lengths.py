@@ -1,0 +1,43 @@
+"""Acceptance lengths of chains and trees as a table."""
+
+from collections.abc import Sequence
+
+from specdec_jax.records import Record
+from specdec_jax.reporting.tables import MISSING, Table, measured_with, sampling_text
+
+LEGEND = (
+  "acceptance length: tokens a round, the bonus or correction counted, with its 95% interval "
+  "(bootstrap over texts). A tree is the best of so many nodes, the newest token counted, and no "
+  "greater depth, for the acceptance of each rank of children, measured on texts of their own. "
+  "over chain: over the chain of that depth, judged by tokens. same: whether the output is plain "
+  "decoding's, at temperature 0."
+)
+
+
+def lengths_table(records: Sequence[Record]) -> Table:
+  """One row a record; these are of one pair and one set of texts."""
+  first = records[0]
+  chains = {
+    (sampling_text(r), r.gamma): r.tokens_per_round
+    for r in records
+    if r.tree is None and r.rule == "TokenRule"
+  }
+  rows = []
+  for r in records:
+    length, of_chain = r.tokens_per_round or 0.0, chains.get((sampling_text(r), r.gamma))
+    rows.append(
+      (
+        sampling_text(r),
+        "chain" if r.tree is None else "tree",
+        f"{r.gamma + 1 if r.tree is None else len(r.tree) + 1}",
+        f"{r.gamma}",
+        r.rule,
+        f"{r.num_tokens}",
+        f"{length:.2f} [{r.tokens_per_round_low:.2f}, {r.tokens_per_round_high:.2f}]",
+        f"{length / of_chain:.3f}" if of_chain else MISSING,
+        MISSING if r.identical is None else "yes" if r.identical else "no",
+      )
+    )
+  columns = "temperature|guesses|nodes|depth|rule|tokens|acceptance length|over chain|same"
+  title = f"{first.task}, {first.target}, {first.draft}: acceptance lengths"
+  return Table(title, tuple(columns.split("|")), tuple(rows), (LEGEND, measured_with(records)))

@@ -1,0 +1,168 @@
+"""Trees of guesses: their shape, and what follows from it alone.
+
+Node 0 is the newest token; each other node is a guess of what follows its parent. Nodes stand in
+level order, siblings beside each other in the order in which they were drawn, so a parent comes
+before its children and guess i is node i + 1.
+
+Axes: K nodes, N = K - 1 guesses, D depth, W width.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specdec_jax.errors import InputError, require_count
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+  """The shape of a round's guesses, the same in every round and row; equal if its parents are.
+
+  Attributes:
+    parents: of each guess, [N]: parents[i] is the node that node i + 1 follows. Kept as a range if
+      it is a chain.
+
+  Raises:
+    InputError: a parent does not come before its child, or nodes are not in level order with
+      siblings beside each other.
+  """
+
+  parents: Sequence[int] = ()
+
+  def __post_init__(self):
+    num_guesses = len(self.parents)
+    if self.parents == range(num_guesses) or [*self.parents] == [*range(num_guesses)]:
+      # A chain, of any length: nothing is made of it that takes memory before it is tried.
+      object.__setattr__(self, "parents", range(num_guesses))
+      return
+    object.__setattr__(self, "parents", tuple(self.parents))
+    in_order = all(a <= b for a, b in zip(self.parents, self.parents[1:]))
+    if not in_order or not all(0 <= parent <= i for i, parent in enumerate(self.parents)):
+      raise InputError(
+        f"A tree has parents {self.parents}; they must be whole numbers in ascending order, each a "
+        "node before its child: level order, siblings beside each other."
+      )
+
+  @property
+  def num_nodes(self) -> int:
+    """K, the newest token included."""
+    return len(self.parents) + 1
+
+  @property
+  def num_guesses(self) -> int:
+    """N."""
+    return len(self.parents)
+
+  @functools.cached_property
+  def depths(self) -> np.ndarray:
+    """How far each node [K] lies behind the newest token."""
+    if self.is_chain:
+      return np.arange(self.num_nodes, dtype=np.int32)
+    depths = [0]
+    for parent in self.parents:
+      depths.append(depths[parent] + 1)
+    return np.array(depths, np.int32)
+
+  @property
+  def depth(self) -> int:
+    """D, the most guesses that one round can accept: gamma of a chain."""
+    return self.num_guesses if self.is_chain else int(self.depths[-1])
+
+  @functools.cached_property
+  def ancestors(self) -> np.ndarray:
+    """[K, K]: whether the second node is the first or one that it follows."""
+    ancestors = np.eye(self.num_nodes, dtype=bool)
+    for node, parent in enumerate(self.parents, 1):
+      ancestors[node] |= ancestors[parent]
+    return ancestors
+
+  @functools.cached_property
+  def ranks(self) -> np.ndarray:
+    """How many elder siblings each guess [N] has."""
+    return np.array([i - self.parents.index(p) for i, p in enumerate(self.parents)], np.int32)
+
+  @property
+  def width(self) -> int:
+    """W, most children of a node; 1 for a chain, 0 where nothing is guessed."""
+    return min(self.num_guesses, 1) if self.is_chain else int(self.ranks.max()) + 1
+
+  @functools.cached_property
+  def children(self) -> np.ndarray:
+    """Guess [K, W] that is each node's child of each rank; N where it has none."""
+    children = np.full((self.num_nodes, self.width), self.num_guesses, np.int32)
+    children[list(self.parents), self.ranks] = np.arange(self.num_guesses)
+    return children
+
+  @property
+  def is_chain(self) -> bool:
+    """Whether each node has one child at most."""
+    return isinstance(self.parents, range)
+
+  @functools.cached_property
+  def levels(self) -> list[tuple[int, int]]:
+    """For each depth from 1 the nodes there, which lie beside each other: the first, and past the
+    last."""
+    bounds = np.searchsorted(self.depths, range(1, self.depth + 2)).tolist()
+    return [*zip(bounds, bounds[1:])]
+
+
+@functools.cache
+def chain(gamma: int) -> Tree:
+  """`gamma` guesses, each after the one before (Algorithm 1)."""
+  require_count("gamma", gamma, 0)
+  return Tree(range(gamma))
+
+
+def branching(*widths: int) -> Tree:
+  """A tree in which each node at depth d has widths[d] children: branching(2, 2) has 6 guesses."""
+  parents, level = [], [0]
+  for width in widths:
+    require_count("width", width)
+    parents += [node for node in level for _ in range(width)]
+    level = list(range(len(parents) + 1 - len(level) * width, len(parents) + 1))
+  return Tree(tuple(parents))
+
+
+def merged(paths: Sequence[Sequence[int]]) -> Tree:
+  """The tree that paths of ranks make together, as Medusa writes one: (0,), (1,), (0, 0), ...
+
+  Raises:
+    InputError: an elder sibling, or a beginning of a path, is missing.
+  """
+  nodes: list[tuple[int, ...]] = [()]
+  nodes += sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+  for path in nodes[1:]:
+    elder = (*path[:-1], path[-1] - 1) if path[-1] else path[:-1]
+    if elder not in nodes:
+      raise InputError(f"A tree has the path {path} but not {elder}, which comes before it.")
+  return Tree(tuple(nodes.index(path[:-1]) for path in nodes[1:]))
+
+
+def require_chain(who: str, tree: Tree) -> None:
+  """Raise InputError unless a tree of guesses is a chain, of one at least."""
+  if not tree.is_chain:
+    raise InputError(f"{who} guesses chains, and this tree has {tree.width} children of a node.")
+  require_count("gamma", tree.depth)
+
+
+def path_to(tree: Tree, node: Array) -> Array | None:
+  """The nodes [B, D] on the way to `node` [B], 0 past it; None for a chain (`Verdict`)."""
+  if tree.is_chain:
+    return None
+  paths = np.zeros((tree.num_nodes, tree.depth), np.int32)
+  for end in range(tree.num_nodes):
+    path = np.flatnonzero(tree.ancestors[end])[1:]
+    paths[end, : len(path)] = path
+  return jnp.asarray(paths)[node]
+
+
+def take(x: Array, nodes: Sequence[int] | np.ndarray) -> Array:
+  """x [B, N, ...] at the given places of its second axis; a slice where they lie side by side."""
+  places = np.asarray(nodes)
+  if len(places) and (places == np.arange(places[0], places[0] + len(places))).all():
+    return x[:, places[0] : places[0] + len(places)]
+  return jnp.take(x, jnp.asarray(places, jnp.int32), axis=1)

@@ -1,0 +1,246 @@
+"""What every draft, rule, tree and model keeps to: a new one joins with a line in CASES."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from jax.extend.core import jaxprs_in_params
+from test_speculative import CONFIG as T5_CONFIG
+from test_speculative import DRAFT_CONFIG as T5_DRAFT
+from test_speculative import exact_joint, joint_of_loop, target_and_draft
+
+from specdec_jax.decoding import (
+  FreeDraft,
+  autoregressive_decode,
+  one_round,
+  speculative_decode,
+  start,
+)
+from specdec_jax.drafts.copy import CopyDraft
+from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
+from specdec_jax.models.gpt import GPTModel
+from specdec_jax.models.t5 import T5Model
+from specdec_jax.rules.blocks import BlockRule
+from specdec_jax.rules.k_seq import KSeqRule
+from specdec_jax.rules.lossy import TopBetaRule, TypicalRule
+from specdec_jax.rules.tokens import TokenRule
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import Tree, branching, chain
+
+V, LIMIT = 6, 10
+GREEDY, RANDOM, TOP_K = Sampling(temperature=0.0), Sampling(), Sampling(top_k=3)
+GPT_CONFIG = tiny.gpt_config(vocab_size=V, layers=1)
+GPT_DRAFT = tiny.gpt_config(vocab_size=V, layers=1, emb_dim=8, num_positions=None)
+
+
+class Models(NamedTuple):
+  """A target, a model to draft with, parameters of both, and prompts [B, P] of 6 rows."""
+
+  target: Any
+  draft: Any
+  params: Any
+  draft_params: Any
+  prompts: np.ndarray
+
+
+@functools.cache
+def plainly(of) -> Any:
+  """What plain decoding writes at temperature 0."""
+  models, keys = of(), jax.random.split(jax.random.key(0), 6)
+  how = dict(max_new_tokens=LIMIT, sampling=GREEDY)
+  return autoregressive_decode(models.target, models.params, models.prompts, keys, **how)
+
+
+@functools.cache
+def t5() -> Models:
+  prompts = tiny.sources(T5_CONFIG, 0, 6)
+  return Models(T5Model(T5_CONFIG), T5Model(T5_DRAFT), *target_and_draft(), prompts)
+
+
+@functools.cache
+def gpt() -> Models:
+  params = tiny.params(GPT_CONFIG, 2, peak=0.9), tiny.params(GPT_DRAFT, 2, peak=0.9)
+  prompts = tiny.prompts(GPT_CONFIG, 0, [1, 2, 3, 4, 5, 6])
+  return Models(GPTModel(GPT_CONFIG), GPTModel(GPT_DRAFT), *params, prompts)
+
+
+# Drafts: (models, sampling, tree) -> the draft and its parameters.
+
+
+def model(models: Models, sampling: Sampling, tree: Tree):
+  return ModelDraft(models.draft, sampling, tree), models.draft_params
+
+
+def independent(models: Models, sampling: Sampling, tree: Tree):
+  return ModelDraft(models.draft, sampling, tree, independent=True), models.draft_params
+
+
+def itself(models: Models, sampling: Sampling, tree: Tree):
+  return ModelDraft(models.target, sampling, tree), models.params
+
+
+def copying(models: Models, sampling: Sampling, tree: Tree):
+  return CopyDraft(V, tree, 2), ()
+
+
+def bigrams(models: Models, sampling: Sampling, tree: Tree):
+  text = np.random.default_rng(0).integers(1, V, (8, 20)).tolist()
+  return NgramDraft(2, V, sampling, tree), fit_ngrams(text, V)
+
+
+def free(models: Models, sampling: Sampling, tree: Tree):
+  return FreeDraft(tree), ()
+
+
+RAGGED = Tree((0, 0, 1, 1, 2, 4))
+CASES = {
+  "chain": (t5, model, chain(3), TokenRule),
+  "chain, GPT": (gpt, model, chain(3), TokenRule),
+  "copying": (t5, copying, chain(2), TokenRule),
+  "copying, GPT": (gpt, copying, chain(2), BlockRule),
+  "bigrams": (t5, bigrams, chain(2), BlockRule),
+  "free": (t5, free, RAGGED, TokenRule),
+  "blocks": (t5, model, chain(3), BlockRule),
+  "siblings": (t5, model, branching(3), TokenRule),
+  "tree": (t5, model, RAGGED, TokenRule),
+  "tree, GPT": (gpt, model, RAGGED, TokenRule),
+  "tree, blocks": (t5, model, branching(2, 2), BlockRule),
+  "tree of itself": (t5, itself, branching(2, 1), BlockRule),
+  "independent siblings": (t5, independent, branching(2, 2), TokenRule),
+  "k-seq": (t5, independent, branching(2, 2), KSeqRule),
+  "k-seq, chain": (gpt, model, chain(2), KSeqRule),
+  "typical": (t5, model, RAGGED, TypicalRule),
+  "top-beta": (gpt, model, chain(2), TopBetaRule),
+}
+EXACT = [name for name, (*_, rule) in CASES.items() if rule(RANDOM).exact]
+# The joint distribution of whole loops; of rounds test_rules.py has every rule's. With top-k a node
+# may have fewer possible children than the tree.
+SAMPLED = [
+  ("blocks", "temperature 1"),
+  ("siblings", "top-k"),
+  ("tree", "temperature 1"),
+  ("tree, blocks", "top-k"),
+  ("k-seq", "temperature 1"),
+]
+
+
+def speculate(case: str, sampling: Sampling, rows=range(6)):
+  """With parts of its own: whoever makes them, equal ones are one to the compiler."""
+  made, make, tree, rule = CASES[case]
+  models = made()
+  draft, draft_params = make(models, sampling, tree)
+  rows = np.array(rows)
+  prompts, keys = models.prompts[rows], jax.random.split(jax.random.key(0), 6)[rows]
+  params, how = (models.params, draft_params), dict(max_new_tokens=LIMIT, rule=rule(sampling))
+  return speculative_decode(models.target, draft, *params, prompts, keys, **how)
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_greedy_output_is_the_targets_own(case):
+  plain, ours = plainly(CASES[case][0]), speculate(case, GREEDY)
+  np.testing.assert_array_equal(ours.tokens, plain.tokens)
+  np.testing.assert_array_equal(ours.lengths, plain.lengths)
+  assert (np.asarray(ours.not_finite) == -1).all()
+
+
+def same_rows(one, other, rows: list[int]) -> None:
+  """Fails unless these rows of one batch are all the rows of the other, rounds included."""
+  np.testing.assert_array_equal(np.asarray(one.tokens)[rows], other.tokens)
+  ran = int(other.num_rounds)
+  for of_one, of_other in zip(jax.tree.leaves(one.rounds), jax.tree.leaves(other.rounds)):
+    np.testing.assert_array_equal(np.asarray(of_one)[:ran, rows], np.asarray(of_other)[:ran])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_depend_on_no_neighbour_and_programs_on_equal_parts_only(case):
+  whole = speculate(case, RANDOM)
+  compiled = speculative_decode._cache_size()
+  rows = [3, 3, 5, 5, 5, 0]  # other neighbours, in other places
+  same_rows(whole, speculate(case, RANDOM, rows), rows)
+  assert speculative_decode._cache_size() == compiled
+
+
+@pytest.mark.parametrize("case", ["tree", "tree, GPT"])
+def test_serial_equals_batched(case):
+  whole = speculate(case, RANDOM)
+  for row in range(6):
+    same_rows(whole, speculate(case, RANDOM, [row]), [row])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_record_of_rounds_is_the_text(case):
+  out = speculate(case, RANDOM)
+  tree = CASES[case][2]
+  rounds = jax.tree.map(np.asarray, out.rounds)
+  for row, length in enumerate(np.asarray(out.lengths)):
+    text = []
+    for r in range(int(out.num_rounds)):
+      n, count = rounds.num_accepted[r, row], rounds.num_emitted[r, row]
+      path = range(1, n + 1) if rounds.path is None else rounds.path[r, row, :n]
+      assert [0, *path][:-1] == [tree.parents[node - 1] for node in path]
+      emitted = [*rounds.guesses[r, row][[node - 1 for node in path]], rounds.next_token[r, row]]
+      text += emitted[:count]
+    assert text == np.asarray(out.tokens)[row, :length].tolist()
+
+
+@pytest.mark.parametrize("case, method", SAMPLED)
+def test_samples_have_the_targets_joint_distribution(case, method):
+  # 8,192 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.16.
+  sampling = {"temperature 1": RANDOM, "top-k": TOP_K}[method]
+  _, make, tree, rule = CASES[case]
+  draft, draft_params = make(t5(), sampling, tree)
+  decode = functools.partial(
+    speculative_decode, t5().target, draft, t5().params, draft_params, rule=rule(sampling)
+  )
+  assert tiny.p_value(joint_of_loop(decode, n_batches=2)[0], exact_joint(method)) > tiny.LEVEL
+
+
+@pytest.mark.parametrize("tree", [chain(3), branching(2, 1, 1), branching(1, 3)], ids=str)
+@pytest.mark.parametrize("rule", [TokenRule, BlockRule])
+def test_the_target_as_its_own_draft_goes_to_the_end_of_the_tree(tree, rule):
+  """Of a greedy tree the eldest children are right; of a sampled chain all guesses."""
+  models = t5()
+  draft = ModelDraft(models.target, GREEDY, tree)
+  for sampling in (GREEDY, RANDOM) if tree.is_chain else (GREEDY,):
+    draft = ModelDraft(models.target, sampling, tree)
+    out = speculative_decode(
+      *(models.target, draft, models.params, models.params, models.prompts),
+      jax.random.split(jax.random.key(0), 6),
+      max_new_tokens=LIMIT,
+      rule=rule(sampling),
+      eos_id=-1,
+    )
+    emitted = np.asarray(out.rounds.num_emitted)
+    assert (np.asarray(out.rounds.num_accepted)[emitted > 0] == tree.depth).all()
+    assert int(out.num_rounds) == -(-LIMIT // (tree.depth + 1))
+
+
+def gathered(jaxpr) -> set[tuple[int, ...]]:
+  """Shapes of all that a program, loops and calls in it included, gathers from."""
+  found = {eqn.invars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "gather"}
+  inner = [gathered(each) for eqn in jaxpr.eqns for each in jaxprs_in_params(eqn.params)]
+  return found.union(*inner)
+
+
+@pytest.mark.parametrize("of", [t5, gpt])
+def test_a_chain_gathers_from_no_cache_and_a_tree_does(of):
+  models, sampling = of(), RANDOM
+
+  def shapes(tree: Tree) -> tuple[set, set]:
+    """Of the caches of target and draft, and of what a round gathers from."""
+    draft = ModelDraft(models.draft, sampling, tree)
+    params = models.params, models.draft_params
+    state = start(models.target, draft, *params, models.prompts, LIMIT)
+    caches = {x.shape for x in jax.tree.leaves((state.target.layers, state.draft.layers))}
+    keys = jax.random.split(jax.random.key(0), 6)
+    parts = models.target, draft, *params, TokenRule(sampling), keys, models.target.eos_id
+    return caches, gathered(jax.make_jaxpr(functools.partial(one_round, *parts))(state).jaxpr)
+
+  caches, of_chain = shapes(chain(3))
+  assert of_chain and not caches & of_chain
+  caches, of_tree = shapes(RAGGED)
+  assert caches <= of_tree

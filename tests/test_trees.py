@@ -1,0 +1,176 @@
+"""Trees of guesses: their shapes, which is best, and how often nodes of them stand."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import tiny_pair
+
+from specdec_jax import records, theory
+from specdec_jax.errors import InputError
+from specdec_jax.experiments.alpha import positional_acceptance
+from specdec_jax.experiments.speed import row_keys
+from specdec_jax.experiments.trees import trees
+from specdec_jax.pairs import rule_name
+from specdec_jax.reporting.lengths import lengths_table
+from specdec_jax.rules.blocks import BlockRule
+from specdec_jax.rules.tokens import TokenRule
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import Tree, branching, chain, merged, path_to, require_chain
+
+RAGGED = Tree((0, 0, 1, 1, 2, 4))
+
+
+def test_what_follows_from_a_shape():
+  assert RAGGED.depths.tolist() == [0, 1, 1, 2, 2, 2, 3]
+  assert RAGGED.levels == [(1, 3), (3, 6), (6, 7)]
+  assert (RAGGED.num_nodes, RAGGED.num_guesses, RAGGED.depth, RAGGED.width) == (7, 6, 3, 2)
+  assert RAGGED.ranks.tolist() == [0, 1, 0, 1, 0, 0]
+  assert RAGGED.children.tolist() == [[0, 1], [2, 3], [4, 6], [6, 6], [5, 6], [6, 6], [6, 6]]
+  for node in range(7):
+    path = []
+    at = node
+    while at:
+      path.insert(0, at)
+      at = RAGGED.parents[at - 1]
+    assert np.flatnonzero(RAGGED.ancestors[node]).tolist() == [0, *path]
+    (found,) = np.asarray(path_to(RAGGED, np.array([node]))).tolist()
+    assert found == path + [0] * (3 - len(path))
+  assert not RAGGED.is_chain
+
+
+def test_a_chain_is_one_however_it_is_made_and_costs_nothing_to_name():
+  assert chain(3) == Tree((0, 1, 2)) == Tree(range(3)) == Tree([0, 1, 2]) == branching(1, 1, 1)
+  assert len({hash(tree) for tree in (chain(3), Tree((0, 1, 2)), branching(1, 1, 1))}) == 1
+  assert chain(3).is_chain and chain(3).width == 1 and path_to(chain(3), np.array([2])) is None
+  assert chain(0).num_nodes == 1 and chain(0).width == 0 and chain(0).depth == 0
+  assert chain(3) != chain(4) and chain(3) != RAGGED
+  assert chain(2**31 - 1).depth == 2**31 - 1  # too much for any memory; refused where it is tried
+
+
+def test_trees_by_widths_and_by_paths():
+  assert branching(2, 2) == Tree((0, 0, 1, 1, 2, 2))
+  assert branching(3, 2, 1).num_guesses == 3 + 6 + 6
+  paths = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]
+  assert merged(paths) == merged(paths[::-1]) == RAGGED
+
+
+@pytest.mark.parametrize("parents", [(1,), (0, 2), (0, 0, 1, 0), (0, -1), (0, 1, 1, 0)])
+def test_what_is_no_tree_in_order_is_refused(parents):
+  with pytest.raises(InputError, match="level order"):
+    Tree(parents)
+
+
+@pytest.mark.parametrize(
+  "make, words",
+  [
+    (lambda: merged([(1,)]), r"\(1,\) but not \(0,\)"),
+    (lambda: merged([(0,), (1, 0)]), r"\(1, 0\) but not \(1,\)"),
+    (lambda: require_chain("this draft", RAGGED), "this draft guesses chains"),
+    (lambda: chain(-1), "gamma is -1"),
+    (lambda: theory.best_tree([0.5, 0.6], 4, 2), "at most 1 together"),
+    (lambda: theory.best_tree([0.5], 0, 2), "num_nodes is 0"),
+  ],
+)
+def test_bad_input(make, words):
+  with pytest.raises(InputError, match=words):
+    make()
+
+
+# Which is best.
+
+
+def all_trees(num_guesses: int):
+  """Every tree of so many guesses."""
+  for parents in itertools.product(range(num_guesses), repeat=num_guesses):
+    try:
+      yield Tree(parents)
+    except InputError:
+      continue
+
+
+def test_expected_tokens_of_a_chain_are_the_papers():
+  for gamma in range(6):
+    want = theory.expected_tokens(0.7, gamma)
+    assert theory.tree_tokens(chain(gamma), [0.7]) == pytest.approx(float(want))
+  assert theory.tree_tokens(RAGGED, [0.6, 0.2]) == pytest.approx(
+    1 + 0.6 + 0.2 + 0.36 + 0.12 + 0.12 + 0.072
+  )
+
+
+@pytest.mark.parametrize("acceptance", [(0.6, 0.2, 0.1), (0.9, 0.05), (0.4, 0.3, 0.2, 0.05)])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_the_best_tree_is_the_best_of_all(acceptance, depth):
+  for num_guesses in range(1, 6):
+    shallow = [tree for tree in all_trees(num_guesses) if tree.depth <= depth]
+    best = max(theory.tree_tokens(tree, acceptance) for tree in shallow)
+    found = theory.best_tree(acceptance, num_guesses + 1, depth)
+    assert found.depth <= depth and found.num_guesses <= num_guesses
+    assert theory.tree_tokens(found, acceptance) == pytest.approx(best)
+
+
+# How often nodes stand.
+
+
+def written(pair, sampling, count=24, limit=12):
+  """Prompts and the target's own outputs."""
+  prompt = pair.prompt(tiny_pair.SENTENCES[:count])
+  decode = pair.decoder(sampling, 0)
+  return [prompt], [jax.device_get(decode(prompt, row_keys(0, 0, count), max_new_tokens=limit))]
+
+
+def test_positional_acceptance_is_what_rounds_show():
+  """Of one level of siblings, on texts of the target's own; 1,700 tokens or so, six deviations."""
+  pair, sampling = tiny_pair.pair("random"), Sampling()
+  prompts, outputs = written(pair, sampling, count=120)
+  found = positional_acceptance(pair, prompts, outputs, sampling, width=4)
+  decode = pair.decoder(sampling, branching(4))
+  out = jax.device_get(decode(prompts[0], row_keys(1, 0, 120), max_new_tokens=12))
+  whole = out.rounds.num_emitted == out.rounds.num_accepted + 1
+  stood = out.rounds.path[..., 0][whole]  # 0: none of them
+  shares = [(stood == node).mean() for node in range(1, 5)]
+  np.testing.assert_allclose(found, shares, atol=6 * 0.5 / np.sqrt(len(stood)))
+  assert (np.diff(found) < 0).all() and found.sum() < 1
+  greedy = Sampling(temperature=0.0)
+  best = positional_acceptance(pair, *written(pair, greedy), greedy, width=72)
+  assert best.sum() == pytest.approx(1)  # one of all tokens is the target's
+
+
+def test_acceptance_lengths_are_recorded(tmp_path, capsys):
+  settings = dict(
+    texts=tiny_pair.SENTENCES[:40],
+    output_dir=str(tmp_path),
+    samplings=[Sampling(temperature=0.0), Sampling()],
+    gammas=(2,),
+    shapes=((4, 2),),
+    calibration_texts=8,
+    calibration_tokens=50,
+    max_new_tokens=12,
+    min_tokens=200,
+  )
+  trees(tiny_pair.pair("near"), **settings)
+  measured = records.read(tmp_path / "results.jsonl")
+  said = capsys.readouterr().out
+  assert [(r.temperature, r.rule, r.tree is None) for r in measured] == [
+    *[(0.0, "TokenRule", True), (0.0, "TokenRule", False)],
+    *[(1.0, rule, of_chain) for of_chain in (True, False) for rule in ("TokenRule", "BlockRule")],
+  ]
+  for r in measured:
+    assert r.gamma == 2 and 1 <= r.tokens_per_round <= 3
+    assert r.tokens_per_round_low < r.tokens_per_round < r.tokens_per_round_high
+    assert r.identical is (True if r.temperature == 0 else None)
+  assert lengths_table(measured).title in said
+  assert [row[1] for row in lengths_table(measured).rows] == [
+    "chain" if r.tree is None else "tree" for r in measured
+  ]
+  trees(tiny_pair.pair("near"), **settings)  # nothing is measured twice
+  assert len(records.read(tmp_path / "results.jsonl")) == len(measured)
+
+
+def test_a_pair_is_judged_by_its_rule():
+  pair = tiny_pair.pair()._replace(rule=BlockRule)
+  assert isinstance(pair.judge(Sampling()), BlockRule) and rule_name(pair.rule) == "BlockRule"
+  with pytest.raises(InputError, match="lenience below 1 goes with TokenRule"):
+    pair.judge(Sampling(), 0.5)
+  assert tiny_pair.pair().judge(Sampling(), 0.5) == TokenRule(Sampling(), 0.5)
