@@ -239,6 +239,17 @@ def test_batches_and_lenience_are_left_out_where_the_paper_has_none():
     assert any(left_out in note for note in table.notes) == (kept < 3)
 
 
+@pytest.mark.parametrize("number", [2, 3, 4, 5])
+@pytest.mark.parametrize("other", [dict(rule="BlockRule"), dict(tree=[0, 0, 1])], ids=str)
+def test_other_rules_and_trees_are_left_out_of_the_papers_tables(number, other):
+  table = made(number, RECORD, dataclasses.replace(RECORD, **other))
+  assert len(ours(table)) == 1
+  assert any(
+    "1 of our records are left out: the paper's table is of Algorithm 1" in note
+    for note in table.notes
+  )
+
+
 def test_simulated_acceptance_is_marked():
   table = made(2, dataclasses.replace(RECORD, acceptance="simulated"), RECORD)
   assert [row["draft"] for row in ours(table)] == ["small (simulated)", "small"]

@@ -68,7 +68,7 @@ def paper_table(number: int, records: Iterable[Record], paper_rows: Sequence[Pap
     "or another text, and no reproduction.",
   ]
   if num_left_out:
-    only = "texts decoded without lenience" if number == 3 else "batch 1 without lenience"
+    only = "Algorithm 1" + " at batch 1" * (number in (2, 4)) + " without lenience" * (number != 5)
     notes.append(f"{num_left_out} of our records are left out: the paper's table is of {only}.")
   if shown:
     notes.append(measured_with(shown))
@@ -116,7 +116,10 @@ def _select(number: int, records: Iterable[Record]) -> tuple[list[Record], int]:
   """The records that the table is of, the last of each setting, and how many others there are."""
   latest, num_left_out = {}, 0
   for r in records:
-    if number != 5 and r.lenience != 1 or number in (2, 4) and r.batch_size != 1:
+    of_algorithm_1 = r.rule == "TokenRule" and r.tree is None
+    if number != 5 and r.lenience != 1 or not of_algorithm_1:
+      num_left_out += 1
+    elif number in (2, 4) and r.batch_size != 1:
       num_left_out += 1
     else:
       # Alpha does not depend on gamma.
