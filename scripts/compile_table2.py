@@ -9,9 +9,9 @@ import argparse
 import pathlib
 
 from specdec_jax.errors import InputError
-from specdec_jax.experiments import tpu_table2
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.paper import load_table
+from specdec_jax.tpu import table2 as tpu_table2
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

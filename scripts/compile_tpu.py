@@ -13,12 +13,12 @@ import json
 import jax
 
 from specdec_jax.errors import InputError
-from specdec_jax.experiments import tpu_compile
 from specdec_jax.models.config import named_config, named_dtype
 from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
 from specdec_jax.sampling import Sampling
 from specdec_jax.theory import best_tree
+from specdec_jax.tpu import compile as tpu_compile
 from specdec_jax.trees import Tree
 from specdec_jax.writing import written
 

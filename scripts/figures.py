@@ -74,7 +74,7 @@ def trace(args: argparse.Namespace):
   # They bring jax, which the other figures do without.
   import gin
 
-  from specdec_jax.experiments.translate import decode_lines
+  from specdec_jax.commands.translate import decode_lines
   from specdec_jax.reporting.rounds import read_rounds
   from specdec_jax.sampling import Sampling
 

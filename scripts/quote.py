@@ -1,14 +1,14 @@
 """Write the tables of all pages anew, from the records that each of them names.
 
-  python scripts/quote.py            # README.md and experiments/
-  python scripts/quote.py --check    # only say which pages are not what their records say
+python scripts/quote.py            # README.md and experiments/
+python scripts/quote.py --check    # only say which pages are not what their records say
 """
 
 import argparse
 import pathlib
 from collections.abc import Iterator, Sequence
 
-from specdec_jax.experiments.tabulate import CHECKOUT, named_table
+from specdec_jax.commands.tabulate import CHECKOUT, named_table
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.pages import quoted
 from specdec_jax.writing import written

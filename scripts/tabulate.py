@@ -8,8 +8,8 @@ Table 1 is computed and takes no records; `--table measured` shows any records a
 
 import argparse
 
+from specdec_jax.commands.tabulate import named_table
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.tabulate import named_table
 from specdec_jax.reporting.formats import render
 from specdec_jax.writing import require_apart, written
 

@@ -4,7 +4,7 @@ The only module that parses flags or gin. A gin file binds the one thing to do:
 
     from __gin__ import dynamic_registration
     from specdec_jax import run
-    from specdec_jax.experiments import quickstart
+    from specdec_jax.commands import quickstart
 
     run.run.experiment = @quickstart.quickstart
     quickstart.quickstart.gammas = (3, 5)
@@ -252,12 +252,22 @@ def user_sentence(error: BaseException) -> str | None:
     return " ".join(str(error).split())
   if isinstance(error, ModuleNotFoundError):
     ours = (error.name or "").startswith("specdec_jax") and not _raised_in_gin(error)
-    return None if ours else _gin_sentence(text)
+    return None if ours else _gin_sentence(re.sub(r"No module named '(\S+?)'", _moved, text))
   if isinstance(error, SyntaxError):
     of_gin = not (error.filename or "").endswith(".py")
     line = f"\n  In file {error.filename!r}, line {error.lineno}\n{error.text or ''}"
     return _gin_sentence((error.msg or "it cannot be read") + line) if of_gin else None
   return _gin_sentence(text) if _raised_in_gin(error) else None
+
+
+def _moved(missing: re.Match) -> str:
+  """Where a module of ours is now, if a gin file names one where it was before."""
+  package, *_, name = missing[1].split(".")
+  found = [*(_CHECKOUT / "specdec_jax").rglob(f"{name}.py")]
+  if package != "specdec_jax" or len(found) != 1:
+    return missing[0]
+  now = found[0].relative_to(_CHECKOUT).with_suffix("").as_posix().replace("/", ".")
+  return f"{missing[1]} is now {now}; change the gin file"
 
 
 def _os_sentence(error: OSError) -> str:

@@ -101,6 +101,12 @@ def split_keys(rng: Array, batch: int) -> Array:
   return rng if rng.ndim else jax.random.split(rng, batch)
 
 
+def row_keys(seed: int, start: int, count: int) -> Array:
+  """A key for each of the texts start..start+count-1: the same whatever batch they are in."""
+  rows = jnp.arange(start, start + count)
+  return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(rows)
+
+
 def draw(rng: Array, logits: Array, sampling: Sampling) -> tuple[Array, Array]:
   """A token [B] for each row of logits [B, V], and the distribution [B, V] it was drawn from."""
   probs = distribution(logits, sampling)

@@ -26,7 +26,7 @@ from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.experiments.speed import Baseline
+from specdec_jax.measurement.speed import Baseline
 from specdec_jax.models.config import T5Config, named_dtype
 from specdec_jax.models.t5 import PAD_ID, T5Model
 from specdec_jax.pairs import EMBEDDED, Pair, checkpoint_name

@@ -164,7 +164,7 @@ def best_gamma(
 # How near two distributions p and q are, each [..., V], over the last axis.
 
 
-def acceptance_rate(p, q, lenience: float = 1.0):
+def beta(p, q, lenience: float = 1.0):
   """beta, the chance that a guess from q passes, sum_x min(p / l, q) (Theorem 5; l: A.5).
 
   Its mean over prefixes of the target's text is alpha (Corollary 6).

@@ -1,7 +1,8 @@
 """Tests run on the CPU whatever the machine has: their tolerances are those of its float32.
 
 Their programs run for a moment only, so they are compiled without LLVM's optimisations, in half of
-the time; SPECDEC_XLA_FLAGS='' compiles them as a run would. What one worker compiled, the others read.
+the time; SPECDEC_XLA_FLAGS='' compiles them as a run would. What one worker compiled, the others
+read.
 """
 
 import os
@@ -13,8 +14,9 @@ _quick += " --xla_cpu_use_fusion_emitters=false"
 _given = os.environ.get("XLA_FLAGS", ""), os.environ.get("SPECDEC_XLA_FLAGS", _quick)
 os.environ["XLA_FLAGS"] = " ".join(_given).strip()
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _programs = tempfile.TemporaryDirectory(prefix="specdec-programs-")  # gone with the first process
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+  # Gone with the first of the processes, which made it.
+  _programs = tempfile.TemporaryDirectory(prefix="specdec-programs-")
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import specdec_jax  # noqa: E402, F401  adds to them, before a test that uses jax alone

@@ -30,13 +30,12 @@ from jax.experimental import multihost_utils
 
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.experiments.speed import row_keys
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.families import model_of
 from specdec_jax.pairs import Pair
 from specdec_jax.partitioning import make_mesh, sharded
 from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
+from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.trees import chain
 
 CONFIGS = {

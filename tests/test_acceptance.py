@@ -3,9 +3,10 @@
 import pytest
 import tiny_pair
 
-from specdec_jax import drafters, records
+from specdec_jax import records
+from specdec_jax.commands.acceptance import acceptance
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.acceptance import acceptance
+from specdec_jax.pairs import drafters
 from specdec_jax.sampling import Sampling
 
 TEXTS = tiny_pair.SENTENCES[:6]

@@ -13,7 +13,7 @@ from specdec_jax import adaptive
 from specdec_jax.adaptive import adaptive_decode
 from specdec_jax.decoding import autoregressive_decode, one_round
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.experiments.compare import compare_samples
+from specdec_jax.exactness.compare import compare_samples
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling

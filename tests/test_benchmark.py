@@ -5,9 +5,9 @@ import json
 import pytest
 import tiny_pair
 
+from specdec_jax.commands import benchmark as benchmarking
+from specdec_jax.commands.benchmark import HIGHER_IS_BETTER, benchmark, read, verdict, write
 from specdec_jax.errors import InputError
-from specdec_jax.experiments import benchmark as benchmarking
-from specdec_jax.experiments.benchmark import HIGHER_IS_BETTER, benchmark, read, verdict, write
 
 SPEEDUPS = [2.0, 2.4, 2.1]  # their range is 0.4 wide
 

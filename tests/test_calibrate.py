@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from specdec_jax.commands import decode, gamma
+from specdec_jax.commands.translate import decode_lines
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.errors import InputError
-from specdec_jax.experiments import calibrate, decode, gamma
-from specdec_jax.experiments.calibrate import choose, resolve_gamma, resolve_gammas
-from specdec_jax.experiments.costs import Costs
-from specdec_jax.experiments.speed import row_keys
-from specdec_jax.experiments.translate import decode_lines
+from specdec_jax.measurement import calibrate
+from specdec_jax.measurement.calibrate import choose, resolve_gamma, resolve_gammas
+from specdec_jax.measurement.costs import Costs
 from specdec_jax.records import read
-from specdec_jax.sampling import Sampling
+from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.theory import expected_rounds, text_improvement
 
 GREEDY = Sampling(0.0)

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from test_checkpoints_formats import hf_tensors, params, refused, write_hf, write_own
 
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
-from specdec_jax.data.vocabulary import open_vocabulary
+from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.pairs import load_pair
 

@@ -12,7 +12,7 @@ import tiny_pair
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.copy import CopyDraft
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.compare import compare_samples
+from specdec_jax.exactness.compare import compare_samples
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.protocols import Context
 from specdec_jax.rules.tokens import TokenRule

@@ -10,7 +10,8 @@ import tiny_pair
 
 from specdec_jax.data.sentence_pieces import EOS_ID, train_sentence_pieces
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import PAD_ID, open_vocabulary, padded
+from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.data.vocabulary import PAD_ID, padded
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.errors import InputError
 

@@ -6,7 +6,7 @@ import pytest
 import tiny_pair
 
 from specdec_jax.data.dialog import prompt, read_dialogs
-from specdec_jax.data.vocabulary import open_vocabulary
+from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
 
 VOCABULARY = str(tiny_pair.folder() / "vocabulary.model")

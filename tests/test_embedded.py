@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 
+from specdec_jax.counts import identical
 from specdec_jax.data.text import read_lines
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
-from specdec_jax.experiments.alpha import measure_alpha
-from specdec_jax.experiments.speed import identical, row_keys
+from specdec_jax.measurement.alpha import measure_alpha
 from specdec_jax.pairs import ASSETS, EMBEDDED, asset, load_pair
 from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
+from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.trees import chain
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

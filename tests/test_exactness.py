@@ -11,12 +11,12 @@ import pytest
 import tiny
 import tiny_pair
 
+from specdec_jax.commands.check_exactness import check_exactness
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.check_exactness import check_exactness
-from specdec_jax.experiments.compare import compare_argmax, compare_samples, rounds_of_self_draft
-from specdec_jax.experiments.joint import Comparison, compare, cut_into_cells
-from specdec_jax.experiments.ties import Divergence, first_divergences
+from specdec_jax.exactness.compare import compare_argmax, compare_samples, rounds_of_self_draft
+from specdec_jax.exactness.joint import Comparison, compare, cut_into_cells
+from specdec_jax.exactness.ties import Divergence, first_divergences
 from specdec_jax.protocols import Proposal, Verdict
 from specdec_jax.rules import tokens
 from specdec_jax.rules.tokens import TokenRule

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from specdec_jax import drafters, records
+from specdec_jax import records
+from specdec_jax.commands.given_outputs import ARGMAX, RecitingModel, given_outputs
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import PAD_ID, open_vocabulary, padded
+from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.data.vocabulary import PAD_ID, padded
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.given_outputs import ARGMAX, RecitingModel, given_outputs
+from specdec_jax.pairs import drafters
 from specdec_jax.protocols import Context
 from specdec_jax.reporting.paper import load_table
 from specdec_jax.trees import chain

@@ -22,11 +22,11 @@ from test_reporting import (
 )
 
 from specdec_jax import records
-from specdec_jax.experiments import measure as measuring
-from specdec_jax.experiments import speedup
-from specdec_jax.experiments.quickstart import quickstart
+from specdec_jax.commands import speedup
+from specdec_jax.commands.quickstart import quickstart
+from specdec_jax.measurement import measure as measuring
 from specdec_jax.records import Record
-from specdec_jax.reporting import table
+from specdec_jax.reporting import speeds
 from specdec_jax.reporting.html import Example, report, write_report
 from specdec_jax.reporting.rounds import Round, read_rounds
 
@@ -204,12 +204,12 @@ def cells(page):
 
 def test_a_row_has_the_numbers_of_its_record():
   page = parsed([OTHER, RECORD])
-  assert [n.text for n in page.all("th")] == [*table.COLUMNS]
+  assert [n.text for n in page.all("th")] == [*speeds.COLUMNS]
   assert cells(page) == [
     ["1", "3", "0.67 [0.63,0.70]", "0.072", "1.22", "1.91", "1.73", "1.68", "0.62", "-"],
     ["0", "5", "0.81 [0.79,0.84]", "0.061", "1.38", "2.99", "2.15", "2.06", "0.40", "yes"],
   ]
-  assert table.LEGEND in page.text
+  assert speeds.LEGEND in page.text
 
 
 def test_what_was_not_measured_is_a_dash():

@@ -23,7 +23,7 @@ warnings.simplefilter("ignore")
 sys.path.insert(0, {str(HERE)!r})
 import tiny_pair
 from specdec_jax import records
-from specdec_jax.experiments import measure as measuring
+from specdec_jax.measurement import measure as measuring
 from specdec_jax.sampling import Sampling
 
 def made_up(pair, prompts, sampling, settings, *rest):

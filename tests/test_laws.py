@@ -14,8 +14,8 @@ from test_exactness import JudgedBy, bonus_of_the_guess_before, forgetful, judge
 
 from specdec_jax.drafts.copy import CopyDraft
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.experiments import laws
-from specdec_jax.experiments.drift import (
+from specdec_jax.exactness import laws
+from specdec_jax.exactness.drift import (
   Drift,
   Judged,
   detectable_bias,
@@ -23,10 +23,9 @@ from specdec_jax.experiments.drift import (
   joined,
   of_acceptance,
 )
-from specdec_jax.experiments.speed import row_keys
 from specdec_jax.protocols import Proposal
 from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
+from specdec_jax.sampling import Sampling, row_keys
 
 V, GAMMA, EOS = 24, 2, 1
 LEVEL = 1e-6  # of each comparison: a correct program fails it this often

@@ -1,6 +1,7 @@
 """Imports point one way through the house, and heavy packages stay where their job is."""
 
 import ast
+import graphlib
 import pathlib
 import re
 import subprocess
@@ -36,14 +37,17 @@ LAYERS = {
   "partitioning": FLAX,
   "checkpoints": FLAX | {"msgpack", "safetensors", "tensorstore"},
   "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets", "tokenizers"},
+  "counts": {"numpy"},
   "pairs": JAX,
-  "drafters": set(),
   "training": FLAX | {"optax", "orbax", "rich"},
   "records": set(),
   "reporting": {"numpy", "rich", "matplotlib"},
-  "experiments": FLAX | {"rich", "sacrebleu", "scipy"},
+  "measurement": FLAX,
+  "exactness": FLAX | {"scipy"},
   "t5x_model": FLAX | {"gin", "t5x"},
+  "tpu": FLAX,
   "peers": JAX | {"ctranslate2", "torch", "transformers"},
+  "commands": FLAX | {"rich", "sacrebleu"},
   "run": {"gin", "absl"},
 }
 
@@ -101,10 +105,20 @@ def test_imports_point_down(path):
   assert violations(layer, path.read_text()) == []
 
 
+def test_no_module_imports_itself_by_others():
+  known = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in MODULES}
+  arrows = {}
+  for path in MODULES:
+    name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+    found = imports(path.read_text())
+    arrows[name] = (found | {f.rpartition(".")[0] for f in found}) & known - {name}
+  assert len([*graphlib.TopologicalSorter(arrows).static_order()]) == len(known)
+
+
 @pytest.mark.parametrize(
   "layer, source",
   [
-    ("decoding", "from specdec_jax.experiments import alpha"),
+    ("decoding", "from specdec_jax.measurement import alpha"),
     ("decoding", "from specdec_jax.models.t5 import T5Model"),
     ("decoding", "from specdec_jax import models"),
     ("decoding", "def f():\n  import tensorflow as tf"),
@@ -112,15 +126,15 @@ def test_imports_point_down(path):
     ("protocols", "from specdec_jax.rules.tokens import TokenRule"),
     ("sampling", "import flax.linen as nn"),
     ("models", "import gin"),
-    ("experiments", "import gin.tf"),
-    ("experiments", "from absl import flags"),
-    ("experiments", "from t5x import models"),
-    ("experiments", "def f():\n  import torch"),
-    ("experiments", "from specdec_jax.peers import huggingface"),
+    ("commands", "import gin.tf"),
+    ("commands", "from absl import flags"),
+    ("commands", "from t5x import models"),
+    ("commands", "def f():\n  import torch"),
+    ("measurement", "from specdec_jax.peers import contest"),
     ("training", "import seqio"),
     ("records", "import jax"),
     ("records", "from specdec_jax.protocols import Decoded"),
-    ("reporting", "from specdec_jax.experiments.alpha import measure_alpha"),
+    ("reporting", "from specdec_jax.measurement.alpha import measure_alpha"),
     ("", "from specdec_jax.data.vocabulary import Vocabulary"),
     ("", "import sentencepiece"),
   ],

@@ -12,14 +12,21 @@ import tiny_pair
 
 from specdec_jax import records, theory
 from specdec_jax.checkpoints.folder import load_model
+from specdec_jax.counts import (
+  acceptance_by_position,
+  acceptance_rate,
+  identical,
+  num_rounds,
+  num_tokens,
+)
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.drafts.copy import CopyDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.experiments import costs as costing
-from specdec_jax.experiments import measure as measuring
-from specdec_jax.experiments import speed as speeds
-from specdec_jax.experiments.alpha import (
+from specdec_jax.measurement import costs as costing
+from specdec_jax.measurement import measure as measuring
+from specdec_jax.measurement import speed as speeds
+from specdec_jax.measurement.alpha import (
   acceptance_and_change,
   draft_probs,
   lag1_correlation,
@@ -27,34 +34,24 @@ from specdec_jax.experiments.alpha import (
   measure_alpha,
   teacher_forced_logits,
 )
-from specdec_jax.experiments.costs import (
+from specdec_jax.measurement.costs import (
   CHAIN,
   Costs,
-  interleaved_medians,
   measure_costs,
   operations_ratio,
   product_operations,
   round_calls,
   round_costs,
 )
-from specdec_jax.experiments.measure import measure, settings_to_measure
-from specdec_jax.experiments.speed import (
-  Speed,
-  acceptance_by_position,
-  acceptance_rate,
-  identical,
-  measure_speed,
-  num_rounds,
-  num_tokens,
-  own_baseline,
-  row_keys,
-)
+from specdec_jax.measurement.measure import measure, settings_to_measure
+from specdec_jax.measurement.speed import Speed, measure_speed, own_baseline
+from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import random_pair
 from specdec_jax.protocols import Decoded, Rounds, Verdict
-from specdec_jax.reporting.table import BUDGET_LEGEND, budget_table, speed_table
-from specdec_jax.sampling import Sampling
+from specdec_jax.reporting.speeds import BUDGET_LEGEND, budget_table, speed_table
+from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.trees import chain
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
@@ -509,7 +506,8 @@ def test_the_budget_of_a_round_is_shown(results):
   (r,) = records.read(results)
   r = dataclasses.replace(r, gamma=2, draft_step_ms=0.5, verify_ms=4.0, accept_ms=0.25)
   r = dataclasses.replace(r, rest_ms=-0.75, round_ms=4.5, operations_ratio=None)
-  cells = {column.header: next(column.cells) for column in budget_table([r]).columns}
+  shown = budget_table([r])
+  cells = dict(zip(shown.columns, shown.rows[0]))
   parts = [cells[name] for name in ("draft", "verify", "accept", "rest", "round", "c-hat")]
   assert parts == ["2 x 0.50", "4.00", "0.25", "-0.75", "4.50", "-"]
   assert all(heading in BUDGET_LEGEND for heading in cells if heading not in ("temp", "gamma"))

@@ -14,10 +14,10 @@ import time
 import pytest
 import tiny_pair
 
+from specdec_jax.commands.decode import decode
+from specdec_jax.commands.translate import decode_lines
+from specdec_jax.counts import acceptance_rate, num_rounds, num_tokens
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.decode import decode
-from specdec_jax.experiments.speed import acceptance_rate, num_rounds, num_tokens
-from specdec_jax.experiments.translate import decode_lines
 from specdec_jax.sampling import Sampling
 
 BATCH, LIMIT, GAMMA = 3, 12, 3
@@ -98,7 +98,7 @@ def test_what_is_done_is_not_decoded_again(whole, tmp_path, monkeypatch):
   def refuse(*args, **kwargs):
     raise TypeError("decoded again")
 
-  monkeypatch.setattr("specdec_jax.pairs.speculative_decode", refuse)
+  monkeypatch.setattr("specdec_jax.pairs.pair.speculative_decode", refuse)
   (tmp_path / "outputs.jsonl").unlink()
   run(tmp_path)
   assert (tmp_path / "outputs.jsonl").read_bytes() == whole
@@ -157,7 +157,7 @@ os.environ["XLA_FLAGS"] = (
   "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
   "--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 )
-from specdec_jax.experiments import decode
+from specdec_jax.commands import decode
 from specdec_jax.run import main
 
 decode_lines = decode.decode_lines

@@ -14,7 +14,7 @@ from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams, load_ngrams, save_ngrams
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.compare import compare_samples
+from specdec_jax.exactness.compare import compare_samples
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.protocols import Context
 from specdec_jax.rules.tokens import TokenRule

@@ -19,7 +19,7 @@ from flax import serialization
 from specdec_jax import pairs
 from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
 from specdec_jax.data.sentence_pieces import EOS_ID, SentencePieces
-from specdec_jax.data.vocabulary import open_vocabulary
+from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.errors import InputError
 from specdec_jax.models import config

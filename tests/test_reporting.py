@@ -9,7 +9,8 @@ from rich.console import Console
 
 from specdec_jax.protocols import Decoded, Rounds
 from specdec_jax.records import Record
-from specdec_jax.reporting import rounds, table
+from specdec_jax.reporting import rounds, speeds
+from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.rounds import ACCEPTED, CORRECTED, REJECTED, read_rounds, round_text
 
 WORDS = "<pad> </s> ein der Mann Hund läuft steht rot grün schnell".split()
@@ -170,32 +171,33 @@ def row_of(text, number):
   ],
 )
 def test_a_row_has_the_numbers_of_its_record(speedup, numbers):
-  row = row_of(rendered(table.speed_table([RECORD, OTHER])), speedup)
+  row = row_of(render(speeds.speed_table([RECORD, OTHER]), "terminal"), speedup)
   found = row.replace("[", " ").replace("]", " ").replace(",", " ").split()
   for number in numbers:
     assert number in found, (number, row)
 
 
 def test_the_title_says_of_what_the_numbers_are():
-  text = rendered(table.speed_table([RECORD, OTHER]))
+  text = render(speeds.speed_table([RECORD, OTHER]), "terminal")
   for words in ("some captions", "24", "batch 1", "float32", "x86"):
     assert words in text
 
 
 def test_a_table_fits_100_columns_and_nothing_is_cut():
-  text = rendered(table.speed_table([RECORD, OTHER]))
+  text = render(speeds.speed_table([RECORD, OTHER]), "terminal")
   assert max(map(len, text.splitlines())) <= 100 and "…" not in text
 
 
 def test_outputs_that_differ_are_shown():
   """Identical, different, and sampled, where there is nothing to be identical to."""
   last = lambda identical: row_of(
-    rendered(table.speed_table([dataclasses.replace(RECORD, identical=identical)])), "2.06"
+    render(speeds.speed_table([dataclasses.replace(RECORD, identical=identical)]), "terminal"),
+    "2.06",
   ).split()[-1]
   assert (last(True), last(False), last(None)) == ("yes", "NO", "-")
 
 
 def test_every_heading_is_explained():
-  text = rendered(table.speed_table([RECORD]))
+  text = render(speeds.speed_table([RECORD]), "terminal")
   for word in ("alpha", "c", "v", "Thm 8", "speedup", "passes", "same"):
-    assert word in text and word in table.LEGEND
+    assert word in text and word in speeds.LEGEND

@@ -11,14 +11,15 @@ import tiny
 import tiny_pair
 from jax import lax
 from test_html import parsed
-from test_reporting import RECORD, rendered
+from test_reporting import RECORD
 
 from specdec_jax.drafts.copy import CopyDraft
-from specdec_jax.experiments import roofline
-from specdec_jax.experiments.roofline import memory_bandwidth, read_bytes, step_bytes
+from specdec_jax.measurement import roofline
+from specdec_jax.measurement.roofline import memory_bandwidth, read_bytes, step_bytes
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.reporting import table
+from specdec_jax.reporting import speeds
+from specdec_jax.reporting.formats import render
 from specdec_jax.sampling import Sampling
 
 SLOTS, SOURCE = 40, 8
@@ -145,19 +146,20 @@ MEASURED = dataclasses.replace(
 
 
 def test_shares_are_the_least_time_over_the_time_measured():
-  cells = {c.header: next(c.cells) for c in table.roofline_table([MEASURED]).columns}
+  shown = speeds.roofline_table([MEASURED])
+  cells = dict(zip(shown.columns, shown.rows[0]))
   assert (cells["step MB"], cells["draft MB"], cells["verify MB"]) == ("40.0", "5.0", "44.0")
   assert (cells["GB/s"], cells["step"], cells["draft"]) == ("20.0", "50%", "200%")
-  assert cells["verify"] == table.MISSING  # its time was not measured
-  text = rendered(table.roofline_table([MEASURED]))
+  assert cells["verify"] == speeds.MISSING  # its time was not measured
+  text = render(speeds.roofline_table([MEASURED]), "terminal")
   assert max(map(len, text.splitlines())) <= 100 and "…" not in text
   for word in ("GB/s", "MB", "step", "draft", "gamma + 1"):
-    assert word in table.ROOFLINE_LEGEND
+    assert word in speeds.ROOFLINE_LEGEND
 
 
 def test_the_page_has_the_shares_where_there_are_any():
   heading = "Bytes over bandwidth"
   page = parsed([MEASURED, dataclasses.replace(RECORD, gamma=9)])
-  assert heading in [h.text for h in page.all("h2")] and table.ROOFLINE_LEGEND in page.text
+  assert heading in [h.text for h in page.all("h2")] and speeds.ROOFLINE_LEGEND in page.text
   assert "200%" in [cell.text for cell in page.all("td")]
   assert heading not in parsed([RECORD]).text

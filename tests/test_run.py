@@ -166,6 +166,11 @@ def test_bad_command_line(command, args, words):
   [
     (HEADER, ["bad.gin says nothing to run"]),
     (HEADER + "include 'gone.gin'", ["'gone.gin'", "bad.gin, line 5"]),
+    (
+      HEADER + "from specdec_jax.experiments import translate",
+      ["specdec_jax.experiments.translate is now specdec_jax.commands.translate", "line 5"],
+    ),
+    (HEADER + "from specdec_jax import drafters", ["is now specdec_jax.pairs.drafters"]),
     (HEADER + "import nonexistent_package", ["'nonexistent_package' is not installed", "line 5"]),
     (HEADER + "from specdec_jax import nosuch", ["'specdec_jax.nosuch'", "line 5"]),
     (HEADER + "run.run.experiment = @tiny_work.play", ["tiny_work has no 'play'", "line 5"]),

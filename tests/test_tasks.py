@@ -17,7 +17,8 @@ import tiny_pair
 
 from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import PAD_ID, open_vocabulary
+from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.errors import InputError
 from specdec_jax.pairs import Pair
 

@@ -9,8 +9,8 @@ import pytest
 from specdec_jax.errors import InputError
 from specdec_jax.reporting.paper import load_table
 from specdec_jax.theory import (
-  acceptance_rate,
   best_gamma,
+  beta,
   break_even_alpha,
   divergence,
   expected_rounds,
@@ -246,7 +246,7 @@ def distributions(*shape):
 def test_acceptance_rate_token_by_token(lenience):
   """A guess x is drawn with chance q(x) and passes with chance min(1, p(x) / (l q(x)))."""
   p, q = distributions(50)
-  got = acceptance_rate(p, q, lenience)
+  got = beta(p, q, lenience)
   for i in range(50):
     chances = [b * min(1, a / (lenience * b)) for a, b in zip(p[i], q[i]) if b > 0]
     assert got[i] == pytest.approx(sum(chances))
@@ -254,7 +254,7 @@ def test_acceptance_rate_token_by_token(lenience):
 
 def test_acceptance_rate_is_1_less_the_divergence():
   p, q = distributions(3, 50)
-  np.testing.assert_allclose(acceptance_rate(p, q), 1 - divergence(p, q), atol=1e-14)
+  np.testing.assert_allclose(beta(p, q), 1 - divergence(p, q), atol=1e-14)
   np.testing.assert_allclose(divergence(p, q), divergence(q, p), atol=1e-14)
   middle = (p + q) / 2  # Definition 2
   np.testing.assert_allclose(divergence(p, q), abs(q - middle).sum(axis=-1), atol=1e-14)
@@ -262,7 +262,7 @@ def test_acceptance_rate_is_1_less_the_divergence():
 
 def test_acceptance_rate_grows_with_lenience_up_to_1():
   p, q = distributions(50)
-  rates = [acceptance_rate(p, q, lenience) for lenience in (1.0, 0.5, 0.1, 1e-9)]
+  rates = [beta(p, q, lenience) for lenience in (1.0, 0.5, 0.1, 1e-9)]
   assert np.all(np.diff(rates, axis=0) >= 0)
   np.testing.assert_allclose(rates[-1], (q * (p > 0)).sum(axis=-1))
 
@@ -275,19 +275,19 @@ def test_rejection_sampling_token_by_token():
     ratios = [a / b if b > 0 else np.inf for a, b in zip(p[i], q[i]) if a > 0]
     kept = [b * a / (max(ratios) * b) for a, b in zip(p[i], q[i]) if b > 0]
     assert got[i] == pytest.approx(sum(kept))
-  assert np.all(got <= acceptance_rate(p, q) + 1e-12)
+  assert np.all(got <= beta(p, q) + 1e-12)
   assert 0 < (got > 0).sum() < 50  # both kinds were seen
 
 
 def test_equal_and_disjoint_distributions():
   p, q = np.array([0.25, 0.75, 0.0, 0.0]), np.array([0.0, 0.0, 0.5, 0.5])
-  assert acceptance_rate(p, p) == rejection_sampling_rate(p, p) == 1 and divergence(p, p) == 0
-  assert acceptance_rate(p, q) == rejection_sampling_rate(p, q) == 0 and divergence(p, q) == 1
+  assert beta(p, p) == rejection_sampling_rate(p, p) == 1 and divergence(p, p) == 0
+  assert beta(p, q) == rejection_sampling_rate(p, q) == 0 and divergence(p, q) == 1
 
 
 def test_one_draft_for_many_targets():
   p, q = distributions(4)
-  for rate in (acceptance_rate, divergence, rejection_sampling_rate):
+  for rate in (beta, divergence, rejection_sampling_rate):
     np.testing.assert_array_equal(rate(p, q[0]), [rate(row, q[0]) for row in p])
 
 
@@ -381,7 +381,7 @@ def test_cost_below_0(cost):
       call()
 
 
-@pytest.mark.parametrize("rate", [acceptance_rate, divergence, rejection_sampling_rate])
+@pytest.mark.parametrize("rate", [beta, divergence, rejection_sampling_rate])
 @pytest.mark.parametrize("wrong", [[0.5, 0.4], [1.5, -0.5], [np.nan, 1.0], [0.2, 0.3, 0.5], 1.0])
 def test_no_distributions(rate, wrong):
   for p, q in ((wrong, [0.5, 0.5]), ([0.5, 0.5], wrong)):
@@ -392,4 +392,4 @@ def test_no_distributions(rate, wrong):
 @pytest.mark.parametrize("lenience", [0.0, -1.0, 1.1, float("nan")])
 def test_lenience_outside_its_range(lenience):
   with pytest.raises(InputError, match="lenience is"):
-    acceptance_rate([1.0], [1.0], lenience)
+    beta([1.0], [1.0], lenience)

@@ -24,9 +24,9 @@ def main() -> None:
   import jax
   import jax.numpy as jnp
 
-  from specdec_jax.experiments import tpu_compile
   from specdec_jax.models.config import named_config, t5_config
   from specdec_jax.sampling import Sampling
+  from specdec_jax.tpu import compile as tpu_compile
 
   _, devices = tpu_compile.described("v4:2x2x1")
   xxl, small = (t5_config(size, dtype=jnp.bfloat16) for size in ("xxl", "small"))
@@ -107,7 +107,7 @@ def test_loop_stays_on_the_chip(found):
 
 
 def test_bytes_of_a_round(found):
-  from specdec_jax.experiments.tpu_compile import over_a_step
+  from specdec_jax.tpu.compile import over_a_step
 
   accessed = found["hbm_bytes"]
   over = over_a_step(accessed | {"plain step": accessed["decode step"]})
@@ -159,7 +159,7 @@ def test_tpus_that_people_rent(found, topology):
 @pytest.mark.parametrize("topology", ["v4", "v4-8", "v9:2x2", "v5e:2x2x1", "v5e:0x2", "v6e:2x99"])
 def test_topology_that_is_not(topology):
   from specdec_jax.errors import InputError
-  from specdec_jax.experiments.tpu_compile import described
+  from specdec_jax.tpu.compile import described
 
   with pytest.raises(InputError, match=f"^There is no topology '{topology}'; .*v5e:2x2, v5p:2x2x1"):
     described(topology)
@@ -172,7 +172,7 @@ def paper_rows():
 
 
 def test_table_2_predicts_with_the_costs_that_were_compiled():
-  from specdec_jax.experiments import tpu_table2
+  from specdec_jax.tpu import table2 as tpu_table2
 
   row = paper_rows()[0]  # EnDe, T5-small, argmax, gamma 7, alpha 0.75
   costs = {"draft step": 2, "decode step": 100, "verify": 105}
@@ -189,8 +189,8 @@ def test_table_2_predicts_with_the_costs_that_were_compiled():
 
 
 def test_table_2_is_made_of_its_file():
-  from specdec_jax.experiments import tpu_table2
   from specdec_jax.reporting.formats import render
+  from specdec_jax.tpu import table2 as tpu_table2
 
   rows = paper_rows()
   found = tpu_table2.compile_missing(rows, TABLE_2)  # nothing is missing
@@ -202,7 +202,7 @@ def test_table_2_is_made_of_its_file():
 @pytest.mark.parametrize("line", ["{", "[]", "3", '{"program": "warp"}', '{"program": "verify"}'])
 def test_table_2_of_another_file(line, tmp_path):
   from specdec_jax.errors import InputError
-  from specdec_jax.experiments import tpu_table2
+  from specdec_jax.tpu import table2 as tpu_table2
 
   path = tmp_path / "table2.jsonl"
   path.write_text(line + "\n")

@@ -15,14 +15,14 @@ from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
 
 from specdec_jax.checkpoints.folder import save_model
-from specdec_jax.data.vocabulary import open_vocabulary, padded
+from specdec_jax.commands import train as experiment
+from specdec_jax.commands.train import model_outputs
+from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
-from specdec_jax.experiments import train as experiment
-from specdec_jax.experiments.speed import row_keys
-from specdec_jax.experiments.train import model_outputs
 from specdec_jax.models.t5 import T5
 from specdec_jax.pairs import load_pair
-from specdec_jax.sampling import Sampling
+from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.training import trainer
 from specdec_jax.training.batches import BUCKETS, Pairs, arrays, epoch_batches
 from specdec_jax.training.distillation import load_pairs, recombined, save_pairs, teacher_opinions

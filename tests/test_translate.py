@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from specdec_jax import pairs
 from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.decoding import autoregressive_decode
-from specdec_jax.experiments.speed import row_keys
+from specdec_jax.pairs import pair
 from specdec_jax.run import main
-from specdec_jax.sampling import Sampling
+from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.writing import written
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -226,7 +225,7 @@ def test_output_to_a_file(run):
 def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fault, old):
   if old:
     (run.dir / "out.txt").write_text(old)
-  decode, calls = pairs.speculative_decode, []
+  decode, calls = pair.speculative_decode, []
 
   def fail_at_the_third(*args, **kwargs):
     calls.append(args)
@@ -234,7 +233,7 @@ def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fa
       raise fault
     return decode(*args, **kwargs)
 
-  monkeypatch.setattr(pairs, "speculative_decode", fail_at_the_third)
+  monkeypatch.setattr(pair, "speculative_decode", fail_at_the_third)
   result = run(LINES, OUTPUT="out.txt")
   assert len(calls) == 3
   assert result.status == (130 if isinstance(fault, KeyboardInterrupt) else 2)
@@ -246,9 +245,9 @@ def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fa
 @pytest.fixture
 def decoded(monkeypatch):
   """The arguments of each call of the decoder."""
-  decode, calls = pairs.speculative_decode, []
+  decode, calls = pair.speculative_decode, []
   note = lambda *args, **kwargs: calls.append(args) or decode(*args, **kwargs)
-  monkeypatch.setattr(pairs, "speculative_decode", note)
+  monkeypatch.setattr(pair, "speculative_decode", note)
   return calls
 
 

@@ -8,15 +8,14 @@ import pytest
 import tiny_pair
 
 from specdec_jax import records, theory
+from specdec_jax.commands.trees import trees
 from specdec_jax.errors import InputError
-from specdec_jax.experiments.alpha import positional_acceptance
-from specdec_jax.experiments.speed import row_keys
-from specdec_jax.experiments.trees import trees
+from specdec_jax.measurement.alpha import positional_acceptance
 from specdec_jax.pairs import rule_name
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.rules.blocks import BlockRule
 from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
+from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.trees import Tree, branching, chain, merged, path_to, require_chain
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))

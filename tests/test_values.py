@@ -14,19 +14,19 @@ import tiny_pair
 
 from specdec_jax import memory
 from specdec_jax.adaptive import adaptive_decode
+from specdec_jax.commands.acceptance import acceptance
+from specdec_jax.commands.check_exactness import check_exactness
+from specdec_jax.commands.decode import decode
+from specdec_jax.commands.gamma import gamma
+from specdec_jax.commands.given_outputs import RecitingModel
+from specdec_jax.commands.quickstart import quickstart
+from specdec_jax.commands.speedup import speedup
+from specdec_jax.commands.train import fit_vocabulary
+from specdec_jax.commands.translate import translate
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import open_vocabulary
+from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.decoding import FreeDraft, autoregressive_decode, speculative_decode
 from specdec_jax.errors import InputError, require_types
-from specdec_jax.experiments.acceptance import acceptance
-from specdec_jax.experiments.check_exactness import check_exactness
-from specdec_jax.experiments.decode import decode
-from specdec_jax.experiments.gamma import gamma
-from specdec_jax.experiments.given_outputs import RecitingModel
-from specdec_jax.experiments.quickstart import quickstart
-from specdec_jax.experiments.speedup import speedup
-from specdec_jax.experiments.train import fit_vocabulary
-from specdec_jax.experiments.translate import translate
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import load_pair, random_pair

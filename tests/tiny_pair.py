@@ -11,7 +11,7 @@ import tiny
 
 from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.data.sentence_pieces import train_sentence_pieces
-from specdec_jax.data.vocabulary import open_vocabulary
+from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.models.families import Config, init_params
 from specdec_jax.pairs import Pair, load_pair

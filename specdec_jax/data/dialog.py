@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import open_vocabulary
+from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError, require_count, require_types
 
 

@@ -3,7 +3,7 @@
 import os
 import tempfile
 
-from specdec_jax.experiments.contest import Competitor, Contest, Generate
+from specdec_jax.peers.contest import Competitor, Contest, Generate
 
 
 def greedy() -> Competitor:

@@ -8,8 +8,8 @@ import os
 import weakref
 from typing import Any
 
-from specdec_jax.experiments.contest import Competitor, Contest, Generate
 from specdec_jax.models.simulated import CERTAIN
+from specdec_jax.peers.contest import Competitor, Contest, Generate
 
 _PACKAGES, _PROCESS = ("torch", "transformers"), "torch"
 # By folder, while anyone uses them: a large target is in memory once, plain and assisted.

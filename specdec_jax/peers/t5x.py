@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from specdec_jax.experiments.contest import Competitor, Contest, Decode
+from specdec_jax.peers.contest import Competitor, Contest, Decode
 
 if importlib.util.find_spec("t5x"):
   # Now, not when it is used: t5x makes itself known to gin, which takes nothing more then.

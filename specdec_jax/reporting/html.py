@@ -12,7 +12,7 @@ from importlib import resources
 from typing import NamedTuple
 
 from specdec_jax.records import Record, key
-from specdec_jax.reporting import table
+from specdec_jax.reporting import speeds
 from specdec_jax.reporting.charts import Curve, acceptance_chart, speedup_chart
 from specdec_jax.reporting.markup import Markup, join, tag
 from specdec_jax.reporting.rounds import Round
@@ -70,7 +70,7 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
   body = join(
     _shared(records, _MAIN),
     tag("ul", *(_result(*item) for item in series.items()), class_="results"),
-    _section("Measured settings", _table(records, series.values(), table.COLUMNS, table.LEGEND)),
+    _section("Measured settings", _table(records, series.values(), speeds.COLUMNS, speeds.LEGEND)),
     _section("Speedup against gamma", _speedups(series)),
     _section("Acceptance by position in the round", _acceptance(series)),
     _section("Bytes over bandwidth", _roofline(records, series.values())),
@@ -167,7 +167,7 @@ def _table(
     rows = []
     for r in of:
       cells = [_value(r, name) for name in varying]
-      cells += [table.cell(column, r) for column in columns.values()]
+      cells += [speeds.cell(column, r) for column in columns.values()]
       rows.append(tag("tr", *(tag("td", cell) for cell in cells)))
     bodies.append(tag("tbody", *rows))
   return join(
@@ -186,7 +186,7 @@ def _table(
 def _roofline(records: Sequence[Record], series: Iterable[Sequence[Record]]) -> Markup:
   if all(r.memory_gb_per_s is None for r in records):
     return join()
-  return _table(records, series, table.ROOFLINE, table.ROOFLINE_LEGEND)
+  return _table(records, series, speeds.ROOFLINE, speeds.ROOFLINE_LEGEND)
 
 
 # Charts.

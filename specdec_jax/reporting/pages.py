@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from specdec_jax.records import Record
-from specdec_jax.reporting.table import COLUMNS, LEGEND, cell
+from specdec_jax.reporting.speeds import COLUMNS, LEGEND, cell
 from specdec_jax.reporting.tables import Table, measured_with
 
 _BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)

@@ -1,0 +1,1 @@
+"""What a gin file can run: translate, measure, train. They write text and records."""

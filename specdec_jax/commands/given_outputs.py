@@ -1,0 +1,198 @@
+"""Acceptance of drafts over texts that a target wrote, without the target (Table 3, temperature 0).
+
+At temperature 0 the target's distribution is the one-hot of the token it writes next (Section 2.2),
+so its outputs alone say which guesses it accepts. Times it cannot tell: none is recorded.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+from rich.console import Console
+from rich.progress import Progress
+
+from specdec_jax import records, theory
+from specdec_jax.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
+from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
+from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.measurement.alpha import draft_probs, lag1_correlation, mean_with_interval
+from specdec_jax.measurement.measure import settings_to_measure
+from specdec_jax.models.t5 import EOS_ID
+from specdec_jax.pairs import Drafter, Pair
+from specdec_jax.records import Record
+from specdec_jax.reporting.formats import render
+from specdec_jax.reporting.runs import given_outputs_table
+from specdec_jax.sampling import Sampling, row_keys
+from specdec_jax.trees import Tree, chain
+
+ARGMAX = Sampling(temperature=0.0)
+
+
+@struct.dataclass
+class Place:
+  """Where the rows of a `RecitingModel` are: `length` [B] tokens, as any cache has it."""
+
+  length: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RecitingModel:
+  """A target that writes given texts: its parameters, tokens [B, T] with EOS last.
+
+  Its logits are the one-hot of the text's next token, which at temperature 0 is p. It has no
+  states: hidden is [B, k, 0].
+
+  Attributes:
+    vocab_size: V. start_id: stands before a text. eos_id: ends it.
+  """
+
+  vocab_size: int
+  start_id: int = PAD_ID
+  eos_id: int = EOS_ID
+
+  def prompt_tokens(self, prompt: Array) -> tuple[Array, Array]:
+    return jnp.full((len(prompt), 1), self.start_id, jnp.int32), jnp.ones(len(prompt), jnp.int32)
+
+  def prefill(self, params: Array, prompt: Array, num_slots: int) -> tuple[Array, Place]:
+    return jnp.zeros((len(prompt), 1, 0)), Place(length=jnp.zeros(len(prompt), jnp.int32))
+
+  def extend(
+    self,
+    params: Array,
+    cache: Place,
+    tokens: Array,
+    tree: Tree | None = None,
+    first: Array | int = 0,
+  ) -> tuple[Array, Array, Place]:
+    # Slot 0 holds the start token, so what follows position i is token i of the text.
+    nodes = first + jnp.arange(tokens.shape[1])
+    depths = nodes if tree is None else jnp.asarray(tree.depths)[nodes]
+    following = jnp.take_along_axis(params, cache.length[:, None] + depths, axis=1, mode="clip")
+    logits = jax.nn.one_hot(following, self.vocab_size)
+    return logits, jnp.zeros((*tokens.shape, 0)), cache
+
+  def commit(
+    self, cache: Place, length: Array, tree: Tree | None = None, path: Array | None = None
+  ) -> Place:
+    return Place(length=length)
+
+
+def given_outputs(
+  vocabulary: Vocabulary,
+  sources: Sequence[str],
+  outputs: Sequence[str],
+  drafts: Sequence[Callable[[Vocabulary], Drafter]],
+  output_dir: str,
+  task: str,
+  target: str,
+  gammas: Sequence[int] = (3, 5, 7, 10),
+  max_source_tokens: int = 512,
+  max_new_tokens: int = 128,
+  paper_rows: Sequence[Mapping[str, Any]] = (),
+  paper_target: str = "",
+) -> None:
+  """Measure alpha and real rounds of drafts; print a table and append to `results.jsonl`.
+
+  Args:
+    vocabulary: that the target wrote `outputs` in.
+    sources: what it read.
+    outputs: what it wrote for each of them, by argmax.
+    drafts: each measured.
+    output_dir: gets `results.jsonl`; settings recorded there already are not measured again.
+    task: name for records.
+    target: likewise.
+    gammas: guesses a round.
+    max_source_tokens: of a source that the target read, and the drafts read; EOS counted.
+    max_new_tokens: of an output that the target wrote; one cut off there has no EOS.
+    paper_rows: Table 3 (`paper.load_table`), whose alphas of `paper_target` are shown beside.
+    paper_target: an `m_p` of it.
+
+  Raises:
+    InputError: no texts, drafts or gammas, or not one output a source.
+  """
+  require_types(given_outputs, locals())
+  limits = ("max_source_tokens", max_source_tokens), ("max_new_tokens", max_new_tokens)
+  for name, value in (*limits, *(("gamma", gamma) for gamma in gammas)):
+    require_count(name, value)
+  if not (sources and drafts and gammas):
+    raise InputError("There is nothing to measure: no texts, no drafts, or no gammas.")
+  if len(sources) != len(outputs):
+    raise InputError(
+      f"There are {len(sources)} sources but {len(outputs)} outputs; give one line of each a text."
+    )
+  contenders = [
+    Pair(
+      target=RecitingModel(len(vocabulary), vocabulary.start_id, vocabulary.eos_id),
+      target_params=None,  # the text, another for each source
+      target_name=target,
+      draft=drafter.make,
+      draft_params=drafter.params,
+      draft_name=drafter.name,
+      vocabulary=vocabulary,
+      task=task,
+      dtype="unknown",
+      max_source_tokens=max_source_tokens,
+    )
+    for drafter in (draft(vocabulary) for draft in drafts)
+  ]
+  read = [contenders[0].encode(source) for source in sources]
+  written = [vocabulary.encode(output)[:max_new_tokens] for output in outputs]
+  both = [f"{source} {output}" for source, output in zip(read, written)]
+  asked = [
+    settings_to_measure(pair, both, [ARGMAX], gammas, 1, max_new_tokens, seed=0, lenience=1.0)
+    for pair in contenders
+  ]
+  with (
+    records.open_results(output_dir) as results,
+    Progress(console=Console(stderr=True), transient=True) as bar,
+  ):
+    for pair, settings in bar.track([*zip(contenders, asked)], description="measuring"):
+      for record in _measure(pair, read, written, records.missing(results, settings)):
+        records.append(results, record)
+    wanted = {records.key(setting) for settings in asked for setting in settings}
+    measured = [r for r in records.read(results) if records.key(r) in wanted]
+  console = Console(markup=False, soft_wrap=True)
+  beside = [row for row in paper_rows if row["m_p"] == paper_target and row["temperature"] == 0]
+  shown = given_outputs_table(measured, {row["m_q"]: row["alpha"] for row in beside})
+  console.print(render(shown, "terminal"))
+  console.print(f"Records: {results} (measured once; delete the file to measure again)")
+
+
+def _measure(pair: Pair, read, written, settings: Sequence[Record]) -> Iterator[Record]:
+  """The settings, which differ in gamma only, with what a draft accepts of the texts `written`."""
+  if not settings:
+    return
+  since = time.perf_counter()
+  prompts, texts = (padded(rows, max(map(len, rows)))[:, None] for rows in (read, written))
+  draft = pair.draft(ARGMAX, chain(1))
+  betas = []  # p is a one-hot, so sum min(p, q) is q there
+  for prompt, text, tokens in zip(prompts, texts, written):
+    q = np.asarray(draft_probs(pair.target, draft, pair.draft_params, prompt, text)[0])
+    betas.append(q[np.arange(len(tokens)), tokens])
+  alpha = mean_with_interval(betas)
+  for setting in settings:
+    decoded = []
+    for i, (prompt, text) in enumerate(zip(prompts, texts)):
+      decode = pair._replace(target_params=text).decoder(ARGMAX, setting.gamma)
+      keys = row_keys(setting.seed, i, 1)
+      decoded.append(jax.device_get(decode(prompt, keys, max_new_tokens=texts.shape[-1])))
+    yield dataclasses.replace(
+      setting,
+      num_tokens=num_tokens(decoded),
+      rounds=num_rounds(decoded),
+      alpha=alpha.mean,
+      alpha_low=alpha.low,
+      alpha_high=alpha.high,
+      acceptance_rate=acceptance_rate(decoded),
+      acceptance_by_position=acceptance_by_position(decoded),
+      beta_lag1=lag1_correlation(betas),
+      tokens_per_round=num_tokens(decoded) / num_rounds(decoded),
+      predicted_theorem8=float(theory.walltime_improvement(alpha.mean, setting.gamma, 0.0)),
+      seconds=time.perf_counter() - since,
+    )

@@ -1,0 +1,127 @@
+"""Acceptance lengths of chains and trees, by each rule: tokens that a pass of the target gives."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from specdec_jax import records
+from specdec_jax.counts import identical, num_tokens
+from specdec_jax.decoding import require_finite
+from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.measurement.alpha import positional_acceptance, ratio_with_interval
+from specdec_jax.measurement.measure import settings_to_measure
+from specdec_jax.measurement.plain import generate
+from specdec_jax.pairs import Pair
+from specdec_jax.protocols import Rule
+from specdec_jax.records import Record
+from specdec_jax.reporting.formats import render
+from specdec_jax.reporting.lengths import lengths_table
+from specdec_jax.rules.blocks import BlockRule
+from specdec_jax.rules.tokens import TokenRule
+from specdec_jax.sampling import Sampling
+from specdec_jax.theory import best_tree
+from specdec_jax.trees import Tree, chain
+
+WIDTH = 8  # ranks whose acceptance is measured
+
+
+def trees(
+  pair: Pair,
+  texts: Sequence[str],
+  output_dir: str,
+  samplings: Sequence[Sampling],
+  gammas: Sequence[int] = (3, 5, 7, 10),
+  shapes: Sequence[tuple[int, int]] = ((8, 5), (16, 5), (32, 5), (64, 10)),
+  rules: Sequence[Callable[[Sampling], Rule]] = (TokenRule, BlockRule),
+  calibration_texts: int = 100,
+  calibration_tokens: int = 1000,
+  batch_size: int = 8,
+  max_new_tokens: int = 64,
+  min_tokens: int = 10_000,
+  seed: int = 0,
+) -> None:
+  """Measure acceptance lengths in real rounds; print a table and append to `results.jsonl`.
+
+  Args:
+    pair: target and draft; see `pairs.load_pair`.
+    texts: sources. Of the first `calibration_texts` the trees are made; on the rest is measured.
+    output_dir: gets `results.jsonl`; settings recorded there already are not measured again.
+    samplings: each measured.
+    gammas: of chains.
+    shapes: (nodes, depth) of trees.
+    rules: classes of `rules`, or any (sampling) -> rule; at temperature 0 only the first, since
+      exact rules are one rule there.
+    calibration_texts: see texts.
+    calibration_tokens: generated tokens to make trees of, at most of all those texts.
+    batch_size: texts decoded together.
+    max_new_tokens: limit for each.
+    min_tokens: generated tokens to measure on.
+    seed: of all sampling.
+  """
+  require_types(trees, locals())
+  require_seed(seed)
+  counts = dict(calibration_texts=calibration_texts, calibration_tokens=calibration_tokens)
+  counts |= dict(max_new_tokens=max_new_tokens, min_tokens=min_tokens)
+  for name, value in counts.items():
+    require_count(name, value)
+  pair.require_batch_size(batch_size)
+  if not (samplings and rules and len(texts) > calibration_texts):
+    raise InputError("There is nothing to measure: no samplings, rules, or texts but to calibrate.")
+  console, measured = Console(markup=False, soft_wrap=True), []
+  own, rest = texts[:calibration_texts], texts[calibration_texts:]
+  with (
+    records.open_results(output_dir) as results,
+    Progress(console=Console(stderr=True), transient=True) as bar,
+  ):
+    for sampling in samplings:
+      limits = batch_size, max_new_tokens
+      prompts, _, outputs = zip(*generate(pair, own, sampling, *limits, calibration_tokens, seed))
+      ranks = positional_acceptance(pair, prompts, outputs, sampling, WIDTH)
+      console.print(f"{sampling}: a node's child of each rank stands {np.round(ranks, 3).tolist()}")
+      grown = [best_tree(ranks.tolist(), nodes, depth) for nodes, depth in shapes]
+      judged = [pair._replace(rule=rule) for rule in rules]
+      asked = [
+        (one, tree, dataclasses.replace(setting, tree=parents))
+        for tree in (*map(chain, gammas), *grown)
+        for parents in [None if tree.is_chain else list(tree.parents)]
+        for one in (judged if sampling.temperature > 0 else judged[:1])
+        for setting in settings_to_measure(one, rest, [sampling], [tree.depth], *limits, seed, 1.0)
+      ]
+      todo = records.missing(results, [setting for *_, setting in asked])
+      written = todo and generate(pair, rest, sampling, *limits, min_tokens, seed)
+      for one, tree, setting in bar.track(asked, description="decoding"):
+        if setting in todo:
+          records.append(results, _measure(one, written, sampling, tree, setting))
+          jax.clear_caches()  # a process may map only so many programs
+      wanted = {records.key(setting) for *_, setting in asked}
+      measured += [r for r in records.read(results) if records.key(r) in wanted]
+  console.print(render(lengths_table(measured), "terminal"))
+  console.print(f"Records: {results} (measured once; delete the file to measure again)")
+
+
+def _measure(pair: Pair, written, sampling: Sampling, tree: Tree, setting: Record) -> Record:
+  """The setting with the rounds that decoding takes for what `generate` decoded plainly."""
+  since = time.perf_counter()
+  decode, outputs = pair.decoder(sampling, tree), []
+  for prompt, keys, _ in written:
+    decoded = decode(prompt, keys, max_new_tokens=setting.max_new_tokens)
+    outputs.append(require_finite(jax.device_get(decoded)))
+  lengths = np.concatenate([o.lengths for o in outputs])
+  rounds = np.concatenate([(o.rounds.num_emitted > 0).sum(axis=0) for o in outputs])
+  length = ratio_with_interval(lengths, rounds)
+  *_, plain = zip(*written)
+  return dataclasses.replace(
+    setting,
+    num_tokens=num_tokens(outputs),
+    rounds=int(rounds.sum()),
+    tokens_per_round=length.mean,
+    tokens_per_round_low=length.low,
+    tokens_per_round_high=length.high,
+    identical=identical([*plain], outputs) if sampling.temperature == 0 else None,
+    seconds=time.perf_counter() - since,
+  )

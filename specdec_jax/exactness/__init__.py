@@ -1,0 +1,1 @@
+"""The checker: what decoding did, beside what the target would have done."""

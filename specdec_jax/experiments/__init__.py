@@ -1,1 +1,0 @@
-"""Runs that a gin file names: translate, measure, train. They write text and records."""

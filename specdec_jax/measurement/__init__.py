@@ -1,0 +1,1 @@
+"""How fast, how often right, at what cost: measured, and gamma chosen by it."""

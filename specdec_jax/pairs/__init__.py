@@ -1,0 +1,17 @@
+"""A target, a draft and the vocabulary they share, loaded and ready to decode."""
+
+from specdec_jax.pairs.load import ASSETS, EMBEDDED, asset, checkpoint_name, load_pair
+from specdec_jax.pairs.pair import Drafter, Pair, rule_name
+from specdec_jax.pairs.random_weights import random_pair
+
+__all__ = [
+  "ASSETS",
+  "EMBEDDED",
+  "Drafter",
+  "Pair",
+  "asset",
+  "checkpoint_name",
+  "load_pair",
+  "random_pair",
+  "rule_name",
+]

@@ -1,0 +1,172 @@
+"""Pairs from checkpoints; by default the one that comes with the package."""
+
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.stored import Shardings, param_shapes
+from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
+from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.kernels import skinny
+from specdec_jax.models.config import GPTConfig, named_dtype
+from specdec_jax.models.families import Config, model_of
+from specdec_jax.pairs.pair import Drafter, Pair
+from specdec_jax.protocols import Rule
+from specdec_jax.rules.tokens import TokenRule
+from specdec_jax.sampling import Sampling
+
+_TABLE_MULTIPLE = 128  # T5's tables have that many rows times some number: 32,128 for 32,100 tokens
+_STEP = re.compile(r"(checkpoint(_\d+|s)?|snapshots|[0-9a-f]{40}|\d+|state|default|params|\.?)")
+
+ASSETS = pathlib.Path(__file__).parents[1] / "assets"
+EMBEDDED = ASSETS / "multi30k_ende"
+
+
+def load_pair(
+  target: str = str(EMBEDDED / "target"),
+  draft: str | Callable[[Vocabulary], Drafter] = str(EMBEDDED / "draft"),
+  vocabulary: str = str(EMBEDDED / "vocabulary.model"),
+  task: str = "multi30k_ende",
+  dtype: str = "float32",
+  max_source_tokens: int = 128,
+  extra_ids: int = 0,
+  shardings: Shardings = None,
+  draft_shardings: Shardings = None,
+  kernels: str = "auto",
+  stored_weights: bool = False,
+  rule: Callable[[Sampling], Rule] = TokenRule,
+) -> Pair:
+  """Load a target and a draft; by default the pair that comes with the package.
+
+  Args:
+    target: checkpoint of the target: of T5X, Orbax, Hugging Face or this project, local or `gs://`;
+      see `checkpoints.load.open_checkpoint`.
+    draft: checkpoint of the draft, or a function that makes one for a vocabulary.
+    vocabulary: its file; see `open_vocabulary`.
+    task: name for records.
+    dtype: 'float32' or 'bfloat16'.
+    max_source_tokens: limit for a source, EOS counted.
+    extra_ids: sentinels after the pieces of the vocabulary; T5's has 100.
+    shardings: of the target's parameters: a function from the tree of their shapes to one of
+      `jax.sharding.Sharding`. Parameters that are cut are not laid out for decoding, since the cuts
+      would go across the matrices that it puts side by side.
+    draft_shardings: of the draft's.
+    kernels: 'xla' has XLA do all products; 'auto', on a CPU `kernels.skinny` those with weights.
+    stored_weights: what is stored as bfloat16 stays so where these kernels read it. Half the bytes
+      and the same output to the last bit; a plain step gains more by it than verification does.
+    rule: how guesses are judged: a class of `rules`, or any (sampling) -> rule.
+
+  Raises:
+    InputError: a file is missing or damaged, the two do not share the vocabulary, or an argument is
+      not what it should be.
+  """
+  require_types(load_pair, locals())
+  require_count("max_source_tokens", max_source_tokens)
+  words = open_vocabulary(vocabulary, extra_ids)
+  load = functools.partial(
+    _load, words=words, dtype=dtype, kernels=kernels, stored_weights=stored_weights
+  )
+  config, target_params = load("target", target, shardings=shardings)
+  if callable(draft):
+    drafter = draft(words)
+  else:
+    draft_config, params = load("draft", draft, shardings=draft_shardings)
+    if draft_config.has_encoder != config.has_encoder:
+      raise InputError(
+        f"Of {target} and {draft} one is decoder-only and the other is not; target and draft must "
+        "be of one kind."
+      )
+    make = functools.partial(ModelDraft, model_of(draft_config))
+    drafter = Drafter(checkpoint_name(draft), make, params)
+  halved = dtype == "float32" and any(
+    x.dtype == jnp.bfloat16 for x in jax.tree.leaves((target_params, drafter.params))
+  )
+  return Pair(
+    target=model_of(config),
+    target_params=target_params,
+    target_name=checkpoint_name(target),
+    draft=drafter.make,
+    draft_params=drafter.params,
+    draft_name=drafter.name,
+    vocabulary=words,
+    task=task,
+    dtype=dtype,
+    max_source_tokens=max_source_tokens,
+    kernels=config.kernels + ("+bfloat16" if halved else ""),
+    continues=not config.has_encoder,
+    rule=rule,
+  )
+
+
+def asset(name: str) -> str:
+  """Path of a file or folder among those that come with the package, for gin files."""
+  require_types(asset, locals())
+  return str(ASSETS / name)
+
+
+def laid_out(config: Config, shardings: Shardings, kernels: str) -> Config:
+  """The same model with fewer, larger products, unless these would be cut over devices."""
+  if kernels not in ("auto", "xla"):
+    raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
+  places = jax.tree.leaves(shardings(param_shapes(config))) if shardings else []
+  if not all(place.is_fully_replicated for place in places):
+    return config
+  here = kernels == "auto" and not shardings and config.dtype == jnp.float32
+  kernels = "skinny" if here and skinny.ready() else "xla"
+  return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
+
+
+def _load(
+  role: str,
+  path: str,
+  words: Vocabulary,
+  dtype: str,
+  shardings: Shardings,
+  kernels: str,
+  stored_weights: bool,
+) -> tuple[Config, Any]:
+  """The shape of a checkpoint, laid out for decoding unless it is cut, and its parameters."""
+  checkpoint = open_checkpoint(path)
+  config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
+  size, rows = len(words), config.vocab_size
+  if rows == -(-size // _TABLE_MULTIPLE) * _TABLE_MULTIPLE:
+    config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=rows)
+  elif rows != size:
+    raise InputError(
+      f"The {role} in {path} has a vocabulary of {rows} tokens but {words.path} has {size}, "
+      f"{words.extra_ids} extra_ids among them (T5's own has 100); target, draft and vocabulary "
+      "must agree."
+    )
+  eos_id = config.eos_id if isinstance(config, GPTConfig) else checkpoint.eos_id
+  if eos_id not in (None, words.eos_id):
+    raise InputError(
+      f"The {role} in {path} ends a text with token {eos_id} but {words.path} with "
+      f"{words.eos_id}; target, draft and vocabulary must agree."
+    )
+  if eos_id == PAD_ID:
+    raise InputError(
+      f"The {role} in {path} ends a text with token {PAD_ID}, which pads prompts here; use "
+      "models whose vocabulary has another token there."
+    )
+  if checkpoint.vocabulary not in (None, words.fingerprint()):
+    raise InputError(
+      f"The {role} in {path} was trained with another vocabulary than {words.path}, though "
+      "of the same size; target, draft and vocabulary must agree."
+    )
+  config = laid_out(config, shardings, kernels)
+  return config, checkpoint.load(config, shardings=shardings, stored_weights=stored_weights)
+
+
+def checkpoint_name(path: str) -> str:
+  """What a checkpoint is called in records: the last part of its path that is no step."""
+  parts = [part for part in path.split("/") if not _STEP.fullmatch(part)]
+  return parts[-1] if parts else path

@@ -1,0 +1,135 @@
+"""A target, a draft model and the vocabulary they share, ready to decode."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specdec_jax.data.vocabulary import Vocabulary, padded
+from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.memory import require_memory
+from specdec_jax.protocols import Decoded, Draft, Model, Rule
+from specdec_jax.rules.tokens import TokenRule
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import Tree, chain
+
+
+class Drafter(NamedTuple):
+  """An approximation model M_q, loaded: what `Pair` needs of it.
+
+  Attributes:
+    name: for records.
+    make: (sampling, tree) -> the draft.
+    params: arguments of the compiled programs, never constants in them.
+  """
+
+  name: str
+  make: Callable[[Sampling, Tree], Draft]
+  params: Any = ()
+
+
+class Pair(NamedTuple):
+  """Everything that decoding a text needs.
+
+  Attributes:
+    target: M_p. target_params: its parameters. target_name: for records.
+    draft: (sampling, tree) -> M_q as a draft. draft_params, draft_name: likewise.
+    vocabulary: of both.
+    task: what they were trained for.
+    dtype: of parameters and activations.
+    max_source_tokens: longer inputs are cut to it, EOS kept.
+    kernels: who multiplies the target's matrices (see `TransformerConfig`), and whether they are
+      bfloat16.
+    simulated_alpha: the acceptance rate that the target is told to have, or None for a real one.
+    continues: whether the target goes on writing what it reads, as decoder-only models do; else it
+      writes an output for a source.
+    rule: how guesses are judged: a class of `rules`, or any (sampling) -> rule.
+  """
+
+  target: Model
+  target_params: Any
+  target_name: str
+  draft: Callable[[Sampling, Tree], Draft]
+  draft_params: Any
+  draft_name: str
+  vocabulary: Vocabulary
+  task: str
+  dtype: str
+  max_source_tokens: int
+  kernels: str = "xla"
+  simulated_alpha: float | None = None
+  continues: bool = False
+  rule: Callable[[Sampling], Rule] = TokenRule
+
+  def with_draft(self, drafter: Drafter) -> "Pair":
+    """The same target with another draft."""
+    return self._replace(draft=drafter.make, draft_params=drafter.params, draft_name=drafter.name)
+
+  def decoder(
+    self,
+    sampling: Sampling,
+    tree: Tree | int,
+    lenience: float = 1.0,
+  ) -> Callable[..., Decoded]:
+    """(prompt [B, P], rng [B], *, max_new_tokens) -> Decoded, as `decoding` has them.
+
+    By speculation with a tree of guesses, or gamma in a chain; plainly if there are none.
+    """
+    tree, eos_id = chain(tree) if isinstance(tree, int) else tree, self.vocabulary.eos_id
+    if not tree.num_guesses:
+      plain = functools.partial(autoregressive_decode, self.target, self.target_params)
+      return functools.partial(plain, sampling=sampling, eos_id=eos_id)
+    models = self.target, self.draft(sampling, tree), self.target_params, self.draft_params
+    judge = self.judge(sampling, lenience)
+    return functools.partial(speculative_decode, *models, rule=judge, eos_id=eos_id)
+
+  def judge(self, sampling: Sampling, lenience: float = 1.0) -> Rule:
+    """The rule of this sampling, with lenience below 1 (Appendix A.5) if it has any.
+
+    Raises:
+      InputError: the rule is not `TokenRule`, which alone knows lenience.
+    """
+    rule = self.rule(sampling)
+    if lenience == 1:
+      return rule
+    if not isinstance(rule, TokenRule):
+      raise InputError(
+        f"lenience is {lenience}, but the rule is {rule_name(self.rule)}; lenience below 1 goes "
+        "with TokenRule."
+      )
+    return TokenRule(sampling, lenience)
+
+  def require_batch_size(self, batch_size: object) -> None:
+    """Raise InputError unless it is a whole number from 1, of rows whose logits fit in memory."""
+    require_count("batch_size", batch_size)
+    logits = jax.ShapeDtypeStruct((batch_size, self.target.vocab_size), jnp.float32)
+    require_memory(f"batch_size {batch_size}", logits)
+
+  def reads(self, text: str) -> bool:
+    """Whether there is anything to decode: of nothing only a text that continues can be made."""
+    return self.continues or bool(text.strip())
+
+  def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
+    """Source tokens [B, S] of texts, padded to a common multiple of 8 or to `width`."""
+    encoded = {text: self.encode(text) for text in set(texts)}  # batches are filled up with one
+    rows = [encoded[text] for text in texts]
+    return jnp.asarray(padded(rows, width or -(-max(map(len, rows)) // 8) * 8))
+
+  def encode(self, text: str) -> list[int]:
+    """Token ids of one source, at most max_source_tokens of them, EOS last."""
+    ids, most = self.vocabulary.encode(text), self.max_source_tokens
+    return ids if len(ids) <= most else ids[: most - 1] + ids[-1:]
+
+  def cut(self, text: str) -> str | None:
+    """What is left of a source longer than max_source_tokens, or None if all of it fits."""
+    fits = len(self.vocabulary.encode(text)) <= self.max_source_tokens
+    return None if fits else self.vocabulary.decode(self.encode(text))
+
+
+def rule_name(rule: Callable[[Sampling], Rule]) -> str:
+  """What a rule is called in records: its class, `TokenRule` or another."""
+  return type(rule(Sampling())).__name__

@@ -1,0 +1,102 @@
+"""Pairs of published sizes with random weights: scale, not sense."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax.checkpoints.stored import Shardings, param_shapes
+from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.models.config import GPTConfig, named_config, named_dtype
+from specdec_jax.models.families import Config, model_of
+from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.pairs.load import EMBEDDED, laid_out
+from specdec_jax.pairs.pair import Pair
+
+
+def random_pair(
+  target: str,
+  draft: str,
+  alpha: float,
+  version: str = "1.1",
+  dtype: str = "float32",
+  vocabulary: str = str(EMBEDDED / "vocabulary.model"),
+  max_source_tokens: int = 128,
+  shardings: Shardings = None,
+  draft_shardings: Shardings = None,
+  kernels: str = "auto",
+) -> Pair:
+  """Two named sizes with random weights and a set acceptance rate: scale, not sense.
+
+  Both models do all their work, so times are those of the real ones; which guesses stand is
+  simulated (`SimulatedModel`), and the texts mean nothing.
+
+  Args:
+    target: size of M_p; see `named_config`.
+    draft: size of M_q.
+    alpha: acceptance rate.
+    version: of T5, '1.0' or '1.1'; or a family of decoder-only models: 'gpt_like', 'gpt2', 'lamda'.
+    dtype: 'float32' or 'bfloat16'.
+    vocabulary: turns sources into tokens.
+    max_source_tokens: limit for a source, EOS counted.
+    shardings: as for `load_pair`.
+    draft_shardings: likewise.
+    kernels: likewise.
+  """
+  require_types(random_pair, locals())
+  require_count("max_source_tokens", max_source_tokens)
+  kind = named_dtype(dtype)
+  words = open_vocabulary(vocabulary)
+  config, target_params = _random(target, version, kind, words, shardings, kernels)
+  draft_config, draft_params = _random(draft, version, kind, words, draft_shardings, kernels)
+  family = version if version.isidentifier() else f"t5_{version}"
+  return Pair(
+    target=SimulatedModel(model_of(config), alpha, words.eos_id),
+    target_params=target_params,
+    target_name=f"{family}_{target}",
+    draft=functools.partial(ModelDraft, model_of(draft_config)),
+    draft_params=draft_params,
+    draft_name=f"{family}_{draft}",
+    vocabulary=words,
+    task=f"simulated, alpha {alpha:g}",
+    dtype=dtype,
+    max_source_tokens=max_source_tokens,
+    kernels=config.kernels,
+    simulated_alpha=alpha,
+    continues=not config.has_encoder,
+  )
+
+
+def _random(
+  size: str, version: str, dtype, words: Vocabulary, shardings: Shardings, kernels: str
+) -> tuple[Config, Any]:
+  """A shape and its parameters at random, made one by one in dtype and where they belong."""
+  config = named_config(version, size, dtype=dtype)
+  if isinstance(config, GPTConfig):  # whatever the vocabulary, its EOS ends a prompt
+    config = dataclasses.replace(config, eos_id=words.eos_id)
+  if len(words) > config.vocab_size:
+    raise InputError(
+      f"{words.path} has {len(words)} tokens, more than the {config.vocab_size} of {version} "
+      f"{size}; give a smaller vocabulary."
+    )
+  config = laid_out(config, shardings, kernels)
+  shapes = param_shapes(config)
+  leaves, tree = jax.tree.flatten(shapes)
+  places = jax.tree.leaves(shardings(shapes)) if shardings else [None] * len(leaves)
+
+  @functools.partial(jax.jit, static_argnames=("shape", "place"))
+  def draw(key, shape, place):
+    if len(shape) == 1:
+      made = jnp.ones(shape, dtype)
+    else:
+      made = jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
+    return made if place is None else jax.lax.with_sharding_constraint(made, place)
+
+  keys = jax.random.split(jax.random.key(0), len(leaves))
+  made = [draw(key, leaf.shape, place) for key, leaf, place in zip(keys, leaves, places)]
+  return config, jax.tree.unflatten(tree, made)

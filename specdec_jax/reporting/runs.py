@@ -1,0 +1,121 @@
+"""What acceptance runs, choices of gamma and peers gave, as tables."""
+
+import operator
+from collections.abc import Mapping, Sequence
+
+from specdec_jax.records import Record
+from specdec_jax.reporting.tables import MISSING, Table, sampling_text
+
+ACCEPTANCE_LEGEND = (
+  "alpha: E[sum min(p, q)] over text that the target generated, with its 95% interval (bootstrap "
+  "over texts; of a simulated draft the share of guesses that stood); lag-1: correlation of a "
+  "token's sum with that of the token before, 0 if acceptance were independent; rounds: accepted / "
+  "(accepted + refused) guesses of real rounds; by position: the same for the first, second, ... "
+  "guess of a round."
+)
+
+GIVEN_OUTPUTS_LEGEND = (
+  "alpha: E[q of the token that the target wrote], with its 95% interval (bootstrap over texts); "
+  "paper: that of its Table 3; gamma: tokens a pass of the target in real rounds, and in brackets "
+  "the speedup that Theorem 8 predicts from alpha for c = 0."
+)
+
+PEERS_LEGEND = (
+  "tokens/s: total tokens / total seconds, medians of interleaved repeats, reading the prompt "
+  "counted; ms/pass: all seconds shared out over passes of the target; gamma: how many times "
+  "faster our speculative decoding with it is; spread: that of the fastest gamma in the worst and "
+  "in the best of the repeats; same: outputs identical to ours, token for token (argmax and real "
+  "weights only)."
+)
+
+
+def acceptance_table(measured: Sequence[Record]) -> Table:
+  """One row a record."""
+  first = measured[0]
+  title = f"{first.task}, target {first.target}, {first.dtype}"
+  columns = "draft", "sampling", "tokens", "alpha", "lag-1", "rounds", "by position"
+  rows = tuple(
+    (
+      r.draft,
+      f"T={sampling_text(r)}" + (f" l={r.lenience:g}" if r.lenience < 1 else ""),
+      f"{r.num_tokens}",
+      f"{r.alpha:.3f} [{r.alpha_low:.3f},{r.alpha_high:.3f}]",
+      _shown(r.beta_lag1, ".2f"),
+      f"{r.acceptance_rate:.3f}",
+      " ".join(_shown(x, ".2f") for x in r.acceptance_by_position or ()),
+    )
+    for r in measured
+  )
+  return Table(title, columns, rows, (ACCEPTANCE_LEGEND,))
+
+
+def gamma_table(measured: Sequence[Record]) -> Table:
+  """One row a record: a way to choose gamma."""
+  columns = "temp", "batch", "policy", "gamma", "alpha", "tokens/pass", "predicted", "speedup"
+  rows = tuple(
+    (
+      f"{r.temperature:g}",
+      f"{r.batch_size}",
+      r.draft.rpartition(", ")[2],
+      f"{r.gamma}",
+      _shown(r.alpha, ".2f"),
+      _shown(r.tokens_per_round, ".2f"),
+      _shown(r.predicted_text, ".2f"),
+      _shown(r.speedup, ".3f"),
+    )
+    for r in measured
+  )
+  return Table("gamma, chosen in several ways", columns, rows, ())
+
+
+def given_outputs_table(measured: Sequence[Record], paper: Mapping[str, float]) -> Table:
+  """One row a draft: its records, and the paper's alpha of a draft of that name or of others."""
+  first, gammas = measured[0], sorted({r.gamma for r in measured})
+  theirs = {name.casefold(): f"{alpha:.2f}" for name, alpha in paper.items()}
+  rows: list[tuple[str, ...]] = []
+  for draft in dict.fromkeys(r.draft for r in measured):
+    by_gamma = {r.gamma: r for r in measured if r.draft == draft}
+    r = next(iter(by_gamma.values()))  # alpha does not depend on gamma
+    lengths = (
+      f"{r.tokens_per_round:.2f} ({r.predicted_theorem8:.2f})" if r else MISSING
+      for r in map(by_gamma.get, gammas)
+    )
+    alpha = f"{r.alpha:.2f} [{r.alpha_low:.2f},{r.alpha_high:.2f}]"
+    rows.append((draft, alpha, theirs.pop(draft.casefold(), MISSING), *lengths))
+  for name, of_paper in paper.items():
+    if name.casefold() in theirs:
+      rows.append((name, MISSING, f"{of_paper:.2f}", *[MISSING] * len(gammas)))
+  title = f"{first.task}, {first.target}, {first.num_tokens} tokens, temperature 0"
+  columns = "draft", "alpha", "paper", *(f"gamma {gamma}" for gamma in gammas)
+  return Table(title, columns, tuple(rows), (GIVEN_OUTPUTS_LEGEND,))
+
+
+def peers_table(measured: Sequence[Record]) -> Table:
+  """One row a decoder, ours first; how much faster ours is than each of the others."""
+  first = measured[0]
+  gammas = list(dict.fromkeys(r.gamma for r in measured))
+  ratios = tuple(f"gamma {gamma}" for gamma in gammas)
+  rows: list[tuple[str, ...]] = []
+  for gamma in gammas:
+    r = next(r for r in measured if r.gamma == gamma)
+    rate, passed = r.speculative_tokens_per_s or 0.0, r.tokens_per_round or 0.0
+    speeds = f"{rate:.0f}", f"{1e3 * passed / rate:.2f}", f"{passed:.2f}"
+    rows.append((f"ours, gamma {gamma}", *speeds, *[MISSING] * (len(gammas) + 2)))
+  for name in dict.fromkeys(r.baseline for r in measured):
+    of_name = [r for r in measured if r.baseline == name]
+    best = max(of_name, key=operator.attrgetter("speedup"))
+    rate, pass_ms = best.baseline_tokens_per_s or 0.0, best.baseline_pass_ms or 0.0
+    speeds = f"{rate:.0f}", f"{pass_ms:.2f}", f"{pass_ms * rate / 1e3:.2f}"
+    spread = f"{best.speedup_low:.2f}-{best.speedup_high:.2f}"
+    same = {True: "yes", False: "NO", None: MISSING}[best.identical]
+    rows.append((name, *speeds, *(f"{r.speedup:.2f}" for r in of_name), spread, same))
+  title = (
+    f"{first.task}, {first.target} with {first.draft}, {first.num_examples} texts, batch 1, "
+    f"{first.dtype}, kernels {first.kernels}, {first.device}, temperature {first.temperature:g}"
+  )
+  columns = "decoder", "tokens/s", "ms/pass", "tok/pass", *ratios, "spread", "same"
+  return Table(title, columns, tuple(rows), ())
+
+
+def _shown(x: float | None, form: str) -> str:
+  return MISSING if x is None else format(x, form)

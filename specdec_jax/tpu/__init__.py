@@ -1,0 +1,1 @@
+"""Programs compiled for TPUs, with none there, and what they read."""
