@@ -28,7 +28,7 @@ from specdec_jax.protocols import (
 )
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, split_keys
-from specdec_jax.trees import Tree, chain
+from specdec_jax.trees import AnyTree, DynamicTree, chain
 
 
 class State(NamedTuple):
@@ -74,7 +74,7 @@ class FreeDraft(Draft):
     tree: of the guesses; by default there are none, which is plain decoding.
   """
 
-  tree: Tree = chain(0)
+  tree: AnyTree = chain(0)
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     return Proposal(jnp.zeros((len(context.tokens), self.tree.num_guesses), jnp.int32)), state
@@ -183,6 +183,7 @@ def start(target: Model, draft: Draft, target_params, draft_params, prompt, limi
       next_token=of_rounds(),
       num_emitted=of_rounds(),
       path=None if tree.is_chain else of_rounds(tree.depth),
+      parents=of_rounds(tree.num_guesses) if isinstance(tree, DynamicTree) else None,
     ),
     num_rounds=jnp.zeros((), jnp.int32),
     not_finite=jnp.full(batch, -1, jnp.int32),
@@ -195,7 +196,7 @@ def start(target: Model, draft: Draft, target_params, draft_params, prompt, limi
   return state
 
 
-def _said(tree: Tree) -> str:
+def _said(tree: AnyTree) -> str:
   return f"gamma {tree.depth}" if tree.is_chain else f"a tree of {tree.num_nodes} nodes"
 
 
@@ -213,10 +214,11 @@ def one_round(
   # Keyed by row and position: no round of a row ever sees a key twice.
   keys = jax.vmap(jax.random.fold_in)(rng, s.length)
   draft_rng, judge_rng = jax.vmap(jax.random.split, out_axes=1)(keys)
-  tree, context = draft.tree, s.context
+  context = s.context
 
   # Propose: guesses and the distributions they were drawn from.
   proposal, draft_state = draft.propose(draft_params, s.draft, context, draft_rng)
+  tree = proposal.tree or draft.tree
 
   # Extend: one target pass over the newest token and all guesses gives p at each.
   block = jnp.concatenate([context.newest[:, None], proposal.tokens], axis=1)
@@ -280,7 +282,10 @@ def _recorded(s: State, proposal: Proposal, verdict: Verdict, num_emitted: Array
   # -1 where a round that began with a larger gamma would have guessed more (`adaptive`).
   unguessed = s.rounds.guesses.shape[-1] - proposal.tokens.shape[1]
   guesses = jnp.pad(proposal.tokens, ((0, 0), (0, unguessed)), constant_values=-1)
-  record = Rounds(guesses, verdict.num_accepted, verdict.next_token, num_emitted, verdict.path)
+  parents = None if proposal.tree is None else proposal.tree.parents
+  record = Rounds(
+    guesses, verdict.num_accepted, verdict.next_token, num_emitted, verdict.path, parents
+  )
   return jax.tree.map(lambda all_, new: all_.at[s.num_rounds].set(new), s.rounds, record)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.protocols import Context, Draft, Model, Outcome, Proposal
-from specdec_jax.trees import Tree
+from specdec_jax.trees import AnyTree, Tree
 
 Rules = tuple[tuple[str, str | None], ...]  # logical axis -> mesh axis; one without stays whole
 
@@ -132,13 +132,18 @@ class PartitionedModel:
     return hidden, self._placed(cache)
 
   def extend(
-    self, params: Any, cache: Any, tokens: Array, tree: Tree | None = None, first: Array | int = 0
+    self,
+    params: Any,
+    cache: Any,
+    tokens: Array,
+    tree: AnyTree | None = None,
+    first: Array | int = 0,
   ) -> tuple[Array, Array, Any]:
     logits, hidden, cache = self.model.extend(params, cache, tokens, tree, first)
     return logits, hidden, self._placed(cache)
 
   def commit(
-    self, cache: Any, length: Array, tree: Tree | None = None, path: Array | None = None
+    self, cache: Any, length: Array, tree: AnyTree | None = None, path: Array | None = None
   ) -> Any:
     return self._placed(self.model.commit(cache, length, tree, path))
 

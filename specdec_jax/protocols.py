@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import Tree
+from specdec_jax.trees import AnyTree, DynamicTree
 
 
 class Model(Protocol):
@@ -51,7 +51,12 @@ class Model(Protocol):
     """
 
   def extend(
-    self, params: Any, cache: Any, tokens: Array, tree: Tree | None = None, first: Array | int = 0
+    self,
+    params: Any,
+    cache: Any,
+    tokens: Array,
+    tree: AnyTree | None = None,
+    first: Array | int = 0,
   ) -> tuple[Array, Array, Any]:
     """Read a block tokens [B, k]: logits [B, k, V] of what follows each, their hidden states
     [B, k, E], and the cache with them in the slots from length + first on.
@@ -61,7 +66,7 @@ class Model(Protocol):
     """
 
   def commit(
-    self, cache: Any, length: Array, tree: Tree | None = None, path: Array | None = None
+    self, cache: Any, length: Array, tree: AnyTree | None = None, path: Array | None = None
   ) -> Any:
     """The cache when it holds `length` [B] tokens.
 
@@ -98,10 +103,12 @@ class Proposal(NamedTuple):
     q: [B, N, V], the very distribution that each guess was drawn from, given its ancestors and its
       elder siblings: exactness rests on it. None if all were chosen without chance, in which case
       the guess is certain.
+    tree: the shape of this round's, where it is another in each; None if it is the draft's.
   """
 
   tokens: Array
   q: Array | None = None
+  tree: DynamicTree | None = None
 
 
 class Verdict(NamedTuple):
@@ -141,10 +148,10 @@ class Draft(abc.ABC):
   """An approximation model M_q (Section 3.6): proposes a tree of guesses and says how it drew them.
 
   Attributes:
-    tree: the shape of what it proposes.
+    tree: the shape of what it proposes; of a shape that changes, its sizes.
   """
 
-  tree: Tree
+  tree: AnyTree
 
   def start(self, params: Any, context: Context, hidden: Array) -> Any:
     """The state before the first round; `hidden` [B, C, E] is the target's of the prompt.
@@ -179,7 +186,7 @@ class Rule(Protocol):
   def exact(self) -> bool:
     """Whether the output is the target's own."""
 
-  def accept(self, rng: Array, tree: Tree, proposal: Proposal, logits: Array) -> Verdict:
+  def accept(self, rng: Array, tree: AnyTree, proposal: Proposal, logits: Array) -> Verdict:
     """Judge a proposal by the target's logits [B, K, V] at its nodes, with keys rng [B]."""
 
 
@@ -192,6 +199,7 @@ class Rounds(NamedTuple):
     next_token: [R, B].
     num_emitted: [R, B], tokens that entered the text: n + 1, less what fell past EOS or the limit.
     path: [R, B, D], accepted nodes, 0 past n; None for chains.
+    parents: [R, B, N], where the shape of the tree changes: the node that each guess follows.
   """
 
   guesses: Array
@@ -199,6 +207,7 @@ class Rounds(NamedTuple):
   next_token: Array
   num_emitted: Array
   path: Array | None = None
+  parents: Array | None = None
 
   def judged(self) -> tuple[Array, Array]:
     """Accepted and rejected guesses of each row, [B] both; one behind EOS or the limit was neither.

@@ -9,8 +9,11 @@ Axes: K nodes, N = K - 1 guesses, D depth, W width.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -110,6 +113,51 @@ class Tree:
     return [*zip(bounds, bounds[1:])]
 
 
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=["parents"], meta_fields=["num_guesses", "depth"]
+)
+@dataclasses.dataclass(frozen=True)
+class DynamicTree:
+  """A shape that changes from round to round and from row to row.
+
+  It answers what `Tree` answers, with an axis of rows B before. Its shape may depend on what was
+  chosen, never on what was drawn: all its guesses are chosen, and siblings differ.
+
+  Attributes:
+    num_guesses: N.
+    depth: D, the most guesses that a path has.
+    parents: of each guess, [B, N], a node before it; None before there is a round.
+  """
+
+  num_guesses: int
+  depth: int
+  parents: Any = None
+
+  is_chain = False
+
+  @property
+  def num_nodes(self) -> int:
+    """K, the newest token included."""
+    return self.num_guesses + 1
+
+  @property
+  def ancestors(self) -> Array:
+    """[B, K, K]: whether the second node is the first or one that it follows."""
+    rooted = jnp.pad(self.parents, ((0, 0), (1, 0)))
+    near = jax.nn.one_hot(rooted, self.num_nodes) + jnp.eye(self.num_nodes)
+    for _ in range(math.ceil(math.log2(self.depth))):  # twice as far each time
+      near = jnp.minimum(near @ near, 1)
+    return near > 0
+
+  @property
+  def depths(self) -> Array:
+    """How far each node [B, K] lies behind the newest token."""
+    return self.ancestors.sum(axis=-1) - 1
+
+
+AnyTree = Tree | DynamicTree
+
+
 @functools.cache
 def chain(gamma: int) -> Tree:
   """`gamma` guesses, each after the one before (Algorithm 1)."""
@@ -142,6 +190,13 @@ def merged(paths: Sequence[Sequence[int]]) -> Tree:
   return Tree(tuple(nodes.index(path[:-1]) for path in nodes[1:]))
 
 
+def require_static(who: str, tree: AnyTree) -> Tree:
+  """The same, or an InputError if its shape changes from round to round."""
+  if isinstance(tree, DynamicTree):
+    raise InputError(f"{who} takes trees of one shape, and this one changes from round to round.")
+  return tree
+
+
 def require_chain(who: str, tree: Tree) -> None:
   """Raise InputError unless a tree of guesses is a chain, of one at least."""
   if not tree.is_chain:
@@ -149,10 +204,14 @@ def require_chain(who: str, tree: Tree) -> None:
   require_count("gamma", tree.depth)
 
 
-def path_to(tree: Tree, node: Array) -> Array | None:
+def path_to(tree: AnyTree, node: Array) -> Array | None:
   """The nodes [B, D] on the way to `node` [B], 0 past it; None for a chain (`Verdict`)."""
   if tree.is_chain:
     return None
+  if isinstance(tree, DynamicTree):
+    on_path = jnp.take_along_axis(tree.ancestors, node[:, None, None], axis=1)  # [B, 1, K]
+    at_depth = tree.depths[:, None] == jnp.arange(1, tree.depth + 1)[:, None]  # [B, D, K]
+    return (on_path & at_depth).argmax(axis=-1).astype(jnp.int32)
   paths = np.zeros((tree.num_nodes, tree.depth), np.int32)
   for end in range(tree.num_nodes):
     path = np.flatnonzero(tree.ancestors[end])[1:]

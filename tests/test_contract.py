@@ -20,6 +20,8 @@ from specdec_jax.decoding import (
   start,
 )
 from specdec_jax.drafts.copy import CopyDraft
+from specdec_jax.drafts.dynamic import DynamicDraft
+from specdec_jax.drafts.merged import MergedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
 from specdec_jax.models.gpt import GPTModel
@@ -29,7 +31,7 @@ from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.lossy import TopBetaRule, TypicalRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import Tree, branching, chain
+from specdec_jax.trees import DynamicTree, Tree, branching, chain
 
 V, LIMIT = 6, 10
 GREEDY, RANDOM, TOP_K = Sampling(temperature=0.0), Sampling(), Sampling(top_k=3)
@@ -96,6 +98,24 @@ def free(models: Models, sampling: Sampling, tree: Tree):
   return FreeDraft(tree), ()
 
 
+def dynamic(models: Models, sampling: Sampling, tree: DynamicTree):
+  return DynamicDraft(models.draft, tree, width=2), models.draft_params
+
+
+def dynamic_itself(models: Models, sampling: Sampling, tree: DynamicTree):
+  return DynamicDraft(models.target, tree, width=2), models.params
+
+
+def merged_drafts(models: Models, sampling: Sampling, tree: Tree):
+  """A chain of a model, a tree of the target's own, and a copy."""
+  drafts = (
+    ModelDraft(models.draft, sampling, chain(2)),
+    ModelDraft(models.target, sampling, branching(2, 1)),
+    CopyDraft(V, chain(2), 2),
+  )
+  return MergedDraft(drafts, V), (models.draft_params, models.params, ())
+
+
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 CASES = {
   "chain": (t5, model, chain(3), TokenRule),
@@ -103,6 +123,11 @@ CASES = {
   "copying": (t5, copying, chain(2), TokenRule),
   "copying, GPT": (gpt, copying, chain(2), BlockRule),
   "bigrams": (t5, bigrams, chain(2), BlockRule),
+  "dynamic": (t5, dynamic, DynamicTree(6, 3), TokenRule),
+  "dynamic, GPT": (gpt, dynamic, DynamicTree(3, 4), TokenRule),
+  "dynamic of itself": (t5, dynamic_itself, DynamicTree(4, 2), TokenRule),
+  "drafts merged": (t5, merged_drafts, Tree((0, 0, 0, 0, 1, 2, 3, 4)), TokenRule),
+  "drafts merged, GPT": (gpt, merged_drafts, Tree((0, 0, 0, 0, 1, 2, 3, 4)), BlockRule),
   "free": (t5, free, RAGGED, TokenRule),
   "blocks": (t5, model, chain(3), BlockRule),
   "siblings": (t5, model, branching(3), TokenRule),
@@ -125,6 +150,8 @@ SAMPLED = [
   ("tree", "temperature 1"),
   ("tree, blocks", "top-k"),
   ("k-seq", "temperature 1"),
+  ("dynamic", "temperature 1"),
+  ("drafts merged", "top-k"),
 ]
 
 
@@ -181,7 +208,8 @@ def test_the_record_of_rounds_is_the_text(case):
     for r in range(int(out.num_rounds)):
       n, count = rounds.num_accepted[r, row], rounds.num_emitted[r, row]
       path = range(1, n + 1) if rounds.path is None else rounds.path[r, row, :n]
-      assert [0, *path][:-1] == [tree.parents[node - 1] for node in path]
+      parents = tree.parents if rounds.parents is None else rounds.parents[r, row]
+      assert [0, *path][:-1] == [parents[node - 1] for node in path]
       emitted = [*rounds.guesses[r, row][[node - 1 for node in path]], rounds.next_token[r, row]]
       text += emitted[:count]
     assert text == np.asarray(out.tokens)[row, :length].tolist()

@@ -29,7 +29,7 @@ from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import given_outputs_table
 from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import Tree, chain
+from specdec_jax.trees import AnyTree, chain
 
 ARGMAX = Sampling(temperature=0.0)
 
@@ -67,7 +67,7 @@ class RecitingModel:
     params: Array,
     cache: Place,
     tokens: Array,
-    tree: Tree | None = None,
+    tree: AnyTree | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, Place]:
     # Slot 0 holds the start token, so what follows position i is token i of the text.
@@ -78,7 +78,7 @@ class RecitingModel:
     return logits, jnp.zeros((*tokens.shape, 0)), cache
 
   def commit(
-    self, cache: Place, length: Array, tree: Tree | None = None, path: Array | None = None
+    self, cache: Place, length: Array, tree: AnyTree | None = None, path: Array | None = None
   ) -> Place:
     return Place(length=length)
 

@@ -26,6 +26,8 @@ class ModelDraft(Draft):
     tree: of the guesses; drafting takes `depth` calls of the model.
     independent: whether siblings are drawn independently, some of them equal (SpecInfer, SpecTr),
       instead of without replacement.
+    catch_up: tokens that the first call of a round reads, the newest among them. 2, unless rounds
+      commit what this draft did not guess (`drafts.merged`).
 
   Raises:
     InputError: there is nothing to guess.
@@ -35,6 +37,7 @@ class ModelDraft(Draft):
   sampling: Sampling
   tree: Tree
   independent: bool = False
+  catch_up: int = 2
 
   def __post_init__(self):
     require_count("gamma", self.tree.depth)
@@ -43,16 +46,8 @@ class ModelDraft(Draft):
     return self.model.prefill(params, context.prompt, context.tokens.shape[1])[1]
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    # After a round whose guesses were all accepted the cache lacks the last of them. So the
-    # first call always reads two tokens, [second newest, newest], writing the former again;
-    # a row that holds one token reads [it, an unused slot] and takes the first logits.
-    model, tree, length = self.model, self.tree, context.length
-    behind = jnp.maximum(length - 2, 0)
-    block = jnp.take_along_axis(context.tokens, behind[:, None] + jnp.arange(2), axis=1)
-    logits, _, cache = model.extend(params, model.commit(state, behind), block)
-    newest = jnp.take_along_axis(logits, (length - 1 - behind)[:, None, None], axis=1)[:, 0]
-    cache = model.commit(cache, length - 1)
-    guess = self._chain if tree.is_chain else self._tree
+    newest, cache = read_newest(self.model, params, state, context, self.catch_up)
+    guess = self._chain if self.tree.is_chain else self._tree
     return guess(params, cache, newest, rng)
 
   def _chain(self, params: Any, cache: Any, newest: Array, rng: Array) -> tuple[Proposal, Any]:
@@ -96,3 +91,20 @@ class ModelDraft(Draft):
     if self.tree.is_chain:
       return state
     return self.model.commit(state, outcome.length - 1, self.tree, outcome.verdict.path)
+
+
+def read_newest(
+  model: Model, params: Any, cache: Any, context: Context, count: int = 2
+) -> tuple[Array, Any]:
+  """Logits [B, V] after the newest token, and the cache of what is committed before it.
+
+  After a round whose guesses were all accepted the cache lacks the last of them. So `count` tokens
+  are always read, the newest last, writing those before again; a row that holds fewer reads unused
+  slots behind and takes the logits before.
+  """
+  length = context.length
+  behind = jnp.maximum(length - count, 0)
+  block = jnp.take_along_axis(context.tokens, behind[:, None] + jnp.arange(count), axis=1)
+  logits, _, cache = model.extend(params, model.commit(cache, behind), block)
+  newest = jnp.take_along_axis(logits, (length - 1 - behind)[:, None, None], axis=1)[:, 0]
+  return newest, model.commit(cache, length - 1)

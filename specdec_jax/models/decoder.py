@@ -25,7 +25,7 @@ from specdec_jax.models.layers import (
   matmul,
   norm,
 )
-from specdec_jax.trees import Tree
+from specdec_jax.trees import AnyTree
 
 KeysValues = tuple[Array, Array]  # each [B, H, T, D]
 
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
     cross_bias: Array | None = None,
     cached: tuple[KeysValues, ...] | None = None,
     length: Array | None = None,
-    tree: Tree | None = None,
+    tree: AnyTree | None = None,
     first: Array | int = 0,
     deterministic: bool = True,
   ) -> tuple[Array, Array, tuple[KeysValues, ...]]:
@@ -153,7 +153,9 @@ def commit(cache: Any, length: Array, path: Array | None = None) -> Any:
   return cache.replace(length=length, layers=jax.tree.map(move, cache.layers))
 
 
-def _in_tree(tree: Tree, nodes: slice, length: Array, num_slots: int) -> tuple[Array, Array, Array]:
+def _in_tree(
+  tree: AnyTree, nodes: slice, length: Array, num_slots: int
+) -> tuple[Array, Array, Array]:
   """Where the keys of all slots [B, T] and some nodes [B, K] of a tree stand in the text, and which
   of the former each of the latter does not see, [B, K, T].
 
@@ -163,10 +165,12 @@ def _in_tree(tree: Tree, nodes: slice, length: Array, num_slots: int) -> tuple[A
   slots = jnp.arange(num_slots)
   node = slots - length[:, None]  # [B, T], negative before the tree
   clipped = jnp.clip(node, 0, tree.num_nodes - 1)
-  depths = jnp.asarray(tree.depths)
-  keys_at = jnp.where(node < 0, slots, length[:, None] + depths[clipped])
-  positions = length[:, None] + depths[nodes]
-  related = jnp.asarray(tree.ancestors[nodes])[:, clipped].swapaxes(0, 1)  # [B, K, T]
+  depths = jnp.atleast_2d(tree.depths)  # [1 or B, nodes]
+  ancestors = jnp.reshape(tree.ancestors, (-1, tree.num_nodes, tree.num_nodes))
+  of_slots = jnp.take_along_axis(depths, clipped, axis=1)
+  keys_at = jnp.where(node < 0, slots, length[:, None] + of_slots)
+  positions = length[:, None] + depths[:, nodes]
+  related = jnp.take_along_axis(ancestors[:, nodes], clipped[:, None], axis=2)  # [B, K, T]
   seen = (node < 0)[:, None] | (related & (node < tree.num_nodes)[:, None])
   return keys_at, positions, ~seen
 

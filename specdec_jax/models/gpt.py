@@ -19,7 +19,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
 from specdec_jax.models.layers import embedder
-from specdec_jax.trees import Tree
+from specdec_jax.trees import AnyTree
 
 
 @struct.dataclass
@@ -53,7 +53,7 @@ class GPT(nn.Module):
     return self.decoder(x, embedding, deterministic=deterministic)[0]
 
   def extend(
-    self, cache: GPTCache, tokens: Array, tree: Tree | None = None, first: Array | int = 0
+    self, cache: GPTCache, tokens: Array, tree: AnyTree | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, GPTCache]:
     """Read a block [B, K] behind what each row holds; logits [B, K, V] follow each token."""
     logits, hidden, layers = self.decoder(
@@ -113,12 +113,12 @@ class GPTModel:
     params: Any,
     cache: GPTCache,
     tokens: Array,
-    tree: Tree | None = None,
+    tree: AnyTree | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, GPTCache]:
     return GPT(self.config).apply({"params": params}, cache, tokens, tree, first, method=GPT.extend)
 
   def commit(
-    self, cache: GPTCache, length: Array, tree: Tree | None = None, path: Array | None = None
+    self, cache: GPTCache, length: Array, tree: AnyTree | None = None, path: Array | None = None
   ) -> GPTCache:
     return commit(cache, length, path)

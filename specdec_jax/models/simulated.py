@@ -11,7 +11,7 @@ from jax import Array
 
 from specdec_jax.errors import InputError
 from specdec_jax.protocols import Model
-from specdec_jax.trees import Tree, chain
+from specdec_jax.trees import AnyTree, chain, require_static
 
 _BASE = np.uint32(0x9E3779B1)  # odd and large: hashes are polynomials in it, modulo 2^32
 CERTAIN = 1e9  # added to a logit; exp(-CERTAIN) is exactly 0 in float32, at any usual temperature
@@ -85,11 +85,11 @@ class SimulatedModel:
     params: Any,
     cache: SimulatedCache,
     tokens: Array,
-    tree: Tree | None = None,
+    tree: AnyTree | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, SimulatedCache]:
     own, hidden, inner = self.model.extend(params, cache.model, tokens, tree, first)
-    tree = chain(tokens.shape[1] - 1) if tree is None else tree
+    tree = require_static("simulated acceptance", tree or chain(tokens.shape[1] - 1))
     if tokens.shape[1] < tree.num_nodes:
       raise InputError("Simulated acceptance judges whole blocks; it is a target, and no draft.")
     guesses, parents = tokens[:, 1:], np.array(tree.parents, np.int32)
@@ -114,7 +114,7 @@ class SimulatedModel:
     self,
     cache: SimulatedCache,
     length: Array,
-    tree: Tree | None = None,
+    tree: AnyTree | None = None,
     path: Array | None = None,
   ) -> SimulatedCache:
     return cache.replace(model=self.model.commit(cache.model, length, tree, path))

@@ -23,7 +23,7 @@ from specdec_jax.models.layers import (
   embedder,
   norm,
 )
-from specdec_jax.trees import Tree
+from specdec_jax.trees import AnyTree
 
 PAD_ID = 0  # also T5's first decoder token
 EOS_ID = 1
@@ -112,7 +112,7 @@ class T5(nn.Module):
     return self.decoder.cross_keys_values(encoded), cross_bias
 
   def extend(
-    self, cache: T5Cache, tokens: Array, tree: Tree | None = None, first: Array | int = 0
+    self, cache: T5Cache, tokens: Array, tree: AnyTree | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, T5Cache]:
     """Read a block [B, K] behind what each row holds; logits [B, K, V] follow each token."""
     logits, hidden, layers = self.decoder(
@@ -166,12 +166,12 @@ class T5Model:
     params: Any,
     cache: T5Cache,
     tokens: Array,
-    tree: Tree | None = None,
+    tree: AnyTree | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, T5Cache]:
     return T5(self.config).apply({"params": params}, cache, tokens, tree, first, method=T5.extend)
 
   def commit(
-    self, cache: T5Cache, length: Array, tree: Tree | None = None, path: Array | None = None
+    self, cache: T5Cache, length: Array, tree: AnyTree | None = None, path: Array | None = None
   ) -> T5Cache:
     return commit(cache, length, path)

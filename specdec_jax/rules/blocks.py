@@ -28,7 +28,7 @@ from jax import Array
 from specdec_jax.protocols import Proposal, Verdict
 from specdec_jax.rules.tokens import laws
 from specdec_jax.sampling import Sampling, distribution, sample
-from specdec_jax.trees import Tree, path_to, take
+from specdec_jax.trees import AnyTree, Tree, path_to, require_static, take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,9 @@ class BlockRule:
     """Whether the output is the target's own."""
     return True
 
-  def accept(self, rng: Array, tree: Tree, proposal: Proposal, logits: Array) -> Verdict:
+  def accept(self, rng: Array, tree: AnyTree, proposal: Proposal, logits: Array) -> Verdict:
     """Judge a proposal by the target's logits [B, K, V] at its nodes, with keys rng [B]."""
+    tree = require_static("block verification", tree)
     return traverse(rng, tree, proposal, distribution(logits, self.sampling))
 
 

@@ -19,7 +19,7 @@ from jax import Array, lax
 from specdec_jax.protocols import Proposal, Verdict
 from specdec_jax.rules.tokens import deepest, laws
 from specdec_jax.sampling import Sampling, distribution, sample
-from specdec_jax.trees import Tree, take
+from specdec_jax.trees import AnyTree, Tree, require_static, take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class KSeqRule:
     """Whether the output is the target's own."""
     return True
 
-  def accept(self, rng: Array, tree: Tree, proposal: Proposal, logits: Array) -> Verdict:
+  def accept(self, rng: Array, tree: AnyTree, proposal: Proposal, logits: Array) -> Verdict:
     """Judge a proposal by the target's logits [B, K, V] at its nodes, with keys rng [B]."""
-    p = distribution(logits, self.sampling)
+    tree, p = require_static("K-SEQ", tree), distribution(logits, self.sampling)
     q = laws(tree, proposal, p)
     accept_rng, next_rng = jax.vmap(jax.random.split, out_axes=1)(rng)
     u = jax.vmap(lambda key: jax.random.uniform(key, (tree.num_guesses,)))(accept_rng)

@@ -15,7 +15,7 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.protocols import Proposal, Verdict
 from specdec_jax.rules.tokens import laws, normalised
 from specdec_jax.sampling import Sampling, distribution, sample
-from specdec_jax.trees import Tree, path_to, take
+from specdec_jax.trees import AnyTree, path_to, require_static, take
 
 
 class _Agreeing(abc.ABC):
@@ -36,9 +36,9 @@ class _Agreeing(abc.ABC):
   def agrees(self, p: Array) -> Array:
     """Which tokens [..., V] of p [..., V] the target agrees to; at least its likeliest."""
 
-  def accept(self, rng: Array, tree: Tree, proposal: Proposal, logits: Array) -> Verdict:
+  def accept(self, rng: Array, tree: AnyTree, proposal: Proposal, logits: Array) -> Verdict:
     """Judge a proposal by the target's logits [B, K, V] at its nodes, with keys rng [B]."""
-    p = distribution(logits, self.sampling)
+    tree, p = require_static("a lossy rule", tree), distribution(logits, self.sampling)
     laws(tree, proposal, p)  # the shapes fit
     greedy = (
       self.sampling.temperature == 0

@@ -20,7 +20,7 @@ from jax import Array
 from specdec_jax.errors import InputError
 from specdec_jax.protocols import Proposal, Verdict
 from specdec_jax.sampling import Sampling, distribution, sample
-from specdec_jax.trees import Tree, path_to, take
+from specdec_jax.trees import AnyTree, DynamicTree, Tree, path_to, take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +47,17 @@ class TokenRule:
     """Whether the output is the target's own."""
     return self.lenience == 1
 
-  def accept(self, rng: Array, tree: Tree, proposal: Proposal, logits: Array) -> Verdict:
-    """Judge a proposal by the target's logits [B, K, V] at its nodes, with keys rng [B]."""
+  def accept(self, rng: Array, tree: AnyTree, proposal: Proposal, logits: Array) -> Verdict:
+    """Judge a proposal by the target's logits [B, K, V] at its nodes, with keys rng [B].
+
+    Raises:
+      InputError: lenience below 1 and a tree that changes its shape.
+    """
     p, agreed = distribution(logits, self.sampling), None
+    if isinstance(tree, DynamicTree):
+      if self.lenience < 1:
+        raise InputError("A tree that changes its shape is judged without lenience.")
+      return verify_chosen(rng, tree, proposal.tokens, p)
     if self.sampling.temperature == 0 and self.lenience < 1:
       agreed = near_argmax(take(logits, tree.parents), proposal.tokens, self.lenience)
     return verify(rng, tree, proposal, p, self.lenience, agreed)
@@ -87,6 +95,22 @@ def verify(
     accepted |= agreed
   num_accepted, end, path = deepest(tree, accepted)
   return Verdict(num_accepted, sample(next_rng, left_at(tree, q, p, end, lenience)), path)
+
+
+def verify_chosen(rng: Array, tree: DynamicTree, tokens: Array, p: Array) -> Verdict:
+  """Judge guesses [B, N] that were all chosen, by p [B, K, V] at the nodes and keys rng [B].
+
+  What `verify` does with one-hots comes to this: the token after each node is drawn from p, and a
+  child that is that token stands.
+  """
+  keys = jax.vmap(lambda key: jax.random.split(key, tree.num_nodes))(rng)
+  drawn = jax.vmap(sample, in_axes=1, out_axes=1)(keys, p)  # [B, K]
+  stands = jnp.take_along_axis(drawn, tree.parents, axis=1) == tokens
+  ancestors = tree.ancestors[:, 1:, 1:]
+  reached = (stands[:, None] | ~ancestors).all(axis=-1)  # parents before children: the last is end
+  end = jnp.where(reached, jnp.arange(1, tree.num_nodes), 0).max(axis=1)
+  next_token = jnp.take_along_axis(drawn, end[:, None], axis=1)[:, 0]
+  return Verdict(reached.sum(axis=1), next_token, path_to(tree, end))
 
 
 def laws(tree: Tree, proposal: Proposal, p: Array) -> Array:

@@ -1,0 +1,111 @@
+"""A smaller model as draft, whose tree goes where it is sure: EAGLE-2's dynamic tree.
+
+A node is worth the product of the model's probabilities on its path. Level by level the model reads
+the `width` best of the level before, all of whose `width` best children become candidates; of all
+candidates the `num_guesses` best are the tree (Li et al., 2024, Section 4). They are chosen, none
+drawn, so that the shape may follow them.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from specdec_jax.drafts.model import read_newest
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.protocols import Context, Draft, Model, Outcome, Proposal
+from specdec_jax.trees import DynamicTree
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicDraft(Draft):
+  """Guesses chosen by a model; its parameters are its own.
+
+  Attributes:
+    model: M_q.
+    tree: its sizes, N guesses at most D deep; drafting takes D calls of the model.
+    width: nodes of a level that the model reads, and children of each.
+
+  Raises:
+    InputError: there are fewer candidates than the tree has guesses.
+  """
+
+  model: Model
+  tree: DynamicTree
+  width: int = 8
+
+  def __post_init__(self):
+    require_count("width", self.width)
+    require_count("depth", self.tree.depth)
+    require_count("num_guesses", self.tree.num_guesses)
+    candidates = self.width + (self.tree.depth - 1) * self.width**2
+    if self.tree.num_guesses > candidates:
+      raise InputError(
+        f"A tree of {self.tree.num_guesses} guesses was asked, and width {self.width} with depth "
+        f"{self.tree.depth} has {candidates} candidates; ask for fewer guesses, or more of these."
+      )
+
+  @property
+  def _drafted(self) -> DynamicTree:
+    """Sizes of the tree that the model reads: `width` nodes a level but the last."""
+    return DynamicTree(self.width * (self.tree.depth - 1), max(1, self.tree.depth - 1))
+
+  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+    # The loop leaves room for the tree proposed; more may be read on the way to it.
+    more = max(0, self._drafted.num_guesses - self.tree.num_guesses)
+    cache = self.model.prefill(params, context.prompt, context.tokens.shape[1] + more)[1]
+    return cache, jnp.zeros((len(context.tokens), self.tree.num_guesses), jnp.int32)
+
+  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+    newest, cache = read_newest(self.model, params, state[0], context)
+    batch, k, drafted = len(newest), self.width, self._drafted
+    rows = jnp.arange(batch)[:, None]
+    worth, tokens = _best(newest[:, None], jnp.zeros((batch, 1)), k)  # [B, 1, k]
+    worth, tokens = worth[:, 0], tokens[:, 0]
+    # Of all candidates: token, worth, the candidate before (-1: the newest token), and the node by
+    # which the model reads it (0: none).
+    live, at = jnp.broadcast_to(jnp.arange(k), (batch, k)), 0  # candidates that are read
+    candidates = [(tokens, worth, jnp.full((batch, k), -1), live + 1)]
+    parents = jnp.zeros((batch, drafted.num_guesses), jnp.int32)
+    for level in range(1, self.tree.depth):
+      first = 1 + (level - 1) * k
+      shape = dataclasses.replace(drafted, parents=parents)
+      logits, _, cache = self.model.extend(params, cache, tokens, shape, first)
+      more, children = _best(logits, worth, k)  # [B, k, k]
+      more, children = more.reshape(batch, -1), children.reshape(batch, -1)
+      before = jnp.repeat(live, k, axis=1)  # [B, k * k]
+      worth, best = lax.top_k(more, k)
+      tokens = jnp.take_along_axis(children, best, axis=1)
+      at += candidates[-1][0].shape[1]
+      live = at + best
+      reads = jnp.zeros((batch, k * k), jnp.int32)
+      if level < self.tree.depth - 1:
+        parents = parents.at[:, first + k - 1 : first + 2 * k - 1].set(first + best // k)
+        reads = reads.at[rows, best].set(first + k + jnp.arange(k))
+      candidates.append((children, more, before, reads))
+    tokens, worth, before, reads = (jnp.concatenate(field, axis=1) for field in zip(*candidates))
+    # A path is worth no more than its beginning, and of equals the first is taken: so the parents
+    # of what is taken are, too.
+    kept = jnp.sort(lax.top_k(worth, self.tree.num_guesses)[1], axis=1)  # [B, N]
+    of_kept = lambda field: jnp.take_along_axis(field, kept, axis=1)
+    follows = 1 + jax.vmap(jnp.searchsorted)(kept, of_kept(before))
+    follows = jnp.where(of_kept(before) < 0, 0, follows).astype(jnp.int32)
+    shape = dataclasses.replace(self.tree, parents=follows)
+    return Proposal(of_kept(tokens), tree=shape), (cache, of_kept(reads))
+
+  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
+    # The last of the path may not have been read; it is read with the newest token.
+    cache, reads = state
+    path: Any = outcome.verdict.path
+    nodes = jnp.take_along_axis(reads, jnp.maximum(path - 1, 0), axis=1)
+    nodes = jnp.where(path > 0, nodes, 0)
+    return self.model.commit(cache, outcome.length - 1, self.tree, nodes), reads
+
+
+def _best(logits: Array, worth: Array, k: int) -> tuple[Array, Array]:
+  """Worth and tokens [B, n, k] of the k best children of nodes with logits [B, n, V]."""
+  logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+  best, tokens = lax.top_k(logs, k)
+  return worth[..., None] + best, tokens
