@@ -17,7 +17,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.protocols import Proposal
 from specdec_jax.rules import blocks, k_seq, lossy, tokens
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import Tree, branching, chain
+from specdec_jax.trees import DynamicTree, Tree, branching, chain
 
 V = 3
 ATOL = 1e-6
@@ -133,6 +133,19 @@ def by_blocks(tree, x, q, p):
   return ends, np.stack(follows, axis=1)
 
 
+def by_draws(tree, x, q, p):
+  """A tree that changes its shape: what is drawn at each node says which child stands."""
+  drawn = np.array([*itertools.product(range(V), repeat=tree.num_nodes)])
+  rows = lambda one: np.tile(one, (len(drawn), 1))
+  shape = DynamicTree(tree.num_guesses, tree.depth, rows(np.array(tree.parents, np.int32)))
+  keys = jax.random.split(jax.random.key(0), len(drawn))
+  verdict = tokens.verify_chosen(keys, shape, rows(x[0]), np.eye(V, dtype=np.float32)[drawn])
+  chance = np.take_along_axis(np.float64(p), drawn[..., None], axis=-1)[..., 0].prod(axis=-1)
+  follows = np.zeros((1, tree.num_nodes, V))
+  np.add.at(follows, (0, np.asarray(verdict.path).max(axis=1), verdict.next_token), chance)
+  return follows.sum(axis=-1), follows + 1e-12
+
+
 def emitted(tree: Tree, p: list[np.ndarray], proposals, judge) -> tuple[np.ndarray, float]:
   """The joint distribution [V] * (D + 1) of the next tokens, and how many a round emits."""
   by_length = [np.zeros((V,) * (d + 1)) for d in range(tree.depth + 1)]
@@ -200,6 +213,15 @@ def test_a_rule_emits_the_targets_distribution(rule, shape, way):
   assert proposals[2].sum() == pytest.approx(1)
   joint, _ = emitted(tree, p, proposals, RULES[rule])
   np.testing.assert_allclose(joint, exact(p), atol=ATOL)
+
+
+@pytest.mark.parametrize("shape", [name for name in TREES if name != "3x2x1"])
+def test_a_tree_that_changes_its_shape_emits_the_targets_distribution(shape):
+  tree, p, proposals = problem(shape, "chosen")
+  assert len(proposals[2]) == 1
+  joint, length = emitted(tree, p, proposals, by_draws)
+  np.testing.assert_allclose(joint, exact(p), atol=ATOL)
+  assert length == pytest.approx(emitted(tree, p, proposals, by_tokens)[1], abs=1e-5)
 
 
 # What is known of the rules beside each other.
@@ -271,6 +293,12 @@ def merged_in_random_order(q, count):
         yield order, chance / 2, law
 
 
+def the_likelier_of_two(q, count):
+  """Of two that were drawn one is kept for what it is: a shape that depends on what was drawn."""
+  for children, chance, law in independent(q, 2):
+    yield (max(children, key=lambda x: q[x]),), chance, law[:1]
+
+
 def first_failure(tree, x, q, p):
   """Blocks, but a chain ends before the first guess whose u is above its chance."""
   asked, chance = map(np.float64, blocks.chances(tree, x, q, p))
@@ -298,6 +326,7 @@ FAULTS = {
   "q of siblings not adjusted": ("siblings", unadjusted, by_tokens),
   "tried in another order": ("siblings", in_another_order, by_tokens),
   "duplicates merged in random order": ("two", merged_in_random_order, by_tokens),
+  "kept for what was drawn": ("chain of 2", the_likelier_of_two, by_tokens),
   "first failure": ("chain of 3", independent, first_failure),
   "residual of tokens": ("chain of 3", independent, residual_of_tokens),
   "q taken as 1": ("chain of 2", independent, q_taken_as_1),

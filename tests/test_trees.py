@@ -3,20 +3,33 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
 
 from specdec_jax import records, theory
 from specdec_jax.commands.trees import trees
+from specdec_jax.drafts.dynamic import DynamicDraft
+from specdec_jax.drafts.merged import side_by_side
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import positional_acceptance
 from specdec_jax.pairs import rule_name
+from specdec_jax.protocols import Context
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.rules.blocks import BlockRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import Tree, branching, chain, merged, path_to, require_chain
+from specdec_jax.trees import (
+  DynamicTree,
+  Tree,
+  branching,
+  chain,
+  merged,
+  path_to,
+  require_chain,
+  require_static,
+)
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 
@@ -78,6 +91,64 @@ def test_bad_input(make, words):
 
 
 # Which is best.
+
+
+def test_a_tree_that_changes_answers_as_one_that_does_not():
+  trees = [Tree((0, 0, 1, 1, 2, 4)), Tree((0, 1, 1, 2, 2, 3)), chain(6)]
+  parents = jnp.array([[*tree.parents] for tree in trees])
+  dynamic = DynamicTree(6, 6, parents)
+  for row, tree in enumerate(trees):
+    np.testing.assert_array_equal(dynamic.ancestors[row], tree.ancestors)
+    np.testing.assert_array_equal(dynamic.depths[row], tree.depths)
+  for node in range(7):
+    paths = path_to(dynamic, jnp.full(3, node))
+    for path, tree in zip(paths, trees):
+      nodes = np.flatnonzero(tree.ancestors[node])[1:]
+      assert path.tolist() == [*nodes, *[0] * (6 - len(nodes))]
+  with pytest.raises(InputError, match="K-SEQ takes trees of one shape"):
+    require_static("K-SEQ", dynamic)
+
+
+def test_trees_of_several_drafts_side_by_side():
+  tree, order = side_by_side([chain(2), branching(2, 1)])
+  assert tree == Tree((0, 0, 0, 1, 2, 3)) and order == [0, 2, 3, 1, 4, 5]
+  assert side_by_side([chain(3)]) == (chain(3), [0, 1, 2])
+
+
+class Bigrams:
+  """A model that goes by the token before; params [V, V] are its logits."""
+
+  commit = staticmethod(lambda cache, *_: cache)
+
+  @staticmethod
+  def extend(params, cache, tokens, tree=None, first=0):
+    return params[tokens], None, cache
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_dynamic_tree_is_the_best_of_what_was_read(seed):
+  """Worked out beside it, path by path."""
+  k, depth, count, newest = 3, 4, 14, 5
+  logs = np.log(np.random.default_rng(seed).dirichlet(np.full(7, 0.5), 7))
+
+  def children(path, worth):
+    last = path[-1] if path else newest
+    return [((*path, x), worth + logs[last, x]) for x in np.argsort(-logs[last])[:k]]
+
+  live, candidates = [((), 0.0)], []
+  for _ in range(depth):
+    of_level = [child for node in live for child in children(*node)]
+    candidates += of_level
+    live = sorted(of_level, key=lambda node: -node[1])[:k]
+  best = sorted(candidates, key=lambda node: -node[1])[:count]
+  draft = DynamicDraft(Bigrams(), DynamicTree(count, depth), width=k)
+  context = Context(None, jnp.array([[1, newest]]), jnp.array([2]), None)
+  keys = jax.random.split(jax.random.key(0), 1)
+  proposal, _ = draft.propose(jnp.asarray(logs, jnp.float32), ((), None), context, keys)
+  paths = [()]
+  for token, parent in zip(proposal.tokens[0].tolist(), proposal.tree.parents[0].tolist()):
+    paths.append((*paths[parent], token))
+  assert {*paths[1:]} == {path for path, _ in best} and len(paths) == count + 1
 
 
 def all_trees(num_guesses: int):
