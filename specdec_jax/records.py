@@ -37,6 +37,7 @@ class Record:
     lenience: l of Appendix A.5; 1.0 for exactness.
     rule: how guesses are judged, the class of `rules`.
     tree: parents of the guesses (`trees.Tree`), of depth gamma; none for a chain.
+    dynamic_nodes: of a tree whose shape changes, the newest token counted; none for others.
     batch_size: rows decoded together.
     baseline: whose autoregressive decoding the speedup is over: own, t5x, hf, ...
     acceptance: measured with a real draft, or simulated.
@@ -116,6 +117,7 @@ class Record:
   lenience: float = 1.0
   rule: str = "TokenRule"
   tree: list[int] | None = None
+  dynamic_nodes: int | None = None
   batch_size: int
   baseline: str = "own"
   acceptance: str = "measured"
@@ -177,6 +179,11 @@ class Record:
   schema: int = SCHEMA
 
   @property
+  def is_chain(self) -> bool:
+    """Whether the guesses of a round were one after the other, as in Algorithm 1."""
+    return self.tree is None and self.dynamic_nodes is None
+
+  @property
   def device(self) -> str:
     """What it was measured on, in words."""
     if self.platform != "cpu" or self.processor is None:
@@ -187,7 +194,7 @@ class Record:
 
 _SETTINGS = (
   *("task", "target", "draft", "temperature", "top_k", "top_p", "gamma", "lenience", "rule"),
-  *("tree", "batch_size"),
+  *("tree", "dynamic_nodes", "batch_size"),
   *(
     "num_examples",
     "inputs",

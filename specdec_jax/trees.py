@@ -197,8 +197,9 @@ def require_static(who: str, tree: AnyTree) -> Tree:
   return tree
 
 
-def require_chain(who: str, tree: Tree) -> None:
+def require_chain(who: str, tree: AnyTree) -> None:
   """Raise InputError unless a tree of guesses is a chain, of one at least."""
+  tree = require_static(who, tree)
   if not tree.is_chain:
     raise InputError(f"{who} guesses chains, and this tree has {tree.width} children of a node.")
   require_count("gamma", tree.depth)

@@ -214,6 +214,7 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys):
     samplings=[Sampling(temperature=0.0), Sampling()],
     gammas=(2,),
     shapes=((4, 2),),
+    dynamic=((5, 2),),
     calibration_texts=8,
     calibration_tokens=50,
     max_new_tokens=12,
@@ -222,17 +223,19 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys):
   trees(tiny_pair.pair("near"), **settings)
   measured = records.read(tmp_path / "results.jsonl")
   said = capsys.readouterr().out
-  assert [(r.temperature, r.rule, r.tree is None) for r in measured] == [
-    *[(0.0, "TokenRule", True), (0.0, "TokenRule", False)],
-    *[(1.0, rule, of_chain) for of_chain in (True, False) for rule in ("TokenRule", "BlockRule")],
+  kind = lambda r: "chain" if r.is_chain else "tree" if r.tree else "dynamic tree"
+  assert [(r.temperature, r.rule, kind(r)) for r in measured] == [
+    *[(0.0, "TokenRule", of_kind) for of_kind in ("chain", "tree", "dynamic tree")],
+    *[(1.0, rule, of_kind) for of_kind in ("chain", "tree") for rule in ("TokenRule", "BlockRule")],
+    (1.0, "TokenRule", "dynamic tree"),
   ]
   for r in measured:
     assert r.gamma == 2 and 1 <= r.tokens_per_round <= 3
     assert r.tokens_per_round_low < r.tokens_per_round < r.tokens_per_round_high
     assert r.identical is (True if r.temperature == 0 else None)
   assert lengths_table(measured).title in said
-  assert [row[1] for row in lengths_table(measured).rows] == [
-    "chain" if r.tree is None else "tree" for r in measured
+  assert [row[1:3] for row in lengths_table(measured).rows] == [
+    (kind(r), {"chain": "3", "tree": "4", "dynamic tree": "5"}[kind(r)]) for r in measured
   ]
   trees(tiny_pair.pair("near"), **settings)  # nothing is measured twice
   assert len(records.read(tmp_path / "results.jsonl")) == len(measured)

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from specdec_jax.rules.blocks import BlockRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 from specdec_jax.theory import best_tree
-from specdec_jax.trees import Tree, chain
+from specdec_jax.trees import AnyTree, DynamicTree, chain
 
 WIDTH = 8  # ranks whose acceptance is measured
 
@@ -37,6 +38,7 @@ def trees(
   samplings: Sequence[Sampling],
   gammas: Sequence[int] = (3, 5, 7, 10),
   shapes: Sequence[tuple[int, int]] = ((8, 5), (16, 5), (32, 5), (64, 10)),
+  dynamic: Sequence[tuple[int, int]] = ((16, 5), (32, 5), (64, 10)),
   rules: Sequence[Callable[[Sampling], Rule]] = (TokenRule, BlockRule),
   calibration_texts: int = 100,
   calibration_tokens: int = 1000,
@@ -54,6 +56,7 @@ def trees(
     samplings: each measured.
     gammas: of chains.
     shapes: (nodes, depth) of trees.
+    dynamic: (nodes, depth) of trees whose shape changes from round to round; judged by tokens.
     rules: classes of `rules`, or any (sampling) -> rule; at temperature 0 only the first, since
       exact rules are one rule there.
     calibration_texts: see texts.
@@ -83,13 +86,12 @@ def trees(
       prompts, _, outputs = zip(*generate(pair, own, sampling, *limits, calibration_tokens, seed))
       ranks = positional_acceptance(pair, prompts, outputs, sampling, WIDTH)
       console.print(f"{sampling}: a node's child of each rank stands {np.round(ranks, 3).tolist()}")
-      grown = [best_tree(ranks.tolist(), nodes, depth) for nodes, depth in shapes]
-      judged = [pair._replace(rule=rule) for rule in rules]
+      grown: list[AnyTree] = [best_tree(ranks.tolist(), nodes, depth) for nodes, depth in shapes]
+      grown += [DynamicTree(nodes - 1, depth) for nodes, depth in dynamic]
       asked = [
-        (one, tree, dataclasses.replace(setting, tree=parents))
+        (one, tree, dataclasses.replace(setting, **_shape(tree)))
         for tree in (*map(chain, gammas), *grown)
-        for parents in [None if tree.is_chain else list(tree.parents)]
-        for one in (judged if sampling.temperature > 0 else judged[:1])
+        for one in _judged(pair, sampling, tree, rules)
         for setting in settings_to_measure(one, rest, [sampling], [tree.depth], *limits, seed, 1.0)
       ]
       todo = records.missing(results, [setting for *_, setting in asked])
@@ -104,7 +106,21 @@ def trees(
   console.print(f"Records: {results} (measured once; delete the file to measure again)")
 
 
-def _measure(pair: Pair, written, sampling: Sampling, tree: Tree, setting: Record) -> Record:
+def _shape(tree: AnyTree) -> dict[str, Any]:
+  """What a record says of a tree beside its depth."""
+  if isinstance(tree, DynamicTree):
+    return {"dynamic_nodes": tree.num_nodes}
+  return {} if tree.is_chain else {"tree": list(tree.parents)}
+
+
+def _judged(pair: Pair, sampling: Sampling, tree: AnyTree, rules) -> list[Pair]:
+  """The pair with each rule that is another there."""
+  if isinstance(tree, DynamicTree):
+    rules = [TokenRule]
+  return [pair._replace(rule=rule) for rule in (rules if sampling.temperature > 0 else rules[:1])]
+
+
+def _measure(pair: Pair, written, sampling: Sampling, tree: AnyTree, setting: Record) -> Record:
   """The setting with the rounds that decoding takes for what `generate` decoded plainly."""
   since = time.perf_counter()
   decode, outputs = pair.decoder(sampling, tree), []

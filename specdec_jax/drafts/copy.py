@@ -9,7 +9,7 @@ from jax import Array
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 from specdec_jax.protocols import Context, Draft, Proposal
-from specdec_jax.trees import Tree, require_chain
+from specdec_jax.trees import AnyTree, require_chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CopyDraft(Draft):
   """
 
   vocab_size: int
-  tree: Tree
+  tree: AnyTree
   max_ngram: int = 3
 
   def __post_init__(self):

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specdec_jax.drafts.model import read_newest
+from specdec_jax.drafts.model import ModelDraft, read_newest
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.protocols import Context, Draft, Model, Outcome, Proposal
-from specdec_jax.trees import DynamicTree
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import AnyTree, DynamicTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,13 @@ class DynamicDraft(Draft):
     nodes = jnp.take_along_axis(reads, jnp.maximum(path - 1, 0), axis=1)
     nodes = jnp.where(path > 0, nodes, 0)
     return self.model.commit(cache, outcome.length - 1, self.tree, nodes), reads
+
+
+def model_draft(model: Model, sampling: Sampling, tree: AnyTree) -> Draft:
+  """A model as draft, of a tree of either kind."""
+  if isinstance(tree, DynamicTree):
+    return DynamicDraft(model, tree)
+  return ModelDraft(model, sampling, tree)
 
 
 def _best(logits: Array, worth: Array, k: int) -> tuple[Array, Array]:

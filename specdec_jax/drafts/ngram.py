@@ -18,7 +18,7 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
 from specdec_jax.protocols import Context, Draft, Proposal
 from specdec_jax.sampling import Sampling, draw
-from specdec_jax.trees import Tree, require_chain
+from specdec_jax.trees import AnyTree, require_chain
 from specdec_jax.writing import written
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error)
@@ -127,7 +127,7 @@ class NgramDraft(Draft):
   order: int
   vocab_size: int
   sampling: Sampling
-  tree: Tree
+  tree: AnyTree
 
   def __post_init__(self):
     if self.order not in (1, 2):

@@ -14,7 +14,7 @@ from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.stored import Shardings, param_shapes
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
-from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import GPTConfig, named_dtype
@@ -85,7 +85,7 @@ def load_pair(
         f"Of {target} and {draft} one is decoder-only and the other is not; target and draft must "
         "be of one kind."
       )
-    make = functools.partial(ModelDraft, model_of(draft_config))
+    make = functools.partial(model_draft, model_of(draft_config))
     drafter = Drafter(checkpoint_name(draft), make, params)
   halved = dtype == "float32" and any(
     x.dtype == jnp.bfloat16 for x in jax.tree.leaves((target_params, drafter.params))

@@ -15,7 +15,7 @@ from specdec_jax.memory import require_memory
 from specdec_jax.protocols import Decoded, Draft, Model, Rule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import Tree, chain
+from specdec_jax.trees import AnyTree, chain
 
 
 class Drafter(NamedTuple):
@@ -28,7 +28,7 @@ class Drafter(NamedTuple):
   """
 
   name: str
-  make: Callable[[Sampling, Tree], Draft]
+  make: Callable[[Sampling, AnyTree], Draft]
   params: Any = ()
 
 
@@ -53,7 +53,7 @@ class Pair(NamedTuple):
   target: Model
   target_params: Any
   target_name: str
-  draft: Callable[[Sampling, Tree], Draft]
+  draft: Callable[[Sampling, AnyTree], Draft]
   draft_params: Any
   draft_name: str
   vocabulary: Vocabulary
@@ -72,7 +72,7 @@ class Pair(NamedTuple):
   def decoder(
     self,
     sampling: Sampling,
-    tree: Tree | int,
+    tree: AnyTree | int,
     lenience: float = 1.0,
   ) -> Callable[..., Decoded]:
     """(prompt [B, P], rng [B], *, max_new_tokens) -> Decoded, as `decoding` has them.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from specdec_jax.checkpoints.stored import Shardings, param_shapes
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
-from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.models.config import GPTConfig, named_config, named_dtype
 from specdec_jax.models.families import Config, model_of
@@ -59,7 +59,7 @@ def random_pair(
     target=SimulatedModel(model_of(config), alpha, words.eos_id),
     target_params=target_params,
     target_name=f"{family}_{target}",
-    draft=functools.partial(ModelDraft, model_of(draft_config)),
+    draft=functools.partial(model_draft, model_of(draft_config)),
     draft_params=draft_params,
     draft_name=f"{family}_{draft}",
     vocabulary=words,

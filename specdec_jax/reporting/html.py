@@ -97,6 +97,7 @@ _MAIN |= {"acceptance": "acceptance"}
 _OTHER = {"top_k": "top-k", "top_p": "top-p", "lenience": "lenience", "baseline": "baseline"}
 _OTHER |= {"max_new_tokens": "limit in tokens", "seed": "seed", "inputs": "hash of the texts"}
 _OTHER |= {"kernels": "kernels", "rule": "rule", "tree": "parents in the tree"}
+_OTHER |= {"dynamic_nodes": "nodes of a dynamic tree"}
 
 
 def _value(record: Record, name: str) -> str:

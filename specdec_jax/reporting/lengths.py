@@ -8,7 +8,8 @@ from specdec_jax.reporting.tables import MISSING, Table, measured_with, sampling
 LEGEND = (
   "acceptance length: tokens a round, the bonus or correction counted, with its 95% interval "
   "(bootstrap over texts). A tree is the best of so many nodes, the newest token counted, and no "
-  "greater depth, for the acceptance of each rank of children, measured on texts of their own. "
+  "greater depth, for the acceptance of each rank of children, measured on texts of their own; a "
+  "dynamic one is made in each round of what the draft holds likeliest, none drawn. "
   "over chain: over the chain of that depth, judged by tokens. same: whether the output is plain "
   "decoding's, at temperature 0."
 )
@@ -20,7 +21,7 @@ def lengths_table(records: Sequence[Record]) -> Table:
   chains = {
     (sampling_text(r), r.gamma): r.tokens_per_round
     for r in records
-    if r.tree is None and r.rule == "TokenRule"
+    if r.is_chain and r.rule == "TokenRule"
   }
   rows = []
   for r in records:
@@ -28,8 +29,8 @@ def lengths_table(records: Sequence[Record]) -> Table:
     rows.append(
       (
         sampling_text(r),
-        "chain" if r.tree is None else "tree",
-        f"{r.gamma + 1 if r.tree is None else len(r.tree) + 1}",
+        "chain" if r.is_chain else "dynamic tree" if r.tree is None else "tree",
+        f"{r.dynamic_nodes or len(r.tree or range(r.gamma)) + 1}",
         f"{r.gamma}",
         r.rule,
         f"{r.num_tokens}",
