@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
 from specdec_jax.errors import InputError, require_types
+from specdec_jax.trees import take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +117,9 @@ def draw(rng: Array, logits: Array, sampling: Sampling) -> tuple[Array, Array]:
 
 
 def draw_siblings(
-  rng: Array, logits: Array, sampling: Sampling, count: int, independent: bool = False
+  rng: Array, logits: Array, sampling: Sampling, counts: Sequence[int], independent: bool = False
 ) -> tuple[Array, Array]:
-  """`count` guesses of what follows each node, in the order in which they are to be tried.
+  """Guesses of what follows each node, in the order in which they are to be tried.
 
   Above temperature 0 they are drawn without replacement: each by inversion, from what is left when
   those drawn before are taken out. Where nothing is left, as top-k and top-p may have it, and at
@@ -126,31 +129,36 @@ def draw_siblings(
     rng: keys [B].
     logits: at n nodes, [B, n, V].
     sampling: how they become q.
-    count: W.
+    counts: guesses of each node, [n].
     independent: draw each from all tokens instead, so that some may be equal.
 
   Returns:
-    Tokens [B, n, W] and the law of each given those before, [B, n, W, V], a one-hot if chosen.
+    Tokens [B, C], C all of counts, node by node, and the law of each given those before at its
+    node, [B, C, V], a one-hot if chosen.
   """
-  batch, nodes, vocab_size = logits.shape
-  logits = logits.reshape(-1, vocab_size)
-  left = distribution(logits, sampling)
-  split = jax.vmap(lambda key: jax.random.split(key, (count, nodes)), out_axes=1)
-  tokens, laws = [], []
-  for keys in split(rng):
+  vocab_size, count_of = logits.shape[-1], np.array(counts)
+  width, left = max(counts), distribution(logits, sampling)
+  keys = jax.vmap(lambda key: jax.random.split(key, (width, len(counts))))(rng)  # [B, W, n]
+  nodes, tokens, laws = np.arange(len(counts)), [], []
+  drawn: list[tuple[int, int]] = []
+  for rank in range(width):
+    more = np.flatnonzero(count_of[nodes] > rank)  # of the nodes before, those that guess again
+    nodes, logits, left = nodes[more], take(logits, more), take(left, more)
     chosen = _argmax(logits)
     law = jax.nn.one_hot(chosen, vocab_size)
     if sampling.temperature > 0:
       mass = left.sum(axis=-1, keepdims=True)
       law = jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1.0), law)
-      chosen = sample(keys.reshape(-1), law)
+      of_rank = take(keys[:, rank], nodes).reshape(-1)
+      chosen = sample(of_rank, law.reshape(-1, vocab_size)).reshape(chosen.shape)
     if not independent:
-      is_taken = chosen[:, None] == jnp.arange(vocab_size)
+      is_taken = chosen[..., None] == jnp.arange(vocab_size)
       left, logits = jnp.where(is_taken, 0.0, left), jnp.where(is_taken, -jnp.inf, logits)
     tokens.append(chosen)
     laws.append(law)
-  shape = batch, nodes, count
-  return jnp.stack(tokens, 1).reshape(shape), jnp.stack(laws, 1).reshape(*shape, vocab_size)
+    drawn += [(node, rank) for node in nodes.tolist()]
+  in_order = sorted(range(len(drawn)), key=drawn.__getitem__)
+  return take(jnp.concatenate(tokens, axis=1), in_order), take(jnp.concatenate(laws, 1), in_order)
 
 
 def sample(rng: Array, weights: Array) -> Array:

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from specdec_jax.errors import require_count
@@ -73,15 +72,12 @@ class ModelDraft(Draft):
     """Guesses after the newest token, level by level."""
     tree, logits = self.tree, newest[:, None]  # [B, nodes of the level, V]
     keys = jax.vmap(lambda key: jax.random.split(key, tree.depth), out_axes=1)(rng)  # [D, B]
-    parents, ranks = np.array(tree.parents), tree.ranks
     tokens, q, above = [], [], 0
     for (first, last), level_keys in zip(tree.levels, keys):
-      of_level = slice(first - 1, last - 1)
-      width = int(ranks[of_level].max()) + 1
-      drawn, laws = draw_siblings(level_keys, logits, self.sampling, width, self.independent)
-      which = parents[of_level] - above, ranks[of_level]
-      tokens.append(drawn[:, *which])
-      q.append(laws[:, *which])
+      counts = [tree.parents.count(node) for node in range(above, first)]
+      guesses, laws = draw_siblings(level_keys, logits, self.sampling, counts, self.independent)
+      tokens.append(guesses)
+      q.append(laws)
       if last < tree.num_nodes:
         logits, _, cache = self.model.extend(params, cache, tokens[-1], tree, first)
       above = first

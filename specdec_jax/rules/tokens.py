@@ -164,10 +164,12 @@ def left_at(tree: Tree, q: Array, p: Array, end: Array, lenience: float = 1.0) -
   token's p.
   """
   at = lambda probs, nodes: jnp.take_along_axis(probs, nodes[:, None, None], axis=1)[:, 0]
-  q, left = jnp.pad(q, ((0, 0), (0, 1), (0, 0))), at(p, end)
+  left = at(p, end)
   for rank, children in enumerate(tree.children.T):
     child = end if tree.is_chain else jnp.asarray(children)[end]
-    left = residual(left if rank == 0 else normalised(left), at(q, child), lenience)
+    of_child = at(q, jnp.minimum(child, tree.num_guesses - 1))
+    of_child = jnp.where((child < tree.num_guesses)[:, None], of_child, 0.0)
+    left = residual(left if rank == 0 else normalised(left), of_child, lenience)
   return left
 
 
