@@ -4,7 +4,7 @@ Axes: B batch, N decodes of an example, P source tokens, T target tokens.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,15 +17,17 @@ from t5x import decoding, models
 
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.models.t5 import PAD_ID, T5Model
-from specdec_jax.protocols import Decoded
+from specdec_jax.pairs import judge
+from specdec_jax.protocols import Decoded, Rule
+from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, distribution
 from specdec_jax.t5x_model.checkpointer import DRAFT
 from specdec_jax.t5x_model.networks import same_config
 from specdec_jax.t5x_model.settings import bound, sampling_settings
-from specdec_jax.trees import chain
+from specdec_jax.trees import Tree, chain
 
 # What gin binds to `EncoderDecoderModel` and has a meaning here.
 INHERITED = "decode_fn", "default_decoder_params", "feature_converter_cls"
@@ -47,6 +49,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
     *,
     draft_module: nn.Module,
     gamma: int = 5,
+    tree: Sequence[int] | None = None,
+    rule: Callable[[Sampling], Rule] = TokenRule,
     lenience: float = 1.0,
     **kwargs,
   ):
@@ -57,12 +61,15 @@ class SpeculativeModel(models.EncoderDecoderModel):
 
     Args:
       draft_module: network of the draft, of t5x.examples.t5 as the target's.
-      gamma: guesses in a round.
-      lenience: 1 for exactness (Appendix A.5).
+      gamma: guesses in a round, one after the other, if there is no tree.
+      tree: parents of a round's guesses, as `trees.Tree` has them.
+      rule: how guesses are judged: a class of `rules`, or any (sampling) -> rule. One that is not
+        exact is taken as asked for.
+      lenience: of `TokenRule`; 1 for exactness (Appendix A.5).
 
     Raises:
-      InputError: a network is of another kind, the two have different vocabularies, or `decode_fn`
-        is, or is bound to, what speculation has not.
+      InputError: a network is of another kind, the two have different vocabularies, guesses cannot
+        be made or judged so, or `decode_fn` is, or is bound to, what speculation has not.
     """
     inherited = bound(models.EncoderDecoderModel, *INHERITED)
     kwargs = {"decode_fn": decoding.temperature_sample} | inherited | kwargs
@@ -77,7 +84,9 @@ class SpeculativeModel(models.EncoderDecoderModel):
         "both must be trained with one vocabulary, padded to one size."
       )
     self._target_model, self._draft_model = map(T5Model, configs.values())
-    self._settings = {"gamma": gamma, "lenience": lenience} | sampling_settings(self.decode_fn)
+    of_round = {"gamma": gamma, "tree": tree, "rule": rule, "lenience": lenience}
+    self._settings = of_round | sampling_settings(self.decode_fn)
+    self._draft_and_rule(self._settings)  # what cannot be is told before a checkpoint is read
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """Random variables of both, and for t5x's partitioner the axes of their parameters.
@@ -105,7 +114,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
     num_decodes: int | None = None,
     prompt_with_targets: bool = False,
   ) -> tuple[Array, dict[str, Any]]:
-    """Decode by speculation (Algorithm 1).
+    """Decode by speculation.
 
     What gin binds to `EncoderDecoderModel.predict_batch_with_aux` holds where this call says
     nothing.
@@ -115,7 +124,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
       batch: encoder_input_tokens [B, P], and decoder_input_tokens [B, T], of which only the
         length counts: no output is longer.
       rng: of the batch; `decoder_params` may hold it as 'decode_rng'.
-      decoder_params: gamma, lenience, eos_id and `settings.SETTINGS` that this call sets otherwise.
+      decoder_params: gamma, tree, rule, lenience, eos_id and `settings.SETTINGS` that this call
+        sets otherwise.
       return_all_decodes: N outputs of each example, by increasing score, instead of the best.
       num_decodes: N.
       prompt_with_targets: as t5x has it; must be False.
@@ -160,7 +170,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
         f"topk is {how['topk']} and topp is {how['topp']}; as in t5x's temperature_sample one of "
         "them must be 0."
       )
-    sampling = Sampling(how["temperature"], how["topk"], how["topp"] or 1.0)
+    draft, rule = self._draft_and_rule(how)
     width = batch["decoder_input_tokens"].shape[1]
     steps = width if how["max_decode_steps"] is None else how["max_decode_steps"]
     require_count("max_decode_steps", steps)
@@ -178,19 +188,19 @@ class SpeculativeModel(models.EncoderDecoderModel):
     source = jnp.repeat(batch["encoder_input_tokens"], num_decodes, axis=0)
     decoded = speculative_decode(
       self._target_model,
-      ModelDraft(self._draft_model, sampling, chain(how["gamma"])),
+      draft,
       target_params,
       draft_params,
       source,
       jax.random.split(rng, len(source)),
       max_new_tokens=steps,
-      rule=TokenRule(sampling, how["lenience"]),
+      rule=rule,
       eos_id=how["eos_id"],
     )
-    if sampling.temperature == 0 and how["rescale_log_probs"]:
+    if draft.sampling.temperature == 0 and how["rescale_log_probs"]:
       scores = jnp.zeros(len(source))  # argmax leaves no other choice
     else:
-      scored = sampling if how["rescale_log_probs"] else Sampling()
+      scored = draft.sampling if how["rescale_log_probs"] else Sampling()
       scores = self._scores(target_params, source, decoded, scored)
     # t5x sorts by score, the best last.
     by_score = jnp.argsort(scores.reshape(-1, num_decodes), axis=1)
@@ -199,6 +209,16 @@ class SpeculativeModel(models.EncoderDecoderModel):
     tokens = jnp.pad(decoded.tokens, ((0, 0), (0, width - steps)))
     aux = {"scores": scores, "rounds": count_rounds(decoded)}
     return tokens[rows], jax.tree.map(lambda x: x[rows], aux)
+
+  def _draft_and_rule(self, how: Mapping[str, Any]) -> tuple[ModelDraft, Rule]:
+    """Who guesses and who judges, by values as `_settings` has them."""
+    of_round = {name: how[name] for name in ("gamma", "tree", "rule", "lenience")}
+    require_types(SpeculativeModel.__init__, of_round)
+    sampling = Sampling(how["temperature"], how["topk"], how["topp"] or 1.0)
+    tree = chain(how["gamma"]) if how["tree"] is None else Tree(how["tree"])
+    rule = judge(how["rule"], sampling, how["lenience"])
+    independent = isinstance(rule, KSeqRule)  # exact for such siblings only
+    return ModelDraft(self._draft_model, sampling, tree, independent), rule
 
   def _scores(self, params, source: Array, decoded: Decoded, sampling: Sampling) -> Array:
     """Log-probability [B] of each output; one more pass of the target, if anyone reads it."""
@@ -216,8 +236,8 @@ def count_rounds(decoded: Decoded) -> dict[str, Array]:
   """Counts [B] of each row's rounds.
 
   num_tokens: emitted. num_rounds: passes of the target that emitted them. num_accepted and
-  num_rejected: guesses judged, without those behind EOS or the limit; acceptance_rate is accepted
-  / (accepted + rejected). not_finite: as in `Decoded`; -1 is well.
+  num_rejected: guesses judged, without those behind EOS or the limit, siblings as one (`judged`);
+  acceptance_rate is accepted / (accepted + rejected). not_finite: as in `Decoded`; -1 is well.
   """
   accepted, rejected = decoded.rounds.judged()
   return {
