@@ -36,7 +36,7 @@ from specdec_jax.pairs import Pair
 from specdec_jax.partitioning import make_mesh, sharded
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import chain
+from specdec_jax.trees import Tree, branching, chain
 
 CONFIGS = {
   "t5": tiny.config(num_heads=4, layers=1),
@@ -52,7 +52,8 @@ CONFIGS = {
     num_positions=24,
   ),
 }
-BATCH, GAMMA, LIMIT = 8, 3, 12
+BATCH, LIMIT = 8, 12
+RUNS = {"argmax": (chain(3), 0.0), "chain": (chain(3), 1.0), "tree": (branching(2, 2), 1.0)}
 
 
 def pair(config) -> Pair:
@@ -74,18 +75,18 @@ def pair(config) -> Pair:
   )
 
 
-def decode(pair: Pair, temperature: float) -> dict:
+def decode(pair: Pair, tree: Tree, temperature: float) -> dict:
   """A decoded batch, and what pieces [B, H] of caches [B, H, T, D] the compiled program has."""
   sampling = Sampling(temperature)
   texts = np.pad(tiny.sources(CONFIGS["t5"], 0, BATCH), ((0, 0), (0, 1)))
   texts[range(BATCH), (texts > 0).sum(axis=1)] = 1  # EOS
   prompt = jnp.asarray(texts)
   first, _ = jax.eval_shape(pair.target.prompt_tokens, prompt)
-  num_slots = first.shape[1] + LIMIT + GAMMA + 1
+  num_slots = first.shape[1] + LIMIT + tree.num_nodes
   arguments = pair.target_params, pair.draft_params, prompt, row_keys(0, 0, BATCH)
   program = speculative_decode.lower(
     pair.target,
-    pair.draft(sampling, chain(GAMMA)),
+    pair.draft(sampling, tree),
     *arguments,
     max_new_tokens=LIMIT,
     rule=TokenRule(sampling),
@@ -117,19 +118,19 @@ def _devices() -> list[jax.Device]:
 
 
 def main(port: str = "", process: str = "") -> None:
-  """{family and devices: what `decode` says at each temperature, and pieces of both models}."""
-  runs = {("t5", 1): (0.0, 1.0), ("t5", 4): (1.0,), ("t5", 2): (0.0,)}
-  runs |= {("gpt", 1): (1.0,), ("gpt", 4): (1.0,)}
+  """{family and devices: what `decode` says of each run, and pieces of both models}."""
+  runs = {("t5", 1): ("argmax", "chain", "tree"), ("t5", 4): ("chain", "tree")}
+  runs |= {("t5", 2): ("argmax",), ("gpt", 1): ("chain",), ("gpt", 4): ("chain",)}
   if port:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
-    runs = {("t5", 4): (1.0,)}
+    runs = {("t5", 4): ("chain",)}
   found = {}
-  for (family, model_parallel), temperatures in runs.items():
+  for (family, model_parallel), names in runs.items():
     over = pair(CONFIGS[family])
     if model_parallel > 1:
       over = sharded(over, make_mesh(model_parallel, _devices()))
     found[f"{family} {model_parallel}"] = dict(
-      runs={temperature: decode(over, temperature) for temperature in temperatures},
+      runs={name: decode(over, *RUNS[name]) for name in names},
       target=pieces(over.target_params),
       draft=pieces(over.draft_params),
     )

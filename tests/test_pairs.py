@@ -16,7 +16,6 @@ import tiny
 import tiny_pair
 from flax import serialization
 
-from specdec_jax import pairs
 from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
 from specdec_jax.data.sentence_pieces import EOS_ID, SentencePieces
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -180,7 +179,7 @@ def test_public_checkpoints_by_gin(monkeypatch, capsys, family, xl):
     opened.append(path)
     return open_folder(str(tiny_pair.folder() / "target"))
 
-  monkeypatch.setattr(pairs, "open_checkpoint", open_checkpoint)
+  monkeypatch.setattr("specdec_jax.pairs.load.open_checkpoint", open_checkpoint)
   flags = ["--gin.TARGET=%XL", "--gin.EXTRA_IDS=0", "--gin.INPUT='gone.txt'"]
   flags += [f"--gin.VOCABULARY={str(tiny_pair.folder() / 'vocabulary.model')!r}"]
   files = ["--gin_file=gin/runs/speedup.gin", f"--gin_file=gin/models/{family}.gin"]

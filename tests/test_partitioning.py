@@ -53,11 +53,11 @@ def eight():
 
 
 @pytest.mark.parametrize(
-  "family, model_parallel, temperature", [("t5", 4, "1.0"), ("t5", 2, "0.0"), ("gpt", 4, "1.0")]
+  "family, model_parallel, run",
+  [("t5", 4, "chain"), ("t5", 4, "tree"), ("t5", 2, "argmax"), ("gpt", 4, "chain")],
 )
-def test_outputs_and_rounds_are_those_of_one_device(eight, family, model_parallel, temperature):
-  over = [eight[f"{family} {n}"]["runs"][temperature] for n in (1, model_parallel)]
-  one, many = (run["decoded"] for run in over)
+def test_outputs_and_rounds_are_those_of_one_device(eight, family, model_parallel, run):
+  one, many = (eight[f"{family} {n}"]["runs"][run]["decoded"] for n in (1, model_parallel))
   assert one == many
   accepted = sum(map(sum, one["rounds"][1]))
   assert accepted > len(one["lengths"]), "too few guesses were accepted to tell anything"
@@ -65,7 +65,7 @@ def test_outputs_and_rounds_are_those_of_one_device(eight, family, model_paralle
 
 def test_eight_devices_hold_pieces_of_the_target_and_of_its_cache(eight):
   """[E, H D] = [16, 32], [E, M] = [16, 32], [E, V] = [16, 16], keys of [B, H] = [8, 4]."""
-  assert eight["t5 1"]["runs"]["1.0"]["caches"] == [[8, 4]]
+  assert eight["t5 1"]["runs"]["chain"]["caches"] == [[8, 4]]
   for model_parallel, data_parallel in ((4, 2), (2, 4)):
     over, batch = eight[f"t5 {model_parallel}"], 8 // data_parallel
     target, draft = over["target"], over["draft"]
@@ -86,7 +86,7 @@ def test_eight_devices_hold_pieces_of_the_target_and_of_its_cache(eight):
 def test_of_a_gpt_biases_are_cut_as_what_they_are_added_to(eight):
   """Its cache too, by rows and heads; its table of positions, and what no cut axis is in, not."""
   over = eight["gpt 4"]
-  assert over["runs"]["1.0"]["caches"] == [[4, 1], [4, 4]]
+  assert over["runs"]["chain"]["caches"] == [[4, 1], [4, 4]]
   for name, piece in (
     ("layers_0/self_attention/query/kernel", [16, 8]),
     ("layers_0/self_attention/query/bias", [8]),
@@ -105,8 +105,8 @@ def test_two_processes_decode_together_as_one_device_does(eight):
     unused.bind(("127.0.0.1", 0))
     port = unused.getsockname()[1]
   for both in [found(process) for process in [start(4, port, 0), start(4, port, 1)]]:
-    assert both["t5 4"]["runs"]["1.0"]["decoded"] == eight["t5 1"]["runs"]["1.0"]["decoded"]
-    assert both["t5 4"]["runs"]["1.0"]["caches"] == [[4, 1], [4, 4]]
+    assert both["t5 4"]["runs"]["chain"]["decoded"] == eight["t5 1"]["runs"]["chain"]["decoded"]
+    assert both["t5 4"]["runs"]["chain"]["caches"] == [[4, 1], [4, 4]]
     assert both["t5 4"]["target"] == eight["t5 4"]["target"]
 
 

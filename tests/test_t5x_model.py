@@ -22,10 +22,13 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.rules.blocks import BlockRule
+from specdec_jax.rules.k_seq import KSeqRule
+from specdec_jax.rules.lossy import TypicalRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.run import main
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import chain
+from specdec_jax.trees import Tree, branching, chain
 
 models = pytest.importorskip("t5x.models", reason="t5x is not installed: see docs/t5x.md")
 
@@ -61,8 +64,11 @@ BATCH = {
 }
 
 
-def speculative(draft=SMALL, *, gamma=5, decoder_params=None, decode_fn=None, **sampling):
-  """At temperature 0 unless `sampling`, as `temperature_sample` has it, says otherwise."""
+def speculative(draft=SMALL, of_round=None, *, decoder_params=None, decode_fn=None, **sampling):
+  """At temperature 0 unless `sampling`, as `temperature_sample` has it, says otherwise.
+
+  `of_round` may hold gamma, tree, rule and lenience.
+  """
   sampling = {"temperature": 0.0, "topk": 0} | sampling
   return t5x_model.SpeculativeModel(
     t5x_model.t5x_network(TARGET),
@@ -71,8 +77,8 @@ def speculative(draft=SMALL, *, gamma=5, decoder_params=None, decode_fn=None, **
     None,
     decode_fn=decode_fn or functools.partial(decoding.temperature_sample, **sampling),
     draft_module=t5x_model.t5x_network(draft),
-    gamma=gamma,
     default_decoder_params=decoder_params,
+    **of_round or {},
   )
 
 
@@ -98,13 +104,28 @@ def greedy():
   return jax.device_get(jax.jit(decode)(PARAMS))
 
 
-@pytest.mark.parametrize("draft, gamma", [("target", 3), ("near", 7), ("random", 1), ("random", 4)])
-def test_greedy_is_t5x_temperature_sample(draft, gamma):
+RAGGED = 0, 0, 0, 1, 1, 2, 4
+
+
+@pytest.mark.parametrize(
+  "draft, depth, of_round",
+  [
+    ("target", 3, dict(gamma=3)),
+    ("near", 7, dict(gamma=7)),
+    ("random", 1, dict(gamma=1)),
+    ("random", 4, dict(gamma=4)),
+    ("near", 4, dict(gamma=4, rule=BlockRule)),
+    ("near", 2, dict(tree=branching(2, 2).parents)),
+    ("target", 3, dict(tree=RAGGED)),
+    ("near", 3, dict(tree=RAGGED, rule=BlockRule)),
+  ],
+)
+def test_greedy_is_t5x_temperature_sample(draft, depth, of_round):
   tokens, aux = greedy()
   lengths = (tokens != 0).sum(axis=1)
   assert lengths.min() < lengths.max() == LIMIT
   config, draft_params = DRAFTS[draft]
-  model = speculative(config, gamma=gamma, rescale_log_probs=False)
+  model = speculative(config, of_round, rescale_log_probs=False)
   got, got_aux = jax.jit(model.predict_batch_with_aux)(both(draft_params), BATCH)
   np.testing.assert_array_equal(got, tokens)
   np.testing.assert_allclose(got_aux["scores"], aux["scores"], rtol=1e-5, atol=1e-5)
@@ -113,7 +134,7 @@ def test_greedy_is_t5x_temperature_sample(draft, gamma):
   assert (rounds["not_finite"] == -1).all()
   if draft == "target":  # every guess stands
     assert rounds["num_rejected"].sum() == 0
-    np.testing.assert_array_equal(rounds["num_rounds"], -(-lengths // (gamma + 1)))
+    np.testing.assert_array_equal(rounds["num_rounds"], -(-lengths // (depth + 1)))
   else:
     assert rounds["num_rejected"].sum() > 0
     assert (rounds["num_rounds"] <= lengths).all()
@@ -133,22 +154,27 @@ def test_max_decode_steps_is_t5x():
   np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("topk, topp, return_all", [(4, 0.0, True), (0, 0.6, False)])
-def test_several_decodes_are_ours_sorted_by_t5x_scores(topk, topp, return_all):
-  decodes, temperature, gamma, rng = 3, 0.7, 3, jax.random.PRNGKey(5)
+@pytest.mark.parametrize(
+  "topk, topp, return_all, tree, rule",
+  [(4, 0.0, True, chain(3), TokenRule), (0, 0.6, False, branching(2, 2), KSeqRule)],
+)
+def test_several_decodes_are_ours_sorted_by_t5x_scores(topk, topp, return_all, tree, rule):
+  decodes, temperature, rng = 3, 0.7, jax.random.PRNGKey(5)
   config, draft_params = DRAFTS["near"]
   how_many = models.DecoderParams(num_decodes=decodes, return_all_decodes=return_all)
-  model = speculative(config, gamma=gamma, decoder_params=how_many)
+  of_round = dict(tree=tree.parents, rule=rule)
+  model = speculative(config, of_round, decoder_params=how_many)
   how = {"temperature": temperature, "topk": topk, "topp": topp}
   predict = lambda p, key: model.predict_batch_with_aux(p, BATCH, key, how)
   tokens, aux = jax.device_get(jax.jit(predict)(both(draft_params), rng))
 
   # Our own loop, with a key for each row,
   sampling = Sampling(temperature, topk, topp or 1.0)
-  draft = ModelDraft(T5Model(config), sampling, chain(gamma))
+  independent = rule is KSeqRule  # as it needs its siblings to be
+  draft = ModelDraft(T5Model(config), sampling, tree, independent)
   source = np.repeat(BATCH["encoder_input_tokens"], decodes, axis=0)
   keys = jax.random.split(rng, len(source))
-  common = dict(max_new_tokens=LIMIT, rule=TokenRule(sampling))
+  common = dict(max_new_tokens=LIMIT, rule=rule(sampling))
   ours = speculative_decode(T5Model(TARGET), draft, PARAMS, draft_params, source, keys, **common)
   ours_tokens = np.asarray(ours.tokens)
   assert len({tuple(row) for row in ours_tokens[:decodes].tolist()}) > 1
@@ -213,6 +239,24 @@ def test_bad_input_is_told():
     t5x_model.same_config(network.nn.Dense(3))
 
 
+@pytest.mark.parametrize(
+  "of_round, sentence",
+  [
+    (dict(gamma=0), "gamma is 0; it must be a whole number, from 1"),
+    (dict(tree=3), "tree is 3; it must be a list .each a whole number. or None"),
+    (dict(tree=(0, 0.5)), "tree is .0, 0.5.; it must be a list"),
+    (dict(tree=(0, 3, 1)), "A tree has parents .0, 3, 1.; they must be"),
+    (dict(rule=3), "rule is 3; it must be a function"),
+    (dict(rule=lambda sampling: 3), "rule makes 3 of a sampling"),
+    (dict(lenience=2), "lenience is 2; it must lie in"),
+    (dict(rule=BlockRule, lenience=0.5), "lenience is 0.5, but the rule is BlockRule"),
+  ],
+)
+def test_rounds_that_cannot_be_are_told_before_a_checkpoint_is_read(of_round, sentence):
+  with pytest.raises(InputError, match=sentence):
+    speculative(SMALL, of_round)
+
+
 def shapes(model, params=None, **call):
   """Shapes of tokens and scores; nothing is compiled."""
   params = both(DRAFTS["random"][1]) if params is None else params
@@ -228,10 +272,11 @@ KEY = jax.random.PRNGKey(1)
   "call, sentence",
   [
     (dict(prompt_with_targets=True), "prompt_with_targets is True"),
-    (dict(num_decodes=0), "num_decodes is 0; it must be a whole number, at least 1"),
+    (dict(num_decodes=0), "num_decodes is 0; it must be a whole number, from 1"),
     (dict(decoder_params={"alpha": 0.6}), "decoder_params has alpha; .*gamma"),
-    (dict(decoder_params={"max_decode_steps": 0}), "max_decode_steps is 0; .* at least 1"),
+    (dict(decoder_params={"max_decode_steps": 0}), "max_decode_steps is 0; .* from 1"),
     (dict(decoder_params={"max_decode_steps": LIMIT + 1}), "length is 20; make it 20 or less"),
+    (dict(decoder_params={"tree": (1,)}), "A tree has parents .1,.; they must be"),
     (dict(decoder_params={"topk": 3, "topp": 0.5}), "topk is 3 and topp is 0.5"),
     (dict(rng=KEY, decoder_params={"decode_rng": KEY}), "two keys, rng and .*'decode_rng'"),
     (dict(params=core.freeze(PARAMS)), "parameters have no 'draft'.*PairCheckpointer"),
@@ -240,6 +285,11 @@ KEY = jax.random.PRNGKey(1)
 def test_calls_that_mean_nothing_are_told(call, sentence):
   with pytest.raises(InputError, match=sentence):
     shapes(speculative(), **call)
+
+
+def test_a_call_may_have_a_tree_and_a_lossy_rule_of_its_own():
+  how = {"tree": (0, 0, 1), "rule": TypicalRule}
+  assert shapes(speculative(), decoder_params=how) == ((EXAMPLES, LIMIT), (EXAMPLES,))
 
 
 def test_t5x_own_decoder_params_are_the_default():
@@ -296,9 +346,11 @@ models.EncoderDecoderModel.predict_batch_with_aux:
 decoding.temperature_sample:
   temperature = 0.5
   topk = 20
-t5x_model.SpeculativeModel.gamma = 2
+t5x_model.SpeculativeModel.tree = [0, 0]
 """)
-  want = dict(gamma=2, lenience=1.0, temperature=0.5, topk=20, topp=0.0)
+  want = dict(
+    gamma=5, tree=[0, 0], rule=TokenRule, lenience=1.0, temperature=0.5, topk=20, topp=0.0
+  )
   assert model._settings == want | dict(max_decode_steps=None, rescale_log_probs=True)
   params = tiny.params(t5x_model.same_config(model.module), 0)
   assert shapes(model, {**params, "draft": params}) == ((EXAMPLES, 3, LIMIT), (EXAMPLES, 3))
@@ -486,15 +538,26 @@ utils.DatasetConfig.batch_size = 4
 """
 
 
-@pytest.mark.parametrize("use_orbax, num_partitions", [(True, 4), (False, 1)])
-def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions):
+TREE = """
+from specdec_jax.rules import blocks
+TREE = (0, 0, 1)
+RULE = @blocks.BlockRule
+"""
+
+
+@pytest.mark.parametrize(
+  "use_orbax, num_partitions, more, tree, rule",
+  [(True, 4, "", chain(3), TokenRule), (False, 2, TREE, Tree((0, 0, 1)), BlockRule)],
+  ids=["chain", "tree"],
+)
+def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions, more, tree, rule):
   """The whole way that a user goes, on weights and a task that are tiny, on four devices, which
   can share the target's 8 heads and not the draft's 6."""
   common = dict(vocab_size=264, padded_vocab_size=None)
   config, draft_config = (t5_config("tiny", num_heads=heads, **common) for heads in (8, 6))
   params = with_endings(tiny.params(config, 6))
   draft = tiny.near(first_heads(params, draft_config), 7, 0.1)
-  (tmp_path / "tiny.gin").write_text(TINY)
+  (tmp_path / "tiny.gin").write_text(TINY + more)
   files = ("t5x/examples/t5/t5_1_1/tiny.gin", "gin/t5x/infer.gin", "gin/t5x/wmt_ende.gin")
   bindings = {
     "CHECKPOINT_PATH": write_checkpoint(tmp_path / "target", config, params, use_orbax),
@@ -528,8 +591,8 @@ def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions):
   for row, tokens in zip(rows, theirs.tokens):
     assert row["prediction"] == t5x_task.VOCABULARY.decode_tf(tokens).numpy().decode()
     assert row["aux"]["scores"] == 0
-  pair = T5Model(config), ModelDraft(T5Model(draft_config), sampling, chain(3)), params, draft
-  ours = speculative_decode(*pair, source, keys, rule=TokenRule(sampling), **limit)
+  pair = T5Model(config), ModelDraft(T5Model(draft_config), sampling, tree), params, draft
+  ours = speculative_decode(*pair, source, keys, rule=rule(sampling), **limit)
   for name, counts in t5x_model.count_rounds(ours).items():
     assert [row["aux"]["rounds"][name] for row in rows] == counts.tolist()
   assert ours.rounds.num_accepted.sum() > 0

@@ -1,7 +1,7 @@
 """A target, a draft and the vocabulary they share, loaded and ready to decode."""
 
 from specdec_jax.pairs.load import ASSETS, EMBEDDED, asset, checkpoint_name, load_pair
-from specdec_jax.pairs.pair import Drafter, Pair, rule_name
+from specdec_jax.pairs.pair import Drafter, Pair, judge, rule_name
 from specdec_jax.pairs.random_weights import random_pair
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
   "Pair",
   "asset",
   "checkpoint_name",
+  "judge",
   "load_pair",
   "random_pair",
   "rule_name",

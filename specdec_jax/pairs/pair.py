@@ -90,18 +90,9 @@ class Pair(NamedTuple):
   def judge(self, sampling: Sampling, lenience: float = 1.0) -> Rule:
     """The rule of this sampling, with lenience below 1 (Appendix A.5) if it has any.
 
-    Raises:
-      InputError: the rule is not `TokenRule`, which alone knows lenience.
+    Raises InputError as `judge` does.
     """
-    rule = self.rule(sampling)
-    if lenience == 1:
-      return rule
-    if not isinstance(rule, TokenRule):
-      raise InputError(
-        f"lenience is {lenience}, but the rule is {rule_name(self.rule)}; lenience below 1 goes "
-        "with TokenRule."
-      )
-    return TokenRule(sampling, lenience)
+    return judge(self.rule, sampling, lenience)
 
   def require_batch_size(self, batch_size: object) -> None:
     """Raise InputError unless it is a whole number from 1, of rows whose logits fit in memory."""
@@ -128,6 +119,28 @@ class Pair(NamedTuple):
     """What is left of a source longer than max_source_tokens, or None if all of it fits."""
     fits = len(self.vocabulary.encode(text)) <= self.max_source_tokens
     return None if fits else self.vocabulary.decode(self.encode(text))
+
+
+def judge(rule: Callable[[Sampling], Rule], sampling: Sampling, lenience: float = 1.0) -> Rule:
+  """The rule of a sampling, with lenience below 1 (Appendix A.5) if it has any.
+
+  Raises:
+    InputError: it makes no rule, or one that is not `TokenRule`, which alone knows lenience.
+  """
+  made = rule(sampling)
+  if not callable(getattr(made, "accept", None)):
+    raise InputError(
+      f"rule makes {made!r:.100} of a sampling; it must be a class of specdec_jax.rules, or any "
+      "(sampling) -> rule."
+    )
+  if lenience == 1:
+    return made
+  if not isinstance(made, TokenRule):
+    raise InputError(
+      f"lenience is {lenience}, but the rule is {type(made).__name__}; lenience below 1 goes with "
+      "TokenRule."
+    )
+  return TokenRule(sampling, lenience)
 
 
 def rule_name(rule: Callable[[Sampling], Rule]) -> str:

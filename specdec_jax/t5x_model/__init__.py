@@ -1,0 +1,19 @@
+"""Speculative decoding as a t5x model, and t5x's own to set beside it: all that imports t5x.
+
+t5x's own `infer.py` runs it; `gin/t5x/` holds the bindings and `docs/t5x.md` the commands.
+"""
+
+from specdec_jax.t5x_model.baseline import t5x_baseline, t5x_decode
+from specdec_jax.t5x_model.checkpointer import PairCheckpointer
+from specdec_jax.t5x_model.model import SpeculativeModel, count_rounds
+from specdec_jax.t5x_model.networks import same_config, t5x_network
+
+__all__ = [
+  "PairCheckpointer",
+  "SpeculativeModel",
+  "count_rounds",
+  "same_config",
+  "t5x_baseline",
+  "t5x_decode",
+  "t5x_network",
+]

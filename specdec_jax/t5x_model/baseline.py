@@ -1,0 +1,89 @@
+"""t5x's own decoding of a target, to time beside ours."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from t5x import decoding, models
+
+from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.errors import InputError
+from specdec_jax.measurement.speed import Baseline
+from specdec_jax.models.config import T5Config, named_dtype
+from specdec_jax.pairs import EMBEDDED, Pair, checkpoint_name
+from specdec_jax.protocols import Decoded, Rounds
+from specdec_jax.sampling import Sampling
+from specdec_jax.t5x_model.networks import t5x_network
+
+
+@functools.partial(jax.jit, static_argnames=("config", "max_new_tokens", "sampling", "eos_id"))
+def t5x_decode(
+  config: T5Config,
+  params,
+  prompt: Array,
+  rng: Array,
+  *,
+  max_new_tokens: int,
+  sampling: Sampling,
+  eos_id: int = 1,
+) -> Decoded:
+  """Decode with t5x's own T5 and `temperature_sample`: the baseline that records call 't5x'.
+
+  Arguments and result as in `autoregressive_decode`, but for the config of params that are not
+  fused in place of a model; the first of the keys serves all rows. t5x draws from the padding of a
+  vocabulary too.
+  """
+  model = models.EncoderDecoderModel(
+    t5x_network(config), None, None, None, decode_fn=decoding.temperature_sample
+  )
+  batch = {
+    "encoder_input_tokens": prompt,
+    "decoder_input_tokens": jnp.zeros((len(prompt), max_new_tokens), jnp.int32),
+  }
+  decoder_params = {
+    "eos_id": eos_id,
+    "temperature": sampling.temperature,
+    "topk": sampling.top_k,
+    "topp": sampling.top_p if sampling.top_p < 1 else 0.0,
+  }
+  tokens, _ = model.predict_batch_with_aux(params, batch, rng[0], decoder_params)
+  ends = tokens == eos_id
+  lengths = jnp.where(ends.any(axis=1), ends.argmax(axis=1) + 1, max_new_tokens)
+  one_each = jnp.arange(max_new_tokens)[:, None] < lengths
+  rounds = Rounds(
+    guesses=jnp.zeros((*tokens.T.shape, 0), jnp.int32),
+    num_accepted=jnp.zeros(tokens.T.shape, jnp.int32),
+    next_token=tokens.T,
+    num_emitted=one_each.astype(jnp.int32),
+  )
+  return Decoded(tokens, lengths, rounds, lengths.max(), jnp.full(len(prompt), -1, jnp.int32))
+
+
+def t5x_baseline(pair: Pair, checkpoint: str = str(EMBEDDED / "target")) -> Baseline:
+  """t5x's decoding of a pair's target, to time beside ours: `speedup.speedup.baseline`.
+
+  Args:
+    pair: what is measured, on one device. Where acceptance is simulated no text ends before its
+      limit, and here neither.
+    checkpoint: its target's, read again, since t5x wants its parameters apart.
+
+  Raises:
+    InputError: the checkpoint is of another name than the pair's target, or there are more devices.
+  """
+  devices = {x.sharding for x in jax.tree.leaves(pair.target_params)}
+  if any(len(d.device_set) > 1 for d in devices):
+    raise InputError("t5x's decoding is timed on one device, and the target is shared by several.")
+  if checkpoint_name(checkpoint) != pair.target_name:
+    raise InputError(
+      f"t5x_model.t5x_baseline.checkpoint is {checkpoint}, but the target is {pair.target_name}; "
+      "bind it to the target's checkpoint."
+    )
+  stored = open_checkpoint(checkpoint)
+  if not isinstance(stored.config, T5Config):
+    raise InputError(f"{checkpoint} is no T5, which is what t5x is timed with here.")
+  config = dataclasses.replace(stored.config, dtype=named_dtype(pair.dtype))
+  eos_id = 1 if pair.simulated_alpha is None else -1
+  decode = functools.partial(t5x_decode, config, stored.load(config), eos_id=eos_id)
+  return Baseline("t5x", decode)

@@ -1,0 +1,57 @@
+"""How t5x and its gin files say that decoding samples."""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import gin
+from t5x import decoding
+
+from specdec_jax.errors import InputError
+
+# What of `temperature_sample` has a meaning here.
+SETTINGS = "temperature", "topk", "topp", "max_decode_steps", "rescale_log_probs"
+
+
+def sampling_settings(decode_fn: Callable) -> dict[str, Any]:
+  """Value of each of SETTINGS when t5x calls `decode_fn`, `temperature_sample` as gin or
+  `functools.partial` binds it.
+
+  Raises:
+    InputError: it is another function, or bound to something else.
+  """
+  given = {}
+  if isinstance(decode_fn, functools.partial):
+    given, decode_fn = decode_fn.keywords, decode_fn.func
+  # Gin wraps a function once, or twice if the reference has a scope, which we cannot see.
+  if getattr(decode_fn, "__wrapped__", decode_fn) is not decoding.temperature_sample:
+    raise InputError(
+      f"decode_fn is {getattr(decode_fn, '__name__', decode_fn)}; SpeculativeModel samples, so "
+      "bind models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample, without a scope, "
+      "or decode with t5x's EncoderDecoderModel."
+    )
+  given = bound(decoding.temperature_sample) | given
+  if unknown := sorted(given.keys() - set(SETTINGS)):
+    raise InputError(
+      f"decoding.temperature_sample is bound to {', '.join(unknown)}; SpeculativeModel takes "
+      f"{', '.join(SETTINGS)} from there, and num_decodes and return_all_decodes from "
+      "models.EncoderDecoderModel.predict_batch_with_aux."
+    )
+  parameters = inspect.signature(decoding.temperature_sample).parameters
+  return {name: parameters[name].default for name in SETTINGS} | given
+
+
+def bound(configurable: Callable, *names: str) -> dict[str, Any]:
+  """What gin binds to a class or function of t5x, which subclasses and overrides do not see.
+
+  Args:
+    configurable: the class or function.
+    names: of the parameters to look up; none for all.
+  """
+  try:
+    bindings = gin.get_bindings(configurable, resolve_references=False)
+  except ValueError:  # gin does not know it
+    return {}
+  return copy.deepcopy({name: bindings[name] for name in names or bindings if name in bindings})
