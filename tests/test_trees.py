@@ -18,6 +18,7 @@ from specdec_jax.pairs import rule_name
 from specdec_jax.protocols import Context
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.rules.blocks import BlockRule
+from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.trees import (
@@ -239,6 +240,14 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys):
   ]
   trees(tiny_pair.pair("near"), **settings)  # nothing is measured twice
   assert len(records.read(tmp_path / "results.jsonl")) == len(measured)
+
+
+def test_k_seq_has_siblings_drawn_independently():
+  pair = tiny_pair.pair("near")._replace(rule=KSeqRule)
+  drafts = [pair.decoder(Sampling(), tree).args[1] for tree in (branching(2), chain(2))]
+  assert [draft.independent for draft in drafts] == [True, False]
+  with pytest.raises(InputError, match="KSeqRule judges siblings that were drawn independently"):
+    pair.decoder(Sampling(), DynamicTree(4, 2))
 
 
 def test_a_pair_is_judged_by_its_rule():

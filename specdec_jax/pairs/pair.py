@@ -1,5 +1,6 @@
 """A target, a draft model and the vocabulary they share, ready to decode."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,9 +11,11 @@ from jax import Array
 
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
 from specdec_jax.protocols import Decoded, Draft, Model, Rule
+from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import AnyTree, chain
@@ -83,9 +86,16 @@ class Pair(NamedTuple):
     if not tree.num_guesses:
       plain = functools.partial(autoregressive_decode, self.target, self.target_params)
       return functools.partial(plain, sampling=sampling, eos_id=eos_id)
-    models = self.target, self.draft(sampling, tree), self.target_params, self.draft_params
-    judge = self.judge(sampling, lenience)
-    return functools.partial(speculative_decode, *models, rule=judge, eos_id=eos_id)
+    rule, draft = self.judge(sampling, lenience), self.draft(sampling, tree)
+    if isinstance(rule, KSeqRule) and not tree.is_chain:
+      if not isinstance(draft, ModelDraft):
+        raise InputError(
+          f"KSeqRule judges siblings that were drawn independently, and {self.draft_name} does not "
+          "draw so; give a model as draft, or another rule."
+        )
+      draft = dataclasses.replace(draft, independent=True)
+    models = self.target, draft, self.target_params, self.draft_params
+    return functools.partial(speculative_decode, *models, rule=rule, eos_id=eos_id)
 
   def judge(self, sampling: Sampling, lenience: float = 1.0) -> Rule:
     """The rule of this sampling, with lenience below 1 (Appendix A.5) if it has any.
