@@ -28,6 +28,8 @@ AFTER = [
   ("tasks/dialog", "models/gpt2"),
   ("models/t5_1_1",),
   ("models/random", "models/sharded"),
+  ("rules/blocks",),
+  ("models/gpt_like", "rules/blocks"),
 ]
 
 
