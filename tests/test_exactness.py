@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
+from test_t5 import sees_its_cousins
 
 from specdec_jax.commands.check_exactness import check_exactness
 from specdec_jax.decoding import speculative_decode
@@ -17,11 +18,14 @@ from specdec_jax.errors import InputError
 from specdec_jax.exactness.compare import compare_argmax, compare_samples, rounds_of_self_draft
 from specdec_jax.exactness.joint import Comparison, compare, cut_into_cells
 from specdec_jax.exactness.ties import Divergence, first_divergences
+from specdec_jax.models import decoder
 from specdec_jax.protocols import Proposal, Verdict
 from specdec_jax.rules import tokens
+from specdec_jax.rules.blocks import BlockRule
+from specdec_jax.rules.lossy import TypicalRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, distribution, sample
-from specdec_jax.trees import chain
+from specdec_jax.trees import Tree, branching, chain
 
 GREEDY = Sampling(temperature=0.0)
 SAMPLINGS = {
@@ -30,8 +34,10 @@ SAMPLINGS = {
   "top-k": Sampling(top_k=10),
   "top-p": Sampling(top_p=0.7),
 }
-TEXTS = tiny_pair.SENTENCES[:4]
+SENTENCES = tiny_pair.SENTENCES
+TEXTS = SENTENCES[:4]
 GAMMA = 2
+TREE = Tree((0, 0, 1, 2, 2, 5))
 LEVEL = 1e-6  # of each comparison: a correct program fails it this often
 
 sampled = functools.partial(
@@ -44,7 +50,7 @@ sampled = functools.partial(
   seed=0,
 )
 argmax = functools.partial(
-  compare_argmax, tiny_pair.pair(), TEXTS, gamma=GAMMA, batch_size=4, max_new_tokens=12
+  compare_argmax, tiny_pair.pair(), TEXTS, block=GAMMA + 1, batch_size=4, max_new_tokens=12
 )
 
 
@@ -68,8 +74,9 @@ def test_exact_argmax_passes():
   assert argmax(plain=plain, speculative=ours) == []
 
 
-def test_the_target_as_its_own_draft_takes_the_fewest_rounds():
-  rounds, fewest = rounds_of_self_draft(tiny_pair.pair(), TEXTS, GAMMA, 4, 12)
+@pytest.mark.parametrize("tree, by_paths", [(chain(GAMMA), False), (TREE, False), (TREE, True)])
+def test_the_target_as_its_own_draft_takes_the_fewest_rounds(tree, by_paths):
+  rounds, fewest = rounds_of_self_draft(tiny_pair.pair(), TEXTS, tree, 4, 12, by_paths)
   assert rounds == fewest and fewest >= len(TEXTS)
 
 
@@ -157,8 +164,8 @@ def test_faults_of_judging_are_caught(fault):
 
 def test_a_dropped_bonus_is_caught():
   """Its output is right, so only the count of rounds can tell."""
-  rule = lambda sampling: JudgedBy(sampling, drops_bonus)
-  rounds, fewest = rounds_of_self_draft(tiny_pair.pair()._replace(rule=rule), TEXTS, GAMMA, 4, 12)
+  pair = tiny_pair.pair()._replace(rule=lambda sampling: JudgedBy(sampling, drops_bonus))
+  rounds, fewest = rounds_of_self_draft(pair, TEXTS, chain(GAMMA), 4, 12)
   assert rounds > 1.2 * fewest
 
 
@@ -217,6 +224,38 @@ def neighbours_cache(model, params, cache, *block):
   read = cache.replace(cross=jax.tree.map(roll, cache.cross), cross_bias=roll(cache.cross_bias))
   logits, hidden, after = model.extend(params, read, *block)
   return logits, hidden, after.replace(cross=cache.cross, cross_bias=cache.cross_bias)
+
+
+def sees_cousins(model, params, cache, *block):
+  """A node sees all of the tree that stands before it, as in a chain."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(decoder, "_in_tree", functools.partial(sees_its_cousins, decoder._in_tree))
+    return model.extend(params, cache, *block)
+
+
+class Backwards(tiny.ChangedModel):
+  """The path that stands is moved in the wrong order."""
+
+  def commit(self, cache, length, tree=None, path=None):
+    return self.model.commit(cache, length, tree, None if path is None else path[:, ::-1])
+
+
+def off_tree(target):
+  """Rounds too many, as a share, of the self-draft down each path; and texts that are not ties."""
+  pair, tree, texts = tiny_pair.pair()._replace(target=target), branching(3, 2, 1), SENTENCES[:16]
+  rounds, fewest = rounds_of_self_draft(pair, texts, tree, 16, 24, by_paths=True)
+  decoders = tiny_pair.pair().decoder(GREEDY, 0), pair.decoder(GREEDY, tree)
+  parted = compare_argmax(pair, texts, *decoders, tree.num_nodes, 16, 24)
+  return rounds / fewest - 1, sum(not d.is_tie for _, d in parted)
+
+
+@pytest.mark.parametrize("fault", ["none", "mask", "commit"])
+def test_faults_of_trees_are_caught_at_temperature_0(fault):
+  own = tiny_pair.pair().target
+  changed = tiny.ChangedModel(own, sees_cousins)
+  backwards = Backwards(own, lambda model, *block: model.extend(*block))
+  too_many, faults = off_tree({"none": own, "mask": changed, "commit": backwards}[fault])
+  assert (too_many > 0.05, faults > 0) == (fault != "none",) * 2
 
 
 @pytest.mark.parametrize("fault", [off_by_one, neighbours_cache])
@@ -325,6 +364,15 @@ def test_a_good_pair_is_said_to_hold(capsys):
   assert "gamma 2, rounds: " in said and "ok   acceptance in all rounds: " in said
 
 
+def test_trees_are_checked_and_a_rule_without_laws_is_named(capsys):
+  pair = tiny_pair.pair()._replace(rule=BlockRule)
+  check(pair=pair, gammas=(), trees=[(0, 0, 1)], num_texts=1)
+  said = capsys.readouterr().out
+  assert said.count("ok  ") == 3 and "3 of 3 checks hold" in said
+  assert "top-k 10, tree (0, 0, 1), batch 4: " in said and "on each of the tree's paths" in said
+  assert "Of BlockRule the outputs were checked, but not its rounds." in said
+
+
 def test_a_fault_is_shown_and_ends_in_status_1(capsys, monkeypatch):
   jax.clear_caches()
   plainly = lambda logits, sampling: distribution(logits, Sampling(sampling.temperature))
@@ -341,6 +389,10 @@ def test_a_fault_is_shown_and_ends_in_status_1(capsys, monkeypatch):
   "changes, words",
   [
     ({"texts": []}, "nothing to check"),
+    ({"gammas": []}, "nothing to check"),
+    ({"trees": [()]}, "number of a tree's guesses is 0"),
+    ({"trees": [(1,)]}, "level order"),
+    ({"pair": tiny_pair.pair()._replace(rule=TypicalRule)}, "TypicalRule is lossy"),
     ({"level": 0.0}, "level is 0.0"),
     ({"samples_per_text": 0}, "samples_per_text is 0"),
     ({"batch_sizes": [0]}, "batch_size is 0"),

@@ -23,11 +23,13 @@ from specdec_jax.exactness.drift import (
   joined,
   of_acceptance,
 )
-from specdec_jax.protocols import Proposal
+from specdec_jax.protocols import Proposal, Verdict
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, row_keys
+from specdec_jax.trees import Tree, branching, chain
 
 V, GAMMA, EOS = 24, 2, 1
+CHAIN, TREE, PAIRED = chain(GAMMA), Tree((0, 0, 0, 1, 1, 2, 4)), branching(2)
 LEVEL = 1e-6  # of each comparison: a correct program fails it this often
 COLD = Sampling(temperature=0.7)
 
@@ -80,16 +82,18 @@ def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposa
   )
 
 
-def judged(pair, sampling=COLD, num_guesses=30_000, rule=TokenRule, rows=512, limit=64) -> Judged:
-  decode = laws.recorded(pair, sampling, GAMMA, rule)
+def judged(
+  pair, sampling=COLD, num_guesses=30_000, rule=TokenRule, tree=CHAIN, rows=512, limit=64
+) -> Judged:
+  decode = laws.recorded(pair._replace(rule=rule), sampling, tree)
   return laws.judge_rounds(
     *(pair, tiny_pair.SENTENCES, sampling, decode, num_guesses, limit), seed=0, batch_size=rows
   )
 
 
-def lowest(found: Judged) -> dict[str, float]:
-  """Of each kind of law the least p-value, of any position."""
-  return {k: min(d.p_value for d in ds) for k, ds in drifts(found, GAMMA).items()}
+def lowest(found: Judged, count=GAMMA) -> dict[str, float]:
+  """Of each kind of law the least p-value, of any of the first `count` positions."""
+  return {k: min(d.p_value for d in ds) for k, ds in drifts(found, count).items()}
 
 
 # What is exact passes.
@@ -102,7 +106,7 @@ def lowest(found: Judged) -> dict[str, float]:
 def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
   found = judged(table_pair(noise, ends=noise == 0.5), sampling, num_guesses)
   guesses = found.at(*range(GAMMA))
-  assert len(guesses.position) >= num_guesses and len(found.at(GAMMA).position) > 3000
+  assert len(guesses.position) >= num_guesses and len(found.at(-1).position) > 3000
   assert all(p > LEVEL for p in lowest(found).values())
   assert detectable_bias(guesses, LEVEL) < bias and of_acceptance(guesses).p_value > LEVEL
 
@@ -114,39 +118,57 @@ def test_exact_rounds_of_a_draft_without_chance_pass():
   assert all(p > LEVEL for p in lowest(found).values())
 
 
-def test_each_token_is_scored_by_the_laws_of_its_own_round():
+def test_exact_rounds_of_a_tree_pass():
+  found = judged(table_pair(0.5, ends=True), Sampling(top_k=12), 8000, tree=TREE, rows=128)
+  assert laws.positions(TREE) == [0, 1, 2, 3, 4, 3, 5] and laws.positions(CHAIN) == [0, 1]
+  assert all(len(found.at(place).position) > 100 for place in range(-1, 6))
+  assert all(p > LEVEL for p in lowest(found, 6).values())
+  assert detectable_bias(found.at(*range(6)), LEVEL) < 0.1
+
+
+@pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
+def test_each_guess_is_scored_by_the_laws_of_its_own_round(tree):
   """Against a walk through the rounds, with EOS and the limit in the midst of some."""
   pair, sampling, limit = table_pair(noise=1.0, ends=True), Sampling(), 7
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:40]), row_keys(3, 0, 40)
-  decode = laws.recorded(pair, sampling, GAMMA)
+  decode = laws.recorded(pair, sampling, tree)
   result, _ = decode(prompt, keys, max_new_tokens=limit)
-  own = pair.decoder(sampling, GAMMA)(prompt, keys, max_new_tokens=limit)
+  own = pair.decoder(sampling, tree)(prompt, keys, max_new_tokens=limit)
   jax.tree.map(np.testing.assert_array_equal, result, own)
   p, q = (np.exp(np.float64(x)) for x in (pair.target_params, pair.draft_params))
   p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
   rank = lambda law, x: law[law > law[x]].sum() + law[x] / 2 - 0.5
+  paths = np.asarray(result.rounds.path if tree is TREE else [[[1, 2]] * 40] * limit)
   rows = []
   for row in range(40):
     newest = 0
-    for guesses, n, token, emitted in zip(*(np.asarray(x)[:, row] for x in result.rounds[:4])):
-      for i in range(emitted):
-        law, of_guess = p[newest], q[newest] if i < GAMMA else np.zeros(V)
-        x = guesses[i] if i < GAMMA else -1
-        accepted = i < n
-        left = np.maximum(law - of_guess, 0)
-        next_rank = 0.0 if accepted else rank(left / left.sum(), token)
-        guess_rank = rank(of_guess, x) if i < GAMMA else 0.0
-        chance = min(1, law[x] / of_guess[x]) if i < GAMMA else 1.0
-        rows.append((i, accepted, chance, guess_rank, next_rank))
+    of_row = (np.asarray(x)[:, row] for x in result.rounds[:4])
+    for guesses, n, token, emitted, path in zip(*of_row, paths[:, row]):
+      path = [0, *path[:n]]
+      for node in path[:emitted]:
+        left, law, accepted = p[newest], q[newest].copy(), False
+        children = [guess for guess, parent in enumerate(tree.parents) if parent == node]
+        for guess in children:
+          x, accepted = guesses[guess], guess + 1 in path
+          law /= law.sum()
+          scores = min(1, left[x] / law[x]), rank(law, x)
+          left, was = np.maximum(left - law, 0), left
+          left = left / left.sum() if left.any() else was
+          final = 0.0 if accepted or guess < children[-1] else rank(left, token)
+          rows.append((laws.positions(tree)[guess], accepted, *scores, final))
+          if accepted:
+            break
+          law[x] = 0
+        if not children:
+          rows.append((-1, False, 1.0, 0.0, rank(left, token)))
         newest = x if accepted else token
   found = laws.judge_rounds(
     *(pair, tiny_pair.SENTENCES[:40], sampling, decode, 1, limit), seed=3, batch_size=40
   )
   fields = found.position, found.accepted, found.probability, found.guess, found.next
-  guess = found.position < GAMMA  # of a bonus token there is no probability
   for ours, by_hand in zip(fields, np.array(rows, float).T, strict=True):
-    np.testing.assert_allclose(ours[guess], by_hand[guess], atol=2e-6)
-  np.testing.assert_allclose(found.next, np.array(rows, float)[:, 4], atol=2e-6)
+    np.testing.assert_allclose(ours, by_hand, atol=3e-6)
+  assert set(found.position) == {-1, *laws.positions(tree)}
 
 
 # Injected faults.
@@ -183,6 +205,52 @@ def test_a_loop_that_judges_by_another_q_than_reported_is_found():
 
   found = lowest(judged(table_pair(0.5), rule=lambda sampling: JudgedBy(sampling, forgets)))
   assert found["acceptance"] < LEVEL < found["guesses"]
+
+
+def q_of_the_eldest(proposal):
+  """Siblings drawn without replacement, with the q of those that are not."""
+  eldest = jnp.asarray(PAIRED.children)[list(PAIRED.parents), 0]
+  return proposal._replace(q=proposal.q[:, eldest])
+
+
+@dataclasses.dataclass(frozen=True)
+class YoungestFirst:
+  """Siblings tried in another order than drawn."""
+
+  sampling: Sampling
+  exact = False
+
+  def accept(self, rng, tree, proposal, logits):
+    turned = Proposal(proposal.tokens[:, ::-1], proposal.q[:, ::-1])
+    n, token, path = TokenRule(self.sampling).accept(
+      rng, tree, turned, jnp.concatenate([logits[:, :1], logits[:, :0:-1]], axis=1)
+    )
+    return Verdict(n, token, jnp.where(path > 0, tree.num_nodes - path, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Unadjusted(TokenRule):
+  """Siblings judged by a q that forgets their elders."""
+
+  def accept(self, rng, tree, proposal, logits):
+    return super().accept(rng, tree, q_of_the_eldest(proposal), logits)
+
+
+@pytest.mark.parametrize(
+  "change, rule, found_by",
+  [
+    (q_of_the_eldest, TokenRule, {"guesses"}),
+    (lambda proposal: proposal, Unadjusted, {"all acceptance", "acceptance"}),
+    (lambda proposal: proposal, YoungestFirst, {"all acceptance", "acceptance"}),
+    (lambda proposal: proposal, TokenRule, set()),
+  ],
+  ids=["reported q", "judged q", "order", "none"],
+)
+def test_faults_among_siblings_are_found(change, rule, found_by):
+  pair = table_pair(1.0, change=change)
+  found = lowest(judged(pair, Sampling(), 20_000, rule, PAIRED), 2)
+  assert {law for law, p in found.items() if p < LEVEL} >= found_by, found
+  assert found_by or min(found.values()) > LEVEL, found
 
 
 # The statistics.

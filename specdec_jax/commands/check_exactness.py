@@ -1,4 +1,4 @@
-"""Is the output the target's own? Checked for any pair, sampling, gamma and batch size."""
+"""Is the output the target's own? Checked for any pair, sampling, chain or tree, and batch size."""
 
 import math
 from collections.abc import Sequence
@@ -17,11 +17,12 @@ from specdec_jax.exactness.compare import (
 )
 from specdec_jax.exactness.drift import Judged, detectable_bias, drifts, joined, of_acceptance
 from specdec_jax.exactness.joint import Comparison
-from specdec_jax.exactness.laws import judge_rounds, recorded
+from specdec_jax.exactness.laws import judge_rounds, positions, recorded
 from specdec_jax.exactness.ties import Divergence
 from specdec_jax.pairs import Pair, rule_name
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import Tree, chain
 
 
 def check_exactness(
@@ -37,57 +38,70 @@ def check_exactness(
   num_guesses: int = 12_000,
   level: float = 1e-3,
   seed: int = 0,
+  trees: Sequence[Sequence[int]] = (),
 ) -> None:
   """Check a pair in each setting, print the findings, and exit with status 1 if one fails.
 
   At temperature 0 all texts are decoded both ways and compared token for token; where a row parts,
   the two logits must lie within the measured rounding; and with the target as its own draft no
-  guess may be refused but for rounding. At other temperatures many outputs of some
-  texts are drawn, and their first tokens compared with the target's exact joint distribution; and
-  in rounds over all texts, guesses, their acceptance and next tokens with the laws of each. Smaller
-  batches than the largest, and plain decoding as a control, are sampled with the first of the
-  samplings only; rounds only where `TokenRule` judges.
+  guess may be refused but for rounding, down each path of a tree in turn too. At other temperatures
+  many outputs of some texts are drawn, and their first tokens compared with the target's exact
+  joint distribution; and in rounds over all texts, guesses, their acceptance and next tokens with
+  the laws of each. Smaller batches than the largest, and plain decoding as a control, are sampled
+  with the first of the samplings only; rounds only where `TokenRule` judges.
 
   Args:
     pair: what decodes; see `pairs.load_pair`.
     texts: sources.
     samplings: settings.
-    gammas: guesses a round.
+    gammas: guesses a round, of chains.
     batch_sizes: rows decoded together, each of another text.
     max_new_tokens: limit for each output at temperature 0.
     num_texts: how many of the texts are sampled from.
     samples_per_text: outputs drawn of each.
     num_tokens: first tokens that are compared jointly.
-    num_guesses: guesses judged in rounds of each sampling and gamma, at least.
+    num_guesses: guesses judged in rounds of each sampling and gamma or tree, at least.
     level: chance that all sampled settings together raise a false alarm.
     seed: of all sampling.
+    trees: parents of each tree, as `trees.Tree` has them.
+
+  Raises:
+    InputError: there is nothing to check, the rule is lossy, or the acceptance is simulated.
   """
   require_types(check_exactness, locals())
   require_seed(seed)
-  if not (texts and samplings and gammas and batch_sizes):
-    raise InputError("There is nothing to check: no texts, samplings, gammas or batch sizes.")
+  if not (texts and samplings and (gammas or trees) and batch_sizes):
+    raise InputError("There is nothing to check: no texts, samplings, guesses or batch sizes.")
   if not 0 < level < 1:
     raise InputError(f"level is {level}; a chance of a false alarm lies between 0 and 1.")
   if pair.simulated_alpha is not None:
     raise InputError(
       "The target's acceptance is simulated, so its output has no law to check; give a real target."
     )
+  if not all(pair.rule(sampling).exact for sampling in samplings):
+    raise InputError(
+      f"{rule_name(pair.rule)} is lossy here: its output is not the target's own, so there is "
+      "nothing to check; give an exact rule as pairs.load_pair.rule."
+    )
   counts = dict(num_texts=num_texts, samples_per_text=samples_per_text, num_tokens=num_tokens)
   counts |= dict(max_new_tokens=max_new_tokens, num_guesses=num_guesses)
   for name, value in [*counts.items(), *(("gamma", gamma) for gamma in gammas)]:
     require_count(name, value)
+  shapes = [*map(chain, gammas), *map(Tree, trees)]
+  for shape in shapes:
+    require_count("the number of a tree's guesses", shape.num_guesses)
   for size in batch_sizes:
     pair.require_batch_size(size)
   sampled = [sampling for sampling in samplings if sampling.temperature > 0]
   settings = [
-    (sampling, gamma, batch_size)
+    (sampling, tree, batch_size)
     for sampling in samplings
     for batch_size in (batch_sizes if sampling not in sampled[1:] else [max(batch_sizes)])
-    for gamma in ((0, *gammas) if sampling in sampled[:1] else gammas)
+    for tree in ((chain(0), *shapes) if sampling in sampled[:1] else shapes)
   ]
   # What happens in rounds has known laws where guesses are judged one by one.
   by_tokens = rule_name(pair.rule) == TokenRule.__name__
-  in_rounds = [(s, gamma) for s in sampled for gamma in gammas if by_tokens]
+  in_rounds = [(s, tree) for s in sampled for tree in shapes if by_tokens]
   # A share for the outputs of each sampled setting, for the rounds of each, and for all rounds.
   num_sampled = sum(sampling.temperature > 0 for sampling, _, _ in settings)
   level /= num_sampled + len(in_rounds) + 1
@@ -100,17 +114,21 @@ def check_exactness(
     console.print(f"{'ok  ' if holds else 'FAIL'} {what}: {evidence}")
 
   with Progress(console=Console(stderr=True), transient=True) as bar:
-    for sampling, gamma, batch_size in bar.track(settings, description="checking outputs"):
-      decode, divergences = pair.decoder(sampling, gamma), []
+    for sampling, tree, batch_size in bar.track(settings, description="checking outputs"):
+      decode, divergences = pair.decoder(sampling, tree), []
       if sampling.temperature == 0:
-        plain = pair.decoder(sampling, 0)
-        divergences = compare_argmax(pair, texts, plain, decode, gamma, batch_size, max_new_tokens)
-        rounds, fewest = rounds_of_self_draft(pair, texts, gamma, batch_size, max_new_tokens)
+        plain, limits = pair.decoder(sampling, 0), (batch_size, max_new_tokens)
+        divergences = compare_argmax(pair, texts, plain, decode, tree.num_nodes, *limits)
+        rounds, fewest = rounds_of_self_draft(pair, texts, tree, *limits)
         holds = all(d.is_tie for _, d in divergences) and rounds <= 1.01 * fewest
         evidence = (
           f"{len(texts) - len(divergences)} of {len(texts)} texts identical; the target as its own "
           f"draft takes {rounds} rounds of {fewest} at best"
         )
+        if not tree.is_chain:
+          rounds, fewest = rounds_of_self_draft(pair, texts, tree, *limits, by_paths=True)
+          holds &= rounds <= 1.01 * fewest
+          evidence += f", and {rounds} of {fewest} on each of the tree's paths in turn"
       else:
         counted = samples_per_text, num_tokens
         if sampling not in cells:
@@ -124,29 +142,33 @@ def check_exactness(
             "each text; give more as samples_per_text, or a sampling with top_k."
           )
         holds, evidence = joint.p_value >= level, _of_samples(joint, num_tokens, level)
-      say(holds, f"{_named(sampling, gamma)}, batch {batch_size}", evidence)
+      say(holds, f"{_named(sampling, tree)}, batch {batch_size}", evidence)
       for text, divergence in divergences:
         console.print(f"       {_of_divergence(pair, text, divergence)}")
     guesses: list[Judged] = []
-    for number, (sampling, gamma) in enumerate(bar.track(in_rounds, description="checking rounds")):
+    for number, (sampling, tree) in enumerate(bar.track(in_rounds, description="checking rounds")):
       judged = judge_rounds(  # no two settings draw alike, so that all can be taken together
-        *(pair, texts, sampling, recorded(pair, sampling, gamma), num_guesses, max_new_tokens),
+        *(pair, texts, sampling, recorded(pair, sampling, tree), num_guesses, max_new_tokens),
         seed=seed + 1 + number,
       )
-      guesses.append(judged.at(*range(gamma)))
-      say(*_of_rounds(judged, gamma, f"{_named(sampling, gamma)}, rounds", level))
+      count = max(positions(tree)) + 1
+      guesses.append(judged.at(*range(count)))
+      say(*_of_rounds(judged, count, f"{_named(sampling, tree)}, rounds", level))
   if guesses:
     say(*_of_acceptance(joined(guesses), level))
+  elif sampled:
+    console.print(f"Of {rule_name(pair.rule)} the outputs were checked, but not its rounds.")
   where = f"{pair.dtype} on {jax.devices()[0].platform}"
   console.print(f"{sum(verdicts)} of {len(verdicts)} checks hold, in {where}.")
   if not all(verdicts):
     raise SystemExit(1)
 
 
-def _named(sampling: Sampling, gamma: int) -> str:
+def _named(sampling: Sampling, tree: Tree) -> str:
   truncated = f" top-k {sampling.top_k}" if sampling.top_k else ""
   truncated += f" top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
-  how = f"gamma {gamma}" if gamma else "plain  "
+  how = f"gamma {tree.depth}" if tree.is_chain else f"tree {tree.parents}"
+  how = how if tree.num_guesses else "plain  "
   return f"temperature {sampling.temperature:g}{truncated}, {how}"
 
 
@@ -159,15 +181,15 @@ def _of_samples(joint: Comparison, num_tokens: int, level: float) -> str:
   )
 
 
-def _of_rounds(judged: Judged, gamma: int, what: str, level: float) -> tuple[bool, str, str]:
-  found = drifts(judged, gamma)
+def _of_rounds(judged: Judged, count: int, what: str, level: float) -> tuple[bool, str, str]:
+  found = drifts(judged, count)
   p_values = [drift.p_value for by_position in found.values() for drift in by_position]
   level /= len(p_values)
   standings = "; ".join(
     f"{name} {', '.join(f'{drift.z:+.1f}' for drift in by_position)}"
     for name, by_position in found.items()
   )
-  guesses = judged.at(*range(gamma))
+  guesses = judged.at(*range(count))
   return (
     min(p_values) >= level,
     what,

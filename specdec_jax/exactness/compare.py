@@ -1,7 +1,9 @@
 """Outputs of speculation beside the target's own: token for token, in rounds, and as samples."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,9 @@ from specdec_jax.exactness.joint import Comparison, compare, cut_into_cells
 from specdec_jax.exactness.ties import Divergence, first_divergences
 from specdec_jax.measurement.alpha import teacher_forced_logits
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Decoded
+from specdec_jax.protocols import Context, Decoded, Outcome, Proposal
 from specdec_jax.sampling import Sampling, distribution, row_keys
+from specdec_jax.trees import Tree, chain, take
 
 Decode = Callable[..., Decoded]  # (prompt [B, P], keys [B], max_new_tokens=)
 Cells = dict[tuple[int, ...], float]
@@ -26,11 +29,14 @@ def compare_argmax(
   texts: Sequence[str],
   plain: Decode,
   speculative: Decode,
-  gamma: int,
+  block: int,
   batch_size: int,
   max_new_tokens: int,
 ) -> list[tuple[int, Divergence]]:
-  """Numbers of the texts whose two argmax outputs differ, from 1, and where they part."""
+  """Numbers of the texts whose two argmax outputs differ, from 1, and where they part.
+
+  `block` is the tokens that verification reads at a time: gamma + 1, or a tree's nodes.
+  """
   found, prompts = [], pair.prompt(texts)
   for at in range(0, len(texts), batch_size):
     prompt, count = _batch(prompts, at, batch_size)
@@ -39,29 +45,67 @@ def compare_argmax(
       np.asarray(require_finite(decode(prompt, keys, max_new_tokens=max_new_tokens)).tokens)
       for decode in (speculative, plain)
     )
-    parted = first_divergences(pair.target, pair.target_params, prompt, own, ours, gamma + 1)
+    parted = first_divergences(pair.target, pair.target_params, prompt, own, ours, block)
     found += [(at + d.row + 1, d) for d in parted if d.row < count]
   return found
 
 
+@dataclasses.dataclass(frozen=True)
+class PathDraft(ModelDraft):
+  """Its model's next tokens down one path of a tree, to another leaf each round; beside that path
+  other tokens. At temperature 0, with the target as its model, the whole path must stand.
+  """
+
+  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+    return super().start(params, context, hidden), 0
+
+  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+    (cache, number), tree = state, self.tree
+    own = ModelDraft(self.model, self.sampling, chain(tree.depth))
+    (tokens, _), cache = own.propose(params, cache, context, rng)
+    on_path = jnp.asarray(tree.ancestors[leaves(tree), 1:])[number % len(leaves(tree))]
+    along = take(tokens, tree.depths[1:] - 1)
+    other = (along + 1 + jnp.asarray(tree.ranks)) % self.model.vocab_size
+    return Proposal(jnp.where(on_path, along, other)), (cache, number + 1)
+
+  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
+    return state
+
+
+def leaves(tree: Tree) -> np.ndarray:
+  """The nodes without children."""
+  return np.setdiff1d(np.arange(tree.num_nodes), tree.parents)
+
+
 def rounds_of_self_draft(
-  pair: Pair, texts: Sequence[str], gamma: int, batch_size: int, max_new_tokens: int
+  pair: Pair,
+  texts: Sequence[str],
+  tree: Tree,
+  batch_size: int,
+  max_new_tokens: int,
+  by_paths: bool = False,
 ) -> tuple[int, int]:
   """Rounds that argmax takes with the target as its own draft, and the fewest possible.
 
-  Every guess must stand and every round emit gamma + 1 tokens; what breaks this (a lost bonus
-  token, a draft that falls a token behind) costs speed, and need not show in the output.
+  Every round must go down from eldest child to eldest child to the end, gamma + 1 tokens of a
+  chain; what breaks this (a lost bonus token, a draft that falls a token behind) costs speed, and
+  need not show in the output. `by_paths`, each leaf of the tree is where one round in turn must end
+  (`PathDraft`), so that younger siblings stand too.
   """
-  itself = functools.partial(ModelDraft, pair.target)
+  itself = functools.partial(PathDraft if by_paths else ModelDraft, pair.target)
   own = pair._replace(draft=itself, draft_params=pair.target_params)
-  decode = own.decoder(Sampling(temperature=0.0), gamma)
+  decode = own.decoder(Sampling(temperature=0.0), tree)
+  eldest = [of_node[1:] @ tree.ranks == 0 for of_node in tree.ancestors]
+  ends = leaves(tree) if by_paths else np.flatnonzero(eldest)[-1:]
+  # Tokens that so many rounds can emit; the first that are enough are the fewest.
+  most = np.cumsum(np.resize(tree.depths[ends] + 1, max_new_tokens))
   rounds = fewest = 0
   prompts = pair.prompt(texts)
   for at in range(0, len(texts), batch_size):
     prompt, count = _batch(prompts, at, batch_size)
     decoded = decode(prompt, row_keys(0, at, batch_size), max_new_tokens=max_new_tokens)
     rounds += int((decoded.rounds.num_emitted[:, :count] > 0).sum())
-    fewest += int((-(-decoded.lengths[:count] // (gamma + 1))).sum())
+    fewest += int((1 + np.searchsorted(most, decoded.lengths[:count])).sum())
   return rounds, fewest
 
 

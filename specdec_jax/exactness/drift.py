@@ -18,13 +18,15 @@ MOST = 50.0  # weight of a guess that is nearly certain to be accepted
 
 
 class Judged(NamedTuple):
-  """What happened at each of N emitted tokens; arrays [N].
+  """What happened to each of N guesses, or at a token without one; arrays [N].
 
   Attributes:
-    position: guess of its round that was judged there, from 0; gamma for a bonus token.
+    position: of the guess in its round, from 0 (`laws.positions`); -1 for a bonus token, which had
+      no guess.
     accepted: whether the guess was. probability: of that.
     guess: rank of the guess in q, less its mean. guess_variance: of that.
-    next: rank, in what the rule leaves, of the token in place of the guess, less its mean.
+    next: rank, in what the rule leaves, of the token in place of the guess, less its mean; 0 if the
+      guess was accepted or has a younger sibling.
     next_variance: of that.
   """
 
@@ -37,7 +39,7 @@ class Judged(NamedTuple):
   next_variance: np.ndarray
 
   def at(self, *positions: int) -> "Judged":
-    """The tokens at which these guesses of their rounds were judged."""
+    """What happened at these positions of rounds."""
     return Judged(*(x[np.isin(self.position, positions)] for x in self))
 
 
@@ -98,14 +100,15 @@ def of_next(judged: Judged) -> Drift:
   return Drift(float(judged.next.sum()), float(judged.next_variance.sum()), 0.5)
 
 
-def drifts(judged: Judged, gamma: int) -> dict[str, list[Drift]]:
-  """Of each guess of a round, of all guesses' acceptance, and of the bonus among next tokens."""
-  at = [judged.at(i) for i in range(gamma + 1)]
+def drifts(judged: Judged, count: int) -> dict[str, list[Drift]]:
+  """Of each of so many positions in a round (a chain has gamma), of all guesses' acceptance, and,
+  last among next tokens, of the bonus."""
+  at = [judged.at(i) for i in range(count)]
   return {
-    "all acceptance": [of_acceptance(joined(at[:gamma]))],
-    "acceptance": [of_acceptance(x) for x in at[:gamma]],
-    "guesses": [of_guesses(x) for x in at[:gamma]],
-    "next tokens": [of_next(x) for x in at],
+    "all acceptance": [of_acceptance(joined(at))],
+    "acceptance": [of_acceptance(x) for x in at],
+    "guesses": [of_guesses(x) for x in at],
+    "next tokens": [of_next(x) for x in (*at, judged.at(-1))],
   }
 
 

@@ -7,7 +7,7 @@ that was decoded, never from the loop.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,43 +18,74 @@ from specdec_jax.decoding import all_rounds, decoded, one_round, require_finite,
 from specdec_jax.exactness.drift import Judged, joined
 from specdec_jax.measurement.alpha import teacher_forced_logits
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Context, Decoded, Draft, Model, Outcome, Proposal, Rounds, Rule
-from specdec_jax.rules.tokens import TokenRule
+from specdec_jax.protocols import Context, Decoded, Draft, Model, Outcome, Proposal, Rule
 from specdec_jax.sampling import Sampling, distribution, row_keys
-from specdec_jax.trees import Tree, chain
+from specdec_jax.trees import Tree
 
-Law = Callable[[Array, Array, Array], tuple[Array, Array]]
-Decode = Callable[..., tuple[Decoded, Array]]  # (prompt [B, P], keys [B], max_new_tokens=)
+Decode = Callable[..., tuple[Decoded, "Tried"]]  # (prompt [B, P], keys [B], max_new_tokens=)
 
 
-def algorithm_1(p: Array, q: Array, guess: Array) -> tuple[Array, Array]:
-  """Probability [...] that `guess` [...] is accepted, and weights [..., V] of the token if not.
+class Tried(NamedTuple):
+  """The guesses made at each token of a text: of the node it follows, the children by rank.
 
-  Where there is no guess q is 0, and p is left. Not `rules.tokens.residual`, which is checked.
+  Attributes:
+    position: [B, T, W], see `positions`; -1 for a child that the node does not have.
+    tokens: [B, T, W].
+    q: [B, T, W, V], as reported; 0 for a child that the node does not have.
+    accepted: [B, T, W], whether it is the one that stands.
   """
-  p_x, q_x = (jnp.take_along_axis(x, guess[..., None], axis=-1)[..., 0] for x in (p, q))
-  return jnp.where(p_x < q_x, p_x / q_x, 1.0), jnp.maximum(p - q, 0.0)
+
+  position: Array
+  tokens: Array
+  q: Array
+  accepted: Array
 
 
-def recorded(
-  pair: Pair, sampling: Sampling, gamma: int, rule: Callable[[Sampling], Rule] = TokenRule
-) -> Decode:
-  """As `pair.decoder`, with the q [B, T, V] of the guess judged at each token, 0 at a bonus token.
+def positions(tree: Tree) -> list[int]:
+  """Where each guess [N] is judged in a round: its number among the tree's pairs (depth, rank).
 
-  The rounds are the loop's own, of a draft that keeps what it reports.
+  Of a chain its number, from 0.
   """
-  draft = pair.draft(sampling, chain(gamma))
-  models = pair.target, RecordingDraft(draft, pair.target.vocab_size)
-  common: dict[str, Any] = dict(rule=rule(sampling), eos_id=pair.vocabulary.eos_id)
+  places = [*zip(tree.depths[1:].tolist(), tree.ranks.tolist())]
+  return [sorted({*places}).index(place) for place in places]
+
+
+def token_by_token(p: Array, q: Array, guesses: Array) -> tuple[Array, Array]:
+  """Of the guesses [..., W] at a node the probability [..., W] that each is accepted once its elder
+  siblings were refused, and weights [..., V] of the token if all are.
+
+  r begins as p [..., V]; a guess x from q [..., W, V] has min(1, r(x) / q(x)), and r becomes
+  norm(max(0, r - q)) when it is refused. Where there is no guess q is 0, and r stays. With one
+  guess that is Algorithm 1 (Section 2.3). Nothing here is `rules.tokens`'s, which is checked.
+  """
+  r, probabilities = p, []
+  for rank in range(guesses.shape[-1]):
+    if rank:
+      r = r / r.sum(axis=-1, keepdims=True)
+    law = q[..., rank, :]
+    r_x, q_x = (jnp.take_along_axis(x, guesses[..., rank, None], axis=-1)[..., 0] for x in (r, law))
+    probabilities.append(jnp.where(r_x < q_x, r_x / q_x, 1.0))
+    left = jnp.maximum(r - law, 0.0)
+    r = jnp.where(left.any(axis=-1, keepdims=True), left, r)
+  return jnp.stack(probabilities, axis=-1), r
+
+
+def recorded(pair: Pair, sampling: Sampling, tree: Tree) -> Decode:
+  """As `pair.decoder`, with what was tried at each token.
+
+  The rounds are the loop's own, of a draft that keeps what it reports and hears.
+  """
+  models = pair.target, RecordingDraft(pair.draft(sampling, tree), pair.target.vocab_size)
+  common: dict[str, Any] = dict(rule=pair.judge(sampling), eos_id=pair.vocabulary.eos_id)
   params = pair.target_params, pair.draft_params
   return functools.partial(_recorded_decode, *models, *params, **common)
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordingDraft(Draft):
-  """The same draft, a chain, whose state holds the q of every slot too.
+  """The same draft, whose state holds what was tried at every slot too.
 
-  A slot past the text is written again by the next round, as a cache is; a bonus token's never was.
+  A slot past the text is written again by the next round, as a cache is.
 
   Attributes:
     draft: as it is. vocab_size: V.
@@ -69,18 +100,37 @@ class RecordingDraft(Draft):
 
   def start(self, params: Any, context: Context, hidden: Array) -> Any:
     own = self.draft.start(params, context, hidden)
-    return own, jnp.zeros((*context.tokens.shape, self.vocab_size))
+    slots = *context.tokens.shape, self.tree.width
+    none = jnp.zeros(slots, jnp.int32)
+    return own, Tried(none, none, jnp.zeros((*slots, self.vocab_size)), jnp.zeros(slots, bool))
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    own, all_q = state
+    own, tried = state
     proposal, own = self.draft.propose(params, own, context, rng)
-    q = jax.nn.one_hot(proposal.tokens, self.vocab_size) if proposal.q is None else proposal.q
-    write = lambda row, new, at: lax.dynamic_update_slice(row, new, (at, 0))
-    return proposal, (own, jax.vmap(write)(all_q, q.astype(all_q.dtype), context.length))
+    return proposal, (own, tried)
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
-    own, all_q = state
-    return self.draft.observe(params, own, outcome), all_q
+    own, tried = state
+    tree, (tokens, q), path = self.tree, outcome.proposal, outcome.verdict.path
+    if q is None:
+      q = jax.nn.one_hot(tokens, self.vocab_size)
+    if path is None:
+      i = jnp.arange(tree.depth)
+      path = jnp.where(i < outcome.verdict.num_accepted[:, None], i + 1, 0)
+    rows = jnp.arange(len(tokens))[:, None, None]
+    # The children [B, D + 1, W] of the newest token and of the nodes that stand; N for none.
+    children = jnp.asarray(tree.children)[jnp.pad(path, ((0, 0), (1, 0)))]
+    of_round = Tried(
+      jnp.asarray([*positions(tree), -1], jnp.int32)[children],
+      tokens.at[rows, children].get(mode="clip"),
+      q.at[rows, children].get(mode="fill", fill_value=0.0),
+      children + 1 == jnp.pad(path, ((0, 0), (0, 1)))[..., None],
+    )
+    begin = outcome.length - outcome.num_emitted
+    write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
+    put = lambda all_, new: write(all_, new.astype(all_.dtype), begin)
+    own = self.draft.observe(params, own, outcome)
+    return own, jax.tree.map(put, tried, of_round)
 
 
 @functools.partial(jax.jit, static_argnames=("target", "draft", "max_new_tokens", "rule", "eos_id"))
@@ -95,12 +145,13 @@ def _recorded_decode(
   max_new_tokens: int,
   rule: Rule,
   eos_id: int,
-) -> tuple[Decoded, Array]:
+) -> tuple[Decoded, Tried]:
   models = target, draft, target_params, draft_params
   step = functools.partial(one_round, *models, rule, rng, eos_id)
   s = all_rounds(step, start(*models, prompt, max_new_tokens))
+  rows = jnp.arange(len(prompt))[:, None]
   slots = s.prompt_length[:, None] + jnp.arange(max_new_tokens)
-  return decoded(s), jnp.take_along_axis(s.draft[1], slots[..., None], axis=1)
+  return decoded(s), jax.tree.map(lambda x: x[rows, slots], s.draft[1])
 
 
 def judge_rounds(
@@ -111,7 +162,6 @@ def judge_rounds(
   num_guesses: int,
   max_new_tokens: int,
   seed: int,
-  law: Law = algorithm_1,
   batch_size: int = 32,
 ) -> Judged:
   """Decode the texts, again and again if need be, until `num_guesses` guesses have been judged.
@@ -124,49 +174,42 @@ def judge_rounds(
     num_guesses: at least so many; when to stop depends on the past alone, so means stay 0.
     max_new_tokens: limit for each output.
     seed: of the draws.
-    law: what a guess's probability is, and what is left if it is refused.
-    batch_size: rows decoded together; q alone takes 4 V bytes for each of their tokens.
+    batch_size: rows decoded together; q alone takes 4 V W bytes for each of their tokens.
   """
   prompts, found, count, at = pair.prompt(texts), [], 0, 0
   while count < num_guesses:
     prompt = prompts[np.arange(at, at + batch_size) % len(texts)]
-    result, q = decode(prompt, row_keys(seed, at, batch_size), max_new_tokens=max_new_tokens)
+    result, tried = decode(prompt, row_keys(seed, at, batch_size), max_new_tokens=max_new_tokens)
     longest = -(-int(require_finite(result).lengths.max()) // 32) * 32  # few widths, few programs
-    tokens, models = result.tokens[:, :longest], (pair.target, pair.target_params)
-    scores = _scores(*models, prompt, tokens, q[:, :longest], result.rounds, sampling, law)
+    tokens, tried = result.tokens[:, :longest], Tried(*(x[:, :longest] for x in tried))
+    scores = _scores(pair.target, pair.target_params, prompt, tokens, tried, sampling)
+    visited, *fields = (np.asarray(x, float) for x in scores)
     written = np.arange(tokens.shape[1]) < np.asarray(result.lengths)[:, None]
-    found.append(Judged(*(np.asarray(x, float)[written] for x in scores)))
+    found.append(Judged(*(x[(visited > 0) & written[..., None]] for x in fields)))
     count += sum(int(x.sum()) for x in result.rounds.judged())
     at += batch_size
   return joined(found)
 
 
-@functools.partial(jax.jit, static_argnames=("target", "sampling", "law"))
+@functools.partial(jax.jit, static_argnames=("target", "sampling"))
 def _scores(
-  target: Model,
-  params,
-  prompt: Array,
-  tokens: Array,
-  q: Array,
-  rounds: Rounds,
-  sampling: Sampling,
-  law: Law,
+  target: Model, params, prompt: Array, tokens: Array, tried: Tried, sampling: Sampling
 ) -> tuple[Array, ...]:
-  """The fields of `Judged`, [B, T] each; what lies past a row's end means nothing."""
-  ends = jnp.cumsum(rounds.num_emitted, axis=0).T  # [B, R]
-  t = jnp.arange(tokens.shape[1])
-  number = (ends[:, None] <= t[:, None]).sum(axis=-1)  # of the round that emitted a token, [B, T]
-  of_round = lambda x: jnp.take_along_axis(x.T, number, axis=1, mode="clip")
-  position = t - of_round(ends.T - rounds.num_emitted)
-  gamma = rounds.guesses.shape[-1]
-  guesses = rounds.guesses.swapaxes(0, 1).reshape(len(tokens), -1)  # [B, R G]
-  at = number * gamma + jnp.clip(position, 0, gamma - 1)
-  guess = jnp.take_along_axis(guesses, at, axis=1, mode="clip")
-  accepted = position < of_round(rounds.num_accepted)
+  """Which guesses were judged, [B, T, W], and the fields of `Judged` for them, likewise.
+
+  A token without a guess counts as an eldest child that does not exist. What lies past a row's end
+  means nothing.
+  """
+  position, guesses, q, accepted = tried
   p = distribution(teacher_forced_logits(target, params, prompt, tokens), sampling)
-  probability, left = law(p, q, guess)
-  drawn = jnp.where(accepted[..., None], 0.0, jnp.where(left.any(-1, keepdims=True), left, p))
-  return position, accepted, probability, *_rank(q, guess), *_rank(drawn, tokens)
+  probability, left = token_by_token(p, q, guesses)
+  drawn = jnp.where(accepted.any(axis=-1, keepdims=True), 0.0, left)
+  exists, rank = position >= 0, jnp.arange(position.shape[-1])
+  elder_stands = jnp.cumsum(accepted, axis=-1) > accepted
+  visited = (exists | (rank == 0)) & ~elder_stands
+  is_last = ~jnp.pad(exists[..., 1:], ((0, 0), (0, 0), (0, 1)))
+  follows = (jnp.where(is_last, x[..., None], 0.0) for x in _rank(drawn, tokens))
+  return visited, position, accepted, probability, *_rank(q, guesses), *follows
 
 
 def _rank(weights: Array, token: Array) -> tuple[Array, Array]:

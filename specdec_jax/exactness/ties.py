@@ -48,7 +48,7 @@ def first_divergences(
     prompt: source tokens [B, P].
     plain: output of plain decoding [B, T].
     speculative: output of speculative decoding [B, T].
-    block: gamma + 1, tokens that verification reads at a time.
+    block: tokens that verification reads at a time: gamma + 1, or a tree's nodes.
   """
   rows = np.flatnonzero((plain != speculative).any(axis=1))
   if not len(rows):
