@@ -62,7 +62,7 @@ class PathDraft(ModelDraft):
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     (cache, number), tree = state, self.tree
     own = ModelDraft(self.model, self.sampling, chain(tree.depth))
-    (tokens, _), cache = own.propose(params, cache, context, rng)
+    (tokens, *_), cache = own.propose(params, cache, context, rng)
     on_path = jnp.asarray(tree.ancestors[leaves(tree), 1:])[number % len(leaves(tree))]
     along = take(tokens, tree.depths[1:] - 1)
     other = (along + 1 + jnp.asarray(tree.ranks)) % self.model.vocab_size

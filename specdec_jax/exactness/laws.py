@@ -111,7 +111,7 @@ class RecordingDraft(Draft):
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     own, tried = state
-    tree, (tokens, q), path = self.tree, outcome.proposal, outcome.verdict.path
+    tree, (tokens, q, _), path = self.tree, outcome.proposal, outcome.verdict.path
     if q is None:
       q = jax.nn.one_hot(tokens, self.vocab_size)
     if path is None:
