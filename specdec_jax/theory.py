@@ -97,22 +97,24 @@ def break_even_alpha(gamma, c, verify_cost=1.0):
   return np.where(round_cost <= 1, 0.0, possible)[()]
 
 
-def expected_rounds(alpha: float, gamma: int, num_tokens: int | Sequence[int]) -> float:
+def expected_rounds(
+  alpha: float | Sequence[float], gamma: int, num_tokens: int | Sequence[int]
+) -> float:
   """Rounds that a text of `num_tokens` takes on average, with guesses accepted independently.
 
   The exact count behind Equation 1, which Theorem 8 replaces by num_tokens / E[tokens] for texts
   that are "long enough": a text ends inside its last round, whose further tokens are lost.
 
   Args:
-    alpha: acceptance rate.
-    gamma: guesses a round.
+    alpha: acceptance rate; or, [gamma], the rate at each depth (`tree_rates`).
+    gamma: guesses a round, of a tree its depth.
     num_tokens: of the text; or of each row of a batch, which ends with the last of its rows.
   """
   lengths = np.atleast_1d(num_tokens)
   longest = lengths.max()
   # A round emits k = 1..gamma tokens with probability (1 - alpha) alpha^(k - 1), or gamma + 1.
-  emits = (1 - alpha) * alpha ** np.arange(gamma + 1)
-  emits[gamma] = alpha**gamma
+  reached = np.cumprod([1.0, *np.broadcast_to(alpha, gamma), 0.0])
+  emits = reached[:-1] - reached[1:]
   # ended[n, r]: the chance that n tokens take at most r rounds, r < longest.
   ended = np.zeros((longest + 1, longest))
   ended[0] = 1.0
@@ -124,7 +126,7 @@ def expected_rounds(alpha: float, gamma: int, num_tokens: int | Sequence[int]) -
 
 
 def text_improvement(
-  alpha: float,
+  alpha: float | Sequence[float],
   gamma: int,
   c: float,
   verify_cost: float,
@@ -135,10 +137,10 @@ def text_improvement(
   """Speedup over whole texts: Theorem 8 without its assumption that they are long.
 
   Args:
-    alpha: acceptance rate.
-    gamma: guesses a round.
-    c: time of a draft step, in target steps.
-    verify_cost: v, time of a pass over gamma + 1 tokens, in target steps.
+    alpha: acceptance rate; or, [gamma], the rate at each depth (`tree_rates`).
+    gamma: guesses a round, of a tree its depth.
+    c: time of a draft step, of a tree a level, in target steps.
+    verify_cost: v, time of a pass over all that is guessed and one more, in target steps.
     lengths: tokens of each text; or of each batch those of its rows.
     target_start: time to read a prompt, in target steps.
     draft_start: time of the draft to read it, in target steps.
@@ -235,10 +237,24 @@ def tree_tokens(tree: Tree, acceptance: Sequence[float]) -> float:
     acceptance: for each rank the probability that, of a node's children, it is the one that stands
       (positional acceptance; Chen et al., Sequoia, 2024); no more ranks than these ever do.
   """
-  chances = [1.0]  # that a node is reached; the newest token, which is, brings the next one
+  return float(_reached(tree, acceptance).sum())
+
+
+def tree_rates(tree: Tree, acceptance: Sequence[float]) -> list[float]:
+  """Of rounds whose path came to a depth, the share that goes on, for each depth [D].
+
+  Of a chain that is alpha, gamma times; arguments as `tree_tokens`.
+  """
+  reached = np.bincount(tree.depths, _reached(tree, acceptance))
+  return [float(on / at) if at else 0.0 for at, on in zip(reached, reached[1:])]
+
+
+def _reached(tree: Tree, acceptance: Sequence[float]) -> np.ndarray:
+  """The chance [K] that each node stands; the newest token does, and brings the next one."""
+  chances = [1.0]
   for parent, rank in zip(tree.parents, tree.ranks):
     chances.append(chances[parent] * (acceptance[rank] if rank < len(acceptance) else 0.0))
-  return sum(chances)
+  return np.array(chances)
 
 
 def best_tree(acceptance: Sequence[float], num_nodes: int, depth: int) -> Tree:

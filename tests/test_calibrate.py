@@ -1,19 +1,23 @@
-"""gamma = 'auto': its prediction for batches, its choice, and the runs that take it."""
+"""gamma and tree = 'auto': the prediction for batches, the choice, and the runs that take it."""
+
+import functools
+import json
 
 import numpy as np
 import pytest
 import tiny_pair
 
 from specdec_jax.commands import decode, gamma
-from specdec_jax.commands.translate import decode_lines
+from specdec_jax.commands.translate import decode_lines, translate
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.errors import InputError
-from specdec_jax.measurement import calibrate
-from specdec_jax.measurement.calibrate import choose, resolve_gamma, resolve_gammas
+from specdec_jax.measurement import calibrate, oracles
+from specdec_jax.measurement.calibrate import choose, choose_tree, resolve_gammas, resolve_tree
 from specdec_jax.measurement.costs import Costs
 from specdec_jax.records import read
 from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.theory import expected_rounds, text_improvement
+from specdec_jax.theory import best_tree, expected_rounds, text_improvement, tree_rates, tree_tokens
+from specdec_jax.trees import Tree, branching, chain
 
 GREEDY = Sampling(0.0)
 TEXTS = tiny_pair.SENTENCES[:4]
@@ -116,12 +120,118 @@ def test_a_small_gain_must_show_when_it_is_tried(monkeypatch, tried, chosen):
   monkeypatch.setattr(calibrate, "choose", lambda *args: small)
   monkeypatch.setattr(calibrate, "round_calls", lambda *args: [])
   monkeypatch.setattr(calibrate, "start_calls", lambda *args: [])
-  monkeypatch.setattr(calibrate, "round_costs", lambda *args: {})
+  monkeypatch.setattr(calibrate, "round_costs", lambda *args: [])
   monkeypatch.setattr(calibrate, "GAMMAS", (1, 2))
   clock = lambda calls, repeats: ([1.0, 1 / tried], [call() for call in calls])
   monkeypatch.setattr(calibrate, "interleaved_medians", clock)
   found = calibrate.calibrate(tiny_pair.pair(), TEXTS, GREEDY, 4, 12)
   assert found.tried == pytest.approx(tried) and found.gamma == (2 if chosen else 0)
+
+
+# The choice of a tree.
+
+
+def tree_costs(level, guess, row, start=0.0):
+  """At 4, 16 and 64 nodes: drafting takes so much a level and a guess, verification 1 and a row."""
+  trees = [branching(3), branching(3, 2, 1), Tree([0] * 20 + [1] * 43)]
+  return {
+    tree: Costs(
+      target_step=1e-3,
+      draft_step=1e-3 * (level * tree.depth + guess * tree.num_guesses) / tree.depth,
+      verify=9e-4,
+      accept=1e-4 + 1e-3 * row * tree.num_guesses,
+      target_start=1e-3 * start,
+      draft_start=0.0,
+    )
+    for tree in trees
+  }
+
+
+LONG = [[600]]  # a text so long that its last round does not matter
+
+
+def test_a_trees_rates_are_the_chances_of_its_levels():
+  """The text formula on them, for a long text, is tokens a round over the time of a round."""
+  assert tree_rates(chain(3), [0.7, 0.2]) == pytest.approx([0.7] * 3)
+  tree = Tree([0, 0, 1, 1, 2])
+  assert tree_rates(tree, [0.6, 0.2]) == pytest.approx([0.8, (0.36 + 0.12 + 0.12) / 0.8])
+  assert tree_rates(Tree([0, 0, 1]), [0.0, 0.0]) == [0.0, 0.0]
+  got = text_improvement(tree_rates(tree, [0.6, 0.2]), 2, 0.1, 1.3, LONG)
+  assert got == pytest.approx(tree_tokens(tree, [0.6, 0.2]) / (2 * 0.1 + 1.3), rel=1e-2)
+  assert expected_rounds([0.6], 1, 3) == expected_rounds(0.6, 1, 3) == pytest.approx(2.16)
+
+
+def test_rounds_with_rates_of_their_own_by_hand():
+  """3 tokens, rates 1/2 and 1: a round gives 1 or 3, so 1 round or else, of 2 left, 2 or 1."""
+  assert expected_rounds([0.5, 1.0], 2, 3) == pytest.approx(0.5 + 0.5 * (1 + 0.5 * 1 + 0.5 * 2))
+
+
+@pytest.mark.parametrize(
+  "level, tree, speedup", [(0.1, (0, 0, 1), 2 / 1.2), (0.5, (0, 0), 1.75 / 1.5)]
+)
+def test_a_dear_level_makes_a_shallow_tree(monkeypatch, level, tree, speedup):
+  """Rank 0 stands half the time, rank 1 a quarter: two children give 1.75 tokens, and one more
+  behind the first 2."""
+  monkeypatch.setattr(calibrate, "NODES", (4,))
+  monkeypatch.setattr(calibrate, "DEPTH", 2)
+  found = choose_tree([0.5, 0.25], tree_costs(level, 0.0, 0.0), LONG)
+  assert found.tree == Tree(tree)
+  assert found.speedup == pytest.approx(speedup, rel=1e-2)
+  assert found.drafting == pytest.approx(level * found.tree.depth) and found.v == 1
+
+
+RANKS = [0.8, 0.1, 0.04]
+
+
+def test_where_rows_are_free_a_wide_tree_beats_the_chain_and_where_they_are_dear_it_does_not():
+  """With a level of 0.05 and rows that are free a chain gives by hand 4.33 tokens in 1.4 steps at
+  gamma 8, and with rows of 0.2 a step 2.952 in 1.75 at gamma 3."""
+  flat = choose_tree(RANKS, tree_costs(0.05, 0.0, 0.0), LONG)
+  plain = choose(RANKS[0], costs(c=0.05, v_slope=0.0, fixed=0.0, start=0.0), LONG)
+  assert flat.tree.num_nodes == 64 and flat.tree.width > 1
+  assert max(plain.speedups) == pytest.approx(4.329 / 1.4, rel=1e-2)
+  assert flat.speedup > 1.2 * max(plain.speedups)
+  steep = choose_tree(RANKS, tree_costs(0.05, 0.0, 0.2), LONG)
+  chained = choose(RANKS[0], costs(c=0.05, v_slope=0.2, fixed=0.0, start=0.0), LONG)
+  assert chained.gamma == 3
+  assert max(chained.speedups) == pytest.approx(2.952 / 1.75, rel=1e-2)
+  assert 1 < steep.speedup < 0.9 * max(chained.speedups)
+
+
+def test_costs_of_trees_between_those_measured():
+  """Also where speed is found on texts as short as these, with all that is read before."""
+  found = choose_tree(RANKS, tree_costs(0.05, 0.002, 0.01, start=2.0), LENGTHS)
+  n, depth = found.tree.num_nodes, found.tree.depth
+  assert found.drafting == pytest.approx(0.05 * depth + 0.002 * (n - 1))
+  assert found.v == pytest.approx(1 + 0.01 * (n - 1))
+  for nodes in calibrate.NODES:
+    for most in (2, 5, 10):
+      tree = best_tree(RANKS, nodes, most)
+      if not tree.is_chain:
+        c = 0.05 + 0.002 * tree.num_guesses / tree.depth
+        v = 1 + 0.01 * tree.num_guesses
+        rates = tree_rates(tree, RANKS)
+        other = text_improvement(rates, tree.depth, c, v, LENGTHS, 2.0)
+        assert other <= found.speedup + 1e-9
+  free = choose_tree(RANKS, tree_costs(-0.1, -0.01, 0.0), LENGTHS)  # as noise may have it
+  assert free.drafting == 0.0
+
+
+@pytest.mark.parametrize("tried, taken", [(1.04, True), (0.97, False), (None, False)])
+def test_a_tree_is_taken_if_it_was_faster(tried, taken):
+  found = choose(0.8, costs(), LENGTHS)
+  best = choose_tree(RANKS, tree_costs(0.05, 0.0, 0.0), LENGTHS)._replace(tried=tried)
+  said = str(both := found._replace(branching=best))
+  assert both.tree == (best.tree if taken else chain(found.gamma))
+  head = "a tree of 64 nodes" if taken else f"gamma {found.gamma}"
+  assert said.startswith(f"{head} was chosen: alpha 0.80, c ")
+  assert (
+    f"; the best tree, 64 nodes of depth {best.tree.depth}, has a predicted speedup of " in said
+  )
+  assert said.endswith(
+    "stand 0.80, 0.10, 0.04"
+    + ("" if tried is None else f"; tried, {tried:.2f} times as fast as without it")
+  )
 
 
 # The runs that take it.
@@ -130,21 +240,39 @@ def test_a_small_gain_must_show_when_it_is_tried(monkeypatch, tried, chosen):
 def auto(monkeypatch, alpha, **dear):
   """Calibration without its measurements."""
   made = choose(alpha, costs(**dear), LENGTHS)
-  monkeypatch.setattr(calibrate, "calibrate", lambda *args: made)
+  monkeypatch.setattr(calibrate, "calibrate", lambda *args, **settings: made)
   return made
 
 
 def test_auto_is_resolved_and_a_number_stays(monkeypatch, capsys):
   found = auto(monkeypatch, 0.8)
   rest = None, TEXTS, GREEDY, 1, 12
-  assert resolve_gamma("auto", *rest) == found.gamma > 0
+  assert resolve_tree("auto", None, *rest) == chain(found.gamma) and found.gamma > 0
   assert capsys.readouterr().out == f"{found}.\n"
-  assert resolve_gamma(7, *rest) == 7
-  assert resolve_gamma("auto", None, [None, None], *rest[2:]) == 0
+  assert resolve_tree(7, None, *rest) == chain(7)
+  assert resolve_tree(7, [0, 0], *rest) == branching(2)
+  for both in (("auto", None), (7, "auto"), ("auto", "auto")):
+    assert resolve_tree(*both, None, [None, None], *rest[2:]) == chain(0)
   assert capsys.readouterr().out == ""
   for bad in (0, -1, 2.5, "fast"):
     with pytest.raises(InputError, match=f"gamma is {bad!r}"):
-      resolve_gamma(bad, *rest)
+      resolve_tree(bad, None, *rest)
+
+
+@pytest.mark.parametrize(
+  "gamma, tree, sentence",
+  [
+    ("auto", [0, 0], r"gamma is 'auto' and tree is \[0, 0\]: a tree leaves no gamma to choose"),
+    (5, [3], r"A tree has parents \(3,\); they must be whole numbers in ascending order"),
+    (5, [0, -1], r"A tree has parents \(0, -1\)"),
+    (5, [], "the number of a tree's guesses is 0; it must be a whole number, from 1"),
+    (5, [0] * 10**6, "a tree of 1000001 nodes would take at least .* GB; ask for less"),
+  ],
+  ids=["no gamma to choose", "no parent", "negative", "empty", "huge"],
+)
+def test_trees_that_are_none(gamma, tree, sentence):
+  with pytest.raises(InputError, match=sentence):
+    resolve_tree(gamma, tree, None, TEXTS, GREEDY, 1, 12)
 
 
 def test_auto_among_gammas_to_be_measured(monkeypatch, capsys):
@@ -161,13 +289,14 @@ def test_auto_among_gammas_to_be_measured(monkeypatch, capsys):
 
 
 def test_hosts_agree_on_the_first_choice(tmp_path):
-  path = tmp_path / "gamma"
-  assert decode._agreed(path, 0, lambda: 3) == 3
-  assert decode._agreed(path, 1, lambda: pytest.fail("it is chosen")) == 3
-  path.unlink()
-  another_is_first = lambda: decode._agreed(path, 1, lambda: 0) or 5
-  assert decode._agreed(path, 0, another_is_first) == 0
-  assert [p.name for p in tmp_path.iterdir()] == ["gamma"]
+  path = tmp_path / "tree"
+  for tree in (chain(3), branching(2, 1)):
+    assert decode._agreed(path, 0, functools.partial(Tree, tree.parents)) == tree
+    assert decode._agreed(path, 1, lambda: pytest.fail("it is chosen")) == tree
+    path.unlink()
+  another_is_first = lambda: [decode._agreed(path, 1, lambda: chain(0)), chain(5)][1]
+  assert decode._agreed(path, 0, another_is_first) == chain(0)
+  assert [p.name for p in tmp_path.iterdir()] == ["tree"]
 
 
 def test_gamma_0_decodes_plainly():
@@ -179,6 +308,60 @@ def test_gamma_0_decodes_plainly():
   )
   np.testing.assert_array_equal(decoded.tokens, own.tokens)
   assert decoded.rounds.guesses.shape[-1] == 0
+
+
+def translated(tmp_path, pair, tree):
+  """Lines that the command writes of TEXTS, at temperature 0."""
+  (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in TEXTS))
+  files = str(tmp_path / "in.txt"), str(tmp_path / "out.txt")
+  translate(pair, *files, batch_size=2, max_new_tokens=12, tree=tree)
+  return (tmp_path / "out.txt").read_text().splitlines()
+
+
+def plain_lines(pair):
+  batches = decode_lines(pair, TEXTS, GREEDY, 0, 2, 12)
+  return [text for texts, _ in batches for text in texts]
+
+
+def test_a_given_tree_decodes_what_plain_decoding_does(tmp_path):
+  pair = tiny_pair.pair()
+  assert translated(tmp_path, pair, [0, 0, 1]) == plain_lines(pair)
+
+
+def test_a_tree_is_found_and_tried(tmp_path, monkeypatch, capsys):
+  """The clock is ours: drafting and further rows are free, and the tree takes 0.8 of the chain's
+  time. A tree of 128 nodes, more than the model has positions for, is neither timed nor chosen."""
+  pair = tiny_pair.gpt_pair()
+  small = dict(GAMMAS=(1, 2), TREES=((4, 2), (128, 4)), NODES=(4, 128), DEPTH=2)
+  for name, value in dict(small, NUM_TEXTS=2, SURE_GAIN=0.0).items():
+    monkeypatch.setattr(calibrate, name, value)
+
+  def clock(calls, repeats):
+    of_rounds = [0.0, 0.0, *(1.0 + i % 2 for i in range(len(calls) - 2))]
+    return [1.0, 0.8] if len(calls) == 2 else of_rounds, [call() for call in calls]
+
+  monkeypatch.setattr(calibrate, "interleaved_medians", clock)
+  assert translated(tmp_path, pair, "auto") == plain_lines(pair)
+  said = " ".join(capsys.readouterr().err.split())
+  assert said.startswith("a tree of 4 nodes was chosen: alpha ")
+  assert "; tried, 1.25 times as fast as without it." in said
+  assert "; the best tree, 4 nodes of depth 2, has a predicted speedup of " in said
+
+
+def test_hosts_share_the_tree(tmp_path, monkeypatch, capsys):
+  pair, found = tiny_pair.pair(), auto(monkeypatch, 0.8)
+  best = calibrate.Branching(Tree([0, 0, 1]), (0.8, 0.1), 0.1, 1.0, 2.0, tried=1.5)
+  monkeypatch.setattr(calibrate, "calibrate", lambda *a, branching: found._replace(branching=best))
+  for tree in ("auto", [0, 0, 1]):  # which are then one and the same
+    settings = dict(batch_size=2, max_new_tokens=12, tree=tree)
+    decode.decode(pair, TEXTS, str(tmp_path), **settings)
+    lines = (tmp_path / "outputs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["output"] for line in lines] == plain_lines(pair)
+  of_part = json.loads((tmp_path / "part-0-of-1.jsonl").read_text().splitlines()[0])
+  assert (of_part["gamma"], of_part["tree"]) == (2, [0, 0, 1])
+  assert "a tree of 4 nodes was chosen" in capsys.readouterr().out
+  with pytest.raises(InputError, match=r"is of a run with .* choose another OUTPUT_DIR"):
+    decode.decode(pair, TEXTS, str(tmp_path), **{**settings, "tree": [0, 0]})
 
 
 # What choosing could be worth.
@@ -198,7 +381,7 @@ def best_by_trying(stands, cost):
 def test_times_of_a_text(seed):
   rng = np.random.default_rng(seed)
   stands, cost = rng.random(9) < 0.7, [1.0, 1.3, 1.5, 2.1]
-  fixed, best = gamma.times(stands, cost)
+  fixed, best = oracles.times(stands, cost)
   assert best == pytest.approx(best_by_trying(stands, cost)) and best <= fixed.min()
   for g in range(4):
     left, rounds = stands, 0
@@ -225,11 +408,11 @@ def test_policies_are_measured(tmp_path, capsys, monkeypatch):
   assert names[-1] == "adaptive" and names.count("fixed") == 2 and "plain" in names
   assert all(r.identical for r in measured[3:])
   for g in (1, 2):
-    rounds = sum(gamma.times(row > 0.5, [1.0, 1.0, 1.0])[0][g] for row in stands)
+    rounds = sum(oracles.times(row > 0.5, [1.0, 1.0, 1.0])[0][g] for row in stands)
     assert by_name["fixed", g].rounds == rounds
   assert set(np.concatenate(stands)) == {0.0, 1.0}
   for row in stands:  # with costs of our own: noise may make those measured negative
-    fixed, best = gamma.times(row > 0.5, [1.0, 1.2, 1.4])
+    fixed, best = oracles.times(row > 0.5, [1.0, 1.2, 1.4])
     assert best <= fixed.min() + 1e-9
   said = capsys.readouterr().out
   assert "temperature 0, batch 1: " in said and "was chosen: alpha" in said

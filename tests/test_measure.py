@@ -311,7 +311,7 @@ def test_costs_are_what_links_take_and_not_what_a_call_takes():
   undrafted = [verify + accept] * 2
   links = [step, *undrafted, *(gamma * draft + verify + accept for gamma in gammas), accept, accept]
   seconds = [5.0 + count * link for link in links for count in (0, CHAIN)]
-  for costs in round_costs([7.0, 9.0], seconds, gammas).values():
+  for costs in round_costs([7.0, 9.0], seconds, gammas):
     assert costs == pytest.approx(Costs(step, draft, verify, accept, 7.0, 2.0))
 
 

@@ -13,7 +13,7 @@ from specdec_jax.commands.trees import trees
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.merged import side_by_side
 from specdec_jax.errors import InputError
-from specdec_jax.measurement.alpha import positional_acceptance
+from specdec_jax.measurement.alpha import measure_alpha, positional_acceptance
 from specdec_jax.pairs import rule_name
 from specdec_jax.protocols import Context
 from specdec_jax.reporting.lengths import lengths_table
@@ -206,6 +206,10 @@ def test_positional_acceptance_is_what_rounds_show():
   greedy = Sampling(temperature=0.0)
   best = positional_acceptance(pair, *written(pair, greedy), greedy, width=72)
   assert best.sum() == pytest.approx(1)  # one of all tokens is the target's
+  lenient = positional_acceptance(pair, *written(pair, greedy), greedy, lenience=0.3)
+  alpha = measure_alpha(pair, *written(pair, greedy), greedy, lenience=0.3).alpha.mean
+  assert lenient[0] == pytest.approx(alpha) and alpha > 2 * best[0]
+  assert positional_acceptance(pair, prompts, outputs, sampling, 4, 0.3)[0] > found[0] + 0.01
 
 
 def test_acceptance_lengths_are_recorded(tmp_path, capsys):

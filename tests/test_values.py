@@ -39,6 +39,7 @@ from specdec_jax.trees import chain
 COUNT = "it must be a whole number, from 1 to 2147483647."
 SEED = "it must be a whole number from -2147483648 to 4294967295."
 GAMMAS = "it must be a list (each a whole number or 'auto') or 'auto'."
+TREE = "it must be a list (each a whole number) or 'auto' or None."
 DIGITS = 123456789012345678901234567890
 
 
@@ -62,6 +63,10 @@ def refused(function, *args, **settings) -> str:
   [
     (dict(gamma=True), "gamma is True; it must be a whole number or 'auto'."),
     (dict(gamma="x"), "gamma is 'x'; it must be a whole number or 'auto'."),
+    (dict(tree="x"), f"tree is 'x'; {TREE}"),
+    (dict(tree=5), f"tree is 5; {TREE}"),
+    (dict(tree=[0, True]), f"tree is [0, True]; {TREE}"),
+    (dict(tree=[0, 0.5]), f"tree is [0, 0.5]; {TREE}"),
     (dict(max_new_tokens=True), "max_new_tokens is True; it must be a whole number."),
     (dict(max_new_tokens=10**30), f"max_new_tokens is {10**30}; {COUNT}"),
     (dict(batch_size=10**12), f"batch_size is 1000000000000; {COUNT}"),
@@ -130,6 +135,9 @@ def test_memory_is_that_of_the_machine_which_runs():
     (speedup, dict(seed=DIGITS), f"seed is {DIGITS}; {SEED}"),
     (speedup, dict(max_new_tokens=0), f"max_new_tokens is 0; {COUNT}"),
     (decode, dict(seed=DIGITS), f"seed is {DIGITS}; {SEED}"),
+    (decode, dict(tree="x"), f"tree is 'x'; {TREE}"),
+    (decode, dict(tree=[3]), "A tree has parents (3,); they must be whole numbers in ascending"),
+    (decode, dict(tree=[0], gamma="auto"), "gamma is 'auto' and tree is [0]: a tree leaves no"),
     (decode, dict(output_dir=5), "output_dir is 5; it must be a text."),
     (decode, dict(host=5), "host is 5; it must be (a whole number, a whole number) or None."),
     (decode, dict(host=("x", 1)), "host is ('x', 1); it must be (a whole number, a whole number)"),

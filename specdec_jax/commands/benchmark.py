@@ -104,7 +104,7 @@ def _costs(pair: Pair, prompt: Array) -> Costs:
   seconds, _ = interleaved_medians(
     round_calls(pair, [draft], prompt, Sampling(0.0), LIMIT), repeats=9
   )
-  return round_costs((math.nan, math.nan), seconds, [GAMMA])[GAMMA]
+  return round_costs((math.nan, math.nan), seconds, [GAMMA])[0]
 
 
 def _speedup(pair: Pair, prompts: Sequence[Array], sampling: Sampling) -> float:

@@ -21,10 +21,11 @@ from rich.progress import Progress
 
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
-from specdec_jax.measurement.calibrate import resolve_gamma
+from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import Tree
 from specdec_jax.writing import claim, written
 
 
@@ -39,6 +40,7 @@ def decode(
   seed: int = 0,
   lenience: float = 1.0,
   host: tuple[int, int] | None = None,
+  tree: Sequence[int] | Literal["auto"] | None = None,
 ) -> None:
   """Decode this host's share of texts; if it is the last, merge all into `outputs.jsonl`.
 
@@ -59,6 +61,8 @@ def decode(
     seed: of all sampling.
     lenience: l of Appendix A.5; 1 for exactness.
     host: (i, n) for number i, from 0, of n hosts; by default each process of jax is one.
+    tree: parents of a tree of guesses (`trees.Tree`) instead of a chain of gamma; 'auto' finds the
+      best of both first, once for all hosts.
 
   Raises:
     InputError: the folder holds texts decoded in another way, or this host is at work already.
@@ -81,6 +85,7 @@ def decode(
     max_source_tokens=pair.max_source_tokens,
     **dataclasses.asdict(sampling),
     gamma=gamma,
+    tree=tree,
     lenience=lenience,
     batch_size=batch_size,
     max_new_tokens=max_new_tokens,
@@ -91,12 +96,13 @@ def decode(
   )
   settings_of_auto = sampling, batch_size, max_new_tokens, seed, lenience
   asked = [text if pair.reads(text) else None for text in texts]
-  choose = functools.partial(resolve_gamma, gamma, pair, asked, *settings_of_auto)
-  if gamma == "auto":
+  choose = functools.partial(resolve_tree, gamma, tree, pair, asked, *settings_of_auto)
+  if "auto" in (gamma, tree):
     these = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
-    gamma = settings["gamma"] = _agreed(folder / f"gamma-{these}", number, choose)
+    guesses = _agreed(folder / f"tree-{these}", number, choose)
   else:
-    gamma = choose()
+    guesses = choose()
+  settings |= dict(gamma=guesses.depth, tree=None if guesses.is_chain else [*guesses.parents])
   parts = [folder / f"part-{i}-of-{num_hosts}.jsonl" for i in range(num_hosts)]
   host_of = [i // batch_size % num_hosts for i in range(len(texts))]
   own = [i for i in range(len(texts)) if host_of[i] == number]
@@ -106,7 +112,9 @@ def decode(
     todo = set(own[num_done:])
     # None costs nothing: what is other hosts', and what is done.
     lines = [text if i in todo else None for i, text in enumerate(asked)]
-    batches = decode_lines(pair, lines, sampling, gamma, batch_size, max_new_tokens, seed, lenience)
+    batches = decode_lines(
+      pair, lines, sampling, guesses, batch_size, max_new_tokens, seed, lenience
+    )
     with Progress(console=Console(stderr=True), transient=True) as bar:
       task = bar.add_task("decoding", total=len(own), completed=num_done)
       for at, (outputs, decoded) in zip(range(0, len(texts), batch_size), batches):
@@ -124,19 +132,19 @@ def decode(
   print(f"{summary}: {folder / 'outputs.jsonl'}")
 
 
-def _agreed(path: pathlib.Path, number: int, choose: Callable[[], int]) -> int:
+def _agreed(path: pathlib.Path, number: int, choose: Callable[[], Tree]) -> Tree:
   """What the file holds, or `choose()` put there, unless another host is first to do so."""
   if not path.exists():
     own = path.with_name(f"{path.name}.part{number}")
     with written(own) as file:
-      file.write(f"{choose()}\n")
+      file.write(json.dumps([*choose().parents]) + "\n")
     try:
       os.link(own, path)  # whole or not at all, and never over another's
     except FileExistsError:
       pass
     finally:
       own.unlink()
-  return int(path.read_text())
+  return Tree(json.loads(path.read_text()))
 
 
 def _records(pair: Pair, at: int, sources, outputs, decoded: list[Decoded]) -> Iterator[dict]:

@@ -14,10 +14,11 @@ from specdec_jax.counts import num_rounds, num_tokens
 from specdec_jax.data.text import read_lines
 from specdec_jax.decoding import require_finite
 from specdec_jax.errors import require_count, require_seed, require_types
-from specdec_jax.measurement.calibrate import resolve_gamma
+from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling, row_keys
+from specdec_jax.trees import Tree
 from specdec_jax.writing import require_apart, written
 
 
@@ -32,6 +33,7 @@ def translate(
   seed: int = 0,
   prefix: str = "",
   num_texts: int = 1,
+  tree: Sequence[int] | Literal["auto"] | None = None,
 ) -> None:
   """Translate each line of a file, or with a decoder-only model continue it.
 
@@ -48,6 +50,8 @@ def translate(
     seed: of all sampling.
     prefix: put before each line, such as T5's tasks have.
     num_texts: how many, where there is no input.
+    tree: parents of a tree of guesses (`trees.Tree`) instead of a chain of gamma; 'auto' finds the
+      best of both first.
 
   A line past the pair's limit is cut, an output ends at `max_new_tokens`, and a T5 leaves an empty
   line empty; each is said on standard error.
@@ -67,11 +71,11 @@ def translate(
   to_file = output != "-"
   with written(output, alone=True) if to_file else contextlib.nullcontext(sys.stdout) as sink:
     _warn(notes, pair, lines)
-    gamma = resolve_gamma(gamma, pair, asked, *settings, say=notes.print)
+    guesses = resolve_tree(gamma, tree, pair, asked, *settings, say=notes.print)
     since, outputs = time.perf_counter(), []
     with Progress(console=notes, transient=True) as bar:
       task = bar.add_task("decoding", total=len(lines))
-      batches = decode_lines(pair, asked, sampling, gamma, batch_size, max_new_tokens, seed)
+      batches = decode_lines(pair, asked, sampling, guesses, batch_size, max_new_tokens, seed)
       for texts, decoded in batches:
         outputs += decoded
         sink.write("".join(text.replace("\n", " ") + "\n" for text in texts))
@@ -96,17 +100,18 @@ def decode_lines(
   pair: Pair,
   lines: Sequence[str | None],
   sampling: Sampling,
-  gamma: int,
+  tree: Tree | int,
   batch_size: int,
   max_new_tokens: int,
   seed: int = 0,
   lenience: float = 1.0,
 ) -> Iterator[tuple[list[str], list[Decoded]]]:
-  """Outputs for lines, batch by batch, and what was decoded; by plain decoding with gamma 0.
+  """Outputs for lines, batch by batch, and what was decoded; plainly if there are no guesses.
 
-  A line that is None is not decoded, and its output is empty; a batch of such lines costs nothing.
+  `tree` is as in `Pair.decoder`. A line that is None is not decoded, and its output is empty; a
+  batch of such lines costs nothing.
   """
-  decode = pair.decoder(sampling, gamma, lenience)
+  decode = pair.decoder(sampling, tree, lenience)
   for at in range(0, len(lines), batch_size):
     batch = lines[at : at + batch_size]
     rows = [row for row, line in enumerate(batch) if line is not None]

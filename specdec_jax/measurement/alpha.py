@@ -110,7 +110,9 @@ def acceptance_and_change(
   return jnp.minimum(p / lenience, q).sum(axis=-1), change
 
 
-def positional_acceptance(pair, prompts, decoded, sampling: Sampling, width: int = 8) -> np.ndarray:
+def positional_acceptance(
+  pair, prompts, decoded, sampling: Sampling, width: int = 8, lenience: float = 1.0
+) -> np.ndarray:
   """How often a node's child of each rank [W] is the one that stands, as `theory.best_tree` wants.
 
   Measured at the tokens that the target wrote: there `width` children are guessed, and judged by
@@ -121,21 +123,26 @@ def positional_acceptance(pair, prompts, decoded, sampling: Sampling, width: int
   for prompt, output in zip(prompts, decoded):
     logits = teacher_forced_logits(pair.target, pair.target_params, prompt, output.tokens)
     guesses, q = proposals(pair.target, draft, pair.draft_params, prompt, output.tokens)
-    stands = np.asarray(_sibling_chances(logits, guesses, q, sampling, tree))
+    stands = np.asarray(_sibling_chances(logits, guesses, q, sampling, tree, lenience))
     is_text = np.arange(stands.shape[1]) < np.asarray(output.lengths)[:, None]
     total += stands[is_text].sum(axis=0)
     count += int(is_text.sum())
   return total / count
 
 
-@functools.partial(jax.jit, static_argnames=("sampling", "tree"))
-def _sibling_chances(logits: Array, guesses: Array, q: Array, sampling: Sampling, tree: Tree):
+@functools.partial(jax.jit, static_argnames=("sampling", "tree", "lenience"))
+def _sibling_chances(
+  logits: Array, guesses: Array, q: Array, sampling: Sampling, tree: Tree, lenience: float
+) -> Array:
   """Probability [B, T, W] that each of the guesses [B, T, W] is the one that stands."""
   nodes = (tree.num_nodes, logits.shape[-1])
   p = jnp.broadcast_to(distribution(logits, sampling)[:, :, None], (*logits.shape[:2], *nodes))
   flat = lambda x: x.reshape(-1, *x.shape[2:])
-  q_x, r_x = offers(tree, flat(guesses), flat(q), flat(p))
+  q_x, r_x = offers(tree, flat(guesses), flat(q), flat(p), lenience)
+  q_x = lenience * q_x
   stands = jnp.where(q_x > r_x, r_x / q_x, 1.0).reshape(guesses.shape)
+  if sampling.temperature == 0 and lenience < 1:
+    stands = jnp.where(near_argmax(logits[:, :, None], guesses, lenience), 1.0, stands)
   refused = jnp.cumprod(1 - stands, axis=-1)
   return stands * jnp.pad(refused[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=1.0)
 

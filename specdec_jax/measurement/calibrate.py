@@ -3,6 +3,9 @@
 A short calibration decodes a few of the texts and times what rounds are made of; the closed forms
 do the rest. Where they promise little of speculation it is tried, and where they promise nothing,
 or the trial fails, gamma is 0: plain decoding.
+
+tree = 'auto': the same, and beside the best chain the best tree (Chen et al., Sequoia, 2024), with
+costs as measured. It is taken if it was faster than the chain when it was tried.
 """
 
 import functools
@@ -14,34 +17,70 @@ import numpy as np
 
 from specdec_jax import theory
 from specdec_jax.counts import acceptance_rate, num_tokens
-from specdec_jax.decoding import require_finite
+from specdec_jax.decoding import require_finite, start
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.measurement.alpha import positional_acceptance
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs, start_calls
 from specdec_jax.measurement.timing import interleaved_medians
+from specdec_jax.memory import require_memory
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import chain
+from specdec_jax.trees import Tree, chain
 
 NUM_TEXTS = 32  # decoded for alpha; a batch may hold more
 GAMMAS = (3, 10)  # at which costs are timed; lines join them, up to the last
+TREES = ((4, 2), (16, 6), (64, 4))  # (nodes, depth) of trees that are timed; lines join their v
+NODES, DEPTH = (4, 8, 16, 32, 64), 10  # of trees to choose from
 LEAST_GAIN = 1.02  # predicted or tried, for speculation to be chosen
 SURE_GAIN = 1.5  # predicted, for it to be chosen without a trial; see experiments/gpt_like
 REPEATS = 5  # of timing what rounds are made of
 TRIALS = 8  # decodes timed, if there are not as many batches
 
 
-class Calibration(NamedTuple):
-  """A choice of gamma, and why.
+class Branching(NamedTuple):
+  """The best tree of those that branch, and why.
 
   Attributes:
-    gamma: the choice; 0 for plain decoding.
-    alpha: accepted / judged guesses of the texts decoded.
+    tree: of the most predicted speed.
+    acceptance: how often a node's child of each rank stands.
+    drafting: time of guessing the tree, in target steps.
+    v: time of a pass over its nodes, likewise.
+    speedup: predicted.
+    tried: speed over that of what would be chosen else, on the same few texts, if it was tried.
+  """
+
+  tree: Tree
+  acceptance: tuple[float, ...]
+  drafting: float
+  v: float
+  speedup: float
+  tried: float | None = None
+
+  def __str__(self) -> str:
+    ranks = ", ".join(f"{chance:.2f}" for chance in self.acceptance[:3])
+    tokens = theory.tree_tokens(self.tree, self.acceptance)
+    tried = "" if self.tried is None else f"; tried, {self.tried:.2f} times as fast as without it"
+    return (
+      f"the best tree, {self.tree.num_nodes} nodes of depth {self.tree.depth}, has a predicted "
+      f"speedup of {self.speedup:.2f}: {tokens:.2f} tokens a round, drafting {self.drafting:.2f} "
+      f"and v {self.v:.2f} steps, children of rank 0, 1, 2 stand {ranks}{tried}"
+    )
+
+
+class Calibration(NamedTuple):
+  """A choice of gamma or of a tree, and why.
+
+  Attributes:
+    gamma: the choice among chains; 0 for plain decoding.
+    alpha: accepted / judged guesses of the texts decoded; with `branching`, how often an eldest
+      child stands, so that chains and trees are judged alike.
     c: time of a draft step in target steps, at gamma 0, 1, 2, ... (Definition 7); 0 at gamma 0.
     v: time of a pass over gamma + 1 tokens, likewise; 1 at gamma 0.
     speedups: predicted, likewise; 1 at gamma 0.
     starts: time of the target and of the draft to read a batch's prompts, in target steps.
     tried: speedup of the best draft over plain decoding of the same few texts, if it was tried.
+    branching: the best tree that is no chain, if trees were looked at.
   """
 
   gamma: int
@@ -51,6 +90,14 @@ class Calibration(NamedTuple):
   speedups: tuple[float, ...]
   starts: tuple[float, float]
   tried: float | None = None
+  branching: Branching | None = None
+
+  @property
+  def tree(self) -> Tree:
+    """The choice: a tree that was faster than the chain when it was tried, else the chain."""
+    best = self.branching
+    faster = best is not None and best.tried is not None and best.tried >= LEAST_GAIN
+    return best.tree if best is not None and faster else chain(self.gamma)
 
   @property
   def best_draft(self) -> int:
@@ -69,15 +116,19 @@ class Calibration(NamedTuple):
       if 0 < gamma < len(self.speedups)
     )
     chosen = f"gamma {self.gamma}" if self.gamma else "plain decoding, gamma 0,"
+    if not self.tree.is_chain:
+      chosen = f"a tree of {self.tree.num_nodes} nodes"
+    branching = "" if self.branching is None else f"; {self.branching}"
     tried = "" if self.tried is None else f"; tried, {self.tried:.2f} at gamma {best}"
     return (
       f"{chosen} was chosen: alpha {self.alpha:.2f}, c {self.c[best]:.3f}, v({best}) "
-      f"{self.v[best]:.2f}; predicted speedup {speedups}{tried}"
+      f"{self.v[best]:.2f}; predicted speedup {speedups}{tried}{branching}"
     )
 
 
-def resolve_gamma(
+def resolve_tree(
   gamma: int | str,
+  tree: Sequence[int] | str | None,
   pair: Pair,
   texts: Sequence[str | None],
   sampling: Sampling,
@@ -86,20 +137,38 @@ def resolve_gamma(
   seed: int = 0,
   lenience: float = 1.0,
   say: Callable[[str], object] = print,
-) -> int:
-  """`gamma`, or for 'auto' what `calibrate` chooses, 0 for plain decoding; `say` is told why.
+) -> Tree:
+  """The tree with parents `tree`, without it a chain of `gamma`; for 'auto' what `calibrate`
+  chooses, no guesses for plain decoding, and `say` is told why.
 
-  Texts that are None will not be decoded, as in `translate.decode_lines`.
+  A tree goes before a gamma, and so does tree 'auto', which looks at chains too. Texts that are
+  None will not be decoded, as in `translate.decode_lines`.
+
+  Raises:
+    InputError: gamma is no count, tree no tree; or there is nothing to choose, as gamma is 'auto'
+      and a tree is given.
   """
-  if gamma != "auto":
+  if tree is not None and not isinstance(tree, str):
+    if gamma == "auto":
+      raise InputError(
+        f"gamma is 'auto' and tree is {tree!r:.100}: a tree leaves no gamma to choose; give one."
+      )
+    require_count("the number of a tree's guesses", len(tree))
+    given = Tree(tree)
+    nodes = given.num_nodes
+    # What nodes see of each other; found before anything of this size is made.
+    require_memory(f"a tree of {nodes} nodes", jax.ShapeDtypeStruct((nodes, nodes), np.float32))
+    return given
+  if "auto" not in (gamma, tree):
     require_count("gamma", gamma)
-    return int(gamma)
+    return chain(int(gamma))
   asked = [text for text in texts if text is not None]
   if not asked:
-    return 0
-  calibration = calibrate(pair, asked, sampling, batch_size, max_new_tokens, seed, lenience)
+    return chain(0)
+  settings = sampling, batch_size, max_new_tokens, seed, lenience
+  calibration = calibrate(pair, asked, *settings, branching=tree == "auto")
   say(f"{calibration}.")
-  return calibration.gamma
+  return calibration.tree
 
 
 def resolve_gammas(
@@ -139,16 +208,39 @@ def calibrate(
   max_new_tokens: int,
   seed: int = 0,
   lenience: float = 1.0,
+  branching: bool = False,
 ) -> Calibration:
   """Choose a gamma for texts, at least one; arguments as `measure.measure`.
+
+  With `branching`, a tree if one is faster; the chain's alpha is then that of the eldest children.
 
   It decodes NUM_TEXTS of them, spread evenly, or a batch if that is more, and takes seconds; its
   programs, as any, are compiled once and kept between runs.
   """
 
-  def decoder(gamma: int) -> Callable[..., Decoded]:
-    decode = pair.decoder(sampling, gamma, lenience)
+  def decoder(tree: Tree | int) -> Callable[..., Decoded]:
+    decode = pair.decoder(sampling, tree, lenience)
     return functools.partial(decode, max_new_tokens=max_new_tokens)
+
+  def fits(tree: Tree) -> bool:
+    """Whether memory, and a model's positions, hold its rounds with the longest text."""
+    prompt = jax.ShapeDtypeStruct((batch_size, max(len(pair.encode(t)) for t in texts)), np.int32)
+    begin = functools.partial(start, pair.target, pair.draft(sampling, tree), limit=max_new_tokens)
+    try:
+      jax.eval_shape(begin, pair.target_params, pair.draft_params, prompt)
+    except InputError:
+      return False
+    return True
+
+  def gain(tree: Tree | int, over: int) -> float:
+    """Speed with one over that with another, both decoding in turn."""
+    ways, repeats = (decoder(over), decoder(tree)), -(-TRIALS // len(batches))
+    timed = [
+      interleaved_medians([functools.partial(w, *b) for w in ways], repeats) for b in batches
+    ]
+    before_s, after_s = np.sum([medians for medians, _ in timed], axis=0)
+    before, after = (num_tokens([jax.device_get(both[i]) for _, both in timed]) for i in (0, 1))
+    return float((after / after_s) / (before / before_s))
 
   pair.require_batch_size(batch_size)
   if not texts:
@@ -162,23 +254,35 @@ def calibrate(
     for i in range(0, count, batch_size)
   ]
   outputs = [require_finite(jax.device_get(decoder(GAMMAS[-1])(*batch))) for batch in batches]
-  drafts, prompt = [pair.draft(sampling, chain(gamma)) for gamma in GAMMAS], batches[0][0]
-  starts = start_calls(pair, drafts[-1], prompt, max_new_tokens)
+  alpha, trees, prompt = acceptance_rate(outputs), [*map(chain, GAMMAS)], batches[0][0]
+  lengths = [out.lengths.tolist() for out in outputs]
+  if branching:
+    longest = -(-max(map(max, lengths)) // 16) * 16  # few widths, so few programs
+    at = [slice(i, i + 1) for i in range(batch_size)]  # row by row: q has some laws for each token
+    prompts = [prompt[i] for prompt, _ in batches for i in at]
+    cut = [
+      out._replace(tokens=out.tokens[i, :longest], lengths=out.lengths[i])
+      for out in outputs
+      for i in at
+    ]
+    ranks = positional_acceptance(pair, prompts, cut, sampling, lenience=lenience).tolist()
+    alpha, first, *rest = ranks[0], *(theory.best_tree(ranks, *shape) for shape in TREES)
+    trees += [first, *filter(fits, rest)]
+  drafts = [pair.draft(sampling, tree) for tree in trees]
+  starts = start_calls(pair, drafts[len(GAMMAS) - 1], prompt, max_new_tokens)
   rounds = round_calls(pair, drafts, prompt, sampling, max_new_tokens, lenience)
   seconds, _ = interleaved_medians([*starts, *rounds], REPEATS)
-  costs = round_costs(seconds[:2], seconds[2:], GAMMAS)
-  chosen = choose(acceptance_rate(outputs), costs, [out.lengths.tolist() for out in outputs])
-  if not chosen.gamma or chosen.speedups[chosen.gamma] >= SURE_GAIN:
-    return chosen
-  ways = decoder(0), decoder(chosen.gamma)
-  repeats = -(-TRIALS // len(batches))
-  timed = [interleaved_medians([functools.partial(w, *b) for w in ways], repeats) for b in batches]
-  plain_s, ours_s = np.sum([medians for medians, _ in timed], axis=0)
-  plain_tokens, our_tokens = (
-    num_tokens([jax.device_get(both[i]) for _, both in timed]) for i in (0, 1)
-  )
-  tried = float((our_tokens / ours_s) / (plain_tokens / plain_s))
-  return chosen._replace(gamma=chosen.gamma if tried >= LEAST_GAIN else 0, tried=tried)
+  costs = round_costs(seconds[:2], seconds[2:], [tree.depth for tree in trees])
+  chosen = choose(alpha, dict(zip(GAMMAS, costs)), lengths)
+  if chosen.gamma and chosen.speedups[chosen.gamma] < SURE_GAIN:
+    tried = gain(chosen.gamma, 0)
+    chosen = chosen._replace(gamma=chosen.gamma if tried >= LEAST_GAIN else 0, tried=tried)
+  if branching:
+    best = choose_tree(ranks, dict(zip(trees[len(GAMMAS) :], costs[len(GAMMAS) :])), lengths)
+    if best.speedup >= LEAST_GAIN * chosen.speedups[chosen.gamma]:
+      best = best._replace(tried=gain(best.tree, chosen.gamma))
+    chosen = chosen._replace(branching=best)
+  return chosen
 
 
 def choose(
@@ -215,3 +319,37 @@ def choose(
     speedups=(1.0, *speedups),
     starts=starts,
   )
+
+
+def choose_tree(
+  acceptance: Sequence[float], costs: Mapping[Tree, Costs], lengths: Sequence[Sequence[int]]
+) -> Branching:
+  """Of the best tree for each number of nodes, to the most measured, and depth, that of the best
+  speed; chains are not among them.
+
+  v goes in lines from 1 at one node through the trees measured. Drafting takes so much a level, as
+  it is a call of the draft, and so much a guess, as wide levels take more: found by least squares,
+  in which a tree weighs 1 / v, since drafting is what rounds of about that time differ by.
+
+  Args:
+    acceptance: how often a node's child of each rank stands.
+    costs: measured with trees of different sizes and depths.
+    lengths: as in `choose`.
+  """
+  one = next(iter(costs.values()))
+  starts = one.target_start / one.target_step, one.draft_start / one.target_step
+  shapes = np.array([(t.depth, t.num_guesses, t.depth * cost.c) for t, cost in costs.items()])
+  *shapes, drafting = (shapes / [[cost.v] for cost in costs.values()]).T
+  of_level, of_guess = np.maximum(0.0, np.linalg.lstsq(np.transpose(shapes), drafting)[0])
+  sizes, vs = zip(*sorted((tree.num_nodes, cost.v) for tree, cost in costs.items()))
+  found, nodes = [], [n for n in NODES if n <= sizes[-1]]
+  for tree in {theory.best_tree(acceptance, n, d) for n in nodes for d in range(1, DEPTH + 1)}:
+    if not tree.is_chain:
+      drafting = of_level * tree.depth + of_guess * tree.num_guesses
+      v = float(np.interp(tree.num_nodes, [1, *sizes], [1.0, *vs]))
+      rates = theory.tree_rates(tree, acceptance)
+      speedup = theory.text_improvement(
+        rates, tree.depth, drafting / tree.depth, v, lengths, *starts
+      )
+      found.append(Branching(tree, tuple(acceptance), float(drafting), v, speedup))
+  return max(found, key=lambda one: one.speedup)

@@ -32,9 +32,9 @@ class Costs(NamedTuple):
   Attributes:
     target_step: a round of plain decoding: read one token, sample the next, commit it.
     draft_step: what drafting adds to a round, divided by gamma (Definition 7 counts gamma runs of
-      M_q).
-    verify: a round without drafting and accepting: the target's pass over gamma + 1 tokens, and
-      the little it takes to commit them.
+      M_q), of a tree by its depth.
+    verify: a round without drafting and accepting: the target's pass over gamma + 1 tokens, of a
+      tree over its nodes, and the little it takes to commit them.
     accept: make the target's logits distributions, judge the guesses, sample the next token.
     target_start: plain decoding up to its first round, once a text: mostly what the target takes to
       read the prompt.
@@ -125,22 +125,25 @@ def round_calls(
 
 
 def round_costs(
-  starts: Sequence[float], rounds: Sequence[float], gammas: Sequence[int]
-) -> dict[int, Costs]:
-  """Costs for each gamma, from the seconds that `start_calls` and `round_calls` took."""
+  starts: Sequence[float], rounds: Sequence[float], depths: Sequence[int]
+) -> list[Costs]:
+  """Costs of rounds, from the seconds that `start_calls` and `round_calls` took.
+
+  `depths` are those of the drafts' trees: of chains, their gammas.
+  """
   plain_start, start = starts
   target_step, *parts = np.diff(np.reshape(rounds, (-1, 2)))[:, 0] / CHAIN
-  return {
-    gamma: Costs(
+  return [
+    Costs(
       target_step=target_step,
-      draft_step=(whole - undrafted) / gamma,
+      draft_step=(whole - undrafted) / depth,
       verify=undrafted - accept,
       accept=accept,
       target_start=plain_start,
       draft_start=start - plain_start,
     )
-    for gamma, undrafted, whole, accept in zip(gammas, *np.reshape(parts, (3, -1)))
-  }
+    for depth, undrafted, whole, accept in zip(depths, *np.reshape(parts, (3, -1)))
+  ]
 
 
 def measure_costs(
@@ -156,7 +159,7 @@ def measure_costs(
   starts = start_calls(pair, draft, prompt, max_new_tokens)
   rounds = round_calls(pair, [draft], prompt, sampling, max_new_tokens)
   seconds, _ = interleaved_medians([*starts, *rounds], repeats)
-  return round_costs(seconds[:2], seconds[2:], [gamma])[gamma]
+  return round_costs(seconds[:2], seconds[2:], [gamma])[0]
 
 
 def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:

@@ -120,5 +120,5 @@ def measure_speed(
     progress(len(plain_outputs))
   baseline_s, *speculative_s = map(float, np.sum(seconds, axis=0)[:-2])
   starts = np.mean(seconds, axis=0)[-2:]
-  costs = round_costs(starts, np.mean(part_seconds, axis=0), gammas)
+  costs = dict(zip(gammas, round_costs(starts, np.mean(part_seconds, axis=0), gammas)))
   return Speed(plain_outputs, speculative, baseline_s, dict(zip(gammas, speculative_s)), costs)
