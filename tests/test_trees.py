@@ -151,6 +151,7 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys):
   trees(tiny_pair.pair("near"), **settings)
   measured = records.read(tmp_path / "results.jsonl")
   said = capsys.readouterr().out
+  page = (tmp_path / "report.html").read_text(encoding="utf-8")
   assert [(r.temperature, r.rule, r.tree is None) for r in measured] == [
     *[(0.0, "TokenRule", True), (0.0, "TokenRule", False)],
     *[(1.0, rule, of_chain) for of_chain in (True, False) for rule in ("TokenRule", "BlockRule")],
@@ -163,7 +164,10 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys):
   assert [row[1] for row in lengths_table(measured).rows] == [
     "chain" if r.tree is None else "tree" for r in measured
   ]
-  trees(tiny_pair.pair("near"), **settings)  # nothing is measured twice
+  assert said.count("begins a round") == page.count("</figure>") == 2  # for each temperature
+  assert page.count("<article>") == 4 and page.count('class="tree"') > 4
+  assert settings["texts"][8] in said and settings["texts"][8] in page
+  trees(tiny_pair.pair("near"), **settings, report_examples=0)  # nothing is measured twice
   assert len(records.read(tmp_path / "results.jsonl")) == len(measured)
 
 

@@ -18,6 +18,7 @@ from specdec_jax.measurement.calibrate import resolve_gamma
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling, row_keys
+from specdec_jax.trees import Tree
 from specdec_jax.writing import require_apart, written
 
 
@@ -96,13 +97,15 @@ def decode_lines(
   pair: Pair,
   lines: Sequence[str | None],
   sampling: Sampling,
-  gamma: int,
+  gamma: int | Tree,
   batch_size: int,
   max_new_tokens: int,
   seed: int = 0,
   lenience: float = 1.0,
 ) -> Iterator[tuple[list[str], list[Decoded]]]:
   """Outputs for lines, batch by batch, and what was decoded; by plain decoding with gamma 0.
+
+  Instead of gamma a tree of guesses may be given.
 
   A line that is None is not decoded, and its output is empty; a batch of such lines costs nothing.
   """
