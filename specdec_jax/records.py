@@ -179,9 +179,14 @@ class Record:
   schema: int = SCHEMA
 
   @property
-  def is_chain(self) -> bool:
-    """Whether the guesses of a round were one after the other, as in Algorithm 1."""
-    return self.tree is None and self.dynamic_nodes is None
+  def kind(self) -> str:
+    """Of the guesses of a round: chain (Algorithm 1), tree or dynamic tree."""
+    return "dynamic tree" if self.dynamic_nodes else "tree" if self.tree else "chain"
+
+  @property
+  def num_nodes(self) -> int:
+    """Of a round, the newest token counted."""
+    return self.dynamic_nodes or len(self.tree or range(self.gamma)) + 1
 
   @property
   def device(self) -> str:

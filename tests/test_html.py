@@ -27,8 +27,8 @@ from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.measurement import measure as measuring
 from specdec_jax.records import Record
 from specdec_jax.reporting import speeds
-from specdec_jax.reporting.html import Example, report, write_report
-from specdec_jax.reporting.rounds import Round, read_rounds
+from specdec_jax.reporting.html import Example, lengths_report, report, write_report
+from specdec_jax.reporting.rounds import Branch, Round, read_rounds
 
 SWEEP = [
   dataclasses.replace(
@@ -244,6 +244,17 @@ def test_simulated_acceptance_is_told():
   assert ["acceptance simulated:" in sentence for sentence in sentences] == [False, True]
 
 
+def test_trees_and_rules_are_told_apart():
+  """By nodes at each depth, not by a list of parents."""
+  tree = dataclasses.replace(RECORD, tree=[0, 0, 1, 1, 2, 4, 6, 7], rule="BlockRule")
+  page = parsed([RECORD, tree])
+  assert [n.text for n in page.all("th")][:2] == ["rule", "guesses"]
+  assert [row[:2] for row in cells(page)] == [
+    ["TokenRule", "chain"],
+    ["BlockRule", "tree of 9 nodes (1-2-3-1-1-1)"],
+  ]
+
+
 # The charts.
 
 
@@ -300,6 +311,43 @@ def test_a_chart_says_its_values_aloud():
   drawing = parsed(SWEEP).all("svg")[0]
   assert drawing.attributes["role"] == "img"
   assert "measured 1.21 at gamma 2, 1.45 at gamma 3" in drawing.attributes["aria-label"]
+
+
+def of_lengths(page):
+  """For each chart its heading, and the values of its curves by name."""
+  charts = {}
+  for figure in page.all("figure"):
+    labels = [n.text.split(": ") for n in figure.all("text") if ": " in n.text]
+    charts[figure.all("h3")[0].text] = {name: value for name, value in labels[1:]}
+  return charts
+
+
+def test_acceptance_lengths_have_a_chart_for_each_temperature_and_a_curve_for_each_rule():
+  length = dataclasses.replace(
+    RECORD, tokens_per_round=2.5, tokens_per_round_low=2.4, tokens_per_round_high=2.6
+  )
+  tree = dataclasses.replace(length, tree=[0, 0, 1, 1, 2, 4], gamma=3, tokens_per_round=2.75)
+  larger = dataclasses.replace(tree, tree=[*tree.tree, 5, 7], gamma=5, tokens_per_round=3.25)
+  sampled = [
+    dataclasses.replace(r, temperature=1.0, identical=None, rule=rule)
+    for r in (length, tree)
+    for rule in ("TokenRule", "BlockRule")
+  ]
+  page = Parser(lengths_report([length, larger, tree, *sampled], [], "lengths")).open[0]
+  assert of_lengths(page) == {
+    "Temperature 0": {"plain decoding": "1", "chains, Token": "2.50", "trees, Token": "3.25"},
+    "Temperature 1": {"plain decoding": "1", "chains, Token": "2.50", "trees, Token": "2.75"}
+    | {"chains, Block": "2.50", "trees, Block": "2.75"},
+  }
+  drawing = page.all("svg")[0].attributes["aria-label"]
+  assert "trees, Token 2.75 at nodes 7, 3.25 at nodes 9" in drawing
+  across = [x for kind in ("chains", "trees") for x, _ in points(page.all("figure")[0], kind)]
+  nodes = np.log2([6, 7, 9])
+  slope, start = np.polyfit(nodes, across, 1)
+  np.testing.assert_allclose(across, start + slope * nodes, atol=0.1)
+  assert len(cells(page)) == 7 and "over chain" in page.text
+  (one_rule,) = of_lengths(Parser(lengths_report([tree], [], "t")).open[0]).values()
+  assert one_rule == {"plain decoding": "1", "trees": "2.75"}
 
 
 # Acceptance by position.
@@ -360,6 +408,40 @@ def test_every_round_is_on_the_page():
     dict(accepted=("Park", "."), rejected=(), unused=("der",), own=()),
   ]
   assert [n.attributes["class"] for n in page.all() if "hidden" in n.attributes] == ["controls"]
+
+
+TREE_ROUND = Round(
+  (" ein", " Hund"),
+  None,
+  (),
+  " läuft",
+  (Branch(1, " Mann", (" s", "itzt")), Branch(0, None, (" der",))),
+)
+
+
+def test_a_tree_is_shown_in_columns_of_depth():
+  nothing = Round((), None, (), " im", (Branch(0, " am", ()), Branch(0, " Park", (".",))))
+  example = Example("a dog runs", "ein Hund läuft im", 0.0, 3, (TREE_ROUND, nothing), 6)
+  page = parsed([RECORD], [example])
+  assert "a tree of 6 nodes" in page.all("article")[0].text and "In a tree" in page.text
+  lines = []
+  for table in page.all("table", "tree"):
+    lines.append([])
+    for row in table.all("tr"):
+      first, *_ = row.all("td")
+      skipped = [None] * int(first.attributes.get("colspan", 0))
+      kinds = [t.attributes["class"].split()[1] for t in row.all("span", "token")]
+      lines[-1].append(skipped + [*zip(kinds, [t.children[-1] for t in row.all("span", "token")])])
+  assert lines == [
+    [
+      [("accepted", "ein"), ("accepted", "Hund"), ("own", "läuft")],
+      [None, ("rejected", "Mann"), ("unused", "s"), ("unused", "itzt")],
+      [("unused", "der")],
+    ],
+    [[("own", "im")], [("rejected", "am")], [("rejected", "Park"), ("unused", ".")]],
+  ]
+  assert [shown["own"] for shown in rounds_shown(page)] == [("läuft",), ("im",)]
+  assert "In a tree" not in parsed([RECORD], [EXAMPLE]).text
 
 
 def test_the_text_grows_round_by_round():

@@ -11,7 +11,16 @@ from specdec_jax.protocols import Decoded, Rounds
 from specdec_jax.records import Record
 from specdec_jax.reporting import rounds, speeds
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.rounds import ACCEPTED, CORRECTED, REJECTED, read_rounds, round_text
+from specdec_jax.reporting.rounds import (
+  ACCEPTED,
+  CORRECTED,
+  REJECTED,
+  UNUSED,
+  Branch,
+  Round,
+  read_rounds,
+  round_text,
+)
 
 WORDS = "<pad> </s> ein der Mann Hund läuft steht rot grün schnell".split()
 PAD, EOS, EIN, DER, MANN, HUND, LÄUFT, STEHT, ROT, GRÜN, SCHNELL = range(len(WORDS))
@@ -100,6 +109,84 @@ def test_colours_and_brackets_tell_the_three_apart():
 def test_pieces_that_look_like_markup_are_text():
   (r,) = read_rounds(of_rounds([([EIN, MANN, STEHT], 1, HUND, 2)]), 0, lambda ids: ["[/b]"])
   assert rendered(round_text(r)).count("[/b]") == 3
+
+
+# Trees.
+
+#   0 - 1 ein - 4 Mann - 6 läuft
+#   |     |            - 7 steht
+#   |     ----- 5 Hund
+#   --- 2 der
+#   --- 3 rot
+PARENTS = (0, 0, 0, 1, 1, 4, 4)
+GUESSES = [EIN, DER, ROT, MANN, HUND, LÄUFT, STEHT]
+
+
+def of_tree(path, own, num_emitted, changes=False):
+  decoded = of_rounds([(GUESSES, len(path), own, num_emitted)], gamma=len(GUESSES))
+  path = np.array([[path + [0] * (3 - len(path))]])
+  recorded = np.array([[PARENTS]]) if changes else None
+  decoded = decoded._replace(rounds=decoded.rounds._replace(path=path, parents=recorded))
+  (r,) = read_rounds(decoded, 0, pieces, () if changes else PARENTS)
+  return r
+
+
+def test_a_tree_shows_its_path_its_rejected_siblings_and_the_next_token():
+  r = of_tree([1, 5], GRÜN, 3)  # the elder sibling of 5 was judged, the younger ones of 1 were not
+  assert r == Round(
+    (" ein", " Hund"),
+    None,
+    (),
+    " grün",
+    (Branch(1, " Mann", (" läuft",)), Branch(2, None, (" steht",)), Branch(0, None, (" der",)))
+    + (Branch(0, None, (" rot",)),),
+  )
+  assert r.emitted == (" ein", " Hund", " grün")
+  assert r == of_tree([1, 5], GRÜN, 3, changes=True)
+  text = round_text(r)
+  assert text.plain.splitlines() == [
+    " ein Hund[+ grün]",
+    "    [- Mann] läuft",
+    "             steht",  # where läuft stands
+    " der",
+    " rot",
+  ]
+  styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
+  assert styles[" ein"] == styles[" Hund"] == ACCEPTED and styles["[+ grün]"] == CORRECTED
+  assert styles["[- Mann]"] == REJECTED and styles[" läuft"] == styles[" der"] == UNUSED
+
+
+def test_last_children_are_rejected_unless_the_text_ended():
+  first_two = [branch.rejected for branch in of_tree([1, 4], GRÜN, 3).branches[:2]]
+  assert first_two == [" läuft", " steht"]
+  for r in of_tree([1, 4], GRÜN, 2), of_tree([1, 4, 6], GRÜN, 2):  # EOS or the limit at 4
+    assert r.accepted == (" ein", " Mann") and r.own is None
+    assert r.branches[:2] == (Branch(2, None, (" läuft",)), Branch(2, None, (" steht",)))
+  assert [b.rejected for b in of_tree([], GRÜN, 1).branches] == [" ein", None, None, " der", " rot"]
+
+
+@pytest.mark.parametrize("path", [[], [1], [2], [3], [1, 4], [1, 5], [1, 4, 6], [1, 4, 7]])
+@pytest.mark.parametrize("ended", [0, 1])
+def test_every_guess_of_a_tree_is_shown_once(path, ended):
+  if ended and not path:
+    return
+  r = of_tree(path, GRÜN, len(path) + 1 - ended)
+  shown = [*r.accepted]
+  for branch in r.branches:
+    shown += [piece for piece in (branch.rejected, *branch.unused) if piece is not None]
+  assert sorted(shown) == sorted(pieces(GUESSES)) and r.rejected is None and r.unused == ()
+  assert r.emitted == tuple(pieces([GUESSES[i - 1] for i in path] + [GRÜN][ended:]))
+
+
+def test_a_tree_may_change_from_round_to_round():
+  two = np.array([PARENTS, (0, 1, 2, 3, 4, 5, 6)])
+  rows = [(GUESSES, 1, GRÜN, 2), (GUESSES, 1, GRÜN, 2)]
+  decoded = of_rounds(rows, gamma=len(GUESSES))
+  path = np.array([[[1] + [0] * 6]] * 2)
+  decoded = decoded._replace(rounds=decoded.rounds._replace(path=path))
+  tree, line = read_rounds(decoded, 0, pieces, two)
+  assert len(tree.branches) == 5
+  assert line.branches == (Branch(1, " der", tuple(pieces(GUESSES[2:]))),)
 
 
 # The table.

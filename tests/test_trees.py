@@ -228,8 +228,8 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys):
   trees(tiny_pair.pair("near"), **settings)
   measured = records.read(tmp_path / "results.jsonl")
   said = capsys.readouterr().out
-  kind = lambda r: "chain" if r.is_chain else "tree" if r.tree else "dynamic tree"
-  assert [(r.temperature, r.rule, kind(r)) for r in measured] == [
+  page = (tmp_path / "report.html").read_text(encoding="utf-8")
+  assert [(r.temperature, r.rule, r.kind) for r in measured] == [
     *[(0.0, "TokenRule", of_kind) for of_kind in ("chain", "tree", "dynamic tree")],
     *[(1.0, rule, of_kind) for of_kind in ("chain", "tree") for rule in ("TokenRule", "BlockRule")],
     (1.0, "TokenRule", "dynamic tree"),
@@ -240,9 +240,12 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys):
     assert r.identical is (True if r.temperature == 0 else None)
   assert lengths_table(measured).title in said
   assert [row[1:3] for row in lengths_table(measured).rows] == [
-    (kind(r), {"chain": "3", "tree": "4", "dynamic tree": "5"}[kind(r)]) for r in measured
+    (r.kind, {"chain": "3", "tree": "4", "dynamic tree": "5"}[r.kind]) for r in measured
   ]
-  trees(tiny_pair.pair("near"), **settings)  # nothing is measured twice
+  assert said.count("begins a round") == page.count("</figure>") == 2  # for each temperature
+  assert page.count("<article>") == 4 and page.count('class="tree"') > 4
+  assert settings["texts"][8] in said and settings["texts"][8] in page
+  trees(tiny_pair.pair("near"), **settings, report_examples=0)  # nothing is measured twice
   assert len(records.read(tmp_path / "results.jsonl")) == len(measured)
 
 

@@ -11,7 +11,7 @@ from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.pairs import Pair
 from specdec_jax.records import open_results
 from specdec_jax.reporting.html import Example
-from specdec_jax.reporting.rounds import LEGEND, round_text
+from specdec_jax.reporting.rounds import LEGEND, TREE_LEGEND, round_text
 from specdec_jax.sampling import Sampling
 
 
@@ -48,7 +48,9 @@ def quickstart(
   others, few = [s for s in samplings if s != argmax], sentences[: max(0, report_examples)]
   # A folder that cannot be written is told now, not after the work.
   with open_results(output_dir) as results:
-    shown = _show(decode_examples(pair, sentences, [argmax], gammas, max_new_tokens), show_rounds)
+    shown = show_examples(
+      decode_examples(pair, sentences, [argmax], gammas, max_new_tokens), show_rounds
+    )
     sampled = decode_examples(pair, few, others, gammas, max_new_tokens)
     show_speedup(
       pair,
@@ -62,19 +64,23 @@ def quickstart(
     )
 
 
-def _show(examples: Iterable[Example], show_rounds: int) -> list[Example]:
+def show_examples(examples: Iterable[Example], show_rounds: int) -> list[Example]:
   """Print texts as they are decoded, `show_rounds` of them round by round, and give them back."""
   console = Console()
   shown: list[Example] = []
   for e in examples:
     if not shown:
-      about = f" (gamma {e.gamma}, argmax)\n"
-      console.print(Text.assemble("A line is a round: ", LEGEND, about))
+      about = f" ({e.guesses}, {f'temperature {e.temperature:g}' if e.temperature else 'argmax'})\n"
+      says = "A line is a round: ", LEGEND
+      if e.num_nodes is not None:
+        says = "A | begins a round, and below are the other branches of its tree: ", TREE_LEGEND
+      console.print(Text.assemble(*says, about))
     console.print(Text(f"  {e.source}", style="dim"))
     console.print(Text(f"  {e.translation}"))
     if len(shown) < show_rounds and e.rounds:
       for r in e.rounds:
-        console.print(Text("    |") + round_text(r))
+        lines = Text("\n     ").join(round_text(r).split())
+        console.print(Text("    |") + lines, soft_wrap=bool(r.branches))
       console.print(f"    {e.cost}\n")
     shown.append(e)
   console.print()

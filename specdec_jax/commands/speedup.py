@@ -19,6 +19,7 @@ from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.html import Example, write_report
 from specdec_jax.reporting.rounds import read_rounds
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import AnyTree, DynamicTree, chain
 
 
 def speedup(
@@ -120,18 +121,21 @@ def decode_examples(
   pair: Pair,
   texts: Sequence[str],
   samplings: Sequence[Sampling],
-  gammas: Sequence[int],
+  gammas: Sequence[int | AnyTree],
   max_new_tokens: int,
   seed: int = 0,
   lenience: float = 1.0,
 ) -> Iterator[Example]:
-  """Texts one by one, by each sampling with the middle gamma; `measure` decodes the same from them.
+  """Texts one by one, by each sampling with the middle one of gammas, or of trees.
 
-  The rest of the arguments as `measure`.
+  `measure` decodes the same from them; the rest of the arguments as there.
   """
-  gamma = gammas[len(gammas) // 2]
+  middle = gammas[len(gammas) // 2]
+  tree = chain(middle) if isinstance(middle, int) else middle
+  num_nodes = None if tree.is_chain else tree.num_nodes
+  parents = () if isinstance(tree, DynamicTree) else tree.parents
   for sampling in samplings:
-    batches = decode_lines(pair, texts, sampling, gamma, 1, max_new_tokens, seed, lenience)
+    batches = decode_lines(pair, texts, sampling, tree, 1, max_new_tokens, seed, lenience)
     for text, ((output,), (decoded,)) in zip(texts, batches):
-      rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
-      yield Example(text, output, sampling.temperature, gamma, rounds)
+      rounds = read_rounds(decoded, 0, pair.vocabulary.pieces, parents)
+      yield Example(text, output, sampling.temperature, tree.depth, rounds, num_nodes)

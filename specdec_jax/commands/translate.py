@@ -18,7 +18,7 @@ from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import Tree
+from specdec_jax.trees import AnyTree
 from specdec_jax.writing import require_apart, written
 
 
@@ -100,7 +100,7 @@ def decode_lines(
   pair: Pair,
   lines: Sequence[str | None],
   sampling: Sampling,
-  tree: Tree | int,
+  tree: AnyTree | int,
   batch_size: int,
   max_new_tokens: int,
   seed: int = 0,

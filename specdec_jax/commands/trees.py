@@ -1,6 +1,7 @@
 """Acceptance lengths of chains and trees, by each rule: tokens that a pass of the target gives."""
 
 import dataclasses
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from specdec_jax import records
+from specdec_jax.commands.quickstart import show_examples
+from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.counts import identical, num_tokens
 from specdec_jax.decoding import require_finite
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
@@ -21,12 +24,14 @@ from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Rule
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
+from specdec_jax.reporting.html import Example, lengths_report
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.rules.blocks import BlockRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 from specdec_jax.theory import best_tree
 from specdec_jax.trees import AnyTree, DynamicTree, chain
+from specdec_jax.writing import written
 
 WIDTH = 8  # ranks whose acceptance is measured
 
@@ -46,16 +51,17 @@ def trees(
   max_new_tokens: int = 64,
   min_tokens: int = 10_000,
   seed: int = 0,
+  report_examples: int = 2,
 ) -> None:
-  """Measure acceptance lengths in real rounds; print a table and append to `results.jsonl`.
+  """Measure acceptance lengths in real rounds: a table, `results.jsonl` and `report.html`.
 
   Args:
     pair: target and draft; see `pairs.load_pair`.
     texts: sources. Of the first `calibration_texts` the trees are made; on the rest is measured.
-    output_dir: gets `results.jsonl`; settings recorded there already are not measured again.
+    output_dir: gets both files; settings recorded there already are not measured again.
     samplings: each measured.
     gammas: of chains.
-    shapes: (nodes, depth) of trees.
+    shapes: (nodes, depth) of trees; the first makes the rounds that are shown.
     dynamic: (nodes, depth) of trees whose shape changes from round to round; judged by tokens.
     rules: classes of `rules`, or any (sampling) -> rule; at temperature 0 only the first, since
       exact rules are one rule there.
@@ -65,6 +71,8 @@ def trees(
     max_new_tokens: limit for each.
     min_tokens: generated tokens to measure on.
     seed: of all sampling.
+    report_examples: for so many texts the report has the rounds at each sampling, by the first
+      rule; of the first of them they are printed, too.
   """
   require_types(trees, locals())
   require_seed(seed)
@@ -76,6 +84,7 @@ def trees(
   if not (samplings and rules and len(texts) > calibration_texts):
     raise InputError("There is nothing to measure: no samplings, rules, or texts but to calibrate.")
   console, measured = Console(markup=False, soft_wrap=True), []
+  examples: list[list[Example]] = []
   own, rest = texts[:calibration_texts], texts[calibration_texts:]
   with (
     records.open_results(output_dir) as results,
@@ -95,15 +104,27 @@ def trees(
         for setting in settings_to_measure(one, rest, [sampling], [tree.depth], *limits, seed, 1.0)
       ]
       todo = records.missing(results, [setting for *_, setting in asked])
-      written = todo and generate(pair, rest, sampling, *limits, min_tokens, seed)
+      plain = todo and generate(pair, rest, sampling, *limits, min_tokens, seed)
       for one, tree, setting in bar.track(asked, description="decoding"):
         if setting in todo:
-          records.append(results, _measure(one, written, sampling, tree, setting))
+          records.append(results, _measure(one, plain, sampling, tree, setting))
           jax.clear_caches()  # a process may map only so many programs
       wanted = {records.key(setting) for *_, setting in asked}
       measured += [r for r in records.read(results) if records.key(r) in wanted]
+      if grown:
+        few, one = rest[: max(0, report_examples)], pair._replace(rule=rules[0])
+        of_tree = decode_examples(one, few, [sampling], grown[:1], max_new_tokens, seed)
+        examples.append([*of_tree])
+    report = pathlib.Path(results).with_name("report.html")
+    with written(report) as file:
+      title = f"Acceptance lengths: {pair.task}"
+      file.write(lengths_report(measured, [e for of_tree in examples for e in of_tree], title))
+  for of_tree in examples:
+    show_examples(of_tree, 1)
   console.print(render(lengths_table(measured), "terminal"))
-  console.print(f"Records: {results} (measured once; delete the file to measure again)")
+  console.print(
+    f"Records: {results} (measured once; delete the file to measure again); as a page: {report}"
+  )
 
 
 def _shape(tree: AnyTree) -> dict[str, Any]:

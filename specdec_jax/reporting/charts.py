@@ -1,7 +1,7 @@
 """Charts as SVG in units that are CSS pixels on a phone; the page's style sheet colours them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specdec_jax.reporting.markup import Markup, tag
@@ -15,7 +15,7 @@ class Curve(NamedTuple):
   Attributes:
     name: what a reader calls it.
     kind: class that the style sheet knows.
-    points: (gamma, speedup), gamma ascending.
+    points: (x, y), x ascending: gamma and speedup, say.
   """
 
   name: str
@@ -23,31 +23,48 @@ class Curve(NamedTuple):
   points: Sequence[tuple[int, float]]
 
 
-def speedup_chart(heading: str, curves: Sequence[Curve]) -> Markup:
-  """Speedup against gamma, both from 0; later curves lie over earlier ones, and none is empty."""
+def line_chart(
+  heading: str,
+  curves: Sequence[Curve],
+  up: str,
+  across: str,
+  scale: Callable[[float], float] = float,
+) -> Markup:
+  """Curves, none empty, later ones over earlier ones, and a line at 1, which is plain decoding.
+
+  Args:
+    heading: above.
+    curves: to draw, at whole numbers x.
+    up: what y is, which begins at 0.
+    across: what x is, in a word, and what that is in others.
+    scale: of x, which begins where this is 0.
+  """
   left, right, top, bottom = 30, 220, 30, 190
-  gammas = sorted({gamma for curve in curves for gamma, _ in curve.points})
+  xs = sorted({at for curve in curves for at, _ in curve.points})
   highest = max(1.0, *(value for curve in curves for _, value in curve.points))
   step = _step(highest)
   ceiling = step * math.ceil(highest / step)
 
-  def x(gamma: float) -> float:
-    return left + gamma / gammas[-1] * (right - left - 10)
+  def x(at: float) -> float:
+    return left + scale(at) / scale(xs[-1]) * (right - left - 10)
 
   def y(value: float) -> float:
     return bottom - value / ceiling * (bottom - top)
 
-  parts = [_text(0, 14, "speedup over plain decoding", "soft")]
+  parts = [_text(0, 14, up, "soft")]
   for i in range(round(ceiling / step) + 1):
     parts.append(_level(left, right, y(i * step)))
     parts.append(_text(left - 6, y(i * step) + 4, f"{i * step:g}", "soft end"))
-  named = gammas[:: math.ceil(len(gammas) / 8)]  # more names would run into each other
-  parts += [_text(x(gamma), bottom + 16, gamma, "soft middle") for gamma in named]
-  parts.append(_text((left + right) / 2, bottom + 34, "gamma (guesses a round)", "soft middle"))
+  named: list[int] = []
+  for at in xs:
+    if not named or x(at) - x(named[-1]) > 20:  # nearer names would run into each other
+      named.append(at)
+  parts += [_text(x(at), bottom + 16, at, "soft middle") for at in named]
+  parts.append(_text((left + right) / 2, bottom + 34, across, "soft middle"))
   parts.append(_level(left, right, y(1), "one"))
   labels = [(y(1), "plain decoding: 1", "soft")]
   for name, kind, points in curves:
-    dots = [(x(gamma), y(value)) for gamma, value in points]
+    dots = [(x(at), y(value)) for at, value in points]
     parts.append(tag("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b in dots), class_=kind))
     parts += [tag("circle", cx=a, cy=b, r=4, class_=kind) for a, b in dots]
     labels.append((dots[-1][1], f"{name}: {points[-1][1]:.2f}", kind))
@@ -55,10 +72,10 @@ def speedup_chart(heading: str, curves: Sequence[Curve]) -> Markup:
   heights = _apart([height for height, *_ in labels], 15, bottom)
   parts += [_text(right + 6, h + 4, words, kind) for h, (_, words, kind) in zip(heights, labels)]
   said = (
-    f"{curve.name} " + ", ".join(f"{value:.2f} at gamma {gamma}" for gamma, value in curve.points)
+    f"{curve.name} " + ", ".join(f"{y:.2f} at {across.split()[0]} {x}" for x, y in curve.points)
     for curve in curves
   )
-  return _figure(heading, f"Speedup: {'; '.join(said)}", 230, parts)
+  return _figure(heading, f"{up}: {'; '.join(said)}", 230, parts)
 
 
 def acceptance_chart(heading: str, shares: Sequence[float | None], pooled: float | None) -> Markup:

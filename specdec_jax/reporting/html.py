@@ -7,15 +7,18 @@ import html
 import math
 import os
 import string
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import NamedTuple
 
 from specdec_jax.records import Record, key
 from specdec_jax.reporting import speeds
-from specdec_jax.reporting.charts import Curve, acceptance_chart, speedup_chart
+from specdec_jax.reporting.charts import Curve, acceptance_chart, line_chart
+from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.markup import Markup, join, tag
 from specdec_jax.reporting.rounds import Round
+from specdec_jax.reporting.tables import sampling_text
 from specdec_jax.writing import written
 
 
@@ -26,8 +29,9 @@ class Example(NamedTuple):
     source: what was decoded.
     translation: the output.
     temperature: 0 means argmax.
-    gamma: guesses a round.
+    gamma: guesses a round; of a tree, its depth.
     rounds: of this text, first to last.
+    num_nodes: of the tree of guesses, the newest token counted; None for a chain.
   """
 
   source: str
@@ -35,6 +39,12 @@ class Example(NamedTuple):
   temperature: float
   gamma: int
   rounds: tuple[Round, ...]
+  num_nodes: int | None = None
+
+  @property
+  def guesses(self) -> str:
+    """What was guessed in a round."""
+    return f"gamma {self.gamma}" if self.num_nodes is None else f"a tree of {self.num_nodes} nodes"
 
   @property
   def cost(self) -> str:
@@ -62,13 +72,9 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
   """
   records = [*{key(r): r for r in records}.values()]
   series = _series(records)
-  versions = {
-    f"specdec_jax {r.specdec_version}, commit {r.commit or '-'}, jax {r.jax_version or '-'}, "
-    f"{(r.date or '-')[:10]}"
-    for r in records
-  }
-  body = join(
-    _shared(records, _MAIN),
+  return _page(
+    title,
+    records,
     tag("ul", *(_result(*item) for item in series.items()), class_="results"),
     _section("Measured settings", _table(records, series.values(), speeds.COLUMNS, speeds.LEGEND)),
     _section("Speedup against gamma", _speedups(series)),
@@ -76,10 +82,30 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
     _section("Bytes over bandwidth", _roofline(records, series.values())),
     _section("Round by round", _stepper(examples)),
   )
+
+
+def lengths_report(records: Sequence[Record], examples: Sequence[Example], title: str) -> str:
+  """The same of acceptance lengths: a chart, `lengths_table`, which takes these, and rounds."""
+  table = lengths_table(records)
+  return _page(
+    title,
+    records,
+    _section("Acceptance length against nodes", _lengths(records)),
+    _section("Measured settings", _grid(table.columns, [table.rows], *table.notes)),
+    _section("Round by round", _stepper(examples)),
+  )
+
+
+def _page(title: str, records: Sequence[Record], *parts: Markup) -> str:
+  versions = {
+    f"specdec_jax {r.specdec_version}, commit {r.commit or '-'}, jax {r.jax_version or '-'}, "
+    f"{(r.date or '-')[:10]}"
+    for r in records
+  }
   page = resources.files("specdec_jax.reporting").joinpath("report.html").read_text("utf-8")
   return string.Template(page).substitute(
     title=html.escape(title),
-    body=body,
+    body=join(_shared(records, _MAIN), *parts),
     footer=join(_shared(records, _OTHER), "; ".join(sorted(versions))),
   )
 
@@ -96,13 +122,28 @@ _MAIN |= {"batch_size": "batch", "device": "device", "dtype": "dtype"}
 _MAIN |= {"acceptance": "acceptance"}
 _OTHER = {"top_k": "top-k", "top_p": "top-p", "lenience": "lenience", "baseline": "baseline"}
 _OTHER |= {"max_new_tokens": "limit in tokens", "seed": "seed", "inputs": "hash of the texts"}
-_OTHER |= {"kernels": "kernels", "rule": "rule", "tree": "parents in the tree"}
-_OTHER |= {"dynamic_nodes": "nodes of a dynamic tree"}
+_OTHER |= {"kernels": "kernels", "rule": "rule", "tree": "guesses"}
 
 
 def _value(record: Record, name: str) -> str:
   value = getattr(record, name)
+  if name == "tree":
+    return (
+      _shape(value)
+      if value
+      else "chain"
+      if record.kind == "chain"
+      else (f"dynamic tree of {record.num_nodes} nodes")
+    )
   return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _shape(parents: Sequence[int]) -> str:
+  """A tree by its nodes at each depth."""
+  depths = [0]
+  for parent in parents:
+    depths.append(depths[parent] + 1)
+  return f"tree of {len(depths)} nodes ({'-'.join(map(str, Counter(depths).values()))})"
 
 
 def _varying(records: Sequence[Record]) -> dict[str, str]:
@@ -162,26 +203,33 @@ def _table(
   legend: str,
 ) -> Markup:
   varying = _varying(records)
-  headings = (tag("th", name, scope="col") for name in (*varying.values(), *columns))
-  bodies = []
-  for of in series:
-    rows = []
-    for r in of:
-      cells = [_value(r, name) for name in varying]
-      cells += [speeds.cell(column, r) for column in columns.values()]
-      rows.append(tag("tr", *(tag("td", cell) for cell in cells)))
-    bodies.append(tag("tbody", *rows))
+  bodies = [
+    [
+      [
+        *(_value(r, name) for name in varying),
+        *(speeds.cell(column, r) for column in columns.values()),
+      ]
+      for r in of
+    ]
+    for of in series
+  ]
+  return _grid([*varying.values(), *columns], bodies, legend)
+
+
+def _grid(columns: Iterable[str], bodies: Iterable[Iterable[Iterable[str]]], *notes: str) -> Markup:
+  """A table of rows of cells, and what it means."""
+  headings = (tag("th", name, scope="col") for name in columns)
+  rows = ((tag("tr", *(tag("td", cell) for cell in row)) for row in body) for body in bodies)
+  table = tag("table", tag("thead", tag("tr", *headings)), *(tag("tbody", *body) for body in rows))
   return join(
-    tag(
-      "div",
-      tag("table", tag("thead", tag("tr", *headings)), *bodies),
-      class_="scroll",
-      role="region",
-      aria_label="Table of measured settings",
-      tabindex=0,  # so that the keyboard can scroll it
-    ),
-    tag("p", legend, class_="note"),
+    _scrolled("Table of measured settings", table),
+    *(tag("p", note, class_="note") for note in notes),
   )
+
+
+def _scrolled(label: str, table: Markup) -> Markup:
+  # The keyboard, too, can scroll what has a tabindex.
+  return tag("div", table, class_="scroll", role="region", aria_label=label, tabindex=0)
 
 
 def _roofline(records: Sequence[Record], series: Iterable[Sequence[Record]]) -> Markup:
@@ -214,11 +262,39 @@ def _speedups(series: dict[str, list[Record]]) -> Markup:
       Curve("measured", "measured", _points(of, lambda r: r.speedup)),
     )
     if curves := [curve for curve in curves if curve.points]:
-      figures.append(speedup_chart(name, curves))
+      named = "speedup over plain decoding", "gamma (guesses a round)"
+      figures.append(line_chart(name, curves, *named))
   return _figures(
     figures,
     "Thm 8 (dotted) predicts from alpha and c, and takes a pass over gamma + 1 tokens to cost no "
     "more than one over a single token; predicted (dashed) has all costs as they were measured.",
+  )
+
+
+def _lengths(records: Sequence[Record]) -> Markup:
+  """A chart for each sampling, in which each rule has a curve of chains and one of trees."""
+  rules = [*dict.fromkeys(r.rule for r in records)]
+  figures = []
+  for sampling in dict.fromkeys(map(sampling_text, records)):
+    curves = []
+    for kind in "chains", "trees", "dynamic trees":
+      style = kind.split()[0]
+      for rule in rules:
+        points = sorted(
+          (r.num_nodes, r.tokens_per_round)
+          for r in records
+          if (sampling_text(r), r.rule) == (sampling, rule)
+          and f"{r.kind}s" == kind
+          and r.tokens_per_round is not None
+        )
+        name = kind if len(rules) == 1 else f"{kind}, {rule.removesuffix('Rule')}"
+        if points:
+          curves.append(Curve(name, style if rule == rules[0] else f"{style} other", points))
+    if curves:
+      named = "acceptance length: tokens a pass of the target", "nodes (the newest token counted)"
+      figures.append(line_chart(f"Temperature {sampling}", curves, *named, math.log2))
+  return _figures(
+    figures, "A pass of the target reads all nodes of a round; of one node it is plain decoding."
   )
 
 
@@ -251,6 +327,11 @@ _KINDS = {
   "unused": ("·", "not judged"),
   "own": ("+", "the target's own"),
 }
+_OF_TREES = (
+  " In a tree, a column holds guesses at one depth, and a row a branch, which leaves the row above "
+  "it where it begins; the accepted ones come first. Siblings behind an accepted one, and what "
+  "follows a rejected one, are not judged."
+)
 
 
 def _stepper(examples: Sequence[Example]) -> Markup:
@@ -272,13 +353,14 @@ def _stepper(examples: Sequence[Example]) -> Markup:
     *(_token(kind, f" {name}") for kind, (_, name) in _KINDS.items()),
     ". A guess is not judged behind a rejected one, nor past the end of the text. "
     "A token close to the one before it continues its word. The arrow keys step, too.",
+    "" if all(e.num_nodes is None for e in examples) else _OF_TREES,
     class_="note",
   )
   return tag("div", legend, controls, *map(_article, examples), id="stepper")
 
 
 def _article(example: Example) -> Markup:
-  at = f"temperature {example.temperature:g}, gamma {example.gamma}"
+  at = f"temperature {example.temperature:g}, {example.guesses}"
   return tag(
     "article",
     tag("h3", example.source, dir="auto"),
@@ -294,19 +376,46 @@ def _rounds(rounds: Sequence[Round]) -> Iterable[Markup]:
     before, new = "".join(so_far), "".join(r.emitted)
     so_far += r.emitted
     space = " " if new.startswith(" ") else ""  # not underlined
-    guesses = []
-    for kind, tokens in ("accepted", r.accepted), ("rejected", (r.rejected,)), ("unused", r.unused):
-      shown = [_token(kind, token) for token in tokens if token is not None]
-      guesses += [tag("span", f"{_KINDS[kind][1]}: ", class_="say"), *shown] if shown else []
-    own = "nothing, the text has ended" if r.own is None else _token("own", r.own)
+    own = Markup("nothing, the text has ended") if r.own is None else _token("own", r.own)
     count = f"{len(so_far)} tokens so far from {i} target {'pass' if i == 1 else 'passes'}"
     yield tag(
       "li",
       tag("p", f"Round {i} of {len(rounds)}: {count}", class_="note"),
       tag("p", before, space, tag("span", new.lstrip(" "), class_="now"), dir="auto"),
-      tag("p", tag("span", "Draft", class_="who"), tag("span", *guesses), class_="tokens"),
-      tag("p", tag("span", "Target", class_="who"), tag("span", own), class_="tokens"),
+      _who("Tree", _tree(r, own)) if r.branches else _chain(r, own),
     )
+
+
+def _who(name: str, shown: Markup) -> Markup:
+  return tag("div", tag("span", name, class_="who"), shown, class_="tokens")
+
+
+def _chain(r: Round, own: Markup) -> Markup:
+  guesses = tag("span", *_tokens(r.accepted, r.rejected, r.unused))
+  return join(_who("Draft", guesses), _who("Target", tag("span", own)))
+
+
+def _tree(r: Round, own: Markup) -> Markup:
+  """A row for each branch, a column for each depth; the target's own token is in the first row."""
+  rows = [(0, [*_tokens(r.accepted, None, ()), own])]
+  rows += [(b.depth, _tokens((), b.rejected, b.unused)) for b in r.branches]
+  lines = (
+    tag("tr", *[tag("td", colspan=depth)] * (depth > 0), *(tag("td", cell) for cell in cells))
+    for depth, cells in rows
+  )
+  return _scrolled("Tree of guesses", tag("table", *lines, class_="tree"))
+
+
+def _tokens(accepted: Sequence[str], rejected: str | None, unused: Sequence[str]) -> list[Markup]:
+  """The first of a kind with what the kind is called, for ears."""
+  tokens: list[Markup] = []
+  of_kinds = ("accepted", accepted), ("rejected", (rejected,)), ("unused", unused)
+  for kind, of_kind in of_kinds:
+    shown = [_token(kind, token) for token in of_kind if token is not None]
+    if shown:
+      shown[0] = join(tag("span", f"{_KINDS[kind][1]}: ", class_="say"), shown[0])
+    tokens += shown
+  return tokens
 
 
 def _token(kind: str, token: str) -> Markup:

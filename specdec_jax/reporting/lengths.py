@@ -21,7 +21,7 @@ def lengths_table(records: Sequence[Record]) -> Table:
   chains = {
     (sampling_text(r), r.gamma): r.tokens_per_round
     for r in records
-    if r.is_chain and r.rule == "TokenRule"
+    if r.kind == "chain" and r.rule == "TokenRule"
   }
   rows = []
   for r in records:
@@ -29,8 +29,8 @@ def lengths_table(records: Sequence[Record]) -> Table:
     rows.append(
       (
         sampling_text(r),
-        "chain" if r.is_chain else "dynamic tree" if r.tree is None else "tree",
-        f"{r.dynamic_nodes or len(r.tree or range(r.gamma)) + 1}",
+        r.kind,
+        f"{r.num_nodes}",
         f"{r.gamma}",
         r.rule,
         f"{r.num_tokens}",

@@ -1,18 +1,38 @@
 """The rounds of a decoded text, token by token and as coloured lines (the paper's Figure 1)."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from rich.cells import cell_len
 from rich.text import Text
 
 from specdec_jax.protocols import Decoded
 
 ACCEPTED, REJECTED, CORRECTED = "green", "red strike", "bold blue"
 
+UNUSED = "dim"  # guesses of a tree that were not judged
+
 LEGEND = Text.assemble(
   ("accepted", ACCEPTED), ", ", ("[-rejected]", REJECTED), ", ", ("[+the target's own]", CORRECTED)
 )
+TREE_LEGEND = Text.assemble(LEGEND, ", ", ("not judged", UNUSED))
+
+
+class Branch(NamedTuple):
+  """Guesses of a tree, each after the one before, that did not enter the text.
+
+  Attributes:
+    depth: how many guesses lie before them; these are of the branch above.
+    rejected: the first of them, if it was judged: a child of the last accepted guess, or a sibling
+      that came before an accepted one.
+    unused: those that were not.
+  """
+
+  depth: int
+  rejected: str | None
+  unused: tuple[str, ...]
 
 
 class Round(NamedTuple):
@@ -20,16 +40,19 @@ class Round(NamedTuple):
 
   Attributes:
     accepted: guesses that entered the text.
-    rejected: the guess after them, unless all were accepted or the text ended before it.
-    unused: guesses behind: not judged after a rejected one, else past the end of the text. Of a
-      tree, which may have more than one next to an accepted guess, all that did not enter the text.
+    rejected: of a chain, the guess after them, unless all were accepted or the text ended before.
+    unused: of a chain, guesses behind: not judged after a rejected one, else past the end of the
+      text.
     own: the target's own token, unless the text ended before it.
+    branches: of a tree, all other guesses: the accepted ones are its first branch, and others
+      follow from the deepest up.
   """
 
   accepted: tuple[str, ...]
   rejected: str | None
   unused: tuple[str, ...]
   own: str | None
+  branches: tuple[Branch, ...] = ()
 
   @property
   def emitted(self) -> tuple[str, ...]:
@@ -38,7 +61,10 @@ class Round(NamedTuple):
 
 
 def read_rounds(
-  decoded: Decoded, row: int, pieces: Callable[[Sequence[int]], list[str]]
+  decoded: Decoded,
+  row: int,
+  pieces: Callable[[Sequence[int]], list[str]],
+  parents: Sequence[int] = (),
 ) -> tuple[Round, ...]:
   """The rounds of a row, first to last.
 
@@ -46,6 +72,8 @@ def read_rounds(
     decoded: on the host.
     row: which row of the batch.
     pieces: token ids -> how each reads inside a text (`Vocabulary.pieces`).
+    parents: where guesses are trees, those of their nodes, [N] (`Tree.parents`). Of trees that
+      change from round to round they are in the record.
   """
   rounds = []
   guesses, num_accepted, next_token, num_emitted, *_ = (
@@ -57,9 +85,11 @@ def read_rounds(
     n = min(num_accepted[r], num_emitted[r])
     own = None if num_emitted[r] == n else pieces([next_token[r]])[0]
     if path is not None:
-      on_path = [node - 1 for node in path[r, :n]]
-      others = tuple(word for i, word in enumerate(words) if i not in on_path)
-      rounds.append(Round(tuple(words[i] for i in on_path), None, others, own))
+      nodes = path[r, :n].tolist()
+      changing = decoded.rounds.parents
+      of_round = [*parents] if changing is None else np.asarray(changing)[r, row].tolist()
+      branches = _branches(of_round, words, nodes, own is not None)
+      rounds.append(Round(tuple(words[i - 1] for i in nodes), None, (), own, branches))
     elif own is None:  # the text ended among the accepted guesses
       rounds.append(Round(words[:n], None, words[n:], None))
     else:
@@ -68,9 +98,47 @@ def read_rounds(
   return tuple(rounds)
 
 
+def _branches(
+  parents: Sequence[int], words: Sequence[str], accepted: list[int], has_own: bool
+) -> tuple[Branch, ...]:
+  """What a tree has beside the accepted nodes, after which the target's own token may come."""
+  ways: list[list[int]] = [[]]  # to each node
+  for node, parent in enumerate(parents, 1):
+    ways.append([*ways[parent], node])
+  leaves = [way for node, way in enumerate(ways) if node not in parents]
+  branches, shown = [], {*accepted}
+  for way in sorted(leaves, key=lambda way: [(node not in shown, node) for node in way]):
+    new = [node for node in way if node not in shown]
+    if new:
+      shown |= {*new}
+      depth = len(way) - len(new)
+      judged = way[:depth] == accepted[:depth] and (
+        has_own if depth == len(accepted) else new[0] < accepted[depth]
+      )
+      first, *others = (words[node - 1] for node in new)
+      behind = others if judged else [first, *others]
+      branches.append(Branch(depth, first if judged else None, tuple(behind)))
+  return tuple(branches)
+
+
 def round_text(r: Round) -> Text:
-  """A round as a coloured line, marked so that it reads without colour too."""
+  """A round as a coloured line, marked so that it reads without colour too.
+
+  Below it the other branches of a tree, each in the column where it leaves the one above.
+  """
   parts = [(piece, ACCEPTED) for piece in r.accepted]
-  parts += [] if r.rejected is None else [(f"[-{r.rejected}]", REJECTED)]
+  parts += _rejected(r.rejected)
   parts += [] if r.own is None else [(f"[+{r.own}]", CORRECTED)]
-  return Text.assemble(*parts)
+  text = Text.assemble(*parts)
+  columns = [*itertools.accumulate(map(cell_len, r.accepted), initial=0)]
+  for branch in r.branches:
+    del columns[branch.depth + 1 :]
+    text.append("\n" + " " * columns[-1])
+    for piece, style in (*_rejected(branch.rejected), *((p, UNUSED) for p in branch.unused)):
+      text.append(piece, style)
+      columns.append(columns[-1] + cell_len(piece))
+  return text
+
+
+def _rejected(piece: str | None) -> list[tuple[str, str]]:
+  return [] if piece is None else [(f"[-{piece}]", REJECTED)]

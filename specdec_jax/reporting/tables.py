@@ -116,7 +116,7 @@ def _select(number: int, records: Iterable[Record]) -> tuple[list[Record], int]:
   """The records that the table is of, the last of each setting, and how many others there are."""
   latest, num_left_out = {}, 0
   for r in records:
-    of_algorithm_1 = r.rule == "TokenRule" and r.is_chain
+    of_algorithm_1 = r.rule == "TokenRule" and r.kind == "chain"
     if number != 5 and r.lenience != 1 or not of_algorithm_1:
       num_left_out += 1
     elif number in (2, 4) and r.batch_size != 1:
