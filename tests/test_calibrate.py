@@ -11,8 +11,9 @@ from specdec_jax.commands import decode, gamma
 from specdec_jax.commands.translate import decode_lines, translate
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.errors import InputError
-from specdec_jax.measurement import calibrate, oracles
-from specdec_jax.measurement.calibrate import choose, choose_tree, resolve_gammas, resolve_tree
+from specdec_jax.measurement import calibrate, choice, oracles
+from specdec_jax.measurement.calibrate import resolve_gammas, resolve_tree
+from specdec_jax.measurement.choice import choose, choose_tree
 from specdec_jax.measurement.costs import Costs
 from specdec_jax.records import read
 from specdec_jax.sampling import Sampling, row_keys
@@ -88,7 +89,7 @@ def test_the_gamma_chosen_is_the_best_and_grows_with_alpha():
       for g in range(1, 11)
     ]
     assert found.speedups == pytest.approx((1.0, *gains))
-    assert found.gamma == (np.argmax(gains) + 1 if max(gains) >= calibrate.LEAST_GAIN else 0)
+    assert found.gamma == (np.argmax(gains) + 1 if max(gains) >= choice.LEAST_GAIN else 0)
     chosen.append(found.gamma)
   assert chosen == sorted(chosen) and chosen[0] == chosen[1] == 0
   assert len(set(chosen)) > 4 and chosen[-1] == 9
@@ -350,7 +351,7 @@ def test_a_tree_is_found_and_tried(tmp_path, monkeypatch, capsys):
 
 def test_hosts_share_the_tree(tmp_path, monkeypatch, capsys):
   pair, found = tiny_pair.pair(), auto(monkeypatch, 0.8)
-  best = calibrate.Branching(Tree([0, 0, 1]), (0.8, 0.1), 0.1, 1.0, 2.0, tried=1.5)
+  best = choice.Branching(Tree([0, 0, 1]), (0.8, 0.1), 0.1, 1.0, 2.0, tried=1.5)
   monkeypatch.setattr(calibrate, "calibrate", lambda *a, branching: found._replace(branching=best))
   for tree in ("auto", [0, 0, 1]):  # which are then one and the same
     settings = dict(batch_size=2, max_new_tokens=12, tree=tree)

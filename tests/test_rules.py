@@ -243,6 +243,17 @@ def test_blocks_emit_no_fewer_tokens_than_algorithm_1(shape):
   assert min(gains) > -1e-6 and (max(gains) < 1e-6) == (shape == "chain of 1")
 
 
+def test_traversal_may_emit_fewer_tokens_where_branches_are_of_unlike_depth():
+  """More on the even tree of every seed; on the uneven one fewer for the last two."""
+  gains = {
+    shape: [found["blocks"] / found["tokens"] for found in of_seeds]
+    for shape in ("2x2", "ragged")
+    for of_seeds in [[lengths(shape, "without replacement", seed) for seed in range(4)]]
+  }
+  assert min(gains["2x2"]) > 1.002
+  assert min(gains["ragged"][:2]) > 1.01 and max(gains["ragged"][2:]) < 0.995
+
+
 def test_the_toy_of_block_verification():
   """p = (1/3, 2/3), q = (2/3, 1/3), gamma 2: 10/9 accepted by tokens, 11/9 by blocks."""
   law = lambda x: [np.broadcast_to(x, (3,) * d + (3,)) for d in range(3)]

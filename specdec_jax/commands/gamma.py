@@ -19,7 +19,8 @@ from specdec_jax.adaptive import adaptive_decode
 from specdec_jax.counts import identical, num_rounds, num_tokens
 from specdec_jax.decoding import require_finite
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
-from specdec_jax.measurement.calibrate import GAMMAS, Calibration, calibrate
+from specdec_jax.measurement.calibrate import GAMMAS, calibrate
+from specdec_jax.measurement.choice import Calibration
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.oracles import acceptances, oracles
 from specdec_jax.measurement.timing import interleaved_medians

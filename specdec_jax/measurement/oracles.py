@@ -6,7 +6,7 @@ import numpy as np
 from jax import Array
 
 from specdec_jax.measurement.alpha import draft_probs, teacher_forced_logits
-from specdec_jax.measurement.calibrate import Calibration
+from specdec_jax.measurement.choice import Calibration
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling, distribution

@@ -2,9 +2,8 @@
 
 Sun et al., Block Verification Accelerates Speculative Decoding (ICLR 2025), for chains, and
 Traversal Verification for Speculative Tree Decoding (NeurIPS 2025) for trees, which on a chain is
-the same.
-Never fewer tokens a round are expected than from `tokens.TokenRule`; with one guess, and at
-temperature 0, it is the same rule.
+the same. On a chain never fewer tokens a round are expected than from `tokens.TokenRule`; on a tree
+of branches of unlike depth there may be. With one guess, and at temperature 0, it is the same rule.
 
 A node has a, the chance that the path to it is accepted if it is asked for, and P, what is left of
 the target there: at first a = 1 at the newest token and P = p. A child x drawn from q has
