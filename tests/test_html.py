@@ -27,8 +27,9 @@ from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.measurement import measure as measuring
 from specdec_jax.records import Record
 from specdec_jax.reporting import speeds
-from specdec_jax.reporting.html import Example, lengths_report, report, write_report
+from specdec_jax.reporting.html import lengths_report, report, write_report
 from specdec_jax.reporting.rounds import Branch, Round, read_rounds
+from specdec_jax.reporting.stepper import Example
 
 SWEEP = [
   dataclasses.replace(

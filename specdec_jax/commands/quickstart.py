@@ -10,8 +10,8 @@ from specdec_jax.commands.speedup import decode_examples, show_speedup
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.pairs import Pair
 from specdec_jax.records import open_results
-from specdec_jax.reporting.html import Example
 from specdec_jax.reporting.rounds import LEGEND, TREE_LEGEND, round_text
+from specdec_jax.reporting.stepper import Example
 from specdec_jax.sampling import Sampling
 
 

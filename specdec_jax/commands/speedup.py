@@ -16,8 +16,9 @@ from specdec_jax.pairs import Pair
 from specdec_jax.records import open_results, read
 from specdec_jax.reporting import speeds
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.html import Example, write_report
+from specdec_jax.reporting.html import write_report
 from specdec_jax.reporting.rounds import read_rounds
+from specdec_jax.reporting.stepper import Example
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import AnyTree, DynamicTree, chain
 

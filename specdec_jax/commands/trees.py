@@ -24,8 +24,9 @@ from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Rule
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.html import Example, lengths_report
+from specdec_jax.reporting.html import lengths_report
 from specdec_jax.reporting.lengths import lengths_table
+from specdec_jax.reporting.stepper import Example
 from specdec_jax.rules.blocks import BlockRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling

@@ -20,3 +20,9 @@ def tag(name: str, *inside: object, **attributes: object) -> Markup:
       value = f"{value:.1f}" if isinstance(value, float) else str(value)
       written += f' {attribute.strip("_").replace("_", "-")}="{html.escape(value)}"'
   return Markup(f"<{name}{written}>{join(*inside)}</{name}>")
+
+
+def scrolled(label: str, table: Markup) -> Markup:
+  """A table as wide as it takes, which scrolls by itself."""
+  # The keyboard, too, can scroll what has a tabindex.
+  return tag("div", table, class_="scroll", role="region", aria_label=label, tabindex=0)
