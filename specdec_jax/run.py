@@ -252,7 +252,7 @@ def user_sentence(error: BaseException) -> str | None:
     return " ".join(str(error).split())
   if isinstance(error, ModuleNotFoundError):
     ours = (error.name or "").startswith("specdec_jax") and not _raised_in_gin(error)
-    return None if ours else _gin_sentence(re.sub(r"No module named '(\S+?)'", _moved, text))
+    return None if ours else _gin_sentence(_moved(text))
   if isinstance(error, SyntaxError):
     of_gin = not (error.filename or "").endswith(".py")
     line = f"\n  In file {error.filename!r}, line {error.lineno}\n{error.text or ''}"
@@ -260,14 +260,15 @@ def user_sentence(error: BaseException) -> str | None:
   return _gin_sentence(text) if _raised_in_gin(error) else None
 
 
-def _moved(missing: re.Match) -> str:
-  """Where a module of ours is now, if a gin file names one where it was before."""
-  package, *_, name = missing[1].split(".")
-  found = [*(_CHECKOUT / "specdec_jax").rglob(f"{name}.py")]
-  if package != "specdec_jax" or len(found) != 1:
-    return missing[0]
+def _moved(text: str) -> str:
+  """gin's message of a module that is missing; one of ours that is elsewhere now is told from it."""
+  named = re.search(r"^\s*(?:from (specdec_jax[.\w]*) )?import ([.\w]+)", text, re.MULTILINE)
+  old = ".".join(filter(None, named.groups())) if named else ""
+  found = [*(_CHECKOUT / "specdec_jax").rglob(f"{old.rpartition('.')[2]}.py")]
+  if not old.startswith("specdec_jax.") or len(found) != 1:
+    return text
   now = found[0].relative_to(_CHECKOUT).with_suffix("").as_posix().replace("/", ".")
-  return f"{missing[1]} is now {now}; change the gin file"
+  return re.sub(r"No module named '\S+?'", f"{old} is now {now}; change the gin file", text)
 
 
 def _os_sentence(error: OSError) -> str:

@@ -173,8 +173,8 @@ def test_rounds_with_rates_of_their_own_by_hand():
 def test_a_dear_level_makes_a_shallow_tree(monkeypatch, level, tree, speedup):
   """Rank 0 stands half the time, rank 1 a quarter: two children give 1.75 tokens, and one more
   behind the first 2."""
-  monkeypatch.setattr(calibrate, "NODES", (4,))
-  monkeypatch.setattr(calibrate, "DEPTH", 2)
+  monkeypatch.setattr(choice, "NODES", (4,))
+  monkeypatch.setattr(choice, "DEPTH", 2)
   found = choose_tree([0.5, 0.25], tree_costs(level, 0.0, 0.0), LONG)
   assert found.tree == Tree(tree)
   assert found.speedup == pytest.approx(speedup, rel=1e-2)
@@ -205,7 +205,7 @@ def test_costs_of_trees_between_those_measured():
   n, depth = found.tree.num_nodes, found.tree.depth
   assert found.drafting == pytest.approx(0.05 * depth + 0.002 * (n - 1))
   assert found.v == pytest.approx(1 + 0.01 * (n - 1))
-  for nodes in calibrate.NODES:
+  for nodes in choice.NODES:
     for most in (2, 5, 10):
       tree = best_tree(RANKS, nodes, most)
       if not tree.is_chain:
@@ -333,9 +333,10 @@ def test_a_tree_is_found_and_tried(tmp_path, monkeypatch, capsys):
   """The clock is ours: drafting and further rows are free, and the tree takes 0.8 of the chain's
   time. A tree of 128 nodes, more than the model has positions for, is neither timed nor chosen."""
   pair = tiny_pair.gpt_pair()
-  small = dict(GAMMAS=(1, 2), TREES=((4, 2), (128, 4)), NODES=(4, 128), DEPTH=2)
-  for name, value in dict(small, NUM_TEXTS=2, SURE_GAIN=0.0).items():
-    monkeypatch.setattr(calibrate, name, value)
+  measured = dict(GAMMAS=(1, 2), TREES=((4, 2), (128, 4)), NUM_TEXTS=2, SURE_GAIN=0.0)
+  for module, small in (calibrate, measured), (choice, dict(NODES=(4, 128), DEPTH=2)):
+    for name, value in small.items():
+      monkeypatch.setattr(module, name, value)
 
   def clock(calls, repeats):
     of_rounds = [0.0, 0.0, *(1.0 + i % 2 for i in range(len(calls) - 2))]

@@ -45,7 +45,7 @@ def proposing(gamma, max_ngram, vocab_size):
     state = draft.start((), context, None)
     keys = jax.random.split(jax.random.key(0), len(length))
     proposal, after = draft.propose((), state, context, keys)
-    return *proposal, jnp.array_equal(after, state)
+    return proposal.tokens, proposal.q, jnp.array_equal(after, state)
 
   return jax.jit(run)
 

@@ -92,7 +92,8 @@ class JudgedBy:
   exact = False
 
   def accept(self, rng, tree, proposal, logits):
-    return self.judge(rng, *proposal, distribution(logits, self.sampling))
+    p = distribution(logits, self.sampling)
+    return self.judge(rng, proposal.tokens, proposal.q, p)
 
 
 def judge_with(accept=lambda u, q, p: u * q < p, residual=lambda p, q: jnp.maximum(p - q, 0)):
@@ -176,7 +177,7 @@ def test_uniforms_shared_by_draft_and_judge_are_caught():
 
   class Leaving(tiny.ChangedDraft):
     def propose(self, params, state, context, rng):
-      (_, q), state = self.draft.propose(params, state, context, rng)
+      (_, q, _), state = self.draft.propose(params, state, context, rng)
       left[:] = [u(rng)]
       guesses = (jnp.cumsum(q, axis=-1) > left[0][..., None]).argmax(axis=-1)  # inversion
       return Proposal(guesses.astype(jnp.int32), q), state

@@ -63,7 +63,7 @@ def propose(draft, ngrams, newest, seed=0):
   context = Context(None, tokens, newest * 0 + 3, None)
   state = draft.start(ngrams, context, None)
   assert state == ()
-  (guesses, q), state = jax.jit(draft.propose)(ngrams, state, context, keys)
+  (guesses, q, _), state = jax.jit(draft.propose)(ngrams, state, context, keys)
   assert state == ()
   return np.asarray(guesses), np.asarray(q)
 

@@ -484,7 +484,8 @@ EXACT = ("the truth", "one-hots of its guesses")
 
 def report_as_told(params, proposal):
   """The proposal as parameters say with an index into REPORTS."""
-  return Proposal(*jax.lax.switch(params["report"], list(REPORTS.values()), *proposal))
+  told = proposal.tokens, proposal.q
+  return Proposal(*jax.lax.switch(params["report"], list(REPORTS.values()), *told))
 
 
 @dataclasses.dataclass(frozen=True)

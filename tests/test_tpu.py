@@ -14,6 +14,13 @@ import sys
 import pytest
 
 GAMMA = 7
+RANKS = (
+  0.75,
+  0.11,
+  0.04,
+  0.02,
+  0.01,
+)  # how often children stand; scripts/compile_tpu.py has them too
 CHIP = 32e9  # bytes
 HOSTS = "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"  # of four chips
 TABLE_2 = pathlib.Path(__file__).parents[1] / "experiments/tpu_v4/table2.jsonl"
@@ -26,6 +33,7 @@ def main() -> None:
 
   from specdec_jax.models.config import named_config, t5_config
   from specdec_jax.sampling import Sampling
+  from specdec_jax.theory import best_tree
   from specdec_jax.tpu import compile as tpu_compile
 
   _, devices = tpu_compile.described("v4:2x2x1")
@@ -49,6 +57,10 @@ def main() -> None:
   found["cut"] = examined(cut, *steps, options=tpu_compile.HBM_ONLY)
   whole = tpu_compile.programs(*shallow, devices[:1], gamma=GAMMA)
   found["whole"] = examined(whole, *steps, options=tpu_compile.HBM_ONLY)
+  tree = best_tree(RANKS, 64, 8)
+  branching = tpu_compile.programs(*shallow, devices[:1], gamma=tree)
+  found["tree"] = examined(branching, "verify", "commit", options=tpu_compile.HBM_ONLY)
+  found["tree"] |= examined(branching, "round")
   lamda = [
     named_config("lamda", size, dtype=jnp.bfloat16, num_decoder_layers=layers)
     for size, layers in (("137b", 2), ("100m", 1))
@@ -117,6 +129,15 @@ def test_bytes_of_a_round(found):
   assert over["verify"] <= 1.15
   assert over["draft step"] <= 0.03
   assert over["round"] <= 1.25
+
+
+def test_two_layers_over_a_tree_of_64_nodes(found):
+  """What all 24 cost over it is in experiments/tpu_v4."""
+  tree, step = found["tree"], found["whole"]["decode step"]["accessed"]
+  assert tree["round"]["weight_copies"] == [] and tree["round"]["host_transfers"] == 0
+  # Beside two layers logits of 64 nodes weigh more than beside 24.
+  assert tree["verify"]["accessed"] < 1.3 * step
+  assert tree["commit"]["accessed"] < 0.02 * step
 
 
 def test_four_chips_share_the_work(found):
