@@ -261,7 +261,7 @@ def user_sentence(error: BaseException) -> str | None:
 
 
 def _moved(text: str) -> str:
-  """gin's message of a module that is missing; one of ours that is elsewhere now is told from it."""
+  """gin's message of a missing module; of one of ours that was moved, where it is now."""
   named = re.search(r"^\s*(?:from (specdec_jax[.\w]*) )?import ([.\w]+)", text, re.MULTILINE)
   old = ".".join(filter(None, named.groups())) if named else ""
   found = [*(_CHECKOUT / "specdec_jax").rglob(f"{old.rpartition('.')[2]}.py")]

@@ -20,7 +20,7 @@ RANKS = (
   0.04,
   0.02,
   0.01,
-)  # how often children stand; scripts/compile_tpu.py has them too
+)  # how often children stand; as scripts/compile_tpu.py has them
 CHIP = 32e9  # bytes
 HOSTS = "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"  # of four chips
 TABLE_2 = pathlib.Path(__file__).parents[1] / "experiments/tpu_v4/table2.jsonl"
