@@ -60,7 +60,6 @@ def main() -> None:
   tree = best_tree(RANKS, 64, 8)
   branching = tpu_compile.programs(*shallow, devices[:1], gamma=tree)
   found["tree"] = examined(branching, "verify", "commit", options=tpu_compile.HBM_ONLY)
-  found["tree"] |= examined(branching, "round")
   lamda = [
     named_config("lamda", size, dtype=jnp.bfloat16, num_decoder_layers=layers)
     for size, layers in (("137b", 2), ("100m", 1))
@@ -132,9 +131,9 @@ def test_bytes_of_a_round(found):
 
 
 def test_two_layers_over_a_tree_of_64_nodes(found):
-  """What all 24 cost over it is in experiments/tpu_v4."""
+  """A whole round with all 24 takes minutes to compile: experiments/tpu_v4 has it."""
   tree, step = found["tree"], found["whole"]["decode step"]["accessed"]
-  assert tree["round"]["weight_copies"] == [] and tree["round"]["host_transfers"] == 0
+  assert tree["verify"]["weight_copies"] == tree["commit"]["weight_copies"] == []
   # Beside two layers logits of 64 nodes weigh more than beside 24.
   assert tree["verify"]["accessed"] < 1.3 * step
   assert tree["commit"]["accessed"] < 0.02 * step
