@@ -19,13 +19,13 @@ def lengths_table(records: Sequence[Record]) -> Table:
   """One row a record; these are of one pair and one set of texts."""
   first = records[0]
   chains = {
-    (sampling_text(r), r.gamma): r.tokens_per_round
+    (sampling_text(r), r.gamma, r.seed): r.tokens_per_round
     for r in records
     if r.kind == "chain" and r.rule == "TokenRule"
   }
   rows = []
   for r in records:
-    length, of_chain = r.tokens_per_round or 0.0, chains.get((sampling_text(r), r.gamma))
+    length, of_chain = r.tokens_per_round or 0.0, chains.get((sampling_text(r), r.gamma, r.seed))
     rows.append(
       (
         sampling_text(r),
@@ -37,8 +37,9 @@ def lengths_table(records: Sequence[Record]) -> Table:
         f"{length:.2f} [{r.tokens_per_round_low:.2f}, {r.tokens_per_round_high:.2f}]",
         f"{length / of_chain:.3f}" if of_chain else MISSING,
         MISSING if r.identical is None else "yes" if r.identical else "no",
+        f"{r.seed}",
       )
     )
-  columns = "temperature|guesses|nodes|depth|rule|tokens|acceptance length|over chain|same"
+  columns = "temperature|guesses|nodes|depth|rule|tokens|acceptance length|over chain|same|seed"
   title = f"{first.task}, {first.target}, {first.draft}: acceptance lengths"
   return Table(title, tuple(columns.split("|")), tuple(rows), (LEGEND, measured_with(records)))
