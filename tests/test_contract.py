@@ -19,6 +19,8 @@ from specdec_jax.decoding import (
   speculative_decode,
   start,
 )
+from specdec_jax.drafts import dynamic as drafts_dynamic
+from specdec_jax.drafts import model as drafts_model
 from specdec_jax.drafts.copy import CopyDraft
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.merged import MergedDraft
@@ -245,6 +247,33 @@ def test_the_target_as_its_own_draft_goes_to_the_end_of_the_tree(tree, rule):
     emitted = np.asarray(out.rounds.num_emitted)
     assert (np.asarray(out.rounds.num_accepted)[emitted > 0] == tree.depth).all()
     assert int(out.num_rounds) == -(-LIMIT // (tree.depth + 1))
+
+
+@pytest.mark.parametrize("case", ["tree", "dynamic", "drafts merged"])
+def test_a_draft_knows_what_was_committed(case, monkeypatch):
+  """After each of three rounds it proposes what it would if it read all of the text anew."""
+  made, make, tree, rule = CASES[case]
+  models, keys = made(), jax.random.split(jax.random.key(0), 6)
+  draft, draft_params = make(models, RANDOM, tree)
+  params = models.params, draft_params
+  state = start(models.target, draft, *params, models.prompts, LIMIT)
+  parts = models.target, draft, *params, rule(RANDOM), keys, -1
+  step = jax.jit(functools.partial(one_round, *parts))
+  propose, anew = (
+    jax.jit(lambda kept, context: draft.propose(draft_params, kept, context, keys)[0])
+    for _ in range(2)
+  )
+  count, read, of_prompt = state.tokens.shape[1], drafts_model.read_newest, state.draft
+  for _ in range(3):
+    state = step(state)
+    got = propose(state.draft, state.context)
+    with monkeypatch.context() as patched:
+      for module in drafts_model, drafts_dynamic:
+        patched.setattr(module, "read_newest", lambda *args: read(*args[:4], count))
+      want = anew(of_prompt, state.context)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      np.testing.assert_allclose(one, other, atol=1e-5)
+  assert np.asarray(state.rounds.num_accepted[:3]).max() > 1
 
 
 def gathered(jaxpr) -> set[tuple[int, ...]]:

@@ -15,7 +15,7 @@ from specdec_jax.drafts.merged import side_by_side
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import measure_alpha, positional_acceptance
 from specdec_jax.pairs import rule_name
-from specdec_jax.protocols import Context
+from specdec_jax.protocols import Context, Outcome, Verdict
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.rules.blocks import BlockRule
 from specdec_jax.rules.k_seq import KSeqRule
@@ -117,13 +117,15 @@ def test_trees_of_several_drafts_side_by_side():
 
 
 class Bigrams:
-  """A model that goes by the token before; params [V, V] are its logits."""
+  """Goes by the token before, params [V, V] being logits. Its cache is what it read, in blocks."""
 
-  commit = staticmethod(lambda cache, *_: cache)
+  @staticmethod
+  def commit(cache, length, tree=None, path=None):
+    return cache if path is None else path
 
   @staticmethod
   def extend(params, cache, tokens, tree=None, first=0):
-    return params[tokens], None, cache
+    return params[tokens], None, [*cache, tokens]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -145,11 +147,22 @@ def test_a_dynamic_tree_is_the_best_of_what_was_read(seed):
   draft = DynamicDraft(Bigrams(), DynamicTree(count, depth), width=k)
   context = Context(None, jnp.array([[1, newest]]), jnp.array([2]), None)
   keys = jax.random.split(jax.random.key(0), 1)
-  proposal, _ = draft.propose(jnp.asarray(logs, jnp.float32), ((), None), context, keys)
+  state = [], None
+  proposal, (cache, reads) = draft.propose(jnp.asarray(logs, jnp.float32), state, context, keys)
   paths = [()]
   for token, parent in zip(proposal.tokens[0].tolist(), proposal.tree.parents[0].tolist()):
     paths.append((*paths[parent], token))
   assert {*paths[1:]} == {path for path, _ in best} and len(paths) == count + 1
+  # What stands is committed by the nodes that the model read it by: all but what nothing follows.
+  tokens, nodes = proposal.tokens[0], np.asarray(reads[0])
+  read = np.concatenate([block[0] for block in cache[1:]])  # behind the newest token
+  assert (read[nodes[nodes > 0] - 1] == tokens[nodes > 0]).all()
+  followed = np.unique(proposal.tree.parents[0])
+  assert (nodes[followed[followed > 0] - 1] > 0).all()
+  path = path_to(proposal.tree, jnp.array([count]))
+  outcome = Outcome(proposal, None, None, Verdict(None, None, path), None, jnp.array([2]))
+  committed, _ = draft.observe(None, (cache, reads), outcome)
+  assert committed[0].tolist() == [nodes[node - 1] if node else 0 for node in path[0].tolist()]
 
 
 def all_trees(num_guesses: int):

@@ -2,7 +2,7 @@
 
 Hosts share a folder and nothing else. Each appends to a part of its own, and whoever finds all
 parts complete merges them. Batch i is that of texts i * batch_size and on, and host i % num_hosts
-decodes it: the same batches with the same keys (`speed.row_keys`), however many hosts there are.
+decodes it: the same batches with the same keys (`sampling.row_keys`), however many hosts there are.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 So do K chains of one draft, drawn with keys of their own (iterative speculative sampling). What two
 drafts guess alike stays two guesses, each with the q of its own draft, tried in the order of the
-drafts: merging them, or trying them in random order, would not be exact (METHODS, 2a).
+drafts: merging them, or trying them in random order, would not be exact (`tests/test_rules.py`).
 """
 
 import dataclasses

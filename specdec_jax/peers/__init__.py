@@ -1,1 +1,1 @@
-"""Other programs that decode a T5, for `experiments.peers`; none of them needs to be installed."""
+"""Other programs that decode a T5, for `commands.peers`; none of them needs to be installed."""
