@@ -1,16 +1,19 @@
 """Tests run on the CPU whatever the machine has: their tolerances are those of its float32.
 
-Their programs run for a moment only, so they are compiled without LLVM's optimisations, in half of
-the time; SPECDEC_XLA_FLAGS='' compiles them as a run would. What one worker compiled, the others
-read.
+Their programs run for a moment only, so they are compiled without LLVM's optimisations and by one
+thread a worker, in a third of the time; SPECDEC_XLA_FLAGS='' compiles them as a run would. What one
+worker compiled, the others read. Tracing makes millions of objects, few of them in cycles.
 """
 
+import gc
 import os
 import tempfile
 
+gc.set_threshold(200_000, 50, 50)
 os.environ["JAX_PLATFORMS"] = "cpu"
 _quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-_quick += " --xla_cpu_use_fusion_emitters=false"
+_quick += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+_quick += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 _given = os.environ.get("XLA_FLAGS", ""), os.environ.get("SPECDEC_XLA_FLAGS", _quick)
 os.environ["XLA_FLAGS"] = " ".join(_given).strip()
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -19,4 +22,22 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
   os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
+import pathlib  # noqa: E402
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
 import specdec_jax  # noqa: E402, F401  adds to them, before a test that uses jax alone
+
+MOST_MAPS = 25_000  # of memory that a process maps, as each program is; the kernel allows 65,530
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_kept():
+  """Experiments drop theirs after each setting, and with them those of the tests around them."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax, "clear_caches", lambda: None)
+    yield
+  maps = pathlib.Path("/proc/self/maps")
+  if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+    jax.clear_caches()

@@ -149,7 +149,7 @@ def test_plain_greedy_decoding_equals_the_oracle():
     assert alone.num_rounds == len(text)
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 5, 10])
+@pytest.mark.parametrize("gamma", [1, 5])
 def test_greedy_speculation_equals_the_oracle(gamma):
   """Batch 1 and 8; drafts good, bad and equal to the target."""
   for draft_params in drafts().values():

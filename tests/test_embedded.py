@@ -55,7 +55,7 @@ def test_draft_is_one_to_two_orders_of_magnitude_smaller_per_step(pair):
 def test_greedy_output_is_plain_decodings_for_every_gamma(pair, sentences, batch_size, gammas):
   """The first eight prompts with every gamma, each of the others with one, to save time."""
   limit = dict(max_new_tokens=LIMIT)
-  for k, at in enumerate(range(0, len(sentences[:64]) - batch_size + 1, batch_size)):
+  for k, at in enumerate(range(0, len(sentences[:24]) - batch_size + 1, batch_size)):
     prompt = pair.prompt(sentences[at : at + batch_size], width=48)
     rng = row_keys(0, at, batch_size)
     text, params = (prompt, rng), (pair.target_params, pair.draft_params)
@@ -88,6 +88,7 @@ def test_serial_is_batched(pair, sentences):
 
 
 def test_alpha_at_temperature_0_is_what_its_readme_says(pair, sentences):
+  sentences = sentences[:48]
   prompt = pair.prompt(sentences, width=48)
   plain = autoregressive_decode(
     pair.target,
@@ -99,7 +100,7 @@ def test_alpha_at_temperature_0_is_what_its_readme_says(pair, sentences):
   )
   alpha = measure_alpha(pair, [prompt], [plain], GREEDY).alpha
   claimed = float(re.search(r"alpha at temperature 0 \| ([0-9.]+)", _readme()).group(1))
-  # 24 sentences (about 350 tokens) or 120: the interval says how far chance can carry it.
+  # 24 sentences (about 350 tokens) or 48: the interval says how far chance can carry it.
   assert alpha.low - 0.03 <= claimed <= alpha.high + 0.03
 
 
@@ -132,11 +133,10 @@ def test_the_gpt_like_pair_is_small():
 
 
 def test_the_gpt_like_pair_goes_on_as_its_target_does(gpt):
-  """Beginnings of several lengths together, and one of them alone."""
-  for batch in (BEGINNINGS, BEGINNINGS[1:2]):
-    asked = gpt.prompt(batch, width=8), row_keys(0, 0, len(batch))
-    plain, ours = (gpt.decoder(GREEDY, g)(*asked, max_new_tokens=LIMIT) for g in (0, 7))
-    assert identical([plain], [ours])
+  """Beginnings of several lengths together."""
+  asked = gpt.prompt(BEGINNINGS, width=8), row_keys(0, 0, len(BEGINNINGS))
+  plain, ours = (gpt.decoder(GREEDY, g)(*asked, max_new_tokens=LIMIT) for g in (0, 7))
+  assert identical([plain], [ours])
 
 
 def test_alpha_of_the_gpt_like_pair_is_what_its_readme_says(gpt):

@@ -50,9 +50,9 @@ def check(pair, samplings, batch_sizes):
 
 
 def test_the_checker_passes_what_is_exact(capsys):
-  check(tiny_pair.gpt_pair(), [GREEDY, RANDOM], [4])
+  check(tiny_pair.gpt_pair(), [RANDOM], [4])
   said = capsys.readouterr().out
-  assert "5 of 5 checks hold" in said and "4 of 4 texts identical" in said
+  assert "4 of 4 checks hold" in said
   assert "240 outputs, first 4 tokens" in said
 
 
@@ -67,11 +67,10 @@ def test_the_checker_fails_rows_that_read_their_neighbours_prompts(capsys):
   pair = tiny_pair.gpt_pair()
   target = tiny.ChangedModel(pair.target, mixes_rows)
   with pytest.raises(SystemExit):
-    check(pair._replace(target=target), [GREEDY, RANDOM], [4])
+    check(pair._replace(target=target), [RANDOM], [4])
   lines = capsys.readouterr().out.split("\n")
   verdict = {line[5:].split(":")[0]: line[:4] for line in lines if "batch 4" in line}
   assert verdict == {
-    "temperature 0, gamma 2, batch 4": "FAIL",
     "temperature 1, plain  , batch 4": "ok  ",
     "temperature 1, gamma 2, batch 4": "FAIL",
   }

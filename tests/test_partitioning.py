@@ -54,7 +54,7 @@ def eight():
 
 @pytest.mark.parametrize(
   "family, model_parallel, run",
-  [("t5", 4, "chain"), ("t5", 4, "tree"), ("t5", 2, "argmax"), ("gpt", 4, "chain")],
+  [("t5", 4, "chain"), ("t5", 2, "tree"), ("gpt", 4, "chain")],
 )
 def test_outputs_and_rounds_are_those_of_one_device(eight, family, model_parallel, run):
   one, many = (eight[f"{family} {n}"]["runs"][run]["decoded"] for n in (1, model_parallel))

@@ -28,7 +28,7 @@ TREES = {
   "siblings": branching(3),
   "2x2": branching(2, 2),
   "ragged": Tree((0, 0, 1, 1, 2, 4)),
-  "3x2x1": branching(3, 2, 1),
+  "2x2x1": branching(2, 2, 1),
 }
 
 
@@ -199,8 +199,8 @@ def problem(shape: str, way: str, seed: int = 0):
 
 def holds(rule: str, shape: str, way: str) -> bool:
   """Whether a rule claims to be exact there, and what there is can be enumerated."""
-  if shape == "3x2x1" and way in ("independent", "several drafts"):
-    return False  # 3^15 proposals
+  if shape == "2x2x1" and way in ("independent", "several drafts"):
+    return False  # 3^10 proposals
   return rule != "k-seq" or shape in CHAINS or way == "independent"
 
 
@@ -215,7 +215,7 @@ def test_a_rule_emits_the_targets_distribution(rule, shape, way):
   np.testing.assert_allclose(joint, exact(p), atol=ATOL)
 
 
-@pytest.mark.parametrize("shape", [name for name in TREES if name != "3x2x1"])
+@pytest.mark.parametrize("shape", [name for name in TREES if name != "2x2x1"])
 def test_a_tree_that_changes_its_shape_emits_the_targets_distribution(shape):
   tree, p, proposals = problem(shape, "chosen")
   assert len(proposals[2]) == 1

@@ -194,7 +194,7 @@ def repeated(n, *arrays):
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.6, 0.2])
-@pytest.mark.parametrize("gamma", [1, 2, 3])
+@pytest.mark.parametrize("gamma", [1, 3])
 def test_verdicts_on_fixed_guesses_follow_their_exact_probabilities(gamma, lenience):
   # 200,000 verdicts in at most 20 outcomes, level 1e-6: finds effects w >= 0.02.
   n = 200_000
@@ -369,8 +369,8 @@ def test_lenience_outside_its_range_is_refused(lenience):
 
 
 # The whole loop: T5s over 6 tokens, three tokens of text, EOS among them.
-CONFIG = tiny.config(vocab_size=6, num_encoder_layers=1)
-DRAFT_CONFIG = tiny.config(vocab_size=6, layers=1)
+CONFIG = tiny.config(vocab_size=6, layers=1)
+DRAFT_CONFIG = tiny.config(vocab_size=6, layers=1, emb_dim=8)
 EOS = 1
 METHODS = {
   "temperature 1": Sampling(1.0),
@@ -383,7 +383,7 @@ METHODS = {
 @functools.cache
 def target_and_draft():
   # A draft that is often wrong, so that every part of the rule is at work.
-  return tiny.params(CONFIG, seed=2, peak=0.9), tiny.params(DRAFT_CONFIG, seed=2, peak=0.9)
+  return tiny.params(CONFIG, seed=2, peak=0.9), tiny.params(DRAFT_CONFIG, seed=3, peak=0.5)
 
 
 @functools.cache
@@ -406,7 +406,7 @@ def exact_joint(method: str):
   return joint
 
 
-def joint_of_loop(decode, n_batches=5, batch=4096):
+def joint_of_loop(decode, n_batches=2, batch=4096):
   """Counts [V, V, V] of three tokens over n_batches * batch rows of one source."""
   counts = np.zeros((6, 6, 6))
   prompt = np.repeat(tiny.sources(CONFIG, 0, 1), batch, axis=0)
@@ -431,22 +431,20 @@ def speculate(draft, method):
   )
 
 
-@pytest.mark.parametrize(
-  "gamma, method", [(1, "temperature 1"), (2, "temperature 0.7"), (2, "top-k"), (3, "top-p")]
-)
+@pytest.mark.parametrize("gamma, method", [(1, "temperature 1"), (3, "top-p")])
 def test_the_loop_emits_the_targets_joint_distribution(gamma, method):
-  # 20,480 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.1.
+  # 8,192 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.16.
   draft = ModelDraft(T5Model(DRAFT_CONFIG), METHODS[method], chain(gamma))
   counts, accepted = joint_of_loop(speculate(draft, method))
   exact = exact_joint(method)
   assert tiny.p_value(counts, exact) > tiny.LEVEL
-  assert tiny.detectable(20_480, exact) < 0.1
+  assert tiny.detectable(8192, exact) < 0.16
   # The draft was right and wrong often enough for the test to mean something.
   assert (np.bincount(accepted, minlength=gamma + 1) > 300).all()
 
 
 def test_plain_decoding_emits_the_targets_joint_distribution():
-  # 20,480 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.1.
+  # 8,192 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.16.
   decode = functools.partial(
     autoregressive_decode, T5Model(CONFIG), target_and_draft()[0], sampling=METHODS["top-p"]
   )
@@ -502,7 +500,7 @@ class ToldDraft(tiny.ChangedDraft):
 
 @pytest.mark.parametrize("report", REPORTS)
 def test_only_drafts_that_misreport_q_are_caught(report):
-  # 20,480 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.1.
+  # 8,192 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.16.
   method = "temperature 1"
   own = ModelDraft(T5Model(DRAFT_CONFIG), METHODS[method], chain(2))
   target_params, draft_params = target_and_draft()

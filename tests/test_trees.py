@@ -222,14 +222,13 @@ def test_positional_acceptance_is_what_rounds_show():
   lenient = positional_acceptance(pair, *written(pair, greedy), greedy, lenience=0.3)
   alpha = measure_alpha(pair, *written(pair, greedy), greedy, lenience=0.3).alpha.mean
   assert lenient[0] == pytest.approx(alpha) and alpha > 2 * best[0]
-  assert positional_acceptance(pair, prompts, outputs, sampling, 4, 0.3)[0] > found[0] + 0.01
 
 
 def test_acceptance_lengths_are_recorded(tmp_path, capsys):
   settings = dict(
     texts=tiny_pair.SENTENCES[:40],
     output_dir=str(tmp_path),
-    samplings=[Sampling(temperature=0.0), Sampling()],
+    samplings=[Sampling(temperature=0.0)],
     gammas=(2,),
     shapes=((4, 2),),
     dynamic=((5, 2),),
@@ -244,19 +243,18 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys):
   said = capsys.readouterr().out
   page = (tmp_path / "report.html").read_text(encoding="utf-8")
   assert [(r.temperature, r.rule, r.kind) for r in measured] == [
-    *[(0.0, "TokenRule", of_kind) for of_kind in ("chain", "tree", "dynamic tree")],
-    *[(1.0, "TokenRule", of_kind) for of_kind in ("chain", "tree", "dynamic tree")],
+    (0.0, "TokenRule", of_kind) for of_kind in ("chain", "tree", "dynamic tree")
   ]
   for r in measured:
     assert r.gamma == 2 and 1 <= r.tokens_per_round <= 3
     assert r.tokens_per_round_low < r.tokens_per_round < r.tokens_per_round_high
-    assert r.identical is (True if r.temperature == 0 else None)
+    assert r.identical
   assert lengths_table(measured).title in said
   assert [row[1:3] for row in lengths_table(measured).rows] == [
     (r.kind, {"chain": "3", "tree": "4", "dynamic tree": "5"}[r.kind]) for r in measured
   ]
-  assert said.count("begins a round") == page.count("</figure>") == 2  # for each temperature
-  assert page.count("<article>") == 4 and page.count('class="tree"') > 4
+  assert said.count("begins a round") == page.count("</figure>") == 1
+  assert page.count("<article>") == 2 and page.count('class="tree"') > 4
   assert settings["texts"][8] in said and settings["texts"][8] in page
   trees(tiny_pair.pair("near"), **settings, report_examples=0)  # nothing is measured twice
   assert len(records.read(tmp_path / "results.jsonl")) == len(measured)
