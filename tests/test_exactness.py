@@ -369,7 +369,15 @@ def test_trees_are_checked_and_a_rule_without_laws_is_named(capsys):
   said = capsys.readouterr().out
   assert said.count("ok  ") == 3 and "3 of 3 checks hold" in said
   assert "top-k 10, tree (0, 0, 1), batch 4: " in said and "on each of the tree's paths" in said
-  assert "Of BlockRule the outputs were checked, but not its rounds." in said
+  assert "Of BlockRule the outputs were checked, but not the rounds." in said
+
+
+def test_trees_that_change_are_checked_but_not_their_rounds(capsys):
+  check(gammas=(), dynamic=[(5, 2)])
+  said = capsys.readouterr().out
+  assert "temperature 0, dynamic tree 5/2, batch 4: 4 of 4 texts identical\n" in said
+  assert "top-k 10, dynamic tree 5/2, batch 4: " in said and "3 of 3 checks hold" in said
+  assert "Of trees that change the outputs were checked, but not the rounds." in said
 
 
 def test_a_fault_is_shown_and_ends_in_status_1(capsys):
@@ -387,6 +395,7 @@ def test_a_fault_is_shown_and_ends_in_status_1(capsys):
   [
     ({"texts": []}, "nothing to check"),
     ({"gammas": []}, "nothing to check"),
+    ({"dynamic": [(1, 2)]}, "number of a tree's guesses is 0"),
     ({"trees": [()]}, "number of a tree's guesses is 0"),
     ({"trees": [(1,)]}, "level order"),
     ({"pair": tiny_pair.pair()._replace(rule=TypicalRule)}, "TypicalRule is lossy"),

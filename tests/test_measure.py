@@ -333,7 +333,8 @@ def test_costs_are_of_real_rounds(monkeypatch):
 
   monkeypatch.setattr(costing, "interleaved_medians", call_once)
   pair = tiny_pair.pair("target")
-  costs = measure_costs(pair, 3, pair.prompt(TEXTS[:2]), RANDOM, max_new_tokens=4 * CHAIN)
+  prompt = pair.prompt(TEXTS[:2])
+  (costs,) = measure_costs(pair, [chain(3)], prompt, RANDOM, max_new_tokens=4 * CHAIN)
   assert (costs.target_start, costs.draft_start, costs.target_step) == (0, 1, 1 / CHAIN)
   rounds = ends[2:8]
   assert [int(state.num_rounds) for state in rounds] == [0, CHAIN] * 3

@@ -1,6 +1,8 @@
 """Trees of guesses: their shapes, which is best, and how often nodes of them stand."""
 
 import itertools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from specdec_jax.rules.blocks import BlockRule
 from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, row_keys
+from specdec_jax.tpu.tree_speeds import tree_speeds_table
 from specdec_jax.trees import (
   DynamicTree,
   Tree,
@@ -249,6 +252,8 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys):
     assert r.gamma == 2 and 1 <= r.tokens_per_round <= 3
     assert r.tokens_per_round_low < r.tokens_per_round < r.tokens_per_round_high
     assert r.identical
+    speed = None if r.kind == "dynamic tree" else r.tokens_per_round / (2 * r.c + r.verify_cost)
+    assert r.predicted_measured_cost == speed and (speed is None or r.verify_cost > 0)
   assert lengths_table(measured).title in said
   assert [row[1:3] for row in lengths_table(measured).rows] == [
     (r.kind, {"chain": "3", "tree": "4", "dynamic tree": "5"}[r.kind]) for r in measured
@@ -258,6 +263,20 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys):
   assert settings["texts"][8] in said and settings["texts"][8] in page
   trees(tiny_pair.pair("near"), **settings, report_examples=0)  # nothing is measured twice
   assert len(records.read(tmp_path / "results.jsonl")) == len(measured)
+
+
+def test_a_tree_that_was_compiled_costs_what_the_compiler_says():
+  folder = pathlib.Path(__file__).resolve().parents[1] / "experiments" / "tpu_v4"
+  of_chain, of_tree = (
+    json.loads((folder / name).read_text()) for name in ("one_chip.json", "tree_64.json")
+  )
+  rows = tree_speeds_table(of_chain, of_tree).rows
+  (compiled,) = (row for row in rows if row[:4] == ("0.75", "tree", "64", "8"))
+  assert float(compiled[5]) == pytest.approx(of_tree["over_a_step"]["round"], abs=0.002)
+  for _, _, _, depth, tokens, cost, speed, _ in rows:
+    assert 1 < float(cost) < 1.3 and 1 < float(tokens) < 1 + float(depth)
+    assert float(speed) == pytest.approx(float(tokens) / float(cost), abs=0.01)
+  assert max(float(row[-1]) for row in rows) > 1.3
 
 
 def test_k_seq_has_siblings_drawn_independently():

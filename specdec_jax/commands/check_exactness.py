@@ -22,7 +22,7 @@ from specdec_jax.exactness.ties import Divergence
 from specdec_jax.pairs import Pair, rule_name
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import Tree, chain
+from specdec_jax.trees import AnyTree, DynamicTree, Tree, chain
 
 
 def check_exactness(
@@ -39,6 +39,7 @@ def check_exactness(
   level: float = 1e-3,
   seed: int = 0,
   trees: Sequence[Sequence[int]] = (),
+  dynamic: Sequence[tuple[int, int]] = (),
 ) -> None:
   """Check a pair in each setting, print the findings, and exit with status 1 if one fails.
 
@@ -48,7 +49,7 @@ def check_exactness(
   many outputs of some texts are drawn, and their first tokens compared with the target's exact
   joint distribution; and in rounds over all texts, guesses, their acceptance and next tokens with
   the laws of each. Smaller batches than the largest, and plain decoding as a control, are sampled
-  with the first of the samplings only; rounds only where `TokenRule` judges.
+  with the first of the samplings only; rounds only of trees that do not change, under `TokenRule`.
 
   Args:
     pair: what decodes; see `pairs.load_pair`.
@@ -64,13 +65,15 @@ def check_exactness(
     level: chance that all sampled settings together raise a false alarm.
     seed: of all sampling.
     trees: parents of each tree, as `trees.Tree` has them.
+    dynamic: nodes and depth of each tree that changes (`drafts.dynamic`); only its outputs are
+      checked, since how few rounds there could be depends on the text.
 
   Raises:
     InputError: there is nothing to check, the rule is lossy, or the acceptance is simulated.
   """
   require_types(check_exactness, locals())
   require_seed(seed)
-  if not (texts and samplings and (gammas or trees) and batch_sizes):
+  if not (texts and samplings and (gammas or trees or dynamic) and batch_sizes):
     raise InputError("There is nothing to check: no texts, samplings, guesses or batch sizes.")
   if not 0 < level < 1:
     raise InputError(f"level is {level}; a chance of a false alarm lies between 0 and 1.")
@@ -87,7 +90,9 @@ def check_exactness(
   counts |= dict(max_new_tokens=max_new_tokens, num_guesses=num_guesses)
   for name, value in [*counts.items(), *(("gamma", gamma) for gamma in gammas)]:
     require_count(name, value)
-  shapes = [*map(chain, gammas), *map(Tree, trees)]
+  fixed = [*map(chain, gammas), *map(Tree, trees)]
+  changing = [DynamicTree(nodes - 1, depth) for nodes, depth in dynamic]
+  shapes: list[AnyTree] = [*fixed, *changing]
   for shape in shapes:
     require_count("the number of a tree's guesses", shape.num_guesses)
   for size in batch_sizes:
@@ -101,7 +106,7 @@ def check_exactness(
   ]
   # What happens in rounds has known laws where guesses are judged one by one.
   by_tokens = rule_name(pair.rule) == TokenRule.__name__
-  in_rounds = [(s, tree) for s in sampled for tree in shapes if by_tokens]
+  in_rounds = [(s, tree) for s in sampled for tree in fixed if by_tokens]
   # A share for the outputs of each sampled setting, for the rounds of each, and for all rounds.
   num_sampled = sum(sampling.temperature > 0 for sampling, _, _ in settings)
   level /= num_sampled + len(in_rounds) + 1
@@ -119,13 +124,13 @@ def check_exactness(
       if sampling.temperature == 0:
         plain, limits = pair.decoder(sampling, 0), (batch_size, max_new_tokens)
         divergences = compare_argmax(pair, texts, plain, decode, tree.num_nodes, *limits)
-        rounds, fewest = rounds_of_self_draft(pair, texts, tree, *limits)
-        holds = all(d.is_tie for _, d in divergences) and rounds <= 1.01 * fewest
-        evidence = (
-          f"{len(texts) - len(divergences)} of {len(texts)} texts identical; the target as its own "
-          f"draft takes {rounds} rounds of {fewest} at best"
-        )
-        if not tree.is_chain:
+        holds = all(d.is_tie for _, d in divergences)
+        evidence = f"{len(texts) - len(divergences)} of {len(texts)} texts identical"
+        if isinstance(tree, Tree):
+          rounds, fewest = rounds_of_self_draft(pair, texts, tree, *limits)
+          holds &= rounds <= 1.01 * fewest
+          evidence += f"; the target as its own draft takes {rounds} rounds of {fewest} at best"
+        if isinstance(tree, Tree) and not tree.is_chain:
           rounds, fewest = rounds_of_self_draft(pair, texts, tree, *limits, by_paths=True)
           holds &= rounds <= 1.01 * fewest
           evidence += f", and {rounds} of {fewest} on each of the tree's paths in turn"
@@ -156,19 +161,22 @@ def check_exactness(
       say(*_of_rounds(judged, count, f"{_named(sampling, tree)}, rounds", level))
   if guesses:
     say(*_of_acceptance(joined(guesses), level))
-  elif sampled:
-    console.print(f"Of {rule_name(pair.rule)} the outputs were checked, but not its rounds.")
+  if sampled and (changing or not guesses):
+    unjudged = "trees that change" if by_tokens else rule_name(pair.rule)
+    console.print(f"Of {unjudged} the outputs were checked, but not the rounds.")
   where = f"{pair.dtype} on {jax.devices()[0].platform}"
   console.print(f"{sum(verdicts)} of {len(verdicts)} checks hold, in {where}.")
   if not all(verdicts):
     raise SystemExit(1)
 
 
-def _named(sampling: Sampling, tree: Tree) -> str:
+def _named(sampling: Sampling, tree: AnyTree) -> str:
   truncated = f" top-k {sampling.top_k}" if sampling.top_k else ""
   truncated += f" top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
-  how = f"gamma {tree.depth}" if tree.is_chain else f"tree {tree.parents}"
-  how = how if tree.num_guesses else "plain  "
+  how = f"dynamic tree {tree.num_nodes}/{tree.depth}"
+  if isinstance(tree, Tree):
+    how = f"gamma {tree.depth}" if tree.is_chain else f"tree {tree.parents}"
+    how = how if tree.num_guesses else "plain  "
   return f"temperature {sampling.temperature:g}{truncated}, {how}"
 
 

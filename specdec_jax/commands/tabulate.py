@@ -26,11 +26,13 @@ CONFIGS, EXPERIMENTS = CHECKOUT / "configs", CHECKOUT / "experiments"
 
 
 def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
-  """A table of the paper's by its number, 'measured', 'lengths', 'status' or 'status-counts'.
+  """A table of the paper's by its number, 'measured', 'lengths', 'status', 'status-counts' or
+  'tree-speeds'.
 
   Args:
     name: of the table.
-    results: files of records; later ones win. None for Table 1 and the status.
+    results: files of records; later ones win. None for Table 1 and the status; for tree-speeds
+      the reports of a chain and of a tree (`scripts/compile_tpu.py`).
 
   Raises:
     InputError: there is no such table, or no record.
@@ -43,6 +45,11 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
     lines = (EXPERIMENTS / COMPILED_TABLE).read_text().splitlines()
     of_each = claims(paper, kept, predicted(paper[2], [*map(json.loads, lines)], "accessed"))
     return status_table(of_each) if name == "status" else status_counts(of_each)
+  if name == "tree-speeds":
+    from specdec_jax.tpu.tree_speeds import tree_speeds_table  # loads jax
+
+    of_chain, of_tree = (json.loads(pathlib.Path(path).read_text()) for path in results)
+    return tree_speeds_table(of_chain, of_tree)
   if name not in ("1", "2", "3", "4", "5", "measured", "lengths"):
     known = "1 to 5, 'measured', 'lengths' and 'status'"
     raise InputError(f"There is no table {name!r}; there are {known}.")

@@ -1,4 +1,7 @@
-"""Acceptance lengths of chains and trees, by each rule: tokens that a pass of the target gives."""
+"""Acceptance lengths of chains and trees, by each rule: tokens that a pass of the target gives.
+
+And the speed that they predict here, with costs as measured (Section 3.5).
+"""
 
 import dataclasses
 import pathlib
@@ -18,6 +21,7 @@ from specdec_jax.counts import identical, num_tokens
 from specdec_jax.decoding import require_finite
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measurement.alpha import positional_acceptance, ratio_with_interval
+from specdec_jax.measurement.costs import Costs, measure_costs
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.plain import generate
 from specdec_jax.pairs import Pair
@@ -31,7 +35,7 @@ from specdec_jax.rules.blocks import BlockRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 from specdec_jax.theory import best_tree
-from specdec_jax.trees import AnyTree, DynamicTree, chain
+from specdec_jax.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.writing import written
 
 WIDTH = 8  # ranks whose acceptance is measured
@@ -48,7 +52,7 @@ def trees(
   rules: Sequence[Callable[[Sampling], Rule]] = (TokenRule, BlockRule),
   calibration_texts: int = 100,
   calibration_tokens: int = 1000,
-  batch_size: int = 8,
+  batch_size: int = 1,
   max_new_tokens: int = 64,
   min_tokens: int = 10_000,
   seed: int = 0,
@@ -68,7 +72,7 @@ def trees(
       exact rules are one rule there.
     calibration_texts: see texts.
     calibration_tokens: generated tokens to make trees of, at most of all those texts.
-    batch_size: texts decoded together.
+    batch_size: texts decoded together; costs are of as many rows.
     max_new_tokens: limit for each.
     min_tokens: generated tokens to measure on.
     seed: of all sampling.
@@ -106,9 +110,16 @@ def trees(
       ]
       todo = records.missing(results, [setting for *_, setting in asked])
       plain = todo and generate(pair, rest, sampling, *limits, min_tokens, seed)
+      timed = [tree for tree in (*map(chain, gammas), *grown) if isinstance(tree, Tree)]
+      costs = dict[AnyTree, Costs]()
+      if todo:
+        by_first = pair._replace(rule=rules[0])
+        measured_costs = measure_costs(by_first, timed, prompts[0], sampling, max_new_tokens)
+        costs = dict(zip(timed, measured_costs))
       for one, tree, setting in bar.track(asked, description="decoding"):
         if setting in todo:
-          records.append(results, _measure(one, plain, sampling, tree, setting))
+          cost = None if isinstance(tree, DynamicTree) else costs[tree]
+          records.append(results, _measure(one, plain, sampling, tree, setting, cost))
           jax.clear_caches()  # a process may map only so many programs
       wanted = {records.key(setting) for *_, setting in asked}
       measured += [r for r in records.read(results) if records.key(r) in wanted]
@@ -142,8 +153,13 @@ def _judged(pair: Pair, sampling: Sampling, tree: AnyTree, rules) -> list[Pair]:
   return [pair._replace(rule=rule) for rule in (rules if sampling.temperature > 0 else rules[:1])]
 
 
-def _measure(pair: Pair, written, sampling: Sampling, tree: AnyTree, setting: Record) -> Record:
-  """The setting with the rounds that decoding takes for what `generate` decoded plainly."""
+def _measure(
+  pair: Pair, written, sampling: Sampling, tree: AnyTree, setting: Record, costs: Costs | None
+) -> Record:
+  """The setting with the rounds that decoding takes for what `generate` decoded plainly.
+
+  And the speed that its costs, if any, predict.
+  """
   since = time.perf_counter()
   decode, outputs = pair.decoder(sampling, tree), []
   for prompt, keys, _ in written:
@@ -161,5 +177,8 @@ def _measure(pair: Pair, written, sampling: Sampling, tree: AnyTree, setting: Re
     tokens_per_round_low=length.low,
     tokens_per_round_high=length.high,
     identical=identical([*plain], outputs) if sampling.temperature == 0 else None,
+    c=costs and costs.c,
+    verify_cost=costs and costs.v,
+    predicted_measured_cost=costs and length.mean / (tree.depth * costs.c + costs.v),
     seconds=time.perf_counter() - since,
   )

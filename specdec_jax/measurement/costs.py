@@ -21,7 +21,7 @@ from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Draft, Proposal
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import chain
+from specdec_jax.trees import Tree, chain
 
 CHAIN = 8  # rounds a call
 
@@ -148,18 +148,21 @@ def round_costs(
 
 def measure_costs(
   pair: Pair,
-  gamma: int,
+  trees: Sequence[Tree],
   prompt: Array,
   sampling: Sampling,
   max_new_tokens: int = 64,
   repeats: int = 9,
-) -> Costs:
-  """The costs of a round of `gamma` guesses by themselves, for prompt [B, P], interleaved."""
-  draft = pair.draft(sampling, chain(gamma))
-  starts = start_calls(pair, draft, prompt, max_new_tokens)
-  rounds = round_calls(pair, [draft], prompt, sampling, max_new_tokens)
+) -> list[Costs]:
+  """The costs of a round with each of the trees by themselves, for prompt [B, P], interleaved.
+
+  What is done once a text is of the first.
+  """
+  drafts = [pair.draft(sampling, tree) for tree in trees]
+  starts = start_calls(pair, drafts[0], prompt, max_new_tokens)
+  rounds = round_calls(pair, drafts, prompt, sampling, max_new_tokens)
   seconds, _ = interleaved_medians([*starts, *rounds], repeats)
-  return round_costs(seconds[:2], seconds[2:], [gamma])[0]
+  return round_costs(seconds[:2], seconds[2:], [tree.depth for tree in trees])
 
 
 def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:

@@ -10,7 +10,9 @@ LEGEND = (
   "(bootstrap over texts). A tree is the best of so many nodes, the newest token counted, and no "
   "greater depth, for the acceptance of each rank of children, measured on texts of their own; a "
   "dynamic one is made in each round of what the draft holds likeliest, none drawn. "
-  "over chain: over the chain of that depth, judged by tokens. same: whether the output is plain "
+  "over chain: over the chain of that depth, judged by tokens. c, v: time of a step of the draft "
+  "and of a pass over the nodes, judged by tokens, in plain steps of {batch}; predicted: speed "
+  "over plain decoding, acceptance length / (depth c + v). same: whether the output is plain "
   "decoding's, at temperature 0."
 )
 
@@ -25,6 +27,7 @@ def lengths_table(records: Sequence[Record]) -> Table:
   }
   rows = []
   for r in records:
+    speed = r.c, r.verify_cost, r.predicted_measured_cost
     length, of_chain = r.tokens_per_round or 0.0, chains.get((sampling_text(r), r.gamma, r.seed))
     rows.append(
       (
@@ -36,10 +39,14 @@ def lengths_table(records: Sequence[Record]) -> Table:
         f"{r.num_tokens}",
         f"{length:.2f} [{r.tokens_per_round_low:.2f}, {r.tokens_per_round_high:.2f}]",
         f"{length / of_chain:.3f}" if of_chain else MISSING,
+        *(MISSING if x is None else f"{x:.2f}" for x in speed),
         MISSING if r.identical is None else "yes" if r.identical else "no",
         f"{r.seed}",
       )
     )
-  columns = "temperature|guesses|nodes|depth|rule|tokens|acceptance length|over chain|same|seed"
+  rows_together = "a text" if first.batch_size == 1 else f"{first.batch_size} texts"
+  legend = LEGEND.format(batch=rows_together)
+  columns = "temperature|guesses|nodes|depth|rule|tokens|acceptance length|over chain|c|v|predicted"
+  columns += "|same|seed"
   title = f"{first.task}, {first.target}, {first.draft}: acceptance lengths"
-  return Table(title, tuple(columns.split("|")), tuple(rows), (LEGEND, measured_with(records)))
+  return Table(title, tuple(columns.split("|")), tuple(rows), (legend, measured_with(records)))
