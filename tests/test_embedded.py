@@ -8,7 +8,6 @@ import pathlib
 import re
 
 import jax
-import numpy as np
 import pytest
 
 from specdec_jax.counts import identical
@@ -51,56 +50,33 @@ def test_draft_is_one_to_two_orders_of_magnitude_smaller_per_step(pair):
   assert 10 <= read(pair.target_params) / read(pair.draft_params) <= 100
 
 
-@pytest.mark.parametrize("batch_size, gammas", [(1, (1, 5, 10)), (8, (7,))])
-def test_greedy_output_is_plain_decodings_for_every_gamma(pair, sentences, batch_size, gammas):
-  """The first eight prompts with every gamma, each of the others with one, to save time."""
-  limit = dict(max_new_tokens=LIMIT)
-  for k, at in enumerate(range(0, len(sentences[:24]) - batch_size + 1, batch_size)):
-    prompt = pair.prompt(sentences[at : at + batch_size], width=48)
-    rng = row_keys(0, at, batch_size)
-    text, params = (prompt, rng), (pair.target_params, pair.draft_params)
+@pytest.mark.parametrize("batch_size, gamma", [(1, 5), (8, 7)])
+def test_greedy_output_is_plain_decodings(pair, sentences, batch_size, gamma):
+  limit, params = dict(max_new_tokens=LIMIT), (pair.target_params, pair.draft_params)
+  draft = pair.draft(GREEDY, chain(gamma))
+  for at in range(0, 24, batch_size):
+    text = pair.prompt(sentences[at : at + batch_size], width=48), row_keys(0, at, batch_size)
     plain = autoregressive_decode(pair.target, params[0], *text, sampling=GREEDY, **limit)
-    for gamma in gammas if k < 8 else [gammas[k % len(gammas)]]:
-      draft = pair.draft(GREEDY, chain(gamma))
-      models = pair.target, draft, *params
-      ours = speculative_decode(*models, *text, rule=TokenRule(GREEDY), **limit)
-      assert identical([plain], [ours]), f"gamma {gamma}, batch {batch_size}, sentence {at}"
-
-
-def test_serial_is_batched(pair, sentences):
-  sampled = Sampling(temperature=1.0)
-  draft = pair.draft(sampled, chain(4))
-  decode = lambda texts, at: jax.device_get(
-    speculative_decode(
-      pair.target,
-      draft,
-      pair.target_params,
-      pair.draft_params,
-      pair.prompt(texts, width=48),
-      row_keys(7, at, len(texts)),
-      max_new_tokens=LIMIT,
-      rule=TokenRule(sampled),
-    )
-  )
-  together = decode(sentences[:8], 0)
-  for row, sentence in enumerate(sentences[:8]):
-    np.testing.assert_array_equal(decode([sentence], row).tokens[0], together.tokens[row])
+    ours = speculative_decode(pair.target, draft, *params, *text, rule=TokenRule(GREEDY), **limit)
+    assert identical([plain], [ours]), f"gamma {gamma}, batch {batch_size}, sentence {at}"
 
 
 def test_alpha_at_temperature_0_is_what_its_readme_says(pair, sentences):
-  sentences = sentences[:48]
-  prompt = pair.prompt(sentences, width=48)
+  of_test_set = sentences[24:72]
+  if not of_test_set:
+    pytest.skip(f"{MULTI30K} is not there; set SPECDEC_SHARED to the folder that holds data/")
+  prompt = pair.prompt(of_test_set, width=48)
   plain = autoregressive_decode(
     pair.target,
     pair.target_params,
     prompt,
-    row_keys(0, 0, len(sentences)),
+    row_keys(0, 0, len(of_test_set)),
     max_new_tokens=LIMIT,
     sampling=GREEDY,
   )
   alpha = measure_alpha(pair, [prompt], [plain], GREEDY).alpha
   claimed = float(re.search(r"alpha at temperature 0 \| ([0-9.]+)", _readme()).group(1))
-  # 24 sentences (about 350 tokens) or 48: the interval says how far chance can carry it.
+  # 48 sentences, about 700 tokens: the interval says how far chance can carry it.
   assert alpha.low - 0.03 <= claimed <= alpha.high + 0.03
 
 

@@ -171,8 +171,7 @@ def test_a_layout_for_decoding_changes_no_logits(variant):
 # Trees.
 
 
-@pytest.mark.parametrize("variant", ["gpt_like", "lamda"])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("variant, tree", [("gpt_like", "full"), ("lamda", "uneven")])
 def test_a_tree_is_read_as_its_paths_are(variant, tree):
   of = case(variant)
   cache = of.extend(of.prefill(of.prompt), of.tokens[:, :14])[2]  # with other tokens behind it
@@ -182,7 +181,7 @@ def test_a_tree_is_read_as_its_paths_are(variant, tree):
     assert far_off(found) == {"at once, then on", "by levels, then on"}
 
 
-@pytest.mark.parametrize("fault", TREE_FAULTS)
+@pytest.mark.parametrize("fault", [*TREE_FAULTS][:1])  # a T5's test has the others
 def test_a_tree_that_is_read_wrong_is_seen(monkeypatch, fault):
   monkeypatch.setattr(decoder, "_in_tree", functools.partial(fault, decoder._in_tree))
   of = Case(VARIANTS["gpt_like"])

@@ -11,7 +11,6 @@ import tiny
 import tiny_pair
 
 from specdec_jax import records, run
-from specdec_jax.commands.acceptance import acceptance
 from specdec_jax.commands.check_exactness import check_exactness
 from specdec_jax.commands.decode import decode
 from specdec_jax.commands.speedup import decode_examples
@@ -47,13 +46,6 @@ def check(pair, samplings, batch_sizes):
     samples_per_text=60,
     num_guesses=300,
   )
-
-
-def test_the_checker_passes_what_is_exact(capsys):
-  check(tiny_pair.gpt_pair(), [RANDOM], [4])
-  said = capsys.readouterr().out
-  assert "4 of 4 checks hold" in said
-  assert "240 outputs, first 4 tokens" in said
 
 
 def mixes_rows(model, params, cache, tokens, tree, first):
@@ -105,20 +97,6 @@ def test_a_measured_gamma_is_a_record(tmp_path):
   assert r.identical and r.num_tokens >= 4 and None not in (r.speedup, r.c, r.predicted_text)
   assert 0.3 < r.alpha <= 1 and 0 < r.operations_ratio and r.draft_step_mb > 0
   assert r.gamma == GAMMA and r.rounds < r.num_tokens
-
-
-def test_lenience_accepts_more_and_says_what_it_changes(tmp_path):
-  acceptance(
-    *(tiny_pair.gpt_pair(), TEXTS, str(tmp_path), [RANDOM]),
-    gamma=GAMMA,
-    batch_size=4,
-    max_new_tokens=LIMIT,
-    min_tokens=4,
-    leniences=(1.0, 0.3),
-  )
-  exact, lenient = records.read(tmp_path / "results.jsonl")
-  assert exact.total_variation == pytest.approx(0, abs=1e-5) and lenient.total_variation > 0.01
-  assert 0.2 < exact.alpha < lenient.alpha <= 1
 
 
 # Texts from nothing.

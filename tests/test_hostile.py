@@ -22,7 +22,7 @@ CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
 TARGET = T5Model(CONFIG)
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 LIMIT = 12
-BOTH = pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "sampling"])
+BOTH = pytest.mark.parametrize("sampling", [RANDOM], ids=["sampling"])
 
 
 @functools.cache

@@ -68,7 +68,7 @@ def of_running(out):
 
 @pytest.mark.parametrize(
   "alpha, gamma, sampling",
-  [(0.0, 3, GREEDY), (0.3, 5, RANDOM), (0.75, 3, GREEDY), (1.0, 3, RANDOM)],
+  [(0.3, 5, RANDOM), (0.75, 3, GREEDY), (1.0, 3, RANDOM)],
 )
 def test_guesses_stand_as_often_as_asked(alpha, gamma, sampling):
   """4,096 tokens: alpha lies within 0.05, tokens a round within 5 standard errors (Equation 1)."""

@@ -217,7 +217,7 @@ def test_the_exact_probabilities_themselves_give_the_target():
     np.testing.assert_allclose(emitted_first(q, p), p, atol=1e-12)
 
 
-@pytest.mark.parametrize("lenience", [0.9, 0.5, 0.1])
+@pytest.mark.parametrize("lenience", [0.5])
 def test_lenience_bounds_what_grows(lenience):
   """Appendix A.5: no token's probability grows past p / l, and acceptance rises."""
   # 200,000 tokens, level 1e-6 for the distribution, six standard errors for each bound.

@@ -67,7 +67,6 @@ def main() -> None:
   _, sixteen = tpu_compile.described("v4:2x2x4")
   over = tpu_compile.programs(*lamda, sixteen, gamma=GAMMA, sampling=Sampling(top_k=40))
   found["lamda"] = examined(over, *steps, options=tpu_compile.HBM_ONLY)
-  found["lamda"] |= examined(over, "speculative loop")
   # Six heads, which four chips cannot share.
   two_layers, one_layer = (
     dataclasses.replace(small, num_encoder_layers=layers, num_decoder_layers=layers)
