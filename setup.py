@@ -1,13 +1,24 @@
-"""Installs specdec_jax. `gin/` and `configs/` are read from the checkout and never installed."""
+"""Installs specdec_jax with a copy of `gin/` in it; `configs/` is read from the checkout only."""
 
 import pathlib
 import re
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 # Read, not imported: the package's dependencies are not there yet.
 _version_file = pathlib.Path(__file__).parent / "specdec_jax" / "version.py"
 _version = re.search(r'__version__ = "(.+?)"', _version_file.read_text()).group(1)
+
+
+class BuildWithGinFiles(build_py):
+  """What is installed finds them without a checkout. A package `gin` would shadow the library."""
+
+  def run(self):
+    super().run()
+    if not self.editable_mode:
+      self.copy_tree("gin", f"{self.build_lib}/specdec_jax/gin_files/gin")
+
 
 setup(
   name="specdec_jax",
@@ -16,12 +27,14 @@ setup(
   author="The specdec_jax Authors",
   license="Apache-2.0",
   python_requires=">=3.11",
-  # A `gin` package would shadow the gin library, so only the library itself is listed.
+  cmdclass={"build_py": BuildWithGinFiles},
+  entry_points={"console_scripts": ["specdec = specdec_jax.run:command"]},
   packages=find_packages(include=["specdec_jax", "specdec_jax.*"]),
   package_data={
     "specdec_jax": [
       *(f"assets/**/*.{kind}" for kind in ("json", "msgpack", "model", "txt", "md")),
       "kernels/*.cc",
+      "py.typed",
       "reporting/*.html",
     ]
   },
@@ -41,12 +54,12 @@ setup(
     "tensorstore>=0.1.80",
     "safetensors>=0.5",
     "msgpack>=1.1",
-    "pytest>=8.0",
     "rich>=13.7",
     "sacrebleu>=2.4",
   ],
   extras_require={
     "test": [
+      "pytest>=8.0",
       "hypothesis>=6.100",
       "matplotlib>=3.8",
       "pytest-xdist>=3.6",

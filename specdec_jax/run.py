@@ -1,6 +1,6 @@
-"""The edge: `python -m specdec_jax.run --gin_file=gin/quickstart.gin` runs what gin files describe.
+"""The edge: `specdec quickstart`, or `python -m specdec_jax.run --gin_file=gin/quickstart.gin`.
 
-The only module that parses flags or gin. A gin file binds the one thing to do:
+The only module that parses flags or gin. It runs what gin files describe; one binds what to do:
 
     from __gin__ import dynamic_registration
     from specdec_jax import run
@@ -26,9 +26,11 @@ from collections.abc import Callable, Sequence
 import gin
 from absl import flags
 
+from specdec_jax import gin_files
+from specdec_jax.compile_cache import keep_compiled, kept_in
 from specdec_jax.errors import InputError
+from specdec_jax.version import __version__
 
-_CHECKOUT = pathlib.Path(__file__).resolve().parents[1]  # holds gin/
 _MENDABLE = (
   *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
   *(errno.EEXIST, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EFBIG, errno.EBUSY),
@@ -74,8 +76,9 @@ def main(argv: Sequence[str]) -> int:
   """Run what the command line says; see the module's docstring.
 
   Args:
-    argv: the program's name, then flags as t5x has them: --gin_file (repeated), --gin_bindings
-      (repeated), --gin.NAME=VALUE, --gin_search_paths, --jax_compilation_cache_dir, --debug.
+    argv: the program's name; names of gin files that come with the project (`gin_files.runs`); and
+      flags as t5x has them: --gin_file (repeated), --gin_bindings (repeated), --gin.NAME=VALUE,
+      --gin_search_paths, --jax_compilation_cache_dir, --debug.
 
   Returns:
     Exit status: 0; 2 for bad input, told in one sentence on stderr; 130 if interrupted. Anything
@@ -85,10 +88,15 @@ def main(argv: Sequence[str]) -> int:
     _fill_closed_streams()
     options = _parse_flags(argv)
     if options.help:
-      print("usage: python -m specdec_jax.run --gin_file=FILE [flags]")
+      print("usage: specdec NAME [flags], or python -m specdec_jax.run --gin_file=FILE [flags]\n")
+      for name, path in gin_files.runs().items():
+        print(f"  {name:<20} {gin_files.summary(path)}")
       print(options.module_help(__name__))
       return 0
-    _cache_compilations(options.jax_compilation_cache_dir)
+    if options.version:
+      print(f"specdec_jax {__version__}")
+      return 0
+    keep_compiled(options.jax_compilation_cache_dir)
     parse_gin(options.gin_file, options.gin_bindings, options.gin_search_paths)
     gin.get_configurable(run)()
     sys.stdout.flush()
@@ -132,25 +140,25 @@ def _parse_flags(argv: Sequence[str]) -> flags.FlagValues:
   flags.DEFINE_list(
     "gin_search_paths",
     [],
-    "Folders to look for gin files in, after the current one and before this checkout's.",
+    "Folders to look for gin files in, after the current one and before this project's own.",
     flag_values=values,
   )
   flags.DEFINE_string(
     "jax_compilation_cache_dir",
-    os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/specdec_jax"),
+    kept_in(),
     "Where compiled programs are kept between runs; empty keeps none.",
     flag_values=values,
   )
   flags.DEFINE_bool("debug", False, "Show the traceback of bad input too.", flag_values=values)
-  flags.DEFINE_bool("help", False, "Show these flags.", flag_values=values)
+  flags.DEFINE_bool("help", False, "Show what can be run, and these flags.", flag_values=values)
+  flags.DEFINE_bool("version", False, "Show the version.", flag_values=values)
   try:
     rest = values([_as_binding(arg) for arg in argv])
   except flags.Error as error:
     raise InputError(f"{str(error).rstrip('.')}; --help lists them.") from error
-  if len(rest) > 1:
-    raise InputError(f"argument '{rest[1]}' is not understood; flags start with --.")
-  if not (values.gin_file or values.help):
-    raise InputError("no gin file was given; try --gin_file=gin/quickstart.gin.")
+  values.gin_file = [*map(gin_files.named, rest[1:]), *values.gin_file]
+  if not (values.gin_file or values.help or values.version):
+    raise InputError("no gin file was given; try quickstart, or --help.")
   return values
 
 
@@ -164,29 +172,11 @@ def _as_binding(arg: str) -> str:
   return f"--gin_bindings={name} = {value}"
 
 
-def _cache_compilations(directory: str) -> None:
-  """Keep what takes jax half a second or more to compile in `directory`, for the next run."""
-  if directory:
-    directory = os.path.abspath(os.path.expanduser(directory))
-    try:
-      os.makedirs(directory, exist_ok=True)
-    except OSError as error:
-      print(f"warning: compiled programs are not kept: {_os_sentence(error)}", file=sys.stderr)
-      directory = ""
-  seconds = os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
-  os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
-  if directory:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
-  if jax := sys.modules.get("jax"):  # which reads the environment once, when it is imported
-    jax.config.update("jax_compilation_cache_dir", directory or None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", float(seconds))
-
-
 def parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]) -> None:
   """Read gin files, then bindings, and check that every name in them means something."""
   # gin would look for a file inside Python packages too, importing them on the way.
   del gin.config._FILE_READERS[1:]
-  for path in (*search_paths, str(_CHECKOUT)):
+  for path in (*search_paths, str(gin_files.HOME)):
     gin.add_config_file_search_path(path)
   source = ""
   try:
@@ -264,10 +254,11 @@ def _moved(text: str) -> str:
   """gin's message of a missing module; of one of ours that was moved, where it is now."""
   named = re.search(r"^\s*(?:from (specdec_jax[.\w]*) )?import ([.\w]+)", text, re.MULTILINE)
   old = ".".join(filter(None, named.groups())) if named else ""
-  found = [*(_CHECKOUT / "specdec_jax").rglob(f"{old.rpartition('.')[2]}.py")]
+  package = pathlib.Path(__file__).resolve().parent
+  found = [*package.rglob(f"{old.rpartition('.')[2]}.py")]
   if not old.startswith("specdec_jax.") or len(found) != 1:
     return text
-  now = found[0].relative_to(_CHECKOUT).with_suffix("").as_posix().replace("/", ".")
+  now = found[0].relative_to(package.parent).with_suffix("").as_posix().replace("/", ".")
   return re.sub(r"No module named '\S+?'", f"{old} is now {now}; change the gin file", text)
 
 
@@ -301,10 +292,15 @@ def _plainer(message: str) -> str:
   return message.rstrip(".")
 
 
-if __name__ == "__main__":
-  # As __main__ this would be a second module, and gin files name the first.
-  from specdec_jax.run import main as _main
-
+def command() -> None:
+  """The command `specdec`."""
   # As Ctrl-C does, it ends what is under way in order: no half of a file is left.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-  sys.exit(_main(sys.argv))
+  sys.exit(main(sys.argv))
+
+
+if __name__ == "__main__":
+  # As __main__ this would be a second module, and gin files name the first.
+  from specdec_jax.run import command as _command
+
+  _command()

@@ -21,8 +21,11 @@ LAYERS = {
   "xla_flags": set(),
   "errors": set(),
   "version": set(),
+  "gin_files": set(),
   "machine": set(),
   "writing": set(),
+  "compile_cache": set(),
+  "progress": {"rich"},
   "memory": JAX,
   "trees": JAX,
   "sampling": JAX,
@@ -39,6 +42,7 @@ LAYERS = {
   "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets", "tokenizers"},
   "counts": {"numpy"},
   "pairs": JAX,
+  "api": JAX,
   "training": FLAX | {"optax", "orbax", "rich"},
   "records": set(),
   "reporting": {"numpy", "rich", "matplotlib"},
@@ -55,7 +59,7 @@ LAYERS = {
 ONLY = {
   "records": {"errors", "version", "writing"},
   "reporting": {"errors", "version", "writing", "protocols", "theory", "records"},
-  "run": {"errors", "version"},
+  "run": {"errors", "version", "compile_cache", "gin_files"},
 }
 
 CORE = ("xla_flags", "errors", "version", "memory", "writing", "sampling", "trees")
@@ -77,7 +81,7 @@ def imports(source: str) -> set[str]:
 
 def violations(layer: str, source: str) -> list[str]:
   """What a module of `layer` ('' for specdec_jax/__init__.py) imports and may not."""
-  below = [*LAYERS][: [*LAYERS].index(layer)] if layer else CORE
+  below = [*LAYERS][: [*LAYERS].index(layer)] if layer else (*CORE, "api")
   own = ONLY.get(layer, set(below)) | {layer}
   packages = LAYERS[layer] if layer else FLAX
   wrong = []

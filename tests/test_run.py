@@ -3,12 +3,16 @@
 Each test runs the command on a tiny experiment, in a process of its own as a user would.
 """
 
+import functools
 import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+
+from specdec_jax import gin_files
+from specdec_jax.version import __version__
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -134,6 +138,36 @@ def test_configurations_of_the_checkout_are_found_from_any_folder(command):
   assert_told(command("--gin_file=gin/quickstart.gin", "--gin.GAMMAS="), "'GAMMAS = '")
 
 
+def test_names_stand_for_gin_files_of_the_project(command):
+  assert_told(command("quickstart", "--gin.GAMMAS="), "'GAMMAS = '")
+  assert_told(command("translate", "--gin_file=work.gin", OUT, "--gin.GAMA=3"), "GAMA", "INPUT")
+
+
+def test_help_has_a_line_for_all_that_can_be_run(command):
+  said = command("--help").stdout
+  for path in [ROOT / "gin" / "quickstart.gin", *(ROOT / "gin" / "runs").glob("*.gin")]:
+    assert f"\n  {path.stem:<20} {gin_files.summary(path)}\n" in said, path
+  assert "--gin_bindings" in said
+  assert command("--version").stdout == f"specdec_jax {__version__}\n"
+
+
+def test_what_is_installed_has_its_gin_files(tmp_path):
+  pytest.importorskip("setuptools")
+  build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
+  subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+  run = functools.partial(
+    subprocess.run,
+    cwd=tmp_path,
+    env=os.environ | {"PYTHONPATH": str(tmp_path / "lib")},
+    capture_output=True,
+    text=True,
+  )
+  found = run([sys.executable, "-c", "from specdec_jax import gin_files; print(gin_files.HOME)"])
+  assert found.stdout == f"{tmp_path}/lib/specdec_jax/gin_files\n"
+  told = run([sys.executable, "-m", "specdec_jax.run", "table2", "--gin.GAMMAS="])  # it includes
+  assert told.returncode == 2 and "'GAMMAS = '" in told.stderr
+
+
 @pytest.mark.parametrize(
   "args, words",
   [
@@ -152,7 +186,8 @@ def test_configurations_of_the_checkout_are_found_from_any_folder(command):
     (["--gin_file=work.gin", OUT, "--gin.play.gamma=3"], ["uses 'play'", "play.gamma = 3"]),
     (["--gin_file=work.gin", OUT, "--gin_bindings=nonsense"], ["'nonsense'"]),
     (["--gin_fil=work.gin"], ["'gin_fil'", "gin_file"]),
-    (["--gin_file=work.gin", OUT, "gamma=3"], ["'gamma=3' is not understood"]),
+    (["--gin_file=work.gin", OUT, "gamma=3"], ["'gamma=3' is neither a flag"]),
+    (["tranlsate"], ["'tranlsate' is neither a flag", "--help lists both"]),
   ],
   ids=str,
 )

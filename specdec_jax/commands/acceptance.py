@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 
 from specdec_jax import records
 from specdec_jax.counts import (
@@ -25,6 +24,7 @@ from specdec_jax.measurement.alpha import Acceptance, mean_with_interval, measur
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.plain import generate
 from specdec_jax.pairs import Drafter, Pair
+from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import acceptance_table
@@ -79,7 +79,7 @@ def acceptance(
   ]
   with (
     records.open_results(output_dir) as results,
-    Progress(console=Console(stderr=True), transient=True) as bar,
+    Progress() as bar,
   ):
     generated: dict[Sampling, list] = {}
     last = None

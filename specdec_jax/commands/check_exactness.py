@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import jax
 from rich.console import Console
-from rich.progress import Progress
 
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.exactness.compare import (
@@ -20,6 +19,7 @@ from specdec_jax.exactness.joint import Comparison
 from specdec_jax.exactness.laws import judge_rounds, positions, recorded
 from specdec_jax.exactness.ties import Divergence
 from specdec_jax.pairs import Pair, rule_name
+from specdec_jax.progress import Progress
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import AnyTree, DynamicTree, Tree, chain
@@ -118,7 +118,7 @@ def check_exactness(
     verdicts.append(holds)
     console.print(f"{'ok  ' if holds else 'FAIL'} {what}: {evidence}")
 
-  with Progress(console=Console(stderr=True), transient=True) as bar:
+  with Progress() as bar:
     for sampling, tree, batch_size in bar.track(settings, description="checking outputs"):
       decode, divergences = pair.decoder(sampling, tree), []
       if sampling.temperature == 0:

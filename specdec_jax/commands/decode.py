@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, BinaryIO, Literal
 
 import jax
-from rich.console import Console
-from rich.progress import Progress
 
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
+from specdec_jax.progress import Progress
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import Tree
@@ -115,7 +114,7 @@ def decode(
     batches = decode_lines(
       pair, lines, sampling, guesses, batch_size, max_new_tokens, seed, lenience
     )
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with Progress() as bar:
       task = bar.add_task("decoding", total=len(own), completed=num_done)
       for at, (outputs, decoded) in zip(range(0, len(texts), batch_size), batches):
         if at in todo:

@@ -15,7 +15,6 @@ import numpy as np
 from flax import struct
 from jax import Array
 from rich.console import Console
-from rich.progress import Progress
 
 from specdec_jax import records, theory
 from specdec_jax.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
@@ -25,6 +24,7 @@ from specdec_jax.measurement.alpha import draft_probs, lag1_correlation, mean_wi
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.models.t5 import EOS_ID
 from specdec_jax.pairs import Drafter, Pair
+from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import given_outputs_table
@@ -150,7 +150,7 @@ def given_outputs(
   ]
   with (
     records.open_results(output_dir) as results,
-    Progress(console=Console(stderr=True), transient=True) as bar,
+    Progress() as bar,
   ):
     for pair, settings in bar.track([*zip(contenders, asked)], description="measuring"):
       for record in _measure(pair, read, written, records.missing(results, settings)):

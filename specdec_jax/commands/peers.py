@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.text import Text
 
 from specdec_jax import records
@@ -28,6 +27,7 @@ from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.pairs import Pair
 from specdec_jax.peers.contest import OWN, Competitor, Contest, Decode
 from specdec_jax.peers.worker import elsewhere, interleaved_seconds, process, timed
+from specdec_jax.progress import Progress
 from specdec_jax.protocols import Decoded
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
@@ -119,7 +119,7 @@ def _measure(contest, sampling, competitors, settings, repeats, seed) -> list[Re
         else:
           decode = functools.partial(timed, competitor.load(contest._replace(pairs=(pair,))))
         decodes[baseline(s)] = decode
-    bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+    bar = stack.enter_context(Progress())
     about = f"{contest.pair.task}, temperature {sampling.temperature:g}"
     for i, text in enumerate(bar.track(contest.texts, description=about)):
       args = contest.pair.prompt([text]), row_keys(seed, i, 1)

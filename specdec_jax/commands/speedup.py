@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from rich.console import Console
-from rich.progress import Progress
 
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.errors import require_types
@@ -13,6 +12,7 @@ from specdec_jax.measurement.calibrate import resolve_gammas
 from specdec_jax.measurement.measure import measure
 from specdec_jax.measurement.speed import Baseline, own_baseline
 from specdec_jax.pairs import Pair
+from specdec_jax.progress import Progress
 from specdec_jax.records import open_results, read
 from specdec_jax.reporting import speeds
 from specdec_jax.reporting.formats import render
@@ -92,7 +92,7 @@ def show_speedup(
   `examples` are asked for once all is measured; `settings` as `measure`.
   """
   console = Console(markup=False, soft_wrap=True)
-  with Progress(console=Console(stderr=True), transient=True) as bar:
+  with Progress() as bar:
     task = bar.add_task("measuring")
     records = measure(
       pair,

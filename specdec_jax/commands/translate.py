@@ -8,7 +8,6 @@ from typing import Literal
 
 import jax
 from rich.console import Console
-from rich.progress import Progress
 
 from specdec_jax.counts import num_rounds, num_tokens
 from specdec_jax.data.text import read_lines
@@ -16,6 +15,7 @@ from specdec_jax.decoding import require_finite
 from specdec_jax.errors import require_count, require_seed, require_types
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
+from specdec_jax.progress import Progress
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.trees import AnyTree
@@ -73,7 +73,7 @@ def translate(
     _warn(notes, pair, lines)
     guesses = resolve_tree(gamma, tree, pair, asked, *settings, say=notes.print)
     since, outputs = time.perf_counter(), []
-    with Progress(console=notes, transient=True) as bar:
+    with Progress(disable=not to_file and sys.stdout.isatty()) as bar:
       task = bar.add_task("decoding", total=len(lines))
       batches = decode_lines(pair, asked, sampling, guesses, batch_size, max_new_tokens, seed)
       for texts, decoded in batches:

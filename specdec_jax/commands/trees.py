@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 
 from specdec_jax import records
 from specdec_jax.commands.quickstart import show_examples
@@ -25,6 +24,7 @@ from specdec_jax.measurement.costs import Costs, measure_costs
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.plain import generate
 from specdec_jax.pairs import Pair
+from specdec_jax.progress import Progress
 from specdec_jax.protocols import Rule
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
@@ -93,7 +93,7 @@ def trees(
   own, rest = texts[:calibration_texts], texts[calibration_texts:]
   with (
     records.open_results(output_dir) as results,
-    Progress(console=Console(stderr=True), transient=True) as bar,
+    Progress() as bar,
   ):
     for sampling in samplings:
       limits = batch_size, max_new_tokens

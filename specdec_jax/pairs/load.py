@@ -53,7 +53,8 @@ def load_pair(
     draft: checkpoint of the draft, or a function that makes one for a vocabulary.
     vocabulary: its file; see `open_vocabulary`.
     task: name for records.
-    dtype: 'float32' or 'bfloat16'.
+    dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU, where bfloat16 is slower and rounds
+      for nothing, and bfloat16 elsewhere.
     max_source_tokens: limit for a source, EOS counted.
     extra_ids: sentinels after the pieces of the vocabulary; T5's has 100.
     shardings: of the target's parameters: a function from the tree of their shapes to one of
@@ -71,6 +72,8 @@ def load_pair(
   """
   require_types(load_pair, locals())
   require_count("max_source_tokens", max_source_tokens)
+  if dtype == "auto":
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
   words = open_vocabulary(vocabulary, extra_ids)
   load = functools.partial(
     _load, words=words, dtype=dtype, kernels=kernels, stored_weights=stored_weights

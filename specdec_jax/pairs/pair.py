@@ -14,6 +14,7 @@ from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
+from specdec_jax.pairs.generate import generate, stream
 from specdec_jax.protocols import Decoded, Draft, Model, Rule
 from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.tokens import TokenRule
@@ -67,6 +68,9 @@ class Pair(NamedTuple):
   simulated_alpha: float | None = None
   continues: bool = False
   rule: Callable[[Sampling], Rule] = TokenRule
+
+  generate = generate
+  stream = stream
 
   def with_draft(self, drafter: Drafter) -> "Pair":
     """The same target with another draft."""
