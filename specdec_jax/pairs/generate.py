@@ -115,9 +115,10 @@ def stream(
   while not state.done[0]:
     state = _go_on(*models, rule, rng, self.vocabulary.eos_id, state)
     whole = _output(self, require_finite(jax.device_get(decoded(state))), 0)
+    piece = whole.removeprefix(said)
     # Half a character is held back until the other half is there.
-    if state.done[0] or not whole.endswith("\ufffd"):
-      yield whole.removeprefix(said)
+    if piece and (state.done[0] or not whole.endswith("\ufffd")):
+      yield piece
       said = whole
 
 
