@@ -17,7 +17,7 @@ def _keeping(load: Callable[P, pairs.Pair]) -> Callable[P, pairs.Pair]:
 
   @functools.wraps(load)
   def loading(*args: P.args, **kwargs: P.kwargs) -> pairs.Pair:
-    if not jax.config.jax_compilation_cache_dir:
+    if not getattr(jax.config, "jax_compilation_cache_dir", None):
       keep_compiled(kept_in())
     return load(*args, **kwargs)
 

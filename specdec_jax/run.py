@@ -156,7 +156,7 @@ def _parse_flags(argv: Sequence[str]) -> flags.FlagValues:
     rest = values([_as_binding(arg) for arg in argv])
   except flags.Error as error:
     raise InputError(f"{str(error).rstrip('.')}; --help lists them.") from error
-  values.gin_file = [*map(gin_files.named, rest[1:]), *values.gin_file]
+  values["gin_file"].value = [*map(gin_files.named, rest[1:]), *values.gin_file]
   if not (values.gin_file or values.help or values.version):
     raise InputError("no gin file was given; try quickstart, or --help.")
   return values

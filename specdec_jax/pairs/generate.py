@@ -138,7 +138,7 @@ def _decoder(pair: Any, of: Callable, asked: Mapping[str, Any]) -> functools.par
 
 
 def _output(pair: Any, result: Decoded, row: int) -> Output:
-  tokens = result.tokens[row, : result.lengths[row]]
+  tokens = np.asarray(result.tokens[row, : result.lengths[row]])
   ran = result.rounds.num_emitted[:, row] > 0
   rounds = jax.tree.map(lambda of_all: of_all[ran, row], result.rounds)
   return Output(pair.vocabulary.decode(tokens), tokens, rounds)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
-from specdec_jax.pairs.generate import generate, stream
+from specdec_jax.pairs import generate as generating
 from specdec_jax.protocols import Decoded, Draft, Model, Rule
 from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.tokens import TokenRule
@@ -69,8 +69,17 @@ class Pair(NamedTuple):
   continues: bool = False
   rule: Callable[[Sampling], Rule] = TokenRule
 
-  generate = generate
-  stream = stream
+  def generate(self, texts: Sequence[str], **how: Any) -> list[generating.Output]:
+    """What the target writes for texts, each a `str` with its tokens and rounds.
+
+    `how`: gamma, tree, temperature, top_k, top_p, max_new_tokens, batch_size, seed, lenience, as in
+    `pairs.generate.generate`.
+    """
+    return generating.generate(self, texts, **how)
+
+  def stream(self, text: str, **how: Any) -> Iterator[str]:
+    """The output of one text in pieces, at most one a round; `how` as for `generate`."""
+    return generating.stream(self, text, **how)
 
   def with_draft(self, drafter: Drafter) -> "Pair":
     """The same target with another draft."""
