@@ -17,6 +17,7 @@ from specdec_jax.decoding import (
 )
 from specdec_jax.errors import require_count, require_seed, require_types
 from specdec_jax.protocols import Decoded, Rounds
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.trees import Tree, chain
 
@@ -108,9 +109,10 @@ def stream(
   Arguments as in `generate`. A round is a program of its own, for which the host waits.
   """
   decode = _decoder(self, stream, locals())
-  rule, rng = self.judge(Sampling(temperature, top_k, top_p), lenience), row_keys(seed, 0, 1)
-  plain = self.target, FreeDraft(), self.target_params, ()
-  models = decode.args if decode.func is speculative_decode else plain
+  models, rng = decode.args, row_keys(seed, 0, 1)
+  rule = decode.keywords.get("rule", TokenRule(Sampling(temperature, top_k, top_p)))
+  if decode.func is not speculative_decode:  # plain decoding, which is told in the same way
+    models = self.target, FreeDraft(), self.target_params, ()
   state, said = _begin(*models, self.prompt([text]), max_new_tokens), ""
   while not state.done[0]:
     state = _go_on(*models, rule, rng, self.vocabulary.eos_id, state)
