@@ -13,7 +13,8 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.records import read
 from specdec_jax.reporting import figures
 from specdec_jax.reporting.paper import load_table
-from specdec_jax.run import parse_gin, user_sentence
+from specdec_jax.run import parse_gin
+from specdec_jax.sentences import user_sentence
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

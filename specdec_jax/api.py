@@ -1,25 +1,202 @@
-"""What `import specdec_jax` offers: pairs, whose compiled programs are kept between runs."""
+"""What `import specdec_jax` offers: pairs that take texts and give texts.
+
+Batches, lengths and keys are handled here; programs that were compiled are kept between runs.
+"""
 
 import functools
-from collections.abc import Callable
-from typing import ParamSpec
+import io
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, ParamSpec
 
 import jax
+import numpy as np
+from rich.console import Console
+from rich.text import Text
 
 from specdec_jax import pairs
 from specdec_jax.compile_cache import keep_compiled, kept_in
+from specdec_jax.decoding import (
+  FreeDraft,
+  decoded,
+  one_round,
+  require_finite,
+  speculative_decode,
+  start,
+)
+from specdec_jax.errors import require_count, require_seed, require_types
+from specdec_jax.measurement.calibrate import resolve_tree
+from specdec_jax.protocols import Decoded, Rounds
+from specdec_jax.reporting.rounds import Round, read_rounds, round_text
+from specdec_jax.rules.tokens import TokenRule
+from specdec_jax.sampling import Sampling, row_keys
+from specdec_jax.trees import Tree
 
 P = ParamSpec("P")
+_LOG = logging.getLogger("specdec_jax")
 
 
-def _keeping(load: Callable[P, pairs.Pair]) -> Callable[P, pairs.Pair]:
+class Output(str):
+  """A text that the target wrote, and what it took.
+
+  Attributes:
+    tokens: [T], EOS last unless the limit came first.
+    rounds: R of them, of this text alone: fields [R, ...] of `protocols.Rounds`.
+    words: the same as they read in the text, a `reporting.rounds.Round` each.
+  """
+
+  tokens: np.ndarray
+  rounds: Rounds
+  words: tuple[Round, ...]
+
+  def __new__(
+    cls, text: str, tokens: np.ndarray, rounds: Rounds, words: tuple[Round, ...]
+  ) -> "Output":
+    self = super().__new__(cls, text)
+    self.tokens, self.rounds, self.words = tokens, rounds, words
+    return self
+
+  @property
+  def acceptance_length(self) -> float:
+    """Tokens a round, which is one pass of the target."""
+    return len(self.tokens) / len(self.rounds.num_emitted)
+
+  def show(self, console: Console | None = None) -> None:
+    """Print a line a round: guesses accepted, [-rejected], and [+the target's own token]."""
+    console = console or Console()
+    for words in self.words:
+      console.print(round_text(words), soft_wrap=True)
+
+  def _repr_html_(self) -> str:
+    """What a notebook shows."""
+    console = Console(record=True, file=io.StringIO())
+    console.print(Text(self))
+    self.show(console)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+class Pair(pairs.Pair):
+  """A target, a draft model and their vocabulary: texts in, texts out.
+
+  What decoding needs below that is `pairs.Pair`'s.
+  """
+
+  def generate(
+    self,
+    texts: Sequence[str],
+    *,
+    gamma: int | Literal["auto"] = 5,
+    tree: Sequence[int] | Literal["auto"] | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    max_new_tokens: int = 128,
+    batch_size: int = 1,
+    seed: int = 0,
+    lenience: float = 1.0,
+  ) -> list[Output]:
+    """What the target writes for texts, by speculative decoding.
+
+    Args:
+      texts: sources, or what a decoder-only model goes on from. Those longer than
+        `max_source_tokens` are cut (`cut` says where).
+      gamma: guesses a round; 0 decodes plainly; 'auto' finds the fastest first, as
+        `measurement.calibrate.resolve_tree` does, and keeps what it found for the next time. The
+        logger 'specdec_jax' is told why.
+      tree: parents of a tree of guesses (`trees.Tree`) instead of a chain of gamma; 'auto' finds
+        the fastest of both.
+      temperature: 0 takes the likeliest token.
+      top_k: sample from the k likeliest tokens only; 0 from all.
+      top_p: sample from the fewest tokens that have this much probability.
+      max_new_tokens: limit for a text, EOS counted.
+      batch_size: texts decoded together; whatever it is, outputs are the same.
+      seed: of all sampling. A text's draws depend on it and on the text's place among `texts`.
+      lenience: below 1 more guesses are accepted, and outputs are no longer the target's (A.5).
+
+    Returns:
+      For each text its output, a `str` with its tokens and rounds.
+
+    Raises:
+      InputError: an argument is not what it should be, or memory does not hold what is asked.
+    """
+    (decode, tree), found = _decoder(self, Pair.generate, texts, locals()), []
+    for at in range(0, len(texts), batch_size):
+      batch = [*texts[at : at + batch_size]]
+      rows = batch + batch[:1] * (batch_size - len(batch))  # the last batch has the others' shape
+      keys = row_keys(seed, at, batch_size)
+      result = decode(self.prompt(rows), keys, max_new_tokens=max_new_tokens)
+      result = require_finite(jax.device_get(result))
+      found += [_output(self, result, row, tree) for row in range(len(batch))]
+    return found
+
+  def stream(
+    self,
+    text: str,
+    *,
+    gamma: int | Literal["auto"] = 5,
+    tree: Sequence[int] | Literal["auto"] | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    lenience: float = 1.0,
+  ) -> Iterator[str]:
+    """The output of one text in pieces, at most one a round; joined they are what `generate` gives.
+
+    Arguments as in `generate`. A round is a program of its own, for which the host waits.
+    """
+    decode, _ = _decoder(self, Pair.stream, [text], locals())
+    models, rng = decode.args, row_keys(seed, 0, 1)
+    rule = decode.keywords.get("rule", TokenRule(Sampling(temperature, top_k, top_p)))
+    if decode.func is not speculative_decode:  # plain decoding, which is told in the same way
+      models = self.target, FreeDraft(), self.target_params, ()
+    state, said = _begin(*models, self.prompt([text]), max_new_tokens), ""
+    while not state.done[0]:
+      state = _go_on(*models, rule, rng, self.vocabulary.eos_id, state)
+      result = require_finite(jax.device_get(decoded(state)))
+      whole = self.vocabulary.decode(result.tokens[0, : result.lengths[0]])
+      piece = whole.removeprefix(said)
+      # Half a character is held back until the other half is there.
+      if piece and (state.done[0] or not whole.endswith("\ufffd")):
+        yield piece
+        said = whole
+
+
+_begin = jax.jit(start, static_argnames=("target", "draft", "limit"))
+_go_on = jax.jit(one_round, static_argnames=("target", "draft", "rule", "eos_id"))
+
+
+def _decoder(
+  pair: pairs.Pair, of: Callable, texts: Sequence[str], asked: Mapping[str, Any]
+) -> tuple[functools.partial[Decoded], Tree]:
+  """Of the pair for arguments of `generate` or `stream`, which are checked; and its guesses."""
+  require_types(of, asked)
+  require_seed(asked["seed"])
+  require_count("max_new_tokens", asked["max_new_tokens"])
+  sampling = Sampling(asked["temperature"], asked["top_k"], asked["top_p"])
+  limits = asked.get("batch_size", 1), asked["max_new_tokens"], asked["seed"], asked["lenience"]
+  pair.require_batch_size(limits[0])
+  tree = resolve_tree(asked["gamma"], asked["tree"], pair, texts, sampling, *limits, say=_LOG.info)
+  return pair.decoder(sampling, tree, asked["lenience"]), tree
+
+
+def _output(pair: pairs.Pair, result: Decoded, row: int, tree: Tree) -> Output:
+  tokens = np.asarray(result.tokens[row, : result.lengths[row]])
+  ran = result.rounds.num_emitted[:, row] > 0
+  rounds = jax.tree.map(lambda of_all: of_all[ran, row], result.rounds)
+  words = read_rounds(result, row, pair.vocabulary.pieces, tree.parents)
+  return Output(pair.vocabulary.decode(tokens), tokens, rounds, words)
+
+
+def _keeping(load: Callable[P, pairs.Pair]) -> Callable[P, Pair]:
   """The same; programs go where the command line keeps them, unless jax was told where."""
 
   @functools.wraps(load)
-  def loading(*args: P.args, **kwargs: P.kwargs) -> pairs.Pair:
+  def loading(*args: P.args, **kwargs: P.kwargs) -> Pair:
     if not getattr(jax.config, "jax_compilation_cache_dir", None):
       keep_compiled(kept_in())
-    return load(*args, **kwargs)
+    return Pair(*load(*args, **kwargs))
 
   return loading
 

@@ -1,4 +1,4 @@
-"""What decoded batches hold: tokens, rounds, guesses that stood."""
+"""What decoded batches hold: tokens, rounds, accepted guesses."""
 
 import numpy as np
 

@@ -32,6 +32,11 @@ def named(name: str) -> str:
   return str(runs()[name])
 
 
+def file(name: str) -> str:
+  """Path of what lies in `gin/` under this name, for gin files to use."""
+  return str(HOME / "gin" / name)
+
+
 def summary(path: pathlib.Path) -> str:
   """The first sentence of the comment that a gin file begins with."""
   lines = path.read_text(encoding="utf-8").splitlines()

@@ -17,7 +17,7 @@ def provenance() -> dict[str, Any]:
   return dict(
     processor=processor(),
     cores=os.cpu_count(),
-    threads=_threads(),
+    threads=threads(),
     commit=commit(),
     date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%MZ}",
   )
@@ -41,7 +41,7 @@ def processor(cpuinfo: str = "/proc/cpuinfo") -> str:
   return ", ".join([named, *[name for flag, name in _VECTORS.items() if flag in has][:1]])
 
 
-def _threads() -> int:
+def threads() -> int:
   """Threads of XLA's pool on a CPU, as XLA counts them."""
   given = os.environ.get("NPROC", "")
   if given.isdecimal() and int(given):

@@ -1,4 +1,4 @@
-"""Which axis of which array is cut over which devices: parameters, caches, the loops' state.
+"""Which axis of which array is sharded across which devices: parameters, caches, the loops' state.
 
 Arrays have logical axes, by their names, and rules map those to the axes of a mesh of devices;
 the compiler does the rest. What wraps a model or a draft says where its cache or state lies, and
@@ -77,7 +77,7 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
   Args:
     shapes: parameters in t5x's tree, or `jax.eval_shape` of them.
     mesh: of `make_mesh`, or any.
-    rules: pairs of a logical axis and the mesh axis that it is cut over.
+    rules: pairs of a logical axis and the mesh axis that it is sharded across.
 
   Raises:
     InputError: a rule names an axis that there is none of, or would cut what

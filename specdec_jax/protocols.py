@@ -9,6 +9,7 @@ alike, so what was compiled for one serves all. Parameters and state are argumen
 """
 
 import abc
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -170,6 +171,21 @@ class Draft(abc.ABC):
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     """The state after a round was judged; by default as it was."""
     return state
+
+
+class Drafter(NamedTuple):
+  """An approximation model M_q, loaded: what a pair needs of it. A vocabulary -> Drafter is what
+  `pairs.load_pair` takes as draft.
+
+  Attributes:
+    name: for records.
+    make: (sampling, tree) -> the draft.
+    params: arguments of the compiled programs, never constants in them.
+  """
+
+  name: str
+  make: Callable[[Sampling, AnyTree], Draft]
+  params: Any = ()
 
 
 class Rule(Protocol):

@@ -99,6 +99,9 @@ class Record:
     total_variation: between the target's distribution and that of a token guessed and judged,
       averaged over alpha's text: what lenience changes; 0 up to rounding at lenience 1.
     identical: whether the outputs are the baseline's, token for token.
+    metric: of the outputs' quality by references: BLEU, ROUGE-1, ROUGE-2 or ROUGE-Lsum.
+    quality: of the outputs, 0 to 100.
+    baseline_quality: of the baseline's.
     jax_version: that ran.
     specdec_version: that ran.
     commit: of the checkout that ran, with '+' if it was changed since.
@@ -171,6 +174,9 @@ class Record:
   speedup_high: float | None = None
   total_variation: float | None = None
   identical: bool | None = None
+  metric: str | None = None
+  quality: float | None = None
+  baseline_quality: float | None = None
   jax_version: str | None = None
   specdec_version: str | None = __version__
   commit: str | None = None

@@ -5,8 +5,9 @@ import tiny_pair
 
 from specdec_jax import records
 from specdec_jax.commands.acceptance import acceptance
+from specdec_jax.drafts.copy import copy_from_context
+from specdec_jax.drafts.ngram import unigram
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import drafters
 from specdec_jax.sampling import Sampling
 
 TEXTS = tiny_pair.SENTENCES[:6]
@@ -18,8 +19,8 @@ def drafts(tmp_path_factory):
   text = tmp_path_factory.mktemp("text") / "target.txt"
   text.write_text("".join(line + "\n" for line in tiny_pair.SENTENCES))
   return [
-    lambda vocabulary: drafters.unigram(vocabulary, str(text)),
-    drafters.copy_from_context,
+    lambda vocabulary: unigram(vocabulary, str(text)),
+    copy_from_context,
   ]
 
 

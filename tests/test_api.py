@@ -1,5 +1,7 @@
 """`import specdec_jax`, as a user's own program uses it."""
 
+import json
+import pathlib
 import subprocess
 import sys
 
@@ -8,11 +10,21 @@ import pytest
 import tiny_pair
 
 import specdec_jax
+from specdec_jax.api import Pair
 from specdec_jax.errors import InputError
+from specdec_jax.measurement import calibrate
+from specdec_jax.rules.blocks import BlockRule
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, row_keys
+from specdec_jax.trees import branching
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
 SHORT = dict(max_new_tokens=16)
+
+
+def own_pair():
+  return Pair(*tiny_pair.pair())
 
 
 def test_loading_it_loads_neither_jax_nor_tensorflow():
@@ -40,7 +52,7 @@ def test_a_pair_is_loaded_and_its_programs_are_kept(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_texts_become_the_targets_own(batch_size):
-  pair = tiny_pair.pair()
+  pair = own_pair()
   ours = pair.generate(TEXTS, gamma=2, batch_size=batch_size, **SHORT)
   plain = pair.decoder(Sampling(temperature=0.0), 0)(
     pair.prompt(TEXTS), row_keys(0, 0, len(TEXTS)), **SHORT
@@ -52,17 +64,50 @@ def test_texts_become_the_targets_own(batch_size):
     assert text.acceptance_length == length / len(text.rounds.guesses) > 1
 
 
+@pytest.mark.parametrize("tree", [None, (0, 0, 1)])
+def test_an_output_shows_its_rounds(tree, capsys):
+  (output,) = own_pair().generate(TEXTS[:1], gamma=2, tree=tree, **SHORT)
+  assert "".join(w for r in output.words for w in r.emitted).strip()[:4] == output[:4]
+  output.show()
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == sum(1 + len(r.branches) for r in output.words)
+  assert "[+" in lines[0] and len(output.words) == len(output.rounds.num_emitted)
+  shown = output._repr_html_()
+  assert shown.startswith("<pre>") and "<span style=" in shown and "<script" not in shown
+
+
 def test_a_seed_says_what_is_sampled_whatever_the_batch():
   sampled = dict(gamma=2, temperature=1.0, top_k=20, **SHORT)
-  generate = tiny_pair.pair().generate
+  generate = own_pair().generate
   first = generate(TEXTS, seed=1, **sampled)
   assert first == generate(TEXTS, seed=1, batch_size=2, **sampled)
   assert first != generate(TEXTS, seed=2, **sampled)
 
 
-@pytest.mark.parametrize("how", [dict(gamma=0), dict(tree=(0, 0, 1), temperature=1.0)], ids=str)
-def test_pieces_of_a_stream_are_the_whole(how):
-  pair = tiny_pair.pair()
+def test_auto_finds_what_is_fastest_and_says_why(monkeypatch, caplog):
+  tree = branching(2, 1)
+  found = lambda pair, texts, *rest, branching: type("Found", (), dict(tree=tree))()
+  monkeypatch.setattr(calibrate, "calibrate", found)
+  monkeypatch.setattr(calibrate, "found_or_kept", lambda find, *rest, **more: (find(), "; so"))
+  caplog.set_level("INFO", "specdec_jax")
+  for how in (dict(gamma="auto"), dict(tree="auto")):
+    (output,) = own_pair().generate(TEXTS[:1], **how, **SHORT)
+    assert output.rounds.guesses.shape[-1] == tree.num_guesses
+  assert len(caplog.messages) == 2 and caplog.messages[0].endswith("; so.")
+
+
+@pytest.mark.parametrize(
+  "how, rule",
+  [
+    (dict(gamma=0), TokenRule),
+    (dict(tree=(0, 0, 1), temperature=1.0), TokenRule),
+    (dict(gamma=0, temperature=1.0), BlockRule),
+    (dict(gamma=3, temperature=1.0), BlockRule),
+  ],
+  ids=str,
+)
+def test_pieces_of_a_stream_are_the_whole(how, rule):
+  pair = own_pair()._replace(rule=rule)
   (whole,) = pair.generate(TEXTS[1:2], **how, **SHORT)
   pieces = [*pair.stream(TEXTS[1], **how, **SHORT)]
   assert "".join(pieces) == whole
@@ -84,4 +129,16 @@ def test_pieces_of_a_stream_are_the_whole(how):
 )
 def test_what_is_asked_is_checked(changes, words):
   with pytest.raises(InputError, match=words):
-    tiny_pair.pair().generate(**{"texts": TEXTS, **changes})
+    own_pair().generate(**{"texts": TEXTS, **changes})
+
+
+def test_the_notebook_runs_top_to_bottom(capsys):
+  cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]
+  namespace = {}
+  for cell in cells:
+    if cell["cell_type"] == "code":
+      exec("".join(cell["source"]), namespace)
+  said = capsys.readouterr().out
+  assert said.count("tokens a pass") == 3 and "times as fast as plain decoding" in said
+  assert namespace["outputs"][0] == "Zwei Hunde spielen im Schnee."
+  assert "<pre>" in namespace["branched"]._repr_html_()

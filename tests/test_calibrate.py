@@ -3,6 +3,7 @@
 import functools
 import json
 
+import jax
 import numpy as np
 import pytest
 import tiny_pair
@@ -15,6 +16,7 @@ from specdec_jax.measurement import calibrate, choice, oracles
 from specdec_jax.measurement.calibrate import resolve_gammas, resolve_tree
 from specdec_jax.measurement.choice import choose, choose_tree
 from specdec_jax.measurement.costs import Costs
+from specdec_jax.measurement.kept import depends_on, found_or_kept
 from specdec_jax.records import read
 from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.theory import best_tree, expected_rounds, text_improvement, tree_rates, tree_tokens
@@ -242,6 +244,7 @@ def auto(monkeypatch, alpha, **dear):
   """Calibration without its measurements."""
   made = choose(alpha, costs(**dear), LENGTHS)
   monkeypatch.setattr(calibrate, "calibrate", lambda *args, **settings: made)
+  monkeypatch.setattr(calibrate, "found_or_kept", lambda find, *rest, **more: (find(), ""))
   return made
 
 
@@ -252,10 +255,11 @@ def test_auto_is_resolved_and_a_number_stays(monkeypatch, capsys):
   assert capsys.readouterr().out == f"{found}.\n"
   assert resolve_tree(7, None, *rest) == chain(7)
   assert resolve_tree(7, [0, 0], *rest) == branching(2)
+  assert resolve_tree(0, None, *rest) == chain(0)
   for both in (("auto", None), (7, "auto"), ("auto", "auto")):
     assert resolve_tree(*both, None, [None, None], *rest[2:]) == chain(0)
   assert capsys.readouterr().out == ""
-  for bad in (0, -1, 2.5, "fast"):
+  for bad in (-1, 2.5, "fast"):
     with pytest.raises(InputError, match=f"gamma is {bad!r}"):
       resolve_tree(bad, None, *rest)
 
@@ -287,6 +291,52 @@ def test_auto_among_gammas_to_be_measured(monkeypatch, capsys):
   assert resolve_gammas(["auto"], *settings) == [found.best_draft] and found.gamma == 0
   assert f"measured is gamma {found.best_draft}." in capsys.readouterr().out
   assert resolve_gammas((5, 7), *settings) == [5, 7] and capsys.readouterr().out == ""
+
+
+@pytest.fixture
+def cache(tmp_path):
+  """A place of its own for what jax keeps, and calibrations with it."""
+  before = jax.config.jax_compilation_cache_dir
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+  yield tmp_path
+  jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_calibration_is_kept_until_something_changes(cache):
+  chosen = choose(0.8, costs(), LENGTHS)
+  best = choice.Branching(branching(2, 1), (0.7, 0.1), 0.5, 1.5, 1.3, 1.1)
+  finds, on = [chosen, chosen._replace(branching=best), chosen._replace(gamma=0)], dict(a=1)
+  find = lambda: finds.pop(0)
+  keep = lambda num_texts=3, **more: found_or_kept(find, lambda: on | more, num_texts=num_texts)
+  assert keep() == (chosen, "")
+  found, since = keep(2)
+  assert found == chosen and "with 3 texts" in since and str(cache) in since and len(finds) == 2
+  assert keep(b=2)[0].branching == best and keep(b=2)[0].tree == best.tree and len(finds) == 1
+  assert keep(4)[0].gamma == 0 == keep(4)[0].gamma and not finds  # of more texts: found again
+  for path in (cache / "calibrations").iterdir():
+    path.write_text(path.read_text()[:-9])
+  finds.append(chosen)
+  assert keep() == (chosen, "") and not finds
+  jax.config.update("jax_compilation_cache_dir", None)
+  finds.append(chosen)
+  assert keep() == (chosen, "") and not finds
+
+
+def test_what_a_calibration_depends_on():
+  pair, other = tiny_pair.pair(), tiny_pair.pair("random")
+  on = lambda pair=pair, texts=TEXTS, sampling=GREEDY, **settings: json.dumps(
+    depends_on(pair, texts, sampling, **settings)
+  )
+  assert on() == on() == on(texts=TEXTS[1:])
+  trained = jax.tree.map(lambda x: x * 1.01, pair.target_params)
+  others = [
+    on(pair=pair._replace(target_params=trained)),
+    on(pair=other),
+    on(texts=TEXTS[:1]),
+    on(sampling=Sampling(1.0)),
+    on(batch_size=2),
+  ]
+  assert len({on(), *others}) == 6
 
 
 def test_hosts_agree_on_the_first_choice(tmp_path):
@@ -393,7 +443,7 @@ def test_times_of_a_text(seed):
 
 
 def test_policies_are_measured(tmp_path, capsys, monkeypatch):
-  """The whole experiment on the tiny pair; who knows which guesses stand knows all rounds."""
+  """The whole experiment on the tiny pair; an oracle knows all rounds."""
   monkeypatch.setattr(calibrate, "GAMMAS", (1, 2))
   monkeypatch.setattr(calibrate, "NUM_TEXTS", 2)
   monkeypatch.setattr(calibrate, "REPEATS", 1)

@@ -4,6 +4,7 @@ What PyTorch itself makes of them is in `test_checkpoints_huggingface.py`.
 """
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import test_checkpoints_gpt2 as gpt2
 import tiny
 import tiny_pair
 from flax import serialization
+from huggingface_hub import constants
 from safetensors.numpy import save_file
 from test_checkpoints_formats import hf_tensors, params, refused, write_hf, write_own
 
@@ -34,6 +36,40 @@ def change(folder, name="config.json", **fields):
   file = folder / name
   about = json.loads(file.read_text()) | fields if file.is_file() else fields
   file.write_text(json.dumps({k: v for k, v in about.items() if v is not ...}))
+
+
+# Named as on the Hub: what is in Hugging Face's cache needs no network.
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+  """Puts a folder into the cache as a model of that name."""
+  monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+  monkeypatch.chdir(tmp_path)
+
+  def put(folder, name):
+    inside = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+    (inside / "refs").mkdir(parents=True)
+    (inside / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folder, inside / "snapshots" / ("0" * 40))
+
+  return put
+
+
+def test_a_pair_named_as_on_the_hub(tmp_path, hub):
+  vocabulary = str(tiny_pair.folder() / "vocabulary.model")
+  config = tiny.config(vocab_size=len(open_vocabulary(vocabulary)), layers=1)
+  folder = write_hf(tmp_path / "hf", config, params(config))
+  shutil.copy(vocabulary, folder / "spiece.model")
+  hub(folder, "google/tiny-t5")
+  pair = load_pair(*["google/tiny-t5"] * 3)
+  assert (pair.target_name, pair.draft_name) == ("tiny-t5", "tiny-t5")
+  assert len(pair.vocabulary) == config.vocab_size
+  for name in ("google/other-t5", "google/tiny_t5"):
+    refused(name, name, "was not fetched from the Hugging Face Hub")
+  (tmp_path / "google").mkdir()
+  refused("google/tiny-t5", "There is no model in google/tiny-t5")
 
 
 # Where logits come from. What each version writes was read off files that it wrote.

@@ -1,7 +1,10 @@
-"""What every draft, rule, tree and model keeps to: a new one joins with a line in CASES."""
+"""What every draft, rule, tree and model keeps to: a new one joins with a line in CASES, as
+"copying" does."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -12,6 +15,7 @@ from test_speculative import CONFIG as T5_CONFIG
 from test_speculative import DRAFT_CONFIG as T5_DRAFT
 from test_speculative import exact_joint, joint_of_loop, target_and_draft
 
+from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.decoding import (
   FreeDraft,
   autoregressive_decode,
@@ -21,13 +25,14 @@ from specdec_jax.decoding import (
 )
 from specdec_jax.drafts import dynamic as drafts_dynamic
 from specdec_jax.drafts import model as drafts_model
-from specdec_jax.drafts.copy import CopyDraft
+from specdec_jax.drafts.copy import CopyDraft, copy_from_context
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.merged import MergedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.protocols import Drafter
 from specdec_jax.rules.blocks import BlockRule
 from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.lossy import TopBetaRule, TypicalRule
@@ -83,8 +88,14 @@ def independent(models: Models, sampling: Sampling, tree: Tree):
   return ModelDraft(models.draft, sampling, tree, independent=True), models.draft_params
 
 
-def copying(models: Models, sampling: Sampling, tree: Tree):
-  return CopyDraft(V, tree, 2), ()
+def drafted(make: Callable[[Vocabulary], Drafter]):
+  """What users give a pair as its draft."""
+
+  def draft(models: Models, sampling: Sampling, tree: Tree):
+    drafter = make(mock.MagicMock(Vocabulary, __len__=lambda words: V))
+    return drafter.make(sampling, tree), drafter.params
+
+  return draft
 
 
 def bigrams(models: Models, sampling: Sampling, tree: Tree):
@@ -118,7 +129,7 @@ RAGGED = Tree((0, 0, 1, 1, 2, 4))
 CASES = {
   "chain": (t5, model, chain(3), TokenRule),
   "chain, GPT": (gpt, model, chain(3), TokenRule),
-  "copying": (t5, copying, chain(2), TokenRule),
+  "copying": (t5, drafted(copy_from_context), chain(2), TokenRule),
   "bigrams": (t5, bigrams, chain(2), BlockRule),
   "dynamic": (t5, dynamic, DynamicTree(6, 3), TokenRule),
   "dynamic, GPT": (gpt, dynamic, DynamicTree(3, 4), TokenRule),

@@ -14,6 +14,7 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, padded
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.errors import InputError
+from specdec_jax.pairs import ASSETS, EMBEDDED
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +244,16 @@ def lines_of(tmp_path, monkeypatch):
     return read_lines(str(path))
 
   return read
+
+
+def test_letters_that_a_vocabulary_has_to_spell():
+  """In the language that it was made from few, in capitals many, in another script all."""
+  foreign = open_vocabulary(str(EMBEDDED / "vocabulary.model")).foreign
+  assert foreign("Two dogs are playing in the snow.") == foreign("") == foreign("12, 3.") == 0
+  assert 0.5 < foreign("TWO DOGS ARE PLAYING IN THE SNOW") < 1
+  assert foreign("Две собаки играют в снегу.") == foreign("两只狗在雪地里玩耍") == 1
+  lm1b = open_vocabulary(str(ASSETS / "lm1b" / "vocabulary.txt")).foreign
+  assert lm1b("The Fed minutes suggested it.") < 0.1 and lm1b("两只狗") == 1
 
 
 WAYS = ("file", "gzip", "pipe", "stdin")

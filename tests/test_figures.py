@@ -158,7 +158,7 @@ def test_figure_1(drawing):
   colours = [drawn[word].get_color() for word in ("ein", "Hund", "Mann")]
   assert colours == [figures.KINDS[kind] for kind in ("accepted", "rejected", "corrected")]
   assert len(set(colours)) == 3
-  for word in ("a title", "accepted", "rejected", "the target's own"):
+  for word in ("a title", "accepted", "rejected", "the target's token"):
     assert word in drawn
 
 
@@ -167,6 +167,8 @@ def test_files(drawing, tmp_path, ending):
   path = tmp_path / f"figure.{ending}"
   figures.save(figures.tokens_figure(), path)
   assert path.stat().st_size > 1000
+  figures.save(figures.tokens_figure(), tmp_path / f"again.{ending}")
+  assert (tmp_path / f"again.{ending}").read_bytes() == path.read_bytes()
 
 
 def test_unknown_ending_and_records_without_times(drawing, tmp_path):

@@ -2,6 +2,7 @@
 
 import inspect
 import pathlib
+import re
 
 import gin
 import pytest
@@ -10,6 +11,7 @@ from specdec_jax import run
 
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
+KINDS = ("runs", "models", "tasks")
 # These take no pair of ours.
 APART = {
   "given_outputs",
@@ -26,6 +28,7 @@ AFTER = [
   ("models/lamda",),
   ("tasks/dialog", "models/lamda"),
   ("tasks/dialog", "models/gpt2"),
+  ("tasks/articles", "models/random"),
   ("models/t5_1_1",),
   ("models/random", "models/sharded"),
   ("rules/blocks",),
@@ -55,6 +58,34 @@ def test_runs_take_models_and_tasks(after):
     if name in ("translate", "generate") and any(other.startswith("tasks/") for other in after):
       continue
     parse(f"runs/{name}", *after)
+
+
+def macros(path: pathlib.Path) -> dict[str, str]:
+  """What a gin file and those that it includes bind, by name."""
+  text = path.read_text()
+  found = {}
+  for name in re.findall(r"^include '(.*)'", text, re.MULTILINE):
+    found |= macros(GIN.parent / name)
+  return found | dict(re.findall(r"^([A-Z]\w*) = (.*)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+  "path",
+  [
+    GIN / "quickstart.gin",
+    *(path for kind in KINDS for path in sorted((GIN / kind).glob("*.gin"))),
+  ],
+  ids=lambda path: path.stem,
+)
+def test_a_head_names_what_can_be_set(path):
+  head, there = path.read_text().partition("\nfrom ")[0].partition("\ninclude ")[0], macros(path)
+  named = lambda heading: re.findall(
+    r"\b[A-Z]\w+", "".join(re.findall(rf"# {heading}: ([^.]*)\.", head))
+  )
+  required = [name for name, value in there.items() if value == "%gin.REQUIRED"]
+  assert sorted(named("Required to be set")) == sorted(required)
+  assert {*named("Commonly overridden")} <= there.keys()
+  assert named("Commonly overridden") or "WORK_DIR" in there or "DATA" in there
 
 
 def test_the_checker_samples_at_a_temperature_that_is_not_1():

@@ -18,8 +18,9 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, padded
 from specdec_jax.decoding import autoregressive_decode
+from specdec_jax.drafts.copy import copy_from_context
+from specdec_jax.drafts.ngram import bigram, unigram
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import drafters
 from specdec_jax.protocols import Context
 from specdec_jax.reporting.paper import load_table
 from specdec_jax.trees import chain
@@ -78,7 +79,7 @@ def test_the_target_writes_the_given_texts(words):
 
 
 def test_alpha_of_a_unigram_is_how_often_the_most_frequent_token_was_written(words, path, tmp_path):
-  (one, two) = run(words, tmp_path, [functools.partial(drafters.unigram, path=path)])
+  (one, two) = run(words, tmp_path, [functools.partial(unigram, path=path)])
   counts = np.bincount([token for line in read_lines(path) for token in words.encode(line)])
   written = [token for line in OUTPUTS for token in words.encode(line)]
   share = written.count(int(counts.argmax())) / len(written)
@@ -90,10 +91,10 @@ def test_alpha_of_a_unigram_is_how_often_the_most_frequent_token_was_written(wor
 @pytest.mark.parametrize("name", ["unigram", "bigram", "copy-1", "copy-3"])
 def test_alpha_and_rounds_are_those_of_a_plain_loop(words, path, tmp_path, name):
   make = {
-    "unigram": functools.partial(drafters.unigram, path=path),
-    "bigram": functools.partial(drafters.bigram, path=path),
-    "copy-1": functools.partial(drafters.copy_from_context, max_ngram=1),
-    "copy-3": drafters.copy_from_context,
+    "unigram": functools.partial(unigram, path=path),
+    "bigram": functools.partial(bigram, path=path),
+    "copy-1": functools.partial(copy_from_context, max_ngram=1),
+    "copy-3": copy_from_context,
   }[name]
   texts = [(words.encode(source), words.encode(output)) for source, output in zip(SOURCES, OUTPUTS)]
   first = guessing(words, make, 1)
@@ -125,14 +126,14 @@ def test_copying_a_text_that_is_its_own_source_is_always_right(words, tmp_path):
   text = "[0123456789]"
   n = len(words.encode(text))
   assert len(set(words.encode(text))) == n
-  (r,) = run(words, tmp_path, [drafters.copy_from_context], [text], [text], gammas=(5,))
+  (r,) = run(words, tmp_path, [copy_from_context], [text], [text], gammas=(5,))
   assert r.alpha == pytest.approx((n - 1) / n)
   assert r.rounds == 1 + -(-(n - 1) // 6)
   assert r.acceptance_by_position[1:] == [1.0] * 4
 
 
 def test_an_output_cut_off_at_the_limit_has_no_eos(words, tmp_path):
-  make = [drafters.copy_from_context]
+  make = [copy_from_context]
   (cut,) = run(words, tmp_path / "cut", make, LINES[:1], LINES[:1], gammas=(3,), max_new_tokens=4)
   (whole,) = run(words, tmp_path / "whole", make, LINES[:1], LINES[:1], gammas=(3,))
   assert cut.num_tokens == 4 and whole.num_tokens == len(words.encode(LINES[0]))
@@ -140,7 +141,7 @@ def test_an_output_cut_off_at_the_limit_has_no_eos(words, tmp_path):
 
 def test_a_draft_reads_no_more_of_a_source_than_the_target_did(words, tmp_path):
   text = "[0123456789]"
-  one = [drafters.copy_from_context], [text], [text]
+  one = [copy_from_context], [text], [text]
   run(words, tmp_path, *one, gammas=(3,), max_source_tokens=5)
   cut, whole = run(words, tmp_path, *one, gammas=(3,))  # another setting, so measured too
   n = len(words.encode(text))
@@ -149,10 +150,10 @@ def test_a_draft_reads_no_more_of_a_source_than_the_target_did(words, tmp_path):
 
 
 def test_what_is_recorded_is_not_measured_again(words, path, tmp_path, capsys):
-  (one,) = run(words, tmp_path, [drafters.copy_from_context], gammas=(2,))
+  (one,) = run(words, tmp_path, [copy_from_context], gammas=(2,))
   before = (tmp_path / "results.jsonl").read_bytes()
-  unigram = functools.partial(drafters.unigram, path=path)
-  measured = run(words, tmp_path, [drafters.copy_from_context, unigram])
+  counted = functools.partial(unigram, path=path)
+  measured = run(words, tmp_path, [copy_from_context, counted])
   assert (tmp_path / "results.jsonl").read_bytes().startswith(before)
   assert [(r.draft, r.gamma) for r in measured] == [
     *(("copy-3", 2), ("copy-3", 5), ("unigram", 2), ("unigram", 5))
@@ -164,10 +165,10 @@ def test_what_is_recorded_is_not_measured_again(words, path, tmp_path, capsys):
 
 
 def test_the_papers_values_stand_beside(words, path, tmp_path, capsys):
-  unigram = functools.partial(drafters.unigram, path=path)
+  counted = functools.partial(unigram, path=path)
   rows = load_table(3, ROOT / "configs")
   changes = dict(paper_rows=rows, paper_target="T5-XXL (CNNDM)", gammas=(2,))
-  run(words, tmp_path, [unigram, drafters.copy_from_context], **changes)
+  run(words, tmp_path, [counted, copy_from_context], **changes)
   lines = [line.split() for line in capsys.readouterr().out.splitlines()]
   shown = lambda name: next(line for line in lines if line[:1] == [name])
   assert shown("unigram")[3] == "0.13" and shown("copy-3")[3] == "-"
@@ -189,7 +190,7 @@ def test_the_papers_values_stand_beside(words, path, tmp_path, capsys):
   ids=lambda changes: " ".join(changes),
 )
 def test_nothing_to_measure_is_refused(words, tmp_path, changes):
-  settings = dict(drafts=[drafters.copy_from_context], output_dir=tmp_path / "out")
+  settings = dict(drafts=[copy_from_context], output_dir=tmp_path / "out")
   with pytest.raises(InputError):
     run(words, **{**settings, **changes})
   assert not (tmp_path / "out" / "results.jsonl").exists()

@@ -190,6 +190,23 @@ def test_the_result_in_a_sentence(records, sentences):
   assert len(shown) == len({r.temperature for r in records})
 
 
+def test_gammas_that_repeats_do_not_tell_apart_share_the_best():
+  """Gamma 4 was once faster than the best one was at worst, 6 never; ranges are of repeats."""
+  speeds_of = {4: (1.70, 1.82, 1.86), 5: (1.80, 1.83, 1.88), 6: (1.5, 1.6, 1.7)}
+  told = [
+    dataclasses.replace(RECORD, gamma=gamma, speedup_low=low, speedup=median, speedup_high=high)
+    for gamma, (low, median, high) in speeds_of.items()
+  ]
+  (sentence,) = (n.text for n in parsed(told).all(class_="results")[0].all("li"))
+  assert "1.83×" in sentence and "(gamma 5 [1.80,1.88]; gamma 4 cannot be told from it)" in sentence
+
+
+def test_charts_beside_each_other_have_one_scale():
+  page = parsed([*SWEEP, dataclasses.replace(OTHER, speedup=5.5)])
+  levels = [[n.text for n in figure.all("text", "end")] for figure in page.all("figure")[:2]]
+  assert levels[0] == levels[1] and float(levels[0][-1]) >= 5.5
+
+
 def test_the_last_record_of_a_setting_counts():
   page = parsed([RECORD, dataclasses.replace(RECORD, speedup=9.99)])
   assert "9.99" in page.text and "2.06" not in page.text
@@ -204,13 +221,28 @@ def cells(page):
 
 
 def test_a_row_has_the_numbers_of_its_record():
-  page = parsed([OTHER, RECORD])
-  assert [n.text for n in page.all("th")] == [*speeds.COLUMNS]
+  told = dict(speculative_tokens_per_s=999.6, baseline_tokens_per_s=486.1)
+  page = parsed([OTHER, dataclasses.replace(RECORD, speedup_low=2.0, speedup_high=2.11, **told)])
+  columns = [n.text for n in page.all("th")]
+  assert columns[:6] == ["temp", "gamma", "speedup", "same", "tokens/s", "plain"]
+  assert {*columns} == {*speeds.COLUMNS, "tokens/s", "plain"}
+  plain = [f"{of:.0f}" for of in (OTHER.speculative_tokens_per_s, OTHER.baseline_tokens_per_s)]
   assert cells(page) == [
-    ["1", "3", "0.67 [0.63,0.70]", "0.072", "1.22", "1.91", "1.73", "1.68", "0.62", "-"],
-    ["0", "5", "0.81 [0.79,0.84]", "0.061", "1.38", "2.99", "2.15", "2.06", "0.40", "yes"],
+    ["1", "3", "1.68", "-", *plain, "0.67 [0.63,0.70]", "0.072", "1.22", "1.91", "1.73", "1.60"],
+    ["0", "5", "2.06 [2.00,2.11]", "yes", "1000", "486"]
+    + ["0.81 [0.79,0.84]", "0.061", "1.38", "2.99", "2.15", "2.50"],
   ]
   assert speeds.LEGEND in page.text
+
+
+def test_quality_is_a_column_where_it_was_measured():
+  same = dataclasses.replace(RECORD, metric="BLEU", quality=37.41, baseline_quality=37.41)
+  other = dataclasses.replace(same, gamma=7, quality=36.0)
+  page = parsed([same, other])
+  assert [row[-1] for row in cells(page)] == ["BLEU 37.4", "BLEU 36.0 (plain 37.4)"]
+  assert page.all("th")[len(cells(page)[0]) - 1].text == "quality"
+  assert "quality" in speeds.speed_table([same]).columns
+  assert "quality" not in speeds.speed_table([RECORD]).columns
 
 
 def test_what_was_not_measured_is_a_dash():
@@ -218,7 +250,7 @@ def test_what_was_not_measured_is_a_dash():
   settings += ("platform", "device_kind", "dtype", "seed")
   blank = Record(**{name: getattr(RECORD, name) for name in settings})
   page = parsed([blank], [Example("", "", 0.0, 3, ())])
-  assert cells(page) == [["0", "5", *["-"] * 8]]
+  assert cells(page) == [["0", "5", *["-"] * 10]]
   assert not page.all("svg")
 
 
@@ -363,7 +395,7 @@ def test_acceptance_by_position_is_that_of_the_most_guesses():
   widths = [float(bar.attributes["width"]) for bar in figure.all("rect", "bar")]
   (full,) = {float(track.attributes["width"]) for track in figure.all("rect", "track")}
   np.testing.assert_allclose(widths, np.array([0.9, 0.75, 0]) * full, atol=0.05)
-  for words in ("90%", "75%", "all 85%", "gamma 3", "400 rounds"):
+  for words in ("90%", "75%", "together 85%", "gamma 3", "400 rounds"):
     assert words in figure.text
 
 
@@ -532,7 +564,7 @@ def test_a_run_leaves_its_records_and_first_rounds_as_a_page(tmp_path, asked, ca
   speedup.speedup(tiny_pair.pair(), TEXTS, str(tmp_path), **ASKED, report_examples=2)
   assert str(tmp_path / "report.html") in capsys.readouterr().out.replace("\n", "")
   page = left_in(tmp_path)
-  assert [(row[1], row[7]) for row in cells(page)] == [("2", "1.20"), ("3", "1.30")] * 2
+  assert [(row[1], row[2].split()[0]) for row in cells(page)] == [("2", "1.20"), ("3", "1.30")] * 2
   sources, outputs, costs = zip(*articles(page))
   assert sources == (*TEXTS[:2], *TEXTS[:2]) and rejected(page)
   grown = [rounds.all("li")[-1].all("p")[1].text for rounds in page.all(class_="rounds")]

@@ -36,22 +36,23 @@ LAYERS = {
   "adaptive": JAX,
   "kernels": JAX,
   "models": FLAX,
+  "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets", "tokenizers"},
   "drafts": FLAX,
   "partitioning": FLAX,
-  "checkpoints": FLAX | {"msgpack", "safetensors", "tensorstore"},
-  "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets", "tokenizers"},
+  "checkpoints": FLAX | {"huggingface_hub", "msgpack", "safetensors", "tensorstore"},
   "counts": {"numpy"},
   "pairs": JAX,
-  "api": JAX,
   "training": FLAX | {"optax", "orbax", "rich"},
   "records": set(),
   "reporting": {"numpy", "rich", "matplotlib"},
-  "measurement": FLAX,
+  "measurement": FLAX | {"rouge_score", "sacrebleu"},
+  "api": JAX | {"rich"},
   "exactness": FLAX | {"scipy"},
   "t5x_model": FLAX | {"gin", "t5x"},
   "tpu": FLAX,
   "peers": JAX | {"ctranslate2", "torch", "transformers"},
   "commands": FLAX | {"rich", "sacrebleu"},
+  "sentences": set(),
   "run": {"gin", "absl"},
 }
 
@@ -59,7 +60,8 @@ LAYERS = {
 ONLY = {
   "records": {"errors", "version", "writing"},
   "reporting": {"errors", "version", "writing", "protocols", "theory", "records"},
-  "run": {"errors", "version", "compile_cache", "gin_files"},
+  "sentences": {"errors"},
+  "run": {"errors", "version", "compile_cache", "gin_files", "sentences"},
 }
 
 CORE = ("xla_flags", "errors", "version", "memory", "writing", "sampling", "trees")

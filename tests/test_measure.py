@@ -44,6 +44,7 @@ from specdec_jax.measurement.costs import (
   round_costs,
 )
 from specdec_jax.measurement.measure import measure, settings_to_measure
+from specdec_jax.measurement.quality import quality
 from specdec_jax.measurement.speed import Speed, measure_speed, own_baseline
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.models.families import for_decoding
@@ -275,6 +276,9 @@ def test_identical():
   assert not identical([HAND_MADE, HAND_MADE], [HAND_MADE, other])
 
 
+RATIOS = {3: np.array([2.0, 2.5, 1.5])}  # of seconds, a repeat each
+
+
 def test_speedup_is_totals_over_totals():
   """Tokens a second, in sum; a mean of the speedups of the parts would be another number."""
   plain = [
@@ -282,9 +286,10 @@ def test_speedup_is_totals_over_totals():
     HAND_MADE._replace(lengths=np.array([30])),
   ]
   ours = [HAND_MADE._replace(lengths=np.array([10, 5])), HAND_MADE._replace(lengths=np.array([45]))]
-  speed = Speed(plain, {3: ours, 5: plain}, 20.0, {3: 10.0, 5: 40.0}, costs={})
+  speed = Speed(plain, {3: ours, 5: plain}, 20.0, {3: 10.0, 5: 40.0}, {}, RATIOS)
   assert speed.speedup(3) == pytest.approx((60 / 10) / (40 / 20))
   assert speed.speedup(5) == pytest.approx(0.5)
+  assert speed.spread(3) == pytest.approx((60 / 40 * 1.5, 60 / 40 * 2.5))
 
 
 def test_a_text_has_the_same_key_whatever_batch_it_is_in():
@@ -318,7 +323,7 @@ def test_costs_are_what_links_take_and_not_what_a_call_takes():
 
 def test_a_round_is_timed_without_the_reading_of_prompts():
   """Two batches of 3 and 2 rounds that took 1.6 s, each 0.1 s before its first."""
-  speed = Speed([], {3: [HAND_MADE, HAND_MADE]}, 1.0, {3: 1.6}, {3: COSTS})
+  speed = Speed([], {3: [HAND_MADE, HAND_MADE]}, 1.0, {3: 1.6}, {3: COSTS}, {})
   assert int(HAND_MADE.num_rounds) == 3
   assert speed.round_s(3) == pytest.approx((1.6 - 2 * 0.1) / 6)
 
@@ -360,11 +365,11 @@ def test_costs_are_timed_evenly_among_the_texts(monkeypatch, num_texts, least, m
   timed = []
 
   def no_time(calls, repeats):
-    timed.append("part" in calls)
-    return [0.0] * len(calls), [HAND_MADE] * len(calls)
+    timed.append("part" in [call.args[0] for call in calls])
+    return np.ones((repeats, len(calls))), [HAND_MADE] * len(calls)
 
   monkeypatch.setattr(speeds, "round_calls", lambda *args: ["part"] * 8)
-  monkeypatch.setattr(speeds, "interleaved_medians", no_time)
+  monkeypatch.setattr(speeds, "interleaved_seconds", no_time)
   pair = tiny_pair.pair()
   measure_speed(pair, [pair.prompt(TEXTS[:1])] * num_texts, GREEDY, [2], LIMIT, repeats=1)
   assert len(timed) == num_texts and least <= sum(timed) <= most
@@ -438,7 +443,7 @@ def test_interleaved_calls_run_in_turn_and_give_their_last_results():
 def results(tmp_path_factory):
   """The file of a greedy run with a draft that knows nothing."""
   with records.open_results(tmp_path_factory.mktemp("measure")) as path:
-    measure_it(path)
+    measure_it(path, references=tiny_pair.SENTENCES[: len(TEXTS)])
   return path
 
 
@@ -450,7 +455,8 @@ def measure_it(path, **changes):
 
 def not_measured(record):
   """Fields that are empty, but for those of other experiments, of trees, and of git's checkouts."""
-  others = "speedup_low", "speedup_high", "tokens_per_round_low", "tokens_per_round_high"
+  others = "tokens_per_round_low", "tokens_per_round_high"
+  others += "metric", "quality", "baseline_quality"  # where there are references
   empty = [name for name, value in dataclasses.asdict(record).items() if value is None]
   return [name for name in empty if name not in (*others, "tree", "dynamic_nodes", "commit")]
 
@@ -461,6 +467,29 @@ def test_a_record_has_every_field(results):
   assert (record.task, record.target, record.draft) == ("tiny", "target", "random")
   assert (record.temperature, record.gamma, record.batch_size) == (0.0, 2, 1)
   assert (record.num_examples, record.platform, record.dtype) == (len(TEXTS), "cpu", "float32")
+
+
+def test_quality_is_recorded_beside_plain_decodings(results, tmp_path):
+  (record,) = records.read(results)
+  assert record.metric == "BLEU" and record.quality == record.baseline_quality
+  with pytest.raises(InputError, match=f"{len(TEXTS)} texts but 1 references"):
+    measure_it(tmp_path / "r.jsonl", references=["ein Hund"])
+  with pytest.raises(InputError, match="metric is 'METEOR'; it must be one of BLEU, ROUGE-1"):
+    measure_it(tmp_path / "r.jsonl", references=TEXTS, metric="METEOR")
+
+
+def test_qualities_by_hand():
+  assert quality("BLEU", ["A man runs by the sea."], ["A man runs by the sea."]) == pytest.approx(
+    100
+  )
+  assert 0 <= quality("BLEU", ["A man runs by the sea."], ["Two dogs sleep in a house."]) < 10
+  pytest.importorskip("rouge_score")
+  one, other = ["dogs run by the sea"], ["a dog runs far from the sea"]
+  assert quality("ROUGE-1", one, other) == pytest.approx(100 * 2 * 4 / (5 + 7))  # stems count
+  assert quality("ROUGE-2", one * 2, other + one) == pytest.approx(
+    (100 * 2 * 2 / (4 + 6) + 100) / 2
+  )
+  assert quality("ROUGE-Lsum", ["b c\na"], ["a\nb c"]) == pytest.approx(100)
 
 
 def test_speed_over_anothers_decoding_is_another_setting(results, tmp_path):

@@ -270,14 +270,6 @@ def test_random_weights_are_simulated_at_their_alpha(tmp_path):
   assert record.kernels == halved[-1]
 
 
-def test_calls_take_turns():
-  order = []
-  calls = [functools.partial(worker.timed, order.append, name) for name in "abc"]
-  seconds, results = worker.interleaved_seconds(calls, 2)
-  assert "".join(order) == "abc" + "cba" + "abc"
-  assert seconds.shape == (2, 3) and (seconds > 0).all() and results == [None] * 3
-
-
 def test_nothing_to_measure_is_told(tmp_path):
   with pytest.raises(InputError, match="no contests"):
     peers.peers([], [], str(tmp_path))

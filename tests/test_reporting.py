@@ -284,5 +284,5 @@ def test_outputs_that_differ_are_shown():
 
 def test_every_heading_is_explained():
   text = render(speeds.speed_table([RECORD]), "terminal")
-  for word in ("alpha", "c", "v", "Thm 8", "speedup", "passes", "same"):
+  for word in ("alpha", "c", "v", "Thm 8", "speedup", "acceptance", "same"):
     assert word in text and word in speeds.LEGEND

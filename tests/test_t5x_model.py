@@ -1,5 +1,6 @@
 """The t5x model class against t5x's own decoding, and through t5x's own infer.py and gin files."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -354,6 +355,27 @@ t5x_model.SpeculativeModel.tree = [0, 0]
   assert model._settings == want | dict(max_decode_steps=None, rescale_log_probs=True)
   params = tiny.params(t5x_model.same_config(model.module), 0)
   assert shapes(model, {**params, "draft": params}) == ((EXAMPLES, 3, LIMIT), (EXAMPLES, 3))
+
+
+def test_a_draft_of_ones_own_is_a_network_in_a_scope(bound):
+  """And outputs are as many as are asked of the model itself."""
+  model = bound("""
+network.Transformer.config = @network.T5Config()
+network.T5Config:
+  vocab_size = 264
+  num_decoder_layers = 3
+t5x_model.SpeculativeModel.module = @network.Transformer()
+t5x_model.SpeculativeModel.draft_module = @draft/network.Transformer()
+draft/network.Transformer.config = @draft/network.T5Config()
+draft/network.T5Config.num_decoder_layers = 1
+t5x_model.SpeculativeModel.predict_batch_with_aux.num_decodes = 2
+t5x_model.SpeculativeModel.predict_batch_with_aux.return_all_decodes = True
+""")
+  target, draft = (t5x_model.same_config(module) for module in (model.module, model._draft.module))
+  assert (target.num_decoder_layers, draft.num_decoder_layers) == (3, 1)
+  assert target == dataclasses.replace(draft, num_decoder_layers=3)
+  params = {**tiny.params(target, 0), "draft": tiny.params(draft, 0)}
+  assert shapes(model, params)[0] == (EXAMPLES, 2, LIMIT)
 
 
 def test_without_bindings_it_decodes_as_t5x_does(bound):

@@ -287,6 +287,8 @@ def test_latex_has_a_line_a_row_and_escapes():
   assert {line.replace(r"\&", "").count("&") for line in lines} == {len(TABLE.columns) - 1}
   assert r"a\_b \& 100\% \{x\}" in text and r"back\textbackslash{}slash" in text
   assert r"\begin{tabular}{lrr}" in text
+  assert r"\caption{A title}" in text and r"\label{tab:a-title}" in text
+  assert [text.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
 
 
 def test_terminal_shows_every_cell_whole():

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from specdec_jax.commands import translate
+from specdec_jax.data import vocabulary
 from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.pairs import pair
@@ -189,12 +191,53 @@ def command(*args, text=b""):
   )
 
 
-def test_standard_input_to_standard_output(run):
-  raw = "\n".join([LINES[0], "", LINES[1]]).encode()
-  result = command("--jax_compilation_cache_dir=", *arguments(), text=raw)
-  assert result.returncode == 0, result.stderr.decode()
-  assert result.stdout.decode().split("\n") == [*run([LINES[0], "", LINES[1]]).lines, ""]
-  assert b"warning: line 2 is empty" in result.stderr
+def test_each_line_of_standard_input_is_answered_before_the_next_is_there(run):
+  program = subprocess.Popen(
+    [sys.executable, "-m", "specdec_jax.run", "--jax_compilation_cache_dir=", *arguments()],
+    cwd=ROOT,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    bufsize=1,
+  )
+  with program:
+    answers = []
+    for line in (LINES[0], "", LINES[1]):
+      program.stdin.write(line + "\n")
+      answers.append(program.stdout.readline().removesuffix("\n"))
+    rest, said = program.communicate()
+  assert program.returncode == 0, said
+  assert answers == run([LINES[0], "", LINES[1]]).lines and not rest
+  assert "warning: line 2 is empty" in said and "3 lines, " in said
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_at_a_terminal_there_is_a_line_a_batch_and_no_bar(run, monkeypatch, batch_size):
+  stdin = io.TextIOWrapper(io.BytesIO("\n".join(LINES).encode()), encoding="utf-8")
+  monkeypatch.setattr(stdin, "isatty", lambda: True, raising=False)
+  monkeypatch.setattr(sys, "stdin", stdin)
+  batches = []
+  decode_lines = translate.decode_lines
+  monkeypatch.setattr(
+    translate,
+    "decode_lines",
+    lambda *args: (batches.append(b) or b for b in decode_lines(*args)),
+  )
+  result = run(INPUT="-", BATCH_SIZE=batch_size)
+  assert result.lines == targets_own(LINES) and len(batches) == len(LINES)
+  assert "Ctrl-D ends it" in result.said and "decoding" not in result.said
+
+
+def test_a_line_of_another_language_is_said_once(run, monkeypatch):
+  monkeypatch.setattr(vocabulary, "_SPELLS", 10)
+  monkeypatch.setattr(translate, "FOREIGN", 0.9)
+  result = run([LINES[0], "他们在雪地里玩耍", "две собаки"])
+  assert result.status == 0 and len(result.lines) == 3
+  assert result.said.count("is not what this pair was made for") == 1
+  assert (
+    "line 2 is not what this pair was made for: its vocabulary has to spell 100% of" in result.said
+  )
 
 
 def test_status_of_bad_input():
@@ -294,7 +337,6 @@ def test_output_to_a_pipe(run):
 @pytest.mark.parametrize(
   "macros, words",
   [
-    ({"GAMMA": 0}, "gamma is 0"),
     ({"GAMMA": -2}, "gamma is -2"),
     ({"GAMMA": 2.5}, "gamma is 2.5"),
     ({"TEMPERATURE": "hot"}, "temperature is 'hot'"),

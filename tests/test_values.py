@@ -31,8 +31,9 @@ from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import load_pair, random_pair
 from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.run import main, user_sentence
+from specdec_jax.run import main
 from specdec_jax.sampling import Sampling, split_keys
+from specdec_jax.sentences import user_sentence
 from specdec_jax.training.trainer import TrainSettings
 from specdec_jax.trees import chain
 

@@ -16,7 +16,7 @@ import pytest
 
 from specdec_jax import writing
 from specdec_jax.errors import InputError
-from specdec_jax.run import user_sentence
+from specdec_jax.sentences import user_sentence
 from specdec_jax.writing import require_apart, written
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

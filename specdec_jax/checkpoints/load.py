@@ -4,7 +4,7 @@ import posixpath
 import re
 from typing import Any
 
-from specdec_jax.checkpoints import files, folder, huggingface, orbax, pretrained, t5x
+from specdec_jax.checkpoints import files, folder, hub, huggingface, orbax, pretrained, t5x
 from specdec_jax.checkpoints.stored import Checkpoint, Shardings
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config
@@ -18,12 +18,13 @@ def open_checkpoint(path: str) -> Checkpoint:
   """A checkpoint of T5X, Orbax, Hugging Face or this project; nothing is ever unpickled.
 
   Args:
-    path: local or `gs://`; a folder, or the one file of an old T5X checkpoint.
+    path: local or `gs://`; a folder, or the one file of an old T5X checkpoint; or a name on the
+      Hugging Face Hub, from which it is fetched (`hub.here`).
 
   Raises:
     InputError: there is none, half of one, or one of several would have to be chosen.
   """
-  path = path.rstrip("/")
+  path = hub.here(path.rstrip("/"))
   parent, name = posixpath.split(path)
   if _UNFINISHED.search(name):
     raise InputError(f"{path} was never finished: it is named as what is still being written.")

@@ -66,8 +66,8 @@ def gamma(
 
   A record's `draft` ends in the policy's name. Those named 'oracle' have a prediction and no speed:
   the best fixed gamma, the best for each text and the best for each round, of the same texts with
-  the same costs, knowing which guesses stand; they are of batch 1. 'auto' is decoded by itself,
-  though it is one of the others: what lies between the two is noise.
+  the same costs, knowing which guesses are accepted; they are of batch 1. 'auto' is decoded by
+  itself, though it is one of the others: what lies between the two is noise.
 
   Args:
     pair: what decodes; see `pairs.load_pair`.

@@ -24,9 +24,10 @@ from specdec_jax.counts import (
 from specdec_jax.decoding import require_finite, speculative_decode
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measurement.measure import settings_to_measure
+from specdec_jax.measurement.timing import interleaved_seconds
 from specdec_jax.pairs import Pair
 from specdec_jax.peers.contest import OWN, Competitor, Contest, Decode
-from specdec_jax.peers.worker import elsewhere, interleaved_seconds, process, timed
+from specdec_jax.peers.worker import elsewhere, process, rested
 from specdec_jax.progress import Progress
 from specdec_jax.protocols import Decoded
 from specdec_jax.records import Record
@@ -111,13 +112,13 @@ def _measure(contest, sampling, competitors, settings, repeats, seed) -> list[Re
     decodes: dict[tuple[str | None, str | int], Callable] = {}
     for s in settings:
       pair = pairs[s.kernels]
-      decodes[s.kernels, s.gamma] = functools.partial(timed, _speculative(pair, sampling, s.gamma))
+      decodes[s.kernels, s.gamma] = functools.partial(rested, _speculative(pair, sampling, s.gamma))
       if baseline(s) not in decodes:
         competitor = competitors[s.baseline]
         if competitor.process:
           decode = elsewhere(processes(competitor.process), competitor, contest)
         else:
-          decode = functools.partial(timed, competitor.load(contest._replace(pairs=(pair,))))
+          decode = functools.partial(rested, competitor.load(contest._replace(pairs=(pair,))))
         decodes[baseline(s)] = decode
     bar = stack.enter_context(Progress())
     about = f"{contest.pair.task}, temperature {sampling.temperature:g}"

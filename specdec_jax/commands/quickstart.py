@@ -52,6 +52,11 @@ def quickstart(
       decode_examples(pair, sentences, [argmax], gammas, max_new_tokens), show_rounds
     )
     sampled = decode_examples(pair, few, others, gammas, max_new_tokens)
+    print(
+      f"Now the speed: {len(gammas)} gammas at {len(samplings)} temperatures, each timed {repeats} "
+      "times beside plain decoding. That takes minutes; --gin.REPEATS=1 is the shortest.\n",
+      flush=True,
+    )
     show_speedup(
       pair,
       sentences,

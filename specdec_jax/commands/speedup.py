@@ -7,6 +7,7 @@ from typing import Literal
 from rich.console import Console
 
 from specdec_jax.commands.translate import decode_lines
+from specdec_jax.data.text import read_lines
 from specdec_jax.errors import require_types
 from specdec_jax.measurement.calibrate import resolve_gammas
 from specdec_jax.measurement.measure import measure
@@ -37,6 +38,8 @@ def speedup(
   lenience: float = 1.0,
   report_examples: int = 4,
   baseline: Callable[[Pair], Baseline] = own_baseline,
+  references: str | Sequence[str] | None = None,
+  metric: str = "BLEU",
 ) -> None:
   """Measure a pair on texts, print a table, append to `results.jsonl` and write `report.html`.
 
@@ -55,10 +58,15 @@ def speedup(
     lenience: l of Appendix A.5; below 1 the output is no longer the target's own.
     report_examples: for so many texts the report has the rounds at each temperature.
     baseline: makes of the pair what speed is compared with; our own plain decoding unless given.
+    references: an output for each text, or a file of them, one a line, of which there may be more;
+      records and table then have the outputs' quality beside plain decoding's.
+    metric: of `measurement.quality.METRICS`.
   """
   require_types(speedup, locals())
   samplings = [Sampling(temperature=t, top_k=top_k if t else 0) for t in temperatures]
   settings = batch_size, max_new_tokens, seed, lenience
+  if isinstance(references, str):
+    references = read_lines(references, limit=len(texts))
   measured = resolve_gammas(gammas, pair, texts, samplings, *settings)
   with open_results(output_dir) as results:
     shown = texts[: max(0, report_examples)]
@@ -75,6 +83,8 @@ def speedup(
       seed=seed,
       lenience=lenience,
       baseline=baseline(pair),
+      references=references,
+      metric=metric,
     )
 
 

@@ -98,7 +98,7 @@ def train_draft(
 
   It learns them along the references, along `samples` outputs of the target for each source, and
   along one output for each of `new_sources` sentences recombined from the sources; of a
-  decoder-only target, along so many texts that it writes from nothing.
+  decoder-only target, along so many texts that it writes unconditionally.
 
   The validation accuracy it prints is alpha at temperature 0 on the validation text: how often
   the draft's argmax is the target's, on the target's argmax output. (Of a decoder-only target, how

@@ -14,6 +14,7 @@ import itertools
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import seqio
 import tensorflow as tf
@@ -117,13 +118,19 @@ def text_pairs(splits: Mapping[str, tuple[str, str]]) -> seqio.DataSource:
   return seqio.FunctionDataSource(read, splits=list(splits))
 
 
-def sources(task: str, split: str = "test", limit: int | None = None) -> list[str]:
+def sources(
+  task: str,
+  split: str = "test",
+  limit: int | None = None,
+  side: Literal["inputs", "targets"] = "inputs",
+) -> list[str]:
   """What a model reads in a task, as text: `Pair.encode` makes of it the tokens that seqio makes.
 
   Args:
     task: registered here, by `add_task` or by any module that seqio's tasks are defined in.
     split: of it.
     limit: the first so many, or all.
+    side: 'targets' for what it is to write, to compare outputs with.
 
   Raises:
     InputError: there is no such task or split, or TFDS's data is not prepared on this machine.
@@ -143,7 +150,7 @@ def sources(task: str, split: str = "test", limit: int | None = None) -> list[st
   for step in itertools.takewhile(is_text, found.preprocessors):
     dataset = step(dataset)
   rows = dataset.take(-1 if limit is None else limit).as_numpy_iterator()
-  return [row["inputs"].decode() for row in rows]
+  return [row[side].decode() for row in rows]
 
 
 class PreparedTfds(seqio.TfdsDataSource):

@@ -1,9 +1,11 @@
-"""Lines of text from files, standard input or both sides of a parallel text."""
+"""Lines of text, from files or standard input."""
 
 import gzip
+import itertools
 import pathlib
 import sys
 import zlib
+from collections.abc import Iterator
 
 from specdec_jax.errors import InputError, require_count, require_types
 
@@ -23,18 +25,30 @@ def read_lines(
   file = pathlib.Path(path)
   if path != "-" and (not file.exists() or file.is_dir()):
     raise InputError(f"There is no text file at {path}.")
-  if path == "-" and sys.stdin is None:
-    raise InputError("standard input is closed; give the path of a text file instead of '-'.")
-  raw = sys.stdin.buffer.read() if path == "-" else file.read_bytes()
-  try:
-    text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
-  except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-    name = "standard input" if path == "-" else path
-    raise InputError(f"{name} is not UTF-8 text: {error}.") from error
-  lines = text.split("\n")
-  lines = (lines[:-1] if lines[-1] == "" else lines)[:limit]
-  lines = [line.rstrip("\r") for line in lines]
+  if path == "-":
+    lines = [*itertools.islice(typed_lines(), limit)]
+  else:
+    raw = file.read_bytes()
+    try:
+      text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+      raise InputError(f"{path} is not UTF-8 text: {error}.") from error
+    lines = text.split("\n")
+    lines = (lines[:-1] if lines[-1] == "" else lines)[:limit]
+    lines = [line.rstrip("\r") for line in lines]
   if num_words is not None:
     require_count("num_words", num_words)
     lines = [" ".join(line.split()[:num_words]) for line in lines]
   return [prefix + line if line.strip() else line for line in lines]
+
+
+def typed_lines(prefix: str = "") -> Iterator[str]:
+  """Lines of standard input, each as soon as it is there; otherwise as `read_lines` has them."""
+  if sys.stdin is None:
+    raise InputError("standard input is closed; give the path of a text file instead of '-'.")
+  for raw in sys.stdin.buffer:
+    try:
+      line = raw.decode("utf-8").removesuffix("\n").rstrip("\r")
+    except UnicodeDecodeError as error:
+      raise InputError(f"standard input is not UTF-8 text: {error}.") from error
+    yield prefix + line if line.strip() else line

@@ -10,7 +10,7 @@ _MOST_EXTRA_IDS = 1_000_000  # each is put in by itself: that takes seconds
 
 def open_vocabulary(path: str, extra_ids: int = 0) -> Vocabulary:
   """The vocabulary in a file: `.txt` of BERT's word pieces, `.json` of Hugging Face's tokenizers
-  (GPT-2's byte pairs), any other of SentencePiece.
+  (GPT-2's byte pairs), any other of SentencePiece; or in a Hugging Face folder, its file of it.
 
   Raises:
     InputError: it is not there, or not what its name says.
@@ -20,6 +20,8 @@ def open_vocabulary(path: str, extra_ids: int = 0) -> Vocabulary:
     raise InputError(
       f"extra_ids is {extra_ids}; it must be from 0 to {_MOST_EXTRA_IDS} (T5's own has 100)."
     )
+  for name in ("spiece.model", "tokenizer.json"):
+    path = str(file) if (file := pathlib.Path(path) / name).is_file() else path
   if not pathlib.Path(path).is_file():
     raise InputError(
       f"There is no vocabulary at {path}; expected a SentencePiece model file, word pieces (.txt) "

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 PAD_ID = 0
+_SPELLS = 1000  # pieces of a vocabulary
+_UNKNOWN = ("<unk>", "[UNK]")
 
 
 class Vocabulary(abc.ABC):
@@ -45,6 +47,21 @@ class Vocabulary(abc.ABC):
   @abc.abstractmethod
   def all_pieces(self) -> list[str]:
     """Every piece as it is stored, by id."""
+
+  def foreign(self, text: str) -> float:
+    """Share of a text's letters that stand in no piece of several, nor are words: they were spelt.
+
+    On texts of the kind that a vocabulary was made from it is a tenth, in another script 1. It is 0
+    for a vocabulary so small that it spells everything.
+    """
+    if len(self) < _SPELLS:
+      return 0.0
+    pieces = (
+      piece for piece in self.pieces(self.encode(text)[:-1]) if piece.strip() not in _UNKNOWN
+    )
+    letters = lambda piece: sum(map(str.isalpha, piece))
+    read = sum(letters(p) for p in pieces if letters(p) > (0 if p.startswith(" ") else 1))
+    return max(0.0, 1 - read / letters(text)) if letters(text) else 0.0
 
   def fingerprint(self) -> str:
     """A hash of all pieces in order: two vocabularies are the same iff these are."""

@@ -6,10 +6,17 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.protocols import Context, Draft, Proposal
+from specdec_jax.protocols import Context, Draft, Drafter, Proposal
 from specdec_jax.trees import AnyTree, require_chain
+
+
+def copy_from_context(vocabulary: Vocabulary, max_ngram: int = 3) -> Drafter:
+  """What followed the latest tokens in the source, or earlier in the text; see `CopyDraft`."""
+  size = len(vocabulary)
+  return Drafter(f"copy-{max_ngram}", lambda sampling, tree: CopyDraft(size, tree, max_ngram))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from specdec_jax.trees import Tree
 class ModelDraft(Draft):
   """Guesses drawn from a model by the same sampling as the target's; its parameters are its own.
 
-  After a round its cache may lack the newest guess that stood: the deepest of a tree is never read.
+  After a round its cache may lack the newest accepted guess: the deepest of a tree is never read.
 
   Attributes:
     model: M_q.

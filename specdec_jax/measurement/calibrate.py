@@ -21,6 +21,7 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.measurement.alpha import positional_acceptance
 from specdec_jax.measurement.choice import LEAST_GAIN, Calibration, choose, choose_tree
 from specdec_jax.measurement.costs import round_calls, round_costs, start_calls
+from specdec_jax.measurement.kept import depends_on, found_or_kept
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.memory import require_memory
 from specdec_jax.pairs import Pair
@@ -48,8 +49,8 @@ def resolve_tree(
   lenience: float = 1.0,
   say: Callable[[str], object] = print,
 ) -> Tree:
-  """The tree with parents `tree`, without it a chain of `gamma`; for 'auto' what `calibrate`
-  chooses, no guesses for plain decoding, and `say` is told why.
+  """The tree with parents `tree`, without it a chain of `gamma`, 0 for plain decoding; for 'auto'
+  what `calibrate` chooses, or chose in an earlier run (`found_or_kept`), and `say` is told why.
 
   A tree goes before a gamma, and so does tree 'auto', which looks at chains too. Texts that are
   None will not be decoded, as in `translate.decode_lines`.
@@ -70,14 +71,23 @@ def resolve_tree(
     require_memory(f"a tree of {nodes} nodes", jax.ShapeDtypeStruct((nodes, nodes), np.float32))
     return given
   if "auto" not in (gamma, tree):
-    require_count("gamma", gamma)
+    require_count("gamma", gamma, least=0)
     return chain(int(gamma))
   asked = [text for text in texts if text is not None]
   if not asked:
     return chain(0)
   settings = sampling, batch_size, max_new_tokens, seed, lenience
-  calibration = calibrate(pair, asked, *settings, branching=tree == "auto")
-  say(f"{calibration}.")
+  find = functools.partial(calibrate, pair, asked, *settings, branching=tree == "auto")
+  on = functools.partial(
+    depends_on,
+    *(pair, asked, sampling),
+    batch_size=batch_size,
+    max_new_tokens=max_new_tokens,
+    lenience=lenience,
+    branching=tree == "auto",
+  )
+  calibration, since = found_or_kept(find, on, num_texts=min(NUM_TEXTS, len({*asked})))
+  say(f"{calibration}{since}.")
   return calibration.tree
 
 

@@ -20,9 +20,11 @@ from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.machine import provenance
 from specdec_jax.measurement.alpha import measure_alpha
 from specdec_jax.measurement.costs import Costs, operations_ratio
+from specdec_jax.measurement.quality import quality
 from specdec_jax.measurement.roofline import memory_bandwidth, step_bytes
 from specdec_jax.measurement.speed import Baseline, measure_speed, own_baseline
 from specdec_jax.pairs import Pair, rule_name
+from specdec_jax.protocols import Decoded
 from specdec_jax.records import Record
 from specdec_jax.sampling import Sampling
 
@@ -40,6 +42,8 @@ def measure(
   lenience: float = 1.0,
   progress: Callable[[Sampling, int, int], None] = lambda sampling, done, total: None,
   baseline: Baseline | None = None,
+  references: Sequence[str] | None = None,
+  metric: str = "BLEU",
 ) -> list[Record]:
   """Append a record to file `results` for each sampling and gamma that it lacks.
 
@@ -56,6 +60,8 @@ def measure(
     lenience: l of Appendix A.5; 1 for exactness.
     progress: called with the sampling, and how many of all batches are done.
     baseline: what speed is compared with; None for our own plain decoding.
+    references: for each text an output to compare with, if there are any.
+    metric: of `quality.METRICS`, where there are references.
 
   Returns:
     The records of all these settings, measured now or before.
@@ -68,6 +74,10 @@ def measure(
   samplings = [*samplings]
   if not (texts and gammas and samplings):
     raise InputError("There is nothing to measure: no texts, no gammas, or no samplings.")
+  if references is not None and len(references) != len(texts):
+    raise InputError(f"There are {len(texts)} texts but {len(references)} references.")
+  if references is not None:  # that it can be told is known before hours are spent
+    quality(metric, references[:1], references[:1])
   prompts = [pair.prompt(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
   settings = settings_to_measure(
     pair, texts, samplings, gammas, batch_size, max_new_tokens, seed, lenience, baseline.name
@@ -77,7 +87,7 @@ def measure(
       jax.clear_caches()
     todo = [s for s in records.missing(results, settings) if _sampling(s) == sampling]
     settings_of_speed = max_new_tokens, repeats, progress, baseline
-    for record in _measure(pair, prompts, sampling, todo, *settings_of_speed):
+    for record in _measure(pair, prompts, sampling, todo, *settings_of_speed, references, metric):
       records.append(results, record)
   wanted = {records.key(s) for s in settings}
   return [r for r in records.read(results) if records.key(r) in wanted]
@@ -132,7 +142,9 @@ def _sampling(setting: Record) -> Sampling:
   return Sampling(setting.temperature, setting.top_k, setting.top_p)
 
 
-def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progress, baseline):
+def _measure(
+  pair, prompts, sampling, settings, max_new_tokens, repeats, progress, baseline, references, metric
+):
   """The settings, which differ in gamma only, as measured records."""
   since = time.perf_counter()
   gammas = [s.gamma for s in settings]
@@ -164,6 +176,14 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
   compared = sampling.temperature == 0 and pair.simulated_alpha is None
   c_hat = operations_ratio(pair, prompts[0], sampling)
   bandwidth = memory_bandwidth()
+
+  def quality_of(outputs: list[Decoded]) -> float | None:
+    if references is None:
+      return None
+    texts = [pair.vocabulary.decode(row) for batch in outputs for row in batch.tokens]
+    return quality(metric, texts, references)
+
+  baseline_quality = quality_of(speed.baseline)
   for setting in settings:
     gamma = setting.gamma
     outputs, costs = speed.speculative[gamma], speed.costs[gamma]
@@ -202,7 +222,12 @@ def _measure(pair, prompts, sampling, settings, max_new_tokens, repeats, progres
       baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
       speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
       speedup=speed.speedup(gamma),
+      speedup_low=speed.spread(gamma)[0],
+      speedup_high=speed.spread(gamma)[1],
       identical=identical(speed.baseline, outputs) if compared else None,
+      metric=None if references is None else metric,
+      quality=quality_of(outputs),
+      baseline_quality=baseline_quality,
       seconds=time.perf_counter() - since,
       **acceptance,
     )

@@ -35,7 +35,7 @@ def acceptances(
 def oracles(
   acceptances: Sequence[np.ndarray], calibration: Calibration, samples: int = 20
 ) -> dict[str, float]:
-  """Speedups of texts decoded one by one, with gammas chosen by who knows which guesses stand.
+  """Speedups of texts decoded one by one, with gammas chosen knowing which guesses are accepted.
 
   Args:
     acceptances: of each text, as the function of this name gives them.

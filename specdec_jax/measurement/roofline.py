@@ -94,7 +94,7 @@ def step_bytes(
 
 
 def _held(params: Any) -> float:
-  """Share of the parameters that a device holds: 1 unless they are cut over several."""
+  """Share of the parameters that a device holds: 1 unless they are sharded across several."""
   leaves = jax.tree.leaves(params)
   if not leaves:
     return 1.0

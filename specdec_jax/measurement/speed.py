@@ -12,7 +12,7 @@ from jax import Array
 from specdec_jax.counts import num_tokens
 from specdec_jax.decoding import autoregressive_decode, require_finite
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs, start_calls
-from specdec_jax.measurement.timing import interleaved_medians
+from specdec_jax.measurement.timing import interleaved_seconds, timed
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling, row_keys
@@ -50,6 +50,7 @@ class Speed(NamedTuple):
     speculative_s: seconds of speculative decoding, for each gamma.
     costs: for each gamma, timed between the decodes: means over the texts that they were timed at
       of the medians of the repeats.
+    ratios: for each gamma, seconds of plain decoding / of speculative decoding in each repeat.
   """
 
   baseline: list[Decoded]
@@ -57,11 +58,19 @@ class Speed(NamedTuple):
   baseline_s: float
   speculative_s: dict[int, float]
   costs: dict[int, Costs]
+  ratios: dict[int, np.ndarray]
 
   def speedup(self, gamma: int) -> float:
     """Ratio of tokens a second, totals over totals."""
-    ours = num_tokens(self.speculative[gamma]) / self.speculative_s[gamma]
-    return ours / (num_tokens(self.baseline) / self.baseline_s)
+    return self._tokens(gamma) * self.baseline_s / self.speculative_s[gamma]
+
+  def spread(self, gamma: int) -> tuple[float, float]:
+    """The same in the worst and in the best of the repeats."""
+    each = self._tokens(gamma) * self.ratios[gamma]
+    return float(each.min()), float(each.max())
+
+  def _tokens(self, gamma: int) -> float:
+    return num_tokens(self.speculative[gamma]) / num_tokens(self.baseline)
 
   def round_s(self, gamma: int) -> float:
     """Seconds of a round of the texts decoded, without what both models take to read a prompt."""
@@ -92,7 +101,7 @@ def measure_speed(
   plain_decode = (baseline or own_baseline(pair)).decode
   plain_outputs: list[Decoded] = []
   speculative: dict[int, list[Decoded]] = {gamma: [] for gamma in gammas}
-  seconds, part_seconds, at = [], [], 0
+  seconds, part_seconds, at = [], [], 0  # of each text [repeats, calls], and medians of the parts
   drafts = [pair.draft(sampling, chain(gamma)) for gamma in gammas]
   widths = collections.Counter(prompt.shape for prompt in prompts)
   typical = next(p for p in prompts if p.shape == widths.most_common(1)[0][0])
@@ -109,16 +118,26 @@ def measure_speed(
     starts = start_calls(pair, drafts[0], prompt, max_new_tokens)
     calls: list[Callable[[], object]] = [*decodes, *starts]
     costed = parts if i % every == 0 else []
-    medians, outputs = interleaved_medians([*calls, *costed], repeats)
+    taken, outputs = interleaved_seconds(
+      [functools.partial(timed, call) for call in (*calls, *costed)], repeats
+    )
     outputs = [require_finite(decoded) for decoded in jax.device_get(outputs[: len(decodes)])]
     plain_outputs.append(outputs[0])
     for gamma, output in zip(gammas, outputs[1:]):
       speculative[gamma].append(output)
-    seconds.append(medians[: len(calls)])
+    seconds.append(taken[:, : len(calls)])
     if costed:
-      part_seconds.append(medians[len(calls) :])
+      part_seconds.append(np.median(taken[:, len(calls) :], axis=0))
     progress(len(plain_outputs))
-  baseline_s, *speculative_s = map(float, np.sum(seconds, axis=0)[:-2])
-  starts = np.mean(seconds, axis=0)[-2:]
-  costs = dict(zip(gammas, round_costs(starts, np.mean(part_seconds, axis=0), gammas)))
-  return Speed(plain_outputs, speculative, baseline_s, dict(zip(gammas, speculative_s)), costs)
+  medians = np.median(seconds, axis=1)
+  baseline_s, *speculative_s = map(float, np.sum(medians, axis=0)[:-2])
+  costs = round_costs(np.mean(medians, axis=0)[-2:], np.mean(part_seconds, axis=0), gammas)
+  plain_s, *each_s = np.sum(seconds, axis=0).T[:-2]  # [repeats] of each way
+  return Speed(
+    plain_outputs,
+    speculative,
+    baseline_s,
+    dict(zip(gammas, speculative_s)),
+    dict(zip(gammas, costs)),
+    {gamma: plain_s / own for gamma, own in zip(gammas, each_s)},
+  )

@@ -1,25 +1,40 @@
 """Calls timed in turn, so that a machine that others use is as slow for each of them."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 
-def interleaved_medians(
-  calls: Sequence[Callable[[], object]], repeats: int
-) -> tuple[list[float], list[object]]:
-  """Median seconds of each call over `repeats` rounds of all of them in turn, and last results.
+def timed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
+  """Seconds that a call takes until its arrays are there, and its result."""
+  since = time.perf_counter()
+  result = jax.block_until_ready(call(*args, **kwargs))
+  return time.perf_counter() - since, result
 
-  The first, uncounted round compiles and warms up.
+
+def interleaved_seconds(
+  calls: Sequence[Callable[[], tuple[float, Any]]], repeats: int
+) -> tuple[np.ndarray, list[Any]]:
+  """Seconds [R, N] of N `timed` calls over `repeats` rounds of all in turn, and the last results.
+
+  The first, uncounted round compiles and warms up. Every other round runs backwards, so that no
+  call always follows the same neighbour.
   """
-  results = [jax.block_until_ready(call()) for call in calls]
+  results = [call()[1] for call in calls]
   seconds = np.zeros((repeats, len(calls)))
   for r in range(repeats):
-    # Every other round runs backwards, so that no call always follows the same neighbour.
     for i in range(len(calls)) if r % 2 else reversed(range(len(calls))):
-      since = time.perf_counter()
-      results[i] = jax.block_until_ready(calls[i]())
-      seconds[r, i] = time.perf_counter() - since
+      seconds[r, i], results[i] = calls[i]()
+  return seconds, results
+
+
+def interleaved_medians(
+  calls: Sequence[Callable[[], Any]], repeats: int
+) -> tuple[list[float], list[Any]]:
+  """Median seconds of each call, and last results; see `interleaved_seconds`."""
+  seconds, results = interleaved_seconds([functools.partial(timed, c) for c in calls], repeats)
   return list(np.median(seconds, axis=0)), results

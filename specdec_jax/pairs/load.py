@@ -1,4 +1,4 @@
-"""Pairs from checkpoints; by default the one that comes with the package."""
+"""Pairs from checkpoints; by default the bundled one."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.stored import Shardings, param_shapes
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -19,8 +20,8 @@ from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of
-from specdec_jax.pairs.pair import Drafter, Pair
-from specdec_jax.protocols import Rule
+from specdec_jax.pairs.pair import Pair
+from specdec_jax.protocols import Drafter, Rule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 
@@ -45,13 +46,13 @@ def load_pair(
   stored_weights: bool = False,
   rule: Callable[[Sampling], Rule] = TokenRule,
 ) -> Pair:
-  """Load a target and a draft; by default the pair that comes with the package.
+  """Load a target and a draft; by default the bundled pair.
 
   Args:
-    target: checkpoint of the target: of T5X, Orbax, Hugging Face or this project, local or `gs://`;
-      see `checkpoints.load.open_checkpoint`.
+    target: checkpoint of the target: of T5X, Orbax, Hugging Face or this project, local or `gs://`,
+      or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`.
     draft: checkpoint of the draft, or a function that makes one for a vocabulary.
-    vocabulary: its file; see `open_vocabulary`.
+    vocabulary: its file, a Hugging Face folder or name that has one; see `open_vocabulary`.
     task: name for records.
     dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU, where bfloat16 is slower and rounds
       for nothing, and bfloat16 elsewhere.
@@ -74,7 +75,7 @@ def load_pair(
   require_count("max_source_tokens", max_source_tokens)
   if dtype == "auto":
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-  words = open_vocabulary(vocabulary, extra_ids)
+  words = open_vocabulary(hub.here(vocabulary, hub.VOCABULARY), extra_ids)
   load = functools.partial(
     _load, words=words, dtype=dtype, kernels=kernels, stored_weights=stored_weights
   )
@@ -111,13 +112,13 @@ def load_pair(
 
 
 def asset(name: str) -> str:
-  """Path of a file or folder among those that come with the package, for gin files."""
+  """Path of a file or folder among those bundled with the package, for gin files."""
   require_types(asset, locals())
   return str(ASSETS / name)
 
 
 def laid_out(config: Config, shardings: Shardings, kernels: str) -> Config:
-  """The same model with fewer, larger products, unless these would be cut over devices."""
+  """The same model with fewer, larger products, unless these would be sharded."""
   if kernels not in ("auto", "xla"):
     raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
   places = jax.tree.leaves(shardings(param_shapes(config))) if shardings else []

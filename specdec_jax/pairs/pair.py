@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,26 +14,11 @@ from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
-from specdec_jax.pairs import generate as generating
-from specdec_jax.protocols import Decoded, Draft, Model, Rule
+from specdec_jax.protocols import Decoded, Draft, Drafter, Model, Rule
 from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import AnyTree, chain
-
-
-class Drafter(NamedTuple):
-  """An approximation model M_q, loaded: what `Pair` needs of it.
-
-  Attributes:
-    name: for records.
-    make: (sampling, tree) -> the draft.
-    params: arguments of the compiled programs, never constants in them.
-  """
-
-  name: str
-  make: Callable[[Sampling, AnyTree], Draft]
-  params: Any = ()
 
 
 class Pair(NamedTuple):
@@ -69,18 +54,6 @@ class Pair(NamedTuple):
   continues: bool = False
   rule: Callable[[Sampling], Rule] = TokenRule
 
-  def generate(self, texts: Sequence[str], **how: Any) -> list[generating.Output]:
-    """What the target writes for texts, each a `str` with its tokens and rounds.
-
-    `how`: gamma, tree, temperature, top_k, top_p, max_new_tokens, batch_size, seed, lenience, as in
-    `pairs.generate.generate`.
-    """
-    return generating.generate(self, texts, **how)
-
-  def stream(self, text: str, **how: Any) -> Iterator[str]:
-    """The output of one text in pieces, at most one a round; `how` as for `generate`."""
-    return generating.stream(self, text, **how)
-
   def with_draft(self, drafter: Drafter) -> "Pair":
     """The same target with another draft."""
     return self._replace(draft=drafter.make, draft_params=drafter.params, draft_name=drafter.name)
@@ -90,7 +63,7 @@ class Pair(NamedTuple):
     sampling: Sampling,
     tree: AnyTree | int,
     lenience: float = 1.0,
-  ) -> Callable[..., Decoded]:
+  ) -> functools.partial[Decoded]:
     """(prompt [B, P], rng [B], *, max_new_tokens) -> Decoded, as `decoding` has them.
 
     By speculation with a tree of guesses, or gamma in a chain; plainly if there are none.

@@ -33,7 +33,7 @@ def random_pair(
 ) -> Pair:
   """Two named sizes with random weights and a set acceptance rate: scale, not sense.
 
-  Both models do all their work, so times are those of the real ones; which guesses stand is
+  Both models do all their work, so times are those of the real ones; which guesses are accepted is
   simulated (`SimulatedModel`), and the texts mean nothing.
 
   Args:

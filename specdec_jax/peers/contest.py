@@ -111,7 +111,7 @@ def trained(
   temperatures: Sequence[float] = (0.0, 1.0),
   max_new_tokens: int = 64,
 ) -> Contest:
-  """A pair with trained weights, by default the one that comes with the package.
+  """A pair with trained weights, by default the bundled one.
 
   Args:
     folder: gets the weights.

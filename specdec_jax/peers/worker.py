@@ -1,4 +1,4 @@
-"""Calls timed in turn, those of other libraries in processes of their own.
+"""Decoding by other libraries, timed in processes of their own.
 
 Each then has the cores as if it were alone, and is idle while another decodes.
 """
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from specdec_jax.data.vocabulary import padded
+from specdec_jax.measurement.timing import timed
 from specdec_jax.models.t5 import PAD_ID
 from specdec_jax.peers.contest import Competitor, Contest, Generate
 from specdec_jax.protocols import Decoded, Rounds
@@ -55,7 +56,7 @@ def _end_with_parent() -> None:
 def elsewhere(
   worker: concurrent.futures.Executor, competitor: Competitor, contest: Contest
 ) -> Callable[..., tuple[float, Decoded]]:
-  """A competitor's decoding in a process of its own, timed there: `timed` of a `Decode`."""
+  """A competitor's decoding in a process of its own, timed there: `rested` of a `Decode`."""
   worker.submit(_load_here, competitor, contest._replace(pairs=())).result()
 
   def decode(prompt, rng, *, max_new_tokens, sampling):
@@ -74,32 +75,14 @@ def _load_here(competitor: Competitor, contest: Contest) -> None:
 
 
 def _generate_here(name: str, *args) -> tuple[float, tuple[list[int], int]]:
-  return timed(_GENERATE[name], *args)
+  return rested(_GENERATE[name], *args)
 
 
-def timed(call: Callable, *args, **kwargs) -> tuple[float, Any]:
-  """Seconds that a call takes, and its result; ends when no thread of this process runs."""
-  since = time.perf_counter()
-  result = jax.block_until_ready(call(*args, **kwargs))
-  seconds = time.perf_counter() - since
+def rested(call: Callable, *args, **kwargs) -> tuple[float, Any]:
+  """`timing.timed`; ends when no thread of this process runs."""
+  result = timed(call, *args, **kwargs)
   _rest()
-  return seconds, result
-
-
-def interleaved_seconds(
-  calls: Sequence[Callable[[], tuple[float, Any]]], repeats: int
-) -> tuple[np.ndarray, list[Any]]:
-  """Seconds [R, N] of N `timed` calls over `repeats` rounds of all in turn, and the last results.
-
-  The first, uncounted round compiles and warms up. Every other round runs backwards, so that no
-  call always follows the same neighbour.
-  """
-  results = [call()[1] for call in calls]
-  seconds = np.zeros((repeats, len(calls)))
-  for r in range(repeats):
-    for i in range(len(calls)) if r % 2 else reversed(range(len(calls))):
-      seconds[r, i], results[i] = calls[i]()
-  return seconds, results
+  return result
 
 
 def _rest(longest: float = 1.0) -> None:

@@ -1,7 +1,7 @@
 """Charts as SVG in units that are CSS pixels on a phone; the page's style sheet colours them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from specdec_jax.reporting.markup import Markup, tag
@@ -23,25 +23,37 @@ class Curve(NamedTuple):
   points: Sequence[tuple[int, float]]
 
 
-def line_chart(
-  heading: str,
-  curves: Sequence[Curve],
+def line_charts(
+  charts: Mapping[str, Sequence[Curve]],
   up: str,
   across: str,
   scale: Callable[[float], float] = float,
-) -> Markup:
-  """Curves, none empty, later ones over earlier ones, and a line at 1, which is plain decoding.
+) -> list[Markup]:
+  """Charts with one scale, so that they can be compared: curves, later ones over earlier ones, and
+  a line at 1, which is plain decoding. A curve is named at its end, with its highest value.
 
   Args:
-    heading: above.
-    curves: to draw, at whole numbers x.
+    charts: by their headings, curves to draw, at whole numbers x, none empty.
     up: what y is, which begins at 0.
     across: what x is, in a word, and what that is in others.
     scale: of x, which begins where this is 0.
   """
+  points = [point for curves in charts.values() for curve in curves for point in curve.points]
+  xs = sorted({at for at, _ in points})
+  highest = max([1.0, *(value for _, value in points)])
+  return [_lines(name, of, up, across, scale, xs, highest) for name, of in charts.items()]
+
+
+def _lines(
+  heading: str,
+  curves: Sequence[Curve],
+  up: str,
+  across: str,
+  scale: Callable[[float], float],
+  xs: Sequence[int],
+  highest: float,
+) -> Markup:
   left, right, top, bottom = 30, 220, 30, 190
-  xs = sorted({at for curve in curves for at, _ in curve.points})
-  highest = max(1.0, *(value for curve in curves for _, value in curve.points))
   step = _step(highest)
   ceiling = step * math.ceil(highest / step)
 
@@ -67,7 +79,7 @@ def line_chart(
     dots = [(x(at), y(value)) for at, value in points]
     parts.append(tag("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b in dots), class_=kind))
     parts += [tag("circle", cx=a, cy=b, r=4, class_=kind) for a, b in dots]
-    labels.append((dots[-1][1], f"{name}: {points[-1][1]:.2f}", kind))
+    labels.append((dots[-1][1], f"{name}: {max(value for _, value in points):.2f}", kind))
   labels.sort()
   heights = _apart([height for height, *_ in labels], 15, bottom)
   parts += [_text(right + 6, h + 4, words, kind) for h, (_, words, kind) in zip(heights, labels)]
@@ -95,7 +107,7 @@ def acceptance_chart(heading: str, shares: Sequence[float | None], pooled: float
   if pooled is not None:
     at = left + (right - left) * pooled
     parts.append(tag("line", x1=at, x2=at, y1=20, y2=height - 4, class_="one"))
-    parts.append(_text(at, 14, f"all {_percent(pooled)}", "middle"))
+    parts.append(_text(at, 14, f"together {_percent(pooled)}", "middle"))
   said = "; ".join(f"guess {i} {_percent(share)}" for i, share in enumerate(shares, 1))
   return _figure(heading, f"Share accepted: {said}", height, parts)
 

@@ -25,7 +25,7 @@ _ORANGE, _YELLOW, _PURPLE, _GREY = "#E69F00", "#F0E442", "#CC79A7", "#666666"
 
 # Of a piece of text, and what the legend calls it: a round without rejection corrects nothing.
 KINDS = {"accepted": _GREEN, "rejected": _RED, "corrected": _BLUE}
-_LEGEND = {"accepted": "accepted", "rejected": "rejected", "corrected": "the target's own"}
+_LEGEND = {"accepted": "accepted", "rejected": "rejected", "corrected": "the target's token"}
 
 _FORMATS = (".png", ".svg", ".pdf")
 _SMALL, _NORMAL = 9, 11  # points
@@ -48,10 +48,13 @@ def save(figure, path: str | pathlib.Path) -> None:
   from matplotlib import rc_context
 
   # Hinting would round the width of a character to whole pixels, away from the tint behind it.
-  with rc_context({"text.hinting": "none"}):
+  # Names that are not drawn by chance, and no date: the same figure has the same bytes.
+  with rc_context({"text.hinting": "none", "svg.hashsalt": "specdec_jax"}):
     with written(path, "wb") as file:
-      kind = pathlib.Path(path).suffix[1:]
-      figure.savefig(file, format=kind, dpi=200, bbox_inches="tight", facecolor="white")
+      kind = pathlib.Path(path).suffix[1:].lower()
+      undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+      look = dict(dpi=200, bbox_inches="tight", facecolor="white")
+      figure.savefig(file, format=kind, metadata=undated, **look)
 
 
 # From theory.

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 import textwrap
 
 import rich.table
@@ -18,6 +19,7 @@ _WIDTH = 100  # of notes
 def render(table: Table, fmt: str) -> str:
   """The table in a format, 'terminal', 'markdown', 'csv' or 'latex', ending in a newline.
 
+  LaTeX is a float with caption and label, and needs the package booktabs.
   CSV is headings and cells only, for a program to read; the others have the title and notes too.
 
   Raises:
@@ -78,17 +80,22 @@ def _latex(table: Table) -> str:
     return " & ".join(cell.translate(_LATEX) for cell in cells) + r" \\"
 
   columns = "".join("r" if right else "l" for right in _right_aligned(table))
+  label = re.sub(r"\W+", "-", table.title.casefold()).strip("-")
   return "\n".join(
     [
-      f"% {table.title}",
+      r"\begin{table}",
+      r"\centering",
+      rf"\caption{{{table.title.translate(_LATEX)}}}",
+      rf"\label{{tab:{label}}}",
       rf"\begin{{tabular}}{{{columns}}}",
-      r"\hline",
+      r"\toprule",
       line(table.columns),
-      r"\hline",
+      r"\midrule",
       *map(line, table.rows),
-      r"\hline",
+      r"\bottomrule",
       r"\end{tabular}",
       *(f"% {note}" for note in table.notes),
+      r"\end{table}",
       "",
     ]
   )

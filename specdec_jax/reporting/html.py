@@ -13,7 +13,7 @@ from importlib import resources
 
 from specdec_jax.records import Record, key
 from specdec_jax.reporting import speeds
-from specdec_jax.reporting.charts import Curve, acceptance_chart, line_chart
+from specdec_jax.reporting.charts import Curve, acceptance_chart, line_charts
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.markup import Markup, join, scrolled, tag
 from specdec_jax.reporting.stepper import Example, stepper
@@ -44,7 +44,7 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
     title,
     records,
     tag("ul", *(_result(*item) for item in series.items()), class_="results"),
-    _section("Measured settings", _table(records, series.values(), speeds.COLUMNS, speeds.LEGEND)),
+    _section("Measured settings", _speeds(records, series.values())),
     _section("Speedup against gamma", _speedups(series)),
     _section("Acceptance by position in the round", _acceptance(series)),
     _section("Bytes over bandwidth", _roofline(records, series.values())),
@@ -123,10 +123,11 @@ def _varying(records: Sequence[Record]) -> dict[str, str]:
 def _shared(records: Sequence[Record], names: dict[str, str]) -> Markup:
   """Those of the settings in which no two records differ."""
   varying = _varying(records)
+  values = {name: _value(records[0], name) for name in names}
   shared = (
-    tag("div", tag("dt", label), tag("dd", _value(records[0], name)))
+    tag("div", tag("dt", label), tag("dd", values[name]))
     for name, label in names.items()
-    if name not in varying
+    if name not in varying and values[name] != label  # a model may be called "target"
   )
   return tag("dl", *shared, class_="settings")
 
@@ -152,16 +153,56 @@ def _result(name: str, series: Sequence[Record]) -> Markup:
     same = "samples are not compared token for token"
   else:
     same = "not every output was compared with plain decoding's"
-  gamma, best = max(_points(series, lambda r: r.speedup), key=lambda p: p[1], default=(0, 0.0))
-  slower = "" if best >= 1 else ", slower than without speculation"
-  speed = join(
-    tag("b", f"{best:.2f}×"), f" the speed of plain decoding at best (gamma {gamma}){slower}"
-  )
+  speed: Markup | str = "no speedup was measured"
+  if measured := [(r.speedup, r) for r in series if r.speedup is not None]:
+    speedup, best = max(measured, key=lambda each: each[0])
+    # As fast, as far as repeats tell: in its best one was faster than this one in its worst.
+    near = [str(r.gamma) for _, r in measured if r is not best and _overlap(r, best)]
+    about = f"gamma {best.gamma}{_spread(best)}"
+    about += f"; gamma {' and '.join(near)} cannot be told from it" if near else ""
+    slower = "" if speedup >= 1 else ", slower than without speculation"
+    speed = join(
+      tag("b", f"{speedup:.2f}×"), f" the speed of plain decoding at best ({about}){slower}"
+    )
   return tag(
     "li",
-    *(f"{name}: ", speed if best else "no speedup was measured", f"; {same}."),
+    *(f"{name}: ", speed, f"; {same}."),
     class_="differs" if differing else None,
   )
+
+
+def _spread(r: Record) -> str:
+  """The speedup in the worst and the best of the repeats, if they were told apart."""
+  if None in (r.speedup_low, r.speedup_high):
+    return ""
+  return f" [{r.speedup_low:.2f},{r.speedup_high:.2f}]"
+
+
+def _overlap(one: Record, best: Record) -> bool:
+  high, low = one.speedup_high, best.speedup_low
+  return high is not None and low is not None and high >= low
+
+
+# What counts comes first: a phone shows no more of it without scrolling.
+_COLUMNS: dict[str, Callable[[Record], str]] = {
+  **{name: speeds.COLUMNS[name] for name in ("temp", "gamma")},
+  "speedup": lambda r: f"{r.speedup:.2f}{_spread(r)}",
+  "same": speeds.COLUMNS["same"],
+  "tokens/s": lambda r: f"{r.speculative_tokens_per_s:.0f}",
+  "plain": lambda r: f"{r.baseline_tokens_per_s:.0f}",
+}
+_COLUMNS |= {name: column for name, column in speeds.COLUMNS.items() if name not in _COLUMNS}
+_LEGEND = (
+  f"{speeds.LEGEND} In brackets behind a speedup: in the worst and the best of the repeats. "
+  "tokens/s: by speculation; plain: by plain decoding."
+)
+
+
+def _speeds(records: Sequence[Record], series: Iterable[Sequence[Record]]) -> Markup:
+  if all(r.quality is None for r in records):
+    return _table(records, series, _COLUMNS, _LEGEND)
+  columns, legend = _COLUMNS | speeds.QUALITY, _LEGEND + speeds.QUALITY_LEGEND
+  return _table(records, series, columns, legend)
 
 
 def _table(
@@ -217,7 +258,7 @@ def _predicted(r: Record) -> float | None:
 
 
 def _speedups(series: dict[str, list[Record]]) -> Markup:
-  figures = []
+  charts = {}
   for name, of in series.items():
     curves = (
       Curve("Thm 8", "theorem8", _points(of, lambda r: r.predicted_theorem8)),
@@ -225,10 +266,11 @@ def _speedups(series: dict[str, list[Record]]) -> Markup:
       Curve("measured", "measured", _points(of, lambda r: r.speedup)),
     )
     if curves := [curve for curve in curves if curve.points]:
-      named = "speedup over plain decoding", "gamma (guesses a round)"
-      figures.append(line_chart(name, curves, *named))
+      charts[name] = curves
+  named = "speedup over plain decoding", "gamma (guesses a round)"
   return _figures(
-    figures,
+    line_charts(charts, *named),
+    "The number at a curve is its highest. "
     "Thm 8 (dotted) predicts from alpha and c, and takes a pass over gamma + 1 tokens to cost no "
     "more than one over a single token; predicted (dashed) has all costs as they were measured.",
   )
@@ -237,7 +279,7 @@ def _speedups(series: dict[str, list[Record]]) -> Markup:
 def _lengths(records: Sequence[Record]) -> Markup:
   """A chart for each sampling, in which each rule has a curve of chains and one of trees."""
   rules = [*dict.fromkeys(r.rule for r in records)]
-  figures = []
+  charts = {}
   for sampling in dict.fromkeys(map(sampling_text, records)):
     curves = []
     for kind in "chains", "trees", "dynamic trees":
@@ -254,10 +296,11 @@ def _lengths(records: Sequence[Record]) -> Markup:
         if points:
           curves.append(Curve(name, style if rule == rules[0] else f"{style} other", points))
     if curves:
-      named = "acceptance length: tokens a pass of the target", "nodes (the newest token counted)"
-      figures.append(line_chart(f"Temperature {sampling}", curves, *named, math.log2))
+      charts[f"Temperature {sampling}"] = curves
+  named = "acceptance length: tokens a pass of the target", "nodes (the newest token counted)"
   return _figures(
-    figures, "A pass of the target reads all nodes of a round; of one node it is plain decoding."
+    line_charts(charts, *named, math.log2),
+    "A pass of the target reads all nodes of a round; of one node it is plain decoding.",
   )
 
 
@@ -271,7 +314,9 @@ def _acceptance(series: dict[str, list[Record]]) -> Markup:
   return _figures(
     figures,
     "Of the rounds in which all earlier guesses were accepted, the share that accepted this one. "
-    "The theory takes it to be the same at every position; the dotted line is all together.",
+    "The theory takes it to be the same at every position. The dotted line is the share of all "
+    "guesses judged in these rounds; alpha, in the table, is what to expect of one at every "
+    "position of the target's own text (Corollary 6), and differs from it a little.",
   )
 
 

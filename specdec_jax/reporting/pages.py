@@ -37,15 +37,11 @@ def measured_table(records: Sequence[Record]) -> Table:
   values = {name: [of(r) for r in records] for name, of in _SETTINGS.items()}
   varying = [name for name in _SETTINGS if len({*values[name]}) > 1]
   shared = [values[name][0] for name in _SETTINGS if name not in varying]
-  columns = {**COLUMNS, "acceptance length": lambda r: f"{r.tokens_per_round:.2f}"}
-  del columns["passes"]
   rows = tuple(
-    (*(values[name][i] for name in varying), *(cell(column, r) for column in columns.values()))
+    (*(values[name][i] for name in varying), *(cell(column, r) for column in COLUMNS.values()))
     for i, r in enumerate(records)
   )
-  passes = "passes: of the target per token", "acceptance length: tokens per target pass"
-  legend = LEGEND.replace(*passes)
-  return Table(", ".join(shared), (*varying, *columns), rows, (legend, measured_with(records)))
+  return Table(", ".join(shared), (*varying, *COLUMNS), rows, (LEGEND, measured_with(records)))
 
 
 def quoted(page: str, make: Callable[[Sequence[str]], str]) -> str:

@@ -15,7 +15,11 @@ ACCEPTED, REJECTED, CORRECTED = "green", "red strike", "bold blue"
 UNUSED = "dim"  # guesses of a tree that were not judged
 
 LEGEND = Text.assemble(
-  ("accepted", ACCEPTED), ", ", ("[-rejected]", REJECTED), ", ", ("[+the target's own]", CORRECTED)
+  ("accepted", ACCEPTED),
+  ", ",
+  ("[-rejected]", REJECTED),
+  ", ",
+  ("[+the target's token]", CORRECTED),
 )
 TREE_LEGEND = Text.assemble(LEGEND, ", ", ("not judged", UNUSED))
 

@@ -8,7 +8,7 @@ from specdec_jax.reporting.tables import MISSING, Table, sampling_text
 
 ACCEPTANCE_LEGEND = (
   "alpha: E[sum min(p, q)] over text that the target generated, with its 95% interval (bootstrap "
-  "over texts; of a simulated draft the share of guesses that stood); lag-1: correlation of a "
+  "over texts; of a simulated draft the share of guesses accepted); lag-1: correlation of a "
   "token's sum with that of the token before, 0 if acceptance were independent; rounds: accepted / "
   "(accepted + refused) guesses of real rounds; by position: the same for the first, second, ... "
   "guess of a round."

@@ -23,17 +23,27 @@ COLUMNS = {
   "Thm 8": lambda r: f"{r.predicted_theorem8:.2f}",
   "predicted": lambda r: f"{r.predicted_text or r.predicted_measured_cost:.2f}",
   "speedup": lambda r: f"{r.speedup:.2f}",
-  "passes": lambda r: f"{1 / r.tokens_per_round:.2f}",
   "same": lambda r: {True: "yes", False: "NO", None: "-"}[r.identical],
+  "acceptance length": lambda r: f"{r.tokens_per_round:.2f}",
 }
+
+
+def _quality(r: Record) -> str:
+  beside = "" if r.quality == r.baseline_quality else f" (plain {r.baseline_quality:.1f})"
+  return f"{r.metric} {r.quality:.1f}{beside}" if r.metric else f"{r.quality:.1f}"
+
+
+# Shown where a record has it.
+QUALITY = {"quality": _quality}
+QUALITY_LEGEND = " quality: of the outputs by references; of plain decoding's, where it is another."
 
 LEGEND = (
   "alpha: acceptance rate, with its 95% interval; c: draft step / target step; v: time of a round "
   "without drafting / of a plain step; Thm 8: speedup predicted for a long text and v = 1; "
   "predicted: with all costs as measured and texts as short as these; speedup: measured tokens/s "
   "over plain decoding of the same target in the same process, medians of interleaved repeats; "
-  "passes: of the target per token; same: output identical to plain decoding, token for token "
-  "(argmax only; a sample has no twin)."
+  "acceptance length: tokens per target pass; same: output identical to plain decoding, token for "
+  "token (argmax only; not comparable when sampling)."
 )
 
 
@@ -97,7 +107,9 @@ def cell(column: Callable[[Record], str], record: Record) -> str:
 
 def speed_table(records: Sequence[Record]) -> Table:
   """One row a record: gamma, alpha, costs, predictions, measured speedup, exactness."""
-  return _table(COLUMNS, records, LEGEND)
+  if all(r.quality is None for r in records):
+    return _table(COLUMNS, records, LEGEND)
+  return _table(COLUMNS | QUALITY, records, LEGEND + QUALITY_LEGEND)
 
 
 def budget_table(records: Sequence[Record]) -> Table:

@@ -1,5 +1,6 @@
 """Rounds on a page, to step through one by one: a line of a chain, a table of a tree."""
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ _KINDS = {
   "accepted": ("✓", "accepted"),
   "rejected": ("✗", "rejected"),
   "unused": ("·", "not judged"),
-  "own": ("+", "the target's own"),
+  "own": ("+", "the target's token"),
 }
 _OF_TREES = (
   " In a tree, a column holds guesses at one depth, and a row a branch, which leaves the row above "
@@ -55,7 +56,8 @@ def stepper(examples: Sequence[Example]) -> Markup:
   """The rounds of some texts to step through; nothing without texts."""
   if not examples:
     return join()
-  options = (f"Temperature {e.temperature:g}: {e.source[:70]}" for e in examples)
+  short = lambda text: textwrap.shorten(text, 70, placeholder=" …")
+  options = (f"Temperature {e.temperature:g}: {short(e.source)}" for e in examples)
   controls = tag(
     "div",
     tag("label", "Text ", tag("select", *(tag("option", option) for option in options))),

@@ -175,7 +175,7 @@ def programs(
 ) -> Programs:
   """Both loops, and apart what a round is made of.
 
-  The target is cut over all devices; the draft is whole on each unless its rules cut it.
+  The target is sharded across all devices; the draft is replicated unless its rules shard it.
   Parameters have the models' dtypes and the layouts that `jax.device_put` gives; caches of the
   parts have the compiler's own choice, as they have inside a loop. Where a tree is given for gamma
   there is a program more, 'commit': the path that stands moved to its place.

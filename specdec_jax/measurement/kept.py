@@ -1,0 +1,96 @@
+"""Calibrations, kept beside compiled programs: what was found once is there for the next run."""
+
+import contextlib
+import datetime
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specdec_jax import machine
+from specdec_jax.measurement.choice import Branching, Calibration
+from specdec_jax.pairs import Pair, rule_name
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import Tree, chain
+from specdec_jax.version import __version__
+from specdec_jax.writing import written
+
+
+def found_or_kept(
+  find: Callable[[], Calibration], on: Callable[[], Mapping[str, Any]], num_texts: int
+) -> tuple[Calibration, str]:
+  """What `find` finds; or what it found in an earlier run, where jax keeps its programs.
+
+  Args:
+    find: calibrates; what it finds is kept if there is a place.
+    on: what it depends on, such as `depends_on` gives.
+    num_texts: that it would look at; what was found with fewer does not count.
+
+  Returns:
+    The calibration, and words about where it was kept, empty if it was found now.
+  """
+  if not (cache := getattr(jax.config, "jax_compilation_cache_dir", None)):
+    return find(), ""
+  about = json.dumps(on(), sort_keys=True)
+  name = hashlib.sha256(about.encode()).hexdigest()[:16]
+  path = pathlib.Path(cache) / "calibrations" / f"{name}.json"
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    if kept["num_texts"] >= num_texts:
+      since = f"; found on {kept['date']} with {kept['num_texts']} texts (kept in {path})"
+      return _calibration(kept["calibration"]), since
+  found = find()
+  branching = found.branching
+  fields = found._asdict()
+  if branching is not None:
+    fields["branching"] = branching._asdict() | dict(tree=[*branching.tree.parents])
+  date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+  with contextlib.suppress(OSError):  # then it is found again
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written(path) as file:
+      json.dump(dict(date=date, num_texts=num_texts, on=about, calibration=fields), file)
+  return found, ""
+
+
+def depends_on(
+  pair: Pair, texts: Sequence[str], sampling: Sampling, **settings: Any
+) -> dict[str, Any]:
+  """What a calibration depends on: models, settings, program, machine and length of texts, as JSON
+  has it.
+
+  Their words are left out, though they decide alpha: the next run's are taken to be like them.
+  """
+  return dict(
+    settings,
+    width=max(len(pair.encode(text)) for text in texts).bit_length(),  # alike up to twice as long
+    sampling=repr(sampling),
+    rule=rule_name(pair.rule),
+    target=f"{pair.target!r} {_digest(pair.target_params)}",
+    draft=f"{pair.draft(sampling, chain(1))!r} {_digest(pair.draft_params)}",
+    kernels=pair.kernels,
+    version=f"{__version__} {machine.commit()}, jax {jax.__version__}",
+    devices=[device.device_kind for device in jax.devices()],
+    machine=f"{machine.processor()}, {machine.threads()} threads",
+  )
+
+
+def _calibration(fields: dict[str, Any]) -> Calibration:
+  if (branching := fields["branching"]) is not None:
+    tree, acceptance = Tree(branching["tree"]), tuple(branching["acceptance"])
+    branching = Branching(**branching | dict(tree=tree, acceptance=acceptance))
+  tuples = {name: tuple(of) for name, of in fields.items() if isinstance(of, list)}
+  return Calibration(**fields | tuples | dict(branching=branching))
+
+
+def _digest(params: Any) -> str:
+  """Tells parameters apart by their names, shapes and the first row of each."""
+  found = hashlib.sha256()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    row = np.asarray(leaf[(0,) * max(0, np.ndim(leaf) - 1)]) if np.size(leaf) else leaf
+    found.update(f"{jax.tree_util.keystr(path)} {np.shape(leaf)}".encode())
+    found.update(np.ravel(row)[:64].tobytes())
+  return found.hexdigest()[:16]

@@ -1,0 +1,36 @@
+"""How good outputs are, where there are references: BLEU of translations, ROUGE of summaries."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec_jax.errors import InputError
+
+METRICS = ("BLEU", "ROUGE-1", "ROUGE-2", "ROUGE-Lsum")
+
+
+def quality(metric: str, outputs: Sequence[str], references: Sequence[str]) -> float:
+  """A metric of outputs by their references, from 0 to 100.
+
+  BLEU is sacrebleu's of the whole (13a, cased); ROUGE is the mean of rouge_score's F1 with its
+  stemmer, where a line of a text is a sentence.
+
+  Raises:
+    InputError: there is no such metric, or its package is not installed.
+  """
+  if metric not in METRICS:
+    raise InputError(f"metric is {metric!r}; it must be one of {', '.join(METRICS)}.")
+  if metric == "BLEU":
+    import sacrebleu
+
+    return sacrebleu.corpus_bleu([*outputs], [[*references]]).score
+  try:
+    from rouge_score import rouge_scorer
+  except ModuleNotFoundError as error:
+    raise InputError(
+      f"metric is {metric}, which needs rouge_score: pip install rouge-score."
+    ) from error
+  kind = metric.replace("ROUGE-", "rouge")
+  scorer = rouge_scorer.RougeScorer([kind], use_stemmer=True)
+  each = [scorer.score(one, other)[kind].fmeasure for one, other in zip(references, outputs)]
+  return 100 * float(np.mean(each))
