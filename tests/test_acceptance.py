@@ -66,7 +66,14 @@ def test_lenience_accepts_more_and_says_what_it_changes(tmp_path):
 def test_too_few_texts_are_said(tmp_path):
   with pytest.warns(UserWarning, match="fewer than the 1000 asked"):
     acceptance(
-      tiny_pair.pair(), TEXTS[:1], str(tmp_path), SAMPLINGS[:1], max_new_tokens=4, min_tokens=1000
+      tiny_pair.pair("near"),
+      TEXTS[:2],
+      str(tmp_path),
+      SAMPLINGS[:1],
+      gamma=3,
+      batch_size=2,
+      max_new_tokens=10,
+      min_tokens=1000,
     )
 
 

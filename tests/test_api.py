@@ -101,7 +101,6 @@ def test_auto_finds_what_is_fastest_and_says_why(monkeypatch, caplog):
   [
     (dict(gamma=0), TokenRule),
     (dict(tree=(0, 0, 1), temperature=1.0), TokenRule),
-    (dict(gamma=0, temperature=1.0), BlockRule),
     (dict(gamma=3, temperature=1.0), BlockRule),
   ],
   ids=str,

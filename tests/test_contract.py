@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+import tiny_pair
 from jax.extend.core import jaxprs_in_params
 from test_speculative import CONFIG as T5_CONFIG
 from test_speculative import DRAFT_CONFIG as T5_DRAFT
@@ -25,11 +26,14 @@ from specdec_jax.decoding import (
 )
 from specdec_jax.drafts import dynamic as drafts_dynamic
 from specdec_jax.drafts import model as drafts_model
+from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.copy import CopyDraft, copy_from_context
 from specdec_jax.drafts.dynamic import DynamicDraft
+from specdec_jax.drafts.first import copy_or_ngrams
 from specdec_jax.drafts.merged import MergedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
+from specdec_jax.drafts.uniform import uniform
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.protocols import Drafter
@@ -88,14 +92,25 @@ def independent(models: Models, sampling: Sampling, tree: Tree):
   return ModelDraft(models.draft, sampling, tree, independent=True), models.draft_params
 
 
-def drafted(make: Callable[[Vocabulary], Drafter]):
-  """What users give a pair as its draft."""
+def drafted(make: Callable[..., Drafter], *settings: Any):
+  """What users give a pair as its draft, for a vocabulary whose texts are ids."""
+  words = mock.MagicMock(Vocabulary, __len__=lambda words: V, start_id=0)
+  words.encode = lambda text: [*map(int, text.split()), 1]
 
   def draft(models: Models, sampling: Sampling, tree: Tree):
-    drafter = make(mock.MagicMock(Vocabulary, __len__=lambda words: V))
+    drafter = make(words, *settings)
     return drafter.make(sampling, tree), drafter.params
 
   return draft
+
+
+@functools.cache
+def outputs() -> str:
+  """A file of texts of the task."""
+  rows = np.random.default_rng(0).integers(2, V, (8, 20)).tolist()
+  path = tiny_pair.folder() / "outputs.txt"
+  path.write_text("".join(" ".join(map(str, row)) + "\n" for row in rows))
+  return str(path)
 
 
 def bigrams(models: Models, sampling: Sampling, tree: Tree):
@@ -130,6 +145,9 @@ CASES = {
   "chain": (t5, model, chain(3), TokenRule),
   "chain, GPT": (gpt, model, chain(3), TokenRule),
   "copying": (t5, drafted(copy_from_context), chain(2), TokenRule),
+  "n-grams": (t5, drafted(backoff_ngrams, outputs()), RAGGED, TokenRule),
+  "copying or n-grams": (gpt, drafted(copy_or_ngrams, outputs()), chain(2), TokenRule),
+  "uniform": (t5, drafted(uniform), branching(2, 1), TokenRule),
   "bigrams": (t5, bigrams, chain(2), BlockRule),
   "dynamic": (t5, dynamic, DynamicTree(6, 3), TokenRule),
   "dynamic, GPT": (gpt, dynamic, DynamicTree(3, 4), TokenRule),

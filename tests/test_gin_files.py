@@ -11,7 +11,7 @@ from specdec_jax import run
 
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
-KINDS = ("runs", "models", "tasks")
+KINDS = ("runs", "models", "tasks", "drafts")
 # These take no pair of ours.
 APART = {
   "given_outputs",
@@ -32,6 +32,10 @@ AFTER = [
   ("models/t5_1_1",),
   ("models/random", "models/sharded"),
   ("rules/blocks",),
+  ("drafts/copy",),
+  ("drafts/ngrams",),
+  ("drafts/copy_or_ngrams",),
+  ("drafts/uniform", "rules/blocks"),
   ("models/gpt_like", "rules/blocks"),
 ]
 
@@ -85,7 +89,7 @@ def test_a_head_names_what_can_be_set(path):
   required = [name for name, value in there.items() if value == "%gin.REQUIRED"]
   assert sorted(named("Required to be set")) == sorted(required)
   assert {*named("Commonly overridden")} <= there.keys()
-  assert named("Commonly overridden") or "WORK_DIR" in there or "DATA" in there
+  assert named("Commonly overridden") or {"WORK_DIR", "DATA"} & there.keys() or not there
 
 
 def test_the_checker_samples_at_a_temperature_that_is_not_1():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -447,6 +448,15 @@ def results(tmp_path_factory):
   return path
 
 
+@pytest.fixture
+def quick(monkeypatch):
+  """Parts of a round that are waited for: those of real models are `results`'s and above."""
+  # With no links and with CHAIN, as `round_costs` has them.
+  milliseconds = 1, 5, 1, 7, 1, 9, 1, 3
+  waits = [functools.partial(time.sleep, 1e-3 * of) for of in milliseconds]
+  monkeypatch.setattr(speeds, "round_calls", lambda *args: waits)
+
+
 def measure_it(path, **changes):
   settings = dict(texts=TEXTS, samplings=[GREEDY], gammas=[2], batch_size=1, max_new_tokens=LIMIT)
   pair = tiny_pair.pair(changes.pop("draft", "random"))
@@ -573,7 +583,7 @@ def test_a_run_on_other_texts_is_no_repeat(results, asked, change):
   assert asked == [2]
 
 
-def test_batches_and_samples_leave_open_what_cannot_be_said(tmp_path):
+def test_batches_and_samples_leave_open_what_cannot_be_said(tmp_path, quick):
   """A batch has no one text to predict for; sampled output has no twin to be identical to."""
   with records.open_results(tmp_path) as path:
     (record,) = measure_it(path, samplings=[RANDOM], draft="target", batch_size=3)
@@ -585,7 +595,7 @@ def test_batches_and_samples_leave_open_what_cannot_be_said(tmp_path):
   assert record.predicted_measured_cost == pytest.approx(3 / (v + 2 * c), rel=1e-4)
 
 
-def test_simulated_acceptance_is_recorded_as_such(tmp_path):
+def test_simulated_acceptance_is_recorded_as_such(tmp_path, quick):
   real = tiny_pair.pair()
   target = SimulatedModel(real.target, 0.6, real.vocabulary.eos_id)
   pair = real._replace(target=target, simulated_alpha=0.6)

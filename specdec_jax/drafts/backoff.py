@@ -109,7 +109,7 @@ class BackoffDraft(Draft):
       parents = [parent - above for parent in tree.parents[first - 1 : end - 1]]
       followers = _followers(params, recent)  # [B, W, K]
       followers = jnp.pad(followers, ((0, 0), (0, 0), (0, tree.width)), constant_values=PAD_ID)
-      made = take(followers, parents)[:, range(len(parents)), tree.ranks[first - 1 : end - 1]]
+      made = take(followers, parents)[:, np.arange(len(parents)), tree.ranks[first - 1 : end - 1]]
       recent = jnp.concatenate([take(recent, parents), made[..., None]], axis=-1)[..., 1:]
       guesses.append(made)
       above = first

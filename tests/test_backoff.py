@@ -1,0 +1,116 @@
+"""N-grams with back-off against a plain count of what followed; drafts that take turns."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+
+from specdec_jax.drafts.backoff import BackoffDraft, backoff_ngrams, fit_backoff
+from specdec_jax.drafts.copy import CopyDraft
+from specdec_jax.drafts.first import FirstDraft
+from specdec_jax.drafts.uniform import UniformDraft
+from specdec_jax.errors import InputError
+from specdec_jax.protocols import Context
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import Tree, branching, chain
+
+EOS, SLOTS = 1, 24
+RNG = np.random.default_rng(0)
+ROWS = [[*RNG.integers(2, 7, RNG.integers(3, 15)).tolist(), EOS] for _ in range(40)]
+
+
+def by_hand(rows, text, order, rank):
+  """What is next after a text by counting, longest context first; 0 if there is none."""
+  for length in reversed(range(order)):
+    context = text[len(text) - length :]
+    if len(text) < length:
+      continue
+    followed = Counter(
+      row[at]
+      for row in ([0, *row] for row in rows)
+      for at in range(max(1, length), len(row))
+      if row[at - length : at] == context
+    )
+    if followed:
+      ranked = sorted(followed, key=lambda token: (-followed[token], token))
+      return ranked[rank] if rank < min(len(ranked), 8) else 0
+  return 0
+
+
+def propose(draft, params, texts):
+  fill = np.array([[*text, *[9] * (SLOTS - len(text))] for text in texts], np.int32)
+  context = Context(
+    jnp.zeros((len(texts), 4), jnp.int32), fill, jnp.array([*map(len, texts)]), None
+  )
+  state = draft.start(params, context, jnp.zeros((len(texts), 1, 0)))
+  keys = jax.random.split(jax.random.key(0), len(texts))
+  return draft.propose(params, state, context, keys)[0]
+
+
+@pytest.mark.parametrize("order", [1, 2, 4])
+@pytest.mark.parametrize("tree", [chain(3), Tree((0, 0, 0, 1, 1, 2, 4))], ids=["chain", "tree"])
+def test_guesses_are_what_followed_the_longest_context(order, tree):
+  texts = [[0, *row[:length]] for row, length in zip(ROWS, (0, 1, 2, 3, 5, 4))]
+  texts += [[0, 2, 8, 8], [0, 8, 8, 8, 3]]  # ids that no row has
+  proposal = propose(BackoffDraft(tree, order), fit_backoff(ROWS, order), texts)
+  assert proposal.q is None
+  for text, guesses in zip(texts, np.asarray(proposal.tokens).tolist()):
+    paths = [text]
+    for parent, rank, guess in zip(tree.parents, tree.ranks.tolist(), guesses):
+      assert guess == by_hand(ROWS, paths[parent], order, rank)
+      paths.append([*paths[parent], guess])
+
+
+def test_few_successors_leave_younger_guesses_out():
+  params = fit_backoff([[5, EOS], [6, EOS], [5, EOS]], 2, num_successors=1)
+  proposal = propose(BackoffDraft(branching(2), 2), params, [[0], [0, 5]])
+  assert proposal.tokens.tolist() == [[5, 0], [EOS, 0]]
+
+
+def test_a_file_is_counted(tmp_path):
+  words = tiny_pair.pair().vocabulary
+  (tmp_path / "out.txt").write_text("".join(f"{text}\n" for text in tiny_pair.SENTENCES))
+  drafter = backoff_ngrams(words, str(tmp_path / "out.txt"), order=3)
+  text = [words.start_id, *words.encode(tiny_pair.SENTENCES[0])]
+  draft = drafter.make(Sampling(), chain(3))
+  proposal = propose(draft, drafter.params, [text[:5]])
+  rows = [*map(words.encode, tiny_pair.SENTENCES)]
+  assert drafter.name == "3-gram" and proposal.tokens[0, 0] == by_hand(rows, text[:5], 3, 0)
+
+
+@pytest.mark.parametrize(
+  "rows, order, sentence",
+  [(ROWS, 0, "order is 0"), (ROWS, 9, "order is 9"), (ROWS, "2", "order is '2'")]
+  + [([], 2, "hold no tokens"), ([[]], 2, "hold no tokens")],
+)
+def test_what_cannot_be_counted(rows, order, sentence):
+  with pytest.raises(InputError, match=sentence):
+    fit_backoff(rows, order)
+
+
+def test_the_first_that_knows_guesses():
+  """Copying finds nothing in the first text, whose newest token is new; n-grams know it."""
+  drafts = CopyDraft(7, chain(2), 2), BackoffDraft(chain(2), 2)
+  params = (), fit_backoff(ROWS, 2)
+  texts = [[0, 2, 3], [0, 4, 5, 6, 4]]
+  tokens = propose(FirstDraft(drafts), params, texts).tokens.tolist()
+  alone = propose(drafts[1], params[1], texts).tokens.tolist()
+  assert tokens == [alone[0], [5, 6]] and alone[1] != [5, 6]
+
+
+def test_drafts_that_cannot_take_turns():
+  with pytest.raises(InputError, match="a tree of one shape"):
+    FirstDraft((CopyDraft(7, chain(2)), BackoffDraft(chain(3), 2)))
+  drawing = FirstDraft((CopyDraft(7, chain(2)), UniformDraft(7, chain(2))))
+  with pytest.raises(InputError, match="must be chosen"):
+    propose(drawing, ((), ()), [[0, 2]])
+
+
+def test_a_uniform_draft_says_so():
+  proposal = propose(UniformDraft(7, branching(3)), (), [[0, 2]] * 400)
+  assert (proposal.q == np.float32(1 / 7)).all() and proposal.q.shape == (400, 3, 7)
+  counts = np.bincount(np.asarray(proposal.tokens).ravel(), minlength=7)
+  assert abs(counts - 1200 / 7).max() < 5 * np.sqrt(1200 / 7)  # five standard deviations
