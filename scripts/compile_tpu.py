@@ -19,6 +19,7 @@ from specdec_jax.reporting.formats import render
 from specdec_jax.sampling import Sampling
 from specdec_jax.theory import best_tree
 from specdec_jax.tpu import compile as tpu_compile
+from specdec_jax.tpu import examine
 from specdec_jax.trees import Tree
 from specdec_jax.writing import written
 
@@ -82,7 +83,7 @@ def main() -> None:
       sampling=Sampling(args.temperature, args.top_k),
       draft_rules=RULES if args.cut_draft else REPLICATED,
     )
-    report = tpu_compile.report(programs, gamma)
+    report = examine.report(programs, gamma)
     settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "specdec_jax")}
     nodes = f", {args.nodes} nodes" if args.nodes else ""
@@ -92,7 +93,7 @@ def main() -> None:
       f"gamma {args.gamma}{nodes}, {args.dtype}, batch {args.batch_size}, TPU {args.topology}"
       f"{', both cut' * args.cut_draft}, jax {versions['jax']}, libtpu {versions['libtpu']}"
     )
-    print(render(tpu_compile.report_table(report, title, chip), args.format), end="")
+    print(render(examine.report_table(report, title, chip), args.format), end="")
     if args.output:
       text = json.dumps({"settings": settings, "versions": versions, **report}, indent=2)
       with written(args.output) as file:

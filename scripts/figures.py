@@ -11,7 +11,7 @@ import pathlib
 
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.records import read
-from specdec_jax.reporting import figures
+from specdec_jax.reporting import drawing, figures
 from specdec_jax.reporting.paper import load_table
 from specdec_jax.run import parse_gin
 from specdec_jax.sentences import user_sentence
@@ -39,8 +39,8 @@ def main() -> None:
   parser.add_argument("--temperature", type=float, default=0.0, help="in Figures 1 and 5")
   args = parser.parse_args()
   try:
-    figures.require_format(args.output)  # before the work
-    figures.save(draw(args), args.output)
+    drawing.require_format(args.output)  # before the work
+    drawing.save(draw(args), args.output)
   except Exception as error:
     sentence = user_sentence(error)
     if sentence is None:

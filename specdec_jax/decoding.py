@@ -190,14 +190,11 @@ def start(target: Model, draft: Draft, target_params, draft_params, prompt, limi
   )
   # Of one round at once: the target's logits and what the draft guesses from.
   probs = tree.num_nodes + tree.num_guesses, target.vocab_size
-  what = f"a batch of {batch} with max_new_tokens {limit} and {_said(tree)}"
+  guesses = f"gamma {tree.depth}" if tree.is_chain else f"a tree of {tree.num_nodes} nodes"
+  what = f"a batch of {batch} with max_new_tokens {limit} and {guesses}"
   of_round = jax.ShapeDtypeStruct((batch, *probs), jnp.float32)
   require_memory(what, (target_params, draft_params, state, of_round))
   return state
-
-
-def _said(tree: AnyTree) -> str:
-  return f"gamma {tree.depth}" if tree.is_chain else f"a tree of {tree.num_nodes} nodes"
 
 
 def one_round(

@@ -15,6 +15,7 @@ import tiny_pair
 from specdec_jax.errors import InputError
 from specdec_jax.records import Record, append
 from specdec_jax.reporting import figures
+from specdec_jax.reporting.drawing import save
 from specdec_jax.reporting.paper import load_table
 from specdec_jax.reporting.rounds import Round
 
@@ -165,15 +166,15 @@ def test_figure_1(drawing):
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_files(drawing, tmp_path, ending):
   path = tmp_path / f"figure.{ending}"
-  figures.save(figures.tokens_figure(), path)
+  save(figures.tokens_figure(), path)
   assert path.stat().st_size > 1000
-  figures.save(figures.tokens_figure(), tmp_path / f"again.{ending}")
+  save(figures.tokens_figure(), tmp_path / f"again.{ending}")
   assert (tmp_path / f"again.{ending}").read_bytes() == path.read_bytes()
 
 
 def test_unknown_ending_and_records_without_times(drawing, tmp_path):
   with pytest.raises(InputError, match="must end in one of .png, .svg, .pdf"):
-    figures.save(figures.tokens_figure(), tmp_path / "figure.bmp")
+    save(figures.tokens_figure(), tmp_path / "figure.bmp")
   with pytest.raises(InputError, match="No record has all of"):
     figures.timeline_figure([dataclasses.replace(RECORD, verify_ms=None)])
   with pytest.raises(InputError, match="num_tokens"):

@@ -43,6 +43,7 @@ LAYERS = {
   "counts": {"numpy"},
   "pairs": JAX,
   "training": FLAX | {"optax", "orbax", "rich"},
+  "record": set(),
   "records": set(),
   "reporting": {"numpy", "rich", "matplotlib"},
   "measurement": FLAX | {"rouge_score", "sacrebleu"},
@@ -58,8 +59,9 @@ LAYERS = {
 
 # Layers that know less than what lies below them.
 ONLY = {
-  "records": {"errors", "version", "writing"},
-  "reporting": {"errors", "version", "writing", "protocols", "theory", "records"},
+  "record": {"version"},
+  "records": {"errors", "version", "writing", "record"},
+  "reporting": {"errors", "version", "writing", "protocols", "theory", "record", "records"},
   "sentences": {"errors"},
   "run": {"errors", "version", "compile_cache", "gin_files", "sentences"},
 }

@@ -13,7 +13,7 @@ import pytest
 
 from specdec_jax import machine, records
 from specdec_jax.errors import InputError
-from specdec_jax.records import Record
+from specdec_jax.record import Record
 
 # What DESIGN.md, section 3, promises to anyone who reads results.jsonl.
 PROMISED = (

@@ -35,6 +35,7 @@ def main(part: str) -> None:
   from specdec_jax.sampling import Sampling
   from specdec_jax.theory import best_tree
   from specdec_jax.tpu import compile as tpu_compile
+  from specdec_jax.tpu.examine import examine, hbm_bytes
 
   _, devices = tpu_compile.described("v4:2x2x1")
   xxl, small = (t5_config(size, dtype=jnp.bfloat16) for size in ("xxl", "small"))
@@ -47,13 +48,13 @@ def main(part: str) -> None:
 
   def examined(programs, *names, options=None):
     compiled = {name: programs[name]().compile(compiler_options=options) for name in names}
-    return {name: tpu_compile.examine(program)._asdict() for name, program in compiled.items()}
+    return {name: examine(program)._asdict() for name, program in compiled.items()}
 
   def of_one_chip():
     programs = tpu_compile.programs(xxl, small, devices[:1], gamma=GAMMA)
     found = {"loop": examined(programs, "speculative loop")["speculative loop"]}
     del programs["plain step"]  # as many bytes as the decode step, to a thousandth
-    found["hbm_bytes"] = tpu_compile.hbm_bytes(programs, GAMMA)
+    found["hbm_bytes"] = hbm_bytes(programs, GAMMA)
     return found
 
   def of_others():
@@ -130,7 +131,7 @@ def test_loop_stays_on_the_chip(found):
 
 
 def test_bytes_of_a_round(found):
-  from specdec_jax.tpu.compile import over_a_step
+  from specdec_jax.tpu.examine import over_a_step
 
   accessed = found["hbm_bytes"]
   over = over_a_step(accessed | {"plain step": accessed["decode step"]})

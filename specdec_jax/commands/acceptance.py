@@ -25,7 +25,7 @@ from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.plain import generate
 from specdec_jax.pairs import Drafter, Pair
 from specdec_jax.progress import Progress
-from specdec_jax.records import Record
+from specdec_jax.record import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import acceptance_table
 from specdec_jax.sampling import Sampling

@@ -26,7 +26,7 @@ from specdec_jax.measurement.oracles import acceptances, oracles
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
-from specdec_jax.records import Record
+from specdec_jax.record import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import gamma_table
 from specdec_jax.sampling import Sampling, row_keys

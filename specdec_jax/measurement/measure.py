@@ -25,7 +25,7 @@ from specdec_jax.measurement.roofline import memory_bandwidth, step_bytes
 from specdec_jax.measurement.speed import Baseline, measure_speed, own_baseline
 from specdec_jax.pairs import Pair, rule_name
 from specdec_jax.protocols import Decoded
-from specdec_jax.records import Record
+from specdec_jax.record import Record
 from specdec_jax.sampling import Sampling
 
 

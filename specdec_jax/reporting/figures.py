@@ -5,7 +5,6 @@ matplotlib is imported when a figure is made, so that all else runs without it.
 
 import dataclasses
 import math
-import pathlib
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,47 +13,28 @@ import numpy as np
 
 from specdec_jax import theory
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.records import Record, key
+from specdec_jax.record import Record, key
+from specdec_jax.reporting.drawing import (
+  BLUE,
+  GREEN,
+  GREY,
+  NORMAL,
+  ORANGE,
+  PURPLE,
+  RED,
+  SKY,
+  SMALL,
+  YELLOW,
+  labelled_line,
+  new_figure,
+  shades,
+)
 from specdec_jax.reporting.rounds import Round
 from specdec_jax.reporting.tables import PaperRow, sampling_text
-from specdec_jax.writing import written
-
-# Colours that colour-blind readers can tell apart (Okabe and Ito).
-_BLUE, _SKY, _GREEN, _RED = "#0072B2", "#56B4E9", "#009E73", "#D55E00"
-_ORANGE, _YELLOW, _PURPLE, _GREY = "#E69F00", "#F0E442", "#CC79A7", "#666666"
 
 # Of a piece of text, and what the legend calls it: a round without rejection corrects nothing.
-KINDS = {"accepted": _GREEN, "rejected": _RED, "corrected": _BLUE}
+KINDS = {"accepted": GREEN, "rejected": RED, "corrected": BLUE}
 _LEGEND = {"accepted": "accepted", "rejected": "rejected", "corrected": "the target's token"}
-
-_FORMATS = (".png", ".svg", ".pdf")
-_SMALL, _NORMAL = 9, 11  # points
-
-
-def require_format(path: str | pathlib.Path) -> None:
-  """Raise InputError unless `save` knows what the name ends in: .png, .svg or .pdf."""
-  if pathlib.Path(path).suffix.lower() not in _FORMATS:
-    raise InputError(f"output is '{path}'; its name must end in one of {', '.join(_FORMATS)}.")
-
-
-def save(figure, path: str | pathlib.Path) -> None:
-  """Write a figure as what the name ends in, whole or not at all.
-
-  Raises:
-    InputError: see `require_format`.
-    OSError: the file cannot be written.
-  """
-  require_format(path)
-  from matplotlib import rc_context
-
-  # Hinting would round the width of a character to whole pixels, away from the tint behind it.
-  # Names that are not drawn by chance, and no date: the same figure has the same bytes.
-  with rc_context({"text.hinting": "none", "svg.hashsalt": "specdec_jax"}):
-    with written(path, "wb") as file:
-      kind = pathlib.Path(path).suffix[1:].lower()
-      undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-      look = dict(dpi=200, bbox_inches="tight", facecolor="white")
-      figure.savefig(file, format=kind, metadata=undated, **look)
 
 
 # From theory.
@@ -62,25 +42,25 @@ def save(figure, path: str | pathlib.Path) -> None:
 
 def tokens_figure(gammas: Sequence[int] = (1, 3, 5, 7)):
   """Figure 2: tokens of a round (Equation 1) against alpha, for some gammas and without limit."""
-  figure, (axes,) = _figure("expected tokens of a round")
+  figure, (axes,) = new_figure("expected tokens of a round")
   alphas = np.linspace(0, 1, 201)
-  for gamma, shade in zip(gammas, _shades(len(gammas))):
+  for gamma, shade in zip(gammas, shades(len(gammas))):
     tokens = theory.expected_tokens(alphas, gamma)
-    _labelled_line(axes, alphas, tokens, f"γ = {gamma}", shade)
+    labelled_line(axes, alphas, tokens, f"γ = {gamma}", shade)
   top = max(gammas) + 2.5
   below = alphas[theory.oracle_improvement(alphas) <= top]
-  _labelled_line(axes, below, theory.oracle_improvement(below), "γ = ∞", "black", linestyle="--")
+  labelled_line(axes, below, theory.oracle_improvement(below), "γ = ∞", "black", linestyle="--")
   axes.set(xlim=(0, 1), ylim=(0, top))
   return figure
 
 
 def gamma_figure(costs: Sequence[float] = (0.02, 0.04, 0.11)):
   """Figure 3: the best gamma (Section 3.5) against alpha, for costs c; Table 4's unless told."""
-  figure, (axes,) = _figure("best γ")
+  figure, (axes,) = new_figure("best γ")
   alphas = np.linspace(0, 0.95, 381)
-  for c, shade in zip(costs, _shades(len(costs))):
+  for c, shade in zip(costs, shades(len(costs))):
     best = [theory.best_gamma(float(alpha), c, most=50) for alpha in alphas]
-    _labelled_line(axes, alphas, best, f"c = {c:g}", shade, drawstyle="steps-mid")
+    labelled_line(axes, alphas, best, f"c = {c:g}", shade, drawstyle="steps-mid")
   axes.set(xlim=(0, 0.95), ylim=(0, None))
   return figure
 
@@ -91,22 +71,22 @@ def operations_figure(table_1: Sequence[PaperRow]):
   Args:
     table_1: `paper.load_table(1)`; its gammas have curves, its printed values are points.
   """
-  figure, (speed, operations) = _figure("speed / plain decoding", "operations / plain decoding")
+  figure, (speed, operations) = new_figure("speed / plain decoding", "operations / plain decoding")
   alphas = np.linspace(0, 1, 201)
   gammas = sorted({int(row["gamma"]) for row in table_1})
-  for gamma, shade in zip(gammas, _shades(len(gammas))):
+  for gamma, shade in zip(gammas, shades(len(gammas))):
     for axes, values, label_at, name in (
       (speed, theory.walltime_improvement(alphas, gamma, 0), None, "speed"),
       (operations, theory.operations_factor(alphas, gamma, 0), 30, "operations"),
     ):
-      _labelled_line(axes, alphas, values, f"γ = {gamma}", shade, label_at)
+      labelled_line(axes, alphas, values, f"γ = {gamma}", shade, label_at)
       printed = [(row["alpha"], row[name]) for row in table_1 if row["gamma"] == gamma]
       axes.plot(*zip(*printed), "o", color=shade, markeredgecolor="white", zorder=3)
   for axes in (speed, operations):
     axes.set(xlim=(0, 1), ylim=(0, None))
-    axes.axhline(1, color=_GREY, linewidth=0.8, linestyle=":")
-  (points,) = speed.plot([], [], "o", color=_GREY, label="printed in Table 1")
-  speed.legend(handles=[points], loc="upper left", frameon=False, fontsize=_SMALL)
+    axes.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
+  (points,) = speed.plot([], [], "o", color=GREY, label="printed in Table 1")
+  speed.legend(handles=[points], loc="upper left", frameon=False, fontsize=SMALL)
   return figure
 
 
@@ -145,12 +125,12 @@ def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
 def _draw_timeline(rows: Sequence[tuple[str, list[tuple[str, float]]]], title: str):
   """Rows of (kind, milliseconds), drawn as blocks one after the other."""
   colours = {
-    "target's encoder": _YELLOW,
-    "draft's encoder": _ORANGE,
-    "draft": _SKY,
-    "target": _PURPLE,
+    "target's encoder": YELLOW,
+    "draft's encoder": ORANGE,
+    "draft": SKY,
+    "target": PURPLE,
   }
-  figure, (axes,) = _figure("", width=9, height=0.55 * len(rows) + 1.1)
+  figure, (axes,) = new_figure("", width=9, height=0.55 * len(rows) + 1.1)
   from matplotlib.patches import Patch
 
   for y, (_, blocks) in enumerate(rows):
@@ -173,21 +153,21 @@ def _draw_timeline(rows: Sequence[tuple[str, list[tuple[str, float]]]], title: s
       (5, 0),
       textcoords="offset points",
       va="center",
-      fontsize=_SMALL,
+      fontsize=SMALL,
     )
-  axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=_NORMAL)
+  axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=NORMAL)
   axes.invert_yaxis()
   axes.tick_params(left=False)
   axes.spines["left"].set_visible(False)
-  axes.set_xlabel("milliseconds", fontsize=_NORMAL)
-  axes.set_title(title, fontsize=_NORMAL, loc="left", pad=26)
+  axes.set_xlabel("milliseconds", fontsize=NORMAL)
+  axes.set_title(title, fontsize=NORMAL, loc="left", pad=26)
   axes.legend(
     handles=[Patch(color=colour, label=kind) for kind, colour in colours.items()],
     loc="lower left",
     bbox_to_anchor=(0, 1),
     ncols=len(colours),
     frameon=False,
-    fontsize=_SMALL,
+    fontsize=SMALL,
     borderaxespad=0,
     handlelength=1,
   )
@@ -201,26 +181,24 @@ def sweep_figure(records: Iterable[Record]):
     InputError: no record has what it takes.
   """
   groups = _by_gamma(records, ("speedup", "predicted_theorem8", "predicted_measured_cost"))
-  figure, panels = _figure("speed / plain decoding", *[""] * (len(groups) - 1), share_y=True)
+  figure, panels = new_figure("speed / plain decoding", *[""] * (len(groups) - 1), share_y=True)
   for axes, group in zip(panels, groups.values()):
     gammas = [r.gamma for r in group]
     texts = [r.predicted_text for r in group]
     predicted = [r.predicted_measured_cost for r in group] if None in texts else texts
     theorem_8 = [r.predicted_theorem8 for r in group]
-    axes.plot(gammas, theorem_8, "^--", color=_GREY, label="Theorem 8: v = 1, long texts")
-    axes.plot(gammas, predicted, "s:", color=_ORANGE, label="predicted with measured costs")
-    axes.plot(gammas, [r.speedup for r in group], "o-", color=_BLUE, label="measured")
-    axes.axhline(1, color=_GREY, linewidth=0.8, linestyle=":")
+    axes.plot(gammas, theorem_8, "^--", color=GREY, label="Theorem 8: v = 1, long texts")
+    axes.plot(gammas, predicted, "s:", color=ORANGE, label="predicted with measured costs")
+    axes.plot(gammas, [r.speedup for r in group], "o-", color=BLUE, label="measured")
+    axes.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
     axes.set(xlabel="γ", xticks=gammas, ylim=(0, None))
     simulated = " (simulated)" if group[0].acceptance == "simulated" else ""
     axes.set_title(
-      f"{group[0].draft}{simulated}, temperature {sampling_text(group[0])}", fontsize=_NORMAL
+      f"{group[0].draft}{simulated}, temperature {sampling_text(group[0])}", fontsize=NORMAL
     )
   handles, _ = panels[0].get_legend_handles_labels()
-  figure.legend(
-    handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=_SMALL
-  )
-  figure.suptitle(_of(next(iter(groups.values()))[0]), fontsize=_SMALL, color=_GREY)
+  figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=SMALL)
+  figure.suptitle(_of(next(iter(groups.values()))[0]), fontsize=SMALL, color=GREY)
   return figure
 
 
@@ -258,18 +236,18 @@ def trace_figure(rounds: Sequence[Round], title: str = ""):
     for r in rounds
   ]
   # A fixed-width font, so that where a piece lies is a matter of counting.
-  em, line_height = 0.602 * _NORMAL / 72, 0.32
+  em, line_height = 0.602 * NORMAL / 72, 0.32
   longest = max(sum(len(piece) for piece, _ in pieces) for pieces in lines)
   columns = max(longest, len(title), 40) + 4
-  figure, (axes,) = _figure("", width=columns * em, height=(len(rounds) + 2.2) * line_height)
+  figure, (axes,) = new_figure("", width=columns * em, height=(len(rounds) + 2.2) * line_height)
   figure.set_layout_engine("none")
   axes.set_position((0, 0, 1, 1))
   axes.set(xlim=(-4, columns - 4), ylim=(len(rounds) + 0.7, -1.5))
   axes.axis("off")
-  font = {"family": "monospace", "va": "center_baseline", "fontsize": _NORMAL}
+  font = {"family": "monospace", "va": "center_baseline", "fontsize": NORMAL}
   axes.text(0, -1, title, color="black", **font)
   for y, pieces in enumerate(lines):
-    axes.text(-1.2, y, f"{y + 1}", color=_GREY, ha="right", **font)
+    axes.text(-1.2, y, f"{y + 1}", color=GREY, ha="right", **font)
     x = len(pieces[0][0].lstrip()) - len(pieces[0][0])  # the first word starts at 0
     for piece, kind in pieces:
       _draw_piece(axes, x, y, piece, kind, font)
@@ -293,54 +271,3 @@ def _draw_piece(axes, x: float, y: float, piece: str, kind: str, font: dict) -> 
   )
   if kind == "rejected":  # told apart without colour too
     axes.plot([x, x + len(word)], [y, y], color=KINDS[kind], linewidth=1.2)
-
-
-# What all of them share.
-
-
-def _figure(*ylabels: str, width: float | None = None, height: float = 3.6, share_y: bool = False):
-  """A figure, and in it axes with these labels, at most three side by side."""
-  try:
-    from matplotlib.figure import Figure
-  except ModuleNotFoundError as error:
-    raise InputError(
-      "Figures need matplotlib; install it with pip install 'specdec_jax[plots]'."
-    ) from error
-  columns = min(len(ylabels), 3)
-  rows = -(-len(ylabels) // columns)
-  # No pyplot: nothing global, and no display is looked for.
-  figure = Figure(figsize=(width or 5.2 * columns, height * rows), layout="constrained")
-  panels = figure.subplots(rows, columns, sharey=share_y, squeeze=False).flatten()
-  for spare in panels[len(ylabels) :]:
-    spare.remove()
-  for axes, label in zip(panels, ylabels):
-    axes.set_ylabel(label, fontsize=_NORMAL)
-    axes.set_xlabel("α", fontsize=_NORMAL)
-    axes.tick_params(labelsize=_SMALL)
-    axes.spines[["top", "right"]].set_visible(False)
-  return figure, panels[: len(ylabels)]
-
-
-def _shades(count: int):
-  """Colours for an ordered family of curves, dark to light."""
-  from matplotlib import colormaps
-
-  return colormaps["viridis"](np.linspace(0.05, 0.68, count))
-
-
-def _labelled_line(axes, x, y, label: str, colour, label_at: int | None = None, **style) -> None:
-  """A line with its label right of its end, or on it, at an index."""
-  axes.plot(x, y, color=colour, linewidth=2, label=label, clip_on=False, **style)
-  last = label_at is None
-  axes.annotate(
-    label,
-    (x[-1], y[-1]) if last else (x[label_at], y[label_at]),
-    (5, 0) if last else (0, 0),
-    textcoords="offset points",
-    ha="left" if last else "center",
-    va="center",
-    color=colour,
-    fontsize=_SMALL,
-    bbox=None if last else {"facecolor": "white", "edgecolor": "none", "pad": 1},
-    annotation_clip=False,
-  )

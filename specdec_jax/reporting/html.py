@@ -4,20 +4,22 @@ The page is one file that asks nobody for anything; without JavaScript it shows 
 """
 
 import html
-import math
 import os
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 
-from specdec_jax.records import Record, key
+from specdec_jax.record import Record, key
 from specdec_jax.reporting import speeds
-from specdec_jax.reporting.charts import Curve, acceptance_chart, line_charts
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.markup import Markup, join, scrolled, tag
+from specdec_jax.reporting.record_charts import (
+  acceptance_charts,
+  length_charts,
+  speedup_charts,
+)
 from specdec_jax.reporting.stepper import Example, stepper
-from specdec_jax.reporting.tables import sampling_text
 from specdec_jax.writing import written
 
 
@@ -45,8 +47,8 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
     records,
     tag("ul", *(_result(*item) for item in series.items()), class_="results"),
     _section("Measured settings", _speeds(records, series.values())),
-    _section("Speedup against gamma", _speedups(series)),
-    _section("Acceptance by position in the round", _acceptance(series)),
+    _section("Speedup against gamma", speedup_charts(series)),
+    _section("Acceptance by position in the round", acceptance_charts(series)),
     _section("Bytes over bandwidth", _roofline(records, series.values())),
     _section("Round by round", stepper(examples)),
   )
@@ -58,7 +60,7 @@ def lengths_report(records: Sequence[Record], examples: Sequence[Example], title
   return _page(
     title,
     records,
-    _section("Acceptance length against nodes", _lengths(records)),
+    _section("Acceptance length against nodes", length_charts(records)),
     _section("Measured settings", _grid(table.columns, [table.rows], *table.notes)),
     _section("Round by round", stepper(examples)),
   )
@@ -201,8 +203,9 @@ _LEGEND = (
 def _speeds(records: Sequence[Record], series: Iterable[Sequence[Record]]) -> Markup:
   if all(r.quality is None for r in records):
     return _table(records, series, _COLUMNS, _LEGEND)
-  columns, legend = _COLUMNS | speeds.QUALITY, _LEGEND + speeds.QUALITY_LEGEND
-  return _table(records, series, columns, legend)
+  first = {name: _COLUMNS[name] for name in ("temp", "gamma", "speedup", "same")}
+  columns = first | speeds.QUALITY | _COLUMNS
+  return _table(records, series, columns, _LEGEND + speeds.QUALITY_LEGEND)
 
 
 def _table(
@@ -240,87 +243,3 @@ def _roofline(records: Sequence[Record], series: Iterable[Sequence[Record]]) -> 
   if all(r.memory_gb_per_s is None for r in records):
     return join()
   return _table(records, series, speeds.ROOFLINE, speeds.ROOFLINE_LEGEND)
-
-
-# Charts.
-
-
-def _points(
-  series: Sequence[Record], value: Callable[[Record], float | None]
-) -> list[tuple[int, float]]:
-  """(gamma, value) of the records that have the value."""
-  pairs = ((r.gamma, value(r)) for r in series)
-  return [(gamma, v) for gamma, v in pairs if v is not None and math.isfinite(v)]
-
-
-def _predicted(r: Record) -> float | None:
-  return r.predicted_measured_cost if r.predicted_text is None else r.predicted_text
-
-
-def _speedups(series: dict[str, list[Record]]) -> Markup:
-  charts = {}
-  for name, of in series.items():
-    curves = (
-      Curve("Thm 8", "theorem8", _points(of, lambda r: r.predicted_theorem8)),
-      Curve("predicted", "predicted", _points(of, _predicted)),
-      Curve("measured", "measured", _points(of, lambda r: r.speedup)),
-    )
-    if curves := [curve for curve in curves if curve.points]:
-      charts[name] = curves
-  named = "speedup over plain decoding", "gamma (guesses a round)"
-  return _figures(
-    line_charts(charts, *named),
-    "The number at a curve is its highest. "
-    "Thm 8 (dotted) predicts from alpha and c, and takes a pass over gamma + 1 tokens to cost no "
-    "more than one over a single token; predicted (dashed) has all costs as they were measured.",
-  )
-
-
-def _lengths(records: Sequence[Record]) -> Markup:
-  """A chart for each sampling, in which each rule has a curve of chains and one of trees."""
-  rules = [*dict.fromkeys(r.rule for r in records)]
-  charts = {}
-  for sampling in dict.fromkeys(map(sampling_text, records)):
-    curves = []
-    for kind in "chains", "trees", "dynamic trees":
-      style = kind.split()[0]
-      for rule in rules:
-        points = sorted(
-          (r.num_nodes, r.tokens_per_round)
-          for r in records
-          if (sampling_text(r), r.rule) == (sampling, rule)
-          and f"{r.kind}s" == kind
-          and r.tokens_per_round is not None
-        )
-        name = kind if len(rules) == 1 else f"{kind}, {rule.removesuffix('Rule')}"
-        if points:
-          curves.append(Curve(name, style if rule == rules[0] else f"{style} other", points))
-    if curves:
-      charts[f"Temperature {sampling}"] = curves
-  named = "acceptance length: tokens a pass of the target", "nodes (the newest token counted)"
-  return _figures(
-    line_charts(charts, *named, math.log2),
-    "A pass of the target reads all nodes of a round; of one node it is plain decoding.",
-  )
-
-
-def _acceptance(series: dict[str, list[Record]]) -> Markup:
-  """Of each series the record of the most guesses that has it."""
-  figures = []
-  for name, of in series.items():
-    for r, shares in [(r, r.acceptance_by_position) for r in of if r.acceptance_by_position][-1:]:
-      name = f"{name}, gamma {r.gamma}, {_value(r, 'rounds')} rounds"
-      figures.append(acceptance_chart(name, shares, r.acceptance_rate))
-  return _figures(
-    figures,
-    "Of the rounds in which all earlier guesses were accepted, the share that accepted this one. "
-    "The theory takes it to be the same at every position. The dotted line is the share of all "
-    "guesses judged in these rounds; alpha, in the table, is what to expect of one at every "
-    "position of the target's own text (Corollary 6), and differs from it a little.",
-  )
-
-
-def _figures(figures: Sequence[Markup], note: str) -> Markup:
-  if not figures:
-    return join()
-  return join(tag("div", *figures, class_="figures"), tag("p", note, class_="note"))

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Mapping, Sequence
 
-from specdec_jax.records import Record
+from specdec_jax.record import Record
 from specdec_jax.reporting.tables import MISSING, Table, sampling_text
 
 ACCEPTANCE_LEGEND = (

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from specdec_jax.records import Record
+from specdec_jax.record import Record
 from specdec_jax.reporting.tables import MISSING, Table
 
 
@@ -35,7 +35,9 @@ def _quality(r: Record) -> str:
 
 # Shown where a record has it.
 QUALITY = {"quality": _quality}
-QUALITY_LEGEND = " quality: of the outputs by references; of plain decoding's, where it is another."
+QUALITY_LEGEND = (
+  " quality: of the outputs, by references; plain: of plain decoding's, if it differs."
+)
 
 LEGEND = (
   "alpha: acceptance rate, with its 95% interval; c: draft step / target step; v: time of a round "

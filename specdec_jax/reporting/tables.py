@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax import theory
-from specdec_jax.records import Record, key
+from specdec_jax.record import Record, key
 
 MISSING = "-"
 

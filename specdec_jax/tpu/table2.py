@@ -20,6 +20,7 @@ from specdec_jax.models.config import t5_config
 from specdec_jax.reporting.tables import Table
 from specdec_jax.sampling import Sampling
 from specdec_jax.tpu import compile as tpu_compile
+from specdec_jax.tpu.examine import examine
 
 # The paper does not say how long its texts are: T5's own 512 pieces of an article, and room for a
 # long sentence.
@@ -89,7 +90,7 @@ def compile_missing(rows: Sequence[Row], path: pathlib.Path) -> list[Compiled]:
       line = {
         "program": name,
         **{field: row[field] for field in DEPENDS_ON[name]},
-        **tpu_compile.examine(program)._asdict(),
+        **examine(program)._asdict(),
         "compile_seconds": round(time.perf_counter() - since, 1),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": commit(),
