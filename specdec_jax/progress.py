@@ -17,8 +17,10 @@ class Progress(progress.Progress):
   """
 
   def __init__(self, disable: bool = False):
-    super().__init__(console=Console(stderr=True), transient=True, disable=disable)
-    self._said = time.monotonic()
+    console = Console(stderr=True)
+    hidden = disable or not console.is_terminal  # where rich would leave an empty line
+    super().__init__(console=console, transient=True, disable=hidden)
+    self._silent, self._said = disable or console.is_terminal, time.monotonic()
 
   def advance(self, task_id: progress.TaskID, advance: float = 1) -> None:
     super().advance(task_id, advance)
@@ -30,7 +32,7 @@ class Progress(progress.Progress):
 
   def _say(self, task_id: progress.TaskID) -> None:
     now = time.monotonic()
-    if self.disable or self.console.is_terminal or now - self._said < EVERY:
+    if self._silent or now - self._said < EVERY:
       return
     self._said, task = now, self._tasks[task_id]
     of = "" if task.total is None else f" of {task.total:g}"

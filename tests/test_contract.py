@@ -145,6 +145,7 @@ CASES = {
   "chain": (t5, model, chain(3), TokenRule),
   "chain, GPT": (gpt, model, chain(3), TokenRule),
   "copying": (t5, drafted(copy_from_context), chain(2), TokenRule),
+  "copying, tree": (gpt, drafted(copy_from_context), branching(2, 1), TokenRule),
   "n-grams": (t5, drafted(backoff_ngrams, outputs()), RAGGED, TokenRule),
   "copying or n-grams": (gpt, drafted(copy_or_ngrams, outputs()), chain(2), TokenRule),
   "uniform": (t5, drafted(uniform), branching(2, 1), TokenRule),

@@ -17,18 +17,19 @@ from specdec_jax.models.t5 import T5Model
 from specdec_jax.protocols import Context
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import branching, chain
+from specdec_jax.trees import DynamicTree, Tree, chain
 
 GREEDY = Sampling(temperature=0.0)
 
 
-def by_hand(source, text, gamma, max_ngram, vocab_size):
-  """The guesses for one row, source without padding, by a search from the best match down."""
+def by_hand(source, text, gamma, max_ngram, vocab_size, taken=()):
+  """The guesses for one row, source without padding, by a search from the best match down, whose
+  first token is not `taken`."""
   for n in range(min(max_ngram, len(text)), 0, -1):
     suffix = text[-n:]
     for context, in_text in ((source, False), (text, True)):
       for end in range(len(context) - 1, n - 1, -1):  # something must follow
-        if context[end - n : end] == suffix:
+        if context[end - n : end] == suffix and context[end] not in taken:
           followed = list(context[end:])
           for _ in range(gamma):
             followed.append(followed[len(followed) - (len(text) - end)] if in_text else 0)
@@ -37,8 +38,9 @@ def by_hand(source, text, gamma, max_ngram, vocab_size):
 
 
 @functools.cache
-def proposing(gamma, max_ngram, vocab_size):
-  draft = CopyDraft(vocab_size, chain(gamma), max_ngram)
+def proposing(tree, max_ngram, vocab_size):
+  tree = chain(tree) if isinstance(tree, int) else tree
+  draft = CopyDraft(vocab_size, tree, max_ngram)
 
   def run(prompt, tokens, length):
     context = Context(prompt, tokens, length, None)
@@ -105,6 +107,22 @@ def test_guesses_are_those_of_a_plain_search(gamma, max_ngram):
   # Each length of match changes what is guessed.
   shorter = [by_hand(*row, gamma, max_ngram - 1, 4) for row in zip(sources, texts)]
   assert sum(a != b for a, b in zip(want, shorter)) > 5
+
+
+def test_branches_are_the_next_best_matches_with_another_beginning():
+  rng = np.random.default_rng(1)
+  some = lambda least, most: rng.integers(2, 6, rng.integers(least, most)).tolist()
+  sources, texts = zip(*(([*some(3, 15), 1], [0, *some(1, 18)]) for _ in range(300)))
+  tree = Tree((0, 0, 1, 1, 2, 3))  # two branches of depth 3 and 2, and a child that no branch has
+  got = propose(sources, texts, tree, vocab_size=6)
+  others = 0
+  for source, text, guesses in zip(sources, texts, got):
+    first = by_hand(source, text, 3, 3, 6)
+    # No second branch begins as the first does, were it with nothing.
+    second = by_hand(source, text, 3, 3, 6, taken=first[:1])
+    others += second[0] > 0
+    assert guesses == [first[0], second[0], first[1], 0, second[1], first[2]]
+  assert others > 100
 
 
 def test_slots_past_the_text_are_not_read():
@@ -180,7 +198,11 @@ def test_sampled_output_has_the_targets_joint_distribution():
 
 @pytest.mark.parametrize(
   "tree, max_ngram, words",
-  [(chain(0), 3, "gamma is 0"), (chain(3), 0, "max_ngram is 0"), (branching(2), 3, "chains")],
+  [
+    (chain(0), 3, "gamma is 0"),
+    (chain(3), 0, "max_ngram is 0"),
+    (DynamicTree(3, 2), 3, "one shape"),
+  ],
 )
 def test_bad_input(tree, max_ngram, words):
   with pytest.raises(InputError, match=words):

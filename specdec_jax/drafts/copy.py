@@ -4,13 +4,14 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 from specdec_jax.protocols import Context, Draft, Drafter, Proposal
-from specdec_jax.trees import AnyTree, require_chain
+from specdec_jax.trees import AnyTree, Tree, require_static
 
 
 def copy_from_context(vocabulary: Vocabulary, max_ngram: int = 3) -> Drafter:
@@ -28,16 +29,18 @@ class CopyDraft(Draft):
   latest before earlier ones. A match in the text goes on through its own guesses, so a repeating
   text is guessed to repeat. Where nothing matches, the source has ended, or an id is none of the
   target's, the guess is PAD_ID: a round costs the same whatever is guessed. Parameters: none, ().
+  In a tree, children of the newest token begin the continuations of as many matches, best first,
+  no two with the same token; behind each only the eldest is guessed, as in `branching(2, 1, 1)`.
   After a decoder-only model's prompt the source is in the text as well; nothing is lost by that
   but a guess of its EOS where the prompt's last tokens come again.
 
   Attributes:
     vocab_size: V.
-    tree: a chain.
+    tree: of any one shape.
     max_ngram: tokens of a match that are looked for.
 
   Raises:
-    InputError: the tree is no chain, or max_ngram is no whole number from 1.
+    InputError: the tree's shape changes, it has no guesses, or max_ngram is no whole number from 1.
   """
 
   vocab_size: int
@@ -45,11 +48,12 @@ class CopyDraft(Draft):
   max_ngram: int = 3
 
   def __post_init__(self):
-    require_chain("copying from the context", self.tree)
+    require_count("gamma", require_static("copying from the context", self.tree).depth)
     require_count("max_ngram", self.max_ngram)
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    source, tokens, gamma = context.prompt, context.tokens, self.tree.depth
+    source, tokens, tree = context.prompt, context.tokens, require_static("copying", self.tree)
+    depth = tree.depth
     num_slots, length = tokens.shape[1], context.length[:, None]
 
     def matched(text: Array) -> Array:
@@ -70,11 +74,28 @@ class CopyDraft(Draft):
     ]
     score = jnp.concatenate(counts, axis=1)
     size = score.shape[1]
-    best = (score * size + jnp.arange(size)).max(axis=1, keepdims=True)
-    found, at = best >= size, best % size
+    both = jnp.pad(jnp.concatenate([tokens, source], axis=1), ((0, 0), (0, depth)))
+    branches: list[Array] = []
+    copied = tokens
+    for _ in range(tree.levels[0][1] - 1):  # children of the newest token
+      if branches:  # another beginning than that of the branch before
+        score = jnp.where(both[:, 1 : size + 1] == copied[:, :1], 0, score)
+      best = (score * size + jnp.arange(size)).max(axis=1, keepdims=True)
+      found, at = best >= size, best % size
+      # What follows in the text ends at its newest token, and begins again after the match.
+      period = jnp.where(at < num_slots, length - 1 - at, depth)
+      copied = jnp.take_along_axis(both, at + 1 + jnp.arange(depth) % period, axis=1)
+      branches.append(jnp.where(found & (copied < self.vocab_size), copied, PAD_ID))
+    if tree.is_chain:
+      return Proposal(branches[0]), state
+    of_branch = _branches(tree)
+    at_depth = jnp.stack(branches, axis=1)[:, np.maximum(of_branch, 0), tree.depths[1:] - 1]
+    return Proposal(jnp.where(of_branch < 0, PAD_ID, at_depth)), state
 
-    # What follows in the text ends at its newest token, and begins again after the match.
-    period = jnp.where(at < num_slots, length - 1 - at, gamma)
-    both = jnp.pad(jnp.concatenate([tokens, source], axis=1), ((0, 0), (0, gamma)))
-    copied = jnp.take_along_axis(both, at + 1 + jnp.arange(gamma) % period, axis=1)
-    return Proposal(jnp.where(found & (copied < self.vocab_size), copied, PAD_ID)), state
+
+def _branches(tree: Tree) -> np.ndarray:
+  """For each guess [N] the child of the newest token that it follows as eldest, or -1."""
+  found: list[int] = []
+  for parent, rank in zip(tree.parents, tree.ranks.tolist()):
+    found.append(rank if parent == 0 else found[parent - 1] if rank == 0 else -1)
+  return np.array(found)
