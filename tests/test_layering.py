@@ -27,6 +27,7 @@ LAYERS = {
   "compile_cache": set(),
   "progress": {"rich"},
   "memory": JAX,
+  "execution": {"numpy"},
   "trees": JAX,
   "sampling": JAX,
   "protocols": JAX,

@@ -12,6 +12,7 @@ from specdec_jax.records import read
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.pages import measured_table
 from specdec_jax.reporting.paper import load_table
+from specdec_jax.reporting.runs import execution_table
 from specdec_jax.reporting.status import (
   COMPILED_TABLE,
   RECORDS,
@@ -26,8 +27,8 @@ CONFIGS, EXPERIMENTS = CHECKOUT / "configs", CHECKOUT / "experiments"
 
 
 def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
-  """A table of the paper's by its number, 'measured', 'lengths', 'status', 'status-counts' or
-  'tree-speeds'.
+  """A table of the paper's by its number, 'measured', 'lengths', 'status', 'status-counts',
+  'tree-speeds' or 'execution'.
 
   Args:
     name: of the table.
@@ -50,6 +51,9 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
 
     of_chain, of_tree = (json.loads(pathlib.Path(path).read_text()) for path in results)
     return tree_speeds_table(of_chain, of_tree)
+  if name == "execution":
+    (path,) = results
+    return execution_table([*map(json.loads, pathlib.Path(path).read_text().splitlines())])
   if name not in ("1", "2", "3", "4", "5", "measured", "lengths"):
     known = "1 to 5, 'measured', 'lengths' and 'status'"
     raise InputError(f"There is no table {name!r}; there are {known}.")

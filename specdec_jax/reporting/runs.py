@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specdec_jax.record import Record
 from specdec_jax.reporting.tables import MISSING, Table, sampling_text
@@ -119,3 +120,30 @@ def peers_table(measured: Sequence[Record]) -> Table:
 
 def _shown(x: float | None, form: str) -> str:
   return MISSING if x is None else format(x, form)
+
+
+def execution_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Times of stochastic speculative execution (`scripts/measure_execution.py`), a row each."""
+  cells = tuple(
+    (
+      f"{row['beta']:.2f}",
+      f"{row['kept']:.2f}",
+      f"{row['f_ms']:g}",
+      f"{row['g_ms']:g}",
+      f"{row['in_turn_ms']:g}",
+      f"{row['expected_ms']:.1f}",
+      f"{row['measured_ms']:.1f}",
+    )
+    for row in rows
+  )
+  first = rows[0]
+  return Table(
+    "Stochastic speculative execution, milliseconds",
+    ("beta", "kept", "F", "G", "in turn", "expected", "measured"),
+    cells,
+    (
+      f"Means of {first['trials']} runs each, {first['processor']}, commit {first['commit']} of "
+      f"{str(first['date'])[:10]}. beta: chance that the guess is kept; kept: how often it was; "
+      "in turn: F + G; expected: beta max(F, G) + (1 - beta) (F + G).",
+    ),
+  )
