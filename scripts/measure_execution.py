@@ -2,9 +2,9 @@
 
 python scripts/measure_execution.py > experiments/execution/results.jsonl
 
-A player's opponent takes F to choose one of six moves, by a law p that nobody knows before; the player takes G to work out a
-reply. The reply is begun on a guess of the move, from q, a law between p and any move alike. Both wait, as for another
-machine, so that a moment's load of this one says little.
+A player's opponent takes F to choose one of six moves, by a law p that nobody knows before; the
+player takes G to work out a reply. The reply is begun on a guess of the move, from q, a law between
+p and any move alike. Both wait, as for another machine, so that this one's load says little.
 """
 
 import json
