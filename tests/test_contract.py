@@ -30,6 +30,7 @@ from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.copy import CopyDraft, copy_from_context
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.first import copy_or_ngrams
+from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.merged import MergedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
@@ -118,6 +119,14 @@ def bigrams(models: Models, sampling: Sampling, tree: Tree):
   return NgramDraft(2, V, sampling, tree), fit_ngrams(text, V)
 
 
+def hierarchical(models: Models, sampling: Sampling, tree: Tree):
+  """The model's guesses drafted by the target, whose own are by bigrams: two levels below it."""
+  cheapest, counts = bigrams(models, sampling, chain(1))
+  middle = HierarchicalDraft(models.target, cheapest, sampling, chain(2))
+  draft = HierarchicalDraft(models.draft, middle, sampling, tree)
+  return draft, (models.draft_params, (models.params, counts))
+
+
 def free(models: Models, sampling: Sampling, tree: Tree):
   return FreeDraft(tree), ()
 
@@ -149,6 +158,8 @@ CASES = {
   "n-grams": (t5, drafted(backoff_ngrams, outputs()), RAGGED, TokenRule),
   "copying or n-grams": (gpt, drafted(copy_or_ngrams, outputs()), chain(2), TokenRule),
   "uniform": (t5, drafted(uniform), branching(2, 1), TokenRule),
+  "hierarchical": (t5, hierarchical, chain(4), TokenRule),
+  "hierarchical, GPT": (gpt, hierarchical, chain(2), BlockRule),
   "bigrams": (t5, bigrams, chain(2), BlockRule),
   "dynamic": (t5, dynamic, DynamicTree(6, 3), TokenRule),
   "dynamic, GPT": (gpt, dynamic, DynamicTree(3, 4), TokenRule),
@@ -169,6 +180,7 @@ EXACT = [name for name, (*_, rule) in CASES.items() if rule(RANDOM).exact]
 # may have fewer possible children than the tree.
 SAMPLED = [
   ("tree", "temperature 1"),
+  ("hierarchical", "temperature 1"),
   ("tree, blocks", "top-k"),
   ("dynamic", "temperature 1"),
   ("drafts merged", "top-k"),

@@ -33,6 +33,7 @@ AFTER = [
   ("models/random", "models/sharded"),
   ("rules/blocks",),
   ("drafts/copy",),
+  ("drafts/hierarchical",),
   ("drafts/ngrams",),
   ("drafts/copy_or_ngrams",),
   ("drafts/uniform", "rules/blocks"),

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.protocols import Context, Draft, Proposal
@@ -67,7 +68,9 @@ class MergedDraft(Draft):
     """The drafts, the models among them told how much a round may commit."""
     most = self.tree.depth + 1
     return [
-      dataclasses.replace(draft, catch_up=most) if isinstance(draft, ModelDraft) else draft
+      dataclasses.replace(draft, catch_up=most)
+      if isinstance(draft, ModelDraft | HierarchicalDraft)
+      else draft
       for draft in self.drafts
     ]
 

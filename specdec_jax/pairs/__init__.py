@@ -1,6 +1,13 @@
 """A target, a draft and the vocabulary they share, loaded and ready to decode."""
 
-from specdec_jax.pairs.load import ASSETS, EMBEDDED, asset, checkpoint_name, load_pair
+from specdec_jax.pairs.load import (
+  ASSETS,
+  EMBEDDED,
+  asset,
+  checkpoint_name,
+  hierarchical_draft,
+  load_pair,
+)
 from specdec_jax.pairs.pair import Pair, judge, rule_name
 from specdec_jax.pairs.random_weights import random_pair
 from specdec_jax.protocols import Drafter
@@ -12,6 +19,7 @@ __all__ = [
   "Pair",
   "asset",
   "checkpoint_name",
+  "hierarchical_draft",
   "judge",
   "load_pair",
   "random_pair",

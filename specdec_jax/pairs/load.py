@@ -16,6 +16,7 @@ from specdec_jax.checkpoints.stored import Shardings, param_shapes
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
+from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import GPTConfig, named_dtype
@@ -24,6 +25,7 @@ from specdec_jax.pairs.pair import Pair
 from specdec_jax.protocols import Drafter, Rule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import AnyTree, chain, require_static
 
 _TABLE_MULTIPLE = 128  # T5's tables have that many rows times some number: 32,128 for 32,100 tokens
 _STEP = re.compile(r"(checkpoint(_\d+|s)?|snapshots|[0-9a-f]{40}|\d+|state|default|params|\.?)")
@@ -73,8 +75,7 @@ def load_pair(
   """
   require_types(load_pair, locals())
   require_count("max_source_tokens", max_source_tokens)
-  if dtype == "auto":
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+  dtype = _of_device(dtype)
   words = open_vocabulary(hub.here(vocabulary, hub.VOCABULARY), extra_ids)
   load = functools.partial(
     _load, words=words, dtype=dtype, kernels=kernels, stored_weights=stored_weights
@@ -111,6 +112,37 @@ def load_pair(
   )
 
 
+def hierarchical_draft(
+  vocabulary: Vocabulary,
+  inner: Callable[[Vocabulary], Drafter],
+  model: str = str(EMBEDDED / "draft"),
+  inner_gamma: int = 3,
+  dtype: str = "float32",
+  kernels: str = "auto",
+  stored_weights: bool = False,
+) -> Drafter:
+  """A draft model whose guesses are drafted in turn (Section 6), as `load_pair` takes it.
+
+  Args:
+    vocabulary: of the pair.
+    inner: the cheaper draft; for more depth another of these, with its arguments bound.
+    model: its checkpoint, as `load_pair`'s draft; dtype, kernels and stored_weights as there.
+    inner_gamma: guesses of the cheaper draft in each of its rounds.
+  """
+  require_types(hierarchical_draft, locals())
+  config, params = _load(
+    "draft", model, vocabulary, _of_device(dtype), None, kernels, stored_weights
+  )
+  made, cheaper = model_of(config), inner(vocabulary)
+
+  def make(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
+    guesses = cheaper.make(sampling, chain(inner_gamma))
+    return HierarchicalDraft(made, guesses, sampling, require_static("a hierarchical draft", tree))
+
+  name = f"{checkpoint_name(model)} by {cheaper.name}"
+  return Drafter(name, make, (params, cheaper.params))
+
+
 def asset(name: str) -> str:
   """Path of a file or folder among those bundled with the package, for gin files."""
   require_types(asset, locals())
@@ -127,6 +159,12 @@ def laid_out(config: Config, shardings: Shardings, kernels: str) -> Config:
   here = kernels == "auto" and not shardings and config.dtype == jnp.float32
   kernels = "skinny" if here and skinny.ready() else "xla"
   return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
+
+
+def _of_device(dtype: str) -> str:
+  """'auto' as `load_pair` has it."""
+  here = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+  return here if dtype == "auto" else dtype
 
 
 def _load(
