@@ -25,6 +25,7 @@ from specdec_jax.decoding import (
   start,
 )
 from specdec_jax.drafts import dynamic as drafts_dynamic
+from specdec_jax.drafts import hierarchical as drafts_hierarchical
 from specdec_jax.drafts import model as drafts_model
 from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.copy import CopyDraft, copy_from_context
@@ -280,7 +281,7 @@ def test_the_target_as_its_own_draft_goes_to_the_end_of_the_tree(tree, rule):
     assert int(out.num_rounds) == -(-LIMIT // (tree.depth + 1))
 
 
-@pytest.mark.parametrize("case", ["dynamic", "drafts merged"])
+@pytest.mark.parametrize("case", ["dynamic", "drafts merged", "hierarchical"])
 def test_a_draft_knows_what_was_committed(case, monkeypatch):
   """After each of three rounds it proposes what it would if it read all of the text anew."""
   made, make, tree, rule = CASES[case]
@@ -299,7 +300,7 @@ def test_a_draft_knows_what_was_committed(case, monkeypatch):
     state = step(state)
     got = propose(state.draft, state.context)
     with monkeypatch.context() as patched:
-      for module in drafts_model, drafts_dynamic:
+      for module in drafts_model, drafts_dynamic, drafts_hierarchical:
         patched.setattr(module, "read_newest", lambda *args: read(*args[:4], count))
       want = anew(of_prompt, state.context)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
