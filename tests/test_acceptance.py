@@ -31,12 +31,12 @@ def run(output, drafts, samplings=SAMPLINGS, **changes):
 
 
 def test_every_draft_and_sampling_is_a_record_and_none_is_measured_twice(tmp_path, drafts, capsys):
-  measured = run(tmp_path, drafts[1:])
+  measured = run(tmp_path, drafts[1:], SAMPLINGS[:1])
   assert [(r.draft, r.temperature, r.top_k) for r in measured] == [
-    (draft, s.temperature, s.top_k) for s in SAMPLINGS for draft in ("near", "copy-3")
+    (draft, 0.0, 0) for draft in ("near", "copy-3")
   ]
   before = (tmp_path / "results.jsonl").read_bytes()
-  assert len(run(tmp_path, drafts)) == 6
+  assert len(run(tmp_path, drafts[:1])) == 5  # the copies' is not asked for
   after = (tmp_path / "results.jsonl").read_bytes()
   assert after.startswith(before)
   out = capsys.readouterr().out

@@ -85,7 +85,8 @@ def test_simulated_acceptance_is_as_asked_after_ragged_prompts():
   assert abs(acceptance_rate([out]) - alpha) < error + 0.02
 
 
-def test_a_measured_gamma_is_a_record(tmp_path):
+def test_a_measured_gamma_is_a_record(tmp_path, monkeypatch):
+  tiny.know_costs(monkeypatch)  # T5's are timed in test_measure.py
   with records.open_results(str(tmp_path)) as results:
     measured = measure(
       *(tiny_pair.gpt_pair(), TEXTS, results, [GREEDY], [GAMMA]),

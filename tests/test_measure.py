@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -450,11 +449,8 @@ def results(tmp_path_factory):
 
 @pytest.fixture
 def quick(monkeypatch):
-  """Parts of a round that are waited for: those of real models are `results`'s and above."""
-  # With no links and with CHAIN, as `round_costs` has them.
-  milliseconds = 1, 5, 1, 7, 1, 9, 1, 3
-  waits = [functools.partial(time.sleep, 1e-3 * of) for of in milliseconds]
-  monkeypatch.setattr(speeds, "round_calls", lambda *args: waits)
+  """Parts of a round are not timed: those of real models are `results`'s and above."""
+  tiny.know_costs(monkeypatch)
 
 
 def measure_it(path, **changes):
