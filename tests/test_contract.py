@@ -185,7 +185,6 @@ EXACT = [name for name, (*_, rule) in CASES.items() if rule(RANDOM).exact]
 # The joint distribution of whole loops; of rounds test_rules.py has every rule's. With top-k a node
 # may have fewer possible children than the tree.
 SAMPLED = [
-  ("tree", "temperature 1"),
   ("hierarchical", "temperature 1"),
   ("tree, blocks", "top-k"),
   ("dynamic", "temperature 1"),
