@@ -128,11 +128,12 @@ def hierarchical(models: Models, sampling: Sampling, tree: Tree):
 
 
 def two_levels(models: Models, sampling: Sampling, tree: Tree):
-  """The model's guesses drafted by the target, whose own are by bigrams."""
-  cheapest, counts = bigrams(models, sampling, chain(1))
+  """The target's own guesses at each level: all are accepted, after which the levels below have
+  most to read again."""
+  cheapest = ModelDraft(models.target, sampling, chain(1))
   middle = HierarchicalDraft(models.target, cheapest, sampling, chain(2))
-  draft = HierarchicalDraft(models.draft, middle, sampling, tree)
-  return draft, (models.draft_params, (models.params, counts))
+  draft = HierarchicalDraft(models.target, middle, sampling, tree)
+  return draft, (models.params, (models.params, models.params))
 
 
 def free(models: Models, sampling: Sampling, tree: Tree):
