@@ -70,7 +70,7 @@ class Output(str):
   def _repr_html_(self) -> str:
     """What a notebook shows."""
     console = Console(record=True, file=io.StringIO())
-    console.print(Text(self))
+    console.print(Text(self), soft_wrap=True)
     self.show(console)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
