@@ -47,14 +47,18 @@ class Output(str):
 
   tokens: np.ndarray
   rounds: Rounds
-  words: tuple[Round, ...]
+  _read: Callable[[], tuple[Round, ...]]
 
   def __new__(
-    cls, text: str, tokens: np.ndarray, rounds: Rounds, words: tuple[Round, ...]
+    cls, text: str, tokens: np.ndarray, rounds: Rounds, read: Callable[[], tuple[Round, ...]]
   ) -> "Output":
     self = super().__new__(cls, text)
-    self.tokens, self.rounds, self.words = tokens, rounds, words
+    self.tokens, self.rounds, self._read = tokens, rounds, read
     return self
+
+  @functools.cached_property
+  def words(self) -> tuple[Round, ...]:
+    return self._read()
 
   @property
   def acceptance_length(self) -> float:
@@ -185,8 +189,8 @@ def _output(pair: pairs.Pair, result: Decoded, row: int, tree: Tree) -> Output:
   tokens = np.asarray(result.tokens[row, : result.lengths[row]])
   ran = result.rounds.num_emitted[:, row] > 0
   rounds = jax.tree.map(lambda of_all: of_all[ran, row], result.rounds)
-  words = read_rounds(result, row, pair.vocabulary.pieces, tree.parents)
-  return Output(pair.vocabulary.decode(tokens), tokens, rounds, words)
+  read = functools.partial(read_rounds, result, row, pair.vocabulary.pieces, tree.parents)
+  return Output(pair.vocabulary.decode(tokens), tokens, rounds, read)
 
 
 def _keeping(load: Callable[P, pairs.Pair]) -> Callable[P, Pair]:
