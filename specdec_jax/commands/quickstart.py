@@ -53,8 +53,8 @@ def quickstart(
     )
     sampled = decode_examples(pair, few, others, gammas, max_new_tokens)
     print(
-      f"Now the speed: {len(gammas)} gammas at {len(samplings)} temperatures, each timed {repeats} "
-      "times beside plain decoding. That takes minutes; --gin.REPEATS=1 is the shortest.\n",
+      f"Now the speed beside plain decoding: {len(gammas)} gammas, {len(samplings)} temperatures, "
+      f"repeats: {repeats}. That takes minutes; --gin.REPEATS=1 is the shortest.\n",
       flush=True,
     )
     show_speedup(
