@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
   parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
-  parser.add_argument("--figure", required=True, help="1 to 5, or sweep")
+  parser.add_argument("--figure", required=True, help="1 to 5, sweep or drafts")
   parser.add_argument("--output", required=True, help="a .png, .svg or .pdf file")
   parser.add_argument("--records", nargs="+", default=[], help="files, for Figure 5 and sweep")
   parser.add_argument("--num_tokens", type=int, default=20, help="in Figure 5")
@@ -49,12 +49,14 @@ def main() -> None:
 
 
 def draw(args: argparse.Namespace):
-  if args.figure in ("5", "sweep"):
+  if args.figure in ("5", "sweep", "drafts"):
     if not args.records:
       raise InputError(f"Figure {args.figure} is of records; name some with --records.")
     records = [record for path in args.records for record in read(path)]
     if args.figure == "sweep":
       return figures.sweep_figure(records)
+    if args.figure == "drafts":
+      return figures.drafts_figure(records)
     records = [record for record in records if record.temperature == args.temperature]
     if not records:
       raise InputError(f"No record is at temperature {args.temperature:g}; give --temperature.")
@@ -67,7 +69,7 @@ def draw(args: argparse.Namespace):
     return figures.gamma_figure()
   if args.figure == "4":
     return figures.operations_figure(load_table(1, ROOT / "configs"))
-  raise InputError(f"There is no figure {args.figure!r}; choose one of 1 to 5, or sweep.")
+  raise InputError(f"There is no figure {args.figure!r}; choose one of 1 to 5, sweep or drafts.")
 
 
 def trace(args: argparse.Namespace):

@@ -25,10 +25,13 @@ def acceptance_by_position(outputs: list[Decoded]) -> list[float | None]:
   """Share of guesses 1..G that were accepted, of those judged in real rounds; None if none was."""
   n = np.concatenate([o.rounds.num_accepted.ravel() for o in outputs])
   emitted = np.concatenate([o.rounds.num_emitted.ravel() for o in outputs])
+  made = np.concatenate(
+    [o.rounds.guesses.reshape(-1, o.rounds.guesses.shape[-1]) >= 0 for o in outputs]
+  )
   rates: list[float | None] = []
   for i in range(outputs[0].rounds.guesses.shape[-1]):
     accepted = int(((n > i) & (emitted > i)).sum())
-    rejected = int(((n == i) & (emitted == i + 1)).sum())
+    rejected = int(((n == i) & (emitted == i + 1) & made[:, i]).sum())
     rates.append(accepted / (accepted + rejected) if accepted + rejected else None)
   return rates
 

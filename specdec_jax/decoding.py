@@ -219,7 +219,7 @@ def one_round(
 
   # Extend: one target pass over the newest token and all guesses gives p at each.
   block = jnp.concatenate([context.newest[:, None], proposal.tokens], axis=1)
-  logits, hidden, cache = target.extend(target_params, s.target, block, tree)
+  logits, hidden, cache = _read(target, target_params, s.target, block, tree, draft.widths)
 
   # Accept: n guesses and one token more; of them what fits before EOS and the limit.
   verdict = rule.accept(judge_rng, tree, proposal, logits)
@@ -244,6 +244,23 @@ def one_round(
     num_rounds=s.num_rounds + 1,
     not_finite=jnp.where(s.done | finite, s.not_finite, s.length - s.prompt_length),
   )
+
+
+def _read(
+  target: Model, params, cache, block: Array, tree: AnyTree, widths: tuple[int, ...]
+) -> tuple[Array, Array, Any]:
+  """The target's `extend`; of a chain that may end early no further than some row's reaches."""
+  if not widths:
+    return target.extend(params, cache, block, tree)
+
+  def first(width: int, cache):
+    logits, hidden, cache = target.extend(params, cache, block[:, : width + 1], chain(width))
+    unread = (0, 0), (0, block.shape[1] - 1 - width), (0, 0)
+    return jnp.pad(logits, unread), jnp.pad(hidden, unread), cache
+
+  reached = (block[:, 1:] >= 0).any(axis=0).sum()
+  at = jnp.searchsorted(jnp.array(widths), reached)
+  return lax.switch(at, [functools.partial(first, width) for width in widths], cache)
 
 
 def _finite(logits: Array, q: Array | None) -> Array:

@@ -100,7 +100,7 @@ class Proposal(NamedTuple):
   """Guesses, and how they came about.
 
   Attributes:
-    tokens: [B, N].
+    tokens: [B, N]; -1 for a guess that was not made.
     q: [B, N, V], the very distribution that each guess was drawn from, given its ancestors and its
       elder siblings: exactness rests on it. None if all were chosen without chance, in which case
       the guess is certain.
@@ -150,9 +150,12 @@ class Draft(abc.ABC):
 
   Attributes:
     tree: the shape of what it proposes; of a shape that changes, its sizes.
+    widths: of a chain that may end early, with -1 for guesses not made: the numbers of guesses that
+      the target has a pass for, ascending, gamma the last; none if all are always made.
   """
 
   tree: AnyTree
+  widths: tuple[int, ...] = ()
 
   def start(self, params: Any, context: Context, hidden: Array) -> Any:
     """The state before the first round; `hidden` [B, C, E] is the target's of the prompt.
@@ -186,6 +189,21 @@ class Drafter(NamedTuple):
   name: str
   make: Callable[[Sampling, AnyTree], Draft]
   params: Any = ()
+
+
+class OnTarget(NamedTuple):
+  """In place of a `Drafter`: a draft that is made of its target.
+
+  Attributes:
+    drafter: (target, its parameters) -> the draft, loaded.
+  """
+
+  drafter: Callable[[Model, Any], Drafter]
+
+
+def made_for(drafter: Drafter | OnTarget, target: Model, params: Any) -> Drafter:
+  """The draft for a target with these parameters."""
+  return drafter.drafter(target, params) if isinstance(drafter, OnTarget) else drafter
 
 
 class Rule(Protocol):

@@ -47,6 +47,8 @@ class Record:
     acceptance_rate: accepted / (accepted + rejected) guesses in real rounds.
     acceptance_by_position: share accepted of the first guess of a round, the second, ...; of those
       that were judged.
+    separation: how often, of a guess that stands and one that does not, a number that should tell
+      them apart is higher for the former (the area under its ROC curve).
     beta_lag1: correlation of min(p, q)'s sum at a token with that at the one before.
     tokens_per_round: tokens emitted a round, n + 1: the acceptance length.
     tokens_per_round_low: lower end of its 95% interval, by bootstrap over texts.
@@ -64,6 +66,7 @@ class Record:
     round_ms: a round of the texts: their seconds but for target_start_ms and draft_start_ms, over
       all rounds that ran.
     verify_cost: v = (verify_ms + accept_ms) / target_step_ms.
+    draft_mb: parameters of the draft that are not the target's own arrays, 1e6 bytes.
     memory_gb_per_s: at which the device reads its memory, measured; 1e9 bytes a second.
     target_step_mb: that a step of plain decoding must read at least, 1e6 bytes: parameters, caches.
     draft_step_mb: that a step of the draft must read.
@@ -128,6 +131,7 @@ class Record:
   alpha_high: float | None = None
   acceptance_rate: float | None = None
   acceptance_by_position: list[float | None] | None = None
+  separation: float | None = None
   beta_lag1: float | None = None
   tokens_per_round: float | None = None
   tokens_per_round_low: float | None = None
@@ -142,6 +146,7 @@ class Record:
   rest_ms: float | None = None
   round_ms: float | None = None
   verify_cost: float | None = None
+  draft_mb: float | None = None
   memory_gb_per_s: float | None = None
   target_step_mb: float | None = None
   draft_step_mb: float | None = None

@@ -41,3 +41,12 @@ def programs_are_kept():
   maps = pathlib.Path("/proc/self/maps")
   if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
     jax.clear_caches()
+
+
+@pytest.fixture
+def cache(tmp_path):
+  """A place of its own for what jax keeps."""
+  before = jax.config.jax_compilation_cache_dir
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+  yield tmp_path
+  jax.config.update("jax_compilation_cache_dir", before)

@@ -40,11 +40,14 @@ def by_hand(rows, text, order, rank):
   return 0
 
 
-def propose(draft, params, texts):
+def written(texts) -> Context:
+  """In which these are committed, after prompts of nothing."""
   fill = np.array([[*text, *[9] * (SLOTS - len(text))] for text in texts], np.int32)
-  context = Context(
-    jnp.zeros((len(texts), 4), jnp.int32), fill, jnp.array([*map(len, texts)]), None
-  )
+  return Context(jnp.zeros((len(texts), 4), jnp.int32), fill, jnp.array([*map(len, texts)]), None)
+
+
+def propose(draft, params, texts):
+  context = written(texts)
   state = draft.start(params, context, jnp.zeros((len(texts), 1, 0)))
   keys = jax.random.split(jax.random.key(0), len(texts))
   return draft.propose(params, state, context, keys)[0]

@@ -27,14 +27,21 @@ from specdec_jax.decoding import (
 from specdec_jax.drafts import dynamic as drafts_dynamic
 from specdec_jax.drafts import hierarchical as drafts_hierarchical
 from specdec_jax.drafts import model as drafts_model
+from specdec_jax.drafts import stopping as drafts_stopping
 from specdec_jax.drafts.backoff import backoff_ngrams
+from specdec_jax.drafts.cascade import CascadeDraft
 from specdec_jax.drafts.copy import CopyDraft, copy_from_context
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.first import copy_or_ngrams
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
+from specdec_jax.drafts.known import KnownDraft
+from specdec_jax.drafts.layers import some_layers
+from specdec_jax.drafts.lookahead import lookahead
 from specdec_jax.drafts.merged import MergedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
+from specdec_jax.drafts.retrieval import retrieval
+from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
@@ -98,6 +105,7 @@ def drafted(make: Callable[..., Drafter], *settings: Any):
   """What users give a pair as its draft, for a vocabulary whose texts are ids."""
   words = mock.MagicMock(Vocabulary, __len__=lambda words: V, start_id=0)
   words.encode = lambda text: [*map(int, text.split()), 1]
+  words.fingerprint = lambda: "ids"
 
   def draft(models: Models, sampling: Sampling, tree: Tree):
     drafter = make(words, *settings)
@@ -136,6 +144,32 @@ def two_levels(models: Models, sampling: Sampling, tree: Tree):
   return draft, (models.params, (models.params, models.params))
 
 
+def layers(models: Models, sampling: Sampling, tree: Tree):
+  """The last of the target's own layers."""
+  drafter = some_layers(mock.MagicMock(Vocabulary), [models.target.config.num_decoder_layers - 1])
+  drafter = drafter.drafter(models.target, models.params)
+  return drafter.make(sampling, tree), drafter.params
+
+
+def stopping(models: Models, sampling: Sampling, tree: Tree):
+  """The target's own guesses, of which it is sure at times."""
+  return StoppingDraft(ModelDraft(models.target, sampling, tree), 0.13), models.params
+
+
+def known(models: Models, sampling: Sampling, tree: Tree):
+  return KnownDraft(CopyDraft(V, tree, 2)), ()
+
+
+def cascade(models: Models, sampling: Sampling, tree: Tree):
+  """The target's own first guess, then the model's, then a copy."""
+  drafts = (
+    ModelDraft(models.target, sampling, chain(1)),
+    ModelDraft(models.draft, sampling, chain(2)),
+    CopyDraft(V, chain(1), 2),
+  )
+  return CascadeDraft(drafts, V), (models.params, models.draft_params, ())
+
+
 def free(models: Models, sampling: Sampling, tree: Tree):
   return FreeDraft(tree), ()
 
@@ -165,6 +199,14 @@ CASES = {
   "copying, tree": (gpt, drafted(copy_from_context), branching(2, 1), TokenRule),
   "n-grams": (t5, drafted(backoff_ngrams, outputs()), RAGGED, TokenRule),
   "copying or n-grams": (gpt, drafted(copy_or_ngrams, outputs()), chain(2), TokenRule),
+  "lookahead": (t5, drafted(lookahead, 3, 2), chain(2), TokenRule),
+  "retrieval": (t5, drafted(retrieval, outputs(), 3, 16), RAGGED, TokenRule),
+  "retrieval, dynamic": (gpt, drafted(retrieval, outputs(), 3, 16), DynamicTree(5, 2), TokenRule),
+  "layers": (t5, layers, chain(3), BlockRule),
+  "layers, GPT": (gpt, layers, RAGGED, TokenRule),
+  "known": (gpt, known, chain(5), TokenRule),
+  "stopping": (t5, stopping, chain(4), TokenRule),
+  "cascade": (gpt, cascade, chain(4), TokenRule),
   "uniform": (t5, drafted(uniform), branching(2, 1), TokenRule),
   "hierarchical": (t5, hierarchical, chain(4), TokenRule),
   "hierarchical, GPT": (gpt, two_levels, chain(3), BlockRule),
@@ -190,6 +232,8 @@ SAMPLED = [
   ("tree, blocks", "top-k"),
   ("dynamic", "temperature 1"),
   ("drafts merged", "top-k"),
+  ("stopping", "temperature 1"),
+  ("cascade", "temperature 1"),
 ]
 
 
@@ -244,7 +288,8 @@ def test_serial_equals_batched(case):
 @pytest.mark.parametrize("case", ROWS)
 def test_the_record_of_rounds_is_the_text(case):
   out = speculate(case, RANDOM)
-  tree = CASES[case][2]
+  made, make, asked, _ = CASES[case]
+  tree = make(made(), RANDOM, asked)[0].tree  # which may not be what was asked
   rounds = jax.tree.map(np.asarray, out.rounds)
   for row, length in enumerate(np.asarray(out.lengths)):
     text = []
@@ -269,26 +314,9 @@ def test_samples_have_the_targets_joint_distribution(case, method):
   assert tiny.p_value(joint_of_loop(decode)[0], exact_joint(method)) > tiny.LEVEL
 
 
-@pytest.mark.parametrize("rule, tree", [(TokenRule, chain(3)), (BlockRule, branching(2, 1, 1))])
-def test_the_target_as_its_own_draft_goes_to_the_end_of_the_tree(tree, rule):
-  """Of a greedy tree the eldest children are right; of a sampled chain all guesses."""
-  models = t5()
-  draft = ModelDraft(models.target, GREEDY, tree)
-  for sampling in (GREEDY, RANDOM) if tree.is_chain else (GREEDY,):
-    draft = ModelDraft(models.target, sampling, tree)
-    out = speculative_decode(
-      *(models.target, draft, models.params, models.params, models.prompts),
-      jax.random.split(jax.random.key(0), 6),
-      max_new_tokens=LIMIT,
-      rule=rule(sampling),
-      eos_id=-1,
-    )
-    emitted = np.asarray(out.rounds.num_emitted)
-    assert (np.asarray(out.rounds.num_accepted)[emitted > 0] == tree.depth).all()
-    assert int(out.num_rounds) == -(-LIMIT // (tree.depth + 1))
-
-
-@pytest.mark.parametrize("case", ["dynamic", "drafts merged", "hierarchical, GPT"])
+@pytest.mark.parametrize(
+  "case", ["dynamic", "drafts merged", "hierarchical, GPT", "cascade", "stopping"]
+)
 def test_a_draft_knows_what_was_committed(case, monkeypatch):
   """After each of three rounds it proposes what it would if it read all of the text anew."""
   made, make, tree, rule = CASES[case]
@@ -307,7 +335,7 @@ def test_a_draft_knows_what_was_committed(case, monkeypatch):
     state = step(state)
     got = propose(state.draft, state.context)
     with monkeypatch.context() as patched:
-      for module in drafts_model, drafts_dynamic, drafts_hierarchical:
+      for module in drafts_model, drafts_dynamic, drafts_hierarchical, drafts_stopping:
         patched.setattr(module, "read_newest", lambda *args: read(*args[:4], count))
       want = anew(of_prompt, state.context)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

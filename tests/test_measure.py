@@ -110,7 +110,7 @@ def test_beta_is_the_sum_of_the_smaller_probabilities(draft, sampling):
 
 def logits_and_q(pair, prompt, tokens, sampling):
   draft = pair.draft(sampling, chain(1))
-  q = draft_probs(pair.target, draft, pair.draft_params, prompt, tokens)
+  q = draft_probs(pair, draft, prompt, tokens)
   return teacher_forced_logits(pair.target, pair.target_params, prompt, tokens), q
 
 
@@ -461,7 +461,7 @@ def measure_it(path, **changes):
 
 def not_measured(record):
   """Fields that are empty, but for those of other experiments, of trees, and of git's checkouts."""
-  others = "tokens_per_round_low", "tokens_per_round_high"
+  others = "tokens_per_round_low", "tokens_per_round_high", "separation"
   others += "metric", "quality", "baseline_quality"  # where there are references
   empty = [name for name, value in dataclasses.asdict(record).items() if value is None]
   return [name for name in empty if name not in (*others, "tree", "dynamic_nodes", "commit")]

@@ -23,8 +23,14 @@ from specdec_jax.measurement.calibrate import GAMMAS, calibrate
 from specdec_jax.measurement.choice import Calibration
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.oracles import acceptances, oracles
+from specdec_jax.measurement.stopping import (
+  certainties,
+  in_a_row,
+  separation,
+  stopped_speedup,
+)
 from specdec_jax.measurement.timing import interleaved_medians
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import Drafter, Pair, stopping_draft
 from specdec_jax.protocols import Decoded
 from specdec_jax.record import Record
 from specdec_jax.reporting.formats import render
@@ -58,6 +64,7 @@ def gamma(
   gammas: Sequence[int] = (1, 2, 3, 5, 7, 10),
   temperatures: Sequence[float] = (0.0, 1.0),
   batch_sizes: Sequence[int] = (1, 8),
+  thresholds: Sequence[float] = (0.2, 0.4, 0.6),
   max_new_tokens: int = 64,
   repeats: int = 3,
   seed: int = 0,
@@ -67,7 +74,8 @@ def gamma(
   A record's `draft` ends in the policy's name. Those named 'oracle' have a prediction and no speed:
   the best fixed gamma, the best for each text and the best for each round, of the same texts with
   the same costs, knowing which guesses are accepted; they are of batch 1. 'auto' is decoded by
-  itself, though it is one of the others: what lies between the two is noise.
+  itself, though it is one of the others: what lies between the two is noise. Those named 'told by'
+  say how well a number foretells whether a guess stands, and whether three in a row do; of batch 1.
 
   Args:
     pair: what decodes; see `pairs.load_pair`.
@@ -76,6 +84,8 @@ def gamma(
     gammas: each measured alone; together they are what the adaptive policy chooses from.
     temperatures: 0 is argmax; each measured.
     batch_sizes: each measured.
+    thresholds: of a draft model that stops early (`drafts.stopping`), each measured; none for a
+      draft that is no model.
     max_new_tokens: limit for each text.
     repeats: of each timed decode, interleaved.
     seed: of all sampling.
@@ -103,7 +113,7 @@ def gamma(
         if records.missing(results, [wanted("adaptive", max(gammas))]):
           calibration = calibrate(pair, texts, sampling, batch_size, max_new_tokens, seed)
           console.print(f"temperature {sampling.temperature:g}, batch {batch_size}: {calibration}.")
-          args = pair, texts, sampling, gammas, calibration, setting, repeats
+          args = pair, texts, sampling, gammas, thresholds, calibration, setting, repeats
           for record in _measure(*args):
             records.append(results, record)
           jax.clear_caches()  # a process may map only so many programs
@@ -116,13 +126,22 @@ def _of_policy(setting: Record, name: str, gamma: int, **measured) -> Record:
 
 
 def _policies(
-  pair: Pair, sampling: Sampling, gammas: Sequence[int], calibration: Calibration
+  pair: Pair,
+  sampling: Sampling,
+  gammas: Sequence[int],
+  thresholds: Sequence[float],
+  calibration: Calibration,
 ) -> list[Policy]:
   """Plain decoding first, the adaptive one last."""
   drafts = tuple(pair.draft(sampling, chain(gamma)) for gamma in gammas)
 
   def fixed(name: str, gamma: int) -> Policy:
     return Policy(name, gamma, pair.decoder(sampling, gamma), calibration.speedups[gamma])
+
+  def stopping(threshold: float) -> Callable[..., Decoded]:
+    made = Drafter(pair.draft_name, pair.draft, pair.draft_params)
+    draft = stopping_draft(pair.vocabulary, lambda vocabulary: made, threshold)
+    return pair.with_draft(draft).decoder(sampling, max(gammas))
 
   adaptive = functools.partial(
     adaptive_decode,
@@ -138,14 +157,21 @@ def _policies(
     fixed("plain", 0),
     *(fixed("fixed", gamma) for gamma in gammas),
     fixed("auto", calibration.gamma),
+    *(Policy(_stopping(t), max(gammas), stopping(t), None) for t in thresholds),
     Policy("adaptive", max(gammas), adaptive, None),
   ]
 
 
-def _measure(pair, texts, sampling, gammas, calibration: Calibration, setting: Record, repeats):
+def _stopping(threshold: float) -> str:
+  return f"stops below {threshold:g}"
+
+
+def _measure(
+  pair, texts, sampling, gammas, thresholds, calibration: Calibration, setting: Record, repeats
+):
   """Records of one setting: of the oracles, and of each policy, decoded in turn."""
   size, limit = setting.batch_size, setting.max_new_tokens
-  policies = _policies(pair, sampling, gammas, calibration)
+  policies = _policies(pair, sampling, gammas, thresholds, calibration)
   width = pair.prompt(texts).shape[1]
   prompts = [pair.prompt(texts[i : i + size], width) for i in range(0, len(texts), size)]
   seconds, outputs = np.zeros(len(policies)), []
@@ -165,9 +191,21 @@ def _measure(pair, texts, sampling, gammas, calibration: Calibration, setting: R
     num_tokens=num_tokens(plain),
     baseline_tokens_per_s=plain_tokens_per_s,
   )
+  known = {}
   if size == 1:
     for name, predicted in oracles(stands, calibration).items():
       yield _of_policy(setting, name, len(calibration.c) - 1, predicted_text=predicted)
+    certain = [certainties(pair, *each) for each in zip(prompts, plain)]
+    scores = {name: [row for rows in certain for row in rows[name]] for name in certain[0]}
+    for name, rows in scores.items():
+      told = separation(np.concatenate(stands), np.concatenate(rows))
+      yield _of_policy(setting, f"told by {name}", 1, separation=told)
+      of_third = separation(in_a_row(stands, 3), in_a_row(rows, 3))
+      yield _of_policy(setting, f"told by {name}", 3, separation=of_third)
+    sure = scores["largest probability"]
+    known = {
+      _stopping(t): stopped_speedup(stands, sure, calibration, t, max(gammas)) for t in thresholds
+    }
   for policy, own, its_seconds in zip(policies, by_policy, seconds):
     tokens_per_s = num_tokens(own) / float(its_seconds)
     yield _of_policy(
@@ -177,7 +215,7 @@ def _measure(pair, texts, sampling, gammas, calibration: Calibration, setting: R
       num_tokens=num_tokens(own),
       rounds=num_rounds(own),
       tokens_per_round=num_tokens(own) / num_rounds(own),
-      predicted_text=policy.predicted,
+      predicted_text=known.get(policy.name, policy.predicted),
       speculative_tokens_per_s=tokens_per_s,
       speedup=tokens_per_s / plain_tokens_per_s,
       identical=identical(plain, own) if sampling.temperature == 0 else None,

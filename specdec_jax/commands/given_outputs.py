@@ -173,7 +173,7 @@ def _measure(pair: Pair, read, written, settings: Sequence[Record]) -> Iterator[
   draft = pair.draft(ARGMAX, chain(1))
   betas = []  # p is a one-hot, so sum min(p, q) is q there
   for prompt, text, tokens in zip(prompts, texts, written):
-    q = np.asarray(draft_probs(pair.target, draft, pair.draft_params, prompt, text)[0])
+    q = np.asarray(draft_probs(pair._replace(target_params=text), draft, prompt, text)[0])
     betas.append(q[np.arange(len(tokens)), tokens])
   alpha = mean_with_interval(betas)
   for setting in settings:

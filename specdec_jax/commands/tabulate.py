@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from specdec_jax.errors import InputError
 from specdec_jax.records import read
+from specdec_jax.reporting.drafts import drafts_table
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.pages import measured_table
 from specdec_jax.reporting.paper import load_table
@@ -27,8 +28,8 @@ CONFIGS, EXPERIMENTS = CHECKOUT / "configs", CHECKOUT / "experiments"
 
 
 def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
-  """A table of the paper's by its number, 'measured', 'lengths', 'status', 'status-counts',
-  'tree-speeds' or 'execution'.
+  """A table of the paper's by its number, 'measured', 'lengths', 'drafts', 'status',
+  'status-counts', 'tree-speeds' or 'execution'.
 
   Args:
     name: of the table.
@@ -54,8 +55,8 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
   if name == "execution":
     (path,) = results
     return execution_table([*map(json.loads, pathlib.Path(path).read_text().splitlines())])
-  if name not in ("1", "2", "3", "4", "5", "measured", "lengths"):
-    known = "1 to 5, 'measured', 'lengths' and 'status'"
+  if name not in ("1", "2", "3", "4", "5", "measured", "lengths", "drafts"):
+    known = "1 to 5, 'measured', 'lengths', 'drafts' and 'status'"
     raise InputError(f"There is no table {name!r}; there are {known}.")
   records = [record for path in results for record in read(path)]
   if name != "1" and not records:
@@ -64,4 +65,6 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
     return measured_table(records)
   if name == "lengths":
     return lengths_table(records)
+  if name == "drafts":
+    return drafts_table(records)
   return paper_table(int(name), records, load_table(int(name), CONFIGS))

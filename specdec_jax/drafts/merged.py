@@ -6,7 +6,6 @@ drafts: merging them, or trying them in random order, would not be exact (`tests
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,11 +52,9 @@ class MergedDraft(Draft):
     keys = jax.vmap(lambda key: jax.random.split(key, len(self.drafts)), out_axes=1)(rng)
     each = zip(self._ready, params, state, keys, strict=True)
     proposals, states = zip(*(d.propose(own, kept, context, key) for d, own, kept, key in each))
-    one_hot = functools.partial(jax.nn.one_hot, num_classes=self.vocab_size)
-    q = [one_hot(made.tokens) if made.q is None else made.q for made in proposals]
-    _, order = side_by_side(self._trees)
-    in_order = lambda fields: jnp.concatenate(fields, axis=1)[:, jnp.array(order)]
-    return Proposal(in_order([made.tokens for made in proposals]), in_order(q)), states
+    tokens, q = in_one_form(proposals, self.vocab_size)
+    order = jnp.array(side_by_side(self._trees)[1])
+    return Proposal(tokens[:, order], None if q is None else q[:, order]), states
 
   @property
   def _trees(self) -> list[Tree]:
@@ -65,14 +62,26 @@ class MergedDraft(Draft):
 
   @property
   def _ready(self) -> list[Draft]:
-    """The drafts, the models among them told how much a round may commit."""
-    most = self.tree.depth + 1
-    return [
-      dataclasses.replace(draft, catch_up=most)
-      if isinstance(draft, ModelDraft | HierarchicalDraft)
-      else draft
-      for draft in self.drafts
-    ]
+    return [told(draft, self.tree.depth + 1) for draft in self.drafts]
+
+
+def told(draft: Draft, most: int) -> Draft:
+  """The same; a model told that it may not have read as many of the committed tokens."""
+  if draft.widths:
+    raise InputError("A draft that stops early cannot be one of several.")
+  if isinstance(draft, ModelDraft | HierarchicalDraft):
+    return dataclasses.replace(draft, catch_up=most)
+  return draft
+
+
+def in_one_form(proposals: Sequence[Proposal], vocab_size: int) -> tuple[Array, Array | None]:
+  """The guesses of all [B, N], one after the other, and their q [B, N, V]; None if all were chosen,
+  else one-hots of those that were."""
+  tokens = jnp.concatenate([made.tokens for made in proposals], axis=1)
+  if all(made.q is None for made in proposals):
+    return tokens, None
+  q = [jax.nn.one_hot(made.tokens, vocab_size) if made.q is None else made.q for made in proposals]
+  return tokens, jnp.concatenate(q, axis=1)
 
 
 def side_by_side(trees: Sequence[Tree]) -> tuple[Tree, list[int]]:

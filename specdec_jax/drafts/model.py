@@ -46,11 +46,16 @@ class ModelDraft(Draft):
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     newest, cache = read_newest(self.model, params, state, context, self.catch_up)
+    return self.guess(params, cache, newest, rng)
+
+  def guess(self, params: Any, cache: Any, newest: Array, rng: Array) -> tuple[Proposal, Any]:
+    """Guesses after the newest token, whose logits [B, V] are given; it is in the cache, behind
+    its length."""
     guess = self._chain if self.tree.is_chain else self._tree
     return guess(params, cache, newest, rng)
 
   def _chain(self, params: Any, cache: Any, newest: Array, rng: Array) -> tuple[Proposal, Any]:
-    """Guesses after the newest token, whose logits [B, V] are given, one after the other."""
+    """One after the other."""
     gamma = self.tree.depth
     keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
     first, q_first = draw(keys[0], newest, self.sampling)
@@ -69,7 +74,7 @@ class ModelDraft(Draft):
     return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), cache
 
   def _tree(self, params: Any, cache: Any, newest: Array, rng: Array) -> tuple[Proposal, Any]:
-    """Guesses after the newest token, level by level."""
+    """Level by level."""
     tree, logits = self.tree, newest[:, None]  # [B, nodes of the level, V]
     keys = jax.vmap(lambda key: jax.random.split(key, tree.depth), out_axes=1)(rng)  # [D, B]
     tokens, q, above = [], [], 0

@@ -50,14 +50,19 @@ def teacher_forced_logits(model: Model, params, prompt: Array, tokens: Array) ->
   return model.extend(params, cache, jnp.concatenate([newest, tokens[:, :-1]], axis=1))[0]
 
 
-def draft_probs(target: Model, draft: Draft, params, prompt: Array, tokens: Array) -> Array:
+def draft_probs(pair, draft: Draft, prompt: Array, tokens: Array) -> Array:
   """q [B, T, V], from which a draft of gamma 1 guesses each of tokens [B, T] given those before."""
-  return proposals(target, draft, params, prompt, tokens)[1][:, :, 0]
+  return _proposals(pair, draft, prompt, tokens)[1][:, :, 0]
+
+
+def _proposals(pair, draft: Draft, prompt: Array, tokens: Array) -> tuple[Array, Array]:
+  params = pair.target_params, pair.draft_params
+  return proposals(pair.target, draft, *params, prompt, tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("target", "draft"))
 def proposals(
-  target: Model, draft: Draft, params, prompt: Array, tokens: Array
+  target: Model, draft: Draft, target_params, draft_params, prompt: Array, tokens: Array
 ) -> tuple[Array, Array]:
   """What a draft guesses in place of each of tokens [B, T], given those before: guesses [B, T, N],
   and the q [B, T, N, V] of each.
@@ -72,15 +77,19 @@ def proposals(
   generated = jnp.take_along_axis(tokens, slots - begins[:, None], axis=1, mode="clip")
   begun = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
   text = jnp.where(slots < begins[:, None], begun, generated)
-  context = lambda length: Context(prompt, text, length, None)
+  _, cache = target.prefill(target_params, prompt, num_slots)
+  before = jnp.take_along_axis(begun, begins[:, None] - 1, axis=1)
+  block = jnp.concatenate([before, tokens[:, :-1]], axis=1)
+  cache = target.extend(target_params, cache, block)[2]  # left out where no draft looks at it
+  context = lambda length: Context(prompt, text, length, target.commit(cache, length - 1))
   rng = jax.random.split(jax.random.key(0), batch)  # what is drawn does not matter
 
   def propose(state, count):
-    proposal, state = draft.propose(params, state, context(begins + count), rng)
+    proposal, state = draft.propose(draft_params, state, context(begins + count), rng)
     chosen = jax.nn.one_hot(proposal.tokens, target.vocab_size)
     return state, (proposal.tokens, chosen if proposal.q is None else proposal.q)
 
-  state = draft.start(params, context(begins), jnp.zeros((batch, 1, 0)))
+  state = draft.start(draft_params, context(begins), jnp.zeros((batch, 1, 0)))
   guesses, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
   return guesses.swapaxes(0, 1), q.swapaxes(0, 1)
 
@@ -122,7 +131,7 @@ def positional_acceptance(
   draft = pair.draft(sampling, tree)
   for prompt, output in zip(prompts, decoded):
     logits = teacher_forced_logits(pair.target, pair.target_params, prompt, output.tokens)
-    guesses, q = proposals(pair.target, draft, pair.draft_params, prompt, output.tokens)
+    guesses, q = _proposals(pair, draft, prompt, output.tokens)
     stands = np.asarray(_sibling_chances(logits, guesses, q, sampling, tree, lenience))
     is_text = np.arange(stands.shape[1]) < np.asarray(output.lengths)[:, None]
     total += stands[is_text].sum(axis=0)
@@ -179,7 +188,7 @@ def measure_alpha(pair, prompts, decoded, sampling: Sampling, lenience: float = 
     longest = -(-int(np.max(output.lengths)) // 16) * 16  # few widths, so few programs
     tokens = output.tokens[:, :longest]
     logits = teacher_forced_logits(pair.target, pair.target_params, prompt, tokens)
-    q = draft_probs(pair.target, draft, pair.draft_params, prompt, tokens)
+    q = draft_probs(pair, draft, prompt, tokens)
     beta, change = map(np.asarray, acceptance_and_change(logits, q, sampling, lenience))
     betas += [row[:n] for row, n in zip(beta, np.asarray(output.lengths))]
     changes += [row[:n] for row, n in zip(change, np.asarray(output.lengths))]

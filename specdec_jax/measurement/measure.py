@@ -27,6 +27,7 @@ from specdec_jax.pairs import Pair, rule_name
 from specdec_jax.protocols import Decoded
 from specdec_jax.record import Record
 from specdec_jax.sampling import Sampling
+from specdec_jax.trees import chain
 
 
 def measure(
@@ -172,10 +173,13 @@ def _measure(
     )
   else:
     alpha, acceptance = pair.simulated_alpha, {}
-  own = baseline.name == "own"
+  # Costs are those of a round of all guesses, from which speed follows only if all are made.
+  own = baseline.name == "own" and not pair.draft(sampling, chain(gammas[0])).widths
   compared = sampling.temperature == 0 and pair.simulated_alpha is None
   c_hat = operations_ratio(pair, prompts[0], sampling)
   bandwidth = memory_bandwidth()
+  of_target = {id(x) for x in jax.tree.leaves(pair.target_params)}
+  of_draft = [x for x in jax.tree.leaves(pair.draft_params) if id(x) not in of_target]
 
   def quality_of(outputs: list[Decoded]) -> float | None:
     if references is None:
@@ -209,6 +213,7 @@ def _measure(
       rest_ms=1e3 * rest,
       round_ms=1e3 * round_s,
       verify_cost=costs.v,
+      draft_mb=1e-6 * sum(x.nbytes for x in of_draft),
       memory_gb_per_s=1e-9 * bandwidth,
       target_step_mb=1e-6 * read.target_step,
       draft_step_mb=1e-6 * read.draft_step,

@@ -22,9 +22,7 @@ def acceptances(
   emitted with probability p(x), whatever the gamma. Tokens are independent, given the text.
   """
   logits = teacher_forced_logits(pair.target, pair.target_params, prompt, decoded.tokens)
-  guessed = draft_probs(
-    pair.target, pair.draft(sampling, chain(1)), pair.draft_params, prompt, decoded.tokens
-  )
+  guessed = draft_probs(pair, pair.draft(sampling, chain(1)), prompt, decoded.tokens)
   tokens = np.asarray(decoded.tokens)[..., None]
   of_text = lambda x: np.take_along_axis(np.asarray(x), tokens, axis=-1)[..., 0]
   p, q = of_text(distribution(logits, sampling)), of_text(guessed)

@@ -1,15 +1,24 @@
 """A target, a draft and the vocabulary they share, loaded and ready to decode."""
 
+from specdec_jax.pairs.composed import (
+  cascaded_drafts,
+  hierarchical_draft,
+  known_draft,
+  merged_drafts,
+  own_sampling,
+  stopping_draft,
+  tree_draft,
+)
 from specdec_jax.pairs.load import (
   ASSETS,
   EMBEDDED,
   asset,
   checkpoint_name,
-  hierarchical_draft,
   load_pair,
+  model_drafter,
 )
 from specdec_jax.pairs.pair import Pair, judge, rule_name
-from specdec_jax.pairs.random_weights import random_pair
+from specdec_jax.pairs.random_weights import random_drafter, random_pair
 from specdec_jax.protocols import Drafter
 
 __all__ = [
@@ -18,10 +27,18 @@ __all__ = [
   "Drafter",
   "Pair",
   "asset",
+  "cascaded_drafts",
   "checkpoint_name",
   "hierarchical_draft",
   "judge",
+  "known_draft",
   "load_pair",
+  "merged_drafts",
+  "model_drafter",
+  "own_sampling",
+  "random_drafter",
   "random_pair",
   "rule_name",
+  "stopping_draft",
+  "tree_draft",
 ]

@@ -16,16 +16,14 @@ from specdec_jax.checkpoints.stored import Shardings, param_shapes
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
-from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.pairs.pair import Pair
-from specdec_jax.protocols import Drafter, Rule
+from specdec_jax.protocols import Drafter, OnTarget, Rule, made_for
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import AnyTree, chain, require_static
 
 _TABLE_MULTIPLE = 128  # T5's tables have that many rows times some number: 32,128 for 32,100 tokens
 _STEP = re.compile(r"(checkpoint(_\d+|s)?|snapshots|[0-9a-f]{40}|\d+|state|default|params|\.?)")
@@ -36,7 +34,7 @@ EMBEDDED = ASSETS / "multi30k_ende"
 
 def load_pair(
   target: str = str(EMBEDDED / "target"),
-  draft: str | Callable[[Vocabulary], Drafter] = str(EMBEDDED / "draft"),
+  draft: str | Callable[[Vocabulary], Drafter | OnTarget] = str(EMBEDDED / "draft"),
   vocabulary: str = str(EMBEDDED / "vocabulary.model"),
   task: str = "multi30k_ende",
   dtype: str = "float32",
@@ -82,7 +80,7 @@ def load_pair(
   )
   config, target_params = load("target", target, shardings=shardings)
   if callable(draft):
-    drafter = draft(words)
+    drafter = made_for(draft(words), model_of(config), target_params)
   else:
     draft_config, params = load("draft", draft, shardings=draft_shardings)
     if draft_config.has_encoder != config.has_encoder:
@@ -112,35 +110,20 @@ def load_pair(
   )
 
 
-def hierarchical_draft(
+def model_drafter(
   vocabulary: Vocabulary,
-  inner: Callable[[Vocabulary], Drafter],
   model: str = str(EMBEDDED / "draft"),
-  inner_gamma: int = 3,
   dtype: str = "float32",
   kernels: str = "auto",
   stored_weights: bool = False,
 ) -> Drafter:
-  """A draft model whose guesses are drafted in turn (Section 6), as `load_pair` takes it.
-
-  Args:
-    vocabulary: of the pair.
-    inner: the cheaper draft; for more depth another of these, with its arguments bound.
-    model: its checkpoint, as `load_pair`'s draft; dtype, kernels and stored_weights as there.
-    inner_gamma: guesses of the cheaper draft in each of its rounds.
-  """
-  require_types(hierarchical_draft, locals())
+  """A smaller model as draft, for those that are made of others; arguments as `load_pair`'s."""
+  require_types(model_drafter, locals())
   config, params = _load(
     "draft", model, vocabulary, _of_device(dtype), None, kernels, stored_weights
   )
-  made, cheaper = model_of(config), inner(vocabulary)
-
-  def make(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
-    guesses = cheaper.make(sampling, chain(inner_gamma))
-    return HierarchicalDraft(made, guesses, sampling, require_static("a hierarchical draft", tree))
-
-  name = f"{checkpoint_name(model)} by {cheaper.name}"
-  return Drafter(name, make, (params, cheaper.params))
+  make = functools.partial(model_draft, model_of(config))
+  return Drafter(checkpoint_name(model), make, params)
 
 
 def asset(name: str) -> str:

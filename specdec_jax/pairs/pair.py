@@ -14,7 +14,7 @@ from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
-from specdec_jax.protocols import Decoded, Draft, Drafter, Model, Rule
+from specdec_jax.protocols import Decoded, Draft, Drafter, Model, OnTarget, Rule, made_for
 from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
@@ -54,9 +54,10 @@ class Pair(NamedTuple):
   continues: bool = False
   rule: Callable[[Sampling], Rule] = TokenRule
 
-  def with_draft(self, drafter: Drafter) -> "Pair":
+  def with_draft(self, drafter: Drafter | OnTarget) -> "Pair":
     """The same target with another draft."""
-    return self._replace(draft=drafter.make, draft_params=drafter.params, draft_name=drafter.name)
+    name, make, params = made_for(drafter, self.target, self.target_params)
+    return self._replace(draft=make, draft_params=params, draft_name=name)
 
   def decoder(
     self,
@@ -80,6 +81,11 @@ class Pair(NamedTuple):
           "draw so; give a model as draft, or another rule."
         )
       draft = dataclasses.replace(draft, independent=True)
+    if draft.widths and not isinstance(rule, TokenRule):
+      raise InputError(
+        f"{self.draft_name} stops early, and only TokenRule judges guesses that were not made; the "
+        f"rule is {type(rule).__name__}."
+      )
     models = self.target, draft, self.target_params, self.draft_params
     return functools.partial(speculative_decode, *models, rule=rule, eos_id=eos_id)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,11 +18,12 @@ from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pairs.load import EMBEDDED, laid_out
 from specdec_jax.pairs.pair import Pair
+from specdec_jax.protocols import Drafter, Model, OnTarget, made_for
 
 
 def random_pair(
   target: str,
-  draft: str,
+  draft: str | Callable[[Vocabulary], Drafter | OnTarget],
   alpha: float,
   version: str = "1.1",
   dtype: str = "float32",
@@ -38,7 +40,7 @@ def random_pair(
 
   Args:
     target: size of M_p; see `named_config`.
-    draft: size of M_q.
+    draft: size of M_q, or a function that makes a draft for a vocabulary.
     alpha: acceptance rate.
     version: of T5, '1.0' or '1.1'; or a family of decoder-only models: 'gpt_like', 'gpt2', 'lamda'.
     dtype: 'float32' or 'bfloat16'.
@@ -53,15 +55,20 @@ def random_pair(
   kind = named_dtype(dtype)
   words = open_vocabulary(vocabulary)
   config, target_params = _random(target, version, kind, words, shardings, kernels)
-  draft_config, draft_params = _random(draft, version, kind, words, draft_shardings, kernels)
-  family = version if version.isidentifier() else f"t5_{version}"
+  if isinstance(draft, str):
+    sized = draft
+    draft = lambda words: random_drafter(
+      words, sized, version, dtype, shardings=draft_shardings, kernels=kernels
+    )
+  model = SimulatedModel(model_of(config), alpha, words.eos_id)
+  drafter = made_for(draft(words), model, target_params)
   return Pair(
-    target=SimulatedModel(model_of(config), alpha, words.eos_id),
+    target=model,
     target_params=target_params,
-    target_name=f"{family}_{target}",
-    draft=functools.partial(model_draft, model_of(draft_config)),
-    draft_params=draft_params,
-    draft_name=f"{family}_{draft}",
+    target_name=_named(version, target),
+    draft=drafter.make,
+    draft_params=drafter.params,
+    draft_name=drafter.name,
     vocabulary=words,
     task=f"simulated, alpha {alpha:g}",
     dtype=dtype,
@@ -70,6 +77,32 @@ def random_pair(
     simulated_alpha=alpha,
     continues=not config.has_encoder,
   )
+
+
+def random_drafter(
+  vocabulary: Vocabulary,
+  size: str,
+  version: str = "1.1",
+  dtype: str = "float32",
+  inner_alpha: float | None = None,
+  shardings: Shardings = None,
+  kernels: str = "auto",
+) -> Drafter:
+  """A draft model of a named size with random weights; arguments as `random_pair`'s.
+
+  With an inner_alpha it accepts so much of a draft of its own (`hierarchical_draft`), and cannot
+  guess by itself.
+  """
+  require_types(random_drafter, locals())
+  config, params = _random(size, version, named_dtype(dtype), vocabulary, shardings, kernels)
+  model: Model = model_of(config)
+  if inner_alpha is not None:
+    model = SimulatedModel(model, inner_alpha, vocabulary.eos_id)
+  return Drafter(_named(version, size), functools.partial(model_draft, model), params)
+
+
+def _named(version: str, size: str) -> str:
+  return f"{version if version.isidentifier() else f't5_{version}'}_{size}"
 
 
 def _random(

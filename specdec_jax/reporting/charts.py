@@ -112,6 +112,26 @@ def acceptance_chart(heading: str, shares: Sequence[float | None], pooled: float
   return _figure(heading, f"Share accepted: {said}", height, parts)
 
 
+def bar_chart(heading: str, what: str, values: Sequence[tuple[str, float]]) -> Markup:
+  """A bar for each name, above it, as long as its value; a line at 1, which is plain decoding."""
+  left, right, first, row = 0, 290, 26, 40
+  longest = max([1.0, *(value for _, value in values)])
+  width = lambda value: (right - left) * value / longest
+  parts = [_text(0, 14, what, "soft")]
+  for i, (name, value) in enumerate(values):
+    top = first + row * i
+    parts += [
+      _text(left, top + 14, name),
+      tag("rect", x=left, y=top + 18, height=14, width=width(value), class_="bar"),
+      _text(left + width(value) + 6, top + 30, f"{value:.2f}"),
+    ]
+  height = first + row * len(values)
+  at = left + width(1.0)
+  parts.append(tag("line", x1=at, x2=at, y1=20, y2=height, class_="one"))
+  said = "; ".join(f"{name} {value:.2f}" for name, value in values)
+  return _figure(heading, f"{what}: {said}", height, parts)
+
+
 def _percent(share: float | None) -> str:
   return "-" if share is None else f"{share:.0%}"
 

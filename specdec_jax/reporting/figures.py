@@ -271,3 +271,43 @@ def _draw_piece(axes, x: float, y: float, piece: str, kind: str, font: dict) -> 
   )
   if kind == "rejected":  # told apart without colour too
     axes.plot([x, x + len(word)], [y, y], color=KINDS[kind], linewidth=1.2)
+
+
+def drafts_figure(records: Sequence[Record]):
+  """What a round gives, tokens, against what it costs, in plain tokens, for each draft.
+
+  A draft's speed is the one over the other; those of one speed lie on a line from the origin.
+  """
+  temperatures = sorted({r.temperature for r in records})
+  drafts = [*dict.fromkeys((r.draft, r.rule) for r in records)]
+  labels = ["tokens of a round"] * len(temperatures)
+  figure, panels = new_figure(*labels, width=6.0 * len(temperatures), height=5.0, share_y=True)
+  for axes, temperature in zip(panels, temperatures):
+    points = {
+      (r.draft, r.rule): (r.tokens_per_round / r.speedup, r.tokens_per_round)
+      for r in records
+      if r.temperature == temperature and r.speedup and r.tokens_per_round
+    }
+    right = 1.15 * max(cost for cost, _ in points.values())
+    top = 1.1 * max(r.tokens_per_round for r in records if r.tokens_per_round)
+    for speed in (0.5, 1.0, 1.5, 2.0):
+      end = min(right, top / speed)
+      style = dict(color=GREY, linewidth=1, linestyle="-" if speed == 1 else ":", zorder=0)
+      axes.plot([0, end], [0, end * speed], **style)
+      words = "plain" if speed == 1 else f"{speed:g}x"
+      place = dict(textcoords="offset points", fontsize=SMALL, color=GREY)
+      axes.annotate(words, (end, end * speed), (3, 3), annotation_clip=False, **place)
+    for number, draft in enumerate(drafts, 1):
+      if draft in points:
+        axes.scatter(*points[draft], color=BLUE, s=14)
+        axes.annotate(
+          f"{number}", points[draft], (3, 2), textcoords="offset points", fontsize=SMALL
+        )
+    axes.set(xlim=(0, right), ylim=(0, top), title=f"temperature {temperature:g}")
+    axes.set_xlabel("time of a round / time of a plain token", fontsize=NORMAL)
+  names = [
+    f"{number} {draft}" + ("" if rule == drafts[0][1] else f", {rule}")
+    for number, (draft, rule) in enumerate(drafts, 1)
+  ]
+  figure.supxlabel("\n".join(names), fontsize=SMALL, x=0.02, ha="left")
+  return figure

@@ -12,10 +12,12 @@ from importlib import resources
 
 from specdec_jax.record import Record, key
 from specdec_jax.reporting import speeds
+from specdec_jax.reporting.drafts import drafts_table
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.markup import Markup, join, scrolled, tag
 from specdec_jax.reporting.record_charts import (
   acceptance_charts,
+  draft_charts,
   length_charts,
   speedup_charts,
 )
@@ -63,6 +65,17 @@ def lengths_report(records: Sequence[Record], examples: Sequence[Example], title
     _section("Acceptance length against nodes", length_charts(records)),
     _section("Measured settings", _grid(table.columns, [table.rows], *table.notes)),
     _section("Round by round", stepper(examples)),
+  )
+
+
+def drafts_report(records: Sequence[Record], title: str) -> str:
+  """The same of drafts beside each other: a chart of what they give, and `drafts_table`."""
+  table = drafts_table(records)
+  return _page(
+    title,
+    records,
+    _section("Speed over plain decoding", draft_charts(records)),
+    _section("Measured drafts", _grid(table.columns, [table.rows], *table.notes)),
   )
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from specdec_jax.record import Record
-from specdec_jax.reporting.charts import Curve, acceptance_chart, line_charts
+from specdec_jax.reporting.charts import Curve, acceptance_chart, bar_chart, line_charts
 from specdec_jax.reporting.markup import Markup, join, tag
 from specdec_jax.reporting.tables import sampling_text
 
@@ -66,6 +66,18 @@ def length_charts(records: Sequence[Record]) -> Markup:
     line_charts(charts, *named, math.log2),
     "A pass of the target reads all nodes of a round; of one node it is plain decoding.",
   )
+
+
+def draft_charts(records: Sequence[Record]) -> Markup:
+  """For each temperature the speed with each draft, the fastest first."""
+  charts = []
+  for temperature in sorted({r.temperature for r in records}):
+    of = [r for r in records if r.temperature == temperature and r.speedup is not None]
+    usual = of[0].rule if of else ""
+    named = [(r.draft + ("" if r.rule == usual else f", {r.rule}"), r.speedup or 0.0) for r in of]
+    named.sort(key=lambda pair: -pair[1])
+    charts.append(bar_chart(f"Temperature {temperature:g}", "measured speedup", named))
+  return _figures(charts, "The line is plain decoding of the same target.")
 
 
 def acceptance_charts(series: dict[str, list[Record]]) -> Markup:

@@ -53,6 +53,7 @@ def acceptance_table(measured: Sequence[Record]) -> Table:
 def gamma_table(measured: Sequence[Record]) -> Table:
   """One row a record: a way to choose gamma."""
   columns = "temp", "batch", "policy", "gamma", "alpha", "tokens/pass", "predicted", "speedup"
+  columns += ("separation",)
   rows = tuple(
     (
       f"{r.temperature:g}",
@@ -63,6 +64,7 @@ def gamma_table(measured: Sequence[Record]) -> Table:
       _shown(r.tokens_per_round, ".2f"),
       _shown(r.predicted_text, ".2f"),
       _shown(r.speedup, ".3f"),
+      _shown(r.separation, ".3f"),
     )
     for r in measured
   )

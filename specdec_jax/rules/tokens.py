@@ -93,6 +93,7 @@ def verify(
   accepted = u * lenience * q_x < r_x
   if agreed is not None:
     accepted |= agreed
+  accepted &= proposal.tokens >= 0  # the others were not made
   num_accepted, end, path = deepest(tree, accepted)
   return Verdict(num_accepted, sample(next_rng, left_at(tree, q, p, end, lenience)), path)
 

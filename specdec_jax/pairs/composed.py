@@ -1,0 +1,194 @@
+"""Drafts made of others, as `load_pair` takes them with their arguments bound.
+
+Each `draft` among the arguments is a function of a vocabulary, as `load_pair`'s own may be: another
+of these, or `model_drafter` for a checkpoint.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.drafts.cascade import CascadeDraft
+from specdec_jax.drafts.hierarchical import HierarchicalDraft
+from specdec_jax.drafts.known import KnownDraft
+from specdec_jax.drafts.merged import MergedDraft
+from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.stopping import StoppingDraft
+from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.protocols import Draft, Drafter
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import AnyTree, DynamicTree, branching, chain, require_chain, require_static
+
+MakesDrafter = Callable[[Vocabulary], Drafter]
+
+
+def hierarchical_draft(
+  vocabulary: Vocabulary, draft: MakesDrafter, inner: MakesDrafter, inner_gamma: int = 3
+) -> Drafter:
+  """A draft model whose guesses are drafted in turn (Section 6).
+
+  Args:
+    vocabulary: of the pair.
+    draft: the model.
+    inner: the cheaper draft; for more depth another of these.
+    inner_gamma: guesses of the cheaper draft in each of its rounds.
+
+  Raises:
+    InputError: (when it is made for a sampling) the draft is no model.
+  """
+  require_types(hierarchical_draft, locals())
+  model, cheaper = draft(vocabulary), inner(vocabulary)
+
+  def make(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
+    guesses = cheaper.make(sampling, chain(inner_gamma))
+    tree = require_static("a hierarchical draft", tree)
+    return HierarchicalDraft(_of_model(model, sampling, tree).model, guesses, sampling, tree)
+
+  return Drafter(f"{model.name} by {cheaper.name}", make, (model.params, cheaper.params))
+
+
+def merged_drafts(vocabulary: Vocabulary, drafts: Sequence[MakesDrafter]) -> Drafter:
+  """Several drafts at once, each a branch of one tree (SpecInfer); each is asked for all guesses.
+
+  One named twice is drawn from twice.
+  """
+  require_types(merged_drafts, locals())
+  made = [draft(vocabulary) for draft in drafts]
+
+  def make(sampling: Sampling, tree: AnyTree) -> MergedDraft:
+    return MergedDraft(tuple(one.make(sampling, tree) for one in made), len(vocabulary))
+
+  name = " and ".join(one.name for one in made)
+  return Drafter(name, make, tuple(one.params for one in made))
+
+
+def cascaded_drafts(
+  vocabulary: Vocabulary, drafts: Sequence[MakesDrafter], gammas: Sequence[int]
+) -> Drafter:
+  """Several drafts in a row, cheaper and cheaper.
+
+  Args:
+    vocabulary: of the pair.
+    drafts: the first guesses first.
+    gammas: how many each of them guesses but the last, whose are the rest.
+
+  Raises:
+    InputError: gammas are not one fewer than drafts, or one is no whole number from 1.
+  """
+  require_types(cascaded_drafts, locals())
+  if len(gammas) != len(drafts) - 1:
+    raise InputError(
+      f"There are {len(drafts)} drafts in a row and {len(gammas)} gammas; give one to each but the "
+      "last, which guesses the rest."
+    )
+  for gamma in gammas:
+    require_count("gamma", gamma)
+  made = [draft(vocabulary) for draft in drafts]
+
+  def make(sampling: Sampling, tree: AnyTree) -> CascadeDraft:
+    require_chain("a cascade", tree)
+    row, left = [], tree.depth
+    for one, gamma in zip(made, (*gammas, tree.depth)):
+      if left:
+        row.append(one.make(sampling, chain(min(gamma, left))))
+        left -= min(gamma, left)
+    return CascadeDraft(tuple(row), len(vocabulary))
+
+  name = ", then ".join(one.name for one in made)
+  return Drafter(name, make, tuple(one.params for one in made))
+
+
+def tree_draft(
+  vocabulary: Vocabulary,
+  draft: MakesDrafter,
+  widths: Sequence[int] = (),
+  num_guesses: int | None = None,
+) -> Drafter:
+  """A draft whose guesses are a tree, gamma deep, wherever a chain is asked for.
+
+  Args:
+    vocabulary: of the pair.
+    draft: that proposes trees.
+    widths: children of each node at depth 0, 1, ...; at greater depths each has one.
+    num_guesses: instead of widths: of a tree whose shape changes.
+
+  Raises:
+    InputError: both are given, or neither.
+  """
+  require_types(tree_draft, locals())
+  if bool(widths) == (num_guesses is not None):
+    raise InputError("A tree has widths, or num_guesses if its shape is to change; give one.")
+  made = draft(vocabulary)
+
+  def make(sampling: Sampling, tree: AnyTree) -> Draft:
+    depth, shape = tree.depth, tree
+    if num_guesses is not None:
+      shape = DynamicTree(num_guesses, depth)
+    else:
+      shape = branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
+    return made.make(sampling, shape)
+
+  shape = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
+  return Drafter(f"{made.name}, {shape}", make, made.params)
+
+
+def stopping_draft(vocabulary: Vocabulary, draft: MakesDrafter, threshold: float) -> Drafter:
+  """A draft model that stops where it is no longer sure; gamma is the most that it guesses.
+
+  Args:
+    vocabulary: of the pair.
+    draft: the model.
+    threshold: as in `StoppingDraft`.
+  """
+  require_types(stopping_draft, locals())
+  model = draft(vocabulary)
+
+  def make(sampling: Sampling, tree: AnyTree) -> StoppingDraft:
+    return StoppingDraft(_of_model(model, sampling, tree), threshold)
+
+  return Drafter(f"{model.name} (stops below {threshold:g})", make, model.params)
+
+
+def known_draft(vocabulary: Vocabulary, draft: MakesDrafter) -> Drafter:
+  """A draft's guesses as long as it knows any; gamma is the most (`drafts.known`)."""
+  made = draft(vocabulary)
+  make = lambda sampling, tree: KnownDraft(made.make(sampling, tree))
+  return Drafter(f"{made.name}, as far as known", make, made.params)
+
+
+def _of_model(drafter: Drafter, sampling: Sampling, tree: AnyTree) -> ModelDraft:
+  made = drafter.make(sampling, tree)
+  if not isinstance(made, ModelDraft):
+    raise InputError(f"{drafter.name} is no model with a tree of one shape, and here it must be.")
+  return made
+
+
+def own_sampling(
+  vocabulary: Vocabulary,
+  draft: MakesDrafter,
+  temperature: float | None = None,
+  top_k: int | None = None,
+  top_p: float | None = None,
+) -> Drafter:
+  """A draft that samples in its own way, whatever the target does (Section 6): any q is exact.
+
+  Args:
+    vocabulary: of the pair.
+    draft: that draws its guesses.
+    temperature: of q, where the target's is above 0; None for the target's.
+    top_k: of q; None for the target's.
+    top_p: of q; None for the target's.
+  """
+  require_types(own_sampling, locals())
+  asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+  given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+  made = draft(vocabulary)
+
+  def make(sampling: Sampling, tree: AnyTree) -> Draft:
+    # What is most probable is argmax's best guess, however q is adjusted.
+    own = dataclasses.replace(sampling, **given) if sampling.temperature > 0 else sampling
+    return made.make(own, tree)
+
+  words = ", ".join(f"{name} {value:g}" for name, value in given.items())
+  return Drafter(f"{made.name} ({words})" if words else made.name, make, made.params)

@@ -1,0 +1,52 @@
+"""Drafts beside each other, as a table: what each is accepted, what it costs, what it gives."""
+
+import functools
+from collections.abc import Sequence
+
+from specdec_jax.record import Record
+from specdec_jax.reporting.speeds import COLUMNS, cell
+from specdec_jax.reporting.tables import MISSING, Table, measured_with
+
+NOTES = (
+  "alpha: acceptance rate of the first guess at a token, with its 95% interval, of a tree that of "
+  "the eldest; length: tokens a pass of the target; c and v: a draft step and a round without "
+  "drafting, in plain steps, at the lowest temperature; predicted: by c, v, the texts' lengths "
+  "and alpha, of a tree's eldest guesses only; speedup: measured tokens a second over plain "
+  "decoding's in the same process, in turn. A draft that stops early has no c and no prediction: "
+  "its rounds are not alike. MB: parameters of the draft that are not the target's own; same: "
+  "outputs identical to plain decoding's at temperature 0.",
+)
+
+
+def drafts_table(records: Sequence[Record]) -> Table:
+  """One row a draft and rule; these are of one target and one set of texts."""
+  first = records[0]
+  temperatures = sorted({r.temperature for r in records})
+  rows = []
+  for draft, rule in dict.fromkeys((r.draft, r.rule) for r in records):
+    by_temperature = {r.temperature: r for r in records if (r.draft, r.rule) == (draft, rule)}
+    coldest = by_temperature[min(by_temperature)]
+    each = functools.partial(_each, [*map(by_temperature.get, temperatures)])
+    rows.append(
+      (
+        draft,
+        rule.removesuffix("Rule"),
+        *each("alpha"),
+        *each("acceptance length"),
+        *(cell(COLUMNS[name], coldest) for name in ("c", "v")),
+        *each("predicted"),
+        *each("speedup"),
+        MISSING if coldest.draft_mb is None else f"{coldest.draft_mb:.1f}",
+        cell(COLUMNS["same"], coldest),
+      )
+    )
+  of_each = lambda name: [f"{name}, T = {t:g}" for t in temperatures]
+  columns = ["draft", "rule", *of_each("alpha"), *of_each("length"), "c", "v"]
+  columns += [*of_each("predicted"), *of_each("speedup"), "MB", "same"]
+  title = f"{first.task}, {first.target}, gamma {first.gamma}, batch {first.batch_size}, "
+  title += f"{first.num_examples} texts, {first.device}"
+  return Table(title, tuple(columns), tuple(rows), (*NOTES, measured_with(records)))
+
+
+def _each(records: Sequence[Record | None], column: str) -> list[str]:
+  return [cell(COLUMNS[column], r) if r else MISSING for r in records]

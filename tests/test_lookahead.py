@@ -1,0 +1,133 @@
+"""Lookahead decoding beside the same window and pool in plain lists, and on a text that repeats."""
+
+import itertools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from specdec_jax.decoding import speculative_decode
+from specdec_jax.drafts.lookahead import LookaheadDraft
+from specdec_jax.errors import InputError
+from specdec_jax.models.decoder import commit
+from specdec_jax.models.t5 import T5Cache
+from specdec_jax.protocols import Context, Outcome
+from specdec_jax.rules.tokens import TokenRule
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import take
+
+V, WINDOW, ROUNDS = 5, 4, 12
+PROMPTS = np.array([[3, 4, 2, 1, 0, 0], [2, 1, 0, 0, 0, 0], [4, 4, 3, 9, 2, 1]], np.int32)
+
+
+def follows(*path: int) -> int:
+  """The argmax of a target that reads all of a path: another for nearly every other path."""
+  return zlib.crc32(bytes(path)) % V
+
+
+class InLists:
+  """The window of one row, and what its pool has behind each token."""
+
+  def __init__(self, prompt: list[int], gamma: int):
+    text = [token if token < V else 0 for token in prompt if token]
+    self.rows = [[text[(i + k) % len(text)] for k in range(WINDOW)] for i in range(gamma)]
+    self.pool: dict[int, list[tuple[int, ...]]] = {}
+
+  def to(self, row: int, column: int) -> tuple[int, ...]:
+    """The tokens that the target sees at a place of the window, itself the last."""
+    return (*self.rows[0][: column + 1], *(self.rows[i][column] for i in range(1, row + 1)))
+
+  def chains(self, newest: int, gamma: int, num_guesses: int) -> list[tuple[int, ...]]:
+    known = self.pool.get(newest, [])
+    return [*known, *[(0,) * gamma] * (num_guesses - len(known))]
+
+  def read(self, newest: int, num_guesses: int) -> None:
+    """What one pass of the target changes."""
+    last = len(self.rows) - 1
+    made = [follows(newest, *self.to(last, column)) for column in range(WINDOW)]
+    for first, *behind in zip(*self.rows, made):
+      others = [known for known in self.pool.get(first, []) if known[0] != behind[0]]
+      self.pool[first] = [tuple(behind), *others][:num_guesses]
+    self.rows = [*self.rows[1:], made]
+
+
+@pytest.mark.parametrize("gamma, num_guesses", [(1, 3), (3, 2)])
+def test_window_and_pool_are_those_of_plain_lists(gamma, num_guesses):
+  """What is guessed in each round, and after what the target reads each guess."""
+  draft = LookaheadDraft(V, gamma, WINDOW, num_guesses)
+  batch, keys = len(PROMPTS), jax.random.split(jax.random.key(0), len(PROMPTS))
+  propose, observe = jax.jit(draft.propose), jax.jit(draft.observe)
+  text = np.random.default_rng(0).integers(1, V, (batch, ROUNDS)).astype(np.int32)
+  context = Context(jnp.asarray(PROMPTS), jnp.asarray(text), jnp.full(batch, 1), None)
+  state = draft.start((), context, jnp.zeros((batch, 1, 0)))
+  lists = [InLists(prompt, gamma) for prompt in PROMPTS.tolist()]
+  most = 0
+  for r in range(ROUNDS):
+    proposal, state = propose((), state, context._replace(length=jnp.full(batch, r + 1)), keys)
+    assert proposal.q is None
+    logits = np.zeros((batch, draft.tree.num_nodes, V), np.float32)
+    for row, kept in enumerate(lists):
+      newest, guesses = text[row, r].item(), np.asarray(proposal.tokens)[row]
+      paths = [tuple(guesses[ancestors].tolist()) for ancestors in draft.tree.ancestors[:, 1:]]
+      chains = kept.chains(newest, gamma, num_guesses)
+      of_chains = [chain[: i + 1] for chain in chains for i in range(gamma)]
+      of_window = itertools.starmap(kept.to, itertools.product(range(gamma), range(WINDOW)))
+      assert sorted(paths) == sorted([(), *of_chains, *of_window])
+      firsts = [guess for guess, parent in zip(guesses, draft.tree.parents) if parent == 0]
+      assert firsts == [*(chain[0] for chain in chains), kept.rows[0][0]]  # the pool's go first
+      logits[row, range(len(paths)), [follows(newest, *path) for path in paths]] = 1
+      most = max(most, len(kept.pool.get(newest, [])))
+      kept.read(newest, num_guesses)
+    state = observe((), state, Outcome(proposal, jnp.asarray(logits), *[None] * 4))
+  assert most == num_guesses  # buckets were full
+
+
+class Fibonacci:
+  """A target whose next token is the sum of the last two, modulo V: the text comes back to itself
+  after 20 tokens, and each token is followed by several others."""
+
+  vocab_size, eos_id = V, -1
+
+  def prompt_tokens(self, prompt):
+    return prompt, jnp.full(len(prompt), prompt.shape[1])
+
+  def prefill(self, params, prompt, num_slots):
+    batch, count = prompt.shape
+    text = jnp.pad(prompt, ((0, 0), (0, num_slots - count)))[:, None, :, None]
+    return jnp.zeros((batch, count, 1)), T5Cache(jnp.full(batch, count - 1), text, None, None)
+
+  def extend(self, params, cache, tokens, tree=None, first=0):
+    put = lambda text, new, at: lax.dynamic_update_slice(text, new, (0, at, 0))
+    text = jax.vmap(put)(cache.layers, tokens[:, None, :, None], cache.length)
+    last = jnp.take_along_axis(text[:, 0, :, 0], cache.length[:, None] - 1, axis=1)
+    before = jnp.concatenate([last, take(tokens, tree.parents)], axis=1)
+    logits = jax.nn.one_hot((before + tokens) % V, V)
+    return logits, logits, cache.replace(layers=text)
+
+  def commit(self, cache, length, tree=None, path=None):
+    return commit(cache, length, path)
+
+
+def test_what_the_pool_knows_is_accepted():
+  draft, prompts = LookaheadDraft(V, 3), jnp.array([[1, 3], [3, 3]])
+  out = speculative_decode(
+    *(Fibonacci(), draft, (), (), prompts, jax.random.key(0)),
+    max_new_tokens=80,
+    rule=TokenRule(Sampling(temperature=0.0)),
+  )
+  text = np.concatenate([prompts, out.tokens], axis=1)
+  np.testing.assert_array_equal(text[:, 2:], (text[:, :-2] + text[:, 1:-1]) % V)
+  emitted, first = np.asarray(out.rounds.num_emitted), np.asarray(out.rounds.path)[:, :, 0]
+  begin = emitted.cumsum(axis=0) - emitted
+  known = (begin >= 40) & (begin < 76)  # twice around; and no round that the limit cuts
+  assert known.sum() > 16 and (emitted[known] == 4).all()
+  assert (first[known] <= draft.num_guesses).all()  # by the pool, not by the window
+
+
+@pytest.mark.parametrize("name", ["gamma", "window", "num_guesses"])
+def test_sizes_are_whole_numbers_from_1(name):
+  with pytest.raises(InputError, match=f"{name} is 0"):
+    LookaheadDraft(V, **{"gamma": 2, name: 0})

@@ -1,0 +1,103 @@
+"""Retrieval against a plain search of all places, and its datastore kept on disk."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import tiny_pair
+from test_backoff import EOS, ROWS, propose, written
+
+from specdec_jax.drafts import retrieval
+from specdec_jax.drafts.retrieval import RetrievalDraft, build_datastore
+from specdec_jax.errors import InputError
+from specdec_jax.trees import DynamicTree, Tree, chain
+
+STORE = [token for row in ROWS for token in (0, *row)]
+TEXTS = [[0, *row[:length]] for row, length in zip(ROWS, (0, 1, 2, 3, 5, 4))]
+TEXTS += [[0, 2, 8, 8], [0, 8, 8, 8, 3]]  # ids that no row has
+
+
+def followed(text, max_context, depth) -> list[tuple[int, ...]]:
+  """All continuations of the longest run that occurs, by looking everywhere."""
+  for n in range(min(max_context, len(text)), 0, -1):
+    ends = [at + n for at in range(len(STORE) - n + 1) if STORE[at : at + n] == text[-n:]]
+    if ends:
+      return [tuple(STORE[end : end + depth]) for end in ends]
+  return []
+
+
+def counted(text, max_context, depth) -> Counter:
+  """How often each path of the trie occurs."""
+  runs = followed(text, max_context, depth)
+  return Counter(run[: d + 1] for run in runs for d in range(len(run)))
+
+
+@pytest.mark.parametrize("tree", [chain(4), Tree((0, 0, 0, 1, 1, 2, 4))], ids=["chain", "tree"])
+def test_of_each_node_the_children_that_occur_most_are_guessed(tree):
+  guesses = propose(RetrievalDraft(tree, 3, 300), build_datastore(ROWS), TEXTS).tokens.tolist()
+  for text, row in zip(TEXTS, guesses):
+    counts, paths = counted(text, 3, tree.depth), [()]
+    for parent, rank, guess in zip(tree.parents, tree.ranks.tolist(), row):
+      above = paths[parent]
+      most = sorted((-n, path[-1]) for path, n in counts.items() if path[:-1] == above)
+      assert guess == (most[rank][1] if rank < len(most) else 0)
+      paths.append((*above, guess))
+  assert guesses[6] == [0] * tree.num_guesses  # what it knows nothing of
+
+
+@pytest.mark.parametrize("num_guesses", [5, 30])
+def test_a_tree_that_changes_has_the_nodes_that_occur_most(num_guesses):
+  draft = RetrievalDraft(DynamicTree(num_guesses, 3), 3, 300)
+  proposal = propose(draft, build_datastore(ROWS), TEXTS)
+  parents = np.asarray(proposal.tree.parents).tolist()
+  for text, guesses, above in zip(TEXTS, proposal.tokens.tolist(), parents):
+    counts, paths = counted(text, 3, 3), [()]
+    for parent, guess in zip(above, guesses):
+      paths.append((*paths[parent], guess))
+    made = [path for path in paths[1:] if path[-1] >= 0]
+    assert len(set(made)) == len(made) == min(num_guesses, len(counts))
+    most = sorted(counts.values(), reverse=True)[: len(made)]
+    assert sorted((counts[path] for path in made), reverse=True) == most
+
+
+def test_many_matches_are_looked_at_in_even_steps():
+  """Of 90 places where 5 is followed by 2 and 10 where it is by 3, ten are looked at."""
+  store = build_datastore([[5, 2, EOS]] * 90 + [[5, 3, EOS]] * 10)
+  trie = RetrievalDraft(chain(1), 1, 10)._trie(store, written([[0, 5]]))
+  assert trie.counts[0, :, 0].tolist() == [9, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+
+
+def test_a_datastore_is_built_once(cache, tmp_path, monkeypatch):
+  words, built = tiny_pair.pair().vocabulary, []
+  build = lambda *args: built.append(build_datastore(*args)) or built[-1]
+  monkeypatch.setattr(retrieval, "build_datastore", build)
+  text = tmp_path / "out.txt"
+
+  def look(lines: list[str]):
+    text.write_text("".join(f"{line}\n" for line in lines))
+    return retrieval.retrieval(words, str(text)).params
+
+  few, all_ = tiny_pair.SENTENCES[:2], tiny_pair.SENTENCES
+  made = [look(few), look(few), look(all_), look(few)]
+  assert len(built) == 2
+  np.testing.assert_array_equal(made[3].places, made[0].places)
+  np.testing.assert_array_equal(made[3].tokens, made[0].tokens)
+  for file in cache.rglob("*.npz"):
+    file.write_bytes(file.read_bytes()[:100])
+  look(few)
+  assert len(built) == 3
+
+
+@pytest.mark.parametrize(
+  "make, sentence",
+  [
+    (lambda: build_datastore([]), "hold no tokens"),
+    (lambda: RetrievalDraft(chain(25)), "may be 32 together"),
+    (lambda: RetrievalDraft(Tree((0,) * 9), num_matches=8), "needs 9 continuations"),
+    (lambda: RetrievalDraft(DynamicTree(40, 2), num_matches=19), "needs 20 continuations"),
+    (lambda: RetrievalDraft(chain(2), max_context=0), "max_context is 0"),
+  ],
+)
+def test_what_cannot_be_looked_up(make, sentence):
+  with pytest.raises(InputError, match=sentence):
+    make()

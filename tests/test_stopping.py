@@ -1,0 +1,136 @@
+"""Drafts that stop early: what they guess, what the target reads of it, and what foretells it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from test_backoff import written
+from test_contract import LIMIT, t5
+from test_speculative import CONFIG
+
+from specdec_jax import decoding
+from specdec_jax.counts import acceptance_by_position
+from specdec_jax.drafts.copy import CopyDraft
+from specdec_jax.drafts.known import KnownDraft
+from specdec_jax.drafts.merged import MergedDraft
+from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.stopping import StoppingDraft
+from specdec_jax.drafts.uniform import UniformDraft
+from specdec_jax.errors import InputError
+from specdec_jax.measurement import oracles
+from specdec_jax.measurement.choice import Calibration
+from specdec_jax.measurement.stopping import in_a_row, separation, stopped_speedup
+from specdec_jax.rules.tokens import TokenRule
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import branching, chain
+
+RNG = np.random.default_rng(0)
+GAMMA = 4
+KEY = jax.random.key(0)
+
+
+def test_guesses_are_the_models_while_it_is_sure():
+  models, sampling = t5(), Sampling()
+  whole = ModelDraft(models.target, sampling, chain(GAMMA))
+  draft, keys = StoppingDraft(whole, 0.13), jax.random.split(jax.random.key(1), 6)
+  params = models.params, models.params
+  state = decoding.start(models.target, draft, *params, models.prompts, LIMIT)
+  args = models.params, state.draft, state.context, keys
+  (want, _), (got, _) = (jax.jit(one.propose)(*args) for one in (whole, draft))
+  inputs = np.pad(np.asarray(want.tokens)[:, :-1], ((0, 0), (1, 0)))
+  probs = jax.nn.softmax(tiny.teacher_forced(CONFIG)(models.params, models.prompts, inputs))
+  products = np.cumprod(np.asarray(probs).max(axis=-1)[:, :-1], axis=1)
+  made = 1 + (products >= 0.13).sum(axis=1)
+  assert 1 < made.mean() < GAMMA
+  is_made = np.arange(GAMMA) < made[:, None]
+  np.testing.assert_array_equal(got.tokens, np.where(is_made, want.tokens, -1))
+  np.testing.assert_allclose(got.q, np.where(is_made[..., None], want.q, 0), atol=1e-6)
+
+
+def test_the_target_reads_as_far_as_a_guess_was_made():
+  """Its logits are those of the whole block; behind, where it reads nothing, they are 0."""
+  models = t5()
+  prompts = models.prompts[:2]
+  _, cache = models.target.prefill(models.params, prompts, 12)
+  block = jnp.array([[0, 3, -1, -1, -1], [0, 2, 4, -1, -1]])
+  args = models.target, models.params, cache, block, chain(4)
+  whole, _, _ = decoding._read(*args, ())
+  for widths, read in [((1, 2, 3, 4), 3), ((1, 3, 4), 4), ((4,), 5)]:
+    logits, hidden, _ = jax.jit(decoding._read, static_argnums=(0, 4, 5))(*args, widths)
+    np.testing.assert_allclose(logits[:, :read], whole[:, :read], atol=1e-5)
+    assert not np.asarray(logits[:, read:]).any() and hidden.shape[1] == 5
+
+
+def test_a_guess_that_was_not_made_is_not_judged():
+  models, sampling = t5(), Sampling(0.0)
+  draft = StoppingDraft(ModelDraft(models.target, sampling, chain(GAMMA)), 0.13)
+  out = decoding.speculative_decode(
+    *(models.target, draft, models.params, models.params, models.prompts),
+    jax.random.split(jax.random.key(0), 6),
+    max_new_tokens=LIMIT,
+    rule=TokenRule(sampling),
+    eos_id=-1,
+  )
+  rounds = jax.tree.map(np.asarray, out.rounds)
+  made = (rounds.guesses >= 0).sum(axis=-1)
+  ran = rounds.num_emitted > 0
+  np.testing.assert_array_equal(rounds.num_accepted[ran], made[ran])  # the target's own are right
+  assert 1 < made[ran].mean() < GAMMA and acceptance_by_position([out]) == [1, 1, 1, None]
+  assert not out.rounds.judged()[1].any()
+
+
+def test_how_well_a_score_foretells():
+  chances, scores = RNG.random(40).round(1), RNG.integers(0, 8, 40)
+  pairs = [
+    (a * (1 - b), 0.5 if x == y else float(x > y))
+    for a, x in zip(chances, scores)
+    for b, y in zip(chances, scores)
+  ]
+  weights, higher = zip(*pairs)
+  assert separation(chances, scores) == pytest.approx(np.average(higher, weights=weights))
+  stood = (RNG.random(40) < 0.5).astype(float)
+  assert separation(stood, stood) == 1 and separation(stood, -stood) == 0
+  rows = [np.array([0.5, 0.2, 0.1]), np.array([0.3]), np.array([0.4, 1.0])]
+  np.testing.assert_allclose(in_a_row(rows, 2), [0.1, 0.02, 0.4])
+
+
+def test_the_speed_of_stopping():
+  """That never stops is a fixed gamma's, that always does gamma 1's; who knows all is between."""
+  texts = [(RNG.random(12) < 0.7).astype(float) for _ in range(20)]
+  costs = (0.0, 0.3, 0.3, 0.3), (1.0, 1.1, 1.2, 1.3)
+  known = Calibration(3, 0.7, *costs, speedups=(1.0,) * 4, starts=(2.0, 0.5))
+  every = [known.round_cost(gamma) for gamma in range(4)]
+  fixed, best = map(np.array, zip(*(oracles.times(row > 0.5, every) for row in texts)))
+  speed = lambda rounds: (12 * 20 + 20 * 2.0) / (20 * 2.5 + rounds)
+  stopped = functools.partial(stopped_speedup, texts, texts, known, most=3)
+  assert stopped(threshold=0.0) == pytest.approx(speed(fixed[:, 3].sum()))
+  assert stopped(threshold=1.1) == pytest.approx(speed(fixed[:, 1].sum()))
+  assert speed(fixed[:, 1:].sum(axis=0).min()) < stopped(threshold=0.5) < speed(best.sum())
+
+
+def test_what_cannot_stop():
+  model = ModelDraft(t5().draft, Sampling(), chain(2))
+  with pytest.raises(InputError, match="threshold is 1.5"):
+    StoppingDraft(model, 1.5)
+  with pytest.raises(InputError, match="guesses chains"):
+    StoppingDraft(ModelDraft(t5().draft, Sampling(), branching(2)), 0.5)
+  merged = MergedDraft((StoppingDraft(model, 0.5),), 6)
+  with pytest.raises(InputError, match="stops early"):
+    decoding.start(t5().target, merged, t5().params, (t5().draft_params,), t5().prompts, LIMIT)
+
+
+def test_a_draft_that_knows_nothing_makes_a_plain_step():
+  """Copies of the newest tokens to their end: nothing of the first text, of the others so many."""
+  draft = KnownDraft(CopyDraft(9, chain(5), 2))
+  assert draft.widths == (0, 1, 2, 4, 5)
+  context = written([[0, 2, 3], [0, 4, 5, 6, 7, 4], [0, 3, 3]])
+  source = jnp.array([[1, 0, 0, 0], [8, 4, 1, 0], [1, 0, 0, 0]])
+  tokens = draft.propose((), (), context._replace(prompt=source), jax.random.split(KEY, 3))[
+    0
+  ].tokens
+  assert tokens.tolist() == [[-1] * 5, [1, -1, -1, -1, -1], [3] * 5]
+  with pytest.raises(InputError, match="must choose its guesses"):
+    KnownDraft(UniformDraft(9, chain(2))).propose((), (), context, jax.random.split(KEY, 3))
