@@ -72,7 +72,7 @@ class RecitingModel:
   ) -> tuple[Array, Array, Place]:
     # Slot 0 holds the start token, so what follows position i is token i of the text.
     nodes = first + jnp.arange(tokens.shape[1])
-    depths = nodes if tree is None else jnp.asarray(tree.depths)[nodes]
+    depths = nodes if tree is None else jnp.atleast_2d(tree.depths)[:, nodes]
     following = jnp.take_along_axis(params, cache.length[:, None] + depths, axis=1, mode="clip")
     logits = jax.nn.one_hot(following, self.vocab_size)
     return logits, jnp.zeros((*tokens.shape, 0)), cache
