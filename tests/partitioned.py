@@ -14,12 +14,9 @@ import sys
 
 if __name__ == "__main__":
   os.environ["JAX_PLATFORMS"] = "cpu"
-  os.environ["XLA_FLAGS"] = (
-    f"--xla_force_host_platform_device_count={sys.argv[1]} "
-    # Programs run for a moment only, and compile in a third of the time.
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-  )
+  # Beside those of the tests (`conftest.py`), with which programs compile in a third of the time.
+  _flags = os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={sys.argv[1]}"
+  os.environ["XLA_FLAGS"] = " ".join(_flags).strip()
 
 import jax
 import jax.numpy as jnp

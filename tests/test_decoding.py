@@ -166,11 +166,9 @@ def test_the_drafts_of_these_tests_are_good_and_bad():
   assert rates["bad"] < 0.5 < 1 < rates["good"] < rates["equal"] == 3
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(2.0)], ids=["greedy", "sampling"])
-def test_a_draft_of_another_shape_changes_nothing(sampling):
-  """Nor one that samples: greedy output is the target's own."""
+def test_a_draft_of_another_shape_that_samples_changes_nothing():
   small = tiny.config(vocab_size=V, layers=1, emb_dim=8)
-  draft = ModelDraft(T5Model(small), sampling, chain(3))
+  draft = ModelDraft(T5Model(small), Sampling(2.0), chain(3))
   out = speculate(3, tiny.params(small, 1), draft=draft)
   assert texts(out) == until(EOS)
 
@@ -178,8 +176,8 @@ def test_a_draft_of_another_shape_changes_nothing(sampling):
 # The draft = target test: the one that sees a draft whose cache lacks the last accepted guess.
 
 
-@pytest.mark.parametrize("gamma", [1, 3])
-def test_the_target_as_its_own_draft_accepts_every_greedy_guess(gamma):
+def test_the_target_as_its_own_draft_accepts_every_greedy_guess(gamma=3):
+  """Gamma 1, 2 and 4 are those of `test_adaptive.py`."""
   out = speculate(gamma, params())
   assert (accepted(out) == gamma).all()
   for row, text in enumerate(texts(out)):
@@ -261,7 +259,7 @@ def test_eos_as_the_first_token():
   first = [row for row in range(8) if oracle()[row, 0] == EOS]
   assert first
   for draft_params in drafts().values():
-    out = speculate(7, draft_params)
+    out = speculate(5, draft_params)
     assert all(texts(out)[row] == [EOS] and len(history(out, row)) == 1 for row in first)
 
 
@@ -278,7 +276,7 @@ def test_a_refused_eos_does_not_end_a_row():
   assert [len(history(out, row)) for row in range(8)] == [len(text) for text in until(EOS)]
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("limit", [1, 3])
 def test_a_limit_smaller_than_the_block(limit):
   gamma = 7
   for draft_params in drafts().values():
@@ -288,10 +286,10 @@ def test_a_limit_smaller_than_the_block(limit):
 
 
 def test_a_block_that_ends_at_the_limit_and_one_that_passes_it():
-  """16 tokens in blocks of 4 and of 5, all accepted; the last block of 5 is cut to 1."""
+  """16 tokens in blocks of 4 and of 6, all accepted; the last block of 6 is cut to 4."""
   unended = [row for row, text in enumerate(until(EOS)) if text[-1] != EOS]
   assert unended
-  for gamma, last in ((3, 4), (4, 1)):
+  for gamma, last in ((3, 4), (5, 4)):
     out = speculate(gamma, params())
     assert {history(out, row)[-1][3] for row in unended} == {last}
 

@@ -74,12 +74,12 @@ def plain(prompt, target=TARGET, **settings):
 @BOTH
 def test_an_empty_source_is_decoded_and_leaves_its_neighbours_alone(sampling):
   """A source of padding only: nothing to attend to, which must not become 0 / 0."""
-  sources = tiny.sources(CONFIG, 0, 3)
+  sources = tiny.sources(CONFIG, 0, 4)
   with_empty = sources.copy()
   with_empty[1] = 0
   before, after = speculate(sources, sampling), speculate(with_empty, sampling)
   assert (after.not_finite == -1).all() and after.lengths[1] >= 1
-  for row in (0, 2):
+  for row in (0, 2, 3):
     np.testing.assert_array_equal(after.tokens[row], before.tokens[row])
   if sampling == GREEDY:
     np.testing.assert_array_equal(after.tokens, plain(with_empty).tokens)
@@ -135,41 +135,46 @@ def test_models_of_different_dtypes_decode_together(target_dtype, draft_dtype):
 # Logits that are not finite.
 
 
-def breaking(position: int, row: int, value: float):
-  """The target, whose logits before token `position` of `row` hold `value` once."""
+def breaking(position: int, values: np.ndarray):
+  """The target, whose logits before token `position` hold the values [B] once: 0 for nothing."""
 
   def breaks(model, params, cache, tokens, tree, first):
     at = cache.length[:, None] + jnp.arange(tokens.shape[1])  # tokens before it, less the first
     logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
-    here = (at == position) & (jnp.arange(len(tokens)) == row)[:, None]
-    return logits.at[..., 5].set(jnp.where(here, value, logits[..., 5])), hidden, cache
+    here = (at == position) & (values != 0)[:, None]
+    there = jnp.where(here, values[:, None], logits[..., 5])
+    return logits.at[..., 5].set(there), hidden, cache
 
   return tiny.ChangedModel(TARGET, breaks)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("speculation", [False, True])
-def test_logits_that_are_not_finite_end_their_row_and_no_other(speculation, value):
-  sources = tiny.sources(CONFIG, 0, 3)
+def test_logits_that_are_not_finite_end_their_rows_and_no_other(speculation):
+  """NaN in one row, infinity in another."""
+  sources, position = tiny.sources(CONFIG, 0, 4), 4
   good = plain(sources)
-  row, position = int(good.lengths.argmax()), 4
-  assert good.lengths[row] > position
-  broken = breaking(position, row, value)
-  got = (speculate if speculation else plain)(sources, target=broken)
-  others = np.arange(3) != row
+  *_, infinite, row = np.argsort(good.lengths)
+  assert good.lengths[infinite] > position
+  values = np.zeros(4, np.float32)
+  values[[row, infinite]] = np.nan, np.inf
+  got = (speculate if speculation else plain)(sources, target=breaking(position, values))
+  others = values == 0
   np.testing.assert_array_equal(got.tokens[others], good.tokens[others])
   assert (got.not_finite[others] == -1).all()
   # A block that holds it is dropped whole: the row ends there, or a few tokens before.
-  ends = got.lengths[row]
-  assert got.not_finite[row] == ends <= position and (speculation or ends == position)
-  np.testing.assert_array_equal(got.tokens[row, :ends], good.tokens[row, :ends])
-  with pytest.raises(InputError, match=rf"row {row} .* past token {ends}.* NaN or infinite"):
+  for at in (row, infinite):
+    ends = got.lengths[at]
+    assert got.not_finite[at] == ends <= position and (speculation or ends == position)
+    np.testing.assert_array_equal(got.tokens[at, :ends], good.tokens[at, :ends])
+  first = min(row, infinite)
+  said = rf"row {first} .* past token {got.lengths[first]}.* NaN or infinite"
+  with pytest.raises(InputError, match=said):
     require_finite(got)
   assert require_finite(good) is good
 
 
 def test_a_draft_that_is_not_finite_is_said():
-  sources = tiny.sources(CONFIG, 0, 3)
+  sources = tiny.sources(CONFIG, 0, 4)
   damaged = jax.tree.map(lambda x: x * np.nan, draft_params())
   got = speculate(sources, RANDOM, draft_params=damaged)
   assert (got.not_finite == 0).all() and (got.lengths == 0).all()

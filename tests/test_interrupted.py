@@ -12,32 +12,37 @@ import sys
 import time
 
 import numpy as np
+import tiny_pair
 
 from specdec_jax import records
+from specdec_jax.measurement import measure as measuring
+from specdec_jax.sampling import Sampling
 
 HERE = pathlib.Path(__file__).resolve().parent
 GAMMAS = range(1, 13)
 
 RUN = f"""
-import dataclasses, sys, time, warnings
+import sys, warnings
 warnings.simplefilter("ignore")
 sys.path.insert(0, {str(HERE)!r})
-import tiny_pair
-from specdec_jax import records
-from specdec_jax.measurement import measure as measuring
-from specdec_jax.sampling import Sampling
+import test_interrupted as here
+here.measuring._measure = here.made_up
+here.measure_it(sys.argv[1], print)
+"""
+
 
 def made_up(pair, prompts, sampling, settings, *rest):
   for setting in settings:
     time.sleep(0.05)
     yield dataclasses.replace(setting, alpha=setting.gamma / 20 + sampling.temperature / 4)
 
-measuring._measure = made_up
-with records.open_results(sys.argv[1]) as path:
-  print("ready", flush=True)
-  samplings = [Sampling(0.0), Sampling(1.0)]
-  measuring.measure(tiny_pair.pair(), ["A man"], path, samplings, {list(GAMMAS)})
-"""
+
+def measure_it(folder, say=lambda *words, flush: None):
+  pair = tiny_pair.pair()
+  with records.open_results(str(folder)) as path:
+    say("ready", flush=True)
+    samplings = [Sampling(0.0), Sampling(1.0)]
+    measuring.measure(pair, ["A man"], path, samplings, [*GAMMAS])
 
 
 def start(folder) -> subprocess.Popen:
@@ -48,10 +53,10 @@ def start(folder) -> subprocess.Popen:
   return run
 
 
-def test_killed_and_started_again_it_ends_with_the_same_records(tmp_path):
-  whole, killed = start(tmp_path / "whole"), 0
-  assert whole.wait(120) == 0
-  rng = np.random.default_rng(0)
+def test_killed_and_started_again_it_ends_with_the_same_records(tmp_path, monkeypatch):
+  monkeypatch.setattr(measuring, "_measure", made_up)
+  measure_it(tmp_path / "whole")
+  killed, rng = 0, np.random.default_rng(0)
   for _ in range(2):
     run = start(tmp_path / "killed")
     time.sleep(rng.uniform(0.1, 0.6))

@@ -163,7 +163,8 @@ assert pair.draft_params["decoder"]["logits_dense"]["kernel"].is_fully_replicate
 
 def test_parameters_that_are_cut_over_devices_are_left_apart():
   paths = [str(tiny_pair.folder() / name) for name in ("target", "near", "vocabulary.model")]
-  flags = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+  devices = "--xla_force_host_platform_device_count=2"
+  flags = os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}"}
   subprocess.run([sys.executable, "-c", CUT, *paths], env=flags, check=True, timeout=300)
 
 

@@ -1,5 +1,6 @@
 """Trees of guesses: their shapes, which is best, and how often nodes of them stand."""
 
+import functools
 import itertools
 import json
 import pathlib
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_pair
 
 from specdec_jax import records, theory
@@ -15,9 +17,11 @@ from specdec_jax.commands import trees as commands_trees
 from specdec_jax.commands.trees import trees
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.merged import side_by_side
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import measure_alpha, positional_acceptance
 from specdec_jax.measurement.costs import Costs
+from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import rule_name
 from specdec_jax.protocols import Context, Outcome, Verdict
 from specdec_jax.reporting.lengths import lengths_table
@@ -202,28 +206,33 @@ def test_the_best_tree_is_the_best_of_all(acceptance, depth):
 # How often nodes stand.
 
 
-def written(pair, sampling, count=24, limit=12):
-  """Prompts and the target's own outputs."""
-  prompt = pair.prompt(tiny_pair.SENTENCES[:count])
-  decode = pair.decoder(sampling, 0)
-  return [prompt], [jax.device_get(decode(prompt, row_keys(0, 0, count), max_new_tokens=limit))]
+def small_pair():
+  """Of 12 tokens."""
+  target = tiny.config(vocab_size=12, layers=1)
+  draft = tiny.config(vocab_size=12, layers=1, emb_dim=8)
+  return tiny_pair.pair()._replace(
+    target=T5Model(target),
+    target_params=tiny_pair.random_params(target, 0),
+    draft=functools.partial(ModelDraft, T5Model(draft)),
+    draft_params=tiny_pair.random_params(draft, 2),
+  )
 
 
 def test_positional_acceptance_is_what_rounds_show():
-  """Of one level of siblings, on texts of the target's own; 1,700 tokens or so, six deviations."""
-  pair, sampling = tiny_pair.pair("random"), Sampling()
-  prompts, outputs = written(pair, sampling, count=120)
-  found = positional_acceptance(pair, prompts, outputs, sampling, width=4)
-  decode = pair.decoder(sampling, branching(4))
-  out = jax.device_get(decode(prompts[0], row_keys(1, 0, 120), max_new_tokens=12))
+  """Of one level of siblings, on texts of the target's own; 1,000 rounds or more, six deviations."""
+  pair, sampling = small_pair(), Sampling()
+  prompt, limit = tiny.sources(tiny.config(vocab_size=12), 0, 160), dict(max_new_tokens=12)
+  texts = [prompt], [jax.device_get(pair.decoder(sampling, 0)(prompt, row_keys(0, 0, 160), **limit))]
+  found = positional_acceptance(pair, *texts, sampling, width=4)
+  out = jax.device_get(pair.decoder(sampling, branching(4))(prompt, row_keys(1, 0, 160), **limit))
   whole = out.rounds.num_emitted == out.rounds.num_accepted + 1
   stood = out.rounds.path[..., 0][whole]  # 0: none of them
   shares = [(stood == node).mean() for node in range(1, 5)]
+  assert len(stood) > 1000
   np.testing.assert_allclose(found, shares, atol=6 * 0.5 / np.sqrt(len(stood)))
   assert (np.diff(found) < 0).all() and found.sum() < 1
   greedy = Sampling(temperature=0.0)
-  texts = written(pair, greedy)
-  best = positional_acceptance(pair, *texts, greedy, width=72, lenience=0.3)
+  best = positional_acceptance(pair, *texts, greedy, width=12, lenience=0.3)
   assert best.sum() == pytest.approx(1)  # one of all tokens is the target's
   alpha = measure_alpha(pair, *texts, greedy, lenience=0.3).alpha.mean
   assert best[0] == pytest.approx(alpha)

@@ -72,8 +72,8 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
-def pair(draft: str = "near", max_source_tokens: int = 48) -> Pair:
-  """The target with one of the drafts of `folder`."""
+def pair(draft: str = "near", max_source_tokens: int = 24) -> Pair:
+  """The target with one of the drafts of `folder`. All of SENTENCES are cut to one width."""
   return load_pair(
     target=str(folder() / "target"),
     draft=str(folder() / draft),
