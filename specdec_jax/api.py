@@ -30,7 +30,7 @@ from specdec_jax.protocols import Decoded, Rounds
 from specdec_jax.reporting.rounds import Round, read_rounds, round_text
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import Tree
+from specdec_jax.trees import AnyTree, DynamicTree
 
 P = ParamSpec("P")
 _LOG = logging.getLogger("specdec_jax")
@@ -173,7 +173,7 @@ _go_on = jax.jit(one_round, static_argnames=("target", "draft", "rule", "eos_id"
 
 def _decoder(
   pair: pairs.Pair, of: Callable, texts: Sequence[str], asked: Mapping[str, Any]
-) -> tuple[functools.partial[Decoded], Tree]:
+) -> tuple[functools.partial[Decoded], AnyTree]:
   """Of the pair for arguments of `generate` or `stream`, which are checked; and its guesses."""
   require_types(of, asked)
   require_seed(asked["seed"])
@@ -182,14 +182,15 @@ def _decoder(
   limits = asked.get("batch_size", 1), asked["max_new_tokens"], asked["seed"], asked["lenience"]
   pair.require_batch_size(limits[0])
   tree = resolve_tree(asked["gamma"], asked["tree"], pair, texts, sampling, *limits, say=_LOG.info)
-  return pair.decoder(sampling, tree, asked["lenience"]), tree
+  return pair.decoder(sampling, tree, asked["lenience"]), pair.guesses(sampling, tree)
 
 
-def _output(pair: pairs.Pair, result: Decoded, row: int, tree: Tree) -> Output:
+def _output(pair: pairs.Pair, result: Decoded, row: int, tree: AnyTree) -> Output:
+  parents = () if isinstance(tree, DynamicTree) else tree.parents
   tokens = np.asarray(result.tokens[row, : result.lengths[row]])
   ran = result.rounds.num_emitted[:, row] > 0
   rounds = jax.tree.map(lambda of_all: of_all[ran, row], result.rounds)
-  read = functools.partial(read_rounds, result, row, pair.vocabulary.pieces, tree.parents)
+  read = functools.partial(read_rounds, result, row, pair.vocabulary.pieces, parents)
   return Output(pair.vocabulary.decode(tokens), tokens, rounds, read)
 
 

@@ -152,10 +152,13 @@ class Draft(abc.ABC):
     tree: the shape of what it proposes; of a shape that changes, its sizes.
     widths: of a chain that may end early, with -1 for guesses not made: the numbers of guesses that
       the target has a pass for, ascending, gamma the last; none if all are always made.
+    learns: whether what it proposes depends on outcomes, not on the text alone, so that nothing can
+      be said of it over a given text.
   """
 
   tree: AnyTree
   widths: tuple[int, ...] = ()
+  learns: bool = False
 
   def start(self, params: Any, context: Context, hidden: Array) -> Any:
     """The state before the first round; `hidden` [B, C, E] is the target's of the prompt.

@@ -161,8 +161,7 @@ def speculate(gamma, rows):
   )
 
 
-@pytest.mark.parametrize("gamma, batch", [(1, 1), (5, 3)])
-def test_greedy_output_is_the_targets(gamma, batch):
+def test_greedy_output_is_the_targets(gamma=5, batch=3):
   _, _, tokens, lengths = decoded()
   accepted = 0
   for first in range(8 - batch):

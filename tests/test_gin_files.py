@@ -38,6 +38,7 @@ AFTER = [
   ("drafts/copy_to_the_end",),
   ("drafts/hierarchical",),
   ("drafts/layers", "rules/blocks"),
+  ("drafts/lookahead",),
   ("drafts/ngrams",),
   ("drafts/own_sampling",),
   ("models/random", "drafts/random_hierarchical"),

@@ -143,10 +143,11 @@ def decode_examples(
   """
   middle = gammas[len(gammas) // 2]
   tree = chain(middle) if isinstance(middle, int) else middle
-  num_nodes = None if tree.is_chain else tree.num_nodes
-  parents = () if isinstance(tree, DynamicTree) else tree.parents
   for sampling in samplings:
+    shape = pair.guesses(sampling, tree)
+    num_nodes = None if shape.is_chain else shape.num_nodes
+    parents = () if isinstance(shape, DynamicTree) else shape.parents
     batches = decode_lines(pair, texts, sampling, tree, 1, max_new_tokens, seed, lenience)
     for text, ((output,), (decoded,)) in zip(texts, batches):
       rounds = read_rounds(decoded, 0, pair.vocabulary.pieces, parents)
-      yield Example(text, output, sampling.temperature, tree.depth, rounds, num_nodes)
+      yield Example(text, output, sampling.temperature, shape.depth, rounds, num_nodes)

@@ -19,7 +19,10 @@ from specdec_jax.drafts.merged import side_by_side
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 from specdec_jax.protocols import Context, Draft, Drafter, Outcome, Proposal
+from specdec_jax.sampling import Sampling, draw
 from specdec_jax.trees import Tree, chain, require_chain, take
+
+ARGMAX = Sampling(temperature=0.0)
 
 
 def lookahead(vocabulary: Vocabulary, window: int = 5, num_guesses: int = 5) -> Drafter:
@@ -73,6 +76,7 @@ class LookaheadDraft(Draft):
   window: int = 5
   num_guesses: int = 5
   tree: Tree = dataclasses.field(init=False)
+  learns = True
 
   def __post_init__(self):
     for name in ("gamma", "window", "num_guesses"):
@@ -113,8 +117,10 @@ class LookaheadDraft(Draft):
     return Proposal(take(both, order)), state
 
   def observe(self, params: Any, state: Lookahead, outcome: Outcome) -> Lookahead:
-    made = take(outcome.logits, self._laid_out[2]).argmax(axis=-1).astype(jnp.int32)
-    rows = jnp.concatenate([state.window, made[:, None]], axis=1)  # [B, gamma + 1, W]
+    ends = take(outcome.logits, self._laid_out[2])  # [B, W, V]
+    # Nothing is drawn at temperature 0; `jnp.argmax` would take longer.
+    made, _ = draw(jax.random.key(0), ends.reshape(-1, ends.shape[-1]), ARGMAX)
+    rows = jnp.concatenate([state.window, made.reshape(-1, 1, self.window)], axis=1)
     return Lookahead(rows[:, 1:], jax.vmap(_with)(state.pool, rows.swapaxes(1, 2)))
 
 

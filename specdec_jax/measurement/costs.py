@@ -179,7 +179,7 @@ def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
 
   def before(draft: Draft):
     """The state before a round, in shapes only; as many slots whatever gamma is."""
-    limit = 2 - draft.tree.depth
+    limit = max(0, 2 - draft.tree.depth)
     at_start = functools.partial(start, pair.target, draft, prompt=prompt, limit=limit)
     return jax.eval_shape(at_start, *params)
 

@@ -162,19 +162,17 @@ def _measure(
     baseline=baseline,
   )
   lenience = settings[0].lenience
-  if pair.simulated_alpha is None:
-    measured = measure_alpha(pair, prompts, speed.baseline, sampling, lenience)
-    alpha = measured.alpha.mean
+  alpha, acceptance = pair.simulated_alpha, {}
+  if pair.simulated_alpha is None and not pair.draft(sampling, chain(gammas[0])).learns:
+    of_text = measure_alpha(pair, prompts, speed.baseline, sampling, lenience)
+    alpha = of_text.alpha.mean
     acceptance = dict(
-      alpha_low=measured.alpha.low,
-      alpha_high=measured.alpha.high,
-      beta_lag1=measured.lag1,
-      total_variation=measured.change,
+      alpha_low=of_text.alpha.low,
+      alpha_high=of_text.alpha.high,
+      beta_lag1=of_text.lag1,
+      total_variation=of_text.change,
     )
-  else:
-    alpha, acceptance = pair.simulated_alpha, {}
-  # Costs are those of a round of all guesses, from which speed follows only if all are made.
-  own = baseline.name == "own" and not pair.draft(sampling, chain(gammas[0])).widths
+  own = baseline.name == "own"
   compared = sampling.temperature == 0 and pair.simulated_alpha is None
   c_hat = operations_ratio(pair, prompts[0], sampling)
   bandwidth = memory_bandwidth()
@@ -194,15 +192,15 @@ def _measure(
     round_s = speed.round_s(gamma)
     rest = round_s - gamma * costs.draft_step - costs.verify - costs.accept
     read = step_bytes(pair, gamma, prompts[0], sampling, max_new_tokens)
-    predicted = functools.partial(theory.walltime_improvement, alpha, gamma, costs.c)
-    yield dataclasses.replace(
+    length = num_tokens(outputs) / num_rounds(outputs)
+    measured = dataclasses.replace(
       setting,
       num_tokens=num_tokens(outputs),
       rounds=num_rounds(outputs),
       alpha=alpha,
       acceptance_rate=acceptance_rate(outputs),
       acceptance_by_position=acceptance_by_position(outputs),
-      tokens_per_round=num_tokens(outputs) / num_rounds(outputs),
+      tokens_per_round=length,
       target_start_ms=1e3 * costs.target_start,
       draft_start_ms=1e3 * costs.draft_start,
       target_step_ms=1e3 * costs.target_step,
@@ -219,10 +217,9 @@ def _measure(
       draft_step_mb=1e-6 * read.draft_step,
       verify_mb=1e-6 * read.verify,
       operations_ratio=c_hat,
-      operations_factor=float(theory.operations_factor(alpha, gamma, c_hat)),
-      predicted_theorem8=float(predicted(1.0)) if own else None,
-      predicted_measured_cost=float(predicted(costs.v)) if own else None,
-      predicted_text=_predicted_text(speed.baseline, alpha, gamma, costs) if own else None,
+      operations_factor=(
+        None if alpha is None else float(theory.operations_factor(alpha, gamma, c_hat))
+      ),
       baseline_pass_ms=1e3 * speed.baseline_s / sum(int(o.num_rounds) for o in speed.baseline),
       baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
       speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
@@ -236,6 +233,23 @@ def _measure(
       seconds=time.perf_counter() - since,
       **acceptance,
     )
+    draft = pair.draft(sampling, chain(gamma))
+    if draft.widths:  # costs are of rounds in which all guesses are made
+      yield dataclasses.replace(measured, c=None, draft_step_ms=None)
+    elif not own:
+      yield measured
+    elif alpha is None or draft.tree != chain(gamma):
+      yield dataclasses.replace(
+        measured, predicted_measured_cost=length / (gamma * costs.c + costs.v)
+      )
+    else:
+      predicted = functools.partial(theory.walltime_improvement, alpha, gamma, costs.c)
+      yield dataclasses.replace(
+        measured,
+        predicted_theorem8=float(predicted(1.0)),
+        predicted_measured_cost=float(predicted(costs.v)),
+        predicted_text=_predicted_text(speed.baseline, alpha, gamma, costs),
+      )
 
 
 def _predicted_text(baseline, alpha: float, gamma: int, costs: Costs) -> float:

@@ -34,7 +34,7 @@ class StepBytes(NamedTuple):
   Attributes:
     target_step: for a step of plain decoding.
     draft_step: for proposing gamma guesses, divided by gamma.
-    verify: for the target's pass over gamma + 1 tokens.
+    verify: for the target's pass over gamma + 1 tokens, of a tree over its nodes.
   """
 
   target_step: float
@@ -89,7 +89,7 @@ def step_bytes(
   return StepBytes(
     target_step=extend(before(FreeDraft()), 1),
     draft_step=proposed * _held(params[1]) / gamma,
-    verify=extend(state, gamma + 1),
+    verify=extend(state, draft.tree.num_nodes),
   )
 
 

@@ -89,6 +89,10 @@ class Pair(NamedTuple):
     models = self.target, draft, self.target_params, self.draft_params
     return functools.partial(speculative_decode, *models, rule=rule, eos_id=eos_id)
 
+  def guesses(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
+    """What its draft makes of a tree that is asked for: mostly that."""
+    return self.draft(sampling, tree).tree if tree.num_guesses else tree
+
   def judge(self, sampling: Sampling, lenience: float = 1.0) -> Rule:
     """The rule of this sampling, with lenience below 1 (Appendix A.5) if it has any.
 

@@ -11,10 +11,11 @@ NOTES = (
   "alpha: acceptance rate of the first guess at a token, with its 95% interval, of a tree that of "
   "the eldest; length: tokens a pass of the target; c and v: a draft step and a round without "
   "drafting, in plain steps, at the lowest temperature; predicted: by c, v, the texts' lengths "
-  "and alpha, of a tree's eldest guesses only; speedup: measured tokens a second over plain "
-  "decoding's in the same process, in turn. A draft that stops early has no c and no prediction: "
-  "its rounds are not alike. MB: parameters of the draft that are not the target's own; same: "
-  "outputs identical to plain decoding's at temperature 0.",
+  "and alpha, of a tree by its own length; speedup: measured tokens a second over plain "
+  "decoding's in the same process, in turn. A draft that stops early has no c and no prediction, "
+  "as its rounds are not alike; one that learns from outcomes has no alpha. MB: parameters of the "
+  "draft that are not the target's own; same: outputs identical to plain decoding's at "
+  "temperature 0.",
 )
 
 
