@@ -20,7 +20,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   # Gone with the first of the processes, which made it.
   _programs = tempfile.TemporaryDirectory(prefix="specdec-programs-")
   os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
-  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1.0"  # to keep one takes 0.1
 
 import pathlib  # noqa: E402
 

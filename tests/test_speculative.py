@@ -117,7 +117,7 @@ def joint_of_chain(target, length):
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["dense", "zeros"])
-@pytest.mark.parametrize("gamma", [1, 2, 3])
+@pytest.mark.parametrize("gamma", [1, 3])
 def test_a_round_emits_the_targets_distribution(gamma, zeros):
   # 100,000 texts in at most 5^4 = 625 outcomes, level 1e-6: finds effects w >= 0.07.
   n = 100_000
@@ -145,7 +145,7 @@ NEED_TWO_GUESSES = ("residual of the position before", "accepted guesses counted
   "gamma,fault",
   [
     (gamma, fault)
-    for gamma in (1, 2, 3)
+    for gamma in (1, 3)
     for fault in FAULTS_OF_A_ROUND
     if gamma > 1 or fault not in NEED_TWO_GUESSES
   ],
@@ -157,7 +157,7 @@ def test_that_comparison_catches_broken_rounds(gamma, fault):
   assert tiny.p_value(counts, joint_of_chain(target, gamma + 1)) < tiny.CAUGHT
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 3])
+@pytest.mark.parametrize("gamma", [1, 3])
 def test_that_comparison_passes_the_round_without_its_faults(gamma):
   """What is caught above is the fault, not the way it is written here."""
   target, draft = markov(1), markov(2)
@@ -193,7 +193,7 @@ def repeated(n, *arrays):
   return [jnp.broadcast_to(jnp.asarray(a), (n, *np.shape(a))) for a in arrays]
 
 
-@pytest.mark.parametrize("lenience", [1.0, 0.6, 0.2])
+@pytest.mark.parametrize("lenience", [1.0, 0.2])
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_verdicts_on_fixed_guesses_follow_their_exact_probabilities(gamma, lenience):
   # 200,000 verdicts in at most 20 outcomes, level 1e-6: finds effects w >= 0.02.
@@ -431,11 +431,16 @@ def speculate(draft, method):
   )
 
 
-def test_the_loop_emits_the_targets_joint_distribution(gamma=3, method="top-p"):
+@functools.cache
+def joint_at_top_p(gamma=3):
+  draft = ModelDraft(T5Model(DRAFT_CONFIG), METHODS["top-p"], chain(gamma))
+  return joint_of_loop(speculate(draft, "top-p"))
+
+
+def test_the_loop_emits_the_targets_joint_distribution(gamma=3):
   # 8,192 rows in at most 156 outcomes, level 1e-6: finds effects w >= 0.16.
-  draft = ModelDraft(T5Model(DRAFT_CONFIG), METHODS[method], chain(gamma))
-  counts, accepted = joint_of_loop(speculate(draft, method))
-  exact = exact_joint(method)
+  counts, accepted = joint_at_top_p()
+  exact = exact_joint("top-p")
   assert tiny.p_value(counts, exact) > tiny.LEVEL
   assert tiny.detectable(8192, exact) < 0.16
   # The draft was right and wrong often enough for the test to mean something.
@@ -452,8 +457,7 @@ def test_plain_decoding_emits_the_targets_joint_distribution():
 
 def test_sampling_methods_are_told_apart():
   """Temperature or truncation applied on one side only would show."""
-  draft = ModelDraft(T5Model(DRAFT_CONFIG), METHODS["top-p"], chain(2))
-  counts, _ = joint_of_loop(speculate(draft, "top-p"))
+  counts, _ = joint_at_top_p()
   for method in ("temperature 1", "temperature 0.7", "top-k"):
     assert tiny.p_value(counts, exact_joint(method)) < tiny.CAUGHT
 

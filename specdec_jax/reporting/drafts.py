@@ -10,8 +10,8 @@ from specdec_jax.reporting.tables import MISSING, Table, measured_with
 NOTES = (
   "alpha: acceptance rate of the first guess at a token, with its 95% interval, of a tree that of "
   "the eldest; length: tokens a pass of the target; c and v: a draft step and a round without "
-  "drafting, in plain steps, at the lowest temperature; predicted: by c, v, the texts' lengths "
-  "and alpha, of a tree by its own length; speedup: measured tokens a second over plain "
+  "drafting, in plain steps, at the lowest temperature; predicted: length / (gamma c + v), which "
+  "leaves out what it takes to read the prompts; speedup: measured tokens a second over plain "
   "decoding's in the same process, in turn. A draft that stops early has no c and no prediction, "
   "as its rounds are not alike; one that learns from outcomes has no alpha. MB: parameters of the "
   "draft that are not the target's own; same: outputs identical to plain decoding's at "
@@ -27,7 +27,8 @@ def drafts_table(records: Sequence[Record]) -> Table:
   for draft, rule in dict.fromkeys((r.draft, r.rule) for r in records):
     by_temperature = {r.temperature: r for r in records if (r.draft, r.rule) == (draft, rule)}
     coldest = by_temperature[min(by_temperature)]
-    each = functools.partial(_each, [*map(by_temperature.get, temperatures)])
+    of_each = [*map(by_temperature.get, temperatures)]
+    each = functools.partial(_each, of_each)
     rows.append(
       (
         draft,
@@ -35,18 +36,22 @@ def drafts_table(records: Sequence[Record]) -> Table:
         *each("alpha"),
         *each("acceptance length"),
         *(cell(COLUMNS[name], coldest) for name in ("c", "v")),
-        *each("predicted"),
+        *(MISSING if r is None else cell(_predicted, r) for r in of_each),
         *each("speedup"),
         MISSING if coldest.draft_mb is None else f"{coldest.draft_mb:.1f}",
         cell(COLUMNS["same"], coldest),
       )
     )
-  of_each = lambda name: [f"{name}, T = {t:g}" for t in temperatures]
-  columns = ["draft", "rule", *of_each("alpha"), *of_each("length"), "c", "v"]
-  columns += [*of_each("predicted"), *of_each("speedup"), "MB", "same"]
+  cold_and_warm = lambda name: [f"{name}, T = {t:g}" for t in temperatures]
+  columns = ["draft", "rule", *cold_and_warm("alpha"), *cold_and_warm("length"), "c", "v"]
+  columns += [*cold_and_warm("predicted"), *cold_and_warm("speedup"), "MB", "same"]
   title = f"{first.task}, {first.target}, gamma {first.gamma}, batch {first.batch_size}, "
   title += f"{first.num_examples} texts, {first.device}"
   return Table(title, tuple(columns), tuple(rows), (*NOTES, measured_with(records)))
+
+
+def _predicted(r) -> str:
+  return f"{r.tokens_per_round / (r.gamma * r.c + r.verify_cost):.2f}"
 
 
 def _each(records: Sequence[Record | None], column: str) -> list[str]:
