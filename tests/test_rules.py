@@ -21,6 +21,7 @@ from specdec_jax.trees import DynamicTree, Tree, branching, chain
 
 V = 3
 ATOL = 1e-6
+AT_ONCE = 1024  # proposals judged together: one number of them, so that few programs do
 TREES = {
   "chain of 1": chain(1),
   "chain of 2": chain(2),
@@ -149,8 +150,13 @@ def by_draws(tree, x, q, p):
 def emitted(tree: Tree, p: list[np.ndarray], proposals, judge) -> tuple[np.ndarray, float]:
   """The joint distribution [V] * (D + 1) of the next tokens, and how many a round emits."""
   by_length = [np.zeros((V,) * (d + 1)) for d in range(tree.depth + 1)]
-  for first in range(0, len(proposals[2]), 50_000):
-    _emitted(tree, p, [field[first : first + 50_000] for field in proposals], judge, by_length)
+  for first in range(0, len(proposals[2]), AT_ONCE):
+    some = [field[first : first + AT_ONCE] for field in proposals]
+    if judge is not by_draws:  # the last ones filled up with what has no chance
+      x, law, chance = some
+      rows = np.arange(AT_ONCE) % len(x)
+      some = x[rows], law[rows], np.pad(chance, (0, AT_ONCE - len(x)))
+    _emitted(tree, p, some, judge, by_length)
   length = sum((d + 1) * joint.sum() for d, joint in enumerate(by_length))
   joint = by_length[0]
   for law, more in zip(p[1:], by_length[1:]):
@@ -312,13 +318,14 @@ def the_likelier_of_two(q, count):
 
 def first_failure(tree, x, q, p):
   """Blocks, but a chain ends before the first guess whose u is above its chance."""
-  asked, chance = map(np.float64, blocks.chances(tree, x, q, p))
+  asked, chance = jitted(blocks.chances)(tree, x, q, p)
+  chance = np.float64(chance)
   ends, left = np.zeros((len(x), tree.num_nodes)), np.ones(len(x))
   for node in range(tree.depth):
     ends[:, node] = left * (1 - chance[:, node + 1])
     left = left * chance[:, node + 1]
   ends[:, -1] = left
-  follow = lambda node: blocks.left_at(tree, q, p, jnp.float32(asked), np.full(len(x), node))
+  follow = lambda node: jitted(blocks.left_at)(tree, q, p, asked, np.full(len(x), node))
   return ends, np.stack([follow(node) for node in range(tree.num_nodes)], axis=1)
 
 
