@@ -11,11 +11,12 @@ NOTES = (
   "alpha: acceptance rate of the first guess at a token, with its 95% interval, of a tree that of "
   "the eldest; length: tokens a pass of the target; c and v: a draft step and a round without "
   "drafting, in plain steps, at the lowest temperature; predicted: length / (gamma c + v), which "
-  "leaves out what it takes to read the prompts; speedup: measured tokens a second over plain "
-  "decoding's in the same process, in turn. A draft that stops early has no c and no prediction, "
-  "as its rounds are not alike; one that learns from outcomes has no alpha. MB: parameters of the "
-  "draft that are not the target's own; same: outputs identical to plain decoding's at "
-  "temperature 0.",
+  "leaves out what it takes to read the prompts; by bytes: the same at the lowest temperature if a "
+  "pass took as long as reading what it must of memory, as on an accelerator; speedup: measured "
+  "tokens a second over plain decoding's in the same process, in turn. A draft that stops early has "
+  "no c and no prediction, as its rounds are not alike; one that learns from outcomes has no alpha. "
+  "MB: parameters of the draft that are not the target's own; same: outputs identical to plain "
+  "decoding's at temperature 0.",
 )
 
 
@@ -37,6 +38,7 @@ def drafts_table(records: Sequence[Record]) -> Table:
         *each("acceptance length"),
         *(cell(COLUMNS[name], coldest) for name in ("c", "v")),
         *(MISSING if r is None else cell(_predicted, r) for r in of_each),
+        cell(_by_bytes, coldest),
         *each("speedup"),
         MISSING if coldest.draft_mb is None else f"{coldest.draft_mb:.1f}",
         cell(COLUMNS["same"], coldest),
@@ -44,7 +46,7 @@ def drafts_table(records: Sequence[Record]) -> Table:
     )
   cold_and_warm = lambda name: [f"{name}, T = {t:g}" for t in temperatures]
   columns = ["draft", "rule", *cold_and_warm("alpha"), *cold_and_warm("length"), "c", "v"]
-  columns += [*cold_and_warm("predicted"), *cold_and_warm("speedup"), "MB", "same"]
+  columns += [*cold_and_warm("predicted"), "by bytes", *cold_and_warm("speedup"), "MB", "same"]
   title = f"{first.task}, {first.target}, gamma {first.gamma}, batch {first.batch_size}, "
   title += f"{first.num_examples} texts, {first.device}"
   return Table(title, tuple(columns), tuple(rows), (*NOTES, measured_with(records)))
@@ -52,6 +54,13 @@ def drafts_table(records: Sequence[Record]) -> Table:
 
 def _predicted(r) -> str:
   return f"{r.tokens_per_round / (r.gamma * r.c + r.verify_cost):.2f}"
+
+
+def _by_bytes(r) -> str:
+  if r.c is None:
+    return MISSING
+  drafting, verifying = r.gamma * r.draft_step_mb, r.verify_mb
+  return f"{r.tokens_per_round * r.target_step_mb / (drafting + verifying):.2f}"
 
 
 def _each(records: Sequence[Record | None], column: str) -> list[str]:
