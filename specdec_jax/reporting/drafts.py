@@ -15,8 +15,8 @@ NOTES = (
   "pass took as long as reading what it must of memory, as on an accelerator; speedup: measured "
   "tokens a second over plain decoding's in the same process, in turn. A draft that stops early "
   "has no c and no prediction, as its rounds are not alike; one that learns from outcomes has no "
-  "alpha. MB: parameters of the draft that are not the target's own; same: outputs identical to plain "
-  "decoding's at temperature 0.",
+  "alpha. MB: parameters of the draft that are not the target's own; same: outputs identical to "
+  "plain decoding's at temperature 0.",
 )
 
 
