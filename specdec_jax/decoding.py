@@ -40,6 +40,7 @@ class State(NamedTuple):
     length: [B]. prompt_length: [B], the length before the first round.
     done: [B].
     target: cache of the target: length - 1 tokens. draft: what the draft keeps.
+    hidden: [B, E], as in `Context`.
     rounds: those so far. num_rounds: [], how many.
     not_finite: [B], as in `Decoded`.
   """
@@ -50,6 +51,7 @@ class State(NamedTuple):
   prompt_length: Array
   done: Array
   target: Any
+  hidden: Array
   draft: Any
   rounds: Rounds
   num_rounds: Array
@@ -58,7 +60,7 @@ class State(NamedTuple):
   @property
   def context(self) -> Context:
     """What of it a draft may read."""
-    return Context(self.prompt, self.tokens, self.length, self.target)
+    return Context(self.prompt, self.tokens, self.length, self.target, self.hidden)
 
   @property
   def limit(self) -> Array:
@@ -168,6 +170,7 @@ def start(target: Model, draft: Draft, target_params, draft_params, prompt, limi
   num_slots = first.shape[1] + limit + tree.num_nodes
   hidden, cache = target.prefill(target_params, prompt, num_slots)
   tokens = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
+  context = Context(prompt, tokens, length, cache, last_hidden(hidden, length - 2))
   of_rounds = lambda *shape: jnp.zeros((limit, batch, *shape), jnp.int32)
   state = State(
     prompt=prompt,
@@ -176,7 +179,8 @@ def start(target: Model, draft: Draft, target_params, draft_params, prompt, limi
     prompt_length=length,
     done=jnp.zeros(batch, bool),
     target=cache,
-    draft=draft.start(draft_params, Context(prompt, tokens, length, cache), hidden),
+    hidden=context.hidden,
+    draft=draft.start(draft_params, context, hidden),
     rounds=Rounds(
       guesses=of_rounds(tree.num_guesses),
       num_accepted=of_rounds(),
@@ -229,6 +233,7 @@ def one_round(
 
   # Commit: both models forget the rest.
   cache = target.commit(cache, length - 1, tree, verdict.path)
+  chose = verdict.num_accepted if verdict.path is None else verdict.path.max(axis=1)
 
   # Observe: the draft hears what became of its guesses.
   outcome = Outcome(proposal, logits, hidden, verdict, num_emitted, length)
@@ -239,6 +244,7 @@ def one_round(
     length=length,
     done=s.done | ends,
     target=cache,
+    hidden=last_hidden(hidden, chose),
     draft=draft_state,
     rounds=_recorded(s, proposal, verdict, num_emitted),
     num_rounds=s.num_rounds + 1,
@@ -261,6 +267,12 @@ def _read(
   reached = (block[:, 1:] >= 0).any(axis=0).sum()
   at = jnp.searchsorted(jnp.array(widths), reached)
   return lax.switch(at, [functools.partial(first, width) for width in widths], cache)
+
+
+def last_hidden(hidden: Array, at: Array) -> Array:
+  """Of states [B, k, E] one of each row, [B, E]; 0 where `at` [B] is negative."""
+  found = jnp.take_along_axis(hidden, jnp.maximum(at, 0)[:, None, None], axis=1)[:, 0]
+  return jnp.where(at[:, None] < 0, 0, found)
 
 
 def _finite(logits: Array, q: Array | None) -> Array:

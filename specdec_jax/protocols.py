@@ -83,12 +83,14 @@ class Context(NamedTuple):
     prompt: [B, P].
     tokens: [B, T], the committed ones first. length: [B], how many.
     target: the target's cache.
+    hidden: [B, E], the target's last state where it chose the newest token; 0 if it chose none yet.
   """
 
   prompt: Array
   tokens: Array
   length: Array
   target: Any
+  hidden: Array
 
   @property
   def newest(self) -> Array:

@@ -43,7 +43,9 @@ def by_hand(rows, text, order, rank):
 def written(texts) -> Context:
   """In which these are committed, after prompts of nothing."""
   fill = np.array([[*text, *[9] * (SLOTS - len(text))] for text in texts], np.int32)
-  return Context(jnp.zeros((len(texts), 4), jnp.int32), fill, jnp.array([*map(len, texts)]), None)
+  return Context(
+    jnp.zeros((len(texts), 4), jnp.int32), fill, jnp.array([*map(len, texts)]), None, None
+  )
 
 
 def propose(draft, params, texts):

@@ -43,8 +43,11 @@ from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
 from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.drafts.uniform import uniform
+from specdec_jax.models.families import init_params
 from specdec_jax.models.gpt import GPTModel
+from specdec_jax.models.speculator import SpeculatorConfig
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.pairs import speculators
 from specdec_jax.protocols import Drafter
 from specdec_jax.rules.blocks import BlockRule
 from specdec_jax.rules.k_seq import KSeqRule
@@ -170,6 +173,21 @@ def cascade(models: Models, sampling: Sampling, tree: Tree):
   return CascadeDraft(drafts, V), (models.params, models.draft_params, ())
 
 
+def learned(kind: str):
+  """A module on the target's states, as good as one that has learned nothing."""
+
+  def draft(models: Models, sampling: Sampling, tree: Tree):
+    shape = models.target.config
+    sizes = dict(state_dim=shape.emb_dim, emb_dim=8, mlp_dim=16, num_decoder_layers=1, rank=4)
+    heads = dict(num_heads=shape.num_heads, head_dim=shape.head_dim, has_encoder=shape.has_encoder)
+    config = SpeculatorConfig(kind=kind, vocab_size=V, gamma=4, **sizes, **heads)
+    own = init_params(config, jax.random.key(1))
+    made = speculators.drafter(kind, config, own, models.target, models.params)
+    return made.make(sampling, tree), made.params
+
+  return draft
+
+
 def free(models: Models, sampling: Sampling, tree: Tree):
   return FreeDraft(tree), ()
 
@@ -207,6 +225,14 @@ CASES = {
   "known": (gpt, known, chain(5), TokenRule),
   "stopping": (t5, stopping, chain(4), TokenRule),
   "cascade": (gpt, cascade, chain(4), TokenRule),
+  "heads": (t5, learned("heads"), RAGGED, TokenRule),
+  "EAGLE": (t5, learned("eagle"), chain(3), BlockRule),
+  "EAGLE, GPT": (gpt, learned("eagle"), RAGGED, TokenRule),
+  "one pass": (t5, learned("parallel"), RAGGED, TokenRule),
+  "one pass, GPT": (gpt, learned("parallel"), chain(3), TokenRule),
+  "look-ahead embeddings": (t5, learned("look_ahead"), chain(3), TokenRule),
+  "exit": (gpt, learned("exit"), chain(3), TokenRule),
+  "shared encoder": (t5, learned("decoder"), RAGGED, TokenRule),
   "uniform": (t5, drafted(uniform), branching(2, 1), TokenRule),
   "hierarchical": (t5, hierarchical, chain(4), TokenRule),
   "hierarchical, GPT": (gpt, two_levels, chain(3), BlockRule),
@@ -233,6 +259,7 @@ SAMPLED = [
   ("dynamic", "temperature 1"),
   ("drafts merged", "top-k"),
   ("stopping", "temperature 1"),
+  ("one pass", "temperature 1"),
   ("cascade", "temperature 1"),
 ]
 

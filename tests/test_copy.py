@@ -41,7 +41,7 @@ def proposing(tree, max_ngram, vocab_size):
   draft = CopyDraft(vocab_size, tree, max_ngram)
 
   def run(prompt, tokens, length):
-    context = Context(prompt, tokens, length, None)
+    context = Context(prompt, tokens, length, None, None)
     state = draft.start((), context, None)
     keys = jax.random.split(jax.random.key(0), len(length))
     proposal, after = draft.propose((), state, context, keys)

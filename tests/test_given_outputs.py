@@ -60,7 +60,7 @@ def guessing(words, make, gamma):
 
   def guesses(source, done):
     tokens, length = padded([[PAD_ID, *done]], 60), np.array([1 + len(done)])
-    context = Context(padded([source], 120), tokens, length, None)
+    context = Context(padded([source], 120), tokens, length, None, None)
     state = draft.start(drafter.params, context, None)
     return propose(drafter.params, state, context, keys)[0].tokens[0].tolist()
 

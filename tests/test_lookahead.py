@@ -61,7 +61,7 @@ def test_window_and_pool_are_those_of_plain_lists(gamma, num_guesses):
   batch, keys = len(PROMPTS), jax.random.split(jax.random.key(0), len(PROMPTS))
   propose, observe = jax.jit(draft.propose), jax.jit(draft.observe)
   text = np.random.default_rng(0).integers(1, V, (batch, ROUNDS)).astype(np.int32)
-  context = Context(jnp.asarray(PROMPTS), jnp.asarray(text), jnp.full(batch, 1), None)
+  context = Context(jnp.asarray(PROMPTS), jnp.asarray(text), jnp.full(batch, 1), None, None)
   state = draft.start((), context, jnp.zeros((batch, 1, 0)))
   lists = [InLists(prompt, gamma) for prompt in PROMPTS.tolist()]
   most = 0

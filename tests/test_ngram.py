@@ -60,7 +60,7 @@ def propose(draft, ngrams, newest, seed=0):
   newest = jnp.asarray(newest, jnp.int32)
   tokens = jnp.stack([newest * 0, newest * 0 + 5, newest, newest * 0], axis=1)
   keys = jax.random.split(jax.random.key(seed), len(newest))
-  context = Context(None, tokens, newest * 0 + 3, None)
+  context = Context(None, tokens, newest * 0 + 3, None, None)
   state = draft.start(ngrams, context, None)
   assert state == ()
   (guesses, q, _), state = jax.jit(draft.propose)(ngrams, state, context, keys)
@@ -140,7 +140,9 @@ def test_rows_do_not_depend_on_their_neighbours():
   tokens = jnp.asarray([[0, 4, 0, 0], [0, 9, 5, 0], [0, 0, 0, 0]])
   length, keys = jnp.asarray([2, 3, 1]), jax.random.split(jax.random.key(3), 3)
   propose_jitted = jax.jit(draft.propose)
-  proposed = lambda *rows: propose_jitted(ngrams, (), Context(None, *rows[:2], None), rows[2])[0]
+  proposed = lambda *rows: propose_jitted(
+    ngrams, (), Context(None, *rows[:2], None, None), rows[2]
+  )[0]
   whole = proposed(tokens, length, keys)
   for row in range(3):
     of_row = slice(row, row + 1)

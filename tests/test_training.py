@@ -16,17 +16,19 @@ from scipy import special
 
 from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.commands import train as experiment
-from specdec_jax.commands.train import model_outputs
+from specdec_jax.commands.lessons import model_outputs
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
+from specdec_jax.models.families import module_of
 from specdec_jax.models.t5 import T5
 from specdec_jax.pairs import load_pair
 from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.training import trainer
 from specdec_jax.training.batches import BUCKETS, Pairs, arrays, epoch_batches
 from specdec_jax.training.distillation import load_pairs, recombined, save_pairs, teacher_opinions
-from specdec_jax.training.trainer import TrainSettings, cross_entropy, train
+from specdec_jax.training.objectives import cross_entropy, model_objective, teacher_forced
+from specdec_jax.training.trainer import TrainSettings, train
 
 
 def random_pairs(count, seed, longest=60) -> Pairs:
@@ -179,6 +181,7 @@ SETTINGS = TrainSettings(
   label_smoothing=0.01,
   save_every=9,
 )
+OBJECTIVE = model_objective(CONFIG, SETTINGS.label_smoothing)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -208,7 +211,9 @@ def start():
 
 
 def run(output, **changes):
-  params = train(CONFIG, SETTINGS, copies(), copies(), str(output), **{"init": start(), **changes})
+  params = train(
+    OBJECTIVE, SETTINGS, copies(), copies(), str(output), **{"init": start(), **changes}
+  )
   return jax.device_get(params)
 
 
@@ -332,14 +337,14 @@ def test_no_pairs_are_refused(tmp_path, side):
   none = Pairs([], [])
   pairs = (none, copies()) if side == "training" else (copies(), none)
   with pytest.raises(InputError, match=side):
-    train(CONFIG, SETTINGS, *pairs, str(tmp_path), init=start())
+    train(OBJECTIVE, SETTINGS, *pairs, str(tmp_path), init=start())
   assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_warm_up_longer_than_the_run_is_refused(tmp_path):
   settings = dataclasses.replace(SETTINGS, warmup_steps=60)
   with pytest.raises(InputError, match="warmup_steps is 60"):
-    train(CONFIG, settings, copies(), copies(), str(tmp_path), init=start())
+    train(OBJECTIVE, settings, copies(), copies(), str(tmp_path), init=start())
 
 
 # What a draft is trained on: the target's own outputs.
@@ -431,7 +436,7 @@ def test_a_draft_learns_from_references_samples_and_new_sources(tmp_path, monkey
     samples=2,
     new_sources=3,
   )
-  ((_, _, pairs, valid, _),) = seen
+  ((_, _, pairs, valid, *_),) = seen
   pair = tiny_pair.pair()
   encode = pair.vocabulary.encode
   sources, references = map(encode, texts), map(encode, texts[::-1])
@@ -564,7 +569,7 @@ def test_the_first_token_of_a_text_is_learned_from_the_start_and_padding_is_not(
   pairs = Pairs([[1], [1]], texts)
   (batch,) = arrays(pairs, [(8, np.arange(2))])
   params = tiny_pair.random_params(GPT, 0)
-  logits = trainer.teacher_forced(trainer.module_of(GPT), params, batch)
+  logits = teacher_forced(module_of(GPT), params, batch)
   begin = tiny.teacher_forced(GPT)(params, np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32))
   np.testing.assert_allclose(logits[:, 0], np.repeat(begin[:, 0], 2, axis=0), atol=1e-5)
   losses = -np.asarray(jax.nn.log_softmax(logits))

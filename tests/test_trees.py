@@ -154,7 +154,7 @@ def test_a_dynamic_tree_is_the_best_of_what_was_read(seed):
     live = sorted(of_level, key=lambda node: -node[1])[:k]
   best = sorted(candidates, key=lambda node: -node[1])[:count]
   draft = DynamicDraft(Bigrams(), DynamicTree(count, depth), width=k)
-  context = Context(None, jnp.array([[1, newest]]), jnp.array([2]), None)
+  context = Context(None, jnp.array([[1, newest]]), jnp.array([2]), None, None)
   keys = jax.random.split(jax.random.key(0), 1)
   state = [], None
   proposal, (cache, reads) = draft.propose(jnp.asarray(logs, jnp.float32), state, context, keys)

@@ -13,14 +13,19 @@ from specdec_jax.checkpoints.flax_msgpack import read_flat
 from specdec_jax.checkpoints.stored import Checkpoint, Stored
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config, named_dtype
-from specdec_jax.models.families import Config
+from specdec_jax.models.families import AnyConfig
+from specdec_jax.models.speculator import SpeculatorConfig
 from specdec_jax.writing import written
 
 CONFIG, PARAMS = "config.json", "params.msgpack"
-_FAMILIES: dict[str, type[Config]] = {"t5": T5Config, "gpt": GPTConfig}
+_FAMILIES: dict[str, type[AnyConfig]] = {
+  "t5": T5Config,
+  "gpt": GPTConfig,
+  "speculator": SpeculatorConfig,
+}
 
 
-def save_model(folder: str, config: Config, params, vocabulary: str | None = None) -> None:
+def save_model(folder: str, config: AnyConfig, params, vocabulary: str | None = None) -> None:
   """Write shape and parameters (as bfloat16) to `folder`, both files or neither.
 
   `vocabulary` is the fingerprint of the one it was trained with, kept to refuse another.

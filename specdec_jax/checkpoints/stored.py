@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 from specdec_jax.errors import InputError
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.families import Config, for_decoding, init_params
+from specdec_jax.models.families import AnyConfig, for_decoding, init_params
 
 Index = tuple[slice, ...]  # one for each axis
 Shardings = Any  # a tree of `Sharding` like the parameters', or a function to it from their shapes
@@ -110,14 +110,14 @@ class Checkpoint(NamedTuple):
   """
 
   path: str
-  config: Config
+  config: AnyConfig
   arrays: Mapping[str, Stored]
   vocabulary: str | None = None
   eos_id: int | None = None
 
   def load(
     self,
-    config: Config,
+    config: AnyConfig,
     dtype: Any = None,
     shardings: Shardings = None,
     stored_weights: bool = False,
@@ -186,7 +186,7 @@ def _place(array: Stored, dtype, sharding: Sharding | None = None) -> jax.Array:
 
 
 @functools.cache
-def param_shapes(config: Config):
+def param_shapes(config: AnyConfig):
   """The parameters of a model of this shape as a tree of `jax.ShapeDtypeStruct`."""
   return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 

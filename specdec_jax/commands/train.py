@@ -1,26 +1,21 @@
 """Train a target on sentence pairs or on texts alone, or a draft on a target's own outputs."""
 
-import dataclasses
 import pathlib
 
-import jax.numpy as jnp
-import numpy as np
 import sacrebleu
-from rich.progress import track
 
 from specdec_jax.checkpoints.folder import load_model, save_model
+from specdec_jax.commands.lessons import Teacher, model_outputs, text_pairs
 from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
+from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
-from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.errors import InputError, require_count, require_types
-from specdec_jax.models.families import Config, for_decoding, model_of, module_of
-from specdec_jax.protocols import Model
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.training.batches import Pairs
-from specdec_jax.training.distillation import load_pairs, recombined, save_pairs, teacher_opinions
+from specdec_jax.models.families import Config, for_decoding, model_of
+from specdec_jax.models.speculator import SpeculatorConfig
+from specdec_jax.training.objectives import Divergence, model_objective
+from specdec_jax.training.speculators import speculator_objective
 from specdec_jax.training.trainer import TrainSettings, train
 
 
@@ -66,7 +61,7 @@ def train_target(
   """
   require_types(train_target, locals())
   words = _vocabulary_of(config, vocabulary)
-  valid = _pairs(words, data, [valid_source] if valid_source else None, [valid_target])
+  valid = text_pairs(words, data, [valid_source] if valid_source else None, [valid_target])
   references = read_lines(f"{data}/{valid_target}")
   model = model_of(config)
 
@@ -74,8 +69,9 @@ def train_target(
     outputs = model_outputs(model, params, valid.sources)
     return sacrebleu.corpus_bleu([words.decode(o) for o in outputs], [references]).score
 
-  pairs = _pairs(words, data, sources, targets)
-  params = train(config, settings, pairs, valid, work_dir, bleu=bleu if valid_source else None)
+  pairs = text_pairs(words, data, sources, targets)
+  objective = model_objective(config, settings.label_smoothing)
+  params = train(objective, settings, pairs, valid, work_dir, bleu=bleu if valid_source else None)
   save_model(output, config, params, words.fingerprint())
 
 
@@ -93,6 +89,8 @@ def train_draft(
   samples: int = 0,
   new_sources: int = 0,
   tail: bool = False,
+  divergence: Divergence = "forward_kl",
+  start: str | None = None,
 ) -> None:
   """Train a draft towards the target's own distributions, resuming if it was stopped; save it.
 
@@ -119,32 +117,70 @@ def train_draft(
     samples: outputs drawn from the target at temperature 1 for each source.
     new_sources: see `distillation.recombined`.
     tail: see `distillation.teacher_opinions`; for targets that are as uncertain as those of news.
+    divergence: of the draft from these opinions (`objectives.divergences`).
+    start: folder of a draft to go on from, of the same shape; None begins at random.
+
+  Raises:
+    InputError: `tail` with a divergence that has no use for it.
   """
   require_types(train_draft, locals())
+  if tail and divergence != "forward_kl":
+    raise InputError(f"tail goes with 'forward_kl', and the divergence is {divergence!r}.")
+  started = load_model(start)[1] if start else None
   words = _vocabulary_of(config, vocabulary)
   target_config, params = for_decoding(*load_model(target))
-  model, nothing = model_of(target_config), [words.encode("")]
+  teacher = Teacher(words, target_config, params)
   lessons = pathlib.Path(work_dir) / "lessons.npz"
-  if not lessons.exists():
-    pairs = _pairs(words, data, sources, targets)
-    asked = [pairs.sources] * samples
-    if sources:
-      lines = [line for file in sources for line in read_lines(f"{data}/{file}")]
-      asked.append([words.encode(line) for line in recombined(lines, new_sources)])
-    else:
-      asked.append(nothing * new_sources)
-    for seed, texts in enumerate(asked):
-      drawn = model_outputs(model, params, texts, words.eos_id, sampling=Sampling(), seed=seed)
-      pairs = Pairs([*pairs.sources, *texts], [*pairs.targets, *drawn])
-    opinions = teacher_opinions(module_of(target_config), params, pairs, tail=tail)
-    pairs = dataclasses.replace(pairs, teacher=opinions)
-    lessons.parent.mkdir(parents=True, exist_ok=True)
-    save_pairs(lessons, pairs)
-  valid_texts = _encoded(words, data, [valid_source]) if valid_source else nothing * 512
-  how = Sampling(temperature=0.0 if valid_source else 1.0)
-  valid = model_outputs(model, params, valid_texts, words.eos_id, sampling=how, seed=-1)
-  params = train(config, settings, load_pairs(lessons), Pairs(valid_texts, valid), work_dir)
+  pairs = teacher.lessons(lessons, data, sources, targets, samples, new_sources, tail)
+  objective = model_objective(config, settings.label_smoothing, divergence)
+  params = train(objective, settings, pairs, teacher.checks(data, valid_source), work_dir, started)
   save_model(output, config, params, words.fingerprint())
+
+
+def train_speculator(
+  data: str,
+  sources: list[str] | None,
+  targets: list[str],
+  valid_source: str | None,
+  config: SpeculatorConfig,
+  settings: TrainSettings,
+  vocabulary: str,
+  target: str,
+  output: str,
+  work_dir: str,
+  lessons: str | None = None,
+  samples: int = 0,
+  new_sources: int = 0,
+  divergence: Divergence = "forward_kl",
+  stride: int = 4,
+) -> None:
+  """Train a module on the target's states (`models.speculator`), resuming if it was stopped.
+
+  The target is frozen. What is printed of the validation text is the acceptance length at
+  temperature 0, tokens a round, of rounds that begin at every `stride`-th token.
+
+  Args:
+    data: as for `train_draft`, and sources, targets, valid_source, settings, vocabulary, samples
+      and new_sources.
+    config: the module's shape, for this target's.
+    target: folder of the target.
+    output: folder that gets the module, in bfloat16.
+    work_dir: for checkpoints and metrics of this run.
+    lessons: file of what it learns from, made where there is none; by default `lessons.npz` in
+      work_dir.
+    divergence: of guesses from the target's opinions (`objectives.divergences`).
+    stride: as in `training.speculators.speculator_objective`.
+  """
+  require_types(train_speculator, locals())
+  require_count("stride", stride)
+  words = open_vocabulary(vocabulary)
+  target_config, params = for_decoding(*load_model(target))
+  teacher = Teacher(words, target_config, params)
+  path = pathlib.Path(lessons or f"{work_dir}/lessons.npz")
+  pairs = teacher.lessons(path, data, sources, targets, samples, new_sources)
+  objective = speculator_objective(config, target_config, params, divergence, stride)
+  learnt = train(objective, settings, pairs, teacher.checks(data, valid_source), work_dir)
+  save_model(output, config, learnt, words.fingerprint())
 
 
 def _vocabulary_of(config: Config, path: str) -> Vocabulary:
@@ -157,43 +193,3 @@ def _vocabulary_of(config: Config, path: str) -> Vocabulary:
     if (given := getattr(config, name)) != value:
       raise InputError(f"The model's {name} is {given}; set it to {value}, to train with {path}.")
   return words
-
-
-def _pairs(words: Vocabulary, data: str, sources: list[str] | None, targets: list[str]) -> Pairs:
-  """Texts with their sources, or with nothing."""
-  texts, nothing = _encoded(words, data, targets), words.encode("")
-  return Pairs(_encoded(words, data, sources) if sources else [nothing] * len(texts), texts)
-
-
-def _encoded(words: Vocabulary, data: str, files: list[str]) -> list[list[int]]:
-  return [words.encode(line) for file in files for line in read_lines(f"{data}/{file}")]
-
-
-def model_outputs(
-  model: Model,
-  params,
-  sources: list[list[int]],
-  eos_id: int | None = None,
-  batch_size: int = 64,
-  sampling: Sampling = Sampling(temperature=0.0),
-  seed: int = 0,
-) -> list[list[int]]:
-  """A model's own outputs for encoded sources, as token ids, in order; argmax unless told."""
-  order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-  outputs: list[list[int]] = [[]] * len(sources)
-  for at in track(range(0, len(order), batch_size), "decoding", transient=True):
-    chunk = order[at : at + batch_size]
-    chunk += [chunk[-1]] * (batch_size - len(chunk))  # one shape a length, also at the end
-    width = -(-max(len(sources[i]) for i in chunk) // 16) * 16
-    decoded = autoregressive_decode(
-      model,
-      params,
-      jnp.asarray(padded([sources[i] for i in chunk], width)),
-      row_keys(seed, at, batch_size),
-      max_new_tokens=96,
-      sampling=sampling,
-      eos_id=eos_id,
-    )
-    for i, row, length in zip(chunk, np.asarray(decoded.tokens), np.asarray(decoded.lengths)):
-      outputs[i] = row[:length].tolist()
-  return outputs

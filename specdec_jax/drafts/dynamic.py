@@ -60,7 +60,7 @@ class DynamicDraft(Draft):
     return cache, jnp.zeros((len(context.tokens), self.tree.num_guesses), jnp.int32)
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    newest, cache = read_newest(self.model, params, state[0], context)
+    newest, _, cache = read_newest(self.model, params, state[0], context)
     batch, k, drafted = len(newest), self.width, self._drafted
     rows = jnp.arange(batch)[:, None]
     worth, tokens = _best(newest[:, None], jnp.zeros((batch, 1)), k)  # [B, 1, k]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specdec_jax.decoding import State, one_round
+from specdec_jax.decoding import State, last_hidden, one_round
 from specdec_jax.drafts.model import ModelDraft, read_newest
 from specdec_jax.protocols import Context, Draft, Model, Outcome, Proposal, Rounds
 from specdec_jax.rules.tokens import TokenRule
@@ -49,11 +49,12 @@ class HierarchicalDraft(Draft):
     own, inner = params
     context = self._with_room(context)
     hidden, cache = self.model.prefill(own, context.prompt, context.tokens.shape[1])
-    return cache, self._noted.start(inner, context._replace(target=cache), hidden)
+    last = last_hidden(hidden, context.length - 2)
+    return cache, self._noted.start(inner, context._replace(target=cache, hidden=last), hidden)
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     (own, inner_params), (cache, inner_state), gamma = params, state, self.tree.depth
-    newest, cache = read_newest(self.model, own, cache, context, self.catch_up)
+    newest, hidden, cache = read_newest(self.model, own, cache, context, self.catch_up)
     first_rng, rng = jax.vmap(jax.random.split, out_axes=1)(rng)
     first, q = draw(first_rng, newest, self.sampling)
     if gamma == 1:
@@ -69,6 +70,7 @@ class HierarchicalDraft(Draft):
       prompt_length=begun,
       done=jnp.zeros(batch, bool),
       target=self.model.commit(cache, context.length),
+      hidden=hidden,
       draft=_NotedState(inner_state, begun, jnp.zeros((batch, more, self.model.vocab_size))),
       rounds=Rounds(zeros(self.inner.tree.depth), zeros(), zeros(), zeros()),
       num_rounds=jnp.zeros((), jnp.int32),

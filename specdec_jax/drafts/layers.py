@@ -13,7 +13,7 @@ from jax import Array
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_types
-from specdec_jax.models.families import model_of
+from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.t5 import T5Model
@@ -43,14 +43,21 @@ def some_layers(vocabulary: Vocabulary, layers: Sequence[int]) -> OnTarget:
         f"layers is {layers}; the target's decoder has layers 0 to {count - 1}: give some of them, "
         "in ascending order."
       )
-    fewer = model_of(dataclasses.replace(own.config, num_decoder_layers=len(layers)))
-    kept = {f"layers_{i}": params["decoder"][f"layers_{layer}"] for i, layer in enumerate(layers)}
-    rest = {name: x for name, x in params["decoder"].items() if not name.startswith("layers_")}
-    shared = {"decoder": rest | kept, "token_embedder": params["token_embedder"]}
-    make = lambda sampling, tree: LayersDraft(ModelDraft(fewer, sampling, tree), tuple(layers))
+    fewer, shared = of_layers(own.config, params, layers)
+    make = lambda sampling, tree: LayersDraft(
+      ModelDraft(model_of(fewer), sampling, tree), tuple(layers)
+    )
     return Drafter(f"layers {','.join(map(str, layers))}", make, shared)
 
   return OnTarget(on_target)
+
+
+def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Config, Any]:
+  """Shape and parameters, the same arrays, of a model that is some of another's decoder layers."""
+  kept = {f"layers_{i}": params["decoder"][f"layers_{layer}"] for i, layer in enumerate(layers)}
+  rest = {name: x for name, x in params["decoder"].items() if not name.startswith("layers_")}
+  fewer = dataclasses.replace(config, num_decoder_layers=len(layers))
+  return fewer, {"decoder": rest | kept, "token_embedder": params["token_embedder"]}
 
 
 @dataclasses.dataclass(frozen=True)

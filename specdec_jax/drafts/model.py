@@ -45,7 +45,7 @@ class ModelDraft(Draft):
     return self.model.prefill(params, context.prompt, context.tokens.shape[1])[1]
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    newest, cache = read_newest(self.model, params, state, context, self.catch_up)
+    newest, _, cache = read_newest(self.model, params, state, context, self.catch_up)
     return self.guess(params, cache, newest, rng)
 
   def guess(self, params: Any, cache: Any, newest: Array, rng: Array) -> tuple[Proposal, Any]:
@@ -96,8 +96,9 @@ class ModelDraft(Draft):
 
 def read_newest(
   model: Model, params: Any, cache: Any, context: Context, count: int = 2
-) -> tuple[Array, Any]:
-  """Logits [B, V] after the newest token, and the cache of what is committed before it.
+) -> tuple[Array, Array, Any]:
+  """Logits [B, V] and state [B, E] after the newest token, and the cache of what is committed
+  before it.
 
   After a round whose guesses were all accepted the cache lacks the last of them. So `count` tokens
   are always read, the newest last, writing those before again; a row that holds fewer reads unused
@@ -106,6 +107,6 @@ def read_newest(
   length = context.length
   behind = jnp.maximum(length - count, 0)
   block = jnp.take_along_axis(context.tokens, behind[:, None] + jnp.arange(count), axis=1)
-  logits, _, cache = model.extend(params, model.commit(cache, behind), block)
-  newest = jnp.take_along_axis(logits, (length - 1 - behind)[:, None, None], axis=1)[:, 0]
-  return newest, model.commit(cache, length - 1)
+  logits, hidden, cache = model.extend(params, model.commit(cache, behind), block)
+  of_newest = lambda x: jnp.take_along_axis(x, (length - 1 - behind)[:, None, None], axis=1)[:, 0]
+  return of_newest(logits), of_newest(hidden), model.commit(cache, length - 1)

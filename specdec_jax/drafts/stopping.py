@@ -49,7 +49,7 @@ class StoppingDraft(Draft):
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     model, sampling, gamma = self.draft.model, self.draft.sampling, self.tree.depth
-    newest, cache = read_newest(model, params, state, context, self.draft.catch_up)
+    newest, _, cache = read_newest(model, params, state, context, self.draft.catch_up)
     keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
     first, law = draw(keys[0], newest, sampling)
     tokens = jnp.full((len(newest), gamma), -1).at[:, 0].set(first)

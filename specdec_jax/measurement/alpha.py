@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from specdec_jax.decoding import last_hidden
 from specdec_jax.protocols import Context, Draft, Model
 from specdec_jax.rules.tokens import emitted_distribution, near_argmax, offers
 from specdec_jax.sampling import Sampling, distribution
@@ -77,19 +78,25 @@ def proposals(
   generated = jnp.take_along_axis(tokens, slots - begins[:, None], axis=1, mode="clip")
   begun = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
   text = jnp.where(slots < begins[:, None], begun, generated)
-  _, cache = target.prefill(target_params, prompt, num_slots)
+  hidden, cache = target.prefill(target_params, prompt, num_slots)
   before = jnp.take_along_axis(begun, begins[:, None] - 1, axis=1)
   block = jnp.concatenate([before, tokens[:, :-1]], axis=1)
-  cache = target.extend(target_params, cache, block)[2]  # left out where no draft looks at it
-  context = lambda length: Context(prompt, text, length, target.commit(cache, length - 1))
+  # Both are left out where no draft looks at them.
+  _, states, cache = target.extend(target_params, cache, block)
+  states = jnp.concatenate([last_hidden(hidden, begins - 2)[:, None], states], axis=1)
+
+  def context(count) -> Context:
+    length = begins + count
+    return Context(prompt, text, length, target.commit(cache, length - 1), states[:, count])
+
   rng = jax.random.split(jax.random.key(0), batch)  # what is drawn does not matter
 
   def propose(state, count):
-    proposal, state = draft.propose(draft_params, state, context(begins + count), rng)
+    proposal, state = draft.propose(draft_params, state, context(count), rng)
     chosen = jax.nn.one_hot(proposal.tokens, target.vocab_size)
     return state, (proposal.tokens, chosen if proposal.q is None else proposal.q)
 
-  state = draft.start(draft_params, context(begins), jnp.zeros((batch, 1, 0)))
+  state = draft.start(draft_params, context(0), jnp.zeros((batch, 1, 0)))
   guesses, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
   return guesses.swapaxes(0, 1), q.swapaxes(0, 1)
 

@@ -123,11 +123,15 @@ class Decoder(nn.Module):
       )
       kept.append(keys_values)
     x = self.dropout(self.decoder_norm(x), deterministic)
+    return self.logits(x, embedding), x, tuple(kept)
+
+  def logits(self, x: Array, embedding: Array) -> Array:
+    """[..., V] float32 of last states [..., E]."""
     if self.config.tied_logits:
       logits = matmul(x.astype(jnp.float32) / self.config.logits_divisor, embedding.T)
     else:
       logits = self.logits_dense(x)
-    return logits[..., : self.config.vocab_size], x, tuple(kept)
+    return logits[..., : self.config.vocab_size]
 
 
 def empty_slots(config: TransformerConfig, batch: int, num_slots: int) -> tuple[KeysValues, ...]:

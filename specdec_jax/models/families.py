@@ -1,16 +1,19 @@
-"""T5 or GPT: for a shape of either family its module, its model, and its parameters' layouts."""
+"""For a shape of any family its module, its model, and its parameters' layouts."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specdec_jax.models.config import GPTConfig, T5Config
+from specdec_jax.models.config import GPTConfig, T5Config, TransformerConfig
+from specdec_jax.models.decoder import empty_slots
 from specdec_jax.models.gpt import GPT, GPTModel
-from specdec_jax.models.t5 import T5, T5Model
-from specdec_jax.protocols import Model
+from specdec_jax.models.speculator import Head, SpeculatorConfig, in_rows
+from specdec_jax.models.t5 import T5, T5Cache, T5Model
 
 Config = T5Config | GPTConfig
+AnyConfig = Config | SpeculatorConfig
 
 
 def module_of(config: Config) -> T5 | GPT:
@@ -18,18 +21,44 @@ def module_of(config: Config) -> T5 | GPT:
   return T5(config) if isinstance(config, T5Config) else GPT(config)
 
 
-def model_of(config: Config) -> Model:
+def model_of(config: Config) -> T5Model | GPTModel:
   """The model behind the contract of the loops."""
   return T5Model(config) if isinstance(config, T5Config) else GPTModel(config)
 
 
-def init_params(config: Config, rng: Array):
-  """Random parameters in t5x's tree (float32)."""
+def init_params(config: AnyConfig, rng: Array):
+  """Random parameters (float32), of a T5 in t5x's tree."""
+  if isinstance(config, SpeculatorConfig):
+    return _init_speculator(config, rng)
   tokens = jnp.zeros((1, 1), jnp.int32)
   return module_of(config).init(rng, tokens, tokens)["params"]
 
 
-def for_decoding(config: Config, params, concatenate=jnp.concatenate):
+def without_encoder(config: SpeculatorConfig) -> T5Config:
+  """The T5 whose decoder is one of kind 'decoder', and whose encoder is never asked for."""
+  shared = {
+    field.name: getattr(config, field.name) for field in dataclasses.fields(TransformerConfig)
+  }
+  return T5Config(**shared, num_encoder_layers=1)
+
+
+def _init_speculator(config: SpeculatorConfig, rng: Array):
+  tokens, hidden = jnp.zeros((1, config.gamma), jnp.int32), jnp.zeros((1, config.state_dim))
+  keys, bias = jnp.zeros((1, config.num_heads, 1, config.head_dim)), jnp.zeros((1, 1, 1, 1))
+  source = ((keys, keys), bias) if config.has_encoder else (None, None)
+  if config.kind == "look_ahead":
+    return {"embeddings": jax.random.normal(rng, (config.gamma - 1, config.state_dim))}
+  if config.kind == "exit":
+    return Head(config).init(rng, hidden)["params"]
+  if config.kind == "decoder":
+    cross = ((keys, keys),) * config.num_decoder_layers
+    cache = T5Cache(jnp.zeros(1, jnp.int32), empty_slots(config, 1, config.gamma), cross, bias)
+    return T5(without_encoder(config)).init(rng, cache, tokens, method=T5.extend)["params"]
+  project = lambda x: jnp.zeros((*x.shape[:-1], config.vocab_size))
+  return in_rows(config).init(rng, hidden, tokens, source, project)["params"]
+
+
+def for_decoding(config: AnyConfig, params, concatenate=jnp.concatenate):
   """The same model with fewer, larger products: (config, params).
 
   Queries, keys and values of self-attention come from one matrix, as do both halves of a gated

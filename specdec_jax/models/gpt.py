@@ -56,8 +56,14 @@ class GPT(nn.Module):
     self, cache: GPTCache, tokens: Array, tree: AnyTree | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, GPTCache]:
     """Read a block [B, K] behind what each row holds; logits [B, K, V] follow each token."""
+    return self.read(cache, self.token_embedder(tokens), tree, first)
+
+  def read(
+    self, cache: GPTCache, x: Array, tree: AnyTree | None = None, first: Array | int = 0
+  ) -> tuple[Array, Array, GPTCache]:
+    """`extend` by embedded tokens [B, K, E], or what stands for some."""
     logits, hidden, layers = self.decoder(
-      self.token_embedder(tokens),
+      x,
       self.token_embedder.embedding,
       cached=cache.layers,
       length=cache.length,
@@ -65,6 +71,10 @@ class GPT(nn.Module):
       first=first,
     )
     return logits, hidden, cache.replace(layers=layers)
+
+  def logits(self, hidden: Array) -> Array:
+    """[..., V] of last states [..., E]."""
+    return self.decoder.logits(hidden, self.token_embedder.embedding)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,8 +101,17 @@ class T5(nn.Module):
   def __call__(self, source: Array, inputs: Array, deterministic: bool = True) -> Array:
     """Teacher-forced logits [B, K, V] of decoder inputs [B, K] (targets shifted right)."""
     cross, cross_bias = self.encode(source, deterministic)
-    x = self.token_embedder(inputs)
-    embedding = self.token_embedder.embedding
+    return self.on_source(inputs, cross, cross_bias, deterministic)
+
+  def on_source(
+    self,
+    inputs: Array,
+    cross: tuple[KeysValues, ...],
+    cross_bias: Array,
+    deterministic: bool = True,
+  ) -> Array:
+    """The same of a source that has been encoded."""
+    x, embedding = self.token_embedder(inputs), self.token_embedder.embedding
     return self.decoder(x, embedding, cross, cross_bias, deterministic=deterministic)[0]
 
   def encode(self, source: Array, deterministic: bool = True):
@@ -115,8 +124,14 @@ class T5(nn.Module):
     self, cache: T5Cache, tokens: Array, tree: AnyTree | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, T5Cache]:
     """Read a block [B, K] behind what each row holds; logits [B, K, V] follow each token."""
+    return self.read(cache, self.token_embedder(tokens), tree, first)
+
+  def read(
+    self, cache: T5Cache, x: Array, tree: AnyTree | None = None, first: Array | int = 0
+  ) -> tuple[Array, Array, T5Cache]:
+    """`extend` by embedded tokens [B, K, E], or what stands for some."""
     logits, hidden, layers = self.decoder(
-      self.token_embedder(tokens),
+      x,
       self.token_embedder.embedding,
       cache.cross,
       cache.cross_bias,
@@ -126,6 +141,10 @@ class T5(nn.Module):
       first,
     )
     return logits, hidden, cache.replace(layers=layers)
+
+  def logits(self, hidden: Array) -> Array:
+    """[..., V] of last states [..., E]."""
+    return self.decoder.logits(hidden, self.token_embedder.embedding)
 
 
 @dataclasses.dataclass(frozen=True)

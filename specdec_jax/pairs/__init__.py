@@ -19,6 +19,7 @@ from specdec_jax.pairs.load import (
 )
 from specdec_jax.pairs.pair import Pair, judge, rule_name
 from specdec_jax.pairs.random_weights import random_drafter, random_pair
+from specdec_jax.pairs.speculators import random_speculator, speculator
 from specdec_jax.protocols import Drafter
 
 __all__ = [
@@ -38,7 +39,9 @@ __all__ = [
   "own_sampling",
   "random_drafter",
   "random_pair",
+  "random_speculator",
   "rule_name",
+  "speculator",
   "stopping_draft",
   "tree_draft",
 ]

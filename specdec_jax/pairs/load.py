@@ -20,6 +20,7 @@ from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of
+from specdec_jax.models.speculator import SpeculatorConfig
 from specdec_jax.pairs.pair import Pair
 from specdec_jax.protocols import Drafter, OnTarget, Rule, made_for
 from specdec_jax.rules.tokens import TokenRule
@@ -161,6 +162,11 @@ def _load(
 ) -> tuple[Config, Any]:
   """The shape of a checkpoint, laid out for decoding unless it is cut, and its parameters."""
   checkpoint = open_checkpoint(path)
+  if isinstance(checkpoint.config, SpeculatorConfig):
+    raise InputError(
+      f"{path} is no model by itself but lives on the states of a target; give it as draft, by "
+      "`pairs.speculator` (gin/drafts/speculator.gin)."
+    )
   config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
   size, rows = len(words), config.vocab_size
   if rows == -(-size // _TABLE_MULTIPLE) * _TABLE_MULTIPLE:

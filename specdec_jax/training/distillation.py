@@ -11,7 +11,7 @@ from rich.progress import track
 
 from specdec_jax.errors import InputError
 from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
-from specdec_jax.training.trainer import teacher_forced
+from specdec_jax.training.objectives import teacher_forced
 from specdec_jax.writing import written
 
 

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from flax import linen as nn
 from jax import Array
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
-from specdec_jax.models.families import Config, init_params, module_of
 from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
+from specdec_jax.training.objectives import Objective
 from specdec_jax.writing import written
 
 
@@ -61,28 +60,8 @@ class TrainSettings:
       raise InputError(f"seed is {self.seed}; the order of batches wants one that is not negative.")
 
 
-def cross_entropy(logits: Array, batch: Batch, smoothing: float) -> tuple[Array, Array]:
-  """Mean loss in nats and accuracy of logits [B, L, V] over targets that are not padding."""
-  log_probs = jax.nn.log_softmax(logits)
-  token = (jnp.take_along_axis(log_probs, batch.labels, axis=-1) * batch.weights).sum(axis=-1)
-  loss = -(1 - smoothing) * token - smoothing * log_probs.mean(axis=-1)
-  real = batch.targets > 0
-  correct = logits.argmax(axis=-1) == batch.targets
-  mean = lambda x: jnp.sum(x * real) / jnp.sum(real)
-  return mean(loss), mean(correct)
-
-
-def teacher_forced(
-  module: nn.Module, params, batch: Batch, dropout_rng: Array | None = None
-) -> Array:
-  """Logits [B, L, V] at each target position, given the targets before it."""
-  inputs = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))  # starts with pad, as T5 does
-  rngs = None if dropout_rng is None else {"dropout": dropout_rng}
-  return module.apply({"params": params}, batch.source, inputs, dropout_rng is None, rngs=rngs)
-
-
 def train(
-  config: Config,
+  objective: Objective,
   settings: TrainSettings,
   train_pairs: Pairs,
   valid_pairs: Pairs,
@@ -93,10 +72,10 @@ def train(
   """Train to the last epoch, from the newest checkpoint in `output_dir` if there is one.
 
   Args:
-    config: shape of the model; its dropout rate is used.
+    objective: what is trained, and to what end.
     settings: see `TrainSettings`.
     train_pairs: encoded sentence pairs.
-    valid_pairs: pairs for the loss (unsmoothed) and accuracy printed after each epoch.
+    valid_pairs: pairs for the scores printed after each epoch.
     output_dir: gets `checkpoints/` and one line an epoch in `metrics.jsonl`.
     init: parameters to start from, instead of random ones.
     bleu: BLEU of given parameters on validation text, run after each epoch.
@@ -104,7 +83,6 @@ def train(
   Returns:
     The trained parameters.
   """
-  module = module_of(config)
   output = pathlib.Path(output_dir).absolute()
   steps_per_epoch = len(epoch_batches(train_pairs, settings.tokens_per_batch, 0, 0))
   valid_batches = epoch_batches(valid_pairs, settings.tokens_per_batch, 0, 0)
@@ -125,22 +103,16 @@ def train(
 
   @functools.partial(jax.jit, donate_argnums=0)
   def train_step(state, batch: Batch):
-    def loss_fn(params):
-      dropout_rng = jax.random.fold_in(rng, state["step"])
-      logits = teacher_forced(module, params, batch, dropout_rng)
-      return cross_entropy(logits, batch, settings.label_smoothing)[0]
-
+    key = jax.random.fold_in(rng, state["step"])
+    loss_fn = lambda params: objective.loss(params, batch, key, state["step"] / total)
     loss, grads = jax.value_and_grad(loss_fn)(state["params"])
     updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
     params = optax.apply_updates(state["params"], updates)
     return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
 
-  @jax.jit
-  def eval_step(params, batch: Batch):
-    return cross_entropy(teacher_forced(module, params, batch), batch, 0.0)
-
+  scores_of = jax.jit(objective.scores)
   # Copied, since each step gives its state's memory to the next.
-  params = init_params(config, rng) if init is None else jax.tree.map(jnp.array, init)
+  params = objective.init(rng) if init is None else jax.tree.map(jnp.array, init)
   state = {"params": params, "opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
   options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
   with ocp.CheckpointManager(output / "checkpoints", options=options) as checkpoints, _bar() as bar:
@@ -167,14 +139,12 @@ def train(
           checkpoints.save(step, args=ocp.args.StandardSave(state))
       train_loss = float(np.mean(jax.device_get(losses)))
       rate = tokens / (time.perf_counter() - since)
-      scores = [eval_step(state["params"], batch) for batch in arrays(valid_pairs, valid_batches)]
-      loss, accuracy = (float(sum(x) / len(scores)) for x in zip(*scores))
+      scores = [scores_of(state["params"], batch) for batch in arrays(valid_pairs, valid_batches)]
       metrics = {
         "epoch": epoch + 1,
         "step": step,
         "train_loss": train_loss,
-        "valid_loss": loss,
-        "valid_accuracy": accuracy,
+        **{name: float(np.mean([each[name] for each in scores])) for name in scores[0]},
         "bleu": bleu(state["params"]) if bleu else None,
         "tokens_per_s": rate,
       }

@@ -1,0 +1,82 @@
+"""A learned module on the target's own states as draft: heads, EAGLE, or all guesses in one pass.
+
+It keeps nothing between rounds: the pass that judged the last guesses left the state that the next
+ones begin with (`Context.hidden`), and the source has been read by the target.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specdec_jax.errors import InputError
+from specdec_jax.models.families import Config, module_of
+from specdec_jax.models.speculator import Source, SpeculatorConfig, in_rows
+from specdec_jax.protocols import Context, Draft, Proposal
+from specdec_jax.sampling import Sampling, draw_siblings
+from specdec_jax.trees import Tree, take
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculatorDraft(Draft):
+  """Guesses level by level, siblings without replacement.
+
+  Its parameters are a pair: its own, and those of the target that its logits are read off with.
+
+  Attributes:
+    config: of a module that guesses in rows.
+    target: shape of the target.
+    sampling: how logits become q.
+    tree: of the guesses.
+
+  Raises:
+    InputError: the tree is deeper than the module can guess.
+  """
+
+  config: SpeculatorConfig
+  target: Config
+  sampling: Sampling
+  tree: Tree
+
+  def __post_init__(self):
+    require_depth(self.config, self.tree.depth)
+
+  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+    own, of_target = params
+    module, target = in_rows(self.config), module_of(self.target)
+    project = lambda x: target.apply({"params": of_target}, x, method="logits")
+    apply = lambda method, *args: module.apply({"params": own}, *args, method=method)
+    source, before = source_of(self.config, context), context.newest[:, None]
+    plan, states = apply("begin", context.hidden, context.newest, source, project)
+    keys = jax.vmap(lambda key: jax.random.split(key, self.tree.depth), out_axes=1)(rng)  # [D, B]
+    tokens, q, above = [], [], 0
+    for place, (first, last) in enumerate(self.tree.levels):
+      logits, states = apply("step", plan, states, place, before, source)
+      counts = [self.tree.parents.count(node) for node in range(above, first)]
+      before, laws = draw_siblings(keys[place], logits, self.sampling, counts)
+      states = take(states, [self.tree.parents[node - 1] - above for node in range(first, last)])
+      tokens.append(before)
+      q.append(laws)
+      above = first
+    return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1)), state
+
+
+def target_cache(context: Context) -> Any:
+  """The cache of the target's model, which may be told what to accept."""
+  return getattr(context.target, "model", context.target)
+
+
+def source_of(config: SpeculatorConfig, context: Context) -> Source:
+  """What a module reads of the source: keys, values and bias of the target's last layer."""
+  cache = target_cache(context)
+  return (cache.cross[-1], cache.cross_bias) if config.has_encoder else (None, None)
+
+
+def require_depth(config: SpeculatorConfig, gamma: int) -> None:
+  """Raise InputError if so many guesses in a row are more than a module can make."""
+  if config.most is not None and gamma > config.most:
+    raise InputError(
+      f"gamma is {gamma}, but this draft makes up to {config.most} guesses in a row; lower gamma."
+    )

@@ -1,0 +1,153 @@
+"""Drafts on the target's states learn what they will be asked; what was trained is a draft."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+from test_contract import GREEDY, LIMIT, RANDOM, V, gpt, t5
+
+from specdec_jax import pairs
+from specdec_jax.commands import train as commands
+from specdec_jax.errors import InputError
+from specdec_jax.measurement.alpha import proposals
+from specdec_jax.models.families import init_params
+from specdec_jax.models.speculator import SpeculatorConfig
+from specdec_jax.pairs import speculators
+from specdec_jax.training.batches import Batch
+from specdec_jax.training.objectives import divergences
+from specdec_jax.training.speculators import speculator_objective
+from specdec_jax.training.trainer import TrainSettings
+from specdec_jax.trees import chain
+
+LOGITS = np.array([[2.0, 0.5, -1.0, 0.3], [0.0, 0.0, 3.0, 1.0]], np.float32)
+P = np.array([[0.7, 0.2, 0.06, 0.04], [0.1, 0.2, 0.3, 0.4]])
+Q = np.exp(LOGITS) / np.exp(LOGITS).sum(axis=1, keepdims=True)
+kl = lambda a, b: (a * np.log(a / b)).sum(axis=1)
+BETA = np.minimum(P, Q).sum(axis=1)
+
+
+@pytest.mark.parametrize(
+  "divergence, share, want",
+  [
+    ("forward_kl", 0.3, kl(P, Q)),
+    ("reverse_kl", 0.3, kl(Q, P)),
+    ("jsd", 0.3, (kl(P, (P + Q) / 2) + kl(Q, (P + Q) / 2)) / 2),
+    ("tv", 0.3, np.abs(P - Q).sum(axis=1) / 2),
+    ("lk", 0.0, kl(P, Q)),
+    ("lk", 1.0, -np.log(BETA)),
+    ("lk", 0.25, -0.25 * np.log(BETA) + 0.75 * kl(P, Q)),
+  ],
+)
+def test_divergences_are_numpys_where_all_of_p_is_known(divergence, share, want):
+  """Of three tokens of four the fourth's probability is known too; of two the rest is one token."""
+  tokens = np.array([[1, 0, 3], [3, 2, 0]])
+  of = functools.partial(np.take_along_axis, indices=tokens, axis=1)
+  got = divergences(jnp.asarray(LOGITS), tokens, of(P), divergence, share)
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+  less = divergences(jnp.asarray(LOGITS), tokens[:, :2], of(P)[:, :2], divergence, share)
+  assert (np.asarray(less) <= want + 1e-6).all()
+
+
+def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
+  sizes = dict(state_dim=shape.emb_dim, emb_dim=8, mlp_dim=16, num_decoder_layers=1, rank=4)
+  heads = dict(num_heads=shape.num_heads, head_dim=shape.head_dim, has_encoder=shape.has_encoder)
+  fields = dict(kind=kind, vocab_size=shape.vocab_size, gamma=gamma, **sizes, **heads)
+  return SpeculatorConfig(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+  "kind, of",
+  [(kind, t5) for kind in ("heads", "eagle", "parallel", "look_ahead", "exit", "decoder")]
+  + [("parallel", gpt), ("exit", gpt)],
+)
+def test_what_is_trained_is_what_is_asked(kind, of):
+  """q of the guesses at each token of a text, by the draft as it decodes, is what training made of
+  the same place; so is alpha at temperature 0 the score."""
+  models = of()
+  shape = models.target.config
+  config = module(kind, shape)
+  own = init_params(config, jax.random.key(3))
+  drafter = speculators.drafter(kind, config, own, models.target, models.params)
+  first = kind == "look_ahead"  # its first guess is the target's own
+  prompts = models.prompts
+  if of is gpt:  # it trains on texts of their own
+    prompts = np.where(np.arange(prompts.shape[1]) == 0, 1, np.zeros_like(prompts))
+  tokens = np.random.default_rng(1).integers(2, V, (len(prompts), 6)).astype(np.int32)
+  ask = functools.partial(proposals, models.target, drafter.make(RANDOM, chain(1 + first)))
+  q = np.asarray(ask(models.params, drafter.params, prompts, tokens)[1])[:, :, int(first)]
+  batch = Batch(prompts, tokens, tokens[..., None], np.ones((*tokens.shape, 1), np.float32))
+  objective = speculator_objective(config, shape, models.params, "tv", stride=1, decay=1e-6)
+  loss = jax.jit(objective.scores)(own, batch)["valid_loss"]
+  own_chance = np.take_along_axis(q, tokens[..., None], axis=2)[..., 0]
+  if first:  # one anchor a text, in its middle, whose second guess is of the token after
+    own_chance = np.take_along_axis(q[:, 2], tokens[:, 3:4], axis=1)
+  np.testing.assert_allclose(loss, 1 - own_chance.mean(), rtol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  """A folder with a module of the tiny pair, trained for a while on texts that its target wrote."""
+  path = tmp_path_factory.mktemp("learned")
+  texts = tiny_pair.SENTENCES[::9]
+  for name in ("train.en", "train.de", "val.en"):
+    (path / name).write_text("".join(line + "\n" for line in texts))
+  target = tiny_pair.pair().target.config
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr("specdec_jax.training.batches.BUCKETS", (64,))
+    commands.train_speculator(
+      data=str(path),
+      sources=["train.en"],
+      targets=["train.de"],
+      valid_source="val.en",
+      config=module("parallel", target, gamma=4, emb_dim=32, mlp_dim=32),
+      settings=TrainSettings(epochs=12, tokens_per_batch=512, warmup_steps=5, label_smoothing=0.0),
+      vocabulary=str(tiny_pair.folder() / "vocabulary.model"),
+      target=str(tiny_pair.folder() / "target"),
+      output=str(path / "speculator"),
+      work_dir=str(path / "work"),
+      samples=1,
+      divergence="lk",
+      stride=2,
+    )
+  return path
+
+
+def load(path):
+  folder = tiny_pair.folder()
+  return pairs.load_pair(
+    target=str(folder / "target"),
+    draft=functools.partial(pairs.speculator, path=str(path / "speculator")),
+    vocabulary=str(folder / "vocabulary.model"),
+    max_source_tokens=24,
+  )
+
+
+def test_a_trained_one_is_loaded_as_draft_and_learned_something(trained):
+  lines = (trained / "work/metrics.jsonl").read_text().splitlines()
+  lengths = [json.loads(line)["valid_acceptance_length"] for line in lines]
+  assert len(lengths) == 12 and lengths[-1] > lengths[0]
+  pair = load(trained)
+  assert pair.draft_name == "speculator"
+  prompt, keys = pair.prompt(tiny_pair.SENTENCES[:4]), jax.random.split(jax.random.key(0), 4)
+  plain = pair.decoder(GREEDY, 0)(prompt, keys, max_new_tokens=LIMIT)
+  ours = pair.decoder(GREEDY, 4)(prompt, keys, max_new_tokens=LIMIT)
+  np.testing.assert_array_equal(ours.tokens, plain.tokens)
+  with pytest.raises(InputError, match="makes up to 4 guesses"):
+    pair.draft(GREEDY, chain(5))
+
+
+def test_it_is_refused_where_it_does_not_belong(trained):
+  folder = tiny_pair.folder()
+  words = dict(vocabulary=str(folder / "vocabulary.model"))
+  with pytest.raises(InputError, match="lives on the states of a target"):
+    pairs.load_pair(target=str(folder / "target"), draft=str(trained / "speculator"), **words)
+  as_draft = functools.partial(pairs.speculator, path=str(folder / "near"))
+  with pytest.raises(InputError, match="is a model by itself"):
+    pairs.load_pair(target=str(folder / "target"), draft=as_draft, **words)
+  mine = functools.partial(pairs.speculator, path=str(trained / "speculator"))
+  with pytest.raises(InputError, match="give the target that it was trained on|this one"):
+    pairs.load_pair(target=str(folder / "random"), draft=mine, **words)
