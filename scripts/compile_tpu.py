@@ -14,6 +14,8 @@ import jax
 
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import named_config, named_dtype
+from specdec_jax.models.families import AnyConfig
+from specdec_jax.models.speculator import speculator_config
 from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
 from specdec_jax.sampling import Sampling
@@ -30,7 +32,12 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
   parser.error = lambda message: parser.exit(2, f"error: {message}; see --help.\n")
   parser.add_argument("--target", default="xxl", help="size of the target (xxl)")
-  parser.add_argument("--draft", default="small", help="size of the draft (small)")
+  parser.add_argument(
+    "--draft",
+    default="small",
+    help="size of the draft (small); or parallel, eagle, heads: a module on the target's states",
+  )
+  parser.add_argument("--width", type=int, default=1024, help="of such a module (1024)")
   parser.add_argument(
     "--version", default="1.1", help="of T5: 1.0 or 1.1 (default); or gpt_like, gpt2 or lamda"
   )
@@ -65,16 +72,22 @@ def main() -> None:
   args = parser.parse_args()
   try:
     layout = dict(fused=True, tied_logits=False) if args.fused else {}
-    configs = [
-      named_config(args.version, size, dtype=named_dtype(args.dtype), **layout)
-      for size in (args.target, args.draft)
-    ]
+    sized = lambda size: named_config(args.version, size, dtype=named_dtype(args.dtype), **layout)
+    target = sized(args.target)
+    draft: AnyConfig
+    if args.draft in ("parallel", "eagle", "heads"):
+      draft = speculator_config(
+        target, args.draft, gamma=args.gamma, emb_dim=args.width, mlp_dim=4 * args.width
+      )
+    else:
+      draft = sized(args.draft)
     chip, devices = tpu_compile.described(args.topology)
     gamma: int | Tree = args.gamma
     if args.nodes:
       gamma = best_tree([float(x) for x in args.ranks.split(",")], args.nodes, args.gamma)
     programs = tpu_compile.programs(
-      *configs,
+      target,
+      draft,
       devices,
       gamma=gamma,
       batch_size=args.batch_size,

@@ -43,6 +43,8 @@ AFTER = [
   ("drafts/own_sampling",),
   ("models/random", "drafts/random_hierarchical"),
   ("models/random", "drafts/layers"),
+  ("models/random", "drafts/random_speculator"),
+  ("drafts/speculator",),
   ("drafts/retrieval",),
   ("drafts/stopping",),
   ("drafts/copy_or_ngrams",),

@@ -1,6 +1,7 @@
 """Train a target on sentence pairs or on texts alone, or a draft on a target's own outputs."""
 
 import pathlib
+from collections.abc import Callable
 
 import sacrebleu
 
@@ -12,8 +13,9 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.errors import InputError, require_count, require_types
-from specdec_jax.models.families import Config, for_decoding, model_of
+from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.speculator import SpeculatorConfig
+from specdec_jax.pairs.load import load_for
 from specdec_jax.training.objectives import Divergence, model_objective
 from specdec_jax.training.speculators import speculator_objective
 from specdec_jax.training.trainer import TrainSettings, train
@@ -111,7 +113,7 @@ def train_draft(
     config: the draft's shape and dropout rate.
     settings: length and rates of the training.
     vocabulary: file of both models'.
-    target: folder of the target.
+    target: checkpoint of the target, of any kind that `pairs.load_pair` takes.
     output: folder that gets the draft, in bfloat16.
     work_dir: for `lessons.npz` (what it learns from), checkpoints and metrics of this run.
     samples: outputs drawn from the target at temperature 1 for each source.
@@ -128,8 +130,7 @@ def train_draft(
     raise InputError(f"tail goes with 'forward_kl', and the divergence is {divergence!r}.")
   started = load_model(start)[1] if start else None
   words = _vocabulary_of(config, vocabulary)
-  target_config, params = for_decoding(*load_model(target))
-  teacher = Teacher(words, target_config, params)
+  teacher = Teacher(words, *load_for("target", target, words))
   lessons = pathlib.Path(work_dir) / "lessons.npz"
   pairs = teacher.lessons(lessons, data, sources, targets, samples, new_sources, tail)
   objective = model_objective(config, settings.label_smoothing, divergence)
@@ -142,7 +143,7 @@ def train_speculator(
   sources: list[str] | None,
   targets: list[str],
   valid_source: str | None,
-  config: SpeculatorConfig,
+  config: Callable[[Config], SpeculatorConfig],
   settings: TrainSettings,
   vocabulary: str,
   target: str,
@@ -153,6 +154,7 @@ def train_speculator(
   new_sources: int = 0,
   divergence: Divergence = "forward_kl",
   stride: int = 4,
+  extra_ids: int = 0,
 ) -> None:
   """Train a module on the target's states (`models.speculator`), resuming if it was stopped.
 
@@ -162,25 +164,26 @@ def train_speculator(
   Args:
     data: as for `train_draft`, and sources, targets, valid_source, settings, vocabulary, samples
       and new_sources.
-    config: the module's shape, for this target's.
-    target: folder of the target.
+    config: the target's shape -> the module's.
+    target: checkpoint of the target, of any kind that `pairs.load_pair` takes.
     output: folder that gets the module, in bfloat16.
     work_dir: for checkpoints and metrics of this run.
     lessons: file of what it learns from, made where there is none; by default `lessons.npz` in
       work_dir.
     divergence: of guesses from the target's opinions (`objectives.divergences`).
     stride: as in `training.speculators.speculator_objective`.
+    extra_ids: as of `pairs.load_pair`; 100 with T5's own vocabulary.
   """
   require_types(train_speculator, locals())
   require_count("stride", stride)
-  words = open_vocabulary(vocabulary)
-  target_config, params = for_decoding(*load_model(target))
-  teacher = Teacher(words, target_config, params)
+  words = open_vocabulary(vocabulary, extra_ids)
+  teacher = Teacher(words, *load_for("target", target, words))
   path = pathlib.Path(lessons or f"{work_dir}/lessons.npz")
   pairs = teacher.lessons(path, data, sources, targets, samples, new_sources)
-  objective = speculator_objective(config, target_config, params, divergence, stride)
+  made = config(teacher.config)
+  objective = speculator_objective(made, teacher.config, teacher.params, divergence, stride)
   learnt = train(objective, settings, pairs, teacher.checks(data, valid_source), work_dir)
-  save_model(output, config, learnt, words.fingerprint())
+  save_model(output, made, learnt, words.fingerprint())
 
 
 def _vocabulary_of(config: Config, path: str) -> Vocabulary:

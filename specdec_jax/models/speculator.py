@@ -22,6 +22,7 @@ from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.decoder import DecoderLayer, KeysValues
 from specdec_jax.models.layers import Attention, Dense, Mlp, embedder, norm
 
+Kind = Literal["heads", "eagle", "parallel", "look_ahead", "exit", "decoder"]
 Source = tuple[KeysValues, Array] | tuple[None, None]
 
 
@@ -50,7 +51,7 @@ class SpeculatorConfig(TransformerConfig):
   embedding_std: ClassVar[float] = 1.0
   logits_divisor: ClassVar[float] = 1.0
 
-  kind: Literal["heads", "eagle", "parallel", "look_ahead", "exit", "decoder"]
+  kind: Kind
   state_dim: int
   gamma: int
   rank: int = 64
@@ -66,6 +67,39 @@ class SpeculatorConfig(TransformerConfig):
   def most(self) -> int | None:
     """The most guesses in a row that it can make; None for any number."""
     return self.gamma if self.kind in ("heads", "parallel", "look_ahead") else None
+
+
+def speculator_config(
+  target: TransformerConfig,
+  kind: Kind = "parallel",
+  gamma: int = 8,
+  emb_dim: int = 160,
+  mlp_dim: int = 512,
+  num_layers: int = 2,
+  rank: int = 64,
+  exit_layers: int = 1,
+) -> SpeculatorConfig:
+  """The shape of a module for a target of this shape; see `SpeculatorConfig`.
+
+  Raises:
+    InputError: one of the sizes is no whole number from 1.
+  """
+  return SpeculatorConfig(
+    kind=kind,
+    vocab_size=target.vocab_size,
+    padded_vocab_size=target.padded_vocab_size,
+    state_dim=target.emb_dim,
+    has_encoder=target.has_encoder,
+    num_heads=target.num_heads,
+    head_dim=target.head_dim,
+    gamma=gamma,
+    emb_dim=emb_dim,
+    mlp_dim=mlp_dim,
+    num_decoder_layers=num_layers,
+    rank=rank,
+    exit_layers=exit_layers,
+    dtype=target.dtype,
+  )
 
 
 class Speculator(nn.Module):

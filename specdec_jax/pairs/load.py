@@ -77,7 +77,7 @@ def load_pair(
   dtype = _of_device(dtype)
   words = open_vocabulary(hub.here(vocabulary, hub.VOCABULARY), extra_ids)
   load = functools.partial(
-    _load, words=words, dtype=dtype, kernels=kernels, stored_weights=stored_weights
+    load_for, words=words, dtype=dtype, kernels=kernels, stored_weights=stored_weights
   )
   config, target_params = load("target", target, shardings=shardings)
   if callable(draft):
@@ -120,7 +120,7 @@ def model_drafter(
 ) -> Drafter:
   """A smaller model as draft, for those that are made of others; arguments as `load_pair`'s."""
   require_types(model_drafter, locals())
-  config, params = _load(
+  config, params = load_for(
     "draft", model, vocabulary, _of_device(dtype), None, kernels, stored_weights
   )
   make = functools.partial(model_draft, model_of(config))
@@ -151,16 +151,22 @@ def _of_device(dtype: str) -> str:
   return here if dtype == "auto" else dtype
 
 
-def _load(
+def load_for(
   role: str,
   path: str,
   words: Vocabulary,
-  dtype: str,
-  shardings: Shardings,
-  kernels: str,
-  stored_weights: bool,
+  dtype: str = "float32",
+  shardings: Shardings = None,
+  kernels: str = "xla",
+  stored_weights: bool = False,
 ) -> tuple[Config, Any]:
-  """The shape of a checkpoint, laid out for decoding unless it is cut, and its parameters."""
+  """The shape of a checkpoint, laid out for decoding unless it is cut, and its parameters.
+
+  Arguments as of `load_pair`; `role` is for messages.
+
+  Raises:
+    InputError: it is not for these words.
+  """
   checkpoint = open_checkpoint(path)
   if isinstance(checkpoint.config, SpeculatorConfig):
     raise InputError(

@@ -18,7 +18,7 @@ from specdec_jax.drafts.speculator import SpeculatorDraft
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.models.families import Config, init_params, model_of, without_encoder
 from specdec_jax.models.simulated import SimulatedModel
-from specdec_jax.models.speculator import SpeculatorConfig
+from specdec_jax.models.speculator import SpeculatorConfig, speculator_config
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs.load import checkpoint_name
 from specdec_jax.protocols import Draft, Drafter, Model, OnTarget
@@ -54,25 +54,21 @@ def speculator(vocabulary: Vocabulary, path: str) -> OnTarget:
   return OnTarget(on_target)
 
 
-def random_speculator(vocabulary: Vocabulary, config: SpeculatorConfig) -> OnTarget:
-  """One of random weights, for `random_pair`; the vocabulary's size and the target's shape are put
-  in place of the config's."""
+def random_speculator(
+  vocabulary: Vocabulary, config: Callable[[Config], SpeculatorConfig] = speculator_config
+) -> OnTarget:
+  """One of random weights, for `random_pair`: what it costs, not what it knows.
+
+  Args:
+    vocabulary: of the pair.
+    config: the target's shape -> the module's.
+  """
   require_types(random_speculator, locals())
 
   def on_target(target: Model, params: Any) -> Drafter:
-    shape = shape_of(target)
-    fitted = dataclasses.replace(
-      config,
-      vocab_size=shape.vocab_size,
-      padded_vocab_size=shape.padded_vocab_size,
-      state_dim=shape.emb_dim,
-      num_heads=shape.num_heads,
-      head_dim=shape.head_dim,
-      has_encoder=shape.has_encoder,
-      dtype=shape.dtype,
-    )
-    own = jax.tree.map(lambda x: x.astype(shape.dtype), init_params(fitted, jax.random.key(0)))
-    return drafter(f"random {config.kind}", fitted, own, target, params)
+    made = config(shape_of(target))
+    own = jax.tree.map(lambda x: x.astype(made.dtype), init_params(made, jax.random.key(0)))
+    return drafter(f"random {made.kind}", made, own, target, params)
 
   return OnTarget(on_target)
 
@@ -109,6 +105,10 @@ def drafter(
 
 
 def _require_fit(config: SpeculatorConfig, target: Config) -> None:
+  if config.kind == "decoder" and not target.has_encoder:
+    raise InputError(
+      "A draft of kind 'decoder' shares an encoder, and this target has none."
+    )
   asks = config.kind in ("eagle", "parallel", "decoder") and config.has_encoder
   heads = lambda c: (c.num_heads, c.head_dim) if asks else ()
   wanted = config.has_encoder, config.state_dim, *heads(config)

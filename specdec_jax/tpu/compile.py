@@ -19,6 +19,7 @@ from jax.stages import Lowered
 
 from specdec_jax.decoding import (
   FreeDraft,
+  State,
   autoregressive_decode,
   one_round,
   speculative_decode,
@@ -26,7 +27,9 @@ from specdec_jax.decoding import (
 )
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.models.families import Config, init_params, model_of
+from specdec_jax.models.families import AnyConfig, Config, init_params, model_of
+from specdec_jax.models.speculator import SpeculatorConfig
+from specdec_jax.pairs.speculators import drafter
 from specdec_jax.partitioning import (
   REPLICATED,
   RULES,
@@ -121,7 +124,7 @@ def described(topology: str) -> tuple[Chip, Sequence[jax.Device]]:
 
 def programs(
   target: Config,
-  draft: Config,
+  draft: AnyConfig,
   devices: Sequence[jax.Device],
   *,
   gamma: int | Tree = 7,
@@ -136,7 +139,8 @@ def programs(
   The target is sharded across all devices; the draft is replicated unless its rules shard it.
   Parameters have the models' dtypes and the layouts that `jax.device_put` gives; caches of the
   parts have the compiler's own choice, as they have inside a loop. Where a tree is given for gamma
-  there is a program more, 'commit': the path that stands moved to its place.
+  there is a program more, 'commit': the path that stands moved to its place. A draft on the
+  target's states (`models.speculator`) has 'drafting', all of its guesses, for 'draft step'.
 
   Raises:
     InputError: the devices cannot share the target, or a size is no whole number from 1.
@@ -152,20 +156,23 @@ def programs(
     require_count(name, size)
   mesh = make_mesh(len(devices), devices)
   p = PartitionedModel(model_of(target), mesh)
-  q = PartitionedModel(model_of(draft), mesh, draft_rules)
-  own = ModelDraft(model_of(draft), sampling, tree)
-  guesses, rule = PartitionedDraft(own, mesh, draft_rules), TokenRule(sampling)
-  everywhere = NamedSharding(mesh, PartitionSpec())
+  rule, everywhere = TokenRule(sampling), NamedSharding(mesh, PartitionSpec())
 
   def array(shape, dtype, sharding=everywhere) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-  def params(config: Config, rules: Rules):
+  def params(config: AnyConfig, rules: Rules):
     shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     places = param_shardings(shapes, mesh, rules)
     return jax.tree.map(lambda x, place: array(x.shape, config.dtype, place), shapes, places)
 
   p_params, q_params = params(target, RULES), params(draft, draft_rules)
+  if isinstance(draft, SpeculatorConfig):
+    made = drafter(draft.kind, draft, q_params, model_of(target), p_params)
+    own, q_params = made.make(sampling, tree), made.params
+  else:
+    own = ModelDraft(model_of(draft), sampling, tree)
+  guesses = PartitionedDraft(own, mesh, draft_rules)
   prompt = array((batch_size, source_tokens), jnp.int32)
   rng = array((batch_size,), jax.eval_shape(jax.random.key, 0).dtype)
   first, _ = jax.eval_shape(p.prompt_tokens, prompt)
@@ -201,7 +208,9 @@ def programs(
 
     return part(commit, (), *cache_of_target(), array((batch_size, tree.depth), jnp.int32))
 
-  def of_draft() -> Lowered:
+  def of_draft(draft: Config) -> Lowered:
+    q = PartitionedModel(model_of(draft), mesh, draft_rules)
+
     def step(draft_params, cache, tokens, rng):
       logits, _, cache = q.extend(draft_params, cache, tokens)
       return q.commit(cache, cache.length + 1), draw(rng, logits[:, 0], sampling)
@@ -211,21 +220,34 @@ def programs(
     tokens = array((batch_size, 1), jnp.int32)
     return part(step, (q_params,), cache, places, tokens, rng)
 
+  def before_round(draft: Draft, draft_params) -> tuple[State, State]:
+    """The state before a round, in shapes, and where it lies."""
+    at_start = functools.partial(start, p, draft, limit=max_new_tokens)
+    state = jax.eval_shape(at_start, p_params, draft_params, prompt)
+    places = state_shardings(state, mesh, REPLICATED)._replace(
+      target=state_shardings(state.target, mesh, RULES),
+      draft=state_shardings(state.draft, mesh, draft_rules),
+    )
+    return state, places
+
+  def of_drafting() -> Lowered:
+    def propose(draft_params, state, rng):
+      return state, guesses.propose(draft_params, state.draft, state.context, rng)[0]
+
+    return part(propose, (q_params,), *before_round(guesses, q_params), rng)
+
   def of_round(draft: Draft, draft_params) -> Lowered:
     def run(target_params, draft_params, state, rng):
       models = p, draft, target_params, draft_params
       return one_round(*models, rule, rng, 1, state), ()
 
     params = p_params, draft_params
-    at_start = functools.partial(start, p, draft, limit=max_new_tokens)
-    state = jax.eval_shape(at_start, *params, prompt)
-    places = state_shardings(state, mesh, REPLICATED)._replace(
-      target=state_shardings(state.target, mesh, RULES),
-      draft=state_shardings(state.draft, mesh, draft_rules),
-    )
-    return part(run, params, state, places, rng)
+    return part(run, params, *before_round(draft, draft_params), rng)
 
   limit = max_new_tokens
+  drafting: Programs = {"drafting": of_drafting}
+  if not isinstance(draft, SpeculatorConfig):
+    drafting = {"draft step": functools.partial(of_draft, draft)}
   commits = {} if tree.is_chain else {"commit": of_commit}
   return {
     "speculative loop": lambda: speculative_decode.lower(
@@ -238,6 +260,6 @@ def programs(
     "round": lambda: of_round(guesses, q_params),
     "decode step": lambda: of_target(chain(0)),
     "verify": lambda: of_target(tree),
-    "draft step": of_draft,
+    **drafting,
     **commits,
   }

@@ -77,7 +77,7 @@ def hbm_bytes(programs: Programs, gamma: int | Tree) -> dict[str, int]:
     if name not in LOOPS
   }
   accessed = {name: examine(program).accessed for name, program in compiled.items()}
-  if not isinstance(gamma, Tree):
+  if not isinstance(gamma, Tree) and "draft step" in accessed:
     # The draft's gamma guesses are a first call and a loop of gamma - 1 steps; one was counted. A
     # tree is drafted without a loop.
     accessed["round"] += max(0, gamma - 2) * accessed["draft step"]
@@ -85,16 +85,19 @@ def hbm_bytes(programs: Programs, gamma: int | Tree) -> dict[str, int]:
 
 
 def over_a_step(accessed: dict[str, int]) -> dict[str, float]:
-  """Bytes of a pass over all nodes, of a draft step, and of what commits a tree's path, over those
-  of a decode step, and of a round over those of a plain step.
+  """Bytes of a pass over all nodes, of a draft step or all drafting, and of what commits a tree's
+  path, over those of a decode step, and of a round over those of a plain step.
 
   The first two are v(gamma) and c (Definition 7) of a machine that waits for memory alone.
   """
   return {
     "verify": accessed["verify"] / accessed["decode step"],
-    "draft step": accessed["draft step"] / accessed["decode step"],
     "round": accessed["round"] / accessed["plain step"],
-    **{name: accessed[name] / accessed["decode step"] for name in {"commit"} & accessed.keys()},
+    **{
+      name: accessed[name] / accessed["decode step"]
+      for name in ("draft step", "drafting", "commit")
+      if name in accessed
+    },
   }
 
 
