@@ -28,7 +28,7 @@ from specdec_jax.protocols import (
 )
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, split_keys
-from specdec_jax.trees import AnyTree, DynamicTree, chain
+from specdec_jax.trees import AnyTree, DynamicTree, chain, some_shape
 
 
 class State(NamedTuple):
@@ -79,7 +79,9 @@ class FreeDraft(Draft):
   tree: AnyTree = chain(0)
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    return Proposal(jnp.zeros((len(context.tokens), self.tree.num_guesses), jnp.int32)), state
+    batch = len(context.tokens)
+    guesses = jnp.zeros((batch, self.tree.num_guesses), jnp.int32)
+    return Proposal(guesses, tree=some_shape(self.tree, batch)), state
 
 
 @functools.partial(jax.jit, static_argnames=("target", "max_new_tokens", "sampling", "eos_id"))

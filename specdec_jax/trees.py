@@ -205,6 +205,14 @@ def require_chain(who: str, tree: AnyTree) -> None:
   require_count("gamma", tree.depth)
 
 
+def some_shape(tree: AnyTree, batch: int) -> DynamicTree | None:
+  """Of a tree whose shape changes one of its shapes, where any will do: all guesses follow the
+  newest token. None for a tree that has a shape."""
+  if isinstance(tree, Tree):
+    return None
+  return dataclasses.replace(tree, parents=jnp.zeros((batch, tree.num_guesses), jnp.int32))
+
+
 def path_to(tree: AnyTree, node: Array) -> Array | None:
   """The nodes [B, D] on the way to `node` [B], 0 past it; None for a chain (`Verdict`)."""
   if tree.is_chain:

@@ -21,7 +21,7 @@ from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Draft, Proposal
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import Tree, chain
+from specdec_jax.trees import Tree, chain, some_shape
 
 CHAIN = 8  # rounds a call
 
@@ -106,15 +106,16 @@ def round_calls(
   def verdicts(tree, proposal, logits, count):
     def judge(i, _):
       keys = jax.vmap(jax.random.fold_in, (0, None))(rng, i)
-      return rule.accept(keys, tree, proposal, logits[i])
+      return rule.accept(keys, proposal.tree or tree, proposal, logits[i])
 
     return lax.fori_loop(0, count, judge, judge(0, None))
 
   def accept(tree):
     logits = jax.random.normal(jax.random.key(1), (CHAIN, batch, tree.num_nodes, vocab_size))
     guesses = jnp.zeros((batch, tree.num_guesses), jnp.int32)
-    q = jnp.full((*guesses.shape, vocab_size), 1 / vocab_size)
-    return functools.partial(verdicts, tree, Proposal(guesses, q), logits)
+    shape = some_shape(tree, batch)  # whose guesses are all chosen
+    q = None if shape else jnp.full((*guesses.shape, vocab_size), 1 / vocab_size)
+    return functools.partial(verdicts, tree, Proposal(guesses, q, shape), logits)
 
   params = pair.target_params, pair.draft_params
   parts = [
