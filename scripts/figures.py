@@ -12,6 +12,7 @@ import pathlib
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.records import read
 from specdec_jax.reporting import drawing, figures
+from specdec_jax.reporting.drafts_figure import drafts_figure
 from specdec_jax.reporting.paper import load_table
 from specdec_jax.run import parse_gin
 from specdec_jax.sentences import user_sentence
@@ -56,7 +57,7 @@ def draw(args: argparse.Namespace):
     if args.figure == "sweep":
       return figures.sweep_figure(records)
     if args.figure == "drafts":
-      return figures.drafts_figure(records)
+      return drafts_figure(records)
     records = [record for record in records if record.temperature == args.temperature]
     if not records:
       raise InputError(f"No record is at temperature {args.temperature:g}; give --temperature.")

@@ -13,7 +13,7 @@ from specdec_jax.drafts.copy import copy_from_context
 from specdec_jax.drafts.layers import some_layers
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.reporting.drafts import drafts_table
-from specdec_jax.reporting.figures import drafts_figure
+from specdec_jax.reporting.drafts_figure import drafts_figure
 from specdec_jax.rules.blocks import BlockRule
 
 

@@ -54,7 +54,7 @@ from specdec_jax.pairs import random_pair
 from specdec_jax.protocols import Decoded, Rounds, Verdict
 from specdec_jax.reporting.speeds import BUDGET_LEGEND, budget_table, speed_table
 from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import chain
+from specdec_jax.trees import DynamicTree, chain
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
@@ -358,6 +358,15 @@ def test_calls_are_in_the_order_that_costs_are_made_of():
   assert gammas == [0, 0, 1, 1, 3, 3, 1, 1, 3, 3]
   assert [state.draft == () for state in ends[:10]] == [True] * 6 + [False] * 4
   assert all(isinstance(verdict, Verdict) for verdict in ends[10:]) and len(ends) == 14
+
+
+def test_rounds_of_a_tree_whose_shape_changes_can_be_timed():
+  pair = tiny_pair.pair()
+  draft = pair.draft(GREEDY, DynamicTree(6, 3))
+  calls = round_calls(pair, [draft], pair.prompt(TEXTS[:1]), GREEDY, LIMIT)
+  ends = [jax.eval_shape(call) for call in calls]
+  assert [state.rounds.guesses.shape[-1] for state in ends[2:6]] == [6] * 4
+  assert ends[6].path.shape == (1, 3) and len(ends) == 8
 
 
 @pytest.mark.parametrize("num_texts, least, most", [(3, 3, 3), (100, 24, 48)])

@@ -106,9 +106,7 @@ def drafter(
 
 def _require_fit(config: SpeculatorConfig, target: Config) -> None:
   if config.kind == "decoder" and not target.has_encoder:
-    raise InputError(
-      "A draft of kind 'decoder' shares an encoder, and this target has none."
-    )
+    raise InputError("A draft of kind 'decoder' shares an encoder, and this target has none.")
   asks = config.kind in ("eagle", "parallel", "decoder") and config.has_encoder
   heads = lambda c: (c.num_heads, c.head_dim) if asks else ()
   wanted = config.has_encoder, config.state_dim, *heads(config)

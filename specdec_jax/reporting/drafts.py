@@ -12,11 +12,12 @@ NOTES = (
   "the eldest; length: tokens a pass of the target; c and v: a draft step and a round without "
   "drafting, in plain steps, at the lowest temperature; predicted: length / (gamma c + v), which "
   "leaves out what it takes to read the prompts; by bytes: the same at the lowest temperature if a "
-  "pass took as long as reading what it must of memory, as on an accelerator; speedup: measured "
-  "tokens a second over plain decoding's in the same process, in turn. A draft that stops early "
-  "has no c and no prediction, as its rounds are not alike; one that learns from outcomes has no "
-  "alpha. MB: parameters of the draft that are not the target's own; same: outputs identical to "
-  "plain decoding's at temperature 0.",
+  "pass took as long as reading what it must of memory, as on an accelerator (of rounds within a "
+  "draft, as many as it takes, one counts); speedup: measured tokens a second over plain "
+  "decoding's in the same process, in turn. A draft that stops early has no c and no prediction, "
+  "as its rounds are not alike; one that learns from outcomes has no alpha. MB: parameters of the "
+  "draft that are not the target's own; same: outputs identical to plain decoding's at "
+  "temperature 0.",
 )
 
 
