@@ -96,14 +96,14 @@ def trained(tmp_path_factory):
   for name in ("train.en", "train.de", "val.en"):
     (path / name).write_text("".join(line + "\n" for line in texts))
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr("specdec_jax.training.batches.BUCKETS", (64,))
+    patch.setattr("specdec_jax.training.batches.BUCKETS", (96,))
     commands.train_speculator(
       data=str(path),
       sources=["train.en"],
       targets=["train.de"],
       valid_source="val.en",
       config=functools.partial(speculator_config, gamma=4, emb_dim=32, mlp_dim=32, num_layers=1),
-      settings=TrainSettings(epochs=12, tokens_per_batch=512, warmup_steps=5, label_smoothing=0.0),
+      settings=TrainSettings(epochs=12, tokens_per_batch=768, warmup_steps=5, label_smoothing=0.0),
       vocabulary=str(tiny_pair.folder() / "vocabulary.model"),
       target=str(tiny_pair.folder() / "target"),
       output=str(path / "speculator"),

@@ -62,5 +62,5 @@ def test_one_round_moves_the_draft_towards_what_was_judged(pair):
 def test_what_it_cannot_do_is_refused(pair):
   with pytest.raises(InputError, match="guesses chains"):
     OnlineDraft(pair.draft(Sampling(), branching(2, 1)))
-  with pytest.raises(InputError, match="is no draft that learns"):
+  with pytest.raises(InputError, match="does not learn while it serves"):
     serve_and_learn(tiny_pair.pair(), ["none"], "nowhere")
