@@ -38,7 +38,7 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
 # The same of the fields of caches, of `decoding.State` and of what it holds, as far as rules go.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
   **dict.fromkeys(("prompt", "tokens", "length", "prompt_length"), ("batch",)),
-  **dict.fromkeys(("done", "not_finite"), ("batch",)),
+  **dict.fromkeys(("done", "not_finite", "hidden"), ("batch",)),
   **dict.fromkeys(("layers", "cross"), ("batch", "heads")),
   **dict.fromkeys(("cross_bias", "salt"), ("batch",)),
   **dict.fromkeys(("guesses", "path"), (None, "batch")),

@@ -348,7 +348,7 @@ def test_a_draft_knows_what_was_committed(case, monkeypatch):
   models, keys = made(), jax.random.split(jax.random.key(0), 6)
   draft, draft_params = make(models, RANDOM, tree)
   params = models.params, draft_params
-  state = start(models.target, draft, *params, models.prompts, LIMIT)
+  state = tiny.start(models.target, draft, *params, models.prompts, LIMIT)
   parts = models.target, draft, *params, rule(RANDOM), keys, -1
   step = jax.jit(functools.partial(one_round, *parts))
   propose, anew = (
@@ -383,7 +383,8 @@ def test_a_chain_gathers_from_no_cache_and_a_tree_does(of):
     """Of the caches of target and draft, and of what a round gathers from."""
     draft = ModelDraft(models.draft, sampling, tree)
     params = models.params, models.draft_params
-    state = start(models.target, draft, *params, models.prompts, LIMIT)
+    begun = functools.partial(start, models.target, draft, limit=LIMIT)
+    state = jax.eval_shape(begun, *params, models.prompts)
     caches = {x.shape for x in jax.tree.leaves((state.target.layers, state.draft.layers))}
     keys = jax.random.split(jax.random.key(0), 6)
     parts = models.target, draft, *params, TokenRule(sampling), keys, models.target.eos_id

@@ -97,7 +97,7 @@ class Fibonacci:
   def prefill(self, params, prompt, num_slots):
     batch, count = prompt.shape
     text = jnp.pad(prompt, ((0, 0), (0, num_slots - count)))[:, None, :, None]
-    return jnp.zeros((batch, count, 1)), T5Cache(jnp.full(batch, count - 1), text, None, None)
+    return jnp.zeros((batch, count, V)), T5Cache(jnp.full(batch, count - 1), text, None, None)
 
   def extend(self, params, cache, tokens, tree=None, first=0):
     put = lambda text, new, at: lax.dynamic_update_slice(text, new, (0, at, 0))

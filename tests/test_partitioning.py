@@ -156,10 +156,10 @@ def test_of_the_state_every_array_is_cut_by_rows_and_keys_by_heads(tree):
   draft = ModelDraft(model, Sampling(), tree)
   params, prompt = shapes(config), jax.ShapeDtypeStruct((8, 7), jnp.int32)
   state = jax.eval_shape(lambda p, x: decoding.start(target, draft, p, p, x, 5), params, prompt)
-  rows = {8: "data", config.num_heads: "model"}
+  rows, one_axis = {8: "data", config.num_heads: "model"}, ("hidden", "cross_bias")
   found, arrays = specs(state_shardings(state, MESH)), jax.tree.leaves(state)
   for (name, spec), array in zip(found.items(), arrays, strict=True):
-    expected = [rows.get(size) for size in array.shape[: 1 if "bias" in name else 2]]
+    expected = [rows.get(size) for size in array.shape[: 1 if name in one_axis else 2]]
     if array.shape:
       assert [*spec, None][: len(expected)] == expected, name
   odd = jax.eval_shape(lambda x: x[:3], state.tokens)  # three rows on two devices

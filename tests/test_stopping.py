@@ -37,7 +37,7 @@ def test_guesses_are_the_models_while_it_is_sure():
   whole = ModelDraft(models.target, sampling, chain(GAMMA))
   draft, keys = StoppingDraft(whole, 0.13), jax.random.split(jax.random.key(1), 6)
   params = models.params, models.params
-  state = decoding.start(models.target, draft, *params, models.prompts, LIMIT)
+  state = tiny.start(models.target, draft, *params, models.prompts, LIMIT)
   args = models.params, state.draft, state.context, keys
   (want, _), (got, _) = (jax.jit(one.propose)(*args) for one in (whole, draft))
   inputs = np.pad(np.asarray(want.tokens)[:, :-1], ((0, 0), (1, 0)))

@@ -134,7 +134,7 @@ class Bigrams:
 
   @staticmethod
   def extend(params, cache, tokens, tree=None, first=0):
-    return params[tokens], None, [*cache, tokens]
+    return params[tokens], params[tokens], [*cache, tokens]
 
 
 @pytest.mark.parametrize("seed", range(3))

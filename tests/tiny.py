@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import optimize, stats
 
+from specdec_jax import decoding
 from specdec_jax.kernels import skinny
 from specdec_jax.measurement import speed, timing
 from specdec_jax.models.config import GPTConfig, T5Config
@@ -113,6 +114,10 @@ def prompts(cfg: GPTConfig, seed: int, lengths, padding: int = 0, width: int = 8
   tokens = np.where(tokens == cfg.eos_id, 2, tokens)
   at = np.arange(width) - np.asarray(lengths)[:, None]
   return np.where(at < 0, tokens, np.where(at == 0, cfg.eos_id, padding)).astype(np.int32)
+
+
+# What decoding begins with, in one program: one by one its operations take longer to compile.
+start = jax.jit(decoding.start, static_argnames=("target", "draft", "limit"))
 
 
 @functools.cache
