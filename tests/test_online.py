@@ -10,6 +10,7 @@ import tiny_pair
 from specdec_jax import records
 from specdec_jax.commands.online import serve_and_learn
 from specdec_jax.errors import InputError
+from specdec_jax.measurement.alpha import proposals
 from specdec_jax.models.speculator import speculator_config
 from specdec_jax.pairs import load_pair, random_speculator
 from specdec_jax.rules.tokens import TokenRule
@@ -45,8 +46,8 @@ def test_it_learns_and_the_outputs_stay_the_targets(pair, tmp_path, capsys):
   assert len({r.num_tokens for r in found}) == 1 and "learning" in capsys.readouterr().out
 
 
-def test_one_round_moves_the_draft_towards_what_was_judged(pair):
-  """The probability of the target's own next token rises where a guess was refused."""
+def test_a_text_moves_the_draft_towards_what_was_judged(pair):
+  """What the target wrote, sampled, is likelier to the draft that learned of it."""
   frozen = pair.draft(Sampling(), chain(3))
   own, read = pair.draft_params
   draft = OnlineDraft(frozen, 0.02)
@@ -54,13 +55,21 @@ def test_one_round_moves_the_draft_towards_what_was_judged(pair):
   models = pair.target, draft, pair.target_params, (draft.begin(own), read)
   how = dict(max_new_tokens=8, rule=TokenRule(Sampling()), eos_id=pair.vocabulary.eos_id)
   decoded, learnt = decode_and_learn(*models, prompt, keys, **how)
-  moved = [float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (own, learnt.own)))]
-  assert min(moved) >= 0 < max(moved)
-  assert (np.asarray(decoded.lengths) > 0).all()
+  of_text = functools.partial(proposals, pair.target, frozen, pair.target_params)
+
+  def likelihood(params) -> float:
+    q = np.asarray(of_text((params, read), prompt, decoded.tokens)[1])[:, :, 0]
+    chances = np.take_along_axis(q, np.asarray(decoded.tokens)[..., None], axis=2)[..., 0]
+    return np.log(chances)[np.arange(8) < np.asarray(decoded.lengths)[:, None]].mean()
+
+  assert likelihood(learnt.own) > likelihood(own) + 0.1
 
 
-def test_what_it_cannot_do_is_refused(pair):
+def test_what_it_cannot_do_is_refused(pair, tmp_path):
   with pytest.raises(InputError, match="guesses chains"):
     OnlineDraft(pair.draft(Sampling(), branching(2, 1)))
   with pytest.raises(InputError, match="does not learn while it serves"):
     serve_and_learn(tiny_pair.pair(), ["none"], "nowhere")
+  (tmp_path / "results.jsonl").touch()
+  with pytest.raises(InputError, match="is there already"):
+    serve_and_learn(pair, ["none"], str(tmp_path))

@@ -40,7 +40,7 @@ def serve_and_learn(
   Args:
     pair: with a draft of `pairs.speculator`, and kernels='xla'.
     inputs: files, one domain after the other.
-    output_dir: gets `results.jsonl`, written anew.
+    output_dir: gets `results.jsonl`, which must not be there: what is learned cannot be resumed.
     num_texts: of each file.
     every: texts of a stretch, over which tokens a round are told.
     gamma: guesses a round.
@@ -50,11 +50,14 @@ def serve_and_learn(
     seed: of all sampling.
 
   Raises:
-    InputError: the draft is another.
+    InputError: the draft is another, or there are records already.
   """
   require_types(serve_and_learn, locals())
   for name, value in (("num_texts", num_texts), ("every", every), ("gamma", gamma)):
     require_count(name, value)
+  results = pathlib.Path(output_dir) / "results.jsonl"
+  if results.exists():
+    raise InputError(f"{results} is there already; delete it, or give another output_dir.")
   sampling = Sampling(temperature)
   frozen = pair.draft(sampling, chain(gamma))
   if not isinstance(frozen, SpeculatorDraft):
@@ -102,8 +105,6 @@ def serve_and_learn(
           )
         texts_told = f"{at + 1} to {at + len(stretch)}"
         rows.append((pathlib.Path(path).name, texts_told, *(f"{x:.2f}" for x in lengths)))
-  results = pathlib.Path(output_dir) / "results.jsonl"
-  results.unlink(missing_ok=True)
   with records.open_results(output_dir) as path:
     for record in found:
       records.append(path, record)

@@ -9,6 +9,7 @@ Axes: R rows, M nodes of a level, G guesses in a row, E embed of the target, d o
 vocabulary.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
@@ -112,6 +113,7 @@ class Speculator(nn.Module):
 
   config: SpeculatorConfig
 
+  @abc.abstractmethod
   def begin(
     self, hidden: Array, newest: Array, source: Source, project: Callable[[Array], Array]
   ) -> tuple[Any, Array]:
@@ -123,8 +125,8 @@ class Speculator(nn.Module):
       source: keys and values [R, H, S, D] of the target's last layer, and their bias [R, 1, 1, S].
       project: the target's logits [..., V] of states [..., E].
     """
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def step(
     self, plan: Any, state: Array, place: int, before: Array, source: Source
   ) -> tuple[Array, Array]:
@@ -137,7 +139,6 @@ class Speculator(nn.Module):
       before: [R, M], the last of them, or the newest token.
       source: as in `begin`.
     """
-    raise NotImplementedError
 
   def __call__(
     self, hidden: Array, before: Array, source: Source, project: Callable[[Array], Array]
