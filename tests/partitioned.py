@@ -9,8 +9,10 @@ The last line that it prints is JSON: see `main`.
 import functools
 import json
 import os
+import pathlib
 import re
 import sys
+import tempfile
 
 if __name__ == "__main__":
   os.environ["JAX_PLATFORMS"] = "cpu"
@@ -29,10 +31,14 @@ from specdec_jax.decoding import speculative_decode
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.families import model_of
+from specdec_jax.models.speculator import speculator_config
 from specdec_jax.pairs import Pair
 from specdec_jax.partitioning import make_mesh, sharded
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, row_keys
+from specdec_jax.training.batches import Pairs
+from specdec_jax.training.speculators import speculator_objective
+from specdec_jax.training.trainer import TrainSettings, train
 from specdec_jax.trees import Tree, branching, chain
 
 CONFIGS = {
@@ -104,6 +110,20 @@ def pieces(params) -> dict:
   }
 
 
+def trained(model_parallel: int) -> dict:
+  """What four steps tell of an EAGLE layer on a frozen target, 8 texts a step; and the pieces."""
+  rng, target = np.random.default_rng(2), CONFIGS["t5"]
+  params = tiny_pair.random_params(target, 0)
+  texts = rng.integers(2, 16, (2, 16, 8)).tolist()
+  config = speculator_config(target, "eagle", gamma=3, emb_dim=16, mlp_dim=32, num_layers=1)
+  objective = speculator_objective(config, target, params, stride=2)
+  settings = TrainSettings(2, tokens_per_batch=64, warmup_steps=1, model_parallel=model_parallel)
+  with tempfile.TemporaryDirectory() as work:
+    learnt = train(objective, settings, Pairs(*texts), Pairs(*texts), work)
+    lines = (pathlib.Path(work) / "metrics.jsonl").read_text().splitlines()
+  return dict(metrics=[json.loads(line) for line in lines], pieces=pieces(learnt))
+
+
 def _devices() -> list[jax.Device]:
   """All, so that of two processes both have some in each row and in each column of the mesh."""
 
@@ -115,7 +135,8 @@ def _devices() -> list[jax.Device]:
 
 
 def main(port: str = "", process: str = "") -> None:
-  """{family and devices: what `decode` says of each run, and pieces of both models}."""
+  """{family and devices: what `decode` says of each run, and pieces of both models}; of one process
+  {"trained 4": what `trained` says} too."""
   runs = {("t5", 1): ("chain", "tree"), ("t5", 4): ("chain",), ("t5", 2): ("tree",)}
   runs |= {("gpt", 1): ("chain",), ("gpt", 4): ("chain",)}
   if port:
@@ -131,6 +152,8 @@ def main(port: str = "", process: str = "") -> None:
       target=pieces(over.target_params),
       draft=pieces(over.draft_params),
     )
+  if not port:
+    found["trained 4"] = trained(4)
   print(f"\n{json.dumps(found)}")
 
 

@@ -227,6 +227,7 @@ CASES = {
   "cascade": (gpt, cascade, chain(4), TokenRule),
   "heads": (gpt, learned("heads"), RAGGED, TokenRule),
   "EAGLE": (t5, learned("eagle"), RAGGED, TokenRule),
+  "EAGLE, dynamic": (gpt, learned("eagle"), DynamicTree(9, 3), TokenRule),
   "one pass": (t5, learned("parallel"), chain(3), BlockRule),
   "look-ahead embeddings": (t5, learned("look_ahead"), chain(3), TokenRule),
   "exit": (gpt, learned("exit"), chain(3), TokenRule),

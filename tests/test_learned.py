@@ -81,7 +81,7 @@ def test_what_is_trained_is_what_is_asked(kind, of):
   q = np.asarray(ask(models.params, drafter.params, prompts, tokens)[1])[:, :, int(first)]
   batch = Batch(prompts, tokens, tokens[..., None], np.ones((*tokens.shape, 1), np.float32))
   objective = speculator_objective(config, shape, models.params, "tv", stride=1, decay=1e-6)
-  loss = jax.jit(objective.scores)(own, batch)["valid_loss"]
+  loss = jax.jit(objective.scores)(own, models.params, batch)["valid_loss"]
   own_chance = np.take_along_axis(q, tokens[..., None], axis=2)[..., 0]
   if first:  # one anchor a text, in its middle, whose second guess is of the token after
     own_chance = np.take_along_axis(q[:, 2], tokens[:, 3:4], axis=1)

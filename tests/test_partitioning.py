@@ -11,6 +11,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import partitioned
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
@@ -98,6 +99,15 @@ def test_of_a_gpt_biases_are_cut_as_what_they_are_added_to(eight):
     ("positions", [24, 16]),
   ):
     assert over["target"][f"decoder/{name}"] == piece, name
+
+
+def test_training_over_eight_devices_is_training_on_one(eight):
+  """Texts are shared out over two, the frozen target and the layer that learns over four."""
+  one, many = partitioned.trained(1), eight["trained 4"]
+  for alone, together in zip(one["metrics"], many["metrics"], strict=True):
+    for name in ("train_loss", "valid_loss", "valid_acceptance_length"):
+      assert together[name] == pytest.approx(alone[name], rel=1e-3), name
+  assert many["pieces"]["logits_dense/kernel"] == [16, 4]
 
 
 def test_two_processes_decode_together_as_one_device_does(eight):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -14,13 +15,13 @@ import tiny_pair
 from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
 
-from specdec_jax.checkpoints.folder import save_model
+from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.commands import train as experiment
 from specdec_jax.commands.lessons import model_outputs
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
-from specdec_jax.models.families import module_of
+from specdec_jax.models.families import model_of, module_of
 from specdec_jax.models.t5 import T5
 from specdec_jax.pairs import load_pair
 from specdec_jax.sampling import Sampling, row_keys
@@ -446,6 +447,39 @@ def test_a_draft_learns_from_references_samples_and_new_sources(tmp_path, monkey
   assert len(pairs.targets) == len(pairs.teacher) == 57
   argmax = model_outputs(pair.target, pair.target_params, valid.sources)
   assert valid.targets == argmax and valid.teacher is None
+
+
+def test_on_policy_the_draft_draws_and_the_target_judges(tmp_path, monkeypatch):
+  (tmp_path / "lines").write_text("".join(line + "\n" for line in tiny_pair.SENTENCES[:8]))
+  seen, folder = [], tiny_pair.folder()
+  monkeypatch.setattr(experiment, "train", lambda *args: seen.append(args))
+  monkeypatch.setattr(experiment, "save_model", lambda *args: None)
+  config, params = load_model(str(folder / "near"))
+  learn = functools.partial(
+    experiment.train_draft,
+    data=str(tmp_path),
+    sources=["lines"],
+    targets=["lines"],
+    valid_source="lines",
+    config=config,
+    settings=SETTINGS,
+    vocabulary=str(folder / "vocabulary.model"),
+    target=str(folder / "target"),
+    output=str(tmp_path / "draft"),
+    work_dir=str(tmp_path / "work"),
+    samples=1,
+    on_policy=True,
+  )
+  learn(start=str(folder / "near"))
+  ((_, _, pairs, *_, begin),) = seen
+  drawn = model_outputs(model_of(config), params, pairs.sources[8:], 1, sampling=Sampling())
+  assert pairs.targets[8:] == drawn
+  target = tiny_pair.pair().target_params
+  wanted = teacher_opinions(module_of(tiny_pair.pair().target.config), target, pairs)
+  np.testing.assert_allclose(pairs.teacher[-1][1], wanted[-1][1], atol=2e-3)
+  assert jax.tree.map(np.shape, begin) == jax.tree.map(np.shape, params)
+  with pytest.raises(InputError, match="name its folder as start"):
+    learn()
 
 
 # Decoder-only models, from texts to a pair that decodes.

@@ -1,17 +1,21 @@
 """What is learnt from a target: texts, its own outputs, and what it thinks of each token."""
 
 import dataclasses
+import functools
 import pathlib
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.progress import track
 
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.models.families import Config, model_of, module_of
+from specdec_jax.pairs.load import load_for
+from specdec_jax.partitioning import PartitionedModel, make_mesh, param_shardings
 from specdec_jax.protocols import Model
 from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.training.batches import Pairs
@@ -23,11 +27,13 @@ class Teacher(NamedTuple):
 
   Attributes:
     words: its vocabulary. config: its shape, laid out for decoding. params: its parameters.
+    mesh: of the devices that it is asked on.
   """
 
   words: Vocabulary
   config: Config
   params: Any
+  mesh: Mesh
 
   def lessons(
     self,
@@ -38,8 +44,12 @@ class Teacher(NamedTuple):
     samples: int,
     new_sources: int,
     tail: bool = False,
+    writer: tuple[Model, Any] | None = None,
   ) -> Pairs:
-    """Texts with its opinions, as `train.train_draft` says: from a file, made if there is none."""
+    """Texts with its opinions, as `train.train_draft` says: from a file, made if there is none.
+
+    What is drawn, `writer` draws: a model with its parameters; by default the target itself.
+    """
     if not path.exists():
       words = self.words
       pairs = text_pairs(words, data, sources, targets)
@@ -49,10 +59,13 @@ class Teacher(NamedTuple):
         asked.append([words.encode(line) for line in recombined(lines, new_sources)])
       else:
         asked.append([words.encode("")] * new_sources)
+      model, params = writer or (self.model, self.params)
       for seed, texts in enumerate(asked):
-        drawn = self.outputs(texts, Sampling(), seed)
+        drawn = model_outputs(model, params, texts, words.eos_id, sampling=Sampling(), seed=seed)
         pairs = Pairs([*pairs.sources, *texts], [*pairs.targets, *drawn])
-      opinions = teacher_opinions(module_of(self.config), self.params, pairs, tail=tail)
+      rows = NamedSharding(self.mesh, PartitionSpec("data"))
+      asked = module_of(self.config), self.params
+      opinions = teacher_opinions(*asked, pairs, tail=tail, rows=rows)
       path.parent.mkdir(parents=True, exist_ok=True)
       save_pairs(path, dataclasses.replace(pairs, teacher=opinions))
     return load_pairs(path)
@@ -61,13 +74,25 @@ class Teacher(NamedTuple):
     """Validation texts with what it makes of them by argmax, or 512 texts that it draws."""
     if valid_source is None:
       texts = [self.words.encode("")] * 512
-      return Pairs(texts, self.outputs(texts, Sampling(), seed=-1))
+      return Pairs(texts, self.outputs(texts, Sampling()))
     texts = encoded(self.words, data, [valid_source])
-    return Pairs(texts, self.outputs(texts, Sampling(temperature=0.0), seed=-1))
+    return Pairs(texts, self.outputs(texts, Sampling(temperature=0.0)))
 
-  def outputs(self, texts: list[list[int]], sampling: Sampling, seed: int) -> list[list[int]]:
-    model, eos_id = model_of(self.config), self.words.eos_id
-    return model_outputs(model, self.params, texts, eos_id, sampling=sampling, seed=seed)
+  @property
+  def model(self) -> Model:
+    """It, as the loops know it."""
+    return PartitionedModel(model_of(self.config), self.mesh)
+
+  def outputs(self, texts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+    eos_id = self.words.eos_id
+    return model_outputs(self.model, self.params, texts, eos_id, sampling=sampling, seed=-1)
+
+
+def open_teacher(path: str, words: Vocabulary, model_parallel: int) -> Teacher:
+  """A checkpoint of any kind, over this host's devices as `TrainSettings` has it."""
+  mesh = make_mesh(model_parallel)
+  shardings = functools.partial(param_shardings, mesh=mesh)
+  return Teacher(words, *load_for("target", path, words, shardings=shardings), mesh)
 
 
 def text_pairs(

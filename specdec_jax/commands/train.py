@@ -6,7 +6,7 @@ from collections.abc import Callable
 import sacrebleu
 
 from specdec_jax.checkpoints.folder import load_model, save_model
-from specdec_jax.commands.lessons import Teacher, model_outputs, text_pairs
+from specdec_jax.commands.lessons import model_outputs, open_teacher, text_pairs
 from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -15,7 +15,6 @@ from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.speculator import SpeculatorConfig
-from specdec_jax.pairs.load import load_for
 from specdec_jax.training.objectives import Divergence, model_objective
 from specdec_jax.training.speculators import speculator_objective
 from specdec_jax.training.trainer import TrainSettings, train
@@ -93,6 +92,7 @@ def train_draft(
   tail: bool = False,
   divergence: Divergence = "forward_kl",
   start: str | None = None,
+  on_policy: bool = False,
 ) -> None:
   """Train a draft towards the target's own distributions, resuming if it was stopped; save it.
 
@@ -121,20 +121,26 @@ def train_draft(
     tail: see `distillation.teacher_opinions`; for targets that are as uncertain as those of news.
     divergence: of the draft from these opinions (`objectives.divergences`).
     start: folder of a draft to go on from, of the same shape; None begins at random.
+    on_policy: what is drawn, that draft draws, and the target thinks of it (DistillSpec: Zhou et
+      al., 2024, though drawn once and not as training goes on); by default the target draws.
 
   Raises:
-    InputError: `tail` with a divergence that has no use for it.
+    InputError: `tail` with a divergence that has no use for it, or `on_policy` without `start`.
   """
   require_types(train_draft, locals())
   if tail and divergence != "forward_kl":
     raise InputError(f"tail goes with 'forward_kl', and the divergence is {divergence!r}.")
-  started = load_model(start)[1] if start else None
+  if on_policy and not start:
+    raise InputError("on_policy wants a draft that draws; name its folder as start.")
+  started = load_model(start) if start else None
+  writer = (model_of(started[0]), started[1]) if started and on_policy else None
   words = _vocabulary_of(config, vocabulary)
-  teacher = Teacher(words, *load_for("target", target, words))
+  teacher = open_teacher(target, words, settings.model_parallel)
   lessons = pathlib.Path(work_dir) / "lessons.npz"
-  pairs = teacher.lessons(lessons, data, sources, targets, samples, new_sources, tail)
+  pairs = teacher.lessons(lessons, data, sources, targets, samples, new_sources, tail, writer)
   objective = model_objective(config, settings.label_smoothing, divergence)
-  params = train(objective, settings, pairs, teacher.checks(data, valid_source), work_dir, started)
+  begin = started[1] if started else None
+  params = train(objective, settings, pairs, teacher.checks(data, valid_source), work_dir, begin)
   save_model(output, config, params, words.fingerprint())
 
 
@@ -177,7 +183,7 @@ def train_speculator(
   require_types(train_speculator, locals())
   require_count("stride", stride)
   words = open_vocabulary(vocabulary, extra_ids)
-  teacher = Teacher(words, *load_for("target", target, words))
+  teacher = open_teacher(target, words, settings.model_parallel)
   path = pathlib.Path(lessons or f"{work_dir}/lessons.npz")
   pairs = teacher.lessons(path, data, sources, targets, samples, new_sources)
   made = config(teacher.config)

@@ -7,6 +7,7 @@ drawn, so that the shape may follow them.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,15 +39,7 @@ class DynamicDraft(Draft):
   width: int = 8
 
   def __post_init__(self):
-    require_count("width", self.width)
-    require_count("depth", self.tree.depth)
-    require_count("num_guesses", self.tree.num_guesses)
-    candidates = self.width + (self.tree.depth - 1) * self.width**2
-    if self.tree.num_guesses > candidates:
-      raise InputError(
-        f"A tree of {self.tree.num_guesses} guesses was asked, and width {self.width} with depth "
-        f"{self.tree.depth} has {candidates} candidates; ask for fewer guesses, or more of these."
-      )
+    require_candidates(self.tree, self.width)
 
   @property
   def _drafted(self) -> DynamicTree:
@@ -61,40 +54,20 @@ class DynamicDraft(Draft):
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     newest, _, cache = read_newest(self.model, params, state[0], context)
-    batch, k, drafted = len(newest), self.width, self._drafted
-    rows = jnp.arange(batch)[:, None]
-    worth, tokens = _best(newest[:, None], jnp.zeros((batch, 1)), k)  # [B, 1, k]
-    worth, tokens = worth[:, 0], tokens[:, 0]
-    # Of all candidates: token, worth, the candidate before (-1: the newest token), and the node by
-    # which the model reads it (0: none).
-    live, at = jnp.broadcast_to(jnp.arange(k), (batch, k)), 0  # candidates that are read
-    candidates = [(tokens, worth, jnp.full((batch, k), -1), live + 1)]
-    parents = jnp.zeros((batch, drafted.num_guesses), jnp.int32)
-    for level in range(1, self.tree.depth):
-      first = 1 + (level - 1) * k
+    width, drafted = self.width, self._drafted
+    parents = jnp.zeros((len(newest), drafted.num_guesses), jnp.int32)
+
+    def read(carry, tokens: Array, before: Array, level: int):
+      cache, parents = carry
+      first = 1 + (level - 1) * width
+      if level > 1:
+        parents = parents.at[:, first - 1 : first + width - 1].set(first - width + before)
       shape = dataclasses.replace(drafted, parents=parents)
       logits, _, cache = self.model.extend(params, cache, tokens, shape, first)
-      more, children = _best(logits, worth, k)  # [B, k, k]
-      more, children = more.reshape(batch, -1), children.reshape(batch, -1)
-      before = jnp.repeat(live, k, axis=1)  # [B, k * k]
-      worth, best = lax.top_k(more, k)
-      tokens = jnp.take_along_axis(children, best, axis=1)
-      at += candidates[-1][0].shape[1]
-      live = at + best
-      reads = jnp.zeros((batch, k * k), jnp.int32)
-      if level < self.tree.depth - 1:
-        parents = parents.at[:, first + k - 1 : first + 2 * k - 1].set(first + best // k)
-        reads = reads.at[rows, best].set(first + k + jnp.arange(k))
-      candidates.append((children, more, before, reads))
-    tokens, worth, before, reads = (jnp.concatenate(field, axis=1) for field in zip(*candidates))
-    # A path is worth no more than its beginning, and of equals the first is taken: so the parents
-    # of what is taken are, too.
-    kept = jnp.sort(lax.top_k(worth, self.tree.num_guesses)[1], axis=1)  # [B, N]
-    of_kept = lambda field: jnp.take_along_axis(field, kept, axis=1)
-    follows = 1 + jax.vmap(jnp.searchsorted)(kept, of_kept(before))
-    follows = jnp.where(of_kept(before) < 0, 0, follows).astype(jnp.int32)
-    shape = dataclasses.replace(self.tree, parents=follows)
-    return Proposal(of_kept(tokens), tree=shape), (cache, of_kept(reads))
+      return logits, (cache, parents)
+
+    proposal, reads, (cache, _) = grow(self.tree, width, newest, read, (cache, parents))
+    return proposal, (cache, reads)
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     # The last of the path may not have been read; it is read with the newest token.
@@ -105,11 +78,74 @@ class DynamicDraft(Draft):
     return self.model.commit(cache, outcome.length - 1, self.tree, nodes), reads
 
 
+def require_candidates(tree: DynamicTree, width: int) -> None:
+  """Raise InputError if levels of such a width have fewer candidates than the tree has guesses."""
+  require_count("width", width)
+  require_count("depth", tree.depth)
+  require_count("num_guesses", tree.num_guesses)
+  candidates = width + (tree.depth - 1) * width**2
+  if tree.num_guesses > candidates:
+    raise InputError(
+      f"A tree of {tree.num_guesses} guesses was asked, and width {width} with depth {tree.depth} "
+      f"has {candidates} candidates; ask for fewer guesses, or more of these."
+    )
+
+
 def model_draft(model: Model, sampling: Sampling, tree: AnyTree) -> Draft:
   """A model as draft, of a tree of either kind."""
   if isinstance(tree, DynamicTree):
     return DynamicDraft(model, tree)
   return ModelDraft(model, sampling, tree)
+
+
+def grow(
+  tree: DynamicTree, width: int, newest: Array, read: Callable[..., tuple[Array, Any]], carry: Any
+) -> tuple[Proposal, Array, Any]:
+  """The tree of guesses that are likeliest together.
+
+  Args:
+    tree: its sizes.
+    width: nodes of a level that are read, and children of each.
+    newest: [B, V], logits of what follows the newest token.
+    read: (carry, tokens [B, width], of which of the level before each is a child [B, width], depth
+      of them, from 1) -> their logits [B, width, V], and the carry after them.
+    carry: before any is read.
+
+  Returns:
+    The guesses; for each, [B, N], which of the nodes that were read it is, counted from 1 in the
+    order in which they were read, 0 for none; the carry.
+  """
+  batch, k = len(newest), width
+  rows = jnp.arange(batch)[:, None]
+  worth, tokens = _best(newest[:, None], jnp.zeros((batch, 1)), k)  # [B, 1, k]
+  worth, tokens = worth[:, 0], tokens[:, 0]
+  # Of all candidates: token, worth, the candidate before (-1: the newest token), and the node by
+  # which it is read (0: none).
+  live, at = jnp.broadcast_to(jnp.arange(k), (batch, k)), 0  # candidates that are read
+  before = jnp.zeros((batch, k), jnp.int32)
+  candidates = [(tokens, worth, jnp.full((batch, k), -1), (live + 1) * (tree.depth > 1))]
+  for level in range(1, tree.depth):
+    logits, carry = read(carry, tokens, before, level)
+    more, children = _best(logits, worth, k)  # [B, k, k]
+    more, children = more.reshape(batch, -1), children.reshape(batch, -1)
+    follows = jnp.repeat(live, k, axis=1)  # [B, k * k]
+    worth, best = lax.top_k(more, k)
+    tokens, before = jnp.take_along_axis(children, best, axis=1), best // k
+    at += candidates[-1][0].shape[1]
+    live = at + best
+    reads = jnp.zeros((batch, k * k), jnp.int32)
+    if level < tree.depth - 1:
+      reads = reads.at[rows, best].set(1 + level * k + jnp.arange(k))
+    candidates.append((children, more, follows, reads))
+  tokens, worth, follows, reads = (jnp.concatenate(field, axis=1) for field in zip(*candidates))
+  # A path is worth no more than its beginning, and of equals the first is taken: so the parents
+  # of what is taken are, too.
+  kept = jnp.sort(lax.top_k(worth, tree.num_guesses)[1], axis=1)  # [B, N]
+  of_kept = lambda field: jnp.take_along_axis(field, kept, axis=1)
+  parents = 1 + jax.vmap(jnp.searchsorted)(kept, of_kept(follows))
+  parents = jnp.where(of_kept(follows) < 0, 0, parents).astype(jnp.int32)
+  shape = dataclasses.replace(tree, parents=parents)
+  return Proposal(of_kept(tokens), tree=shape), of_kept(reads), carry
 
 
 def _best(logits: Array, worth: Array, k: int) -> tuple[Array, Array]:

@@ -11,17 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specdec_jax.drafts.dynamic import grow, require_candidates
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, module_of
 from specdec_jax.models.speculator import Source, SpeculatorConfig, in_rows
 from specdec_jax.protocols import Context, Draft, Proposal
 from specdec_jax.sampling import Sampling, draw_siblings
-from specdec_jax.trees import Tree, take
+from specdec_jax.trees import AnyTree, DynamicTree, take
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeculatorDraft(Draft):
-  """Guesses level by level, siblings without replacement.
+  """Guesses level by level: siblings without replacement, or a tree that goes where it is sure.
 
   Its parameters are a pair: its own, and those of the target that its logits are read off with.
 
@@ -30,18 +31,22 @@ class SpeculatorDraft(Draft):
     target: shape of the target.
     sampling: how logits become q.
     tree: of the guesses.
+    width: of a tree whose shape changes: nodes of a level that have children, and how many each.
 
   Raises:
-    InputError: the tree is deeper than the module can guess.
+    InputError: the tree is deeper than the module can guess, or has more guesses than candidates.
   """
 
   config: SpeculatorConfig
   target: Config
   sampling: Sampling
-  tree: Tree
+  tree: AnyTree
+  width: int = 8
 
   def __post_init__(self):
     require_depth(self.config, self.tree.depth)
+    if isinstance(self.tree, DynamicTree):
+      require_candidates(self.tree, self.width)
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     own, of_target = params
@@ -50,17 +55,30 @@ class SpeculatorDraft(Draft):
     apply = lambda method, *args: module.apply({"params": own}, *args, method=method)
     source, before = source_of(self.config, context), context.newest[:, None]
     plan, states = apply("begin", context.hidden, context.newest, source, project)
-    keys = jax.vmap(lambda key: jax.random.split(key, self.tree.depth), out_axes=1)(rng)  # [D, B]
+    tree = self.tree
+    if isinstance(tree, DynamicTree):
+
+      def read(states: Array, tokens: Array, before: Array, level: int) -> tuple[Array, Array]:
+        return apply("step", plan, _of_rows(states, before), level, tokens, source)
+
+      logits, states = apply("step", plan, states, 0, before, source)
+      return grow(tree, self.width, logits[:, 0], read, states)[0], state
+    keys = jax.vmap(lambda key: jax.random.split(key, tree.depth), out_axes=1)(rng)  # [D, B]
     tokens, q, above = [], [], 0
-    for place, (first, last) in enumerate(self.tree.levels):
+    for place, (first, last) in enumerate(tree.levels):
       logits, states = apply("step", plan, states, place, before, source)
-      counts = [self.tree.parents.count(node) for node in range(above, first)]
+      counts = [tree.parents.count(node) for node in range(above, first)]
       before, laws = draw_siblings(keys[place], logits, self.sampling, counts)
-      states = take(states, [self.tree.parents[node - 1] - above for node in range(first, last)])
+      states = take(states, [tree.parents[node - 1] - above for node in range(first, last)])
       tokens.append(before)
       q.append(laws)
       above = first
     return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1)), state
+
+
+def _of_rows(states: Array, nodes: Array) -> Array:
+  """States [B, M, d] of some of the nodes, [B, k], of each row."""
+  return jnp.take_along_axis(states, nodes[..., None], axis=1)
 
 
 def target_cache(context: Context) -> Any:

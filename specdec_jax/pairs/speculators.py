@@ -23,7 +23,7 @@ from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs.load import checkpoint_name
 from specdec_jax.protocols import Draft, Drafter, Model, OnTarget
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import Tree, require_static
+from specdec_jax.trees import require_static
 
 
 def speculator(vocabulary: Vocabulary, path: str) -> OnTarget:
@@ -83,7 +83,7 @@ def drafter(
   """
   shape, of_target = shape_of(target), target_params
   _require_fit(config, shape)
-  make: Callable[[Sampling, Tree], Draft]
+  make: Callable[[Sampling, Any], Draft]
   if config.kind == "decoder":
     model = T5Model(without_encoder(config))
     make, params = functools.partial(SharedDraft, model), own
@@ -100,7 +100,9 @@ def drafter(
     read = {"token_embedder": of_target["token_embedder"], "decoder": rest}
     make = functools.partial(SpeculatorDraft, config, shape)
     params = own, read if config.kind == "heads" else ()  # the others have logits of their own
-  told = lambda sampling, tree: make(sampling, require_static("a learned draft", tree))
+    return Drafter(name, make, params)
+  who = f"a draft of kind {config.kind!r}"
+  told = lambda sampling, tree: make(sampling, require_static(who, tree))
   return Drafter(name, told, params)
 
 

@@ -58,12 +58,13 @@ class Batch(NamedTuple):
 
 
 def epoch_batches(
-  pairs: Pairs, tokens_per_batch: int, seed: int, epoch: int
+  pairs: Pairs, tokens_per_batch: int, seed: int, epoch: int, multiple: int = 1
 ) -> list[tuple[int, np.ndarray]]:
   """All pairs of one epoch as (padded length, indices [B]) in a shuffled order.
 
-  B is tokens_per_batch // length, so every batch costs about the same; what does not
-  fill a batch is topped up with other pairs of its bucket, so that each bucket is one shape.
+  B is tokens_per_batch // length, so every batch costs about the same, and then a number that
+  `multiple`, of devices, divides; what does not fill a batch is topped up with other pairs of its
+  bucket, so that each bucket is one shape.
   """
   if not len(pairs):
     return []
@@ -77,7 +78,7 @@ def epoch_batches(
     lower = length
     if not len(members):
       continue
-    size = max(1, tokens_per_batch // length)
+    size = multiple * max(1, tokens_per_batch // length // multiple)
     missing = -len(members) % size
     order = np.concatenate([rng.permutation(members), rng.choice(members, missing)])
     batches += [(length, chunk) for chunk in order.reshape(-1, size)]

@@ -57,16 +57,17 @@ def teacher_opinions(
   k: int = 16,
   tokens_per_batch: int = 1152,
   tail: bool = False,
+  rows: jax.sharding.Sharding | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
   """A teacher's k likeliest tokens [T, k] at each target position, and their probabilities.
 
   With `tail` one column more: the text's own token, whose weight is 1 if it is none of the k, else
   0. Where the teacher drew the text, that stands for all other tokens in proportion: on average,
-  what is learnt is the teacher's whole distribution.
+  what is learnt is the teacher's whole distribution. `rows` says where those of a batch lie.
   """
 
   @jax.jit
-  def likeliest(batch: Batch):
+  def likeliest(params, batch: Batch):
     probs, tokens = jax.lax.top_k(jax.nn.softmax(teacher_forced(teacher, params, batch)), k)
     if not tail:
       return probs, tokens
@@ -77,9 +78,10 @@ def teacher_opinions(
 
   none = 0, k + tail  # of pairs left out
   opinions = [(np.zeros(none, np.int32), np.zeros(none, np.float16))] * len(pairs)
-  batches = epoch_batches(pairs, tokens_per_batch, 0, 0)
+  over = 1 if rows is None else rows.num_devices
+  batches = epoch_batches(pairs, tokens_per_batch, 0, 0, multiple=over)
   for (_, indices), batch in zip(track(batches, "teacher", transient=True), arrays(pairs, batches)):
-    probs, tokens = map(np.asarray, likeliest(batch))
+    probs, tokens = map(np.asarray, likeliest(params, jax.device_put(batch, rows)))
     for row, i in enumerate(indices):
       length = len(pairs.targets[i])
       opinions[i] = tokens[row, :length].astype(np.int32), probs[row, :length].astype(np.float16)

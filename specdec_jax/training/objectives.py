@@ -21,13 +21,15 @@ class Objective(NamedTuple):
 
   Attributes:
     init: key -> parameters at random.
-    loss: (parameters, batch, key, share of all steps that are done) -> what is made small.
-    scores: (parameters, batch) -> what is told of validation text, by name.
+    loss: (parameters, frozen, batch, key, share of all steps that are done) -> what is made small.
+    scores: (parameters, frozen, batch) -> what is told of validation text, by name.
+    frozen: parameters that are read and stay as they are, a target's.
   """
 
   init: Callable[[Array], Any]
-  loss: Callable[[Any, Batch, Array, Array], Array]
-  scores: Callable[[Any, Batch], dict[str, Array]]
+  loss: Callable[[Any, Any, Batch, Array, Array], Array]
+  scores: Callable[[Any, Any, Batch], dict[str, Array]]
+  frozen: Any = ()
 
 
 def model_objective(
@@ -42,14 +44,14 @@ def model_objective(
   """
   module = module_of(config)
 
-  def loss(params, batch: Batch, rng: Array, share: Array) -> Array:
+  def loss(params, frozen: Any, batch: Batch, rng: Array, share: Array) -> Array:
     logits = teacher_forced(module, params, batch, rng)
     if divergence == "forward_kl":
       return cross_entropy(logits, batch, label_smoothing)[0]
     each = divergences(logits, batch.labels, batch.weights, divergence, share)
     return _mean(each, batch.targets > 0)
 
-  def scores(params, batch: Batch) -> dict[str, Array]:
+  def scores(params, frozen: Any, batch: Batch) -> dict[str, Array]:
     found = cross_entropy(teacher_forced(module, params, batch), batch, 0.0)
     return dict(zip(("valid_loss", "valid_accuracy"), found))
 

@@ -46,8 +46,8 @@ class Read(NamedTuple):
   rng: Array | None
 
 
-# (parameters, read) -> logits [B, A, G, V] of guesses, and which tokens [B, A, G] these are of.
-Guesser = Callable[[Any, Read], tuple[Array, Array]]
+# (parameters, the target's, read) -> logits [B, A, G, V] of guesses, and of which tokens [B, A, G].
+Guesser = Callable[[Any, Any, Read], tuple[Array, Array]]
 
 
 def speculator_objective(
@@ -75,17 +75,17 @@ def speculator_objective(
   model: Any = model_of(target)
   makes = {"look_ahead": _look_ahead, "exit": _exit, "decoder": _decoder}
   make = makes.get(config.kind, functools.partial(_in_rows, stride=stride))
-  guesses = make(config, target, target_params)
+  guesses = make(config, target)
 
-  def guessed(params, batch: Batch, rng: Array | None) -> tuple[Array, Array]:
+  def guessed(params, frozen: Any, batch: Batch, rng: Array | None) -> tuple[Array, Array]:
     prompt, length = jnp.asarray(batch.source), batch.targets.shape[1]
     first, begins = model.prompt_tokens(prompt)
     newest = jnp.take_along_axis(first, begins[:, None] - 1, axis=1)
     inputs = jnp.concatenate([newest, batch.targets[:, :-1]], axis=1)
-    _, cache = model.prefill(target_params, prompt, first.shape[1] + length + config.gamma)
-    _, hidden, cache = model.extend(target_params, cache, inputs)
+    _, cache = model.prefill(frozen, prompt, first.shape[1] + length + config.gamma)
+    _, hidden, cache = model.extend(frozen, cache, inputs)
     hidden = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    return guesses(params, Read(inputs, hidden, cache, rng))
+    return guesses(params, frozen, Read(inputs, hidden, cache, rng))
 
   def weighted(logits: Array, batch: Batch, places: Array, share: Array | float) -> Array:
     labels, weights = _at(batch.labels, places), _at(batch.weights, places)
@@ -93,12 +93,12 @@ def speculator_objective(
     weight = (_at(batch.targets, places) > 0) * decay ** jnp.arange(places.shape[-1])
     return (each * weight).sum() / weight.sum()
 
-  def loss(params, batch: Batch, rng: Array, share: Array) -> Array:
-    logits, places = guessed(params, batch, rng)
+  def loss(params, frozen: Any, batch: Batch, rng: Array, share: Array) -> Array:
+    logits, places = guessed(params, frozen, batch, rng)
     return weighted(logits, batch, places, share)
 
-  def scores(params, batch: Batch) -> dict[str, Array]:
-    logits, places = guessed(params, batch, None)
+  def scores(params, frozen: Any, batch: Batch) -> dict[str, Array]:
+    logits, places = guessed(params, frozen, batch, None)
     targets = _at(batch.targets, places)
     stands = (logits.argmax(axis=-1) == targets) & (targets > 0)
     begun = targets[..., 0] > 0
@@ -108,7 +108,7 @@ def speculator_objective(
       "valid_acceptance_length": (length * begun).sum() / begun.sum(),
     }
 
-  return Objective(lambda rng: init_params(config, rng), loss, scores)
+  return Objective(lambda rng: init_params(config, rng), loss, scores, target_params)
 
 
 def _at(x: ArrayLike, places: Array) -> Array:
@@ -117,12 +117,11 @@ def _at(x: ArrayLike, places: Array) -> Array:
   return x.at[rows, places].get(mode="fill", fill_value=0)
 
 
-def _in_rows(config: SpeculatorConfig, target: Config, target_params: Any, stride: int) -> Guesser:
+def _in_rows(config: SpeculatorConfig, target: Config, stride: int) -> Guesser:
   """Heads, EAGLE, all guesses in one pass: at each anchor, from the state and the tokens there."""
   module, of_target = in_rows(config), module_of(target)
-  project = lambda x: of_target.apply({"params": target_params}, x, method="logits")
 
-  def guesses(params, read: Read) -> tuple[Array, Array]:
+  def guesses(params, frozen: Any, read: Read) -> tuple[Array, Array]:
     batch, length = read.inputs.shape
     offset = 0 if read.rng is None else jax.random.randint(read.rng, (), 0, stride)
     anchors = offset + stride * jnp.arange(max(1, length // stride))
@@ -135,41 +134,42 @@ def _in_rows(config: SpeculatorConfig, target: Config, target_params: Any, strid
       each = lambda x: jnp.repeat(x, len(anchors), axis=0)
       source = jax.tree.map(each, (read.cache.cross[-1], read.cache.cross_bias))
     hidden, before = _at(read.hidden, places[..., :1])[:, :, 0], _at(read.inputs, places)
+    project = lambda x: of_target.apply({"params": frozen}, x, method="logits")
     logits = module.apply({"params": params}, rows(hidden), rows(before), source, project)
     return logits.reshape(*places.shape, -1), places
 
   return guesses
 
 
-def _look_ahead(config: SpeculatorConfig, target: Config, target_params: Any) -> Guesser:
+def _look_ahead(config: SpeculatorConfig, target: Config) -> Guesser:
   """Embeddings behind one token of each text, as the target reads them there; what it says after
   that token itself is its own choice, and no guess."""
   of_target, model = module_of(target), model_of(target)
 
-  def guesses(params, read: Read) -> tuple[Array, Array]:
+  def guesses(params, frozen: Any, read: Read) -> tuple[Array, Array]:
     batch, length = read.inputs.shape
     ends = (read.inputs > 0).sum(axis=1)  # of T5, whose first is 0, the last token's place
     share = 0.5 if read.rng is None else jax.random.uniform(read.rng, (batch,))
     anchor = (share * ends).astype(jnp.int32)
     newest = jnp.take_along_axis(read.inputs, anchor[:, None], axis=1)
-    embedded = target_params["token_embedder"]["embedding"][newest]
+    embedded = frozen["token_embedder"]["embedding"][newest]
     ahead = jnp.broadcast_to(params["embeddings"], (batch, *params["embeddings"].shape))
     block = jnp.concatenate([embedded, ahead], axis=1).astype(target.dtype)
     cache: Any = read.cache
     cache = model.commit(cache, cache.length + anchor)
-    logits, _, _ = of_target.apply({"params": target_params}, cache, block, method="read")
+    logits, _, _ = of_target.apply({"params": frozen}, cache, block, method="read")
     places = anchor[:, None, None] + jnp.arange(1, config.gamma)
     return logits[:, None, 1:], places
 
   return guesses
 
 
-def _exit(config: SpeculatorConfig, target: Config, target_params: Any) -> Guesser:
+def _exit(config: SpeculatorConfig, target: Config) -> Guesser:
   """The head, after each token, over what the target's first layers make of the text."""
-  fewer, params_of = of_layers(target, target_params, range(config.exit_layers))
-  model = ExitModel(model_of(fewer), config)
 
-  def guesses(params, read: Read) -> tuple[Array, Array]:
+  def guesses(params, frozen: Any, read: Read) -> tuple[Array, Array]:
+    fewer, params_of = of_layers(target, frozen, range(config.exit_layers))
+    model = ExitModel(model_of(fewer), config)
     cache = read.cache.replace(layers=read.cache.layers[: config.exit_layers])
     if config.has_encoder:
       cache = cache.replace(cross=cache.cross[: config.exit_layers])
@@ -179,11 +179,11 @@ def _exit(config: SpeculatorConfig, target: Config, target_params: Any) -> Guess
   return guesses
 
 
-def _decoder(config: SpeculatorConfig, target: Config, target_params: Any) -> Guesser:
+def _decoder(config: SpeculatorConfig, target: Config) -> Guesser:
   """A decoder's own reading of the text, after each token."""
   module = T5(without_encoder(config))
 
-  def guesses(params, read: Read) -> tuple[Array, Array]:
+  def guesses(params, frozen: Any, read: Read) -> tuple[Array, Array]:
     cross = read.cache.cross[-config.num_decoder_layers :]
     how = dict(cross=cross, cross_bias=read.cache.cross_bias)
     logits = module.apply({"params": params}, read.inputs, **how, method="on_source")

@@ -14,9 +14,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.partitioning import make_mesh, param_shardings
 from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
 from specdec_jax.training.objectives import Objective
 from specdec_jax.writing import written
@@ -34,6 +36,8 @@ class TrainSettings:
     label_smoothing: share of the target mass spread evenly over the vocabulary.
     seed: of initialisation, order and dropout.
     save_every: steps between checkpoints.
+    model_parallel: of this host's devices, how many share each model (`partitioning.RULES`); what
+      is left shares the rows of a batch.
   """
 
   epochs: int = 12
@@ -43,11 +47,12 @@ class TrainSettings:
   label_smoothing: float = 0.1
   seed: int = 0
   save_every: int = 200
+  model_parallel: int = 1
 
   def __post_init__(self):
     require_types(TrainSettings, vars(self))
     require_seed(self.seed)
-    for name in ("epochs", "tokens_per_batch", "save_every"):
+    for name in ("epochs", "tokens_per_batch", "save_every", "model_parallel"):
       require_count(name, getattr(self, name))
     if self.warmup_steps < 0 or not 0 < self.peak_learning_rate < math.inf:
       raise InputError(
@@ -84,8 +89,12 @@ def train(
     The trained parameters.
   """
   output = pathlib.Path(output_dir).absolute()
-  steps_per_epoch = len(epoch_batches(train_pairs, settings.tokens_per_batch, 0, 0))
-  valid_batches = epoch_batches(valid_pairs, settings.tokens_per_batch, 0, 0)
+  mesh = make_mesh(settings.model_parallel)
+  shuffled = functools.partial(
+    epoch_batches, tokens_per_batch=settings.tokens_per_batch, multiple=mesh.shape["data"]
+  )
+  steps_per_epoch = len(shuffled(train_pairs, seed=0, epoch=0))
+  valid_batches = shuffled(valid_pairs, seed=0, epoch=0)
   for name, count in (("training", steps_per_epoch), ("validation", len(valid_batches))):
     if not count:
       raise InputError(f"There are no {name} pairs to learn from or to check with.")
@@ -101,19 +110,26 @@ def train(
   optimizer = optax.adafactor(schedule)
   rng = jax.random.key(settings.seed)
 
-  @functools.partial(jax.jit, donate_argnums=0)
-  def train_step(state, batch: Batch):
+  cut = lambda params: jax.device_put(params, param_shardings(params, mesh))
+  # Copied, since each step gives its state's memory to the next.
+  params = cut(objective.init(rng) if init is None else jax.tree.map(jnp.array, init))
+  frozen = cut(objective.frozen)
+  whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+  rest = {"opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+  state = {"params": params, **jax.device_put(rest, whole)}
+
+  out_shardings = jax.tree.map(lambda x: x.sharding, state), whole
+
+  @functools.partial(jax.jit, donate_argnums=0, out_shardings=out_shardings)
+  def train_step(state, frozen, batch: Batch):
     key = jax.random.fold_in(rng, state["step"])
-    loss_fn = lambda params: objective.loss(params, batch, key, state["step"] / total)
+    loss_fn = lambda params: objective.loss(params, frozen, batch, key, state["step"] / total)
     loss, grads = jax.value_and_grad(loss_fn)(state["params"])
     updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
     params = optax.apply_updates(state["params"], updates)
     return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
 
   scores_of = jax.jit(objective.scores)
-  # Copied, since each step gives its state's memory to the next.
-  params = objective.init(rng) if init is None else jax.tree.map(jnp.array, init)
-  state = {"params": params, "opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
   options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
   with ocp.CheckpointManager(output / "checkpoints", options=options) as checkpoints, _bar() as bar:
     if checkpoints.latest_step() is not None:
@@ -123,10 +139,10 @@ def train(
     task = bar.add_task("training", total=total, completed=step, note="")
     while step < total:
       epoch, skip = divmod(step, steps_per_epoch)
-      batches = epoch_batches(train_pairs, settings.tokens_per_batch, settings.seed, epoch)[skip:]
+      batches = shuffled(train_pairs, seed=settings.seed, epoch=epoch)[skip:]
       since, tokens, losses = time.perf_counter(), 0, []
       for batch in arrays(train_pairs, batches):
-        state, loss = train_step(state, batch)
+        state, loss = train_step(state, frozen, jax.device_put(batch, rows))
         step += 1
         tokens += int((batch.targets > 0).sum())
         losses.append(loss)
@@ -139,7 +155,10 @@ def train(
           checkpoints.save(step, args=ocp.args.StandardSave(state))
       train_loss = float(np.mean(jax.device_get(losses)))
       rate = tokens / (time.perf_counter() - since)
-      scores = [scores_of(state["params"], batch) for batch in arrays(valid_pairs, valid_batches)]
+      scores = [
+        scores_of(state["params"], frozen, jax.device_put(batch, rows))
+        for batch in arrays(valid_pairs, valid_batches)
+      ]
       metrics = {
         "epoch": epoch + 1,
         "step": step,
