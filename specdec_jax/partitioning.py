@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.protocols import Context, Draft, Model, Outcome, Proposal
-from specdec_jax.trees import AnyTree, Tree
+from specdec_jax.trees import AnyNodes, AnyTree, Tree
 
 Rules = tuple[tuple[str, str | None], ...]  # logical axis -> mesh axis; one without stays whole
 
@@ -136,7 +136,7 @@ class PartitionedModel:
     params: Any,
     cache: Any,
     tokens: Array,
-    tree: AnyTree | None = None,
+    tree: AnyNodes | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, Any]:
     logits, hidden, cache = self.model.extend(params, cache, tokens, tree, first)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import AnyTree, DynamicTree
+from specdec_jax.trees import AnyNodes, AnyTree, DynamicTree
 
 
 class Model(Protocol):
@@ -56,14 +56,14 @@ class Model(Protocol):
     params: Any,
     cache: Any,
     tokens: Array,
-    tree: AnyTree | None = None,
+    tree: AnyNodes | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, Any]:
     """Read a block tokens [B, k]: logits [B, k, V] of what follows each, their hidden states
     [B, k, E], and the cache with them in the slots from length + first on.
 
     The block is nodes first..first+k-1 of `tree`, whose earlier nodes lie in the slots before, or
-    of a chain if there is none. `first` may be traced for a chain.
+    of a chain if there is none. `first` may be traced for a chain, and for nodes that are `Placed`.
     """
 
   def commit(

@@ -143,11 +143,7 @@ class DynamicTree:
   @property
   def ancestors(self) -> Array:
     """[B, K, K]: whether the second node is the first or one that it follows."""
-    rooted = jnp.pad(self.parents, ((0, 0), (1, 0)))
-    near = jax.nn.one_hot(rooted, self.num_nodes) + jnp.eye(self.num_nodes)
-    for _ in range(math.ceil(math.log2(self.depth))):  # twice as far each time
-      near = jnp.minimum(near @ near, 1)
-    return near > 0
+    return reach(jnp.pad(self.parents, ((0, 0), (1, 0))), self.depth)
 
   @property
   def depths(self) -> Array:
@@ -156,6 +152,35 @@ class DynamicTree:
 
 
 AnyTree = Tree | DynamicTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Placed:
+  """In place of a tree, for nodes that are told slot by slot of a cache what they see (`beams`).
+
+  Attributes:
+    positions: [B, K], where they stand in the text.
+    keys_at: [B, T], where what each slot holds stands.
+    seen: [B, K, T], which slots each sees, its own among them.
+  """
+
+  positions: Array
+  keys_at: Array
+  seen: Array
+
+
+AnyNodes = AnyTree | Placed
+
+
+def reach(parents: Array, depth: int) -> Array:
+  """[B, K, K]: whether the second node is the first or one that it follows, `depth` away at most,
+  of nodes with parents [B, K]; a root is its own."""
+  num_nodes = parents.shape[1]
+  near = jnp.minimum(jax.nn.one_hot(parents, num_nodes) + jnp.eye(num_nodes), 1)
+  for _ in range(math.ceil(math.log2(max(1, depth)))):  # twice as far each time
+    near = jnp.minimum(near @ near, 1)
+  return near > 0
 
 
 @functools.cache
@@ -190,9 +215,9 @@ def merged(paths: Sequence[Sequence[int]]) -> Tree:
   return Tree(tuple(nodes.index(path[:-1]) for path in nodes[1:]))
 
 
-def require_static(who: str, tree: AnyTree) -> Tree:
+def require_static(who: str, tree: AnyNodes) -> Tree:
   """The same, or an InputError if its shape changes from round to round."""
-  if isinstance(tree, DynamicTree):
+  if not isinstance(tree, Tree):
     raise InputError(f"{who} takes trees of one shape, and this one changes from round to round.")
   return tree
 

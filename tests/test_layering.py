@@ -39,6 +39,7 @@ LAYERS = {
   "models": FLAX,
   "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets", "tokenizers"},
   "drafts": FLAX,
+  "beams": JAX,
   "partitioning": FLAX,
   "checkpoints": FLAX | {"huggingface_hub", "msgpack", "safetensors", "tensorstore"},
   "counts": {"numpy"},

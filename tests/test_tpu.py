@@ -22,6 +22,7 @@ RANKS = (
   0.01,
 )  # how often children stand; as scripts/compile_tpu.py has them
 CHIP = 32e9  # bytes
+LEARNED = {"heads": 0.05, "eagle": 0.08, "parallel": 0.03}  # of a step's bytes, at most, for all
 HOSTS = "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"  # of four chips
 TABLE_2 = pathlib.Path(__file__).parents[1] / "experiments/tpu_v4/table2.jsonl"
 
@@ -32,6 +33,7 @@ def main(part: str) -> None:
   import jax.numpy as jnp
 
   from specdec_jax.models.config import named_config, t5_config
+  from specdec_jax.models.speculator import speculator_config
   from specdec_jax.sampling import Sampling
   from specdec_jax.theory import best_tree
   from specdec_jax.tpu import compile as tpu_compile
@@ -65,6 +67,12 @@ def main(part: str) -> None:
     tree = best_tree(RANKS, 64, 8)
     branching = tpu_compile.programs(*shallow, devices[:1], gamma=tree)
     found["tree"] = examined(branching, "verify", "commit", options=tpu_compile.HBM_ONLY)
+    learned = {}
+    for kind in LEARNED:
+      module = speculator_config(shallow[0], kind, gamma=GAMMA, emb_dim=1024, mlp_dim=4096)
+      drafting = tpu_compile.programs(shallow[0], module, devices[:1], gamma=GAMMA)
+      learned |= {kind: examined(drafting, "drafting", options=tpu_compile.HBM_ONLY)["drafting"]}
+    found["learned"] = learned
     lamda = [
       named_config("lamda", size, dtype=jnp.bfloat16, num_decoder_layers=layers)
       for size, layers in (("137b", 2), ("100m", 1))
@@ -141,6 +149,16 @@ def test_bytes_of_a_round(found):
   assert over["verify"] <= 1.15
   assert over["draft step"] <= 0.03
   assert over["round"] <= 1.25
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_bytes_of_what_a_module_on_the_targets_states_guesses(found, kind):
+  """All seven guesses of a round, over a step of the target, whose depth they do not depend on."""
+  drafting, accessed = found["learned"][kind], found["hbm_bytes"]
+  assert drafting["weight_copies"] == [] and drafting["host_transfers"] == 0
+  assert drafting["accessed"] < LEARNED[kind] * accessed["decode step"]
+  round_ = accessed["round"] - (GAMMA * accessed["draft step"]) + drafting["accessed"]
+  assert round_ < 1.25 * accessed["decode step"]
 
 
 def test_two_layers_over_a_tree_of_64_nodes(found):

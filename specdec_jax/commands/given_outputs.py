@@ -29,7 +29,7 @@ from specdec_jax.record import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import given_outputs_table
 from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import AnyTree, chain
+from specdec_jax.trees import AnyNodes, AnyTree, Placed, chain
 
 ARGMAX = Sampling(temperature=0.0)
 
@@ -67,13 +67,17 @@ class RecitingModel:
     params: Array,
     cache: Place,
     tokens: Array,
-    tree: AnyTree | None = None,
+    tree: AnyNodes | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, Place]:
     # Slot 0 holds the start token, so what follows position i is token i of the text.
-    nodes = first + jnp.arange(tokens.shape[1])
-    depths = nodes if tree is None else jnp.atleast_2d(tree.depths)[:, nodes]
-    following = jnp.take_along_axis(params, cache.length[:, None] + depths, axis=1, mode="clip")
+    if isinstance(tree, Placed):
+      positions = tree.positions
+    else:
+      nodes = first + jnp.arange(tokens.shape[1])
+      depths = nodes if tree is None else jnp.atleast_2d(tree.depths)[:, nodes]
+      positions = cache.length[:, None] + depths
+    following = jnp.take_along_axis(params, positions, axis=1, mode="clip")
     logits = jax.nn.one_hot(following, self.vocab_size)
     return logits, jnp.zeros((*tokens.shape, 0)), cache
 

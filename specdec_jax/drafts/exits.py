@@ -9,7 +9,7 @@ from specdec_jax.models.families import module_of
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.speculator import Head, SpeculatorConfig
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.trees import AnyTree
+from specdec_jax.trees import AnyNodes, AnyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ExitModel:
     params: Any,
     cache: Any,
     tokens: Array,
-    tree: AnyTree | None = None,
+    tree: AnyNodes | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, Any]:
     own, of_layers = params

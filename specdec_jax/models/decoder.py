@@ -25,7 +25,7 @@ from specdec_jax.models.layers import (
   matmul,
   norm,
 )
-from specdec_jax.trees import AnyTree
+from specdec_jax.trees import AnyNodes, AnyTree, Placed
 
 KeysValues = tuple[Array, Array]  # each [B, H, T, D]
 
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
     cross_bias: Array | None = None,
     cached: tuple[KeysValues, ...] | None = None,
     length: Array | None = None,
-    tree: AnyTree | None = None,
+    tree: AnyNodes | None = None,
     first: Array | int = 0,
     deterministic: bool = True,
   ) -> tuple[Array, Array, tuple[KeysValues, ...]]:
@@ -103,8 +103,10 @@ class Decoder(nn.Module):
     batch, block, _ = x.shape
     length = jnp.zeros(batch, jnp.int32) if length is None else length
     num_slots = block if cached is None else cached[0][0].shape[2]
-    if tree is None or tree.is_chain:
-      keys_at: Array = jnp.arange(num_slots)  # [T]
+    if isinstance(tree, Placed):
+      keys_at, positions, hidden_from = tree.keys_at, tree.positions, ~tree.seen
+    elif tree is None or tree.is_chain:
+      keys_at = jnp.arange(num_slots)  # [T]
       positions = (length + first)[:, None] + jnp.arange(block)  # [B, K]
       hidden_from = keys_at > positions[..., None]  # [B, K, T]
     else:

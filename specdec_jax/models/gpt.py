@@ -19,7 +19,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
 from specdec_jax.models.layers import embedder
-from specdec_jax.trees import AnyTree
+from specdec_jax.trees import AnyNodes, AnyTree
 
 
 @struct.dataclass
@@ -53,13 +53,13 @@ class GPT(nn.Module):
     return self.decoder(x, embedding, deterministic=deterministic)[0]
 
   def extend(
-    self, cache: GPTCache, tokens: Array, tree: AnyTree | None = None, first: Array | int = 0
+    self, cache: GPTCache, tokens: Array, tree: AnyNodes | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, GPTCache]:
     """Read a block [B, K] behind what each row holds; logits [B, K, V] follow each token."""
     return self.read(cache, self.token_embedder(tokens), tree, first)
 
   def read(
-    self, cache: GPTCache, x: Array, tree: AnyTree | None = None, first: Array | int = 0
+    self, cache: GPTCache, x: Array, tree: AnyNodes | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, GPTCache]:
     """`extend` by embedded tokens [B, K, E], or what stands for some."""
     logits, hidden, layers = self.decoder(
@@ -123,7 +123,7 @@ class GPTModel:
     params: Any,
     cache: GPTCache,
     tokens: Array,
-    tree: AnyTree | None = None,
+    tree: AnyNodes | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, GPTCache]:
     return GPT(self.config).apply({"params": params}, cache, tokens, tree, first, method=GPT.extend)

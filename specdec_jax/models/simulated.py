@@ -11,7 +11,7 @@ from jax import Array
 
 from specdec_jax.errors import InputError
 from specdec_jax.protocols import Model
-from specdec_jax.trees import AnyTree, chain, require_static
+from specdec_jax.trees import AnyNodes, AnyTree, chain, require_static
 
 _BASE = np.uint32(0x9E3779B1)  # odd and large: hashes are polynomials in it, modulo 2^32
 CERTAIN = 1e9  # added to a logit; exp(-CERTAIN) is exactly 0 in float32, at any usual temperature
@@ -85,7 +85,7 @@ class SimulatedModel:
     params: Any,
     cache: SimulatedCache,
     tokens: Array,
-    tree: AnyTree | None = None,
+    tree: AnyNodes | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, SimulatedCache]:
     own, hidden, inner = self.model.extend(params, cache.model, tokens, tree, first)

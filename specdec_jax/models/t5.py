@@ -23,7 +23,7 @@ from specdec_jax.models.layers import (
   embedder,
   norm,
 )
-from specdec_jax.trees import AnyTree
+from specdec_jax.trees import AnyNodes, AnyTree
 
 PAD_ID = 0  # also T5's first decoder token
 EOS_ID = 1
@@ -121,13 +121,13 @@ class T5(nn.Module):
     return self.decoder.cross_keys_values(encoded), cross_bias
 
   def extend(
-    self, cache: T5Cache, tokens: Array, tree: AnyTree | None = None, first: Array | int = 0
+    self, cache: T5Cache, tokens: Array, tree: AnyNodes | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, T5Cache]:
     """Read a block [B, K] behind what each row holds; logits [B, K, V] follow each token."""
     return self.read(cache, self.token_embedder(tokens), tree, first)
 
   def read(
-    self, cache: T5Cache, x: Array, tree: AnyTree | None = None, first: Array | int = 0
+    self, cache: T5Cache, x: Array, tree: AnyNodes | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, T5Cache]:
     """`extend` by embedded tokens [B, K, E], or what stands for some."""
     logits, hidden, layers = self.decoder(
@@ -185,7 +185,7 @@ class T5Model:
     params: Any,
     cache: T5Cache,
     tokens: Array,
-    tree: AnyTree | None = None,
+    tree: AnyNodes | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, T5Cache]:
     return T5(self.config).apply({"params": params}, cache, tokens, tree, first, method=T5.extend)

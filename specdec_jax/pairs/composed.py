@@ -16,7 +16,7 @@ from specdec_jax.drafts.merged import MergedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.errors import InputError, require_count, require_types
-from specdec_jax.protocols import Draft, Drafter
+from specdec_jax.protocols import Draft, Drafter, OnTarget
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import AnyTree, DynamicTree, branching, chain, require_chain, require_static
 
@@ -101,10 +101,10 @@ def cascaded_drafts(
 
 def tree_draft(
   vocabulary: Vocabulary,
-  draft: MakesDrafter,
+  draft: Callable[[Vocabulary], Drafter | OnTarget],
   widths: Sequence[int] = (),
   num_guesses: int | None = None,
-) -> Drafter:
+) -> Drafter | OnTarget:
   """A draft whose guesses are a tree, gamma deep, wherever a chain is asked for.
 
   Args:
@@ -119,18 +119,21 @@ def tree_draft(
   require_types(tree_draft, locals())
   if bool(widths) == (num_guesses is not None):
     raise InputError("A tree has widths, or num_guesses if its shape is to change; give one.")
-  made = draft(vocabulary)
 
-  def make(sampling: Sampling, tree: AnyTree) -> Draft:
-    depth, shape = tree.depth, tree
+  def shape(depth: int) -> AnyTree:
     if num_guesses is not None:
-      shape = DynamicTree(num_guesses, depth)
-    else:
-      shape = branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
-    return made.make(sampling, shape)
+      return DynamicTree(num_guesses, depth)
+    return branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
 
-  shape = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
-  return Drafter(f"{made.name}, {shape}", make, made.params)
+  def of_trees(made: Drafter) -> Drafter:
+    told = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
+    make = lambda sampling, tree: made.make(sampling, shape(tree.depth))
+    return Drafter(f"{made.name}, {told}", make, made.params)
+
+  made = draft(vocabulary)
+  if isinstance(made, OnTarget):
+    return OnTarget(lambda target, params: of_trees(made.drafter(target, params)))
+  return of_trees(made)
 
 
 def stopping_draft(vocabulary: Vocabulary, draft: MakesDrafter, threshold: float) -> Drafter:

@@ -98,7 +98,8 @@ def drafter(
   else:
     rest = {k: x for k, x in of_target["decoder"].items() if not k.startswith("layers_")}
     read = {"token_embedder": of_target["token_embedder"], "decoder": rest}
-    make = functools.partial(SpeculatorDraft, config, shape)
+    width = min(8, config.vocab_size)
+    make = functools.partial(SpeculatorDraft, config, shape, width=width)
     params = own, read if config.kind == "heads" else ()  # the others have logits of their own
     return Drafter(name, make, params)
   who = f"a draft of kind {config.kind!r}"

@@ -1,0 +1,174 @@
+"""Drafts of a beam search. What they guess decides how many steps a pass of the target makes,
+never which.
+
+Axes: B batch, w beams, u nodes of a level, N guesses, D depth.
+"""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from specdec_jax.beams.forest import BeamContext, Forest
+from specdec_jax.beams.layout import own_slots, put, settle
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.protocols import Context, Draft, Model
+from specdec_jax.trees import Placed
+
+
+class BeamDraft(abc.ABC):
+  """Proposes a forest a round. Frozen and hashable: parameters and state are arguments.
+
+  Attributes:
+    depth: D, the most guesses on a path.
+  """
+
+  depth: int
+
+  @abc.abstractmethod
+  def num_guesses(self, width: int) -> int:
+    """N, for so many beams."""
+
+  def start(self, params: Any, prompt: Array, num_slots: int) -> Any:
+    """The state before the first round; by default there is none."""
+    return ()
+
+  @abc.abstractmethod
+  def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
+    """Guesses after the live beams, and the state."""
+
+  def observe(self, state: Any, context: BeamContext, path: Array, slot: Array) -> Any:
+    """The state after a round that began with `context`: nodes `path` [B, D w], w a step, have come
+    to stand, and the next newest tokens go to `slot` [B]. By default as it was."""
+    return state
+
+
+@dataclasses.dataclass(frozen=True)
+class NoBeams(BeamDraft):
+  """Guesses nothing: plain beam search."""
+
+  depth: int = 0
+
+  def num_guesses(self, width: int) -> int:
+    return 0
+
+  def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
+    none = jnp.zeros((len(context.newest), 0), jnp.int32)
+    return Forest(none, none), state
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelBeams(BeamDraft):
+  """A model searches ahead by beams of its own, from the live ones and their log-probabilities.
+
+  It does not read its last level: what of that comes to stand it reads in the next round, before
+  the newest tokens.
+
+  Attributes:
+    model: M_q.
+    width: u, its beams.
+    depth: gamma, its steps.
+  """
+
+  model: Model
+  width: int
+  depth: int
+
+  def __post_init__(self):
+    require_count("width", self.width)
+    require_count("gamma", self.depth)
+
+  def num_guesses(self, width: int) -> int:
+    if self.width < width:
+      raise InputError(
+        f"The draft has {self.width} beams and the search {width}, all of which must be among them "
+        "for a step to be saved; give the draft as many at least."
+      )
+    return self.width * self.depth
+
+  def start(self, params: Any, prompt: Array, num_slots: int) -> Any:
+    return self.model.prefill(params, prompt, num_slots)[1]
+
+  def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
+    width, num_slots = context.newest.shape[1], context.seen.shape[2]
+    at = context.length[:, None] - 1  # where the newest stand
+    cache = self.model.commit(state, context.slot - width)
+    tokens, sums, above = context.newest, context.log_probs, 0
+    seen = context.seen | own_slots(context.slot, width, num_slots)
+    block = jnp.concatenate([context.before, tokens], axis=1)
+    sees = jnp.concatenate([context.seen_before, seen], axis=1)
+    stands = jnp.repeat(jnp.concatenate([at - 1, at], axis=1), width, axis=1)
+    places, levels, read = put(context.places, stands, context.slot - width), [], 0
+    for level in range(self.depth):
+      placed = Placed(stands, places, sees)
+      logits, _, cache = self.model.extend(params, cache, block, placed, read)
+      read += block.shape[1]
+      log_probs = jax.nn.log_softmax(logits[:, -tokens.shape[1] :].astype(jnp.float32))
+      log_probs = log_probs.at[..., context.eos_id].set(-jnp.inf)
+      parents, tokens, sums = likeliest(sums[..., None] + log_probs, self.width)
+      levels.append((tokens, above + parents))
+      above = read - width  # number of the node that the next level begins with
+      slot = context.slot + above
+      seen = jnp.take_along_axis(seen, parents[..., None], axis=1)
+      seen |= own_slots(slot, self.width, num_slots)
+      block, sees, stands = tokens, seen, jnp.repeat(at + level + 1, self.width, axis=1)
+      places = put(places, stands, slot)
+    guesses, parents = (jnp.concatenate(each, axis=1) for each in zip(*levels))
+    return Forest(guesses, parents), cache
+
+  def observe(self, state: Any, context: BeamContext, path: Array, slot: Array) -> Any:
+    return settle(self.model, state, context.slot, path, context.newest.shape[1], slot)
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeBeams(BeamDraft):
+  """Any draft that keeps nothing from round to round: a tree of its guesses for each beam.
+
+  Attributes:
+    draft: of one text; at temperature 0.
+
+  Raises:
+    InputError: (when a search begins) the draft keeps a state.
+  """
+
+  draft: Draft
+  depth: int = dataclasses.field(init=False)
+
+  def __post_init__(self):
+    object.__setattr__(self, "depth", self.draft.tree.depth)
+
+  def num_guesses(self, width: int) -> int:
+    return width * self.draft.tree.num_guesses
+
+  def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
+    batch, width = context.newest.shape
+    each = lambda x: jnp.repeat(x, width, axis=0)
+    flat = lambda x: x.reshape(batch * width, *x.shape[2:])
+    of_beams = Context(
+      each(context.prompt), flat(context.tokens), each(context.length), None, flat(context.hidden)
+    )
+    kept = self.draft.start(params, of_beams, of_beams.hidden[:, None])
+    if jax.tree.leaves(kept):
+      raise InputError(
+        f"{type(self.draft).__name__} keeps a state for each text, and beams change places; give a "
+        "beam search a model as draft, or one that keeps none (n-grams, copies)."
+      )
+    keys = jax.random.split(jax.random.key(0), batch * width)
+    proposal, _ = self.draft.propose(params, kept, of_beams, keys)
+    shape: Any = proposal.tree or self.draft.tree
+    above = jnp.broadcast_to(jnp.asarray(shape.parents, jnp.int32), proposal.tokens.shape)
+    above, beam = above.reshape(batch, width, -1), jnp.arange(width)[:, None]
+    parents = jnp.where(above == 0, beam, width + beam * above.shape[2] + above - 1)
+    return Forest(proposal.tokens.reshape(batch, -1), parents.reshape(batch, -1)), state
+
+
+def likeliest(sums: Array, count: int) -> tuple[Array, Array, Array]:
+  """Of continuations [B, n, V] the `count` best of each row: node, token and sum, [B, count]."""
+  few = min(count, sums.shape[2])
+  best, tokens = lax.top_k(sums, few)
+  flat = lambda x: x.reshape(len(x), -1)
+  sums, at = lax.top_k(flat(best), count)
+  return at // few, jnp.take_along_axis(flat(tokens), at, axis=1), sums

@@ -1,0 +1,50 @@
+"""Where a beam search lays tokens in the slots of a cache, and what of them a node sees.
+
+A row's cache begins with its prompt, less the newest token, as any. Behind it lie w slots that
+nothing sees, then w a step: the live beams, in their order. What a beam's newest token sees goes
+with it from step to step, as a mask of slots; so nothing moves when beams change places. Guesses
+that come to stand do, from where a round wrote them to the places of their steps.
+
+Axes: B batch, w beams, n nodes, T slots.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from specdec_jax.protocols import Model
+
+
+def slot_of_newest(length: Array, prompt_length: Array, width: int) -> Array:
+  """Of live texts with `length` [B] tokens, the slot [B] of the first's newest."""
+  return prompt_length - 1 + width * (1 + length - prompt_length)
+
+
+def places(prompt_length: Array, width: int, num_slots: int) -> Array:
+  """Where what each slot holds stands in its text, [B, T], however far a search has come."""
+  slots, prompt = jnp.arange(num_slots), prompt_length[:, None] - 1
+  return jnp.where(slots < prompt, slots, prompt + (slots - prompt) // width - 1)
+
+
+def own_slots(slot: Array, num_nodes: int, num_slots: int) -> Array:
+  """[B, n, T]: the slot of each node, of which the first is in `slot` [B]."""
+  return jnp.arange(num_slots) == (slot[:, None] + jnp.arange(num_nodes))[..., None]
+
+
+def put(rows: Array, block: Array, slot: Array) -> Array:
+  """Rows [B, ..., T] with a block [B, ..., n] in the slots from `slot` [B] on."""
+
+  def one(row: Array, new: Array, at: Array) -> Array:
+    return lax.dynamic_update_slice(row, new, (*[0] * (row.ndim - 1), at))
+
+  return jax.vmap(one)(rows, block.astype(rows.dtype), slot)
+
+
+def settle(model: Model, cache: Any, slot: Array, path: Array, width: int, length: Array) -> Any:
+  """The cache when it holds `length` [B] tokens: of the nodes in the slots from `slot` [B] on the
+  first `width` stay, and nodes `path` [B, n] come to lie behind them."""
+  stay = jnp.broadcast_to(jnp.arange(1, width), (len(path), width - 1))
+  path = jnp.concatenate([stay, path], axis=1)
+  return model.commit(model.commit(cache, slot), length, path=path)

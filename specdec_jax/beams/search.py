@@ -1,0 +1,279 @@
+"""Beam search by rounds of propose, extend, replay, in fixed shapes: plain search guesses nothing.
+
+A pass of the target reads the newest token of each live beam and a forest of guesses behind them.
+Its own log-probabilities then replay steps of the search, as long as all beams that live after one
+are among the guesses; the step at which one is not stands too, since what it is made of was read.
+So a pass makes 1 to D + 1 steps, those of plain search.
+
+Axes: B batch, w beams, N guesses, K = w + N nodes, D depth, T slots of a cache, L tokens of a text,
+V vocabulary.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from specdec_jax.beams.drafts import BeamDraft, NoBeams
+from specdec_jax.beams.forest import BeamContext, continuations, of, placed
+from specdec_jax.beams.layout import own_slots, places, settle, slot_of_newest
+from specdec_jax.beams.step import Beams, begin, best_first, ended, step
+from specdec_jax.decoding import last_hidden
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.memory import require_memory
+from specdec_jax.protocols import Model
+
+
+class Found(NamedTuple):
+  """What a search found, the best first.
+
+  Attributes:
+    tokens: [B, w, T], new tokens with EOS, 0 past the end.
+    lengths: [B, w]; 0 where fewer than w texts ended. scores: [B, w], log-probabilities divided by the length penalty; of a row none
+      of whose texts ended before the limit, log-probabilities.
+    steps: [R, B], of each pass of the target; 0 where a row was over.
+    num_rounds: [], passes.
+    not_finite: [B], the step that was not made because a logit was NaN or infinite; -1 if all were
+      finite.
+  """
+
+  tokens: Array
+  lengths: Array
+  scores: Array
+  steps: Array
+  num_rounds: Array
+  not_finite: Array
+
+
+class _Live(NamedTuple):
+  """What a step changes; fields without a word here as in `BeamContext`."""
+
+  beams: Beams
+  newest: Array
+  seen: Array
+  before: Array
+  seen_before: Array
+  hidden: Array
+
+
+class _State(NamedTuple):
+  """What a round begins with.
+
+  Attributes:
+    prompt: [B, P]. prompt_length: [B], committed tokens before the first round.
+    limit: [B], the length that no text exceeds. done: [B]. live: see `_Live`.
+    target: its cache. draft: its state.
+    steps, num_rounds, not_finite: as in `Found`.
+  """
+
+  prompt: Array
+  prompt_length: Array
+  limit: Array
+  done: Array
+  live: _Live
+  target: Any
+  draft: Any
+  steps: Array
+  num_rounds: Array
+  not_finite: Array
+
+
+@functools.partial(
+  jax.jit, static_argnames=("target", "width", "max_new_tokens", "length_penalty", "eos_id")
+)
+def beam_search(
+  target: Model,
+  params: Any,
+  prompt: Array,
+  *,
+  width: int,
+  max_new_tokens: int,
+  length_penalty: float = 0.6,
+  eos_id: int | None = None,
+) -> Found:
+  """The likeliest texts, a step a pass of the target, in one jitted program: the baseline.
+
+  Arguments and result as in `speculative_beam_search`.
+  """
+  how = width, max_new_tokens, length_penalty, eos_id
+  return _search(target, NoBeams(), params, (), prompt, *how)
+
+
+@functools.partial(
+  jax.jit,
+  static_argnames=("target", "draft", "width", "max_new_tokens", "length_penalty", "eos_id"),
+)
+def speculative_beam_search(
+  target: Model,
+  draft: BeamDraft,
+  target_params: Any,
+  draft_params: Any,
+  prompt: Array,
+  *,
+  width: int,
+  max_new_tokens: int,
+  length_penalty: float = 0.6,
+  eos_id: int | None = None,
+) -> Found:
+  """The same texts, order and scores, in fewer passes of the target (A.4), in one jitted program.
+
+  Scores differ from plain search's by the rounding of sums in another order, and so may the order
+  of texts that are equally likely to that precision.
+
+  Args:
+    target: M_p.
+    draft: guesses how beams go on.
+    target_params: of the target.
+    draft_params: of the draft.
+    prompt: [B, P], padded; a row's texts do not depend on its neighbours.
+    width: w, beams of a row, and texts found for it.
+    max_new_tokens: limit for each text, EOS counted.
+    length_penalty: alpha in ((5 + length) / 6) ** alpha, by which log-probabilities are divided; 0
+      for none (Wu et al., 2016, equation 14). As in t5x, the tokens of a decoder-only model's
+      prompt count.
+    eos_id: ends a text; None for the target's.
+
+  Raises:
+    InputError: width or max_new_tokens is no whole number from 1, there are fewer than two tokens a
+      beam, or it is more than memory holds.
+  """
+  how = width, max_new_tokens, length_penalty, eos_id
+  return _search(target, draft, target_params, draft_params, prompt, *how)
+
+
+def _search(
+  target, draft, target_params, draft_params, prompt, width, limit, length_penalty, eos_id
+) -> Found:
+  require_count("width", width)
+  require_count("max_new_tokens", limit)
+  if target.vocab_size < 2 * width:
+    raise InputError(
+      f"width is {width}, and each step looks at twice as many continuations of a beam, more than "
+      f"the vocabulary's {target.vocab_size}; lower it."
+    )
+  eos_id = target.eos_id if eos_id is None else eos_id
+  models = target, draft, target_params, draft_params
+  one_round = functools.partial(_round, *models, length_penalty, eos_id)
+  s = lax.while_loop(lambda s: ~s.done.all(), one_round, _start(*models, prompt, width, limit))
+  texts, scores, there = best_first(s.live.beams)
+  new = s.prompt_length[:, None] + jnp.arange(limit)
+  tokens = jnp.take_along_axis(texts, new[:, None], axis=2)
+  is_eos = tokens == eos_id
+  unended = (s.live.beams.length - s.prompt_length)[:, None]
+  lengths = there * jnp.where(is_eos.any(axis=2), is_eos.argmax(axis=2) + 1, unended)
+  return Found(tokens, lengths, scores, s.steps, s.num_rounds, s.not_finite)
+
+
+def _start(target, draft: BeamDraft, target_params, draft_params, prompt, width, limit) -> _State:
+  batch, (first, length) = len(prompt), target.prompt_tokens(prompt)
+  num_nodes = width + draft.num_guesses(width)
+  num_slots = first.shape[1] + width * (limit + 1) + num_nodes
+  hidden, cache = target.prefill(target_params, prompt, num_slots)
+  slot = slot_of_newest(length, length, width)
+  each = lambda x: jnp.repeat(x[:, None], width, axis=1)
+  live = _Live(
+    beams=begin(jnp.pad(first, ((0, 0), (0, limit))), length, width),
+    newest=each(jnp.take_along_axis(first, length[:, None] - 1, axis=1)[:, 0]),
+    seen=each(jnp.arange(num_slots) < length[:, None] - 1),
+    before=jnp.zeros((batch, width), jnp.int32),
+    seen_before=own_slots(slot - width, width, num_slots),
+    hidden=each(last_hidden(hidden, length - 2)),
+  )
+  state = _State(
+    prompt=prompt,
+    prompt_length=length,
+    limit=length + limit,
+    done=jnp.zeros(batch, bool),
+    live=live,
+    target=target.commit(cache, slot),
+    draft=draft.start(draft_params, prompt, num_slots),
+    steps=jnp.zeros((limit, batch), jnp.int32),
+    num_rounds=jnp.zeros((), jnp.int32),
+    not_finite=jnp.full(batch, -1, jnp.int32),
+  )
+  what = f"a batch of {batch} with {width} beams, max_new_tokens {limit} and {num_nodes} nodes"
+  of_round = jax.ShapeDtypeStruct((batch, num_nodes, target.vocab_size), jnp.float32)
+  require_memory(what, (target_params, draft_params, state, of_round))
+  return state
+
+
+def _round(
+  target: Model,
+  draft: BeamDraft,
+  target_params,
+  draft_params,
+  length_penalty: float,
+  eos_id: int,
+  s: _State,
+) -> _State:
+  """One pass of the target, and the steps that it is good for."""
+  live = s.live
+  width, num_slots = live.newest.shape[1], live.seen.shape[2]
+  slot_of = lambda beams: slot_of_newest(beams.length, s.prompt_length, width)
+  context = BeamContext(
+    prompt=s.prompt,
+    tokens=live.beams.tokens,
+    length=live.beams.length,
+    log_probs=live.beams.log_probs,
+    newest=live.newest,
+    seen=live.seen,
+    before=live.before,
+    seen_before=live.seen_before,
+    slot=slot_of(live.beams),
+    places=places(s.prompt_length, width, num_slots),
+    hidden=live.hidden,
+    eos_id=eos_id,
+  )
+
+  # Propose, and extend: one target pass over the newest tokens and all guesses.
+  forest, draft_state = draft.propose(draft_params, s.draft, context)
+  nodes_see, parents = placed(context, forest, draft.depth)
+  block = jnp.concatenate([live.newest, forest.tokens], axis=1)
+  logits, hidden, cache = target.extend(target_params, s.target, block, nodes_see)
+  tokens, sums = continuations(logits, block, parents, context, draft.depth)
+
+  # Replay: steps of plain search, from level to level while all that live are among the guesses.
+  finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1)
+  active = ~s.done & finite
+  nodes, path = jnp.broadcast_to(jnp.arange(width), live.newest.shape), []
+  for level in range(draft.depth + 1):
+    beams = live.beams
+    after, chosen = step(beams, of(tokens, nodes), of(sums, nodes), length_penalty, eos_id)
+    seen = live.seen | own_slots(slot_of(beams), width, num_slots)
+    follows = of(nodes, chosen)
+    after = _Live(
+      beams=after,
+      newest=jnp.take_along_axis(after.tokens, beams.length[:, None, None], axis=2)[..., 0],
+      seen=of(seen, chosen),
+      before=live.newest,
+      seen_before=seen,
+      hidden=of(hidden, follows),
+    )
+    live = jax.tree.map(functools.partial(_where, active), after, live)
+    if level < draft.depth:
+      same = live.newest[..., None] == forest.tokens[:, None]
+      same &= follows[..., None] == forest.parents[:, None]  # [B, w, N]
+      nodes = width + same.argmax(axis=2)
+      path.append(nodes)
+      active &= same.any(axis=2).all(axis=1) & ~ended(live.beams, s.limit, length_penalty)
+
+  # Commit: what came to stand lies where plain search would have put it.
+  stood = jnp.concatenate(path, axis=1) if path else jnp.zeros((len(block), 0), jnp.int32)
+  slot = slot_of(live.beams)
+  made = live.beams.length - context.length
+  return s._replace(
+    done=s.done | ended(live.beams, s.limit, length_penalty) | ~finite,
+    live=live,
+    target=settle(target, cache, context.slot, stood, width, slot),
+    draft=draft.observe(draft_state, context, stood, slot),
+    steps=s.steps.at[s.num_rounds].set(made),
+    num_rounds=s.num_rounds + 1,
+    not_finite=jnp.where(s.done | finite, s.not_finite, context.length - s.prompt_length),
+  )
+
+
+def _where(rows: Array, new: Array, old: Array) -> Array:
+  """Rows [B] of the one, and the others of the other, [B, ...]."""
+  return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -1,0 +1,285 @@
+"""Beam search finds what a search written out text by text finds, and in fewer passes the same."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from specdec_jax.beams import (
+  BeamDraft,
+  ModelBeams,
+  TreeBeams,
+  beam_search,
+  forest,
+  search,
+  speculative_beam_search,
+  step,
+)
+from specdec_jax.drafts.copy import CopyDraft
+from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.errors import InputError
+from specdec_jax.models.gpt import GPTModel
+from specdec_jax.models.t5 import T5Model
+from specdec_jax.partitioning import PartitionedModel, make_mesh
+from specdec_jax.sampling import Sampling
+from specdec_jax.trees import branching, chain
+
+LIMIT, EOS = 9, 1
+T5 = tiny.config(layers=1)
+GPT = tiny.gpt_config(layers=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A target, a draft for it, parameters of both, and prompts."""
+
+  target: object
+  draft: object
+  params: object
+  draft_params: object
+  prompt: np.ndarray
+
+
+@functools.cache
+def t5() -> Case:
+  params = tiny.params(T5, 3, peak=1.0)
+  return Case(T5Model(T5), T5Model(T5), params, tiny.near(params, 1, 0.2), tiny.sources(T5, 0, 6))
+
+
+@functools.cache
+def gpt() -> Case:
+  params = tiny.params(GPT, 3, peak=1.0)
+  prompt = tiny.prompts(GPT, 0, [1, 2, 3, 4, 5, 6])
+  return Case(GPTModel(GPT), GPTModel(GPT), params, tiny.near(params, 1, 0.2), prompt)
+
+
+FAMILIES = {"t5": t5, "gpt": gpt}
+
+
+def plain(case: Case, width: int, rows=slice(None), **how):
+  how = dict(max_new_tokens=LIMIT, eos_id=EOS) | how
+  return beam_search(case.target, case.params, case.prompt[rows], width=width, **how)
+
+
+def same(ours, theirs) -> None:
+  """Fails unless texts, their order, lengths and scores are equal."""
+  np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+  np.testing.assert_array_equal(ours.lengths, theirs.lengths)
+  np.testing.assert_allclose(ours.scores, theirs.scores, rtol=0, atol=1e-5)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def chances(model, params, prompt, texts):
+  """Log-probabilities [w, LIMIT, V] of what follows each token of texts [w, LIMIT] and, first, the
+  prompt [P]; by one pass over a chain."""
+  each = jnp.repeat(prompt[None], len(texts), axis=0)
+  first, length = model.prompt_tokens(each)
+  _, cache = model.prefill(params, each, first.shape[1] + LIMIT)
+  newest = jnp.take_along_axis(first, length[:, None] - 1, axis=1)
+  logits, _, _ = model.extend(params, cache, jnp.concatenate([newest, texts[:, :-1]], axis=1))
+  return jax.nn.log_softmax(logits)
+
+
+def written_out(model, params, prompt, width: int, length_penalty: float = 0.6):
+  """Texts and scores of one prompt, text by text: t5x's rules, of lists."""
+  committed = int(model.prompt_tokens(prompt[None])[1][0])
+  penalty = lambda length: np.float32(((5 + length) / 6) ** length_penalty)
+  live, finished = [(np.float32(0), ())], []  # the best last
+  best = lambda all_, count: sorted(all_, key=lambda each: -each[0])[:count]  # of equals the first
+  for at in range(LIMIT):
+    texts = np.zeros((width, LIMIT), np.int32)
+    for row, (_, text) in zip(texts, live):
+      row[:at] = text
+    logs = np.asarray(chances(model, params, prompt, texts))[:, at]
+    more = [
+      (total + logs[row, token], (*text, token))
+      for row, (total, text) in enumerate(live)
+      for token in range(logs.shape[1])
+    ]
+    more = best(more, 2 * width)
+    finished += [(s / penalty(committed + at), text) for s, text in more if text[-1] == EOS]
+    finished = best(finished, width)[::-1]
+    live = [each for each in more if each[1][-1] != EOS][:width][::-1]
+    bound = live[-1][0] / penalty(committed + LIMIT)
+    if len(finished) == width and finished[0][0] > bound:
+      break
+  return (finished or live)[::-1]
+
+
+@pytest.mark.parametrize("family, width", [("t5", 1), ("t5", 3), ("t5", 8), ("gpt", 4)])
+def test_found_is_what_a_search_written_out_finds(family, width):
+  case = FAMILIES[family]()
+  found = plain(case, width)
+  ended = 0
+  for row, prompt in enumerate(case.prompt):
+    want = written_out(case.target, case.params, prompt, width)
+    for place, (score, text) in enumerate(want):
+      length = found.lengths[row, place]
+      assert tuple(found.tokens[row, place, :length].tolist()) == text
+      assert found.scores[row, place] == pytest.approx(score, abs=1e-5)
+    ended += sum(text[-1] == EOS for _, text in want)
+  assert ended >= 3, "too few texts end to tell anything"
+
+
+DRAFTS = {
+  "as wide": lambda case: (ModelBeams(case.draft, 3, 2), case.draft_params),
+  "twice as wide": lambda case: (ModelBeams(case.draft, 6, 3), case.draft_params),
+  "itself": lambda case: (ModelBeams(case.target, 3, 6), case.params),
+  "copies": lambda case: (TreeBeams(CopyDraft(16, branching(2, 1), 2)), ()),
+}
+
+
+def speculate(case: Case, draft: tuple[BeamDraft, object], width: int = 3, rows=slice(None)):
+  make, draft_params = draft
+  models, params = (case.target, make), (case.params, draft_params)
+  how = dict(width=width, max_new_tokens=LIMIT, eos_id=EOS)
+  return speculative_beam_search(*models, *params, case.prompt[rows], **how)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_speculation_finds_the_same(family, draft):
+  case = FAMILIES[family]()
+  found, ours = plain(case, 3), speculate(case, DRAFTS[draft](case))
+  same(ours, found)
+  steps = np.asarray(ours.steps)
+  np.testing.assert_array_equal(steps.sum(axis=0), np.asarray(found.steps).sum(axis=0))
+  assert ours.num_rounds <= found.num_rounds
+  if draft == "itself":  # each pass makes all seven, as far as the row goes
+    np.testing.assert_array_equal(steps[0], np.minimum(7, steps.sum(axis=0)))
+  if draft == "twice as wide":
+    assert 1.3 < steps[steps > 0].mean() < 4, "the draft is no test of what is refused"
+
+
+def test_rows_depend_on_no_neighbour():
+  case, draft = t5(), DRAFTS["as wide"](t5())
+  whole, some = speculate(case, draft), speculate(case, draft, rows=[4, 2])
+  np.testing.assert_array_equal(np.asarray(whole.tokens)[[4, 2]], some.tokens)
+  rounds = int(some.num_rounds)
+  np.testing.assert_array_equal(np.asarray(whole.steps)[:rounds, [4, 2]], some.steps[:rounds])
+
+
+def test_a_beam_is_wider_than_a_vocabulary_only_in_error():
+  for call, said in (
+    (lambda: plain(t5(), 9), "more than the vocabulary's 16"),
+    (lambda: plain(t5(), 0), "width is 0"),
+    (lambda: plain(t5(), 2, max_new_tokens=0), "max_new_tokens is 0"),
+    (lambda: speculate(t5(), (ModelBeams(t5().draft, 2, 2), t5().draft_params)), "2 beams"),
+    (
+      lambda: speculate(
+        t5(), (TreeBeams(ModelDraft(t5().draft, Sampling(), chain(2))), t5().draft_params)
+      ),
+      "ModelDraft keeps a state",
+    ),
+  ):
+    with pytest.raises(InputError, match=said):
+      call()
+
+
+def test_equally_likely_texts_come_in_t5xs_order():
+  """Of a model to which all tokens are alike: of beams the first, of tokens the smallest."""
+  flat = jax.tree.map(jnp.zeros_like, t5().params)
+  case = dataclasses.replace(t5(), params=flat, draft_params=flat, prompt=t5().prompt[:1])
+  found = plain(case, 3)
+  for place, (score, text) in enumerate(written_out(case.target, flat, case.prompt[0], 3)):
+    assert tuple(found.tokens[0, place, : len(text)].tolist()) == text
+    assert found.scores[0, place] == pytest.approx(score, abs=1e-5)
+  same(speculate(case, DRAFTS["twice as wide"](case)), found)
+
+
+def test_of_a_model_gone_wrong_the_step_is_told():
+  def broken(model, params, cache, tokens, tree, first):
+    logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
+    late = jnp.where(tree.positions[..., None] >= 2, jnp.nan, 0)
+    return logits + late.at[1:].set(0), hidden, cache
+
+  case = dataclasses.replace(t5(), target=tiny.ChangedModel(t5().target, broken))
+  found = plain(case, 2)
+  np.testing.assert_array_equal(found.not_finite, [2, -1, -1, -1, -1, -1])
+  np.testing.assert_array_equal(np.asarray(found.tokens)[1:], plain(t5(), 2).tokens[1:])
+
+
+def test_over_a_mesh_the_same():
+  case = t5()
+  over = dataclasses.replace(case, target=PartitionedModel(case.target, make_mesh()))
+  same(plain(over, 3), plain(case, 3))
+
+
+# Faults: each would pass for a beam search, and is found by comparison.
+
+
+def top_w(beams, tokens, sums, *how):
+  """Looks at as many continuations as there are beams: those behind are as good as impossible."""
+  width = sums.shape[1]
+  least = jax.lax.top_k(sums.reshape(len(sums), -1), width)[0][:, -1, None, None]
+  return step.step(beams, tokens, jnp.where(sums >= least, sums, -1e6), *how)
+
+
+def eos_forgotten(beams, tokens, sums, *how):
+  return step.step(beams, tokens, jnp.where(tokens == EOS, -1e6, sums), *how)
+
+
+def parents_mixed_up(beams, tokens, sums, *how):
+  after, parents = step.step(beams, tokens, sums, *how)
+  return after, jnp.flip(parents, axis=1)
+
+
+def drafts_scores(logits, block, parents, context, depth):
+  """Guesses keep a score that is not the target's."""
+  tokens, sums = forest.continuations(logits, block, parents, context, depth)
+  width = context.newest.shape[1]
+  return tokens, sums.at[:, width:].add(0.01)
+
+
+@pytest.mark.parametrize(
+  "name, fault",
+  [
+    ("step", top_w),
+    ("step", eos_forgotten),
+    ("step", parents_mixed_up),
+    ("continuations", drafts_scores),
+  ],
+)
+def test_faults_are_found(monkeypatch, name, fault):
+  case, (draft, draft_params) = t5(), DRAFTS["twice as wide"](t5())
+  monkeypatch.setattr(search, name, fault)
+  run = jax.jit(
+    lambda *params: search._search(case.target, draft, *params, case.prompt, 3, LIMIT, 0.6, EOS)
+  )
+  with pytest.raises(AssertionError):
+    same(run(case.params, draft_params), plain(case, 3))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("t5x") is None, reason="t5x is not installed")
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_found_is_what_t5x_finds(width):
+  from t5x import decoding
+
+  case, batch = t5(), len(t5().prompt)
+  _, start = case.target.prefill(case.params, case.prompt, LIMIT + 2)
+  wide = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), (start.cross, start.cross_bias))
+
+  def tokens_to_logits(state):
+    length = jnp.full(batch * width, state.cur_index, jnp.int32)
+    cache = start.replace(
+      length=length, layers=state.cache["layers"], cross=wide[0], cross_bias=wide[1]
+    )
+    logits, _, cache = case.target.extend(case.params, cache, state.cur_token)
+    return logits[:, 0], {"layers": cache.layers}
+
+  texts, scores = decoding.beam_search(
+    jnp.zeros((batch, LIMIT), jnp.int32),
+    {"layers": start.layers},
+    tokens_to_logits,
+    EOS,
+    num_decodes=width,
+    max_decode_len=LIMIT,
+  )
+  found = plain(case, width)
+  np.testing.assert_array_equal(found.tokens, np.flip(texts, axis=1)[..., :LIMIT])
+  np.testing.assert_allclose(found.scores, np.flip(scores, axis=1), rtol=0, atol=1e-5)
