@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax import pairs
+from specdec_jax.beams import best
 from specdec_jax.compile_cache import keep_compiled, kept_in
 from specdec_jax.decoding import (
   FreeDraft,
@@ -77,6 +78,23 @@ class Output(str):
     console.print(Text(self), soft_wrap=True)
     self.show(console)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+class Candidate(str):
+  """One of the texts that a beam search found.
+
+  Attributes:
+    tokens: [T], EOS last unless the limit came first. score: its log-probability by the target,
+      divided by the length penalty; of a search none of whose texts ended, undivided.
+  """
+
+  tokens: np.ndarray
+  score: float
+
+  def __new__(cls, text: str, tokens: np.ndarray, score: float) -> "Candidate":
+    self = super().__new__(cls, text)
+    self.tokens, self.score = tokens, score
+    return self
 
 
 class Pair(pairs.Pair):
@@ -165,6 +183,54 @@ class Pair(pairs.Pair):
       if piece and (state.done[0] or not whole.endswith("\ufffd")):
         yield piece
         said = whole
+
+  def beam_search(
+    self,
+    texts: Sequence[str],
+    *,
+    beams: int = 4,
+    gamma: int = 3,
+    draft_beams: int | None = None,
+    length_penalty: float = 0.6,
+    max_new_tokens: int = 128,
+    batch_size: int = 1,
+  ) -> list[list[Candidate]]:
+    """The likeliest texts for each source, the best first, by speculative beam search.
+
+    They are t5x's: those of `decoding.beam_search` with the same target.
+
+    Args:
+      texts: sources, as in `generate`.
+      beams: that are followed, and texts found of each source.
+      gamma: steps that the draft guesses a round; 0 searches plainly.
+      draft_beams: of the draft; as many unless told.
+      length_penalty: as of `specdec_jax.beams.beam_search`.
+      max_new_tokens: limit for a text, EOS counted.
+      batch_size: sources searched for together.
+
+    Returns:
+      For each source its texts, a `str` with tokens and score each: `beams` of them, or fewer if
+      fewer ended.
+
+    Raises:
+      InputError: as `generate`.
+    """
+    require_types(Pair.beam_search, locals())
+    require_count("gamma", gamma, 0)
+    self.require_batch_size(batch_size)
+    search, found = self.beam_searcher(beams, gamma, draft_beams, length_penalty), []
+    for at in range(0, len(texts), batch_size):
+      batch = [*texts[at : at + batch_size]]
+      rows = batch + batch[:1] * (batch_size - len(batch))
+      result = jax.device_get(search(self.prompt(rows), max_new_tokens=max_new_tokens))
+      require_finite(best(result))
+      for tokens, lengths, scores in zip(*result[:3], strict=True):
+        texts_of = zip(tokens, lengths, scores.tolist())
+        found.append([self._candidate(t[:n], score) for t, n, score in texts_of if n])
+    return found[: len(texts)]
+
+  def _candidate(self, tokens: np.ndarray, score: float) -> Candidate:
+    return Candidate(self.vocabulary.decode(tokens), tokens, score)
 
 
 _begin = jax.jit(start, static_argnames=("target", "draft", "limit"))

@@ -142,3 +142,29 @@ def test_the_notebook_runs_top_to_bottom(capsys, monkeypatch):
   assert said.count("tokens a pass") == 3 and "times as fast as plain decoding" in said
   assert [*namespace["plain"]] == namespace["outputs"]
   assert "<pre>" in namespace["branched"]._repr_html_()
+
+
+def test_a_beam_search_finds_texts_the_best_first():
+  pair = own_pair()
+  found = pair.beam_search(TEXTS, beams=3, gamma=2, batch_size=2, **SHORT)
+  plain = pair.beam_search(TEXTS, beams=3, gamma=0, **SHORT)
+  assert found == plain and [*map(len, found)] == [3, 3, 3]
+  for texts, same in zip(found, plain):
+    scores = [text.score for text in texts]
+    assert scores == sorted(scores, reverse=True)
+    assert scores == pytest.approx([text.score for text in same], abs=1e-5)
+    assert texts[0] == pair.vocabulary.decode(texts[0].tokens)
+
+
+@pytest.mark.parametrize(
+  "how, said",
+  [
+    (dict(beams=0), "width is 0"),
+    (dict(beams=3, draft_beams=2), "The draft has 2 beams and the search 3"),
+    (dict(gamma=-1), "gamma is -1"),
+    (dict(beams=64), "more than the vocabulary's"),
+  ],
+)
+def test_a_search_that_cannot_be_is_refused(how, said):
+  with pytest.raises(InputError, match=said):
+    own_pair().beam_search(TEXTS, **how, **SHORT)

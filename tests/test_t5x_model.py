@@ -141,6 +141,33 @@ def test_greedy_is_t5x_temperature_sample(draft, depth, of_round):
     assert (rounds["num_rounds"] <= lengths).all()
 
 
+@pytest.mark.parametrize(
+  "draft, num_decodes, settings, of_round",
+  [
+    ("near", 4, {}, dict(gamma=2)),
+    ("near", 2, dict(alpha=1.0), dict(gamma=3, draft_beams=4)),
+    ("random", 1, {}, dict(gamma=1)),
+  ],
+)
+def test_beams_are_t5xs(draft, num_decodes, settings, of_round):
+  network, params = DRAFTS[draft]
+  search = functools.partial(decoding.beam_search, **settings)
+  how = dict(num_decodes=num_decodes, return_all_decodes=True)
+  ours = speculative(network, of_round, decode_fn=search)
+  found, aux = jax.jit(lambda p: ours.predict_batch_with_aux(p, BATCH, **how))(both(params))
+  words = t5x_task.VOCABULARY
+  theirs = models.EncoderDecoderModel(t5x_model.t5x_network(TARGET), words, words, None, search)
+  wanted, scores = jax.jit(lambda p: theirs.predict_batch_with_aux(p, BATCH, **how))(PARAMS)
+  np.testing.assert_array_equal(found, wanted)
+  np.testing.assert_allclose(aux["scores"], scores["scores"], atol=1e-5)
+  rounds = jax.device_get(aux["rounds"])
+  assert rounds["num_rounds"].shape == (EXAMPLES, num_decodes)
+  assert (rounds["num_rounds"] < rounds["num_steps"]).any() == (draft == "near")
+  best, one = ours.predict_batch_with_aux(both(params), BATCH, num_decodes=num_decodes)
+  np.testing.assert_array_equal(best, wanted[:, -1])
+  assert one["rounds"]["num_rounds"].shape == (EXAMPLES,)
+
+
 def test_greedy_scores_are_zero_as_in_t5x_unless_asked():
   _, aux = jax.jit(speculative().predict_batch_with_aux)(both(DRAFTS["random"][1]), BATCH)
   assert (aux["scores"] == 0).all()
@@ -387,8 +414,17 @@ def test_without_bindings_it_decodes_as_t5x_does(bound):
 @pytest.mark.parametrize(
   "bindings, sentence",
   [
-    ("models.EncoderDecoderModel.decode_fn = @decoding.beam_search", "decode_fn is beam_search; "),
-    ("t5x_model.SpeculativeModel.decode_fn = @decoding.beam_search", "decode_fn is beam_search; "),
+    ("models.EncoderDecoderModel.decode_fn = @network.Transformer", "decode_fn is Transformer; "),
+    (
+      """models.EncoderDecoderModel.decode_fn = @decoding.beam_search
+decoding.beam_search.max_decode_step = 3""",
+      "decoding.beam_search is bound to max_decode_step; SpeculativeModel takes alpha",
+    ),
+    (
+      """models.EncoderDecoderModel.decode_fn = @decoding.beam_search
+t5x_model.SpeculativeModel.tree = (0, 0)""",
+      "decode_fn is beam_search, whose draft searches",
+    ),
     (
       "models.EncoderDecoderModel.decode_fn = @cold/decoding.temperature_sample",
       "decode_fn is temperature_sample; .*without a scope",

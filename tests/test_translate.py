@@ -119,6 +119,15 @@ def test_a_prefix_stands_before_each_line_that_is_not_empty(run):
   assert result.lines == [own[0], "", own[1]] != [*targets_own(LINES[:1]), "", own[1]]
 
 
+def test_with_beams_each_line_becomes_the_likeliest_translation(run):
+  pair = tiny_pair.pair(max_source_tokens=LONGEST)
+  search = pair.beam_searcher(3, gamma=0)
+  found = [search(pair.prompt([line]), max_new_tokens=LIMIT).tokens[0, 0] for line in LINES[:3]]
+  result = run([*LINES[:2], "", LINES[2]], BEAMS=3)
+  own = [pair.vocabulary.decode(tokens.tolist()) for tokens in found]
+  assert result.lines == [*own[:2], "", own[2]] and result.lines != targets_own(LINES[:2])
+
+
 def test_a_last_line_needs_no_newline(run):
   (run.dir / "in.txt").write_bytes(f"{LINES[0]}\r\n{LINES[1]}".encode())
   assert run(INPUT="in.txt").lines == run(LINES[:2]).lines
@@ -359,6 +368,8 @@ def test_output_to_a_pipe(run):
     ({"OUTPUT": "in.txt/out.txt"}, "in.txt/out.txt"),
     ({"OUTPUT": ""}, "cannot use ''"),
     ({"OUTPUT": 5}, "output is 5"),
+    ({"BEAMS": 0}, "width is 0"),
+    ({"BEAMS": 2, "TEMPERATURE": 1.0}, "A beam search samples nothing"),
   ],
   ids=str,
 )

@@ -127,6 +127,9 @@ class ModelBeams(BeamDraft):
 class TreeBeams(BeamDraft):
   """Any draft that keeps nothing from round to round: a tree of its guesses for each beam.
 
+  Of the target's cache it may read what that holds of a source, and not the text, which is laid out
+  for beams (`layout`).
+
   Attributes:
     draft: of one text; at temperature 0.
 
@@ -148,7 +151,11 @@ class TreeBeams(BeamDraft):
     each = lambda x: jnp.repeat(x, width, axis=0)
     flat = lambda x: x.reshape(batch * width, *x.shape[2:])
     of_beams = Context(
-      each(context.prompt), flat(context.tokens), each(context.length), None, flat(context.hidden)
+      prompt=each(context.prompt),
+      tokens=flat(context.tokens),
+      length=each(context.length),
+      target=jax.tree.map(each, context.target),
+      hidden=flat(context.hidden),
     )
     kept = self.draft.start(params, of_beams, of_beams.hidden[:, None])
     if jax.tree.leaves(kept):

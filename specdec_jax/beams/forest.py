@@ -6,7 +6,7 @@ Axes: B batch, w beams, N guesses, K = w + N nodes, T slots of a cache, L tokens
 vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ class BeamContext(NamedTuple):
     before: [B, w], the last tokens of the step before. seen_before: [B, w, T], slots that these
       see, their own among them.
     slot: [B], of the first of the newest. places: [B, T], of what each slot before it holds.
+    target: the target's cache; its layers are laid out as above, what it holds of a source is a
+      row's.
     hidden: [B, w, E], the target's last state where it chose the newest token.
     eos_id: ends a text.
   """
@@ -40,6 +42,7 @@ class BeamContext(NamedTuple):
   seen_before: Array
   slot: Array
   places: Array
+  target: Any
   hidden: Array
   eos_id: int
 

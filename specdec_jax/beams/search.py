@@ -23,7 +23,7 @@ from specdec_jax.beams.step import Beams, begin, best_first, ended, step
 from specdec_jax.decoding import last_hidden
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
-from specdec_jax.protocols import Model
+from specdec_jax.protocols import Decoded, Model, Rounds
 
 
 class Found(NamedTuple):
@@ -31,8 +31,9 @@ class Found(NamedTuple):
 
   Attributes:
     tokens: [B, w, T], new tokens with EOS, 0 past the end.
-    lengths: [B, w]; 0 where fewer than w texts ended. scores: [B, w], log-probabilities divided by the length penalty; of a row none
-      of whose texts ended before the limit, log-probabilities.
+    lengths: [B, w]; 0 where fewer than w texts ended.
+    scores: [B, w], log-probabilities divided by the length penalty; of a row none of whose texts
+      ended before the limit, log-probabilities.
     steps: [R, B], of each pass of the target; 0 where a row was over.
     num_rounds: [], passes.
     not_finite: [B], the step that was not made because a logit was NaN or infinite; -1 if all were
@@ -78,6 +79,16 @@ class _State(NamedTuple):
   steps: Array
   num_rounds: Array
   not_finite: Array
+
+
+def best(found: Found) -> Decoded:
+  """The best text of each row, as decoding gives one; a round emits the steps of a pass, which may
+  be more than the text has tokens, since a search goes on behind its best."""
+  none = jnp.zeros((*found.steps.shape, 0), jnp.int32)
+  made = jnp.maximum(found.steps - 1, 0)
+  rounds = Rounds(none, made, jnp.zeros_like(found.steps), found.steps)
+  first = found.tokens[:, 0], found.lengths[:, 0]
+  return Decoded(*first, rounds, found.num_rounds, found.not_finite)
 
 
 @functools.partial(
@@ -223,6 +234,7 @@ def _round(
     seen_before=live.seen_before,
     slot=slot_of(live.beams),
     places=places(s.prompt_length, width, num_slots),
+    target=s.target,
     hidden=live.hidden,
     eos_id=eos_id,
   )

@@ -6,17 +6,18 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import jax
 import numpy as np
 from rich.console import Console
 
+from specdec_jax.beams import best
 from specdec_jax.counts import num_rounds, num_tokens
 from specdec_jax.data.text import read_lines, typed_lines
 from specdec_jax.decoding import require_finite
-from specdec_jax.errors import require_count, require_seed, require_types
+from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
@@ -42,6 +43,9 @@ def translate(
   prefix: str = "",
   num_texts: int = 1,
   tree: Sequence[int] | Literal["auto"] | None = None,
+  beams: int | None = None,
+  draft_beams: int | None = None,
+  length_penalty: float = 0.6,
 ) -> None:
   """Translate each line of a file, or with a decoder-only model continue it.
 
@@ -61,6 +65,13 @@ def translate(
     num_texts: how many, where there is no input.
     tree: parents of a tree of guesses (`trees.Tree`) instead of a chain of gamma; 'auto' finds the
       best of both first.
+    beams: search for the likeliest text with so many beams, by t5x's rules (`beams.beam_search`);
+      gamma is then how many steps the draft guesses.
+    draft_beams: of the draft; as many unless told.
+    length_penalty: of that search.
+
+  Raises:
+    InputError: beams go with a sampling above temperature 0, a tree, or 'auto'.
 
   A line past the pair's limit is cut, an output ends at `max_new_tokens`, and a T5 leaves an empty
   line empty; each is said on standard error.
@@ -71,6 +82,15 @@ def translate(
   pair.require_batch_size(batch_size)
   if input is not None:
     require_apart(output, input)
+  decode = None
+  if beams is not None:
+    if sampling.temperature or tree is not None or gamma == "auto":
+      raise InputError(
+        "A beam search samples nothing, and its draft guesses gamma steps; with beams leave the "
+        "temperature at 0 and the tree unset, and give gamma as a number."
+      )
+    search = pair.beam_searcher(beams, gamma, draft_beams, length_penalty)
+    decode = lambda prompt, rng, **how: best(jax.device_get(search(prompt, **how)))
   notes = Console(stderr=True, markup=False)
   require_count("num_texts", num_texts)
   at_terminal = input == "-" and sys.stdin is not None and sys.stdin.isatty()
@@ -93,7 +113,8 @@ def translate(
     with Progress(disable=at_terminal or not to_file and sys.stdout.isatty()) as bar:
       task = bar.add_task("decoding", total=None if known is None else len(known))
       rows = asked.rows(itertools.chain(first, lines))
-      batches = decode_lines(pair, rows, sampling, guesses, batch_size, max_new_tokens, seed)
+      how = batch_size, max_new_tokens, seed
+      batches = decode_lines(pair, rows, sampling, guesses, *how, decode=decode)
       for texts, decoded in batches:
         counted += len(texts), num_tokens(decoded), num_rounds(decoded)
         sink.write("".join(text.replace("\n", " ") + "\n" for text in texts))
@@ -118,13 +139,15 @@ def decode_lines(
   max_new_tokens: int,
   seed: int = 0,
   lenience: float = 1.0,
+  decode: Callable[..., Decoded] | None = None,
 ) -> Iterator[tuple[list[str], list[Decoded]]]:
   """Outputs for lines, batch by batch, and what was decoded; plainly if there are no guesses.
 
-  A batch is decoded as soon as its lines are there. `tree` is as in `Pair.decoder`. A line that is
-  None is not decoded, and its output is empty; a batch of such lines costs nothing.
+  A batch is decoded as soon as its lines are there. `tree` is as in `Pair.decoder`, in whose place
+  `decode` may stand. A line that is None is not decoded, and its output is empty; a batch of such
+  lines costs nothing.
   """
-  decode, lines = pair.decoder(sampling, tree, lenience), iter(lines)
+  decode, lines = decode or pair.decoder(sampling, tree, lenience), iter(lines)
   for at in itertools.count(0, batch_size):
     batch = [*itertools.islice(lines, batch_size)]
     if not batch:

@@ -9,8 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specdec_jax.beams import (
+  BeamDraft,
+  Found,
+  ModelBeams,
+  TreeBeams,
+  beam_search,
+  speculative_beam_search,
+)
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.drafts.layers import LayersDraft
+from specdec_jax.drafts.look_ahead import LookAheadDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
@@ -88,6 +98,38 @@ class Pair(NamedTuple):
       )
     models = self.target, draft, self.target_params, self.draft_params
     return functools.partial(speculative_decode, *models, rule=rule, eos_id=eos_id)
+
+  def beam_searcher(
+    self, width: int, gamma: int, draft_width: int | None = None, length_penalty: float = 0.6
+  ) -> functools.partial[Found]:
+    """(prompt [B, P], *, max_new_tokens) -> Found, as `beams` has them.
+
+    Args:
+      width: beams, and texts found of a row.
+      gamma: steps that the draft guesses a round; 0 searches plainly.
+      draft_width: beams of a draft that is a model; as many as `width` unless told. Of other drafts
+        each beam has the chain that they guess for a text.
+      length_penalty: as of `beams.beam_search`.
+
+    Raises:
+      InputError: the target is told its acceptance rate, or the draft reads the target's cache.
+    """
+    if self.simulated_alpha is not None:
+      raise InputError("A target whose acceptance is simulated has no texts to search for.")
+    how = dict(width=width, length_penalty=length_penalty, eos_id=self.vocabulary.eos_id)
+    if not gamma:
+      return functools.partial(beam_search, self.target, self.target_params, **how)
+    draft = self.draft(Sampling(temperature=0.0), chain(gamma))
+    if isinstance(draft, LayersDraft | LookAheadDraft):
+      raise InputError(
+        f"{self.draft_name} reads the target's cache, in which beams lie beside each other; give a "
+        "beam search another draft."
+      )
+    beams: BeamDraft = TreeBeams(draft)
+    if isinstance(draft, ModelDraft):
+      beams = ModelBeams(draft.model, draft_width or width, gamma)
+    models = self.target, beams, self.target_params, self.draft_params
+    return functools.partial(speculative_beam_search, *models, **how)
 
   def guesses(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
     """What its draft makes of a tree that is asked for: mostly that."""

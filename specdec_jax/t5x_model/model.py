@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from t5x import decoding, models
 
+from specdec_jax.beams import Found, ModelBeams, speculative_beam_search
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count, require_types
@@ -26,7 +27,7 @@ from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, distribution
 from specdec_jax.t5x_model.checkpointer import DRAFT
 from specdec_jax.t5x_model.networks import same_config
-from specdec_jax.t5x_model.settings import bound, sampling_settings
+from specdec_jax.t5x_model.settings import bound, decode_settings
 from specdec_jax.trees import Tree, chain
 
 # What gin binds to `EncoderDecoderModel` and has a meaning here.
@@ -36,8 +37,8 @@ INHERITED = "decode_fn", "default_decoder_params", "feature_converter_cls"
 class SpeculativeModel(models.EncoderDecoderModel):
   """t5x's encoder-decoder with a draft: decodes by speculation and does all else as before.
 
-  Parameters are the target's tree with the draft's in it, under 'draft'. How it samples is said as
-  in t5x: by `decode_fn`, which is `temperature_sample`, and what it is bound to.
+  Parameters are the target's tree with the draft's in it, under 'draft'. How it decodes is said as
+  in t5x: by `decode_fn`, which is `temperature_sample` or `beam_search`, and what it is bound to.
   """
 
   def __init__(
@@ -52,6 +53,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
     tree: Sequence[int] | None = None,
     rule: Callable[[Sampling], Rule] = TokenRule,
     lenience: float = 1.0,
+    draft_beams: int | None = None,
     **kwargs,
   ):
     """The target as for `EncoderDecoderModel`, and a draft.
@@ -66,6 +68,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
       rule: how guesses are judged: a class of `rules`, or any (sampling) -> rule. One that is not
         exact is taken as asked for.
       lenience: of `TokenRule`; 1 for exactness (Appendix A.5).
+      draft_beams: of a draft's search, whose steps gamma is; as many as the target's unless told.
 
     Raises:
       InputError: a network is of another kind, the two have different vocabularies, guesses cannot
@@ -84,9 +87,20 @@ class SpeculativeModel(models.EncoderDecoderModel):
         "both must be trained with one vocabulary, padded to one size."
       )
     self._target_model, self._draft_model = map(T5Model, configs.values())
+    function, settings = decode_settings(self.decode_fn)
+    self._searches = function is decoding.beam_search
     of_round = {"gamma": gamma, "tree": tree, "rule": rule, "lenience": lenience}
-    self._settings = of_round | sampling_settings(self.decode_fn)
-    self._draft_and_rule(self._settings)  # what cannot be is told before a checkpoint is read
+    if self._searches:
+      if tree is not None or rule is not TokenRule or lenience != 1:
+        raise InputError(
+          "decode_fn is beam_search, whose draft searches gamma steps ahead; a tree, a rule and "
+          "lenience are for temperature_sample."
+        )
+      require_count("gamma", gamma)
+      of_round = {"gamma": gamma, "draft_beams": draft_beams}
+    self._settings = of_round | settings
+    if not self._searches:
+      self._draft_and_rule(self._settings)  # what cannot be is told before a checkpoint is read
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """Random variables of both, and for t5x's partitioner the axes of their parameters.
@@ -115,6 +129,9 @@ class SpeculativeModel(models.EncoderDecoderModel):
     prompt_with_targets: bool = False,
   ) -> tuple[Array, dict[str, Any]]:
     """Decode by speculation.
+
+    By `beam_search` the texts, their order and scores are t5x's own, num_decodes of them; 'rounds'
+    are `count_steps` of each example, and a `decode_rng` is of no use.
 
     What gin binds to `EncoderDecoderModel.predict_batch_with_aux` holds where this call says
     nothing.
@@ -165,14 +182,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
       raise InputError("There are two keys, rng and decoder_params['decode_rng']; give one.")
     rng = how["decode_rng"] if rng is None else rng
     rng = jax.random.PRNGKey(0) if rng is None else rng
-    if how["topk"] and how["topp"]:
-      raise InputError(
-        f"topk is {how['topk']} and topp is {how['topp']}; as in t5x's temperature_sample one of "
-        "them must be 0."
-      )
-    draft, rule = self._draft_and_rule(how)
     width = batch["decoder_input_tokens"].shape[1]
-    steps = width if how["max_decode_steps"] is None else how["max_decode_steps"]
+    steps = width if how.get("max_decode_steps") is None else how["max_decode_steps"]
     require_count("max_decode_steps", steps)
     if steps > width:
       raise InputError(
@@ -184,7 +195,24 @@ class SpeculativeModel(models.EncoderDecoderModel):
         "PairCheckpointer, or put the draft's tree beside the target's under that name."
       )
     target_params, draft_params = core.pop(params, DRAFT)
+    if self._searches:
+      draft = ModelBeams(self._draft_model, how["draft_beams"] or num_decodes, how["gamma"])
+      found = speculative_beam_search(
+        *(self._target_model, draft, target_params, draft_params),
+        batch["encoder_input_tokens"],
+        width=num_decodes,
+        max_new_tokens=steps,
+        length_penalty=how["alpha"],
+        eos_id=how["eos_id"],
+      )
+      return _last_best(found, call["return_all_decodes"])
 
+    draft, rule = self._draft_and_rule(how)
+    if how["topk"] and how["topp"]:
+      raise InputError(
+        f"topk is {how['topk']} and topp is {how['topp']}; as in t5x's temperature_sample one of "
+        "them must be 0."
+      )
     source = jnp.repeat(batch["encoder_input_tokens"], num_decodes, axis=0)
     decoded = speculative_decode(
       self._target_model,
@@ -230,6 +258,26 @@ class SpeculativeModel(models.EncoderDecoderModel):
     of_tokens = jnp.take_along_axis(p, tokens[..., None], axis=-1)[..., 0]
     is_text = jnp.arange(limit) < decoded.lengths[:, None]
     return jnp.where(is_text, jnp.log(of_tokens), 0.0).sum(axis=1)
+
+
+def _last_best(found: Found, return_all: bool) -> tuple[Array, dict[str, Any]]:
+  """A search as `predict_batch_with_aux` returns it."""
+  tokens, scores = jnp.flip(found.tokens, axis=1), jnp.flip(found.scores, axis=1)
+  steps = count_steps(found)
+  if not return_all:
+    return tokens[:, -1], {"scores": scores[:, -1], "rounds": steps}
+  each = lambda x: jnp.repeat(x[:, None], tokens.shape[1], axis=1)
+  return tokens, {"scores": scores, "rounds": jax.tree.map(each, steps)}
+
+
+def count_steps(found: Found) -> dict[str, Array]:
+  """Counts [B] of each row's search: its steps, passes of the target that made them, and not_finite
+  as in `beams.Found`; -1 is well."""
+  return {
+    "num_steps": found.steps.sum(axis=0),
+    "num_rounds": (found.steps > 0).sum(axis=0),
+    "not_finite": found.not_finite,
+  }
 
 
 def count_rounds(decoded: Decoded) -> dict[str, Array]:

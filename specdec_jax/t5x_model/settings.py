@@ -11,13 +11,18 @@ from t5x import decoding
 
 from specdec_jax.errors import InputError
 
-# What of `temperature_sample` has a meaning here.
-SETTINGS = "temperature", "topk", "topp", "max_decode_steps", "rescale_log_probs"
+# What of t5x's functions has a meaning here.
+SETTINGS = {
+  decoding.temperature_sample: (
+    *("temperature", "topk", "topp", "max_decode_steps", "rescale_log_probs"),
+  ),
+  decoding.beam_search: ("alpha",),
+}
 
 
-def sampling_settings(decode_fn: Callable) -> dict[str, Any]:
-  """Value of each of SETTINGS when t5x calls `decode_fn`, `temperature_sample` as gin or
-  `functools.partial` binds it.
+def decode_settings(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
+  """Which of SETTINGS' functions t5x calls by `decode_fn`, as gin or `functools.partial` binds it,
+  and its settings' values.
 
   Raises:
     InputError: it is another function, or bound to something else.
@@ -26,21 +31,23 @@ def sampling_settings(decode_fn: Callable) -> dict[str, Any]:
   if isinstance(decode_fn, functools.partial):
     given, decode_fn = decode_fn.keywords, decode_fn.func
   # Gin wraps a function once, or twice if the reference has a scope, which we cannot see.
-  if getattr(decode_fn, "__wrapped__", decode_fn) is not decoding.temperature_sample:
+  function = getattr(decode_fn, "__wrapped__", decode_fn)
+  if function not in SETTINGS:
     raise InputError(
-      f"decode_fn is {getattr(decode_fn, '__name__', decode_fn)}; SpeculativeModel samples, so "
-      "bind models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample, without a scope, "
-      "or decode with t5x's EncoderDecoderModel."
+      f"decode_fn is {getattr(decode_fn, '__name__', decode_fn)}; SpeculativeModel samples or "
+      "searches by beams, so bind models.EncoderDecoderModel.decode_fn = @decoding."
+      "temperature_sample or @decoding.beam_search, without a scope, or decode with t5x's "
+      "EncoderDecoderModel."
     )
-  given = bound(decoding.temperature_sample) | given
-  if unknown := sorted(given.keys() - set(SETTINGS)):
+  given, known = bound(function) | given, SETTINGS[function]
+  if unknown := sorted(given.keys() - set(known)):
     raise InputError(
-      f"decoding.temperature_sample is bound to {', '.join(unknown)}; SpeculativeModel takes "
-      f"{', '.join(SETTINGS)} from there, and num_decodes and return_all_decodes from "
+      f"decoding.{function.__name__} is bound to {', '.join(unknown)}; SpeculativeModel takes "
+      f"{', '.join(known)} from there, and num_decodes and return_all_decodes from "
       "models.EncoderDecoderModel.predict_batch_with_aux."
     )
-  parameters = inspect.signature(decoding.temperature_sample).parameters
-  return {name: parameters[name].default for name in SETTINGS} | given
+  parameters = inspect.signature(function).parameters
+  return function, {name: parameters[name].default for name in known} | given
 
 
 def bound(configurable: Callable, *names: str) -> dict[str, Any]:
