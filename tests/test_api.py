@@ -148,7 +148,7 @@ def test_a_beam_search_finds_texts_the_best_first():
   pair = own_pair()
   found = pair.beam_search(TEXTS, beams=3, gamma=2, batch_size=2, **SHORT)
   plain = pair.beam_search(TEXTS, beams=3, gamma=0, **SHORT)
-  assert found == plain and [*map(len, found)] == [3, 3, 3]
+  assert found == plain and {*map(len, found)} <= {2, 3}  # fewer where fewer ended
   for texts, same in zip(found, plain):
     scores = [text.score for text in texts]
     assert scores == sorted(scores, reverse=True)

@@ -293,14 +293,23 @@ def same_rows(one, other, rows: list[int]) -> None:
 ROWS = [
   case for case in CASES if not case.startswith(("chain, G", "dynamic, G", "hierarchical, G"))
 ]
+# Those that choose their guesses draw nothing, nor does the rule for them that others do not; and
+# of some that draw another case draws by the same code. They have one program, at temperature 0.
+CHOSEN = {"copying", "copying, tree", "retrieval", "retrieval, dynamic", "lookahead", "known"}
+CHOSEN |= {"dynamic", "dynamic of itself", "EAGLE, dynamic", "free"}
+CHOSEN |= {"layers, GPT", "exit", "look-ahead embeddings", "shared encoder", "tree, GPT"}
+
+
+def at_random(case: str) -> Sampling:
+  return GREEDY if case in CHOSEN else RANDOM
 
 
 @pytest.mark.parametrize("case", ROWS)  # what GPTs read of a batch the other GPTs say
 def test_rows_depend_on_no_neighbour_and_programs_on_equal_parts_only(case):
-  whole = speculate(case, RANDOM)
+  whole = speculate(case, at_random(case))
   compiled = speculative_decode._cache_size()
   rows = [3, 3, 5, 5, 5, 0]  # other neighbours, in other places
-  same_rows(whole, speculate(case, RANDOM, rows), rows)
+  same_rows(whole, speculate(case, at_random(case), rows), rows)
   assert speculative_decode._cache_size() == compiled
 
 
@@ -313,9 +322,9 @@ def test_serial_equals_batched(case):
 
 @pytest.mark.parametrize("case", ROWS)
 def test_the_record_of_rounds_is_the_text(case):
-  out = speculate(case, RANDOM)
+  out = speculate(case, at_random(case))
   made, make, asked, _ = CASES[case]
-  tree = make(made(), RANDOM, asked)[0].tree  # which may not be what was asked
+  tree = make(made(), at_random(case), asked)[0].tree  # which may not be what was asked
   rounds = jax.tree.map(np.asarray, out.rounds)
   for row, length in enumerate(np.asarray(out.lengths)):
     text = []
