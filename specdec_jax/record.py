@@ -23,6 +23,9 @@ class Record:
     rule: how guesses are judged, the class of `rules`.
     tree: parents of the guesses (`trees.Tree`), of depth gamma; none for a chain.
     dynamic_nodes: of a tree whose shape changes, the newest token counted; none for others.
+    beams: of a beam search, whose steps a pass are told as tokens a round; None for none.
+    draft_beams: of its draft.
+    length_penalty: of its scores.
     batch_size: rows decoded together.
     baseline: whose autoregressive decoding the speedup is over: own, t5x, hf, ...
     acceptance: measured with a real draft, or simulated.
@@ -86,7 +89,10 @@ class Record:
     speedup_high: in the best.
     total_variation: between the target's distribution and that of a token guessed and judged,
       averaged over alpha's text: what lenience changes; 0 up to rounding at lenience 1.
-    identical: whether the outputs are the baseline's, token for token.
+    identical: whether the outputs are the baseline's, token for token; of a beam search all texts
+      it found, in their order, but for `ties`.
+    ties: rows of a beam search in which texts with equal scores, to 1e-5, are in another order than
+      the baseline's.
     metric: of the outputs' quality by references: BLEU, ROUGE-1, ROUGE-2 or ROUGE-Lsum.
     quality: of the outputs, 0 to 100.
     baseline_quality: of the baseline's.
@@ -109,6 +115,9 @@ class Record:
   rule: str = "TokenRule"
   tree: list[int] | None = None
   dynamic_nodes: int | None = None
+  beams: int | None = None
+  draft_beams: int | None = None
+  length_penalty: float | None = None
   batch_size: int
   baseline: str = "own"
   acceptance: str = "measured"
@@ -164,6 +173,7 @@ class Record:
   speedup_high: float | None = None
   total_variation: float | None = None
   identical: bool | None = None
+  ties: int | None = None
   metric: str | None = None
   quality: float | None = None
   baseline_quality: float | None = None
@@ -195,7 +205,7 @@ class Record:
 
 _SETTINGS = (
   *("task", "target", "draft", "temperature", "top_k", "top_p", "gamma", "lenience", "rule"),
-  *("tree", "dynamic_nodes", "batch_size"),
+  *("tree", "dynamic_nodes", "beams", "draft_beams", "length_penalty", "batch_size"),
   *(
     "num_examples",
     "inputs",

@@ -48,7 +48,7 @@ class Found(NamedTuple):
   not_finite: Array
 
 
-class _Live(NamedTuple):
+class Live(NamedTuple):
   """What a step changes; fields without a word here as in `BeamContext`."""
 
   beams: Beams
@@ -59,12 +59,12 @@ class _Live(NamedTuple):
   hidden: Array
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
   """What a round begins with.
 
   Attributes:
     prompt: [B, P]. prompt_length: [B], committed tokens before the first round.
-    limit: [B], the length that no text exceeds. done: [B]. live: see `_Live`.
+    limit: [B], the length that no text exceeds. done: [B]. live: see `Live`.
     target: its cache. draft: its state.
     steps, num_rounds, not_finite: as in `Found`.
   """
@@ -73,7 +73,7 @@ class _State(NamedTuple):
   prompt_length: Array
   limit: Array
   done: Array
-  live: _Live
+  live: Live
   target: Any
   draft: Any
   steps: Array
@@ -166,8 +166,8 @@ def _search(
     )
   eos_id = target.eos_id if eos_id is None else eos_id
   models = target, draft, target_params, draft_params
-  one_round = functools.partial(_round, *models, length_penalty, eos_id)
-  s = lax.while_loop(lambda s: ~s.done.all(), one_round, _start(*models, prompt, width, limit))
+  a_round = functools.partial(one_round, *models, length_penalty, eos_id)
+  s = lax.while_loop(lambda s: ~s.done.all(), a_round, start(*models, prompt, width, limit))
   texts, scores, there = best_first(s.live.beams)
   new = s.prompt_length[:, None] + jnp.arange(limit)
   tokens = jnp.take_along_axis(texts, new[:, None], axis=2)
@@ -177,14 +177,16 @@ def _search(
   return Found(tokens, lengths, scores, s.steps, s.num_rounds, s.not_finite)
 
 
-def _start(target, draft: BeamDraft, target_params, draft_params, prompt, width, limit) -> _State:
+def start(target, draft: BeamDraft, target_params, draft_params, prompt, width, limit) -> State:
+  """Before the first round: both models have read the prompt. Arguments as in
+  `speculative_beam_search`, `limit` for max_new_tokens."""
   batch, (first, length) = len(prompt), target.prompt_tokens(prompt)
   num_nodes = width + draft.num_guesses(width)
   num_slots = first.shape[1] + width * (limit + 1) + num_nodes
   hidden, cache = target.prefill(target_params, prompt, num_slots)
   slot = slot_of_newest(length, length, width)
   each = lambda x: jnp.repeat(x[:, None], width, axis=1)
-  live = _Live(
+  live = Live(
     beams=begin(jnp.pad(first, ((0, 0), (0, limit))), length, width),
     newest=each(jnp.take_along_axis(first, length[:, None] - 1, axis=1)[:, 0]),
     seen=each(jnp.arange(num_slots) < length[:, None] - 1),
@@ -192,7 +194,7 @@ def _start(target, draft: BeamDraft, target_params, draft_params, prompt, width,
     seen_before=own_slots(slot - width, width, num_slots),
     hidden=each(last_hidden(hidden, length - 2)),
   )
-  state = _State(
+  state = State(
     prompt=prompt,
     prompt_length=length,
     limit=length + limit,
@@ -210,15 +212,15 @@ def _start(target, draft: BeamDraft, target_params, draft_params, prompt, width,
   return state
 
 
-def _round(
+def one_round(
   target: Model,
   draft: BeamDraft,
   target_params,
   draft_params,
   length_penalty: float,
   eos_id: int,
-  s: _State,
-) -> _State:
+  s: State,
+) -> State:
   """One pass of the target, and the steps that it is good for."""
   live = s.live
   width, num_slots = live.newest.shape[1], live.seen.shape[2]
@@ -255,7 +257,7 @@ def _round(
     after, chosen = step(beams, of(tokens, nodes), of(sums, nodes), length_penalty, eos_id)
     seen = live.seen | own_slots(slot_of(beams), width, num_slots)
     follows = of(nodes, chosen)
-    after = _Live(
+    after = Live(
       beams=after,
       newest=jnp.take_along_axis(after.tokens, beams.length[:, None, None], axis=2)[..., 0],
       seen=of(seen, chosen),
