@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_pair
 
+from specdec_jax import records
 from specdec_jax.beams import (
   BeamDraft,
   ModelBeams,
@@ -20,6 +22,7 @@ from specdec_jax.beams import (
   speculative_beam_search,
   step,
 )
+from specdec_jax.commands import beams as commands
 from specdec_jax.drafts.copy import CopyDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
@@ -283,3 +286,41 @@ def test_found_is_what_t5x_finds(width):
   found = plain(case, width)
   np.testing.assert_array_equal(found.tokens, np.flip(texts, axis=1)[..., :LIMIT])
   np.testing.assert_allclose(found.scores, np.flip(scores, axis=1), rtol=0, atol=1e-5)
+
+
+# The experiment.
+
+
+def found(tokens, scores) -> search.Found:
+  tokens = np.asarray(tokens)[..., None]
+  ones = np.ones(tokens.shape[:2], int)
+  return search.Found(tokens, ones, np.asarray(scores), ones, ones[0, 0], ones[0])
+
+
+def test_ties_may_change_places_and_nothing_else():
+  plain = found([[3, 4, 5]] * 6, [[-1.0, -2.0, -2.0]] * 6)
+  others = found(
+    [[3, 4, 5], [3, 5, 4], [4, 3, 5], [3, 4, 6], [6, 4, 5], [3, 4, 5]],
+    [[-1.0, -2.0, -2.0]] * 5 + [[-1.0, -2.0, -2.1]],
+  )
+  same, tied = commands.compare(plain, others)
+  assert same.tolist() == [True, True, False, True, False, False]
+  assert tied.tolist() == [False, True, False, True, False, False]
+
+
+def test_it_is_measured_over_plain_search(tmp_path, capsys):
+  texts = tiny_pair.SENTENCES[:5]
+  how = dict(widths=[2], factors=[1, 2], gammas=[2], batch_size=2, max_new_tokens=10)
+  pair = tiny_pair.pair()
+  commands.beams(pair, texts, str(tmp_path), **how, repeats=1, references=texts)
+  measured = records.read(str(tmp_path / "results.jsonl"))
+  assert [(r.beams, r.draft_beams, r.gamma) for r in measured] == [(2, 2, 2), (2, 4, 2)]
+  for r in measured:
+    assert r.identical and r.ties == 0 and 1 < r.tokens_per_round <= 3
+    assert r.speedup > 0 and r.predicted_measured_cost == pytest.approx(
+      r.tokens_per_round * r.target_step_ms / r.round_ms
+    )
+    assert r.quality == r.baseline_quality and r.num_examples == 5
+  commands.beams(pair, texts, str(tmp_path), **how, repeats=1)
+  assert len(records.read(str(tmp_path / "results.jsonl"))) == 2, "none is measured twice"
+  assert "speedup" in capsys.readouterr().out
