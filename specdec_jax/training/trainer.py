@@ -151,6 +151,8 @@ def train(
           rate = tokens / (time.perf_counter() - since)
           note = f"epoch {epoch + 1}/{settings.epochs}  loss {recent:.3f}  {rate:,.0f} tokens/s"
           bar.update(task, completed=step, note=note)
+          if step % settings.save_every == 0 and not bar.console.is_terminal:
+            bar.console.print(f"step {step}/{total}  {note}")  # where no bar is drawn
         if step % settings.save_every == 0 and step % steps_per_epoch != 0:
           checkpoints.save(step, args=ocp.args.StandardSave(state))
       train_loss = float(np.mean(jax.device_get(losses)))
