@@ -257,6 +257,37 @@ def test_who_has_no_part_is_left_out(contest):
   assert not competitor.takes_part(contest, Sampling(temperature=1.0))
 
 
+def test_with_beams_all_search_and_who_cannot_is_left_out(contest, tmp_path, capsys):
+  searched = contest._replace(beams=2, draft_beams=4)
+  taking_part = {name for name, c in COMPETITORS.items() if c.takes_part(searched, ARGMAX)}
+  assert taking_part == {"hf", "ctranslate2"} and contests.OWN.takes_part(searched, ARGMAX)
+  assert t5x.beam_search().takes_part(searched, ARGMAX)
+  assert not t5x.beam_search().takes_part(contest, ARGMAX)
+  own = decode(searched, contests.OWN)
+  for text, found in zip(TEXTS, own, strict=True):
+    prompt = contest.pair.prompt([text])
+    (tokens,) = contest.pair.beam_searcher(2, 0)(prompt, max_new_tokens=LIMIT).tokens[:, 0]
+    np.testing.assert_array_equal(found.tokens[0], tokens)
+  make = lambda folder: searched._replace(pairs=(contest.pair,))
+  peers.peers([make], [], str(tmp_path), repeats=1)
+  (record,) = records.read(tmp_path / "results.jsonl")
+  assert (record.beams, record.draft_beams, record.identical) == (2, 4, True)
+  assert "2 beams" in capsys.readouterr().out
+
+
+def test_t5xs_beams_are_ours(contest):
+  searched = contest._replace(beams=3)
+  got, want = decode(searched, t5x.beam_search()), decode(searched, contests.OWN)
+  for theirs, ours in zip(got, want, strict=True):
+    np.testing.assert_array_equal(theirs.tokens, ours.tokens)
+    np.testing.assert_array_equal(theirs.lengths, ours.lengths)
+
+
+def test_beams_sample_nothing(tmp_path):
+  with pytest.raises(InputError, match="a beam search samples nothing"):
+    contests.trained(str(tmp_path), TEXTS, beams=2, temperatures=(0.0, 1.0))
+
+
 def test_random_weights_are_simulated_at_their_alpha(tmp_path):
   contest = simulated(0.5, str(tmp_path))
   halved = ["skinny", "skinny+bfloat16"] if skinny.ready() else ["xla"]

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax import records
+from specdec_jax.beams import best
 from specdec_jax.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -88,7 +89,11 @@ def _contend(contest, sampling, competitors, results, repeats, seed) -> list[Rec
     raise InputError("There is nothing to measure: no texts, or no gammas.")
   there = {c.name: c for c in competitors if c.takes_part(contest, sampling)}
   how = contest.gammas, 1, contest.max_new_tokens, seed, 1.0
-  ask = lambda pair, name: settings_to_measure(pair, contest.texts, [sampling], *how, name)
+  of_search = dict(beams=contest.beams, draft_beams=contest.draft_beams)
+  ask = lambda pair, name: [
+    dataclasses.replace(setting, **of_search)
+    for setting in settings_to_measure(pair, contest.texts, [sampling], *how, name)
+  ]
   asked = [setting for pair in contest.pairs for name in there for setting in ask(pair, name)]
   todo = records.missing(results, asked)
   if todo:
@@ -112,7 +117,9 @@ def _measure(contest, sampling, competitors, settings, repeats, seed) -> list[Re
     decodes: dict[tuple[str | None, str | int], Callable] = {}
     for s in settings:
       pair = pairs[s.kernels]
-      decodes[s.kernels, s.gamma] = functools.partial(rested, _speculative(pair, sampling, s.gamma))
+      decodes[s.kernels, s.gamma] = functools.partial(
+        rested, _speculative(contest, pair, sampling, s.gamma)
+      )
       if baseline(s) not in decodes:
         competitor = competitors[s.baseline]
         if competitor.process:
@@ -144,8 +151,8 @@ def _measure(contest, sampling, competitors, settings, repeats, seed) -> list[Re
         num_tokens=num_tokens(ours),
         rounds=num_rounds(ours),
         alpha=contest.alpha,
-        acceptance_rate=acceptance_rate(ours),
-        acceptance_by_position=acceptance_by_position(ours),
+        acceptance_rate=None if contest.beams else acceptance_rate(ours),
+        acceptance_by_position=None if contest.beams else acceptance_by_position(ours),
         tokens_per_round=num_tokens(ours) / num_rounds(ours),
         baseline_pass_ms=1e3 * num_tokens(theirs) / rate[them] / passes,
         baseline_tokens_per_s=rate[them],
@@ -160,8 +167,13 @@ def _measure(contest, sampling, competitors, settings, repeats, seed) -> list[Re
   return measured
 
 
-def _speculative(pair: Pair, sampling: Sampling, gamma: int) -> Decode:
-  """Our speculative decoding of a pair."""
+def _speculative(contest: Contest, pair: Pair, sampling: Sampling, gamma: int) -> Decode:
+  """Our speculative decoding of a pair, or its speculative beam search."""
+  if contest.beams:
+    search = pair.beam_searcher(contest.beams, gamma, contest.draft_beams)
+    return lambda prompt, rng, *, max_new_tokens, sampling: best(
+      search(prompt, max_new_tokens=max_new_tokens)
+    )
   draft, params = pair.draft(sampling, chain(gamma)), (pair.target_params, pair.draft_params)
 
   def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> Decoded:

@@ -7,12 +7,13 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax.beams import best
 from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.stored import param_shapes
@@ -43,6 +44,8 @@ class Contest(NamedTuple):
     gammas: guesses a round of ours, each measured.
     temperatures: 0 is argmax; each measured.
     max_new_tokens: limit for each.
+    beams: of a beam search, the best of whose texts is the output; None for none.
+    draft_beams: of our draft.
   """
 
   pairs: tuple[Pair, ...]
@@ -53,6 +56,8 @@ class Contest(NamedTuple):
   gammas: Sequence[int]
   temperatures: Sequence[float]
   max_new_tokens: int
+  beams: int | None = None
+  draft_beams: int | None = None
 
   @property
   def pair(self) -> Pair:
@@ -76,6 +81,7 @@ class Competitor(NamedTuple):
     process: name of that process; those of one library share it, with its threads. None for this
       one.
     greedy_only: takes no part at temperatures above 0.
+    searches: takes part where there are beams, too; or only there, if it is told 'only'.
     trained_only: takes no part where acceptance is simulated.
   """
 
@@ -85,18 +91,30 @@ class Competitor(NamedTuple):
   process: str | None = None
   greedy_only: bool = False
   trained_only: bool = False
+  searches: bool | Literal["only"] = False
 
   def absent(self) -> list[str]:
     """Those of its packages that are not installed."""
     return [name for name in self.packages if importlib.util.find_spec(name) is None]
 
   def takes_part(self, contest: Contest, sampling: Sampling) -> bool:
-    return not (
+    fits = self.searches if contest.beams else self.searches != "only"
+    return bool(fits) and not (
       (self.greedy_only and sampling.temperature) or (self.trained_only and not contest.ends)
     )
 
 
-OWN = Competitor("own", (), lambda contest: own_baseline(contest.pair).decode)
+def _own(contest: Contest) -> Decode:
+  """Our plain decoding, or our plain beam search."""
+  if contest.beams is None:
+    return own_baseline(contest.pair).decode
+  search = contest.pair.beam_searcher(contest.beams, 0)
+  return lambda prompt, rng, *, max_new_tokens, sampling: best(
+    search(prompt, max_new_tokens=max_new_tokens)
+  )
+
+
+OWN = Competitor("own", (), _own, searches=True)
 
 
 def trained(
@@ -110,6 +128,8 @@ def trained(
   gammas: Sequence[int] = (5, 10),
   temperatures: Sequence[float] = (0.0, 1.0),
   max_new_tokens: int = 64,
+  beams: int | None = None,
+  draft_beams: int | None = None,
 ) -> Contest:
   """A pair with trained weights, by default the bundled one.
 
@@ -122,10 +142,14 @@ def trained(
     task: name for records.
     extra_ids: sentinels of the vocabulary.
     gammas: as in `Contest`, like what follows.
-    temperatures: likewise.
+    temperatures: likewise; 0 alone with beams.
     max_new_tokens: likewise.
+    beams: likewise.
+    draft_beams: likewise.
   """
   require_types(trained, locals())
+  if beams is not None and any(temperatures):
+    raise InputError(f"temperatures are {temperatures}, and a beam search samples nothing; (0.0,).")
 
   def write(name: str, path: str) -> str:
     stored = open_checkpoint(path)
@@ -137,7 +161,8 @@ def trained(
 
   target, draft = write("target", target), write("draft", draft)
   pairs = _pairs(target, draft, vocabulary, task, extra_ids)
-  return Contest(pairs, target, draft, None, texts, gammas, temperatures, max_new_tokens)
+  limits = gammas, temperatures, max_new_tokens, beams, draft_beams
+  return Contest(pairs, target, draft, None, texts, *limits)
 
 
 def random(

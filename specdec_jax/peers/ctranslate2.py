@@ -1,4 +1,4 @@
-"""CTranslate2 on the CPU: float32, greedy, converted from what transformers reads."""
+"""CTranslate2 on the CPU: float32, greedy or by beams, converted from what transformers reads."""
 
 import os
 import tempfile
@@ -9,7 +9,7 @@ from specdec_jax.peers.contest import Competitor, Contest, Generate
 def greedy() -> Competitor:
   """Without temperature: a sample could not be drawn again, since its generator is seeded once."""
   packages = "ctranslate2", "torch", "transformers"
-  return Competitor("ctranslate2", packages, _load, "ctranslate2", greedy_only=True)
+  return Competitor("ctranslate2", packages, _load, "ctranslate2", greedy_only=True, searches=True)
 
 
 def _convert(folder: str, converted: str) -> None:
@@ -43,7 +43,8 @@ def _load(contest: Contest) -> Generate:
   def generate(source, seed, max_new_tokens, temperature):
     (result,) = translator.translate_batch(
       [[str(token) for token in source]],
-      beam_size=1,
+      beam_size=contest.beams or 1,
+      length_penalty=0.6 if contest.beams else 1,
       max_decoding_length=max_new_tokens,
       min_decoding_length=0 if contest.ends else max_new_tokens,
       return_end_token=True,

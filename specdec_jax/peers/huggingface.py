@@ -17,8 +17,8 @@ _TARGETS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def plain() -> Competitor:
-  """One token a pass of the target."""
-  return Competitor("hf", _PACKAGES, _load, _PROCESS)
+  """One token a pass of the target; with beams its own search, which has other rules than t5x's."""
+  return Competitor("hf", _PACKAGES, _load, _PROCESS, searches=True)
 
 
 def assisted(num_assistant_tokens: int | None = None) -> Competitor:
@@ -92,6 +92,8 @@ def _load(contest: Contest, assistant: dict | None = None) -> Generate:
     how = dict(do_sample=False)
     if temperature:
       how = dict(do_sample=True, temperature=temperature, top_k=0)
+    if contest.beams:
+      how |= dict(num_beams=contest.beams, length_penalty=0.6)
     hook = model.register_forward_hook(after_pass, with_kwargs=True)
     try:
       rows = torch.tensor([source], dtype=torch.long)

@@ -1,5 +1,6 @@
-"""t5x's own T5 and `temperature_sample`, one compiled program as ours is."""
+"""t5x's own T5 and `temperature_sample` or `beam_search`, one compiled program as ours is."""
 
+import functools
 import importlib.util
 
 from specdec_jax.peers.contest import Competitor, Contest, Decode
@@ -16,3 +17,13 @@ def temperature_sample() -> Competitor:
     return t5x_baseline(contest.pair, contest.target).decode
 
   return Competitor("t5x", ("t5x",), load)
+
+
+def beam_search() -> Competitor:
+  """`decoding.beam_search`, where there are beams."""
+
+  def load(contest: Contest) -> Decode:
+    decode = t5x_baseline(contest.pair, contest.target).decode
+    return functools.partial(decode, beams=contest.beams)
+
+  return Competitor("t5x", ("t5x",), load, searches="only")

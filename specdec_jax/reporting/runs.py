@@ -114,7 +114,8 @@ def peers_table(measured: Sequence[Record]) -> Table:
     rows.append((name, *speeds, *(f"{r.speedup:.2f}" for r in of_name), spread, same))
   title = (
     f"{first.task}, {first.target} with {first.draft}, {first.num_examples} texts, batch 1, "
-    f"{first.dtype}, kernels {first.kernels}, {first.device}, temperature {first.temperature:g}"
+    f"{first.dtype}, kernels {first.kernels}, {first.device}, "
+    + (f"{first.beams} beams" if first.beams else f"temperature {first.temperature:g}")
   )
   columns = "decoder", "tokens/s", "ms/pass", "tok/pass", *ratios, "spread", "same"
   return Table(title, columns, tuple(rows), ())

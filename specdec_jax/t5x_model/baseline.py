@@ -18,7 +18,9 @@ from specdec_jax.sampling import Sampling
 from specdec_jax.t5x_model.networks import t5x_network
 
 
-@functools.partial(jax.jit, static_argnames=("config", "max_new_tokens", "sampling", "eos_id"))
+@functools.partial(
+  jax.jit, static_argnames=("config", "max_new_tokens", "sampling", "eos_id", "beams")
+)
 def t5x_decode(
   config: T5Config,
   params,
@@ -28,27 +30,29 @@ def t5x_decode(
   max_new_tokens: int,
   sampling: Sampling,
   eos_id: int = 1,
+  beams: int | None = None,
 ) -> Decoded:
   """Decode with t5x's own T5 and `temperature_sample`: the baseline that records call 't5x'.
 
   Arguments and result as in `autoregressive_decode`, but for the config of params that are not
   fused in place of a model; the first of the keys serves all rows. t5x draws from the padding of a
-  vocabulary too.
+  vocabulary too. With `beams` the best text of its `beam_search`, whose passes are not told: as
+  many as the text has tokens are counted.
   """
-  model = models.EncoderDecoderModel(
-    t5x_network(config), None, None, None, decode_fn=decoding.temperature_sample
-  )
+  decode_fn = decoding.beam_search if beams else decoding.temperature_sample
+  model = models.EncoderDecoderModel(t5x_network(config), None, None, None, decode_fn=decode_fn)
   batch = {
     "encoder_input_tokens": prompt,
     "decoder_input_tokens": jnp.zeros((len(prompt), max_new_tokens), jnp.int32),
   }
-  decoder_params = {
-    "eos_id": eos_id,
+  of_samples = {
     "temperature": sampling.temperature,
     "topk": sampling.top_k,
     "topp": sampling.top_p if sampling.top_p < 1 else 0.0,
   }
-  tokens, _ = model.predict_batch_with_aux(params, batch, rng[0], decoder_params)
+  decoder_params = {"eos_id": eos_id} | ({} if beams else of_samples)
+  how = dict(rng=rng[0], decoder_params=decoder_params, num_decodes=beams or 1)
+  tokens, _ = model.predict_batch_with_aux(params, batch, **how)
   ends = tokens == eos_id
   lengths = jnp.where(ends.any(axis=1), ends.argmax(axis=1) + 1, max_new_tokens)
   one_each = jnp.arange(max_new_tokens)[:, None] < lengths
