@@ -472,6 +472,7 @@ def not_measured(record):
   """Fields that are empty, but for those of other experiments, of trees, and of git's checkouts."""
   others = "tokens_per_round_low", "tokens_per_round_high", "separation"
   others += "metric", "quality", "baseline_quality"  # where there are references
+  others += "beams", "draft_beams", "length_penalty", "ties"
   empty = [name for name, value in dataclasses.asdict(record).items() if value is None]
   return [name for name in empty if name not in (*others, "tree", "dynamic_nodes", "commit")]
 

@@ -45,6 +45,7 @@ def put(rows: Array, block: Array, slot: Array) -> Array:
 def settle(model: Model, cache: Any, slot: Array, path: Array, width: int, length: Array) -> Any:
   """The cache when it holds `length` [B] tokens: of the nodes in the slots from `slot` [B] on the
   first `width` stay, and nodes `path` [B, n] come to lie behind them."""
-  stay = jnp.broadcast_to(jnp.arange(1, width), (len(path), width - 1))
-  path = jnp.concatenate([stay, path], axis=1)
-  return model.commit(model.commit(cache, slot), length, path=path)
+  if not path.shape[1]:
+    return model.commit(cache, length)
+  last = width - 1  # of those that stay
+  return model.commit(model.commit(cache, slot + last), length, path=path - last)

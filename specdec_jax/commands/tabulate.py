@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from specdec_jax.errors import InputError
 from specdec_jax.records import read
+from specdec_jax.reporting.beams import beams_table
 from specdec_jax.reporting.drafts import drafts_table
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.pages import measured_table
@@ -28,7 +29,7 @@ CONFIGS, EXPERIMENTS = CHECKOUT / "configs", CHECKOUT / "experiments"
 
 
 def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
-  """A table of the paper's by its number, 'measured', 'lengths', 'drafts', 'status',
+  """A table of the paper's by its number, 'measured', 'lengths', 'drafts', 'beams', 'status',
   'status-counts', 'tree-speeds' or 'execution'.
 
   Args:
@@ -55,16 +56,18 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
   if name == "execution":
     (path,) = results
     return execution_table([*map(json.loads, pathlib.Path(path).read_text().splitlines())])
-  if name not in ("1", "2", "3", "4", "5", "measured", "lengths", "drafts"):
-    known = "1 to 5, 'measured', 'lengths', 'drafts' and 'status'"
+  of_records = {
+    "measured": measured_table,
+    "lengths": lengths_table,
+    "drafts": drafts_table,
+    "beams": beams_table,
+  }
+  if name not in ("1", "2", "3", "4", "5", *of_records):
+    known = "1 to 5, 'measured', 'lengths', 'drafts', 'beams' and 'status'"
     raise InputError(f"There is no table {name!r}; there are {known}.")
   records = [record for path in results for record in read(path)]
   if name != "1" and not records:
     raise InputError(f"Table {name} is of records; name a results.jsonl.")
-  if name == "measured":
-    return measured_table(records)
-  if name == "lengths":
-    return lengths_table(records)
-  if name == "drafts":
-    return drafts_table(records)
+  if name in of_records:
+    return of_records[name](records)
   return paper_table(int(name), records, load_table(int(name), CONFIGS))
