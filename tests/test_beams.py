@@ -26,11 +26,14 @@ from specdec_jax.commands import beams as commands
 from specdec_jax.drafts.copy import CopyDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
+from specdec_jax.models.families import init_params
 from specdec_jax.models.gpt import GPTModel
+from specdec_jax.models.speculator import speculator_config
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.pairs.speculators import drafter
 from specdec_jax.partitioning import PartitionedModel, make_mesh
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import branching, chain
+from specdec_jax.trees import DynamicTree, branching, chain
 
 LIMIT, EOS = 9, 1
 T5 = tiny.config(layers=1)
@@ -129,10 +132,20 @@ def test_found_is_what_a_search_written_out_finds(family, width):
   assert ended >= 3, "too few texts end to tell anything"
 
 
+def on_states(case: Case) -> tuple[BeamDraft, object]:
+  """A layer that has learned nothing, which reads the target's states and its source."""
+  shape = case.target.config
+  config = speculator_config(shape, "eagle", gamma=2, emb_dim=8, mlp_dim=16, num_layers=1)
+  own = init_params(config, jax.random.key(3))
+  made = drafter("eagle", config, own, case.target, case.params)
+  return TreeBeams(made.make(Sampling(temperature=0.0), DynamicTree(4, 2))), made.params
+
+
 DRAFTS = {
   "as wide": lambda case: (ModelBeams(case.draft, 3, 2), case.draft_params),
   "twice as wide": lambda case: (ModelBeams(case.draft, 6, 3), case.draft_params),
   "itself": lambda case: (ModelBeams(case.target, 3, 6), case.params),
+  "on the target's states": lambda case: on_states(case),
   "copies": lambda case: (TreeBeams(CopyDraft(16, branching(2, 1), 2)), ()),
 }
 

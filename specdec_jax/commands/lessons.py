@@ -64,8 +64,8 @@ class Teacher(NamedTuple):
         drawn = model_outputs(model, params, texts, words.eos_id, sampling=Sampling(), seed=seed)
         pairs = Pairs([*pairs.sources, *texts], [*pairs.targets, *drawn])
       rows = NamedSharding(self.mesh, PartitionSpec("data"))
-      asked = module_of(self.config), self.params
-      opinions = teacher_opinions(*asked, pairs, tail=tail, rows=rows)
+      of_target = module_of(self.config), self.params
+      opinions = teacher_opinions(*of_target, pairs, tail=tail, rows=rows)
       path.parent.mkdir(parents=True, exist_ok=True)
       save_pairs(path, dataclasses.replace(pairs, teacher=opinions))
     return load_pairs(path)
