@@ -314,6 +314,13 @@ def test_a_stopped_run_has_the_same_scores(whole, stopped):
   assert got.items() <= want.items() and len(got) >= len(want) - 1
 
 
+def test_a_run_may_be_shorter_than_an_epoch(init, tmp_path):
+  train(
+    OBJECTIVE, dataclasses.replace(SETTINGS, max_steps=8), copies(), copies(), str(tmp_path), init
+  )
+  assert [line["step"] for line in metrics(tmp_path)] == [6, 8]
+
+
 def test_a_run_that_ended_is_not_trained_further(whole):
   before = (whole[1] / "metrics.jsonl").read_bytes()
   jax.tree.map(np.testing.assert_array_equal, run(whole[1]), whole[0])

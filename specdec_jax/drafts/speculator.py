@@ -54,7 +54,7 @@ class SpeculatorDraft(Draft):
     project = lambda x: target.apply({"params": of_target}, x, method="logits")
     apply = lambda method, *args: module.apply({"params": own}, *args, method=method)
     source, before = source_of(self.config, context), context.newest[:, None]
-    plan, states = apply("begin", context.hidden, context.newest, source, project)
+    plan, states = apply("begin", context.hidden, context.newest, self.tree.depth, source, project)
     tree = self.tree
     if isinstance(tree, DynamicTree):
 

@@ -16,6 +16,10 @@
 #include <thread>
 #include <type_traits>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -34,7 +38,10 @@ constexpr int kLanes = 4, kRegisters = 16, kMaxRows = 2;
 #endif
 constexpr int kVectors = kPanel / kLanes;
 constexpr int64_t kMinBytes = 1 << 17;  // of w, for a thread of its own
+constexpr int kAhead = 32;  // steps of E from a product to what is fetched meanwhile
 constexpr int64_t kRowsAtOnce = 8 * kMaxRows;  // of x, so that a cache holds them
+
+constexpr int64_t Ratio(int64_t a, int64_t b) { return (a + b - 1) / b; }  // rounded up
 
 // Panels of a tile: with M sums for each, a vector of w for each, and one of x, all in registers.
 constexpr int NumPanels(int M) {
@@ -48,7 +55,12 @@ typedef Bfloat16 Halves __attribute__((vector_size(kLanes * 2), aligned(2), may_
 
 inline Vector Load(const float* w) { return *reinterpret_cast<const Vector*>(w); }
 inline Vector Load(const Bfloat16* w) {
+#if defined(__AVX512F__)  // as below, in two instructions where GCC takes five
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
+  return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+#else
   return (Vector)(__builtin_convertvector(*reinterpret_cast<const Halves*>(w), Words) << 16);
+#endif
 }
 
 template <typename W>
@@ -69,6 +81,8 @@ inline void Tile(const Product<W>& p, int64_t row, int64_t panel) {
   Vector sum[M][N * kVectors]{};
   for (int64_t e = 0; e < depth; ++e) {
     Vector of_w[N * kVectors];
+    // Panels lie apart, and hardware that fetches ahead stops at the end of each page.
+    for (int n = 0; n < N; ++n) __builtin_prefetch(w + (n * depth + e + kAhead) * kPanel);
     for (int n = 0; n < N; ++n)
       for (int v = 0; v < kVectors; ++v)
         of_w[n * kVectors + v] = Load(w + (n * depth + e) * kPanel + v * kLanes);
@@ -104,8 +118,7 @@ struct Work {
   std::atomic<int64_t> next{0}, done{0};
 
   void Run() {
-    const int64_t tiles = (product.rows + kMaxRows - 1) / kMaxRows;
-    const int rows = (product.rows + tiles - 1) / tiles;  // of a tile
+    const int rows = Ratio(product.rows, Ratio(product.rows, kMaxRows));  // of a tile
     for (int64_t b; (b = next.fetch_add(1)) < num_blocks; done.fetch_add(1))
       Panels<kMaxRows>(product, rows, b * block, std::min((b + 1) * block, product.panels));
   }
@@ -118,9 +131,9 @@ void Multiply(ffi::ThreadPool& pool, const Product<W>& p) {
   const int64_t threads = std::clamp<int64_t>(bytes / kMinBytes, 1, most);
   auto work = std::make_shared<Work<W>>();
   work->product = p;
-  // Two blocks a thread, of whole tiles of 2, 3 or 4 panels.
-  work->block = threads == 1 ? p.panels : p.panels / (2 * threads) / 12 * 12 + 12;
-  work->num_blocks = (p.panels + work->block - 1) / work->block;
+  // At most two blocks a thread, of whole tiles of 2, 3 or 4 panels.
+  work->block = threads == 1 ? p.panels : 12 * Ratio(p.panels, 12 * 2 * threads);
+  work->num_blocks = Ratio(p.panels, work->block);
   // A helper that comes late finds nothing left to take, and only then may this call have returned.
   for (int64_t t = 1; t < threads; ++t) pool.Schedule([work] { work->Run(); });
   work->Run();

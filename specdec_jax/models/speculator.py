@@ -20,7 +20,7 @@ from jax import Array
 
 from specdec_jax.errors import require_count
 from specdec_jax.models.config import TransformerConfig
-from specdec_jax.models.decoder import DecoderLayer, KeysValues
+from specdec_jax.models.decoder import KeysValues
 from specdec_jax.models.layers import Attention, Dense, Mlp, embedder, norm
 
 Kind = Literal["heads", "eagle", "parallel", "look_ahead", "exit", "decoder"]
@@ -115,13 +115,19 @@ class Speculator(nn.Module):
 
   @abc.abstractmethod
   def begin(
-    self, hidden: Array, newest: Array, source: Source, project: Callable[[Array], Array]
+    self,
+    hidden: Array,
+    newest: Array,
+    count: int,
+    source: Source,
+    project: Callable[[Array], Array],
   ) -> tuple[Any, Array]:
     """What holds for all guesses of a round, and the state [R, 1, d] before the first.
 
     Args:
       hidden: [R, E], the target's.
       newest: [R], the newest token.
+      count: guesses in a row that are to be made.
       source: keys and values [R, H, S, D] of the target's last layer, and their bias [R, 1, 1, S].
       project: the target's logits [..., V] of states [..., E].
     """
@@ -145,7 +151,7 @@ class Speculator(nn.Module):
   ) -> Array:
     """Logits [R, G, V] of guesses in a row, whatever was guessed before each: `before` [R, G], of
     which the first is the newest token."""
-    plan, state = self.begin(hidden, before[:, 0], source, project)
+    plan, state = self.begin(hidden, before[:, 0], before.shape[1], source, project)
     each = []
     for place in range(before.shape[1]):
       logits, state = self.step(plan, state, place, before[:, place, None], source)
@@ -175,12 +181,25 @@ class Heads(Speculator):
   def setup(self):
     self.head = Head(self.config, self.config.gamma)
 
-  def begin(self, hidden, newest, source, project):
-    return project(self.head(hidden)), jnp.zeros((len(hidden), 1, 0))
+  def begin(self, hidden, newest, count, source, project):
+    return project(self.head(hidden)[:, :count]), jnp.zeros((len(hidden), 1, 0))
 
   def step(self, plan, state, place, before, source):
     logits = jnp.broadcast_to(plan[:, place, None], (*before.shape, plan.shape[-1]))
     return logits, jnp.zeros((*before.shape, 0))
+
+
+class SourceLayer(nn.Module):
+  """Attention to the source, if there is one, and feed-forward: x [R, M, d] -> [R, M, d]."""
+
+  config: SpeculatorConfig
+
+  @nn.compact
+  def __call__(self, x: Array, source: Source) -> Array:
+    if source[0] is not None:
+      attention = Attention(self.config, name="encoder_decoder_attention")
+      x = x + attention(attention.queries(norm(self.config)(x)), *source)
+    return x + Mlp(self.config, name="mlp")(norm(self.config)(x))
 
 
 class Eagle(Speculator):
@@ -191,26 +210,24 @@ class Eagle(Speculator):
     self.state_norm, self.before_norm, self.out_norm = norm(cfg), norm(cfg), norm(cfg)
     self.state, self.join = Dense(cfg, cfg.emb_dim), Dense(cfg, cfg.emb_dim)
     self.token_embedder = embedder(cfg)
-    self.pre_attention_norm, self.pre_mlp_norm = norm(cfg), norm(cfg)
-    if cfg.has_encoder:
-      self.encoder_decoder_attention = Attention(cfg)
-    self.mlp = Mlp(cfg)
+    self.layer = SourceLayer(cfg)
     self.logits_dense = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
 
-  def begin(self, hidden, newest, source, project):
+  def begin(self, hidden, newest, count, source, project):
     return (), self.state(self.state_norm(hidden))[:, None]
 
   def step(self, plan, state, place, before, source):
     x = self.join(jnp.concatenate([self.before_norm(state), self.token_embedder(before)], axis=-1))
-    if self.config.has_encoder:
-      queries = self.encoder_decoder_attention.queries(self.pre_attention_norm(x))
-      x = x + self.encoder_decoder_attention(queries, *source)
-    x = x + self.mlp(self.pre_mlp_norm(x))
+    x = self.layer(x, source)
     return self.logits_dense(self.out_norm(x))[..., : self.config.vocab_size], x
 
 
 class Parallel(Speculator):
-  """All places in one pass; the token before each then moves its logits, by a product of rank r."""
+  """All places in one pass; the guesses before each then move its logits, by a product of rank r.
+
+  What was guessed is kept in a recurrent state as wide as the product's rank, so a guess depends on
+  all before it and not on the last alone, at no cost but a product of r by r.
+  """
 
   def setup(self):
     cfg = self.config
@@ -219,25 +236,25 @@ class Parallel(Speculator):
     self.token_embedder = embedder(cfg)
     places = cfg.gamma, cfg.emb_dim
     self.places = self.param("places", nn.initializers.normal(1.0), places, jnp.float32)
-    self.layers = [DecoderLayer(cfg) for _ in range(cfg.num_decoder_layers)]
+    self.layers = [SourceLayer(cfg) for _ in range(cfg.num_decoder_layers)]
     self.logits_dense = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
-    self.mix = Dense(cfg, cfg.rank)
+    self.mix, self.recur = Dense(cfg, cfg.rank), Dense(cfg, cfg.rank, biases=False)
     self.before = nn.Embed(cfg.table_size, cfg.rank, dtype=cfg.dtype)
     self.correction = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
 
-  def begin(self, hidden, newest, source, project):
+  def begin(self, hidden, newest, count, source, project):
     x = self.state(self.state_norm(hidden)) + self.token_embedder(newest)
-    x = x[:, None] + self.places.astype(x.dtype)
+    x = x[:, None] + self.places[:count].astype(x.dtype)
     for layer in self.layers:
-      x, _ = layer(x, jnp.zeros((1, 1, 1, 1), x.dtype), *source)
+      x = layer(x, source)
     x = self.out_norm(x)
-    return (self.logits_dense(x), self.mix(x)), jnp.zeros((len(hidden), 1, 0))
+    return (self.logits_dense(x), self.mix(x)), jnp.zeros((len(hidden), 1, self.config.rank))
 
   def step(self, plan, state, place, before, source):
     base, mix = plan
-    corrected = self.correction(nn.gelu(mix[:, place, None] + self.before(before)))
-    logits = (base[:, place, None] + corrected)[..., : self.config.vocab_size]
-    return logits, jnp.zeros((*before.shape, 0))
+    state = nn.gelu(mix[:, place, None] + self.before(before) + self.recur(state))
+    logits = base[:, place, None] + self.correction(state)
+    return logits[..., : self.config.vocab_size], state
 
 
 _IN_ROWS: dict[str, type[Speculator]] = {"heads": Heads, "eagle": Eagle, "parallel": Parallel}

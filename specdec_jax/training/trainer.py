@@ -30,6 +30,7 @@ class TrainSettings:
 
   Attributes:
     epochs: passes over the training pairs.
+    max_steps: stop after as many, if that is sooner; None for all epochs.
     tokens_per_batch: padded target tokens in a batch.
     peak_learning_rate: of Adafactor with parameter scaling: the relative size of an update.
     warmup_steps: linear, then a cosine to zero at the last step.
@@ -41,6 +42,7 @@ class TrainSettings:
   """
 
   epochs: int = 12
+  max_steps: int | None = None
   tokens_per_batch: int = 1152
   peak_learning_rate: float = 0.05
   warmup_steps: int = 500
@@ -54,6 +56,8 @@ class TrainSettings:
     require_seed(self.seed)
     for name in ("epochs", "tokens_per_batch", "save_every", "model_parallel"):
       require_count(name, getattr(self, name))
+    if self.max_steps is not None:
+      require_count("max_steps", self.max_steps)
     if self.warmup_steps < 0 or not 0 < self.peak_learning_rate < math.inf:
       raise InputError(
         f"warmup_steps is {self.warmup_steps} and peak_learning_rate {self.peak_learning_rate}; "
@@ -74,7 +78,7 @@ def train(
   init: Array | None = None,
   bleu: Callable[[Array], float] | None = None,
 ):
-  """Train to the last epoch, from the newest checkpoint in `output_dir` if there is one.
+  """Train to the last step, from the newest checkpoint in `output_dir` if there is one.
 
   Args:
     objective: what is trained, and to what end.
@@ -99,6 +103,8 @@ def train(
     if not count:
       raise InputError(f"There are no {name} pairs to learn from or to check with.")
   total = settings.epochs * steps_per_epoch
+  if settings.max_steps is not None:
+    total = min(total, settings.max_steps)
   if settings.warmup_steps >= total:
     raise InputError(
       f"warmup_steps is {settings.warmup_steps}, but the whole run has {total} steps; warm up for "
@@ -140,6 +146,7 @@ def train(
     while step < total:
       epoch, skip = divmod(step, steps_per_epoch)
       batches = shuffled(train_pairs, seed=settings.seed, epoch=epoch)[skip:]
+      batches = batches[: total - step]
       since, tokens, losses = time.perf_counter(), 0, []
       for batch in arrays(train_pairs, batches):
         state, loss = train_step(state, frozen, jax.device_put(batch, rows))
