@@ -1,5 +1,6 @@
 """Drafts on the target's states learn what they will be asked; what was trained is a draft."""
 
+import dataclasses
 import functools
 import json
 
@@ -8,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
-from test_contract import GREEDY, LIMIT, RANDOM, V, gpt, t5
+from test_contract import GREEDY, LIMIT, RANDOM, T5_CONFIG, V, gpt, t5
 
 from specdec_jax import pairs
 from specdec_jax.commands import train as commands
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
-from specdec_jax.models.families import init_params
+from specdec_jax.models.families import init_params, module_of
 from specdec_jax.models.speculator import SpeculatorConfig, speculator_config
 from specdec_jax.pairs import speculators
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import divergences
-from specdec_jax.training.speculators import speculator_objective
+from specdec_jax.training.speculators import speculator_objective, with_tables
 from specdec_jax.training.trainer import TrainSettings
 from specdec_jax.trees import chain
 
@@ -86,6 +87,28 @@ def test_what_is_trained_is_what_is_asked(kind, of):
   if first:  # one anchor a text, in its middle, whose second guess is of the token after
     own_chance = np.take_along_axis(q[:, 2], tokens[:, 3:4], axis=1)
   np.testing.assert_allclose(loss, 1 - own_chance.mean(), rtol=2e-4)
+
+
+def test_it_may_begin_with_a_models_tables():
+  """Of tied logits, whose rows are embeddings, and of those with a matrix of their own."""
+  config = speculator_config(T5_CONFIG, "eagle", emb_dim=8, mlp_dim=16)
+  params = init_params(config, jax.random.key(0))
+  for tied in (True, False):
+    model = dataclasses.replace(T5_CONFIG, emb_dim=8, tied_logits=tied)
+    of = init_params(model, jax.random.key(1))
+    began = with_tables(params, model, of)
+    x = jax.random.normal(jax.random.key(2), (3, 8))
+    want = module_of(model).apply({"params": of}, x, method="logits")
+    kernel = began["logits_dense"]["kernel"]
+    np.testing.assert_allclose(x @ kernel, want, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(
+      began["token_embedder"]["embedding"], of["token_embedder"]["embedding"]
+    )
+    assert began["join"] is params["join"]
+  heads = init_params(speculator_config(T5_CONFIG, "heads"), jax.random.key(0))
+  for module, of_model in ((heads, model), (params, T5_CONFIG)):
+    with pytest.raises(InputError, match="of the same vocabulary and of the module's emb_dim"):
+      with_tables(module, of_model, init_params(of_model, jax.random.key(1)))
 
 
 @pytest.fixture(scope="module")

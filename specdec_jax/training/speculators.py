@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from specdec_jax.drafts.exits import ExitModel
 from specdec_jax.drafts.layers import of_layers
+from specdec_jax.errors import InputError
 from specdec_jax.models.families import (
   Config,
   init_params,
@@ -109,6 +110,33 @@ def speculator_objective(
     }
 
   return Objective(lambda rng: init_params(config, rng), loss, scores, target_params)
+
+
+def with_tables(params: Any, config: Config, of: Any) -> Any:
+  """Parameters of a module that begins with the tables of tokens of a model, as wide as it is.
+
+  Args:
+    params: the module's, which has a table of tokens.
+    config: shape of the model.
+    of: its parameters.
+
+  Raises:
+    InputError: the module has no such table, or one of another shape.
+  """
+  embedding = of["token_embedder"]["embedding"]
+  logits = embedding.T / config.logits_divisor
+  if not config.tied_logits:
+    logits = of["decoder"]["logits_dense"]["kernel"]
+  given = {"token_embedder": {"embedding": embedding}, "logits_dense": {"kernel": logits}}
+  given = {name: table for name, table in given.items() if name in params}
+  shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+  begun = {name: params[name] for name in given}
+  if not given or shapes(given) != shapes(begun):
+    raise InputError(
+      f"the tables have shapes {shapes(given)}, and the module {shapes(begun) or 'no tables'}; "
+      "give a model of the same vocabulary and of the module's emb_dim."
+    )
+  return params | given
 
 
 def _at(x: ArrayLike, places: Array) -> Array:
