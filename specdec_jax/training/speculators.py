@@ -115,6 +115,9 @@ def speculator_objective(
 def with_tables(params: Any, config: Config, of: Any) -> Any:
   """Parameters of a module that begins with the tables of tokens of a model, as wide as it is.
 
+  Embeddings of variance 1, as a module's own are, and what makes logits of states whose norm has
+  no scale yet.
+
   Args:
     params: the module's, which has a table of tokens.
     config: shape of the model.
@@ -123,11 +126,14 @@ def with_tables(params: Any, config: Config, of: Any) -> Any:
   Raises:
     InputError: the module has no such table, or one of another shape.
   """
-  embedding = of["token_embedder"]["embedding"]
+  embedding = jnp.asarray(of["token_embedder"]["embedding"])
   logits = embedding.T / config.logits_divisor
   if not config.tied_logits:
     logits = of["decoder"]["logits_dense"]["kernel"]
-  given = {"token_embedder": {"embedding": embedding}, "logits_dense": {"kernel": logits}}
+  given = {
+    "token_embedder": {"embedding": embedding / embedding.std()},
+    "logits_dense": {"kernel": of["decoder"]["decoder_norm"]["scale"][:, None] * logits},
+  }
   given = {name: table for name, table in given.items() if name in params}
   shapes = lambda tree: jax.tree.map(jnp.shape, tree)
   begun = {name: params[name] for name in given}
