@@ -144,11 +144,11 @@ def draw_siblings(
   for rank in range(width):
     more = np.flatnonzero(count_of[nodes] > rank)  # of the nodes before, those that guess again
     nodes, logits, left = nodes[more], take(logits, more), take(left, more)
-    chosen = _argmax(logits)
-    law = jax.nn.one_hot(chosen, vocab_size)
+    chosen, law = _argmax(logits), left
+    if rank > 0 and not independent:
+      mass, sure = left.sum(axis=-1, keepdims=True), jax.nn.one_hot(chosen, vocab_size)
+      law = jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1.0), sure)
     if sampling.temperature > 0:
-      mass = left.sum(axis=-1, keepdims=True)
-      law = jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1.0), law)
       of_rank = take(keys[:, rank], nodes).reshape(-1)
       chosen = sample(of_rank, law.reshape(-1, vocab_size)).reshape(chosen.shape)
     if not independent:
