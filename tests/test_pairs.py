@@ -21,6 +21,7 @@ from specdec_jax.data.sentence_pieces import EOS_ID, SentencePieces
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.errors import InputError
+from specdec_jax.kernels import skinny
 from specdec_jax.models import config
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.families import for_decoding, init_params
@@ -48,8 +49,11 @@ def test_load_pair():
   for dtype in ("float32", "bfloat16"):
     pair = load(dtype=dtype)
     assert pair.dtype == dtype
-    leaves = jax.tree.leaves((pair.target_params, pair.draft_params))
+    leaves = jax.tree.leaves(pair.target_params)
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(dtype)}
+    # A draft's matrices stay as they are stored, where the kernel widens them.
+    kept = {leaf.dtype for leaf in jax.tree.leaves(pair.draft_params)}
+    assert kept == {jnp.dtype(dtype)} | ({jnp.dtype("bfloat16")} if skinny.ready() else set())
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

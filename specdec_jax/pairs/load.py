@@ -64,8 +64,9 @@ def load_pair(
       would go across the matrices that it puts side by side.
     draft_shardings: of the draft's.
     kernels: 'xla' has XLA do all products; 'auto', on a CPU `kernels.skinny` those with weights.
-    stored_weights: what is stored as bfloat16 stays so where these kernels read it. Half the bytes
-      and the same output to the last bit; a plain step gains more by it than verification does.
+    stored_weights: what the target has stored as bfloat16 stays so where these kernels read it, as
+      what a draft has does anyway. Half the bytes and the same output to the last bit; a plain step
+      gains more by it than verification does.
     rule: how guesses are judged: a class of `rules`, or any (sampling) -> rule.
 
   Raises:
@@ -76,14 +77,12 @@ def load_pair(
   require_count("max_source_tokens", max_source_tokens)
   dtype = _of_device(dtype)
   words = open_vocabulary(hub.here(vocabulary, hub.VOCABULARY), extra_ids)
-  load = functools.partial(
-    load_for, words=words, dtype=dtype, kernels=kernels, stored_weights=stored_weights
-  )
-  config, target_params = load("target", target, shardings=shardings)
+  load = functools.partial(load_for, words=words, dtype=dtype, kernels=kernels)
+  config, target_params = load("target", target, shardings=shardings, stored_weights=stored_weights)
   if callable(draft):
     drafter = made_for(draft(words), model_of(config), target_params)
   else:
-    draft_config, params = load("draft", draft, shardings=draft_shardings)
+    draft_config, params = load("draft", draft, shardings=draft_shardings, stored_weights=True)
     if draft_config.has_encoder != config.has_encoder:
       raise InputError(
         f"Of {target} and {draft} one is decoder-only and the other is not; target and draft must "
@@ -92,7 +91,7 @@ def load_pair(
     make = functools.partial(model_draft, model_of(draft_config))
     drafter = Drafter(checkpoint_name(draft), make, params)
   halved = dtype == "float32" and any(
-    x.dtype == jnp.bfloat16 for x in jax.tree.leaves((target_params, drafter.params))
+    x.dtype == jnp.bfloat16 for x in jax.tree.leaves(target_params)
   )
   return Pair(
     target=model_of(config),
@@ -116,12 +115,11 @@ def model_drafter(
   model: str = str(EMBEDDED / "draft"),
   dtype: str = "float32",
   kernels: str = "auto",
-  stored_weights: bool = False,
 ) -> Drafter:
   """A smaller model as draft, for those that are made of others; arguments as `load_pair`'s."""
   require_types(model_drafter, locals())
   config, params = load_for(
-    "draft", model, vocabulary, _of_device(dtype), None, kernels, stored_weights
+    "draft", model, vocabulary, _of_device(dtype), None, kernels, stored_weights=True
   )
   make = functools.partial(model_draft, model_of(config))
   return Drafter(checkpoint_name(model), make, params)

@@ -49,7 +49,8 @@ def speculator(vocabulary: Vocabulary, path: str) -> OnTarget:
 
   def on_target(target: Model, params: Any) -> Drafter:
     config = _laid_out(learnt, shape_of(target))
-    return drafter(checkpoint_name(path), config, checkpoint.load(config), target, params)
+    own = checkpoint.load(config, stored_weights=True)
+    return drafter(checkpoint_name(path), config, own, target, params)
 
   return OnTarget(on_target)
 
