@@ -144,7 +144,7 @@ def load(path):
   folder = tiny_pair.folder()
   return pairs.load_pair(
     target=str(folder / "target"),
-    draft=functools.partial(pairs.speculator, path=str(path / "speculator")),
+    draft=str(path / "speculator"),
     vocabulary=str(folder / "vocabulary.model"),
     max_source_tokens=24,
   )
@@ -168,7 +168,7 @@ def test_it_is_refused_where_it_does_not_belong(trained):
   folder = tiny_pair.folder()
   words = dict(vocabulary=str(folder / "vocabulary.model"))
   with pytest.raises(InputError, match="lives on the states of a target"):
-    pairs.load_pair(target=str(folder / "target"), draft=str(trained / "speculator"), **words)
+    pairs.load_pair(target=str(trained / "speculator"), draft=str(folder / "near"), **words)
   as_draft = functools.partial(pairs.speculator, path=str(folder / "near"))
   with pytest.raises(InputError, match="is a model by itself"):
     pairs.load_pair(target=str(folder / "target"), draft=as_draft, **words)

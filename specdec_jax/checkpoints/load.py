@@ -11,6 +11,7 @@ from specdec_jax.models.families import Config
 
 # Where a trainer's step keeps what is wanted here.
 _ITEMS = ("", "state", "default", "params")
+_STEP = re.compile(r"(checkpoint(_\d+|s)?|snapshots|[0-9a-f]{40}|\d+|state|default|params|\.?)")
 _UNFINISHED = re.compile(r"\.(orbax-checkpoint-)?tmp")
 
 
@@ -62,3 +63,9 @@ def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardin
       name.
   """
   return open_checkpoint(path).load(config, dtype, shardings)
+
+
+def checkpoint_name(path: str) -> str:
+  """What a checkpoint is called in records: the last part of its path that is no step."""
+  parts = [part for part in path.split("/") if not _STEP.fullmatch(part)]
+  return parts[-1] if parts else path

@@ -14,7 +14,7 @@ from specdec_jax.reporting.drafts import drafts_table
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.pages import measured_table
 from specdec_jax.reporting.paper import load_table
-from specdec_jax.reporting.runs import execution_table
+from specdec_jax.reporting.runs import execution_table, products_table
 from specdec_jax.reporting.status import (
   COMPILED_TABLE,
   RECORDS,
@@ -30,7 +30,7 @@ CONFIGS, EXPERIMENTS = CHECKOUT / "configs", CHECKOUT / "experiments"
 
 def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
   """A table of the paper's by its number, 'measured', 'lengths', 'drafts', 'beams', 'status',
-  'status-counts', 'tree-speeds' or 'execution'.
+  'status-counts', 'tree-speeds', 'execution' or 'products'.
 
   Args:
     name: of the table.
@@ -53,9 +53,9 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
 
     of_chain, of_tree = (json.loads(pathlib.Path(path).read_text()) for path in results)
     return tree_speeds_table(of_chain, of_tree)
-  if name == "execution":
+  if name in (of_lines := {"execution": execution_table, "products": products_table}):
     (path,) = results
-    return execution_table([*map(json.loads, pathlib.Path(path).read_text().splitlines())])
+    return of_lines[name]([*map(json.loads, pathlib.Path(path).read_text().splitlines())])
   of_records = {
     "measured": measured_table,
     "lengths": lengths_table,

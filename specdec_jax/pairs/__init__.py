@@ -13,7 +13,6 @@ from specdec_jax.pairs.load import (
   ASSETS,
   EMBEDDED,
   asset,
-  checkpoint_name,
   load_pair,
   model_drafter,
 )
@@ -29,7 +28,6 @@ __all__ = [
   "Pair",
   "asset",
   "cascaded_drafts",
-  "checkpoint_name",
   "hierarchical_draft",
   "judge",
   "known_draft",

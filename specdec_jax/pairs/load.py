@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import pathlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.checkpoints import hub
-from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint
 from specdec_jax.checkpoints.stored import Shardings, param_shapes
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
@@ -22,12 +21,12 @@ from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.speculator import SpeculatorConfig
 from specdec_jax.pairs.pair import Pair
+from specdec_jax.pairs.speculators import speculator
 from specdec_jax.protocols import Drafter, OnTarget, Rule, made_for
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 
 _TABLE_MULTIPLE = 128  # T5's tables have that many rows times some number: 32,128 for 32,100 tokens
-_STEP = re.compile(r"(checkpoint(_\d+|s)?|snapshots|[0-9a-f]{40}|\d+|state|default|params|\.?)")
 
 ASSETS = pathlib.Path(__file__).parents[1] / "assets"
 EMBEDDED = ASSETS / "multi30k_ende"
@@ -52,7 +51,8 @@ def load_pair(
   Args:
     target: checkpoint of the target: of T5X, Orbax, Hugging Face or this project, local or `gs://`,
       or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`.
-    draft: checkpoint of the draft, or a function that makes one for a vocabulary.
+    draft: checkpoint of the draft, a model or what was trained on this target's states
+      (`train_speculator`); or a function that makes one for a vocabulary.
     vocabulary: its file, a Hugging Face folder or name that has one; see `open_vocabulary`.
     task: name for records.
     dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU, where bfloat16 is slower and rounds
@@ -79,6 +79,8 @@ def load_pair(
   words = open_vocabulary(hub.here(vocabulary, hub.VOCABULARY), extra_ids)
   load = functools.partial(load_for, words=words, dtype=dtype, kernels=kernels)
   config, target_params = load("target", target, shardings=shardings, stored_weights=stored_weights)
+  if not callable(draft) and isinstance(open_checkpoint(draft).config, SpeculatorConfig):
+    draft = functools.partial(speculator, path=draft)
   if callable(draft):
     drafter = made_for(draft(words), model_of(config), target_params)
   else:
@@ -168,8 +170,8 @@ def load_for(
   checkpoint = open_checkpoint(path)
   if isinstance(checkpoint.config, SpeculatorConfig):
     raise InputError(
-      f"{path} is no model by itself but lives on the states of a target; give it as draft, by "
-      "`pairs.speculator` (gin/drafts/speculator.gin)."
+      f"{path} is no model by itself but lives on the states of a target; give it as the draft "
+      "of a pair."
     )
   config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
   size, rows = len(words), config.vocab_size
@@ -199,9 +201,3 @@ def load_for(
     )
   config = laid_out(config, shardings, kernels)
   return config, checkpoint.load(config, shardings=shardings, stored_weights=stored_weights)
-
-
-def checkpoint_name(path: str) -> str:
-  """What a checkpoint is called in records: the last part of its path that is no step."""
-  parts = [part for part in path.split("/") if not _STEP.fullmatch(part)]
-  return parts[-1] if parts else path

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from specdec_jax.checkpoints.folder import open_folder
+from specdec_jax.checkpoints.load import checkpoint_name
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.exits import ExitModel
 from specdec_jax.drafts.layers import LayersDraft, of_layers
@@ -20,7 +21,6 @@ from specdec_jax.models.families import Config, init_params, model_of, without_e
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.speculator import SpeculatorConfig, speculator_config
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs.load import checkpoint_name
 from specdec_jax.protocols import Draft, Drafter, Model, OnTarget
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import require_static

@@ -150,3 +150,33 @@ def execution_table(rows: Sequence[Mapping[str, Any]]) -> Table:
       "in turn: F + G; expected: beta max(F, G) + (1 - beta) (F + G).",
     ),
   )
+
+
+def products_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Times of products with few rows (`scripts/measure_products.py`), a row each."""
+  first = rows[0]
+  of_one = {row["weights"]: row["us"] for row in rows if row["rows"] == 1}
+  cells = tuple(
+    (
+      row["weights"],
+      f"{row['rows']}",
+      f"{row['us']:.0f}",
+      f"{row['us'] / of_one[row['weights']]:.2f}",
+      f"{row['gb_per_s']:.0f}",
+      f"{row['share_of_peak']:.0%}",
+      f"{row['hot_share_of_peak']:.0%}",
+      _shown(row["xla_us"], ".0f"),
+    )
+    for row in rows
+  )
+  return Table(
+    "Products with a matrix [512, 3072] that comes from memory",
+    ("weights", "rows", "us", "of one row", "GB/s", "of peak", "hot", "XLA, us"),
+    cells,
+    (
+      f"Medians, {first['processor']}, {first['threads']} threads, commit {first['commit']} of "
+      f"{str(first['date'])[:10]}. of peak: operations a second over those of numpy's product of "
+      f"two matrices [2048, 2048], {first['peak_gflops']:.0f} billion; hot: the same for "
+      "[512, 512] in the cache; XLA: its product, with weights in float32.",
+    ),
+  )

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import Array
 from t5x import decoding, models
 
-from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.speed import Baseline
 from specdec_jax.models.config import T5Config, named_dtype
-from specdec_jax.pairs import EMBEDDED, Pair, checkpoint_name
+from specdec_jax.pairs import EMBEDDED, Pair
 from specdec_jax.protocols import Decoded, Rounds
 from specdec_jax.sampling import Sampling
 from specdec_jax.t5x_model.networks import t5x_network
