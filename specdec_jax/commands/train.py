@@ -93,6 +93,7 @@ def train_draft(
   divergence: Divergence = "forward_kl",
   start: str | None = None,
   on_policy: bool = False,
+  lessons: str | None = None,
 ) -> None:
   """Train a draft towards the target's own distributions, resuming if it was stopped; save it.
 
@@ -115,7 +116,7 @@ def train_draft(
     vocabulary: file of both models'.
     target: checkpoint of the target, of any kind that `pairs.load_pair` takes.
     output: folder that gets the draft, in bfloat16.
-    work_dir: for `lessons.npz` (what it learns from), checkpoints and metrics of this run.
+    work_dir: for checkpoints and metrics of this run.
     samples: outputs drawn from the target at temperature 1 for each source.
     new_sources: see `distillation.recombined`.
     tail: see `distillation.teacher_opinions`; for targets that are as uncertain as those of news.
@@ -123,6 +124,8 @@ def train_draft(
     start: folder of a draft to go on from, of the same shape; None begins at random.
     on_policy: what is drawn, that draft draws, and the target thinks of it (DistillSpec: Zhou et
       al., 2024, though drawn once and not as training goes on); by default the target draws.
+    lessons: file of what it learns from, made where there is none; by default `lessons.npz` in
+      work_dir.
 
   Raises:
     InputError: `tail` with a divergence that has no use for it, or `on_policy` without `start`.
@@ -136,8 +139,8 @@ def train_draft(
   writer = (model_of(started[0]), started[1]) if started and on_policy else None
   words = _vocabulary_of(config, vocabulary)
   teacher = open_teacher(target, words, settings.model_parallel)
-  lessons = pathlib.Path(work_dir) / "lessons.npz"
-  pairs = teacher.lessons(lessons, data, sources, targets, samples, new_sources, tail, writer)
+  path = pathlib.Path(lessons or f"{work_dir}/lessons.npz")
+  pairs = teacher.lessons(path, data, sources, targets, samples, new_sources, tail, writer)
   objective = model_objective(config, settings.label_smoothing, divergence)
   begin = started[1] if started else None
   params = train(objective, settings, pairs, teacher.checks(data, valid_source), work_dir, begin)
@@ -175,8 +178,7 @@ def train_speculator(
     target: checkpoint of the target, of any kind that `pairs.load_pair` takes.
     output: folder that gets the module, in bfloat16.
     work_dir: for checkpoints and metrics of this run.
-    lessons: file of what it learns from, made where there is none; by default `lessons.npz` in
-      work_dir.
+    lessons: as for `train_draft`.
     divergence: of guesses from the target's opinions (`objectives.divergences`).
     stride: as in `training.speculators.speculator_objective`.
     tables: folder of a model of the module's width, as a draft of the pair may be, whose embedding
