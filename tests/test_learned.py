@@ -20,7 +20,7 @@ from specdec_jax.models.speculator import SpeculatorConfig, speculator_config
 from specdec_jax.pairs import speculators
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import divergences
-from specdec_jax.training.speculators import speculator_objective, with_tables
+from specdec_jax.training.speculators import begun_with, speculator_objective
 from specdec_jax.training.trainer import TrainSettings
 from specdec_jax.trees import chain
 
@@ -89,28 +89,32 @@ def test_what_is_trained_is_what_is_asked(kind, of):
   np.testing.assert_allclose(loss, 1 - own_chance.mean(), rtol=2e-4)
 
 
-def test_it_may_begin_with_a_models_tables():
+@pytest.mark.parametrize("tied", [True, False])
+def test_it_may_begin_with_what_fits_of_a_model(tied):
   """Of tied logits, whose rows are embeddings, and of those with a matrix of their own."""
-  config = speculator_config(T5_CONFIG, "eagle", emb_dim=8, mlp_dim=16)
-  params = init_params(config, jax.random.key(0))
-  for tied in (True, False):
-    model = dataclasses.replace(T5_CONFIG, emb_dim=8, tied_logits=tied)
-    of = init_params(model, jax.random.key(1))
-    of["decoder"]["decoder_norm"]["scale"] *= 3
-    began = with_tables(params, model, of)
-    x = jax.random.normal(jax.random.key(2), (3, 8))
-    want = module_of(model).apply({"params": of}, 3 * x, method="logits")
-    kernel = began["logits_dense"]["kernel"]
-    np.testing.assert_allclose(x @ kernel, want, rtol=1e-4, atol=1e-6)
-    tables = (each["token_embedder"]["embedding"] for each in (began, of))
-    correlation = np.corrcoef(*(np.ravel(table) for table in tables))[0, 1]
-    assert began["token_embedder"]["embedding"].std() == pytest.approx(1)
-    assert correlation == pytest.approx(1, abs=1e-5)
-    assert began["join"] is params["join"]
-  heads = init_params(speculator_config(T5_CONFIG, "heads"), jax.random.key(0))
-  for module, of_model in ((heads, model), (params, T5_CONFIG)):
+  model = dataclasses.replace(T5_CONFIG, emb_dim=8, tied_logits=tied)
+  of = init_params(model, jax.random.key(1))
+  of["decoder"]["decoder_norm"]["scale"] *= 3
+  module = lambda kind: speculator_config(T5_CONFIG, kind, emb_dim=8, mlp_dim=16, num_layers=1)
+  begun = lambda kind: begun_with(init_params(module(kind), jax.random.key(0)), model, of)
+  x, table = jax.random.normal(jax.random.key(2), (3, 8)), of["token_embedder"]["embedding"]
+  logits = lambda x: module_of(model).apply({"params": of}, x, method="logits")
+  eagle, decoder = begun("eagle"), begun("decoder")
+  kernel = eagle["logits_dense"]["kernel"]
+  np.testing.assert_allclose(x @ kernel, logits(3 * x), rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(eagle["token_embedder"]["embedding"], table / table.std(), rtol=1e-5)
+  kernel = decoder["decoder"]["logits_dense"]["kernel"]
+  np.testing.assert_allclose(x @ kernel, logits(x), rtol=1e-4, atol=1e-5)
+  for name in ("decoder_norm", "relpos_bias"):
+    assert decoder["decoder"][name] is of["decoder"][name] or jax.tree.all(
+      jax.tree.map(np.array_equal, decoder["decoder"][name], of["decoder"][name])
+    )
+  np.testing.assert_array_equal(decoder["token_embedder"]["embedding"], table)
+  for kind, given in (("heads", model), ("eagle", T5_CONFIG)):
     with pytest.raises(InputError, match="of the same vocabulary and of the module's emb_dim"):
-      with_tables(module, of_model, init_params(of_model, jax.random.key(1)))
+      begun_with(
+        init_params(module(kind), jax.random.key(0)), given, init_params(given, jax.random.key(1))
+      )
 
 
 @pytest.fixture(scope="module")

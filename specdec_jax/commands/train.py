@@ -16,7 +16,7 @@ from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.speculator import SpeculatorConfig
 from specdec_jax.training.objectives import Divergence, model_objective
-from specdec_jax.training.speculators import speculator_objective, with_tables
+from specdec_jax.training.speculators import begun_with, speculator_objective
 from specdec_jax.training.trainer import TrainSettings, train
 
 
@@ -163,7 +163,7 @@ def train_speculator(
   new_sources: int = 0,
   divergence: Divergence = "forward_kl",
   stride: int = 4,
-  tables: str | None = None,
+  start: str | None = None,
   extra_ids: int = 0,
 ) -> None:
   """Train a module on the target's states (`models.speculator`), resuming if it was stopped.
@@ -181,8 +181,8 @@ def train_speculator(
     lessons: as for `train_draft`.
     divergence: of guesses from the target's opinions (`objectives.divergences`).
     stride: as in `training.speculators.speculator_objective`.
-    tables: folder of a model of the module's width, as a draft of the pair may be, whose embedding
-      of tokens, and what its logits are read off with, the module begins with; None: at random.
+    start: folder of a model of the module's width, as a draft of the pair may be, that it begins
+      with as far as it can (`training.speculators.begun_with`); None: at random.
     extra_ids: as of `pairs.load_pair`; 100 with T5's own vocabulary.
   """
   require_types(train_speculator, locals())
@@ -193,9 +193,9 @@ def train_speculator(
   pairs = teacher.lessons(path, data, sources, targets, samples, new_sources)
   made = config(teacher.config)
   objective = speculator_objective(made, teacher.config, teacher.params, divergence, stride)
-  if tables:
-    init, (of, params) = objective.init, load_model(tables)
-    objective = objective._replace(init=lambda rng: with_tables(init(rng), of, params))
+  if start:
+    init, (of, params) = objective.init, load_model(start)
+    objective = objective._replace(init=lambda rng: begun_with(init(rng), of, params))
   learnt = train(objective, settings, pairs, teacher.checks(data, valid_source), work_dir)
   save_model(output, made, learnt, words.fingerprint())
 

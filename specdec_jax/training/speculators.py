@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -112,37 +114,40 @@ def speculator_objective(
   return Objective(lambda rng: init_params(config, rng), loss, scores, target_params)
 
 
-def with_tables(params: Any, config: Config, of: Any) -> Any:
-  """Parameters of a module that begins with the tables of tokens of a model, as wide as it is.
+def begun_with(params: Any, config: Config, of: Any) -> Any:
+  """Parameters of a module that begins with what it can take of a model as wide as it is.
 
-  Embeddings of variance 1, as a module's own are, and what makes logits of states whose norm has
-  no scale yet.
+  Kind 'decoder' takes what has the same name and shape; the others embeddings, brought to variance
+  1, which their own have. What logits are read off with is taken by all.
 
   Args:
-    params: the module's, which has a table of tokens.
+    params: the module's.
     config: shape of the model.
     of: its parameters.
 
   Raises:
-    InputError: the module has no such table, or one of another shape.
+    InputError: the module has no table of tokens, or one of another shape.
   """
-  embedding = jnp.asarray(of["token_embedder"]["embedding"])
-  logits = embedding.T / config.logits_divisor
-  if not config.tied_logits:
-    logits = of["decoder"]["logits_dense"]["kernel"]
-  given = {
-    "token_embedder": {"embedding": embedding / embedding.std()},
-    "logits_dense": {"kernel": of["decoder"]["decoder_norm"]["scale"][:, None] * logits},
-  }
-  given = {name: table for name, table in given.items() if name in params}
-  shapes = lambda tree: jax.tree.map(jnp.shape, tree)
-  begun = {name: params[name] for name in given}
-  if not given or shapes(given) != shapes(begun):
+  flat = functools.partial(traverse_util.flatten_dict, sep="/")
+  own, given = flat(params), flat(of)
+  table, norm, logits = (
+    "token_embedder/embedding",
+    "decoder/decoder_norm/scale",
+    "logits_dense/kernel",
+  )
+  wanted, found = given[table].shape, own[table].shape if table in own else None
+  if wanted != found:
     raise InputError(
-      f"the tables have shapes {shapes(given)}, and the module {shapes(begun) or 'no tables'}; "
-      "give a model of the same vocabulary and of the module's emb_dim."
+      f"the model has a table of tokens {wanted}, and the module {found or 'none'}; give a model "
+      "of the same vocabulary and of the module's emb_dim, or none."
     )
-  return params | given
+  kernel = given.get(f"decoder/{logits}", given[table].T / config.logits_divisor)
+  if norm in own:
+    taken = {name: given[name] for name in own if np.shape(given.get(name)) == own[name].shape}
+    taken[f"decoder/{logits}"] = kernel
+  else:
+    taken = {table: given[table] / given[table].std(), logits: given[norm][:, None] * kernel}
+  return traverse_util.unflatten_dict(own | taken, sep="/")
 
 
 def _at(x: ArrayLike, places: Array) -> Array:
