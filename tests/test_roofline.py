@@ -18,6 +18,7 @@ from specdec_jax.measurement import roofline
 from specdec_jax.measurement.roofline import memory_bandwidth, read_bytes, step_bytes
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.pairs import load_pair
 from specdec_jax.reporting import speeds
 from specdec_jax.reporting.formats import render
 from specdec_jax.sampling import Sampling
@@ -82,7 +83,9 @@ GREEDY, LIMIT, GAMMA = Sampling(0.0), 10, 4
 
 
 def test_steps_of_a_pair_whose_draft_is_its_target():
-  pair = tiny_pair.pair("target")
+  path = tiny_pair.folder() / "target"
+  words = str(tiny_pair.folder() / "vocabulary.model")
+  pair = load_pair(str(path), str(path), words, max_source_tokens=24, stored_weights=True)
   prompt = pair.prompt(tiny_pair.SENTENCES[:2])
   got = step_bytes(pair, GAMMA, prompt, GREEDY, LIMIT)
   caches = 2 * 2 * 16 * 4  # bytes of a slot: keys and values, two rows, two heads of 8

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint
-from specdec_jax.checkpoints.stored import Shardings, param_shapes
+from specdec_jax.checkpoints.stored import Checkpoint, Shardings, param_shapes
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
@@ -79,12 +79,17 @@ def load_pair(
   words = open_vocabulary(hub.here(vocabulary, hub.VOCABULARY), extra_ids)
   load = functools.partial(load_for, words=words, dtype=dtype, kernels=kernels)
   config, target_params = load("target", target, shardings=shardings, stored_weights=stored_weights)
-  if not callable(draft) and isinstance(open_checkpoint(draft).config, SpeculatorConfig):
-    draft = functools.partial(speculator, path=draft)
+  opened = None
+  if not callable(draft):
+    opened = open_checkpoint(draft)
+    if isinstance(opened.config, SpeculatorConfig):
+      draft = functools.partial(speculator, path=draft)
   if callable(draft):
     drafter = made_for(draft(words), model_of(config), target_params)
   else:
-    draft_config, params = load("draft", draft, shardings=draft_shardings, stored_weights=True)
+    draft_config, params = load(
+      "draft", draft, shardings=draft_shardings, stored_weights=True, opened=opened
+    )
     if draft_config.has_encoder != config.has_encoder:
       raise InputError(
         f"Of {target} and {draft} one is decoder-only and the other is not; target and draft must "
@@ -159,15 +164,17 @@ def load_for(
   shardings: Shardings = None,
   kernels: str = "xla",
   stored_weights: bool = False,
+  opened: Checkpoint | None = None,
 ) -> tuple[Config, Any]:
   """The shape of a checkpoint, laid out for decoding unless it is cut, and its parameters.
 
-  Arguments as of `load_pair`; `role` is for messages.
+  Arguments as of `load_pair`; `role` is for messages, and `opened` what is at `path`, if that has
+  been opened before.
 
   Raises:
     InputError: it is not for these words.
   """
-  checkpoint = open_checkpoint(path)
+  checkpoint = opened or open_checkpoint(path)
   if isinstance(checkpoint.config, SpeculatorConfig):
     raise InputError(
       f"{path} is no model by itself but lives on the states of a target; give it as the draft "
