@@ -18,12 +18,14 @@ from scipy import special
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.commands import train as experiment
 from specdec_jax.commands.lessons import model_outputs
+from specdec_jax.commands.tabulate import named_table
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import model_of, module_of
 from specdec_jax.models.t5 import T5
 from specdec_jax.pairs import load_pair
+from specdec_jax.reporting.tables import MISSING
 from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.training import trainer
 from specdec_jax.training.batches import BUCKETS, Pairs, arrays, epoch_batches
@@ -284,6 +286,15 @@ def test_metrics_have_a_line_an_epoch(whole):
   assert [line["step"] for line in metrics(whole[1])] == [*range(6, 66, 6)]
   for line in metrics(whole[1]):
     assert line["train_loss"] > 0 and line["tokens_per_s"] > 0 and line["bleu"] is None
+
+
+def test_a_training_is_a_row_of_their_table(whole):
+  lines = metrics(whole[1])
+  last = lines[-1]
+  (row,) = named_table("training", [whole[1] / "metrics.jsonl"]).rows
+  assert row[:2] == ("metrics", "60")
+  assert float(row[2]) == round(sum(line["seconds"] for line in lines) / 60)
+  assert row[4:] == (f"{last['valid_loss']:.3f}", MISSING, f"{last['valid_accuracy']:.3f}")
 
 
 def test_the_scores_are_of_the_parameters_returned(whole):

@@ -14,7 +14,7 @@ from specdec_jax.reporting.drafts import drafts_table
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.pages import measured_table
 from specdec_jax.reporting.paper import load_table
-from specdec_jax.reporting.runs import execution_table, products_table
+from specdec_jax.reporting.runs import execution_table, products_table, training_table
 from specdec_jax.reporting.status import (
   COMPILED_TABLE,
   RECORDS,
@@ -30,12 +30,13 @@ CONFIGS, EXPERIMENTS = CHECKOUT / "configs", CHECKOUT / "experiments"
 
 def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
   """A table of the paper's by its number, 'measured', 'lengths', 'drafts', 'beams', 'status',
-  'status-counts', 'tree-speeds', 'execution' or 'products'.
+  'status-counts', 'tree-speeds', 'execution', 'products' or 'training'.
 
   Args:
     name: of the table.
     results: files of records; later ones win. None for Table 1 and the status; for tree-speeds
-      the reports of a chain and of a tree (`scripts/compile_tpu.py`).
+      the reports of a chain and of a tree (`scripts/compile_tpu.py`); for training the
+      `metrics.jsonl` of trainings, each in a file called as its row is to be.
 
   Raises:
     InputError: there is no such table, or no record.
@@ -55,7 +56,9 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
     return tree_speeds_table(of_chain, of_tree)
   if name in (of_lines := {"execution": execution_table, "products": products_table}):
     (path,) = results
-    return of_lines[name]([*map(json.loads, pathlib.Path(path).read_text().splitlines())])
+    return of_lines[name](_lines(path))
+  if name == "training":
+    return training_table({pathlib.Path(path).stem: _lines(path) for path in results})
   of_records = {
     "measured": measured_table,
     "lengths": lengths_table,
@@ -71,3 +74,7 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
   if name in of_records:
     return of_records[name](records)
   return paper_table(int(name), records, load_table(int(name), CONFIGS))
+
+
+def _lines(path: str | pathlib.Path) -> list[dict]:
+  return [*map(json.loads, pathlib.Path(path).read_text().splitlines())]

@@ -29,6 +29,12 @@ PEERS_LEGEND = (
   "weights only)."
 )
 
+TRAINING_LEGEND = (
+  "minutes: of all steps, compiling counted; tokens/s: of target texts, in the last epoch; "
+  "loss: on the validation text; acceptance length: there, at temperature 0, of rounds begun at "
+  "every fourth token; accuracy: how often the argmax is the target's there."
+)
+
 
 def acceptance_table(measured: Sequence[Record]) -> Table:
   """One row a record."""
@@ -180,3 +186,21 @@ def products_table(rows: Sequence[Mapping[str, Any]]) -> Table:
       "[512, 512] in the cache; XLA: its product, with weights in float32.",
     ),
   )
+
+
+def training_table(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+  """What trainings cost and came to: lines of `metrics.jsonl` by the name of each, a row each."""
+  cells = tuple(
+    (
+      name,
+      f"{lines[-1]['step']}",
+      f"{sum(line['seconds'] for line in lines) / 60:.0f}",
+      f"{lines[-1]['tokens_per_s']:.0f}",
+      f"{lines[-1]['valid_loss']:.3f}",
+      _shown(lines[-1].get("valid_acceptance_length"), ".2f"),
+      _shown(lines[-1].get("valid_accuracy"), ".3f"),
+    )
+    for name, lines in runs.items()
+  )
+  columns = "draft", "steps", "minutes", "tokens/s", "loss", "acceptance length", "accuracy"
+  return Table("Trainings", columns, cells, (TRAINING_LEGEND,))

@@ -85,7 +85,8 @@ def train(
     settings: see `TrainSettings`.
     train_pairs: encoded sentence pairs.
     valid_pairs: pairs for the scores printed after each epoch.
-    output_dir: gets `checkpoints/` and one line an epoch in `metrics.jsonl`.
+    output_dir: gets `checkpoints/` and one line an epoch in `metrics.jsonl` (the rate and seconds
+      of a resumed epoch are those since then, compiling counted).
     init: parameters to start from, instead of random ones.
     bleu: BLEU of given parameters on validation text, run after each epoch.
 
@@ -163,7 +164,7 @@ def train(
         if step % settings.save_every == 0 and step % steps_per_epoch != 0:
           checkpoints.save(step, args=ocp.args.StandardSave(state))
       train_loss = float(np.mean(jax.device_get(losses)))
-      rate = tokens / (time.perf_counter() - since)
+      seconds = time.perf_counter() - since
       scores = [
         scores_of(state["params"], frozen, jax.device_put(batch, rows))
         for batch in arrays(valid_pairs, valid_batches)
@@ -174,7 +175,8 @@ def train(
         "train_loss": train_loss,
         **{name: float(np.mean([each[name] for each in scores])) for name in scores[0]},
         "bleu": bleu(state["params"]) if bleu else None,
-        "tokens_per_s": rate,
+        "tokens_per_s": tokens / seconds,
+        "seconds": seconds,
       }
       _write_metrics(output / "metrics.jsonl", metrics)
       bar.console.print(json.dumps(metrics))
