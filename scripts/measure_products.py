@@ -32,17 +32,17 @@ def chained(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
 
   @jax.jit
   def run(x, *matrices):
-    out = jnp.zeros((), jnp.float32)
+    out = jnp.zeros((), x.dtype)
     for matrix in matrices:
-      out = product(x + 1e-30 * out, matrix)[0, 0]
+      out = product(x + 1e-30 * out, matrix)[0, 0].astype(x.dtype)
     return out
 
   return run
 
 
 def again_and_again(x: Array, panels: Array) -> Array:
-  first = lambda out: skinny.matmul(x + 1e-30 * out, panels)[0, 0]
-  return jax.lax.fori_loop(0, HOT_CALLS, lambda _, out: first(out), jnp.zeros((), jnp.float32))
+  first = lambda out: skinny.matmul(x + 1e-30 * out, panels)[0, 0].astype(x.dtype)
+  return jax.lax.fori_loop(0, HOT_CALLS, lambda _, out: first(out), jnp.zeros((), x.dtype))
 
 
 def main() -> None:
@@ -54,15 +54,18 @@ def main() -> None:
   peak = (
     2 * len(square) ** 3 / statistics.median(timed(square.dot, square)[0] for _ in range(REPEATS))
   )
-  for dtype in ("float32", "bfloat16"):
+  kinds = {"float32": ("float32", False), "bfloat16": ("bfloat16", False)}
+  if skinny.ready(jnp.bfloat16):
+    kinds["bfloat16, x too"] = "bfloat16", True
+  for name, (dtype, pairs) in kinds.items():
     count = BYTES // (DEPTH * WIDTH * jnp.dtype(dtype).itemsize)
     kernels = [draw(DEPTH, WIDTH) for _ in range(count)]
-    packed = [jnp.asarray(skinny.pack(kernel), dtype) for kernel in kernels]
+    packed = [jnp.asarray(skinny.pack(kernel, pairs), dtype) for kernel in kernels]
     plain = [jnp.asarray(kernel) for kernel in kernels] if dtype == "float32" else []
-    hot = jnp.asarray(skinny.pack(draw(DEPTH, HOT_WIDTH)), dtype)
+    hot = jnp.asarray(skinny.pack(draw(DEPTH, HOT_WIDTH), pairs), dtype)
     ours, theirs, repeated = chained(skinny.matmul), chained(jnp.matmul), jax.jit(again_and_again)
     for rows in ROWS:
-      x = jnp.asarray(draw(rows, DEPTH))
+      x = jnp.asarray(draw(rows, DEPTH), "bfloat16" if pairs else "float32")
       calls = [
         functools.partial(ours, x, *packed),
         functools.partial(repeated, x, hot),
@@ -71,7 +74,7 @@ def main() -> None:
       medians, _ = interleaved_medians(calls if plain else calls[:2], REPEATS)
       per_product = np.array(medians) / np.array([count, HOT_CALLS, count])[: len(medians)]
       record = dict(
-        weights=dtype,
+        weights=name,
         rows=rows,
         us=1e6 * per_product[0],
         gb_per_s=DEPTH * WIDTH * jnp.dtype(dtype).itemsize / per_product[0] / 1e9,

@@ -22,6 +22,10 @@ compiled = pytest.mark.skipif(
   not skinny.ready(), reason="needs a C++ compiler and a CPU, one device"
 )
 
+in_bfloat16 = pytest.mark.skipif(
+  not skinny.ready(jnp.bfloat16), reason="needs a processor that multiplies bfloat16"
+)
+
 # Rows that fill tiles and do not, one panel and many, the last panel whole and not; the last two
 # matrices are shared among threads.
 SHAPES = [(1, 5, 3), (2, 64, 300), (8, 160, 1000), (13, 70, 129), (300, 512, 512), (25, 1000, 260)]
@@ -34,14 +38,21 @@ def operands(rows, depth, width, seed=0):
 
 
 def product(x, w):
-  return np.asarray(skinny.matmul(jnp.asarray(x), jnp.asarray(skinny.pack(w))))
+  packed = skinny.pack(w, pairs=x.dtype == jnp.bfloat16)
+  return np.asarray(skinny.matmul(jnp.asarray(x), jnp.asarray(packed)))
 
 
-@compiled
+either = pytest.mark.parametrize(
+  "dtype", [pytest.param("float32", marks=compiled), pytest.param("bfloat16", marks=in_bfloat16)]
+)
+
+
+@either
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_product_is_right(shape):
-  x, w = operands(*shape)
+def test_the_product_is_right(shape, dtype):
+  x, w = (operand.astype(jnp.dtype(dtype)) for operand in operands(*shape))
   got = product(x, w)
+  x, w = x.astype(np.float32), w.astype(np.float32)
   assert got.shape == (shape[0], -(-shape[2] // 16) * 16) and not got[:, shape[2] :].any()
   exact = x.astype(np.float64) @ w.astype(np.float64)
   # Rounding of a chain of multiply-adds: at most half a unit in the last place for each.
@@ -49,10 +60,10 @@ def test_the_product_is_right(shape):
   assert (np.abs(got[:, : shape[2]] - exact) <= bound + 1e-12).all()
 
 
-@compiled
+@either
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_row_is_the_same_bits_in_any_company(shape):
-  x, w = operands(*shape)
+def test_a_row_is_the_same_bits_in_any_company(shape, dtype):
+  x, w = (operand.astype(jnp.dtype(dtype)) for operand in operands(*shape))
   together = product(x, w)
   for rows in (1, 3, 9):
     np.testing.assert_array_equal(product(x[-rows:], w), together[-rows:])
@@ -87,6 +98,11 @@ def test_what_does_not_fit_is_refused():
     skinny.matmul(x[:, :7], skinny.pack(w)).block_until_ready()
   with pytest.raises(Exception, match="float32 or bfloat16"):
     skinny.matmul(x, skinny.pack(w).astype(np.float16)).block_until_ready()
+  with pytest.raises(Exception, match="panels of pairs"):
+    skinny.matmul(x.astype(jnp.bfloat16), skinny.pack(w)).block_until_ready()
+  with pytest.raises(Exception, match="x is float32"):
+    in_pairs = skinny.pack(w, pairs=True)  # of float32
+    skinny.matmul(x.astype(jnp.bfloat16), in_pairs).block_until_ready()
   assert skinny.matmul(x[:0], skinny.pack(w)).shape == (0, 16)
 
 
@@ -113,6 +129,22 @@ def test_a_model_with_it_says_the_same(vocab_size):
   np.testing.assert_allclose(got, logits("xla", params), rtol=1e-4, atol=1e-5)
 
 
+@in_bfloat16
+def test_in_bfloat16_a_token_has_the_same_logits_alone_and_in_a_block():
+  config = tiny.config(27, dtype=jnp.bfloat16)
+  config, params = for_decoding(config, tiny.params(config, 0))
+  config = dataclasses.replace(config, kernels="skinny")
+  model, params = T5Model(config), tiny.packed(params, pairs=True)
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  tokens = jnp.asarray([[0, 5, 7, 9, 11]])
+  _, cache = model.prefill(params, jnp.asarray([[3, 4, 5, 1]]), 8)
+  together = model.extend(params, cache, tokens)[0]
+  for at in range(5):
+    logits, _, extended = model.extend(params, cache, tokens[:, at : at + 1])
+    np.testing.assert_array_equal(logits[:, 0], together[:, at])
+    cache = model.commit(extended, jnp.asarray([at + 1]))
+
+
 @compiled
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_weights_stored_as_bfloat16_can_stay_so(tmp_path, tied):
@@ -135,7 +167,7 @@ def test_weights_stored_as_bfloat16_can_stay_so(tmp_path, tied):
 def fresh(monkeypatch, tmp_path):
   """`skinny` as in a process, a home and a processor's cache of its own."""
   monkeypatch.setenv("HOME", str(tmp_path))
-  monkeypatch.setattr(skinny, "ready", functools.cache(skinny.ready.__wrapped__))
+  monkeypatch.setattr(skinny, "_registered", functools.cache(skinny._registered.__wrapped__))
   return tmp_path
 
 

@@ -84,9 +84,9 @@ def params(cfg: Config, seed: int, peak: float = 3.0):
   return jax.tree_util.tree_map_with_path(louder, drawn)
 
 
-def packed(params):
-  """The parameters as a model with `kernels='skinny'` wants them."""
-  pack = lambda path, x: skinny.pack(np.asarray(x)) if path[-1].key == "kernel" else x
+def packed(params, pairs=False):
+  """The parameters as a model with `kernels='skinny'` wants them; in `pairs` if in bfloat16."""
+  pack = lambda path, x: skinny.pack(np.asarray(x), pairs) if path[-1].key == "kernel" else x
   return jax.tree_util.tree_map_with_path(pack, params)
 
 

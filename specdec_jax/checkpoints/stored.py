@@ -57,10 +57,9 @@ class Stored:
     quotient = lambda values: (values.astype(np.float32) / divisor).astype(kind)
     return Stored(self.shape, kind, lambda index: quotient(self.read(index)))
 
-  def packed(self) -> "Stored":
-    depth, width = self.shape
-    shape = -(-width // skinny.PANEL), depth, skinny.PANEL
-    return Stored(shape, self.dtype, lambda index: skinny.pack(self.whole())[index])
+  def packed(self, pairs: bool) -> "Stored":
+    shape = skinny.packed_shape(*self.shape, pairs)
+    return Stored(shape, self.dtype, lambda index: skinny.pack(self.whole(), pairs)[index])
 
   def whole(self) -> np.ndarray:
     return self.read((slice(None),) * len(self.shape))
@@ -153,7 +152,7 @@ class Checkpoint(NamedTuple):
       if config.kernels == "xla" or path[-1].key != "kernel":
         return _place(array, dtype)
       stays = stored_weights and array.dtype == jnp.bfloat16
-      return _place(array.packed(), jnp.bfloat16 if stays else dtype)
+      return _place(array.packed(config.in_pairs), jnp.bfloat16 if stays else dtype)
 
     return jax.tree_util.tree_map_with_path(place, tree)
 

@@ -7,7 +7,8 @@
 // of multiply-adds over E, in order, whatever M is: a row does not depend on its neighbours.
 //
 // w may be bfloat16, which takes half the time to read, and is widened on the way: the result is
-// that of a float32 copy, bit for bit.
+// that of a float32 copy, bit for bit. Or x and w are both bfloat16 and lie in pairs along E, where
+// the processor has an instruction for them: sums are float32, of two products at a time, in order.
 
 #include <algorithm>
 #include <atomic>
@@ -53,6 +54,17 @@ typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Bfloat16;  // the upper half of a float
 typedef Bfloat16 Halves __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
 
+#if defined(__AVX512BF16__)
+struct Pair {  // of bfloat16, one after the other along E
+  uint32_t both;
+};
+inline __m512bh Load(const Pair* w) { return (__m512bh)_mm512_loadu_si512(w); }
+inline void Add(Vector& sum, Pair x, __m512bh w) {
+  sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x.both), w);
+}
+#endif
+
+inline void Add(Vector& sum, float x, Vector w) { sum += x * w; }
 inline Vector Load(const float* w) { return *reinterpret_cast<const Vector*>(w); }
 inline Vector Load(const Bfloat16* w) {
 #if defined(__AVX512F__)  // as below, in two instructions where GCC takes five
@@ -63,31 +75,31 @@ inline Vector Load(const Bfloat16* w) {
 #endif
 }
 
-template <typename W>
+template <typename X, typename W>
 struct Product {
-  const float* x;
+  const X* x;  // float, or Pair with Pair
   const W* w;
   float* out;
   int64_t rows, depth, panels;
 };
 
 // out[row : row + M, panel : panel + N].
-template <int M, int N, typename W>
-inline void Tile(const Product<W>& p, int64_t row, int64_t panel) {
+template <int M, int N, typename X, typename W>
+inline void Tile(const Product<X, W>& p, int64_t row, int64_t panel) {
   const int64_t depth = p.depth, width = p.panels * kPanel;
-  const float* x = p.x + row * depth;
+  const X* x = p.x + row * depth;
   const W* w = p.w + panel * depth * kPanel;
   float* out = p.out + row * width + panel * kPanel;
   Vector sum[M][N * kVectors]{};
   for (int64_t e = 0; e < depth; ++e) {
-    Vector of_w[N * kVectors];
+    decltype(Load(w)) of_w[N * kVectors];
     // Panels lie apart, and hardware that fetches ahead stops at the end of each page.
     for (int n = 0; n < N; ++n) __builtin_prefetch(w + (n * depth + e + kAhead) * kPanel);
     for (int n = 0; n < N; ++n)
       for (int v = 0; v < kVectors; ++v)
         of_w[n * kVectors + v] = Load(w + (n * depth + e) * kPanel + v * kLanes);
     for (int m = 0; m < M; ++m)
-      for (int i = 0; i < N * kVectors; ++i) sum[m][i] += x[m * depth + e] * of_w[i];
+      for (int i = 0; i < N * kVectors; ++i) Add(sum[m][i], x[m * depth + e], of_w[i]);
   }
   for (int m = 0; m < M; ++m)
     for (int i = 0; i < N * kVectors; ++i)
@@ -95,8 +107,8 @@ inline void Tile(const Product<W>& p, int64_t row, int64_t panel) {
 }
 
 // All rows, M at a time, of panels begin..end. The last rows may be done twice, to the same bits.
-template <int M, typename W>
-void Panels(const Product<W>& p, int rows, int64_t begin, int64_t end) {
+template <int M, typename X, typename W>
+void Panels(const Product<X, W>& p, int rows, int64_t begin, int64_t end) {
   if constexpr (M > 1) {
     if (rows < M) return Panels<M - 1>(p, rows, begin, end);
   }
@@ -111,9 +123,9 @@ void Panels(const Product<W>& p, int rows, int64_t begin, int64_t end) {
 }
 
 // Blocks of panels that threads take until none is left.
-template <typename W>
+template <typename X, typename W>
 struct Work {
-  Product<W> product;
+  Product<X, W> product;
   int64_t block, num_blocks;
   std::atomic<int64_t> next{0}, done{0};
 
@@ -124,12 +136,12 @@ struct Work {
   }
 };
 
-template <typename W>
-void Multiply(ffi::ThreadPool& pool, const Product<W>& p) {
+template <typename X, typename W>
+void Multiply(ffi::ThreadPool& pool, const Product<X, W>& p) {
   const int64_t bytes = p.depth * p.panels * kPanel * sizeof(W);
   const int64_t most = std::max<int64_t>(1, pool.num_threads());
   const int64_t threads = std::clamp<int64_t>(bytes / kMinBytes, 1, most);
-  auto work = std::make_shared<Work<W>>();
+  auto work = std::make_shared<Work<X, W>>();
   work->product = p;
   // At most two blocks a thread, of whole tiles of 2, 3 or 4 panels.
   work->block = threads == 1 ? p.panels : 12 * Ratio(p.panels, 12 * 2 * threads);
@@ -140,33 +152,58 @@ void Multiply(ffi::ThreadPool& pool, const Product<W>& p) {
   while (work->done.load() < work->num_blocks) std::this_thread::yield();
 }
 
-ffi::Error Matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w,
+// All rows of x [rows, depth], some at a time.
+template <typename X, typename W>
+ffi::Error MultiplyAll(ffi::ThreadPool& pool, const X* x, const W* w, float* out, int64_t rows,
+                       int64_t depth, int64_t panels) {
+  for (int64_t row = 0; row < rows; row += kRowsAtOnce)
+    Multiply<X, W>(pool, {x + row * depth, w, out + row * panels * kPanel,
+                          std::min(kRowsAtOnce, rows - row), depth, panels});
+  return ffi::Error::Success();
+}
+
+ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                   ffi::ResultBuffer<ffi::F32> out) {
   const auto in = x.dimensions(), panels = w.dimensions();
-  if (in.size() != 2 || panels.size() != 3 || panels[1] != in[1] || panels[2] != kPanel)
-    return ffi::Error::InvalidArgument("x [M, E] goes with panels [N, E, 16]");
+  const bool pairs = x.element_type() == ffi::BF16;
+  const int64_t each = pairs ? 2 : 1;
+  if (in.size() != 2 || panels.size() != 3 || panels[1] * each != in[1] ||
+      panels[2] != kPanel * each)
+    return ffi::Error::InvalidArgument("x [M, E] goes with panels [N, E, 16]; bfloat16 x with "
+                                       "panels of pairs, [N, E / 2, 32]");
   if (out->element_count() == 0) return ffi::Error::Success();
-  const auto multiply = [&](const auto* weights) {
-    using W = std::decay_t<decltype(*weights)>;
-    for (int64_t row = 0; row < in[0]; row += kRowsAtOnce)
-      Multiply<W>(pool, {x.typed_data() + row * in[1], weights,
-                         out->typed_data() + row * panels[0] * kPanel,
-                         std::min(kRowsAtOnce, in[0] - row), in[1], panels[0]});
+  const auto multiply = [&](const auto* rows, const auto* weights) {
+    return MultiplyAll(pool, rows, weights, out->typed_data(), in[0], panels[1], panels[0]);
   };
+#if defined(__AVX512BF16__)
+  if (pairs && w.element_type() == ffi::BF16)
+    return multiply(static_cast<const Pair*>(x.untyped_data()),
+                    static_cast<const Pair*>(w.untyped_data()));
+#endif
+  if (x.element_type() != ffi::F32)
+    return ffi::Error::InvalidArgument("x is float32, or bfloat16 with panels of pairs in it where "
+                                       "the processor has products of bfloat16");
+  const float* rows = static_cast<const float*>(x.untyped_data());
   if (w.element_type() == ffi::BF16)
-    multiply(static_cast<const Bfloat16*>(w.untyped_data()));
-  else if (w.element_type() == ffi::F32)
-    multiply(w.typed_data<float>());
-  else
-    return ffi::Error::InvalidArgument("panels are float32 or bfloat16");
-  return ffi::Error::Success();
+    return multiply(rows, static_cast<const Bfloat16*>(w.untyped_data()));
+  if (w.element_type() == ffi::F32)
+    return multiply(rows, static_cast<const float*>(w.untyped_data()));
+  return ffi::Error::InvalidArgument("panels are float32 or bfloat16");
 }
 
 }  // namespace
 
+extern "C" bool HasBfloat16() {
+#if defined(__AVX512BF16__)
+  return true;
+#else
+  return false;
+#endif
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyMatmul, Matmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -19,6 +19,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,30 +33,50 @@ TARGET = "specdec_skinny_matmul"  # as XLA knows it
 PANEL = 16  # columns
 
 
-def pack(kernel: np.ndarray) -> np.ndarray:
-  """A matrix [E, F] in panels [ceil(F / PANEL), E, PANEL], the last filled up with zeros."""
-  depth, width = kernel.shape
-  filled = np.pad(kernel, ((0, 0), (0, -width % PANEL)))
-  return np.ascontiguousarray(filled.reshape(depth, -1, PANEL).swapaxes(0, 1))
+def packed_shape(depth: int, width: int, pairs: bool) -> tuple[int, int, int]:
+  """Of `pack`ed matrices [depth, width]."""
+  each = 1 + pairs
+  return -(-width // PANEL), -(-depth // each), each * PANEL
+
+
+def pack(kernel: np.ndarray, pairs: bool = False) -> np.ndarray:
+  """A matrix [E, F] in panels [ceil(F / PANEL), E, PANEL], the last filled up with zeros.
+
+  For products of bfloat16 with it, in `pairs` along E: [ceil(F / PANEL), ceil(E / 2), 2 * PANEL].
+  """
+  each, (depth, width) = 1 + pairs, kernel.shape
+  filled = np.pad(kernel, ((0, -depth % each), (0, -width % PANEL)))
+  panels = filled.reshape(-1, each, filled.shape[1] // PANEL, PANEL).transpose(2, 0, 3, 1)
+  return np.ascontiguousarray(panels.reshape(packed_shape(depth, width, pairs)))
 
 
 def matmul(x: Array, panels: Array) -> Array:
-  """x [M, E] times a matrix in panels [N, E, PANEL]: [M, N * PANEL], as `ready` made possible.
+  """x [M, E] times a matrix in panels: [M, N * PANEL] in float32, as `ready` made possible.
 
-  In float32; the panels may be bfloat16. Each element is one chain of multiply-adds over E: a row
-  of the result is the same bits whatever M is.
+  Of float32 x the panels are [N, E, PANEL], float32 or bfloat16, and each element is one chain of
+  multiply-adds over E. Of bfloat16 x they are bfloat16 in pairs, and it is one chain of sums of two
+  products. A row of the result is the same bits whatever M is.
   """
+  if x.dtype == jnp.bfloat16:
+    x = jnp.pad(x, ((0, 0), (0, x.shape[1] % 2)))
   out = jax.ShapeDtypeStruct((len(x), len(panels) * PANEL), jnp.float32)
   return jax.ffi.ffi_call(TARGET, out, vmap_method="sequential")(x, panels)
 
 
+def ready(dtype: Any = jnp.float32) -> bool:
+  """Whether `matmul` can be used for x of this type: on one CPU device, with `skinny.cc` compiled;
+  of bfloat16 if the processor multiplies them (AVX512-BF16)."""
+  library = _registered()
+  return library is not None and (dtype == jnp.float32 or library.HasBfloat16())
+
+
 @functools.cache
-def ready() -> bool:
-  """Whether `matmul` can be used: on one CPU device, with `skinny.cc` compiled and registered."""
+def _registered() -> ctypes.CDLL | None:
   if jax.default_backend() != "cpu" or jax.device_count() > 1:
-    return False
+    return None
   try:
     library = _library()
+    library.HasBfloat16.restype = ctypes.c_bool
   except (OSError, subprocess.SubprocessError) as error:
     said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
     logging.getLogger(__name__).warning(
@@ -63,10 +84,10 @@ def ready() -> bool:
       "compiled here: %s",
       next((line for line in said if "error" in line), " ".join(said[:1])),
     )
-    return False
+    return None
   handler = jax.ffi.pycapsule(library.SkinnyMatmul)
   jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
-  return True
+  return library
 
 
 def _library() -> ctypes.CDLL:

@@ -28,8 +28,8 @@ class TransformerConfig:
     padded_vocab_size: rows of the embedding table when padded past V (32,128 for
       T5's 32,100 pieces); None for V. Logits of padding entries are masked.
     fused: parameters as `families.for_decoding` lays them out: fewer, larger products.
-    kernels: who multiplies matrices: 'xla', or 'skinny' for `kernels.skinny`, to decode in float32
-      on a CPU; kernels of layers then come in panels (`skinny.pack`), and may be bfloat16.
+    kernels: who multiplies matrices: 'xla', or 'skinny' for `kernels.skinny`, to decode on a CPU;
+      kernels of layers then come in panels (`skinny.pack`), and may be bfloat16.
     dtype: of activations; float32 or bfloat16.
     dropout_rate: for training only.
   """
@@ -70,6 +70,11 @@ class TransformerConfig:
   def table_size(self) -> int:
     """Rows of the embedding table: V plus padding."""
     return self.padded_vocab_size or self.vocab_size
+
+  @property
+  def in_pairs(self) -> bool:
+    """Whether panels are those of products of bfloat16 (`skinny.pack`)."""
+    return self.dtype == jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -49,13 +49,13 @@ class Dense(nn.Module):
 
   def _product(self, x: Array) -> Array:
     *rows, depth = x.shape
-    if self.config.kernels == "skinny":
-      shape = -(-self.features // skinny.PANEL), depth, skinny.PANEL
-      panels = self.param("kernel", self.kernel_init, shape)
-      product = skinny.matmul(x.astype(jnp.float32).reshape(-1, depth), panels)
-      return product[:, : self.features].reshape(*rows, self.features)
-    kernel = self.param("kernel", self.kernel_init, (depth, self.features))
     dtype = self.dtype or self.config.dtype
+    if self.config.kernels == "skinny":
+      shape = skinny.packed_shape(depth, self.features, self.config.in_pairs)
+      panels = self.param("kernel", self.kernel_init, shape)
+      product = skinny.matmul(x.astype(self.config.dtype).reshape(-1, depth), panels)
+      return product[:, : self.features].reshape(*rows, self.features).astype(dtype)
+    kernel = self.param("kernel", self.kernel_init, (depth, self.features))
     return matmul(x.astype(dtype), kernel.astype(dtype))
 
 

@@ -55,8 +55,9 @@ def load_pair(
       (`train_speculator`); or a function that makes one for a vocabulary.
     vocabulary: its file, a Hugging Face folder or name that has one; see `open_vocabulary`.
     task: name for records.
-    dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU, where bfloat16 is slower and rounds
-      for nothing, and bfloat16 elsewhere.
+    dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU and bfloat16 elsewhere. On a CPU
+      bfloat16 is half of what is read and faster if the processor multiplies it (AVX512-BF16), and
+      slower if not.
     max_source_tokens: limit for a source, EOS counted.
     extra_ids: sentinels after the pieces of the vocabulary; T5's has 100.
     shardings: of the target's parameters: a function from the tree of their shapes to one of
@@ -145,8 +146,8 @@ def laid_out(config: Config, shardings: Shardings, kernels: str) -> Config:
   places = jax.tree.leaves(shardings(param_shapes(config))) if shardings else []
   if not all(place.is_fully_replicated for place in places):
     return config
-  here = kernels == "auto" and not shardings and config.dtype == jnp.float32
-  kernels = "skinny" if here and skinny.ready() else "xla"
+  here = kernels == "auto" and not shardings and skinny.ready(config.dtype)
+  kernels = "skinny" if here else "xla"
   return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
 
 
