@@ -58,7 +58,8 @@ class Stored:
     return Stored(self.shape, kind, lambda index: quotient(self.read(index)))
 
   def packed(self, pairs: bool) -> "Stored":
-    shape = skinny.packed_shape(*self.shape, pairs)
+    depth, width = self.shape
+    shape = skinny.packed_shape(depth, width, pairs)
     return Stored(shape, self.dtype, lambda index: skinny.pack(self.whole(), pairs)[index])
 
   def whole(self) -> np.ndarray:
