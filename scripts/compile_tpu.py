@@ -15,13 +15,14 @@ import jax
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import named_config, named_dtype
 from specdec_jax.models.families import AnyConfig
-from specdec_jax.models.speculator import speculator_config
+from specdec_jax.models.speculator import SpeculatorConfig, speculator_config
 from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
 from specdec_jax.sampling import Sampling
 from specdec_jax.theory import best_tree
 from specdec_jax.tpu import compile as tpu_compile
 from specdec_jax.tpu import examine
+from specdec_jax.tpu.beams import beam_programs
 from specdec_jax.trees import Tree
 from specdec_jax.writing import written
 
@@ -59,6 +60,12 @@ def main() -> None:
     default="0.75,0.11,0.04,0.02,0.01",
     help="how often a node's first, second, ... child stands: the tree is the best for these",
   )
+  parser.add_argument(
+    "--beams", type=int, default=0, help="of a beam search (0, the default: decoding)"
+  )
+  parser.add_argument(
+    "--draft_beams", type=int, default=0, help="of its draft (0, the default: as many)"
+  )
   parser.add_argument("--batch_size", type=int, default=1, help="rows (1)")
   parser.add_argument("--source_tokens", type=int, default=128, help="of the prompt (128)")
   parser.add_argument("--max_new_tokens", type=int, default=128, help="limit of each row (128)")
@@ -85,21 +92,32 @@ def main() -> None:
     gamma: int | Tree = args.gamma
     if args.nodes:
       gamma = best_tree([float(x) for x in args.ranks.split(",")], args.nodes, args.gamma)
-    programs = tpu_compile.programs(
-      target,
-      draft,
-      devices,
-      gamma=gamma,
+    sizes = dict(
       batch_size=args.batch_size,
       source_tokens=args.source_tokens,
       max_new_tokens=args.max_new_tokens,
-      sampling=Sampling(args.temperature, args.top_k),
-      draft_rules=RULES if args.cut_draft else REPLICATED,
     )
+    if args.beams:
+      if args.nodes or args.cut_draft or isinstance(draft, SpeculatorConfig):
+        raise InputError("A beam search's draft is a model with beams of its own, whole on a chip.")
+      widths = dict(width=args.beams, draft_width=args.draft_beams or args.beams)
+      programs = beam_programs(target, draft, devices, gamma=args.gamma, **widths, **sizes)
+    else:
+      programs = tpu_compile.programs(
+        target,
+        draft,
+        devices,
+        gamma=gamma,
+        sampling=Sampling(args.temperature, args.top_k),
+        draft_rules=RULES if args.cut_draft else REPLICATED,
+        **sizes,
+      )
     report = examine.report(programs, gamma)
     settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "specdec_jax")}
     nodes = f", {args.nodes} nodes" if args.nodes else ""
+    if args.beams:
+      nodes = f", {args.beams} beams, {args.draft_beams or args.beams} of the draft"
     family = args.version if args.version.isidentifier() else f"T5 {args.version}"
     title = (
       f"{family} {args.target} with {args.draft}{' (fused)' * args.fused}, "

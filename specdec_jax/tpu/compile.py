@@ -122,6 +122,35 @@ def described(topology: str) -> tuple[Chip, Sequence[jax.Device]]:
   return chip, slice_.devices
 
 
+class Site:
+  """Described chips as one mesh, and the shapes of what would lie on them."""
+
+  def __init__(self, devices: Sequence[jax.Device]):
+    self.mesh = make_mesh(len(devices), devices)
+    self.everywhere = NamedSharding(self.mesh, PartitionSpec())
+
+  def array(self, shape, dtype, sharding=None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self.everywhere)
+
+  def params(self, config: AnyConfig, rules: Rules) -> Any:
+    """In the model's dtype, and in the layouts that `jax.device_put` gives."""
+    shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+    places = param_shardings(shapes, self.mesh, rules)
+    return jax.tree.map(lambda x, place: self.array(x.shape, config.dtype, place), shapes, places)
+
+  def lower(self, function: Callable, params, state, places, *args) -> Lowered:
+    """function(*params, state, *args) -> (state, results), with the state updated in place."""
+    place_of = lambda x: x.sharding
+    chosen = jax.tree.map(lambda place: Format(Layout.AUTO, place), places)
+    jitted = jax.jit(
+      function,
+      in_shardings=(*jax.tree.map(place_of, params), chosen, *map(place_of, args)),
+      out_shardings=(chosen, None),
+      donate_argnums=len(params),
+    )
+    return jitted.lower(*params, state, *args)
+
+
 def programs(
   target: Config,
   draft: AnyConfig,
@@ -137,10 +166,10 @@ def programs(
   """Both loops, and apart what a round is made of.
 
   The target is sharded across all devices; the draft is replicated unless its rules shard it.
-  Parameters have the models' dtypes and the layouts that `jax.device_put` gives; caches of the
-  parts have the compiler's own choice, as they have inside a loop. Where a tree is given for gamma
-  there is a program more, 'commit': the path that stands moved to its place. A draft on the
-  target's states (`models.speculator`) has 'drafting', all of its guesses, for 'draft step'.
+  Caches of the parts have the compiler's own choice, as they have inside a loop. Where a tree is
+  given for gamma there is a program more, 'commit': the path that stands moved to its place. A
+  draft on the target's states (`models.speculator`) has 'drafting', all of its guesses, for 'draft
+  step'.
 
   Raises:
     InputError: the devices cannot share the target, or a size is no whole number from 1.
@@ -154,17 +183,9 @@ def programs(
   )
   for name, size in sizes.items():
     require_count(name, size)
-  mesh = make_mesh(len(devices), devices)
-  p = PartitionedModel(model_of(target), mesh)
-  rule, everywhere = TokenRule(sampling), NamedSharding(mesh, PartitionSpec())
-
-  def array(shape, dtype, sharding=everywhere) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-  def params(config: AnyConfig, rules: Rules):
-    shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
-    places = param_shardings(shapes, mesh, rules)
-    return jax.tree.map(lambda x, place: array(x.shape, config.dtype, place), shapes, places)
+  site = Site(devices)
+  mesh, array, params, part = site.mesh, site.array, site.params, site.lower
+  p, rule = PartitionedModel(model_of(target), mesh), TokenRule(sampling)
 
   p_params, q_params = params(target, RULES), params(draft, draft_rules)
   if isinstance(draft, SpeculatorConfig):
@@ -177,18 +198,6 @@ def programs(
   rng = array((batch_size,), jax.eval_shape(jax.random.key, 0).dtype)
   first, _ = jax.eval_shape(p.prompt_tokens, prompt)
   num_slots = first.shape[1] + max_new_tokens + tree.num_nodes
-
-  def part(function: Callable, params, state, places, *args) -> Lowered:
-    """function(*params, state, *args) -> (state, results), with the state updated in place."""
-    place_of = lambda x: x.sharding
-    chosen = jax.tree.map(lambda place: Format(Layout.AUTO, place), places)
-    jitted = jax.jit(
-      function,
-      in_shardings=(*jax.tree.map(place_of, params), chosen, *map(place_of, args)),
-      out_shardings=(chosen, None),
-      donate_argnums=len(params),
-    )
-    return jitted.lower(*params, state, *args)
 
   def of_target(tree: Tree) -> Lowered:
     def extend(target_params, cache, tokens):

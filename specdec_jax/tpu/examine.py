@@ -85,17 +85,18 @@ def hbm_bytes(programs: Programs, gamma: int | Tree) -> dict[str, int]:
 
 
 def over_a_step(accessed: dict[str, int]) -> dict[str, float]:
-  """Bytes of a pass over all nodes, of a draft step or all drafting, and of what commits a tree's
-  path, over those of a decode step, and of a round over those of a plain step.
+  """Bytes of a round over those of a plain step, and where there are such programs, of a pass over
+  all nodes, of a draft step or all drafting, and of what commits a tree's path, over those of a
+  decode step.
 
-  The first two are v(gamma) and c (Definition 7) of a machine that waits for memory alone.
+  'verify' and 'draft step' are v(gamma) and c (Definition 7) of a machine that waits for memory
+  alone.
   """
   return {
-    "verify": accessed["verify"] / accessed["decode step"],
     "round": accessed["round"] / accessed["plain step"],
     **{
       name: accessed[name] / accessed["decode step"]
-      for name in ("draft step", "drafting", "commit")
+      for name in ("verify", "draft step", "drafting", "commit")
       if name in accessed
     },
   }
