@@ -90,11 +90,13 @@ inline void Tile(const Product<X, W>& p, int64_t row, int64_t panel) {
   const X* x = p.x + row * depth;
   const W* w = p.w + panel * depth * kPanel;
   float* out = p.out + row * width + panel * kPanel;
+  // Behind the first rows w is in a cache, and there is time to fetch the next tile's.
+  const int64_t ahead = row == 0 ? kAhead : N * depth;
   Vector sum[M][N * kVectors]{};
   for (int64_t e = 0; e < depth; ++e) {
     decltype(Load(w)) of_w[N * kVectors];
     // Panels lie apart, and hardware that fetches ahead stops at the end of each page.
-    for (int n = 0; n < N; ++n) __builtin_prefetch(w + (n * depth + e + kAhead) * kPanel);
+    for (int n = 0; n < N; ++n) __builtin_prefetch(w + (n * depth + e + ahead) * kPanel);
     for (int n = 0; n < N; ++n)
       for (int v = 0; v < kVectors; ++v)
         of_w[n * kVectors + v] = Load(w + (n * depth + e) * kPanel + v * kLanes);
@@ -143,8 +145,9 @@ void Multiply(ffi::ThreadPool& pool, const Product<X, W>& p) {
   const int64_t threads = std::clamp<int64_t>(bytes / kMinBytes, 1, most);
   auto work = std::make_shared<Work<X, W>>();
   work->product = p;
-  // At most two blocks a thread, of whole tiles of 2, 3 or 4 panels.
-  work->block = threads == 1 ? p.panels : 12 * Ratio(p.panels, 12 * 2 * threads);
+  // At most four blocks a thread, of whole tiles.
+  const int64_t tile = NumPanels(Ratio(p.rows, Ratio(p.rows, kMaxRows)));
+  work->block = threads == 1 ? p.panels : tile * Ratio(p.panels, tile * 4 * threads);
   work->num_blocks = Ratio(p.panels, work->block);
   // A helper that comes late finds nothing left to take, and only then may this call have returned.
   for (int64_t t = 1; t < threads; ++t) pool.Schedule([work] { work->Run(); });
