@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,13 @@ import tiny_pair
 from test_contract import GREEDY, LIMIT, RANDOM, T5_CONFIG, V, gpt, t5
 
 from specdec_jax import pairs
+from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.commands import train as commands
+from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
 from specdec_jax.models.families import init_params, module_of
-from specdec_jax.models.speculator import SpeculatorConfig, speculator_config
+from specdec_jax.models.speculator import Kind, SpeculatorConfig, speculator_config
 from specdec_jax.pairs import speculators
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import divergences
@@ -164,6 +167,20 @@ def test_a_trained_one_is_loaded_as_draft_and_learned_something(trained):
   np.testing.assert_array_equal(ours.tokens, plain.tokens)
   with pytest.raises(InputError, match="makes up to 4 guesses"):
     pair.draft(GREEDY, chain(5))
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
+  """With its default shape, and the guesses of what was saved."""
+  models = t5()
+  config = speculator_config(models.target.config, kind)
+  stored = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
+  own = jax.tree.map(stored, init_params(config, jax.random.key(0)))
+  save_model(str(tmp_path), config, own)
+  words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
+  loaded = pairs.speculator(words, str(tmp_path)).drafter(models.target, models.params)
+  mine = speculators.drafter(kind, config, own, models.target, models.params)
+  jax.tree.map(np.testing.assert_array_equal, loaded.params, mine.params)
 
 
 def test_it_is_refused_where_it_does_not_belong(trained):

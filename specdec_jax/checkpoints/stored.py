@@ -28,6 +28,7 @@ LOGITS = "decoder/logits_dense/kernel"
 # Where parameters lie in what was saved: alone, in a train state of Flax or of some age of t5x.
 _PLACES = ("", "params/", "target/", "optimizer/target/", "_optimizer/target/", "params/params/")
 _NAMED = 8  # arrays that a message names
+_FEW = 64  # layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,8 @@ class Checkpoint(NamedTuple):
     if fuse:
       apart = dataclasses.replace(apart, fused=False, tied_logits=self.config.tied_logits)
     layers = config.num_decoder_layers + getattr(config, "num_encoder_layers", 0)
-    if layers > len(self.arrays):  # or a damaged number would have a billion of them traced
+    # Or a damaged number would have a billion of them traced; a module may have none of its few.
+    if layers > max(len(self.arrays), _FEW):
       raise InputError(
         f"{self.path} does not fit the shape of the model: it holds {len(self.arrays)} arrays, too "
         f"few for {layers} layers."
