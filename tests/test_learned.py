@@ -181,6 +181,10 @@ def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
   loaded = pairs.speculator(words, str(tmp_path)).drafter(models.target, models.params)
   mine = speculators.drafter(kind, config, own, models.target, models.params)
   jax.tree.map(np.testing.assert_array_equal, loaded.params, mine.params)
+  if kind in ("eagle", "heads", "parallel"):  # as alpha and rounds ask for its trees
+    tree = pairs.tree_draft(words, lambda words: mine, num_guesses=15)
+    shapes = [tree.make(GREEDY, chain(depth)).tree for depth in (1, 5)]
+    assert [(shape.num_guesses, shape.depth) for shape in shapes] == [(1, 1), (15, 5)]
 
 
 def test_it_is_refused_where_it_does_not_belong(trained):

@@ -17,7 +17,7 @@ from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
 from specdec_jax.protocols import Decoded
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.tables import Table
+from specdec_jax.reporting.runs import online_table
 from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.training.online import OnlineDraft, decode_and_learn
 from specdec_jax.trees import chain
@@ -71,7 +71,6 @@ def serve_and_learn(
     max_new_tokens=max_new_tokens, rule=pair.judge(sampling), eos_id=pair.vocabulary.eos_id
   )
   found: list[records.Record] = []
-  rows = []
   texts = [(path, text) for path in inputs for text in read_lines(path, limit=num_texts)]
   longest = max(len(pair.encode(text)) for _, text in texts)
   width = -(-longest // 8) * 8
@@ -103,14 +102,9 @@ def serve_and_learn(
               tokens_per_round=length,
             )
           )
-        texts_told = f"{at + 1} to {at + len(stretch)}"
-        rows.append((pathlib.Path(path).name, texts_told, *(f"{x:.2f}" for x in lengths)))
   with records.open_results(output_dir) as path:
     for record in found:
       records.append(path, record)
-  notes = ("Tokens a pass of the target; texts in the order in which they were served.",)
-  title = f"{pair.task}, {pair.target_name}: a draft that learns while it serves"
-  table = Table(title, ("texts", "", "frozen", "learning"), tuple(rows), notes)
   console = Console(markup=False, soft_wrap=True)
-  console.print(render(table, "terminal"))
+  console.print(render(online_table(found), "terminal"))
   console.print(f"Records: {results}")

@@ -14,7 +14,13 @@ from specdec_jax.reporting.drafts import drafts_table
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.pages import measured_table
 from specdec_jax.reporting.paper import load_table
-from specdec_jax.reporting.runs import execution_table, products_table, training_table
+from specdec_jax.reporting.runs import (
+  acceptance_table,
+  execution_table,
+  online_table,
+  products_table,
+  training_table,
+)
 from specdec_jax.reporting.status import (
   COMPILED_TABLE,
   RECORDS,
@@ -29,8 +35,8 @@ CONFIGS, EXPERIMENTS = CHECKOUT / "configs", CHECKOUT / "experiments"
 
 
 def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
-  """A table of the paper's by its number, 'measured', 'lengths', 'drafts', 'beams', 'status',
-  'status-counts', 'tree-speeds', 'execution', 'products' or 'training'.
+  """A table of the paper's by its number, 'measured', 'lengths', 'acceptance', 'online', 'drafts',
+  'beams', 'status', 'status-counts', 'tree-speeds', 'execution', 'products' or 'training'.
 
   Args:
     name: of the table.
@@ -62,11 +68,13 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
   of_records = {
     "measured": measured_table,
     "lengths": lengths_table,
+    "acceptance": acceptance_table,
+    "online": online_table,
     "drafts": drafts_table,
     "beams": beams_table,
   }
   if name not in ("1", "2", "3", "4", "5", *of_records):
-    known = "1 to 5, 'measured', 'lengths', 'drafts', 'beams' and 'status'"
+    known = "1 to 5, 'measured', 'lengths', 'acceptance', 'online', 'drafts', 'beams' and 'status'"
     raise InputError(f"There is no table {name!r}; there are {known}.")
   records = [record for path in results for record in read(path)]
   if name != "1" and not records:

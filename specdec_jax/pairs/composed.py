@@ -122,7 +122,7 @@ def tree_draft(
 
   def shape(depth: int) -> AnyTree:
     if num_guesses is not None:
-      return DynamicTree(num_guesses, depth)
+      return DynamicTree(num_guesses if depth > 1 else 1, depth)  # one deep: its best guess
     return branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
 
   def of_trees(made: Drafter) -> Drafter:

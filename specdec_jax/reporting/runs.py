@@ -1,5 +1,6 @@
-"""What acceptance runs, choices of gamma and peers gave, as tables."""
+"""What acceptance runs, choices of gamma, peers and trainings gave, as tables."""
 
+import collections
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -186,6 +187,20 @@ def products_table(rows: Sequence[Mapping[str, Any]]) -> Table:
       "[512, 512] in the cache; XLA: its product, with weights in float32.",
     ),
   )
+
+
+def online_table(measured: Sequence[Record]) -> Table:
+  """A draft frozen and the same as it learns: their records in turn, in the order of the texts."""
+  rows, served = [], collections.Counter[str]()
+  for frozen, learning in zip(measured[::2], measured[1::2], strict=True):
+    first = served[frozen.task] + 1
+    served[frozen.task] += frozen.num_examples
+    lengths = (f"{r.tokens_per_round:.2f}" for r in (frozen, learning))
+    rows.append((frozen.task, f"{first} to {served[frozen.task]}", *lengths))
+  one = measured[0]
+  notes = "Tokens a pass of the target; texts in the order in which they were served."
+  title = f"{one.target}, {one.draft}, gamma {one.gamma}: a draft that learns while it serves"
+  return Table(title, ("task", "texts", "frozen", "learning"), tuple(rows), (notes,))
 
 
 def training_table(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
