@@ -532,8 +532,8 @@ def test_numbers_of_a_record_agree_with_each_other(results):
   assert 0 <= r.alpha_low <= r.alpha <= r.alpha_high <= 1
   assert 0 <= r.acceptance_rate <= 1
   assert 0 < r.rounds <= r.num_tokens <= LIMIT * len(TEXTS)
-  # A step's time is a difference, which noise may turn negative where models are as small as here.
-  assert min(r.round_ms, r.target_start_ms, r.seconds) > 0
+  # A step's and a round's time are differences, which noise may turn negative in models as small.
+  assert min(r.target_start_ms, r.seconds) > 0
   parts = r.gamma * r.draft_step_ms + r.verify_ms + r.accept_ms + r.rest_ms
   assert r.round_ms == pytest.approx(parts)
   assert r.tokens_per_round == pytest.approx(r.num_tokens / r.rounds)
