@@ -37,6 +37,7 @@ def main(part: str) -> None:
   from specdec_jax.sampling import Sampling
   from specdec_jax.theory import best_tree
   from specdec_jax.tpu import compile as tpu_compile
+  from specdec_jax.tpu.beams import beam_programs
   from specdec_jax.tpu.examine import examine, hbm_bytes
 
   _, devices = tpu_compile.described("v4:2x2x1")
@@ -80,6 +81,8 @@ def main(part: str) -> None:
     tree = best_tree(RANKS, 64, 8)
     branching = tpu_compile.programs(*shallow, devices[:1], gamma=tree)
     found["tree"] = examined(branching, "verify", "commit", options=tpu_compile.HBM_ONLY)
+    searching = beam_programs(*shallow, devices[:1], gamma=2)
+    found["beams"] = examined(searching, "plain step", "round", options=tpu_compile.HBM_ONLY)
     lamda = [
       named_config("lamda", size, dtype=jnp.bfloat16, num_decoder_layers=layers)
       for size, layers in (("137b", 2), ("100m", 1))
@@ -175,6 +178,15 @@ def test_two_layers_over_a_tree_of_64_nodes(found):
   # Beside two layers logits of 64 nodes weigh more than beside 24.
   assert tree["verify"]["accessed"] < 1.3 * step
   assert tree["commit"]["accessed"] < 0.02 * step
+
+
+def test_rounds_of_a_beam_search(found):
+  """Four beams, two steps ahead: what a pass over 12 nodes reads, beside one over 4."""
+  step, round_ = found["beams"]["plain step"], found["beams"]["round"]
+  for program in (step, round_):
+    assert program["weight_copies"] == [] and program["host_transfers"] == 0
+  assert found["whole"]["decode step"]["accessed"] < step["accessed"] < round_["accessed"]
+  assert round_["accessed"] < 1.3 * step["accessed"]
 
 
 def test_four_chips_share_the_work(found):
