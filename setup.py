@@ -34,6 +34,7 @@ setup(
     "specdec_jax": [
       *(f"assets/**/*.{kind}" for kind in ("json", "msgpack", "model", "txt", "md")),
       "kernels/*.cc",
+      "kernels/*.h",
       "py.typed",
       "reporting/*.html",
     ]

@@ -65,7 +65,7 @@ def main() -> None:
     hot = jnp.asarray(skinny.pack(draw(DEPTH, HOT_WIDTH), pairs), dtype)
     ours, theirs, repeated = chained(skinny.matmul), chained(jnp.matmul), jax.jit(again_and_again)
     for rows in ROWS:
-      x = jnp.asarray(draw(rows, DEPTH), "bfloat16" if pairs else "float32")
+      x = jnp.asarray(draw(rows, DEPTH))
       calls = [
         functools.partial(ours, x, *packed),
         functools.partial(repeated, x, hot),

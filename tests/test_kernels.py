@@ -1,4 +1,5 @@
-"""Products of few rows: right, the same bits for any number of rows, and not needed to run."""
+"""Products, attention and norms of few rows: right, the same bits for any number of rows, and not
+needed to run."""
 
 import dataclasses
 import functools
@@ -16,7 +17,9 @@ import tiny
 from specdec_jax.checkpoints.folder import open_folder, save_model
 from specdec_jax.kernels import skinny
 from specdec_jax.models.families import for_decoding
+from specdec_jax.models.layers import MASKED
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.trees import Tree
 
 compiled = pytest.mark.skipif(
   not skinny.ready(), reason="needs a C++ compiler and a CPU, one device"
@@ -38,8 +41,9 @@ def operands(rows, depth, width, seed=0):
 
 
 def product(x, w):
+  """Of bfloat16 where x is."""
   packed = skinny.pack(w, pairs=x.dtype == jnp.bfloat16)
-  return np.asarray(skinny.matmul(jnp.asarray(x), jnp.asarray(packed)))
+  return np.asarray(skinny.matmul(jnp.asarray(x, jnp.float32), jnp.asarray(packed)))
 
 
 either = pytest.mark.parametrize(
@@ -98,12 +102,82 @@ def test_what_does_not_fit_is_refused():
     skinny.matmul(x[:, :7], skinny.pack(w)).block_until_ready()
   with pytest.raises(Exception, match="float32 or bfloat16"):
     skinny.matmul(x, skinny.pack(w).astype(np.float16)).block_until_ready()
-  with pytest.raises(Exception, match="panels of pairs"):
+  with pytest.raises(Exception, match="Wrong buffer dtype"):
     skinny.matmul(x.astype(jnp.bfloat16), skinny.pack(w)).block_until_ready()
-  with pytest.raises(Exception, match="x is float32"):
-    in_pairs = skinny.pack(w, pairs=True)  # of float32
-    skinny.matmul(x.astype(jnp.bfloat16), in_pairs).block_until_ready()
+  with pytest.raises(Exception, match="in pairs, bfloat16"):
+    skinny.matmul(x, skinny.pack(w, pairs=True)).block_until_ready()  # of float32
   assert skinny.matmul(x[:0], skinny.pack(w)).shape == (0, 16)
+  queries, cached, bias = attended(2, 3, 2, 4, 5)
+  for wrong in (bias[..., :4], bias[:, :, :2], np.repeat(bias, 2, axis=1)):
+    with pytest.raises(Exception, match="queries .* go with keys"):
+      skinny.attend(queries, cached, cached, wrong, MASKED).block_until_ready()
+  with pytest.raises(Exception, match="goes with a scale"):
+    skinny.rms_norm(x, w[0]).block_until_ready()
+
+
+def attended(batch, block, heads, dim, slots, seed=0):
+  """Queries, what is cached, and a bias that hides half of the slots."""
+  rng = np.random.default_rng(seed)
+  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  hidden = np.where(rng.random((batch, 1, block, slots)) < 0.5, MASKED, 0).astype(np.float32)
+  bias = draw(1, heads, block, slots) + hidden
+  return draw(batch, block, heads, dim), draw(batch, heads, slots, dim), bias
+
+
+# A dimension that fills vectors and does not; the last is shared among threads.
+ATTENDED = [(1, 6, 4, 64, 80), (2, 5, 3, 3, 7), (3, 1, 2, 40, 33), (2, 40, 4, 72, 128)]
+
+
+@compiled
+@pytest.mark.parametrize("shape", ATTENDED, ids=str)
+def test_attention_is_right(shape):
+  queries, cached, bias = attended(*shape)
+  values = cached[..., ::-1].copy()
+  for given in (bias, bias[:1], bias[:, :1], bias[:, :, :1]):
+    got = skinny.attend(queries, cached, values, given, MASKED)
+    logits = np.einsum("bkhd,bhtd->bhkt", *(x.astype(np.float64) for x in (queries, cached)))
+    weights = np.exp(logits + given - (logits + given).max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    want = np.einsum("bhkt,bhtd->bkhd", weights, values)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@compiled
+def test_a_query_gives_the_same_bits_in_any_company_and_cache():
+  shape = batch, block, heads, dim, slots = 2, 6, 3, 40, 20
+  queries, cached, bias = attended(*shape)
+  together = np.asarray(skinny.attend(queries, cached, cached, bias, MASKED))
+  for k in range(block):
+    alone = skinny.attend(queries[:, [k]], cached, cached, bias[:, :, [k]], MASKED)
+    np.testing.assert_array_equal(alone[:, 0], together[:, k])
+  # The same slots in the same order, among hidden ones that hold anything.
+  wider = np.sort(np.random.default_rng(1).permutation(3 * slots)[:slots])
+  spread = np.full((batch, heads, 3 * slots, dim), 7, np.float32)
+  spread[:, :, wider] = cached
+  hidden = np.full((batch, heads, block, 3 * slots), MASKED, np.float32)
+  hidden[..., wider] = bias
+  np.testing.assert_array_equal(skinny.attend(queries, spread, spread, hidden, MASKED), together)
+
+
+@compiled
+def test_a_query_that_sees_nothing_sees_all_and_what_is_not_a_number_stays():
+  queries, cached, _ = attended(1, 2, 1, 4, 5)
+  bias = np.full((1, 1, 1, 5), 2 * MASKED, np.float32)
+  got = skinny.attend(0 * queries, cached, cached, bias, MASKED)
+  mean = cached.mean(axis=2)
+  np.testing.assert_allclose(got[:, 0], mean, rtol=1e-5)
+  cached[0, 0, 3, 1] = np.nan
+  assert np.isnan(skinny.attend(queries, cached, cached, 0 * bias, MASKED)).all()
+
+
+@compiled
+@pytest.mark.parametrize("shape", [(1, 3), (5, 64), (300, 515)], ids=str)
+def test_the_norm_is_right(shape):
+  x, scale = operands(*shape, shape[1])[0], operands(1, shape[1], 1)[0][0]
+  want = x / np.sqrt(np.square(x.astype(np.float64)).mean(axis=1, keepdims=True) + 1e-6) * scale
+  got = skinny.rms_norm(x, scale)
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(skinny.rms_norm(x[-1:], scale), got[-1:])
 
 
 @compiled
@@ -129,16 +203,21 @@ def test_a_model_with_it_says_the_same(vocab_size):
   np.testing.assert_allclose(got, logits("xla", params), rtol=1e-4, atol=1e-5)
 
 
-@in_bfloat16
-def test_in_bfloat16_a_token_has_the_same_logits_alone_and_in_a_block():
-  config = tiny.config(27, dtype=jnp.bfloat16)
+@either
+def test_a_token_has_the_same_logits_alone_in_a_block_and_in_a_tree(dtype):
+  config = tiny.config(27, dtype=jnp.dtype(dtype))
   config, params = for_decoding(config, tiny.params(config, 0))
   config = dataclasses.replace(config, kernels="skinny")
-  model, params = T5Model(config), tiny.packed(params, pairs=True)
-  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-  tokens = jnp.asarray([[0, 5, 7, 9, 11]])
-  _, cache = model.prefill(params, jnp.asarray([[3, 4, 5, 1]]), 8)
+  model, params = T5Model(config), tiny.packed(params, pairs=dtype == "bfloat16")
+  params = jax.tree.map(lambda x: x.astype(dtype), params)
+  prompt, tokens = jnp.asarray([[3, 4, 5, 1]]), jnp.asarray([[0, 5, 7, 9, 11]])
+  _, cache = model.prefill(params, prompt, 8)
   together = model.extend(params, cache, tokens)[0]
+  # Another child of the first token stands between it and the chain that is looked at.
+  tree, guesses = Tree((0, 0, 2, 3, 4)), jnp.asarray([[0, 8, 5, 7, 9, 11]])
+  _, wider = model.prefill(params, prompt, 20)
+  branching = model.extend(params, wider, guesses, tree)[0][:, [0, 2, 3, 4, 5]]
+  np.testing.assert_array_equal(branching, together)
   for at in range(5):
     logits, _, extended = model.extend(params, cache, tokens[:, at : at + 1])
     np.testing.assert_array_equal(logits[:, 0], together[:, at])

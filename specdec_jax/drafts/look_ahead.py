@@ -51,7 +51,7 @@ class LookAheadDraft(Draft):
     ahead = jnp.broadcast_to(
       own["embeddings"][: gamma - 1], (len(rng), gamma - 1, self.config.state_dim)
     )
-    block = jnp.concatenate([embedded, ahead], axis=1).astype(self.target.dtype)
+    block = jnp.concatenate([embedded, ahead], axis=1).astype(self.target.activations)
     module, cache = module_of(self.target), target_cache(context)
     logits, _, _ = module.apply({"params": of_target}, cache, block, method="read")
     keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)

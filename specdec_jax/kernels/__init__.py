@@ -1,1 +1,1 @@
-"""Products that XLA does badly."""
+"""What XLA does badly on a CPU."""

@@ -1,9 +1,10 @@
-"""Matrix products on a CPU, good for few rows: `skinny.cc`, compiled once, called by `jax.ffi`.
+"""A decoder's arithmetic on a CPU, good for few rows, compiled once and called by `jax.ffi`.
 
 On a CPU XLA's product of 8 rows with a matrix takes twice as long as that of one row, or more,
 since its kernels rearrange the matrix first; reading it is all that should take time, and Theorem 8
-counts on that. Here a matrix is rearranged once, when it is loaded. Needs a C++ compiler where it
-runs, once; without one XLA does the products.
+counts on that. Here a matrix is rearranged once, when it is loaded (`skinny.cc`). And what XLA does
+in ten small programs, attention or a norm, which then take as long as products, is one call
+(`attention.cc`). Needs a C++ compiler where it runs, once; without one XLA does it all.
 """
 
 import ctypes
@@ -28,8 +29,8 @@ from jax import Array
 
 from specdec_jax.writing import written
 
-SOURCE = pathlib.Path(__file__).with_name("skinny.cc")
-TARGET = "specdec_skinny_matmul"  # as XLA knows it
+SOURCES = [pathlib.Path(__file__).with_name(x) for x in ("skinny.cc", "attention.cc", "vectors.h")]
+MATMUL, ATTENTION, NORM = (f"specdec_skinny_{x}" for x in ("matmul", "attention", "norm"))
 PANEL = 16  # columns
 
 
@@ -51,21 +52,37 @@ def pack(kernel: np.ndarray, pairs: bool = False) -> np.ndarray:
 
 
 def matmul(x: Array, panels: Array) -> Array:
-  """x [M, E] times a matrix in panels: [M, N * PANEL] in float32, as `ready` made possible.
+  """x [M, E] times a matrix in panels, float32: [M, N * PANEL], as `ready` made possible.
 
-  Of float32 x the panels are [N, E, PANEL], float32 or bfloat16, and each element is one chain of
-  multiply-adds over E. Of bfloat16 x they are bfloat16 in pairs, and it is one chain of sums of two
-  products. A row of the result is the same bits whatever M is.
+  Panels [N, E, PANEL] are float32 or bfloat16, and each element is one chain of multiply-adds over
+  E. In pairs they are bfloat16, x is rounded to that, and it is one chain of sums of two products.
+  A row of the result is the same bits whatever M is.
   """
-  if x.dtype == jnp.bfloat16:
-    x = jnp.pad(x, ((0, 0), (0, x.shape[1] % 2)))
   out = jax.ShapeDtypeStruct((len(x), len(panels) * PANEL), jnp.float32)
-  return jax.ffi.ffi_call(TARGET, out, vmap_method="sequential")(x, panels)
+  return jax.ffi.ffi_call(MATMUL, out, vmap_method="sequential")(x, panels)
+
+
+def attend(queries: Array, keys: Array, values: Array, bias: Array, masked: float) -> Array:
+  """Softmax attention of queries [B, K, H, D] to keys and values [B, H, T, D], float32, under a
+  bias [B or 1, H or 1, K or 1, T]: [B, K, H, D].
+
+  Slots whose bias is below half of `masked` are hidden, and not looked at; a query that sees none
+  sees all. What one gives is the same bits whatever K is, and wherever hidden slots lie.
+  """
+  out = jax.ShapeDtypeStruct(queries.shape, jnp.float32)
+  call = jax.ffi.ffi_call(ATTENTION, out, vmap_method="sequential")
+  return call(queries, keys, values, bias, masked=np.float32(masked))
+
+
+def rms_norm(x: Array, scale: Array) -> Array:
+  """x [M, E] by the root of its mean square, and times a scale [E]; float32."""
+  out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+  return jax.ffi.ffi_call(NORM, out, vmap_method="sequential")(x, scale)
 
 
 def ready(dtype: Any = jnp.float32) -> bool:
-  """Whether `matmul` can be used for x of this type: on one CPU device, with `skinny.cc` compiled;
-  of bfloat16 if the processor multiplies them (AVX512-BF16)."""
+  """Whether these can be used for a model of this type: on one CPU device, where they could be
+  compiled; of bfloat16 if the processor multiplies them (AVX512-BF16)."""
   library = _registered()
   return library is not None and (dtype == jnp.float32 or library.HasBfloat16())
 
@@ -85,13 +102,14 @@ def _registered() -> ctypes.CDLL | None:
       next((line for line in said if "error" in line), " ".join(said[:1])),
     )
     return None
-  handler = jax.ffi.pycapsule(library.SkinnyMatmul)
-  jax.ffi.register_ffi_target(TARGET, handler, platform="cpu")
+  handlers = library.SkinnyMatmul, library.SkinnyAttention, library.SkinnyNorm
+  for name, handler in zip((MATMUL, ATTENTION, NORM), handlers):
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
   return library
 
 
 def _library() -> ctypes.CDLL:
-  """`skinny.cc` for this processor and this jaxlib, from the cache or compiled now.
+  """The sources for this processor and this jaxlib, from the cache or compiled now.
 
   In the cache a file's name ends in a hash of what is in it.
   """
@@ -99,7 +117,7 @@ def _library() -> ctypes.CDLL:
   compiler = shlex.split(given or "")
   options = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
   jaxlib = importlib.metadata.version("jaxlib")  # whose headers it includes
-  made_of = [SOURCE.read_text(), *compiler, *options, jaxlib, _processor()]
+  made_of = [*(x.read_text() for x in SOURCES), *compiler, *options, jaxlib, _processor()]
   name = f"skinny-{_hash(repr(made_of).encode())}"
   try:
     folder = pathlib.Path("~/.cache/specdec_jax/kernels").expanduser()
@@ -116,7 +134,8 @@ def _library() -> ctypes.CDLL:
     )
     folder, scratch = None, tempfile.TemporaryDirectory()
   with scratch:
-    command = [*compiler, *options, "-isystem", jax.ffi.include_dir(), str(SOURCE), "-o", name]
+    sources = [str(source) for source in SOURCES if source.suffix == ".cc"]
+    command = [*compiler, *options, "-isystem", jax.ffi.include_dir(), *sources, "-o", name]
     if not compiler:
       raise OSError("there is no C++ compiler (c++, g++ or $CXX)")
     subprocess.run(command, cwd=scratch.name, check=True, capture_output=True, text=True)

@@ -207,7 +207,9 @@ def product_operations(jaxpr: Jaxpr) -> int:
       (contracted, _), _ = eqn.params["dimension_numbers"]
       terms = math.prod(shape(eqn.invars[0])[axis] for axis in contracted)
       total += 2 * terms * math.prod(shape(eqn.outvars[0]))
-    elif eqn.params.get("target_name") == skinny.TARGET:
+    elif eqn.params.get("target_name") == skinny.MATMUL:
       total += 2 * shape(eqn.invars[0])[1] * math.prod(shape(eqn.outvars[0]))
+    elif eqn.params.get("target_name") == skinny.ATTENTION:
+      total += 4 * shape(eqn.invars[1])[2] * math.prod(shape(eqn.outvars[0]))
     total += eqn.params.get("length", 1) * max(inner, default=0)
   return total

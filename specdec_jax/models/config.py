@@ -28,9 +28,9 @@ class TransformerConfig:
     padded_vocab_size: rows of the embedding table when padded past V (32,128 for
       T5's 32,100 pieces); None for V. Logits of padding entries are masked.
     fused: parameters as `families.for_decoding` lays them out: fewer, larger products.
-    kernels: who multiplies matrices: 'xla', or 'skinny' for `kernels.skinny`, to decode on a CPU;
+    kernels: who does the arithmetic: 'xla', or 'skinny' for `kernels.skinny`, to decode on a CPU;
       kernels of layers then come in panels (`skinny.pack`), and may be bfloat16.
-    dtype: of activations; float32 or bfloat16.
+    dtype: of products, and of all between them (`activations`); float32 or bfloat16.
     dropout_rate: for training only.
   """
 
@@ -70,6 +70,12 @@ class TransformerConfig:
   def table_size(self) -> int:
     """Rows of the embedding table: V plus padding."""
     return self.padded_vocab_size or self.vocab_size
+
+  @property
+  def activations(self) -> Any:
+    """The type of what is between products: `dtype`, or float32 where `kernels.skinny` round it on
+    the way into a product."""
+    return jnp.float32 if self.kernels == "skinny" else self.dtype
 
   @property
   def in_pairs(self) -> bool:

@@ -138,7 +138,7 @@ class Decoder(nn.Module):
 
 def empty_slots(config: TransformerConfig, batch: int, num_slots: int) -> tuple[KeysValues, ...]:
   """A cache of no tokens yet, for each layer."""
-  empty = jnp.zeros((batch, config.num_heads, num_slots, config.head_dim), config.dtype)
+  empty = jnp.zeros((batch, config.num_heads, num_slots, config.head_dim), config.activations)
   return ((empty, empty),) * config.num_decoder_layers
 
 

@@ -49,12 +49,12 @@ class Dense(nn.Module):
 
   def _product(self, x: Array) -> Array:
     *rows, depth = x.shape
-    dtype = self.dtype or self.config.dtype
     if self.config.kernels == "skinny":
       shape = skinny.packed_shape(depth, self.features, self.config.in_pairs)
       panels = self.param("kernel", self.kernel_init, shape)
-      product = skinny.matmul(x.astype(self.config.dtype).reshape(-1, depth), panels)
-      return product[:, : self.features].reshape(*rows, self.features).astype(dtype)
+      product = skinny.matmul(x.reshape(-1, depth), panels)
+      return product[:, : self.features].reshape(*rows, self.features)
+    dtype = self.dtype or self.config.dtype
     kernel = self.param("kernel", self.kernel_init, (depth, self.features))
     return matmul(x.astype(dtype), kernel.astype(dtype))
 
@@ -67,6 +67,9 @@ class RMSNorm(nn.Module):
   @nn.compact
   def __call__(self, x: Array) -> Array:  # [..., E]
     scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+    if self.config.kernels == "skinny":
+      rows = x.reshape(-1, x.shape[-1])
+      return skinny.rms_norm(rows, scale.astype(jnp.float32)).reshape(x.shape)
     x = x.astype(jnp.float32)
     x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
     return x.astype(self.config.dtype) * scale.astype(self.config.dtype)
@@ -84,7 +87,7 @@ class LayerNorm(nn.Module):
     x = x.astype(jnp.float32)
     x = x - jnp.mean(x, axis=-1, keepdims=True)
     x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
-    return (x * scale + bias).astype(self.config.dtype)
+    return (x * scale + bias).astype(self.config.activations)
 
 
 def norm(config: TransformerConfig) -> nn.Module:
@@ -95,7 +98,8 @@ def norm(config: TransformerConfig) -> nn.Module:
 def embedder(config: TransformerConfig) -> nn.Embed:
   """The table of a model's tokens."""
   init = nn.initializers.normal(config.embedding_std)
-  return nn.Embed(config.table_size, config.emb_dim, dtype=config.dtype, embedding_init=init)
+  shape = config.table_size, config.emb_dim
+  return nn.Embed(*shape, dtype=config.activations, embedding_init=init)
 
 
 class Dropout(nn.Module):
@@ -150,6 +154,9 @@ class Attention(nn.Module):
   def __call__(self, queries, keys_values, bias: Array, deterministic: bool = True) -> Array:
     """Queries [B, H, K, D] attend to [B, H, T, D] under bias [B|1, H|1, K|1, T]: [B, K, E]."""
     keys, values = keys_values
+    if self.config.kernels == "skinny":
+      mixed = skinny.attend(queries.swapaxes(1, 2), keys, values, bias, MASKED)
+      return self.out(mixed.reshape(*mixed.shape[:2], -1))
     logits = jnp.einsum("bhkd,bhtd->bhkt", queries, keys)
     weights = nn.softmax(logits + bias.astype(logits.dtype))
     weights = self.dropout(weights, deterministic)
@@ -209,7 +216,7 @@ class RelativePositionBias(nn.Module):
     reach = self.max_distance
     buckets = jnp.asarray(self._bucket(np.arange(-reach, reach + 1)))
     bucket = buckets[jnp.clip(distance, -reach, reach) + reach]
-    return jnp.moveaxis(table.T[bucket], -1, 1).astype(self.config.dtype)
+    return jnp.moveaxis(table.T[bucket], -1, 1).astype(self.config.activations)
 
   def _bucket(self, distance: np.ndarray) -> np.ndarray:
     """Bucket of each key position minus query position."""

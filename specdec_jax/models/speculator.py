@@ -239,7 +239,7 @@ class Parallel(Speculator):
     self.layers = [SourceLayer(cfg) for _ in range(cfg.num_decoder_layers)]
     self.logits_dense = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
     self.mix, self.recur = Dense(cfg, cfg.rank), Dense(cfg, cfg.rank, biases=False)
-    self.before = nn.Embed(cfg.table_size, cfg.rank, dtype=cfg.dtype)
+    self.before = nn.Embed(cfg.table_size, cfg.rank, dtype=cfg.activations)
     self.correction = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
 
   def begin(self, hidden, newest, count, source, project):

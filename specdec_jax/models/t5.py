@@ -178,7 +178,7 @@ class T5Model:
       cross=cross,
       cross_bias=cross_bias,
     )
-    return jnp.zeros((batch, 1, config.emb_dim), config.dtype), cache
+    return jnp.zeros((batch, 1, config.emb_dim), config.activations), cache
 
   def extend(
     self,

@@ -194,7 +194,7 @@ def online_table(measured: Sequence[Record]) -> Table:
   rows, served = [], collections.Counter[str]()
   for frozen, learning in zip(measured[::2], measured[1::2], strict=True):
     first = served[frozen.task] + 1
-    served[frozen.task] += frozen.num_examples
+    served[frozen.task] += frozen.num_examples or 0
     lengths = (f"{r.tokens_per_round:.2f}" for r in (frozen, learning))
     rows.append((frozen.task, f"{first} to {served[frozen.task]}", *lengths))
   one = measured[0]

@@ -193,7 +193,7 @@ def _look_ahead(config: SpeculatorConfig, target: Config) -> Guesser:
     newest = jnp.take_along_axis(read.inputs, anchor[:, None], axis=1)
     embedded = frozen["token_embedder"]["embedding"][newest]
     ahead = jnp.broadcast_to(params["embeddings"], (batch, *params["embeddings"].shape))
-    block = jnp.concatenate([embedded, ahead], axis=1).astype(target.dtype)
+    block = jnp.concatenate([embedded, ahead], axis=1).astype(target.activations)
     cache: Any = read.cache
     cache = model.commit(cache, cache.length + anchor)
     logits, _, _ = of_target.apply({"params": frozen}, cache, block, method="read")

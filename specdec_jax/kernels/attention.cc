@@ -1,0 +1,180 @@
+// What lies between the products of a decoder, in one call where XLA makes ten: attention of a few
+// queries over a cache, and T5's norm. Float32.
+//
+// A query looks only at the slots that it sees, in order, and sums run over these: what it gives is
+// the same bits whatever other queries there are, and wherever in the cache hidden slots lie.
+
+#include <cmath>
+#include <vector>
+
+#include "vectors.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int64_t kMinWork = 1 << 17;  // multiply-adds, for a thread of its own
+constexpr int64_t kMinNormed = 1 << 16;  // elements, likewise
+
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+
+inline float Sum(Vector v) {
+  float lanes[kLanes];
+  Store(lanes, v);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+inline float Dot(const float* a, const float* b, int64_t size) {
+  Vector sum{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) sum += Load(a + i) * Load(b + i);
+  float dot = Sum(sum);
+  for (; i < size; ++i) dot += a[i] * b[i];
+  return dot;
+}
+
+// e^x of x <= 0, to a few units in the last place; 0 where float32 has no normal number.
+inline Vector Exp(Vector x) {
+  const Vector magic = Vector{} + 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded
+  const Vector n = (x * 1.44269504f + magic) - magic;
+  const Vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts
+  Vector p = r * (1.0f / 5040) + 1.0f / 720;  // Taylor's series; |r| < 0.35
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r * r + r + 1.0f;
+  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  const Ints tiny = x < -87.0f;  // not so of NaN, which stays
+  return (Vector)((Ints)(p * (Vector)power) & ~tiny);
+}
+
+struct Heads {
+  const float *queries, *keys, *values, *bias;  // [B, K, H, D], [B, H, T, D] twice, [B, H, K, T]
+  float* out;                                   // [B, K, H, D]
+  int64_t block, heads, slots, dim;
+  int64_t of_row, of_head, of_query;  // steps of the bias, 0 where it is the same for all
+  float masked;
+};
+
+// out[d : d + N kLanes], of all that is seen.
+template <int N>
+inline void Mix(const float* weights, const int32_t* seen, int64_t count, const float* values,
+                int64_t dim, float scale, float* out) {
+  Vector sum[N]{};
+  for (int64_t i = 0; i < count; ++i)
+    for (int n = 0; n < N; ++n) sum[n] += weights[i] * Load(values + seen[i] * dim + n * kLanes);
+  for (int n = 0; n < N; ++n) Store(out + n * kLanes, sum[n] * scale);
+}
+
+// All queries of one head of one row.
+void Head(const Heads& h, int64_t row, int64_t head) {
+  const float* keys = h.keys + (row * h.heads + head) * h.slots * h.dim;
+  const float* values = h.values + (row * h.heads + head) * h.slots * h.dim;
+  std::vector<float> weights(Ratio(h.slots, kLanes) * kLanes);
+  std::vector<int32_t> seen(h.slots);
+  for (int64_t k = 0; k < h.block; ++k) {
+    const int64_t at = ((row * h.block + k) * h.heads + head) * h.dim;
+    const float* bias = h.bias + row * h.of_row + head * h.of_head + k * h.of_query;
+    int64_t count = 0;
+    for (int64_t t = 0; t < h.slots; ++t)
+      if (!(bias[t] < h.masked / 2)) seen[count++] = t;
+    if (count == 0)  // padding, of which nothing is read
+      for (; count < h.slots; ++count) seen[count] = count;
+
+    float most = -INFINITY;
+    for (int64_t i = 0; i < count; ++i) {
+      weights[i] = Dot(h.queries + at, keys + seen[i] * h.dim, h.dim) + bias[seen[i]];
+      most = std::max(most, weights[i]);
+    }
+    std::fill(weights.begin() + count, weights.end(), -INFINITY);
+    Vector sum{};
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Vector e = Exp(Load(&weights[i]) - most);
+      Store(&weights[i], e);
+      sum += e;
+    }
+    const float scale = 1 / Sum(sum);
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= h.dim; d += 4 * kLanes)
+      Mix<4>(weights.data(), seen.data(), count, values + d, h.dim, scale, h.out + at + d);
+    for (; d + kLanes <= h.dim; d += kLanes)
+      Mix<1>(weights.data(), seen.data(), count, values + d, h.dim, scale, h.out + at + d);
+    for (; d < h.dim; ++d) {
+      float mixed = 0;
+      for (int64_t i = 0; i < count; ++i) mixed += weights[i] * values[seen[i] * h.dim + d];
+      h.out[at + d] = mixed * scale;
+    }
+  }
+}
+
+ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries,
+                     ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values,
+                     ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> out, float masked) {
+  const auto q = queries.dimensions(), k = keys.dimensions(), b = bias.dimensions();
+  const auto v = values.dimensions();
+  const bool four = q.size() == 4 && k.size() == 4 && b.size() == 4;
+  if (!four || !std::equal(k.begin(), k.end(), v.begin(), v.end()) || k[0] != q[0] || k[1] != q[2] || k[3] != q[3] ||
+      b[3] != k[2] || (b[0] != 1 && b[0] != q[0]) || (b[1] != 1 && b[1] != q[2]) ||
+      (b[2] != 1 && b[2] != q[1]))
+    return ffi::Error::InvalidArgument("queries [B, K, H, D] go with keys and values [B, H, T, D] "
+                                       "and a bias [B or 1, H or 1, K or 1, T]");
+  if (out->element_count() == 0) return ffi::Error::Success();
+  const int64_t slots = k[2];
+  const Heads heads{queries.typed_data(),
+                    keys.typed_data(),
+                    values.typed_data(),
+                    bias.typed_data(),
+                    out->typed_data(),
+                    q[1],
+                    q[2],
+                    slots,
+                    q[3],
+                    b[0] == 1 ? 0 : b[1] * b[2] * slots,
+                    b[1] == 1 ? 0 : b[2] * slots,
+                    b[2] == 1 ? 0 : slots,
+                    masked};
+  const int64_t work = 2 * q[0] * q[1] * q[2] * q[3] * slots;
+  Share(pool, Threads(pool, work, kMinWork), q[0] * q[2],
+        [heads](int64_t i) { Head(heads, i / heads.heads, i % heads.heads); });
+  return ffi::Error::Success();
+}
+
+ffi::Error Norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale,
+                ffi::ResultBuffer<ffi::F32> out) {
+  const auto in = x.dimensions();
+  if (in.size() != 2 || scale.dimensions().size() != 1 || scale.dimensions()[0] != in[1])
+    return ffi::Error::InvalidArgument("x [M, E] goes with a scale [E]");
+  const float *rows = x.typed_data(), *by = scale.typed_data();
+  float* to = out->typed_data();
+  const int64_t size = in[1];
+  if (out->element_count() == 0) return ffi::Error::Success();
+  const auto norm = [=](int64_t row) {
+    const float* of = rows + row * size;
+    const float inverse = 1 / std::sqrt(Dot(of, of, size) / size + 1e-6f);
+    for (int64_t e = 0; e < size; ++e) to[row * size + e] = of[e] * inverse * by[e];
+  };
+  Share(pool, Threads(pool, x.element_count(), kMinNormed), in[0], norm);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyAttention, Attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("masked"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyNorm, Norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
