@@ -16,7 +16,7 @@ from specdec_jax.decoding import require_finite
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.quality import quality
-from specdec_jax.measurement.timing import interleaved_seconds, timed
+from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
 from specdec_jax.record import Record
@@ -107,17 +107,14 @@ def _measure(
   searchers += [pair.beam_searcher(width, r.gamma, r.draft_beams, penalty) for r in todo]
   limit = todo[0].max_new_tokens or 1
   found: list[list[Found]] = [[] for _ in searchers]
-  seconds, of_rounds = [], []
-  rounds = _round_calls(searchers, prompts[0], limit, penalty) if repeats else []
+  seconds = []  # of each search, and of reading the source for it
   for prompt in prompts:
     asked = dict(prompt=prompt, max_new_tokens=limit)
     searches: list[Callable[[], Found]] = [functools.partial(one, **asked) for one in searchers]
     if repeats:
-      each: list[Callable[[], Any]] = [*searches, *rounds]
-      calls = [functools.partial(timed, call) for call in each]
-      taken, results = interleaved_seconds(calls, repeats)
-      seconds.append(taken[:, : len(searches)])
-      of_rounds.append(taken[:, len(searches) :])
+      each: list[Callable[[], Any]] = [*searches, *_starts(searchers, prompt, limit)]
+      medians, results = interleaved_medians(each, repeats)
+      seconds.append(np.reshape(medians, (2, -1)))
     else:
       results = [call() for call in searches]
     for of_one, result in zip(found, results):
@@ -126,8 +123,10 @@ def _measure(
   whole = [_first(_together(of_one), num_texts) for of_one in found]
   decode = lambda found: [pair.vocabulary.decode(row) for row in found.tokens[:, 0]]
   scores = [references and quality("BLEU", decode(one), references) for one in whole]
-  searched = np.median(seconds, axis=1).sum(axis=0) if repeats else None
-  a_round = np.median(of_rounds, axis=1).mean(axis=0) if repeats else None
+  searched = a_round = None
+  if repeats:
+    searched, started = np.sum(seconds, axis=0)
+    a_round = (searched - started) / [sum(int(one.num_rounds) for one in of) for of in found]
   measured = []
   for i, setting in enumerate(todo, 1):
     same, tied = compare(whole[0], whole[i])
@@ -191,16 +190,15 @@ def _first(found: Found, count: int) -> Found:
   )
 
 
-def _round_calls(
-  searchers: Sequence[functools.partial[Found]], prompt, limit: int, penalty: float
-) -> list[Callable[[], Any]]:
-  """A round of each search, from where it begins."""
-  calls: list[Callable[[], Any]] = []
+def _starts(searchers: Sequence[functools.partial[Found]], prompt, limit: int) -> list:
+  """What each search does before its first round."""
+  calls = []
   for searcher in searchers:
-    args, how = searcher.args, searcher.keywords
+    args, width = searcher.args, searcher.keywords["width"]
     if len(args) == 2:
       args = args[0], search.NoBeams(), args[1], ()
-    state = jax.jit(search.start, static_argnums=(0, 1, 5, 6))(*args, prompt, how["width"], limit)
-    a_round = jax.jit(search.one_round, static_argnums=(0, 1, 4, 5))
-    calls.append(functools.partial(a_round, *args, penalty, how["eos_id"], state))
+    calls.append(functools.partial(_start, *args, prompt, width, limit))
   return calls
+
+
+_start = jax.jit(search.start, static_argnums=(0, 1, 5, 6))

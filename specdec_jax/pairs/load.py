@@ -64,7 +64,8 @@ def load_pair(
       `jax.sharding.Sharding`. Parameters that are cut are not laid out for decoding, since the cuts
       would go across the matrices that it puts side by side.
     draft_shardings: of the draft's.
-    kernels: 'xla' has XLA do all products; 'auto', on a CPU `kernels.skinny` those with weights.
+    kernels: 'xla' has XLA do everything; 'auto', on a CPU `kernels.skinny` products with weights,
+      attention and T5's norms.
     stored_weights: what the target has stored as bfloat16 stays so where these kernels read it, as
       what a draft has does anyway. Half the bytes and the same output to the last bit; a plain step
       gains more by it than verification does.
