@@ -8,10 +8,10 @@ from specdec_jax.reporting.tables import MISSING, Table, measured_with
 LEGEND = (
   "nodes: that a pass of the target reads; steps: of the search, a pass (plain search makes one); "
   "round: time of a round of the texts, drafting included, over one of plain search; predicted: "
-  "steps / round, as of a long text; speedup: of whole searches, reading the sources included, over "
-  "our own plain beam search, in turn; same: texts, their order, and scores to 1e-5 are plain search's in all rows, "
-  "but in so many whose scores are equal and texts in another order; BLEU: of the best text, plain "
-  "search's in brackets."
+  "steps / round, as of a long text; speedup: of whole searches, reading the sources included, "
+  "over our own plain beam search, in turn; same: texts, their order, and scores to 1e-5 are plain "
+  "search's in all rows, but in so many whose scores are equal and texts in another order; BLEU: "
+  "of the best text, plain search's in brackets."
 )
 
 
