@@ -232,6 +232,7 @@ CASES = {
   "look-ahead embeddings": (t5, learned("look_ahead"), chain(3), TokenRule),
   "exit": (gpt, learned("exit"), chain(3), TokenRule),
   "shared encoder": (t5, learned("decoder"), RAGGED, TokenRule),
+  "anchored": (t5, learned("anchored"), RAGGED, TokenRule),
   "uniform": (t5, drafted(uniform), branching(2, 1), TokenRule),
   "hierarchical": (t5, hierarchical, chain(4), TokenRule),
   "hierarchical, GPT": (gpt, two_levels, chain(3), BlockRule),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
-from test_contract import GREEDY, LIMIT, RANDOM, T5_CONFIG, V, gpt, t5
+from test_contract import GREEDY, LIMIT, RAGGED, RANDOM, T5_CONFIG, V, gpt, t5
 
 from specdec_jax import pairs
 from specdec_jax.checkpoints.folder import save_model
@@ -18,9 +18,11 @@ from specdec_jax.commands import train as commands
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
-from specdec_jax.models.families import init_params, module_of
+from specdec_jax.models.families import anchored, init_params, module_of
 from specdec_jax.models.speculator import Kind, SpeculatorConfig, speculator_config
 from specdec_jax.pairs import speculators
+from specdec_jax.protocols import Context, Outcome, Verdict
+from specdec_jax.sampling import distribution
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import divergences
 from specdec_jax.training.speculators import begun_with, speculator_objective
@@ -65,7 +67,7 @@ def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
 
 @pytest.mark.parametrize(
   "kind, of",
-  [(kind, t5) for kind in ("eagle", "parallel", "look_ahead", "decoder")]
+  [(kind, t5) for kind in ("eagle", "parallel", "look_ahead", "decoder", "anchored")]
   + [(kind, gpt) for kind in ("heads", "parallel", "exit")],
 )
 def test_what_is_trained_is_what_is_asked(kind, of):
@@ -90,6 +92,46 @@ def test_what_is_trained_is_what_is_asked(kind, of):
   if first:  # one anchor a text, in its middle, whose second guess is of the token after
     own_chance = np.take_along_axis(q[:, 2], tokens[:, 3:4], axis=1)
   np.testing.assert_allclose(loss, 1 - own_chance.mean(), rtol=2e-4)
+
+
+@pytest.mark.parametrize("tree", [chain(4), RAGGED], ids=["chain", "tree"])
+def test_an_anchored_decoder_is_told_what_it_learned_with(tree):
+  """In rounds that keep some, all or none of the guesses, q of each guess is what one pass over the
+  text makes of it, told at each token the state where its round began."""
+  models = t5()
+  config = module("anchored", models.target.config)
+  own, drawn = init_params(config, jax.random.key(3)), np.random.default_rng(0)
+  draft = speculators.drafter("", config, own, models.target, models.params).make(RANDOM, tree)
+  batch, num_slots, length, anchors = len(models.prompts), 24, 1, []
+  states = drawn.normal(size=(batch, num_slots, config.state_dim)).astype(np.float32)
+  tokens = np.zeros((batch, num_slots), np.int32)
+  hidden, cache = models.target.prefill(models.params, models.prompts, num_slots)
+  context = Context(models.prompts, tokens, jnp.full(batch, length), cache, states[:, 0])
+  state = draft.start(own, context, hidden)
+  learnt = jax.jit(functools.partial(anchored(config).apply, method="after_each"))
+  paths = [np.flatnonzero(ancestors)[1:] for ancestors in tree.ancestors]  # to each node
+  for keep in (2, tree.num_guesses, 0, 3):
+    anchors = anchors[: length - 1] + [length - 1] * (num_slots - length + 1)
+    here = dict(tokens=tokens, length=jnp.full(batch, length), hidden=states[:, length - 1])
+    keys = jax.random.split(jax.random.key(keep), batch)
+    proposal, state = jax.jit(draft.propose)(own, state, context._replace(**here), keys)
+    guesses, last = np.asarray(proposal.tokens), cache.cross[-1:]
+    for node in range(1, tree.num_nodes):
+      inputs = tokens.copy()
+      inputs[:, length : length + len(paths[node])] = guesses[:, paths[node] - 1]
+      ages = np.arange(num_slots) - np.array(anchors)
+      logits = learnt({"params": own}, inputs, states[:, anchors], ages, last, cache.cross_bias)
+      q = distribution(logits[:, length + len(paths[node]) - 2], RANDOM)
+      if not tree.ranks[node - 1]:  # an elder sibling's chance is not a younger one's
+        np.testing.assert_allclose(proposal.q[:, node - 1], q, atol=2e-6)
+    path = paths[keep]
+    tokens[:, length : length + len(path)] = guesses[:, path - 1]
+    tokens[:, length + len(path)] = drawn.integers(2, V, batch)
+    length += len(path) + 1
+    kept = None if tree.is_chain else np.tile(np.pad(path, (0, tree.depth - len(path))), (batch, 1))
+    verdict = Verdict(jnp.full(batch, len(path)), tokens[:, length - 1], kept)
+    lengths = jnp.full(batch, length)
+    state = draft.observe(own, state, Outcome(proposal, None, None, verdict, lengths, lengths))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,7 +1,7 @@
-"""A small decoder as draft that reads the source as its target has encoded it.
+"""Small decoders as drafts that read the source as their target has encoded it.
 
-It has its own table, its own text and no encoder: keys and values of the source are those of the
-target's last layers, which it learned to ask.
+They have their own table, their own text and no encoder: keys and values of the source are those of
+the target's last layers, which they learned to ask.
 """
 
 import dataclasses
@@ -12,9 +12,10 @@ from jax import Array
 
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.speculator import target_cache
+from specdec_jax.models.anchored import AnchoredCache, AnchoredModel
 from specdec_jax.models.decoder import empty_slots
 from specdec_jax.models.t5 import T5Cache, T5Model
-from specdec_jax.protocols import Context
+from specdec_jax.protocols import Context, Proposal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,3 +33,20 @@ class SharedDraft(ModelDraft):
       cross=cache.cross[-config.num_decoder_layers :],
       cross_bias=cache.cross_bias,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class AnchoredDraft(SharedDraft):
+  """As `SharedDraft`, told at each token what the target knew where the round began."""
+
+  model: AnchoredModel
+
+  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+    cache, config = super().start(params, context, hidden), self.model.config
+    told = jnp.zeros((*context.tokens.shape, config.emb_dim), config.activations)
+    return AnchoredCache(**vars(cache), told=told)
+
+  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+    at, depth = context.length - 1, self.tree.depth
+    state = self.model.anchor(params, state, context.hidden, at, depth)
+    return super().propose(params, state, context, rng)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specdec_jax.models.anchored import Anchored
 from specdec_jax.models.config import GPTConfig, T5Config, TransformerConfig
 from specdec_jax.models.decoder import empty_slots
 from specdec_jax.models.gpt import GPT, GPTModel
@@ -35,11 +36,16 @@ def init_params(config: AnyConfig, rng: Array):
 
 
 def without_encoder(config: SpeculatorConfig) -> T5Config:
-  """The T5 whose decoder is one of kind 'decoder', and whose encoder is never asked for."""
+  """The T5 whose decoder is one of kind 'decoder' or 'anchored', and whose encoder is never asked."""
   shared = {
     field.name: getattr(config, field.name) for field in dataclasses.fields(TransformerConfig)
   }
   return T5Config(**shared, num_encoder_layers=1)
+
+
+def anchored(config: SpeculatorConfig) -> Anchored:
+  """The module of kind 'anchored'."""
+  return Anchored(without_encoder(config), ages=config.gamma)
 
 
 def _init_speculator(config: SpeculatorConfig, rng: Array):
@@ -54,6 +60,11 @@ def _init_speculator(config: SpeculatorConfig, rng: Array):
     cross = ((keys, keys),) * config.num_decoder_layers
     cache = T5Cache(jnp.zeros(1, jnp.int32), empty_slots(config, 1, config.gamma), cross, bias)
     return T5(without_encoder(config)).init(rng, cache, tokens, method=T5.extend)["params"]
+  if config.kind == "anchored":
+    cross, ages = ((keys, keys),) * config.num_decoder_layers, jnp.zeros_like(tokens)
+    states = jnp.zeros((*tokens.shape, config.state_dim))
+    given = tokens, states, ages, cross, bias
+    return anchored(config).init(rng, *given, method="after_each")["params"]
   project = lambda x: jnp.zeros((*x.shape[:-1], config.vocab_size))
   return in_rows(config).init(rng, hidden, tokens, source, project)["params"]
 

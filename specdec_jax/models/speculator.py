@@ -23,7 +23,7 @@ from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.decoder import KeysValues
 from specdec_jax.models.layers import Attention, Dense, Mlp, embedder, norm
 
-Kind = Literal["heads", "eagle", "parallel", "look_ahead", "exit", "decoder"]
+Kind = Literal["heads", "eagle", "parallel", "look_ahead", "exit", "decoder", "anchored"]
 Source = tuple[KeysValues, Array] | tuple[None, None]
 
 
@@ -41,9 +41,10 @@ class SpeculatorConfig(TransformerConfig):
       'look_ahead': embeddings that the target reads in place of the tokens to come (PaSS).
       'exit': a layer over the state of the target's first layers.
       'decoder': a decoder with a cache that reads what the target has encoded.
+      'anchored': the same, told the target's state where the round began (`models.anchored`).
     state_dim: E.
     gamma: the most guesses in a row that it learns; 'exit' and 'decoder' learn one, and may be
-      asked for more, as 'eagle' may.
+      asked for more, as 'eagle' and 'anchored' may.
     rank: of the correction of 'parallel'.
     exit_layers: of 'exit', how many of the target's layers are read.
     has_encoder: whether the target has one.

@@ -14,9 +14,10 @@ from specdec_jax.drafts.exits import ExitModel
 from specdec_jax.drafts.layers import LayersDraft, of_layers
 from specdec_jax.drafts.look_ahead import LookAheadDraft
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.drafts.shared import SharedDraft
+from specdec_jax.drafts.shared import AnchoredDraft, SharedDraft
 from specdec_jax.drafts.speculator import SpeculatorDraft
 from specdec_jax.errors import InputError, require_types
+from specdec_jax.models.anchored import AnchoredModel
 from specdec_jax.models.families import Config, init_params, model_of, without_encoder
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.speculator import SpeculatorConfig, speculator_config
@@ -88,6 +89,9 @@ def drafter(
   if config.kind == "decoder":
     model = T5Model(without_encoder(config))
     make, params = functools.partial(SharedDraft, model), own
+  elif config.kind == "anchored":
+    told = AnchoredModel(without_encoder(config), config.gamma)
+    make, params = functools.partial(AnchoredDraft, told), own
   elif config.kind == "exit":
     layers = tuple(range(config.exit_layers))
     fewer, params = of_layers(shape, of_target, layers)
@@ -104,14 +108,17 @@ def drafter(
     params = own, read if config.kind == "heads" else ()  # the others have logits of their own
     return Drafter(name, make, params)
   who = f"a draft of kind {config.kind!r}"
-  told = lambda sampling, tree: make(sampling, require_static(who, tree))
-  return Drafter(name, told, params)
+  static = lambda sampling, tree: make(sampling, require_static(who, tree))
+  return Drafter(name, static, params)
 
 
 def _require_fit(config: SpeculatorConfig, target: Config) -> None:
-  if config.kind == "decoder" and not target.has_encoder:
-    raise InputError("A draft of kind 'decoder' shares an encoder, and this target has none.")
-  asks = config.kind in ("eagle", "parallel", "decoder") and config.has_encoder
+  decoder = config.kind in ("decoder", "anchored")
+  if decoder and not target.has_encoder:
+    raise InputError(
+      f"A draft of kind {config.kind!r} shares an encoder, and this target has none."
+    )
+  asks = (decoder or config.kind in ("eagle", "parallel")) and config.has_encoder
   heads = lambda c: (c.num_heads, c.head_dim) if asks else ()
   wanted = config.has_encoder, config.state_dim, *heads(config)
   found = target.has_encoder, target.emb_dim, *heads(target)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from specdec_jax.drafts.exits import ExitModel
@@ -22,6 +22,7 @@ from specdec_jax.drafts.layers import of_layers
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import (
   Config,
+  anchored,
   init_params,
   model_of,
   module_of,
@@ -65,7 +66,7 @@ def speculator_objective(
 
   Its score is the acceptance length at temperature 0: tokens a round, the target's own among them,
   of rounds that begin at the anchors, which is exact for texts that the target wrote by argmax.
-  ('exit' and 'decoder' learn one guess after each token: the length is that of gamma 1.)
+  ('exit', 'decoder' and 'anchored' learn one guess after each token: the length is that of gamma 1.)
 
   Args:
     config: of the module.
@@ -77,7 +78,8 @@ def speculator_objective(
   """
   model: Any = model_of(target)
   makes = {"look_ahead": _look_ahead, "exit": _exit, "decoder": _decoder}
-  make = makes.get(config.kind, functools.partial(_in_rows, stride=stride))
+  of_anchors = _anchored if config.kind == "anchored" else _in_rows
+  make = makes.get(config.kind, functools.partial(of_anchors, stride=stride))
   guesses = make(config, target)
 
   def guessed(params, frozen: Any, batch: Batch, rng: Array | None) -> tuple[Array, Array]:
@@ -117,7 +119,7 @@ def speculator_objective(
 def begun_with(params: Any, config: Config, of: Any) -> Any:
   """Parameters of a module that begins with what it can take of a model as wide as it is.
 
-  Kind 'decoder' takes what has the same name and shape; the others embeddings, brought to variance
+  A decoder takes what has the same name and shape; the others embeddings, brought to variance
   1, which their own have. What logits are read off with is taken by all.
 
   Args:
@@ -226,6 +228,29 @@ def _decoder(config: SpeculatorConfig, target: Config) -> Guesser:
     cross = read.cache.cross[-config.num_decoder_layers :]
     how = dict(cross=cross, cross_bias=read.cache.cross_bias)
     logits = module.apply({"params": params}, read.inputs, **how, method="on_source")
+    return logits[:, :, None], _each_token(read.inputs)
+
+  return guesses
+
+
+def _anchored(config: SpeculatorConfig, target: Config, stride: int) -> Guesser:
+  """The same, told the target's states at anchors, each token that of the last one before it.
+
+  They are `stride` tokens apart; in training so on average, as rounds are of many lengths.
+  """
+  module = anchored(config)
+
+  def guesses(params, frozen: Any, read: Read) -> tuple[Array, Array]:
+    batch, length = read.inputs.shape
+    tokens = jnp.arange(length)
+    begins = jnp.broadcast_to(tokens % stride == 0, (batch, length))
+    if read.rng is not None:
+      begins = jax.random.bernoulli(read.rng, 1 / stride, (batch, length))
+    anchors = lax.cummax(jnp.where(begins, tokens, 0), axis=1)
+    hidden = jnp.take_along_axis(read.hidden, anchors[..., None], axis=1)
+    source = read.cache.cross[-config.num_decoder_layers :], read.cache.cross_bias
+    given = read.inputs, hidden, tokens - anchors, *source
+    logits = module.apply({"params": params}, *given, method="after_each")
     return logits[:, :, None], _each_token(read.inputs)
 
   return guesses
