@@ -36,7 +36,7 @@ def init_params(config: AnyConfig, rng: Array):
 
 
 def without_encoder(config: SpeculatorConfig) -> T5Config:
-  """The T5 whose decoder is one of kind 'decoder' or 'anchored', and whose encoder is never asked."""
+  """The T5 whose decoder is one of kind 'decoder' or 'anchored'; its encoder is never asked."""
   shared = {
     field.name: getattr(config, field.name) for field in dataclasses.fields(TransformerConfig)
   }

@@ -66,7 +66,7 @@ def speculator_objective(
 
   Its score is the acceptance length at temperature 0: tokens a round, the target's own among them,
   of rounds that begin at the anchors, which is exact for texts that the target wrote by argmax.
-  ('exit', 'decoder' and 'anchored' learn one guess after each token: the length is that of gamma 1.)
+  ('exit', 'decoder' and 'anchored' learn one guess after each token: the length is gamma 1's.)
 
   Args:
     config: of the module.
