@@ -240,3 +240,16 @@ def test_it_is_refused_where_it_does_not_belong(trained):
   mine = functools.partial(pairs.speculator, path=str(trained / "speculator"))
   with pytest.raises(InputError, match="give the target that it was trained on|this one"):
     pairs.load_pair(target=str(folder / "random"), draft=mine, **words)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "anchored", "exit", "look_ahead"])
+def test_what_reads_a_texts_own_cache_is_no_draft_of_a_beam_search(kind):
+  folder = tiny_pair.folder()
+  pair = pairs.load_pair(
+    *(str(folder / name) for name in ("target", "near", "vocabulary.model")), kernels="xla"
+  )
+  config = speculator_config(pair.target.config, kind)
+  own = init_params(config, jax.random.key(0))
+  made = speculators.drafter(kind, config, own, pair.target, pair.target_params)
+  with pytest.raises(InputError, match="another draft"):
+    pair.with_draft(made).beam_searcher(2, 2)

@@ -22,6 +22,7 @@ from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.layers import LayersDraft
 from specdec_jax.drafts.look_ahead import LookAheadDraft
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.shared import SharedDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
 from specdec_jax.protocols import Decoded, Draft, Drafter, Model, OnTarget, Rule, made_for
@@ -120,7 +121,7 @@ class Pair(NamedTuple):
     if not gamma:
       return functools.partial(beam_search, self.target, self.target_params, **how)
     draft = self.draft(Sampling(temperature=0.0), chain(gamma))
-    if isinstance(draft, LayersDraft | LookAheadDraft):
+    if isinstance(draft, LayersDraft | LookAheadDraft | SharedDraft):
       raise InputError(
         f"{self.draft_name} reads the target's cache, in which beams lie beside each other; give a "
         "beam search another draft."
