@@ -95,11 +95,18 @@ def norm(config: TransformerConfig) -> nn.Module:
   return LayerNorm(config) if config.biases else RMSNorm(config)
 
 
-def embedder(config: TransformerConfig) -> nn.Embed:
+class Embed(nn.Embed):
+  """A table of tokens, of which only the rows that are read change their type, not all at once."""
+
+  def __call__(self, inputs: Array) -> Array:  # [...] -> [..., E]
+    return jnp.take(self.embedding, inputs, axis=0).astype(self.dtype)
+
+
+def embedder(config: TransformerConfig) -> Embed:
   """The table of a model's tokens."""
   init = nn.initializers.normal(config.embedding_std)
   shape = config.table_size, config.emb_dim
-  return nn.Embed(*shape, dtype=config.activations, embedding_init=init)
+  return Embed(*shape, dtype=config.activations, embedding_init=init)
 
 
 class Dropout(nn.Module):

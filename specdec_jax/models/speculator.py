@@ -21,7 +21,7 @@ from jax import Array
 from specdec_jax.errors import require_count
 from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.decoder import KeysValues
-from specdec_jax.models.layers import Attention, Dense, Mlp, embedder, norm
+from specdec_jax.models.layers import Attention, Dense, Embed, Mlp, embedder, norm
 
 Kind = Literal["heads", "eagle", "parallel", "look_ahead", "exit", "decoder", "anchored"]
 Source = tuple[KeysValues, Array] | tuple[None, None]
@@ -240,7 +240,7 @@ class Parallel(Speculator):
     self.layers = [SourceLayer(cfg) for _ in range(cfg.num_decoder_layers)]
     self.logits_dense = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
     self.mix, self.recur = Dense(cfg, cfg.rank), Dense(cfg, cfg.rank, biases=False)
-    self.before = nn.Embed(cfg.table_size, cfg.rank, dtype=cfg.activations)
+    self.before = Embed(cfg.table_size, cfg.rank, dtype=cfg.activations)
     self.correction = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
 
   def begin(self, hidden, newest, count, source, project):

@@ -130,6 +130,7 @@ def trained(
   max_new_tokens: int = 64,
   beams: int | None = None,
   draft_beams: int | None = None,
+  learned: str | None = None,
 ) -> Contest:
   """A pair with trained weights, by default the bundled one.
 
@@ -146,6 +147,7 @@ def trained(
     max_new_tokens: likewise.
     beams: likewise.
     draft_beams: likewise.
+    learned: what was trained on the target's states, with which ours decode in place of the draft.
   """
   require_types(trained, locals())
   if beams is not None and any(temperatures):
@@ -160,7 +162,7 @@ def trained(
     return _write(folder, name, stored.config, params)
 
   target, draft = write("target", target), write("draft", draft)
-  pairs = _pairs(target, draft, vocabulary, task, extra_ids)
+  pairs = _pairs(target, learned or draft, vocabulary, task, extra_ids)
   limits = gammas, temperatures, max_new_tokens, beams, draft_beams
   return Contest(pairs, target, draft, None, texts, *limits)
 
