@@ -17,6 +17,7 @@ from specdec_jax.drafts.copy import CopyDraft
 from specdec_jax.measurement import roofline
 from specdec_jax.measurement.roofline import memory_bandwidth, read_bytes, step_bytes
 from specdec_jax.models.families import for_decoding, init_params
+from specdec_jax.models.layers import Embed
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import load_pair
 from specdec_jax.reporting import speeds
@@ -47,6 +48,14 @@ MATRIX, ONES, ROWS = jnp.ones((6, 5)), jnp.ones(5), jnp.array([4, 1])
 )
 def test_what_is_read_of_an_argument(f, floats):
   assert read_bytes(f, MATRIX) == 4 * floats
+
+
+def test_of_a_table_of_tokens_only_rows_are_read():
+  """Also where it is bfloat16 and what is between products is not, as on a CPU."""
+  table = jnp.ones((6, 5), jnp.bfloat16)
+  embed = Embed(6, 5, dtype=jnp.float32)
+  read = lambda table: embed.apply({"params": {"embedding": table}}, ROWS)
+  assert read_bytes(read, table) == 2 * 2 * 5 and read(table).dtype == jnp.float32
 
 
 def by_hand(cfg, tied, block):
