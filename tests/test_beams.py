@@ -11,7 +11,7 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax import records
+from specdec_jax import decoding, records
 from specdec_jax.beams import (
   BeamDraft,
   ModelBeams,
@@ -32,6 +32,7 @@ from specdec_jax.models.speculator import speculator_config
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs.speculators import drafter
 from specdec_jax.partitioning import PartitionedModel, make_mesh
+from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import DynamicTree, branching, chain
 
@@ -132,6 +133,19 @@ def test_found_is_what_a_search_written_out_finds(family, width):
   assert ended >= 3, "too few texts end to tell anything"
 
 
+def guessing(model, gamma: int) -> ModelDraft:
+  return ModelDraft(model, Sampling(temperature=0.0), chain(gamma))
+
+
+def on_source(case: Case, kind: str, gamma: int) -> tuple[ModelDraft, object]:
+  """A decoder that has learned nothing, on the target's encoder."""
+  sizes = dict(gamma=2, emb_dim=32, mlp_dim=16, num_layers=1)
+  config = speculator_config(case.target.config, kind, **sizes)
+  own = init_params(config, jax.random.key(3))
+  made = drafter(kind, config, own, case.target, case.params)
+  return made.make(Sampling(temperature=0.0), chain(gamma)), made.params
+
+
 def on_states(case: Case) -> tuple[BeamDraft, object]:
   """A layer that has learned nothing, which reads the target's states and its source."""
   shape = case.target.config
@@ -142,9 +156,9 @@ def on_states(case: Case) -> tuple[BeamDraft, object]:
 
 
 DRAFTS = {
-  "as wide": lambda case: (ModelBeams(case.draft, 3, 2), case.draft_params),
-  "twice as wide": lambda case: (ModelBeams(case.draft, 6, 3), case.draft_params),
-  "itself": lambda case: (ModelBeams(case.target, 3, 6), case.params),
+  "as wide": lambda case: (ModelBeams(guessing(case.draft, 2), 3), case.draft_params),
+  "twice as wide": lambda case: (ModelBeams(guessing(case.draft, 3), 6), case.draft_params),
+  "itself": lambda case: (ModelBeams(guessing(case.target, 6), 3), case.params),
   "on the target's states": lambda case: on_states(case),
   "copies": lambda case: (TreeBeams(CopyDraft(16, branching(2, 1), 2)), ()),
 }
@@ -172,6 +186,48 @@ def test_speculation_finds_the_same(family, draft):
     assert 1.3 < steps[steps > 0].mean() < 4, "the draft is no test of what is refused"
 
 
+@pytest.mark.parametrize("kind", ["decoder", "anchored"])
+def test_a_decoder_on_the_targets_encoder_searches_too(kind):
+  draft, params = on_source(t5(), kind, 2)
+  same(speculate(t5(), (ModelBeams(draft, 4), params)), plain(t5(), 3))
+
+
+def test_what_an_anchored_decoder_is_told_goes_with_its_beam():
+  """A beam by itself has the guesses that the chain has, round after round, where some stand."""
+  case, (draft, params) = t5(), on_source(t5(), "anchored", 3)
+  never, guesses, asked = 0, [], []
+
+  class Recorded(ModelBeams):
+    def propose(self, params, state, context):
+      forest, state = super().propose(params, state, context)
+      asked.append(np.asarray(forest.tokens))
+      return forest, state
+
+  def says(*text: int):
+    """The target, sure of this text."""
+
+    def change(model, params, cache, tokens, tree, first):
+      logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
+      sure = 1e3 * jax.nn.one_hot(jnp.array(text), T5.vocab_size)
+      return logits.at[:, : len(text)].add(sure), hidden, cache
+
+    return tiny.ChangedModel(case.target, change)
+
+  keys, rule = jax.random.split(jax.random.key(0), 1), TokenRule(Sampling(temperature=0.0))
+  models, prompt = (case.params, params), case.prompt[:1]
+  chains = decoding.start(case.target, draft, *models, prompt, LIMIT)
+  beams = search.start(case.target, Recorded(draft, 1), *models, prompt, 1, LIMIT)
+  for kept, correction in ((0, 5), (2, 8), (3, 3), (0, 10)):
+    guess = draft.propose(params, chains.draft, chains.context, keys)[0].tokens
+    guesses.append(np.asarray(guess))
+    target = says(*guess[0, :kept].tolist(), correction)
+    chains = decoding.one_round(target, draft, *models, rule, keys, never, chains)
+    beams = search.one_round(target, Recorded(draft, 1), *models, 0.6, never, beams)
+    assert int(chains.num_rounds) == len(asked) and beams.live.beams.length == chains.length
+  np.testing.assert_array_equal(guesses, asked)
+  assert not (np.array(guesses) == never).any() and len({tuple(each[0]) for each in guesses}) > 2
+
+
 def test_rows_depend_on_no_neighbour():
   case, draft = t5(), DRAFTS["as wide"](t5())
   whole, some = speculate(case, draft), speculate(case, draft, rows=[4, 2])
@@ -185,7 +241,10 @@ def test_a_beam_is_wider_than_a_vocabulary_only_in_error():
     (lambda: plain(t5(), 9), "more than the vocabulary's 16"),
     (lambda: plain(t5(), 0), "width is 0"),
     (lambda: plain(t5(), 2, max_new_tokens=0), "max_new_tokens is 0"),
-    (lambda: speculate(t5(), (ModelBeams(t5().draft, 2, 2), t5().draft_params)), "2 beams"),
+    (
+      lambda: speculate(t5(), (ModelBeams(guessing(t5().draft, 2), 2), t5().draft_params)),
+      "2 beams",
+    ),
     (
       lambda: speculate(
         t5(), (TreeBeams(ModelDraft(t5().draft, Sampling(), chain(2))), t5().draft_params)

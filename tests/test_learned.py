@@ -242,7 +242,7 @@ def test_it_is_refused_where_it_does_not_belong(trained):
     pairs.load_pair(target=str(folder / "random"), draft=mine, **words)
 
 
-@pytest.mark.parametrize("kind", ["decoder", "anchored", "exit", "look_ahead"])
+@pytest.mark.parametrize("kind", ["exit", "look_ahead"])
 def test_what_reads_a_texts_own_cache_is_no_draft_of_a_beam_search(kind):
   folder = tiny_pair.folder()
   pair = pairs.load_pair(

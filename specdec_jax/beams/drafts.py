@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specdec_jax.beams.forest import BeamContext, Forest
+from specdec_jax.beams.forest import BeamContext, Forest, of
 from specdec_jax.beams.layout import own_slots, put, settle
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.protocols import Context, Draft, Model
+from specdec_jax.protocols import Context, Draft
 from specdec_jax.trees import Placed
 
 
@@ -32,8 +33,8 @@ class BeamDraft(abc.ABC):
   def num_guesses(self, width: int) -> int:
     """N, for so many beams."""
 
-  def start(self, params: Any, prompt: Array, num_slots: int) -> Any:
-    """The state before the first round; by default there is none."""
+  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+    """The state before the first round, as `Draft.start` has it; by default there is none."""
     return ()
 
   @abc.abstractmethod
@@ -68,18 +69,17 @@ class ModelBeams(BeamDraft):
   the newest tokens.
 
   Attributes:
-    model: M_q.
+    draft: M_q, as it guesses a chain of gamma, its steps.
     width: u, its beams.
-    depth: gamma, its steps.
   """
 
-  model: Model
+  draft: ModelDraft
   width: int
-  depth: int
+  depth: int = dataclasses.field(init=False)
 
   def __post_init__(self):
     require_count("width", self.width)
-    require_count("gamma", self.depth)
+    object.__setattr__(self, "depth", self.draft.tree.depth)
 
   def num_guesses(self, width: int) -> int:
     if self.width < width:
@@ -89,13 +89,15 @@ class ModelBeams(BeamDraft):
       )
     return self.width * self.depth
 
-  def start(self, params: Any, prompt: Array, num_slots: int) -> Any:
-    return self.model.prefill(params, prompt, num_slots)[1]
+  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+    return self.draft.start(params, context, hidden)
 
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
     width, num_slots = context.newest.shape[1], context.seen.shape[2]
     at = context.length[:, None] - 1  # where the newest stand
-    cache = self.model.commit(state, context.slot - width)
+    model, hidden = self.draft.model, context.hidden
+    cache = self.draft.tell(params, state, hidden, 0, context.slot)
+    cache = model.commit(cache, context.slot - width)
     tokens, sums, above = context.newest, context.log_probs, 0
     seen = context.seen | own_slots(context.slot, width, num_slots)
     block = jnp.concatenate([context.before, tokens], axis=1)
@@ -104,7 +106,7 @@ class ModelBeams(BeamDraft):
     places, levels, read = put(context.places, stands, context.slot - width), [], 0
     for level in range(self.depth):
       placed = Placed(stands, places, sees)
-      logits, _, cache = self.model.extend(params, cache, block, placed, read)
+      logits, _, cache = model.extend(params, cache, block, placed, read)
       read += block.shape[1]
       log_probs = jax.nn.log_softmax(logits[:, -tokens.shape[1] :].astype(jnp.float32))
       log_probs = log_probs.at[..., context.eos_id].set(-jnp.inf)
@@ -112,6 +114,8 @@ class ModelBeams(BeamDraft):
       levels.append((tokens, above + parents))
       above = read - width  # number of the node that the next level begins with
       slot = context.slot + above
+      hidden = of(hidden, parents)
+      cache = self.draft.tell(params, cache, hidden, level + 1, slot)
       seen = jnp.take_along_axis(seen, parents[..., None], axis=1)
       seen |= own_slots(slot, self.width, num_slots)
       block, sees, stands = tokens, seen, jnp.repeat(at + level + 1, self.width, axis=1)
@@ -120,7 +124,7 @@ class ModelBeams(BeamDraft):
     return Forest(guesses, parents), cache
 
   def observe(self, state: Any, context: BeamContext, path: Array, slot: Array) -> Any:
-    return settle(self.model, state, context.slot, path, context.newest.shape[1], slot)
+    return settle(self.draft.model, state, context.slot, path, context.newest.shape[1], slot)
 
 
 @dataclasses.dataclass(frozen=True)

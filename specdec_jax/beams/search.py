@@ -23,7 +23,7 @@ from specdec_jax.beams.step import Beams, begin, best_first, ended, step
 from specdec_jax.decoding import last_hidden
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
-from specdec_jax.protocols import Decoded, Model, Rounds
+from specdec_jax.protocols import Context, Decoded, Model, Rounds
 
 
 class Found(NamedTuple):
@@ -184,7 +184,9 @@ def start(target, draft: BeamDraft, target_params, draft_params, prompt, width, 
   num_nodes = width + draft.num_guesses(width)
   num_slots = first.shape[1] + width * (limit + 1) + num_nodes
   hidden, cache = target.prefill(target_params, prompt, num_slots)
-  slot = slot_of_newest(length, length, width)
+  slot, newest_hidden = slot_of_newest(length, length, width), last_hidden(hidden, length - 2)
+  tokens = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
+  context = Context(prompt, tokens, length, cache, newest_hidden)
   each = lambda x: jnp.repeat(x[:, None], width, axis=1)
   live = Live(
     beams=begin(jnp.pad(first, ((0, 0), (0, limit))), length, width),
@@ -192,7 +194,7 @@ def start(target, draft: BeamDraft, target_params, draft_params, prompt, width, 
     seen=each(jnp.arange(num_slots) < length[:, None] - 1),
     before=jnp.zeros((batch, width), jnp.int32),
     seen_before=own_slots(slot - width, width, num_slots),
-    hidden=each(last_hidden(hidden, length - 2)),
+    hidden=each(newest_hidden),
   )
   state = State(
     prompt=prompt,
@@ -201,7 +203,7 @@ def start(target, draft: BeamDraft, target_params, draft_params, prompt, width, 
     done=jnp.zeros(batch, bool),
     live=live,
     target=target.commit(cache, slot),
-    draft=draft.start(draft_params, prompt, num_slots),
+    draft=draft.start(draft_params, context, hidden),
     steps=jnp.zeros((limit, batch), jnp.int32),
     num_rounds=jnp.zeros((), jnp.int32),
     not_finite=jnp.full(batch, -1, jnp.int32),

@@ -44,6 +44,11 @@ class ModelDraft(Draft):
   def start(self, params: Any, context: Context, hidden: Array) -> Any:
     return self.model.prefill(params, context.prompt, context.tokens.shape[1])[1]
 
+  def tell(self, params: Any, cache: Any, hidden: Array, ages: Array | int, slot: Array) -> Any:
+    """The cache of tokens that are to be read in the slots from `slot` [B] on, told the target's
+    states [B, K, E] where their rounds began, so many tokens ago; by default nothing is told."""
+    return cache
+
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     newest, _, cache = read_newest(self.model, params, state, context, self.catch_up)
     return self.guess(params, cache, newest, rng)

@@ -12,7 +12,7 @@ from jax import Array
 
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.speculator import target_cache
-from specdec_jax.models.anchored import AnchoredCache, AnchoredModel
+from specdec_jax.models.anchored import AnchoredModel
 from specdec_jax.models.decoder import empty_slots
 from specdec_jax.models.t5 import T5Cache, T5Model
 from specdec_jax.protocols import Context, Proposal
@@ -43,10 +43,14 @@ class AnchoredDraft(SharedDraft):
 
   def start(self, params: Any, context: Context, hidden: Array) -> Any:
     cache, config = super().start(params, context, hidden), self.model.config
-    told = jnp.zeros((*context.tokens.shape, config.emb_dim), config.activations)
-    return AnchoredCache(**vars(cache), told=told)
+    batch, num_slots = context.tokens.shape
+    told = jnp.zeros((batch, 1, num_slots, config.emb_dim), config.activations)
+    return cache.replace(layers=(*cache.layers, (told,)))
+
+  def tell(self, params: Any, cache: Any, hidden: Array, ages: Array | int, slot: Array) -> Any:
+    return self.model.tell(params, cache, hidden, ages, slot)
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    at, depth = context.length - 1, self.tree.depth
-    state = self.model.anchor(params, state, context.hidden, at, depth)
+    ages, slot = jnp.asarray(self.tree.depths), context.length - 1
+    state = self.tell(params, state, context.hidden[:, None], ages, slot)
     return super().propose(params, state, context, rng)

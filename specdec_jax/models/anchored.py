@@ -13,25 +13,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array, lax
 
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.decoder import KeysValues
+from specdec_jax.models.decoder import KeysValues, write
 from specdec_jax.models.layers import Dense, norm
 from specdec_jax.models.t5 import T5, T5Cache, T5Model
-from specdec_jax.trees import AnyTree
-
-
-@struct.dataclass
-class AnchoredCache(T5Cache):
-  """A cache, and what a token at each place of the text is told, [B, T, d]."""
-
-  told: Array
+from specdec_jax.trees import AnyNodes
 
 
 class Anchored(T5):
-  """A T5 whose encoder is never asked.
+  """A T5 whose encoder is never asked. Of its cache the last of `layers` is what a token in each
+  slot is told, [B, 1, T, d], which goes where the token goes.
 
   Attributes:
     ages: tokens since an anchor that are told apart; all later ones are alike.
@@ -45,11 +38,10 @@ class Anchored(T5):
     shape = self.ages, self.config.emb_dim
     self.age = self.param("age", jax.nn.initializers.normal(1.0), shape, jnp.float32)
 
-  def tell(self, hidden: Array, ages: Array) -> Array:
-    """What tokens [...] are told, [..., d], of states [..., E] so many tokens ago [...]."""
-    return self.state(self.state_norm(hidden)) + self.age[jnp.minimum(ages, self.ages - 1)].astype(
-      self.config.activations
-    )
+  def tell(self, hidden: Array, ages: Array | int) -> Array:
+    """What tokens are told, [..., d], of states [..., E] so many tokens ago [...]."""
+    age = self.age[jnp.minimum(ages, self.ages - 1)].astype(self.config.activations)
+    return self.state(self.state_norm(hidden)) + age
 
   def after_each(
     self,
@@ -64,19 +56,19 @@ class Anchored(T5):
     return self.decoder(x, self.token_embedder.embedding, cross, cross_bias)[0]
 
   def extend(
-    self, cache: AnchoredCache, tokens: Array, tree: AnyTree | None = None, first: Array | int = 0
+    self, cache: T5Cache, tokens: Array, tree: AnyNodes | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, T5Cache]:
-    depths = first + jnp.arange(tokens.shape[1])
-    if tree is not None and not tree.is_chain:
-      depths = jnp.asarray(tree.depths)[depths]
-    places = cache.length[:, None] + depths
-    told = jnp.take_along_axis(cache.told, places[..., None], axis=1)
-    return self.read(cache, self.token_embedder(tokens) + told, tree, first)
+    *layers, (told,) = cache.layers
+    size = 1, tokens.shape[1], told.shape[3]
+    read_row = lambda row, at: lax.dynamic_slice(row, (0, at, 0), size)[0]
+    x = self.token_embedder(tokens) + jax.vmap(read_row)(told, cache.length + first)
+    logits, hidden, read = self.read(cache.replace(layers=tuple(layers)), x, tree, first)
+    return logits, hidden, read.replace(layers=(*read.layers, (told,)))
 
 
 @dataclasses.dataclass(frozen=True)
 class AnchoredModel(T5Model):
-  """It behind the `Model` contract; `anchor` says what the tokens to come are told.
+  """It behind the `Model` contract; `tell` says what tokens to come are told.
 
   Attributes:
     ages: of the module.
@@ -85,23 +77,23 @@ class AnchoredModel(T5Model):
   config: T5Config
   ages: int
 
-  def anchor(
-    self, params: Any, cache: AnchoredCache, hidden: Array, at: Array, depth: int
-  ) -> AnchoredCache:
-    """The cache of a round that begins at places `at` [B], where the target's state is [B, E], and
-    reaches `depth` further."""
-    apply = Anchored(self.config, ages=self.ages).apply
-    told = apply({"params": params}, hidden[:, None], jnp.arange(depth + 1), method="tell")
-    write_row = lambda row, new, start: lax.dynamic_update_slice(row, new, (start, 0))
-    return cache.replace(told=jax.vmap(write_row)(cache.told, told, at))
+  def tell(
+    self, params: Any, cache: T5Cache, hidden: Array, ages: Array | int, slot: Array
+  ) -> T5Cache:
+    """The cache of K tokens that are to be read in the slots from `slot` [B] on, when the target's
+    states [B, K or 1, E], so many tokens ago, [K] or all alike, are what they are told."""
+    *layers, (told,) = cache.layers
+    module = Anchored(self.config, ages=self.ages)
+    new = module.apply({"params": params}, hidden, ages, method="tell")
+    return cache.replace(layers=(*layers, (write(told, new[:, None], slot),)))
 
   def extend(
     self,
     params: Any,
-    cache: AnchoredCache,
+    cache: T5Cache,
     tokens: Array,
-    tree: AnyTree | None = None,
+    tree: AnyNodes | None = None,
     first: Array | int = 0,
-  ) -> tuple[Array, Array, AnchoredCache]:
+  ) -> tuple[Array, Array, T5Cache]:
     apply = Anchored(self.config, ages=self.ages).apply
     return apply({"params": params}, cache, tokens, tree, first, method="extend")

@@ -51,7 +51,7 @@ class DecoderLayer(nn.Module):
     h = self.pre_self_attention_layer_norm(x)
     queries, keys_values = self.self_attention.queries_keys_values(h)
     if cached is not None:
-      keys_values = tuple(_write(c, new, slot) for c, new in zip(cached, keys_values))
+      keys_values = tuple(write(c, new, slot) for c, new in zip(cached, keys_values))
     h = self.self_attention(queries, keys_values, bias, deterministic)
     x = x + self.dropout(h, deterministic)
     if self.config.has_encoder:
@@ -154,7 +154,7 @@ def commit(cache: Any, length: Array, path: Array | None = None) -> Any:
   at = (cache.length[:, None] + path)[:, None, :, None]
 
   def move(slots: Array) -> Array:
-    return _write(slots, jnp.take_along_axis(slots, at, axis=2), cache.length + 1)
+    return write(slots, jnp.take_along_axis(slots, at, axis=2), cache.length + 1)
 
   return cache.replace(length=length, layers=jax.tree.map(move, cache.layers))
 
@@ -181,7 +181,7 @@ def _in_tree(
   return keys_at, positions, ~seen
 
 
-def _write(cache: Array, block: Array, length: Array) -> Array:
+def write(cache: Array, block: Array, length: Array) -> Array:
   """Replace slots length..length+K-1 of each row of cache [B, H, T, D] by block [B, H, K, D]."""
   write_row = lambda row, new, at: lax.dynamic_update_slice(row, new, (0, at, 0))
   return jax.vmap(write_row)(cache, block.astype(cache.dtype), length)

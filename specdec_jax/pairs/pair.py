@@ -22,7 +22,6 @@ from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.layers import LayersDraft
 from specdec_jax.drafts.look_ahead import LookAheadDraft
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.drafts.shared import SharedDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
 from specdec_jax.protocols import Decoded, Draft, Drafter, Model, OnTarget, Rule, made_for
@@ -121,14 +120,14 @@ class Pair(NamedTuple):
     if not gamma:
       return functools.partial(beam_search, self.target, self.target_params, **how)
     draft = self.draft(Sampling(temperature=0.0), chain(gamma))
-    if isinstance(draft, LayersDraft | LookAheadDraft | SharedDraft):
+    if isinstance(draft, LayersDraft | LookAheadDraft):
       raise InputError(
         f"{self.draft_name} reads the target's cache, in which beams lie beside each other; give a "
         "beam search another draft."
       )
     beams: BeamDraft = TreeBeams(draft)
     if isinstance(draft, ModelDraft):
-      beams = ModelBeams(draft.model, draft_width or width, gamma)
+      beams = ModelBeams(draft, draft_width or width)
     models = self.target, beams, self.target_params, self.draft_params
     return functools.partial(speculative_beam_search, *models, **how)
 

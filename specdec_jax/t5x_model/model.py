@@ -196,7 +196,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
       )
     target_params, draft_params = core.pop(params, DRAFT)
     if self._searches:
-      draft = ModelBeams(self._draft_model, how["draft_beams"] or num_decodes, how["gamma"])
+      guesses = ModelDraft(self._draft_model, Sampling(temperature=0.0), chain(how["gamma"]))
+      draft = ModelBeams(guesses, how["draft_beams"] or num_decodes)
       found = speculative_beam_search(
         *(self._target_model, draft, target_params, draft_params),
         batch["encoder_input_tokens"],
