@@ -50,8 +50,10 @@ def test_draft_is_one_to_two_orders_of_magnitude_smaller_per_step(pair):
   assert 10 <= read(pair.target_params) / read(pair.draft_params) <= 100
 
 
-def test_greedy_output_is_plain_decodings(pair, sentences, batch_size=8, gamma=7):
+@pytest.mark.parametrize("draft", ["draft", "anchored"])
+def test_greedy_output_is_plain_decodings(sentences, draft, batch_size=8, gamma=7):
   """One at a time it is the notebook's (test_api.py)."""
+  pair = load_pair(draft=asset(f"multi30k_ende/{draft}"))
   limit, params = dict(max_new_tokens=LIMIT), (pair.target_params, pair.draft_params)
   draft = pair.draft(GREEDY, chain(gamma))
   for at in range(0, 24, batch_size):
@@ -59,6 +61,7 @@ def test_greedy_output_is_plain_decodings(pair, sentences, batch_size=8, gamma=7
     plain = autoregressive_decode(pair.target, params[0], *text, sampling=GREEDY, **limit)
     ours = speculative_decode(pair.target, draft, *params, *text, rule=TokenRule(GREEDY), **limit)
     assert identical([plain], [ours]), f"gamma {gamma}, batch {batch_size}, sentence {at}"
+    assert ours.num_rounds < 0.6 * plain.num_rounds, "its guesses are worth nothing"
 
 
 def test_alpha_at_temperature_0_is_what_its_readme_says(pair, sentences):

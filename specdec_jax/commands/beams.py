@@ -69,7 +69,9 @@ def beams(
   limits = batch_size, max_new_tokens, 0, 1.0
   (setting,) = settings_to_measure(pair, texts, [Sampling(temperature=0.0)], [1], *limits)
   batches = [[*texts[at : at + batch_size]] for at in range(0, len(texts), batch_size)]
-  prompts = [pair.prompt(batch + batch[:1] * (batch_size - len(batch))) for batch in batches]
+  # Counted, all are of one width and have one program; timed, each is as short as it can be.
+  width = None if repeats else pair.prompt(texts).shape[1]
+  prompts = [pair.prompt(batch + batch[:1] * (batch_size - len(batch)), width) for batch in batches]
   asked: list[Record] = []
   with records.open_results(output_dir) as results, Progress() as bar:
     for width in bar.track(widths, description="beams"):
