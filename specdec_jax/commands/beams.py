@@ -68,9 +68,13 @@ def beams(
     raise InputError(f"There are {len(texts)} texts but {len(references)} references.")
   limits = batch_size, max_new_tokens, 0, 1.0
   (setting,) = settings_to_measure(pair, texts, [Sampling(temperature=0.0)], [1], *limits)
+  width = None  # timed, each prompt is as short as it can be
+  if not repeats:  # counted, all have one program, and those that end together go together
+    width = pair.prompt(texts).shape[1]
+    order = sorted(range(len(texts)), key=lambda i: len(pair.encode(texts[i])))
+    texts = [texts[i] for i in order]
+    references = references and [references[i] for i in order]
   batches = [[*texts[at : at + batch_size]] for at in range(0, len(texts), batch_size)]
-  # Counted, all are of one width and have one program; timed, each is as short as it can be.
-  width = None if repeats else pair.prompt(texts).shape[1]
   prompts = [pair.prompt(batch + batch[:1] * (batch_size - len(batch)), width) for batch in batches]
   asked: list[Record] = []
   with records.open_results(output_dir) as results, Progress() as bar:

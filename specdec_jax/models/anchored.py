@@ -58,11 +58,11 @@ class Anchored(T5):
   def extend(
     self, cache: T5Cache, tokens: Array, tree: AnyNodes | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, T5Cache]:
-    *layers, (told,) = cache.layers
+    layers, told = cache.layers[:-1], cache.layers[-1][0]
     size = 1, tokens.shape[1], told.shape[3]
     read_row = lambda row, at: lax.dynamic_slice(row, (0, at, 0), size)[0]
     x = self.token_embedder(tokens) + jax.vmap(read_row)(told, cache.length + first)
-    logits, hidden, read = self.read(cache.replace(layers=tuple(layers)), x, tree, first)
+    logits, hidden, read = self.read(cache.replace(layers=layers), x, tree, first)
     return logits, hidden, read.replace(layers=(*read.layers, (told,)))
 
 
@@ -82,7 +82,7 @@ class AnchoredModel(T5Model):
   ) -> T5Cache:
     """The cache of K tokens that are to be read in the slots from `slot` [B] on, when the target's
     states [B, K or 1, E], so many tokens ago, [K] or all alike, are what they are told."""
-    *layers, (told,) = cache.layers
+    layers, told = cache.layers[:-1], cache.layers[-1][0]
     module = Anchored(self.config, ages=self.ages)
     new = module.apply({"params": params}, hidden, ages, method="tell")
     return cache.replace(layers=(*layers, (write(told, new[:, None], slot),)))
