@@ -98,9 +98,10 @@ def main() -> None:
       max_new_tokens=args.max_new_tokens,
     )
     if args.beams:
-      if args.nodes or args.cut_draft or isinstance(draft, SpeculatorConfig):
+      if args.cut_draft or isinstance(draft, SpeculatorConfig):
         raise InputError("A beam search's draft is a model with beams of its own, whole on a chip.")
       widths = dict(width=args.beams, draft_width=args.draft_beams or args.beams)
+      widths |= dict(nodes=args.nodes or None)
       programs = beam_programs(target, draft, devices, gamma=args.gamma, **widths, **sizes)
     else:
       programs = tpu_compile.programs(
@@ -117,7 +118,7 @@ def main() -> None:
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "specdec_jax")}
     nodes = f", {args.nodes} nodes" if args.nodes else ""
     if args.beams:
-      nodes = f", {args.beams} beams, {args.draft_beams or args.beams} of the draft"
+      nodes = f", {args.beams} beams, {args.draft_beams or args.beams} of the draft{nodes}"
     family = args.version if args.version.isidentifier() else f"T5 {args.version}"
     title = (
       f"{family} {args.target} with {args.draft}{' (fused)' * args.fused}, "

@@ -189,8 +189,9 @@ class Pair(pairs.Pair):
     texts: Sequence[str],
     *,
     beams: int = 4,
-    gamma: int = 3,
+    gamma: int = 2,
     draft_beams: int | None = None,
+    nodes: int | None = None,
     length_penalty: float = 0.6,
     max_new_tokens: int = 128,
     batch_size: int = 1,
@@ -204,6 +205,7 @@ class Pair(pairs.Pair):
       beams: that are followed, and texts found of each source.
       gamma: steps that the draft guesses a round; 0 searches plainly.
       draft_beams: of the draft; as many unless told.
+      nodes: that a pass of the target reads at most, as of `pairs.Pair.beam_searcher`.
       length_penalty: as of `specdec_jax.beams.beam_search`.
       max_new_tokens: limit for a text, EOS counted.
       batch_size: sources searched for together.
@@ -218,7 +220,7 @@ class Pair(pairs.Pair):
     require_types(Pair.beam_search, locals())
     require_count("gamma", gamma, 0)
     self.require_batch_size(batch_size)
-    search, found = self.beam_searcher(beams, gamma, draft_beams, length_penalty), []
+    search, found = self.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes), []
     for at in range(0, len(texts), batch_size):
       batch = [*texts[at : at + batch_size]]
       rows = batch + batch[:1] * (batch_size - len(batch))

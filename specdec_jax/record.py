@@ -22,7 +22,8 @@ class Record:
     lenience: l of Appendix A.5; 1.0 for exactness.
     rule: how guesses are judged, the class of `rules`.
     tree: parents of the guesses (`trees.Tree`), of depth gamma; none for a chain.
-    dynamic_nodes: of a tree whose shape changes, the newest token counted; none for others.
+    dynamic_nodes: of a tree whose shape changes, the newest token counted; of a beam search, what a
+      pass reads at most; none for others.
     beams: of a beam search, whose steps a pass are told as tokens a round; None for none.
     draft_beams: of its draft.
     length_penalty: of its scores.

@@ -38,7 +38,7 @@ from specdec_jax.trees import DynamicTree, branching, chain
 
 LIMIT, EOS = 9, 1
 T5 = tiny.config(layers=1)
-GPT = tiny.gpt_config(layers=1)
+GPT = tiny.gpt_config(layers=1, num_positions=128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +157,9 @@ def on_states(case: Case) -> tuple[BeamDraft, object]:
 
 DRAFTS = {
   "as wide": lambda case: (ModelBeams(guessing(case.draft, 2), 3), case.draft_params),
-  "twice as wide": lambda case: (ModelBeams(guessing(case.draft, 3), 6), case.draft_params),
-  "itself": lambda case: (ModelBeams(guessing(case.target, 6), 3), case.params),
+  "twice as wide": lambda case: (ModelBeams(guessing(case.draft, 3), 6, 99), case.draft_params),
+  "narrow passes": lambda case: (ModelBeams(guessing(case.draft, 3), 6, 4), case.draft_params),
+  "itself": lambda case: (ModelBeams(guessing(case.target, 6), 3, 99), case.params),
   "on the target's states": lambda case: on_states(case),
   "copies": lambda case: (TreeBeams(CopyDraft(16, branching(2, 1), 2)), ()),
 }
@@ -216,13 +217,13 @@ def test_what_an_anchored_decoder_is_told_goes_with_its_beam():
   keys, rule = jax.random.split(jax.random.key(0), 1), TokenRule(Sampling(temperature=0.0))
   models, prompt = (case.params, params), case.prompt[:1]
   chains = decoding.start(case.target, draft, *models, prompt, LIMIT)
-  beams = search.start(case.target, Recorded(draft, 1), *models, prompt, 1, LIMIT)
+  beams = search.start(case.target, Recorded(draft, 1, 4), *models, prompt, 1, LIMIT)
   for kept, correction in ((0, 5), (2, 8), (3, 3), (0, 10)):
     guess = draft.propose(params, chains.draft, chains.context, keys)[0].tokens
     guesses.append(np.asarray(guess))
     target = says(*guess[0, :kept].tolist(), correction)
     chains = decoding.one_round(target, draft, *models, rule, keys, never, chains)
-    beams = search.one_round(target, Recorded(draft, 1), *models, 0.6, never, beams)
+    beams = search.one_round(target, Recorded(draft, 1, 4), *models, 0.6, never, beams)
     assert int(chains.num_rounds) == len(asked) and beams.live.beams.length == chains.length
   np.testing.assert_array_equal(guesses, asked)
   assert not (np.array(guesses) == never).any() and len({tuple(each[0]) for each in guesses}) > 2
@@ -304,11 +305,11 @@ def parents_mixed_up(beams, tokens, sums, *how):
   return after, jnp.flip(parents, axis=1)
 
 
-def drafts_scores(logits, block, parents, context, depth):
+def drafts_scores(logits, hidden, read, context, depth):
   """Guesses keep a score that is not the target's."""
-  tokens, sums = forest.continuations(logits, block, parents, context, depth)
-  width = context.newest.shape[1]
-  return tokens, sums.at[:, width:].add(0.01)
+  entries = forest.entries_read(logits, hidden, read, context, depth)
+  guessed = (read.nodes >= context.newest.shape[1])[..., None]
+  return entries._replace(sums=entries.sums + 0.01 * guessed)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +318,7 @@ def drafts_scores(logits, block, parents, context, depth):
     ("step", top_w),
     ("step", eos_forgotten),
     ("step", parents_mixed_up),
-    ("continuations", drafts_scores),
+    ("entries_read", drafts_scores),
   ],
 )
 def test_faults_are_found(monkeypatch, name, fault):

@@ -1,7 +1,7 @@
 """Drafts of a beam search. What they guess decides how many steps a pass of the target makes,
 never which.
 
-Axes: B batch, w beams, u nodes of a level, N guesses, D depth.
+Axes: B batch, w beams, u nodes of a level, G guesses, D depth.
 """
 
 import abc
@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specdec_jax.beams.forest import BeamContext, Forest, of
-from specdec_jax.beams.layout import own_slots, put, settle
+from specdec_jax.beams.entries import child, of
+from specdec_jax.beams.forest import BeamContext, Forest
+from specdec_jax.beams.layout import move, own_slots, put
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.protocols import Context, Draft
@@ -31,7 +32,11 @@ class BeamDraft(abc.ABC):
 
   @abc.abstractmethod
   def num_guesses(self, width: int) -> int:
-    """N, for so many beams."""
+    """G, for so many beams."""
+
+  def num_nodes(self, width: int) -> int:
+    """N, that a pass of the target reads of the newest tokens and the guesses: by default all."""
+    return width + self.num_guesses(width)
 
   def start(self, params: Any, context: Context, hidden: Array) -> Any:
     """The state before the first round, as `Draft.start` has it; by default there is none."""
@@ -58,23 +63,26 @@ class NoBeams(BeamDraft):
 
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
     none = jnp.zeros((len(context.newest), 0), jnp.int32)
-    return Forest(none, none), state
+    return Forest(none, none, none), state
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelBeams(BeamDraft):
   """A model searches ahead by beams of its own, from the live ones and their log-probabilities.
 
-  It does not read its last level: what of that comes to stand it reads in the next round, before
-  the newest tokens.
+  Behind what the target has read already it goes by what that said there, so that of beams all but
+  one of which were among the guesses only that one's future is uncertain. It does not read its last
+  level: what of that comes to stand it reads in the next round, before the newest tokens.
 
   Attributes:
     draft: M_q, as it guesses a chain of gamma, its steps.
     width: u, its beams.
+    nodes: N, that a pass of the target reads at most; None for as many as there can be.
   """
 
   draft: ModelDraft
   width: int
+  nodes: int | None = None
   depth: int = dataclasses.field(init=False)
 
   def __post_init__(self):
@@ -89,6 +97,18 @@ class ModelBeams(BeamDraft):
       )
     return self.width * self.depth
 
+  def num_nodes(self, width: int) -> int:
+    most = super().num_nodes(width)
+    if self.nodes is None:
+      return most
+    require_count("nodes", self.nodes)
+    if self.nodes < width:
+      raise InputError(
+        f"A pass reads {self.nodes} nodes, fewer than the search has beams ({width}), whose newest "
+        "tokens it must read; let it read as many at least."
+      )
+    return min(self.nodes, most)
+
   def start(self, params: Any, context: Context, hidden: Array) -> Any:
     return self.draft.start(params, context, hidden)
 
@@ -98,7 +118,7 @@ class ModelBeams(BeamDraft):
     model, hidden = self.draft.model, context.hidden
     cache = self.draft.tell(params, state, hidden, 0, context.slot)
     cache = model.commit(cache, context.slot - width)
-    tokens, sums, above = context.newest, context.log_probs, 0
+    tokens, sums, above, known = context.newest, context.log_probs, 0, context.known
     seen = context.seen | own_slots(context.slot, width, num_slots)
     block = jnp.concatenate([context.before, tokens], axis=1)
     sees = jnp.concatenate([context.seen_before, seen], axis=1)
@@ -110,8 +130,11 @@ class ModelBeams(BeamDraft):
       read += block.shape[1]
       log_probs = jax.nn.log_softmax(logits[:, -tokens.shape[1] :].astype(jnp.float32))
       log_probs = log_probs.at[..., context.eos_id].set(-jnp.inf)
-      parents, tokens, sums = likeliest(sums[..., None] + log_probs, self.width)
-      levels.append((tokens, above + parents))
+      more = lax.top_k(sums[..., None] + log_probs, min(self.width, log_probs.shape[2]))
+      more = as_target_has_it(context, known, *more)
+      parents, tokens, sums = likeliest(*more, self.width)
+      known = child(context.kept, of(known, parents), tokens)
+      levels.append((tokens, above + parents, known))
       above = read - width  # number of the node that the next level begins with
       slot = context.slot + above
       hidden = of(hidden, parents)
@@ -120,11 +143,12 @@ class ModelBeams(BeamDraft):
       seen |= own_slots(slot, self.width, num_slots)
       block, sees, stands = tokens, seen, jnp.repeat(at + level + 1, self.width, axis=1)
       places = put(places, stands, slot)
-    guesses, parents = (jnp.concatenate(each, axis=1) for each in zip(*levels))
-    return Forest(guesses, parents), cache
+    return Forest(*(jnp.concatenate(each, axis=1) for each in zip(*levels))), cache
 
   def observe(self, state: Any, context: BeamContext, path: Array, slot: Array) -> Any:
-    return settle(self.draft.model, state, context.slot, path, context.newest.shape[1], slot)
+    model, width = self.draft.model, context.newest.shape[1]
+    behind_newest = model.commit(state, context.slot + width)
+    return model.commit(move(model, behind_newest, path - width), slot)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,13 +197,35 @@ class TreeBeams(BeamDraft):
     above = jnp.broadcast_to(jnp.asarray(shape.parents, jnp.int32), proposal.tokens.shape)
     above, beam = above.reshape(batch, width, -1), jnp.arange(width)[:, None]
     parents = jnp.where(above == 0, beam, width + beam * above.shape[2] + above - 1)
-    return Forest(proposal.tokens.reshape(batch, -1), parents.reshape(batch, -1)), state
+    tokens, parents = proposal.tokens.reshape(batch, -1), parents.reshape(batch, -1)
+    known = jnp.full(tokens.shape, -1)
+    for _ in range(self.depth):  # who follows is known only if whom it follows is
+      of_nodes = jnp.concatenate([context.known, known], axis=1)
+      known = child(context.kept, of(of_nodes, parents), tokens)
+    return Forest(tokens, parents, known), state
 
 
-def likeliest(sums: Array, count: int) -> tuple[Array, Array, Array]:
-  """Of continuations [B, n, V] the `count` best of each row: node, token and sum, [B, count]."""
-  few = min(count, sums.shape[2])
-  best, tokens = lax.top_k(sums, few)
+def as_target_has_it(
+  context: BeamContext, known: Array, sums: Array, tokens: Array
+) -> tuple[Array, Array]:
+  """Log-probabilities and tokens [B, n, k or 2w] of continuations: those of a draft, [B, n, k], and
+  of nodes with an entry `known` [B, n] the target's, less EOS."""
+  kept = context.kept
+  size = max(sums.shape[2], kept.sums.shape[2])
+  wide = lambda x, fill: jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2])), constant_values=fill)
+  at = jnp.maximum(known, 0)
+  token = wide(of(kept.continuations, at), 0)
+  exact = jnp.where(token == context.eos_id, -jnp.inf, wide(of(kept.sums, at), -jnp.inf))
+  is_known = (known >= 0)[..., None]
+  return jnp.where(is_known, exact, wide(sums, -jnp.inf)), jnp.where(
+    is_known, token, wide(tokens, 0)
+  )
+
+
+def likeliest(sums: Array, tokens: Array, count: int) -> tuple[Array, Array, Array]:
+  """Of continuations [B, n, k] the `count` best of each row: node, token (-1 if there are not as
+  many) and sum, [B, count]."""
   flat = lambda x: x.reshape(len(x), -1)
-  sums, at = lax.top_k(flat(best), count)
-  return at // few, jnp.take_along_axis(flat(tokens), at, axis=1), sums
+  best, at = lax.top_k(flat(sums), count)
+  tokens = jnp.take_along_axis(flat(tokens), at, axis=1)
+  return at // sums.shape[2], jnp.where(best > -jnp.inf, tokens, -1), best

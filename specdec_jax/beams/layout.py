@@ -42,10 +42,7 @@ def put(rows: Array, block: Array, slot: Array) -> Array:
   return jax.vmap(one)(rows, block.astype(rows.dtype), slot)
 
 
-def settle(model: Model, cache: Any, slot: Array, path: Array, width: int, length: Array) -> Any:
-  """The cache when it holds `length` [B] tokens: of the nodes in the slots from `slot` [B] on the
-  first `width` stay, and nodes `path` [B, n] come to lie behind them."""
-  if not path.shape[1]:
-    return model.commit(cache, length)
-  last = width - 1  # of those that stay
-  return model.commit(model.commit(cache, slot + last), length, path=path - last)
+def move(model: Model, cache: Any, nodes: Array) -> Any:
+  """The cache with nodes [B, n] of those behind what it holds at the first places there."""
+  first = model.commit(cache, cache.length - 1)
+  return model.commit(first, cache.length, path=nodes + 1)

@@ -1,12 +1,13 @@
 """Beam search by rounds of propose, extend, replay, in fixed shapes: plain search guesses nothing.
 
-A pass of the target reads the newest token of each live beam and a forest of guesses behind them.
-Its own log-probabilities then replay steps of the search, as long as all beams that live after one
-are among the guesses; the step at which one is not stands too, since what it is made of was read.
-So a pass makes 1 to D + 1 steps, those of plain search.
+A pass of the target reads the newest token of each live beam and a forest of guesses behind them,
+less what it has read in passes before. Its own log-probabilities then replay steps of the search,
+as long as all beams that live after one are among what was read; the step at which one is not
+stands too, since what it is made of was read. So a pass makes 1 to D + 1 steps, those of plain
+search; and what follows the beams that then live is kept, for the next to begin with.
 
-Axes: B batch, w beams, N guesses, K = w + N nodes, D depth, T slots of a cache, L tokens of a text,
-V vocabulary.
+Axes: B batch, w beams, G guesses, K = w + G nodes, D depth, N read in a pass, M = N entries kept, T
+slots of a cache, L tokens of a text, V vocabulary.
 """
 
 import functools
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from specdec_jax.beams.drafts import BeamDraft, NoBeams
-from specdec_jax.beams.forest import BeamContext, continuations, of, placed
-from specdec_jax.beams.layout import own_slots, places, settle, slot_of_newest
+from specdec_jax.beams.entries import Entries, child, join, keep, nothing, of
+from specdec_jax.beams.forest import BeamContext, entries_read, of_round
+from specdec_jax.beams.layout import move, own_slots, places, slot_of_newest
 from specdec_jax.beams.step import Beams, begin, best_first, ended, step
 from specdec_jax.decoding import last_hidden
 from specdec_jax.errors import InputError, require_count
@@ -49,7 +51,11 @@ class Found(NamedTuple):
 
 
 class Live(NamedTuple):
-  """What a step changes; fields without a word here as in `BeamContext`."""
+  """What a step changes; fields without a word here as in `BeamContext`.
+
+  Attributes:
+    follows: [B, w], the entries that the newest tokens follow.
+  """
 
   beams: Beams
   newest: Array
@@ -57,6 +63,7 @@ class Live(NamedTuple):
   before: Array
   seen_before: Array
   hidden: Array
+  follows: Array
 
 
 class State(NamedTuple):
@@ -65,6 +72,7 @@ class State(NamedTuple):
   Attributes:
     prompt: [B, P]. prompt_length: [B], committed tokens before the first round.
     limit: [B], the length that no text exceeds. done: [B]. live: see `Live`.
+    kept, known: as in `BeamContext`.
     target: its cache. draft: its state.
     steps, num_rounds, not_finite: as in `Found`.
   """
@@ -74,6 +82,8 @@ class State(NamedTuple):
   limit: Array
   done: Array
   live: Live
+  kept: Entries
+  known: Array
   target: Any
   draft: Any
   steps: Array
@@ -181,8 +191,10 @@ def start(target, draft: BeamDraft, target_params, draft_params, prompt, width, 
   """Before the first round: both models have read the prompt. Arguments as in
   `speculative_beam_search`, `limit` for max_new_tokens."""
   batch, (first, length) = len(prompt), target.prompt_tokens(prompt)
-  num_nodes = width + draft.num_guesses(width)
-  num_slots = first.shape[1] + width * (limit + 1) + num_nodes
+  num_guesses, num_nodes = draft.num_guesses(width), draft.num_nodes(width)
+  num_kept = num_nodes if num_guesses else 0  # plain search has read nothing ahead
+  behind = max(width + num_guesses, num_kept + num_nodes, width * (draft.depth + 1) + num_kept)
+  num_slots = first.shape[1] + width * (limit + 1) + behind
   hidden, cache = target.prefill(target_params, prompt, num_slots)
   slot, newest_hidden = slot_of_newest(length, length, width), last_hidden(hidden, length - 2)
   tokens = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
@@ -195,6 +207,7 @@ def start(target, draft: BeamDraft, target_params, draft_params, prompt, width, 
     before=jnp.zeros((batch, width), jnp.int32),
     seen_before=own_slots(slot - width, width, num_slots),
     hidden=each(newest_hidden),
+    follows=jnp.zeros((batch, width), jnp.int32),
   )
   state = State(
     prompt=prompt,
@@ -202,6 +215,8 @@ def start(target, draft: BeamDraft, target_params, draft_params, prompt, width, 
     limit=length + limit,
     done=jnp.zeros(batch, bool),
     live=live,
+    kept=nothing(batch, num_kept, width, newest_hidden),
+    known=jnp.full((batch, width), -1),
     target=target.commit(cache, slot),
     draft=draft.start(draft_params, context, hidden),
     steps=jnp.zeros((limit, batch), jnp.int32),
@@ -224,7 +239,7 @@ def one_round(
   s: State,
 ) -> State:
   """One pass of the target, and the steps that it is good for."""
-  live = s.live
+  live, num_kept = s.live, s.kept.tokens.shape[1]
   width, num_slots = live.newest.shape[1], live.seen.shape[2]
   slot_of = lambda beams: slot_of_newest(beams.length, s.prompt_length, width)
   context = BeamContext(
@@ -240,50 +255,65 @@ def one_round(
     places=places(s.prompt_length, width, num_slots),
     target=s.target,
     hidden=live.hidden,
+    kept=s.kept,
+    known=s.known,
     eos_id=eos_id,
   )
 
-  # Propose, and extend: one target pass over the newest tokens and all guesses.
+  # Propose, and extend: one target pass over the newest tokens and guesses that it has not read.
   forest, draft_state = draft.propose(draft_params, s.draft, context)
-  nodes_see, parents = placed(context, forest, draft.depth)
-  block = jnp.concatenate([live.newest, forest.tokens], axis=1)
-  logits, hidden, cache = target.extend(target_params, s.target, block, nodes_see)
-  tokens, sums = continuations(logits, block, parents, context, draft.depth)
+  read = of_round(context, forest, draft.depth, draft.num_nodes(width))
+  behind_kept = target.commit(s.target, context.slot + num_kept)
+  logits, hidden, cache = target.extend(target_params, behind_kept, read.tokens, read.placed)
+  entries = join(s.kept, entries_read(logits, hidden, read, context, draft.depth))
 
-  # Replay: steps of plain search, from level to level while all that live are among the guesses.
+  # Replay: steps of plain search, from level to level while all that live have been read.
   finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1)
   active = ~s.done & finite
-  nodes, path = jnp.broadcast_to(jnp.arange(width), live.newest.shape), []
+  nodes = jnp.broadcast_to(jnp.arange(width), live.newest.shape)
+  path = [nodes]
   for level in range(draft.depth + 1):
-    beams = live.beams
-    after, chosen = step(beams, of(tokens, nodes), of(sums, nodes), length_penalty, eos_id)
+    beams, at = live.beams, of(read.entries, nodes)
+    more = of(entries.continuations, at), of(entries.sums, at)
+    after, chosen = step(beams, *more, length_penalty, eos_id)
     seen = live.seen | own_slots(slot_of(beams), width, num_slots)
-    follows = of(nodes, chosen)
+    follows = of(at, chosen)
     after = Live(
       beams=after,
       newest=jnp.take_along_axis(after.tokens, beams.length[:, None, None], axis=2)[..., 0],
       seen=of(seen, chosen),
       before=live.newest,
       seen_before=seen,
-      hidden=of(hidden, follows),
+      hidden=of(entries.hidden, follows),
+      follows=follows,
     )
     live = jax.tree.map(functools.partial(_where, active), after, live)
     if level < draft.depth:
       same = live.newest[..., None] == forest.tokens[:, None]
-      same &= follows[..., None] == forest.parents[:, None]  # [B, w, N]
+      same &= of(nodes, chosen)[..., None] == forest.parents[:, None]
+      same &= (read.entries[:, width:] >= 0)[:, None]  # [B, w, G]
       nodes = width + same.argmax(axis=2)
       path.append(nodes)
       active &= same.any(axis=2).all(axis=1) & ~ended(live.beams, s.limit, length_penalty)
 
-  # Commit: what came to stand lies where plain search would have put it.
-  stood = jnp.concatenate(path, axis=1) if path else jnp.zeros((len(block), 0), jnp.int32)
-  slot = slot_of(live.beams)
-  made = live.beams.length - context.length
+  # Commit: what came to stand lies where plain search would have put it, and what may yet behind.
+  stood = jnp.concatenate(path, axis=1)
+  made, slot = live.beams.length - context.length, slot_of(live.beams)
+  known = child(entries, live.follows, live.newest)
+  kept, known, were = keep(entries, known, num_kept, draft.depth)
+  if num_kept:
+    number, num_stood = jnp.arange(stood.shape[1] + num_kept), made[:, None] * width
+    order = jnp.where(number < num_stood, number, number - num_stood + stood.shape[1])
+    of_order = jnp.concatenate([of(read.entries, stood), were], axis=1)
+    order = of(of_order, jnp.minimum(order, number[-1]))
+    cache = move(target, target.commit(cache, context.slot), order)
   return s._replace(
     done=s.done | ended(live.beams, s.limit, length_penalty) | ~finite,
     live=live,
-    target=settle(target, cache, context.slot, stood, width, slot),
-    draft=draft.observe(draft_state, context, stood, slot),
+    kept=kept,
+    known=known,
+    target=target.commit(cache, slot),
+    draft=draft.observe(draft_state, context, stood[:, width:], slot),
     steps=s.steps.at[s.num_rounds].set(made),
     num_rounds=s.num_rounds + 1,
     not_finite=jnp.where(s.done | finite, s.not_finite, context.length - s.prompt_length),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ def beams(
   widths: Sequence[int] = (1, 2, 4, 8),
   factors: Sequence[int] = (1, 2),
   gammas: Sequence[int] = (1, 2, 3, 4, 5, 6),
+  nodes: int | None = None,
   length_penalty: float = 0.6,
   batch_size: int = 1,
   max_new_tokens: int = 64,
@@ -49,6 +51,7 @@ def beams(
     widths: beams.
     factors: how many times as many beams a draft has.
     gammas: steps that a draft guesses.
+    nodes: that a pass of the target reads at most, as of `Pair.beam_searcher`.
     length_penalty: of scores.
     batch_size: texts searched for together.
     max_new_tokens: limit for a text.
@@ -80,11 +83,11 @@ def beams(
   with records.open_results(output_dir) as results, Progress() as bar:
     for width in bar.track(widths, description="beams"):
       own = dataclasses.replace(setting, beams=width, length_penalty=length_penalty)
-      settings = [
-        dataclasses.replace(own, draft_beams=factor * width, gamma=gamma)
-        for factor in factors
-        for gamma in gammas
-      ]
+      settings = []
+      for of_draft, gamma in itertools.product([factor * width for factor in factors], gammas):
+        _, draft, *_ = pair.beam_searcher(width, gamma, of_draft, nodes=nodes).args
+        of_one = dict(draft_beams=of_draft, gamma=gamma, dynamic_nodes=draft.num_nodes(width))
+        settings.append(dataclasses.replace(own, **of_one))
       asked += settings
       if todo := records.missing(results, settings):
         for record in _measure(pair, prompts, len(texts), todo, repeats, references):
@@ -110,7 +113,9 @@ def _measure(
   """Of one width: plain search and each of `todo`, prompt by prompt."""
   width, penalty = todo[0].beams or 1, todo[0].length_penalty or 0.0
   searchers = [pair.beam_searcher(width, 0, None, penalty)]
-  searchers += [pair.beam_searcher(width, r.gamma, r.draft_beams, penalty) for r in todo]
+  searchers += [
+    pair.beam_searcher(width, r.gamma, r.draft_beams, penalty, r.dynamic_nodes) for r in todo
+  ]
   limit = todo[0].max_new_tokens or 1
   found: list[list[Found]] = [[] for _ in searchers]
   seconds = []  # of each search, and of reading the source for it

@@ -45,6 +45,7 @@ def translate(
   tree: Sequence[int] | Literal["auto"] | None = None,
   beams: int | None = None,
   draft_beams: int | None = None,
+  nodes: int | None = None,
   length_penalty: float = 0.6,
 ) -> None:
   """Translate each line of a file, or with a decoder-only model continue it.
@@ -68,6 +69,7 @@ def translate(
     beams: search for the likeliest text with so many beams, by t5x's rules (`beams.beam_search`);
       gamma is then how many steps the draft guesses.
     draft_beams: of the draft; as many unless told.
+    nodes: that a pass of that search reads at most, as of `pairs.Pair.beam_searcher`.
     length_penalty: of that search.
 
   Raises:
@@ -89,7 +91,7 @@ def translate(
         "A beam search samples nothing, and its draft guesses gamma steps; with beams leave the "
         "temperature at 0 and the tree unset, and give gamma as a number."
       )
-    search = pair.beam_searcher(beams, gamma, draft_beams, length_penalty)
+    search = pair.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
     decode = lambda prompt, rng, **how: best(jax.device_get(search(prompt, **how)))
   notes = Console(stderr=True, markup=False)
   require_count("num_texts", num_texts)

@@ -100,7 +100,12 @@ class Pair(NamedTuple):
     return functools.partial(speculative_decode, *models, rule=rule, eos_id=eos_id)
 
   def beam_searcher(
-    self, width: int, gamma: int, draft_width: int | None = None, length_penalty: float = 0.6
+    self,
+    width: int,
+    gamma: int,
+    draft_width: int | None = None,
+    length_penalty: float = 0.6,
+    nodes: int | None = None,
   ) -> functools.partial[Found]:
     """(prompt [B, P], *, max_new_tokens) -> Found, as `beams` has them.
 
@@ -110,6 +115,8 @@ class Pair(NamedTuple):
       draft_width: beams of a draft that is a model; as many as `width` unless told. Of other drafts
         each beam has the chain that they guess for a text.
       length_penalty: as of `beams.beam_search`.
+      nodes: that a pass of the target reads at most; all that a draft that is a model guesses
+        unless told, but on a CPU, where each costs time, 8 or what one step's guesses need.
 
     Raises:
       InputError: the target is told its acceptance rate, or the draft reads the target's cache.
@@ -127,7 +134,10 @@ class Pair(NamedTuple):
       )
     beams: BeamDraft = TreeBeams(draft)
     if isinstance(draft, ModelDraft):
-      beams = ModelBeams(draft, draft_width or width)
+      of_draft = draft_width or width
+      if nodes is None and jax.default_backend() == "cpu":
+        nodes = max(8, width + of_draft)
+      beams = ModelBeams(draft, of_draft, nodes)
     models = self.target, beams, self.target_params, self.draft_params
     return functools.partial(speculative_beam_search, *models, **how)
 

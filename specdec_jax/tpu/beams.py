@@ -27,6 +27,7 @@ def beam_programs(
   *,
   width: int = 4,
   draft_width: int = 4,
+  nodes: int | None = None,
   gamma: int = 7,
   batch_size: int = 1,
   source_tokens: int = 128,
@@ -50,8 +51,8 @@ def beam_programs(
   site = Site(devices)
   p = PartitionedModel(model_of(target), site.mesh)
   q = PartitionedModel(model_of(draft), site.mesh, REPLICATED)
-  own = ModelBeams(ModelDraft(q, Sampling(temperature=0.0), chain(gamma)), draft_width)
-  own.num_guesses(width)
+  own = ModelBeams(ModelDraft(q, Sampling(temperature=0.0), chain(gamma)), draft_width, nodes)
+  own.num_nodes(width)
   p_params, q_params = site.params(target, RULES), site.params(draft, REPLICATED)
   prompt = site.array((batch_size, source_tokens), jnp.int32)
 
