@@ -17,6 +17,7 @@ from specdec_jax.beams import (
   ModelBeams,
   TreeBeams,
   beam_search,
+  entries,
   forest,
   search,
   speculative_beam_search,
@@ -229,6 +230,34 @@ def test_what_an_anchored_decoder_is_told_goes_with_its_beam():
   assert not (np.array(guesses) == never).any() and len({tuple(each[0]) for each in guesses}) > 2
 
 
+def test_the_target_reads_nothing_twice(monkeypatch):
+  """Of a text that was read, whether guessed or live, no later pass reads the last token again."""
+  case, (draft, draft_params) = t5(), DRAFTS["twice as wide"](t5())
+  models, traced = (case.target, draft, case.params, draft_params), []
+
+  def recorded(context, trees, *how):
+    read = forest.of_round(context, trees, *how)
+    kept = context.kept.tokens.shape[1]
+    traced.append((context.tokens, context.length, context.known, trees, read.entries - kept))
+    return read
+
+  monkeypatch.setattr(search, "of_round", recorded)
+  a_round = jax.jit(lambda s: (search.one_round(*models, 0.6, EOS, s), s.done, traced.pop()))
+  state, read, ahead = search.start(*models, case.prompt, 3, LIMIT), [[] for _ in case.prompt], 0
+  for at in range(5):
+    state, done, (tokens, length, known, trees, entries) = a_round(state)
+    for row in np.flatnonzero(~done):
+      nodes = [tuple(text[: length[row]].tolist()) for text in tokens[row]]
+      for token, parent in zip(trees.tokens[row].tolist(), trees.parents[row].tolist()):
+        nodes.append((*nodes[parent], token))
+      new = [text for text, entry in zip(nodes, entries[row]) if entry >= 0]
+      read[row] += new if at else set(new)  # all beams begin as one text
+      ahead += int((known[row] >= 0).sum())
+  for texts in read:
+    assert len(texts) == len(set(texts))
+  assert ahead > 9, "too little was read ahead to tell anything"
+
+
 def test_rows_depend_on_no_neighbour():
   case, draft = t5(), DRAFTS["as wide"](t5())
   whole, some = speculate(case, draft), speculate(case, draft, rows=[4, 2])
@@ -245,6 +274,10 @@ def test_a_beam_is_wider_than_a_vocabulary_only_in_error():
     (
       lambda: speculate(t5(), (ModelBeams(guessing(t5().draft, 2), 2), t5().draft_params)),
       "2 beams",
+    ),
+    (
+      lambda: speculate(t5(), (ModelBeams(guessing(t5().draft, 2), 3, 2), t5().draft_params)),
+      "A pass reads 2 nodes, fewer than the search has beams",
     ),
     (
       lambda: speculate(
@@ -307,14 +340,28 @@ def parents_mixed_up(beams, tokens, sums, *how):
 
 def drafts_scores(logits, hidden, read, context, depth):
   """Guesses keep a score that is not the target's."""
-  entries = forest.entries_read(logits, hidden, read, context, depth)
+  new = forest.entries_read(logits, hidden, read, context, depth)
   guessed = (read.nodes >= context.newest.shape[1])[..., None]
-  return entries._replace(sums=entries.sums + 0.01 * guessed)
+  return new._replace(sums=new.sums + 0.01 * guessed)
+
+
+def kept_mixed_up(read, *how):
+  """What is kept of one text is taken for another's."""
+  kept, *numbers = entries.keep(read, *how)
+  return kept._replace(sums=jnp.roll(kept.sums, 1, axis=1)), *numbers
+
+
+def kept_elsewhere(read, *how):
+  """What is kept is looked for in the cache where another lies."""
+  kept, known, were = entries.keep(read, *how)
+  return kept, known, jnp.flip(were, axis=1)
 
 
 @pytest.mark.parametrize(
   "name, fault",
   [
+    ("keep", kept_mixed_up),
+    ("keep", kept_elsewhere),
     ("step", top_w),
     ("step", eos_forgotten),
     ("step", parents_mixed_up),

@@ -2,8 +2,9 @@
 
 A row's cache begins with its prompt, less the newest token, as any. Behind it lie w slots that
 nothing sees, then w a step: the live beams, in their order. What a beam's newest token sees goes
-with it from step to step, as a mask of slots; so nothing moves when beams change places. Guesses
-that come to stand do, from where a round wrote them to the places of their steps.
+with it from step to step, as a mask of slots; so nothing moves when beams change places. Last lie
+the entries: what the target has read ahead, and then what a pass reads. After it those that came to
+stand go to the places of their steps, and those that may yet (`entries`) right behind.
 
 Axes: B batch, w beams, n nodes, T slots.
 """
@@ -46,3 +47,12 @@ def move(model: Model, cache: Any, nodes: Array) -> Any:
   """The cache with nodes [B, n] of those behind what it holds at the first places there."""
   first = model.commit(cache, cache.length - 1)
   return model.commit(first, cache.length, path=nodes + 1)
+
+
+def joined(first: Array, count: Array, second: Array) -> Array:
+  """[B, m + n]: of `first` [B, m] each row's `count` [B], and `second` [B, n] right behind."""
+  size, skipped = first.shape[1], first.shape[1] - count[:, None]
+  number = jnp.arange(size + second.shape[1])
+  at = jnp.where(number < count[:, None], number, number + skipped)
+  both = jnp.concatenate([first, second], axis=1)
+  return jnp.take_along_axis(both, jnp.minimum(at, number[-1]), axis=1)

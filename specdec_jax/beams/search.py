@@ -20,7 +20,7 @@ from jax import Array, lax
 from specdec_jax.beams.drafts import BeamDraft, NoBeams
 from specdec_jax.beams.entries import Entries, child, join, keep, nothing, of
 from specdec_jax.beams.forest import BeamContext, entries_read, of_round
-from specdec_jax.beams.layout import move, own_slots, places, slot_of_newest
+from specdec_jax.beams.layout import joined, move, own_slots, places, slot_of_newest
 from specdec_jax.beams.step import Beams, begin, best_first, ended, step
 from specdec_jax.decoding import last_hidden
 from specdec_jax.errors import InputError, require_count
@@ -301,12 +301,9 @@ def one_round(
   made, slot = live.beams.length - context.length, slot_of(live.beams)
   known = child(entries, live.follows, live.newest)
   kept, known, were = keep(entries, known, num_kept, draft.depth)
-  if num_kept:
-    number, num_stood = jnp.arange(stood.shape[1] + num_kept), made[:, None] * width
-    order = jnp.where(number < num_stood, number, number - num_stood + stood.shape[1])
-    of_order = jnp.concatenate([of(read.entries, stood), were], axis=1)
-    order = of(of_order, jnp.minimum(order, number[-1]))
-    cache = move(target, target.commit(cache, context.slot), order)
+  if num_kept:  # else the newest tokens lie where they are to
+    path = joined(of(read.entries, stood), made * width, were)
+    cache = move(target, target.commit(cache, context.slot), path)
   return s._replace(
     done=s.done | ended(live.beams, s.limit, length_penalty) | ~finite,
     live=live,
