@@ -444,3 +444,9 @@ def test_it_is_measured_over_plain_search(tmp_path, capsys):
   commands.beams(pair, texts, str(tmp_path), **how, repeats=1)
   assert len(records.read(str(tmp_path / "results.jsonl"))) == 2, "none is measured twice"
   assert "speedup" in capsys.readouterr().out
+  counted = tmp_path / "counted"
+  commands.beams(pair, texts, str(counted), **how, repeats=0, references=texts)
+  for told, r in zip(records.read(str(counted / "results.jsonl")), measured, strict=True):
+    same = "identical", "rounds", "tokens_per_round", "num_tokens", "quality", "dynamic_nodes"
+    assert [getattr(told, name) for name in same] == [getattr(r, name) for name in same]
+    assert told.speedup is None

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from rich.console import Console
 
 from specdec_jax import records
@@ -71,12 +73,8 @@ def beams(
     raise InputError(f"There are {len(texts)} texts but {len(references)} references.")
   limits = batch_size, max_new_tokens, 0, 1.0
   (setting,) = settings_to_measure(pair, texts, [Sampling(temperature=0.0)], [1], *limits)
-  width = None  # timed, each prompt is as short as it can be
-  if not repeats:  # counted, all have one program, and those that end together go together
-    width = pair.prompt(texts).shape[1]
-    order = sorted(range(len(texts)), key=lambda i: len(pair.encode(texts[i])))
-    texts = [texts[i] for i in order]
-    references = references and [references[i] for i in order]
+  # Timed, each prompt is as short as it can be; counted, all have one program.
+  width = None if repeats else pair.prompt(texts).shape[1]
   batches = [[*texts[at : at + batch_size]] for at in range(0, len(texts), batch_size)]
   prompts = [pair.prompt(batch + batch[:1] * (batch_size - len(batch)), width) for batch in batches]
   asked: list[Record] = []
@@ -117,6 +115,9 @@ def _measure(
     pair.beam_searcher(width, r.gamma, r.draft_beams, penalty, r.dynamic_nodes) for r in todo
   ]
   limit = todo[0].max_new_tokens or 1
+  if not repeats:
+    prompts, order = _as_they_end(searchers[0], prompts, num_texts, limit)
+    references = references and [references[i] for i in order]
   found: list[list[Found]] = [[] for _ in searchers]
   seconds = []  # of each search, and of reading the source for it
   for prompt in prompts:
@@ -164,6 +165,17 @@ def _measure(
       )
     measured.append(record)
   return measured
+
+
+def _as_they_end(
+  search: functools.partial[Found], prompts: Sequence[Any], num_texts: int, limit: int
+) -> tuple[list[Array], np.ndarray]:
+  """Prompts of as many rows, those together that end together, and the order of their rows."""
+  steps = [search(prompt=prompt, max_new_tokens=limit).steps.sum(axis=0) for prompt in prompts]
+  order = np.argsort(np.concatenate(steps)[:num_texts], kind="stable")
+  rows, size = np.concatenate(prompts)[order], len(prompts[0])
+  rows = np.concatenate([rows, np.repeat(rows[:1], -len(rows) % size, axis=0)])
+  return [jnp.asarray(rows[at : at + size]) for at in range(0, len(rows), size)], order
 
 
 def compare(plain: Found, other: Found) -> tuple[np.ndarray, np.ndarray]:
