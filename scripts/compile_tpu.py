@@ -53,7 +53,10 @@ def main() -> None:
   )
   parser.add_argument("--gamma", type=int, default=7, help="guesses in a round (7); a tree's depth")
   parser.add_argument(
-    "--nodes", type=int, default=0, help="a tree of so many (0, the default: a chain)"
+    "--nodes",
+    type=int,
+    default=0,
+    help="a tree of so many (0, the default: a chain); of beams those that a pass reads (0: all)",
   )
   parser.add_argument(
     "--ranks",
