@@ -26,7 +26,7 @@ from specdec_jax.tpu.beams import beam_programs
 from specdec_jax.trees import Tree
 from specdec_jax.writing import written
 
-_NOT_SETTINGS = "format", "output"
+_NOT_SETTINGS = "format", "output", "no_loops"
 
 
 def main() -> None:
@@ -77,6 +77,9 @@ def main() -> None:
   parser.add_argument(
     "--fused", action="store_true", help="parameters as for_decoding lays them out; one chip"
   )
+  parser.add_argument(
+    "--no_loops", action="store_true", help="only the parts of a round, in a third of the time"
+  )
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
   parser.add_argument("--output", help="a file for the report as JSON")
   args = parser.parse_args()
@@ -93,7 +96,7 @@ def main() -> None:
       draft = sized(args.draft)
     chip, devices = tpu_compile.described(args.topology)
     gamma: int | Tree = args.gamma
-    if args.nodes:
+    if args.nodes and not args.beams:
       gamma = best_tree([float(x) for x in args.ranks.split(",")], args.nodes, args.gamma)
     sizes = dict(
       batch_size=args.batch_size,
@@ -116,6 +119,8 @@ def main() -> None:
         draft_rules=RULES if args.cut_draft else REPLICATED,
         **sizes,
       )
+    if args.no_loops:
+      programs = {name: one for name, one in programs.items() if name not in examine.LOOPS}
     report = examine.report(programs, gamma)
     settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "specdec_jax")}
