@@ -84,7 +84,8 @@ def beams(
       settings = []
       for of_draft, gamma in itertools.product([factor * width for factor in factors], gammas):
         _, draft, *_ = pair.beam_searcher(width, gamma, of_draft, nodes=nodes).args
-        of_one = dict(draft_beams=of_draft, gamma=gamma, dynamic_nodes=draft.num_nodes(width))
+        most = draft.num_nodes(width) if gamma else width
+        of_one: dict[str, Any] = dict(draft_beams=of_draft, gamma=gamma, dynamic_nodes=most)
         settings.append(dataclasses.replace(own, **of_one))
       asked += settings
       if todo := records.missing(results, settings):
