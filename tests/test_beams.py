@@ -441,6 +441,10 @@ def test_it_is_measured_over_plain_search(tmp_path, capsys):
       r.tokens_per_round * r.target_step_ms / r.round_ms
     )
     assert r.quality == r.baseline_quality and r.num_examples == 5
+  plainly = tmp_path / "plainly"
+  commands.beams(pair, texts, str(plainly), **how | dict(factors=[1], gammas=[0]), repeats=0)
+  (r,) = records.read(str(plainly / "results.jsonl"))
+  assert (r.gamma, r.dynamic_nodes, r.tokens_per_round, r.identical) == (0, 2, 1.0, True)
   commands.beams(pair, texts, str(tmp_path), **how, repeats=1)
   assert len(records.read(str(tmp_path / "results.jsonl"))) == 2, "none is measured twice"
   assert "speedup" in capsys.readouterr().out
