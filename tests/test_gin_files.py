@@ -105,6 +105,21 @@ def test_a_head_names_what_can_be_set(path):
   assert named("Commonly overridden") or {"WORK_DIR", "DATA"} & there.keys() or not there
 
 
+@pytest.mark.parametrize("name", ["drafts", "learned_drafts"])
+def test_runs_with_acceptance_rules_can_be_sharded(name):
+  """Sharding rules and acceptance rules are macros of different names."""
+  try:
+    run.parse_gin([str(GIN / f"{file}.gin") for file in (f"runs/{name}", "models/sharded")], [], [])
+    sharding, acceptance = (
+      gin.query_parameter(f"{name}.rules").scoped_configurable_fn()
+      for name in ("partitioning.sharded", "drafts.compare_drafts")
+    )
+  finally:
+    gin.clear_config()
+  assert ("vocab", "model") in sharding
+  assert all(map(callable, acceptance))
+
+
 def test_the_checker_samples_at_a_temperature_that_is_not_1():
   """At 1 a q that forgets the temperature is right."""
   try:

@@ -497,6 +497,14 @@ def test_unknown_shapes_are_refused():
     tiny.config(padded_vocab_size=10)
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_version_given_as_a_number_is_the_same(version):
+  """A gin file has a number where the quotes were forgotten."""
+  assert t5_config("small", float(version)) == t5_config("small", version)
+  with pytest.raises(ValueError, match="version '1.2' is not known"):
+    t5_config("small", 1.2)
+
+
 def test_published_shapes_can_be_overridden():
   cfg = t5_config("small", dropout_rate=0.1, vocab_size=100, padded_vocab_size=None)
   assert isinstance(cfg, T5Config)

@@ -152,17 +152,24 @@ _SIZES = {
 }
 
 
-def t5_config(size: str, version: str = "1.1", **overrides) -> T5Config:
+def version_name(version: str | float) -> str:
+  """Return the name of a T5 version, which a gin file without quotes gives as a number."""
+  return version if isinstance(version, str) else str(float(version))
+
+
+def t5_config(size: str, version: str | float = "1.1", **overrides) -> T5Config:
   """The published shape of T5 `size`, in `version` '1.0' or '1.1'.
 
   Args:
     size: tiny (t5x's test model), small, base, large, xl (3B) or xxl (11B).
-    version: '1.0' (ReLU, logits tied to the embedding) or '1.1' (gated GELU, untied).
+    version: '1.0' (ReLU, logits tied to the embedding) or '1.1' (gated GELU, untied); the numbers
+      1.0 and 1.1 are accepted too.
     **overrides: fields of `T5Config` to set instead of the published ones.
 
   Raises:
     ValueError: an unknown size or version.
   """
+  version = version_name(version)
   if version not in _SIZES:
     raise InputError(f"T5 version {version!r} is not known; use '1.0' or '1.1'.")
   if size not in _SIZES[version]:
@@ -252,7 +259,7 @@ def gpt_config(size: str, family: str = "gpt_like", **overrides) -> GPTConfig:
   return dataclasses.replace(published, **overrides)
 
 
-def named_config(version: str, size: str, **overrides) -> T5Config | GPTConfig:
+def named_config(version: str | float, size: str, **overrides) -> T5Config | GPTConfig:
   """`t5_config` of a version, or `gpt_config` if that is the name of a family."""
   if version in _GPT_SIZES:
     return gpt_config(size, version, **overrides)

@@ -13,7 +13,7 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.errors import InputError, require_count, require_types
-from specdec_jax.models.config import GPTConfig, named_config, named_dtype
+from specdec_jax.models.config import GPTConfig, named_config, named_dtype, version_name
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pairs.load import EMBEDDED, laid_out
@@ -25,7 +25,7 @@ def random_pair(
   target: str,
   draft: str | Callable[[Vocabulary], Drafter | OnTarget],
   alpha: float,
-  version: str = "1.1",
+  version: str | float = "1.1",
   dtype: str = "float32",
   vocabulary: str = str(EMBEDDED / "vocabulary.model"),
   max_source_tokens: int = 128,
@@ -52,7 +52,7 @@ def random_pair(
   """
   require_types(random_pair, locals())
   require_count("max_source_tokens", max_source_tokens)
-  kind = named_dtype(dtype)
+  version, kind = version_name(version), named_dtype(dtype)
   words = open_vocabulary(vocabulary)
   config, target_params = _random(target, version, kind, words, shardings, kernels)
   if isinstance(draft, str):
@@ -82,7 +82,7 @@ def random_pair(
 def random_drafter(
   vocabulary: Vocabulary,
   size: str,
-  version: str = "1.1",
+  version: str | float = "1.1",
   dtype: str = "float32",
   inner_alpha: float | None = None,
   shardings: Shardings = None,
@@ -94,6 +94,7 @@ def random_drafter(
   guess by itself.
   """
   require_types(random_drafter, locals())
+  version = version_name(version)
   config, params = _random(size, version, named_dtype(dtype), vocabulary, shardings, kernels)
   model: Model = model_of(config)
   if inner_alpha is not None:

@@ -20,7 +20,7 @@ from specdec_jax.checkpoints.stored import param_shapes
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.measurement.speed import own_baseline
-from specdec_jax.models.config import T5Config, t5_config
+from specdec_jax.models.config import T5Config, t5_config, version_name
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pairs import EMBEDDED, Pair, load_pair
 from specdec_jax.protocols import Decoded
@@ -173,7 +173,7 @@ def random(
   target: str,
   draft: str,
   alpha: float,
-  version: str = "1.1",
+  version: str | float = "1.1",
   gammas: Sequence[int] = (5, 7),
   max_new_tokens: int = 64,
 ) -> Contest:
@@ -195,7 +195,7 @@ def random(
 
   def write(size: str) -> str:
     config = t5_config(size, version)
-    return _write(folder, f"t5_{version}_{size}", config, _random_params(config))
+    return _write(folder, f"t5_{version_name(version)}_{size}", config, _random_params(config))
 
   vocabulary, task = str(EMBEDDED / "vocabulary.model"), f"simulated, alpha {alpha:g}"
   extra_ids = t5_config(target, version).vocab_size - len(open_vocabulary(vocabulary))
