@@ -1,11 +1,17 @@
-"""How far a run is, on standard error: a bar on a terminal, elsewhere a line now and then."""
+"""How far a run is, on standard error: a bar on a terminal, elsewhere a line now and then.
+
+Each step is also where a run ends that was asked to (`interrupt.check`).
+"""
 
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from rich import progress
 from rich.console import Console
+
+from specdec_jax import interrupt
 
 EVERY = 30.0  # seconds between two lines
 
@@ -30,7 +36,13 @@ class Progress(progress.Progress):
     super().update(task_id, **fields)
     self._say(task_id)
 
+  def track(self, *args: Any, **settings: Any) -> Iterable:
+    for item in super().track(*args, **settings):
+      interrupt.check()
+      yield item
+
   def _say(self, task_id: progress.TaskID) -> None:
+    interrupt.check()
     now = time.monotonic()
     if self._silent or now - self._said < EVERY:
       return

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 import gin
 from absl import flags
 
-from specdec_jax import gin_files
+from specdec_jax import gin_files, interrupt
 from specdec_jax.compile_cache import keep_compiled, kept_in
 from specdec_jax.errors import InputError
 from specdec_jax.sentences import plainer, user_sentence
@@ -56,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
       --gin_search_paths, --jax_compilation_cache_dir, --debug.
 
   Returns:
-    Exit status: 0; 2 for bad input, told in one sentence on stderr; 130 if interrupted. Anything
-    else is a bug and raised.
+    Exit status: 0; 2 for bad input, told in one sentence on stderr; 130 after SIGINT and 143 after
+    SIGTERM (`interrupt`). Anything else is a bug and raised.
   """
   try:
     _fill_closed_streams()
@@ -76,9 +76,10 @@ def main(argv: Sequence[str]) -> int:
     gin.get_configurable(run)()
     sys.stdout.flush()
     return 0
-  except KeyboardInterrupt:
-    print("interrupted", file=sys.stderr)
-    return 130
+  except KeyboardInterrupt as error:
+    number = getattr(error, "number", signal.SIGINT)
+    print("interrupted" if number == signal.SIGINT else "terminated", file=sys.stderr)
+    return 128 + number
   except BrokenPipeError:  # whoever read our output has enough, as `| head` does
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
@@ -202,9 +203,9 @@ def _check_macros(new_macros: set[str], config) -> None:
 
 def command() -> None:
   """The command `specdec`."""
-  # As Ctrl-C does, it ends what is under way in order: no half of a file is left.
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-  sys.exit(main(sys.argv))
+  with interrupt.handled():
+    status = main(sys.argv)
+  sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""A measuring run that is killed and started again ends with the records of one left alone.
+"""Signals end a command, and a measuring run that is killed and started again loses nothing.
 
 Real runs of `measure` in processes of their own, killed with SIGKILL while they write. What a
 setting gives is made up (and slow), so that the runs can be compared; all else is what users run.
 """
 
 import dataclasses
+import os
 import pathlib
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 import tiny_pair
 
 from specdec_jax import records
@@ -72,3 +74,91 @@ def test_killed_and_started_again_it_ends_with_the_same_records(tmp_path, monkey
   ]
   assert len(both[0]) == 2 * len(GAMMAS) == len({records.key(r) for r in both[0]})
   assert both[0] == both[1]
+
+
+# Loops that a signal has to end. An exception in a callback of the collector is ignored by Python.
+LOOPS = """
+import ctypes, gc, time
+
+def collect():
+  gc.callbacks.append(lambda *_: [None] * 10)  # as jax's does, it runs a little Python
+  print("ready", flush=True)
+  while True:
+    gc.collect()
+
+def swallow():
+  print("ready", flush=True)
+  while True:
+    try:
+      time.sleep(60)
+    except BaseException:
+      print("swallowed", flush=True)
+
+def block():
+  mutex = ctypes.create_string_buffer(128)
+  lock = ctypes.CDLL(None).pthread_mutex_lock  # no signal ends it, and others run meanwhile
+  print("ready", flush=True)
+  lock(mutex), lock(mutex)
+"""
+
+
+def command(folder, *args) -> subprocess.Popen:
+  environment = os.environ | {"PYTHONPATH": f"{HERE.parent}{os.pathsep}{folder}"}
+  command = [sys.executable, "-m", "specdec_jax.run", "--jax_compilation_cache_dir=", *args]
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+  return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+
+def loop(folder, name: str) -> subprocess.Popen:
+  (folder / "loops.py").write_text(LOOPS)
+  (folder / "loop.gin").write_text(
+    "from __gin__ import dynamic_registration\nfrom specdec_jax import run\nimport loops\n"
+    f"run.run.experiment = @loops.{name}\n"
+  )
+  run = command(folder, "--gin_file=loop.gin")
+  assert run.stdout.readline() == b"ready\n", run.stderr.read().decode()
+  return run
+
+
+@pytest.mark.parametrize(
+  "number, said", [(signal.SIGTERM, b"terminated\n"), (signal.SIGINT, b"interrupted\n")]
+)
+def test_a_signal_during_garbage_collection_ends_the_command(tmp_path, number, said):
+  run = loop(tmp_path, "collect")
+  run.send_signal(number)
+  try:
+    assert run.communicate(timeout=60) == (b"", said)
+  finally:
+    run.kill()
+  assert run.returncode == 128 + number
+
+
+def test_a_second_signal_ends_a_command_that_swallows_the_first(tmp_path):
+  run = loop(tmp_path, "swallow")
+  run.terminate()
+  assert run.stdout.readline() == b"swallowed\n"
+  run.terminate()
+  assert run.wait(60) == -signal.SIGTERM
+
+
+def test_a_second_signal_ends_a_native_call(tmp_path):
+  run = loop(tmp_path, "block")
+  for _ in range(600):
+    run.terminate()
+    try:
+      assert run.wait(0.1) == 128 + signal.SIGTERM
+      break
+    except subprocess.TimeoutExpired:
+      pass
+  else:
+    run.kill()
+    pytest.fail("it did not end")
+
+
+def test_a_translation_that_waits_for_its_next_line_is_ended(tmp_path):
+  run = command(tmp_path, "translate", "--gin.OUTPUT='out.txt'", "--gin.GAMMA=0")
+  while not [*tmp_path.glob(".out.txt.*.part")] and run.poll() is None:
+    time.sleep(0.05)
+  run.terminate()
+  assert run.communicate(timeout=60)[1] == b"terminated\n"
+  assert run.returncode == 128 + signal.SIGTERM and not [*tmp_path.iterdir()]

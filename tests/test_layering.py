@@ -25,6 +25,7 @@ LAYERS = {
   "machine": set(),
   "writing": set(),
   "compile_cache": set(),
+  "interrupt": set(),
   "progress": {"rich"},
   "memory": JAX,
   "execution": {"numpy"},
@@ -65,7 +66,7 @@ ONLY = {
   "records": {"errors", "version", "writing", "record"},
   "reporting": {"errors", "version", "writing", "protocols", "theory", "record", "records"},
   "sentences": {"errors"},
-  "run": {"errors", "version", "compile_cache", "gin_files", "sentences"},
+  "run": {"errors", "version", "compile_cache", "gin_files", "interrupt", "sentences"},
 }
 
 CORE = ("xla_flags", "errors", "version", "memory", "writing", "sampling", "trees")

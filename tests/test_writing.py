@@ -140,7 +140,7 @@ def test_a_command_that_is_told_to_end_leaves_nothing():
   )
   assert run.stdout.readline() == b"ready\n", run.stderr.read().decode()
   run.terminate()
-  assert run.communicate(timeout=60) == (b"", b"")
+  assert run.communicate(timeout=60) == (b"", b"terminated\n")
   assert run.returncode == 128 + signal.SIGTERM and names() == ["hold.gin", "holding.py"]
 
 

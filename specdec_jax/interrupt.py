@@ -1,0 +1,104 @@
+"""SIGINT and SIGTERM end a command, whatever it is doing.
+
+Python ignores an exception that a signal handler raises inside a callback of the garbage collector
+(jax installs one), a finalizer or a callback of a weak reference: it goes to `sys.unraisablehook`
+and the program continues. `handled` therefore raises an ignored exception again, and keeps a flag
+for loops to `check`.
+"""
+
+import contextlib
+import fcntl
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_TOGETHER = 0.05  # seconds within which two signals count as one: `timeout` sends its signal twice
+_RETRY = 0.01  # seconds until an ignored exception is raised again
+
+_received: int | None = None
+
+
+class Interrupted(KeyboardInterrupt):
+  """A signal asked the command to end; `number` is the signal's."""
+
+  def __init__(self, number: int):
+    super().__init__(number)
+    self.number = number
+
+
+def check() -> None:
+  """Raise Interrupted in the main thread if a signal has asked the command to end."""
+  if _received is not None and threading.current_thread() is threading.main_thread():
+    raise Interrupted(_received)
+
+
+@contextlib.contextmanager
+def handled() -> Iterator[None]:
+  """Raise Interrupted in the main thread at the first SIGINT or SIGTERM.
+
+  A second signal ends the process at once, also inside a native call that has released the
+  interpreter, such as a running XLA program. A signal that was ignored before stays ignored.
+  """
+  numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+  for number in numbers:
+    signal.signal(number, _handle)
+  previous_hook = sys.unraisablehook
+
+  def hook(unraisable) -> None:
+    if isinstance(unraisable.exc_value, Interrupted):
+      gc.callbacks.clear()  # in a loop of collections the next signal would arrive in one again
+      signal.signal(signal.SIGALRM, lambda *_: check())
+      signal.setitimer(signal.ITIMER_REAL, _RETRY)
+    else:
+      previous_hook(unraisable)
+
+  sys.unraisablehook = hook
+  _watch(numbers)
+  try:
+    yield
+  finally:
+    _restore()
+
+
+def _handle(number: int, frame: object) -> None:
+  global _received
+  if _received is not None:
+    return  # the same signal once more, during the pause below
+  _received = number
+  time.sleep(_TOGETHER)
+  _restore()
+  raise Interrupted(number)
+
+
+def _restore() -> None:
+  for number in _SIGNALS:
+    if signal.getsignal(number) is _handle:
+      signal.signal(number, signal.SIG_DFL)
+
+
+def _watch(numbers: list[int]) -> None:
+  """Start a thread that ends the process at a second signal, should `_handle` not have run yet."""
+  pipe = os.pipe()
+  # A standard stream that is closed must not become one of them.
+  reader, writer = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in pipe)
+  for end in pipe:
+    os.close(end)
+  os.set_blocking(writer, False)
+  signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+  def watch() -> None:
+    first = None
+    while arrived := os.read(reader, 1):
+      if arrived[0] in numbers:
+        now = time.monotonic()
+        if first is None:
+          first = now
+        elif now - first > _TOGETHER:
+          os._exit(128 + arrived[0])
+
+  threading.Thread(target=watch, daemon=True).start()
