@@ -1,7 +1,6 @@
 """A pair is loaded whole or refused in a sentence; texts become prompts; fusing changes nothing."""
 
 import dataclasses
-import functools
 import os
 import subprocess
 import sys
@@ -15,10 +14,17 @@ import pytest
 import tiny
 import tiny_pair
 from flax import serialization
+from sentencepiece import sentencepiece_model_pb2
+from test_checkpoints_formats import write_hf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
 from specdec_jax.data.sentence_pieces import EOS_ID, SentencePieces
-from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.data.vocabularies import (
+  open_vocabulary,
+  open_vocabulary_of_model,
+  padded_size,
+)
 from specdec_jax.decoding import speculative_decode
 from specdec_jax.errors import InputError
 from specdec_jax.kernels import skinny
@@ -114,25 +120,103 @@ def test_checkpoints_of_t5x_and_orbax(tmp_path, path):
 
 
 def test_a_table_for_another_vocabulary_is_no_padding(tmp_path):
-  for rows in (64, 73, 256):
+  for rows in (64, 73, 384):
     config = tiny.config(vocab_size=rows, layers=1)
     save_model(str(tmp_path / f"{rows}"), config, tiny_pair.random_params(config, 0))
     with pytest.raises(InputError, match=f"{rows} tokens.* has 72, 0 extra_ids among them"):
       load(target=f"{rows}", folder=tmp_path)
 
 
-@pytest.mark.skipif(not (tiny.SHARED / "data").is_dir(), reason="shared data is not there")
-def test_t5s_own_vocabulary_has_100_sentinels():
-  data = tiny.SHARED / "data"
-  path = str(data / "t5x_testdata/test_t5_tiny.checkpoint_0")
-  load = functools.partial(
-    load_pair, target=path, draft=path, vocabulary=str(data / "t5_vocab/spiece.model")
-  )
-  pair = load(extra_ids=100)
+def write_words(path, num_pieces):
+  """Write a SentencePiece model of `num_pieces` pieces to a file."""
+  model = sentencepiece_model_pb2.ModelProto()
+  model.ParseFromString((tiny_pair.folder() / "vocabulary.model").read_bytes())
+  for i in range(num_pieces - len(model.pieces)):
+    model.pieces.add(piece=f"\u2581piece{i}", score=-20.0)
+  path.parent.mkdir(exist_ok=True)
+  path.write_bytes(model.SerializeToString())
+
+
+@pytest.mark.parametrize(
+  ("num_pieces", "rows", "extra_ids"),
+  [
+    (72, 72, 0),
+    (72, 128, 0),  # padded
+    (72, 172, 100),
+    (72, 256, 100),  # padded
+    (32000, 32128, 100),  # T5
+    (250100, 250112, 0),  # mT5, whose pieces include the sentinels
+    (72, 300, 0),  # another vocabulary, which `load_for` refuses
+  ],
+)
+def test_sentinels_are_counted_by_the_rows_of_the_table(tmp_path, num_pieces, rows, extra_ids):
+  path = tmp_path / "spiece.model"
+  write_words(path, num_pieces)
+  words = open_vocabulary_of_model(str(path), rows)
+  assert (words.extra_ids, len(words)) == (extra_ids, num_pieces + extra_ids)
+  assert open_vocabulary_of_model(str(path), rows, 3).extra_ids == 3
+
+
+def test_sentinels_that_a_vocabulary_has_are_not_added_again(tmp_path):
+  """Where the table has room for 100 more."""
+  path = tmp_path / "spiece.model"
+  write_words(path, 128 - 100)
+  model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+  model.pieces[-1].piece = "\u2581<extra_id_0>"
+  path.write_bytes(model.SerializeToString())
+  assert open_vocabulary_of_model(str(path), padded_size(len(model.pieces) + 100)).extra_ids == 0
+
+
+def t5_folder(path, rows):
+  """Write a T5 with that many rows as Hugging Face's folder."""
+  config = tiny.config(vocab_size=rows, layers=1)
+  return write_hf(path, config, tiny_pair.random_params(config, 0))
+
+
+def test_a_real_t5_loads_by_its_folder_alone(tmp_path):
+  """With spiece.model of 32,000 pieces and a table of 32,128 rows, as T5 and Flan-T5 have."""
+  folder = str(t5_folder(tmp_path / "hf", 32128))
+  write_words(tmp_path / "hf" / "spiece.model", 32000)
+  pair = load_pair(folder, folder)
   assert pair.target.vocab_size == 32100 == len(pair.vocabulary)
-  assert pair.target_params["token_embedder"]["embedding"].shape == (32128, 8)
+  assert pair.target_params["token_embedder"]["embedding"].shape == (32128, 16)
+  assert pair.vocabulary.path == f"{folder}/spiece.model"
   with pytest.raises(InputError, match="32128 tokens .* has 32000, 0 extra_ids .* has 100"):
-    load()
+    load_pair(folder, folder, extra_ids=0)
+
+
+def test_a_folder_with_only_tokenizer_json(tmp_path, capsys):
+  """Which is what transformers 5 saves: in Python and on the command line."""
+  write_words(tmp_path / "words" / "spiece.model", 72)
+  words = open_vocabulary(str(tmp_path / "words"), extra_ids=100)
+  folder = str(t5_folder(tmp_path / "hf", 256))
+  scores = [(piece, -float(i)) for i, piece in enumerate(words.all_pieces())]
+  tokenizer = Tokenizer(models.Unigram(scores, unk_id=2))
+  tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+  tokenizer.decoder = decoders.Metaspace()
+  tokenizer.save(f"{folder}/tokenizer.json")
+  pair = load_pair(folder, folder)
+  assert len(pair.vocabulary) == 172 == pair.target.vocab_size
+  with pytest.raises(InputError, match="extra_ids is 100, but .*tokenizer.json lists all"):
+    load_pair(folder, folder, extra_ids=100)
+  (tmp_path / "in.txt").write_text("A man\n")
+  files = [f"--gin_file=gin/{name}.gin" for name in ("runs/translate", "models/checkpoints")]
+  flags = dict(TARGET=folder, DRAFT=folder, INPUT=str(tmp_path / "in.txt"), MAX_NEW_TOKENS=2)
+  try:
+    flags = [f"--gin.{name}={value!r}" for name, value in flags.items()]
+    assert not main(["run", "--jax_compilation_cache_dir=", *files, *flags, "--gin.GAMMA=0"])
+  finally:
+    gin.clear_config()
+  assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_the_vocabulary_is_the_targets_own(tmp_path):
+  """In its folder, next to it for pairs of this project, and never the bundled pair's."""
+  names = dict(target=str(tiny_pair.folder() / "target"), draft=str(tiny_pair.folder() / "near"))
+  assert load_pair(**names).vocabulary.path == str(tiny_pair.folder() / "vocabulary.model")
+  folder = str(t5_folder(tmp_path / "hf", 4096))  # which is the bundled vocabulary's size
+  with pytest.raises(InputError, match="hf has no vocabulary with it; .* Give its file as vocab"):
+    load_pair(folder, folder)
 
 
 CUT = """
@@ -185,7 +269,7 @@ def test_public_checkpoints_by_gin(monkeypatch, capsys, family, xl):
     return open_folder(str(tiny_pair.folder() / "target"))
 
   monkeypatch.setattr("specdec_jax.pairs.load.open_checkpoint", open_checkpoint)
-  flags = ["--gin.TARGET=%XL", "--gin.EXTRA_IDS=0", "--gin.INPUT='gone.txt'"]
+  flags = ["--gin.TARGET=%XL", "--gin.INPUT='gone.txt'"]
   flags += [f"--gin.VOCABULARY={str(tiny_pair.folder() / 'vocabulary.model')!r}"]
   files = ["--gin_file=gin/runs/speedup.gin", f"--gin_file=gin/models/{family}.gin"]
   try:

@@ -192,8 +192,8 @@ def test_samplings(settings, sentence):
   [
     (dict(draft=None), "draft is None; it must be a text or a function."),
     (dict(target=5), "target is 5; it must be a text."),
-    (dict(vocabulary=5), "vocabulary is 5; it must be a text."),
-    (dict(extra_ids="x"), "extra_ids is 'x'; it must be a whole number."),
+    (dict(vocabulary=5), "vocabulary is 5; it must be a text"),
+    (dict(extra_ids="x"), "extra_ids is 'x'; it must be a whole number or 'auto'."),
     (dict(extra_ids=-1), "extra_ids is -1; it must be from 0 to 1000000 (T5's own has 100)."),
     (dict(extra_ids=10**9), "extra_ids is 1000000000; it must be from 0 to 1000000"),
     (dict(stored_weights="no"), "stored_weights is 'no'; it must be True or False."),

@@ -2,14 +2,16 @@
 
 import pathlib
 from collections.abc import Callable
+from typing import Literal
 
 import sacrebleu
 
 from specdec_jax.checkpoints.folder import load_model, save_model
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.commands.lessons import model_outputs, open_teacher, text_pairs
 from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.data.vocabularies import open_vocabulary, open_vocabulary_of_model
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.errors import InputError, require_count, require_types
@@ -164,7 +166,7 @@ def train_speculator(
   divergence: Divergence = "forward_kl",
   stride: int = 4,
   start: str | None = None,
-  extra_ids: int = 0,
+  extra_ids: int | Literal["auto"] = "auto",
 ) -> None:
   """Train a module on the target's states (`models.speculator`), resuming if it was stopped.
 
@@ -183,11 +185,12 @@ def train_speculator(
     stride: as in `training.speculators.speculator_objective`.
     start: folder of a model of the module's width, as a draft of the pair may be, that it begins
       with as far as it can (`training.speculators.begun_with`); None: at random.
-    extra_ids: as of `pairs.load_pair`; 100 with T5's own vocabulary.
+    extra_ids: as of `pairs.load_pair`.
   """
   require_types(train_speculator, locals())
   require_count("stride", stride)
-  words = open_vocabulary(vocabulary, extra_ids)
+  num_rows = open_checkpoint(target).config.vocab_size
+  words = open_vocabulary_of_model(vocabulary, num_rows, extra_ids)
   teacher = open_teacher(target, words, settings.model_parallel)
   path = pathlib.Path(lessons or f"{work_dir}/lessons.npz")
   pairs = teacher.lessons(path, data, sources, targets, samples, new_sources)

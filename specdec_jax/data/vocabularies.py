@@ -1,11 +1,18 @@
 """Vocabularies in files, opened by what their names say they are."""
 
 import pathlib
+from collections.abc import Sequence
+from typing import Literal
 
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_types
 
 _MOST_EXTRA_IDS = 1_000_000  # each is put in by itself: that takes seconds
+_T5_EXTRA_IDS = 100
+_TABLE_MULTIPLE = 128  # T5's tables have that many rows times some number: 32,128 for 32,100 tokens
+_HUGGING_FACE = "spiece.model", "tokenizer.json"
+_OURS = "vocabulary.model", "vocabulary.txt"
+_WITHOUT_EXTRA_IDS = ".txt", ".json"
 
 
 def open_vocabulary(path: str, extra_ids: int = 0) -> Vocabulary:
@@ -20,8 +27,7 @@ def open_vocabulary(path: str, extra_ids: int = 0) -> Vocabulary:
     raise InputError(
       f"extra_ids is {extra_ids}; it must be from 0 to {_MOST_EXTRA_IDS} (T5's own has 100)."
     )
-  for name in ("spiece.model", "tokenizer.json"):
-    path = str(file) if (file := pathlib.Path(path) / name).is_file() else path
+  path = _found([pathlib.Path(path) / name for name in _HUGGING_FACE]) or path
   if not pathlib.Path(path).is_file():
     raise InputError(
       f"There is no vocabulary at {path}; expected a SentencePiece model file, word pieces (.txt) "
@@ -29,8 +35,11 @@ def open_vocabulary(path: str, extra_ids: int = 0) -> Vocabulary:
     )
   # Each needs a package that the others do without.
   kind = pathlib.Path(path).suffix
-  if extra_ids and kind in (".txt", ".json"):
-    raise InputError(f"extra_ids is {extra_ids}; only SentencePiece's vocabularies have any.")
+  if extra_ids and kind in _WITHOUT_EXTRA_IDS:
+    raise InputError(
+      f"extra_ids is {extra_ids}, but {path} lists all of its tokens; only a SentencePiece model "
+      "takes more. Leave extra_ids out, or give 0."
+    )
   if kind == ".txt":
     from specdec_jax.data.word_pieces import WordPieces
 
@@ -42,3 +51,50 @@ def open_vocabulary(path: str, extra_ids: int = 0) -> Vocabulary:
   from specdec_jax.data.sentence_pieces import SentencePieces
 
   return SentencePieces(path, extra_ids)
+
+
+def open_vocabulary_of_model(
+  path: str, num_rows: int, extra_ids: int | Literal["auto"] = "auto"
+) -> Vocabulary:
+  """Open the vocabulary of a model whose embedding table has `num_rows` rows.
+
+  Args:
+    path: as for `open_vocabulary`.
+    num_rows: of the table, which may be padded (`padded_size`).
+    extra_ids: number of sentinels to add. 'auto' adds T5's 100 to a SentencePiece model that has
+      none if the table has room for them: 32,128 rows are those of 32,000 pieces and 100 sentinels.
+
+  Raises:
+    InputError: as `open_vocabulary`.
+  """
+  if extra_ids != "auto":
+    return open_vocabulary(path, extra_ids)
+  words = open_vocabulary(path)
+  if pathlib.Path(words.path).suffix in _WITHOUT_EXTRA_IDS:
+    return words
+  size = len(words) + _T5_EXTRA_IDS
+  if num_rows not in (size, padded_size(size)):
+    return words
+  if any("<extra_id_0>" in piece for piece in words.all_pieces()):  # as in mT5's
+    return words
+  return open_vocabulary(words.path, _T5_EXTRA_IDS)
+
+
+def padded_size(num_tokens: int) -> int:
+  """Return the number of rows that T5's tables have for a vocabulary of `num_tokens` tokens."""
+  return -(-num_tokens // _TABLE_MULTIPLE) * _TABLE_MULTIPLE
+
+
+def find_vocabulary(folder: str) -> str | None:
+  """Return the path of the vocabulary of the model in `folder`, or None if it has none.
+
+  Hugging Face keeps it in the folder. This project's own pairs share the one next to theirs.
+  """
+  inside = pathlib.Path(folder)
+  beside = [inside.parent / name for name in _OURS]
+  return _found([*(inside / name for name in (*_HUGGING_FACE, *_OURS)), *beside])
+
+
+def _found(files: Sequence[pathlib.Path]) -> str | None:
+  """The first of the files that exists."""
+  return next((str(file) for file in files if file.is_file()), None)

@@ -15,6 +15,7 @@ from specdec_jax.pairs.load import (
   asset,
   load_pair,
   model_drafter,
+  vocabulary_of,
 )
 from specdec_jax.pairs.pair import Pair, judge, rule_name
 from specdec_jax.pairs.random_weights import random_drafter, random_pair
@@ -42,4 +43,5 @@ __all__ = [
   "speculator",
   "stopping_draft",
   "tree_draft",
+  "vocabulary_of",
 ]

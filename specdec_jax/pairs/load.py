@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,11 @@ import jax.numpy as jnp
 from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint
 from specdec_jax.checkpoints.stored import Checkpoint, Shardings, param_shapes
-from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.data.vocabularies import (
+  find_vocabulary,
+  open_vocabulary_of_model,
+  padded_size,
+)
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.errors import InputError, require_count, require_types
@@ -26,8 +30,6 @@ from specdec_jax.protocols import Drafter, OnTarget, Rule, made_for
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 
-_TABLE_MULTIPLE = 128  # T5's tables have that many rows times some number: 32,128 for 32,100 tokens
-
 ASSETS = pathlib.Path(__file__).parents[1] / "assets"
 EMBEDDED = ASSETS / "multi30k_ende"
 
@@ -35,11 +37,11 @@ EMBEDDED = ASSETS / "multi30k_ende"
 def load_pair(
   target: str = str(EMBEDDED / "target"),
   draft: str | Callable[[Vocabulary], Drafter | OnTarget] = str(EMBEDDED / "draft"),
-  vocabulary: str = str(EMBEDDED / "vocabulary.model"),
+  vocabulary: str | None = None,
   task: str = "multi30k_ende",
   dtype: str = "float32",
   max_source_tokens: int = 128,
-  extra_ids: int = 0,
+  extra_ids: int | Literal["auto"] = "auto",
   shardings: Shardings = None,
   draft_shardings: Shardings = None,
   kernels: str = "auto",
@@ -53,13 +55,15 @@ def load_pair(
       or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`.
     draft: checkpoint of the draft, a model or what was trained on this target's states
       (`train_speculator`); or a function that makes one for a vocabulary.
-    vocabulary: its file, a Hugging Face folder or name that has one; see `open_vocabulary`.
+    vocabulary: its file, a Hugging Face folder or name that has one; see `open_vocabulary`. By
+      default the target's own: that in its folder, or for pairs of this project the one next to it.
     task: name for records.
     dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU and bfloat16 elsewhere. On a CPU
       bfloat16 is half of what is read and faster if the processor multiplies it (AVX512-BF16), and
       slower if not.
     max_source_tokens: limit for a source, EOS counted.
-    extra_ids: sentinels after the pieces of the vocabulary; T5's has 100.
+    extra_ids: sentinels after the pieces of the vocabulary. 'auto' adds T5's 100 if the target's
+      table has room for them; see `open_vocabulary_of_model`.
     shardings: of the target's parameters: a function from the tree of their shapes to one of
       `jax.sharding.Sharding`. Parameters that are cut are not laid out for decoding, since the cuts
       would go across the matrices that it puts side by side.
@@ -78,9 +82,13 @@ def load_pair(
   require_types(load_pair, locals())
   require_count("max_source_tokens", max_source_tokens)
   dtype = _of_device(dtype)
-  words = open_vocabulary(hub.here(vocabulary, hub.VOCABULARY), extra_ids)
+  of_target = open_checkpoint(target)
+  file = vocabulary_of(target) if vocabulary is None else hub.here(vocabulary, hub.VOCABULARY)
+  words = open_vocabulary_of_model(file, of_target.config.vocab_size, extra_ids)
   load = functools.partial(load_for, words=words, dtype=dtype, kernels=kernels)
-  config, target_params = load("target", target, shardings=shardings, stored_weights=stored_weights)
+  config, target_params = load(
+    "target", target, shardings=shardings, stored_weights=stored_weights, opened=of_target
+  )
   opened = None
   if not callable(draft):
     opened = open_checkpoint(draft)
@@ -152,6 +160,17 @@ def laid_out(config: Config, shardings: Shardings, kernels: str) -> Config:
   return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
 
 
+def vocabulary_of(target: str) -> str:
+  """The path of the vocabulary that belongs to a target; raises InputError if there is none."""
+  found = find_vocabulary(hub.here(target, hub.VOCABULARY))
+  if found is None:
+    raise InputError(
+      f"The target {target} has no vocabulary with it; expected spiece.model or tokenizer.json in "
+      "its folder. Give its file as vocabulary (VOCABULARY on the command line)."
+    )
+  return found
+
+
 def _of_device(dtype: str) -> str:
   """'auto' as `load_pair` has it."""
   here = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -184,7 +203,7 @@ def load_for(
     )
   config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
   size, rows = len(words), config.vocab_size
-  if rows == -(-size // _TABLE_MULTIPLE) * _TABLE_MULTIPLE:
+  if rows == padded_size(size):
     config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=rows)
   elif rows != size:
     raise InputError(

@@ -22,7 +22,7 @@ from specdec_jax.errors import InputError, require_types
 from specdec_jax.measurement.speed import own_baseline
 from specdec_jax.models.config import T5Config, t5_config, version_name
 from specdec_jax.models.simulated import SimulatedModel
-from specdec_jax.pairs import EMBEDDED, Pair, load_pair
+from specdec_jax.pairs import EMBEDDED, Pair, load_pair, vocabulary_of
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
 
@@ -122,9 +122,9 @@ def trained(
   texts: Sequence[str],
   target: str = str(EMBEDDED / "target"),
   draft: str = str(EMBEDDED / "draft"),
-  vocabulary: str = str(EMBEDDED / "vocabulary.model"),
+  vocabulary: str | None = None,
   task: str = "multi30k_ende",
-  extra_ids: int = 0,
+  extra_ids: int | Literal["auto"] = "auto",
   gammas: Sequence[int] = (5, 10),
   temperatures: Sequence[float] = (0.0, 1.0),
   max_new_tokens: int = 64,
@@ -141,7 +141,7 @@ def trained(
     draft: checkpoint of M_q.
     vocabulary: of both.
     task: name for records.
-    extra_ids: sentinels of the vocabulary.
+    extra_ids: of the vocabulary, as for `pairs.load_pair`.
     gammas: as in `Contest`, like what follows.
     temperatures: likewise; 0 alone with beams.
     max_new_tokens: likewise.
@@ -161,6 +161,7 @@ def trained(
     params = stored.load(stored.config, jnp.bfloat16 if halved else jnp.float32)
     return _write(folder, name, stored.config, params)
 
+  vocabulary = vocabulary or vocabulary_of(target)
   target, draft = write("target", target), write("draft", draft)
   pairs = _pairs(target, learned or draft, vocabulary, task, extra_ids)
   limits = gammas, temperatures, max_new_tokens, beams, draft_beams
@@ -209,7 +210,9 @@ def random(
   return Contest(pairs, target, draft, alpha, texts, gammas, (0.0,), max_new_tokens)
 
 
-def _pairs(target: str, draft: str, vocabulary: str, task: str, extra_ids: int) -> tuple[Pair, ...]:
+def _pairs(
+  target: str, draft: str, vocabulary: str, task: str, extra_ids: int | Literal["auto"]
+) -> tuple[Pair, ...]:
   """As `load_pair`, with float32 weights and with those that are stored, if that is another."""
   load = functools.partial(load_pair, target, draft, vocabulary, task, extra_ids=extra_ids)
   widened, stored = load(), load(stored_weights=True)
