@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _TOGETHER = 0.05  # seconds within which two signals count as one: `timeout` sends its signal twice
@@ -81,7 +81,7 @@ def _restore() -> None:
       signal.signal(number, signal.SIG_DFL)
 
 
-def _watch(numbers: list[int]) -> None:
+def _watch(numbers: Sequence[int]) -> None:
   """Start a thread that ends the process at a second signal, should `_handle` not have run yet."""
   pipe = os.pipe()
   # A standard stream that is closed must not become one of them.
