@@ -85,9 +85,10 @@ class Record:
     baseline_pass_ms: a pass of the target in the baseline's decoding, all its time shared out.
     baseline_tokens_per_s: total tokens / total seconds.
     speculative_tokens_per_s: total tokens / total seconds.
-    speedup: total seconds / total seconds.
-    speedup_low: the same in the worst of the repeats, where these are told apart.
-    speedup_high: in the best.
+    speedup: total seconds / total seconds, with the median of the repeats for each text.
+    speedup_low: lowest value of the same ratio over all repeats and over each of them alone; None
+      for a single repeat. Old records leave out the former.
+    speedup_high: highest value.
     total_variation: between the target's distribution and that of a token guessed and judged,
       averaged over alpha's text: what lenience changes; 0 up to rounding at lenience 1.
     identical: whether the outputs are the baseline's, token for token; of a beam search all texts
@@ -194,6 +195,15 @@ class Record:
   def num_nodes(self) -> int:
     """Of a round, the newest token counted."""
     return self.dynamic_nodes or len(self.tree or range(self.gamma)) + 1
+
+  @property
+  def speedup_range(self) -> tuple[float, float] | None:
+    """Lowest and highest speedup of the repeats, around `speedup`; None if there is only one."""
+    if self.speedup is None or self.speedup_low is None or self.speedup_high is None:
+      return None
+    if self.speedup_low == self.speedup_high:
+      return None
+    return min(self.speedup_low, self.speedup), max(self.speedup_high, self.speedup)
 
   @property
   def device(self) -> str:

@@ -201,6 +201,16 @@ def test_gammas_that_repeats_do_not_tell_apart_share_the_best():
   assert "1.83×" in sentence and "(gamma 5 [1.80,1.88]; gamma 4 cannot be told from it)" in sentence
 
 
+@pytest.mark.parametrize(
+  "low, high, shown",
+  [(1.9, 2.0, "2.06 [1.90,2.06]"), (2.06, 2.06, "2.06"), (None, None, "2.06")],
+)
+def test_a_bracket_holds_its_number(low, high, shown):
+  """Old records have ranges that do not, and those of one repeat."""
+  page = parsed([dataclasses.replace(RECORD, speedup=2.06, speedup_low=low, speedup_high=high)])
+  assert cells(page)[0][2] == shown
+
+
 def test_charts_beside_each_other_have_one_scale():
   page = parsed([*SWEEP, dataclasses.replace(OTHER, speedup=5.5)])
   levels = [[n.text for n in figure.all("text", "end")] for figure in page.all("figure")[:2]]

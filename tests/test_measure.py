@@ -292,6 +292,14 @@ def test_speedup_is_totals_over_totals():
   assert speed.spread(3) == pytest.approx((60 / 40 * 1.5, 60 / 40 * 2.5))
 
 
+def test_the_range_of_a_speedup_holds_it():
+  """Medians of each text may be faster than every repeat as a whole; one repeat has no range."""
+  ratios = {3: np.array([2.36, 2.63]), 5: np.array([2.0])}
+  speed = Speed([HAND_MADE], {3: [HAND_MADE], 5: [HAND_MADE]}, 2.64, {3: 1.0, 5: 1.0}, {}, ratios)
+  assert speed.spread(3) == pytest.approx((2.36, 2.64))
+  assert speed.spread(5) == (None, None)
+
+
 def test_a_text_has_the_same_key_whatever_batch_it_is_in():
   raw = lambda keys: jax.random.key_data(keys).tolist()
   whole = raw(row_keys(3, 0, 7))
@@ -452,7 +460,7 @@ def test_interleaved_calls_run_in_turn_and_give_their_last_results():
 def results(tmp_path_factory):
   """The file of a greedy run with a draft that knows nothing."""
   with records.open_results(tmp_path_factory.mktemp("measure")) as path:
-    measure_it(path, references=tiny_pair.SENTENCES[: len(TEXTS)])
+    measure_it(path, references=tiny_pair.SENTENCES[: len(TEXTS)], repeats=2)
   return path
 
 
@@ -465,12 +473,13 @@ def quick(monkeypatch):
 def measure_it(path, **changes):
   settings = dict(texts=TEXTS, samplings=[GREEDY], gammas=[2], batch_size=1, max_new_tokens=LIMIT)
   pair = tiny_pair.pair(changes.pop("draft", "random"))
-  return measure(pair, results=path, repeats=1, **{**settings, **changes})
+  return measure(pair, results=path, **{"repeats": 1, **settings, **changes})
 
 
 def not_measured(record):
   """Fields that are empty, but for those of other experiments, of trees, and of git's checkouts."""
   others = "tokens_per_round_low", "tokens_per_round_high", "separation"
+  others += "speedup_low", "speedup_high"  # where there are several repeats
   others += "metric", "quality", "baseline_quality"  # where there are references
   others += "beams", "draft_beams", "length_penalty", "ties"
   empty = [name for name, value in dataclasses.asdict(record).items() if value is None]
@@ -480,6 +489,7 @@ def not_measured(record):
 def test_a_record_has_every_field(results):
   (record,) = records.read(results)
   assert set(not_measured(record)) <= {"beta_lag1"}  # where beta never varies there is none
+  assert record.speedup_low <= record.speedup <= record.speedup_high
   assert (record.task, record.target, record.draft) == ("tiny", "target", "random")
   assert (record.temperature, record.gamma, record.batch_size) == (0.0, 2, 1)
   assert (record.num_examples, record.platform, record.dtype) == (len(TEXTS), "cpu", "float32")

@@ -222,7 +222,7 @@ def test_who_is_not_there_is_named_and_the_rest_is_measured(tmp_path, capsys, mo
     assert (r.gamma, r.num_examples, r.acceptance) == (2, 3, "measured")
     assert r.speedup == pytest.approx(r.speculative_tokens_per_s / r.baseline_tokens_per_s)
     assert r.baseline_pass_ms == pytest.approx(1e3 / r.baseline_tokens_per_s)  # one token a pass
-    assert 0 < r.speedup_low <= r.speedup_high
+    assert 0 < r.speedup_low <= r.speedup <= r.speedup_high
   rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
   assert rows["own"][-1] == "yes" and rows["other"][-1] == "NO"
   assert f"{other_again.speedup:.2f}" in rows["other"]  # the later table

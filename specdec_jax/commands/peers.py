@@ -25,7 +25,7 @@ from specdec_jax.counts import (
 from specdec_jax.decoding import require_finite, speculative_decode
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measurement.measure import settings_to_measure
-from specdec_jax.measurement.timing import interleaved_seconds
+from specdec_jax.measurement.timing import interleaved_seconds, ratio_range
 from specdec_jax.pairs import Pair
 from specdec_jax.peers.contest import OWN, Competitor, Contest, Decode
 from specdec_jax.peers.worker import elsewhere, process, rested
@@ -143,7 +143,8 @@ def _measure(contest, sampling, competitors, settings, repeats, seed) -> list[Re
   measured = []
   for setting in settings:
     us, them = (setting.kernels, setting.gamma), baseline(setting)
-    ours, theirs, spread = texts[us], texts[them], rates[us] / rates[them]
+    ours, theirs = texts[us], texts[them]
+    low, high = ratio_range(float(rate[us] / rate[them]), rates[us] / rates[them])
     passes = sum(int(d.num_rounds) for d in theirs)
     measured.append(
       dataclasses.replace(
@@ -158,8 +159,8 @@ def _measure(contest, sampling, competitors, settings, repeats, seed) -> list[Re
         baseline_tokens_per_s=rate[them],
         speculative_tokens_per_s=rate[us],
         speedup=rate[us] / rate[them],
-        speedup_low=spread.min(),
-        speedup_high=spread.max(),
+        speedup_low=low,
+        speedup_high=high,
         identical=identical(theirs, ours) if compared else None,
         seconds=time.perf_counter() - since,
       )

@@ -188,6 +188,7 @@ def _measure(
   baseline_quality = quality_of(speed.baseline)
   for setting in settings:
     gamma = setting.gamma
+    low, high = speed.spread(gamma)
     outputs, costs = speed.speculative[gamma], speed.costs[gamma]
     round_s = speed.round_s(gamma)
     rest = round_s - gamma * costs.draft_step - costs.verify - costs.accept
@@ -224,8 +225,8 @@ def _measure(
       baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
       speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
       speedup=speed.speedup(gamma),
-      speedup_low=speed.spread(gamma)[0],
-      speedup_high=speed.spread(gamma)[1],
+      speedup_low=low,
+      speedup_high=high,
       identical=identical(speed.baseline, outputs) if compared else None,
       metric=None if references is None else metric,
       quality=quality_of(outputs),

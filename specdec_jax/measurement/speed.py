@@ -12,7 +12,7 @@ from jax import Array
 from specdec_jax.counts import num_tokens
 from specdec_jax.decoding import autoregressive_decode, require_finite
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs, start_calls
-from specdec_jax.measurement.timing import interleaved_seconds, timed
+from specdec_jax.measurement.timing import interleaved_seconds, ratio_range, timed
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling, row_keys
@@ -64,10 +64,9 @@ class Speed(NamedTuple):
     """Ratio of tokens a second, totals over totals."""
     return self._tokens(gamma) * self.baseline_s / self.speculative_s[gamma]
 
-  def spread(self, gamma: int) -> tuple[float, float]:
-    """The same in the worst and in the best of the repeats."""
-    each = self._tokens(gamma) * self.ratios[gamma]
-    return float(each.min()), float(each.max())
+  def spread(self, gamma: int) -> tuple[float, float] | tuple[None, None]:
+    """Its range over the repeats, `timing.ratio_range`."""
+    return ratio_range(self.speedup(gamma), self._tokens(gamma) * self.ratios[gamma])
 
   def _tokens(self, gamma: int) -> float:
     return num_tokens(self.speculative[gamma]) / num_tokens(self.baseline)

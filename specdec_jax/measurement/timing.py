@@ -32,6 +32,17 @@ def interleaved_seconds(
   return seconds, results
 
 
+def ratio_range(ratio: float, of_repeats: np.ndarray) -> tuple[float, float] | tuple[None, None]:
+  """Lowest and highest of a ratio over all repeats and over each alone [R]; None for one repeat.
+
+  The first takes the median of each text, so that it may lie outside what single repeats give.
+  """
+  if len(of_repeats) < 2:
+    return None, None
+  each = [ratio, *of_repeats.tolist()]
+  return min(each), max(each)
+
+
 def interleaved_medians(
   calls: Sequence[Callable[[], Any]], repeats: int
 ) -> tuple[list[float], list[Any]]:

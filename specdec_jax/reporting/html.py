@@ -187,15 +187,13 @@ def _result(name: str, series: Sequence[Record]) -> Markup:
 
 
 def _spread(r: Record) -> str:
-  """The speedup in the worst and the best of the repeats, if they were told apart."""
-  if None in (r.speedup_low, r.speedup_high):
-    return ""
-  return f" [{r.speedup_low:.2f},{r.speedup_high:.2f}]"
+  """The range of the speedup over the repeats, if there are several."""
+  return "" if (of := r.speedup_range) is None else f" [{of[0]:.2f},{of[1]:.2f}]"
 
 
 def _overlap(one: Record, best: Record) -> bool:
-  high, low = one.speedup_high, best.speedup_low
-  return high is not None and low is not None and high >= low
+  one_range, best_range = one.speedup_range, best.speedup_range
+  return one_range is not None and best_range is not None and one_range[1] >= best_range[0]
 
 
 # What counts comes first: a phone shows no more of it without scrolling.
@@ -208,7 +206,8 @@ _COLUMNS: dict[str, Callable[[Record], str]] = {
 }
 _COLUMNS |= {name: column for name, column in speeds.COLUMNS.items() if name not in _COLUMNS}
 _LEGEND = (
-  f"{speeds.LEGEND} In brackets behind a speedup: in the worst and the best of the repeats. "
+  f"{speeds.LEGEND} In brackets behind a speedup: the lowest and the highest of it and of the "
+  "same ratio in each repeat alone. "
   "tokens/s: by speculation; plain: by plain decoding."
 )
 

@@ -25,9 +25,9 @@ GIVEN_OUTPUTS_LEGEND = (
 PEERS_LEGEND = (
   "tokens/s: total tokens / total seconds, medians of interleaved repeats, reading the prompt "
   "counted; ms/pass: all seconds shared out over passes of the target; gamma: how many times "
-  "faster our speculative decoding with it is; spread: that of the fastest gamma in the worst and "
-  "in the best of the repeats; same: outputs identical to ours, token for token (argmax and real "
-  "weights only)."
+  "faster our speculative decoding with it is; spread: the lowest and the highest of that of the "
+  "fastest gamma and of the same ratio in each repeat alone; same: outputs identical to "
+  "ours, token for token (argmax and real weights only)."
 )
 
 TRAINING_LEGEND = (
@@ -116,7 +116,7 @@ def peers_table(measured: Sequence[Record]) -> Table:
     best = max(of_name, key=operator.attrgetter("speedup"))
     rate, pass_ms = best.baseline_tokens_per_s or 0.0, best.baseline_pass_ms or 0.0
     speeds = f"{rate:.0f}", f"{pass_ms:.2f}", f"{pass_ms * rate / 1e3:.2f}"
-    spread = f"{best.speedup_low:.2f}-{best.speedup_high:.2f}"
+    spread = MISSING if (of := best.speedup_range) is None else f"{of[0]:.2f}-{of[1]:.2f}"
     same = {True: "yes", False: "NO", None: MISSING}[best.identical]
     rows.append((name, *speeds, *(f"{r.speedup:.2f}" for r in of_name), spread, same))
   title = (
