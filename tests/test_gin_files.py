@@ -1,5 +1,6 @@
 """Every gin file of a run parses, alone and followed by the files that it is documented with."""
 
+import copy
 import inspect
 import pathlib
 import re
@@ -8,6 +9,7 @@ import gin
 import pytest
 
 from specdec_jax import run
+from specdec_jax.errors import InputError
 
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
@@ -103,6 +105,70 @@ def test_a_head_names_what_can_be_set(path):
   assert sorted(named("Required to be set")) == sorted(required)
   assert {*named("Commonly overridden")} <= there.keys()
   assert named("Commonly overridden") or {"WORK_DIR", "DATA"} & there.keys() or not there
+
+
+def value_of(macro: str, *names: str, bindings: tuple[str, ...] = ()):
+  """What a run that reads these files takes for a macro: gin calls what it is bound to."""
+  try:
+    run.parse_gin([str(GIN / f"{name}.gin") for name in names], bindings, [])
+    return copy.deepcopy(gin.query_parameter(f"%{macro}"))
+  finally:
+    gin.clear_config()
+
+
+FALLS_BACK = ("check_exactness", "cost", "speedup")
+
+
+@pytest.mark.parametrize("name", FALLS_BACK)
+def test_without_the_default_text_the_sentences_of_the_quickstart_are_read(
+  name, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  sentences = value_of("SENTENCES", "quickstart")
+  assert len(sentences) == 24
+  assert value_of("TEXTS", f"runs/{name}") == sentences[: 8 if name == "cost" else None]
+  said = capsys.readouterr().err
+  assert said.count("\n") == 1 and "INPUT" in said and "sentences.txt" in said
+  with pytest.raises(InputError, match="There is no text file at gone.txt"):
+    value_of("TEXTS", f"runs/{name}", bindings=("INPUT = 'gone.txt'",))
+
+
+DEFAULTS = [
+  (macro, name)
+  for name in RUNS
+  for macro, value in re.findall(r"^(\w+) = (.*)", (GIN / f"runs/{name}.gin").read_text(), re.M)
+  if value.endswith("gin_files.default()") and name not in FALLS_BACK
+]
+
+
+@pytest.mark.parametrize("macro, name", [*DEFAULTS, ("INPUT", "table4"), ("DATA", "train_target")])
+def test_a_missing_default_names_its_macro_and_what_to_do(macro, name, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(InputError, match=f"the default of {macro}, does not exist; set {macro} to "):
+    value_of(macro, f"runs/{name}")
+
+
+@pytest.mark.parametrize(
+  "names, task",
+  [
+    (("runs/table3", "tasks/articles"), "articles"),
+    (("runs/table5", "tasks/dialog", "models/lamda"), "dialog"),
+    (("runs/drafts", "models/gpt_like"), "lm1b"),
+    (("runs/speedup", "tasks/articles", "drafts/ngrams"), "articles"),
+    (("runs/speedup", "drafts/retrieval", "tasks/articles"), "articles"),
+  ],
+  ids=str,
+)
+def test_ngrams_are_not_counted_in_text_of_another_task(names, task, tmp_path, monkeypatch):
+  text = tmp_path / "shared" / "data" / "multi30k" / "train.de.gz"
+  text.parent.mkdir(parents=True)
+  text.touch()
+  (tmp_path / "checkout").mkdir()
+  monkeypatch.chdir(tmp_path / "checkout")
+  with pytest.raises(InputError, match=f"TARGET_TEXT is .* of this run is {task}; set TARGET_TEXT"):
+    value_of("TARGET_TEXT", *names)
+  assert value_of("TARGET_TEXT", *names, bindings=("TARGET_TEXT = 'own.txt'",)) == "own.txt"
+  assert value_of("TARGET_TEXT", names[0], "drafts/ngrams", "tasks/multi30k")[-11:] == "train.de.gz"
 
 
 @pytest.mark.parametrize("name", ["drafts", "learned_drafts"])

@@ -347,6 +347,20 @@ def test_a_task_s_file_gives_its_texts_to_every_run(tasks, texts_of, task, prefi
     assert gin.query_parameter(f"pairs.{pair}.max_source_tokens") == limit
 
 
+@pytest.mark.parametrize(
+  "task, name", [("cnn_dm", "cnn_dm"), ("wmt_ende", "wmt14_ende"), ("lm1b", "lm1b")]
+)
+@pytest.mark.parametrize("run", ["table3", "table5", "drafts"])
+def test_ngrams_are_not_counted_in_text_of_another_task(tasks, monkeypatch, run, task, name):
+  monkeypatch.chdir(ROOT)
+  gin.clear_config()
+  for file in (f"runs/{run}", f"tasks/{task}"):
+    gin.parse_config_file(f"gin/{file}.gin")
+  with pytest.raises(InputError, match=f"TARGET_TEXT is .* of this run is {name}; set TARGET_TEXT"):
+    copy.deepcopy(gin.query_parameter("%TARGET_TEXT"))
+  gin.clear_config()
+
+
 def test_unconditional_modelling_has_an_empty_source_a_sentence(tasks, texts_of):
   with mocked({"text": ["one", "two", "three"]}):
     assert texts_of("runs/speedup", "tasks/lm1b", bindings="NUM_TEXTS = 2") == ["", ""]
