@@ -10,14 +10,19 @@ import gc
 import os
 import tempfile
 
+from specdec_jax.xla_flags import rejection  # turns YNN off, before a test that uses jax alone
+
 gc.set_threshold(200_000, 50, 50)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 _quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 _quick += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 _quick += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
-_given = os.environ.get("XLA_FLAGS", ""), os.environ.get("SPECDEC_XLA_FLAGS", _quick)
-os.environ["XLA_FLAGS"] = " ".join(_given).strip()
+if (_flags := os.environ.get("SPECDEC_XLA_FLAGS")) is None:
+  _unknown = rejection(_quick).split()  # XLA aborts at a flag that this jaxlib does not know
+  _flags = " ".join(flag for flag in _quick.split() if flag not in _unknown)
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}".strip()
+os.environ["SPECDEC_XLA_FLAGS"] = ""  # workers inherit XLA_FLAGS
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   # Gone with the first of the processes, which made it.
   _programs = tempfile.TemporaryDirectory(prefix="specdec-programs-")
@@ -28,8 +33,6 @@ import pathlib  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-
-import specdec_jax  # noqa: E402, F401  adds to them, before a test that uses jax alone
 
 MOST_MAPS = 25_000  # of memory that a process maps, as each program is; the kernel allows 65,530
 
