@@ -25,7 +25,7 @@ import gin
 from absl import flags
 
 from specdec_jax import gin_files, interrupt
-from specdec_jax.compile_cache import keep_compiled, kept_in
+from specdec_jax.compile_cache import check_xla_flags, keep_compiled, kept_in
 from specdec_jax.errors import InputError
 from specdec_jax.sentences import plainer, user_sentence
 from specdec_jax.version import __version__
@@ -73,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
       return 0
     keep_compiled(options.jax_compilation_cache_dir)
     parse_gin(options.gin_file, options.gin_bindings, options.gin_search_paths)
+    if "jax" in sys.modules:
+      check_xla_flags()
     gin.get_configurable(run)()
     sys.stdout.flush()
     return 0

@@ -1,9 +1,12 @@
 """Errors that are the user's to mend, gin's among them, as one sentence each."""
 
 import errno
+import os
 import pathlib
 import re
+import sys
 import traceback
+from typing import Any
 
 from specdec_jax.errors import InputError
 
@@ -48,6 +51,8 @@ def user_sentence(error: BaseException) -> str | None:
   if isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED"):
     detail = str(error).removeprefix("RESOURCE_EXHAUSTED:").strip().partition("\n")[0].rstrip(".")
     return f"there is not enough memory{detail and ': '}{detail}; ask for less."
+  if text.startswith("Unable to initialize backend") or _jax_has_no_device(error):
+    return _platform_sentence(text)
   if isinstance(error, FileNotFoundError):
     return " ".join(str(error).split())
   if isinstance(error, ModuleNotFoundError):
@@ -76,6 +81,24 @@ def _moved(text: str) -> str:
 def _os_sentence(error: OSError) -> str:
   name = "the disk" if error.filename is None else f"'{error.filename}'"
   return f"cannot use {name}: {error.strerror}."
+
+
+def _platform_sentence(text: str) -> str:
+  """jax finds no device of the platforms that JAX_PLATFORMS names; it does not always say why."""
+  asked = os.environ.get("JAX_PLATFORMS", "")
+  said = re.sub(r"\s*\(set JAX_PLATFORMS.*", "", " ".join(text.split())).rstrip(".")
+  return (
+    f"JAX_PLATFORMS is '{asked}', which jax cannot use here{said and ': '}{said}; unset it, or "
+    "name a platform that this machine has."
+  )
+
+
+def _jax_has_no_device(error: BaseException) -> bool:
+  """Whether jax failed to start, which with JAX_PLATFORMS=cuda is an assertion without a message."""
+  bridge: Any = sys.modules.get("jax._src.xla_bridge")
+  asked = bridge is not None and "JAX_PLATFORMS" in os.environ
+  silent = isinstance(error, AssertionError) and not error.args
+  return silent and asked and not bridge.backends_are_initialized()
 
 
 def _raised_in_gin(error: BaseException) -> bool:

@@ -291,6 +291,35 @@ def test_compiled_programs_are_kept_where_asked(command):
   assert list((command.dir / "other").iterdir())
 
 
+def test_xla_flags_are_tried_once_and_reported_if_xla_rejects_them(command):
+  (command.dir / "uses_jax.gin").write_text(f"{HEADER}\nimport jax\n")
+  runs = lambda **environment: command(
+    *("--gin_file=work.gin", "--gin_file=uses_jax.gin", OUT), **environment
+  )
+  assert_told(
+    runs(XLA_FLAGS="--xla_no_such_flag=1 --xla_backend_optimization_level=0"),
+    "XLA_FLAGS is '--xla_no_such_flag=1 --xla_backend_optimization_level=0', which XLA rejects:",
+    "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1; correct it or unset it.",
+  )
+  assert not [*command.dir.glob("cache/xla_flags-*")]
+  for _ in range(2):
+    result = runs(XLA_FLAGS="--xla_backend_optimization_level=0")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len([*command.dir.glob("cache/xla_flags-*")]) == 1
+
+
+@pytest.mark.parametrize("asked", ["tpu", "cuda"])
+def test_platform_that_is_not_here(command, asked):
+  (command.dir / "jax.gin").write_text(
+    f"{HEADER}\nrun.run.experiment = @tiny_work.compile_something\n"
+  )
+  result = command("--gin_file=jax.gin", JAX_PLATFORMS=asked)
+  assert result.returncode == 2, result
+  error = result.stderr.splitlines()[-1]  # libtpu, where it is installed, writes lines before it
+  assert error.startswith(f"error: JAX_PLATFORMS is '{asked}', which jax cannot use here"), result
+  assert error.endswith("; unset it, or name a platform that this machine has.")
+
+
 def test_cache_that_cannot_be_made_is_a_warning(command):
   result = command("--gin_file=work.gin", OUT, "--jax_compilation_cache_dir=work.gin/cache")
   assert result.returncode == 0
