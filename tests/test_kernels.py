@@ -251,7 +251,12 @@ def fresh(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "compiler, said", [("/bin/false", "exit status 1"), ("/no/such/compiler", "No such file")]
+  "compiler, said",
+  [
+    ("/bin/false", "exit status 1"),
+    ("/no/such/compiler", "No such file"),
+    ("'g++", "CXX is \"'g++\", which is not a command: No closing quotation"),
+  ],
 )
 def test_without_a_compiler_xla_does_it_and_the_user_is_told(
   fresh, monkeypatch, caplog, compiler, said

@@ -114,7 +114,10 @@ def _library() -> ctypes.CDLL:
   In the cache a file's name ends in a hash of what is in it.
   """
   given = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-  compiler = shlex.split(given or "")
+  try:
+    compiler = shlex.split(given or "")
+  except ValueError as error:
+    raise OSError(f"CXX is {given!r}, which is not a command: {error}") from error
   options = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
   jaxlib = importlib.metadata.version("jaxlib")  # whose headers it includes
   made_of = [*(x.read_text() for x in SOURCES), *compiler, *options, jaxlib, _processor()]
