@@ -39,7 +39,7 @@ def keep_compiled(directory: str) -> None:
 
 
 def check_xla_flags() -> None:
-  """Try the user's XLA_FLAGS once per value and jaxlib: XLA aborts a process whose flags it rejects.
+  """Try the user's XLA_FLAGS once per value and jaxlib: XLA aborts a process if it rejects them.
 
   What was accepted is remembered by an empty file beside the compiled programs.
 
