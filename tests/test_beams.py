@@ -319,6 +319,32 @@ def test_over_a_mesh_the_same():
   same(plain(over, 3), plain(case, 3))
 
 
+def test_what_is_no_entry_has_no_child_and_no_sum_and_is_not_kept():
+  """Two roots, 0 and 2; entry 1 follows 0, entry 3 follows 1. -1 is no entry, and not the last."""
+  some = entries.Entries(
+    tokens=jnp.array([[5, 7, 5, 9]]),
+    parents=jnp.array([[-1, 0, -1, 1]]),
+    continuations=jnp.array([[[7, 8], [9, 6], [4, 3], [2, 7]]]),
+    sums=jnp.array([[[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0], [-7.0, -8.0]]]),
+    hidden=jnp.zeros((1, 4, 1)),
+  )
+  parents, tokens = jnp.array([[-1, -1, 0, 0, 1, 3]]), jnp.array([[5, 7, 7, 5, 9, 7]])
+  assert entries.child(some, parents, tokens).tolist() == [[-1, -1, 1, -1, 3, -1]]
+  sums = entries.sum_at(some, parents, tokens)
+  assert sums.tolist() == [[step.NONE, step.NONE, -1, step.NONE, -3, -8]]
+  for live, count, kept, numbers in (
+    ([0, -1], 4, [0, 1, 3], [0, -1]),  # what follows entry 0, not the other root
+    ([1, 2], 4, [1, 2, 3], [0, 1]),
+    ([0, 3], 2, [0, 1], [0, -1]),  # there is no room for entry 3
+    ([-1, -1], 4, [], [-1, -1]),
+  ):
+    ours, known, were = entries.keep(some, jnp.array([live]), count, depth=2)
+    assert known.tolist() == [numbers] and were[0, : len(kept)].tolist() == kept
+    renumbered = {old: new for new, old in enumerate(kept)}
+    want = [renumbered.get(some.parents[0, old].item(), -1) for old in kept]
+    assert ours.parents.tolist() == [want + [-1] * (count - len(kept))]
+
+
 # Faults: each would pass for a beam search, and is found by comparison.
 
 

@@ -351,7 +351,7 @@ def test_samples_have_the_targets_joint_distribution(case, method):
 
 
 @pytest.mark.parametrize(
-  "case", ["dynamic", "drafts merged", "hierarchical, GPT", "cascade", "stopping"]
+  "case", ["tree", "dynamic", "drafts merged", "hierarchical, GPT", "cascade", "stopping"]
 )
 def test_a_draft_knows_what_was_committed(case, monkeypatch):
   """After each of three rounds it proposes what it would if it read all of the text anew."""

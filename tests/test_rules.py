@@ -364,6 +364,22 @@ def test_faults_show(fault):
   assert furthest > 1000 * ATOL
 
 
+# Uniforms of [0, 1): 0 is one of them.
+
+
+@pytest.mark.parametrize("rule", [tokens.TokenRule, blocks.BlockRule, k_seq.KSeqRule])
+@pytest.mark.parametrize("tree", [chain(2), branching(2)], ids=["chain", "siblings"])
+def test_a_guess_of_probability_0_is_rejected_at_u_0(rule, tree, monkeypatch):
+  """And the next token is one that the target may emit, though it is not the first of them."""
+  monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.zeros(shape))
+  p = np.array([0, 0, 0.3, 0.7], np.float32)  # guesses are the first two tokens
+  q = np.eye(4, dtype=np.float32)[None, :2]
+  keys = jax.random.split(jax.random.key(0), 1)
+  logits = jnp.broadcast_to(jnp.log(p), (1, 3, 4))
+  verdict = rule(Sampling()).accept(keys, tree, Proposal(jnp.array([[0, 1]]), q), logits)
+  assert (verdict.num_accepted.tolist(), verdict.next_token.tolist()) == ([0], [2])
+
+
 # Lossy rules.
 
 

@@ -212,6 +212,17 @@ def test_sample_follows_the_weights_and_never_draws_zero():
   assert tiny.p_value(counts, off) < tiny.CAUGHT
 
 
+@pytest.mark.parametrize("u, place", [(0.0, 0), (1 - 2**-23, -1)])
+@pytest.mark.parametrize("possible", [[3, 5], [70, 90, 199], [64], [0, 299]], ids=str)
+def test_the_least_and_the_greatest_uniform_sample_possible_tokens(u, place, possible, monkeypatch):
+  """The first and the last of them: neither tokens nor whole blocks of 64 of weight 0."""
+  monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, u, jnp.float32))
+  weights = np.zeros((1, 300), np.float32)
+  weights[0, possible] = 0.1
+  keys = jax.random.split(jax.random.key(0), 1)
+  assert sample(keys, jnp.asarray(weights)).tolist() == [possible[place]]
+
+
 def test_sample_with_one_possible_token():
   weights = jnp.asarray(np.eye(6, dtype=np.float32)[np.arange(600) % 6] * 1e-20)
   drawn = sample(jax.random.split(jax.random.key(1), 600), weights)

@@ -125,8 +125,9 @@ def test_trees_of_several_drafts_side_by_side():
   assert side_by_side([chain(3)]) == (chain(3), [0, 1, 2])
 
 
-class Bigrams:
-  """Goes by the token before, params [V, V] being logits. Its cache is what it read, in blocks."""
+class PathModel:
+  """Its logits depend on the sum of a token and its ancestors in the tree; params [S, V] are those
+  of each sum. The cache is the blocks that it has read."""
 
   @staticmethod
   def commit(cache, length, tree=None, path=None):
@@ -134,18 +135,23 @@ class Bigrams:
 
   @staticmethod
   def extend(params, cache, tokens, tree=None, first=0):
-    return params[tokens], params[tokens], [*cache, tokens]
+    cache, sums = [*cache, tokens], tokens
+    if tree is not None:  # node 0 is the last token of the first block
+      read = jnp.concatenate([cache[0][:, -1:], *cache[1:]], axis=1)
+      nodes, on_path = slice(first, first + tokens.shape[1]), tree.ancestors[..., : read.shape[1]]
+      sums = (on_path[:, nodes] * read[:, None]).sum(axis=-1)
+    return params[sums], params[sums], cache
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_dynamic_tree_is_the_best_of_what_was_read(seed):
   """Worked out beside it, path by path."""
   k, depth, count, newest = 3, 4, 14, 5
-  logs = np.log(np.random.default_rng(seed).dirichlet(np.full(7, 0.5), 7))
+  logs = np.log(np.random.default_rng(seed).dirichlet(np.full(7, 0.5), newest + 6 * depth))
 
   def children(path, worth):
-    last = path[-1] if path else newest
-    return [((*path, x), worth + logs[last, x]) for x in np.argsort(-logs[last])[:k]]
+    here = logs[newest + sum(path)]
+    return [((*path, x), worth + here[x]) for x in np.argsort(-here)[:k]]
 
   live, candidates = [((), 0.0)], []
   for _ in range(depth):
@@ -153,7 +159,7 @@ def test_a_dynamic_tree_is_the_best_of_what_was_read(seed):
     candidates += of_level
     live = sorted(of_level, key=lambda node: -node[1])[:k]
   best = sorted(candidates, key=lambda node: -node[1])[:count]
-  draft = DynamicDraft(Bigrams(), DynamicTree(count, depth), width=k)
+  draft = DynamicDraft(PathModel(), DynamicTree(count, depth), width=k)
   context = Context(None, jnp.array([[1, newest]]), jnp.array([2]), None, None)
   keys = jax.random.split(jax.random.key(0), 1)
   state = [], None

@@ -55,6 +55,26 @@ def test_a_file_is_there_when_it_is_complete(alone):
 
 
 @BOTH
+def test_a_file_is_on_the_disk_before_it_replaces_another(alone, monkeypatch):
+  """Without that a power failure may leave an empty file under the name of the old one."""
+  calls, fsync, replace = [], os.fsync, os.replace
+
+  def recorded_fsync(fd):
+    fsync(fd)
+    calls.append(("fsync", os.fstat(fd).st_ino, os.fstat(fd).st_size))
+
+  def recorded_replace(source, target):
+    calls.append(("replace", os.stat(source).st_ino, os.stat(source).st_size))
+    replace(source, target)
+
+  monkeypatch.setattr(os, "fsync", recorded_fsync)
+  monkeypatch.setattr(os, "replace", recorded_replace)
+  write("o.txt", "new\n", alone=alone)
+  inode = os.stat("o.txt").st_ino
+  assert calls == [("fsync", inode, 4), ("replace", inode, 4)]
+
+
+@BOTH
 @pytest.mark.parametrize("old", [None, "old\n"], ids=["new", "existing"])
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, ValueError, SystemExit])
 def test_what_fails_half_way_changes_nothing(alone, old, fault):
@@ -276,6 +296,19 @@ def test_where_nothing_can_be_written_the_users_own_name_is_named(name, why, alo
     write(name, alone=alone)
   assert user_sentence(caught.value) == f"cannot use '{name}': {why}."
   assert names() == before
+
+
+@BOTH
+@pytest.mark.parametrize("error", [OSError("half a record"), FileNotFoundError("no step 3 in it")])
+def test_an_error_without_a_number_keeps_its_message(error, alone):
+  """Given a file name, an OSError would print its number and that name instead: None and None."""
+  message = str(error)
+  with pytest.raises(type(error)) as caught:
+    with written("o.txt", alone=alone):
+      raise error
+  assert (str(caught.value), caught.value.filename) == (message, None)
+  of_user = isinstance(error, FileNotFoundError)
+  assert user_sentence(caught.value) == (message if of_user else None)
 
 
 @BOTH
