@@ -10,6 +10,9 @@ import pytest
 
 from specdec_jax import run
 from specdec_jax.errors import InputError
+from specdec_jax.pairs import judge
+from specdec_jax.rules.tokens import TokenRule
+from specdec_jax.sampling import Sampling
 
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
@@ -194,6 +197,18 @@ def test_the_checker_samples_at_a_temperature_that_is_not_1():
   finally:
     gin.clear_config()
   assert not {sampling.temperature for sampling in samplings} <= {0, 1}
+
+
+def test_a_rule_bound_by_gin_makes_the_rule_itself():
+  """Gin passes a subclass in place of a class that it binds, as gin/t5x/infer.gin's RULE."""
+  text = "from __gin__ import dynamic_registration\nfrom specdec_jax.rules import tokens\n"
+  try:
+    gin.parse_config(text + "RULE = @tokens.TokenRule")
+    rule = gin.query_parameter("%RULE").scoped_configurable_fn
+  finally:
+    gin.clear_config()
+  assert rule is not TokenRule
+  assert judge(rule, Sampling()) == TokenRule(Sampling()) != judge(rule, Sampling(), 0.5)
 
 
 def test_what_cannot_be_parsed_is_seen(tmp_path):

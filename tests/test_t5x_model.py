@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import pathlib
@@ -440,6 +441,49 @@ def test_bindings_that_mean_nothing_here_are_told(bound, bindings, sentence):
     bound(bindings)
 
 
+def test_beam_search_accepts_the_default_rule_bound_by_gin(bound):
+  """Gin passes a subclass of TokenRule, as gin/t5x/infer.gin binds it."""
+  search = """
+from specdec_jax.rules import blocks
+from specdec_jax.rules import tokens
+models.EncoderDecoderModel.decode_fn = @decoding.beam_search
+"""
+  model = bound(search + "t5x_model.SpeculativeModel.rule = @tokens.TokenRule")
+  assert model._settings["draft_beams"] is None
+  for rule in ("@blocks.BlockRule", "@tokens.TokenRule\ntokens.TokenRule.lenience = 0.5"):
+    gin.clear_config()
+    with pytest.raises(InputError, match="decode_fn is beam_search, whose draft searches"):
+      bound(search + f"t5x_model.SpeculativeModel.rule = {rule}")
+
+
+def test_constructor_arguments_bound_on_t5xs_model_are_inherited(bound):
+  """All optional ones; the four required ones are bound on SpeculativeModel itself."""
+  model = bound("""
+t5x_model.SpeculativeModel.optimizer_def = 'adafactor'
+models.EncoderDecoderModel:
+  decode_fn = @decoding.beam_search
+  feature_converter_cls = @seqio.PrefixLMFeatureConverter
+  label_smoothing = 0.125
+  z_loss = 0.25
+  loss_normalizing_factor = 233472
+  default_decoder_params = @models.DecoderParams()
+models.DecoderParams.num_decodes = 3
+""")
+  arrived = {
+    "module": model.module.config.vocab_size == 264,
+    "input_vocabulary": model.input_vocabulary == t5x_task.VOCABULARY,
+    "output_vocabulary": model.output_vocabulary == t5x_task.VOCABULARY,
+    "optimizer_def": model.optimizer_def == "adafactor",
+    "decode_fn": model._searches,
+    "feature_converter_cls": model.FEATURE_CONVERTER_CLS.__name__ == "PrefixLMFeatureConverter",
+    "label_smoothing": model._label_smoothing == 0.125,
+    "z_loss": model._z_loss == 0.25,
+    "loss_normalizing_factor": model._loss_normalizing_factor == 233472,
+    "default_decoder_params": model._default_decoder_params.num_decodes == 3,
+  }
+  assert arrived == dict.fromkeys(inspect.signature(models.EncoderDecoderModel).parameters, True)
+
+
 def test_bound_prompts_are_refused(bound):
   model = bound("models.EncoderDecoderModel.predict_batch_with_aux.prompt_with_targets = True")
   with pytest.raises(InputError, match="prompt_with_targets is True"):
@@ -603,14 +647,22 @@ RULE = @blocks.BlockRule
 """
 
 
-@pytest.mark.parametrize(
-  "use_orbax, num_partitions, more, tree, rule",
-  [(True, 4, "", chain(3), TokenRule), (False, 2, TREE, Tree((0, 0, 1)), BlockRule)],
-  ids=["chain", "tree"],
-)
-def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions, more, tree, rule):
-  """The whole way that a user goes, on weights and a task that are tiny, on four devices, which
-  can share the target's 8 heads and not the draft's 6."""
+BEAMS = """
+from t5x import decoding
+from t5x import models
+models.EncoderDecoderModel.decode_fn = @decoding.beam_search
+models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 2
+models.EncoderDecoderModel.predict_batch_with_aux.return_all_decodes = True
+"""
+
+
+def infer(tmp_path, use_orbax: bool, num_partitions: int, more: str):
+  """What t5x's own infer.py writes with our gin files and `more`, a row for each of
+  `t5x_task.LINES`; the target and the draft with their parameters; and the source tokens.
+
+  The whole way that a user goes, on weights and a task that are tiny, on four devices, which can
+  share the target's 8 heads and not the draft's 6.
+  """
   common = dict(vocab_size=264, padded_vocab_size=None)
   config, draft_config = (t5_config("tiny", num_heads=heads, **common) for heads in (8, 6))
   params = with_endings(tiny.params(config, 6))
@@ -640,6 +692,21 @@ def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions, more,
   prompts = ["say: " + line for line in t5x_task.LINES]
   assert [row["inputs"]["inputs_pretokenized"] for row in rows] == prompts
   source = padded([[*t5x_task.VOCABULARY.encode(prompt), 1] for prompt in prompts], 24)
+  return rows, (config, params), (draft_config, draft), source
+
+
+def text_of(tokens) -> str:
+  return t5x_task.VOCABULARY.decode_tf(tokens).numpy().decode()
+
+
+@pytest.mark.parametrize(
+  "use_orbax, num_partitions, more, tree, rule",
+  [(True, 4, "", chain(3), TokenRule), (False, 2, TREE, Tree((0, 0, 1)), BlockRule)],
+  ids=["chain", "tree"],
+)
+def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions, more, tree, rule):
+  rows, target, of_draft, source = infer(tmp_path, use_orbax, num_partitions, more)
+  (config, params), (draft_config, draft) = target, of_draft
   keys = jax.random.split(jax.random.key(0), len(source))
   sampling, limit = Sampling(temperature=0.0), dict(max_new_tokens=LIMIT)
   theirs = jax.device_get(
@@ -647,10 +714,28 @@ def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions, more,
   )
   assert theirs.lengths.min() < LIMIT
   for row, tokens in zip(rows, theirs.tokens):
-    assert row["prediction"] == t5x_task.VOCABULARY.decode_tf(tokens).numpy().decode()
+    assert row["prediction"] == text_of(tokens)
     assert row["aux"]["scores"] == 0
   pair = T5Model(config), ModelDraft(T5Model(draft_config), sampling, tree), params, draft
   ours = speculative_decode(*pair, source, keys, rule=rule(sampling), **limit)
   for name, counts in t5x_model.count_rounds(ours).items():
     assert [row["aux"]["rounds"][name] for row in rows] == counts.tolist()
   assert ours.rounds.num_accepted.sum() > 0
+
+
+def test_t5x_infer_searches_with_our_gin_files(tmp_path):
+  """gin/t5x/infer.gin binds a rule, which gin passes as a subclass; the beams are t5x's own."""
+  rows, (config, params), _, source = infer(tmp_path, True, 4, BEAMS)
+  words, how = t5x_task.VOCABULARY, dict(num_decodes=2, return_all_decodes=True)
+  theirs = models.EncoderDecoderModel(
+    t5x_model.t5x_network(config), words, words, None, decoding.beam_search
+  )
+  batch = {
+    "encoder_input_tokens": np.asarray(source),
+    "decoder_input_tokens": np.zeros((len(source), LIMIT), np.int32),
+  }
+  wanted, aux = jax.jit(lambda p: theirs.predict_batch_with_aux(p, batch, **how))(params)
+  for row, texts, scores in zip(rows, wanted, aux["scores"], strict=True):
+    assert row["prediction"] == [text_of(tokens) for tokens in texts]
+    np.testing.assert_allclose(row["aux"]["scores"], scores, rtol=1e-5)
+    assert max(row["aux"]["rounds"]["num_rounds"]) <= max(row["aux"]["rounds"]["num_steps"])

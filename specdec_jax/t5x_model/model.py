@@ -4,6 +4,7 @@ Axes: B batch, N decodes of an example, P source tokens, T target tokens.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,8 +31,13 @@ from specdec_jax.t5x_model.networks import same_config
 from specdec_jax.t5x_model.settings import bound, decode_settings
 from specdec_jax.trees import Tree, chain
 
-# What gin binds to `EncoderDecoderModel` and has a meaning here.
-INHERITED = "decode_fn", "default_decoder_params", "feature_converter_cls"
+# The optional arguments of t5x's constructor. What gin binds to them on `EncoderDecoderModel`
+# applies to `SpeculativeModel` too.
+INHERITED = tuple(
+  name
+  for name, parameter in inspect.signature(models.EncoderDecoderModel).parameters.items()
+  if parameter.default is not inspect.Parameter.empty
+)
 
 
 class SpeculativeModel(models.EncoderDecoderModel):
@@ -58,8 +64,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
   ):
     """The target as for `EncoderDecoderModel`, and a draft.
 
-    What gin binds to `EncoderDecoderModel`'s decode_fn, default_decoder_params and
-    feature_converter_cls holds here too. Without a decode_fn it is `temperature_sample`.
+    What gin binds to the optional arguments of `EncoderDecoderModel` (`INHERITED`) applies here
+    too. `decode_fn` defaults to `temperature_sample`.
 
     Args:
       draft_module: network of the draft, of t5x.examples.t5 as the target's.
@@ -90,8 +96,10 @@ class SpeculativeModel(models.EncoderDecoderModel):
     function, settings = decode_settings(self.decode_fn)
     self._searches = function is decoding.beam_search
     of_round = {"gamma": gamma, "tree": tree, "rule": rule, "lenience": lenience}
+    require_types(SpeculativeModel.__init__, of_round)
     if self._searches:
-      if tree is not None or rule is not TokenRule or lenience != 1:
+      # Gin passes a subclass of the rule that makes instances of the rule itself, so compare those.
+      if tree is not None or judge(rule, Sampling(), lenience) != TokenRule(Sampling()):
         raise InputError(
           "decode_fn is beam_search, whose draft searches gamma steps ahead; a tree, a rule and "
           "lenience are for temperature_sample."
