@@ -35,10 +35,12 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
   "scale": ("embed",),
 }
 
-# The same of the fields of caches, of `decoding.State` and of what it holds, as far as rules go.
+# The same of the fields of caches, of `Proposal`, of `decoding.State` and of what it holds, as far
+# as rules go.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
   **dict.fromkeys(("prompt", "tokens", "length", "prompt_length"), ("batch",)),
   **dict.fromkeys(("done", "not_finite", "hidden"), ("batch",)),
+  "q": ("batch", "guesses", "vocab"),
   **dict.fromkeys(("layers", "cross"), ("batch", "heads")),
   **dict.fromkeys(("cross_bias", "salt"), ("batch",)),
   **dict.fromkeys(("guesses", "path"), (None, "batch")),
@@ -153,7 +155,10 @@ class PartitionedModel:
 
 @dataclasses.dataclass(frozen=True)
 class PartitionedDraft(Draft):
-  """A draft, its state kept where the rules say.
+  """A draft, its state and its proposals kept where the rules say.
+
+  Without a constraint on q the compiler shards a replicated draft's logits by vocabulary, as the
+  target's p is, and every draft step then exchanges messages.
 
   Attributes:
     draft: as it is. mesh: of the devices. rules: see `param_shardings`.
@@ -172,7 +177,7 @@ class PartitionedDraft(Draft):
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     proposal, state = self.draft.propose(params, state, context, rng)
-    return proposal, self._placed(state)
+    return self._placed(proposal), self._placed(state)
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     return self._placed(self.draft.observe(params, state, outcome))

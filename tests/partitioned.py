@@ -36,6 +36,7 @@ from specdec_jax.pairs import Pair
 from specdec_jax.partitioning import make_mesh, sharded
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, row_keys
+from specdec_jax.tpu.hlo import executed_collectives
 from specdec_jax.training.batches import Pairs
 from specdec_jax.training.speculators import speculator_objective
 from specdec_jax.training.trainer import TrainSettings, train
@@ -79,7 +80,8 @@ def pair(config) -> Pair:
 
 
 def decode(pair: Pair, tree: Tree, temperature: float) -> dict:
-  """A decoded batch, and what pieces [B, H] of caches [B, H, T, D] the compiled program has."""
+  """A decoded batch; what pieces [B, H] of caches [B, H, T, D] the compiled program has; and its
+  messages between devices: instructions, and as executed in one round."""
   sampling = Sampling(temperature)
   texts = np.pad(tiny.sources(CONFIGS["t5"], 0, BATCH), ((0, 0), (0, 1)))
   texts[range(BATCH), (texts > 0).sum(axis=1)] = 1  # EOS
@@ -95,10 +97,13 @@ def decode(pair: Pair, tree: Tree, temperature: float) -> dict:
     rule=TokenRule(sampling),
   ).compile()
   decoded = multihost_utils.process_allgather(program(*arguments), tiled=True)
-  caches = re.findall(rf"f32\[(\d+),(\d+),{num_slots},8\]", program.as_text())
+  hlo = program.as_text()
+  caches = re.findall(rf"f32\[(\d+),(\d+),{num_slots},8\]", hlo)
+  instructions = re.findall(r" (?:all-|reduce-scatter|collective-permute)[a-z-]*\(", hlo)
   return dict(
     decoded=jax.tree.map(lambda x: x.tolist(), decoded._asdict()),
     caches=sorted({(int(batch), int(heads)) for batch, heads in caches}),
+    messages=(len(instructions), executed_collectives(hlo)),
   )
 
 
@@ -138,7 +143,7 @@ def main(port: str = "", process: str = "") -> None:
   """{family and devices: what `decode` says of each run, and pieces of both models}; of one process
   {"trained 4": what `trained` says} too."""
   runs = {("t5", 1): ("tree",), ("t5", 4): ("tree",), ("t5", 2): ()}
-  runs |= {("gpt", 1): ("chain",), ("gpt", 4): ("chain",)}
+  runs |= {("gpt", 1): ("chain",), ("gpt", 4): ("chain",), ("gpt", 8): ("chain",)}
   if port:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
     runs = {("t5", 4): ("tree",)}

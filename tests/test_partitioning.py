@@ -55,13 +55,20 @@ def eight():
 
 @pytest.mark.parametrize(
   "family, model_parallel, run",
-  [("t5", 4, "tree"), ("gpt", 4, "chain")],
+  [("t5", 4, "tree"), ("gpt", 4, "chain"), ("gpt", 8, "chain")],
 )
 def test_outputs_and_rounds_are_those_of_one_device(eight, family, model_parallel, run):
   one, many = (eight[f"{family} {n}"]["runs"][run]["decoded"] for n in (1, model_parallel))
   assert one == many
   accepted = sum(map(sum, one["rounds"][1]))
   assert accepted > len(one["lengths"]), "too few guesses were accepted to tell anything"
+
+
+@pytest.mark.parametrize("model_parallel", [4, 8])
+def test_steps_of_a_replicated_draft_exchange_no_messages(eight, model_parallel):
+  """No message is in a loop of known length, as the draft's steps are."""
+  instructions, executed = eight[f"gpt {model_parallel}"]["runs"]["chain"]["messages"]
+  assert instructions == executed > 0
 
 
 def test_eight_devices_hold_pieces_of_the_target_and_of_its_cache(eight):

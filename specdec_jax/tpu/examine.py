@@ -8,6 +8,7 @@ from jax.stages import Compiled
 
 from specdec_jax.reporting.tables import MISSING, Table
 from specdec_jax.tpu.compile import HBM_ONLY, Chip, Programs
+from specdec_jax.tpu.hlo import executed_collectives
 from specdec_jax.tpu.weight_copies import weight_copies
 from specdec_jax.trees import Tree
 
@@ -18,7 +19,9 @@ LEGEND = (
   "memory on the chip too, and the body of a loop once, so that of the two loops it is the start "
   "and one round. HBM: the same compiled to use HBM alone; in a round all steps of the draft. of a "
   "step: HBM bytes over a decode step's; a round's over a plain step's, which samples and commits "
-  "too. HBM ms: the time that those bytes take at the published {rate:g} GB/s; nothing was run."
+  "too. HBM ms: the time that those bytes take at the published {rate:g} GB/s; nothing was run. "
+  "collectives: messages between chips as executed, those in a loop of known length times that "
+  "length."
 )
 
 
@@ -36,7 +39,7 @@ class Program(NamedTuple):
       instruction has none (-1).
     weight_copies: see the function.
     host_transfers: instructions that talk to the host.
-    collectives: instructions that talk to other chips.
+    collectives: messages to other chips as executed: `hlo.executed_collectives`.
   """
 
   arguments: int
@@ -65,7 +68,7 @@ def examine(compiled: Compiled) -> Program:
     optimal_seconds=cost["optimal_seconds"],
     weight_copies=weight_copies(hlo),
     host_transfers=count("infeed|outfeed|send|recv"),
-    collectives=count("all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"),
+    collectives=executed_collectives(hlo),
   )
 
 
