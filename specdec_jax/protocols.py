@@ -189,11 +189,13 @@ class Drafter(NamedTuple):
     name: for records.
     make: (sampling, tree) -> the draft.
     params: arguments of the compiled programs, never constants in them.
+    path: its checkpoint, for records; None if it has none, or is made of several.
   """
 
   name: str
   make: Callable[[Sampling, AnyTree], Draft]
   params: Any = ()
+  path: str | None = None
 
 
 class OnTarget(NamedTuple):

@@ -1,10 +1,12 @@
 """One measured setting: what was set, what was measured, where and when."""
 
 import dataclasses
+from typing import Any
 
 from specdec_jax.version import __version__
 
 SCHEMA = 1
+BUNDLED = "specdec_jax/assets/"  # begins the paths of checkpoints that come with the package
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,9 +14,11 @@ class Record:
   """A setting, and what was measured in it; None is what was not measured.
 
   Attributes:
-    task: name of the inputs.
+    task: name of the inputs; None if it was not given.
     target: name of M_p.
     draft: name of M_q.
+    target_path: checkpoint of M_p, or its name on the Hugging Face Hub; None if it has none.
+    draft_path: the same of M_q.
     temperature: 0 means argmax.
     top_k: 0 keeps all.
     top_p: 1.0 keeps all.
@@ -106,9 +110,11 @@ class Record:
     schema: of this record.
   """
 
-  task: str
+  task: str | None
   target: str
   draft: str
+  target_path: str | None = None
+  draft_path: str | None = None
   temperature: float
   top_k: int = 0
   top_p: float = 1.0
@@ -187,6 +193,21 @@ class Record:
   schema: int = SCHEMA
 
   @property
+  def target_label(self) -> str:
+    """Where the target comes from, or its name if that is not known."""
+    return self.target if self.target_path is None else self.target_path.removeprefix(BUNDLED)
+
+  @property
+  def draft_label(self) -> str:
+    """Where the draft comes from, or its name if that is not known."""
+    return self.draft if self.draft_path is None else self.draft_path.removeprefix(BUNDLED)
+
+  @property
+  def subject(self) -> str:
+    """What was measured, for titles: the task, or the models where no task was given."""
+    return self.task or f"{self.target_label} with {self.draft_label}"
+
+  @property
   def kind(self) -> str:
     """Of the guesses of a round: chain (Algorithm 1), tree or dynamic tree."""
     return "dynamic tree" if self.dynamic_nodes else "tree" if self.tree else "chain"
@@ -215,7 +236,19 @@ class Record:
 
 
 _SETTINGS = (
-  *("task", "target", "draft", "temperature", "top_k", "top_p", "gamma", "lenience", "rule"),
+  *(
+    "task",
+    "target",
+    "draft",
+    "target_path",
+    "draft_path",
+    "temperature",
+    "top_k",
+    "top_p",
+    "gamma",
+    "lenience",
+    "rule",
+  ),
   *("tree", "dynamic_nodes", "beams", "draft_beams", "length_penalty", "batch_size"),
   *(
     "num_examples",
@@ -238,4 +271,11 @@ def key(record: Record) -> tuple:
   """The settings that identify a record: measuring the same ones again would be a repeat."""
   names = _SETTINGS + (_OF_A_CPU if record.platform == "cpu" else ())
   values = (getattr(record, name) for name in names)
-  return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+  return tuple(map(_of_key, values))
+
+
+def _of_key(value: Any) -> Any:
+  """A setting as `key` has it. Old records have no paths, and bundled models need none."""
+  if isinstance(value, str) and value.startswith(BUNDLED):
+    return None
+  return tuple(value) if isinstance(value, list) else value

@@ -585,6 +585,22 @@ def test_a_run_leaves_its_records_and_first_rounds_as_a_page(tmp_path, asked, ca
   assert ["temperature 1, gamma 3" in cost for cost in costs] == [False, False, True, True]
 
 
+def test_a_run_of_own_models_names_them_and_no_task(tmp_path, asked, capsys):
+  """Folders called target and draft too, of which the names alone say nothing."""
+  own = dict(task=None, target_path="target", draft_path="my/draft")
+  speedup.speedup(tiny_pair.pair()._replace(**own), TEXTS, str(tmp_path), **ASKED)
+  page = left_in(tmp_path)
+  (heading,) = page.all("h1")
+  assert heading.text == "Speculative decoding: target with my/draft"
+  settings = [node.text for node in page.all("div")]
+  assert "targettarget" in settings and "draftmy/draft" in settings
+  assert not any(node.startswith("task") for node in settings)
+  assert "target with my/draft, 3 texts" in capsys.readouterr().out
+  assert {(r.task, r.draft_path) for r in records.read(tmp_path / "results.jsonl")} == {
+    (None, "my/draft")
+  }
+
+
 def test_a_run_that_goes_on_writes_the_page_of_all_that_is_recorded(tmp_path, asked):
   run = lambda **changes: speedup.speedup(
     tiny_pair.pair(), TEXTS, str(tmp_path), **{**ASKED, "temperatures": [0.0], **changes}

@@ -26,8 +26,10 @@ from specdec_jax.data.vocabularies import (
   padded_size,
 )
 from specdec_jax.decoding import speculative_decode
+from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
 from specdec_jax.kernels import skinny
+from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.models import config
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.families import for_decoding, init_params
@@ -37,10 +39,12 @@ from specdec_jax.run import main
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import chain
 
+PARTS = dict(target="target", draft="near")
+
 
 def load(folder=None, **changes):
   """The tiny pair with changes; `folder` is where changed parts lie."""
-  names = dict(target="target", draft="near", vocabulary="vocabulary.model")
+  names = dict(PARTS, vocabulary="vocabulary.model")
   settings = {k: v for k, v in changes.items() if k not in names}
   paths = {k: str(tiny_pair.folder() / name) for k, name in names.items()}
   paths |= {k: str((folder or tiny_pair.folder()) / changes[k]) for k in names if k in changes}
@@ -60,6 +64,23 @@ def test_load_pair():
     # A draft's matrices stay as they are stored, where the kernel widens them.
     kept = {leaf.dtype for leaf in jax.tree.leaves(pair.draft_params)}
     assert kept == {jnp.dtype(dtype)} | ({jnp.dtype("bfloat16")} if skinny.ready() else set())
+
+
+def test_a_pair_of_ones_own_has_no_task_and_its_paths():
+  paths = {role: str(tiny_pair.folder() / name) for role, name in PARTS.items()}
+  pair = load_pair(**paths)
+  assert (pair.task, pair.target_path, pair.draft_path) == (None, *paths.values())
+  (setting,) = settings_to_measure(pair, ["A man"], [Sampling()], [3], 1, 8, 0, 1.0)
+  assert setting.subject == "{target} with {draft}".format(**paths)
+  assert pair.with_draft(uniform(pair.vocabulary)).draft_path is None
+
+
+def test_the_bundled_pair_keeps_its_task():
+  pair = load_pair(draft=uniform)
+  assert (pair.task, pair.target_path) == (
+    "multi30k_ende",
+    "specdec_jax/assets/multi30k_ende/target",
+  )
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
@@ -212,8 +233,8 @@ def test_a_folder_with_only_tokenizer_json(tmp_path, capsys):
 
 def test_the_vocabulary_is_the_targets_own(tmp_path):
   """In its folder, next to it for pairs of this project, and never the bundled pair's."""
-  names = dict(target=str(tiny_pair.folder() / "target"), draft=str(tiny_pair.folder() / "near"))
-  assert load_pair(**names).vocabulary.path == str(tiny_pair.folder() / "vocabulary.model")
+  paths = {role: str(tiny_pair.folder() / name) for role, name in PARTS.items()}
+  assert load_pair(**paths).vocabulary.path == str(tiny_pair.folder() / "vocabulary.model")
   folder = str(t5_folder(tmp_path / "hf", 4096))  # which is the bundled vocabulary's size
   with pytest.raises(InputError, match="hf has no vocabulary with it; .* Give its file as vocab"):
     load_pair(folder, folder)

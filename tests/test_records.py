@@ -185,7 +185,7 @@ def test_unknown_field_is_named(path):
     ("alpha", math.nan, "not a JSON object"),
     ("alpha", 10**400, "not a JSON object"),
     ("identical", 1, "identical is 1; it must be True or False or None."),
-    ("task", {"a": 1}, "task is {'a': 1}; it must be a text."),
+    ("task", {"a": 1}, "task is {'a': 1}; it must be a text or None."),
     ("acceptance_by_position", [0.5, "x"], "it must be a list (each a number or None) or None."),
     ("schema", [1], "a record of schema [1]"),
   ],
@@ -222,6 +222,8 @@ def test_every_type_of_a_field_is_read_back(path):
     dict(task="x"),
     dict(target="x"),
     dict(draft="x"),
+    dict(target_path="my/target"),
+    dict(draft_path="my/draft"),
     dict(temperature=1.0),
     dict(top_k=40),
     dict(top_p=0.9),
@@ -242,6 +244,13 @@ def test_every_type_of_a_field_is_read_back(path):
 )
 def test_key_tells_settings_apart(change):
   assert records.key(setting()) != records.key(setting(**change))
+
+
+def test_bundled_models_are_those_of_records_without_paths():
+  paths = {
+    f"{role}_path": f"specdec_jax/assets/multi30k_ende/{role}" for role in ("target", "draft")
+  }
+  assert records.key(setting(**paths)) == records.key(setting())
 
 
 def test_where_it_was_measured(tmp_path):

@@ -1,5 +1,6 @@
 """A checkpoint of any kind -> its parameters in our tree, on their devices."""
 
+import pathlib
 import posixpath
 import re
 from typing import Any
@@ -63,6 +64,15 @@ def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardin
       name.
   """
   return open_checkpoint(path).load(config, dtype, shardings)
+
+
+def recorded_path(path: str) -> str:
+  """A checkpoint's path for records: as it was given, or from the package on for a bundled one."""
+  package = pathlib.Path(__file__).resolve().parents[1]
+  resolved = pathlib.Path(path).resolve()
+  if not resolved.is_relative_to(package):
+    return path
+  return resolved.relative_to(package.parent).as_posix()
 
 
 def checkpoint_name(path: str) -> str:

@@ -65,7 +65,7 @@ def compare_drafts(
       jax.clear_caches()  # a process may map only so many programs
     report = pathlib.Path(results).with_name("report.html")
     with written(report) as file:
-      file.write(drafts_report(found, f"Drafts: {pair.task}"))
+      file.write(drafts_report(found, f"Drafts: {pair.task or found[0].target_label}"))
   console.print(render(drafts_table(found), "terminal"))
   console.print(
     f"Records: {results} (measured once; delete the file to measure again); as a page: {report}"

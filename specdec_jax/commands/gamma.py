@@ -139,7 +139,7 @@ def _policies(
     return Policy(name, gamma, pair.decoder(sampling, gamma), calibration.speedups[gamma])
 
   def stopping(threshold: float) -> Callable[..., Decoded]:
-    made = Drafter(pair.draft_name, pair.draft, pair.draft_params)
+    made = Drafter(pair.draft_name, pair.draft, pair.draft_params, pair.draft_path)
     draft = stopping_draft(pair.vocabulary, lambda vocabulary: made, threshold)
     return pair.with_draft(draft).decoder(sampling, max(gammas))
 

@@ -128,7 +128,7 @@ def _measure(contest, sampling, competitors, settings, repeats, seed) -> list[Re
           decode = functools.partial(rested, competitor.load(contest._replace(pairs=(pair,))))
         decodes[baseline(s)] = decode
     bar = stack.enter_context(Progress())
-    about = f"{contest.pair.task}, temperature {sampling.temperature:g}"
+    about = f"{settings[0].subject}, temperature {sampling.temperature:g}"
     for i, text in enumerate(bar.track(contest.texts, description=about)):
       args = contest.pair.prompt([text]), row_keys(seed, i, 1)
       calls = [functools.partial(decode, *args, **common) for decode in decodes.values()]

@@ -120,7 +120,8 @@ def show_speedup(
     )
     bar.update(task, description="decoding for the report")
     report = str(pathlib.Path(results).with_name("report.html"))
-    write_report(report, read(results), [*examples], f"Speculative decoding: {pair.task}")
+    title = f"Speculative decoding: {records[0].subject}"
+    write_report(report, read(results), [*examples], title)
   for table in (speeds.speed_table, speeds.budget_table, speeds.roofline_table):
     console.print(render(table(records), "terminal"))
   console.print(

@@ -129,7 +129,7 @@ def trees(
         examples.append([*of_tree])
     report = pathlib.Path(results).with_name("report.html")
     with written(report) as file:
-      title = f"Acceptance lengths: {pair.task}"
+      title = f"Acceptance lengths: {measured[0].subject}"
       file.write(lengths_report(measured, [e for of_tree in examples for e in of_tree], title))
   for of_tree in examples:
     show_examples(of_tree, 1)

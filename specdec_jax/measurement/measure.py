@@ -113,6 +113,8 @@ def settings_to_measure(
       task=pair.task,
       target=pair.target_name,
       draft=pair.draft_name,
+      target_path=pair.target_path,
+      draft_path=pair.draft_path,
       temperature=sampling.temperature,
       top_k=sampling.top_k,
       top_p=sampling.top_p,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.checkpoints import hub
-from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint
+from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
 from specdec_jax.checkpoints.stored import Checkpoint, Shardings, param_shapes
 from specdec_jax.data.vocabularies import (
   find_vocabulary,
@@ -38,7 +38,7 @@ def load_pair(
   target: str = str(EMBEDDED / "target"),
   draft: str | Callable[[Vocabulary], Drafter | OnTarget] = str(EMBEDDED / "draft"),
   vocabulary: str | None = None,
-  task: str = "multi30k_ende",
+  task: str | None = None,
   dtype: str = "float32",
   max_source_tokens: int = 128,
   extra_ids: int | Literal["auto"] = "auto",
@@ -57,7 +57,7 @@ def load_pair(
       (`train_speculator`); or a function that makes one for a vocabulary.
     vocabulary: its file, a Hugging Face folder or name that has one; see `open_vocabulary`. By
       default the target's own: that in its folder, or for pairs of this project the one next to it.
-    task: name for records.
+    task: name for records; None leaves it out, but for the bundled target, whose task is known.
     dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU and bfloat16 elsewhere. On a CPU
       bfloat16 is half of what is read and faster if the processor multiplies it (AVX512-BF16), and
       slower if not.
@@ -106,17 +106,21 @@ def load_pair(
         "be of one kind."
       )
     make = functools.partial(model_draft, model_of(draft_config))
-    drafter = Drafter(checkpoint_name(draft), make, params)
+    drafter = Drafter(checkpoint_name(draft), make, params, recorded_path(draft))
   halved = dtype == "float32" and any(
     x.dtype == jnp.bfloat16 for x in jax.tree.leaves(target_params)
   )
+  if task is None and is_bundled(target):
+    task = EMBEDDED.name
   return Pair(
     target=model_of(config),
     target_params=target_params,
     target_name=checkpoint_name(target),
+    target_path=recorded_path(target),
     draft=drafter.make,
     draft_params=drafter.params,
     draft_name=drafter.name,
+    draft_path=drafter.path,
     vocabulary=words,
     task=task,
     dtype=dtype,
@@ -139,13 +143,18 @@ def model_drafter(
     "draft", model, vocabulary, _of_device(dtype), None, kernels, stored_weights=True
   )
   make = functools.partial(model_draft, model_of(config))
-  return Drafter(checkpoint_name(model), make, params)
+  return Drafter(checkpoint_name(model), make, params, recorded_path(model))
 
 
 def asset(name: str) -> str:
   """Path of a file or folder among those bundled with the package, for gin files."""
   require_types(asset, locals())
   return str(ASSETS / name)
+
+
+def is_bundled(target: str) -> bool:
+  """Whether a target is the bundled pair's."""
+  return recorded_path(target) == recorded_path(str(EMBEDDED / "target"))
 
 
 def laid_out(config: Config, shardings: Shardings, kernels: str) -> Config:

@@ -38,7 +38,7 @@ class Pair(NamedTuple):
     target: M_p. target_params: its parameters. target_name: for records.
     draft: (sampling, tree) -> M_q as a draft. draft_params, draft_name: likewise.
     vocabulary: of both.
-    task: what they were trained for.
+    task: what they were trained for; None if it was not given.
     dtype: of parameters and activations.
     max_source_tokens: longer inputs are cut to it, EOS kept.
     kernels: who multiplies the target's matrices (see `TransformerConfig`), and whether they are
@@ -47,6 +47,7 @@ class Pair(NamedTuple):
     continues: whether the target goes on writing what it reads, as decoder-only models do; else it
       writes an output for a source.
     rule: how guesses are judged: a class of `rules`, or any (sampling) -> rule.
+    target_path: checkpoint of the target, for records; None if it has none. draft_path: likewise.
   """
 
   target: Model
@@ -56,18 +57,20 @@ class Pair(NamedTuple):
   draft_params: Any
   draft_name: str
   vocabulary: Vocabulary
-  task: str
+  task: str | None
   dtype: str
   max_source_tokens: int
   kernels: str = "xla"
   simulated_alpha: float | None = None
   continues: bool = False
   rule: Callable[[Sampling], Rule] = TokenRule
+  target_path: str | None = None
+  draft_path: str | None = None
 
   def with_draft(self, drafter: Drafter | OnTarget) -> "Pair":
     """The same target with another draft."""
-    name, make, params = made_for(drafter, self.target, self.target_params)
-    return self._replace(draft=make, draft_params=params, draft_name=name)
+    name, make, params, path = made_for(drafter, self.target, self.target_params)
+    return self._replace(draft=make, draft_params=params, draft_name=name, draft_path=path)
 
   def decoder(
     self,

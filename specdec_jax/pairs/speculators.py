@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from specdec_jax.checkpoints.folder import open_folder
-from specdec_jax.checkpoints.load import checkpoint_name
+from specdec_jax.checkpoints.load import checkpoint_name, recorded_path
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.exits import ExitModel
 from specdec_jax.drafts.layers import LayersDraft, of_layers
@@ -51,7 +51,8 @@ def speculator(vocabulary: Vocabulary, path: str) -> OnTarget:
   def on_target(target: Model, params: Any) -> Drafter:
     config = _laid_out(learnt, shape_of(target))
     own = checkpoint.load(config, stored_weights=True)
-    return drafter(checkpoint_name(path), config, own, target, params)
+    made = drafter(checkpoint_name(path), config, own, target, params)
+    return made._replace(path=recorded_path(path))
 
   return OnTarget(on_target)
 

@@ -15,14 +15,14 @@ import numpy as np
 
 from specdec_jax.beams import best
 from specdec_jax.checkpoints.huggingface import save_huggingface
-from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.load import open_checkpoint, recorded_path
 from specdec_jax.checkpoints.stored import param_shapes
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.measurement.speed import own_baseline
 from specdec_jax.models.config import T5Config, t5_config, version_name
 from specdec_jax.models.simulated import SimulatedModel
-from specdec_jax.pairs import EMBEDDED, Pair, load_pair, vocabulary_of
+from specdec_jax.pairs import EMBEDDED, Pair, is_bundled, load_pair, vocabulary_of
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
 
@@ -123,7 +123,7 @@ def trained(
   target: str = str(EMBEDDED / "target"),
   draft: str = str(EMBEDDED / "draft"),
   vocabulary: str | None = None,
-  task: str = "multi30k_ende",
+  task: str | None = None,
   extra_ids: int | Literal["auto"] = "auto",
   gammas: Sequence[int] = (5, 10),
   temperatures: Sequence[float] = (0.0, 1.0),
@@ -140,7 +140,7 @@ def trained(
     target: checkpoint of M_p; as for `pairs.load_pair`, like the three after it.
     draft: checkpoint of M_q.
     vocabulary: of both.
-    task: name for records.
+    task: name for records; as for `pairs.load_pair`.
     extra_ids: of the vocabulary, as for `pairs.load_pair`.
     gammas: as in `Contest`, like what follows.
     temperatures: likewise; 0 alone with beams.
@@ -161,9 +161,15 @@ def trained(
     params = stored.load(stored.config, jnp.bfloat16 if halved else jnp.float32)
     return _write(folder, name, stored.config, params)
 
-  vocabulary = vocabulary or vocabulary_of(target)
+  vocabulary, guesses = vocabulary or vocabulary_of(target), learned or draft
+  if task is None and is_bundled(target):
+    task = EMBEDDED.name
+  target_path, draft_path = recorded_path(target), recorded_path(guesses)
   target, draft = write("target", target), write("draft", draft)
-  pairs = _pairs(target, learned or draft, vocabulary, task, extra_ids)
+  pairs = tuple(
+    pair._replace(target_path=target_path, draft_path=draft_path)
+    for pair in _pairs(target, learned or draft, vocabulary, task, extra_ids)
+  )
   limits = gammas, temperatures, max_new_tokens, beams, draft_beams
   return Contest(pairs, target, draft, None, texts, *limits)
 
@@ -203,7 +209,10 @@ def random(
   target, draft = write(target), write(draft)
   pairs = tuple(
     pair._replace(
-      target=SimulatedModel(pair.target, alpha, pair.target.eos_id), simulated_alpha=alpha
+      target=SimulatedModel(pair.target, alpha, pair.target.eos_id),
+      simulated_alpha=alpha,
+      target_path=None,
+      draft_path=None,
     )
     for pair in _pairs(target, draft, vocabulary, task, extra_ids)
   )
@@ -211,7 +220,7 @@ def random(
 
 
 def _pairs(
-  target: str, draft: str, vocabulary: str, task: str, extra_ids: int | Literal["auto"]
+  target: str, draft: str, vocabulary: str, task: str | None, extra_ids: int | Literal["auto"]
 ) -> tuple[Pair, ...]:
   """As `load_pair`, with float32 weights and with those that are stored, if that is another."""
   load = functools.partial(load_pair, target, draft, vocabulary, task, extra_ids=extra_ids)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from specdec_jax.record import Record
-from specdec_jax.reporting.tables import MISSING, Table, measured_with
+from specdec_jax.reporting.tables import MISSING, Table, measured_with, models_text
 
 LEGEND = (
   "nodes: that a pass of the target reads; steps: of the search, a pass (plain search makes one); "
@@ -39,6 +39,6 @@ def beams_table(records: Sequence[Record]) -> Table:
     )
   first = records[0]
   columns = "beams|draft's|gamma|nodes|steps|round|predicted|speedup|same|BLEU"
-  title = f"{first.task}, {first.target}, {first.draft}: beam search, {first.num_examples} texts, "
+  title = f"{models_text(first)}: beam search, {first.num_examples} texts, "
   title += f"batch {first.batch_size}, {first.device}"
   return Table(title, tuple(columns.split("|")), tuple(rows), (LEGEND, measured_with(records)))

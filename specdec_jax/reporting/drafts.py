@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from specdec_jax.record import Record
 from specdec_jax.reporting.speeds import COLUMNS, cell
-from specdec_jax.reporting.tables import MISSING, Table, measured_with
+from specdec_jax.reporting.tables import MISSING, Table, measured_with, models_text
 
 NOTES = (
   "alpha: acceptance rate of the first guess at a token, with its 95% interval, of a tree that of "
@@ -48,7 +48,7 @@ def drafts_table(records: Sequence[Record]) -> Table:
   cold_and_warm = lambda name: [f"{name}, T = {t:g}" for t in temperatures]
   columns = ["draft", "rule", *cold_and_warm("alpha"), *cold_and_warm("length"), "c", "v"]
   columns += [*cold_and_warm("predicted"), "by bytes", *cold_and_warm("speedup"), "MB", "same"]
-  title = f"{first.task}, {first.target}, gamma {first.gamma}, batch {first.batch_size}, "
+  title = f"{models_text(first, draft=False)}, gamma {first.gamma}, batch {first.batch_size}, "
   title += f"{first.num_examples} texts, {first.device}"
   return Table(title, tuple(columns), tuple(rows), (*NOTES, measured_with(records)))
 

@@ -219,7 +219,7 @@ def _by_gamma(records: Iterable[Record], needed: Sequence[str]) -> dict[tuple, l
 
 def _of(r: Record) -> str:
   """What a measured figure is of."""
-  return f"{r.task}, {r.num_examples} texts, batch {r.batch_size}, {r.dtype}, {r.device}"
+  return f"{r.subject}, {r.num_examples} texts, batch {r.batch_size}, {r.dtype}, {r.device}"
 
 
 # From a decoded text.

@@ -100,7 +100,8 @@ def _section(heading: str, body: Markup) -> Markup:
 # What was measured, and what came of it.
 
 # Each setting but temperature and gamma, and what a reader calls it; _MAIN heads the page.
-_MAIN = {"task": "task", "target": "target", "draft": "draft", "num_examples": "texts"}
+_MAIN = {"task": "task", "target_label": "target", "draft_label": "draft"}
+_MAIN |= {"num_examples": "texts"}
 _MAIN |= {"batch_size": "batch", "device": "device", "dtype": "dtype"}
 _MAIN |= {"acceptance": "acceptance"}
 _OTHER = {"top_k": "top-k", "top_p": "top-p", "lenience": "lenience", "baseline": "baseline"}
@@ -142,7 +143,7 @@ def _shared(records: Sequence[Record], names: dict[str, str]) -> Markup:
   shared = (
     tag("div", tag("dt", label), tag("dd", values[name]))
     for name, label in names.items()
-    if name not in varying and values[name] != label  # a model may be called "target"
+    if name not in varying and values[name] != "-"
   )
   return tag("dl", *shared, class_="settings")
 

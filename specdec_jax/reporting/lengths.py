@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 
 from specdec_jax.record import Record
-from specdec_jax.reporting.tables import MISSING, Table, measured_with, sampling_text
+from specdec_jax.reporting.tables import (
+  MISSING,
+  Table,
+  measured_with,
+  models_text,
+  sampling_text,
+)
 
 LEGEND = (
   "acceptance length: tokens a round, the bonus or correction counted, with its 95% interval "
@@ -48,5 +54,5 @@ def lengths_table(records: Sequence[Record]) -> Table:
   legend = LEGEND.format(batch=rows_together)
   columns = "temperature|guesses|nodes|depth|rule|tokens|acceptance length|over chain|c|v|predicted"
   columns += "|same|seed"
-  title = f"{first.task}, {first.target}, {first.draft}: acceptance lengths"
+  title = f"{models_text(first)}: acceptance lengths"
   return Table(title, tuple(columns.split("|")), tuple(rows), (legend, measured_with(records)))

@@ -14,15 +14,17 @@ from collections.abc import Callable, Sequence
 
 from specdec_jax.record import Record
 from specdec_jax.reporting.speeds import COLUMNS, LEGEND, cell
-from specdec_jax.reporting.tables import Table, measured_with
+from specdec_jax.reporting.tables import MISSING, Table, measured_with
 
 _BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 # What a title says where all records agree in it; where they do not, it is a column.
 _SETTINGS: dict[str, Callable[[Record], str]] = {
-  "task": lambda r: r.task,
-  "target": lambda r: r.target,
-  "draft": lambda r: r.draft + (" (simulated)" if r.acceptance == "simulated" else ""),
+  "task": lambda r: r.task or MISSING,
+  "target": lambda r: r.target if r.task else r.target_label,
+  "draft": lambda r: (
+    (r.draft if r.task else r.draft_label) + (" (simulated)" if r.acceptance == "simulated" else "")
+  ),
   "texts": lambda r: f"{r.num_examples} texts",
   "batch": lambda r: f"batch {r.batch_size}",
   "dtype": lambda r: r.dtype,
@@ -37,6 +39,7 @@ def measured_table(records: Sequence[Record]) -> Table:
   values = {name: [of(r) for r in records] for name, of in _SETTINGS.items()}
   varying = [name for name in _SETTINGS if len({*values[name]}) > 1]
   shared = [values[name][0] for name in _SETTINGS if name not in varying]
+  shared = [value for value in shared if value != MISSING]
   rows = tuple(
     (*(values[name][i] for name in varying), *(cell(column, r) for column in COLUMNS.values()))
     for i, r in enumerate(records)

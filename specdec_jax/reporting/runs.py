@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec_jax.record import Record
-from specdec_jax.reporting.tables import MISSING, Table, sampling_text
+from specdec_jax.reporting.tables import MISSING, Table, models_text, sampling_text
 
 ACCEPTANCE_LEGEND = (
   "alpha: E[sum min(p, q)] over text that the target generated, with its 95% interval (bootstrap "
@@ -40,7 +40,8 @@ TRAINING_LEGEND = (
 def acceptance_table(measured: Sequence[Record]) -> Table:
   """One row a record."""
   first = measured[0]
-  title = f"{first.task}, target {first.target}, {first.dtype}"
+  of_target = f"{first.task}, target {first.target}" if first.task else first.target_label
+  title = f"{of_target}, {first.dtype}"
   columns = "draft", "sampling", "tokens", "alpha", "lag-1", "rounds", "by position"
   rows = tuple(
     (
@@ -95,7 +96,7 @@ def given_outputs_table(measured: Sequence[Record], paper: Mapping[str, float]) 
   for name, of_paper in paper.items():
     if name.casefold() in theirs:
       rows.append((name, MISSING, f"{of_paper:.2f}", *[MISSING] * len(gammas)))
-  title = f"{first.task}, {first.target}, {first.num_tokens} tokens, temperature 0"
+  title = f"{models_text(first, draft=False)}, {first.num_tokens} tokens, temperature 0"
   columns = "draft", "alpha", "paper", *(f"gamma {gamma}" for gamma in gammas)
   return Table(title, columns, tuple(rows), (GIVEN_OUTPUTS_LEGEND,))
 
@@ -119,8 +120,9 @@ def peers_table(measured: Sequence[Record]) -> Table:
     spread = MISSING if (of := best.speedup_range) is None else f"{of[0]:.2f}-{of[1]:.2f}"
     same = {True: "yes", False: "NO", None: MISSING}[best.identical]
     rows.append((name, *speeds, *(f"{r.speedup:.2f}" for r in of_name), spread, same))
+  of_models = f"{first.task}, {first.target} with {first.draft}" if first.task else first.subject
   title = (
-    f"{first.task}, {first.target} with {first.draft}, {first.num_examples} texts, batch 1, "
+    f"{of_models}, {first.num_examples} texts, batch 1, "
     f"{first.dtype}, kernels {first.kernels}, {first.device}, "
     + (f"{first.beams} beams" if first.beams else f"temperature {first.temperature:g}")
   )
@@ -191,12 +193,12 @@ def products_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def online_table(measured: Sequence[Record]) -> Table:
   """A draft frozen and the same as it learns: their records in turn, in the order of the texts."""
-  rows, served = [], collections.Counter[str]()
+  rows, served = [], collections.Counter[str | None]()
   for frozen, learning in zip(measured[::2], measured[1::2], strict=True):
     first = served[frozen.task] + 1
     served[frozen.task] += frozen.num_examples or 0
     lengths = (f"{r.tokens_per_round:.2f}" for r in (frozen, learning))
-    rows.append((frozen.task, f"{first} to {served[frozen.task]}", *lengths))
+    rows.append((frozen.task or MISSING, f"{first} to {served[frozen.task]}", *lengths))
   one = measured[0]
   notes = "Tokens a pass of the target; texts in the order in which they were served."
   title = f"{one.target}, {one.draft}, gamma {one.gamma}: a draft that learns while it serves"

@@ -127,7 +127,7 @@ def roofline_table(records: Sequence[Record]) -> Table:
 def _table(columns: Mapping[str, Callable], records: Sequence[Record], legend: str) -> Table:
   first = records[0]
   title = (
-    f"{first.task}, {first.num_examples} texts, batch {first.batch_size}, {first.dtype}, "
+    f"{first.subject}, {first.num_examples} texts, batch {first.batch_size}, {first.dtype}, "
     + first.device
     + ("" if first.kernels == "xla" else f", {first.kernels} kernels")
     + ("" if first.baseline == "own" else f", over {first.baseline}")

@@ -100,6 +100,15 @@ def _table_1(paper_rows: Sequence[PaperRow]) -> Table:
   )
 
 
+def models_text(r: Record, draft: bool = True) -> str:
+  """Task, target and draft for a title; their checkpoints where no task was given."""
+  if r.task is None:
+    named = [r.target_label, r.draft_label]
+  else:
+    named = [r.task, r.target, r.draft]
+  return ", ".join(named if draft else named[:-1])
+
+
 def measured_with(records: Sequence[Record]) -> str:
   """Which state of the code wrote the records, and when, in a sentence."""
   states = {
@@ -138,7 +147,8 @@ def _is_alike(number: int, r: Record, row: PaperRow) -> bool:
     return False
   target, task = _target_and_task(row)
   models = _same_model(target, r.target) and _same_model(row["m_q"], r.draft)
-  return models and r.task.casefold() in _TASKS.get(task, (r.task.casefold(),))
+  ours = (r.task or "").casefold()
+  return models and ours in _TASKS.get(task, (ours,))
 
 
 def _target_and_task(row: PaperRow) -> tuple[str, str]:
@@ -218,7 +228,7 @@ def _measured_on(r: Record) -> str:
 
 
 _SETTING: dict[str, _Column] = {
-  "task": (lambda r: r.task, lambda row: _target_and_task(row)[1]),
+  "task": (lambda r: r.task or MISSING, lambda row: _target_and_task(row)[1]),
   "target": (lambda r: r.target, lambda row: _target_and_task(row)[0]),
   "draft": (_draft, lambda row: row["m_q"]),
   "temp": (sampling_text, lambda row: f"{row['temperature']:g}"),
