@@ -25,7 +25,7 @@ from specdec_jax.decoding import (
   speculative_decode,
   start,
 )
-from specdec_jax.errors import require_count, require_seed, require_types
+from specdec_jax.errors import require_count, require_seed, require_text, require_types
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.protocols import Decoded, Rounds
 from specdec_jax.reporting.rounds import Round, read_rounds, round_text
@@ -218,6 +218,7 @@ class Pair(pairs.Pair):
       InputError: as `generate`.
     """
     require_types(Pair.beam_search, locals())
+    _require_texts(texts)
     require_count("gamma", gamma, 0)
     self.require_batch_size(batch_size)
     search, found = self.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes), []
@@ -244,6 +245,7 @@ def _decoder(
 ) -> tuple[functools.partial[Decoded], AnyTree]:
   """Of the pair for arguments of `generate` or `stream`, which are checked; and its guesses."""
   require_types(of, asked)
+  _require_texts(texts, "text" if "text" in asked else None)
   require_seed(asked["seed"])
   require_count("max_new_tokens", asked["max_new_tokens"])
   sampling = Sampling(asked["temperature"], asked["top_k"], asked["top_p"])
@@ -251,6 +253,12 @@ def _decoder(
   pair.require_batch_size(limits[0])
   tree = resolve_tree(asked["gamma"], asked["tree"], pair, texts, sampling, *limits, say=_LOG.info)
   return pair.decoder(sampling, tree, asked["lenience"]), pair.guesses(sampling, tree)
+
+
+def _require_texts(texts: Sequence[str], name: str | None = None) -> None:
+  """Raise InputError unless each text is one that a vocabulary can read."""
+  for place, text in enumerate(texts):
+    require_text(name or f"texts[{place}]", text)
 
 
 def _output(pair: pairs.Pair, result: Decoded, row: int, tree: AnyTree) -> Output:

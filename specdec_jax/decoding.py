@@ -28,7 +28,7 @@ from specdec_jax.protocols import (
 )
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, split_keys
-from specdec_jax.trees import AnyTree, DynamicTree, chain, some_shape
+from specdec_jax.trees import AnyTree, DynamicTree, chain, require_compilable, some_shape
 
 
 class State(NamedTuple):
@@ -167,6 +167,7 @@ def start(target: Model, draft: Draft, target_params, draft_params, prompt, limi
   Raises InputError if that is more than memory holds; traced, as it mostly is, before it is tried.
   """
   batch, tree = len(prompt), draft.tree
+  require_compilable(tree, target.vocab_size)
   first, length = target.prompt_tokens(prompt)
   # A row at the limit may still write one block: buffer and caches have its K slots to spare.
   num_slots = first.shape[1] + limit + tree.num_nodes

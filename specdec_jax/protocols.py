@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import Array
 
+from specdec_jax.errors import InputError, shown
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import AnyNodes, AnyTree, DynamicTree
 
@@ -206,6 +207,31 @@ class OnTarget(NamedTuple):
   """
 
   drafter: Callable[[Model, Any], Drafter]
+
+
+EITHER = Drafter, OnTarget  # kinds for `drafter_from`
+
+
+def drafter_from(
+  draft: Callable[[Any], Any], vocabulary: Any, kinds: tuple[type, ...] = (Drafter,)
+) -> Any:
+  """Call a function of a vocabulary that a user gave as draft.
+
+  Args:
+    draft: the function.
+    vocabulary: of the pair.
+    kinds: what it may return.
+
+  Raises:
+    InputError: it returns something else.
+  """
+  made = draft(vocabulary)
+  if not isinstance(made, kinds):
+    raise InputError(
+      f"The function given as draft returns {shown(made)} for a vocabulary; it must return a "
+      f"{' or '.join(kind.__name__ for kind in kinds)} (specdec_jax.protocols)."
+    )
+  return made
 
 
 def made_for(drafter: Drafter | OnTarget, target: Model, params: Any) -> Drafter:

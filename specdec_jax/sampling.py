@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from specdec_jax.errors import InputError, require_types
+from specdec_jax.errors import InputError, require_number, require_types, shown
 from specdec_jax.trees import take
 
 
@@ -31,14 +31,17 @@ class Sampling:
 
   def __post_init__(self):
     require_types(Sampling, vars(self))
-    if not (self.temperature == 0 or 1e-30 <= self.temperature < math.inf):
+    # Any kind of number, a `Fraction` or numpy's, becomes Python's, which can be hashed and traced.
+    temperature, top_k = float(self.temperature), int(self.top_k)
+    if not (temperature == 0 or 1e-30 <= temperature < math.inf):
       raise InputError(
-        f"temperature is {self.temperature}; it must be 0 (argmax) or positive, from 1e-30."
+        f"temperature is {shown(temperature)}; it must be 0 (argmax) or positive, from 1e-30."
       )
-    if self.top_k < 0:
-      raise InputError(f"top_k is {self.top_k}; it must be a positive count, or 0 to keep all.")
-    if not 0 < self.top_p <= 1:
-      raise InputError(f"top_p is {self.top_p}; it must lie in (0, 1], with 1 to keep all.")
+    if top_k < 0:
+      raise InputError(f"top_k is {shown(top_k)}; it must be a positive count, or 0 to keep all.")
+    top_p = require_number("top_p", self.top_p, 0, 1, "(]", ", with 1 to keep all")
+    for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+      object.__setattr__(self, name, value)
 
 
 def distribution(logits: Array, sampling: Sampling) -> Array:

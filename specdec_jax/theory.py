@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.trees import Tree, merged
 
 
@@ -180,8 +180,7 @@ def beta(p, q, lenience: float = 1.0):
     InputError: p and q are no distributions over one vocabulary, or lenience is outside (0, 1].
   """
   p, q = _distributions(p, q)
-  if not 0 < lenience <= 1:
-    raise InputError(f"lenience is {lenience}; it must lie in (0, 1], with 1 for exactness.")
+  lenience = require_number("lenience", lenience, 0, 1, "(]", ", with 1 for exactness")
   return np.minimum(p / lenience, q).sum(axis=-1)
 
 

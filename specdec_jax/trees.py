@@ -9,7 +9,9 @@ Axes: K nodes, N = K - 1 guesses, D depth, W width.
 
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, shown
+from specdec_jax.memory import require_memory
+
+MOST_UNROLLED = 64  # levels, or siblings, that a program has one after the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +42,17 @@ class Tree:
   parents: Sequence[int] = ()
 
   def __post_init__(self):
-    num_guesses = len(self.parents)
-    if self.parents == range(num_guesses) or [*self.parents] == [*range(num_guesses)]:
-      # A chain, of any length: nothing is made of it that takes memory before it is tried.
-      object.__setattr__(self, "parents", range(num_guesses))
-      return
-    object.__setattr__(self, "parents", tuple(self.parents))
-    in_order = all(a <= b for a, b in zip(self.parents, self.parents[1:]))
-    if not in_order or not all(0 <= parent <= i for i, parent in enumerate(self.parents)):
+    if isinstance(self.parents, range) and self.parents == range(len(self.parents)):
+      return  # a chain, of any length: nothing is made of it that takes memory before it is tried
+    parents = _whole_numbers(self.parents)
+    if parents is None or not _in_level_order(parents):
       raise InputError(
-        f"A tree has parents {self.parents}; they must be whole numbers in ascending order, each a "
-        "node before its child: level order, siblings beside each other."
+        f"A tree has parents {shown(self.parents if parents is None else parents)}; they must be "
+        "whole numbers in ascending order, each a node before its child: level order, siblings "
+        "beside each other."
       )
+    is_chain = parents == (*range(len(parents)),)
+    object.__setattr__(self, "parents", range(len(parents)) if is_chain else parents)
 
   @property
   def num_nodes(self) -> int:
@@ -86,7 +90,8 @@ class Tree:
   @functools.cached_property
   def ranks(self) -> np.ndarray:
     """How many elder siblings each guess [N] has."""
-    return np.array([i - self.parents.index(p) for i, p in enumerate(self.parents)], np.int32)
+    parents = np.array(self.parents, np.int32)
+    return (np.arange(len(parents)) - np.searchsorted(parents, parents)).astype(np.int32)
 
   @property
   def width(self) -> int:
@@ -192,9 +197,13 @@ def chain(gamma: int) -> Tree:
 
 def branching(*widths: int) -> Tree:
   """A tree in which each node at depth d has widths[d] children: branching(2, 2) has 6 guesses."""
-  parents, level = [], [0]
+  parents, level, at_depth, num_nodes = [], [0], 1, 1
   for width in widths:
     require_count("width", width)
+    at_depth *= int(width)
+    num_nodes += at_depth
+    require_tree_memory(num_nodes)
+  for width in widths:
     parents += [node for node in level for _ in range(width)]
     level = list(range(len(parents) + 1 - len(level) * width, len(parents) + 1))
   return Tree(tuple(parents))
@@ -213,6 +222,30 @@ def merged(paths: Sequence[Sequence[int]]) -> Tree:
     if elder not in nodes:
       raise InputError(f"A tree has the path {path} but not {elder}, which comes before it.")
   return Tree(tuple(nodes.index(path[:-1]) for path in nodes[1:]))
+
+
+def require_tree_memory(num_nodes: int) -> None:
+  """Raise InputError unless memory holds which node of a tree sees which, before it is made."""
+  require_memory(f"a tree of {num_nodes} nodes", jax.ShapeDtypeStruct((num_nodes,) * 2, np.float32))
+
+
+def require_compilable(tree: AnyTree, vocab_size: int) -> None:
+  """Raise InputError if a node has more children than there are tokens, or a tree that is no chain
+  has so many levels or siblings, each of which is compiled apart, that compiling takes minutes."""
+  if tree.is_chain:
+    return
+  width = tree.width if isinstance(tree, Tree) else 1
+  if width > vocab_size:
+    raise InputError(
+      f"A node of the tree has {width} children, more than the {vocab_size} tokens of the "
+      "vocabulary; give it fewer."
+    )
+  for what, count in (("children of a node", width), ("levels", tree.depth)):
+    if count > MOST_UNROLLED:
+      raise InputError(
+        f"The tree has {count} {what}, each of which is compiled separately, which would take "
+        f"minutes; use at most {MOST_UNROLLED}, or a chain of gamma draft tokens."
+      )
 
 
 def require_static(who: str, tree: AnyNodes) -> Tree:
@@ -251,6 +284,21 @@ def path_to(tree: AnyTree, node: Array) -> Array | None:
     path = np.flatnonzero(tree.ancestors[end])[1:]
     paths[end, : len(path)] = path
   return jnp.asarray(paths)[node]
+
+
+def _whole_numbers(values: Any) -> tuple[int, ...] | None:
+  """Values as Python's whole numbers; None if they are no list of these."""
+  if isinstance(values, str | bytes | bytearray | memoryview):
+    return None
+  try:
+    return tuple(operator.index(value) for value in values)
+  except TypeError:
+    return None
+
+
+def _in_level_order(parents: Sequence[int]) -> bool:
+  ascending = all(a <= b for a, b in itertools.pairwise(parents))
+  return ascending and all(0 <= parent <= i for i, parent in enumerate(parents))
 
 
 def take(x: Array, nodes: Sequence[int] | np.ndarray) -> Array:

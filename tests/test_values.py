@@ -1,5 +1,7 @@
 """Settings that make no sense: one sentence that names them, and nothing is tried."""
 
+import dataclasses
+import fractions
 import functools
 import math
 import types
@@ -14,7 +16,9 @@ import tiny_pair
 
 from specdec_jax import memory
 from specdec_jax.adaptive import adaptive_decode
+from specdec_jax.api import Pair
 from specdec_jax.commands.acceptance import acceptance
+from specdec_jax.commands.beams import beams
 from specdec_jax.commands.check_exactness import check_exactness
 from specdec_jax.commands.decode import decode
 from specdec_jax.commands.gamma import gamma
@@ -29,7 +33,8 @@ from specdec_jax.decoding import FreeDraft, autoregressive_decode, speculative_d
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import load_pair, random_pair
+from specdec_jax.pairs import load_pair, model_drafter, random_pair
+from specdec_jax.pairs.composed import hierarchical_draft, known_draft, merged_drafts
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.run import main
 from specdec_jax.sampling import Sampling, split_keys
@@ -41,6 +46,7 @@ COUNT = "it must be a whole number, from 1 to 2147483647."
 SEED = "it must be a whole number from -2147483648 to 4294967295."
 GAMMAS = "it must be a list (each a whole number or 'auto') or 'auto'."
 TREE = "it must be a list (each a whole number) or 'auto' or None."
+HUGE, HUGE_SHOWN = 10**400, "1" + "0" * 99
 DIGITS = 123456789012345678901234567890
 
 
@@ -180,11 +186,128 @@ def test_other_experiments_refuse_alike(machine, tmp_path, experiment, settings,
     (dict(top_k=1.5), "top_k is 1.5; it must be a whole number."),
     (dict(top_p="x"), "top_p is 'x'; it must be a number."),
     (dict(top_p=True), "top_p is True; it must be a number."),
+    (dict(top_p=math.nan), "top_p is nan; it must lie in (0, 1], with 1 to keep all."),
+    (dict(temperature=HUGE), f"temperature is {HUGE_SHOWN}; it must be a number of at most 1.8e"),
+    (dict(temperature=-HUGE), f"temperature is -{HUGE_SHOWN[:-1]}; it must be a number of at m"),
+    (dict(top_k=-HUGE), f"top_k is -{HUGE_SHOWN[:-1]}; it must be a positive count, or 0 to keep"),
+    (dict(top_p=HUGE), f"top_p is {HUGE_SHOWN}; it must be a number of at most 1.8e+308."),
   ],
   ids=str,
 )
 def test_samplings(settings, sentence):
   assert refused(Sampling, **settings).startswith(sentence)
+
+
+@pytest.mark.parametrize("number", [fractions.Fraction(1, 2), np.float32(0.5), 0.5])
+def test_numbers_of_any_kind_are_pythons_own(number):
+  """Others cannot be traced, or differ from what was compiled with the same number."""
+  held = Sampling(number, np.int64(3), number)
+  assert [*map(type, dataclasses.astuple(held))] == [float, int, float]
+  assert held == Sampling(0.5, 3, 0.5) and hash(held) == hash(Sampling(0.5, 3, 0.5))
+  assert type(TokenRule(held, number).lenience) is float
+  assert Sampling(2**31).temperature == 2.0**31  # no whole number of 32 bits
+
+
+@pytest.mark.parametrize(
+  "call, settings, sentence",
+  [
+    ("generate", dict(temperature=HUGE), f"temperature is {HUGE_SHOWN}; it must be a number of at"),
+    (
+      "generate",
+      dict(lenience=math.nan),
+      "lenience is nan; it must lie in (0, 1], with 1 for exac",
+    ),
+    ("generate", dict(lenience=HUGE), f"lenience is {HUGE_SHOWN}; it must be a number of at most"),
+    ("generate", dict(seed=10**5000), f"seed is <int>; {SEED}"),
+    ("generate", dict(tree=np.array([0, 0])), f"tree is array([0, 0]); {TREE}"),
+    (
+      "generate",
+      dict(tree=np.zeros((40, 2))),
+      "tree is array([[0., 0.], [0., 0.], [0., 0.], [0., ",
+    ),
+    ("generate", dict(tree=b"\0\0\1"), f"tree is b'\\x00\\x00\\x01'; {TREE}"),
+    ("generate", dict(tree=bytearray(2)), f"tree is bytearray(b'\\x00\\x00'); {TREE}"),
+    ("generate", dict(tree=[0] * 5000), "A node of the tree has 5000 children, more than the 72 "),
+    (
+      "generate",
+      dict(tree=[0] * 70),
+      "The tree has 70 children of a node, each of which is compil",
+    ),
+    (
+      "generate",
+      dict(tree=[0, 0, *range(1, 139)]),
+      "The tree has 70 levels, each of which is compi",
+    ),
+    (
+      "generate",
+      dict(texts=["a", "b\ud800"]),
+      "texts[1] has half a surrogate pair, '\\ud800', at p",
+    ),
+    (
+      "generate",
+      dict(texts=["a\0b"]),
+      "texts[0] has a NUL character at position 1; a text ends th",
+    ),
+    (
+      "stream",
+      dict(text="\udcff"),
+      "text has half a surrogate pair, '\\udcff', at position 0, whic",
+    ),
+    ("stream", dict(text="\0"), "text has a NUL character at position 0; a text ends there for th"),
+    (
+      "stream",
+      dict(temperature=HUGE),
+      f"temperature is {HUGE_SHOWN}; it must be a number of at mo",
+    ),
+    (
+      "beam_search",
+      dict(texts=["\ud800"]),
+      "texts[0] has half a surrogate pair, '\\ud800', at posit",
+    ),
+    ("beam_search", dict(texts=["a", "\0"]), "texts[1] has a NUL character at position 0; a text"),
+    ("beam_search", dict(draft_beams=0), f"draft_beams is 0; {COUNT}"),
+    ("beam_search", dict(draft_beams=1000), "The draft has 1000 beams, more than the 72 tokens of"),
+    (
+      "beam_search",
+      dict(gamma=200),
+      "gamma is 200, and each step that a beam search drafts is com",
+    ),
+    ("beam_search", dict(length_penalty=-5), "length_penalty is -5; it must lie in [0, 22.2]."),
+    (
+      "beam_search",
+      dict(length_penalty=math.nan),
+      "length_penalty is nan; it must lie in [0, 22.2",
+    ),
+    (
+      "beam_search",
+      dict(length_penalty=math.inf),
+      "length_penalty is inf; it must lie in [0, 22.2",
+    ),
+    ("beam_search", dict(length_penalty=23), "length_penalty is 23; it must lie in [0, 22.2]."),
+    (
+      "beam_search",
+      dict(length_penalty=HUGE),
+      f"length_penalty is {HUGE_SHOWN}; it must be a numb",
+    ),
+  ],
+  ids=lambda value: f"{value!r:.40}" if value != dict(seed=10**5000) else "seed",
+)
+def test_what_decoding_is_asked_for(call, settings, sentence):
+  """All that a user of the package may get wrong is found before anything is compiled."""
+  given = dict(text="A man.") if call == "stream" else dict(texts=["A man."])
+  asked = lambda: [*getattr(Pair(*tiny_pair.pair()), call)(**{**given, **settings})]
+  assert refused(asked).startswith(sentence)
+
+
+def test_a_draft_of_beams_is_refused_alike_on_the_command_line(tmp_path):
+  (tmp_path / "in.txt").write_text("A man runs.\n")
+  searching = functools.partial(translate, tiny_pair.pair(), str(tmp_path / "in.txt"), beams=2)
+  searching = functools.partial(searching, gamma=2, output=str(tmp_path / "out.txt"))
+  assert refused(searching, draft_beams=0) == f"draft_beams is 0; {COUNT}"
+  assert refused(searching, draft_beams=1000).startswith("The draft has 1000 beams, more than")
+  measuring = functools.partial(beams, tiny_pair.pair(), ["A man."], str(tmp_path), widths=[2])
+  assert refused(measuring, factors=[0]) == f"draft_beams is 0; {COUNT}"
+  assert refused(measuring, factors=[500]).startswith("The draft has 1000 beams, more than")
 
 
 @pytest.mark.parametrize(
@@ -202,6 +325,9 @@ def test_samplings(settings, sentence):
     (dict(dtype=5), "dtype is 5; it must be a text."),
     (dict(kernels=5), "kernels is 5; it must be a text."),
     (dict(task=5), "task is 5; it must be a text."),
+    (dict(shardings="x"), "shardings is 'x'; it must be a function or None."),
+    (dict(draft_shardings=5), "draft_shardings is 5; it must be a function or None."),
+    (dict(rule="x"), "rule is 'x'; it must be a function."),
   ],
   ids=str,
 )
@@ -210,6 +336,24 @@ def test_pairs(settings, sentence):
   if "alpha" not in settings and settings.keys() <= {"dtype", "max_source_tokens", "vocabulary"}:
     random = functools.partial(random_pair, target="tiny", draft="tiny", alpha=0.5)
     assert refused(random, **settings).startswith(sentence)
+
+
+def test_functions_of_a_pair_that_return_something_else():
+  paths = {name: str(tiny_pair.folder() / name) for name in ("target", "vocabulary.model")}
+  load = functools.partial(load_pair, paths["target"], vocabulary=paths["vocabulary.model"])
+  near = functools.partial(model_drafter, model=str(tiny_pair.folder() / "near"))
+  nothing = lambda *_: None
+  made = "The function given as draft returns None for a vocabulary; it must return a Drafter"
+  own = made + " (specdec_jax.protocols)."
+  assert refused(load, draft=nothing) == made + " or OnTarget (specdec_jax.protocols)."
+  assert refused(load, draft=functools.partial(known_draft, draft=nothing)) == own
+  both = functools.partial(hierarchical_draft, draft=near, inner=nothing)
+  assert refused(load, draft=both) == own
+  row = functools.partial(merged_drafts, drafts=[near, nothing])
+  assert refused(load, draft=row) == own
+  places = "it must return a tree like the parameters', with a jax.sharding.Sharding for each."
+  for wrong in (lambda _: 5, lambda shapes: jax.tree.map(lambda _: 5, shapes), nothing):
+    assert refused(load, draft=near, shardings=wrong).endswith(places)
 
 
 @pytest.mark.parametrize(

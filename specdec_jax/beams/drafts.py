@@ -95,6 +95,12 @@ class ModelBeams(BeamDraft):
         f"The draft has {self.width} beams and the search {width}, all of which must be among them "
         "for a step to be saved; give the draft as many at least."
       )
+    vocab_size = self.draft.model.vocab_size
+    if self.width > vocab_size:
+      raise InputError(
+        f"The draft has {self.width} beams, more than the {vocab_size} tokens of its vocabulary; "
+        "give it fewer."
+      )
     return self.width * self.depth
 
   def num_nodes(self, width: int) -> int:

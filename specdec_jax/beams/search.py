@@ -11,6 +11,7 @@ slots of a cache, L tokens of a text, V vocabulary.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from specdec_jax.beams.forest import BeamContext, entries_read, of_round
 from specdec_jax.beams.layout import joined, move, own_slots, places, slot_of_newest
 from specdec_jax.beams.step import Beams, begin, best_first, ended, step
 from specdec_jax.decoding import last_hidden
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.memory import require_memory
 from specdec_jax.protocols import Context, Decoded, Model, Rounds
 
@@ -153,7 +154,7 @@ def speculative_beam_search(
     max_new_tokens: limit for each text, EOS counted.
     length_penalty: alpha in ((5 + length) / 6) ** alpha, by which log-probabilities are divided; 0
       for none (Wu et al., 2016, equation 14). As in t5x, the tokens of a decoder-only model's
-      prompt count.
+      prompt count. Not negative, and divisors stay below 1e30.
     eos_id: ends a text; None for the target's.
 
   Raises:
@@ -174,6 +175,10 @@ def _search(
       f"width is {width}, and each step looks at twice as many continuations of a beam, more than "
       f"the vocabulary's {target.vocab_size}; lower it."
     )
+  # Scores are float32: the longest text's must not be rounded to 0.
+  longest = target.prompt_tokens(prompt)[0].shape[1] + limit
+  most = math.floor(10 * math.log(1e30) / math.log((5 + longest) / 6)) / 10
+  length_penalty = require_number("length_penalty", length_penalty, 0, most)
   eos_id = target.eos_id if eos_id is None else eos_id
   models = target, draft, target_params, draft_params
   a_round = functools.partial(one_round, *models, length_penalty, eos_id)

@@ -14,13 +14,14 @@ import numpy as np
 from flax import traverse_util
 from jax.sharding import Sharding
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, shown
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import AnyConfig, for_decoding, init_params
 
 Index = tuple[slice, ...]  # one for each axis
 Shardings = Any  # a tree of `Sharding` like the parameters', or a function to it from their shapes
+MakesShardings = Callable[[Any], Any] | None  # the function only
 
 TABLE = "token_embedder/embedding"
 LOGITS = "decoder/logits_dense/kernel"
@@ -146,7 +147,7 @@ class Checkpoint(NamedTuple):
       tree = for_decoding(apart, tree, concatenate)[1]
     dtype = config.dtype if dtype is None else dtype
     if callable(shardings):
-      shardings = shardings(param_shapes(config))
+      shardings = placed_by(shardings, config)
 
     if shardings is not None:
       return jax.tree.map(lambda array, sharding: _place(array, dtype, sharding), tree, shardings)
@@ -185,6 +186,24 @@ def _place(array: Stored, dtype, sharding: Sharding | None = None) -> jax.Array:
     read = lambda index: np.array(array.read(index), dtype, order="C")
     placed = jax.make_array_from_callback(array.shape, sharding, read)
   return placed.block_until_ready()  # or the next would be read while this one is still here twice
+
+
+def placed_by(shardings: Callable[[Any], Any], config: AnyConfig) -> Any:
+  """The tree of shardings that a user's function makes of the shapes of a model's parameters.
+
+  Raises:
+    InputError: it makes something else.
+  """
+  shapes = param_shapes(config)
+  made = shardings(shapes)
+  structure: Any = jax.tree.structure
+  is_tree = structure(made) == structure(shapes)
+  if not is_tree or not all(isinstance(place, Sharding) for place in jax.tree.leaves(made)):
+    raise InputError(
+      f"The function given as shardings returns {shown(made)}; it must return a tree like the "
+      "parameters', with a jax.sharding.Sharding for each."
+    )
+  return made
 
 
 @functools.cache

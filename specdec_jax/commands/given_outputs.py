@@ -25,6 +25,7 @@ from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.models.t5 import EOS_ID
 from specdec_jax.pairs import Drafter, Pair
 from specdec_jax.progress import Progress
+from specdec_jax.protocols import drafter_from
 from specdec_jax.record import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import given_outputs_table
@@ -143,7 +144,7 @@ def given_outputs(
       dtype="unknown",
       max_source_tokens=max_source_tokens,
     )
-    for drafter in (draft(vocabulary) for draft in drafts)
+    for drafter in (drafter_from(draft, vocabulary) for draft in drafts)
   ]
   read = [contenders[0].encode(source) for source in sources]
   written = [vocabulary.encode(output)[:max_new_tokens] for output in outputs]

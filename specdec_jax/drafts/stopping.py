@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from specdec_jax.drafts.model import ModelDraft, read_newest
-from specdec_jax.errors import InputError
+from specdec_jax.errors import require_number
 from specdec_jax.protocols import Context, Draft, Proposal
 from specdec_jax.sampling import draw
 from specdec_jax.trees import Tree, require_chain
@@ -39,8 +39,7 @@ class StoppingDraft(Draft):
 
   def __post_init__(self):
     require_chain("a draft that stops early", self.draft.tree)
-    if not 0 <= self.threshold <= 1:
-      raise InputError(f"threshold is {self.threshold}; it must lie in [0, 1].")
+    object.__setattr__(self, "threshold", require_number("threshold", self.threshold, 0, 1))
     object.__setattr__(self, "tree", self.draft.tree)
     object.__setattr__(self, "widths", tuple(range(1, self.tree.depth + 1)))
 

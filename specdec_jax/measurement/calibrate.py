@@ -23,11 +23,10 @@ from specdec_jax.measurement.choice import LEAST_GAIN, Calibration, choose, choo
 from specdec_jax.measurement.costs import round_calls, round_costs, start_calls
 from specdec_jax.measurement.kept import depends_on, found_or_kept
 from specdec_jax.measurement.timing import interleaved_medians
-from specdec_jax.memory import require_memory
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import Tree, chain
+from specdec_jax.trees import Tree, chain, require_tree_memory
 
 NUM_TEXTS = 32  # decoded for alpha; a batch may hold more
 GAMMAS = (3, 10)  # at which costs are timed; lines join them, up to the last
@@ -66,9 +65,7 @@ def resolve_tree(
       )
     require_count("the number of a tree's guesses", len(tree))
     given = Tree(tree)
-    nodes = given.num_nodes
-    # What nodes see of each other; found before anything of this size is made.
-    require_memory(f"a tree of {nodes} nodes", jax.ShapeDtypeStruct((nodes, nodes), np.float32))
+    require_tree_memory(given.num_nodes)
     return given
   if "auto" not in (gamma, tree):
     require_count("gamma", gamma, least=0)

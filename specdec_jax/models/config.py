@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count, require_number, require_types
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,7 @@ class TransformerConfig:
     for name in (*sizes, "num_positions", "padded_vocab_size"):
       if name in sizes or getattr(self, name) is not None:
         require_count(name, getattr(self, name))
-    if not 0 <= self.dropout_rate < 1:
-      raise InputError(f"dropout_rate is {self.dropout_rate}; it must lie in [0, 1).")
+    require_number("dropout_rate", self.dropout_rate, 0, 1, "[)")
     if self.table_size < self.vocab_size:
       raise InputError(
         f"padded_vocab_size is {self.padded_vocab_size}, smaller than vocab_size "

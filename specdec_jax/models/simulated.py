@@ -9,7 +9,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_number
 from specdec_jax.protocols import Model
 from specdec_jax.trees import AnyNodes, AnyTree, chain, require_static
 
@@ -63,8 +63,7 @@ class SimulatedModel:
   seed: int = 0
 
   def __post_init__(self):
-    if not 0 <= self.alpha <= 1:
-      raise InputError(f"alpha is {self.alpha}; an acceptance rate lies in [0, 1].")
+    object.__setattr__(self, "alpha", require_number("alpha", self.alpha, 0, 1))
 
   @property
   def vocab_size(self) -> int:

@@ -16,7 +16,7 @@ from specdec_jax.drafts.merged import MergedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.errors import InputError, require_count, require_types
-from specdec_jax.protocols import Draft, Drafter, OnTarget
+from specdec_jax.protocols import EITHER, Draft, Drafter, OnTarget, drafter_from
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import AnyTree, DynamicTree, branching, chain, require_chain, require_static
 
@@ -38,7 +38,7 @@ def hierarchical_draft(
     InputError: (when it is made for a sampling) the draft is no model.
   """
   require_types(hierarchical_draft, locals())
-  model, cheaper = draft(vocabulary), inner(vocabulary)
+  model, cheaper = (drafter_from(make, vocabulary) for make in (draft, inner))
 
   def make(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
     guesses = cheaper.make(sampling, chain(inner_gamma))
@@ -54,7 +54,7 @@ def merged_drafts(vocabulary: Vocabulary, drafts: Sequence[MakesDrafter]) -> Dra
   One named twice is drawn from twice.
   """
   require_types(merged_drafts, locals())
-  made = [draft(vocabulary) for draft in drafts]
+  made = [drafter_from(draft, vocabulary) for draft in drafts]
 
   def make(sampling: Sampling, tree: AnyTree) -> MergedDraft:
     return MergedDraft(tuple(one.make(sampling, tree) for one in made), len(vocabulary))
@@ -84,7 +84,7 @@ def cascaded_drafts(
     )
   for gamma in gammas:
     require_count("gamma", gamma)
-  made = [draft(vocabulary) for draft in drafts]
+  made = [drafter_from(draft, vocabulary) for draft in drafts]
 
   def make(sampling: Sampling, tree: AnyTree) -> CascadeDraft:
     require_chain("a cascade", tree)
@@ -130,7 +130,7 @@ def tree_draft(
     make = lambda sampling, tree: made.make(sampling, shape(tree.depth))
     return Drafter(f"{made.name}, {told}", make, made.params)
 
-  made = draft(vocabulary)
+  made = drafter_from(draft, vocabulary, EITHER)
   if isinstance(made, OnTarget):
     return OnTarget(lambda target, params: of_trees(made.drafter(target, params)))
   return of_trees(made)
@@ -145,7 +145,7 @@ def stopping_draft(vocabulary: Vocabulary, draft: MakesDrafter, threshold: float
     threshold: as in `StoppingDraft`.
   """
   require_types(stopping_draft, locals())
-  model = draft(vocabulary)
+  model = drafter_from(draft, vocabulary)
 
   def make(sampling: Sampling, tree: AnyTree) -> StoppingDraft:
     return StoppingDraft(_of_model(model, sampling, tree), threshold)
@@ -155,7 +155,8 @@ def stopping_draft(vocabulary: Vocabulary, draft: MakesDrafter, threshold: float
 
 def known_draft(vocabulary: Vocabulary, draft: MakesDrafter) -> Drafter:
   """A draft's guesses as long as it knows any; gamma is the most (`drafts.known`)."""
-  made = draft(vocabulary)
+  require_types(known_draft, locals())
+  made = drafter_from(draft, vocabulary)
   make = lambda sampling, tree: KnownDraft(made.make(sampling, tree))
   return Drafter(f"{made.name}, as far as known", make, made.params)
 
@@ -186,7 +187,7 @@ def own_sampling(
   require_types(own_sampling, locals())
   asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
   given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-  made = draft(vocabulary)
+  made = drafter_from(draft, vocabulary)
 
   def make(sampling: Sampling, tree: AnyTree) -> Draft:
     # What is most probable is argmax's best guess, however q is adjusted.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
-from specdec_jax.checkpoints.stored import Checkpoint, Shardings, param_shapes
+from specdec_jax.checkpoints.stored import Checkpoint, MakesShardings, placed_by
 from specdec_jax.data.vocabularies import (
   find_vocabulary,
   open_vocabulary_of_model,
@@ -26,7 +26,7 @@ from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.speculator import SpeculatorConfig
 from specdec_jax.pairs.pair import Pair
 from specdec_jax.pairs.speculators import speculator
-from specdec_jax.protocols import Drafter, OnTarget, Rule, made_for
+from specdec_jax.protocols import EITHER, Drafter, OnTarget, Rule, drafter_from, made_for
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 
@@ -42,8 +42,8 @@ def load_pair(
   dtype: str = "float32",
   max_source_tokens: int = 128,
   extra_ids: int | Literal["auto"] = "auto",
-  shardings: Shardings = None,
-  draft_shardings: Shardings = None,
+  shardings: MakesShardings = None,
+  draft_shardings: MakesShardings = None,
   kernels: str = "auto",
   stored_weights: bool = False,
   rule: Callable[[Sampling], Rule] = TokenRule,
@@ -95,7 +95,7 @@ def load_pair(
     if isinstance(opened.config, SpeculatorConfig):
       draft = functools.partial(speculator, path=draft)
   if callable(draft):
-    drafter = made_for(draft(words), model_of(config), target_params)
+    drafter = made_for(drafter_from(draft, words, EITHER), model_of(config), target_params)
   else:
     draft_config, params = load(
       "draft", draft, shardings=draft_shardings, stored_weights=True, opened=opened
@@ -157,11 +157,11 @@ def is_bundled(target: str) -> bool:
   return recorded_path(target) == recorded_path(str(EMBEDDED / "target"))
 
 
-def laid_out(config: Config, shardings: Shardings, kernels: str) -> Config:
+def laid_out(config: Config, shardings: MakesShardings, kernels: str) -> Config:
   """The same model with fewer, larger products, unless these would be sharded."""
   if kernels not in ("auto", "xla"):
     raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
-  places = jax.tree.leaves(shardings(param_shapes(config))) if shardings else []
+  places = jax.tree.leaves(placed_by(shardings, config)) if shardings else []
   if not all(place.is_fully_replicated for place in places):
     return config
   here = kernels == "auto" and not shardings and skinny.ready(config.dtype)
@@ -191,7 +191,7 @@ def load_for(
   path: str,
   words: Vocabulary,
   dtype: str = "float32",
-  shardings: Shardings = None,
+  shardings: MakesShardings = None,
   kernels: str = "xla",
   stored_weights: bool = False,
   opened: Checkpoint | None = None,

@@ -28,7 +28,7 @@ from specdec_jax.protocols import Decoded, Draft, Drafter, Model, OnTarget, Rule
 from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import AnyTree, chain
+from specdec_jax.trees import MOST_UNROLLED, AnyTree, chain
 
 
 class Pair(NamedTuple):
@@ -126,6 +126,14 @@ class Pair(NamedTuple):
     """
     if self.simulated_alpha is not None:
       raise InputError("A target whose acceptance is simulated has no texts to search for.")
+    require_count("gamma", gamma, 0)
+    if gamma > MOST_UNROLLED:
+      raise InputError(
+        f"gamma is {gamma}, and each step that a beam search drafts is compiled separately, which "
+        f"would take minutes; use at most {MOST_UNROLLED}."
+      )
+    if draft_width is not None:
+      require_count("draft_beams", draft_width)
     how = dict(width=width, length_penalty=length_penalty, eos_id=self.vocabulary.eos_id)
     if not gamma:
       return functools.partial(beam_search, self.target, self.target_params, **how)
@@ -137,7 +145,7 @@ class Pair(NamedTuple):
       )
     beams: BeamDraft = TreeBeams(draft)
     if isinstance(draft, ModelDraft):
-      of_draft = draft_width or width
+      of_draft = width if draft_width is None else draft_width
       if nodes is None and jax.default_backend() == "cpu":
         nodes = max(8, width + of_draft)
       beams = ModelBeams(draft, of_draft, nodes)

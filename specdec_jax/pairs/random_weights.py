@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.checkpoints.stored import Shardings, param_shapes
+from specdec_jax.checkpoints.stored import MakesShardings, param_shapes, placed_by
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
@@ -18,7 +18,7 @@ from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pairs.load import EMBEDDED, laid_out
 from specdec_jax.pairs.pair import Pair
-from specdec_jax.protocols import Drafter, Model, OnTarget, made_for
+from specdec_jax.protocols import EITHER, Drafter, Model, OnTarget, drafter_from, made_for
 
 
 def random_pair(
@@ -29,8 +29,8 @@ def random_pair(
   dtype: str = "float32",
   vocabulary: str = str(EMBEDDED / "vocabulary.model"),
   max_source_tokens: int = 128,
-  shardings: Shardings = None,
-  draft_shardings: Shardings = None,
+  shardings: MakesShardings = None,
+  draft_shardings: MakesShardings = None,
   kernels: str = "auto",
 ) -> Pair:
   """Two named sizes with random weights and a set acceptance rate: scale, not sense.
@@ -61,7 +61,7 @@ def random_pair(
       words, sized, version, dtype, shardings=draft_shardings, kernels=kernels
     )
   model = SimulatedModel(model_of(config), alpha, words.eos_id)
-  drafter = made_for(draft(words), model, target_params)
+  drafter = made_for(drafter_from(draft, words, EITHER), model, target_params)
   return Pair(
     target=model,
     target_params=target_params,
@@ -85,7 +85,7 @@ def random_drafter(
   version: str | float = "1.1",
   dtype: str = "float32",
   inner_alpha: float | None = None,
-  shardings: Shardings = None,
+  shardings: MakesShardings = None,
   kernels: str = "auto",
 ) -> Drafter:
   """A draft model of a named size with random weights; arguments as `random_pair`'s.
@@ -107,7 +107,7 @@ def _named(version: str, size: str) -> str:
 
 
 def _random(
-  size: str, version: str, dtype, words: Vocabulary, shardings: Shardings, kernels: str
+  size: str, version: str, dtype, words: Vocabulary, shardings: MakesShardings, kernels: str
 ) -> tuple[Config, Any]:
   """A shape and its parameters at random, made one by one in dtype and where they belong."""
   config = named_config(version, size, dtype=dtype)
@@ -121,7 +121,7 @@ def _random(
   config = laid_out(config, shardings, kernels)
   shapes = param_shapes(config)
   leaves, tree = jax.tree.flatten(shapes)
-  places = jax.tree.leaves(shardings(shapes)) if shardings else [None] * len(leaves)
+  places = jax.tree.leaves(placed_by(shardings, config)) if shardings else [None] * len(leaves)
 
   @functools.partial(jax.jit, static_argnames=("shape", "place"))
   def draw(key, shape, place):

@@ -11,7 +11,7 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import require_count, require_number
 from specdec_jax.protocols import Proposal, Verdict
 from specdec_jax.rules.tokens import laws, normalised
 from specdec_jax.sampling import Sampling, distribution, sample
@@ -81,8 +81,7 @@ class TypicalRule(_Agreeing):
 
   def __post_init__(self):
     for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
-      if not value > 0:
-        raise InputError(f"{name} is {value}; it must be positive.")
+      object.__setattr__(self, name, require_number(name, value, 0, math.inf, "()"))
 
   def agrees(self, p: Array) -> Array:
     """Which tokens [..., V] of p [..., V] are typical; the likeliest is, whatever p."""
@@ -111,8 +110,7 @@ class TopBetaRule(_Agreeing):
 
   def __post_init__(self):
     require_count("beta", self.beta)
-    if not self.tau >= 0:
-      raise InputError(f"tau is {self.tau}; it must be 0 or more.")
+    object.__setattr__(self, "tau", require_number("tau", self.tau, 0, math.inf))
 
   def agrees(self, p: Array) -> Array:
     """Which tokens [..., V] of p [..., V] are among the best and near the best of all."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_number
 from specdec_jax.protocols import Proposal, Verdict
 from specdec_jax.sampling import Sampling, distribution, sample
 from specdec_jax.trees import AnyTree, DynamicTree, Tree, path_to, take
@@ -39,8 +39,8 @@ class TokenRule:
   lenience: float = 1.0
 
   def __post_init__(self):
-    if not 0 < self.lenience <= 1:
-      raise InputError(f"lenience is {self.lenience}; it must lie in (0, 1], with 1 for exactness.")
+    lenience = require_number("lenience", self.lenience, 0, 1, "(]", ", with 1 for exactness")
+    object.__setattr__(self, "lenience", lenience)
 
   @property
   def exact(self) -> bool:

@@ -205,7 +205,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
     target_params, draft_params = core.pop(params, DRAFT)
     if self._searches:
       guesses = ModelDraft(self._draft_model, Sampling(temperature=0.0), chain(how["gamma"]))
-      draft = ModelBeams(guesses, how["draft_beams"] or num_decodes)
+      draft = ModelBeams(guesses, num_decodes if how["draft_beams"] is None else how["draft_beams"])
       found = speculative_beam_search(
         *(self._target_model, draft, target_params, draft_params),
         batch["encoder_input_tokens"],

@@ -17,7 +17,13 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.errors import (
+  InputError,
+  require_count,
+  require_number,
+  require_seed,
+  require_types,
+)
 from specdec_jax.partitioning import make_mesh, param_shardings
 from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
 from specdec_jax.training.objectives import Objective
@@ -63,8 +69,7 @@ class TrainSettings:
         f"warmup_steps is {self.warmup_steps} and peak_learning_rate {self.peak_learning_rate}; "
         "they must be at least 0, and above 0."
       )
-    if not 0 <= self.label_smoothing < 1:
-      raise InputError(f"label_smoothing is {self.label_smoothing}; it must lie in [0, 1).")
+    require_number("label_smoothing", self.label_smoothing, 0, 1, "[)")
     if self.seed < 0:
       raise InputError(f"seed is {self.seed}; the order of batches wants one that is not negative.")
 
