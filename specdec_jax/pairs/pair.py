@@ -28,7 +28,10 @@ from specdec_jax.protocols import Decoded, Draft, Drafter, Model, OnTarget, Rule
 from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import MOST_UNROLLED, AnyTree, chain
+from specdec_jax.trees import AnyTree, chain
+
+
+MOST_STEPS = 32  # that a beam search drafts: about a second of compilation each
 
 
 class Pair(NamedTuple):
@@ -127,10 +130,10 @@ class Pair(NamedTuple):
     if self.simulated_alpha is not None:
       raise InputError("A target whose acceptance is simulated has no texts to search for.")
     require_count("gamma", gamma, 0)
-    if gamma > MOST_UNROLLED:
+    if gamma > MOST_STEPS:
       raise InputError(
         f"gamma is {gamma}, and each step that a beam search drafts is compiled separately, which "
-        f"would take minutes; use at most {MOST_UNROLLED}."
+        f"would take minutes; use at most {MOST_STEPS}."
       )
     if draft_width is not None:
       require_count("draft_beams", draft_width)
