@@ -324,7 +324,7 @@ def test_a_draft_of_beams_is_refused_alike_on_the_command_line(tmp_path):
     (dict(max_source_tokens=10**30), f"max_source_tokens is {10**30}; {COUNT}"),
     (dict(dtype=5), "dtype is 5; it must be a text."),
     (dict(kernels=5), "kernels is 5; it must be a text."),
-    (dict(task=5), "task is 5; it must be a text."),
+    (dict(task=5), "task is 5; it must be a text or None."),
     (dict(shardings="x"), "shardings is 'x'; it must be a function or None."),
     (dict(draft_shardings=5), "draft_shardings is 5; it must be a function or None."),
     (dict(rule="x"), "rule is 'x'; it must be a function."),

@@ -30,7 +30,6 @@ from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import AnyTree, chain
 
-
 MOST_STEPS = 32  # that a beam search drafts: about a second of compilation each
 
 
