@@ -319,6 +319,44 @@ def test_over_a_mesh_the_same():
   same(plain(over, 3), plain(case, 3))
 
 
+def test_a_search_ends_at_the_limit_or_when_no_live_text_can_become_better():
+  """t5x's condition: strictly worse than the worst finished text, if there are as many as beams."""
+  beams = step.Beams(
+    tokens=None,
+    log_probs=jnp.array([[-9.0, -2.0], [-9.0, -2.1], [-9.0, -2.1], [-9.0, -1.0]]),
+    finished_tokens=None,
+    scores=jnp.array([[-2.0, -1.0], [-2.0, -1.0], [step.NONE, -1.0], [-2.0, -1.0]]),
+    finished=jnp.array([[True, True], [True, True], [False, True], [True, True]]),
+    length=jnp.array([4, 4, 4, 10]),
+  )
+  limit = jnp.full(4, 10)
+  assert step.ended(beams, limit, 0.0).tolist() == [False, True, False, True]
+  # Scores at the limit are divided by 15 / 6, at the length now by 9 / 6: -1.2 and -2.
+  longer = beams._replace(log_probs=beams.log_probs - 1.0)
+  assert step.ended(longer, limit, 1.0).tolist() == [False, False, False, True]
+
+
+def test_a_pass_reads_what_was_guessed_and_is_not_read_yet():
+  """Two beams; of their guesses one was not made, one is an entry already, one has no room."""
+  kept = entries.nothing(1, 1, 2, jnp.zeros((1, 1)))
+  slots = jnp.zeros((1, 2, 9), bool)
+  newest, one = jnp.array([[2, 3]]), jnp.array([4])
+  text = dict(prompt=None, tokens=None, length=one, log_probs=None, newest=newest, seen=slots)
+  before = dict(before=None, seen_before=None, slot=one, places=jnp.zeros((1, 9), int))
+  state = dict(target=None, hidden=None, kept=kept, known=jnp.array([[-1, -1]]), eos_id=EOS)
+  forest_ = forest.Forest(
+    tokens=jnp.array([[5, -1, 6, 7, 8]]),
+    parents=jnp.array([[0, 0, 1, 1, 2]]),
+    known=jnp.array([[-1, -1, 0, -1, -1]]),
+  )
+  read = forest.of_round(forest.BeamContext(**text, **before, **state), forest_, 2, 4)
+  assert read.nodes.tolist() == [[0, 1, 2, 5]] and read.tokens.tolist() == [[2, 3, 5, 7]]
+  assert read.entries[0, [0, 1, 2, 4, 5]].tolist() == [1, 2, 3, 0, 4]
+  assert (read.entries[0, [3, 6]] < 0).all()
+  assert read.parents.tolist() == [[-1, -1, 1, 2]]
+  assert read.placed.positions.tolist() == [[3, 3, 4, 4]]  # the last committed tokens are at 3
+
+
 def test_what_is_no_entry_has_no_child_and_no_sum_and_is_not_kept():
   """Two roots, 0 and 2; entry 1 follows 0, entry 3 follows 1. -1 is no entry, and not the last."""
   some = entries.Entries(

@@ -351,10 +351,13 @@ def test_samples_have_the_targets_joint_distribution(case, method):
 
 
 @pytest.mark.parametrize(
-  "case", ["tree", "dynamic", "drafts merged", "hierarchical, GPT", "cascade", "stopping"]
+  "case", ["tree, GPT", "dynamic", "drafts merged", "hierarchical, GPT", "cascade", "stopping"]
 )
 def test_a_draft_knows_what_was_committed(case, monkeypatch):
-  """After each of three rounds it proposes what it would if it read all of the text anew."""
+  """After each of three rounds it proposes what it would if it read all of the text anew.
+
+  So is the target's state that it may read what a pass over the text has before the newest token.
+  """
   made, make, tree, rule = CASES[case]
   models, keys = made(), jax.random.split(jax.random.key(0), 6)
   draft, draft_params = make(models, RANDOM, tree)
@@ -367,7 +370,13 @@ def test_a_draft_knows_what_was_committed(case, monkeypatch):
     for _ in range(2)
   )
   count, read, of_prompt = state.tokens.shape[1], drafts_model.read_newest, state.draft
+  unread = models.target.commit(state.target, 0 * state.length)
+  of_text = jax.jit(lambda tokens: models.target.extend(models.params, unread, tokens)[1])
   for _ in range(3):
+    if case == "tree, GPT":  # the first of its prompts is one token, before which there is none
+      want = np.pad(of_text(state.tokens), ((0, 0), (1, 0), (0, 0)))
+      want = want[np.arange(6), state.length - 1]
+      np.testing.assert_allclose(state.hidden, want, atol=1e-5)
     state = step(state)
     got = propose(state.draft, state.context)
     with monkeypatch.context() as patched:

@@ -4,6 +4,7 @@ Guesses are enumerated with the probability of each draw, and what becomes of th
 from the chances that the rule's own functions give, in float32.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -428,6 +429,16 @@ def test_the_longest_path_that_stands_is_taken(name):
   keys = jax.random.split(jax.random.key(0), 1)
   n, _, path = LOSSY[name].accept(keys, tree, proposal, jnp.log(p)[None])
   assert (n.tolist(), path.tolist()) == ([2], [[2, 3]])
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_lossy_rule_accepts_more_than_the_argmax_at_temperature_0(name):
+  """And never more than the target agrees to; the next token is the argmax."""
+  p = jnp.broadcast_to(jnp.array([0.5, 0.45, 0.05]), (3, 2, 3))
+  rule = dataclasses.replace(LOSSY[name], sampling=Sampling(temperature=0.0))
+  keys = jax.random.split(jax.random.key(0), 3)
+  verdict = rule.accept(keys, chain(1), Proposal(jnp.array([[0], [1], [2]])), jnp.log(p))
+  assert verdict.num_accepted.tolist() == [1, 1, 0] and verdict.next_token.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_trees_by_widths_and_by_paths():
   assert merged(paths) == merged(paths[::-1]) == RAGGED
 
 
-@pytest.mark.parametrize("parents", [(1,), (0, 2), (0, 0, 1, 0), (0, -1), (0, 1, 1, 0)])
+@pytest.mark.parametrize("parents", [(1,), (0, 2), (0, 0, 1, 0), (0, -1), (-1, 0), (0, 1, 1, 0)])
 def test_what_is_no_tree_in_order_is_refused(parents):
   with pytest.raises(InputError, match="level order"):
     Tree(parents)
