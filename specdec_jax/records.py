@@ -18,7 +18,7 @@ from typing import Any
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.record import SCHEMA, Record, key
 from specdec_jax.version import __version__
-from specdec_jax.writing import claim
+from specdec_jax.writing import claim, naming, require_regular
 
 
 @contextlib.contextmanager
@@ -34,6 +34,7 @@ def open_results(output_dir: str | os.PathLike) -> Iterator[str]:
   """
   os.makedirs(output_dir, exist_ok=True)
   path = os.path.join(output_dir, "results.jsonl")
+  require_regular(path)
   with open(os.path.join(output_dir, ".lock"), "a") as lock:
     claim(lock, output_dir)
     with _locked(path) as fd:
@@ -55,10 +56,11 @@ def append(path: str | os.PathLike, record: Record) -> None:
   with _locked(path) as fd:
     size = _drop_torn_line(fd, path)
     try:
-      written = os.write(fd, line)
-      if written < len(line):  # the disk filled up; a second write says so
-        os.write(fd, line[written:])
-      os.fsync(fd)
+      with naming(path):
+        written = os.write(fd, line)
+        if written < len(line):  # the disk filled up; a second write says so
+          os.write(fd, line[written:])
+        os.fsync(fd)
     except BaseException:
       os.ftruncate(fd, size)
       raise

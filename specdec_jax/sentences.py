@@ -15,6 +15,7 @@ _MENDABLE = (
   *(errno.EEXIST, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EFBIG, errno.EBUSY),
   *(errno.ELOOP, errno.ENXIO, errno.ETXTBSY, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP),
 )
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Modules of ours that became several.
 _SPLIT = {"drafters": "specdec_jax.drafts.copy and specdec_jax.drafts.ngram"}
 _UNSET = r"has no value; set it with --gin.\1=VALUE"
@@ -79,8 +80,10 @@ def _moved(text: str) -> str:
 
 
 def _os_sentence(error: OSError) -> str:
-  name = "the disk" if error.filename is None else f"'{error.filename}'"
-  return f"cannot use {name}: {error.strerror}."
+  # Files that are written have names here (`writing`), standard output has none.
+  name = "standard output" if error.filename is None else f"'{error.filename}'"
+  free = "; free some space there, or write to another place" if error.errno in _FULL else ""
+  return f"cannot use {name}: {error.strerror}{free}."
 
 
 def _platform_sentence(text: str) -> str:

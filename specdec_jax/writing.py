@@ -62,6 +62,26 @@ def written(path: str | os.PathLike, mode: str = "w", alone: bool = False) -> It
     raise
 
 
+@contextlib.contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+  """Give an OSError of the context the name of the file that is used, if it has none."""
+  try:
+    yield
+  except OSError as error:
+    if error.filename is None and error.errno is not None:
+      error.filename = os.fspath(path)
+    raise
+
+
+def require_regular(path: str | os.PathLike) -> None:
+  """Raise InputError if there is something at `path` that is no file to read to its end.
+
+  A device may have no end, and opening a pipe waits for who writes to it.
+  """
+  if os.path.exists(path) and not os.path.isfile(path):
+    raise InputError(f"{path} is not a regular file; delete it, or choose another folder.")
+
+
 def claim(file: IO, path: str | os.PathLike) -> None:
   """Lock an open file for this run until it is closed; the kernel sees to that however a run ends.
 

@@ -308,10 +308,43 @@ def test_a_calibration_is_kept_until_something_changes(cache):
   for path in (cache / "calibrations").iterdir():
     path.write_text(path.read_text()[:-9])
   finds.append(chosen)
-  assert keep() == (chosen, "") and not finds
+  with pytest.warns(UserWarning, match="is not a calibration"):
+    assert keep() == (chosen, "") and not finds
   jax.config.update("jax_compilation_cache_dir", None)
   finds.append(chosen)
   assert keep() == (chosen, "") and not finds
+
+
+DAMAGED = {
+  "negative gamma": lambda kept: kept["calibration"].update(gamma=-5),
+  "large gamma": lambda kept: kept["calibration"].update(gamma=99),
+  "gamma of another type": lambda kept: kept["calibration"].update(gamma="auto"),
+  "alpha": lambda kept: kept["calibration"].update(alpha=1.5),
+  "no numbers": lambda kept: kept["calibration"].update(c=["x"]),
+  "not a number": lambda kept: kept["calibration"]["speedups"].__setitem__(1, float("nan")),
+  "no field": lambda kept: kept["calibration"].pop("v"),
+  "another field": lambda kept: kept["calibration"].update(w=1),
+  "a list": lambda kept: kept.update(calibration=[1]),
+  "number of texts": lambda kept: kept.update(num_texts="many"),
+  "brackets": "[" * 100_000,
+  "empty": "",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_calibration_is_named_and_measured_again(cache, name):
+  chosen = choose(0.8, costs(), LENGTHS)
+  keep = lambda *found: found_or_kept([*found].pop, lambda: dict(a=1), num_texts=3)
+  keep(chosen)
+  (path,) = (cache / "calibrations").iterdir()
+  kept = json.loads(path.read_text())
+  change = DAMAGED[name]
+  if callable(change):
+    change(kept)
+  path.write_text(json.dumps(kept) if callable(change) else change)
+  with pytest.warns(UserWarning, match=f"{path.name} is not a calibration .* measured again"):
+    assert keep(chosen) == (chosen, "")
+  assert keep()[0] == chosen
 
 
 def test_what_a_calibration_depends_on():

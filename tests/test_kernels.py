@@ -255,7 +255,7 @@ def fresh(monkeypatch, tmp_path):
   [
     ("/bin/false", "exit status 1"),
     ("/no/such/compiler", "No such file"),
-    ("'g++", "CXX is \"'g++\", which is not a command: No closing quotation"),
+    ("'g++", 'CXX is "\'g++", which is not a command: No closing quotation'),
   ],
 )
 def test_without_a_compiler_xla_does_it_and_the_user_is_told(

@@ -4,8 +4,10 @@ One test runs real hosts, in processes of their own and over two devices each, a
 SIGKILL while it decodes; the others call `decode` in this process.
 """
 
+import errno
 import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,11 +16,13 @@ import time
 import pytest
 import tiny_pair
 
+from specdec_jax.commands import decode as decoding
 from specdec_jax.commands.decode import decode
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.counts import acceptance_rate, num_rounds, num_tokens
 from specdec_jax.errors import InputError
 from specdec_jax.sampling import Sampling
+from specdec_jax.sentences import user_sentence
 
 BATCH, LIMIT, GAMMA = 3, 12, 3
 SAMPLING = Sampling(temperature=1.0)
@@ -142,6 +146,71 @@ def test_a_damaged_part_is_named(tmp_path):
     with pytest.raises(InputError, match="part-0-of-1.jsonl .* delete it and start"):
       run(tmp_path)
   assert sorted(path.name for path in tmp_path.iterdir()) == ["outputs.jsonl", "part-0-of-1.jsonl"]
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    "{}",
+    "[]",
+    "[" * 100_000,
+    json.dumps(dict(index=3, source="", output="", rounds=0, guesses=0, accepted=0)),
+    json.dumps(dict(index=3, source="", output="", rounds=0, guesses=0, accepted=0, tokens=5)),
+    json.dumps(dict(index=3, source="", output="", rounds="0", guesses=0, accepted=0, tokens=[])),
+    json.dumps(dict(index=3, source="", output=[], rounds=0, guesses=0, accepted=0, tokens=[])),
+    json.dumps(dict(index=3, source="", output="", rounds=0, guesses=0, accepted=0, tokens=["1"])),
+  ],
+  ids=lambda line: line[:90],
+)
+def test_a_line_of_a_part_that_is_no_record_is_named(whole, tmp_path, line):
+  run(tmp_path)
+  part = tmp_path / "part-0-of-1.jsonl"
+  lines = part.read_bytes().split(b"\n")
+  part.write_bytes(b"\n".join([*lines[:4], line.encode(), *lines[5:]]))
+  (tmp_path / "outputs.jsonl").write_bytes(whole)
+  with pytest.raises(InputError, match="part-0-of-1.jsonl is damaged; delete it and start"):
+    run(tmp_path)
+  assert (tmp_path / "outputs.jsonl").read_bytes() == whole
+  part.write_bytes(b"\n".join([line.encode(), *lines[1:]]))
+  with pytest.raises(InputError, match="part-0-of-1.jsonl is (damaged|of a run with)"):
+    run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["part-0-of-1.jsonl", "part-1-of-2.jsonl"])
+@pytest.mark.parametrize("kind", ["device", "folder", "pipe"])
+def test_a_part_that_is_no_file_is_not_read(tmp_path, name, kind):
+  """A device may have no end, and a pipe nobody who writes to it."""
+  part = tmp_path / name
+  {"device": lambda: part.symlink_to("/dev/full"), "folder": part.mkdir}.get(
+    kind, lambda: os.mkfifo(part)
+  )()
+  with pytest.raises(InputError, match=f"{name} is not a regular file; delete it, or choose"):
+    run(tmp_path)
+
+
+@pytest.mark.parametrize(
+  "content",
+  ["", "[0, 1", "5", "{}", "[0.0, 1]", '["0"]', "[3]", "[-1]", "[true]", "[" * 100_000, "\x00"],
+  ids=lambda content: content[:9],
+)
+def test_a_damaged_tree_file_is_named(tmp_path, content):
+  path = tmp_path / "tree-of-this-run"
+  path.write_text(content)
+  with pytest.raises(InputError, match="tree-of-this-run is damaged; delete it and start all"):
+    decoding._agreed(path, 0, lambda: pytest.fail("another host has chosen"))
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
+  def full(fd):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(os, "fsync", full)
+  with pytest.raises(OSError) as told:
+    run(tmp_path)
+  assert user_sentence(told.value) == (
+    f"cannot use '{tmp_path}/part-0-of-1.jsonl': No space left on device; free some space there, "
+    "or write to another place."
+  )
 
 
 @pytest.mark.parametrize("host", [(2, 2), (-1, 2)])

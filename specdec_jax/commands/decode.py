@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, BinaryIO, Literal
 
 import jax
@@ -25,7 +25,10 @@ from specdec_jax.progress import Progress
 from specdec_jax.protocols import Decoded
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import Tree
-from specdec_jax.writing import claim, written
+from specdec_jax.writing import claim, naming, require_regular, written
+
+# Fields of a part's lines that merging them reads.
+_FIELDS = dict(index=int, source=str, output=str, rounds=int, guesses=int, accepted=int)
 
 
 def decode(
@@ -118,7 +121,9 @@ def decode(
       task = bar.add_task("decoding", total=len(own), completed=num_done)
       for at, (outputs, decoded) in zip(range(0, len(texts), batch_size), batches):
         if at in todo:
-          _append(part, *_records(pair, at, texts[at : at + batch_size], outputs, decoded))
+          _append(
+            part, parts[number], *_records(pair, at, texts[at : at + batch_size], outputs, decoded)
+          )
           bar.advance(task, len(outputs))
   lines_of = [_whole_lines(path) for path in parts]
   behind = [path.name for i, path in enumerate(parts) if len(lines_of[i]) <= host_of.count(i)]
@@ -143,7 +148,13 @@ def _agreed(path: pathlib.Path, number: int, choose: Callable[[], Tree]) -> Tree
       pass
     finally:
       own.unlink()
-  return Tree(json.loads(path.read_text()))
+  require_regular(path)
+  try:
+    parents = json.loads(path.read_bytes())
+    require_types(Tree, {"parents": parents})
+    return Tree(parents)
+  except (ValueError, TypeError, RecursionError):  # also an InputError of such a tree
+    raise InputError(f"{path} is damaged; delete it and start all hosts again.") from None
 
 
 def _records(pair: Pair, at: int, sources, outputs, decoded: list[Decoded]) -> Iterator[dict]:
@@ -167,11 +178,12 @@ def _records(pair: Pair, at: int, sources, outputs, decoded: list[Decoded]) -> I
 @contextlib.contextmanager
 def _open_part(path: pathlib.Path, settings: dict) -> Iterator[BinaryIO]:
   """A host's part for this run alone while the context lasts; its first line says the settings."""
+  require_regular(path)
   with open(path, "ab") as part:
     claim(part, path)
     if not _whole_lines(path):
       part.truncate(0)
-      _append(part, settings)
+      _append(part, path, settings)
     try:
       yield part
     except InputError:
@@ -209,7 +221,7 @@ def _merge(parts, lines_of: list[list[bytes]], host_of: list[int], merged: IO) -
   num_tokens = rounds = guesses = accepted = 0
   for index, owner in enumerate(host_of):
     line = next(lines[owner])
-    record = _parsed(line, parts[owner])
+    record = _parsed(line, parts[owner], _FIELDS)
     if record.get("index") != index:
       raise InputError(f"{parts[owner]} lacks text {index}; delete it and start that host again.")
     num_tokens += len(record["tokens"])
@@ -223,20 +235,34 @@ def _merge(parts, lines_of: list[list[bytes]], host_of: list[int], merged: IO) -
   )
 
 
-def _append(part: BinaryIO, *records: dict) -> None:
-  """Add lines, on disk when this returns."""
-  part.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
-  part.flush()
-  os.fsync(part.fileno())
+def _append(part: BinaryIO, path: pathlib.Path, *records: dict) -> None:
+  """Add lines to the part at `path`, on disk when this returns."""
+  with naming(path):
+    part.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+    part.flush()
+    os.fsync(part.fileno())
 
 
 def _whole_lines(path: pathlib.Path) -> list[bytes]:
   """The lines of a part, if it is there: not half a one that a killed run left at its end."""
+  require_regular(path)
   return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
-def _parsed(line: bytes, path: pathlib.Path) -> dict:
+def _parsed(line: bytes, path: pathlib.Path, fields: Mapping[str, type] | None = None) -> dict:
+  """The JSON object that a line of a part is, with at least these fields, of these types.
+
+  With fields, `tokens` is one more: whole numbers.
+  """
   try:
-    return dict(json.loads(line))
-  except (ValueError, TypeError):
-    raise InputError(f"{path} is damaged; delete it and start that host again.") from None
+    found = json.loads(line)
+  except (ValueError, RecursionError):  # the latter: brackets a thousand deep
+    found = None
+  whole = isinstance(found, dict)
+  if whole and fields is not None:
+    whole = all(type(found.get(name)) is kind for name, kind in fields.items())
+    tokens = found.get("tokens")
+    whole = whole and isinstance(tokens, list) and all(type(token) is int for token in tokens)
+  if not whole:
+    raise InputError(f"{path} is damaged; delete it and start that host again.")
+  return found

@@ -5,6 +5,7 @@ import datetime
 import hashlib
 import json
 import pathlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 
 from specdec_jax import machine
+from specdec_jax.errors import require_types
 from specdec_jax.measurement.choice import Branching, Calibration
 from specdec_jax.pairs import Pair, rule_name
 from specdec_jax.sampling import Sampling
@@ -38,11 +40,19 @@ def found_or_kept(
   about = json.dumps(on(), sort_keys=True)
   name = hashlib.sha256(about.encode()).hexdigest()[:16]
   path = pathlib.Path(cache) / "calibrations" / f"{name}.json"
-  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    if kept["num_texts"] >= num_texts:
-      since = f"; found on {kept['date']} with {kept['num_texts']} texts (kept in {path})"
-      return _calibration(kept["calibration"]), since
+  if path.is_file():
+    try:
+      kept = json.loads(path.read_text(encoding="utf-8"))
+      calibration, date = _calibration(kept["calibration"]), kept["date"]
+      looked_at = kept["num_texts"]
+      if looked_at >= num_texts:
+        since = f"; found on {date} with {looked_at} texts (kept in {path})"
+        return calibration, since
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+      fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+      warnings.warn(
+        f"{path} is not a calibration ({fault}); it is measured again and replaced.", stacklevel=2
+      )
   found = find()
   branching = found.branching
   fields = found._asdict()
@@ -79,11 +89,27 @@ def depends_on(
 
 
 def _calibration(fields: dict[str, Any]) -> Calibration:
+  """The calibration that a file holds.
+
+  Raises:
+    ValueError, KeyError, TypeError: it holds something else, or values that no calibration has.
+  """
   if (branching := fields["branching"]) is not None:
     tree, acceptance = Tree(branching["tree"]), tuple(branching["acceptance"])
     branching = Branching(**branching | dict(tree=tree, acceptance=acceptance))
   tuples = {name: tuple(of) for name, of in fields.items() if isinstance(of, list)}
-  return Calibration(**fields | tuples | dict(branching=branching))
+  found = Calibration(**fields | tuples | dict(branching=branching))
+  require_types(Calibration, found._asdict())
+  size = len(found.speedups)
+  if not (0 <= found.gamma < size == len(found.c) == len(found.v) and size > 1):
+    raise ValueError(f"gamma is {found.gamma}, among {size} speedups")
+  if branching is not None:
+    require_types(Branching, branching._asdict())
+  numbers = [found.alpha, *found.c, *found.v, *found.speedups]
+  finite = np.isfinite([*numbers, *found.starts, found.tried or 0.0]).all()
+  if not (finite and min(numbers) >= 0 and found.alpha <= 1):
+    raise ValueError("a number is out of range")
+  return found
 
 
 def _digest(params: Any) -> str:
