@@ -254,15 +254,16 @@ def _parsed(line: bytes, path: pathlib.Path, fields: Mapping[str, type] | None =
 
   With fields, `tokens` is one more: whole numbers.
   """
+  damaged = InputError(f"{path} is damaged; delete it and start that host again.")
   try:
     found = json.loads(line)
   except (ValueError, RecursionError):  # the latter: brackets a thousand deep
-    found = None
-  whole = isinstance(found, dict)
-  if whole and fields is not None:
-    whole = all(type(found.get(name)) is kind for name, kind in fields.items())
+    raise damaged from None
+  if not isinstance(found, dict):
+    raise damaged
+  if fields is not None:
     tokens = found.get("tokens")
-    whole = whole and isinstance(tokens, list) and all(type(token) is int for token in tokens)
-  if not whole:
-    raise InputError(f"{path} is damaged; delete it and start that host again.")
+    whole = isinstance(tokens, list) and all(type(token) is int for token in tokens)
+    if not (whole and all(type(found.get(name)) is kind for name, kind in fields.items())):
+      raise damaged
   return found
