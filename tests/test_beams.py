@@ -349,7 +349,8 @@ def test_a_pass_reads_what_was_guessed_and_is_not_read_yet():
     parents=jnp.array([[0, 0, 1, 1, 2]]),
     known=jnp.array([[-1, -1, 0, -1, -1]]),
   )
-  read = forest.of_round(forest.BeamContext(**text, **before, **state), forest_, 2, 4)
+  context = forest.BeamContext(**text, **before, **state)
+  read = jax.jit(lambda: forest.of_round(context, forest_, 2, 4))()
   assert read.nodes.tolist() == [[0, 1, 2, 5]] and read.tokens.tolist() == [[2, 3, 5, 7]]
   assert read.entries[0, [0, 1, 2, 4, 5]].tolist() == [1, 2, 3, 0, 4]
   assert (read.entries[0, [3, 6]] < 0).all()
@@ -370,13 +371,14 @@ def test_what_is_no_entry_has_no_child_and_no_sum_and_is_not_kept():
   assert entries.child(some, parents, tokens).tolist() == [[-1, -1, 1, -1, 3, -1]]
   sums = entries.sum_at(some, parents, tokens)
   assert sums.tolist() == [[step.NONE, step.NONE, -1, step.NONE, -3, -8]]
+  keep = jax.jit(entries.keep, static_argnames=("count", "depth"))
   for live, count, kept, numbers in (
     ([0, -1], 4, [0, 1, 3], [0, -1]),  # what follows entry 0, not the other root
     ([1, 2], 4, [1, 2, 3], [0, 1]),
     ([0, 3], 2, [0, 1], [0, -1]),  # there is no room for entry 3
     ([-1, -1], 4, [], [-1, -1]),
   ):
-    ours, known, were = entries.keep(some, jnp.array([live]), count, depth=2)
+    ours, known, were = keep(some, jnp.array([live]), count, depth=2)
     assert known.tolist() == [numbers] and were[0, : len(kept)].tolist() == kept
     renumbered = {old: new for new, old in enumerate(kept)}
     want = [renumbered.get(some.parents[0, old].item(), -1) for old in kept]
