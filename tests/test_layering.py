@@ -166,6 +166,31 @@ def test_core_runs_without_tensorflow_seqio_or_gin():
   subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
+def test_all_but_tasks_runs_without_the_extra_of_tasks():
+  """Of the packages of `[tasks]`, nothing is imported but by `seqio_tasks`; `tasks` reports it."""
+  absent = "seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text", "t5x"
+  names = [p.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for p in MODULES]
+  others = [name for name in names if not ("t5x_model" in name or name.endswith("seqio_tasks"))]
+  code = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys({absent}))
+from specdec_jax.errors import InputError
+for name in {others}:
+  importlib.import_module(name.removesuffix(".__init__"))
+from specdec_jax.data import tasks
+for use in (lambda: tasks.sources("specdec_cnn_dm"), lambda: tasks.add_task):
+  try:
+    use()
+  except InputError as error:
+    print(error)
+"""
+  command = [sys.executable, "-c", code]
+  told = subprocess.run(command, cwd=ROOT, check=True, timeout=240, capture_output=True, text=True)
+  first, second = told.stdout.splitlines()
+  assert first.startswith("Task specdec_cnn_dm needs seqio and TensorFlow, which are not installed")
+  assert second.startswith("tasks.add_task needs seqio") and "'specdec_jax[tasks]'" in second
+
+
 SELF_MADE = r"\.write_(text|bytes)\(|os\.(replace|rename)\(|mkstemp|open\([^)]*[\"'][wx]"
 
 

@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -152,7 +153,7 @@ def test_help_has_a_line_for_all_that_can_be_run(command):
 
 
 def test_what_is_installed_has_its_gin_files(tmp_path):
-  pytest.importorskip("setuptools")
+  pytest.importorskip("setuptools", minversion="77")  # which reads pyproject.toml as it is
   build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
   subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
   run = functools.partial(
@@ -272,6 +273,22 @@ def test_closed_streams(command):
   assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
   assert_told(command("--gin_file=work.gin", OUT, closed=">&-"), "standard output is closed")
   assert not (command.dir / "out").exists()
+
+
+def test_an_older_flax_does_not_satisfy_the_metadata():
+  """Flax before 0.12.9 breaks with jax 0.11 and later, on Python 3.12; pip would keep it."""
+  requirements = pytest.importorskip("packaging.requirements")
+  text = (ROOT / "pyproject.toml").read_text()
+  lines = tomllib.loads(text)["project"]["dependencies"]
+  flax = [requirements.Requirement(line) for line in lines if line.startswith("flax")]
+  for python, version, satisfied in (
+    ("3.11", "0.12.8", True),
+    ("3.12", "0.12.8", False),
+    ("3.13", "0.12.8", False),
+    ("3.13", "0.12.9", True),
+  ):
+    (one,) = [r for r in flax if r.marker is None or r.marker.evaluate({"python_version": python})]
+    assert one.specifier.contains(version) == satisfied, (python, version)
 
 
 def test_help(command):

@@ -1,0 +1,169 @@
+"""The paper's tasks for seqio, as T5 has them: what `tasks` imports where seqio is installed.
+
+An example is T5's prefix and a text, and the text to write. Both are tokenised with T5's
+vocabulary, those of lm1b with the word pieces of the GPT-like models, cut to the lengths asked for
+and ended with EOS. Nothing is downloaded: TFDS's data is read where it is prepared, and T5's
+vocabulary when a task is first tokenised. The environment may say where things are:
+SPECDEC_T5_VOCABULARY a copy of T5's SentencePiece model, SPECDEC_SHARED the folder that holds
+data/multi30k and data/lm1b_sample.
+
+Source: t5/data/tasks.py and utils.py of google-research/text-to-text-transfer-transformer.
+"""
+
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+
+import seqio
+import tensorflow as tf
+
+from specdec_jax.data.text import read_lines
+from specdec_jax.errors import InputError
+
+tf.config.set_visible_devices([], "GPU")  # its memory is JAX's
+
+T5_VOCABULARY = seqio.SentencePieceVocabulary(
+  os.environ.get("SPECDEC_T5_VOCABULARY", "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"),
+  extra_ids=100,
+)
+
+
+class WordPieceVocabulary(seqio.BertWordPieceVocabulary):
+  """Seqio's own, made right where a word has several pieces: flat ids, and words put together.
+
+  Its ids are those of `word_pieces.WordPieces`, but for characters that tensorflow_text takes for
+  others, as \u00df for ss and \u2026 for three full stops; BERT's own tokenizer does not.
+  """
+
+  @property
+  def _base_vocab_size(self):
+    return super()._base_vocab_size - 1  # tensorflow_text counts a bucket for what is unknown
+
+  def _encode_tf(self, s):
+    return tf.cast(self.tf_tokenizer.tokenize(s).flat_values, tf.int32)
+
+  def _decode_tf(self, ids):
+    words = self.tf_tokenizer.detokenize(ids[None])
+    return tf.strings.reduce_join(words.flat_values, separator=" ")
+
+
+WORD_PIECES = WordPieceVocabulary(
+  str(pathlib.Path(__file__).parents[1] / "assets" / "lm1b" / "vocabulary.txt"),
+  lower_case=True,
+  start_of_sequence_id=0,
+  end_of_sequence_id=1,
+)
+
+
+def add_task(
+  name: str,
+  source: seqio.DataSource,
+  prefix: str,
+  inputs: str | None,
+  targets: str,
+  vocabulary: seqio.Vocabulary = T5_VOCABULARY,
+) -> seqio.Task:
+  """Register a task, tokenised as T5's are.
+
+  Args:
+    name: for `tasks.sources`, seqio and t5x.
+    source: of examples.
+    prefix: put before each input.
+    inputs: field of an example that a model reads; None if it reads nothing.
+    targets: field that it is to write.
+    vocabulary: of both.
+  """
+
+  def text_to_text(example):
+    given = example[inputs] if inputs else ""
+    return {"inputs": tf.strings.join([prefix, given]), "targets": example[targets]}
+
+  return seqio.TaskRegistry.add(
+    name,
+    source=source,
+    preprocessors=[
+      seqio.map_over_dataset(text_to_text),
+      seqio.preprocessors.tokenize,
+      seqio.CacheDatasetPlaceholder(),
+      seqio.preprocessors.append_eos_after_trim,
+    ],
+    output_features={
+      "inputs": seqio.Feature(vocabulary, required=False),
+      "targets": seqio.Feature(vocabulary),
+    },
+  )
+
+
+def text_pairs(splits: Mapping[str, tuple[str, str]]) -> seqio.DataSource:
+  """Examples {source, target} from parallel text: for each split two files, a line each a pair.
+
+  Files as `read_lines` takes them. Asked for a split, it raises InputError if a file of it is
+  missing, or if one has more lines than the other.
+  """
+
+  def read(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
+    sides = dict(zip(("source", "target"), map(read_lines, splits[split])))
+    counts = [len(lines) for lines in sides.values()]
+    if counts[0] != counts[1]:
+      first, second = splits[split]
+      raise InputError(
+        f"{first} has {counts[0]} lines but {second} has {counts[1]}; line by line they must be "
+        "the two sides of a parallel text."
+      )
+    columns = {side: tf.constant(lines, tf.string) for side, lines in sides.items()}
+    return tf.data.Dataset.from_tensor_slices(columns)
+
+  return seqio.FunctionDataSource(read, splits=list(splits))
+
+
+class PreparedTfds(seqio.TfdsDataSource):
+  """TFDS's data, never downloaded; where it is not prepared, reading it raises InputError."""
+
+  def __init__(self, name: str, splits: tuple[str, ...] = ("train", "validation", "test")):
+    super().__init__(name, splits=splits, read_only=True)
+
+  def get_dataset(self, *args, **kwargs) -> tf.data.Dataset:
+    return self._read(super().get_dataset, *args, **kwargs)
+
+  def list_shards(self, split: str) -> Sequence[str]:
+    return self._read(super().list_shards, split)
+
+  def _read(self, read: Callable, *args, **kwargs):
+    try:
+      return read(*args, **kwargs)
+    except (AssertionError, KeyError) as error:  # what TFDS raises for data that is not there
+      name = self.tfds_dataset.name
+      raise InputError(
+        f"TFDS's {name} is not on this machine; run `tfds build {name}` once with a network, or "
+        "read text of your own as docs/data.md says."
+      ) from error
+
+
+def _shared(name: str) -> str:
+  return os.path.join(os.environ.get("SPECDEC_SHARED", "../shared"), "data", name)
+
+
+def _multi30k(split: str) -> tuple[str, str]:
+  return _shared(f"multi30k/{split}.en.gz"), _shared(f"multi30k/{split}.de.gz")
+
+
+_EN_DE = "translate English to German: "
+_MULTI30K = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
+_LM1B = _shared("lm1b_sample/1b_benchmark.dev.tokens.gz")
+
+# Validation is newstest2013 and test is newstest2014.
+add_task("specdec_wmt14_ende", PreparedTfds("wmt14_translate/de-en:1.0.0"), _EN_DE, "en", "de")
+_CNN_DM = PreparedTfds("cnn_dailymail:3.4.0")
+add_task("specdec_cnn_dm", _CNN_DM, "summarize: ", "article", "highlights")
+_lm1b = PreparedTfds("lm1b:1.1.0", ("train", "test"))
+add_task("specdec_lm1b", _lm1b, "", None, "text", WORD_PIECES)
+add_task(
+  "specdec_multi30k_ende",
+  text_pairs({split: _multi30k(name) for split, name in _MULTI30K.items()}),
+  _EN_DE,
+  "source",
+  "target",
+)
+# Held-out sentences of lm1b, each of which stands on both sides of its pair.
+_sample = text_pairs({"train": (_LM1B, _LM1B)})
+add_task("specdec_lm1b_sample", _sample, "", None, "target", WORD_PIECES)
