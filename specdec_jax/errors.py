@@ -65,16 +65,19 @@ def require_number(
   raise InputError(f"{name} is {shown(value)}; it must {bounds}{note}.")
 
 
-def require_text(name: str, text: str) -> None:
+def require_text(name: str, text: str, errors: str = "strict") -> None:
   """Raise InputError unless `text`, which the user knows as `name`, can be written as UTF-8 and has
-  no NUL character, at which C libraries end a text."""
+  no NUL character, at which C libraries end a text.
+
+  With `errors` "surrogateescape" it is the path of a file, which need not be UTF-8.
+  """
   if "\0" in text:
     raise InputError(
       f"{name} has a NUL character at position {text.index(chr(0))}; a text ends there for the "
       "libraries that read it, so take it out."
     )
   try:
-    text.encode()
+    text.encode(errors=errors)
   except UnicodeEncodeError as error:
     raise InputError(
       f"{name} has half a surrogate pair, {text[error.start]!a}, at position {error.start}, which "

@@ -13,6 +13,7 @@ jax is imported only by what the gin files name, so that a mistyped flag is answ
 """
 
 import functools
+import graphlib
 import os
 import re
 import signal
@@ -164,6 +165,7 @@ def parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     named = (re.match(r"\s*([\w/]+)\s*=", binding) for binding in bindings)
     new_macros = {name[1] for name in named if name and not _is_macro(name[1])}
     gin.config.register_finalize_hook(functools.partial(_check_macros, new_macros))
+    gin.config.register_finalize_hook(_check_cycles)
     for source in bindings:
       gin.parse_config(source)
     gin.finalize()
@@ -172,7 +174,12 @@ def parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Seque
   except (tokenize.TokenError, SyntaxError) as error:
     if getattr(error, "filename", None):
       raise  # it names the place
-    raise InputError(f"'{source}' cannot be read: {plainer(error.args[0])}.") from error
+    raise InputError(f"'{source:.100}' cannot be read: {plainer(error.args[0])}.") from error
+  except RecursionError as error:
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    included = frames.count(gin.parse_config_file.__code__) > 20
+    why = "it includes itself" if included else "its brackets are nested too deeply"
+    raise InputError(f"'{source:.100}' cannot be read: {why}.") from None
   try:
     experiment = gin.query_parameter("specdec_jax.run.run.experiment")
   except ValueError:
@@ -201,6 +208,24 @@ def _check_macros(new_macros: set[str], config) -> None:
     raise InputError(
       f"no gin file uses a macro {name}; those in use are {', '.join(read) or 'none'}."
     )
+
+
+def _check_cycles(config) -> None:
+  """No macro may refer to itself, directly or by way of others."""
+  references = gin.config.iterate_references
+  macros = {
+    scope: {found.config_key[0] for found in references(bound) if found.config_key[1] == _MACRO}
+    for (scope, selector), bound in config.items()
+    if selector == _MACRO
+  }
+  try:
+    graphlib.TopologicalSorter(macros).prepare()
+  except graphlib.CycleError as error:
+    *names, _ = error.args[1]
+    raise InputError(
+      f"the macro {names[0]} refers to itself{' by way of '.join(['', *names[:0:-1]])}; give it a "
+      "value."
+    ) from None
 
 
 def command() -> None:

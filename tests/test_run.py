@@ -189,8 +189,20 @@ def test_what_is_installed_has_its_gin_files(tmp_path):
     (["--gin_fil=work.gin"], ["'gin_fil'", "gin_file"]),
     (["--gin_file=work.gin", OUT, "gamma=3"], ["'gamma=3' is neither a flag"]),
     (["tranlsate"], ["'tranlsate' is neither a flag", "--help lists both"]),
+    (
+      ["--gin_file=work.gin", OUT, "--gin.GAMMA=%GAMMA"],
+      ["the macro GAMMA refers to itself; give"],
+    ),
+    (
+      ["--gin_file=work.gin", OUT, "--gin.NEW=(1, [%GAMMA])", "--gin.GAMMA={'a': %NEW}"],
+      [" refers to itself by way of "],
+    ),
+    (
+      ["--gin_file=work.gin", OUT, f"--gin.GAMMA={'[' * 2000}{']' * 2000}"],
+      ["GAMMA = [[", "brackets are nested too deeply"],
+    ),
   ],
-  ids=str,
+  ids=lambda value: str(value)[:70],
 )
 def test_bad_command_line(command, args, words):
   assert_told(command(*args), *words)
@@ -217,13 +229,22 @@ def test_bad_command_line(command, args, words):
     (HEADER + "run.run.experiment = @tiny_work.work", ["work needs a value for 'output_dir'"]),
     (HEADER + "run.run.experiment =\n", ["value cannot be read", "bad.gin, line 5"]),
     (HEADER + "run.run.experiment = (\n", ["'bad.gin' cannot be read"]),
+    (HEADER + "include 'bad.gin'", ["'bad.gin' cannot be read: it includes itself"]),
+    (HEADER + f"run.run.experiment = {'(' * 2000}{')' * 2000}", ["'bad.gin'", "nested too deeply"]),
+    (HEADER + "A = %B\nB = %A\nrun.run.experiment = @tiny_work.work", ["itself by way of"]),
     (HEADER + "run.run.experimnt = 3", ["'run.run' has no parameter 'experimnt'", "line 5"]),
   ],
-  ids=lambda value: value.splitlines()[-1] if isinstance(value, str) else "",
+  ids=lambda value: value.splitlines()[-1][:60] if isinstance(value, str) else "",
 )
 def test_bad_gin_file(command, text, words):
   (command.dir / "bad.gin").write_text(text)
   assert_told(command("--gin_file=bad.gin"), *words)
+
+
+def test_gin_files_that_include_each_other(command):
+  (command.dir / "a.gin").write_text("include 'b.gin'")
+  (command.dir / "b.gin").write_text("include 'a.gin'")
+  assert_told(command("--gin_file=a.gin"), "'a.gin' cannot be read: it includes itself")
 
 
 def test_faults_of_input_are_told_in_a_sentence(command):
@@ -235,6 +256,16 @@ def test_faults_of_input_are_told_in_a_sentence(command):
 
 def test_output_dir_that_cannot_be_made(command):
   assert_told(command("--gin_file=work.gin", "--gin.OUTPUT_DIR='work.gin/out'"), "work.gin/out")
+
+
+@pytest.mark.parametrize(
+  "name, words",
+  [("o\\0", "a file or folder has a NUL character"), ("o\\ud800", "half a surrogate pair, U+D800")],
+)
+def test_output_dir_that_no_folder_can_have(command, name, words):
+  told = command("--gin_file=work.gin", f"--gin.OUTPUT_DIR='{name}'")
+  assert told.returncode == 2 and told.stderr.startswith("error: ") and words in told.stderr
+  assert told.stderr.count("\n") == 1
 
 
 def test_a_bug_keeps_its_traceback(command):

@@ -368,6 +368,12 @@ def test_output_to_a_pipe(run):
     ({"OUTPUT": "in.txt/out.txt"}, "in.txt/out.txt"),
     ({"OUTPUT": ""}, "cannot use ''"),
     ({"OUTPUT": 5}, "output is 5"),
+    ({"OUTPUT": "o\0"}, "output has a NUL character at position 1"),
+    ({"OUTPUT": "o\ud800"}, "output has half a surrogate pair, '\\ud800', at position 1"),
+    ({"INPUT": "i\0"}, "input has a NUL character at position 1"),
+    ({"INPUT": "i\udfff"}, "input has half a surrogate pair"),
+    ({"PREFIX": "p\0"}, "prefix has a NUL character at position 1"),
+    ({"PREFIX": "p\ud800"}, "prefix has half a surrogate pair"),
     ({"BEAMS": 0}, "width is 0"),
     ({"BEAMS": 2, "TEMPERATURE": 1.0}, "A beam search samples nothing"),
   ],
@@ -389,6 +395,19 @@ def test_output_that_is_a_folder_is_refused_before_any_work(run, decoded):
   result = run(LINES, OUTPUT="folder")
   assert result.status == 2 and "'folder'" in result.err
   assert not decoded and sorted(os.listdir()) == ["folder", "in.txt"]
+
+
+@pytest.mark.parametrize("way", ["file", "standard input"])
+def test_a_nul_character_in_a_line_is_named(run, monkeypatch, way):
+  """As text in UTF-16 has, which is UTF-8 too if it is ASCII."""
+  lines = [LINES[0], "A m\0an"]
+  if way == "file":
+    result = run(lines, OUTPUT="out.txt")
+  else:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
+    result = run(INPUT="-", OUTPUT="out.txt")
+  assert result.status == 2 and "line 2 of " in result.err and "a NUL character" in result.err
+  assert "out.txt" not in os.listdir()
 
 
 def test_input_that_is_no_text(run):

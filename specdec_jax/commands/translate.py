@@ -17,7 +17,13 @@ from specdec_jax.beams import best
 from specdec_jax.counts import num_rounds, num_tokens
 from specdec_jax.data.text import read_lines, typed_lines
 from specdec_jax.decoding import require_finite
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.errors import (
+  InputError,
+  require_count,
+  require_seed,
+  require_text,
+  require_types,
+)
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
@@ -79,6 +85,9 @@ def translate(
   line empty; each is said on standard error.
   """
   require_types(translate, locals())
+  for name, path in (("input", input or ""), ("output", output)):
+    require_text(name, path, errors="surrogateescape")
+  require_text("prefix", prefix)
   require_seed(seed)
   require_count("max_new_tokens", max_new_tokens)
   pair.require_batch_size(batch_size)

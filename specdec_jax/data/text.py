@@ -7,7 +7,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count, require_text, require_types
 
 
 def read_lines(
@@ -20,6 +20,8 @@ def read_lines(
   `prefix`, such as T5's tasks have, is put before each that is not empty.
   """
   require_types(read_lines, locals())
+  require_text("path", path, errors="surrogateescape")
+  require_text("prefix", prefix)
   if limit is not None:
     require_count("limit", limit)
   file = pathlib.Path(path)
@@ -36,6 +38,8 @@ def read_lines(
     lines = text.split("\n")
     lines = (lines[:-1] if lines[-1] == "" else lines)[:limit]
     lines = [line.rstrip("\r") for line in lines]
+    for number, line in enumerate(lines, 1):
+      require_text(f"line {number} of {path}", line)
   if num_words is not None:
     require_count("num_words", num_words)
     lines = [" ".join(line.split()[:num_words]) for line in lines]
@@ -46,9 +50,11 @@ def typed_lines(prefix: str = "") -> Iterator[str]:
   """Lines of standard input, each as soon as it is there; otherwise as `read_lines` has them."""
   if sys.stdin is None:
     raise InputError("standard input is closed; give the path of a text file instead of '-'.")
-  for raw in sys.stdin.buffer:
+  require_text("prefix", prefix)
+  for number, raw in enumerate(sys.stdin.buffer, 1):
     try:
       line = raw.decode("utf-8").removesuffix("\n").rstrip("\r")
     except UnicodeDecodeError as error:
       raise InputError(f"standard input is not UTF-8 text: {error}.") from error
+    require_text(f"line {number} of standard input", line)
     yield prefix + line if line.strip() else line
