@@ -236,7 +236,9 @@ def test_a_device_that_is_full_is_named():
   node("full", 7)
   with pytest.raises(OSError) as caught:
     write("full")
-  assert user_sentence(caught.value) == "cannot use 'full': No space left on device."
+  assert user_sentence(caught.value) == (
+    "cannot use 'full': No space left on device; free some space there, or write to another place."
+  )
   assert stat.S_ISCHR(os.lstat("full").st_mode) and names() == ["full"]
 
 
