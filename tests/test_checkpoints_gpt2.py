@@ -261,7 +261,7 @@ def refused(load, *words):
     ("activation_function", None, "'gelu_new'"),
     ("layer_norm_epsilon", 1e-6, "1e-05"),
     ("add_cross_attention", True, "False"),
-    ("eos_token_id", [300, 0], "whole number"),
+    ("eos_token_id", [300, -1], "whole number"),
     ("eos_token_id", None, "whole number"),
     ("n_head", 3, "multiple of n_head, 3"),
     ("n_head", 0, "whole number, from 1"),

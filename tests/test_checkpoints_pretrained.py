@@ -5,6 +5,7 @@ What PyTorch itself makes of them is in `test_checkpoints_huggingface.py`.
 
 import json
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -150,7 +151,8 @@ def test_gpt2_with_logits_of_its_own_that_says_they_are_tied(tmp_path):
   [
     ("decoder_start_token_id", 5, "decoder_start_token_id in"),
     ("pad_token_id", 3, "pad_token_id in"),
-    ("eos_token_id", [1, 5], "whole number, from 0"),
+    ("eos_token_id", [1, "5"], "whole number, from 0"),
+    ("eos_token_id", [], "whole number, from 0"),
     ("eos_token_id", None, "whole number, from 0"),
     ("eos_token_id", True, "whole number, from 0"),
     ("dense_act_fn", "silu", "'gelu_new'"),
@@ -168,9 +170,78 @@ def test_generation_config_has_the_last_word(folder):
   change(folder, decoder_start_token_id=5, eos_token_id=7)
   said = dict(decoder_start_token_id=0, eos_token_id=[9], pad_token_id=None)
   change(folder, "generation_config.json", **said)
-  assert open_checkpoint(str(folder)).eos_id == 9
-  change(folder, "generation_config.json", decoder_start_token_id=5)
-  refused(folder, "decoder_start_token_id", "is 5; it must be 0", config=CONFIG)
+  assert open_checkpoint(str(folder)).eos_ids == (9,)
+
+
+@pytest.mark.parametrize("field", ["decoder_start_token_id", "pad_token_id", "eos_token_id"])
+def test_the_file_that_has_a_wrong_value_is_named(folder, field):
+  """generation_config.json where it states the field, which then counts, else config.json."""
+  change(folder, **{field: 0})
+  change(folder, "generation_config.json", **{field: -7})
+  refused(folder, f"{field} in {folder}/generation_config.json is -7; it must be", config=CONFIG)
+  change(folder, **{field: -8})
+  change(folder, "generation_config.json", **{field: None})
+  refused(folder, f"{field} in {folder}/config.json is -8; it must be", config=CONFIG)
+
+
+NEUTRAL = dict(num_beams=1, no_repeat_ngram_size=0, repetition_penalty=1.0, min_length=0)
+NEUTRAL |= dict(suppress_tokens=[], forced_bos_token_id=None, length_penalty=0.6, top_k=10)
+NEUTRAL |= dict(do_sample=False, max_length=20, temperature=0.5)
+
+
+@pytest.fixture
+def t5_and_words(tmp_path):
+  words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
+  config = tiny.config(vocab_size=len(words), layers=1)
+  return write_hf(tmp_path / "hf", config, tiny_pair.random_params(config, 0)), words
+
+
+@pytest.mark.parametrize(
+  ("stated", "named"),
+  [
+    (NEUTRAL, None),
+    (
+      dict(num_beams=4, no_repeat_ngram_size=2, repetition_penalty=1.5, length_penalty=2.0),
+      "num_beams 4, repetition_penalty 1.5, no_repeat_ngram_size 2, length_penalty 2.0",
+    ),
+    (
+      dict(forced_bos_token_id=0, bad_words_ids=[[3]]),
+      "bad_words_ids [[3]], forced_bos_token_id 0",
+    ),
+    (dict(do_sample=True, top_k=10), "do_sample True, top_k 10"),
+    (dict(min_new_tokens=3, encoder_no_repeat_ngram_size=2), "encoder_no_repeat_ngram_size 2, min"),
+  ],
+)
+def test_generation_settings_that_change_outputs_are_named_once(t5_and_words, stated, named):
+  folder, words = t5_and_words
+  change(folder, task_specific_params={"summarization": {"num_beams": 4}})
+  for file in ("config.json", "generation_config.json"):  # which alone counts where it is
+    change(folder, file, **stated)
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter("always")
+      load_pair(str(folder), str(folder), words.path)
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == (named is not None)
+    if named:
+      assert said[0].startswith(f"{folder}/{file} sets {named}")
+      assert "specdec_jax does not, so that outputs may differ." in said[0]
+
+
+def test_a_list_of_ids_that_end_a_text(t5_and_words):
+  """The vocabulary's must be in it; one that the model cannot write does not matter."""
+  folder, words = t5_and_words
+  load = lambda: load_pair(str(folder), str(folder), words.path)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for eos_ids in ([1], [1, 1], [len(words), 1]):
+      change(folder, "generation_config.json", eos_token_id=eos_ids)
+      assert load().vocabulary.eos_id == 1
+  change(folder, "generation_config.json", eos_token_id=[1, 5])
+  with pytest.warns(UserWarning, match=r"sets eos_token_id \[1, 5\]\. .* ends at token 1 only"):
+    load()
+  change(folder, "generation_config.json", eos_token_id=[5, 7])
+  with pytest.raises(InputError, match="ends a text with token 5 or 7 but .* with 1;"):
+    load()
 
 
 def test_what_ends_a_text_is_compared_with_the_vocabulary(tmp_path):

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from specdec_jax.checkpoints.pretrained import (
   CONFIG,
+  generation_settings,
   open_arrays,
+  read_eos_ids,
   require_known,
   require_sizes,
 )
@@ -15,6 +17,7 @@ from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, equal, spl
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig
 
+_EOS_ID = 50256
 _ACTIVATIONS: dict[str, Literal["gelu", "relu"]] = {
   "gelu_new": "gelu",
   "gelu_pytorch_tanh": "gelu",  # the same
@@ -69,7 +72,8 @@ def open_gpt2(folder: str, about: Mapping[str, Any]) -> Checkpoint:
     else:  # even if config.json says that they are tied
       arrays[LOGITS] = arrays[LOGITS].T
       config = dataclasses.replace(config, tied_logits=False)
-  return Checkpoint(folder, config, arrays)
+  eos_ids = read_eos_ids(folder, about, _EOS_ID)
+  return Checkpoint(folder, config, arrays, None, eos_ids, generation_settings(folder))
 
 
 def _config(folder: str, about: Mapping[str, Any]) -> GPTConfig:
@@ -85,12 +89,10 @@ def _config(folder: str, about: Mapping[str, Any]) -> GPTConfig:
     add_cross_attention=(False,),
     tie_word_embeddings=(True, False),
   )
-  about = {"eos_token_id": 50256, **about}
   require_sizes(folder, about, "vocab_size", "n_positions", "n_embd", "n_head", "n_layer")
-  require_sizes(folder, about, "eos_token_id", least=0)
   width, num_heads = about["n_embd"], about["n_head"]
   if about.get("n_inner") is None:
-    about["n_inner"] = 4 * width
+    about = {**about, "n_inner": 4 * width}
   require_sizes(folder, about, "n_inner")
   if width % num_heads:
     raise InputError(
@@ -108,7 +110,7 @@ def _config(folder: str, about: Mapping[str, Any]) -> GPTConfig:
     tied_logits=about.get("tie_word_embeddings", True),
     biases=True,
     num_positions=about["n_positions"],
-    eos_id=about["eos_token_id"],
+    eos_id=read_eos_ids(folder, about, _EOS_ID)[0],
     start_id=None,
   )
 

@@ -15,8 +15,10 @@ from specdec_jax.checkpoints.gpt2 import open_gpt2
 from specdec_jax.checkpoints.pretrained import (
   CONFIG,
   WEIGHTS,
+  generation_settings,
   open_arrays,
   read_config,
+  read_eos_ids,
   require_known,
   require_sizes,
 )
@@ -75,7 +77,7 @@ def _open_t5(folder: str, about: Mapping[str, Any]) -> Checkpoint:
   """
   is_t5 = about["model_type"] == "t5"
   usual = dict(feed_forward_proj="relu" if is_t5 else "gated-gelu", tie_word_embeddings=is_t5)
-  about = {**usual, "eos_token_id": 1, **about}
+  about = {**usual, **about}
   scales = is_t5 or str(about.get("transformers_version")).startswith("4.")
   about = {"scale_decoder_outputs": about["tie_word_embeddings"] and scales, **about}
   config = _config(folder, about)
@@ -90,7 +92,8 @@ def _open_t5(folder: str, about: Mapping[str, Any]) -> Checkpoint:
     arrays.setdefault(LOGITS, arrays[TABLE])
   turned = lambda name, array: len(array.shape) == 2 and name != TABLE
   arrays = {name: x.T if turned(name, x) else x for name, x in arrays.items()}
-  return Checkpoint(folder, config, arrays, eos_id=about["eos_token_id"])
+  eos_ids = read_eos_ids(folder, about, default=1)
+  return Checkpoint(folder, config, arrays, None, eos_ids, generation_settings(folder))
 
 
 def save_huggingface(folder: str, config: T5Config, params) -> None:
@@ -166,7 +169,6 @@ def _config(folder: str, about: Mapping[str, Any]) -> T5Config:
     about = {**about, "num_decoder_layers": about.get("num_layers")}
   sizes = "vocab_size", "d_model", "num_heads", "d_kv", "d_ff", "num_layers", "num_decoder_layers"
   require_sizes(folder, about, *sizes)
-  require_sizes(folder, about, "eos_token_id", least=0)
   return T5Config(
     vocab_size=about["vocab_size"],
     emb_dim=about["d_model"],

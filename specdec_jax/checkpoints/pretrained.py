@@ -18,30 +18,79 @@ WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # which file has which array
 _GENERATION = "generation_config.json"
 _TOKENS = "decoder_start_token_id", "eos_token_id", "pad_token_id"
+# Generation settings that change outputs, and the value that does not, as None and [] never do.
+_NEUTRAL = {
+  **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+  **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
+  **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+  **dict.fromkeys(("min_length", "min_new_tokens", "penalty_alpha"), 0),
+  **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "sequence_bias"), None),
+  **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"), None),
+  **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "stop_strings"), None),
+  **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), None),
+  "do_sample": False,
+}
+_OF_BEAMS = {"length_penalty": 1.0, "early_stopping": False, "diversity_penalty": 0.0}
+_OF_SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": 1.0, "typical_p": 1.0, "min_p": None}
+_OF_SAMPLING |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 _DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
 
 def read_config(folder: str) -> dict[str, Any]:
   """config.json; of the ids that decoding goes by, generation_config.json has the last word."""
   about = _json(folder, CONFIG)
-  if files.is_file(folder, _GENERATION):
-    stated = _json(folder, _GENERATION)
-    about |= {name: stated[name] for name in _TOKENS if stated.get(name) is not None}
-  match about.get("eos_token_id"):
-    case [eos_id]:
-      about["eos_token_id"] = eos_id
-  return about
+  stated = _generation_config(folder)
+  return about | {name: stated[name] for name in _TOKENS if stated.get(name) is not None}
+
+
+def read_eos_ids(folder: str, about: Mapping[str, Any], default: int) -> tuple[int, ...]:
+  """eos_token_id of `read_config`'s fields: one id, or a list of which any ends a text."""
+  value = about.get("eos_token_id", default)
+  eos_ids = value if isinstance(value, list) and value else [value]
+  for eos_id in eos_ids:
+    require_count(_where(folder, "eos_token_id"), eos_id, 0)
+  return tuple(dict.fromkeys(eos_ids))
+
+
+def generation_settings(folder: str) -> tuple[str, dict[str, Any]]:
+  """Return the settings in a folder that change what transformers' generate puts out.
+
+  Left out are limits of length, which every call here gives, and `task_specific_params`, which
+  transformers applies only in a pipeline.
+
+  Returns:
+    The name of the file, generation_config.json or where there is none config.json, and the
+    settings in it that differ from their neutral values.
+  """
+  file = _GENERATION if files.is_file(folder, _GENERATION) else CONFIG
+  stated, neutral = _json(folder, file), dict(_NEUTRAL)
+  if stated.get("num_beams") not in (None, 1):
+    neutral |= _OF_BEAMS
+  if stated.get("do_sample"):
+    neutral |= _OF_SAMPLING
+  of = {name: stated[name] for name in neutral if stated.get(name) not in (None, [])}
+  return file, {name: value for name, value in of.items() if value != neutral[name]}
+
+
+def _generation_config(folder: str) -> dict[str, Any]:
+  return _json(folder, _GENERATION) if files.is_file(folder, _GENERATION) else {}
+
+
+def _where(folder: str, field: str) -> str:
+  """A field, and the file whose value of it counts, for messages."""
+  generates = field in _TOKENS and _generation_config(folder).get(field) is not None
+  return f"{field} in {folder}/{_GENERATION if generates else CONFIG}"
 
 
 def require_known(folder: str, about: Mapping[str, Any], **known: tuple) -> None:
-  """Raise InputError unless each field of config.json has one of its known values.
+  """Raise InputError unless each field of `read_config`'s has one of its known values.
 
   The first of them is what a file that does not name the field means.
   """
   for field, values in known.items():
     if about.get(field, values[0]) not in values:
       raise InputError(
-        f"{field} in {folder}/{CONFIG} is {about[field]!r}; it must be "
+        f"{_where(folder, field)} is {about[field]!r}; it must be "
         f"{' or '.join(map(repr, values))} for a model that can be run here."
       )
 
@@ -49,7 +98,7 @@ def require_known(folder: str, about: Mapping[str, Any], **known: tuple) -> None
 def require_sizes(folder: str, about: Mapping[str, Any], *fields: str, least: int = 1) -> None:
   """Raise InputError unless each field of config.json is a whole number that arrays can have."""
   for field in fields:
-    require_count(f"{field} in {folder}/{CONFIG}", about.get(field), least)
+    require_count(_where(folder, field), about.get(field), least)
 
 
 def open_arrays(folder: str, unused: str, rename: Callable[[str], str]) -> dict[str, Stored]:

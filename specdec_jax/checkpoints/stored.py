@@ -108,14 +108,16 @@ class Checkpoint(NamedTuple):
     config: its shape; vocab_size counts the rows of its table unless the format says better.
     arrays: by name in our tree, `encoder/layers_0/attention/query/kernel`.
     vocabulary: fingerprint of the one it was trained with, if that is stated.
-    eos_id: ends what a T5 writes, if that is stated; a decoder-only model's is in its shape.
+    eos_ids: end what the model writes, as far as that is stated.
+    generation: file and settings of `pretrained.generation_settings`, which are not applied here.
   """
 
   path: str
   config: AnyConfig
   arrays: Mapping[str, Stored]
   vocabulary: str | None = None
-  eos_id: int | None = None
+  eos_ids: tuple[int, ...] = ()
+  generation: tuple[str, Mapping[str, Any]] = ("", {})
 
   def load(
     self,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -89,6 +90,7 @@ def load_pair(
   config, target_params = load(
     "target", target, shardings=shardings, stored_weights=stored_weights, opened=of_target
   )
+  _warn_of_generation(of_target, words)
   opened = None
   if not callable(draft):
     opened = open_checkpoint(draft)
@@ -150,6 +152,23 @@ def asset(name: str) -> str:
   """Path of a file or folder among those bundled with the package, for gin files."""
   require_types(asset, locals())
   return str(ASSETS / name)
+
+
+def _warn_of_generation(checkpoint: Checkpoint, words: Vocabulary) -> None:
+  """Name, in one warning, what transformers' generate would do otherwise with this target."""
+  file, settings = checkpoint.generation
+  others = [i for i in checkpoint.eos_ids if i != words.eos_id and i < len(words)]
+  if others:
+    settings = {**settings, "eos_token_id": [*checkpoint.eos_ids]}
+  if not settings:
+    return
+  stated = ", ".join(f"{name} {value!r:.60}" for name, value in settings.items())
+  ends = f" A text ends at token {words.eos_id} only." if others else ""
+  warnings.warn(
+    f"{checkpoint.path}/{file} sets {stated}. transformers applies these in generate; specdec_jax "
+    f"does not, so that outputs may differ.{ends}",
+    stacklevel=3,
+  )
 
 
 def is_bundled(target: str) -> bool:
@@ -220,13 +239,17 @@ def load_for(
       f"{words.extra_ids} extra_ids among them (T5's own has 100); target, draft and vocabulary "
       "must agree."
     )
-  eos_id = config.eos_id if isinstance(config, GPTConfig) else checkpoint.eos_id
-  if eos_id not in (None, words.eos_id):
+  eos_ids = checkpoint.eos_ids
+  if isinstance(config, GPTConfig):
+    eos_ids = eos_ids or (config.eos_id,)
+    if words.eos_id in eos_ids:
+      config = dataclasses.replace(config, eos_id=words.eos_id)
+  if eos_ids and words.eos_id not in eos_ids:
     raise InputError(
-      f"The {role} in {path} ends a text with token {eos_id} but {words.path} with "
-      f"{words.eos_id}; target, draft and vocabulary must agree."
+      f"The {role} in {path} ends a text with token {' or '.join(map(str, eos_ids))} but "
+      f"{words.path} with {words.eos_id}; target, draft and vocabulary must agree."
     )
-  if eos_id == PAD_ID:
+  if PAD_ID in eos_ids:
     raise InputError(
       f"The {role} in {path} ends a text with token {PAD_ID}, which pads prompts here; use "
       "models whose vocabulary has another token there."
