@@ -99,9 +99,9 @@ def test_append_that_fails_leaves_the_file_as_it_was(path, monkeypatch):
     raise OSError(28, "No space left on device")
 
   monkeypatch.setattr(os, "write", full_disk)
-  with pytest.raises(OSError, match="No space left"):
+  with pytest.raises(OSError, match="No space left") as told:
     records.append(path, setting(seed=1))
-  assert len(calls) == 2
+  assert len(calls) == 2 and told.value.filename == str(path)
   assert path.read_bytes() == before
 
 
