@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -595,6 +596,15 @@ def test_the_draft_is_whole_on_each_device():
   assert pieces() == ("model", 0)
   of_one_layer = 6  # wi_0, wi_1 and wo, in encoder and decoder
   assert pieces(("draft_mlp", "model")) == ("model", of_one_layer)
+
+
+def test_the_drafts_q_is_whole_on_each_device():
+  """Without a constraint on q [B, N, V] each draft step over several devices sends messages."""
+  rules = partitioning.standard_logical_axis_rules()
+  partitioner = partitioning.PjitPartitioner(num_partitions=1, logical_axis_rules=rules)
+  predict = partitioner.partition(speculative(SMALL, dict(gamma=3)).predict_batch, None, None)
+  text = predict.lower(both(DRAFTS["random"][1]), BATCH).as_text()
+  assert re.search(rf"sharding_constraint .*{{}}, {{}}\]> : tensor<{EXAMPLES}x3x264xf32>", text)
 
 
 def first_heads(params, config):

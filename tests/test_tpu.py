@@ -194,6 +194,16 @@ def test_rounds_of_a_beam_search(found):
   assert round_["accessed"] < 1.3 * step["accessed"]
 
 
+def test_one_row_is_multiplied_by_the_vector_unit(found):
+  """And the eight rows of a verification by the matrix unit: what experiments/tpu_v4 says of it."""
+  step, verify = (found["whole"][name] for name in ("decode step", "verify"))
+  # Of each layer four matrices of self-attention, two of attention to the source, three of the MLP,
+  # and six of activations; and the logits'.
+  assert (step["convolutions"], step["matrix_converts"]) == (0, 2 * (9 + 6) + 1)
+  # Nine, and four of attention to the cache and to the source.
+  assert (verify["convolutions"], verify["matrix_converts"]) == (2 * (9 + 4) + 1, 0)
+
+
 def test_four_chips_share_the_work(found):
   for step, whole in found["whole"].items():
     cut = found["cut"][step]

@@ -22,7 +22,7 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.models.t5 import PAD_ID, T5Model
 from specdec_jax.pairs import judge
-from specdec_jax.protocols import Decoded, Rule
+from specdec_jax.protocols import Context, Decoded, Proposal, Rule
 from specdec_jax.rules.k_seq import KSeqRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, distribution
@@ -38,6 +38,19 @@ INHERITED = tuple(
   for name, parameter in inspect.signature(models.EncoderDecoderModel).parameters.items()
   if parameter.default is not inspect.Parameter.empty
 )
+
+
+class _Draft(ModelDraft):
+  """A draft whose q is sharded as t5x's rules say of the draft's own axes; replicated by default.
+
+  Without the constraint it would be sharded by vocabulary, as the target's logits are, and every
+  draft step would exchange messages. Outside of t5x's partitioner it changes nothing.
+  """
+
+  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+    proposal, state = super().propose(params, state, context, rng)
+    axes = "batch", f"{DRAFT}_guesses", f"{DRAFT}_vocab"
+    return proposal._replace(q=nn.with_logical_constraint(proposal.q, axes)), state
 
 
 class SpeculativeModel(models.EncoderDecoderModel):
@@ -255,7 +268,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
     tree = chain(how["gamma"]) if how["tree"] is None else Tree(how["tree"])
     rule = judge(how["rule"], sampling, how["lenience"])
     independent = isinstance(rule, KSeqRule)  # exact for such siblings only
-    return ModelDraft(self._draft_model, sampling, tree, independent), rule
+    return _Draft(self._draft_model, sampling, tree, independent), rule
 
   def _scores(self, params, source: Array, decoded: Decoded, sampling: Sampling) -> Array:
     """Log-probability [B] of each output; one more pass of the target, if anyone reads it."""

@@ -8,7 +8,12 @@ from jax.stages import Compiled
 
 from specdec_jax.reporting.tables import MISSING, Table
 from specdec_jax.tpu.compile import HBM_ONLY, Chip, Programs
-from specdec_jax.tpu.hlo import executed_collectives
+from specdec_jax.tpu.hlo import (
+  convolutions,
+  estimated_cycles,
+  executed_collectives,
+  matrix_converts,
+)
 from specdec_jax.tpu.weight_copies import weight_copies
 from specdec_jax.trees import Tree
 
@@ -40,6 +45,9 @@ class Program(NamedTuple):
     weight_copies: see the function.
     host_transfers: instructions that talk to the host.
     collectives: messages to other chips as executed: `hlo.executed_collectives`.
+    convolutions: instructions for the matrix unit. matrix_converts: conversions of whole matrices
+      for the vector unit. estimated_cycles: by the compiler's own cost model, each loop of known
+      length as often as it runs. See the functions in `hlo`.
   """
 
   arguments: int
@@ -51,6 +59,9 @@ class Program(NamedTuple):
   weight_copies: list[str]
   host_transfers: int
   collectives: int
+  convolutions: int
+  matrix_converts: int
+  estimated_cycles: int
 
 
 def examine(compiled: Compiled) -> Program:
@@ -69,6 +80,9 @@ def examine(compiled: Compiled) -> Program:
     weight_copies=weight_copies(hlo),
     host_transfers=count("infeed|outfeed|send|recv"),
     collectives=executed_collectives(hlo),
+    convolutions=convolutions(hlo),
+    matrix_converts=matrix_converts(hlo),
+    estimated_cycles=estimated_cycles(hlo),
   )
 
 

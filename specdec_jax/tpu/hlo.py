@@ -2,15 +2,17 @@
 
 import collections
 import functools
+import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 _COLLECTIVES = re.compile(
   "(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?"
 )
 # Attributes that name computations which an instruction runs.
-_ROLES = "calls|to_apply|body|condition|true_computation|false_computation"
-_ROLES += "|branch_computations|called_computations"
+_LOOPS = "body|condition|true_computation|false_computation|branch_computations"
+_ROLES = f"{_LOOPS}|calls|to_apply|called_computations"
 
 
 class Instruction(NamedTuple):
@@ -63,18 +65,63 @@ def executed_collectives(hlo: str) -> int:
   A loop counts once if its trip count is not known before it runs, as the decoding loops', and
   of a conditional every branch counts.
   """
+  return _executed(hlo, lambda instruction: bool(_COLLECTIVES.fullmatch(instruction.op)), _ROLES)
+
+
+def estimated_cycles(hlo: str) -> int:
+  """Cycles of one run by the compiler's own cost model, where it states them.
+
+  Loops and conditionals count as in `executed_collectives`.
+  """
+  cycles = lambda instruction: int(instruction.first(r'"estimated_cycles":"(\d+)"') or 0)
+  return _executed(hlo, cycles, _LOOPS)
+
+
+def _executed(hlo: str, count: Callable[[Instruction], int], roles: str) -> int:
+  """The sum of `count` over the instructions of a program, each as often as it runs.
+
+  Computations that an instruction calls in these roles belong to the program.
+  """
   computations, entry = parse(hlo)
 
   @functools.cache
   def executed(computation: str) -> int:
-    count = 0
+    total = 0
     for instruction in computations[computation].values():
-      count += bool(_COLLECTIVES.fullmatch(instruction.op))
       times = trip_count(computations, computation, instruction)
-      count += times * sum(map(executed, instruction.calls(_ROLES)))
-    return count
+      total += count(instruction) + times * sum(map(executed, instruction.calls(roles)))
+    return total
 
   return executed(entry)
+
+
+def convolutions(hlo: str) -> int:
+  """Instructions for a TPU's matrix unit, to which a matmul is a convolution."""
+  computations, _ = parse(hlo)
+  return sum(i.op == "convolution" for inside in computations.values() for i in inside.values())
+
+
+def matrix_converts(hlo: str) -> int:
+  """Conversions of whole bfloat16 matrices to float32, from 2^20 elements.
+
+  A matmul that the compiler writes for the vector unit, as a sum of products, begins with one of
+  its weights and may have one of its activations, repeated to the same shape.
+  """
+  computations, _ = parse(hlo)
+  return sum(
+    i.op == "convert"
+    and i.shape.startswith("f32[")
+    and size(i.shape) >= 1 << 20
+    and all(inside[operand].shape.startswith("bf16[") for operand in i.operands)
+    for inside in computations.values()
+    for i in inside.values()
+  )
+
+
+def size(shape: str) -> int:
+  """Elements of an array, or of the largest one in a tuple."""
+  dimensions = re.findall(r"\w\[([\d,]*)\]", shape)
+  return max((math.prod(int(n) for n in one.split(",") if n) for one in dimensions), default=0)
 
 
 def trip_count(computations: Computations, computation: str, instruction: Instruction) -> int:

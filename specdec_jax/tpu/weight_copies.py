@@ -1,9 +1,6 @@
 """Copies of weights in a program that XLA has optimised."""
 
-import math
-import re
-
-from specdec_jax.tpu.hlo import Computations, Instruction, parse
+from specdec_jax.tpu.hlo import Computations, Instruction, parse, size
 
 # What fetches an array into memory on the chip, slice by slice, or names it: not a copy.
 _SAME = {"bitcast", "opt-barrier", "copy-start", "copy-done", "slice-start", "slice-done"}
@@ -59,7 +56,7 @@ def weight_copies(hlo: str) -> list[str]:
         source = weight(computation, operand)
         if source is None or _has(computations, instruction, _PRODUCTS):
           continue
-        share = _size(instruction.shape) / _size(source.shape)
+        share = size(instruction.shape) / size(source.shape)
         if share >= 1 or (share >= _SLICE and not _has(computations, instruction, {"gather"})):
           of = source.first('op_name="(.*?)"').replace("\\", "")
           copies.append(f"{name} ({instruction.shape.split('{')[0]}) of {of}")
@@ -70,9 +67,3 @@ def _has(computations: Computations, instruction: Instruction, ops: set[str]) ->
   """Whether it is one of these operations, or has one fused into it."""
   inside = (i for name in instruction.calls("calls") for i in computations[name].values())
   return instruction.op in ops or any(_has(computations, i, ops) for i in inside)
-
-
-def _size(shape: str) -> int:
-  """Elements of an array, or of the largest one in a tuple."""
-  dimensions = re.findall(r"\w\[([\d,]*)\]", shape)
-  return max((math.prod(int(n) for n in one.split(",") if n) for one in dimensions), default=0)
