@@ -13,12 +13,13 @@ from specdec_jax.errors import InputError
 _LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
-def require_memory(what: str, arrays: Any) -> None:
+def require_memory(what: str, arrays: Any, advice: str = "ask for less") -> None:
   """Raise InputError unless memory could hold `arrays`, if nothing else were in it.
 
   Args:
     what: takes them, for the message: the user's settings.
     arrays: a tree of arrays, which may be traced, or of `jax.ShapeDtypeStruct`.
+    advice: what the message tells the user to do.
   """
   types = [*map(jax.typeof, jax.tree.leaves(arrays))]
   needed = sum(x.size * x.dtype.itemsize for x in types)
@@ -26,7 +27,7 @@ def require_memory(what: str, arrays: Any) -> None:
   if needed > there:
     raise InputError(
       f"{what} would take at least {needed / 1e9:,.1f} GB of memory, and there are "
-      f"{there / 1e9:,.1f} GB; ask for less."
+      f"{there / 1e9:,.1f} GB; {advice}."
     )
 
 

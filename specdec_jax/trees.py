@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specdec_jax.errors import InputError, require_count, shown
+from specdec_jax.errors import InputError, require_count, require_types, shown
 from specdec_jax.memory import require_memory
 
 MOST_UNROLLED = 64  # levels, or siblings, that a program has one after the other
@@ -140,6 +140,10 @@ class DynamicTree:
 
   is_chain = False
 
+  def __post_init__(self):
+    require_count("num_guesses", self.num_guesses, 0)
+    require_count("depth", self.depth, 0)
+
   @property
   def num_nodes(self) -> int:
     """K, the newest token included."""
@@ -188,10 +192,14 @@ def reach(parents: Array, depth: int) -> Array:
   return near > 0
 
 
-@functools.cache
 def chain(gamma: int) -> Tree:
   """`gamma` guesses, each after the one before (Algorithm 1)."""
   require_count("gamma", gamma, 0)
+  return _chain(int(gamma))
+
+
+@functools.cache
+def _chain(gamma: int) -> Tree:
   return Tree(range(gamma))
 
 
@@ -215,6 +223,7 @@ def merged(paths: Sequence[Sequence[int]]) -> Tree:
   Raises:
     InputError: an elder sibling, or a beginning of a path, is missing.
   """
+  require_types(merged, locals())
   nodes: list[tuple[int, ...]] = [()]
   nodes += sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
   for path in nodes[1:]:

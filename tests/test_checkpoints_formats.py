@@ -24,13 +24,15 @@ import tiny_pair
 from flax import serialization, traverse_util
 from safetensors.numpy import save_file
 
-from specdec_jax.checkpoints import files
+from specdec_jax import memory
+from specdec_jax.checkpoints import files, stored
 from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.checkpoints.stored import param_shapes
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.families import for_decoding
+from specdec_jax.pairs import load_pair
 
 GATED = tiny.config(vocab_size=128, layers=2, num_decoder_layers=3)
 TIED = tiny.config(vocab_size=128, layers=1, gated=False, activation="relu", tied_logits=True)
@@ -436,6 +438,31 @@ def refused(path, *words, config=GATED):
   for word in words:
     assert word in str(caught.value)
   assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_larger_than_memory_is_not_read(monkeypatch, format):
+  """Its arrays are counted by their headers, in the type that they would be held in."""
+  monkeypatch.setattr(stored, "_place", lambda *_: None)  # it is counted before any is read
+  path, size = written(format, "1.1"), sum(x.size for x in jax.tree.leaves(params(GATED)))
+  monkeypatch.setattr(memory, "_memory", lambda mesh: 4 * size - 1)
+  refused(
+    path, f"the model in {path}", " would take at least ", "; load a smaller one, or in bfloat16."
+  )
+  load_params(path, GATED, jnp.bfloat16)
+  with pytest.raises(InputError, match="with its target would take at least"):
+    open_checkpoint(path).load(GATED, jnp.bfloat16, beside=np.zeros(size, np.float32))
+  monkeypatch.setattr(memory, "_memory", lambda mesh: 4 * size)
+  load_params(path, GATED)
+
+
+def test_both_models_of_a_pair_are_counted(monkeypatch):
+  folder = tiny_pair.folder()
+  size = sum(x.nbytes for x in jax.tree.leaves(tiny_pair.pair().target_params))
+  load = functools.partial(load_pair, str(folder / "target"), str(folder / "near"))
+  monkeypatch.setattr(memory, "_memory", lambda mesh: 1.5 * size)
+  with pytest.raises(InputError, match="near with its target would take at least"):
+    load(str(folder / "vocabulary.model"))
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -14,7 +14,7 @@ import tiny
 import tiny_pair
 from flax import serialization
 from huggingface_hub import constants
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from test_checkpoints_formats import hf_tensors, params, refused, write_hf, write_own
 
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
@@ -271,6 +271,23 @@ def test_an_index_that_is_none(folder):
   for text in ("{}", '{"weight_map": null}', '{"weight_map": ["x"]}', *NO_FIELDS):
     (folder / "model.safetensors.index.json").write_text(text)
     refused(folder, "model.safetensors.index.json", config=CONFIG)
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_an_index_that_is_not_of_these_files(tmp_path, elsewhere):
+  """An array lies in another file than the index says, or in none."""
+  folder = write_hf(tmp_path / "files", CONFIG, params(CONFIG), num_files=2)
+  where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+  name, part = next(iter(where.items()))
+  (other,) = set(where.values()) - {part}
+  tensors = {file: load_file(folder / file) for file in (part, other)}
+  moved = tensors[part].pop(name)
+  if elsewhere:
+    tensors[other][name] = moved
+  for file, arrays in tensors.items():
+    save_file(arrays, folder / file)
+  has = f"; {other} has it: files of two" if elsewhere else ", nor has another file: files of two"
+  refused(folder, f"places {name} in {part}, which does not have it{has}", config=CONFIG)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])

@@ -30,17 +30,22 @@ from specdec_jax.commands.translate import translate
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.decoding import FreeDraft, autoregressive_decode, speculative_decode
-from specdec_jax.errors import InputError, require_types
+from specdec_jax.errors import InputError, require_types, shown
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import load_pair, model_drafter, random_pair
-from specdec_jax.pairs.composed import hierarchical_draft, known_draft, merged_drafts
+from specdec_jax.pairs.composed import (
+  hierarchical_draft,
+  known_draft,
+  merged_drafts,
+  own_sampling,
+)
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.run import main
 from specdec_jax.sampling import Sampling, split_keys
 from specdec_jax.sentences import user_sentence
 from specdec_jax.training.trainer import TrainSettings
-from specdec_jax.trees import chain
+from specdec_jax.trees import DynamicTree, Tree, branching, chain, merged
 
 COUNT = "it must be a whole number, from 1 to 2147483647."
 SEED = "it must be a whole number from -2147483648 to 4294967295."
@@ -196,6 +201,29 @@ def test_other_experiments_refuse_alike(machine, tmp_path, experiment, settings,
 )
 def test_samplings(settings, sentence):
   assert refused(Sampling, **settings).startswith(sentence)
+
+
+def test_trees_of_paths_and_sizes():
+  for wrong in ([0, 0], b"\0\0", ["00"], None, np.zeros((2, 2), int)):
+    assert refused(merged, wrong).startswith(f"paths is {shown(wrong)}; it must be a list (each a ")
+  for size in ("x", None, 1.5, HUGE, -1):
+    assert refused(DynamicTree, size, 2).startswith("num_guesses is ")
+    assert refused(DynamicTree, 3, size).startswith("depth is ")
+  chain(1)
+  assert refused(chain, True) == "gamma is True; " + COUNT.replace("from 1", "from 0")
+  assert refused(branching, 10**9, 10).startswith("a tree of 1000000001 nodes would take at least")
+  for wrong in (b"\0\0", "00", [0.0], [None], np.zeros((2, 2), int), 5):
+    assert refused(Tree, wrong).startswith("A tree has parents ")
+  assert Tree(np.array([0, 0, 1])) == Tree((0, 0, 1)) and Tree(np.arange(3)) == chain(3)
+
+
+def test_a_draft_that_samples_in_a_way_that_is_none():
+  own = functools.partial(own_sampling, tiny_pair.pair().vocabulary, lambda _: None)
+  assert refused(own, top_k=-1).startswith("top_k is -1; it must be a positive count")
+  assert refused(own, top_p=2.0) == "top_p is 2.0; it must lie in (0, 1], with 1 to keep all."
+  near = functools.partial(model_drafter, model=str(tiny_pair.folder() / "near"))
+  own = functools.partial(own_sampling, tiny_pair.pair().vocabulary, near)
+  assert own(top_k=HUGE, top_p=0.5).name == f"near (top_k {HUGE_SHOWN}, top_p 0.5)"
 
 
 @pytest.mark.parametrize("number", [fractions.Fraction(1, 2), np.float32(0.5), 0.5])

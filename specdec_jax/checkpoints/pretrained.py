@@ -106,20 +106,32 @@ def open_arrays(folder: str, unused: str, rename: Callable[[str], str]) -> dict[
 
   Raises:
     InputError: there are none but pickled ones, which are not read; files are damaged or missing;
-      or what we take for one array is there several times, and not the same.
+      an array is not in the file that the index names; or what we take for one array is there
+      several times, and not the same.
   """
+  where: dict[str, str] = {}
   if files.is_file(folder, WEIGHTS):
     parts = [WEIGHTS]
   elif files.is_file(folder, _INDEX):
-    parts = _parts(folder)
+    where = _weight_map(folder)
+    parts = sorted(set(where.values()))
   else:
     raise InputError(
       f"{folder} has neither {WEIGHTS} nor {_INDEX}; other weights, pickled ones above all, are "
       "not read: convert them by transformers' save_pretrained."
     )
+  found = {part: _arrays(folder, part, unused) for part in parts}
+  for name, part in where.items():
+    if name not in found[part] and not re.fullmatch(unused, name):
+      others = [other for other in parts if name in found[other]]
+      raise InputError(
+        f"{folder}/{_INDEX} places {name} in {part}, which does not have it"
+        + (f"; {', '.join(others)} has it" if others else ", nor has another file")
+        + ": files of two models may be mixed up here, or some are missing. Copy all of them anew."
+      )
   arrays: dict[str, Stored] = {}
   for part in parts:
-    for name, array in _arrays(folder, part, unused).items():
+    for name, array in found[part].items():
       ours = rename(name)
       if ours in arrays and not equal(arrays[ours], array):
         raise InputError(
@@ -130,8 +142,8 @@ def open_arrays(folder: str, unused: str, rename: Callable[[str], str]) -> dict[
   return arrays
 
 
-def _parts(folder: str) -> list[str]:
-  """The files that the index names; none of them may lie elsewhere."""
+def _weight_map(folder: str) -> dict[str, str]:
+  """The file of each array, as the index has it; none of them may lie elsewhere."""
   where = _json(folder, _INDEX).get("weight_map")
   if not isinstance(where, dict):
     raise InputError(
@@ -144,7 +156,7 @@ def _parts(folder: str) -> list[str]:
         f"weight_map in {folder}/{_INDEX} gives {part!r} for {name}; expected the name of a "
         "safetensors file in that folder."
       )
-  return sorted(set(where.values()))
+  return where
 
 
 def _arrays(folder: str, part: str, unused: str) -> dict[str, Stored]:

@@ -16,6 +16,7 @@ from jax.sharding import Sharding
 
 from specdec_jax.errors import InputError, shown
 from specdec_jax.kernels import skinny
+from specdec_jax.memory import require_memory
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import AnyConfig, for_decoding, init_params
 
@@ -125,12 +126,14 @@ class Checkpoint(NamedTuple):
     dtype: Any = None,
     shardings: Shardings = None,
     stored_weights: bool = False,
+    beside: Any = (),
   ):
     """The parameters; `load.load_params` says more.
 
     With `stored_weights`, matrices that are stored as bfloat16 stay so if `kernels.skinny` will
     widen them as it reads them: half the bytes, and the same products. Those are not for several
-    devices: give no shardings.
+    devices: give no shardings. `beside` are the arrays of the target, where this is its draft: both
+    must fit in memory, which is checked before anything is read.
     """
     fuse = config.fused and not self.config.fused
     apart = dataclasses.replace(config, kernels="xla")
@@ -151,14 +154,28 @@ class Checkpoint(NamedTuple):
     if callable(shardings):
       shardings = placed_by(shardings, config)
 
+    in_panels = lambda path: config.kernels != "xla" and path[-1].key == "kernel"
+
+    def kind(path, array):
+      stays = in_panels(path) and stored_weights and array.dtype == jnp.bfloat16
+      return jnp.bfloat16 if stays else dtype
+
+    places = jax.tree.map(lambda _: None, tree) if shardings is None else shardings
+    size = lambda path, array, place: jax.ShapeDtypeStruct(
+      array.shape, kind(path, array), sharding=place
+    )
+    sizes = jax.tree_util.tree_map_with_path(size, tree, places)
+    require_memory(
+      f"the model in {self.path}{' with its target' if jax.tree.leaves(beside) else ''}",
+      (sizes, beside),
+      "load a smaller one, or in bfloat16",
+    )
     if shardings is not None:
       return jax.tree.map(lambda array, sharding: _place(array, dtype, sharding), tree, shardings)
 
     def place(path, array):
-      if config.kernels == "xla" or path[-1].key != "kernel":
-        return _place(array, dtype)
-      stays = stored_weights and array.dtype == jnp.bfloat16
-      return _place(array.packed(config.in_pairs), jnp.bfloat16 if stays else dtype)
+      packed = array.packed(config.in_pairs) if in_panels(path) else array
+      return _place(packed, kind(path, array))
 
     return jax.tree_util.tree_map_with_path(place, tree)
 

@@ -15,7 +15,7 @@ from specdec_jax.drafts.known import KnownDraft
 from specdec_jax.drafts.merged import MergedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.stopping import StoppingDraft
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count, require_types, shown
 from specdec_jax.protocols import EITHER, Draft, Drafter, OnTarget, drafter_from
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import AnyTree, DynamicTree, branching, chain, require_chain, require_static
@@ -187,6 +187,7 @@ def own_sampling(
   require_types(own_sampling, locals())
   asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
   given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+  Sampling(**given)  # raises what is wrong with them, before a model is loaded
   made = drafter_from(draft, vocabulary)
 
   def make(sampling: Sampling, tree: AnyTree) -> Draft:
@@ -194,5 +195,6 @@ def own_sampling(
     own = dataclasses.replace(sampling, **given) if sampling.temperature > 0 else sampling
     return made.make(own, tree)
 
-  words = ", ".join(f"{name} {value:g}" for name, value in given.items())
+  number = lambda value: f"{value:g}" if isinstance(value, float) else shown(value)
+  words = ", ".join(f"{name} {number(value)}" for name, value in given.items())
   return Drafter(f"{made.name} ({words})" if words else made.name, make, made.params)

@@ -100,7 +100,11 @@ def load_pair(
     drafter = made_for(drafter_from(draft, words, EITHER), model_of(config), target_params)
   else:
     draft_config, params = load(
-      "draft", draft, shardings=draft_shardings, stored_weights=True, opened=opened
+      *("draft", draft),
+      shardings=draft_shardings,
+      stored_weights=True,
+      opened=opened,
+      beside=target_params,
     )
     if draft_config.has_encoder != config.has_encoder:
       raise InputError(
@@ -214,11 +218,12 @@ def load_for(
   kernels: str = "xla",
   stored_weights: bool = False,
   opened: Checkpoint | None = None,
+  beside: Any = (),
 ) -> tuple[Config, Any]:
   """The shape of a checkpoint, laid out for decoding unless it is cut, and its parameters.
 
-  Arguments as of `load_pair`; `role` is for messages, and `opened` what is at `path`, if that has
-  been opened before.
+  Arguments as of `load_pair`; `role` is for messages, `opened` what is at `path`, if that has been
+  opened before, and `beside` the target's parameters if this is its draft.
 
   Raises:
     InputError: it is not for these words.
@@ -260,4 +265,6 @@ def load_for(
       "of the same size; target, draft and vocabulary must agree."
     )
   config = laid_out(config, shardings, kernels)
-  return config, checkpoint.load(config, shardings=shardings, stored_weights=stored_weights)
+  return config, checkpoint.load(
+    config, shardings=shardings, stored_weights=stored_weights, beside=beside
+  )

@@ -70,11 +70,11 @@ def random_pair(
     draft_params=drafter.params,
     draft_name=drafter.name,
     vocabulary=words,
-    task=f"simulated, alpha {alpha:g}",
+    task=f"simulated, alpha {model.alpha:g}",
     dtype=dtype,
     max_source_tokens=max_source_tokens,
     kernels=config.kernels,
-    simulated_alpha=alpha,
+    simulated_alpha=model.alpha,
     continues=not config.has_encoder,
   )
 

@@ -50,7 +50,7 @@ def speculator(vocabulary: Vocabulary, path: str) -> OnTarget:
 
   def on_target(target: Model, params: Any) -> Drafter:
     config = _laid_out(learnt, shape_of(target))
-    own = checkpoint.load(config, stored_weights=True)
+    own = checkpoint.load(config, stored_weights=True, beside=params)
     made = drafter(checkpoint_name(path), config, own, target, params)
     return made._replace(path=recorded_path(path))
 
