@@ -135,13 +135,13 @@ def test_models_of_different_dtypes_decode_together(target_dtype, draft_dtype):
 # Logits that are not finite.
 
 
-def breaking(position: int, values: np.ndarray):
-  """The target, whose logits before token `position` hold the values [B] once: 0 for nothing."""
+def breaking(position: np.ndarray, values: np.ndarray):
+  """The target, whose logits before token `position` [B] hold `values` [B] once: 0 for nothing."""
 
   def breaks(model, params, cache, tokens, tree, first):
     at = cache.length[:, None] + jnp.arange(tokens.shape[1])  # tokens before it, less the first
     logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
-    here = (at == position) & (values != 0)[:, None]
+    here = (at == position[:, None]) & (values != 0)[:, None]
     there = jnp.where(here, values[:, None], logits[..., 5])
     return logits.at[..., 5].set(there), hidden, cache
 
@@ -150,15 +150,17 @@ def breaking(position: int, values: np.ndarray):
 
 @pytest.mark.parametrize("speculation", [False, True])
 def test_logits_that_are_not_finite_end_their_rows_and_no_other(speculation):
-  """NaN in one row, infinity in another."""
+  """NaN in one row, infinity in another; and NaN in a third, behind its end."""
   sources, position = tiny.sources(CONFIG, 0, 4), 4
   good = plain(sources)
-  *_, infinite, row = np.argsort(good.lengths)
-  assert good.lengths[infinite] > position
-  values = np.zeros(4, np.float32)
+  first, *_, infinite, row = np.argsort(good.lengths)
+  assert good.lengths[infinite] > position and good.lengths[first] < max(good.lengths)
+  values, places = np.zeros(4, np.float32), np.full(4, position)
   values[[row, infinite]] = np.nan, np.inf
-  got = (speculate if speculation else plain)(sources, target=breaking(position, values))
   others = values == 0
+  if not speculation:  # a block of guesses would reach behind the end before it is known to be one
+    values[first], places[first] = np.nan, good.lengths[first]
+  got = (speculate if speculation else plain)(sources, target=breaking(places, values))
   np.testing.assert_array_equal(got.tokens[others], good.tokens[others])
   assert (got.not_finite[others] == -1).all()
   # A block that holds it is dropped whole: the row ends there, or a few tokens before.

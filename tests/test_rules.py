@@ -31,6 +31,7 @@ TREES = {
   "2x2": branching(2, 2),
   "ragged": Tree((0, 0, 1, 1, 2, 4)),
   "2x2x1": branching(2, 2, 1),
+  "fork later": Tree((0, 1, 1)),  # the first of the nodes with children has one, the next has two
 }
 
 
@@ -208,6 +209,8 @@ def holds(rule: str, shape: str, way: str) -> bool:
   """Whether a rule claims to be exact there, and what there is can be enumerated."""
   if shape == "2x2x1" and way in ("independent", "several drafts"):
     return False  # 3^10 proposals
+  if shape == "fork later" and way != "without replacement":
+    return False  # "ragged" has the other ways
   return rule != "k-seq" or shape in CHAINS or way == "independent"
 
 
@@ -363,6 +366,18 @@ def test_faults_show(fault):
     joint, _ = emitted(tree, p, enumerated(tree, q, way), judge)
     furthest = max(furthest, np.abs(joint - exact(p)).max())
   assert furthest > 1000 * ATOL
+
+
+def test_where_the_residual_is_empty_the_next_token_is_the_targets():
+  """p = q: a rejection has probability 0 up to rounding, and then no token would be left."""
+  p = jnp.array([[0.0, 0.25, 0.75]])
+  a, left = blocks.refused(jnp.array([1.0]), p, p)
+  assert a.tolist() == [1] and left.tolist() == p.tolist()
+  a, left = blocks.refused(jnp.array([0.5]), p, p)
+  assert a.tolist() == [0] and left.tolist() == p.tolist()
+  each = jnp.broadcast_to(p, (1, 3, 3))
+  left = k_seq.left_at(branching(2), each[:, :2], each, jnp.array([0]))
+  np.testing.assert_allclose(left, p)
 
 
 # Uniforms of [0, 1): 0 is one of them.
