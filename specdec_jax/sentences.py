@@ -52,7 +52,7 @@ def user_sentence(error: BaseException) -> str | None:
   if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
     half = f"U+{ord(error.object[error.start]):04X}"
     return f"{error.object!a:.100} has half a surrogate pair, {half}; leave it out."
-  if isinstance(error, ValueError) and text.startswith("embedded null"):
+  if isinstance(error, ValueError) and "embedded null" in text:
     return "the name of a file or folder has a NUL character, which no name can have; leave it out."
   if isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED"):
     detail = str(error).removeprefix("RESOURCE_EXHAUSTED:").strip().partition("\n")[0].rstrip(".")
