@@ -4,10 +4,11 @@ Batches, lengths and keys are handled here; programs that were compiled are kept
 """
 
 import functools
+import inspect
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -34,6 +35,7 @@ from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.trees import AnyTree, DynamicTree
 
 P = ParamSpec("P")
+R = TypeVar("R")
 _LOG = logging.getLogger("specdec_jax")
 
 
@@ -97,12 +99,63 @@ class Candidate(str):
     return self
 
 
+# Arguments of transformers' generate, and what to use here; "" for what is not supported.
+_THEIRS = {
+  **dict.fromkeys(("num_beams", "num_beam_groups"), "beam_search(texts, beams=...)"),
+  **dict.fromkeys(("max_length", "max_tokens"), "max_new_tokens"),
+  "do_sample": "temperature: 0 takes the argmax, and above it samples",
+  **dict.fromkeys(("num_assistant_tokens", "num_speculative_tokens"), "gamma"),
+  **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens"), "load_pair(draft=...)"),
+  **dict.fromkeys(("input_ids", "inputs"), "texts"),
+  "num_return_sequences": "beam_search, or the same text several times",
+  **dict.fromkeys(("repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty"), ""),
+  **dict.fromkeys(("encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), ""),
+  **dict.fromkeys(("bad_words_ids", "force_words_ids", "suppress_tokens", "stop_strings"), ""),
+  **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "early_stopping"), ""),
+  **dict.fromkeys(("output_scores", "return_dict_in_generate", "logits_processor"), ""),
+  **dict.fromkeys(("generation_config", "eos_token_id", "pad_token_id", "decoder_input_ids"), ""),
+  **dict.fromkeys(("typical_p", "min_p", "penalty_alpha", "stopping_criteria", "streamer"), ""),
+}
+_OF_BEAMS = {"beams", "draft_beams", "nodes", "length_penalty"}
+
+
+def _answers_unknown(method: Callable[P, R]) -> Callable[P, R]:
+  """The method, which answers an argument of transformers' with the one to use instead."""
+  known = inspect.signature(method).parameters
+
+  @functools.wraps(method)
+  def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    for name in kwargs:
+      if name not in known:
+        raise TypeError(_unknown(method.__name__, name, [*known][2:]))
+    return method(*args, **kwargs)
+
+  return call
+
+
+def _unknown(method: str, name: str, known: Sequence[str]) -> str:
+  said = f"{method}() has no argument {name!r}"
+  use = _THEIRS.get(name)
+  if name == "num_beams" and method == "beam_search":
+    use = "beams"
+  if name in _OF_BEAMS:
+    use = "beam_search(texts, beams=...)"
+  if use:
+    return f"{said}; use {use}."
+  if use is not None:
+    return f"{said}: that is not supported."
+  if method == "beam_search" and name in ("temperature", "top_k", "top_p", "seed"):
+    return f"{said}: a beam search does not sample; use generate."
+  return f"{said}; it takes {', '.join(known)}."
+
+
 class Pair(pairs.Pair):
   """A target, a draft model and their vocabulary: texts in, texts out.
 
   What decoding needs below that is `pairs.Pair`'s.
   """
 
+  @_answers_unknown
   def generate(
     self,
     texts: Sequence[str],
@@ -151,6 +204,7 @@ class Pair(pairs.Pair):
       found += [_output(self, result, row, tree) for row in range(len(batch))]
     return found
 
+  @_answers_unknown
   def stream(
     self,
     text: str,
@@ -184,6 +238,7 @@ class Pair(pairs.Pair):
         yield piece
         said = whole
 
+  @_answers_unknown
   def beam_search(
     self,
     texts: Sequence[str],

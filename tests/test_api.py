@@ -1,7 +1,9 @@
 """`import specdec_jax`, as a user's own program uses it."""
 
+import inspect
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -130,6 +132,36 @@ def test_what_is_asked_is_checked(changes, words):
     own_pair().generate(**{"texts": TEXTS, **changes})
 
 
+@pytest.mark.parametrize(
+  "method, name, said",
+  [
+    ("generate", "num_beams", "use beam_search(texts, beams=...)."),
+    ("generate", "beams", "use beam_search(texts, beams=...)."),
+    ("generate", "max_length", "use max_new_tokens."),
+    ("generate", "do_sample", "use temperature: 0 takes the argmax"),
+    ("generate", "num_return_sequences", "use beam_search, or the same text several times."),
+    ("generate", "repetition_penalty", ": that is not supported."),
+    ("stream", "batch_size", "it takes gamma, tree, temperature, "),
+    ("beam_search", "num_beams", "use beams."),
+    ("beam_search", "temperature", ": a beam search does not sample; use generate."),
+    ("beam_search", "sped", "it takes beams, gamma, draft_beams, "),
+  ],
+)
+def test_an_unknown_argument_is_answered_with_ours(method, name, said):
+  call = getattr(own_pair(), method)
+  with pytest.raises(TypeError, match=re.escape(f"{method}() has no argument {name!r}")) as caught:
+    call(TEXTS, **{name: 4})
+  assert said in str(caught.value)
+  assert "max_new_tokens" in inspect.signature(call).parameters
+
+
+def test_a_pair_is_shown_in_a_line():
+  shown = repr(own_pair())
+  assert len(shown) < 300 and "\n" not in shown
+  assert shown.startswith("Pair(target='") and "/near' (0.0M parameters)" in shown
+  assert shown.endswith("task='tiny', dtype='float32')")
+
+
 def test_the_notebook_runs_top_to_bottom(capsys, monkeypatch):
   """With random weights, which compile sooner; `test_embedded.py` has the bundled pair's."""
   monkeypatch.setattr(api, "load_pair", own_pair)
@@ -159,7 +191,7 @@ def test_a_beam_search_finds_texts_the_best_first():
 @pytest.mark.parametrize(
   "how, said",
   [
-    (dict(beams=0), "width is 0"),
+    (dict(beams=0), "beams is 0"),
     (dict(beams=3, draft_beams=2), "The draft has 2 beams and the search 3"),
     (dict(gamma=-1), "gamma is -1"),
     (dict(beams=64), "more than the vocabulary's"),

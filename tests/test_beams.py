@@ -270,7 +270,7 @@ def test_rows_depend_on_no_neighbour():
 def test_a_beam_is_wider_than_a_vocabulary_only_in_error():
   for call, said in (
     (lambda: plain(t5(), 9), "more than the vocabulary's 16"),
-    (lambda: plain(t5(), 0), "width is 0"),
+    (lambda: plain(t5(), 0), "beams is 0"),
     (lambda: plain(t5(), 2, max_new_tokens=0), "max_new_tokens is 0"),
     (
       lambda: speculate(t5(), (ModelBeams(guessing(t5().draft, 2), 2), t5().draft_params)),

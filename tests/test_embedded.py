@@ -30,7 +30,7 @@ LIMIT = 48
 
 @pytest.fixture(scope="module")
 def pair():
-  return load_pair()
+  return load_pair(draft=asset("multi30k_ende/draft"))
 
 
 @pytest.fixture(scope="module")

@@ -219,3 +219,14 @@ def test_what_cannot_be_parsed_is_seen(tmp_path):
   )
   with pytest.raises(Exception, match="not provided by an import"):
     parse(str(path.with_suffix("")))
+
+
+@pytest.mark.parametrize("name", ["alpha", "beams", "check_exactness", "gamma", "speedup", "trees"])
+def test_runs_that_measure_keep_the_draft_of_their_records(name):
+  """`load_pair`'s own is the quickstart's."""
+  try:
+    run.parse_gin([str(GIN / "runs" / f"{name}.gin")], [], [])
+    draft = gin.query_parameter("pairs.load_pair.draft")
+    assert pathlib.Path(draft.scoped_configurable_fn()).parts[-2:] == ("multi30k_ende", "draft")
+  finally:
+    gin.clear_config()

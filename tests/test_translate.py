@@ -374,7 +374,7 @@ def test_output_to_a_pipe(run):
     ({"INPUT": "i\udfff"}, "input has half a surrogate pair"),
     ({"PREFIX": "p\0"}, "prefix has a NUL character at position 1"),
     ({"PREFIX": "p\ud800"}, "prefix has half a surrogate pair"),
-    ({"BEAMS": 0}, "width is 0"),
+    ({"BEAMS": 0}, "beams is 0"),
     ({"BEAMS": 2, "TEMPERATURE": 1.0}, "A beam search samples nothing"),
   ],
   ids=str,

@@ -86,7 +86,7 @@ class ModelBeams(BeamDraft):
   depth: int = dataclasses.field(init=False)
 
   def __post_init__(self):
-    require_count("width", self.width)
+    require_count("draft_beams", self.width)
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
   def num_guesses(self, width: int) -> int:

@@ -168,11 +168,11 @@ def speculative_beam_search(
 def _search(
   target, draft, target_params, draft_params, prompt, width, limit, length_penalty, eos_id
 ) -> Found:
-  require_count("width", width)
+  require_count("beams", width)
   require_count("max_new_tokens", limit)
   if target.vocab_size < 2 * width:
     raise InputError(
-      f"width is {width}, and each step looks at twice as many continuations of a beam, more than "
+      f"beams is {width}, and each step looks at twice as many continuations of a beam, more than "
       f"the vocabulary's {target.vocab_size}; lower it."
     )
   # Scores are float32: the longest text's must not be rounded to 0.

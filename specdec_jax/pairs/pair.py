@@ -69,6 +69,17 @@ class Pair(NamedTuple):
   target_path: str | None = None
   draft_path: str | None = None
 
+  def __repr__(self) -> str:
+    size = lambda params: f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.1f}M parameters"
+    models = (
+      f"{role}={path or name!r} ({size(params)})"
+      for role, path, name, params in (
+        ("target", self.target_path, self.target_name, self.target_params),
+        ("draft", self.draft_path, self.draft_name, self.draft_params),
+      )
+    )
+    return f"{type(self).__name__}({', '.join(models)}, task={self.task!r}, dtype={self.dtype!r})"
+
   def with_draft(self, drafter: Drafter | OnTarget) -> "Pair":
     """The same target with another draft."""
     name, make, params, path = made_for(drafter, self.target, self.target_params)
