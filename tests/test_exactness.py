@@ -19,17 +19,24 @@ from specdec_jax.exactness.compare import (
   cells_of,
   compare_argmax,
   compare_samples,
-  rounds_of_self_draft,
 )
 from specdec_jax.exactness.joint import Comparison, compare, cut_into_cells
-from specdec_jax.exactness.ties import Divergence, first_divergences
+from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
+from specdec_jax.exactness.ties import (
+  Divergence,
+  Rounding,
+  first_divergences,
+  node_moves,
+  share_of,
+)
 from specdec_jax.models import decoder
+from specdec_jax.models.layers import RelativePositionBias
 from specdec_jax.protocols import Proposal, Verdict
 from specdec_jax.rules.blocks import BlockRule
 from specdec_jax.rules.lossy import TypicalRule
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling, distribution, sample
-from specdec_jax.trees import Tree, branching, chain
+from specdec_jax.trees import DynamicTree, Tree, branching, chain
 
 GREEDY = Sampling(temperature=0.0)
 SAMPLINGS = {
@@ -61,7 +68,12 @@ def sampled(sampling, decode):
 
 
 argmax = functools.partial(
-  compare_argmax, tiny_pair.pair(), TEXTS, block=GAMMA + 1, batch_size=4, max_new_tokens=12
+  compare_argmax,
+  *(tiny_pair.pair(), TEXTS),
+  block=GAMMA + 1,
+  batch_size=4,
+  max_new_tokens=12,
+  rounding=Rounding(1e-3),
 )
 
 
@@ -83,7 +95,9 @@ def test_exact_argmax_passes():
   assert argmax(plain=plain, speculative=ours) == []
 
 
-@pytest.mark.parametrize("tree, by_paths", [(chain(GAMMA), False), (TREE, True)])
+@pytest.mark.parametrize(
+  "tree, by_paths", [(chain(GAMMA), False), (TREE, True), (DynamicTree(6, 3), True)]
+)
 def test_the_target_as_its_own_draft_takes_the_fewest_rounds(tree, by_paths):
   rounds, fewest = rounds_of_self_draft(tiny_pair.pair(), TEXTS, tree, 4, 12, by_paths)
   assert rounds == fewest and fewest >= len(TEXTS)
@@ -284,7 +298,7 @@ def off_tree(target):
   pair, tree, texts = tiny_pair.pair()._replace(target=target), branching(3, 2, 1), SENTENCES[:16]
   rounds, fewest = rounds_of_self_draft(pair, texts, tree, 16, 24, by_paths=True)
   decoders = tiny_pair.pair().decoder(GREEDY, 0), pair.decoder(GREEDY, tree)
-  parted = compare_argmax(pair, texts, *decoders, tree.num_nodes, 16, 24)
+  parted = compare_argmax(pair, texts, *decoders, tree.num_nodes, 16, 24, Rounding(1e-3))
   return rounds / fewest - 1, sum(not d.is_tie for _, d in parted)
 
 
@@ -325,12 +339,80 @@ def test_a_divergence_is_found_where_it_is():
   plain = np.asarray(pair.decoder(GREEDY, 0)(prompt, keys, max_new_tokens=9).tokens)
   other = plain.copy()
   other[2, 4:] = (plain[2, 4:] + 1) % 60
-  (found,) = first_divergences(pair.target, pair.target_params, prompt, plain, other, GAMMA + 1)
+  (found,) = first_divergences(
+    *(pair.target, pair.target_params, prompt, plain, other, GAMMA + 1, Rounding(1e-3))
+  )
   assert (found.row, found.position, found.plain, found.speculative) == (
     *(2, 4),
     *(plain[2, 4], other[2, 4]),
   )
   assert found.gap > 0.001 > 1e-4 > found.rounding and not found.is_tie
+
+
+@pytest.mark.parametrize("tree", [chain(3), TREE, DynamicTree(6, 3)], ids=str)
+def test_a_pass_that_changes_later_logits_is_not_rounding(tree):
+  """Of whatever shape: its differences exceed the bound, and what they change are not ties."""
+  good, bad = tiny_pair.pair(), with_target(adds_a_sine)
+  prompt, keys = good.prompt(TEXTS), jax.random.split(jax.random.key(0), len(TEXTS))
+  plain = good.decoder(GREEDY, 0)
+  own = plain(prompt, keys, max_new_tokens=12)
+  text, lengths = np.asarray(own.tokens), np.asarray(own.lengths)
+  moved = [node_moves(pair, prompt, text, lengths, tree) for pair in (good, bad)]
+  assert moved[0][1] <= share_of(good) <= 1e-3 < 0.02 < moved[1][1]
+  # Even a bound by what was measured, if that were all, must not make them ties.
+  rounding = Rounding(1e-3, measured=moved[1][0])
+  parted = compare_argmax(
+    *(bad, TEXTS, plain, bad.decoder(GREEDY, tree), tree.num_nodes, 4, 12, rounding)
+  )
+  assert parted and not any(d.is_tie for _, d in parted)
+
+
+def adds_a_sine(model, params, cache, tokens, tree=None, first=0):
+  """Logits of later nodes of a block are others."""
+  logits, *more = model.extend(params, cache, tokens, tree, first)
+  later = (jnp.arange(tokens.shape[1]) >= 2)[:, None]
+  return logits + 3 * jnp.sin(jnp.arange(logits.shape[-1])) * later, *more
+
+
+def test_a_position_off_by_one_at_node_3_is_not_rounding(monkeypatch):
+  """Relative positions are those of attention's bias, so it is moved there."""
+  pair, tree = tiny_pair.pair(), chain(4)
+  real = RelativePositionBias.__call__
+
+  def off(self, query_positions, key_positions):
+    if not self.bidirectional and query_positions.shape[1] == tree.num_nodes:
+      query_positions = query_positions.at[:, 3].add(1)
+    return real(self, query_positions, key_positions)
+
+  monkeypatch.setattr(RelativePositionBias, "__call__", off)
+  bad = with_target(lambda model, *block: model.extend(*block))
+  text = np.asarray(pair.prompt(TEXTS))[:, :12]
+  _, share = node_moves(bad, pair.prompt(TEXTS), text, np.full(len(TEXTS), 12), tree)
+  assert share > 0.01
+
+
+def test_rounding_is_bounded_by_the_dtype():
+  pair = tiny_pair.pair()
+  assert share_of(pair._replace(kernels="xla")) == 1e-3
+  assert share_of(pair._replace(kernels="xla", dtype="bfloat16")) == 0.03
+  assert share_of(pair._replace(kernels="skinny")) == 0
+  assert share_of(tiny_pair.gpt_pair()._replace(kernels="skinny")) == 1e-3
+
+
+# Paths.
+
+
+def test_a_dynamic_tree_is_checked_in_several_shapes_down_every_path():
+  tree = DynamicTree(7, 3)
+  shapes = shapes_of(tree)
+  assert len({shape.parents for shape in shapes}) > 1
+  assert all(shape.num_guesses == 7 and shape.depth == 3 for shape in shapes)
+  plans = plans_of(tree)
+  for parents, depths, offsets, paths, length in zip(*plans):
+    on_path = np.flatnonzero(offsets == 0) + 1
+    assert paths[0][:length].tolist() == on_path.tolist() and depths[on_path[-1] - 1] == length
+    siblings = [*zip(parents.tolist(), offsets.tolist())]
+    assert len({*siblings}) == len(siblings)  # no two of a node are the same token
 
 
 # Cells.
@@ -387,36 +469,44 @@ def check(**changes):
     max_new_tokens=12,
     num_texts=4,
     samples_per_text=100,
-    num_guesses=500,
+    num_guesses=100,
+    long_tokens=0,
   )
   check_exactness(changes.pop("pair", tiny_pair.pair()), **{**settings, **changes})
 
 
 def test_a_good_pair_is_said_to_hold(capsys):
-  check()
+  check(long_tokens=40)
   said = capsys.readouterr().out
-  assert said.count("ok  ") == 5 and "FAIL" not in said
-  assert "5 of 5 checks hold, in float32 on cpu" in said
+  assert said.count("ok  ") == 12 and "FAIL" not in said
+  assert "12 of 12 checks hold, in float32 on cpu" in said
   assert "4 of 4 texts identical" in said and "top-k 10, plain" in said
+  assert "verification, gamma 2: logits differ" in said
+  assert "gamma 2, long texts, batch 4: 4 of 4 texts identical, 40 tokens each" in said
   assert "400 outputs, first 4 tokens in" in said
-  assert "gamma 2, rounds: " in said and "ok   acceptance in all rounds: " in said
+  assert "gamma 2, rounds: " in said and "gamma 2, long texts, rounds: " in said
+  assert "ok   acceptance in all rounds: " in said and "in acceptance would be seen" in said
+  assert said.count("a temperature wrong by") == 2  # of guesses and of next tokens
+  assert "ok   independence within rounds: 9 correlations" in said
+  assert "ok   independence between rounds: 119 correlations" in said
 
 
 def test_trees_are_checked_and_a_rule_without_laws_is_named(capsys):
   pair = tiny_pair.pair()._replace(rule=BlockRule)
   check(pair=pair, gammas=(), trees=[(0, 0, 1)], num_texts=1)
   said = capsys.readouterr().out
-  assert said.count("ok  ") == 3 and "3 of 3 checks hold" in said
+  assert said.count("ok  ") == 4 and "4 of 4 checks hold" in said
   assert "top-k 10, tree (0, 0, 1), batch 4: " in said and "on each of the tree's paths" in said
   assert "Of BlockRule the outputs were checked, but not the rounds." in said
 
 
-def test_trees_that_change_are_checked_but_not_their_rounds(capsys):
+def test_dynamic_trees_are_checked_but_not_their_rounds(capsys):
   check(gammas=(), dynamic=[(5, 2)])
   said = capsys.readouterr().out
-  assert "temperature 0, dynamic tree 5/2, batch 4: 4 of 4 texts identical\n" in said
-  assert "top-k 10, dynamic tree 5/2, batch 4: " in said and "3 of 3 checks hold" in said
-  assert "Of trees that change the outputs were checked, but not the rounds." in said
+  assert "temperature 0, dynamic tree 5/2, batch 4: 4 of 4 texts identical; the target as" in said
+  assert "on each of the tree's paths in turn\n" in said
+  assert "top-k 10, dynamic tree 5/2, batch 4: " in said and "4 of 4 checks hold" in said
+  assert "Of dynamic trees the outputs were checked, but not the rounds." in said
 
 
 def test_a_fault_is_shown_and_ends_in_status_1(capsys):
@@ -426,7 +516,8 @@ def test_a_fault_is_shown_and_ends_in_status_1(capsys):
     check(pair=tiny_pair.pair()._replace(rule=forgets_top_k), samplings=[Sampling(top_k=10)])
   said = capsys.readouterr().out
   assert ended.value.code == 1
-  assert said.count("FAIL") == 1 and "of them impossible" in said and "3 of 4 checks hold" in said
+  assert "FAIL temperature 1 top-k 10, gamma 2, batch 4: 400 outputs, " in said
+  assert "of them impossible" in said
 
 
 @pytest.mark.parametrize(
@@ -442,6 +533,7 @@ def test_a_fault_is_shown_and_ends_in_status_1(capsys):
     ({"samples_per_text": 0}, "samples_per_text is 0"),
     ({"batch_sizes": [0]}, "batch_size is 0"),
     ({"num_guesses": 0}, "num_guesses is 0"),
+    ({"long_tokens": -1}, "long_tokens is -1"),
     ({"pair": tiny_pair.pair()._replace(simulated_alpha=0.5)}, "acceptance is simulated"),
     ({"samplings": [Sampling(top_k=10)], "samples_per_text": 1}, "likely enough to be counted"),
   ],

@@ -44,7 +44,8 @@ def check(pair, samplings, batch_sizes):
     max_new_tokens=LIMIT,
     num_texts=4,
     samples_per_text=60,
-    num_guesses=300,
+    num_guesses=75,
+    long_tokens=0,
   )
 
 

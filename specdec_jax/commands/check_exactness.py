@@ -1,72 +1,122 @@
-"""Is the output the target's own? Checked for any pair, sampling, chain or tree, and batch size."""
+"""Is the output distributed as the target's? For any pair, sampling, shape and batch size."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
+import numpy as np
+from jax import Array
 from rich.console import Console
 
+from specdec_jax.decoding import require_finite
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
-from specdec_jax.exactness.compare import (
-  Cells,
-  cells_of,
-  compare_argmax,
-  compare_samples,
-  rounds_of_self_draft,
+from specdec_jax.exactness.compare import cells_of, compare_argmax, compare_samples
+from specdec_jax.exactness.dependence import between_rounds, within_rounds
+from specdec_jax.exactness.drift import (
+  FEW,
+  MOST,
+  OF_TOKENS,
+  Drift,
+  Judged,
+  Scores,
+  detectable_bias,
+  detectable_temperature,
+  drifts,
+  joined,
+  of_acceptance,
+  total,
 )
-from specdec_jax.exactness.drift import Judged, detectable_bias, drifts, joined, of_acceptance
 from specdec_jax.exactness.joint import Comparison
 from specdec_jax.exactness.laws import judge_rounds, positions, recorded
-from specdec_jax.exactness.ties import Divergence
+from specdec_jax.exactness.paths import rounds_of_self_draft
+from specdec_jax.exactness.ties import Divergence, Rounding, node_moves, share_of
 from specdec_jax.pairs import Pair, rule_name
 from specdec_jax.progress import Progress
+from specdec_jax.protocols import Decoded
 from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
+from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.trees import AnyTree, DynamicTree, Tree, chain
+
+ROUND_TOKENS = 24  # limit of outputs whose rounds are tested: the longest output holds up a batch
+ENDLESS = -1  # the id of no token: texts of that end nowhere
+
+
+class Setting(NamedTuple):
+  """Outputs or rounds of one sampling, with a shape of the guesses.
+
+  Attributes:
+    sampling: method.
+    tree: shape; a chain of none is autoregressive decoding.
+    batch_size: rows decoded together.
+    is_long: whether outputs go on past EOS, up to the limit of long texts.
+  """
+
+  sampling: Sampling
+  tree: AnyTree
+  batch_size: int
+  is_long: bool = False
+
+  def __str__(self) -> str:
+    sampling = self.sampling
+    truncated = f" top-k {sampling.top_k}" if sampling.top_k else ""
+    truncated += f" top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
+    shape = _named(self.tree) if self.tree.num_guesses else "plain  "
+    long = ", long texts" if self.is_long else ""
+    return f"temperature {sampling.temperature:g}{truncated}, {shape}{long}"
 
 
 def check_exactness(
   pair: Pair,
   texts: Sequence[str],
   samplings: Sequence[Sampling],
-  gammas: Sequence[int] = (3,),
-  batch_sizes: Sequence[int] = (1, 8),
+  gammas: Sequence[int] = (3, 7),
+  batch_sizes: Sequence[int] = (8, 1),
   max_new_tokens: int = 64,
   num_texts: int = 8,
-  samples_per_text: int = 100,
+  samples_per_text: int = 60,
   num_tokens: int = 4,
-  num_guesses: int = 12_000,
+  num_guesses: int = 4_000,
   level: float = 1e-3,
   seed: int = 0,
   trees: Sequence[Sequence[int]] = (),
   dynamic: Sequence[tuple[int, int]] = (),
+  long_tokens: int = 160,
 ) -> None:
   """Check a pair in each setting, print the findings, and exit with status 1 if one fails.
 
-  At temperature 0 all texts are decoded both ways and compared token for token; where a row parts,
-  the two logits must lie within the measured rounding; and with the target as its own draft no
-  guess may be refused but for rounding, down each path of a tree in turn too. At other temperatures
-  many outputs of some texts are drawn, and their first tokens compared with the target's exact
-  joint distribution; and in rounds over all texts, guesses, their acceptance and next tokens with
-  the laws of each. Smaller batches than the largest, and plain decoding as a control, are sampled
-  with the first of the samplings only; rounds only of trees that do not change, under `TokenRule`.
+  Of each shape, logits of a verification pass are compared with those of passes over one token. In
+  rounds above temperature 0, guesses, acceptance and next tokens are compared with their exact
+  distributions, one by one and jointly. At temperature 0 texts are decoded speculatively and
+  autoregressively and compared token for token; where two outputs differ, the two logits must lie
+  within rounding; and with the target as its own draft no guess may be rejected, on the path to
+  each leaf of a tree in turn. At other temperatures many outputs of some texts are sampled, and
+  their first tokens compared with the target's exact joint distribution.
+
+  The first of the gammas, trees and dynamic trees is checked in all settings, the others in the
+  largest batch, at temperature 0 and with the first other sampling. Smaller batches, and the target
+  as its own draft, are checked with a quarter of the texts. Rounds are tested of chains and static
+  trees, under `TokenRule`.
 
   Args:
     pair: what decodes; see `pairs.load_pair`.
     texts: sources.
     samplings: settings.
-    gammas: guesses a round, of chains.
+    gammas: guesses per round, of chains.
     batch_sizes: rows decoded together, each of another text.
     max_new_tokens: limit for each output at temperature 0.
-    num_texts: how many of the texts are sampled from.
-    samples_per_text: outputs drawn of each.
+    num_texts: number of the texts that are sampled from.
+    samples_per_text: outputs sampled of each.
     num_tokens: first tokens that are compared jointly.
-    num_guesses: guesses judged in rounds of each sampling and gamma or tree, at least.
+    num_guesses: guesses verified in rounds of each sampling and shape, at least; four times as many
+      in rounds of the first sampling and the first shape.
     level: chance that all sampled settings together raise a false alarm.
     seed: of all sampling.
     trees: parents of each tree, as `trees.Tree` has them.
-    dynamic: nodes and depth of each tree that changes (`drafts.dynamic`); only its outputs are
-      checked, since how few rounds there could be depends on the text.
+    dynamic: nodes and depth of each dynamic tree (`drafts.dynamic`); its rounds are not tested.
+    long_tokens: tokens of some outputs, at temperature 0 and with the first other sampling, that go
+      on past EOS; fewer where the target has fewer positions, 0 for none.
 
   Raises:
     InputError: there is nothing to check, the rule is lossy, or the acceptance is simulated.
@@ -90,6 +140,7 @@ def check_exactness(
   counts |= dict(max_new_tokens=max_new_tokens, num_guesses=num_guesses)
   for name, value in [*counts.items(), *(("gamma", gamma) for gamma in gammas)]:
     require_count(name, value)
+  require_count("long_tokens", long_tokens, 0)
   fixed = [*map(chain, gammas), *map(Tree, trees)]
   changing = [DynamicTree(nodes - 1, depth) for nodes, depth in dynamic]
   shapes: list[AnyTree] = [*fixed, *changing]
@@ -97,72 +148,57 @@ def check_exactness(
     require_count("the number of a tree's guesses", shape.num_guesses)
   for size in batch_sizes:
     pair.require_batch_size(size)
+  check = _Check(pair, texts, shapes, max(batch_sizes), max_new_tokens, long_tokens)
   sampled = [sampling for sampling in samplings if sampling.temperature > 0]
-  settings = [
-    (sampling, tree, batch_size)
-    for sampling in samplings
-    for batch_size in (batch_sizes if sampling not in sampled[1:] else [max(batch_sizes)])
-    for tree in ((chain(0), *shapes) if sampling in sampled[:1] else shapes)
-  ]
-  # What happens in rounds has known laws where guesses are judged one by one.
+  argmax = [sampling for sampling in samplings if sampling.temperature == 0]
+  smaller = sorted({*batch_sizes} - {check.batch_size}, reverse=True)
+  outputs = [Setting(sampling, tree, check.batch_size) for sampling in argmax for tree in shapes]
+  outputs += [Setting(sampling, shapes[0], size) for sampling in argmax for size in smaller]
+  if check.long_tokens:
+    outputs += [Setting(sampling, shapes[-1], check.batch_size, True) for sampling in argmax]
+  samples = [Setting(sampling, shapes[0], check.batch_size) for sampling in sampled]
+  for sampling in sampled[:1]:
+    samples += [Setting(sampling, tree, check.batch_size) for tree in (chain(0), *shapes[1:])]
+    samples += [Setting(sampling, shapes[0], size) for size in smaller]
+  # The distributions in rounds are known where guesses are verified one by one.
   by_tokens = rule_name(pair.rule) == TokenRule.__name__
-  in_rounds = [(s, tree) for s in sampled for tree in fixed if by_tokens]
-  # A share for the outputs of each sampled setting, for the rounds of each, and for all rounds.
-  num_sampled = sum(sampling.temperature > 0 for sampling, _, _ in settings)
-  level /= num_sampled + len(in_rounds) + 1
+  rounds: list[Setting] = []
+  if by_tokens and fixed:
+    rounds = [Setting(sampling, fixed[0], 32) for sampling in sampled]
+    rounds += [Setting(sampling, tree, 32) for sampling in sampled[:1] for tree in fixed[1:]]
+    if check.long_tokens:
+      rounds += [Setting(sampling, fixed[-1], 8, True) for sampling in sampled[:1]]
+  pooled = _pooled if rounds else []
+  # Half of the level is for tests of all rounds together, half for those of single settings.
+  of_setting = level / (2 if pooled else 1) / max(1, len(samples) + len(rounds))
+  of_pool = level / 2 / max(1, len(pooled))
+
   console = Console(markup=False, soft_wrap=True)
   verdicts: list[bool] = []
-  cells: dict[Sampling, list[Cells]] = {}
 
-  def say(holds: bool, what: str, evidence: str) -> None:
+  def say(holds: bool, what: object, evidence: str, *more: str) -> None:
     verdicts.append(holds)
     console.print(f"{'ok  ' if holds else 'FAIL'} {what}: {evidence}")
+    for line in more:
+      console.print(f"       {line}")
 
   with Progress() as bar:
-    for sampling, tree, batch_size in bar.track(settings, description="checking outputs"):
-      decode, divergences = pair.decoder(sampling, tree), []
-      if sampling.temperature == 0:
-        plain, limits = pair.decoder(sampling, 0), (batch_size, max_new_tokens)
-        divergences = compare_argmax(pair, texts, plain, decode, tree.num_nodes, *limits)
-        holds = all(d.is_tie for _, d in divergences)
-        evidence = f"{len(texts) - len(divergences)} of {len(texts)} texts identical"
-        if isinstance(tree, Tree):
-          rounds, fewest = rounds_of_self_draft(pair, texts, tree, *limits)
-          holds &= rounds <= 1.01 * fewest
-          evidence += f"; the target as its own draft takes {rounds} rounds of {fewest} at best"
-        if isinstance(tree, Tree) and not tree.is_chain:
-          rounds, fewest = rounds_of_self_draft(pair, texts, tree, *limits, by_paths=True)
-          holds &= rounds <= 1.01 * fewest
-          evidence += f", and {rounds} of {fewest} on each of the tree's paths in turn"
-      else:
-        counted = samples_per_text, num_tokens
-        if sampling not in cells:
-          cells[sampling] = cells_of(pair, texts[:num_texts], sampling, *counted)
-        joint = compare_samples(
-          *(pair, texts[:num_texts], sampling, decode, batch_size, *counted, seed, cells[sampling])
-        )
-        if not joint.degrees:
-          raise InputError(
-            f"No beginning of an output is likely enough to be counted among {samples_per_text} of "
-            "each text; give more as samples_per_text, or a sampling with top_k."
-          )
-        holds, evidence = joint.p_value >= level, _of_samples(joint, num_tokens, level)
-      say(holds, f"{_named(sampling, tree)}, batch {batch_size}", evidence)
-      for text, divergence in divergences:
-        console.print(f"       {_of_divergence(pair, text, divergence)}")
-    guesses: list[Judged] = []
-    for number, (sampling, tree) in enumerate(bar.track(in_rounds, description="checking rounds")):
-      judged = judge_rounds(  # no two settings draw alike, so that all can be taken together
-        *(pair, texts, sampling, recorded(pair, sampling, tree), num_guesses, max_new_tokens),
-        seed=seed + 1 + number,
-      )
-      count = max(positions(tree)) + 1
-      guesses.append(judged.at(*range(count)))
-      say(*_of_rounds(judged, count, f"{_named(sampling, tree)}, rounds", level))
-  if guesses:
-    say(*_of_acceptance(joined(guesses), level))
-  if sampled and (changing or not guesses):
-    unjudged = "trees that change" if by_tokens else rule_name(pair.rule)
+    for tree in bar.track(shapes, description="checking logits"):
+      say(*check.logits(tree))
+    judged: list[Judged] = []
+    for number, setting in enumerate(bar.track(rounds, description="checking rounds")):
+      count = num_guesses * (4 if number == 0 else 1)
+      # No two settings sample alike, so that all can be taken together.
+      judged.append(check.rounds(setting, count, seed + 1 + number))
+      say(*_of_rounds(judged[-1], setting, of_setting))
+    for pool in pooled:
+      say(*pool(judged, of_pool))
+    for setting in bar.track(outputs, description="checking outputs"):
+      say(*check.argmax(setting))
+    for setting in bar.track(samples, description="checking samples"):
+      say(*check.samples(setting, num_texts, samples_per_text, num_tokens, seed, of_setting))
+  if sampled and (changing or not rounds):
+    unjudged = "dynamic trees" if by_tokens else rule_name(pair.rule)
     console.print(f"Of {unjudged} the outputs were checked, but not the rounds.")
   where = f"{pair.dtype} on {jax.devices()[0].platform}"
   console.print(f"{sum(verdicts)} of {len(verdicts)} checks hold, in {where}.")
@@ -170,14 +206,137 @@ def check_exactness(
     raise SystemExit(1)
 
 
-def _named(sampling: Sampling, tree: AnyTree) -> str:
-  truncated = f" top-k {sampling.top_k}" if sampling.top_k else ""
-  truncated += f" top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
-  how = f"dynamic tree {tree.num_nodes}/{tree.depth}"
-  if isinstance(tree, Tree):
-    how = f"gamma {tree.depth}" if tree.is_chain else f"tree {tree.parents}"
-    how = how if tree.num_guesses else "plain  "
-  return f"temperature {sampling.temperature:g}{truncated}, {how}"
+class _Check:
+  """What is decoded and compared in each setting; see `check_exactness`."""
+
+  def __init__(
+    self,
+    pair: Pair,
+    texts: Sequence[str],
+    shapes: Sequence[AnyTree],
+    batch_size: int,
+    max_new_tokens: int,
+    long_tokens: int,
+  ):
+    self.pair, self.texts, self.shapes, self.batch_size = pair, texts, shapes, batch_size
+    self.max_new_tokens = max_new_tokens
+    most = getattr(getattr(pair.target, "config", None), "num_positions", None)
+    if most:
+      slots = pair.prompt(texts).shape[1] + max(shape.num_nodes for shape in shapes)
+      long_tokens = min(long_tokens, most - slots)
+    self.long_tokens = max(0, long_tokens)
+    self.share = share_of(pair)
+    self.moved: dict[AnyTree, float] = {}
+    self.plainly = functools.cache(lambda sampling: _Kept(pair.decoder(sampling, 0)))
+    self.cells = functools.cache(functools.partial(cells_of, pair))
+
+  def logits(self, tree: AnyTree) -> tuple[bool, str, str]:
+    """Logits of a verification pass beside those of passes over one token."""
+    rows = np.arange(self.batch_size) % len(self.texts)
+    prompt = self.pair.prompt(self.texts)[rows]
+    plain = self.plainly(Sampling(temperature=0.0))
+    keys = row_keys(0, 0, self.batch_size)
+    own = plain(prompt, keys, max_new_tokens=self.max_new_tokens)
+    lengths = np.asarray(own.lengths)
+    self.moved[tree], share = node_moves(self.pair, prompt, np.asarray(own.tokens), lengths, tree)
+    return (
+      share <= self.share,
+      f"verification, {_named(tree)}",
+      (
+        f"logits differ from those of single tokens by at most {self.moved[tree]:.2g}, "
+        f"{share:.1g} of their range (fault above {self.share:.1g})"
+      ),
+    )
+
+  def argmax(self, setting: Setting) -> tuple[bool, Setting | str, str, *tuple[str, ...]]:
+    """Outputs at temperature 0, and rounds with the target as its own draft."""
+    pair, (sampling, tree, batch_size, is_long) = self.pair, setting
+    texts, some = self.texts, self.texts[: -(-len(self.texts) // 4)]
+    if batch_size < self.batch_size:
+      texts = some
+    decoders = self.plainly(sampling), pair.decoder(sampling, tree)
+    limits = batch_size, self.max_new_tokens
+    if is_long:
+      texts, limits = texts[:batch_size], (batch_size, self.long_tokens)
+      decoders = tuple(functools.partial(decode, eos_id=ENDLESS) for decode in decoders)
+    rounding = Rounding(self.share, self.moved[tree])
+    plain, speculative = decoders
+    size, limit = limits
+    found = compare_argmax(pair, texts, plain, speculative, tree.num_nodes, size, limit, rounding)
+    holds = all(d.is_tie for _, d in found)
+    evidence = f"{len(texts) - len(found)} of {len(texts)} texts identical"
+    if is_long:
+      evidence += f", {self.long_tokens} tokens each"
+    elif isinstance(tree, Tree):
+      rounds, fewest = rounds_of_self_draft(pair, some, tree, *limits)
+      holds &= rounds <= 1.01 * fewest
+      evidence += f"; the target as its own draft takes {rounds} rounds of {fewest} at best"
+    if not is_long and not tree.is_chain:
+      rounds, fewest = rounds_of_self_draft(pair, some, tree, *limits, by_paths=True)
+      holds &= rounds <= 1.01 * fewest
+      evidence += "," if isinstance(tree, Tree) else "; the target as its own draft takes"
+      evidence += f" {rounds} of {fewest} on each of the tree's paths in turn"
+    return holds, _with_batch(setting), evidence, *(_of_divergence(pair, *each) for each in found)
+
+  def samples(
+    self,
+    setting: Setting,
+    num_texts: int,
+    samples_per_text: int,
+    num_tokens: int,
+    seed: int,
+    level: float,
+  ) -> tuple[bool, str, str]:
+    """First tokens of many outputs beside their joint distribution."""
+    texts, counted = tuple(self.texts[:num_texts]), (samples_per_text, num_tokens)
+    decode = self.pair.decoder(setting.sampling, setting.tree)
+    cells = self.cells(texts, setting.sampling, *counted)
+    joint = compare_samples(
+      *(self.pair, texts, setting.sampling, decode, setting.batch_size, *counted, seed, cells)
+    )
+    if not joint.degrees:
+      raise InputError(
+        f"No beginning of an output is likely enough to be counted among {samples_per_text} of "
+        "each text; give more as samples_per_text, or a sampling with top_k."
+      )
+    return joint.p_value >= level, _with_batch(setting), _of_samples(joint, num_tokens, level)
+
+  def rounds(self, setting: Setting, num_guesses: int, seed: int) -> Judged:
+    """What happened in rounds of a setting."""
+    assert isinstance(setting.tree, Tree)
+    decode = recorded(self.pair, setting.sampling, setting.tree)
+    limit = min(ROUND_TOKENS, self.max_new_tokens)
+    if setting.is_long:
+      decode, limit = functools.partial(decode, eos_id=ENDLESS), self.long_tokens
+    return judge_rounds(
+      *(self.pair, self.texts, setting.sampling, decode, num_guesses, limit),
+      seed=seed,
+      batch_size=setting.batch_size,
+    )
+
+
+class _Kept:
+  """A decoder that keeps its results: every shape is compared with the same outputs."""
+
+  def __init__(self, decode: Callable[..., Decoded]):
+    self.decode = decode
+    self.results: dict[tuple, Decoded] = {}
+
+  def __call__(self, prompt: Array, keys: Array, **limits: int) -> Decoded:
+    key = prompt.shape, np.asarray(prompt).tobytes(), *limits.items()
+    if key not in self.results:
+      self.results[key] = require_finite(self.decode(prompt, keys, **limits))
+    return self.results[key]
+
+
+def _named(tree: AnyTree) -> str:
+  if isinstance(tree, DynamicTree):
+    return f"dynamic tree {tree.num_nodes}/{tree.depth}"
+  return f"gamma {tree.depth}" if tree.is_chain else f"tree {tree.parents}"
+
+
+def _with_batch(setting: Setting) -> str:
+  return f"{setting}, batch {setting.batch_size}"
 
 
 def _of_samples(joint: Comparison, num_tokens: int, level: float) -> str:
@@ -189,7 +348,9 @@ def _of_samples(joint: Comparison, num_tokens: int, level: float) -> str:
   )
 
 
-def _of_rounds(judged: Judged, count: int, what: str, level: float) -> tuple[bool, str, str]:
+def _of_rounds(judged: Judged, setting: Setting, level: float) -> tuple[bool, str, str]:
+  assert isinstance(setting.tree, Tree)
+  count = max(positions(setting.tree)) + 1
   found = drifts(judged, count)
   p_values = [drift.p_value for by_position in found.values() for drift in by_position]
   level /= len(p_values)
@@ -200,16 +361,18 @@ def _of_rounds(judged: Judged, count: int, what: str, level: float) -> tuple[boo
   guesses = judged.at(*range(count))
   return (
     min(p_values) >= level,
-    what,
+    f"{setting}, rounds",
     (
-      f"{len(guesses.position)} guesses judged; standard deviations from the exact laws, by "
-      f"position in a round: {standings}; least p = {min(p_values):.2g} (fault below {level:.1g}; "
-      f"{_power(guesses, level)})"
+      f"{len(guesses.position)} guesses verified; standard deviations from the exact "
+      f"distributions, by position in a round: {standings}; least p = {min(p_values):.2g} (fault "
+      f"below {level:.1g}; {_acceptance_power(guesses, level, FEW)})"
     ),
   )
 
 
-def _of_acceptance(guesses: Judged, level: float) -> tuple[bool, str, str]:
+def _of_acceptance(judged: Sequence[Judged], level: float) -> tuple[bool, str, str]:
+  every = joined(judged)
+  guesses = every.where(every.position >= 0)
   drift = of_acceptance(guesses)
   return (
     drift.p_value >= level,
@@ -217,13 +380,76 @@ def _of_acceptance(guesses: Judged, level: float) -> tuple[bool, str, str]:
     (
       f"{guesses.accepted.sum():.0f} of {len(guesses.position)} guesses accepted, "
       f"{guesses.probability.sum():.1f} expected, {drift.z:+.1f} standard deviations when "
-      f"weighted: p = {drift.p_value:.2g} (fault below {level:.1g}; {_power(guesses, level)})"
+      f"weighted: p = {drift.p_value:.2g} (fault below {level:.1g}; "
+      f"{_acceptance_power(guesses, level, MOST)})"
     ),
   )
 
 
-def _power(guesses: Judged, level: float) -> str:
-  bias = detectable_bias(guesses, level)
+def _of_guesses(judged: Sequence[Judged], level: float) -> tuple[bool, str, str]:
+  every = joined(judged)
+  return _of_tokens(every.where(every.position >= 0).guess, "guesses in all rounds", level)
+
+
+def _of_next(judged: Sequence[Judged], level: float) -> tuple[bool, str, str]:
+  scores = joined(judged).next
+  sampled = jax.tree.map(lambda x: x[scores.spread > 0], scores)
+  return _of_tokens(sampled, "next tokens in all rounds", level)
+
+
+def _of_tokens(scores: Scores, what: str, level: float) -> tuple[bool, str, str]:
+  found = {name: drift(scores) for name, drift in OF_TOKENS.items()}
+  level /= len(found)
+  least = min(drift.p_value for drift in found.values())
+  standings = ", ".join(f"{name} {drift.z:+.1f}" for name, drift in found.items())
+  bias = detectable_temperature(scores, level)
+  power = (
+    f"a temperature wrong by {bias:.2%} would be seen 9 times in 10"
+    if math.isfinite(bias)
+    else "none of them by chance"
+  )
+  return (
+    least >= level,
+    what,
+    (
+      f"{len(scores.rank)} tokens, standard deviations from the exact distributions: {standings}; "
+      f"least p = {least:.2g} (fault below {level:.1g}; {power})"
+    ),
+  )
+
+
+def _within(judged: Sequence[Judged], level: float) -> tuple[bool, str, str]:
+  return _of_pairs(map(within_rounds, judged), "independence within rounds", level)
+
+
+def _between(judged: Sequence[Judged], level: float) -> tuple[bool, str, str]:
+  return _of_pairs(map(between_rounds, judged), "independence between rounds", level)
+
+
+def _of_pairs(found, what: str, level: float) -> tuple[bool, str, str]:
+  by_name: dict[str, list[Drift]] = {}
+  for pairs in found:
+    for name, drift in pairs.items():
+      by_name.setdefault(name, []).append(drift)
+  pooled = {name: total(parts) for name, parts in by_name.items()}
+  level /= len(pooled)
+  worst = min(pooled, key=lambda name: pooled[name].p_value)
+  drift = pooled[worst]
+  return (
+    drift.p_value >= level,
+    what,
+    (
+      f"{len(pooled)} correlations; least p = {drift.p_value:.2g} (fault below {level:.1g}), of "
+      f"{worst}: {drift.z:+.1f} standard deviations"
+    ),
+  )
+
+
+_pooled = [_of_acceptance, _of_guesses, _of_next, _within, _between]
+
+
+def _acceptance_power(guesses: Judged, level: float, most: float) -> str:
+  bias = detectable_bias(guesses, level, most=most)
   if math.isinf(bias):
     return "too few guesses to see any bias in acceptance"
   return f"a bias of {bias:.2%} in acceptance would be seen 9 times in 10"

@@ -1,4 +1,4 @@
-"""The exact laws of what happens in rounds: of each guess, its acceptance and the token after it.
+"""Scores of what happens in rounds: of each guess, its acceptance and the token after it.
 
 q is what the draft reports of its guesses; p comes from a parallel pass of the target over the text
 that was decoded, never from the loop.
@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from specdec_jax.decoding import all_rounds, decoded, one_round, require_finite, start
-from specdec_jax.exactness.drift import Judged, joined
+from specdec_jax.exactness.drift import FLOOR, Judged, Scores, joined
 from specdec_jax.measurement.alpha import teacher_forced_logits
 from specdec_jax.pairs import Pair
 from specdec_jax.protocols import Context, Decoded, Draft, Model, Outcome, Proposal, Rule
@@ -29,12 +29,14 @@ class Tried(NamedTuple):
   """The guesses made at each token of a text: of the node it follows, the children by rank.
 
   Attributes:
+    start: [B, T], slot of the buffer at which the round began.
     position: [B, T, W], see `positions`; -1 for a child that the node does not have.
     tokens: [B, T, W].
     q: [B, T, W, V], as reported; 0 for a child that the node does not have.
     accepted: [B, T, W], whether it is the one that stands.
   """
 
+  start: Array
   position: Array
   tokens: Array
   q: Array
@@ -101,8 +103,8 @@ class RecordingDraft(Draft):
   def start(self, params: Any, context: Context, hidden: Array) -> Any:
     own = self.draft.start(params, context, hidden)
     slots = *context.tokens.shape, self.tree.width
-    none = jnp.zeros(slots, jnp.int32)
-    return own, Tried(none, none, jnp.zeros((*slots, self.vocab_size)), jnp.zeros(slots, bool))
+    none, q = jnp.zeros(slots, jnp.int32), jnp.zeros((*slots, self.vocab_size))
+    return own, Tried(none[..., 0], none, none, q, jnp.zeros(slots, bool))
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     own, tried = state
@@ -120,13 +122,14 @@ class RecordingDraft(Draft):
     rows = jnp.arange(len(tokens))[:, None, None]
     # The children [B, D + 1, W] of the newest token and of the nodes that stand; N for none.
     children = jnp.asarray(tree.children)[jnp.pad(path, ((0, 0), (1, 0)))]
+    begin = outcome.length - outcome.num_emitted
     of_round = Tried(
+      jnp.broadcast_to(begin[:, None], children.shape[:2]),
       jnp.asarray([*positions(tree), -1], jnp.int32)[children],
       tokens.at[rows, children].get(mode="clip"),
       q.at[rows, children].get(mode="fill", fill_value=0.0),
       children + 1 == jnp.pad(path, ((0, 0), (0, 1)))[..., None],
     )
-    begin = outcome.length - outcome.num_emitted
     write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
     put = lambda all_, new: write(all_, new.astype(all_.dtype), begin)
     own = self.draft.observe(params, own, outcome)
@@ -183,9 +186,10 @@ def judge_rounds(
     longest = -(-int(require_finite(result).lengths.max()) // 32) * 32  # few widths, few programs
     tokens, tried = result.tokens[:, :longest], Tried(*(x[:, :longest] for x in tried))
     scores = _scores(pair.target, pair.target_params, prompt, tokens, tried, sampling)
-    visited, *fields = (np.asarray(x, float) for x in scores)
+    visited, judged = jax.tree.map(lambda x: np.asarray(x, float), scores)
     written = np.arange(tokens.shape[1]) < np.asarray(result.lengths)[:, None]
-    found.append(Judged(*(x[(visited > 0) & written[..., None]] for x in fields)))
+    judged = judged._replace(row=judged.row + at)
+    found.append(judged.where((visited > 0) & written[..., None]))
     count += sum(int(x.sum()) for x in result.rounds.judged())
     at += batch_size
   return joined(found)
@@ -194,34 +198,51 @@ def judge_rounds(
 @functools.partial(jax.jit, static_argnames=("target", "sampling"))
 def _scores(
   target: Model, params, prompt: Array, tokens: Array, tried: Tried, sampling: Sampling
-) -> tuple[Array, ...]:
-  """Which guesses were judged, [B, T, W], and the fields of `Judged` for them, likewise.
+) -> tuple[Array, Judged]:
+  """Which guesses were verified, [B, T, W], and `Judged` with fields [B, T, W].
 
-  A token without a guess counts as an eldest child that does not exist. What lies past a row's end
-  means nothing.
+  A token without a guess counts as a first child that does not exist. Entries past the end of a row
+  are meaningless.
   """
-  position, guesses, q, accepted = tried
+  start, position, guesses, q, accepted = tried
   p = distribution(teacher_forced_logits(target, params, prompt, tokens), sampling)
   probability, left = token_by_token(p, q, guesses)
   drawn = jnp.where(accepted.any(axis=-1, keepdims=True), 0.0, left)
   exists, rank = position >= 0, jnp.arange(position.shape[-1])
-  elder_stands = jnp.cumsum(accepted, axis=-1) > accepted
-  visited = (exists | (rank == 0)) & ~elder_stands
+  earlier_accepted = jnp.cumsum(accepted, axis=-1) > accepted
+  visited = (exists | (rank == 0)) & ~earlier_accepted
   is_last = ~jnp.pad(exists[..., 1:], ((0, 0), (0, 0), (0, 1)))
-  follows = (jnp.where(is_last, x[..., None], 0.0) for x in _rank(drawn, tokens))
-  return visited, position, accepted, probability, *_rank(q, guesses), *follows
+  of_next = jax.tree.map(
+    lambda x: jnp.where(is_last, x[..., None], 0.0), _token_scores(drawn, tokens)
+  )
+  row, slot, sibling = jnp.indices(position.shape)
+  begins = target.prompt_tokens(prompt)[1]
+  since = jnp.broadcast_to((start - begins[:, None])[..., None], position.shape)
+  return visited, Judged(
+    *(row, slot, since, sibling, position, accepted, probability),
+    guess=_token_scores(q, guesses),
+    next=of_next,
+  )
 
 
-def _rank(weights: Array, token: Array) -> tuple[Array, Array]:
-  """Mass [...] of what is likelier than `token` [...] plus half of its own, less 1/2: mean 0.
+def _token_scores(weights: Array, token: Array) -> Scores:
+  """Scores [...] of tokens [...] sampled in proportion to weights [..., V]; 0 where those are 0.
 
-  Equally likely tokens share a rank, which makes the variance, given beside it, smaller than it is
-  said to be. Both are 0 where weights [..., V] are.
+  Equally probable tokens share a rank, which makes its variance smaller than `spread`.
   """
   total = weights.sum(axis=-1, keepdims=True)
   law = jnp.where(total > 0, weights / total, 0.0)
-  own = jnp.take_along_axis(law, token[..., None], axis=-1)
-  half_ranks = jnp.where(law > own, 1.0, jnp.where(law == own, 0.5, 0.0))
   whole = law.sum(axis=-1)
-  variance = jnp.maximum(whole - (law**3).sum(axis=-1), 0.0) / 12
-  return (law * half_ranks).sum(axis=-1) - whole / 2, variance
+  of_token = lambda x: jnp.take_along_axis(x, token[..., None], axis=-1)
+  own, before = of_token(law), jnp.arange(law.shape[-1]) < token[..., None]
+  ranked = jnp.where(law > own, 1.0, jnp.where(law == own, 0.5, 0.0))
+  placed = jnp.where(before, law, 0.0).sum(axis=-1) + own[..., 0] / 2
+  logs = jnp.log(jnp.maximum(law, FLOOR))
+  mean = (law * logs).sum(axis=-1, keepdims=True)
+  return Scores(
+    rank=(law * ranked).sum(axis=-1) - whole / 2,
+    place=placed - whole / 2,
+    spread=jnp.maximum(whole - (law**3).sum(axis=-1), 0.0) / 12,
+    log=jnp.where(whole > 0, (of_token(logs) - mean)[..., 0], 0.0),
+    log_variance=(law * (logs - mean) ** 2).sum(axis=-1),
+  )
