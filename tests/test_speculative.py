@@ -485,8 +485,9 @@ EXACT = ("the truth", "one-hots of its guesses")
 
 def report_as_told(params, proposal):
   """The proposal as parameters say with an index into REPORTS."""
-  told = proposal.tokens, proposal.q
-  return Proposal(*jax.lax.switch(params["report"], list(REPORTS.values()), *told))
+  told = [report(proposal.tokens, proposal.q) for report in REPORTS.values()]
+  # All of them and not a `switch`, in whose program jaxlib 0.12 fails with an internal error.
+  return Proposal(*(jnp.stack(each)[params["report"]] for each in zip(*told)))
 
 
 @dataclasses.dataclass(frozen=True)
