@@ -231,7 +231,7 @@ class Pair(pairs.Pair):
     while not state.done[0]:
       state = _go_on(*models, rule, rng, self.vocabulary.eos_id, state)
       result = require_finite(jax.device_get(decoded(state)))
-      whole = self.vocabulary.decode(result.tokens[0, : result.lengths[0]])
+      whole = self.vocabulary.decode(np.asarray(result.tokens[0, : result.lengths[0]]))
       piece = whole.removeprefix(said)
       # Half a character is held back until the other half is there.
       if piece and (state.done[0] or not whole.endswith("\ufffd")):

@@ -114,7 +114,7 @@ def _measure(pair: Pair, generated, sampling: Sampling, setting: Record) -> Reco
   if pair.simulated_alpha is None:
     measured = measure_alpha(pair, prompts, plain, sampling, setting.lenience)
   else:  # there is no beta: a guess is told whether it stands
-    stood = [np.arange(a + r) < a for o in outputs for a, r in zip(*o.rounds.judged())]
+    stood = [np.arange(int(a + r)) < a for o in outputs for a, r in zip(*o.rounds.judged())]
     measured = Acceptance(mean_with_interval(stood), math.nan, 0.0, num_tokens([*plain]))
   return dataclasses.replace(
     setting,

@@ -173,7 +173,7 @@ def decode_lines(
     prompt, keys = pair.prompt(sources), row_keys(seed, at, batch_size)
     decoded = require_finite(jax.device_get(decode(prompt, keys, max_new_tokens=max_new_tokens)))
     for row in rows:
-      texts[row] = pair.vocabulary.decode(decoded.tokens[row])
+      texts[row] = pair.vocabulary.decode(np.asarray(decoded.tokens[row]))
     yield texts, [_rows(decoded, rows)]
 
 
@@ -219,7 +219,7 @@ class _Asked:
   def warn_unfinished(self, decoded: Sequence[Decoded], max_new_tokens: int) -> None:
     """Say which of the lines that were decoded now have no end."""
     for tokens, number in zip((row for d in decoded for row in d.tokens), self._numbers):
-      if self._pair.vocabulary.eos_id not in tokens:
+      if self._pair.vocabulary.eos_id not in np.asarray(tokens):
         self._notes.print(
           f"warning: line {number} was not finished; its output stops at the limit of "
           f"{max_new_tokens} tokens."

@@ -130,7 +130,8 @@ def measure_speed(
     progress(len(plain_outputs))
   medians = np.median(seconds, axis=1)
   baseline_s, *speculative_s = map(float, np.sum(medians, axis=0)[:-2])
-  costs = round_costs(np.mean(medians, axis=0)[-2:], np.mean(part_seconds, axis=0), gammas)
+  start_s, round_s = np.mean(medians, axis=0)[-2:], np.mean(part_seconds, axis=0)
+  costs = round_costs(start_s.tolist(), round_s.tolist(), gammas)
   plain_s, *each_s = np.sum(seconds, axis=0).T[:-2]  # [repeats] of each way
   return Speed(
     plain_outputs,
