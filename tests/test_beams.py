@@ -291,6 +291,10 @@ def test_a_beam_is_wider_than_a_vocabulary_only_in_error():
       call()
 
 
+def test_a_pass_may_read_as_many_nodes_as_the_search_has_beams():
+  assert ModelBeams(guessing(t5().draft, 2), 3, 3).num_nodes(3) == 3
+
+
 def test_equally_likely_texts_come_in_t5xs_order():
   """Of a model to which all tokens are alike: of beams the first, of tokens the smallest."""
   flat = jax.tree.map(jnp.zeros_like, t5().params)

@@ -7,13 +7,16 @@ token, and an argmax.
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
+from specdec_jax import decoding
 from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.protocols import Rounds
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
 from specdec_jax.trees import chain
@@ -274,6 +277,19 @@ def test_a_refused_eos_does_not_end_a_row():
   assert texts(out) == until(EOS)
   # Nothing else was right: each round emits one token, the last of them EOS.
   assert [len(history(out, row)) for row in range(8)] == [len(text) for text in until(EOS)]
+
+
+def test_tokens_past_the_end_are_0():
+  """A decoder-only model's prompt may have padding there."""
+  rounds = Rounds(*(np.zeros((4, 2), int) for _ in range(4)))
+  state = decoding.State(*[None] * len(decoding.State._fields))._replace(
+    tokens=jnp.array([[7, 2, 3, 9, 9, 9], [7, 6, 5, 4, 3, 9]]),
+    length=jnp.array([3, 5]),
+    prompt_length=jnp.array([1, 2]),
+    rounds=rounds,
+  )
+  out = decoding.decoded(state)
+  assert (out.tokens.tolist(), out.lengths.tolist()) == ([[2, 3, 0, 0], [5, 4, 3, 0]], [2, 3])
 
 
 @pytest.mark.parametrize("limit", [1, 3])

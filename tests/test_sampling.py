@@ -199,16 +199,18 @@ def test_bad_settings_say_what_was_given(bad, named):
 def test_sample_follows_the_weights_and_never_draws_zero():
   # 200,000 draws, level 1e-6: finds effects w >= 0.02.
   n = 200_000
-  weights = np.asarray([0.0, 3.0, 0.5, 0.0, 0.05, 6.0, 1.0, 0.0])  # not normalised
+  weights = np.zeros(72)  # of two blocks of 64, not normalised
+  possible = [1, 2, 4, 66, 70]
+  weights[possible] = [3.0, 0.5, 0.05, 6.0, 1.0]
   probs = weights / weights.sum()
   keys = jax.random.split(jax.random.key(0), n)
-  drawn = sample(keys, jnp.broadcast_to(weights, (n, 8)))
-  counts = np.bincount(drawn, minlength=8)
+  drawn = sample(keys, jnp.broadcast_to(weights, (n, 72)))
+  counts = np.bincount(drawn, minlength=72)
   assert not counts[weights == 0].any()
   assert tiny.p_value(counts, probs) > tiny.LEVEL
   assert tiny.detectable(n, probs) < 0.02
   # The same counts tell these weights from ones a little off.
-  off = probs + 0.01 * np.asarray([0, 1, 0, 0, 0, -1, 0, 0])
+  off = probs + 0.01 * (np.eye(72)[1] - np.eye(72)[66])
   assert tiny.p_value(counts, off) < tiny.CAUGHT
 
 
