@@ -52,7 +52,7 @@ LAYERS = {
   "measurement": FLAX | {"rouge_score", "sacrebleu"},
   "api": JAX | {"rich"},
   "exactness": FLAX | {"scipy"},
-  "t5x_model": FLAX | {"gin", "t5x"},
+  "t5x_model": FLAX | {"gin", "seqio", "t5x"},
   "tpu": FLAX,
   "peers": JAX | {"ctranslate2", "torch", "transformers"},
   "commands": FLAX | {"rich", "sacrebleu"},

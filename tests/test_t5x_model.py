@@ -485,6 +485,33 @@ models.DecoderParams.num_decodes = 3
   assert arrived == dict.fromkeys(inspect.signature(models.EncoderDecoderModel).parameters, True)
 
 
+@pytest.mark.parametrize("vocab_size, extra_ids", [(4224, 100), (4096, 0)])
+def test_sentinels_are_counted_by_the_table_of_the_network(bound, vocab_size, extra_ids):
+  """Our vocabulary has 4,096 pieces; the bindings are those of gin/t5x/infer.gin."""
+  text = (ROOT / "gin" / "t5x" / "infer.gin").read_text()
+  at = text.index("seqio.SentencePieceVocabulary:")
+  vocabulary = ROOT / "specdec_jax" / "assets" / "multi30k_ende" / "vocabulary.model"
+  more = f"""
+{text[at : text.index(chr(10) * 2, at)]}
+seqio.SentencePieceVocabulary.sentencepiece_model_file = '{vocabulary}'
+network.Transformer.config = @network.T5Config()
+network.T5Config:
+  vocab_size = {vocab_size}
+  emb_dim = 8
+  num_heads = 1
+  num_encoder_layers = 1
+  num_decoder_layers = 1
+  head_dim = 8
+  mlp_dim = 8
+  dtype = 'float32'
+  mlp_activations = ('relu',)
+  dropout_rate = 0.0
+  logits_via_embedding = False
+MODEL = @seqio.SentencePieceVocabulary()
+"""
+  assert bound(more).extra_ids == extra_ids
+
+
 def test_bound_prompts_are_refused(bound):
   model = bound("models.EncoderDecoderModel.predict_batch_with_aux.prompt_with_targets = True")
   with pytest.raises(InputError, match="prompt_with_targets is True"):

@@ -72,12 +72,20 @@ def open_vocabulary_of_model(
   words = open_vocabulary(path)
   if pathlib.Path(words.path).suffix in _WITHOUT_EXTRA_IDS:
     return words
-  size = len(words) + _T5_EXTRA_IDS
-  if num_rows not in (size, padded_size(size)):
-    return words
-  if any("<extra_id_0>" in piece for piece in words.all_pieces()):  # as in mT5's
-    return words
-  return open_vocabulary(words.path, _T5_EXTRA_IDS)
+  count = count_extra_ids(words.all_pieces(), num_rows)
+  return open_vocabulary(words.path, count) if count else words
+
+
+def count_extra_ids(pieces: Sequence[str], num_rows: int) -> int:
+  """Return the number of sentinels to add to a SentencePiece model: T5's 100, or 0.
+
+  Args:
+    pieces: all pieces of the model.
+    num_rows: of the embedding table, which may be padded (`padded_size`).
+  """
+  size = len(pieces) + _T5_EXTRA_IDS
+  has_sentinels = any("<extra_id_0>" in piece for piece in pieces)  # as mT5's model
+  return _T5_EXTRA_IDS if num_rows in (size, padded_size(size)) and not has_sentinels else 0
 
 
 def padded_size(num_tokens: int) -> int:

@@ -7,11 +7,13 @@ from specdec_jax.t5x_model.baseline import t5x_baseline, t5x_decode
 from specdec_jax.t5x_model.checkpointer import PairCheckpointer
 from specdec_jax.t5x_model.model import SpeculativeModel, count_rounds
 from specdec_jax.t5x_model.networks import same_config, t5x_network
+from specdec_jax.t5x_model.settings import extra_ids
 
 __all__ = [
   "PairCheckpointer",
   "SpeculativeModel",
   "count_rounds",
+  "extra_ids",
   "same_config",
   "t5x_baseline",
   "t5x_decode",

@@ -1,4 +1,4 @@
-"""How t5x and its gin files say that decoding samples."""
+"""Settings read from t5x's gin bindings: how decoding samples, and the vocabulary's sentinels."""
 
 import copy
 import functools
@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import gin
+import seqio
+from flax import linen as nn
 from t5x import decoding
 
+from specdec_jax.data.vocabularies import count_extra_ids
 from specdec_jax.errors import InputError
 
 # What of t5x's functions has a meaning here.
@@ -62,3 +65,25 @@ def bound(configurable: Callable, *names: str) -> dict[str, Any]:
   except ValueError:  # gin does not know it
     return {}
   return copy.deepcopy({name: bindings[name] for name in names or bindings if name in bindings})
+
+
+def extra_ids(module: nn.Module) -> int:
+  """Return the number of sentinels to add to the SentencePiece model that gin binds.
+
+  They are T5's 100 if the model has none and the table of the network has room for them, else 0.
+
+  Args:
+    module: the target's network, whose `config.vocab_size` is the number of rows of its table.
+
+  Raises:
+    InputError: gin binds no file to `seqio.SentencePieceVocabulary`.
+  """
+  name = "sentencepiece_model_file"
+  path = bound(seqio.SentencePieceVocabulary, name).get(name)
+  if path is None:
+    raise InputError(
+      f"seqio.SentencePieceVocabulary.{name} is not bound; bind it to the vocabulary's file."
+    )
+  tokenizer = seqio.SentencePieceVocabulary(path).tokenizer
+  pieces = [tokenizer.id_to_piece(i) for i in range(tokenizer.get_piece_size())]
+  return count_extra_ids(pieces, module.config.vocab_size)
