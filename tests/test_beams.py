@@ -35,7 +35,7 @@ from specdec_jax.pairs.speculators import drafter
 from specdec_jax.partitioning import PartitionedModel, make_mesh
 from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.sampling import Sampling
-from specdec_jax.trees import DynamicTree, branching, chain
+from specdec_jax.trees import DynamicTree, Tree, branching, chain
 
 LIMIT, EOS = 9, 1
 T5 = tiny.config(layers=1)
@@ -130,6 +130,7 @@ def test_found_is_what_a_search_written_out_finds(family, width):
       length = found.lengths[row, place]
       assert tuple(found.tokens[row, place, :length].tolist()) == text
       assert found.scores[row, place] == pytest.approx(score, abs=1e-5)
+    assert not np.asarray(found.lengths)[row, len(want) :].any()
     ended += sum(text[-1] == EOS for _, text in want)
   assert ended >= 3, "too few texts end to tell anything"
 
@@ -289,6 +290,34 @@ def test_a_beam_is_wider_than_a_vocabulary_only_in_error():
   ):
     with pytest.raises(InputError, match=said):
       call()
+
+
+def test_the_best_texts_come_first_and_missing_ones_are_said():
+  """One of two ended, none, both: where one did, a live text does not take the other's place."""
+  beams = step.Beams(
+    tokens=jnp.array([[[3], [4]]] * 3),
+    log_probs=jnp.array([[-4.0, -3.0]] * 3),
+    finished_tokens=jnp.array([[[0], [5]], [[0], [0]], [[6], [5]]]),
+    scores=jnp.array([[step.NONE, -1.0], [step.NONE, step.NONE], [-2.0, -1.0]]),
+    finished=jnp.array([[False, True], [False, False], [True, True]]),
+    length=None,
+  )
+  texts, scores, there = step.best_first(beams)
+  assert there.tolist() == [[True, False], [True, True], [True, True]]
+  assert texts[..., 0].tolist() == [[5, 0], [4, 3], [5, 6]]
+  assert scores.tolist() == [[-1, step.NONE], [-3, -4], [-1, -2]]
+
+
+def test_guesses_of_a_tree_follow_their_own_beam():
+  newest, two = jnp.array([[2, 3]]), jnp.zeros((1, 2, 1))
+  none = dict.fromkeys(forest.BeamContext._fields)
+  context = forest.BeamContext(**none)._replace(
+    prompt=jnp.ones((1, 1), int), tokens=newest[..., None], length=jnp.array([1]), newest=newest
+  )
+  kept = entries.nothing(1, 0, 2, jnp.zeros((1, 1)))
+  context = context._replace(target=(), hidden=two, kept=kept, known=jnp.array([[-1, -1]]))
+  guesses, _ = TreeBeams(decoding.FreeDraft(Tree((0, 0, 1)))).propose((), (), context)
+  assert guesses.parents.tolist() == [[0, 0, 2, 1, 1, 5]]  # 0 and 1 are the newest tokens
 
 
 def test_a_pass_may_read_as_many_nodes_as_the_search_has_beams():

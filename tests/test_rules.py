@@ -368,6 +368,14 @@ def test_faults_show(fault):
   assert furthest > 1000 * ATOL
 
 
+def test_the_threshold_of_k_seq_solves_its_equation():
+  p, q = np.random.default_rng(0).dirichlet(np.ones(V), (2, 1, 4)).astype(np.float32)
+  count = np.array([2, 2, 3, 5], np.float32)
+  rho = k_seq.threshold(q, p, count)
+  beta = np.minimum(q, p / rho[..., None]).sum(axis=-1)
+  np.testing.assert_allclose(1 - (1 - beta) ** count, rho * beta, atol=1e-5)
+
+
 def test_where_the_residual_is_empty_the_next_token_is_the_targets():
   """p = q: a rejection has probability 0 up to rounding, and then no token would be left."""
   p = jnp.array([[0.0, 0.25, 0.75]])
