@@ -388,6 +388,16 @@ def test_where_the_residual_is_empty_the_next_token_is_the_targets():
   np.testing.assert_allclose(left, p)
 
 
+def test_a_guess_that_was_not_made_is_never_accepted():
+  """Token -1 with q = 0, where the target would emit any token, the last one most probably."""
+  p = jnp.broadcast_to(jnp.array([0.1, 0.1, 0.8]), (64, 3, 3))
+  q = jnp.broadcast_to(jnp.eye(3)[2], (64, 2, 3)).at[:, 1].set(0)
+  keys = jax.random.split(jax.random.key(0), 64)
+  proposal = Proposal(jnp.broadcast_to(jnp.array([2, -1]), (64, 2)), q)
+  verdict = jax.jit(functools.partial(tokens.verify, keys, chain(2)))(proposal, p)
+  assert set(verdict.num_accepted.tolist()) == {0, 1}
+
+
 # Uniforms of [0, 1): 0 is one of them.
 
 
