@@ -30,7 +30,8 @@ class Tried(NamedTuple):
 
   Attributes:
     start: [B, T], slot of the buffer at which the round began.
-    position: [B, T, W], see `positions`; -1 for a child that the node does not have.
+    position: [B, T, W], see `positions`; -1 for a child that the node does not have, or that the
+      draft did not propose.
     tokens: [B, T, W].
     q: [B, T, W, V], as reported; 0 for a child that the node does not have.
     accepted: [B, T, W], whether it is the one that stands.
@@ -123,10 +124,12 @@ class RecordingDraft(Draft):
     # The children [B, D + 1, W] of the newest token and of the nodes that stand; N for none.
     children = jnp.asarray(tree.children)[jnp.pad(path, ((0, 0), (1, 0)))]
     begin = outcome.length - outcome.num_emitted
+    guesses = tokens.at[rows, children].get(mode="clip")
+    position = jnp.asarray([*positions(tree), -1], jnp.int32)[children]
     of_round = Tried(
       jnp.broadcast_to(begin[:, None], children.shape[:2]),
-      jnp.asarray([*positions(tree), -1], jnp.int32)[children],
-      tokens.at[rows, children].get(mode="clip"),
+      jnp.where(guesses < 0, -1, position),  # one that the draft did not make
+      guesses,
       q.at[rows, children].get(mode="fill", fill_value=0.0),
       children + 1 == jnp.pad(path, ((0, 0), (0, 1)))[..., None],
     )

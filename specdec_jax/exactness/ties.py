@@ -84,7 +84,7 @@ def node_moves(
     tree: shape of the pass.
   """
   batch, plans = len(prompt), plans_of(tree)
-  padded = np.pad(text, ((0, 0), (0, tree.depth + 1)))
+  padded = np.pad(text, ((0, 0), (0, tree.depth)))
   largest = largest_share = 0.0
   for number in range(max(3, -(-len(plans.lengths) // batch))):
     rows = np.arange(batch)
@@ -116,8 +116,8 @@ def _node_moves(
   the logits there. The root of each path counts, 0 past its leaf does not."""
   first, length = target.prompt_tokens(prompt)
   newest = jnp.take_along_axis(first, length[:, None] - 1, axis=1)
+  num_slots = first.shape[1] + text.shape[1] - tree.depth + tree.num_nodes  # as in decoding
   text = jnp.concatenate([newest, text], axis=1)  # token i is read in step i
-  num_slots = first.shape[1] + text.shape[1] + tree.num_nodes
   _, cache = target.prefill(params, prompt, num_slots)
 
   def read(cache, token):
