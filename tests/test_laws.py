@@ -119,6 +119,8 @@ def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
   assert len(guesses.position) >= num_guesses and len(found.at(-1).position) > 3000
   assert all(p > LEVEL for p in lowest(found).values())
   assert detectable_bias(guesses, LEVEL) < bias and of_acceptance(guesses).p_value > LEVEL
+  certain = found.next.spread < 1e-7  # a token that was the only one possible has rank 0
+  assert np.abs(found.next.rank[certain]).max() < 1e-3
   for drift in OF_TOKENS.values():
     assert min(drift(found.guess).p_value, drift(found.next).p_value) > LEVEL
   joint = [*within_rounds(found).values(), *between_rounds(found).values()]

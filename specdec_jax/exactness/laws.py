@@ -198,7 +198,6 @@ def judge_rounds(
   return joined(found)
 
 
-@functools.partial(jax.jit, static_argnames=("target", "sampling"))
 def _scores(
   target: Model, params, prompt: Array, tokens: Array, tried: Tried, sampling: Sampling
 ) -> tuple[Array, Judged]:
@@ -207,38 +206,52 @@ def _scores(
   A token without a guess counts as a first child that does not exist. Entries past the end of a row
   are meaningless.
   """
-  start, position, guesses, q, accepted = tried
-  p = distribution(teacher_forced_logits(target, params, prompt, tokens), sampling)
-  probability, left = token_by_token(p, q, guesses)
-  drawn = jnp.where(accepted.any(axis=-1, keepdims=True), 0.0, left)
-  exists, rank = position >= 0, jnp.arange(position.shape[-1])
-  earlier_accepted = jnp.cumsum(accepted, axis=-1) > accepted
-  visited = (exists | (rank == 0)) & ~earlier_accepted
+  exists, visited, probability, drawn = _outcomes(target, params, prompt, tokens, tried, sampling)
   is_last = ~jnp.pad(exists[..., 1:], ((0, 0), (0, 0), (0, 1)))
-  of_next = jax.tree.map(
-    lambda x: jnp.where(is_last, x[..., None], 0.0), _token_scores(drawn, tokens)
-  )
-  row, slot, sibling = jnp.indices(position.shape)
-  begins = target.prompt_tokens(prompt)[1]
-  since = jnp.broadcast_to((start - begins[:, None])[..., None], position.shape)
+  of_next = _token_scores(drawn, tokens)
+  row, slot, sibling = jnp.indices(exists.shape)
+  start = tried.start - target.prompt_tokens(prompt)[1][:, None]
   return visited, Judged(
-    *(row, slot, since, sibling, position, accepted, probability),
-    guess=_token_scores(q, guesses),
-    next=of_next,
+    *(row, slot, jnp.broadcast_to(start[..., None], exists.shape), sibling),
+    *(tried.position, tried.accepted, probability),
+    guess=_token_scores(tried.q, tried.tokens),
+    next=jax.tree.map(lambda x: jnp.where(is_last, x[..., None], 0.0), of_next),
   )
 
 
+@functools.partial(jax.jit, static_argnames=("target", "sampling"))
+def _outcomes(
+  target: Model, params, prompt: Array, tokens: Array, tried: Tried, sampling: Sampling
+) -> tuple[Array, Array, Array, Array]:
+  """Outcomes of the guesses [B, T, W] made at each token.
+
+  Returns:
+    Which exist, which were verified, and the probability that each is accepted, all [B, T, W]; and
+    the weights [B, T, V] by which each of tokens [B, T] was sampled, 0 if it was a guess.
+  """
+  p = distribution(teacher_forced_logits(target, params, prompt, tokens), sampling)
+  probability, left = token_by_token(p, tried.q, tried.tokens)
+  drawn = jnp.where(tried.accepted.any(axis=-1, keepdims=True), 0.0, left)
+  exists, rank = tried.position >= 0, jnp.arange(tried.position.shape[-1])
+  earlier_accepted = jnp.cumsum(tried.accepted, axis=-1) > tried.accepted
+  return exists, (exists | (rank == 0)) & ~earlier_accepted, probability, drawn
+
+
+@jax.jit
 def _token_scores(weights: Array, token: Array) -> Scores:
   """Scores [...] of tokens [...] sampled in proportion to weights [..., V]; 0 where those are 0.
 
-  Equally probable tokens share a rank, which makes its variance smaller than `spread`.
+  Equally probable tokens share a rank, which makes its variance smaller than `spread`. This is a
+  program by itself, and compares the weights as they are given: what a program computes it may
+  compute twice, rounded in two ways, and then a token is not as probable as itself.
   """
   total = weights.sum(axis=-1, keepdims=True)
   law = jnp.where(total > 0, weights / total, 0.0)
   whole = law.sum(axis=-1)
   of_token = lambda x: jnp.take_along_axis(x, token[..., None], axis=-1)
   own, before = of_token(law), jnp.arange(law.shape[-1]) < token[..., None]
-  ranked = jnp.where(law > own, 1.0, jnp.where(law == own, 0.5, 0.0))
+  weight = of_token(weights)
+  ranked = jnp.where(weights > weight, 1.0, jnp.where(weights == weight, 0.5, 0.0))
   placed = jnp.where(before, law, 0.0).sum(axis=-1) + own[..., 0] / 2
   logs = jnp.log(jnp.maximum(law, FLOOR))
   mean = (law * logs).sum(axis=-1, keepdims=True)
