@@ -143,7 +143,7 @@ def _is_float(value: numbers.Real) -> bool:
 
 
 def _limit(value: Any) -> str:
-  """What a message adds of a number that is too large for a float."""
+  """Return the largest float, for a message about a number that exceeds it; else nothing."""
   too_large = isinstance(value, numbers.Real) and not _is_float(value)
   return f" of at most {sys.float_info.max:.1e}" if too_large else ""
 

@@ -199,12 +199,12 @@ class Record:
 
   @property
   def draft_label(self) -> str:
-    """Where the draft comes from, or its name if that is not known."""
+    """Path of the draft, or its name if no path is recorded."""
     return self.draft if self.draft_path is None else self.draft_path.removeprefix(BUNDLED)
 
   @property
   def subject(self) -> str:
-    """What was measured, for titles: the task, or the models where no task was given."""
+    """Title of the measurement: the task, or the models if no task was given."""
     return self.task or f"{self.target_label} with {self.draft_label}"
 
   @property

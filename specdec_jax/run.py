@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
       --gin_search_paths, --jax_compilation_cache_dir, --debug.
 
   Returns:
-    Exit status: 0; 2 for bad input, told in one sentence on stderr; 130 after SIGINT and 143 after
+    Exit status: 0; 2 for bad input, with one line on stderr; 130 after SIGINT and 143 after
     SIGTERM (`interrupt`). Anything else is a bug and raised.
   """
   try:

@@ -102,7 +102,7 @@ def _platform_sentence(text: str) -> str:
 
 
 def _jax_has_no_device(error: BaseException) -> bool:
-  """Whether jax failed to start; with JAX_PLATFORMS=cuda it raises an assertion with no message."""
+  """Return True if jax failed to start; for JAX_PLATFORMS=cuda its assertion has no message."""
   bridge: Any = sys.modules.get("jax._src.xla_bridge")
   asked = bridge is not None and "JAX_PLATFORMS" in os.environ
   silent = isinstance(error, AssertionError) and not error.args

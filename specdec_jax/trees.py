@@ -239,8 +239,8 @@ def require_tree_memory(num_nodes: int) -> None:
 
 
 def require_compilable(tree: AnyTree, vocab_size: int) -> None:
-  """Raise InputError if a node has more children than there are tokens, or a tree that is no chain
-  has so many levels or siblings, each of which is compiled apart, that compiling takes minutes."""
+  """Raise InputError if a node has more children than the vocabulary has tokens, or if a tree has
+  more than MOST_UNROLLED levels or siblings: each is compiled separately. Chains have no limit."""
   if tree.is_chain:
     return
   width = tree.width if isinstance(tree, Tree) else 1

@@ -351,7 +351,7 @@ def test_a_divergence_is_found_where_it_is():
 
 @pytest.mark.parametrize("tree", [chain(3), TREE, DynamicTree(6, 3)], ids=str)
 def test_a_pass_that_changes_later_logits_is_not_rounding(tree):
-  """Of whatever shape: its differences exceed the bound, and what they change are not ties."""
+  """For each shape the differences exceed the bound, and the changed outputs are not ties."""
   good, bad = tiny_pair.pair(), with_target(adds_a_sine)
   prompt, keys = good.prompt(TEXTS), jax.random.split(jax.random.key(0), len(TEXTS))
   plain = good.decoder(GREEDY, 0)

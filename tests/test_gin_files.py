@@ -111,7 +111,7 @@ def test_a_head_names_what_can_be_set(path):
 
 
 def value_of(macro: str, *names: str, bindings: tuple[str, ...] = ()):
-  """What a run that reads these files takes for a macro: gin calls what it is bound to."""
+  """Return the value of a macro in a run that reads these files."""
   try:
     run.parse_gin([str(GIN / f"{name}.gin") for name in names], bindings, [])
     return copy.deepcopy(gin.query_parameter(f"%{macro}"))

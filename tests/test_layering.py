@@ -167,7 +167,7 @@ def test_core_runs_without_tensorflow_seqio_or_gin():
 
 
 def test_all_but_tasks_runs_without_the_extra_of_tasks():
-  """Of the packages of `[tasks]`, nothing is imported but by `seqio_tasks`; `tasks` reports it."""
+  """Only `seqio_tasks` imports the packages of `[tasks]`; `tasks` reports that they are missing."""
   absent = "seqio", "tensorflow", "tensorflow_datasets", "tensorflow_text", "t5x"
   names = [p.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for p in MODULES]
   others = [name for name in names if not ("t5x_model" in name or name.endswith("seqio_tasks"))]

@@ -207,7 +207,7 @@ def check_exactness(
 
 
 class _Check:
-  """What is decoded and compared in each setting; see `check_exactness`."""
+  """The comparisons of each setting; see `check_exactness`."""
 
   def __init__(
     self,
@@ -302,7 +302,7 @@ class _Check:
     return joint.p_value >= level, _with_batch(setting), _of_samples(joint, num_tokens, level)
 
   def rounds(self, setting: Setting, num_guesses: int, seed: int) -> Judged:
-    """What happened in rounds of a setting."""
+    """Decode rounds of a setting and score their guesses and tokens."""
     assert isinstance(setting.tree, Tree)
     decode = recorded(self.pair, setting.sampling, setting.tree)
     limit = min(ROUND_TOKENS, self.max_new_tokens)

@@ -136,7 +136,7 @@ def _at(judged: Judged, values: np.ndarray, row: np.ndarray, slot: np.ndarray) -
 
 
 def _before(judged: Judged, values: np.ndarray, later: Judged) -> np.ndarray:
-  """Of values [N] those at the slot before each of `later` [M], 0 where that is another round's."""
+  """Return values [M] at the slot before each of `later`, 0 if another round wrote that slot."""
   return _at(judged, values, later.row, later.slot - 1) * (later.slot > later.start)
 
 

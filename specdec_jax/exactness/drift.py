@@ -45,7 +45,7 @@ class Scores(NamedTuple):
 
 
 class Judged(NamedTuple):
-  """What happened to each of N verified guesses, or at a token without a guess; arrays [N].
+  """Scores of N verified guesses, and of tokens without a guess; arrays [N].
 
   Attributes:
     row: number of the output, from 0. slot: of the guess in the output, from 0.

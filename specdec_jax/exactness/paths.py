@@ -142,7 +142,7 @@ def rounds_of_self_draft(
     assert isinstance(tree, Tree)
     first = [of_node[1:] @ tree.ranks == 0 for of_node in tree.ancestors]
     lengths = tree.depths[np.flatnonzero(first)[-1:]]
-  # Tokens that the first so many rounds can emit, of a row of a batch.
+  # Cumulative number of tokens that the rounds of a row can emit.
   most = lambda row: np.cumsum(np.resize(np.roll(lengths, -row) + 1, max_new_tokens))
   rounds = fewest = 0
   for rows, prompt, count in batches(pair, texts, batch_size):

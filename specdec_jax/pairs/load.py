@@ -179,7 +179,7 @@ def _warn_of_generation(checkpoint: Checkpoint, words: Vocabulary) -> None:
 
 
 def is_bundled(target: str) -> bool:
-  """Whether a target is the bundled pair's."""
+  """Return True if a target is that of the bundled pair."""
   return recorded_path(target) == recorded_path(str(EMBEDDED / "target"))
 
 

@@ -36,7 +36,7 @@ class Instruction(NamedTuple):
     return [name for names in named for name in re.findall(r"%([\w.-]+)", names)]
 
   def first(self, pattern: str) -> str:
-    """What the pattern's group matches first, or nothing."""
+    """Return the first match of the pattern's group, or an empty string."""
     return (re.findall(pattern, self.line) or [""])[0]
 
 

@@ -64,6 +64,6 @@ def weight_copies(hlo: str) -> list[str]:
 
 
 def _has(computations: Computations, instruction: Instruction, ops: set[str]) -> bool:
-  """Whether it is one of these operations, or has one fused into it."""
+  """Return True if the instruction is one of these operations or has one fused into it."""
   inside = (i for name in instruction.calls("calls") for i in computations[name].values())
   return instruction.op in ops or any(_has(computations, i, ops) for i in inside)
