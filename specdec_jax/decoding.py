@@ -167,7 +167,7 @@ def start(target: Model, draft: Draft, target_params, draft_params, prompt, limi
   Raises InputError if that is more than memory holds; traced, as it mostly is, before it is tried.
   """
   batch, tree = len(prompt), draft.tree
-  require_compilable(tree, target.vocab_size)
+  require_compilable(tree)
   first, length = target.prompt_tokens(prompt)
   # A row at the limit may still write one block: buffer and caches have its K slots to spare.
   num_slots = first.shape[1] + limit + tree.num_nodes

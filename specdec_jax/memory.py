@@ -24,6 +24,15 @@ def require_memory(what: str, arrays: Any, advice: str = "ask for less") -> None
   types = [*map(jax.typeof, jax.tree.leaves(arrays))]
   needed = sum(x.size * x.dtype.itemsize for x in types)
   there = _memory(next((x.sharding.mesh for x in types if not x.sharding.mesh.empty), None))
+  _require(what, needed, there, advice)
+
+
+def require_host_memory(what: str, num_bytes: int) -> None:
+  """Raise InputError unless the host's memory could hold `num_bytes`. Starts no backend of jax."""
+  _require(what, num_bytes, _host_memory(), "ask for less")
+
+
+def _require(what: str, needed: float, there: float, advice: str) -> None:
   if needed > there:
     raise InputError(
       f"{what} would take at least {needed / 1e9:,.1f} GB of memory, and there are "
@@ -39,6 +48,10 @@ def _memory(mesh: jax.sharding.AbstractMesh | None) -> float:
   if device.platform != "cpu":
     limit = (device.memory_stats() or {}).get("bytes_limit", math.inf)
     return limit * (mesh.size if mesh else 1)
+  return _host_memory()
+
+
+def _host_memory() -> float:
   there = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
   for path in _LIMITS:
     try:

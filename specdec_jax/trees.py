@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array
 
 from specdec_jax.errors import InputError, require_count, require_types, shown
-from specdec_jax.memory import require_memory
+from specdec_jax.memory import require_host_memory
 
 MOST_UNROLLED = 64  # levels, or siblings, that a program has one after the other
 
@@ -234,21 +234,18 @@ def merged(paths: Sequence[Sequence[int]]) -> Tree:
 
 
 def require_tree_memory(num_nodes: int) -> None:
-  """Raise InputError unless memory holds which node of a tree sees which, before it is made."""
-  require_memory(f"a tree of {num_nodes} nodes", jax.ShapeDtypeStruct((num_nodes,) * 2, np.float32))
+  """Raise InputError unless memory could hold the attention mask [K, K] of a tree of K nodes."""
+  require_host_memory(f"a tree of {num_nodes} nodes", num_nodes**2 * np.float32().itemsize)
 
 
-def require_compilable(tree: AnyTree, vocab_size: int) -> None:
-  """Raise InputError if a node has more children than the vocabulary has tokens, or if a tree has
-  more than MOST_UNROLLED levels or siblings: each is compiled separately. Chains have no limit."""
+def require_compilable(tree: AnyTree) -> None:
+  """Raise InputError if a tree that is no chain has more than MOST_UNROLLED levels or siblings.
+
+  Each of them is compiled separately.
+  """
   if tree.is_chain:
     return
   width = tree.width if isinstance(tree, Tree) else 1
-  if width > vocab_size:
-    raise InputError(
-      f"A node of the tree has {width} children, more than the {vocab_size} tokens of the "
-      "vocabulary; give it fewer."
-    )
   for what, count in (("children of a node", width), ("levels", tree.depth)):
     if count > MOST_UNROLLED:
       raise InputError(

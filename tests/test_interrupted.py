@@ -29,6 +29,7 @@ warnings.simplefilter("ignore")
 sys.path.insert(0, {str(HERE)!r})
 import test_interrupted as here
 here.measuring._measure = here.made_up
+here.tiny_pair.folder = lambda: here.pathlib.Path(sys.argv[2])  # records have its path
 here.measure_it(sys.argv[1], print)
 """
 
@@ -49,7 +50,9 @@ def measure_it(folder, say=lambda *words, flush: None):
 
 def start(folder) -> subprocess.Popen:
   run = subprocess.Popen(
-    [sys.executable, "-c", RUN, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    [sys.executable, "-c", RUN, str(folder), str(tiny_pair.folder())],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
   )
   assert run.stdout.readline() == b"ready\n", run.stderr.read().decode()
   return run
