@@ -694,7 +694,7 @@ models.EncoderDecoderModel.predict_batch_with_aux.return_all_decodes = True
 
 
 def infer(tmp_path, use_orbax: bool, num_partitions: int, more: str):
-  """What t5x's own infer.py writes with our gin files and `more`, a row for each of
+  """Return the rows that t5x's infer.py writes with our gin files and `more`, one for each of
   `t5x_task.LINES`; the target and the draft with their parameters; and the source tokens.
 
   The whole way that a user goes, on weights and a task that are tiny, on four devices, which can
