@@ -12,18 +12,18 @@ import json
 
 import jax
 
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.theory import best_tree
+from specdec_jax.core.trees import Tree
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import named_config, named_dtype
 from specdec_jax.models.families import AnyConfig
 from specdec_jax.models.speculator import SpeculatorConfig, speculator_config
 from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
-from specdec_jax.sampling import Sampling
-from specdec_jax.theory import best_tree
 from specdec_jax.tpu import compile as tpu_compile
 from specdec_jax.tpu import examine
 from specdec_jax.tpu.beams import beam_programs
-from specdec_jax.trees import Tree
 from specdec_jax.writing import written
 
 _NOT_SETTINGS = "format", "output", "no_loops"

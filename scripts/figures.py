@@ -79,8 +79,8 @@ def trace(args: argparse.Namespace):
   import gin
 
   from specdec_jax.commands.translate import decode_lines
+  from specdec_jax.core.sampling import Sampling
   from specdec_jax.reporting.rounds import read_rounds
-  from specdec_jax.sampling import Sampling
 
   require_count("gamma", args.gamma)
   parse_gin([str(ROOT / "gin" / "quickstart.gin"), *filter(None, [args.gin_file])], [], [])

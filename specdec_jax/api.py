@@ -1,4 +1,4 @@
-"""What `import specdec_jax` offers: pairs that take texts and give texts.
+"""What `import specdec_jax` guess_probs: pairs that take texts and give texts.
 
 Batches, lengths and keys are handled here; programs that were compiled are kept between runs.
 """
@@ -16,23 +16,23 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax import pairs
-from specdec_jax.beams import best
-from specdec_jax.compile_cache import keep_compiled, kept_in
-from specdec_jax.decoding import (
-  FreeDraft,
+from specdec_jax.beam_search import best
+from specdec_jax.compile_cache import default_cache_dir, keep_compiled
+from specdec_jax.core.decode import (
+  NullDraft,
   decoded,
   one_round,
   require_finite,
   speculative_decode,
   start,
 )
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import AnyTree, DynamicTree
+from specdec_jax.core.types import DecodeResult, Rounds
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import require_count, require_seed, require_text, require_types
 from specdec_jax.measurement.calibrate import resolve_tree
-from specdec_jax.protocols import Decoded, Rounds
 from specdec_jax.reporting.rounds import Round, read_rounds, round_text
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import AnyTree, DynamicTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -224,12 +224,12 @@ class Pair(pairs.Pair):
     """
     decode, _ = _decoder(self, Pair.stream, [text], locals())
     models, rng = decode.args, row_keys(seed, 0, 1)
-    rule = decode.keywords.get("rule", TokenRule(Sampling(temperature, top_k, top_p)))
+    verifier = decode.keywords.get("verifier", TokenVerifier(Sampling(temperature, top_k, top_p)))
     if decode.func is not speculative_decode:  # plain decoding, which is told in the same way
-      models = self.target, FreeDraft(), self.target_params, ()
+      models = self.target, NullDraft(), self.target_params, ()
     state, said = _begin(*models, self.prompt([text]), max_new_tokens), ""
     while not state.done[0]:
-      state = _go_on(*models, rule, rng, self.vocabulary.eos_id, state)
+      state = _go_on(*models, verifier, rng, self.vocabulary.eos_id, state)
       result = require_finite(jax.device_get(decoded(state)))
       whole = self.vocabulary.decode(np.asarray(result.tokens[0, : result.lengths[0]]))
       piece = whole.removeprefix(said)
@@ -261,7 +261,7 @@ class Pair(pairs.Pair):
       gamma: steps that the draft guesses a round; 0 searches plainly.
       draft_beams: of the draft; as many unless told.
       nodes: that a pass of the target reads at most, as of `pairs.Pair.beam_searcher`.
-      length_penalty: as of `specdec_jax.beams.beam_search`.
+      length_penalty: as of `specdec_jax.beam_search.beam_search`.
       max_new_tokens: limit for a text, EOS counted.
       batch_size: sources searched for together.
 
@@ -292,12 +292,12 @@ class Pair(pairs.Pair):
 
 
 _begin = jax.jit(start, static_argnames=("target", "draft", "limit"))
-_go_on = jax.jit(one_round, static_argnames=("target", "draft", "rule", "eos_id"))
+_go_on = jax.jit(one_round, static_argnames=("target", "draft", "verifier", "eos_id"))
 
 
 def _decoder(
   pair: pairs.Pair, of: Callable, texts: Sequence[str], asked: Mapping[str, Any]
-) -> tuple[functools.partial[Decoded], AnyTree]:
+) -> tuple[functools.partial[DecodeResult], AnyTree]:
   """Of the pair for arguments of `generate` or `stream`, which are checked; and its guesses."""
   require_types(of, asked)
   _require_texts(texts, "text" if "text" in asked else None)
@@ -316,7 +316,7 @@ def _require_texts(texts: Sequence[str], name: str | None = None) -> None:
     require_text(name or f"texts[{place}]", text)
 
 
-def _output(pair: pairs.Pair, result: Decoded, row: int, tree: AnyTree) -> Output:
+def _output(pair: pairs.Pair, result: DecodeResult, row: int, tree: AnyTree) -> Output:
   parents = () if isinstance(tree, DynamicTree) else tree.parents
   tokens = np.asarray(result.tokens[row, : result.lengths[row]])
   ran = result.rounds.num_emitted[:, row] > 0
@@ -331,7 +331,7 @@ def _keeping(load: Callable[P, pairs.Pair]) -> Callable[P, Pair]:
   @functools.wraps(load)
   def loading(*args: P.args, **kwargs: P.kwargs) -> Pair:
     if not getattr(jax.config, "jax_compilation_cache_dir", None):
-      keep_compiled(kept_in())
+      keep_compiled(default_cache_dir())
     return Pair(*load(*args, **kwargs))
 
   return loading

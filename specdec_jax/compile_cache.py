@@ -11,7 +11,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.xla_flags import YNN_FLAG, rejection
 
 
-def kept_in() -> str:
+def default_cache_dir() -> str:
   """Where compiled programs are kept unless told; empty: nowhere."""
   return os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/specdec_jax")
 

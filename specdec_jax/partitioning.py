@@ -13,9 +13,9 @@ import jax
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from specdec_jax.core.trees import AnyNodes, AnyTree, Tree
+from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.protocols import Context, Draft, Model, Outcome, Proposal
-from specdec_jax.trees import AnyNodes, AnyTree, Tree
 
 Rules = tuple[tuple[str, str | None], ...]  # logical axis -> mesh axis; one without stays whole
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from specdec_jax.version import __version__
 
-SCHEMA = 1
+SCHEMA = 2
 BUNDLED = "specdec_jax/assets/"  # begins the paths of checkpoints that come with the package
 
 
@@ -24,7 +24,7 @@ class Record:
     top_p: 1.0 keeps all.
     gamma: guesses a round.
     lenience: l of Appendix A.5; 1.0 for exactness.
-    rule: how guesses are judged, the class of `rules`.
+    verifier: how guesses are judged, the class of `rules`.
     tree: parents of the guesses (`trees.Tree`), of depth gamma; none for a chain.
     dynamic_nodes: of a tree whose shape changes, the newest token counted; of a beam search, what a
       pass reads at most; none for others.
@@ -120,7 +120,7 @@ class Record:
   top_p: float = 1.0
   gamma: int
   lenience: float = 1.0
-  rule: str = "TokenRule"
+  verifier: str = "TokenVerifier"
   tree: list[int] | None = None
   dynamic_nodes: int | None = None
   beams: int | None = None
@@ -247,7 +247,7 @@ _SETTINGS = (
     "top_p",
     "gamma",
     "lenience",
-    "rule",
+    "verifier",
   ),
   *("tree", "dynamic_nodes", "beams", "draft_beams", "length_penalty", "batch_size"),
   *(

@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import reprlib
 import warnings
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,8 @@ from specdec_jax.errors import InputError, require_types
 from specdec_jax.record import SCHEMA, Record, key
 from specdec_jax.version import __version__
 from specdec_jax.writing import claim, naming, require_regular
+
+FIELDS_OF_SCHEMA_1 = {"rule": "verifier"}  # old name: current name
 
 
 @contextlib.contextmanager
@@ -96,6 +99,7 @@ def _parse(line: bytes, where: str) -> Record:
   values = _object(line)
   if values is None:
     raise InputError(f"{where}: not a JSON object; mend or delete that line.")
+  values = _upgraded(values)
   schema = values.get("schema")
   if schema != SCHEMA:
     raise InputError(
@@ -112,6 +116,17 @@ def _parse(line: bytes, where: str) -> Record:
   except TypeError as error:
     fault = str(error).replace("Record.__init__() ", "")
     raise InputError(f"{where}: not a record of schema {SCHEMA}: {fault}.") from None
+
+
+def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
+  """Return the fields of a record of schema 1 under the names of the current schema."""
+  if values.get("schema") != 1:
+    return values
+  renamed = {FIELDS_OF_SCHEMA_1.get(name, name): value for name, value in values.items()}
+  verifier = renamed.get("verifier")
+  if isinstance(verifier, str):
+    renamed["verifier"] = re.sub("Rule$", "Verifier", verifier)
+  return renamed | {"schema": SCHEMA}
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

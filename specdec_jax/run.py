@@ -26,7 +26,7 @@ import gin
 from absl import flags
 
 from specdec_jax import gin_files, interrupt
-from specdec_jax.compile_cache import check_xla_flags, keep_compiled, kept_in
+from specdec_jax.compile_cache import check_xla_flags, default_cache_dir, keep_compiled
 from specdec_jax.errors import InputError
 from specdec_jax.sentences import plainer, user_sentence
 from specdec_jax.version import __version__
@@ -124,7 +124,7 @@ def _parse_flags(argv: Sequence[str]) -> flags.FlagValues:
   )
   flags.DEFINE_string(
     "jax_compilation_cache_dir",
-    kept_in(),
+    default_cache_dir(),
     "Where compiled programs are kept between runs; empty keeps none.",
     flag_values=values,
   )

@@ -17,7 +17,7 @@ _MENDABLE = (
 )
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Modules of ours that became several.
-_SPLIT = {"drafters": "specdec_jax.drafts.copy and specdec_jax.drafts.ngram"}
+_SPLIT = {"drafters": "specdec_jax.drafts.prompt_lookup and specdec_jax.drafts.ngram"}
 _UNSET = r"has no value; set it with --gin.\1=VALUE"
 _QUOTES = """text needs quotes of its own, as in '"text"'"""
 

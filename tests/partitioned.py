@@ -27,20 +27,20 @@ import tiny
 import tiny_pair
 from jax.experimental import multihost_utils
 
-from specdec_jax.decoding import speculative_decode
+from specdec_jax.core.decode import speculative_decode
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import Tree, branching, chain
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.families import model_of
 from specdec_jax.models.speculator import speculator_config
 from specdec_jax.pairs import Pair
 from specdec_jax.partitioning import make_mesh, sharded
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.tpu.hlo import executed_collectives
 from specdec_jax.training.batches import Pairs
 from specdec_jax.training.speculators import speculator_objective
 from specdec_jax.training.trainer import TrainSettings, train
-from specdec_jax.trees import Tree, branching, chain
 
 CONFIGS = {
   "t5": tiny.config(num_heads=4, layers=1),
@@ -94,7 +94,7 @@ def decode(pair: Pair, tree: Tree, temperature: float) -> dict:
     pair.draft(sampling, tree),
     *arguments,
     max_new_tokens=LIMIT,
-    rule=TokenRule(sampling),
+    verifier=TokenVerifier(sampling),
   ).compile()
   decoded = multihost_utils.process_allgather(program(*arguments), tiled=True)
   hlo = program.as_text()

@@ -5,10 +5,10 @@ import tiny_pair
 
 from specdec_jax import records
 from specdec_jax.commands.acceptance import acceptance
-from specdec_jax.drafts.copy import copy_from_context
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.drafts.ngram import unigram
+from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError
-from specdec_jax.sampling import Sampling
 
 TEXTS = tiny_pair.SENTENCES[:6]
 SAMPLINGS = [Sampling(0.0), Sampling(1.0, top_k=5)]
@@ -20,7 +20,7 @@ def drafts(tmp_path_factory):
   text.write_text("".join(line + "\n" for line in tiny_pair.SENTENCES))
   return [
     lambda vocabulary: unigram(vocabulary, str(text)),
-    copy_from_context,
+    prompt_lookup,
   ]
 
 

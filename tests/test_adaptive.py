@@ -9,15 +9,15 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax import adaptive
-from specdec_jax.adaptive import adaptive_decode
-from specdec_jax.decoding import autoregressive_decode, one_round
+from specdec_jax.core import adaptive
+from specdec_jax.core.adaptive import adaptive_decode
+from specdec_jax.core.decode import autoregressive_decode, one_round
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.exactness.compare import compare_samples
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import chain
 
 V, LIMIT, EOS, BATCH = 24, 16, 16, 8
 CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
@@ -51,7 +51,7 @@ def plain(eos_id=EOS):
 
 def decode(drafts, draft_params, costs=COSTS, prior=(0.5, 0.5), eos_id=EOS):
   models = TARGET, drafts, params(), draft_params
-  settings = dict(max_new_tokens=LIMIT, rule=TokenRule(GREEDY), eos_id=eos_id)
+  settings = dict(max_new_tokens=LIMIT, verifier=TokenVerifier(GREEDY), eos_id=eos_id)
   return adaptive_decode(*models, prompts(), keys(), costs, jnp.array(prior), **settings)
 
 
@@ -135,7 +135,7 @@ def sampled():
 
   def decode(prompt, rng, *, max_new_tokens):
     models = pair.target, drafts, pair.target_params, pair.draft_params
-    settings = dict(max_new_tokens=max_new_tokens, rule=TokenRule(sampling))
+    settings = dict(max_new_tokens=max_new_tokens, verifier=TokenVerifier(sampling))
     return adaptive_decode(*models, prompt, rng, costs, prior, **settings)
 
   texts = tiny_pair.SENTENCES[:4]
@@ -157,10 +157,10 @@ def test_samples_have_the_targets_distribution():
 def test_gamma_that_knows_its_own_rounds_outcome_is_caught(monkeypatch):
   """Of 16 rounds, drawn independently, the one that emits most is kept."""
 
-  def luckiest(target, draft, target_params, draft_params, rule, rng, *settings):
+  def luckiest(target, draft, target_params, draft_params, verifier, rng, *settings):
     def drawn(i):
       keys = jax.vmap(jax.random.fold_in, (0, None))(rng, i)
-      return one_round(target, draft, target_params, draft_params, rule, keys, *settings)
+      return one_round(target, draft, target_params, draft_params, verifier, keys, *settings)
 
     rounds = jax.vmap(drawn)(jnp.arange(16))
     best = rounds.length.sum(axis=1).argmax()

@@ -14,12 +14,12 @@ import tiny_pair
 import specdec_jax
 from specdec_jax import api
 from specdec_jax.api import Pair
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import Tree
+from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
 from specdec_jax.measurement import calibrate
-from specdec_jax.rules.blocks import BlockRule
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import Tree
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
@@ -90,7 +90,7 @@ def test_auto_finds_what_is_fastest_and_says_why(monkeypatch, caplog):
   tree = Tree((0, 0, 1))
   found = lambda pair, texts, *rest, branching: type("Found", (), dict(tree=tree))()
   monkeypatch.setattr(calibrate, "calibrate", found)
-  monkeypatch.setattr(calibrate, "found_or_kept", lambda find, *rest, **more: (find(), "; so"))
+  monkeypatch.setattr(calibrate, "get_or_compute", lambda find, *rest, **more: (find(), "; so"))
   caplog.set_level("INFO", "specdec_jax")
   for how in (dict(gamma="auto"), dict(tree="auto")):
     (output,) = own_pair().generate(TEXTS[:1], **how, **SHORT)
@@ -99,15 +99,15 @@ def test_auto_finds_what_is_fastest_and_says_why(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-  "how, rule",
+  "how, verifier",
   [
-    (dict(gamma=0), TokenRule),
-    (dict(tree=(0, 0, 1), temperature=1.0), BlockRule),
+    (dict(gamma=0), TokenVerifier),
+    (dict(tree=(0, 0, 1), temperature=1.0), BlockVerifier),
   ],
   ids=str,
 )
-def test_pieces_of_a_stream_are_the_whole(how, rule):
-  pair = own_pair()._replace(rule=rule)
+def test_pieces_of_a_stream_are_the_whole(how, verifier):
+  pair = own_pair()._replace(verifier=verifier)
   (whole,) = pair.generate(TEXTS[1:2], **how, **SHORT)
   pieces = [*pair.stream(TEXTS[1], **how, **SHORT)]
   assert "".join(pieces) == whole

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import Tree, branching, chain
+from specdec_jax.core.types import Context
 from specdec_jax.drafts.backoff import BackoffDraft, backoff_ngrams, fit_backoff
-from specdec_jax.drafts.copy import CopyDraft
-from specdec_jax.drafts.first import FirstDraft
+from specdec_jax.drafts.fallback import FallbackDraft
+from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
-from specdec_jax.protocols import Context
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import Tree, branching, chain
 
 EOS, SLOTS = 1, 24
 RNG = np.random.default_rng(0)
@@ -80,7 +80,7 @@ def test_a_file_is_counted(tmp_path):
   (tmp_path / "out.txt").write_text("".join(f"{text}\n" for text in tiny_pair.SENTENCES))
   drafter = backoff_ngrams(words, str(tmp_path / "out.txt"), order=3)
   text = [words.start_id, *words.encode(tiny_pair.SENTENCES[0])]
-  draft = drafter.make(Sampling(), chain(3))
+  draft = drafter.build(Sampling(), chain(3))
   proposal = propose(draft, drafter.params, [text[:5]])
   rows = [*map(words.encode, tiny_pair.SENTENCES)]
   assert drafter.name == "3-gram" and proposal.tokens[0, 0] == by_hand(rows, text[:5], 3, 0)
@@ -98,18 +98,18 @@ def test_what_cannot_be_counted(rows, order, sentence):
 
 def test_the_first_that_knows_guesses():
   """Copying finds nothing in the first text, whose newest token is new; n-grams know it."""
-  drafts = CopyDraft(7, chain(2), 2), BackoffDraft(chain(2), 2)
+  drafts = PromptLookupDraft(7, chain(2), 2), BackoffDraft(chain(2), 2)
   params = (), fit_backoff(ROWS, 2)
   texts = [[0, 2, 3], [0, 4, 5, 6, 4]]
-  tokens = propose(FirstDraft(drafts), params, texts).tokens.tolist()
+  tokens = propose(FallbackDraft(drafts), params, texts).tokens.tolist()
   alone = propose(drafts[1], params[1], texts).tokens.tolist()
   assert tokens == [alone[0], [5, 6]] and alone[1] != [5, 6]
 
 
 def test_drafts_that_cannot_take_turns():
   with pytest.raises(InputError, match="a tree of one shape"):
-    FirstDraft((CopyDraft(7, chain(2)), BackoffDraft(chain(3), 2)))
-  drawing = FirstDraft((CopyDraft(7, chain(2)), UniformDraft(7, chain(2))))
+    FallbackDraft((PromptLookupDraft(7, chain(2)), BackoffDraft(chain(3), 2)))
+  drawing = FallbackDraft((PromptLookupDraft(7, chain(2)), UniformDraft(7, chain(2))))
   with pytest.raises(InputError, match="must be chosen"):
     propose(drawing, ((), ()), [[0, 2]])
 

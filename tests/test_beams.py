@@ -11,11 +11,11 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax import decoding, records
-from specdec_jax.beams import (
+from specdec_jax import records
+from specdec_jax.beam_search import (
   BeamDraft,
-  ModelBeams,
-  TreeBeams,
+  ModelBeamDraft,
+  TreeBeamDraft,
   beam_search,
   entries,
   forest,
@@ -23,9 +23,13 @@ from specdec_jax.beams import (
   speculative_beam_search,
   step,
 )
-from specdec_jax.commands import beams as commands
-from specdec_jax.drafts.copy import CopyDraft
+from specdec_jax.commands import bench_beams as commands
+from specdec_jax.core import decode as decoding
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import init_params
 from specdec_jax.models.gpt import GPTModel
@@ -33,9 +37,6 @@ from specdec_jax.models.speculator import speculator_config
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs.speculators import drafter
 from specdec_jax.partitioning import PartitionedModel, make_mesh
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import DynamicTree, Tree, branching, chain
 
 LIMIT, EOS = 9, 1
 T5 = tiny.config(layers=1)
@@ -145,7 +146,7 @@ def on_source(case: Case, kind: str, gamma: int) -> tuple[ModelDraft, object]:
   config = speculator_config(case.target.config, kind, **sizes)
   own = init_params(config, jax.random.key(3))
   made = drafter(kind, config, own, case.target, case.params)
-  return made.make(Sampling(temperature=0.0), chain(gamma)), made.params
+  return made.build(Sampling(temperature=0.0), chain(gamma)), made.params
 
 
 def on_states(case: Case) -> tuple[BeamDraft, object]:
@@ -154,16 +155,16 @@ def on_states(case: Case) -> tuple[BeamDraft, object]:
   config = speculator_config(shape, "eagle", gamma=2, emb_dim=8, mlp_dim=16, num_layers=1)
   own = init_params(config, jax.random.key(3))
   made = drafter("eagle", config, own, case.target, case.params)
-  return TreeBeams(made.make(Sampling(temperature=0.0), DynamicTree(4, 2))), made.params
+  return TreeBeamDraft(made.build(Sampling(temperature=0.0), DynamicTree(4, 2))), made.params
 
 
 DRAFTS = {
-  "as wide": lambda case: (ModelBeams(guessing(case.draft, 2), 3), case.draft_params),
-  "twice as wide": lambda case: (ModelBeams(guessing(case.draft, 3), 6, 99), case.draft_params),
-  "narrow passes": lambda case: (ModelBeams(guessing(case.draft, 3), 6, 4), case.draft_params),
-  "itself": lambda case: (ModelBeams(guessing(case.target, 3), 3, 99), case.params),
+  "as wide": lambda case: (ModelBeamDraft(guessing(case.draft, 2), 3), case.draft_params),
+  "twice as wide": lambda case: (ModelBeamDraft(guessing(case.draft, 3), 6, 99), case.draft_params),
+  "narrow passes": lambda case: (ModelBeamDraft(guessing(case.draft, 3), 6, 4), case.draft_params),
+  "itself": lambda case: (ModelBeamDraft(guessing(case.target, 3), 3, 99), case.params),
   "on the target's states": lambda case: on_states(case),
-  "copies": lambda case: (TreeBeams(CopyDraft(16, branching(2, 1), 2)), ()),
+  "copies": lambda case: (TreeBeamDraft(PromptLookupDraft(16, branching(2, 1), 2)), ()),
 }
 
 
@@ -193,7 +194,7 @@ def test_speculation_finds_the_same(family, draft):
 @pytest.mark.parametrize("kind", ["decoder", "anchored"])
 def test_a_decoder_on_the_targets_encoder_searches_too(kind):
   draft, params = on_source(t5(), kind, 2)
-  same(speculate(t5(), (ModelBeams(draft, 4), params)), plain(t5(), 3))
+  same(speculate(t5(), (ModelBeamDraft(draft, 4), params)), plain(t5(), 3))
 
 
 def test_what_an_anchored_decoder_is_told_goes_with_its_beam():
@@ -201,7 +202,7 @@ def test_what_an_anchored_decoder_is_told_goes_with_its_beam():
   case, (draft, params) = t5(), on_source(t5(), "anchored", 3)
   never, guesses, asked = 0, [], []
 
-  class Recorded(ModelBeams):
+  class Recorded(ModelBeamDraft):
     def propose(self, params, state, context):
       forest, state = super().propose(params, state, context)
       asked.append(np.asarray(forest.tokens))
@@ -217,7 +218,7 @@ def test_what_an_anchored_decoder_is_told_goes_with_its_beam():
 
     return tiny.ChangedModel(case.target, change)
 
-  keys, rule = jax.random.split(jax.random.key(0), 1), TokenRule(Sampling(temperature=0.0))
+  keys, verifier = jax.random.split(jax.random.key(0), 1), TokenVerifier(Sampling(temperature=0.0))
   models, prompt = (case.params, params), case.prompt[:1]
   chains = decoding.start(case.target, draft, *models, prompt, LIMIT)
   beams = search.start(case.target, Recorded(draft, 1, 4), *models, prompt, 1, LIMIT)
@@ -225,7 +226,7 @@ def test_what_an_anchored_decoder_is_told_goes_with_its_beam():
     guess = draft.propose(params, chains.draft, chains.context, keys)[0].tokens
     guesses.append(np.asarray(guess))
     target = says(*guess[0, :kept].tolist(), correction)
-    chains = decoding.one_round(target, draft, *models, rule, keys, never, chains)
+    chains = decoding.one_round(target, draft, *models, verifier, keys, never, chains)
     beams = search.one_round(target, Recorded(draft, 1, 4), *models, 0.6, never, beams)
     assert int(chains.num_rounds) == len(asked) and beams.live.beams.length == chains.length
   np.testing.assert_array_equal(guesses, asked)
@@ -274,16 +275,16 @@ def test_a_beam_is_wider_than_a_vocabulary_only_in_error():
     (lambda: plain(t5(), 0), "beams is 0"),
     (lambda: plain(t5(), 2, max_new_tokens=0), "max_new_tokens is 0"),
     (
-      lambda: speculate(t5(), (ModelBeams(guessing(t5().draft, 2), 2), t5().draft_params)),
+      lambda: speculate(t5(), (ModelBeamDraft(guessing(t5().draft, 2), 2), t5().draft_params)),
       "2 beams",
     ),
     (
-      lambda: speculate(t5(), (ModelBeams(guessing(t5().draft, 2), 3, 2), t5().draft_params)),
+      lambda: speculate(t5(), (ModelBeamDraft(guessing(t5().draft, 2), 3, 2), t5().draft_params)),
       "A pass reads 2 nodes, fewer than the search has beams",
     ),
     (
       lambda: speculate(
-        t5(), (TreeBeams(ModelDraft(t5().draft, Sampling(), chain(2))), t5().draft_params)
+        t5(), (TreeBeamDraft(ModelDraft(t5().draft, Sampling(), chain(2))), t5().draft_params)
       ),
       "ModelDraft keeps a state",
     ),
@@ -316,12 +317,12 @@ def test_guesses_of_a_tree_follow_their_own_beam():
   )
   kept = entries.nothing(1, 0, 2, jnp.zeros((1, 1)))
   context = context._replace(target=(), hidden=two, kept=kept, known=jnp.array([[-1, -1]]))
-  guesses, _ = TreeBeams(decoding.FreeDraft(Tree((0, 0, 1)))).propose((), (), context)
+  guesses, _ = TreeBeamDraft(decoding.NullDraft(Tree((0, 0, 1)))).propose((), (), context)
   assert guesses.parents.tolist() == [[0, 0, 2, 1, 1, 5]]  # 0 and 1 are the newest tokens
 
 
 def test_a_pass_may_read_as_many_nodes_as_the_search_has_beams():
-  assert ModelBeams(guessing(t5().draft, 2), 3, 3).num_nodes(3) == 3
+  assert ModelBeamDraft(guessing(t5().draft, 2), 3, 3).num_nodes(3) == 3
 
 
 def test_equally_likely_texts_come_in_t5xs_order():

@@ -9,19 +9,25 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from specdec_jax.commands import decode, gamma
+from specdec_jax.commands import bench_gamma, decode
 from specdec_jax.commands.translate import decode_lines, translate
-from specdec_jax.decoding import autoregressive_decode
+from specdec_jax.core.decode import autoregressive_decode
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.theory import (
+  best_tree,
+  expected_rounds,
+  text_improvement,
+  tree_rates,
+  tree_tokens,
+)
+from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.errors import InputError
 from specdec_jax.measurement import calibrate, choice, oracles
 from specdec_jax.measurement.calibrate import resolve_gammas, resolve_tree
 from specdec_jax.measurement.choice import choose, choose_tree
 from specdec_jax.measurement.costs import Costs
-from specdec_jax.measurement.kept import depends_on, found_or_kept
+from specdec_jax.measurement.kept import depends_on, get_or_compute
 from specdec_jax.records import read
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.theory import best_tree, expected_rounds, text_improvement, tree_rates, tree_tokens
-from specdec_jax.trees import Tree, branching, chain
 
 GREEDY = Sampling(0.0)
 TEXTS = tiny_pair.SENTENCES[:4]
@@ -245,7 +251,7 @@ def auto(monkeypatch, alpha, **dear):
   """Calibration without its measurements."""
   made = choose(alpha, costs(**dear), LENGTHS)
   monkeypatch.setattr(calibrate, "calibrate", lambda *args, **settings: made)
-  monkeypatch.setattr(calibrate, "found_or_kept", lambda find, *rest, **more: (find(), ""))
+  monkeypatch.setattr(calibrate, "get_or_compute", lambda find, *rest, **more: (find(), ""))
   return made
 
 
@@ -299,7 +305,7 @@ def test_a_calibration_is_kept_until_something_changes(cache):
   best = choice.Branching(branching(2, 1), (0.7, 0.1), 0.5, 1.5, 1.3, 1.1)
   finds, on = [chosen, chosen._replace(branching=best), chosen._replace(gamma=0)], dict(a=1)
   find = lambda: finds.pop(0)
-  keep = lambda num_texts=3, **more: found_or_kept(find, lambda: on | more, num_texts=num_texts)
+  keep = lambda num_texts=3, **more: get_or_compute(find, lambda: on | more, num_texts=num_texts)
   assert keep() == (chosen, "")
   found, since = keep(2)
   assert found == chosen and "with 3 texts" in since and str(cache) in since and len(finds) == 2
@@ -334,7 +340,7 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_calibration_is_named_and_measured_again(cache, name):
   chosen = choose(0.8, costs(), LENGTHS)
-  keep = lambda *found: found_or_kept([*found].pop, lambda: dict(a=1), num_texts=3)
+  keep = lambda *found: get_or_compute([*found].pop, lambda: dict(a=1), num_texts=3)
   keep(chosen)
   (path,) = (cache / "calibrations").iterdir()
   kept = json.loads(path.read_text())
@@ -419,7 +425,7 @@ def test_a_tree_is_found_and_tried(tmp_path, monkeypatch, capsys):
     return [0.0, 0.0, *(1.0 + i % 2 for i in range(len(calls) - 2))], calls
 
   monkeypatch.setattr(calibrate, "interleaved_medians", clock)
-  monkeypatch.setattr(calibrate, "found_or_kept", lambda find, *rest, **more: (find(), ""))
+  monkeypatch.setattr(calibrate, "get_or_compute", lambda find, *rest, **more: (find(), ""))
   assert translated(tmp_path, pair, "auto") == plain_lines(pair)
   said = " ".join(capsys.readouterr().err.split())
   assert said.startswith("a tree of 4 nodes was chosen: alpha ")
@@ -474,14 +480,14 @@ def test_policies_are_measured(tmp_path, capsys, monkeypatch):
   made = choose(0.8, costs(), LENGTHS)
   made = made._replace(gamma=2, c=made.c[:3], v=made.v[:3], speedups=made.speedups[:3])
   calibrated = mock.create_autospec(calibrate.calibrate, return_value=made)
-  monkeypatch.setattr(gamma, "calibrate", calibrated)
+  monkeypatch.setattr(bench_gamma, "calibrate", calibrated)
   lines, pair = [tiny_pair.SENTENCES[i] for i in (0, 33)], tiny_pair.pair()
   settings = dict(gammas=(1, 2), temperatures=(0.0,), batch_sizes=(1,), max_new_tokens=12)
   settings |= dict(thresholds=(0.0,))  # never stops: decodes as the largest gamma does
-  stands, acceptances = [], gamma.acceptances
+  stands, acceptances = [], bench_gamma.acceptances
   noted = lambda *args: stands.extend(found := acceptances(*args)) or found
-  monkeypatch.setattr(gamma, "acceptances", noted)
-  gamma.gamma(pair, lines, str(tmp_path), **settings, repeats=1)
+  monkeypatch.setattr(bench_gamma, "acceptances", noted)
+  bench_gamma.gamma(pair, lines, str(tmp_path), **settings, repeats=1)
   measured = read(str(tmp_path / "results.jsonl"))
   by_name = {(r.draft.rpartition(", ")[2], r.gamma): r for r in measured}
   names = [name for name, _ in by_name]
@@ -499,5 +505,5 @@ def test_policies_are_measured(tmp_path, capsys, monkeypatch):
     assert best <= fixed.min() + 1e-9
   said = capsys.readouterr().out
   assert f"temperature 0, batch 1: {made}." in " ".join(said.split())
-  gamma.gamma(pair, lines, str(tmp_path), **settings, repeats=1)  # measured already
+  bench_gamma.gamma(pair, lines, str(tmp_path), **settings, repeats=1)  # measured already
   assert read(str(tmp_path / "results.jsonl")) == measured and calibrated.call_count == 1

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.checkpoints.stored import Stored, param_shapes, split
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import gpt_config
 from specdec_jax.models.families import for_decoding, module_of
 from specdec_jax.pairs import load_pair
-from specdec_jax.sampling import Sampling
 
 TEXTS = ["Ein kleines Mädchen spielt.", "日本語 🎉🎉", " two  spaces\n\nand lines \n", ""]
 

@@ -5,81 +5,85 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from specdec_jax.drafts.copy import copy_from_context
-from specdec_jax.drafts.layers import some_layers
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
+from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.drafts.layer_skip import layer_skip
+from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError
 from specdec_jax.pairs import (
-  Drafter,
-  cascaded_drafts,
+  DraftFactory,
+  cascade_draft,
+  draft_sampling,
+  forest_draft,
   hierarchical_draft,
-  merged_drafts,
   model_drafter,
-  own_sampling,
   stopping_draft,
 )
-from specdec_jax.rules.blocks import BlockRule
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import chain
 
 GREEDY, RANDOM = Sampling(0.0), Sampling()
 
 
-def near(vocabulary) -> Drafter:
+def near(vocabulary) -> DraftFactory:
   return model_drafter(vocabulary, str(tiny_pair.folder() / "near"))
 
 
 def named(name: str):
   """A drafter that makes what it is asked for."""
-  return lambda vocabulary: Drafter(name, lambda sampling, tree: (sampling, tree), name.upper())
+  return lambda vocabulary: DraftFactory(
+    name, lambda sampling, tree: (sampling, tree), name.upper()
+  )
 
 
 def test_a_cascade_shares_gamma_out():
   words = tiny_pair.pair().vocabulary
-  made = cascaded_drafts(words, [near, copy_from_context], [2])
+  made = cascade_draft(words, [near, prompt_lookup], [2])
   assert made.name == "near, then copy-3" and len(made.params) == 2
-  depths = lambda gamma: [d.tree.depth for d in made.make(GREEDY, chain(gamma)).drafts]
+  depths = lambda gamma: [d.tree.depth for d in made.build(GREEDY, chain(gamma)).drafts]
   assert (depths(1), depths(2), depths(5)) == ([1], [2], [2, 3])
 
 
 def test_merged_drafts_are_branches():
-  made = merged_drafts(tiny_pair.pair().vocabulary, [near, copy_from_context])
-  draft = made.make(GREEDY, chain(2))
+  made = forest_draft(tiny_pair.pair().vocabulary, [near, prompt_lookup])
+  draft = made.build(GREEDY, chain(2))
   assert made.name == "near and copy-3" and draft.tree.parents == (0, 0, 1, 2)
 
 
 def test_a_draft_samples_in_its_own_way():
   words, tree = tiny_pair.pair().vocabulary, chain(3)
-  made = own_sampling(words, named("a"), temperature=0.5, top_k=3)
+  made = draft_sampling(words, named("a"), temperature=0.5, top_k=3)
   assert made.name == "a (temperature 0.5, top_k 3)" and made.params == "A"
-  assert made.make(Sampling(top_p=0.9), tree) == (Sampling(0.5, 3, 0.9), tree)
-  assert made.make(GREEDY, tree) == (GREEDY, tree)  # the argmax is its best guess
-  assert own_sampling(words, named("a")).name == "a"
+  assert made.build(Sampling(top_p=0.9), tree) == (Sampling(0.5, 3, 0.9), tree)
+  assert made.build(GREEDY, tree) == (GREEDY, tree)  # the argmax is its best guess
+  assert draft_sampling(words, named("a")).name == "a"
 
 
 @pytest.mark.parametrize(
   "make, sentence",
   [
-    (lambda words: cascaded_drafts(words, [near], [2]), "1 drafts in a row and 1 gammas"),
-    (lambda words: cascaded_drafts(words, [near, near], [0]), "gamma is 0"),
-    (lambda words: stopping_draft(words, copy_from_context, 0.5), "copy-3 is no model"),
-    (lambda words: hierarchical_draft(words, copy_from_context, near), "copy-3 is no model"),
+    (lambda words: cascade_draft(words, [near], [2]), "1 drafts in a row and 1 gammas"),
+    (lambda words: cascade_draft(words, [near, near], [0]), "gamma is 0"),
+    (lambda words: stopping_draft(words, prompt_lookup, 0.5), "copy-3 is no model"),
+    (lambda words: hierarchical_draft(words, prompt_lookup, near), "copy-3 is no model"),
   ],
 )
 def test_what_cannot_be_put_together(make, sentence):
   with pytest.raises(InputError, match=sentence):
-    make(tiny_pair.pair().vocabulary).make(RANDOM, chain(2))
+    make(tiny_pair.pair().vocabulary).build(RANDOM, chain(2))
 
 
 def test_only_token_verification_judges_what_stops():
   pair = tiny_pair.pair()
-  pair = pair.with_draft(stopping_draft(pair.vocabulary, near, 0.5))._replace(rule=BlockRule)
+  pair = pair.with_draft(stopping_draft(pair.vocabulary, near, 0.5))._replace(
+    verifier=BlockVerifier
+  )
   with pytest.raises(InputError, match=r"near \(stops below 0.5\) stops early"):
     pair.decoder(RANDOM, 2)
 
 
 def test_layers_are_the_targets_own_arrays():
   pair = tiny_pair.pair()
-  with_layers = pair.with_draft(some_layers(pair.vocabulary, [0]))
+  with_layers = pair.with_draft(layer_skip(pair.vocabulary, [0]))
   assert with_layers.draft_name == "layers 0"
   of_target = {id(leaf) for leaf in jax.tree.leaves(pair.target_params)}
   assert {id(leaf) for leaf in jax.tree.leaves(with_layers.draft_params)} < of_target
@@ -95,4 +99,4 @@ def test_layers_are_the_targets_own_arrays():
 def test_layers_that_there_are_not(layers):
   pair = tiny_pair.pair()
   with pytest.raises(InputError, match="decoder has layers 0 to 0"):
-    pair.with_draft(some_layers(pair.vocabulary, layers))
+    pair.with_draft(layer_skip(pair.vocabulary, layers))

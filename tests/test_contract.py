@@ -1,4 +1,4 @@
-"""What every draft, rule, tree and model keeps to: a new one joins with a line in CASES, as
+"""What every draft, verifier, tree and model keeps to: a new one joins with a line in CASES, as
 "copying" does."""
 
 import functools
@@ -16,31 +16,38 @@ from test_speculative import CONFIG as T5_CONFIG
 from test_speculative import DRAFT_CONFIG as T5_DRAFT
 from test_speculative import exact_joint, joint_of_loop, target_and_draft
 
-from specdec_jax.data.vocabulary import Vocabulary
-from specdec_jax.decoding import (
-  FreeDraft,
+from specdec_jax.core.decode import (
+  NullDraft,
   autoregressive_decode,
   one_round,
   speculative_decode,
   start,
 )
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
+from specdec_jax.core.types import DraftFactory
+from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.k_seq import KSeqVerifier
+from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
+from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts import dynamic as drafts_dynamic
 from specdec_jax.drafts import hierarchical as drafts_hierarchical
 from specdec_jax.drafts import model as drafts_model
 from specdec_jax.drafts import stopping as drafts_stopping
 from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.cascade import CascadeDraft
-from specdec_jax.drafts.copy import CopyDraft, copy_from_context
 from specdec_jax.drafts.dynamic import DynamicDraft
-from specdec_jax.drafts.first import copy_or_ngrams
+from specdec_jax.drafts.fallback import prompt_lookup_or_ngrams
+from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
-from specdec_jax.drafts.known import KnownDraft
-from specdec_jax.drafts.layers import some_layers
+from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.lookahead import lookahead
-from specdec_jax.drafts.merged import MergedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
+from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
 from specdec_jax.drafts.retrieval import retrieval
+from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.models.families import init_params
@@ -48,13 +55,6 @@ from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.speculator import SpeculatorConfig
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import speculators
-from specdec_jax.protocols import Drafter
-from specdec_jax.rules.blocks import BlockRule
-from specdec_jax.rules.k_seq import KSeqRule
-from specdec_jax.rules.lossy import TopBetaRule, TypicalRule
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import DynamicTree, Tree, branching, chain
 
 V, LIMIT = 6, 10
 GREEDY, RANDOM, TOP_K = Sampling(temperature=0.0), Sampling(), Sampling(top_k=3)
@@ -104,7 +104,7 @@ def independent(models: Models, sampling: Sampling, tree: Tree):
   return ModelDraft(models.draft, sampling, tree, independent=True), models.draft_params
 
 
-def drafted(make: Callable[..., Drafter], *settings: Any):
+def drafted(make: Callable[..., DraftFactory], *settings: Any):
   """What users give a pair as its draft, for a vocabulary whose texts are ids."""
   words = mock.MagicMock(Vocabulary, __len__=lambda words: V, start_id=0)
   words.encode = lambda text: [*map(int, text.split()), 1]
@@ -112,7 +112,7 @@ def drafted(make: Callable[..., Drafter], *settings: Any):
 
   def draft(models: Models, sampling: Sampling, tree: Tree):
     drafter = make(words, *settings)
-    return drafter.make(sampling, tree), drafter.params
+    return drafter.build(sampling, tree), drafter.params
 
   return draft
 
@@ -149,9 +149,9 @@ def two_levels(models: Models, sampling: Sampling, tree: Tree):
 
 def layers(models: Models, sampling: Sampling, tree: Tree):
   """The last of the target's own layers."""
-  drafter = some_layers(mock.MagicMock(Vocabulary), [models.target.config.num_decoder_layers - 1])
+  drafter = layer_skip(mock.MagicMock(Vocabulary), [models.target.config.num_decoder_layers - 1])
   drafter = drafter.drafter(models.target, models.params)
-  return drafter.make(sampling, tree), drafter.params
+  return drafter.build(sampling, tree), drafter.params
 
 
 def stopping(models: Models, sampling: Sampling, tree: Tree):
@@ -160,7 +160,7 @@ def stopping(models: Models, sampling: Sampling, tree: Tree):
 
 
 def known(models: Models, sampling: Sampling, tree: Tree):
-  return KnownDraft(CopyDraft(V, tree, 2)), ()
+  return StopAtMissDraft(PromptLookupDraft(V, tree, 2)), ()
 
 
 def cascade(models: Models, sampling: Sampling, tree: Tree):
@@ -168,7 +168,7 @@ def cascade(models: Models, sampling: Sampling, tree: Tree):
   drafts = (
     ModelDraft(models.target, sampling, chain(1)),
     ModelDraft(models.draft, sampling, chain(2)),
-    CopyDraft(V, chain(1), 2),
+    PromptLookupDraft(V, chain(1), 2),
   )
   return CascadeDraft(drafts, V), (models.params, models.draft_params, ())
 
@@ -183,13 +183,13 @@ def learned(kind: str):
     config = SpeculatorConfig(kind=kind, vocab_size=V, gamma=4, **sizes, **heads)
     own = init_params(config, jax.random.key(1))
     made = speculators.drafter(kind, config, own, models.target, models.params)
-    return made.make(sampling, tree), made.params
+    return made.build(sampling, tree), made.params
 
   return draft
 
 
 def free(models: Models, sampling: Sampling, tree: Tree):
-  return FreeDraft(tree), ()
+  return NullDraft(tree), ()
 
 
 def dynamic(models: Models, sampling: Sampling, tree: DynamicTree):
@@ -200,58 +200,63 @@ def dynamic_itself(models: Models, sampling: Sampling, tree: DynamicTree):
   return DynamicDraft(models.target, tree, width=2), models.params
 
 
-def merged_drafts(models: Models, sampling: Sampling, tree: Tree):
+def forest_draft(models: Models, sampling: Sampling, tree: Tree):
   """A chain of a model, a tree of the target's own, and a copy."""
   drafts = (
     ModelDraft(models.draft, sampling, chain(2)),
     ModelDraft(models.target, sampling, branching(2, 1)),
-    CopyDraft(V, chain(2), 2),
+    PromptLookupDraft(V, chain(2), 2),
   )
-  return MergedDraft(drafts, V), (models.draft_params, models.params, ())
+  return ForestDraft(drafts, V), (models.draft_params, models.params, ())
 
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 CASES = {
-  "chain": (t5, model, chain(3), TokenRule),
-  "copying": (t5, drafted(copy_from_context), chain(2), TokenRule),
-  "copying, tree": (gpt, drafted(copy_from_context), branching(2, 1), TokenRule),
-  "n-grams": (t5, drafted(backoff_ngrams, outputs()), RAGGED, TokenRule),
-  "copying or n-grams": (gpt, drafted(copy_or_ngrams, outputs()), chain(2), TokenRule),
-  "lookahead": (t5, drafted(lookahead, 3, 2), chain(2), TokenRule),
-  "retrieval": (t5, drafted(retrieval, outputs(), 3, 16), RAGGED, TokenRule),
-  "retrieval, dynamic": (gpt, drafted(retrieval, outputs(), 3, 16), DynamicTree(5, 2), TokenRule),
-  "layers": (t5, layers, chain(3), BlockRule),
-  "layers, GPT": (gpt, layers, RAGGED, TokenRule),
-  "known": (gpt, known, chain(5), TokenRule),
-  "stopping": (t5, stopping, chain(4), TokenRule),
-  "cascade": (gpt, cascade, chain(4), TokenRule),
-  "heads": (gpt, learned("heads"), RAGGED, TokenRule),
-  "EAGLE": (t5, learned("eagle"), RAGGED, TokenRule),
-  "EAGLE, dynamic": (gpt, learned("eagle"), DynamicTree(9, 3), TokenRule),
-  "one pass": (t5, learned("parallel"), chain(3), BlockRule),
-  "look-ahead embeddings": (t5, learned("look_ahead"), chain(3), TokenRule),
-  "exit": (gpt, learned("exit"), chain(3), TokenRule),
-  "shared encoder": (t5, learned("decoder"), RAGGED, TokenRule),
-  "anchored": (t5, learned("anchored"), RAGGED, TokenRule),
-  "uniform": (t5, drafted(uniform), branching(2, 1), TokenRule),
-  "hierarchical": (t5, hierarchical, chain(4), TokenRule),
-  "hierarchical, GPT": (gpt, two_levels, chain(3), BlockRule),
-  "bigrams": (t5, bigrams, chain(2), BlockRule),
-  "dynamic": (t5, dynamic, DynamicTree(6, 3), TokenRule),
-  "dynamic, GPT": (gpt, dynamic, DynamicTree(3, 4), TokenRule),
-  "dynamic of itself": (t5, dynamic_itself, DynamicTree(4, 2), TokenRule),
-  "drafts merged": (t5, merged_drafts, Tree((0, 0, 0, 0, 1, 2, 3, 4)), TokenRule),
-  "free": (t5, free, RAGGED, TokenRule),
-  "blocks": (t5, model, chain(3), BlockRule),
-  "tree": (t5, model, RAGGED, TokenRule),
-  "tree, GPT": (gpt, model, RAGGED, TokenRule),
-  "tree, blocks": (t5, model, branching(2, 2), BlockRule),
-  "k-seq": (t5, independent, branching(2, 2), KSeqRule),
-  "typical": (t5, model, RAGGED, TypicalRule),
-  "top-beta": (gpt, model, chain(2), TopBetaRule),
+  "chain": (t5, model, chain(3), TokenVerifier),
+  "copying": (t5, drafted(prompt_lookup), chain(2), TokenVerifier),
+  "copying, tree": (gpt, drafted(prompt_lookup), branching(2, 1), TokenVerifier),
+  "n-grams": (t5, drafted(backoff_ngrams, outputs()), RAGGED, TokenVerifier),
+  "copying or n-grams": (gpt, drafted(prompt_lookup_or_ngrams, outputs()), chain(2), TokenVerifier),
+  "lookahead": (t5, drafted(lookahead, 3, 2), chain(2), TokenVerifier),
+  "retrieval": (t5, drafted(retrieval, outputs(), 3, 16), RAGGED, TokenVerifier),
+  "retrieval, dynamic": (
+    gpt,
+    drafted(retrieval, outputs(), 3, 16),
+    DynamicTree(5, 2),
+    TokenVerifier,
+  ),
+  "layers": (t5, layers, chain(3), BlockVerifier),
+  "layers, GPT": (gpt, layers, RAGGED, TokenVerifier),
+  "known": (gpt, known, chain(5), TokenVerifier),
+  "stopping": (t5, stopping, chain(4), TokenVerifier),
+  "cascade": (gpt, cascade, chain(4), TokenVerifier),
+  "heads": (gpt, learned("heads"), RAGGED, TokenVerifier),
+  "EAGLE": (t5, learned("eagle"), RAGGED, TokenVerifier),
+  "EAGLE, dynamic": (gpt, learned("eagle"), DynamicTree(9, 3), TokenVerifier),
+  "one pass": (t5, learned("parallel"), chain(3), BlockVerifier),
+  "look-ahead embeddings": (t5, learned("look_ahead"), chain(3), TokenVerifier),
+  "exit": (gpt, learned("exit"), chain(3), TokenVerifier),
+  "shared encoder": (t5, learned("decoder"), RAGGED, TokenVerifier),
+  "anchored": (t5, learned("anchored"), RAGGED, TokenVerifier),
+  "uniform": (t5, drafted(uniform), branching(2, 1), TokenVerifier),
+  "hierarchical": (t5, hierarchical, chain(4), TokenVerifier),
+  "hierarchical, GPT": (gpt, two_levels, chain(3), BlockVerifier),
+  "bigrams": (t5, bigrams, chain(2), BlockVerifier),
+  "dynamic": (t5, dynamic, DynamicTree(6, 3), TokenVerifier),
+  "dynamic, GPT": (gpt, dynamic, DynamicTree(3, 4), TokenVerifier),
+  "dynamic of itself": (t5, dynamic_itself, DynamicTree(4, 2), TokenVerifier),
+  "drafts merged": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), TokenVerifier),
+  "free": (t5, free, RAGGED, TokenVerifier),
+  "blocks": (t5, model, chain(3), BlockVerifier),
+  "tree": (t5, model, RAGGED, TokenVerifier),
+  "tree, GPT": (gpt, model, RAGGED, TokenVerifier),
+  "tree, blocks": (t5, model, branching(2, 2), BlockVerifier),
+  "k-seq": (t5, independent, branching(2, 2), KSeqVerifier),
+  "typical": (t5, model, RAGGED, TypicalVerifier),
+  "top-beta": (gpt, model, chain(2), TopBetaVerifier),
 }
-EXACT = [name for name, (*_, rule) in CASES.items() if rule(RANDOM).exact]
-# The joint distribution of whole loops; of rounds test_rules.py has every rule's. With top-k a node
+EXACT = [name for name, (*_, verifier) in CASES.items() if verifier(RANDOM).exact]
+# The joint distribution of whole loops; of rounds test_rules.py has every verifier's. With top-k a node
 # may have fewer possible children than the tree.
 SAMPLED = [
   ("hierarchical", "temperature 1"),
@@ -266,12 +271,15 @@ SAMPLED = [
 
 def speculate(case: str, sampling: Sampling, rows=range(6)):
   """With parts of its own: whoever makes them, equal ones are one to the compiler."""
-  made, make, tree, rule = CASES[case]
+  made, make, tree, verifier = CASES[case]
   models = made()
   draft, draft_params = make(models, sampling, tree)
   rows = np.array(rows)
   prompts, keys = models.prompts[rows], jax.random.split(jax.random.key(0), 6)[rows]
-  params, how = (models.params, draft_params), dict(max_new_tokens=LIMIT, rule=rule(sampling))
+  params, how = (
+    (models.params, draft_params),
+    dict(max_new_tokens=LIMIT, verifier=verifier(sampling)),
+  )
   return speculative_decode(models.target, draft, *params, prompts, keys, **how)
 
 
@@ -294,7 +302,7 @@ def same_rows(one, other, rows: list[int]) -> None:
 ROWS = [
   case for case in CASES if not case.startswith(("chain, G", "dynamic, G", "hierarchical, G"))
 ]
-# Those that choose their guesses draw nothing, nor does the rule for them that others do not; and
+# Those that choose their guesses draw nothing, nor does the verifier for them that others do not; and
 # of some that draw another case draws by the same code. They have one program, at temperature 0.
 CHOSEN = {"copying", "copying, tree", "retrieval", "retrieval, dynamic", "lookahead", "known"}
 CHOSEN |= {"dynamic", "dynamic of itself", "EAGLE, dynamic", "free"}
@@ -342,10 +350,10 @@ def test_the_record_of_rounds_is_the_text(case):
 @pytest.mark.parametrize("case, method", SAMPLED)
 def test_samples_have_the_targets_joint_distribution(case, method):
   sampling = {"temperature 1": RANDOM, "top-k": TOP_K}[method]
-  _, make, tree, rule = CASES[case]
+  _, make, tree, verifier = CASES[case]
   draft, draft_params = make(t5(), sampling, tree)
   decode = functools.partial(
-    speculative_decode, t5().target, draft, t5().params, draft_params, rule=rule(sampling)
+    speculative_decode, t5().target, draft, t5().params, draft_params, verifier=verifier(sampling)
   )
   assert tiny.p_value(joint_of_loop(decode)[0], exact_joint(method)) > tiny.LEVEL
 
@@ -358,12 +366,12 @@ def test_a_draft_knows_what_was_committed(case, monkeypatch):
 
   So is the target's state that it may read what a pass over the text has before the newest token.
   """
-  made, make, tree, rule = CASES[case]
+  made, make, tree, verifier = CASES[case]
   models, keys = made(), jax.random.split(jax.random.key(0), 6)
   draft, draft_params = make(models, RANDOM, tree)
   params = models.params, draft_params
   state = tiny.start(models.target, draft, *params, models.prompts, LIMIT)
-  parts = models.target, draft, *params, rule(RANDOM), keys, -1
+  parts = models.target, draft, *params, verifier(RANDOM), keys, -1
   step = jax.jit(functools.partial(one_round, *parts))
   propose, anew = (
     jax.jit(lambda kept, context: draft.propose(draft_params, kept, context, keys)[0])
@@ -407,7 +415,7 @@ def test_a_chain_gathers_from_no_cache_and_a_tree_does(of):
     state = jax.eval_shape(begun, *params, models.prompts)
     caches = {x.shape for x in jax.tree.leaves((state.target.layers, state.draft.layers))}
     keys = jax.random.split(jax.random.key(0), 6)
-    parts = models.target, draft, *params, TokenRule(sampling), keys, models.target.eos_id
+    parts = models.target, draft, *params, TokenVerifier(sampling), keys, models.target.eos_id
     return caches, gathered(jax.make_jaxpr(functools.partial(one_round, *parts))(state).jaxpr)
 
   caches, of_chain = shapes(chain(3))

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import tiny
 
-from specdec_jax import decoding
-from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.core import decode as decoding
+from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import Rounds
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.protocols import Rounds
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import chain
 
 V = 24
 CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
@@ -78,8 +78,10 @@ def speculate(gamma, draft_params, sampling=GREEDY, rows=slice(None), **settings
   settings = {"rng": keys()[rows], "max_new_tokens": LIMIT, "eos_id": EOS, **settings}
   draft = settings.pop("draft", None) or ModelDraft(TARGET, sampling, chain(gamma))
   prompt = settings.pop("prompt", prompts())[rows]
-  rule = TokenRule(sampling)
-  out = speculative_decode(TARGET, draft, params(), draft_params, prompt, rule=rule, **settings)
+  verifier = TokenVerifier(sampling)
+  out = speculative_decode(
+    TARGET, draft, params(), draft_params, prompt, verifier=verifier, **settings
+  )
   check(out, settings["max_new_tokens"], settings["eos_id"])
   return out
 

@@ -7,14 +7,14 @@ import numpy as np
 import tiny_pair
 
 from specdec_jax import records
-from specdec_jax.commands import drafts
+from specdec_jax.commands import bench_drafts
 from specdec_jax.commands.tabulate import named_table
-from specdec_jax.drafts.copy import copy_from_context
-from specdec_jax.drafts.layers import some_layers
+from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.drafts.layer_skip import layer_skip
+from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.reporting.drafts import drafts_table
 from specdec_jax.reporting.drafts_figure import drafts_figure
-from specdec_jax.rules.blocks import BlockRule
 
 
 def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
@@ -30,15 +30,15 @@ def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
     wanted = {*map(records.key, asked)}
     return [r for r in records.read(results) if records.key(r) in wanted]
 
-  monkeypatch.setattr(drafts, "measure", measure)
-  others = [copy_from_context, functools.partial(some_layers, layers=[0])]
-  how = dict(rules=[BlockRule], gamma=2)
+  monkeypatch.setattr(bench_drafts, "measure", measure)
+  others = [prompt_lookup, functools.partial(layer_skip, layers=[0])]
+  how = dict(rules=[BlockVerifier], gamma=2)
   for _ in range(2):
-    drafts.compare_drafts(tiny_pair.pair(), ["Ein Hund."], str(tmp_path), others, **how)
+    bench_drafts.compare_drafts(tiny_pair.pair(), ["Ein Hund."], str(tmp_path), others, **how)
   measured = records.read(results := str(tmp_path / "results.jsonl"))
-  of = lambda draft: [(draft, "TokenRule", 0.0), (draft, "TokenRule", 1.0)]
-  names = [(r.draft, r.rule, r.temperature) for r in measured]
-  blocks = [("near", "BlockRule", 1.0)]
+  of = lambda draft: [(draft, "TokenVerifier", 0.0), (draft, "TokenVerifier", 1.0)]
+  names = [(r.draft, r.verifier, r.temperature) for r in measured]
+  blocks = [("near", "BlockVerifier", 1.0)]
   assert names == [*of("near"), *blocks, *of("copy-3"), *of("layers 0")]
   rows, said = named_table("drafts", [results]).rows, capsys.readouterr().out
   assert [row[:2] for row in rows[:2]] == [("near", "Token"), ("near", "Block")]
@@ -50,7 +50,7 @@ def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
   )
   assert dict(zip(shown, rows[1]))["length, T = 0"] == "-" and "layers 0" in said
   page = (tmp_path / "report.html").read_text()
-  assert "near, BlockRule" in page and page.count("<svg") == 2
+  assert "near, BlockVerifier" in page and page.count("<svg") == 2
   cold, warm = drafts_figure(measured).axes
   np.testing.assert_allclose(cold.collections[0].get_offsets(), [(2.5, 2.5)])
   assert len(warm.collections) == 4 and len(cold.collections) == 3

@@ -10,14 +10,14 @@ import re
 import jax
 import pytest
 
+from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import chain
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.counts import identical
 from specdec_jax.data.text import read_lines
-from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.measurement.alpha import measure_alpha
 from specdec_jax.pairs import ASSETS, EMBEDDED, asset, load_pair
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import chain
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MULTI30K = pathlib.Path(os.environ.get("SPECDEC_SHARED", "../shared")) / "data" / "multi30k"
@@ -59,7 +59,9 @@ def test_greedy_output_is_plain_decodings(sentences, draft, batch_size=8, gamma=
   for at in range(0, 24, batch_size):
     text = pair.prompt(sentences[at : at + batch_size], width=48), row_keys(0, at, batch_size)
     plain = autoregressive_decode(pair.target, params[0], *text, sampling=GREEDY, **limit)
-    ours = speculative_decode(pair.target, draft, *params, *text, rule=TokenRule(GREEDY), **limit)
+    ours = speculative_decode(
+      pair.target, draft, *params, *text, verifier=TokenVerifier(GREEDY), **limit
+    )
     assert identical([plain], [ours]), f"gamma {gamma}, batch {batch_size}, sentence {at}"
     assert ours.num_rounds < 0.6 * plain.num_rounds, "its guesses are worth nothing"
 

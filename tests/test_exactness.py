@@ -13,7 +13,13 @@ import tiny_pair
 from test_t5 import sees_its_cousins
 
 from specdec_jax.commands.check_exactness import check_exactness
-from specdec_jax.decoding import speculative_decode
+from specdec_jax.core.decode import speculative_decode
+from specdec_jax.core.sampling import Sampling, distribution, sample
+from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
+from specdec_jax.core.types import Proposal, Verification
+from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.lossy import TypicalVerifier
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
 from specdec_jax.exactness.compare import (
   cells_of,
@@ -31,12 +37,6 @@ from specdec_jax.exactness.ties import (
 )
 from specdec_jax.models import decoder
 from specdec_jax.models.layers import RelativePositionBias
-from specdec_jax.protocols import Proposal, Verdict
-from specdec_jax.rules.blocks import BlockRule
-from specdec_jax.rules.lossy import TypicalRule
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, distribution, sample
-from specdec_jax.trees import DynamicTree, Tree, branching, chain
 
 GREEDY = Sampling(temperature=0.0)
 SAMPLINGS = {
@@ -108,7 +108,7 @@ def test_the_target_as_its_own_draft_takes_the_fewest_rounds(tree, by_paths):
 
 @dataclasses.dataclass(frozen=True)
 class JudgedBy:
-  """A rule for chains: (keys [B], x [B, G], q [B, G, V], p [B, G + 1, V]) -> the verdict."""
+  """A verifier for chains: (keys [B], x [B, G], q [B, G, V], p [B, G + 1, V]) -> the verification."""
 
   sampling: Sampling
   judge: Callable
@@ -130,7 +130,7 @@ def judge_with(accept=lambda u, q, p: u * q < p, residual=lambda p, q: jnp.maxim
     at_n = lambda probs: jnp.take_along_axis(probs, n[:, None, None], axis=1)[:, 0]
     weights = residual(at_n(p), at_n(jnp.pad(q, ((0, 0), (0, 1), (0, 0)))))
     weights = jnp.where(weights.sum(axis=-1, keepdims=True) > 0, weights, at_n(p))
-    return Verdict(n, sample(keys[1], weights))
+    return Verification(n, sample(keys[1], weights))
 
   return judge
 
@@ -139,7 +139,7 @@ def drops_bonus(rng, x, q, p):
   """After a round of accepted guesses the last of them is emitted as if it were the correction."""
   n, next_token, _ = judge_with()(rng, x, q, p)
   all_stand = n == x.shape[1]
-  return Verdict(n - all_stand, jnp.where(all_stand, x[:, -1], next_token))
+  return Verification(n - all_stand, jnp.where(all_stand, x[:, -1], next_token))
 
 
 def bonus_of_the_guess_before(rng, x, q, p):
@@ -163,13 +163,13 @@ JUDGES = {
 }
 
 
-def with_rule(rule, change=lambda proposal: proposal, gamma=GAMMA):
-  """Speculation judged by a rule, with a draft whose proposals are changed."""
+def with_rule(verifier, change=lambda proposal: proposal, gamma=GAMMA):
+  """Speculation judged by a verifier, with a draft whose proposals are changed."""
   pair = tiny_pair.pair()
-  draft = pair.draft(rule.sampling, chain(gamma))
+  draft = pair.draft(verifier.sampling, chain(gamma))
   draft = tiny.ChangedDraft(draft, lambda params, proposal: change(proposal))
   params = pair.target_params, pair.draft_params
-  return functools.partial(speculative_decode, pair.target, draft, *params, rule=rule)
+  return functools.partial(speculative_decode, pair.target, draft, *params, verifier=verifier)
 
 
 class Telling(tiny.ChangedDraft):
@@ -191,11 +191,11 @@ told = []
 
 @functools.cache
 def of_any_judge(sampling):
-  """Speculation of a pair whose rule is a number among its parameters: one program for all."""
+  """Speculation of a pair whose verifier is a number among its parameters: one program for all."""
   judge = lambda *args: jax.lax.switch(told[0], [*JUDGES.values()], *args)
   draft = Telling(tiny_pair.pair().draft(sampling, chain(GAMMA)), None)
   return functools.partial(
-    speculative_decode, tiny_pair.pair().target, draft, rule=JudgedBy(sampling, judge)
+    speculative_decode, tiny_pair.pair().target, draft, verifier=JudgedBy(sampling, judge)
   )
 
 
@@ -217,7 +217,7 @@ def test_faults_of_judging_are_caught(fault):
 
 def test_a_dropped_bonus_is_caught():
   """Its output is right, so only the count of rounds can tell."""
-  pair = tiny_pair.pair()._replace(rule=lambda sampling: JudgedBy(sampling, drops_bonus))
+  pair = tiny_pair.pair()._replace(verifier=lambda sampling: JudgedBy(sampling, drops_bonus))
   rounds, fewest = rounds_of_self_draft(pair, TEXTS, chain(GAMMA), 4, 12)
   assert rounds > 1.2 * fewest
 
@@ -237,14 +237,14 @@ def test_uniforms_shared_by_draft_and_judge_are_caught():
   pair, judge = tiny_pair.pair(), judge_with(accept=lambda u, q, p: left[0] * q < p)
   draft = Leaving(pair.draft(sampling, chain(1)), None)
   models = pair.target, draft, pair.target_params, pair.draft_params
-  decode = functools.partial(speculative_decode, *models, rule=JudgedBy(sampling, judge))
+  decode = functools.partial(speculative_decode, *models, verifier=JudgedBy(sampling, judge))
   assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
 
 
 def test_q_recomputed_without_temperature_is_caught():
   sampling = SAMPLINGS["temperature 0.6"]
   forget = lambda proposal: forgetful(proposal, 0.6)
-  decode = with_rule(TokenRule(sampling), forget)
+  decode = with_rule(TokenVerifier(sampling), forget)
   assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
 
 
@@ -257,8 +257,8 @@ def forgetful(proposal, temperature):
 def test_truncation_on_one_side_only_is_caught():
   pair, sampling = tiny_pair.pair(), SAMPLINGS["top-p"]
   models = pair.target, pair.draft(sampling, chain(GAMMA)), pair.target_params, pair.draft_params
-  plainly = TokenRule(Sampling(sampling.temperature))
-  decode = functools.partial(speculative_decode, *models, rule=plainly)
+  plainly = TokenVerifier(Sampling(sampling.temperature))
+  decode = functools.partial(speculative_decode, *models, verifier=plainly)
   joint = sampled(sampling=sampling, decode=decode)
   assert joint.num_impossible > 0 and joint.p_value == 0
 
@@ -492,12 +492,12 @@ def test_a_good_pair_is_said_to_hold(capsys):
 
 
 def test_trees_are_checked_and_a_rule_without_laws_is_named(capsys):
-  pair = tiny_pair.pair()._replace(rule=BlockRule)
+  pair = tiny_pair.pair()._replace(verifier=BlockVerifier)
   check(pair=pair, gammas=(), trees=[(0, 0, 1)], num_texts=1)
   said = capsys.readouterr().out
   assert said.count("ok  ") == 4 and "4 of 4 checks hold" in said
   assert "top-k 10, tree (0, 0, 1), batch 4: " in said and "on each of the tree's paths" in said
-  assert "Of BlockRule the outputs were checked, but not the rounds." in said
+  assert "Of BlockVerifier the outputs were checked, but not the rounds." in said
 
 
 def test_dynamic_trees_are_checked_but_not_their_rounds(capsys):
@@ -510,10 +510,10 @@ def test_dynamic_trees_are_checked_but_not_their_rounds(capsys):
 
 
 def test_a_fault_is_shown_and_ends_in_status_1(capsys):
-  forgets_top_k = lambda sampling: TokenRule(Sampling(sampling.temperature))
-  forgets_top_k.__name__ = "TokenRule"  # as which its rounds are judged
+  forgets_top_k = lambda sampling: TokenVerifier(Sampling(sampling.temperature))
+  forgets_top_k.__name__ = "TokenVerifier"  # as which its rounds are judged
   with pytest.raises(SystemExit) as ended:
-    check(pair=tiny_pair.pair()._replace(rule=forgets_top_k), samplings=[Sampling(top_k=10)])
+    check(pair=tiny_pair.pair()._replace(verifier=forgets_top_k), samplings=[Sampling(top_k=10)])
   said = capsys.readouterr().out
   assert ended.value.code == 1
   assert "FAIL temperature 1 top-k 10, gamma 2, batch 4: 400 outputs, " in said
@@ -528,7 +528,7 @@ def test_a_fault_is_shown_and_ends_in_status_1(capsys):
     ({"dynamic": [(1, 2)]}, "number of a tree's guesses is 0"),
     ({"trees": [()]}, "number of a tree's guesses is 0"),
     ({"trees": [(1,)]}, "level order"),
-    ({"pair": tiny_pair.pair()._replace(rule=TypicalRule)}, "TypicalRule is lossy"),
+    ({"pair": tiny_pair.pair()._replace(verifier=TypicalVerifier)}, "TypicalVerifier is lossy"),
     ({"level": 0.0}, "level is 0.0"),
     ({"samples_per_text": 0}, "samples_per_text is 0"),
     ({"batch_sizes": [0]}, "batch_size is 0"),

@@ -9,10 +9,10 @@ import gin
 import pytest
 
 from specdec_jax import run
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import judge
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
+from specdec_jax.pairs import verifier_from
 
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
@@ -36,25 +36,25 @@ AFTER = [
   ("tasks/articles", "models/random"),
   ("models/t5_1_1",),
   ("models/random", "models/sharded"),
-  ("rules/blocks",),
+  ("verifiers/blocks",),
   ("drafts/cascade",),
-  ("drafts/copy",),
-  ("drafts/copy_and_model",),
-  ("drafts/copy_to_the_end",),
+  ("drafts/prompt_lookup",),
+  ("drafts/prompt_lookup_and_model",),
+  ("drafts/prompt_lookup_to_the_end",),
   ("drafts/hierarchical",),
-  ("drafts/layers", "rules/blocks"),
+  ("drafts/layer_skip", "verifiers/blocks"),
   ("drafts/lookahead",),
   ("drafts/ngrams",),
-  ("drafts/own_sampling",),
+  ("drafts/draft_sampling",),
   ("models/random", "drafts/random_hierarchical"),
-  ("models/random", "drafts/layers"),
+  ("models/random", "drafts/layer_skip"),
   ("models/random", "drafts/random_speculator"),
   ("drafts/speculator",),
   ("drafts/retrieval",),
   ("drafts/stopping",),
-  ("drafts/copy_or_ngrams",),
-  ("drafts/uniform", "rules/blocks"),
-  ("models/gpt_like", "rules/blocks"),
+  ("drafts/prompt_lookup_or_ngrams",),
+  ("drafts/uniform", "verifiers/blocks"),
+  ("models/gpt_like", "verifiers/blocks"),
 ]
 
 
@@ -181,7 +181,7 @@ def test_runs_with_acceptance_rules_can_be_sharded(name):
     run.parse_gin([str(GIN / f"{file}.gin") for file in (f"runs/{name}", "models/sharded")], [], [])
     sharding, acceptance = (
       gin.query_parameter(f"{name}.rules").scoped_configurable_fn()
-      for name in ("partitioning.sharded", "drafts.compare_drafts")
+      for name in ("partitioning.sharded", "bench_drafts.compare_drafts")
     )
   finally:
     gin.clear_config()
@@ -201,14 +201,18 @@ def test_the_checker_samples_at_a_temperature_that_is_not_1():
 
 def test_a_rule_bound_by_gin_makes_the_rule_itself():
   """Gin passes a subclass in place of a class that it binds, as gin/t5x/infer.gin's RULE."""
-  text = "from __gin__ import dynamic_registration\nfrom specdec_jax.rules import tokens\n"
+  text = "from __gin__ import dynamic_registration\nfrom specdec_jax.core.verify import tokens\n"
   try:
-    gin.parse_config(text + "RULE = @tokens.TokenRule")
-    rule = gin.query_parameter("%RULE").scoped_configurable_fn
+    gin.parse_config(text + "RULE = @tokens.TokenVerifier")
+    verifier = gin.query_parameter("%RULE").scoped_configurable_fn
   finally:
     gin.clear_config()
-  assert rule is not TokenRule
-  assert judge(rule, Sampling()) == TokenRule(Sampling()) != judge(rule, Sampling(), 0.5)
+  assert verifier is not TokenVerifier
+  assert (
+    verifier_from(verifier, Sampling())
+    == TokenVerifier(Sampling())
+    != verifier_from(verifier, Sampling(), 0.5)
+  )
 
 
 def test_what_cannot_be_parsed_is_seen(tmp_path):

@@ -14,16 +14,16 @@ import tiny_pair
 
 from specdec_jax import records
 from specdec_jax.commands.given_outputs import ARGMAX, RecitingModel, given_outputs
+from specdec_jax.core.decode import autoregressive_decode
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import Context
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, padded
-from specdec_jax.decoding import autoregressive_decode
-from specdec_jax.drafts.copy import copy_from_context
 from specdec_jax.drafts.ngram import bigram, unigram
+from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError
-from specdec_jax.protocols import Context
 from specdec_jax.reporting.paper import load_table
-from specdec_jax.trees import chain
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINES = tiny_pair.SENTENCES
@@ -54,7 +54,7 @@ def run(words, output_dir, drafts, sources=SOURCES, outputs=OUTPUTS, **changes):
 def guessing(words, make, gamma):
   """(source ids, ids of the text so far) -> the draft's guesses, one call of `propose`."""
   drafter = make(words)
-  draft = drafter.make(ARGMAX, chain(gamma))
+  draft = drafter.build(ARGMAX, chain(gamma))
   propose = jax.jit(draft.propose)
   keys = jax.random.split(jax.random.key(0), 1)
 
@@ -93,8 +93,8 @@ def test_alpha_and_rounds_are_those_of_a_plain_loop(words, path, tmp_path, name)
   make = {
     "unigram": functools.partial(unigram, path=path),
     "bigram": functools.partial(bigram, path=path),
-    "copy-1": functools.partial(copy_from_context, max_ngram=1),
-    "copy-3": copy_from_context,
+    "copy-1": functools.partial(prompt_lookup, max_ngram=1),
+    "copy-3": prompt_lookup,
   }[name]
   texts = [(words.encode(source), words.encode(output)) for source, output in zip(SOURCES, OUTPUTS)]
   first = guessing(words, make, 1)
@@ -126,14 +126,14 @@ def test_copying_a_text_that_is_its_own_source_is_always_right(words, tmp_path):
   text = "[0123456789]"
   n = len(words.encode(text))
   assert len(set(words.encode(text))) == n
-  (r,) = run(words, tmp_path, [copy_from_context], [text], [text], gammas=(5,))
+  (r,) = run(words, tmp_path, [prompt_lookup], [text], [text], gammas=(5,))
   assert r.alpha == pytest.approx((n - 1) / n)
   assert r.rounds == 1 + -(-(n - 1) // 6)
   assert r.acceptance_by_position[1:] == [1.0] * 4
 
 
 def test_an_output_cut_off_at_the_limit_has_no_eos(words, tmp_path):
-  make = [copy_from_context]
+  make = [prompt_lookup]
   (cut,) = run(words, tmp_path / "cut", make, LINES[:1], LINES[:1], gammas=(3,), max_new_tokens=4)
   (whole,) = run(words, tmp_path / "whole", make, LINES[:1], LINES[:1], gammas=(3,))
   assert cut.num_tokens == 4 and whole.num_tokens == len(words.encode(LINES[0]))
@@ -141,7 +141,7 @@ def test_an_output_cut_off_at_the_limit_has_no_eos(words, tmp_path):
 
 def test_a_draft_reads_no_more_of_a_source_than_the_target_did(words, tmp_path):
   text = "[0123456789]"
-  one = [copy_from_context], [text], [text]
+  one = [prompt_lookup], [text], [text]
   run(words, tmp_path, *one, gammas=(3,), max_source_tokens=5)
   cut, whole = run(words, tmp_path, *one, gammas=(3,))  # another setting, so measured too
   n = len(words.encode(text))
@@ -150,10 +150,10 @@ def test_a_draft_reads_no_more_of_a_source_than_the_target_did(words, tmp_path):
 
 
 def test_what_is_recorded_is_not_measured_again(words, path, tmp_path, capsys):
-  (one,) = run(words, tmp_path, [copy_from_context], gammas=(2,))
+  (one,) = run(words, tmp_path, [prompt_lookup], gammas=(2,))
   before = (tmp_path / "results.jsonl").read_bytes()
   counted = functools.partial(unigram, path=path)
-  measured = run(words, tmp_path, [copy_from_context, counted])
+  measured = run(words, tmp_path, [prompt_lookup, counted])
   assert (tmp_path / "results.jsonl").read_bytes().startswith(before)
   assert [(r.draft, r.gamma) for r in measured] == [
     *(("copy-3", 2), ("copy-3", 5), ("unigram", 2), ("unigram", 5))
@@ -168,7 +168,7 @@ def test_the_papers_values_stand_beside(words, path, tmp_path, capsys):
   counted = functools.partial(unigram, path=path)
   rows = load_table(3, ROOT / "configs")
   changes = dict(paper_rows=rows, paper_target="T5-XXL (CNNDM)", gammas=(2,))
-  run(words, tmp_path, [counted, copy_from_context], **changes)
+  run(words, tmp_path, [counted, prompt_lookup], **changes)
   lines = [line.split() for line in capsys.readouterr().out.splitlines()]
   shown = lambda name: next(line for line in lines if line[:1] == [name])
   assert shown("unigram")[3] == "0.13" and shown("copy-3")[3] == "-"
@@ -190,7 +190,7 @@ def test_the_papers_values_stand_beside(words, path, tmp_path, capsys):
   ids=lambda changes: " ".join(changes),
 )
 def test_nothing_to_measure_is_refused(words, tmp_path, changes):
-  settings = dict(drafts=[copy_from_context], output_dir=tmp_path / "out")
+  settings = dict(drafts=[prompt_lookup], output_dir=tmp_path / "out")
   with pytest.raises(InputError):
     run(words, **{**settings, **changes})
   assert not (tmp_path / "out" / "results.jsonl").exists()

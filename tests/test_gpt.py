@@ -15,16 +15,16 @@ import tiny
 from scipy import special
 from test_t5 import TREE_FAULTS, TREES, WRONG_PATHS, far_off, off_paths
 
-from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.kernels import skinny
 from specdec_jax.models import decoder
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.gpt import GPTModel
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import chain
 
 V = 24
 VARIANTS = {
@@ -317,7 +317,7 @@ def speculate(name, rows=slice(0, 4), gamma=3):
   return speculative_decode(
     *(GPTModel(TARGET), make(chain(gamma)), target_params(), params, prompts()[rows], KEYS[rows]),
     max_new_tokens=LIMIT,
-    rule=TokenRule(GREEDY),
+    verifier=TokenVerifier(GREEDY),
     eos_id=eos(),
   )
 
@@ -353,7 +353,7 @@ def test_samples_have_the_targets_joint_distribution():
     *(GPTModel(TARGET), draft, target_params(), tiny.near(target_params(), 1, 0.5)),
     *(np.tile(two, (n, 1)), jax.random.split(jax.random.key(1), 2 * n)),
     max_new_tokens=2,
-    rule=TokenRule(Sampling()),
+    verifier=TokenVerifier(Sampling()),
     eos_id=-1,
   )
   assert (np.asarray(out.rounds.num_accepted)[0] < 2).any()

@@ -14,10 +14,10 @@ from specdec_jax import records, run
 from specdec_jax.commands.check_exactness import check_exactness
 from specdec_jax.commands.decode import decode
 from specdec_jax.commands.speedup import decode_examples
+from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.counts import acceptance_rate
 from specdec_jax.measurement.measure import measure
 from specdec_jax.models.simulated import SimulatedModel
-from specdec_jax.sampling import Sampling, row_keys
 
 GREEDY, RANDOM = Sampling(temperature=0.0), Sampling()
 TEXTS = ["a man", "", "the", ""]  # of one width, so that there is one program of each kind

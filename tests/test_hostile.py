@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import tiny
 
-from specdec_jax.decoding import autoregressive_decode, require_finite, speculative_decode
+from specdec_jax.core.decode import autoregressive_decode, require_finite, speculative_decode
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import chain
 
 V = 24
 CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
@@ -50,7 +50,7 @@ def speculate(prompt, sampling=GREEDY, draft=None, target=TARGET, gamma=3, **set
       prompt,
       settings.pop("rng", keys(len(prompt))),
       max_new_tokens=LIMIT,
-      rule=TokenRule(sampling),
+      verifier=TokenVerifier(sampling),
       **settings,
     )
   )

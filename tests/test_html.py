@@ -289,12 +289,12 @@ def test_simulated_acceptance_is_told():
 
 def test_trees_and_rules_are_told_apart():
   """By nodes at each depth, not by a list of parents."""
-  tree = dataclasses.replace(RECORD, tree=[0, 0, 1, 1, 2, 4, 6, 7], rule="BlockRule")
+  tree = dataclasses.replace(RECORD, tree=[0, 0, 1, 1, 2, 4, 6, 7], verifier="BlockVerifier")
   page = parsed([RECORD, tree])
-  assert [n.text for n in page.all("th")][:2] == ["rule", "guesses"]
+  assert [n.text for n in page.all("th")][:2] == ["verifier", "guesses"]
   assert [row[:2] for row in cells(page)] == [
-    ["TokenRule", "chain"],
-    ["BlockRule", "tree of 9 nodes (1-2-3-1-1-1)"],
+    ["TokenVerifier", "chain"],
+    ["BlockVerifier", "tree of 9 nodes (1-2-3-1-1-1)"],
   ]
 
 
@@ -372,9 +372,9 @@ def test_acceptance_lengths_have_a_chart_for_each_temperature_and_a_curve_for_ea
   tree = dataclasses.replace(length, tree=[0, 0, 1, 1, 2, 4], gamma=3, tokens_per_round=2.75)
   larger = dataclasses.replace(tree, tree=[*tree.tree, 5, 7], gamma=5, tokens_per_round=3.25)
   sampled = [
-    dataclasses.replace(r, temperature=1.0, identical=None, rule=rule)
+    dataclasses.replace(r, temperature=1.0, identical=None, verifier=verifier)
     for r in (length, tree)
-    for rule in ("TokenRule", "BlockRule")
+    for verifier in ("TokenVerifier", "BlockVerifier")
   ]
   page = Parser(lengths_report([length, larger, tree, *sampled], [], "lengths")).open[0]
   assert of_lengths(page) == {

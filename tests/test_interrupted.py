@@ -17,8 +17,8 @@ import pytest
 import tiny_pair
 
 from specdec_jax import records
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.measurement import measure as measuring
-from specdec_jax.sampling import Sampling
 
 HERE = pathlib.Path(__file__).resolve().parent
 GAMMAS = range(1, 13)

@@ -15,11 +15,11 @@ import pytest
 import tiny
 
 from specdec_jax.checkpoints.folder import open_folder, save_model
+from specdec_jax.core.trees import Tree
 from specdec_jax.kernels import skinny
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.layers import MASKED
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.trees import Tree
 
 compiled = pytest.mark.skipif(
   not skinny.ready(), reason="needs a C++ compiler and a CPU, one device"

@@ -13,9 +13,14 @@ from flax import struct
 from jax import Array
 from test_exactness import JudgedBy, bonus_of_the_guess_before, forgetful, judge_with
 
+from specdec_jax.core.sampling import Sampling, draw, row_keys, sample
+from specdec_jax.core.trees import Tree, branching, chain
+from specdec_jax.core.types import Proposal, Verification
+from specdec_jax.core.verify import tokens
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts import model
-from specdec_jax.drafts.copy import CopyDraft
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.exactness import laws
 from specdec_jax.exactness.dependence import between_rounds, within_rounds
 from specdec_jax.exactness.drift import (
@@ -32,11 +37,6 @@ from specdec_jax.exactness.drift import (
   of_logs,
   total,
 )
-from specdec_jax.protocols import Proposal, Verdict
-from specdec_jax.rules import tokens
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, draw, row_keys, sample
-from specdec_jax.trees import Tree, branching, chain
 
 V, GAMMA, EOS = 24, 2, 1
 CHAIN, TREE, PAIRED = chain(GAMMA), Tree((0, 0, 0, 1, 1, 2, 4)), branching(2)
@@ -93,9 +93,9 @@ def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposa
 
 
 def judged(
-  pair, sampling=COLD, num_guesses=30_000, rule=TokenRule, tree=CHAIN, rows=512, limit=64
+  pair, sampling=COLD, num_guesses=30_000, verifier=TokenVerifier, tree=CHAIN, rows=512, limit=64
 ) -> Judged:
-  decode = laws.recorded(pair._replace(rule=rule), sampling, tree)
+  decode = laws.recorded(pair._replace(verifier=verifier), sampling, tree)
   return laws.judge_rounds(
     *(pair, tiny_pair.SENTENCES, sampling, decode, num_guesses, limit), seed=0, batch_size=rows
   )
@@ -129,7 +129,7 @@ def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
 
 
 def test_exact_rounds_of_a_draft_without_chance_pass():
-  pair = table_pair(0)._replace(draft=lambda sampling, tree: CopyDraft(V, tree))
+  pair = table_pair(0)._replace(draft=lambda sampling, tree: PromptLookupDraft(V, tree))
   found = judged(pair._replace(draft_params=()))
   assert 0 < found.accepted.mean() < 0.5 and found.guess.spread.max() == 0
   assert all(p > LEVEL for p in lowest(found).values())
@@ -220,15 +220,15 @@ ACCEPTANCE = {
 
 @pytest.mark.parametrize("fault", ACCEPTANCE)
 def test_a_bias_of_1_percent_in_acceptance_is_found(fault):
-  rule = lambda sampling: JudgedBy(sampling, judge_with(ACCEPTANCE[fault]))
-  found = judged(table_pair(noise=0.06), num_guesses=120_000, rule=rule).at(*range(GAMMA))
+  verifier = lambda sampling: JudgedBy(sampling, judge_with(ACCEPTANCE[fault]))
+  found = judged(table_pair(noise=0.06), num_guesses=120_000, verifier=verifier).at(*range(GAMMA))
   assert detectable_bias(found, LEVEL) < 0.01
   assert of_acceptance(found).p_value < LEVEL
 
 
 @pytest.mark.parametrize("fault", [judge_with(residual=lambda p, q: p), bonus_of_the_guess_before])
 def test_faults_of_the_next_token_are_found(fault):
-  found = lowest(judged(table_pair(0.5), rule=lambda sampling: JudgedBy(sampling, fault)))
+  found = lowest(judged(table_pair(0.5), verifier=lambda sampling: JudgedBy(sampling, fault)))
   assert found["next tokens"] < LEVEL < min(found["all acceptance"], found["guesses"])
 
 
@@ -241,7 +241,7 @@ def test_a_loop_that_judges_by_another_q_than_reported_is_found():
   def forgets(rng, x, q, p):
     return judge_with()(rng, x, forgetful(Proposal(x, q), 0.7).q, p)
 
-  found = lowest(judged(table_pair(0.5), rule=lambda sampling: JudgedBy(sampling, forgets)))
+  found = lowest(judged(table_pair(0.5), verifier=lambda sampling: JudgedBy(sampling, forgets)))
   assert found["acceptance"] < LEVEL < found["guesses"]
 
 
@@ -260,14 +260,14 @@ class YoungestFirst:
 
   def accept(self, rng, tree, proposal, logits):
     turned = Proposal(proposal.tokens[:, ::-1], proposal.q[:, ::-1])
-    n, token, path = TokenRule(self.sampling).accept(
+    n, token, path = TokenVerifier(self.sampling).accept(
       rng, tree, turned, jnp.concatenate([logits[:, :1], logits[:, :0:-1]], axis=1)
     )
-    return Verdict(n, token, jnp.where(path > 0, tree.num_nodes - path, 0))
+    return Verification(n, token, jnp.where(path > 0, tree.num_nodes - path, 0))
 
 
 @dataclasses.dataclass(frozen=True)
-class Unadjusted(TokenRule):
+class Unadjusted(TokenVerifier):
   """Siblings judged by a q that forgets their elders."""
 
   def accept(self, rng, tree, proposal, logits):
@@ -275,18 +275,18 @@ class Unadjusted(TokenRule):
 
 
 @pytest.mark.parametrize(
-  "change, rule, found_by",
+  "change, verifier, found_by",
   [
-    (q_of_the_eldest, TokenRule, {"guesses"}),
+    (q_of_the_eldest, TokenVerifier, {"guesses"}),
     (lambda proposal: proposal, Unadjusted, {"all acceptance", "acceptance"}),
     (lambda proposal: proposal, YoungestFirst, {"all acceptance", "acceptance"}),
-    (lambda proposal: proposal, TokenRule, set()),
+    (lambda proposal: proposal, TokenVerifier, set()),
   ],
   ids=["reported q", "judged q", "order", "none"],
 )
-def test_faults_among_siblings_are_found(change, rule, found_by):
+def test_faults_among_siblings_are_found(change, verifier, found_by):
   pair = table_pair(1.0, change=change)
-  found = lowest(judged(pair, Sampling(), 20_000, rule, PAIRED), 2)
+  found = lowest(judged(pair, Sampling(), 20_000, verifier, PAIRED), 2)
   assert {law for law, p in found.items() if p < LEVEL} >= found_by, found
   assert found_by or min(found.values()) > LEVEL, found
 
@@ -331,14 +331,14 @@ def test_a_next_token_with_the_key_of_a_guess_is_found():
       kept[:] = [jax.vmap(lambda key: jax.random.split(key, GAMMA), out_axes=1)(rng)[0]]
       return self.draft.propose(params, state, context, rng)
 
-  class OneKey(TokenRule):
+  class OneKey(TokenVerifier):
     def accept(self, *args):
       with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens, "sample", lambda _, weights: sample(kept[0], weights))
         return super().accept(*args)
 
   draft = lambda sampling, tree: Keeping(ModelDraft(TableModel(), sampling, tree), None)
-  found = judged(table_pair(0.5)._replace(draft=draft), num_guesses=1, rule=OneKey)
+  found = judged(table_pair(0.5)._replace(draft=draft), num_guesses=1, verifier=OneKey)
   far = {name for name, drift in within_rounds(found).items() if drift.p_value < LEVEL}
   assert "next token with the round's first guess, by place" in far
   assert min(p for kind, p in lowest(found).items() if "next" not in kind) > LEVEL

@@ -29,18 +29,19 @@ LAYERS = {
   "progress": {"rich"},
   "memory": JAX,
   "execution": {"numpy"},
-  "trees": JAX,
-  "sampling": JAX,
-  "protocols": JAX,
-  "rules": JAX,
-  "theory": JAX,
-  "decoding": FLAX,
-  "adaptive": JAX,
+  "core": set(),
+  "core.trees": JAX,
+  "core.sampling": JAX,
+  "core.types": JAX,
+  "core.verify": JAX,
+  "core.theory": JAX,
+  "core.decode": JAX,
+  "core.adaptive": JAX,
   "kernels": JAX,
   "models": FLAX,
   "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets", "tokenizers"},
   "drafts": FLAX,
-  "beams": JAX,
+  "beam_search": JAX,
   "partitioning": FLAX,
   "checkpoints": FLAX | {"huggingface_hub", "msgpack", "safetensors", "tensorstore"},
   "counts": {"numpy"},
@@ -64,13 +65,17 @@ LAYERS = {
 ONLY = {
   "record": {"version"},
   "records": {"errors", "version", "writing", "record"},
-  "reporting": {"errors", "version", "writing", "protocols", "theory", "record", "records"},
+  "reporting": {"errors", "version", "writing", "core.types", "core.theory", "record", "records"},
   "sentences": {"errors"},
   "run": {"errors", "version", "compile_cache", "gin_files", "interrupt", "sentences"},
 }
 
-CORE = ("xla_flags", "errors", "version", "memory", "writing", "sampling", "trees")
-CORE += ("protocols", "rules", "theory", "decoding", "adaptive", "kernels", "models", "drafts")
+CORE = ("xla_flags", "errors", "version", "memory", "writing")
+CORE += tuple(layer for layer in LAYERS if layer.startswith("core.")) + (
+  "kernels",
+  "models",
+  "drafts",
+)
 
 
 def imports(source: str) -> set[str]:
@@ -81,7 +86,7 @@ def imports(source: str) -> set[str]:
       found |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
       assert node.level == 0, "relative imports hide which layer is meant"
-      # `from specdec_jax import theory` imports specdec_jax.theory.
+      # `from specdec_jax import theory` imports specdec_jax.core.theory.
       found |= {f"{node.module}.{alias.name}" for alias in node.names}
   return found
 
@@ -95,15 +100,22 @@ def violations(layer: str, source: str) -> list[str]:
   for name in sorted(imports(source)):
     top, _, rest = name.partition(".")
     if top == "specdec_jax":
-      if rest.partition(".")[0] not in own:
+      if top_layer(rest) not in own:
         wrong.append(name)
     elif top not in packages and top not in sys.stdlib_module_names:
       wrong.append(name)
   return wrong
 
 
+def top_layer(name: str) -> str:
+  """The layer of a module named below `specdec_jax`; each module of `core` is a layer."""
+  first, _, rest = name.partition(".")
+  return f"core.{rest.partition('.')[0]}" if first == "core" and rest else first
+
+
 def layer_of(path: pathlib.Path) -> str:
-  return path.relative_to(PACKAGE).with_suffix("").parts[0].replace("__init__", "")
+  name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+  return top_layer(name.removesuffix("__init__").removesuffix("."))
 
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -129,13 +141,13 @@ def test_no_module_imports_itself_by_others():
 @pytest.mark.parametrize(
   "layer, source",
   [
-    ("decoding", "from specdec_jax.measurement import alpha"),
-    ("decoding", "from specdec_jax.models.t5 import T5Model"),
-    ("decoding", "from specdec_jax import models"),
-    ("decoding", "def f():\n  import tensorflow as tf"),
-    ("rules", "from specdec_jax.decoding import one_round"),
-    ("protocols", "from specdec_jax.rules.tokens import TokenRule"),
-    ("sampling", "import flax.linen as nn"),
+    ("core.decode", "from specdec_jax.measurement import alpha"),
+    ("core.decode", "from specdec_jax.models.t5 import T5Model"),
+    ("core.decode", "from specdec_jax import models"),
+    ("core.decode", "def f():\n  import tensorflow as tf"),
+    ("core.verify", "from specdec_jax.core.decode import one_round"),
+    ("core.types", "from specdec_jax.core.verify.tokens import TokenVerifier"),
+    ("core.sampling", "import flax.linen as nn"),
     ("models", "import gin"),
     ("commands", "import gin.tf"),
     ("commands", "from absl import flags"),
@@ -144,7 +156,7 @@ def test_no_module_imports_itself_by_others():
     ("measurement", "from specdec_jax.peers import contest"),
     ("training", "import seqio"),
     ("records", "import jax"),
-    ("records", "from specdec_jax.protocols import Decoded"),
+    ("records", "from specdec_jax.core.types import DecodeResult"),
     ("reporting", "from specdec_jax.measurement.alpha import measure_alpha"),
     ("", "from specdec_jax.data.vocabulary import Vocabulary"),
     ("", "import sentencepiece"),
@@ -158,8 +170,11 @@ def test_core_runs_without_tensorflow_seqio_or_gin():
   absent = ("tensorflow", "tensorflow_datasets", "seqio", "gin", "t5x", "sentencepiece")
   absent += ("matplotlib", "sacrebleu")
   core = ["specdec_jax", *(f"specdec_jax.{layer}" for layer in CORE)]
-  for folder in ("rules", "kernels", "models", "drafts"):
-    core += [f"specdec_jax.{folder}.{path.stem}" for path in (PACKAGE / folder).glob("[a-z]*.py")]
+  for folder in ("core/verify", "kernels", "models", "drafts"):
+    core += [
+      f"specdec_jax.{folder.replace('/', '.')}.{path.stem}"
+      for path in (PACKAGE / folder).glob("[a-z]*.py")
+    ]
   code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "\n".join(
     f"import {module}" for module in core
   )

@@ -15,19 +15,19 @@ from test_contract import GREEDY, LIMIT, RAGGED, RANDOM, T5_CONFIG, V, gpt, t5
 from specdec_jax import pairs
 from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.commands import train as commands
+from specdec_jax.core.sampling import distribution
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import Context, Outcome, Verification
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
 from specdec_jax.models.families import anchored, init_params, module_of
 from specdec_jax.models.speculator import Kind, SpeculatorConfig, speculator_config
 from specdec_jax.pairs import speculators
-from specdec_jax.protocols import Context, Outcome, Verdict
-from specdec_jax.sampling import distribution
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import divergences
 from specdec_jax.training.speculators import begun_with, speculator_objective
 from specdec_jax.training.trainer import TrainSettings
-from specdec_jax.trees import chain
 
 LOGITS = np.array([[2.0, 0.5, -1.0, 0.3], [0.0, 0.0, 3.0, 1.0]], np.float32)
 P = np.array([[0.7, 0.2, 0.06, 0.04], [0.1, 0.2, 0.3, 0.4]])
@@ -83,7 +83,7 @@ def test_what_is_trained_is_what_is_asked(kind, of):
   if of is gpt:  # it trains on texts of their own
     prompts = np.where(np.arange(prompts.shape[1]) == 0, 1, np.zeros_like(prompts))
   tokens = np.random.default_rng(1).integers(2, V, (len(prompts), 6)).astype(np.int32)
-  ask = functools.partial(proposals, models.target, drafter.make(RANDOM, chain(1 + first)))
+  ask = functools.partial(proposals, models.target, drafter.build(RANDOM, chain(1 + first)))
   q = np.asarray(ask(models.params, drafter.params, prompts, tokens)[1])[:, :, int(first)]
   batch = Batch(prompts, tokens, tokens[..., None], np.ones((*tokens.shape, 1), np.float32))
   objective = speculator_objective(config, shape, models.params, "tv", stride=1, decay=1e-6)
@@ -101,7 +101,7 @@ def test_an_anchored_decoder_is_told_what_it_learned_with(tree):
   models = t5()
   config = module("anchored", models.target.config)
   own, drawn = init_params(config, jax.random.key(3)), np.random.default_rng(0)
-  draft = speculators.drafter("", config, own, models.target, models.params).make(RANDOM, tree)
+  draft = speculators.drafter("", config, own, models.target, models.params).build(RANDOM, tree)
   batch, num_slots, length, anchors = len(models.prompts), 24, 1, []
   states = drawn.normal(size=(batch, num_slots, config.state_dim)).astype(np.float32)
   tokens = np.zeros((batch, num_slots), np.int32)
@@ -129,9 +129,9 @@ def test_an_anchored_decoder_is_told_what_it_learned_with(tree):
     tokens[:, length + len(path)] = drawn.integers(2, V, batch)
     length += len(path) + 1
     kept = None if tree.is_chain else np.tile(np.pad(path, (0, tree.depth - len(path))), (batch, 1))
-    verdict = Verdict(jnp.full(batch, len(path)), tokens[:, length - 1], kept)
+    verification = Verification(jnp.full(batch, len(path)), tokens[:, length - 1], kept)
     lengths = jnp.full(batch, length)
-    state = draft.observe(own, state, Outcome(proposal, None, None, verdict, lengths, lengths))
+    state = draft.observe(own, state, Outcome(proposal, None, None, verification, lengths, lengths))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -225,7 +225,7 @@ def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, loaded.params, mine.params)
   if kind in ("eagle", "heads", "parallel"):  # as alpha and rounds ask for its trees
     tree = pairs.tree_draft(words, lambda words: mine, num_guesses=15)
-    shapes = [tree.make(GREEDY, chain(depth)).tree for depth in (1, 5)]
+    shapes = [tree.build(GREEDY, chain(depth)).tree for depth in (1, 5)]
     assert [(shape.num_guesses, shape.depth) for shape in shapes] == [(1, 1), (15, 5)]
 
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from specdec_jax.decoding import speculative_decode
+from specdec_jax.core.decode import speculative_decode
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import take
+from specdec_jax.core.types import Context, Outcome
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.lookahead import LookaheadDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.decoder import commit
 from specdec_jax.models.t5 import T5Cache
-from specdec_jax.protocols import Context, Outcome
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import take
 
 V, WINDOW, ROUNDS = 5, 4, 12
 PROMPTS = np.array([[3, 4, 2, 1, 0, 0], [2, 1, 0, 0, 0, 0], [4, 4, 3, 9, 2, 1]], np.int32)
@@ -116,7 +116,7 @@ def test_what_the_pool_knows_is_accepted():
   out = speculative_decode(
     *(Fibonacci(), draft, (), (), prompts, jax.random.key(0)),
     max_new_tokens=80,
-    rule=TokenRule(Sampling(temperature=0.0)),
+    verifier=TokenVerifier(Sampling(temperature=0.0)),
   )
   text = np.concatenate([prompts, out.tokens], axis=1)
   np.testing.assert_array_equal(text[:, 2:], (text[:, :-2] + text[:, 1:-1]) % V)

@@ -10,8 +10,13 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax import records, theory
+from specdec_jax import records
 from specdec_jax.checkpoints.folder import load_model
+from specdec_jax.core import theory
+from specdec_jax.core.decode import autoregressive_decode
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import DynamicTree, chain
+from specdec_jax.core.types import DecodeResult, Rounds, Verification
 from specdec_jax.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -19,9 +24,8 @@ from specdec_jax.counts import (
   num_rounds,
   num_tokens,
 )
-from specdec_jax.decoding import autoregressive_decode
-from specdec_jax.drafts.copy import CopyDraft
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
 from specdec_jax.measurement import costs as costing
 from specdec_jax.measurement import measure as measuring
@@ -51,10 +55,7 @@ from specdec_jax.models.families import for_decoding
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import random_pair
-from specdec_jax.protocols import Decoded, Rounds, Verdict
 from specdec_jax.reporting.speeds import BUDGET_LEGEND, budget_table, speed_table
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import DynamicTree, chain
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
@@ -203,7 +204,7 @@ def test_interval_is_fixed_by_its_seed():
 
 
 def rounds_of(rows, gamma, limit):
-  """A `Decoded` on the host of rows of rounds, each (guesses, n, next token, tokens emitted)."""
+  """A `DecodeResult` on the host of rows of rounds, each (guesses, n, next token, tokens emitted)."""
   most = max(map(len, rows))
   guesses = np.zeros((most, len(rows), gamma), int)
   rest = np.zeros((3, most, len(rows)), int)
@@ -215,7 +216,7 @@ def rounds_of(rows, gamma, limit):
       guesses[r, b], rest[:, r, b] = x, (n, next_token, emitted)
       text += [*x[:n], next_token][:emitted]
     tokens[b, : len(text)], lengths[b] = text, len(text)
-  return Decoded(
+  return DecodeResult(
     tokens, lengths, Rounds(guesses, *rest), np.array(most), -np.ones(len(lengths), int)
   )
 
@@ -365,7 +366,7 @@ def test_calls_are_in_the_order_that_costs_are_made_of():
   gammas = [state.rounds.guesses.shape[-1] for state in ends[:10]]
   assert gammas == [0, 0, 1, 1, 3, 3, 1, 1, 3, 3]
   assert [state.draft == () for state in ends[:10]] == [True] * 6 + [False] * 4
-  assert all(isinstance(verdict, Verdict) for verdict in ends[10:]) and len(ends) == 14
+  assert all(isinstance(verdict, Verification) for verdict in ends[10:]) and len(ends) == 14
 
 
 def test_rounds_of_a_tree_whose_shape_changes_can_be_timed():
@@ -427,7 +428,7 @@ def test_operations_are_those_counted_by_hand(kernels):
 
 
 def test_a_draft_that_looks_up_has_no_products():
-  pair = pair_of(4, 1)._replace(draft=lambda sampling, tree: CopyDraft(512, tree, 3))
+  pair = pair_of(4, 1)._replace(draft=lambda sampling, tree: PromptLookupDraft(512, tree, 3))
   assert operations_ratio(pair, PROMPT, RANDOM) == 0
 
 

@@ -10,16 +10,16 @@ import pytest
 import tiny
 import tiny_pair
 
+from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.sampling import Sampling, distribution
+from specdec_jax.core.trees import branching, chain
+from specdec_jax.core.types import Context
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.sentence_pieces import EOS_ID
-from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams, load_ngrams, save_ngrams
 from specdec_jax.errors import InputError
 from specdec_jax.exactness.compare import compare_samples
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.protocols import Context
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, distribution
-from specdec_jax.trees import branching, chain
 
 V = 24
 LIMIT = 16
@@ -175,7 +175,7 @@ def speculate(order, gamma, rows, ngrams):
     *(TARGET, NgramDraft(order, V, GREEDY, chain(gamma)), params, ngrams, prompts[rows]),
     jax.random.split(jax.random.key(1), len(prompts[rows])),
     max_new_tokens=LIMIT,
-    rule=TokenRule(GREEDY),
+    verifier=TokenVerifier(GREEDY),
     eos_id=EOS,
   )
 

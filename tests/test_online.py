@@ -9,14 +9,14 @@ import tiny_pair
 
 from specdec_jax import records
 from specdec_jax.commands.online import serve_and_learn
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import branching, chain
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
 from specdec_jax.models.speculator import speculator_config
 from specdec_jax.pairs import load_pair, random_speculator
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
 from specdec_jax.training.online import OnlineDraft, decode_and_learn
-from specdec_jax.trees import branching, chain
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_a_text_moves_the_draft_towards_what_was_judged(pair):
   draft = OnlineDraft(frozen, 0.02)
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:2]), jax.random.split(jax.random.key(0), 2)
   models = pair.target, draft, pair.target_params, (draft.begin(own), read)
-  how = dict(max_new_tokens=8, rule=TokenRule(Sampling()), eos_id=pair.vocabulary.eos_id)
+  how = dict(max_new_tokens=8, verifier=TokenVerifier(Sampling()), eos_id=pair.vocabulary.eos_id)
   decoded, learnt = decode_and_learn(*models, prompt, keys, **how)
   of_text = functools.partial(proposals, pair.target, frozen, pair.target_params)
 

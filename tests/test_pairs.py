@@ -19,13 +19,16 @@ from test_checkpoints_formats import write_hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
+from specdec_jax.core.decode import speculative_decode
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.sentence_pieces import EOS_ID, SentencePieces
 from specdec_jax.data.vocabularies import (
   open_vocabulary,
   open_vocabulary_of_model,
   padded_size,
 )
-from specdec_jax.decoding import speculative_decode
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
 from specdec_jax.kernels import skinny
@@ -34,10 +37,7 @@ from specdec_jax.models import config
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.pairs import load_pair, random_pair
-from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.run import main
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import chain
 
 PARTS = dict(target="target", draft="near")
 
@@ -418,7 +418,7 @@ def test_random_pair_has_the_published_shapes_and_the_set_alpha(version, dtype):
     *(pair.target, pair.draft(sampling, chain(1)), pair.target_params, pair.draft_params),
     *(pair.prompt(sources), keys),
     max_new_tokens=64,
-    rule=TokenRule(sampling),
+    verifier=TokenVerifier(sampling),
   )
   assert (decoded.lengths == 64).all() and (decoded.not_finite < 0).all()
   judged = decoded.rounds.num_accepted[decoded.rounds.num_emitted > 0]

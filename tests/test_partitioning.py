@@ -15,7 +15,9 @@ import partitioned
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from specdec_jax import decoding
+from specdec_jax.core import decode as decoding
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import branching, chain
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import named_config, t5_config
@@ -29,8 +31,6 @@ from specdec_jax.partitioning import (
   param_shardings,
   state_shardings,
 )
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import branching, chain
 
 SCRIPT = pathlib.Path(__file__).resolve().with_name("partitioned.py")
 MESH = AbstractMesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)

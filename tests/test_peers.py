@@ -16,13 +16,13 @@ from specdec_jax import records
 from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.commands import peers
+from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.errors import InputError
 from specdec_jax.kernels import skinny
 from specdec_jax.measurement.speed import own_baseline
 from specdec_jax.peers import contest as contests
 from specdec_jax.peers import ctranslate2, huggingface, t5x, worker
 from specdec_jax.peers.contest import Competitor, Contest, Decode, Generate
-from specdec_jax.sampling import Sampling, row_keys
 
 ARGMAX, LIMIT = Sampling(temperature=0.0), 12
 TEXTS = tiny_pair.SENTENCES[:3]

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_jax.protocols import Proposal
-from specdec_jax.rules.tokens import (
-  TokenRule,
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import Proposal
+from specdec_jax.core.verify.tokens import (
+  TokenVerifier,
   emitted_distribution,
-  near_argmax,
   residual,
   verify,
+  within_lenience,
 )
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import chain
 
 V = 4
 LENIENCES = (1.0, 0.7, 0.3, 0.05)
@@ -100,8 +100,8 @@ def test_verdicts_follow_their_uniforms(pq, lenience, seed):
   keys = jax.random.split(jax.random.key(seed), n)
   targets = np.broadcast_to(np.stack([p[0], p[0]]), (n, 2, V))
   proposal = Proposal(x, np.broadcast_to(q[0], (n, 1, V)))
-  verdict = verify(keys, chain(1), proposal, targets, lenience)
-  accepted, next_token = map(np.asarray, verdict[:2])
+  verification = verify(keys, chain(1), proposal, targets, lenience)
+  accepted, next_token = map(np.asarray, verification[:2])
   assert ((0 <= accepted) & (accepted <= 1)).all()
   assert ((0 <= next_token) & (next_token < V)).all()
   of_judgement = jax.vmap(lambda key: jax.random.split(key)[0])(keys)
@@ -165,15 +165,15 @@ def test_lenient_argmax_takes_a_guess_near_the_best(logits, guess, lenience):
   if abs(gap + np.log(lenience)) < 1e-4 and lenience < 1:
     return  # on the threshold, where rounding decides
   near = np.exp(-gap) >= lenience
-  assert near_argmax(logits, jnp.asarray(guess), lenience) == near
-  verdict = greedy_verdict(TokenRule(Sampling(temperature=0.0), lenience), logits, guess)
+  assert within_lenience(logits, jnp.asarray(guess), lenience) == near
+  verification = greedy_verdict(TokenVerifier(Sampling(temperature=0.0), lenience), logits, guess)
   stands = near if lenience < 1 else guess == logits.argmax()
-  assert [x.item() for x in verdict[:2]] == [stands, logits.argmax()]
+  assert [x.item() for x in verification[:2]] == [stands, logits.argmax()]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def greedy_verdict(rule, logits, guess):
+def greedy_verdict(verifier, logits, guess):
   """On one guess, when these are the logits there and after it."""
   keys = jax.random.split(jax.random.key(0), 1)
   proposal = Proposal(jnp.asarray(guess).reshape(1, 1))
-  return rule.accept(keys, chain(1), proposal, jnp.stack([logits, logits])[None])
+  return verifier.accept(keys, chain(1), proposal, jnp.stack([logits, logits])[None])

@@ -147,7 +147,7 @@ def test_unknown_schema_says_which(path):
   records.append(path, setting())
   values = json.loads(path.read_text()) | {"schema": 99, "specdec_version": "7.0.0"}
   path.write_text(path.read_text() + json.dumps(values) + "\n")
-  with pytest.raises(InputError, match=r"line 2: a record of schema 99.*knows schema 1.*7\.0\.0"):
+  with pytest.raises(InputError, match=r"line 2: a record of schema 99.*knows schema 2.*7\.0\.0"):
     records.read(path)
 
 
@@ -156,7 +156,7 @@ def test_unknown_schema_says_which(path):
   [
     ("[1, 2]", "line 1: not a JSON object"),
     ("{half", "line 1: not a JSON object"),
-    ('{"schema": 1, "task": "x"}', "line 1: not a record of schema 1: missing"),
+    ('{"schema": 1, "task": "x"}', "line 1: not a record of schema 2: missing"),
     ('{"alhpa": 1}', "line 1: a record of schema None"),
   ],
 )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specdec_jax.protocols import Decoded, Rounds
+from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.record import Record
 from specdec_jax.reporting import rounds, speeds
 from specdec_jax.reporting.formats import render
@@ -31,14 +31,16 @@ def pieces(ids):
 
 
 def of_rounds(*rows, gamma=3):
-  """A `Decoded` on the host, of rows of rounds (guesses, n, next token, tokens emitted)."""
+  """A `DecodeResult` on the host, of rows of rounds (guesses, n, next token, tokens emitted)."""
   most = max(map(len, rows))
   blank = ([PAD] * gamma, 0, PAD, 0)
   rows = [[*row, *[blank] * (most - len(row))] for row in rows]
   guesses, n, next_token, emitted = (
     np.array([[row[r][field] for row in rows] for r in range(most)]) for field in range(4)
   )
-  return Decoded(None, emitted.sum(axis=0), Rounds(guesses, n, next_token, emitted), most, None)
+  return DecodeResult(
+    None, emitted.sum(axis=0), Rounds(guesses, n, next_token, emitted), most, None
+  )
 
 
 def read(decoded, row=0):

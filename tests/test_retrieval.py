@@ -7,10 +7,10 @@ import pytest
 import tiny_pair
 from test_backoff import EOS, ROWS, propose, written
 
+from specdec_jax.core.trees import DynamicTree, Tree, chain
 from specdec_jax.drafts import retrieval
 from specdec_jax.drafts.retrieval import RetrievalDraft, build_datastore
 from specdec_jax.errors import InputError
-from specdec_jax.trees import DynamicTree, Tree, chain
 
 STORE = [token for row in ROWS for token in (0, *row)]
 TEXTS = [[0, *row[:length]] for row, length in zip(ROWS, (0, 1, 2, 3, 5, 4))]

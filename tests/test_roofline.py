@@ -13,7 +13,8 @@ from jax import lax
 from test_html import parsed
 from test_reporting import RECORD
 
-from specdec_jax.drafts.copy import CopyDraft
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.measurement import roofline
 from specdec_jax.measurement.roofline import memory_bandwidth, read_bytes, step_bytes
 from specdec_jax.models.families import for_decoding, init_params
@@ -22,7 +23,6 @@ from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import load_pair
 from specdec_jax.reporting import speeds
 from specdec_jax.reporting.formats import render
-from specdec_jax.sampling import Sampling
 
 SLOTS, SOURCE = 40, 8
 MATRIX, ONES, ROWS = jnp.ones((6, 5)), jnp.ones(5), jnp.array([4, 1])
@@ -107,7 +107,9 @@ def test_steps_of_a_pair_whose_draft_is_its_target():
 def test_a_draft_that_copies_reads_next_to_nothing():
   pair = tiny_pair.pair()
   size = pair.target.vocab_size
-  copying = pair._replace(draft=lambda sampling, tree: CopyDraft(size, tree), draft_params=())
+  copying = pair._replace(
+    draft=lambda sampling, tree: PromptLookupDraft(size, tree), draft_params=()
+  )
   prompt = pair.prompt(tiny_pair.SENTENCES[:1])
   tokens = prompt.size + 1 + LIMIT + GAMMA + 1
   got = step_bytes(copying, GAMMA, prompt, GREEDY, LIMIT)

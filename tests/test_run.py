@@ -218,7 +218,7 @@ def test_bad_command_line(command, args, words):
       HEADER + "from specdec_jax.experiments import translate",
       ["specdec_jax.experiments.translate is now specdec_jax.commands.translate", "line 5"],
     ),
-    (HEADER + "from specdec_jax import drafters", ["is now specdec_jax.drafts.copy and"]),
+    (HEADER + "from specdec_jax import drafters", ["is now specdec_jax.drafts.prompt_lookup and"]),
     (HEADER + "import nonexistent_package", ["'nonexistent_package' is not installed", "line 5"]),
     (HEADER + "from specdec_jax import nosuch", ["'specdec_jax.nosuch'", "line 5"]),
     (HEADER + "run.run.experiment = @tiny_work.play", ["tiny_work has no 'play'", "line 5"]),

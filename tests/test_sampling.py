@@ -10,7 +10,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_jax.sampling import Sampling, distribution, sample
+from specdec_jax.core.sampling import Sampling, distribution, sample
 
 METHODS = [
   dict(temperature=0.0),

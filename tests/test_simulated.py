@@ -10,15 +10,15 @@ import tiny
 import tiny_pair
 from flax import struct
 
-from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.theory import expected_tokens
+from specdec_jax.core.trees import chain
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
-from specdec_jax.theory import expected_tokens
-from specdec_jax.trees import chain
 
 V, EOS = 16, 1
 CONFIG = tiny.config(vocab_size=V, layers=1)
@@ -53,7 +53,7 @@ def decode(alpha, sampling, gamma, limit=256, batch=16, prompts=None):
     *(simulated(T5, alpha), ModelDraft(DRAFT, sampling, chain(gamma)), *weights(), prompts),
     jax.random.split(jax.random.key(0), len(prompts)),
     max_new_tokens=limit,
-    rule=TokenRule(sampling),
+    verifier=TokenVerifier(sampling),
   )
   assert (np.asarray(out.lengths) == limit).all() and not (np.asarray(out.tokens) == EOS).any()
   assert (np.asarray(out.not_finite) == -1).all()

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import tiny
 
-from specdec_jax.decoding import autoregressive_decode, speculative_decode
+from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.sampling import Sampling, distribution
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import Proposal
+from specdec_jax.core.verify.tokens import TokenVerifier, emitted_distribution, residual, verify
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.protocols import Proposal
-from specdec_jax.rules.tokens import TokenRule, emitted_distribution, residual, verify
-from specdec_jax.sampling import Sampling, distribution
-from specdec_jax.trees import chain
 
 # One round on tables. V tokens; the text is a Markov chain, so p and q depend on the text so far.
 V = 5
@@ -46,7 +46,7 @@ def draw(table, rows, u):
 
 @functools.partial(jax.jit, static_argnames="lenience")
 def judged(key, x, q, p, lenience=1.0):
-  """The rule's verdict on guesses x [B, G] from q [B, G, V], with p [B, G + 1, V]."""
+  """The verifier's verification on guesses x [B, G] from q [B, G, V], with p [B, G + 1, V]."""
   keys = jax.random.split(key, len(x)) if key.ndim == 0 else key
   return verify(keys, chain(x.shape[1]), Proposal(x, q), p, lenience)
 
@@ -202,9 +202,9 @@ def test_verdicts_on_fixed_guesses_follow_their_exact_probabilities(gamma, lenie
   p, q = rng.dirichlet(np.ones(V), gamma + 1), rng.dirichlet(np.ones(V), gamma)
   x = (q / p[:gamma]).argmax(axis=1)  # guesses that the draft overrates, so that every n occurs
   exact = verdict_probabilities(x, q, p, lenience)
-  verdict = judged(jax.random.key(0), *repeated(n, x, q, p), lenience)
+  verification = judged(jax.random.key(0), *repeated(n, x, q, p), lenience)
   counts = np.zeros((gamma + 1, V))
-  np.add.at(counts, (np.asarray(verdict.num_accepted), np.asarray(verdict.next_token)), 1)
+  np.add.at(counts, (np.asarray(verification.num_accepted), np.asarray(verification.next_token)), 1)
   assert tiny.p_value(counts, exact) > tiny.LEVEL
   assert tiny.detectable(n, exact) < 0.021
   if lenience < 1:
@@ -227,12 +227,12 @@ def test_lenience_bounds_what_grows(lenience):
   args = repeated(n, q[None], np.stack([p, p]))
   rates = []
   for at in (1.0, lenience):
-    verdict = judged(jax.random.key(1), x[:, None], *args, lenience=at)
-    first = np.where(verdict.num_accepted == 1, x, verdict.next_token)
+    verification = judged(jax.random.key(1), x[:, None], *args, lenience=at)
+    first = np.where(verification.num_accepted == 1, x, verification.next_token)
     share = np.bincount(first, minlength=V) / n
     assert tiny.p_value(share * n, emitted_first(q, p, at)) > tiny.LEVEL
     assert (share <= p / at + 6 * np.sqrt(p / at / n)).all()
-    rates.append(verdict.num_accepted.mean())
+    rates.append(verification.num_accepted.mean())
   assert rates[1] > rates[0] + 0.01
   assert (emitted_first(q, p, lenience) <= p / lenience + 1e-12).all()
   # An inexact setting is seen as such.
@@ -244,10 +244,10 @@ def test_same_distribution_always_accepts():
   n = 100_000
   p = np.random.default_rng(0).dirichlet(np.ones(V), 4)
   x = np.stack([np.random.default_rng(i).choice(V, n, p=p[i]) for i in range(3)], axis=1)
-  verdict = judged(jax.random.key(0), x, *repeated(n, p[:3], p))
-  assert (verdict.num_accepted == 3).all()
-  assert tiny.p_value(np.bincount(verdict.next_token, minlength=V), p[3]) > tiny.LEVEL
-  assert tiny.p_value(np.bincount(verdict.next_token, minlength=V), p[2]) < tiny.CAUGHT
+  verification = judged(jax.random.key(0), x, *repeated(n, p[:3], p))
+  assert (verification.num_accepted == 3).all()
+  assert tiny.p_value(np.bincount(verification.next_token, minlength=V), p[3]) > tiny.LEVEL
+  assert tiny.p_value(np.bincount(verification.next_token, minlength=V), p[2]) < tiny.CAUGHT
 
 
 def test_disjoint_support_never_accepts():
@@ -255,9 +255,9 @@ def test_disjoint_support_never_accepts():
   n = 100_000
   p, q = np.asarray([0.5, 0.3, 0.2, 0, 0]), np.asarray([0, 0, 0, 0.9, 0.1])
   x = np.random.default_rng(0).choice(V, (n, 2), p=q)
-  verdict = judged(jax.random.key(0), x, *repeated(n, np.stack([q, q]), np.stack([p, p, p])))
-  assert (verdict.num_accepted == 0).all()
-  assert tiny.p_value(np.bincount(verdict.next_token, minlength=V), p) > tiny.LEVEL
+  verification = judged(jax.random.key(0), x, *repeated(n, np.stack([q, q]), np.stack([p, p, p])))
+  assert (verification.num_accepted == 0).all()
+  assert tiny.p_value(np.bincount(verification.next_token, minlength=V), p) > tiny.LEVEL
 
 
 def test_one_hots_accept_exactly_the_matching_prefix():
@@ -269,10 +269,10 @@ def test_one_hots_accept_exactly_the_matching_prefix():
     best.append(tokens[3:])
   x, best = np.asarray(x), np.asarray(best)
   for seed in range(3):
-    verdict = judged(jax.random.key(seed), x, one_hot[x], one_hot[best])
+    verification = judged(jax.random.key(seed), x, one_hot[x], one_hot[best])
     n = (x == best[:, :3]).cumprod(axis=1).sum(axis=1)
-    np.testing.assert_array_equal(verdict.num_accepted, n)
-    np.testing.assert_array_equal(verdict.next_token, best[np.arange(len(x)), n])
+    np.testing.assert_array_equal(verification.num_accepted, n)
+    np.testing.assert_array_equal(verification.next_token, best[np.arange(len(x)), n])
 
 
 def test_what_the_target_never_says_is_never_emitted():
@@ -288,10 +288,12 @@ def test_an_empty_residual_falls_back_to_the_target():
   n = 100_000
   p = np.random.default_rng(3).dirichlet(np.ones(V))
   x = np.random.default_rng(0).choice(V, (n, 1), p=p)
-  verdict = judged(jax.random.key(0), x, *repeated(n, 2 * p[None], np.stack([p, np.eye(V)[0]])))
-  refused = np.asarray(verdict.num_accepted) == 0
+  verification = judged(
+    jax.random.key(0), x, *repeated(n, 2 * p[None], np.stack([p, np.eye(V)[0]]))
+  )
+  refused = np.asarray(verification.num_accepted) == 0
   assert abs(refused.mean() - 0.5) < 6 * 0.5 / np.sqrt(n)
-  counts = np.bincount(np.asarray(verdict.next_token)[refused], minlength=V)
+  counts = np.bincount(np.asarray(verification.next_token)[refused], minlength=V)
   assert tiny.p_value(counts, p) > tiny.LEVEL
 
 
@@ -337,11 +339,11 @@ def test_no_guesses_is_plain_sampling():
   # 100,000 draws, level 1e-6: finds effects w >= 0.03.
   n = 100_000
   p = np.random.default_rng(1).dirichlet(np.ones(V))
-  verdict = judged(
+  verification = judged(
     jax.random.key(0), jnp.zeros((n, 0), jnp.int32), jnp.zeros((n, 0, V)), *repeated(n, p[None])
   )
-  assert (verdict.num_accepted == 0).all()
-  assert tiny.p_value(np.bincount(verdict.next_token, minlength=V), p) > tiny.LEVEL
+  assert (verification.num_accepted == 0).all()
+  assert tiny.p_value(np.bincount(verification.next_token, minlength=V), p) > tiny.LEVEL
 
 
 @pytest.mark.parametrize(
@@ -365,7 +367,7 @@ def test_shapes_that_do_not_fit_are_refused(cut):
 @pytest.mark.parametrize("lenience", [0.0, -1.0, 1.5, float("nan")])
 def test_lenience_outside_its_range_is_refused(lenience):
   with pytest.raises(ValueError, match="lenience is"):
-    TokenRule(Sampling(), lenience)
+    TokenVerifier(Sampling(), lenience)
 
 
 # The whole loop: T5s over 6 tokens, three tokens of text, EOS among them.
@@ -382,7 +384,7 @@ METHODS = {
 
 @functools.cache
 def target_and_draft():
-  # A draft that is often wrong, so that every part of the rule is at work.
+  # A draft that is often wrong, so that every part of the verifier is at work.
   return tiny.params(CONFIG, seed=2, peak=0.9), tiny.params(DRAFT_CONFIG, seed=3, peak=0.5)
 
 
@@ -427,7 +429,7 @@ def speculate(draft, method):
     draft,
     target_params,
     draft_params,
-    rule=TokenRule(METHODS[method]),
+    verifier=TokenVerifier(METHODS[method]),
   )
 
 
@@ -514,7 +516,7 @@ def test_only_drafts_that_misreport_q_are_caught(report):
     ToldDraft(own, report_as_told),
     target_params,
     {"draft": draft_params, "report": list(REPORTS).index(report)},
-    rule=TokenRule(METHODS[method]),
+    verifier=TokenVerifier(METHODS[method]),
   )
   got = tiny.p_value(joint_of_loop(decode)[0], exact_joint(method))
   assert got > tiny.LEVEL if report in EXACT else got < tiny.CAUGHT

@@ -11,21 +11,21 @@ from test_backoff import written
 from test_contract import LIMIT, t5
 from test_speculative import CONFIG
 
-from specdec_jax import decoding
+from specdec_jax.core import decode as decoding
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import branching, chain
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.counts import acceptance_by_position
-from specdec_jax.drafts.copy import CopyDraft
-from specdec_jax.drafts.known import KnownDraft
-from specdec_jax.drafts.merged import MergedDraft
+from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
+from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
 from specdec_jax.measurement import oracles
 from specdec_jax.measurement.choice import Calibration
 from specdec_jax.measurement.stopping import in_a_row, separation, stopped_speedup
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import branching, chain
 
 RNG = np.random.default_rng(0)
 GAMMA = 4
@@ -71,7 +71,7 @@ def test_a_guess_that_was_not_made_is_not_judged():
     *(models.target, draft, models.params, models.params, models.prompts),
     jax.random.split(jax.random.key(0), 6),
     max_new_tokens=LIMIT,
-    rule=TokenRule(sampling),
+    verifier=TokenVerifier(sampling),
     eos_id=-1,
   )
   rounds = jax.tree.map(np.asarray, out.rounds)
@@ -117,14 +117,14 @@ def test_what_cannot_stop():
     StoppingDraft(model, 1.5)
   with pytest.raises(InputError, match="guesses chains"):
     StoppingDraft(ModelDraft(t5().draft, Sampling(), branching(2)), 0.5)
-  merged = MergedDraft((StoppingDraft(model, 0.5),), 6)
+  merged = ForestDraft((StoppingDraft(model, 0.5),), 6)
   with pytest.raises(InputError, match="stops early"):
     decoding.start(t5().target, merged, t5().params, (t5().draft_params,), t5().prompts, LIMIT)
 
 
 def test_a_draft_that_knows_nothing_makes_a_plain_step():
   """Copies of the newest tokens to their end: nothing of the first text, of the others so many."""
-  draft = KnownDraft(CopyDraft(9, chain(5), 2))
+  draft = StopAtMissDraft(PromptLookupDraft(9, chain(5), 2))
   assert draft.widths == (0, 1, 2, 4, 5)
   context = written([[0, 2, 3], [0, 4, 5, 6, 7, 4], [0, 3, 3]])
   source = jnp.array([[1, 0, 0, 0], [8, 4, 1, 0], [1, 0, 0, 0]])
@@ -133,4 +133,4 @@ def test_a_draft_that_knows_nothing_makes_a_plain_step():
   ].tokens
   assert tokens.tolist() == [[-1] * 5, [1, -1, -1, -1, -1], [3] * 5]
   with pytest.raises(InputError, match="must choose its guesses"):
-    KnownDraft(UniformDraft(9, chain(2))).propose((), (), context, jax.random.split(KEY, 3))
+    StopAtMissDraft(UniformDraft(9, chain(2))).propose((), (), context, jax.random.split(KEY, 3))

@@ -14,12 +14,12 @@ from flax import traverse_util
 from flax.serialization import msgpack_restore
 from scipy import special
 
+from specdec_jax.core.trees import Tree, branching
 from specdec_jax.models import decoder
 from specdec_jax.models.config import T5Config, t5_config
 from specdec_jax.models.families import init_params
 from specdec_jax.models.layers import RelativePositionBias
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.trees import Tree, branching
 
 CONFIG = tiny.config(vocab_size=24, emb_dim=32, head_dim=12)
 VARIANTS = {

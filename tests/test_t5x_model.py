@@ -19,19 +19,19 @@ import tiny_pair
 from flax import core
 
 from specdec_jax import records
+from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import Tree, branching, chain
+from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.k_seq import KSeqVerifier
+from specdec_jax.core.verify.lossy import TypicalVerifier
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import padded
-from specdec_jax.decoding import autoregressive_decode, speculative_decode
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.rules.blocks import BlockRule
-from specdec_jax.rules.k_seq import KSeqRule
-from specdec_jax.rules.lossy import TypicalRule
-from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.run import main
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import Tree, branching, chain
 
 models = pytest.importorskip("t5x.models", reason="t5x is not installed: see docs/t5x.md")
 
@@ -70,7 +70,7 @@ BATCH = {
 def speculative(draft=SMALL, of_round=None, *, decoder_params=None, decode_fn=None, **sampling):
   """At temperature 0 unless `sampling`, as `temperature_sample` has it, says otherwise.
 
-  `of_round` may hold gamma, tree, rule and lenience.
+  `of_round` may hold gamma, tree, verifier and lenience.
   """
   sampling = {"temperature": 0.0, "topk": 0} | sampling
   return t5x_model.SpeculativeModel(
@@ -117,10 +117,10 @@ RAGGED = 0, 0, 0, 1, 1, 2, 4
     ("near", 7, dict(gamma=7)),
     ("random", 1, dict(gamma=1)),
     ("random", 4, dict(gamma=4)),
-    ("near", 4, dict(gamma=4, rule=BlockRule)),
+    ("near", 4, dict(gamma=4, verifier=BlockVerifier)),
     ("near", 2, dict(tree=branching(2, 2).parents)),
     ("target", 3, dict(tree=RAGGED)),
-    ("near", 3, dict(tree=RAGGED, rule=BlockRule)),
+    ("near", 3, dict(tree=RAGGED, verifier=BlockVerifier)),
   ],
 )
 def test_greedy_is_t5x_temperature_sample(draft, depth, of_round):
@@ -185,14 +185,14 @@ def test_max_decode_steps_is_t5x():
 
 
 @pytest.mark.parametrize(
-  "topk, topp, return_all, tree, rule",
-  [(4, 0.0, True, chain(3), TokenRule), (0, 0.6, False, branching(2, 2), KSeqRule)],
+  "topk, topp, return_all, tree, verifier",
+  [(4, 0.0, True, chain(3), TokenVerifier), (0, 0.6, False, branching(2, 2), KSeqVerifier)],
 )
-def test_several_decodes_are_ours_sorted_by_t5x_scores(topk, topp, return_all, tree, rule):
+def test_several_decodes_are_ours_sorted_by_t5x_scores(topk, topp, return_all, tree, verifier):
   decodes, temperature, rng = 3, 0.7, jax.random.PRNGKey(5)
   config, draft_params = DRAFTS["near"]
   how_many = models.DecoderParams(num_decodes=decodes, return_all_decodes=return_all)
-  of_round = dict(tree=tree.parents, rule=rule)
+  of_round = dict(tree=tree.parents, verifier=verifier)
   model = speculative(config, of_round, decoder_params=how_many)
   how = {"temperature": temperature, "topk": topk, "topp": topp}
   predict = lambda p, key: model.predict_batch_with_aux(p, BATCH, key, how)
@@ -200,11 +200,11 @@ def test_several_decodes_are_ours_sorted_by_t5x_scores(topk, topp, return_all, t
 
   # Our own loop, with a key for each row,
   sampling = Sampling(temperature, topk, topp or 1.0)
-  independent = rule is KSeqRule  # as it needs its siblings to be
+  independent = verifier is KSeqVerifier  # as it needs its siblings to be
   draft = ModelDraft(T5Model(config), sampling, tree, independent)
   source = np.repeat(BATCH["encoder_input_tokens"], decodes, axis=0)
   keys = jax.random.split(rng, len(source))
-  common = dict(max_new_tokens=LIMIT, rule=rule(sampling))
+  common = dict(max_new_tokens=LIMIT, verifier=verifier(sampling))
   ours = speculative_decode(T5Model(TARGET), draft, PARAMS, draft_params, source, keys, **common)
   ours_tokens = np.asarray(ours.tokens)
   assert len({tuple(row) for row in ours_tokens[:decodes].tolist()}) > 1
@@ -276,10 +276,13 @@ def test_bad_input_is_told():
     (dict(tree=3), "tree is 3; it must be a list .each a whole number. or None"),
     (dict(tree=(0, 0.5)), "tree is .0, 0.5.; it must be a list"),
     (dict(tree=(0, 3, 1)), "A tree has parents .0, 3, 1.; they must be"),
-    (dict(rule=3), "rule is 3; it must be a function"),
-    (dict(rule=lambda sampling: 3), "rule makes 3 of a sampling"),
+    (dict(verifier=3), "verifier is 3; it must be a function"),
+    (dict(verifier=lambda sampling: 3), "verifier makes 3 of a sampling"),
     (dict(lenience=2), "lenience is 2; it must lie in"),
-    (dict(rule=BlockRule, lenience=0.5), "lenience is 0.5, but the rule is BlockRule"),
+    (
+      dict(verifier=BlockVerifier, lenience=0.5),
+      "lenience is 0.5, but the verifier is BlockVerifier",
+    ),
   ],
 )
 def test_rounds_that_cannot_be_are_told_before_a_checkpoint_is_read(of_round, sentence):
@@ -318,7 +321,7 @@ def test_calls_that_mean_nothing_are_told(call, sentence):
 
 
 def test_a_call_may_have_a_tree_and_a_lossy_rule_of_its_own():
-  how = {"tree": (0, 0, 1), "rule": TypicalRule}
+  how = {"tree": (0, 0, 1), "verifier": TypicalVerifier}
   assert shapes(speculative(), decoder_params=how) == ((EXAMPLES, LIMIT), (EXAMPLES,))
 
 
@@ -379,7 +382,7 @@ decoding.temperature_sample:
 t5x_model.SpeculativeModel.tree = [0, 0]
 """)
   want = dict(
-    gamma=5, tree=[0, 0], rule=TokenRule, lenience=1.0, temperature=0.5, topk=20, topp=0.0
+    gamma=5, tree=[0, 0], verifier=TokenVerifier, lenience=1.0, temperature=0.5, topk=20, topp=0.0
   )
   assert model._settings == want | dict(max_decode_steps=None, rescale_log_probs=True)
   params = tiny.params(t5x_model.same_config(model.module), 0)
@@ -443,18 +446,21 @@ def test_bindings_that_mean_nothing_here_are_told(bound, bindings, sentence):
 
 
 def test_beam_search_accepts_the_default_rule_bound_by_gin(bound):
-  """Gin passes a subclass of TokenRule, as gin/t5x/infer.gin binds it."""
+  """Gin passes a subclass of TokenVerifier, as gin/t5x/infer.gin binds it."""
   search = """
-from specdec_jax.rules import blocks
-from specdec_jax.rules import tokens
+from specdec_jax.core.verify import blocks
+from specdec_jax.core.verify import tokens
 models.EncoderDecoderModel.decode_fn = @decoding.beam_search
 """
-  model = bound(search + "t5x_model.SpeculativeModel.rule = @tokens.TokenRule")
+  model = bound(search + "t5x_model.SpeculativeModel.verifier = @tokens.TokenVerifier")
   assert model._settings["draft_beams"] is None
-  for rule in ("@blocks.BlockRule", "@tokens.TokenRule\ntokens.TokenRule.lenience = 0.5"):
+  for verifier in (
+    "@blocks.BlockVerifier",
+    "@tokens.TokenVerifier\ntokens.TokenVerifier.lenience = 0.5",
+  ):
     gin.clear_config()
     with pytest.raises(InputError, match="decode_fn is beam_search, whose draft searches"):
-      bound(search + f"t5x_model.SpeculativeModel.rule = {rule}")
+      bound(search + f"t5x_model.SpeculativeModel.verifier = {verifier}")
 
 
 def test_constructor_arguments_bound_on_t5xs_model_are_inherited(bound):
@@ -604,7 +610,7 @@ def test_checkpoints_of_another_shape_are_named(tmp_path, orbax, wrong):
 
 
 def test_the_draft_is_whole_on_each_device():
-  """Unless a rule for its own axes says otherwise; the target is cut as ever."""
+  """Unless a verifier for its own axes says otherwise; the target is cut as ever."""
   inputs = {"encoder_input_tokens": (1, 1), "decoder_input_tokens": (1, 1)}
   variables = jax.eval_shape(
     lambda key: speculative().get_initial_variables(key, inputs), jax.random.key(0)
@@ -678,9 +684,9 @@ utils.DatasetConfig.batch_size = 4
 
 
 TREE = """
-from specdec_jax.rules import blocks
+from specdec_jax.core.verify import blocks
 TREE = (0, 0, 1)
-RULE = @blocks.BlockRule
+RULE = @blocks.BlockVerifier
 """
 
 
@@ -737,11 +743,11 @@ def text_of(tokens) -> str:
 
 
 @pytest.mark.parametrize(
-  "use_orbax, num_partitions, more, tree, rule",
-  [(True, 4, "", chain(3), TokenRule), (False, 2, TREE, Tree((0, 0, 1)), BlockRule)],
+  "use_orbax, num_partitions, more, tree, verifier",
+  [(True, 4, "", chain(3), TokenVerifier), (False, 2, TREE, Tree((0, 0, 1)), BlockVerifier)],
   ids=["chain", "tree"],
 )
-def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions, more, tree, rule):
+def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions, more, tree, verifier):
   rows, target, of_draft, source = infer(tmp_path, use_orbax, num_partitions, more)
   (config, params), (draft_config, draft) = target, of_draft
   keys = jax.random.split(jax.random.key(0), len(source))
@@ -754,14 +760,14 @@ def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions, more,
     assert row["prediction"] == text_of(tokens)
     assert row["aux"]["scores"] == 0
   pair = T5Model(config), ModelDraft(T5Model(draft_config), sampling, tree), params, draft
-  ours = speculative_decode(*pair, source, keys, rule=rule(sampling), **limit)
+  ours = speculative_decode(*pair, source, keys, verifier=verifier(sampling), **limit)
   for name, counts in t5x_model.count_rounds(ours).items():
     assert [row["aux"]["rounds"][name] for row in rows] == counts.tolist()
   assert ours.rounds.num_accepted.sum() > 0
 
 
 def test_t5x_infer_searches_with_our_gin_files(tmp_path):
-  """gin/t5x/infer.gin binds a rule, which gin passes as a subclass; the beams are t5x's own."""
+  """gin/t5x/infer.gin binds a verifier, which gin passes as a subclass; the beams are t5x's own."""
   rows, (config, params), _, source = infer(tmp_path, True, 4, BEAMS)
   words, how = t5x_task.VOCABULARY, dict(num_decodes=2, return_all_decodes=True)
   theirs = models.EncoderDecoderModel(

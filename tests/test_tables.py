@@ -241,7 +241,7 @@ def test_batches_and_lenience_are_left_out_where_the_paper_has_none():
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
-@pytest.mark.parametrize("other", [dict(rule="BlockRule"), dict(tree=[0, 0, 1])], ids=str)
+@pytest.mark.parametrize("other", [dict(verifier="BlockVerifier"), dict(tree=[0, 0, 1])], ids=str)
 def test_other_rules_and_trees_are_left_out_of_the_papers_tables(number, other):
   table = made(number, RECORD, dataclasses.replace(RECORD, **other))
   assert len(ours(table)) == 1

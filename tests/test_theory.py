@@ -6,9 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specdec_jax.errors import InputError
-from specdec_jax.reporting.paper import load_table
-from specdec_jax.theory import (
+from specdec_jax.core.theory import (
   best_gamma,
   beta,
   break_even_alpha,
@@ -23,6 +21,8 @@ from specdec_jax.theory import (
   text_improvement,
   walltime_improvement,
 )
+from specdec_jax.errors import InputError
+from specdec_jax.reporting.paper import load_table
 
 PAPER = pathlib.Path(__file__).resolve().parents[1] / "configs"
 

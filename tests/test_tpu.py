@@ -33,10 +33,10 @@ def main(part: str) -> None:
   import jax
   import jax.numpy as jnp
 
+  from specdec_jax.core.sampling import Sampling
+  from specdec_jax.core.theory import best_tree
   from specdec_jax.models.config import named_config, t5_config
   from specdec_jax.models.speculator import speculator_config
-  from specdec_jax.sampling import Sampling
-  from specdec_jax.theory import best_tree
   from specdec_jax.tpu import compile as tpu_compile
   from specdec_jax.tpu.beams import beam_programs
   from specdec_jax.tpu.examine import examine, hbm_bytes

@@ -19,6 +19,7 @@ from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.commands import train as experiment
 from specdec_jax.commands.lessons import model_outputs
 from specdec_jax.commands.tabulate import named_table
+from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
@@ -26,7 +27,6 @@ from specdec_jax.models.families import model_of, module_of
 from specdec_jax.models.t5 import T5
 from specdec_jax.pairs import load_pair
 from specdec_jax.reporting.tables import MISSING
-from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.training import trainer
 from specdec_jax.training.batches import BUCKETS, Pairs, arrays, epoch_batches
 from specdec_jax.training.distillation import load_pairs, recombined, save_pairs, teacher_opinions

@@ -16,12 +16,12 @@ import pytest
 import tiny_pair
 
 from specdec_jax.commands import translate
+from specdec_jax.core.decode import autoregressive_decode
+from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.data import vocabulary
 from specdec_jax.data.sentence_pieces import EOS_ID
-from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.pairs import pair
 from specdec_jax.run import main
-from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.writing import written
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

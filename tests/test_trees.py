@@ -12,25 +12,12 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax import records, theory
-from specdec_jax.commands import trees as commands_trees
-from specdec_jax.commands.trees import trees
-from specdec_jax.drafts.dynamic import DynamicDraft
-from specdec_jax.drafts.merged import side_by_side
-from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.errors import InputError
-from specdec_jax.measurement.alpha import measure_alpha, positional_acceptance
-from specdec_jax.measurement.costs import Costs
-from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import rule_name
-from specdec_jax.protocols import Context, Outcome, Verdict
-from specdec_jax.reporting.lengths import lengths_table
-from specdec_jax.rules.blocks import BlockRule
-from specdec_jax.rules.k_seq import KSeqRule
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.tpu.tree_speeds import tree_speeds_table
-from specdec_jax.trees import (
+from specdec_jax import records
+from specdec_jax.commands import bench_trees
+from specdec_jax.commands.bench_trees import trees
+from specdec_jax.core import theory
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import (
   DynamicTree,
   Tree,
   branching,
@@ -40,6 +27,20 @@ from specdec_jax.trees import (
   require_chain,
   require_static,
 )
+from specdec_jax.core.types import Context, Outcome, Verification
+from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.k_seq import KSeqVerifier
+from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.dynamic import DynamicDraft
+from specdec_jax.drafts.forest import side_by_side
+from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.errors import InputError
+from specdec_jax.measurement.alpha import measure_alpha, positional_acceptance
+from specdec_jax.measurement.costs import Costs
+from specdec_jax.models.t5 import T5Model
+from specdec_jax.pairs import verifier_name
+from specdec_jax.reporting.lengths import lengths_table
+from specdec_jax.tpu.tree_speeds import tree_speeds_table
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 
@@ -175,7 +176,7 @@ def test_a_dynamic_tree_is_the_best_of_what_was_read(seed):
   followed = np.unique(proposal.tree.parents[0])
   assert (nodes[followed[followed > 0] - 1] > 0).all()
   path = path_to(proposal.tree, jnp.array([count]))
-  outcome = Outcome(proposal, None, None, Verdict(None, None, path), None, jnp.array([2]))
+  outcome = Outcome(proposal, None, None, Verification(None, None, path), None, jnp.array([2]))
   committed, _ = draft.observe(None, (cache, reads), outcome)
   assert committed[0].tolist() == [nodes[node - 1] if node else 0 for node in path[0].tolist()]
 
@@ -247,9 +248,7 @@ def test_positional_acceptance_is_what_rounds_show():
 
 def test_acceptance_lengths_are_recorded(tmp_path, capsys, monkeypatch):
   costs = Costs(2.0, 0.2, 2.5, 0.1, 1.0, 1.0)  # those measured are test_measure.py's
-  monkeypatch.setattr(
-    commands_trees, "measure_costs", lambda pair, trees, *rest: [costs] * len(trees)
-  )
+  monkeypatch.setattr(bench_trees, "measure_costs", lambda pair, trees, *rest: [costs] * len(trees))
   settings = dict(
     texts=tiny_pair.SENTENCES[:40],
     output_dir=str(tmp_path),
@@ -257,7 +256,7 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys, monkeypatch):
     gammas=(2,),
     shapes=((4, 2),),
     dynamic=((5, 2),),
-    rules=(TokenRule,),
+    rules=(TokenVerifier,),
     calibration_texts=8,
     calibration_tokens=50,
     max_new_tokens=12,
@@ -267,8 +266,8 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys, monkeypatch):
   measured = records.read(tmp_path / "results.jsonl")
   said = capsys.readouterr().out
   page = (tmp_path / "report.html").read_text(encoding="utf-8")
-  assert [(r.temperature, r.rule, r.kind) for r in measured] == [
-    (0.0, "TokenRule", of_kind) for of_kind in ("chain", "tree", "dynamic tree")
+  assert [(r.temperature, r.verifier, r.kind) for r in measured] == [
+    (0.0, "TokenVerifier", of_kind) for of_kind in ("chain", "tree", "dynamic tree")
   ]
   for r in measured:
     assert r.gamma == 2 and 1 <= r.tokens_per_round <= 3
@@ -302,16 +301,21 @@ def test_a_tree_that_was_compiled_costs_what_the_compiler_says():
 
 
 def test_k_seq_has_siblings_drawn_independently():
-  pair = tiny_pair.pair("near")._replace(rule=KSeqRule)
+  pair = tiny_pair.pair("near")._replace(verifier=KSeqVerifier)
   drafts = [pair.decoder(Sampling(), tree).args[1] for tree in (branching(2), chain(2))]
   assert [draft.independent for draft in drafts] == [True, False]
-  with pytest.raises(InputError, match="KSeqRule judges siblings that were drawn independently"):
+  with pytest.raises(
+    InputError, match="KSeqVerifier judges siblings that were drawn independently"
+  ):
     pair.decoder(Sampling(), DynamicTree(4, 2))
 
 
 def test_a_pair_is_judged_by_its_rule():
-  pair = tiny_pair.pair()._replace(rule=BlockRule)
-  assert isinstance(pair.judge(Sampling()), BlockRule) and rule_name(pair.rule) == "BlockRule"
-  with pytest.raises(InputError, match="lenience below 1 goes with TokenRule"):
-    pair.judge(Sampling(), 0.5)
-  assert tiny_pair.pair().judge(Sampling(), 0.5) == TokenRule(Sampling(), 0.5)
+  pair = tiny_pair.pair()._replace(verifier=BlockVerifier)
+  assert (
+    isinstance(pair.verifier_for(Sampling()), BlockVerifier)
+    and verifier_name(pair.verifier) == "BlockVerifier"
+  )
+  with pytest.raises(InputError, match="lenience below 1 goes with TokenVerifier"):
+    pair.verifier_for(Sampling(), 0.5)
+  assert tiny_pair.pair().verifier_for(Sampling(), 0.5) == TokenVerifier(Sampling(), 0.5)

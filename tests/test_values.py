@@ -16,37 +16,37 @@ import tiny
 import tiny_pair
 
 from specdec_jax import memory
-from specdec_jax.adaptive import adaptive_decode
 from specdec_jax.api import Pair
 from specdec_jax.commands.acceptance import acceptance
-from specdec_jax.commands.beams import beams
+from specdec_jax.commands.bench_beams import beams
+from specdec_jax.commands.bench_gamma import gamma
 from specdec_jax.commands.check_exactness import check_exactness
 from specdec_jax.commands.decode import decode
-from specdec_jax.commands.gamma import gamma
 from specdec_jax.commands.given_outputs import RecitingModel
 from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.commands.speedup import speedup
 from specdec_jax.commands.train import fit_vocabulary
 from specdec_jax.commands.translate import translate
+from specdec_jax.core.adaptive import adaptive_decode
+from specdec_jax.core.decode import NullDraft, autoregressive_decode, speculative_decode
+from specdec_jax.core.sampling import Sampling, split_keys
+from specdec_jax.core.trees import DynamicTree, Tree, branching, chain, merged
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.decoding import FreeDraft, autoregressive_decode, speculative_decode
 from specdec_jax.errors import InputError, require_types, shown
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import load_pair, model_drafter, random_pair
 from specdec_jax.pairs.composed import (
+  draft_sampling,
+  forest_draft,
   hierarchical_draft,
-  known_draft,
-  merged_drafts,
-  own_sampling,
+  stop_at_miss_draft,
 )
-from specdec_jax.rules.tokens import TokenRule
 from specdec_jax.run import main
-from specdec_jax.sampling import Sampling, split_keys
 from specdec_jax.sentences import user_sentence
 from specdec_jax.training.trainer import TrainSettings
-from specdec_jax.trees import DynamicTree, Tree, branching, chain, merged
 
 # Python 3.12 and newer reject the file before gin does.
 NUL_IN_GIN = "Unexpected token (zeros.gin, line 1: )."
@@ -224,11 +224,11 @@ def test_trees_of_paths_and_sizes():
 
 
 def test_a_draft_that_samples_in_a_way_that_is_none():
-  own = functools.partial(own_sampling, tiny_pair.pair().vocabulary, lambda _: None)
+  own = functools.partial(draft_sampling, tiny_pair.pair().vocabulary, lambda _: None)
   assert refused(own, top_k=-1).startswith("top_k is -1; it must be a positive count")
   assert refused(own, top_p=2.0) == "top_p is 2.0; it must lie in (0, 1], with 1 to keep all."
   near = functools.partial(model_drafter, model=str(tiny_pair.folder() / "near"))
-  own = functools.partial(own_sampling, tiny_pair.pair().vocabulary, near)
+  own = functools.partial(draft_sampling, tiny_pair.pair().vocabulary, near)
   assert own(top_k=HUGE, top_p=0.5).name == f"near (top_k {HUGE_SHOWN}, top_p 0.5)"
 
 
@@ -238,7 +238,7 @@ def test_numbers_of_any_kind_are_pythons_own(number):
   held = Sampling(number, np.int64(3), number)
   assert [*map(type, dataclasses.astuple(held))] == [float, int, float]
   assert held == Sampling(0.5, 3, 0.5) and hash(held) == hash(Sampling(0.5, 3, 0.5))
-  assert type(TokenRule(held, number).lenience) is float
+  assert type(TokenVerifier(held, number).lenience) is float
   assert Sampling(2**31).temperature == 2.0**31  # no whole number of 32 bits
 
 
@@ -361,7 +361,7 @@ def test_a_draft_of_beams_is_refused_alike_on_the_command_line(tmp_path):
     (dict(task=5), "task is 5; it must be a text or None."),
     (dict(shardings="x"), "shardings is 'x'; it must be a function or None."),
     (dict(draft_shardings=5), "draft_shardings is 5; it must be a function or None."),
-    (dict(rule="x"), "rule is 'x'; it must be a function."),
+    (dict(verifier="x"), "verifier is 'x'; it must be a function."),
   ],
   ids=str,
 )
@@ -377,13 +377,13 @@ def test_functions_of_a_pair_that_return_something_else():
   load = functools.partial(load_pair, paths["target"], vocabulary=paths["vocabulary.model"])
   near = functools.partial(model_drafter, model=str(tiny_pair.folder() / "near"))
   nothing = lambda *_: None
-  made = "The function given as draft returns None for a vocabulary; it must return a Drafter"
-  own = made + " (specdec_jax.protocols)."
-  assert refused(load, draft=nothing) == made + " or OnTarget (specdec_jax.protocols)."
-  assert refused(load, draft=functools.partial(known_draft, draft=nothing)) == own
+  made = "The function given as draft returns None for a vocabulary; it must return a DraftFactory"
+  own = made + " (specdec_jax.core.types)."
+  assert refused(load, draft=nothing) == made + " or OnTarget (specdec_jax.core.types)."
+  assert refused(load, draft=functools.partial(stop_at_miss_draft, draft=nothing)) == own
   both = functools.partial(hierarchical_draft, draft=near, inner=nothing)
   assert refused(load, draft=both) == own
-  row = functools.partial(merged_drafts, drafts=[near, nothing])
+  row = functools.partial(forest_draft, drafts=[near, nothing])
   assert refused(load, draft=row) == own
   places = "it must return a tree like the parameters', with a jax.sharding.Sharding for each."
   for wrong in (lambda _: 5, lambda shapes: jax.tree.map(lambda _: 5, shapes), nothing):
@@ -502,13 +502,17 @@ def recite(decode=autoregressive_decode, rng=None, temperature=1.0, **settings):
 
 def speculate(model, params, *args, sampling, **how):
   """As `autoregressive_decode`, by speculation with a draft that costs nothing."""
-  rule = TokenRule(sampling)
-  return speculative_decode(model, FreeDraft(chain(1)), params, (), *args, rule=rule, **how)
+  verifier = TokenVerifier(sampling)
+  return speculative_decode(model, NullDraft(chain(1)), params, (), *args, verifier=verifier, **how)
 
 
 def adapt(model, params, *args, sampling, **how):
-  drafts, costs, rule = (FreeDraft(chain(1)),), (jnp.ones(1), jnp.ones(2)), TokenRule(sampling)
-  return adaptive_decode(model, drafts, params, (), *args, *costs, rule=rule, **how)
+  drafts, costs, verifier = (
+    (NullDraft(chain(1)),),
+    (jnp.ones(1), jnp.ones(2)),
+    TokenVerifier(sampling),
+  )
+  return adaptive_decode(model, drafts, params, (), *args, *costs, verifier=verifier, **how)
 
 
 def test_a_text_ends_where_its_model_says():

@@ -29,7 +29,7 @@ def test_these_tests_run_without_them():
 def test_they_are_off_though_jax_was_imported_first():
   code = """
 import jax, jax.numpy as jnp
-import specdec_jax.decoding
+import specdec_jax.core.decode
 x = jnp.ones((64, 64))
 text = jax.jit(jnp.matmul).lower(x, x).compile().as_text()
 assert 'dot' in text and '__ynn_fusion' not in text

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import optimize, stats
 
-from specdec_jax import decoding
+from specdec_jax.core import decode as decoding
+from specdec_jax.core.trees import Tree
+from specdec_jax.core.types import Draft, Model, Proposal
 from specdec_jax.kernels import skinny
 from specdec_jax.measurement import speed, timing
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.families import Config, init_params, module_of
-from specdec_jax.protocols import Draft, Model, Proposal
-from specdec_jax.trees import Tree
 
 LEVEL = 1e-6  # a correct program fails a distribution test this often
 CAUGHT = 1e-12  # a broken one must be further out than this

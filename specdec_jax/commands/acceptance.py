@@ -10,6 +10,8 @@ import numpy as np
 from rich.console import Console
 
 from specdec_jax import records
+from specdec_jax.core.decode import require_finite
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -18,17 +20,15 @@ from specdec_jax.counts import (
   num_tokens,
 )
 from specdec_jax.data.vocabulary import Vocabulary
-from specdec_jax.decoding import require_finite
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measurement.alpha import Acceptance, mean_with_interval, measure_alpha
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.plain import generate
-from specdec_jax.pairs import Drafter, Pair
+from specdec_jax.pairs import DraftFactory, Pair
 from specdec_jax.progress import Progress
 from specdec_jax.record import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import acceptance_table
-from specdec_jax.sampling import Sampling
 
 
 def acceptance(
@@ -36,7 +36,7 @@ def acceptance(
   texts: Sequence[str],
   output_dir: str,
   samplings: Sequence[Sampling],
-  drafts: Sequence[Callable[[Vocabulary], Drafter]] = (),
+  drafts: Sequence[Callable[[Vocabulary], DraftFactory]] = (),
   gamma: int = 7,
   batch_size: int = 8,
   max_new_tokens: int = 64,

@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import chain
 from specdec_jax.writing import written
 
 GAMMA = 7

@@ -10,7 +10,11 @@ import numpy as np
 from jax import Array
 from rich.console import Console
 
-from specdec_jax.decoding import require_finite
+from specdec_jax.core.decode import require_finite
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
+from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.exactness.compare import cells_of, compare_argmax, compare_samples
 from specdec_jax.exactness.dependence import between_rounds, within_rounds
@@ -32,12 +36,8 @@ from specdec_jax.exactness.joint import Comparison
 from specdec_jax.exactness.laws import judge_rounds, positions, recorded
 from specdec_jax.exactness.paths import rounds_of_self_draft
 from specdec_jax.exactness.ties import Divergence, Rounding, node_moves, share_of
-from specdec_jax.pairs import Pair, rule_name
+from specdec_jax.pairs import Pair, verifier_name
 from specdec_jax.progress import Progress
-from specdec_jax.protocols import Decoded
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import AnyTree, DynamicTree, Tree, chain
 
 ROUND_TOKENS = 24  # limit of outputs whose rounds are tested: the longest output holds up a batch
 ENDLESS = -1  # the id of no token: texts of that end nowhere
@@ -97,7 +97,7 @@ def check_exactness(
   The first of the gammas, trees and dynamic trees is checked in all settings, the others in the
   largest batch, at temperature 0 and with the first other sampling. Smaller batches, and the target
   as its own draft, are checked with a quarter of the texts. Rounds are tested of chains and static
-  trees, under `TokenRule`.
+  trees, under `TokenVerifier`.
 
   Args:
     pair: what decodes; see `pairs.load_pair`.
@@ -119,7 +119,7 @@ def check_exactness(
       on past EOS; fewer where the target has fewer positions, 0 for none.
 
   Raises:
-    InputError: there is nothing to check, the rule is lossy, or the acceptance is simulated.
+    InputError: there is nothing to check, the verifier is lossy, or the acceptance is simulated.
   """
   require_types(check_exactness, locals())
   require_seed(seed)
@@ -131,10 +131,10 @@ def check_exactness(
     raise InputError(
       "The target's acceptance is simulated, so its output has no law to check; give a real target."
     )
-  if not all(pair.rule(sampling).exact for sampling in samplings):
+  if not all(pair.verifier(sampling).exact for sampling in samplings):
     raise InputError(
-      f"{rule_name(pair.rule)} is lossy here: its output is not the target's own, so there is "
-      "nothing to check; give an exact rule as pairs.load_pair.rule."
+      f"{verifier_name(pair.verifier)} is lossy here: its output is not the target's own, so there is "
+      "nothing to check; give an exact verifier as pairs.load_pair.verifier."
     )
   counts = dict(num_texts=num_texts, samples_per_text=samples_per_text, num_tokens=num_tokens)
   counts |= dict(max_new_tokens=max_new_tokens, num_guesses=num_guesses)
@@ -161,7 +161,7 @@ def check_exactness(
     samples += [Setting(sampling, tree, check.batch_size) for tree in (chain(0), *shapes[1:])]
     samples += [Setting(sampling, shapes[0], size) for size in smaller]
   # The distributions in rounds are known where guesses are verified one by one.
-  by_tokens = rule_name(pair.rule) == TokenRule.__name__
+  by_tokens = verifier_name(pair.verifier) == TokenVerifier.__name__
   rounds: list[Setting] = []
   if by_tokens and fixed:
     rounds = [Setting(sampling, fixed[0], 32) for sampling in sampled]
@@ -198,7 +198,7 @@ def check_exactness(
     for setting in bar.track(samples, description="checking samples"):
       say(*check.samples(setting, num_texts, samples_per_text, num_tokens, seed, of_setting))
   if sampled and (changing or not rounds):
-    unjudged = "dynamic trees" if by_tokens else rule_name(pair.rule)
+    unjudged = "dynamic trees" if by_tokens else verifier_name(pair.verifier)
     console.print(f"Of {unjudged} the outputs were checked, but not the rounds.")
   where = f"{pair.dtype} on {jax.devices()[0].platform}"
   console.print(f"{sum(verdicts)} of {len(verdicts)} checks hold, in {where}.")
@@ -318,11 +318,11 @@ class _Check:
 class _Kept:
   """A decoder that keeps its results: every shape is compared with the same outputs."""
 
-  def __init__(self, decode: Callable[..., Decoded]):
+  def __init__(self, decode: Callable[..., DecodeResult]):
     self.decode = decode
-    self.results: dict[tuple, Decoded] = {}
+    self.results: dict[tuple, DecodeResult] = {}
 
-  def __call__(self, prompt: Array, keys: Array, **limits: int) -> Decoded:
+  def __call__(self, prompt: Array, keys: Array, **limits: int) -> DecodeResult:
     key = prompt.shape, np.asarray(prompt).tobytes(), *limits.items()
     if key not in self.results:
       self.results[key] = require_finite(self.decode(prompt, keys, **limits))

@@ -18,13 +18,13 @@ from typing import IO, BinaryIO, Literal
 import jax
 
 from specdec_jax.commands.translate import decode_lines
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import Tree
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
-from specdec_jax.protocols import Decoded
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import Tree
 from specdec_jax.writing import claim, naming, require_regular, written
 
 # Fields of a part's lines that merging them reads.
@@ -157,7 +157,7 @@ def _agreed(path: pathlib.Path, number: int, choose: Callable[[], Tree]) -> Tree
     raise InputError(f"{path} is damaged; delete it and start all hosts again.") from None
 
 
-def _records(pair: Pair, at: int, sources, outputs, decoded: list[Decoded]) -> Iterator[dict]:
+def _records(pair: Pair, at: int, sources, outputs, decoded: list[DecodeResult]) -> Iterator[dict]:
   """A batch as records, one a text; `decoded` has no rows for those that were left empty."""
   rows = ((d, row, *counts) for d in decoded for row, counts in enumerate(zip(*d.rounds.judged())))
   for index, (source, output) in enumerate(zip(sources, outputs), at):

@@ -16,21 +16,22 @@ from flax import struct
 from jax import Array
 from rich.console import Console
 
-from specdec_jax import records, theory
+from specdec_jax import records
+from specdec_jax.core import theory
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import AnyNodes, AnyTree, Placed, chain
+from specdec_jax.core.types import drafter_from
 from specdec_jax.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.measurement.alpha import draft_probs, lag1_correlation, mean_with_interval
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.models.t5 import EOS_ID
-from specdec_jax.pairs import Drafter, Pair
+from specdec_jax.pairs import DraftFactory, Pair
 from specdec_jax.progress import Progress
-from specdec_jax.protocols import drafter_from
 from specdec_jax.record import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import given_outputs_table
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import AnyNodes, AnyTree, Placed, chain
 
 ARGMAX = Sampling(temperature=0.0)
 
@@ -92,7 +93,7 @@ def given_outputs(
   vocabulary: Vocabulary,
   sources: Sequence[str],
   outputs: Sequence[str],
-  drafts: Sequence[Callable[[Vocabulary], Drafter]],
+  drafts: Sequence[Callable[[Vocabulary], DraftFactory]],
   output_dir: str,
   task: str,
   target: str,
@@ -136,7 +137,7 @@ def given_outputs(
       target=RecitingModel(len(vocabulary), vocabulary.start_id, vocabulary.eos_id),
       target_params=None,  # the text, another for each source
       target_name=target,
-      draft=drafter.make,
+      draft=drafter.build,
       draft_params=drafter.params,
       draft_name=drafter.name,
       vocabulary=vocabulary,

@@ -10,14 +10,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.progress import track
 
+from specdec_jax.core.decode import autoregressive_decode
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.types import Model
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary, padded
-from specdec_jax.decoding import autoregressive_decode
 from specdec_jax.models.families import Config, model_of, module_of
 from specdec_jax.pairs.load import load_for
 from specdec_jax.partitioning import PartitionedModel, make_mesh, param_shardings
-from specdec_jax.protocols import Model
-from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.training.batches import Pairs
 from specdec_jax.training.distillation import load_pairs, recombined, save_pairs, teacher_opinions
 

@@ -8,6 +8,9 @@ import jax
 from rich.console import Console
 
 from specdec_jax import records
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import num_rounds, num_tokens
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.speculator import SpeculatorDraft
@@ -15,12 +18,9 @@ from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
-from specdec_jax.protocols import Decoded
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import online_table
-from specdec_jax.sampling import Sampling, row_keys
 from specdec_jax.training.online import OnlineDraft, decode_and_learn
-from specdec_jax.trees import chain
 
 
 def serve_and_learn(
@@ -68,7 +68,9 @@ def serve_and_learn(
   draft = OnlineDraft(frozen, learning_rate)
   learnt, plain = draft.begin(own), pair.decoder(sampling, gamma)
   how = dict(
-    max_new_tokens=max_new_tokens, rule=pair.judge(sampling), eos_id=pair.vocabulary.eos_id
+    max_new_tokens=max_new_tokens,
+    verifier=pair.verifier_for(sampling),
+    eos_id=pair.vocabulary.eos_id,
   )
   found: list[records.Record] = []
   texts = [(path, text) for path in inputs for text in read_lines(path, limit=num_texts)]
@@ -80,7 +82,7 @@ def serve_and_learn(
       of_path = [text for where, text in texts if where == path]
       for at in range(0, len(of_path), every):
         stretch = of_path[at : at + every]
-        ways: tuple[list[Decoded], list[Decoded]] = [], []
+        ways: tuple[list[DecodeResult], list[DecodeResult]] = [], []
         for i, text in enumerate(stretch):
           prompt, keys = pair.prompt([text], width), row_keys(seed, at + i, 1)
           models = pair.target, draft, pair.target_params, (learnt, read)

@@ -14,7 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax import records
-from specdec_jax.beams import best
+from specdec_jax.beam_search import best
+from specdec_jax.core.decode import require_finite, speculative_decode
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -22,7 +27,6 @@ from specdec_jax.counts import (
   num_rounds,
   num_tokens,
 )
-from specdec_jax.decoding import require_finite, speculative_decode
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.timing import interleaved_seconds, ratio_range
@@ -30,13 +34,9 @@ from specdec_jax.pairs import Pair
 from specdec_jax.peers.contest import OWN, Competitor, Contest, Decode
 from specdec_jax.peers.worker import elsewhere, process, rested
 from specdec_jax.progress import Progress
-from specdec_jax.protocols import Decoded
 from specdec_jax.record import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import PEERS_LEGEND, peers_table
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import chain
 
 
 def peers(
@@ -177,10 +177,12 @@ def _speculative(contest: Contest, pair: Pair, sampling: Sampling, gamma: int) -
     )
   draft, params = pair.draft(sampling, chain(gamma)), (pair.target_params, pair.draft_params)
 
-  def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> Decoded:
-    rule = TokenRule(sampling)
+  def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
+    verifier = TokenVerifier(sampling)
     models = pair.target, draft, *params
-    return speculative_decode(*models, prompt, rng, max_new_tokens=max_new_tokens, rule=rule)
+    return speculative_decode(
+      *models, prompt, rng, max_new_tokens=max_new_tokens, verifier=verifier
+    )
 
   return decode
 

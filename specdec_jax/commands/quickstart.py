@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax.commands.speedup import decode_examples, show_speedup
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.pairs import Pair
 from specdec_jax.records import open_results
 from specdec_jax.reporting.rounds import LEGEND, TREE_LEGEND, round_text
 from specdec_jax.reporting.stepper import Example
-from specdec_jax.sampling import Sampling
 
 
 def quickstart(

@@ -7,6 +7,8 @@ from typing import Literal
 from rich.console import Console
 
 from specdec_jax.commands.translate import decode_lines
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree, DynamicTree, chain
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import require_types
 from specdec_jax.measurement.calibrate import resolve_gammas
@@ -20,8 +22,6 @@ from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.html import write_report
 from specdec_jax.reporting.rounds import read_rounds
 from specdec_jax.reporting.stepper import Example
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import AnyTree, DynamicTree, chain
 
 
 def speedup(

@@ -13,10 +13,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from specdec_jax.beams import best
+from specdec_jax.beam_search import best
+from specdec_jax.core.decode import require_finite
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import AnyTree
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import num_rounds, num_tokens
 from specdec_jax.data.text import read_lines, typed_lines
-from specdec_jax.decoding import require_finite
 from specdec_jax.errors import (
   InputError,
   require_count,
@@ -27,9 +30,6 @@ from specdec_jax.errors import (
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
-from specdec_jax.protocols import Decoded
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import AnyTree
 from specdec_jax.writing import require_apart, written
 
 # Of a line's letters spelt, for a warning. On the captions' vocabulary captions have 0.22 at most,
@@ -150,8 +150,8 @@ def decode_lines(
   max_new_tokens: int,
   seed: int = 0,
   lenience: float = 1.0,
-  decode: Callable[..., Decoded] | None = None,
-) -> Iterator[tuple[list[str], list[Decoded]]]:
+  decode: Callable[..., DecodeResult] | None = None,
+) -> Iterator[tuple[list[str], list[DecodeResult]]]:
   """Outputs for lines, batch by batch, and what was decoded; plainly if there are no guesses.
 
   A batch is decoded as soon as its lines are there. `tree` is as in `Pair.decoder`, in whose place
@@ -177,7 +177,7 @@ def decode_lines(
     yield texts, [_rows(decoded, rows)]
 
 
-def _rows(decoded: Decoded, rows) -> Decoded:
+def _rows(decoded: DecodeResult, rows) -> DecodeResult:
   return decoded._replace(
     tokens=decoded.tokens[rows],
     lengths=decoded.lengths[rows],
@@ -216,7 +216,7 @@ class _Asked:
         )
       yield line
 
-  def warn_unfinished(self, decoded: Sequence[Decoded], max_new_tokens: int) -> None:
+  def warn_unfinished(self, decoded: Sequence[DecodeResult], max_new_tokens: int) -> None:
     """Say which of the lines that were decoded now have no end."""
     for tokens, number in zip((row for d in decoded for row in d.tokens), self._numbers):
       if self._pair.vocabulary.eos_id not in np.asarray(tokens):

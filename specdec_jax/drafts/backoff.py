@@ -8,23 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specdec_jax.core.trees import AnyTree, require_static, take
+from specdec_jax.core.types import Context, Draft, DraftFactory, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.protocols import Context, Draft, Drafter, Proposal
-from specdec_jax.trees import AnyTree, require_static, take
 
 MOST_ORDER = 8
 
 
 def backoff_ngrams(
   vocabulary: Vocabulary, path: str, order: int = 4, num_successors: int = 8
-) -> Drafter:
+) -> DraftFactory:
   """N-grams of a text, one output of the task a line; arguments as `fit_backoff`."""
   rows, start_id = map(vocabulary.encode, read_lines(path)), vocabulary.start_id
   params = fit_backoff(rows, order, num_successors, start_id)
-  return Drafter(f"{order}-gram", lambda sampling, tree: BackoffDraft(tree, order), params)
+  return DraftFactory(f"{order}-gram", lambda sampling, tree: BackoffDraft(tree, order), params)
 
 
 def fit_backoff(

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specdec_jax.drafts.merged import in_one_form, told
+from specdec_jax.core.trees import Tree, chain, require_chain
+from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.drafts.forest import in_one_form, told
 from specdec_jax.errors import InputError
-from specdec_jax.protocols import Context, Draft, Proposal
-from specdec_jax.trees import Tree, chain, require_chain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree, DynamicTree
+from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft, read_newest
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.protocols import Context, Draft, Model, Outcome, Proposal
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import AnyTree, DynamicTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class DynamicDraft(Draft):
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     # The last of the path may not have been read; it is read with the newest token.
     cache, reads = state
-    path: Any = outcome.verdict.path
+    path: Any = outcome.verification.path
     nodes = jnp.take_along_axis(reads, jnp.maximum(path - 1, 0), axis=1)
     nodes = jnp.where(path > 0, nodes, 0)
     return self.model.commit(cache, outcome.length - 1, self.tree, nodes), reads

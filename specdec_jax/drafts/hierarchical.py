@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specdec_jax.decoding import State, last_hidden, one_round
+from specdec_jax.core.decode import State, last_hidden, one_round
+from specdec_jax.core.sampling import Sampling, distribution, draw
+from specdec_jax.core.trees import AnyTree, Tree, require_chain
+from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal, Rounds
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft, read_newest
-from specdec_jax.protocols import Context, Draft, Model, Outcome, Proposal, Rounds
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, distribution, draw
-from specdec_jax.trees import AnyTree, Tree, require_chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class HierarchicalDraft(Draft):
     inner: guesses for it, in a chain; may be hierarchical too.
     sampling: how the model's logits become q.
     tree: a chain.
-    catch_up: as in `ModelDraft`.
+    reread: as in `ModelDraft`.
 
   Raises:
     InputError: either tree is no chain.
@@ -39,7 +39,7 @@ class HierarchicalDraft(Draft):
   inner: Draft
   sampling: Sampling
   tree: Tree
-  catch_up: int = 2
+  reread: int = 2
 
   def __post_init__(self):
     require_chain("a hierarchical draft", self.tree)
@@ -54,7 +54,7 @@ class HierarchicalDraft(Draft):
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     (own, inner_params), (cache, inner_state), gamma = params, state, self.tree.depth
-    newest, hidden, cache = read_newest(self.model, own, cache, context, self.catch_up)
+    newest, hidden, cache = read_newest(self.model, own, cache, context, self.reread)
     first_rng, rng = jax.vmap(jax.random.split, out_axes=1)(rng)
     first, q = draw(first_rng, newest, self.sampling)
     if gamma == 1:
@@ -76,8 +76,8 @@ class HierarchicalDraft(Draft):
       num_rounds=jnp.zeros((), jnp.int32),
       not_finite=jnp.full(batch, -1, jnp.int32),
     )
-    rule, noted = TokenRule(self.sampling), self._noted
-    step = lambda s: one_round(self.model, noted, own, inner_params, rule, rng, -1, s)
+    verifier, noted = TokenVerifier(self.sampling), self._noted
+    step = lambda s: one_round(self.model, noted, own, inner_params, verifier, rng, -1, s)
     decoded = lax.while_loop(lambda s: ~s.done.all(), step, decoding)
     places = context.length[:, None] + jnp.arange(gamma)
     guesses = jnp.take_along_axis(decoded.tokens, places, axis=1)
@@ -92,7 +92,7 @@ class HierarchicalDraft(Draft):
     that was accepted, the last guess of its own."""
     inner = self.inner
     if isinstance(inner, ModelDraft | HierarchicalDraft):
-      inner = dataclasses.replace(inner, catch_up=self.catch_up + 2)
+      inner = dataclasses.replace(inner, reread=self.reread + 2)
     return _Noted(inner)
 
   def _with_room(self, context: Context) -> Context:

@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from specdec_jax.core.sampling import Sampling, draw
+from specdec_jax.core.trees import Tree, chain, require_chain, take
+from specdec_jax.core.types import Context, Draft, DraftFactory, Outcome, Proposal
 from specdec_jax.data.vocabulary import Vocabulary
-from specdec_jax.drafts.merged import side_by_side
+from specdec_jax.drafts.forest import side_by_side
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.protocols import Context, Draft, Drafter, Outcome, Proposal
-from specdec_jax.sampling import Sampling, draw
-from specdec_jax.trees import Tree, chain, require_chain, take
 
 ARGMAX = Sampling(temperature=0.0)
 
 
-def lookahead(vocabulary: Vocabulary, window: int = 5, num_guesses: int = 5) -> Drafter:
+def lookahead(vocabulary: Vocabulary, window: int = 5, num_guesses: int = 5) -> DraftFactory:
   """What the target made of guesses in earlier rounds; see `LookaheadDraft`. Of the chain that is
   asked for the depth counts: that of the pool's n-grams."""
 
@@ -33,7 +33,7 @@ def lookahead(vocabulary: Vocabulary, window: int = 5, num_guesses: int = 5) -> 
     require_chain("lookahead decoding", tree)
     return LookaheadDraft(len(vocabulary), tree.depth, window, num_guesses)
 
-  return Drafter(f"lookahead-{window}-{num_guesses}", make)
+  return DraftFactory(f"lookahead-{window}-{num_guesses}", make)
 
 
 class Lookahead(NamedTuple):
@@ -56,7 +56,7 @@ class LookaheadDraft(Draft):
 
   In that branch row 0 is a chain, and the rest of each column hangs from its token there: so a
   token sees row 0 up to its own column, and that column. Of n-grams that begin with the same two
-  tokens the pool keeps the latest only, as a rule goes on behind one of equal siblings only.
+  tokens the pool keeps the latest only, as a verifier goes on behind one of equal siblings only.
   Trajectories are the target's argmax at any temperature; nothing is drawn. They begin with the
   prompt's tokens. Parameters: none, (). The pool takes 4 V G gamma bytes of each row: 2.6 MB if V
   is 32,128, G 5 and gamma 4.

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from specdec_jax.core.sampling import Sampling, draw, draw_siblings
+from specdec_jax.core.trees import Tree
+from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
 from specdec_jax.errors import require_count
-from specdec_jax.protocols import Context, Draft, Model, Outcome, Proposal
-from specdec_jax.sampling import Sampling, draw, draw_siblings
-from specdec_jax.trees import Tree
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft(Draft):
   """Guesses drawn from a model by the same sampling as the target's; its parameters are its own.
 
-  After a round its cache may lack the newest accepted guess: the deepest of a tree is never read.
+  After a round its cache may lack the newest accepted guess: the accepted_path of a tree is never read.
 
   Attributes:
     model: M_q.
@@ -25,7 +25,7 @@ class ModelDraft(Draft):
     tree: of the guesses; drafting takes `depth` calls of the model.
     independent: whether siblings are drawn independently, some of them equal (SpecInfer, SpecTr),
       instead of without replacement.
-    catch_up: tokens that the first call of a round reads, the newest among them. 2, unless rounds
+    reread: tokens that the first call of a round reads, the newest among them. 2, unless rounds
       commit what this draft did not guess (`drafts.merged`).
 
   Raises:
@@ -36,7 +36,7 @@ class ModelDraft(Draft):
   sampling: Sampling
   tree: Tree
   independent: bool = False
-  catch_up: int = 2
+  reread: int = 2
 
   def __post_init__(self):
     require_count("gamma", self.tree.depth)
@@ -50,7 +50,7 @@ class ModelDraft(Draft):
     return cache
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    newest, _, cache = read_newest(self.model, params, state, context, self.catch_up)
+    newest, _, cache = read_newest(self.model, params, state, context, self.reread)
     return self.guess(params, cache, newest, rng)
 
   def guess(self, params: Any, cache: Any, newest: Array, rng: Array) -> tuple[Proposal, Any]:
@@ -96,7 +96,7 @@ class ModelDraft(Draft):
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     if self.tree.is_chain:
       return state
-    return self.model.commit(state, outcome.length - 1, self.tree, outcome.verdict.path)
+    return self.model.commit(state, outcome.length - 1, self.tree, outcome.verification.path)
 
 
 def read_newest(

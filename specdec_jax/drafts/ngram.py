@@ -15,32 +15,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from specdec_jax.core.sampling import Sampling, draw
+from specdec_jax.core.trees import AnyTree, require_chain
+from specdec_jax.core.types import Context, Draft, DraftFactory, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.protocols import Context, Draft, Drafter, Proposal
-from specdec_jax.sampling import Sampling, draw
-from specdec_jax.trees import AnyTree, require_chain
 from specdec_jax.writing import written
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error)
 
 
-def unigram(vocabulary: Vocabulary, path: str) -> Drafter:
+def unigram(vocabulary: Vocabulary, path: str) -> DraftFactory:
   """The frequencies of tokens in a text, one output of the task a line."""
   return _ngram("unigram", 1, vocabulary, path)
 
 
-def bigram(vocabulary: Vocabulary, path: str) -> Drafter:
+def bigram(vocabulary: Vocabulary, path: str) -> DraftFactory:
   """The frequencies of what follows each token in a text, one output of the task a line."""
   return _ngram("bigram", 2, vocabulary, path)
 
 
-def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> Drafter:
+def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftFactory:
   rows, start_id = map(vocabulary.encode, read_lines(path)), vocabulary.start_id
   counts = fit_ngrams(rows, len(vocabulary), start_id=start_id)
-  return Drafter(name, functools.partial(NgramDraft, order, len(vocabulary)), counts)
+  return DraftFactory(name, functools.partial(NgramDraft, order, len(vocabulary)), counts)
 
 
 class Ngrams(NamedTuple):

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
+from specdec_jax.core.types import Context, Draft, DraftFactory, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.protocols import Context, Draft, Drafter, Proposal
-from specdec_jax.trees import AnyTree, DynamicTree, Tree
 from specdec_jax.writing import written
 
 REACH = 32  # tokens by which places are sorted
@@ -44,14 +44,14 @@ class Datastore(NamedTuple):
 
 def retrieval(
   vocabulary: Vocabulary, path: str, max_context: int = 8, num_matches: int = 64
-) -> Drafter:
+) -> DraftFactory:
   """What follows in a text, one output of the task a line; arguments as `RetrievalDraft`.
 
   The datastore is kept where jax keeps its programs, if it does.
   """
   store = kept_datastore(vocabulary, path)
   make = lambda sampling, tree: RetrievalDraft(tree, max_context, num_matches)
-  return Drafter("retrieval", make, store)
+  return DraftFactory("retrieval", make, store)
 
 
 def kept_datastore(vocabulary: Vocabulary, path: str) -> Datastore:

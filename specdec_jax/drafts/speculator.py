@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specdec_jax.core.sampling import Sampling, draw_siblings
+from specdec_jax.core.trees import AnyTree, DynamicTree, take
+from specdec_jax.core.types import Context, Draft, Proposal
 from specdec_jax.drafts.dynamic import grow, require_candidates
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, module_of
 from specdec_jax.models.speculator import Source, SpeculatorConfig, in_rows
-from specdec_jax.protocols import Context, Draft, Proposal
-from specdec_jax.sampling import Sampling, draw_siblings
-from specdec_jax.trees import AnyTree, DynamicTree, take
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from specdec_jax.core.sampling import draw
+from specdec_jax.core.trees import Tree, require_chain
+from specdec_jax.core.types import Context, Draft, Proposal
 from specdec_jax.drafts.model import ModelDraft, read_newest
 from specdec_jax.errors import require_number
-from specdec_jax.protocols import Context, Draft, Proposal
-from specdec_jax.sampling import draw
-from specdec_jax.trees import Tree, require_chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StoppingDraft(Draft):
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     model, sampling, gamma = self.draft.model, self.draft.sampling, self.tree.depth
-    newest, _, cache = read_newest(model, params, state, context, self.draft.catch_up)
+    newest, _, cache = read_newest(model, params, state, context, self.draft.reread)
     keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
     first, law = draw(keys[0], newest, sampling)
     tokens = jnp.full((len(newest), gamma), -1).at[:, 0].set(first)

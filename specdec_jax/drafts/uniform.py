@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specdec_jax.core.trees import AnyTree, require_static
+from specdec_jax.core.types import Context, Draft, DraftFactory, Proposal
 from specdec_jax.data.vocabulary import Vocabulary
-from specdec_jax.protocols import Context, Draft, Drafter, Proposal
-from specdec_jax.trees import AnyTree, require_static
 
 
-def uniform(vocabulary: Vocabulary) -> Drafter:
+def uniform(vocabulary: Vocabulary) -> DraftFactory:
   """The draft for a vocabulary."""
-  return Drafter("uniform", lambda sampling, tree: UniformDraft(len(vocabulary), tree))
+  return DraftFactory("uniform", lambda sampling, tree: UniformDraft(len(vocabulary), tree))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specdec_jax.decoding import require_finite
+from specdec_jax.core.decode import require_finite
+from specdec_jax.core.sampling import Sampling, distribution, row_keys
+from specdec_jax.core.types import DecodeResult, Model
 from specdec_jax.exactness.joint import Comparison, compare, cut_into_cells
 from specdec_jax.exactness.paths import batches
 from specdec_jax.exactness.ties import Divergence, Rounding, first_divergences
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Decoded, Model
-from specdec_jax.sampling import Sampling, distribution, row_keys
 
-Decode = Callable[..., Decoded]  # (prompt [B, P], keys [B], max_new_tokens=)
+Decode = Callable[..., DecodeResult]  # (prompt [B, P], keys [B], max_new_tokens=)
 Cells = dict[tuple[int, ...], float]
 
 

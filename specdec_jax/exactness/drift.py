@@ -1,9 +1,9 @@
 """Tests of single tokens: guesses, their acceptance, and the tokens that the target samples.
 
 Output is exact if three things hold wherever a guess is verified: the guess is sampled from the q
-that its draft reports, it is accepted with the probability that the rule gives it, and the token
+that its draft reports, it is accepted with the probability that the verifier gives it, and the token
 that replaces a rejected guess, or follows the last guess, is sampled from the distribution that
-the rule leaves. Each gives scores whose mean, given everything earlier, is 0 and whose variance is
+the verifier leaves. Each gives scores whose mean, given everything earlier, is 0 and whose variance is
 known. Sums of such scores are martingales, and Freedman's inequality bounds how far they drift,
 for any number of tokens. The joint distribution of several tokens is tested by `dependence`.
 """

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from specdec_jax.decoding import all_rounds, decoded, one_round, require_finite, start
+from specdec_jax.core.decode import all_rounds, decoded, one_round, require_finite, start
+from specdec_jax.core.sampling import Sampling, distribution, row_keys
+from specdec_jax.core.trees import Tree
+from specdec_jax.core.types import Context, DecodeResult, Draft, Model, Outcome, Proposal, Verifier
 from specdec_jax.exactness.drift import FLOOR, Judged, Scores, joined
 from specdec_jax.measurement.alpha import teacher_forced_logits
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Context, Decoded, Draft, Model, Outcome, Proposal, Rule
-from specdec_jax.sampling import Sampling, distribution, row_keys
-from specdec_jax.trees import Tree
 
-Decode = Callable[..., tuple[Decoded, "Tried"]]  # (prompt [B, P], keys [B], max_new_tokens=)
+Decode = Callable[..., tuple[DecodeResult, "Tried"]]  # (prompt [B, P], keys [B], max_new_tokens=)
 
 
 class Tried(NamedTuple):
@@ -79,7 +79,7 @@ def recorded(pair: Pair, sampling: Sampling, tree: Tree) -> Decode:
   The rounds are the loop's own, of a draft that keeps what it reports and hears.
   """
   models = pair.target, RecordingDraft(pair.draft(sampling, tree), pair.target.vocab_size)
-  common: dict[str, Any] = dict(rule=pair.judge(sampling), eos_id=pair.vocabulary.eos_id)
+  common: dict[str, Any] = dict(verifier=pair.verifier_for(sampling), eos_id=pair.vocabulary.eos_id)
   params = pair.target_params, pair.draft_params
   return functools.partial(_recorded_decode, *models, *params, **common)
 
@@ -114,12 +114,12 @@ class RecordingDraft(Draft):
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     own, tried = state
-    tree, (tokens, q, _), path = self.tree, outcome.proposal, outcome.verdict.path
+    tree, (tokens, q, _), path = self.tree, outcome.proposal, outcome.verification.path
     if q is None:
       q = jax.nn.one_hot(tokens, self.vocab_size)
     if path is None:
       i = jnp.arange(tree.depth)
-      path = jnp.where(i < outcome.verdict.num_accepted[:, None], i + 1, 0)
+      path = jnp.where(i < outcome.verification.num_accepted[:, None], i + 1, 0)
     rows = jnp.arange(len(tokens))[:, None, None]
     # The children [B, D + 1, W] of the newest token and of the nodes that stand; N for none.
     children = jnp.asarray(tree.children)[jnp.pad(path, ((0, 0), (1, 0)))]
@@ -139,7 +139,9 @@ class RecordingDraft(Draft):
     return own, jax.tree.map(put, tried, of_round)
 
 
-@functools.partial(jax.jit, static_argnames=("target", "draft", "max_new_tokens", "rule", "eos_id"))
+@functools.partial(
+  jax.jit, static_argnames=("target", "draft", "max_new_tokens", "verifier", "eos_id")
+)
 def _recorded_decode(
   target: Model,
   draft: Draft,
@@ -149,11 +151,11 @@ def _recorded_decode(
   rng: Array,
   *,
   max_new_tokens: int,
-  rule: Rule,
+  verifier: Verifier,
   eos_id: int,
-) -> tuple[Decoded, Tried]:
+) -> tuple[DecodeResult, Tried]:
   models = target, draft, target_params, draft_params
-  step = functools.partial(one_round, *models, rule, rng, eos_id)
+  step = functools.partial(one_round, *models, verifier, rng, eos_id)
   s = all_rounds(step, start(*models, prompt, max_new_tokens))
   rows = jnp.arange(len(prompt))[:, None]
   slots = s.prompt_length[:, None] + jnp.arange(max_new_tokens)

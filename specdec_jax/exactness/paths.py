@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
+from specdec_jax.core.types import Context, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Context, Outcome, Proposal
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import AnyTree, DynamicTree, Tree, chain
 
 
 class Plans(NamedTuple):

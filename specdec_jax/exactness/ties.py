@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from specdec_jax.core.trees import AnyTree
+from specdec_jax.core.types import Model
 from specdec_jax.exactness.paths import plans_of
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Model
-from specdec_jax.trees import AnyTree
 
 SHARES = {"float32": 1e-3, "bfloat16": 0.03}  # of the range of a token's logits
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from specdec_jax.decoding import last_hidden
-from specdec_jax.protocols import Context, Draft, Model
-from specdec_jax.rules.tokens import emitted_distribution, near_argmax, offers
-from specdec_jax.sampling import Sampling, distribution
-from specdec_jax.trees import Tree, branching, chain
+from specdec_jax.core.decode import last_hidden
+from specdec_jax.core.sampling import Sampling, distribution
+from specdec_jax.core.trees import Tree, branching, chain
+from specdec_jax.core.types import Context, Draft, Model
+from specdec_jax.core.verify.tokens import emitted_distribution, guess_probs, within_lenience
 
 
 class Estimate(NamedTuple):
@@ -119,7 +119,7 @@ def acceptance_and_change(
   p = distribution(target_logits, sampling)
   if sampling.temperature == 0 and lenience < 1:
     guess = q.argmax(axis=-1)
-    near = near_argmax(target_logits, guess, lenience)[..., None]
+    near = within_lenience(target_logits, guess, lenience)[..., None]
     own, p = p, jnp.where(near, jax.nn.one_hot(guess, p.shape[-1]), p)
     return (p * q).sum(axis=-1), jnp.abs(p - own).sum(axis=-1) / 2
   change = jnp.abs(emitted_distribution(p, q, lenience) - p).sum(axis=-1) / 2
@@ -154,11 +154,11 @@ def _sibling_chances(
   nodes = (tree.num_nodes, logits.shape[-1])
   p = jnp.broadcast_to(distribution(logits, sampling)[:, :, None], (*logits.shape[:2], *nodes))
   flat = lambda x: x.reshape(-1, *x.shape[2:])
-  q_x, r_x = offers(tree, flat(guesses), flat(q), flat(p), lenience)
+  q_x, r_x = guess_probs(tree, flat(guesses), flat(q), flat(p), lenience)
   q_x = lenience * q_x
   stands = jnp.where(q_x > r_x, r_x / q_x, 1.0).reshape(guesses.shape)
   if sampling.temperature == 0 and lenience < 1:
-    stands = jnp.where(near_argmax(logits[:, :, None], guesses, lenience), 1.0, stands)
+    stands = jnp.where(within_lenience(logits[:, :, None], guesses, lenience), 1.0, stands)
   refused = jnp.cumprod(1 - stands, axis=-1)
   return stands * jnp.pad(refused[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=1.0)
 

@@ -14,19 +14,19 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from specdec_jax import theory
+from specdec_jax.core import theory
+from specdec_jax.core.decode import require_finite, start
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import Tree, chain, require_tree_memory
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import acceptance_rate, num_tokens
-from specdec_jax.decoding import require_finite, start
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.measurement.alpha import positional_acceptance
 from specdec_jax.measurement.choice import LEAST_GAIN, Calibration, choose, choose_tree
 from specdec_jax.measurement.costs import round_calls, round_costs, start_calls
-from specdec_jax.measurement.kept import depends_on, found_or_kept
+from specdec_jax.measurement.kept import depends_on, get_or_compute
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Decoded
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import Tree, chain, require_tree_memory
 
 NUM_TEXTS = 32  # decoded for alpha; a batch may hold more
 GAMMAS = (3, 10)  # at which costs are timed; lines join them, up to the last
@@ -49,7 +49,7 @@ def resolve_tree(
   say: Callable[[str], object] = print,
 ) -> Tree:
   """The tree with parents `tree`, without it a chain of `gamma`, 0 for plain decoding; for 'auto'
-  what `calibrate` chooses, or chose in an earlier run (`found_or_kept`), and `say` is told why.
+  what `calibrate` chooses, or chose in an earlier run (`get_or_compute`), and `say` is told why.
 
   A tree goes before a gamma, and so does tree 'auto', which looks at chains too. Texts that are
   None will not be decoded, as in `translate.decode_lines`.
@@ -83,7 +83,7 @@ def resolve_tree(
     lenience=lenience,
     branching=tree == "auto",
   )
-  calibration, since = found_or_kept(find, on, num_texts=min(NUM_TEXTS, len({*asked})))
+  calibration, since = get_or_compute(find, on, num_texts=min(NUM_TEXTS, len({*asked})))
   say(f"{calibration}{since}.")
   return calibration.tree
 
@@ -135,7 +135,7 @@ def calibrate(
   programs, as any, are compiled once and kept between runs.
   """
 
-  def decoder(tree: Tree | int) -> Callable[..., Decoded]:
+  def decoder(tree: Tree | int) -> Callable[..., DecodeResult]:
     decode = pair.decoder(sampling, tree, lenience)
     return functools.partial(decode, max_new_tokens=max_new_tokens)
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec_jax import theory
+from specdec_jax.core import theory
+from specdec_jax.core.trees import Tree, chain
 from specdec_jax.measurement.costs import Costs
-from specdec_jax.trees import Tree, chain
 
 LEAST_GAIN = 1.02  # predicted or tried, for speculation to be chosen
 NODES, DEPTH = (4, 8, 16, 32, 64), 10  # of trees to choose from

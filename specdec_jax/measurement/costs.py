@@ -15,13 +15,13 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from specdec_jax.decoding import FreeDraft, one_round, start
+from specdec_jax.core.decode import NullDraft, one_round, start
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import Tree, chain, some_shape
+from specdec_jax.core.types import Draft, Proposal
 from specdec_jax.kernels import skinny
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Draft, Proposal
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import Tree, chain, some_shape
 
 CHAIN = 8  # rounds a call
 
@@ -64,7 +64,7 @@ def start_calls(
 ) -> list[Callable[[], object]]:
   """Calls to be timed: plain decoding of prompt [B, P] up to its first step; and speculative."""
   args = pair.target_params, pair.draft_params, prompt, max_new_tokens
-  return [functools.partial(_start, pair.target, one, *args) for one in (FreeDraft(), draft)]
+  return [functools.partial(_start, pair.target, one, *args) for one in (NullDraft(), draft)]
 
 
 _start = jax.jit(start, static_argnames=("target", "draft", "limit"))
@@ -88,8 +88,8 @@ def round_calls(
   """
   target, batch, vocab_size = pair.target, len(prompt), pair.target.vocab_size
   rng = jax.random.split(jax.random.key(0), batch)
-  free = [FreeDraft(), *(FreeDraft(draft.tree) for draft in drafts)]
-  rule = pair.judge(sampling, lenience)
+  free = [NullDraft(), *(NullDraft(draft.tree) for draft in drafts)]
+  verifier = pair.verifier_for(sampling, lenience)
 
   @jax.jit
   def states(target_params, draft_params):
@@ -99,14 +99,14 @@ def round_calls(
   @functools.partial(jax.jit, static_argnums=0)
   def rounds(draft, target_params, draft_params, state, count):
     models = target, draft, target_params, draft_params
-    step = functools.partial(one_round, *models, rule, rng, -1)
+    step = functools.partial(one_round, *models, verifier, rng, -1)
     return lax.fori_loop(0, count, lambda _, state: step(state), state)
 
   @functools.partial(jax.jit, static_argnums=0)
   def verdicts(tree, proposal, logits, count):
     def judge(i, _):
       keys = jax.vmap(jax.random.fold_in, (0, None))(rng, i)
-      return rule.accept(keys, proposal.tree or tree, proposal, logits[i])
+      return verifier.accept(keys, proposal.tree or tree, proposal, logits[i])
 
     return lax.fori_loop(0, count, judge, judge(0, None))
 
@@ -190,7 +190,7 @@ def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
     return operations(draft.propose, params[1], state.draft, state.context, rng)
 
   block = jax.ShapeDtypeStruct((len(prompt), 1), jnp.int32)
-  step = operations(pair.target.extend, params[0], before(FreeDraft()).target, block)
+  step = operations(pair.target.extend, params[0], before(NullDraft()).target, block)
   return (propose(2) - propose(1)) / step
 
 

@@ -13,16 +13,16 @@ import jax
 import numpy as np
 
 from specdec_jax import machine
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import Tree, chain
 from specdec_jax.errors import require_types
 from specdec_jax.measurement.choice import Branching, Calibration
-from specdec_jax.pairs import Pair, rule_name
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import Tree, chain
+from specdec_jax.pairs import Pair, verifier_name
 from specdec_jax.version import __version__
 from specdec_jax.writing import written
 
 
-def found_or_kept(
+def get_or_compute(
   find: Callable[[], Calibration], on: Callable[[], Mapping[str, Any]], num_texts: int
 ) -> tuple[Calibration, str]:
   """What `find` finds; or what it found in an earlier run, where jax keeps its programs.
@@ -78,7 +78,7 @@ def depends_on(
     settings,
     width=max(len(pair.encode(text)) for text in texts).bit_length(),  # alike up to twice as long
     sampling=repr(sampling),
-    rule=rule_name(pair.rule),
+    verifier=verifier_name(pair.verifier),
     target=f"{pair.target!r} {_digest(pair.target_params)}",
     draft=f"{pair.draft(sampling, chain(1))!r} {_digest(pair.draft_params)}",
     kernels=pair.kernels,

@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
-from specdec_jax import records, theory
+from specdec_jax import records
+from specdec_jax.core import theory
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -23,11 +27,8 @@ from specdec_jax.measurement.costs import Costs, operations_ratio
 from specdec_jax.measurement.quality import quality
 from specdec_jax.measurement.roofline import memory_bandwidth, step_bytes
 from specdec_jax.measurement.speed import Baseline, measure_speed, own_baseline
-from specdec_jax.pairs import Pair, rule_name
-from specdec_jax.protocols import Decoded
+from specdec_jax.pairs import Pair, verifier_name
 from specdec_jax.record import Record
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import chain
 
 
 def measure(
@@ -120,7 +121,7 @@ def settings_to_measure(
       top_p=sampling.top_p,
       gamma=gamma,
       lenience=lenience,
-      rule=rule_name(pair.rule),
+      verifier=verifier_name(pair.verifier),
       batch_size=batch_size,
       acceptance="measured" if pair.simulated_alpha is None else "simulated",
       num_examples=len(texts),
@@ -181,7 +182,7 @@ def _measure(
   of_target = {id(x) for x in jax.tree.leaves(pair.target_params)}
   of_draft = [x for x in jax.tree.leaves(pair.draft_params) if id(x) not in of_target]
 
-  def quality_of(outputs: list[Decoded]) -> float | None:
+  def quality_of(outputs: list[DecodeResult]) -> float | None:
     if references is None:
       return None
     texts = [pair.vocabulary.decode(row) for batch in outputs for row in batch.tokens]

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 from jax import Array
 
+from specdec_jax.core.sampling import Sampling, distribution
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.measurement.alpha import draft_probs, teacher_forced_logits
 from specdec_jax.measurement.choice import Calibration
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Decoded
-from specdec_jax.sampling import Sampling, distribution
-from specdec_jax.trees import chain
 
 
 def acceptances(
-  pair: Pair, prompt: Array, decoded: Decoded, sampling: Sampling
+  pair: Pair, prompt: Array, decoded: DecodeResult, sampling: Sampling
 ) -> list[np.ndarray]:
   """For each text the chance [T] that its token x came from a guess, if one was judged there.
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import jax
 from jax import Array
 
+from specdec_jax.core.decode import require_finite
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import num_tokens
-from specdec_jax.decoding import require_finite
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Decoded
-from specdec_jax.sampling import Sampling, row_keys
 
 
 def generate(
@@ -21,7 +21,7 @@ def generate(
   max_new_tokens: int,
   min_tokens: int,
   seed: int,
-) -> list[tuple[Array, Array, Decoded]]:
+) -> list[tuple[Array, Array, DecodeResult]]:
   """The target's own (prompt, keys, output) of batches of texts, until they have min_tokens."""
   batches, count = [], 0
   for at in range(0, len(texts), batch_size):

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 
-from specdec_jax.decoding import FreeDraft, start
+from specdec_jax.core.decode import NullDraft, start
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import Draft
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Draft
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import chain
 
 # A square matrix of so many rows is read: 0.27 and 1.07 GB, far beyond any cache. So often in a
 # call that what the call itself takes does not count.
@@ -87,7 +87,7 @@ def step_bytes(
   state = before(draft)
   proposed = read_bytes(draft.propose, params[1], state.draft, state.context, rng)
   return StepBytes(
-    target_step=extend(before(FreeDraft()), 1),
+    target_step=extend(before(NullDraft()), 1),
     draft_step=proposed * _held(params[1]) / gamma,
     verify=extend(state, draft.tree.num_nodes),
   )

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 from jax import Array
 
+from specdec_jax.core.decode import autoregressive_decode, require_finite
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import num_tokens
-from specdec_jax.decoding import autoregressive_decode, require_finite
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs, start_calls
 from specdec_jax.measurement.timing import interleaved_seconds, ratio_range, timed
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Decoded
-from specdec_jax.sampling import Sampling, row_keys
-from specdec_jax.trees import chain
 
 NUM_COSTED = 24  # texts at which costs are timed
 
@@ -26,11 +26,11 @@ class Baseline(NamedTuple):
 
   Attributes:
     name: whose it is, for records.
-    decode: (prompt, rng, *, max_new_tokens, sampling) -> Decoded, as `autoregressive_decode`.
+    decode: (prompt, rng, *, max_new_tokens, sampling) -> DecodeResult, as `autoregressive_decode`.
   """
 
   name: str
-  decode: Callable[..., Decoded]
+  decode: Callable[..., DecodeResult]
 
 
 def own_baseline(pair: Pair) -> Baseline:
@@ -44,7 +44,7 @@ class Speed(NamedTuple):
   """Totals over all texts, seconds by the median of the repeats of each.
 
   Attributes:
-    baseline: outputs of plain decoding, one `Decoded` for each prompt, on the host.
+    baseline: outputs of plain decoding, one `DecodeResult` for each prompt, on the host.
     speculative: for each gamma, outputs of speculative decoding.
     baseline_s: seconds of plain decoding.
     speculative_s: seconds of speculative decoding, for each gamma.
@@ -53,8 +53,8 @@ class Speed(NamedTuple):
     ratios: for each gamma, seconds of plain decoding / of speculative decoding in each repeat.
   """
 
-  baseline: list[Decoded]
-  speculative: dict[int, list[Decoded]]
+  baseline: list[DecodeResult]
+  speculative: dict[int, list[DecodeResult]]
   baseline_s: float
   speculative_s: dict[int, float]
   costs: dict[int, Costs]
@@ -98,8 +98,8 @@ def measure_speed(
   `progress` is called after each prompt with how many are done; `baseline` is our own if not given.
   """
   plain_decode = (baseline or own_baseline(pair)).decode
-  plain_outputs: list[Decoded] = []
-  speculative: dict[int, list[Decoded]] = {gamma: [] for gamma in gammas}
+  plain_outputs: list[DecodeResult] = []
+  speculative: dict[int, list[DecodeResult]] = {gamma: [] for gamma in gammas}
   seconds, part_seconds, at = [], [], 0  # of each text [repeats, calls], and medians of the parts
   drafts = [pair.draft(sampling, chain(gamma)) for gamma in gammas]
   widths = collections.Counter(prompt.shape for prompt in prompts)
@@ -107,7 +107,7 @@ def measure_speed(
   parts = round_calls(pair, drafts, typical, sampling, max_new_tokens, lenience)
   speculate = [pair.decoder(sampling, gamma, lenience) for gamma in gammas]
   plain = functools.partial(plain_decode, sampling=sampling)
-  ways: list[Callable[..., Decoded]] = [plain, *speculate]
+  ways: list[Callable[..., DecodeResult]] = [plain, *speculate]
   every = max(1, len(prompts) // NUM_COSTED)
   for i, prompt in enumerate(prompts):
     rng = row_keys(seed, at, len(prompt))

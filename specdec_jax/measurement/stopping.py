@@ -6,17 +6,17 @@ from collections.abc import Sequence
 import numpy as np
 from jax import Array
 
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.measurement.alpha import draft_probs
 from specdec_jax.measurement.choice import Calibration
 from specdec_jax.pairs import Pair
-from specdec_jax.protocols import Decoded
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import chain
 
 ENTROPY_FACTOR = 0.2  # AdaEDL's (Agrawal et al., 2024)
 
 
-def certainties(pair: Pair, prompt: Array, decoded: Decoded) -> dict[str, list[np.ndarray]]:
+def certainties(pair: Pair, prompt: Array, decoded: DecodeResult) -> dict[str, list[np.ndarray]]:
   """What a draft says of its guess at each token of each text, [T], before any sampling method.
 
   The largest probability that it gives, and AdaEDL's bound from its entropy H, 1 - sqrt(0.2 H).

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array, lax
 
+from specdec_jax.core.trees import AnyNodes, AnyTree, Placed
 from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.layers import (
   MASKED,
@@ -25,7 +26,6 @@ from specdec_jax.models.layers import (
   matmul,
   norm,
 )
-from specdec_jax.trees import AnyNodes, AnyTree, Placed
 
 KeysValues = tuple[Array, Array]  # each [B, H, T, D]
 

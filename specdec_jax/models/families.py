@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specdec_jax.models.anchored import Anchored
+from specdec_jax.models.conditioned import ConditionedT5
 from specdec_jax.models.config import GPTConfig, T5Config, TransformerConfig
 from specdec_jax.models.decoder import empty_slots
 from specdec_jax.models.gpt import GPT, GPTModel
@@ -43,9 +43,9 @@ def without_encoder(config: SpeculatorConfig) -> T5Config:
   return T5Config(**shared, num_encoder_layers=1)
 
 
-def anchored(config: SpeculatorConfig) -> Anchored:
+def anchored(config: SpeculatorConfig) -> ConditionedT5:
   """The module of kind 'anchored'."""
-  return Anchored(without_encoder(config), ages=config.gamma)
+  return ConditionedT5(without_encoder(config), ages=config.gamma)
 
 
 def _init_speculator(config: SpeculatorConfig, rng: Array):

@@ -15,11 +15,11 @@ from flax import linen as nn
 from flax import struct
 from jax import Array
 
+from specdec_jax.core.trees import AnyNodes, AnyTree
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
 from specdec_jax.models.layers import embedder
-from specdec_jax.trees import AnyNodes, AnyTree
 
 
 @struct.dataclass

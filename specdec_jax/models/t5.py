@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax import struct
 from jax import Array
 
+from specdec_jax.core.trees import AnyNodes, AnyTree
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
 from specdec_jax.models.layers import (
@@ -23,7 +24,6 @@ from specdec_jax.models.layers import (
   embedder,
   norm,
 )
-from specdec_jax.trees import AnyNodes, AnyTree
 
 PAD_ID = 0  # also T5's first decoder token
 EOS_ID = 1

@@ -1,11 +1,12 @@
 """A target, a draft and the vocabulary they share, loaded and ready to decode."""
 
+from specdec_jax.core.types import DraftFactory
 from specdec_jax.pairs.composed import (
-  cascaded_drafts,
+  cascade_draft,
+  draft_sampling,
+  forest_draft,
   hierarchical_draft,
-  known_draft,
-  merged_drafts,
-  own_sampling,
+  stop_at_miss_draft,
   stopping_draft,
   tree_draft,
 )
@@ -18,30 +19,29 @@ from specdec_jax.pairs.load import (
   model_drafter,
   vocabulary_of,
 )
-from specdec_jax.pairs.pair import Pair, judge, rule_name
+from specdec_jax.pairs.pair import Pair, verifier_from, verifier_name
 from specdec_jax.pairs.random_weights import random_drafter, random_pair
 from specdec_jax.pairs.speculators import random_speculator, speculator
-from specdec_jax.protocols import Drafter
 
 __all__ = [
   "ASSETS",
   "EMBEDDED",
-  "Drafter",
+  "DraftFactory",
   "Pair",
   "asset",
-  "cascaded_drafts",
+  "cascade_draft",
   "hierarchical_draft",
   "is_bundled",
-  "judge",
-  "known_draft",
+  "verifier_from",
+  "stop_at_miss_draft",
   "load_pair",
-  "merged_drafts",
+  "forest_draft",
   "model_drafter",
-  "own_sampling",
+  "draft_sampling",
   "random_drafter",
   "random_pair",
   "random_speculator",
-  "rule_name",
+  "verifier_name",
   "speculator",
   "stopping_draft",
   "tree_draft",

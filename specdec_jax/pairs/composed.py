@@ -8,24 +8,31 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import (
+  AnyTree,
+  DynamicTree,
+  branching,
+  chain,
+  require_chain,
+  require_static,
+)
+from specdec_jax.core.types import EITHER, Draft, DraftFactory, OnTarget, drafter_from
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.cascade import CascadeDraft
+from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
-from specdec_jax.drafts.known import KnownDraft
-from specdec_jax.drafts.merged import MergedDraft
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.errors import InputError, require_count, require_types, shown
-from specdec_jax.protocols import EITHER, Draft, Drafter, OnTarget, drafter_from
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import AnyTree, DynamicTree, branching, chain, require_chain, require_static
 
-MakesDrafter = Callable[[Vocabulary], Drafter]
+MakesDrafter = Callable[[Vocabulary], DraftFactory]
 
 
 def hierarchical_draft(
   vocabulary: Vocabulary, draft: MakesDrafter, inner: MakesDrafter, inner_gamma: int = 3
-) -> Drafter:
+) -> DraftFactory:
   """A draft model whose guesses are drafted in turn (Section 6).
 
   Args:
@@ -41,31 +48,31 @@ def hierarchical_draft(
   model, cheaper = (drafter_from(make, vocabulary) for make in (draft, inner))
 
   def make(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
-    guesses = cheaper.make(sampling, chain(inner_gamma))
+    guesses = cheaper.build(sampling, chain(inner_gamma))
     tree = require_static("a hierarchical draft", tree)
     return HierarchicalDraft(_of_model(model, sampling, tree).model, guesses, sampling, tree)
 
-  return Drafter(f"{model.name} by {cheaper.name}", make, (model.params, cheaper.params))
+  return DraftFactory(f"{model.name} by {cheaper.name}", make, (model.params, cheaper.params))
 
 
-def merged_drafts(vocabulary: Vocabulary, drafts: Sequence[MakesDrafter]) -> Drafter:
+def forest_draft(vocabulary: Vocabulary, drafts: Sequence[MakesDrafter]) -> DraftFactory:
   """Several drafts at once, each a branch of one tree (SpecInfer); each is asked for all guesses.
 
   One named twice is drawn from twice.
   """
-  require_types(merged_drafts, locals())
+  require_types(forest_draft, locals())
   made = [drafter_from(draft, vocabulary) for draft in drafts]
 
-  def make(sampling: Sampling, tree: AnyTree) -> MergedDraft:
-    return MergedDraft(tuple(one.make(sampling, tree) for one in made), len(vocabulary))
+  def make(sampling: Sampling, tree: AnyTree) -> ForestDraft:
+    return ForestDraft(tuple(one.build(sampling, tree) for one in made), len(vocabulary))
 
   name = " and ".join(one.name for one in made)
-  return Drafter(name, make, tuple(one.params for one in made))
+  return DraftFactory(name, make, tuple(one.params for one in made))
 
 
-def cascaded_drafts(
+def cascade_draft(
   vocabulary: Vocabulary, drafts: Sequence[MakesDrafter], gammas: Sequence[int]
-) -> Drafter:
+) -> DraftFactory:
   """Several drafts in a row, cheaper and cheaper.
 
   Args:
@@ -76,7 +83,7 @@ def cascaded_drafts(
   Raises:
     InputError: gammas are not one fewer than drafts, or one is no whole number from 1.
   """
-  require_types(cascaded_drafts, locals())
+  require_types(cascade_draft, locals())
   if len(gammas) != len(drafts) - 1:
     raise InputError(
       f"There are {len(drafts)} drafts in a row and {len(gammas)} gammas; give one to each but the "
@@ -91,20 +98,20 @@ def cascaded_drafts(
     row, left = [], tree.depth
     for one, gamma in zip(made, (*gammas, tree.depth)):
       if left:
-        row.append(one.make(sampling, chain(min(gamma, left))))
+        row.append(one.build(sampling, chain(min(gamma, left))))
         left -= min(gamma, left)
     return CascadeDraft(tuple(row), len(vocabulary))
 
   name = ", then ".join(one.name for one in made)
-  return Drafter(name, make, tuple(one.params for one in made))
+  return DraftFactory(name, make, tuple(one.params for one in made))
 
 
 def tree_draft(
   vocabulary: Vocabulary,
-  draft: Callable[[Vocabulary], Drafter | OnTarget],
+  draft: Callable[[Vocabulary], DraftFactory | OnTarget],
   widths: Sequence[int] = (),
   num_guesses: int | None = None,
-) -> Drafter | OnTarget:
+) -> DraftFactory | OnTarget:
   """A draft whose guesses are a tree, gamma deep, wherever a chain is asked for.
 
   Args:
@@ -125,10 +132,10 @@ def tree_draft(
       return DynamicTree(num_guesses if depth > 1 else 1, depth)  # one deep: its best guess
     return branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
 
-  def of_trees(made: Drafter) -> Drafter:
+  def of_trees(made: DraftFactory) -> DraftFactory:
     told = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
-    make = lambda sampling, tree: made.make(sampling, shape(tree.depth))
-    return Drafter(f"{made.name}, {told}", make, made.params)
+    make = lambda sampling, tree: made.build(sampling, shape(tree.depth))
+    return DraftFactory(f"{made.name}, {told}", make, made.params)
 
   made = drafter_from(draft, vocabulary, EITHER)
   if isinstance(made, OnTarget):
@@ -136,7 +143,7 @@ def tree_draft(
   return of_trees(made)
 
 
-def stopping_draft(vocabulary: Vocabulary, draft: MakesDrafter, threshold: float) -> Drafter:
+def stopping_draft(vocabulary: Vocabulary, draft: MakesDrafter, threshold: float) -> DraftFactory:
   """A draft model that stops where it is no longer sure; gamma is the most that it guesses.
 
   Args:
@@ -150,31 +157,31 @@ def stopping_draft(vocabulary: Vocabulary, draft: MakesDrafter, threshold: float
   def make(sampling: Sampling, tree: AnyTree) -> StoppingDraft:
     return StoppingDraft(_of_model(model, sampling, tree), threshold)
 
-  return Drafter(f"{model.name} (stops below {threshold:g})", make, model.params)
+  return DraftFactory(f"{model.name} (stops below {threshold:g})", make, model.params)
 
 
-def known_draft(vocabulary: Vocabulary, draft: MakesDrafter) -> Drafter:
+def stop_at_miss_draft(vocabulary: Vocabulary, draft: MakesDrafter) -> DraftFactory:
   """A draft's guesses as long as it knows any; gamma is the most (`drafts.known`)."""
-  require_types(known_draft, locals())
+  require_types(stop_at_miss_draft, locals())
   made = drafter_from(draft, vocabulary)
-  make = lambda sampling, tree: KnownDraft(made.make(sampling, tree))
-  return Drafter(f"{made.name}, as far as known", make, made.params)
+  make = lambda sampling, tree: StopAtMissDraft(made.build(sampling, tree))
+  return DraftFactory(f"{made.name}, as far as known", make, made.params)
 
 
-def _of_model(drafter: Drafter, sampling: Sampling, tree: AnyTree) -> ModelDraft:
-  made = drafter.make(sampling, tree)
+def _of_model(drafter: DraftFactory, sampling: Sampling, tree: AnyTree) -> ModelDraft:
+  made = drafter.build(sampling, tree)
   if not isinstance(made, ModelDraft):
     raise InputError(f"{drafter.name} is no model with a tree of one shape, and here it must be.")
   return made
 
 
-def own_sampling(
+def draft_sampling(
   vocabulary: Vocabulary,
   draft: MakesDrafter,
   temperature: float | None = None,
   top_k: int | None = None,
   top_p: float | None = None,
-) -> Drafter:
+) -> DraftFactory:
   """A draft that samples in its own way, whatever the target does (Section 6): any q is exact.
 
   Args:
@@ -184,7 +191,7 @@ def own_sampling(
     top_k: of q; None for the target's.
     top_p: of q; None for the target's.
   """
-  require_types(own_sampling, locals())
+  require_types(draft_sampling, locals())
   asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
   given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
   Sampling(**given)  # raises what is wrong with them, before a model is loaded
@@ -193,8 +200,8 @@ def own_sampling(
   def make(sampling: Sampling, tree: AnyTree) -> Draft:
     # What is most probable is argmax's best guess, however q is adjusted.
     own = dataclasses.replace(sampling, **given) if sampling.temperature > 0 else sampling
-    return made.make(own, tree)
+    return made.build(own, tree)
 
   number = lambda value: f"{value:g}" if isinstance(value, float) else shown(value)
   words = ", ".join(f"{name} {number(value)}" for name, value in given.items())
-  return Drafter(f"{made.name} ({words})" if words else made.name, make, made.params)
+  return DraftFactory(f"{made.name} ({words})" if words else made.name, make, made.params)

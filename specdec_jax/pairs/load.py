@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
 from specdec_jax.checkpoints.stored import Checkpoint, MakesShardings, placed_by
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import EITHER, DraftFactory, OnTarget, Verifier, drafter_from, made_for
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabularies import (
   find_vocabulary,
   open_vocabulary_of_model,
@@ -27,9 +30,6 @@ from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.speculator import SpeculatorConfig
 from specdec_jax.pairs.pair import Pair
 from specdec_jax.pairs.speculators import speculator
-from specdec_jax.protocols import EITHER, Drafter, OnTarget, Rule, drafter_from, made_for
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
 
 ASSETS = pathlib.Path(__file__).parents[1] / "assets"
 EMBEDDED = ASSETS / "multi30k_ende"
@@ -37,7 +37,7 @@ EMBEDDED = ASSETS / "multi30k_ende"
 
 def load_pair(
   target: str = str(EMBEDDED / "target"),
-  draft: str | Callable[[Vocabulary], Drafter | OnTarget] = str(EMBEDDED / "anchored"),
+  draft: str | Callable[[Vocabulary], DraftFactory | OnTarget] = str(EMBEDDED / "anchored"),
   vocabulary: str | None = None,
   task: str | None = None,
   dtype: str = "float32",
@@ -47,7 +47,7 @@ def load_pair(
   draft_shardings: MakesShardings = None,
   kernels: str = "auto",
   stored_weights: bool = False,
-  rule: Callable[[Sampling], Rule] = TokenRule,
+  verifier: Callable[[Sampling], Verifier] = TokenVerifier,
 ) -> Pair:
   """Load a target and a draft; by default the bundled pair.
 
@@ -77,7 +77,7 @@ def load_pair(
     stored_weights: what the target has stored as bfloat16 stays so where these kernels read it, as
       what a draft has does anyway. Half the bytes and the same output to the last bit; a plain step
       gains more by it than verification does.
-    rule: how guesses are judged: a class of `rules`, or any (sampling) -> rule.
+    verifier: how guesses are judged: a class of `rules`, or any (sampling) -> verifier.
 
   Raises:
     InputError: a file is missing or damaged, the two do not share the vocabulary, or an argument is
@@ -115,7 +115,7 @@ def load_pair(
         "be of one kind."
       )
     make = functools.partial(model_draft, model_of(draft_config))
-    drafter = Drafter(checkpoint_name(draft), make, params, recorded_path(draft))
+    drafter = DraftFactory(checkpoint_name(draft), make, params, recorded_path(draft))
   halved = dtype == "float32" and any(
     x.dtype == jnp.bfloat16 for x in jax.tree.leaves(target_params)
   )
@@ -126,7 +126,7 @@ def load_pair(
     target_params=target_params,
     target_name=checkpoint_name(target),
     target_path=recorded_path(target),
-    draft=drafter.make,
+    draft=drafter.build,
     draft_params=drafter.params,
     draft_name=drafter.name,
     draft_path=drafter.path,
@@ -136,7 +136,7 @@ def load_pair(
     max_source_tokens=max_source_tokens,
     kernels=config.kernels + ("+bfloat16" if halved else ""),
     continues=not config.has_encoder,
-    rule=rule,
+    verifier=verifier,
   )
 
 
@@ -145,14 +145,14 @@ def model_drafter(
   model: str = str(EMBEDDED / "draft"),
   dtype: str = "float32",
   kernels: str = "auto",
-) -> Drafter:
+) -> DraftFactory:
   """A smaller model as draft, for those that are made of others; arguments as `load_pair`'s."""
   require_types(model_drafter, locals())
   config, params = load_for(
     "draft", model, vocabulary, _of_device(dtype), None, kernels, stored_weights=True
   )
   make = functools.partial(model_draft, model_of(config))
-  return Drafter(checkpoint_name(model), make, params, recorded_path(model))
+  return DraftFactory(checkpoint_name(model), make, params, recorded_path(model))
 
 
 def asset(name: str) -> str:

@@ -9,26 +9,34 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specdec_jax.beams import (
+from specdec_jax.beam_search import (
   BeamDraft,
   Found,
-  ModelBeams,
-  TreeBeams,
+  ModelBeamDraft,
+  TreeBeamDraft,
   beam_search,
   speculative_beam_search,
 )
+from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree, chain
+from specdec_jax.core.types import (
+  DecodeResult,
+  Draft,
+  DraftFactory,
+  Model,
+  OnTarget,
+  Verifier,
+  made_for,
+)
+from specdec_jax.core.verify.k_seq import KSeqVerifier
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary, padded
-from specdec_jax.decoding import autoregressive_decode, speculative_decode
-from specdec_jax.drafts.layers import LayersDraft
-from specdec_jax.drafts.look_ahead import LookAheadDraft
+from specdec_jax.drafts.layer_skip import LayerSkipDraft
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.pass_embeddings import PaSSDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
-from specdec_jax.protocols import Decoded, Draft, Drafter, Model, OnTarget, Rule, made_for
-from specdec_jax.rules.k_seq import KSeqRule
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import AnyTree, chain
 
 MOST_STEPS = 32  # that a beam search drafts: about a second of compilation each
 
@@ -48,7 +56,7 @@ class Pair(NamedTuple):
     simulated_alpha: the acceptance rate that the target is told to have, or None for a real one.
     continues: whether the target goes on writing what it reads, as decoder-only models do; else it
       writes an output for a source.
-    rule: how guesses are judged: a class of `rules`, or any (sampling) -> rule.
+    verifier: how guesses are judged: a class of `rules`, or any (sampling) -> verifier.
     target_path: checkpoint of the target, for records; None if it has none. draft_path: likewise.
   """
 
@@ -65,7 +73,7 @@ class Pair(NamedTuple):
   kernels: str = "xla"
   simulated_alpha: float | None = None
   continues: bool = False
-  rule: Callable[[Sampling], Rule] = TokenRule
+  verifier: Callable[[Sampling], Verifier] = TokenVerifier
   target_path: str | None = None
   draft_path: str | None = None
 
@@ -80,7 +88,7 @@ class Pair(NamedTuple):
     )
     return f"{type(self).__name__}({', '.join(models)}, task={self.task!r}, dtype={self.dtype!r})"
 
-  def with_draft(self, drafter: Drafter | OnTarget) -> "Pair":
+  def with_draft(self, drafter: DraftFactory | OnTarget) -> "Pair":
     """The same target with another draft."""
     name, make, params, path = made_for(drafter, self.target, self.target_params)
     return self._replace(draft=make, draft_params=params, draft_name=name, draft_path=path)
@@ -90,8 +98,8 @@ class Pair(NamedTuple):
     sampling: Sampling,
     tree: AnyTree | int,
     lenience: float = 1.0,
-  ) -> functools.partial[Decoded]:
-    """(prompt [B, P], rng [B], *, max_new_tokens) -> Decoded, as `decoding` has them.
+  ) -> functools.partial[DecodeResult]:
+    """(prompt [B, P], rng [B], *, max_new_tokens) -> DecodeResult, as `decoding` has them.
 
     By speculation with a tree of guesses, or gamma in a chain; plainly if there are none.
     """
@@ -99,21 +107,21 @@ class Pair(NamedTuple):
     if not tree.num_guesses:
       plain = functools.partial(autoregressive_decode, self.target, self.target_params)
       return functools.partial(plain, sampling=sampling, eos_id=eos_id)
-    rule, draft = self.judge(sampling, lenience), self.draft(sampling, tree)
-    if isinstance(rule, KSeqRule) and not tree.is_chain:
+    verifier, draft = self.verifier_for(sampling, lenience), self.draft(sampling, tree)
+    if isinstance(verifier, KSeqVerifier) and not tree.is_chain:
       if not isinstance(draft, ModelDraft):
         raise InputError(
-          f"KSeqRule judges siblings that were drawn independently, and {self.draft_name} does not "
-          "draw so; give a model as draft, or another rule."
+          f"KSeqVerifier judges siblings that were drawn independently, and {self.draft_name} does not "
+          "draw so; give a model as draft, or another verifier."
         )
       draft = dataclasses.replace(draft, independent=True)
-    if draft.widths and not isinstance(rule, TokenRule):
+    if draft.widths and not isinstance(verifier, TokenVerifier):
       raise InputError(
-        f"{self.draft_name} stops early, and only TokenRule judges guesses that were not made; the "
-        f"rule is {type(rule).__name__}."
+        f"{self.draft_name} stops early, and only TokenVerifier judges guesses that were not made; the "
+        f"verifier is {type(verifier).__name__}."
       )
     models = self.target, draft, self.target_params, self.draft_params
-    return functools.partial(speculative_decode, *models, rule=rule, eos_id=eos_id)
+    return functools.partial(speculative_decode, *models, verifier=verifier, eos_id=eos_id)
 
   def beam_searcher(
     self,
@@ -151,17 +159,17 @@ class Pair(NamedTuple):
     if not gamma:
       return functools.partial(beam_search, self.target, self.target_params, **how)
     draft = self.draft(Sampling(temperature=0.0), chain(gamma))
-    if isinstance(draft, LayersDraft | LookAheadDraft):
+    if isinstance(draft, LayerSkipDraft | PaSSDraft):
       raise InputError(
         f"{self.draft_name} reads the target's cache, in which beams lie beside each other; give a "
         "beam search another draft."
       )
-    beams: BeamDraft = TreeBeams(draft)
+    beams: BeamDraft = TreeBeamDraft(draft)
     if isinstance(draft, ModelDraft):
       of_draft = width if draft_width is None else draft_width
       if nodes is None and jax.default_backend() == "cpu":
         nodes = max(8, width + of_draft)
-      beams = ModelBeams(draft, of_draft, nodes)
+      beams = ModelBeamDraft(draft, of_draft, nodes)
     models = self.target, beams, self.target_params, self.draft_params
     return functools.partial(speculative_beam_search, *models, **how)
 
@@ -169,12 +177,12 @@ class Pair(NamedTuple):
     """What its draft makes of a tree that is asked for: mostly that."""
     return self.draft(sampling, tree).tree if tree.num_guesses else tree
 
-  def judge(self, sampling: Sampling, lenience: float = 1.0) -> Rule:
-    """The rule of this sampling, with lenience below 1 (Appendix A.5) if it has any.
+  def verifier_for(self, sampling: Sampling, lenience: float = 1.0) -> Verifier:
+    """The verifier of this sampling, with lenience below 1 (Appendix A.5) if it has any.
 
-    Raises InputError as `judge` does.
+    Raises InputError as `verifier_from` does.
     """
-    return judge(self.rule, sampling, lenience)
+    return verifier_from(self.verifier, sampling, lenience)
 
   def require_batch_size(self, batch_size: object) -> None:
     """Raise InputError unless it is a whole number from 1, of rows whose logits fit in memory."""
@@ -203,28 +211,30 @@ class Pair(NamedTuple):
     return None if fits else self.vocabulary.decode(self.encode(text))
 
 
-def judge(rule: Callable[[Sampling], Rule], sampling: Sampling, lenience: float = 1.0) -> Rule:
-  """The rule of a sampling, with lenience below 1 (Appendix A.5) if it has any.
+def verifier_from(
+  verifier: Callable[[Sampling], Verifier], sampling: Sampling, lenience: float = 1.0
+) -> Verifier:
+  """The verifier of a sampling, with lenience below 1 (Appendix A.5) if it has any.
 
   Raises:
-    InputError: it makes no rule, or one that is not `TokenRule`, which alone knows lenience.
+    InputError: it makes no verifier, or one that is not `TokenVerifier`, which alone knows lenience.
   """
-  made = rule(sampling)
+  made = verifier(sampling)
   if not callable(getattr(made, "accept", None)):
     raise InputError(
-      f"rule makes {made!r:.100} of a sampling; it must be a class of specdec_jax.rules, or any "
-      "(sampling) -> rule."
+      f"verifier makes {made!r:.100} of a sampling; it must be a class of specdec_jax.core.verify, or any "
+      "(sampling) -> verifier."
     )
   if lenience == 1:
     return made
-  if not isinstance(made, TokenRule):
+  if not isinstance(made, TokenVerifier):
     raise InputError(
-      f"lenience is {lenience}, but the rule is {type(made).__name__}; lenience below 1 goes with "
-      "TokenRule."
+      f"lenience is {lenience}, but the verifier is {type(made).__name__}; lenience below 1 goes with "
+      "TokenVerifier."
     )
-  return TokenRule(sampling, lenience)
+  return TokenVerifier(sampling, lenience)
 
 
-def rule_name(rule: Callable[[Sampling], Rule]) -> str:
-  """What a rule is called in records: its class, `TokenRule` or another."""
-  return type(rule(Sampling())).__name__
+def verifier_name(verifier: Callable[[Sampling], Verifier]) -> str:
+  """What a verifier is called in records: its class, `TokenVerifier` or another."""
+  return type(verifier(Sampling())).__name__

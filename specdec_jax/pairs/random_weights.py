@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.checkpoints.stored import MakesShardings, param_shapes, placed_by
+from specdec_jax.core.types import EITHER, DraftFactory, Model, OnTarget, drafter_from, made_for
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
@@ -18,12 +19,11 @@ from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pairs.load import EMBEDDED, laid_out
 from specdec_jax.pairs.pair import Pair
-from specdec_jax.protocols import EITHER, Drafter, Model, OnTarget, drafter_from, made_for
 
 
 def random_pair(
   target: str,
-  draft: str | Callable[[Vocabulary], Drafter | OnTarget],
+  draft: str | Callable[[Vocabulary], DraftFactory | OnTarget],
   alpha: float,
   version: str | float = "1.1",
   dtype: str = "float32",
@@ -66,7 +66,7 @@ def random_pair(
     target=model,
     target_params=target_params,
     target_name=_named(version, target),
-    draft=drafter.make,
+    draft=drafter.build,
     draft_params=drafter.params,
     draft_name=drafter.name,
     vocabulary=words,
@@ -87,7 +87,7 @@ def random_drafter(
   inner_alpha: float | None = None,
   shardings: MakesShardings = None,
   kernels: str = "auto",
-) -> Drafter:
+) -> DraftFactory:
   """A draft model of a named size with random weights; arguments as `random_pair`'s.
 
   With an inner_alpha it accepts so much of a draft of its own (`hierarchical_draft`), and cannot
@@ -99,7 +99,7 @@ def random_drafter(
   model: Model = model_of(config)
   if inner_alpha is not None:
     model = SimulatedModel(model, inner_alpha, vocabulary.eos_id)
-  return Drafter(_named(version, size), functools.partial(model_draft, model), params)
+  return DraftFactory(_named(version, size), functools.partial(model_draft, model), params)
 
 
 def _named(version: str, size: str) -> str:

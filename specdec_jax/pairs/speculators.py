@@ -9,22 +9,22 @@ import jax
 
 from specdec_jax.checkpoints.folder import open_folder
 from specdec_jax.checkpoints.load import checkpoint_name, recorded_path
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import require_static
+from specdec_jax.core.types import Draft, DraftFactory, Model, OnTarget
 from specdec_jax.data.vocabulary import Vocabulary
-from specdec_jax.drafts.exits import ExitModel
-from specdec_jax.drafts.layers import LayersDraft, of_layers
-from specdec_jax.drafts.look_ahead import LookAheadDraft
+from specdec_jax.drafts.early_exit import EarlyExitModel
+from specdec_jax.drafts.encoder_sharing import ConditionedDraft, SharedEncoderDraft
+from specdec_jax.drafts.layer_skip import LayerSkipDraft, of_layers
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.drafts.shared import AnchoredDraft, SharedDraft
+from specdec_jax.drafts.pass_embeddings import PaSSDraft
 from specdec_jax.drafts.speculator import SpeculatorDraft
 from specdec_jax.errors import InputError, require_types
-from specdec_jax.models.anchored import AnchoredModel
+from specdec_jax.models.conditioned import ConditionedModel
 from specdec_jax.models.families import Config, init_params, model_of, without_encoder
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.speculator import SpeculatorConfig, speculator_config
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.protocols import Draft, Drafter, Model, OnTarget
-from specdec_jax.sampling import Sampling
-from specdec_jax.trees import require_static
 
 
 def speculator(vocabulary: Vocabulary, path: str) -> OnTarget:
@@ -48,7 +48,7 @@ def speculator(vocabulary: Vocabulary, path: str) -> OnTarget:
       f"The draft in {path} was trained with another vocabulary than {vocabulary.path}."
     )
 
-  def on_target(target: Model, params: Any) -> Drafter:
+  def on_target(target: Model, params: Any) -> DraftFactory:
     config = _laid_out(learnt, shape_of(target))
     own = checkpoint.load(config, stored_weights=True, beside=params)
     made = drafter(checkpoint_name(path), config, own, target, params)
@@ -68,7 +68,7 @@ def random_speculator(
   """
   require_types(random_speculator, locals())
 
-  def on_target(target: Model, params: Any) -> Drafter:
+  def on_target(target: Model, params: Any) -> DraftFactory:
     made = config(shape_of(target))
     own = jax.tree.map(lambda x: x.astype(made.dtype), init_params(made, jax.random.key(0)))
     return drafter(f"random {made.kind}", made, own, target, params)
@@ -78,7 +78,7 @@ def random_speculator(
 
 def drafter(
   name: str, config: SpeculatorConfig, own: Any, target: Model, target_params: Any
-) -> Drafter:
+) -> DraftFactory:
   """A module with parameters `own` as draft of a target.
 
   Raises:
@@ -89,28 +89,28 @@ def drafter(
   make: Callable[[Sampling, Any], Draft]
   if config.kind == "decoder":
     model = T5Model(without_encoder(config))
-    make, params = functools.partial(SharedDraft, model), own
+    make, params = functools.partial(SharedEncoderDraft, model), own
   elif config.kind == "anchored":
-    told = AnchoredModel(without_encoder(config), config.gamma)
-    make, params = functools.partial(AnchoredDraft, told), own
+    told = ConditionedModel(without_encoder(config), config.gamma)
+    make, params = functools.partial(ConditionedDraft, told), own
   elif config.kind == "exit":
     layers = tuple(range(config.exit_layers))
     fewer, params = of_layers(shape, of_target, layers)
-    exits = ExitModel(model_of(fewer), config)
-    make = lambda sampling, tree: LayersDraft(ModelDraft(exits, sampling, tree), layers)
+    exits = EarlyExitModel(model_of(fewer), config)
+    make = lambda sampling, tree: LayerSkipDraft(ModelDraft(exits, sampling, tree), layers)
     params = own, params
   elif config.kind == "look_ahead":
-    make, params = functools.partial(LookAheadDraft, config, shape), (own, of_target)
+    make, params = functools.partial(PaSSDraft, config, shape), (own, of_target)
   else:
     rest = {k: x for k, x in of_target["decoder"].items() if not k.startswith("layers_")}
     read = {"token_embedder": of_target["token_embedder"], "decoder": rest}
     width = min(8, config.vocab_size)
     make = functools.partial(SpeculatorDraft, config, shape, width=width)
     params = own, read if config.kind == "heads" else ()  # the others have logits of their own
-    return Drafter(name, make, params)
+    return DraftFactory(name, make, params)
   who = f"a draft of kind {config.kind!r}"
   static = lambda sampling, tree: make(sampling, require_static(who, tree))
-  return Drafter(name, static, params)
+  return DraftFactory(name, static, params)
 
 
 def _require_fit(config: SpeculatorConfig, target: Config) -> None:

@@ -13,20 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.beams import best
+from specdec_jax.beam_search import best
 from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint, recorded_path
 from specdec_jax.checkpoints.stored import param_shapes
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.measurement.speed import own_baseline
 from specdec_jax.models.config import T5Config, t5_config, version_name
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pairs import EMBEDDED, Pair, is_bundled, load_pair, vocabulary_of
-from specdec_jax.protocols import Decoded
-from specdec_jax.sampling import Sampling
 
-Decode = Callable[..., Decoded]  # (prompt [1, P], rng [1], *, max_new_tokens, sampling), as ours
+Decode = Callable[
+  ..., DecodeResult
+]  # (prompt [1, P], rng [1], *, max_new_tokens, sampling), as ours
 # (source, seed, max_new_tokens, temperature) -> tokens, EOS among them, and passes of the target.
 Generate = Callable[[list[int], int, int, float], tuple[list[int], int]]
 

@@ -14,20 +14,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.measurement.timing import timed
 from specdec_jax.models.t5 import PAD_ID
 from specdec_jax.peers.contest import Competitor, Contest, Generate
-from specdec_jax.protocols import Decoded, Rounds
 
 _GENERATE: dict[str, Generate] = {}  # in a process of its own: what it has loaded, by name
 
 
-def decoded(tokens: Sequence[int], num_passes: int, max_new_tokens: int) -> Decoded:
+def decoded(tokens: Sequence[int], num_passes: int, max_new_tokens: int) -> DecodeResult:
   """A text by its tokens, EOS among them, and passes of the target; rounds are not told apart."""
   array: Callable[..., Any] = np.asarray  # on the host is as good
   none = array(np.zeros((0, 1), np.int32))
-  return Decoded(
+  return DecodeResult(
     tokens=array(padded([tokens], max_new_tokens)),
     lengths=array([len(tokens)]),
     rounds=Rounds(array(np.zeros((0, 1, 0), np.int32)), none, none, none),
@@ -55,7 +55,7 @@ def _end_with_parent() -> None:
 
 def elsewhere(
   worker: concurrent.futures.Executor, competitor: Competitor, contest: Contest
-) -> Callable[..., tuple[float, Decoded]]:
+) -> Callable[..., tuple[float, DecodeResult]]:
   """A competitor's decoding in a process of its own, timed there: `rested` of a `Decode`."""
   worker.submit(_load_here, competitor, contest._replace(pairs=())).result()
 

@@ -22,19 +22,21 @@ NOTES = (
 
 
 def drafts_table(records: Sequence[Record]) -> Table:
-  """One row a draft and rule; these are of one target and one set of texts."""
+  """One row a draft and verifier; these are of one target and one set of texts."""
   first = records[0]
   temperatures = sorted({r.temperature for r in records})
   rows = []
-  for draft, rule in dict.fromkeys((r.draft, r.rule) for r in records):
-    by_temperature = {r.temperature: r for r in records if (r.draft, r.rule) == (draft, rule)}
+  for draft, verifier in dict.fromkeys((r.draft, r.verifier) for r in records):
+    by_temperature = {
+      r.temperature: r for r in records if (r.draft, r.verifier) == (draft, verifier)
+    }
     coldest = by_temperature[min(by_temperature)]
     of_each = [*map(by_temperature.get, temperatures)]
     each = functools.partial(_each, of_each)
     rows.append(
       (
         draft,
-        rule.removesuffix("Rule"),
+        verifier.removesuffix("Verifier"),
         *each("alpha"),
         *each("acceptance length"),
         *(cell(COLUMNS[name], coldest) for name in ("c", "v")),
@@ -46,7 +48,7 @@ def drafts_table(records: Sequence[Record]) -> Table:
       )
     )
   cold_and_warm = lambda name: [f"{name}, T = {t:g}" for t in temperatures]
-  columns = ["draft", "rule", *cold_and_warm("alpha"), *cold_and_warm("length"), "c", "v"]
+  columns = ["draft", "verifier", *cold_and_warm("alpha"), *cold_and_warm("length"), "c", "v"]
   columns += [*cold_and_warm("predicted"), "by bytes", *cold_and_warm("speedup"), "MB", "same"]
   title = f"{models_text(first, draft=False)}, gamma {first.gamma}, batch {first.batch_size}, "
   title += f"{first.num_examples} texts, {first.device}"

@@ -12,12 +12,12 @@ def drafts_figure(records: Sequence[Record]):
   A draft's speed is the one over the other; those of one speed lie on a line from the origin.
   """
   temperatures = sorted({r.temperature for r in records})
-  drafts = [*dict.fromkeys((r.draft, r.rule) for r in records)]
+  drafts = [*dict.fromkeys((r.draft, r.verifier) for r in records)]
   labels = ["tokens of a round"] * len(temperatures)
   figure, panels = new_figure(*labels, width=6.0 * len(temperatures), height=6.5, share_y=True)
   for axes, temperature in zip(panels, temperatures):
     points = {
-      (r.draft, r.rule): (r.tokens_per_round / r.speedup, r.tokens_per_round)
+      (r.draft, r.verifier): (r.tokens_per_round / r.speedup, r.tokens_per_round)
       for r in records
       if r.temperature == temperature and r.speedup and r.tokens_per_round
     }
@@ -39,8 +39,8 @@ def drafts_figure(records: Sequence[Record]):
     axes.set_title(f"temperature {temperature:g}", pad=18)
     axes.set_xlabel("time of a round / time of a plain token", fontsize=NORMAL)
   names = [
-    f"{number} {draft}" + ("" if rule == drafts[0][1] else f", {rule}")
-    for number, (draft, rule) in enumerate(drafts, 1)
+    f"{number} {draft}" + ("" if verifier == drafts[0][1] else f", {verifier}")
+    for number, (draft, verifier) in enumerate(drafts, 1)
   ]
   handles = [figure.axes[0].plot([], [], alpha=0)[0] for _ in names]
   figure.legend(handles, names, loc="outside lower left", ncols=4, fontsize=SMALL, frameon=False)

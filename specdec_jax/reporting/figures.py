@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax import theory
+from specdec_jax.core import theory
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.record import Record, key
 from specdec_jax.reporting.drawing import (

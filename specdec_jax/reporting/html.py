@@ -106,7 +106,7 @@ _MAIN |= {"batch_size": "batch", "device": "device", "dtype": "dtype"}
 _MAIN |= {"acceptance": "acceptance"}
 _OTHER = {"top_k": "top-k", "top_p": "top-p", "lenience": "lenience", "baseline": "baseline"}
 _OTHER |= {"max_new_tokens": "limit in tokens", "seed": "seed", "inputs": "hash of the texts"}
-_OTHER |= {"kernels": "kernels", "rule": "rule", "tree": "guesses"}
+_OTHER |= {"kernels": "kernels", "verifier": "verifier", "tree": "guesses"}
 
 
 def _value(record: Record, name: str) -> str:

@@ -29,7 +29,7 @@ def lengths_table(records: Sequence[Record]) -> Table:
   chains = {
     (sampling_text(r), r.gamma, r.seed): r.tokens_per_round
     for r in records
-    if r.kind == "chain" and r.rule == "TokenRule"
+    if r.kind == "chain" and r.verifier == "TokenVerifier"
   }
   rows = []
   for r in records:
@@ -41,7 +41,7 @@ def lengths_table(records: Sequence[Record]) -> Table:
         r.kind,
         f"{r.num_nodes}",
         f"{r.gamma}",
-        r.rule,
+        r.verifier,
         f"{r.num_tokens}",
         f"{length:.2f} [{r.tokens_per_round_low:.2f}, {r.tokens_per_round_high:.2f}]",
         f"{length / of_chain:.3f}" if of_chain else MISSING,
@@ -52,7 +52,9 @@ def lengths_table(records: Sequence[Record]) -> Table:
     )
   rows_together = "a text" if first.batch_size == 1 else f"{first.batch_size} texts"
   legend = LEGEND.format(batch=rows_together)
-  columns = "temperature|guesses|nodes|depth|rule|tokens|acceptance length|over chain|c|v|predicted"
+  columns = (
+    "temperature|guesses|nodes|depth|verifier|tokens|acceptance length|over chain|c|v|predicted"
+  )
   columns += "|same|seed"
   title = f"{models_text(first)}: acceptance lengths"
   return Table(title, tuple(columns.split("|")), tuple(rows), (legend, measured_with(records)))

@@ -41,24 +41,24 @@ def speedup_charts(series: dict[str, list[Record]]) -> Markup:
 
 
 def length_charts(records: Sequence[Record]) -> Markup:
-  """A chart for each sampling, in which each rule has a curve of chains and one of trees."""
-  rules = [*dict.fromkeys(r.rule for r in records)]
+  """A chart for each sampling, in which each verifier has a curve of chains and one of trees."""
+  rules = [*dict.fromkeys(r.verifier for r in records)]
   charts = {}
   for sampling in dict.fromkeys(map(sampling_text, records)):
     curves = []
     for kind in "chains", "trees", "dynamic trees":
       style = kind.split()[0]
-      for rule in rules:
+      for verifier in rules:
         points = sorted(
           (r.num_nodes, r.tokens_per_round)
           for r in records
-          if (sampling_text(r), r.rule) == (sampling, rule)
+          if (sampling_text(r), r.verifier) == (sampling, verifier)
           and f"{r.kind}s" == kind
           and r.tokens_per_round is not None
         )
-        name = kind if len(rules) == 1 else f"{kind}, {rule.removesuffix('Rule')}"
+        name = kind if len(rules) == 1 else f"{kind}, {verifier.removesuffix('Verifier')}"
         if points:
-          curves.append(Curve(name, style if rule == rules[0] else f"{style} other", points))
+          curves.append(Curve(name, style if verifier == rules[0] else f"{style} other", points))
     if curves:
       charts[f"Temperature {sampling}"] = curves
   named = "acceptance length: tokens a pass of the target", "nodes (the newest token counted)"
@@ -73,8 +73,10 @@ def draft_charts(records: Sequence[Record]) -> Markup:
   charts = []
   for temperature in sorted({r.temperature for r in records}):
     of = [r for r in records if r.temperature == temperature and r.speedup is not None]
-    usual = of[0].rule if of else ""
-    named = [(r.draft + ("" if r.rule == usual else f", {r.rule}"), r.speedup or 0.0) for r in of]
+    usual = of[0].verifier if of else ""
+    named = [
+      (r.draft + ("" if r.verifier == usual else f", {r.verifier}"), r.speedup or 0.0) for r in of
+    ]
     named.sort(key=lambda pair: -pair[1])
     charts.append(bar_chart(f"Temperature {temperature:g}", "measured speedup", named))
   return _figures(charts, "The line is plain decoding of the same target.")

@@ -8,7 +8,7 @@ import numpy as np
 from rich.cells import cell_len
 from rich.text import Text
 
-from specdec_jax.protocols import Decoded
+from specdec_jax.core.types import DecodeResult
 
 ACCEPTED, REJECTED, CORRECTED = "green", "red strike", "bold blue"
 
@@ -49,7 +49,7 @@ class Round(NamedTuple):
       text.
     own: the target's own token, unless the text ended before it.
     branches: of a tree, all other guesses: the accepted ones are its first branch, and others
-      follow from the deepest up.
+      follow from the accepted_path up.
   """
 
   accepted: tuple[str, ...]
@@ -65,7 +65,7 @@ class Round(NamedTuple):
 
 
 def read_rounds(
-  decoded: Decoded,
+  decoded: DecodeResult,
   row: int,
   pieces: Callable[[Sequence[int]], list[str]],
   parents: Sequence[int] = (),

@@ -8,7 +8,7 @@ import collections
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specdec_jax import theory
+from specdec_jax.core import theory
 from specdec_jax.record import Record
 from specdec_jax.reporting.tables import MISSING, PaperRow, Table
 

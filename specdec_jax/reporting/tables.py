@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from specdec_jax import theory
+from specdec_jax.core import theory
 from specdec_jax.record import Record, key
 
 MISSING = "-"
@@ -125,7 +125,7 @@ def _select(number: int, records: Iterable[Record]) -> tuple[list[Record], int]:
   """The records that the table is of, the last of each setting, and how many others there are."""
   latest, num_left_out = {}, 0
   for r in records:
-    of_algorithm_1 = r.rule == "TokenRule" and r.kind == "chain"
+    of_algorithm_1 = r.verifier == "TokenVerifier" and r.kind == "chain"
     if number != 5 and r.lenience != 1 or not of_algorithm_1:
       num_left_out += 1
     elif number in (2, 4) and r.batch_size != 1:

@@ -9,12 +9,12 @@ from jax import Array
 from t5x import decoding, models
 
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.speed import Baseline
 from specdec_jax.models.config import T5Config, named_dtype
 from specdec_jax.pairs import EMBEDDED, Pair
-from specdec_jax.protocols import Decoded, Rounds
-from specdec_jax.sampling import Sampling
 from specdec_jax.t5x_model.networks import t5x_network
 
 
@@ -31,7 +31,7 @@ def t5x_decode(
   sampling: Sampling,
   eos_id: int = 1,
   beams: int | None = None,
-) -> Decoded:
+) -> DecodeResult:
   """Decode with t5x's own T5 and `temperature_sample`: the baseline that records call 't5x'.
 
   Arguments and result as in `autoregressive_decode`, but for the config of params that are not
@@ -62,7 +62,7 @@ def t5x_decode(
     next_token=tokens.T,
     num_emitted=one_each.astype(jnp.int32),
   )
-  return Decoded(tokens, lengths, rounds, lengths.max(), jnp.full(len(prompt), -1, jnp.int32))
+  return DecodeResult(tokens, lengths, rounds, lengths.max(), jnp.full(len(prompt), -1, jnp.int32))
 
 
 def t5x_baseline(pair: Pair, checkpoint: str = str(EMBEDDED / "target")) -> Baseline:

@@ -16,20 +16,20 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from t5x import decoding, models
 
-from specdec_jax.beams import Found, ModelBeams, speculative_beam_search
-from specdec_jax.decoding import speculative_decode
+from specdec_jax.beam_search import Found, ModelBeamDraft, speculative_beam_search
+from specdec_jax.core.decode import speculative_decode
+from specdec_jax.core.sampling import Sampling, distribution
+from specdec_jax.core.trees import Tree, chain
+from specdec_jax.core.types import Context, DecodeResult, Proposal, Verifier
+from specdec_jax.core.verify.k_seq import KSeqVerifier
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.models.t5 import PAD_ID, T5Model
-from specdec_jax.pairs import judge
-from specdec_jax.protocols import Context, Decoded, Proposal, Rule
-from specdec_jax.rules.k_seq import KSeqRule
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, distribution
+from specdec_jax.pairs import verifier_from
 from specdec_jax.t5x_model.checkpointer import DRAFT
 from specdec_jax.t5x_model.networks import same_config
 from specdec_jax.t5x_model.settings import bound, decode_settings
-from specdec_jax.trees import Tree, chain
 
 # The optional arguments of t5x's constructor. What gin binds to them on `EncoderDecoderModel`
 # applies to `SpeculativeModel` too.
@@ -70,7 +70,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
     draft_module: nn.Module,
     gamma: int = 5,
     tree: Sequence[int] | None = None,
-    rule: Callable[[Sampling], Rule] = TokenRule,
+    verifier: Callable[[Sampling], Verifier] = TokenVerifier,
     lenience: float = 1.0,
     draft_beams: int | None = None,
     **kwargs,
@@ -84,9 +84,9 @@ class SpeculativeModel(models.EncoderDecoderModel):
       draft_module: network of the draft, of t5x.examples.t5 as the target's.
       gamma: guesses in a round, one after the other, if there is no tree.
       tree: parents of a round's guesses, as `trees.Tree` has them.
-      rule: how guesses are judged: a class of `rules`, or any (sampling) -> rule. One that is not
+      verifier: how guesses are judged: a class of `rules`, or any (sampling) -> verifier. One that is not
         exact is taken as asked for.
-      lenience: of `TokenRule`; 1 for exactness (Appendix A.5).
+      lenience: of `TokenVerifier`; 1 for exactness (Appendix A.5).
       draft_beams: of a draft's search, whose steps gamma is; as many as the target's unless told.
 
     Raises:
@@ -108,20 +108,22 @@ class SpeculativeModel(models.EncoderDecoderModel):
     self._target_model, self._draft_model = map(T5Model, configs.values())
     function, settings = decode_settings(self.decode_fn)
     self._searches = function is decoding.beam_search
-    of_round = {"gamma": gamma, "tree": tree, "rule": rule, "lenience": lenience}
+    of_round = {"gamma": gamma, "tree": tree, "verifier": verifier, "lenience": lenience}
     require_types(SpeculativeModel.__init__, of_round)
     if self._searches:
-      # Gin passes a subclass of the rule that makes instances of the rule itself, so compare those.
-      if tree is not None or judge(rule, Sampling(), lenience) != TokenRule(Sampling()):
+      # Gin passes a subclass of the verifier that makes instances of the verifier itself, so compare those.
+      if tree is not None or verifier_from(verifier, Sampling(), lenience) != TokenVerifier(
+        Sampling()
+      ):
         raise InputError(
-          "decode_fn is beam_search, whose draft searches gamma steps ahead; a tree, a rule and "
+          "decode_fn is beam_search, whose draft searches gamma steps ahead; a tree, a verifier and "
           "lenience are for temperature_sample."
         )
       require_count("gamma", gamma)
       of_round = {"gamma": gamma, "draft_beams": draft_beams}
     self._settings = of_round | settings
     if not self._searches:
-      self._draft_and_rule(self._settings)  # what cannot be is told before a checkpoint is read
+      self._draft_and_verifier(self._settings)  # what cannot be is told before a checkpoint is read
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """Random variables of both, and for t5x's partitioner the axes of their parameters.
@@ -162,7 +164,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
       batch: encoder_input_tokens [B, P], and decoder_input_tokens [B, T], of which only the
         length counts: no output is longer.
       rng: of the batch; `decoder_params` may hold it as 'decode_rng'.
-      decoder_params: gamma, tree, rule, lenience, eos_id and `settings.SETTINGS` that this call
+      decoder_params: gamma, tree, verifier, lenience, eos_id and `settings.SETTINGS` that this call
         sets otherwise.
       return_all_decodes: N outputs of each example, by increasing score, instead of the best.
       num_decodes: N.
@@ -218,7 +220,9 @@ class SpeculativeModel(models.EncoderDecoderModel):
     target_params, draft_params = core.pop(params, DRAFT)
     if self._searches:
       guesses = ModelDraft(self._draft_model, Sampling(temperature=0.0), chain(how["gamma"]))
-      draft = ModelBeams(guesses, num_decodes if how["draft_beams"] is None else how["draft_beams"])
+      draft = ModelBeamDraft(
+        guesses, num_decodes if how["draft_beams"] is None else how["draft_beams"]
+      )
       found = speculative_beam_search(
         *(self._target_model, draft, target_params, draft_params),
         batch["encoder_input_tokens"],
@@ -229,7 +233,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
       )
       return _last_best(found, call["return_all_decodes"])
 
-    draft, rule = self._draft_and_rule(how)
+    draft, verifier = self._draft_and_verifier(how)
     if how["topk"] and how["topp"]:
       raise InputError(
         f"topk is {how['topk']} and topp is {how['topp']}; as in t5x's temperature_sample one of "
@@ -244,7 +248,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
       source,
       jax.random.split(rng, len(source)),
       max_new_tokens=steps,
-      rule=rule,
+      verifier=verifier,
       eos_id=how["eos_id"],
     )
     if draft.sampling.temperature == 0 and how["rescale_log_probs"]:
@@ -260,17 +264,17 @@ class SpeculativeModel(models.EncoderDecoderModel):
     aux = {"scores": scores, "rounds": count_rounds(decoded)}
     return tokens[rows], jax.tree.map(lambda x: x[rows], aux)
 
-  def _draft_and_rule(self, how: Mapping[str, Any]) -> tuple[ModelDraft, Rule]:
+  def _draft_and_verifier(self, how: Mapping[str, Any]) -> tuple[ModelDraft, Verifier]:
     """Who guesses and who judges, by values as `_settings` has them."""
-    of_round = {name: how[name] for name in ("gamma", "tree", "rule", "lenience")}
+    of_round = {name: how[name] for name in ("gamma", "tree", "verifier", "lenience")}
     require_types(SpeculativeModel.__init__, of_round)
     sampling = Sampling(how["temperature"], how["topk"], how["topp"] or 1.0)
     tree = chain(how["gamma"]) if how["tree"] is None else Tree(how["tree"])
-    rule = judge(how["rule"], sampling, how["lenience"])
-    independent = isinstance(rule, KSeqRule)  # exact for such siblings only
-    return _Draft(self._draft_model, sampling, tree, independent), rule
+    verifier = verifier_from(how["verifier"], sampling, how["lenience"])
+    independent = isinstance(verifier, KSeqVerifier)  # exact for such siblings only
+    return _Draft(self._draft_model, sampling, tree, independent), verifier
 
-  def _scores(self, params, source: Array, decoded: Decoded, sampling: Sampling) -> Array:
+  def _scores(self, params, source: Array, decoded: DecodeResult, sampling: Sampling) -> Array:
     """Log-probability [B] of each output; one more pass of the target, if anyone reads it."""
     tokens, limit = decoded.tokens, decoded.tokens.shape[1]
     inputs = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)), constant_values=PAD_ID)
@@ -302,12 +306,12 @@ def count_steps(found: Found) -> dict[str, Array]:
   }
 
 
-def count_rounds(decoded: Decoded) -> dict[str, Array]:
+def count_rounds(decoded: DecodeResult) -> dict[str, Array]:
   """Counts [B] of each row's rounds.
 
   num_tokens: emitted. num_rounds: passes of the target that emitted them. num_accepted and
   num_rejected: guesses judged, without those behind EOS or the limit, siblings as one (`judged`);
-  acceptance_rate is accepted / (accepted + rejected). not_finite: as in `Decoded`; -1 is well.
+  acceptance_rate is accepted / (accepted + rejected). not_finite: as in `DecodeResult`; -1 is well.
   """
   accepted, rejected = decoded.rounds.judged()
   return {

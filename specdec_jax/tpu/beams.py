@@ -7,15 +7,21 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Lowered
 
-from specdec_jax.beams import ModelBeams, NoBeams, beam_search, search, speculative_beam_search
-from specdec_jax.beams.drafts import BeamDraft
+from specdec_jax.beam_search import (
+  ModelBeamDraft,
+  NullBeamDraft,
+  beam_search,
+  search,
+  speculative_beam_search,
+)
+from specdec_jax.beam_search.drafts import BeamDraft
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import require_count
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.partitioning import REPLICATED, RULES, PartitionedModel, state_shardings
-from specdec_jax.sampling import Sampling
 from specdec_jax.tpu.compile import Programs, Site
-from specdec_jax.trees import chain
 
 LENGTH_PENALTY = 0.6
 
@@ -51,7 +57,7 @@ def beam_programs(
   site = Site(devices)
   p = PartitionedModel(model_of(target), site.mesh)
   q = PartitionedModel(model_of(draft), site.mesh, REPLICATED)
-  own = ModelBeams(ModelDraft(q, Sampling(temperature=0.0), chain(gamma)), draft_width, nodes)
+  own = ModelBeamDraft(ModelDraft(q, Sampling(temperature=0.0), chain(gamma)), draft_width, nodes)
   own.num_nodes(width)
   p_params, q_params = site.params(target, RULES), site.params(draft, REPLICATED)
   prompt = site.array((batch_size, source_tokens), jnp.int32)
@@ -74,6 +80,6 @@ def beam_programs(
       p, own, p_params, q_params, prompt, **how
     ),
     "plain loop": lambda: beam_search.lower(p, p_params, prompt, **how),
-    "plain step": lambda: of_round(NoBeams(), ()),
+    "plain step": lambda: of_round(NullBeamDraft(), ()),
     "round": lambda: of_round(own, q_params),
   }

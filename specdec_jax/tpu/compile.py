@@ -17,14 +17,18 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
-from specdec_jax.decoding import (
-  FreeDraft,
+from specdec_jax.core.decode import (
+  NullDraft,
   State,
   autoregressive_decode,
   one_round,
   speculative_decode,
   start,
 )
+from specdec_jax.core.sampling import Sampling, draw
+from specdec_jax.core.trees import Tree, chain
+from specdec_jax.core.types import Draft
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.families import AnyConfig, Config, init_params, model_of
@@ -40,10 +44,6 @@ from specdec_jax.partitioning import (
   param_shardings,
   state_shardings,
 )
-from specdec_jax.protocols import Draft
-from specdec_jax.rules.tokens import TokenRule
-from specdec_jax.sampling import Sampling, draw
-from specdec_jax.trees import Tree, chain
 
 Programs = dict[str, Callable[[], Lowered]]  # by name, lowered when called
 
@@ -185,12 +185,12 @@ def programs(
     require_count(name, size)
   site = Site(devices)
   mesh, array, params, part = site.mesh, site.array, site.params, site.lower
-  p, rule = PartitionedModel(model_of(target), mesh), TokenRule(sampling)
+  p, verifier = PartitionedModel(model_of(target), mesh), TokenVerifier(sampling)
 
   p_params, q_params = params(target, RULES), params(draft, draft_rules)
   if isinstance(draft, SpeculatorConfig):
     made = drafter(draft.kind, draft, q_params, model_of(target), p_params)
-    own, q_params = made.make(sampling, tree), made.params
+    own, q_params = made.build(sampling, tree), made.params
   else:
     own = ModelDraft(model_of(draft), sampling, tree)
   guesses = PartitionedDraft(own, mesh, draft_rules)
@@ -248,7 +248,7 @@ def programs(
   def of_round(draft: Draft, draft_params) -> Lowered:
     def run(target_params, draft_params, state, rng):
       models = p, draft, target_params, draft_params
-      return one_round(*models, rule, rng, 1, state), ()
+      return one_round(*models, verifier, rng, 1, state), ()
 
     params = p_params, draft_params
     return part(run, params, *before_round(draft, draft_params), rng)
@@ -260,12 +260,12 @@ def programs(
   commits = {} if tree.is_chain else {"commit": of_commit}
   return {
     "speculative loop": lambda: speculative_decode.lower(
-      p, guesses, p_params, q_params, prompt, rng, max_new_tokens=limit, rule=rule
+      p, guesses, p_params, q_params, prompt, rng, max_new_tokens=limit, verifier=verifier
     ),
     "plain loop": lambda: autoregressive_decode.lower(
       p, p_params, prompt, rng, max_new_tokens=limit, sampling=sampling
     ),
-    "plain step": lambda: of_round(FreeDraft(), ()),
+    "plain step": lambda: of_round(NullDraft(), ()),
     "round": lambda: of_round(guesses, q_params),
     "decode step": lambda: of_target(chain(0)),
     "verify": lambda: of_target(tree),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.stages import Compiled
 
+from specdec_jax.core.trees import Tree
 from specdec_jax.reporting.tables import MISSING, Table
 from specdec_jax.tpu.compile import HBM_ONLY, Chip, Programs
 from specdec_jax.tpu.hlo import (
@@ -15,7 +16,6 @@ from specdec_jax.tpu.hlo import (
   matrix_converts,
 )
 from specdec_jax.tpu.weight_copies import weight_copies
-from specdec_jax.trees import Tree
 
 LOOPS = "speculative loop", "plain loop"
 

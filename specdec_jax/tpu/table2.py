@@ -13,12 +13,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from specdec_jax import theory
+from specdec_jax.core import theory
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.errors import InputError
 from specdec_jax.machine import commit
 from specdec_jax.models.config import t5_config
 from specdec_jax.reporting.tables import Table
-from specdec_jax.sampling import Sampling
 from specdec_jax.tpu import compile as tpu_compile
 from specdec_jax.tpu.examine import examine
 

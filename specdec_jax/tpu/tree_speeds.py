@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax import theory
+from specdec_jax.core import theory
 from specdec_jax.reporting.tables import Table
 
 ALPHAS = (0.75, 0.62)  # the paper's: EnDe, T5-small, argmax and standard sampling

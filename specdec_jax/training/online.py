@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from specdec_jax.decoding import all_rounds, decoded, one_round, start
+from specdec_jax.core.decode import all_rounds, decoded, one_round, start
+from specdec_jax.core.trees import Tree, require_chain
+from specdec_jax.core.types import Context, DecodeResult, Draft, Model, Outcome, Proposal, Verifier
 from specdec_jax.drafts.speculator import SpeculatorDraft, source_of
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import module_of
 from specdec_jax.models.speculator import Source, in_rows
-from specdec_jax.protocols import Context, Decoded, Draft, Model, Outcome, Proposal, Rule
-from specdec_jax.trees import Tree, require_chain
 
 
 class Learnt(NamedTuple):
@@ -88,7 +88,7 @@ class OnlineDraft(Draft):
     before = jnp.concatenate([state.newest[:, None], guesses[:, :-1]], axis=1)
     p = jax.nn.softmax(outcome.logits[:, :gamma].astype(jnp.float32))
     # What was judged, of rows that are not done: those accepted, and the first refused.
-    judged = jnp.arange(gamma) <= outcome.verdict.num_accepted[:, None]
+    judged = jnp.arange(gamma) <= outcome.verification.num_accepted[:, None]
     weight = judged & (outcome.num_emitted > 0)[:, None]
     module, of_target = in_rows(self.draft.config), module_of(self.draft.target)
     project = lambda x: of_target.apply({"params": params[1]}, x, method="logits")
@@ -107,7 +107,9 @@ class OnlineDraft(Draft):
     return optax.adafactor(self.learning_rate)
 
 
-@functools.partial(jax.jit, static_argnames=("target", "draft", "max_new_tokens", "rule", "eos_id"))
+@functools.partial(
+  jax.jit, static_argnames=("target", "draft", "max_new_tokens", "verifier", "eos_id")
+)
 def decode_and_learn(
   target: Model,
   draft: OnlineDraft,
@@ -117,11 +119,11 @@ def decode_and_learn(
   rng: Array,
   *,
   max_new_tokens: int,
-  rule: Rule,
+  verifier: Verifier,
   eos_id: int,
-) -> tuple[Decoded, Learnt]:
+) -> tuple[DecodeResult, Learnt]:
   """As `decoding.speculative_decode`, with keys rng [B]; and what the draft has learnt since."""
   models = target, draft, target_params, draft_params
-  step = functools.partial(one_round, *models, rule, rng, eos_id)
+  step = functools.partial(one_round, *models, verifier, rng, eos_id)
   state = all_rounds(step, start(*models, prompt, max_new_tokens))
   return decoded(state), state.draft.learnt

@@ -17,8 +17,8 @@ from flax import traverse_util
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from specdec_jax.drafts.exits import ExitModel
-from specdec_jax.drafts.layers import of_layers
+from specdec_jax.drafts.early_exit import EarlyExitModel
+from specdec_jax.drafts.layer_skip import of_layers
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import (
   Config,
@@ -210,7 +210,7 @@ def _exit(config: SpeculatorConfig, target: Config) -> Guesser:
 
   def guesses(params, frozen: Any, read: Read) -> tuple[Array, Array]:
     fewer, params_of = of_layers(target, frozen, range(config.exit_layers))
-    model = ExitModel(model_of(fewer), config)
+    model = EarlyExitModel(model_of(fewer), config)
     cache = read.cache.replace(layers=read.cache.layers[: config.exit_layers])
     if config.has_encoder:
       cache = cache.replace(cross=cache.cross[: config.exit_layers])

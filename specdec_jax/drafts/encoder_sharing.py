@@ -1,0 +1,56 @@
+"""Small decoders as drafts that read the source as their target has encoded it.
+
+They have their own table, their own text and no encoder: keys and values of the source are those of
+the target's last layers, which they learned to ask.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from specdec_jax.core.types import Context, Proposal
+from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.speculator import target_cache
+from specdec_jax.models.conditioned import ConditionedModel
+from specdec_jax.models.decoder import empty_slots
+from specdec_jax.models.t5 import T5Cache, T5Model
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedEncoderDraft(ModelDraft):
+  """As `ModelDraft`, of a T5 without an encoder."""
+
+  model: T5Model
+
+  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+    config, cache = self.model.config, target_cache(context)
+    batch, num_slots = context.tokens.shape
+    return T5Cache(
+      length=jnp.zeros(batch, jnp.int32),
+      layers=empty_slots(config, batch, num_slots),
+      cross=cache.cross[-config.num_decoder_layers :],
+      cross_bias=cache.cross_bias,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ConditionedDraft(SharedEncoderDraft):
+  """As `SharedEncoderDraft`, told at each token what the target knew where the round began."""
+
+  model: ConditionedModel
+
+  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+    cache, config = super().start(params, context, hidden), self.model.config
+    batch, num_slots = context.tokens.shape
+    told = jnp.zeros((batch, 1, num_slots, config.emb_dim), config.activations)
+    return cache.replace(layers=(*cache.layers, (told,)))
+
+  def tell(self, params: Any, cache: Any, hidden: Array, ages: Array | int, slot: Array) -> Any:
+    return self.model.tell(params, cache, hidden, ages, slot)
+
+  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+    ages, slot = jnp.asarray(self.tree.depths), context.length - 1
+    state = self.tell(params, state, context.hidden[:, None], ages, slot)
+    return super().propose(params, state, context, rng)

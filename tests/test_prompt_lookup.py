@@ -1,0 +1,193 @@
+"""Copying from the context: guesses against a plain search, output against the target's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import DynamicTree, Tree, chain
+from specdec_jax.core.types import Context
+from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
+from specdec_jax.errors import InputError
+from specdec_jax.models.t5 import T5Model
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def by_hand(source, text, gamma, max_ngram, vocab_size, taken=()):
+  """The guesses for one row, source without padding, by a search from the best match down, whose
+  first token is not `taken`."""
+  for n in range(min(max_ngram, len(text)), 0, -1):
+    suffix = text[-n:]
+    for context, in_text in ((source, False), (text, True)):
+      for end in range(len(context) - 1, n - 1, -1):  # something must follow
+        if context[end - n : end] == suffix and context[end] not in taken:
+          followed = list(context[end:])
+          for _ in range(gamma):
+            followed.append(followed[len(followed) - (len(text) - end)] if in_text else 0)
+          return [token if token < vocab_size else 0 for token in followed[:gamma]]
+  return [0] * gamma
+
+
+@functools.cache
+def proposing(tree, max_ngram, vocab_size):
+  tree = chain(tree) if isinstance(tree, int) else tree
+  draft = PromptLookupDraft(vocab_size, tree, max_ngram)
+
+  def run(prompt, tokens, length):
+    context = Context(prompt, tokens, length, None, None)
+    state = draft.start((), context, None)
+    keys = jax.random.split(jax.random.key(0), len(length))
+    proposal, after = draft.propose((), state, context, keys)
+    return proposal.tokens, proposal.q, jnp.array_equal(after, state)
+
+  return jax.jit(run)
+
+
+def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=16):
+  """Guesses of rows of different lengths, which are checked to be certain."""
+  fill = lambda rows, size: np.array([[*r, *[0] * (size - len(r))] for r in rows], np.int32)
+  lengths = np.array([len(text) for text in texts], np.int32)
+  run = proposing(gamma, max_ngram, vocab_size)
+  guesses, q, same_state = run(fill(sources, width), fill(texts, slots), lengths)
+  assert q is None and same_state and run._cache_size() == 1
+  return np.asarray(guesses).tolist()
+
+
+# Worked rows. Texts begin with T5's start token 0, sources end in EOS 1.
+
+
+@pytest.mark.parametrize(
+  "source, text, guesses",
+  [
+    ([5, 6, 7, 8, 9, 1], [0, 6, 7], [8, 9, 1, 0]),  # to the source's end, then padding
+    ([5, 6, 7, 8, 9, 1], [0, 9], [1, 0, 0, 0]),
+    ([5, 6, 7, 8, 9, 1], [0, 3], [0, 0, 0, 0]),  # no match
+    ([5, 6, 7, 8, 9, 1], [0], [0, 0, 0, 0]),  # nothing to match yet
+    ([4, 7, 9, 8, 7, 5, 1], [0, 8, 7], [5, 1, 0, 0]),  # two tokens rather than one
+    ([8, 7, 4, 3, 7, 5, 1], [0, 8, 7], [4, 3, 7, 5]),  # also where the shorter is later
+    ([7, 4, 1], [0, 7, 5, 6, 7], [4, 1, 0, 0]),  # the source before the text
+    ([7, 4, 1], [0, 6, 7, 5, 6, 7], [5, 6, 7, 5]),  # but not before a longer match; on and on
+    ([7, 4, 7, 5, 1], [0, 7], [5, 1, 0, 0]),  # the latest
+    ([9, 1], [0, 7, 5, 7, 6, 7], [6, 7, 6, 7]),  # the latest in the text
+    ([9, 1], [0, 7, 7], [7, 7, 7, 7]),  # a period of one
+    ([7, 50, 8, 1], [0, 7], [0, 8, 1, 0]),  # 50 is not among the target's 40 tokens
+    ([2, 3, 4, 6, 3, 4, 5, 7, 3, 4, 8, 1], [0, 6, 3, 4], [5, 7, 3, 4]),  # three rather than two
+    ([5, 6, 3, 4, 5, 7, 6, 3, 4, 8, 1], [0, 5, 6, 3, 4], [8, 1, 0, 0]),  # four count as three
+    ([5, 6, 1], [0, 5, 6, 8, 6, 8], [6, 8, 6, 8]),  # after a prompt: what the text went on with
+    ([5, 6, 1], [0, 5, 6, 8, 5, 6], [1, 0, 0, 0]),  # at the prompt's end, come again: its EOS
+    ([1], [0, 5, 6, 8, 5, 6], [8, 5, 6, 8]),  # an empty one
+  ],
+)
+def test_worked_rows(source, text, guesses):
+  assert propose([source], [text], gamma=4) == [guesses]
+  assert by_hand(source, text, 4, 3, 40) == guesses
+
+
+@pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_guesses_are_those_of_a_plain_search(gamma, max_ngram):
+  """1,000 random rows in one call; two tokens, so that matches of every length abound."""
+  rng = np.random.default_rng(0)
+  some = lambda least, most: rng.integers(2, 4, rng.integers(least, most)).tolist()
+  # Some sources were cut and lack EOS, some texts (of a model that is no T5) a start token.
+  sources = [[*some(0, 15), *[1][: i % 2]] for i in range(1000)]
+  texts = [[*[0][: i % 3], *some(1, 18)] for i in range(1000)]
+  got = propose(sources, texts, gamma, max_ngram, vocab_size=4)
+  want = [by_hand(*row, gamma, max_ngram, 4) for row in zip(sources, texts)]
+  assert got == want
+  # Each length of match changes what is guessed.
+  shorter = [by_hand(*row, gamma, max_ngram - 1, 4) for row in zip(sources, texts)]
+  assert sum(a != b for a, b in zip(want, shorter)) > 5
+
+
+def test_branches_are_the_next_best_matches_with_another_beginning():
+  rng = np.random.default_rng(1)
+  some = lambda least, most: rng.integers(2, 6, rng.integers(least, most)).tolist()
+  sources, texts = zip(*(([*some(3, 15), 1], [0, *some(1, 18)]) for _ in range(300)))
+  tree = Tree((0, 0, 1, 1, 2, 3))  # two branches of depth 3 and 2, and a child that no branch has
+  got = propose(sources, texts, tree, vocab_size=6)
+  others = 0
+  for source, text, guesses in zip(sources, texts, got):
+    first = by_hand(source, text, 3, 3, 6)
+    # No second branch begins as the first does, were it with nothing.
+    second = by_hand(source, text, 3, 3, 6, taken=first[:1])
+    others += second[0] > 0
+    assert guesses == [first[0], second[0], first[1], 0, second[1], first[2]]
+  assert others > 100
+
+
+def test_slots_past_the_text_are_not_read():
+  run = proposing(4, 3, 40)
+  prompt, length = np.array([[5, 6, 7, 1]], np.int32), np.array([4], np.int32)
+  clean, junk = np.zeros((1, 20), np.int32), np.full((1, 20), 9, np.int32)
+  clean[0, :4] = junk[0, :4] = [0, 9, 8, 9]
+  assert run(prompt, clean, length)[0].tolist() == run(prompt, junk, length)[0].tolist()
+  assert run(prompt, junk, length)[0].tolist() == [[8, 9, 8, 9]]
+
+
+# The output is the target's own.
+
+V, LIMIT, EOS = 24, 24, 16
+CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
+TARGET = T5Model(CONFIG)
+
+
+@functools.cache
+def decoded():
+  """The target's parameters, prompts [8, S], and its greedy texts [8, LIMIT]."""
+  params, prompts = tiny.params(CONFIG, 12), tiny.sources(CONFIG, 0, 8)
+  keys = jax.random.split(jax.random.key(0), 8)
+  out = autoregressive_decode(
+    TARGET, params, prompts, keys, max_new_tokens=LIMIT, sampling=GREEDY, eos_id=EOS
+  )
+  return params, prompts, np.asarray(out.tokens), np.asarray(out.lengths)
+
+
+def speculate(gamma, rows):
+  params, prompts, *_ = decoded()
+  return speculative_decode(
+    *(TARGET, PromptLookupDraft(V, chain(gamma)), params, (), prompts[rows]),
+    jax.random.split(jax.random.key(1), len(prompts[rows])),
+    max_new_tokens=LIMIT,
+    verifier=TokenVerifier(GREEDY),
+    eos_id=EOS,
+  )
+
+
+def test_greedy_output_is_the_targets(gamma=5, batch=3):
+  _, _, tokens, lengths = decoded()
+  accepted = 0
+  for first in range(8 - batch):
+    rows = slice(first, first + batch)
+    out = speculate(gamma, rows)
+    np.testing.assert_array_equal(out.tokens, tokens[rows])
+    np.testing.assert_array_equal(out.lengths, lengths[rows])
+    accepted += int((lengths[rows] - (np.asarray(out.rounds.num_emitted) > 0).sum(axis=0)).sum())
+  assert accepted > 0
+
+
+def test_calls_of_one_shape_compile_once():
+  speculate(5, slice(0, 3))
+  compiled = speculative_decode._cache_size()
+  speculate(5, slice(3, 6))
+  assert speculative_decode._cache_size() == compiled
+
+
+@pytest.mark.parametrize(
+  "tree, max_ngram, words",
+  [
+    (chain(0), 3, "gamma is 0"),
+    (chain(3), 0, "max_ngram is 0"),
+    (DynamicTree(3, 2), 3, "one shape"),
+  ],
+)
+def test_bad_input(tree, max_ngram, words):
+  with pytest.raises(InputError, match=words):
+    PromptLookupDraft(V, tree, max_ngram)
