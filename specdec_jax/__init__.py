@@ -1,10 +1,14 @@
 """Exact speculative decoding in JAX.
 
-  pair = specdec_jax.load_pair()
-  pair.generate(["A man runs."], gamma=5)
+```python
+import specdec_jax
 
-Loading this loads next to nothing: `load_pair` and `random_pair` are found when they are asked for.
-Whatever is imported, `xla_flags` comes first.
+pair = specdec_jax.load_pair()
+print(pair.generate(["A man runs."], gamma=5)[0])
+```
+
+Every public name is an attribute of this module and is imported when it is first used, so that
+`import specdec_jax` alone is fast. XLA flags are set at import, before JAX is first used.
 """
 
 import importlib
@@ -14,14 +18,161 @@ from specdec_jax.version import __version__
 from specdec_jax.xla_flags import turn_ynn_off
 
 if TYPE_CHECKING:
-  from specdec_jax.api import load_pair, random_pair
+  from specdec_jax.api import Candidate, Output, Pair, load_pair, random_pair
+  from specdec_jax.core.adaptive import adaptive_decode
+  from specdec_jax.core.decode import NullDraft, autoregressive_decode, speculative_decode
+  from specdec_jax.core.sampling import Sampling
+  from specdec_jax.core.theory import (
+    best_gamma,
+    best_tree,
+    expected_tokens,
+    operations_factor,
+    walltime_improvement,
+  )
+  from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
+  from specdec_jax.core.types import (
+    Context,
+    DecodeResult,
+    Draft,
+    DraftFactory,
+    Model,
+    Outcome,
+    Proposal,
+    Rounds,
+    Verification,
+    Verifier,
+  )
+  from specdec_jax.core.verify.blocks import BlockVerifier
+  from specdec_jax.core.verify.k_seq import KSeqVerifier
+  from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
+  from specdec_jax.core.verify.tokens import TokenVerifier
+  from specdec_jax.drafts.backoff import BackoffDraft, backoff_ngrams
+  from specdec_jax.drafts.cascade import CascadeDraft
+  from specdec_jax.drafts.dynamic import DynamicDraft
+  from specdec_jax.drafts.fallback import FallbackDraft, prompt_lookup_or_ngrams
+  from specdec_jax.drafts.forest import ForestDraft
+  from specdec_jax.drafts.hierarchical import HierarchicalDraft
+  from specdec_jax.drafts.layer_skip import LayerSkipDraft, layer_skip
+  from specdec_jax.drafts.lookahead import LookaheadDraft, lookahead
+  from specdec_jax.drafts.model import ModelDraft
+  from specdec_jax.drafts.ngram import NgramDraft, bigram, unigram
+  from specdec_jax.drafts.pass_embeddings import PaSSDraft
+  from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
+  from specdec_jax.drafts.retrieval import RetrievalDraft, retrieval
+  from specdec_jax.drafts.speculator import SpeculatorDraft
+  from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
+  from specdec_jax.drafts.stopping import StoppingDraft
+  from specdec_jax.drafts.uniform import UniformDraft, uniform
+  from specdec_jax.errors import InputError
+  from specdec_jax.execution import speculative_execution
+  from specdec_jax.models.config import GPTConfig, T5Config, gpt_config, t5_config
+  from specdec_jax.models.gpt import GPTModel
+  from specdec_jax.models.t5 import T5Model
+  from specdec_jax.pairs.composed import (
+    cascade_draft,
+    draft_sampling,
+    forest_draft,
+    hierarchical_draft,
+    stop_at_miss_draft,
+    stopping_draft,
+    tree_draft,
+  )
+  from specdec_jax.pairs.speculators import speculator
+  from specdec_jax.partitioning import make_mesh, param_shardings, sharded
 
-__all__ = ["__version__", "load_pair", "random_pair"]
+# The module that defines each public name, below `specdec_jax`; docs/api documents exactly these.
+_DEFINED_IN = {
+  "BackoffDraft": "drafts.backoff",
+  "BlockVerifier": "core.verify.blocks",
+  "Candidate": "api",
+  "CascadeDraft": "drafts.cascade",
+  "Context": "core.types",
+  "DecodeResult": "core.types",
+  "Draft": "core.types",
+  "DraftFactory": "core.types",
+  "DynamicDraft": "drafts.dynamic",
+  "DynamicTree": "core.trees",
+  "FallbackDraft": "drafts.fallback",
+  "ForestDraft": "drafts.forest",
+  "GPTConfig": "models.config",
+  "GPTModel": "models.gpt",
+  "HierarchicalDraft": "drafts.hierarchical",
+  "InputError": "errors",
+  "KSeqVerifier": "core.verify.k_seq",
+  "LayerSkipDraft": "drafts.layer_skip",
+  "LookaheadDraft": "drafts.lookahead",
+  "Model": "core.types",
+  "ModelDraft": "drafts.model",
+  "NgramDraft": "drafts.ngram",
+  "NullDraft": "core.decode",
+  "Outcome": "core.types",
+  "Output": "api",
+  "PaSSDraft": "drafts.pass_embeddings",
+  "Pair": "api",
+  "PromptLookupDraft": "drafts.prompt_lookup",
+  "Proposal": "core.types",
+  "RetrievalDraft": "drafts.retrieval",
+  "Rounds": "core.types",
+  "Sampling": "core.sampling",
+  "SpeculatorDraft": "drafts.speculator",
+  "StopAtMissDraft": "drafts.stop_at_miss",
+  "StoppingDraft": "drafts.stopping",
+  "T5Config": "models.config",
+  "T5Model": "models.t5",
+  "TokenVerifier": "core.verify.tokens",
+  "TopBetaVerifier": "core.verify.lossy",
+  "Tree": "core.trees",
+  "TypicalVerifier": "core.verify.lossy",
+  "UniformDraft": "drafts.uniform",
+  "Verification": "core.types",
+  "Verifier": "core.types",
+  "adaptive_decode": "core.adaptive",
+  "autoregressive_decode": "core.decode",
+  "backoff_ngrams": "drafts.backoff",
+  "best_gamma": "core.theory",
+  "best_tree": "core.theory",
+  "bigram": "drafts.ngram",
+  "branching": "core.trees",
+  "cascade_draft": "pairs.composed",
+  "chain": "core.trees",
+  "draft_sampling": "pairs.composed",
+  "expected_tokens": "core.theory",
+  "forest_draft": "pairs.composed",
+  "gpt_config": "models.config",
+  "hierarchical_draft": "pairs.composed",
+  "layer_skip": "drafts.layer_skip",
+  "load_pair": "api",
+  "lookahead": "drafts.lookahead",
+  "make_mesh": "partitioning",
+  "operations_factor": "core.theory",
+  "param_shardings": "partitioning",
+  "prompt_lookup": "drafts.prompt_lookup",
+  "prompt_lookup_or_ngrams": "drafts.fallback",
+  "random_pair": "api",
+  "retrieval": "drafts.retrieval",
+  "sharded": "partitioning",
+  "speculative_decode": "core.decode",
+  "speculative_execution": "execution",
+  "speculator": "pairs.speculators",
+  "stop_at_miss_draft": "pairs.composed",
+  "stopping_draft": "pairs.composed",
+  "t5_config": "models.config",
+  "tree_draft": "pairs.composed",
+  "uniform": "drafts.uniform",
+  "unigram": "drafts.ngram",
+  "walltime_improvement": "core.theory",
+}
+
+__all__ = ["__version__", *_DEFINED_IN]
 
 turn_ynn_off()
 
 
 def __getattr__(name: str) -> Any:
-  if name not in __all__:
+  if name not in _DEFINED_IN:
     raise AttributeError(f"module 'specdec_jax' has no attribute {name!r}")
-  return getattr(importlib.import_module("specdec_jax.api"), name)
+  return getattr(importlib.import_module(f"specdec_jax.{_DEFINED_IN[name]}"), name)
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

@@ -1,0 +1,36 @@
+"""The public namespace is complete, and the reference documents exactly it."""
+
+import ast
+import pathlib
+import re
+
+import specdec_jax
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def test_every_public_name_can_be_imported():
+  for name in specdec_jax.__all__:
+    assert getattr(specdec_jax, name) is not None, name
+    assert name in dir(specdec_jax)
+
+
+def test_type_checkers_see_the_public_names_where_they_are_defined():
+  defined_in = {}
+  for node in ast.walk(ast.parse((ROOT / "specdec_jax" / "__init__.py").read_text())):
+    if isinstance(node, ast.If):
+      for statement in node.body:
+        if isinstance(statement, ast.ImportFrom):
+          module = statement.module.removeprefix("specdec_jax.")
+          defined_in |= {alias.name: module for alias in statement.names}
+  assert defined_in == specdec_jax._DEFINED_IN
+
+
+def test_reference_documents_exactly_the_public_names():
+  pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+  names = re.findall(
+    r"^(?:\.\. |```\{)auto\w+(?:::|\}) specdec_jax\.(\w+)",
+    "\n".join(page.read_text() for page in pages),
+    re.MULTILINE,
+  )
+  assert sorted(names) == sorted(set(specdec_jax.__all__) - {"__version__"})
