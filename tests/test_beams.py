@@ -545,13 +545,13 @@ def test_it_is_measured_over_plain_search(tmp_path, capsys):
   plainly = tmp_path / "plainly"
   commands.beams(pair, texts, str(plainly), **how | dict(factors=[1], gammas=[0]), repeats=0)
   (r,) = records.read(str(plainly / "results.jsonl"))
-  assert (r.gamma, r.dynamic_nodes, r.tokens_per_round, r.identical) == (0, 2, 1.0, True)
+  assert (r.gamma, r.beam_nodes, r.tokens_per_round, r.identical) == (0, 2, 1.0, True)
   commands.beams(pair, texts, str(tmp_path), **how, repeats=1)
   assert len(records.read(str(tmp_path / "results.jsonl"))) == 2, "none is measured twice"
   assert "speedup" in capsys.readouterr().out
   counted = tmp_path / "counted"
   commands.beams(pair, texts, str(counted), **how, repeats=0, references=texts)
   for told, r in zip(records.read(str(counted / "results.jsonl")), measured, strict=True):
-    same = "identical", "rounds", "tokens_per_round", "num_tokens", "quality", "dynamic_nodes"
+    same = "identical", "rounds", "tokens_per_round", "num_tokens", "quality", "beam_nodes"
     assert [getattr(told, name) for name in same] == [getattr(r, name) for name in same]
     assert told.speedup is None

@@ -34,18 +34,18 @@ RECORD = Record(
   seed=0,
   num_examples=24,
   tokens_per_round=2.5,
-  target_start_ms=4.0,
-  draft_start_ms=1.0,
+  target_prefill_ms=4.0,
+  draft_prefill_ms=1.0,
   target_step_ms=2.0,
   draft_step_ms=0.25,
   verify_ms=3.0,
   predicted_theorem8=1.8,
   predicted_measured_cost=1.4,
-  predicted_text=1.3,
+  predicted_finite_length=1.3,
   speedup=1.25,
 )
 LONGER = dataclasses.replace(RECORD, gamma=5, verify_ms=3.5, tokens_per_round=4.0, speedup=1.5)
-SAMPLED = dataclasses.replace(RECORD, temperature=1.0, speedup=1.1, predicted_text=None)
+SAMPLED = dataclasses.replace(RECORD, temperature=1.0, speedup=1.1, predicted_finite_length=None)
 
 
 @pytest.fixture

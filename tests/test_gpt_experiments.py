@@ -96,7 +96,9 @@ def test_a_measured_gamma_is_a_record(tmp_path, monkeypatch):
       repeats=1,
     )
   (r,) = measured
-  assert r.identical and r.num_tokens >= 4 and None not in (r.speedup, r.c, r.predicted_text)
+  assert (
+    r.identical and r.num_tokens >= 4 and None not in (r.speedup, r.c, r.predicted_finite_length)
+  )
   assert 0.3 < r.alpha <= 1 and 0 < r.operations_ratio and r.draft_step_mb > 0
   assert r.gamma == GAMMA and r.rounds < r.num_tokens
 

@@ -25,7 +25,7 @@ from specdec_jax import records
 from specdec_jax.commands import speedup
 from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.measurement import measure as measuring
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting import speeds
 from specdec_jax.reporting.html import lengths_report, report, write_report
 from specdec_jax.reporting.rounds import Branch, Round, read_rounds
@@ -37,7 +37,7 @@ SWEEP = [
     gamma=gamma,
     speedup=speedup,
     predicted_theorem8=theorem8,
-    predicted_text=predicted,
+    predicted_finite_length=predicted,
   )
   for gamma, speedup, theorem8, predicted in [
     (7, 1.49, 3.57, 1.57),
@@ -311,7 +311,11 @@ def test_points_lie_where_their_values_are():
   """One linear scale for gamma, and one for all three curves and the line at 1."""
   (figure,) = parsed(SWEEP).all("figure")
   ordered = sorted(SWEEP, key=lambda r: r.gamma)
-  kinds = {"measured": "speedup", "predicted": "predicted_text", "theorem8": "predicted_theorem8"}
+  kinds = {
+    "measured": "speedup",
+    "predicted": "predicted_finite_length",
+    "theorem8": "predicted_theorem8",
+  }
   at = np.concatenate([points(figure, kind) for kind in kinds])
   gammas = [r.gamma for r in ordered] * 3
   values = [getattr(r, name) for name in kinds.values() for r in ordered]

@@ -47,7 +47,6 @@ LAYERS = {
   "counts": {"numpy"},
   "pairs": JAX,
   "training": FLAX | {"optax", "orbax", "rich"},
-  "record": set(),
   "records": set(),
   "reporting": {"numpy", "rich", "matplotlib"},
   "measurement": FLAX | {"rouge_score", "sacrebleu"},
@@ -63,9 +62,8 @@ LAYERS = {
 
 # Layers that know less than what lies below them.
 ONLY = {
-  "record": {"version"},
-  "records": {"errors", "version", "writing", "record"},
-  "reporting": {"errors", "version", "writing", "core.types", "core.theory", "record", "records"},
+  "records": {"errors", "version", "writing"},
+  "reporting": {"errors", "version", "writing", "core.types", "core.theory", "records"},
   "sentences": {"errors"},
   "run": {"errors", "version", "compile_cache", "gin_files", "interrupt", "sentences"},
 }

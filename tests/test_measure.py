@@ -479,12 +479,14 @@ def measure_it(path, **changes):
 
 def not_measured(record):
   """Fields that are empty, but for those of other experiments, of trees, and of git's checkouts."""
-  others = "tokens_per_round_low", "tokens_per_round_high", "separation"
+  others = "tokens_per_round_low", "tokens_per_round_high", "auc"
   others += "speedup_low", "speedup_high"  # where there are several repeats
   others += "metric", "quality", "baseline_quality"  # where there are references
   others += "beams", "draft_beams", "length_penalty", "ties"
   empty = [name for name, value in dataclasses.asdict(record).items() if value is None]
-  return [name for name in empty if name not in (*others, "tree", "dynamic_nodes", "commit")]
+  return [
+    name for name in empty if name not in (*others, "tree", "dynamic_nodes", "beam_nodes", "commit")
+  ]
 
 
 def test_a_record_has_every_field(results):
@@ -527,7 +529,7 @@ def test_speed_over_anothers_decoding_is_another_setting(results, tmp_path):
     (record,) = measure_it(path, baseline=theirs)
     assert records.missing(path, [record, own]) == [own]
   assert record.baseline == "theirs" and record.identical and record.speedup > 0
-  missing = {"predicted_theorem8", "predicted_measured_cost", "predicted_text"}
+  missing = {"predicted_theorem8", "predicted_measured_cost", "predicted_finite_length"}
   assert {*not_measured(record)} - {"beta_lag1"} == missing
   assert "over theirs" in str(speed_table([record]).title)
 
@@ -544,8 +546,8 @@ def test_numbers_of_a_record_agree_with_each_other(results):
   assert 0 <= r.acceptance_rate <= 1
   assert 0 < r.rounds <= r.num_tokens <= LIMIT * len(TEXTS)
   # A step's and a round's time are differences, which noise may turn negative in models as small.
-  assert min(r.target_start_ms, r.seconds) > 0
-  parts = r.gamma * r.draft_step_ms + r.verify_ms + r.accept_ms + r.rest_ms
+  assert min(r.target_prefill_ms, r.seconds) > 0
+  parts = r.gamma * r.draft_step_ms + r.verify_ms + r.accept_ms + r.unaccounted_ms
   assert r.round_ms == pytest.approx(parts)
   assert r.tokens_per_round == pytest.approx(r.num_tokens / r.rounds)
   assert r.c == pytest.approx(r.draft_step_ms / r.target_step_ms)
@@ -563,7 +565,7 @@ def test_numbers_of_a_record_agree_with_each_other(results):
 def test_the_budget_of_a_round_is_shown(results):
   (r,) = records.read(results)
   r = dataclasses.replace(r, gamma=2, draft_step_ms=0.5, verify_ms=4.0, accept_ms=0.25)
-  r = dataclasses.replace(r, rest_ms=-0.75, round_ms=4.5, operations_ratio=None)
+  r = dataclasses.replace(r, unaccounted_ms=-0.75, round_ms=4.5, operations_ratio=None)
   shown = budget_table([r])
   cells = dict(zip(shown.columns, shown.rows[0]))
   parts = [cells[name] for name in ("draft", "verify", "accept", "rest", "round", "c-hat")]
@@ -620,7 +622,7 @@ def test_simulated_acceptance_is_recorded_as_such(tmp_path, quick):
   (r,) = measure(pair, texts, results, [GREEDY], [3], 8, max_new_tokens=32, repeats=1)
   assert (r.acceptance, r.alpha, r.identical) == ("simulated", 0.6, None)
   assert r.alpha_low is r.alpha_high is r.beta_lag1 is r.total_variation is None
-  assert r.num_tokens == 8 * 32 and r.speedup > 0 and r.predicted_text > 0
+  assert r.num_tokens == 8 * 32 and r.speedup > 0 and r.predicted_finite_length > 0
   # About 200 guesses were judged: 4 standard errors.
   assert r.acceptance_rate == pytest.approx(0.6, abs=4 * np.sqrt(0.6 * 0.4 / 150))
 

@@ -1,4 +1,4 @@
-"""Records are written whole or not at all, read back as they were, and tell what is left to do."""
+"""Records are appended completely or not at all, read back unchanged, and resumed by key."""
 
 import dataclasses
 import datetime
@@ -13,10 +13,10 @@ import pytest
 
 from specdec_jax import machine, records
 from specdec_jax.errors import InputError
-from specdec_jax.record import Record
+from specdec_jax.records import FIELDS_OF_SCHEMA_1, Record
 
-# What DESIGN.md, section 3, promises to anyone who reads results.jsonl.
-PROMISED = (
+# Documented fields of results.jsonl. A reader may rely on their names.
+DOCUMENTED = (
   "task target draft temperature top_k top_p gamma lenience batch_size num_examples num_tokens "
   "alpha alpha_low alpha_high acceptance_rate tokens_per_round target_step_ms draft_step_ms c "
   "verify_ms verify_cost predicted_theorem8 predicted_measured_cost baseline "
@@ -46,44 +46,71 @@ def path(tmp_path):
   return tmp_path / "results.jsonl"
 
 
-def test_fields_are_those_promised():
-  assert set(PROMISED) <= {field.name for field in dataclasses.fields(Record)}
+def test_records_have_all_documented_fields():
+  assert set(DOCUMENTED) <= {field.name for field in dataclasses.fields(Record)}
 
 
-def test_reads_back_what_was_appended(path):
-  written = [
+def test_appended_records_are_read_back(path):
+  appended = [
     setting(alpha=0.1 + 0.2, identical=True, num_tokens=10**12),
     setting(temperature=1.0, task="Käse \n in two lines"),
   ]
-  for record in written:
+  for record in appended:
     records.append(path, record)
-  assert records.read(path) == written
+  assert records.read(path) == appended
   assert path.read_text().count("\n") == 2
 
 
-def test_a_record_of_before_the_parts_of_a_round_is_read(path):
+def test_record_without_recent_fields_is_read(path):
   records.append(path, setting(verify_ms=5.3, verify_cost=1.9))
   values = json.loads(path.read_text())
-  for name in ("accept_ms", "rest_ms", "round_ms", "operations_ratio", "operations_factor"):
+  for name in ("accept_ms", "unaccounted_ms", "round_ms", "operations_ratio", "operations_factor"):
     del values[name]
   path.write_text(json.dumps(values) + "\n")
   assert records.read(path) == [setting(verify_ms=5.3, verify_cost=1.9)]
 
 
-def test_numpy_scalars_and_non_finite_numbers_are_plain_json(path):
-  def refuse(name):
+def schema_1(record):
+  """The line that schema 1 has for a record."""
+  old_names = {new: old for old, new in FIELDS_OF_SCHEMA_1.items()}
+  values = {old_names.get(name, name): x for name, x in dataclasses.asdict(record).items()}
+  beam_nodes = values.pop("beam_nodes")
+  values["dynamic_nodes"] = values["dynamic_nodes"] or beam_nodes
+  values["rule"] = values["rule"].replace("Verifier", "Rule")
+  return json.dumps(values | {"schema": 1}) + "\n"
+
+
+def test_records_of_schema_1_are_read(path):
+  measured = dict(inputs_sha256="0123456789ab", auc=0.75, target_prefill_ms=4.0)
+  measured |= dict(draft_prefill_ms=1.0, unaccounted_ms=-0.5, predicted_finite_length=1.5)
+  current = [
+    setting(verifier="BlockVerifier", **measured),
+    setting(dynamic_nodes=31),
+    setting(beams=4, draft_beams=8, beam_nodes=36),
+  ]
+  lines = [*map(schema_1, current)]
+  for old_name in FIELDS_OF_SCHEMA_1:
+    assert f'"{old_name}"' in lines[0]
+  assert "BlockRule" in lines[0] and '"dynamic_nodes": 36' in lines[2]
+  path.write_text("".join(lines))
+  assert records.read(path) == current
+  assert records.missing(path, current) == []
+
+
+def test_numpy_scalars_and_non_finite_numbers_become_plain_json(path):
+  def fail(name):
     raise AssertionError(f"{name} is not JSON")
 
   alpha = np.float32(0.7)
   record = setting(alpha=alpha, identical=np.bool_(True), c=math.nan, speedup=np.float64(math.inf))
   records.append(path, record)
-  values = json.loads(path.read_text(), parse_constant=refuse)
+  values = json.loads(path.read_text(), parse_constant=fail)
   assert values["alpha"] == float(alpha) and values["identical"] is True
   assert values["c"] is None and values["speedup"] is None
   assert records.read(path)[0].c is None
 
 
-def test_append_that_fails_leaves_the_file_as_it_was(path, monkeypatch):
+def test_failed_append_leaves_the_file_unchanged(path, monkeypatch):
   records.append(path, setting())
   before = path.read_bytes()
   with pytest.raises(TypeError):
@@ -92,27 +119,27 @@ def test_append_that_fails_leaves_the_file_as_it_was(path, monkeypatch):
 
   real_write, calls = os.write, []
 
-  def full_disk(fd, data):  # takes half, then refuses, as write(2) does on a full disk
+  def full_disk(fd, data):  # writes half, then fails, like write(2) on a full disk
     calls.append(len(data))
     if len(calls) == 1:
       return real_write(fd, data[: len(data) // 2])
     raise OSError(28, "No space left on device")
 
   monkeypatch.setattr(os, "write", full_disk)
-  with pytest.raises(OSError, match="No space left") as told:
+  with pytest.raises(OSError, match="No space left") as error:
     records.append(path, setting(seed=1))
-  assert len(calls) == 2 and told.value.filename == str(path)
+  assert len(calls) == 2 and error.value.filename == str(path)
   assert path.read_bytes() == before
 
 
-def test_append_puts_down_a_record_in_one_write(path, monkeypatch):
+def test_append_writes_a_record_in_one_call(path, monkeypatch):
   real_write, calls = os.write, []
   monkeypatch.setattr(os, "write", lambda fd, data: calls.append(data) or real_write(fd, data))
   records.append(path, setting())
   assert len(calls) == 1 and calls[0].endswith(b"}\n")
 
 
-def test_torn_last_line_is_dropped_wherever_it_is_cut(path):
+def test_incomplete_last_line_is_dropped_wherever_it_is_cut(path):
   first, second, third = setting(task="ä"), setting(seed=1), setting(seed=2)
   records.append(path, first)
   whole = path.read_bytes()
@@ -120,20 +147,20 @@ def test_torn_last_line_is_dropped_wherever_it_is_cut(path):
   torn = path.read_bytes()[len(whole) : -1]
   for cut in {*range(1, len(torn), 23), len(torn) - 1}:
     path.write_bytes(whole + torn[:cut])
-    with pytest.warns(UserWarning, match=f"dropped {cut} characters of half a record"):
+    with pytest.warns(UserWarning, match=f"dropped {cut} characters of an incomplete record"):
       assert records.read(path) == [first]
     with pytest.warns(UserWarning, match="its setting is measured again"):
       records.append(path, third)
     assert records.read(path) == [first, third]
 
 
-def test_torn_line_may_end_inside_a_character(path):
+def test_incomplete_last_line_may_end_inside_a_character(path):
   path.write_bytes('{"task": "ä'.encode()[:-1])
-  with pytest.warns(UserWarning, match="half a record"):
+  with pytest.warns(UserWarning, match="an incomplete record"):
     assert records.read(path) == []
 
 
-def test_whole_last_line_without_newline_is_kept(path):
+def test_complete_last_line_without_newline_is_read(path):
   records.append(path, setting())
   path.write_bytes(path.read_bytes()[:-1])
   with warnings.catch_warnings():
@@ -143,16 +170,18 @@ def test_whole_last_line_without_newline_is_kept(path):
   assert records.read(path) == [setting(), setting(seed=1)]
 
 
-def test_unknown_schema_says_which(path):
+def test_unknown_schema_is_reported(path):
   records.append(path, setting())
   values = json.loads(path.read_text()) | {"schema": 99, "specdec_version": "7.0.0"}
   path.write_text(path.read_text() + json.dumps(values) + "\n")
-  with pytest.raises(InputError, match=r"line 2: a record of schema 99.*knows schema 2.*7\.0\.0"):
+  with pytest.raises(
+    InputError, match=r"line 2: a record of schema 99.*reads schema 1 to 2.*7\.0\.0"
+  ):
     records.read(path)
 
 
 @pytest.mark.parametrize(
-  "line, says",
+  "line, message",
   [
     ("[1, 2]", "line 1: not a JSON object"),
     ("{half", "line 1: not a JSON object"),
@@ -160,13 +189,13 @@ def test_unknown_schema_says_which(path):
     ('{"alhpa": 1}', "line 1: a record of schema None"),
   ],
 )
-def test_lines_that_are_no_records_are_named(path, line, says):
+def test_line_that_is_not_a_record_is_reported(path, line, message):
   path.write_text(line + "\n")
-  with pytest.raises(InputError, match=says):
+  with pytest.raises(InputError, match=message):
     records.read(path)
 
 
-def test_unknown_field_is_named(path):
+def test_unknown_field_is_reported(path):
   values = dataclasses.asdict(setting()) | {"alhpa": 0.5}
   path.write_text(json.dumps(values) + "\n")
   with pytest.raises(InputError, match="alhpa"):
@@ -176,7 +205,7 @@ def test_unknown_field_is_named(path):
 @pytest.mark.parametrize(
   "field, value, expected",
   [
-    ("speedup", "fast", "speedup is 'fast'; it must be a number or None. Mend or"),
+    ("speedup", "fast", "speedup is 'fast'; it must be a number or None. Correct or"),
     ("temperature", None, "temperature is None; it must be a number."),
     ("gamma", [3], "gamma is [3]; it must be a whole number."),
     ("gamma", True, "gamma is True; it must be a whole number."),
@@ -190,7 +219,7 @@ def test_unknown_field_is_named(path):
     ("schema", [1], "a record of schema [1]"),
   ],
 )
-def test_a_value_of_the_wrong_type_is_named_with_its_line(path, field, value, expected):
+def test_wrong_type_is_reported_with_its_line(path, field, value, expected):
   records.append(path, setting())
   values = json.loads(path.read_text()) | {field: value}
   path.write_text(path.read_text() + json.dumps(values) + "\n")
@@ -200,17 +229,17 @@ def test_a_value_of_the_wrong_type_is_named_with_its_line(path, field, value, ex
   assert len(str(error.value)) < 400 + len(str(path))
 
 
-def test_brackets_without_end_are_no_record(path):
+def test_deeply_nested_brackets_are_not_a_record(path):
   deep = b'{"task": ' + b"[" * 100_000 + b"\n"
   path.write_bytes(deep)
   with pytest.raises(InputError, match="line 1: not a JSON object"):
     records.read(path)
   path.write_bytes(deep.rstrip())
-  with pytest.warns(UserWarning, match="half a record"):
+  with pytest.warns(UserWarning, match="an incomplete record"):
     assert records.read(path) == []
 
 
-def test_every_type_of_a_field_is_read_back(path):
+def test_every_field_type_is_read_back(path):
   record = setting(acceptance_by_position=[0.5, None], identical=False, temperature=1, alpha=0)
   records.append(path, record)
   assert records.read(path) == [record]
@@ -224,6 +253,9 @@ def test_every_type_of_a_field_is_read_back(path):
     dict(draft="x"),
     dict(target_path="my/target"),
     dict(draft_path="my/draft"),
+    dict(inputs_sha256="0123456789ab"),
+    dict(dynamic_nodes=31),
+    dict(beam_nodes=31),
     dict(temperature=1.0),
     dict(top_k=40),
     dict(top_p=0.9),
@@ -242,22 +274,22 @@ def test_every_type_of_a_field_is_read_back(path):
   ],
   ids=str,
 )
-def test_key_tells_settings_apart(change):
+def test_different_settings_have_different_keys(change):
   assert records.key(setting()) != records.key(setting(**change))
 
 
-def test_bundled_models_are_those_of_records_without_paths():
+def test_bundled_paths_are_not_part_of_the_key():
   paths = {
     f"{role}_path": f"specdec_jax/assets/multi30k_ende/{role}" for role in ("target", "draft")
   }
   assert records.key(setting(**paths)) == records.key(setting())
 
 
-def test_where_it_was_measured(tmp_path):
-  here = machine.provenance()
-  assert here["processor"] and 1 <= here["threads"] and 1 <= here["cores"]
-  assert datetime.datetime.fromisoformat(here["date"]).tzinfo is not None
-  assert here["commit"] is None or re.fullmatch(r"[0-9a-f]{10}\+?", here["commit"])
+def test_provenance_and_device_description(tmp_path):
+  provenance = machine.provenance()
+  assert provenance["processor"] and 1 <= provenance["threads"] and 1 <= provenance["cores"]
+  assert datetime.datetime.fromisoformat(provenance["date"]).tzinfo is not None
+  assert provenance["commit"] is None or re.fullmatch(r"[0-9a-f]{10}\+?", provenance["commit"])
   cpuinfo = tmp_path / "cpuinfo"
   cpuinfo.write_text(
     "model name\t: AMD EPYC\ncpu family\t: 25\nmodel\t\t: 17\nflags\t\t: avx avx2 avx512f\n"
@@ -268,11 +300,11 @@ def test_where_it_was_measured(tmp_path):
   tpu = dataclasses.replace(cpu, platform="tpu", device_kind="TPU v4", num_devices=4)
   assert (setting().device, cpu.device, tpu.device) == ("cpu", "EPYC, AVX2, 2 cores", "TPU v4 x 4")
   assert dataclasses.replace(cpu, threads=1).device == "EPYC, AVX2, 2 cores, threads: 1"
-  # The host of a TPU does not make another setting.
+  # The host of a TPU is not part of the key.
   assert records.key(tpu) == records.key(dataclasses.replace(tpu, processor="Xeon", cores=96))
 
 
-def test_missing_skips_what_was_recorded_whatever_was_measured(path):
+def test_missing_skips_recorded_settings(path):
   wanted = [setting(gamma=gamma, temperature=t) for gamma in (3, 5) for t in (0.0, 1.0)]
   assert records.missing(path, wanted) == wanted  # no file yet
   records.append(path, dataclasses.replace(wanted[1], alpha=0.8, seconds=3.0))
@@ -281,7 +313,7 @@ def test_missing_skips_what_was_recorded_whatever_was_measured(path):
   assert records.missing(path, wanted) == [wanted[0], wanted[2]]
 
 
-def test_open_results_makes_the_folder_and_mends_the_file(tmp_path):
+def test_open_results_creates_the_folder_and_drops_an_incomplete_line(tmp_path):
   with records.open_results(tmp_path / "a" / "b") as path:
     assert records.read(path) == []
     records.append(path, setting())
@@ -293,7 +325,7 @@ def test_open_results_makes_the_folder_and_mends_the_file(tmp_path):
   assert records.read(path) == [setting()]
 
 
-def test_two_runs_cannot_share_a_folder(tmp_path):
+def test_second_run_in_a_folder_is_rejected(tmp_path):
   with records.open_results(tmp_path):
     with pytest.raises(InputError, match="another run is writing to"):
       with records.open_results(tmp_path):
@@ -302,7 +334,7 @@ def test_two_runs_cannot_share_a_folder(tmp_path):
     pass
 
 
-def test_open_results_fails_at_once_where_it_cannot_write(tmp_path):
+def test_open_results_fails_at_once_if_it_cannot_write(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(NotADirectoryError):
     with records.open_results(tmp_path / "file" / "results"):

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from specdec_jax.core.types import DecodeResult, Rounds
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting import rounds, speeds
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.rounds import (
@@ -221,7 +221,7 @@ RECORD = Record(
   verify_cost=1.3816,
   predicted_theorem8=2.9871,
   predicted_measured_cost=2.1549,
-  predicted_text=2.1549,
+  predicted_finite_length=2.1549,
   baseline_tokens_per_s=100.0,
   speculative_tokens_per_s=206.3,
   speedup=2.0634,
@@ -238,7 +238,7 @@ OTHER = dataclasses.replace(
   verify_cost=1.2249,
   predicted_theorem8=1.9149,
   predicted_measured_cost=1.7251,
-  predicted_text=1.7251,
+  predicted_finite_length=1.7251,
   tokens_per_round=1000 / 625,
   speedup=1.6849,
   identical=None,

@@ -38,7 +38,7 @@ RECORD = Record(
   c=0.0614,
   predicted_theorem8=2.9871,
   predicted_measured_cost=2.1549,
-  predicted_text=1.9512,
+  predicted_finite_length=1.9512,
   speedup=2.0634,
   total_variation=0.0,
 )
@@ -48,7 +48,7 @@ BARE = dataclasses.replace(
   gamma=9,
   **dict.fromkeys(
     ["alpha", "alpha_low", "alpha_high", "c", "speedup", "total_variation"]
-    + ["predicted_theorem8", "predicted_measured_cost", "predicted_text", "num_examples"]
+    + ["predicted_theorem8", "predicted_measured_cost", "predicted_finite_length", "num_examples"]
   ),
 )
 
@@ -198,7 +198,7 @@ def test_table_4():
   assert [row[name] for name in names] == ["0.061", "2.99", "1.95", "1.68"]
   printed = next(row for row in cells(made(4)) if row["temp"] == "1")
   assert [printed[name] for name in names] == ["0.02", "2.3", "-", "2.6"]
-  (row,) = ours(made(4, dataclasses.replace(SAMPLED, predicted_text=None)))
+  (row,) = ours(made(4, dataclasses.replace(SAMPLED, predicted_finite_length=None)))
   assert row["exp, costs measured"] == "2.15"
 
 

@@ -26,7 +26,7 @@ from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.plain import generate
 from specdec_jax.pairs import DraftFactory, Pair
 from specdec_jax.progress import Progress
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import acceptance_table
 

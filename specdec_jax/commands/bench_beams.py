@@ -23,7 +23,7 @@ from specdec_jax.measurement.quality import quality
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.beams import beams_table
 from specdec_jax.reporting.formats import render
 
@@ -85,7 +85,7 @@ def beams(
       for of_draft, gamma in itertools.product([factor * width for factor in factors], gammas):
         _, draft, *_ = pair.beam_searcher(width, gamma, of_draft, nodes=nodes).args
         most = draft.num_nodes(width) if gamma else width
-        of_one: dict[str, Any] = dict(draft_beams=of_draft, gamma=gamma, dynamic_nodes=most)
+        of_one: dict[str, Any] = dict(draft_beams=of_draft, gamma=gamma, beam_nodes=most)
         settings.append(dataclasses.replace(own, **of_one))
       asked += settings
       if todo := records.missing(results, settings):
@@ -113,7 +113,7 @@ def _measure(
   width, penalty = todo[0].beams or 1, todo[0].length_penalty or 0.0
   searchers = [pair.beam_searcher(width, 0, None, penalty)]
   searchers += [
-    pair.beam_searcher(width, r.gamma, r.draft_beams, penalty, r.dynamic_nodes) for r in todo
+    pair.beam_searcher(width, r.gamma, r.draft_beams, penalty, r.beam_nodes) for r in todo
   ]
   limit = todo[0].max_new_tokens or 1
   if not repeats:

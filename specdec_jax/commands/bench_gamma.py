@@ -34,7 +34,7 @@ from specdec_jax.measurement.stopping import (
 )
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import DraftFactory, Pair, stopping_draft
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import gamma_table
 
@@ -194,14 +194,14 @@ def _measure(
   known = {}
   if size == 1:
     for name, predicted in oracles(stands, calibration).items():
-      yield _of_policy(setting, name, len(calibration.c) - 1, predicted_text=predicted)
+      yield _of_policy(setting, name, len(calibration.c) - 1, predicted_finite_length=predicted)
     certain = [certainties(pair, *each) for each in zip(prompts, plain)]
     scores = {name: [row for rows in certain for row in rows[name]] for name in certain[0]}
     for name, rows in scores.items():
       told = separation(np.concatenate(stands), np.concatenate(rows))
-      yield _of_policy(setting, f"told by {name}", 1, separation=told)
+      yield _of_policy(setting, f"told by {name}", 1, auc=told)
       of_third = separation(in_a_row(stands, 3), in_a_row(rows, 3))
-      yield _of_policy(setting, f"told by {name}", 3, separation=of_third)
+      yield _of_policy(setting, f"told by {name}", 3, auc=of_third)
     sure = scores["largest probability"]
     known = {
       _stopping(t): stopped_speedup(stands, sure, calibration, t, max(gammas)) for t in thresholds
@@ -215,7 +215,7 @@ def _measure(
       num_tokens=num_tokens(own),
       rounds=num_rounds(own),
       tokens_per_round=num_tokens(own) / num_rounds(own),
-      predicted_text=known.get(policy.name, policy.predicted),
+      predicted_finite_length=known.get(policy.name, policy.predicted),
       speculative_tokens_per_s=tokens_per_s,
       speedup=tokens_per_s / plain_tokens_per_s,
       identical=identical(plain, own) if sampling.temperature == 0 else None,

@@ -31,7 +31,7 @@ from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.plain import generate
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.html import lengths_report
 from specdec_jax.reporting.lengths import lengths_table

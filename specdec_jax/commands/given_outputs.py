@@ -29,7 +29,7 @@ from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.models.t5 import EOS_ID
 from specdec_jax.pairs import DraftFactory, Pair
 from specdec_jax.progress import Progress
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import given_outputs_table
 

@@ -34,7 +34,7 @@ from specdec_jax.pairs import Pair
 from specdec_jax.peers.contest import OWN, Competitor, Contest, Decode
 from specdec_jax.peers.worker import elsewhere, process, rested
 from specdec_jax.progress import Progress
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import PEERS_LEGEND, peers_table
 

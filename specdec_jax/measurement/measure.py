@@ -28,7 +28,7 @@ from specdec_jax.measurement.quality import quality
 from specdec_jax.measurement.roofline import memory_bandwidth, step_bytes
 from specdec_jax.measurement.speed import Baseline, measure_speed, own_baseline
 from specdec_jax.pairs import Pair, verifier_name
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 
 
 def measure(
@@ -125,7 +125,7 @@ def settings_to_measure(
       batch_size=batch_size,
       acceptance="measured" if pair.simulated_alpha is None else "simulated",
       num_examples=len(texts),
-      inputs=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
+      inputs_sha256=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
       max_new_tokens=max_new_tokens,
       baseline=baseline,
       platform=device.platform,
@@ -205,14 +205,14 @@ def _measure(
       acceptance_rate=acceptance_rate(outputs),
       acceptance_by_position=acceptance_by_position(outputs),
       tokens_per_round=length,
-      target_start_ms=1e3 * costs.target_start,
-      draft_start_ms=1e3 * costs.draft_start,
+      target_prefill_ms=1e3 * costs.target_start,
+      draft_prefill_ms=1e3 * costs.draft_start,
       target_step_ms=1e3 * costs.target_step,
       draft_step_ms=1e3 * costs.draft_step,
       c=costs.c,
       verify_ms=1e3 * costs.verify,
       accept_ms=1e3 * costs.accept,
-      rest_ms=1e3 * rest,
+      unaccounted_ms=1e3 * rest,
       round_ms=1e3 * round_s,
       verify_cost=costs.v,
       draft_mb=1e-6 * sum(x.nbytes for x in of_draft),
@@ -252,7 +252,7 @@ def _measure(
         measured,
         predicted_theorem8=float(predicted(1.0)),
         predicted_measured_cost=float(predicted(costs.v)),
-        predicted_text=_predicted_text(speed.baseline, alpha, gamma, costs),
+        predicted_finite_length=_predicted_text(speed.baseline, alpha, gamma, costs),
       )
 
 

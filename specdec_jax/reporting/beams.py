@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.tables import MISSING, Table, measured_with, models_text
 
 LEGEND = (
@@ -27,7 +27,7 @@ def beams_table(records: Sequence[Record]) -> Table:
         f"{width}",
         f"{of_draft}",
         f"{r.gamma}",
-        f"{r.dynamic_nodes or width + r.gamma * of_draft}",
+        f"{r.beam_nodes or width + r.gamma * of_draft}",
         MISSING if r.tokens_per_round is None else f"{r.tokens_per_round:.2f}",
         *(
           MISSING if x is None else f"{x:.2f}"

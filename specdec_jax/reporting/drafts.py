@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.speeds import COLUMNS, cell
 from specdec_jax.reporting.tables import MISSING, Table, measured_with, models_text
 

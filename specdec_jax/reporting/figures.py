@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec_jax.core import theory
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.record import Record, key
+from specdec_jax.records import Record, key
 from specdec_jax.reporting.drawing import (
   BLUE,
   GREEN,
@@ -107,15 +107,15 @@ def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
     InputError: no record has what it takes, or num_tokens is not at least 1.
   """
   require_count("num_tokens", num_tokens)
-  needed = ("target_start_ms", "draft_start_ms", "target_step_ms", "draft_step_ms", "verify_ms")
+  needed = ("target_prefill_ms", "draft_prefill_ms", "target_step_ms", "draft_step_ms", "verify_ms")
   groups = _by_gamma(records, (*needed, "tokens_per_round"))
   group = next(iter(groups.values()))
   typical = {name: statistics.median(getattr(r, name) for r in group) for name in needed}
-  rows = [("plain decoding", [("target's encoder", typical["target_start_ms"])])]
+  rows = [("plain decoding", [("target's encoder", typical["target_prefill_ms"])])]
   rows[0][1].extend([("target", typical["target_step_ms"])] * num_tokens)
   for r in group:
     num_rounds = math.ceil(num_tokens / r.tokens_per_round)
-    starts = [("target's encoder", r.target_start_ms), ("draft's encoder", r.draft_start_ms)]
+    starts = [("target's encoder", r.target_prefill_ms), ("draft's encoder", r.draft_prefill_ms)]
     round_ = [*[("draft", r.draft_step_ms)] * r.gamma, ("target", r.verify_ms + (r.accept_ms or 0))]
     rows.append((f"γ = {r.gamma}", [*starts, *round_ * num_rounds]))
   title = f"{num_tokens} tokens at temperature {sampling_text(group[0])}; {_of(group[0])}"
@@ -184,7 +184,7 @@ def sweep_figure(records: Iterable[Record]):
   figure, panels = new_figure("speed / plain decoding", *[""] * (len(groups) - 1), share_y=True)
   for axes, group in zip(panels, groups.values()):
     gammas = [r.gamma for r in group]
-    texts = [r.predicted_text for r in group]
+    texts = [r.predicted_finite_length for r in group]
     predicted = [r.predicted_measured_cost for r in group] if None in texts else texts
     theorem_8 = [r.predicted_theorem8 for r in group]
     axes.plot(gammas, theorem_8, "^--", color=GREY, label="Theorem 8: v = 1, long texts")

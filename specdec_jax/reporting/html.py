@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 
-from specdec_jax.record import Record, key
+from specdec_jax.records import Record, key
 from specdec_jax.reporting import speeds
 from specdec_jax.reporting.drafts import drafts_table
 from specdec_jax.reporting.lengths import lengths_table
@@ -105,7 +105,11 @@ _MAIN |= {"num_examples": "texts"}
 _MAIN |= {"batch_size": "batch", "device": "device", "dtype": "dtype"}
 _MAIN |= {"acceptance": "acceptance"}
 _OTHER = {"top_k": "top-k", "top_p": "top-p", "lenience": "lenience", "baseline": "baseline"}
-_OTHER |= {"max_new_tokens": "limit in tokens", "seed": "seed", "inputs": "hash of the texts"}
+_OTHER |= {
+  "max_new_tokens": "limit in tokens",
+  "seed": "seed",
+  "inputs_sha256": "SHA-256 of the texts",
+}
 _OTHER |= {"kernels": "kernels", "verifier": "verifier", "tree": "guesses"}
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.tables import (
   MISSING,
   Table,

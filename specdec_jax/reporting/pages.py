@@ -12,7 +12,7 @@ and what stands between is the table of that name, of those records: never typed
 import re
 from collections.abc import Callable, Sequence
 
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.speeds import COLUMNS, LEGEND, cell
 from specdec_jax.reporting.tables import MISSING, Table, measured_with
 

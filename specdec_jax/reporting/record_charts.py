@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.charts import Curve, acceptance_chart, bar_chart, line_charts
 from specdec_jax.reporting.markup import Markup, join, tag
 from specdec_jax.reporting.tables import sampling_text
@@ -18,7 +18,9 @@ def _points(
 
 
 def _predicted(r: Record) -> float | None:
-  return r.predicted_measured_cost if r.predicted_text is None else r.predicted_text
+  return (
+    r.predicted_measured_cost if r.predicted_finite_length is None else r.predicted_finite_length
+  )
 
 
 def speedup_charts(series: dict[str, list[Record]]) -> Markup:

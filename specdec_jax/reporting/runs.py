@@ -5,7 +5,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.tables import MISSING, Table, models_text, sampling_text
 
 ACCEPTANCE_LEGEND = (
@@ -70,9 +70,9 @@ def gamma_table(measured: Sequence[Record]) -> Table:
       f"{r.gamma}",
       _shown(r.alpha, ".2f"),
       _shown(r.tokens_per_round, ".2f"),
-      _shown(r.predicted_text, ".2f"),
+      _shown(r.predicted_finite_length, ".2f"),
       _shown(r.speedup, ".3f"),
-      _shown(r.separation, ".3f"),
+      _shown(r.auc, ".3f"),
     )
     for r in measured
   )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.tables import MISSING, Table
 
 
@@ -21,7 +21,7 @@ COLUMNS = {
   "c": lambda r: f"{r.c:.3f}",
   "v": lambda r: f"{r.verify_cost:.2f}",
   "Thm 8": lambda r: f"{r.predicted_theorem8:.2f}",
-  "predicted": lambda r: f"{r.predicted_text or r.predicted_measured_cost:.2f}",
+  "predicted": lambda r: f"{r.predicted_finite_length or r.predicted_measured_cost:.2f}",
   "speedup": lambda r: f"{r.speedup:.2f}",
   "same": lambda r: {True: "yes", False: "NO", None: "-"}[r.identical],
   "acceptance length": lambda r: f"{r.tokens_per_round:.2f}",
@@ -53,12 +53,12 @@ LEGEND = (
 BUDGET = {
   "temp": COLUMNS["temp"],
   "gamma": COLUMNS["gamma"],
-  "encoders": lambda r: f"{r.target_start_ms + r.draft_start_ms:.2f}",
+  "encoders": lambda r: f"{r.target_prefill_ms + r.draft_prefill_ms:.2f}",
   "step": lambda r: f"{r.target_step_ms:.2f}",
   "draft": lambda r: f"{r.gamma} x {r.draft_step_ms:.2f}",
   "verify": lambda r: f"{r.verify_ms:.2f}",
   "accept": lambda r: f"{r.accept_ms:.2f}",
-  "rest": lambda r: f"{r.rest_ms:.2f}",
+  "rest": lambda r: f"{r.unaccounted_ms:.2f}",
   "round": lambda r: f"{r.round_ms:.2f}",
   "c-hat": lambda r: f"{r.operations_ratio:.3f}",
   "Thm 10": lambda r: f"{r.operations_factor:.2f}",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specdec_jax.core import theory
-from specdec_jax.record import Record
+from specdec_jax.records import Record
 from specdec_jax.reporting.tables import MISSING, PaperRow, Table
 
 COMPUTED = "computed, equal"

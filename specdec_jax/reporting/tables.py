@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.core import theory
-from specdec_jax.record import Record, key
+from specdec_jax.records import Record, key
 
 MISSING = "-"
 
@@ -211,7 +211,9 @@ def _interval(r: Record) -> str:
 
 
 def _predicted(r: Record) -> str:
-  value = r.predicted_measured_cost if r.predicted_text is None else r.predicted_text
+  value = (
+    r.predicted_measured_cost if r.predicted_finite_length is None else r.predicted_finite_length
+  )
   return _number(value, ".2f")
 
 
