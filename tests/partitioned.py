@@ -38,7 +38,7 @@ from specdec_jax.models.speculator import speculator_config
 from specdec_jax.pairs import Pair
 from specdec_jax.partitioning import make_mesh, sharded
 from specdec_jax.tpu.hlo import executed_collectives
-from specdec_jax.training.batches import Pairs
+from specdec_jax.training.batches import ParallelText
 from specdec_jax.training.speculators import speculator_objective
 from specdec_jax.training.trainer import TrainSettings, train
 
@@ -116,7 +116,7 @@ def pieces(params) -> dict:
 
 
 def trained(model_parallel: int) -> dict:
-  """What four steps tell of an EAGLE layer on a frozen target, 8 texts a step; and the pieces."""
+  """Train an EAGLE head for four steps of 8 texts; return its metrics and the shards' shapes."""
   rng, target = np.random.default_rng(2), CONFIGS["t5"]
   params = tiny_pair.random_params(target, 0)
   texts = rng.integers(2, 16, (2, 16, 8)).tolist()
@@ -124,9 +124,10 @@ def trained(model_parallel: int) -> dict:
   objective = speculator_objective(config, target, params, stride=2)
   settings = TrainSettings(2, tokens_per_batch=64, warmup_steps=1, model_parallel=model_parallel)
   with tempfile.TemporaryDirectory() as work:
-    learnt = train(objective, settings, Pairs(*texts), Pairs(*texts), work)
+    text = ParallelText(*texts)
+    head_params = train(objective, settings, text, text, work)
     lines = (pathlib.Path(work) / "metrics.jsonl").read_text().splitlines()
-  return dict(metrics=[json.loads(line) for line in lines], pieces=pieces(learnt))
+  return dict(metrics=[json.loads(line) for line in lines], pieces=pieces(head_params))
 
 
 def _devices() -> list[jax.Device]:

@@ -26,18 +26,21 @@ from specdec_jax.models.speculator import Kind, SpeculatorConfig, speculator_con
 from specdec_jax.pairs import speculators
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import divergences
-from specdec_jax.training.speculators import begun_with, speculator_objective
+from specdec_jax.training.speculators import speculator_objective, warm_start
 from specdec_jax.training.trainer import TrainSettings
 
 LOGITS = np.array([[2.0, 0.5, -1.0, 0.3], [0.0, 0.0, 3.0, 1.0]], np.float32)
 P = np.array([[0.7, 0.2, 0.06, 0.04], [0.1, 0.2, 0.3, 0.4]])
 Q = np.exp(LOGITS) / np.exp(LOGITS).sum(axis=1, keepdims=True)
-kl = lambda a, b: (a * np.log(a / b)).sum(axis=1)
 BETA = np.minimum(P, Q).sum(axis=1)
 
 
+def kl(p, q):
+  return (p * np.log(p / q)).sum(axis=1)
+
+
 @pytest.mark.parametrize(
-  "divergence, share, want",
+  "divergence, progress, want",
   [
     ("forward_kl", 0.3, kl(P, Q)),
     ("reverse_kl", 0.3, kl(Q, P)),
@@ -48,14 +51,16 @@ BETA = np.minimum(P, Q).sum(axis=1)
     ("lk", 0.25, -0.25 * np.log(BETA) + 0.75 * kl(P, Q)),
   ],
 )
-def test_divergences_are_numpys_where_all_of_p_is_known(divergence, share, want):
-  """Of three tokens of four the fourth's probability is known too; of two the rest is one token."""
+def test_divergences_are_exact_if_all_of_p_is_known_and_otherwise_lower_bounds(
+  divergence, progress, want
+):
+  """Three probabilities of four determine the fourth; with two known, the others are merged."""
   tokens = np.array([[1, 0, 3], [3, 2, 0]])
-  of = functools.partial(np.take_along_axis, indices=tokens, axis=1)
-  got = divergences(jnp.asarray(LOGITS), tokens, of(P), divergence, share)
-  np.testing.assert_allclose(got, want, rtol=1e-5)
-  less = divergences(jnp.asarray(LOGITS), tokens[:, :2], of(P)[:, :2], divergence, share)
-  assert (np.asarray(less) <= want + 1e-6).all()
+  probs = np.take_along_axis(P, tokens, axis=1)
+  exact = divergences(jnp.asarray(LOGITS), tokens, probs, divergence, progress)
+  np.testing.assert_allclose(exact, want, rtol=1e-5)
+  bound = divergences(jnp.asarray(LOGITS), tokens[:, :2], probs[:, :2], divergence, progress)
+  assert (np.asarray(bound) <= want + 1e-6).all()
 
 
 def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
@@ -70,9 +75,8 @@ def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
   [(kind, t5) for kind in ("eagle", "parallel", "look_ahead", "decoder", "anchored")]
   + [(kind, gpt) for kind in ("heads", "parallel", "exit")],
 )
-def test_what_is_trained_is_what_is_asked(kind, of):
-  """q of the guesses at each token of a text, by the draft as it decodes, is what training made of
-  the same place; so is alpha at temperature 0 the score."""
+def test_training_logits_are_those_of_decoding(kind, of):
+  """At each token of a text, the draft's q in decoding equals the q that the training loss uses."""
   models = of()
   shape = models.target.config
   config = module(kind, shape)
@@ -134,35 +138,39 @@ def test_an_anchored_decoder_is_told_what_it_learned_with(tree):
     state = draft.observe(own, state, Outcome(proposal, None, None, verification, lengths, lengths))
 
 
+def random_head(kind: str):
+  config = speculator_config(T5_CONFIG, kind, emb_dim=8, mlp_dim=16, num_layers=1)
+  return init_params(config, jax.random.key(0))
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_it_may_begin_with_what_fits_of_a_model(tied):
-  """Of tied logits, whose rows are embeddings, and of those with a matrix of their own."""
+def test_warm_start_takes_the_parameters_of_a_model_that_fit(tied):
+  """The logits of the model are tied to its embeddings, or have their own matrix."""
   model = dataclasses.replace(T5_CONFIG, emb_dim=8, tied_logits=tied)
-  of = init_params(model, jax.random.key(1))
-  of["decoder"]["decoder_norm"]["scale"] *= 3
-  module = lambda kind: speculator_config(T5_CONFIG, kind, emb_dim=8, mlp_dim=16, num_layers=1)
-  begun = lambda kind: begun_with(init_params(module(kind), jax.random.key(0)), model, of)
-  x, table = jax.random.normal(jax.random.key(2), (3, 8)), of["token_embedder"]["embedding"]
-  logits = lambda x: module_of(model).apply({"params": of}, x, method="logits")
-  eagle, decoder = begun("eagle"), begun("decoder")
+  params = init_params(model, jax.random.key(1))
+  params["decoder"]["decoder_norm"]["scale"] *= 3
+  hidden = jax.random.normal(jax.random.key(2), (3, 8))
+  embedding = params["token_embedder"]["embedding"]
+  logits = functools.partial(module_of(model).apply, {"params": params}, method="logits")
+  eagle, decoder = (warm_start(random_head(kind), model, params) for kind in ("eagle", "decoder"))
   kernel = eagle["logits_dense"]["kernel"]
-  np.testing.assert_allclose(x @ kernel, logits(3 * x), rtol=1e-4, atol=1e-5)
-  np.testing.assert_allclose(eagle["token_embedder"]["embedding"], table / table.std(), rtol=1e-5)
+  np.testing.assert_allclose(hidden @ kernel, logits(3 * hidden), rtol=1e-4, atol=1e-5)
+  unit_variance = embedding / embedding.std()
+  np.testing.assert_allclose(eagle["token_embedder"]["embedding"], unit_variance, rtol=1e-5)
   kernel = decoder["decoder"]["logits_dense"]["kernel"]
-  np.testing.assert_allclose(x @ kernel, logits(x), rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(hidden @ kernel, logits(hidden), rtol=1e-4, atol=1e-5)
   for name in ("decoder_norm", "relpos_bias"):
-    jax.tree.map(np.testing.assert_array_equal, decoder["decoder"][name], of["decoder"][name])
-  np.testing.assert_array_equal(decoder["token_embedder"]["embedding"], table)
-  for kind, given in (("heads", model), ("eagle", T5_CONFIG)):
-    with pytest.raises(InputError, match="of the same vocabulary and of the module's emb_dim"):
-      begun_with(
-        init_params(module(kind), jax.random.key(0)), given, init_params(given, jax.random.key(1))
-      )
+    jax.tree.map(np.testing.assert_array_equal, decoder["decoder"][name], params["decoder"][name])
+  np.testing.assert_array_equal(decoder["token_embedder"]["embedding"], embedding)
+  for kind, config in (("heads", model), ("eagle", T5_CONFIG)):
+    other_params = init_params(config, jax.random.key(1))
+    with pytest.raises(InputError, match="of the same vocabulary and of the draft's emb_dim"):
+      warm_start(random_head(kind), config, other_params)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-  """A folder with a module of the tiny pair, trained for a while on texts that its target wrote."""
+  """Folder with a learned draft of the tiny pair, trained for 12 epochs on the target's outputs."""
   path = tmp_path_factory.mktemp("learned")
   texts = tiny_pair.SENTENCES[::9]
   for name in ("train.en", "train.de", "val.en"):
@@ -197,7 +205,7 @@ def load(path):
   )
 
 
-def test_a_trained_one_is_loaded_as_draft_and_learned_something(trained):
+def test_trained_head_is_loaded_as_a_draft_and_its_score_has_improved(trained):
   lines = (trained / "work/metrics.jsonl").read_text().splitlines()
   lengths = [json.loads(line)["valid_acceptance_length"] for line in lines]
   assert len(lengths) == 12 and lengths[-1] > lengths[0]

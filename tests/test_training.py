@@ -1,4 +1,5 @@
-"""Batches hold every pair, the loss is the textbook's, and a stopped run ends like any other."""
+"""Tests of training: batches, losses, resuming from checkpoints, distillation data, and
+decoder-only models."""
 
 import collections
 import dataclasses
@@ -16,8 +17,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
 
 from specdec_jax.checkpoints.folder import load_model, save_model
-from specdec_jax.commands import train as experiment
-from specdec_jax.commands.lessons import model_outputs
+from specdec_jax.commands import train as commands
+from specdec_jax.commands.distillation_data import model_outputs
 from specdec_jax.commands.tabulate import named_table
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -28,104 +29,115 @@ from specdec_jax.models.t5 import T5
 from specdec_jax.pairs import load_pair
 from specdec_jax.reporting.tables import MISSING
 from specdec_jax.training import trainer
-from specdec_jax.training.batches import BUCKETS, Pairs, arrays, epoch_batches
-from specdec_jax.training.distillation import load_pairs, recombined, save_pairs, teacher_opinions
+from specdec_jax.training.batches import BUCKETS, ParallelText, epoch_batches, padded_batches
+from specdec_jax.training.distillation import (
+  load_parallel_text,
+  save_parallel_text,
+  spliced_sentences,
+  teacher_topk,
+)
 from specdec_jax.training.objectives import cross_entropy, model_objective, teacher_forced
 from specdec_jax.training.trainer import TrainSettings, train
 
 
-def random_pairs(count, seed, longest=60) -> Pairs:
-  """Sides of 1..longest tokens, EOS last; the first source token tells the pair, in two digits."""
+def random_text(count, seed, longest=60) -> ParallelText:
+  """Random pairs with 1 to `longest` tokens per side; the source of pair i starts with 100 + i."""
   rng = np.random.default_rng(seed)
-  side = lambda: [*rng.integers(2, 90, rng.integers(0, longest)).tolist(), 1]
-  return Pairs([[100 + i, *side()[1:], 1] for i in range(count)], [side() for _ in range(count)])
+
+  def random_side():
+    return [*rng.integers(2, 90, rng.integers(0, longest)).tolist(), 1]
+
+  sources = [[100 + i, *random_side()[1:], 1] for i in range(count)]
+  return ParallelText(sources, [random_side() for _ in range(count)])
 
 
-def length_of(pairs, i):
-  return max(len(pairs.sources[i]), len(pairs.targets[i]))
+def longer_side(text, i):
+  return max(len(text.sources[i]), len(text.targets[i]))
 
 
 # Batches.
 
 
-def test_every_pair_is_in_the_epoch_and_few_are_twice():
-  """What does not fill a batch is topped up from the same bucket, by less than a batch."""
-  pairs = random_pairs(300, 0)
-  batches = epoch_batches(pairs, 256, seed=0, epoch=0)
-  seen = collections.Counter(i for _, indices in batches for i in indices.tolist())
-  assert seen.keys() == set(range(300))
-  size_of = {length: len(indices) for length, indices in batches}
+def test_epoch_contains_every_pair_and_repeats_less_than_a_batch_per_bucket():
+  text = random_text(300, 0)
+  batches = epoch_batches(text, 256, seed=0, epoch=0)
+  occurrences = collections.Counter(i for _, indices in batches for i in indices.tolist())
+  assert occurrences.keys() == set(range(300))
+  batch_sizes = {length: len(indices) for length, indices in batches}
   repeats = collections.Counter()
-  for i, count in seen.items():
-    repeats[next(b for b in BUCKETS if length_of(pairs, i) <= b)] += count - 1
-  assert all(count < size_of[length] for length, count in repeats.items())
+  for i, count in occurrences.items():
+    repeats[next(b for b in BUCKETS if longer_side(text, i) <= b)] += count - 1
+  assert all(count < batch_sizes[length] for length, count in repeats.items())
 
 
-def test_batches_have_one_shape_a_bucket_and_about_the_same_tokens():
-  pairs = random_pairs(300, 1)
-  batches = epoch_batches(pairs, 256, seed=0, epoch=0)
+def test_batches_have_one_shape_per_bucket_and_about_the_same_tokens():
+  text = random_text(300, 1)
+  batches = epoch_batches(text, 256, seed=0, epoch=0)
   for length, indices in batches:
     assert length in BUCKETS and len(indices) == 256 // length
-    longest = [length_of(pairs, i) for i in indices]
+    longest = [longer_side(text, i) for i in indices]
     assert max(longest) <= length
     assert min(longest) > max((b for b in BUCKETS if b < length), default=0)
   assert len({length for length, _ in batches}) >= 10
 
 
-def test_a_pair_of_more_tokens_than_a_batch_is_a_batch():
-  pairs = random_pairs(5, 0)
-  assert {len(indices) for _, indices in epoch_batches(pairs, 4, 0, 0)} == {1}
+def test_pair_longer_than_tokens_per_batch_is_a_batch_of_one():
+  text = random_text(5, 0)
+  assert {len(indices) for _, indices in epoch_batches(text, 4, 0, 0)} == {1}
 
 
 def test_order_is_fixed_by_seed_and_epoch():
-  pairs = random_pairs(200, 2)
-  text = lambda *key: str([(n, i.tolist()) for n, i in epoch_batches(pairs, 256, *key)])
-  assert text(3, 5) == text(3, 5)
-  assert len({text(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
+  text = random_text(200, 2)
+
+  def order(seed, epoch):
+    return str([(n, i.tolist()) for n, i in epoch_batches(text, 256, seed, epoch)])
+
+  assert order(3, 5) == order(3, 5)
+  assert len({order(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
 
 
-def test_an_epoch_has_as_many_batches_as_any_other():
-  """A resumed run finds its place by counting them."""
-  pairs = random_pairs(200, 3)
-  assert len({len(epoch_batches(pairs, 128, s, e)) for s in range(3) for e in range(5)}) == 1
+def test_all_epochs_have_the_same_number_of_batches():
+  """A resumed run finds its epoch and batch from the number of steps."""
+  text = random_text(200, 3)
+  assert len({len(epoch_batches(text, 128, s, e)) for s in range(3) for e in range(5)}) == 1
 
 
-def test_arrays_are_the_padded_pairs():
-  pairs = random_pairs(50, 4)
-  batches = epoch_batches(pairs, 128, 0, 0)
+def test_padded_batches_hold_the_padded_pairs():
+  text = random_text(50, 4)
+  batches = epoch_batches(text, 128, 0, 0)
   total = 0
-  for (length, indices), batch in zip(batches, arrays(pairs, batches), strict=True):
+  for (length, indices), batch in zip(batches, padded_batches(text, batches), strict=True):
     assert batch.source.shape == batch.targets.shape == (len(indices), length)
     assert batch.source.dtype == batch.targets.dtype == np.int32
     for i, source, targets in zip(indices, batch.source, batch.targets, strict=True):
-      for row, tokens in ((source, pairs.sources[i]), (targets, pairs.targets[i])):
+      for row, tokens in ((source, text.sources[i]), (targets, text.targets[i])):
         assert row[: len(tokens)].tolist() == tokens and not row[len(tokens) :].any()
     total += len(indices)
   assert total >= 50
 
 
-def test_sides_of_different_length_are_refused():
+def test_different_numbers_of_sources_and_targets_raise():
   with pytest.raises(InputError, match="2 source lines but 1 target lines"):
-    Pairs([[1], [1]], [[1]])
+    ParallelText([[1], [1]], [[1]])
 
 
-def test_pairs_too_long_for_any_bucket_are_not_dropped_in_silence():
+def test_pairs_longer_than_the_last_bucket_are_left_out_with_a_warning():
   row = [5] * BUCKETS[-1] + [1]
   with pytest.warns(UserWarning, match=str(BUCKETS[-1])):
-    epoch_batches(Pairs([row, [5, 1]], [[5, 1], [5, 1]]), 256, 0, 0)
+    epoch_batches(ParallelText([row, [5, 1]], [[5, 1], [5, 1]]), 256, 0, 0)
 
 
 # Loss.
 
 
 def batch_of(targets, length=6, teacher=None):
-  """Targets as training pads them; their sources do not matter."""
-  pairs = Pairs([[1]] * len(targets), targets, teacher)
-  return next(arrays(pairs, [(length, np.arange(len(targets)))]))
+  """Return a padded batch of targets, with sources that consist of EOS."""
+  text = ParallelText([[1]] * len(targets), targets, teacher)
+  return next(padded_batches(text, [(length, np.arange(len(targets)))]))
 
 
 def some_targets(logits):
-  """Four rows of targets for logits [4, 6, 9]; most are their argmax."""
+  """Return four rows of targets for logits [4, 6, 9]; most targets are the argmax."""
   rows = [row[:length].argmax(axis=-1) for row, length in zip(logits, (6, 3, 1, 5), strict=True)]
   rows = [np.maximum(row, 1).tolist() for row in rows]  # 0 is padding
   rows[0][2], rows[3][4] = 5, 1
@@ -136,28 +148,28 @@ LOGITS = np.random.default_rng(0).normal(0, 3, (4, 6, 9)).astype(np.float32)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_equals_numpys(smoothing):
+def test_cross_entropy_equals_a_numpy_reference(smoothing):
   losses, correct = [], []
   for logits, row in zip(LOGITS, some_targets(LOGITS), strict=True):
-    for at, target in enumerate(row):
-      goal = np.full(9, smoothing / 9)
-      goal[target] += 1 - smoothing
-      losses.append(-(goal * special.log_softmax(logits[at].astype(np.float64))).sum())
-      correct.append(logits[at].argmax() == target)
+    for position, target in enumerate(row):
+      smoothed = np.full(9, smoothing / 9)
+      smoothed[target] += 1 - smoothing
+      losses.append(-(smoothed * special.log_softmax(logits[position].astype(np.float64))).sum())
+      correct.append(logits[position].argmax() == target)
   loss, accuracy = cross_entropy(jnp.asarray(LOGITS), batch_of(some_targets(LOGITS)), smoothing)
   assert len(losses) == 15
   assert loss == pytest.approx(np.mean(losses), rel=1e-5)
   assert 0.5 < accuracy < 1 and accuracy == pytest.approx(np.mean(correct))
 
 
-def test_padding_has_no_part_in_the_loss():
+def test_padding_does_not_change_the_loss():
   short = cross_entropy(jnp.asarray(LOGITS[:1, :2]), batch_of([[3, 1]], length=2), 0.1)
   long = cross_entropy(jnp.asarray(LOGITS[:1]), batch_of([[3, 1]], length=6), 0.1)
   np.testing.assert_allclose(short, long, rtol=1e-6)
 
 
-def test_a_teacher_is_learned_from_in_place_of_the_targets():
-  """Cross-entropy with the teacher's own distribution, given as its likeliest tokens, all 9."""
+def test_labels_are_the_teachers_distribution_instead_of_the_targets():
+  """The loss is the cross-entropy with the teacher's distribution over all 9 tokens."""
   targets, rng = some_targets(LOGITS), np.random.default_rng(1)
   probs = [rng.dirichlet(np.ones(9), len(row)) for row in targets]
   order = [np.argsort(-p, axis=-1) for p in probs]
@@ -171,7 +183,7 @@ def test_a_teacher_is_learned_from_in_place_of_the_targets():
   assert accuracy == cross_entropy(jnp.asarray(LOGITS), batch_of(targets), 0.0)[1]
 
 
-# Training. To be copied: 12 rows of up to 5 tokens, in batches of 2.
+# Training. The task is to copy 12 rows of up to 5 tokens, in batches of 2.
 
 CONFIG = tiny.config(
   vocab_size=12, layers=1, emb_dim=64, num_heads=4, mlp_dim=64, tied_logits=True, dropout_rate=0.02
@@ -189,7 +201,7 @@ OBJECTIVE = model_objective(CONFIG, SETTINGS.label_smoothing)
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(tmp_path_factory):
-  """Runs one after the other share their compiled programs, as those of the command do."""
+  """Share compiled programs among the runs of this module, as the command line does."""
   settings = {
     "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -198,26 +210,24 @@ def compiled_once(tmp_path_factory):
   for values in (settings, before):
     for name, value in values.items():
       jax.config.update(name, value)
-    compilation_cache.reset_cache()  # it looks at the settings once
+    compilation_cache.reset_cache()  # the cache reads its settings only once
     if values is settings:
       yield
 
 
-def copies() -> Pairs:
+def copies() -> ParallelText:
   rng = np.random.default_rng(0)
   rows = [[*rng.integers(2, 12, rng.integers(1, 6)).tolist(), 1] for _ in range(12)]
-  return Pairs(rows, rows)
+  return ParallelText(rows, rows)
 
 
-def start():
+def initial_params():
   return tiny_pair.random_params(CONFIG, 0)
 
 
 def run(output, **changes):
-  params = train(
-    OBJECTIVE, SETTINGS, copies(), copies(), str(output), **{"init": start(), **changes}
-  )
-  return jax.device_get(params)
+  options = {"init": initial_params(), **changes}
+  return jax.device_get(train(OBJECTIVE, SETTINGS, copies(), copies(), str(output), **options))
 
 
 def metrics(output):
@@ -230,37 +240,37 @@ def epochs(output):
 
 @pytest.fixture(scope="module")
 def init():
-  """What the run that nothing stopped began with."""
-  return start()
+  """Initial parameters of the uninterrupted run."""
+  return initial_params()
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, init):
-  """(parameters, folder) of a run that nothing stopped."""
+  """(parameters, folder) of an uninterrupted run."""
   output = tmp_path_factory.mktemp("whole")
   return run(output, init=init), output
 
 
-def stopped_after(count, work):
-  """Do the work until it has read so many batches, of training and of validation."""
-  counted, left = trainer.arrays, [count]
+def stopped_after(num_batches, work):
+  """Call `work` and interrupt it after `num_batches` batches of training and validation."""
+  unpatched, remaining = trainer.padded_batches, [num_batches]
 
-  def stop_after_some(pairs, batches):
-    for batch in counted(pairs, batches):
-      if not left[0]:
+  def interrupted_batches(text, batches):
+    for batch in unpatched(text, batches):
+      if not remaining[0]:
         raise KeyboardInterrupt
-      left[0] -= 1
+      remaining[0] -= 1
       yield batch
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(trainer, "arrays", stop_after_some)
+    patch.setattr(trainer, "padded_batches", interrupted_batches)
     with pytest.raises(KeyboardInterrupt):
       work()
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-  """The same, of a run stopped between two checkpoints, and again while an epoch is scored."""
+  """(parameters, folder) of a run interrupted between two checkpoints, and then in a validation."""
   output = tmp_path_factory.mktemp("stopped")
   stopped_after(16, lambda: run(output))
   before = epochs(output)
@@ -270,7 +280,7 @@ def stopped(tmp_path_factory):
 
   with pytest.raises(KeyboardInterrupt):
     run(output, bleu=stop_when_scored)
-  assert epochs(output) == before == [1]  # both stops fell into the second epoch
+  assert epochs(output) == before == [1]  # both interruptions were in the second epoch
   return run(output), output
 
 
@@ -281,14 +291,14 @@ def test_a_tiny_model_learns_to_copy(whole):
   assert lines[-1]["valid_accuracy"] > 0.9
 
 
-def test_metrics_have_a_line_an_epoch(whole):
+def test_metrics_have_one_line_per_epoch(whole):
   assert epochs(whole[1]) == [*range(1, 11)]
   assert [line["step"] for line in metrics(whole[1])] == [*range(6, 66, 6)]
   for line in metrics(whole[1]):
     assert line["train_loss"] > 0 and line["tokens_per_s"] > 0 and line["bleu"] is None
 
 
-def test_a_training_is_a_row_of_their_table(whole):
+def test_training_table_has_one_row_per_metrics_file(whole):
   lines = metrics(whole[1])
   last = lines[-1]
   (row,) = named_table("training", [whole[1] / "metrics.jsonl"]).rows
@@ -297,49 +307,51 @@ def test_a_training_is_a_row_of_their_table(whole):
   assert row[4:] == (f"{last['valid_loss']:.3f}", MISSING, f"{last['valid_accuracy']:.3f}")
 
 
-def test_the_scores_are_of_the_parameters_returned(whole):
-  pairs = copies()
-  batch = batch_of(pairs.targets, length=8)
+def test_last_scores_are_those_of_the_returned_parameters(whole):
+  text = copies()
+  batch = batch_of(text.targets, length=8)
   inputs = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
-  logits = tiny.teacher_forced(CONFIG)(whole[0], padded(pairs.sources, 8), inputs)
+  logits = tiny.teacher_forced(CONFIG)(whole[0], padded(text.sources, 8), inputs)
   loss, accuracy = cross_entropy(logits, batch, 0.0)
-  # A score is the mean over batches, each of which has about as many tokens.
+  # A recorded score is the mean over batches, which have about the same number of tokens.
   assert metrics(whole[1])[-1]["valid_loss"] == pytest.approx(float(loss), rel=0.25)
   assert metrics(whole[1])[-1]["valid_accuracy"] == pytest.approx(float(accuracy), abs=0.03)
 
 
-def test_a_stopped_run_ends_with_the_same_parameters(whole, stopped):
+def test_resumed_run_ends_with_the_same_parameters(whole, stopped):
   jax.tree.map(np.testing.assert_array_equal, stopped[0], whole[0])
 
 
-def test_a_stopped_run_has_a_line_for_each_epoch_and_none_twice(whole, stopped):
+def test_resumed_run_has_exactly_one_metrics_line_per_epoch(whole, stopped):
   assert epochs(stopped[1]) == epochs(whole[1])
 
 
-def test_a_stopped_run_has_the_same_scores(whole, stopped):
-  scores = lambda output: {
+def scores_by_epoch(output):
+  return {
     line["epoch"]: (line["step"], line["valid_loss"], line["valid_accuracy"])
     for line in metrics(output)
   }
-  want, got = scores(whole[1]), scores(stopped[1])
+
+
+def test_resumed_run_has_the_same_scores(whole, stopped):
+  want, got = scores_by_epoch(whole[1]), scores_by_epoch(stopped[1])
   assert got.items() <= want.items() and len(got) >= len(want) - 1
 
 
-def test_a_run_may_be_shorter_than_an_epoch(init, tmp_path):
-  train(
-    OBJECTIVE, dataclasses.replace(SETTINGS, max_steps=8), copies(), copies(), str(tmp_path), init
-  )
+def test_max_steps_may_end_within_an_epoch(init, tmp_path):
+  settings = dataclasses.replace(SETTINGS, max_steps=8)
+  train(OBJECTIVE, settings, copies(), copies(), str(tmp_path), init)
   assert [line["step"] for line in metrics(tmp_path)] == [6, 8]
 
 
-def test_a_run_that_ended_is_not_trained_further(whole):
+def test_completed_run_is_not_trained_further(whole):
   before = (whole[1] / "metrics.jsonl").read_bytes()
   jax.tree.map(np.testing.assert_array_equal, run(whole[1]), whole[0])
   assert (whole[1] / "metrics.jsonl").read_bytes() == before
 
 
-def test_no_epoch_is_told_twice_when_its_checkpoint_was_not_on_disk_yet(whole, tmp_path):
-  """Killed after the line was written, while the checkpoint was: the steps are made again."""
+def test_epoch_whose_checkpoint_was_not_saved_has_one_metrics_line(whole, tmp_path):
+  """The run was killed after it wrote the line and before it saved; the epoch is repeated."""
   output = tmp_path / "killed"
   shutil.copytree(whole[1], output)
   shutil.rmtree(output / "checkpoints" / "60")
@@ -347,101 +359,110 @@ def test_no_epoch_is_told_twice_when_its_checkpoint_was_not_on_disk_yet(whole, t
   assert epochs(output) == epochs(whole[1])
 
 
-def test_the_callers_parameters_can_still_be_used(whole, init):
-  jax.tree.map(np.testing.assert_array_equal, init, start())
+def test_train_does_not_donate_the_callers_parameters(whole, init):
+  jax.tree.map(np.testing.assert_array_equal, init, initial_params())
 
 
 @pytest.mark.parametrize("side", ["training", "validation"])
-def test_no_pairs_are_refused(tmp_path, side):
-  none = Pairs([], [])
-  pairs = (none, copies()) if side == "training" else (copies(), none)
+def test_empty_text_raises(tmp_path, side):
+  empty = ParallelText([], [])
+  training, validation = (empty, copies()) if side == "training" else (copies(), empty)
   with pytest.raises(InputError, match=side):
-    train(OBJECTIVE, SETTINGS, *pairs, str(tmp_path), init=start())
+    train(OBJECTIVE, SETTINGS, training, validation, str(tmp_path), init=initial_params())
   assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_warm_up_longer_than_the_run_is_refused(tmp_path):
+def test_warm_up_as_long_as_the_run_raises(tmp_path):
   settings = dataclasses.replace(SETTINGS, warmup_steps=60)
   with pytest.raises(InputError, match="warmup_steps is 60"):
-    train(OBJECTIVE, settings, copies(), copies(), str(tmp_path), init=start())
+    train(OBJECTIVE, settings, copies(), copies(), str(tmp_path), init=initial_params())
 
 
-# What a draft is trained on: the target's own outputs.
+# Distillation data.
 
 
-def test_outputs_come_in_the_order_of_the_sources():
+def test_model_outputs_are_in_the_order_of_the_sources():
   pair = tiny_pair.pair()
   texts = [tiny_pair.SENTENCES[i][:n] for i, n in ((0, 3), (30, 9), (60, 5), (90, 12), (7, 1))]
   sources = [pair.encode(text) for text in texts]
-  decode = lambda rows: model_outputs(pair.target, pair.target_params, rows, batch_size=3)
+  decode = functools.partial(model_outputs, pair.target, pair.target_params, batch_size=3)
   outputs = decode(sources)
   assert len({tuple(row) for row in outputs}) > 2
   assert all(len(row) == 96 or row[-1] == 1 for row in outputs)
   assert decode(sources[::-1]) == outputs[::-1]
 
 
-def test_teacher_opinions_are_its_likeliest_tokens():
-  params, pairs = start(), copies()
-  opinions = teacher_opinions(T5(CONFIG), params, pairs, k=4, tokens_per_batch=32)
-  batch = batch_of(pairs.targets, length=8)
+def test_teacher_topk_are_the_most_probable_tokens():
+  params, text = initial_params(), copies()
+  topk = teacher_topk(T5(CONFIG), params, text, k=4, tokens_per_batch=32)
+  batch = batch_of(text.targets, length=8)
   inputs = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
-  probs = jax.nn.softmax(tiny.teacher_forced(CONFIG)(params, padded(pairs.sources, 8), inputs))
-  for (tokens, weights), target, p in zip(opinions, pairs.targets, np.asarray(probs), strict=True):
+  probs = jax.nn.softmax(tiny.teacher_forced(CONFIG)(params, padded(text.sources, 8), inputs))
+  for (tokens, weights), target, p in zip(topk, text.targets, np.asarray(probs), strict=True):
     assert tokens.shape == weights.shape == (len(target), 4)
-    for at in range(len(target)):
-      assert tokens[at].tolist() == np.argsort(-p[at])[:4].tolist()
-      np.testing.assert_allclose(weights[at], p[at, tokens[at]], rtol=1e-3, atol=1e-6)
+    for position in range(len(target)):
+      assert tokens[position].tolist() == np.argsort(-p[position])[:4].tolist()
+      want = p[position, tokens[position]]
+      np.testing.assert_allclose(weights[position], want, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:1 pairs are longer")
-def test_opinions_with_a_tail_tell_whether_the_text_has_another_token(tmp_path):
-  """Also of a pair too long to learn from, of which there is none."""
-  few = copies()
-  pairs = Pairs([[5] * 200, *few.sources], [[1], *few.targets])
-  ask = lambda **how: teacher_opinions(T5(CONFIG), start(), pairs, 4, tokens_per_batch=32, **how)
-  plain, tailed = ask(), ask(tail=True)
+def test_teacher_topk_with_tail_marks_text_tokens_outside_the_top_k(tmp_path):
+  """A pair that is too long for a batch has empty arrays, which can be saved and loaded."""
+  short = copies()
+  text = ParallelText([[5] * 200, *short.sources], [[1], *short.targets])
+  topk = functools.partial(
+    teacher_topk, T5(CONFIG), initial_params(), text, k=4, tokens_per_batch=32
+  )
+  plain, tailed = topk(), topk(tail=True)
   assert tailed[0][0].shape == (0, 5)
-  found = []
-  for target, (tokens, probs), (more, weights) in zip(pairs.targets[1:], plain[1:], tailed[1:]):
-    np.testing.assert_array_equal(more[:, :4], tokens)
+  tail_weights = []
+  for target, (tokens, probs), (tailed_tokens, weights) in zip(
+    text.targets[1:], plain[1:], tailed[1:]
+  ):
+    np.testing.assert_array_equal(tailed_tokens[:, :4], tokens)
     np.testing.assert_array_equal(weights[:, :4], probs)
-    assert more[:, 4].tolist() == target
+    assert tailed_tokens[:, 4].tolist() == target
     assert weights[:, 4].tolist() == [x not in row for x, row in zip(target, tokens)]
-    found += weights[:, 4].tolist()
-  assert {*found} == {0, 1}
-  save_pairs(tmp_path / "lessons.npz", dataclasses.replace(pairs, teacher=tailed))
-  assert load_pairs(tmp_path / "lessons.npz").teacher[0][0].shape == (0, 5)
+    tail_weights += weights[:, 4].tolist()
+  assert {*tail_weights} == {0, 1}
+  path = tmp_path / "distillation_data.npz"
+  save_parallel_text(path, dataclasses.replace(text, teacher=tailed))
+  assert load_parallel_text(path).teacher[0][0].shape == (0, 5)
 
 
-def test_recombined_lines_begin_as_one_line_and_end_as_another():
+def test_spliced_sentences_start_as_one_line_and_end_as_another():
   lines = ["a dog in a park runs", "two men in a boat sleep", "a cat", "two men in a boat row"]
-  new = ["two men in a park runs", "a dog in a boat row", "a dog in a boat sleep"]
-  assert sorted(recombined(lines, 3)) == sorted(new)  # all that there are, each once
-  assert recombined(lines, 2, seed=1) == recombined(lines, 2, seed=1)
-  with pytest.raises(InputError, match="4 lines recombine to 3 new ones, not 4"):
-    recombined(lines, 4)
+  possible = ["two men in a park runs", "a dog in a boat row", "a dog in a boat sleep"]
+  assert sorted(spliced_sentences(lines, 3)) == sorted(possible)
+  assert spliced_sentences(lines, 2, seed=1) == spliced_sentences(lines, 2, seed=1)
+  with pytest.raises(InputError, match="4 lines can be spliced into 3 new sentences, not 4"):
+    spliced_sentences(lines, 4)
 
 
-def test_saved_pairs_are_read_as_they_were(tmp_path):
-  pairs, rng = random_pairs(20, 0), np.random.default_rng(1)
-  opinion = lambda row: (rng.integers(0, 90, (len(row), 3)), rng.random((len(row), 3), np.float32))
-  pairs = dataclasses.replace(pairs, teacher=[opinion(row) for row in pairs.targets])
-  save_pairs(tmp_path / "lessons.npz", pairs)
-  again = load_pairs(tmp_path / "lessons.npz")
-  assert (again.sources, again.targets) == (pairs.sources, pairs.targets)
-  for one, other in zip(again.teacher, pairs.teacher, strict=True):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+def test_saved_parallel_text_is_loaded_unchanged(tmp_path):
+  text, rng = random_text(20, 0), np.random.default_rng(1)
+  teacher = [
+    (rng.integers(0, 90, (len(row), 3)), rng.random((len(row), 3), np.float32))
+    for row in text.targets
+  ]
+  text = dataclasses.replace(text, teacher=teacher)
+  save_parallel_text(tmp_path / "distillation_data.npz", text)
+  loaded = load_parallel_text(tmp_path / "distillation_data.npz")
+  assert (loaded.sources, loaded.targets) == (text.sources, text.targets)
+  for got, want in zip(loaded.teacher, text.teacher, strict=True):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_a_draft_learns_from_references_samples_and_new_sources(tmp_path, monkeypatch):
-  """Sources with their references, with outputs drawn for them, then new ones with theirs."""
+def test_draft_is_trained_on_references_samples_and_spliced_sources(tmp_path, monkeypatch):
+  """First sources with references, then with sampled outputs, then spliced sources with outputs."""
   texts = tiny_pair.SENTENCES[::7]
   for name, lines in (("train.en", texts), ("train.de", texts[::-1]), ("val.en", texts[:2])):
     (tmp_path / name).write_text("".join(line + "\n" for line in lines))
-  seen = []
-  monkeypatch.setattr(experiment, "train", lambda *args: seen.append(args))
-  monkeypatch.setattr(experiment, "save_model", lambda *args: None)
-  experiment.train_draft(
+  train_calls = []
+  monkeypatch.setattr(commands, "train", lambda *args: train_calls.append(args))
+  monkeypatch.setattr(commands, "save_model", lambda *args: None)
+  commands.train_draft(
     data=str(tmp_path),
     sources=["train.en"],
     targets=["train.de"],
@@ -455,26 +476,26 @@ def test_a_draft_learns_from_references_samples_and_new_sources(tmp_path, monkey
     samples=2,
     new_sources=3,
   )
-  ((_, _, pairs, valid, *_),) = seen
+  ((_, _, text, valid, *_),) = train_calls
   pair = tiny_pair.pair()
   encode = pair.vocabulary.encode
   sources, references = map(encode, texts), map(encode, texts[::-1])
-  new = map(encode, recombined(texts, 3))
-  assert pairs.sources == [*sources] * 3 + [*new] and pairs.targets[: len(texts)] == [*references]
-  assert pairs.targets[18:36] != pairs.targets[36:54]  # drawn anew
-  assert len(pairs.targets) == len(pairs.teacher) == 57
+  new = map(encode, spliced_sentences(texts, 3))
+  assert text.sources == [*sources] * 3 + [*new] and text.targets[: len(texts)] == [*references]
+  assert text.targets[18:36] != text.targets[36:54]  # sampled with different seeds
+  assert len(text.targets) == len(text.teacher) == 57
   argmax = model_outputs(pair.target, pair.target_params, valid.sources)
   assert valid.targets == argmax and valid.teacher is None
 
 
-def test_on_policy_the_draft_draws_and_the_target_judges(tmp_path, monkeypatch):
+def test_on_policy_data_is_sampled_by_the_draft_and_labelled_by_the_target(tmp_path, monkeypatch):
   (tmp_path / "lines").write_text("".join(line + "\n" for line in tiny_pair.SENTENCES[:8]))
-  seen, folder = [], tiny_pair.folder()
-  monkeypatch.setattr(experiment, "train", lambda *args: seen.append(args))
-  monkeypatch.setattr(experiment, "save_model", lambda *args: None)
+  train_calls, folder = [], tiny_pair.folder()
+  monkeypatch.setattr(commands, "train", lambda *args: train_calls.append(args))
+  monkeypatch.setattr(commands, "save_model", lambda *args: None)
   config, params = load_model(str(folder / "near"))
-  learn = functools.partial(
-    experiment.train_draft,
+  train_draft = functools.partial(
+    commands.train_draft,
     data=str(tmp_path),
     sources=["lines"],
     targets=["lines"],
@@ -488,19 +509,19 @@ def test_on_policy_the_draft_draws_and_the_target_judges(tmp_path, monkeypatch):
     samples=1,
     on_policy=True,
   )
-  learn(start=str(folder / "near"))
-  ((_, _, pairs, *_, begin),) = seen
-  drawn = model_outputs(model_of(config), params, pairs.sources[8:], 1, sampling=Sampling())
-  assert pairs.targets[8:] == drawn
-  target = tiny_pair.pair().target_params
-  wanted = teacher_opinions(module_of(tiny_pair.pair().target.config), target, pairs)
-  np.testing.assert_allclose(pairs.teacher[-1][1], wanted[-1][1], atol=2e-3)
-  assert jax.tree.map(np.shape, begin) == jax.tree.map(np.shape, params)
+  train_draft(start=str(folder / "near"))
+  ((_, _, text, *_, init),) = train_calls
+  sampled = model_outputs(model_of(config), params, text.sources[8:], 1, sampling=Sampling())
+  assert text.targets[8:] == sampled
+  target_params = tiny_pair.pair().target_params
+  want = teacher_topk(module_of(tiny_pair.pair().target.config), target_params, text)
+  np.testing.assert_allclose(text.teacher[-1][1], want[-1][1], atol=2e-3)
+  assert jax.tree.map(np.shape, init) == jax.tree.map(np.shape, params)
   with pytest.raises(InputError, match="name its folder as start"):
-    learn()
+    train_draft()
 
 
-# Decoder-only models, from texts to a pair that decodes.
+# Decoder-only models: training a pair on texts, and decoding with it.
 
 GPT = tiny.gpt_config(
   vocab_size=100, layers=1, emb_dim=32, mlp_dim=64, num_positions=128, tied_logits=True
@@ -510,9 +531,9 @@ SMALLER = dataclasses.replace(GPT, emb_dim=16, num_heads=1, mlp_dim=32)
 
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory):
-  """A folder: `vocabulary.txt`, `target` (whose training was stopped once) and `draft`."""
+  """Folder with `vocabulary.txt`, `target`, `draft` and `untrained`, a random draft."""
   with pytest.MonkeyPatch.context() as patch:
-    # One shape to compile; what the target writes past it is left out.
+    # One shape to compile; longer texts that the target generates are left out.
     patch.setattr("specdec_jax.training.batches.BUCKETS", (40,))
     return trained_gpt(tmp_path_factory)
 
@@ -520,7 +541,7 @@ def gpt(tmp_path_factory):
 def trained_gpt(tmp_path_factory):
   path = tmp_path_factory.mktemp("gpt")
   lines = [line + "\n" for line in tiny_pair.SENTENCES[:40]]
-  (path / "texts").write_text("".join(lines * 4))  # as often in an epoch: fewer checkpoints, scores
+  (path / "texts").write_text("".join(lines * 4))  # fewer epochs: fewer checkpoints and scores
   (path / "valid").write_text("".join(lines))
   common = dict(
     data=str(path),
@@ -530,15 +551,15 @@ def trained_gpt(tmp_path_factory):
     settings=TrainSettings(epochs=5, tokens_per_batch=320, warmup_steps=10, label_smoothing=0.0),
     vocabulary=str(path / "vocabulary.txt"),
   )
-  experiment.fit_vocabulary(str(path), ["texts"], 100, common["vocabulary"])
-  experiment.train_target(
+  commands.fit_vocabulary(str(path), ["texts"], 100, common["vocabulary"])
+  commands.train_target(
     **common,
     valid_target="valid",
     config=GPT,
     output=str(path / "target"),
     work_dir=str(path / "train_target"),
   )
-  experiment.train_draft(
+  commands.train_draft(
     **common,
     config=SMALLER,
     target=str(path / "target"),
@@ -554,7 +575,7 @@ def trained_gpt(tmp_path_factory):
 
 
 def decoded(folder, draft, gamma, sampling):
-  """What 16 empty prompts become."""
+  """Return the vocabulary of a pair and its outputs for 16 empty prompts."""
   names = {name: str(folder / name) for name in ("target", "vocabulary.txt")}
   pair = load_pair(names["target"], str(folder / draft), names["vocabulary.txt"], kernels="xla")
   prompt, keys = pair.prompt([""] * 16), row_keys(0, 0, 16)
@@ -562,23 +583,23 @@ def decoded(folder, draft, gamma, sampling):
 
 
 @pytest.mark.filterwarnings("ignore:.* pairs are longer")
-def test_a_decoder_only_model_learns_texts_by_themselves(gpt):
+def test_decoder_only_model_is_trained_on_texts_without_sources(gpt):
   lines = metrics(gpt / "train_target")
   assert [line["epoch"] for line in lines] == [*range(1, 6)]
   assert lines[0]["valid_loss"] > 2 * lines[-1]["valid_loss"]
   assert lines[-1]["bleu"] is None
 
 
-def test_a_trained_decoder_only_target_writes_its_texts_from_nothing(gpt):
+def test_trained_decoder_only_target_generates_training_texts_unconditionally(gpt):
   words, out = decoded(gpt, "draft", 0, Sampling())
   texts = [words.decode(row) for row in np.asarray(out.tokens)]
-  plain = lambda text: words.decode(words.encode(text))
-  assert {*texts} & {*map(plain, tiny_pair.SENTENCES[:40])}
+  training_texts = {words.decode(words.encode(text)) for text in tiny_pair.SENTENCES[:40]}
+  assert {*texts} & training_texts
   assert len({*texts}) > 4
 
 
-def test_a_trained_decoder_only_draft_is_accepted_more_often_than_an_untrained_one(gpt):
-  """The texts of argmax are the target's own with either."""
+def test_trained_decoder_only_draft_is_accepted_more_often_than_an_untrained_one(gpt):
+  """With either draft, argmax outputs are those of autoregressive decoding."""
   tokens_per_pass = {}
   want = np.asarray(decoded(gpt, "draft", 0, Sampling(temperature=0.0))[1].tokens)
   for draft in ("draft", "untrained"):
@@ -591,16 +612,18 @@ def test_a_trained_decoder_only_draft_is_accepted_more_often_than_an_untrained_o
 
 
 @pytest.mark.parametrize(
-  "changes, said",
+  "changes, message",
   [
     ({"vocab_size": 12}, "vocab_size is 12; set it to 100"),
     ({"eos_id": 3}, "eos_id is 3; set it to 1"),
     ({"start_id": None}, "start_id is None; set it to 0"),
   ],
 )
-def test_a_shape_that_is_not_the_vocabularys_is_refused_before_training(gpt, changes, said):
-  with pytest.raises(InputError, match=said):
-    experiment.train_target(
+def test_configuration_that_does_not_fit_the_vocabulary_raises_before_training(
+  gpt, changes, message
+):
+  with pytest.raises(InputError, match=message):
+    commands.train_target(
       data=str(gpt),
       sources=None,
       targets=["texts"],
@@ -615,15 +638,20 @@ def test_a_shape_that_is_not_the_vocabularys_is_refused_before_training(gpt, cha
   assert not (gpt / "refused").exists() and not (gpt / "train_refused").exists()
 
 
-def test_the_first_token_of_a_text_is_learned_from_the_start_and_padding_is_not():
-  """Logits at a position do not see its own token."""
+def test_decoder_only_loss_covers_the_first_token_and_not_padding():
+  """Logits at a position do not depend on the token there."""
   texts = [[5, 6, 7, 1], [5, 1]]
-  pairs = Pairs([[1], [1]], texts)
-  (batch,) = arrays(pairs, [(8, np.arange(2))])
+  text = ParallelText([[1], [1]], texts)
+  (batch,) = padded_batches(text, [(8, np.arange(2))])
   params = tiny_pair.random_params(GPT, 0)
   logits = teacher_forced(module_of(GPT), params, batch)
-  begin = tiny.teacher_forced(GPT)(params, np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32))
-  np.testing.assert_allclose(logits[:, 0], np.repeat(begin[:, 0], 2, axis=0), atol=1e-5)
-  losses = -np.asarray(jax.nn.log_softmax(logits))
-  each = [losses[row, at, token] for row, text in enumerate(texts) for at, token in enumerate(text)]
-  assert float(cross_entropy(logits, batch, 0.0)[0]) == pytest.approx(np.mean(each), rel=1e-5)
+  pad = np.zeros((1, 1), np.int32)
+  start = tiny.teacher_forced(GPT)(params, pad, pad)
+  np.testing.assert_allclose(logits[:, 0], np.repeat(start[:, 0], 2, axis=0), atol=1e-5)
+  log_probs = np.asarray(jax.nn.log_softmax(logits))
+  losses = [
+    -log_probs[row, position, token]
+    for row, tokens in enumerate(texts)
+    for position, token in enumerate(tokens)
+  ]
+  assert float(cross_entropy(logits, batch, 0.0)[0]) == pytest.approx(np.mean(losses), rel=1e-5)

@@ -1,14 +1,20 @@
-"""Train a target on sentence pairs or on texts alone, or a draft on a target's own outputs."""
+"""Train a vocabulary, a target on texts, or a draft on the distributions of a target."""
 
 import pathlib
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import sacrebleu
+from jax import Array
 
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.checkpoints.load import open_checkpoint
-from specdec_jax.commands.lessons import model_outputs, open_teacher, text_pairs
+from specdec_jax.commands.distillation_data import (
+  TrainingTexts,
+  model_outputs,
+  open_teacher,
+  parallel_text,
+)
 from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary, open_vocabulary_of_model
@@ -17,15 +23,20 @@ from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.speculator import SpeculatorConfig
-from specdec_jax.training.objectives import Divergence, model_objective
-from specdec_jax.training.speculators import begun_with, speculator_objective
+from specdec_jax.training.objectives import Divergence, Objective, model_objective
+from specdec_jax.training.speculators import speculator_objective, warm_start
 from specdec_jax.training.trainer import TrainSettings, train
 
 
 def fit_vocabulary(data: str, sources: list[str], size: int, vocabulary: str) -> None:
-  """Fit a vocabulary of `size` pieces to text files in folder `data`, and write it to a file.
+  """Train a vocabulary of `size` pieces on text files and write it to a file.
 
-  SentencePiece's, or BERT's word pieces if the name of the file ends in `.txt`.
+  Args:
+    data: folder of the text files.
+    sources: names of the text files.
+    size: number of pieces.
+    vocabulary: file to write: BERT word pieces if its name ends with `.txt`, otherwise a
+      SentencePiece model.
   """
   require_types(fit_vocabulary, locals())
   require_count("size", size)
@@ -47,34 +58,37 @@ def train_target(
   output: str,
   work_dir: str,
 ) -> None:
-  """Train a model to the last epoch, resuming if it was stopped, and save it.
+  """Train a target to the last epoch and save it; an interrupted run resumes.
 
   Args:
     data: folder of the text files below.
-    sources: text files, one sentence a line; read one after the other. None for a decoder-only
-      model, which learns the targets by themselves.
-    targets: their translations, file by file.
-    valid_source: validation sentences, or None.
-    valid_target: their translations.
-    config: the model's shape and dropout rate.
-    settings: length and rates of the training.
-    vocabulary: its file.
-    output: folder that gets the model, in bfloat16.
-    work_dir: for checkpoints and metrics of this run.
+    sources: source text files, one sentence per line, which are concatenated. None for a
+      decoder-only model, which is trained on the targets alone.
+    targets: files with the translation of each source file.
+    valid_source: file of validation sentences, or None.
+    valid_target: file with their translations.
+    config: configuration of the model, with the dropout rate of training.
+    settings: length, learning rate and sharding of the training run.
+    vocabulary: vocabulary file.
+    output: folder for the trained model, in bfloat16.
+    work_dir: folder for checkpoints and metrics of this run.
+
+  Raises:
+    InputError: the configuration does not fit the vocabulary.
   """
   require_types(train_target, locals())
-  words = _vocabulary_of(config, vocabulary)
-  valid = text_pairs(words, data, [valid_source] if valid_source else None, [valid_target])
+  words = _open_fitting_vocabulary(config, vocabulary)
+  valid = parallel_text(words, data, [valid_source] if valid_source else None, [valid_target])
   references = read_lines(f"{data}/{valid_target}")
   model = model_of(config)
 
   def bleu(params) -> float:
-    outputs = model_outputs(model, params, valid.sources)
-    return sacrebleu.corpus_bleu([words.decode(o) for o in outputs], [references]).score
+    outputs = [words.decode(output) for output in model_outputs(model, params, valid.sources)]
+    return sacrebleu.corpus_bleu(outputs, [references]).score
 
-  pairs = text_pairs(words, data, sources, targets)
+  text = parallel_text(words, data, sources, targets)
   objective = model_objective(config, settings.label_smoothing)
-  params = train(objective, settings, pairs, valid, work_dir, bleu=bleu if valid_source else None)
+  params = train(objective, settings, text, valid, work_dir, bleu=bleu if valid_source else None)
   save_model(output, config, params, words.fingerprint())
 
 
@@ -95,57 +109,66 @@ def train_draft(
   divergence: Divergence = "forward_kl",
   start: str | None = None,
   on_policy: bool = False,
-  lessons: str | None = None,
+  distillation_data: str | None = None,
 ) -> None:
-  """Train a draft towards the target's own distributions, resuming if it was stopped; save it.
+  """Train a draft towards the target's distributions and save it; an interrupted run resumes.
 
-  It learns them along the references, along `samples` outputs of the target for each source, and
-  along one output for each of `new_sources` sentences recombined from the sources; of a
-  decoder-only target, along so many texts that it writes unconditionally.
+  The draft is trained on three kinds of texts: the references; `samples` outputs of the target for
+  each source; and one output for each of `new_sources` sentences that are spliced from the sources.
+  For a decoder-only target, the latter are `new_sources` texts that it samples unconditionally.
 
-  The validation accuracy it prints is alpha at temperature 0 on the validation text: how often
-  the draft's argmax is the target's, on the target's argmax output. (Of a decoder-only target, how
-  often the draft's argmax is what the target drew.)
+  The validation accuracy is alpha at temperature 0 on the validation text: how often the draft's
+  argmax is the target's, along the target's argmax output. For a decoder-only target it is how
+  often the draft's argmax is the token that the target sampled.
 
   Args:
     data: folder of the text files below.
-    sources: text files, one sentence a line; read one after the other. None if the target is
-      decoder-only.
-    targets: their translations, file by file.
-    valid_source: validation sentences, which the target translates; or None.
-    config: the draft's shape and dropout rate.
-    settings: length and rates of the training.
-    vocabulary: file of both models'.
-    target: checkpoint of the target, of any kind that `pairs.load_pair` takes.
-    output: folder that gets the draft, in bfloat16.
-    work_dir: for checkpoints and metrics of this run.
-    samples: outputs drawn from the target at temperature 1 for each source.
-    new_sources: see `distillation.recombined`.
-    tail: see `distillation.teacher_opinions`; for targets that are as uncertain as those of news.
-    divergence: of the draft from these opinions (`objectives.divergences`).
-    start: folder of a draft to go on from, of the same shape; None begins at random.
-    on_policy: what is drawn, that draft draws, and the target thinks of it (DistillSpec: Zhou et
-      al., 2024, though drawn once and not as training goes on); by default the target draws.
-    lessons: file of what it learns from, made where there is none; by default `lessons.npz` in
-      work_dir.
+    sources: source text files, one sentence per line, which are concatenated. None if the target
+      is decoder-only.
+    targets: files with the translation of each source file.
+    valid_source: file of validation sentences, which the target translates; or None.
+    config: configuration of the draft, with the dropout rate of training.
+    settings: length, learning rate and sharding of the training run.
+    vocabulary: vocabulary file of both models.
+    target: checkpoint of the target, in any format that `pairs.load_pair` reads.
+    output: folder for the trained draft, in bfloat16.
+    work_dir: folder for checkpoints and metrics of this run.
+    samples: outputs sampled from the target at temperature 1 for each source.
+    new_sources: number of spliced sentences (`distillation.spliced_sentences`).
+    tail: whether to append the token of the text to the target's most probable tokens
+      (`distillation.teacher_topk`). Use it where the target's distribution is too flat for them, as
+      for news.
+    divergence: divergence between draft and target (`objectives.divergences`).
+    start: folder of a draft of the same configuration whose parameters to start from; None for
+      random ones.
+    on_policy: whether the draft in `start` samples the outputs and the target labels them, as in
+      DistillSpec (Zhou et al., 2024), but with outputs sampled once before training. By default the
+      target samples them.
+    distillation_data: file of the texts with the target's distributions; it is created if it does
+      not exist. By default `distillation_data.npz` in `work_dir`.
 
   Raises:
-    InputError: `tail` with a divergence that has no use for it, or `on_policy` without `start`.
+    InputError: `tail` is combined with another divergence than 'forward_kl', `on_policy` is set
+      without `start`, or the configuration does not fit the vocabulary.
   """
   require_types(train_draft, locals())
   if tail and divergence != "forward_kl":
-    raise InputError(f"tail goes with 'forward_kl', and the divergence is {divergence!r}.")
+    raise InputError(f"tail needs the divergence 'forward_kl', and it is {divergence!r}.")
   if on_policy and not start:
-    raise InputError("on_policy wants a draft that draws; name its folder as start.")
-  started = load_model(start) if start else None
-  writer = (model_of(started[0]), started[1]) if started and on_policy else None
-  words = _vocabulary_of(config, vocabulary)
+    raise InputError("on_policy needs a draft that samples the outputs; name its folder as start.")
+  start_config, start_params = load_model(start) if start else (None, None)
+  writer = (model_of(start_config), start_params) if start_config and on_policy else None
+  words = _open_fitting_vocabulary(config, vocabulary)
   teacher = open_teacher(target, words, settings.model_parallel)
-  path = pathlib.Path(lessons or f"{work_dir}/lessons.npz")
-  pairs = teacher.lessons(path, data, sources, targets, samples, new_sources, tail, writer)
+  text = teacher.distillation_data(
+    _distillation_path(distillation_data, work_dir),
+    TrainingTexts(data, sources, targets, samples, new_sources),
+    tail,
+    writer,
+  )
   objective = model_objective(config, settings.label_smoothing, divergence)
-  begin = started[1] if started else None
-  params = train(objective, settings, pairs, teacher.checks(data, valid_source), work_dir, begin)
+  valid = teacher.validation_pairs(data, valid_source)
+  params = train(objective, settings, text, valid, work_dir, start_params)
   save_model(output, config, params, words.fingerprint())
 
 
@@ -160,7 +183,7 @@ def train_speculator(
   target: str,
   output: str,
   work_dir: str,
-  lessons: str | None = None,
+  distillation_data: str | None = None,
   samples: int = 0,
   new_sources: int = 0,
   divergence: Divergence = "forward_kl",
@@ -168,48 +191,73 @@ def train_speculator(
   start: str | None = None,
   extra_ids: int | Literal["auto"] = "auto",
 ) -> None:
-  """Train a module on the target's states (`models.speculator`), resuming if it was stopped.
+  """Train a learned draft head on the target's hidden states and save it.
 
-  The target is frozen. What is printed of the validation text is the acceptance length at
-  temperature 0, tokens a round, of rounds that begin at every `stride`-th token.
+  The target is frozen (`models.speculator`). An interrupted run resumes. The validation score is
+  the acceptance length at temperature 0, in tokens per round, for rounds that start at every
+  `stride`-th token.
 
   Args:
-    data: as for `train_draft`, and sources, targets, valid_source, settings, vocabulary, samples
-      and new_sources.
-    config: the target's shape -> the module's.
-    target: checkpoint of the target, of any kind that `pairs.load_pair` takes.
-    output: folder that gets the module, in bfloat16.
-    work_dir: for checkpoints and metrics of this run.
-    lessons: as for `train_draft`.
-    divergence: of guesses from the target's opinions (`objectives.divergences`).
-    stride: as in `training.speculators.speculator_objective`.
-    start: folder of a model of the module's width, as a draft of the pair may be, that it begins
-      with as far as it can (`training.speculators.begun_with`); None: at random.
-    extra_ids: as of `pairs.load_pair`.
+    data: as for `train_draft`.
+    sources: as for `train_draft`.
+    targets: as for `train_draft`.
+    valid_source: as for `train_draft`.
+    config: function from the target's configuration to the head's.
+    settings: as for `train_draft`.
+    vocabulary: as for `train_draft`.
+    target: as for `train_draft`.
+    output: folder for the trained head, in bfloat16.
+    work_dir: folder for checkpoints and metrics of this run.
+    distillation_data: as for `train_draft`.
+    samples: as for `train_draft`.
+    new_sources: as for `train_draft`.
+    divergence: divergence between head and target (`objectives.divergences`).
+    stride: distance between anchors (`training.speculators.speculator_objective`).
+    start: folder of a model of the head's width, such as a draft of the pair, whose parameters the
+      head starts from where they fit (`training.speculators.warm_start`); None for random ones.
+    extra_ids: as for `pairs.load_pair`.
+
+  Raises:
+    InputError: `stride` is less than 1, or the model in `start` does not fit the head.
   """
   require_types(train_speculator, locals())
   require_count("stride", stride)
   num_rows = open_checkpoint(target).config.vocab_size
   words = open_vocabulary_of_model(vocabulary, num_rows, extra_ids)
   teacher = open_teacher(target, words, settings.model_parallel)
-  path = pathlib.Path(lessons or f"{work_dir}/lessons.npz")
-  pairs = teacher.lessons(path, data, sources, targets, samples, new_sources)
-  made = config(teacher.config)
-  objective = speculator_objective(made, teacher.config, teacher.params, divergence, stride)
+  text = teacher.distillation_data(
+    _distillation_path(distillation_data, work_dir),
+    TrainingTexts(data, sources, targets, samples, new_sources),
+  )
+  head_config = config(teacher.config)
+  objective = speculator_objective(head_config, teacher.config, teacher.params, divergence, stride)
   if start:
-    init, (of, params) = objective.init, load_model(start)
-    objective = objective._replace(init=lambda rng: begun_with(init(rng), of, params))
-  learnt = train(objective, settings, pairs, teacher.checks(data, valid_source), work_dir)
-  save_model(output, made, learnt, words.fingerprint())
+    objective = _with_warm_start(objective, start)
+  params = train(objective, settings, text, teacher.validation_pairs(data, valid_source), work_dir)
+  save_model(output, head_config, params, words.fingerprint())
 
 
-def _vocabulary_of(config: Config, path: str) -> Vocabulary:
-  """The vocabulary in a file, once it is known, before hours of training, to be the model's."""
+def _with_warm_start(objective: Objective, folder: str) -> Objective:
+  """Return the objective with initial parameters from the model in `folder` where they fit."""
+  model_config, model_params = load_model(folder)
+
+  def init(rng: Array) -> Any:
+    return warm_start(objective.init(rng), model_config, model_params)
+
+  return objective._replace(init=init)
+
+
+def _distillation_path(path: str | None, work_dir: str) -> pathlib.Path:
+  return pathlib.Path(path or f"{work_dir}/distillation_data.npz")
+
+
+def _open_fitting_vocabulary(config: Config, path: str) -> Vocabulary:
+  """Open a vocabulary and check, before hours of training, that the configuration fits it."""
   words = open_vocabulary(path)
   needed = {"vocab_size": len(words)}
   if not config.has_encoder:
     needed |= {"eos_id": words.eos_id, "start_id": PAD_ID}
   for name, value in needed.items():
     if (given := getattr(config, name)) != value:
-      raise InputError(f"The model's {name} is {given}; set it to {value}, to train with {path}.")
+      raise InputError(f"The model's {name} is {given}; set it to {value} to train with {path}.")
   return words

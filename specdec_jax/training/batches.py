@@ -1,4 +1,4 @@
-"""Sentence pairs as padded batches of like length, in an order fixed by (seed, epoch)."""
+"""Batches of parallel text: bucketed by length, padded, in an order fixed by (seed, epoch)."""
 
 import dataclasses
 import warnings
@@ -10,20 +10,22 @@ import numpy as np
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 
-# Longest side of a pair, in tokens with EOS -> the padded length of its batch. Narrow steps
-# where most captions lie: padding to 32 where sentences average 15 tokens wastes half the work.
+# Padded lengths of batches. A pair belongs to the first bucket that holds its longer side, in
+# tokens with EOS. Steps are narrow where most captions lie: with sentences of 15 tokens on average,
+# padding all of them to 32 would waste half of the work.
 BUCKETS = (8, 11, 14, 16, 18, 20, 22, 24, 27, 30, 34, 40, 50, 66, 96, 128)
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
-  """Encoded sentence pairs, each side a list of token ids that ends in EOS.
+class ParallelText:
+  """Encoded sentence pairs; each side is a list of token ids that ends with EOS.
 
   Attributes:
-    sources: token ids.
-    targets: token ids.
-    teacher: for each pair, what a teacher thinks of each target position: its likeliest tokens
-      [T, k] and their probabilities [T, k]; None to learn from the targets alone.
+    sources: token ids of the source sentences.
+    targets: token ids of the target sentences.
+    teacher: for each pair, the most probable tokens [T, k] of a teacher at each target position and
+      their probabilities [T, k] (`distillation.teacher_topk`); None to learn from the targets
+      alone.
   """
 
   sources: list[list[int]]
@@ -42,13 +44,13 @@ class Pairs:
 
 
 class Batch(NamedTuple):
-  """Pairs padded with 0 to one length L.
+  """Sentence pairs padded with 0 to a common length T.
 
   Attributes:
-    source: [B, L].
-    targets: [B, L].
-    labels: tokens to learn at each position, [B, L, k]; the target itself without a teacher.
-    weights: their probabilities, [B, L, k].
+    source: source tokens [B, T].
+    targets: target tokens [B, T].
+    labels: tokens to learn at each position [B, T, k]; without a teacher, the target token (k = 1).
+    weights: probabilities of the labels [B, T, k]; 0 at padding.
   """
 
   source: np.ndarray
@@ -58,43 +60,51 @@ class Batch(NamedTuple):
 
 
 def epoch_batches(
-  pairs: Pairs, tokens_per_batch: int, seed: int, epoch: int, multiple: int = 1
+  text: ParallelText, tokens_per_batch: int, seed: int, epoch: int, multiple: int = 1
 ) -> list[tuple[int, np.ndarray]]:
-  """All pairs of one epoch as (padded length, indices [B]) in a shuffled order.
+  """Return the batches of one epoch, in shuffled order, as (padded length, pair indices [B]).
 
-  B is tokens_per_batch // length, so every batch costs about the same, and then a number that
-  `multiple`, of devices, divides; what does not fill a batch is topped up with other pairs of its
-  bucket, so that each bucket is one shape.
+  The batch size of a bucket is `tokens_per_batch // length`, so that all batches cost about the
+  same, rounded down to a multiple of `multiple` (but at least `multiple`). The last batch of a
+  bucket is filled up with random pairs of the same bucket, so that each bucket has one shape to
+  compile. Pairs longer than the last bucket are left out with a warning.
+
+  Args:
+    text: sentence pairs.
+    tokens_per_batch: padded target tokens in a batch.
+    seed: seed of the order.
+    epoch: number of the epoch, from 0.
+    multiple: number of devices that share the rows of a batch.
   """
-  if not len(pairs):
+  if not len(text):
     return []
   rng = np.random.default_rng((seed, epoch))
-  longest = np.array([max(len(s), len(t)) for s, t in zip(pairs.sources, pairs.targets)])
-  if (too_long := int((longest > BUCKETS[-1]).sum())) and epoch == 0:
+  longer_side = np.array([max(len(s), len(t)) for s, t in zip(text.sources, text.targets)])
+  if (too_long := int((longer_side > BUCKETS[-1]).sum())) and epoch == 0:
     warnings.warn(f"{too_long} pairs are longer than {BUCKETS[-1]} tokens; left out.", stacklevel=2)
   lower, batches = 0, []
   for length in BUCKETS:
-    members = np.flatnonzero((longest > lower) & (longest <= length))
+    members = np.flatnonzero((longer_side > lower) & (longer_side <= length))
     lower = length
     if not len(members):
       continue
     size = multiple * max(1, tokens_per_batch // length // multiple)
-    missing = -len(members) % size
-    order = np.concatenate([rng.permutation(members), rng.choice(members, missing)])
-    batches += [(length, chunk) for chunk in order.reshape(-1, size)]
+    num_fill = -len(members) % size
+    order = np.concatenate([rng.permutation(members), rng.choice(members, num_fill)])
+    batches += [(length, indices) for indices in order.reshape(-1, size)]
   return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def arrays(pairs: Pairs, batches: list[tuple[int, np.ndarray]]) -> Iterator[Batch]:
-  """The arrays of each batch that `epoch_batches` chose."""
+def padded_batches(text: ParallelText, batches: list[tuple[int, np.ndarray]]) -> Iterator[Batch]:
+  """Yield the padded arrays of each batch from `epoch_batches`."""
   for length, indices in batches:
-    source = padded([pairs.sources[i] for i in indices], length)
-    targets = padded([pairs.targets[i] for i in indices], length)
+    source = padded([text.sources[i] for i in indices], length)
+    targets = padded([text.targets[i] for i in indices], length)
     labels, weights = targets[..., None], (targets[..., None] > 0).astype(np.float32)
-    if pairs.teacher is not None:
-      k = pairs.teacher[0][0].shape[-1]
+    if text.teacher is not None:
+      k = text.teacher[0][0].shape[-1]
       labels, weights = np.zeros((*targets.shape, k), np.int32), np.zeros((*targets.shape, k), "f4")
       for row, i in enumerate(indices):
-        tokens, probs = pairs.teacher[i]
+        tokens, probs = text.teacher[i]
         labels[row, : len(tokens)], weights[row, : len(probs)] = tokens, probs
     yield Batch(source, targets, labels, weights)

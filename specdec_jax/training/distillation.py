@@ -1,7 +1,8 @@
-"""What a draft learns from: more sources, and what a teacher thinks of each target token."""
+"""Distillation data for a draft: additional sources, and top-k distributions of the teacher."""
 
 import collections
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,27 +11,34 @@ from flax import linen as nn
 from rich.progress import track
 
 from specdec_jax.errors import InputError
-from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
+from specdec_jax.training.batches import Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.training.objectives import teacher_forced
 from specdec_jax.writing import written
 
 
-def recombined(lines: list[str], count: int, seed: int = 0) -> list[str]:
-  """`count` new sentences that begin as one line and end as another, joined at two shared words.
+def spliced_sentences(lines: list[str], count: int, seed: int = 0) -> list[str]:
+  """Return `count` new sentences, each the start of one line joined to the end of another.
 
-  A teacher can be asked about any source, so these cost no text: with 29,000 captions alone, a
-  draft learns them by heart.
+  Two lines are joined where they share two neighbouring words. A teacher can label any source, so
+  the new sentences need no reference translation. They matter for small corpora: from 29,000
+  captions alone, a draft memorizes its training data.
+
+  Args:
+    lines: sentences to splice.
+    count: number of new sentences.
+    seed: seed of the choice.
 
   Raises:
-    InputError: the lines share too few word pairs for so many new sentences.
+    InputError: the lines share too few word pairs to make `count` new sentences.
   """
   rng = np.random.default_rng(seed)
   words = [line.split() for line in lines]
-  places = collections.defaultdict(list)  # of each pair of neighbours, but at the start of a line
+  # (word, next word) -> (line, position) of each occurrence that is not at the start of its line.
+  occurrences = collections.defaultdict(list)
   for line, row in enumerate(words):
-    for at in range(1, len(row) - 1):
-      places[row[at], row[at + 1]].append((line, at))
-  known: set[str] = set(lines)
+    for position in range(1, len(row) - 1):
+      occurrences[row[position], row[position + 1]].append((line, position))
+  seen: set[str] = set(lines)
   new: list[str] = []
   for _ in range(20 * count):
     if len(new) == count:
@@ -38,83 +46,112 @@ def recombined(lines: list[str], count: int, seed: int = 0) -> list[str]:
     first = words[rng.integers(len(words))]
     if len(first) < 3:
       continue
-    at = rng.integers(1, len(first) - 1)
-    joints = places[first[at], first[at + 1]]
-    line, other = joints[rng.integers(len(joints))]
-    sentence = " ".join(first[:at] + words[line][other:])
-    if sentence not in known:
-      known.add(sentence)
+    position = rng.integers(1, len(first) - 1)
+    joints = occurrences[first[position], first[position + 1]]
+    line, joint = joints[rng.integers(len(joints))]
+    sentence = " ".join(first[:position] + words[line][joint:])
+    if sentence not in seen:
+      seen.add(sentence)
       new.append(sentence)
   if len(new) < count:
-    raise InputError(f"These {len(lines)} lines recombine to {len(new)} new ones, not {count}.")
+    raise InputError(
+      f"These {len(lines)} lines can be spliced into {len(new)} new sentences, not {count}."
+    )
   return new
 
 
-def teacher_opinions(
+def teacher_topk(
   teacher: nn.Module,
   params,
-  pairs: Pairs,
+  text: ParallelText,
   k: int = 16,
   tokens_per_batch: int = 1152,
   tail: bool = False,
-  rows: jax.sharding.Sharding | None = None,
+  batch_sharding: jax.sharding.Sharding | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-  """A teacher's k likeliest tokens [T, k] at each target position, and their probabilities.
+  """Return the k most probable tokens of a teacher at each target position.
 
-  With `tail` one column more: the text's own token, whose weight is 1 if it is none of the k, else
-  0. Where the teacher drew the text, that stands for all other tokens in proportion: on average,
-  what is learnt is the teacher's whole distribution. `rows` says where those of a batch lie.
+  With `tail`, the token of the text is appended as an additional column. Its weight is 1 if it is
+  not among the k tokens, and 0 otherwise. If the teacher sampled the text, this column is an
+  unbiased estimate of the rest of the distribution: in expectation, cross-entropy with these labels
+  equals cross-entropy with the teacher's whole distribution.
+
+  Args:
+    teacher: Flax module of the teacher.
+    params: its parameters.
+    text: encoded sentence pairs.
+    k: number of tokens at each position.
+    tokens_per_batch: padded target tokens in a batch.
+    tail: whether to append the token of the text.
+    batch_sharding: sharding of the rows of a batch; None for a single device.
+
+  Returns:
+    For each pair, tokens [T, k] and their probabilities [T, k], or [T, k + 1] with `tail`. T is 0
+    for a pair longer than the last bucket.
   """
 
   @jax.jit
-  def likeliest(params, batch: Batch):
+  def most_probable(params, batch: Batch):
     probs, tokens = jax.lax.top_k(jax.nn.softmax(teacher_forced(teacher, params, batch)), k)
     if not tail:
       return probs, tokens
-    own = batch.targets[..., None]
-    is_other = (tokens != own).all(axis=-1, keepdims=True)
-    with_own = lambda most, last: jnp.concatenate([most, last.astype(most.dtype)], axis=-1)
-    return with_own(probs, is_other), with_own(tokens, own)
+    text_token = batch.targets[..., None]
+    is_other = (tokens != text_token).all(axis=-1, keepdims=True)
+    probs = jnp.concatenate([probs, is_other.astype(probs.dtype)], axis=-1)
+    return probs, jnp.concatenate([tokens, text_token.astype(tokens.dtype)], axis=-1)
 
-  none = 0, k + tail  # of pairs left out
-  opinions = [(np.zeros(none, np.int32), np.zeros(none, np.float16))] * len(pairs)
-  over = 1 if rows is None else rows.num_devices
-  batches = epoch_batches(pairs, tokens_per_batch, 0, 0, multiple=over)
-  for (_, indices), batch in zip(track(batches, "teacher", transient=True), arrays(pairs, batches)):
-    probs, tokens = map(np.asarray, likeliest(params, jax.device_put(batch, rows)))
+  empty = 0, k + tail  # shape for a pair that is left out
+  topk = [(np.zeros(empty, np.int32), np.zeros(empty, np.float16))] * len(text)
+  num_devices = 1 if batch_sharding is None else batch_sharding.num_devices
+  batches = epoch_batches(text, tokens_per_batch, seed=0, epoch=0, multiple=num_devices)
+  padded = padded_batches(text, batches)
+  for (_, indices), batch in zip(track(batches, "teacher", transient=True), padded):
+    probs, tokens = most_probable(params, jax.device_put(batch, batch_sharding))
+    probs, tokens = np.asarray(probs), np.asarray(tokens)
     for row, i in enumerate(indices):
-      length = len(pairs.targets[i])
-      opinions[i] = tokens[row, :length].astype(np.int32), probs[row, :length].astype(np.float16)
-  return opinions
+      length = len(text.targets[i])
+      topk[i] = tokens[row, :length].astype(np.int32), probs[row, :length].astype(np.float16)
+  return topk
 
 
-def save_pairs(path: pathlib.Path, pairs: Pairs) -> None:
-  """Write pairs with a teacher's opinions to one .npz file, whole or not at all."""
-  flat = lambda rows: np.concatenate([np.asarray(row) for row in rows])
-  lengths = lambda rows: np.array([len(row) for row in rows])
-  if pairs.teacher is None:
-    raise InputError("There are no opinions of a teacher to save with the pairs.")
-  tokens, probs = zip(*pairs.teacher)
+def save_parallel_text(path: pathlib.Path, text: ParallelText) -> None:
+  """Write sentence pairs and the teacher's top-k distributions to one .npz file, atomically.
+
+  Raises:
+    InputError: the text has no teacher distributions.
+  """
+  if text.teacher is None:
+    raise InputError("The sentence pairs have no teacher distributions to save.")
+  tokens, probs = zip(*text.teacher)
   with written(path, "wb") as file:
     np.savez(
       file,
-      sources=flat(pairs.sources),
-      source_lengths=lengths(pairs.sources),
-      targets=flat(pairs.targets),
-      target_lengths=lengths(pairs.targets),
-      tokens=flat(tokens),
-      probs=flat(probs),
-      opinion_lengths=lengths(tokens),
+      sources=_concatenated(text.sources),
+      source_lengths=_lengths(text.sources),
+      targets=_concatenated(text.targets),
+      target_lengths=_lengths(text.targets),
+      tokens=_concatenated(tokens),
+      probs=_concatenated(probs),
+      opinion_lengths=_lengths(tokens),
     )
 
 
-def load_pairs(path: pathlib.Path) -> Pairs:
-  """What `save_pairs` wrote."""
+def load_parallel_text(path: pathlib.Path) -> ParallelText:
+  """Read a file that `save_parallel_text` wrote."""
   with np.load(path) as file:
-    split = lambda name, lengths: np.split(file[name], np.cumsum(file[lengths])[:-1])
-    lists = lambda *names: [row.tolist() for row in split(*names)]
-    return Pairs(
-      lists("sources", "source_lengths"),
-      lists("targets", "target_lengths"),
-      [*zip(split("tokens", "opinion_lengths"), split("probs", "opinion_lengths"))],
-    )
+
+    def split(name: str, lengths: str) -> list[np.ndarray]:
+      return np.split(file[name], np.cumsum(file[lengths])[:-1])
+
+    sources = [row.tolist() for row in split("sources", "source_lengths")]
+    targets = [row.tolist() for row in split("targets", "target_lengths")]
+    tokens, probs = split("tokens", "opinion_lengths"), split("probs", "opinion_lengths")
+    return ParallelText(sources, targets, [*zip(tokens, probs)])
+
+
+def _concatenated(rows: Sequence) -> np.ndarray:
+  return np.concatenate([np.asarray(row) for row in rows])
+
+
+def _lengths(rows: Sequence) -> np.ndarray:
+  return np.array([len(row) for row in rows])

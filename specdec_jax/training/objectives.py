@@ -1,4 +1,4 @@
-"""What training makes small: for a model of texts, and between what a draft and a teacher think."""
+"""Training losses: cross-entropy on texts, and divergences between a draft and a teacher."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -13,17 +13,18 @@ from specdec_jax.models.families import Config, init_params, module_of
 from specdec_jax.training.batches import Batch
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tv", "lk"]
-_LEAST = 1e-6  # a probability, where its logarithm is taken
+_MIN_PROBABILITY = 1e-6  # lower bound inside logarithms
 
 
 class Objective(NamedTuple):
-  """What is trained, and to what end.
+  """What to train: initial parameters, a loss and validation scores.
 
   Attributes:
-    init: key -> parameters at random.
-    loss: (parameters, frozen, batch, key, share of all steps that are done) -> what is made small.
-    scores: (parameters, frozen, batch) -> what is told of validation text, by name.
-    frozen: parameters that are read and stay as they are, a target's.
+    init: key -> random initial parameters.
+    loss: (parameters, frozen, batch, key, progress) -> scalar loss. `progress` is the fraction of
+      all training steps that are completed.
+    scores: (parameters, frozen, batch) -> validation scores by name.
+    frozen: parameters that the loss uses and training does not change, such as a target's.
   """
 
   init: Callable[[Array], Any]
@@ -35,44 +36,51 @@ class Objective(NamedTuple):
 def model_objective(
   config: Config, label_smoothing: float = 0.0, divergence: Divergence = "forward_kl"
 ) -> Objective:
-  """A model of texts.
+  """Return the objective of a language model or translation model.
 
   Args:
-    config: its shape, with the dropout rate of training.
-    label_smoothing: share of the target mass spread evenly over the vocabulary, by 'forward_kl'.
-    divergence: of the model from a teacher's opinions, or from the text if there are none.
+    config: configuration of the model, with the dropout rate of training.
+    label_smoothing: probability mass spread evenly over the vocabulary; 'forward_kl' only.
+    divergence: divergence of the model from the teacher's distributions, or from the text itself if
+      the batch has no teacher. 'forward_kl' is implemented as cross-entropy with the labels.
   """
   module = module_of(config)
 
-  def loss(params, frozen: Any, batch: Batch, rng: Array, share: Array) -> Array:
+  def loss(params, frozen: Any, batch: Batch, rng: Array, progress: Array) -> Array:
     logits = teacher_forced(module, params, batch, rng)
     if divergence == "forward_kl":
       return cross_entropy(logits, batch, label_smoothing)[0]
-    each = divergences(logits, batch.labels, batch.weights, divergence, share)
-    return _mean(each, batch.targets > 0)
+    per_token = divergences(logits, batch.labels, batch.weights, divergence, progress)
+    return _masked_mean(per_token, batch.targets > 0)
 
   def scores(params, frozen: Any, batch: Batch) -> dict[str, Array]:
-    found = cross_entropy(teacher_forced(module, params, batch), batch, 0.0)
-    return dict(zip(("valid_loss", "valid_accuracy"), found))
+    valid_loss, accuracy = cross_entropy(teacher_forced(module, params, batch), batch, 0.0)
+    return {"valid_loss": valid_loss, "valid_accuracy": accuracy}
 
-  return Objective(lambda rng: init_params(config, rng), loss, scores)
+  def init(rng: Array) -> Any:
+    return init_params(config, rng)
+
+  return Objective(init, loss, scores)
 
 
 def cross_entropy(logits: Array, batch: Batch, smoothing: float) -> tuple[Array, Array]:
-  """Mean loss in nats and accuracy of logits [B, L, V] over targets that are not padding."""
+  """Return mean loss in nats and argmax accuracy of logits [B, T, V] over non-padding targets."""
   log_probs = jax.nn.log_softmax(logits)
-  token = (jnp.take_along_axis(log_probs, batch.labels, axis=-1) * batch.weights).sum(axis=-1)
-  loss = -(1 - smoothing) * token - smoothing * log_probs.mean(axis=-1)
-  real = batch.targets > 0
+  labelled = (jnp.take_along_axis(log_probs, batch.labels, axis=-1) * batch.weights).sum(axis=-1)
+  loss = -(1 - smoothing) * labelled - smoothing * log_probs.mean(axis=-1)
+  is_token = batch.targets > 0
   correct = logits.argmax(axis=-1) == batch.targets
-  return _mean(loss, real), _mean(correct, real)
+  return _masked_mean(loss, is_token), _masked_mean(correct, is_token)
 
 
 def teacher_forced(
   module: nn.Module, params, batch: Batch, dropout_rng: Array | None = None
 ) -> Array:
-  """Logits [B, L, V] at each target position, given the targets before it."""
-  inputs = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))  # starts with pad, as T5 does
+  """Return logits [B, T, V] at each target position, given the preceding target tokens.
+
+  Dropout is applied if `dropout_rng` is given.
+  """
+  inputs = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))  # T5 starts decoding with PAD, 0
   rngs = None if dropout_rng is None else {"dropout": dropout_rng}
   return module.apply({"params": params}, batch.source, inputs, dropout_rng is None, rngs=rngs)
 
@@ -82,38 +90,49 @@ def divergences(
   tokens: ArrayLike,
   probs: ArrayLike,
   divergence: Divergence,
-  share: Array | float = 0.0,
+  progress: Array | float = 0.0,
 ) -> Array:
-  """Of q, by a draft's logits [..., V], from a teacher's p, in nats but for 'tv': [...].
+  """Return the divergence between a draft's q and a teacher's p at each position, [...].
 
-  Of p are known the k likeliest tokens [..., k] and their probabilities; all other tokens count as
-  one, for p and for q. So this is a lower bound of what all of p would give, and near it where the
-  k have most of the mass.
+  Only the teacher's k most probable tokens are known. All other tokens are merged into one, for p
+  and for q, so the result is a lower bound of the divergence of the full distributions. The bound
+  is tight where the k tokens carry most of the probability.
 
   Args:
-    logits: of the draft.
-    tokens: [..., k], no two alike.
-    probs: [..., k].
-    divergence: 'forward_kl', KL(p, q); 'reverse_kl', KL(q, p); 'jsd', Jensen and Shannon's; 'tv',
-      the total variation distance, which is 1 - beta (Theorem 5); 'lk', -log beta, mixed with
-      KL(p, q), whose weight falls from 1 to 0 as training goes on.
-    share: of the training that is done.
+    logits: logits of the draft [..., V].
+    tokens: most probable tokens of the teacher [..., k], all different.
+    probs: their probabilities [..., k].
+    divergence: 'forward_kl', KL(p, q); 'reverse_kl', KL(q, p); 'jsd', the Jensen-Shannon
+      divergence; 'tv', the total variation distance, which is 1 - beta (Theorem 5); 'lk',
+      a mixture of -log beta and KL(p, q) in which the weight of KL(p, q) falls from 1 to 0 during
+      training. All are in nats, except 'tv'.
+    progress: fraction of training that is completed, for 'lk'.
   """
-  named = jnp.take_along_axis(jax.nn.softmax(logits), jnp.asarray(tokens), axis=-1)
-  rest = lambda x: jnp.maximum(1 - x.sum(axis=-1, keepdims=True), 0)
-  whole = lambda x: jnp.concatenate([x, rest(x)], axis=-1)
-  p, q = whole(jnp.asarray(probs)), whole(named)
-  log = lambda x: jnp.log(jnp.maximum(x, _LEAST))
-  kl = lambda a, b: (a * (log(a) - log(b))).sum(axis=-1)
+  q_known = jnp.take_along_axis(jax.nn.softmax(logits), jnp.asarray(tokens), axis=-1)
+  p, q = _with_remainder(jnp.asarray(probs)), _with_remainder(q_known)
   if divergence == "forward_kl":
-    return kl(p, q)
+    return _kl(p, q)
   if divergence == "reverse_kl":
-    return kl(q, p)
+    return _kl(q, p)
   if divergence == "jsd":
-    return (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2
+    return (_kl(p, (p + q) / 2) + _kl(q, (p + q) / 2)) / 2
   beta = jnp.minimum(p, q).sum(axis=-1)
-  return 1 - beta if divergence == "tv" else share * -log(beta) + (1 - share) * kl(p, q)
+  return 1 - beta if divergence == "tv" else progress * -_log(beta) + (1 - progress) * _kl(p, q)
 
 
-def _mean(x: Array, real: ArrayLike) -> Array:
-  return jnp.sum(x * real) / jnp.sum(real)
+def _with_remainder(probs: Array) -> Array:
+  """Append the probability of all other tokens: [..., k] -> [..., k + 1]."""
+  remainder = jnp.maximum(1 - probs.sum(axis=-1, keepdims=True), 0)
+  return jnp.concatenate([probs, remainder], axis=-1)
+
+
+def _log(x: Array) -> Array:
+  return jnp.log(jnp.maximum(x, _MIN_PROBABILITY))
+
+
+def _kl(p: Array, q: Array) -> Array:
+  return (p * (_log(p) - _log(q))).sum(axis=-1)
+
+
+def _masked_mean(x: Array, mask: ArrayLike) -> Array:
+  return jnp.sum(x * mask) / jnp.sum(mask)

@@ -1,4 +1,4 @@
-"""Train on sentence pairs, or texts whose sources are empty: Adafactor, checkpoints that resume."""
+"""Training loop: Adafactor on batches of parallel text, with checkpoints from which it resumes."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ import math
 import pathlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,26 +26,27 @@ from specdec_jax.errors import (
   require_types,
 )
 from specdec_jax.partitioning import make_mesh, param_shardings
-from specdec_jax.training.batches import Batch, Pairs, arrays, epoch_batches
+from specdec_jax.training.batches import Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.training.objectives import Objective
 from specdec_jax.writing import written
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-  """How long and how hard to train.
+  """Length, learning rate and sharding of a training run.
 
   Attributes:
-    epochs: passes over the training pairs.
-    max_steps: stop after as many, if that is sooner; None for all epochs.
+    epochs: number of passes over the training pairs.
+    max_steps: maximum number of steps; None to train for all epochs.
     tokens_per_batch: padded target tokens in a batch.
-    peak_learning_rate: of Adafactor with parameter scaling: the relative size of an update.
-    warmup_steps: linear, then a cosine to zero at the last step.
-    label_smoothing: share of the target mass spread evenly over the vocabulary.
-    seed: of initialisation, order and dropout.
+    peak_learning_rate: highest learning rate of Adafactor with parameter scaling, that is, the size
+      of an update relative to the parameter.
+    warmup_steps: steps of linear warm-up; a cosine decay to zero at the last step follows.
+    label_smoothing: probability mass spread evenly over the vocabulary.
+    seed: seed of initialization, batch order and dropout.
     save_every: steps between checkpoints.
-    model_parallel: of this host's devices, how many share each model (`partitioning.RULES`); what
-      is left shares the rows of a batch.
+    model_parallel: number of this host's devices that share each model (`partitioning.RULES`). The
+      groups of devices share the rows of a batch.
   """
 
   epochs: int = 12
@@ -66,48 +68,53 @@ class TrainSettings:
       require_count("max_steps", self.max_steps)
     if self.warmup_steps < 0 or not 0 < self.peak_learning_rate < math.inf:
       raise InputError(
-        f"warmup_steps is {self.warmup_steps} and peak_learning_rate {self.peak_learning_rate}; "
-        "they must be at least 0, and above 0."
+        f"warmup_steps is {self.warmup_steps} and peak_learning_rate is "
+        f"{self.peak_learning_rate}; they must be at least 0 and above 0."
       )
     require_number("label_smoothing", self.label_smoothing, 0, 1, "[)")
     if self.seed < 0:
-      raise InputError(f"seed is {self.seed}; the order of batches wants one that is not negative.")
+      raise InputError(f"seed is {self.seed}; the order of batches needs a seed of at least 0.")
 
 
 def train(
   objective: Objective,
   settings: TrainSettings,
-  train_pairs: Pairs,
-  valid_pairs: Pairs,
+  train_pairs: ParallelText,
+  valid_pairs: ParallelText,
   output_dir: str,
-  init: Array | None = None,
-  bleu: Callable[[Array], float] | None = None,
-):
-  """Train to the last step, from the newest checkpoint in `output_dir` if there is one.
+  init: Any | None = None,
+  bleu: Callable[[Any], float] | None = None,
+) -> Any:
+  """Train to the last step and return the trained parameters.
+
+  Training resumes from the newest checkpoint in `output_dir` if there is one. The result is the
+  same as that of an uninterrupted run.
 
   Args:
-    objective: what is trained, and to what end.
+    objective: initial parameters, loss and validation scores.
     settings: see `TrainSettings`.
-    train_pairs: encoded sentence pairs.
-    valid_pairs: pairs for the scores printed after each epoch.
-    output_dir: gets `checkpoints/` and one line an epoch in `metrics.jsonl` (the rate and seconds
-      of a resumed epoch are those since then, compiling counted).
-    init: parameters to start from, instead of random ones.
-    bleu: BLEU of given parameters on validation text, run after each epoch.
+    train_pairs: encoded sentence pairs to train on.
+    valid_pairs: encoded sentence pairs for the scores that are printed after each epoch.
+    output_dir: folder for `checkpoints/` and for `metrics.jsonl`, which has one line per epoch. For
+      an epoch that was resumed, `tokens_per_s` and `seconds` count from the last start and include
+      compilation.
+    init: initial parameters; None for those of `objective.init`.
+    bleu: function from parameters to BLEU on validation text, called after each epoch.
 
-  Returns:
-    The trained parameters.
+  Raises:
+    InputError: there are no training or validation pairs, or the warm-up is at least as long as the
+      run.
   """
   output = pathlib.Path(output_dir).absolute()
   mesh = make_mesh(settings.model_parallel)
-  shuffled = functools.partial(
+  batches_of = functools.partial(
     epoch_batches, tokens_per_batch=settings.tokens_per_batch, multiple=mesh.shape["data"]
   )
-  steps_per_epoch = len(shuffled(train_pairs, seed=0, epoch=0))
-  valid_batches = shuffled(valid_pairs, seed=0, epoch=0)
+  steps_per_epoch = len(batches_of(train_pairs, seed=0, epoch=0))
+  valid_batches = batches_of(valid_pairs, seed=0, epoch=0)
   for name, count in (("training", steps_per_epoch), ("validation", len(valid_batches))):
     if not count:
-      raise InputError(f"There are no {name} pairs to learn from or to check with.")
+      raise InputError(f"There are no {name} pairs that fit into a batch; give at least one.")
   total = settings.epochs * steps_per_epoch
   if settings.max_steps is not None:
     total = min(total, settings.max_steps)
@@ -122,28 +129,36 @@ def train(
   optimizer = optax.adafactor(schedule)
   rng = jax.random.key(settings.seed)
 
-  cut = lambda params: jax.device_put(params, param_shardings(params, mesh))
-  # Copied, since each step gives its state's memory to the next.
-  params = cut(objective.init(rng) if init is None else jax.tree.map(jnp.array, init))
-  frozen = cut(objective.frozen)
-  whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
-  rest = {"opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
-  state = {"params": params, **jax.device_put(rest, whole)}
+  def shard(params: Any) -> Any:
+    return jax.device_put(params, param_shardings(params, mesh))
 
-  out_shardings = jax.tree.map(lambda x: x.sharding, state), whole
+  # `init` is copied, since each step donates the memory of its state to the next step.
+  params = shard(objective.init(rng) if init is None else jax.tree.map(jnp.array, init))
+  frozen = shard(objective.frozen)
+  replicated, batch_sharding = (
+    NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",))
+  )
+  counters = {"opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+  state = {"params": params, **jax.device_put(counters, replicated)}
+
+  out_shardings = jax.tree.map(lambda x: x.sharding, state), replicated
 
   @functools.partial(jax.jit, donate_argnums=0, out_shardings=out_shardings)
   def train_step(state, frozen, batch: Batch):
     key = jax.random.fold_in(rng, state["step"])
-    loss_fn = lambda params: objective.loss(params, frozen, batch, key, state["step"] / total)
-    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+
+    def loss_of(params: Any) -> Array:
+      return objective.loss(params, frozen, batch, key, state["step"] / total)
+
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
     updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
     params = optax.apply_updates(state["params"], updates)
     return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
 
   scores_of = jax.jit(objective.scores)
   options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
-  with ocp.CheckpointManager(output / "checkpoints", options=options) as checkpoints, _bar() as bar:
+  manager = ocp.CheckpointManager(output / "checkpoints", options=options)
+  with manager as checkpoints, _progress_bar() as bar:
     if checkpoints.latest_step() is not None:
       restore = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
       state = checkpoints.restore(checkpoints.latest_step(), args=restore)
@@ -151,34 +166,37 @@ def train(
     task = bar.add_task("training", total=total, completed=step, note="")
     while step < total:
       epoch, skip = divmod(step, steps_per_epoch)
-      batches = shuffled(train_pairs, seed=settings.seed, epoch=epoch)[skip:]
+      batches = batches_of(train_pairs, seed=settings.seed, epoch=epoch)[skip:]
       batches = batches[: total - step]
       since, tokens, losses = time.perf_counter(), 0, []
-      for batch in arrays(train_pairs, batches):
-        state, loss = train_step(state, frozen, jax.device_put(batch, rows))
+      for batch in padded_batches(train_pairs, batches):
+        state, loss = train_step(state, frozen, jax.device_put(batch, batch_sharding))
         step += 1
         tokens += int((batch.targets > 0).sum())
         losses.append(loss)
-        if step % 20 == 0:  # to read a loss is to wait for its step
+        if step % 20 == 0:  # rarely, since reading a loss waits for its step
           recent = np.mean(jax.device_get(losses[-20:]))
           rate = tokens / (time.perf_counter() - since)
           note = f"epoch {epoch + 1}/{settings.epochs}  loss {recent:.3f}  {rate:,.0f} tokens/s"
           bar.update(task, completed=step, note=note)
           if step % settings.save_every == 0 and not bar.console.is_terminal:
-            bar.console.print(f"step {step}/{total}  {note}")  # where no bar is drawn
+            bar.console.print(f"step {step}/{total}  {note}")  # in place of the bar
         if step % settings.save_every == 0 and step % steps_per_epoch != 0:
           checkpoints.save(step, args=ocp.args.StandardSave(state))
       train_loss = float(np.mean(jax.device_get(losses)))
       seconds = time.perf_counter() - since
       scores = [
-        scores_of(state["params"], frozen, jax.device_put(batch, rows))
-        for batch in arrays(valid_pairs, valid_batches)
+        scores_of(state["params"], frozen, jax.device_put(batch, batch_sharding))
+        for batch in padded_batches(valid_pairs, valid_batches)
       ]
       metrics = {
         "epoch": epoch + 1,
         "step": step,
         "train_loss": train_loss,
-        **{name: float(np.mean([each[name] for each in scores])) for name in scores[0]},
+        **{
+          name: float(np.mean([batch_scores[name] for batch_scores in scores]))
+          for name in scores[0]
+        },
         "bleu": bleu(state["params"]) if bleu else None,
         "tokens_per_s": tokens / seconds,
         "seconds": seconds,
@@ -190,14 +208,18 @@ def train(
 
 
 def _write_metrics(path: pathlib.Path, metrics: dict) -> None:
-  """Add an epoch's line, in place of those of a run that was stopped before its checkpoint."""
+  """Write the line of an epoch, and drop lines of this epoch and later ones.
+
+  A run that was stopped after it wrote the line of an epoch but before it saved the checkpoint
+  repeats that epoch.
+  """
   lines = path.read_text().splitlines() if path.exists() else []
   lines = [line for line in lines if json.loads(line)["epoch"] < metrics["epoch"]]
   with written(path) as file:
     file.write("\n".join([*lines, json.dumps(metrics), ""]))
 
 
-def _bar() -> Progress:
+def _progress_bar() -> Progress:
   return Progress(
     TextColumn("{task.description}"),
     BarColumn(),

@@ -1,0 +1,186 @@
+"""Distillation data: texts, outputs of the target, and its top-k distribution for each token."""
+
+import dataclasses
+import functools
+import pathlib
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.progress import track
+
+from specdec_jax.core.decode import autoregressive_decode
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.types import Model
+from specdec_jax.data.text import read_lines
+from specdec_jax.data.vocabulary import Vocabulary, padded
+from specdec_jax.models.families import Config, model_of, module_of
+from specdec_jax.pairs.load import load_for
+from specdec_jax.partitioning import PartitionedModel, make_mesh, param_shardings
+from specdec_jax.training.batches import ParallelText
+from specdec_jax.training.distillation import (
+  load_parallel_text,
+  save_parallel_text,
+  spliced_sentences,
+  teacher_topk,
+)
+
+NUM_SAMPLED_TEXTS = 512  # validation texts sampled from a decoder-only target
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingTexts:
+  """Texts that a draft is trained on, before a teacher labels them.
+
+  Attributes:
+    data: folder of the text files.
+    sources: source files; None if the target is decoder-only.
+    targets: files with the translation of each source file, or of texts.
+    samples: outputs to sample for each source.
+    new_sources: spliced sentences (`spliced_sentences`) to sample one output each for; for a
+      decoder-only target, texts to sample unconditionally.
+  """
+
+  data: str
+  sources: list[str] | None
+  targets: list[str]
+  samples: int = 0
+  new_sources: int = 0
+
+
+class Teacher(NamedTuple):
+  """A target that drafts are trained on.
+
+  Attributes:
+    vocabulary: vocabulary of the target.
+    config: configuration of the target, in the layout of its parameters.
+    params: parameters of the target.
+    mesh: mesh of the devices that it runs on.
+  """
+
+  vocabulary: Vocabulary
+  config: Config
+  params: Any
+  mesh: Mesh
+
+  def distillation_data(
+    self,
+    path: pathlib.Path,
+    texts: TrainingTexts,
+    tail: bool = False,
+    writer: tuple[Model, Any] | None = None,
+  ) -> ParallelText:
+    """Read texts with the teacher's top-k distributions from a file, or create the file.
+
+    Args:
+      path: file of the distillation data.
+      texts: texts to label.
+      tail: whether to append the token of the text to the top-k (`teacher_topk`).
+      writer: model and parameters that sample the outputs; by default the teacher itself.
+    """
+    if not path.exists():
+      text = self._with_samples(texts, writer or (self.model, self.params))
+      topk = teacher_topk(
+        module_of(self.config),
+        self.params,
+        text,
+        tail=tail,
+        batch_sharding=NamedSharding(self.mesh, PartitionSpec("data")),
+      )
+      path.parent.mkdir(parents=True, exist_ok=True)
+      save_parallel_text(path, dataclasses.replace(text, teacher=topk))
+    return load_parallel_text(path)
+
+  def _with_samples(self, texts: TrainingTexts, writer: tuple[Model, Any]) -> ParallelText:
+    """Return the texts, followed by the outputs that `writer` samples."""
+    vocabulary = self.vocabulary
+    text = parallel_text(vocabulary, texts.data, texts.sources, texts.targets)
+    if texts.sources:
+      lines = [line for file in texts.sources for line in read_lines(f"{texts.data}/{file}")]
+      new_sources = map(vocabulary.encode, spliced_sentences(lines, texts.new_sources))
+    else:
+      new_sources = [vocabulary.encode("")] * texts.new_sources
+    model, params = writer
+    for seed, sources in enumerate([*[text.sources] * texts.samples, [*new_sources]]):
+      outputs = model_outputs(
+        model, params, sources, vocabulary.eos_id, sampling=Sampling(), seed=seed
+      )
+      text = ParallelText([*text.sources, *sources], [*text.targets, *outputs])
+    return text
+
+  def validation_pairs(self, data: str, valid_source: str | None) -> ParallelText:
+    """Return validation sources with the target's argmax outputs.
+
+    Without `valid_source`, return texts that the target samples unconditionally.
+    """
+    if valid_source is None:
+      sources = [self.vocabulary.encode("")] * NUM_SAMPLED_TEXTS
+      return ParallelText(sources, self._outputs(sources, Sampling()))
+    sources = encoded_lines(self.vocabulary, data, [valid_source])
+    return ParallelText(sources, self._outputs(sources, Sampling(temperature=0.0)))
+
+  @property
+  def model(self) -> Model:
+    """The target behind the `Model` contract, sharded across its mesh."""
+    return PartitionedModel(model_of(self.config), self.mesh)
+
+  def _outputs(self, sources: list[list[int]], sampling: Sampling) -> list[list[int]]:
+    eos_id = self.vocabulary.eos_id
+    return model_outputs(self.model, self.params, sources, eos_id, sampling=sampling, seed=-1)
+
+
+def open_teacher(path: str, vocabulary: Vocabulary, model_parallel: int) -> Teacher:
+  """Load a checkpoint of any kind as a teacher, sharded across the devices of this host.
+
+  `model_parallel` devices share the model, as in `TrainSettings`.
+  """
+  mesh = make_mesh(model_parallel)
+  shardings = functools.partial(param_shardings, mesh=mesh)
+  config, params = load_for("target", path, vocabulary, shardings=shardings)
+  return Teacher(vocabulary, config, params, mesh)
+
+
+def parallel_text(
+  vocabulary: Vocabulary, data: str, sources: list[str] | None, targets: list[str]
+) -> ParallelText:
+  """Read and encode parallel text files; without `sources`, each source is the empty text."""
+  encoded_targets = encoded_lines(vocabulary, data, targets)
+  if sources:
+    return ParallelText(encoded_lines(vocabulary, data, sources), encoded_targets)
+  return ParallelText([vocabulary.encode("")] * len(encoded_targets), encoded_targets)
+
+
+def encoded_lines(vocabulary: Vocabulary, data: str, files: list[str]) -> list[list[int]]:
+  """Read the lines of text files in folder `data` and encode them."""
+  return [vocabulary.encode(line) for file in files for line in read_lines(f"{data}/{file}")]
+
+
+def model_outputs(
+  model: Model,
+  params,
+  sources: list[list[int]],
+  eos_id: int | None = None,
+  batch_size: int = 64,
+  sampling: Sampling = Sampling(temperature=0.0),
+  seed: int = 0,
+) -> list[list[int]]:
+  """Decode encoded sources autoregressively and return token ids, in the order of the sources."""
+  order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+  outputs: list[list[int]] = [[]] * len(sources)
+  for at in track(range(0, len(order), batch_size), "decoding", transient=True):
+    chunk = order[at : at + batch_size]
+    chunk += [chunk[-1]] * (batch_size - len(chunk))  # one shape a length, also at the end
+    width = -(-max(len(sources[i]) for i in chunk) // 16) * 16
+    decoded = autoregressive_decode(
+      model,
+      params,
+      jnp.asarray(padded([sources[i] for i in chunk], width)),
+      row_keys(seed, at, batch_size),
+      max_new_tokens=96,
+      sampling=sampling,
+      eos_id=eos_id,
+    )
+    for i, row, length in zip(chunk, np.asarray(decoded.tokens), np.asarray(decoded.lengths)):
+      outputs[i] = row[:length].tolist()
+  return outputs
