@@ -1,10 +1,12 @@
 """The public namespace is complete, and the reference documents exactly it."""
 
 import ast
+import dataclasses
 import pathlib
 import re
 
 import specdec_jax
+from specdec_jax.records import Record
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -34,3 +36,13 @@ def test_reference_documents_exactly_the_public_names():
     re.MULTILINE,
   )
   assert sorted(names) == sorted(set(specdec_jax.__all__) - {"__version__"})
+
+
+def test_metrics_page_names_fields_of_records():
+  fields = {field.name for field in dataclasses.fields(Record)}
+  page = (ROOT / "docs" / "metrics.md").read_text()
+  tables = re.findall(r"^\| column \| record field .*\n(?:\|.*\n)+", page, re.MULTILINE)
+  assert len(tables) == 4
+  rows = [line.split(" | ") for table in tables for line in table.splitlines()[2:]]
+  named = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+  assert len(named) > 40 and named <= fields
