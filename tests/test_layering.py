@@ -155,7 +155,7 @@ def test_no_module_imports_itself_by_others():
     ("commands", "from absl import flags"),
     ("commands", "from t5x import models"),
     ("commands", "def f():\n  import torch"),
-    ("measurement", "from specdec_jax.peers import contest"),
+    ("measurement", "from specdec_jax.peers import comparison"),
     ("training", "import seqio"),
     ("records", "import jax"),
     ("records", "from specdec_jax.core.types import DecodeResult"),

@@ -1,5 +1,6 @@
-"""Other programs decode the weights we wrote for them, and are timed beside ours."""
+"""Tests of peers: exported weights, other libraries as backends, and their timing."""
 
+import dataclasses
 import functools
 import os
 from typing import Any
@@ -20,51 +21,59 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.errors import InputError
 from specdec_jax.kernels import skinny
 from specdec_jax.measurement.speed import own_baseline
-from specdec_jax.peers import contest as contests
+from specdec_jax.peers import comparison as comparisons
 from specdec_jax.peers import ctranslate2, huggingface, t5x, worker
-from specdec_jax.peers.contest import Competitor, Contest, Decode, Generate
+from specdec_jax.peers.comparison import (
+  OWN_BASELINE,
+  Backend,
+  Comparison,
+  Decode,
+  Generate,
+  Workload,
+)
 
 ARGMAX, LIMIT = Sampling(temperature=0.0), 12
 TEXTS = tiny_pair.SENTENCES[:3]
 
 
-def trained(folder) -> Contest:
-  return contests.trained(
-    str(folder),
-    TEXTS,
-    *(str(tiny_pair.folder() / name) for name in ("target", "near", "vocabulary.model")),
-    task="tiny",
-    gammas=(2,),
-    temperatures=(0.0,),
-    max_new_tokens=LIMIT,
+def trained(folder) -> Comparison:
+  target, draft, vocabulary = (
+    str(tiny_pair.folder() / name) for name in ("target", "near", "vocabulary.model")
   )
+  workload = Workload(TEXTS, gammas=(2,), temperatures=(0.0,), max_new_tokens=LIMIT)
+  return comparisons.trained(str(folder), workload, target, draft, vocabulary, task="tiny")
 
 
 @pytest.fixture(scope="module")
-def contest(tmp_path_factory) -> Contest:
-  return trained(tmp_path_factory.mktemp("contest"))
+def comparison(tmp_path_factory) -> Comparison:
+  return trained(tmp_path_factory.mktemp("comparison"))
 
 
 @functools.cache
-def simulated(alpha: float, folder: str) -> Contest:
-  return contests.random(folder, TEXTS[:1], "tiny", "tiny", alpha, max_new_tokens=LIMIT)
+def simulated(alpha: float, folder: str) -> Comparison:
+  return comparisons.random(folder, TEXTS[:1], "tiny", "tiny", alpha, max_new_tokens=LIMIT)
 
 
-def decode(contest: Contest, competitor: Competitor, sampling: Sampling = ARGMAX):
-  """All texts of a contest by a competitor; skips where it is not installed."""
-  if missing := competitor.absent():
+def with_workload(comparison: Comparison, **changes) -> Comparison:
+  return comparison._replace(workload=dataclasses.replace(comparison.workload, **changes))
+
+
+def decode(comparison: Comparison, backend: Backend, sampling: Sampling = ARGMAX):
+  """Decode all texts of a comparison with a backend; skip the test if it is not installed."""
+  if missing := backend.missing_packages():
     pytest.skip(f"{', '.join(missing)} not installed")
-  load: Any = competitor.load
-  call = load(contest)
-  decodes = []
-  for i, text in enumerate(contest.texts):
-    if competitor.process:
-      source = contest.pair.encode(text)
-      decodes.append(worker.decoded(*call(source, i, LIMIT, sampling.temperature), LIMIT))
+  load: Any = backend.load
+  call = load(comparison)
+  results = []
+  for i, text in enumerate(comparison.workload.texts):
+    if backend.process:
+      source = comparison.pair.encode(text)
+      tokens, num_target_calls = call(source, i, LIMIT, sampling.temperature)
+      results.append(worker.decode_result(tokens, num_target_calls, LIMIT))
     else:
-      prompt, rng = contest.pair.prompt([text]), row_keys(0, i, 1)
-      decodes.append(call(prompt, rng, max_new_tokens=LIMIT, sampling=sampling))
-  return decodes
+      prompt, rng = comparison.pair.prompt([text]), row_keys(0, i, 1)
+      results.append(call(prompt, rng, max_new_tokens=LIMIT, sampling=sampling))
+  return results
 
 
 SHAPES = {
@@ -76,7 +85,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_is_written_for_transformers_reads_back(tmp_path, fields, dtype):
+def test_exported_weights_are_loaded_unchanged(tmp_path, fields, dtype):
   config = tiny.config(**fields)
   params = jax.tree.map(lambda x: x.astype(dtype), tiny_pair.random_params(config, 1))
   save_huggingface(str(tmp_path), config, params)
@@ -86,14 +95,19 @@ def test_what_is_written_for_transformers_reads_back(tmp_path, fields, dtype):
   jax.tree.map(np.testing.assert_array_equal, stored.load(config), params)
 
 
-def test_arrays_are_called_what_transformers_calls_them(tmp_path):
+def test_exported_arrays_have_the_names_of_transformers(tmp_path):
   config = tiny.config(layers=1)
   save_huggingface(str(tmp_path), config, tiny_pair.random_params(config, 1))
-  attention = lambda layer, name: {f"{layer}.{name}.{part}.weight" for part in "qkvo"}
-  mlp = lambda layer: {f"{layer}.DenseReluDense.{part}.weight" for part in ("wi_0", "wi_1", "wo")}
-  norms = lambda stack, count: {
-    f"{stack}.block.0.layer.{i}.layer_norm.weight" for i in range(count)
-  }
+
+  def attention(layer, name):
+    return {f"{layer}.{name}.{part}.weight" for part in "qkvo"}
+
+  def mlp(layer):
+    return {f"{layer}.DenseReluDense.{part}.weight" for part in ("wi_0", "wi_1", "wo")}
+
+  def norms(stack, count):
+    return {f"{stack}.block.0.layer.{i}.layer_norm.weight" for i in range(count)}
+
   bias = "layer.0.SelfAttention.relative_attention_bias.weight"
   with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
     assert set(file.keys()) == {
@@ -111,13 +125,13 @@ def test_arrays_are_called_what_transformers_calls_them(tmp_path):
 
 
 @pytest.mark.parametrize("fields", [dict(fused=True), dict(gated=False), dict(activation="relu")])
-def test_a_shape_that_transformers_lacks_is_refused(tmp_path, fields):
+def test_exporting_a_configuration_that_transformers_lacks_raises(tmp_path, fields):
   with pytest.raises(InputError, match="cannot be written for transformers"):
     save_huggingface(str(tmp_path), tiny.config(**fields), {})
 
 
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
-def test_logits_of_pytorch_are_ours(tmp_path, fields):
+def test_pytorch_computes_the_same_logits(tmp_path, fields):
   torch = pytest.importorskip("torch", reason="PyTorch is not installed")
   pytest.importorskip("transformers", reason="transformers is not installed")
   config = tiny.config(**fields)
@@ -135,11 +149,11 @@ def test_logits_of_pytorch_are_ours(tmp_path, fields):
   np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 
 
-COMPETITORS = {
-  c.name: c
-  for c in (
+BACKENDS = {
+  backend.name: backend
+  for backend in (
     t5x.temperature_sample(),
-    huggingface.plain(),
+    huggingface.autoregressive(),
     huggingface.assisted(),
     huggingface.assisted(3),
     ctranslate2.greedy(),
@@ -147,9 +161,9 @@ COMPETITORS = {
 }
 
 
-@pytest.mark.parametrize("name", COMPETITORS)
-def test_competitors_write_what_the_target_writes(contest, name):
-  got, want = decode(contest, COMPETITORS[name]), decode(contest, contests.OWN)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backends_give_the_tokens_of_the_target(comparison, name):
+  got, want = decode(comparison, BACKENDS[name]), decode(comparison, OWN_BASELINE)
   for theirs, ours in zip(got, want, strict=True):
     np.testing.assert_array_equal(theirs.tokens, ours.tokens)
     np.testing.assert_array_equal(theirs.lengths, ours.lengths)
@@ -159,57 +173,63 @@ def test_competitors_write_what_the_target_writes(contest, name):
       assert theirs.num_rounds == ours.num_rounds
 
 
-@pytest.mark.parametrize("name", [name for name, c in COMPETITORS.items() if not c.trained_only])
-def test_simulated_texts_run_to_their_limit(tmp_path, name):
-  (got,) = decode(simulated(1.0, str(tmp_path)), COMPETITORS[name])
+@pytest.mark.parametrize(
+  "name", [name for name, backend in BACKENDS.items() if not backend.trained_only]
+)
+def test_outputs_with_simulated_acceptance_run_to_the_limit(tmp_path, name):
+  (got,) = decode(simulated(1.0, str(tmp_path)), BACKENDS[name])
   assert got.lengths == LIMIT
   assert got.num_rounds == (LIMIT / 4 if "assisted" in name else LIMIT)
 
 
-def test_assistants_are_refused_as_often_as_asked(tmp_path):
+def test_simulated_alpha_0_rejects_all_draft_tokens_of_the_assistant(tmp_path):
   (got,) = decode(simulated(0.0, str(tmp_path)), huggingface.assisted(3))
   assert got.lengths == got.num_rounds == LIMIT
 
 
-def test_a_sample_can_be_drawn_again(contest):
-  competitor, sampling = huggingface.plain(), Sampling(temperature=1.0)
-  one, other = (decode(contest, competitor, sampling) for _ in range(2))
-  for a, b in zip(one, other, strict=True):
+def test_samples_of_a_backend_are_reproducible(comparison):
+  backend, sampling = huggingface.autoregressive(), Sampling(temperature=1.0)
+  first, second = (decode(comparison, backend, sampling) for _ in range(2))
+  for a, b in zip(first, second, strict=True):
     np.testing.assert_array_equal(a.tokens, b.tokens)
-  greedy = decode(contest, competitor)
-  assert any(not np.array_equal(a.tokens, b.tokens) for a, b in zip(one, greedy, strict=True))
+  greedy = decode(comparison, backend)
+  assert any(not np.array_equal(a.tokens, b.tokens) for a, b in zip(first, greedy, strict=True))
 
 
-def other_words(contest: Contest) -> Decode:
-  """Our plain decoding, but for one token."""
-  own = own_baseline(contest.pair).decode
+def load_with_a_wrong_token(comparison: Comparison) -> Decode:
+  """Return this package's autoregressive decoding with one token changed."""
+  autoregressive = own_baseline(comparison.pair).decode
 
   def decode(*args, **kwargs):
-    decoded = own(*args, **kwargs)
-    return decoded._replace(tokens=decoded.tokens.at[0, 0].add(1))
+    result = autoregressive(*args, **kwargs)
+    return result._replace(tokens=result.tokens.at[0, 0].add(1))
 
   return decode
 
 
-def test_who_is_not_there_is_named_and_the_rest_is_measured(tmp_path, capsys, monkeypatch):
+def load_never(comparison: Comparison):
+  pytest.fail("the backend was loaded")
+
+
+def test_missing_backends_are_named_and_the_others_are_measured(tmp_path, capsys, monkeypatch):
   monkeypatch.setenv("COLUMNS", "120")
-  loads = []
+  loaded = []
 
-  def loaded(contest):
-    loads.append(contest)
-    return other_words(contest)
+  def load_other(comparison):
+    loaded.append(comparison)
+    return load_with_a_wrong_token(comparison)
 
-  competitors = [
-    Competitor("absent", ("safetensors", "no_such_package"), lambda contest: pytest.fail()),
-    Competitor("other", (), loaded),
+  backends = [
+    Backend("absent", ("safetensors", "no_such_package"), load_never),
+    Backend("other", (), load_other),
   ]
 
-  def twice(folder):
-    """With the same pair again, as if it had other weights."""
-    contest = trained(folder)
-    return contest._replace(pairs=(contest.pair, contest.pair._replace(kernels="again")))
+  def pair_twice(folder):
+    """The second pair is the first one under another name of its kernels."""
+    comparison = trained(folder)
+    return comparison._replace(pairs=(comparison.pair, comparison.pair._replace(kernels="again")))
 
-  measure = functools.partial(peers.peers, [twice], competitors, str(tmp_path), repeats=2)
+  measure = functools.partial(peers.peers, [pair_twice], backends, str(tmp_path), repeats=2)
   measure()
   out = capsys.readouterr().out
   assert "not installed: absent (needs no_such_package)" in out
@@ -221,29 +241,30 @@ def test_who_is_not_there_is_named_and_the_rest_is_measured(tmp_path, capsys, mo
   for r in measured:
     assert (r.gamma, r.num_examples, r.acceptance) == (2, 3, "measured")
     assert r.speedup == pytest.approx(r.speculative_tokens_per_s / r.baseline_tokens_per_s)
-    assert r.baseline_pass_ms == pytest.approx(1e3 / r.baseline_tokens_per_s)  # one token a pass
+    # The baseline generates one token per target call.
+    assert r.baseline_pass_ms == pytest.approx(1e3 / r.baseline_tokens_per_s)
     assert 0 < r.speedup_low <= r.speedup <= r.speedup_high
   rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
   assert rows["own"][-1] == "yes" and rows["other"][-1] == "NO"
-  assert f"{other_again.speedup:.2f}" in rows["other"]  # the later table
+  assert f"{other_again.speedup:.2f}" in rows["other"]  # of the table that is printed last
 
   measure()
-  assert len(loads) == 1 and records.read(tmp_path / "results.jsonl") == [*measured]
+  assert len(loaded) == 1 and records.read(tmp_path / "results.jsonl") == [*measured]
 
 
-def echo(contest: Contest) -> Generate:
-  """Gives back what it is given, and the process it is in."""
-  assert (contest.pairs, contest.alpha) == ((), None)
+def load_echo(comparison: Comparison) -> Generate:
+  """Return a function that echoes its arguments, with its process id as the number of calls."""
+  assert (comparison.pairs, comparison.alpha) == ((), None)
   return lambda source, seed, limit, temperature: ([*source, seed, limit], os.getpid())
 
 
-def test_others_are_in_a_process_of_their_own(contest):
-  one, other = (Competitor(name, (), echo, "echo") for name in "ab")
-  prompt, rng = contest.pair.prompt(TEXTS[:1]), row_keys(7, 0, 1)
-  with worker.process() as process:
-    decodes = [worker.elsewhere(process, competitor, contest) for competitor in (one, other)]
+def test_backends_of_one_process_run_in_the_same_subprocess(comparison):
+  backends = [Backend(name, (), load_echo, "echo") for name in "ab"]
+  prompt, rng = comparison.pair.prompt(TEXTS[:1]), row_keys(7, 0, 1)
+  with worker.start_process() as process:
+    decodes = [worker.in_subprocess(process, backend, comparison) for backend in backends]
     calls = [decode(prompt, rng, max_new_tokens=64, sampling=ARGMAX) for decode in decodes]
-  source = contest.pair.encode(TEXTS[0])
+  source = comparison.pair.encode(TEXTS[0])
   seed = int(jax.random.key_data(rng)[0, -1])
   for seconds, got in calls:
     assert got.tokens[0, : got.lengths[0]].tolist() == [*source, seed, 64]
@@ -251,59 +272,68 @@ def test_others_are_in_a_process_of_their_own(contest):
     assert got.num_rounds == calls[0][1].num_rounds != os.getpid()
 
 
-def test_who_has_no_part_is_left_out(contest):
-  competitor = Competitor("argmax", (), lambda contest: None, greedy_only=True)
-  assert competitor.takes_part(contest, ARGMAX)
-  assert not competitor.takes_part(contest, Sampling(temperature=1.0))
+def test_greedy_only_backend_does_not_support_sampling(comparison):
+  backend = Backend("argmax", (), load_never, greedy_only=True)
+  assert backend.supports(comparison, ARGMAX)
+  assert not backend.supports(comparison, Sampling(temperature=1.0))
 
 
-def test_with_beams_all_search_and_who_cannot_is_left_out(contest, tmp_path, capsys):
-  searched = contest._replace(beams=2, draft_beams=4)
-  taking_part = {name for name, c in COMPETITORS.items() if c.takes_part(searched, ARGMAX)}
-  assert taking_part == {"hf", "ctranslate2"} and contests.OWN.takes_part(searched, ARGMAX)
-  assert t5x.beam_search().takes_part(searched, ARGMAX)
-  assert not t5x.beam_search().takes_part(contest, ARGMAX)
-  own = decode(searched, contests.OWN)
-  for text, found in zip(TEXTS, own, strict=True):
-    prompt = contest.pair.prompt([text])
-    (tokens,) = contest.pair.beam_searcher(2, 0)(prompt, max_new_tokens=LIMIT).tokens[:, 0]
-    np.testing.assert_array_equal(found.tokens[0], tokens)
-  make = lambda folder: searched._replace(pairs=(contest.pair,))
-  peers.peers([make], [], str(tmp_path), repeats=1)
+def test_beam_search_is_compared_with_the_backends_that_support_it(comparison, tmp_path, capsys):
+  with_beams = with_workload(comparison, beams=2, draft_beams=4)
+  supporting = {name for name, b in BACKENDS.items() if b.supports(with_beams, ARGMAX)}
+  assert supporting == {"hf", "ctranslate2"} and OWN_BASELINE.supports(with_beams, ARGMAX)
+  assert t5x.beam_search().supports(with_beams, ARGMAX)
+  assert not t5x.beam_search().supports(comparison, ARGMAX)
+  own = decode(with_beams, OWN_BASELINE)
+  for text, result in zip(TEXTS, own, strict=True):
+    prompt = comparison.pair.prompt([text])
+    (tokens,) = comparison.pair.beam_searcher(2, 0)(prompt, max_new_tokens=LIMIT).tokens[:, 0]
+    np.testing.assert_array_equal(result.tokens[0], tokens)
+
+  def make_comparison(folder):
+    return with_beams._replace(pairs=(comparison.pair,))
+
+  peers.peers([make_comparison], [], str(tmp_path), repeats=1)
   (record,) = records.read(tmp_path / "results.jsonl")
   assert (record.beams, record.draft_beams, record.identical) == (2, 4, True)
   assert "2 beams" in " ".join(capsys.readouterr().out.split())
 
 
-def test_t5xs_beams_are_ours(contest):
-  searched = contest._replace(beams=3)
-  got, want = decode(searched, t5x.beam_search()), decode(searched, contests.OWN)
+def test_beam_search_of_t5x_gives_the_same_tokens(comparison):
+  with_beams = with_workload(comparison, beams=3)
+  got, want = decode(with_beams, t5x.beam_search()), decode(with_beams, OWN_BASELINE)
   for theirs, ours in zip(got, want, strict=True):
     np.testing.assert_array_equal(theirs.tokens, ours.tokens)
     np.testing.assert_array_equal(theirs.lengths, ours.lengths)
 
 
-def test_beams_sample_nothing(tmp_path):
+def test_beam_search_with_a_temperature_raises():
   with pytest.raises(InputError, match="a beam search samples nothing"):
-    contests.trained(str(tmp_path), TEXTS, beams=2, temperatures=(0.0, 1.0))
+    Workload(TEXTS, beams=2, temperatures=(0.0, 1.0))
 
 
-def test_random_weights_are_simulated_at_their_alpha(tmp_path):
-  contest = simulated(0.5, str(tmp_path))
-  halved = ["skinny", "skinny+bfloat16"] if skinny.ready() else ["xla"]
-  assert [pair.kernels for pair in contest.pairs] == halved
-  make = lambda folder: contest._replace(pairs=contest.pairs[-1:], gammas=(3,))
-  trained_only = Competitor("trained", (), lambda contest: pytest.fail(), trained_only=True)
-  peers.peers([make], [trained_only], str(tmp_path), repeats=1)
+def test_random_weights_are_measured_at_their_simulated_alpha(tmp_path):
+  comparison = simulated(0.5, str(tmp_path))
+  kernels = ["skinny", "skinny+bfloat16"] if skinny.ready() else ["xla"]
+  assert [pair.kernels for pair in comparison.pairs] == kernels
+
+  def make_comparison(folder):
+    return with_workload(comparison._replace(pairs=comparison.pairs[-1:]), gammas=(3,))
+
+  trained_only = Backend("trained", (), load_never, trained_only=True)
+  peers.peers([make_comparison], [trained_only], str(tmp_path), repeats=1)
   (record,) = records.read(tmp_path / "results.jsonl")
   assert (record.alpha, record.acceptance, record.identical) == (0.5, "simulated", None)
   assert (record.target, record.num_tokens) == ("t5_1.1_tiny", LIMIT)
-  assert record.kernels == halved[-1]
+  assert record.kernels == kernels[-1]
 
 
-def test_nothing_to_measure_is_told(tmp_path):
-  with pytest.raises(InputError, match="no contests"):
+def test_comparison_without_texts_raises(tmp_path):
+  with pytest.raises(InputError, match="no comparisons"):
     peers.peers([], [], str(tmp_path))
-  empty = lambda folder: trained(folder)._replace(texts=[])
+
+  def without_texts(folder):
+    return with_workload(trained(folder), texts=[])
+
   with pytest.raises(InputError, match="no texts"):
-    peers.peers([empty], [], str(tmp_path))
+    peers.peers([without_texts], [], str(tmp_path))

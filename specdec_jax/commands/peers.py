@@ -1,4 +1,7 @@
-"""What users would pick instead of ours, timed beside it: same weights, inputs, limits, threads."""
+"""Compare the speed of this package with other libraries that decode a T5.
+
+All of them get the same weights, inputs and limits, and as many threads.
+"""
 
 import contextlib
 import dataclasses
@@ -6,7 +9,7 @@ import functools
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,7 +17,6 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax import records
-from specdec_jax.beam_search import best
 from specdec_jax.core.decode import require_finite, speculative_decode
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
@@ -31,150 +33,213 @@ from specdec_jax.errors import InputError, require_count, require_seed, require_
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.timing import interleaved_seconds, ratio_range
 from specdec_jax.pairs import Pair
-from specdec_jax.peers.contest import OWN, Competitor, Contest, Decode
-from specdec_jax.peers.worker import elsewhere, process, rested
+from specdec_jax.peers.comparison import OWN_BASELINE, Backend, Comparison, Decode, best_of_beams
+from specdec_jax.peers.worker import after_idle, in_subprocess, start_process
 from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import PEERS_LEGEND, peers_table
 
+# (kernels, gamma) of speculative decoding, or (kernels or None, name) of a baseline.
+_DecoderKey = tuple[str | None, str | int]
+
 
 def peers(
-  contests: Sequence[Callable[[str], Contest]],
-  competitors: Sequence[Competitor],
+  comparisons: Sequence[Callable[[str], Comparison]],
+  backends: Sequence[Backend],
   output_dir: str,
   repeats: int = 5,
   seed: int = 0,
 ) -> None:
-  """Time our decoding beside others', print tables and append to `results.jsonl`.
+  """Time speculative decoding against other backends, print tables and append to `results.jsonl`.
 
-  Who is not installed is named, and the others are measured.
+  Backends whose packages are not installed are named and skipped.
 
   Args:
-    contests: each makes one, given a folder for weights that is gone when the contest is over.
-    competitors: beside our own plain decoding.
-    output_dir: gets the records; settings recorded there already are not measured again.
-    repeats: of each timed decode, interleaved.
-    seed: of all sampling.
+    comparisons: functions that return a comparison, given a folder for its weights; the folder is
+      deleted after the comparison.
+    backends: backends to time, in addition to this package's autoregressive decoding.
+    output_dir: folder for the records; settings that are already recorded there are not measured
+      again.
+    repeats: repeats of each timed decode, interleaved.
+    seed: seed of all sampling.
+
+  Raises:
+    InputError: there are no comparisons, or a comparison has no texts or gammas.
   """
   require_types(peers, locals())
   require_seed(seed)
   require_count("repeats", repeats)
-  if not contests:
-    raise InputError("There is nothing to measure: no contests.")
-  console, present = Console(markup=False), [OWN]
-  for competitor in competitors:
-    if missing := competitor.absent():
-      console.print(f"not installed: {competitor.name} (needs {', '.join(missing)})")
+  if not comparisons:
+    raise InputError("There is nothing to measure: no comparisons.")
+  console, installed = Console(markup=False), [OWN_BASELINE]
+  for backend in backends:
+    if missing := backend.missing_packages():
+      console.print(f"not installed: {backend.name} (needs {', '.join(missing)})")
     else:
-      present.append(competitor)
+      installed.append(backend)
   with records.open_results(output_dir) as results:
-    for make in contests:
+    for make_comparison in comparisons:
       with tempfile.TemporaryDirectory() as folder:
-        contest = make(folder)
-        for sampling in map(Sampling, contest.temperatures):
-          measured = _contend(contest, sampling, present, results, repeats, seed)
-          for kernels in dict.fromkeys(r.kernels for r in measured):
-            shown = peers_table([r for r in measured if r.kernels == kernels])
-            console.print(render(shown, "terminal"), soft_wrap=True)
-        del contest
-      _free()
+        comparison = make_comparison(folder)
+        for sampling in map(Sampling, comparison.workload.temperatures):
+          measured = _compare(comparison, sampling, installed, results, repeats, seed)
+          for kernels in dict.fromkeys(record.kernels for record in measured):
+            table = peers_table([record for record in measured if record.kernels == kernels])
+            console.print(render(table, "terminal"), soft_wrap=True)
+        del comparison
+      _free_memory()
   console.print(Text(PEERS_LEGEND, style="dim"))
   console.print(f"Records: {results} (measured once; delete the file to measure again)")
 
 
-def _contend(contest, sampling, competitors, results, repeats, seed) -> list[Record]:
-  """The records of a contest by one sampling; those not in file `results` are measured now."""
-  if not (contest.texts and contest.gammas):
+def _compare(
+  comparison: Comparison,
+  sampling: Sampling,
+  backends: Sequence[Backend],
+  results: str,
+  repeats: int,
+  seed: int,
+) -> list[Record]:
+  """Return the records of a comparison at one sampling; measure those that `results` lacks."""
+  workload = comparison.workload
+  if not (workload.texts and workload.gammas):
     raise InputError("There is nothing to measure: no texts, or no gammas.")
-  there = {c.name: c for c in competitors if c.takes_part(contest, sampling)}
-  how = contest.gammas, 1, contest.max_new_tokens, seed, 1.0
-  of_search = dict(beams=contest.beams, draft_beams=contest.draft_beams)
-  ask = lambda pair, name: [
-    dataclasses.replace(setting, **of_search)
-    for setting in settings_to_measure(pair, contest.texts, [sampling], *how, name)
+  supported = {b.name: b for b in backends if b.supports(comparison, sampling)}
+  settings = [
+    dataclasses.replace(setting, beams=workload.beams, draft_beams=workload.draft_beams)
+    for pair in comparison.pairs
+    for name in supported
+    for setting in settings_to_measure(
+      pair,
+      workload.texts,
+      [sampling],
+      workload.gammas,
+      batch_size=1,
+      max_new_tokens=workload.max_new_tokens,
+      seed=seed,
+      lenience=1.0,
+      baseline=name,
+    )
   ]
-  asked = [setting for pair in contest.pairs for name in there for setting in ask(pair, name)]
-  todo = records.missing(results, asked)
-  if todo:
-    for record in _measure(contest, sampling, there, todo, repeats, seed):
+  missing = records.missing(results, settings)
+  if missing:
+    for record in _measure(comparison, sampling, supported, missing, repeats, seed):
       records.append(results, record)
-    _free()
-  measured = {records.key(r): r for r in records.read(results)}
-  return [measured[records.key(setting)] for setting in asked]
+    _free_memory()
+  measured = {records.key(record): record for record in records.read(results)}
+  return [measured[records.key(setting)] for setting in settings]
 
 
-def _measure(contest, sampling, competitors, settings, repeats, seed) -> list[Record]:
-  """The settings, each of one pair, one of the competitors (by name) and one gamma, as measured."""
-  since = time.perf_counter()
-  pairs = {pair.kernels: pair for pair in contest.pairs}
-  common = dict(max_new_tokens=contest.max_new_tokens, sampling=sampling)
-  # Our own plain decoding is another with other weights; everyone else's is the same.
-  baseline = lambda s: (s.kernels if s.baseline == OWN.name else None, s.baseline)
-  seconds, outputs = [], []
+def _measure(
+  comparison: Comparison,
+  sampling: Sampling,
+  backends: Mapping[str, Backend],
+  settings: Sequence[Record],
+  repeats: int,
+  seed: int,
+) -> list[Record]:
+  """Measure settings, each of which has one pair, one backend as its baseline, and one gamma."""
+  started = time.perf_counter()
+  workload = comparison.workload
+  seconds, results_by_text = [], []
   with contextlib.ExitStack() as stack:
-    processes = functools.cache(lambda name: stack.enter_context(process()))
-    decodes: dict[tuple[str | None, str | int], Callable] = {}
-    for s in settings:
-      pair = pairs[s.kernels]
-      decodes[s.kernels, s.gamma] = functools.partial(
-        rested, _speculative(contest, pair, sampling, s.gamma)
-      )
-      if baseline(s) not in decodes:
-        competitor = competitors[s.baseline]
-        if competitor.process:
-          decode = elsewhere(processes(competitor.process), competitor, contest)
-        else:
-          decode = functools.partial(rested, competitor.load(contest._replace(pairs=(pair,))))
-        decodes[baseline(s)] = decode
+    decoders = _load_decoders(comparison, sampling, backends, settings, stack)
     bar = stack.enter_context(Progress())
-    about = f"{settings[0].subject}, temperature {sampling.temperature:g}"
-    for i, text in enumerate(bar.track(contest.texts, description=about)):
-      args = contest.pair.prompt([text]), row_keys(seed, i, 1)
-      calls = [functools.partial(decode, *args, **common) for decode in decodes.values()]
-      taken, results = interleaved_seconds(calls, repeats)
-      seconds.append(taken)
-      outputs.append([require_finite(d) for d in jax.device_get(results)])
-  texts = dict(zip(decodes, map(list, zip(*outputs))))
-  tokens = np.array([num_tokens(texts[name]) for name in decodes])
-  rate = dict(zip(decodes, tokens / np.median(seconds, axis=1).sum(axis=0)))
-  rates = dict(zip(decodes, (tokens / np.sum(seconds, axis=0)).T))  # of each repeat
-  compared = contest.ends and sampling.temperature == 0
+    description = f"{settings[0].subject}, temperature {sampling.temperature:g}"
+    for i, text in enumerate(bar.track(workload.texts, description=description)):
+      prompt, rng = comparison.pair.prompt([text]), row_keys(seed, i, 1)
+      calls = [
+        functools.partial(
+          decode, prompt, rng, max_new_tokens=workload.max_new_tokens, sampling=sampling
+        )
+        for decode in decoders.values()
+      ]
+      seconds_of_text, results = interleaved_seconds(calls, repeats)
+      seconds.append(seconds_of_text)
+      results_by_text.append([require_finite(result) for result in jax.device_get(results)])
+  outputs = dict(zip(decoders, map(list, zip(*results_by_text))))
+  tokens = np.array([num_tokens(outputs[key]) for key in decoders])
+  # `seconds` is [texts, repeats, decoders].
+  rate = dict(zip(decoders, tokens / np.median(seconds, axis=1).sum(axis=0)))
+  rate_of_repeats = dict(zip(decoders, (tokens / np.sum(seconds, axis=0)).T))
+  compare_outputs = comparison.stops_at_eos and sampling.temperature == 0
   measured = []
   for setting in settings:
-    us, them = (setting.kernels, setting.gamma), baseline(setting)
-    ours, theirs = texts[us], texts[them]
-    low, high = ratio_range(float(rate[us] / rate[them]), rates[us] / rates[them])
-    passes = sum(int(d.num_rounds) for d in theirs)
+    key, baseline_key = (setting.kernels, setting.gamma), _baseline_key(setting)
+    ours, theirs = outputs[key], outputs[baseline_key]
+    speedup = rate[key] / rate[baseline_key]
+    low, high = ratio_range(float(speedup), rate_of_repeats[key] / rate_of_repeats[baseline_key])
+    target_calls = sum(int(result.num_rounds) for result in theirs)
     measured.append(
       dataclasses.replace(
         setting,
         num_tokens=num_tokens(ours),
         rounds=num_rounds(ours),
-        alpha=contest.alpha,
-        acceptance_rate=None if contest.beams else acceptance_rate(ours),
-        acceptance_by_position=None if contest.beams else acceptance_by_position(ours),
+        alpha=comparison.alpha,
+        acceptance_rate=None if workload.beams else acceptance_rate(ours),
+        acceptance_by_position=None if workload.beams else acceptance_by_position(ours),
         tokens_per_round=num_tokens(ours) / num_rounds(ours),
-        baseline_pass_ms=1e3 * num_tokens(theirs) / rate[them] / passes,
-        baseline_tokens_per_s=rate[them],
-        speculative_tokens_per_s=rate[us],
-        speedup=rate[us] / rate[them],
+        baseline_pass_ms=1e3 * num_tokens(theirs) / rate[baseline_key] / target_calls,
+        baseline_tokens_per_s=rate[baseline_key],
+        speculative_tokens_per_s=rate[key],
+        speedup=speedup,
         speedup_low=low,
         speedup_high=high,
-        identical=identical(theirs, ours) if compared else None,
-        seconds=time.perf_counter() - since,
+        identical=identical(theirs, ours) if compare_outputs else None,
+        seconds=time.perf_counter() - started,
       )
     )
   return measured
 
 
-def _speculative(contest: Contest, pair: Pair, sampling: Sampling, gamma: int) -> Decode:
-  """Our speculative decoding of a pair, or its speculative beam search."""
-  if contest.beams:
-    search = pair.beam_searcher(contest.beams, gamma, contest.draft_beams)
-    return lambda prompt, rng, *, max_new_tokens, sampling: best(
-      search(prompt, max_new_tokens=max_new_tokens)
-    )
+def _load_decoders(
+  comparison: Comparison,
+  sampling: Sampling,
+  backends: Mapping[str, Backend],
+  settings: Sequence[Record],
+  stack: contextlib.ExitStack,
+) -> dict[_DecoderKey, Callable]:
+  """Return all decoders that the settings need, as functions that return seconds and a result.
+
+  `stack` closes the subprocesses of backends that have one.
+  """
+  pairs = {pair.kernels: pair for pair in comparison.pairs}
+
+  @functools.cache
+  def subprocess_named(name: str):
+    return stack.enter_context(start_process())
+
+  decoders: dict[_DecoderKey, Callable] = {}
+  for setting in settings:
+    pair = pairs[setting.kernels]
+    speculative = _speculative(comparison, pair, sampling, setting.gamma)
+    decoders[setting.kernels, setting.gamma] = functools.partial(after_idle, speculative)
+    key = _baseline_key(setting)
+    if key in decoders:
+      continue
+    backend = backends[setting.baseline]
+    if backend.process:
+      decoders[key] = in_subprocess(subprocess_named(backend.process), backend, comparison)
+    else:
+      decode = backend.load(comparison._replace(pairs=(pair,)))
+      decoders[key] = functools.partial(after_idle, decode)
+  return decoders
+
+
+def _baseline_key(setting: Record) -> _DecoderKey:
+  """Return the key of a setting's baseline.
+
+  Only this package's own baseline depends on the kernels, and so on the dtype of the weights.
+  """
+  return setting.kernels if setting.baseline == OWN_BASELINE.name else None, setting.baseline
+
+
+def _speculative(comparison: Comparison, pair: Pair, sampling: Sampling, gamma: int) -> Decode:
+  """Return the speculative decoding of a pair, or its speculative beam search."""
+  beams, draft_beams = comparison.workload.beams, comparison.workload.draft_beams
+  if beams:
+    return best_of_beams(pair.beam_searcher(beams, gamma, draft_beams))
   draft, params = pair.draft(sampling, chain(gamma)), (pair.target_params, pair.draft_params)
 
   def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
@@ -187,7 +252,7 @@ def _speculative(contest: Contest, pair: Pair, sampling: Sampling, gamma: int) -
   return decode
 
 
-def _free() -> None:
-  """Give back what the last competitors held: their weights, and our programs."""
+def _free_memory() -> None:
+  """Free the weights of the last backends, and this package's compiled programs."""
   jax.clear_caches()
   gc.collect()

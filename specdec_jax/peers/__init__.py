@@ -1,1 +1,1 @@
-"""Other programs that decode a T5, for `commands.peers`; none of them needs to be installed."""
+"""Other libraries that decode a T5, as backends of `commands.peers`; all are optional."""

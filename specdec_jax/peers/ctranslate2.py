@@ -1,28 +1,36 @@
-"""CTranslate2 on the CPU: float32, greedy or by beams, converted from what transformers reads."""
+"""CTranslate2 on the CPU, in float32: greedy decoding or beam search.
+
+Weights are converted from the format of transformers.
+"""
 
 import os
 import tempfile
 
-from specdec_jax.peers.contest import Competitor, Contest, Generate
+from specdec_jax.peers.comparison import Backend, Comparison, Generate
 
 
-def greedy() -> Competitor:
-  """Without temperature: a sample could not be drawn again, since its generator is seeded once."""
+def greedy() -> Backend:
+  """Return the backend of greedy decoding and beam search.
+
+  Temperatures above 0 are not supported: CTranslate2 seeds its generator once per process, so a
+  sample could not be repeated.
+  """
   packages = "ctranslate2", "torch", "transformers"
-  return Competitor("ctranslate2", packages, _load, "ctranslate2", greedy_only=True, searches=True)
+  return Backend("ctranslate2", packages, _load, "ctranslate2", greedy_only=True, searches=True)
 
 
 def _convert(folder: str, converted: str) -> None:
-  """Write what transformers reads from `folder` to `converted`, as CTranslate2 has it."""
+  """Convert a T5 in the format of transformers to the format of CTranslate2."""
   from ctranslate2.converters.transformers import T5Loader
 
   from specdec_jax.peers.huggingface import load_model
 
   model, loader = load_model(folder), T5Loader()
-  # transformers 5 says True of every T5; what it stood for is whether logits are scaled.
+  # The loader takes this field to mean that logits are scaled, but transformers 5 sets it to True
+  # for every T5.
   model.config.tie_word_embeddings = model.config.scale_decoder_outputs
   spec = loader.get_model_spec(model)
-  # A token's name is its number: no vocabulary is needed.
+  # Tokens are named by their ids, so no vocabulary is needed.
   loader.set_vocabulary(spec, [str(i) for i in range(model.config.vocab_size)])
   spec.config.decoder_start_token = spec.config.bos_token = "0"
   spec.config.eos_token, spec.config.unk_token = "1", "2"
@@ -30,11 +38,12 @@ def _convert(folder: str, converted: str) -> None:
   spec.save(converted)
 
 
-def _load(contest: Contest) -> Generate:
+def _load(comparison: Comparison) -> Generate:
   import ctranslate2
 
+  beams = comparison.workload.beams
   with tempfile.TemporaryDirectory() as folder:
-    _convert(contest.target, folder)
+    _convert(comparison.target, folder)
     threads = len(os.sched_getaffinity(0))
     translator = ctranslate2.Translator(
       folder, device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
@@ -43,10 +52,10 @@ def _load(contest: Contest) -> Generate:
   def generate(source, seed, max_new_tokens, temperature):
     (result,) = translator.translate_batch(
       [[str(token) for token in source]],
-      beam_size=contest.beams or 1,
-      length_penalty=0.6 if contest.beams else 1,
+      beam_size=beams or 1,
+      length_penalty=0.6 if beams else 1,
       max_decoding_length=max_new_tokens,
-      min_decoding_length=0 if contest.ends else max_new_tokens,
+      min_decoding_length=0 if comparison.stops_at_eos else max_new_tokens,
       return_end_token=True,
     )
     tokens = [int(token) for token in result.hypotheses[0]]

@@ -1,6 +1,6 @@
-"""Hugging Face's transformers in PyTorch on the CPU: `generate`, plain or with an assistant model.
+"""Hugging Face transformers in PyTorch on the CPU: `generate`, with or without an assistant model.
 
-Settings are transformers' own defaults, top-k off; the prompt comes without padding.
+Settings are the defaults of transformers, except that top-k is off. Prompts are not padded.
 """
 
 import functools
@@ -9,97 +9,106 @@ import weakref
 from typing import Any
 
 from specdec_jax.models.simulated import CERTAIN
-from specdec_jax.peers.contest import Competitor, Contest, Generate
+from specdec_jax.peers.comparison import Backend, Comparison, Generate
 
 _PACKAGES, _PROCESS = ("torch", "transformers"), "torch"
-# By folder, while anyone uses them: a large target is in memory once, plain and assisted.
+# Targets in use, by folder: autoregressive and assisted decoding share one copy of a large target.
 _TARGETS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
-def plain() -> Competitor:
-  """One token a pass of the target; with beams its own search, which has other rules than t5x's."""
-  return Competitor("hf", _PACKAGES, _load, _PROCESS, searches=True)
+def autoregressive() -> Backend:
+  """Return the backend of `generate` without an assistant.
+
+  With beams it is the beam search of transformers, which scores and stops differently from t5x's.
+  """
+  return Backend("hf", _PACKAGES, _load, _PROCESS, searches=True)
 
 
-def assisted(num_assistant_tokens: int | None = None) -> Competitor:
-  """Assisted generation, the draft being the assistant.
+def assisted(num_assistant_tokens: int | None = None) -> Backend:
+  """Return the backend of assisted generation, with the draft as the assistant.
 
   Args:
-    num_assistant_tokens: so many guesses in each round. None for transformers' defaults: up to 20,
-      and none after one that the assistant gave less than 0.4. Random weights are never as sure as
-      that, so with simulated acceptance the defaults have no part.
+    num_assistant_tokens: draft tokens in each round. None for the defaults of transformers: up to
+      20, ending after a token to which the assistant gives a probability below 0.4. Random weights
+      never reach that probability, so the defaults do not support simulated acceptance.
   """
   if num_assistant_tokens is None:
     load = functools.partial(_load, assistant={})
-    return Competitor("hf_assisted", _PACKAGES, load, _PROCESS, trained_only=True)
-  how = dict(
+    return Backend("hf_assisted", _PACKAGES, load, _PROCESS, trained_only=True)
+  settings = dict(
     num_assistant_tokens=num_assistant_tokens,
     num_assistant_tokens_schedule="constant",
     assistant_confidence_threshold=0.0,
   )
-  load = functools.partial(_load, assistant=how)
-  return Competitor(f"hf_assisted_{num_assistant_tokens}", _PACKAGES, load, _PROCESS)
+  load = functools.partial(_load, assistant=settings)
+  return Backend(f"hf_assisted_{num_assistant_tokens}", _PACKAGES, load, _PROCESS)
 
 
 def load_model(folder: str) -> Any:
-  """PyTorch's T5 of a folder, float32; from now on PyTorch has a thread for each core."""
+  """Load the T5 in a folder into PyTorch, in float32.
+
+  This also sets the number of PyTorch's threads to the number of available cores.
+  """
   import torch
   import transformers
 
   torch.set_num_threads(len(os.sched_getaffinity(0)))
   transformers.utils.logging.disable_progress_bar()
-  transformers.utils.logging.set_verbosity_error()  # its own assistant calls it in an old way
+  transformers.utils.logging.set_verbosity_error()  # its assistant code calls a deprecated function
   load = transformers.T5ForConditionalGeneration.from_pretrained
   return load(folder, local_files_only=True, dtype=torch.float32).eval().requires_grad_(False)
 
 
-def _generator(folder: str, ends: bool) -> Any:
-  """A model to `generate` with; unless it `ends`, it knows no EOS."""
+def _load_for_generate(folder: str, stops_at_eos: bool) -> Any:
+  """Load a model for `generate`; without `stops_at_eos` its configuration has no EOS."""
   model = load_model(folder)
-  # transformers 5 makes caches as deep as the encoder, and fails where the decoder is deeper.
+  # transformers 5 sizes caches by the encoder's depth, and fails where the decoder is deeper.
   model.config.num_layers = model.config.num_decoder_layers
-  if not ends:
+  if not stops_at_eos:
     model.generation_config.eos_token_id = model.config.eos_token_id = None
   return model
 
 
-def _load(contest: Contest, assistant: dict | None = None) -> Generate:
-  """Decoding of the target; with the settings of an `assistant`, assisted by the draft."""
+def _load(comparison: Comparison, assistant: dict | None = None) -> Generate:
+  """Load the target and, if `assistant` has settings for it, the draft as its assistant."""
   import torch
 
-  common = {}
+  workload, stops_at_eos = comparison.workload, comparison.stops_at_eos
+  assistant_options = {}
   if assistant is not None:
-    common["assistant_model"] = _generator(contest.draft, contest.ends)
-    common["assistant_model"].generation_config.update(**assistant)
-  model = _TARGETS.get(contest.target) or _generator(contest.target, contest.ends)
-  _TARGETS[contest.target] = model
-  alpha, num_passes = contest.alpha, [0]
+    assistant_model = _load_for_generate(comparison.draft, stops_at_eos)
+    assistant_model.generation_config.update(**assistant)
+    assistant_options["assistant_model"] = assistant_model
+  model = _TARGETS.get(comparison.target) or _load_for_generate(comparison.target, stops_at_eos)
+  _TARGETS[comparison.target] = model
+  alpha, num_target_calls = comparison.alpha, [0]
 
-  def after_pass(module, args, kwargs, output):
-    num_passes[0] += 1
+  def after_forward(module, args, kwargs, output):
+    num_target_calls[0] += 1
     tokens = kwargs["decoder_input_ids"]
     if alpha is not None and tokens.shape[1] > 1:
-      # As `SimulatedModel`: each logit of a guess, which the one before it judges, is certain
-      # or impossible.
+      # As in `SimulatedModel`: the logits at the token before a guess, which verify the guess, are
+      # changed so that the guess is certain or impossible.
       guesses = tokens[:, 1:, None]
       bonus = torch.where(torch.rand(guesses.shape) < alpha, CERTAIN, -CERTAIN)
       output.logits[:, :-1].scatter_add_(2, guesses, bonus)
 
   @torch.inference_mode()
   def generate(source, seed, max_new_tokens, temperature):
-    num_passes[0] = 0
+    num_target_calls[0] = 0
     torch.manual_seed(seed)
-    how = dict(do_sample=False)
+    options: dict[str, Any] = dict(do_sample=False)
     if temperature:
-      how = dict(do_sample=True, temperature=temperature, top_k=0)
-    if contest.beams:
-      how |= dict(num_beams=contest.beams, length_penalty=0.6)
-    hook = model.register_forward_hook(after_pass, with_kwargs=True)
+      options = dict(do_sample=True, temperature=temperature, top_k=0)
+    if workload.beams:
+      options |= dict(num_beams=workload.beams, length_penalty=0.6)
+    options |= dict(max_new_tokens=max_new_tokens, **assistant_options)
+    hook = model.register_forward_hook(after_forward, with_kwargs=True)
     try:
       rows = torch.tensor([source], dtype=torch.long)
-      (tokens,) = model.generate(rows, max_new_tokens=max_new_tokens, **how, **common)
+      (tokens,) = model.generate(rows, **options)
     finally:
       hook.remove()
-    return tokens[1:].tolist(), num_passes[0]
+    return tokens[1:].tolist(), num_target_calls[0]
 
   return generate

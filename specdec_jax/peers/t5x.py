@@ -1,29 +1,29 @@
-"""t5x's own T5 and `temperature_sample` or `beam_search`, one compiled program as ours is."""
+"""t5x's T5 with its own `temperature_sample` or `beam_search`, each as one compiled program."""
 
 import functools
 import importlib.util
 
-from specdec_jax.peers.contest import Competitor, Contest, Decode
+from specdec_jax.peers.comparison import Backend, Comparison, Decode
 
 if importlib.util.find_spec("t5x"):
-  # Now, not when it is used: t5x makes itself known to gin, which takes nothing more then.
+  # Imported here and not on use: t5x registers itself with gin, which later locks its registry.
   from specdec_jax.t5x_model import t5x_baseline
 
 
-def temperature_sample() -> Competitor:
-  """One token a pass of the target."""
+def temperature_sample() -> Backend:
+  """Return the backend of autoregressive decoding."""
 
-  def load(contest: Contest) -> Decode:
-    return t5x_baseline(contest.pair, contest.target).decode
+  def load(comparison: Comparison) -> Decode:
+    return t5x_baseline(comparison.pair, comparison.target).decode
 
-  return Competitor("t5x", ("t5x",), load)
+  return Backend("t5x", ("t5x",), load)
 
 
-def beam_search() -> Competitor:
-  """`decoding.beam_search`, where there are beams."""
+def beam_search() -> Backend:
+  """Return the backend of beam search, which supports nothing else."""
 
-  def load(contest: Contest) -> Decode:
-    decode = t5x_baseline(contest.pair, contest.target).decode
-    return functools.partial(decode, beams=contest.beams)
+  def load(comparison: Comparison) -> Decode:
+    decode = t5x_baseline(comparison.pair, comparison.target).decode
+    return functools.partial(decode, beams=comparison.workload.beams)
 
-  return Competitor("t5x", ("t5x",), load, searches="only")
+  return Backend("t5x", ("t5x",), load, searches="only")

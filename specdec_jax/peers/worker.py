@@ -1,6 +1,6 @@
-"""Decoding by other libraries, timed in processes of their own.
+"""Run the backends of other libraries in subprocesses, and time them there.
 
-Each then has the cores as if it were alone, and is idle while another decodes.
+Each backend then has all cores to itself, and is idle while another backend decodes.
 """
 
 import concurrent.futures
@@ -18,32 +18,40 @@ from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.measurement.timing import timed
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.peers.contest import Competitor, Contest, Generate
+from specdec_jax.peers.comparison import Backend, Comparison, Generate
 
-_GENERATE: dict[str, Generate] = {}  # in a process of its own: what it has loaded, by name
+_GENERATE: dict[str, Generate] = {}  # backends that are loaded in this subprocess, by name
 
 
-def decoded(tokens: Sequence[int], num_passes: int, max_new_tokens: int) -> DecodeResult:
-  """A text by its tokens, EOS among them, and passes of the target; rounds are not told apart."""
-  array: Callable[..., Any] = np.asarray  # on the host is as good
-  none = array(np.zeros((0, 1), np.int32))
+def decode_result(
+  tokens: Sequence[int], num_target_calls: int, max_new_tokens: int
+) -> DecodeResult:
+  """Return the result of a backend that reports its target calls but not its rounds.
+
+  Args:
+    tokens: tokens of one output, including EOS.
+    num_target_calls: number of target forward passes.
+    max_new_tokens: length to pad to.
+  """
+  array: Callable[..., Any] = np.asarray  # fields are typed as jax arrays; host arrays work as well
+  no_rounds = array(np.zeros((0, 1), np.int32))
   return DecodeResult(
     tokens=array(padded([tokens], max_new_tokens)),
     lengths=array([len(tokens)]),
-    rounds=Rounds(array(np.zeros((0, 1, 0), np.int32)), none, none, none),
-    num_rounds=array(num_passes),
+    rounds=Rounds(array(np.zeros((0, 1, 0), np.int32)), no_rounds, no_rounds, no_rounds),
+    num_rounds=array(num_target_calls),
     not_finite=array([-1]),
   )
 
 
-def process() -> concurrent.futures.Executor:
-  """A process of its own, new: it has none of this one's threads."""
+def start_process() -> concurrent.futures.Executor:
+  """Return an executor with one new process, which is spawned and so has none of our threads."""
   spawn = multiprocessing.get_context("spawn")
-  return concurrent.futures.ProcessPoolExecutor(1, spawn, initializer=_end_with_parent)
+  return concurrent.futures.ProcessPoolExecutor(1, spawn, initializer=_exit_with_parent)
 
 
-def _end_with_parent() -> None:
-  """End this process when the one that began it does, though it be killed."""
+def _exit_with_parent() -> None:
+  """Exit this process when its parent ends, even if the parent is killed."""
   parent = multiprocessing.parent_process()
 
   def watch(parent):
@@ -53,43 +61,50 @@ def _end_with_parent() -> None:
   threading.Thread(target=watch, args=[parent], daemon=True).start()
 
 
-def elsewhere(
-  worker: concurrent.futures.Executor, competitor: Competitor, contest: Contest
+def in_subprocess(
+  executor: concurrent.futures.Executor, backend: Backend, comparison: Comparison
 ) -> Callable[..., tuple[float, DecodeResult]]:
-  """A competitor's decoding in a process of its own, timed there: `rested` of a `Decode`."""
-  worker.submit(_load_here, competitor, contest._replace(pairs=())).result()
+  """Load a backend in a subprocess and return a function that decodes there.
+
+  The returned function is called as a `Decode`. It returns the seconds, as measured in the
+  subprocess by `after_idle`, and the result.
+  """
+  executor.submit(_load_here, backend, comparison._replace(pairs=())).result()
 
   def decode(prompt, rng, *, max_new_tokens, sampling):
     source = [token for token in np.asarray(prompt)[0].tolist() if token != PAD_ID]
-    key = int(jax.random.key_data(rng)[0, -1])
-    how = source, key, max_new_tokens, sampling.temperature
-    seconds, (tokens, num_passes) = worker.submit(_generate_here, competitor.name, *how).result()
-    return seconds, decoded(tokens, num_passes, max_new_tokens)
+    seed = int(jax.random.key_data(rng)[0, -1])
+    args = backend.name, source, seed, max_new_tokens, sampling.temperature
+    seconds, (tokens, num_target_calls) = executor.submit(_generate_here, *args).result()
+    return seconds, decode_result(tokens, num_target_calls, max_new_tokens)
 
   return decode
 
 
-def _load_here(competitor: Competitor, contest: Contest) -> None:
-  load: Callable[[Contest], Any] = competitor.load
-  _GENERATE[competitor.name] = load(contest)
+def _load_here(backend: Backend, comparison: Comparison) -> None:
+  load: Callable[[Comparison], Any] = backend.load
+  _GENERATE[backend.name] = load(comparison)
 
 
 def _generate_here(name: str, *args) -> tuple[float, tuple[list[int], int]]:
-  return rested(_GENERATE[name], *args)
+  return after_idle(_GENERATE[name], *args)
 
 
-def rested(call: Callable, *args, **kwargs) -> tuple[float, Any]:
-  """`timing.timed`; ends when no thread of this process runs."""
-  result = timed(call, *args, **kwargs)
-  _rest()
-  return result
+def after_idle(call: Callable, *args, **kwargs) -> tuple[float, Any]:
+  """Time a call with `timing.timed`, and return once all threads of this process are idle."""
+  timed_call = timed(call, *args, **kwargs)
+  _wait_until_idle()
+  return timed_call
 
 
-def _rest(longest: float = 1.0) -> None:
-  """Wait until no thread of this process runs: those of OpenMP look out for work for a while."""
-  until = time.perf_counter() + longest
+def _wait_until_idle(timeout: float = 1.0) -> None:
+  """Wait until no thread of this process uses the CPU, at most `timeout` seconds.
+
+  OpenMP's threads spin for a while after a parallel region, waiting for more work.
+  """
+  deadline = time.perf_counter() + timeout
   busy = True
-  while busy and time.perf_counter() < until:
-    since = time.process_time()
+  while busy and time.perf_counter() < deadline:
+    cpu_seconds = time.process_time()
     time.sleep(0.002)
-    busy = time.process_time() - since > 0.0005
+    busy = time.process_time() - cpu_seconds > 0.0005

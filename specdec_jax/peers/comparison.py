@@ -1,0 +1,282 @@
+"""Comparisons of decoding backends: what is decoded, with which weights, and by which library.
+
+The weights of a pair are written once, in the format of transformers. Every backend reads that
+folder, this package included.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.beam_search import best
+from specdec_jax.checkpoints.huggingface import save_huggingface
+from specdec_jax.checkpoints.load import open_checkpoint, recorded_path
+from specdec_jax.checkpoints.stored import param_shapes
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import DecodeResult
+from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.errors import InputError, require_types
+from specdec_jax.measurement.speed import own_baseline
+from specdec_jax.models.config import T5Config, t5_config, version_name
+from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.pairs import EMBEDDED, Pair, is_bundled, load_pair, vocabulary_of
+
+# (prompt [1, P], rng [1], *, max_new_tokens, sampling) -> result, as in this package.
+Decode = Callable[..., DecodeResult]
+# (source, seed, max_new_tokens, temperature) -> (tokens, including EOS; number of target calls).
+Generate = Callable[[list[int], int, int, float], tuple[list[int], int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """Texts that every backend decodes, one at a time, and the settings of decoding.
+
+  Attributes:
+    texts: source texts.
+    gammas: draft tokens per round of this package's speculative decoding; each is measured.
+    temperatures: sampling temperatures, each measured; 0 is argmax. Only 0 for a beam search.
+    max_new_tokens: limit for each output.
+    beams: number of beams of a beam search, whose best output is compared; None for decoding.
+    draft_beams: number of beams of this package's draft; None for `beams`.
+
+  Raises:
+    InputError: an attribute has the wrong type, or a beam search has a temperature above 0.
+  """
+
+  texts: Sequence[str]
+  gammas: Sequence[int] = (5, 10)
+  temperatures: Sequence[float] = (0.0, 1.0)
+  max_new_tokens: int = 64
+  beams: int | None = None
+  draft_beams: int | None = None
+
+  def __post_init__(self):
+    require_types(Workload, vars(self))
+    if self.beams is not None and any(self.temperatures):
+      raise InputError(
+        f"temperatures are {self.temperatures}, but a beam search samples nothing; set them to "
+        "(0.0,)."
+      )
+
+
+class Comparison(NamedTuple):
+  """A pair of models in the formats that the backends read, and what they decode with it.
+
+  Attributes:
+    pairs: the pair as this package loads it from the two folders: with float32 weights and, if
+      weights are stored as bfloat16 and a kernel supports them, with bfloat16 weights.
+    target: folder of the target M_p in the format of transformers. Everything but the second of
+      `pairs` widens the weights to float32.
+    draft: folder of the draft M_q.
+    alpha: acceptance rate to simulate; None to measure the real one.
+    workload: texts and settings of decoding.
+  """
+
+  pairs: tuple[Pair, ...]
+  target: str
+  draft: str
+  alpha: float | None
+  workload: Workload
+
+  @property
+  def pair(self) -> Pair:
+    """The pair with float32 weights."""
+    return self.pairs[0]
+
+  @property
+  def stops_at_eos(self) -> bool:
+    """True if EOS ends an output; with simulated acceptance all outputs run to the limit."""
+    return self.alpha is None
+
+
+class Backend(NamedTuple):
+  """A decoder of the target that this package's speculative decoding is compared with.
+
+  Attributes:
+    name: name in records.
+    packages: packages that the backend imports.
+    load: function that loads the weights of a comparison and returns how to decode with them: a
+      `Decode`, or, in a process of its own, a `Generate`. The latter gets a comparison without
+      `pairs`.
+    process: name of the process that the backend runs in; None for this process. Backends of one
+      library share a process and its threads.
+    greedy_only: True if the backend supports temperature 0 only.
+    trained_only: True if the backend does not support simulated acceptance.
+    searches: True if the backend supports beam search as well; 'only' if it supports nothing else.
+  """
+
+  name: str
+  packages: tuple[str, ...]
+  load: Callable[[Comparison], Decode] | Callable[[Comparison], Generate]
+  process: str | None = None
+  greedy_only: bool = False
+  trained_only: bool = False
+  searches: bool | Literal["only"] = False
+
+  def missing_packages(self) -> list[str]:
+    """Return the required packages that are not installed."""
+    return [name for name in self.packages if importlib.util.find_spec(name) is None]
+
+  def supports(self, comparison: Comparison, sampling: Sampling) -> bool:
+    """Return True if the backend can decode the workload of a comparison with this sampling."""
+    if comparison.workload.beams and not self.searches:
+      return False
+    if not comparison.workload.beams and self.searches == "only":
+      return False
+    if self.greedy_only and sampling.temperature:
+      return False
+    return comparison.stops_at_eos or not self.trained_only
+
+
+def _load_own(comparison: Comparison) -> Decode:
+  """Return this package's autoregressive decoding, or its beam search without a draft."""
+  if comparison.workload.beams is None:
+    return own_baseline(comparison.pair).decode
+  return best_of_beams(comparison.pair.beam_searcher(comparison.workload.beams, 0))
+
+
+def best_of_beams(search: Callable) -> Decode:
+  """Return a `Decode` that gives the best output of a beam search."""
+
+  def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
+    return best(search(prompt, max_new_tokens=max_new_tokens))
+
+  return decode
+
+
+OWN_BASELINE = Backend("own", (), _load_own, searches=True)
+
+
+def trained(
+  folder: str,
+  workload: Workload,
+  target: str = str(EMBEDDED / "target"),
+  draft: str = str(EMBEDDED / "draft"),
+  vocabulary: str | None = None,
+  task: str | None = None,
+  extra_ids: int | Literal["auto"] = "auto",
+  learned: str | None = None,
+) -> Comparison:
+  """Return a comparison with trained weights, by default those of the bundled pair.
+
+  Args:
+    folder: folder to write the weights to.
+    workload: texts and settings of decoding.
+    target: checkpoint of the target M_p, as for `pairs.load_pair`.
+    draft: checkpoint of the draft M_q, as for `pairs.load_pair`.
+    vocabulary: vocabulary of both, as for `pairs.load_pair`.
+    task: task name for records, as for `pairs.load_pair`.
+    extra_ids: number of extra ids of the vocabulary, as for `pairs.load_pair`.
+    learned: learned draft head on the target's hidden states, which this package uses instead of
+      the draft; None to use the draft.
+
+  Raises:
+    InputError: the target or the draft is not a T5.
+  """
+  require_types(trained, locals())
+  vocabulary = vocabulary or vocabulary_of(target)
+  if task is None and is_bundled(target):
+    task = EMBEDDED.name
+  target_path, draft_path = recorded_path(target), recorded_path(learned or draft)
+  target, draft = (
+    _write_checkpoint(folder, "target", target),
+    _write_checkpoint(folder, "draft", draft),
+  )
+  pairs = tuple(
+    pair._replace(target_path=target_path, draft_path=draft_path)
+    for pair in _load_pairs(target, learned or draft, vocabulary, task, extra_ids)
+  )
+  return Comparison(pairs, target, draft, None, workload)
+
+
+def random(
+  folder: str,
+  texts: Sequence[str],
+  target: str,
+  draft: str,
+  alpha: float,
+  version: str | float = "1.1",
+  gammas: Sequence[int] = (5, 7),
+  max_new_tokens: int = 64,
+) -> Comparison:
+  """Return a comparison with published sizes of T5, random weights and a simulated acceptance rate.
+
+  It is at temperature 0. All models do all of their work, and all outputs run to the limit; see
+  `SimulatedModel`.
+
+  Args:
+    folder: folder to write the weights to.
+    texts: source texts, which are encoded with the vocabulary of the bundled pair.
+    target: size of the target M_p; see `t5_config`.
+    draft: size of the draft M_q.
+    alpha: acceptance rate to simulate.
+    version: version of T5, '1.0' or '1.1'.
+    gammas: as in `Workload`.
+    max_new_tokens: as in `Workload`.
+  """
+  require_types(random, locals())
+  workload = Workload(texts, gammas, temperatures=(0.0,), max_new_tokens=max_new_tokens)
+  vocabulary, task = str(EMBEDDED / "vocabulary.model"), f"simulated, alpha {alpha:g}"
+  extra_ids = t5_config(target, version).vocab_size - len(open_vocabulary(vocabulary))
+  target, draft = (_write_random(folder, size, version) for size in (target, draft))
+  pairs = tuple(
+    pair._replace(
+      target=SimulatedModel(pair.target, alpha, pair.target.eos_id),
+      simulated_alpha=alpha,
+      target_path=None,
+      draft_path=None,
+    )
+    for pair in _load_pairs(target, draft, vocabulary, task, extra_ids)
+  )
+  return Comparison(pairs, target, draft, alpha, workload)
+
+
+def _load_pairs(
+  target: str, draft: str, vocabulary: str, task: str | None, extra_ids: int | Literal["auto"]
+) -> tuple[Pair, ...]:
+  """Load a pair with float32 weights, and with the weights as stored if kernels support those."""
+  load = functools.partial(load_pair, target, draft, vocabulary, task, extra_ids=extra_ids)
+  widened, stored = load(), load(stored_weights=True)
+  return (widened,) if widened.kernels == stored.kernels else (widened, stored)
+
+
+def _write_checkpoint(folder: str, name: str, path: str) -> str:
+  """Write a T5 checkpoint for transformers and return its folder; bfloat16 if it is stored so."""
+  stored = open_checkpoint(path)
+  if not isinstance(stored.config, T5Config):
+    raise InputError(f"{path} is not a T5; every backend that is compared here needs a T5.")
+  is_bfloat16 = all(array.dtype == jnp.bfloat16 for array in stored.arrays.values())
+  params = stored.load(stored.config, jnp.bfloat16 if is_bfloat16 else jnp.float32)
+  return _write(folder, name, stored.config, params)
+
+
+def _write_random(folder: str, size: str, version: str | float) -> str:
+  """Write a T5 of a published size with random weights and return its folder."""
+  config = t5_config(size, version)
+  return _write(folder, f"t5_{version_name(version)}_{size}", config, _random_params(config))
+
+
+def _write(folder: str, name: str, config: T5Config, params) -> str:
+  path = os.path.join(folder, name)
+  save_huggingface(path, config, params)
+  return path
+
+
+def _random_params(config: T5Config):
+  """Return random bfloat16 parameters on the host, scaled to keep activations near 1."""
+  rng = np.random.default_rng(0)
+
+  def random_array(leaf):
+    if len(leaf.shape) == 1:
+      return np.ones(leaf.shape, jnp.bfloat16)
+    normal = rng.standard_normal(leaf.shape, np.float32) * np.float32(leaf.shape[0] ** -0.5)
+    return normal.astype(jnp.bfloat16)
+
+  return jax.tree.map(random_array, param_shapes(config))
