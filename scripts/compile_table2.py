@@ -1,8 +1,8 @@
-"""Table 2 by the compiler for TPU v4, without a TPU: c, v and speed beside the paper's.
+"""Predict the paper's Table 2 with the compiler for TPU v4: c, v and speed, without a TPU.
 
   python scripts/compile_table2.py table2.jsonl --format markdown
 
-Programs that the file has are not compiled again. See experiments/tpu_v4/README.md.
+Programs that are in the file already are not compiled again. See experiments/tpu_v4/README.md.
 """
 
 import argparse
@@ -19,13 +19,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
   parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
-  parser.add_argument("compiled", type=pathlib.Path, help="a file for what the compiler says")
+  parser.add_argument("compiled", type=pathlib.Path, help="file for the compiled programs")
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
   args = parser.parse_args()
   try:
     rows = load_table(4, ROOT / "configs")
-    found = tpu_table2.compile_missing(rows, args.compiled)
-    print(render(tpu_table2.table(rows, found), args.format), end="")
+    compiled = tpu_table2.compile_missing(rows, args.compiled)
+    print(render(tpu_table2.table(rows, compiled), args.format), end="")
   except InputError as error:
     parser.exit(2, f"error: {error}\n")
   except OSError as error:

@@ -1,12 +1,13 @@
-"""Compile decoding for a TPU, without one, and print what the compiler says of it.
+"""Compile decoding for a TPU without a TPU, and print what the compiler reports about it.
 
   python scripts/compile_tpu.py --output report.json
   python scripts/compile_tpu.py --topology v5e:2x2
 
-Programs and columns are explained below the table and in experiments/tpu_v4/README.md.
+The notes below the table and experiments/tpu_v4/README.md explain programs and columns.
 """
 
 import argparse
+import functools
 import importlib.metadata
 import json
 
@@ -36,11 +37,13 @@ def main() -> None:
   parser.add_argument(
     "--draft",
     default="small",
-    help="size of the draft (small); or parallel, eagle, heads: a module on the target's states",
+    help="size of the draft (small); or parallel, eagle or heads: a draft head on the target",
   )
-  parser.add_argument("--width", type=int, default=1024, help="of such a module (1024)")
+  parser.add_argument("--width", type=int, default=1024, help="width of a draft head (1024)")
   parser.add_argument(
-    "--version", default="1.1", help="of T5: 1.0 or 1.1 (default); or gpt_like, gpt2 or lamda"
+    "--version",
+    default="1.1",
+    help="version of T5, 1.0 or 1.1 (default); or gpt_like, gpt2 or lamda",
   )
   parser.add_argument("--dtype", default="bfloat16", help="bfloat16 (default) or float32")
   parser.add_argument(
@@ -49,51 +52,65 @@ def main() -> None:
     help="TPU and chips in each direction: v4:1x1x1 (default), v4:2x2x1, v5e:2x2, v5p:2x2x1, ...",
   )
   parser.add_argument(
-    "--cut_draft", action="store_true", help="the draft over all chips too, not whole on each"
+    "--cut_draft",
+    action="store_true",
+    help="shard the draft across all chips as well; default: replicated",
   )
-  parser.add_argument("--gamma", type=int, default=7, help="guesses in a round (7); a tree's depth")
+  parser.add_argument(
+    "--gamma", type=int, default=7, help="draft tokens per round (7); depth of a tree"
+  )
   parser.add_argument(
     "--nodes",
     type=int,
     default=0,
-    help="a tree of so many (0, the default: a chain); of beams those that a pass reads (0: all)",
+    help="nodes of a tree (0, the default: a chain); with beams, nodes per target pass (0: all)",
   )
   parser.add_argument(
     "--ranks",
     default="0.75,0.11,0.04,0.02,0.01",
-    help="how often a node's first, second, ... child stands: the tree is the best for these",
+    help="acceptance rate of a node's first, second, ... child, for which the tree is optimal",
   )
   parser.add_argument(
-    "--beams", type=int, default=0, help="of a beam search (0, the default: decoding)"
+    "--beams", type=int, default=0, help="beams of a beam search (0, the default: decoding)"
   )
   parser.add_argument(
-    "--draft_beams", type=int, default=0, help="of its draft (0, the default: as many)"
+    "--draft_beams", type=int, default=0, help="beams of its draft (0, the default: as --beams)"
   )
-  parser.add_argument("--batch_size", type=int, default=1, help="rows (1)")
-  parser.add_argument("--source_tokens", type=int, default=128, help="of the prompt (128)")
-  parser.add_argument("--max_new_tokens", type=int, default=128, help="limit of each row (128)")
-  parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (1); 0 is argmax")
-  parser.add_argument("--top_k", type=int, default=0, help="of sampling; 0 (default) keeps all")
+  parser.add_argument("--batch_size", type=int, default=1, help="batch size (1)")
+  parser.add_argument("--source_tokens", type=int, default=128, help="tokens of the prompt (128)")
+  parser.add_argument("--max_new_tokens", type=int, default=128, help="limit for each output (128)")
   parser.add_argument(
-    "--fused", action="store_true", help="parameters as for_decoding lays them out; one chip"
+    "--temperature", type=float, default=1.0, help="sampling temperature (1); 0 is argmax"
   )
   parser.add_argument(
-    "--no_loops", action="store_true", help="only the parts of a round, in a third of the time"
+    "--top_k", type=int, default=0, help="top-k of sampling; 0 (default) keeps all tokens"
+  )
+  parser.add_argument(
+    "--fused",
+    action="store_true",
+    help="fuse parameters for decoding, as `families.for_decoding`; one chip only",
+  )
+  parser.add_argument(
+    "--no_loops",
+    action="store_true",
+    help="compile only the parts of a round, in a third of the time",
   )
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
-  parser.add_argument("--output", help="a file for the report as JSON")
+  parser.add_argument("--output", help="file for the report as JSON")
   args = parser.parse_args()
   try:
     layout = dict(fused=True, tied_logits=False) if args.fused else {}
-    sized = lambda size: named_config(args.version, size, dtype=named_dtype(args.dtype), **layout)
-    target = sized(args.target)
+    config_of_size = functools.partial(
+      named_config, args.version, dtype=named_dtype(args.dtype), **layout
+    )
+    target = config_of_size(args.target)
     draft: AnyConfig
     if args.draft in ("parallel", "eagle", "heads"):
       draft = speculator_config(
         target, args.draft, gamma=args.gamma, emb_dim=args.width, mlp_dim=4 * args.width
       )
     else:
-      draft = sized(args.draft)
+      draft = config_of_size(args.draft)
     chip, devices = tpu_compile.described(args.topology)
     gamma: int | Tree = args.gamma
     if args.nodes and not args.beams:
@@ -105,7 +122,7 @@ def main() -> None:
     )
     if args.beams:
       if args.cut_draft or isinstance(draft, SpeculatorConfig):
-        raise InputError("A beam search's draft is a model with beams of its own, whole on a chip.")
+        raise InputError("The draft of a beam search must be a model, replicated on each chip.")
       widths = dict(width=args.beams, draft_width=args.draft_beams or args.beams)
       widths |= dict(nodes=args.nodes or None)
       programs = beam_programs(target, draft, devices, gamma=args.gamma, **widths, **sizes)
@@ -120,7 +137,7 @@ def main() -> None:
         **sizes,
       )
     if args.no_loops:
-      programs = {name: one for name, one in programs.items() if name not in examine.LOOPS}
+      programs = {name: lower for name, lower in programs.items() if name not in examine.LOOPS}
     report = examine.report(programs, gamma)
     settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "specdec_jax")}
@@ -131,7 +148,7 @@ def main() -> None:
     title = (
       f"{family} {args.target} with {args.draft}{' (fused)' * args.fused}, "
       f"gamma {args.gamma}{nodes}, {args.dtype}, batch {args.batch_size}, TPU {args.topology}"
-      f"{', both cut' * args.cut_draft}, jax {versions['jax']}, libtpu {versions['libtpu']}"
+      f"{', both sharded' * args.cut_draft}, jax {versions['jax']}, libtpu {versions['libtpu']}"
     )
     print(render(examine.report_table(report, title, chip), args.format), end="")
     if args.output:
@@ -145,7 +162,7 @@ def main() -> None:
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    parser.exit(1, f"error: it does not fit: {error}\n")
+    parser.exit(1, f"error: out of memory: {error}\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Time of stochastic speculative execution beside its law, on a task that is no text:
+"""Time stochastic speculative execution (Section 6) on a task without text:
 
 python scripts/measure_execution.py > experiments/execution/results.jsonl
 
-A player's opponent takes F to choose one of six moves, by a law p that nobody knows before; the
-player takes G to work out a reply. The reply is begun on a guess of the move, from q, a law between
-p and any move alike. Both wait, as for another machine, so that this one's load says little.
+In a game, the opponent (f) takes F ms to choose one of six moves, from a distribution p that is not
+known beforehand. The player (g) takes G ms to work out a reply. The reply is started on a guess of
+the move, sampled from q, a mixture of p and the uniform distribution. Both f and g sleep, as if
+they waited for another machine, so other load on this machine hardly affects the times.
 """
 
 import json
@@ -17,15 +18,17 @@ from specdec_jax.core.theory import beta
 from specdec_jax.execution import expected_seconds, speculative_execution
 from specdec_jax.machine import provenance
 
-MOVES = np.array([0.55, 0.25, 0.1, 0.05, 0.03, 0.02])
+MOVES = np.array([0.55, 0.25, 0.1, 0.05, 0.03, 0.02])  # p
+P_SHARES = 0.0, 0.5, 1.0  # weight of p in q
+TIMES_MS = (20, 20), (30, 10), (10, 30)  # (F, G)
 TRIALS = 200
 
 
 def main() -> None:
   rng = np.random.default_rng(0)
-  for knowledge in (0.0, 0.5, 1.0):
-    q = knowledge * MOVES + (1 - knowledge) / len(MOVES)
-    for f_ms, g_ms in ((20, 20), (30, 10), (10, 30)):
+  for p_share in P_SHARES:
+    q = p_share * MOVES + (1 - p_share) / len(MOVES)
+    for f_ms, g_ms in TIMES_MS:
 
       def opponent(f_s=1e-3 * f_ms):
         time.sleep(f_s)
@@ -37,17 +40,17 @@ def main() -> None:
 
       seconds, kept = [], []
       for _ in range(TRIALS):
-        since = time.perf_counter()
+        started = time.perf_counter()
         kept.append(speculative_execution(opponent, reply, q, rng).kept)
-        seconds.append(time.perf_counter() - since)
-      chance = float(beta(MOVES, q))
+        seconds.append(time.perf_counter() - started)
+      acceptance = float(beta(MOVES, q))
       record = dict(
-        beta=chance,
+        beta=acceptance,
         f_ms=f_ms,
         g_ms=g_ms,
         trials=TRIALS,
         kept=statistics.mean(kept),
-        expected_ms=1e3 * expected_seconds(chance, 1e-3 * f_ms, 1e-3 * g_ms),
+        expected_ms=1e3 * expected_seconds(acceptance, 1e-3 * f_ms, 1e-3 * g_ms),
         measured_ms=1e3 * statistics.mean(seconds),
         in_turn_ms=f_ms + g_ms,
         **provenance(),

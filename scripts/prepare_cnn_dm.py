@@ -1,9 +1,10 @@
-"""Write CNN/DM's texts, one a line, in the form in which T5 read and wrote them.
+"""Write texts of CNN/DM, one per line, in the format of T5's inputs and outputs.
 
   python scripts/prepare_cnn_dm.py [--data ../shared/data] [--output runs/cnn_dm]
 
-From realsumm, `articles.txt`, `articles_tokenised.txt` and `t5_11b.txt` (what T5-11B wrote of
-them); from cnn_dm, `validation.txt`, other articles, and `highlights.txt`, summaries of others.
+From realsumm: `articles.txt`, `articles_tokenised.txt`, and `t5_11b.txt`, summaries of them by
+T5-11B. From cnn_dm: `validation.txt`, other articles, and `highlights.txt`, summaries of further
+articles.
 """
 
 import argparse
@@ -17,12 +18,12 @@ from specdec_jax.writing import written
 
 
 def unmarked(text: str) -> str:
-  """Without realsumm's marks of sentences: T5 read and wrote a text as one line."""
+  """Remove the sentence marks of realsumm; T5 reads and writes a text as one line."""
   return " ".join(re.sub(r"</?t>", " ", text).split())
 
 
 def untokenised(text: str) -> str:
-  """Punctuation put back where the tokeniser of realsumm's articles took it from."""
+  """Undo the tokenisation of realsumm's articles: attach punctuation to its words."""
   text = re.sub(r"`` | ''", '"', text)
   text = re.sub(r" ' (.+?) '(?= )", r" '\1'", text)
   text = text.replace("can not", "cannot")
@@ -31,7 +32,7 @@ def untokenised(text: str) -> str:
 
 
 def summary(highlights: str) -> str:
-  """Highlights as T5-11B's outputs have them: lower case, one line, each ending in ' .'."""
+  """Format highlights as T5-11B's outputs: lower case, one line, each sentence ending in ' .'."""
   return re.sub(r"(?<! )\.$", " .", highlights.lower(), flags=re.MULTILINE).replace("\n", " ")
 
 
@@ -41,17 +42,18 @@ def main() -> None:
   parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path("../shared/data"))
   parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/cnn_dm"))
   args = parser.parse_args()
-  read = lambda name: read_lines(str(args.data / name))
   try:
-    tokenised = [unmarked(line) for line in read("realsumm/ptr_generator.src.txt")]
+    tokenised = [
+      unmarked(line) for line in read_lines(f"{args.data}/realsumm/ptr_generator.src.txt")
+    ]
     train, validation = (
-      [json.loads(line) for line in read(f"cnn_dm/cnn_dm.{name}.jsonl.gz")]
+      [json.loads(line) for line in read_lines(f"{args.data}/cnn_dm/cnn_dm.{name}.jsonl.gz")]
       for name in ("train200_desixmimi", "validation500")
     )
     texts = {
       "articles": map(untokenised, tokenised),
       "articles_tokenised": tokenised,
-      "t5_11b": map(unmarked, read("realsumm/t5.out_11B.txt")),
+      "t5_11b": map(unmarked, read_lines(f"{args.data}/realsumm/t5.out_11B.txt")),
       "validation": (row["article"].replace("\n", " ") for row in validation),
       "highlights": (summary(row["highlights"]) for row in train + validation),
     }

@@ -1,4 +1,4 @@
-"""The first run: decode some sentences, show the rounds, measure the speedup."""
+"""Quickstart: decode some sentences, show the rounds, and measure the speedup."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -26,18 +26,23 @@ def quickstart(
   repeats: int = 5,
   report_examples: int = 4,
 ) -> None:
-  """Decode sentences by speculation, then measure it on them (see `speedup`).
+  """Decode sentences with speculative decoding, then measure the speedup on them (`speedup`).
 
   Args:
-    pair: what decodes; see `load_pair`.
-    sentences: sources.
-    output_dir: gets `results.jsonl` and `report.html`.
-    gammas: guesses a round, each measured; the middle one makes the outputs shown.
-    temperatures: 0 is argmax; each measured.
-    show_rounds: for so many sentences the rounds are printed, accepted and rejected in colour.
-    max_new_tokens: limit for an output.
-    repeats: of each timed decode, interleaved.
-    report_examples: for so many sentences the report has the rounds: argmax and each temperature.
+    pair: target and draft; see `load_pair`.
+    sentences: source sentences.
+    output_dir: folder for `results.jsonl` and `report.html`.
+    gammas: draft tokens per round, each measured; the middle one is used for the outputs shown.
+    temperatures: sampling temperatures, each measured; 0 is argmax.
+    show_rounds: number of sentences whose rounds are printed, with accepted and rejected tokens in
+      colour.
+    max_new_tokens: limit for each output.
+    repeats: repeats of each timed decode, interleaved.
+    report_examples: number of sentences whose rounds are in the report, at argmax and at each
+      temperature.
+
+  Raises:
+    InputError: there are no sentences or gammas, or a gamma is less than 1.
   """
   require_types(quickstart, locals())
   if not (sentences and gammas):
@@ -45,16 +50,18 @@ def quickstart(
   for gamma in gammas:
     require_count("gamma", gamma)
   argmax, samplings = Sampling(temperature=0.0), [Sampling(temperature=t) for t in temperatures]
-  others, few = [s for s in samplings if s != argmax], sentences[: max(0, report_examples)]
-  # A folder that cannot be written is told now, not after the work.
+  other_samplings = [sampling for sampling in samplings if sampling != argmax]
+  report_sentences = sentences[: max(0, report_examples)]
+  # Opened first, so that a folder which cannot be written to raises before the work.
   with open_results(output_dir) as results:
     shown = show_examples(
       decode_examples(pair, sentences, [argmax], gammas, max_new_tokens), show_rounds
     )
-    sampled = decode_examples(pair, few, others, gammas, max_new_tokens)
+    sampled = decode_examples(pair, report_sentences, other_samplings, gammas, max_new_tokens)
     print(
-      f"Now the speed beside plain decoding: {len(gammas)} gammas, {len(samplings)} temperatures, "
-      f"repeats: {repeats}. That takes minutes; --gin.REPEATS=1 is the shortest.\n",
+      f"Measuring the speedup over autoregressive decoding: {len(gammas)} gammas, "
+      f"{len(samplings)} temperatures, repeats: {repeats}. This takes minutes; --gin.REPEATS=1 is "
+      "fastest.\n",
       flush=True,
     )
     show_speedup(
@@ -63,30 +70,39 @@ def quickstart(
       results,
       samplings,
       gammas,
-      itertools.chain(shown[: len(few)], sampled),
+      itertools.chain(shown[: len(report_sentences)], sampled),
       max_new_tokens=max_new_tokens,
       repeats=repeats,
     )
 
 
 def show_examples(examples: Iterable[Example], show_rounds: int) -> list[Example]:
-  """Print texts as they are decoded, `show_rounds` of them round by round, and give them back."""
+  """Print and return examples as they are decoded; the first `show_rounds` with their rounds."""
   console = Console()
   shown: list[Example] = []
-  for e in examples:
+  for example in examples:
     if not shown:
-      about = f" ({e.guesses}, {f'temperature {e.temperature:g}' if e.temperature else 'argmax'})\n"
-      says = "A line is a round: ", LEGEND
-      if e.num_nodes is not None:
-        says = "A | begins a round, and below are the other branches of its tree: ", TREE_LEGEND
-      console.print(Text.assemble(*says, about))
-    console.print(Text(f"  {e.source}", style="dim"))
-    console.print(Text(f"  {e.translation}"))
-    if len(shown) < show_rounds and e.rounds:
-      for r in e.rounds:
-        lines = Text("\n     ").join(round_text(r).split())
-        console.print(Text("    |") + lines, soft_wrap=bool(r.branches))
-      console.print(f"    {e.cost}\n")
-    shown.append(e)
+      console.print(_legend(example))
+    console.print(Text(f"  {example.source}", style="dim"))
+    console.print(Text(f"  {example.translation}"))
+    if len(shown) < show_rounds and example.rounds:
+      for round_ in example.rounds:
+        lines = Text("\n     ").join(round_text(round_).split())
+        console.print(Text("    |") + lines, soft_wrap=bool(round_.branches))
+      console.print(f"    {example.cost}\n")
+    shown.append(example)
   console.print()
   return shown
+
+
+def _legend(example: Example) -> Text:
+  """Return the line that explains how rounds are printed."""
+  sampling = f"temperature {example.temperature:g}" if example.temperature else "argmax"
+  settings = f" ({example.guesses}, {sampling})\n"
+  if example.num_nodes is None:
+    return Text.assemble("Each line is a round: ", LEGEND, settings)
+  return Text.assemble(
+    "Each | begins a round; the lines below it are other branches of its tree: ",
+    TREE_LEGEND,
+    settings,
+  )

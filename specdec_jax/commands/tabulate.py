@@ -1,6 +1,7 @@
-"""Any table by its name: the paper's with our records in them, records as they are, the status.
+"""Tables by name: the paper's tables with records of this project, tables of records, the status.
 
-The paper's tables and our records are those of the checkout that this package lies in.
+The paper's values and the records of the status are read from the checkout that contains this
+package.
 """
 
 import json
@@ -17,8 +18,8 @@ from specdec_jax.reporting.paper import load_table
 from specdec_jax.reporting.runs import (
   acceptance_table,
   execution_table,
+  matmuls_table,
   online_table,
-  products_table,
   training_table,
 )
 from specdec_jax.reporting.status import (
@@ -33,56 +34,66 @@ from specdec_jax.reporting.tables import Table, paper_table
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 CONFIGS, EXPERIMENTS = CHECKOUT / "configs", CHECKOUT / "experiments"
 
+PAPER_TABLES = ("1", "2", "3", "4", "5")
+RECORD_TABLES = {
+  "measured": measured_table,
+  "lengths": lengths_table,
+  "acceptance": acceptance_table,
+  "online": online_table,
+  "drafts": drafts_table,
+  "beams": beams_table,
+}
+JSON_TABLES = {"execution": execution_table, "matmuls": matmuls_table}
+
 
 def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
-  """A table of the paper's by its number, 'measured', 'lengths', 'acceptance', 'online', 'drafts',
-  'beams', 'status', 'status-counts', 'tree-speeds', 'execution', 'products' or 'training'.
+  """Return the table with a given name.
 
   Args:
-    name: of the table.
-    results: files of records; later ones win. None for Table 1 and the status; for tree-speeds
-      the reports of a chain and of a tree (`scripts/compile_tpu.py`); for training the
-      `metrics.jsonl` of trainings, each in a file called as its row is to be.
+    name: '1' to '5' for a table of the paper; 'measured', 'lengths', 'acceptance', 'online',
+      'drafts' or 'beams' for a table of records; 'status' or 'status-counts'; 'tree-speeds';
+      'execution'; 'matmuls'; or 'training'.
+    results: input files. Files of records for most tables; if several records have the same
+      setting, the last one counts. No files for Table 1 and the status. Reports of
+      `scripts/compile_tpu.py` on a chain and on a tree for 'tree-speeds'. Files of JSON lines for
+      'execution' and 'matmuls'. Copies of `metrics.jsonl` for 'training', each named as its row.
 
   Raises:
-    InputError: there is no such table, or no record.
+    InputError: there is no table of this name, or there are no records.
   """
   if name in ("status", "status-counts"):
-    from specdec_jax.tpu.table2 import predicted  # loads jax
-
-    paper = {number: load_table(number, CONFIGS) for number in range(1, 6)}
-    kept = {file: read(EXPERIMENTS / file) for file in RECORDS}
-    lines = (EXPERIMENTS / COMPILED_TABLE).read_text().splitlines()
-    of_each = claims(paper, kept, predicted(paper[2], [*map(json.loads, lines)], "accessed"))
-    return status_table(of_each) if name == "status" else status_counts(of_each)
+    return _status(counts=name == "status-counts")
   if name == "tree-speeds":
-    from specdec_jax.tpu.tree_speeds import tree_speeds_table  # loads jax
+    from specdec_jax.tpu.tree_speeds import tree_speeds_table  # imports jax
 
-    of_chain, of_tree = (json.loads(pathlib.Path(path).read_text()) for path in results)
-    return tree_speeds_table(of_chain, of_tree)
-  if name in (of_lines := {"execution": execution_table, "products": products_table}):
+    chain, tree = (json.loads(pathlib.Path(path).read_text()) for path in results)
+    return tree_speeds_table(chain, tree)
+  if name in JSON_TABLES:
     (path,) = results
-    return of_lines[name](_lines(path))
+    return JSON_TABLES[name](_read_json_lines(path))
   if name == "training":
-    return training_table({pathlib.Path(path).stem: _lines(path) for path in results})
-  of_records = {
-    "measured": measured_table,
-    "lengths": lengths_table,
-    "acceptance": acceptance_table,
-    "online": online_table,
-    "drafts": drafts_table,
-    "beams": beams_table,
-  }
-  if name not in ("1", "2", "3", "4", "5", *of_records):
+    return training_table({pathlib.Path(path).stem: _read_json_lines(path) for path in results})
+  if name not in (*PAPER_TABLES, *RECORD_TABLES):
     known = "1 to 5, 'measured', 'lengths', 'acceptance', 'online', 'drafts', 'beams' and 'status'"
     raise InputError(f"There is no table {name!r}; there are {known}.")
   records = [record for path in results for record in read(path)]
   if name != "1" and not records:
-    raise InputError(f"Table {name} is of records; name a results.jsonl.")
-  if name in of_records:
-    return of_records[name](records)
+    raise InputError(f"Table {name} needs records; name a results.jsonl.")
+  if name in RECORD_TABLES:
+    return RECORD_TABLES[name](records)
   return paper_table(int(name), records, load_table(int(name), CONFIGS))
 
 
-def _lines(path: str | pathlib.Path) -> list[dict]:
-  return [*map(json.loads, pathlib.Path(path).read_text().splitlines())]
+def _status(counts: bool) -> Table:
+  """Return the status of each number that the paper prints, or their counts."""
+  from specdec_jax.tpu.table2 import predicted  # imports jax
+
+  paper = {number: load_table(number, CONFIGS) for number in range(1, 6)}
+  records = {file: read(EXPERIMENTS / file) for file in RECORDS}
+  compiled = predicted(paper[2], _read_json_lines(EXPERIMENTS / COMPILED_TABLE), "accessed")
+  claimed = claims(paper, records, compiled)
+  return status_counts(claimed) if counts else status_table(claimed)
+
+
+def _read_json_lines(path: str | pathlib.Path) -> list[dict]:
+  return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]

@@ -161,8 +161,8 @@ def execution_table(rows: Sequence[Mapping[str, Any]]) -> Table:
   )
 
 
-def products_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-  """Times of products with few rows (`scripts/measure_products.py`), a row each."""
+def matmuls_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Return one row per record of `scripts/measure_matmuls.py`: times of matmuls with few rows."""
   first = rows[0]
   of_one = {row["weights"]: row["us"] for row in rows if row["rows"] == 1}
   cells = tuple(

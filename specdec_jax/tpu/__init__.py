@@ -1,1 +1,1 @@
-"""Programs compiled for TPUs, with none there, and what they read."""
+"""Compile decoding for TPUs without a TPU, and report bytes, memory and copies of weights."""

@@ -1,4 +1,4 @@
-"""What was compiled for a TPU: bytes, memory, operations, copies of weights; as a report."""
+"""Report what the compiler says of programs for a TPU: bytes, memory, operations, weight copies."""
 
 import re
 import time
@@ -20,34 +20,35 @@ from specdec_jax.tpu.weight_copies import weight_copies
 LOOPS = "speculative loop", "plain loop"
 
 LEGEND = (
-  "All numbers are of one chip. accessed: bytes read and written as the compiler counts them, in "
-  "memory on the chip too, and the body of a loop once, so that of the two loops it is the start "
-  "and one round. HBM: the same compiled to use HBM alone; in a round all steps of the draft. of a "
-  "step: HBM bytes over a decode step's; a round's over a plain step's, which samples and commits "
-  "too. HBM ms: the time that those bytes take at the published {rate:g} GB/s; nothing was run. "
-  "collectives: messages between chips as executed, those in a loop of known length times that "
-  "length."
+  "All numbers are for one chip. No program was run.",
+  "accessed: bytes read and written as the compiler counts them, on-chip memory included. A loop "
+  "body counts once, so a decoding loop is counted as its start and one round.",
+  "HBM: the same for the program compiled to use HBM only; a round includes all draft steps.",
+  "of a step: HBM bytes / those of a decode step; for a round, those of a plain step, which also "
+  "samples and commits.",
+  "HBM ms: time of these bytes at the published {rate:g} GB/s.",
+  "collectives: messages between chips as executed; in a loop of known length, times that length.",
 )
 
 
 class Program(NamedTuple):
-  """What the compiler says of one program: bytes and operations on each chip.
+  """What the compiler reports about one program, per chip.
 
   Attributes:
-    arguments: weights, and what else is passed in.
-    temporaries: what it needs besides.
-    peak: most memory in use at any time.
-    accessed: bytes read and written; the body of a loop counts once.
-    operations: arithmetic, likewise.
-    optimal_seconds: the compiler's own estimate, likewise. Compiled for HBM alone it is the bytes
-      at a share of the chip's bandwidth; else it is negative, without meaning, where an
-      instruction has none (-1).
-    weight_copies: see the function.
-    host_transfers: instructions that talk to the host.
-    collectives: messages to other chips as executed: `hlo.executed_collectives`.
-    convolutions: instructions for the matrix unit. matrix_converts: conversions of whole matrices
-      for the vector unit. estimated_cycles: by the compiler's own cost model, each loop of known
-      length as often as it runs. See the functions in `hlo`.
+    arguments: bytes of the arguments, weights included.
+    temporaries: bytes of temporary memory.
+    peak: bytes of memory in use at the peak.
+    accessed: bytes read and written; a loop body counts once.
+    operations: arithmetic operations; a loop body counts once.
+    optimal_seconds: the compiler's estimate of the time; a loop body counts once. Compiled for HBM
+      only, it is `accessed` divided by a fraction of the chip's bandwidth. Otherwise it has no
+      meaning, and may be negative, if the compiler has no estimate for some instruction (-1).
+    weight_copies: descriptions of copied weights; see `weight_copies.weight_copies`.
+    host_transfers: instructions that communicate with the host.
+    collectives: messages to other chips as executed; see `hlo.executed_collectives`.
+    convolutions: instructions for the matrix unit; see `hlo.convolutions`.
+    matrix_converts: conversions of whole matrices for the vector unit; see `hlo.matrix_converts`.
+    estimated_cycles: cycles by the compiler's own cost model; see `hlo.estimated_cycles`.
   """
 
   arguments: int
@@ -65,11 +66,10 @@ class Program(NamedTuple):
 
 
 def examine(compiled: Compiled) -> Program:
-  """What there is to know of a compiled program."""
+  """Return what the compiler reports about a compiled program."""
   memory: Any = compiled.memory_analysis()
   cost: Any = compiled.cost_analysis()
   hlo = compiled.as_text() or ""
-  count = lambda ops: len(re.findall(rf" ({ops})(-start)?\(", hlo))
   return Program(
     arguments=memory.argument_size_in_bytes,
     temporaries=memory.temp_size_in_bytes,
@@ -78,7 +78,7 @@ def examine(compiled: Compiled) -> Program:
     operations=round(cost["flops"]),
     optimal_seconds=cost["optimal_seconds"],
     weight_copies=weight_copies(hlo),
-    host_transfers=count("infeed|outfeed|send|recv"),
+    host_transfers=len(re.findall(r" (infeed|outfeed|send|recv)(-start)?\(", hlo)),
     collectives=executed_collectives(hlo),
     convolutions=convolutions(hlo),
     matrix_converts=matrix_converts(hlo),
@@ -87,7 +87,10 @@ def examine(compiled: Compiled) -> Program:
 
 
 def hbm_bytes(programs: Programs, gamma: int | Tree) -> dict[str, int]:
-  """What each part of a round reads from HBM and writes there, the round with all of its steps."""
+  """Return the bytes that each part of a round reads from and writes to HBM.
+
+  The entry of 'round' includes all draft steps.
+  """
   compiled = {
     name: lower().compile(compiler_options=HBM_ONLY)
     for name, lower in programs.items()
@@ -95,19 +98,19 @@ def hbm_bytes(programs: Programs, gamma: int | Tree) -> dict[str, int]:
   }
   accessed = {name: examine(program).accessed for name, program in compiled.items()}
   if not isinstance(gamma, Tree) and "draft step" in accessed:
-    # The draft's gamma guesses are a first call and a loop of gamma - 1 steps; one was counted. A
-    # tree is drafted without a loop.
+    # A chain is drafted by a first step and a loop of gamma - 1 steps, of which the compiler counts
+    # one. A tree is drafted without a loop.
     accessed["round"] += max(0, gamma - 2) * accessed["draft step"]
   return accessed
 
 
 def over_a_step(accessed: dict[str, int]) -> dict[str, float]:
-  """Bytes of a round over those of a plain step, and where there are such programs, of a pass over
-  all nodes, of a draft step or all drafting, and of what commits a tree's path, over those of a
-  decode step.
+  """Return the bytes of each part of a round relative to a step of autoregressive decoding.
 
-  'verify' and 'draft step' are v(gamma) and c (Definition 7) of a machine that waits for memory
-  alone.
+  'round' is relative to 'plain step', which samples and commits too. If there are such programs,
+  'verify' (a target forward pass over all nodes), 'draft step' or 'drafting', and 'commit' (of the
+  accepted path of a tree) are relative to 'decode step'. 'verify' and 'draft step' are v(gamma) and
+  c (Definition 7) on a machine that is bound by memory bandwidth alone.
   """
   return {
     "round": accessed["round"] / accessed["plain step"],
@@ -120,34 +123,33 @@ def over_a_step(accessed: dict[str, int]) -> dict[str, float]:
 
 
 def report(programs: Programs, gamma: int | Tree) -> dict[str, Any]:
-  """All that the compiler says of `programs`; takes minutes.
+  """Compile `programs` and return what the compiler reports about them; this takes minutes.
 
   Returns:
-    'programs': for each the fields of `Program` and the 'seconds' it took to compile. 'hbm_bytes'
-    and 'over_a_step': of the functions.
+    'programs': for each program, the fields of `Program` and the 'seconds' of compilation.
+    'hbm_bytes' and 'over_a_step': results of the functions of these names.
   """
-  found = {}
+  reports = {}
   for name, lower in programs.items():
-    since = time.perf_counter()
+    started = time.perf_counter()
     program = examine(lower().compile())
-    found[name] = {**program._asdict(), "seconds": round(time.perf_counter() - since, 1)}
+    reports[name] = {**program._asdict(), "seconds": round(time.perf_counter() - started, 1)}
   accessed = hbm_bytes(programs, gamma)
-  return {"programs": found, "hbm_bytes": accessed, "over_a_step": over_a_step(accessed)}
+  return {"programs": reports, "hbm_bytes": accessed, "over_a_step": over_a_step(accessed)}
 
 
 def report_table(report: dict[str, Any], title: str, chip: Chip) -> Table:
-  """A report for people; `chip` is what it was compiled for."""
+  """Return a report as a table; `chip` is the TPU that the programs were compiled for."""
   columns = "program|arguments GB|temporaries GB|peak GB|accessed GB|HBM GB|of a step|HBM ms"
   columns += "|GFLOP|weight copies|collectives|compiled s"
-  giga = lambda amount: f"{amount / 1e9:.3f}"
   rows = []
   for name, program in report["programs"].items():
     hbm, ratio = report["hbm_bytes"].get(name), report["over_a_step"].get(name)
     rows.append(
       (
         name,
-        *(giga(program[field]) for field in ("arguments", "temporaries", "peak", "accessed")),
-        giga(hbm) if hbm else MISSING,
+        *(_giga(program[field]) for field in ("arguments", "temporaries", "peak", "accessed")),
+        _giga(hbm) if hbm else MISSING,
         f"{ratio:.3f}" if ratio else MISSING,
         f"{hbm / chip.hbm_gb_per_s / 1e6:.2f}" if hbm else MISSING,
         f"{program['operations'] / 1e9:.1f}",
@@ -157,6 +159,10 @@ def report_table(report: dict[str, Any], title: str, chip: Chip) -> Table:
       )
     )
   peak = max(program["peak"] for program in report["programs"].values()) / 1e9
-  fits = f"At most {peak:.1f} GB of the chip's {chip.hbm_gb:g} are in use."
-  legend = LEGEND.format(rate=chip.hbm_gb_per_s)
-  return Table(title, tuple(columns.split("|")), tuple(rows), (fits, legend))
+  memory = f"At most {peak:.1f} GB of the chip's {chip.hbm_gb:g} GB are in use."
+  legend = (entry.format(rate=chip.hbm_gb_per_s) for entry in LEGEND)
+  return Table(title, tuple(columns.split("|")), tuple(rows), (memory, *legend))
+
+
+def _giga(amount: float) -> str:
+  return f"{amount / 1e9:.3f}"

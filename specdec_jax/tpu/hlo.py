@@ -1,4 +1,4 @@
-"""The text of a program that XLA has optimised: its instructions, and how often each one runs."""
+"""Parse the optimized HLO text of a compiled program, and count its instructions as executed."""
 
 import collections
 import functools
@@ -10,7 +10,7 @@ from typing import NamedTuple
 _COLLECTIVES = re.compile(
   "(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?"
 )
-# Attributes that name computations which an instruction runs.
+# Attributes that name the computations which an instruction runs.
 _LOOPS = "body|condition|true_computation|false_computation|branch_computations"
 _ROLES = f"{_LOOPS}|calls|to_apply|called_computations"
 
@@ -19,10 +19,10 @@ class Instruction(NamedTuple):
   """One line of a module's text.
 
   Attributes:
-    shape: of the result, with its layout and memory space.
-    op: the operation.
-    operands: names of other instructions of the same computation.
-    line: all of it.
+    shape: shape of the result, with its layout and memory space.
+    op: operation.
+    operands: names of the operands, which are instructions of the same computation.
+    line: the whole line.
   """
 
   shape: str
@@ -31,56 +31,57 @@ class Instruction(NamedTuple):
   line: str
 
   def calls(self, role: str) -> list[str]:
-    """Names of the computations that it calls in a role, such as 'body|condition'."""
-    named = re.findall(rf"\b(?:{role})=({{[^}}]*}}|%[\w.-]+)", self.line)
-    return [name for names in named for name in re.findall(r"%([\w.-]+)", names)]
+    """Return the names of the computations that it calls in a role, such as 'body|condition'."""
+    attributes = re.findall(rf"\b(?:{role})=({{[^}}]*}}|%[\w.-]+)", self.line)
+    return [name for names in attributes for name in re.findall(r"%([\w.-]+)", names)]
 
   def first(self, pattern: str) -> str:
     """Return the first match of the pattern's group, or an empty string."""
     return (re.findall(pattern, self.line) or [""])[0]
 
 
-Computations = dict[str, dict[str, Instruction]]  # instructions by name, by computation
+Computations = dict[str, dict[str, Instruction]]  # computation -> name -> instruction
 
 
 def parse(hlo: str) -> tuple[Computations, str]:
-  """The computations of a module, and the name of its entry."""
+  """Return the computations of a module and the name of its entry computation."""
   computations: Computations = collections.defaultdict(dict)
   entry = computation = ""
   for line in hlo.splitlines():
-    if head := re.match(r"(ENTRY )?%(\S+) .*{$", line):
-      computation = head[2]
-      entry = computation if head[1] else entry
-    elif found := re.match(r"\s+(?:ROOT )?%(\S+) = (.+?) ([a-z][a-z-]*)\((.*?)\)", line):
-      name, shape, op, operands = found.groups()
+    if header := re.match(r"(ENTRY )?%(\S+) .*{$", line):
+      computation = header[2]
+      entry = computation if header[1] else entry
+    elif match := re.match(r"\s+(?:ROOT )?%(\S+) = (.+?) ([a-z][a-z-]*)\((.*?)\)", line):
+      name, shape, op, operands = match.groups()
       operands = re.findall(r"%([\w.-]+)", operands)
       computations[computation][name] = Instruction(shape, op, operands, line)
   return computations, entry
 
 
 def executed_collectives(hlo: str) -> int:
-  """Messages between chips that one run of a program sends: its collective instructions, those in a
-  loop times its trip count.
+  """Return the number of messages between chips that one run of a program sends.
 
-  A loop counts once if its trip count is not known before it runs, as the decoding loops', and
-  of a conditional every branch counts.
+  Collective instructions in a loop count once per iteration. A loop whose trip count is not known
+  before it runs, such as a decoding loop, counts as one iteration, and all branches of a
+  conditional count.
   """
   return _executed(hlo, lambda instruction: bool(_COLLECTIVES.fullmatch(instruction.op)), _ROLES)
 
 
 def estimated_cycles(hlo: str) -> int:
-  """Cycles of one run by the compiler's own cost model, where it states them.
+  """Return the cycles of one run by the compiler's own cost model, where it states them.
 
   Loops and conditionals count as in `executed_collectives`.
   """
-  cycles = lambda instruction: int(instruction.first(r'"estimated_cycles":"(\d+)"') or 0)
-  return _executed(hlo, cycles, _LOOPS)
+  return _executed(
+    hlo, lambda instruction: int(instruction.first(r'"estimated_cycles":"(\d+)"') or 0), _LOOPS
+  )
 
 
 def _executed(hlo: str, count: Callable[[Instruction], int], roles: str) -> int:
-  """The sum of `count` over the instructions of a program, each as often as it runs.
+  """Sum `count` over all instructions of a program, weighted by how often each one runs.
 
-  Computations that an instruction calls in these roles belong to the program.
+  The sum includes the computations that an instruction calls in one of `roles`.
   """
   computations, entry = parse(hlo)
 
@@ -96,51 +97,57 @@ def _executed(hlo: str, count: Callable[[Instruction], int], roles: str) -> int:
 
 
 def convolutions(hlo: str) -> int:
-  """Instructions for a TPU's matrix unit, to which a matmul is a convolution."""
+  """Return the number of convolutions; a TPU's matrix unit runs matmuls as convolutions."""
   computations, _ = parse(hlo)
-  return sum(i.op == "convolution" for inside in computations.values() for i in inside.values())
+  return sum(
+    instruction.op == "convolution"
+    for instructions in computations.values()
+    for instruction in instructions.values()
+  )
 
 
 def matrix_converts(hlo: str) -> int:
-  """Conversions of whole bfloat16 matrices to float32, from 2^20 elements.
+  """Return the number of conversions of bfloat16 matrices of 2^20 elements or more to float32.
 
-  A matmul that the compiler writes for the vector unit, as a sum of products, begins with one of
-  its weights and may have one of its activations, repeated to the same shape.
+  The compiler may write a matmul for the vector unit, as a sum of products. It then converts the
+  weights, and may also convert the activations, broadcast to the shape of the weights.
   """
   computations, _ = parse(hlo)
   return sum(
-    i.op == "convert"
-    and i.shape.startswith("f32[")
-    and size(i.shape) >= 1 << 20
-    and all(inside[operand].shape.startswith("bf16[") for operand in i.operands)
-    for inside in computations.values()
-    for i in inside.values()
+    instruction.op == "convert"
+    and instruction.shape.startswith("f32[")
+    and size(instruction.shape) >= 1 << 20
+    and all(instructions[name].shape.startswith("bf16[") for name in instruction.operands)
+    for instructions in computations.values()
+    for instruction in instructions.values()
   )
 
 
 def size(shape: str) -> int:
-  """Elements of an array, or of the largest one in a tuple."""
-  dimensions = re.findall(r"\w\[([\d,]*)\]", shape)
-  return max((math.prod(int(n) for n in one.split(",") if n) for one in dimensions), default=0)
+  """Return the number of elements of an array, or of the largest array in a tuple."""
+  arrays = re.findall(r"\w\[([\d,]*)\]", shape)
+  return max((math.prod(int(n) for n in array.split(",") if n) for array in arrays), default=0)
 
 
 def trip_count(computations: Computations, computation: str, instruction: Instruction) -> int:
-  """How often a loop runs that counts up to a constant, as `lax.scan` and `lax.fori_loop` do; 1 for
-  all other instructions."""
+  """Return the number of iterations of a loop that counts up to a constant.
+
+  `lax.scan` and `lax.fori_loop` make such loops. The result is 1 for all other instructions.
+  """
   if instruction.op != "while":
     return 1
-  if known := instruction.first(r'known_trip_count":{"n":"(\d+)"'):  # the compiler for CPUs says it
+  if known := instruction.first(r'known_trip_count":{"n":"(\d+)"'):  # stated by the CPU compiler
     return int(known)
   (condition,) = instruction.calls("condition")
-  inside = computations[condition]
-  test = next(i for i in inside.values() if i.line.lstrip().startswith("ROOT"))
-  if test.op != "compare" or "direction=LT" not in test.line:
+  instructions = computations[condition]
+  root = next(i for i in instructions.values() if i.line.lstrip().startswith("ROOT"))
+  if root.op != "compare" or "direction=LT" not in root.line:
     return 1
-  counter, limit = (inside[operand] for operand in test.operands)
-  made = computations[computation][instruction.operands[0]]
-  if counter.op != "get-tuple-element" or made.op != "tuple":
+  counter, limit = (instructions[name] for name in root.operands)
+  initial_state = computations[computation][instruction.operands[0]]
+  if counter.op != "get-tuple-element" or initial_state.op != "tuple":
     return 1
-  start = computations[computation][made.operands[int(counter.first(r"index=(\d+)"))]]
+  start = computations[computation][initial_state.operands[int(counter.first(r"index=(\d+)"))]]
   while start.op in ("copy", "bitcast"):
     start = computations[computation][start.operands[0]]
   if not start.op == limit.op == "constant":

@@ -1,7 +1,7 @@
-"""The paper's Table 2 by the compiler for TPU v4: c, v(gamma) and the speedups they predict.
+"""Predict the paper's Table 2 with the compiler for TPU v4: c, v(gamma) and the speedups.
 
-Targets and drafts are of the paper's sizes, T5 1.1 in bfloat16 on one chip, one row at a time.
-Nothing is run: only alpha is the paper's.
+Targets and drafts have the paper's sizes: T5 1.1 in bfloat16 on one chip, one row at a time. No
+program is run, and only alpha is taken from the paper.
 """
 
 import importlib.metadata
@@ -22,53 +22,57 @@ from specdec_jax.reporting.tables import Table
 from specdec_jax.tpu import compile as tpu_compile
 from specdec_jax.tpu.examine import examine
 
-# The paper does not say how long its texts are: T5's own 512 pieces of an article, and room for a
-# long sentence.
+# The paper does not give lengths. 512 is the number of pieces that T5 reads of an article, and 128
+# is enough for a long sentence.
 SOURCE_TOKENS = {"EnDe": 128, "CNNDM": 512}
 MAX_NEW_TOKENS = 128
 TOPOLOGY = "v4:1x1x1"
 
-# What of a row each program depends on: slots of a cache count with gamma.
+# Columns of a row that each program depends on. All depend on gamma, since the cache has a slot for
+# each draft token.
 DEPENDS_ON = {
   "draft step": ("task", "gamma", "temperature", "m_q"),
   "decode step": ("task", "gamma"),
   "verify": ("task", "gamma"),
 }
 
-Row = Mapping[str, Any]  # of the paper's tables, as `reporting.paper.load_table` gives them
-Compiled = dict[str, Any]  # a line of the file
+Row = Mapping[str, Any]  # a row of `reporting.paper.load_table`
+Compiled = dict[str, Any]  # a line of the file of `compile_missing`
 
 NOTES = (
   "T5 1.1 XXL with each draft, bfloat16, batch 1, one TPU v4 chip, "
   f"{SOURCE_TOKENS['EnDe']} source tokens (EnDe) or {SOURCE_TOKENS['CNNDM']} (CNN/DM), "
-  f"{MAX_NEW_TOKENS} new ones. The paper does not say how long its texts are.",
+  f"{MAX_NEW_TOKENS} new tokens. The paper does not give these lengths.",
   "alpha and gamma are the paper's, as are its c (profiler traces), EXP (Theorem 8 with v = 1) and "
-  "EMP (measured, over T5X); everything right of them is computed from compiled programs.",
-  "c: a draft step over a decode step; v: a pass over gamma + 1 tokens over one; speed: "
-  "E[tokens] / (gamma c + v), E[tokens] of Equation 1. Of bytes: read from HBM and written there, "
-  "as the compiler counts them; of seconds: its own estimate of the same programs.",
+  "EMP (measured, relative to T5X). Everything to the right of them is computed from compiled "
+  "programs.",
+  "c: a draft step / a decode step. v: a target pass over gamma + 1 tokens / a decode step. speed: "
+  "E[tokens] / (gamma c + v), with E[tokens] of Equation 1.",
+  "of bytes: bytes read from and written to HBM, as the compiler counts them. of seconds: the "
+  "compiler's own time estimate for the same programs.",
 )
 
 
 def compile_missing(rows: Sequence[Row], path: pathlib.Path) -> list[Compiled]:
-  """What the compiler says of every program behind `rows`: what `path` has, and the rest.
+  """Return what the compiler reports about every program that `rows` need.
 
-  A program that is not in the file is compiled and added to it, one JSON object a line; one that
-  is stopped and started again goes on. All together take half an hour on two busy cores.
+  Programs that the file `path` lacks are compiled and appended to it, one JSON object per line, so
+  an interrupted run resumes. All programs together take half an hour on two busy cores.
 
   Args:
-    rows: of the paper's Table 2: task, m_q, temperature, gamma.
-    path: of the file.
+    rows: rows of the paper's Table 2, with task, m_q, temperature and gamma.
+    path: file of compiled programs.
 
   Raises:
-    InputError: libtpu, the compiler, is not installed, or the file has lines of another kind.
+    InputError: libtpu, the compiler, is not installed, or the file has other lines.
   """
   try:
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    done = {_key(line["program"], line) for line in found}
+    lines = path.read_text().splitlines() if path.exists() else []
+    compiled = [json.loads(line) for line in lines]
+    done = {_key(line["program"], line) for line in compiled}
   except (ValueError, KeyError, TypeError) as error:
     raise InputError(
-      f"{path} has lines that are no compiled programs ({error!r}); delete them, or name another "
+      f"{path} has lines that are not compiled programs ({error!r}); delete them, or name another "
       "file."
     ) from None
   for name in DEPENDS_ON:
@@ -85,58 +89,60 @@ def compile_missing(rows: Sequence[Row], path: pathlib.Path) -> list[Compiled]:
         max_new_tokens=MAX_NEW_TOKENS,
         sampling=Sampling(row["temperature"]),
       )
-      since = time.perf_counter()
+      started = time.perf_counter()
       program = programs[name]().compile(compiler_options=tpu_compile.HBM_ONLY)
       line = {
         "program": name,
         **{field: row[field] for field in DEPENDS_ON[name]},
         **examine(program)._asdict(),
-        "compile_seconds": round(time.perf_counter() - since, 1),
+        "compile_seconds": round(time.perf_counter() - started, 1),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": commit(),
         **{name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
       }
       with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-      found.append(line)
+      compiled.append(line)
       done.add(_key(name, row))
-  return found
+  return compiled
 
 
-def predicted(rows: Sequence[Row], found: Sequence[Compiled], unit: str) -> list[dict[str, Any]]:
-  """Each row with the c and v that were compiled, and the speed that they predict.
+def predicted(rows: Sequence[Row], compiled: Sequence[Compiled], unit: str) -> list[dict[str, Any]]:
+  """Return each row with c and v of the compiled programs and the speedup that they predict.
 
   Args:
-    rows: of the paper's Table 2, which has alpha.
-    found: what `compile_missing` gave of them.
-    unit: "accessed", by bytes, or "optimal_seconds".
+    rows: rows of the paper's Table 2, which has alpha.
+    compiled: result of `compile_missing` for these rows.
+    unit: 'accessed' for bytes, or 'optimal_seconds'.
   """
-  by_key = {_key(line["program"], line): line[unit] for line in found}
-  costs = []
+  cost_of = {_key(line["program"], line): line[unit] for line in compiled}
+  predictions = []
   for row in rows:
-    draft, step, verify = (by_key[_key(name, row)] for name in DEPENDS_ON)
+    draft, step, verify = (cost_of[_key(name, row)] for name in DEPENDS_ON)
     c, v = draft / step, verify / step
     speed = float(theory.walltime_improvement(row["alpha"], int(row["gamma"]), c, v))
-    costs.append({**row, "c": c, "v": v, "speed": speed})
-  return costs
+    predictions.append({**row, "c": c, "v": v, "speed": speed})
+  return predictions
 
 
-def table(rows: Sequence[Row], found: Sequence[Compiled]) -> Table:
-  """The twelve rows with what was compiled beside what the paper has.
+def table(rows: Sequence[Row], compiled: Sequence[Compiled]) -> Table:
+  """Return the twelve rows of Table 2 with the compiler's predictions next to the paper's values.
 
   Args:
-    rows: of the paper's Table 4, which has Table 2's and its c, EXP and EMP.
-    found: what `compile_missing` gave of them.
+    rows: rows of the paper's Table 4, which has the columns of Table 2 and its c, EXP and EMP.
+    compiled: result of `compile_missing` for these rows.
   """
   columns = "task|draft|temp|gamma|alpha|paper c|paper EXP|paper EMP"
   for unit in ("bytes", "seconds"):
     columns += f"|c of {unit}|v of {unit}|speed of {unit}"
   cells = []
-  both = (predicted(rows, found, unit) for unit in ("accessed", "optimal_seconds"))
-  for row, *costs in zip(rows, *both):
+  by_bytes = predicted(rows, compiled, "accessed")
+  by_seconds = predicted(rows, compiled, "optimal_seconds")
+  for row, *predictions in zip(rows, by_bytes, by_seconds):
     line = f"{row['task']}|{row['m_q']}|{row['temperature']:g}|{int(row['gamma'])}"
     line += f"|{row['alpha']:.2f}|{row['c']:.2f}|{row['exp']:.1f}|{row['emp']:.1f}"
-    line += "".join(f"|{of['c']:.3f}|{of['v']:.3f}|{of['speed']:.2f}" for of in costs)
+    for p in predictions:
+      line += f"|{p['c']:.3f}|{p['v']:.3f}|{p['speed']:.2f}"
     cells.append(tuple(line.split("|")))
   return Table("Table 2 by the compiler for TPU v4", tuple(columns.split("|")), tuple(cells), NOTES)
 

@@ -1,4 +1,4 @@
-"""Predicted speeds of trees on a TPU, from what its compiler says of a chain and of one tree."""
+"""Predict speedups of trees on a TPU from compiler reports of a chain and of one tree."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,48 +8,57 @@ import numpy as np
 from specdec_jax.core import theory
 from specdec_jax.reporting.tables import Table
 
-ALPHAS = (0.75, 0.62)  # the paper's: EnDe, T5-small, argmax and standard sampling
-SHAPES = ((8, 5), (16, 5), (32, 5), (64, 8), (64, 10))  # (nodes, depth)
-LONGEST = 20  # gamma of the chains looked at
+ALPHAS = (0.75, 0.62)  # the paper's for T5-small on EnDe: argmax and standard sampling
+SHAPES = ((8, 5), (16, 5), (32, 5), (64, 8), (64, 10))  # (nodes, depth) of the trees
+MAX_GAMMA = 20  # longest chain that is considered
 
 NOTES = (
-  "T5-XXL with T5-small, bfloat16, batch 1, one TPU v4 chip, by bytes alone; nothing was run. "
-  "tokens: expected of a round, of the best tree (`theory.best_tree`) or of a chain (Equation 1). "
-  "round: its bytes over a plain step's; speed: tokens / round.",
-  "alpha is the paper's, for T5-small on EnDe. How often younger children stand is assumed: of "
-  "what the eldest leaves, 0.44, 0.16, 0.08 and 0.04. A round less its draft steps was compiled "
-  "for 8 tokens and for 64 nodes; a line joins them. A chain is taken to cost as much as 8 tokens.",
+  "T5-XXL with T5-small, bfloat16, batch 1, one TPU v4 chip, bandwidth-bound estimate. No program "
+  "was run.",
+  "tokens: expected tokens per round, of the best tree (`theory.best_tree`) or of a chain "
+  "(Equation 1). round: bytes of a round / bytes of a plain step. speed: tokens / round.",
+  "alpha is the paper's, for T5-small on EnDe. The acceptance of later children is assumed: of the "
+  "probability that the first child is rejected, 0.44, 0.16, 0.08 and 0.04.",
+  "The part of a round without draft steps was compiled for 8 tokens and for 64 nodes, and is "
+  "interpolated linearly. A chain is assumed to cost as much as 8 tokens.",
 )
 
 
 def tree_speeds_table(chain: Mapping[str, Any], tree: Mapping[str, Any]) -> Table:
-  """For each alpha the best chain and trees.
+  """Return a table of the best chain and of trees, for each alpha.
 
   Args:
-    chain: a report of `scripts/compile_tpu.py`.
-    tree: likewise, of a tree of the same models, with the ranks of the first alpha.
+    chain: report of `scripts/compile_tpu.py` on a chain.
+    tree: report of `scripts/compile_tpu.py` on a tree of the same models, with the acceptance rates
+      of the first alpha.
   """
   c = chain["over_a_step"]["draft step"]
-  of = lambda report: report["over_a_step"]["round"] - report["settings"]["gamma"] * c
-  few, nodes = chain["settings"]["gamma"] + 1, tree["settings"]["nodes"]
-  slope = (of(tree) - of(chain)) / (nodes - few)
-  eldest, *younger = map(float, tree["settings"]["ranks"].split(","))
+  chain_cost, tree_cost = _cost_without_drafting(chain, c), _cost_without_drafting(tree, c)
+  chain_tokens, tree_nodes = chain["settings"]["gamma"] + 1, tree["settings"]["nodes"]
+  slope = (tree_cost - chain_cost) / (tree_nodes - chain_tokens)
+  first_rate, *later_rates = map(float, tree["settings"]["ranks"].split(","))
   rows = []
   for alpha in ALPHAS:
-    ranks = [alpha, *(share / (1 - eldest) * (1 - alpha) for share in younger)]
-    speeds = theory.walltime_improvement(alpha, np.arange(1, LONGEST + 1), c, of(chain))
+    ranks = [alpha, *(rate / (1 - first_rate) * (1 - alpha) for rate in later_rates)]
+    speeds = theory.walltime_improvement(alpha, np.arange(1, MAX_GAMMA + 1), c, chain_cost)
     gamma = 1 + int(np.argmax(speeds))
     tokens = float(theory.expected_tokens(alpha, gamma))
-    found = [("best chain", gamma + 1, gamma, tokens, of(chain))]
+    candidates = [("best chain", gamma + 1, gamma, tokens, chain_cost)]
     for num_nodes, depth in SHAPES:
       tokens = theory.tree_tokens(theory.best_tree(ranks, num_nodes, depth), ranks)
-      found.append(("tree", num_nodes, depth, tokens, of(chain) + slope * (num_nodes - few)))
-    best = found[0][3] / (found[0][4] + gamma * c)
-    for kind, num_nodes, depth, tokens, undrafted in found:
-      cost = undrafted + depth * c
-      row = alpha, kind, num_nodes, depth, tokens, cost, tokens / cost, tokens / cost / best
-      written = "{:g}|{}|{}|{}|{:.2f}|{:.3f}|{:.2f}|{:.2f}".format(*row)
-      rows.append(tuple(written.split("|")))
+      cost = chain_cost + slope * (num_nodes - chain_tokens)
+      candidates.append(("tree", num_nodes, depth, tokens, cost))
+    chain_speed = candidates[0][3] / (candidates[0][4] + gamma * c)
+    for kind, num_nodes, depth, tokens, undrafted_cost in candidates:
+      cost = undrafted_cost + depth * c
+      speed = tokens / cost
+      cells = f"{alpha:g}|{kind}|{num_nodes}|{depth}|{tokens:.2f}|{cost:.3f}|{speed:.2f}"
+      rows.append((*cells.split("|"), f"{speed / chain_speed:.2f}"))
   columns = "alpha|guesses|nodes|depth|tokens|round|speed|over chain"
-  title = "Predicted speed of trees over plain decoding on TPU v4"
+  title = "Predicted speedup of trees over autoregressive decoding on TPU v4"
   return Table(title, tuple(columns.split("|")), tuple(rows), NOTES)
+
+
+def _cost_without_drafting(report: Mapping[str, Any], c: float) -> float:
+  """Return the bytes of a round without its draft steps, relative to a plain step."""
+  return report["over_a_step"]["round"] - report["settings"]["gamma"] * c

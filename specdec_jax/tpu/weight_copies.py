@@ -1,28 +1,27 @@
-"""Copies of weights in a program that XLA has optimised."""
+"""Find copies of weights in the optimized HLO of a compiled program."""
 
 from specdec_jax.tpu.hlo import Computations, Instruction, parse, size
 
-# What fetches an array into memory on the chip, slice by slice, or names it: not a copy.
-_SAME = {"bitcast", "opt-barrier", "copy-start", "copy-done", "slice-start", "slice-done"}
-_SAME |= {"async-start", "async-done", "custom-call"}
+# Operations that name an array, or move it to on-chip memory slice by slice. They are not copies.
+_ALIASES = {"bitcast", "opt-barrier", "copy-start", "copy-done", "slice-start", "slice-done"}
+_ALIASES |= {"async-start", "async-done", "custom-call"}
 
-_PRODUCTS = {"convolution", "dot", "reduce"}  # of one row it may be written as a sum
+_MATMULS = {"convolution", "dot", "reduce"}  # a matmul with one row may be written as a sum
 
-# The smallest share of a matrix that counts as a slice of it: one of the pieces into which 64 chips
-# would cut it.
-_SLICE = 1 / 64
+# The smallest share of a matrix that counts as a copied slice: the shard of one of 64 chips.
+_MIN_SLICE = 1 / 64
 
 
 def weight_copies(hlo: str) -> list[str]:
-  """Copies of kernels or embedding tables that an optimised program makes, and of which.
+  """Return a description of each copy of a kernel or embedding table that a program makes.
 
-  A copy is an instruction, in a loop or outside, that reads such a matrix and makes something as
-  large which is no product: another layout or dtype, or several matrices put together. A large
-  slice of a matrix (`_SLICE`) is a copy too, unless it is rows that are looked up. Fetching a
-  matrix into memory on the chip as it is does not count.
+  A copy is an instruction, inside or outside a loop, that reads such a matrix, has a result of at
+  least its size, and is not a matmul: it changes the layout or the dtype, or concatenates several
+  matrices. A slice of at least 1/64 of a matrix is a copy too, unless it is a lookup of rows.
+  Moving a matrix to on-chip memory unchanged is not a copy.
   """
   computations, entry = parse(hlo)
-  callers = {  # of the body of a loop: the computation and the instruction that run it
+  callers = {  # loop body or condition -> the computation and the instruction that run it
     body: (computation, name)
     for computation, instructions in computations.items()
     for name, instruction in instructions.items()
@@ -30,7 +29,10 @@ def weight_copies(hlo: str) -> list[str]:
   }
 
   def weight(computation: str, name: str, path: tuple[int, ...] = ()) -> Instruction | None:
-    """The entry's parameter that this is, or in a tuple what is at `path`, if that is a matrix."""
+    """Return the entry's parameter that a value stands for if that is a weight matrix, else None.
+
+    `path` selects an element of the value if it is a (nested) tuple.
+    """
     instruction = computations[computation].get(name)
     if instruction is None:
       return None
@@ -43,27 +45,28 @@ def weight_copies(hlo: str) -> list[str]:
       return weight(computation, instruction.operands[0], (index, *path))
     if instruction.op == "tuple":
       return weight(computation, instruction.operands[path[0]], path[1:])
-    if instruction.op in _SAME | {"while"} and instruction.operands:
+    if instruction.op in _ALIASES | {"while"} and instruction.operands:
       return weight(computation, instruction.operands[0], path)
     return None
 
   copies = []
   for computation in (entry, *callers):
     for name, instruction in computations[computation].items():
-      if instruction.op in _SAME | {"tuple", "get-tuple-element", "while"}:
+      if instruction.op in _ALIASES | {"tuple", "get-tuple-element", "while"}:
         continue
       for operand in instruction.operands:
         source = weight(computation, operand)
-        if source is None or _has(computations, instruction, _PRODUCTS):
+        if source is None or _contains(computations, instruction, _MATMULS):
           continue
         share = size(instruction.shape) / size(source.shape)
-        if share >= 1 or (share >= _SLICE and not _has(computations, instruction, {"gather"})):
-          of = source.first('op_name="(.*?)"').replace("\\", "")
-          copies.append(f"{name} ({instruction.shape.split('{')[0]}) of {of}")
+        is_lookup = _contains(computations, instruction, {"gather"})
+        if share >= 1 or (share >= _MIN_SLICE and not is_lookup):
+          parameter = source.first('op_name="(.*?)"').replace("\\", "")
+          copies.append(f"{name} ({instruction.shape.split('{')[0]}) of {parameter}")
   return copies
 
 
-def _has(computations: Computations, instruction: Instruction, ops: set[str]) -> bool:
+def _contains(computations: Computations, instruction: Instruction, ops: set[str]) -> bool:
   """Return True if the instruction is one of these operations or has one fused into it."""
-  inside = (i for name in instruction.calls("calls") for i in computations[name].values())
-  return instruction.op in ops or any(_has(computations, i, ops) for i in inside)
+  fused = (i for name in instruction.calls("calls") for i in computations[name].values())
+  return instruction.op in ops or any(_contains(computations, i, ops) for i in fused)

@@ -1,0 +1,106 @@
+"""Time matmuls with few rows on this CPU, with this project's kernel and with XLA:
+
+python scripts/measure_matmuls.py > experiments/kernels/results.jsonl
+
+Matrices of [512, 3072] are used in turn, so many that each one is read from memory. A matrix of
+[512, 512] is used repeatedly and stays in the cache, so only arithmetic takes time. Both are
+compared with the peak: numpy's matmul of two matrices of [2048, 2048] with the same number of
+threads.
+"""
+
+import functools
+import json
+import statistics
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specdec_jax.kernels import skinny
+from specdec_jax.machine import provenance
+from specdec_jax.measurement.timing import interleaved_medians, timed
+
+ROWS = 1, 2, 4, 6, 8, 12, 24, 64
+DEPTH, WIDTH, HOT_WIDTH = 512, 3072, 512
+BYTES = 200 << 20  # total size of the matrices that are used in turn; larger than a CPU's cache
+HOT_CALLS, REPEATS = 64, 15
+
+
+def chained(matmul: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+  """Return a function that multiplies x by matrices one after the other, as a model does.
+
+  Each input depends on the previous result, so the matmuls cannot run in parallel.
+  """
+
+  @jax.jit
+  def run(x, *matrices):
+    out = jnp.zeros((), x.dtype)
+    for matrix in matrices:
+      out = matmul(x + 1e-30 * out, matrix)[0, 0].astype(x.dtype)
+    return out
+
+  return run
+
+
+def repeated(x: Array, panels: Array) -> Array:
+  """Multiply x by the same matrix `HOT_CALLS` times; each input depends on the previous result."""
+
+  def body(_, out):
+    return skinny.matmul(x + 1e-30 * out, panels)[0, 0].astype(x.dtype)
+
+  return jax.lax.fori_loop(0, HOT_CALLS, body, jnp.zeros((), x.dtype))
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+  return rng.standard_normal(shape).astype(np.float32)
+
+
+def main() -> None:
+  if not skinny.ready():
+    raise SystemExit(
+      "error: the kernel does not run here; it needs a single CPU device and a C++ compiler."
+    )
+  rng = np.random.default_rng(0)
+  square = normal(rng, 2048, 2048)
+  peak_seconds = statistics.median(timed(square.dot, square)[0] for _ in range(REPEATS))
+  peak = 2 * len(square) ** 3 / peak_seconds
+  # Name -> (dtype of the weights, whether x is bfloat16 too and weights are packed in pairs).
+  kinds = {"float32": ("float32", False), "bfloat16": ("bfloat16", False)}
+  if skinny.ready(jnp.bfloat16):
+    kinds["bfloat16, x too"] = "bfloat16", True
+  for name, (dtype, pairs) in kinds.items():
+    itemsize = jnp.dtype(dtype).itemsize
+    count = BYTES // (DEPTH * WIDTH * itemsize)
+    matrices = [normal(rng, DEPTH, WIDTH) for _ in range(count)]
+    packed = [jnp.asarray(skinny.pack(matrix, pairs), dtype) for matrix in matrices]
+    plain = [jnp.asarray(matrix) for matrix in matrices] if dtype == "float32" else []
+    hot = jnp.asarray(skinny.pack(normal(rng, DEPTH, HOT_WIDTH), pairs), dtype)
+    with_kernel, with_xla = chained(skinny.matmul), chained(jnp.matmul)
+    with_hot_matrix = jax.jit(repeated)
+    for rows in ROWS:
+      x = jnp.asarray(normal(rng, rows, DEPTH))
+      calls = [
+        functools.partial(with_kernel, x, *packed),
+        functools.partial(with_hot_matrix, x, hot),
+        functools.partial(with_xla, x, *plain),
+      ]
+      medians, _ = interleaved_medians(calls if plain else calls[:2], REPEATS)
+      seconds = np.array(medians) / np.array([count, HOT_CALLS, count])[: len(medians)]
+      record = dict(
+        weights=name,
+        rows=rows,
+        us=1e6 * seconds[0],
+        gb_per_s=DEPTH * WIDTH * itemsize / seconds[0] / 1e9,
+        share_of_peak=2 * rows * DEPTH * WIDTH / seconds[0] / peak,
+        hot_share_of_peak=2 * rows * DEPTH * HOT_WIDTH / seconds[1] / peak,
+        xla_us=1e6 * seconds[2] if plain else None,
+        peak_gflops=peak / 1e9,
+        **provenance(),
+      )
+      print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+  main()
