@@ -49,12 +49,13 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True  # as written in the source: some are paths of this machine
 autodoc_inherit_docstrings = False
 autodoc_default_options = {"members": True, "exclude-members": "__new__, count, index"}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-maximum_signature_line_length = 88
+maximum_signature_line_length = 130  # of names with their modules, which are not shown
 python_use_unqualified_type_names = True
 
 html_theme = "furo"
@@ -83,6 +84,12 @@ def _skip_tuple_fields(app, what, name, member, skip, options) -> bool | None:
   return True if type(member).__name__ == "_tuplegetter" else None
 
 
+def _hide_protocol_signature(app, what, name, obj, options, signature, returns):
+  """Leave out the constructor of a protocol, which takes anything."""
+  return ("", None) if getattr(obj, "_is_protocol", False) else None
+
+
 def setup(app) -> None:
+  app.connect("autodoc-process-signature", _hide_protocol_signature)
   app.connect("autodoc-skip-member", _skip_tuple_fields)
   app.connect("build-finished", _write_redirect)
