@@ -1,4 +1,4 @@
-"""Draw one of the paper's figures, or speed against gamma, from theory, records or a decoded text.
+"""Draw one of the paper's figures, speed against gamma, or a comparison of drafts.
 
 python scripts/figures.py --figure 2 --output figure2.svg
 python scripts/figures.py --figure 5 --records results.jsonl --output figure5.png
@@ -25,22 +25,24 @@ def main() -> None:
   parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
   parser.add_argument("--figure", required=True, help="1 to 5, sweep or drafts")
   parser.add_argument("--output", required=True, help="a .png, .svg or .pdf file")
-  parser.add_argument("--records", nargs="+", default=[], help="files, for Figure 5 and sweep")
-  parser.add_argument("--num_tokens", type=int, default=20, help="in Figure 5")
   parser.add_argument(
-    "--gin_file", help="for Figure 1: what sets the pair, such as gin/models/gpt_like.gin"
+    "--records", nargs="+", default=[], help="record files for Figure 5, sweep and drafts"
+  )
+  parser.add_argument("--num_tokens", type=int, default=20, help="tokens per row in Figure 5")
+  parser.add_argument(
+    "--gin_file", help="gin file that sets the pair of Figure 1, such as gin/models/gpt_like.gin"
   )
   parser.add_argument(
     "--text",
-    help="in Figure 1, to translate or to go on from; unless told a sentence of the quick start, "
-    "and nothing for a decoder-only pair",
+    help="input text of Figure 1; defaults to a sentence of the quick start, and to an empty prompt "
+    "for a decoder-only pair",
   )
-  parser.add_argument("--gamma", type=int, default=7, help="in Figure 1")
-  parser.add_argument("--seed", type=int, default=0, help="in Figure 1")
-  parser.add_argument("--temperature", type=float, default=0.0, help="in Figures 1 and 5")
+  parser.add_argument("--gamma", type=int, default=7, help="for Figure 1")
+  parser.add_argument("--seed", type=int, default=0, help="for Figure 1")
+  parser.add_argument("--temperature", type=float, default=0.0, help="for Figures 1 and 5")
   args = parser.parse_args()
   try:
-    drawing.require_format(args.output)  # before the work
+    drawing.require_format(args.output)  # fail before the work
     drawing.save(draw(args), args.output)
   except Exception as error:
     sentence = user_sentence(error)
@@ -52,7 +54,7 @@ def main() -> None:
 def draw(args: argparse.Namespace):
   if args.figure in ("5", "sweep", "drafts"):
     if not args.records:
-      raise InputError(f"Figure {args.figure} is of records; name some with --records.")
+      raise InputError(f"Figure {args.figure} needs records; give files with --records.")
     records = [record for path in args.records for record in read(path)]
     if args.figure == "sweep":
       return figures.sweep_figure(records)
@@ -74,8 +76,8 @@ def draw(args: argparse.Namespace):
 
 
 def trace(args: argparse.Namespace):
-  """Figure 1 of a text that a pair decodes: the embedded one, or another that a gin file sets."""
-  # They bring jax, which the other figures do without.
+  """Draw Figure 1 for a text decoded by the bundled pair, or by the pair that a gin file sets."""
+  # These modules import jax, which the other figures do not need.
   import gin
 
   from specdec_jax.commands.translate import decode_lines
@@ -87,13 +89,15 @@ def trace(args: argparse.Namespace):
   quickstart = gin.get_bindings("quickstart.quickstart")
   pair, text = quickstart["pair"], args.text
   if text is None:
-    text = "" if pair.continues else quickstart["sentences"][7]  # has guesses rejected
+    text = (
+      "" if pair.continues else quickstart["sentences"][7]
+    )  # some of its draft tokens are rejected
   if not pair.reads(text):
     raise InputError("The text is empty; give a sentence to translate.")
   sampling = Sampling(args.temperature)
   ((_, (decoded,)),) = decode_lines(pair, [text], sampling, args.gamma, 1, 64, args.seed)
   rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
-  count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} passes of the target"
+  count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} target forward passes"
   title = f"{count}, γ = {args.gamma}, temperature {args.temperature:g}"
   if pair.continues and text:
     title += f", after '{text}'"

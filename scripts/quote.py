@@ -1,10 +1,13 @@
-"""Write the tables of all pages anew, from the records that each of them names.
+"""Regenerate the tables of all pages from the records that each of them names.
 
-python scripts/quote.py            # README.md and experiments/
-python scripts/quote.py --check    # only say which pages are not what their records say
+python scripts/quote.py            # rewrite README.md and experiments/
+python scripts/quote.py --check    # list outdated pages without rewriting them
 """
 
 import argparse
+import dataclasses
+import functools
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -13,33 +16,44 @@ from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.pages import quoted
 from specdec_jax.writing import written
 
+METRICS = CHECKOUT / "docs" / "metrics.md"
+
 
 def pages() -> list[pathlib.Path]:
+  """Return all pages that may have generated tables."""
   return [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("experiments/**/*.md"))]
 
 
 def outdated() -> Iterator[tuple[pathlib.Path, str]]:
-  """Pages that are not what their records say, and what they should be."""
+  """Yield each page whose tables differ from its records, and its current text."""
   for path in pages():
     page = path.read_text(encoding="utf-8")
-    if (anew := quoted(page, _markdown)) != page:
-      yield path, anew
+    current = quoted(page, functools.partial(_markdown, path.parent))
+    if current != page:
+      yield path, current
 
 
-def _markdown(words: Sequence[str]) -> str:
+def _markdown(folder: pathlib.Path, words: Sequence[str]) -> str:
+  """Format a table for a page in `folder`, with a link to the metrics page as its legend."""
   name, *files = words
-  return render(named_table(name, [CHECKOUT / file for file in files]), "markdown")
+  table = named_table(name, [CHECKOUT / file for file in files])
+  if table.legend:
+    link = f"[Meaning of the columns]({os.path.relpath(METRICS, folder)})."
+    table = dataclasses.replace(table, notes=(*table.notes, link), legend={})
+  return render(table, "markdown")
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-  parser.add_argument("--check", action="store_true", help="change nothing; status 1 if any would")
+  parser.add_argument(
+    "--check", action="store_true", help="change nothing; exit with 1 if outdated"
+  )
   check, changed = parser.parse_args().check, [*outdated()]
-  for path, anew in changed:
+  for path, current in changed:
     print(path.relative_to(CHECKOUT))
     if not check:
       with written(path) as file:
-        file.write(anew)
+        file.write(current)
   parser.exit(check and bool(changed))
 
 

@@ -1,9 +1,10 @@
-"""Print one of the paper's tables with our records in it.
+"""Print one of the paper's tables together with our records.
 
   python scripts/tabulate.py --table 2 results.jsonl [more.jsonl ...]
 
-Table 1 is computed and takes no records; `--table measured` shows any records as they are, and
-`--table status` what became of each number that the paper prints, by this checkout's `experiments`.
+Table 1 is computed and takes no records. `--table measured` shows any speed records. `--table
+status` shows the reproduction status of each number that the paper prints, from the `experiments`
+of this checkout.
 """
 
 import argparse
@@ -17,12 +18,14 @@ from specdec_jax.writing import require_apart, written
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
   parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
-  parser.add_argument("results", nargs="*", help="files of records; later ones win")
+  parser.add_argument(
+    "results", nargs="*", help="files of records; for equal settings the last record is used"
+  )
   parser.add_argument("--table", required=True, help="1 to 5, measured or status")
   parser.add_argument(
     "--format", default="terminal", help="terminal (default), markdown, csv or latex"
   )
-  parser.add_argument("--output", help="a file; standard output unless told")
+  parser.add_argument("--output", help="output file; defaults to standard output")
   args = parser.parse_args()
   try:
     if args.output:

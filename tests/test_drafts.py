@@ -43,7 +43,7 @@ def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
   rows, said = named_table("drafts", [results]).rows, capsys.readouterr().out
   assert [row[:2] for row in rows[:2]] == [("near", "Token"), ("near", "Block")]
   shown = dict(zip(drafts_table(measured).columns, rows[0]))
-  assert (shown["speedup, T = 0"], shown["speedup, T = 1"], shown["same"]) == (
+  assert (shown["speedup, T = 0"], shown["speedup, T = 1"], shown["identical"]) == (
     "1.00",
     "1.50",
     "yes",

@@ -1,4 +1,4 @@
-"""The page holds what the records and rounds hold, and nothing that a text could plant in it."""
+"""The HTML report has the values of records and rounds, and a text cannot inject markup."""
 
 import dataclasses
 import html.parser
@@ -17,7 +17,7 @@ from test_reporting import (
   RECORD,
   ROT,
   STEHT,
-  of_rounds,
+  decode_result,
   pieces,
 )
 
@@ -64,8 +64,8 @@ class Node:
     return "".join(c if isinstance(c, str) else c.text for c in self.children)
 
   def all(self, name=None, class_=None, **attributes):
-    """Nodes below, in order, with that name, class and attributes."""
-    found = []
+    """Return the descendants with this name, class and attributes in document order."""
+    matches = []
     for child in self.children:
       if isinstance(child, str):
         continue
@@ -75,13 +75,13 @@ class Node:
         and (class_ is None or class_ in classes)
         and attributes.items() <= child.attributes.items()
       ):
-        found.append(child)
-      found += child.all(name, class_, **attributes)
-    return found
+        matches.append(child)
+      matches += child.all(name, class_, **attributes)
+    return matches
 
 
 class Parser(html.parser.HTMLParser):
-  """A tree, if every element that opens is closed where it should be."""
+  """Parse a page into a tree, and fail if an element is not closed in its place."""
 
   def __init__(self, page):
     super().__init__()
@@ -109,12 +109,12 @@ def parsed(records, examples=(), title="a title"):
 
 
 def rounds_shown(page):
-  """What the page's rounds say, token by token, without the marks."""
+  """Return the tokens of each round of the page by kind, without the marks."""
   rounds = []
   for item in page.all(class_="rounds")[0].all("li"):
     tokens = {
       kind: tuple(t.children[-1] for t in item.all("span", kind))
-      for kind in ("accepted", "rejected", "unused", "own")
+      for kind in ("accepted", "rejected", "unverified", "target")
     }
     rounds.append(tokens)
   return rounds
@@ -123,7 +123,7 @@ def rounds_shown(page):
 # The page as a whole.
 
 
-def test_a_page_stands_alone():
+def test_page_is_self_contained():
   page = report([*SWEEP, SAMPLED], [EXAMPLE], "a title")
   tree = Parser(page).open[0]
   assert {"head", "main", "table", "svg", "article"} <= {node.name for node in tree.all()}
@@ -137,7 +137,7 @@ def test_a_page_stands_alone():
 HOSTILE = """</script><script>alert('"1"')</script><img src=x onerror=a> $title &lt; </select>"""
 
 
-def test_texts_stay_texts():
+def test_texts_are_escaped():
   names = {
     name: HOSTILE for name in ("task", "target", "draft", "dtype", "device_kind", "baseline")
   }
@@ -155,7 +155,7 @@ def test_texts_stay_texts():
   assert set(sum(shown.values(), ())) == {HOSTILE}
 
 
-def test_the_head_says_of_what_the_numbers_are():
+def test_page_begins_with_the_shared_settings():
   page = parsed([RECORD, OTHER], title="five & six")
   assert page.all("title")[0].text == page.all("h1")[0].text == "five & six"
   settings = page.all("dl")[0].text
@@ -182,7 +182,7 @@ def test_the_head_says_of_what_the_numbers_are():
     ([dataclasses.replace(RECORD, identical=None)], [("not every output was compared",)]),
   ],
 )
-def test_the_result_in_a_sentence(records, sentences):
+def test_result_is_a_sentence(records, sentences):
   shown = [node.text for node in parsed(records).all(class_="results")[0].all("li")]
   for sentence, words in zip(shown, sentences):
     for word in words:
@@ -190,34 +190,35 @@ def test_the_result_in_a_sentence(records, sentences):
   assert len(shown) == len({r.temperature for r in records})
 
 
-def test_gammas_that_repeats_do_not_tell_apart_share_the_best():
-  """Gamma 4 was once faster than the best one was at worst, 6 never; ranges are of repeats."""
-  speeds_of = {4: (1.70, 1.82, 1.86), 5: (1.80, 1.83, 1.88), 6: (1.5, 1.6, 1.7)}
-  told = [
+def test_overlapping_ranges_are_reported_with_the_best_gamma():
+  """One repeat of gamma 4 is faster than the slowest of the best gamma; no repeat of gamma 6 is."""
+  ranges = {4: (1.70, 1.82, 1.86), 5: (1.80, 1.83, 1.88), 6: (1.5, 1.6, 1.7)}
+  records = [
     dataclasses.replace(RECORD, gamma=gamma, speedup_low=low, speedup=median, speedup_high=high)
-    for gamma, (low, median, high) in speeds_of.items()
+    for gamma, (low, median, high) in ranges.items()
   ]
-  (sentence,) = (n.text for n in parsed(told).all(class_="results")[0].all("li"))
-  assert "1.83×" in sentence and "(gamma 5 [1.80,1.88]; gamma 4 cannot be told from it)" in sentence
+  (sentence,) = (n.text for n in parsed(records).all(class_="results")[0].all("li"))
+  assert "1.83×" in sentence
+  assert "(gamma 5 [1.80,1.88]; the range of gamma 4 overlaps)" in sentence
 
 
 @pytest.mark.parametrize(
   "low, high, shown",
   [(1.9, 2.0, "2.06 [1.90,2.06]"), (2.06, 2.06, "2.06"), (None, None, "2.06")],
 )
-def test_a_bracket_holds_its_number(low, high, shown):
-  """Old records have ranges that do not, and those of one repeat."""
+def test_range_of_a_speedup_contains_it(low, high, shown):
+  """Ranges of old records may not contain the speedup. A single repeat has no range."""
   page = parsed([dataclasses.replace(RECORD, speedup=2.06, speedup_low=low, speedup_high=high)])
   assert cells(page)[0][2] == shown
 
 
-def test_charts_beside_each_other_have_one_scale():
+def test_charts_have_a_common_scale():
   page = parsed([*SWEEP, dataclasses.replace(OTHER, speedup=5.5)])
   levels = [[n.text for n in figure.all("text", "end")] for figure in page.all("figure")[:2]]
   assert levels[0] == levels[1] and float(levels[0][-1]) >= 5.5
 
 
-def test_the_last_record_of_a_setting_counts():
+def test_last_record_of_a_setting_is_shown():
   page = parsed([RECORD, dataclasses.replace(RECORD, speedup=9.99)])
   assert "9.99" in page.text and "2.06" not in page.text
 
@@ -230,32 +231,32 @@ def cells(page):
   return [[c.text for c in row.all("td")] for body in rows for row in body.all("tr")]
 
 
-def test_a_row_has_the_numbers_of_its_record():
-  told = dict(speculative_tokens_per_s=999.6, baseline_tokens_per_s=486.1)
-  page = parsed([OTHER, dataclasses.replace(RECORD, speedup_low=2.0, speedup_high=2.11, **told)])
+def test_row_has_the_values_of_its_record():
+  rates = dict(speculative_tokens_per_s=999.6, baseline_tokens_per_s=486.1)
+  page = parsed([OTHER, dataclasses.replace(RECORD, speedup_low=2.0, speedup_high=2.11, **rates)])
   columns = [n.text for n in page.all("th")]
-  assert columns[:6] == ["temp", "gamma", "speedup", "same", "tokens/s", "plain"]
-  assert {*columns} == {*speeds.COLUMNS, "tokens/s", "plain"}
-  plain = [f"{of:.0f}" for of in (OTHER.speculative_tokens_per_s, OTHER.baseline_tokens_per_s)]
+  assert columns[:6] == ["temp", "gamma", "speedup", "identical", "tokens/s", "baseline tokens/s"]
+  assert {*columns} == {*speeds.COLUMNS, "tokens/s", "baseline tokens/s"}
+  rates = [f"{rate:.0f}" for rate in (OTHER.speculative_tokens_per_s, OTHER.baseline_tokens_per_s)]
   assert cells(page) == [
-    ["1", "3", "1.68", "-", *plain, "0.67 [0.63,0.70]", "0.072", "1.22", "1.91", "1.73", "1.60"],
+    ["1", "3", "1.68", "-", *rates, "0.67 [0.63,0.70]", "0.072", "1.22", "1.91", "1.73", "1.60"],
     ["0", "5", "2.06 [2.00,2.11]", "yes", "1000", "486"]
     + ["0.81 [0.79,0.84]", "0.061", "1.38", "2.99", "2.15", "2.50"],
   ]
-  assert speeds.LEGEND in page.text
+  assert all(f"{name}: {meaning}" in page.text for name, meaning in speeds.LEGEND.items())
 
 
-def test_quality_is_a_column_where_it_was_measured():
+def test_quality_is_a_column_if_it_was_measured():
   same = dataclasses.replace(RECORD, metric="BLEU", quality=37.41, baseline_quality=37.41)
   other = dataclasses.replace(same, gamma=7, quality=36.0)
   page = parsed([same, other])
-  assert [row[4] for row in cells(page)] == ["BLEU 37.4", "BLEU 36.0 (plain 37.4)"]
+  assert [row[4] for row in cells(page)] == ["BLEU 37.4", "BLEU 36.0 (autoregressive 37.4)"]
   assert page.all("th")[4].text == "quality"
   assert "quality" in speeds.speed_table([same]).columns
   assert "quality" not in speeds.speed_table([RECORD]).columns
 
 
-def test_what_was_not_measured_is_a_dash():
+def test_values_that_were_not_measured_are_dashes():
   settings = ("task", "target", "draft", "temperature", "gamma", "batch_size")
   settings += ("platform", "device_kind", "dtype", "seed")
   blank = Record(**{name: getattr(RECORD, name) for name in settings})
@@ -264,14 +265,14 @@ def test_what_was_not_measured_is_a_dash():
   assert not page.all("svg")
 
 
-def test_each_missing_value_is_a_dash_of_its_own():
+def test_each_missing_value_is_a_dash():
   for field in dataclasses.fields(Record):
     if field.default is None:
       page = parsed([dataclasses.replace(RECORD, **{field.name: None}), OTHER], [EXAMPLE])
       assert "None" not in page.text and "nan" not in page.text
 
 
-def test_settings_that_differ_are_columns():
+def test_settings_that_vary_are_columns():
   page = parsed([RECORD, dataclasses.replace(RECORD, draft="bigram", batch_size=8)])
   assert [n.text for n in page.all("th")][:2] == ["draft", "batch"]
   assert [row[:2] for row in cells(page)] == [["d", "1"], ["bigram", "8"]]
@@ -279,7 +280,7 @@ def test_settings_that_differ_are_columns():
   assert names == ["Temperature 0, draft d, batch 1", "Temperature 0, draft bigram, batch 8"]
 
 
-def test_simulated_acceptance_is_told():
+def test_simulated_acceptance_is_reported():
   simulated = dataclasses.replace(RECORD, gamma=4, acceptance="simulated")
   assert "acceptance" + "simulated" in parsed([simulated]).all("dl")[0].text
   assert "acceptance" + "measured" in parsed([RECORD]).all("dl")[0].text
@@ -287,11 +288,11 @@ def test_simulated_acceptance_is_told():
   assert ["acceptance simulated:" in sentence for sentence in sentences] == [False, True]
 
 
-def test_trees_and_rules_are_told_apart():
-  """By nodes at each depth, not by a list of parents."""
+def test_trees_and_verifiers_are_columns_if_they_vary():
+  """A tree is described by the number of its nodes at each depth."""
   tree = dataclasses.replace(RECORD, tree=[0, 0, 1, 1, 2, 4, 6, 7], verifier="BlockVerifier")
   page = parsed([RECORD, tree])
-  assert [n.text for n in page.all("th")][:2] == ["verifier", "guesses"]
+  assert [n.text for n in page.all("th")][:2] == ["verifier", "proposal"]
   assert [row[:2] for row in cells(page)] == [
     ["TokenVerifier", "chain"],
     ["BlockVerifier", "tree of 9 nodes (1-2-3-1-1-1)"],
@@ -307,8 +308,8 @@ def points(figure, kind):
   )
 
 
-def test_points_lie_where_their_values_are():
-  """One linear scale for gamma, and one for all three curves and the line at 1."""
+def test_points_are_at_their_values():
+  """Gamma has a linear scale. All three curves and the line at 1 share a linear scale."""
   (figure,) = parsed(SWEEP).all("figure")
   ordered = sorted(SWEEP, key=lambda r: r.gamma)
   kinds = {
@@ -336,13 +337,13 @@ def test_curves_are_labelled_and_labels_do_not_overlap():
   (figure,) = parsed([RECORD]).all("figure")
   labels = {n.text: float(n.attributes["y"]) for n in figure.all("text")}
   heights = [labels[name] for name in ("Thm 8: 2.99", "predicted: 2.15", "measured: 2.06")]
-  heights.append(labels["plain decoding: 1"])
+  heights.append(labels["autoregressive: 1"])
   assert np.all(np.diff(heights) >= 12)
-  assert {"gamma (guesses a round)", "speedup over plain decoding", "5"} <= labels.keys()
-  assert len(figure.all("circle")) == 3  # one gamma is a chart as well
+  assert {"gamma (guesses per round)", "speedup over autoregressive decoding", "5"} <= labels.keys()
+  assert len(figure.all("circle")) == 3  # a single gamma also has a chart
 
 
-def test_all_drawings_stay_inside_their_frame():
+def test_drawings_stay_inside_their_frame():
   high = dataclasses.replace(RECORD, gamma=9, predicted_theorem8=123.4, speedup=0.01)
   high = dataclasses.replace(high, acceptance_by_position=[1.0, None], acceptance_rate=1.0)
   page = parsed([*SWEEP, high, OTHER], [EXAMPLE])
@@ -350,18 +351,18 @@ def test_all_drawings_stay_inside_their_frame():
   for drawing in page.all("svg"):
     *_, width, height = map(float, drawing.attributes["viewbox"].split())
     for node in drawing.all():
-      for name, most in dict(x=width, x1=width, x2=width, cx=width, y=height, cy=height).items():
-        assert 0 <= float(node.attributes.get(name, 0)) <= most
+      for name, limit in dict(x=width, x1=width, x2=width, cx=width, y=height, cy=height).items():
+        assert 0 <= float(node.attributes.get(name, 0)) <= limit
 
 
-def test_a_chart_says_its_values_aloud():
+def test_chart_has_a_description_for_screen_readers():
   drawing = parsed(SWEEP).all("svg")[0]
   assert drawing.attributes["role"] == "img"
   assert "measured 1.21 at gamma 2, 1.45 at gamma 3" in drawing.attributes["aria-label"]
 
 
-def of_lengths(page):
-  """For each chart its heading, and the values of its curves by name."""
+def chart_labels(page):
+  """Return for each chart, by heading, the highest values of its curves by name."""
   charts = {}
   for figure in page.all("figure"):
     labels = [n.text.split(": ") for n in figure.all("text") if ": " in n.text]
@@ -369,7 +370,7 @@ def of_lengths(page):
   return charts
 
 
-def test_acceptance_lengths_have_a_chart_for_each_temperature_and_a_curve_for_each_rule():
+def test_acceptance_lengths_have_a_chart_per_temperature_and_a_curve_per_verifier():
   length = dataclasses.replace(
     RECORD, tokens_per_round=2.5, tokens_per_round_low=2.4, tokens_per_round_high=2.6
   )
@@ -381,9 +382,9 @@ def test_acceptance_lengths_have_a_chart_for_each_temperature_and_a_curve_for_ea
     for verifier in ("TokenVerifier", "BlockVerifier")
   ]
   page = Parser(lengths_report([length, larger, tree, *sampled], [], "lengths")).open[0]
-  assert of_lengths(page) == {
-    "Temperature 0": {"plain decoding": "1", "chains, Token": "2.50", "trees, Token": "3.25"},
-    "Temperature 1": {"plain decoding": "1", "chains, Token": "2.50", "trees, Token": "2.75"}
+  assert chart_labels(page) == {
+    "Temperature 0": {"autoregressive": "1", "chains, Token": "2.50", "trees, Token": "3.25"},
+    "Temperature 1": {"autoregressive": "1", "chains, Token": "2.50", "trees, Token": "2.75"}
     | {"chains, Block": "2.50", "trees, Block": "2.75"},
   }
   drawing = page.all("svg")[0].attributes["aria-label"]
@@ -393,14 +394,14 @@ def test_acceptance_lengths_have_a_chart_for_each_temperature_and_a_curve_for_ea
   slope, start = np.polyfit(nodes, across, 1)
   np.testing.assert_allclose(across, start + slope * nodes, atol=0.1)
   assert len(cells(page)) == 7 and "over chain" in page.text
-  (one_rule,) = of_lengths(Parser(lengths_report([tree], [], "t")).open[0]).values()
-  assert one_rule == {"plain decoding": "1", "trees": "2.75"}
+  (single_verifier,) = chart_labels(Parser(lengths_report([tree], [], "t")).open[0]).values()
+  assert single_verifier == {"autoregressive": "1", "trees": "2.75"}
 
 
 # Acceptance by position.
 
 
-def test_acceptance_by_position_is_that_of_the_most_guesses():
+def test_acceptance_by_position_is_shown_for_the_highest_gamma():
   longest = dataclasses.replace(
     RECORD, gamma=3, acceptance_by_position=[0.9, 0.75, None], acceptance_rate=0.85
   )
@@ -409,15 +410,15 @@ def test_acceptance_by_position_is_that_of_the_most_guesses():
   widths = [float(bar.attributes["width"]) for bar in figure.all("rect", "bar")]
   (full,) = {float(track.attributes["width"]) for track in figure.all("rect", "track")}
   np.testing.assert_allclose(widths, np.array([0.9, 0.75, 0]) * full, atol=0.05)
-  for words in ("90%", "75%", "together 85%", "gamma 3", "400 rounds"):
+  for words in ("90%", "75%", "all 85%", "gamma 3", "400 rounds"):
     assert words in figure.text
 
 
 # The rounds.
 
 
-def test_a_round_is_read_from_what_was_decoded():
-  decoded = of_rounds([([EIN, MANN, STEHT], 1, HUND, 2), ([DER, ROT, EOS], 3, DER, 3)])
+def test_rounds_are_read_from_the_decode_result():
+  decoded = decode_result([([EIN, MANN, STEHT], 1, HUND, 2), ([DER, ROT, EOS], 3, DER, 3)])
   assert read_rounds(decoded, 0, pieces) == (
     Round((" ein",), " Mann", (" steht",), " Hund"),
     Round((" der", " rot", " </s>"), None, (), None),
@@ -436,23 +437,23 @@ def test_a_round_is_read_from_what_was_decoded():
     ([ROT, HUND, MANN], 2, EOS, 1),
   ],
 )
-def test_every_guess_is_shown_once_and_what_was_emitted_is_the_text(round_):
-  """In a row that stopped while its neighbour went on."""
+def test_every_draft_token_is_shown_once_and_emitted_tokens_are_the_text(round_):
+  """Rows that stop while another row continues have idle rounds."""
   idle = ([EIN, MANN, STEHT], 3, DER, 0)
-  (r,) = read_rounds(of_rounds([round_, idle], [round_, round_]), 0, pieces)
-  guesses, n, own, num_emitted = round_
+  (r,) = read_rounds(decode_result([round_, idle], [round_, round_]), 0, pieces)
+  guesses, n, target_token, num_emitted = round_
   rejected = () if r.rejected is None else (r.rejected,)
-  assert [*r.accepted, *rejected, *r.unused] == pieces(guesses)
-  assert [*r.emitted] == pieces([*guesses[:n], own])[:num_emitted]
+  assert [*r.accepted, *rejected, *r.unverified] == pieces(guesses)
+  assert [*r.emitted] == pieces([*guesses[:n], target_token])[:num_emitted]
 
 
-def test_every_round_is_on_the_page():
-  """And visible without JavaScript; only what needs it is hidden until it runs."""
+def test_page_has_every_round():
+  """All rounds are visible without JavaScript. Only the controls that need it are hidden."""
   page = parsed([RECORD], [EXAMPLE])
   assert rounds_shown(page) == [
-    dict(accepted=("ein", "Mann"), rejected=("Hund",), unused=(), own=("läuft",)),
-    dict(accepted=(), rejected=("der",), unused=("rot", "en"), own=("im",)),
-    dict(accepted=("Park", "."), rejected=(), unused=("der",), own=()),
+    dict(accepted=("ein", "Mann"), rejected=("Hund",), unverified=(), target=("läuft",)),
+    dict(accepted=(), rejected=("der",), unverified=("rot", "en"), target=("im",)),
+    dict(accepted=("Park", "."), rejected=(), unverified=("der",), target=()),
   ]
   assert [n.attributes["class"] for n in page.all() if "hidden" in n.attributes] == ["controls"]
 
@@ -466,7 +467,7 @@ TREE_ROUND = Round(
 )
 
 
-def test_a_tree_is_shown_in_columns_of_depth():
+def test_tree_has_a_column_for_each_depth():
   nothing = Round((), None, (), " im", (Branch(0, " am", ()), Branch(0, " Park", (".",))))
   example = Example("a dog runs", "ein Hund läuft im", 0.0, 3, (TREE_ROUND, nothing), 6)
   page = parsed([RECORD], [example])
@@ -481,17 +482,17 @@ def test_a_tree_is_shown_in_columns_of_depth():
       lines[-1].append(skipped + [*zip(kinds, [t.children[-1] for t in row.all("span", "token")])])
   assert lines == [
     [
-      [("accepted", "ein"), ("accepted", "Hund"), ("own", "läuft")],
-      [None, ("rejected", "Mann"), ("unused", "s"), ("unused", "itzt")],
-      [("unused", "der")],
+      [("accepted", "ein"), ("accepted", "Hund"), ("target", "läuft")],
+      [None, ("rejected", "Mann"), ("unverified", "s"), ("unverified", "itzt")],
+      [("unverified", "der")],
     ],
-    [[("own", "im")], [("rejected", "am")], [("rejected", "Park"), ("unused", ".")]],
+    [[("target", "im")], [("rejected", "am")], [("rejected", "Park"), ("unverified", ".")]],
   ]
-  assert [shown["own"] for shown in rounds_shown(page)] == [("läuft",), ("im",)]
+  assert [tokens["target"] for tokens in rounds_shown(page)] == [("läuft",), ("im",)]
   assert "In a tree" not in parsed([RECORD], [EXAMPLE]).text
 
 
-def test_the_text_grows_round_by_round():
+def test_each_round_shows_the_text_so_far():
   items = parsed([RECORD], [EXAMPLE]).all(class_="rounds")[0].all("li")
   texts = [item.all("p")[1].text for item in items]
   assert texts == [" ein Mann läuft", " ein Mann läuft im", " ein Mann läuft im Park."]
@@ -501,23 +502,23 @@ def test_the_text_grows_round_by_round():
   assert "Round 2 of 3" in items[1].text and "2 target passes" in items[1].text
 
 
-def test_kinds_of_tokens_differ_without_colour():
+def test_kinds_of_tokens_have_different_marks():
   page = parsed([RECORD], [EXAMPLE])
   marks = {
     kind: {t.all("b")[0].text for t in page.all("span", kind)}
-    for kind in ("accepted", "rejected", "unused", "own")
+    for kind in ("accepted", "rejected", "unverified", "target")
   }
   assert all(len(m) == 1 for m in marks.values()) and len(set.union(*marks.values())) == 4
 
 
-def test_each_example_can_be_picked():
+def test_each_example_can_be_selected():
   page = parsed([RECORD], [EXAMPLE, EXAMPLE._replace(source="x" * 300, rounds=())])
   options = [n.text for n in page.all("option")]
   assert len(options) == len(page.all("article")) == 2
   assert options[0] == "Temperature 0: a man runs" and len(options[1]) < 90
 
 
-def test_a_page_without_examples():
+def test_page_without_examples_has_no_stepper():
   page = parsed([RECORD])
   assert not page.all(id="stepper") and len(page.all("section")) == 2
 
@@ -525,7 +526,7 @@ def test_a_page_without_examples():
 # Files.
 
 
-def test_a_report_is_written_whole_or_not_at_all(tmp_path):
+def test_report_is_written_atomically(tmp_path):
   path = tmp_path / "report.html"
   write_report(path, [RECORD], [EXAMPLE], "Übersetzung")
   assert path.read_text(encoding="utf-8") == report([RECORD], [EXAMPLE], "Übersetzung")
@@ -535,18 +536,22 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
 
-# What a run leaves.
+# Reports of runs.
 
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
-ASKED = dict(gammas=[2, 3], temperatures=(0.0, 1.0), max_new_tokens=10, repeats=1)
+SETTINGS = dict(gammas=[2, 3], temperatures=(0.0, 1.0), max_new_tokens=10, repeats=1)
 
 
 @pytest.fixture
-def asked(monkeypatch):
-  """Settings measured, by numbers made up, and (temperature, number of texts) decoded."""
+def calls(monkeypatch):
+  """Replace measurements by invented numbers.
+
+  Returns:
+    The settings measured, and (temperature, number of texts) of each decode call.
+  """
   measured, decoded = [], []
 
-  def made_up(pair, prompts, sampling, settings, *rest):
+  def invent(pair, prompts, sampling, settings, *rest):
     for setting in settings:
       measured.append(setting)
       yield dataclasses.replace(setting, speedup=1 + setting.gamma / 10)
@@ -556,17 +561,17 @@ def asked(monkeypatch):
     return decode_lines(pair, lines, sampling, *rest)
 
   decode_lines = speedup.decode_lines
-  monkeypatch.setattr(measuring, "_measure", made_up)
+  monkeypatch.setattr(measuring, "_measure", invent)
   monkeypatch.setattr(speedup, "decode_lines", decode)
   return measured, decoded
 
 
-def left_in(folder):
+def read_report(folder):
   return Parser((folder / "report.html").read_text(encoding="utf-8")).open[0]
 
 
 def articles(page):
-  """For each text its source and output, and how it was decoded."""
+  """Return for each text its source, its output and its cost."""
   return [[n.text for n in a.children[:3]] for a in page.all("article")]
 
 
@@ -574,26 +579,26 @@ def rejected(page) -> int:
   return sum(len(article.all("span", "rejected")) for article in page.all("article"))
 
 
-def test_a_run_leaves_its_records_and_first_rounds_as_a_page(tmp_path, asked, capsys):
-  speedup.speedup(tiny_pair.pair(), TEXTS, str(tmp_path), **ASKED, report_examples=2)
+def test_run_writes_a_report_of_its_records_and_first_texts(tmp_path, calls, capsys):
+  speedup.speedup(tiny_pair.pair(), TEXTS, str(tmp_path), **SETTINGS, report_examples=2)
   assert str(tmp_path / "report.html") in capsys.readouterr().out.replace("\n", "")
-  page = left_in(tmp_path)
+  page = read_report(tmp_path)
   assert [(row[1], row[2].split()[0]) for row in cells(page)] == [("2", "1.20"), ("3", "1.30")] * 2
   sources, outputs, costs = zip(*articles(page))
   assert sources == (*TEXTS[:2], *TEXTS[:2]) and rejected(page)
-  grown = [rounds.all("li")[-1].all("p")[1].text for rounds in page.all(class_="rounds")]
-  assert [*outputs] == [  # but for how a vocabulary writes what it has no piece for
-    text.removesuffix("</s>").replace("<unk>", " ⁇ ").strip() for text in grown
+  final_texts = [rounds.all("li")[-1].all("p")[1].text for rounds in page.all(class_="rounds")]
+  assert [*outputs] == [  # a vocabulary writes unknown pieces differently
+    text.removesuffix("</s>").replace("<unk>", " ⁇ ").strip() for text in final_texts
   ]
   assert ["temperature 0, gamma 3" in cost for cost in costs] == [True, True, False, False]
   assert ["temperature 1, gamma 3" in cost for cost in costs] == [False, False, True, True]
 
 
-def test_a_run_of_own_models_names_them_and_no_task(tmp_path, asked, capsys):
-  """Folders called target and draft too, of which the names alone say nothing."""
+def test_run_of_own_models_names_them_and_no_task(tmp_path, calls, capsys):
+  """The models are named by their paths, because folders may be called target and draft."""
   own = dict(task=None, target_path="target", draft_path="my/draft")
-  speedup.speedup(tiny_pair.pair()._replace(**own), TEXTS, str(tmp_path), **ASKED)
-  page = left_in(tmp_path)
+  speedup.speedup(tiny_pair.pair()._replace(**own), TEXTS, str(tmp_path), **SETTINGS)
+  page = read_report(tmp_path)
   (heading,) = page.all("h1")
   assert heading.text == "Speculative decoding: target with my/draft"
   settings = [node.text for node in page.all("div")]
@@ -605,34 +610,35 @@ def test_a_run_of_own_models_names_them_and_no_task(tmp_path, asked, capsys):
   }
 
 
-def test_a_run_that_goes_on_writes_the_page_of_all_that_is_recorded(tmp_path, asked):
-  run = lambda **changes: speedup.speedup(
-    tiny_pair.pair(), TEXTS, str(tmp_path), **{**ASKED, "temperatures": [0.0], **changes}
-  )
+def test_resumed_run_reports_all_records(tmp_path, calls):
+  def run(**changes):
+    settings = {**SETTINGS, "temperatures": [0.0], **changes}
+    speedup.speedup(tiny_pair.pair(), TEXTS, str(tmp_path), **settings)
+
   run()
   first = (tmp_path / "report.html").read_text(encoding="utf-8")
   (tmp_path / "report.html").unlink()
   run()
   assert (tmp_path / "report.html").read_text(encoding="utf-8") == first
-  assert len(articles(left_in(tmp_path))) == len(TEXTS)  # fewer than were asked for
+  assert len(articles(read_report(tmp_path))) == len(TEXTS)  # fewer than report_examples
   run(gammas=[5], report_examples=-1)
-  assert [row[1] for row in cells(left_in(tmp_path))] == ["2", "3", "5"]
-  assert not articles(left_in(tmp_path))
-  assert len(asked[0]) == 3 == len(records.read(tmp_path / "results.jsonl"))
+  assert [row[1] for row in cells(read_report(tmp_path))] == ["2", "3", "5"]
+  assert not articles(read_report(tmp_path))
+  assert len(calls[0]) == 3 == len(records.read(tmp_path / "results.jsonl"))
 
 
-def test_the_rounds_are_as_lenient_as_the_records(tmp_path, asked):
-  settings = {**ASKED, "temperatures": (0.0,)}
+def test_rounds_have_the_lenience_of_the_records(tmp_path, calls):
+  settings = {**SETTINGS, "temperatures": (0.0,)}
   speedup.speedup(tiny_pair.pair(), TEXTS, str(tmp_path), **settings, lenience=1e-9)
-  assert not rejected(left_in(tmp_path))
+  assert not rejected(read_report(tmp_path))
 
 
-def test_the_quickstart_decodes_once_what_it_prints_and_reports(tmp_path, asked, capsys):
-  quickstart(tiny_pair.pair(), TEXTS, str(tmp_path), **ASKED, show_rounds=1, report_examples=2)
-  assert asked[1] == [(0.0, 3), (1.0, 2)]
-  said = capsys.readouterr().out.replace("\n", "")
-  shown = articles(left_in(tmp_path))
+def test_quickstart_prints_and_reports_the_same_decoded_texts(tmp_path, calls, capsys):
+  quickstart(tiny_pair.pair(), TEXTS, str(tmp_path), **SETTINGS, show_rounds=1, report_examples=2)
+  assert calls[1] == [(0.0, 3), (1.0, 2)]
+  output_text = capsys.readouterr().out.replace("\n", "")
+  shown = articles(read_report(tmp_path))
   assert [source for source, *_ in shown] == [*TEXTS[:2], *TEXTS[:2]]
   for source, output, cost in shown[:2]:
-    assert source in said and output in said
-    assert (cost.split(";")[0] in said) == (source == TEXTS[0])
+    assert source in output_text and output in output_text
+    assert (cost.split(";")[0] in output_text) == (source == TEXTS[0])

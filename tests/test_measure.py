@@ -568,7 +568,7 @@ def test_the_budget_of_a_round_is_shown(results):
   r = dataclasses.replace(r, unaccounted_ms=-0.75, round_ms=4.5, operations_ratio=None)
   shown = budget_table([r])
   cells = dict(zip(shown.columns, shown.rows[0]))
-  parts = [cells[name] for name in ("draft", "verify", "accept", "rest", "round", "c-hat")]
+  parts = [cells[name] for name in ("draft", "verify", "accept", "unaccounted", "round", "c-hat")]
   assert parts == ["2 x 0.50", "4.00", "0.25", "-0.75", "4.50", "-"]
   assert all(heading in BUDGET_LEGEND for heading in cells if heading not in ("temp", "gamma"))
 

@@ -1,4 +1,4 @@
-"""What a person reads is what happened: rounds in colour, records as a table."""
+"""Rounds are shown in colour as they were decoded, and records as a table."""
 
 import dataclasses
 import io
@@ -15,7 +15,7 @@ from specdec_jax.reporting.rounds import (
   ACCEPTED,
   CORRECTED,
   REJECTED,
-  UNUSED,
+  UNVERIFIED,
   Branch,
   Round,
   read_rounds,
@@ -30,21 +30,26 @@ def pieces(ids):
   return [" " + WORDS[int(i)] for i in ids]
 
 
-def of_rounds(*rows, gamma=3):
-  """A `DecodeResult` on the host, of rows of rounds (guesses, n, next token, tokens emitted)."""
-  most = max(map(len, rows))
+def decode_result(*rows, gamma=3):
+  """Return a `DecodeResult` on the host.
+
+  Args:
+    *rows: for each row its rounds (guesses, n, next token, number of emitted tokens).
+    gamma: guesses per round.
+  """
+  num_rounds = max(map(len, rows))
   blank = ([PAD] * gamma, 0, PAD, 0)
-  rows = [[*row, *[blank] * (most - len(row))] for row in rows]
+  rows = [[*row, *[blank] * (num_rounds - len(row))] for row in rows]
   guesses, n, next_token, emitted = (
-    np.array([[row[r][field] for row in rows] for r in range(most)]) for field in range(4)
+    np.array([[row[r][field] for row in rows] for r in range(num_rounds)]) for field in range(4)
   )
   return DecodeResult(
-    None, emitted.sum(axis=0), Rounds(guesses, n, next_token, emitted), most, None
+    None, emitted.sum(axis=0), Rounds(guesses, n, next_token, emitted), num_rounds, None
   )
 
 
 def read(decoded, row=0):
-  """For each round, the words in each colour."""
+  """Return for each round the accepted, the rejected and the corrected words by their colour."""
   lines = []
   for line in map(round_text, read_rounds(decoded, row, pieces)):
     words = {ACCEPTED: [], REJECTED: [], CORRECTED: []}
@@ -54,43 +59,43 @@ def read(decoded, row=0):
   return lines
 
 
-def test_accepted_rejected_and_corrected():
-  decoded = of_rounds([([EIN, MANN, STEHT], 2, LÄUFT, 3)])
+def test_accepted_rejected_and_corrected_tokens():
+  decoded = decode_result([([EIN, MANN, STEHT], 2, LÄUFT, 3)])
   assert read(decoded) == [(["ein", "Mann"], ["steht"], ["läuft"])]
 
 
-def test_nothing_accepted():
-  assert read(of_rounds([([HUND, MANN, STEHT], 0, EIN, 1)])) == [([], ["Hund"], ["ein"])]
+def test_round_without_accepted_tokens():
+  assert read(decode_result([([HUND, MANN, STEHT], 0, EIN, 1)])) == [([], ["Hund"], ["ein"])]
 
 
-def test_all_accepted():
-  """The token after them is the target's own, and nothing was rejected."""
-  decoded = of_rounds([([EIN, ROT, HUND], 3, LÄUFT, 4)])
+def test_round_with_all_tokens_accepted():
+  """The token after them is sampled from the target, and no token is rejected."""
+  decoded = decode_result([([EIN, ROT, HUND], 3, LÄUFT, 4)])
   assert read(decoded) == [(["ein", "rot", "Hund"], [], ["läuft"])]
 
 
 def test_text_that_ends_inside_accepted_guesses():
-  """Guesses past EOS were neither accepted nor rejected, and nothing follows."""
-  assert read(of_rounds([([ROT, EOS, HUND], 3, MANN, 2)])) == [(["rot", "</s>"], [], [])]
-  assert read(of_rounds([([EOS, ROT, HUND], 1, MANN, 1)])) == [(["</s>"], [], [])]
+  """Guesses past EOS are neither accepted nor rejected, and no token follows."""
+  assert read(decode_result([([ROT, EOS, HUND], 3, MANN, 2)])) == [(["rot", "</s>"], [], [])]
+  assert read(decode_result([([EOS, ROT, HUND], 1, MANN, 1)])) == [(["</s>"], [], [])]
 
 
 def test_text_that_ends_in_the_correction():
-  assert read(of_rounds([([ROT, HUND, MANN], 1, EOS, 2)])) == [(["rot"], ["Hund"], ["</s>"])]
+  assert read(decode_result([([ROT, HUND, MANN], 1, EOS, 2)])) == [(["rot"], ["Hund"], ["</s>"])]
 
 
-def test_text_cut_by_the_limit():
-  """Of a round that would give 3 tokens the first, or two; its correction is not in the text."""
+def test_text_that_ends_at_the_limit():
+  """The round has 3 tokens, of which 1 or 2 are emitted. The correction is not in the text."""
   round_ = ([ROT, GRÜN, HUND], 2, MANN)
-  assert read(of_rounds([(*round_, 1)])) == [(["rot"], [], [])]
-  assert read(of_rounds([(*round_, 2)])) == [(["rot", "grün"], [], [])]
+  assert read(decode_result([(*round_, 1)])) == [(["rot"], [], [])]
+  assert read(decode_result([(*round_, 2)])) == [(["rot", "grün"], [], [])]
 
 
-def test_a_line_a_round_until_the_row_stopped():
+def test_each_round_is_one_line_until_the_row_stops():
   one = ([EIN, MANN, STEHT], 3, SCHNELL, 4)
   two = ([EIN, MANN, STEHT], 1, HUND, 2)
-  idle = ([EIN, MANN, STEHT], 3, SCHNELL, 0)  # its neighbour was still running
-  decoded = of_rounds([one, two], [two, idle])
+  idle = ([EIN, MANN, STEHT], 3, SCHNELL, 0)  # the other row is still running
+  decoded = decode_result([one, two], [two, idle])
   assert read(decoded, 0) == [
     (["ein", "Mann", "steht"], [], ["schnell"]),
     (["ein"], ["Mann"], ["Hund"]),
@@ -98,10 +103,9 @@ def test_a_line_a_round_until_the_row_stopped():
   assert read(decoded, 1) == [(["ein"], ["Mann"], ["Hund"])]
 
 
-def test_colours_and_brackets_tell_the_three_apart():
-  """By colour, and without it."""
+def test_colours_and_brackets_distinguish_the_kinds_of_tokens():
   assert len({ACCEPTED, REJECTED, CORRECTED}) == 3
-  (r,) = read_rounds(of_rounds([([EIN, MANN, STEHT], 1, HUND, 2)]), 0, pieces)
+  (r,) = read_rounds(decode_result([([EIN, MANN, STEHT], 1, HUND, 2)]), 0, pieces)
   line = round_text(r)
   assert " ein" in line.plain and "[- Mann]" in line.plain and "[+ Hund]" in line.plain
   for word in ("accepted", "rejected", "target"):
@@ -109,7 +113,7 @@ def test_colours_and_brackets_tell_the_three_apart():
 
 
 def test_pieces_that_look_like_markup_are_text():
-  (r,) = read_rounds(of_rounds([([EIN, MANN, STEHT], 1, HUND, 2)]), 0, lambda ids: ["[/b]"])
+  (r,) = read_rounds(decode_result([([EIN, MANN, STEHT], 1, HUND, 2)]), 0, lambda ids: ["[/b]"])
   assert rendered(round_text(r)).count("[/b]") == 3
 
 
@@ -124,16 +128,18 @@ PARENTS = (0, 0, 0, 1, 1, 4, 4)
 GUESSES = [EIN, DER, ROT, MANN, HUND, LÄUFT, STEHT]
 
 
-def of_tree(path, own, num_emitted):
-  decoded = of_rounds([(GUESSES, len(path), own, num_emitted)], gamma=len(GUESSES))
+def tree_round(path, target_token, num_emitted):
+  decoded = decode_result([(GUESSES, len(path), target_token, num_emitted)], gamma=len(GUESSES))
   path = np.array([[path + [0] * (3 - len(path))]])
   decoded = decoded._replace(rounds=decoded.rounds._replace(path=path))
   (r,) = read_rounds(decoded, 0, pieces, PARENTS)
   return r
 
 
-def test_a_tree_shows_its_path_its_rejected_siblings_and_the_next_token():
-  r = of_tree([1, 5], GRÜN, 3)  # the elder sibling of 5 was judged, the younger ones of 1 were not
+def test_tree_shows_its_path_its_rejected_siblings_and_the_next_token():
+  r = tree_round(
+    [1, 5], GRÜN, 3
+  )  # the earlier sibling of 5 was verified, the later ones of 1 were not
   assert r == Round(
     (" ein", " Hund"),
     None,
@@ -147,54 +153,60 @@ def test_a_tree_shows_its_path_its_rejected_siblings_and_the_next_token():
   assert text.plain.splitlines() == [
     " ein Hund[+ grün]",
     "    [- Mann] läuft",
-    "             steht",  # where läuft stands
+    "             steht",  # in the column of läuft
     " der",
     " rot",
   ]
   styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
   assert styles[" ein"] == styles[" Hund"] == ACCEPTED and styles["[+ grün]"] == CORRECTED
-  assert styles["[- Mann]"] == REJECTED and styles[" läuft"] == styles[" der"] == UNUSED
+  assert styles["[- Mann]"] == REJECTED and styles[" läuft"] == styles[" der"] == UNVERIFIED
 
 
-def test_last_children_are_rejected_unless_the_text_ended():
-  first_two = [branch.rejected for branch in of_tree([1, 4], GRÜN, 3).branches[:2]]
+def test_children_of_the_last_node_are_rejected_unless_the_text_ended():
+  first_two = [branch.rejected for branch in tree_round([1, 4], GRÜN, 3).branches[:2]]
   assert first_two == [" läuft", " steht"]
-  for r in of_tree([1, 4], GRÜN, 2), of_tree([1, 4, 6], GRÜN, 2):  # EOS or the limit at 4
-    assert r.accepted == (" ein", " Mann") and r.own is None
+  for r in tree_round([1, 4], GRÜN, 2), tree_round([1, 4, 6], GRÜN, 2):  # EOS or the limit at 4
+    assert r.accepted == (" ein", " Mann") and r.target_token is None
     assert r.branches[:2] == (Branch(2, None, (" läuft",)), Branch(2, None, (" steht",)))
-  assert [b.rejected for b in of_tree([], GRÜN, 1).branches] == [" ein", None, None, " der", " rot"]
+  assert [b.rejected for b in tree_round([], GRÜN, 1).branches] == [
+    " ein",
+    None,
+    None,
+    " der",
+    " rot",
+  ]
 
 
 @pytest.mark.parametrize("path", [[], [1], [2], [3], [1, 4], [1, 5], [1, 4, 6], [1, 4, 7]])
 @pytest.mark.parametrize("ended", [0, 1])
-def test_every_guess_of_a_tree_is_shown_once(path, ended):
+def test_every_draft_token_of_a_tree_is_shown_once(path, ended):
   if ended and not path:
     return
-  r = of_tree(path, GRÜN, len(path) + 1 - ended)
+  r = tree_round(path, GRÜN, len(path) + 1 - ended)
   shown = [*r.accepted]
   for branch in r.branches:
-    shown += [piece for piece in (branch.rejected, *branch.unused) if piece is not None]
-  assert sorted(shown) == sorted(pieces(GUESSES)) and r.rejected is None and r.unused == ()
+    shown += [piece for piece in (branch.rejected, *branch.unverified) if piece is not None]
+  assert sorted(shown) == sorted(pieces(GUESSES)) and r.rejected is None and r.unverified == ()
   assert r.emitted == tuple(pieces([GUESSES[i - 1] for i in path] + [GRÜN][ended:]))
 
 
-def test_a_tree_may_change_from_round_to_round():
-  two = np.array([[PARENTS], [(0, 1, 2, 3, 4, 5, 6)]])
+def test_dynamic_tree_has_other_parents_in_each_round():
+  parents = np.array([[PARENTS], [(0, 1, 2, 3, 4, 5, 6)]])
   rows = [(GUESSES, 1, GRÜN, 2), (GUESSES, 1, GRÜN, 2)]
-  decoded = of_rounds(rows, gamma=len(GUESSES))
+  decoded = decode_result(rows, gamma=len(GUESSES))
   path = np.array([[[1] + [0] * 6]] * 2)
-  decoded = decoded._replace(rounds=decoded.rounds._replace(path=path, parents=two))
-  tree, line = read_rounds(decoded, 0, pieces)
+  decoded = decoded._replace(rounds=decoded.rounds._replace(path=path, parents=parents))
+  tree, chain = read_rounds(decoded, 0, pieces)
   assert len(tree.branches) == 5
-  assert line.branches == (Branch(1, " der", tuple(pieces(GUESSES[2:]))),)
+  assert chain.branches == (Branch(1, " der", tuple(pieces(GUESSES[2:]))),)
 
 
 # The table.
 
 
-def rendered(what):
+def rendered(renderable):
   console = Console(record=True, width=100, file=io.StringIO())
-  console.print(what)
+  console.print(renderable)
   return console.export_text()
 
 
@@ -245,9 +257,9 @@ OTHER = dataclasses.replace(
 )
 
 
-def row_of(text, number):
-  (row,) = [line for line in text.splitlines() if f" {number} " in f"{line} "]
-  return row
+def line_with(text, number):
+  (line,) = [line for line in text.splitlines() if f" {number} " in f"{line} "]
+  return line
 
 
 @pytest.mark.parametrize(
@@ -257,34 +269,33 @@ def row_of(text, number):
     ("1.68", ["1", "3", "0.67", "0.63", "0.70", "0.072", "1.22", "1.91", "1.73", "1.60"]),
   ],
 )
-def test_a_row_has_the_numbers_of_its_record(speedup, numbers):
-  row = row_of(render(speeds.speed_table([RECORD, OTHER]), "terminal"), speedup)
-  found = row.replace("[", " ").replace("]", " ").replace(",", " ").split()
+def test_row_has_the_values_of_its_record(speedup, numbers):
+  line = line_with(render(speeds.speed_table([RECORD, OTHER]), "terminal"), speedup)
+  words = line.replace("[", " ").replace("]", " ").replace(",", " ").split()
   for number in numbers:
-    assert number in found, (number, row)
+    assert number in words, (number, line)
 
 
-def test_the_title_says_of_what_the_numbers_are():
+def test_title_has_the_settings():
   text = render(speeds.speed_table([RECORD, OTHER]), "terminal")
   for words in ("some captions", "24", "batch 1", "float32", "x86"):
     assert words in text
 
 
-def test_a_table_fits_100_columns_and_nothing_is_cut():
+def test_table_fits_100_columns_without_truncation():
   text = render(speeds.speed_table([RECORD, OTHER]), "terminal")
   assert max(map(len, text.splitlines())) <= 100 and "…" not in text
 
 
-def test_outputs_that_differ_are_shown():
-  """Identical, different, and sampled, where there is nothing to be identical to."""
-  last = lambda identical: row_of(
-    render(speeds.speed_table([dataclasses.replace(RECORD, identical=identical)]), "terminal"),
-    "2.06",
-  ).split()[-2]
-  assert (last(True), last(False), last(None)) == ("yes", "NO", "-")
+def test_outputs_that_differ_are_marked():
+  """Outputs are identical, different, or sampled and therefore not comparable."""
+  for identical, cell in ((True, "yes"), (False, "NO"), (None, "-")):
+    table = speeds.speed_table([dataclasses.replace(RECORD, identical=identical)])
+    assert line_with(render(table, "terminal"), "2.06").split()[-2] == cell
 
 
 def test_every_heading_is_explained():
   text = render(speeds.speed_table([RECORD]), "terminal")
-  for word in ("alpha", "c", "v", "Thm 8", "speedup", "acceptance", "same"):
-    assert word in text and word in speeds.LEGEND
+  assert [*speeds.LEGEND] == [*speeds.COLUMNS]
+  for heading in ("alpha", "c", "v", "Thm 8", "speedup", "acceptance length", "identical"):
+    assert f"{heading}: " in text and heading in speeds.LEGEND

@@ -1,4 +1,4 @@
-"""The reproduction status counts each printed number once, and claims nothing that is not there."""
+"""The reproduction status counts each printed number once and claims no result without a record."""
 
 import dataclasses
 import pathlib
@@ -15,16 +15,16 @@ PAPER = {
 }
 
 
-def found(records=None, compiled=(), paper=PAPER):
+def all_claims(records=None, compiled=(), paper=PAPER):
   return status.claims(paper, records or {}, compiled)
 
 
-def of(claims, table, what):
-  return [claim for claim in claims if claim.table == table and what in claim.what]
+def select(claims, table, quantity):
+  return [claim for claim in claims if claim.table == table and quantity in claim.quantity]
 
 
 def test_every_printed_number_counts_once():
-  claims = found()
+  claims = all_claims()
   computed = [c for c in claims if c.status.startswith("computed")]
   assert (len(claims), len(computed)) == (86, 24)  # 62 measured by the paper, 24 computed
   assert {c.ours for c in claims if c not in computed} == {"-"}
@@ -39,35 +39,35 @@ def test_every_printed_number_counts_once():
   assert sum(int(row[2]) for row in table.rows) == 86 and "86 numbers" in table.notes[0]
 
 
-def test_a_stand_in_is_found_by_draft_temperature_lenience_and_filter():
+def test_stand_in_matches_draft_temperature_lenience_and_filter():
   record = dataclasses.replace(RECORD, draft="draft", alpha=0.8349)
   others = [
     dataclasses.replace(record, temperature=1.0, top_k=40),
     dataclasses.replace(record, lenience=0.5, alpha=0.9),
   ]
-  claims = found({"table3/results.jsonl": [record, *others], "table5/results.jsonl": others})
-  argmax, sampled = of(claims, "3", "T5-XXL (EnDe), T5-small")
+  claims = all_claims({"table3/results.jsonl": [record, *others], "table5/results.jsonl": others})
+  argmax, sampled = select(claims, "3", "T5-XXL (EnDe), T5-small")
   assert (argmax.status, argmax.ours, argmax.printed) == (status.STAND_IN, "0.83", "0.75")
   assert (sampled.status, sampled.ours) == (status.WEIGHTS, "-")
-  lenient, *_ = of(claims, "5", "T5-small, temperature 0")
+  lenient, *_ = select(claims, "5", "T5-small, temperature 0")
   assert (lenient.printed, lenient.ours) == ("0.75", "0.90")
-  # Another task's or draft's rows are not its.
+  # It is not a stand-in for rows of another task or draft.
   rest = [c for c in claims if c not in (argmax, lenient)]
   assert status.STAND_IN not in {c.status for c in rest}
 
 
-def test_what_was_compiled_stands_beside_the_speed_and_c_of_its_row():
+def test_compiled_estimates_are_shown_with_the_speed_and_c_of_their_row():
   row = dict(task="EnDe", m_q="T5-large", temperature=0.0, c=0.0741, speed=2.84)
-  claims = found(compiled=[row])
-  speed, other = of(claims, "2, 4", "EnDe, T5-large")
+  claims = all_claims(compiled=[row])
+  speed, other = select(claims, "2, 4", "EnDe, T5-large")
   assert (speed.status, speed.printed, speed.ours) == (status.COMPILED, "1.7", "2.8")
   assert other.status == status.WEIGHTS_AND_TPU
-  (c,) = of(claims, "4", "c; T5-large")
+  (c,) = select(claims, "4", "c; T5-large")
   assert (c.printed, c.ours, c.status) == ("0.11", "0.074", status.COMPILED)
 
 
 @pytest.mark.parametrize("number, field", [(1, "speed"), (4, "exp")])
-def test_a_number_that_does_not_come_out_is_shouted(number, field):
+def test_number_that_differs_is_reported(number, field):
   first, *others = PAPER[number]
-  claims = found(paper={**PAPER, number: [{**first, field: first[field] + 0.3}, *others]})
+  claims = all_claims(paper={**PAPER, number: [{**first, field: first[field] + 0.3}, *others]})
   assert [c.status for c in claims].count(status.DIFFERS) == 1

@@ -1,4 +1,4 @@
-"""Our records land in the right cells beside the paper's, and every format says the same."""
+"""Tables have our records next to the paper's rows, and all formats have the same cells."""
 
 import csv
 import dataclasses
@@ -53,28 +53,28 @@ BARE = dataclasses.replace(
 )
 
 
-def made(number, *records):
+def table_of(number, *records):
   return paper_table(number, records, load_table(number, ROOT / "configs"))
 
 
 def cells(table):
-  """Each row by column."""
+  """Return each row as a dict by column."""
   return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
 def ours(table):
-  return [row for row in cells(table) if row["of"] != "paper"]
+  return [row for row in cells(table) if row["source"] != "paper"]
 
 
 def above(table):
-  """For each of our rows, the paper's row that it stands under; None for a stand-in."""
-  rows, found = cells(table), []
+  """Return for each of our rows the paper's row above it; None for a stand-in."""
+  rows, papers = cells(table), []
   for i, row in enumerate(rows):
-    if row["of"] == "ours":
-      found.append([r for r in rows[:i] if r["of"] == "paper"][-1])
-    elif row["of"] == "stand-in":
-      found.append(None)
-  return found
+    if row["source"] == "ours":
+      papers.append([r for r in rows[:i] if r["source"] == "paper"][-1])
+    elif row["source"] == "stand-in":
+      papers.append(None)
+  return papers
 
 
 XXL = dataclasses.replace(RECORD, task="wmt14_ende", target="t5_11B", draft="t5_small")
@@ -84,15 +84,15 @@ XXL_SAMPLED = dataclasses.replace(XXL, temperature=1.0, alpha=0.6651, speedup=1.
 def test_table_1_has_all_printed_digits():
   with (ROOT / "configs" / "table1.csv").open(newline="") as file:
     printed = list(csv.DictReader(file))
-  for row, theirs in zip(cells(made(1)), printed, strict=True):
+  for row, printed_row in zip(cells(table_of(1)), printed, strict=True):
     for name in ("operations", "speed"):
-      assert row[name] == row[f"paper {name}"] == theirs[name]
+      assert row[name] == row[f"paper {name}"] == printed_row[name]
 
 
-def test_a_record_of_the_papers_models_stands_under_its_row():
-  first, second, *others = cells(made(2, XXL))
+def test_record_of_the_papers_models_follows_its_row():
+  first, second, *others = cells(table_of(2, XXL))
   assert first == {
-    "of": "paper",
+    "source": "paper",
     "task": "EnDe",
     "target": "T5-XXL",
     "draft": "T5-small",
@@ -103,7 +103,7 @@ def test_a_record_of_the_papers_models_stands_under_its_row():
     "measured on": "TPU v4, over T5X",
   }
   assert second == {
-    "of": "ours",
+    "source": "ours",
     "task": "wmt14_ende",
     "target": "t5_11B",
     "draft": "t5_small",
@@ -113,11 +113,11 @@ def test_a_record_of_the_papers_models_stands_under_its_row():
     "speed": "2.06",
     "measured on": "x86, float32, 24 texts",
   }
-  assert {row["of"] for row in others} == {"paper"} and len(others) == 11
+  assert {row["source"] for row in others} == {"paper"} and len(others) == 11
 
 
-def test_other_models_come_after_all_of_the_papers_rows():
-  """What was measured on another pair is no reproduction, however near its numbers come."""
+def test_stand_ins_follow_all_of_the_papers_rows():
+  """A measurement of another pair is not a reproduction, even if its values are close."""
   for change in (
     {"task": "multi30k_ende"},
     {"task": None},
@@ -128,33 +128,33 @@ def test_other_models_come_after_all_of_the_papers_rows():
     {"top_k": 3, "temperature": 1.0},
     {"acceptance": "simulated"},
   ):
-    table = made(2, dataclasses.replace(XXL, **change))
-    assert [row["of"] for row in cells(table)] == ["paper"] * 12 + ["stand-in"]
+    table = table_of(2, dataclasses.replace(XXL, **change))
+    assert [row["source"] for row in cells(table)] == ["paper"] * 12 + ["stand-in"]
     assert any("Of the paper's 12 rows, 0 have records" in note for note in table.notes)
 
 
-def test_nothing_is_subtracted():
+def test_tables_have_no_differences():
   for number in (1, 2, 3, 4, 5):
-    assert not any("difference" in column for column in made(number, XXL, RECORD).columns)
+    assert not any("difference" in column for column in table_of(number, XXL, RECORD).columns)
 
 
 @pytest.mark.parametrize(
-  "number, change, under",
+  "number, change, paper_row",
   [
     (2, {"task": "CNN_DM", "draft": "t5-base"}, ("CNNDM", "T5-base", "3.0")),
     (2, {"target": "xxl", "draft": "flan-t5-large"}, ("EnDe", "T5-large", "1.7")),
     (4, {}, ("EnDe", "T5-small", "3.4")),
   ],
 )
-def test_names_of_checkpoints(number, change, under):
-  table = made(number, dataclasses.replace(XXL, **change))
+def test_checkpoint_names_match_the_papers_models(number, change, paper_row):
+  table = table_of(number, dataclasses.replace(XXL, **change))
   (row,) = above(table)
-  assert (row["task"], row["draft"], row.get("speed", row.get("emp"))) == under
+  assert (row["task"], row["draft"], row.get("speed", row.get("emp"))) == paper_row
 
 
-def test_table_3():
+def test_table_3_has_alpha_and_its_interval():
   bigram = dataclasses.replace(XXL_SAMPLED, draft="bigram", alpha=0.2551)
-  table = made(3, XXL, bigram)
+  table = table_of(3, XXL, bigram)
   model, ngram = ours(table)
   assert (model["alpha"], model["95% interval"]) == ("0.81", "0.79-0.84")
   assert [(row["draft"], row["temp"], row["alpha"]) for row in above(table)] == [
@@ -165,48 +165,51 @@ def test_table_3():
 
 
 @pytest.mark.parametrize(
-  "target, draft, top_k, under",
+  "target, draft, top_k, paper_row",
   [
     ("gpt_like_97m", "gpt_like_6m", 0, ("GPT-like (97M)", "GPT-like (6M)", "0.89")),
     ("gpt_like_97m", "bigram", 0, ("GPT-like (97M)", "Bigram", "0.05")),
     ("lamda_137b", "lamda_8b", 40, ("LaMDA (137B)", "LaMDA (8B)", "0.74")),
-    ("lamda_137b", "lamda_8b", 0, None),  # LaMDA's samples passed a top-40 filter
+    ("lamda_137b", "lamda_8b", 0, None),  # the paper samples from LaMDA with top-k 40
     ("gpt_like_4m", "gpt_like_600k", 0, None),
     ("lamda_2b", "lamda_8b", 40, None),
   ],
 )
-def test_decoder_only_models_stand_under_their_own_size(target, draft, top_k, under):
+def test_decoder_only_models_follow_the_row_of_their_size(target, draft, top_k, paper_row):
   record = dataclasses.replace(XXL_SAMPLED, task="lm1b", target=target, draft=draft, top_k=top_k)
-  (row,) = above(made(3, record))
-  assert under == (row and (row["target"], row["draft"], row["alpha"]))
+  (row,) = above(table_of(3, record))
+  assert paper_row == (row and (row["target"], row["draft"], row["alpha"]))
 
 
-def test_a_filter_changes_samples_and_not_argmax():
+def test_top_k_changes_samples_but_not_argmax():
   filtered = dataclasses.replace(XXL_SAMPLED, top_k=40)
-  assert above(made(3, filtered)) == [None]
-  assert above(made(3, dataclasses.replace(XXL, top_k=40)))[0]["alpha"] == "0.75"
+  assert above(table_of(3, filtered)) == [None]
+  assert above(table_of(3, dataclasses.replace(XXL, top_k=40)))[0]["alpha"] == "0.75"
 
 
-def test_gammas_share_a_row_of_table_3():
-  more = dataclasses.replace(RECORD, gamma=7)
-  assert len(ours(made(3, RECORD, more))) == 1 and len(ours(made(2, RECORD, more))) == 2
+def test_table_3_has_one_row_for_all_gammas():
+  other_gamma = dataclasses.replace(RECORD, gamma=7)
+  assert (
+    len(ours(table_of(3, RECORD, other_gamma))) == 1
+    and len(ours(table_of(2, RECORD, other_gamma))) == 2
+  )
 
 
-def test_table_4():
-  (row,) = ours(made(4, SAMPLED))
-  names = ("c", "exp", "exp, costs measured", "emp")
+def test_table_4_has_expected_and_measured_speed():
+  (row,) = ours(table_of(4, SAMPLED))
+  names = ("c", "exp", "exp, measured costs", "emp")
   assert [row[name] for name in names] == ["0.061", "2.99", "1.95", "1.68"]
-  printed = next(row for row in cells(made(4)) if row["temp"] == "1")
+  printed = next(row for row in cells(table_of(4)) if row["temp"] == "1")
   assert [printed[name] for name in names] == ["0.02", "2.3", "-", "2.6"]
-  (row,) = ours(made(4, dataclasses.replace(SAMPLED, predicted_finite_length=None)))
-  assert row["exp, costs measured"] == "2.15"
+  (row,) = ours(table_of(4, dataclasses.replace(SAMPLED, predicted_finite_length=None)))
+  assert row["exp, measured costs"] == "2.15"
 
 
-def test_table_5():
+def test_table_5_has_alpha_by_lenience():
   lenient = dataclasses.replace(XXL_SAMPLED, lenience=0.3, alpha=0.8, total_variation=0.0512)
   base = dataclasses.replace(lenient, draft="T5-base")
   argmax = dataclasses.replace(XXL, lenience=0.1)
-  table = made(5, XXL_SAMPLED, lenient, base, argmax)
+  table = table_of(5, XXL_SAMPLED, lenient, base, argmax)
   assert [(row["draft"], row["lenience"], row["alpha"]) for row in above(table)] == [
     ("T5-SMALL (77M)", "1", "0.62"),
     ("T5-SMALL (77M)", "0.3", "0.76"),
@@ -220,41 +223,41 @@ def test_table_5():
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
-def test_what_was_not_measured_is_missing(number):
-  (row,) = ours(made(number, BARE))
+def test_values_that_were_not_measured_are_missing(number):
+  (row,) = ours(table_of(number, BARE))
   given = {"stand-in", "captions", "big", "small", "0", "9", "1", "x86, float32, - texts"}
   assert {*row.values()} - given == {"-"}
 
 
-def test_the_last_of_a_setting_counts():
+def test_last_record_of_a_setting_is_shown():
   again = dataclasses.replace(RECORD, speedup=1.5)
-  assert [row["speed"] for row in ours(made(2, RECORD, SAMPLED, again))] == ["1.50", "1.68"]
+  assert [row["speed"] for row in ours(table_of(2, RECORD, SAMPLED, again))] == ["1.50", "1.68"]
 
 
-def test_batches_and_lenience_are_left_out_where_the_paper_has_none():
+def test_batches_and_lenience_are_omitted_from_tables_without_them():
   others = dataclasses.replace(RECORD, batch_size=8), dataclasses.replace(RECORD, lenience=0.5)
-  for number, kept in ((2, 1), (3, 2), (4, 1), (5, 3)):
-    table = made(number, RECORD, *others)
-    assert len(ours(table)) == kept
-    left_out = f"{3 - kept} of our records are left out"
-    assert any(left_out in note for note in table.notes) == (kept < 3)
+  for number, num_shown in ((2, 1), (3, 2), (4, 1), (5, 3)):
+    table = table_of(number, RECORD, *others)
+    assert len(ours(table)) == num_shown
+    omitted = f"{3 - num_shown} of our records are omitted"
+    assert any(omitted in note for note in table.notes) == (num_shown < 3)
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
 @pytest.mark.parametrize("other", [dict(verifier="BlockVerifier"), dict(tree=[0, 0, 1])], ids=str)
-def test_other_rules_and_trees_are_left_out_of_the_papers_tables(number, other):
-  table = made(number, RECORD, dataclasses.replace(RECORD, **other))
+def test_other_verifiers_and_trees_are_omitted_from_the_papers_tables(number, other):
+  table = table_of(number, RECORD, dataclasses.replace(RECORD, **other))
   assert len(ours(table)) == 1
   assert any(
-    "1 of our records are left out: the paper's table is of Algorithm 1" in note
+    "1 of our records are omitted: the paper's table is about Algorithm 1" in note
     for note in table.notes
   )
 
 
 def test_simulated_acceptance_is_marked():
-  table = made(2, dataclasses.replace(RECORD, acceptance="simulated"), RECORD)
+  table = table_of(2, dataclasses.replace(RECORD, acceptance="simulated"), RECORD)
   assert [row["draft"] for row in ours(table)] == ["small (simulated)", "small"]
-  assert any("alpha was chosen" in note for note in table.notes)
+  assert any("alpha is a setting" in note for note in table.notes)
 
 
 # Formats.
@@ -267,13 +270,13 @@ TABLE = Table(
 )
 
 
-def test_csv_reads_back():
+def test_csv_has_headings_and_cells():
   assert list(csv.reader(io.StringIO(render(TABLE, "csv")))) == [
     list(row) for row in (TABLE.columns, *TABLE.rows)
   ]
 
 
-def test_markdown_has_as_many_columns_in_every_line():
+def test_markdown_has_the_same_number_of_columns_in_every_line():
   text = render(TABLE, "markdown")
   lines = [line for line in text.splitlines() if line.startswith("|")]
   assert len(lines) == 2 + len(TABLE.rows)
@@ -281,7 +284,7 @@ def test_markdown_has_as_many_columns_in_every_line():
   assert "A title" in text and "- A note." in text
 
 
-def test_latex_has_a_line_a_row_and_escapes():
+def test_latex_has_one_line_per_row_and_escapes():
   text = render(TABLE, "latex")
   lines = [line for line in text.splitlines() if line.endswith(r"\\")]
   assert len(lines) == 1 + len(TABLE.rows)
@@ -292,19 +295,19 @@ def test_latex_has_a_line_a_row_and_escapes():
   assert [text.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
 
 
-def test_terminal_shows_every_cell_whole():
+def test_terminal_shows_every_cell_completely():
   text = render(TABLE, "terminal")
   for cell in ("A title", "A note.", *(cell for row in TABLE.rows for cell in row)):
     assert cell in text
-  assert "…" not in render(made(4, RECORD, SAMPLED), "terminal")
+  assert "…" not in render(table_of(4, RECORD, SAMPLED), "terminal")
 
 
-def test_a_table_without_rows():
+def test_table_without_records():
   for fmt in ("markdown", "csv", "latex"):
-    assert "speed" in render(made(2), fmt)
+    assert "speed" in render(table_of(2), fmt)
 
 
-def test_unknown_format():
+def test_unknown_format_is_reported():
   with pytest.raises(InputError, match="'html'; choose one of terminal, markdown, csv, latex"):
     render(TABLE, "html")
 
@@ -319,19 +322,19 @@ def tabulate(*args, cwd):
   )
 
 
-def test_script_from_any_folder(tmp_path):
+def test_script_runs_in_any_folder(tmp_path):
   append(tmp_path / "one.jsonl", RECORD)
   append(tmp_path / "two.jsonl", SAMPLED)
   args = ("--table", 2, "--format", "csv", "--output", "out.csv")
   done = tabulate(*args, "one.jsonl", "two.jsonl", cwd=tmp_path)
   assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
   with (tmp_path / "out.csv").open(newline="") as file:
-    rows = [row["speed"] for row in csv.DictReader(file) if row["of"] != "paper"]
+    rows = [row["speed"] for row in csv.DictReader(file) if row["source"] != "paper"]
   assert rows == ["2.06", "1.68"]
 
 
 @pytest.mark.parametrize(
-  "args, words",
+  "args, message",
   [
     (["--table", 2, "absent.jsonl"], "cannot use 'absent.jsonl'"),
     (["--table", 2, "other.jsonl"], "a record of schema 99"),
@@ -342,29 +345,29 @@ def test_script_from_any_folder(tmp_path):
     (["--table", 1, "--format", "html"], "no format 'html'"),
   ],
 )
-def test_script_says_what_is_wrong_in_a_sentence(tmp_path, args, words):
+def test_script_reports_errors_in_one_line(tmp_path, args, message):
   (tmp_path / "other.jsonl").write_text(json.dumps({"schema": 99}) + "\n")
   done = tabulate(*args, cwd=tmp_path)
   assert done.returncode == 2 and done.stdout == ""
-  assert words in done.stderr and len(done.stderr.splitlines()) == 1
+  assert message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 # Tables in pages.
 
 
-def test_measured_shows_any_records_with_what_tells_them_apart():
-  seen = dict(commit="0123456789", date="2026-11-22T05:00Z", jax_version="0.10.2")
-  records = [dataclasses.replace(r, **seen, tokens_per_round=3.25) for r in (RECORD, SAMPLED)]
+def test_measured_table_has_columns_for_settings_that_vary():
+  provenance = dict(commit="0123456789", date="2026-11-22T05:00Z", jax_version="0.10.2")
+  records = [dataclasses.replace(r, **provenance, tokens_per_round=3.25) for r in (RECORD, SAMPLED)]
   table = measured_table([records[0], dataclasses.replace(records[1], batch_size=8)])
   assert table.title.startswith("captions, big, small, 24 texts, float32, ")
   first, second = cells(table)
   assert (first["batch"], second["batch"]) == ("batch 1", "batch 8")
   assert (first["speedup"], first["acceptance length"], second["temp"]) == ("2.06", "3.25", "1")
   assert table.notes[-1] == "Measured with commit 0123456789 of 2026-11-22."
-  assert "a commit not recorded" in measured_table([RECORD]).notes[-1]
+  assert "an unrecorded commit" in measured_table([RECORD]).notes[-1]
 
 
-def test_tables_of_a_page_are_made_anew_and_nothing_else():
+def test_only_the_tables_of_a_page_are_replaced():
   page = "a\n<!-- table: 4 x.jsonl -->\nold\n<!-- end of table -->\nb\n<!-- table: 1 -->\n"
   page += "<!-- end of table -->\nc"
   assert quoted(page, lambda words: f"[{' '.join(words)}]\n") == (
@@ -374,9 +377,9 @@ def test_tables_of_a_page_are_made_anew_and_nothing_else():
 
 
 def test_every_page_quotes_the_records_it_names():
-  """After a record or a table has changed: python scripts/quote.py"""
-  about = importlib.util.spec_from_file_location("quote", ROOT / "scripts" / "quote.py")
-  quote = importlib.util.module_from_spec(about)
-  about.loader.exec_module(quote)
+  """If this fails because a record or a table has changed, run: python scripts/quote.py"""
+  spec = importlib.util.spec_from_file_location("quote", ROOT / "scripts" / "quote.py")
+  quote = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(quote)
   assert [str(path) for path, _ in quote.outdated()] == []
   assert sum(path.read_text().count("<!-- table: ") for path in quote.pages()) >= 8

@@ -39,6 +39,7 @@ from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import PEERS_LEGEND, peers_table
+from specdec_jax.reporting.tables import legend_lines
 
 # (kernels, gamma) of speculative decoding, or (kernels or None, name) of a baseline.
 _DecoderKey = tuple[str | None, str | int]
@@ -89,7 +90,7 @@ def peers(
             console.print(render(table, "terminal"), soft_wrap=True)
         del comparison
       _free_memory()
-  console.print(Text(PEERS_LEGEND, style="dim"))
+  console.print(Text("\n".join(legend_lines(PEERS_LEGEND)), style="dim"))
   console.print(f"Records: {results} (measured once; delete the file to measure again)")
 
 

@@ -1,1 +1,1 @@
-"""Records and rounds -> what a person reads."""
+"""Tables, figures and pages of records and rounds."""

@@ -1,28 +1,32 @@
-"""Drafts beside each other, as a table: what each is accepted, what it costs, what it gives."""
+"""Table that compares drafts: their acceptance, their cost and the speedup with each of them."""
 
-import functools
 from collections.abc import Sequence
 
 from specdec_jax.records import Record
 from specdec_jax.reporting.speeds import COLUMNS, cell
-from specdec_jax.reporting.tables import MISSING, Table, measured_with, models_text
+from specdec_jax.reporting.tables import MISSING, Table, measured_with, models_text, number_text
 
-NOTES = (
-  "alpha: acceptance rate of the first guess at a token, with its 95% interval, of a tree that of "
-  "the eldest; length: tokens a pass of the target; c and v: a draft step and a round without "
-  "drafting, in plain steps, at the lowest temperature; predicted: length / (gamma c + v), which "
-  "leaves out what it takes to read the prompts; by bytes: the same at the lowest temperature if a "
-  "pass took as long as reading what it must of memory, as on an accelerator (of rounds within a "
-  "draft, as many as it takes, one counts); speedup: measured tokens a second over plain "
-  "decoding's in the same process, in turn. A draft that stops early has no c and no prediction, "
-  "as its rounds are not alike; one that learns from outcomes has no alpha. MB: parameters of the "
-  "draft that are not the target's own; same: outputs identical to plain decoding's at "
-  "temperature 0.",
-)
+LEGEND = {
+  "alpha": "acceptance rate of the first draft token (in a tree: of the first child) at every "
+  "token, with its 95% interval; a draft that learns from outcomes has none",
+  "length": "acceptance length: tokens per target forward pass",
+  "c": "time of a draft step / time of a step of autoregressive decoding, at the lowest "
+  "temperature; a draft that stops early has neither c nor a prediction, because its rounds "
+  "differ in length",
+  "v": "time of a round without drafting / time of a step of autoregressive decoding, at the "
+  "lowest temperature",
+  "predicted": "predicted speedup without prefill: length / (gamma c + v)",
+  "bandwidth-bound": "predicted speedup at the lowest temperature if a forward pass takes as long "
+  "as its memory reads, as on an accelerator; of the rounds of a hierarchical draft one counts",
+  "speedup": "measured tokens/s over autoregressive decoding's in the same process, interleaved",
+  "MB": "parameters of the draft that it does not share with the target, in 1e6 bytes",
+  "identical": "whether the output is identical to that of autoregressive decoding at temperature "
+  "0, token for token",
+}
 
 
 def drafts_table(records: Sequence[Record]) -> Table:
-  """One row a draft and verifier; these are of one target and one set of texts."""
+  """Return a table with one row per draft and verifier. All records share target and texts."""
   first = records[0]
   temperatures = sorted({r.temperature for r in records})
   rows = []
@@ -31,40 +35,50 @@ def drafts_table(records: Sequence[Record]) -> Table:
       r.temperature: r for r in records if (r.draft, r.verifier) == (draft, verifier)
     }
     coldest = by_temperature[min(by_temperature)]
-    of_each = [*map(by_temperature.get, temperatures)]
-    each = functools.partial(_each, of_each)
+    ordered = [by_temperature.get(temperature) for temperature in temperatures]
     rows.append(
       (
         draft,
         verifier.removesuffix("Verifier"),
-        *each("alpha"),
-        *each("acceptance length"),
-        *(cell(COLUMNS[name], coldest) for name in ("c", "v")),
-        *(MISSING if r is None else cell(_predicted, r) for r in of_each),
-        cell(_by_bytes, coldest),
-        *each("speedup"),
-        MISSING if coldest.draft_mb is None else f"{coldest.draft_mb:.1f}",
-        cell(COLUMNS["same"], coldest),
+        *_cells("alpha", ordered),
+        *_cells("acceptance length", ordered),
+        cell(COLUMNS["c"], coldest),
+        cell(COLUMNS["v"], coldest),
+        *(MISSING if r is None else cell(_predicted, r) for r in ordered),
+        cell(_bandwidth_bound, coldest),
+        *_cells("speedup", ordered),
+        number_text(coldest.draft_mb, ".1f"),
+        cell(COLUMNS["identical"], coldest),
       )
     )
-  cold_and_warm = lambda name: [f"{name}, T = {t:g}" for t in temperatures]
-  columns = ["draft", "verifier", *cold_and_warm("alpha"), *cold_and_warm("length"), "c", "v"]
-  columns += [*cold_and_warm("predicted"), "by bytes", *cold_and_warm("speedup"), "MB", "same"]
+  columns = (
+    "draft",
+    "verifier",
+    *(f"alpha, T = {t:g}" for t in temperatures),
+    *(f"length, T = {t:g}" for t in temperatures),
+    "c",
+    "v",
+    *(f"predicted, T = {t:g}" for t in temperatures),
+    "bandwidth-bound",
+    *(f"speedup, T = {t:g}" for t in temperatures),
+    "MB",
+    "identical",
+  )
   title = f"{models_text(first, draft=False)}, gamma {first.gamma}, batch {first.batch_size}, "
   title += f"{first.num_examples} texts, {first.device}"
-  return Table(title, tuple(columns), tuple(rows), (*NOTES, measured_with(records)))
+  return Table(title, columns, tuple(rows), (measured_with(records),), LEGEND)
 
 
 def _predicted(r) -> str:
   return f"{r.tokens_per_round / (r.gamma * r.c + r.verify_cost):.2f}"
 
 
-def _by_bytes(r) -> str:
+def _bandwidth_bound(r) -> str:
   if r.c is None:
     return MISSING
-  drafting, verifying = r.gamma * r.draft_step_mb, r.verify_mb
-  return f"{r.tokens_per_round * r.target_step_mb / (drafting + verifying):.2f}"
+  round_mb = r.gamma * r.draft_step_mb + r.verify_mb
+  return f"{r.tokens_per_round * r.target_step_mb / round_mb:.2f}"
 
 
-def _each(records: Sequence[Record | None], column: str) -> list[str]:
+def _cells(column: str, records: Sequence[Record | None]) -> list[str]:
   return [cell(COLUMNS[column], r) if r else MISSING for r in records]

@@ -1,19 +1,22 @@
-"""Drafts beside each other, as a picture: what a round gives against what it costs."""
+"""Figure that compares drafts: tokens per round against the cost of a round."""
 
 from collections.abc import Sequence
 
 from specdec_jax.records import Record
 from specdec_jax.reporting.drawing import BLUE, GREY, NORMAL, SMALL, new_figure
 
+_Point = tuple[float, float]
+
 
 def drafts_figure(records: Sequence[Record]):
-  """What a round gives, tokens, against what it costs, in plain tokens, for each draft.
+  """Plot tokens per round against time per round for each draft, in one panel per temperature.
 
-  A draft's speed is the one over the other; those of one speed lie on a line from the origin.
+  Time is in steps of autoregressive decoding. The slope of the line from the origin through a point
+  is the draft's speedup.
   """
   temperatures = sorted({r.temperature for r in records})
   drafts = [*dict.fromkeys((r.draft, r.verifier) for r in records)]
-  labels = ["tokens of a round"] * len(temperatures)
+  labels = ["tokens per round"] * len(temperatures)
   figure, panels = new_figure(*labels, width=6.0 * len(temperatures), height=6.5, share_y=True)
   for axes, temperature in zip(panels, temperatures):
     points = {
@@ -23,21 +26,22 @@ def drafts_figure(records: Sequence[Record]):
     }
     right = 1.15 * max(cost for cost, _ in points.values())
     top = 1.1 * max(r.tokens_per_round for r in records if r.tokens_per_round)
-    for speed in (0.5, 1.0, 1.5, 2.0):
-      end = min(right, top / speed)
-      style = dict(color=GREY, linewidth=1, linestyle="-" if speed == 1 else ":", zorder=0)
-      axes.plot([0, end], [0, end * speed], **style)
-      words = "plain" if speed == 1 else f"{speed:g}x"
-      place = dict(textcoords="offset points", fontsize=SMALL, color=GREY)
-      axes.annotate(words, (end, end * speed), (3, 3), annotation_clip=False, **place)
-    for at in filter(None, map(points.get, drafts)):
-      axes.scatter(*at, color=BLUE, s=14)
-    for numbers, at in _shared_labels([*map(points.get, drafts)], right / 20, top / 30):
-      place = dict(textcoords="offset points", fontsize=SMALL, va="center")
-      axes.annotate(", ".join(map(str, numbers)), at, (5, 0), **place)
+    for speedup in (0.5, 1.0, 1.5, 2.0):
+      end = min(right, top / speedup)
+      style = dict(color=GREY, linewidth=1, linestyle="-" if speedup == 1 else ":", zorder=0)
+      axes.plot([0, end], [0, end * speedup], **style)
+      label = "autoregressive" if speedup == 1 else f"{speedup:g}x"
+      style = dict(textcoords="offset points", fontsize=SMALL, color=GREY)
+      axes.annotate(label, (end, end * speedup), (3, 3), annotation_clip=False, **style)
+    ordered = [points.get(draft) for draft in drafts]
+    for point in filter(None, ordered):
+      axes.scatter(*point, color=BLUE, s=14)
+    for numbers, point in _shared_labels(ordered, right / 20, top / 30):
+      style = dict(textcoords="offset points", fontsize=SMALL, va="center")
+      axes.annotate(", ".join(map(str, numbers)), point, (5, 0), **style)
     axes.set(xlim=(0, right), ylim=(0, top))
     axes.set_title(f"temperature {temperature:g}", pad=18)
-    axes.set_xlabel("time of a round / time of a plain token", fontsize=NORMAL)
+    axes.set_xlabel("time per round / time per autoregressive step", fontsize=NORMAL)
   names = [
     f"{number} {draft}" + ("" if verifier == drafts[0][1] else f", {verifier}")
     for number, (draft, verifier) in enumerate(drafts, 1)
@@ -48,17 +52,25 @@ def drafts_figure(records: Sequence[Record]):
 
 
 def _shared_labels(
-  points: Sequence[tuple[float, float] | None], wide: float, high: float
-) -> list[tuple[list[int], tuple[float, float]]]:
-  """Numbers of points from 1, those too near each other for labels of their own together, and where
-  to put them: at the rightmost."""
-  found: list[tuple[list[int], tuple[float, float]]] = []
-  in_order = sorted((at, number) for number, at in enumerate(points, 1) if at)
-  for (x, y), number in in_order:
-    for i, (numbers, (right, level)) in enumerate(found):
-      if x - right < wide and abs(y - level) < high:
-        found[i] = [*numbers, number], (x, level)
+  points: Sequence[_Point | None], width: float, height: float
+) -> list[tuple[list[int], _Point]]:
+  """Group the numbers of points (from 1) whose labels would overlap.
+
+  Args:
+    points: (x, y), or None for a draft without a point.
+    width: minimal horizontal distance of two labels.
+    height: minimal vertical distance of two labels.
+
+  Returns:
+    For each label its numbers and its position, that of the rightmost point.
+  """
+  labels: list[tuple[list[int], _Point]] = []
+  from_left = sorted((point, number) for number, point in enumerate(points, 1) if point)
+  for (x, y), number in from_left:
+    for i, (numbers, (right, level)) in enumerate(labels):
+      if x - right < width and abs(y - level) < height:
+        labels[i] = [*numbers, number], (x, level)
         break
     else:
-      found.append(([number], (x, y)))
-  return [(sorted(numbers), at) for numbers, at in found]
+      labels.append(([number], (x, y)))
+  return [(sorted(numbers), point) for numbers, point in labels]

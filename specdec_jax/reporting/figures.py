@@ -1,6 +1,6 @@
 """The paper's Figures 1 to 5 and a sweep over gamma, drawn from theory and from records.
 
-matplotlib is imported when a figure is made, so that all else runs without it.
+matplotlib is imported when a figure is created, so that everything else runs without it.
 """
 
 import dataclasses
@@ -32,7 +32,8 @@ from specdec_jax.reporting.drawing import (
 from specdec_jax.reporting.rounds import Round
 from specdec_jax.reporting.tables import PaperRow, sampling_text
 
-# Of a piece of text, and what the legend calls it: a round without rejection corrects nothing.
+# Kind of a token -> its colour, and its name in the legend. The target's token is only a correction
+# if a draft token was rejected.
 KINDS = {"accepted": GREEN, "rejected": RED, "corrected": BLUE}
 _LEGEND = {"accepted": "accepted", "rejected": "rejected", "corrected": "the target's token"}
 
@@ -41,8 +42,8 @@ _LEGEND = {"accepted": "accepted", "rejected": "rejected", "corrected": "the tar
 
 
 def tokens_figure(gammas: Sequence[int] = (1, 3, 5, 7)):
-  """Figure 2: tokens of a round (Equation 1) against alpha, for some gammas and without limit."""
-  figure, (axes,) = new_figure("expected tokens of a round")
+  """Draw Figure 2: tokens per round (Equation 1) against alpha, for finite and infinite gamma."""
+  figure, (axes,) = new_figure("expected tokens per round")
   alphas = np.linspace(0, 1, 201)
   for gamma, shade in zip(gammas, shades(len(gammas))):
     tokens = theory.expected_tokens(alphas, gamma)
@@ -55,7 +56,7 @@ def tokens_figure(gammas: Sequence[int] = (1, 3, 5, 7)):
 
 
 def gamma_figure(costs: Sequence[float] = (0.02, 0.04, 0.11)):
-  """Figure 3: the best gamma (Section 3.5) against alpha, for costs c; Table 4's unless told."""
+  """Draw Figure 3: the best gamma (Section 3.5) against alpha. The default c are Table 4's."""
   figure, (axes,) = new_figure("best γ")
   alphas = np.linspace(0, 0.95, 381)
   for c, shade in zip(costs, shades(len(costs))):
@@ -66,12 +67,14 @@ def gamma_figure(costs: Sequence[float] = (0.02, 0.04, 0.11)):
 
 
 def operations_figure(table_1: Sequence[PaperRow]):
-  """Figure 4: speed and operations (Theorems 8 and 10) against alpha, for c = 0.
+  """Draw Figure 4: speed and operations (Theorems 8 and 10) against alpha, for c = 0.
 
   Args:
-    table_1: `paper.load_table(1)`; its gammas have curves, its printed values are points.
+    table_1: `paper.load_table(1)`. Each of its gammas has a curve, its printed values are points.
   """
-  figure, (speed, operations) = new_figure("speed / plain decoding", "operations / plain decoding")
+  figure, (speed, operations) = new_figure(
+    "speed / autoregressive decoding", "operations / autoregressive decoding"
+  )
   alphas = np.linspace(0, 1, 201)
   gammas = sorted({int(row["gamma"]) for row in table_1})
   for gamma, shade in zip(gammas, shades(len(gammas))):
@@ -94,36 +97,36 @@ def operations_figure(table_1: Sequence[PaperRow]):
 
 
 def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
-  """Figure 5: the passes that some tokens take, to the scale of the measured times.
+  """Draw Figure 5: the forward passes for a number of tokens, to the scale of measured times.
 
-  Plain decoding above, below it a row for each gamma: of the records with all times measured,
-  those that share the first one's settings but for gamma.
+  The first row is autoregressive decoding. It is followed by one row per gamma: the records with
+  all times that agree with the first such record in all settings except gamma.
 
   Args:
-    records: ours.
-    num_tokens: that each row decodes, in whole rounds of as many tokens as measured.
+    records: our records.
+    num_tokens: tokens that each row decodes, in whole rounds of the measured acceptance length.
 
   Raises:
-    InputError: no record has what it takes, or num_tokens is not at least 1.
+    InputError: no record has all times, or num_tokens is less than 1.
   """
   require_count("num_tokens", num_tokens)
   needed = ("target_prefill_ms", "draft_prefill_ms", "target_step_ms", "draft_step_ms", "verify_ms")
   groups = _by_gamma(records, (*needed, "tokens_per_round"))
   group = next(iter(groups.values()))
   typical = {name: statistics.median(getattr(r, name) for r in group) for name in needed}
-  rows = [("plain decoding", [("target's encoder", typical["target_prefill_ms"])])]
+  rows = [("autoregressive", [("target's encoder", typical["target_prefill_ms"])])]
   rows[0][1].extend([("target", typical["target_step_ms"])] * num_tokens)
   for r in group:
     num_rounds = math.ceil(num_tokens / r.tokens_per_round)
-    starts = [("target's encoder", r.target_prefill_ms), ("draft's encoder", r.draft_prefill_ms)]
+    prefill = [("target's encoder", r.target_prefill_ms), ("draft's encoder", r.draft_prefill_ms)]
     round_ = [*[("draft", r.draft_step_ms)] * r.gamma, ("target", r.verify_ms + (r.accept_ms or 0))]
-    rows.append((f"γ = {r.gamma}", [*starts, *round_ * num_rounds]))
-  title = f"{num_tokens} tokens at temperature {sampling_text(group[0])}; {_of(group[0])}"
+    rows.append((f"γ = {r.gamma}", [*prefill, *round_ * num_rounds]))
+  title = f"{num_tokens} tokens at temperature {sampling_text(group[0])}; {_setting_text(group[0])}"
   return _draw_timeline(rows, title)
 
 
 def _draw_timeline(rows: Sequence[tuple[str, list[tuple[str, float]]]], title: str):
-  """Rows of (kind, milliseconds), drawn as blocks one after the other."""
+  """Draw labelled rows of consecutive blocks (kind, milliseconds)."""
   colours = {
     "target's encoder": YELLOW,
     "draft's encoder": ORANGE,
@@ -134,7 +137,7 @@ def _draw_timeline(rows: Sequence[tuple[str, list[tuple[str, float]]]], title: s
   from matplotlib.patches import Patch
 
   for y, (_, blocks) in enumerate(rows):
-    # By Definition 7 a draft step is a difference of times, which noise may make negative.
+    # A draft step (Definition 7) is a difference of times, which noise can make negative.
     widths = np.maximum([ms for _, ms in blocks], 0)
     lefts = np.cumsum(widths) - widths
     axes.barh(
@@ -175,17 +178,18 @@ def _draw_timeline(rows: Sequence[tuple[str, list[tuple[str, float]]]], title: s
 
 
 def sweep_figure(records: Iterable[Record]):
-  """Measured and predicted speed against gamma; a panel for each setting but for gamma.
+  """Draw measured and predicted speed against gamma, in one panel per setting.
 
   Raises:
-    InputError: no record has what it takes.
+    InputError: no record has all required values.
   """
   groups = _by_gamma(records, ("speedup", "predicted_theorem8", "predicted_measured_cost"))
-  figure, panels = new_figure("speed / plain decoding", *[""] * (len(groups) - 1), share_y=True)
+  figure, panels = new_figure("speed / autoregressive", *[""] * (len(groups) - 1), share_y=True)
   for axes, group in zip(panels, groups.values()):
     gammas = [r.gamma for r in group]
-    texts = [r.predicted_finite_length for r in group]
-    predicted = [r.predicted_measured_cost for r in group] if None in texts else texts
+    predicted = [r.predicted_finite_length for r in group]
+    if None in predicted:
+      predicted = [r.predicted_measured_cost for r in group]
     theorem_8 = [r.predicted_theorem8 for r in group]
     axes.plot(gammas, theorem_8, "^--", color=GREY, label="Theorem 8: v = 1, long texts")
     axes.plot(gammas, predicted, "s:", color=ORANGE, label="predicted with measured costs")
@@ -198,27 +202,32 @@ def sweep_figure(records: Iterable[Record]):
     )
   handles, _ = panels[0].get_legend_handles_labels()
   figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=SMALL)
-  figure.suptitle(_of(next(iter(groups.values()))[0]), fontsize=SMALL, color=GREY)
+  figure.suptitle(_setting_text(next(iter(groups.values()))[0]), fontsize=SMALL, color=GREY)
   return figure
 
 
 def _by_gamma(records: Iterable[Record], needed: Sequence[str]) -> dict[tuple, list[Any]]:
-  """Records that have what is needed, by all their settings but gamma, each list by gamma.
+  """Group records that agree in all settings except gamma, and sort each group by gamma.
 
-  Of several records of one setting the last counts.
+  Args:
+    records: records. If several have the same setting, the last one is used.
+    needed: fields that must not be None in a record.
+
+  Raises:
+    InputError: no record has all these fields.
   """
   latest = {key(r): r for r in records if all(getattr(r, name) is not None for name in needed)}
   if not latest:
     raise InputError(f"No record has all of {', '.join(needed)}; give a file of measured speed.")
-  groups: dict[tuple, list[Any]] = {}  # not Record: what is needed of it is not None
+  groups: dict[tuple, list[Any]] = {}  # not Record: its needed fields are not None
   for r in sorted(latest.values(), key=lambda r: r.gamma):
     groups.setdefault(key(dataclasses.replace(r, gamma=0)), []).append(r)
   order = [key(dataclasses.replace(r, gamma=0)) for r in latest.values()]
-  return {k: groups[k] for k in dict.fromkeys(order)}
+  return {group_key: groups[group_key] for group_key in dict.fromkeys(order)}
 
 
-def _of(r: Record) -> str:
-  """What a measured figure is of."""
+def _setting_text(r: Record) -> str:
+  """Describe the setting of a figure."""
   return f"{r.subject}, {r.num_examples} texts, batch {r.batch_size}, {r.dtype}, {r.device}"
 
 
@@ -226,16 +235,16 @@ def _of(r: Record) -> str:
 
 
 def trace_figure(rounds: Sequence[Round], title: str = ""):
-  """Figure 1: a line for each round, its tokens coloured by what became of them; `title` above."""
+  """Draw Figure 1: one line per round, whose colours mark accepted, rejected and target tokens."""
   lines = [
     [
       *((piece, "accepted") for piece in r.accepted),
       *([] if r.rejected is None else [(r.rejected, "rejected")]),
-      *([] if r.own is None else [(r.own, "corrected")]),
+      *([] if r.target_token is None else [(r.target_token, "corrected")]),
     ]
     for r in rounds
   ]
-  # A fixed-width font, so that where a piece lies is a matter of counting.
+  # In a fixed-width font, the position of a piece is a number of characters.
   em, line_height = 0.602 * NORMAL / 72, 0.32
   longest = max(sum(len(piece) for piece, _ in pieces) for pieces in lines)
   columns = max(longest, len(title), 40) + 4
@@ -269,5 +278,5 @@ def _draw_piece(axes, x: float, y: float, piece: str, kind: str, font: dict) -> 
   axes.text(
     x, y, word, color=KINDS[kind], weight="bold" if kind == "corrected" else "normal", **font
   )
-  if kind == "rejected":  # told apart without colour too
+  if kind == "rejected":  # readers without colour see the line
     axes.plot([x, x + len(word)], [y, y], color=KINDS[kind], linewidth=1.2)

@@ -1,4 +1,4 @@
-"""A `tables.Table` as text: for a terminal, Markdown, CSV or LaTeX."""
+"""Formatting of a `tables.Table` for a terminal, and as Markdown, CSV or LaTeX."""
 
 import csv
 import io
@@ -11,16 +11,19 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax.errors import InputError
-from specdec_jax.reporting.tables import Table
+from specdec_jax.reporting.tables import Table, legend_lines
 
-_WIDTH = 100  # of notes
+_WIDTH = 100  # characters per line of notes
 
 
 def render(table: Table, fmt: str) -> str:
-  """The table in a format, 'terminal', 'markdown', 'csv' or 'latex', ending in a newline.
+  """Format a table. The text ends in a newline.
 
-  LaTeX is a float with caption and label, and needs the package booktabs.
-  CSV is headings and cells only, for a program to read; the others have the title and notes too.
+  Args:
+    table: table to format.
+    fmt: 'terminal', 'markdown', 'csv' or 'latex'. LaTeX is a float with caption and label, and
+      needs the package booktabs. CSV has only headings and cells; the other formats also have the
+      title, the notes and the legend.
 
   Raises:
     InputError: there is no such format.
@@ -33,17 +36,18 @@ def render(table: Table, fmt: str) -> str:
 def _terminal(table: Table) -> str:
   grid = rich.table.Table(title=Text(table.title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
   for heading, right in zip(table.columns, _right_aligned(table)):
-    # A word a line: headings are longer than what stands below them.
+    # One word per line, because headings are longer than the cells below them.
     grid.add_column(
       Text(heading.replace(" ", "\n")), justify="right" if right else "left", no_wrap=True
     )
   for row in table.rows:
     grid.add_row(*map(Text, row))
-  # As wide as it takes: a terminal may wrap lines, but no cell is cut.
+  # A terminal may wrap long lines, but rich must not truncate a cell.
   out = io.StringIO()
   Console(file=out, width=10_000).print(grid)
   lines = [line.rstrip() for line in out.getvalue().splitlines()]
-  notes = [textwrap.fill(note, _WIDTH) for note in table.notes]
+  footer = [*legend_lines(table.legend), *table.notes]
+  notes = [textwrap.fill(note, _WIDTH, subsequent_indent="  ") for note in footer]
   return "\n".join([*lines, *notes]) + "\n"
 
 
@@ -53,7 +57,8 @@ def _markdown(table: Table) -> str:
 
   rules = ("---:" if right else "---" for right in _right_aligned(table))
   lines = [f"**{table.title}**", "", line(table.columns), line(rules), *map(line, table.rows)]
-  return "\n".join([*lines, "", *(f"- {note}" for note in table.notes)]) + "\n"
+  footer = [*legend_lines(table.legend), *table.notes]
+  return "\n".join([*lines, "", *(f"- {note}" for note in footer)]) + "\n"
 
 
 def _csv(table: Table) -> str:
@@ -94,7 +99,7 @@ def _latex(table: Table) -> str:
       *map(line, table.rows),
       r"\bottomrule",
       r"\end{tabular}",
-      *(f"% {note}" for note in table.notes),
+      *(f"% {note}" for note in (*legend_lines(table.legend), *table.notes)),
       r"\end{table}",
       "",
     ]
@@ -105,6 +110,6 @@ _WRITERS = {"terminal": _terminal, "markdown": _markdown, "csv": _csv, "latex": 
 
 
 def _right_aligned(table: Table) -> list[bool]:
-  """For each column whether its cells are numbers, as far as there are any."""
+  """Return for each column whether all its cells are numbers or missing."""
   columns = zip(*table.rows) if table.rows else [()] * len(table.columns)
   return [all(cell[:1] in "+-0123456789" for cell in column) for column in columns]

@@ -1,6 +1,7 @@
-"""Records and rounds as one HTML page: measured beside predicted, and what happened round by round.
+"""HTML report of records and rounds: predicted and measured speedups, and texts round by round.
 
-The page is one file that asks nobody for anything; without JavaScript it shows all the same.
+The report is one self-contained file that makes no network requests. Without JavaScript it shows
+the same content.
 """
 
 import html
@@ -14,7 +15,7 @@ from specdec_jax.records import Record, key
 from specdec_jax.reporting import speeds
 from specdec_jax.reporting.drafts import drafts_table
 from specdec_jax.reporting.lengths import lengths_table
-from specdec_jax.reporting.markup import Markup, join, scrolled, tag
+from specdec_jax.reporting.markup import Markup, join, scrollable, tag
 from specdec_jax.reporting.record_charts import (
   acceptance_charts,
   draft_charts,
@@ -22,13 +23,14 @@ from specdec_jax.reporting.record_charts import (
   speedup_charts,
 )
 from specdec_jax.reporting.stepper import Example, stepper
+from specdec_jax.reporting.tables import Table, legend_lines
 from specdec_jax.writing import written
 
 
 def write_report(
   path: str | os.PathLike, records: Sequence[Record], examples: Sequence[Example], title: str
 ) -> None:
-  """Write `report` to a file, whole or not at all.
+  """Write `report` to a file atomically.
 
   Raises:
     OSError: the file cannot be written.
@@ -38,9 +40,12 @@ def write_report(
 
 
 def report(records: Sequence[Record], examples: Sequence[Example], title: str) -> str:
-  """One self-contained page: results, table, charts, acceptance by position, rounds to step in.
+  """Return a page with results, a table, charts, and rounds to step through.
 
-  Of several records of one setting the last counts; there is at least one.
+  Args:
+    records: at least one record. If several records have the same setting, the last one is used.
+    examples: decoded texts with their rounds.
+    title: title of the page.
   """
   records = [*{key(r): r for r in records}.values()]
   series = _series(records)
@@ -57,25 +62,25 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
 
 
 def lengths_report(records: Sequence[Record], examples: Sequence[Example], title: str) -> str:
-  """The same of acceptance lengths: a chart, `lengths_table`, which takes these, and rounds."""
+  """Return a page of acceptance lengths: a chart, `lengths_table`, and rounds to step through."""
   table = lengths_table(records)
   return _page(
     title,
     records,
     _section("Acceptance length against nodes", length_charts(records)),
-    _section("Measured settings", _grid(table.columns, [table.rows], *table.notes)),
+    _section("Measured settings", _html_table(table)),
     _section("Round by round", stepper(examples)),
   )
 
 
 def drafts_report(records: Sequence[Record], title: str) -> str:
-  """The same of drafts beside each other: a chart of what they give, and `drafts_table`."""
+  """Return a page that compares drafts: a chart of their speedups, and `drafts_table`."""
   table = drafts_table(records)
   return _page(
     title,
     records,
-    _section("Speed over plain decoding", draft_charts(records)),
-    _section("Measured drafts", _grid(table.columns, [table.rows], *table.notes)),
+    _section("Speedup over autoregressive decoding", draft_charts(records)),
+    _section("Measured drafts", _html_table(table)),
   )
 
 
@@ -97,37 +102,45 @@ def _section(heading: str, body: Markup) -> Markup:
   return tag("section", tag("h2", heading), body) if body else body
 
 
-# What was measured, and what came of it.
+# Settings and results.
 
-# Each setting but temperature and gamma, and what a reader calls it; _MAIN heads the page.
-_MAIN = {"task": "task", "target_label": "target", "draft_label": "draft"}
-_MAIN |= {"num_examples": "texts"}
-_MAIN |= {"batch_size": "batch", "device": "device", "dtype": "dtype"}
-_MAIN |= {"acceptance": "acceptance"}
-_OTHER = {"top_k": "top-k", "top_p": "top-p", "lenience": "lenience", "baseline": "baseline"}
-_OTHER |= {
+# All settings except temperature and gamma: attribute of the record -> label. The settings of _MAIN
+# are at the top of the page, those of _OTHER at its end.
+_MAIN = {
+  "task": "task",
+  "target_label": "target",
+  "draft_label": "draft",
+  "num_examples": "texts",
+  "batch_size": "batch",
+  "device": "device",
+  "dtype": "dtype",
+  "acceptance": "acceptance",
+}
+_OTHER = {
+  "top_k": "top-k",
+  "top_p": "top-p",
+  "lenience": "lenience",
+  "baseline": "baseline",
   "max_new_tokens": "limit in tokens",
   "seed": "seed",
   "inputs_sha256": "SHA-256 of the texts",
+  "kernels": "kernels",
+  "verifier": "verifier",
+  "tree": "proposal",
 }
-_OTHER |= {"kernels": "kernels", "verifier": "verifier", "tree": "guesses"}
 
 
 def _value(record: Record, name: str) -> str:
   value = getattr(record, name)
   if name == "tree":
-    return (
-      _shape(value)
-      if value
-      else "chain"
-      if record.kind == "chain"
-      else (f"dynamic tree of {record.num_nodes} nodes")
-    )
+    if value:
+      return _tree_text(value)
+    return "chain" if record.kind == "chain" else f"{record.kind} of {record.num_nodes} nodes"
   return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _shape(parents: Sequence[int]) -> str:
-  """A tree by its nodes at each depth."""
+def _tree_text(parents: Sequence[int]) -> str:
+  """Describe a tree by the number of its nodes at each depth."""
   depths = [0]
   for parent in parents:
     depths.append(depths[parent] + 1)
@@ -135,101 +148,112 @@ def _shape(parents: Sequence[int]) -> str:
 
 
 def _varying(records: Sequence[Record]) -> dict[str, str]:
-  """The settings in which records differ: what each must be shown with."""
-  names = (_MAIN | _OTHER).items()
-  return {name: label for name, label in names if len({_value(r, name) for r in records}) > 1}
+  """Return the settings in which the records differ, with their labels."""
+  labels = _MAIN | _OTHER
+  return {
+    name: label for name, label in labels.items() if len({_value(r, name) for r in records}) > 1
+  }
 
 
-def _shared(records: Sequence[Record], names: dict[str, str]) -> Markup:
-  """Those of the settings in which no two records differ."""
+def _shared(records: Sequence[Record], labels: dict[str, str]) -> Markup:
+  """Return a list of the settings in which all records agree."""
   varying = _varying(records)
-  values = {name: _value(records[0], name) for name in names}
+  values = {name: _value(records[0], name) for name in labels}
   shared = (
     tag("div", tag("dt", label), tag("dd", values[name]))
-    for name, label in names.items()
+    for name, label in labels.items()
     if name not in varying and values[name] != "-"
   )
   return tag("dl", *shared, class_="settings")
 
 
 def _series(records: Sequence[Record]) -> dict[str, list[Record]]:
-  """Records that differ in gamma only, by what tells them from the others; gamma ascending."""
+  """Group records that differ only in gamma, and sort each group by gamma.
+
+  Returns:
+    Description of the settings that distinguish the group from the others -> records.
+  """
   series: dict[str, list[Record]] = {}
   varying = _varying(records)
   for r in records:
-    others = (f", {label} {_value(r, name)}" for name, label in varying.items())
-    series.setdefault("".join((f"Temperature {r.temperature:g}", *others)), []).append(r)
-  return {name: sorted(of, key=lambda r: r.gamma) for name, of in series.items()}
+    settings = (f", {label} {_value(r, name)}" for name, label in varying.items())
+    series.setdefault("".join((f"Temperature {r.temperature:g}", *settings)), []).append(r)
+  return {name: sorted(group, key=lambda r: r.gamma) for name, group in series.items()}
 
 
 def _result(name: str, series: Sequence[Record]) -> Markup:
-  """How fast a series is at best, and whether its output is plain decoding's, in a sentence."""
+  """Return a sentence with the best speedup of a series, and whether its output is identical."""
   differing = [str(r.gamma) for r in series if r.identical is False]
   if differing:
-    same = f"the output DIFFERS at gamma {', '.join(differing)}"
+    exactness = f"the output DIFFERS at gamma {', '.join(differing)}"
   elif all(r.identical for r in series):
-    same = "the output is identical, token for token"
+    exactness = "the output is identical, token for token"
   elif series[0].temperature:
-    same = "samples are not compared token for token"
+    exactness = "samples are not compared token for token"
   else:
-    same = "not every output was compared with plain decoding's"
+    exactness = "not every output was compared with autoregressive decoding"
   speed: Markup | str = "no speedup was measured"
   if measured := [(r.speedup, r) for r in series if r.speedup is not None]:
-    speedup, best = max(measured, key=lambda each: each[0])
-    # As fast, as far as repeats tell: in its best one was faster than this one in its worst.
-    near = [str(r.gamma) for _, r in measured if r is not best and _overlap(r, best)]
-    about = f"gamma {best.gamma}{_spread(best)}"
-    about += f"; gamma {' and '.join(near)} cannot be told from it" if near else ""
+    speedup, best = max(measured, key=lambda pair: pair[0])
+    # The best repeat of another gamma is at least as fast as the worst repeat of the best gamma.
+    similar = [str(r.gamma) for _, r in measured if r is not best and _overlap(r, best)]
+    setting = f"gamma {best.gamma}{_range_text(best)}"
+    setting += f"; the range of gamma {' and '.join(similar)} overlaps" if similar else ""
     slower = "" if speedup >= 1 else ", slower than without speculation"
     speed = join(
-      tag("b", f"{speedup:.2f}×"), f" the speed of plain decoding at best ({about}){slower}"
+      tag("b", f"{speedup:.2f}×"),
+      f" the speed of autoregressive decoding at best ({setting}){slower}",
     )
   return tag(
     "li",
-    *(f"{name}: ", speed, f"; {same}."),
+    f"{name}: ",
+    speed,
+    f"; {exactness}.",
     class_="differs" if differing else None,
   )
 
 
-def _spread(r: Record) -> str:
-  """The range of the speedup over the repeats, if there are several."""
-  return "" if (of := r.speedup_range) is None else f" [{of[0]:.2f},{of[1]:.2f}]"
+def _range_text(r: Record) -> str:
+  """Return the range of the speedup over the repeats, or nothing for a single repeat."""
+  limits = r.speedup_range
+  return "" if limits is None else f" [{limits[0]:.2f},{limits[1]:.2f}]"
 
 
-def _overlap(one: Record, best: Record) -> bool:
-  one_range, best_range = one.speedup_range, best.speedup_range
-  return one_range is not None and best_range is not None and one_range[1] >= best_range[0]
+def _overlap(other: Record, best: Record) -> bool:
+  other_range, best_range = other.speedup_range, best.speedup_range
+  return other_range is not None and best_range is not None and other_range[1] >= best_range[0]
 
 
-# What counts comes first: a phone shows no more of it without scrolling.
+# The most important columns come first, because a phone shows only these without scrolling.
 _COLUMNS: dict[str, Callable[[Record], str]] = {
   **{name: speeds.COLUMNS[name] for name in ("temp", "gamma")},
-  "speedup": lambda r: f"{r.speedup:.2f}{_spread(r)}",
-  "same": speeds.COLUMNS["same"],
+  "speedup": lambda r: f"{r.speedup:.2f}{_range_text(r)}",
+  "identical": speeds.COLUMNS["identical"],
   "tokens/s": lambda r: f"{r.speculative_tokens_per_s:.0f}",
-  "plain": lambda r: f"{r.baseline_tokens_per_s:.0f}",
+  "baseline tokens/s": lambda r: f"{r.baseline_tokens_per_s:.0f}",
 }
 _COLUMNS |= {name: column for name, column in speeds.COLUMNS.items() if name not in _COLUMNS}
-_LEGEND = (
-  f"{speeds.LEGEND} In brackets behind a speedup: the lowest and the highest of it and of the "
-  "same ratio in each repeat alone. "
-  "tokens/s: by speculation; plain: by plain decoding."
-)
+_LEGEND = speeds.LEGEND | {
+  "[low,high] after a speedup": "lowest and highest of this ratio over all repeats and in each "
+  "repeat",
+  "tokens/s": "of speculative decoding",
+  "baseline tokens/s": "of autoregressive decoding",
+}
 
 
 def _speeds(records: Sequence[Record], series: Iterable[Sequence[Record]]) -> Markup:
   if all(r.quality is None for r in records):
     return _table(records, series, _COLUMNS, _LEGEND)
-  first = {name: _COLUMNS[name] for name in ("temp", "gamma", "speedup", "same")}
+  first = {name: _COLUMNS[name] for name in ("temp", "gamma", "speedup", "identical")}
   columns = first | speeds.QUALITY | _COLUMNS
-  return _table(records, series, columns, _LEGEND + speeds.QUALITY_LEGEND)
+  return _table(records, series, columns, _LEGEND | speeds.QUALITY_LEGEND)
 
 
 def _table(
   records: Sequence[Record],
   series: Iterable[Sequence[Record]],
   columns: Mapping[str, Callable[[Record], str]],
-  legend: str,
+  legend: Mapping[str, str],
 ) -> Markup:
   varying = _varying(records)
   bodies = [
@@ -238,21 +262,27 @@ def _table(
         *(_value(r, name) for name in varying),
         *(speeds.cell(column, r) for column in columns.values()),
       ]
-      for r in of
+      for r in group
     ]
-    for of in series
+    for group in series
   ]
-  return _grid([*varying.values(), *columns], bodies, legend)
+  return _grid([*varying.values(), *columns], bodies, legend_lines(legend))
 
 
-def _grid(columns: Iterable[str], bodies: Iterable[Iterable[Iterable[str]]], *notes: str) -> Markup:
-  """A table of rows of cells, and what it means."""
+def _html_table(table: Table) -> Markup:
+  return _grid(table.columns, [table.rows], [*legend_lines(table.legend), *table.notes])
+
+
+def _grid(
+  columns: Iterable[str], bodies: Iterable[Iterable[Iterable[str]]], notes: Sequence[str]
+) -> Markup:
+  """Return a table with one or several bodies, which are rows of cells, and a list of notes."""
   headings = (tag("th", name, scope="col") for name in columns)
   rows = ((tag("tr", *(tag("td", cell) for cell in row)) for row in body) for body in bodies)
   table = tag("table", tag("thead", tag("tr", *headings)), *(tag("tbody", *body) for body in rows))
   return join(
-    scrolled("Table of measured settings", table),
-    *(tag("p", note, class_="note") for note in notes),
+    scrollable("Table of measured settings", table),
+    tag("ul", *(tag("li", note) for note in notes), class_="note"),
   )
 
 

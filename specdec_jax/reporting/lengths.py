@@ -1,4 +1,4 @@
-"""Acceptance lengths of chains and trees as a table."""
+"""Table of the acceptance lengths of chains and trees."""
 
 from collections.abc import Sequence
 
@@ -8,33 +8,44 @@ from specdec_jax.reporting.tables import (
   Table,
   measured_with,
   models_text,
+  number_text,
   sampling_text,
 )
 
-LEGEND = (
-  "acceptance length: tokens a round, the bonus or correction counted, with its 95% interval "
-  "(bootstrap over texts). A tree is the best of so many nodes, the newest token counted, and no "
-  "greater depth, for the acceptance of each rank of children, measured on texts of their own; a "
-  "dynamic one is made in each round of what the draft holds likeliest, none drawn. "
-  "over chain: over the chain of that depth, judged by tokens. c, v: time of a step of the draft "
-  "and of a pass over the nodes, judged by tokens, in plain steps of {batch}; predicted: speed "
-  "over plain decoding, acceptance length / (depth c + v). same: whether the output is plain "
-  "decoding's, at temperature 0."
-)
+LEGEND = {
+  "temperature": "temperature, top-k and top-p",
+  "proposal": "chain, tree or dynamic tree; a tree is the best one with at most this many nodes "
+  "and this depth for the acceptance rate of each rank of children, which was measured on other "
+  "texts; a dynamic tree is selected in each round from the draft's most probable tokens",
+  "nodes": "nodes per target forward pass, including the last committed token",
+  "depth": "maximal number of draft tokens that one round can accept",
+  "verifier": "verifier of the draft tokens",
+  "tokens": "tokens of all outputs",
+  "acceptance length": "tokens per round, including the bonus token or the correction, with its "
+  "95% interval (bootstrap over texts)",
+  "over chain": "acceptance length / that of the chain of the same depth with token verification",
+  "c": "time of a draft step / time of a step of autoregressive decoding",
+  "v": "time of a round without drafting, with token verification / time of a step of "
+  "autoregressive decoding",
+  "predicted": "predicted speedup: acceptance length / (depth c + v)",
+  "identical": "whether the output is identical to that of autoregressive decoding, at "
+  "temperature 0",
+  "seed": "seed of the random key",
+}
 
 
 def lengths_table(records: Sequence[Record]) -> Table:
-  """One row a record; these are of one pair and one set of texts."""
+  """Return a table with one row per record. All records have the same pair and texts."""
   first = records[0]
-  chains = {
+  chain_lengths = {
     (sampling_text(r), r.gamma, r.seed): r.tokens_per_round
     for r in records
     if r.kind == "chain" and r.verifier == "TokenVerifier"
   }
   rows = []
   for r in records:
-    speed = r.c, r.verify_cost, r.predicted_measured_cost
-    length, of_chain = r.tokens_per_round or 0.0, chains.get((sampling_text(r), r.gamma, r.seed))
+    length = r.tokens_per_round or 0.0
+    chain_length = chain_lengths.get((sampling_text(r), r.gamma, r.seed))
     rows.append(
       (
         sampling_text(r),
@@ -44,17 +55,15 @@ def lengths_table(records: Sequence[Record]) -> Table:
         r.verifier,
         f"{r.num_tokens}",
         f"{length:.2f} [{r.tokens_per_round_low:.2f}, {r.tokens_per_round_high:.2f}]",
-        f"{length / of_chain:.3f}" if of_chain else MISSING,
-        *(MISSING if x is None else f"{x:.2f}" for x in speed),
+        f"{length / chain_length:.3f}" if chain_length else MISSING,
+        number_text(r.c, ".2f"),
+        number_text(r.verify_cost, ".2f"),
+        number_text(r.predicted_measured_cost, ".2f"),
         MISSING if r.identical is None else "yes" if r.identical else "no",
         f"{r.seed}",
       )
     )
-  rows_together = "a text" if first.batch_size == 1 else f"{first.batch_size} texts"
-  legend = LEGEND.format(batch=rows_together)
-  columns = (
-    "temperature|guesses|nodes|depth|verifier|tokens|acceptance length|over chain|c|v|predicted"
-  )
-  columns += "|same|seed"
+  texts_per_batch = "1 text" if first.batch_size == 1 else f"{first.batch_size} texts"
+  notes = f"c and v are measured with {texts_per_batch} per batch.", measured_with(records)
   title = f"{models_text(first)}: acceptance lengths"
-  return Table(title, tuple(columns.split("|")), tuple(rows), (legend, measured_with(records)))
+  return Table(title, tuple(LEGEND), tuple(rows), notes, LEGEND)

@@ -1,12 +1,13 @@
-"""Tables in pages of Markdown, made anew from the records that each names.
+"""Tables in Markdown pages, generated from the records that each table names.
 
-A page holds
+A page contains blocks such as
 
     <!-- table: 4 experiments/table4/results.jsonl -->
     ...
     <!-- end of table -->
 
-and what stands between is the table of that name, of those records: never typed.
+The text between the two comments is the named table of the named records. It is never edited by
+hand.
 """
 
 import re
@@ -18,7 +19,7 @@ from specdec_jax.reporting.tables import MISSING, Table, measured_with
 
 _BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
-# What a title says where all records agree in it; where they do not, it is a column.
+# Settings that are part of the title if all records agree in them, and columns otherwise.
 _SETTINGS: dict[str, Callable[[Record], str]] = {
   "task": lambda r: r.task or MISSING,
   "target": lambda r: r.target if r.task else r.target_label,
@@ -29,24 +30,30 @@ _SETTINGS: dict[str, Callable[[Record], str]] = {
   "batch": lambda r: f"batch {r.batch_size}",
   "dtype": lambda r: r.dtype,
   "kernels": lambda r: f"{r.kernels} kernels",
-  "over": lambda r: f"over {'our own plain decoding' if r.baseline == 'own' else r.baseline}",
+  "baseline": lambda r: (
+    "over our own autoregressive decoding" if r.baseline == "own" else f"over {r.baseline}"
+  ),
   "device": lambda r: r.device,
 }
 
 
 def measured_table(records: Sequence[Record]) -> Table:
-  """Measured settings, a row each: predictions beside what was measured, and when and where."""
-  values = {name: [of(r) for r in records] for name, of in _SETTINGS.items()}
-  varying = [name for name in _SETTINGS if len({*values[name]}) > 1]
-  shared = [values[name][0] for name in _SETTINGS if name not in varying]
-  shared = [value for value in shared if value != MISSING]
+  """Return a table of predicted and measured speedups with one row per record."""
+  settings = {name: [text(r) for r in records] for name, text in _SETTINGS.items()}
+  varying = [name for name, values in settings.items() if len({*values}) > 1]
+  shared = [values[0] for name, values in settings.items() if name not in varying]
+  title = ", ".join(value for value in shared if value != MISSING)
   rows = tuple(
-    (*(values[name][i] for name in varying), *(cell(column, r) for column in COLUMNS.values()))
+    (*(settings[name][i] for name in varying), *(cell(column, r) for column in COLUMNS.values()))
     for i, r in enumerate(records)
   )
-  return Table(", ".join(shared), (*varying, *COLUMNS), rows, (LEGEND, measured_with(records)))
+  return Table(title, (*varying, *COLUMNS), rows, (measured_with(records),), LEGEND)
 
 
-def quoted(page: str, make: Callable[[Sequence[str]], str]) -> str:
-  """The page with each of its tables made anew; `make` gets the words of a table's comment."""
-  return _BLOCK.sub(lambda found: f"{found[1]}{make(found[2].split())}{found[3]}", page)
+def quoted(page: str, make_table: Callable[[Sequence[str]], str]) -> str:
+  """Return the page with each of its tables replaced by `make_table(words of its comment)`."""
+
+  def replace_block(match: re.Match) -> str:
+    return f"{match[1]}{make_table(match[2].split())}{match[3]}"
+
+  return _BLOCK.sub(replace_block, page)

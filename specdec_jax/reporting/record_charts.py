@@ -1,4 +1,4 @@
-"""Records as charts: speedup against gamma, acceptance lengths, acceptance by position."""
+"""Charts of records: speedup against gamma, acceptance lengths, acceptance by position."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from specdec_jax.reporting.tables import sampling_text
 def _points(
   series: Sequence[Record], value: Callable[[Record], float | None]
 ) -> list[tuple[int, float]]:
-  """(gamma, value) of the records that have the value."""
-  pairs = ((r.gamma, value(r)) for r in series)
-  return [(gamma, v) for gamma, v in pairs if v is not None and math.isfinite(v)]
+  """Return (gamma, value) for the records that have the value."""
+  points = ((r.gamma, value(r)) for r in series)
+  return [(gamma, y) for gamma, y in points if y is not None and math.isfinite(y)]
 
 
 def _predicted(r: Record) -> float | None:
@@ -24,33 +24,35 @@ def _predicted(r: Record) -> float | None:
 
 
 def speedup_charts(series: dict[str, list[Record]]) -> Markup:
+  """Return a chart of predicted and measured speedup against gamma for each series."""
   charts = {}
-  for name, of in series.items():
+  for name, records in series.items():
     curves = (
-      Curve("Thm 8", "theorem8", _points(of, lambda r: r.predicted_theorem8)),
-      Curve("predicted", "predicted", _points(of, _predicted)),
-      Curve("measured", "measured", _points(of, lambda r: r.speedup)),
+      Curve("Thm 8", "theorem8", _points(records, lambda r: r.predicted_theorem8)),
+      Curve("predicted", "predicted", _points(records, _predicted)),
+      Curve("measured", "measured", _points(records, lambda r: r.speedup)),
     )
     if curves := [curve for curve in curves if curve.points]:
       charts[name] = curves
-  named = "speedup over plain decoding", "gamma (guesses a round)"
   return _figures(
-    line_charts(charts, *named),
-    "The number at a curve is its highest. "
-    "Thm 8 (dotted) predicts from alpha and c, and takes a pass over gamma + 1 tokens to cost no "
-    "more than one over a single token; predicted (dashed) has all costs as they were measured.",
+    line_charts(
+      charts, y_label="speedup over autoregressive decoding", x_label="gamma (guesses per round)"
+    ),
+    "The number at a curve is its highest value. Thm 8 (dotted) is predicted from alpha and c; it "
+    "assumes that a forward pass over gamma + 1 tokens costs as much as one over a single token. "
+    "Predicted (dashed) uses all measured costs.",
   )
 
 
 def length_charts(records: Sequence[Record]) -> Markup:
-  """A chart for each sampling, in which each verifier has a curve of chains and one of trees."""
-  rules = [*dict.fromkeys(r.verifier for r in records)]
+  """Return a chart for each sampling setting, with a curve for each verifier and proposal."""
+  verifiers = [*dict.fromkeys(r.verifier for r in records)]
   charts = {}
   for sampling in dict.fromkeys(map(sampling_text, records)):
     curves = []
     for kind in "chains", "trees", "dynamic trees":
       style = kind.split()[0]
-      for verifier in rules:
+      for verifier in verifiers:
         points = sorted(
           (r.num_nodes, r.tokens_per_round)
           for r in records
@@ -58,45 +60,55 @@ def length_charts(records: Sequence[Record]) -> Markup:
           and f"{r.kind}s" == kind
           and r.tokens_per_round is not None
         )
-        name = kind if len(rules) == 1 else f"{kind}, {verifier.removesuffix('Verifier')}"
+        name = kind if len(verifiers) == 1 else f"{kind}, {verifier.removesuffix('Verifier')}"
         if points:
-          curves.append(Curve(name, style if verifier == rules[0] else f"{style} other", points))
+          curves.append(
+            Curve(name, style if verifier == verifiers[0] else f"{style} other", points)
+          )
     if curves:
       charts[f"Temperature {sampling}"] = curves
-  named = "acceptance length: tokens a pass of the target", "nodes (the newest token counted)"
   return _figures(
-    line_charts(charts, *named, math.log2),
-    "A pass of the target reads all nodes of a round; of one node it is plain decoding.",
+    line_charts(
+      charts,
+      y_label="acceptance length: tokens per target pass",
+      x_label="nodes (last committed token included)",
+      scale=math.log2,
+    ),
+    "One target forward pass verifies all nodes of a round. With one node it is autoregressive "
+    "decoding.",
   )
 
 
 def draft_charts(records: Sequence[Record]) -> Markup:
-  """For each temperature the speed with each draft, the fastest first."""
+  """Return a chart for each temperature with the speedup of each draft, the fastest first."""
   charts = []
   for temperature in sorted({r.temperature for r in records}):
-    of = [r for r in records if r.temperature == temperature and r.speedup is not None]
-    usual = of[0].verifier if of else ""
-    named = [
-      (r.draft + ("" if r.verifier == usual else f", {r.verifier}"), r.speedup or 0.0) for r in of
+    measured = [r for r in records if r.temperature == temperature and r.speedup is not None]
+    default = measured[0].verifier if measured else ""
+    speedups = [
+      (r.draft + ("" if r.verifier == default else f", {r.verifier}"), r.speedup or 0.0)
+      for r in measured
     ]
-    named.sort(key=lambda pair: -pair[1])
-    charts.append(bar_chart(f"Temperature {temperature:g}", "measured speedup", named))
-  return _figures(charts, "The line is plain decoding of the same target.")
+    speedups.sort(key=lambda pair: -pair[1])
+    charts.append(bar_chart(f"Temperature {temperature:g}", "measured speedup", speedups))
+  return _figures(charts, "The dotted line is autoregressive decoding of the same target.")
 
 
 def acceptance_charts(series: dict[str, list[Record]]) -> Markup:
-  """Of each series the record of the most guesses that has it."""
+  """Return a chart of acceptance by position for each series, at its highest gamma."""
   figures = []
-  for name, of in series.items():
-    for r, shares in [(r, r.acceptance_by_position) for r in of if r.acceptance_by_position][-1:]:
-      name = f"{name}, gamma {r.gamma}, {r.rounds or '-'} rounds"
-      figures.append(acceptance_chart(name, shares, r.acceptance_rate))
+  for name, records in series.items():
+    by_position = [(r, r.acceptance_by_position) for r in records if r.acceptance_by_position]
+    for r, shares in by_position[-1:]:
+      heading = f"{name}, gamma {r.gamma}, {r.rounds or '-'} rounds"
+      figures.append(acceptance_chart(heading, shares, r.acceptance_rate))
   return _figures(
     figures,
-    "Of the rounds in which all earlier guesses were accepted, the share that accepted this one. "
-    "The theory takes it to be the same at every position. The dotted line is the share of all "
-    "guesses judged in these rounds; alpha, in the table, is what to expect of one at every "
-    "position of the target's own text (Corollary 6), and differs from it a little.",
+    "Acceptance rate of each draft token, over the rounds in which all earlier draft tokens were "
+    "accepted. The theory assumes that it is the same at every position. The dotted line is the "
+    "acceptance rate of all verified draft tokens of these rounds. Alpha, in the table, is the "
+    "expected acceptance rate over all positions of the target's text (Corollary 6) and differs "
+    "slightly.",
   )
 
 

@@ -1,4 +1,4 @@
-"""The rounds of a decoded text, token by token and as coloured lines (the paper's Figure 1)."""
+"""Rounds of a decoded text, token by token, and as coloured lines (the paper's Figure 1)."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from specdec_jax.core.types import DecodeResult
 
 ACCEPTED, REJECTED, CORRECTED = "green", "red strike", "bold blue"
 
-UNUSED = "dim"  # guesses of a tree that were not judged
+UNVERIFIED = "dim"  # draft tokens of a tree that were not verified
 
 LEGEND = Text.assemble(
   ("accepted", ACCEPTED),
@@ -21,47 +21,47 @@ LEGEND = Text.assemble(
   ", ",
   ("[+the target's token]", CORRECTED),
 )
-TREE_LEGEND = Text.assemble(LEGEND, ", ", ("not judged", UNUSED))
+TREE_LEGEND = Text.assemble(LEGEND, ", ", ("not verified", UNVERIFIED))
 
 
 class Branch(NamedTuple):
-  """Guesses of a tree, each after the one before, that did not enter the text.
+  """A path of draft tokens in a tree that did not enter the text.
 
   Attributes:
-    depth: how many guesses lie before them; these are of the branch above.
-    rejected: the first of them, if it was judged: a child of the last accepted guess, or a sibling
-      that came before an accepted one.
-    unused: those that were not.
+    depth: number of draft tokens before the branch. They belong to the branch above.
+    rejected: the first token, if it was verified. It is a child of the last accepted node, or an
+      earlier sibling of an accepted node.
+    unverified: the tokens that were not verified.
   """
 
   depth: int
   rejected: str | None
-  unused: tuple[str, ...]
+  unverified: tuple[str, ...]
 
 
 class Round(NamedTuple):
-  """A round of one row, token by token, each as it reads inside a text.
+  """A round of one row. Tokens are written as they appear inside a text.
 
   Attributes:
-    accepted: guesses that entered the text.
-    rejected: of a chain, the guess after them, unless all were accepted or the text ended before.
-    unused: of a chain, guesses behind: not judged after a rejected one, else past the end of the
-      text.
-    own: the target's own token, unless the text ended before it.
-    branches: of a tree, all other guesses: the accepted ones are its first branch, and others
-      follow from the accepted_path up.
+    accepted: draft tokens that entered the text.
+    rejected: in a chain, the draft token after them; None if all were accepted or the text ended.
+    unverified: in a chain, the remaining draft tokens: those after a rejected one, or those past
+      the end of the text.
+    target_token: the token sampled from the target; None if the text ended before it.
+    branches: in a tree, all other draft tokens. The accepted tokens are the first branch. Other
+      branches follow, those that leave the accepted path deepest first.
   """
 
   accepted: tuple[str, ...]
   rejected: str | None
-  unused: tuple[str, ...]
-  own: str | None
+  unverified: tuple[str, ...]
+  target_token: str | None
   branches: tuple[Branch, ...] = ()
 
   @property
   def emitted(self) -> tuple[str, ...]:
     """The tokens that entered the text."""
-    return self.accepted if self.own is None else (*self.accepted, self.own)
+    return self.accepted if self.target_token is None else (*self.accepted, self.target_token)
 
 
 def read_rounds(
@@ -70,14 +70,14 @@ def read_rounds(
   pieces: Callable[[Sequence[int]], list[str]],
   parents: Sequence[int] = (),
 ) -> tuple[Round, ...]:
-  """The rounds of a row, first to last.
+  """Return the rounds of a row in order.
 
   Args:
-    decoded: on the host.
-    row: which row of the batch.
-    pieces: token ids -> how each reads inside a text (`Vocabulary.pieces`).
-    parents: where guesses are trees, those of their nodes, [N] (`Tree.parents`). Of trees that
-      change from round to round they are in the record.
+    decoded: result of decoding, on the host.
+    row: index of the row in the batch.
+    pieces: token ids -> text of each token inside a text (`Vocabulary.pieces`).
+    parents: parents of the draft tokens of a static tree, [N] (`Tree.parents`). The parents of a
+      dynamic tree are part of `decoded`.
   """
   rounds = []
   guesses, num_accepted, next_token, num_emitted, *_ = (
@@ -87,58 +87,71 @@ def read_rounds(
   for r in np.flatnonzero(num_emitted):
     words = tuple(pieces([guess])[0] for guess in guesses[r])
     n = min(num_accepted[r], num_emitted[r])
-    own = None if num_emitted[r] == n else pieces([next_token[r]])[0]
+    target_token = None if num_emitted[r] == n else pieces([next_token[r]])[0]
     if path is not None:
       nodes = path[r, :n].tolist()
-      changing = decoded.rounds.parents
-      of_round = [*parents] if changing is None else np.asarray(changing)[r, row].tolist()
-      branches = _branches(of_round, words, nodes, own is not None)
-      rounds.append(Round(tuple(words[i - 1] for i in nodes), None, (), own, branches))
-    elif own is None:  # the text ended among the accepted guesses
+      dynamic = decoded.rounds.parents
+      round_parents = [*parents] if dynamic is None else np.asarray(dynamic)[r, row].tolist()
+      branches = _branches(round_parents, words, nodes, target_token is not None)
+      accepted = tuple(words[node - 1] for node in nodes)
+      rounds.append(Round(accepted, None, (), target_token, branches))
+    elif target_token is None:  # the text ended within the accepted draft tokens
       rounds.append(Round(words[:n], None, words[n:], None))
     else:
       rejected = words[n] if n < len(words) else None
-      rounds.append(Round(words[:n], rejected, words[n + 1 :], own))
+      rounds.append(Round(words[:n], rejected, words[n + 1 :], target_token))
   return tuple(rounds)
 
 
 def _branches(
-  parents: Sequence[int], words: Sequence[str], accepted: list[int], has_own: bool
+  parents: Sequence[int], words: Sequence[str], accepted: list[int], has_target_token: bool
 ) -> tuple[Branch, ...]:
-  """What a tree has beside the accepted nodes, after which the target's own token may come."""
-  ways: list[list[int]] = [[]]  # to each node
+  """Return the branches of a tree other than the accepted path.
+
+  Args:
+    parents: parents of the nodes 1 to N.
+    words: text of the nodes 1 to N.
+    accepted: nodes of the accepted path.
+    has_target_token: whether the target's token was emitted after them.
+  """
+  paths: list[list[int]] = [[]]  # from the root to each node
   for node, parent in enumerate(parents, 1):
-    ways.append([*ways[parent], node])
-  leaves = [way for node, way in enumerate(ways) if node not in parents]
+    paths.append([*paths[parent], node])
+  leaf_paths = [path for node, path in enumerate(paths) if node not in parents]
   branches, shown = [], {*accepted}
-  for way in sorted(leaves, key=lambda way: [(node not in shown, node) for node in way]):
-    new = [node for node in way if node not in shown]
-    if new:
-      shown |= {*new}
-      depth = len(way) - len(new)
-      judged = way[:depth] == accepted[:depth] and (
-        has_own if depth == len(accepted) else new[0] < accepted[depth]
+  # Paths that share the most nodes with what is shown come first.
+  for path in sorted(leaf_paths, key=lambda path: [(node not in shown, node) for node in path]):
+    new_nodes = [node for node in path if node not in shown]
+    if new_nodes:
+      shown |= {*new_nodes}
+      depth = len(path) - len(new_nodes)
+      # Children of the last accepted node were verified if the target's token followed. Siblings of
+      # an accepted node were verified if they come before it.
+      verified = path[:depth] == accepted[:depth] and (
+        has_target_token if depth == len(accepted) else new_nodes[0] < accepted[depth]
       )
-      first, *others = (words[node - 1] for node in new)
-      behind = others if judged else [first, *others]
-      branches.append(Branch(depth, first if judged else None, tuple(behind)))
+      first, *others = (words[node - 1] for node in new_nodes)
+      unverified = others if verified else [first, *others]
+      branches.append(Branch(depth, first if verified else None, tuple(unverified)))
   return tuple(branches)
 
 
 def round_text(r: Round) -> Text:
-  """A round as a coloured line, marked so that it reads without colour too.
+  """Format a round as a coloured line. Brackets mark the tokens for readers without colour.
 
-  Below it the other branches of a tree, each in the column where it leaves the one above.
+  The other branches of a tree follow on lines of their own. Each begins in the column where it
+  leaves the branch above.
   """
   parts = [(piece, ACCEPTED) for piece in r.accepted]
   parts += _rejected(r.rejected)
-  parts += [] if r.own is None else [(f"[+{r.own}]", CORRECTED)]
+  parts += [] if r.target_token is None else [(f"[+{r.target_token}]", CORRECTED)]
   text = Text.assemble(*parts)
   columns = [*itertools.accumulate(map(cell_len, r.accepted), initial=0)]
   for branch in r.branches:
     del columns[branch.depth + 1 :]
     text.append("\n" + " " * columns[-1])
-    for piece, style in (*_rejected(branch.rejected), *((p, UNUSED) for p in branch.unused)):
+    unverified = [(piece, UNVERIFIED) for piece in branch.unverified]
+    for piece, style in (*_rejected(branch.rejected), *unverified):
       text.append(piece, style)
       columns.append(columns[-1] + cell_len(piece))
   return text

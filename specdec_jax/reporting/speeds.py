@@ -1,4 +1,4 @@
-"""Speeds as tables: what was predicted beside what was measured, and what a round is made of."""
+"""Tables of speedups, predicted and measured, and of the time that each part of a round takes."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,7 +13,7 @@ def _alpha(r: Record) -> str:
   return f"{r.alpha:.2f}{interval}"
 
 
-# Heading, and how a record fills the column.
+# Heading -> text of a record's cell.
 COLUMNS = {
   "temp": lambda r: f"{r.temperature:g}",
   "gamma": lambda r: f"{r.gamma}",
@@ -23,108 +23,123 @@ COLUMNS = {
   "Thm 8": lambda r: f"{r.predicted_theorem8:.2f}",
   "predicted": lambda r: f"{r.predicted_finite_length or r.predicted_measured_cost:.2f}",
   "speedup": lambda r: f"{r.speedup:.2f}",
-  "same": lambda r: {True: "yes", False: "NO", None: "-"}[r.identical],
+  "identical": lambda r: {True: "yes", False: "NO", None: MISSING}[r.identical],
   "acceptance length": lambda r: f"{r.tokens_per_round:.2f}",
+}
+
+LEGEND = {
+  "temp": "temperature; 0 means argmax",
+  "gamma": "draft tokens per round",
+  "alpha": "acceptance rate, with its 95% interval",
+  "c": "time of a draft step / time of a target step",
+  "v": "time of a round without drafting / time of a step of autoregressive decoding",
+  "Thm 8": "predicted speedup for a long text and v = 1 (Theorem 8)",
+  "predicted": "predicted speedup with all measured costs, for texts of these lengths",
+  "speedup": "measured tokens/s over autoregressive decoding of the same target in the same "
+  "process, medians of interleaved repeats",
+  "identical": "whether the output is identical to that of autoregressive decoding, token for "
+  "token (argmax only; samples cannot be compared)",
+  "acceptance length": "tokens per target forward pass",
 }
 
 
 def _quality(r: Record) -> str:
-  beside = "" if r.quality == r.baseline_quality else f" (plain {r.baseline_quality:.1f})"
-  return f"{r.metric} {r.quality:.1f}{beside}" if r.metric else f"{r.quality:.1f}"
+  differs = r.quality != r.baseline_quality
+  baseline = f" (autoregressive {r.baseline_quality:.1f})" if differs else ""
+  return f"{r.metric} {r.quality:.1f}{baseline}" if r.metric else f"{r.quality:.1f}"
 
 
-# Shown where a record has it.
+# Added to COLUMNS if a record has a quality.
 QUALITY = {"quality": _quality}
-QUALITY_LEGEND = (
-  " quality: of the outputs, by references; plain: of plain decoding's, if it differs."
-)
+QUALITY_LEGEND = {
+  "quality": "score of the outputs against references; that of autoregressive decoding in brackets "
+  "if it differs"
+}
 
-LEGEND = (
-  "alpha: acceptance rate, with its 95% interval; c: draft step / target step; v: time of a round "
-  "without drafting / of a plain step; Thm 8: speedup predicted for a long text and v = 1; "
-  "predicted: with all costs as measured and texts as short as these; speedup: measured tokens/s "
-  "over plain decoding of the same target in the same process, medians of interleaved repeats; "
-  "acceptance length: tokens per target pass; same: output identical to plain decoding, token for "
-  "token (argmax only; not comparable when sampling)."
-)
-
-
-# What a round takes, in milliseconds, and in operations.
+# Parts of a round, in milliseconds and in arithmetic operations.
 BUDGET = {
   "temp": COLUMNS["temp"],
   "gamma": COLUMNS["gamma"],
-  "encoders": lambda r: f"{r.target_prefill_ms + r.draft_prefill_ms:.2f}",
+  "prefill": lambda r: f"{r.target_prefill_ms + r.draft_prefill_ms:.2f}",
   "step": lambda r: f"{r.target_step_ms:.2f}",
   "draft": lambda r: f"{r.gamma} x {r.draft_step_ms:.2f}",
   "verify": lambda r: f"{r.verify_ms:.2f}",
   "accept": lambda r: f"{r.accept_ms:.2f}",
-  "rest": lambda r: f"{r.unaccounted_ms:.2f}",
+  "unaccounted": lambda r: f"{r.unaccounted_ms:.2f}",
   "round": lambda r: f"{r.round_ms:.2f}",
   "c-hat": lambda r: f"{r.operations_ratio:.3f}",
   "Thm 10": lambda r: f"{r.operations_factor:.2f}",
 }
 
-BUDGET_LEGEND = (
-  "In milliseconds. encoders: target and draft read a prompt; step: the target decodes a token by "
-  "itself; draft: gamma steps of the draft; verify: the target's pass over gamma + 1 tokens; "
-  "accept: the guesses judged and the next token drawn; round: of the texts decoded; rest: what it "
-  "took more than its parts timed by themselves, noise included. c-hat: operations of a draft step "
-  "/ of a step; Thm 10: operations predicted / plain decoding's."
-)
+BUDGET_LEGEND = {
+  "prefill": "time of target and draft to process a prompt, in ms",
+  "step": "time of a step of autoregressive decoding, in ms",
+  "draft": "gamma x time of a draft step, in ms",
+  "verify": "time of a target forward pass over gamma + 1 tokens, in ms",
+  "accept": "time to verify the draft tokens and to sample the next token, in ms",
+  "unaccounted": "round - its parts, each timed in isolation, in ms; includes noise",
+  "round": "time of a round of the decoded texts, in ms",
+  "c-hat": "arithmetic operations of a draft step / of a target step",
+  "Thm 10": "predicted arithmetic operations / those of autoregressive decoding (Theorem 10)",
+}
 
 
-def _share(megabytes, gb_per_s, ms) -> str:
-  """The least time of a step over the time it took."""
-  return f"{megabytes / gb_per_s / ms:.0%}"  # 1e6 bytes at 1e9 bytes a second take a millisecond
+def _bandwidth_share(megabytes: float, gb_per_s: float, ms: float) -> str:
+  """Return the time of the memory reads at full bandwidth as a share of the measured time."""
+  return f"{megabytes / gb_per_s / ms:.0%}"  # 1e6 bytes at 1e9 bytes per second take 1 ms
 
 
-# How near the parts of a round come to what the memory allows.
+# Memory reads of the parts of a round, and the share of the memory bandwidth that they reach.
 ROOFLINE = {
   "temp": COLUMNS["temp"],
   "gamma": COLUMNS["gamma"],
   "GB/s": lambda r: f"{r.memory_gb_per_s:.1f}",
   "step MB": lambda r: f"{r.target_step_mb:.1f}",
-  "step": lambda r: _share(r.target_step_mb, r.memory_gb_per_s, r.target_step_ms),
+  "step": lambda r: _bandwidth_share(r.target_step_mb, r.memory_gb_per_s, r.target_step_ms),
   "draft MB": lambda r: f"{r.draft_step_mb:.1f}",
-  "draft": lambda r: _share(r.draft_step_mb, r.memory_gb_per_s, r.draft_step_ms),
+  "draft": lambda r: _bandwidth_share(r.draft_step_mb, r.memory_gb_per_s, r.draft_step_ms),
   "verify MB": lambda r: f"{r.verify_mb:.1f}",
-  "verify": lambda r: _share(r.verify_mb, r.memory_gb_per_s, r.verify_ms),
+  "verify": lambda r: _bandwidth_share(r.verify_mb, r.memory_gb_per_s, r.verify_ms),
 }
 
-ROOFLINE_LEGEND = (
-  "GB/s: at which the device reads its memory, measured; MB: parameters and caches that a step of "
-  "the target, a step of the draft and a pass over gamma + 1 tokens must read; in percent, the "
-  "least time that takes / the time measured. A cache of the processor that keeps weights from "
-  "step to step makes more than 100% possible."
-)
+ROOFLINE_LEGEND = {
+  "GB/s": "measured memory bandwidth of the device",
+  "step MB": "bytes that a target step reads: parameters and caches, in 1e6 bytes",
+  "draft MB": "bytes that a draft step reads, in 1e6 bytes",
+  "verify MB": "bytes that a target forward pass over gamma + 1 tokens reads, in 1e6 bytes",
+  "step, draft, verify": "time of these reads at full bandwidth / measured time; above 100% if "
+  "weights stay in the processor's cache from step to step",
+}
 
 
 def cell(column: Callable[[Record], str], record: Record) -> str:
-  """What stands in a column; MISSING where it was not measured."""
+  """Return the text of a cell, or MISSING if the record lacks one of the required values."""
   try:
     return column(record)
-  except TypeError:  # a None among what it is made of
+  except TypeError:  # one of the values is None
     return MISSING
 
 
 def speed_table(records: Sequence[Record]) -> Table:
-  """One row a record: gamma, alpha, costs, predictions, measured speedup, exactness."""
+  """Return costs, predicted and measured speedups, and exactness, with one row per record."""
   if all(r.quality is None for r in records):
     return _table(COLUMNS, records, LEGEND)
-  return _table(COLUMNS | QUALITY, records, LEGEND + QUALITY_LEGEND)
+  return _table(COLUMNS | QUALITY, records, LEGEND | QUALITY_LEGEND)
 
 
 def budget_table(records: Sequence[Record]) -> Table:
-  """One row a record: what a round takes, part by part."""
+  """Return the time of each part of a round, with one row per record."""
   return _table(BUDGET, records, BUDGET_LEGEND)
 
 
 def roofline_table(records: Sequence[Record]) -> Table:
-  """One row a record: the bytes that each part of a round must read, and how near it comes."""
+  """Return the bytes and the bandwidth of each part of a round, with one row per record."""
   return _table(ROOFLINE, records, ROOFLINE_LEGEND)
 
 
-def _table(columns: Mapping[str, Callable], records: Sequence[Record], legend: str) -> Table:
+def _table(
+  columns: Mapping[str, Callable], records: Sequence[Record], legend: Mapping[str, str]
+) -> Table:
   first = records[0]
   title = (
     f"{first.subject}, {first.num_examples} texts, batch {first.batch_size}, {first.dtype}, "
@@ -133,4 +148,4 @@ def _table(columns: Mapping[str, Callable], records: Sequence[Record], legend: s
     + ("" if first.baseline == "own" else f", over {first.baseline}")
   )
   rows = tuple(tuple(cell(column, r) for column in columns.values()) for r in records)
-  return Table(title, tuple(columns), rows, (legend,))
+  return Table(title, tuple(columns), rows, (), legend)

@@ -1,7 +1,8 @@
-"""What became of each number that the paper prints: computed, compiled, on a stand-in, or missing.
+"""Reproduction status of each number that the paper prints.
 
-Numbers that the paper prints twice count once: Table 4's measured speeds are Table 2's, and the
-alphas of Tables 2 and 4 and of Table 5 without lenience are Table 3's.
+A number is computed, compiled, measured on a stand-in, or not available here. Numbers that the
+paper prints twice count once: Table 4's measured speeds are Table 2's, and the alphas of Tables 2
+and 4 and of Table 5 without lenience are Table 3's.
 """
 
 import collections
@@ -13,14 +14,14 @@ from specdec_jax.records import Record
 from specdec_jax.reporting.tables import MISSING, PaperRow, Table
 
 COMPUTED = "computed, equal"
-ROUNDED = "computed, equal within the rounding of what it is made of"
+ROUNDED = "computed, equal within the rounding of its inputs"
 DIFFERS = "computed, DIFFERS"
 STAND_IN = "measured on a stand-in"
 COMPILED = "compiled for TPU v4"
 WEIGHTS = "needs weights"
 WEIGHTS_AND_TPU = "needs weights and a TPU"
 
-# Where the records of stand-ins lie, under `experiments`, and what their drafts are called there.
+# The paper's M_p -> file of the stand-in's records in `experiments`, and names of its drafts there.
 _ENDE = {"unigram": "unigram", "bigram": "bigram", "t5-small": "draft"}
 _STAND_INS: dict[str, tuple[str, dict[str, str]]] = {
   "T5-XXL (EnDe)": ("table3/results.jsonl", _ENDE),
@@ -34,40 +35,41 @@ _STAND_INS: dict[str, tuple[str, dict[str, str]]] = {
   ),
 }
 _LENIENCE = "table5/results.jsonl"
-_HOW = {
+_REPRODUCTION = {
   "table3/results.jsonl": "the embedded pair, captions: `gin/runs/table3.gin`",
   "table3/gpt_like.jsonl": "the embedded GPT-like pair: `gin/runs/table3_gpt_like.gin`",
   "model_free_drafts/results.jsonl": "T5-11B's published outputs: `gin/runs/given_outputs.gin`",
   _LENIENCE: "the embedded pair, captions: `gin/runs/table5.gin`",
 }
-RECORDS = tuple(_HOW)  # files that `claims` reads, and
-COMPILED_TABLE = "tpu_v4/table2.jsonl"  # what the compiler said
+RECORDS = tuple(_REPRODUCTION)  # files of records for `claims`
+COMPILED_TABLE = "tpu_v4/table2.jsonl"  # reports of the TPU compiler
 
 _TABLE_1 = "`scripts/tabulate.py --table 1`"
 _STATUS = "`scripts/tabulate.py --table status`"
 _COMPILER = "`scripts/compile_table2.py`"
-_THEIR_WEIGHTS = "`gin/runs/{}.gin` with weights, [as below](#the-papers-own-rows)"
-_LAMDA = "never published; `gin/runs/alpha.gin` with `gin/models/lamda.gin` runs the sizes"
+_WITH_WEIGHTS = "`gin/runs/{}.gin` with weights, [as below](#the-papers-own-rows)"
+_LAMDA = "weights never published; `gin/runs/alpha.gin` with `gin/models/lamda.gin` runs the sizes"
 
 
 class Claim(NamedTuple):
-  """A number that the paper prints, and what became of it.
+  """A number that the paper prints, and its reproduction status.
 
   Attributes:
-    table: where it is printed.
-    what: it is of; claims that differ in temperature or lenience only have the same.
-    printed: as text.
-    status: one of the constants above.
-    ours: as text; MISSING if there is none.
-    how: to get ours, or the paper's.
+    table: numbers of the tables that print it.
+    quantity: description of the number. Claims that differ only in temperature or lenience have the
+      same quantity.
+    printed: text of the paper's number.
+    status: one of the constants of this module, such as COMPUTED.
+    ours: text of our number; MISSING if there is none.
+    reproduction: how to reproduce our number, or the paper's.
   """
 
   table: str
-  what: str
+  quantity: str
   printed: str
   status: str
   ours: str
-  how: str
+  reproduction: str
 
 
 def claims(
@@ -75,20 +77,20 @@ def claims(
   records: Mapping[str, Sequence[Record]],
   compiled: Sequence[Mapping[str, Any]],
 ) -> list[Claim]:
-  """All of them, in the paper's order.
+  """Return all claims in the paper's order.
 
   Args:
-    paper: rows of Tables 1 to 5 by number, as `paper.load_table` gives them.
-    records: those of each file in RECORDS.
-    compiled: rows of Table 2 as compiled for TPU v4, each with task, m_q, temperature, c, speed, by
-      bytes.
+    paper: rows of Tables 1 to 5 by number (`paper.load_table`).
+    records: records of each file in RECORDS.
+    compiled: rows of Table 2 compiled for TPU v4. Each has task, m_q, temperature, and the
+      bandwidth-bound estimates of c and speed.
   """
-  of_compiler = {(r["task"], r["m_q"], r["temperature"]): r for r in compiled}
+  compiled_rows = {(r["task"], r["m_q"], r["temperature"]): r for r in compiled}
   return [
     *_table_1(paper[1]),
-    *_speeds(paper[2], of_compiler),
+    *_speeds(paper[2], compiled_rows),
     *_alphas(paper[3], records),
-    *_costs_and_expected(paper[4], of_compiler),
+    *_costs_and_expected(paper[4], compiled_rows),
     *_lenient(paper[5], records),
   ]
 
@@ -102,20 +104,20 @@ def _table_1(rows: Sequence[PaperRow]) -> Iterable[Claim]:
     ):
       printed, ours = f"{row[name]:.2f}", f"{value:.2f}"
       status = COMPUTED if printed == ours else DIFFERS
-      what = f"operations, speed; alpha {alpha:g}, gamma {gamma}"
-      yield Claim("1", what, printed, status, ours, _TABLE_1)
+      quantity = f"operations, speed; alpha {alpha:g}, gamma {gamma}"
+      yield Claim("1", quantity, printed, status, ours, _TABLE_1)
 
 
-def _speeds(rows: Sequence[PaperRow], of_compiler) -> Iterable[Claim]:
+def _speeds(rows: Sequence[PaperRow], compiled_rows) -> Iterable[Claim]:
   for row in rows:
-    found = of_compiler.get((row["task"], row["m_q"], row["temperature"]))
+    compiled = compiled_rows.get((row["task"], row["m_q"], row["temperature"]))
     yield Claim(
       "2, 4",
       f"speed; {row['task']}, {row['m_q']}",
       f"{row['speed']:.1f}",
-      COMPILED if found else WEIGHTS_AND_TPU,
-      f"{found['speed']:.1f}" if found else MISSING,
-      f"{_COMPILER}; measured: {_THEIR_WEIGHTS.format('table2')}",
+      COMPILED if compiled else WEIGHTS_AND_TPU,
+      f"{compiled['speed']:.1f}" if compiled else MISSING,
+      f"{_COMPILER}; measured: {_WITH_WEIGHTS.format('table2')}",
     )
 
 
@@ -123,31 +125,35 @@ def _alphas(rows: Sequence[PaperRow], records) -> Iterable[Claim]:
   for row in rows:
     file, drafts = _STAND_INS.get(row["m_p"], ("", {}))
     draft = drafts.get(row["m_q"].casefold())
-    found = _find(records.get(file, ()), draft, row["temperature"], 1.0)
-    how = _LAMDA if row["m_p"].startswith("LaMDA") else _THEIR_WEIGHTS.format("table3")
-    what = f"alpha; {row['m_p']}, {row['m_q']}"
-    yield _alpha("3", what, row["alpha"], found, _HOW.get(file, how) if draft else how)
+    record = _last_match(records.get(file, ()), draft, row["temperature"], 1.0)
+    is_lamda = row["m_p"].startswith("LaMDA")
+    reproduction = _LAMDA if is_lamda else _WITH_WEIGHTS.format("table3")
+    if draft:
+      reproduction = _REPRODUCTION.get(file, reproduction)
+    quantity = f"alpha; {row['m_p']}, {row['m_q']}"
+    yield _alpha_claim("3", quantity, row["alpha"], record, reproduction)
 
 
-def _costs_and_expected(rows: Sequence[PaperRow], of_compiler) -> Iterable[Claim]:
-  first = {row["m_q"]: row for row in reversed(rows)}  # c is of a draft, whatever the task
+def _costs_and_expected(rows: Sequence[PaperRow], compiled_rows) -> Iterable[Claim]:
+  first = {row["m_q"]: row for row in reversed(rows)}  # c depends on the draft, not on the task
   for m_q in dict.fromkeys(row["m_q"] for row in rows):
     row = first[m_q]
-    found = of_compiler.get((row["task"], m_q, row["temperature"]))
-    status = COMPILED if found else WEIGHTS_AND_TPU
-    ours = f"{found['c']:.3f}" if found else MISSING
+    compiled = compiled_rows.get((row["task"], m_q, row["temperature"]))
+    status = COMPILED if compiled else WEIGHTS_AND_TPU
+    ours = f"{compiled['c']:.3f}" if compiled else MISSING
     yield Claim("4", f"c; {m_q}", f"{row['c']:g}", status, ours, _COMPILER)
   for row in rows:
-    exp = lambda alpha, c, row=row: float(theory.walltime_improvement(alpha, row["gamma"], c))
-    ours = exp(row["alpha"], row["c"])
-    least = exp(row["alpha"] - 0.005, row["c"] + 0.005)
-    most = exp(row["alpha"] + 0.005, row["c"] - 0.005)
-    within = least < row["exp"] + 0.05 and row["exp"] - 0.05 < most
+    alpha, c, gamma = row["alpha"], row["c"], row["gamma"]
+    ours = float(theory.walltime_improvement(alpha, gamma, c))
+    # The printed alpha, c and speed are rounded: bounds for all values that round to them.
+    lowest = float(theory.walltime_improvement(alpha - 0.005, gamma, c + 0.005))
+    highest = float(theory.walltime_improvement(alpha + 0.005, gamma, c - 0.005))
+    within = lowest < row["exp"] + 0.05 and row["exp"] - 0.05 < highest
     equal = f"{ours:.1f}" == f"{row['exp']:.1f}"
     status = COMPUTED if equal else ROUNDED if within else DIFFERS
-    what = f"expected speed; {row['task']}, {row['m_q']}"
-    shown = f"{ours:.1f}" if equal else f"{ours:.2f}"
-    yield Claim("4", what, f"{row['exp']:.1f}", status, shown, _STATUS)
+    quantity = f"expected speed; {row['task']}, {row['m_q']}"
+    ours_text = f"{ours:.1f}" if equal else f"{ours:.2f}"
+    yield Claim("4", quantity, f"{row['exp']:.1f}", status, ours_text, _STATUS)
 
 
 def _lenient(rows: Sequence[PaperRow], records) -> Iterable[Claim]:
@@ -155,57 +161,63 @@ def _lenient(rows: Sequence[PaperRow], records) -> Iterable[Claim]:
     if row["lenience"] < 1:
       model = row["m_q"].partition(" (")[0]
       draft = _ENDE.get(model.casefold())
-      found = _find(records.get(_LENIENCE, ()), draft, row["temperature"], row["lenience"])
-      what = f"alpha, lenience 0.5 / 0.3 / 0.1; {model}, temperature {row['temperature']:g}"
-      how = _HOW[_LENIENCE] if draft else _THEIR_WEIGHTS.format("table5")
-      yield _alpha("5", what, row["alpha"], found, how)
+      record = _last_match(records.get(_LENIENCE, ()), draft, row["temperature"], row["lenience"])
+      quantity = f"alpha, lenience 0.5 / 0.3 / 0.1; {model}, temperature {row['temperature']:g}"
+      reproduction = _REPRODUCTION[_LENIENCE] if draft else _WITH_WEIGHTS.format("table5")
+      yield _alpha_claim("5", quantity, row["alpha"], record, reproduction)
 
 
-def _alpha(table: str, what: str, printed: float, found: Record | None, how: str) -> Claim:
-  status, ours = (STAND_IN, f"{found.alpha:.2f}") if found else (WEIGHTS, MISSING)
-  return Claim(table, what, f"{printed:.2f}", status, ours, how)
+def _alpha_claim(
+  table: str, quantity: str, printed: float, record: Record | None, reproduction: str
+) -> Claim:
+  status, ours = (STAND_IN, f"{record.alpha:.2f}") if record else (WEIGHTS, MISSING)
+  return Claim(table, quantity, f"{printed:.2f}", status, ours, reproduction)
 
 
-def _find(records: Iterable[Record], draft: str | None, temperature: float, lenience: float):
-  wanted = (draft, temperature, lenience, 0)
-  match = [r for r in records if (r.draft, r.temperature, r.lenience, r.top_k) == wanted]
-  return match[-1] if match else None
+def _last_match(records: Iterable[Record], draft: str | None, temperature: float, lenience: float):
+  setting = (draft, temperature, lenience, 0)
+  matches = [r for r in records if (r.draft, r.temperature, r.lenience, r.top_k) == setting]
+  return matches[-1] if matches else None
 
 
-def status_table(found: Sequence[Claim]) -> Table:
-  """Claims of one thing, such as both temperatures of an alpha, as a row."""
+def status_table(all_claims: Sequence[Claim]) -> Table:
+  """Return a table with one row per quantity, such as alpha at both temperatures."""
   groups: dict[tuple[str, str], list[Claim]] = {}
-  for claim in found:
-    groups.setdefault((claim.table, claim.what), []).append(claim)
-  joined = lambda values: " / ".join(values if len({*values}) > 1 else values[:1])
+  for claim in all_claims:
+    groups.setdefault((claim.table, claim.quantity), []).append(claim)
   rows = tuple(
     (
       table,
-      what,
+      quantity,
       f"{len(group)}",
       " / ".join(claim.printed for claim in group),
-      joined([claim.status for claim in group]),
+      _joined([claim.status for claim in group]),
       " / ".join(claim.ours for claim in group),
-      joined([claim.how for claim in group]),
+      _joined([claim.reproduction for claim in group]),
     )
-    for (table, what), group in groups.items()
+    for (table, quantity), group in groups.items()
   )
-  counts = ", ".join(f"{count} {status}" for status, count in status_counts(found).rows)
+  counts = ", ".join(f"{count} {status}" for status, count in status_counts(all_claims).rows)
   return Table(
     "Reproduction status of the paper's printed numbers",
-    ("table", "what", "numbers", "printed", "status", "ours", "how"),
+    ("table", "quantity", "numbers", "printed", "status", "ours", "reproduction"),
     rows,
     (
-      f"{len(found)} numbers: {counts}.",
-      "Two numbers of a row are at temperature 0 and 1, unless it says otherwise. A stand-in is "
-      "another model or another text: its number stands beside the paper's, and is no "
-      "reproduction of it.",
+      f"{len(all_claims)} numbers: {counts}.",
+      "Two numbers in a row are at temperature 0 and 1, unless the row names the temperature. A "
+      "stand-in is another model or another text: its number is shown next to the paper's, but is "
+      "not a reproduction of it.",
     ),
   )
 
 
-def status_counts(found: Sequence[Claim]) -> Table:
-  """How many numbers of each status, in the order in which they first occur."""
-  counts = collections.Counter(claim.status for claim in found)
+def _joined(values: Sequence[str]) -> str:
+  """Join values that differ; return a single one if all are equal."""
+  return " / ".join(values if len({*values}) > 1 else values[:1])
+
+
+def status_counts(all_claims: Sequence[Claim]) -> Table:
+  """Return the number of claims of each status, in order of first occurrence."""
+  counts = collections.Counter(claim.status for claim in all_claims)
   rows = tuple((status, f"{count}") for status, count in counts.items())
   return Table("Reproduction status", ("status", "printed numbers"), rows, ())

@@ -1,8 +1,9 @@
-"""The paper's Tables 1 to 5 with our records in them: each row says whose it is.
+"""The paper's Tables 1 to 5 together with our records.
 
-A record stands under the paper's row of the same models, task, sampling and lenience; one of other
-models, a stand-in, comes after all of them. Nothing is subtracted: a difference of two things
-unlike says nothing of either.
+Each row names its source. A record of the paper's models, task, sampling and lenience follows the
+paper's row. A stand-in, which is a record of other models or of another task, follows all of the
+paper's rows. No differences are computed, because a stand-in is not comparable with the paper's
+models.
 """
 
 import dataclasses
@@ -15,70 +16,78 @@ from specdec_jax.records import Record, key
 
 MISSING = "-"
 
-PaperRow = Mapping[str, Any]  # as `paper.load_table` gives them
+PaperRow = Mapping[str, Any]  # see `paper.load_table`
 
-_LAMDA_TOP_K = 40  # all of LaMDA's samples in Table 3 passed this filter
+_LAMDA_TOP_K = 40  # Table 3 samples from LaMDA with top-k 40
 
-# The paper's tasks, by what ours are called; only those that the paper ran.
+# Task in the paper -> names of the same task here.
 _TASKS = {"EnDe": ("wmt14_ende", "wmt_ende", "ende"), "CNNDM": ("cnn_dm", "cnndm")}
-# Sizes of T5 as they stand in names of checkpoints, such as t5_11B or flan-t5-xxl, and the paper's.
+# Size in the name of a T5 checkpoint, such as t5_11B or flan-t5-xxl -> size in the paper.
 _SIZES = {"small": "small", "base": "base", "large": "large", "xxl": "xxl", "11b": "xxl"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """What a person reads; `formats.render` writes it.
+  """A table of text cells; `formats.render` formats it.
 
   Attributes:
     title: one line.
-    columns: headings, no two alike.
-    rows: cells as text, one for each column.
-    notes: sentences about all of it.
+    columns: distinct headings.
+    rows: for each row its cells, one per column.
+    notes: sentences about the whole table.
+    legend: heading, or several headings -> meaning.
   """
 
   title: str
   columns: tuple[str, ...]
   rows: tuple[tuple[str, ...], ...]
   notes: tuple[str, ...]
+  legend: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def legend_lines(legend: Mapping[str, str]) -> list[str]:
+  """Return one line per entry of a legend."""
+  return [f"{heading}: {meaning}" for heading, meaning in legend.items()]
 
 
 def paper_table(number: int, records: Iterable[Record], paper_rows: Sequence[PaperRow]) -> Table:
-  """The paper's Table `number`, 1 to 5, and our records.
+  """Return the paper's Table `number`, 1 to 5, together with our records.
 
   Args:
-    number: of the table.
-    records: ours; Table 1 is computed and needs none. Of several of one setting the last counts.
+    number: number of the table.
+    records: our records; Table 1 is computed and needs none. If several records have the same
+      setting, the last one is used.
     paper_rows: `paper.load_table(number)`.
   """
   if number == 1:
     return _table_1(paper_rows)
   title, columns = _LAYOUTS[number]
-  shown, num_left_out = _select(number, records)
-  alike = [[r for r in shown if _is_alike(number, r, row)] for row in paper_rows]
-  beside = [r for rows in alike for r in rows]
+  shown, num_omitted = _select(number, records)
+  matching = [[r for r in shown if _reproduces(r, row)] for row in paper_rows]
+  reproductions = [r for matches in matching for r in matches]
   rows = []
-  for row, ours in zip(paper_rows, alike):
-    rows.append(("paper", *(of_paper(row) for _, of_paper in columns.values())))
-    rows += [_our_row("ours", columns, r) for r in ours]
-  rows += [_our_row("stand-in", columns, r) for r in shown if r not in beside]
+  for row, matches in zip(paper_rows, matching):
+    rows.append(("paper", *(paper_cell(row) for _, paper_cell in columns.values())))
+    rows += [_our_row("ours", columns, r) for r in matches]
+  rows += [_our_row("stand-in", columns, r) for r in shown if r not in reproductions]
   notes = [
-    f"A '{MISSING}' is what was not measured, or what the paper does not print.",
-    f"Of the paper's {len(paper_rows)} rows, {sum(map(bool, alike))} have records of ours under "
-    "them: the same sizes of models on the same task, sampled alike. A stand-in is another model "
-    "or another text, and no reproduction.",
+    f"A '{MISSING}' is a value that was not measured, or that the paper does not print.",
+    f"Of the paper's {len(paper_rows)} rows, {sum(map(bool, matching))} have records below them "
+    "with the same model sizes, task and sampling. A stand-in is another model or another text, "
+    "and not a reproduction.",
   ]
-  if num_left_out:
-    only = "Algorithm 1" + " at batch 1" * (number in (2, 4)) + " without lenience" * (number != 5)
-    notes.append(f"{num_left_out} of our records are left out: the paper's table is of {only}.")
+  if num_omitted:
+    scope = "Algorithm 1" + " at batch 1" * (number in (2, 4)) + " without lenience" * (number != 5)
+    notes.append(f"{num_omitted} of our records are omitted: the paper's table is about {scope}.")
   if shown:
     notes.append(measured_with(shown))
   if any(r.acceptance == "simulated" for r in shown):
-    notes.append("Where a draft is simulated, alpha was chosen and the times are measured.")
-  return Table(title, ("of", *columns), tuple(rows), tuple(notes))
+    notes.append("For a simulated draft, alpha is a setting and the times are measured.")
+  return Table(title, ("source", *columns), tuple(rows), tuple(notes))
 
 
-def _our_row(of: str, columns, r: Record) -> tuple[str, ...]:
-  return (of, *(of_ours(r) for of_ours, _ in columns.values()))
+def _our_row(source: str, columns, r: Record) -> tuple[str, ...]:
+  return (source, *(record_cell(r) for record_cell, _ in columns.values()))
 
 
 def _table_1(paper_rows: Sequence[PaperRow]) -> Table:
@@ -93,76 +102,77 @@ def _table_1(paper_rows: Sequence[PaperRow]) -> Table:
       cells += [f"{value:.2f}", f"{row[name]:.2f}"]
     rows.append(tuple(cells))
   return Table(
-    "Table 1: arithmetic operations and speed against plain decoding, for c = 0",
+    "Table 1: arithmetic operations and speed relative to autoregressive decoding, for c = 0",
     ("alpha", "gamma", "operations", "paper operations", "speed", "paper speed"),
     tuple(rows),
-    ("Ours are Theorems 10 and 8, rounded to the digits that the paper prints.",),
+    ("Our values are Theorems 10 and 8, rounded to the digits that the paper prints.",),
   )
 
 
 def models_text(r: Record, draft: bool = True) -> str:
-  """Task, target and draft for a title; their checkpoints where no task was given."""
+  """Return task, target and draft for a title; the models' checkpoints if no task was given."""
   if r.task is None:
-    named = [r.target_label, r.draft_label]
+    names = [r.target_label, r.draft_label]
   else:
-    named = [r.task, r.target, r.draft]
-  return ", ".join(named if draft else named[:-1])
+    names = [r.task, r.target, r.draft]
+  return ", ".join(names if draft else names[:-1])
 
 
 def measured_with(records: Sequence[Record]) -> str:
-  """Which state of the code wrote the records, and when, in a sentence."""
-  states = {
-    f"commit {r.commit} of {r.date[:10]}" if r.commit and r.date else "a commit not recorded": None
+  """Return a sentence with the commits that wrote the records, and their dates."""
+  commits = dict.fromkeys(
+    f"commit {r.commit} of {r.date[:10]}" if r.commit and r.date else "an unrecorded commit"
     for r in records
-  }
-  return f"Measured with {'; '.join(states)}."
+  )
+  return f"Measured with {'; '.join(commits)}."
 
 
-# Which records, and under which of the paper's rows.
+# Selection of records, and their assignment to the paper's rows.
 
 
 def _select(number: int, records: Iterable[Record]) -> tuple[list[Record], int]:
-  """The records that the table is of, the last of each setting, and how many others there are."""
-  latest, num_left_out = {}, 0
+  """Return the records for a table, the last of each setting, and the number of other records."""
+  latest, num_omitted = {}, 0
   for r in records:
-    of_algorithm_1 = r.verifier == "TokenVerifier" and r.kind == "chain"
-    if number != 5 and r.lenience != 1 or not of_algorithm_1:
-      num_left_out += 1
+    is_algorithm_1 = r.verifier == "TokenVerifier" and r.kind == "chain"
+    if number != 5 and r.lenience != 1 or not is_algorithm_1:
+      num_omitted += 1
     elif number in (2, 4) and r.batch_size != 1:
-      num_left_out += 1
+      num_omitted += 1
     else:
-      # Alpha does not depend on gamma.
+      # Table 3 prints alpha, which does not depend on gamma.
       latest[key(dataclasses.replace(r, gamma=0) if number == 3 else r)] = r
-  return list(latest.values()), num_left_out
+  return list(latest.values()), num_omitted
 
 
-def _is_alike(number: int, r: Record, row: PaperRow) -> bool:
-  """Whether a record is of what the paper's row is of."""
+def _reproduces(r: Record, row: PaperRow) -> bool:
+  """Return whether a record has the models, task, sampling and lenience of the paper's row."""
   if r.acceptance == "simulated" or row.get("lenience", 1) != r.lenience:
     return False
   top_k = _LAMDA_TOP_K if str(row.get("m_p")).startswith("LaMDA") else 0
-  # A filter keeps the likeliest token, which is all that argmax looks at.
-  filtered_alike = r.temperature == 0 or (r.top_k, r.top_p) == (top_k, 1)
-  if r.temperature != row["temperature"] or not filtered_alike:
+  # Top-k and top-p keep the most probable token and therefore do not change argmax.
+  same_filter = r.temperature == 0 or (r.top_k, r.top_p) == (top_k, 1)
+  if r.temperature != row["temperature"] or not same_filter:
     return False
   target, task = _target_and_task(row)
-  models = _same_model(target, r.target) and _same_model(row["m_q"], r.draft)
-  ours = (r.task or "").casefold()
-  return models and ours in _TASKS.get(task, (ours,))
+  same_models = _same_model(target, r.target) and _same_model(row["m_q"], r.draft)
+  our_task = (r.task or "").casefold()
+  return same_models and our_task in _TASKS.get(task, (our_task,))
 
 
 def _target_and_task(row: PaperRow) -> tuple[str, str]:
-  """M_p and its task: all targets but those of Table 3 are T5-XXL, and Table 5 is of EnDe."""
+  """Return target and task. Only Table 3 prints targets, the others use T5-XXL; Table 5 is EnDe."""
   if "m_p" not in row:
     return "T5-XXL", row.get("task", "EnDe")
-  found = re.fullmatch(r"(T5-XXL) \((\w+)\)", row["m_p"])
-  return (found[1], found[2]) if found else (row["m_p"], MISSING)
+  match = re.fullmatch(r"(T5-XXL) \((\w+)\)", row["m_p"])
+  return (match[1], match[2]) if match else (row["m_p"], MISSING)
 
 
 def _same_model(printed: str, ours: str) -> bool:
-  """Whether a name in the paper, with or without its size in brackets, is of the model `ours`.
+  """Return whether a name in the paper, with or without its size in brackets, is the model `ours`.
 
-  T5's by size: T5-XXL is t5_11B too. Of others the whole name: LaMDA (8B) is lamda_8b.
+  T5 models are compared by size: T5-XXL is also t5_11B. Other models are compared by their whole
+  name: LaMDA (8B) is lamda_8b.
   """
   if printed.casefold().startswith("t5-"):
     sizes = re.findall("|".join(_SIZES), ours.casefold())
@@ -170,17 +180,18 @@ def _same_model(printed: str, ours: str) -> bool:
   return re.sub(r"\W+", "_", printed.casefold()).strip("_") == ours.casefold()
 
 
-# Cells: of a record, and of the paper's row.
+# Cells of a record and of the paper's row.
 
 
 def sampling_text(r: Record) -> str:
-  """The temperature, and what else shapes the distribution."""
+  """Return the temperature, and top-k and top-p if they are set."""
   top_k = f" top-{r.top_k}" if r.top_k else ""
   top_p = f" top-p {r.top_p:g}" if r.top_p < 1 else ""
   return f"{r.temperature:g}{top_k}{top_p}"
 
 
-def _number(value, spec: str) -> str:
+def number_text(value: float | None, spec: str) -> str:
+  """Format a number, or return MISSING if it is None."""
   return MISSING if value is None else format(value, spec)
 
 
@@ -190,10 +201,10 @@ _Column = tuple[Callable[[Record], str], Callable[[PaperRow], str]]
 def _column(
   field: str, spec: str = ".2f", printed: str | None = None, printed_spec: str | None = None
 ) -> _Column:
-  """A field of records, and the paper's column of that name unless `printed` is another."""
+  """Return a column of a field of records and of the paper's column `printed` (default `field`)."""
   return (
-    lambda r: _number(getattr(r, field), spec),
-    lambda row: _number(row[printed or field], printed_spec or spec),
+    lambda r: number_text(getattr(r, field), spec),
+    lambda row: number_text(row[printed or field], printed_spec or spec),
   )
 
 
@@ -206,27 +217,28 @@ def _draft(r: Record) -> str:
 
 
 def _interval(r: Record) -> str:
-  known = r.alpha_low is not None and r.alpha_high is not None
-  return f"{r.alpha_low:.2f}-{r.alpha_high:.2f}" if known else MISSING
+  has_interval = r.alpha_low is not None and r.alpha_high is not None
+  return f"{r.alpha_low:.2f}-{r.alpha_high:.2f}" if has_interval else MISSING
 
 
 def _predicted(r: Record) -> str:
   value = (
     r.predicted_measured_cost if r.predicted_finite_length is None else r.predicted_finite_length
   )
-  return _number(value, ".2f")
+  return number_text(value, ".2f")
 
 
-def _at_the_papers_cost(r: Record) -> str:
-  """Theorem 8 as Appendix A.5 takes it: gamma 8 and T5-small's c of 0.015."""
-  of_alpha = lambda alpha: float(theory.walltime_improvement(alpha, 8, 0.015))
-  return _number(None if r.alpha is None else of_alpha(r.alpha), ".1f")
+def _speed_at_the_papers_cost(r: Record) -> str:
+  """Return the speedup of Theorem 8 as in Appendix A.5: gamma 8 and T5-small's c of 0.015."""
+  if r.alpha is None:
+    return MISSING
+  return f"{float(theory.walltime_improvement(r.alpha, 8, 0.015)):.1f}"
 
 
 def _measured_on(r: Record) -> str:
   batch = "" if r.batch_size == 1 else f", batch {r.batch_size}"
-  over = "" if r.baseline == "own" else f", over {r.baseline}"
-  return f"{r.device}, {r.dtype}, {_number(r.num_examples, '')} texts{batch}{over}"
+  baseline = "" if r.baseline == "own" else f", over {r.baseline}"
+  return f"{r.device}, {r.dtype}, {number_text(r.num_examples, '')} texts{batch}{baseline}"
 
 
 _SETTING: dict[str, _Column] = {
@@ -239,7 +251,7 @@ _ON_A_TPU = {"measured on": (_measured_on, lambda row: "TPU v4, over T5X")}
 
 _LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
   2: (
-    "Table 2: measured speed against plain decoding, batch 1",
+    "Table 2: measured speed relative to autoregressive decoding, batch 1",
     {
       **_SETTING,
       "gamma": _column("gamma", ".0f"),
@@ -265,7 +277,7 @@ _LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
       "alpha": _column("alpha"),
       "c": _column("c", ".3f", "c", "g"),
       "exp": _column("predicted_theorem8", ".2f", "exp", ".1f"),
-      "exp, costs measured": _ours_only(_predicted),
+      "exp, measured costs": _ours_only(_predicted),
       "emp": _column("speedup", ".2f", "emp", ".1f"),
       **_ON_A_TPU,
     },
@@ -276,8 +288,8 @@ _LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
       **_SETTING,
       "lenience": _column("lenience", "g"),
       "alpha": _column("alpha"),
-      "total variation": _ours_only(lambda r: _number(r.total_variation, ".3f")),
-      "speed by Thm 8": (_at_the_papers_cost, lambda row: _number(row["speed"], ".1f")),
+      "total variation": _ours_only(lambda r: number_text(r.total_variation, ".3f")),
+      "speed by Thm 8": (_speed_at_the_papers_cost, lambda row: number_text(row["speed"], ".1f")),
       "measured on": _ours_only(_measured_on),
     },
   ),
