@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import pytest
 
 from specdec_jax.errors import InputError
 from specdec_jax.records import Record, append
+from specdec_jax.reporting import beams, drafts, html, lengths, runs, speeds
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.pages import measured_table, quoted
 from specdec_jax.reporting.paper import load_table
@@ -374,6 +376,18 @@ def test_only_the_tables_of_a_page_are_replaced():
     "a\n<!-- table: 4 x.jsonl -->\n[4 x.jsonl]\n<!-- end of table -->\nb\n"
     "<!-- table: 1 -->\n[1]\n<!-- end of table -->\nc"
   )
+
+
+def test_metrics_page_explains_every_heading_of_a_legend():
+  page = (ROOT / "docs" / "metrics.md").read_text()
+  first_cells = re.findall(r"^\| ([^|]*) \|", page, re.MULTILINE)
+  explained = {name.split(" (")[0] for cell in first_cells for name in [cell, *cell.split(", ")]}
+  legends = [beams.LEGEND, drafts.LEGEND, lengths.LEGEND, speeds.LEGEND, speeds.QUALITY_LEGEND]
+  legends += [speeds.BUDGET_LEGEND, speeds.ROOFLINE_LEGEND, html._LEGEND]
+  legends += [value for name, value in vars(runs).items() if name.endswith("_LEGEND")]
+  assert len(legends) == 15
+  for heading in dict.fromkeys(heading for legend in legends for heading in legend):
+    assert heading in explained, heading
 
 
 def test_every_page_quotes_the_records_it_names():

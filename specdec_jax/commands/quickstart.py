@@ -98,7 +98,7 @@ def show_examples(examples: Iterable[Example], show_rounds: int) -> list[Example
 def _legend(example: Example) -> Text:
   """Return the line that explains how rounds are printed."""
   sampling = f"temperature {example.temperature:g}" if example.temperature else "argmax"
-  settings = f" ({example.guesses}, {sampling})\n"
+  settings = f" ({example.proposal}, {sampling})\n"
   if example.num_nodes is None:
     return Text.assemble("Each line is a round: ", LEGEND, settings)
   return Text.assemble(
