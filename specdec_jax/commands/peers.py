@@ -1,6 +1,6 @@
 """Compare the speed of this package with other libraries that decode a T5.
 
-All of them get the same weights, inputs and limits, and as many threads.
+All of them get the same weights, inputs, limits and number of threads.
 """
 
 import contextlib

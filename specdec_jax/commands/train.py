@@ -139,8 +139,8 @@ def train_draft(
       (`distillation.teacher_topk`). Use it where the target's distribution is too flat for them, as
       for news.
     divergence: divergence between draft and target (`objectives.divergences`).
-    start: folder of a draft of the same configuration whose parameters to start from; None for
-      random ones.
+    start: folder of a draft of the same configuration; training starts from its parameters. None to
+      start from random parameters.
     on_policy: whether the draft in `start` samples the outputs and the target labels them, as in
       DistillSpec (Zhou et al., 2024), but with outputs sampled once before training. By default the
       target samples them.
@@ -213,8 +213,9 @@ def train_speculator(
     new_sources: as for `train_draft`.
     divergence: divergence between head and target (`objectives.divergences`).
     stride: distance between anchors (`training.speculators.speculator_objective`).
-    start: folder of a model of the head's width, such as a draft of the pair, whose parameters the
-      head starts from where they fit (`training.speculators.warm_start`); None for random ones.
+    start: folder of a model of the head's width, such as a draft of the pair; training starts from
+      those of its parameters that fit (`training.speculators.warm_start`). None to start from
+      random parameters.
     extra_ids: as for `pairs.load_pair`.
 
   Raises:

@@ -69,9 +69,10 @@ def executed_collectives(hlo: str) -> int:
 
 
 def estimated_cycles(hlo: str) -> int:
-  """Return the cycles of one run by the compiler's own cost model, where it states them.
+  """Return the cycles of one run according to the compiler's cost model.
 
-  Loops and conditionals count as in `executed_collectives`.
+  Instructions without an estimate count as 0. Loops and conditionals count as in
+  `executed_collectives`.
   """
   return _executed(
     hlo, lambda instruction: int(instruction.first(r'"estimated_cycles":"(\d+)"') or 0), _LOOPS

@@ -130,8 +130,8 @@ def warm_start(params: Any, model_config: Config, model_params: Any) -> Any:
   """Initialize a learned draft head with the parameters of a model that fit it.
 
   A decoder takes all parameters of the same name and shape. The other heads take the token
-  embeddings, scaled to the variance 1 of their own initialization. All of them take the matrix of
-  the logits; where the model ties it to the embeddings, it is made from these.
+  embeddings, scaled to the variance 1 of their own initialization. All heads take the matrix that
+  maps hidden states to logits. If the model ties it to the embeddings, it is computed from them.
 
   Args:
     params: random parameters of the head.
@@ -148,9 +148,9 @@ def warm_start(params: Any, model_config: Config, model_params: Any) -> Any:
   head_shape = head[embedding].shape if embedding in head else None
   if model_shape != head_shape:
     raise InputError(
-      f"the model has token embeddings of shape {model_shape}, and the learned draft "
+      f"the model has token embeddings of shape {model_shape}, but the learned draft has "
       f"{head_shape or 'none'}; give a model of the same vocabulary and of the draft's emb_dim, or "
-      "none."
+      "no model."
     )
   kernel = model.get(f"decoder/{logits}", model[embedding].T / model_config.logits_divisor)
   if norm in head:
