@@ -13,6 +13,7 @@ import json
 
 import jax
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.theory import best_tree
 from specdec_jax.core.trees import Tree
@@ -25,7 +26,6 @@ from specdec_jax.reporting.formats import render
 from specdec_jax.tpu import compile as tpu_compile
 from specdec_jax.tpu import examine
 from specdec_jax.tpu.beams import beam_programs
-from specdec_jax.writing import written
 
 _NOT_SETTINGS = "format", "output", "no_loops"
 
@@ -153,7 +153,7 @@ def main() -> None:
     print(render(examine.report_table(report, title, chip), args.format), end="")
     if args.output:
       text = json.dumps({"settings": settings, "versions": versions, **report}, indent=2)
-      with written(args.output) as file:
+      with atomic_write(args.output) as file:
         file.write(text + "\n")
   except InputError as error:
     parser.exit(2, f"error: {error}\n")

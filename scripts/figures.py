@@ -15,7 +15,7 @@ from specdec_jax.reporting import drawing, figures
 from specdec_jax.reporting.drafts_figure import drafts_figure
 from specdec_jax.reporting.paper import load_table
 from specdec_jax.run import parse_gin
-from specdec_jax.sentences import user_sentence
+from specdec_jax.user_errors import format_error
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -45,7 +45,7 @@ def main() -> None:
     drawing.require_format(args.output)  # fail before the work
     drawing.save(draw(args), args.output)
   except Exception as error:
-    sentence = user_sentence(error)
+    sentence = format_error(error)
     if sentence is None:
       raise
     parser.exit(2, f"error: {sentence}\n")

@@ -41,7 +41,7 @@ def main() -> None:
       seconds, kept = [], []
       for _ in range(TRIALS):
         started = time.perf_counter()
-        kept.append(speculative_execution(opponent, reply, q, rng).kept)
+        kept.append(speculative_execution(opponent, reply, q, rng).accepted)
         seconds.append(time.perf_counter() - started)
       acceptance = float(beta(MOVES, q))
       record = dict(

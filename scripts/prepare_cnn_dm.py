@@ -12,9 +12,9 @@ import json
 import pathlib
 import re
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError
-from specdec_jax.writing import written
 
 
 def unmarked(text: str) -> str:
@@ -60,7 +60,7 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     for name, lines in texts.items():
       path = args.output / f"{name}.txt"
-      with written(path) as file:
+      with atomic_write(path) as file:
         file.writelines(f"{line}\n" for line in lines)
       print(path)
   except InputError as error:

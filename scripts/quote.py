@@ -11,10 +11,10 @@ import os
 import pathlib
 from collections.abc import Iterator, Sequence
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.commands.tabulate import CHECKOUT, named_table
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.pages import quoted
-from specdec_jax.writing import written
 
 METRICS = CHECKOUT / "docs" / "metrics.md"
 
@@ -52,7 +52,7 @@ def main() -> None:
   for path, current in changed:
     print(path.relative_to(CHECKOUT))
     if not check:
-      with written(path) as file:
+      with atomic_write(path) as file:
         file.write(current)
   parser.exit(check and bool(changed))
 

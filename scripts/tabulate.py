@@ -9,10 +9,10 @@ of this checkout.
 
 import argparse
 
+from specdec_jax.atomic_files import atomic_write, require_distinct_files
 from specdec_jax.commands.tabulate import named_table
 from specdec_jax.errors import InputError
 from specdec_jax.reporting.formats import render
-from specdec_jax.writing import require_apart, written
 
 
 def main() -> None:
@@ -29,10 +29,10 @@ def main() -> None:
   args = parser.parse_args()
   try:
     if args.output:
-      require_apart(args.output, *args.results)
+      require_distinct_files(args.output, *args.results)
     text = render(named_table(args.table, args.results), args.format)
     if args.output:
-      with written(args.output) as file:
+      with atomic_write(args.output) as file:
         file.write(text)
     else:
       print(text, end="")

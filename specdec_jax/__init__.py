@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from specdec_jax.version import __version__
-from specdec_jax.xla_flags import turn_ynn_off
+from specdec_jax.xla_flags import disable_ynn
 
 if TYPE_CHECKING:
   from specdec_jax.api import Candidate, Output, Pair, load_pair, random_pair
@@ -165,7 +165,7 @@ _DEFINED_IN = {
 
 __all__ = ["__version__", *_DEFINED_IN]
 
-turn_ynn_off()
+disable_ynn()
 
 
 def __getattr__(name: str) -> Any:

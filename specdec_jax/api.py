@@ -17,7 +17,7 @@ from rich.text import Text
 
 from specdec_jax import pairs
 from specdec_jax.beam_search import best
-from specdec_jax.compile_cache import default_cache_dir, keep_compiled
+from specdec_jax.compile_cache import default_cache_dir, enable_compile_cache
 from specdec_jax.core.decode import (
   NullDraft,
   decoded,
@@ -331,7 +331,7 @@ def _keeping(load: Callable[P, pairs.Pair]) -> Callable[P, Pair]:
   @functools.wraps(load)
   def loading(*args: P.args, **kwargs: P.kwargs) -> Pair:
     if not getattr(jax.config, "jax_compilation_cache_dir", None):
-      keep_compiled(default_cache_dir())
+      enable_compile_cache(default_cache_dir())
     return Pair(*load(*args, **kwargs))
 
   return loading

@@ -1,4 +1,7 @@
-"""Compiled programs, kept between runs. jax, which reads the environment, is not imported here."""
+"""Persistent cache of compiled programs, and the check of XLA_FLAGS.
+
+This module does not import jax, because jax reads its environment variables when it is imported.
+"""
 
 import contextlib
 import hashlib
@@ -8,57 +11,59 @@ import pathlib
 import sys
 
 from specdec_jax.errors import InputError
-from specdec_jax.xla_flags import YNN_FLAG, rejection
+from specdec_jax.xla_flags import YNN_FLAG, rejection_message
 
 
 def default_cache_dir() -> str:
-  """Where compiled programs are kept unless told; empty: nowhere."""
+  """Return the default folder of the cache; an empty string disables the cache."""
   return os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/specdec_jax")
 
 
-def keep_compiled(directory: str) -> None:
-  """Keep what takes jax half a second or more to compile in `directory`, for the next run.
+def enable_compile_cache(directory: str) -> None:
+  """Cache programs that take half a second or longer to compile in `directory`.
 
-  An empty one keeps nothing, and so, with a warning, does one that cannot be made.
+  Args:
+    directory: folder of the cache. An empty string disables the cache. So does a folder that cannot
+      be created, with a warning.
   """
   if directory:
     directory = os.path.abspath(os.path.expanduser(directory))
     try:
       os.makedirs(directory, exist_ok=True)
     except OSError as error:
-      sentence = f"cannot use '{error.filename}': {error.strerror}."
-      print(f"warning: compiled programs are not kept: {sentence}", file=sys.stderr)
+      reason = f"cannot use '{error.filename}': {error.strerror}."
+      print(f"warning: compiled programs are not cached: {reason}", file=sys.stderr)
       directory = ""
   seconds = os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
   os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
   if directory:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
-  if jax := sys.modules.get("jax"):  # which reads the environment once, when it is imported
+  # jax reads the environment once, at its import. If that has happened, set its options as well.
+  if jax := sys.modules.get("jax"):
     jax.config.update("jax_compilation_cache_dir", directory or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float(seconds))
 
 
 def check_xla_flags() -> None:
-  """Try the user's XLA_FLAGS once per value and jaxlib: XLA aborts a process if it rejects them.
+  """Raise InputError if XLA rejects the user's XLA_FLAGS, at which it would abort the process.
 
-  What was accepted is remembered by an empty file beside the compiled programs.
-
-  Raises:
-    InputError: XLA rejects them.
+  Each combination of flags and jaxlib version is tried once: an empty file in the compilation cache
+  marks flags that XLA accepted.
   """
   flags = " ".join(os.environ.get("XLA_FLAGS", "").replace(YNN_FLAG, "").split())
   if not flags:
     return
-  kept = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
-  made_of = f"{importlib.metadata.version('jaxlib')} {flags}".encode()
-  accepted = pathlib.Path(kept, f"xla_flags-{hashlib.sha256(made_of).hexdigest()[:16]}")
-  may_keep = bool(kept) and flags.startswith("-")  # else they are in a file, which may change
-  if may_keep and accepted.exists():
+  cache_dir = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+  key = f"{importlib.metadata.version('jaxlib')} {flags}".encode()
+  marker = pathlib.Path(cache_dir, f"xla_flags-{hashlib.sha256(key).hexdigest()[:16]}")
+  # Flags that do not start with "-" are the name of a file of flags, whose content may change.
+  can_cache = bool(cache_dir) and flags.startswith("-")
+  if can_cache and marker.exists():
     return
-  if said := rejection(flags):
+  if message := rejection_message(flags):
     raise InputError(
-      f"XLA_FLAGS is '{flags}', which XLA rejects: {said.rstrip('.')}; correct it or unset it."
+      f"XLA_FLAGS is '{flags}', which XLA rejects: {message.rstrip('.')}; correct it or unset it."
     )
-  if may_keep:
-    with contextlib.suppress(OSError):  # it is tried again next time
-      accepted.touch()
+  if can_cache:
+    with contextlib.suppress(OSError):  # the flags are tried again by the next run
+      marker.touch()

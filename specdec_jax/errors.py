@@ -1,4 +1,4 @@
-"""What went wrong in words meant for the user, and the checks that all settings share."""
+"""Errors in the user's input, and checks of settings that raise them."""
 
 import collections.abc
 import math
@@ -10,48 +10,49 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-_MOST = 2**31 - 1  # positions and sizes are int32
-_TEXTS = str, bytes, bytearray, memoryview  # sequences of what nobody means by a list
-_KINDS = {
+_MAX_INT32 = 2**31 - 1  # positions and sizes are int32
+_STRINGS = str, bytes, bytearray, memoryview  # sequences that are not accepted as lists
+_TYPE_NAMES = {
   int: "a whole number",
   float: "a number",
   bool: "True or False",
-  str: "a text",
+  str: "a string",
   types.NoneType: "None",
   collections.abc.Callable: "a function",
 }
 
 
 class InputError(ValueError):
-  """The user's input is at fault: the message says what was given, what was expected, what to do.
+  """The user's input is invalid.
 
-  `specdec_jax.run` prints it as one sentence; any other exception is a bug and keeps its traceback.
+  The message says what was given, what was expected and what to do. `specdec_jax.run` prints it as
+  one line. Other exceptions are bugs and keep their traceback.
   """
 
 
 def require_count(name: str, value: Any, least: int = 1) -> None:
-  """Raise InputError unless `value`, which the user knows as `name`, is such a whole number."""
-  if not (_fits(value, int) and least <= value <= _MOST):
+  """Raise InputError unless the setting `name` is a whole number from `least` to 2^31 - 1."""
+  if not (_fits(value, int) and least <= value <= _MAX_INT32):
     raise InputError(
-      f"{name} is {shown(value)}; it must be a whole number, from {least} to {_MOST}."
+      f"{name} is {shown(value)}; it must be a whole number, from {least} to {_MAX_INT32}."
     )
 
 
 def require_number(
   name: str, value: Any, low: float, high: float, ends: str = "[]", note: str = ""
 ) -> float:
-  """Return `value`, which the user knows as `name`, as a float; whatever kind of number it is.
+  """Return the value of a setting as a float.
 
   Args:
-    name: of the setting.
-    value: given for it.
-    low: least value.
-    high: greatest value; infinity itself is never allowed.
-    ends: brackets of the interval; a round one excludes that end.
-    note: what the message says after the interval.
+    name: name of the setting.
+    value: its value, a real number of any type.
+    low: lower end of the interval.
+    high: upper end of the interval. If infinite, any finite number is allowed.
+    ends: brackets of the interval; a parenthesis excludes that end.
+    note: text that the message appends to the interval.
 
   Raises:
-    InputError: `value` is no number, NaN, or outside the interval.
+    InputError: `value` is not a number, is NaN or infinite, or lies outside the interval.
   """
   if _fits(value, float):
     number = float(value)
@@ -66,96 +67,109 @@ def require_number(
 
 
 def require_text(name: str, text: str, errors: str = "strict") -> None:
-  """Raise InputError unless `text`, which the user knows as `name`, can be written as UTF-8 and has
-  no NUL character, at which C libraries end a text.
+  """Raise InputError unless a text can be encoded as UTF-8 and contains no NUL character.
 
-  With `errors` "surrogateescape" it is the path of a file, which need not be UTF-8.
+  C libraries end a text at a NUL character.
+
+  Args:
+    name: name of the setting, for the message.
+    text: the text.
+    errors: error handler for the encoding. "surrogateescape" accepts the path of a file, which need
+      not be UTF-8.
   """
   if "\0" in text:
     raise InputError(
-      f"{name} has a NUL character at position {text.index(chr(0))}; a text ends there for the "
-      "libraries that read it, so take it out."
+      f"{name} has a NUL character at position {text.index(chr(0))}, where the libraries that read "
+      "a text end it; remove it."
     )
   try:
     text.encode(errors=errors)
   except UnicodeEncodeError as error:
     raise InputError(
       f"{name} has half a surrogate pair, {text[error.start]!a}, at position {error.start}, which "
-      "UTF-8 cannot write; decode it as the encoding that it was written in."
+      "UTF-8 cannot encode; decode the text with the encoding that it was written in."
     ) from error
 
 
 def shown(value: Any) -> str:
-  """A value as messages show it: one line, at most 100 characters."""
+  """Return the representation of a value for messages: one line of at most 100 characters."""
   try:
     return re.sub(r"\s*\n\s*", " ", repr(value))[:100]
-  except Exception:  # as of a whole number of 5,000 digits, or by an object of the user's
+  except Exception:  # for example, an int of 5,000 digits, or an object of the user's
     return f"<{type(value).__name__}>"
 
 
 def require_seed(seed: Any) -> None:
-  """Raise InputError unless `seed` is a whole number of 32 bits: jax reads no more of it."""
+  """Raise InputError unless `seed` is a whole number of 32 bits, which is all that jax uses."""
   if not (_fits(seed, int) and -(2**31) <= seed < 2**32):
     raise InputError(
       f"seed is {shown(seed)}; it must be a whole number from {-(2**31)} to {2**32 - 1}."
     )
 
 
-def require_types(of: Any, values: Mapping[str, object]) -> None:
-  """Raise InputError unless values, by name, have the types that `of` is annotated with.
+def require_types(annotated: Any, values: Mapping[str, object]) -> None:
+  """Raise InputError unless values have the types that a function or dataclass is annotated with.
 
-  A function says `require_types(itself, locals())` first of all, a dataclass gives its `vars`. True
-  is no number, nor is what no float can hold; a list may be any sequence but a text or bytes, and
-  what is annotated `Any` is not looked at.
+  A function calls `require_types(itself, locals())` in its first line. A bool is not a number, and
+  neither is an int that exceeds the range of a float. For a list, any sequence is accepted except
+  strings and bytes. A value annotated as `Any` is not checked.
+
+  Args:
+    annotated: function or dataclass with annotations.
+    values: arguments or fields by name.
   """
-  hints = typing.get_type_hints(of)
+  hints = typing.get_type_hints(annotated)
   for name, value in values.items():
     if not _fits(value, hints.get(name, Any)):
-      raise InputError(f"{name} is {shown(value)}; it must be {_told(hints[name])}{_limit(value)}.")
+      raise InputError(
+        f"{name} is {shown(value)}; it must be {_describe(hints[name])}{_limit(value)}."
+      )
 
 
 def _fits(value: Any, hint: Any) -> bool:
-  kind, inside = typing.get_origin(hint) or hint, typing.get_args(hint)
+  """Return True if a value has the annotated type; see `require_types`."""
+  kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
   if kind in (types.UnionType, typing.Union):
-    return any(_fits(value, one) for one in inside)
+    return any(_fits(value, option) for option in arguments)
   if kind is typing.Literal:
-    return any(isinstance(value, type(one)) and value == one for one in inside)
+    return any(isinstance(value, type(option)) and value == option for option in arguments)
   if kind in (int, float):
     is_number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
     return is_number and not isinstance(value, bool) and (kind is int or _is_float(value))
   if kind is Any or not isinstance(kind, type):
     return True
-  if not (inside and issubclass(kind, collections.abc.Sequence)):
+  if not (arguments and issubclass(kind, collections.abc.Sequence)):
     return isinstance(value, kind)
-  if not isinstance(value, collections.abc.Sequence) or isinstance(value, _TEXTS):
+  if not isinstance(value, collections.abc.Sequence) or isinstance(value, _STRINGS):
     return False
-  fixed = kind is tuple and inside[-1] is not Ellipsis
-  each = inside if fixed else inside[:1] * len(value)
-  return len(value) == len(each) and all(map(_fits, value, each))
+  has_fixed_length = kind is tuple and arguments[-1] is not Ellipsis
+  item_hints = arguments if has_fixed_length else arguments[:1] * len(value)
+  return len(value) == len(item_hints) and all(map(_fits, value, item_hints))
 
 
 def _is_float(value: numbers.Real) -> bool:
   try:
     float(value)
-  except OverflowError:  # a whole number of 400 digits
+  except OverflowError:  # for example, an int of 400 digits
     return False
   return True
 
 
 def _limit(value: Any) -> str:
-  """Return the largest float, for a message about a number that exceeds it; else nothing."""
+  """Return the largest float for a message about a number that exceeds it, or an empty string."""
   too_large = isinstance(value, numbers.Real) and not _is_float(value)
   return f" of at most {sys.float_info.max:.1e}" if too_large else ""
 
 
-def _told(hint: Any) -> str:
-  kind, inside = typing.get_origin(hint) or hint, typing.get_args(hint)
+def _describe(hint: Any) -> str:
+  """Return the description of a type annotation for messages."""
+  kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
   if kind in (types.UnionType, typing.Union):
-    return " or ".join(map(_told, inside))
+    return " or ".join(map(_describe, arguments))
   if kind is typing.Literal:
-    return " or ".join(map(repr, inside))
-  if kind is tuple and inside[-1:] != (Ellipsis,):
-    return f"({', '.join(map(_told, inside))})"
-  if inside and issubclass(kind, collections.abc.Sequence):
-    return f"a list (each {_told(inside[0])})"
-  return _KINDS.get(kind, f"a {getattr(kind, '__name__', kind)}")
+    return " or ".join(map(repr, arguments))
+  if kind is tuple and arguments[-1:] != (Ellipsis,):
+    return f"({', '.join(map(_describe, arguments))})"
+  if arguments and issubclass(kind, collections.abc.Sequence):
+    return f"a list (each {_describe(arguments[0])})"
+  return _TYPE_NAMES.get(kind, f"a {getattr(kind, '__name__', kind)}")

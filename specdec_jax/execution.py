@@ -1,5 +1,7 @@
-"""Stochastic speculative execution (Section 6, end): a slow g starts on a guess of what a slow f
-will say. Speculative decoding is the case where f is a target's step and g the one after it.
+"""Stochastic speculative execution (end of Section 6): start a slow g on a guess of its input.
+
+The input of g is sampled from a distribution that a slow f computes. Speculative decoding is the
+case in which f is one decoding step of the target and g is the next one.
 """
 
 import concurrent.futures
@@ -11,18 +13,18 @@ import numpy as np
 from specdec_jax.errors import InputError
 
 
-class Executed(NamedTuple):
-  """What came of it.
+class ExecutionResult(NamedTuple):
+  """Result of `speculative_execution`.
 
   Attributes:
-    y: drawn from what f said.
-    output: of g for it.
-    kept: whether it is the guess, so that g ran beside f.
+    y: the input of g, sampled from the distribution that f returned.
+    output: g(y).
+    accepted: whether y is the guess, in which case g ran in parallel with f.
   """
 
   y: int
   output: Any
-  kept: bool
+  accepted: bool
 
 
 def speculative_execution(
@@ -30,47 +32,49 @@ def speculative_execution(
   g: Callable[[int], Any],
   q: np.ndarray,
   rng: np.random.Generator,
-) -> Executed:
-  """g(y) with y ~ f(), where g starts at once, beside f, on a guess from q.
+) -> ExecutionResult:
+  """Return g(y) for y ~ f(), starting g on a guess sampled from q while f runs.
 
-  y is distributed as f says whatever q is, by the rule of Algorithm 1 (Appendix A.1). With F and G
-  the times of f and g, it takes max(F, G) where the guess is kept, as it is with probability
-  beta = sum_y min(p(y), q(y)), and F + G where not, when g's first run is left to end unheard:
-  beta max(F, G) + (1 - beta) (F + G) on average, against F + G.
+  The acceptance rule of Algorithm 1 (Appendix A.1) makes y a sample of f's distribution for any q.
+  Let F and G be the times of f and g. The call takes max(F, G) if the guess is accepted, which has
+  probability beta = sum_y min(p(y), q(y)), and F + G if it is rejected. It takes
+  beta max(F, G) + (1 - beta) (F + G) on average, compared with F + G without speculation.
 
   Args:
-    f: gives p, the law of y [V].
-    g: of y in 0..V-1; what it does for a guess that is not kept must not matter.
-    q: the law of the guess [V].
-    rng: draws the guess, the verdict and the other y.
+    f: function that returns p, the distribution of y [V].
+    g: function of y in 0..V-1. If the guess is rejected, its call continues in the background and
+      its result is dropped, so side effects of g must be harmless.
+    q: distribution of the guess [V].
+    rng: source of the random numbers.
 
   Raises:
-    InputError: q, or what f gives, is no distribution, or they differ in length.
+    InputError: q or the result of f is not a distribution, or their lengths differ.
   """
-  q = _distribution("q", q)
+  q = _normalized("q", q)
   guess = int(rng.choice(len(q), p=q))
   pool = concurrent.futures.ThreadPoolExecutor(1)
   try:
-    early = pool.submit(g, guess)
-    p = _distribution("what f gives", f())
+    speculative_call = pool.submit(g, guess)
+    p = _normalized("the result of f", f())
     if p.shape != q.shape:
-      raise InputError(f"f gives a law of {len(p)} values and q is one of {len(q)}.")
+      raise InputError(f"f returns a distribution of {len(p)} values and q is one of {len(q)}.")
     if rng.random() * q[guess] < p[guess]:
-      return Executed(guess, early.result(), True)
+      return ExecutionResult(guess, speculative_call.result(), accepted=True)
     residual = np.maximum(p - q, 0)
     y = int(rng.choice(len(p), p=residual / residual.sum()))
-    return Executed(y, g(y), False)
+    return ExecutionResult(y, g(y), accepted=False)
   finally:
     pool.shutdown(wait=False)
 
 
 def expected_seconds(beta: float, f_seconds: float, g_seconds: float) -> float:
-  """Time of `speculative_execution` on average."""
+  """Return the average time of `speculative_execution`."""
   return beta * max(f_seconds, g_seconds) + (1 - beta) * (f_seconds + g_seconds)
 
 
-def _distribution(name: str, law: np.ndarray) -> np.ndarray:
-  law = np.asarray(law, np.float64)
-  if law.ndim != 1 or not (law >= 0).all() or not np.isclose(law.sum(), 1):
-    raise InputError(f"{name} is {law!r:.100}; it must be probabilities [V] that add up to 1.")
-  return law / law.sum()
+def _normalized(name: str, probs: np.ndarray) -> np.ndarray:
+  """Return a distribution [V] in float64, or raise InputError if it is not one."""
+  probs = np.asarray(probs, np.float64)
+  if probs.ndim != 1 or not (probs >= 0).all() or not np.isclose(probs.sum(), 1):
+    raise InputError(f"{name} is {probs!r:.100}; it must be probabilities [V] that add up to 1.")
+  return probs / probs.sum()

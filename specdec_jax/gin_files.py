@@ -1,6 +1,6 @@
-"""The gin files that come with the project, by name: a checkout's own, or the installed package's.
+"""The project's gin files, by name: those of the checkout, or of the installed package.
 
-`setup.py` puts a copy of the checkout's `gin/` into the package that it installs.
+`setup.py` copies the checkout's `gin/` into the package that it installs.
 """
 
 import pathlib
@@ -10,36 +10,35 @@ from specdec_jax.errors import InputError
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent
 _INSTALLED = _PACKAGE / "gin_files"
-HOME = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent  # holds gin/
+HOME = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent  # the folder that contains gin/
 
 
 def runs() -> dict[str, pathlib.Path]:
-  """What can be run, by name: `gin/runs/` and the quickstart."""
-  found = [HOME / "gin" / "quickstart.gin", *sorted((HOME / "gin" / "runs").glob("*.gin"))]
-  return {path.stem: path for path in found if path.is_file()}
+  """Return the gin files of all runs by name: those in `gin/runs/`, and the quickstart."""
+  paths = [HOME / "gin" / "quickstart.gin", *sorted((HOME / "gin" / "runs").glob("*.gin"))]
+  return {path.stem: path for path in paths if path.is_file()}
 
 
-def named(name: str) -> str:
-  """Path of what can be run by this name.
+def find_run(name: str) -> str:
+  """Return the path of the gin file of the run `name`.
 
   Raises:
-    InputError: nothing can.
+    InputError: there is no such run.
   """
   if name not in runs():
     raise InputError(
-      f"'{name}' is neither a flag, which starts with --, nor a name of what can be run; --help "
-      "lists both."
+      f"'{name}' is neither a flag, which starts with --, nor the name of a run; --help lists both."
     )
   return str(runs()[name])
 
 
 def file(name: str) -> str:
-  """Path of what lies in `gin/` under this name, for gin files to use."""
+  """Return the path of the file `name` in `gin/`; gin files call this function."""
   return str(HOME / "gin" / name)
 
 
 def lines(name: str) -> list[str]:
-  """Return the lines of a text that lies in `gin/` under this name, for gin files to use."""
+  """Return the lines of the text file `name` in `gin/`; gin files call this function."""
   return pathlib.Path(file(name)).read_text(encoding="utf-8").splitlines()
 
 
@@ -58,14 +57,15 @@ def default(
     path: the default.
     macro: name of the macro.
     expected: what the macro should name.
-    instead: path of a bundled text to return where the default does not exist; standard error says
-      so.
-    how: how to get the default, for the error.
-    task: task whose text the default is.
-    run_task: task of the run; gin files of tasks bind it. Without one the default fits any run.
+    instead: path of a bundled text to return if the default does not exist, with a note on standard
+      error. None raises InputError instead.
+    how: how to get the default, for the message.
+    task: the task that the text of the default belongs to.
+    run_task: the task of the run, bound by the gin files of tasks. If None, the default fits any
+      run.
 
   Raises:
-    InputError: the default does not exist and there is no `instead`, or it is of another task.
+    InputError: the default does not exist and `instead` is None, or it belongs to another task.
   """
   example = f"as in --gin.{macro}='\"PATH\"'"
   if task and run_task and task != run_task:
@@ -88,7 +88,7 @@ def default(
 
 
 def summary(path: pathlib.Path) -> str:
-  """The first sentence of the comment that a gin file begins with."""
+  """Return the first sentence of the comment at the top of a gin file."""
   lines = path.read_text(encoding="utf-8").splitlines()
   end = next((i for i, line in enumerate(lines) if not line.lstrip("# ")), len(lines))
   return " ".join(line.removeprefix("# ") for line in lines[:end]).rstrip(":.").partition(". ")[0]

@@ -1,9 +1,9 @@
-"""SIGINT and SIGTERM end a command, whatever it is doing.
+"""Handling of SIGINT and SIGTERM, so that either ends a command at any point.
 
 Python ignores an exception that a signal handler raises inside a callback of the garbage collector
-(jax installs one), a finalizer or a callback of a weak reference: it goes to `sys.unraisablehook`
-and the program continues. `handled` therefore raises an ignored exception again, and keeps a flag
-for loops to `check`.
+(jax installs one), a finalizer or a callback of a weak reference: the exception is passed to
+`sys.unraisablehook` and the program continues. `handle_signals` therefore raises such an exception
+again, and sets a flag that loops read with `check`.
 """
 
 import contextlib
@@ -17,14 +17,16 @@ import time
 from collections.abc import Iterator, Sequence
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_TOGETHER = 0.05  # seconds within which two signals count as one: `timeout` sends its signal twice
+_SAME_SIGNAL = (
+  0.05  # seconds within which two signals count as one: `timeout` sends its signal twice
+)
 _RETRY = 0.01  # seconds until an ignored exception is raised again
 
 _received: int | None = None
 
 
 class Interrupted(KeyboardInterrupt):
-  """A signal asked the command to end; `number` is the signal's."""
+  """The command received a signal to end; `number` is that of the signal."""
 
   def __init__(self, number: int):
     super().__init__(number)
@@ -32,17 +34,17 @@ class Interrupted(KeyboardInterrupt):
 
 
 def check() -> None:
-  """Raise Interrupted in the main thread if a signal has asked the command to end."""
+  """Raise Interrupted if a signal has been received and this is the main thread."""
   if _received is not None and threading.current_thread() is threading.main_thread():
     raise Interrupted(_received)
 
 
 @contextlib.contextmanager
-def handled() -> Iterator[None]:
+def handle_signals() -> Iterator[None]:
   """Raise Interrupted in the main thread at the first SIGINT or SIGTERM.
 
-  A second signal ends the process at once, also inside a native call that has released the
-  interpreter, such as a running XLA program. A signal that was ignored before stays ignored.
+  A second signal ends the process immediately, even inside a native call that has released the
+  interpreter lock, such as a running XLA program. A signal that was ignored before stays ignored.
   """
   numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
   for number in numbers:
@@ -51,7 +53,8 @@ def handled() -> Iterator[None]:
 
   def hook(unraisable) -> None:
     if isinstance(unraisable.exc_value, Interrupted):
-      gc.callbacks.clear()  # in a loop of collections the next signal would arrive in one again
+      # In a loop of collections the next exception could be raised in a callback again.
+      gc.callbacks.clear()
       signal.signal(signal.SIGALRM, lambda *_: check())
       signal.setitimer(signal.ITIMER_REAL, _RETRY)
     else:
@@ -68,9 +71,9 @@ def handled() -> Iterator[None]:
 def _handle(number: int, frame: object) -> None:
   global _received
   if _received is not None:
-    return  # the same signal once more, during the pause below
+    return  # the same signal, sent a second time during the pause below
   _received = number
-  time.sleep(_TOGETHER)
+  time.sleep(_SAME_SIGNAL)
   _restore()
   raise Interrupted(number)
 
@@ -82,9 +85,13 @@ def _restore() -> None:
 
 
 def _watch(numbers: Sequence[int]) -> None:
-  """Start a thread that ends the process at a second signal, should `_handle` not have run yet."""
+  """Start a thread that ends the process at a second signal, even if `_handle` cannot run.
+
+  Python runs `_handle` in the main thread, which may be inside a native call. The wakeup descriptor
+  receives each signal's number regardless.
+  """
   pipe = os.pipe()
-  # A standard stream that is closed must not become one of them.
+  # Duplicate the ends to descriptors from 3 on: a closed standard stream leaves 0, 1 or 2 free.
   reader, writer = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in pipe)
   for end in pipe:
     os.close(end)
@@ -98,7 +105,7 @@ def _watch(numbers: Sequence[int]) -> None:
         now = time.monotonic()
         if first is None:
           first = now
-        elif now - first > _TOGETHER:
+        elif now - first > _SAME_SIGNAL:
           os._exit(128 + arrived[0])
 
   threading.Thread(target=watch, daemon=True).start()

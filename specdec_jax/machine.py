@@ -1,4 +1,4 @@
-"""What a record says of where it was measured: the processor, its cores, the commit, the date."""
+"""Provenance of a record: the processor, its cores, the commit and the date."""
 
 import datetime
 import functools
@@ -9,11 +9,12 @@ import subprocess
 from typing import Any
 
 _CHECKOUT = pathlib.Path(__file__).resolve().parents[1]
+# Flags of /proc/cpuinfo and the vector extensions that they stand for, the widest first.
 _VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sve": "SVE", "asimd": "NEON"}
 
 
 def provenance() -> dict[str, Any]:
-  """Fields of `records.Record` that do not depend on what is measured."""
+  """Return the fields of `records.Record` that do not depend on what is measured."""
   return dict(
     processor=processor(),
     cores=os.cpu_count(),
@@ -25,41 +26,50 @@ def provenance() -> dict[str, Any]:
 
 @functools.cache
 def processor(cpuinfo: str = "/proc/cpuinfo") -> str:
-  """This host's processor: its name, family and model, and the widest vectors that it has.
+  """Return the name, family and model of this host's processor, and its widest vector extension.
 
-  A name alone may be no name: clouds call unlike machines "AMD EPYC".
+  The name alone is not enough: cloud hosts call different processors "AMD EPYC".
+
+  Args:
+    cpuinfo: path of the file to read.
   """
   try:
     lines = pathlib.Path(cpuinfo).read_text().splitlines()
   except OSError:  # not Linux
     return platform.processor() or platform.machine()
-  about = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-  named = about.get("model name") or about.get("CPU part") or platform.machine()
-  if "cpu family" in about:
-    named += f" (family {about['cpu family']}, model {about.get('model')})"
-  has = (about.get("flags") or about.get("Features") or "").split()
-  return ", ".join([named, *[name for flag, name in _VECTORS.items() if flag in has][:1]])
+  fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+  name = fields.get("model name") or fields.get("CPU part") or platform.machine()
+  if "cpu family" in fields:
+    name += f" (family {fields['cpu family']}, model {fields.get('model')})"
+  flags = (fields.get("flags") or fields.get("Features") or "").split()
+  return ", ".join([name, *[vectors for flag, vectors in _VECTORS.items() if flag in flags][:1]])
 
 
 def threads() -> int:
-  """Threads of XLA's pool on a CPU, as XLA counts them."""
-  given = os.environ.get("NPROC", "")
-  if given.isdecimal() and int(given):
-    return int(given)
+  """Return the number of threads in XLA's pool on a CPU, counted as XLA does."""
+  from_environment = os.environ.get("NPROC", "")
+  if from_environment.isdecimal() and int(from_environment):
+    return int(from_environment)
   affinity = getattr(os, "sched_getaffinity", None)
   return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 @functools.cache
 def commit() -> str | None:
-  """Of the checkout that this package lies in, '+' behind it if changed since; None if in none."""
+  """Return the commit of the checkout that contains this package, or None without a checkout.
+
+  A "+" is appended if specdec_jax/ or gin/ differ from the commit.
+  """
   if not (_CHECKOUT / ".git").exists():
     return None
-  git = lambda *args: subprocess.run(
-    ["git", "-C", str(_CHECKOUT), *args], capture_output=True, text=True, check=True
-  ).stdout.strip()
   try:
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "specdec_jax", "gin")
-    return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "specdec_jax", "gin")
+    return _git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
   except (OSError, subprocess.CalledProcessError):
     return None
+
+
+def _git(*args: str) -> str:
+  """Return what a git command prints in the checkout."""
+  command = ["git", "-C", str(_CHECKOUT), *args]
+  return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""What is asked for, compared with the memory there is, before anything is tried."""
+"""Checks that arrays fit in memory, made before they are allocated."""
 
 import math
 import os
@@ -9,42 +9,45 @@ import jax
 
 from specdec_jax.errors import InputError
 
-# A container's own limit, in either version of Linux's control groups.
+# Files with the memory limit of a container, for versions 2 and 1 of Linux control groups.
 _LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
 def require_memory(what: str, arrays: Any, advice: str = "ask for less") -> None:
-  """Raise InputError unless memory could hold `arrays`, if nothing else were in it.
+  """Raise InputError unless `arrays` would fit in memory that held nothing else.
 
   Args:
-    what: takes them, for the message: the user's settings.
-    arrays: a tree of arrays, which may be traced, or of `jax.ShapeDtypeStruct`.
+    what: description of the arrays by the user's settings, for the message.
+    arrays: tree of arrays, which may be traced, or of `jax.ShapeDtypeStruct`.
     advice: what the message tells the user to do.
   """
   types = [*map(jax.typeof, jax.tree.leaves(arrays))]
-  needed = sum(x.size * x.dtype.itemsize for x in types)
-  there = _memory(next((x.sharding.mesh for x in types if not x.sharding.mesh.empty), None))
-  _require(what, needed, there, advice)
+  num_bytes = sum(x.size * x.dtype.itemsize for x in types)
+  mesh = next((x.sharding.mesh for x in types if not x.sharding.mesh.empty), None)
+  _require(what, num_bytes, _device_memory(mesh), advice)
 
 
 def require_host_memory(what: str, num_bytes: int) -> None:
-  """Raise InputError unless the host's memory could hold `num_bytes`. Starts no backend of jax."""
+  """Raise InputError unless `num_bytes` fit in the host's memory; initializes no jax backend."""
   _require(what, num_bytes, _host_memory(), "ask for less")
 
 
-def _require(what: str, needed: float, there: float, advice: str) -> None:
-  if needed > there:
+def _require(what: str, num_bytes: float, memory_bytes: float, advice: str) -> None:
+  if num_bytes > memory_bytes:
     raise InputError(
-      f"{what} would take at least {needed / 1e9:,.1f} GB of memory, and there are "
-      f"{there / 1e9:,.1f} GB; {advice}."
+      f"{what} would take at least {num_bytes / 1e9:,.1f} GB of memory, and there are "
+      f"{memory_bytes / 1e9:,.1f} GB; {advice}."
     )
 
 
-def _memory(mesh: jax.sharding.AbstractMesh | None) -> float:
-  """Bytes that the devices of a mesh have, without one the first device; a CPU has the host's."""
+def _device_memory(mesh: jax.sharding.AbstractMesh | None) -> float:
+  """Return the memory in bytes of all devices of a mesh, or of the first device without a mesh.
+
+  The memory of a CPU device is that of the host.
+  """
   device = jax.local_devices()[0]
   if mesh and mesh.abstract_device.platform != device.platform:
-    return math.inf  # it is compiled for a machine that is not here
+    return math.inf  # the program is compiled for another machine
   if device.platform != "cpu":
     limit = (device.memory_stats() or {}).get("bytes_limit", math.inf)
     return limit * (mesh.size if mesh else 1)
@@ -52,10 +55,10 @@ def _memory(mesh: jax.sharding.AbstractMesh | None) -> float:
 
 
 def _host_memory() -> float:
-  there = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+  limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
   for path in _LIMITS:
     try:
-      there.append(int(pathlib.Path(path).read_text()))
-    except (OSError, ValueError):  # no such file, or 'max'
+      limits.append(int(pathlib.Path(path).read_text()))
+    except (OSError, ValueError):  # the file does not exist, or contains "max"
       continue
-  return min(there)
+  return min(limits)

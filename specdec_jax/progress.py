@@ -1,6 +1,6 @@
-"""How far a run is, on standard error: a bar on a terminal, elsewhere a line now and then.
+"""Progress on standard error: a bar on a terminal, otherwise a line every 30 seconds.
 
-Each step is also where a run ends that was asked to (`interrupt.check`).
+Each step also ends the run if it has received a signal to end (`interrupt.check`).
 """
 
 import sys
@@ -13,39 +13,42 @@ from rich.console import Console
 
 from specdec_jax import interrupt
 
-EVERY = 30.0  # seconds between two lines
+EVERY = 30.0  # seconds between lines
 
 
 class Progress(progress.Progress):
-  """rich's, gone when it is done.
+  """A rich progress bar that disappears when it is complete.
 
-  With `disable`, as where lines of output share its terminal, there is none.
+  Args:
+    disable: whether to show neither bar nor lines, as when the output shares the terminal.
   """
 
   def __init__(self, disable: bool = False):
     console = Console(stderr=True)
-    hidden = disable or not console.is_terminal  # where rich would leave an empty line
+    hidden = disable or not console.is_terminal  # without a terminal rich prints an empty line
     super().__init__(console=console, transient=True, disable=hidden)
-    self._silent, self._said = disable or console.is_terminal, time.monotonic()
+    self._prints_lines = not (disable or console.is_terminal)
+    self._last_line = time.monotonic()
 
   def advance(self, task_id: progress.TaskID, advance: float = 1) -> None:
     super().advance(task_id, advance)
-    self._say(task_id)
+    self._report(task_id)
 
   def update(self, task_id: progress.TaskID, **fields: Any) -> None:
     super().update(task_id, **fields)
-    self._say(task_id)
+    self._report(task_id)
 
   def track(self, *args: Any, **settings: Any) -> Iterable:
     for item in super().track(*args, **settings):
       interrupt.check()
       yield item
 
-  def _say(self, task_id: progress.TaskID) -> None:
+  def _report(self, task_id: progress.TaskID) -> None:
+    """Print a line if one is due; raise `interrupt.Interrupted` if a signal was received."""
     interrupt.check()
     now = time.monotonic()
-    if self._silent or now - self._said < EVERY:
+    if not self._prints_lines or now - self._last_line < EVERY:
       return
-    self._said, task = now, self._tasks[task_id]
-    of = "" if task.total is None else f" of {task.total:g}"
-    print(f"{task.description}: {task.completed:g}{of}", file=sys.stderr, flush=True)
+    self._last_line, task = now, self._tasks[task_id]
+    total = "" if task.total is None else f" of {task.total:g}"
+    print(f"{task.description}: {task.completed:g}{total}", file=sys.stderr, flush=True)

@@ -17,9 +17,9 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from specdec_jax.atomic_files import lock_file, name_in_errors, require_regular_file
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.version import __version__
-from specdec_jax.writing import claim, naming, require_regular
 
 SCHEMA = 2
 FIELDS_OF_SCHEMA_1 = {  # old name: current name
@@ -335,9 +335,9 @@ def open_results(output_dir: str | os.PathLike) -> Iterator[str]:
   """
   os.makedirs(output_dir, exist_ok=True)
   path = os.path.join(output_dir, "results.jsonl")
-  require_regular(path)
+  require_regular_file(path)
   with open(os.path.join(output_dir, ".lock"), "a") as lock:
-    claim(lock, output_dir)
+    lock_file(lock, output_dir)
     with _locked(path) as fd:
       _drop_torn_line(fd, path)
     yield path
@@ -357,7 +357,7 @@ def append(path: str | os.PathLike, record: Record) -> None:
   with _locked(path) as fd:
     size = _drop_torn_line(fd, path)
     try:
-      with naming(path):
+      with name_in_errors(path):
         num_written = os.write(fd, line)
         if num_written < len(line):  # the disk is full: a second write raises the error
           os.write(fd, line[num_written:])

@@ -1,6 +1,7 @@
-"""The edge: `specdec quickstart`, or `python -m specdec_jax.run --gin_file=gin/quickstart.gin`.
+"""Command line: `specdec quickstart`, or `python -m specdec_jax.run --gin_file=gin/quickstart.gin`.
 
-The only module that parses flags or gin. It runs what gin files describe; one binds what to do:
+This is the only module that parses flags or gin files. A gin file binds the experiment to run and
+its arguments:
 
     from __gin__ import dynamic_registration
     from specdec_jax import run
@@ -9,7 +10,8 @@ The only module that parses flags or gin. It runs what gin files describe; one b
     run.run.experiment = @quickstart.quickstart
     quickstart.quickstart.gammas = (3, 5)
 
-jax is imported only by what the gin files name, so that a mistyped flag is answered at once.
+This module does not import jax. Modules that gin files name do, so that a mistyped flag is reported
+without delay.
 """
 
 import functools
@@ -26,9 +28,9 @@ import gin
 from absl import flags
 
 from specdec_jax import gin_files, interrupt
-from specdec_jax.compile_cache import check_xla_flags, default_cache_dir, keep_compiled
+from specdec_jax.compile_cache import check_xla_flags, default_cache_dir, enable_compile_cache
 from specdec_jax.errors import InputError
-from specdec_jax.sentences import plainer, user_sentence
+from specdec_jax.user_errors import format_error, simplify_gin_message
 from specdec_jax.version import __version__
 
 _MACRO = "gin.macro"
@@ -49,16 +51,17 @@ def run(experiment: Callable[[], object]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Run what the command line says; see the module's docstring.
+  """Parse the command line and run the experiment that the gin files bind.
 
   Args:
-    argv: the program's name; names of gin files that come with the project (`gin_files.runs`); and
-      flags as t5x has them: --gin_file (repeated), --gin_bindings (repeated), --gin.NAME=VALUE,
-      --gin_search_paths, --jax_compilation_cache_dir, --debug.
+    argv: name of the program; names of the project's runs (`gin_files.runs`); and the flags of t5x:
+      --gin_file (repeatable), --gin_bindings (repeatable), --gin.NAME=VALUE, --gin_search_paths,
+      --jax_compilation_cache_dir, --debug.
 
   Returns:
-    Exit status: 0; 2 for bad input, with one line on stderr; 130 after SIGINT and 143 after
-    SIGTERM (`interrupt`). Anything else is a bug and raised.
+    Exit status: 0 for success; 2 for invalid input, with a one-line error on stderr; 130 after
+    SIGINT, 143 after SIGTERM (`interrupt`); 141 if the reader of standard output has closed it. An
+    exception that is a bug is raised.
   """
   try:
     _fill_closed_streams()
@@ -72,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     if options.version:
       print(f"specdec_jax {__version__}")
       return 0
-    keep_compiled(options.jax_compilation_cache_dir)
+    enable_compile_cache(options.jax_compilation_cache_dir)
     parse_gin(options.gin_file, options.gin_bindings, options.gin_search_paths)
     if "jax" in sys.modules:
       check_xla_flags()
@@ -83,24 +86,26 @@ def main(argv: Sequence[str]) -> int:
     number = getattr(error, "number", signal.SIGINT)
     print("interrupted" if number == signal.SIGINT else "terminated", file=sys.stderr)
     return 128 + number
-  except BrokenPipeError:  # whoever read our output has enough, as `| head` does
+  except BrokenPipeError:  # the reader of standard output has closed it, as `| head` does
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except Exception as error:
-    sentence = user_sentence(error)
-    if sentence is None:
+    message = format_error(error)
+    if message is None:
       raise
     if "--debug" in argv:
       traceback.print_exc()
-    print(f"error: {sentence}", file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr)
     return 2
 
 
 def _fill_closed_streams() -> None:
-  """Put the null device where a standard stream is closed, so that no file opened later takes it.
+  """Open the null device in place of closed standard streams.
+
+  Otherwise a file that is opened later could get the descriptor of a standard stream.
 
   Raises:
-    InputError: it is that of output, which would be lost.
+    InputError: standard output is closed, so that output would be lost.
   """
   while (lowest := os.open(os.devnull, os.O_RDWR)) <= 2:
     pass
@@ -114,35 +119,37 @@ def _fill_closed_streams() -> None:
 def _parse_flags(argv: Sequence[str]) -> flags.FlagValues:
   values = flags.FlagValues()
   define = functools.partial(flags.DEFINE_multi_string, default=[], flag_values=values)
-  define("gin_file", help="What to run. Repeat it to add files; later ones win.")
-  define("gin_bindings", help="A setting, as 'module.function.name = value'; wins over files.")
+  define("gin_file", help="Gin file to run. Repeat the flag to add files; later bindings win.")
+  define("gin_bindings", help="A setting, 'module.function.name = value'; overrides files.")
   flags.DEFINE_list(
     "gin_search_paths",
     [],
-    "Folders to look for gin files in, after the current one and before this project's own.",
+    "Folders to search for gin files, after the current folder and before this project's.",
     flag_values=values,
   )
   flags.DEFINE_string(
     "jax_compilation_cache_dir",
     default_cache_dir(),
-    "Where compiled programs are kept between runs; empty keeps none.",
+    "Folder of the cache of compiled programs; an empty string disables the cache.",
     flag_values=values,
   )
-  flags.DEFINE_bool("debug", False, "Show the traceback of bad input too.", flag_values=values)
-  flags.DEFINE_bool("help", False, "Show what can be run, and these flags.", flag_values=values)
-  flags.DEFINE_bool("version", False, "Show the version.", flag_values=values)
+  flags.DEFINE_bool("debug", False, "Print the traceback of input errors too.", flag_values=values)
+  flags.DEFINE_bool(
+    "help", False, "Print the names of all runs, and these flags.", flag_values=values
+  )
+  flags.DEFINE_bool("version", False, "Print the version.", flag_values=values)
   try:
     rest = values([_as_binding(arg) for arg in argv])
   except flags.Error as error:
     raise InputError(f"{str(error).rstrip('.')}; --help lists them.") from error
-  values["gin_file"].value = [*map(gin_files.named, rest[1:]), *values.gin_file]
+  values["gin_file"].value = [*map(gin_files.find_run, rest[1:]), *values.gin_file]
   if not (values.gin_file or values.help or values.version):
     raise InputError("no gin file was given; try quickstart, or --help.")
   return values
 
 
 def _as_binding(arg: str) -> str:
-  """--gin.NAME=VALUE is short for --gin_bindings='NAME = VALUE'."""
+  """Return --gin.NAME=VALUE as --gin_bindings='NAME = VALUE', and other arguments unchanged."""
   if not arg.startswith("--gin."):
     return arg
   name, equals, value = arg.removeprefix("--gin.").partition("=")
@@ -152,8 +159,18 @@ def _as_binding(arg: str) -> str:
 
 
 def parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]) -> None:
-  """Read gin files, then bindings, and check that every name in them means something."""
-  # gin would look for a file inside Python packages too, importing them on the way.
+  """Parse gin files, then bindings, and check that every name in them is defined and used.
+
+  Args:
+    files: gin files, in this order.
+    bindings: bindings 'name = value', which override those of the files.
+    search_paths: folders to search for gin files.
+
+  Raises:
+    InputError: a file or binding cannot be parsed, no file uses a macro that a binding sets, a
+      macro refers to itself, or no experiment is bound.
+  """
+  # gin would search for files inside Python packages too, and import those packages.
   del gin.config._FILE_READERS[1:]
   for path in (*search_paths, str(gin_files.HOME)):
     gin.add_config_file_search_path(path)
@@ -161,9 +178,9 @@ def parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Seque
   try:
     for source in files:
       gin.parse_config_file(source)
-    # gin itself takes any macro: a mistyped one would be set and never read.
-    named = (re.match(r"\s*([\w/]+)\s*=", binding) for binding in bindings)
-    new_macros = {name[1] for name in named if name and not _is_macro(name[1])}
+    # gin accepts a binding of any macro, so a mistyped name would be set and never read.
+    matches = (re.match(r"\s*([\w/]+)\s*=", binding) for binding in bindings)
+    new_macros = {match[1] for match in matches if match and not _is_macro(match[1])}
     gin.config.register_finalize_hook(functools.partial(_check_macros, new_macros))
     gin.config.register_finalize_hook(_check_cycles)
     for source in bindings:
@@ -173,20 +190,22 @@ def parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Seque
     raise InputError(f"'{source}', or a file that it includes, is not UTF-8 text.") from error
   except (tokenize.TokenError, SyntaxError) as error:
     if getattr(error, "filename", None):
-      raise  # it names the place
-    raise InputError(f"'{source:.100}' cannot be read: {plainer(error.args[0])}.") from error
+      raise  # the error names the file and line
+    raise InputError(
+      f"'{source:.100}' cannot be read: {simplify_gin_message(error.args[0])}."
+    ) from error
   except RecursionError as error:
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     included = frames.count(gin.parse_config_file.__code__) > 20
-    why = "it includes itself" if included else "its brackets are nested too deeply"
-    raise InputError(f"'{source:.100}' cannot be read: {why}.") from None
+    reason = "it includes itself" if included else "its brackets are nested too deeply"
+    raise InputError(f"'{source:.100}' cannot be read: {reason}.") from None
   try:
     experiment = gin.query_parameter("specdec_jax.run.run.experiment")
   except ValueError:
     raise InputError(
-      f"{', '.join(files)} says nothing to run; bind run.run.experiment = @module.function."
+      f"no experiment is bound in {', '.join(files)}; bind run.run.experiment = @module.function."
     ) from None
-  # With () gin would run the experiment first, and hand us its result.
+  # For a reference with (), gin would call the experiment and bind its result.
   is_reference = isinstance(experiment, gin.config.ConfigurableReference)
   if is_reference and experiment.evaluate and experiment.config_key[1] != _MACRO:
     raise InputError(f"run.run.experiment is {experiment!r}; leave out the parentheses.")
@@ -201,21 +220,24 @@ def _is_macro(name: str) -> bool:
 
 
 def _check_macros(new_macros: set[str], config) -> None:
-  """Macros that only flags set, `new_macros`, must be read; gin checks that those read are set."""
+  """Raise InputError unless every macro in `new_macros`, which only flags set, is used.
+
+  gin itself checks that every macro that is used has a value.
+  """
   keys = [reference.config_key for reference in gin.config.iterate_references(config)]
-  read = sorted({scope for scope, selector in keys if selector == _MACRO})
-  for name in sorted(new_macros.difference(read)):
+  used = sorted({scope for scope, selector in keys if selector == _MACRO})
+  for name in sorted(new_macros.difference(used)):
     raise InputError(
-      f"no gin file uses a macro {name}; those in use are {', '.join(read) or 'none'}."
+      f"no gin file uses a macro {name}; those in use are {', '.join(used) or 'none'}."
     )
 
 
 def _check_cycles(config) -> None:
-  """No macro may refer to itself, directly or by way of others."""
+  """Raise InputError if a macro refers to itself, directly or by way of other macros."""
   references = gin.config.iterate_references
   macros = {
-    scope: {found.config_key[0] for found in references(bound) if found.config_key[1] == _MACRO}
-    for (scope, selector), bound in config.items()
+    scope: {ref.config_key[0] for ref in references(value) if ref.config_key[1] == _MACRO}
+    for (scope, selector), value in config.items()
     if selector == _MACRO
   }
   try:
@@ -229,14 +251,14 @@ def _check_cycles(config) -> None:
 
 
 def command() -> None:
-  """The command `specdec`."""
-  with interrupt.handled():
+  """Run the command `specdec` and exit with its status."""
+  with interrupt.handle_signals():
     status = main(sys.argv)
   sys.exit(status)
 
 
 if __name__ == "__main__":
-  # As __main__ this would be a second module, and gin files name the first.
+  # Gin files name the module specdec_jax.run, which is not the same object as __main__.
   from specdec_jax.run import command as _command
 
   _command()

@@ -1,3 +1,3 @@
-"""The version, in the one place that pyproject.toml, records and readers look at."""
+"""The version of the package, read by pyproject.toml, records and users."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
-"""XLA's flags: YNN kernels turned off, and flags that XLA rejects.
+"""XLA flags: disabling XLA's YNN kernels, and finding flags that XLA rejects.
 
-With YNN kernels, which jaxlib 0.10 to 0.12 use by default, a CPU may give wrong results or crash:
-jax's issues 39103 (wrong results, silently), 39257 and 40412 (crashes and hangs).
+YNN kernels are enabled by default in jaxlib 0.10 to 0.12. On a CPU they may return wrong results or
+crash: see jax issues 39103 (silently wrong results), 39257 and 40412 (crashes and hangs).
 """
 
 import importlib.metadata
@@ -12,44 +12,45 @@ import sys
 import warnings
 from typing import Any
 
-YNN_FLAG = "--xla_cpu_experimental_ynn_fusion_type="  # of no fusion
-_KNOWN_TO = "0.10.", "0.11.", "0.12."  # jaxlib; XLA aborts the process at an unknown flag
+YNN_FLAG = "--xla_cpu_experimental_ynn_fusion_type="  # the empty value enables no YNN fusion
+# Versions of jaxlib that know YNN_FLAG. XLA aborts the process at an unknown flag.
+_VERSIONS = "0.10.", "0.11.", "0.12."
 
 
-def turn_ynn_off() -> None:
-  """Say so in XLA_FLAGS, unless YNN_FLAG is there with whatever value.
+def disable_ynn() -> None:
+  """Add YNN_FLAG to XLA_FLAGS, unless the user has set that flag to any value.
 
-  XLA reads XLA_FLAGS once, when jax is first used: after that, or where it names a file of flags, a
-  warning says what to do.
+  XLA reads XLA_FLAGS once, when jax is first used. If jax has been used already, or if XLA_FLAGS
+  names a file of flags, the flag cannot be added, and a warning says what to do.
   """
-  given = os.environ.get("XLA_FLAGS", "").strip()
+  flags = os.environ.get("XLA_FLAGS", "").strip()
   try:
     version = importlib.metadata.version("jaxlib")
-  except importlib.metadata.PackageNotFoundError:  # records and reports need no jax
+  except importlib.metadata.PackageNotFoundError:  # records and reports work without jax
     return
-  if YNN_FLAG in given or not version.startswith(_KNOWN_TO):
+  if YNN_FLAG in flags or not version.startswith(_VERSIONS):
     return
-  # jax says this nowhere in public.
+  # jax has no public function that tells whether a backend is initialized.
   bridge: Any = sys.modules.get("jax._src.xla_bridge")
   used = bridge is not None and bridge.backends_are_initialized()
   if used and bridge.default_backend() != "cpu":
     return
-  if used or given[:1] not in ("", "-"):
+  if used or flags[:1] not in ("", "-"):
     warnings.warn(
-      f"XLA's YNN kernels are on, with which jaxlib {version} may give wrong results on a CPU; "
-      f"start Python with {YNN_FLAG} in XLA_FLAGS, or import specdec_jax before jax is used.",
+      f"XLA's YNN kernels are enabled, with which jaxlib {version} may return wrong results on a "
+      f"CPU; start Python with {YNN_FLAG} in XLA_FLAGS, or import specdec_jax before jax is used.",
       stacklevel=3,
     )
     return
-  os.environ["XLA_FLAGS"] = f"{given} {YNN_FLAG}".strip()
+  os.environ["XLA_FLAGS"] = f"{flags} {YNN_FLAG}".strip()
 
 
-def rejection(flags: str) -> str:
-  """Return XLA's message if it rejects `flags` as the value of XLA_FLAGS, else an empty string.
+def rejection_message(flags: str) -> str:
+  """Return XLA's error message if it rejects `flags` in XLA_FLAGS, or an empty string.
 
-  XLA aborts the process that has such flags, so another process tries them: 0.3 seconds.
+  XLA aborts a process with flags that it rejects, so a subprocess tries them. It takes 0.3 seconds.
   """
-  tried = subprocess.run(
+  process = subprocess.run(
     [sys.executable, "-c", "from jaxlib import xla_client; xla_client.make_cpu_client()"],
     env=os.environ | {"XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "0"},
     stdin=subprocess.DEVNULL,
@@ -57,5 +58,5 @@ def rejection(flags: str) -> str:
     text=True,
     errors="replace",
   )
-  said = re.search(r"^[EF]\d{4} .*flags\w*\.cc:\d+\] (.*)$", tried.stderr, re.MULTILINE)
-  return said[1] if said and tried.returncode else ""
+  error = re.search(r"^[EF]\d{4} .*flags\w*\.cc:\d+\] (.*)$", process.stderr, re.MULTILINE)
+  return error[1] if error and process.returncode else ""

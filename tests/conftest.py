@@ -10,7 +10,9 @@ import gc
 import os
 import tempfile
 
-from specdec_jax.xla_flags import rejection  # turns YNN off, before a test that uses jax alone
+from specdec_jax.xla_flags import (
+  rejection_message,
+)  # turns YNN off, before a test that uses jax alone
 
 gc.set_threshold(200_000, 50, 50)
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -19,7 +21,9 @@ _quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes
 _quick += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 _quick += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 if (_flags := os.environ.get("SPECDEC_XLA_FLAGS")) is None:
-  _unknown = rejection(_quick).split()  # XLA aborts at a flag that this jaxlib does not know
+  _unknown = rejection_message(
+    _quick
+  ).split()  # XLA aborts at a flag that this jaxlib does not know
   _flags = " ".join(flag for flag in _quick.split() if flag not in _unknown)
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}".strip()
 os.environ["SPECDEC_XLA_FLAGS"] = ""  # workers inherit XLA_FLAGS

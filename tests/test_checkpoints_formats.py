@@ -445,14 +445,14 @@ def test_a_model_larger_than_memory_is_not_read(monkeypatch, format):
   """Its arrays are counted by their headers, in the type that they would be held in."""
   monkeypatch.setattr(stored, "_place", lambda *_: None)  # it is counted before any is read
   path, size = written(format, "1.1"), sum(x.size for x in jax.tree.leaves(params(GATED)))
-  monkeypatch.setattr(memory, "_memory", lambda mesh: 4 * size - 1)
+  monkeypatch.setattr(memory, "_device_memory", lambda mesh: 4 * size - 1)
   refused(
     path, f"the model in {path}", " would take at least ", "; load a smaller one, or in bfloat16."
   )
   load_params(path, GATED, jnp.bfloat16)
   with pytest.raises(InputError, match="with its target would take at least"):
     open_checkpoint(path).load(GATED, jnp.bfloat16, beside=np.zeros(size, np.float32))
-  monkeypatch.setattr(memory, "_memory", lambda mesh: 4 * size)
+  monkeypatch.setattr(memory, "_device_memory", lambda mesh: 4 * size)
   load_params(path, GATED)
 
 
@@ -460,7 +460,7 @@ def test_both_models_of_a_pair_are_counted(monkeypatch):
   folder = tiny_pair.folder()
   size = sum(x.nbytes for x in jax.tree.leaves(tiny_pair.pair().target_params))
   load = functools.partial(load_pair, str(folder / "target"), str(folder / "near"))
-  monkeypatch.setattr(memory, "_memory", lambda mesh: 1.5 * size)
+  monkeypatch.setattr(memory, "_device_memory", lambda mesh: 1.5 * size)
   with pytest.raises(InputError, match="near with its target would take at least"):
     load(str(folder / "vocabulary.model"))
 

@@ -1,7 +1,7 @@
-"""Signals end a command, and a measuring run that is killed and started again loses nothing.
+"""Test that signals end a command, and that a killed and restarted measurement loses no records.
 
-Real runs of `measure` in processes of their own, killed with SIGKILL while they write. What a
-setting gives is made up (and slow), so that the runs can be compared; all else is what users run.
+Subprocesses run `measure` and are killed with SIGKILL while they write. Only the measurement of a
+setting is replaced, by a slow function with fixed results, so that runs can be compared.
 """
 
 import dataclasses
@@ -28,22 +28,22 @@ import sys, warnings
 warnings.simplefilter("ignore")
 sys.path.insert(0, {str(HERE)!r})
 import test_interrupted as here
-here.measuring._measure = here.made_up
-here.tiny_pair.folder = lambda: here.pathlib.Path(sys.argv[2])  # records have its path
+here.measuring._measure = here.fake_measure
+here.tiny_pair.folder = lambda: here.pathlib.Path(sys.argv[2])  # records contain its path
 here.measure_it(sys.argv[1], print)
 """
 
 
-def made_up(pair, prompts, sampling, settings, *rest):
+def fake_measure(pair, prompts, sampling, settings, *rest):
   for setting in settings:
     time.sleep(0.05)
     yield dataclasses.replace(setting, alpha=setting.gamma / 20 + sampling.temperature / 4)
 
 
-def measure_it(folder, say=lambda *words, flush: None):
+def measure_it(folder, announce=lambda *words, flush: None):
   pair = tiny_pair.pair()
   with records.open_results(str(folder)) as path:
-    say("ready", flush=True)
+    announce("ready", flush=True)
     samplings = [Sampling(0.0), Sampling(1.0)]
     measuring.measure(pair, ["A man"], path, samplings, [*GAMMAS])
 
@@ -58,8 +58,8 @@ def start(folder) -> subprocess.Popen:
   return run
 
 
-def test_killed_and_started_again_it_ends_with_the_same_records(tmp_path, monkeypatch):
-  monkeypatch.setattr(measuring, "_measure", made_up)
+def test_killed_and_restarted_run_writes_the_same_records(tmp_path, monkeypatch):
+  monkeypatch.setattr(measuring, "_measure", fake_measure)
   measure_it(tmp_path / "whole")
   killed, rng = 0, np.random.default_rng(0)
   for _ in range(2):
@@ -68,7 +68,7 @@ def test_killed_and_started_again_it_ends_with_the_same_records(tmp_path, monkey
     run.send_signal(signal.SIGKILL)
     killed += run.wait() == -signal.SIGKILL
     with open(tmp_path / "killed" / "results.jsonl", "ab") as f:
-      f.write(b'{"task": "tiny", "targ')  # as a kill in the middle of a write leaves it
+      f.write(b'{"task": "tiny", "targ')  # the state after a kill in the middle of a write
   assert start(tmp_path / "killed").wait(120) == 0
   assert killed
   both = [
@@ -79,12 +79,12 @@ def test_killed_and_started_again_it_ends_with_the_same_records(tmp_path, monkey
   assert both[0] == both[1]
 
 
-# Loops that a signal has to end. An exception in a callback of the collector is ignored by Python.
+# Functions that a signal has to end. Python ignores an exception in a callback of the collector.
 LOOPS = """
 import ctypes, gc, time
 
 def collect():
-  gc.callbacks.append(lambda *_: [None] * 10)  # as jax's does, it runs a little Python
+  gc.callbacks.append(lambda *_: [None] * 10)  # like jax's callback, it runs Python code
   print("ready", flush=True)
   while True:
     gc.collect()
@@ -99,7 +99,7 @@ def swallow():
 
 def block():
   mutex = ctypes.create_string_buffer(128)
-  lock = ctypes.CDLL(None).pthread_mutex_lock  # no signal ends it, and others run meanwhile
+  lock = ctypes.CDLL(None).pthread_mutex_lock  # no signal interrupts it, and it releases the GIL
   print("ready", flush=True)
   lock(mutex), lock(mutex)
 """
@@ -124,19 +124,19 @@ def loop(folder, name: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize(
-  "number, said", [(signal.SIGTERM, b"terminated\n"), (signal.SIGINT, b"interrupted\n")]
+  "number, message", [(signal.SIGTERM, b"terminated\n"), (signal.SIGINT, b"interrupted\n")]
 )
-def test_a_signal_during_garbage_collection_ends_the_command(tmp_path, number, said):
+def test_signal_during_garbage_collection_ends_the_command(tmp_path, number, message):
   run = loop(tmp_path, "collect")
   run.send_signal(number)
   try:
-    assert run.communicate(timeout=60) == (b"", said)
+    assert run.communicate(timeout=60) == (b"", message)
   finally:
     run.kill()
   assert run.returncode == 128 + number
 
 
-def test_a_second_signal_ends_a_command_that_swallows_the_first(tmp_path):
+def test_second_signal_ends_a_command_that_swallows_the_first(tmp_path):
   run = loop(tmp_path, "swallow")
   run.terminate()
   assert run.stdout.readline() == b"swallowed\n"
@@ -144,22 +144,22 @@ def test_a_second_signal_ends_a_command_that_swallows_the_first(tmp_path):
   assert run.wait(60) == -signal.SIGTERM
 
 
-def test_a_second_signal_ends_a_native_call(tmp_path):
+def test_second_signal_ends_a_native_call(tmp_path):
   run = loop(tmp_path, "block")
   for _ in range(600):
     run.terminate()
     try:
-      # The latter if the first signal arrived before the call began.
+      # -SIGTERM if the first signal arrived before the call began.
       assert run.wait(0.1) in (128 + signal.SIGTERM, -signal.SIGTERM)
       break
     except subprocess.TimeoutExpired:
       pass
   else:
     run.kill()
-    pytest.fail("it did not end")
+    pytest.fail("the process did not end")
 
 
-def test_a_translation_that_waits_for_its_next_line_is_ended(tmp_path):
+def test_signal_ends_a_translation_that_waits_for_input(tmp_path):
   run = command(tmp_path, "translate", "--gin.OUTPUT='out.txt'", "--gin.GAMMA=0")
   while not [*tmp_path.glob(".out.txt.*.part")] and run.poll() is None:
     time.sleep(0.05)

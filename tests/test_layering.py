@@ -23,7 +23,7 @@ LAYERS = {
   "version": set(),
   "gin_files": set(),
   "machine": set(),
-  "writing": set(),
+  "atomic_files": set(),
   "compile_cache": set(),
   "interrupt": set(),
   "progress": {"rich"},
@@ -56,19 +56,19 @@ LAYERS = {
   "tpu": FLAX,
   "peers": JAX | {"ctranslate2", "torch", "transformers"},
   "commands": FLAX | {"rich", "sacrebleu"},
-  "sentences": set(),
+  "user_errors": set(),
   "run": {"gin", "absl"},
 }
 
 # Layers that know less than what lies below them.
 ONLY = {
-  "records": {"errors", "version", "writing"},
-  "reporting": {"errors", "version", "writing", "core.types", "core.theory", "records"},
-  "sentences": {"errors"},
-  "run": {"errors", "version", "compile_cache", "gin_files", "interrupt", "sentences"},
+  "records": {"errors", "version", "atomic_files"},
+  "reporting": {"errors", "version", "atomic_files", "core.types", "core.theory", "records"},
+  "user_errors": {"errors"},
+  "run": {"errors", "version", "compile_cache", "gin_files", "interrupt", "user_errors"},
 }
 
-CORE = ("xla_flags", "errors", "version", "memory", "writing")
+CORE = ("xla_flags", "errors", "version", "memory", "atomic_files")
 CORE += tuple(layer for layer in LAYERS if layer.startswith("core.")) + (
   "kernels",
   "models",
@@ -212,14 +212,14 @@ SELF_MADE = r"\.write_(text|bytes)\(|os\.(replace|rename)\(|mkstemp|open\([^)]*[
 
 
 def test_files_are_written_in_one_place():
-  """Whole or not at all, through links and to pipes: what `writing` knows, no one knows twice."""
+  """Whole or not at all, through links and to pipes: what `atomic_files` knows, no one knows twice."""
   wrong = [
     str(path.relative_to(ROOT))
     for path in [*MODULES, *(ROOT / "scripts").glob("*.py")]
     if re.search(SELF_MADE, path.read_text())
   ]
   # `run` opens standard error where it was closed.
-  assert wrong == ["specdec_jax/run.py", "specdec_jax/writing.py"]
+  assert wrong == ["specdec_jax/atomic_files.py", "specdec_jax/run.py"]
 
 
 @pytest.mark.parametrize("folder", ["gin", "configs", "scripts"])

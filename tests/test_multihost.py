@@ -22,7 +22,7 @@ from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.counts import acceptance_rate, num_rounds, num_tokens
 from specdec_jax.errors import InputError
-from specdec_jax.sentences import user_sentence
+from specdec_jax.user_errors import format_error
 
 BATCH, LIMIT, GAMMA = 3, 12, 3
 SAMPLING = Sampling(temperature=1.0)
@@ -207,7 +207,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
   monkeypatch.setattr(os, "fsync", full)
   with pytest.raises(OSError) as told:
     run(tmp_path)
-  assert user_sentence(told.value) == (
+  assert format_error(told.value) == (
     f"cannot use '{tmp_path}/part-0-of-1.jsonl': No space left on device; free some space there, "
     "or write to another place."
   )

@@ -1,4 +1,4 @@
-"""A long run says how far it is, whoever listens."""
+"""Test progress lines where standard error is no terminal."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from specdec_jax import progress
 
 
 @pytest.mark.parametrize("tracked", [True, False])
-def test_where_there_is_no_terminal_a_line_comes_now_and_then(tracked, monkeypatch, capsys):
+def test_without_a_terminal_lines_are_printed(tracked, monkeypatch, capsys):
   monkeypatch.setattr(progress, "EVERY", 0.0)
   with progress.Progress() as bar:
     if tracked:
@@ -15,11 +15,11 @@ def test_where_there_is_no_terminal_a_line_comes_now_and_then(tracked, monkeypat
       task = bar.add_task("decoding", total=3)
       for _ in range(3):
         bar.advance(task)
-  said = capsys.readouterr()
-  assert "decoding: 3 of 3" in said.err.splitlines() and said.out == ""
+  captured = capsys.readouterr()
+  assert "decoding: 3 of 3" in captured.err.splitlines() and captured.out == ""
 
 
-def test_it_is_silent_between_two_lines_and_when_it_is_disabled(monkeypatch, capsys):
+def test_nothing_is_printed_between_lines_or_if_disabled(monkeypatch, capsys):
   with progress.Progress() as bar:
     assert [*bar.track(range(3), description="decoding")] == [0, 1, 2]
   monkeypatch.setattr(progress, "EVERY", 0.0)

@@ -214,7 +214,7 @@ def test_unknown_field_is_reported(path):
     ("alpha", math.nan, "not a JSON object"),
     ("alpha", 10**400, "not a JSON object"),
     ("identical", 1, "identical is 1; it must be True or False or None."),
-    ("task", {"a": 1}, "task is {'a': 1}; it must be a text or None."),
+    ("task", {"a": 1}, "task is {'a': 1}; it must be a string or None."),
     ("acceptance_by_position", [0.5, "x"], "it must be a list (each a number or None) or None."),
     ("schema", [1], "a record of schema [1]"),
   ],

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.commands import translate
 from specdec_jax.core.decode import autoregressive_decode
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -22,7 +23,6 @@ from specdec_jax.data import vocabulary
 from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.pairs import pair
 from specdec_jax.run import main
-from specdec_jax.writing import written
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINES = [tiny_pair.SENTENCES[i] for i in (0, 14, 33, 60, 80)]
@@ -305,7 +305,7 @@ def decoded(monkeypatch):
 
 def test_two_runs_cannot_share_an_output(run, decoded):
   (run.dir / "out.txt.part").write_text("mine")
-  with written("out.txt", alone=True):
+  with atomic_write("out.txt", exclusive=True):
     result = run(LINES, OUTPUT="out.txt", GAMMA="auto")
   assert result.status == 2 and not decoded
   assert result.err == (

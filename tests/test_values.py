@@ -45,8 +45,8 @@ from specdec_jax.pairs.composed import (
   stop_at_miss_draft,
 )
 from specdec_jax.run import main
-from specdec_jax.sentences import user_sentence
 from specdec_jax.training.trainer import TrainSettings
+from specdec_jax.user_errors import format_error
 
 # Python 3.12 and newer reject the file before gin does.
 NUL_IN_GIN = "Unexpected token (zeros.gin, line 1: )."
@@ -64,7 +64,7 @@ DIGITS = 123456789012345678901234567890
 @pytest.fixture
 def machine(monkeypatch):
   """One of 16 GB, whatever this one has."""
-  monkeypatch.setattr(memory, "_memory", lambda mesh: 16e9)
+  monkeypatch.setattr(memory, "_device_memory", lambda mesh: 16e9)
 
 
 def refused(function, *args, **settings) -> str:
@@ -96,9 +96,9 @@ def refused(function, *args, **settings) -> str:
     (dict(seed="x"), "seed is 'x'; it must be a whole number."),
     (dict(seed=1.5), "seed is 1.5; it must be a whole number."),
     (dict(seed=DIGITS), f"seed is {DIGITS}; {SEED}"),
-    (dict(input=5), "input is 5; it must be a text or None."),
-    (dict(output=5), "output is 5; it must be a text."),
-    (dict(prefix=5), "prefix is 5; it must be a text."),
+    (dict(input=5), "input is 5; it must be a string or None."),
+    (dict(output=5), "output is 5; it must be a string."),
+    (dict(prefix=5), "prefix is 5; it must be a string."),
     (dict(sampling=5), "sampling is 5; it must be a Sampling."),
     (dict(pair=5), "pair is 5; it must be a Pair."),
     (dict(num_texts=-1), f"num_texts is -1; {COUNT}"),
@@ -122,7 +122,7 @@ def test_what_memory_cannot_hold_is_not_tried(machine, tmp_path, pair, name, val
 
 def test_a_batch_that_memory_cannot_hold_is_not_tried(monkeypatch, tmp_path):
   """Its rows are counted with their caches, and 10,000 lines to fill it cost no time."""
-  monkeypatch.setattr(memory, "_memory", lambda mesh: 50e6)
+  monkeypatch.setattr(memory, "_device_memory", lambda mesh: 50e6)
   (tmp_path / "in.txt").write_text("A man runs.\n")
   said = refused(translate, tiny_pair.pair(), str(tmp_path / "in.txt"), batch_size=10_000)
   assert said.startswith("a batch of 10000 with max_new_tokens 128 and gamma 5 would take at least")
@@ -132,17 +132,17 @@ def test_a_batch_that_memory_cannot_hold_is_not_tried(monkeypatch, tmp_path):
 
 
 def test_memory_is_that_of_the_machine_which_runs():
-  assert 1e8 < memory._memory(None) < 1e14
+  assert 1e8 < memory._device_memory(None) < 1e14
   elsewhere = types.SimpleNamespace(abstract_device=types.SimpleNamespace(platform="tpu"), size=4)
-  assert memory._memory(elsewhere) == math.inf
+  assert memory._device_memory(elsewhere) == math.inf
 
 
 @pytest.mark.parametrize(
   "experiment, settings, sentence",
   [
-    (speedup, dict(output_dir=5), "output_dir is 5; it must be a text."),
-    (speedup, dict(texts=5), "texts is 5; it must be a list (each a text)."),
-    (speedup, dict(texts="A man."), "texts is 'A man.'; it must be a list (each a text)."),
+    (speedup, dict(output_dir=5), "output_dir is 5; it must be a string."),
+    (speedup, dict(texts=5), "texts is 5; it must be a list (each a string)."),
+    (speedup, dict(texts="A man."), "texts is 'A man.'; it must be a list (each a string)."),
     (speedup, dict(gammas=5), f"gammas is 5; {GAMMAS}"),
     (speedup, dict(gammas=(True,)), f"gammas is (True,); {GAMMAS}"),
     (speedup, dict(gammas=(10**12,)), f"gamma is 1000000000000; {COUNT}"),
@@ -156,7 +156,7 @@ def test_memory_is_that_of_the_machine_which_runs():
     (decode, dict(tree="x"), f"tree is 'x'; {TREE}"),
     (decode, dict(tree=[3]), "A tree has parents (3,); they must be whole numbers in ascending"),
     (decode, dict(tree=[0], gamma="auto"), "gamma is 'auto' and tree is [0]: a tree leaves no"),
-    (decode, dict(output_dir=5), "output_dir is 5; it must be a text."),
+    (decode, dict(output_dir=5), "output_dir is 5; it must be a string."),
     (decode, dict(host=5), "host is 5; it must be (a whole number, a whole number) or None."),
     (decode, dict(host=("x", 1)), "host is ('x', 1); it must be (a whole number, a whole number)"),
     (decode, dict(batch_size=10**12), f"batch_size is 1000000000000; {COUNT}"),
@@ -287,7 +287,7 @@ def test_numbers_of_any_kind_are_pythons_own(number):
       dict(text="\udcff"),
       "text has half a surrogate pair, '\\udcff', at position 0, whic",
     ),
-    ("stream", dict(text="\0"), "text has a NUL character at position 0; a text ends there for th"),
+    ("stream", dict(text="\0"), "text has a NUL character at position 0, where the libraries th"),
     (
       "stream",
       dict(temperature=HUGE),
@@ -347,18 +347,18 @@ def test_a_draft_of_beams_is_refused_alike_on_the_command_line(tmp_path):
 @pytest.mark.parametrize(
   "settings, sentence",
   [
-    (dict(draft=None), "draft is None; it must be a text or a function."),
-    (dict(target=5), "target is 5; it must be a text."),
-    (dict(vocabulary=5), "vocabulary is 5; it must be a text"),
+    (dict(draft=None), "draft is None; it must be a string or a function."),
+    (dict(target=5), "target is 5; it must be a string."),
+    (dict(vocabulary=5), "vocabulary is 5; it must be a string"),
     (dict(extra_ids="x"), "extra_ids is 'x'; it must be a whole number or 'auto'."),
     (dict(extra_ids=-1), "extra_ids is -1; it must be from 0 to 1000000 (T5's own has 100)."),
     (dict(extra_ids=10**9), "extra_ids is 1000000000; it must be from 0 to 1000000"),
     (dict(stored_weights="no"), "stored_weights is 'no'; it must be True or False."),
     (dict(max_source_tokens=True), "max_source_tokens is True; it must be a whole number."),
     (dict(max_source_tokens=10**30), f"max_source_tokens is {10**30}; {COUNT}"),
-    (dict(dtype=5), "dtype is 5; it must be a text."),
-    (dict(kernels=5), "kernels is 5; it must be a text."),
-    (dict(task=5), "task is 5; it must be a text or None."),
+    (dict(dtype=5), "dtype is 5; it must be a string."),
+    (dict(kernels=5), "kernels is 5; it must be a string."),
+    (dict(task=5), "task is 5; it must be a string or None."),
     (dict(shardings="x"), "shardings is 'x'; it must be a function or None."),
     (dict(draft_shardings=5), "draft_shardings is 5; it must be a function or None."),
     (dict(verifier="x"), "verifier is 'x'; it must be a function."),
@@ -426,7 +426,7 @@ def test_shapes_of_models(settings, sentence):
 
 
 def test_vocabularies_and_texts(monkeypatch, tmp_path):
-  assert refused(open_vocabulary, 5) == "path is 5; it must be a text."
+  assert refused(open_vocabulary, 5) == "path is 5; it must be a string."
   fitted = functools.partial(fit_vocabulary, str(tmp_path), [], vocabulary="v.model")
   assert refused(fitted, size="x") == "size is 'x'; it must be a whole number."
   assert refused(fitted, size=-1) == f"size is -1; {COUNT}"
@@ -458,7 +458,11 @@ def test_types_are_those_of_annotations():
     ("zeros.gin", [], NUL_IN_GIN),
     ("gin/runs/translate.gin", ["SEED='x'"], "seed is 'x'; it must be a whole number."),
     ("gin/runs/translate.gin", ["GAMMA=2000000000"], "a batch of 1 with max_new_tokens 128 and "),
-    ("gin/runs/translate.gin", ["load_pair.draft=None"], "draft is None; it must be a text or a "),
+    (
+      "gin/runs/translate.gin",
+      ["load_pair.draft=None"],
+      "draft is None; it must be a string or a ",
+    ),
   ],
   ids=str,
 )
@@ -482,9 +486,9 @@ def test_the_command_ends_in_a_sentence_and_status_2(
 
 def test_memory_that_runs_out_is_told():
   exhausted = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of 9 bytes.\nDetails")
-  assert user_sentence(exhausted) == "there is not enough memory: Out of 9 bytes; ask for less."
-  assert user_sentence(MemoryError()) == "there is not enough memory; ask for less."
-  assert user_sentence(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
+  assert format_error(exhausted) == "there is not enough memory: Out of 9 bytes; ask for less."
+  assert format_error(MemoryError()) == "there is not enough memory; ask for less."
+  assert format_error(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
 
 
 # From Python.

@@ -1,4 +1,4 @@
-"""XLA's YNN kernels are off for whoever imports the package, or a warning says how."""
+"""Test that importing the package disables XLA's YNN kernels, and the check of XLA flags."""
 
 import importlib.metadata
 import os
@@ -12,21 +12,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specdec_jax.xla_flags import YNN_FLAG, rejection, turn_ynn_off
+from specdec_jax.xla_flags import YNN_FLAG, disable_ynn, rejection_message
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-# Neither is skipped with a jaxlib that is newer than those known: it may have the kernels too.
+# The next two tests also run with newer versions of jaxlib, which may have the kernels too.
 
 
-def test_these_tests_run_without_them():
+def test_ynn_kernels_are_disabled_in_these_tests():
   x = jnp.ones((64, 64))
   compiled = jax.jit(jnp.matmul).lower(x, x).compile()
   assert "__ynn_fusion" not in (compiled.as_text() or "__ynn_fusion")
 
 
-def test_they_are_off_though_jax_was_imported_first():
+def test_ynn_kernels_are_disabled_if_jax_is_imported_first():
   code = """
 import jax, jax.numpy as jnp
 import specdec_jax.core.decode
@@ -38,51 +38,52 @@ assert 'dot' in text and '__ynn_fusion' not in text
   subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, check=True)
 
 
-def flags_after(monkeypatch, given, version, used, platform="cpu"):
+def flags_after(monkeypatch, flags, version, used, platform="cpu"):
+  """Return XLA_FLAGS after `disable_ynn` for this version of jaxlib; `used`: jax has started."""
   bridge = types.SimpleNamespace(
     backends_are_initialized=lambda: used, default_backend=lambda: platform
   )
   monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
   monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", bridge)
-  monkeypatch.setenv("XLA_FLAGS", given)
-  turn_ynn_off()
+  monkeypatch.setenv("XLA_FLAGS", flags)
+  disable_ynn()
   return os.environ["XLA_FLAGS"]
 
 
 @pytest.mark.parametrize(
-  "given, version, used, after",
+  "flags, version, used, expected",
   [
     ("", "0.10.2", False, YNN_FLAG),
     ("", "0.11.0", False, YNN_FLAG),
     ("--xla_a=1", "0.11.0", False, f"--xla_a=1 {YNN_FLAG}"),
     (f"{YNN_FLAG}dot", "0.10.2", False, f"{YNN_FLAG}dot"),
     (YNN_FLAG, "0.10.2", True, YNN_FLAG),
-    ("", "0.9.2", False, ""),  # which ends at a flag that it does not know
+    ("", "0.9.2", False, ""),  # XLA would abort at the unknown flag
     ("", "0.12.0.1", False, YNN_FLAG),
     ("", "0.13.0", True, ""),
   ],
 )
-def test_the_flag_is_set_where_it_is_known_and_left_where_it_is_given(
-  monkeypatch, given, version, used, after
+def test_flag_is_added_if_jaxlib_knows_it_and_the_user_has_not_set_it(
+  monkeypatch, flags, version, used, expected
 ):
   with warnings.catch_warnings():
     warnings.simplefilter("error")
-    assert flags_after(monkeypatch, given, version, used) == after
+    assert flags_after(monkeypatch, flags, version, used) == expected
 
 
-@pytest.mark.parametrize("given, used", [("--xla_a=1", True), ("flags.txt", False)])
-def test_too_late_a_warning_says_how(monkeypatch, given, used):
-  with pytest.warns(UserWarning, match=f"YNN kernels are on.*start Python with {YNN_FLAG} in"):
-    assert flags_after(monkeypatch, given, "0.10.2", used) == given
+@pytest.mark.parametrize("flags, used", [("--xla_a=1", True), ("flags.txt", False)])
+def test_warning_if_the_flag_cannot_be_added(monkeypatch, flags, used):
+  with pytest.warns(UserWarning, match=f"YNN kernels are enabled.*start Python with {YNN_FLAG} in"):
+    assert flags_after(monkeypatch, flags, "0.10.2", used) == flags
   with warnings.catch_warnings():
-    warnings.simplefilter("error")  # a CPU's kernels do nothing to who uses another device
+    warnings.simplefilter("error")  # on other devices the CPU's kernels do not matter
     flags_after(monkeypatch, "", "0.10.2", True, platform="tpu")
 
 
-def test_flags_that_xla_rejects():
-  assert rejection("--xla_backend_optimization_level=0") == ""
+def test_rejection_message_is_that_of_xla():
+  assert rejection_message("--xla_backend_optimization_level=0") == ""
   unknown = "--xla_cpu_no_such_flag=1 --xla_nor_this"
-  said = rejection(f"{unknown} --xla_backend_optimization_level=0")
-  assert said == f"Unknown flags in XLA_FLAGS: {unknown}"
-  assert "value many" in rejection("--xla_backend_optimization_level=many")
-  assert '"no/such/file"' in rejection("no/such/file")
+  message = rejection_message(f"{unknown} --xla_backend_optimization_level=0")
+  assert message == f"Unknown flags in XLA_FLAGS: {unknown}"
+  assert "value many" in rejection_message("--xla_backend_optimization_level=many")
+  assert '"no/such/file"' in rejection_message("no/such/file")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import serialization
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.checkpoints import files
 from specdec_jax.checkpoints.flax_msgpack import read_flat
 from specdec_jax.checkpoints.stored import Checkpoint, Stored
@@ -15,7 +16,6 @@ from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config, named_dtype
 from specdec_jax.models.families import AnyConfig
 from specdec_jax.models.speculator import SpeculatorConfig
-from specdec_jax.writing import written
 
 CONFIG, PARAMS = "config.json", "params.msgpack"
 _FAMILIES: dict[str, type[AnyConfig]] = {
@@ -40,7 +40,7 @@ def save_model(folder: str, config: AnyConfig, params, vocabulary: str | None = 
   shape["vocabulary"] = vocabulary
   shape["family"] = next(name for name, kind in _FAMILIES.items() if isinstance(config, kind))
   params = jax.tree.map(lambda x: jax.device_get(x.astype(jnp.bfloat16)), params)
-  with written(path / CONFIG) as about, written(path / PARAMS, "wb") as arrays:
+  with atomic_write(path / CONFIG) as about, atomic_write(path / PARAMS, "wb") as arrays:
     arrays.write(serialization.msgpack_serialize(params))
     about.write(json.dumps(shape, indent=2) + "\n")
 

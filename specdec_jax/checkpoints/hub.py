@@ -10,7 +10,7 @@ VOCABULARY = ("spiece.model", "tokenizer.json")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def here(path: str, files: tuple[str, ...] = MODEL) -> str:
+def resolve(path: str, files: tuple[str, ...] = MODEL) -> str:
   """The folder of what the Hub calls `path`, as 'google/flan-t5-small'; any other path as it is.
 
   Args:

@@ -11,6 +11,7 @@ import numpy as np
 from flax import traverse_util
 from safetensors.numpy import save
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.checkpoints.gpt2 import open_gpt2
 from specdec_jax.checkpoints.pretrained import (
   CONFIG,
@@ -26,7 +27,6 @@ from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, equal
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.writing import written
 
 _BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 _NAMES = {
@@ -121,7 +121,7 @@ def save_huggingface(folder: str, config: T5Config, params) -> None:
     array = np.asarray(value)
     array = array.T if array.ndim == 2 and name != TABLE else array
     arrays[_their_name(name)] = np.ascontiguousarray(array)
-  with written(path / CONFIG) as about, written(path / WEIGHTS, "wb") as weights:
+  with atomic_write(path / CONFIG) as about, atomic_write(path / WEIGHTS, "wb") as weights:
     weights.write(save(arrays, {"format": "pt"}))
     about.write(json.dumps(_about(config), indent=2) + "\n")
 

@@ -21,12 +21,12 @@ def open_checkpoint(path: str) -> Checkpoint:
 
   Args:
     path: local or `gs://`; a folder, or the one file of an old T5X checkpoint; or a name on the
-      Hugging Face Hub, from which it is fetched (`hub.here`).
+      Hugging Face Hub, from which it is fetched (`hub.resolve`).
 
   Raises:
     InputError: there is none, half of one, or one of several would have to be chosen.
   """
-  path = hub.here(path.rstrip("/"))
+  path = hub.resolve(path.rstrip("/"))
   parent, name = posixpath.split(path)
   if _UNFINISHED.search(name):
     raise InputError(f"{path} was never finished: it is named as what is still being written.")

@@ -152,7 +152,7 @@ class Checkpoint(NamedTuple):
       tree = for_decoding(apart, tree, concatenate)[1]
     dtype = config.dtype if dtype is None else dtype
     if callable(shardings):
-      shardings = placed_by(shardings, config)
+      shardings = make_shardings(shardings, config)
 
     in_panels = lambda path: config.kernels != "xla" and path[-1].key == "kernel"
 
@@ -207,7 +207,7 @@ def _place(array: Stored, dtype, sharding: Sharding | None = None) -> jax.Array:
   return placed.block_until_ready()  # or the next would be read while this one is still here twice
 
 
-def placed_by(shardings: Callable[[Any], Any], config: AnyConfig) -> Any:
+def make_shardings(shardings: Callable[[Any], Any], config: AnyConfig) -> Any:
   """The tree of shardings that a user's function makes of the shapes of a model's parameters.
 
   Raises:

@@ -7,6 +7,7 @@ import jax
 from rich.console import Console
 
 from specdec_jax import records
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import OnTarget, Verifier
 from specdec_jax.data.vocabulary import Vocabulary
@@ -17,7 +18,6 @@ from specdec_jax.progress import Progress
 from specdec_jax.reporting.drafts import drafts_table
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.html import drafts_report
-from specdec_jax.writing import written
 
 
 def compare_drafts(
@@ -64,7 +64,7 @@ def compare_drafts(
       )
       jax.clear_caches()  # a process may map only so many programs
     report = pathlib.Path(results).with_name("report.html")
-    with written(report) as file:
+    with atomic_write(report) as file:
       file.write(drafts_report(found, f"Drafts: {pair.task or found[0].target_label}"))
   console.print(render(drafts_table(found), "terminal"))
   console.print(

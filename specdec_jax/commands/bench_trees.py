@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from specdec_jax import records
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.commands.quickstart import show_examples
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.decode import require_finite
@@ -36,7 +37,6 @@ from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.html import lengths_report
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.stepper import Example
-from specdec_jax.writing import written
 
 WIDTH = 8  # ranks whose acceptance is measured
 
@@ -128,7 +128,7 @@ def trees(
         of_tree = decode_examples(one, few, [sampling], grown[:1], max_new_tokens, seed)
         examples.append([*of_tree])
     report = pathlib.Path(results).with_name("report.html")
-    with written(report) as file:
+    with atomic_write(report) as file:
       title = f"Acceptance lengths: {measured[0].subject}"
       file.write(lengths_report(measured, [e for of_tree in examples for e in of_tree], title))
   for of_tree in examples:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError, require_count, require_types
@@ -26,7 +27,6 @@ from specdec_jax.measurement.costs import Costs, round_calls, round_costs
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
-from specdec_jax.writing import written
 
 GAMMA = 7
 LIMIT = 64  # tokens of a text
@@ -132,7 +132,7 @@ def verdict(value: float, recorded: Sequence[float], higher_is_better: bool) -> 
 
 def write(path: str, content: Mapping[str, Any]) -> None:
   """Write the file of recorded ratios, whole or not at all."""
-  with written(path) as file:
+  with atomic_write(path) as file:
     file.write(json.dumps(content, indent=2) + "\n")
 
 

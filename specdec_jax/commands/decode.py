@@ -17,6 +17,7 @@ from typing import IO, BinaryIO, Literal
 
 import jax
 
+from specdec_jax.atomic_files import atomic_write, lock_file, name_in_errors, require_regular_file
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
@@ -25,7 +26,6 @@ from specdec_jax.errors import InputError, require_count, require_seed, require_
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
-from specdec_jax.writing import claim, naming, require_regular, written
 
 # Fields of a part's lines that merging them reads.
 _FIELDS = dict(index=int, source=str, output=str, rounds=int, guesses=int, accepted=int)
@@ -131,7 +131,7 @@ def decode(
     print(f"host {number} of {num_hosts} is done; not complete yet: {', '.join(behind)}")
     return
   _require_same(folder, settings)
-  with written(folder / "outputs.jsonl", "wb") as merged:
+  with atomic_write(folder / "outputs.jsonl", "wb") as merged:
     summary = _merge(parts, lines_of, host_of, merged)
   print(f"{summary}: {folder / 'outputs.jsonl'}")
 
@@ -140,7 +140,7 @@ def _agreed(path: pathlib.Path, number: int, choose: Callable[[], Tree]) -> Tree
   """What the file holds, or `choose()` put there, unless another host is first to do so."""
   if not path.exists():
     own = path.with_name(f"{path.name}.part{number}")
-    with written(own) as file:
+    with atomic_write(own) as file:
       file.write(json.dumps([*choose().parents]) + "\n")
     try:
       os.link(own, path)  # whole or not at all, and never over another's
@@ -148,7 +148,7 @@ def _agreed(path: pathlib.Path, number: int, choose: Callable[[], Tree]) -> Tree
       pass
     finally:
       own.unlink()
-  require_regular(path)
+  require_regular_file(path)
   try:
     parents = json.loads(path.read_bytes())
     require_types(Tree, {"parents": parents})
@@ -178,9 +178,9 @@ def _records(pair: Pair, at: int, sources, outputs, decoded: list[DecodeResult])
 @contextlib.contextmanager
 def _open_part(path: pathlib.Path, settings: dict) -> Iterator[BinaryIO]:
   """A host's part for this run alone while the context lasts; its first line says the settings."""
-  require_regular(path)
+  require_regular_file(path)
   with open(path, "ab") as part:
-    claim(part, path)
+    lock_file(part, path)
     if not _whole_lines(path):
       part.truncate(0)
       _append(part, path, settings)
@@ -237,7 +237,7 @@ def _merge(parts, lines_of: list[list[bytes]], host_of: list[int], merged: IO) -
 
 def _append(part: BinaryIO, path: pathlib.Path, *records: dict) -> None:
   """Add lines to the part at `path`, on disk when this returns."""
-  with naming(path):
+  with name_in_errors(path):
     part.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
     part.flush()
     os.fsync(part.fileno())
@@ -245,7 +245,7 @@ def _append(part: BinaryIO, path: pathlib.Path, *records: dict) -> None:
 
 def _whole_lines(path: pathlib.Path) -> list[bytes]:
   """The lines of a part, if it is there: not half a one that a killed run left at its end."""
-  require_regular(path)
+  require_regular_file(path)
   return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 

@@ -13,13 +13,14 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from specdec_jax.atomic_files import atomic_write, require_distinct_files
 from specdec_jax.beam_search import best
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import num_rounds, num_tokens
-from specdec_jax.data.text import read_lines, typed_lines
+from specdec_jax.data.text import read_lines, read_stdin_lines
 from specdec_jax.errors import (
   InputError,
   require_count,
@@ -30,7 +31,6 @@ from specdec_jax.errors import (
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
-from specdec_jax.writing import require_apart, written
 
 # Of a line's letters spelt, for a warning. On the captions' vocabulary captions have 0.22 at most,
 # news 0.13 in the median and 0.4 in one line of 1,000, another script 1.
@@ -92,7 +92,7 @@ def translate(
   require_count("max_new_tokens", max_new_tokens)
   pair.require_batch_size(batch_size)
   if input is not None:
-    require_apart(output, input)
+    require_distinct_files(output, input)
   decode = None
   if beams is not None:
     if sampling.temperature or tree is not None or gamma == "auto":
@@ -109,10 +109,12 @@ def translate(
   known = [prefix] * num_texts if input is None else None
   if input not in (None, "-"):
     known = read_lines(input, prefix=prefix)
-  lines: Iterator[str] = iter(typed_lines(prefix) if known is None else known)
+  lines: Iterator[str] = iter(read_stdin_lines(prefix) if known is None else known)
   settings = sampling, batch_size, max_new_tokens, seed
   to_file, asked = output != "-", _Asked(pair, notes)
-  with written(output, alone=True) if to_file else contextlib.nullcontext(sys.stdout) as sink:
+  with (
+    atomic_write(output, exclusive=True) if to_file else contextlib.nullcontext(sys.stdout) as sink
+  ):
     if at_terminal:
       notes.print("A line, then Enter; Ctrl-D ends it.")
     first: list[str] = []

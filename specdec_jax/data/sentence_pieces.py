@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 
 import sentencepiece
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.errors import InputError
-from specdec_jax.writing import written
 
 EOS_ID = 1
 
@@ -72,5 +72,5 @@ def train_sentence_pieces(texts: Iterable[str], path: str, size: int) -> None:
     )
   except RuntimeError as error:
     raise InputError(f"No vocabulary of {size} pieces fits these texts: {error}.") from error
-  with written(path, "wb") as file:
+  with atomic_write(path, "wb") as file:
     file.write(model.getvalue())

@@ -28,7 +28,7 @@ def read_lines(
   if path != "-" and (not file.exists() or file.is_dir()):
     raise InputError(f"There is no text file at {path}.")
   if path == "-":
-    lines = [*itertools.islice(typed_lines(), limit)]
+    lines = [*itertools.islice(read_stdin_lines(), limit)]
   else:
     raw = file.read_bytes()
     try:
@@ -46,7 +46,7 @@ def read_lines(
   return [prefix + line if line.strip() else line for line in lines]
 
 
-def typed_lines(prefix: str = "") -> Iterator[str]:
+def read_stdin_lines(prefix: str = "") -> Iterator[str]:
   """Lines of standard input, each as soon as it is there; otherwise as `read_lines` has them."""
   if sys.stdin is None:
     raise InputError("standard input is closed; give the path of a text file instead of '-'.")

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.errors import InputError
-from specdec_jax.writing import written
 
 _PAD, _END, _UNKNOWN = "[PAD]", "[END]", "[UNK]"
 _CONTINUES = "##"
@@ -77,7 +77,7 @@ def train_word_pieces(texts: Iterable[str], path: str, size: int) -> None:
   first = [*special, *sorted(fitted(0, special)[len(special) :])]
   if len(first) > size:
     raise InputError(f"The characters of these texts alone are {len(first)} pieces, not {size}.")
-  with written(path) as file:
+  with atomic_write(path) as file:
     file.write("\n".join([*fitted(size, first), ""]))
 
 

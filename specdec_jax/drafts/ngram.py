@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling, draw
 from specdec_jax.core.trees import AnyTree, require_chain
 from specdec_jax.core.types import Context, Draft, DraftFactory, Proposal
@@ -22,7 +23,6 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.writing import written
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error)
 
@@ -100,7 +100,7 @@ def fit_ngrams(
 
 def save_ngrams(path: str | os.PathLike, ngrams: Ngrams) -> None:
   """Write the counts to `path` (.npz), whole or not at all."""
-  with written(path, "wb") as file:
+  with atomic_write(path, "wb") as file:
     np.savez_compressed(file, **ngrams._asdict())
 
 

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
 from specdec_jax.core.types import Context, Draft, DraftFactory, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.writing import written
 
 REACH = 32  # tokens by which places are sorted
 
@@ -69,7 +69,7 @@ def kept_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
   if cache:
     with contextlib.suppress(OSError):  # then it is built again
       kept.parent.mkdir(parents=True, exist_ok=True)
-      with written(kept, "wb") as file:
+      with atomic_write(kept, "wb") as file:
         np.savez(file, **store._asdict())
   return store
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specdec_jax.writing import written
+from specdec_jax.atomic_files import atomic_write
 
 SOURCES = [pathlib.Path(__file__).with_name(x) for x in ("skinny.cc", "attention.cc", "vectors.h")]
 MATMUL, ATTENTION, NORM = (f"specdec_skinny_{x}" for x in ("matmul", "attention", "norm"))
@@ -147,7 +147,7 @@ def _library() -> ctypes.CDLL:
       return ctypes.CDLL(str(made))  # which may go: it is in memory
     content = made.read_bytes()
   path = folder / f"{name}-{_hash(content)}.so"
-  with written(path, "wb") as file:
+  with atomic_write(path, "wb") as file:
     os.fchmod(file.fileno(), 0o600)
     file.write(content)
   return ctypes.CDLL(str(path))

@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from specdec_jax import machine
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.errors import require_types
 from specdec_jax.measurement.choice import Branching, Calibration
 from specdec_jax.pairs import Pair, verifier_name
 from specdec_jax.version import __version__
-from specdec_jax.writing import written
 
 
 def get_or_compute(
@@ -61,7 +61,7 @@ def get_or_compute(
   date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
   with contextlib.suppress(OSError):  # then it is found again
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written(path) as file:
+    with atomic_write(path) as file:
       json.dump(dict(date=date, num_texts=num_texts, on=about, calibration=fields), file)
   return found, ""
 

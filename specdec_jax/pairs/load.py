@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
-from specdec_jax.checkpoints.stored import Checkpoint, MakesShardings, placed_by
+from specdec_jax.checkpoints.stored import Checkpoint, MakesShardings, make_shardings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import EITHER, DraftFactory, OnTarget, Verifier, drafter_from, made_for
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -87,7 +87,7 @@ def load_pair(
   require_count("max_source_tokens", max_source_tokens)
   dtype = _of_device(dtype)
   of_target = open_checkpoint(target)
-  file = vocabulary_of(target) if vocabulary is None else hub.here(vocabulary, hub.VOCABULARY)
+  file = vocabulary_of(target) if vocabulary is None else hub.resolve(vocabulary, hub.VOCABULARY)
   words = open_vocabulary_of_model(file, of_target.config.vocab_size, extra_ids)
   load = functools.partial(load_for, words=words, dtype=dtype, kernels=kernels)
   config, target_params = load(
@@ -187,7 +187,7 @@ def laid_out(config: Config, shardings: MakesShardings, kernels: str) -> Config:
   """The same model with fewer, larger products, unless these would be sharded."""
   if kernels not in ("auto", "xla"):
     raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
-  places = jax.tree.leaves(placed_by(shardings, config)) if shardings else []
+  places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else []
   if not all(place.is_fully_replicated for place in places):
     return config
   here = kernels == "auto" and not shardings and skinny.ready(config.dtype)
@@ -197,7 +197,7 @@ def laid_out(config: Config, shardings: MakesShardings, kernels: str) -> Config:
 
 def vocabulary_of(target: str) -> str:
   """The path of the vocabulary that belongs to a target; raises InputError if there is none."""
-  found = find_vocabulary(hub.here(target, hub.VOCABULARY))
+  found = find_vocabulary(hub.resolve(target, hub.VOCABULARY))
   if found is None:
     raise InputError(
       f"The target {target} has no vocabulary with it; expected spiece.model or tokenizer.json in "

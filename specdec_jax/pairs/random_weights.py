@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.checkpoints.stored import MakesShardings, param_shapes, placed_by
+from specdec_jax.checkpoints.stored import MakesShardings, make_shardings, param_shapes
 from specdec_jax.core.types import EITHER, DraftFactory, Model, OnTarget, drafter_from, made_for
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
@@ -121,7 +121,7 @@ def _random(
   config = laid_out(config, shardings, kernels)
   shapes = param_shapes(config)
   leaves, tree = jax.tree.flatten(shapes)
-  places = jax.tree.leaves(placed_by(shardings, config)) if shardings else [None] * len(leaves)
+  places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else [None] * len(leaves)
 
   @functools.partial(jax.jit, static_argnames=("shape", "place"))
   def draw(key, shape, place):

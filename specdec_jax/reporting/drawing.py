@@ -7,8 +7,8 @@ import pathlib
 
 import numpy as np
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.errors import InputError
-from specdec_jax.writing import written
 
 # Colours that colour-blind readers can distinguish (Okabe and Ito).
 BLUE, SKY, GREEN, RED = "#0072B2", "#56B4E9", "#009E73", "#D55E00"
@@ -36,7 +36,7 @@ def save(figure, path: str | pathlib.Path) -> None:
   # Without hinting, characters keep their exact width and stay on the tint behind them.
   # Without random names and without a date, the same figure has the same bytes.
   with rc_context({"text.hinting": "none", "svg.hashsalt": "specdec_jax"}):
-    with written(path, "wb") as file:
+    with atomic_write(path, "wb") as file:
       fmt = pathlib.Path(path).suffix[1:].lower()
       metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(fmt)
       style = dict(dpi=200, bbox_inches="tight", facecolor="white")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.records import Record, key
 from specdec_jax.reporting import speeds
 from specdec_jax.reporting.drafts import drafts_table
@@ -24,7 +25,6 @@ from specdec_jax.reporting.record_charts import (
 )
 from specdec_jax.reporting.stepper import Example, stepper
 from specdec_jax.reporting.tables import Table, legend_lines
-from specdec_jax.writing import written
 
 
 def write_report(
@@ -35,7 +35,7 @@ def write_report(
   Raises:
     OSError: the file cannot be written.
   """
-  with written(path) as file:
+  with atomic_write(path) as file:
     file.write(report(records, examples, title))
 
 

@@ -10,10 +10,10 @@ import numpy as np
 from flax import linen as nn
 from rich.progress import track
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.errors import InputError
 from specdec_jax.training.batches import Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.training.objectives import teacher_forced
-from specdec_jax.writing import written
 
 
 def spliced_sentences(lines: list[str], count: int, seed: int = 0) -> list[str]:
@@ -123,7 +123,7 @@ def save_parallel_text(path: pathlib.Path, text: ParallelText) -> None:
   if text.teacher is None:
     raise InputError("The sentence pairs have no teacher distributions to save.")
   tokens, probs = zip(*text.teacher)
-  with written(path, "wb") as file:
+  with atomic_write(path, "wb") as file:
     np.savez(
       file,
       sources=_concatenated(text.sources),

@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.errors import (
   InputError,
   require_count,
@@ -28,7 +29,6 @@ from specdec_jax.errors import (
 from specdec_jax.partitioning import make_mesh, param_shardings
 from specdec_jax.training.batches import Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.training.objectives import Objective
-from specdec_jax.writing import written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _write_metrics(path: pathlib.Path, metrics: dict) -> None:
   """
   lines = path.read_text().splitlines() if path.exists() else []
   lines = [line for line in lines if json.loads(line)["epoch"] < metrics["epoch"]]
-  with written(path) as file:
+  with atomic_write(path) as file:
     file.write("\n".join([*lines, json.dumps(metrics), ""]))
 
 
