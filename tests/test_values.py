@@ -280,7 +280,7 @@ def test_numbers_of_any_kind_are_pythons_own(number):
     (
       "generate",
       dict(texts=["a\0b"]),
-      "texts[0] has a NUL character at position 1; a text ends th",
+      "texts[0] has a NUL character at position 1, where the librari",
     ),
     (
       "stream",
@@ -298,7 +298,7 @@ def test_numbers_of_any_kind_are_pythons_own(number):
       dict(texts=["\ud800"]),
       "texts[0] has half a surrogate pair, '\\ud800', at posit",
     ),
-    ("beam_search", dict(texts=["a", "\0"]), "texts[1] has a NUL character at position 0; a text"),
+    ("beam_search", dict(texts=["a", "\0"]), "texts[1] has a NUL character at position 0, where"),
     ("beam_search", dict(draft_beams=0), f"draft_beams is 0; {COUNT}"),
     ("beam_search", dict(draft_beams=1000), "The draft has 1000 beams, more than the 72 tokens of"),
     (
@@ -399,7 +399,7 @@ def test_functions_of_a_pair_that_return_something_else():
     (dict(save_every=0), f"save_every is 0; {COUNT}"),
     (dict(warmup_steps=-1), "warmup_steps is -1 and"),
     (dict(peak_learning_rate="x"), "peak_learning_rate is 'x'; it must be a number."),
-    (dict(peak_learning_rate=-1), "warmup_steps is 500 and peak_learning_rate -1;"),
+    (dict(peak_learning_rate=-1), "warmup_steps is 500 and peak_learning_rate is -1;"),
     (dict(label_smoothing=2), "label_smoothing is 2; it must lie in [0, 1)."),
     (dict(seed=-1), "seed is -1;"),
   ],
@@ -441,7 +441,7 @@ def test_types_are_those_of_annotations():
   given([("x", 1)], 1)
   given((), np.float32(2), c=False, d=object())
   given([["x", np.int64(3)]], 0.5)
-  expected = "it must be a list (each (a text, a whole number)) or None."
+  expected = "it must be a list (each (a string, a whole number)) or None."
   for wrong in ("x", [("x", 1.0)], [("x", 1, 2)], ["xy"], 5):
     assert refused(given, wrong, 1) == f"a is {wrong!r}; {expected}"
   assert refused(given, None, "1") == "b is '1'; it must be a number."
