@@ -1,8 +1,8 @@
 """Records of measurements, and the JSON Lines files that hold them.
 
-A record is one measured setting: what was set, what was measured, where and when. `results.jsonl`
-holds one record per line. A record is appended completely or not at all, and an interrupted run
-resumes with the settings that `missing` returns.
+A record holds one setting, its measurements, and where and when they were made. `results.jsonl` has
+one record per line. A record is appended completely or not at all, and an interrupted run resumes
+with the settings that `missing` returns.
 """
 
 import contextlib

@@ -296,6 +296,6 @@ def test_outputs_that_differ_are_marked():
 
 def test_every_heading_is_explained():
   text = render(speeds.speed_table([RECORD]), "terminal")
-  assert [*speeds.LEGEND] == [*speeds.COLUMNS]
+  assert [*speeds.COLUMNS] == ["temp", "gamma", *speeds.LEGEND]
   for heading in ("alpha", "c", "v", "Thm 8", "speedup", "acceptance length", "identical"):
     assert f"{heading}: " in text and heading in speeds.LEGEND

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from specdec_jax.records import Record
 from specdec_jax.reporting.tables import MISSING, Table, measured_with, models_text, number_text
 
+_COLUMNS = ("beams", "draft beams", "gamma", "nodes", "steps", "round", "predicted", "speedup")
+_COLUMNS += ("identical", "BLEU")
+
 LEGEND = {
-  "beams": "beam size of the search",
   "draft beams": "beam size of the draft",
-  "gamma": "draft steps per round",
   "nodes": "nodes per target forward pass",
   "steps": "search steps per target forward pass; 1 for plain beam search",
   "round": "time of a round, drafting included / time of a round of plain beam search",
@@ -45,4 +46,4 @@ def beams_table(records: Sequence[Record]) -> Table:
   first = records[0]
   title = f"{models_text(first)}: beam search, {first.num_examples} texts, "
   title += f"batch {first.batch_size}, {first.device}"
-  return Table(title, tuple(LEGEND), tuple(rows), (measured_with(records),), LEGEND)
+  return Table(title, _COLUMNS, tuple(rows), (measured_with(records),), LEGEND)

@@ -17,7 +17,7 @@ def drafts_figure(records: Sequence[Record]):
   temperatures = sorted({r.temperature for r in records})
   drafts = [*dict.fromkeys((r.draft, r.verifier) for r in records)]
   labels = ["tokens per round"] * len(temperatures)
-  figure, panels = new_figure(*labels, width=6.0 * len(temperatures), height=6.5, share_y=True)
+  figure, panels = new_figure(labels, width=6.0 * len(temperatures), height=6.5, share_y=True)
   for axes, temperature in zip(panels, temperatures):
     points = {
       (r.draft, r.verifier): (r.tokens_per_round / r.speedup, r.tokens_per_round)

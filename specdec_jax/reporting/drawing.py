@@ -4,6 +4,7 @@ matplotlib is imported when a figure is created, so that everything else runs wi
 """
 
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,28 +45,41 @@ def save(figure, path: str | pathlib.Path) -> None:
 
 
 def new_figure(
-  *ylabels: str, width: float | None = None, height: float = 3.6, share_y: bool = False
+  y_labels: Sequence[str],
+  width: float | None = None,
+  height: float = 3.6,
+  share_y: bool = False,
 ):
-  """Return a figure and its axes, one for each label, at most three in a row."""
+  """Return a figure and its axes, one for each label of a y axis.
+
+  Args:
+    y_labels: one label per axes. At most three axes are in a row.
+    width: width of the figure in inches; depends on the number of axes by default.
+    height: height of a row in inches.
+    share_y: whether all axes have the same y range.
+
+  Raises:
+    InputError: matplotlib is not installed.
+  """
   try:
     from matplotlib.figure import Figure
   except ModuleNotFoundError as error:
     raise InputError(
       "Figures need matplotlib; install it with pip install 'specdec_jax[plots]'."
     ) from error
-  columns = min(len(ylabels), 3)
-  rows = -(-len(ylabels) // columns)
+  columns = min(len(y_labels), 3)
+  rows = -(-len(y_labels) // columns)
   # pyplot is not used, because it has global state and looks for a display.
   figure = Figure(figsize=(width or 5.2 * columns, height * rows), layout="constrained")
   panels = figure.subplots(rows, columns, sharey=share_y, squeeze=False).flatten()
-  for spare in panels[len(ylabels) :]:
+  for spare in panels[len(y_labels) :]:
     spare.remove()
-  for axes, label in zip(panels, ylabels):
+  for axes, label in zip(panels, y_labels):
     axes.set_ylabel(label, fontsize=NORMAL)
     axes.set_xlabel("α", fontsize=NORMAL)
     axes.tick_params(labelsize=SMALL)
     axes.spines[["top", "right"]].set_visible(False)
-  return figure, panels[: len(ylabels)]
+  return figure, panels[: len(y_labels)]
 
 
 def shades(count: int):

@@ -43,7 +43,7 @@ _LEGEND = {"accepted": "accepted", "rejected": "rejected", "corrected": "the tar
 
 def tokens_figure(gammas: Sequence[int] = (1, 3, 5, 7)):
   """Draw Figure 2: tokens per round (Equation 1) against alpha, for finite and infinite gamma."""
-  figure, (axes,) = new_figure("expected tokens per round")
+  figure, (axes,) = new_figure(["expected tokens per round"])
   alphas = np.linspace(0, 1, 201)
   for gamma, shade in zip(gammas, shades(len(gammas))):
     tokens = theory.expected_tokens(alphas, gamma)
@@ -57,7 +57,7 @@ def tokens_figure(gammas: Sequence[int] = (1, 3, 5, 7)):
 
 def gamma_figure(costs: Sequence[float] = (0.02, 0.04, 0.11)):
   """Draw Figure 3: the best gamma (Section 3.5) against alpha. The default c are Table 4's."""
-  figure, (axes,) = new_figure("best γ")
+  figure, (axes,) = new_figure(["best γ"])
   alphas = np.linspace(0, 0.95, 381)
   for c, shade in zip(costs, shades(len(costs))):
     best = [theory.best_gamma(float(alpha), c, most=50) for alpha in alphas]
@@ -73,7 +73,7 @@ def operations_figure(table_1: Sequence[PaperRow]):
     table_1: `paper.load_table(1)`. Each of its gammas has a curve, its printed values are points.
   """
   figure, (speed, operations) = new_figure(
-    "speed / autoregressive decoding", "operations / autoregressive decoding"
+    ["speed / autoregressive decoding", "operations / autoregressive decoding"]
   )
   alphas = np.linspace(0, 1, 201)
   gammas = sorted({int(row["gamma"]) for row in table_1})
@@ -83,8 +83,9 @@ def operations_figure(table_1: Sequence[PaperRow]):
       (operations, theory.operations_factor(alphas, gamma, 0), 30, "operations"),
     ):
       labelled_line(axes, alphas, values, f"γ = {gamma}", shade, label_at)
-      printed = [(row["alpha"], row[name]) for row in table_1 if row["gamma"] == gamma]
-      axes.plot(*zip(*printed), "o", color=shade, markeredgecolor="white", zorder=3)
+      rows = [row for row in table_1 if row["gamma"] == gamma]
+      xs, ys = [row["alpha"] for row in rows], [row[name] for row in rows]
+      axes.plot(xs, ys, "o", color=shade, markeredgecolor="white", zorder=3)
   for axes in (speed, operations):
     axes.set(xlim=(0, 1), ylim=(0, None))
     axes.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
@@ -133,7 +134,7 @@ def _draw_timeline(rows: Sequence[tuple[str, list[tuple[str, float]]]], title: s
     "draft": SKY,
     "target": PURPLE,
   }
-  figure, (axes,) = new_figure("", width=9, height=0.55 * len(rows) + 1.1)
+  figure, (axes,) = new_figure([""], width=9, height=0.55 * len(rows) + 1.1)
   from matplotlib.patches import Patch
 
   for y, (_, blocks) in enumerate(rows):
@@ -184,7 +185,8 @@ def sweep_figure(records: Iterable[Record]):
     InputError: no record has all required values.
   """
   groups = _by_gamma(records, ("speedup", "predicted_theorem8", "predicted_measured_cost"))
-  figure, panels = new_figure("speed / autoregressive", *[""] * (len(groups) - 1), share_y=True)
+  y_labels = ["speed / autoregressive", *[""] * (len(groups) - 1)]
+  figure, panels = new_figure(y_labels, share_y=True)
   for axes, group in zip(panels, groups.values()):
     gammas = [r.gamma for r in group]
     predicted = [r.predicted_finite_length for r in group]
@@ -248,7 +250,7 @@ def trace_figure(rounds: Sequence[Round], title: str = ""):
   em, line_height = 0.602 * NORMAL / 72, 0.32
   longest = max(sum(len(piece) for piece, _ in pieces) for pieces in lines)
   columns = max(longest, len(title), 40) + 4
-  figure, (axes,) = new_figure("", width=columns * em, height=(len(rounds) + 2.2) * line_height)
+  figure, (axes,) = new_figure([""], width=columns * em, height=(len(rounds) + 2.2) * line_height)
   figure.set_layout_engine("none")
   axes.set_position((0, 0, 1, 1))
   axes.set(xlim=(-4, columns - 4), ylim=(len(rounds) + 0.7, -1.5))

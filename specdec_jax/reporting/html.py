@@ -52,7 +52,7 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
   return _page(
     title,
     records,
-    tag("ul", *(_result(*item) for item in series.items()), class_="results"),
+    tag("ul", *(_result(name, group) for name, group in series.items()), class_="results"),
     _section("Measured settings", _speeds(records, series.values())),
     _section("Speedup against gamma", speedup_charts(series)),
     _section("Acceptance by position in the round", acceptance_charts(series)),

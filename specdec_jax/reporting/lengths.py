@@ -12,14 +12,28 @@ from specdec_jax.reporting.tables import (
   sampling_text,
 )
 
+_COLUMNS = (
+  "temperature",
+  "proposal",
+  "nodes",
+  "depth",
+  "verifier",
+  "tokens",
+  "acceptance length",
+  "over chain",
+  "c",
+  "v",
+  "predicted",
+  "identical",
+  "seed",
+)
+
 LEGEND = {
-  "temperature": "temperature, top-k and top-p",
   "proposal": "chain, tree or dynamic tree; a tree is the best one with at most this many nodes "
   "and this depth for the acceptance rate of each rank of children, which was measured on other "
   "texts; a dynamic tree is selected in each round from the draft's most probable tokens",
   "nodes": "nodes per target forward pass, including the last committed token",
   "depth": "maximal number of draft tokens that one round can accept",
-  "verifier": "verifier of the draft tokens",
   "tokens": "tokens of all outputs",
   "acceptance length": "tokens per round, including the bonus token or the correction, with its "
   "95% interval (bootstrap over texts)",
@@ -30,7 +44,6 @@ LEGEND = {
   "predicted": "predicted speedup: acceptance length / (depth c + v)",
   "identical": "whether the output is identical to that of autoregressive decoding, at "
   "temperature 0",
-  "seed": "seed of the random key",
 }
 
 
@@ -66,4 +79,4 @@ def lengths_table(records: Sequence[Record]) -> Table:
   texts_per_batch = "1 text" if first.batch_size == 1 else f"{first.batch_size} texts"
   notes = f"c and v are measured with {texts_per_batch} per batch.", measured_with(records)
   title = f"{models_text(first)}: acceptance lengths"
-  return Table(title, tuple(LEGEND), tuple(rows), notes, LEGEND)
+  return Table(title, _COLUMNS, tuple(rows), notes, LEGEND)

@@ -20,12 +20,9 @@ ACCEPTANCE_LEGEND = {
 }
 
 GAMMA_LEGEND = {
-  "policy": "way to choose gamma",
-  "gamma": "draft tokens per round",
   "alpha": "acceptance rate over the target's text",
   "tokens/pass": "tokens per target forward pass",
-  "predicted": "predicted speedup over autoregressive decoding",
-  "speedup": "measured speedup over autoregressive decoding",
+  "predicted": "speedup over autoregressive decoding that the policy predicts",
   "AUC": "area under the ROC curve of the policy's score as a predictor of acceptance",
 }
 

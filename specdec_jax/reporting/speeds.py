@@ -28,8 +28,6 @@ COLUMNS = {
 }
 
 LEGEND = {
-  "temp": "temperature; 0 means argmax",
-  "gamma": "draft tokens per round",
   "alpha": "acceptance rate, with its 95% interval",
   "c": "time of a draft step / time of a target step",
   "v": "time of a round without drafting / time of a step of autoregressive decoding",
