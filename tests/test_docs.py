@@ -2,8 +2,12 @@
 
 import ast
 import dataclasses
+import importlib
 import pathlib
 import re
+
+import pytest
+from test_layering import LAYERS
 
 import specdec_jax
 from specdec_jax.records import Record
@@ -46,3 +50,26 @@ def test_metrics_page_names_fields_of_records():
   rows = [line.split(" | ") for table in tables for line in table.splitlines()[2:]]
   named = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])}
   assert len(named) > 40 and named <= fields
+
+
+def test_contributing_lists_the_layers_in_order():
+  rows = re.findall(r"^\| (`.*) \| .* \| .* \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+  listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+  assert listed == [layer for layer in LAYERS if "." not in layer]
+
+
+PAGES = [*ROOT.glob("*.md"), *sorted(ROOT.glob("docs/**/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_names_only_what_exists(page):
+  text = page.read_text()
+  for path in re.findall(r"\b(?:gin|tests|scripts)/[\w/]+\.(?:gin|py|sh|jsonl?|txt)", text):
+    assert (ROOT / path).exists(), path
+  code = "\n".join(re.findall(r"^```(?:python)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+  for module, names in re.findall(r"^\s*from (specdec_jax[\w.]*) import (.+)$", code, re.MULTILINE):
+    for name in names.split(", "):
+      imported = importlib.import_module(module)
+      assert hasattr(imported, name) or importlib.import_module(f"{module}.{name}"), name
+  for name in re.findall(r"\bspecdec_jax\.(\w+)\(", code):
+    assert name in specdec_jax.__all__, name
