@@ -211,9 +211,11 @@ def _row_logits(config: SpeculatorConfig, target: Config, stride: int) -> DraftL
     if config.has_encoder:
       cross = outputs.cache.cross[-1], outputs.cache.cross_bias
       source = jax.tree.map(repeat_for_anchors, cross)
-    hidden = merge_anchors(_gather_positions(outputs.hidden, positions[..., :1])[:, :, 0])
-    previous = merge_anchors(_gather_positions(outputs.inputs, positions))
-    logits = module.apply({"params": params}, hidden, previous, source, project)
+    hidden = _gather_positions(outputs.hidden, positions[..., :1])[:, :, 0]
+    previous = _gather_positions(outputs.inputs, positions)
+    logits = module.apply(
+      {"params": params}, merge_anchors(hidden), merge_anchors(previous), source, project
+    )
     return logits.reshape(*positions.shape, -1), positions
 
   return draft_logits
