@@ -1,4 +1,4 @@
-"""Every gin file of a run parses, alone and followed by the files that it is documented with."""
+"""Test that every gin file of a run parses, alone and with the files documented to follow it."""
 
 import copy
 import inspect
@@ -17,15 +17,15 @@ from specdec_jax.pairs import verifier_from
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
 KINDS = ("runs", "models", "tasks", "drafts")
-# These take no pair of ours.
-APART = {
+# Runs that take no pair of models.
+WITHOUT_PAIR = {
   "given_outputs",
   "peers",
   "benchmark",
   *(name for name in RUNS if name.startswith("train_")),
 }
-OF_PAIRS = [name for name in RUNS if name not in APART]
-# Tasks of seqio are test_tasks.py's: their module reads the environment when it is first imported.
+WITH_PAIR = [name for name in RUNS if name not in WITHOUT_PAIR]
+# test_tasks.py tests the tasks of seqio, whose module reads the environment when it is imported.
 AFTER = [
   ("models/gpt_like",),
   ("models/gpt2",),
@@ -59,7 +59,7 @@ AFTER = [
 
 
 def parse(*names: str) -> None:
-  """Parse the files as a run does, and look at what each name in them stands for."""
+  """Parse the files as a run does and check that no reference names an abstract class."""
   try:
     run.parse_gin([str(GIN / f"{name}.gin") for name in names], [], [])
     for reference in gin.config.iterate_references(gin.config._CONFIG):
@@ -69,26 +69,26 @@ def parse(*names: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["quickstart", *(f"runs/{name}" for name in RUNS)])
-def test_a_run_parses(name):
+def test_run_parses(name):
   parse(name)
 
 
 @pytest.mark.parametrize("after", AFTER, ids="+".join)
-def test_runs_take_models_and_tasks(after):
-  for name in OF_PAIRS:
-    # Those that read a file have no use for a task's texts.
+def test_runs_parse_with_files_of_models_tasks_and_drafts(after):
+  for name in WITH_PAIR:
+    # These read their own texts, not those of a task.
     if name in ("translate", "generate") and any(other.startswith("tasks/") for other in after):
       continue
     parse(f"runs/{name}", *after)
 
 
 def macros(path: pathlib.Path) -> dict[str, str]:
-  """What a gin file and those that it includes bind, by name."""
+  """Return the values of the macros that a gin file and its included files bind, by name."""
   text = path.read_text()
-  found = {}
+  values = {}
   for name in re.findall(r"^include '(.*)'", text, re.MULTILINE):
-    found |= macros(GIN.parent / name)
-  return found | dict(re.findall(r"^([A-Z]\w*) = (.*)", text, re.MULTILINE))
+    values |= macros(GIN.parent / name)
+  return values | dict(re.findall(r"^([A-Z]\w*) = (.*)", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,17 @@ def macros(path: pathlib.Path) -> dict[str, str]:
   ],
   ids=lambda path: path.stem,
 )
-def test_a_head_names_what_can_be_set(path):
-  head, there = path.read_text().partition("\nfrom ")[0].partition("\ninclude ")[0], macros(path)
-  named = lambda heading: re.findall(
-    r"\b[A-Z]\w+", "".join(re.findall(rf"# {heading}: ([^.]*)\.", head))
-  )
-  required = [name for name, value in there.items() if value == "%gin.REQUIRED"]
-  assert sorted(named("Required to be set")) == sorted(required)
-  assert {*named("Commonly overridden")} <= there.keys()
-  assert named("Commonly overridden") or {"WORK_DIR", "DATA"} & there.keys() or not there
+def test_header_names_existing_macros(path):
+  header = path.read_text().partition("\nfrom ")[0].partition("\ninclude ")[0]
+  values = macros(path)
+
+  def listed(heading):
+    return re.findall(r"\b[A-Z]\w+", "".join(re.findall(rf"# {heading}: ([^.]*)\.", header)))
+
+  required = [name for name, value in values.items() if value == "%gin.REQUIRED"]
+  assert sorted(listed("Required to be set")) == sorted(required)
+  assert {*listed("Commonly overridden")} <= values.keys()
+  assert listed("Commonly overridden") or {"WORK_DIR", "DATA"} & values.keys() or not values
 
 
 def value_of(macro: str, *names: str, bindings: tuple[str, ...] = ()):
@@ -123,15 +125,15 @@ FALLS_BACK = ("check_exactness", "cost", "speedup")
 
 
 @pytest.mark.parametrize("name", FALLS_BACK)
-def test_without_the_default_text_the_sentences_of_the_quickstart_are_read(
+def test_missing_default_text_falls_back_to_the_sentences_of_the_quickstart(
   name, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.chdir(tmp_path)
   sentences = value_of("SENTENCES", "quickstart")
   assert len(sentences) == 24
   assert value_of("TEXTS", f"runs/{name}") == sentences[: 8 if name == "cost" else None]
-  said = capsys.readouterr().err
-  assert said.count("\n") == 1 and "INPUT" in said and "sentences.txt" in said
+  note = capsys.readouterr().err
+  assert note.count("\n") == 1 and "INPUT" in note and "sentences.txt" in note
   with pytest.raises(InputError, match="There is no text file at gone.txt"):
     value_of("TEXTS", f"runs/{name}", bindings=("INPUT = 'gone.txt'",))
 
@@ -145,7 +147,7 @@ DEFAULTS = [
 
 
 @pytest.mark.parametrize("macro, name", [*DEFAULTS, ("INPUT", "table4"), ("DATA", "train_target")])
-def test_a_missing_default_names_its_macro_and_what_to_do(macro, name, tmp_path, monkeypatch):
+def test_missing_default_is_reported_with_the_name_of_its_macro(macro, name, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(InputError, match=f"the default of {macro}, does not exist; set {macro} to "):
     value_of(macro, f"runs/{name}")
@@ -162,7 +164,7 @@ def test_a_missing_default_names_its_macro_and_what_to_do(macro, name, tmp_path,
   ],
   ids=str,
 )
-def test_ngrams_are_not_counted_in_text_of_another_task(names, task, tmp_path, monkeypatch):
+def test_text_of_another_task_is_rejected_for_ngrams(names, task, tmp_path, monkeypatch):
   text = tmp_path / "shared" / "data" / "multi30k" / "train.de.gz"
   text.parent.mkdir(parents=True)
   text.touch()
@@ -175,36 +177,36 @@ def test_ngrams_are_not_counted_in_text_of_another_task(names, task, tmp_path, m
 
 
 @pytest.mark.parametrize("name", ["drafts", "learned_drafts"])
-def test_runs_with_acceptance_rules_can_be_sharded(name):
-  """Sharding rules and acceptance rules are macros of different names."""
+def test_runs_with_verifiers_can_be_sharded(name):
+  """Sharding rules and verifiers are macros with different names."""
   try:
     run.parse_gin([str(GIN / f"{file}.gin") for file in (f"runs/{name}", "models/sharded")], [], [])
-    sharding, acceptance = (
+    sharding, verifiers = (
       gin.query_parameter(f"{name}.rules").scoped_configurable_fn()
       for name in ("partitioning.sharded", "bench_drafts.compare_drafts")
     )
   finally:
     gin.clear_config()
   assert ("vocab", "model") in sharding
-  assert all(map(callable, acceptance))
+  assert all(map(callable, verifiers))
 
 
-def test_the_checker_samples_at_a_temperature_that_is_not_1():
-  """At 1 a q that forgets the temperature is right."""
+def test_exactness_checker_samples_at_a_temperature_other_than_1():
+  """At temperature 1, a q that ignores the temperature would pass."""
   try:
     run.parse_gin([str(GIN / "runs/check_exactness.gin")], [], [])
-    samplings = [each.scoped_configurable_fn() for each in gin.query_parameter("%SAMPLINGS")]
+    samplings = [reference.scoped_configurable_fn() for reference in gin.query_parameter("%SAMPLINGS")]
   finally:
     gin.clear_config()
   assert not {sampling.temperature for sampling in samplings} <= {0, 1}
 
 
-def test_a_rule_bound_by_gin_makes_the_rule_itself():
-  """Gin passes a subclass in place of a class that it binds, as gin/t5x/infer.gin's RULE."""
+def test_verifier_bound_by_gin_creates_an_instance_of_the_original_class():
+  """Gin binds a subclass in place of a class, as for VERIFIER of gin/t5x/infer.gin."""
   text = "from __gin__ import dynamic_registration\nfrom specdec_jax.core.verify import tokens\n"
   try:
-    gin.parse_config(text + "RULE = @tokens.TokenVerifier")
-    verifier = gin.query_parameter("%RULE").scoped_configurable_fn
+    gin.parse_config(text + "VERIFIER = @tokens.TokenVerifier")
+    verifier = gin.query_parameter("%VERIFIER").scoped_configurable_fn
   finally:
     gin.clear_config()
   assert verifier is not TokenVerifier
@@ -215,7 +217,7 @@ def test_a_rule_bound_by_gin_makes_the_rule_itself():
   )
 
 
-def test_what_cannot_be_parsed_is_seen(tmp_path):
+def test_parse_raises_for_an_invalid_file(tmp_path):
   path = tmp_path / "bad.gin"
   path.write_text(
     "from __gin__ import dynamic_registration\ninclude 'gin/runs/alpha.gin'\n"
@@ -226,8 +228,8 @@ def test_what_cannot_be_parsed_is_seen(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["alpha", "beams", "check_exactness", "gamma", "speedup", "trees"])
-def test_runs_that_measure_keep_the_draft_of_their_records(name):
-  """`load_pair`'s own is the quickstart's."""
+def test_measuring_runs_use_the_draft_of_the_existing_records(name):
+  """The default draft of `load_pair` is that of the quickstart, which is another one."""
   try:
     run.parse_gin([str(GIN / "runs" / f"{name}.gin")], [], [])
     draft = gin.query_parameter("pairs.load_pair.draft")
