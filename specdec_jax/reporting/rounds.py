@@ -119,7 +119,7 @@ def _branches(
     paths.append([*paths[parent], node])
   leaf_paths = [path for node, path in enumerate(paths) if node not in parents]
   branches, shown = [], {*accepted}
-  # Paths that share the most nodes with what is shown come first.
+  # Paths that leave the accepted path deepest come first.
   for path in sorted(leaf_paths, key=lambda path: [(node not in shown, node) for node in path]):
     new_nodes = [node for node in path if node not in shown]
     if new_nodes:
