@@ -73,3 +73,10 @@ def test_page_names_only_what_exists(page):
       assert hasattr(imported, name) or importlib.import_module(f"{module}.{name}"), name
   for name in re.findall(r"\bspecdec_jax\.(\w+)\(", code):
     assert name in specdec_jax.__all__, name
+
+
+def test_ci_runs_tests_that_exist():
+  script = (ROOT / ".ci" / "run").read_text()
+  (names,) = re.findall(r"tests/test_\{([\w,]+)\}\.py", script)
+  for name in names.split(","):
+    assert (ROOT / "tests" / f"test_{name}.py").exists(), name
