@@ -89,7 +89,14 @@ def _hide_protocol_signature(app, what, name, obj, options, signature, returns):
   return ("", None) if getattr(obj, "_is_protocol", False) else None
 
 
+def _shorten_array_types(app, page_name, template_name, context, doctree) -> None:
+  """Write jaxtyping's annotations as in the source: Int[Array, 'B P']."""
+  if "body" in context:
+    context["body"] = context["body"].replace("jaxtyping.", "").replace("jaxlib._jax.Array", "Array")
+
+
 def setup(app) -> None:
   app.connect("autodoc-process-signature", _hide_protocol_signature)
+  app.connect("html-page-context", _shorten_array_types)
   app.connect("autodoc-skip-member", _skip_tuple_fields)
   app.connect("build-finished", _write_redirect)
