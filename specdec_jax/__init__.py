@@ -19,8 +19,8 @@ from specdec_jax.xla_flags import disable_ynn
 
 if TYPE_CHECKING:
   from specdec_jax.api import Candidate, Output, Pair, load_pair, random_pair
-  from specdec_jax.core.adaptive import adaptive_decode
-  from specdec_jax.core.decode import NullDraft, autoregressive_decode, speculative_decode
+  from specdec_jax.core.adaptive import AdaptiveDecoder
+  from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
   from specdec_jax.core.sampling import Sampling
   from specdec_jax.core.theory import (
     best_gamma,
@@ -33,14 +33,19 @@ if TYPE_CHECKING:
   from specdec_jax.core.types import (
     Context,
     DecodeResult,
+    DecodeSettings,
     Draft,
     DraftFactory,
+    LoadedTarget,
     Model,
     Outcome,
+    Params,
     Proposal,
     Rounds,
     Verification,
     Verifier,
+    WrappedDraft,
+    WrappedModel,
   )
   from specdec_jax.core.verify.blocks import BlockVerifier
   from specdec_jax.core.verify.k_seq import KSeqVerifier
@@ -82,12 +87,16 @@ if TYPE_CHECKING:
 
 # The module that defines each public name, below `specdec_jax`; docs/api documents exactly these.
 _DEFINED_IN = {
+  "AdaptiveDecoder": "core.adaptive",
   "BackoffDraft": "drafts.backoff",
   "BlockVerifier": "core.verify.blocks",
   "Candidate": "api",
   "CascadeDraft": "drafts.cascade",
   "Context": "core.types",
   "DecodeResult": "core.types",
+  "DecodeSettings": "core.types",
+  "DecodeState": "core.decode",
+  "Decoder": "core.decode",
   "Draft": "core.types",
   "DraftFactory": "core.types",
   "DynamicDraft": "drafts.dynamic",
@@ -100,6 +109,7 @@ _DEFINED_IN = {
   "InputError": "errors",
   "KSeqVerifier": "core.verify.k_seq",
   "LayerSkipDraft": "drafts.layer_skip",
+  "LoadedTarget": "core.types",
   "LookaheadDraft": "drafts.lookahead",
   "Model": "core.types",
   "ModelDraft": "drafts.model",
@@ -109,6 +119,7 @@ _DEFINED_IN = {
   "Output": "api",
   "PaSSDraft": "drafts.pass_embeddings",
   "Pair": "api",
+  "Params": "core.types",
   "PromptLookupDraft": "drafts.prompt_lookup",
   "Proposal": "core.types",
   "RetrievalDraft": "drafts.retrieval",
@@ -126,8 +137,8 @@ _DEFINED_IN = {
   "UniformDraft": "drafts.uniform",
   "Verification": "core.types",
   "Verifier": "core.types",
-  "adaptive_decode": "core.adaptive",
-  "autoregressive_decode": "core.decode",
+  "WrappedDraft": "core.types",
+  "WrappedModel": "core.types",
   "backoff_ngrams": "drafts.backoff",
   "best_gamma": "core.theory",
   "best_tree": "core.theory",
@@ -151,7 +162,6 @@ _DEFINED_IN = {
   "random_pair": "api",
   "retrieval": "drafts.retrieval",
   "sharded": "partitioning",
-  "speculative_decode": "core.decode",
   "speculative_execution": "execution",
   "speculator": "pairs.speculators",
   "stop_at_miss_draft": "pairs.composed",

@@ -18,18 +18,10 @@ from rich.text import Text
 from specdec_jax import pairs
 from specdec_jax.beam_search import best
 from specdec_jax.compile_cache import default_cache_dir, enable_compile_cache
-from specdec_jax.core.decode import (
-  NullDraft,
-  decoded,
-  one_round,
-  require_finite,
-  speculative_decode,
-  start,
-)
+from specdec_jax.core.decode import Decoder, require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import DecodeResult, Rounds
-from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import require_count, require_seed, require_text, require_types
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.reporting.rounds import Round, read_rounds, round_text
@@ -194,12 +186,12 @@ class Pair(pairs.Pair):
     Raises:
       InputError: an argument is not what it should be, or memory does not hold what is asked.
     """
-    (decode, tree), found = _decoder(self, Pair.generate, texts, locals()), []
+    (decoder, tree), found = _decoder(self, Pair.generate, texts, locals()), []
     for at in range(0, len(texts), batch_size):
       batch = [*texts[at : at + batch_size]]
       rows = batch + batch[:1] * (batch_size - len(batch))  # the last batch has the others' shape
       keys = row_keys(seed, at, batch_size)
-      result = decode(self.prompt(rows), keys, max_new_tokens=max_new_tokens)
+      result = decoder.run(self.params, self.prompt(rows), keys, max_new_tokens=max_new_tokens)
       result = require_finite(jax.device_get(result))
       found += [_output(self, result, row, tree) for row in range(len(batch))]
     return found
@@ -222,15 +214,12 @@ class Pair(pairs.Pair):
 
     Arguments as in `generate`. A round is a program of its own, for which the host waits.
     """
-    decode, _ = _decoder(self, Pair.stream, [text], locals())
-    models, rng = decode.args, row_keys(seed, 0, 1)
-    verifier = decode.keywords.get("verifier", TokenVerifier(Sampling(temperature, top_k, top_p)))
-    if decode.func is not speculative_decode:  # plain decoding, which is told in the same way
-      models = self.target, NullDraft(), self.target_params, ()
-    state, said = _begin(*models, self.prompt([text]), max_new_tokens), ""
+    decoder, _ = _decoder(self, Pair.stream, [text], locals())
+    state = _init(decoder, self.params, self.prompt([text]), row_keys(seed, 0, 1), max_new_tokens)
+    said = ""
     while not state.done[0]:
-      state = _go_on(*models, verifier, rng, self.vocabulary.eos_id, state)
-      result = require_finite(jax.device_get(decoded(state)))
+      state = _round(decoder, self.params, state)
+      result = require_finite(jax.device_get(decoder.result(state)))
       whole = self.vocabulary.decode(np.asarray(result.tokens[0, : result.lengths[0]]))
       piece = whole.removeprefix(said)
       # Half a character is held back until the other half is there.
@@ -291,13 +280,13 @@ class Pair(pairs.Pair):
     return Candidate(self.vocabulary.decode(tokens), tokens, score)
 
 
-_begin = jax.jit(start, static_argnames=("target", "draft", "limit"))
-_go_on = jax.jit(one_round, static_argnames=("target", "draft", "verifier", "eos_id"))
+_init = jax.jit(Decoder.init, static_argnames=("self", "max_new_tokens"))
+_round = jax.jit(Decoder.round, static_argnames="self")
 
 
 def _decoder(
   pair: pairs.Pair, of: Callable, texts: Sequence[str], asked: Mapping[str, Any]
-) -> tuple[functools.partial[DecodeResult], AnyTree]:
+) -> tuple[Decoder, AnyTree]:
   """Of the pair for arguments of `generate` or `stream`, which are checked; and its guesses."""
   require_types(of, asked)
   _require_texts(texts, "text" if "text" in asked else None)

@@ -20,7 +20,9 @@ def acceptance_rate(outputs: list[DecodeResult]) -> float:
 
   Only rounds in which a row emitted a token count.
   """
-  accepted, rejected = np.sum([[x.sum() for x in o.rounds.judged()] for o in outputs], axis=0)
+  accepted, rejected = np.sum(
+    [[x.sum() for x in o.rounds.acceptance_counts()] for o in outputs], axis=0
+  )
   return float(accepted / max(1, accepted + rejected))
 
 

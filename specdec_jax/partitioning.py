@@ -12,9 +12,10 @@ from typing import Any
 import jax
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.trees import AnyNodes, AnyTree, Tree
-from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
+from specdec_jax.core.trees import AnyTree, NodeLayout
+from specdec_jax.core.types import Context, Outcome, Proposal, WrappedDraft, WrappedModel
 from specdec_jax.errors import InputError, require_count
 
 Rules = tuple[tuple[str, str | None], ...]  # logical axis -> mesh axis; one without stays whole
@@ -39,7 +40,7 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
 # as rules go.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
   **dict.fromkeys(("prompt", "tokens", "length", "prompt_length"), ("batch",)),
-  **dict.fromkeys(("done", "not_finite", "hidden"), ("batch",)),
+  **dict.fromkeys(("done", "rng", "not_finite", "hidden"), ("batch",)),
   "q": ("batch", "guesses", "vocab"),
   **dict.fromkeys(("layers", "cross"), ("batch", "heads")),
   **dict.fromkeys(("cross_bias", "salt"), ("batch",)),
@@ -106,29 +107,21 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class PartitionedModel:
-  """A model, its prompts and its cache kept where the rules say.
+class PartitionedModel(WrappedModel):
+  """Model whose prompts and caches are sharded across the devices of a mesh.
 
   Attributes:
-    model: as it is. mesh: of the devices. rules: see `param_shardings`.
+    model: the wrapped model.
+    mesh: mesh of devices.
+    rules: see `param_shardings`.
   """
 
-  model: Model
   mesh: Mesh
   rules: Rules = RULES
 
-  @property
-  def vocab_size(self) -> int:
-    return self.model.vocab_size
-
-  @property
-  def eos_id(self) -> int:
-    return self.model.eos_id
-
-  def prompt_tokens(self, prompt: Array) -> tuple[Array, Array]:
-    return self.model.prompt_tokens(prompt)
-
-  def prefill(self, params: Any, prompt: Array, num_slots: int) -> tuple[Array, Any]:
+  def prefill(
+    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
+  ) -> tuple[Float[Array, "B C E"], Any]:
     prompt = self._placed({"prompt": prompt})["prompt"]
     hidden, cache = self.model.prefill(params, prompt, num_slots)
     return hidden, self._placed(cache)
@@ -137,15 +130,19 @@ class PartitionedModel:
     self,
     params: Any,
     cache: Any,
-    tokens: Array,
-    tree: AnyNodes | None = None,
-    first: Array | int = 0,
-  ) -> tuple[Array, Array, Any]:
+    tokens: Int[Array, "B K"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
     logits, hidden, cache = self.model.extend(params, cache, tokens, tree, first)
     return logits, hidden, self._placed(cache)
 
   def commit(
-    self, cache: Any, length: Array, tree: AnyTree | None = None, path: Array | None = None
+    self,
+    cache: Any,
+    length: Int[Array, " B"],
+    tree: AnyTree | None = None,
+    path: Int[Array, "B D"] | None = None,
   ) -> Any:
     return self._placed(self.model.commit(cache, length, tree, path))
 
@@ -154,28 +151,27 @@ class PartitionedModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class PartitionedDraft(Draft):
-  """A draft, its state and its proposals kept where the rules say.
+class PartitionedDraft(WrappedDraft):
+  """Draft whose state and proposals are sharded across the devices of a mesh.
 
-  Without a constraint on q the compiler shards a replicated draft's logits by vocabulary, as the
-  target's p is, and every draft step then exchanges messages.
+  Without a constraint on q the compiler shards the logits of a replicated draft by vocabulary, as it
+  does for p of the target, and then every draft step exchanges messages.
 
   Attributes:
-    draft: as it is. mesh: of the devices. rules: see `param_shardings`.
+    draft: the wrapped draft.
+    mesh: mesh of devices.
+    rules: see `param_shardings`.
   """
 
-  draft: Draft
   mesh: Mesh
   rules: Rules = REPLICATED
-  tree: Tree = dataclasses.field(init=False)
 
-  def __post_init__(self):
-    object.__setattr__(self, "tree", self.draft.tree)
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    return self._placed(self.draft.init(params, context, hidden))
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
-    return self._placed(self.draft.start(params, context, hidden))
-
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
     proposal, state = self.draft.propose(params, state, context, rng)
     return self._placed(proposal), self._placed(state)
 

@@ -27,7 +27,7 @@ import tiny
 import tiny_pair
 from jax.experimental import multihost_utils
 
-from specdec_jax.core.decode import speculative_decode
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -88,14 +88,9 @@ def decode(pair: Pair, tree: Tree, temperature: float) -> dict:
   prompt = jnp.asarray(texts)
   first, _ = jax.eval_shape(pair.target.prompt_tokens, prompt)
   num_slots = first.shape[1] + LIMIT + tree.num_nodes
-  arguments = pair.target_params, pair.draft_params, prompt, row_keys(0, 0, BATCH)
-  program = speculative_decode.lower(
-    pair.target,
-    pair.draft(sampling, tree),
-    *arguments,
-    max_new_tokens=LIMIT,
-    verifier=TokenVerifier(sampling),
-  ).compile()
+  arguments = pair.params, prompt, row_keys(0, 0, BATCH)
+  decoder = Decoder(pair.target, pair.draft(sampling, tree), TokenVerifier(sampling))
+  program = Decoder.run.lower(decoder, *arguments, max_new_tokens=LIMIT).compile()
   decoded = multihost_utils.process_allgather(program(*arguments), tiled=True)
   hlo = program.as_text()
   caches = re.findall(rf"f32\[(\d+),(\d+),{num_slots},8\]", hlo)

@@ -19,7 +19,7 @@ def drafts(tmp_path_factory):
   text = tmp_path_factory.mktemp("text") / "target.txt"
   text.write_text("".join(line + "\n" for line in tiny_pair.SENTENCES))
   return [
-    lambda vocabulary: unigram(vocabulary, str(text)),
+    lambda target: unigram(target, str(text)),
     prompt_lookup,
   ]
 

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
+from tiny import autoregressive_decode
 
 from specdec_jax.core import adaptive
-from specdec_jax.core.adaptive import adaptive_decode
-from specdec_jax.core.decode import autoregressive_decode, one_round
+from specdec_jax.core.adaptive import AdaptiveDecoder
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
+from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.exactness.compare import compare_samples
@@ -50,9 +52,9 @@ def plain(eos_id=EOS):
 
 
 def decode(drafts, draft_params, costs=COSTS, prior=(0.5, 0.5), eos_id=EOS):
-  models = TARGET, drafts, params(), draft_params
-  settings = dict(max_new_tokens=LIMIT, verifier=TokenVerifier(GREEDY), eos_id=eos_id)
-  return adaptive_decode(*models, prompts(), keys(), costs, jnp.array(prior), **settings)
+  decoder = AdaptiveDecoder(TARGET, drafts, TokenVerifier(GREEDY), eos_id)
+  pair_params = Params(params(), draft_params)
+  return decoder.run(pair_params, prompts(), keys(), costs, jnp.array(prior), max_new_tokens=LIMIT)
 
 
 def script(right):
@@ -91,18 +93,18 @@ def test_gamma_follows_a_draft_whose_quality_changes():
   # Taken for alpha: 1/2, 3/4, 7/8, 15/16; then all is refused: 15/18, 15/20, ...
   assert gammas_of(out) == [1, 2, 4, 4, 2, 2, 2, 2, 2]
   assert (np.asarray(out.rounds.num_accepted)[:9].T == [1, 2, 4, 0, 0, 0, 0, 0, 0]).all()
-  accepted, rejected = out.rounds.judged()
+  accepted, rejected = out.rounds.acceptance_counts()
   assert (accepted == 7).all() and (rejected == 6).all()
 
 
 def test_costs_and_prior_choose_gamma_and_compile_nothing():
   wrong = script(RIGHT["never"])
   assert set(gammas_of(decode(SCRIPTED, wrong, prior=(0.1, 9.9), eos_id=-1))) == {1}
-  compiled = adaptive_decode._cache_size()
+  compiled = AdaptiveDecoder.run._cache_size()
   assert set(gammas_of(decode(SCRIPTED, wrong, prior=(990.0, 10.0), eos_id=-1))) == {4}
   cheap = jnp.array([1.0, 0.2, 1.0])
   assert set(gammas_of(decode(SCRIPTED, wrong, costs=cheap, eos_id=-1))) == {2}
-  assert adaptive_decode._cache_size() == compiled
+  assert AdaptiveDecoder.run._cache_size() == compiled
 
 
 def test_rows_that_are_done_have_no_say():
@@ -120,7 +122,7 @@ def test_the_target_as_its_own_draft_accepts_every_guess_of_every_gamma():
   out = decode(drafts, params())
   assert set(gammas_of(out)) == {1, 2, 4}
   np.testing.assert_array_equal(out.tokens, plain().tokens)
-  assert (out.rounds.judged()[1] == 0).all()
+  assert (out.rounds.acceptance_counts()[1] == 0).all()
 
 
 # Sampling.
@@ -134,9 +136,8 @@ def sampled():
   costs, prior = jnp.array([1.1, 1.6]), jnp.array([0.7, 0.3])
 
   def decode(prompt, rng, *, max_new_tokens):
-    models = pair.target, drafts, pair.target_params, pair.draft_params
-    settings = dict(max_new_tokens=max_new_tokens, verifier=TokenVerifier(sampling))
-    return adaptive_decode(*models, prompt, rng, costs, prior, **settings)
+    decoder = AdaptiveDecoder(pair.target, drafts, TokenVerifier(sampling))
+    return decoder.run(pair.params, prompt, rng, costs, prior, max_new_tokens=max_new_tokens)
 
   texts = tiny_pair.SENTENCES[:4]
   joint = compare_samples(
@@ -157,15 +158,16 @@ def test_samples_have_the_targets_distribution():
 def test_gamma_that_knows_its_own_rounds_outcome_is_caught(monkeypatch):
   """Of 16 rounds, drawn independently, the one that emits most is kept."""
 
-  def luckiest(target, draft, target_params, draft_params, verifier, rng, *settings):
-    def drawn(i):
-      keys = jax.vmap(jax.random.fold_in, (0, None))(rng, i)
-      return one_round(target, draft, target_params, draft_params, verifier, keys, *settings)
+  class Luckiest(Decoder):
+    def round(self, params, state):
+      def sampled_round(i):
+        keys = jax.vmap(jax.random.fold_in, (0, None))(state.rng, i)
+        return super(Luckiest, self).round(params, state._replace(rng=keys))
 
-    rounds = jax.vmap(drawn)(jnp.arange(16))
-    best = rounds.length.sum(axis=1).argmax()
-    return jax.tree.map(lambda x: x[best], rounds)
+      rounds = jax.vmap(sampled_round)(jnp.arange(16))
+      best = rounds.length.sum(axis=1).argmax()
+      return jax.tree.map(lambda x: x[best], rounds)._replace(rng=state.rng)
 
-  monkeypatch.setattr(adaptive, "one_round", luckiest)
+  monkeypatch.setattr(adaptive, "Decoder", Luckiest)
   joint, _ = sampled()
   assert joint.p_value < tiny.CAUGHT

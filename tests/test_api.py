@@ -56,7 +56,7 @@ def test_a_pair_is_loaded_and_its_programs_are_kept(tmp_path, monkeypatch):
 def test_texts_become_the_targets_own(batch_size=2):
   pair = own_pair()
   ours = pair.generate(TEXTS, gamma=2, batch_size=batch_size, **SHORT)
-  plain = pair.decoder(Sampling(temperature=0.0), 0)(
+  plain = pair.decode_fn(Sampling(temperature=0.0), 0)(
     pair.prompt(TEXTS), row_keys(0, 0, len(TEXTS)), **SHORT
   )
   assert ours == [pair.vocabulary.decode(row) for row in np.asarray(plain.tokens)]

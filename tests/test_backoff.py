@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_pair
 
 from specdec_jax.core.sampling import Sampling
@@ -50,7 +51,7 @@ def written(texts) -> Context:
 
 def propose(draft, params, texts):
   context = written(texts)
-  state = draft.start(params, context, jnp.zeros((len(texts), 1, 0)))
+  state = draft.init(params, context, jnp.zeros((len(texts), 1, 0)))
   keys = jax.random.split(jax.random.key(0), len(texts))
   return draft.propose(params, state, context, keys)[0]
 
@@ -78,7 +79,7 @@ def test_few_successors_leave_younger_guesses_out():
 def test_a_file_is_counted(tmp_path):
   words = tiny_pair.pair().vocabulary
   (tmp_path / "out.txt").write_text("".join(f"{text}\n" for text in tiny_pair.SENTENCES))
-  drafter = backoff_ngrams(words, str(tmp_path / "out.txt"), order=3)
+  drafter = backoff_ngrams(tiny.loaded(words), str(tmp_path / "out.txt"), order=3)
   text = [words.start_id, *words.encode(tiny_pair.SENTENCES[0])]
   draft = drafter.build(Sampling(), chain(3))
   proposal = propose(draft, drafter.params, [text[:5]])

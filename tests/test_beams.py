@@ -24,9 +24,10 @@ from specdec_jax.beam_search import (
   step,
 )
 from specdec_jax.commands import bench_beams as commands
-from specdec_jax.core import decode as decoding
+from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
+from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
@@ -220,13 +221,13 @@ def test_what_an_anchored_decoder_is_told_goes_with_its_beam():
 
   keys, verifier = jax.random.split(jax.random.key(0), 1), TokenVerifier(Sampling(temperature=0.0))
   models, prompt = (case.params, params), case.prompt[:1]
-  chains = decoding.start(case.target, draft, *models, prompt, LIMIT)
+  chains = tiny.start(case.target, draft, *models, prompt, LIMIT)._replace(rng=keys)
   beams = search.start(case.target, Recorded(draft, 1, 4), *models, prompt, 1, LIMIT)
   for kept, correction in ((0, 5), (2, 8), (3, 3), (0, 10)):
-    guess = draft.propose(params, chains.draft, chains.context, keys)[0].tokens
+    guess = draft.propose(params, chains.draft_state, chains.context, keys)[0].tokens
     guesses.append(np.asarray(guess))
     target = says(*guess[0, :kept].tolist(), correction)
-    chains = decoding.one_round(target, draft, *models, verifier, keys, never, chains)
+    chains = Decoder(target, draft, verifier, never).round(Params(*models), chains)
     beams = search.one_round(target, Recorded(draft, 1, 4), *models, 0.6, never, beams)
     assert int(chains.num_rounds) == len(asked) and beams.live.beams.length == chains.length
   np.testing.assert_array_equal(guesses, asked)
@@ -316,8 +317,8 @@ def test_guesses_of_a_tree_follow_their_own_beam():
     prompt=jnp.ones((1, 1), int), tokens=newest[..., None], length=jnp.array([1]), newest=newest
   )
   kept = entries.nothing(1, 0, 2, jnp.zeros((1, 1)))
-  context = context._replace(target=(), hidden=two, kept=kept, known=jnp.array([[-1, -1]]))
-  guesses, _ = TreeBeamDraft(decoding.NullDraft(Tree((0, 0, 1)))).propose((), (), context)
+  context = context._replace(target_cache=(), hidden=two, kept=kept, known=jnp.array([[-1, -1]]))
+  guesses, _ = TreeBeamDraft(NullDraft(Tree((0, 0, 1)))).propose((), (), context)
   assert guesses.parents.tolist() == [[0, 0, 2, 1, 1, 5]]  # 0 and 1 are the newest tokens
 
 
@@ -378,7 +379,7 @@ def test_a_pass_reads_what_was_guessed_and_is_not_read_yet():
   newest, one = jnp.array([[2, 3]]), jnp.array([4])
   text = dict(prompt=None, tokens=None, length=one, log_probs=None, newest=newest, seen=slots)
   before = dict(before=None, seen_before=None, slot=one, places=jnp.zeros((1, 9), int))
-  state = dict(target=None, hidden=None, kept=kept, known=jnp.array([[-1, -1]]), eos_id=EOS)
+  state = dict(target_cache=None, hidden=None, kept=kept, known=jnp.array([[-1, -1]]), eos_id=EOS)
   forest_ = forest.Forest(
     tokens=jnp.array([[5, -1, 6, 7, 8]]),
     parents=jnp.array([[0, 0, 1, 1, 2]]),
@@ -442,7 +443,7 @@ def parents_mixed_up(beams, tokens, sums, *how):
 def drafts_scores(logits, hidden, read, context, depth):
   """Guesses keep a score that is not the target's."""
   new = forest.entries_read(logits, hidden, read, context, depth)
-  guessed = (read.nodes >= context.newest.shape[1])[..., None]
+  guessed = (read.nodes >= context.last_token.shape[1])[..., None]
   return new._replace(sums=new.sums + 0.01 * guessed)
 
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 import tiny_pair
+from tiny import autoregressive_decode
 
 from specdec_jax.commands import bench_gamma, decode
 from specdec_jax.commands.translate import decode_lines, translate
-from specdec_jax.core.decode import autoregressive_decode
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.theory import (
   best_tree,

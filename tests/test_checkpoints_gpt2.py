@@ -373,10 +373,10 @@ def test_a_pair_writes_what_its_target_does(folders, vocabulary):
   assert (pair.target_name, pair.draft_name) == ("target", "draft") and pair.continues
   texts = ["A man runs through", "", "Drei Männer"]
   prompt, keys = pair.prompt(texts), jax.random.split(jax.random.key(0), 3)
-  decode = lambda gamma: pair.decoder(Sampling(0.0), gamma)(prompt, keys, max_new_tokens=12)
+  decode = lambda gamma: pair.decode_fn(Sampling(0.0), gamma)(prompt, keys, max_new_tokens=12)
   plain, fast = decode(0), decode(3)
   np.testing.assert_array_equal(plain.tokens, fast.tokens)
-  assert fast.rounds.judged()[0].sum() > 3
+  assert fast.rounds.acceptance_counts()[0].sum() > 3
   forced = jax.jit(module_of(CONFIG).apply)
   for row, text in enumerate(texts):  # by the whole text at once, as it is stored
     ids = vocabulary.encode(text)[:-1] or [300]
@@ -457,7 +457,7 @@ def test_speculation_writes_what_pytorchs_greedy_generation_does(tmp_path, vocab
   saved(tmp_path / "draft", 301, noise=0.05)
   pair = load_pair(str(tmp_path / "target"), str(tmp_path / "draft"), vocabulary.path)
   for text in ("A man runs through the", ""):
-    decoded = pair.decoder(Sampling(0.0), 3)(
+    decoded = pair.decode_fn(Sampling(0.0), 3)(
       pair.prompt([text], width=16), jax.random.split(jax.random.key(0), 1), max_new_tokens=40
     )
     ids = vocabulary.encode(text)[:-1] or [vocabulary.eos_id]
@@ -467,4 +467,4 @@ def test_speculation_writes_what_pytorchs_greedy_generation_does(tmp_path, vocab
     assert len(set(want)) > 5
     assert decoded.tokens[0][: len(want)].tolist() == want
     assert decoded.lengths[0] == len(want)
-    assert 0 < decoded.rounds.judged()[0] < 40
+    assert 0 < decoded.rounds.acceptance_counts()[0] < 40

@@ -15,17 +15,12 @@ from jax.extend.core import jaxprs_in_params
 from test_speculative import CONFIG as T5_CONFIG
 from test_speculative import DRAFT_CONFIG as T5_DRAFT
 from test_speculative import exact_joint, joint_of_loop, target_and_draft
+from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax.core.decode import (
-  NullDraft,
-  autoregressive_decode,
-  one_round,
-  speculative_decode,
-  start,
-)
+from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
-from specdec_jax.core.types import DraftFactory
+from specdec_jax.core.types import DraftFactory, Params
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
@@ -111,7 +106,7 @@ def drafted(make: Callable[..., DraftFactory], *settings: Any):
   words.fingerprint = lambda: "ids"
 
   def draft(models: Models, sampling: Sampling, tree: Tree):
-    drafter = make(words, *settings)
+    drafter = make(tiny.loaded(words), *settings)
     return drafter.build(sampling, tree), drafter.params
 
   return draft
@@ -149,8 +144,8 @@ def two_levels(models: Models, sampling: Sampling, tree: Tree):
 
 def layers(models: Models, sampling: Sampling, tree: Tree):
   """The last of the target's own layers."""
-  drafter = layer_skip(mock.MagicMock(Vocabulary), [models.target.config.num_decoder_layers - 1])
-  drafter = drafter.drafter(models.target, models.params)
+  last = models.target.config.num_decoder_layers - 1
+  drafter = layer_skip(tiny.loaded(None, models.target, models.params), [last])
   return drafter.build(sampling, tree), drafter.params
 
 
@@ -182,7 +177,7 @@ def learned(kind: str):
     heads = dict(num_heads=shape.num_heads, head_dim=shape.head_dim, has_encoder=shape.has_encoder)
     config = SpeculatorConfig(kind=kind, vocab_size=V, gamma=4, **sizes, **heads)
     own = init_params(config, jax.random.key(1))
-    made = speculators.drafter(kind, config, own, models.target, models.params)
+    made = speculators.drafter(kind, config, own, tiny.loaded(None, models.target, models.params))
     return made.build(sampling, tree), made.params
 
   return draft
@@ -316,10 +311,10 @@ def at_random(case: str) -> Sampling:
 @pytest.mark.parametrize("case", ROWS)  # what GPTs read of a batch the other GPTs say
 def test_rows_depend_on_no_neighbour_and_programs_on_equal_parts_only(case):
   whole = speculate(case, at_random(case))
-  compiled = speculative_decode._cache_size()
+  compiled = Decoder.run._cache_size()
   rows = [3, 3, 5, 5, 5, 0]  # other neighbours, in other places
   same_rows(whole, speculate(case, at_random(case), rows), rows)
-  assert speculative_decode._cache_size() == compiled
+  assert Decoder.run._cache_size() == compiled
 
 
 @pytest.mark.parametrize("case", ["tree"])
@@ -371,14 +366,19 @@ def test_a_draft_knows_what_was_committed(case, monkeypatch):
   draft, draft_params = make(models, RANDOM, tree)
   params = models.params, draft_params
   state = tiny.start(models.target, draft, *params, models.prompts, LIMIT)
-  parts = models.target, draft, *params, verifier(RANDOM), keys, -1
-  step = jax.jit(functools.partial(one_round, *parts))
+  state = state._replace(rng=keys)
+  decoder = Decoder(models.target, draft, verifier(RANDOM), eos_id=-1)
+  step = jax.jit(functools.partial(decoder.round, Params(*params)))
   propose, anew = (
     jax.jit(lambda kept, context: draft.propose(draft_params, kept, context, keys)[0])
     for _ in range(2)
   )
-  count, read, of_prompt = state.tokens.shape[1], drafts_model.read_newest, state.draft
-  unread = models.target.commit(state.target, 0 * state.length)
+  count, read, of_prompt = (
+    state.tokens.shape[1],
+    drafts_model.extend_last_tokens,
+    state.draft_state,
+  )
+  unread = models.target.commit(state.target_cache, 0 * state.length)
   of_text = jax.jit(lambda tokens: models.target.extend(models.params, unread, tokens)[1])
   for _ in range(3):
     if case == "tree, GPT":  # the first of its prompts is one token, before which there is none
@@ -386,10 +386,10 @@ def test_a_draft_knows_what_was_committed(case, monkeypatch):
       want = want[np.arange(6), state.length - 1]
       np.testing.assert_allclose(state.hidden, want, atol=1e-5)
     state = step(state)
-    got = propose(state.draft, state.context)
+    got = propose(state.draft_state, state.context)
     with monkeypatch.context() as patched:
       for module in drafts_model, drafts_dynamic, drafts_hierarchical, drafts_stopping:
-        patched.setattr(module, "read_newest", lambda *args: read(*args[:4], count))
+        patched.setattr(module, "extend_last_tokens", lambda *args: read(*args[:4], count))
       want = anew(of_prompt, state.context)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       np.testing.assert_allclose(one, other, atol=1e-5)
@@ -411,12 +411,14 @@ def test_a_chain_gathers_from_no_cache_and_a_tree_does(of):
     """Of the caches of target and draft, and of what a round gathers from."""
     draft = ModelDraft(models.draft, sampling, tree)
     params = models.params, models.draft_params
-    begun = functools.partial(start, models.target, draft, limit=LIMIT)
-    state = jax.eval_shape(begun, *params, models.prompts)
-    caches = {x.shape for x in jax.tree.leaves((state.target.layers, state.draft.layers))}
+    decoder = Decoder(models.target, draft, TokenVerifier(sampling))
     keys = jax.random.split(jax.random.key(0), 6)
-    parts = models.target, draft, *params, TokenVerifier(sampling), keys, models.target.eos_id
-    return caches, gathered(jax.make_jaxpr(functools.partial(one_round, *parts))(state).jaxpr)
+    init = functools.partial(decoder.init, rng=keys, max_new_tokens=LIMIT)
+    state = jax.eval_shape(init, Params(*params), models.prompts)
+    layers = state.target_cache.layers, state.draft_state.layers
+    caches = {x.shape for x in jax.tree.leaves(layers)}
+    round_of = functools.partial(decoder.round, Params(*params))
+    return caches, gathered(jax.make_jaxpr(round_of)(state).jaxpr)
 
   caches, of_chain = shapes(chain(3))
   assert of_chain and not caches & of_chain

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax.core import decode as decoding
-from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Rounds
@@ -284,13 +284,13 @@ def test_a_refused_eos_does_not_end_a_row():
 def test_tokens_past_the_end_are_0():
   """A decoder-only model's prompt may have padding there."""
   rounds = Rounds(*(np.zeros((4, 2), int) for _ in range(4)))
-  state = decoding.State(*[None] * len(decoding.State._fields))._replace(
+  state = DecodeState(*[None] * len(DecodeState._fields))._replace(
     tokens=jnp.array([[7, 2, 3, 9, 9, 9], [7, 6, 5, 4, 3, 9]]),
     length=jnp.array([3, 5]),
     prompt_length=jnp.array([1, 2]),
     rounds=rounds,
   )
-  out = decoding.decoded(state)
+  out = Decoder(TARGET, NullDraft(), TokenVerifier(GREEDY)).result(state)
   assert (out.tokens.tolist(), out.lengths.tolist()) == ([[2, 3, 0, 0], [5, 4, 3, 0]], [2, 3])
 
 
@@ -374,20 +374,20 @@ def test_the_key_of_a_row_decides_its_text():
 
 def test_calls_of_one_shape_compile_once():
   speculate(3, drafts()["good"])
-  compiled = speculative_decode._cache_size()
+  compiled = Decoder.run._cache_size()
   for seed, draft_params in enumerate(drafts().values()):
     prompt = tiny.sources(CONFIG, seed + 1, 8)
     speculate(3, draft_params, prompt=prompt, rng=keys(seed))
-  assert speculative_decode._cache_size() == compiled
+  assert Decoder.run._cache_size() == compiled
 
   settings = dict(max_new_tokens=LIMIT, eos_id=EOS)
   autoregressive_decode(TARGET, params(), prompts(), keys(), sampling=Sampling(0.0), **settings)
-  compiled = autoregressive_decode._cache_size()
+  compiled = Decoder.run._cache_size()
   for seed in range(3):
     prompt = tiny.sources(CONFIG, seed + 1, 8)
     other = tiny.params(CONFIG, seed)
     autoregressive_decode(TARGET, other, prompt, keys(seed), sampling=Sampling(0.0), **settings)
-  assert autoregressive_decode._cache_size() == compiled
+  assert Decoder.run._cache_size() == compiled
 
 
 @pytest.mark.parametrize("gamma", [0, -2])

@@ -9,8 +9,8 @@ import re
 
 import jax
 import pytest
+from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax.core.decode import autoregressive_decode, speculative_decode
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -116,5 +116,5 @@ def test_the_gpt_like_pair_is_small():
 def test_the_gpt_like_pair_goes_on_as_its_target_does(gpt):
   """Beginnings of several lengths together."""
   asked = gpt.prompt(BEGINNINGS, width=8), row_keys(0, 0, len(BEGINNINGS))
-  plain, ours = (gpt.decoder(GREEDY, g)(*asked, max_new_tokens=LIMIT) for g in (0, 7))
+  plain, ours = (gpt.decode_fn(GREEDY, g)(*asked, max_new_tokens=LIMIT) for g in (0, 7))
   assert identical([plain], [ours])

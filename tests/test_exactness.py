@@ -11,12 +11,13 @@ import pytest
 import tiny
 import tiny_pair
 from test_t5 import sees_its_cousins
+from tiny import speculative_decode
 
 from specdec_jax.commands.check_exactness import check_exactness
-from specdec_jax.core.decode import speculative_decode
+from specdec_jax.core import trees
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
-from specdec_jax.core.types import Proposal, Verification
+from specdec_jax.core.types import Proposal, Verification, Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -35,7 +36,6 @@ from specdec_jax.exactness.ties import (
   node_moves,
   share_of,
 )
-from specdec_jax.models import decoder
 from specdec_jax.models.layers import RelativePositionBias
 
 GREEDY = Sampling(temperature=0.0)
@@ -84,14 +84,14 @@ argmax = functools.partial(
 def test_exact_samples_pass(name, gamma):
   # 1,600 outputs: finds a total variation of 0.15 nine times in ten.
   sampling = SAMPLINGS[name]
-  joint = sampled(sampling=sampling, decode=tiny_pair.pair().decoder(sampling, gamma))
+  joint = sampled(sampling=sampling, decode=tiny_pair.pair().decode_fn(sampling, gamma))
   assert joint.p_value > LEVEL and joint.num_impossible == 0
   assert joint.num_samples == 1600 and joint.num_cells > 40
   assert joint.detectable(LEVEL) < 0.15
 
 
 def test_exact_argmax_passes():
-  plain, ours = (tiny_pair.pair().decoder(GREEDY, gamma) for gamma in (0, GAMMA))
+  plain, ours = (tiny_pair.pair().decode_fn(GREEDY, gamma) for gamma in (0, GAMMA))
   assert argmax(plain=plain, speculative=ours) == []
 
 
@@ -107,14 +107,14 @@ def test_the_target_as_its_own_draft_takes_the_fewest_rounds(tree, by_paths):
 
 
 @dataclasses.dataclass(frozen=True)
-class JudgedBy:
+class JudgedBy(Verifier):
   """A verifier for chains: (keys [B], x [B, G], q [B, G, V], p [B, G + 1, V]) -> the verification."""
 
   sampling: Sampling
   judge: Callable
   exact = False
 
-  def accept(self, rng, tree, proposal, logits):
+  def verify(self, rng, tree, proposal, logits):
     p = distribution(logits, self.sampling)
     return self.judge(rng, proposal.tokens, proposal.q, p)
 
@@ -175,8 +175,8 @@ def with_rule(verifier, change=lambda proposal: proposal, gamma=GAMMA):
 class Telling(tiny.ChangedDraft):
   """A draft whose parameters are its own and the number of a judge, for `told`."""
 
-  def start(self, params, context, hidden):
-    return self.draft.start(params[0], context, hidden)
+  def init(self, params, context, hidden):
+    return self.draft.init(params[0], context, hidden)
 
   def propose(self, params, state, context, rng):
     told[:] = params[1:]
@@ -282,7 +282,7 @@ def neighbours_cache(model, params, cache, *block):
 def sees_cousins(model, params, cache, *block):
   """A node sees all of the tree that stands before it, as in a chain."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(decoder, "_in_tree", functools.partial(sees_its_cousins, decoder._in_tree))
+    patch.setattr(trees, "_place_tree", functools.partial(sees_its_cousins, trees._place_tree))
     return model.extend(params, cache, *block)
 
 
@@ -297,7 +297,7 @@ def off_tree(target):
   """Rounds too many, as a share, of the self-draft down each path; and texts that are not ties."""
   pair, tree, texts = tiny_pair.pair()._replace(target=target), branching(3, 2, 1), SENTENCES[:16]
   rounds, fewest = rounds_of_self_draft(pair, texts, tree, 16, 24, by_paths=True)
-  decoders = tiny_pair.pair().decoder(GREEDY, 0), pair.decoder(GREEDY, tree)
+  decoders = tiny_pair.pair().decode_fn(GREEDY, 0), pair.decode_fn(GREEDY, tree)
   parted = compare_argmax(pair, texts, *decoders, tree.num_nodes, 16, 24, Rounding(1e-3))
   return rounds / fewest - 1, sum(not d.is_tie for _, d in parted)
 
@@ -314,13 +314,13 @@ def test_faults_of_trees_are_caught_at_temperature_0(fault):
 @pytest.mark.parametrize("fault", [off_by_one, neighbours_cache])
 def test_faults_of_the_cache_are_caught_at_temperature_0(fault):
   good, bad = tiny_pair.pair(), with_target(fault)
-  divergences = argmax(plain=good.decoder(GREEDY, 0), speculative=bad.decoder(GREEDY, GAMMA))
+  divergences = argmax(plain=good.decode_fn(GREEDY, 0), speculative=bad.decode_fn(GREEDY, GAMMA))
   assert divergences and not all(d.is_tie for _, d in divergences)
 
 
 def test_faults_of_the_cache_are_caught_in_samples():
   sampling = SAMPLINGS["temperature 1"]
-  decode = with_target(neighbours_cache).decoder(sampling, GAMMA)
+  decode = with_target(neighbours_cache).decode_fn(sampling, GAMMA)
   assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
 
 
@@ -336,7 +336,7 @@ def test_a_divergence_is_found_where_it_is():
   pair = tiny_pair.pair()
   prompt = pair.prompt(TEXTS)
   keys = jax.random.split(jax.random.key(0), len(TEXTS))
-  plain = np.asarray(pair.decoder(GREEDY, 0)(prompt, keys, max_new_tokens=9).tokens)
+  plain = np.asarray(pair.decode_fn(GREEDY, 0)(prompt, keys, max_new_tokens=9).tokens)
   other = plain.copy()
   other[2, 4:] = (plain[2, 4:] + 1) % 60
   (found,) = first_divergences(
@@ -354,7 +354,7 @@ def test_a_pass_that_changes_later_logits_is_not_rounding(tree):
   """For each shape the differences exceed the bound, and the changed outputs are not ties."""
   good, bad = tiny_pair.pair(), with_target(adds_a_sine)
   prompt, keys = good.prompt(TEXTS), jax.random.split(jax.random.key(0), len(TEXTS))
-  plain = good.decoder(GREEDY, 0)
+  plain = good.decode_fn(GREEDY, 0)
   own = plain(prompt, keys, max_new_tokens=12)
   text, lengths = np.asarray(own.tokens), np.asarray(own.lengths)
   moved = [node_moves(pair, prompt, text, lengths, tree) for pair in (good, bad)]
@@ -362,7 +362,7 @@ def test_a_pass_that_changes_later_logits_is_not_rounding(tree):
   # Even a bound by what was measured, if that were all, must not make them ties.
   rounding = Rounding(1e-3, measured=moved[1][0])
   parted = compare_argmax(
-    *(bad, TEXTS, plain, bad.decoder(GREEDY, tree), tree.num_nodes, 4, 12, rounding)
+    *(bad, TEXTS, plain, bad.decode_fn(GREEDY, tree), tree.num_nodes, 4, 12, rounding)
   )
   assert parted and not any(d.is_tie for _, d in parted)
 

@@ -195,7 +195,9 @@ def test_exactness_checker_samples_at_a_temperature_other_than_1():
   """At temperature 1, a q that ignores the temperature would pass."""
   try:
     run.parse_gin([str(GIN / "runs/check_exactness.gin")], [], [])
-    samplings = [reference.scoped_configurable_fn() for reference in gin.query_parameter("%SAMPLINGS")]
+    samplings = [
+      reference.scoped_configurable_fn() for reference in gin.query_parameter("%SAMPLINGS")
+    ]
   finally:
     gin.clear_config()
   assert not {sampling.temperature for sampling in samplings} <= {0, 1}

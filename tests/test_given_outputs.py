@@ -10,11 +10,12 @@ import sys
 import jax
 import numpy as np
 import pytest
+import tiny
 import tiny_pair
+from tiny import autoregressive_decode
 
 from specdec_jax import records
 from specdec_jax.commands.given_outputs import ARGMAX, RecitingModel, given_outputs
-from specdec_jax.core.decode import autoregressive_decode
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Context
 from specdec_jax.data.text import read_lines
@@ -53,7 +54,7 @@ def run(words, output_dir, drafts, sources=SOURCES, outputs=OUTPUTS, **changes):
 
 def guessing(words, make, gamma):
   """(source ids, ids of the text so far) -> the draft's guesses, one call of `propose`."""
-  drafter = make(words)
+  drafter = make(tiny.loaded(words))
   draft = drafter.build(ARGMAX, chain(gamma))
   propose = jax.jit(draft.propose)
   keys = jax.random.split(jax.random.key(0), 1)
@@ -61,7 +62,7 @@ def guessing(words, make, gamma):
   def guesses(source, done):
     tokens, length = padded([[PAD_ID, *done]], 60), np.array([1 + len(done)])
     context = Context(padded([source], 120), tokens, length, None, None)
-    state = draft.start(drafter.params, context, None)
+    state = draft.init(drafter.params, context, None)
     return propose(drafter.params, state, context, keys)[0].tokens[0].tolist()
 
   return guesses

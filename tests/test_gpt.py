@@ -14,15 +14,15 @@ import pytest
 import tiny
 from scipy import special
 from test_t5 import TREE_FAULTS, TREES, WRONG_PATHS, far_off, off_paths
+from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core import trees
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.kernels import skinny
-from specdec_jax.models import decoder
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.gpt import GPTModel
 
@@ -181,7 +181,7 @@ def test_a_tree_is_read_as_its_paths_are(variant, tree):
 
 @pytest.mark.parametrize("fault", [*TREE_FAULTS][:1])  # a T5's test has the others
 def test_a_tree_that_is_read_wrong_is_seen(monkeypatch, fault):
-  monkeypatch.setattr(decoder, "_in_tree", functools.partial(fault, decoder._in_tree))
+  monkeypatch.setattr(trees, "_place_tree", functools.partial(fault, trees._place_tree))
   of = Case(VARIANTS["gpt_like"])
   assert far_off(off_paths(of, of.prefill(of.prompt), TREES["full"])) == TREE_FAULTS[fault]
 

@@ -27,7 +27,7 @@ GAMMA, LIMIT = 2, 12
 def texts_alone(texts):
   """Plain decoding of each text by itself, argmax."""
   pair = tiny_pair.gpt_pair()
-  plain = pair.decoder(GREEDY, 0)
+  plain = pair.decode_fn(GREEDY, 0)
   prompts = [pair.prompt([text]) for text in texts]
   return [
     pair.vocabulary.decode(plain(prompt, row_keys(0, 0, 1), max_new_tokens=LIMIT).tokens[0])
@@ -78,9 +78,9 @@ def test_simulated_acceptance_is_as_asked_after_ragged_prompts():
   pair = pair._replace(target=SimulatedModel(pair.target, alpha, pair.vocabulary.eos_id))
   prompt = pair.prompt([*TEXTS[:3], *"abcdefghiklmn"])
   assert len(np.unique((np.asarray(prompt) > 0).sum(axis=1))) > 2
-  out = jax.device_get(pair.decoder(RANDOM, 3)(prompt, row_keys(0, 0, 16), max_new_tokens=60))
+  out = jax.device_get(pair.decode_fn(RANDOM, 3)(prompt, row_keys(0, 0, 16), max_new_tokens=60))
   assert (out.lengths == 60).all()
-  judged = sum(x.sum() for x in out.rounds.judged())
+  judged = sum(x.sum() for x in out.rounds.acceptance_counts())
   error = 5 * np.sqrt(alpha * (1 - alpha) / judged)
   assert error < 0.1
   assert abs(acceptance_rate([out]) - alpha) < error + 0.02

@@ -13,9 +13,10 @@ from flax import struct
 from jax import Array
 from test_exactness import JudgedBy, bonus_of_the_guess_before, forgetful, judge_with
 
-from specdec_jax.core.sampling import Sampling, draw, row_keys, sample
+from specdec_jax.core.decode import Decoder
+from specdec_jax.core.sampling import Sampling, row_keys, sample, sample_logits
 from specdec_jax.core.trees import Tree, branching, chain
-from specdec_jax.core.types import Proposal, Verification
+from specdec_jax.core.types import Proposal, Verification, Verifier
 from specdec_jax.core.verify import tokens
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts import model
@@ -163,7 +164,7 @@ def test_each_guess_is_scored_by_the_laws_of_its_own_round(tree):
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:40]), row_keys(3, 0, 40)
   decode = laws.recorded(pair, sampling, tree)
   result, _ = decode(prompt, keys, max_new_tokens=limit)
-  own = pair.decoder(sampling, tree)(prompt, keys, max_new_tokens=limit)
+  own = pair.decode_fn(sampling, tree)(prompt, keys, max_new_tokens=limit)
   jax.tree.map(np.testing.assert_array_equal, result, own)
   p, q = (np.exp(np.float64(x)) for x in (pair.target_params, pair.draft_params))
   p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
@@ -252,15 +253,15 @@ def q_of_the_eldest(proposal):
 
 
 @dataclasses.dataclass(frozen=True)
-class YoungestFirst:
+class YoungestFirst(Verifier):
   """Siblings tried in another order than drawn."""
 
   sampling: Sampling
   exact = False
 
-  def accept(self, rng, tree, proposal, logits):
+  def verify(self, rng, tree, proposal, logits):
     turned = Proposal(proposal.tokens[:, ::-1], proposal.q[:, ::-1])
-    n, token, path = TokenVerifier(self.sampling).accept(
+    n, token, path = TokenVerifier(self.sampling).verify(
       rng, tree, turned, jnp.concatenate([logits[:, :1], logits[:, :0:-1]], axis=1)
     )
     return Verification(n, token, jnp.where(path > 0, tree.num_nodes - path, 0))
@@ -270,8 +271,8 @@ class YoungestFirst:
 class Unadjusted(TokenVerifier):
   """Siblings judged by a q that forgets their elders."""
 
-  def accept(self, rng, tree, proposal, logits):
-    return super().accept(rng, tree, q_of_the_eldest(proposal), logits)
+  def verify(self, rng, tree, proposal, logits):
+    return super().verify(rng, tree, q_of_the_eldest(proposal), logits)
 
 
 @pytest.mark.parametrize(
@@ -299,9 +300,9 @@ def test_a_draft_that_samples_at_another_temperature_than_it_reports_is_found(mo
 
   def colder(rng, logits, sampling):
     changed = dataclasses.replace(sampling, temperature=0.97 * sampling.temperature)
-    return draw(rng, logits, changed)[0], draw(rng, logits, sampling)[1]
+    return sample_logits(rng, logits, changed)[0], sample_logits(rng, logits, sampling)[1]
 
-  monkeypatch.setattr(model, "draw", colder)
+  monkeypatch.setattr(model, "sample_logits", colder)
   found = judged(table_pair(noise=0.5), num_guesses=90_000)
   assert of_logs(found.guess).p_value < LEVEL
   assert detectable_temperature(found.at(*range(GAMMA)).guess, LEVEL) < 0.03
@@ -309,13 +310,14 @@ def test_a_draft_that_samples_at_another_temperature_than_it_reports_is_found(mo
 
 
 def test_keys_that_repeat_after_8_tokens_are_found(monkeypatch):
-  def repeats(*args):
-    with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(jax.random, "fold_in", lambda key, n: fold_in(key, n % 8))
-      return one_round(*args)
+  class RepeatedKeys(Decoder):
+    def round(self, params, state):
+      with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "fold_in", lambda key, n: fold_in(key, n % 8))
+        return super().round(params, state)
 
-  fold_in, one_round = jax.random.fold_in, laws.one_round
-  monkeypatch.setattr(laws, "one_round", repeats)
+  fold_in = jax.random.fold_in
+  monkeypatch.setattr(laws, "Decoder", RepeatedKeys)
   found = judged(table_pair(noise=0.5), num_guesses=1)
   far = {name for name, drift in between_rounds(found).items() if drift.p_value < LEVEL}
   eight = {f"{what} of rounds, by place, 8 tokens apart" for what in ("guesses", "next tokens")}
@@ -332,10 +334,10 @@ def test_a_next_token_with_the_key_of_a_guess_is_found():
       return self.draft.propose(params, state, context, rng)
 
   class OneKey(TokenVerifier):
-    def accept(self, *args):
+    def verify(self, *args):
       with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens, "sample", lambda _, weights: sample(kept[0], weights))
-        return super().accept(*args)
+        return super().verify(*args)
 
   draft = lambda sampling, tree: Keeping(ModelDraft(TableModel(), sampling, tree), None)
   found = judged(table_pair(0.5)._replace(draft=draft), num_guesses=1, verifier=OneKey)

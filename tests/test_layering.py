@@ -12,7 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "specdec_jax"
 
-JAX = {"jax", "numpy"}
+JAX = {"jax", "jaxtyping", "numpy"}
 FLAX = JAX | {"flax"}
 
 # From the bottom up: a layer may import those listed before it, itself, Python's own modules,
@@ -30,6 +30,7 @@ LAYERS = {
   "memory": JAX,
   "execution": {"numpy"},
   "core": set(),
+  "core.arrays": JAX,
   "core.trees": JAX,
   "core.sampling": JAX,
   "core.types": JAX,
@@ -40,8 +41,8 @@ LAYERS = {
   "kernels": JAX,
   "models": FLAX,
   "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets", "tokenizers"},
-  "drafts": FLAX,
   "beam_search": JAX,
+  "drafts": FLAX,
   "partitioning": FLAX,
   "checkpoints": FLAX | {"huggingface_hub", "msgpack", "safetensors", "tensorstore"},
   "counts": {"numpy"},

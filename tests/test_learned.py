@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import tiny_pair
 from test_contract import GREEDY, LIMIT, RAGGED, RANDOM, T5_CONFIG, V, gpt, t5
 
@@ -81,7 +82,7 @@ def test_training_logits_are_those_of_decoding(kind, of):
   shape = models.target.config
   config = module(kind, shape)
   own = init_params(config, jax.random.key(3))
-  drafter = speculators.drafter(kind, config, own, models.target, models.params)
+  drafter = speculators.drafter(kind, config, own, tiny.loaded(None, models.target, models.params))
   first = kind == "look_ahead"  # its first guess is the target's own
   prompts = models.prompts
   if of is gpt:  # it trains on texts of their own
@@ -105,14 +106,16 @@ def test_an_anchored_decoder_is_told_what_it_learned_with(tree):
   models = t5()
   config = module("anchored", models.target.config)
   own, drawn = init_params(config, jax.random.key(3)), np.random.default_rng(0)
-  draft = speculators.drafter("", config, own, models.target, models.params).build(RANDOM, tree)
+  draft = speculators.drafter(
+    "", config, own, tiny.loaded(None, models.target, models.params)
+  ).build(RANDOM, tree)
   batch, num_slots, length, anchors = len(models.prompts), 24, 1, []
   states = drawn.normal(size=(batch, num_slots, config.state_dim)).astype(np.float32)
   tokens = np.zeros((batch, num_slots), np.int32)
   hidden, cache = models.target.prefill(models.params, models.prompts, num_slots)
   context = Context(models.prompts, tokens, jnp.full(batch, length), cache, states[:, 0])
-  state = draft.start(own, context, hidden)
-  learnt = jax.jit(functools.partial(anchored(config).apply, method="after_each"))
+  state = draft.init(own, context, hidden)
+  learned = jax.jit(functools.partial(anchored(config).apply, method="after_each"))
   paths = [np.flatnonzero(ancestors)[1:] for ancestors in tree.ancestors]  # to each node
   for keep in (2, tree.num_guesses, 0, 3):
     anchors = anchors[: length - 1] + [length - 1] * (num_slots - length + 1)
@@ -124,7 +127,7 @@ def test_an_anchored_decoder_is_told_what_it_learned_with(tree):
       inputs = tokens.copy()
       inputs[:, length : length + len(paths[node])] = guesses[:, paths[node] - 1]
       ages = np.arange(num_slots) - np.array(anchors)
-      logits = learnt({"params": own}, inputs, states[:, anchors], ages, last, cache.cross_bias)
+      logits = learned({"params": own}, inputs, states[:, anchors], ages, last, cache.cross_bias)
       q = distribution(logits[:, length + len(paths[node]) - 2], RANDOM)
       if not tree.ranks[node - 1]:  # an elder sibling's chance is not a younger one's
         np.testing.assert_allclose(proposal.q[:, node - 1], q, atol=2e-6)
@@ -212,8 +215,8 @@ def test_trained_head_is_loaded_as_a_draft_and_its_score_has_improved(trained):
   pair = load(trained)
   assert pair.draft_name == "speculator"
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:4]), jax.random.split(jax.random.key(0), 4)
-  plain = pair.decoder(GREEDY, 0)(prompt, keys, max_new_tokens=LIMIT)
-  ours = pair.decoder(GREEDY, 4)(prompt, keys, max_new_tokens=LIMIT)
+  plain = pair.decode_fn(GREEDY, 0)(prompt, keys, max_new_tokens=LIMIT)
+  ours = pair.decode_fn(GREEDY, 4)(prompt, keys, max_new_tokens=LIMIT)
   np.testing.assert_array_equal(ours.tokens, plain.tokens)
   with pytest.raises(InputError, match="makes up to 4 guesses"):
     pair.draft(GREEDY, chain(5))
@@ -228,11 +231,11 @@ def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
   own = jax.tree.map(stored, init_params(config, jax.random.key(0)))
   save_model(str(tmp_path), config, own)
   words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
-  loaded = pairs.speculator(words, str(tmp_path)).drafter(models.target, models.params)
-  mine = speculators.drafter(kind, config, own, models.target, models.params)
+  loaded = pairs.speculator(tiny.loaded(words, models.target, models.params), str(tmp_path))
+  mine = speculators.drafter(kind, config, own, tiny.loaded(None, models.target, models.params))
   jax.tree.map(np.testing.assert_array_equal, loaded.params, mine.params)
   if kind in ("eagle", "heads", "parallel"):  # as alpha and rounds ask for its trees
-    tree = pairs.tree_draft(words, lambda words: mine, num_guesses=15)
+    tree = pairs.tree_draft(tiny.loaded(words), lambda target: mine, num_guesses=15)
     shapes = [tree.build(GREEDY, chain(depth)).tree for depth in (1, 5)]
     assert [(shape.num_guesses, shape.depth) for shape in shapes] == [(1, 1), (15, 5)]
 
@@ -258,6 +261,6 @@ def test_what_reads_a_texts_own_cache_is_no_draft_of_a_beam_search(kind):
   )
   config = speculator_config(pair.target.config, kind)
   own = init_params(config, jax.random.key(0))
-  made = speculators.drafter(kind, config, own, pair.target, pair.target_params)
+  made = speculators.drafter(kind, config, own, pair.loaded_target)
   with pytest.raises(InputError, match="another draft"):
     pair.with_draft(made).beam_searcher(2, 2)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from tiny import speculative_decode
 
-from specdec_jax.core.decode import speculative_decode
+from specdec_jax.core.arrays import take
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import take
 from specdec_jax.core.types import Context, Outcome
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.lookahead import LookaheadDraft
@@ -62,7 +62,7 @@ def test_window_and_pool_are_those_of_plain_lists(gamma, num_guesses):
   propose, observe = jax.jit(draft.propose), jax.jit(draft.observe)
   text = np.random.default_rng(0).integers(1, V, (batch, ROUNDS)).astype(np.int32)
   context = Context(jnp.asarray(PROMPTS), jnp.asarray(text), jnp.full(batch, 1), None, None)
-  state = draft.start((), context, jnp.zeros((batch, 1, 0)))
+  state = draft.init((), context, jnp.zeros((batch, 1, 0)))
   lists = [InLists(prompt, gamma) for prompt in PROMPTS.tolist()]
   most = 0
   for r in range(ROUNDS):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
+from tiny import autoregressive_decode
 
 from specdec_jax import records
 from specdec_jax.checkpoints.folder import load_model
 from specdec_jax.core import theory
-from specdec_jax.core.decode import autoregressive_decode
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import DynamicTree, chain
 from specdec_jax.core.types import DecodeResult, Rounds, Verification
@@ -365,7 +365,7 @@ def test_calls_are_in_the_order_that_costs_are_made_of():
   ends = [jax.eval_shape(call) for call in calls]
   gammas = [state.rounds.guesses.shape[-1] for state in ends[:10]]
   assert gammas == [0, 0, 1, 1, 3, 3, 1, 1, 3, 3]
-  assert [state.draft == () for state in ends[:10]] == [True] * 6 + [False] * 4
+  assert [state.draft_state == () for state in ends[:10]] == [True] * 6 + [False] * 4
   assert all(isinstance(verdict, Verification) for verdict in ends[10:]) and len(ends) == 14
 
 

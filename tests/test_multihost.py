@@ -102,7 +102,7 @@ def test_what_is_done_is_not_decoded_again(whole, tmp_path, monkeypatch):
   def refuse(*args, **kwargs):
     raise TypeError("decoded again")
 
-  monkeypatch.setattr("specdec_jax.pairs.pair.speculative_decode", refuse)
+  monkeypatch.setattr("specdec_jax.core.decode.Decoder.run", refuse)
   (tmp_path / "outputs.jsonl").unlink()
   run(tmp_path)
   assert (tmp_path / "outputs.jsonl").read_bytes() == whole

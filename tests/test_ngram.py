@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
+from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import Context
@@ -61,7 +62,7 @@ def propose(draft, ngrams, newest, seed=0):
   tokens = jnp.stack([newest * 0, newest * 0 + 5, newest, newest * 0], axis=1)
   keys = jax.random.split(jax.random.key(seed), len(newest))
   context = Context(None, tokens, newest * 0 + 3, None, None)
-  state = draft.start(ngrams, context, None)
+  state = draft.init(ngrams, context, None)
   assert state == ()
   (guesses, q, _), state = jax.jit(draft.propose)(ngrams, state, context, keys)
   assert state == ()
@@ -199,9 +200,9 @@ def test_greedy_output_is_the_targets(order, gamma, batch):
 
 def test_calls_of_one_shape_compile_once():
   speculate(2, 5, slice(3, 6), fit_ngrams(rows(), V))
-  compiled = speculative_decode._cache_size()
+  compiled = Decoder.run._cache_size()
   speculate(2, 5, slice(3, 6), fit_ngrams(rows()[:100], V))
-  assert speculative_decode._cache_size() == compiled
+  assert Decoder.run._cache_size() == compiled
 
 
 def test_sampled_output_has_the_targets_joint_distribution(order=1):
@@ -210,7 +211,7 @@ def test_sampled_output_has_the_targets_joint_distribution(order=1):
   size = len(pair.vocabulary)
   ngrams = fit_ngrams([pair.vocabulary.encode(text) for text in tiny_pair.SENTENCES], size)
   draft = functools.partial(NgramDraft, order, size)
-  decode = pair._replace(draft=draft, draft_params=ngrams).decoder(Sampling(), 2)
+  decode = pair._replace(draft=draft, draft_params=ngrams).decode_fn(Sampling(), 2)
   joint = compare_samples(
     pair, tiny_pair.SENTENCES[:4], Sampling(), decode, 4, 400, num_tokens=4, seed=0
   )

@@ -9,8 +9,10 @@ import tiny_pair
 
 from specdec_jax import records
 from specdec_jax.commands.online import serve_and_learn
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
+from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
@@ -41,8 +43,8 @@ def test_it_learns_and_the_outputs_stay_the_targets(pair, tmp_path, capsys):
   serve_and_learn(pair, [str(path)], str(tmp_path / "out"), **how)
   found = records.read(str(tmp_path / "out/results.jsonl"))
   assert [r.draft for r in found] == ["random eagle", "random eagle, online"] * 2
-  frozen, _, still, learnt = (r.tokens_per_round for r in found)
-  assert frozen == still < learnt
+  frozen, _, still, learned = (r.tokens_per_round for r in found)
+  assert frozen == still < learned
   assert len({r.num_tokens for r in found}) == 1 and "learning" in capsys.readouterr().out
 
 
@@ -52,9 +54,9 @@ def test_a_text_moves_the_draft_towards_what_was_judged(pair):
   own, read = pair.draft_params
   draft = OnlineDraft(frozen, 0.02)
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:2]), jax.random.split(jax.random.key(0), 2)
-  models = pair.target, draft, pair.target_params, (draft.begin(own), read)
-  how = dict(max_new_tokens=8, verifier=TokenVerifier(Sampling()), eos_id=pair.vocabulary.eos_id)
-  decoded, learnt = decode_and_learn(*models, prompt, keys, **how)
+  decoder = Decoder(pair.target, draft, TokenVerifier(Sampling()), pair.vocabulary.eos_id)
+  params = Params(pair.target_params, (draft.begin(own), read))
+  decoded, learned = decode_and_learn(decoder, params, prompt, keys, max_new_tokens=8)
   of_text = functools.partial(proposals, pair.target, frozen, pair.target_params)
 
   def likelihood(params) -> float:
@@ -62,7 +64,7 @@ def test_a_text_moves_the_draft_towards_what_was_judged(pair):
     chances = np.take_along_axis(q, np.asarray(decoded.tokens)[..., None], axis=2)[..., 0]
     return np.log(chances)[np.arange(8) < np.asarray(decoded.lengths)[:, None]].mean()
 
-  assert likelihood(learnt.own) > likelihood(own) + 0.1
+  assert likelihood(learned.own) > likelihood(own) + 0.1
 
 
 def test_what_it_cannot_do_is_refused(pair, tmp_path):

@@ -16,10 +16,10 @@ import tiny_pair
 from flax import serialization
 from sentencepiece import sentencepiece_model_pb2
 from test_checkpoints_formats import write_hf
+from tiny import speculative_decode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
-from specdec_jax.core.decode import speculative_decode
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -72,7 +72,7 @@ def test_a_pair_of_ones_own_has_no_task_and_its_paths():
   assert (pair.task, pair.target_path, pair.draft_path) == (None, *paths.values())
   (setting,) = settings_to_measure(pair, ["A man"], [Sampling()], [3], 1, 8, 0, 1.0)
   assert setting.subject == "{target} with {draft}".format(**paths)
-  assert pair.with_draft(uniform(pair.vocabulary)).draft_path is None
+  assert pair.with_draft(uniform(pair.loaded_target)).draft_path is None
 
 
 def test_the_bundled_pair_keeps_its_task():

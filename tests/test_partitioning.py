@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import partitioned
 import pytest
+import tiny
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from specdec_jax.core import decode as decoding
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.drafts.model import ModelDraft
@@ -172,7 +172,7 @@ def test_of_the_state_every_array_is_cut_by_rows_and_keys_by_heads(tree):
   target = SimulatedModel(model, 0.5, eos_id=model.eos_id)
   draft = ModelDraft(model, Sampling(), tree)
   params, prompt = shapes(config), jax.ShapeDtypeStruct((8, 7), jnp.int32)
-  state = jax.eval_shape(lambda p, x: decoding.start(target, draft, p, p, x, 5), params, prompt)
+  state = jax.eval_shape(lambda p, x: tiny.start(target, draft, p, p, x, 5), params, prompt)
   rows, one_axis = {8: "data", config.num_heads: "model"}, ("hidden", "cross_bias")
   found, arrays = specs(state_shardings(state, MESH)), jax.tree.leaves(state)
   for (name, spec), array in zip(found.items(), arrays, strict=True):
@@ -183,7 +183,7 @@ def test_of_the_state_every_array_is_cut_by_rows_and_keys_by_heads(tree):
   assert state_shardings({"tokens": odd}, MESH)["tokens"].spec == PartitionSpec(None)
 
 
-def test_what_lies_side_by_side_may_be_replicated_and_not_cut():
+def test_what_lies_joined_at_root_may_be_replicated_and_not_cut():
   config = t5_config("tiny")
   fused = jax.eval_shape(lambda p: for_decoding(config, p)[1], shapes(config))
   with pytest.raises(InputError, match="side by side"):

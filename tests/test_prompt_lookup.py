@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, chain
 from specdec_jax.core.types import Context
@@ -42,7 +43,7 @@ def proposing(tree, max_ngram, vocab_size):
 
   def run(prompt, tokens, length):
     context = Context(prompt, tokens, length, None, None)
-    state = draft.start((), context, None)
+    state = draft.init((), context, None)
     keys = jax.random.split(jax.random.key(0), len(length))
     proposal, after = draft.propose((), state, context, keys)
     return proposal.tokens, proposal.q, jnp.array_equal(after, state)
@@ -175,9 +176,9 @@ def test_greedy_output_is_the_targets(gamma=5, batch=3):
 
 def test_calls_of_one_shape_compile_once():
   speculate(5, slice(0, 3))
-  compiled = speculative_decode._cache_size()
+  compiled = Decoder.run._cache_size()
   speculate(5, slice(3, 6))
-  assert speculative_decode._cache_size() == compiled
+  assert Decoder.run._cache_size() == compiled
 
 
 @pytest.mark.parametrize(

@@ -176,4 +176,4 @@ def greedy_verdict(verifier, logits, guess):
   """On one guess, when these are the logits there and after it."""
   keys = jax.random.split(jax.random.key(0), 1)
   proposal = Proposal(jnp.asarray(guess).reshape(1, 1))
-  return verifier.accept(keys, chain(1), proposal, jnp.stack([logits, logits])[None])
+  return verifier.verify(keys, chain(1), proposal, jnp.stack([logits, logits])[None])

@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import tiny
 import tiny_pair
 from test_backoff import EOS, ROWS, propose, written
 
@@ -75,7 +76,7 @@ def test_a_datastore_is_built_once(cache, tmp_path, monkeypatch):
 
   def look(lines: list[str]):
     text.write_text("".join(f"{line}\n" for line in lines))
-    return retrieval.retrieval(words, str(text)).params
+    return retrieval.retrieval(tiny.loaded(words), str(text)).params
 
   few, all_ = tiny_pair.SENTENCES[:2], tiny_pair.SENTENCES
   made = [look(few), look(few), look(all_), look(few)]

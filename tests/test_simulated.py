@@ -9,8 +9,9 @@ import pytest
 import tiny
 import tiny_pair
 from flax import struct
+from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.theory import expected_tokens
 from specdec_jax.core.trees import chain
@@ -225,10 +226,10 @@ def test_the_targets_work_remains_in_the_compiled_program():
 
 def test_calls_of_one_shape_compile_once():
   decode(0.75, GREEDY, 3)
-  compiled = speculative_decode._cache_size()
+  compiled = Decoder.run._cache_size()
   decode(0.75, GREEDY, 3, prompts=tiny.sources(CONFIG, 4, 16))
   assert hash(simulated(T5, 0.75)) == hash(simulated(T5Model(CONFIG), 0.75))
-  assert speculative_decode._cache_size() == compiled
+  assert Decoder.run._cache_size() == compiled
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.01, float("nan")])

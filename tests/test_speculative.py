@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax.core.decode import autoregressive_decode, speculative_decode
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Proposal
@@ -496,8 +496,8 @@ def report_as_told(params, proposal):
 class ToldDraft(tiny.ChangedDraft):
   """A draft whose parameters hold its own under 'draft'."""
 
-  def start(self, params, context, hidden):
-    return self.draft.start(params["draft"], context, hidden)
+  def init(self, params, context, hidden):
+    return self.draft.init(params["draft"], context, hidden)
 
   def propose(self, params, state, context, rng):
     proposal, state = self.draft.propose(params["draft"], state, context, rng)

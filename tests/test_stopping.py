@@ -11,7 +11,7 @@ from test_backoff import written
 from test_contract import LIMIT, t5
 from test_speculative import CONFIG
 
-from specdec_jax.core import decode as decoding
+from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -38,7 +38,7 @@ def test_guesses_are_the_models_while_it_is_sure():
   draft, keys = StoppingDraft(whole, 0.13), jax.random.split(jax.random.key(1), 6)
   params = models.params, models.params
   state = tiny.start(models.target, draft, *params, models.prompts, LIMIT)
-  args = models.params, state.draft, state.context, keys
+  args = models.params, state.draft_state, state.context, keys
   (want, _), (got, _) = (jax.jit(one.propose)(*args) for one in (whole, draft))
   inputs = np.pad(np.asarray(want.tokens)[:, :-1], ((0, 0), (1, 0)))
   probs = jax.nn.softmax(tiny.teacher_forced(CONFIG)(models.params, models.prompts, inputs))
@@ -56,10 +56,12 @@ def test_the_target_reads_as_far_as_a_guess_was_made():
   prompts = models.prompts[:2]
   _, cache = models.target.prefill(models.params, prompts, 12)
   block = jnp.array([[0, 3, -1, -1, -1], [0, 2, 4, -1, -1]])
-  args = models.target, models.params, cache, block, chain(4)
-  whole, _, _ = decoding._read(*args, ())
-  for widths, read in [((1, 2, 3, 4), 3), ((1, 3, 4), 4), ((4,), 5)]:
-    logits, hidden, _ = jax.jit(decoding._read, static_argnums=(0, 4, 5))(*args, widths)
+  args = models.params, cache, block, chain(4)
+  decoder = Decoder(models.target, NullDraft(chain(4)), TokenVerifier(Sampling()))
+  whole, _, _ = decoder._extend(*args)
+  for lengths, read in [((1, 2, 3, 4), 3), ((1, 3, 4), 4), ((4,), 5)]:
+    object.__setattr__(decoder.draft, "verify_lengths", lengths)
+    logits, hidden, _ = jax.jit(decoder._extend, static_argnums=3)(*args)
     np.testing.assert_allclose(logits[:, :read], whole[:, :read], atol=1e-5)
     assert not np.asarray(logits[:, read:]).any() and hidden.shape[1] == 5
 
@@ -67,7 +69,7 @@ def test_the_target_reads_as_far_as_a_guess_was_made():
 def test_a_guess_that_was_not_made_is_not_judged():
   models, sampling = t5(), Sampling(0.0)
   draft = StoppingDraft(ModelDraft(models.target, sampling, chain(GAMMA)), 0.13)
-  out = decoding.speculative_decode(
+  out = tiny.speculative_decode(
     *(models.target, draft, models.params, models.params, models.prompts),
     jax.random.split(jax.random.key(0), 6),
     max_new_tokens=LIMIT,
@@ -79,7 +81,7 @@ def test_a_guess_that_was_not_made_is_not_judged():
   ran = rounds.num_emitted > 0
   np.testing.assert_array_equal(rounds.num_accepted[ran], made[ran])  # the target's own are right
   assert 1 < made[ran].mean() < GAMMA and acceptance_by_position([out]) == [1, 1, 1, None]
-  assert not out.rounds.judged()[1].any()
+  assert not out.rounds.acceptance_counts()[1].any()
 
 
 def test_how_well_a_score_foretells():
@@ -115,17 +117,17 @@ def test_what_cannot_stop():
   model = ModelDraft(t5().draft, Sampling(), chain(2))
   with pytest.raises(InputError, match="threshold is 1.5"):
     StoppingDraft(model, 1.5)
-  with pytest.raises(InputError, match="guesses chains"):
+  with pytest.raises(InputError, match="proposes chains"):
     StoppingDraft(ModelDraft(t5().draft, Sampling(), branching(2)), 0.5)
   merged = ForestDraft((StoppingDraft(model, 0.5),), 6)
   with pytest.raises(InputError, match="stops early"):
-    decoding.start(t5().target, merged, t5().params, (t5().draft_params,), t5().prompts, LIMIT)
+    tiny.start(t5().target, merged, t5().params, (t5().draft_params,), t5().prompts, LIMIT)
 
 
 def test_a_draft_that_knows_nothing_makes_a_plain_step():
   """Copies of the newest tokens to their end: nothing of the first text, of the others so many."""
   draft = StopAtMissDraft(PromptLookupDraft(9, chain(5), 2))
-  assert draft.widths == (0, 1, 2, 4, 5)
+  assert draft.verify_lengths == (0, 1, 2, 4, 5)
   context = written([[0, 2, 3], [0, 4, 5, 6, 7, 4], [0, 3, 3]])
   source = jnp.array([[1, 0, 0, 0], [8, 4, 1, 0], [1, 0, 0, 0]])
   tokens = draft.propose((), (), context._replace(prompt=source), jax.random.split(KEY, 3))[

@@ -14,8 +14,8 @@ from flax import traverse_util
 from flax.serialization import msgpack_restore
 from scipy import special
 
+from specdec_jax.core import trees
 from specdec_jax.core.trees import Tree, branching
-from specdec_jax.models import decoder
 from specdec_jax.models.config import T5Config, t5_config
 from specdec_jax.models.families import init_params
 from specdec_jax.models.layers import RelativePositionBias
@@ -208,22 +208,23 @@ TREES = {"full": branching(2, 2), "uneven": Tree((0, 0, 1, 1, 1, 2, 5, 6))}
 ENDS = [-1, 2, 0, 4]  # the last accepted node of each of four rows, at different depths
 
 
-def sees_its_cousins(sound, tree, nodes, length, num_slots):
+def sees_its_cousins(sound, tree, length, nodes, num_slots):
   """A mask by number, as in a chain."""
-  keys_at, positions, _ = sound(tree, nodes, length, num_slots)
   own_slots = length[:, None] + jnp.arange(tree.num_nodes)[nodes]
-  return keys_at, positions, jnp.arange(num_slots) > own_slots[..., None]
+  visible = jnp.arange(num_slots) <= own_slots[..., None]
+  return sound(tree, length, nodes, num_slots)._replace(visible=visible)
 
 
-def stands_at_its_slot(sound, tree, nodes, length, num_slots):
-  _, _, hidden_from = sound(tree, nodes, length, num_slots)
+def stands_at_its_slot(sound, tree, length, nodes, num_slots):
   positions = length[:, None] + jnp.arange(tree.num_nodes)[nodes]
-  return jnp.arange(num_slots), positions, hidden_from
+  key_positions = jnp.arange(num_slots)
+  placement = sound(tree, length, nodes, num_slots)
+  return placement._replace(positions=positions, key_positions=key_positions)
 
 
-def is_taken_for_the_first(sound, tree, nodes, length, num_slots):
+def is_taken_for_the_first(sound, tree, length, nodes, num_slots):
   """A level of which it is forgotten which nodes it is."""
-  return sound(tree, slice(0, nodes.stop - nodes.start), length, num_slots)
+  return sound(tree, length, slice(0, nodes.stop - nodes.start), num_slots)
 
 
 ONCE, LEVELS = {"at once", "at once, then on"}, {"by levels", "by levels, then on"}
@@ -295,7 +296,7 @@ def test_a_tree_is_read_as_its_paths_are(tree):
 
 @pytest.mark.parametrize("fault", TREE_FAULTS)
 def test_a_tree_that_is_read_wrong_is_seen(monkeypatch, fault):
-  monkeypatch.setattr(decoder, "_in_tree", functools.partial(fault, decoder._in_tree))
+  monkeypatch.setattr(trees, "_place_tree", functools.partial(fault, trees._place_tree))
   assert far_off(off_paths(*in_trees(), TREES["full"])) == TREE_FAULTS[fault]
 
 

@@ -17,9 +17,9 @@ import pytest
 import tiny
 import tiny_pair
 from flax import core
+from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax import records
-from specdec_jax.core.decode import autoregressive_decode, speculative_decode
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.verify.blocks import BlockVerifier

@@ -579,7 +579,7 @@ def decoded(folder, draft, gamma, sampling):
   names = {name: str(folder / name) for name in ("target", "vocabulary.txt")}
   pair = load_pair(names["target"], str(folder / draft), names["vocabulary.txt"], kernels="xla")
   prompt, keys = pair.prompt([""] * 16), row_keys(0, 0, 16)
-  return pair.vocabulary, pair.decoder(sampling, gamma)(prompt, keys, max_new_tokens=32)
+  return pair.vocabulary, pair.decode_fn(sampling, gamma)(prompt, keys, max_new_tokens=32)
 
 
 @pytest.mark.filterwarnings("ignore:.* pairs are longer")

@@ -14,14 +14,14 @@ import gin
 import numpy as np
 import pytest
 import tiny_pair
+from tiny import autoregressive_decode
 
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.commands import translate
-from specdec_jax.core.decode import autoregressive_decode
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.data import vocabulary
 from specdec_jax.data.sentence_pieces import EOS_ID
-from specdec_jax.pairs import pair
 from specdec_jax.run import main
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -277,7 +277,7 @@ def test_output_to_a_file(run):
 def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fault, old):
   if old:
     (run.dir / "out.txt").write_text(old)
-  decode, calls = pair.speculative_decode, []
+  decode, calls = Decoder.run, []
 
   def fail_at_the_third(*args, **kwargs):
     calls.append(args)
@@ -285,7 +285,7 @@ def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fa
       raise fault
     return decode(*args, **kwargs)
 
-  monkeypatch.setattr(pair, "speculative_decode", fail_at_the_third)
+  monkeypatch.setattr(Decoder, "run", fail_at_the_third)
   result = run(LINES, OUTPUT="out.txt")
   assert len(calls) == 3
   assert result.status == (130 if isinstance(fault, KeyboardInterrupt) else 2)
@@ -297,9 +297,9 @@ def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fa
 @pytest.fixture
 def decoded(monkeypatch):
   """The arguments of each call of the decoder."""
-  decode, calls = pair.speculative_decode, []
+  decode, calls = Decoder.run, []
   note = lambda *args, **kwargs: calls.append(args) or decode(*args, **kwargs)
-  monkeypatch.setattr(pair, "speculative_decode", note)
+  monkeypatch.setattr(Decoder, "run", note)
   return calls
 
 

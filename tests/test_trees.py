@@ -22,7 +22,6 @@ from specdec_jax.core.trees import (
   Tree,
   branching,
   chain,
-  merged,
   path_to,
   require_chain,
   require_static,
@@ -32,7 +31,7 @@ from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.dynamic import DynamicDraft
-from specdec_jax.drafts.forest import side_by_side
+from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import measure_alpha, positional_acceptance
@@ -76,7 +75,7 @@ def test_trees_by_widths_and_by_paths():
   assert branching(2, 2) == Tree((0, 0, 1, 1, 2, 2))
   assert branching(3, 2, 1).num_guesses == 3 + 6 + 6
   paths = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]
-  assert merged(paths) == merged(paths[::-1]) == RAGGED
+  assert Tree.from_paths(paths) == Tree.from_paths(paths[::-1]) == RAGGED
 
 
 @pytest.mark.parametrize("parents", [(1,), (0, 2), (0, 0, 1, 0), (0, -1), (-1, 0), (0, 1, 1, 0)])
@@ -88,8 +87,8 @@ def test_what_is_no_tree_in_order_is_refused(parents):
 @pytest.mark.parametrize(
   "make, words",
   [
-    (lambda: merged([(1,)]), r"\(1,\) but not \(0,\)"),
-    (lambda: merged([(0,), (1, 0)]), r"\(1, 0\) but not \(1,\)"),
+    (lambda: Tree.from_paths([(1,)]), r"\(1,\) but not \(0,\)"),
+    (lambda: Tree.from_paths([(0,), (1, 0)]), r"\(1, 0\) but not \(1,\)"),
     (lambda: require_chain("this draft", RAGGED), "this draft guesses chains"),
     (lambda: chain(-1), "gamma is -1"),
     (lambda: theory.best_tree([0.5, 0.6], 4, 2), "at most 1 together"),
@@ -120,10 +119,10 @@ def test_a_tree_that_changes_answers_as_one_that_does_not():
     require_static("K-SEQ", dynamic)
 
 
-def test_trees_of_several_drafts_side_by_side():
-  tree, order = side_by_side([chain(2), branching(2, 1)])
+def test_trees_of_several_drafts_joined_at_root():
+  tree, order = joined_at_root([chain(2), branching(2, 1)])
   assert tree == Tree((0, 0, 0, 1, 2, 3)) and order == [0, 2, 3, 1, 4, 5]
-  assert side_by_side([chain(3)]) == (chain(3), [0, 1, 2])
+  assert joined_at_root([chain(3)]) == (chain(3), [0, 1, 2])
 
 
 class PathModel:
@@ -229,10 +228,10 @@ def test_positional_acceptance_is_what_rounds_show():
   """Of one level of siblings, on texts of the target's own; over 1,000 rounds, six deviations."""
   pair, sampling, limit = small_pair(), Sampling(), dict(max_new_tokens=12)
   prompt = tiny.sources(tiny.config(vocab_size=12), 0, 160)
-  plain = pair.decoder(sampling, 0)(prompt, row_keys(0, 0, 160), **limit)
+  plain = pair.decode_fn(sampling, 0)(prompt, row_keys(0, 0, 160), **limit)
   texts = [prompt], [jax.device_get(plain)]
   found = positional_acceptance(pair, *texts, sampling, width=4)
-  out = jax.device_get(pair.decoder(sampling, branching(4))(prompt, row_keys(1, 0, 160), **limit))
+  out = jax.device_get(pair.decode_fn(sampling, branching(4))(prompt, row_keys(1, 0, 160), **limit))
   whole = out.rounds.num_emitted == out.rounds.num_accepted + 1
   stood = out.rounds.path[..., 0][whole]  # 0: none of them
   shares = [(stood == node).mean() for node in range(1, 5)]
@@ -302,12 +301,12 @@ def test_a_tree_that_was_compiled_costs_what_the_compiler_says():
 
 def test_k_seq_has_siblings_drawn_independently():
   pair = tiny_pair.pair("near")._replace(verifier=KSeqVerifier)
-  drafts = [pair.decoder(Sampling(), tree).args[1] for tree in (branching(2), chain(2))]
+  drafts = [pair.decoder(Sampling(), tree).draft for tree in (branching(2), chain(2))]
   assert [draft.independent for draft in drafts] == [True, False]
   with pytest.raises(
     InputError, match="KSeqVerifier judges siblings that were drawn independently"
   ):
-    pair.decoder(Sampling(), DynamicTree(4, 2))
+    pair.decode_fn(Sampling(), DynamicTree(4, 2))
 
 
 def test_a_pair_is_judged_by_its_rule():

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
+from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax import memory
 from specdec_jax.api import Pair
@@ -27,17 +28,18 @@ from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.commands.speedup import speedup
 from specdec_jax.commands.train import fit_vocabulary
 from specdec_jax.commands.translate import translate
-from specdec_jax.core.adaptive import adaptive_decode
-from specdec_jax.core.decode import NullDraft, autoregressive_decode, speculative_decode
+from specdec_jax.core.adaptive import AdaptiveDecoder
+from specdec_jax.core.decode import NullDraft
 from specdec_jax.core.sampling import Sampling, split_keys
-from specdec_jax.core.trees import DynamicTree, Tree, branching, chain, merged
+from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
+from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError, require_types, shown
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import load_pair, model_drafter, random_pair
+from specdec_jax.pairs import checkpoint_draft, load_pair, random_pair
 from specdec_jax.pairs.composed import (
   draft_sampling,
   forest_draft,
@@ -211,7 +213,9 @@ def test_samplings(settings, sentence):
 
 def test_trees_of_paths_and_sizes():
   for wrong in ([0, 0], b"\0\0", ["00"], None, np.zeros((2, 2), int)):
-    assert refused(merged, wrong).startswith(f"paths is {shown(wrong)}; it must be a list (each a ")
+    assert refused(Tree.from_paths, wrong).startswith(
+      f"paths is {shown(wrong)}; it must be a list (each a "
+    )
   for size in ("x", None, 1.5, HUGE, -1):
     assert refused(DynamicTree, size, 2).startswith("num_guesses is ")
     assert refused(DynamicTree, 3, size).startswith("depth is ")
@@ -224,11 +228,11 @@ def test_trees_of_paths_and_sizes():
 
 
 def test_a_draft_that_samples_in_a_way_that_is_none():
-  own = functools.partial(draft_sampling, tiny_pair.pair().vocabulary, lambda _: None)
+  own = functools.partial(draft_sampling, tiny_pair.pair().loaded_target, lambda _: None)
   assert refused(own, top_k=-1).startswith("top_k is -1; it must be a positive count")
   assert refused(own, top_p=2.0) == "top_p is 2.0; it must lie in (0, 1], with 1 to keep all."
-  near = functools.partial(model_drafter, model=str(tiny_pair.folder() / "near"))
-  own = functools.partial(draft_sampling, tiny_pair.pair().vocabulary, near)
+  near = functools.partial(checkpoint_draft, model=str(tiny_pair.folder() / "near"))
+  own = functools.partial(draft_sampling, tiny_pair.pair().loaded_target, near)
   assert own(top_k=HUGE, top_p=0.5).name == f"near (top_k {HUGE_SHOWN}, top_p 0.5)"
 
 
@@ -375,11 +379,11 @@ def test_pairs(settings, sentence):
 def test_functions_of_a_pair_that_return_something_else():
   paths = {name: str(tiny_pair.folder() / name) for name in ("target", "vocabulary.model")}
   load = functools.partial(load_pair, paths["target"], vocabulary=paths["vocabulary.model"])
-  near = functools.partial(model_drafter, model=str(tiny_pair.folder() / "near"))
+  near = functools.partial(checkpoint_draft, model=str(tiny_pair.folder() / "near"))
   nothing = lambda *_: None
-  made = "The function given as draft returns None for a vocabulary; it must return a DraftFactory"
+  made = "The function given as draft returns None for a target; it must return a DraftFactory"
   own = made + " (specdec_jax.core.types)."
-  assert refused(load, draft=nothing) == made + " or OnTarget (specdec_jax.core.types)."
+  assert refused(load, draft=nothing) == made + " (specdec_jax.core.types)."
   assert refused(load, draft=functools.partial(stop_at_miss_draft, draft=nothing)) == own
   both = functools.partial(hierarchical_draft, draft=near, inner=nothing)
   assert refused(load, draft=both) == own
@@ -511,12 +515,9 @@ def speculate(model, params, *args, sampling, **how):
 
 
 def adapt(model, params, *args, sampling, **how):
-  drafts, costs, verifier = (
-    (NullDraft(chain(1)),),
-    (jnp.ones(1), jnp.ones(2)),
-    TokenVerifier(sampling),
-  )
-  return adaptive_decode(model, drafts, params, (), *args, *costs, verifier=verifier, **how)
+  eos_id = how.pop("eos_id", None)
+  decoder = AdaptiveDecoder(model, (NullDraft(chain(1)),), TokenVerifier(sampling), eos_id)
+  return decoder.run(Params(params), *args, jnp.ones(1), jnp.ones(2), **how)
 
 
 def test_a_text_ends_where_its_model_says():

@@ -124,7 +124,7 @@ def by_k_seq(tree, x, q, p):
 
 
 def by_blocks(tree, x, q, p):
-  asked, chance = jitted(blocks.chances)(tree, x, q, p)
+  asked, chance = jitted(blocks.acceptance_probs)(tree, x, q, p)
   order = blocks.post_order(tree)
   ends, left = np.zeros((len(x), tree.num_nodes)), np.ones(len(x))
   for node in order:
@@ -142,7 +142,7 @@ def by_draws(tree, x, q, p):
   rows = lambda one: np.tile(one, (len(drawn), 1))
   shape = DynamicTree(tree.num_guesses, tree.depth, rows(np.array(tree.parents, np.int32)))
   keys = jax.random.split(jax.random.key(0), len(drawn))
-  verification = tokens.verify_chosen(keys, shape, rows(x[0]), np.eye(V, dtype=np.float32)[drawn])
+  verification = tokens.verify_selected(keys, shape, rows(x[0]), np.eye(V, dtype=np.float32)[drawn])
   chance = np.take_along_axis(np.float64(p), drawn[..., None], axis=-1)[..., 0].prod(axis=-1)
   follows = np.zeros((1, tree.num_nodes, V))
   np.add.at(
@@ -324,7 +324,7 @@ def the_likelier_of_two(q, count):
 
 def first_failure(tree, x, q, p):
   """Blocks, but a chain ends before the first guess whose u is above its chance."""
-  asked, chance = jitted(blocks.chances)(tree, x, q, p)
+  asked, chance = jitted(blocks.acceptance_probs)(tree, x, q, p)
   chance = np.float64(chance)
   ends, left = np.zeros((len(x), tree.num_nodes)), np.ones(len(x))
   for node in range(tree.depth):
@@ -381,9 +381,9 @@ def test_the_threshold_of_k_seq_solves_its_equation():
 def test_where_the_residual_is_empty_the_next_token_is_the_targets():
   """p = q: a rejection has probability 0 up to rounding, and then no token would be left."""
   p = jnp.array([[0.0, 0.25, 0.75]])
-  a, left = blocks.refused(jnp.array([1.0]), p, p)
+  a, left = blocks.after_rejection(jnp.array([1.0]), p, p)
   assert a.tolist() == [1] and left.tolist() == p.tolist()
-  a, left = blocks.refused(jnp.array([0.5]), p, p)
+  a, left = blocks.after_rejection(jnp.array([0.5]), p, p)
   assert a.tolist() == [0] and left.tolist() == p.tolist()
   each = jnp.broadcast_to(p, (1, 3, 3))
   left = k_seq.residual_at(branching(2), each[:, :2], each, jnp.array([0]))
@@ -415,7 +415,7 @@ def test_a_guess_of_probability_0_is_rejected_at_u_0(verifier, tree, monkeypatch
   keys = jax.random.split(jax.random.key(0), 1)
   logits = jnp.broadcast_to(jnp.log(p), (1, 3, 4))
   accept = functools.partial(
-    verifier(Sampling()).accept, keys, tree, Proposal(jnp.array([[0, 1]]), q)
+    verifier(Sampling()).verify, keys, tree, Proposal(jnp.array([[0, 1]]), q)
   )
   verification = jax.jit(accept)(logits)
   assert (verification.num_accepted.tolist(), verification.next_token.tolist()) == ([0], [2])
@@ -438,7 +438,7 @@ def test_a_lossy_rule_emits_what_it_says(name):
   x = np.random.default_rng(1).choice(V, n, p=q / q.sum(dtype=np.float64))
   proposal = Proposal(jnp.asarray(x[:, None]), jnp.broadcast_to(q, (n, 1, V)))
   keys = jax.random.split(jax.random.key(0), n)
-  verification = verifier.accept(keys, chain(1), proposal, jnp.broadcast_to(jnp.log(p), (n, 2, V)))
+  verification = verifier.verify(keys, chain(1), proposal, jnp.broadcast_to(jnp.log(p), (n, 2, V)))
   first = np.where(verification.num_accepted == 1, x, verification.next_token)
   says = np.asarray(verifier.emitted(p, q))
   counts = np.bincount(first, minlength=V)
@@ -449,7 +449,7 @@ def test_a_lossy_rule_emits_what_it_says(name):
 
 def test_what_lossy_rules_agree_to():
   p = jnp.array([0.5, 0.3, 0.15, 0.05])
-  agrees = lambda verifier: np.flatnonzero(verifier.agrees(p)).tolist()
+  agrees = lambda verifier: np.flatnonzero(verifier.verifyable(p)).tolist()
   assert agrees(lossy.TopBetaVerifier(Sampling(), beta=2, tau=9.0)) == [0, 1]
   assert agrees(lossy.TopBetaVerifier(Sampling(), beta=4, tau=1.3)) == [0, 1, 2]
   assert agrees(lossy.TopBetaVerifier(Sampling(), beta=4, tau=0.0)) == [0]
@@ -457,7 +457,7 @@ def test_what_lossy_rules_agree_to():
   assert agrees(lossy.TypicalVerifier(Sampling())) == [0, 1, 2]
   assert agrees(lossy.TypicalVerifier(Sampling(), epsilon=0.2, delta=1.0)) == [0, 1]
   flat = jnp.full(1000, 1e-3)
-  assert lossy.TypicalVerifier(Sampling(), delta=2.0).agrees(flat).all()  # the likeliest always
+  assert lossy.TypicalVerifier(Sampling(), delta=2.0).acceptable(flat).all()  # the likeliest always
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -467,7 +467,7 @@ def test_the_longest_path_that_stands_is_taken(name):
   p = np.array([[0.5, 0.45, 0.05]] * 4, np.float32)
   proposal = Proposal(jnp.array([[0, 1, 0]]))
   keys = jax.random.split(jax.random.key(0), 1)
-  n, _, path = LOSSY[name].accept(keys, tree, proposal, jnp.log(p)[None])
+  n, _, path = LOSSY[name].verify(keys, tree, proposal, jnp.log(p)[None])
   assert (n.tolist(), path.tolist()) == ([2], [[2, 3]])
 
 
@@ -477,7 +477,7 @@ def test_a_lossy_rule_accepts_more_than_the_argmax_at_temperature_0(name):
   p = jnp.broadcast_to(jnp.array([[0.5, 0.45, 0.05], [0.1, 0.1, 0.8]]), (3, 2, 3))
   verifier = dataclasses.replace(LOSSY[name], sampling=Sampling(temperature=0.0))
   keys = jax.random.split(jax.random.key(0), 3)
-  accept = functools.partial(verifier.accept, keys, chain(1), Proposal(jnp.array([[0], [1], [2]])))
+  accept = functools.partial(verifier.verify, keys, chain(1), Proposal(jnp.array([[0], [1], [2]])))
   verification = jax.jit(accept)(jnp.log(p))
   assert verification.num_accepted.tolist() == [1, 1, 0] and verification.next_token.tolist() == [
     2,

@@ -18,9 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import optimize, stats
 
-from specdec_jax.core import decode as decoding
+from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import Draft, Model, Proposal
+from specdec_jax.core.types import (
+  DecodeResult,
+  Draft,
+  LoadedTarget,
+  Model,
+  Params,
+  Proposal,
+  WrappedDraft,
+)
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.kernels import skinny
 from specdec_jax.measurement import speed, timing
 from specdec_jax.models.config import GPTConfig, T5Config
@@ -116,10 +126,6 @@ def prompts(cfg: GPTConfig, seed: int, lengths, padding: int = 0, width: int = 8
   return np.where(at < 0, tokens, np.where(at == 0, cfg.eos_id, padding)).astype(np.int32)
 
 
-# What decoding begins with, in one program: one by one its operations take longer to compile.
-start = jax.jit(decoding.start, static_argnames=("target", "draft", "limit"))
-
-
 @functools.cache
 def teacher_forced(cfg: Config):
   """(params, source [B, S], inputs [B, K]) -> logits [B, K, V]: one pass, no cache, no loop."""
@@ -139,28 +145,17 @@ class ScriptedDraft(Draft):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ChangedDraft(Draft):
+class ChangedDraft(WrappedDraft):
   """A draft whose proposals `change`, (params, proposal) -> proposal, changes.
 
   Each is another, for which nothing is compiled yet.
   """
 
-  draft: Draft
   change: Callable
-  tree: Tree = dataclasses.field(init=False)
-
-  def __post_init__(self):
-    object.__setattr__(self, "tree", self.draft.tree)
-
-  def start(self, params, context, hidden):
-    return self.draft.start(params, context, hidden)
 
   def propose(self, params, state, context, rng):
     proposal, state = self.draft.propose(params, state, context, rng)
     return self.change(params, proposal), state
-
-  def observe(self, params, state, outcome):
-    return self.draft.observe(params, state, outcome)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -239,6 +234,36 @@ def detectable(n: int, probs: np.ndarray) -> float:
     return stats.ncx2.cdf(critical, df, strength) - 0.01
 
   return float(np.sqrt(optimize.brentq(missed, 1e-3, 1e5) / n))
+
+
+def loaded(vocabulary, model=None, params=None) -> LoadedTarget:
+  """Return a target as the functions that load drafts take it."""
+  return LoadedTarget(model, params, vocabulary)
+
+
+def speculative_decode(
+  target, draft, target_params, draft_params, prompt, rng, *, max_new_tokens, verifier, eos_id=None
+) -> DecodeResult:
+  """Decode with the parts of a `Decoder` given one by one."""
+  decoder = Decoder(target, draft, verifier, eos_id)
+  params = Params(target_params, draft_params)
+  return decoder.run(params, prompt, rng, max_new_tokens=max_new_tokens)
+
+
+def autoregressive_decode(
+  target, params, prompt, rng, *, max_new_tokens, sampling, eos_id=None
+) -> DecodeResult:
+  """Decode without a draft."""
+  decoder = Decoder(target, NullDraft(), TokenVerifier(sampling), eos_id)
+  return decoder.run(Params(params), prompt, rng, max_new_tokens=max_new_tokens)
+
+
+# One program: one by one its operations take longer to compile.
+@functools.partial(jax.jit, static_argnames=("target", "draft", "limit"))
+def start(target, draft, target_params, draft_params, prompt, limit) -> DecodeState:
+  """Return the state before the first round."""
+  decoder = Decoder(target, draft, TokenVerifier(Sampling()))
+  return decoder.init(Params(target_params, draft_params), prompt, jax.random.key(0), limit)
 
 
 class Known(NamedTuple):

@@ -6,7 +6,7 @@ Axes: B batch, w beams, u nodes of a level, G guesses, D depth.
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,28 @@ from jax import Array, lax
 
 from specdec_jax.beam_search.entries import child, of
 from specdec_jax.beam_search.forest import BeamContext, Forest
-from specdec_jax.beam_search.layout import move, own_slots, put
-from specdec_jax.core.trees import Placed
-from specdec_jax.core.types import Context, Draft
-from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.beam_search.layout import PlacedNodes, move, own_slots, put
+from specdec_jax.core.trees import Tree
+from specdec_jax.core.types import Context, Draft, Model
 from specdec_jax.errors import InputError, require_count
+
+
+@runtime_checkable
+class ModelBasedDraft(Protocol):
+  """Draft whose tokens come from one model; what `ModelBeamDraft` needs of `drafts.ModelDraft`."""
+
+  @property
+  def model(self) -> Model: ...
+  @property
+  def tree(self) -> Tree: ...
+
+  def init(self, params: Any, context: Context, hidden: Array) -> Any:
+    """See `Draft.init`."""
+
+  def condition(
+    self, params: Any, cache: Any, hidden: Array, offsets: Array | int, slot: Array
+  ) -> Any:
+    """See `ModelDraft.condition`."""
 
 
 class BeamDraft(abc.ABC):
@@ -38,7 +55,7 @@ class BeamDraft(abc.ABC):
     """N, that a pass of the target reads of the newest tokens and the guesses: by default all."""
     return width + self.num_guesses(width)
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+  def init(self, params: Any, context: Context, hidden: Array) -> Any:
     """The state before the first round, as `Draft.start` has it; by default there is none."""
     return ()
 
@@ -80,7 +97,7 @@ class ModelBeamDraft(BeamDraft):
     nodes: N, that a pass of the target reads at most; None for as many as there can be.
   """
 
-  draft: ModelDraft
+  draft: ModelBasedDraft
   width: int
   nodes: int | None = None
   depth: int = dataclasses.field(init=False)
@@ -115,14 +132,14 @@ class ModelBeamDraft(BeamDraft):
       )
     return min(self.nodes, most)
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
-    return self.draft.start(params, context, hidden)
+  def init(self, params: Any, context: Context, hidden: Array) -> Any:
+    return self.draft.init(params, context, hidden)
 
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
     width, num_slots = context.newest.shape[1], context.seen.shape[2]
     at = context.length[:, None] - 1  # where the newest stand
     model, hidden = self.draft.model, context.hidden
-    cache = self.draft.tell(params, state, hidden, 0, context.slot)
+    cache = self.draft.condition(params, state, hidden, 0, context.slot)
     cache = model.commit(cache, context.slot - width)
     tokens, sums, above, known = context.newest, context.log_probs, 0, context.known
     seen = context.seen | own_slots(context.slot, width, num_slots)
@@ -131,7 +148,7 @@ class ModelBeamDraft(BeamDraft):
     stands = jnp.repeat(jnp.concatenate([at - 1, at], axis=1), width, axis=1)
     places, levels, read = put(context.places, stands, context.slot - width), [], 0
     for level in range(self.depth):
-      placed = Placed(stands, places, sees)
+      placed = PlacedNodes(stands, places, sees)
       logits, _, cache = model.extend(params, cache, block, placed, read)
       read += block.shape[1]
       log_probs = jax.nn.log_softmax(logits[:, -tokens.shape[1] :].astype(jnp.float32))
@@ -144,7 +161,7 @@ class ModelBeamDraft(BeamDraft):
       above = read - width  # number of the node that the next level begins with
       slot = context.slot + above
       hidden = of(hidden, parents)
-      cache = self.draft.tell(params, cache, hidden, level + 1, slot)
+      cache = self.draft.condition(params, cache, hidden, level + 1, slot)
       seen = jnp.take_along_axis(seen, parents[..., None], axis=1)
       seen |= own_slots(slot, self.width, num_slots)
       block, sees, stands = tokens, seen, jnp.repeat(at + level + 1, self.width, axis=1)
@@ -188,10 +205,10 @@ class TreeBeamDraft(BeamDraft):
       prompt=each(context.prompt),
       tokens=flat(context.tokens),
       length=each(context.length),
-      target=jax.tree.map(each, context.target),
+      target_cache=jax.tree.map(each, context.target_cache),
       hidden=flat(context.hidden),
     )
-    kept = self.draft.start(params, of_beams, of_beams.hidden[:, None])
+    kept = self.draft.init(params, of_beams, of_beams.hidden[:, None])
     if jax.tree.leaves(kept):
       raise InputError(
         f"{type(self.draft).__name__} keeps a state for each text, and beams change places; give a "

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from specdec_jax.beam_search.entries import NOT, Entries, of, sum_at
-from specdec_jax.beam_search.layout import put
-from specdec_jax.core.trees import Placed, reach
+from specdec_jax.beam_search.layout import PlacedNodes, put
+from specdec_jax.core.trees import reach
 
 
 class BeamContext(NamedTuple):
@@ -28,7 +28,7 @@ class BeamContext(NamedTuple):
     before: [B, w], the last tokens of the step before. seen_before: [B, w, T], slots that these
       see, their own among them.
     slot: [B], of the first of the newest. places: [B, T], of what each slot before it holds.
-    target: the target's cache; its layers are laid out as above, what it holds of a source is a
+    target_cache: the target's cache; its layers are laid out as above, what it holds of a source is a
       row's.
     hidden: [B, w, E], the target's last state where it chose the newest token.
     kept: what the target has read already. known: [B, w], the newest tokens' entries there.
@@ -45,7 +45,7 @@ class BeamContext(NamedTuple):
   seen_before: Array
   slot: Array
   places: Array
-  target: Any
+  target_cache: Any
   hidden: Array
   kept: Entries
   known: Array
@@ -73,7 +73,7 @@ class Pass(NamedTuple):
 
   nodes: Array
   tokens: Array
-  placed: Placed
+  placed: PlacedNodes
   parents: Array
   entries: Array
 
@@ -100,10 +100,10 @@ def of_round(context: BeamContext, forest: Forest, depth: int, count: int) -> Pa
   of_root = jnp.einsum("bnw,bwt->bnt", sees[..., :width], context.seen, preferred_element_type=int)
   of_entries = jnp.einsum("bnk,bke->bne", sees, place, preferred_element_type=int)
   stand = jnp.einsum("bk,bke->be", positions, place, preferred_element_type=int)
-  placed = Placed(
+  placed = PlacedNodes(
     positions=of(positions, nodes),
-    keys_at=put(context.places, stand, context.slot),
-    seen=put(of_root > 0, of_entries > 0, context.slot),
+    key_positions=put(context.places, stand, context.slot),
+    visible=put(of_root > 0, of_entries > 0, context.slot),
   )
   return Pass(nodes, of(tokens, nodes), placed, parents, entries)
 

@@ -9,13 +9,38 @@ stand go to the places of their steps, and those that may yet (`entries`) right 
 Axes: B batch, w beams, n nodes, T slots.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Int
 
+from specdec_jax.core.trees import NodePlacement
 from specdec_jax.core.types import Model
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PlacedNodes:
+  """Nodes with an explicit attention mask over cache slots; a `core.trees.NodeLayout`.
+
+  Attributes:
+    positions: position of each node in its text.
+    key_positions: position of the token in each cache slot.
+    visible: cache slots that each node attends to, its own included.
+  """
+
+  positions: Int[Array, "B K"]
+  key_positions: Int[Array, "B T"]
+  visible: Bool[Array, "B K T"]
+
+  is_chain = False
+
+  def place(self, length: Any, first: Any, num_nodes: int, num_slots: int) -> NodePlacement:
+    """Return the arrays; they describe exactly the nodes of the block."""
+    return NodePlacement(self.positions, self.key_positions, self.visible)
 
 
 def slot_of_newest(length: Array, prompt_length: Array, width: int) -> Array:

@@ -23,7 +23,7 @@ from specdec_jax.beam_search.entries import Entries, child, join, keep, nothing,
 from specdec_jax.beam_search.forest import BeamContext, entries_read, of_round
 from specdec_jax.beam_search.layout import joined, move, own_slots, places, slot_of_newest
 from specdec_jax.beam_search.step import Beams, begin, best_first, ended, step
-from specdec_jax.core.decode import last_hidden
+from specdec_jax.core.arrays import gather_or_zero
 from specdec_jax.core.types import Context, DecodeResult, Model, Rounds
 from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.memory import require_memory
@@ -201,7 +201,7 @@ def start(target, draft: BeamDraft, target_params, draft_params, prompt, width, 
   behind = max(width + num_guesses, num_kept + num_nodes, width * (draft.depth + 1) + num_kept)
   num_slots = first.shape[1] + width * (limit + 1) + behind
   hidden, cache = target.prefill(target_params, prompt, num_slots)
-  slot, newest_hidden = slot_of_newest(length, length, width), last_hidden(hidden, length - 2)
+  slot, newest_hidden = slot_of_newest(length, length, width), gather_or_zero(hidden, length - 2)
   tokens = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
   context = Context(prompt, tokens, length, cache, newest_hidden)
   each = lambda x: jnp.repeat(x[:, None], width, axis=1)
@@ -223,7 +223,7 @@ def start(target, draft: BeamDraft, target_params, draft_params, prompt, width, 
     kept=nothing(batch, num_kept, width, newest_hidden),
     known=jnp.full((batch, width), -1),
     target=target.commit(cache, slot),
-    draft=draft.start(draft_params, context, hidden),
+    draft=draft.init(draft_params, context, hidden),
     steps=jnp.zeros((limit, batch), jnp.int32),
     num_rounds=jnp.zeros((), jnp.int32),
     not_finite=jnp.full(batch, -1, jnp.int32),
@@ -258,7 +258,7 @@ def one_round(
     seen_before=live.seen_before,
     slot=slot_of(live.beams),
     places=places(s.prompt_length, width, num_slots),
-    target=s.target,
+    target_cache=s.target,
     hidden=live.hidden,
     kept=s.kept,
     known=s.known,

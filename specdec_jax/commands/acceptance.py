@@ -104,7 +104,7 @@ def acceptance(
 def _measure(pair: Pair, generated, sampling: Sampling, setting: Record) -> Record:
   """The setting with its acceptance, over what `generate` gave and in real rounds."""
   since = time.perf_counter()
-  decode = pair.decoder(sampling, setting.gamma, setting.lenience)
+  decode = pair.decode_fn(sampling, setting.gamma, setting.lenience)
   outputs = []
   for prompt, keys, _ in generated:
     decoded = decode(prompt, keys, max_new_tokens=setting.max_new_tokens)
@@ -114,7 +114,9 @@ def _measure(pair: Pair, generated, sampling: Sampling, setting: Record) -> Reco
   if pair.simulated_alpha is None:
     measured = measure_alpha(pair, prompts, plain, sampling, setting.lenience)
   else:  # there is no beta: a guess is told whether it stands
-    stood = [np.arange(int(a + r)) < a for o in outputs for a, r in zip(*o.rounds.judged())]
+    stood = [
+      np.arange(int(a + r)) < a for o in outputs for a, r in zip(*o.rounds.acceptance_counts())
+    ]
     measured = Acceptance(mean_with_interval(stood), math.nan, 0.0, num_tokens([*plain]))
   return dataclasses.replace(
     setting,

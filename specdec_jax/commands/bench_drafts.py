@@ -9,8 +9,7 @@ from rich.console import Console
 from specdec_jax import records
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import OnTarget, Verifier
-from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.core.types import LoadedTarget, Verifier
 from specdec_jax.errors import require_types
 from specdec_jax.measurement.measure import measure
 from specdec_jax.pairs import DraftFactory, Pair
@@ -24,7 +23,7 @@ def compare_drafts(
   pair: Pair,
   texts: Sequence[str],
   output_dir: str,
-  drafts: Sequence[Callable[[Vocabulary], DraftFactory | OnTarget]],
+  drafts: Sequence[Callable[[LoadedTarget], DraftFactory]],
   rules: Sequence[Callable[[Sampling], Verifier]] = (),
   gamma: int = 5,
   temperatures: Sequence[float] = (0.0, 1.0),
@@ -54,7 +53,7 @@ def compare_drafts(
   warm = [sampling for sampling in samplings if sampling.temperature > 0]
   contenders = [(pair, samplings)]
   contenders += [(pair._replace(verifier=verifier), warm) for verifier in rules if warm]
-  contenders += [(pair.with_draft(draft(pair.vocabulary)), samplings) for draft in drafts]
+  contenders += [(pair.with_draft(draft(pair.loaded_target)), samplings) for draft in drafts]
   console = Console(markup=False, soft_wrap=True)
   with records.open_results(output_dir) as results, Progress() as bar:
     found = []

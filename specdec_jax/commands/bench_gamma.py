@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from specdec_jax import records
-from specdec_jax.core.adaptive import adaptive_decode
+from specdec_jax.core.adaptive import AdaptiveDecoder
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
@@ -33,7 +33,7 @@ from specdec_jax.measurement.stopping import (
   stopped_speedup,
 )
 from specdec_jax.measurement.timing import interleaved_medians
-from specdec_jax.pairs import DraftFactory, Pair, stopping_draft
+from specdec_jax.pairs import Pair, stopping_draft
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import gamma_table
@@ -136,20 +136,18 @@ def _policies(
   drafts = tuple(pair.draft(sampling, chain(gamma)) for gamma in gammas)
 
   def fixed(name: str, gamma: int) -> Policy:
-    return Policy(name, gamma, pair.decoder(sampling, gamma), calibration.speedups[gamma])
+    return Policy(name, gamma, pair.decode_fn(sampling, gamma), calibration.speedups[gamma])
 
   def stopping(threshold: float) -> Callable[..., DecodeResult]:
-    made = DraftFactory(pair.draft_name, pair.draft, pair.draft_params, pair.draft_path)
-    draft = stopping_draft(pair.vocabulary, lambda vocabulary: made, threshold)
-    return pair.with_draft(draft).decoder(sampling, max(gammas))
+    draft = stopping_draft(pair.loaded_target, lambda target: pair.draft_factory, threshold)
+    return pair.with_draft(draft).decode_fn(sampling, max(gammas))
 
+  decoder = AdaptiveDecoder(
+    pair.target, drafts, pair.verifier_for(sampling), pair.vocabulary.eos_id
+  )
   adaptive = functools.partial(
-    adaptive_decode,
-    pair.target,
-    drafts,
-    *(pair.target_params, pair.draft_params),
-    verifier=pair.verifier_for(sampling),
-    eos_id=pair.vocabulary.eos_id,
+    decoder.run,
+    pair.params,
     round_costs=jnp.array([calibration.round_cost(gamma) for gamma in gammas]),
     prior=PRIOR_GUESSES * jnp.array([calibration.alpha, 1 - calibration.alpha]),
   )

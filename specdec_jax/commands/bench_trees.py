@@ -164,7 +164,7 @@ def _measure(
   And the speed that its costs, if any, predict.
   """
   since = time.perf_counter()
-  decode, outputs = pair.decoder(sampling, tree), []
+  decode, outputs = pair.decode_fn(sampling, tree), []
   for prompt, keys, _ in written:
     decoded = decode(prompt, keys, max_new_tokens=setting.max_new_tokens)
     outputs.append(require_finite(jax.device_get(decoded)))

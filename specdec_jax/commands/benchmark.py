@@ -109,7 +109,7 @@ def _costs(pair: Pair, prompt: Array) -> Costs:
 
 def _speedup(pair: Pair, prompts: Sequence[Array], sampling: Sampling) -> float:
   """Ratio of tokens a second, totals over totals."""
-  decodes = pair.decoder(sampling, 0), pair.decoder(sampling, GAMMA)
+  decodes = pair.decode_fn(sampling, 0), pair.decode_fn(sampling, GAMMA)
   seconds, tokens = [], []
   for i, prompt in enumerate(prompts):
     asked: dict[str, Any] = dict(prompt=prompt, rng=row_keys(0, i, 1), max_new_tokens=LIMIT)

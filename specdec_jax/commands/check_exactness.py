@@ -227,7 +227,9 @@ class _Check:
     self.long_tokens = max(0, long_tokens)
     self.share = share_of(pair)
     self.moved: dict[AnyTree, float] = {}
-    self.plainly = functools.cache(lambda sampling: _Kept(pair.decoder(sampling, 0)))
+    self.plainly = functools.cache(
+      lambda sampling, eos_id=None: _Kept(pair.decode_fn(sampling, 0, eos_id=eos_id))
+    )
     self.cells = functools.cache(functools.partial(cells_of, pair))
 
   def logits(self, tree: AnyTree) -> tuple[bool, str, str]:
@@ -254,25 +256,23 @@ class _Check:
     texts, some = self.texts, self.texts[: -(-len(self.texts) // 4)]
     if batch_size < self.batch_size:
       texts = some
-    decoders = self.plainly(sampling), pair.decoder(sampling, tree)
-    limits = batch_size, self.max_new_tokens
+    size, limit, eos_id = batch_size, self.max_new_tokens, None
     if is_long:
-      texts, limits = texts[:batch_size], (batch_size, self.long_tokens)
-      decoders = tuple(functools.partial(decode, eos_id=ENDLESS) for decode in decoders)
+      texts, limit, eos_id = texts[:batch_size], self.long_tokens, ENDLESS
+    plain = self.plainly(sampling, eos_id)
+    speculative = pair.decode_fn(sampling, tree, eos_id=eos_id)
     rounding = Rounding(self.share, self.moved[tree])
-    plain, speculative = decoders
-    size, limit = limits
     found = compare_argmax(pair, texts, plain, speculative, tree.num_nodes, size, limit, rounding)
     holds = all(d.is_tie for _, d in found)
     evidence = f"{len(texts) - len(found)} of {len(texts)} texts identical"
     if is_long:
       evidence += f", {self.long_tokens} tokens each"
     elif isinstance(tree, Tree):
-      rounds, fewest = rounds_of_self_draft(pair, some, tree, *limits)
+      rounds, fewest = rounds_of_self_draft(pair, some, tree, size, limit)
       holds &= rounds <= 1.01 * fewest
       evidence += f"; the target as its own draft takes {rounds} rounds of {fewest} at best"
     if not is_long and not tree.is_chain:
-      rounds, fewest = rounds_of_self_draft(pair, some, tree, *limits, by_paths=True)
+      rounds, fewest = rounds_of_self_draft(pair, some, tree, size, limit, by_paths=True)
       holds &= rounds <= 1.01 * fewest
       evidence += "," if isinstance(tree, Tree) else "; the target as its own draft takes"
       evidence += f" {rounds} of {fewest} on each of the tree's paths in turn"
@@ -289,7 +289,7 @@ class _Check:
   ) -> tuple[bool, str, str]:
     """First tokens of many outputs beside their joint distribution."""
     texts, counted = tuple(self.texts[:num_texts]), (samples_per_text, num_tokens)
-    decode = self.pair.decoder(setting.sampling, setting.tree)
+    decode = self.pair.decode_fn(setting.sampling, setting.tree)
     cells = self.cells(texts, setting.sampling, *counted)
     joint = compare_samples(
       *(self.pair, texts, setting.sampling, decode, setting.batch_size, *counted, seed, cells)
@@ -304,10 +304,11 @@ class _Check:
   def rounds(self, setting: Setting, num_guesses: int, seed: int) -> Judged:
     """Decode rounds of a setting and score their guesses and tokens."""
     assert isinstance(setting.tree, Tree)
-    decode = recorded(self.pair, setting.sampling, setting.tree)
+    eos_id = ENDLESS if setting.is_long else None
+    decode = recorded(self.pair, setting.sampling, setting.tree, eos_id)
     limit = min(ROUND_TOKENS, self.max_new_tokens)
     if setting.is_long:
-      decode, limit = functools.partial(decode, eos_id=ENDLESS), self.long_tokens
+      limit = self.long_tokens
     return judge_rounds(
       *(self.pair, self.texts, setting.sampling, decode, num_guesses, limit),
       seed=seed,

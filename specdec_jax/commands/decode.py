@@ -159,7 +159,11 @@ def _agreed(path: pathlib.Path, number: int, choose: Callable[[], Tree]) -> Tree
 
 def _records(pair: Pair, at: int, sources, outputs, decoded: list[DecodeResult]) -> Iterator[dict]:
   """A batch as records, one a text; `decoded` has no rows for those that were left empty."""
-  rows = ((d, row, *counts) for d in decoded for row, counts in enumerate(zip(*d.rounds.judged())))
+  rows = (
+    (d, row, *counts)
+    for d in decoded
+    for row, counts in enumerate(zip(*d.rounds.acceptance_counts()))
+  )
   for index, (source, output) in enumerate(zip(sources, outputs), at):
     record = dict(index=index, source=source, output=output)
     if not pair.reads(source):

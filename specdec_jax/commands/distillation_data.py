@@ -10,9 +10,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.progress import track
 
-from specdec_jax.core.decode import autoregressive_decode
+from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.types import Model
+from specdec_jax.core.types import Model, Params
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.models.families import Config, model_of, module_of
@@ -168,19 +169,14 @@ def model_outputs(
   """Decode encoded sources autoregressively and return token ids, in the order of the sources."""
   order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
   outputs: list[list[int]] = [[]] * len(sources)
+  decoder = Decoder(model, NullDraft(), TokenVerifier(sampling), eos_id)
   for at in track(range(0, len(order), batch_size), "decoding", transient=True):
     chunk = order[at : at + batch_size]
     chunk += [chunk[-1]] * (batch_size - len(chunk))  # one shape a length, also at the end
     width = -(-max(len(sources[i]) for i in chunk) // 16) * 16
-    decoded = autoregressive_decode(
-      model,
-      params,
-      jnp.asarray(padded([sources[i] for i in chunk], width)),
-      row_keys(seed, at, batch_size),
-      max_new_tokens=96,
-      sampling=sampling,
-      eos_id=eos_id,
-    )
+    prompt = jnp.asarray(padded([sources[i] for i in chunk], width))
+    rng = row_keys(seed, at, batch_size)
+    decoded = decoder.run(Params(params), prompt, rng, max_new_tokens=96)
     for i, row, length in zip(chunk, np.asarray(decoded.tokens), np.asarray(decoded.lengths)):
       outputs[i] = row[:length].tolist()
   return outputs

@@ -19,8 +19,8 @@ from rich.console import Console
 from specdec_jax import records
 from specdec_jax.core import theory
 from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.trees import AnyNodes, AnyTree, Placed, chain
-from specdec_jax.core.types import drafter_from
+from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
+from specdec_jax.core.types import LoadedTarget, load_draft
 from specdec_jax.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.errors import InputError, require_count, require_types
@@ -69,16 +69,12 @@ class RecitingModel:
     params: Array,
     cache: Place,
     tokens: Array,
-    tree: AnyNodes | None = None,
+    tree: NodeLayout | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, Place]:
     # Slot 0 holds the start token, so what follows position i is token i of the text.
-    if isinstance(tree, Placed):
-      positions = tree.positions
-    else:
-      nodes = first + jnp.arange(tokens.shape[1])
-      depths = nodes if tree is None else jnp.atleast_2d(tree.depths)[:, nodes]
-      positions = cache.length[:, None] + depths
+    place = place_chain if tree is None else tree.place
+    positions = place(cache.length, first, tokens.shape[1], num_slots=0).positions
     following = jnp.take_along_axis(params, positions, axis=1, mode="clip")
     logits = jax.nn.one_hot(following, self.vocab_size)
     return logits, jnp.zeros((*tokens.shape, 0)), cache
@@ -93,7 +89,7 @@ def given_outputs(
   vocabulary: Vocabulary,
   sources: Sequence[str],
   outputs: Sequence[str],
-  drafts: Sequence[Callable[[Vocabulary], DraftFactory]],
+  drafts: Sequence[Callable[[LoadedTarget], DraftFactory]],
   output_dir: str,
   task: str,
   target: str,
@@ -132,10 +128,12 @@ def given_outputs(
     raise InputError(
       f"There are {len(sources)} sources but {len(outputs)} outputs; give one line of each a text."
     )
+  model = RecitingModel(len(vocabulary), vocabulary.start_id, vocabulary.eos_id)
+  loaded = LoadedTarget(model, None, vocabulary)  # the parameters are the text of each source
   contenders = [
     Pair(
-      target=RecitingModel(len(vocabulary), vocabulary.start_id, vocabulary.eos_id),
-      target_params=None,  # the text, another for each source
+      target=model,
+      target_params=None,
       target_name=target,
       draft=drafter.build,
       draft_params=drafter.params,
@@ -145,7 +143,7 @@ def given_outputs(
       dtype="unknown",
       max_source_tokens=max_source_tokens,
     )
-    for drafter in (drafter_from(draft, vocabulary) for draft in drafts)
+    for drafter in (load_draft(draft, loaded) for draft in drafts)
   ]
   read = [contenders[0].encode(source) for source in sources]
   written = [vocabulary.encode(output)[:max_new_tokens] for output in outputs]
@@ -185,7 +183,7 @@ def _measure(pair: Pair, read, written, settings: Sequence[Record]) -> Iterator[
   for setting in settings:
     decoded = []
     for i, (prompt, text) in enumerate(zip(prompts, texts)):
-      decode = pair._replace(target_params=text).decoder(ARGMAX, setting.gamma)
+      decode = pair._replace(target_params=text).decode_fn(ARGMAX, setting.gamma)
       keys = row_keys(setting.seed, i, 1)
       decoded.append(jax.device_get(decode(prompt, keys, max_new_tokens=texts.shape[-1])))
     yield dataclasses.replace(

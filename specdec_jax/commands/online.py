@@ -8,9 +8,10 @@ import jax
 from rich.console import Console
 
 from specdec_jax import records
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.counts import num_rounds, num_tokens
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.speculator import SpeculatorDraft
@@ -66,12 +67,8 @@ def serve_and_learn(
     )
   own, read = pair.draft_params
   draft = OnlineDraft(frozen, learning_rate)
-  learnt, plain = draft.begin(own), pair.decoder(sampling, gamma)
-  how = dict(
-    max_new_tokens=max_new_tokens,
-    verifier=pair.verifier_for(sampling),
-    eos_id=pair.vocabulary.eos_id,
-  )
+  learned, plain = draft.begin(own), pair.decode_fn(sampling, gamma)
+  decoder = Decoder(pair.target, draft, pair.verifier_for(sampling), pair.vocabulary.eos_id)
   found: list[records.Record] = []
   texts = [(path, text) for path in inputs for text in read_lines(path, limit=num_texts)]
   longest = max(len(pair.encode(text)) for _, text in texts)
@@ -85,8 +82,10 @@ def serve_and_learn(
         ways: tuple[list[DecodeResult], list[DecodeResult]] = [], []
         for i, text in enumerate(stretch):
           prompt, keys = pair.prompt([text], width), row_keys(seed, at + i, 1)
-          models = pair.target, draft, pair.target_params, (learnt, read)
-          decoded, learnt = decode_and_learn(*models, prompt, keys, **how)
+          params = Params(pair.target_params, (learned, read))
+          decoded, learned = decode_and_learn(
+            decoder, params, prompt, keys, max_new_tokens=max_new_tokens
+          )
           ways[0].append(jax.device_get(plain(prompt, keys, max_new_tokens=max_new_tokens)))
           ways[1].append(jax.device_get(decoded))
           bar.advance(task)

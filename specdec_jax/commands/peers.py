@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax import records
-from specdec_jax.core.decode import require_finite, speculative_decode
+from specdec_jax.core.decode import Decoder, require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
@@ -241,14 +241,11 @@ def _speculative(comparison: Comparison, pair: Pair, sampling: Sampling, gamma: 
   beams, draft_beams = comparison.workload.beams, comparison.workload.draft_beams
   if beams:
     return best_of_beams(pair.beam_searcher(beams, gamma, draft_beams))
-  draft, params = pair.draft(sampling, chain(gamma)), (pair.target_params, pair.draft_params)
+  draft = pair.draft(sampling, chain(gamma))
 
   def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
-    verifier = TokenVerifier(sampling)
-    models = pair.target, draft, *params
-    return speculative_decode(
-      *models, prompt, rng, max_new_tokens=max_new_tokens, verifier=verifier
-    )
+    decoder = Decoder(pair.target, draft, TokenVerifier(sampling))
+    return decoder.run(pair.params, prompt, rng, max_new_tokens=max_new_tokens)
 
   return decode
 

@@ -160,7 +160,7 @@ def decode_lines(
   `decode` may stand. A line that is None is not decoded, and its output is empty; a batch of such
   lines costs nothing.
   """
-  decode, lines = decode or pair.decoder(sampling, tree, lenience), iter(lines)
+  decode, lines = decode or pair.decode_fn(sampling, tree, lenience), iter(lines)
   for at in itertools.count(0, batch_size):
     batch = [*itertools.islice(lines, batch_size)]
     if not batch:

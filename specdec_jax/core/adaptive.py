@@ -1,70 +1,81 @@
-"""Speculative decoding whose gamma follows acceptance, round by round (Section 3.5)."""
+"""Speculative decoding that chooses gamma anew in every round (Section 3.5)."""
 
+import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.decode import State, all_rounds, decoded, one_round, start
-from specdec_jax.core.sampling import split_keys
-from specdec_jax.core.types import DecodeResult, Draft, Model, Verifier
+from specdec_jax.core.decode import Decoder, DecodeState
+from specdec_jax.core.types import DecodeResult, Draft, Model, Params, Verifier
 from specdec_jax.errors import require_count
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=("target", "drafts", "max_new_tokens", "verifier", "eos_id"),
-)
-def adaptive_decode(
-  target: Model,
-  drafts: tuple[Draft, ...],
-  target_params: Any,
-  draft_params: Any,
-  prompt: Array,
-  rng: Array,
-  round_costs: Array,
-  prior: Array,
-  *,
-  max_new_tokens: int,
-  verifier: Verifier,
-  eos_id: int | None = None,
-) -> DecodeResult:
-  """Decode a batch by speculation, each round with the gamma that promises most for its cost.
+@dataclasses.dataclass(frozen=True)
+class AdaptiveDecoder:
+  """Speculative decoder that uses, in each round, the gamma with the most expected tokens per cost.
 
-  A row's alpha is taken to be (accepted + prior accepted) / (judged + prior judged), over its own
-  guesses so far; the batch takes the gamma whose E[tokens] (Equation 1), summed over the rows that
-  are not done, is the most a unit of time. So gamma depends on rounds that are over, never on the
-  randomness of its own: given what is committed a round is Algorithm 1 with some gamma, and emits
-  the target's tokens whichever that is. Above temperature 0 a row's very tokens, though not their
-  distribution, depend on its neighbours, as gamma does.
+  alpha of a row is estimated as (accepted + prior accepted) / (verified + prior verified) over its
+  draft tokens so far. The batch takes the gamma that maximizes E[tokens] (Equation 1), summed over
+  the rows that are not done, per unit of time. So gamma depends on earlier rounds only, never on the
+  randomness of its own round: given the committed tokens, a round is Algorithm 1 with some gamma and
+  emits tokens of the target, whatever gamma is. Above temperature 0 the tokens of a row, though not
+  their distribution, depend on its neighbors, because gamma does.
 
-  Args:
-    drafts: one model with a chain of each gamma to choose from, all >= 1: they share their state,
-      which a round without a draft would leave behind.
-    round_costs: [N], time of a round with each of the drafts, in any unit.
-    prior: [2], guesses taken as accepted and rejected before the first; not both 0.
-
-  The rest of the arguments, and the result, as in `decoding.speculative_decode`; of a round's
-  record of guesses, as wide as the largest gamma, those that were not made are -1.
+  Attributes:
+    target: M_p.
+    drafts: the same draft with a chain of each gamma to choose from, all at least 1. They share one
+      state, which a round without a draft would not update.
+    verifier: how draft tokens are accepted.
+    eos_id: token that ends a text; None for the target's.
   """
-  require_count("max_new_tokens", max_new_tokens)
-  rng = split_keys(rng, len(prompt))
-  eos_id = target.eos_id if eos_id is None else eos_id
-  params = target_params, draft_params
-  gammas = jnp.array([draft.tree.depth for draft in drafts])
-  widest = max(drafts, key=lambda draft: draft.tree.depth)  # buffers and caches hold its block
-  rounds = [
-    functools.partial(one_round, target, draft, *params, verifier, rng, eos_id) for draft in drafts
-  ]
 
-  def step(s: State) -> State:
-    accepted, rejected = s.rounds.judged()
-    alpha = (accepted + prior[0]) / (accepted + rejected + prior.sum())
-    powers = alpha[:, None] ** jnp.arange(widest.tree.depth + 1)
-    tokens = jnp.cumsum(powers, axis=1)[:, gammas]  # [B, N]
-    gains = jnp.where(s.done[:, None], 0.0, tokens).sum(axis=0) / round_costs
-    return lax.switch(gains.argmax(), rounds, s)
+  target: Model
+  drafts: tuple[Draft, ...]
+  verifier: Verifier
+  eos_id: int | None = None
 
-  return decoded(all_rounds(step, start(target, widest, *params, prompt, max_new_tokens)))
+  @functools.partial(jax.jit, static_argnames=("self", "max_new_tokens"))
+  def run(
+    self,
+    params: Params,
+    prompt: Int[Array, "B P"],
+    rng: Key[Array, "*batch"] | Array,
+    round_costs: Float[Array, " drafts"],
+    prior: Float[Array, " 2"],
+    *,
+    max_new_tokens: int,
+  ) -> DecodeResult:
+    """Decode a batch in one jitted program.
+
+    Args:
+      params: parameters of target and draft.
+      prompt: padded prompts.
+      rng: as in `Decoder.run`.
+      round_costs: time of a round with each of the drafts, in any unit.
+      prior: draft tokens counted as accepted and as rejected before the first round; not both 0.
+      max_new_tokens: limit for each row, EOS included.
+
+    Returns:
+      The result. Its record has the width of the largest gamma; draft tokens that were not proposed
+      are -1.
+    """
+    require_count("max_new_tokens", max_new_tokens)
+    gammas = jnp.array([draft.tree.depth for draft in self.drafts])
+    decoders = [Decoder(self.target, d, self.verifier, self.eos_id) for d in self.drafts]
+    widest = max(decoders, key=lambda decoder: decoder.draft.tree.depth)  # its block must fit
+    max_gamma = widest.draft.tree.depth
+
+    def step(state: DecodeState) -> DecodeState:
+      accepted, rejected = state.rounds.acceptance_counts()
+      alpha = (accepted + prior[0]) / (accepted + rejected + prior.sum())
+      powers = alpha[:, None] ** jnp.arange(max_gamma + 1)
+      expected_tokens = jnp.cumsum(powers, axis=1)[:, gammas]  # [B, drafts]
+      expected_tokens = jnp.where(state.done[:, None], 0.0, expected_tokens).sum(axis=0)
+      rounds = [functools.partial(decoder.round, params) for decoder in decoders]
+      return lax.switch((expected_tokens / round_costs).argmax(), rounds, state)
+
+    state = widest.init(params, prompt, rng, max_new_tokens)
+    return widest.result(lax.while_loop(lambda s: ~s.done.all(), step, state))

@@ -1,346 +1,354 @@
-"""The decoding loop: rounds of propose, extend, accept, commit, observe, in fixed shapes.
+"""Speculative decoding (Algorithm 1): rounds of propose, extend, accept, commit, observe.
 
-It knows protocols only: no model, no draft, no verifier. Plain decoding is the same loop with a draft
-that guesses nothing, so both share one target pass, one way to sample and one way to stop.
+Shapes are fixed, and a whole batch is decoded in one jitted loop. The loop knows the contracts of
+`core.types` only, no particular model, draft or verifier. Autoregressive decoding is the same loop
+with a draft that proposes nothing (`NullDraft`), so both share the target forward pass, sampling and
+the end of a text.
+
+Axis letters as in `core.types`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Float, Int, Key
 
-from specdec_jax.core.sampling import Sampling, split_keys
-from specdec_jax.core.trees import AnyTree, DynamicTree, chain, require_compilable, some_shape
+from specdec_jax.core.arrays import gather, gather_or_zero, place_tokens, split_rows
+from specdec_jax.core.sampling import split_keys
+from specdec_jax.core.trees import (
+  AnyTree,
+  DynamicTree,
+  chain,
+  placeholder_shape,
+  require_compilable,
+)
 from specdec_jax.core.types import (
   Context,
   DecodeResult,
   Draft,
   Model,
   Outcome,
+  Params,
   Proposal,
   Rounds,
   Verification,
   Verifier,
 )
-from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
 
 
-class State(NamedTuple):
-  """What a round begins with.
+class DecodeState(NamedTuple):
+  """State between two rounds.
 
   Attributes:
-    prompt: [B, P].
-    tokens: [B, T + slack] committed tokens, unused past length.
-    length: [B]. prompt_length: [B], the length before the first round.
-    done: [B].
-    target: cache of the target: length - 1 tokens. draft: what the draft keeps.
-    hidden: [B, E], as in `Context`.
-    rounds: those so far. num_rounds: [], how many.
-    not_finite: [B], as in `DecodeResult`.
+    prompt: padded prompts.
+    tokens: committed tokens; slots from `length` on are unused.
+    length: number of committed tokens of each row.
+    prompt_length: number of committed tokens before the first round.
+    done: whether a row has ended.
+    rng: key of each row; a round derives its own key from the length.
+    target_cache: cache of the target, which holds length - 1 tokens.
+    hidden: as in `Context`.
+    draft_state: state of the draft.
+    rounds: record of the rounds so far.
+    num_rounds: number of rounds so far.
+    not_finite: as in `DecodeResult`.
   """
 
-  prompt: Array
-  tokens: Array
-  length: Array
-  prompt_length: Array
-  done: Array
-  target: Any
-  hidden: Array
-  draft: Any
+  prompt: Int[Array, "B P"]
+  tokens: Int[Array, "B T"]
+  length: Int[Array, " B"]
+  prompt_length: Int[Array, " B"]
+  done: Bool[Array, " B"]
+  rng: Key[Array, " B"]
+  target_cache: Any
+  hidden: Float[Array, "B E"]
+  draft_state: Any
   rounds: Rounds
-  num_rounds: Array
-  not_finite: Array
+  num_rounds: Int[Array, ""]
+  not_finite: Int[Array, " B"]
 
   @property
   def context(self) -> Context:
-    """What of it a draft may read."""
-    return Context(self.prompt, self.tokens, self.length, self.target, self.hidden)
+    """The part of the state that a draft may read."""
+    return Context(self.prompt, self.tokens, self.length, self.target_cache, self.hidden)
 
   @property
-  def limit(self) -> Array:
-    """The length [B] that no row exceeds."""
+  def limit(self) -> Int[Array, " B"]:
+    """The length that no row exceeds."""
     return self.prompt_length + len(self.rounds.num_accepted)
 
 
 @dataclasses.dataclass(frozen=True)
 class NullDraft(Draft):
-  """Guesses token 0 and reads nothing: a round with it is a round without drafting.
+  """Draft that costs nothing: no tokens by default, which is autoregressive decoding.
+
+  With a tree, it proposes token 0 at every node. A round then costs what a round without drafting
+  costs.
 
   Attributes:
-    tree: of the guesses; by default there are none, which is plain decoding.
+    tree: tree of the proposals.
   """
 
   tree: AnyTree = chain(0)
 
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
     batch = len(context.tokens)
     guesses = jnp.zeros((batch, self.tree.num_guesses), jnp.int32)
-    return Proposal(guesses, tree=some_shape(self.tree, batch)), state
+    return Proposal(guesses, tree=placeholder_shape(self.tree, batch)), state
 
 
-@functools.partial(jax.jit, static_argnames=("target", "max_new_tokens", "sampling", "eos_id"))
-def autoregressive_decode(
-  target: Model,
-  params: Any,
-  prompt: Array,
-  rng: Array,
-  *,
-  max_new_tokens: int,
-  sampling: Sampling,
-  eos_id: int | None = None,
-) -> DecodeResult:
-  """Decode one token a target pass: the baseline, in one jitted program.
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+  """Speculative decoder: a target, a draft and a verifier. Hashable, so it is static under `jit`.
 
-  Arguments and result as in `speculative_decode`; a round emits one token.
-  """
-  verifier = TokenVerifier(sampling)
-  return _decode(target, NullDraft(), params, (), prompt, rng, max_new_tokens, verifier, eos_id)
-
-
-@functools.partial(
-  jax.jit, static_argnames=("target", "draft", "max_new_tokens", "verifier", "eos_id")
-)
-def speculative_decode(
-  target: Model,
-  draft: Draft,
-  target_params: Any,
-  draft_params: Any,
-  prompt: Array,
-  rng: Array,
-  *,
-  max_new_tokens: int,
-  verifier: Verifier,
-  eos_id: int | None = None,
-) -> DecodeResult:
-  """Decode a batch by speculation (Algorithm 1), in one jitted program.
-
-  Args:
+  Attributes:
     target: M_p, whose distribution the output has.
-    draft: M_q with its tree; it must sample as the verifier's `sampling` says to be useful, never to be
-      exact.
-    target_params: of the target.
-    draft_params: of the draft.
-    prompt: [B, P], padded.
-    rng: keys [B], one a row: a row's output does not depend on its neighbours; or one key, which is
-      split. Those of `jax.random.key` or of `PRNGKey`.
-    max_new_tokens: limit for each row, EOS counted.
-    verifier: how target logits become p, and how guesses are judged by it.
-    eos_id: ends a row; None for the target's.
-
-  Returns:
-    Tokens, lengths and a record of each round.
+    draft: M_q and its tree of draft tokens; `NullDraft()` is autoregressive decoding.
+    verifier: how draft tokens are accepted. Its `sampling` is the sampling method of the output. The
+      draft should sample likewise to be useful; exactness does not depend on it.
+    eos_id: token that ends a text; None for the target's.
   """
-  models = target, draft, target_params, draft_params
-  return _decode(*models, prompt, rng, max_new_tokens, verifier, eos_id)
+
+  target: Model
+  draft: Draft
+  verifier: Verifier
+  eos_id: int | None = None
+
+  @functools.partial(jax.jit, static_argnames=("self", "max_new_tokens"))
+  def run(
+    self,
+    params: Params,
+    prompt: Int[Array, "B P"],
+    rng: Key[Array, "*batch"] | Array,
+    *,
+    max_new_tokens: int,
+  ) -> DecodeResult:
+    """Decode a batch in one jitted program.
+
+    Args:
+      params: parameters of target and draft.
+      prompt: padded prompts.
+      rng: one key per row, so that a row does not depend on its neighbors; or one key, which is
+        split. Keys of `jax.random.key` or of `PRNGKey`.
+      max_new_tokens: limit for each row, EOS included.
+
+    Raises:
+      InputError: max_new_tokens is not a positive integer, rng is not a key, or memory cannot hold
+        what is asked.
+    """
+    require_count("max_new_tokens", max_new_tokens)
+    state = self.init(params, prompt, rng, max_new_tokens)
+    return self.result(self.run_rounds(params, state))
+
+  def run_rounds(self, params: Params, state: DecodeState) -> DecodeState:
+    """Run rounds until every row has ended."""
+    return lax.while_loop(lambda s: ~s.done.all(), lambda s: self.round(params, s), state)
+
+  def round(self, params: Params, state: DecodeState) -> DecodeState:
+    """Run one round of Algorithm 1."""
+    # One key per row and position: rows are independent, and no round of a row repeats a key.
+    keys = jax.vmap(jax.random.fold_in)(state.rng, state.length)
+    draft_rng, verify_rng = split_rows(keys)
+
+    # Propose: the draft samples tokens x_1, ..., x_N, each from its distribution q.
+    context = state.context
+    proposal, draft_state = self.draft.propose(params.draft, state.draft_state, context, draft_rng)
+    tree = proposal.tree or self.draft.tree
+
+    # Extend: one target forward pass over the last token and x_1, ..., x_N gives p at every node.
+    block = jnp.concatenate([context.last_token[:, None], proposal.tokens], axis=1)
+    logits, hidden, cache = self._extend(params.target, state.target_cache, block, tree)
+
+    # Accept: the longest accepted path, and one token sampled by the target after it.
+    verification = self.verifier.verify(verify_rng, tree, proposal, logits)
+    finite = _all_finite(logits, proposal.q)
+    emitted, num_emitted, ends = self._cut(state, proposal, verification, finite)
+    length = state.length + num_emitted
+
+    # Commit: the target's cache keeps the accepted path.
+    cache = self.target.commit(cache, length - 1, tree, verification.path)
+
+    # Observe: the draft receives the outcome, and rolls back its own cache.
+    outcome = Outcome(proposal, logits, hidden, verification, num_emitted, length)
+    draft_state = self.draft.observe(params.draft, draft_state, outcome)
+
+    return state._replace(
+      tokens=place_tokens(state.tokens, emitted, state.length, num_emitted),
+      length=length,
+      done=state.done | ends,
+      target_cache=cache,
+      hidden=gather_or_zero(hidden, _last_node(verification)),
+      draft_state=draft_state,
+      rounds=_recorded(state, proposal, verification, num_emitted),
+      num_rounds=state.num_rounds + 1,
+      not_finite=jnp.where(
+        state.done | finite, state.not_finite, state.length - state.prompt_length
+      ),
+    )
+
+  def init(
+    self,
+    params: Params,
+    prompt: Int[Array, "B P"],
+    rng: Key[Array, "*batch"] | Array,
+    max_new_tokens: int,
+  ) -> DecodeState:
+    """Return the state before the first round, after both models have processed the prompt.
+
+    Arguments and errors as in `run`. Memory is checked while tracing, before anything runs.
+    """
+    batch, tree = len(prompt), self.draft.tree
+    rng = split_keys(rng, batch)
+    require_compilable(tree)
+    first, length = self.target.prompt_tokens(prompt)
+    # A row at the limit may still write one block, so tokens and caches have K slots to spare.
+    num_slots = first.shape[1] + max_new_tokens + tree.num_nodes
+    hidden, cache = self.target.prefill(params.target, prompt, num_slots)
+    tokens = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
+    context = Context(prompt, tokens, length, cache, gather_or_zero(hidden, length - 2))
+    state = DecodeState(
+      prompt=prompt,
+      tokens=tokens,
+      length=length,
+      prompt_length=length,
+      done=jnp.zeros(batch, bool),
+      rng=rng,
+      target_cache=cache,
+      hidden=context.hidden,
+      draft_state=self.draft.init(params.draft, context, hidden),
+      rounds=empty_rounds(tree, max_new_tokens, batch),
+      num_rounds=jnp.zeros((), jnp.int32),
+      not_finite=jnp.full(batch, -1, jnp.int32),
+    )
+    # One round needs logits of the target at every node, and q of every draft token.
+    num_distributions = tree.num_nodes + tree.num_guesses
+    logits = jax.ShapeDtypeStruct((batch, num_distributions, self.target.vocab_size), jnp.float32)
+    guesses = f"gamma {tree.depth}" if tree.is_chain else f"a tree of {tree.num_nodes} nodes"
+    what = f"a batch of {batch} with max_new_tokens {max_new_tokens} and {guesses}"
+    require_memory(what, (params, state, logits))
+    return state
+
+  def result(self, state: DecodeState) -> DecodeResult:
+    """Return the new tokens in a state, and the record of its rounds."""
+    new = state.prompt_length[:, None] + jnp.arange(len(state.rounds.num_accepted))
+    tokens = jnp.where(new < state.length[:, None], gather(state.tokens, new), 0)
+    lengths = state.length - state.prompt_length
+    return DecodeResult(tokens, lengths, state.rounds, state.num_rounds, state.not_finite)
+
+  def _extend(
+    self, params: Any, cache: Any, block: Int[Array, "B K"], tree: AnyTree
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    """Run the target over a block; over the longest proposal in the batch if a chain ended early."""
+    lengths = self.draft.verify_lengths
+    if not lengths:
+      return self.target.extend(params, cache, block, tree)
+
+    def extend_prefix(length: int, cache: Any):
+      prefix = block[:, : length + 1]
+      logits, hidden, cache = self.target.extend(params, cache, prefix, chain(length))
+      padding = (0, 0), (0, block.shape[1] - 1 - length), (0, 0)
+      return jnp.pad(logits, padding), jnp.pad(hidden, padding), cache
+
+    longest = (block[:, 1:] >= 0).any(axis=0).sum()
+    branch = jnp.searchsorted(jnp.array(lengths), longest)
+    branches = [functools.partial(extend_prefix, length) for length in lengths]
+    return lax.switch(branch, branches, cache)
+
+  def _cut(
+    self,
+    state: DecodeState,
+    proposal: Proposal,
+    verification: Verification,
+    finite: Bool[Array, " B"],
+  ) -> tuple[Int[Array, "B emitted"], Int[Array, " B"], Bool[Array, " B"]]:
+    """Cut the tokens of a round at EOS and at the limit of the row.
+
+    A row with non-finite logits emits nothing and is marked done.
+
+    Returns:
+      The accepted tokens and the next one, how many of them enter the text, and whether the row
+      ends.
+    """
+    eos_id = self.target.eos_id if self.eos_id is None else self.eos_id
+    n, path, guesses = verification.num_accepted, verification.path, proposal.tokens
+    if path is not None:
+      guesses = gather(guesses, jnp.maximum(path - 1, 0))
+    i = jnp.arange(guesses.shape[1] + 1)
+    padded = jnp.pad(guesses, ((0, 0), (0, 1)))
+    emitted = jnp.where(i < n[:, None], padded, verification.next_token[:, None])
+    is_eos = (emitted == eos_id) & (i <= n[:, None])
+    num_emitted = jnp.where(is_eos.any(axis=1), is_eos.argmax(axis=1), n) + 1
+    num_emitted = jnp.minimum(num_emitted, state.limit - state.length)
+    num_emitted = jnp.where(state.done | ~finite, 0, num_emitted)
+    emits_eos = (is_eos & (i < num_emitted[:, None])).any(axis=1)
+    reaches_limit = state.length + num_emitted >= state.limit
+    return emitted, num_emitted, emits_eos | reaches_limit | ~finite
 
 
-def _decode(
-  target, draft, target_params, draft_params, prompt, rng, limit, verifier, eos_id
-) -> DecodeResult:
-  require_count("max_new_tokens", limit)
-  rng = split_keys(rng, len(prompt))
-  eos_id = target.eos_id if eos_id is None else eos_id
-  models = target, draft, target_params, draft_params
-  step = functools.partial(one_round, *models, verifier, rng, eos_id)
-  return decoded(all_rounds(step, start(*models, prompt, limit)))
+def empty_rounds(tree: AnyTree, max_rounds: int, batch: int) -> Rounds:
+  """Return a record for up to `max_rounds` rounds of proposals with the shape of `tree`."""
 
+  def zeros(*shape: int) -> Array:
+    return jnp.zeros((max_rounds, batch, *shape), jnp.int32)
 
-def all_rounds(step: Callable[[State], State], s: State) -> State:
-  """The state after `step`, a round, has been run from `s` until every row is done."""
-  return lax.while_loop(lambda s: ~s.done.all(), step, s)
-
-
-def decoded(s: State) -> DecodeResult:
-  """What a state holds of the text: its new tokens, and the record of its rounds."""
-  new = s.prompt_length[:, None] + jnp.arange(len(s.rounds.num_accepted))
-  tokens = jnp.where(new < s.length[:, None], jnp.take_along_axis(s.tokens, new, axis=1), 0)
-  return DecodeResult(tokens, s.length - s.prompt_length, s.rounds, s.num_rounds, s.not_finite)
-
-
-def start(target: Model, draft: Draft, target_params, draft_params, prompt, limit: int) -> State:
-  """Before the first of the rounds that decode `limit` tokens: both models have read the prompt.
-
-  Raises InputError if that is more than memory holds; traced, as it mostly is, before it is tried.
-  """
-  batch, tree = len(prompt), draft.tree
-  require_compilable(tree)
-  first, length = target.prompt_tokens(prompt)
-  # A row at the limit may still write one block: buffer and caches have its K slots to spare.
-  num_slots = first.shape[1] + limit + tree.num_nodes
-  hidden, cache = target.prefill(target_params, prompt, num_slots)
-  tokens = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
-  context = Context(prompt, tokens, length, cache, last_hidden(hidden, length - 2))
-  of_rounds = lambda *shape: jnp.zeros((limit, batch, *shape), jnp.int32)
-  state = State(
-    prompt=prompt,
-    tokens=tokens,
-    length=length,
-    prompt_length=length,
-    done=jnp.zeros(batch, bool),
-    target=cache,
-    hidden=context.hidden,
-    draft=draft.start(draft_params, context, hidden),
-    rounds=Rounds(
-      guesses=of_rounds(tree.num_guesses),
-      num_accepted=of_rounds(),
-      next_token=of_rounds(),
-      num_emitted=of_rounds(),
-      path=None if tree.is_chain else of_rounds(tree.depth),
-      parents=of_rounds(tree.num_guesses) if isinstance(tree, DynamicTree) else None,
-    ),
-    num_rounds=jnp.zeros((), jnp.int32),
-    not_finite=jnp.full(batch, -1, jnp.int32),
+  return Rounds(
+    guesses=zeros(tree.num_guesses),
+    num_accepted=zeros(),
+    next_token=zeros(),
+    num_emitted=zeros(),
+    path=None if tree.is_chain else zeros(tree.depth),
+    parents=zeros(tree.num_guesses) if isinstance(tree, DynamicTree) else None,
   )
-  # Of one round at once: the target's logits and what the draft guesses from.
-  probs = tree.num_nodes + tree.num_guesses, target.vocab_size
-  guesses = f"gamma {tree.depth}" if tree.is_chain else f"a tree of {tree.num_nodes} nodes"
-  what = f"a batch of {batch} with max_new_tokens {limit} and {guesses}"
-  of_round = jax.ShapeDtypeStruct((batch, *probs), jnp.float32)
-  require_memory(what, (target_params, draft_params, state, of_round))
-  return state
 
 
-def one_round(
-  target: Model,
-  draft: Draft,
-  target_params,
-  draft_params,
-  verifier: Verifier,
-  rng: Array,
-  eos_id: int,
-  s: State,
-) -> State:
-  """Algorithm 1; arguments as in `speculative_decode`, and what the round before left."""
-  # Keyed by row and position: no round of a row ever sees a key twice.
-  keys = jax.vmap(jax.random.fold_in)(rng, s.length)
-  draft_rng, verify_rng = jax.vmap(jax.random.split, out_axes=1)(keys)
-  context = s.context
-
-  # Propose: guesses and the distributions they were drawn from.
-  proposal, draft_state = draft.propose(draft_params, s.draft, context, draft_rng)
-  tree = proposal.tree or draft.tree
-
-  # Extend: one target pass over the newest token and all guesses gives p at each.
-  block = jnp.concatenate([context.newest[:, None], proposal.tokens], axis=1)
-  logits, hidden, cache = _read(target, target_params, s.target, block, tree, draft.widths)
-
-  # Accept: n guesses and one token more; of them what fits before EOS and the limit.
-  verification = verifier.accept(verify_rng, tree, proposal, logits)
-  finite = _finite(logits, proposal.q)
-  emitted, num_emitted, ends = _cut(proposal.tokens, verification, eos_id, s, finite)
-  length = s.length + num_emitted
-
-  # Commit: both models forget the rest.
-  cache = target.commit(cache, length - 1, tree, verification.path)
-  chose = verification.num_accepted if verification.path is None else verification.path.max(axis=1)
-
-  # Observe: the draft hears what became of its guesses.
-  outcome = Outcome(proposal, logits, hidden, verification, num_emitted, length)
-  draft_state = draft.observe(draft_params, draft_state, outcome)
-
-  return s._replace(
-    tokens=_write(s.tokens, emitted, s.length, num_emitted),
-    length=length,
-    done=s.done | ends,
-    target=cache,
-    hidden=last_hidden(hidden, chose),
-    draft=draft_state,
-    rounds=_recorded(s, proposal, verification, num_emitted),
-    num_rounds=s.num_rounds + 1,
-    not_finite=jnp.where(s.done | finite, s.not_finite, s.length - s.prompt_length),
-  )
-
-
-def _read(
-  target: Model, params, cache, block: Array, tree: AnyTree, widths: tuple[int, ...]
-) -> tuple[Array, Array, Any]:
-  """The target's `extend`; of a chain that may end early no further than some row's reaches."""
-  if not widths:
-    return target.extend(params, cache, block, tree)
-
-  def first(width: int, cache):
-    logits, hidden, cache = target.extend(params, cache, block[:, : width + 1], chain(width))
-    unread = (0, 0), (0, block.shape[1] - 1 - width), (0, 0)
-    return jnp.pad(logits, unread), jnp.pad(hidden, unread), cache
-
-  reached = (block[:, 1:] >= 0).any(axis=0).sum()
-  at = jnp.searchsorted(jnp.array(widths), reached)
-  return lax.switch(at, [functools.partial(first, width) for width in widths], cache)
-
-
-def last_hidden(hidden: Array, at: Array) -> Array:
-  """Of states [B, k, E] one of each row, [B, E]; 0 where `at` [B] is negative."""
-  found = jnp.take_along_axis(hidden, jnp.maximum(at, 0)[:, None, None], axis=1)[:, 0]
-  return jnp.where(at[:, None] < 0, 0, found)
-
-
-def _finite(logits: Array, q: Array | None) -> Array:
-  """Whether neither a row's logits nor what its draft guessed from is NaN or infinite, [B]."""
-  finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1)
-  return finite if q is None else finite & jnp.isfinite(q.sum(axis=(1, 2)))
-
-
-def _cut(
-  guesses: Array, verification: Verification, eos_id: int, s: State, finite: Array
-) -> tuple[Array, Array, Array]:
-  """Tokens [B, D + 1] of a verification, how many of them [B] enter the text, and what rows [B] end.
-
-  EOS is the last of a row, and no row passes its limit. A round with a NaN in it is not to be
-  believed: it emits nothing and ends its row.
-  """
-  n, path = verification.num_accepted, verification.path
-  if path is not None:
-    guesses = jnp.take_along_axis(guesses, jnp.maximum(path - 1, 0), axis=1)
-  i = jnp.arange(guesses.shape[1] + 1)
-  extended = jnp.pad(guesses, ((0, 0), (0, 1)))
-  emitted = jnp.where(i < n[:, None], extended, verification.next_token[:, None])
-  is_eos = (emitted == eos_id) & (i <= n[:, None])
-  num_emitted = jnp.where(is_eos.any(axis=1), is_eos.argmax(axis=1), n) + 1
-  num_emitted = jnp.minimum(num_emitted, s.limit - s.length)
-  num_emitted = jnp.where(s.done | ~finite, 0, num_emitted)
-  in_eos = (is_eos & (i < num_emitted[:, None])).any(axis=1)
-  return emitted, num_emitted, in_eos | (s.length + num_emitted >= s.limit) | ~finite
-
-
-def _recorded(
-  s: State, proposal: Proposal, verification: Verification, num_emitted: Array
-) -> Rounds:
-  """The record of all rounds, this one's among them."""
-  # -1 where a round that began with a larger gamma would have guessed more (`adaptive`).
-  unguessed = s.rounds.guesses.shape[-1] - proposal.tokens.shape[1]
-  guesses = jnp.pad(proposal.tokens, ((0, 0), (0, unguessed)), constant_values=-1)
-  parents = None if proposal.tree is None else proposal.tree.parents
-  record = Rounds(
-    guesses,
-    verification.num_accepted,
-    verification.next_token,
-    num_emitted,
-    verification.path,
-    parents,
-  )
-  return jax.tree.map(lambda all_, new: all_.at[s.num_rounds].set(new), s.rounds, record)
-
-
-def require_finite(decoded: DecodeResult) -> DecodeResult:
-  """The same, or an InputError that names the first row whose models gave NaN or infinity."""
-  for row, token in enumerate(decoded.not_finite.tolist()):
+def require_finite(result: DecodeResult) -> DecodeResult:
+  """Return the result, or raise InputError for the first row with non-finite logits."""
+  for row, token in enumerate(result.not_finite.tolist()):
     if token >= 0:
       raise InputError(
         f"row {row} of a batch cannot be decoded past token {token}: the target's logits or the "
         "draft's probabilities there are NaN or infinite; look for damaged weights, or use float32."
       )
-  return decoded
+  return result
 
 
-def _write(tokens: Array, block: Array, at: Array, count: Array) -> Array:
-  """tokens [B, T] with the first `count` [B] tokens of block [B, k] put at `at` [B]."""
-  offset = jnp.arange(tokens.shape[1]) - at[:, None]
-  inside = (offset >= 0) & (offset < count[:, None])
-  moved = jnp.take_along_axis(block, jnp.clip(offset, 0, block.shape[1] - 1), axis=1)
-  return jnp.where(inside, moved, tokens)
+def _last_node(verification: Verification) -> Int[Array, " B"]:
+  """Return the last accepted node of each row; the next token was sampled there."""
+  path = verification.path
+  return verification.num_accepted if path is None else path.max(axis=1)
+
+
+def _all_finite(
+  logits: Float[Array, "B K V"], q: Float[Array, "B N V"] | None
+) -> Bool[Array, " B"]:
+  """Return whether neither the target's logits nor the draft's q are NaN or infinite in a row."""
+  finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1)
+  return finite if q is None else finite & jnp.isfinite(q.sum(axis=(1, 2)))
+
+
+def _recorded(
+  state: DecodeState,
+  proposal: Proposal,
+  verification: Verification,
+  num_emitted: Int[Array, " B"],
+) -> Rounds:
+  """Return the record of all rounds, including this one."""
+  # With an adaptive gamma a round may propose fewer tokens than the record has room for.
+  missing = state.rounds.guesses.shape[-1] - proposal.tokens.shape[1]
+  record = Rounds(
+    guesses=jnp.pad(proposal.tokens, ((0, 0), (0, missing)), constant_values=-1),
+    num_accepted=verification.num_accepted,
+    next_token=verification.next_token,
+    num_emitted=num_emitted,
+    path=verification.path,
+    parents=None if proposal.tree is None else proposal.tree.parents,
+  )
+  return jax.tree.map(lambda all_, new: all_.at[state.num_rounds].set(new), state.rounds, record)

@@ -1,22 +1,28 @@
-"""Logits become a distribution in exactly one place, before any draw (Section 2.2)."""
+"""Sampling methods, and sampling from distributions (Section 2.2).
+
+`distribution` is the only function that turns logits into probabilities. Axis letters as in
+`core.types`.
+"""
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Int, Key
 
-from specdec_jax.core.trees import take
+from specdec_jax.core.arrays import gather_one, take
 from specdec_jax.errors import InputError, require_number, require_types, shown
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """A sampling method; every one of them is standard sampling from an adjusted distribution.
+  """Sampling method: standard sampling from an adjusted distribution.
 
   Attributes:
     temperature: logits are divided by it; 0 means argmax.
@@ -31,7 +37,7 @@ class Sampling:
 
   def __post_init__(self):
     require_types(Sampling, vars(self))
-    # Any kind of number, a `Fraction` or numpy's, becomes Python's, which can be hashed and traced.
+    # Numbers of other kinds, such as `Fraction` or numpy scalars, become hashable Python numbers.
     temperature, top_k = float(self.temperature), int(self.top_k)
     if not (temperature == 0 or 1e-30 <= temperature < math.inf):
       raise InputError(
@@ -44,15 +50,15 @@ class Sampling:
       object.__setattr__(self, name, value)
 
 
-def distribution(logits: Array, sampling: Sampling) -> Array:
-  """The adjusted distribution [..., V], float32, of logits [..., V] (Section 2.2).
+def distribution(logits: Float[Array, "*batch V"], sampling: Sampling) -> Float[Array, "*batch V"]:
+  """Return the adjusted distribution of logits, in float32.
 
-  Temperature first, then top-k, then top-p of what is left, as is usual.
+  Temperature is applied first, then top-k, then top-p to what top-k keeps.
   """
   logits = logits.astype(jnp.float32)
   if sampling.temperature == 0:
-    return jax.nn.one_hot(_argmax(logits), logits.shape[-1])
-  # The maximum goes to 0 first, so that a tiny temperature does not divide into infinity.
+    return jax.nn.one_hot(argmax(logits), logits.shape[-1])
+  # Subtract the maximum first, so that a tiny temperature does not overflow.
   logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
   if 0 < sampling.top_k < logits.shape[-1]:
     logits = jnp.where(_most_probable(logits, 1, sampling.top_k), logits, -jnp.inf)
@@ -64,22 +70,24 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
   return probs
 
 
-def _most_probable(logits: Array, weights: ArrayLike, total: ArrayLike) -> Array:
-  """Mask [..., V]: the fewest most probable tokens that weigh `total`, and any tied with the last.
+def _most_probable(
+  logits: Float[Array, "*batch V"], weights: ArrayLike, total: ArrayLike
+) -> Bool[Array, "*batch V"]:
+  """Return a mask of the fewest most probable tokens with weight `total`, and of ties with the last.
 
-  Nothing is sorted: the bits of float32 order as its magnitudes do, so how far the last token lies
-  below the maximum is found bit by bit, in 31 sums over the vocabulary. On a CPU a distribution of
-  V = 4,096 tokens with top_k = 40 takes 35 microseconds so, and took 616 with a sort.
+  No sort is needed. The bits of float32 order as its magnitudes do, so the distance of the last
+  token from the maximum is found bit by bit, in 31 sums over the vocabulary. On a CPU a distribution
+  of V = 4,096 tokens with top_k = 40 takes 35 microseconds; with a sort it took 616.
 
   Args:
-    logits: [..., V], float32, of which the maximum is 0.
-    weights: of each token, >= 0, broadcast to [..., V].
-    total: broadcast to [..., 1]; where all tokens together weigh less, all are kept.
+    logits: float32, with maximum 0.
+    weights: weight of each token, at least 0, broadcast to the shape of the logits.
+    total: broadcast to [..., 1]. If all tokens together weigh less, all are kept.
   """
   below = lax.bitcast_convert_type(jnp.abs(logits), jnp.int32)
 
   def add_bit(i, depth):
-    """The greatest depth, of as many bits, that the tokens above it weigh less than total."""
+    """Set bit 30 - i of `depth` if the tokens above that depth still weigh less than `total`."""
     deeper = depth | 1 << 30 - i
     weight = jnp.where(below < deeper, weights, 0).sum(axis=-1, keepdims=True)
     return jnp.where(weight < total, deeper, depth)
@@ -87,11 +95,15 @@ def _most_probable(logits: Array, weights: ArrayLike, total: ArrayLike) -> Array
   return below <= lax.fori_loop(0, 31, add_bit, jnp.zeros_like(below[..., :1]))
 
 
-def split_keys(rng: Array, batch: int) -> Array:
-  """A key for each row, [B]: those given, or one split. `jax.random.PRNGKey`'s will do as well.
+def split_keys(rng: Any, batch: int) -> Key[Array, " {batch}"]:
+  """Return one key per row: the given keys, or one given key split.
+
+  Args:
+    rng: keys of `jax.random.key`, or of `jax.random.PRNGKey`.
+    batch: number of rows.
 
   Raises:
-    InputError: rng is not one key and not B of them.
+    InputError: rng is neither one key nor one key per row.
   """
   given = getattr(rng, "aval", rng)
   if not (isinstance(rng, Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)):
@@ -107,91 +119,99 @@ def split_keys(rng: Array, batch: int) -> Array:
   return rng if rng.ndim else jax.random.split(rng, batch)
 
 
-def row_keys(seed: int, start: int, count: int) -> Array:
-  """A key for each of the texts start..start+count-1: the same whatever batch they are in."""
+def row_keys(seed: int, start: int, count: int) -> Key[Array, " {count}"]:
+  """Return a key for each of the texts start to start + count - 1, independent of their batch."""
   rows = jnp.arange(start, start + count)
   return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(rows)
 
 
-def draw(rng: Array, logits: Array, sampling: Sampling) -> tuple[Array, Array]:
-  """A token [B] for each row of logits [B, V], and the distribution [B, V] it was drawn from."""
+def sample_logits(
+  rng: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling
+) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+  """Sample one token per row, and return it with the distribution that it was sampled from."""
   probs = distribution(logits, sampling)
-  return _argmax(logits) if sampling.temperature == 0 else sample(rng, probs), probs
+  return argmax(logits) if sampling.temperature == 0 else sample(rng, probs), probs
 
 
-def draw_siblings(
-  rng: Array, logits: Array, sampling: Sampling, counts: Sequence[int], independent: bool = False
-) -> tuple[Array, Array]:
-  """Guesses of what follows each node, in the order in which they are to be tried.
+def sample_siblings(
+  rng: Key[Array, " B"],
+  logits: Float[Array, "B nodes V"],
+  sampling: Sampling,
+  counts: Sequence[int],
+  independent: bool = False,
+) -> tuple[Int[Array, "B children"], Float[Array, "B children V"]]:
+  """Sample several children of each node, in the order in which they will be verified.
 
-  Above temperature 0 they are drawn without replacement: each by inversion, from what is left when
-  those drawn before are taken out. Where nothing is left, as top-k and top-p may have it, and at
-  temperature 0, they are chosen: the likeliest of the rest.
+  Above temperature 0 siblings are sampled without replacement: each from the distribution without
+  its earlier siblings, renormalized. Where nothing remains, which top-k and top-p allow, and at
+  temperature 0, the most probable remaining token is selected deterministically.
 
   Args:
-    rng: keys [B].
-    logits: at n nodes, [B, n, V].
-    sampling: how they become q.
-    counts: guesses of each node, [n].
-    independent: draw each from all tokens instead, so that some may be equal.
+    rng: one key per row.
+    logits: logits at each node.
+    sampling: how logits become q.
+    counts: number of children of each node.
+    independent: sample siblings independently, with replacement, instead.
 
   Returns:
-    Tokens [B, C], C all of counts, node by node, and the law of each given those before at its
-    node, [B, C, V], a one-hot if chosen.
+    The children, node by node, and the distribution of each given its earlier siblings: a one-hot
+    where it was selected deterministically.
   """
-  vocab_size, count_of = logits.shape[-1], np.array(counts)
-  width, left = max(counts), distribution(logits, sampling)
-  keys = jax.vmap(lambda key: jax.random.split(key, (width, len(counts))))(rng)  # [B, W, n]
-  nodes, tokens, laws = np.arange(len(counts)), [], []
-  drawn: list[tuple[int, int]] = []
+  vocab_size, num_children = logits.shape[-1], np.array(counts)
+  width, remaining = max(counts), distribution(logits, sampling)
+  keys = jax.vmap(lambda key: jax.random.split(key, (width, len(counts))))(rng)  # [B, W, nodes]
+  nodes, tokens, q = np.arange(len(counts)), [], []
+  order: list[tuple[int, int]] = []  # (node, rank) of the children so far
   for rank in range(width):
-    more = np.flatnonzero(count_of[nodes] > rank)  # of the nodes before, those that guess again
-    nodes, logits, left = nodes[more], take(logits, more), take(left, more)
-    chosen, law = _argmax(logits), left
+    again = np.flatnonzero(num_children[nodes] > rank)  # nodes that have a child of this rank
+    nodes, logits, remaining = nodes[again], take(logits, again), take(remaining, again)
+    token, probs = argmax(logits), remaining
     if rank > 0 and not independent:
-      mass, sure = left.sum(axis=-1, keepdims=True), jax.nn.one_hot(chosen, vocab_size)
-      law = jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1.0), sure)
+      mass = remaining.sum(axis=-1, keepdims=True)
+      certain = jax.nn.one_hot(token, vocab_size)
+      probs = jnp.where(mass > 0, remaining / jnp.where(mass > 0, mass, 1.0), certain)
     if sampling.temperature > 0:
-      of_rank = take(keys[:, rank], nodes).reshape(-1)
-      chosen = sample(of_rank, law.reshape(-1, vocab_size)).reshape(chosen.shape)
+      rank_keys = take(keys[:, rank], nodes).reshape(-1)
+      token = sample(rank_keys, probs.reshape(-1, vocab_size)).reshape(token.shape)
     if not independent:
-      is_taken = chosen[..., None] == jnp.arange(vocab_size)
-      left, logits = jnp.where(is_taken, 0.0, left), jnp.where(is_taken, -jnp.inf, logits)
-    tokens.append(chosen)
-    laws.append(law)
-    drawn += [(node, rank) for node in nodes.tolist()]
-  in_order = sorted(range(len(drawn)), key=drawn.__getitem__)
-  return take(jnp.concatenate(tokens, axis=1), in_order), take(jnp.concatenate(laws, 1), in_order)
+      is_taken = token[..., None] == jnp.arange(vocab_size)
+      remaining = jnp.where(is_taken, 0.0, remaining)
+      logits = jnp.where(is_taken, -jnp.inf, logits)
+    tokens.append(token)
+    q.append(probs)
+    order += [(node, rank) for node in nodes.tolist()]
+  by_node = sorted(range(len(order)), key=order.__getitem__)
+  return take(jnp.concatenate(tokens, axis=1), by_node), take(jnp.concatenate(q, axis=1), by_node)
 
 
-def sample(rng: Array, weights: Array) -> Array:
-  """One token [B] from each row of weights [B, V] >= 0, not all 0, in proportion; a key a row.
+def sample(rng: Key[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " B"]:
+  """Sample one token per row in proportion to weights, which are at least 0 and not all 0.
 
-  Inversion in two steps: a block of 64 tokens by its mass, then a token within it. That costs two
-  uniforms a row instead of V noises: on a CPU 2 against 86 microseconds for V = 4,096. A token of
-  weight 0 is never drawn.
+  Inversion in two steps: a block of 64 tokens by its mass, then a token in the block. This needs two
+  uniforms per row instead of V random numbers: on a CPU 2 instead of 86 microseconds for V = 4,096.
+  A token of weight 0 is never sampled.
   """
   batch, vocab_size = weights.shape
   blocks = jnp.pad(weights, ((0, 0), (0, -vocab_size % 64))).reshape(batch, -1, 64)
   u = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(rng)
   block = _invert(u[:, 0], blocks.sum(axis=-1))
-  inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-  return block * 64 + _invert(u[:, 1], inside)
+  return block * 64 + _invert(u[:, 1], gather_one(blocks, block))
 
 
-def _invert(u: Array, weights: Array) -> Array:
-  """First index [B] at which the running sum of weights [B, N] exceeds u [B] times their total."""
-  # A running sum made in parallel need not be monotone, so entries of weight 0 are taken out.
-  running = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
-  total = running.max(axis=-1, keepdims=True)
-  return _first((running > u[:, None] * total) | (running == total))
+def _invert(u: Float[Array, " B"], weights: Float[Array, "B N"]) -> Int[Array, " B"]:
+  """Return the first index at which the cumulative sum of weights exceeds u times their total."""
+  # A parallel cumulative sum need not be monotone, so entries of weight 0 are excluded.
+  cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
+  total = cumulative.max(axis=-1, keepdims=True)
+  return _first((cumulative > u[:, None] * total) | (cumulative == total))
 
 
-def _argmax(logits: Array) -> Array:
+def argmax(logits: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
+  """Return the most probable token; the first one of several."""
   return _first(logits == logits.max(axis=-1, keepdims=True))
 
 
-def _first(mask: Array) -> Array:
-  """Index [...] of the first True of the last axis; `argmax` would run 10x slower on a CPU."""
+def _first(mask: Bool[Array, "*batch N"]) -> Int[Array, "*batch"]:
+  """Return the index of the first True on the last axis; `jnp.argmax` is 10x slower on a CPU."""
   size = mask.shape[-1]
   return jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size).min(axis=-1)

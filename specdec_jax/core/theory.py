@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from specdec_jax.core.trees import Tree, merged
+from specdec_jax.core.trees import Tree
 from specdec_jax.errors import InputError, require_count, require_number
 
 
@@ -283,4 +283,4 @@ def best_tree(acceptance: Sequence[float], num_nodes: int, depth: int) -> Tree:
     if path[-1] + 1 < len(acceptance):
       younger = math.prod(acceptance[list(path[:-1])]) * acceptance[path[-1] + 1]
       heapq.heappush(open_, (-younger, (*path[:-1], path[-1] + 1)))
-  return merged(chosen)
+  return Tree.from_paths(chosen)

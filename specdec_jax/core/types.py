@@ -1,35 +1,71 @@
-"""What models, drafts and rules promise, and the records that travel between them and the loops.
+"""Contracts of models, drafts and verifiers, and the records that travel between them.
 
-Axes used throughout: B batch, N guesses of a round, K = N + 1 tokens in a block, D depth of a tree
-(gamma of a chain), P prompt tokens, C committed ones before the first round, T slots of a cache,
-R rounds, E embed, V vocabulary.
+Axis letters, for the whole project:
 
-A model, a draft or a verifier is a frozen dataclass that says what it is made of: equal ones hash
-alike, so what was compiled for one serves all. Parameters and state are arguments, never fields.
+  B  batch rows              K  nodes of a block: N draft tokens and the token before them
+  N  draft tokens per round  D  depth of a tree; gamma of a chain
+  P  prompt tokens           C  tokens committed before the first round
+  T  cache or text slots     R  rounds
+  E  embedding               V  vocabulary
+  H  attention heads         S  source tokens
+  L  layers                  W  children per node (width of a tree)
+
+A model, a draft or a verifier is a frozen dataclass that describes what it computes. Equal instances
+have equal hashes, so they share compiled programs. Parameters and state are arguments, never fields.
 """
 
 import abc
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int, Key
 
+from specdec_jax.core.arrays import gather_one
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import AnyNodes, AnyTree, DynamicTree
+from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout
 from specdec_jax.errors import InputError, shown
 
 
-class Model(Protocol):
-  """An autoregressive model that reads blocks of tokens at each row's own position.
+class Params(NamedTuple):
+  """Parameters of a target and of its draft, as arguments of compiled programs."""
 
-  The invariant of the loops: a cache of length L holds every committed token but the newest,
-  which is the first of the next block. `extend` writes slots past the length and leaves it;
-  `commit` alone moves it. Slots at or past it are masked, then overwritten: that is the rollback.
+  target: Any
+  draft: Any = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSettings:
+  """Settings of decoding that measuring and calibrating functions share.
+
+  Attributes:
+    sampling: sampling method of the target.
+    batch_size: texts decoded together.
+    max_new_tokens: limit for each text, EOS included.
+    seed: seed of all sampling.
+    lenience: lenience of the verifier (Appendix A.5); 1 is exact.
+  """
+
+  sampling: Sampling
+  batch_size: int = 1
+  max_new_tokens: int = 128
+  seed: int = 0
+  lenience: float = 1.0
+
+
+@runtime_checkable
+class Model(Protocol):
+  """Autoregressive model that processes a block of tokens at each row's own position.
+
+  Invariant: a cache of length L holds every committed token except the last one, which is the first
+  token of the next block. `extend` writes slots from the length on and does not move the length;
+  only `commit` moves it. Slots at or past the length are masked, then overwritten. That is how
+  rejected tokens are rolled back.
 
   Attributes:
     vocab_size: V.
-    eos_id: ends a text, unless whoever decodes says otherwise.
+    eos_id: token that ends a text by default.
   """
 
   @property
@@ -37,160 +73,311 @@ class Model(Protocol):
   @property
   def eos_id(self) -> int: ...
 
-  def prompt_tokens(self, prompt: Array) -> tuple[Array, Array]:
-    """What is committed before the first round: tokens [B, C] and how many [B].
+  def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+    """Return the tokens committed before the first round, and how many each row has.
 
-    T5: its start token; a decoder-only model: the prompt [B, P]. A prompt is, for both, tokens, EOS
-    and padding, as `Vocabulary.encode` gives them; rows may be of different lengths.
+    For T5 that is the start token; for a decoder-only model it is the prompt. A prompt consists of
+    tokens, EOS and padding, as `Vocabulary.encode` returns them; rows may have different lengths.
     """
 
-  def prefill(self, params: Any, prompt: Array, num_slots: int) -> tuple[Array, Any]:
-    """Read the prompt: hidden states [B, C, E] of its tokens, and the cache, which has a `length`
-    [B] and holds all of them but the newest.
+  def prefill(
+    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
+  ) -> tuple[Float[Array, "B C E"], Any]:
+    """Process the prompt.
 
-    num_slots leaves room for the last block past the end of the text, so no write is ever clamped
-    into live slots.
+    Args:
+      params: parameters of the model.
+      prompt: as in `prompt_tokens`.
+      num_slots: slots of the cache. They include room for the last block past the end of the text,
+        so that no write is clamped into slots in use.
+
+    Returns:
+      Hidden states of the committed tokens, and a cache with a `length` [B], which holds all of
+      them except the last.
     """
 
   def extend(
     self,
     params: Any,
     cache: Any,
-    tokens: Array,
-    tree: AnyNodes | None = None,
-    first: Array | int = 0,
-  ) -> tuple[Array, Array, Any]:
-    """Read a block tokens [B, k]: logits [B, k, V] of what follows each, their hidden states
-    [B, k, E], and the cache with them in the slots from length + first on.
+    tokens: Int[Array, "B K"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    """Run the model over a block of tokens.
 
-    The block is nodes first..first+k-1 of `tree`, whose earlier nodes lie in the slots before, or
-    of a chain if there is none. `first` may be traced for a chain, and for nodes that are `Placed`.
+    Args:
+      params: parameters of the model.
+      cache: keys and values of the tokens before the block.
+      tokens: nodes `first` to `first + K - 1` of `tree`. The nodes before them are in the slots
+        after `cache.length`.
+      tree: positions and visibility of the nodes; None for a chain.
+      first: number of the first node. It may be traced for a chain.
+
+    Returns:
+      Logits of the token that follows each node, hidden states of the nodes, and the cache with the
+      block in the slots from `length + first` on.
     """
 
   def commit(
-    self, cache: Any, length: Array, tree: AnyTree | None = None, path: Array | None = None
+    self,
+    cache: Any,
+    length: Int[Array, " B"],
+    tree: AnyTree | None = None,
+    path: Int[Array, "B D"] | None = None,
   ) -> Any:
-    """The cache when it holds `length` [B] tokens.
+    """Return the cache with `length` tokens in each row.
 
-    Of a block that was a tree, the nodes `path` [B, D] are moved behind what was committed before;
-    of a chain what is kept lies there already.
+    After a block that was a tree, the nodes of `path` are moved behind the tokens committed before.
+    After a chain the accepted tokens are in place already.
     """
 
 
-class Context(NamedTuple):
-  """What a draft may read.
+@dataclasses.dataclass(frozen=True)
+class WrappedModel:
+  """Base class of a model that changes some methods of another.
 
   Attributes:
-    prompt: [B, P].
-    tokens: [B, T], the committed ones first. length: [B], how many.
-    target: the target's cache.
-    hidden: [B, E], the target's last state where it chose the newest token; 0 if it chose none yet.
+    model: the wrapped model.
   """
 
-  prompt: Array
-  tokens: Array
-  length: Array
-  target: Any
-  hidden: Array
+  model: Model
 
   @property
-  def newest(self) -> Array:
-    """The last committed token of each row, [B]."""
-    return jnp.take_along_axis(self.tokens, self.length[:, None] - 1, axis=1)[:, 0]
+  def vocab_size(self) -> int:
+    return self.model.vocab_size
+
+  @property
+  def eos_id(self) -> int:
+    return self.model.eos_id
+
+  def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+    return self.model.prompt_tokens(prompt)
+
+  def prefill(
+    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
+  ) -> tuple[Float[Array, "B C E"], Any]:
+    return self.model.prefill(params, prompt, num_slots)
+
+  def extend(
+    self,
+    params: Any,
+    cache: Any,
+    tokens: Int[Array, "B K"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    return self.model.extend(params, cache, tokens, tree, first)
+
+  def commit(
+    self,
+    cache: Any,
+    length: Int[Array, " B"],
+    tree: AnyTree | None = None,
+    path: Int[Array, "B D"] | None = None,
+  ) -> Any:
+    return self.model.commit(cache, length, tree, path)
+
+
+class Context(NamedTuple):
+  """Inputs of a draft.
+
+  Attributes:
+    prompt: padded prompts.
+    tokens: committed tokens; slots from `length` on are unused.
+    length: number of committed tokens of each row.
+    target_cache: cache of the target.
+    hidden: hidden state from which the target sampled the last committed token; 0 before the first
+      round of an encoder-decoder.
+  """
+
+  prompt: Int[Array, "B P"]
+  tokens: Int[Array, "B T"]
+  length: Int[Array, " B"]
+  target_cache: Any
+  hidden: Float[Array, "B E"]
+
+  @property
+  def last_token(self) -> Int[Array, " B"]:
+    """The last committed token of each row."""
+    return gather_one(self.tokens, self.length - 1)
 
 
 class Proposal(NamedTuple):
-  """Guesses, and how they came about.
+  """Draft tokens, and the distributions that they were sampled from.
 
   Attributes:
-    tokens: [B, N]; -1 for a guess that was not made.
-    q: [B, N, V], the very distribution that each guess was drawn from, given its ancestors and its
-      elder siblings: exactness rests on it. None if all were chosen without chance, in which case
-      the guess is certain.
-    tree: the shape of this round's, where it is another in each; None if it is the draft's.
+    tokens: draft tokens; -1 for a token that was not proposed.
+    q: distribution that each draft token was sampled from, given its ancestors and its earlier
+      siblings. Exactness rests on it. None if every token was selected deterministically; its
+      distribution is then a one-hot.
+    tree: shape of this round, if it is dynamic; None if it is the draft's own.
   """
 
-  tokens: Array
-  q: Array | None = None
+  tokens: Int[Array, "B N"]
+  q: Float[Array, "B N V"] | None = None
   tree: DynamicTree | None = None
 
 
 class Verification(NamedTuple):
-  """One round judged.
+  """Result of verifying one proposal.
 
   Attributes:
-    num_accepted: [B], n, guesses that stand, 0..D.
-    next_token: [B], the token after them: the correction, or the bonus if n = D.
-    path: [B, D], the accepted nodes, 0 past n. None for a chain, whose n nodes are 1..n.
+    num_accepted: n, the number of accepted draft tokens, 0 to D.
+    next_token: the token after them: a correction, or a bonus token if n = D.
+    path: the accepted nodes, 0 past n. None for a chain, whose accepted nodes are 1 to n.
   """
 
-  num_accepted: Array
-  next_token: Array
-  path: Array | None = None
+  num_accepted: Int[Array, " B"]
+  next_token: Int[Array, " B"]
+  path: Int[Array, "B D"] | None = None
 
 
 class Outcome(NamedTuple):
-  """What became of a proposal.
+  """Everything a draft can learn from a round.
 
   Attributes:
-    proposal: as the draft made it.
-    logits: of the target at each node, [B, K, V]. hidden: its last states there, [B, K, E].
-    verification: of the verifier.
-    num_emitted: [B], tokens that entered the text: n + 1, less what fell past EOS or the limit.
-    length: [B], committed tokens after the round.
+    proposal: the proposal of the draft.
+    logits: logits of the target at each node.
+    hidden: hidden states of the target at each node.
+    verification: result of the verifier.
+    num_emitted: tokens that entered the text: n + 1, less those past EOS or past the limit.
+    length: number of committed tokens after the round.
   """
 
   proposal: Proposal
-  logits: Array
-  hidden: Array
+  logits: Float[Array, "B K V"]
+  hidden: Float[Array, "B K E"]
   verification: Verification
-  num_emitted: Array
-  length: Array
+  num_emitted: Int[Array, " B"]
+  length: Int[Array, " B"]
 
 
 class Draft(abc.ABC):
-  """An approximation model M_q (Section 3.6): proposes a tree of guesses and says how it drew them.
+  """Approximation model M_q (Section 3.6): proposes a tree of tokens and reports q of each.
 
   Attributes:
-    tree: the shape of what it proposes; of a shape that changes, its sizes.
-    widths: of a chain that may end early, with -1 for guesses not made: the numbers of guesses that
-      the target has a pass for, ascending, gamma the last; none if all are always made.
-    learns: whether what it proposes depends on outcomes, not on the text alone, so that nothing can
-      be said of it over a given text.
+    tree: shape of the proposals; for a dynamic tree, its size.
+    verify_lengths: for a chain that may end early (token -1 for tokens that are not proposed), the
+      chain lengths for which the target has a forward pass, ascending, gamma last. Empty if all
+      tokens are always proposed.
+    depends_on_outcomes: whether proposals depend on outcomes of earlier rounds and not on the text
+      alone. Acceptance on a given text is then undefined.
+    reads_target_cache: whether proposals need the target's cache of the text in decoding order,
+      which a beam search does not have.
   """
 
   tree: AnyTree
-  widths: tuple[int, ...] = ()
-  learns: bool = False
+  verify_lengths: tuple[int, ...] = ()
+  depends_on_outcomes: bool = False
+  reads_target_cache: bool = False
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
-    """The state before the first round; `hidden` [B, C, E] is the target's of the prompt.
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    """Return the state before the first round; by default there is none.
 
-    By default there is none.
+    Args:
+      params: parameters of the draft.
+      context: of the first round.
+      hidden: hidden states of the target at the committed tokens.
     """
     return ()
 
   @abc.abstractmethod
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    """Guesses after the committed tokens, with keys rng [B], and the state.
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    """Propose tokens that follow the committed ones, and return them with the new state.
 
-    A draft that copies needs no state and one with a cache rolls back by itself.
+    A draft with a cache rolls back rejected tokens itself; see `Model`.
     """
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
-    """The state after a round was judged; by default as it was."""
+    """Return the state after a round; by default it does not change."""
     return state
+
+  def with_reread(self, num_tokens: int) -> "Draft":
+    """Return this draft for rounds that may commit tokens that it did not propose.
+
+    A draft with a cache then starts each round with a forward pass over the last `num_tokens`
+    committed tokens. A draft without a cache does not change.
+
+    Raises:
+      InputError: the draft proposes short chains, which cannot be combined with other drafts.
+    """
+    if self.verify_lengths:
+      raise InputError("A draft that stops early cannot be one of several.")
+    return self
+
+  def with_independent_siblings(self) -> "Draft":
+    """Return this draft with siblings that are sampled independently, with replacement.
+
+    Raises:
+      InputError: the draft cannot do that.
+    """
+    raise InputError(f"{type(self).__name__} does not sample siblings independently.")
+
+  def as_beam_draft(self, num_beams: int, num_nodes: int | None) -> Any:
+    """Return a `beam_search.BeamDraft` that searches with this draft's model.
+
+    None, the default, stands for a tree of this draft's tokens after each beam.
+
+    Args:
+      num_beams: beams of the draft.
+      num_nodes: most nodes per target forward pass; None for all.
+    """
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class WrappedDraft(Draft):
+  """Base class of a draft that changes some methods of another, whose state and attributes it has.
+
+  Attributes:
+    draft: the wrapped draft.
+  """
+
+  draft: Draft
+
+  @property
+  def tree(self) -> AnyTree:  # type: ignore[override]
+    return self.draft.tree
+
+  @property
+  def verify_lengths(self) -> tuple[int, ...]:  # type: ignore[override]
+    return self.draft.verify_lengths
+
+  @property
+  def depends_on_outcomes(self) -> bool:  # type: ignore[override]
+    return self.draft.depends_on_outcomes
+
+  @property
+  def reads_target_cache(self) -> bool:  # type: ignore[override]
+    return self.draft.reads_target_cache
+
+  def with_reread(self, num_tokens: int) -> "WrappedDraft":
+    super().with_reread(num_tokens)  # raises if this draft stops early
+    return dataclasses.replace(self, draft=self.draft.with_reread(num_tokens))
+
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    return self.draft.init(params, context, hidden)
+
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    return self.draft.propose(params, state, context, rng)
+
+  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
+    return self.draft.observe(params, state, outcome)
 
 
 class DraftFactory(NamedTuple):
-  """An approximation model M_q, loaded: what a pair needs of it. A vocabulary -> DraftFactory is what
-  `pairs.load_pair` takes as draft.
+  """Draft that is loaded but not yet built for a sampling method and a tree.
 
   Attributes:
-    name: for records.
-    build: (sampling, tree) -> the draft.
-    params: arguments of the compiled programs, never constants in them.
-    path: its checkpoint, for records; None if it has none, or is made of several.
+    name: name in records.
+    build: function of (sampling, tree) that returns the draft.
+    params: parameters of the draft.
+    path: its checkpoint, for records; None if it has none or consists of several.
   """
 
   name: str
@@ -199,89 +386,95 @@ class DraftFactory(NamedTuple):
   path: str | None = None
 
 
-class OnTarget(NamedTuple):
-  """In place of a `DraftFactory`: a draft that is made of its target.
+class LoadedTarget(NamedTuple):
+  """Target that is loaded, as the functions that load drafts take it.
 
   Attributes:
-    drafter: (target, its parameters) -> the draft, loaded.
+    model: M_p.
+    params: its parameters.
+    vocabulary: vocabulary of target and draft.
   """
 
-  drafter: Callable[[Model, Any], DraftFactory]
+  model: Model
+  params: Any
+  vocabulary: Any
 
 
-EITHER = DraftFactory, OnTarget  # kinds for `drafter_from`
-
-
-def drafter_from(
-  draft: Callable[[Any], Any], vocabulary: Any, kinds: tuple[type, ...] = (DraftFactory,)
-) -> Any:
-  """Call a function of a vocabulary that a user gave as draft.
-
-  Args:
-    draft: the function.
-    vocabulary: of the pair.
-    kinds: what it may return.
+def load_draft(load: Callable[[LoadedTarget], DraftFactory], target: LoadedTarget) -> DraftFactory:
+  """Call a function that loads a draft for a target.
 
   Raises:
-    InputError: it returns something else.
+    InputError: the function returns something else than a `DraftFactory`.
   """
-  made = draft(vocabulary)
-  if not isinstance(made, kinds):
+  factory = load(target)
+  if not isinstance(factory, DraftFactory):
     raise InputError(
-      f"The function given as draft returns {shown(made)} for a vocabulary; it must return a "
-      f"{' or '.join(kind.__name__ for kind in kinds)} (specdec_jax.core.types)."
+      f"The function given as draft returns {shown(factory)} for a target; it must return a "
+      "DraftFactory (specdec_jax.core.types)."
     )
-  return made
+  return factory
 
 
-def made_for(drafter: DraftFactory | OnTarget, target: Model, params: Any) -> DraftFactory:
-  """The draft for a target with these parameters."""
-  return drafter.drafter(target, params) if isinstance(drafter, OnTarget) else drafter
-
-
-class Verifier(Protocol):
-  """How guesses are judged, so that what is emitted is distributed as the target.
+class Verifier(abc.ABC):
+  """Method that accepts or rejects draft tokens.
 
   Attributes:
-    sampling: how the target's logits become p.
+    sampling: how logits of the target become p.
+    exact: whether emitted tokens are distributed as the target's.
+    needs_independent_siblings: whether siblings must be sampled independently.
+    allows_short_proposals: whether draft tokens may be -1 (not proposed).
   """
 
-  @property
-  def sampling(self) -> Sampling: ...
+  sampling: Sampling
+  exact: bool = True
+  needs_independent_siblings: bool = False
+  allows_short_proposals: bool = False
 
-  @property
-  def exact(self) -> bool:
-    """Whether the output is the target's own."""
+  @abc.abstractmethod
+  def verify(
+    self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
+  ) -> Verification:
+    """Verify a proposal with the target's logits at the nodes of its tree."""
 
-  def accept(self, rng: Array, tree: AnyTree, proposal: Proposal, logits: Array) -> Verification:
-    """Judge a proposal by the target's logits [B, K, V] at its nodes, with keys rng [B]."""
+  def with_lenience(self, lenience: float) -> "Verifier":
+    """Return this verifier with lenience (Appendix A.5).
+
+    Raises:
+      InputError: lenience is below 1 and the verifier has none.
+    """
+    if lenience == 1:
+      return self
+    raise InputError(
+      f"lenience is {lenience}, but the verifier is {type(self).__name__}; lenience below 1 goes "
+      "with TokenVerifier."
+    )
 
 
 class Rounds(NamedTuple):
-  """What happened in each round, in fixed shape; rows past their end have num_emitted 0.
+  """Record of every round, in fixed shapes; a row that has ended has num_emitted 0.
 
   Attributes:
-    guesses: [R, B, N]; -1 for those not made, where gamma changes (`adaptive`).
-    num_accepted: [R, B], n of the verification.
-    next_token: [R, B].
-    num_emitted: [R, B], tokens that entered the text: n + 1, less what fell past EOS or the limit.
-    path: [R, B, D], accepted nodes, 0 past n; None for chains.
-    parents: [R, B, N], where the shape of the tree changes: the node that each guess follows.
+    guesses: draft tokens; -1 for those that were not proposed.
+    num_accepted: n of the verification.
+    next_token: the token after the accepted ones.
+    num_emitted: tokens that entered the text: n + 1, less those past EOS or past the limit.
+    path: accepted nodes, 0 past n; None for chains.
+    parents: for a dynamic tree, the node that each draft token follows.
   """
 
-  guesses: Array
-  num_accepted: Array
-  next_token: Array
-  num_emitted: Array
-  path: Array | None = None
-  parents: Array | None = None
+  guesses: Int[Array, "R B N"]
+  num_accepted: Int[Array, "R B"]
+  next_token: Int[Array, "R B"]
+  num_emitted: Int[Array, "R B"]
+  path: Int[Array, "R B D"] | None = None
+  parents: Int[Array, "R B N"] | None = None
 
-  def judged(self) -> tuple[Array, Array]:
-    """Accepted and rejected guesses of each row, [B] both; one behind EOS or the limit was neither.
+  def acceptance_counts(self) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Return the number of accepted and of rejected draft tokens of each row.
 
-    alpha's empirical counterpart is accepted / (accepted + rejected). Of a tree, whose guesses are
-    not all visited, an accepted guess counts with its elder siblings as one, and so do siblings
-    all rejected.
+    accepted / (accepted + rejected) estimates alpha. Tokens past EOS or past the limit count as
+    neither. In a tree, where not all tokens are visited, an accepted token counts with its earlier
+    siblings as one, and so do siblings that are all rejected.
     """
     n, emitted = self.num_accepted, self.num_emitted
     depth = (self.guesses >= 0).sum(axis=-1) if self.path is None else self.path.shape[-1]
@@ -290,19 +483,19 @@ class Rounds(NamedTuple):
 
 
 class DecodeResult(NamedTuple):
-  """A decoded batch.
+  """Decoded batch.
 
   Attributes:
-    tokens: [B, T] new tokens with EOS, 0 past the end.
-    lengths: [B] tokens in each row, EOS counted.
-    rounds: one record a round.
-    num_rounds: [], rounds that ran; each is one pass of the target.
-    not_finite: [B], the token that was not decoded because a logit of the target or a probability
-      of the draft was NaN or infinite; -1 if all were finite. The row ends before it.
+    tokens: new tokens with EOS, 0 past the end.
+    lengths: number of new tokens of each row, EOS included.
+    rounds: record of the rounds.
+    num_rounds: number of rounds; each is one target forward pass.
+    not_finite: index of the first token that could not be decoded because a logit of the target or
+      a probability of the draft was NaN or infinite; -1 if all were finite. The row ends before it.
   """
 
-  tokens: Array
-  lengths: Array
+  tokens: Int[Array, "B T"]
+  lengths: Int[Array, " B"]
   rounds: Rounds
-  num_rounds: Array
-  not_finite: Array
+  num_rounds: Int[Array, ""]
+  not_finite: Int[Array, " B"]

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specdec_jax.core.trees import AnyTree, require_static, take
-from specdec_jax.core.types import Context, Draft, DraftFactory, Proposal
+from specdec_jax.core.arrays import take
+from specdec_jax.core.trees import AnyTree, require_static
+from specdec_jax.core.types import Context, Draft, DraftFactory, LoadedTarget, Proposal
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
 
@@ -19,9 +19,10 @@ MOST_ORDER = 8
 
 
 def backoff_ngrams(
-  vocabulary: Vocabulary, path: str, order: int = 4, num_successors: int = 8
+  target: LoadedTarget, path: str, order: int = 4, num_successors: int = 8
 ) -> DraftFactory:
   """N-grams of a text, one output of the task a line; arguments as `fit_backoff`."""
+  vocabulary = target.vocabulary
   rows, start_id = map(vocabulary.encode, read_lines(path)), vocabulary.start_id
   params = fit_backoff(rows, order, num_successors, start_id)
   return DraftFactory(f"{order}-gram", lambda sampling, tree: BackoffDraft(tree, order), params)

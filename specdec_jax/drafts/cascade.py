@@ -1,37 +1,36 @@
-"""Drafts in a row: the first guesses are one's, those behind them a cheaper one's.
+"""Several drafts in a row: the first tokens are one draft's, and later ones a cheaper draft's.
 
-Guesses far from the newest token are seldom reached, and may cost less (the horizontal cascade of
-Chen et al., 2024).
+Tokens far from the last committed one are seldom reached, so they may cost less (the horizontal
+cascade of Chen et al., 2024).
 """
 
 import dataclasses
 import itertools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int, Key
 
+from specdec_jax.core.arrays import place_tokens, split_rows
 from specdec_jax.core.trees import Tree, chain, require_chain
 from specdec_jax.core.types import Context, Draft, Proposal
-from specdec_jax.drafts.forest import in_one_form, told
+from specdec_jax.drafts.forest import concatenated
 from specdec_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
 class CascadeDraft(Draft):
-  """A chain of guesses, the first of them by the first draft, and so on; each goes on after the
-  guesses before its own. Parameters and states are tuples in the same order.
+  """Chain of tokens by several drafts, each of which continues after the tokens of the one before.
 
-  They hear nothing of the outcome: those that are models read what was committed at the beginning
-  of the next round.
+  Parameters and states are tuples in the order of the drafts. The drafts do not receive outcomes.
+  Models process the tokens that were committed at the start of the next round.
 
   Attributes:
-    drafts: one or more, whose trees are chains.
+    drafts: one or more drafts, whose trees are chains.
     vocab_size: V.
 
   Raises:
-    InputError: there are none, or a tree is no chain.
+    InputError: there are no drafts, or a tree is not a chain.
   """
 
   drafts: tuple[Draft, ...]
@@ -42,36 +41,39 @@ class CascadeDraft(Draft):
     if not self.drafts:
       raise InputError("There are no drafts to put in a row.")
     for draft in self.drafts:
-      require_chain("a draft in a row of them", draft.tree)
+      require_chain("a draft of a cascade", draft.tree)
     object.__setattr__(self, "tree", chain(sum(draft.tree.depth for draft in self.drafts)))
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
-    return tuple(d.start(own, context, hidden) for d, own in zip(self._ready, params))
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    return tuple(d.init(p, context, hidden) for d, p in zip(self._rereading_drafts, params))
 
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    keys = jax.vmap(lambda key: jax.random.split(key, len(self.drafts)), out_axes=1)(rng)
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    keys = split_rows(rng, len(self.drafts))
     proposals, states = [], []
-    for draft, own, kept, key in zip(self._ready, params, state, keys):
-      made, kept = draft.propose(own, kept, context, key)
-      proposals.append(made)
-      states.append(kept)
-      context = _behind(context, made.tokens)
-    tokens, q = in_one_form(proposals, self.vocab_size)
+    for draft, draft_params, draft_state, key in zip(self._rereading_drafts, params, state, keys):
+      proposal, draft_state = draft.propose(draft_params, draft_state, context, key)
+      proposals.append(proposal)
+      states.append(draft_state)
+      context = _with_committed(context, proposal.tokens)
+    tokens, q = concatenated(proposals, self.vocab_size)
     return Proposal(tokens, q), tuple(states)
 
   @property
-  def _ready(self) -> list[Draft]:
-    """What a model may not have read: all that a round commits, and the guesses before its own."""
+  def _rereading_drafts(self) -> list[Draft]:
+    """The drafts, with a forward pass over all tokens that they may not have processed.
+
+    These are the tokens that a round commits, and the draft tokens before their own.
+    """
     depths = [draft.tree.depth for draft in self.drafts]
-    before = [0, *itertools.accumulate(depths)]
-    return [told(d, self.tree.depth + 1 + guesses) for d, guesses in zip(self.drafts, before)]
+    num_before = [0, *itertools.accumulate(depths)]
+    most = self.tree.depth + 1
+    return [d.with_reread(most + n) for d, n in zip(self.drafts, num_before)]
 
 
-def _behind(context: Context, guesses: Array) -> Context:
-  """The context as if guesses [B, g] were committed."""
-  num_guesses = guesses.shape[1]
-  place = jnp.arange(context.tokens.shape[1]) - context.length[:, None]
-  inside = (place >= 0) & (place < num_guesses)
-  moved = jnp.take_along_axis(guesses, jnp.clip(place, 0, num_guesses - 1), axis=1)
-  tokens = jnp.where(inside, moved, context.tokens)
-  return context._replace(tokens=tokens, length=context.length + num_guesses)
+def _with_committed(context: Context, tokens: Int[Array, "B N"]) -> Context:
+  """Return the context as if draft tokens were committed."""
+  num_tokens = tokens.shape[1]
+  placed = place_tokens(context.tokens, tokens, context.length, num_tokens)
+  return context._replace(tokens=placed, length=context.length + num_tokens)

@@ -17,7 +17,7 @@ from jax import Array, lax
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
-from specdec_jax.drafts.model import ModelDraft, read_newest
+from specdec_jax.drafts.model import ModelDraft, extend_last_tokens
 from specdec_jax.errors import InputError, require_count
 
 
@@ -46,14 +46,14 @@ class DynamicDraft(Draft):
     """Sizes of the tree that the model reads: `width` nodes a level but the last."""
     return DynamicTree(self.width * (self.tree.depth - 1), max(1, self.tree.depth - 1))
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+  def init(self, params: Any, context: Context, hidden: Array) -> Any:
     # The loop leaves room for the tree proposed; more may be read on the way to it.
     more = max(0, self._drafted.num_guesses - self.tree.num_guesses)
     cache = self.model.prefill(params, context.prompt, context.tokens.shape[1] + more)[1]
     return cache, jnp.zeros((len(context.tokens), self.tree.num_guesses), jnp.int32)
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    newest, _, cache = read_newest(self.model, params, state[0], context)
+    newest, _, cache = extend_last_tokens(self.model, params, state[0], context)
     width, drafted = self.width, self._drafted
     parents = jnp.zeros((len(newest), drafted.num_guesses), jnp.int32)
 

@@ -1,11 +1,13 @@
-"""Leaving the target early: its first layers and a trained head, read off by its own logits."""
+"""Early exit: the first layers of the target and a trained head, with the target's own logits."""
 
 import dataclasses
 from typing import Any
 
 from jax import Array
+from jaxtyping import Float, Int
 
-from specdec_jax.core.trees import AnyNodes, AnyTree
+from specdec_jax.core.trees import NodeLayout
+from specdec_jax.core.types import WrappedModel
 from specdec_jax.models.families import module_of
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.speculator import Head, SpeculatorConfig
@@ -13,47 +15,35 @@ from specdec_jax.models.t5 import T5Model
 
 
 @dataclasses.dataclass(frozen=True)
-class EarlyExitModel:
-  """The `Model` that this makes, for `drafts.layers.LayerSkipDraft`.
+class EarlyExitModel(WrappedModel):
+  """Model of the first layers of a target, for `drafts.layer_skip.LayerSkipDraft`.
 
-  Its parameters are a pair: the head's, and those of the layers (`drafts.layers.of_layers`).
+  Its parameters are a pair: those of the head, and those of the layers
+  (`drafts.layer_skip.of_layers`).
 
   Attributes:
-    layers: the first of the target's. head: shape of the head.
+    model: the first layers of the target.
+    head: shape of the head.
   """
 
-  layers: T5Model | GPTModel
+  model: T5Model | GPTModel
   head: SpeculatorConfig
 
-  @property
-  def vocab_size(self) -> int:
-    return self.layers.vocab_size
-
-  @property
-  def eos_id(self) -> int:
-    return self.layers.eos_id
-
-  def prompt_tokens(self, prompt: Array) -> tuple[Array, Array]:
-    return self.layers.prompt_tokens(prompt)
-
-  def prefill(self, params: Any, prompt: Array, num_slots: int) -> tuple[Array, Any]:
-    return self.layers.prefill(params[1], prompt, num_slots)
+  def prefill(
+    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
+  ) -> tuple[Float[Array, "B C E"], Any]:
+    return self.model.prefill(params[1], prompt, num_slots)
 
   def extend(
     self,
     params: Any,
     cache: Any,
-    tokens: Array,
-    tree: AnyNodes | None = None,
-    first: Array | int = 0,
-  ) -> tuple[Array, Array, Any]:
-    own, of_layers = params
-    _, hidden, cache = self.layers.extend(of_layers, cache, tokens, tree, first)
-    hidden = Head(self.head).apply({"params": own}, hidden)[..., 0, :]
-    module = module_of(self.layers.config)
-    return module.apply({"params": of_layers}, hidden, method="logits"), hidden, cache
-
-  def commit(
-    self, cache: Any, length: Array, tree: AnyTree | None = None, path: Array | None = None
-  ) -> Any:
-    return self.layers.commit(cache, length, tree, path)
+    tokens: Int[Array, "B K"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    head_params, layer_params = params
+    _, hidden, cache = self.model.extend(layer_params, cache, tokens, tree, first)
+    hidden = Head(self.head).apply({"params": head_params}, hidden)[..., 0, :]
+    module = module_of(self.model.config)
+    return module.apply({"params": layer_params}, hidden, method="logits"), hidden, cache

@@ -24,7 +24,7 @@ class SharedEncoderDraft(ModelDraft):
 
   model: T5Model
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+  def init(self, params: Any, context: Context, hidden: Array) -> Any:
     config, cache = self.model.config, target_cache(context)
     batch, num_slots = context.tokens.shape
     return T5Cache(
@@ -41,16 +41,18 @@ class ConditionedDraft(SharedEncoderDraft):
 
   model: ConditionedModel
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
-    cache, config = super().start(params, context, hidden), self.model.config
+  def init(self, params: Any, context: Context, hidden: Array) -> Any:
+    cache, config = super().init(params, context, hidden), self.model.config
     batch, num_slots = context.tokens.shape
     told = jnp.zeros((batch, 1, num_slots, config.emb_dim), config.activations)
     return cache.replace(layers=(*cache.layers, (told,)))
 
-  def tell(self, params: Any, cache: Any, hidden: Array, ages: Array | int, slot: Array) -> Any:
-    return self.model.tell(params, cache, hidden, ages, slot)
+  def condition(
+    self, params: Any, cache: Any, hidden: Array, offsets: Array | int, slot: Array
+  ) -> Any:
+    return self.model.condition(params, cache, hidden, offsets, slot)
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    ages, slot = jnp.asarray(self.tree.depths), context.length - 1
-    state = self.tell(params, state, context.hidden[:, None], ages, slot)
+    offsets, slot = jnp.asarray(self.tree.depths), context.length - 1
+    state = self.condition(params, state, context.hidden[:, None], offsets, slot)
     return super().propose(params, state, context, rng)

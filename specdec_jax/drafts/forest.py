@@ -1,8 +1,9 @@
-"""Several drafts at once: the tree of each hangs from the newest token (SpecInfer).
+"""Several drafts at once: the trees of all of them share the last committed token (SpecInfer).
 
-So do K chains of one draft, drawn with keys of their own (iterative speculative sampling). What two
-drafts guess alike stays two guesses, each with the q of its own draft, tried in the order of the
-drafts: merging them, or trying them in random order, would not be exact (`tests/test_rules.py`).
+K chains of one draft, each sampled with its own key, are a case of this (iterative speculative
+sampling). Equal tokens of two drafts remain two nodes, each with the q of its own draft, verified in
+the order of the drafts: merging them, or verifying them in random order, would not be exact
+(`tests/test_verifiers.py`).
 """
 
 import dataclasses
@@ -13,27 +14,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Float, Int, Key
 
+from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.trees import Tree, require_static
 from specdec_jax.core.types import Context, Draft, Proposal
-from specdec_jax.drafts.hierarchical import HierarchicalDraft
-from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
 class ForestDraft(Draft):
-  """Drafts with static trees, whose parameters and states are tuples in the same order.
+  """Several drafts with static trees, which share the last committed token as root.
 
-  They hear nothing of the outcome, which may have been another's guesses: those that are models
-  read what was committed at the beginning of the next round.
+  Parameters and states are tuples in the order of the drafts. The drafts do not receive outcomes,
+  because accepted tokens may be another draft's. Models process the tokens that were committed at
+  the start of the next round.
 
   Attributes:
-    drafts: two or more; the first one's guesses are tried first.
+    drafts: two or more drafts; the tokens of the first one are verified first.
     vocab_size: V.
 
   Raises:
-    InputError: there are none.
+    InputError: there are no drafts.
   """
 
   drafts: tuple[Draft, ...]
@@ -43,17 +45,20 @@ class ForestDraft(Draft):
   def __post_init__(self):
     if not self.drafts:
       raise InputError("There are no drafts to merge.")
-    object.__setattr__(self, "tree", side_by_side(self._trees)[0])
+    object.__setattr__(self, "tree", joined_at_root(self._trees)[0])
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
-    return tuple(d.start(own, context, hidden) for d, own in zip(self._ready, params, strict=True))
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    each = zip(self._rereading_drafts, params, strict=True)
+    return tuple(d.init(p, context, hidden) for d, p in each)
 
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    keys = jax.vmap(lambda key: jax.random.split(key, len(self.drafts)), out_axes=1)(rng)
-    each = zip(self._ready, params, state, keys, strict=True)
-    proposals, states = zip(*(d.propose(own, kept, context, key) for d, own, kept, key in each))
-    tokens, q = in_one_form(proposals, self.vocab_size)
-    order = jnp.array(side_by_side(self._trees)[1])
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    keys = split_rows(rng, len(self.drafts))
+    each = zip(self._rereading_drafts, params, state, keys, strict=True)
+    proposals, states = zip(*(d.propose(p, s, context, key) for d, p, s, key in each))
+    tokens, q = concatenated(proposals, self.vocab_size)
+    order = jnp.array(joined_at_root(self._trees)[1])
     return Proposal(tokens[:, order], None if q is None else q[:, order]), states
 
   @property
@@ -61,37 +66,36 @@ class ForestDraft(Draft):
     return [require_static("merging drafts", draft.tree) for draft in self.drafts]
 
   @property
-  def _ready(self) -> list[Draft]:
-    return [told(draft, self.tree.depth + 1) for draft in self.drafts]
+  def _rereading_drafts(self) -> list[Draft]:
+    return [draft.with_reread(self.tree.depth + 1) for draft in self.drafts]
 
 
-def told(draft: Draft, most: int) -> Draft:
-  """The same; a model told that it may not have read as many of the committed tokens."""
-  if draft.widths:
-    raise InputError("A draft that stops early cannot be one of several.")
-  if isinstance(draft, ModelDraft | HierarchicalDraft):
-    return dataclasses.replace(draft, reread=most)
-  return draft
+def concatenated(
+  proposals: Sequence[Proposal], vocab_size: int
+) -> tuple[Int[Array, "B N"], Float[Array, "B N V"] | None]:
+  """Return the tokens of all proposals, one proposal after the other, and their q.
 
-
-def in_one_form(proposals: Sequence[Proposal], vocab_size: int) -> tuple[Array, Array | None]:
-  """The guesses of all [B, N], one after the other, and their q [B, N, V]; None if all were chosen,
-  else one-hots of those that were."""
-  tokens = jnp.concatenate([made.tokens for made in proposals], axis=1)
-  if all(made.q is None for made in proposals):
+  q is None if all tokens were selected deterministically; otherwise selected tokens have one-hots.
+  """
+  tokens = jnp.concatenate([proposal.tokens for proposal in proposals], axis=1)
+  if all(proposal.q is None for proposal in proposals):
     return tokens, None
-  q = [jax.nn.one_hot(made.tokens, vocab_size) if made.q is None else made.q for made in proposals]
+  q = [jax.nn.one_hot(p.tokens, vocab_size) if p.q is None else p.q for p in proposals]
   return tokens, jnp.concatenate(q, axis=1)
 
 
-def side_by_side(trees: Sequence[Tree]) -> tuple[Tree, list[int]]:
-  """One tree of several that share the newest token, and where in a row of their guesses, tree
-  after tree, each of its guesses [N] is."""
+def joined_at_root(trees: Sequence[Tree]) -> tuple[Tree, list[int]]:
+  """Return one tree of several trees that share their root.
+
+  Returns:
+    The tree, and for each of its draft tokens its index in the concatenation of the draft tokens of
+    all trees.
+  """
   paths, first = [], 0
   for tree in trees:
-    on_paths = [np.flatnonzero(row)[1:] for row in tree.ancestors[1:]]
-    paths += [tuple((first + on_path - 1).tolist()) for on_path in on_paths]
+    tree_paths = [np.flatnonzero(row)[1:] for row in tree.ancestors[1:]]
+    paths += [tuple((first + path - 1).tolist()) for path in tree_paths]
     first += tree.num_guesses
-  paths.sort(key=lambda path: (len(path), path))  # level order, siblings beside each other
+  paths.sort(key=lambda path: (len(path), path))  # level order, siblings adjacent
   node = {(): 0} | {path: i for i, path in enumerate(paths, 1)}
   return Tree([node[path[:-1]] for path in paths]), [path[-1] for path in paths]

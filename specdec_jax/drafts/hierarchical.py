@@ -1,38 +1,39 @@
-"""A draft that is itself drafted, to any depth (Section 6): a model whose own guesses are made by
-speculation with a cheaper one.
-"""
+"""A draft model that is itself accelerated by speculative decoding, to any depth (Section 6)."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
+from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.decode import State, last_hidden, one_round
-from specdec_jax.core.sampling import Sampling, distribution, draw
-from specdec_jax.core.trees import AnyTree, Tree, require_chain
-from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal, Rounds
+from specdec_jax.core.arrays import gather, gather_or_zero, place_tokens, split_rows
+from specdec_jax.core.decode import Decoder, DecodeState, empty_rounds
+from specdec_jax.core.sampling import Sampling, distribution, sample_logits
+from specdec_jax.core.trees import Tree, require_chain
+from specdec_jax.core.types import Context, Draft, Model, Outcome, Params, Proposal, WrappedDraft
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.drafts.model import ModelDraft, read_newest
+from specdec_jax.drafts.model import extend_last_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class HierarchicalDraft(Draft):
-  """A chain of a model's guesses: the first is drawn from it, the others are decoded from it by
-  rounds of speculation with `inner`, which is exact, so that each has the model's law as its q.
+  """Chain of tokens sampled from a model, decoded by rounds of speculation with a cheaper draft.
 
-  Parameters are (the model's, those of `inner`), states likewise.
+  The first token is sampled from the model. The others are decoded from it by `inner` and token
+  verification, which is exact, so the distribution of the model is the q of each.
+
+  Parameters are (parameters of the model, parameters of `inner`), and so are states.
 
   Attributes:
     model: M_q.
-    inner: guesses for it, in a chain; may be hierarchical too.
-    sampling: how the model's logits become q.
+    inner: draft for the model, whose tree is a chain; may be hierarchical too.
+    sampling: how logits of the model become q.
     tree: a chain.
     reread: as in `ModelDraft`.
 
   Raises:
-    InputError: either tree is no chain.
+    InputError: one of the trees is not a chain.
   """
 
   model: Model
@@ -45,93 +46,100 @@ class HierarchicalDraft(Draft):
     require_chain("a hierarchical draft", self.tree)
     require_chain("the draft of a draft", self.inner.tree)
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
-    own, inner = params
-    context = self._with_room(context)
-    hidden, cache = self.model.prefill(own, context.prompt, context.tokens.shape[1])
-    last = last_hidden(hidden, context.length - 2)
-    return cache, self._noted.start(inner, context._replace(target=cache, hidden=last), hidden)
+  def with_reread(self, num_tokens: int) -> "HierarchicalDraft":
+    return dataclasses.replace(self, reread=num_tokens)
 
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    (own, inner_params), (cache, inner_state), gamma = params, state, self.tree.depth
-    newest, hidden, cache = read_newest(self.model, own, cache, context, self.reread)
-    first_rng, rng = jax.vmap(jax.random.split, out_axes=1)(rng)
-    first, q = draw(first_rng, newest, self.sampling)
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    model_params, inner_params = params
+    context = self._with_room(context)
+    hidden, cache = self.model.prefill(model_params, context.prompt, context.tokens.shape[1])
+    last_hidden = gather_or_zero(hidden, context.length - 2)
+    inner_context = context._replace(target_cache=cache, hidden=last_hidden)
+    return cache, self._recording_inner.init(inner_params, inner_context, hidden)
+
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    (model_params, inner_params), (cache, inner_state) = params, state
+    gamma = self.tree.depth
+    logits, hidden, cache = extend_last_tokens(
+      self.model, model_params, cache, context, self.reread
+    )
+    first_rng, rng = split_rows(rng)
+    first, first_q = sample_logits(first_rng, logits, self.sampling)
     if gamma == 1:
-      return Proposal(first[:, None], q[:, None]), (cache, inner_state)
-    context, begun = self._with_room(context), context.length + 1
-    put = jnp.arange(context.tokens.shape[1]) == context.length[:, None]
-    batch, more = len(first), gamma - 1
-    zeros = lambda *shape: jnp.zeros((more, batch, *shape), jnp.int32)
-    decoding = State(
+      return Proposal(first[:, None], first_q[:, None]), (cache, inner_state)
+
+    # Decode the other gamma - 1 tokens, with the first one committed.
+    batch, limit, context = len(first), gamma - 1, self._with_room(context)
+    length = context.length + 1
+    inner_logits = jnp.zeros((batch, limit, self.model.vocab_size))
+    decoder = Decoder(self.model, self._recording_inner, TokenVerifier(self.sampling), eos_id=-1)
+    initial = DecodeState(
       prompt=context.prompt,
-      tokens=jnp.where(put, first[:, None], context.tokens),
-      length=begun,
-      prompt_length=begun,
+      tokens=place_tokens(context.tokens, first[:, None], context.length, 1),
+      length=length,
+      prompt_length=length,
       done=jnp.zeros(batch, bool),
-      target=self.model.commit(cache, context.length),
+      rng=rng,
+      target_cache=self.model.commit(cache, context.length),
       hidden=hidden,
-      draft=_NotedState(inner_state, begun, jnp.zeros((batch, more, self.model.vocab_size))),
-      rounds=Rounds(zeros(self.inner.tree.depth), zeros(), zeros(), zeros()),
+      draft_state=_RecordedLogits(inner_state, length, inner_logits),
+      rounds=empty_rounds(self.inner.tree, limit, batch),
       num_rounds=jnp.zeros((), jnp.int32),
       not_finite=jnp.full(batch, -1, jnp.int32),
     )
-    verifier, noted = TokenVerifier(self.sampling), self._noted
-    step = lambda s: one_round(self.model, noted, own, inner_params, verifier, rng, -1, s)
-    decoded = lax.while_loop(lambda s: ~s.done.all(), step, decoding)
-    places = context.length[:, None] + jnp.arange(gamma)
-    guesses = jnp.take_along_axis(decoded.tokens, places, axis=1)
-    q = jnp.concatenate([q[:, None], distribution(decoded.draft.logits, self.sampling)], axis=1)
-    # Where the model gave NaN nothing was decoded: the target's loop must see it.
-    q = jnp.where((decoded.not_finite >= 0)[:, None, None], jnp.nan, q)
-    return Proposal(guesses, q), (decoded.target, decoded.draft.inner)
+    final = decoder.run_rounds(Params(model_params, inner_params), initial)
+    slots = context.length[:, None] + jnp.arange(gamma)
+    inner_q = distribution(final.draft_state.logits, self.sampling)
+    q = jnp.concatenate([first_q[:, None], inner_q], axis=1)
+    # If the model's logits were not finite, report that to the loop of the target.
+    q = jnp.where((final.not_finite >= 0)[:, None, None], jnp.nan, q)
+    proposal = Proposal(gather(final.tokens, slots), q)
+    return proposal, (final.target_cache, final.draft_state.inner)
 
   @property
-  def _noted(self) -> "_Noted":
-    """The cheaper draft has not read what the model has not, the model's first guess, and, where
-    that was accepted, the last guess of its own."""
-    inner = self.inner
-    if isinstance(inner, ModelDraft | HierarchicalDraft):
-      inner = dataclasses.replace(inner, reread=self.reread + 2)
-    return _Noted(inner)
+  def _recording_inner(self) -> "_LogitsRecorder":
+    """The inner draft, with a forward pass over every token that it may not have processed.
+
+    These are the tokens that the model may not have processed, the first token of the model, and,
+    if that was accepted by the target, the last token of the inner draft itself.
+    """
+    return _LogitsRecorder(self.inner.with_reread(self.reread + 2))
 
   def _with_room(self, context: Context) -> Context:
-    """For the last block of the inner draft, which may reach past that of this one."""
+    """Add slots for the last block of the inner draft, which may end after that of this draft."""
     room = self.inner.tree.num_nodes
     return context._replace(tokens=jnp.pad(context.tokens, ((0, 0), (0, room))))
 
 
-class _NotedState(NamedTuple):
-  """The state of a draft, the length [B] at which rounds began, and for each token since then the
-  logits [B, G - 1, V] that it was drawn from."""
+class _RecordedLogits(NamedTuple):
+  """State of a draft, and the logits that each new token was sampled from.
+
+  Attributes:
+    inner: state of the draft.
+    first_length: number of committed tokens before the first round.
+    logits: for each token since then.
+  """
 
   inner: Any
-  begun: Array
-  logits: Array
+  first_length: Int[Array, " B"]
+  logits: Float[Array, "B limit V"]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Noted(Draft):
-  """Guesses as another, and notes from which logits the tokens were drawn that became of them."""
+class _LogitsRecorder(WrappedDraft):
+  """Draft that records the logits from which the emitted tokens were sampled."""
 
-  draft: Draft
-  tree: AnyTree = dataclasses.field(init=False)
-
-  def __post_init__(self):
-    object.__setattr__(self, "tree", self.draft.tree)
-
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
-    return self.draft.start(params, context, hidden)
-
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+  def propose(
+    self, params: Any, state: _RecordedLogits, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, _RecordedLogits]:
     proposal, inner = self.draft.propose(params, state.inner, context, rng)
     return proposal, state._replace(inner=inner)
 
-  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
-    before = outcome.length - outcome.num_emitted - state.begun
-    node = jnp.arange(state.logits.shape[1]) - before[:, None]  # whose logits each token is from
-    new = (node >= 0) & (node < outcome.num_emitted[:, None])
-    at = jnp.clip(node, 0, outcome.logits.shape[1] - 1)[..., None]
-    drawn = jnp.take_along_axis(outcome.logits, at, axis=1)
-    logits = jnp.where(new[..., None], drawn, state.logits)
+  def observe(self, params: Any, state: _RecordedLogits, outcome: Outcome) -> _RecordedLogits:
+    num_before = outcome.length - outcome.num_emitted - state.first_length
+    node = jnp.arange(state.logits.shape[1]) - num_before[:, None]  # that each token follows
+    is_new = (node >= 0) & (node < outcome.num_emitted[:, None])
+    new_logits = gather(outcome.logits, jnp.clip(node, 0, outcome.logits.shape[1] - 1))
+    logits = jnp.where(is_new[..., None], new_logits, state.logits)
     return state._replace(inner=self.draft.observe(params, state.inner, outcome), logits=logits)

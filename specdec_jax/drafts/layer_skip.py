@@ -10,46 +10,51 @@ from typing import Any
 
 from jax import Array
 
-from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import Context, Draft, DraftFactory, Model, OnTarget, Proposal
-from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree, require_static
+from specdec_jax.core.types import (
+  Context,
+  DraftFactory,
+  LoadedTarget,
+  Outcome,
+  Proposal,
+  WrappedDraft,
+)
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.gpt import GPTModel
-from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.models.simulated import unwrapped
 from specdec_jax.models.t5 import T5Model
 
 
-def layer_skip(vocabulary: Vocabulary, layers: Sequence[int]) -> OnTarget:
-  """Some layers of the target's decoder, with its norm and logits, as draft.
+def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
+  """Load some layers of the target's decoder, with its final norm and logits, as draft.
 
   Args:
-    vocabulary: of the pair.
-    layers: of the decoder, from 0, in ascending order.
+    target: a T5 or a decoder-only model of this project.
+    layers: layers of the decoder, from 0, in ascending order.
 
   Raises:
-    InputError: there are none, or the target has no such layers (once it is known).
+    InputError: there are no layers, or the target does not have them.
   """
   require_types(layer_skip, locals())
-
-  def on_target(target: Model, params: Any) -> DraftFactory:
-    own = target.model if isinstance(target, SimulatedModel) else target
-    if not isinstance(own, T5Model | GPTModel):
-      raise InputError(f"{type(own).__name__} has no layers of a decoder to draft with.")
-    count = own.config.num_decoder_layers
-    if not layers or [*layers] != sorted({*layers}.intersection(range(count))):
-      raise InputError(
-        f"layers is {layers}; the target's decoder has layers 0 to {count - 1}: give some of them, "
-        "in ascending order."
-      )
-    fewer, shared = of_layers(own.config, params, layers)
-    make = lambda sampling, tree: LayerSkipDraft(
-      ModelDraft(model_of(fewer), sampling, tree), tuple(layers)
+  model = unwrapped(target.model)
+  if not isinstance(model, T5Model | GPTModel):
+    raise InputError(f"{type(model).__name__} has no decoder layers to draft with.")
+  count = model.config.num_decoder_layers
+  if not layers or [*layers] != sorted({*layers}.intersection(range(count))):
+    raise InputError(
+      f"layers is {layers}; the target's decoder has layers 0 to {count - 1}: give some of them, "
+      "in ascending order."
     )
-    return DraftFactory(f"layers {','.join(map(str, layers))}", make, shared)
+  config, params = of_layers(model.config, target.params, layers)
 
-  return OnTarget(on_target)
+  def build(sampling: Sampling, tree: AnyTree) -> LayerSkipDraft:
+    tree = require_static("layer skipping", tree)
+    return LayerSkipDraft(ModelDraft(model_of(config), sampling, tree), tuple(layers))
+
+  return DraftFactory(f"layers {','.join(map(str, layers))}", build, params)
 
 
 def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Config, Any]:
@@ -61,7 +66,7 @@ def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Confi
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSkipDraft(Draft):
+class LayerSkipDraft(WrappedDraft):
   """Guesses drawn from a model that is some of the target's layers, by `Context.target`.
 
   It keeps nothing, and reads no prompt. Its parameters are arrays of the target's.
@@ -73,16 +78,21 @@ class LayerSkipDraft(Draft):
 
   draft: ModelDraft
   layers: tuple[int, ...]
-  tree: Tree = dataclasses.field(init=False)
+  reads_target_cache = True
 
-  def __post_init__(self):
-    object.__setattr__(self, "tree", self.draft.tree)
+  def init(self, params: Any, context: Context, hidden: Array) -> Any:
+    return ()
+
+  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
+    return state
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    cache = getattr(context.target, "model", context.target)  # of a target whose alpha is simulated
+    cache = getattr(
+      context.target_cache, "model", context.target_cache
+    )  # of a target whose alpha is simulated
     of_layers = lambda fields: tuple(fields[layer] for layer in self.layers)
     cache = cache.replace(layers=of_layers(cache.layers))
     if hasattr(cache, "cross"):
       cache = cache.replace(cross=of_layers(cache.cross))
-    logits, _, cache = self.draft.model.extend(params, cache, context.newest[:, None])
-    return self.draft.guess(params, cache, logits[:, 0], rng)[0], state
+    logits, _, cache = self.draft.model.extend(params, cache, context.last_token[:, None])
+    return self.draft.propose_after(params, cache, logits[:, 0], rng)[0], state

@@ -14,24 +14,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specdec_jax.core.sampling import Sampling, draw
-from specdec_jax.core.trees import Tree, chain, require_chain, take
-from specdec_jax.core.types import Context, Draft, DraftFactory, Outcome, Proposal
-from specdec_jax.data.vocabulary import Vocabulary
-from specdec_jax.drafts.forest import side_by_side
+from specdec_jax.core.arrays import take
+from specdec_jax.core.sampling import Sampling, sample_logits
+from specdec_jax.core.trees import Tree, chain, require_chain
+from specdec_jax.core.types import Context, Draft, DraftFactory, LoadedTarget, Outcome, Proposal
+from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
 ARGMAX = Sampling(temperature=0.0)
 
 
-def lookahead(vocabulary: Vocabulary, window: int = 5, num_guesses: int = 5) -> DraftFactory:
+def lookahead(target: LoadedTarget, window: int = 5, num_guesses: int = 5) -> DraftFactory:
   """What the target made of guesses in earlier rounds; see `LookaheadDraft`. Of the chain that is
   asked for the depth counts: that of the pool's n-grams."""
 
   def make(sampling, tree):
     require_chain("lookahead decoding", tree)
-    return LookaheadDraft(len(vocabulary), tree.depth, window, num_guesses)
+    return LookaheadDraft(len(target.vocabulary), tree.depth, window, num_guesses)
 
   return DraftFactory(f"lookahead-{window}-{num_guesses}", make)
 
@@ -76,7 +76,7 @@ class LookaheadDraft(Draft):
   window: int = 5
   num_guesses: int = 5
   tree: Tree = dataclasses.field(init=False)
-  learns = True
+  depends_on_outcomes = True
 
   def __post_init__(self):
     for name in ("gamma", "window", "num_guesses"):
@@ -93,13 +93,13 @@ class LookaheadDraft(Draft):
     node = {cell: i for i, cell in enumerate(cells, 1)}
     above = [(row - 1, column) if row else (0, column - 1) for row, column in cells]
     branch = Tree([node.get(cell, 0) for cell in above])
-    tree, places = side_by_side([*[chain(self.gamma)] * self.num_guesses, branch])
+    tree, places = joined_at_root([*[chain(self.gamma)] * self.num_guesses, branch])
     flat = [*range(first), *(first + row * width + column for row, column in cells)]
     order = [flat[place] for place in places]
     ends = [order.index(first + (self.gamma - 1) * width + i) + 1 for i in range(width)]
     return tree, order, ends
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Lookahead:
+  def init(self, params: Any, context: Context, hidden: Array) -> Lookahead:
     prompt, width = context.prompt, self.window
     size = jnp.maximum((prompt != PAD_ID).sum(axis=1), 1)[:, None]
     at = jnp.arange(self.gamma)[:, None] + jnp.arange(width)  # [gamma, W]
@@ -111,7 +111,7 @@ class LookaheadDraft(Draft):
   def propose(
     self, params: Any, state: Lookahead, context: Context, rng: Array
   ) -> tuple[Proposal, Lookahead]:
-    known = jax.vmap(lambda pool, token: pool[token])(state.pool, context.newest)
+    known = jax.vmap(lambda pool, token: pool[token])(state.pool, context.last_token)
     batch, order = len(known), self._laid_out[1]
     both = jnp.concatenate([known.reshape(batch, -1), state.window.reshape(batch, -1)], axis=1)
     return Proposal(take(both, order)), state
@@ -119,7 +119,7 @@ class LookaheadDraft(Draft):
   def observe(self, params: Any, state: Lookahead, outcome: Outcome) -> Lookahead:
     ends = take(outcome.logits, self._laid_out[2])  # [B, W, V]
     # Nothing is drawn at temperature 0; `jnp.argmax` would take longer.
-    made, _ = draw(jax.random.key(0), ends.reshape(-1, ends.shape[-1]), ARGMAX)
+    made, _ = sample_logits(jax.random.key(0), ends.reshape(-1, ends.shape[-1]), ARGMAX)
     rows = jnp.concatenate([state.window, made.reshape(-1, 1, self.window)], axis=1)
     return Lookahead(rows[:, 1:], jax.vmap(_with)(state.pool, rows.swapaxes(1, 2)))
 

@@ -1,13 +1,15 @@
-"""A smaller model as draft: a chain or a tree of its own guesses, a call of it a level."""
+"""A smaller model as draft: a chain or a static tree of its tokens, one forward pass per level."""
 
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.sampling import Sampling, draw, draw_siblings
+from specdec_jax.beam_search.drafts import ModelBeamDraft
+from specdec_jax.core.arrays import gather, gather_one, split_rows
+from specdec_jax.core.sampling import Sampling, sample_logits, sample_siblings
 from specdec_jax.core.trees import Tree
 from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
 from specdec_jax.errors import require_count
@@ -15,21 +17,22 @@ from specdec_jax.errors import require_count
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft(Draft):
-  """Guesses drawn from a model by the same sampling as the target's; its parameters are its own.
+  """Tokens sampled from a model by the sampling method of the target. Parameters are the model's.
 
-  After a round its cache may lack the newest accepted guess: the accepted_path of a tree is never read.
+  After a round the cache of the model may lack the last accepted token, because the deepest nodes
+  of a tree are never processed.
 
   Attributes:
     model: M_q.
-    sampling: how its logits become q.
-    tree: of the guesses; drafting takes `depth` calls of the model.
-    independent: whether siblings are drawn independently, some of them equal (SpecInfer, SpecTr),
+    sampling: how logits of the model become q.
+    tree: tree of the proposals; drafting takes `depth` forward passes.
+    independent: whether siblings are sampled independently, with duplicates (SpecInfer, SpecTr),
       instead of without replacement.
-    reread: tokens that the first call of a round reads, the newest among them. 2, unless rounds
-      commit what this draft did not guess (`drafts.merged`).
+    reread: number of tokens in the first forward pass of a round, which ends with the last committed
+      token. 2 suffices unless rounds commit tokens of other drafts (`drafts.forest`).
 
   Raises:
-    InputError: there is nothing to guess.
+    InputError: the tree has no draft tokens.
   """
 
   model: Model
@@ -41,56 +44,90 @@ class ModelDraft(Draft):
   def __post_init__(self):
     require_count("gamma", self.tree.depth)
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
+  def with_reread(self, num_tokens: int) -> "ModelDraft":
+    return dataclasses.replace(self, reread=num_tokens)
+
+  def with_independent_siblings(self) -> "ModelDraft":
+    return dataclasses.replace(self, independent=True)
+
+  def as_beam_draft(self, num_beams: int, num_nodes: int | None) -> ModelBeamDraft:
+    return ModelBeamDraft(self, num_beams, num_nodes)
+
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return self.model.prefill(params, context.prompt, context.tokens.shape[1])[1]
 
-  def tell(self, params: Any, cache: Any, hidden: Array, ages: Array | int, slot: Array) -> Any:
-    """The cache of tokens that are to be read in the slots from `slot` [B] on, told the target's
-    states [B, K, E] where their rounds began, so many tokens ago; by default nothing is told."""
+  def condition(
+    self,
+    params: Any,
+    cache: Any,
+    hidden: Float[Array, "B K E"],
+    offsets: Int[Array, " K"] | int,
+    slot: Int[Array, " B"],
+  ) -> Any:
+    """Return the cache, conditioned on hidden states of the target; by default it is not.
+
+    Args:
+      params: parameters of the model.
+      cache: cache of the model.
+      hidden: hidden states of the target at the start of the round of each token.
+      offsets: number of tokens since the start of the round.
+      slot: slot of the first of the tokens that will be processed.
+    """
     return cache
 
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    newest, _, cache = read_newest(self.model, params, state, context, self.reread)
-    return self.guess(params, cache, newest, rng)
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    logits, _, cache = extend_last_tokens(self.model, params, state, context, self.reread)
+    return self.propose_after(params, cache, logits, rng)
 
-  def guess(self, params: Any, cache: Any, newest: Array, rng: Array) -> tuple[Proposal, Any]:
-    """Guesses after the newest token, whose logits [B, V] are given; it is in the cache, behind
-    its length."""
-    guess = self._chain if self.tree.is_chain else self._tree
-    return guess(params, cache, newest, rng)
+  def propose_after(
+    self, params: Any, cache: Any, logits: Float[Array, "B V"], rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    """Propose tokens, given logits at the last committed token.
 
-  def _chain(self, params: Any, cache: Any, newest: Array, rng: Array) -> tuple[Proposal, Any]:
-    """One after the other."""
+    The cache holds that token behind its length.
+    """
+    propose = self._propose_chain if self.tree.is_chain else self._propose_tree
+    return propose(params, cache, logits, rng)
+
+  def _propose_chain(
+    self, params: Any, cache: Any, logits: Float[Array, "B V"], rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    """Sample one token after the other."""
     gamma = self.tree.depth
-    keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
-    first, q_first = draw(keys[0], newest, self.sampling)
+    keys = split_rows(rng, gamma)
+    first, first_q = sample_logits(keys[0], logits, self.sampling)
 
-    def step(carry, at):
+    def step(carry, node_and_key):
       cache, guess = carry
-      node, key = at
+      node, key = node_and_key
       logits, _, cache = self.model.extend(params, cache, guess[:, None], self.tree, node)
-      guess, q = draw(key, logits[:, 0], self.sampling)
+      guess, q = sample_logits(key, logits[:, 0], self.sampling)
       return (cache, guess), (guess, q)
 
     nodes = jnp.arange(1, gamma)
     (cache, _), (guesses, q) = lax.scan(step, (cache, first), (nodes, keys[1:]))
-    guesses = jnp.concatenate([first[None], guesses])  # [G, B]
-    q = jnp.concatenate([q_first[None], q])  # [G, B, V]
+    guesses = jnp.concatenate([first[None], guesses])  # [gamma, B]
+    q = jnp.concatenate([first_q[None], q])  # [gamma, B, V]
     return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), cache
 
-  def _tree(self, params: Any, cache: Any, newest: Array, rng: Array) -> tuple[Proposal, Any]:
-    """Level by level."""
-    tree, logits = self.tree, newest[:, None]  # [B, nodes of the level, V]
-    keys = jax.vmap(lambda key: jax.random.split(key, tree.depth), out_axes=1)(rng)  # [D, B]
-    tokens, q, above = [], [], 0
-    for (first, last), level_keys in zip(tree.levels, keys):
-      counts = [tree.parents.count(node) for node in range(above, first)]
-      guesses, laws = draw_siblings(level_keys, logits, self.sampling, counts, self.independent)
-      tokens.append(guesses)
-      q.append(laws)
-      if last < tree.num_nodes:
-        logits, _, cache = self.model.extend(params, cache, tokens[-1], tree, first)
-      above = first
+  def _propose_tree(
+    self, params: Any, cache: Any, logits: Float[Array, "B V"], rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    """Sample one level after the other."""
+    tree, level_logits = self.tree, logits[:, None]  # [B, nodes of the level, V]
+    tokens, q, parent_level = [], [], 0
+    for (first, last), level_keys in zip(tree.levels, split_rows(rng, tree.depth)):
+      counts = [tree.parents.count(node) for node in range(parent_level, first)]
+      level_tokens, level_q = sample_siblings(
+        level_keys, level_logits, self.sampling, counts, self.independent
+      )
+      tokens.append(level_tokens)
+      q.append(level_q)
+      if last < tree.num_nodes:  # the last level is not processed
+        level_logits, _, cache = self.model.extend(params, cache, level_tokens, tree, first)
+      parent_level = first
     return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1)), cache
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
@@ -99,19 +136,21 @@ class ModelDraft(Draft):
     return self.model.commit(state, outcome.length - 1, self.tree, outcome.verification.path)
 
 
-def read_newest(
+def extend_last_tokens(
   model: Model, params: Any, cache: Any, context: Context, count: int = 2
-) -> tuple[Array, Array, Any]:
-  """Logits [B, V] and state [B, E] after the newest token, and the cache of what is committed
-  before it.
+) -> tuple[Float[Array, "B V"], Float[Array, "B E"], Any]:
+  """Run a draft model over the last committed tokens.
 
-  After a round whose guesses were all accepted the cache lacks the last of them. So `count` tokens
-  are always read, the newest last, writing those before again; a row that holds fewer reads unused
-  slots behind and takes the logits before.
+  After a round whose draft tokens were all accepted, the cache lacks the last of them. Therefore the
+  pass always covers `count` tokens, and writes those before the last one again. A row with fewer
+  tokens processes unused slots after them, and its result is taken before those.
+
+  Returns:
+    Logits and hidden states at the last committed token, and the cache of the tokens before it.
   """
   length = context.length
-  behind = jnp.maximum(length - count, 0)
-  block = jnp.take_along_axis(context.tokens, behind[:, None] + jnp.arange(count), axis=1)
-  logits, hidden, cache = model.extend(params, model.commit(cache, behind), block)
-  of_newest = lambda x: jnp.take_along_axis(x, (length - 1 - behind)[:, None, None], axis=1)[:, 0]
-  return of_newest(logits), of_newest(hidden), model.commit(cache, length - 1)
+  start = jnp.maximum(length - count, 0)
+  block = gather(context.tokens, start[:, None] + jnp.arange(count))
+  logits, hidden, cache = model.extend(params, model.commit(cache, start), block)
+  last = length - 1 - start
+  return gather_one(logits, last), gather_one(hidden, last), model.commit(cache, length - 1)

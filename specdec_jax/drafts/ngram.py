@@ -16,9 +16,9 @@ import numpy as np
 from jax import Array, lax
 
 from specdec_jax.atomic_files import atomic_write
-from specdec_jax.core.sampling import Sampling, draw
+from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, require_chain
-from specdec_jax.core.types import Context, Draft, DraftFactory, Proposal
+from specdec_jax.core.types import Context, Draft, DraftFactory, LoadedTarget, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -27,14 +27,14 @@ from specdec_jax.models.t5 import PAD_ID
 _DAMAGED = (zipfile.BadZipFile, zlib.error)
 
 
-def unigram(vocabulary: Vocabulary, path: str) -> DraftFactory:
+def unigram(target: LoadedTarget, path: str) -> DraftFactory:
   """The frequencies of tokens in a text, one output of the task a line."""
-  return _ngram("unigram", 1, vocabulary, path)
+  return _ngram("unigram", 1, target.vocabulary, path)
 
 
-def bigram(vocabulary: Vocabulary, path: str) -> DraftFactory:
+def bigram(target: LoadedTarget, path: str) -> DraftFactory:
   """The frequencies of what follows each token in a text, one output of the task a line."""
-  return _ngram("bigram", 2, vocabulary, path)
+  return _ngram("bigram", 2, target.vocabulary, path)
 
 
 def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftFactory:
@@ -153,7 +153,7 @@ class NgramDraft(Draft):
       raise InputError(f"order is {self.order!r}; it must be 1 for unigrams or 2 for bigrams.")
     require_chain("an n-gram draft", self.tree)
 
-  def start(self, params: Ngrams, context: Context, hidden: Array) -> Any:
+  def init(self, params: Ngrams, context: Context, hidden: Array) -> Any:
     if params.unigrams.shape != (self.vocab_size,):
       raise InputError(
         f"The n-gram counts are of {len(params.unigrams)} tokens but the target's vocabulary has "
@@ -168,10 +168,10 @@ class NgramDraft(Draft):
     keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
 
     def step(newest, key):
-      guess, q = draw(key, jnp.log(self._weights(params, newest)), self.sampling)
+      guess, q = sample_logits(key, jnp.log(self._weights(params, newest)), self.sampling)
       return guess, (guess, q)
 
-    _, (guesses, q) = lax.scan(step, context.newest, keys)
+    _, (guesses, q) = lax.scan(step, context.last_token, keys)
     return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), state
 
   def _weights(self, ngrams: Ngrams, newest: Array) -> Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specdec_jax.core.sampling import Sampling, draw
+from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import Tree, require_chain
 from specdec_jax.core.types import Context, Draft, Proposal
 from specdec_jax.drafts.speculator import require_depth, target_cache
@@ -40,6 +40,7 @@ class PaSSDraft(Draft):
   target: Config
   sampling: Sampling
   tree: Tree
+  reads_target_cache = True
 
   def __post_init__(self):
     require_chain("a draft by look-ahead embeddings", self.tree)
@@ -47,7 +48,7 @@ class PaSSDraft(Draft):
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     (own, of_target), gamma = params, self.tree.depth
-    embedded = of_target["token_embedder"]["embedding"][context.newest][:, None]
+    embedded = of_target["token_embedder"]["embedding"][context.last_token][:, None]
     ahead = jnp.broadcast_to(
       own["embeddings"][: gamma - 1], (len(rng), gamma - 1, self.config.state_dim)
     )
@@ -55,6 +56,6 @@ class PaSSDraft(Draft):
     module, cache = module_of(self.target), target_cache(context)
     logits, _, _ = module.apply({"params": of_target}, cache, block, method="read")
     keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)
-    each = [draw(keys[place], logits[:, place], self.sampling) for place in range(gamma)]
+    each = [sample_logits(keys[place], logits[:, place], self.sampling) for place in range(gamma)]
     tokens, q = (jnp.stack(field, axis=1) for field in zip(*each))
     return Proposal(tokens, q), state

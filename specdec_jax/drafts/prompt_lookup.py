@@ -8,15 +8,14 @@ import numpy as np
 from jax import Array
 
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import Context, Draft, DraftFactory, Proposal
-from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.core.types import Context, Draft, DraftFactory, LoadedTarget, Proposal
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
 
-def prompt_lookup(vocabulary: Vocabulary, max_ngram: int = 3) -> DraftFactory:
+def prompt_lookup(target: LoadedTarget, max_ngram: int = 3) -> DraftFactory:
   """What followed the latest tokens in the source, or earlier in the text; see `PromptLookupDraft`."""
-  size = len(vocabulary)
+  size = len(target.vocabulary)
   return DraftFactory(
     f"copy-{max_ngram}", lambda sampling, tree: PromptLookupDraft(size, tree, max_ngram)
   )

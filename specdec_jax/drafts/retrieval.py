@@ -21,7 +21,7 @@ from jax import Array, lax
 
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
-from specdec_jax.core.types import Context, Draft, DraftFactory, Proposal
+from specdec_jax.core.types import Context, Draft, DraftFactory, LoadedTarget, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -43,18 +43,18 @@ class Datastore(NamedTuple):
 
 
 def retrieval(
-  vocabulary: Vocabulary, path: str, max_context: int = 8, num_matches: int = 64
+  target: LoadedTarget, path: str, max_context: int = 8, num_matches: int = 64
 ) -> DraftFactory:
   """What follows in a text, one output of the task a line; arguments as `RetrievalDraft`.
 
   The datastore is kept where jax keeps its programs, if it does.
   """
-  store = kept_datastore(vocabulary, path)
+  store = cached_datastore(target.vocabulary, path)
   make = lambda sampling, tree: RetrievalDraft(tree, max_context, num_matches)
   return DraftFactory("retrieval", make, store)
 
 
-def kept_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
+def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
   """The datastore of a file, built or found where an earlier run left it."""
   lines = read_lines(path)
   cache = getattr(jax.config, "jax_compilation_cache_dir", None)

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specdec_jax.core.sampling import Sampling, draw_siblings
-from specdec_jax.core.trees import AnyTree, DynamicTree, take
+from specdec_jax.core.arrays import take
+from specdec_jax.core.sampling import Sampling, sample_siblings
+from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import Context, Draft, Proposal
 from specdec_jax.drafts.dynamic import grow, require_candidates
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, module_of
+from specdec_jax.models.simulated import unwrapped_cache
 from specdec_jax.models.speculator import Source, SpeculatorConfig, in_rows
 
 
@@ -53,8 +55,10 @@ class SpeculatorDraft(Draft):
     module, target = in_rows(self.config), module_of(self.target)
     project = lambda x: target.apply({"params": of_target}, x, method="logits")
     apply = lambda method, *args: module.apply({"params": own}, *args, method=method)
-    source, before = source_of(self.config, context), context.newest[:, None]
-    plan, states = apply("begin", context.hidden, context.newest, self.tree.depth, source, project)
+    source, before = source_of(self.config, context), context.last_token[:, None]
+    plan, states = apply(
+      "begin", context.hidden, context.last_token, self.tree.depth, source, project
+    )
     tree = self.tree
     if isinstance(tree, DynamicTree):
 
@@ -68,7 +72,7 @@ class SpeculatorDraft(Draft):
     for place, (first, last) in enumerate(tree.levels):
       logits, states = apply("step", plan, states, place, before, source)
       counts = [tree.parents.count(node) for node in range(above, first)]
-      before, laws = draw_siblings(keys[place], logits, self.sampling, counts)
+      before, laws = sample_siblings(keys[place], logits, self.sampling, counts)
       states = take(states, [tree.parents[node - 1] - above for node in range(first, last)])
       tokens.append(before)
       q.append(laws)
@@ -82,8 +86,8 @@ def _of_rows(states: Array, nodes: Array) -> Array:
 
 
 def target_cache(context: Context) -> Any:
-  """The cache of the target's model, which may be told what to accept."""
-  return getattr(context.target, "model", context.target)
+  """Return the cache of the target itself, whose acceptance may be simulated."""
+  return unwrapped_cache(context.target_cache)
 
 
 def source_of(config: SpeculatorConfig, context: Context) -> Source:

@@ -1,7 +1,7 @@
-"""Another draft's guesses as long as it knows any: the rounds are as long as what it found.
+"""Another draft's tokens up to the first that it does not know, so rounds have different lengths.
 
-So a copy may be taken on to its end (aggressive decoding), and where nothing is found a round is a
-plain step.
+A lookup may thus be followed to its end (aggressive decoding), and a round without a match costs one
+autoregressive step.
 """
 
 import dataclasses
@@ -9,46 +9,41 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Key
 
-from specdec_jax.core.trees import Tree, require_chain
-from specdec_jax.core.types import Context, Draft, Outcome, Proposal
+from specdec_jax.core.trees import require_chain
+from specdec_jax.core.types import Context, Proposal, WrappedDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import PAD_ID
 
 
 @dataclasses.dataclass(frozen=True)
-class StopAtMissDraft(Draft):
-  """A chain of guesses that ends before the first PAD_ID, which says that a draft knows none.
+class StopAtMissDraft(WrappedDraft):
+  """Chain that ends before the first PAD_ID, which a draft proposes where it has no token.
 
-  The target has a pass for no guess, one, twice as many each time, and all.
+  The target has a forward pass for chains of length 0, 1, 2, 4, ... and gamma.
 
   Attributes:
-    draft: draws nothing.
+    draft: draft that selects its tokens deterministically.
 
   Raises:
-    InputError: its tree is no chain; or (in `propose`) it draws.
+    InputError: the tree is not a chain; or (in `propose`) the draft samples.
   """
 
-  draft: Draft
-  tree: Tree = dataclasses.field(init=False)
-  widths: tuple[int, ...] = dataclasses.field(init=False)
-
   def __post_init__(self):
-    require_chain("a draft that ends where it knows nothing", self.draft.tree)
-    gamma = self.draft.tree.depth
-    object.__setattr__(self, "tree", self.draft.tree)
+    require_chain("a draft that stops at a miss", self.draft.tree)
+
+  @property
+  def verify_lengths(self) -> tuple[int, ...]:  # type: ignore[override]
+    gamma = self.tree.depth
     powers = (2**i for i in range(gamma.bit_length()))
-    object.__setattr__(self, "widths", (0, *(n for n in powers if n < gamma), gamma))
+    return (0, *(n for n in powers if n < gamma), gamma)
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
-    return self.draft.start(params, context, hidden)
-
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
     proposal, state = self.draft.propose(params, state, context, rng)
     if proposal.q is not None:
-      raise InputError("A draft that ends where it knows nothing must choose its guesses.")
-    known = jnp.cumprod(proposal.tokens != PAD_ID, axis=1) > 0
-    return Proposal(jnp.where(known, proposal.tokens, -1)), state
-
-  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
-    return self.draft.observe(params, state, outcome)
+      raise InputError("A draft that stops at a miss must select its tokens, and this one samples.")
+    before_miss = jnp.cumprod(proposal.tokens != PAD_ID, axis=1) > 0
+    return Proposal(jnp.where(before_miss, proposal.tokens, -1)), state

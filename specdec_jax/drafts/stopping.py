@@ -1,9 +1,10 @@
-"""A smaller model as draft that stops where it is no longer sure (Section 6; SpecDec++, AdaEDL).
+"""A smaller model as draft that stops proposing when it is not confident (Section 6).
 
-Its probability of what it thinks most likely tells beforehand whether a guess will stand, and the
-product of these along a chain whether it will be reached (experiments/gamma). A next guess is made
-while that product is at least `threshold`. When to stop follows from laws at tokens that are drawn
-already, never from the draw of the guess that it is about: so token verification stays exact.
+As in SpecDec++ and AdaEDL: the probability that the model gives its most probable token predicts
+whether a draft token will be accepted, and the product of these probabilities along a chain predicts
+whether it will be reached (experiments/gamma). Another token is proposed while that product is at
+least `threshold`. The decision depends on distributions at tokens that are already sampled, never on
+the token that it is about, so token verification stays exact.
 """
 
 import dataclasses
@@ -12,66 +13,68 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Key
 
-from specdec_jax.core.sampling import draw
-from specdec_jax.core.trees import Tree, require_chain
-from specdec_jax.core.types import Context, Draft, Proposal
-from specdec_jax.drafts.model import ModelDraft, read_newest
+from specdec_jax.core.arrays import split_rows
+from specdec_jax.core.sampling import sample_logits
+from specdec_jax.core.trees import require_chain
+from specdec_jax.core.types import Context, Proposal, WrappedDraft
+from specdec_jax.drafts.model import ModelDraft, extend_last_tokens
 from specdec_jax.errors import require_number
 
 
 @dataclasses.dataclass(frozen=True)
-class StoppingDraft(Draft):
-  """A chain of a model's guesses, at least one; those not made are -1, and their q is 0.
+class StoppingDraft(WrappedDraft):
+  """Chain of tokens of a model, at least one; those not proposed are -1, and their q is 0.
 
   Attributes:
-    draft: the model's, with the largest gamma.
-    threshold: in [0, 1]; with 0 all guesses are made.
+    draft: draft of the model, with the largest gamma.
+    threshold: in [0, 1]; with 0 all tokens are proposed.
 
   Raises:
-    InputError: the tree is no chain, or threshold is not from 0 to 1.
+    InputError: the tree is not a chain, or the threshold is outside [0, 1].
   """
 
   draft: ModelDraft
   threshold: float
-  tree: Tree = dataclasses.field(init=False)
-  widths: tuple[int, ...] = dataclasses.field(init=False)
 
   def __post_init__(self):
     require_chain("a draft that stops early", self.draft.tree)
     object.__setattr__(self, "threshold", require_number("threshold", self.threshold, 0, 1))
-    object.__setattr__(self, "tree", self.draft.tree)
-    object.__setattr__(self, "widths", tuple(range(1, self.tree.depth + 1)))
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
-    return self.draft.start(params, context, hidden)
+  @property
+  def verify_lengths(self) -> tuple[int, ...]:  # type: ignore[override]
+    return tuple(range(1, self.tree.depth + 1))
 
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
     model, sampling, gamma = self.draft.model, self.draft.sampling, self.tree.depth
-    newest, _, cache = read_newest(model, params, state, context, self.draft.reread)
-    keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
-    first, law = draw(keys[0], newest, sampling)
-    tokens = jnp.full((len(newest), gamma), -1).at[:, 0].set(first)
-    q = jnp.zeros((*tokens.shape, newest.shape[-1])).at[:, 0].set(law)
+    logits, _, cache = extend_last_tokens(model, params, state, context, self.draft.reread)
+    keys = split_rows(rng, gamma)
+    first, first_q = sample_logits(keys[0], logits, sampling)
+    tokens = jnp.full((len(logits), gamma), -1).at[:, 0].set(first)
+    q = jnp.zeros((*tokens.shape, logits.shape[-1])).at[:, 0].set(first_q)
 
-    def going(carry):
-      made, _, _, worth, *_ = carry
-      return (made < gamma) & (worth >= self.threshold).any()
+    def any_row_continues(carry):
+      num_proposed, _, _, reach_probability, *_ = carry
+      return (num_proposed < gamma) & (reach_probability >= self.threshold).any()
 
     def step(carry):
-      made, cache, guess, worth, tokens, q = carry
-      logits, _, cache = model.extend(params, cache, guess[:, None], self.tree, made)
-      guess, law = draw(keys[made], logits[:, 0], sampling)
-      sure = worth >= self.threshold
-      tokens = tokens.at[:, made].set(jnp.where(sure, guess, -1))
-      q = q.at[:, made].set(jnp.where(sure[:, None], law, 0.0))
-      return made + 1, cache, guess, worth * confidence(logits[:, 0]), tokens, q
+      num_proposed, cache, guess, reach_probability, tokens, q = carry
+      logits, _, cache = model.extend(params, cache, guess[:, None], self.tree, num_proposed)
+      guess, guess_q = sample_logits(keys[num_proposed], logits[:, 0], sampling)
+      continues = reach_probability >= self.threshold
+      tokens = tokens.at[:, num_proposed].set(jnp.where(continues, guess, -1))
+      q = q.at[:, num_proposed].set(jnp.where(continues[:, None], guess_q, 0.0))
+      reach_probability = reach_probability * confidence(logits[:, 0])
+      return num_proposed + 1, cache, guess, reach_probability, tokens, q
 
-    begun = jnp.ones((), jnp.int32), cache, first, confidence(newest), tokens, q
-    _, cache, *_, tokens, q = lax.while_loop(going, step, begun)
+    carry = jnp.ones((), jnp.int32), cache, first, confidence(logits), tokens, q
+    _, cache, *_, tokens, q = lax.while_loop(any_row_continues, step, carry)
     return Proposal(tokens, q), cache
 
 
-def confidence(logits: Array) -> Array:
-  """The probability [...] of the most probable token by logits [..., V], as the model has them."""
+def confidence(logits: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
+  """Return the probability of the most probable token, without adjustment by a sampling method."""
   return jnp.exp(-jax.nn.logsumexp(logits - logits.max(axis=-1, keepdims=True), axis=-1))

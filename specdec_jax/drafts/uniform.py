@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Draft, DraftFactory, Proposal
-from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.core.types import Context, Draft, DraftFactory, LoadedTarget, Proposal
 
 
-def uniform(vocabulary: Vocabulary) -> DraftFactory:
+def uniform(target: LoadedTarget) -> DraftFactory:
   """The draft for a vocabulary."""
-  return DraftFactory("uniform", lambda sampling, tree: UniformDraft(len(vocabulary), tree))
+  size = len(target.vocabulary)
+  return DraftFactory("uniform", lambda sampling, tree: UniformDraft(size, tree))
 
 
 @dataclasses.dataclass(frozen=True)

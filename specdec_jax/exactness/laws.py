@@ -14,10 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from specdec_jax.core.decode import all_rounds, decoded, one_round, require_finite, start
+from specdec_jax.core.decode import Decoder, require_finite
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
-from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import Context, DecodeResult, Draft, Model, Outcome, Proposal, Verifier
+from specdec_jax.core.trees import Tree, require_static
+from specdec_jax.core.types import (
+  Context,
+  DecodeResult,
+  Model,
+  Outcome,
+  Params,
+  Proposal,
+  WrappedDraft,
+)
 from specdec_jax.exactness.drift import FLOOR, Judged, Scores, joined
 from specdec_jax.measurement.alpha import teacher_forced_logits
 from specdec_jax.pairs import Pair
@@ -73,19 +81,19 @@ def token_by_token(p: Array, q: Array, guesses: Array) -> tuple[Array, Array]:
   return jnp.stack(probabilities, axis=-1), r
 
 
-def recorded(pair: Pair, sampling: Sampling, tree: Tree) -> Decode:
-  """As `pair.decoder`, with what was tried at each token.
+def recorded(pair: Pair, sampling: Sampling, tree: Tree, eos_id: int | None = None) -> Decode:
+  """Return a function that decodes as `pair.decoder` does, and also returns the tried tokens.
 
-  The rounds are the loop's own, of a draft that keeps what it reports and hears.
+  The rounds are those of the decoding loop; the draft records what it reports and what it observes.
   """
-  models = pair.target, RecordingDraft(pair.draft(sampling, tree), pair.target.vocab_size)
-  common: dict[str, Any] = dict(verifier=pair.verifier_for(sampling), eos_id=pair.vocabulary.eos_id)
-  params = pair.target_params, pair.draft_params
-  return functools.partial(_recorded_decode, *models, *params, **common)
+  draft = RecordingDraft(pair.draft(sampling, tree), pair.target.vocab_size)
+  eos_id = pair.vocabulary.eos_id if eos_id is None else eos_id
+  decoder = Decoder(pair.target, draft, pair.verifier_for(sampling), eos_id)
+  return functools.partial(_recorded_decode, decoder, pair.params)
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordingDraft(Draft):
+class RecordingDraft(WrappedDraft):
   """The same draft, whose state holds what was tried at every slot too.
 
   A slot past the text is written again by the next round, as a cache is.
@@ -94,16 +102,12 @@ class RecordingDraft(Draft):
     draft: as it is. vocab_size: V.
   """
 
-  draft: Draft
   vocab_size: int
-  tree: Tree = dataclasses.field(init=False)
 
-  def __post_init__(self):
-    object.__setattr__(self, "tree", self.draft.tree)
-
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
-    own = self.draft.start(params, context, hidden)
-    slots = *context.tokens.shape, self.tree.width
+  def init(self, params: Any, context: Context, hidden: Array) -> Any:
+    own = self.draft.init(params, context, hidden)
+    tree = require_static("recording", self.tree)
+    slots = *context.tokens.shape, tree.width
     none, q = jnp.zeros(slots, jnp.int32), jnp.zeros((*slots, self.vocab_size))
     return own, Tried(none[..., 0], none, none, q, jnp.zeros(slots, bool))
 
@@ -114,7 +118,8 @@ class RecordingDraft(Draft):
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     own, tried = state
-    tree, (tokens, q, _), path = self.tree, outcome.proposal, outcome.verification.path
+    tree = require_static("recording", self.tree)
+    (tokens, q, _), path = outcome.proposal, outcome.verification.path
     if q is None:
       q = jax.nn.one_hot(tokens, self.vocab_size)
     if path is None:
@@ -139,27 +144,15 @@ class RecordingDraft(Draft):
     return own, jax.tree.map(put, tried, of_round)
 
 
-@functools.partial(
-  jax.jit, static_argnames=("target", "draft", "max_new_tokens", "verifier", "eos_id")
-)
+@functools.partial(jax.jit, static_argnames=("decoder", "max_new_tokens"))
 def _recorded_decode(
-  target: Model,
-  draft: Draft,
-  target_params,
-  draft_params,
-  prompt: Array,
-  rng: Array,
-  *,
-  max_new_tokens: int,
-  verifier: Verifier,
-  eos_id: int,
+  decoder: Decoder, params: Params, prompt: Array, rng: Array, *, max_new_tokens: int
 ) -> tuple[DecodeResult, Tried]:
-  models = target, draft, target_params, draft_params
-  step = functools.partial(one_round, *models, verifier, rng, eos_id)
-  s = all_rounds(step, start(*models, prompt, max_new_tokens))
+  state = decoder.init(params, prompt, rng, max_new_tokens)
+  state = decoder.run_rounds(params, state)
   rows = jnp.arange(len(prompt))[:, None]
-  slots = s.prompt_length[:, None] + jnp.arange(max_new_tokens)
-  return decoded(s), jax.tree.map(lambda x: x[rows, slots], s.draft[1])
+  slots = state.prompt_length[:, None] + jnp.arange(max_new_tokens)
+  return decoder.result(state), jax.tree.map(lambda x: x[rows, slots], state.draft_state[1])
 
 
 def judge_rounds(
@@ -195,7 +188,7 @@ def judge_rounds(
     written = np.arange(tokens.shape[1]) < np.asarray(result.lengths)[:, None]
     judged = judged._replace(row=judged.row + at)
     found.append(judged.where((visited > 0) & written[..., None]))
-    count += sum(int(x.sum()) for x in result.rounds.judged())
+    count += sum(int(x.sum()) for x in result.rounds.acceptance_counts())
     at += batch_size
   return joined(found)
 

@@ -102,8 +102,8 @@ class PathDraft(ModelDraft):
   At temperature 0, with the target as its model, the whole path is accepted.
   """
 
-  def start(self, params: Any, context: Context, hidden: Array) -> Any:
-    return super().start(params, context, hidden), jnp.arange(len(context.tokens))
+  def init(self, params: Any, context: Context, hidden: Array) -> Any:
+    return super().init(params, context, hidden), jnp.arange(len(context.tokens))
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     (cache, plan), plans = state, plans_of(self.tree)
@@ -135,7 +135,7 @@ def rounds_of_self_draft(
   """
   itself = functools.partial(PathDraft if by_paths else ModelDraft, pair.target)
   own = pair._replace(draft=itself, draft_params=pair.target_params)
-  decode = own.decoder(Sampling(temperature=0.0), tree)
+  decode = own.decode_fn(Sampling(temperature=0.0), tree)
   if by_paths:
     lengths = plans_of(tree).lengths
   else:

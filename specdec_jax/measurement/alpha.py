@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from specdec_jax.core.decode import last_hidden
+from specdec_jax.core.arrays import gather_or_zero
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Context, Draft, Model
@@ -83,7 +83,7 @@ def proposals(
   block = jnp.concatenate([before, tokens[:, :-1]], axis=1)
   # Both are left out where no draft looks at them.
   _, states, cache = target.extend(target_params, cache, block)
-  states = jnp.concatenate([last_hidden(hidden, begins - 2)[:, None], states], axis=1)
+  states = jnp.concatenate([gather_or_zero(hidden, begins - 2)[:, None], states], axis=1)
 
   def context(count) -> Context:
     length = begins + count
@@ -96,7 +96,7 @@ def proposals(
     chosen = jax.nn.one_hot(proposal.tokens, target.vocab_size)
     return state, (proposal.tokens, chosen if proposal.q is None else proposal.q)
 
-  state = draft.start(draft_params, context(0), jnp.zeros((batch, 1, 0)))
+  state = draft.init(draft_params, context(0), jnp.zeros((batch, 1, 0)))
   guesses, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
   return guesses.swapaxes(0, 1), q.swapaxes(0, 1)
 
@@ -185,7 +185,7 @@ def measure_alpha(pair, prompts, decoded, sampling: Sampling, lenience: float = 
   Args:
     pair: see `pairs.Pair`.
     prompts: source tokens [B, P] of each batch.
-    decoded: the target's own outputs for each of them (`autoregressive_decode`).
+    decoded: the target's own outputs for each of them.
     sampling: how both models sample.
     lenience: l.
   """

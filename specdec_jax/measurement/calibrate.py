@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from specdec_jax.core import theory
-from specdec_jax.core.decode import require_finite, start
+from specdec_jax.core.decode import Decoder, require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, chain, require_tree_memory
 from specdec_jax.core.types import DecodeResult
@@ -136,15 +136,18 @@ def calibrate(
   """
 
   def decoder(tree: Tree | int) -> Callable[..., DecodeResult]:
-    decode = pair.decoder(sampling, tree, lenience)
+    decode = pair.decode_fn(sampling, tree, lenience)
     return functools.partial(decode, max_new_tokens=max_new_tokens)
 
   def fits(tree: Tree) -> bool:
     """Whether memory, and a model's positions, hold its rounds with the longest text."""
     prompt = jax.ShapeDtypeStruct((batch_size, max(len(pair.encode(t)) for t in texts)), np.int32)
-    begin = functools.partial(start, pair.target, pair.draft(sampling, tree), limit=max_new_tokens)
+    decoder = Decoder(pair.target, pair.draft(sampling, tree), pair.verifier_for(sampling))
+    init = functools.partial(
+      decoder.init, rng=row_keys(0, 0, batch_size), max_new_tokens=max_new_tokens
+    )
     try:
-      jax.eval_shape(begin, pair.target_params, pair.draft_params, prompt)
+      jax.eval_shape(init, pair.params, prompt)
     except InputError:
       return False
     return True

@@ -15,9 +15,9 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from specdec_jax.core.decode import NullDraft, one_round, start
+from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import Tree, chain, some_shape
+from specdec_jax.core.trees import Tree, chain, placeholder_shape
 from specdec_jax.core.types import Draft, Proposal
 from specdec_jax.kernels import skinny
 from specdec_jax.measurement.timing import interleaved_medians
@@ -62,12 +62,18 @@ class Costs(NamedTuple):
 def start_calls(
   pair: Pair, draft: Draft, prompt: Array, max_new_tokens: int
 ) -> list[Callable[[], object]]:
-  """Calls to be timed: plain decoding of prompt [B, P] up to its first step; and speculative."""
-  args = pair.target_params, pair.draft_params, prompt, max_new_tokens
-  return [functools.partial(_start, pair.target, one, *args) for one in (NullDraft(), draft)]
+  """Return calls to be timed: autoregressive decoding of a prompt up to its first step, and
+  speculative decoding up to its first round."""
+  verifier = pair.verifier_for(Sampling())
+  decoders = [Decoder(pair.target, one, verifier) for one in (NullDraft(), draft)]
+  rng = jax.random.key(0)
+  return [
+    functools.partial(_init, decoder, pair.params, prompt, rng, max_new_tokens)
+    for decoder in decoders
+  ]
 
 
-_start = jax.jit(start, static_argnames=("target", "draft", "limit"))
+_init = jax.jit(Decoder.init, static_argnames=("self", "max_new_tokens"))
 
 
 def round_calls(
@@ -91,35 +97,33 @@ def round_calls(
   free = [NullDraft(), *(NullDraft(draft.tree) for draft in drafts)]
   verifier = pair.verifier_for(sampling, lenience)
 
+  decoders = [Decoder(target, draft, verifier, eos_id=-1) for draft in (*free, *drafts)]
+
   @jax.jit
-  def states(target_params, draft_params):
-    params = target_params, draft_params, prompt, max_new_tokens
-    return [start(target, draft, *params) for draft in (*free, *drafts)]
+  def states(params):
+    return [decoder.init(params, prompt, rng, max_new_tokens) for decoder in decoders]
 
   @functools.partial(jax.jit, static_argnums=0)
-  def rounds(draft, target_params, draft_params, state, count):
-    models = target, draft, target_params, draft_params
-    step = functools.partial(one_round, *models, verifier, rng, -1)
-    return lax.fori_loop(0, count, lambda _, state: step(state), state)
+  def rounds(decoder, params, state, count):
+    return lax.fori_loop(0, count, lambda _, state: decoder.round(params, state), state)
 
   @functools.partial(jax.jit, static_argnums=0)
   def verdicts(tree, proposal, logits, count):
     def judge(i, _):
       keys = jax.vmap(jax.random.fold_in, (0, None))(rng, i)
-      return verifier.accept(keys, proposal.tree or tree, proposal, logits[i])
+      return verifier.verify(keys, proposal.tree or tree, proposal, logits[i])
 
     return lax.fori_loop(0, count, judge, judge(0, None))
 
   def accept(tree):
     logits = jax.random.normal(jax.random.key(1), (CHAIN, batch, tree.num_nodes, vocab_size))
     guesses = jnp.zeros((batch, tree.num_guesses), jnp.int32)
-    shape = some_shape(tree, batch)  # whose guesses are all chosen
+    shape = placeholder_shape(tree, batch)  # whose guesses are all chosen
     q = None if shape else jnp.full((*guesses.shape, vocab_size), 1 / vocab_size)
     return functools.partial(verdicts, tree, Proposal(guesses, q, shape), logits)
 
-  params = pair.target_params, pair.draft_params
   parts = [
-    *(functools.partial(rounds, d, *params, s) for d, s in zip((*free, *drafts), states(*params))),
+    *(functools.partial(rounds, d, pair.params, s) for d, s in zip(decoders, states(pair.params))),
     *(accept(draft.tree) for draft in drafts),
   ]
   return [functools.partial(part, count) for part in parts for count in (0, CHAIN)]
@@ -173,24 +177,25 @@ def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
   proposing two guesses takes more than proposing one.
   """
   rng = jax.random.split(jax.random.key(0), len(prompt))
-  params = pair.target_params, pair.draft_params
+  params = pair.params
 
   def operations(f, *args) -> int:
     return product_operations(jax.make_jaxpr(f)(*args).jaxpr)
 
-  def before(draft: Draft):
-    """The state before a round, in shapes only; as many slots whatever gamma is."""
+  def before(draft: Draft) -> DecodeState:
+    """Return the shapes of the state before a round, with as many slots whatever gamma is."""
+    decoder = Decoder(pair.target, draft, pair.verifier_for(sampling))
     limit = max(0, 2 - draft.tree.depth)
-    at_start = functools.partial(start, pair.target, draft, prompt=prompt, limit=limit)
-    return jax.eval_shape(at_start, *params)
+    init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=limit)
+    return jax.eval_shape(init, params)
 
   def propose(gamma: int) -> int:
     draft = pair.draft(sampling, chain(gamma))
     state = before(draft)
-    return operations(draft.propose, params[1], state.draft, state.context, rng)
+    return operations(draft.propose, params.draft, state.draft_state, state.context, rng)
 
   block = jax.ShapeDtypeStruct((len(prompt), 1), jnp.int32)
-  step = operations(pair.target.extend, params[0], before(NullDraft()).target, block)
+  step = operations(pair.target.extend, params.target, before(NullDraft()).target_cache, block)
   return (propose(2) - propose(1)) / step
 
 

@@ -166,7 +166,9 @@ def _measure(
   )
   lenience = settings[0].lenience
   alpha, acceptance = pair.simulated_alpha, {}
-  if pair.simulated_alpha is None and not pair.draft(sampling, chain(gammas[0])).learns:
+  if (
+    pair.simulated_alpha is None and not pair.draft(sampling, chain(gammas[0])).depends_on_outcomes
+  ):
     of_text = measure_alpha(pair, prompts, speed.baseline, sampling, lenience)
     alpha = of_text.alpha.mean
     acceptance = dict(
@@ -238,7 +240,7 @@ def _measure(
       **acceptance,
     )
     draft = pair.draft(sampling, chain(gamma))
-    if draft.widths:  # costs are of rounds in which all guesses are made
+    if draft.verify_lengths:  # costs are of rounds in which all guesses are made
       yield dataclasses.replace(measured, c=None, draft_step_ms=None)
     elif not own:
       yield measured

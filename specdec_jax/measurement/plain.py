@@ -27,7 +27,7 @@ def generate(
   for at in range(0, len(texts), batch_size):
     prompt = pair.prompt(texts[at : at + batch_size])
     keys = row_keys(seed, at, len(prompt))
-    decoded = pair.decoder(sampling, 0)(prompt, keys, max_new_tokens=max_new_tokens)
+    decoded = pair.decode_fn(sampling, 0)(prompt, keys, max_new_tokens=max_new_tokens)
     batches.append((prompt, keys, require_finite(jax.device_get(decoded))))
     count += num_tokens([batches[-1][-1]])
     if count >= min_tokens:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 
-from specdec_jax.core.decode import NullDraft, start
+from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Draft
@@ -71,24 +71,27 @@ def step_bytes(
   That is the parameters that decoding uses, and the caches with all of their slots. Logits and
   activations are not counted: they are made where they are used.
   """
-  params = pair.target_params, pair.draft_params
+  params = pair.params
   rng = jax.random.split(jax.random.key(0), len(prompt))
 
-  def before(draft: Draft):
-    """The state before a round, in shapes only."""
-    at_start = functools.partial(start, pair.target, draft, prompt=prompt, limit=max_new_tokens)
-    return jax.eval_shape(at_start, *params)
+  def before(draft: Draft) -> DecodeState:
+    """Return the shapes of the state before a round."""
+    decoder = Decoder(pair.target, draft, pair.verifier_for(sampling))
+    init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
+    return jax.eval_shape(init, params)
 
   def extend(state, num_tokens: int) -> float:
     block = jax.ShapeDtypeStruct((len(prompt), num_tokens), jnp.int32)
-    return read_bytes(pair.target.extend, params[0], state.target, block) * _held(params[0])
+    return read_bytes(pair.target.extend, params.target, state.target_cache, block) * _held(
+      params.target
+    )
 
   draft = pair.draft(sampling, chain(gamma))
   state = before(draft)
-  proposed = read_bytes(draft.propose, params[1], state.draft, state.context, rng)
+  proposed = read_bytes(draft.propose, params.draft, state.draft_state, state.context, rng)
   return StepBytes(
     target_step=extend(before(NullDraft()), 1),
-    draft_step=proposed * _held(params[1]) / gamma,
+    draft_step=proposed * _held(params.draft) / gamma,
     verify=extend(state, draft.tree.num_nodes),
   )
 

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from jax import Array
 
-from specdec_jax.core.decode import autoregressive_decode, require_finite
+from specdec_jax.core.decode import Decoder, NullDraft, require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.types import DecodeResult, Params
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.counts import num_tokens
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs, start_calls
 from specdec_jax.measurement.timing import interleaved_seconds, ratio_range, timed
@@ -26,7 +27,7 @@ class Baseline(NamedTuple):
 
   Attributes:
     name: whose it is, for records.
-    decode: (prompt, rng, *, max_new_tokens, sampling) -> DecodeResult, as `autoregressive_decode`.
+    decode: (prompt, rng, *, max_new_tokens, sampling) -> DecodeResult.
   """
 
   name: str
@@ -34,9 +35,13 @@ class Baseline(NamedTuple):
 
 
 def own_baseline(pair: Pair) -> Baseline:
-  """Our own plain decoding."""
-  models = pair.target, pair.target_params
-  decode = functools.partial(autoregressive_decode, *models, eos_id=pair.vocabulary.eos_id)
+  """Return our own autoregressive decoding."""
+
+  def decode(prompt: Array, rng: Array, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
+    decoder = Decoder(pair.target, NullDraft(), TokenVerifier(sampling), pair.vocabulary.eos_id)
+    params = Params(pair.target_params)
+    return decoder.run(params, prompt, rng, max_new_tokens=max_new_tokens)
+
   return Baseline("own", decode)
 
 
@@ -105,7 +110,7 @@ def measure_speed(
   widths = collections.Counter(prompt.shape for prompt in prompts)
   typical = next(p for p in prompts if p.shape == widths.most_common(1)[0][0])
   parts = round_calls(pair, drafts, typical, sampling, max_new_tokens, lenience)
-  speculate = [pair.decoder(sampling, gamma, lenience) for gamma in gammas]
+  speculate = [pair.decode_fn(sampling, gamma, lenience) for gamma in gammas]
   plain = functools.partial(plain_decode, sampling=sampling)
   ways: list[Callable[..., DecodeResult]] = [plain, *speculate]
   every = max(1, len(prompts) // NUM_COSTED)

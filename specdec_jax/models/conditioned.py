@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specdec_jax.core.trees import AnyNodes
+from specdec_jax.core.arrays import write_slots
+from specdec_jax.core.trees import NodeLayout
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.decoder import KeysValues, write
+from specdec_jax.models.decoder import KeysValues
 from specdec_jax.models.layers import Dense, norm
 from specdec_jax.models.t5 import T5, T5Cache, T5Model
 
@@ -27,36 +28,36 @@ class ConditionedT5(T5):
   slot is told, [B, 1, T, d], which goes where the token goes.
 
   Attributes:
-    ages: tokens since an anchor that are told apart; all later ones are alike.
+    offsets: tokens since an anchor that are told apart; all later ones are alike.
   """
 
-  ages: int = 1
+  offsets: int = 1
 
   def setup(self):
     super().setup()
     self.state_norm, self.state = norm(self.config), Dense(self.config, self.config.emb_dim)
-    shape = self.ages, self.config.emb_dim
+    shape = self.offsets, self.config.emb_dim
     self.age = self.param("age", jax.nn.initializers.normal(1.0), shape, jnp.float32)
 
-  def tell(self, hidden: Array, ages: Array | int) -> Array:
+  def condition(self, hidden: Array, offsets: Array | int) -> Array:
     """What tokens are told, [..., d], of states [..., E] so many tokens ago [...]."""
-    age = self.age[jnp.minimum(ages, self.ages - 1)].astype(self.config.activations)
+    age = self.age[jnp.minimum(offsets, self.offsets - 1)].astype(self.config.activations)
     return self.state(self.state_norm(hidden)) + age
 
   def after_each(
     self,
     inputs: Array,
     hidden: Array,
-    ages: Array,
+    offsets: Array,
     cross: tuple[KeysValues, ...],
     cross_bias: Array,
   ) -> Array:
     """Teacher-forced logits [B, K, V] of inputs [B, K] that are told `hidden` [B, K, E]."""
-    x = self.token_embedder(inputs) + self.tell(hidden, ages)
+    x = self.token_embedder(inputs) + self.condition(hidden, offsets)
     return self.decoder(x, self.token_embedder.embedding, cross, cross_bias)[0]
 
   def extend(
-    self, cache: T5Cache, tokens: Array, tree: AnyNodes | None = None, first: Array | int = 0
+    self, cache: T5Cache, tokens: Array, tree: NodeLayout | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, T5Cache]:
     layers, told = cache.layers[:-1], cache.layers[-1][0]
     size = 1, tokens.shape[1], told.shape[3]
@@ -68,32 +69,32 @@ class ConditionedT5(T5):
 
 @dataclasses.dataclass(frozen=True)
 class ConditionedModel(T5Model):
-  """It behind the `Model` contract; `tell` says what tokens to come are told.
+  """It behind the `Model` contract; `condition` says what tokens to come are told.
 
   Attributes:
-    ages: of the module.
+    offsets: of the module.
   """
 
   config: T5Config
-  ages: int
+  offsets: int
 
-  def tell(
-    self, params: Any, cache: T5Cache, hidden: Array, ages: Array | int, slot: Array
+  def condition(
+    self, params: Any, cache: T5Cache, hidden: Array, offsets: Array | int, slot: Array
   ) -> T5Cache:
     """The cache of K tokens that are to be read in the slots from `slot` [B] on, when the target's
     states [B, K or 1, E], so many tokens ago, [K] or all alike, are what they are told."""
     layers, told = cache.layers[:-1], cache.layers[-1][0]
-    module = ConditionedT5(self.config, ages=self.ages)
-    new = module.apply({"params": params}, hidden, ages, method="tell")
-    return cache.replace(layers=(*layers, (write(told, new[:, None], slot),)))
+    module = ConditionedT5(self.config, offsets=self.offsets)
+    new = module.apply({"params": params}, hidden, offsets, method="condition")
+    return cache.replace(layers=(*layers, (write_slots(told, new[:, None], slot),)))
 
   def extend(
     self,
     params: Any,
     cache: T5Cache,
     tokens: Array,
-    tree: AnyNodes | None = None,
+    tree: NodeLayout | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, T5Cache]:
-    apply = ConditionedT5(self.config, ages=self.ages).apply
+    apply = ConditionedT5(self.config, offsets=self.offsets).apply
     return apply({"params": params}, cache, tokens, tree, first, method="extend")

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import Array, lax
+from jax import Array
 
-from specdec_jax.core.trees import AnyNodes, AnyTree, Placed
+from specdec_jax.core.arrays import write_slots
+from specdec_jax.core.trees import NodeLayout, place_chain
 from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.layers import (
   MASKED,
@@ -51,7 +52,7 @@ class DecoderLayer(nn.Module):
     h = self.pre_self_attention_layer_norm(x)
     queries, keys_values = self.self_attention.queries_keys_values(h)
     if cached is not None:
-      keys_values = tuple(write(c, new, slot) for c, new in zip(cached, keys_values))
+      keys_values = tuple(write_slots(c, new, slot) for c, new in zip(cached, keys_values))
     h = self.self_attention(queries, keys_values, bias, deterministic)
     x = x + self.dropout(h, deterministic)
     if self.config.has_encoder:
@@ -92,7 +93,7 @@ class Decoder(nn.Module):
     cross_bias: Array | None = None,
     cached: tuple[KeysValues, ...] | None = None,
     length: Array | None = None,
-    tree: AnyNodes | None = None,
+    tree: NodeLayout | None = None,
     first: Array | int = 0,
     deterministic: bool = True,
   ) -> tuple[Array, Array, tuple[KeysValues, ...]]:
@@ -103,18 +104,11 @@ class Decoder(nn.Module):
     batch, block, _ = x.shape
     length = jnp.zeros(batch, jnp.int32) if length is None else length
     num_slots = block if cached is None else cached[0][0].shape[2]
-    if isinstance(tree, Placed):
-      keys_at, positions, hidden_from = tree.keys_at, tree.positions, ~tree.seen
-    elif tree is None or tree.is_chain:
-      keys_at = jnp.arange(num_slots)  # [T]
-      positions = (length + first)[:, None] + jnp.arange(block)  # [B, K]
-      hidden_from = keys_at > positions[..., None]  # [B, K, T]
-    else:
-      nodes = slice(first, first + block)
-      keys_at, positions, hidden_from = _in_tree(tree, nodes, length, num_slots)
-    bias = jnp.where(hidden_from, MASKED, 0.0)[:, None]
+    place = place_chain if tree is None else tree.place
+    positions, key_positions, visible = place(length, first, block, num_slots)
+    bias = jnp.where(visible, 0.0, MASKED)[:, None]
     if self.config.num_positions is None:
-      bias = self.relpos_bias(positions, keys_at) + bias
+      bias = self.relpos_bias(positions, key_positions) + bias
     else:
       x = x + self.positions.at[positions].get(mode="clip").astype(x.dtype)
     x = self.dropout(x, deterministic)
@@ -154,34 +148,6 @@ def commit(cache: Any, length: Array, path: Array | None = None) -> Any:
   at = (cache.length[:, None] + path)[:, None, :, None]
 
   def move(slots: Array) -> Array:
-    return write(slots, jnp.take_along_axis(slots, at, axis=2), cache.length + 1)
+    return write_slots(slots, jnp.take_along_axis(slots, at, axis=2), cache.length + 1)
 
   return cache.replace(length=length, layers=jax.tree.map(move, cache.layers))
-
-
-def _in_tree(
-  tree: AnyTree, nodes: slice, length: Array, num_slots: int
-) -> tuple[Array, Array, Array]:
-  """Where the keys of all slots [B, T] and some nodes [B, K] of a tree stand in the text, and which
-  of the former each of the latter does not see, [B, K, T].
-
-  A node is in slot length + its number, but stands at length + its depth, and sees what is
-  committed, itself and its ancestors.
-  """
-  slots = jnp.arange(num_slots)
-  node = slots - length[:, None]  # [B, T], negative before the tree
-  clipped = jnp.clip(node, 0, tree.num_nodes - 1)
-  depths = jnp.atleast_2d(tree.depths)  # [1 or B, nodes]
-  ancestors = jnp.reshape(tree.ancestors, (-1, tree.num_nodes, tree.num_nodes))
-  of_slots = jnp.take_along_axis(depths, clipped, axis=1)
-  keys_at = jnp.where(node < 0, slots, length[:, None] + of_slots)
-  positions = length[:, None] + depths[:, nodes]
-  related = jnp.take_along_axis(ancestors[:, nodes], clipped[:, None], axis=2)  # [B, K, T]
-  seen = (node < 0)[:, None] | (related & (node < tree.num_nodes)[:, None])
-  return keys_at, positions, ~seen
-
-
-def write(cache: Array, block: Array, length: Array) -> Array:
-  """Replace slots length..length+K-1 of each row of cache [B, H, T, D] by block [B, H, K, D]."""
-  write_row = lambda row, new, at: lax.dynamic_update_slice(row, new, (0, at, 0))
-  return jax.vmap(write_row)(cache, block.astype(cache.dtype), length)

@@ -45,7 +45,7 @@ def without_encoder(config: SpeculatorConfig) -> T5Config:
 
 def anchored(config: SpeculatorConfig) -> ConditionedT5:
   """The module of kind 'anchored'."""
-  return ConditionedT5(without_encoder(config), ages=config.gamma)
+  return ConditionedT5(without_encoder(config), offsets=config.gamma)
 
 
 def _init_speculator(config: SpeculatorConfig, rng: Array):
@@ -61,9 +61,9 @@ def _init_speculator(config: SpeculatorConfig, rng: Array):
     cache = T5Cache(jnp.zeros(1, jnp.int32), empty_slots(config, 1, config.gamma), cross, bias)
     return T5(without_encoder(config)).init(rng, cache, tokens, method=T5.extend)["params"]
   if config.kind == "anchored":
-    cross, ages = ((keys, keys),) * config.num_decoder_layers, jnp.zeros_like(tokens)
+    cross, offsets = ((keys, keys),) * config.num_decoder_layers, jnp.zeros_like(tokens)
     states = jnp.zeros((*tokens.shape, config.state_dim))
-    given = tokens, states, ages, cross, bias
+    given = tokens, states, offsets, cross, bias
     return anchored(config).init(rng, *given, method="after_each")["params"]
   project = lambda x: jnp.zeros((*x.shape[:-1], config.vocab_size))
   return in_rows(config).init(rng, hidden, tokens, source, project)["params"]

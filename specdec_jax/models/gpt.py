@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax import struct
 from jax import Array
 
-from specdec_jax.core.trees import AnyNodes, AnyTree
+from specdec_jax.core.trees import AnyTree, NodeLayout
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
@@ -53,13 +53,13 @@ class GPT(nn.Module):
     return self.decoder(x, embedding, deterministic=deterministic)[0]
 
   def extend(
-    self, cache: GPTCache, tokens: Array, tree: AnyNodes | None = None, first: Array | int = 0
+    self, cache: GPTCache, tokens: Array, tree: NodeLayout | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, GPTCache]:
     """Read a block [B, K] behind what each row holds; logits [B, K, V] follow each token."""
     return self.read(cache, self.token_embedder(tokens), tree, first)
 
   def read(
-    self, cache: GPTCache, x: Array, tree: AnyNodes | None = None, first: Array | int = 0
+    self, cache: GPTCache, x: Array, tree: NodeLayout | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, GPTCache]:
     """`extend` by embedded tokens [B, K, E], or what stands for some."""
     logits, hidden, layers = self.decoder(
@@ -123,7 +123,7 @@ class GPTModel:
     params: Any,
     cache: GPTCache,
     tokens: Array,
-    tree: AnyNodes | None = None,
+    tree: NodeLayout | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, GPTCache]:
     return GPT(self.config).apply({"params": params}, cache, tokens, tree, first, method=GPT.extend)

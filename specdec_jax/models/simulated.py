@@ -9,8 +9,8 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from specdec_jax.core.trees import AnyNodes, AnyTree, chain, require_static
-from specdec_jax.core.types import Model
+from specdec_jax.core.trees import AnyTree, NodeLayout, chain, require_static
+from specdec_jax.core.types import Model, WrappedModel
 from specdec_jax.errors import InputError, require_number
 
 _BASE = np.uint32(0x9E3779B1)  # odd and large: hashes are polynomials in it, modulo 2^32
@@ -36,7 +36,7 @@ class SimulatedCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class SimulatedModel:
+class SimulatedModel(WrappedModel):
   """The target `model`, working as before, with each guess right with probability `alpha`.
 
   A guess is judged by the logits at its parent. It is made certain or impossible there, by a
@@ -57,20 +57,12 @@ class SimulatedModel:
     InputError: alpha outside [0, 1].
   """
 
-  model: Model
   alpha: float
-  eos_id: int
+  eos_id: int = -1
   seed: int = 0
 
   def __post_init__(self):
     object.__setattr__(self, "alpha", require_number("alpha", self.alpha, 0, 1))
-
-  @property
-  def vocab_size(self) -> int:
-    return self.model.vocab_size
-
-  def prompt_tokens(self, prompt: Array) -> tuple[Array, Array]:
-    return self.model.prompt_tokens(prompt)
 
   def prefill(self, params: Any, prompt: Array, num_slots: int) -> tuple[Array, SimulatedCache]:
     hidden, cache = self.model.prefill(params, prompt, num_slots)
@@ -84,7 +76,7 @@ class SimulatedModel:
     params: Any,
     cache: SimulatedCache,
     tokens: Array,
-    tree: AnyNodes | None = None,
+    tree: NodeLayout | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, SimulatedCache]:
     own, hidden, inner = self.model.extend(params, cache.model, tokens, tree, first)
@@ -120,3 +112,13 @@ class SimulatedModel:
 
   def _is_right(self, hashed: Array) -> Array:
     return jax.random.uniform(jax.random.fold_in(jax.random.key(self.seed), hashed)) < self.alpha
+
+
+def unwrapped(model: Model) -> Model:
+  """Return the model itself of a target whose acceptance is simulated; any other model as it is."""
+  return model.model if isinstance(model, SimulatedModel) else model
+
+
+def unwrapped_cache(cache: Any) -> Any:
+  """Return the cache of `unwrapped(model)`."""
+  return cache.model if isinstance(cache, SimulatedCache) else cache

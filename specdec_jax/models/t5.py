@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import struct
 from jax import Array
 
-from specdec_jax.core.trees import AnyNodes, AnyTree
+from specdec_jax.core.trees import AnyTree, NodeLayout
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
 from specdec_jax.models.layers import (
@@ -121,13 +121,13 @@ class T5(nn.Module):
     return self.decoder.cross_keys_values(encoded), cross_bias
 
   def extend(
-    self, cache: T5Cache, tokens: Array, tree: AnyNodes | None = None, first: Array | int = 0
+    self, cache: T5Cache, tokens: Array, tree: NodeLayout | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, T5Cache]:
     """Read a block [B, K] behind what each row holds; logits [B, K, V] follow each token."""
     return self.read(cache, self.token_embedder(tokens), tree, first)
 
   def read(
-    self, cache: T5Cache, x: Array, tree: AnyNodes | None = None, first: Array | int = 0
+    self, cache: T5Cache, x: Array, tree: NodeLayout | None = None, first: Array | int = 0
   ) -> tuple[Array, Array, T5Cache]:
     """`extend` by embedded tokens [B, K, E], or what stands for some."""
     logits, hidden, layers = self.decoder(
@@ -185,7 +185,7 @@ class T5Model:
     params: Any,
     cache: T5Cache,
     tokens: Array,
-    tree: AnyNodes | None = None,
+    tree: NodeLayout | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, T5Cache]:
     return T5(self.config).apply({"params": params}, cache, tokens, tree, first, method=T5.extend)

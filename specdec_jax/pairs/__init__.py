@@ -14,13 +14,13 @@ from specdec_jax.pairs.load import (
   ASSETS,
   EMBEDDED,
   asset,
+  checkpoint_draft,
   is_bundled,
   load_pair,
-  model_drafter,
   vocabulary_of,
 )
 from specdec_jax.pairs.pair import Pair, verifier_from, verifier_name
-from specdec_jax.pairs.random_weights import random_drafter, random_pair
+from specdec_jax.pairs.random_weights import random_draft, random_pair
 from specdec_jax.pairs.speculators import random_speculator, speculator
 
 __all__ = [
@@ -36,9 +36,9 @@ __all__ = [
   "stop_at_miss_draft",
   "load_pair",
   "forest_draft",
-  "model_drafter",
+  "checkpoint_draft",
   "draft_sampling",
-  "random_drafter",
+  "random_draft",
   "random_pair",
   "random_speculator",
   "verifier_name",

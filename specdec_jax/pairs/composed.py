@@ -1,7 +1,7 @@
 """Drafts made of others, as `load_pair` takes them with their arguments bound.
 
 Each `draft` among the arguments is a function of a vocabulary, as `load_pair`'s own may be: another
-of these, or `model_drafter` for a checkpoint.
+of these, or `checkpoint_draft` for a checkpoint.
 """
 
 import dataclasses
@@ -17,8 +17,7 @@ from specdec_jax.core.trees import (
   require_chain,
   require_static,
 )
-from specdec_jax.core.types import EITHER, Draft, DraftFactory, OnTarget, drafter_from
-from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.core.types import Draft, DraftFactory, LoadedTarget, load_draft
 from specdec_jax.drafts.cascade import CascadeDraft
 from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
@@ -27,16 +26,16 @@ from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.errors import InputError, require_count, require_types, shown
 
-MakesDrafter = Callable[[Vocabulary], DraftFactory]
+LoadsDraft = Callable[[LoadedTarget], DraftFactory]
 
 
 def hierarchical_draft(
-  vocabulary: Vocabulary, draft: MakesDrafter, inner: MakesDrafter, inner_gamma: int = 3
+  target: LoadedTarget, draft: LoadsDraft, inner: LoadsDraft, inner_gamma: int = 3
 ) -> DraftFactory:
   """A draft model whose guesses are drafted in turn (Section 6).
 
   Args:
-    vocabulary: of the pair.
+    target: the target of the pair.
     draft: the model.
     inner: the cheaper draft; for more depth another of these.
     inner_gamma: guesses of the cheaper draft in each of its rounds.
@@ -45,7 +44,7 @@ def hierarchical_draft(
     InputError: (when it is made for a sampling) the draft is no model.
   """
   require_types(hierarchical_draft, locals())
-  model, cheaper = (drafter_from(make, vocabulary) for make in (draft, inner))
+  model, cheaper = (load_draft(make, target) for make in (draft, inner))
 
   def make(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
     guesses = cheaper.build(sampling, chain(inner_gamma))
@@ -55,28 +54,28 @@ def hierarchical_draft(
   return DraftFactory(f"{model.name} by {cheaper.name}", make, (model.params, cheaper.params))
 
 
-def forest_draft(vocabulary: Vocabulary, drafts: Sequence[MakesDrafter]) -> DraftFactory:
+def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFactory:
   """Several drafts at once, each a branch of one tree (SpecInfer); each is asked for all guesses.
 
   One named twice is drawn from twice.
   """
   require_types(forest_draft, locals())
-  made = [drafter_from(draft, vocabulary) for draft in drafts]
+  made = [load_draft(draft, target) for draft in drafts]
 
   def make(sampling: Sampling, tree: AnyTree) -> ForestDraft:
-    return ForestDraft(tuple(one.build(sampling, tree) for one in made), len(vocabulary))
+    return ForestDraft(tuple(one.build(sampling, tree) for one in made), len(target.vocabulary))
 
   name = " and ".join(one.name for one in made)
   return DraftFactory(name, make, tuple(one.params for one in made))
 
 
 def cascade_draft(
-  vocabulary: Vocabulary, drafts: Sequence[MakesDrafter], gammas: Sequence[int]
+  target: LoadedTarget, drafts: Sequence[LoadsDraft], gammas: Sequence[int]
 ) -> DraftFactory:
   """Several drafts in a row, cheaper and cheaper.
 
   Args:
-    vocabulary: of the pair.
+    target: the target of the pair.
     drafts: the first guesses first.
     gammas: how many each of them guesses but the last, whose are the rest.
 
@@ -91,7 +90,7 @@ def cascade_draft(
     )
   for gamma in gammas:
     require_count("gamma", gamma)
-  made = [drafter_from(draft, vocabulary) for draft in drafts]
+  made = [load_draft(draft, target) for draft in drafts]
 
   def make(sampling: Sampling, tree: AnyTree) -> CascadeDraft:
     require_chain("a cascade", tree)
@@ -100,22 +99,22 @@ def cascade_draft(
       if left:
         row.append(one.build(sampling, chain(min(gamma, left))))
         left -= min(gamma, left)
-    return CascadeDraft(tuple(row), len(vocabulary))
+    return CascadeDraft(tuple(row), len(target.vocabulary))
 
   name = ", then ".join(one.name for one in made)
   return DraftFactory(name, make, tuple(one.params for one in made))
 
 
 def tree_draft(
-  vocabulary: Vocabulary,
-  draft: Callable[[Vocabulary], DraftFactory | OnTarget],
+  target: LoadedTarget,
+  draft: LoadsDraft,
   widths: Sequence[int] = (),
   num_guesses: int | None = None,
-) -> DraftFactory | OnTarget:
+) -> DraftFactory:
   """A draft whose guesses are a tree, gamma deep, wherever a chain is asked for.
 
   Args:
-    vocabulary: of the pair.
+    target: the target of the pair.
     draft: that proposes trees.
     widths: children of each node at depth 0, 1, ...; at greater depths each has one.
     num_guesses: instead of widths: of a tree whose shape changes.
@@ -137,22 +136,19 @@ def tree_draft(
     make = lambda sampling, tree: made.build(sampling, shape(tree.depth))
     return DraftFactory(f"{made.name}, {told}", make, made.params)
 
-  made = drafter_from(draft, vocabulary, EITHER)
-  if isinstance(made, OnTarget):
-    return OnTarget(lambda target, params: of_trees(made.drafter(target, params)))
-  return of_trees(made)
+  return of_trees(load_draft(draft, target))
 
 
-def stopping_draft(vocabulary: Vocabulary, draft: MakesDrafter, threshold: float) -> DraftFactory:
+def stopping_draft(target: LoadedTarget, draft: LoadsDraft, threshold: float) -> DraftFactory:
   """A draft model that stops where it is no longer sure; gamma is the most that it guesses.
 
   Args:
-    vocabulary: of the pair.
+    target: the target of the pair.
     draft: the model.
     threshold: as in `StoppingDraft`.
   """
   require_types(stopping_draft, locals())
-  model = drafter_from(draft, vocabulary)
+  model = load_draft(draft, target)
 
   def make(sampling: Sampling, tree: AnyTree) -> StoppingDraft:
     return StoppingDraft(_of_model(model, sampling, tree), threshold)
@@ -160,10 +156,10 @@ def stopping_draft(vocabulary: Vocabulary, draft: MakesDrafter, threshold: float
   return DraftFactory(f"{model.name} (stops below {threshold:g})", make, model.params)
 
 
-def stop_at_miss_draft(vocabulary: Vocabulary, draft: MakesDrafter) -> DraftFactory:
+def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
   """A draft's guesses as long as it knows any; gamma is the most (`drafts.known`)."""
   require_types(stop_at_miss_draft, locals())
-  made = drafter_from(draft, vocabulary)
+  made = load_draft(draft, target)
   make = lambda sampling, tree: StopAtMissDraft(made.build(sampling, tree))
   return DraftFactory(f"{made.name}, as far as known", make, made.params)
 
@@ -176,8 +172,8 @@ def _of_model(drafter: DraftFactory, sampling: Sampling, tree: AnyTree) -> Model
 
 
 def draft_sampling(
-  vocabulary: Vocabulary,
-  draft: MakesDrafter,
+  target: LoadedTarget,
+  draft: LoadsDraft,
   temperature: float | None = None,
   top_k: int | None = None,
   top_p: float | None = None,
@@ -185,7 +181,7 @@ def draft_sampling(
   """A draft that samples in its own way, whatever the target does (Section 6): any q is exact.
 
   Args:
-    vocabulary: of the pair.
+    target: the target of the pair.
     draft: that draws its guesses.
     temperature: of q, where the target's is above 0; None for the target's.
     top_k: of q; None for the target's.
@@ -195,7 +191,7 @@ def draft_sampling(
   asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
   given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
   Sampling(**given)  # raises what is wrong with them, before a model is loaded
-  made = drafter_from(draft, vocabulary)
+  made = load_draft(draft, target)
 
   def make(sampling: Sampling, tree: AnyTree) -> Draft:
     # What is most probable is argmax's best guess, however q is adjusted.

@@ -14,7 +14,7 @@ from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
 from specdec_jax.checkpoints.stored import Checkpoint, MakesShardings, make_shardings
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import EITHER, DraftFactory, OnTarget, Verifier, drafter_from, made_for
+from specdec_jax.core.types import DraftFactory, LoadedTarget, Verifier, load_draft
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabularies import (
   find_vocabulary,
@@ -37,7 +37,7 @@ EMBEDDED = ASSETS / "multi30k_ende"
 
 def load_pair(
   target: str = str(EMBEDDED / "target"),
-  draft: str | Callable[[Vocabulary], DraftFactory | OnTarget] = str(EMBEDDED / "anchored"),
+  draft: str | Callable[[LoadedTarget], DraftFactory] = str(EMBEDDED / "anchored"),
   vocabulary: str | None = None,
   task: str | None = None,
   dtype: str = "float32",
@@ -58,7 +58,7 @@ def load_pair(
     target: checkpoint of the target: of T5X, Orbax, Hugging Face or this project, local or `gs://`,
       or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`.
     draft: checkpoint of the draft, a model or what was trained on this target's states
-      (`train_speculator`); or a function that makes one for a vocabulary.
+      (`train_speculator`); or a function that loads one for a `LoadedTarget`.
     vocabulary: its file, a Hugging Face folder or name that has one; see `open_vocabulary`. By
       default the target's own: that in its folder, or for pairs of this project the one next to it.
     task: name for records; None leaves it out, but for the bundled target, whose task is known.
@@ -100,7 +100,7 @@ def load_pair(
     if isinstance(opened.config, SpeculatorConfig):
       draft = functools.partial(speculator, path=draft)
   if callable(draft):
-    drafter = made_for(drafter_from(draft, words, EITHER), model_of(config), target_params)
+    drafter = load_draft(draft, LoadedTarget(model_of(config), target_params, words))
   else:
     draft_config, params = load(
       *("draft", draft),
@@ -140,16 +140,16 @@ def load_pair(
   )
 
 
-def model_drafter(
-  vocabulary: Vocabulary,
+def checkpoint_draft(
+  target: LoadedTarget,
   model: str = str(EMBEDDED / "draft"),
   dtype: str = "float32",
   kernels: str = "auto",
 ) -> DraftFactory:
   """A smaller model as draft, for those that are made of others; arguments as `load_pair`'s."""
-  require_types(model_drafter, locals())
+  require_types(checkpoint_draft, locals())
   config, params = load_for(
-    "draft", model, vocabulary, _of_device(dtype), None, kernels, stored_weights=True
+    "draft", model, target.vocabulary, _of_device(dtype), None, kernels, stored_weights=True
   )
   make = functools.partial(model_draft, model_of(config))
   return DraftFactory(checkpoint_name(model), make, params, recorded_path(model))

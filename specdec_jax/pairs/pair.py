@@ -1,6 +1,5 @@
 """A target, a draft model and the vocabulary they share, ready to decode."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,29 +11,24 @@ from jax import Array
 from specdec_jax.beam_search import (
   BeamDraft,
   Found,
-  ModelBeamDraft,
   TreeBeamDraft,
   beam_search,
   speculative_beam_search,
 )
-from specdec_jax.core.decode import autoregressive_decode, speculative_decode
+from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
 from specdec_jax.core.types import (
   DecodeResult,
   Draft,
   DraftFactory,
+  LoadedTarget,
   Model,
-  OnTarget,
+  Params,
   Verifier,
-  made_for,
 )
-from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary, padded
-from specdec_jax.drafts.layer_skip import LayerSkipDraft
-from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.drafts.pass_embeddings import PaSSDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
 
@@ -88,40 +82,81 @@ class Pair(NamedTuple):
     )
     return f"{type(self).__name__}({', '.join(models)}, task={self.task!r}, dtype={self.dtype!r})"
 
-  def with_draft(self, drafter: DraftFactory | OnTarget) -> "Pair":
-    """The same target with another draft."""
-    name, make, params, path = made_for(drafter, self.target, self.target_params)
-    return self._replace(draft=make, draft_params=params, draft_name=name, draft_path=path)
+  @property
+  def loaded_target(self) -> LoadedTarget:
+    """The target, as the functions that load drafts take it."""
+    return LoadedTarget(self.target, self.target_params, self.vocabulary)
+
+  @property
+  def draft_factory(self) -> DraftFactory:
+    """The draft of this pair."""
+    return DraftFactory(self.draft_name, self.draft, self.draft_params, self.draft_path)
+
+  def with_draft(self, factory: DraftFactory) -> "Pair":
+    """Return a pair of the same target with another draft."""
+    return self._replace(
+      draft=factory.build,
+      draft_params=factory.params,
+      draft_name=factory.name,
+      draft_path=factory.path,
+    )
+
+  @property
+  def params(self) -> Params:
+    """Parameters of target and draft, as arguments of a decoder."""
+    return Params(self.target_params, self.draft_params)
 
   def decoder(
     self,
     sampling: Sampling,
     tree: AnyTree | int,
     lenience: float = 1.0,
-  ) -> functools.partial[DecodeResult]:
-    """(prompt [B, P], rng [B], *, max_new_tokens) -> DecodeResult, as `decoding` has them.
+    eos_id: int | None = None,
+  ) -> Decoder:
+    """Return the speculative decoder of this pair; it takes `params`.
 
-    By speculation with a tree of guesses, or gamma in a chain; plainly if there are none.
+    Args:
+      sampling: sampling method of target and draft.
+      tree: tree of draft tokens, or gamma of a chain; without draft tokens decoding is
+        autoregressive.
+      lenience: of the verifier (Appendix A.5); 1 is exact.
+      eos_id: token that ends a text; None for the vocabulary's.
+
+    Raises:
+      InputError: the verifier cannot verify what the draft proposes.
     """
-    tree, eos_id = chain(tree) if isinstance(tree, int) else tree, self.vocabulary.eos_id
+    tree = chain(tree) if isinstance(tree, int) else tree
+    eos_id = self.vocabulary.eos_id if eos_id is None else eos_id
     if not tree.num_guesses:
-      plain = functools.partial(autoregressive_decode, self.target, self.target_params)
-      return functools.partial(plain, sampling=sampling, eos_id=eos_id)
+      return Decoder(self.target, NullDraft(), TokenVerifier(sampling), eos_id)
     verifier, draft = self.verifier_for(sampling, lenience), self.draft(sampling, tree)
-    if isinstance(verifier, KSeqVerifier) and not tree.is_chain:
-      if not isinstance(draft, ModelDraft):
+    if verifier.needs_independent_siblings and not tree.is_chain:
+      try:
+        draft = draft.with_independent_siblings()
+      except InputError:
         raise InputError(
-          f"KSeqVerifier judges siblings that were drawn independently, and {self.draft_name} does not "
-          "draw so; give a model as draft, or another verifier."
-        )
-      draft = dataclasses.replace(draft, independent=True)
-    if draft.widths and not isinstance(verifier, TokenVerifier):
+          f"{type(verifier).__name__} verifies siblings that are sampled independently, and "
+          f"{self.draft_name} does not sample that way; give a model as draft, or another verifier."
+        ) from None
+    if draft.verify_lengths and not verifier.allows_short_proposals:
       raise InputError(
-        f"{self.draft_name} stops early, and only TokenVerifier judges guesses that were not made; the "
-        f"verifier is {type(verifier).__name__}."
+        f"{self.draft_name} stops early, and {type(verifier).__name__} cannot verify tokens that "
+        "were not proposed; use TokenVerifier."
       )
-    models = self.target, draft, self.target_params, self.draft_params
-    return functools.partial(speculative_decode, *models, verifier=verifier, eos_id=eos_id)
+    return Decoder(self.target, draft, verifier, eos_id)
+
+  def decode_fn(
+    self,
+    sampling: Sampling,
+    tree: AnyTree | int,
+    lenience: float = 1.0,
+    eos_id: int | None = None,
+  ) -> Callable[..., DecodeResult]:
+    """Return `decoder(...).run` with the parameters of this pair.
+
+    It is a function of (prompt [B, P], rng [B], *, max_new_tokens).
+    """
+    return functools.partial(self.decoder(sampling, tree, lenience, eos_id).run, self.params)
 
   def beam_searcher(
     self,
@@ -159,17 +194,15 @@ class Pair(NamedTuple):
     if not gamma:
       return functools.partial(beam_search, self.target, self.target_params, **how)
     draft = self.draft(Sampling(temperature=0.0), chain(gamma))
-    if isinstance(draft, LayerSkipDraft | PaSSDraft):
+    if draft.reads_target_cache:
       raise InputError(
         f"{self.draft_name} reads the target's cache, in which beams lie beside each other; give a "
         "beam search another draft."
       )
-    beams: BeamDraft = TreeBeamDraft(draft)
-    if isinstance(draft, ModelDraft):
-      of_draft = width if draft_width is None else draft_width
-      if nodes is None and jax.default_backend() == "cpu":
-        nodes = max(8, width + of_draft)
-      beams = ModelBeamDraft(draft, of_draft, nodes)
+    draft_width = width if draft_width is None else draft_width
+    if nodes is None and jax.default_backend() == "cpu":
+      nodes = max(8, width + draft_width)
+    beams: BeamDraft = draft.as_beam_draft(draft_width, nodes) or TreeBeamDraft(draft)
     models = self.target, beams, self.target_params, self.draft_params
     return functools.partial(speculative_beam_search, *models, **how)
 
@@ -219,20 +252,13 @@ def verifier_from(
   Raises:
     InputError: it makes no verifier, or one that is not `TokenVerifier`, which alone knows lenience.
   """
-  made = verifier(sampling)
-  if not callable(getattr(made, "accept", None)):
+  built = verifier(sampling)
+  if not isinstance(built, Verifier):
     raise InputError(
-      f"verifier makes {made!r:.100} of a sampling; it must be a class of specdec_jax.core.verify, or any "
-      "(sampling) -> verifier."
+      f"verifier makes {built!r:.100} of a sampling; it must be a class of "
+      "specdec_jax.core.verify, or any (sampling) -> Verifier."
     )
-  if lenience == 1:
-    return made
-  if not isinstance(made, TokenVerifier):
-    raise InputError(
-      f"lenience is {lenience}, but the verifier is {type(made).__name__}; lenience below 1 goes with "
-      "TokenVerifier."
-    )
-  return TokenVerifier(sampling, lenience)
+  return built.with_lenience(lenience)
 
 
 def verifier_name(verifier: Callable[[Sampling], Verifier]) -> str:

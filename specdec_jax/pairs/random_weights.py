@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.checkpoints.stored import MakesShardings, make_shardings, param_shapes
-from specdec_jax.core.types import EITHER, DraftFactory, Model, OnTarget, drafter_from, made_for
+from specdec_jax.core.types import DraftFactory, LoadedTarget, Model, load_draft
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
@@ -23,7 +23,7 @@ from specdec_jax.pairs.pair import Pair
 
 def random_pair(
   target: str,
-  draft: str | Callable[[Vocabulary], DraftFactory | OnTarget],
+  draft: str | Callable[[LoadedTarget], DraftFactory],
   alpha: float,
   version: str | float = "1.1",
   dtype: str = "float32",
@@ -40,7 +40,7 @@ def random_pair(
 
   Args:
     target: size of M_p; see `named_config`.
-    draft: size of M_q, or a function that makes a draft for a vocabulary.
+    draft: size of M_q, or a function that loads a draft for a `LoadedTarget`.
     alpha: acceptance rate.
     version: of T5, '1.0' or '1.1'; or a family of decoder-only models: 'gpt_like', 'gpt2', 'lamda'.
     dtype: 'float32' or 'bfloat16'.
@@ -57,11 +57,11 @@ def random_pair(
   config, target_params = _random(target, version, kind, words, shardings, kernels)
   if isinstance(draft, str):
     sized = draft
-    draft = lambda words: random_drafter(
-      words, sized, version, dtype, shardings=draft_shardings, kernels=kernels
+    draft = lambda target: random_draft(
+      target, sized, version, dtype, shardings=draft_shardings, kernels=kernels
     )
   model = SimulatedModel(model_of(config), alpha, words.eos_id)
-  drafter = made_for(drafter_from(draft, words, EITHER), model, target_params)
+  drafter = load_draft(draft, LoadedTarget(model, target_params, words))
   return Pair(
     target=model,
     target_params=target_params,
@@ -79,8 +79,8 @@ def random_pair(
   )
 
 
-def random_drafter(
-  vocabulary: Vocabulary,
+def random_draft(
+  target: LoadedTarget,
   size: str,
   version: str | float = "1.1",
   dtype: str = "float32",
@@ -93,12 +93,12 @@ def random_drafter(
   With an inner_alpha it accepts so much of a draft of its own (`hierarchical_draft`), and cannot
   guess by itself.
   """
-  require_types(random_drafter, locals())
+  require_types(random_draft, locals())
   version = version_name(version)
-  config, params = _random(size, version, named_dtype(dtype), vocabulary, shardings, kernels)
+  config, params = _random(size, version, named_dtype(dtype), target.vocabulary, shardings, kernels)
   model: Model = model_of(config)
   if inner_alpha is not None:
-    model = SimulatedModel(model, inner_alpha, vocabulary.eos_id)
+    model = SimulatedModel(model, inner_alpha, target.vocabulary.eos_id)
   return DraftFactory(_named(version, size), functools.partial(model_draft, model), params)
 
 
@@ -124,7 +124,7 @@ def _random(
   places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else [None] * len(leaves)
 
   @functools.partial(jax.jit, static_argnames=("shape", "place"))
-  def draw(key, shape, place):
+  def random_array(key, shape, place):
     if len(shape) == 1:
       made = jnp.ones(shape, dtype)
     else:
@@ -132,5 +132,5 @@ def _random(
     return made if place is None else jax.lax.with_sharding_constraint(made, place)
 
   keys = jax.random.split(jax.random.key(0), len(leaves))
-  made = [draw(key, leaf.shape, place) for key, leaf, place in zip(keys, leaves, places)]
+  made = [random_array(key, leaf.shape, place) for key, leaf, place in zip(keys, leaves, places)]
   return config, jax.tree.unflatten(tree, made)

@@ -11,8 +11,7 @@ from specdec_jax.checkpoints.folder import open_folder
 from specdec_jax.checkpoints.load import checkpoint_name, recorded_path
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import require_static
-from specdec_jax.core.types import Draft, DraftFactory, Model, OnTarget
-from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.core.types import Draft, DraftFactory, LoadedTarget, Model
 from specdec_jax.drafts.early_exit import EarlyExitModel
 from specdec_jax.drafts.encoder_sharing import ConditionedDraft, SharedEncoderDraft
 from specdec_jax.drafts.layer_skip import LayerSkipDraft, of_layers
@@ -22,69 +21,58 @@ from specdec_jax.drafts.speculator import SpeculatorDraft
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.models.conditioned import ConditionedModel
 from specdec_jax.models.families import Config, init_params, model_of, without_encoder
-from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.models.simulated import unwrapped
 from specdec_jax.models.speculator import SpeculatorConfig, speculator_config
 from specdec_jax.models.t5 import T5Model
 
 
-def speculator(vocabulary: Vocabulary, path: str) -> OnTarget:
-  """What `train_speculator` wrote to a folder, as draft of the target that it was trained on.
+def speculator(target: LoadedTarget, path: str) -> DraftFactory:
+  """Load what `train_speculator` wrote to a folder, as draft of the target it was trained on.
 
   Args:
-    vocabulary: of the pair.
+    target: the target.
     path: the folder, local or `gs://`.
 
   Raises:
-    InputError: there is none, or it was trained with another vocabulary; once the target is known,
-      that it is for another one.
+    InputError: there is no such folder, or it was trained with another vocabulary or target.
   """
   require_types(speculator, locals())
   checkpoint = open_folder(path)
-  learnt = checkpoint.config
-  if not isinstance(learnt, SpeculatorConfig):
+  config = checkpoint.config
+  if not isinstance(config, SpeculatorConfig):
     raise InputError(f"{path} is a model by itself, and no part of a target; give it as the draft.")
-  if checkpoint.vocabulary not in (None, vocabulary.fingerprint()):
+  if checkpoint.vocabulary not in (None, target.vocabulary.fingerprint()):
     raise InputError(
-      f"The draft in {path} was trained with another vocabulary than {vocabulary.path}."
+      f"The draft in {path} was trained with another vocabulary than {target.vocabulary.path}."
     )
-
-  def on_target(target: Model, params: Any) -> DraftFactory:
-    config = _laid_out(learnt, shape_of(target))
-    own = checkpoint.load(config, stored_weights=True, beside=params)
-    made = drafter(checkpoint_name(path), config, own, target, params)
-    return made._replace(path=recorded_path(path))
-
-  return OnTarget(on_target)
+  config = _laid_out(config, shape_of(target.model))
+  params = checkpoint.load(config, stored_weights=True, beside=target.params)
+  factory = drafter(checkpoint_name(path), config, params, target)
+  return factory._replace(path=recorded_path(path))
 
 
 def random_speculator(
-  vocabulary: Vocabulary, config: Callable[[Config], SpeculatorConfig] = speculator_config
-) -> OnTarget:
-  """One of random weights, for `random_pair`: what it costs, not what it knows.
+  target: LoadedTarget, config: Callable[[Config], SpeculatorConfig] = speculator_config
+) -> DraftFactory:
+  """Make a learned draft with random weights, for `random_pair`: it has the cost, not the skill.
 
   Args:
-    vocabulary: of the pair.
-    config: the target's shape -> the module's.
+    target: the target.
+    config: function from the shape of the target to the shape of the draft.
   """
   require_types(random_speculator, locals())
-
-  def on_target(target: Model, params: Any) -> DraftFactory:
-    made = config(shape_of(target))
-    own = jax.tree.map(lambda x: x.astype(made.dtype), init_params(made, jax.random.key(0)))
-    return drafter(f"random {made.kind}", made, own, target, params)
-
-  return OnTarget(on_target)
+  shape = config(shape_of(target.model))
+  params = jax.tree.map(lambda x: x.astype(shape.dtype), init_params(shape, jax.random.key(0)))
+  return drafter(f"random {shape.kind}", shape, params, target)
 
 
-def drafter(
-  name: str, config: SpeculatorConfig, own: Any, target: Model, target_params: Any
-) -> DraftFactory:
+def drafter(name: str, config: SpeculatorConfig, own: Any, target: LoadedTarget) -> DraftFactory:
   """A module with parameters `own` as draft of a target.
 
   Raises:
     InputError: the target's shape is another than the module was made for.
   """
-  shape, of_target = shape_of(target), target_params
+  shape, of_target = shape_of(target.model), target.params
   _require_fit(config, shape)
   make: Callable[[Sampling, Any], Draft]
   if config.kind == "decoder":
@@ -135,7 +123,7 @@ def shape_of(target: Model) -> Config:
 
   Raises InputError if it is no T5 and no decoder-only model of this project.
   """
-  own = target.model if isinstance(target, SimulatedModel) else target
+  own = unwrapped(target)
   config = getattr(own, "config", None)
   if not isinstance(config, Config):
     raise InputError(f"{type(own).__name__} has no states that a draft could read.")

@@ -17,11 +17,10 @@ from jax.sharding import PartitionSpec
 from t5x import decoding, models
 
 from specdec_jax.beam_search import Found, ModelBeamDraft, speculative_beam_search
-from specdec_jax.core.decode import speculative_decode
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, chain
-from specdec_jax.core.types import Context, DecodeResult, Proposal, Verifier
-from specdec_jax.core.verify.k_seq import KSeqVerifier
+from specdec_jax.core.types import Context, DecodeResult, Params, Proposal, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count, require_types
@@ -240,17 +239,9 @@ class SpeculativeModel(models.EncoderDecoderModel):
         "them must be 0."
       )
     source = jnp.repeat(batch["encoder_input_tokens"], num_decodes, axis=0)
-    decoded = speculative_decode(
-      self._target_model,
-      draft,
-      target_params,
-      draft_params,
-      source,
-      jax.random.split(rng, len(source)),
-      max_new_tokens=steps,
-      verifier=verifier,
-      eos_id=how["eos_id"],
-    )
+    decoder = Decoder(self._target_model, draft, verifier, how["eos_id"])
+    params, rng = Params(target_params, draft_params), jax.random.split(rng, len(source))
+    decoded = decoder.run(params, source, rng, max_new_tokens=steps)
     if draft.sampling.temperature == 0 and how["rescale_log_probs"]:
       scores = jnp.zeros(len(source))  # argmax leaves no other choice
     else:
@@ -271,8 +262,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
     sampling = Sampling(how["temperature"], how["topk"], how["topp"] or 1.0)
     tree = chain(how["gamma"]) if how["tree"] is None else Tree(how["tree"])
     verifier = verifier_from(how["verifier"], sampling, how["lenience"])
-    independent = isinstance(verifier, KSeqVerifier)  # exact for such siblings only
-    return _Draft(self._draft_model, sampling, tree, independent), verifier
+    draft = _Draft(self._draft_model, sampling, tree, verifier.needs_independent_siblings)
+    return draft, verifier
 
   def _scores(self, params, source: Array, decoded: DecodeResult, sampling: Sampling) -> Array:
     """Log-probability [B] of each output; one more pass of the target, if anyone reads it."""
@@ -313,7 +304,7 @@ def count_rounds(decoded: DecodeResult) -> dict[str, Array]:
   num_rejected: guesses judged, without those behind EOS or the limit, siblings as one (`judged`);
   acceptance_rate is accepted / (accepted + rejected). not_finite: as in `DecodeResult`; -1 is well.
   """
-  accepted, rejected = decoded.rounds.judged()
+  accepted, rejected = decoded.rounds.acceptance_counts()
   return {
     "num_tokens": decoded.lengths,
     "num_rounds": (decoded.rounds.num_emitted > 0).sum(axis=0),

@@ -17,17 +17,10 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
-from specdec_jax.core.decode import (
-  NullDraft,
-  State,
-  autoregressive_decode,
-  one_round,
-  speculative_decode,
-  start,
-)
-from specdec_jax.core.sampling import Sampling, draw
+from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
+from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import Tree, chain
-from specdec_jax.core.types import Draft
+from specdec_jax.core.types import LoadedTarget, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
@@ -189,7 +182,8 @@ def programs(
 
   p_params, q_params = params(target, RULES), params(draft, draft_rules)
   if isinstance(draft, SpeculatorConfig):
-    made = drafter(draft.kind, draft, q_params, model_of(target), p_params)
+    loaded = LoadedTarget(model_of(target), p_params, vocabulary=None)
+    made = drafter(draft.kind, draft, q_params, loaded)
     own, q_params = made.build(sampling, tree), made.params
   else:
     own = ModelDraft(model_of(draft), sampling, tree)
@@ -222,51 +216,51 @@ def programs(
 
     def step(draft_params, cache, tokens, rng):
       logits, _, cache = q.extend(draft_params, cache, tokens)
-      return q.commit(cache, cache.length + 1), draw(rng, logits[:, 0], sampling)
+      return q.commit(cache, cache.length + 1), sample_logits(rng, logits[:, 0], sampling)
 
     _, cache = jax.eval_shape(functools.partial(q.prefill, num_slots=num_slots), q_params, prompt)
     places = state_shardings(cache, mesh, draft_rules)
     tokens = array((batch_size, 1), jnp.int32)
     return part(step, (q_params,), cache, places, tokens, rng)
 
-  def before_round(draft: Draft, draft_params) -> tuple[State, State]:
-    """The state before a round, in shapes, and where it lies."""
-    at_start = functools.partial(start, p, draft, limit=max_new_tokens)
-    state = jax.eval_shape(at_start, p_params, draft_params, prompt)
+  def before_round(decoder: Decoder, params: Params) -> tuple[DecodeState, DecodeState]:
+    """Return the state before a round, in shapes, and its shardings."""
+    init = functools.partial(decoder.init, max_new_tokens=max_new_tokens)
+    state = jax.eval_shape(init, params, prompt, rng)
     places = state_shardings(state, mesh, REPLICATED)._replace(
-      target=state_shardings(state.target, mesh, RULES),
-      draft=state_shardings(state.draft, mesh, draft_rules),
+      target_cache=state_shardings(state.target_cache, mesh, RULES),
+      draft_state=state_shardings(state.draft_state, mesh, draft_rules),
     )
     return state, places
 
   def of_drafting() -> Lowered:
-    def propose(draft_params, state, rng):
-      return state, guesses.propose(draft_params, state.draft, state.context, rng)[0]
+    def propose(draft_params, state):
+      return state, guesses.propose(draft_params, state.draft_state, state.context, state.rng)[0]
 
-    return part(propose, (q_params,), *before_round(guesses, q_params), rng)
+    return part(propose, (q_params,), *before_round(speculative, params_of_pair))
 
-  def of_round(draft: Draft, draft_params) -> Lowered:
-    def run(target_params, draft_params, state, rng):
-      models = p, draft, target_params, draft_params
-      return one_round(*models, verifier, rng, 1, state), ()
+  def of_round(decoder: Decoder, params: Params) -> Lowered:
+    def run(params, state):
+      return decoder.round(params, state), ()
 
-    params = p_params, draft_params
-    return part(run, params, *before_round(draft, draft_params), rng)
+    return part(run, (params,), *before_round(decoder, params))
 
-  limit = max_new_tokens
+  speculative = Decoder(p, guesses, verifier, eos_id=1)
+  autoregressive = Decoder(p, NullDraft(), verifier, eos_id=1)
+  params_of_pair = Params(p_params, q_params)
   drafting: Programs = {"drafting": of_drafting}
   if not isinstance(draft, SpeculatorConfig):
     drafting = {"draft step": functools.partial(of_draft, draft)}
   commits = {} if tree.is_chain else {"commit": of_commit}
   return {
-    "speculative loop": lambda: speculative_decode.lower(
-      p, guesses, p_params, q_params, prompt, rng, max_new_tokens=limit, verifier=verifier
+    "speculative loop": lambda: Decoder.run.lower(
+      speculative, params_of_pair, prompt, rng, max_new_tokens=max_new_tokens
     ),
-    "plain loop": lambda: autoregressive_decode.lower(
-      p, p_params, prompt, rng, max_new_tokens=limit, sampling=sampling
+    "plain loop": lambda: Decoder.run.lower(
+      autoregressive, Params(p_params), prompt, rng, max_new_tokens=max_new_tokens
     ),
-    "plain step": lambda: of_round(NullDraft(), ()),
-    "round": lambda: of_round(guesses, q_params),
+    "plain step": lambda: of_round(autoregressive, Params(p_params)),
+    "round": lambda: of_round(speculative, params_of_pair),
     "decode step": lambda: of_target(chain(0)),
     "verify": lambda: of_target(tree),
     **drafting,

@@ -14,17 +14,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jaxtyping import Int, Key
 
-from specdec_jax.core.decode import all_rounds, decoded, one_round, start
-from specdec_jax.core.trees import Tree, require_chain
-from specdec_jax.core.types import Context, DecodeResult, Draft, Model, Outcome, Proposal, Verifier
+from specdec_jax.core.decode import Decoder
+from specdec_jax.core.trees import require_chain
+from specdec_jax.core.types import Context, DecodeResult, Outcome, Params, Proposal, WrappedDraft
 from specdec_jax.drafts.speculator import SpeculatorDraft, source_of
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import module_of
 from specdec_jax.models.speculator import Source, in_rows
 
 
-class Learnt(NamedTuple):
+class LearnedState(NamedTuple):
   """What goes from text to text.
 
   Attributes:
@@ -36,17 +37,17 @@ class Learnt(NamedTuple):
 
 
 class _State(NamedTuple):
-  """Within a text: what is learnt, and what the guesses of this round were made from."""
+  """Within a text: what is learned, and what the guesses of this round were made from."""
 
-  learnt: Learnt
+  learned: LearnedState
   source: Source
   hidden: Array
   newest: Array
 
 
 @dataclasses.dataclass(frozen=True)
-class OnlineDraft(Draft):
-  """A chain of a module that learns; its parameters are a pair, (`Learnt`, the target's).
+class OnlineDraft(WrappedDraft):
+  """A chain of a module that learns; its parameters are a pair, (`LearnedState`, the target's).
 
   Rows of a batch share what they learn, so their draws depend on each other; their law does not.
 
@@ -59,29 +60,27 @@ class OnlineDraft(Draft):
 
   draft: SpeculatorDraft
   learning_rate: float = 0.003
-  tree: Tree = dataclasses.field(init=False)
-  learns = True
+  depends_on_outcomes = True
 
   def __post_init__(self):
     require_chain("a draft that learns", self.draft.tree)
     if self.draft.config.kernels != "xla":
       raise InputError("A draft that learns wants kernels='xla': `kernels.skinny` has no gradient.")
-    object.__setattr__(self, "tree", self.draft.tree)
 
-  def begin(self, own: Any) -> Learnt:
-    """Nothing learnt yet, from parameters to begin with."""
-    return Learnt(own, self._optimizer.init(own))
+  def begin(self, own: Any) -> LearnedState:
+    """Nothing learned yet, from parameters to begin with."""
+    return LearnedState(own, self._optimizer.init(own))
 
-  def start(self, params: Any, context: Context, hidden: Array) -> _State:
+  def init(self, params: Any, context: Context, hidden: Array) -> _State:
     source = source_of(self.draft.config, context)
-    return _State(params[0], source, context.hidden, context.newest)
+    return _State(params[0], source, context.hidden, context.last_token)
 
   def propose(
     self, params: Any, state: _State, context: Context, rng: Array
   ) -> tuple[Proposal, _State]:
-    now = state.learnt.own, params[1]
+    now = state.learned.own, params[1]
     proposal, _ = self.draft.propose(now, (), context, rng)
-    return proposal, state._replace(hidden=context.hidden, newest=context.newest)
+    return proposal, state._replace(hidden=context.hidden, newest=context.last_token)
 
   def observe(self, params: Any, state: _State, outcome: Outcome) -> _State:
     guesses, gamma = outcome.proposal.tokens, self.tree.depth
@@ -98,32 +97,25 @@ class OnlineDraft(Draft):
       cross_entropy = -(p * jax.nn.log_softmax(logits.astype(jnp.float32))).sum(axis=-1)
       return (cross_entropy * weight).sum() / jnp.maximum(weight.sum(), 1)
 
-    own, optimizer = state.learnt
+    own, optimizer = state.learned
     updates, optimizer = self._optimizer.update(jax.grad(loss)(own), optimizer, own)
-    return state._replace(learnt=Learnt(optax.apply_updates(own, updates), optimizer))
+    return state._replace(learned=LearnedState(optax.apply_updates(own, updates), optimizer))
 
   @property
   def _optimizer(self) -> optax.GradientTransformation:
     return optax.adafactor(self.learning_rate)
 
 
-@functools.partial(
-  jax.jit, static_argnames=("target", "draft", "max_new_tokens", "verifier", "eos_id")
-)
+@functools.partial(jax.jit, static_argnames=("decoder", "max_new_tokens"))
 def decode_and_learn(
-  target: Model,
-  draft: OnlineDraft,
-  target_params: Any,
-  draft_params: Any,
-  prompt: Array,
-  rng: Array,
+  decoder: Decoder,
+  params: Params,
+  prompt: Int[Array, "B P"],
+  rng: Key[Array, " B"],
   *,
   max_new_tokens: int,
-  verifier: Verifier,
-  eos_id: int,
-) -> tuple[DecodeResult, Learnt]:
-  """As `decoding.speculative_decode`, with keys rng [B]; and what the draft has learnt since."""
-  models = target, draft, target_params, draft_params
-  step = functools.partial(one_round, *models, verifier, rng, eos_id)
-  state = all_rounds(step, start(*models, prompt, max_new_tokens))
-  return decoded(state), state.draft.learnt
+) -> tuple[DecodeResult, LearnedState]:
+  """Decode a batch as `Decoder.run` does, and return what its `OnlineDraft` has learned since."""
+  state = decoder.init(params, prompt, rng, max_new_tokens)
+  state = decoder.run_rounds(params, state)
+  return decoder.result(state), state.draft_state.learned

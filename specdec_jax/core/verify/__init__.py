@@ -1,1 +1,1 @@
-"""How guesses are judged, one file a verifier: its formula, its source, and whether it is exact."""
+"""Methods that accept or reject draft tokens, one file each: formula, source, and exactness."""

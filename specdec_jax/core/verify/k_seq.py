@@ -1,66 +1,71 @@
-"""K-SEQ: the children of a node drawn independently, and judged by one threshold for all. Exact.
+"""K-SEQ: independently sampled siblings, verified with one threshold for all of them. Exact.
 
-Sun et al., SpecTr: Fast Speculative Decoding via Optimal Transport (NeurIPS 2023). With
-beta(rho) = sum_x min(q(x), p(x) / rho), rho in [1, K] solves 1 - (1 - beta)^K = rho beta. Of K
-guesses drawn from one q, duplicates kept, the first with u < p(x) / (rho q(x)) stands; if none does
-the next token is drawn from p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^K) / beta, normalised.
+Source: Sun et al., SpecTr: Fast Speculative Decoding via Optimal Transport (NeurIPS 2023). With
+beta(rho) = sum_x min(q(x), p(x) / rho), rho in [1, K] solves 1 - (1 - beta)^K = rho beta. Of K draft
+tokens sampled from one q, duplicates included, the first with u < p(x) / (rho q(x)) is accepted. If
+none is, the next token is sampled from p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^K) / beta,
+normalized.
 
-It is exact for guesses that are drawn so (`drafts.model.ModelDraft.independent`), and for chains,
-where it is Algorithm 1; not for children without replacement.
+The method is exact for siblings that are sampled independently (`Draft.with_independent_siblings`)
+and for chains, where it is Algorithm 1; not for siblings sampled without replacement.
 """
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Float, Int, Key
 
+from specdec_jax.core.arrays import gather, gather_token, split_rows, take, uniform_rows
 from specdec_jax.core.sampling import Sampling, distribution, sample
-from specdec_jax.core.trees import AnyTree, Tree, require_static, take
-from specdec_jax.core.types import Proposal, Verification
-from specdec_jax.core.verify.tokens import accepted_path, laws
+from specdec_jax.core.trees import AnyTree, Tree, require_static
+from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.verify.tokens import accepted_path, validated_q
 
 
 @dataclasses.dataclass(frozen=True)
-class KSeqVerifier:
-  """Siblings judged by one threshold; see the module.
+class KSeqVerifier(Verifier):
+  """Verifies siblings with one threshold; see the module docstring.
 
   Attributes:
-    sampling: how the target's logits become p.
+    sampling: how logits of the target become p.
   """
 
   sampling: Sampling
+  needs_independent_siblings = True
 
-  @property
-  def exact(self) -> bool:
-    """Whether the output is the target's own."""
-    return True
-
-  def accept(self, rng: Array, tree: AnyTree, proposal: Proposal, logits: Array) -> Verification:
-    """Judge a proposal by the target's logits [B, K, V] at its nodes, with keys rng [B]."""
+  def verify(
+    self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
+  ) -> Verification:
+    """Verify a proposal with the target's logits at the nodes of its tree."""
     tree, p = require_static("K-SEQ", tree), distribution(logits, self.sampling)
-    q = laws(tree, proposal, p)
-    accept_rng, next_rng = jax.vmap(jax.random.split, out_axes=1)(rng)
-    u = jax.vmap(lambda key: jax.random.uniform(key, (tree.num_guesses,)))(accept_rng)
+    q = validated_q(tree, proposal, p)
+    accept_rng, next_rng = split_rows(rng)
+    u = uniform_rows(accept_rng, tree.num_guesses)
     q_x, p_x = guess_probs(tree, proposal.tokens, q, p)
     num_accepted, end, path = accepted_path(tree, u * q_x < p_x)
     return Verification(num_accepted, sample(next_rng, residual_at(tree, q, p, end)), path)
 
 
-def guess_probs(tree: Tree, tokens: Array, q: Array, p: Array) -> tuple[Array, Array]:
-  """rho q(x) and p(x) [B, N] of each guess x, should it be tried."""
+def guess_probs(
+  tree: Tree, tokens: Int[Array, "B N"], q: Float[Array, "B N V"], p: Float[Array, "B K V"]
+) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
+  """Return rho q(x) and p(x) of each draft token x."""
   parents = np.array(tree.parents)
   counts = np.array([tree.parents.count(parent) for parent in parents], np.float32)
-  of_guess = lambda probs: jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]
-  target = take(p, parents)
-  return threshold(q, target, counts) * of_guess(q), of_guess(target)
+  parent_p = take(p, parents)
+  rho = threshold(q, parent_p, counts)
+  return rho * gather_token(q, tokens), gather_token(parent_p, tokens)
 
 
-def threshold(q: Array, p: Array, count: np.ndarray | Array) -> Array:
-  """rho [B, N] of `count` [..., N] guesses drawn from q [B, N, V] against p [B, N, V].
+def threshold(
+  q: Float[Array, "B N V"], p: Float[Array, "B N V"], count: np.ndarray | Array
+) -> Float[Array, "B N"]:
+  """Return rho for `count` [..., N] siblings sampled from q and verified against p.
 
-  By bisection: 1 - (1 - beta)^K - rho beta falls from not below 0 at rho = 1 to not above it at K.
+  By bisection: 1 - (1 - beta)^K - rho beta decreases from at least 0 at rho = 1 to at most 0 at
+  rho = K.
   """
 
   def halve(_, bounds):
@@ -74,16 +79,18 @@ def threshold(q: Array, p: Array, count: np.ndarray | Array) -> Array:
   return lax.fori_loop(0, 24, halve, (ones, ones * count))[1]
 
 
-def residual_at(tree: Tree, q: Array, p: Array, end: Array) -> Array:
-  """Weights [B, V] of the next token after the node `end` [B], whose children were all refused."""
-  at = lambda x, nodes: jnp.take_along_axis(x, nodes[:, None, None], axis=1)
+def residual_at(
+  tree: Tree, q: Float[Array, "B N V"], p: Float[Array, "B K V"], end: Int[Array, " B"]
+) -> Float[Array, "B V"]:
+  """Return weights of the next token after the node `end`, all of whose children were rejected."""
   count = jnp.asarray([tree.parents.count(node) for node in range(tree.num_nodes)])[end]
   child = jnp.asarray(tree.children[:, 0])[end]
-  law = at(q, jnp.minimum(child, tree.num_guesses - 1))
-  target, q_or_0 = at(p, end), jnp.where((count > 0)[:, None, None], law, 0.0)
-  rho = threshold(law, target, jnp.maximum(count, 1)[:, None])
-  taken = jnp.minimum(q_or_0, target / rho[..., None])
-  beta = taken.sum(axis=-1, keepdims=True)
+  child_q = gather(q, jnp.minimum(child, tree.num_guesses - 1)[:, None])  # [B, 1, V]
+  target = gather(p, end[:, None])
+  q_or_0 = jnp.where((count > 0)[:, None, None], child_q, 0.0)
+  rho = threshold(child_q, target, jnp.maximum(count, 1)[:, None])
+  accepted = jnp.minimum(q_or_0, target / rho[..., None])
+  beta = accepted.sum(axis=-1, keepdims=True)
   share = (1 - (1 - beta) ** count[:, None, None]) / jnp.where(beta > 0, beta, 1.0)
-  left = jnp.maximum(target - taken * share, 0.0)
-  return jnp.where(left.any(axis=-1, keepdims=True), left, target)[:, 0]
+  weights = jnp.maximum(target - accepted * share, 0.0)
+  return jnp.where(weights.any(axis=-1, keepdims=True), weights, target)[:, 0]

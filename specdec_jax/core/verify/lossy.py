@@ -1,7 +1,8 @@
-"""Rules that accept more than is exact. Lossy: each changes the distribution of the text.
+"""Verifiers that accept more tokens than exactness allows. Lossy: the output distribution changes.
 
-What a verifier costs is the total variation between p and what a node with one guess emits, which
-`emitted` of each verifier says. Lenience, lossy too, is `tokens.TokenVerifier`'s.
+The loss of a verifier is the total variation between p and the distribution that a node with one
+draft token emits, which its `emitted` returns. Lenience, which is lossy too, belongs to
+`tokens.TokenVerifier`.
 """
 
 import abc
@@ -10,66 +11,64 @@ import math
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Float, Key
 
+from specdec_jax.core.arrays import gather_one, gather_token, take
 from specdec_jax.core.sampling import Sampling, distribution, sample
-from specdec_jax.core.trees import AnyTree, path_to, require_static, take
-from specdec_jax.core.types import Proposal, Verification
-from specdec_jax.core.verify.tokens import laws, normalised
+from specdec_jax.core.trees import AnyTree, path_to, require_static
+from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.verify.tokens import normalised, validated_q
 from specdec_jax.errors import require_count, require_number
 
 
-class _Agreeing(abc.ABC):
-  """A guess stands if it is among the tokens that the target agrees to; the next token is one too.
+class AcceptableTokens(Verifier):
+  """Base class: accepts a draft token if it is in a set of acceptable tokens given by p.
 
-  It does not matter what q was. Of all paths of guesses that stand the longest is taken, of equal
-  ones the first.
+  The next token is sampled from the same set. q does not matter. Of all accepted paths the longest
+  is taken, and the first of several.
   """
 
-  sampling: Sampling
-
-  @property
-  def exact(self) -> bool:
-    """Whether the output is the target's own."""
-    return False
+  exact = False
 
   @abc.abstractmethod
-  def agrees(self, p: Array) -> Array:
-    """Which tokens [..., V] of p [..., V] the target agrees to; at least its likeliest."""
+  def acceptable(self, p: Float[Array, "*batch V"]) -> Bool[Array, "*batch V"]:
+    """Return which tokens are acceptable; at least the most probable one is."""
 
-  def accept(self, rng: Array, tree: AnyTree, proposal: Proposal, logits: Array) -> Verification:
-    """Judge a proposal by the target's logits [B, K, V] at its nodes, with keys rng [B]."""
+  def verify(
+    self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
+  ) -> Verification:
+    """Verify a proposal with the target's logits at the nodes of its tree."""
     tree, p = require_static("a lossy verifier", tree), distribution(logits, self.sampling)
-    laws(tree, proposal, p)  # the shapes fit
-    greedy = (
-      self.sampling.temperature == 0
-    )  # then it agrees to more than the likeliest all the same
-    agreed = self.agrees(distribution(logits, Sampling()) if greedy else p)
-    of_parents, x = take(agreed, tree.parents), proposal.tokens[..., None]
-    stands = jnp.take_along_axis(of_parents, x, axis=-1)[..., 0]
-    reached = (stands[:, None] | ~tree.ancestors[1:, 1:]).all(axis=-1)
+    validated_q(tree, proposal, p)  # checks the shapes
+    # At temperature 0 more tokens than the argmax are acceptable, by the unadjusted distribution.
+    greedy = self.sampling.temperature == 0
+    acceptable = self.acceptable(distribution(logits, Sampling()) if greedy else p)
+    accepted = gather_token(take(acceptable, tree.parents), proposal.tokens)
+    reached = (accepted[:, None] | ~tree.ancestors[1:, 1:]).all(axis=-1)
     depths = jnp.where(reached, tree.depths[1:], 0)
     n = depths.max(axis=1, initial=0)
     end = jnp.where(n > 0, 1 + (depths == n[:, None]).argmax(axis=1), 0)
-    weights = jnp.where(agreed, p, 0.0)
-    left = jnp.take_along_axis(weights, end[:, None, None], axis=1)[:, 0]
-    return Verification(n, sample(rng, left), path_to(tree, end))
+    weights = jnp.where(acceptable, p, 0.0)
+    return Verification(n, sample(rng, gather_one(weights, end)), path_to(tree, end))
 
-  def emitted(self, p: Array, q: Array) -> Array:
-    """Distribution [..., V] of the token that a guess from q [..., V] and its judgement emit."""
-    agreed = self.agrees(p)
-    stands = jnp.where(agreed, q, 0.0)
-    refused = 1 - stands.sum(axis=-1, keepdims=True)
-    return stands + refused * normalised(jnp.where(agreed, p, 0.0))
+  def emitted(
+    self, p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]
+  ) -> Float[Array, "*batch V"]:
+    """Return the distribution of the token that one draft token and its verification emit."""
+    acceptable = self.acceptable(p)
+    accepted = jnp.where(acceptable, q, 0.0)
+    rejected = 1 - accepted.sum(axis=-1, keepdims=True)
+    return accepted + rejected * normalised(jnp.where(acceptable, p, 0.0))
 
 
 @dataclasses.dataclass(frozen=True)
-class TypicalVerifier(_Agreeing):
-  """Typical acceptance (Medusa; Cai et al., 2024): p(x) > min(epsilon, delta exp(-H(p))).
+class TypicalVerifier(AcceptableTokens):
+  """Typical acceptance (Medusa; Cai et al., 2024): accepts x if p(x) > min(epsilon, delta exp(-H(p))).
 
   Attributes:
-    sampling: how the target's logits become p.
-    epsilon: most that is asked of a token.
-    delta: share of exp(-H), which is what a token has where all are alike.
+    sampling: how logits of the target become p.
+    epsilon: upper bound of the threshold.
+    delta: factor of exp(-H), the probability of each token if all are equally probable.
 
   Raises:
     InputError: epsilon or delta is not positive.
@@ -83,25 +82,27 @@ class TypicalVerifier(_Agreeing):
     for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
       object.__setattr__(self, name, require_number(name, value, 0, math.inf, "()"))
 
-  def agrees(self, p: Array) -> Array:
-    """Which tokens [..., V] of p [..., V] are typical; the likeliest is, whatever p."""
+  def acceptable(self, p: Float[Array, "*batch V"]) -> Bool[Array, "*batch V"]:
+    """Return which tokens are typical; the most probable one always is."""
     entropy = -jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0).sum(-1, keepdims=True)
     least = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
     return (p > least) | (p == p.max(axis=-1, keepdims=True))
 
 
 @dataclasses.dataclass(frozen=True)
-class TopBetaVerifier(_Agreeing):
-  """SpecDec's (Xia et al., 2023): x stands if it is among the target's `beta` best and its
-  log-probability lies within `tau` of the best's.
+class TopBetaVerifier(AcceptableTokens):
+  """Top-beta acceptance (SpecDec; Xia et al., 2023).
+
+  Accepts x if it is among the `beta` most probable tokens of the target, and if its log-probability
+  is within `tau` of the most probable one.
 
   Attributes:
-    sampling: how the target's logits become p.
-    beta: how many.
+    sampling: how logits of the target become p.
+    beta: number of tokens.
     tau: in nats.
 
   Raises:
-    InputError: beta is no whole number from 1, or tau is negative.
+    InputError: beta is not a positive integer, or tau is negative.
   """
 
   sampling: Sampling
@@ -112,7 +113,7 @@ class TopBetaVerifier(_Agreeing):
     require_count("beta", self.beta)
     object.__setattr__(self, "tau", require_number("tau", self.tau, 0, math.inf))
 
-  def agrees(self, p: Array) -> Array:
-    """Which tokens [..., V] of p [..., V] are among the best and near the best of all."""
+  def acceptable(self, p: Float[Array, "*batch V"]) -> Bool[Array, "*batch V"]:
+    """Return which tokens are among the most probable ones and close to the maximum."""
     best, _ = lax.top_k(p, min(self.beta, p.shape[-1]))
     return (p >= best[..., -1:]) & (p >= best[..., :1] * math.exp(-self.tau))

@@ -1,13 +1,13 @@
-"""Token verification: Algorithm 1 for a chain, and for a tree the same sibling by sibling. Exact.
+"""Token verification: Algorithm 1 for a chain, and its generalization to siblings for a tree. Exact.
 
-At a node r begins as the target's p. Its children are tried in the order in which they were drawn:
-a child x, drawn from q given its elder siblings, stands if u q(x) < r(x), else r becomes
-norm(max(0, r - q)). If none stands the next token is drawn from r. A chain has one child a node:
-that is Algorithm 1 (Section 2.3). For siblings it holds whether they are drawn independently
-(duplicates kept) or without replacement, by one draft or by several, or chosen without chance,
-where q is a one-hot.
+At a node, r starts as the target's p. The children of the node are verified in the order in which
+they were sampled. A child x, sampled from q given its earlier siblings, is accepted if u q(x) < r(x);
+otherwise r becomes norm(max(0, r - q)). If all children are rejected, the next token is sampled from
+r. A chain has one child per node: that is Algorithm 1 (Section 2.3). The rule holds for siblings that
+are sampled independently (with duplicates) or without replacement, by one draft or by several, and
+for siblings that are selected deterministically, whose q is a one-hot.
 
-Lenience l in (0, 1] puts l q in place of q (Appendix A.5): no token's probability grows past p / l.
+Lenience l in (0, 1] replaces q by l q (Appendix A.5): the probability of a token is then at most p / l.
 """
 
 import dataclasses
@@ -16,106 +16,122 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Bool, Float, Int, Key
 
+from specdec_jax.core.arrays import gather_one, gather_token, split_rows, take, uniform_rows
 from specdec_jax.core.sampling import Sampling, distribution, sample
-from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, path_to, take
-from specdec_jax.core.types import Proposal, Verification
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, path_to
+from specdec_jax.core.types import Proposal, Verification, Verifier
 from specdec_jax.errors import InputError, require_number
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenVerifier:
-  """Each guess judged by itself; see the module.
+class TokenVerifier(Verifier):
+  """Verifies each draft token on its own; see the module docstring.
 
   Attributes:
-    sampling: how the target's logits become p.
-    lenience: l; 1 for exactness.
+    sampling: how logits of the target become p.
+    lenience: l; 1 is exact.
 
   Raises:
-    InputError: lenience outside (0, 1].
+    InputError: lenience is outside (0, 1].
   """
 
   sampling: Sampling
   lenience: float = 1.0
+  allows_short_proposals = True
 
   def __post_init__(self):
     lenience = require_number("lenience", self.lenience, 0, 1, "(]", ", with 1 for exactness")
     object.__setattr__(self, "lenience", lenience)
 
   @property
-  def exact(self) -> bool:
-    """Whether the output is the target's own."""
+  def exact(self) -> bool:  # type: ignore[override]
+    """Whether emitted tokens are distributed as the target's."""
     return self.lenience == 1
 
-  def accept(self, rng: Array, tree: AnyTree, proposal: Proposal, logits: Array) -> Verification:
-    """Judge a proposal by the target's logits [B, K, V] at its nodes, with keys rng [B].
+  def with_lenience(self, lenience: float) -> "TokenVerifier":
+    return self if lenience == 1 else dataclasses.replace(self, lenience=lenience)
+
+  def verify(
+    self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
+  ) -> Verification:
+    """Verify a proposal with the target's logits at the nodes of its tree.
 
     Raises:
-      InputError: lenience below 1 and a tree that changes its shape.
+      InputError: lenience is below 1 and the tree is dynamic.
     """
-    p, agreed = distribution(logits, self.sampling), None
+    p, always_accepted = distribution(logits, self.sampling), None
     if isinstance(tree, DynamicTree):
       if self.lenience < 1:
-        raise InputError("A tree that changes its shape is judged without lenience.")
-      return verify_chosen(rng, tree, proposal.tokens, p)
+        raise InputError("A dynamic tree is verified without lenience; use lenience 1.")
+      return verify_selected(rng, tree, proposal.tokens, p)
     if self.sampling.temperature == 0 and self.lenience < 1:
-      agreed = within_lenience(take(logits, tree.parents), proposal.tokens, self.lenience)
-    return verify(rng, tree, proposal, p, self.lenience, agreed)
+      parent_logits = take(logits, tree.parents)
+      always_accepted = within_lenience(parent_logits, proposal.tokens, self.lenience)
+    return verify(rng, tree, proposal, p, self.lenience, always_accepted)
 
 
 def verify(
-  rng: Array,
+  rng: Key[Array, " B"],
   tree: Tree,
   proposal: Proposal,
-  p: Array,
+  p: Float[Array, "B K V"],
   lenience: float = 1.0,
-  agreed: Array | None = None,
+  always_accepted: Bool[Array, "B N"] | None = None,
 ) -> Verification:
-  """Judge guesses so that what is emitted is distributed as the target.
+  """Verify draft tokens so that emitted tokens are distributed as the target's.
 
   Args:
-    rng: keys [B], so that a row does not depend on its neighbours.
-    tree: shape of the guesses.
-    proposal: guesses [B, N], and the q [B, N, V] that each was drawn from.
-    p: the target's distributions at the nodes, [B, K, V], adjusted by the same sampling method.
+    rng: one key per row.
+    tree: shape of the proposal.
+    proposal: draft tokens and their q.
+    p: distributions of the target at the nodes, by the same sampling method as the output.
     lenience: l.
-    agreed: [B, N], guesses that stand whatever p says.
-
-  Returns:
-    The verification: n accepted guesses and the token after them.
+    always_accepted: draft tokens that are accepted whatever p is.
   """
-  q = laws(tree, proposal, p)
-  accept_rng, next_rng = jax.vmap(jax.random.split, out_axes=1)(rng)
-  # Accept a guess with probability min(1, r / (l q)). Compared, not divided, and strictly: u < 1,
-  # so r >= q always passes and r = 0 never does.
-  u = jax.vmap(lambda key: jax.random.uniform(key, (tree.num_guesses,)))(accept_rng)
+  q = validated_q(tree, proposal, p)
+  accept_rng, next_rng = split_rows(rng)
+  # Accept with probability min(1, r / (l q)). The comparison is strict and nothing is divided: since
+  # u < 1, a token with r >= q is always accepted, and a token with r = 0 never is.
+  u = uniform_rows(accept_rng, tree.num_guesses)
   q_x, r_x = guess_probs(tree, proposal.tokens, q, p, lenience)
   accepted = u * lenience * q_x < r_x
-  if agreed is not None:
-    accepted |= agreed
-  accepted &= proposal.tokens >= 0  # the others were not made
+  if always_accepted is not None:
+    accepted |= always_accepted
+  accepted &= proposal.tokens >= 0  # -1 was not proposed
   num_accepted, end, path = accepted_path(tree, accepted)
-  return Verification(num_accepted, sample(next_rng, residual_at(tree, q, p, end, lenience)), path)
+  next_token = sample(next_rng, residual_at(tree, q, p, end, lenience))
+  return Verification(num_accepted, next_token, path)
 
 
-def verify_chosen(rng: Array, tree: DynamicTree, tokens: Array, p: Array) -> Verification:
-  """Judge guesses [B, N] that were all chosen, by p [B, K, V] at the nodes and keys rng [B].
+def verify_selected(
+  rng: Key[Array, " B"],
+  tree: DynamicTree,
+  tokens: Int[Array, "B N"],
+  p: Float[Array, "B K V"],
+) -> Verification:
+  """Verify draft tokens that were all selected deterministically.
 
-  What `verify` does with one-hots comes to this: the token after each node is drawn from p, and a
-  child that is that token stands.
+  This is what `verify` does with one-hot q: sample the token after each node from p, and accept the
+  child that equals it.
   """
   keys = jax.vmap(lambda key: jax.random.split(key, tree.num_nodes))(rng)
-  drawn = jax.vmap(sample, in_axes=1, out_axes=1)(keys, p)  # [B, K]
-  stands = jnp.take_along_axis(drawn, tree.parents, axis=1) == tokens
+  sampled = jax.vmap(sample, in_axes=1, out_axes=1)(keys, p)  # [B, K]
+  accepted = jnp.take_along_axis(sampled, tree.parents, axis=1) == tokens
   ancestors = tree.ancestors[:, 1:, 1:]
-  reached = (stands[:, None] | ~ancestors).all(axis=-1)  # parents before children: the last is end
+  reached = (accepted[:, None] | ~ancestors).all(axis=-1)
+  # Parents come before children, so the last reached node is the end of the path.
   end = jnp.where(reached, jnp.arange(1, tree.num_nodes), 0).max(axis=1)
-  next_token = jnp.take_along_axis(drawn, end[:, None], axis=1)[:, 0]
-  return Verification(reached.sum(axis=1), next_token, path_to(tree, end))
+  return Verification(reached.sum(axis=1), gather_one(sampled, end), path_to(tree, end))
 
 
-def laws(tree: Tree, proposal: Proposal, p: Array) -> Array:
-  """q [B, N, V] of a proposal, one-hots where it was chosen, once all shapes are known to fit."""
+def validated_q(tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]) -> Float[Array, "B N V"]:
+  """Return q of a proposal, one-hots where tokens were selected deterministically.
+
+  Raises:
+    InputError: shapes of tree, proposal and p do not agree.
+  """
   batch, _, vocab_size = p.shape
   tokens, num_guesses = proposal.tokens, tree.num_guesses
   q = jax.nn.one_hot(tokens, vocab_size) if proposal.q is None else proposal.q
@@ -132,101 +148,121 @@ def laws(tree: Tree, proposal: Proposal, p: Array) -> Array:
 
 
 def guess_probs(
-  tree: Tree, tokens: Array, q: Array, p: Array, lenience: float = 1.0
-) -> tuple[Array, Array]:
-  """q(x) and r(x) [B, N] of each guess x, should it be tried.
+  tree: Tree,
+  tokens: Int[Array, "B N"],
+  q: Float[Array, "B N V"],
+  p: Float[Array, "B K V"],
+  lenience: float = 1.0,
+) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
+  """Return q(x) and r(x) of each draft token x, given that its earlier siblings were rejected.
 
-  All eldest children are judged at once, then those next in age, by what their elders left.
+  All first children are computed together, then all second children from the residuals, and so on.
   """
-  of_drafts, of_targets = [], []
+  q_x, r_x = [], []
   order: list[np.ndarray] = []
   for rank in range(tree.width):
     guesses = np.flatnonzero(tree.ranks == rank)
     if rank == 0:
       r = take(p, np.array(tree.parents)[guesses])
     else:
-      had_next = np.flatnonzero(np.isin(order[-1], guesses - 1))  # siblings lie beside each other
-      r = normalised(residual(take(r, had_next), take(q, guesses - 1), lenience))
-    x = take(tokens, guesses)[..., None]
-    of_drafts.append(jnp.take_along_axis(take(q, guesses), x, axis=-1)[..., 0])
-    of_targets.append(jnp.take_along_axis(r, x, axis=-1)[..., 0])
+      # Siblings are adjacent: those before the current ones, among the siblings of the last rank.
+      has_next = np.flatnonzero(np.isin(order[-1], guesses - 1))
+      r = normalised(residual(take(r, has_next), take(q, guesses - 1), lenience))
+    x = take(tokens, guesses)
+    q_x.append(gather_token(take(q, guesses), x))
+    r_x.append(gather_token(r, x))
     order.append(guesses)
   if not order:
-    return q[..., 0], q[..., 0]  # no guesses: [B, 0]
-  in_order = np.argsort(np.concatenate(order))
-  q_x, r_x = (take(jnp.concatenate(x, axis=1), in_order) for x in (of_drafts, of_targets))
-  return q_x, r_x
+    return q[..., 0], q[..., 0]  # no draft tokens: [B, 0]
+  by_node = np.argsort(np.concatenate(order))
+  return take(jnp.concatenate(q_x, axis=1), by_node), take(jnp.concatenate(r_x, axis=1), by_node)
 
 
-def residual_at(tree: Tree, q: Array, p: Array, end: Array, lenience: float = 1.0) -> Array:
-  """Weights [B, V] of the next token after the node `end` [B], whose children were all refused.
+def residual_at(
+  tree: Tree,
+  q: Float[Array, "B N V"],
+  p: Float[Array, "B K V"],
+  end: Int[Array, " B"],
+  lenience: float = 1.0,
+) -> Float[Array, "B V"]:
+  """Return weights of the next token after the node `end`, all of whose children were rejected.
 
-  norm(max(0, p - l q)) for a chain; with q = 0 where there is no child, that is also the bonus
-  token's p.
+  For a chain that is max(0, p - l q). Where there is no child, q = 0, and the weights are p, the
+  distribution of the bonus token.
   """
-  at = lambda probs, nodes: jnp.take_along_axis(probs, nodes[:, None, None], axis=1)[:, 0]
-  left = at(p, end)
+  weights = gather_one(p, end)
   for rank, children in enumerate(tree.children.T):
     child = end if tree.is_chain else jnp.asarray(children)[end]
-    of_child = at(q, jnp.minimum(child, tree.num_guesses - 1))
-    of_child = jnp.where((child < tree.num_guesses)[:, None], of_child, 0.0)
-    left = residual(left if rank == 0 else normalised(left), of_child, lenience)
-  return left
+    child_q = gather_one(q, jnp.minimum(child, tree.num_guesses - 1))
+    child_q = jnp.where((child < tree.num_guesses)[:, None], child_q, 0.0)
+    weights = residual(weights if rank == 0 else normalised(weights), child_q, lenience)
+  return weights
 
 
-def accepted_path(tree: Tree, accepted: Array) -> tuple[Array, Array, Array | None]:
-  """How far the guesses that stand, accepted [B, N], reach from the newest token without a gap.
+def accepted_path(
+  tree: Tree, accepted: Bool[Array, "B N"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, "B D"] | None]:
+  """Find the path of accepted draft tokens that starts at the last committed token.
 
-  Of siblings the eldest that stands counts. Returns n [B], the node [B] where they end, and the
-  path [B, D] to it, None for a chain.
+  Of several accepted siblings the first one counts.
+
+  Returns:
+    n, the number of accepted tokens; the node at which the path ends; and the path, None for a
+    chain.
   """
   if tree.is_chain:
     n = jnp.cumprod(accepted, axis=1).sum(axis=1)
     return n, n, None
   parents = np.array(tree.parents)
-  elder = (parents[:, None] == parents) & (tree.ranks[:, None] > tree.ranks)
-  chosen = accepted & ~(accepted[:, None] & elder).any(axis=-1)
-  reached = (chosen[:, None] | ~tree.ancestors[1:, 1:]).all(axis=-1)
+  earlier_sibling = (parents[:, None] == parents) & (tree.ranks[:, None] > tree.ranks)
+  first_accepted = accepted & ~(accepted[:, None] & earlier_sibling).any(axis=-1)
+  reached = (first_accepted[:, None] | ~tree.ancestors[1:, 1:]).all(axis=-1)
   end = jnp.where(reached, jnp.arange(1, tree.num_nodes), 0).max(axis=1)
   return reached.sum(axis=1), end, path_to(tree, end)
 
 
-def normalised(weights: Array) -> Array:
-  """weights [..., V], not all 0, as a distribution."""
+def normalised(weights: Float[Array, "*batch V"]) -> Float[Array, "*batch V"]:
+  """Return weights, which are not all 0, as a distribution."""
   return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def residual(p: Array, q: Array, lenience: float = 1.0) -> Array:
-  """Weights [..., V] of what replaces a refused guess: max(0, p - l q) (Section 2.3).
+def residual(
+  p: Float[Array, "*batch V"], q: Float[Array, "*batch V"], lenience: float = 1.0
+) -> Float[Array, "*batch V"]:
+  """Return weights of the token that replaces a rejected one: max(0, p - l q) (Section 2.3).
 
-  p = q up to rounding can leave nothing at all; a refusal then had probability 0 up to rounding,
-  and p itself is the right limit.
+  If p = q up to rounding, nothing may remain. A rejection then had probability 0 up to rounding, and
+  p itself is the right limit.
   """
   q = lenience * q
-  # Decided by comparing: a compiler may work out p - q twice, rounded in two ways (a fused
-  # multiply-add in one), and then what is found to be left in one place is not there in the other.
+  # Compare first. A compiler may compute p - q twice with different rounding, for example once with
+  # a fused multiply-add; the support of the residual must not depend on that.
   above = p > q
-  left = jnp.where(above, jnp.maximum(p - q, jnp.finfo(p.dtype).tiny), 0.0)
-  return jnp.where(above.any(axis=-1, keepdims=True), left, p)
+  weights = jnp.where(above, jnp.maximum(p - q, jnp.finfo(p.dtype).tiny), 0.0)
+  return jnp.where(above.any(axis=-1, keepdims=True), weights, p)
 
 
-def emitted_distribution(p: Array, q: Array, lenience: float = 1.0) -> Array:
-  """Distribution [..., V] of what one guess from q and its judgement emit: p itself if l = 1.
+def emitted_distribution(
+  p: Float[Array, "*batch V"], q: Float[Array, "*batch V"], lenience: float = 1.0
+) -> Float[Array, "*batch V"]:
+  """Return the distribution of the token that one draft token and its verification emit.
 
-  min(q, p / l) + (1 - sum min(q, p / l)) norm(residual), which never exceeds p / l (Appendix A.5).
+  min(q, p / l) + (1 - sum min(q, p / l)) norm(residual), which is p itself if l = 1 and never
+  exceeds p / l (Appendix A.5).
   """
   accepted = jnp.minimum(q, p / lenience)
-  refused = 1 - accepted.sum(axis=-1, keepdims=True)
-  return accepted + refused * normalised(residual(p, q, lenience))
+  rejected = 1 - accepted.sum(axis=-1, keepdims=True)
+  return accepted + rejected * normalised(residual(p, q, lenience))
 
 
-def within_lenience(logits: Array, guesses: Array, lenience: float) -> Array:
-  """Argmax with lenience: whether p(x) >= l max p for guesses x [...] (Appendix A.5).
+def within_lenience(
+  logits: Float[Array, "*batch V"], guesses: Int[Array, "*batch"], lenience: float
+) -> Bool[Array, "*batch"]:
+  """Return whether p(x) >= l max p for each draft token x: argmax with lenience (Appendix A.5).
 
   Args:
-    logits: [..., V]; the verifier compares their softmax.
-    guesses: [...].
+    logits: logits of the target; p is their softmax.
+    guesses: draft tokens.
     lenience: l in (0, 1].
   """
-  of_guess = jnp.take_along_axis(logits, guesses[..., None], axis=-1)[..., 0]
-  return of_guess >= logits.max(axis=-1) + jnp.log(lenience)
+  return gather_token(logits, guesses) >= logits.max(axis=-1) + jnp.log(lenience)

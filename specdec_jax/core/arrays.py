@@ -1,0 +1,79 @@
+"""Gathers, scatters and key splits that the decoding code repeats.
+
+Axis letters as in `core.types`.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int, Key, Shaped
+
+
+def gather(x: Shaped[Array, "B N *rest"], index: Int[Array, "B K"]) -> Shaped[Array, "B K *rest"]:
+  """Return the entries of each row of `x` at `index`."""
+  return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def gather_one(x: Shaped[Array, "B N *rest"], index: Int[Array, " B"]) -> Shaped[Array, " B *rest"]:
+  """Return one entry of each row of `x`."""
+  return gather(x, index[:, None])[:, 0]
+
+
+def gather_token(
+  x: Shaped[Array, "*batch V"], token: Int[Array, "*batch"]
+) -> Shaped[Array, "*batch"]:
+  """Return the entry of `x` that belongs to each token, for example its probability."""
+  return jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0]
+
+
+def gather_or_zero(x: Float[Array, "B N E"], index: Int[Array, " B"]) -> Float[Array, "B E"]:
+  """Return one entry of each row of `x`, and zeros where the index is negative."""
+  return jnp.where(index[:, None] < 0, 0, gather_one(x, jnp.maximum(index, 0)))
+
+
+def take(
+  x: Shaped[Array, "B N *rest"], places: Sequence[int] | np.ndarray
+) -> Shaped[Array, "B K *rest"]:
+  """Return the same entries of every row of `x`; a slice where `places` are consecutive."""
+  places = np.asarray(places)
+  if len(places) and (places == np.arange(places[0], places[0] + len(places))).all():
+    return x[:, places[0] : places[0] + len(places)]
+  return jnp.take(x, jnp.asarray(places, jnp.int32), axis=1)
+
+
+def place_tokens(
+  row: Int[Array, "B T"],
+  block: Int[Array, "B K"],
+  start: Int[Array, " B"],
+  count: Int[Array, " B"] | int,
+) -> Int[Array, "B T"]:
+  """Return `row` with the first `count` tokens of `block` at slots `start`, `start + 1`, ..."""
+  offset = jnp.arange(row.shape[1]) - start[:, None]
+  num_placed = count if isinstance(count, int) else count[:, None]
+  inside = (offset >= 0) & (offset < num_placed)
+  moved = gather(block, jnp.clip(offset, 0, block.shape[1] - 1))
+  return jnp.where(inside, moved, row)
+
+
+def write_slots(
+  cache: Float[Array, "B H T D"], block: Float[Array, "B H K D"], start: Int[Array, " B"]
+) -> Float[Array, "B H T D"]:
+  """Return a cache with `block` in slots `start` to `start + K - 1` of each row."""
+
+  def write_row(row, new, slot):
+    return lax.dynamic_update_slice(row, new, (0, slot, 0))
+
+  return jax.vmap(write_row)(cache, block.astype(cache.dtype), start)
+
+
+def split_rows(rng: Key[Array, " B"], count: int = 2) -> Key[Array, "{count} B"]:
+  """Split the key of each row into `count` keys."""
+  return jax.vmap(lambda key: jax.random.split(key, count), out_axes=1)(rng)
+
+
+def uniform_rows(rng: Key[Array, " B"], count: int) -> Float[Array, "B {count}"]:
+  """Sample `count` uniforms in [0, 1) for each row, from the key of that row."""
+  return jax.vmap(lambda key: jax.random.uniform(key, (count,)))(rng)
