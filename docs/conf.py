@@ -91,7 +91,7 @@ def _hide_protocol_signature(app, what, name, obj, options, signature, returns):
 
 def _shorten_array_types(app, page_name, template_name, context, doctree) -> None:
   """Write jaxtyping's annotations as in the source: Int[Array, 'B P']."""
-  if "body" in context:
+  if page_name.startswith("docs/api/"):
     context["body"] = context["body"].replace("jaxtyping.", "").replace("jaxlib._jax.Array", "Array")
 
 
