@@ -418,7 +418,7 @@ def test_files_of_a_bucket_arrive_whole(bucket, monkeypatch, bytes_more):
   monkeypatch.setattr(files, "_BLOCK", 100)
   content = os.urandom(300 + bytes_more)
   (bucket / "bytes").write_bytes(content)
-  with files.local("gs://some-bucket", "bytes") as path:
+  with files.local_copy("gs://some-bucket", "bytes") as path:
     assert pathlib.Path(path).read_bytes() == content
   assert not os.path.exists(path)
 
@@ -451,7 +451,7 @@ def test_a_model_larger_than_memory_is_not_read(monkeypatch, format):
   )
   load_params(path, GATED, jnp.bfloat16)
   with pytest.raises(InputError, match="with its target would take at least"):
-    open_checkpoint(path).load(GATED, jnp.bfloat16, beside=np.zeros(size, np.float32))
+    open_checkpoint(path).load(GATED, jnp.bfloat16, other_arrays=np.zeros(size, np.float32))
   monkeypatch.setattr(memory, "_device_memory", lambda mesh: 4 * size)
   load_params(path, GATED)
 
@@ -600,7 +600,7 @@ def test_folders_to_choose_from_and_unfinished_ones(mine, tmp_path):
 
 def test_what_holds_no_t5(tmp_path):
   path = write_orbax(tmp_path / "other", None, {"dense": {"kernel": np.ones((2, 3), np.float32)}})
-  refused(path, "holds no T5", "dense/kernel")
+  refused(path, "contains no T5", "dense/kernel")
   tree = flat(params(GATED))
   del tree["encoder/relpos_bias/rel_embedding"]
   path = write_msgpack(tmp_path / "half", None, traverse_util.unflatten_dict(tree, sep="/"))

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
-from specdec_jax.checkpoints.stored import Stored, param_shapes, split
+from specdec_jax.checkpoints.stored import StoredArray, param_shapes, split
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
@@ -178,7 +178,7 @@ def test_devices_get_their_parts(tmp_path):
 
 def test_of_an_array_that_is_split_only_parts_are_read():
   asked = []
-  array = Stored((2, 9), np.dtype(np.float32), lambda index: asked.append(index))
+  array = StoredArray((2, 9), np.dtype(np.float32), lambda index: asked.append(index))
   for part in split(array, 3):
     assert part.shape == (2, 3)
     part.whole()

@@ -68,7 +68,7 @@ def test_a_pair_named_as_on_the_hub(tmp_path, hub):
   assert (pair.target_name, pair.draft_name) == ("tiny-t5", "tiny-t5")
   assert len(pair.vocabulary) == config.vocab_size
   for name in ("google/other-t5", "google/tiny_t5"):
-    refused(name, name, "was not fetched from the Hugging Face Hub")
+    refused(name, name, "was not downloaded from the Hugging Face Hub")
   (tmp_path / "google").mkdir()
   refused("google/tiny-t5", "There is no model in google/tiny-t5")
 
@@ -347,9 +347,9 @@ def test_gpt2_of_more_layers_than_any_file_has(tmp_path):
 def test_our_own_shapes_that_are_none(tmp_path, field, value):
   path = write_own(tmp_path, CONFIG, params(CONFIG))
   change(path, **{field: value})
-  refused(path, "config.json is not the shape of a model", field, config=CONFIG)
+  refused(path, "config.json is not the config of a model", field, config=CONFIG)
   (path / "config.json").write_text(DEEP)
-  refused(path, "config.json is not the shape of a model", config=CONFIG)
+  refused(path, "config.json is not the config of a model", config=CONFIG)
 
 
 def test_a_header_that_is_damaged_anywhere(folder):

@@ -1,4 +1,4 @@
-"""Vocabularies and lines of text: what goes in comes out, and what cannot is said."""
+"""Test vocabularies and the reading of lines: round trips, special ids and errors."""
 
 import gzip
 import io
@@ -22,7 +22,7 @@ def words():
   return open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
 
 
-# SentencePiece's vocabularies.
+# SentencePiece vocabularies.
 
 
 def test_encoded_text_decodes_to_itself(words):
@@ -33,36 +33,36 @@ def test_encoded_text_decodes_to_itself(words):
     assert words.decode(ids) == text
 
 
-def test_texts_of_markup_are_no_control_tokens(words):
+def test_names_of_control_tokens_in_a_text_are_not_encoded_as_such(words):
   for text in ("</s>", "<pad>"):
     assert not {EOS_ID, PAD_ID} & set(words.encode(text)[:-1])
 
 
-def test_decoding_ends_at_eos(words):
+def test_decoding_stops_at_eos(words):
   ids = words.encode("A man")
   assert words.decode(ids + words.encode("Two dogs")) == "A man"
   assert words.decode([EOS_ID, *ids]) == ""
 
 
-def test_decoding_skips_padding_and_ids_past_the_vocabulary(words):
+def test_decoding_skips_padding_and_ids_outside_of_the_vocabulary(words):
   one, *rest = words.encode("A man")
   assert words.decode([PAD_ID, one, len(words), PAD_ID, 10**6, *rest, PAD_ID]) == "A man"
   assert words.decode([]) == words.decode([PAD_ID]) == ""
 
 
-def test_pieces_join_to_the_text(words):
+def test_pieces_concatenate_to_the_text(words):
   ids = words.encode("A man runs")
   pieces = words.pieces(ids)
   assert len(pieces) == len(ids) and pieces[-1] == "</s>"
   assert "".join(pieces[:-1]).strip() == "A man runs"
 
 
-def test_ids_past_the_vocabulary_read_as_numbers(words):
+def test_pieces_outside_of_the_vocabulary_are_numbers(words):
   size = len(words)
   assert words.pieces([size, EOS_ID, size + 31]) == [f"<{size}>", "</s>", f"<{size + 31}>"]
 
 
-def test_sentinels_end_the_vocabulary_from_the_last_id_down(words):
+def test_sentinels_are_numbered_from_the_last_id_down(words):
   more, size = open_vocabulary(words.path, extra_ids=3), len(words)
   assert len(more) == size + 3 and more.fingerprint() != words.fingerprint()
   ids = more.encode("A <extra_id_0> runs <extra_id_2>")
@@ -75,7 +75,7 @@ def test_sentinels_end_the_vocabulary_from_the_last_id_down(words):
   assert more.encode("A man runs") == words.encode("A man runs")
 
 
-def test_fingerprint_tells_vocabularies_apart(words, tmp_path):
+def test_fingerprint_identifies_a_vocabulary(words, tmp_path):
   again, other = str(tmp_path / "again.model"), str(tmp_path / "other.model")
   for path, texts in ((again, tiny_pair.SENTENCES), (other, tiny_pair.SENTENCES[::2])):
     train_sentence_pieces(texts, path, 50)
@@ -85,25 +85,25 @@ def test_fingerprint_tells_vocabularies_apart(words, tmp_path):
   assert open_vocabulary(again).fingerprint() == open_vocabulary(other).fingerprint()
 
 
-def test_control_tokens_have_t5s_ids(words):
+def test_control_tokens_have_the_ids_of_t5(words):
   assert words.pieces([0, 1, 2]) == ["<pad>", "</s>", "<unk>"]
 
 
 @pytest.mark.parametrize("name", ["gone.model", "gone.txt"])
-def test_missing_vocabulary(tmp_path, name):
+def test_missing_vocabulary_is_reported(tmp_path, name):
   with pytest.raises(InputError, match=f"no vocabulary at .*{name}"):
     open_vocabulary(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("content", [b"", b"this is no SentencePiece model"], ids=["empty", "text"])
-def test_file_that_is_no_vocabulary(tmp_path, content):
+def test_invalid_vocabulary_file_is_reported(tmp_path, content):
   path = tmp_path / "bad.model"
   path.write_bytes(content)
   with pytest.raises(InputError, match="bad.model"):
     open_vocabulary(str(path))
 
 
-def test_vocabulary_that_cannot_be_fitted_is_told_and_leaves_no_file(tmp_path):
+def test_impossible_vocabulary_size_is_reported_and_leaves_no_file(tmp_path):
   with pytest.raises(InputError, match="5000"):
     train_sentence_pieces(["a b c"], str(tmp_path / "v.model"), 5000)
   assert not list(tmp_path.iterdir())
@@ -114,18 +114,18 @@ def test_vocabulary_that_cannot_be_fitted_is_told_and_leaves_no_file(tmp_path):
 
 @pytest.fixture(scope="module")
 def pieces():
-  """[PAD], [END], [UNK], the characters of the sentences, and some of their words."""
+  """Vocabulary of [PAD], [END], [UNK], the characters of the sentences and some of their words."""
   return open_vocabulary(str(tiny_pair.gpt_folder() / "vocabulary.txt"))
 
 
 def bert(tmp_path, *lines):
-  """A vocabulary of these lines, in a file."""
+  """Write a vocabulary file with these lines and return its path."""
   path = tmp_path / "vocab.txt"
   path.write_text("".join(f"{line}\n" for line in lines))
   return str(path)
 
 
-def test_word_pieces_of_a_text_decode_to_it_but_for_case_accents_and_spaces(pieces):
+def test_decoded_word_pieces_equal_the_text_except_for_case_accents_and_spaces(pieces):
   for text in [*tiny_pair.SENTENCES, ""]:
     ids = pieces.encode(text)
     assert ids[-1] == pieces.eos_id == 1 and not {pieces.eos_id, PAD_ID} & {*ids[:-1]}
@@ -135,7 +135,7 @@ def test_word_pieces_of_a_text_decode_to_it_but_for_case_accents_and_spaces(piec
     assert pieces.encode(pieces.decode(ids)) == ids
 
 
-def test_word_pieces_read_inside_a_text_with_a_space_where_a_word_starts(tmp_path):
+def test_word_pieces_have_a_space_where_a_word_starts(tmp_path):
   words = open_vocabulary(bert(tmp_path, "[PAD]", "[END]", "[UNK]", "it", "run", "##s", "'", "."))
   ids = words.encode("It's runs.")
   assert words.pieces(ids) == [" it", " '", " [UNK]", " run", "s", " .", " [END]"]
@@ -143,24 +143,24 @@ def test_word_pieces_read_inside_a_text_with_a_space_where_a_word_starts(tmp_pat
   assert words.pieces([PAD_ID, 8, 39]) == [" [PAD]", "<8>", "<39>"]
 
 
-def test_what_word_pieces_do_not_know_is_unknown_and_nothing_is_lost_behind_it(pieces):
+def test_unknown_characters_are_encoded_as_unknown(pieces):
   ids = pieces.encode("two 日本 dogs \U0001f600")
   assert pieces.decode(ids) == "two [UNK] [UNK] dogs [UNK]"
 
 
-def test_names_of_control_tokens_in_a_text_are_no_control_tokens(pieces):
+def test_names_of_control_tokens_are_not_encoded_as_such_by_word_pieces(pieces):
   for text in ("[END]", "[SEP]", "[PAD]", "a [UNK] b"):
     assert not {PAD_ID, pieces.eos_id} & {*pieces.encode(text)[:-1]}
 
 
-def test_word_pieces_decode_up_to_the_end_without_padding_and_ids_past_them(pieces):
+def test_word_pieces_decode_up_to_eos_without_padding_and_unknown_ids(pieces):
   one, *rest = pieces.encode("A man")
   assert pieces.decode([PAD_ID, one, len(pieces), 10**6, PAD_ID, *rest, one]) == "a man"
   assert pieces.decode([]) == pieces.decode([pieces.eos_id, one]) == ""
 
 
-def test_berts_own_layout(tmp_path):
-  """[SEP] at 102 ends a text. What stands before it is padding still, as it is in our models."""
+def test_vocabulary_file_of_bert(tmp_path):
+  """[SEP] with id 102 ends a text, and the id 0 starts it, as for the models of this project."""
   special = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
   words = open_vocabulary(bert(tmp_path, *special, "a", "man"))
   assert (words.start_id, words.eos_id, len(words)) == (0, 102, 106)
@@ -175,23 +175,23 @@ def test_only_a_newline_ends_a_word_piece(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "lines, said",
+  "lines, message",
   [
-    ([], "no word pieces"),
-    (["some", "words"], "no word pieces"),
-    (["[UNK]", "[PAD]", "[SEP]", "a"], "no word pieces"),
-    (["[PAD]", "[SEP]", "a"], "no word pieces"),
-    (["[PAD]", "[UNK]", "a"], "no word pieces"),
+    ([], "is not a file of BERT's word pieces"),
+    (["some", "words"], "is not a file of BERT's word pieces"),
+    (["[UNK]", "[PAD]", "[SEP]", "a"], "is not a file of BERT's word pieces"),
+    (["[PAD]", "[SEP]", "a"], "is not a file of BERT's word pieces"),
+    (["[PAD]", "[UNK]", "a"], "is not a file of BERT's word pieces"),
     (["[PAD]", "[UNK]", "[SEP]", "a", "b", "a"], "'a' twice"),
   ],
-  ids=["empty", "text", "padding not first", "nothing unknown", "no end", "a piece twice"],
+  ids=["empty", "text", "padding not first", "no unknown", "no end", "duplicate piece"],
 )
-def test_lines_that_are_no_word_pieces(tmp_path, lines, said):
-  with pytest.raises(InputError, match=f"vocab.txt .*{said}"):
+def test_invalid_file_of_word_pieces_is_reported(tmp_path, lines, message):
+  with pytest.raises(InputError, match=f"vocab.txt .*{message}"):
     open_vocabulary(bert(tmp_path, *lines))
 
 
-def test_word_pieces_have_no_sentinels_and_are_utf8(tmp_path):
+def test_word_pieces_reject_sentinels_and_invalid_utf8(tmp_path):
   path = bert(tmp_path, "[PAD]", "[UNK]", "[SEP]", "a")
   with pytest.raises(InputError, match="extra_ids is 100"):
     open_vocabulary(path, extra_ids=100)
@@ -200,8 +200,8 @@ def test_word_pieces_have_no_sentinels_and_are_utf8(tmp_path):
     open_vocabulary(path)
 
 
-def test_the_same_texts_give_the_same_word_pieces(pieces, tmp_path):
-  """The trainer sees words in another order each time."""
+def test_training_word_pieces_is_deterministic(pieces, tmp_path):
+  """The trainer of tokenizers reads words in a random order."""
   for again in range(4):
     train_word_pieces(iter(tiny_pair.SENTENCES), str(tmp_path / f"{again}.txt"), 100)
   files = {path.read_bytes() for path in tmp_path.iterdir()}
@@ -212,13 +212,13 @@ def test_the_same_texts_give_the_same_word_pieces(pieces, tmp_path):
   assert open_vocabulary(str(tmp_path / "other.txt")).fingerprint() != pieces.fingerprint()
 
 
-def test_fewer_word_pieces_than_characters_are_refused_and_leave_no_file(tmp_path):
-  with pytest.raises(InputError, match="are 6 pieces, not 5"):  # a, b, ##b and the special ones
+def test_size_below_the_number_of_characters_is_reported_and_leaves_no_file(tmp_path):
+  with pytest.raises(InputError, match="are 6 pieces, not 5"):  # a, b, ##b and three special pieces
     train_word_pieces(["a b ab"], str(tmp_path / "v.txt"), 5)
   assert not list(tmp_path.iterdir())
 
 
-def test_padded():
+def test_padded_fills_rows_with_the_padding_id():
   assert padded([[5, 1], [], [2, 3, 1]], 3).tolist() == [[5, 1, 0], [0, 0, 0], [2, 3, 1]]
 
 
@@ -227,13 +227,13 @@ def test_padded():
 
 @pytest.fixture
 def lines_of(tmp_path, monkeypatch):
-  """Lines of raw bytes, by one of four ways: a file, a gzipped file, a pipe, standard input."""
+  """Return a function that reads raw bytes from a file, gzipped file, pipe or standard input."""
 
   def read(way, raw):
     if way == "stdin":
       monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
       return read_lines("-")
-    if way == "pipe":  # as the shell's <(...) gives it
+    if way == "pipe":  # like <(...) in a shell
       end, start = os.pipe()
       with open(start, "wb") as file:
         file.write(raw)
@@ -246,14 +246,14 @@ def lines_of(tmp_path, monkeypatch):
   return read
 
 
-def test_letters_that_a_vocabulary_has_to_spell():
-  """In the language that it was made from few, in capitals many, in another script all."""
-  foreign = open_vocabulary(str(EMBEDDED / "vocabulary.model")).foreign
-  assert foreign("Two dogs are playing in the snow.") == foreign("") == foreign("12, 3.") == 0
-  assert 0.5 < foreign("TWO DOGS ARE PLAYING IN THE SNOW") < 1
-  assert foreign("Две собаки играют в снегу.") == foreign("两只狗在雪地里玩耍") == 1
-  lm1b = open_vocabulary(str(ASSETS / "lm1b" / "vocabulary.txt")).foreign
-  assert lm1b("The Fed minutes suggested it.") < 0.1 and lm1b("两只狗") == 1
+def test_single_letter_share():
+  """It is 0 for text in the language of the vocabulary, larger in capitals, 1 in another script."""
+  share = open_vocabulary(str(EMBEDDED / "vocabulary.model")).single_letter_share
+  assert share("Two dogs are playing in the snow.") == share("") == share("12, 3.") == 0
+  assert 0.5 < share("TWO DOGS ARE PLAYING IN THE SNOW") < 1
+  assert share("Две собаки играют в снегу.") == share("两只狗在雪地里玩耍") == 1
+  lm1b_share = open_vocabulary(str(ASSETS / "lm1b" / "vocabulary.txt")).single_letter_share
+  assert lm1b_share("The Fed minutes suggested it.") < 0.1 and lm1b_share("两只狗") == 1
 
 
 WAYS = ("file", "gzip", "pipe", "stdin")
@@ -273,21 +273,21 @@ WAYS = ("file", "gzip", "pipe", "stdin")
     ("a\u0085b\u2028c\x0cd\x1ee\n".encode(), ["a\u0085b\u2028c\x0cd\x1ee"]),
     (b"a\rb\n", ["a\rb"]),
   ],
-  ids=["plain", "no last newline", "CRLF", "empty lines", "nothing", "a newline"]
-  + ["beyond ASCII", "what str.splitlines would split", "carriage return inside"],
+  ids=["plain", "no last newline", "CRLF", "empty lines", "empty", "a newline"]
+  + ["beyond ASCII", "other line separators", "carriage return inside"],
 )
 def test_only_a_newline_ends_a_line(lines_of, way, raw, lines):
   assert lines_of(way, raw) == lines
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_bytes_that_are_not_utf8(lines_of, way):
+def test_invalid_utf8_is_reported(lines_of, way):
   with pytest.raises(InputError, match="not UTF-8"):
     lines_of(way, b"good\nM\xe4dchen\n")
 
 
 @pytest.mark.parametrize("name", ["gone.txt", "gone.txt.gz", "folder"])
-def test_missing_text_file(tmp_path, name):
+def test_missing_text_file_is_reported(tmp_path, name):
   (tmp_path / "folder").mkdir()
   with pytest.raises(InputError, match=f"no text file at .*{name}"):
     read_lines(str(tmp_path / name))
@@ -304,16 +304,16 @@ GZIPPED = gzip.compress(b"hello\nworld\n" * 50, mtime=0)
     GZIPPED[:20] + b"\xff\xff" + GZIPPED[22:],
     GZIPPED[:-8] + b"x" * 8,
   ],
-  ids=["not gzipped", "cut off", "damaged inside", "wrong checksum"],
+  ids=["not gzipped", "truncated", "damaged inside", "wrong checksum"],
 )
-def test_damaged_gzip_file(tmp_path, raw):
+def test_damaged_gzip_file_is_reported(tmp_path, raw):
   path = tmp_path / "text.gz"
   path.write_bytes(raw)
   with pytest.raises(InputError, match="text.gz"):
     read_lines(str(path))
 
 
-def test_a_limit_takes_the_first_lines(tmp_path):
+def test_limit_returns_the_first_lines(tmp_path):
   (tmp_path / "text").write_text("one\ntwo\nthree\n")
   assert read_lines(str(tmp_path / "text"), limit=2) == ["one", "two"]
   assert read_lines(str(tmp_path / "text"), limit=9) == ["one", "two", "three"]
@@ -321,6 +321,6 @@ def test_a_limit_takes_the_first_lines(tmp_path):
     read_lines(str(tmp_path / "text"), limit=0)
 
 
-def test_a_prefix_stands_before_each_line_that_is_not_empty(tmp_path):
+def test_prefix_is_prepended_to_lines_that_are_not_blank(tmp_path):
   (tmp_path / "text").write_text("one\r\n\ntwo\n")
   assert read_lines(str(tmp_path / "text"), prefix="say: ") == ["say: one", "", "say: two"]

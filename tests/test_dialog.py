@@ -1,4 +1,4 @@
-"""Dialogs become prompts that end where the next turn begins, and lose their oldest turns."""
+"""Test prompts of dialogs: their format, truncation of early turns, and invalid lines."""
 
 import json
 
@@ -15,7 +15,7 @@ TURNS = ["A man runs.", "Two dogs.", "A red ball!", "A big house."]
 
 @pytest.fixture
 def read(tmp_path):
-  """read(dialogs or lines, max_tokens) -> prompts."""
+  """Return a function from dialogs, or lines of a file, to their prompts."""
 
   def read(*lines, max_tokens=200, **settings):
     path = tmp_path / "dialogs.jsonl"
@@ -26,45 +26,47 @@ def read(tmp_path):
   return read
 
 
-def test_a_prompt_ends_with_the_name_of_whose_turn_it_is():
+def test_prompt_ends_with_the_name_of_the_next_speaker():
   assert prompt(["Hi.", "Hello."]) == "A: Hi.\nB: Hello.\nA:"
   assert prompt(["Hi."], ("Ann", "Bob")) == "Ann: Hi.\nBob:"
   assert prompt([]) == "A:"
 
 
-def test_a_turn_stays_on_its_line(read):
+def test_whitespace_in_a_turn_becomes_single_spaces(read):
   assert read([" Two\ndogs.\t "]) == ["A: Two dogs.\nB:"]
 
 
-def test_lines_are_lists_or_objects_with_turns(read):
+def test_line_is_a_list_or_an_object_with_turns(read):
   both = read(TURNS[:2], {"id": 7, "turns": TURNS[:2]})
   assert both == ["A: A man runs.\nB: Two dogs.\nA:"] * 2
-  assert read(TURNS[:2], "what is past the limit", limit=1) == both[:1]
+  assert read(TURNS[:2], "a line past the limit", limit=1) == both[:1]
 
 
-def test_long_dialogs_lose_their_oldest_turns_and_no_more_than_they_must(read):
+def test_earliest_turns_of_a_long_dialog_are_dropped(read):
   words = open_vocabulary(VOCABULARY)
-  for left in range(1, 5):
-    kept = prompt(TURNS[-left:], first=4 - left)
-    assert kept.startswith("BA"[left % 2 == 0]) and kept.endswith("\nA:")
-    size = len(words.encode(kept))
-    assert read(TURNS, max_tokens=size) == [kept]
-    if left > 1:
-      assert read(TURNS, max_tokens=size - 1) == [prompt(TURNS[1 - left :], first=5 - left)]
+  for num_turns in range(1, 5):
+    text = prompt(TURNS[-num_turns:], first=4 - num_turns)
+    assert text.startswith("BA"[num_turns % 2 == 0]) and text.endswith("\nA:")
+    size = len(words.encode(text))
+    assert read(TURNS, max_tokens=size) == [text]
+    if num_turns > 1:
+      assert read(TURNS, max_tokens=size - 1) == [
+        prompt(TURNS[1 - num_turns :], first=5 - num_turns)
+      ]
     else:
-      with pytest.raises(InputError, match=rf"newest turn of line 1 of .* {size} tokens"):
+      with pytest.raises(InputError, match=rf"last turn of line 1 of .* {size} tokens"):
         read(TURNS, max_tokens=size - 1)
 
 
 @pytest.mark.parametrize(
-  "line, what",
+  "line, reason",
   [
     ("Hello", "is not JSON"),
     ("", "is not JSON"),
-    ({"turn": ["Hi."]}, "no dialog"),
-    (["Hi.", 3], "no dialog"),
+    ({"turn": ["Hi."]}, "is not a dialog"),
+    (["Hi.", 3], "is not a dialog"),
   ],
 )
-def test_what_is_no_dialog_is_refused_with_its_line(read, line, what):
-  with pytest.raises(InputError, match=rf"line 2 of .* {what}"):
+def test_invalid_dialog_is_reported_with_its_line_number(read, line, reason):
+  with pytest.raises(InputError, match=rf"line 2 of .* {reason}"):
     read(TURNS, line)

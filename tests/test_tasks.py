@@ -1,7 +1,7 @@
-"""Tasks: seqio's examples are T5's, and what a run reads gives the very same tokens.
+"""Test tasks of seqio: examples have the tokens of T5, and runs read texts with the same tokens.
 
-TFDS's data is mocked by TFDS itself. The texts and T5's vocabulary are real where they are there.
-TensorFlow takes ten seconds to import, so all that needs it is in this file.
+TFDS mocks its own data. Real texts and T5's vocabulary are used if they are on this machine.
+TensorFlow takes ten seconds to import, so all tests that need it are in this file.
 """
 
 import copy
@@ -31,7 +31,7 @@ TRANSLATE = "translate English to German: "
 
 @pytest.fixture(scope="module")
 def tasks():
-  """The module, with T5's vocabulary or, where that is not there, another."""
+  """Return the module, with T5's vocabulary or, if it is not on this machine, another one."""
   vocabulary = SPIECE if SPIECE.exists() else tiny_pair.folder() / "vocabulary.model"
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("SPECDEC_T5_VOCABULARY", str(vocabulary))
@@ -41,27 +41,29 @@ def tasks():
 
 
 def shared(*names):
-  """Paths of real text."""
+  """Return the paths of real texts, or skip the test if one is missing."""
   paths = [DATA / name for name in names]
   for path in (SPIECE, *paths):
     if not path.exists():
-      pytest.skip(f"{path} is not there; set SPECDEC_SHARED to the folder that holds data/")
+      pytest.skip(f"{path} is missing; set SPECDEC_SHARED to the folder that contains data/")
   return [str(path) for path in paths]
 
 
 def mocked(columns=None):
-  """TFDS's mock: random examples with the fields that TFDS knows, or these columns."""
+  """Return TFDS's mock of its data: these columns, or random examples with the fields of TFDS."""
   import tensorflow as tf
   import tensorflow_datasets as tfds
 
-  as_dataset = lambda self, **_: tf.data.Dataset.from_tensor_slices(columns)
+  def as_dataset(self, **_):
+    return tf.data.Dataset.from_tensor_slices(columns)
+
   return tfds.testing.mock_data(num_examples=3, as_dataset_fn=as_dataset if columns else None)
 
 
 def dataset(task, length, split="test"):
   import seqio
 
-  # The mock does not know how many examples there are, which is asked before any is kept.
+  # The mock does not know the number of examples, which caching in memory would need.
   options = dict(shuffle=False, try_in_mem_cache=False)
   lengths = {"inputs": length, "targets": length}
   return seqio.TaskRegistry.get(task).get_dataset(lengths, split, **options)
@@ -72,7 +74,7 @@ def examples(task, split="test", length=16):
 
 
 def encoder_inputs(task, length):
-  """Tokens [B, S] of a whole split, as seqio's converter gives them to an encoder-decoder."""
+  """Return the tokens [B, S] of a split from seqio's converter for encoder-decoders."""
   import seqio
 
   lengths = {"inputs": length, "targets": length}
@@ -81,13 +83,13 @@ def encoder_inputs(task, length):
 
 
 def prompt(tasks, texts, length):
-  """Tokens [B, S] of texts, as a pair gives them to its models."""
+  """Return the tokens [B, S] of texts that a pair passes to its models."""
   file = tasks.T5_VOCABULARY.sentencepiece_model_file
   pair = Pair(*[None] * 6, open_vocabulary(file, extra_ids=100), "task", "float32", length)
   return np.asarray(pair.prompt(texts, width=length))
 
 
-# TFDS's tasks.
+# Tasks of TFDS.
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def prompt(tasks, texts, length):
     ("lm1b", "train", "", "WORD_PIECES"),
   ],
 )
-def test_tfds_examples_of_any_text(tasks, task, split, prefix, vocabulary):
+def test_examples_of_tfds_have_the_prefix_and_the_tokens_of_the_vocabulary(tasks, task, split, prefix, vocabulary):
   with mocked():
     found = examples(f"specdec_{task}", split, 64)
     texts = tasks.sources(f"specdec_{task}", split)
@@ -111,7 +113,7 @@ def test_tfds_examples_of_any_text(tasks, task, split, prefix, vocabulary):
       assert not {EOS_ID, PAD_ID} & {*ids[:-1]}
 
 
-def test_fields_that_are_read_and_written(tasks):
+def test_fields_of_inputs_and_targets(tasks):
   with mocked({"en": ["A man"], "de": ["Ein Mann"]}):
     (row,) = examples("specdec_wmt14_ende")
   assert row["inputs_pretokenized"] == b"translate English to German: A man"
@@ -126,7 +128,7 @@ def test_fields_that_are_read_and_written(tasks):
   assert tasks.WORD_PIECES.decode(row["targets"].tolist()) == "a man runs . [END]"
 
 
-def test_a_limit_takes_the_first_sources(tasks):
+def test_limit_returns_the_first_sources(tasks):
   with mocked({"en": ["one", "two", "three"], "de": ["eins", "zwei", "drei"]}):
     assert tasks.sources("specdec_wmt14_ende", limit=2) == [TRANSLATE + "one", TRANSLATE + "two"]
     assert len(tasks.sources("specdec_wmt14_ende", limit=9)) == 3
@@ -134,14 +136,14 @@ def test_a_limit_takes_the_first_sources(tasks):
       tasks.sources("specdec_wmt14_ende", limit=0)
 
 
-def test_data_that_tfds_has_not_prepared(tasks, tmp_path):
+def test_missing_data_of_tfds_is_reported(tasks, tmp_path):
   import seqio
 
   seqio.set_tfds_data_dir_override(str(tmp_path))
   try:
     with pytest.raises(InputError, match="tfds build wmt14_translate/de-en:1.0.0"):
       tasks.sources("specdec_wmt14_ende")
-    # As t5x's infer asks for it.
+    # t5x's infer.py reads data with these arguments.
     shards = dict(shard_info=seqio.ShardInfo(0, 1), num_epochs=1, use_cached=False)
     lengths = {"inputs": 8, "targets": 8}
     with pytest.raises(InputError, match="tfds build cnn_dailymail:3.4.0"):
@@ -150,17 +152,17 @@ def test_data_that_tfds_has_not_prepared(tasks, tmp_path):
     seqio.set_tfds_data_dir_override(None)
 
 
-def test_unknown_tasks_and_splits(tasks):
+def test_unknown_tasks_and_splits_are_reported(tasks):
   with pytest.raises(InputError, match="no task wmt14; .*specdec_wmt14_ende"):
     tasks.sources("wmt14")
   with pytest.raises(InputError, match="no split validation; it has train, test"):
     tasks.sources("specdec_lm1b", "validation")
 
 
-# Real text under T5's vocabulary.
+# Real text with T5's vocabulary.
 
 
-def test_t5s_own_tokens(tasks):
+def test_tokens_are_those_of_t5(tasks):
   shared()
   text = TRANSLATE + "The house is wonderful."
   ids = [13959, 1566, 12, 2968, 10, 37, 629, 19, 1627, 5, EOS_ID]
@@ -171,7 +173,7 @@ def test_t5s_own_tokens(tasks):
   assert row["targets"].tolist() == [644, 4598, 229, 19250, 5, EOS_ID]
 
 
-def test_sentinels_are_seqios(tasks):
+def test_sentinels_equal_those_of_seqio(tasks):
   shared()
   ours, theirs = open_vocabulary(str(SPIECE), extra_ids=100), tasks.T5_VOCABULARY
   assert len(ours) == theirs.vocab_size == 32_100
@@ -182,7 +184,7 @@ def test_sentinels_are_seqios(tasks):
   assert ours.pieces([32_099, 32_000]) == [" <extra_id_0>", " <extra_id_99>"]
 
 
-def test_newstest2014_is_read_alike_by_seqio_and_by_line(tasks):
+def test_newstest2014_has_the_same_tokens_from_seqio_and_from_lines(tasks):
   english, german = shared(
     "wmt_newstest_ende/newstest2014.en.gz", "wmt_newstest_ende/newstest2014.de.gz"
   )
@@ -193,11 +195,11 @@ def test_newstest2014_is_read_alike_by_seqio_and_by_line(tasks):
   with mocked(few):
     tokens = encoder_inputs("specdec_wmt14_ende", 64)
   np.testing.assert_array_equal(tokens, prompt(tasks, texts[:300], 64))
-  assert {EOS_ID, PAD_ID} == {*tokens[:, -1]}  # some were cut, others not
+  assert {EOS_ID, PAD_ID} == {*tokens[:, -1]}  # some are truncated, others are not
 
 
 @pytest.mark.parametrize("length", [64, 1024])
-def test_articles_are_cut_to_the_task_s_length(tasks, length):
+def test_articles_are_truncated_to_the_length_of_the_task(tasks, length):
   (rows,) = shared("cnn_dm/cnn_dm.validation500.jsonl.gz")
   rows = [json.loads(line) for line in read_lines(rows, 20)]
   columns = {key: [row[key] for row in rows] for key in ("article", "highlights")}
@@ -212,7 +214,7 @@ def test_articles_are_cut_to_the_task_s_length(tasks, length):
     assert row.tolist() == [*ids, EOS_ID] + [PAD_ID] * (length - 1 - len(ids))
 
 
-def test_only_a_newline_ends_a_line_of_a_pair(tasks):
+def test_only_a_newline_ends_a_line_of_parallel_text(tasks):
   german, english = shared(
     "wmt_newstest_ende/newstest2009.de.gz", "wmt_newstest_ende/newstest2009.en.gz"
   )
@@ -229,7 +231,7 @@ def test_only_a_newline_ends_a_line_of_a_pair(tasks):
     assert found[i]["inputs"].tolist() == [*pieces.encode(texts[i]), EOS_ID]
 
 
-def test_batches_of_prompts_as_the_documentation_has_them(tasks):
+def test_batches_of_prompts_as_documented(tasks):
   (english,) = shared("multi30k/test_2016_flickr.en.gz")
   import seqio
 
@@ -246,11 +248,11 @@ def test_batches_of_prompts_as_the_documentation_has_them(tasks):
   np.testing.assert_array_equal(batch["encoder_input_tokens"], prompt(tasks, texts, 32))
 
 
-# Real text under the word pieces that come with the package.
+# Real text with the bundled word pieces.
 
 
-def test_word_pieces_are_seqios(tasks):
-  """Seqio's own class makes a padded table of words with several pieces, and counts one id more."""
+def test_word_pieces_equal_those_of_seqio(tasks):
+  """Seqio's own class returns a padded table for words of several pieces and counts one id more."""
   ours, theirs = open_vocabulary(WORD_PIECES), tasks.WORD_PIECES
   assert (theirs.vocab_size, theirs.pad_id, theirs.eos_id) == (len(ours), PAD_ID, ours.eos_id)
   text = "The Verizon-like [END] of 2,010 \u20ac; caf\u00e9s \u65e5\u672c"
@@ -263,13 +265,13 @@ def test_word_pieces_are_seqios(tasks):
 @pytest.mark.parametrize(
   "text, as_if", [("Ma\u00df", "mass"), ("so\u2026", "so..."), ("a \ufffd b", "a \u65e5 b")]
 )
-def test_where_tensorflow_writes_characters_another_way(tasks, text, as_if):
+def test_characters_that_tensorflow_text_normalizes(tasks, text, as_if):
   ours, theirs = open_vocabulary(WORD_PIECES), tasks.WORD_PIECES
   assert [*theirs.encode(text)] == [*theirs.encode(as_if)] == ours.encode(as_if)[:-1]
   assert [*theirs.encode(text)] != ours.encode(text)[:-1]
 
 
-def test_news_sentences_are_the_same_tokens_in_seqio_as_in_training(tasks):
+def test_news_sentences_have_the_same_tokens_in_seqio_as_in_training(tasks):
   (path,) = shared("lm1b_sample/1b_benchmark.dev.tokens.gz")
   lines, words = read_lines(path, 2000), open_vocabulary(WORD_PIECES)
   rows = [row["targets"].tolist() for row in examples("specdec_lm1b_sample", "train", 512)]
@@ -282,11 +284,14 @@ def test_news_sentences_are_the_same_tokens_in_seqio_as_in_training(tasks):
 # Local text.
 
 
-def test_pairs_of_two_files(tasks, tmp_path):
+def test_parallel_text_in_two_files(tasks, tmp_path):
   (tmp_path / "a").write_text("one\ntwo\u0085too\n")
   (tmp_path / "b").write_text("eins\nzwei\n")
   (tmp_path / "c").write_text("eins\n")
-  path = lambda name: str(tmp_path / name)
+
+  def path(name):
+    return str(tmp_path / name)
+
   splits = {
     "test": (path("a"), path("b")),
     "short": (path("a"), path("c")),
@@ -301,12 +306,12 @@ def test_pairs_of_two_files(tasks, tmp_path):
     tasks.sources("two_files", "gone")
 
 
-# What the gin files bind.
+# Bindings of the gin files.
 
 
 @pytest.fixture
 def texts_of(monkeypatch):
-  """What gin files and bindings give an experiment to read."""
+  """Return a function from gin files and bindings to the texts that an experiment reads."""
   monkeypatch.chdir(ROOT)
 
   def read(*files, bindings=""):
@@ -315,7 +320,9 @@ def texts_of(monkeypatch):
       gin.parse_config_file(f"gin/{file}.gin")
     gin.parse_config(bindings)
     experiment = gin.query_parameter("run.run.experiment").selector
-    return copy.deepcopy(gin.query_parameter(f"{experiment}.texts"))  # gin calls what is bound
+    return copy.deepcopy(
+      gin.query_parameter(f"{experiment}.texts")
+    )  # copying calls the bound function
 
   yield read
   gin.clear_config()
@@ -323,7 +330,7 @@ def texts_of(monkeypatch):
 
 @pytest.fixture
 def lines(tmp_path):
-  """Bindings that read two lines of a file."""
+  """Return bindings that read two lines of a file."""
   (tmp_path / "text").write_text("one\ntwo\n")
   return f"TEXTS = @text.read_lines()\nINPUT = {str(tmp_path / 'text')!r}"
 
@@ -338,7 +345,7 @@ RUNS = ("speedup", "table2", "table4", "alpha", "table3", "table5", "check_exact
     ("cnn_dm", "summarize: ", ("article", "highlights"), 512),
   ],
 )
-def test_a_task_s_file_gives_its_texts_to_every_run(tasks, texts_of, task, prefix, fields, limit):
+def test_file_of_a_task_gives_its_texts_to_every_run(tasks, texts_of, task, prefix, fields, limit):
   with mocked({field: ["one", "two", "three"] for field in fields}):
     for run in RUNS:
       texts = texts_of(f"runs/{run}", f"tasks/{task}", bindings="NUM_TEXTS = 2")
@@ -351,7 +358,7 @@ def test_a_task_s_file_gives_its_texts_to_every_run(tasks, texts_of, task, prefi
   "task, name", [("cnn_dm", "cnn_dm"), ("wmt_ende", "wmt14_ende"), ("lm1b", "lm1b")]
 )
 @pytest.mark.parametrize("run", ["table3", "table5", "drafts"])
-def test_ngrams_are_not_counted_in_text_of_another_task(tasks, monkeypatch, run, task, name):
+def test_text_of_another_task_is_rejected_for_ngrams(tasks, monkeypatch, run, task, name):
   monkeypatch.chdir(ROOT)
   gin.clear_config()
   for file in (f"runs/{run}", f"tasks/{task}"):
@@ -361,7 +368,7 @@ def test_ngrams_are_not_counted_in_text_of_another_task(tasks, monkeypatch, run,
   gin.clear_config()
 
 
-def test_unconditional_modelling_has_an_empty_source_a_sentence(tasks, texts_of):
+def test_unconditional_generation_has_one_empty_source_per_sentence(tasks, texts_of):
   with mocked({"text": ["one", "two", "three"]}):
     assert texts_of("runs/speedup", "tasks/lm1b", bindings="NUM_TEXTS = 2") == ["", ""]
 
@@ -370,11 +377,11 @@ def test_unconditional_modelling_has_an_empty_source_a_sentence(tasks, texts_of)
   "task, prefix",
   [("wmt_ende", TRANSLATE), ("multi30k", TRANSLATE), ("cnn_dm", "summarize: ")],
 )
-def test_local_lines_get_the_task_s_prefix(tasks, texts_of, lines, task, prefix):
+def test_local_lines_get_the_prefix_of_the_task(tasks, texts_of, lines, task, prefix):
   texts = texts_of("runs/speedup", f"tasks/{task}", bindings=lines)
   assert texts == [prefix + "one", prefix + "two"]
 
 
-def test_runs_alone_take_lines_as_they_are(texts_of, lines):
+def test_runs_without_a_task_read_lines_unchanged(texts_of, lines):
   for run in RUNS:
     assert texts_of(f"runs/{run}", bindings=lines) == ["one", "two"]

@@ -239,7 +239,7 @@ def test_at_a_terminal_there_is_a_line_a_batch_and_no_bar(run, monkeypatch, batc
 
 
 def test_a_line_of_another_language_is_said_once(run, monkeypatch):
-  monkeypatch.setattr(vocabulary, "_SPELLS", 10)
+  monkeypatch.setattr(vocabulary, "_MIN_PIECES", 10)
   monkeypatch.setattr(translate, "FOREIGN", 0.9)
   result = run([LINES[0], "他们在雪地里玩耍", "две собаки"])
   assert result.status == 0 and len(result.lines) == 3

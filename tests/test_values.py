@@ -355,7 +355,7 @@ def test_a_draft_of_beams_is_refused_alike_on_the_command_line(tmp_path):
     (dict(target=5), "target is 5; it must be a string."),
     (dict(vocabulary=5), "vocabulary is 5; it must be a string"),
     (dict(extra_ids="x"), "extra_ids is 'x'; it must be a whole number or 'auto'."),
-    (dict(extra_ids=-1), "extra_ids is -1; it must be from 0 to 1000000 (T5's own has 100)."),
+    (dict(extra_ids=-1), "extra_ids is -1; it must be from 0 to 1000000 (T5's has 100)."),
     (dict(extra_ids=10**9), "extra_ids is 1000000000; it must be from 0 to 1000000"),
     (dict(stored_weights="no"), "stored_weights is 'no'; it must be True or False."),
     (dict(max_source_tokens=True), "max_source_tokens is True; it must be a whole number."),

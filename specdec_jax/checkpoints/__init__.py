@@ -1,1 +1,1 @@
-"""Parameters on disk -> our parameter tree: one reader a format, and `load` for any of them."""
+"""Checkpoints: one reader per format, and `load`, which reads any of them."""

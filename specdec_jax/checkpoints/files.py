@@ -1,4 +1,4 @@
-"""Files on this machine and in Google Cloud Storage (`gs://`), found and read the same way."""
+"""Access to local files and to files in Google Cloud Storage (`gs://`) by the same functions."""
 
 import contextlib
 import errno
@@ -11,11 +11,11 @@ import tensorstore
 
 from specdec_jax.errors import InputError
 
-_BLOCK = 1 << 26  # bytes of a remote file that are in memory at a time
+_BLOCK = 1 << 26  # bytes of a remote file that are held in memory at a time
 
 
 def kvstore(folder: str) -> dict[str, str]:
-  """A folder as tensorstore has it described."""
+  """Return the tensorstore spec of a local or remote folder."""
   if not _is_remote(folder):
     return {"driver": "file", "path": os.path.join(os.path.abspath(folder), "")}
   bucket, _, inside = folder.removeprefix("gs://").partition("/")
@@ -23,24 +23,25 @@ def kvstore(folder: str) -> dict[str, str]:
 
 
 def is_file(folder: str, name: str) -> bool:
+  """Return True if a folder contains a file `name`."""
   if not _is_remote(folder):
     return os.path.isfile(os.path.join(folder, name))
   return bool(_keys(folder, name, name + "\0"))
 
 
-def names(folder: str, start: str, end: str) -> list[str]:
-  """What lies in a folder from name `start` on and before `end`; nothing if there is no folder."""
+def list_names(folder: str, start: str, end: str) -> list[str]:
+  """Return the sorted names n in a folder with start <= n < end; none if there is no folder."""
   if not _is_remote(folder):
-    found = os.listdir(folder) if os.path.isdir(folder) else []
-    return sorted(name for name in found if start <= name < end)
+    entries = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted(name for name in entries if start <= name < end)
   return sorted({key.partition("/")[0] for key in _keys(folder, start, end)})
 
 
 @contextlib.contextmanager
-def local(folder: str, name: str) -> Iterator[str]:
-  """A file's path on this machine: a remote one is copied to disk, and gone again afterwards.
+def local_copy(folder: str, name: str) -> Iterator[str]:
+  """Return a local path of a file: a remote file is copied to a temporary file for the context.
 
-  What was mapped into memory meanwhile stays.
+  A memory map of the file that is created in the context stays valid after it.
   """
   if not _is_remote(folder):
     yield os.path.join(folder, name)
@@ -48,18 +49,19 @@ def local(folder: str, name: str) -> Iterator[str]:
   store = tensorstore.KvStore.open(kvstore(folder)).result()
 
   def read(start: int, end: int | None) -> bytes:
-    found = store.read(name, byte_range=slice(start, end)).result()
-    if found.state == "missing":
+    result = store.read(name, byte_range=slice(start, end)).result()
+    if result.state == "missing":
       raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{folder}/{name}")
-    return found.value
+    return result.value
 
   with tempfile.NamedTemporaryFile() as copy:
-    for at in itertools.count(0, _BLOCK):
+    for offset in itertools.count(0, _BLOCK):
       try:
-        copy.write(read(at, at + _BLOCK))
-      except ValueError:  # fewer bytes are left, or none: then there is nothing to ask for at `at`
-        back = min(at, 1)
-        copy.write(read(at - back, None)[back:])
+        copy.write(read(offset, offset + _BLOCK))
+      except ValueError:  # the file ends before offset + _BLOCK
+        # If it ends at `offset`, a read from there fails too, so read from the byte before.
+        back = min(offset, 1)
+        copy.write(read(offset - back, None)[back:])
         break
     copy.flush()
     yield copy.name
@@ -70,7 +72,7 @@ def _is_remote(path: str) -> bool:
 
 
 def _keys(folder: str, start: str, end: str) -> list[str]:
-  """Names of all files under a remote folder that lie between two names."""
+  """Return the names n of files under a remote folder with start <= n < end."""
   try:
     store = tensorstore.KvStore.open(kvstore(folder)).result()
     return [k.decode() for k in store.list(tensorstore.KvStore.KeyRange(start, end)).result()]

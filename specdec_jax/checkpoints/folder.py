@@ -1,4 +1,4 @@
-"""This project's own small format: a folder with `config.json` and `params.msgpack`."""
+"""This project's checkpoint format: a folder with `config.json` and `params.msgpack`."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from flax import serialization
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.checkpoints import files
 from specdec_jax.checkpoints.flax_msgpack import read_flat
-from specdec_jax.checkpoints.stored import Checkpoint, Stored
+from specdec_jax.checkpoints.stored import Checkpoint, StoredArray
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config, named_dtype
 from specdec_jax.models.families import AnyConfig
@@ -26,51 +26,64 @@ _FAMILIES: dict[str, type[AnyConfig]] = {
 
 
 def save_model(folder: str, config: AnyConfig, params, vocabulary: str | None = None) -> None:
-  """Write shape and parameters (as bfloat16) to `folder`, both files or neither.
+  """Write a model's config and parameters, converted to bfloat16, to `folder`.
 
-  `vocabulary` is the fingerprint of the one it was trained with, kept to refuse another.
+  Either both files are written or neither.
+
+  Args:
+    folder: folder to write to; created if it does not exist.
+    config: config of the model.
+    params: its parameters, not packed in panels.
+    vocabulary: fingerprint of the vocabulary that the model was trained with, which is compared
+      with that of a pair when the model is loaded.
+
+  Raises:
+    InputError: the parameters are packed in panels.
   """
   if config.kernels != "xla":
-    raise InputError("Parameters in panels (`kernels.skinny`) are for decoding; save those read.")
+    raise InputError(
+      "Parameters packed in panels (`kernels.skinny`) cannot be saved; save them before packing."
+    )
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
-  shape = dataclasses.asdict(config)
-  for how_it_runs in ("kernels", "dtype", "dropout_rate"):
-    del shape[how_it_runs]
-  shape["vocabulary"] = vocabulary
-  shape["family"] = next(name for name, kind in _FAMILIES.items() if isinstance(config, kind))
+  fields = dataclasses.asdict(config)
+  for name in ("kernels", "dtype", "dropout_rate"):  # these do not describe the parameters
+    del fields[name]
+  fields["vocabulary"] = vocabulary
+  fields["family"] = next(name for name, kind in _FAMILIES.items() if isinstance(config, kind))
   params = jax.tree.map(lambda x: jax.device_get(x.astype(jnp.bfloat16)), params)
-  with atomic_write(path / CONFIG) as about, atomic_write(path / PARAMS, "wb") as arrays:
-    arrays.write(serialization.msgpack_serialize(params))
-    about.write(json.dumps(shape, indent=2) + "\n")
+  with atomic_write(path / CONFIG) as config_file, atomic_write(path / PARAMS, "wb") as params_file:
+    params_file.write(serialization.msgpack_serialize(params))
+    config_file.write(json.dumps(fields, indent=2) + "\n")
 
 
 def open_folder(folder: str) -> Checkpoint:
-  """What `save_model` wrote.
+  """Open a model that `save_model` wrote.
 
   Raises:
-    InputError: no model there, or one that is damaged.
+    InputError: the folder contains no model, or its files are damaged.
   """
   if not files.is_file(folder, CONFIG) or not files.is_file(folder, PARAMS):
     raise InputError(f"There is no model in {folder}; expected {CONFIG} and {PARAMS} in it.")
   try:
-    with files.local(folder, CONFIG) as path:
-      shape = json.loads(pathlib.Path(path).read_text())
-    vocabulary = shape.pop("vocabulary", None)
-    config = _FAMILIES[shape.pop("family", "t5")](**shape)
+    with files.local_copy(folder, CONFIG) as path:
+      fields = json.loads(pathlib.Path(path).read_text())
+    vocabulary = fields.pop("vocabulary", None)
+    config = _FAMILIES[fields.pop("family", "t5")](**fields)
   except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
     reason = str(error).removesuffix(".")
-    raise InputError(f"{folder}/{CONFIG} is not the shape of a model: {reason}.") from error
-  saved = read_flat(folder, PARAMS)
-  arrays = {name: value for name, value in saved.items() if isinstance(value, Stored)}
+    raise InputError(f"{folder}/{CONFIG} is not the config of a model: {reason}.") from error
+  values = read_flat(folder, PARAMS)
+  arrays = {name: value for name, value in values.items() if isinstance(value, StoredArray)}
   return Checkpoint(folder, config, arrays, vocabulary)
 
 
 def load_model(folder: str, dtype: str = "float32"):
-  """Read what `save_model` wrote, as it lies there: (config, params in `dtype`).
+  """Return the config and the parameters, in `dtype`, of a model that `save_model` wrote.
 
   Raises:
-    InputError: no model there, or parameters that do not fit the shape (named).
+    InputError: the folder contains no model, or names or shapes of parameters differ from those of
+      the config.
   """
   checkpoint = open_folder(folder)
   config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))

@@ -1,4 +1,4 @@
-"""Hugging Face's folders of GPT-2 (Radford et al., 2019), DistilGPT2 and others of that family."""
+"""Reader of Hugging Face checkpoints of GPT-2 (Radford et al., 2019) and models like it."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ from specdec_jax.models.config import GPTConfig
 _EOS_ID = 50256
 _ACTIVATIONS: dict[str, Literal["gelu", "relu"]] = {
   "gelu_new": "gelu",
-  "gelu_pytorch_tanh": "gelu",  # the same
+  "gelu_pytorch_tanh": "gelu",
   "relu": "relu",
 }
 
@@ -40,24 +40,29 @@ _PARTS = {
   "mlp.c_proj": "mlp/wo",
 }
 _IN_LAYER = re.compile(r"h\.(\d+)\.(.+)\.(weight|bias)")
-# The causal mask, which old files keep with each layer.
+# The causal mask, which old files contain in each layer.
 _UNUSED = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 
 
-def open_gpt2(folder: str, about: Mapping[str, Any]) -> Checkpoint:
-  """A GPT-2 that `save_pretrained` wrote, with or without its head; `about` is its config.json.
+def open_gpt2(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
+  """Open a GPT-2 that `save_pretrained` wrote, with or without a language model head.
 
-  Queries, keys and values, side by side there, are read apart. Attention here does not scale its
-  logits, so queries are divided by what these would be.
+  The file has one matrix for queries, keys and values, which is split into three. Attention of this
+  package does not scale its logits, so the query matrix is divided by the scale.
+
+  Args:
+    folder: the folder.
+    fields: result of `read_config`.
 
   Raises:
-    InputError: it does what is not done here, or files are damaged or missing.
+    InputError: the config has an unsupported value, or files are damaged or missing.
   """
-  config = _config(folder, about)
+  config = _config(folder, fields)
   arrays = open_arrays(folder, _UNUSED, _our_name)
-  scale = config.head_dim**0.5 if about.get("scale_attn_weights", True) else 1.0
-  for layer in range(min(config.num_decoder_layers, len(arrays))):  # whatever the file claims
-    divisor = scale * (layer + 1 if about.get("scale_attn_by_inverse_layer_idx") else 1)
+  scale = config.head_dim**0.5 if fields.get("scale_attn_weights", True) else 1.0
+  # A damaged config may claim any number of layers.
+  for layer in range(min(config.num_decoder_layers, len(arrays))):
+    divisor = scale * (layer + 1 if fields.get("scale_attn_by_inverse_layer_idx") else 1)
     for kind in ("kernel", "bias"):
       block = f"decoder/layers_{layer}/self_attention"
       name = f"{block}/query_key_value/{kind}"
@@ -69,54 +74,58 @@ def open_gpt2(folder: str, about: Mapping[str, Any]) -> Checkpoint:
   if LOGITS in arrays:
     if config.tied_logits and TABLE in arrays and equal(arrays[LOGITS], arrays[TABLE]):
       del arrays[LOGITS]
-    else:  # even if config.json says that they are tied
+    else:  # config.json may say that they are tied
       arrays[LOGITS] = arrays[LOGITS].T
       config = dataclasses.replace(config, tied_logits=False)
-  eos_ids = read_eos_ids(folder, about, _EOS_ID)
+  eos_ids = read_eos_ids(folder, fields, _EOS_ID)
   return Checkpoint(folder, config, arrays, None, eos_ids, generation_settings(folder))
 
 
-def _config(folder: str, about: Mapping[str, Any]) -> GPTConfig:
-  """config.json as our shape.
+def _config(folder: str, fields: Mapping[str, Any]) -> GPTConfig:
+  """Return the config for the fields of config.json.
 
-  `reorder_and_upcast_attn` is not looked at: it keeps the same sums from overflowing in float16.
+  `reorder_and_upcast_attn` is ignored: it changes the order of operations to avoid overflow in
+  float16, not the result.
   """
   require_known(
     folder,
-    about,
+    fields,
     activation_function=tuple(_ACTIVATIONS),
     layer_norm_epsilon=(1e-5,),
     add_cross_attention=(False,),
     tie_word_embeddings=(True, False),
   )
-  require_sizes(folder, about, "vocab_size", "n_positions", "n_embd", "n_head", "n_layer")
-  width, num_heads = about["n_embd"], about["n_head"]
-  if about.get("n_inner") is None:
-    about = {**about, "n_inner": 4 * width}
-  require_sizes(folder, about, "n_inner")
+  require_sizes(folder, fields, "vocab_size", "n_positions", "n_embd", "n_head", "n_layer")
+  width, num_heads = fields["n_embd"], fields["n_head"]
+  if fields.get("n_inner") is None:
+    fields = {**fields, "n_inner": 4 * width}
+  require_sizes(folder, fields, "n_inner")
   if width % num_heads:
     raise InputError(
       f"n_embd in {folder}/{CONFIG} is {width}; it must be a multiple of n_head, {num_heads}."
     )
   return GPTConfig(
-    vocab_size=about["vocab_size"],
+    vocab_size=fields["vocab_size"],
     emb_dim=width,
     num_heads=num_heads,
     head_dim=width // num_heads,
-    mlp_dim=about["n_inner"],
-    num_decoder_layers=about["n_layer"],
+    mlp_dim=fields["n_inner"],
+    num_decoder_layers=fields["n_layer"],
     gated=False,
-    activation=_ACTIVATIONS[about.get("activation_function", "gelu_new")],
-    tied_logits=about.get("tie_word_embeddings", True),
+    activation=_ACTIVATIONS[fields.get("activation_function", "gelu_new")],
+    tied_logits=fields.get("tie_word_embeddings", True),
     biases=True,
-    num_positions=about["n_positions"],
-    eos_id=read_eos_ids(folder, about, _EOS_ID)[0],
+    num_positions=fields["n_positions"],
+    eos_id=read_eos_ids(folder, fields, _EOS_ID)[0],
     start_id=None,
   )
 
 
 def _our_name(name: str) -> str:
-  """Name in our tree; a name that is not known stays, to be told when shapes are compared."""
+  """Return the parameter name in this package for a name in the file.
+
+  An unknown name is returned unchanged and reported when the arrays are compared with the config.
+  """
   name = name.removeprefix("transformer.")
   match = _IN_LAYER.fullmatch(name)
   if not match or match[2] not in _PARTS:

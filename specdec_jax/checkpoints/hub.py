@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face Hub: from its cache on this machine, or fetched."""
+"""Models named as on the Hugging Face Hub, from its local cache or downloaded."""
 
 import os
 import re
@@ -11,25 +11,26 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve(path: str, files: tuple[str, ...] = MODEL) -> str:
-  """The folder of what the Hub calls `path`, as 'google/flan-t5-small'; any other path as it is.
+  """Return the local folder of a model on the Hub, such as 'google/flan-t5-small'.
 
   Args:
-    path: what is on this machine goes before what has the same name on the Hub.
-    files: patterns of those that are fetched, unless Hugging Face's own cache has them.
+    path: a name on the Hub. A local path is returned unchanged and takes precedence over a model of
+      the same name on the Hub.
+    files: patterns of the files to download if Hugging Face's cache does not contain them.
 
   Raises:
-    InputError: it is not on this machine, and cannot be fetched.
+    InputError: there is no such path on this machine, and no such model could be downloaded.
   """
-  ours = os.path.exists(path) or os.path.isdir(path.partition("/")[0])
-  if ours or not _NAME.fullmatch(path):
+  is_local = os.path.exists(path) or os.path.isdir(path.partition("/")[0])
+  if is_local or not _NAME.fullmatch(path):
     return path
-  import huggingface_hub  # which is slow, and few paths come here
+  import huggingface_hub  # a slow import that most calls do not need
 
   try:
     return huggingface_hub.snapshot_download(path, allow_patterns=[*files])
-  except Exception as error:  # what a network can say has no end
-    about = str(error).strip().partition("\n")[0].rstrip(".")
+  except Exception as error:  # a network may raise anything
+    reason = str(error).strip().partition("\n")[0].rstrip(".")
     raise InputError(
-      f"There is no {path} on this machine, and it was not fetched from the Hugging Face Hub: "
-      f"{about}. Name a folder or file that is here, or a model there, as 'google/flan-t5-small'."
+      f"There is no {path} on this machine, and it was not downloaded from the Hugging Face Hub: "
+      f"{reason}. Name a local folder or file, or a model on the Hub, as 'google/flan-t5-small'."
     ) from error

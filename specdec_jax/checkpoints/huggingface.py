@@ -1,4 +1,4 @@
-"""Hugging Face's folders of any model that is read here; T5's in full, GPT-2's by `gpt2`."""
+"""Reader and writer of Hugging Face checkpoints. T5 and mT5 are read here, GPT-2 by `gpt2`."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ from specdec_jax.models.t5 import PAD_ID
 
 _BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 _NAMES = {
-  # One table under three names: the file has whichever safetensors kept.
+  # The embedding table has three names in transformers; safetensors stores one of them.
   **dict.fromkeys(
     ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), TABLE
   ),
@@ -40,7 +40,7 @@ _NAMES = {
   "encoder.final_layer_norm.weight": "encoder/encoder_norm/scale",
   "decoder.final_layer_norm.weight": "decoder/decoder_norm/scale",
 }
-# What a layer's parts are called, the norm before each, and what they are called there.
+# For each part of a layer: its name here, the name of the norm before it, and its name in the file.
 _PARTS = {
   ("encoder", "0"): ("attention", "pre_attention_layer_norm", "SelfAttention"),
   ("encoder", "1"): ("mlp", "pre_mlp_layer_norm", "DenseReluDense"),
@@ -54,33 +54,35 @@ _PARTS = {
 }
 _KERNELS = {"q": "query", "k": "key", "v": "value", "o": "out"}
 _IN_LAYER = re.compile(r"(\w+)\.block\.(\d+)\.layer\.(\d)\.(?:layer_norm|\w+\.(\w+))\.weight")
-# Old conversions of T5 1.0 have it, and no model ever used it.
+# Old conversions of T5 1.0 contain this array, which no model uses.
 _UNUSED = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
 
 
 def open_huggingface(folder: str) -> Checkpoint:
-  """What `save_pretrained` wrote: a T5 of any kind, mT5 or GPT-2; nothing pickled is read.
+  """Open a T5, mT5 or GPT-2 that `save_pretrained` wrote as safetensors.
 
   Raises:
-    InputError: it is no model that is known here, or files are damaged or missing.
+    InputError: the model is not supported, or files are damaged or missing.
   """
-  about = {"model_type": None, **read_config(folder)}
-  require_known(folder, about, model_type=("t5", "mt5", "gpt2"))
-  return (open_gpt2 if about["model_type"] == "gpt2" else _open_t5)(folder, about)
+  fields = {"model_type": None, **read_config(folder)}
+  require_known(folder, fields, model_type=("t5", "mt5", "gpt2"))
+  return (open_gpt2 if fields["model_type"] == "gpt2" else _open_t5)(folder, fields)
 
 
-def _open_t5(folder: str, about: Mapping[str, Any]) -> Checkpoint:
-  """A T5 or mT5, whose logits come from `lm_head.weight` if that is there, else from the table.
+def _open_t5(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
+  """Open a T5 or mT5.
 
-  Whether they are scaled as well, which T5 1.0's are, is what `tie_word_embeddings` says in
-  transformers 4. In 5 that is always true, `scale_decoder_outputs` says it, and mT5's never are.
+  Logits are computed with `lm_head.weight` if the file contains it, otherwise with the embedding
+  table. T5 1.0 scales its hidden states before the embedding table. In transformers 4 the field
+  `tie_word_embeddings` tells whether a model does so. In transformers 5 that field is always true,
+  and the field `scale_decoder_outputs` tells it; mT5 never does.
   """
-  is_t5 = about["model_type"] == "t5"
-  usual = dict(feed_forward_proj="relu" if is_t5 else "gated-gelu", tie_word_embeddings=is_t5)
-  about = {**usual, **about}
-  scales = is_t5 or str(about.get("transformers_version")).startswith("4.")
-  about = {"scale_decoder_outputs": about["tie_word_embeddings"] and scales, **about}
-  config = _config(folder, about)
+  is_t5 = fields["model_type"] == "t5"
+  defaults = dict(feed_forward_proj="relu" if is_t5 else "gated-gelu", tie_word_embeddings=is_t5)
+  fields = {**defaults, **fields}
+  scales = is_t5 or str(fields.get("transformers_version")).startswith("4.")
+  fields = {"scale_decoder_outputs": fields["tie_word_embeddings"] and scales, **fields}
+  config = _config(folder, fields)
   arrays = open_arrays(folder, _UNUSED, _our_name)
   if LOGITS in arrays and config.tied_logits:
     if TABLE in arrays and equal(arrays[LOGITS], arrays[TABLE]):
@@ -88,31 +90,32 @@ def _open_t5(folder: str, about: Mapping[str, Any]) -> Checkpoint:
     else:
       arrays[LOGITS] = arrays[LOGITS] / config.logits_divisor
       config = dataclasses.replace(config, tied_logits=False)
-  elif TABLE in arrays and about["tie_word_embeddings"] and not config.tied_logits:
+  elif TABLE in arrays and fields["tie_word_embeddings"] and not config.tied_logits:
     arrays.setdefault(LOGITS, arrays[TABLE])
-  turned = lambda name, array: len(array.shape) == 2 and name != TABLE
-  arrays = {name: x.T if turned(name, x) else x for name, x in arrays.items()}
-  eos_ids = read_eos_ids(folder, about, default=1)
+  # transformers stores matrices transposed, except for the embedding table.
+  arrays = {name: x.T if len(x.shape) == 2 and name != TABLE else x for name, x in arrays.items()}
+  eos_ids = read_eos_ids(folder, fields, default=1)
   return Checkpoint(folder, config, arrays, None, eos_ids, generation_settings(folder))
 
 
 def save_huggingface(folder: str, config: T5Config, params) -> None:
-  """Write a model to `folder` as transformers' `save_pretrained` does, its weights as they are.
+  """Write a T5 to `folder` as transformers' `save_pretrained` does, in the dtype of its parameters.
 
-  The inverse of `open_huggingface`: `config.json`, written last, and `model.safetensors`.
+  This is the inverse of `open_huggingface`. It writes `model.safetensors`, then `config.json`.
 
   Args:
-    folder: made if need be; both files are written, or neither.
-    config: its shape; not `fused`.
+    folder: folder to write to; created if it does not exist. Either both files are written or
+      neither.
+    config: config of the model; not `fused`.
     params: its parameters.
 
   Raises:
-    InputError: a shape that transformers does not have.
+    InputError: transformers has no model with this config.
   """
   if config.fused or config.gated != (config.activation == "gelu"):
     raise InputError(
       f"A model with fused {config.fused}, gated {config.gated} and {config.activation} cannot be "
-      "written for transformers, which has gated gelu and relu that is not gated, neither fused."
+      "written for transformers, which has gated gelu and ungated relu, neither of them fused."
     )
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
@@ -121,13 +124,13 @@ def save_huggingface(folder: str, config: T5Config, params) -> None:
     array = np.asarray(value)
     array = array.T if array.ndim == 2 and name != TABLE else array
     arrays[_their_name(name)] = np.ascontiguousarray(array)
-  with atomic_write(path / CONFIG) as about, atomic_write(path / WEIGHTS, "wb") as weights:
+  with atomic_write(path / CONFIG) as config_file, atomic_write(path / WEIGHTS, "wb") as weights:
     weights.write(save(arrays, {"format": "pt"}))
-    about.write(json.dumps(_about(config), indent=2) + "\n")
+    config_file.write(json.dumps(_config_fields(config), indent=2) + "\n")
 
 
-def _about(config: T5Config) -> dict:
-  """Our shape as config.json: the inverse of `_config`."""
+def _config_fields(config: T5Config) -> dict:
+  """Return the fields of config.json for a config: the inverse of `_config`."""
   return dict(
     architectures=["T5ForConditionalGeneration"],
     model_type="t5",
@@ -148,12 +151,15 @@ def _about(config: T5Config) -> dict:
   )
 
 
-def _config(folder: str, about: Mapping[str, Any]) -> T5Config:
-  """config.json as our shape; where logits are scaled they are tied."""
-  gated = about["feed_forward_proj"] == "gated-gelu"
+def _config(folder: str, fields: Mapping[str, Any]) -> T5Config:
+  """Return the config for the fields of config.json.
+
+  In this package, tied logits are always scaled, so `tied_logits` is `scale_decoder_outputs`.
+  """
+  gated = fields["feed_forward_proj"] == "gated-gelu"
   require_known(
     folder,
-    about,
+    fields,
     feed_forward_proj=("relu", "gated-gelu"),
     dense_act_fn=("gelu_new" if gated else "relu",),
     is_gated_act=(gated,),
@@ -165,26 +171,29 @@ def _config(folder: str, about: Mapping[str, Any]) -> T5Config:
     relative_attention_max_distance=(128,),
     layer_norm_epsilon=(1e-6,),
   )
-  if about.get("num_decoder_layers") is None:
-    about = {**about, "num_decoder_layers": about.get("num_layers")}
+  if fields.get("num_decoder_layers") is None:
+    fields = {**fields, "num_decoder_layers": fields.get("num_layers")}
   sizes = "vocab_size", "d_model", "num_heads", "d_kv", "d_ff", "num_layers", "num_decoder_layers"
-  require_sizes(folder, about, *sizes)
+  require_sizes(folder, fields, *sizes)
   return T5Config(
-    vocab_size=about["vocab_size"],
-    emb_dim=about["d_model"],
-    num_heads=about["num_heads"],
-    head_dim=about["d_kv"],
-    mlp_dim=about["d_ff"],
-    num_encoder_layers=about["num_layers"],
-    num_decoder_layers=about["num_decoder_layers"],
+    vocab_size=fields["vocab_size"],
+    emb_dim=fields["d_model"],
+    num_heads=fields["num_heads"],
+    head_dim=fields["d_kv"],
+    mlp_dim=fields["d_ff"],
+    num_encoder_layers=fields["num_layers"],
+    num_decoder_layers=fields["num_decoder_layers"],
     gated=gated,
     activation="gelu" if gated else "relu",
-    tied_logits=about["scale_decoder_outputs"],
+    tied_logits=fields["scale_decoder_outputs"],
   )
 
 
 def _our_name(name: str) -> str:
-  """Name in our tree; a name that is not known stays, to be told when shapes are compared."""
+  """Return the parameter name in this package for a name in the file.
+
+  An unknown name is returned unchanged and reported when the arrays are compared with the config.
+  """
   match = _IN_LAYER.fullmatch(name)
   if name in _NAMES or not match or (match[1], match[3]) not in _PARTS:
     return _NAMES.get(name, name)
@@ -195,16 +204,16 @@ def _our_name(name: str) -> str:
 
 
 def _their_name(name: str) -> str:
-  """Name of one of our parameters in their files: the inverse of `_our_name`."""
-  for theirs, ours in _NAMES.items():
-    if name == ours:
-      return theirs
+  """Return the name in the file for a parameter of this package: the inverse of `_our_name`."""
+  for file_name, our_name in _NAMES.items():
+    if name == our_name:
+      return file_name
   stack, layer, block, *kernel = name.split("/")
-  for (in_stack, part), (ours, norm, theirs) in _PARTS.items():
-    if in_stack == stack and block in (ours, norm):
+  for (part_stack, part), (our_block, norm, file_block) in _PARTS.items():
+    if part_stack == stack and block in (our_block, norm):
       inside = "layer_norm"
-      if block == ours:
+      if block == our_block:
         short = {long: short for short, long in _KERNELS.items()}
-        inside = f"{theirs}.{short.get(kernel[0], kernel[0])}"
+        inside = f"{file_block}.{short.get(kernel[0], kernel[0])}"
       return f"{stack}.block.{layer.removeprefix('layers_')}.layer.{part}.{inside}.weight"
-  raise InputError(f"{name} is no parameter of a T5 that transformers has.")
+  raise InputError(f"{name} is not a parameter of a T5 in transformers.")

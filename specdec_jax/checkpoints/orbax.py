@@ -1,9 +1,9 @@
-"""Orbax's checkpoints: parameters alone, or a train state that holds them."""
+"""Reader of Orbax checkpoints of parameters, or of a train state that contains them."""
 
 import json
 
-from specdec_jax.checkpoints.files import kvstore, local
-from specdec_jax.checkpoints.stored import Checkpoint, inferred_config, parameters
+from specdec_jax.checkpoints.files import kvstore, local_copy
+from specdec_jax.checkpoints.stored import Checkpoint, infer_config, select_params
 from specdec_jax.checkpoints.zarr import open_arrays
 from specdec_jax.errors import InputError
 
@@ -11,15 +11,15 @@ METADATA = "_METADATA"
 
 
 def open_orbax(folder: str) -> Checkpoint:
-  """What `StandardCheckpointer` or `PyTreeCheckpointer` wrote to `folder`.
+  """Open a T5 that `StandardCheckpointer` or `PyTreeCheckpointer` wrote to `folder`.
 
-  Only the parameters are opened, by tensorstore: Orbax restores a tree as a whole.
+  Arrays are read by tensorstore and not by Orbax, which would restore the whole train state.
 
   Raises:
-    InputError: it is damaged, or holds no T5.
+    InputError: the checkpoint is damaged or contains no T5.
   """
   try:
-    with local(folder, METADATA) as path, open(path, encoding="utf-8") as file:
+    with local_copy(folder, METADATA) as path, open(path, encoding="utf-8") as file:
       metadata = json.load(file)
     keys = [
       [str(key["key"]) for key in leaf["key_metadata"]]
@@ -37,6 +37,6 @@ def open_orbax(folder: str) -> Checkpoint:
       store = {**base, "path": base["path"] + f"{name}/"}
     return {"driver": zarr, "kvstore": store}
 
-  found = parameters(folder, {"/".join(key): spec(".".join(key)) for key in keys})
-  arrays = open_arrays(folder, found)
-  return Checkpoint(folder, inferred_config(folder, arrays), arrays)
+  specs = select_params(folder, {"/".join(key): spec(".".join(key)) for key in keys})
+  arrays = open_arrays(folder, specs)
+  return Checkpoint(folder, infer_config(folder, arrays), arrays)

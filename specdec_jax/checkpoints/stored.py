@@ -1,4 +1,4 @@
-"""Arrays on disk under their names in our tree, brought into memory one at a time."""
+"""Arrays on disk by their parameter names, read into memory one at a time."""
 
 import dataclasses
 import functools
@@ -20,29 +20,30 @@ from specdec_jax.memory import require_memory
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import AnyConfig, for_decoding, init_params
 
-Index = tuple[slice, ...]  # one for each axis
-Shardings = Any  # a tree of `Sharding` like the parameters', or a function to it from their shapes
-MakesShardings = Callable[[Any], Any] | None  # the function only
+Index = tuple[slice, ...]  # one slice per axis
+# A tree of `Sharding` with the structure of the parameters, or a function to it from their shapes.
+Shardings = Any
+ShardingsFn = Callable[[Any], Any] | None  # the function only
 
 TABLE = "token_embedder/embedding"
 LOGITS = "decoder/logits_dense/kernel"
 
-# Where parameters lie in what was saved: alone, in a train state of Flax or of some age of t5x.
-_PLACES = ("", "params/", "target/", "optimizer/target/", "_optimizer/target/", "params/params/")
-_NAMED = 8  # arrays that a message names
-_FEW = 64  # layers
+# Prefixes of parameters in a checkpoint: without a train state, in Flax's, or in versions of t5x's.
+_PREFIXES = ("", "params/", "target/", "optimizer/target/", "_optimizer/target/", "params/params/")
+_MAX_NAMED = 8  # maximum number of arrays that a message names
+_MAX_UNCHECKED_LAYERS = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-  """An array on disk: nothing of it is in memory until `read` is called.
+class StoredArray:
+  """Array on disk, none of which is in memory until `read` is called.
 
-  It behaves as much like an array as `families.for_decoding` needs.
+  It has the array methods that `families.for_decoding` needs.
 
   Attributes:
-    shape: of the array.
-    dtype: as it is stored.
-    read: an index -> the values there.
+    shape: shape of the array.
+    dtype: dtype of the stored values.
+    read: function that returns the values at an index.
   """
 
   shape: tuple[int, ...]
@@ -50,35 +51,49 @@ class Stored:
   read: Callable[[Index], np.ndarray]
 
   @property
-  def T(self) -> "Stored":
-    return Stored(self.shape[::-1], self.dtype, lambda index: self.read(index[::-1]).T)
+  def T(self) -> "StoredArray":
+    return StoredArray(self.shape[::-1], self.dtype, lambda index: self.read(index[::-1]).T)
 
-  def __truediv__(self, divisor) -> "Stored":
-    """In float32; by a power of two, which rounds nothing, what is bfloat16 stays so."""
-    exact = self.dtype == jnp.bfloat16 and math.frexp(divisor)[0] == 0.5
-    kind = self.dtype if exact else np.dtype(np.float32)
-    quotient = lambda values: (values.astype(np.float32) / divisor).astype(kind)
-    return Stored(self.shape, kind, lambda index: quotient(self.read(index)))
+  def __truediv__(self, divisor) -> "StoredArray":
+    """Return the quotient in float32.
 
-  def packed(self, pairs: bool) -> "Stored":
+    A bfloat16 array divided by a power of two stays in bfloat16, because nothing is rounded.
+    """
+    is_exact = self.dtype == jnp.bfloat16 and math.frexp(divisor)[0] == 0.5
+    dtype = self.dtype if is_exact else np.dtype(np.float32)
+
+    def read(index: Index) -> np.ndarray:
+      return (self.read(index).astype(np.float32) / divisor).astype(dtype)
+
+    return StoredArray(self.shape, dtype, read)
+
+  def packed(self, pairs: bool) -> "StoredArray":
+    """Return a matrix packed in panels by `kernels.skinny.pack`."""
     depth, width = self.shape
     shape = skinny.packed_shape(depth, width, pairs)
-    return Stored(shape, self.dtype, lambda index: skinny.pack(self.whole(), pairs)[index])
+    return StoredArray(shape, self.dtype, lambda index: skinny.pack(self.whole(), pairs)[index])
 
   def whole(self) -> np.ndarray:
+    """Read the whole array."""
     return self.read((slice(None),) * len(self.shape))
 
 
-def concatenate(arrays: Sequence[Stored], axis: int) -> Stored:
-  """Arrays side by side, as one; to read a part of it is to read them all."""
+def concatenate(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
+  """Return the concatenation of arrays; reading any part of it reads all of them."""
   shape = list(arrays[0].shape)
   shape[axis] = sum(array.shape[axis] for array in arrays)
-  read = lambda index: np.concatenate([array.whole() for array in arrays], axis)[index]
-  return Stored(tuple(shape), arrays[0].dtype, read)
+
+  def read(index: Index) -> np.ndarray:
+    return np.concatenate([array.whole() for array in arrays], axis)[index]
+
+  return StoredArray(tuple(shape), arrays[0].dtype, read)
 
 
-def equal(a: Stored, b: Stored) -> bool:
-  """Whether two arrays, no scalars, are the same; a few rows of each are in memory at a time."""
+def equal(a: StoredArray, b: StoredArray) -> bool:
+  """Return True if two arrays have the same shape and values, reading 4,096 rows at a time.
+
+  Scalars are never equal.
+  """
   if a.shape != b.shape or not a.shape:
     return False
   bounds = itertools.pairwise([*range(0, a.shape[0], 4096), a.shape[0]])
@@ -86,36 +101,37 @@ def equal(a: Stored, b: Stored) -> bool:
   return all(np.array_equal(a.read(i), b.read(i)) for i in rows)
 
 
-def split(array: Stored, count: int) -> list[Stored]:
-  """Equal parts of the last axis, each read without the others."""
+def split(array: StoredArray, count: int) -> list[StoredArray]:
+  """Split the last axis of an array into `count` equal parts, each read without the others."""
   width = array.shape[-1] // count
 
-  def part(number: int) -> Stored:
+  def part(number: int) -> StoredArray:
     def read(index: Index) -> np.ndarray:
       start, stop, _ = index[-1].indices(width)
       columns = slice(number * width + start, number * width + stop)
       return array.read((*index[:-1], columns))
 
-    return Stored((*array.shape[:-1], width), array.dtype, read)
+    return StoredArray((*array.shape[:-1], width), array.dtype, read)
 
   return [part(number) for number in range(count)]
 
 
 class Checkpoint(NamedTuple):
-  """A model on disk, opened: what it holds is known, and none of it is in memory.
+  """Model on disk whose arrays are known but not yet in memory.
 
   Attributes:
-    path: where it lies.
-    config: its shape; vocab_size counts the rows of its table unless the format says better.
-    arrays: by name in our tree, `encoder/layers_0/attention/query/kernel`.
-    vocabulary: fingerprint of the one it was trained with, if that is stated.
-    eos_ids: end what the model writes, as far as that is stated.
-    generation: file and settings of `pretrained.generation_settings`, which are not applied here.
+    path: path of the checkpoint.
+    config: config of the model. If the format does not record the size of the vocabulary,
+      vocab_size is the number of rows of the embedding table.
+    arrays: arrays by parameter name, such as `encoder/layers_0/attention/query/kernel`.
+    vocabulary: fingerprint of the vocabulary that the model was trained with, if recorded.
+    eos_ids: ids of the tokens that end a text, if recorded.
+    generation: result of `pretrained.generation_settings`; the settings are not applied.
   """
 
   path: str
   config: AnyConfig
-  arrays: Mapping[str, Stored]
+  arrays: Mapping[str, StoredArray]
   vocabulary: str | None = None
   eos_ids: tuple[int, ...] = ()
   generation: tuple[str, Mapping[str, Any]] = ("", {})
@@ -126,48 +142,61 @@ class Checkpoint(NamedTuple):
     dtype: Any = None,
     shardings: Shardings = None,
     stored_weights: bool = False,
-    beside: Any = (),
+    other_arrays: Any = (),
   ):
-    """The parameters; `load.load_params` says more.
+    """Return the parameters.
 
-    With `stored_weights`, matrices that are stored as bfloat16 stay so if `kernels.skinny` will
-    widen them as it reads them: half the bytes, and the same products. Those are not for several
-    devices: give no shardings. `beside` are the arrays of the target, where this is its draft: both
-    must fit in memory, which is checked before anything is read.
+    Args:
+      config: config of the model to load; see `load.load_params`.
+      dtype: dtype of the parameters; that of the config by default.
+      shardings: shardings of the parameters; see `load.load_params`.
+      stored_weights: whether matrices stored as bfloat16 stay in bfloat16 if `kernels.skinny`
+        converts them as it reads them. They take half the bytes, and matmuls give the same result.
+        Such matrices cannot be sharded, so `shardings` must be None.
+      other_arrays: arrays that must fit in memory together with the parameters, such as those of the
+        target if this is its draft.
+
+    Raises:
+      InputError: the arrays differ in name or shape from those of the config, or do not fit in
+        memory. Both are checked before any array is read.
     """
     fuse = config.fused and not self.config.fused
-    apart = dataclasses.replace(config, kernels="xla")
+    stored_config = dataclasses.replace(config, kernels="xla")
     if fuse:
-      apart = dataclasses.replace(apart, fused=False, tied_logits=self.config.tied_logits)
-    layers = config.num_decoder_layers + getattr(config, "num_encoder_layers", 0)
-    # Or a damaged number would have a billion of them traced; a module may have none of its few.
-    if layers > max(len(self.arrays), _FEW):
-      raise InputError(
-        f"{self.path} does not fit the shape of the model: it holds {len(self.arrays)} arrays, too "
-        f"few for {layers} layers."
+      stored_config = dataclasses.replace(
+        stored_config, fused=False, tied_logits=self.config.tied_logits
       )
-    self.require(param_shapes(apart))
+    layers = config.num_decoder_layers + getattr(config, "num_encoder_layers", 0)
+    # A damaged config could claim a billion layers, all of which would be traced. A small number of
+    # layers is not checked, because a draft head may have no arrays of its own for them.
+    if layers > max(len(self.arrays), _MAX_UNCHECKED_LAYERS):
+      raise InputError(
+        f"{self.path} does not fit the shape of the model: it contains {len(self.arrays)} arrays, "
+        f"too few for {layers} layers."
+      )
+    self.require_shapes(param_shapes(stored_config))
     tree = traverse_util.unflatten_dict(dict(self.arrays), sep="/")
     if fuse:
-      tree = for_decoding(apart, tree, concatenate)[1]
+      tree = for_decoding(stored_config, tree, concatenate)[1]
     dtype = config.dtype if dtype is None else dtype
     if callable(shardings):
       shardings = make_shardings(shardings, config)
 
-    in_panels = lambda path: config.kernels != "xla" and path[-1].key == "kernel"
+    def in_panels(path) -> bool:
+      return config.kernels != "xla" and path[-1].key == "kernel"
 
-    def kind(path, array):
+    def dtype_of(path, array):
       stays = in_panels(path) and stored_weights and array.dtype == jnp.bfloat16
       return jnp.bfloat16 if stays else dtype
 
-    places = jax.tree.map(lambda _: None, tree) if shardings is None else shardings
-    size = lambda path, array, place: jax.ShapeDtypeStruct(
-      array.shape, kind(path, array), sharding=place
-    )
-    sizes = jax.tree_util.tree_map_with_path(size, tree, places)
+    def struct_of(path, array, sharding):
+      return jax.ShapeDtypeStruct(array.shape, dtype_of(path, array), sharding=sharding)
+
+    sharding_of = jax.tree.map(lambda _: None, tree) if shardings is None else shardings
+    structs = jax.tree_util.tree_map_with_path(struct_of, tree, sharding_of)
     require_memory(
-      f"the model in {self.path}{' with its target' if jax.tree.leaves(beside) else ''}",
-      (sizes, beside),
+      f"the model in {self.path}{' with its target' if jax.tree.leaves(other_arrays) else ''}",
+      (structs, other_arrays),
       "load a smaller one, or in bfloat16",
     )
     if shardings is not None:
@@ -175,77 +204,104 @@ class Checkpoint(NamedTuple):
 
     def place(path, array):
       packed = array.packed(config.in_pairs) if in_panels(path) else array
-      return _place(packed, kind(path, array))
+      return _place(packed, dtype_of(path, array))
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
-  def require(self, wanted) -> None:
-    """Raise InputError, with names, unless these are the arrays of a tree of parameters."""
-    shape = lambda x: x.shape if jnp.issubdtype(x.dtype, jnp.floating) else (x.dtype.name, *x.shape)
-    found = {name: shape(array) for name, array in self.arrays.items()}
-    wanted = {k: shape(x) for k, x in traverse_util.flatten_dict(wanted, sep="/").items()}
-    wrong = sorted(k for k in found.keys() | wanted.keys() if found.get(k) != wanted.get(k))
+  def require_shapes(self, params) -> None:
+    """Raise InputError unless the arrays have the names and shapes of a tree of parameters."""
+
+    def shape(x):
+      return x.shape if jnp.issubdtype(x.dtype, jnp.floating) else (x.dtype.name, *x.shape)
+
+    def describe(name: str) -> str:
+      stored, expected = (shapes.get(name, "nothing") for shapes in (stored_shapes, wanted_shapes))
+      return f"{name} (found {stored}, expected {expected})"
+
+    stored_shapes = {name: shape(array) for name, array in self.arrays.items()}
+    flat_params = traverse_util.flatten_dict(params, sep="/")
+    wanted_shapes = {name: shape(x) for name, x in flat_params.items()}
+    names = stored_shapes.keys() | wanted_shapes.keys()
+    wrong = sorted(name for name in names if stored_shapes.get(name) != wanted_shapes.get(name))
     if wrong:
-      tell = lambda k: f"{k} (found {found.get(k, 'nothing')}, expected {wanted.get(k, 'nothing')})"
-      more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+      rest = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
       raise InputError(
         f"{self.path} does not fit the shape of the model: {len(wrong)} arrays differ, "
-        f"{', '.join(map(tell, wrong[:_NAMED]))}{more}."
+        f"{', '.join(map(describe, wrong[:_MAX_NAMED]))}{rest}."
       )
 
 
-def _place(array: Stored, dtype, sharding: Sharding | None = None) -> jax.Array:
-  """Read an array onto its devices, each only the part that it holds.
+def _place(array: StoredArray, dtype, sharding: Sharding | None = None) -> jax.Array:
+  """Read an array onto its devices, each of which reads only its shard.
 
-  Values are copied, since they may be a view of a file, and a device may keep what it is given.
+  Values are copied: they may be a view of a file, and a CPU device may share the memory of its
+  input.
   """
   if sharding is None:
     placed = jax.device_put(np.array(array.whole(), dtype, order="C"))
   else:
-    read = lambda index: np.array(array.read(index), dtype, order="C")
+
+    def read(index: Any) -> np.ndarray:
+      return np.array(array.read(index), dtype, order="C")
+
     placed = jax.make_array_from_callback(array.shape, sharding, read)
-  return placed.block_until_ready()  # or the next would be read while this one is still here twice
+  # Otherwise the next array would be read while two copies of this one are in memory.
+  return placed.block_until_ready()
 
 
 def make_shardings(shardings: Callable[[Any], Any], config: AnyConfig) -> Any:
-  """The tree of shardings that a user's function makes of the shapes of a model's parameters.
+  """Call a user's function from the shapes of a model's parameters to shardings.
 
   Raises:
-    InputError: it makes something else.
+    InputError: the function does not return a tree of shardings with the parameters' structure.
   """
   shapes = param_shapes(config)
-  made = shardings(shapes)
+  tree = shardings(shapes)
   structure: Any = jax.tree.structure
-  is_tree = structure(made) == structure(shapes)
-  if not is_tree or not all(isinstance(place, Sharding) for place in jax.tree.leaves(made)):
+  is_tree = structure(tree) == structure(shapes)
+  if not is_tree or not all(isinstance(place, Sharding) for place in jax.tree.leaves(tree)):
     raise InputError(
-      f"The function given as shardings returns {shown(made)}; it must return a tree like the "
+      f"The function given as shardings returns {shown(tree)}; it must return a tree like the "
       "parameters', with a jax.sharding.Sharding for each."
     )
-  return made
+  return tree
 
 
 @functools.cache
 def param_shapes(config: AnyConfig):
-  """The parameters of a model of this shape as a tree of `jax.ShapeDtypeStruct`."""
+  """Return the parameters of a model as a tree of `jax.ShapeDtypeStruct`."""
   return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 
 Leaf = TypeVar("Leaf")
 
 
-def parameters(path: str, saved: Mapping[str, Leaf]) -> dict[str, Leaf]:
-  """What is parameters among all that was saved, a train state say, by name in our tree."""
-  for place in _PLACES:
-    if place + TABLE in saved:
-      return {k.removeprefix(place): x for k, x in saved.items() if k.startswith(place)}
-  some = ", ".join(list(saved)[:_NAMED]) or "nothing"
-  raise InputError(f"{path} holds no T5, for nothing in it is called {TABLE}; it has {some}.")
+def select_params(path: str, saved: Mapping[str, Leaf]) -> dict[str, Leaf]:
+  """Return the parameters among all values of a checkpoint, such as a train state, by name.
+
+  Raises:
+    InputError: the checkpoint contains no embedding table, so it is not a T5.
+  """
+  for prefix in _PREFIXES:
+    if prefix + TABLE in saved:
+      return {k.removeprefix(prefix): x for k, x in saved.items() if k.startswith(prefix)}
+  some = ", ".join(list(saved)[:_MAX_NAMED]) or "nothing"
+  raise InputError(f"{path} contains no T5: it has no array {TABLE}, but {some}.")
 
 
-def inferred_config(path: str, arrays: Mapping[str, Stored]) -> T5Config:
-  """The shape of a T5, as its arrays tell it; gated is taken for GELU and not gated for ReLU."""
-  layers = lambda stack: {k.split("/")[1] for k in arrays if re.match(rf"{stack}/layers_\d+/", k)}
+def infer_config(path: str, arrays: Mapping[str, StoredArray]) -> T5Config:
+  """Return the config of a T5 inferred from the shapes of its arrays.
+
+  A gated MLP is assumed to use GELU and an ungated one ReLU.
+
+  Raises:
+    InputError: the arrays are not those of a T5 in t5x.
+  """
+
+  def num_layers(stack: str) -> int:
+    matches = (re.match(rf"{stack}/(layers_\d+)/", name) for name in arrays)
+    return len({match[1] for match in matches if match})
+
   try:
     rows, emb_dim = arrays[TABLE].shape
     num_heads, _ = arrays["encoder/relpos_bias/rel_embedding"].shape
@@ -253,7 +309,7 @@ def inferred_config(path: str, arrays: Mapping[str, Stored]) -> T5Config:
     mlp_dim, _ = arrays["encoder/layers_0/mlp/wo/kernel"].shape
     head_dim = width // num_heads
   except (KeyError, ValueError, ZeroDivisionError) as error:
-    raise InputError(f"{path} is not laid out as t5x lays out a T5: {error}.") from error
+    raise InputError(f"{path} does not have the arrays of a T5 in t5x: {error}.") from error
   gated = "encoder/layers_0/mlp/wi_0/kernel" in arrays
   return T5Config(
     vocab_size=rows,
@@ -261,8 +317,8 @@ def inferred_config(path: str, arrays: Mapping[str, Stored]) -> T5Config:
     num_heads=num_heads,
     head_dim=head_dim,
     mlp_dim=mlp_dim,
-    num_encoder_layers=len(layers("encoder")),
-    num_decoder_layers=len(layers("decoder")),
+    num_encoder_layers=num_layers("encoder"),
+    num_decoder_layers=num_layers("decoder"),
     gated=gated,
     activation="gelu" if gated else "relu",
     tied_logits=LOGITS not in arrays,

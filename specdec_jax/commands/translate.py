@@ -209,7 +209,7 @@ class _Asked:
           f"warning: line {number} is longer than {pair.max_source_tokens} tokens; it was cut "
           f"after '...{kept[-40:]}'."
         )
-      if not self._foreign_said and (share := pair.vocabulary.foreign(line)) > FOREIGN:
+      if not self._foreign_said and (share := pair.vocabulary.single_letter_share(line)) > FOREIGN:
         self._foreign_said = True
         say(
           f"warning: line {number} is not what this pair was made for: its vocabulary has to spell "

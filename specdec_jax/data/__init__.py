@@ -1,1 +1,1 @@
-"""Vocabularies and texts."""
+"""Vocabularies, text files, dialogs and seqio tasks."""

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face's decoder-only models: GPT-2's byte pairs, and others like them."""
+"""Vocabularies in a Hugging Face `tokenizer.json`, such as GPT-2's byte pair encoding."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,15 +11,19 @@ _ENDS = ("<|endoftext|>", "</s>")
 
 
 class BytePairs(Vocabulary):
-  """A `tokenizer.json`. What ends a text stands before it too, as between those GPT-2 has read."""
+  """Vocabulary in a `tokenizer.json`.
+
+  The token that ends a text also starts it, because GPT-2 was trained on texts with that token
+  between them.
+  """
 
   def __init__(self, path: str):
     self.path = str(path)
     try:
       self._tokenizer = Tokenizer.from_file(self.path)
-    except Exception as error:  # the package raises nothing more special
-      raise InputError(f"{path} is no tokenizer that Hugging Face's can read: {error}.") from error
-    # A file may say how long texts are to be, for whoever trained with it.
+    except Exception as error:  # tokenizers raises plain Exceptions
+      raise InputError(f"{path} is not a tokenizer file of Hugging Face: {error}.") from error
+    # A file may configure truncation and padding for training.
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
     ends = [i for i in map(self._tokenizer.token_to_id, _ENDS) if i is not None]
@@ -38,9 +42,14 @@ class BytePairs(Vocabulary):
     return self._tokenizer.decode(self.until_eos(ids))
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    """As everywhere; part of a character reads as U+FFFD, a line break as U+21B5, on one line."""
-    piece = lambda i: self._tokenizer.decode([i], skip_special_tokens=False).replace("\n", "\u21b5")
-    return [piece(int(i)) if i < len(self) else f"<{int(i)}>" for i in ids]
+    """Return the text of each token; see `Vocabulary.pieces`.
+
+    An incomplete character is returned as U+FFFD, and a line break as U+21B5.
+    """
+    return [self._piece(int(i)) if i < len(self) else f"<{int(i)}>" for i in ids]
+
+  def _piece(self, i: int) -> str:
+    return self._tokenizer.decode([i], skip_special_tokens=False).replace("\n", "\u21b5")
 
   def all_pieces(self) -> list[str]:
     return [self._tokenizer.id_to_token(i) or "" for i in range(len(self))]

@@ -1,13 +1,13 @@
-"""Dialogs as prompts: one turn a line behind its speaker's name, the last line left to be written.
+"""Dialogs as prompts: one line per turn, after the name of the speaker.
 
   A: Have you ever been to Norway?
   B: Once, in winter. It was dark by three.
   A: What did you do all day?
   B:
 
-Two speakers take turns. The prompt ends with the name of the one whose turn it is, so what a
-decoder-only model writes is the next turn, and whatever it puts behind it. Vocabularies that read a
-newline as a space (SentencePiece's and word pieces) see the names between the turns.
+Two speakers take turns. The prompt ends with the name of the next speaker, so that a decoder-only
+model continues it with the next turn, and possibly with further turns. Vocabularies that treat a
+newline as a space (SentencePiece and word pieces) still see the names between the turns.
 """
 
 import json
@@ -19,7 +19,13 @@ from specdec_jax.errors import InputError, require_count, require_types
 
 
 def prompt(turns: Sequence[str], speakers: tuple[str, str] = ("A", "B"), first: int = 0) -> str:
-  """The prompt of a dialog whose turns are those from number `first` on: the even ones A's."""
+  """Return the prompt for the turns of a dialog.
+
+  Args:
+    turns: texts of the turns.
+    speakers: names of the speakers.
+    first: number of the first of `turns` in the dialog; the first speaker has the even turns.
+  """
   texts = *(" " + " ".join(turn.split()) for turn in turns), ""
   return "\n".join(f"{speakers[i % 2]}:{text}" for i, text in enumerate(texts, first))
 
@@ -31,20 +37,23 @@ def read_dialogs(
   limit: int | None = None,
   speakers: tuple[str, str] = ("A", "B"),
 ) -> list[str]:
-  """Prompts of the dialogs in a file: a JSON list of turns a line, or an object that has "turns".
+  """Return the prompts of the dialogs in a file.
 
-  A pair cuts a source that is too long at its end, where a dialog is newest. So the oldest turns of
-  a long dialog are left out here, as many as it takes.
+  Each line is a JSON list of turns, or a JSON object with such a list as "turns".
+
+  A pair truncates a long source at its end, which in a dialog has the latest turns. This function
+  therefore drops the earliest turns of a dialog that exceeds `max_tokens`.
 
   Args:
-    path: of the file, as `read_lines` takes it.
-    vocabulary: the pair's; its file.
-    max_tokens: limit for a prompt, EOS counted; at most the pair's `max_source_tokens`.
-    limit: the first so many dialogs, or all.
-    speakers: names; the first one's is the first turn.
+    path: path of the file; see `read_lines`.
+    vocabulary: path of the vocabulary of the pair.
+    max_tokens: maximum number of tokens of a prompt, EOS included; at most the pair's
+      `max_source_tokens`.
+    limit: number of dialogs to read; all by default.
+    speakers: names of the speakers; the first one has the first turn.
 
   Raises:
-    InputError: a line is no dialog, or its newest turn alone is too long.
+    InputError: a line is not a dialog, or its last turn alone exceeds `max_tokens`.
   """
   require_types(read_dialogs, locals())
   require_count("max_tokens", max_tokens)
@@ -58,22 +67,23 @@ def read_dialogs(
         break
     else:
       raise InputError(
-        f"The newest turn of line {number} of {path} takes {size} tokens by itself, and max_tokens "
-        f"is {max_tokens}; shorten it, or give a larger limit."
+        f"The last turn of line {number} of {path} has {size} tokens alone, and max_tokens is "
+        f"{max_tokens}; shorten it, or give a larger limit."
       )
     prompts.append(text)
   return prompts
 
 
 def _turns(line: str, where: str) -> list[str]:
+  """Return the turns in a line of the file."""
   try:
-    found = json.loads(line)
+    value = json.loads(line)
   except ValueError as error:
     raise InputError(f"{where} is not JSON: {error}.") from error
-  turns = found.get("turns") if isinstance(found, dict) else found
+  turns = value.get("turns") if isinstance(value, dict) else value
   if not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
     raise InputError(
-      f"{where} is no dialog; expected a list of texts, a turn each, or an object that has such a "
-      'list as "turns".'
+      f"{where} is not a dialog; expected a list of strings, one per turn, or an object with such "
+      'a list as "turns".'
     )
   return turns

@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies, T5's way: 0 pads and starts a text, 1 ends it."""
+"""SentencePiece vocabularies with the ids of T5: 0 pads and starts a text, 1 ends it."""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -13,10 +13,10 @@ EOS_ID = 1
 
 
 class SentencePieces(Vocabulary):
-  """A SentencePiece model file, and T5's sentinels.
+  """Vocabulary in a SentencePiece model file, followed by T5's sentinels.
 
-  Sentinels are numbered from the end as seqio has them: 32,000 pieces and 100 extra ids make
-  32,100, of which the last is <extra_id_0>.
+  Sentinels are numbered from the end, as in seqio: with 32,000 pieces and 100 sentinels, the last
+  of 32,100 tokens is <extra_id_0>.
   """
 
   eos_id, start_id = EOS_ID, PAD_ID
@@ -28,7 +28,7 @@ class SentencePieces(Vocabulary):
     except RuntimeError as error:
       raise InputError(f"{path} is not a SentencePiece model: {error}.") from error
     if extra_ids:
-      from sentencepiece import sentencepiece_model_pb2  # needs protobuf, which little else does
+      from sentencepiece import sentencepiece_model_pb2  # the only import that needs protobuf
 
       model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
       model.ParseFromString(self._pieces.serialized_model_proto())
@@ -47,15 +47,21 @@ class SentencePieces(Vocabulary):
     return self._pieces.decode([i for i in self.until_eos(ids) if i != PAD_ID])
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    piece = lambda i: self._pieces.id_to_piece(i) if i < len(self) else f"<{i}>"
-    return [piece(int(i)).replace("\u2581", " ") for i in ids]
+    return [self._piece(int(i)).replace("\u2581", " ") for i in ids]
+
+  def _piece(self, i: int) -> str:
+    return self._pieces.id_to_piece(i) if i < len(self) else f"<{i}>"
 
   def all_pieces(self) -> list[str]:
     return [self._pieces.id_to_piece(i) for i in range(len(self))]
 
 
 def train_sentence_pieces(texts: Iterable[str], path: str, size: int) -> None:
-  """Fit a unigram SentencePiece model of `size` pieces to lines of text and write it to `path`."""
+  """Train a unigram SentencePiece model of `size` pieces on lines of text and write it to `path`.
+
+  Raises:
+    InputError: the texts do not allow a vocabulary of that size.
+  """
   model = io.BytesIO()
   try:
     sentencepiece.SentencePieceTrainer.train(

@@ -1,11 +1,13 @@
-"""The paper's tasks for seqio, as T5 has them: what `tasks` imports where seqio is installed.
+"""The paper's tasks for seqio, preprocessed as in T5. `tasks` imports this module with seqio.
 
-An example is T5's prefix and a text, and the text to write. Both are tokenised with T5's
-vocabulary, those of lm1b with the word pieces of the GPT-like models, cut to the lengths asked for
-and ended with EOS. Nothing is downloaded: TFDS's data is read where it is prepared, and T5's
-vocabulary when a task is first tokenised. The environment may say where things are:
-SPECDEC_T5_VOCABULARY a copy of T5's SentencePiece model, SPECDEC_SHARED the folder that holds
-data/multi30k and data/lm1b_sample.
+The inputs of an example are T5's prefix and a text, and the targets are the reference output. Both
+are tokenized with T5's vocabulary (for lm1b, with the word pieces of the GPT-like models),
+truncated to the requested lengths and followed by EOS.
+
+No data is downloaded: the data of TFDS must be prepared on this machine. T5's vocabulary is read
+when a task is first tokenized. Two environment variables give paths: SPECDEC_T5_VOCABULARY that of
+a copy of T5's SentencePiece model, and SPECDEC_SHARED that of the folder with data/multi30k and
+data/lm1b_sample.
 
 Source: t5/data/tasks.py and utils.py of google-research/text-to-text-transfer-transformer.
 """
@@ -20,7 +22,7 @@ import tensorflow as tf
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError
 
-tf.config.set_visible_devices([], "GPU")  # its memory is JAX's
+tf.config.set_visible_devices([], "GPU")  # TensorFlow would reserve memory that JAX needs
 
 T5_VOCABULARY = seqio.SentencePieceVocabulary(
   os.environ.get("SPECDEC_T5_VOCABULARY", "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"),
@@ -29,15 +31,16 @@ T5_VOCABULARY = seqio.SentencePieceVocabulary(
 
 
 class WordPieceVocabulary(seqio.BertWordPieceVocabulary):
-  """Seqio's own, made right where a word has several pieces: flat ids, and words put together.
+  """Seqio's vocabulary of word pieces, corrected for words of several pieces.
 
-  Its ids are those of `word_pieces.WordPieces`, but for characters that tensorflow_text takes for
-  others, as \u00df for ss and \u2026 for three full stops; BERT's own tokenizer does not.
+  Encoding returns a flat sequence of ids, and decoding joins the pieces of a word. The ids equal
+  those of `word_pieces.WordPieces`, except for characters that tensorflow_text normalizes and
+  BERT's tokenizer does not, such as \u00df (to ss) and \u2026 (to three full stops).
   """
 
   @property
   def _base_vocab_size(self):
-    return super()._base_vocab_size - 1  # tensorflow_text counts a bucket for what is unknown
+    return super()._base_vocab_size - 1  # tensorflow_text counts a bucket of unknown words
 
   def _encode_tf(self, s):
     return tf.cast(self.tf_tokenizer.tokenize(s).flat_values, tf.int32)
@@ -63,20 +66,20 @@ def add_task(
   targets: str,
   vocabulary: seqio.Vocabulary = T5_VOCABULARY,
 ) -> seqio.Task:
-  """Register a task, tokenised as T5's are.
+  """Register a task with seqio, tokenized as T5's tasks are.
 
   Args:
-    name: for `tasks.sources`, seqio and t5x.
-    source: of examples.
-    prefix: put before each input.
-    inputs: field of an example that a model reads; None if it reads nothing.
-    targets: field that it is to write.
-    vocabulary: of both.
+    name: name of the task, for `tasks.sources`, seqio and t5x.
+    source: source of the examples.
+    prefix: text prepended to each input.
+    inputs: field of an example with the input; None for empty inputs.
+    targets: field with the reference output.
+    vocabulary: vocabulary of both fields.
   """
 
   def text_to_text(example):
-    given = example[inputs] if inputs else ""
-    return {"inputs": tf.strings.join([prefix, given]), "targets": example[targets]}
+    text = example[inputs] if inputs else ""
+    return {"inputs": tf.strings.join([prefix, text]), "targets": example[targets]}
 
   return seqio.TaskRegistry.add(
     name,
@@ -95,10 +98,14 @@ def add_task(
 
 
 def text_pairs(splits: Mapping[str, tuple[str, str]]) -> seqio.DataSource:
-  """Examples {source, target} from parallel text: for each split two files, a line each a pair.
+  """Return a source of examples {source, target} from files of parallel text.
 
-  Files as `read_lines` takes them. Asked for a split, it raises InputError if a file of it is
-  missing, or if one has more lines than the other.
+  Reading a split raises InputError if one of its files is missing, or if their numbers of lines
+  differ.
+
+  Args:
+    splits: for each split, the paths of a source file and a target file with one text per line; see
+      `read_lines`.
   """
 
   def read(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
@@ -117,7 +124,7 @@ def text_pairs(splits: Mapping[str, tuple[str, str]]) -> seqio.DataSource:
 
 
 class PreparedTfds(seqio.TfdsDataSource):
-  """TFDS's data, never downloaded; where it is not prepared, reading it raises InputError."""
+  """Data of TFDS that is never downloaded; reading data that is not prepared raises InputError."""
 
   def __init__(self, name: str, splits: tuple[str, ...] = ("train", "validation", "test")):
     super().__init__(name, splits=splits, read_only=True)
@@ -131,11 +138,11 @@ class PreparedTfds(seqio.TfdsDataSource):
   def _read(self, read: Callable, *args, **kwargs):
     try:
       return read(*args, **kwargs)
-    except (AssertionError, KeyError) as error:  # what TFDS raises for data that is not there
+    except (AssertionError, KeyError) as error:  # TFDS raises these for missing data
       name = self.tfds_dataset.name
       raise InputError(
-        f"TFDS's {name} is not on this machine; run `tfds build {name}` once with a network, or "
-        "read text of your own as docs/data.md says."
+        f"The data of TFDS's {name} is not on this machine; run `tfds build {name}` once with "
+        "network access, or read a text file as described in docs/data.md."
       ) from error
 
 
@@ -164,6 +171,6 @@ add_task(
   "source",
   "target",
 )
-# Held-out sentences of lm1b, each of which stands on both sides of its pair.
+# Held-out sentences of lm1b. Both sides of the parallel text are the same file.
 _sample = text_pairs({"train": (_LM1B, _LM1B)})
 add_task("specdec_lm1b_sample", _sample, "", None, "target", WORD_PIECES)

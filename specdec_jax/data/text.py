@@ -1,4 +1,4 @@
-"""Lines of text, from files or standard input."""
+"""Reading lines of text from files or standard input."""
 
 import gzip
 import itertools
@@ -13,11 +13,19 @@ from specdec_jax.errors import InputError, require_count, require_text, require_
 def read_lines(
   path: str, limit: int | None = None, prefix: str = "", num_words: int | None = None
 ) -> list[str]:
-  """Lines of a UTF-8 file or pipe (gzipped if it ends in .gz), or of standard input if path is '-'.
+  """Return the lines of a UTF-8 text.
 
-  Only a newline ends a line: newstest2009 holds U+0085 inside sentences. With a `limit`, the first
-  so many; with `num_words`, of each the first so many, for a decoder-only model to go on from; the
-  `prefix`, such as T5's tasks have, is put before each that is not empty.
+  Only a newline ends a line, because newstest2009 contains U+0085 inside sentences.
+
+  Args:
+    path: path of a file or pipe, decompressed if it ends in .gz; or '-' for standard input.
+    limit: number of lines to return; all by default.
+    prefix: text prepended to each line that is not blank, such as the prefix of a T5 task.
+    num_words: number of words of each line to keep, for a decoder-only model to continue; all by
+      default.
+
+  Raises:
+    InputError: there is no such file, or it is not UTF-8 text.
   """
   require_types(read_lines, locals())
   require_text("path", path, errors="surrogateescape")
@@ -47,7 +55,14 @@ def read_lines(
 
 
 def read_stdin_lines(prefix: str = "") -> Iterator[str]:
-  """Lines of standard input, each as soon as it is there; otherwise as `read_lines` has them."""
+  """Yield each line of standard input as soon as it is complete.
+
+  Args:
+    prefix: text prepended to each line that is not blank.
+
+  Raises:
+    InputError: standard input is closed, or is not UTF-8 text.
+  """
   if sys.stdin is None:
     raise InputError("standard input is closed; give the path of a text file instead of '-'.")
   require_text("prefix", prefix)

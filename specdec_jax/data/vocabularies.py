@@ -1,4 +1,4 @@
-"""Vocabularies in files, opened by what their names say they are."""
+"""Opening of vocabulary files, whose type is given by the suffix of their name."""
 
 import pathlib
 from collections.abc import Sequence
@@ -7,38 +7,44 @@ from typing import Literal
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_types
 
-_MOST_EXTRA_IDS = 1_000_000  # each is put in by itself: that takes seconds
+_MAX_EXTRA_IDS = 1_000_000  # they are added one by one, which takes seconds for this number
 _T5_EXTRA_IDS = 100
-_TABLE_MULTIPLE = 128  # T5's tables have that many rows times some number: 32,128 for 32,100 tokens
+_TABLE_MULTIPLE = 128  # the rows of T5's tables are a multiple of this: 32,128 for 32,100 tokens
 _HUGGING_FACE = "spiece.model", "tokenizer.json"
 _OURS = "vocabulary.model", "vocabulary.txt"
 _WITHOUT_EXTRA_IDS = ".txt", ".json"
 
 
 def open_vocabulary(path: str, extra_ids: int = 0) -> Vocabulary:
-  """The vocabulary in a file: `.txt` of BERT's word pieces, `.json` of Hugging Face's tokenizers
-  (GPT-2's byte pairs), any other of SentencePiece; or in a Hugging Face folder, its file of it.
+  """Open the vocabulary in a file.
+
+  Args:
+    path: path of a file, or of a Hugging Face folder that contains one. A `.txt` file has BERT's
+      word pieces, a `.json` file is a tokenizer of Hugging Face (such as GPT-2's), and any other
+      file is a SentencePiece model.
+    extra_ids: number of sentinels to add to a SentencePiece model.
 
   Raises:
-    InputError: it is not there, or not what its name says.
+    InputError: there is no such file, it is not of the type that its name says, or `extra_ids` is
+      given for another type.
   """
   require_types(open_vocabulary, locals())
-  if not 0 <= extra_ids <= _MOST_EXTRA_IDS:
+  if not 0 <= extra_ids <= _MAX_EXTRA_IDS:
     raise InputError(
-      f"extra_ids is {extra_ids}; it must be from 0 to {_MOST_EXTRA_IDS} (T5's own has 100)."
+      f"extra_ids is {extra_ids}; it must be from 0 to {_MAX_EXTRA_IDS} (T5's has 100)."
     )
-  path = _found([pathlib.Path(path) / name for name in _HUGGING_FACE]) or path
+  path = _first_file([pathlib.Path(path) / name for name in _HUGGING_FACE]) or path
   if not pathlib.Path(path).is_file():
     raise InputError(
       f"There is no vocabulary at {path}; expected a SentencePiece model file, word pieces (.txt) "
       "or a tokenizer.json."
     )
-  # Each needs a package that the others do without.
+  # Each type is imported when it is used, because it needs a package that the others do not.
   kind = pathlib.Path(path).suffix
   if extra_ids and kind in _WITHOUT_EXTRA_IDS:
     raise InputError(
       f"extra_ids is {extra_ids}, but {path} lists all of its tokens; only a SentencePiece model "
-      "takes more. Leave extra_ids out, or give 0."
+      "can have more. Leave extra_ids out, or give 0."
     )
   if kind == ".txt":
     from specdec_jax.data.word_pieces import WordPieces
@@ -59,13 +65,14 @@ def open_vocabulary_of_model(
   """Open the vocabulary of a model whose embedding table has `num_rows` rows.
 
   Args:
-    path: as for `open_vocabulary`.
-    num_rows: of the table, which may be padded (`padded_size`).
+    path: path of a file or Hugging Face folder; see `open_vocabulary`.
+    num_rows: number of rows of the table, which may be padded (`padded_size`).
     extra_ids: number of sentinels to add. 'auto' adds T5's 100 to a SentencePiece model that has
-      none if the table has room for them: 32,128 rows are those of 32,000 pieces and 100 sentinels.
+      none if the table has exactly the rows for them: a table of 32,128 rows holds 32,000 pieces
+      and 100 sentinels.
 
   Raises:
-    InputError: as `open_vocabulary`.
+    InputError: the vocabulary cannot be opened; see `open_vocabulary`.
   """
   if extra_ids != "auto":
     return open_vocabulary(path, extra_ids)
@@ -81,28 +88,29 @@ def count_extra_ids(pieces: Sequence[str], num_rows: int) -> int:
 
   Args:
     pieces: all pieces of the model.
-    num_rows: of the embedding table, which may be padded (`padded_size`).
+    num_rows: number of rows of the embedding table, which may be padded (`padded_size`).
   """
   size = len(pieces) + _T5_EXTRA_IDS
-  has_sentinels = any("<extra_id_0>" in piece for piece in pieces)  # as mT5's model
+  has_sentinels = any("<extra_id_0>" in piece for piece in pieces)  # such as mT5's model
   return _T5_EXTRA_IDS if num_rows in (size, padded_size(size)) and not has_sentinels else 0
 
 
 def padded_size(num_tokens: int) -> int:
-  """Return the number of rows that T5's tables have for a vocabulary of `num_tokens` tokens."""
+  """Return the number of rows of T5's embedding table for a vocabulary of `num_tokens` tokens."""
   return -(-num_tokens // _TABLE_MULTIPLE) * _TABLE_MULTIPLE
 
 
 def find_vocabulary(folder: str) -> str | None:
   """Return the path of the vocabulary of the model in `folder`, or None if it has none.
 
-  Hugging Face keeps it in the folder. This project's own pairs share the one next to theirs.
+  Hugging Face stores it in the folder. The models of a pair of this project share a vocabulary in
+  the parent folder.
   """
   inside = pathlib.Path(folder)
-  beside = [inside.parent / name for name in _OURS]
-  return _found([*(inside / name for name in (*_HUGGING_FACE, *_OURS)), *beside])
+  in_parent = [inside.parent / name for name in _OURS]
+  return _first_file([*(inside / name for name in (*_HUGGING_FACE, *_OURS)), *in_parent])
 
 
-def _found(files: Sequence[pathlib.Path]) -> str | None:
-  """The first of the files that exists."""
+def _first_file(files: Sequence[pathlib.Path]) -> str | None:
+  """Return the path of the first file that exists, or None."""
   return next((str(file) for file in files if file.is_file()), None)

@@ -1,4 +1,4 @@
-"""Vocabularies: text <-> token ids, whatever the pieces are."""
+"""Interface of vocabularies, which convert between text and token ids."""
 
 import abc
 import hashlib
@@ -7,18 +7,19 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 PAD_ID = 0
-_SPELLS = 1000  # pieces of a vocabulary
+# A smaller vocabulary splits most words into single characters.
+_MIN_PIECES = 1000
 _UNKNOWN = ("<unk>", "[UNK]")
 
 
 class Vocabulary(abc.ABC):
-  """Text <-> token ids.
+  """Conversion between text and token ids.
 
   Attributes:
-    path: the file.
-    eos_id: ends a text.
-    start_id: stands before a text, where a model has a token there.
-    extra_ids: sentinels after the pieces, which T5 has.
+    path: path of the file.
+    eos_id: id of the token that ends a text (EOS).
+    start_id: id of the token before a text, for models that have one.
+    extra_ids: number of T5's sentinels after the pieces.
   """
 
   path: str
@@ -31,55 +32,66 @@ class Vocabulary(abc.ABC):
 
   @abc.abstractmethod
   def encode(self, text: str) -> list[int]:
-    """Token ids of a text, EOS last."""
+    """Return the token ids of a text, followed by EOS."""
 
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of token ids up to EOS; padding and ids past the vocabulary are skipped."""
+    """Return the text of token ids up to EOS.
+
+    Padding and ids outside of the vocabulary are skipped.
+    """
 
   @abc.abstractmethod
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    """Each id as it reads inside a text, with a leading space where a word starts.
+    """Return the text of each token inside a text, with a leading space where a word starts.
 
-    An id past the vocabulary, which only a model with a larger table can emit, reads as '<id>'.
+    An id outside of the vocabulary, which only a model with a larger embedding table can emit, is
+    returned as '<id>'.
     """
 
   @abc.abstractmethod
   def all_pieces(self) -> list[str]:
-    """Every piece as it is stored, by id."""
+    """Return all pieces in the order of their ids, as they are stored in the file."""
 
-  def foreign(self, text: str) -> float:
-    """Share of a text's letters that stand in no piece of several, nor are words: they were spelt.
+  def single_letter_share(self, text: str) -> float:
+    """Return the share of a text's letters that fall back to single-letter pieces inside words.
 
-    On texts of the kind that a vocabulary was made from it is a tenth, in another script 1. It is 0
-    for a vocabulary so small that it spells everything.
+    It is about a tenth for texts like those that the vocabulary was trained on, and 1 for another
+    script. It is 0 for a vocabulary of fewer than 1,000 pieces, which has few longer pieces.
     """
-    if len(self) < _SPELLS:
+    if len(self) < _MIN_PIECES:
       return 0.0
     pieces = (
       piece for piece in self.pieces(self.encode(text)[:-1]) if piece.strip() not in _UNKNOWN
     )
-    letters = lambda piece: sum(map(str.isalpha, piece))
-    read = sum(letters(p) for p in pieces if letters(p) > (0 if p.startswith(" ") else 1))
-    return max(0.0, 1 - read / letters(text)) if letters(text) else 0.0
+    # A single letter after a space is a word.
+    in_pieces = sum(
+      _num_letters(p) for p in pieces if _num_letters(p) > (0 if p.startswith(" ") else 1)
+    )
+    num_letters = _num_letters(text)
+    return max(0.0, 1 - in_pieces / num_letters) if num_letters else 0.0
 
   def fingerprint(self) -> str:
-    """A hash of all pieces in order: two vocabularies are the same iff these are."""
+    """Return a hash of all pieces in order, which identifies the vocabulary."""
     return hashlib.sha256("\n".join(self.all_pieces()).encode()).hexdigest()[:16]
 
   def until_eos(self, ids: Iterable[int]) -> list[int]:
-    """What can be decoded of token ids: those before EOS, without ids past the vocabulary."""
-    kept = []
+    """Return the ids before EOS, without ids outside of the vocabulary."""
+    valid = []
     for i in map(int, ids):
       if i == self.eos_id:
         break
       if i < len(self):
-        kept.append(i)
-    return kept
+        valid.append(i)
+    return valid
+
+
+def _num_letters(text: str) -> int:
+  return sum(map(str.isalpha, text))
 
 
 def padded(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
-  """Token rows as int32 [len(rows), length], padded with PAD_ID."""
+  """Return rows of token ids as an int32 array [len(rows), length], padded with PAD_ID."""
   out = np.full((len(rows), length), PAD_ID, np.int32)
   for i, row in enumerate(rows):
     out[i, : len(row)] = row

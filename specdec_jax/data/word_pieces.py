@@ -1,4 +1,4 @@
-"""BERT's word pieces (Devlin et al., 2019), uncased, as the paper's GPT-like models have them."""
+"""Vocabularies of BERT's uncased word pieces (Devlin et al., 2019), used by the GPT-like models."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,10 +14,11 @@ _CONTINUES = "##"
 
 
 class WordPieces(Vocabulary):
-  """A file of word pieces, one a line, as BERT has it: `train_word_pieces` writes one.
+  """Vocabulary in a file of word pieces in the format of BERT, one per line.
 
-  Text is lowercased, stripped of accents and split at spaces and punctuation; decoded, it keeps
-  a space at each split. 0 pads, and starts a text; [END] ends it, in BERT's own files [SEP].
+  Text is lowercased, stripped of accents and split at spaces and punctuation. Decoded text has a
+  space at each split. The id 0 pads and starts a text, and [END] ends it, or [SEP] in BERT's files.
+  `train_word_pieces` writes such a file.
   """
 
   start_id = PAD_ID
@@ -28,10 +29,12 @@ class WordPieces(Vocabulary):
     pieces = {piece: i for i, piece in enumerate(self._all)}
     ends = [pieces[end] for end in (_END, "[SEP]") if end in pieces]
     if self._all[:1] != [_PAD] or _UNKNOWN not in pieces or not ends:
-      raise InputError(f"{path} has no word pieces of BERT's: {_PAD} first, {_UNKNOWN}, [SEP].")
+      raise InputError(
+        f"{path} is not a file of BERT's word pieces; expected {_PAD} first, {_UNKNOWN} and [SEP]."
+      )
     if len(pieces) < len(self._all):
-      twice = next(piece for i, piece in enumerate(self._all) if pieces[piece] != i)
-      raise InputError(f"{path} has the piece {twice!r} twice; its lines must differ.")
+      duplicate = next(piece for i, piece in enumerate(self._all) if pieces[piece] != i)
+      raise InputError(f"{path} has the piece {duplicate!r} twice; all lines must differ.")
     self.eos_id = ends[0]
     self._tokenizer = _tokenizer(models.WordPiece(pieces, unk_token=_UNKNOWN))
 
@@ -45,22 +48,25 @@ class WordPieces(Vocabulary):
     return "".join(self.pieces([i for i in self.until_eos(ids) if i != PAD_ID])).lstrip()
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    piece = lambda i: f" {self._all[i]}" if i < len(self) else f"<{i}>"
-    return [piece(int(i)).removeprefix(f" {_CONTINUES}") for i in ids]
+    return [self._piece(int(i)).removeprefix(f" {_CONTINUES}") for i in ids]
+
+  def _piece(self, i: int) -> str:
+    return f" {self._all[i]}" if i < len(self) else f"<{i}>"
 
   def all_pieces(self) -> list[str]:
     return list(self._all)
 
 
 def train_word_pieces(texts: Iterable[str], path: str, size: int) -> None:
-  """Fit word pieces, at most `size`, to lines of text and write them to `path`, one a line.
+  """Train at most `size` word pieces on lines of text and write them to `path`, one per line.
 
   Raises:
-    InputError: the characters alone are more.
+    InputError: the texts have more than `size` different characters.
   """
   lines, special = list(texts), [_PAD, _END, _UNKNOWN]
 
-  def fitted(size: int, first: list[str]) -> list[str]:
+  def train(size: int, first: list[str]) -> list[str]:
+    """Return `size` pieces, or all if there are fewer, beginning with `first`."""
     tokenizer = _tokenizer(models.WordPiece(unk_token=_UNKNOWN))
     trainer = trainers.WordPieceTrainer(
       vocab_size=size,
@@ -72,13 +78,14 @@ def train_word_pieces(texts: Iterable[str], path: str, size: int) -> None:
     pieces = tokenizer.get_vocab()
     return sorted(pieces, key=pieces.__getitem__)
 
-  # The package meets words in another order each time, numbers characters as it meets them and
-  # breaks ties by numbers: only with these given first do the same texts give the same file.
-  first = [*special, *sorted(fitted(0, special)[len(special) :])]
+  # The trainer reads words in a random order, numbers characters in the order in which it reads
+  # them, and breaks ties by number. Only with the characters given first do the same texts always
+  # give the same file.
+  first = [*special, *sorted(train(0, special)[len(special) :])]
   if len(first) > size:
     raise InputError(f"The characters of these texts alone are {len(first)} pieces, not {size}.")
   with atomic_write(path) as file:
-    file.write("\n".join([*fitted(size, first), ""]))
+    file.write("\n".join([*train(size, first), ""]))
 
 
 def _tokenizer(model: models.WordPiece) -> Tokenizer:

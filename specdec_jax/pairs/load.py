@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
-from specdec_jax.checkpoints.stored import Checkpoint, MakesShardings, make_shardings
+from specdec_jax.checkpoints.stored import Checkpoint, ShardingsFn, make_shardings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DraftFactory, LoadedTarget, Verifier, load_draft
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -43,8 +43,8 @@ def load_pair(
   dtype: str = "float32",
   max_source_tokens: int = 128,
   extra_ids: int | Literal["auto"] = "auto",
-  shardings: MakesShardings = None,
-  draft_shardings: MakesShardings = None,
+  shardings: ShardingsFn = None,
+  draft_shardings: ShardingsFn = None,
   kernels: str = "auto",
   stored_weights: bool = False,
   verifier: Callable[[Sampling], Verifier] = TokenVerifier,
@@ -183,7 +183,7 @@ def is_bundled(target: str) -> bool:
   return recorded_path(target) == recorded_path(str(EMBEDDED / "target"))
 
 
-def laid_out(config: Config, shardings: MakesShardings, kernels: str) -> Config:
+def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
   """The same model with fewer, larger products, unless these would be sharded."""
   if kernels not in ("auto", "xla"):
     raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
@@ -217,7 +217,7 @@ def load_for(
   path: str,
   words: Vocabulary,
   dtype: str = "float32",
-  shardings: MakesShardings = None,
+  shardings: ShardingsFn = None,
   kernels: str = "xla",
   stored_weights: bool = False,
   opened: Checkpoint | None = None,
@@ -269,5 +269,5 @@ def load_for(
     )
   config = laid_out(config, shardings, kernels)
   return config, checkpoint.load(
-    config, shardings=shardings, stored_weights=stored_weights, beside=beside
+    config, shardings=shardings, stored_weights=stored_weights, other_arrays=beside
   )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.checkpoints.stored import MakesShardings, make_shardings, param_shapes
+from specdec_jax.checkpoints.stored import ShardingsFn, make_shardings, param_shapes
 from specdec_jax.core.types import DraftFactory, LoadedTarget, Model, load_draft
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
@@ -29,8 +29,8 @@ def random_pair(
   dtype: str = "float32",
   vocabulary: str = str(EMBEDDED / "vocabulary.model"),
   max_source_tokens: int = 128,
-  shardings: MakesShardings = None,
-  draft_shardings: MakesShardings = None,
+  shardings: ShardingsFn = None,
+  draft_shardings: ShardingsFn = None,
   kernels: str = "auto",
 ) -> Pair:
   """Two named sizes with random weights and a set acceptance rate: scale, not sense.
@@ -85,7 +85,7 @@ def random_draft(
   version: str | float = "1.1",
   dtype: str = "float32",
   inner_alpha: float | None = None,
-  shardings: MakesShardings = None,
+  shardings: ShardingsFn = None,
   kernels: str = "auto",
 ) -> DraftFactory:
   """A draft model of a named size with random weights; arguments as `random_pair`'s.
@@ -107,7 +107,7 @@ def _named(version: str, size: str) -> str:
 
 
 def _random(
-  size: str, version: str, dtype, words: Vocabulary, shardings: MakesShardings, kernels: str
+  size: str, version: str, dtype, words: Vocabulary, shardings: ShardingsFn, kernels: str
 ) -> tuple[Config, Any]:
   """A shape and its parameters at random, made one by one in dtype and where they belong."""
   config = named_config(version, size, dtype=dtype)

@@ -46,7 +46,7 @@ def speculator(target: LoadedTarget, path: str) -> DraftFactory:
       f"The draft in {path} was trained with another vocabulary than {target.vocabulary.path}."
     )
   config = _laid_out(config, shape_of(target.model))
-  params = checkpoint.load(config, stored_weights=True, beside=target.params)
+  params = checkpoint.load(config, stored_weights=True, other_arrays=target.params)
   factory = drafter(checkpoint_name(path), config, params, target)
   return factory._replace(path=recorded_path(path))
 

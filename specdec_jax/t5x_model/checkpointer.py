@@ -52,6 +52,6 @@ class PairCheckpointer:
 def require_shapes(role: str, path: str, params) -> None:
   """Raise InputError unless a checkpoint holds just such parameters as those of a network."""
   try:
-    open_checkpoint(path).require(core.unfreeze(params))
+    open_checkpoint(path).require_shapes(core.unfreeze(params))
   except InputError as error:
     raise InputError(f"The {role} is not the one that its network is for: {error}") from error
