@@ -58,7 +58,7 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def main() -> None:
-  if not skinny.ready():
+  if not skinny.is_available():
     raise SystemExit(
       "error: the kernel does not run here; it needs a single CPU device and a C++ compiler."
     )
@@ -68,7 +68,7 @@ def main() -> None:
   peak = 2 * len(square) ** 3 / peak_seconds
   # Name -> (dtype of the weights, whether x is bfloat16 too and weights are packed in pairs).
   kinds = {"float32": ("float32", False), "bfloat16": ("bfloat16", False)}
-  if skinny.ready(jnp.bfloat16):
+  if skinny.is_available(jnp.bfloat16):
     kinds["bfloat16, x too"] = "bfloat16", True
   for name, (dtype, pairs) in kinds.items():
     itemsize = jnp.dtype(dtype).itemsize

@@ -153,7 +153,7 @@ def test_a_layout_for_decoding_changes_no_logits(variant):
   cfg, of = VARIANTS[variant], case(variant)
   fused, params = for_decoding(cfg, of.params)
   layouts = [(fused, params)]
-  if skinny.ready():
+  if skinny.is_available():
     layouts.append((dataclasses.replace(fused, kernels="skinny"), tiny.packed(params)))
   block = take(of.tokens, of.begins - 1, 5)
   for config, weights in layouts:

@@ -63,7 +63,9 @@ def test_load_pair():
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(dtype)}
     # A draft's matrices stay as they are stored, where the kernel widens them.
     kept = {leaf.dtype for leaf in jax.tree.leaves(pair.draft_params)}
-    assert kept == {jnp.dtype(dtype)} | ({jnp.dtype("bfloat16")} if skinny.ready() else set())
+    assert kept == {jnp.dtype(dtype)} | (
+      {jnp.dtype("bfloat16")} if skinny.is_available() else set()
+    )
 
 
 def test_a_pair_of_ones_own_has_no_task_and_its_paths():

@@ -314,7 +314,7 @@ def test_beam_search_with_a_temperature_raises():
 
 def test_random_weights_are_measured_at_their_simulated_alpha(tmp_path):
   comparison = simulated(0.5, str(tmp_path))
-  kernels = ["skinny", "skinny+bfloat16"] if skinny.ready() else ["xla"]
+  kernels = ["skinny", "skinny+bfloat16"] if skinny.is_available() else ["xla"]
   assert [pair.kernels for pair in comparison.pairs] == kernels
 
   def make_comparison(folder):

@@ -1,1 +1,1 @@
-"""What XLA does badly on a CPU."""
+"""CPU kernels for operations that XLA executes slowly on a CPU."""

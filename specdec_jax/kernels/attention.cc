@@ -1,8 +1,8 @@
-// What lies between the products of a decoder, in one call where XLA makes ten: attention of a few
-// queries over a cache, and T5's norm. Float32.
+// The operations between the matmuls of a decoder, in one call each where XLA makes ten: attention
+// of a few queries over a cache, and RMSNorm. All in float32.
 //
-// A query looks only at the slots that it sees, in order, and sums run over these: what it gives is
-// the same bits whatever other queries there are, and wherever in the cache hidden slots lie.
+// A query reads only the slots that are not masked, in order, and sums run over these slots. Its
+// result is bit-identical for any other queries and any placement of masked slots in the cache.
 
 #include <cmath>
 #include <vector>
@@ -13,8 +13,8 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int64_t kMinWork = 1 << 17;  // multiply-adds, for a thread of its own
-constexpr int64_t kMinNormed = 1 << 16;  // elements, likewise
+constexpr int64_t kMinWork = 1 << 17;  // multiply-adds per thread
+constexpr int64_t kMinNormed = 1 << 16;  // elements per thread
 
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 
@@ -35,9 +35,9 @@ inline float Dot(const float* a, const float* b, int64_t size) {
   return dot;
 }
 
-// e^x of x <= 0, to a few units in the last place; 0 where float32 has no normal number.
+// e^x for x <= 0, accurate to a few units in the last place; 0 where e^x is not a normal float32.
 inline Vector Exp(Vector x) {
-  const Vector magic = Vector{} + 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded
+  const Vector magic = Vector{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Vector n = (x * 1.44269504f + magic) - magic;
   const Vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts
   Vector p = r * (1.0f / 5040) + 1.0f / 720;  // Taylor's series; |r| < 0.35
@@ -47,7 +47,7 @@ inline Vector Exp(Vector x) {
   p = p * r + 0.5f;
   p = p * r * r + r + 1.0f;
   const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-  const Ints tiny = x < -87.0f;  // not so of NaN, which stays
+  const Ints tiny = x < -87.0f;  // false for NaN, which is kept
   return (Vector)((Ints)(p * (Vector)power) & ~tiny);
 }
 
@@ -55,57 +55,57 @@ struct Heads {
   const float *queries, *keys, *values, *bias;  // [B, K, H, D], [B, H, T, D] twice, [B, H, K, T]
   float* out;                                   // [B, K, H, D]
   int64_t block, heads, slots, dim;
-  int64_t of_row, of_head, of_query;  // steps of the bias, 0 where it is the same for all
+  int64_t row_stride, head_stride, query_stride;  // of the bias, 0 for an axis of size 1
   float masked;
 };
 
-// out[d : d + N kLanes], of all that is seen.
+// out[0 : N * kLanes]: the weighted sum of the values in the visible slots.
 template <int N>
-inline void Mix(const float* weights, const int32_t* seen, int64_t count, const float* values,
+inline void Mix(const float* weights, const int32_t* visible, int64_t count, const float* values,
                 int64_t dim, float scale, float* out) {
   Vector sum[N]{};
   for (int64_t i = 0; i < count; ++i)
-    for (int n = 0; n < N; ++n) sum[n] += weights[i] * Load(values + seen[i] * dim + n * kLanes);
+    for (int n = 0; n < N; ++n) sum[n] += weights[i] * Load(values + visible[i] * dim + n * kLanes);
   for (int n = 0; n < N; ++n) Store(out + n * kLanes, sum[n] * scale);
 }
 
-// All queries of one head of one row.
+// Attention of all queries of one head of one row.
 void Head(const Heads& h, int64_t row, int64_t head) {
   const float* keys = h.keys + (row * h.heads + head) * h.slots * h.dim;
   const float* values = h.values + (row * h.heads + head) * h.slots * h.dim;
   std::vector<float> weights(Ratio(h.slots, kLanes) * kLanes);
-  std::vector<int32_t> seen(h.slots);
+  std::vector<int32_t> visible(h.slots);
   for (int64_t k = 0; k < h.block; ++k) {
-    const int64_t at = ((row * h.block + k) * h.heads + head) * h.dim;
-    const float* bias = h.bias + row * h.of_row + head * h.of_head + k * h.of_query;
+    const int64_t offset = ((row * h.block + k) * h.heads + head) * h.dim;
+    const float* bias = h.bias + row * h.row_stride + head * h.head_stride + k * h.query_stride;
     int64_t count = 0;
     for (int64_t t = 0; t < h.slots; ++t)
-      if (!(bias[t] < h.masked / 2)) seen[count++] = t;
-    if (count == 0)  // padding, of which nothing is read
-      for (; count < h.slots; ++count) seen[count] = count;
+      if (!(bias[t] < h.masked / 2)) visible[count++] = t;
+    if (count == 0)  // a padding query, whose result is not used
+      for (; count < h.slots; ++count) visible[count] = count;
 
-    float most = -INFINITY;
+    float max_logit = -INFINITY;
     for (int64_t i = 0; i < count; ++i) {
-      weights[i] = Dot(h.queries + at, keys + seen[i] * h.dim, h.dim) + bias[seen[i]];
-      most = std::max(most, weights[i]);
+      weights[i] = Dot(h.queries + offset, keys + visible[i] * h.dim, h.dim) + bias[visible[i]];
+      max_logit = std::max(max_logit, weights[i]);
     }
     std::fill(weights.begin() + count, weights.end(), -INFINITY);
     Vector sum{};
     for (int64_t i = 0; i < count; i += kLanes) {
-      const Vector e = Exp(Load(&weights[i]) - most);
+      const Vector e = Exp(Load(&weights[i]) - max_logit);
       Store(&weights[i], e);
       sum += e;
     }
     const float scale = 1 / Sum(sum);
     int64_t d = 0;
     for (; d + 4 * kLanes <= h.dim; d += 4 * kLanes)
-      Mix<4>(weights.data(), seen.data(), count, values + d, h.dim, scale, h.out + at + d);
+      Mix<4>(weights.data(), visible.data(), count, values + d, h.dim, scale, h.out + offset + d);
     for (; d + kLanes <= h.dim; d += kLanes)
-      Mix<1>(weights.data(), seen.data(), count, values + d, h.dim, scale, h.out + at + d);
+      Mix<1>(weights.data(), visible.data(), count, values + d, h.dim, scale, h.out + offset + d);
     for (; d < h.dim; ++d) {
       float mixed = 0;
-      for (int64_t i = 0; i < count; ++i) mixed += weights[i] * values[seen[i] * h.dim + d];
-      h.out[at + d] = mixed * scale;
+      for (int64_t i = 0; i < count; ++i) mixed += weights[i] * values[visible[i] * h.dim + d];
+      h.out[offset + d] = mixed * scale;
     }
   }
 }
@@ -116,10 +116,11 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries,
   const auto q = queries.dimensions(), k = keys.dimensions(), b = bias.dimensions();
   const auto v = values.dimensions();
   const bool four = q.size() == 4 && k.size() == 4 && b.size() == 4;
-  if (!four || !std::equal(k.begin(), k.end(), v.begin(), v.end()) || k[0] != q[0] || k[1] != q[2] || k[3] != q[3] ||
-      b[3] != k[2] || (b[0] != 1 && b[0] != q[0]) || (b[1] != 1 && b[1] != q[2]) ||
+  if (!four || !std::equal(k.begin(), k.end(), v.begin(), v.end()) || k[0] != q[0] ||
+      k[1] != q[2] || k[3] != q[3] || b[3] != k[2] || (b[0] != 1 && b[0] != q[0]) ||
+      (b[1] != 1 && b[1] != q[2]) ||
       (b[2] != 1 && b[2] != q[1]))
-    return ffi::Error::InvalidArgument("queries [B, K, H, D] go with keys and values [B, H, T, D] "
+    return ffi::Error::InvalidArgument("queries [B, K, H, D] need keys and values [B, H, T, D] "
                                        "and a bias [B or 1, H or 1, K or 1, T]");
   if (out->element_count() == 0) return ffi::Error::Success();
   const int64_t slots = k[2];
@@ -146,15 +147,15 @@ ffi::Error Norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::
                 ffi::ResultBuffer<ffi::F32> out) {
   const auto in = x.dimensions();
   if (in.size() != 2 || scale.dimensions().size() != 1 || scale.dimensions()[0] != in[1])
-    return ffi::Error::InvalidArgument("x [M, E] goes with a scale [E]");
-  const float *rows = x.typed_data(), *by = scale.typed_data();
-  float* to = out->typed_data();
+    return ffi::Error::InvalidArgument("x [M, E] needs a scale [E]");
+  const float *rows = x.typed_data(), *scales = scale.typed_data();
+  float* result = out->typed_data();
   const int64_t size = in[1];
   if (out->element_count() == 0) return ffi::Error::Success();
   const auto norm = [=](int64_t row) {
-    const float* of = rows + row * size;
-    const float inverse = 1 / std::sqrt(Dot(of, of, size) / size + 1e-6f);
-    for (int64_t e = 0; e < size; ++e) to[row * size + e] = of[e] * inverse * by[e];
+    const float* in_row = rows + row * size;
+    const float inverse = 1 / std::sqrt(Dot(in_row, in_row, size) / size + 1e-6f);
+    for (int64_t e = 0; e < size; ++e) result[row * size + e] = in_row[e] * inverse * scales[e];
   };
   Share(pool, Threads(pool, x.element_count(), kMinNormed), in[0], norm);
   return ffi::Error::Success();

@@ -1,14 +1,15 @@
-// x [M, E] times a matrix [E, F], float32, above all for the few rows M of a decoding step or of a
-// verification, which should take as long as reading the matrix takes.
+// Matmul of x [M, E] and a matrix [E, F] in float32, for the few rows M of a decoding step or of a
+// verification, which should take no longer than reading the matrix.
 //
-// The matrix comes in panels of kPanel columns, w [F / kPanel, E, kPanel], so that it is read in
-// the order in which it lies; general kernels rearrange it at each call, which costs more than a
-// product of few rows. A tile of the result stays in registers. Each of its elements is one chain
-// of multiply-adds over E, in order, whatever M is: a row does not depend on its neighbours.
+// The matrix is stored in panels of kPanel columns, w [F / kPanel, E, kPanel], so that it is read
+// in memory order. General kernels rearrange it in each call, which costs more than a matmul of few
+// rows. A tile of the result stays in registers. Each of its elements is accumulated over E in
+// order for any M, so a row does not depend on the other rows.
 //
-// w may be bfloat16, which takes half the time to read, and is widened on the way: the result is
-// that of a float32 copy, bit for bit. Or it is bfloat16 in pairs along E, and x is rounded to it,
-// where the processor has an instruction for them: sums are float32, of two products, in order.
+// w may be bfloat16, which takes half the time to read and is converted to float32 in registers:
+// the result is bit-identical to that of a float32 copy. Or w is bfloat16 in pairs along E, if the
+// processor has an instruction for it: x is then rounded to bfloat16, and sums of two products are
+// accumulated in float32, in order.
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -35,11 +36,11 @@ constexpr int kRegisters = 32, kMaxRows = 6;
 constexpr int kRegisters = 16, kMaxRows = 2;
 #endif
 constexpr int kVectors = kPanel / kLanes;
-constexpr int64_t kMinBytes = 1 << 17;  // of w, for a thread of its own
-constexpr int kAhead = 32;  // steps of E from a product to what is fetched meanwhile
-constexpr int64_t kRowsAtOnce = 8 * kMaxRows;  // of x, so that a cache holds them
+constexpr int64_t kMinBytes = 1 << 17;  // bytes of w per thread
+constexpr int kAhead = 32;  // distance along E from the multiplied to the prefetched values
+constexpr int64_t kRowsAtOnce = 8 * kMaxRows;  // rows of x at a time, so that they stay in a cache
 
-// Panels of a tile: with M sums for each, a vector of w for each, and one of x, all in registers.
+// Panels of a tile, for which registers must hold M sums and a vector of w per panel, and one of x.
 constexpr int NumPanels(int M) {
   return std::clamp((kRegisters - 2) / ((M + 1) * kVectors), 1, 8);
 }
@@ -49,14 +50,14 @@ typedef uint16_t Bfloat16;  // the upper half of a float
 typedef Bfloat16 Halves __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
 
 #if defined(__AVX512BF16__)
-struct Pair {  // of bfloat16, one after the other along E
+struct Pair {  // two bfloat16 values, consecutive along E
   uint32_t both;
 };
 inline __m512bh Load(const Pair* w) { return (__m512bh)_mm512_loadu_si512(w); }
 inline void Add(Vector& sum, Pair x, __m512bh w) {
   sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x.both), w);
 }
-// x [rows, depth] rounded; the last of an odd depth goes with a zero.
+// x [rows, depth] rounded to pairs of bfloat16. The last value of an odd depth is paired with zero.
 std::vector<Pair> InPairs(const float* x, int64_t rows, int64_t depth) {
   const int64_t width = 2 * Ratio(depth, 2);
   const auto mask = [](int64_t left) { return __mmask16(left < 16 ? (1u << left) - 1 : 0xffff); };
@@ -73,7 +74,7 @@ std::vector<Pair> InPairs(const float* x, int64_t rows, int64_t depth) {
 
 inline void Add(Vector& sum, float x, Vector w) { sum += x * w; }
 inline Vector Load(const Bfloat16* w) {
-#if defined(__AVX512F__)  // as below, in two instructions where GCC takes five
+#if defined(__AVX512F__)  // the same as below, in two instructions where GCC emits five
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
   return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
 #else
@@ -89,31 +90,32 @@ struct Product {
   int64_t rows, depth, panels;
 };
 
-// out[row : row + M, panel : panel + N].
+// Computes rows row..row + M of panels panel..panel + N of the result.
 template <int M, int N, typename X, typename W>
 inline void Tile(const Product<X, W>& p, int64_t row, int64_t panel) {
   const int64_t depth = p.depth, width = p.panels * kPanel;
   const X* x = p.x + row * depth;
   const W* w = p.w + panel * depth * kPanel;
   float* out = p.out + row * width + panel * kPanel;
-  // Behind the first rows w is in a cache, and there is time to fetch the next tile's.
+  // After the first rows, w is in a cache, and there is time to prefetch that of the next tile.
   const int64_t ahead = row == 0 ? kAhead : N * depth;
   Vector sum[M][N * kVectors]{};
   for (int64_t e = 0; e < depth; ++e) {
-    decltype(Load(w)) of_w[N * kVectors];
-    // Panels lie apart, and hardware that fetches ahead stops at the end of each page.
+    decltype(Load(w)) w_vectors[N * kVectors];
+    // The hardware prefetcher stops at the end of each page, and panels are far apart.
     for (int n = 0; n < N; ++n) __builtin_prefetch(w + (n * depth + e + ahead) * kPanel);
     for (int n = 0; n < N; ++n)
       for (int v = 0; v < kVectors; ++v)
-        of_w[n * kVectors + v] = Load(w + (n * depth + e) * kPanel + v * kLanes);
+        w_vectors[n * kVectors + v] = Load(w + (n * depth + e) * kPanel + v * kLanes);
     for (int m = 0; m < M; ++m)
-      for (int i = 0; i < N * kVectors; ++i) Add(sum[m][i], x[m * depth + e], of_w[i]);
+      for (int i = 0; i < N * kVectors; ++i) Add(sum[m][i], x[m * depth + e], w_vectors[i]);
   }
   for (int m = 0; m < M; ++m)
     for (int i = 0; i < N * kVectors; ++i) Store(out + m * width + i * kLanes, sum[m][i]);
 }
 
-// All rows, M at a time, of panels begin..end. The last rows may be done twice, to the same bits.
+// Computes all rows of panels begin..end, M rows at a time. The last rows may be computed twice,
+// with the same result.
 template <int M, typename X, typename W>
 void Panels(const Product<X, W>& p, int rows, int64_t begin, int64_t end) {
   if constexpr (M > 1) {
@@ -133,8 +135,8 @@ template <typename X, typename W>
 void Multiply(ffi::ThreadPool& pool, const Product<X, W>& p) {
   const int64_t bytes = p.depth * p.panels * kPanel * sizeof(W);
   const int64_t threads = Threads(pool, bytes, kMinBytes);
-  const int rows = Ratio(p.rows, Ratio(p.rows, kMaxRows));  // of a tile
-  // At most four blocks a thread, of whole tiles.
+  const int rows = Ratio(p.rows, Ratio(p.rows, kMaxRows));  // rows of a tile
+  // At most four blocks per thread, each of whole tiles.
   const int64_t tile = NumPanels(rows);
   const int64_t block = threads == 1 ? p.panels : tile * Ratio(p.panels, tile * 4 * threads);
   Share(pool, threads, Ratio(p.panels, block), [=](int64_t b) {
@@ -142,7 +144,7 @@ void Multiply(ffi::ThreadPool& pool, const Product<X, W>& p) {
   });
 }
 
-// All rows of x [rows, depth], some at a time.
+// Computes all rows of x [rows, depth], kRowsAtOnce at a time.
 template <typename X, typename W>
 ffi::Error MultiplyAll(ffi::ThreadPool& pool, const X* x, const W* w, float* out, int64_t rows,
                        int64_t depth, int64_t panels) {
@@ -156,27 +158,27 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
                   ffi::ResultBuffer<ffi::F32> out) {
   const auto in = x.dimensions(), panels = w.dimensions();
   const bool pairs = panels.size() == 3 && panels[2] == 2 * kPanel;
-  const int64_t each = pairs ? 2 : 1;
-  if (in.size() != 2 || panels.size() != 3 || panels[1] != Ratio(in[1], each) ||
-      panels[2] != kPanel * each)
-    return ffi::Error::InvalidArgument("x [M, E] goes with panels [N, E, 16], or of pairs, "
+  const int64_t rows_per_step = pairs ? 2 : 1;
+  if (in.size() != 2 || panels.size() != 3 || panels[1] != Ratio(in[1], rows_per_step) ||
+      panels[2] != kPanel * rows_per_step)
+    return ffi::Error::InvalidArgument("x [M, E] needs panels [N, E, 16], or in pairs "
                                        "[N, ceil(E / 2), 32]");
   if (out->element_count() == 0) return ffi::Error::Success();
   const auto multiply = [&](const auto* rows, const auto* weights) {
     return MultiplyAll(pool, rows, weights, out->typed_data(), in[0], panels[1], panels[0]);
   };
-  const bool halved = w.element_type() == ffi::BF16;
+  const bool is_bfloat16 = w.element_type() == ffi::BF16;
 #if defined(__AVX512BF16__)
-  if (pairs && halved)
+  if (pairs && is_bfloat16)
     return multiply(InPairs(x.typed_data(), in[0], in[1]).data(),
                     static_cast<const Pair*>(w.untyped_data()));
 #endif
-  if (!pairs && halved)
+  if (!pairs && is_bfloat16)
     return multiply(x.typed_data(), static_cast<const Bfloat16*>(w.untyped_data()));
   if (!pairs && w.element_type() == ffi::F32)
     return multiply(x.typed_data(), static_cast<const float*>(w.untyped_data()));
-  return ffi::Error::InvalidArgument("panels are float32 or bfloat16; in pairs, bfloat16, where the "
-                                     "processor has products of that");
+  return ffi::Error::InvalidArgument("panels must be float32 or bfloat16; in pairs, bfloat16, if "
+                                     "the processor has an instruction for it");
 }
 
 }  // namespace

@@ -1,10 +1,13 @@
-"""A decoder's arithmetic on a CPU, good for few rows, compiled once and called by `jax.ffi`.
+"""CPU kernels for a decoder with few rows: matmul, attention and RMSNorm, called through `jax.ffi`.
 
-On a CPU XLA's product of 8 rows with a matrix takes twice as long as that of one row, or more,
-since its kernels rearrange the matrix first; reading it is all that should take time, and Theorem 8
-counts on that. Here a matrix is rearranged once, when it is loaded (`skinny.cc`). And what XLA does
-in ten small programs, attention or a norm, which then take as long as products, is one call
-(`attention.cc`). Needs a C++ compiler where it runs, once; without one XLA does it all.
+On a CPU, XLA's matmul of 8 rows takes at least twice as long as that of one row, because its
+kernels rearrange the matrix in each call. Reading the matrix should dominate the time, as Theorem 8
+assumes. Here a matrix is packed in panels once, when it is loaded (`skinny.cc`). Attention and
+RMSNorm are one call each (`attention.cc`), where XLA runs about ten small programs that take as
+long as the matmuls.
+
+The kernels are compiled at the first use, which needs a C++ compiler. Without one, XLA runs
+everything.
 """
 
 import ctypes
@@ -31,43 +34,59 @@ from specdec_jax.atomic_files import atomic_write
 
 SOURCES = [pathlib.Path(__file__).with_name(x) for x in ("skinny.cc", "attention.cc", "vectors.h")]
 MATMUL, ATTENTION, NORM = (f"specdec_skinny_{x}" for x in ("matmul", "attention", "norm"))
-PANEL = 16  # columns
+PANEL = 16  # columns of a panel
 
 
 def packed_shape(depth: int, width: int, pairs: bool) -> tuple[int, int, int]:
-  """Of `pack`ed matrices [depth, width]."""
-  each = 1 + pairs
-  return -(-width // PANEL), -(-depth // each), each * PANEL
+  """Return the shape of the result of `pack` for a matrix [depth, width]."""
+  rows_per_step = 1 + pairs
+  return -(-width // PANEL), -(-depth // rows_per_step), rows_per_step * PANEL
 
 
 def pack(kernel: np.ndarray, pairs: bool = False) -> np.ndarray:
-  """A matrix [E, F] in panels [ceil(F / PANEL), E, PANEL], the last filled up with zeros.
+  """Pack a matrix in panels of PANEL columns, the last of which is padded with zeros.
 
-  For products of bfloat16 with it, in `pairs` along E: [ceil(F / PANEL), ceil(E / 2), 2 * PANEL].
+  Args:
+    kernel: the matrix [E, F].
+    pairs: whether to interleave pairs of rows, for the instruction that multiplies pairs of
+      bfloat16 (`is_available`).
+
+  Returns:
+    Panels [ceil(F / PANEL), E, PANEL]; with `pairs`, [ceil(F / PANEL), ceil(E / 2), 2 * PANEL].
   """
-  each, (depth, width) = 1 + pairs, kernel.shape
-  filled = np.pad(kernel, ((0, -depth % each), (0, -width % PANEL)))
-  panels = filled.reshape(-1, each, filled.shape[1] // PANEL, PANEL).transpose(2, 0, 3, 1)
+  rows_per_step, (depth, width) = 1 + pairs, kernel.shape
+  padded = np.pad(kernel, ((0, -depth % rows_per_step), (0, -width % PANEL)))
+  panels = padded.reshape(-1, rows_per_step, padded.shape[1] // PANEL, PANEL).transpose(2, 0, 3, 1)
   return np.ascontiguousarray(panels.reshape(packed_shape(depth, width, pairs)))
 
 
 def matmul(x: Array, panels: Array) -> Array:
-  """x [M, E] times a matrix in panels, float32: [M, N * PANEL], as `ready` made possible.
+  """Return the matmul of x [M, E] and a packed matrix in float32 [M, N * PANEL].
 
-  Panels [N, E, PANEL] are float32 or bfloat16, and each element is one chain of multiply-adds over
-  E. In pairs they are bfloat16, x is rounded to that, and it is one chain of sums of two products.
-  A row of the result is the same bits whatever M is.
+  A row of the result is bit-identical for any M. `is_available` must have returned True.
+
+  Args:
+    x: float32 [M, E].
+    panels: result of `pack`. Panels [N, E, PANEL] are float32 or bfloat16; each element of the
+      result is then accumulated over E in order. Panels with `pairs` are bfloat16; x is then
+      rounded to bfloat16, and sums of two products are accumulated in order.
   """
   out = jax.ShapeDtypeStruct((len(x), len(panels) * PANEL), jnp.float32)
   return jax.ffi.ffi_call(MATMUL, out, vmap_method="sequential")(x, panels)
 
 
 def attend(queries: Array, keys: Array, values: Array, bias: Array, masked: float) -> Array:
-  """Softmax attention of queries [B, K, H, D] to keys and values [B, H, T, D], float32, under a
-  bias [B or 1, H or 1, K or 1, T]: [B, K, H, D].
+  """Return softmax attention in float32 [B, K, H, D].
 
-  Slots whose bias is below half of `masked` are hidden, and not looked at; a query that sees none
-  sees all. What one gives is the same bits whatever K is, and wherever hidden slots lie.
+  The result for a query is bit-identical for any K and any placement of the masked slots.
+
+  Args:
+    queries: [B, K, H, D].
+    keys: [B, H, T, D].
+    values: [B, H, T, D].
+    bias: [B or 1, H or 1, K or 1, T], added to the logits.
+    masked: bias of a masked slot. Slots with a bias below half of it are skipped. A query whose
+      slots are all masked attends to all of them.
   """
   out = jax.ShapeDtypeStruct(queries.shape, jnp.float32)
   call = jax.ffi.ffi_call(ATTENTION, out, vmap_method="sequential")
@@ -75,31 +94,35 @@ def attend(queries: Array, keys: Array, values: Array, bias: Array, masked: floa
 
 
 def rms_norm(x: Array, scale: Array) -> Array:
-  """x [M, E] by the root of its mean square, and times a scale [E]; float32."""
+  """Return x [M, E] divided by the root mean square of each row and multiplied by scale [E]."""
   out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
   return jax.ffi.ffi_call(NORM, out, vmap_method="sequential")(x, scale)
 
 
-def ready(dtype: Any = jnp.float32) -> bool:
-  """Whether these can be used for a model of this type: on one CPU device, where they could be
-  compiled; of bfloat16 if the processor multiplies them (AVX512-BF16)."""
-  library = _registered()
+def is_available(dtype: Any = jnp.float32) -> bool:
+  """Return True if the kernels can run a model of this dtype, compiling them at the first call.
+
+  They run on a single CPU device for which they can be compiled. For bfloat16, the processor must
+  have an instruction for it (AVX512-BF16).
+  """
+  library = _register()
   return library is not None and (dtype == jnp.float32 or library.HasBfloat16())
 
 
 @functools.cache
-def _registered() -> ctypes.CDLL | None:
+def _register() -> ctypes.CDLL | None:
+  """Register the kernels with JAX and return their library, or None if they cannot be used."""
   if jax.default_backend() != "cpu" or jax.device_count() > 1:
     return None
   try:
     library = _library()
     library.HasBfloat16.restype = ctypes.c_bool
   except (OSError, subprocess.SubprocessError) as error:
-    said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+    lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
     logging.getLogger(__name__).warning(
-      "specdec_jax: XLA multiplies matrices, since the faster kernel of this project cannot be "
+      "specdec_jax: XLA runs all matmuls, because the faster kernels of this project cannot be "
       "compiled here: %s",
-      next((line for line in said if "error" in line), " ".join(said[:1])),
+      next((line for line in lines if "error" in line), " ".join(lines[:1])),
     )
     return None
   handlers = library.SkinnyMatmul, library.SkinnyAttention, library.SkinnyNorm
@@ -109,19 +132,19 @@ def _registered() -> ctypes.CDLL | None:
 
 
 def _library() -> ctypes.CDLL:
-  """The sources for this processor and this jaxlib, from the cache or compiled now.
+  """Return the library compiled for this processor and this jaxlib, from the cache or compiled now.
 
-  In the cache a file's name ends in a hash of what is in it.
+  The name of a file in the cache contains a hash of its inputs and ends in a hash of its content.
   """
-  given = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+  compiler_command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
   try:
-    compiler = shlex.split(given or "")
+    compiler = shlex.split(compiler_command or "")
   except ValueError as error:
-    raise OSError(f"CXX is {given!r}, which is not a command: {error}") from error
+    raise OSError(f"CXX is {compiler_command!r}, which is not a command: {error}") from error
   options = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
-  jaxlib = importlib.metadata.version("jaxlib")  # whose headers it includes
-  made_of = [*(x.read_text() for x in SOURCES), *compiler, *options, jaxlib, _processor()]
-  name = f"skinny-{_hash(repr(made_of).encode())}"
+  jaxlib = importlib.metadata.version("jaxlib")  # the sources include its headers
+  inputs = [*(x.read_text() for x in SOURCES), *compiler, *options, jaxlib, _processor()]
+  name = f"skinny-{_hash(repr(inputs).encode())}"
   try:
     folder = pathlib.Path("~/.cache/specdec_jax/kernels").expanduser()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -131,9 +154,9 @@ def _library() -> ctypes.CDLL:
       if (library := _loaded(path)) is not None:
         return library
     scratch = tempfile.TemporaryDirectory(dir=folder)
-  except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+  except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
     logging.getLogger(__name__).warning(
-      "specdec_jax: the kernel is compiled for this process alone, and not kept: %s", error
+      "specdec_jax: the kernels are compiled for this process only and not cached: %s", error
     )
     folder, scratch = None, tempfile.TemporaryDirectory()
   with scratch:
@@ -142,10 +165,10 @@ def _library() -> ctypes.CDLL:
     if not compiler:
       raise OSError("there is no C++ compiler (c++, g++ or $CXX)")
     subprocess.run(command, cwd=scratch.name, check=True, capture_output=True, text=True)
-    made = pathlib.Path(scratch.name, name)
+    compiled = pathlib.Path(scratch.name, name)
     if folder is None:
-      return ctypes.CDLL(str(made))  # which may go: it is in memory
-    content = made.read_bytes()
+      return ctypes.CDLL(str(compiled))  # the file may be deleted once it is loaded
+    content = compiled.read_bytes()
   path = folder / f"{name}-{_hash(content)}.so"
   with atomic_write(path, "wb") as file:
     os.fchmod(file.fileno(), 0o600)
@@ -154,17 +177,21 @@ def _library() -> ctypes.CDLL:
 
 
 def _loaded(path: pathlib.Path) -> ctypes.CDLL | None:
-  """A library from the cache, unless it is another's or damaged, which would end in a signal."""
+  """Load a library from the cache, or return None if others can write to it or it is damaged.
+
+  Loading a damaged library would end the process with a signal.
+  """
   with open(path, "rb") as file:
     if not _is_private(os.fstat(file.fileno())) or not path.stem.endswith(_hash(file.read())):
       return None
-    same = f"/proc/self/fd/{file.fileno()}"  # what was read, whatever has the name by now
-    return ctypes.CDLL(same if os.path.exists(same) else str(path))
+    # Load the file that was verified, even if the path has been replaced since.
+    verified = f"/proc/self/fd/{file.fileno()}"
+    return ctypes.CDLL(verified if os.path.exists(verified) else str(path))
 
 
-def _is_private(about: os.stat_result) -> bool:
-  """Whether a file or folder is this user's, and no one else's to write to."""
-  return about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _is_private(status: os.stat_result) -> bool:
+  """Return True if a file or folder belongs to this user and no one else may write to it."""
+  return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _hash(content: bytes) -> str:
@@ -172,7 +199,10 @@ def _hash(content: bytes) -> str:
 
 
 def _processor() -> str:
-  """What `-march=native` means here: a home may be shared by unlike machines."""
+  """Return the flags of the processor, on which the result of `-march=native` depends.
+
+  Machines with different processors may share a home directory and so the cache.
+  """
   try:
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
   except OSError:

@@ -190,7 +190,7 @@ def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
   places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else []
   if not all(place.is_fully_replicated for place in places):
     return config
-  here = kernels == "auto" and not shardings and skinny.ready(config.dtype)
+  here = kernels == "auto" and not shardings and skinny.is_available(config.dtype)
   kernels = "skinny" if here else "xla"
   return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
 
