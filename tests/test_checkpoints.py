@@ -1,4 +1,4 @@
-"""A model on disk is read back as it was, to bfloat16; what is no model is named in a sentence."""
+"""Test this project's checkpoint format: round trips in bfloat16, errors and failed saves."""
 
 import dataclasses
 import errno
@@ -32,7 +32,7 @@ def flat(tree):
 
 
 def rewrite(folder, change):
-  """Read the parameters, let `change` spoil them, write them back."""
+  """Apply `change` to the stored parameters."""
   file = folder / "params.msgpack"
   params = flat(serialization.msgpack_restore(file.read_bytes()))
   change(params)
@@ -40,8 +40,8 @@ def rewrite(folder, change):
   file.write_bytes(serialization.msgpack_serialize(params))
 
 
-def refused(folder, *words):
-  """load_model ends in one sentence that has all of `words`."""
+def assert_rejected(folder, *words):
+  """Assert that load_model raises InputError with a message that contains all of `words`."""
   with pytest.raises(InputError) as caught:
     load_model(str(folder))
   for word in words:
@@ -49,7 +49,7 @@ def refused(folder, *words):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_was_saved_is_read_back_rounded_to_bfloat16(folder, dtype):
+def test_parameters_are_read_back_rounded_to_bfloat16(folder, dtype):
   config, params = load_model(str(folder), dtype)
   assert config == dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype))
   got, want = flat(params), flat(PARAMS)
@@ -61,80 +61,80 @@ def test_what_was_saved_is_read_back_rounded_to_bfloat16(folder, dtype):
   assert any((np.asarray(v, np.float32) != want[k]).any() for k, v in got.items())
 
 
-def test_float32_is_the_default_and_a_second_trip_changes_nothing(folder, tmp_path):
+def test_saving_a_loaded_model_writes_the_same_files(folder, tmp_path):
   config, params = load_model(str(folder))
   save_model(str(tmp_path / "again"), config, params)
   for name in ("config.json", "params.msgpack"):
     assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_takes_two_bytes_a_parameter(folder):
+def test_file_has_two_bytes_per_parameter(folder):
   count = sum(x.size for x in jax.tree.leaves(PARAMS))
   assert count * 2 < (folder / "params.msgpack").stat().st_size < count * 2 + 4096
 
 
-def test_training_only_settings_are_not_kept(tmp_path):
+def test_training_settings_are_not_saved(tmp_path):
   save_model(str(tmp_path), dataclasses.replace(CONFIG, dropout_rate=0.3), PARAMS)
   assert load_model(str(tmp_path))[0] == CONFIG
 
 
-def test_a_model_laid_out_for_decoding_can_be_saved_too(tmp_path):
+def test_model_fused_for_decoding_can_be_saved(tmp_path):
   fused = for_decoding(CONFIG, PARAMS)
   save_model(str(tmp_path), *fused)
   config, params = load_model(str(tmp_path))
   assert config == fused[0] and flat(params).keys() == flat(fused[1]).keys()
 
 
-# What is no model.
+# Invalid models.
 
 
-@pytest.mark.parametrize("gone", ["config.json", "params.msgpack"])
-def test_missing_files(folder, gone):
-  (folder / gone).unlink()
-  refused(folder, "no model in", str(folder), "config.json and params.msgpack")
+@pytest.mark.parametrize("missing", ["config.json", "params.msgpack"])
+def test_missing_files_are_reported(folder, missing):
+  (folder / missing).unlink()
+  assert_rejected(folder, "no model in", str(folder), "config.json and params.msgpack")
 
 
-def test_missing_folder(tmp_path):
-  refused(tmp_path / "gone", "no model in", "gone")
+def test_missing_folder_is_reported(tmp_path):
+  assert_rejected(tmp_path / "gone", "no model in", "gone")
 
 
-def test_unknown_dtype(folder):
+def test_unknown_dtype_is_reported(folder):
   with pytest.raises(InputError, match="dtype is 'float16'; use 'float32' or 'bfloat16'"):
     load_model(str(folder), "float16")
 
 
-def test_arrays_that_do_not_fit_are_named(folder):
+def test_arrays_of_other_shapes_are_named(folder):
   one = "decoder/layers_0/mlp/wo/kernel"
   rewrite(folder, lambda params: params.update({one: params[one][:-1]}))
-  refused(folder, "1 arrays differ", one, "(31, 16)", "(32, 16)")
+  assert_rejected(folder, "1 arrays differ", one, "(31, 16)", "(32, 16)")
 
 
-def test_an_array_too_few_or_too_many_is_named(folder):
+def test_missing_and_surplus_arrays_are_named(folder):
   one = "encoder/encoder_norm/scale"
   rewrite(folder, lambda params: params.pop(one))
-  refused(folder, one, "found nothing", "expected (16,)")
+  assert_rejected(folder, one, "found nothing", "expected (16,)")
   save_model(str(folder), CONFIG, PARAMS)
   rewrite(folder, lambda params: params.update({"decoder/surplus": np.zeros(3, np.float32)}))
-  refused(folder, "decoder/surplus", "found (3,)", "expected nothing")
+  assert_rejected(folder, "decoder/surplus", "found (3,)", "expected nothing")
 
 
-def test_parameters_of_another_shape(folder, tmp_path):
+def test_parameters_of_another_config_are_rejected(folder, tmp_path):
   other = dataclasses.replace(CONFIG, gated=False)
   save_model(str(tmp_path / "other"), other, tiny_pair.random_params(other, 0))
   os.replace(tmp_path / "other" / "config.json", folder / "config.json")
-  refused(folder, "does not fit the shape of the model", "mlp/wi")
+  assert_rejected(folder, "does not fit the shape of the model", "mlp/wi")
 
 
 @pytest.mark.parametrize(
   "damage",
   [lambda raw: b"", lambda raw: raw[: len(raw) // 2], lambda raw: raw[:-1], lambda raw: b"\xc1abc"]
   + [lambda raw: raw + raw, lambda raw: serialization.msgpack_serialize([1, 2])],
-  ids=["empty", "half", "a byte short", "no msgpack", "twice", "no map"],
+  ids=["empty", "half", "a byte short", "not msgpack", "twice", "not a map"],
 )
-def test_damaged_parameters(folder, damage):
+def test_damaged_parameters_are_reported(folder, damage):
   file = folder / "params.msgpack"
   file.write_bytes(damage(file.read_bytes()))
-  refused(folder, "params.msgpack")
+  assert_rejected(folder, "params.msgpack")
 
 
 @pytest.mark.parametrize(
@@ -142,23 +142,23 @@ def test_damaged_parameters(folder, damage):
   ["", '{"vocab_size": 20,', "[1, 2]", '{"vocab_size": 20}', '{"colour": "red"}'],
   ids=["empty", "half", "a list", "too little", "something else"],
 )
-def test_damaged_config(folder, text):
+def test_damaged_config_is_reported(folder, text):
   (folder / "config.json").write_text(text)
-  refused(folder, "config.json")
+  assert_rejected(folder, "config.json")
 
 
-def test_config_with_a_field_of_another_version(folder):
+def test_unknown_field_of_the_config_is_reported(folder):
   shape = json.loads((folder / "config.json").read_text())
   (folder / "config.json").write_text(json.dumps({**shape, "num_experts": 8}))
-  refused(folder, "config.json", "num_experts")
+  assert_rejected(folder, "config.json", "num_experts")
 
 
-# Nothing half-written.
+# Failed saves.
 
 
 @pytest.mark.parametrize("full", ["params.msgpack", "config.json"])
-def test_a_save_that_fails_leaves_a_model_that_loads_and_no_crumbs(folder, monkeypatch, full):
-  """The disk is full when file `full` is to be kept."""
+def test_failed_save_keeps_the_old_model_and_leaves_no_files(folder, monkeypatch, full):
+  """The disk is full when the file `full` is synced."""
   before = {file.name: file.read_bytes() for file in folder.iterdir()}
   fsync = os.fsync
 
@@ -176,11 +176,11 @@ def test_a_save_that_fails_leaves_a_model_that_loads_and_no_crumbs(folder, monke
   load_model(str(folder))
 
 
-def test_a_first_save_that_fails_leaves_nothing_that_loads(tmp_path, monkeypatch):
+def test_failed_first_save_leaves_no_model(tmp_path, monkeypatch):
   def fail(*args):
     raise OSError(errno.ENOSPC, "No space left on device")
 
   monkeypatch.setattr(os, "replace", fail)
   with pytest.raises(OSError):
     save_model(str(tmp_path / "model"), CONFIG, PARAMS)
-  refused(tmp_path / "model", "no model in")
+  assert_rejected(tmp_path / "model", "no model in")

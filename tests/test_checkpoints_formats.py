@@ -1,4 +1,4 @@
-"""Every format of checkpoint gives the same parameters, array by array, from near and from far."""
+"""Test that every checkpoint format gives the same parameters, from local and remote files."""
 
 import dataclasses
 import functools
@@ -48,11 +48,11 @@ def flat(tree):
   return traverse_util.flatten_dict(tree, sep="/")
 
 
-# Each format as its own library or framework lays it out: (folder to write in, config, tree).
+# Writers of each format, with the arguments (folder to write to, config, tree of parameters).
 
 
 def write_zarr(folder, config, tree, driver="file"):
-  """As T5X does it: an index, and beside it an array a folder, but for one array in the index."""
+  """Write a T5X checkpoint: an index with one inline array, and one zarr folder per other array."""
   path = folder / "checkpoint_1000"
   path.mkdir(parents=True)
   index = {}
@@ -73,21 +73,21 @@ def write_zarr(folder, config, tree, driver="file"):
 
 
 def write_msgpack(folder, config, tree):
-  """As T5X once did it: all in one file."""
+  """Write an old T5X checkpoint, with all arrays in one file."""
   folder.mkdir(parents=True)
   saved = {"version": 3, "optimizer": {"target": tree, "state": {"step": 1, "param_states": tree}}}
   (folder / "checkpoint_1").write_bytes(serialization.to_bytes(saved))
   return folder / "checkpoint_1"
 
 
-def write_orbax(folder, config, tree, **how):
-  handler = ocp.PyTreeCheckpointHandler(**how)
+def write_orbax(folder, config, tree, **options):
+  handler = ocp.PyTreeCheckpointHandler(**options)
   ocp.Checkpointer(handler).save(folder.absolute(), jax.tree.map(jnp.asarray, tree))
   return folder
 
 
 def write_training(folder, config, tree):
-  """As `training.trainer` leaves it."""
+  """Write a train state as `training.trainer` does."""
   tree = jax.tree.map(jnp.asarray, tree)
   with ocp.CheckpointManager(folder.absolute()) as manager:
     manager.save(7, args=ocp.args.StandardSave({"params": tree, "opt_state": (tree, jnp.ones(2))}))
@@ -95,7 +95,7 @@ def write_training(folder, config, tree):
 
 
 def hf_tensors(config, tree):
-  """Our tree under transformers' names, with its axes."""
+  """Return the parameters with the names and axes of transformers."""
   names = flat(tree)
   tensors = {"shared.weight": names["token_embedder/embedding"]}
   if not config.tied_logits:
@@ -172,8 +172,8 @@ FORMATS = {
 
 
 @functools.cache
-def written(format, version, dtype="float32"):
-  """A checkpoint, made once: its path."""
+def checkpoint_path(format, version, dtype="float32"):
+  """Return the path of a checkpoint in this format, which is written once."""
   folder = tiny_pair.folder() / "formats" / f"{format} {version} {dtype}".replace(" ", "_")
   folder.parent.mkdir(exist_ok=True)
   tree = jax.tree.map(lambda x: x.astype(dtype), params(CONFIGS[version]))
@@ -181,11 +181,11 @@ def written(format, version, dtype="float32"):
 
 
 @pytest.fixture
-def mine(tmp_path):
-  """(format) -> a path of its own to a checkpoint of T5 1.1, to be spoilt."""
+def copy_of(tmp_path):
+  """Return a function from a format to the path of a copy of a T5 1.1 checkpoint to modify."""
 
   def copy(format):
-    path = pathlib.Path(written(format, "1.1"))
+    path = pathlib.Path(checkpoint_path(format, "1.1"))
     if path.is_file():
       return pathlib.Path(shutil.copy(path, tmp_path))
     return pathlib.Path(shutil.copytree(path, tmp_path / path.name))
@@ -193,8 +193,8 @@ def mine(tmp_path):
   return copy
 
 
-def same(got, want):
-  """Equal arrays, in type and to the last bit, under equal names."""
+def assert_same(got, want):
+  """Assert that two trees have the same names, dtypes and bits."""
   got, want = flat(got), flat(want)
   assert got.keys() == want.keys()
   for name in want:
@@ -210,42 +210,42 @@ def rounded(tree, *dtypes):
 
 @pytest.mark.parametrize("version", CONFIGS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_shape_and_parameters_are_read(format, version):
+def test_config_and_parameters_are_read(format, version):
   config = CONFIGS[version]
-  path = written(format, version)
+  path = checkpoint_path(format, version)
   assert open_checkpoint(path).config == config
   want = params(config)
   if format == "own":
     want = rounded(want, jnp.bfloat16, np.float32)
-  same(load_params(path, config), want)
-  same(load_params(path, config, jnp.bfloat16), rounded(want, jnp.bfloat16))
+  assert_same(load_params(path, config), want)
+  assert_same(load_params(path, config, jnp.bfloat16), rounded(want, jnp.bfloat16))
   fused, laid_out = for_decoding(config, jax.tree.map(jnp.asarray, want))
-  same(load_params(path, fused), laid_out)
+  assert_same(load_params(path, fused), laid_out)
 
 
 @pytest.mark.parametrize("format", ["t5x zarr", "t5x msgpack", "orbax", "hf"])
-def test_bfloat16_on_disk(format):
-  path = written(format, "1.0", "bfloat16")
+def test_checkpoint_in_bfloat16(format):
+  path = checkpoint_path(format, "1.0", "bfloat16")
   want = rounded(params(TIED), jnp.bfloat16)
-  same(load_params(path, TIED, jnp.bfloat16), want)
+  assert_same(load_params(path, TIED, jnp.bfloat16), want)
   want = rounded(want, np.float32)
-  same(load_params(path, TIED), want)
+  assert_same(load_params(path, TIED), want)
   fused, laid_out = for_decoding(TIED, jax.tree.map(jnp.asarray, want))
-  same(load_params(path, fused), laid_out)  # divided in float32, not in what is on disk
+  assert_same(load_params(path, fused), laid_out)  # divided in float32, not in the stored dtype
 
 
-def test_arrays_that_flax_saves_in_pieces(tmp_path, monkeypatch):
-  """It does so from 1 GB on."""
+def test_arrays_that_flax_saves_in_chunks(tmp_path, monkeypatch):
+  """Flax splits arrays of more than 1 GB, a limit that this test reduces."""
   monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 1000)
   path = write_msgpack(tmp_path / "pieces", GATED, params(GATED))
   assert b"__msgpack_chunked_array__" in path.read_bytes()
-  same(load_params(str(path), GATED), params(GATED))
+  assert_same(load_params(str(path), GATED), params(GATED))
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_parts_are_read(format):
-  """What a device of several asks for."""
-  arrays = open_checkpoint(written(format, "1.1")).arrays
+def test_slices_of_arrays_are_read(format):
+  """Each of several devices reads such a slice."""
+  arrays = open_checkpoint(checkpoint_path(format, "1.1")).arrays
   for name in (
     "encoder/layers_1/mlp/wo/kernel",
     "decoder/logits_dense/kernel",
@@ -258,30 +258,33 @@ def test_parts_are_read(format):
 
 
 @pytest.mark.parametrize("format", ["t5x zarr", "hf", "own"])
-def test_shardings_are_kept(format):
+def test_parameters_have_the_given_shardings(format):
   mesh = jax.make_mesh((1,), ("model",))
   wanted = []
 
   def shardings(shapes):
-    spec = lambda leaf: jax.sharding.PartitionSpec(*[None] * (leaf.ndim - 1), "model")
+
+    def spec(leaf):
+      return jax.sharding.PartitionSpec(*[None] * (leaf.ndim - 1), "model")
+
     wanted.append(jax.tree.map(lambda x: jax.sharding.NamedSharding(mesh, spec(x)), shapes))
     return wanted[0]
 
-  path = written(format, "1.1")
+  path = checkpoint_path(format, "1.1")
   got = load_params(path, GATED, shardings=shardings)
-  same(got, load_params(path, GATED))
+  assert_same(got, load_params(path, GATED))
   assert jax.tree.map(lambda x: x.sharding, got) == wanted[0]
-  same(load_params(path, GATED, shardings=wanted[0]), got)
+  assert_same(load_params(path, GATED, shardings=wanted[0]), got)
 
 
-# One array at a time.
+# Peak memory.
 
 
 WIDE = tiny.config(vocab_size=4096, layers=4, emb_dim=128, mlp_dim=1024)
 
 
 def traced_peak(load):
-  """Most memory that Python and numpy held while `load` ran, in units of what it loaded."""
+  """Return the peak memory of Python and numpy during `load` / the size of what it loaded."""
   tracemalloc.start()
   try:
     tree = load()
@@ -293,14 +296,14 @@ def traced_peak(load):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["as stored", "fused"])
 @pytest.mark.parametrize("format", ["t5x zarr", "t5x msgpack", "orbax", "hf", "own"])
-def test_no_file_is_read_whole(tmp_path, format, fused):
+def test_no_file_is_read_into_memory_as_a_whole(tmp_path, format, fused):
   path = str(FORMATS[format](tmp_path / "wide", WIDE, params(WIDE)))
   config = dataclasses.replace(WIDE, fused=fused)
   param_shapes(WIDE), param_shapes(config)
   assert traced_peak(lambda: load_params(path, config)) < 1.5
 
 
-def test_a_file_read_whole_would_be_seen(tmp_path):
+def test_peak_memory_shows_a_file_read_as_a_whole(tmp_path):
   path = write_msgpack(tmp_path / "wide", WIDE, params(WIDE))
 
   def load_at_once():
@@ -311,7 +314,7 @@ def test_a_file_read_whole_would_be_seen(tmp_path):
 
 
 def alive_at_once(checkpoint, load):
-  """Most of what was read that was in memory at a time, as a share of all, while `load` ran."""
+  """Return the largest share of the checkpoint that was in memory at a time during `load`."""
   alive = peak = total = 0
 
   def watched(array):
@@ -336,8 +339,8 @@ def alive_at_once(checkpoint, load):
 
 @pytest.mark.parametrize("config", [GATED, TIED], ids=["1.1", "1.0"])
 @pytest.mark.parametrize("fused", [False, True], ids=["as stored", "fused"])
-def test_one_array_is_read_at_a_time(fused, config):
-  checkpoint = open_checkpoint(written("t5x msgpack", "1.0" if config is TIED else "1.1"))
+def test_arrays_are_read_one_at_a_time(fused, config):
+  checkpoint = open_checkpoint(checkpoint_path("t5x msgpack", "1.0" if config is TIED else "1.1"))
   largest = max(np.prod(x.shape) for x in jax.tree.leaves(param_shapes(config)))
   share = largest / sum(np.prod(x.shape) for x in jax.tree.leaves(param_shapes(config)))
   if fused:
@@ -345,17 +348,20 @@ def test_one_array_is_read_at_a_time(fused, config):
   assert alive_at_once(checkpoint, lambda it: it.load(config)) <= share < 0.5
 
 
-def test_all_arrays_at_a_time_would_be_seen():
-  checkpoint = open_checkpoint(written("t5x msgpack", "1.1"))
-  whole = lambda it: [array.whole() for array in it.arrays.values()]
+def test_peak_share_shows_all_arrays_read_at_a_time():
+  checkpoint = open_checkpoint(checkpoint_path("t5x msgpack", "1.1"))
+
+  def whole(it):
+    return [array.whole() for array in it.arrays.values()]
+
   assert alive_at_once(checkpoint, whole) == 1
 
 
-# From afar.
+# Remote files.
 
 
 class Bucket(http.server.BaseHTTPRequestHandler):
-  """As much of Google Cloud Storage as tensorstore asks for: objects, ranges of them and lists."""
+  """The part of Google Cloud Storage that tensorstore uses: objects, byte ranges and lists."""
 
   def do_GET(self):
     url = urllib.parse.urlparse(self.path)
@@ -392,7 +398,7 @@ class Bucket(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def bucket():
-  """Checkpoints behind the interface of Google Cloud Storage: the folder that is served."""
+  """Serve a folder of checkpoints through the interface of Google Cloud Storage and return it."""
   server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
   server.root = tiny_pair.folder()
   threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -404,17 +410,17 @@ def bucket():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_checkpoints_in_a_bucket(bucket, monkeypatch, format):
-  local = written(format, "1.1")
+def test_checkpoint_in_a_bucket(bucket, monkeypatch, format):
+  local = checkpoint_path(format, "1.1")
   remote = f"gs://some-bucket/{pathlib.Path(local).relative_to(bucket)}"
   size = (pathlib.Path(local) / "model.safetensors" if format == "hf" else bucket).stat().st_size
   monkeypatch.setattr(files, "_BLOCK", size // 4 if format == "hf" else 1000)
-  same(load_params(remote, GATED), load_params(local, GATED))
+  assert_same(load_params(remote, GATED), load_params(local, GATED))
 
 
 @pytest.mark.parametrize("bytes_more", [-1, 0, 1])
-def test_files_of_a_bucket_arrive_whole(bucket, monkeypatch, bytes_more):
-  """Whatever is left for the last of the blocks, down to nothing."""
+def test_remote_file_is_copied_completely(bucket, monkeypatch, bytes_more):
+  """The last block may have any size, including none."""
   monkeypatch.setattr(files, "_BLOCK", 100)
   content = os.urandom(300 + bytes_more)
   (bucket / "bytes").write_bytes(content)
@@ -423,16 +429,18 @@ def test_files_of_a_bucket_arrive_whole(bucket, monkeypatch, bytes_more):
   assert not os.path.exists(path)
 
 
-def test_nothing_in_a_bucket(bucket):
-  refused("gs://some-bucket/formats/gone", "There is no model in", "gone")
-  zarr = pathlib.Path(written("t5x zarr", "1.1")).parent
-  refused(f"gs://some-bucket/{zarr.relative_to(bucket)}", "name one of checkpoint_1000 in it")
+def test_missing_checkpoint_in_a_bucket_is_reported(bucket):
+  assert_rejected("gs://some-bucket/formats/gone", "There is no model in", "gone")
+  zarr = pathlib.Path(checkpoint_path("t5x zarr", "1.1")).parent
+  assert_rejected(
+    f"gs://some-bucket/{zarr.relative_to(bucket)}", "name one of checkpoint_1000 in it"
+  )
 
 
-# What cannot be loaded.
+# Errors.
 
 
-def refused(path, *words, config=GATED):
+def assert_rejected(path, *words, config=GATED):
   with pytest.raises(InputError) as caught:
     load_params(str(path), config)
   for word in words:
@@ -441,12 +449,12 @@ def refused(path, *words, config=GATED):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_model_larger_than_memory_is_not_read(monkeypatch, format):
-  """Its arrays are counted by their headers, in the type that they would be held in."""
-  monkeypatch.setattr(stored, "_place", lambda *_: None)  # it is counted before any is read
-  path, size = written(format, "1.1"), sum(x.size for x in jax.tree.leaves(params(GATED)))
+def test_model_larger_than_memory_is_rejected_without_reading_it(monkeypatch, format):
+  """Its size is computed from the shapes of its arrays and the dtype to load."""
+  monkeypatch.setattr(stored, "_place", lambda *_: None)  # the check precedes reading
+  path, size = checkpoint_path(format, "1.1"), sum(x.size for x in jax.tree.leaves(params(GATED)))
   monkeypatch.setattr(memory, "_device_memory", lambda mesh: 4 * size - 1)
-  refused(
+  assert_rejected(
     path, f"the model in {path}", " would take at least ", "; load a smaller one, or in bfloat16."
   )
   load_params(path, GATED, jnp.bfloat16)
@@ -456,7 +464,7 @@ def test_a_model_larger_than_memory_is_not_read(monkeypatch, format):
   load_params(path, GATED)
 
 
-def test_both_models_of_a_pair_are_counted(monkeypatch):
+def test_memory_check_includes_both_models_of_a_pair(monkeypatch):
   folder = tiny_pair.folder()
   size = sum(x.nbytes for x in jax.tree.leaves(tiny_pair.pair().target_params))
   load = functools.partial(load_pair, str(folder / "target"), str(folder / "near"))
@@ -466,10 +474,10 @@ def test_both_models_of_a_pair_are_counted(monkeypatch):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_all_that_differs_is_told_by_name(format):
+def test_differing_arrays_are_named(format):
   wrong = dataclasses.replace(GATED, num_encoder_layers=1, mlp_dim=64, gated=False)
-  refused(
-    written(format, "1.1"),
+  assert_rejected(
+    checkpoint_path(format, "1.1"),
     "arrays differ",
     "decoder/layers_0/mlp/wo/kernel (found (32, 16), expected (64, 16))",
     "decoder/layers_0/mlp/wi/kernel (found nothing, expected (16, 64))",
@@ -479,33 +487,33 @@ def test_all_that_differs_is_told_by_name(format):
   )
 
 
-def test_arrays_of_whole_numbers_are_refused(tmp_path):
+def test_integer_arrays_are_rejected(tmp_path):
   tree = rounded(params(GATED), np.int8)
-  refused(write_zarr(tmp_path, GATED, tree), "('int8', 16)", "expected (16,)")
+  assert_rejected(write_zarr(tmp_path, GATED, tree), "('int8', 16)", "expected (16,)")
   path = write_hf(tmp_path / "hf", GATED, tree)
-  refused(path, "is stored as I8", "expected one of F32, F16, BF16")
+  assert_rejected(path, "is stored as I8", "expected one of F32, F16, BF16")
 
 
-def test_a_name_that_is_not_t5s_is_told(mine):
-  path = mine("hf")
+def test_unknown_parameter_name_is_reported(copy_of):
+  path = copy_of("hf")
   tensors = hf_tensors(GATED, params(GATED))
   save_file({**tensors, "adapter.weight": np.ones(3, np.float32)}, path / "model.safetensors")
-  refused(path, "adapter.weight (found (3,), expected nothing)")
+  assert_rejected(path, "adapter.weight (found (3,), expected nothing)")
 
 
 @pytest.mark.parametrize("kept", ["shared", "encoder.embed_tokens", "decoder.embed_tokens"])
-def test_a_table_is_found_under_each_of_its_names(mine, kept):
-  path = mine("hf")
+def test_embedding_table_is_found_by_each_of_its_names(copy_of, kept):
+  path = copy_of("hf")
   tensors = hf_tensors(GATED, params(GATED))
   tensors[f"{kept}.weight"] = tensors.pop("shared.weight")
   never_used = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
   save_file({**tensors, never_used: np.ones((32, 2), np.float32)}, path / "model.safetensors")
-  same(load_params(str(path), GATED), params(GATED))
+  assert_same(load_params(str(path), GATED), params(GATED))
 
 
-def test_logits_tied_but_not_scaled(mine):
-  """transformers 5 ties whatever has no matrix of its own, and says otherwise what is scaled."""
-  path = mine("hf")
+def test_tied_logits_without_scaling(copy_of):
+  """transformers 5 ties logits without a matrix; another field tells if they are scaled."""
+  path = copy_of("hf")
   tensors = hf_tensors(GATED, params(GATED))
   del tensors["lm_head.weight"]
   save_file(tensors, path / "model.safetensors")
@@ -526,11 +534,11 @@ def test_logits_tied_but_not_scaled(mine):
     ("d_model", None, "d_model"),
   ],
 )
-def test_other_models_are_refused(mine, field, value, said):
-  path = mine("hf")
+def test_unsupported_models_are_rejected(copy_of, field, value, said):
+  path = copy_of("hf")
   about = {k: v for k, v in (hf_config(GATED) | {field: value}).items() if v is not None}
   (path / "config.json").write_text(json.dumps(about))
-  refused(path, "config.json", field, said)
+  assert_rejected(path, "config.json", field, said)
 
 
 class Bomb:
@@ -538,22 +546,22 @@ class Bomb:
     return os.mkdir, ("exploded",)
 
 
-def test_nothing_is_unpickled(mine, tmp_path, monkeypatch):
+def test_pickled_files_are_not_read(copy_of, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   bomb = pickle.dumps(Bomb())
-  path = mine("hf")
+  path = copy_of("hf")
   (path / "model.safetensors").unlink()
   (path / "pytorch_model.bin").write_bytes(bomb)
-  refused(path, "pickled", "save_pretrained")
+  assert_rejected(path, "pickled", "save_pretrained")
   (path / "model.safetensors").write_bytes(bomb)
-  refused(path, "model.safetensors is damaged")
+  assert_rejected(path, "model.safetensors is damaged")
   for format, file in (("t5x msgpack", ""), ("t5x zarr", "checkpoint"), ("own", "params.msgpack")):
-    path = mine(format)
+    path = copy_of(format)
     (path / file).write_bytes(bomb)
-    refused(path, "is damaged")
+    assert_rejected(path, "is damaged")
   assert not os.path.exists("exploded")
   pickle.loads(bomb)
-  assert os.path.exists("exploded")  # it would have been seen
+  assert os.path.exists("exploded")  # unpickling would have been noticed
 
 
 DAMAGES = {
@@ -574,46 +582,48 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_told_in_a_sentence(mine, damage):
+def test_damaged_files_are_reported(copy_of, damage):
   format, file, share = DAMAGES[damage]
-  path = mine(format)
+  path = copy_of(format)
   file = path / file
   content = file.read_bytes()
   file.unlink()
   if share is not None:
     file.write_bytes(content[: int(len(content) * share)])
-  refused(path, path.name, "damaged")
+  assert_rejected(path, path.name, "damaged")
 
 
-def test_folders_to_choose_from_and_unfinished_ones(mine, tmp_path):
-  path = mine("t5x zarr")
+def test_several_steps_and_unfinished_steps_are_reported(copy_of, tmp_path):
+  path = copy_of("t5x zarr")
   for name in ("checkpoint_2000", "checkpoint_3000.tmp-1700000000"):
     shutil.copytree(path, tmp_path / name)
-  refused(tmp_path, "There is no model in", "name one of checkpoint_1000, checkpoint_2000 in it")
-  refused(tmp_path / "checkpoint_3000.tmp-1700000000", "never finished")
-  (path / "checkpoint").unlink()  # T5X writes it last
-  refused(path, "There is no model in", "expected")
-  state = pathlib.Path(written("orbax state", "1.1"))
-  refused(state.parent, "name one of 7 in it")
-  refused(tmp_path / "gone", "There is no model in")
+  assert_rejected(
+    tmp_path, "There is no model in", "name one of checkpoint_1000, checkpoint_2000 in it"
+  )
+  assert_rejected(tmp_path / "checkpoint_3000.tmp-1700000000", "never finished")
+  (path / "checkpoint").unlink()  # T5X writes this file last
+  assert_rejected(path, "There is no model in", "expected")
+  state = pathlib.Path(checkpoint_path("orbax state", "1.1"))
+  assert_rejected(state.parent, "name one of 7 in it")
+  assert_rejected(tmp_path / "gone", "There is no model in")
 
 
-def test_what_holds_no_t5(tmp_path):
+def test_checkpoint_without_a_t5_is_reported(tmp_path):
   path = write_orbax(tmp_path / "other", None, {"dense": {"kernel": np.ones((2, 3), np.float32)}})
-  refused(path, "contains no T5", "dense/kernel")
+  assert_rejected(path, "contains no T5", "dense/kernel")
   tree = flat(params(GATED))
   del tree["encoder/relpos_bias/rel_embedding"]
   path = write_msgpack(tmp_path / "half", None, traverse_util.unflatten_dict(tree, sep="/"))
-  refused(path, "encoder/relpos_bias/rel_embedding")
+  assert_rejected(path, "encoder/relpos_bias/rel_embedding")
 
 
 @pytest.mark.skipif(
   not (tiny.SHARED / "data/t5x_testdata").is_dir(), reason="T5X's test data is not there"
 )
-def test_t5xs_own_test_file():
+def test_checkpoint_of_the_tests_of_t5x():
   path = tiny.SHARED / "data/t5x_testdata/test_t5_tiny.checkpoint_0"
   config = open_checkpoint(str(path)).config
   published = t5_config("tiny", "1.1", vocab_size=32128, padded_vocab_size=None)
   assert config == published
   want = serialization.msgpack_restore(path.read_bytes())["optimizer"]["target"]
-  same(load_params(str(path), config), want)
+  assert_same(load_params(str(path), config), want)

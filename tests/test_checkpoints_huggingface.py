@@ -1,4 +1,4 @@
-"""What Hugging Face's transformers saves is read, and gives the logits of its own PyTorch T5."""
+"""Test that a T5 saved by transformers is read and has the logits of its PyTorch model."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ BATCH, LENGTH = 3, 40
 
 
 def saved(version, folder, shape, own_logits, **how):
-  """A T5 of our shape with random weights, written by PyTorch: its model."""
+  """Save a T5 with random weights by transformers and return its PyTorch model."""
   kind = "MT5" if version.startswith("mt5") else "T5"
   config = getattr(transformers, f"{kind}Config")(
     vocab_size=shape.table_size,
@@ -41,20 +41,20 @@ def saved(version, folder, shape, own_logits, **how):
   torch.manual_seed(0)
   model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
   with torch.no_grad():
-    if own_logits:  # or transformers 5 would tie them
+    if own_logits:  # otherwise transformers 5 would tie them
       draw = torch.randn_like(model.lm_head.weight) / shape.emb_dim**0.5
       model.lm_head.weight = torch.nn.Parameter(draw)
     for name, weight in model.named_parameters():
-      if "layer_norm" in name:  # all ones, so that nobody would see one exchanged for another
+      if "layer_norm" in name:  # all ones, so swapped ones would not differ
         weight *= 1 + 0.3 * torch.randn_like(weight)
-      if "relative_attention_bias" in name:  # strong enough for a wrong bucket to be seen
+      if "relative_attention_bias" in name:  # large enough for a wrong bucket to matter
         weight *= 10
   model.save_pretrained(folder, **how)
   return model
 
 
-def same_logits(model, folder):
-  """Hold what is read from a folder against PyTorch's model, as stored and laid out."""
+def assert_same_logits(model, folder):
+  """Compare the logits of a folder with those of PyTorch, with separate and fused matrices."""
   config = open_checkpoint(str(folder)).config
   source = tiny.sources(config, 0, BATCH, LENGTH)
   inputs = np.pad(tiny.sources(config, 1, BATCH, LENGTH), ((0, 0), (1, 0)))
@@ -75,15 +75,15 @@ def same_logits(model, folder):
 
 @pytest.mark.parametrize("own_logits", [False, True], ids=["table", "lm_head"])
 @pytest.mark.parametrize("version", KINDS)
-def test_logits_of_every_kind(tmp_path, version, own_logits):
-  """Whichever transformers is installed wrote them: run with both 4 and 5 when this changes."""
+def test_logits_of_every_version_with_tied_and_untied_logits(tmp_path, version, own_logits):
+  """The installed transformers writes the files: run with versions 4 and 5 after a change."""
   shape = tiny.config(vocab_size=384 if version == "byt5" else 128)
-  same_logits(saved(version, tmp_path, shape, own_logits), tmp_path)
+  assert_same_logits(saved(version, tmp_path, shape, own_logits), tmp_path)
 
 
 @pytest.mark.parametrize("how", [{}, {"max_shard_size": "40MB"}], ids=["one file", "several"])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_logits_are_those_of_pytorch(tmp_path, version, how):
+def test_logits_equal_those_of_pytorch(tmp_path, version, how):
   shape = t5_config("small", version)
   model = saved(version, tmp_path, shape, own_logits=version == "1.1", **how)
   files = list(tmp_path.glob("*.safetensors"))
@@ -91,4 +91,4 @@ def test_logits_are_those_of_pytorch(tmp_path, version, how):
   config = open_checkpoint(str(tmp_path)).config
   published = dataclasses.replace(shape, vocab_size=shape.table_size, padded_vocab_size=None)
   assert config == published
-  same_logits(model, tmp_path)
+  assert_same_logits(model, tmp_path)

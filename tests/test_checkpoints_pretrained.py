@@ -1,6 +1,6 @@
-"""Hugging Face's folders as each version of transformers writes them, and damaged or hostile ones.
+"""Test Hugging Face folders of each version of transformers, and damaged or hostile folders.
 
-What PyTorch itself makes of them is in `test_checkpoints_huggingface.py`.
+`test_checkpoints_huggingface.py` compares logits with PyTorch.
 """
 
 import json
@@ -15,7 +15,7 @@ import tiny_pair
 from flax import serialization
 from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
-from test_checkpoints_formats import hf_tensors, params, refused, write_hf, write_own
+from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_hf, write_own
 
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -33,18 +33,18 @@ def folder(tmp_path):
 
 
 def change(folder, name="config.json", **fields):
-  """Set fields of a JSON file, or take out those that are `...`."""
+  """Set fields of a JSON file, or remove those whose value is `...`."""
   file = folder / name
   about = json.loads(file.read_text()) | fields if file.is_file() else fields
   file.write_text(json.dumps({k: v for k, v in about.items() if v is not ...}))
 
 
-# Named as on the Hub: what is in Hugging Face's cache needs no network.
+# Models named as on the Hub. Those in Hugging Face's cache need no network.
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-  """Puts a folder into the cache as a model of that name."""
+  """Return a function that copies a folder into the cache as a model of the given name."""
   monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
   monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
   monkeypatch.chdir(tmp_path)
@@ -58,7 +58,7 @@ def hub(tmp_path, monkeypatch):
   return put
 
 
-def test_a_pair_named_as_on_the_hub(tmp_path, hub):
+def test_pair_named_as_on_the_hub(tmp_path, hub):
   vocabulary = str(tiny_pair.folder() / "vocabulary.model")
   config = tiny.config(vocab_size=len(open_vocabulary(vocabulary)), layers=1)
   folder = write_hf(tmp_path / "hf", config, params(config))
@@ -68,16 +68,16 @@ def test_a_pair_named_as_on_the_hub(tmp_path, hub):
   assert (pair.target_name, pair.draft_name) == ("tiny-t5", "tiny-t5")
   assert len(pair.vocabulary) == config.vocab_size
   for name in ("google/other-t5", "google/tiny_t5"):
-    refused(name, name, "was not downloaded from the Hugging Face Hub")
+    assert_rejected(name, name, "was not downloaded from the Hugging Face Hub")
   (tmp_path / "google").mkdir()
-  refused("google/tiny-t5", "There is no model in google/tiny-t5")
+  assert_rejected("google/tiny-t5", "There is no model in google/tiny-t5")
 
 
-# Where logits come from. What each version writes was read off files that it wrote.
+# Source of the logits. The cases are those of files that each version of transformers wrote.
 
 FOUR, FIVE = dict(transformers_version="4.57.6"), dict(transformers_version="5.23.0")
 FOUR["tie_word_embeddings"], FIVE["tie_word_embeddings"] = ..., True
-KINDS = {  # config.json; lm_head.weight: its own, the table's or not there; are logits scaled?
+KINDS = {  # config.json; lm_head.weight: separate, the table or missing; are logits scaled?
   "4, t5 1.0": (dict(FOUR, model_type="t5"), None, True),
   "4, t5 1.0, old": (dict(FOUR, model_type="t5", transformers_version=...), "table", True),
   "4, t5 1.0, own": (dict(FOUR, model_type="t5"), "own", True),
@@ -94,7 +94,7 @@ KINDS = {  # config.json; lm_head.weight: its own, the table's or not there; are
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_of_each_version(folder, kind):
+def test_logits_of_files_of_each_version(folder, kind):
   fields, head, scaled = KINDS[kind]
   change(folder, **fields)
   tensors = hf_tensors(CONFIG, params(CONFIG))
@@ -115,25 +115,25 @@ def test_logits_of_each_version(folder, kind):
   np.testing.assert_allclose(got, want, atol=1e-5 * float(np.std(want)), rtol=1e-5)
 
 
-def test_logits_that_are_missing_are_told(folder):
-  """Untied, by a version that stands no table in for them."""
+def test_missing_matrix_of_logits_is_reported(folder):
+  """The logits are untied, and this version does not use the table for them."""
   tensors = hf_tensors(CONFIG, params(CONFIG))
   del tensors["lm_head.weight"]
   save_file(tensors, folder / "model.safetensors")
-  refused(folder, "decoder/logits_dense/kernel (found nothing", config=CONFIG)
+  assert_rejected(folder, "decoder/logits_dense/kernel (found nothing", config=CONFIG)
 
 
-def test_names_of_one_table_must_agree(folder):
+def test_names_of_the_embedding_table_must_agree(folder):
   tensors = hf_tensors(CONFIG, params(CONFIG))
   tensors["decoder.embed_tokens.weight"] = tensors["shared.weight"].copy()
   save_file(tensors, folder / "model.safetensors")
   load_params(str(folder), CONFIG)
   tensors["decoder.embed_tokens.weight"][-1, -1] += 1
   save_file(tensors, folder / "model.safetensors")
-  refused(folder, "shared.weight", "differs from another array", "token_embedder/embedding")
+  assert_rejected(folder, "shared.weight", "differs from another array", "token_embedder/embedding")
 
 
-def test_gpt2_with_logits_of_its_own_that_says_they_are_tied(tmp_path):
+def test_gpt2_with_untied_logits_whose_config_says_tied(tmp_path):
   arrays = gpt2.tensors(gpt2.params(gpt2.CONFIG))
   arrays["lm_head.weight"] = 2 * arrays["wte.weight"]
   path = gpt2.write(tmp_path / "gpt2", arrays, tie_word_embeddings=True)
@@ -143,7 +143,7 @@ def test_gpt2_with_logits_of_its_own_that_says_they_are_tied(tmp_path):
   np.testing.assert_array_equal(got, 2 * arrays["wte.weight"].T)
 
 
-# Ids that decoding goes by.
+# Token ids and generation settings.
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def test_gpt2_with_logits_of_its_own_that_says_they_are_tied(tmp_path):
     ("scale_decoder_outputs", None, "True or False"),
   ],
 )
-def test_what_t5_does_not_do_here_is_refused(folder, field, value, said):
+def test_unsupported_settings_of_t5_are_rejected(folder, field, value, said):
   change(folder, **{field: value})
-  refused(folder, field, "config.json", said, config=CONFIG)
+  assert_rejected(folder, field, "config.json", said, config=CONFIG)
 
 
-def test_generation_config_has_the_last_word(folder):
+def test_generation_config_overrides_the_config(folder):
   change(folder, decoder_start_token_id=5, eos_token_id=7)
   said = dict(decoder_start_token_id=0, eos_token_id=[9], pad_token_id=None)
   change(folder, "generation_config.json", **said)
@@ -174,14 +174,16 @@ def test_generation_config_has_the_last_word(folder):
 
 
 @pytest.mark.parametrize("field", ["decoder_start_token_id", "pad_token_id", "eos_token_id"])
-def test_the_file_that_has_a_wrong_value_is_named(folder, field):
-  """generation_config.json where it states the field, which then counts, else config.json."""
+def test_file_with_the_wrong_value_is_named(folder, field):
+  """It is generation_config.json if that has the field, otherwise config.json."""
   change(folder, **{field: 0})
   change(folder, "generation_config.json", **{field: -7})
-  refused(folder, f"{field} in {folder}/generation_config.json is -7; it must be", config=CONFIG)
+  assert_rejected(
+    folder, f"{field} in {folder}/generation_config.json is -7; it must be", config=CONFIG
+  )
   change(folder, **{field: -8})
   change(folder, "generation_config.json", **{field: None})
-  refused(folder, f"{field} in {folder}/config.json is -8; it must be", config=CONFIG)
+  assert_rejected(folder, f"{field} in {folder}/config.json is -8; it must be", config=CONFIG)
 
 
 NEUTRAL = dict(num_beams=1, no_repeat_ngram_size=0, repetition_penalty=1.0, min_length=0)
@@ -212,10 +214,10 @@ def t5_and_words(tmp_path):
     (dict(min_new_tokens=3, encoder_no_repeat_ngram_size=2), "encoder_no_repeat_ngram_size 2, min"),
   ],
 )
-def test_generation_settings_that_change_outputs_are_named_once(t5_and_words, stated, named):
+def test_ignored_generation_settings_are_named_once(t5_and_words, stated, named):
   folder, words = t5_and_words
   change(folder, task_specific_params={"summarization": {"num_beams": 4}})
-  for file in ("config.json", "generation_config.json"):  # which alone counts where it is
+  for file in ("config.json", "generation_config.json"):  # the second overrides the first
     change(folder, file, **stated)
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always")
@@ -227,10 +229,13 @@ def test_generation_settings_that_change_outputs_are_named_once(t5_and_words, st
       assert "specdec_jax does not, so that outputs may differ." in said[0]
 
 
-def test_a_list_of_ids_that_end_a_text(t5_and_words):
-  """The vocabulary's must be in it; one that the model cannot write does not matter."""
+def test_list_of_eos_ids(t5_and_words):
+  """It must contain the EOS of the vocabulary. An id that the model cannot emit is ignored."""
   folder, words = t5_and_words
-  load = lambda: load_pair(str(folder), str(folder), words.path)
+
+  def load():
+    return load_pair(str(folder), str(folder), words.path)
+
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     for eos_ids in ([1], [1, 1], [len(words), 1]):
@@ -244,7 +249,7 @@ def test_a_list_of_ids_that_end_a_text(t5_and_words):
     load()
 
 
-def test_what_ends_a_text_is_compared_with_the_vocabulary(tmp_path):
+def test_eos_is_compared_with_the_vocabulary(tmp_path):
   words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
   config = tiny.config(vocab_size=len(words), layers=1)
   path = write_hf(tmp_path / "hf", config, tiny_pair.random_params(config, 0))
@@ -258,24 +263,24 @@ def test_what_ends_a_text_is_compared_with_the_vocabulary(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["../model.safetensors", "/model.safetensors", "..", "", 5, None])
-def test_no_array_lies_outside_its_folder(tmp_path, part):
+def test_index_must_not_name_files_outside_its_folder(tmp_path, part):
   path = write_hf(tmp_path / "hf", CONFIG, params(CONFIG))
   (path / "model.safetensors").rename(tmp_path / "model.safetensors")
   part = str(tmp_path / "model.safetensors") if part == "/model.safetensors" else part
   change(path, "model.safetensors.index.json", weight_map={"shared.weight": part})
-  refused(path, "weight_map in", "index.json", repr(part), "shared.weight", config=CONFIG)
+  assert_rejected(path, "weight_map in", "index.json", repr(part), "shared.weight", config=CONFIG)
 
 
-def test_an_index_that_is_none(folder):
+def test_invalid_index_is_reported(folder):
   (folder / "model.safetensors").unlink()
   for text in ("{}", '{"weight_map": null}', '{"weight_map": ["x"]}', *NO_FIELDS):
     (folder / "model.safetensors.index.json").write_text(text)
-    refused(folder, "model.safetensors.index.json", config=CONFIG)
+    assert_rejected(folder, "model.safetensors.index.json", config=CONFIG)
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_an_index_that_is_not_of_these_files(tmp_path, elsewhere):
-  """An array lies in another file than the index says, or in none."""
+def test_index_of_other_files_is_reported(tmp_path, elsewhere):
+  """An array is in another file than the index says, or in none."""
   folder = write_hf(tmp_path / "files", CONFIG, params(CONFIG), num_files=2)
   where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
   name, part = next(iter(where.items()))
@@ -287,51 +292,51 @@ def test_an_index_that_is_not_of_these_files(tmp_path, elsewhere):
   for file, arrays in tensors.items():
     save_file(arrays, folder / file)
   has = f"; {other} has it: files of two" if elsewhere else ", nor has another file: files of two"
-  refused(folder, f"places {name} in {part}, which does not have it{has}", config=CONFIG)
+  assert_rejected(folder, f"places {name} in {part}, which does not have it{has}", config=CONFIG)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_json_that_holds_no_fields(folder, name):
+def test_json_without_fields_is_reported(folder, name):
   for text in NO_FIELDS:
     (folder / name).write_text(text)
-    refused(folder, f"{name} is damaged", config=CONFIG)
+    assert_rejected(folder, f"{name} is damaged", config=CONFIG)
 
 
-def test_what_orbax_tells_nested_too_deeply(tmp_path):
+def test_deeply_nested_metadata_of_orbax_is_reported(tmp_path):
   (tmp_path / "_METADATA").write_text(DEEP)
-  refused(tmp_path, "_METADATA is damaged", config=CONFIG)
+  assert_rejected(tmp_path, "_METADATA is damaged", config=CONFIG)
 
 
 @pytest.mark.parametrize("where", ["../array", "/array", "a/../../array"])
-def test_no_array_of_t5x_lies_outside_its_folder(tmp_path, where):
+def test_index_of_t5x_must_not_name_arrays_outside_its_folder(tmp_path, where):
   table = {"driver": "zarr", "kvstore": {"driver": "file", "path": where}}
   saved = {"target": {"token_embedder": {"embedding": table}}}
   (tmp_path / "checkpoint").write_bytes(serialization.to_bytes(saved))
-  refused(tmp_path, "token_embedder/embedding", where, "outside that folder", config=CONFIG)
+  assert_rejected(tmp_path, "token_embedder/embedding", where, "outside that folder", config=CONFIG)
 
 
 SIZES = ("vocab_size", "d_model", "num_heads", "d_kv", "d_ff", "num_layers", "num_decoder_layers")
 NO_SIZES = ("16", True, 16.0, -1, 0, 1e999, [16], {}, 2**31, 10**400)
 
 
-def test_sizes_that_are_none(folder):
+def test_invalid_sizes_are_reported(folder):
   right = json.loads((folder / "config.json").read_text())
   for field in SIZES:
     for value in NO_SIZES:
       change(folder, **right | {field: value})
-      refused(folder, f"{field} in", "whole number, from 1 to 2147483647", config=CONFIG)
+      assert_rejected(folder, f"{field} in", "whole number, from 1 to 2147483647", config=CONFIG)
 
 
 @pytest.mark.parametrize(("field", "value"), [("num_layers", 2**31 - 1), ("d_model", 2**31 - 1)])
-def test_sizes_that_no_file_has(folder, field, value):
+def test_sizes_larger_than_the_file_are_rejected(folder, field, value):
   change(folder, **{field: value})
   config = open_checkpoint(str(folder)).config
-  refused(folder, "does not fit the shape of the model", config=config)
+  assert_rejected(folder, "does not fit the shape of the model", config=config)
 
 
-def test_gpt2_of_more_layers_than_any_file_has(tmp_path):
+def test_gpt2_with_an_impossible_number_of_layers_is_rejected(tmp_path):
   path = gpt2.write(tmp_path, gpt2.tensors(gpt2.params(gpt2.CONFIG)), n_layer=2**31 - 1)
-  refused(path, "too few for 2147483647 layers", config=open_checkpoint(path).config)
+  assert_rejected(path, "too few for 2147483647 layers", config=open_checkpoint(path).config)
 
 
 @pytest.mark.parametrize(
@@ -344,16 +349,16 @@ def test_gpt2_of_more_layers_than_any_file_has(tmp_path):
     ("fused", "no"),
   ],
 )
-def test_our_own_shapes_that_are_none(tmp_path, field, value):
+def test_invalid_config_of_this_project_is_reported(tmp_path, field, value):
   path = write_own(tmp_path, CONFIG, params(CONFIG))
   change(path, **{field: value})
-  refused(path, "config.json is not the config of a model", field, config=CONFIG)
+  assert_rejected(path, "config.json is not the config of a model", field, config=CONFIG)
   (path / "config.json").write_text(DEEP)
-  refused(path, "config.json is not the config of a model", config=CONFIG)
+  assert_rejected(path, "config.json is not the config of a model", config=CONFIG)
 
 
-def test_a_header_that_is_damaged_anywhere(folder):
-  """Each of 60 bytes at a time, so also lengths, types, shapes and places of arrays."""
+def test_damaged_header_is_reported(folder):
+  """Damage each of 60 bytes in turn, which include lengths, types, shapes and offsets of arrays."""
   file = folder / "model.safetensors"
   content = file.read_bytes()
   for at in range(0, 900, 15):

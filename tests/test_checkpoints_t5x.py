@@ -1,4 +1,4 @@
-"""Checkpoints that T5X itself writes are read, and give T5X's own logits."""
+"""Test that checkpoints written by T5X are read and give the logits of T5X."""
 
 import dataclasses
 
@@ -23,8 +23,8 @@ KINDS = {
 }
 
 
-class Whole(partitioning.PjitPartitioner):
-  """Cuts nothing, so T5X puts all arrays into its index, as it once did for small models."""
+class SingleFilePartitioner(partitioning.PjitPartitioner):
+  """Shard nothing, so that T5X writes all arrays into its index, as old versions did."""
 
   def get_mesh_axes(self, state):
     return jax.tree.map(lambda _: None, state)
@@ -32,7 +32,7 @@ class Whole(partitioning.PjitPartitioner):
 
 @pytest.fixture(scope="module", params=KINDS)
 def written(request, tmp_path_factory):
-  """Folders by format, and T5X's logits of random tokens: (folders, source, inputs, logits)."""
+  """Return (folders by format, source, inputs, logits of T5X) for random tokens."""
   config = network.T5Config(
     vocab_size=ROWS, num_encoder_layers=2, num_decoder_layers=3, **SIZES, **KINDS[request.param]
   )
@@ -49,7 +49,7 @@ def written(request, tmp_path_factory):
   logits = call(module.apply)({"params": variables["params"]})
   state = train_state.FlaxOptimTrainState.create(adafactor.Adafactor(0.1), variables)
   folders = {}
-  for name, kind in (("zarr", partitioning.PjitPartitioner), ("msgpack", Whole)):
+  for name, kind in (("zarr", partitioning.PjitPartitioner), ("msgpack", SingleFilePartitioner)):
     folders[name] = tmp_path_factory.mktemp(name)
     checkpoints.Checkpointer(state, kind(num_partitions=1), str(folders[name])).save(state)
   return folders, source, inputs, np.asarray(logits)
@@ -57,7 +57,7 @@ def written(request, tmp_path_factory):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["as stored", "fused"])
 @pytest.mark.parametrize("format", ["zarr", "msgpack"])
-def test_logits_are_t5xs_own(written, format, fused):
+def test_logits_equal_those_of_t5x(written, format, fused):
   folders, source, inputs, want = written
   path = folders[format] / "checkpoint_0"
   num_files = len(list(path.iterdir()))
