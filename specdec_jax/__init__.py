@@ -18,13 +18,12 @@ from specdec_jax.version import __version__
 from specdec_jax.xla_flags import disable_ynn
 
 if TYPE_CHECKING:
+  from specdec_jax.adaptive import AdaptiveDecoder
   from specdec_jax.api import Candidate, Output, Pair, load_pair, random_pair
-  from specdec_jax.core.adaptive import AdaptiveDecoder
   from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
   from specdec_jax.core.sampling import Sampling
   from specdec_jax.core.theory import (
     best_gamma,
-    best_tree,
     expected_tokens,
     operations_factor,
     walltime_improvement,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
   )
   from specdec_jax.core.verify.blocks import BlockVerifier
   from specdec_jax.core.verify.k_seq import KSeqVerifier
-  from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
   from specdec_jax.core.verify.tokens import TokenVerifier
   from specdec_jax.drafts.backoff import BackoffDraft, backoff_ngrams
   from specdec_jax.drafts.cascade import CascadeDraft
@@ -70,6 +68,7 @@ if TYPE_CHECKING:
   from specdec_jax.drafts.uniform import UniformDraft, uniform
   from specdec_jax.errors import InputError
   from specdec_jax.execution import speculative_execution
+  from specdec_jax.lossy_verifiers import TopBetaVerifier, TypicalVerifier
   from specdec_jax.models.config import GPTConfig, T5Config, gpt_config, t5_config
   from specdec_jax.models.gpt import GPTModel
   from specdec_jax.models.t5 import T5Model
@@ -84,10 +83,11 @@ if TYPE_CHECKING:
   )
   from specdec_jax.pairs.speculators import speculator
   from specdec_jax.partitioning import make_mesh, param_shardings, sharded
+  from specdec_jax.tree_theory import best_tree
 
 # The module that defines each public name, below `specdec_jax`; docs/api documents exactly these.
 _DEFINED_IN = {
-  "AdaptiveDecoder": "core.adaptive",
+  "AdaptiveDecoder": "adaptive",
   "BackoffDraft": "drafts.backoff",
   "BlockVerifier": "core.verify.blocks",
   "Candidate": "api",
@@ -131,9 +131,9 @@ _DEFINED_IN = {
   "T5Config": "models.config",
   "T5Model": "models.t5",
   "TokenVerifier": "core.verify.tokens",
-  "TopBetaVerifier": "core.verify.lossy",
+  "TopBetaVerifier": "lossy_verifiers",
   "Tree": "core.trees",
-  "TypicalVerifier": "core.verify.lossy",
+  "TypicalVerifier": "lossy_verifiers",
   "UniformDraft": "drafts.uniform",
   "Verification": "core.types",
   "Verifier": "core.types",
@@ -141,7 +141,7 @@ _DEFINED_IN = {
   "WrappedModel": "core.types",
   "backoff_ngrams": "drafts.backoff",
   "best_gamma": "core.theory",
-  "best_tree": "core.theory",
+  "best_tree": "tree_theory",
   "bigram": "drafts.ngram",
   "branching": "core.trees",
   "cascade_draft": "pairs.composed",

@@ -10,8 +10,8 @@ import tiny
 import tiny_pair
 from tiny import autoregressive_decode
 
-from specdec_jax.core import adaptive
-from specdec_jax.core.adaptive import AdaptiveDecoder
+from specdec_jax import adaptive
+from specdec_jax.adaptive import AdaptiveDecoder
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain

@@ -23,7 +23,6 @@ from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import DraftFactory, Params
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
-from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts import dynamic as drafts_dynamic
@@ -45,6 +44,7 @@ from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.drafts.uniform import uniform
+from specdec_jax.lossy_verifiers import TopBetaVerifier, TypicalVerifier
 from specdec_jax.models.families import init_params
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.speculator import SpeculatorConfig

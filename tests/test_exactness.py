@@ -19,7 +19,6 @@ from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Proposal, Verification, Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
 from specdec_jax.exactness.compare import (
@@ -36,6 +35,7 @@ from specdec_jax.exactness.ties import (
   node_moves,
   share_of,
 )
+from specdec_jax.lossy_verifiers import TypicalVerifier
 from specdec_jax.models.layers import RelativePositionBias
 
 GREEDY = Sampling(temperature=0.0)

@@ -37,7 +37,9 @@ LAYERS = {
   "core.verify": JAX,
   "core.theory": JAX,
   "core.decode": JAX,
-  "core.adaptive": JAX,
+  "adaptive": JAX,
+  "lossy_verifiers": JAX,
+  "tree_theory": JAX,
   "kernels": JAX,
   "models": FLAX,
   "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets", "tokenizers"},
@@ -71,6 +73,9 @@ ONLY = {
 
 CORE = ("xla_flags", "errors", "version", "memory", "atomic_files")
 CORE += tuple(layer for layer in LAYERS if layer.startswith("core.")) + (
+  "adaptive",
+  "lossy_verifiers",
+  "tree_theory",
   "kernels",
   "models",
   "drafts",

@@ -24,11 +24,11 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
-from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
+from specdec_jax.lossy_verifiers import TypicalVerifier
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.run import main

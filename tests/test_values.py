@@ -17,6 +17,7 @@ import tiny_pair
 from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax import memory
+from specdec_jax.adaptive import AdaptiveDecoder
 from specdec_jax.api import Pair
 from specdec_jax.commands.acceptance import acceptance
 from specdec_jax.commands.bench_beams import beams
@@ -28,7 +29,6 @@ from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.commands.speedup import speedup
 from specdec_jax.commands.train import fit_vocabulary
 from specdec_jax.commands.translate import translate
-from specdec_jax.core.adaptive import AdaptiveDecoder
 from specdec_jax.core.decode import NullDraft
 from specdec_jax.core.sampling import Sampling, split_keys
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain

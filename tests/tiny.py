@@ -153,6 +153,8 @@ class ChangedDraft(WrappedDraft):
 
   change: Callable
 
+  __eq__, __hash__ = object.__eq__, object.__hash__
+
   def propose(self, params, state, context, rng):
     proposal, state = self.draft.propose(params, state, context, rng)
     return self.change(params, proposal), state

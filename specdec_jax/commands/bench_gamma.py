@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from specdec_jax import records
-from specdec_jax.core.adaptive import AdaptiveDecoder
+from specdec_jax.adaptive import AdaptiveDecoder
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain

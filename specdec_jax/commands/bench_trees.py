@@ -19,7 +19,6 @@ from specdec_jax.commands.quickstart import show_examples
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.theory import best_tree
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
@@ -37,6 +36,7 @@ from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.html import lengths_report
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.stepper import Example
+from specdec_jax.tree_theory import best_tree
 
 WIDTH = 8  # ranks whose acceptance is measured
 

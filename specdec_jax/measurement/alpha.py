@@ -129,7 +129,7 @@ def acceptance_and_change(
 def positional_acceptance(
   pair, prompts, decoded, sampling: Sampling, width: int = 8, lenience: float = 1.0
 ) -> np.ndarray:
-  """How often a node's child of each rank [W] is the one that stands, as `theory.best_tree` wants.
+  """How often a node's child of each rank [W] is the one that stands, as `tree_theory.best_tree` wants.
 
   Measured at the tokens that the target wrote: there `width` children are guessed, and judged by
   token verification, whose chances are worked out and not drawn. Arguments as in `measure_alpha`.

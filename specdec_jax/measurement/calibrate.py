@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from specdec_jax.core import theory
+from specdec_jax import tree_theory
 from specdec_jax.core.decode import Decoder, require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, chain, require_tree_memory
@@ -186,7 +186,7 @@ def calibrate(
       for i in at
     ]
     ranks = positional_acceptance(pair, prompts, cut, sampling, lenience=lenience).tolist()
-    alpha, first, *rest = ranks[0], *(theory.best_tree(ranks, *shape) for shape in TREES)
+    alpha, first, *rest = ranks[0], *(tree_theory.best_tree(ranks, *shape) for shape in TREES)
     trees += [first, *filter(fits, rest)]
   drafts = [pair.draft(sampling, tree) for tree in trees]
   starts = start_calls(pair, drafts[len(GAMMAS) - 1], prompt, max_new_tokens)

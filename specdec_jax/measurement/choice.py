@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specdec_jax import tree_theory
 from specdec_jax.core import theory
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.measurement.costs import Costs
@@ -34,7 +35,7 @@ class Branching(NamedTuple):
 
   def __str__(self) -> str:
     ranks = ", ".join(f"{chance:.2f}" for chance in self.acceptance[:3])
-    tokens = theory.tree_tokens(self.tree, self.acceptance)
+    tokens = tree_theory.tree_tokens(self.tree, self.acceptance)
     tried = "" if self.tried is None else f"; tried, {self.tried:.2f} times as fast as without it"
     return (
       f"the best tree, {self.tree.num_nodes} nodes of depth {self.tree.depth}, has a predicted "
@@ -159,11 +160,11 @@ def choose_tree(
   of_level, of_guess = np.maximum(0.0, np.linalg.lstsq(np.transpose(shapes), drafting)[0])
   sizes, vs = zip(*sorted((tree.num_nodes, cost.v) for tree, cost in costs.items()))
   found, nodes = [], [n for n in NODES if n <= sizes[-1]]
-  for tree in {theory.best_tree(acceptance, n, d) for n in nodes for d in range(1, DEPTH + 1)}:
+  for tree in {tree_theory.best_tree(acceptance, n, d) for n in nodes for d in range(1, DEPTH + 1)}:
     if not tree.is_chain:
       drafting = of_level * tree.depth + of_guess * tree.num_guesses
       v = float(np.interp(tree.num_nodes, [1, *sizes], [1.0, *vs]))
-      rates = theory.tree_rates(tree, acceptance)
+      rates = tree_theory.tree_rates(tree, acceptance)
       speedup = theory.text_improvement(
         rates, tree.depth, drafting / tree.depth, v, lengths, *starts
       )
