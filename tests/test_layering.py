@@ -1,4 +1,4 @@
-"""Imports point one way through the house, and heavy packages stay where their job is."""
+"""Test that modules import lower layers only, and heavy packages only where they are needed."""
 
 import ast
 import graphlib
@@ -15,8 +15,8 @@ PACKAGE = ROOT / "specdec_jax"
 JAX = {"jax", "jaxtyping", "numpy"}
 FLAX = JAX | {"flax"}
 
-# From the bottom up: a layer may import those listed before it, itself, Python's own modules,
-# and the packages named beside it.
+# From the bottom up: a layer may import itself, the layers listed before it, the standard library
+# and the packages listed next to it.
 LAYERS = {
   "xla_flags": set(),
   "errors": set(),
@@ -63,7 +63,7 @@ LAYERS = {
   "run": {"gin", "absl"},
 }
 
-# Layers that know less than what lies below them.
+# Layers that may import only some of the layers below them.
 ONLY = {
   "records": {"errors", "version", "atomic_files"},
   "reporting": {"errors", "version", "atomic_files", "core.types", "core.theory", "records"},
@@ -87,28 +87,28 @@ PUBLIC = ("execution", "partitioning", "pairs", "api")
 
 
 def imports(source: str) -> set[str]:
-  """Names of all modules that a source imports, at its top or inside functions."""
-  found = set()
+  """Return the names of all modules that a source imports, at its top or inside functions."""
+  names = set()
   for node in ast.walk(ast.parse(source)):
     if isinstance(node, ast.Import):
-      found |= {alias.name for alias in node.names}
+      names |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
-      assert node.level == 0, "relative imports hide which layer is meant"
+      assert node.level == 0, "relative imports hide the layer"
       # `from specdec_jax import theory` imports specdec_jax.core.theory.
-      found |= {f"{node.module}.{alias.name}" for alias in node.names}
-  return found
+      names |= {f"{node.module}.{alias.name}" for alias in node.names}
+  return names
 
 
 def violations(layer: str, source: str) -> list[str]:
-  """What a module of `layer` ('' for specdec_jax/__init__.py) imports and may not."""
+  """Return the forbidden imports of a module of `layer` ('' for specdec_jax/__init__.py)."""
   below = [*LAYERS][: [*LAYERS].index(layer)] if layer else (*CORE, *PUBLIC)
-  own = ONLY.get(layer, set(below)) | {layer}
+  allowed = ONLY.get(layer, set(below)) | {layer}
   packages = LAYERS[layer] if layer else FLAX
   wrong = []
   for name in sorted(imports(source)):
     top, _, rest = name.partition(".")
     if top == "specdec_jax":
-      if top_layer(rest) not in own:
+      if top_layer(rest) not in allowed:
         wrong.append(name)
     elif top not in packages and top not in sys.stdlib_module_names:
       wrong.append(name)
@@ -116,7 +116,7 @@ def violations(layer: str, source: str) -> list[str]:
 
 
 def top_layer(name: str) -> str:
-  """The layer of a module named below `specdec_jax`; each module of `core` is a layer."""
+  """Return the layer of a module, named relative to `specdec_jax`; each module of `core` is one."""
   first, _, rest = name.partition(".")
   return f"core.{rest.partition('.')[0]}" if first == "core" and rest else first
 
@@ -130,20 +130,22 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path):
+def test_module_imports_lower_layers_only(path):
   layer = layer_of(path)
-  assert not layer or layer in LAYERS, f"{layer} has no place in LAYERS: give it one"
+  assert not layer or layer in LAYERS, f"{layer} is missing in LAYERS; add it"
   assert violations(layer, path.read_text()) == []
 
 
-def test_no_module_imports_itself_by_others():
-  known = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in MODULES}
-  arrows = {}
+def test_imports_have_no_cycle():
+  modules = {
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in MODULES
+  }
+  edges = {}
   for path in MODULES:
     name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
-    found = imports(path.read_text())
-    arrows[name] = (found | {f.rpartition(".")[0] for f in found}) & known - {name}
-  assert len([*graphlib.TopologicalSorter(arrows).static_order()]) == len(known)
+    imported = imports(path.read_text())
+    edges[name] = (imported | {i.rpartition(".")[0] for i in imported}) & modules - {name}
+  assert len([*graphlib.TopologicalSorter(edges).static_order()]) == len(modules)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_no_module_imports_itself_by_others():
     ("", "import sentencepiece"),
   ],
 )
-def test_wrong_arrows_are_seen(layer, source):
+def test_forbidden_imports_are_found(layer, source):
   assert len(violations(layer, source)) == 1
 
 
@@ -208,27 +210,29 @@ for use in (lambda: tasks.sources("specdec_cnn_dm"), lambda: tasks.add_task):
     print(error)
 """
   command = [sys.executable, "-c", code]
-  told = subprocess.run(command, cwd=ROOT, check=True, timeout=240, capture_output=True, text=True)
-  first, second = told.stdout.splitlines()
+  result = subprocess.run(
+    command, cwd=ROOT, check=True, timeout=240, capture_output=True, text=True
+  )
+  first, second = result.stdout.splitlines()
   assert first.startswith("Task specdec_cnn_dm needs seqio and TensorFlow, which are not installed")
   assert second.startswith("tasks.add_task needs seqio") and "'specdec_jax[tasks]'" in second
 
 
-SELF_MADE = r"\.write_(text|bytes)\(|os\.(replace|rename)\(|mkstemp|open\([^)]*[\"'][wx]"
+DIRECT_WRITES = r"\.write_(text|bytes)\(|os\.(replace|rename)\(|mkstemp|open\([^)]*[\"'][wx]"
 
 
-def test_files_are_written_in_one_place():
-  """Whole or not at all, through links and to pipes: what `atomic_files` knows, no one knows twice."""
+def test_files_are_written_by_atomic_files_only():
+  """Other modules would have to repeat its handling of failures, links and pipes."""
   wrong = [
     str(path.relative_to(ROOT))
     for path in [*MODULES, *(ROOT / "scripts").glob("*.py")]
-    if re.search(SELF_MADE, path.read_text())
+    if re.search(DIRECT_WRITES, path.read_text())
   ]
-  # `run` opens standard error where it was closed.
+  # `run` opens standard error if it is closed.
   assert wrong == ["specdec_jax/atomic_files.py", "specdec_jax/run.py"]
 
 
 @pytest.mark.parametrize("folder", ["gin", "configs", "scripts"])
-def test_folders_beside_the_library_are_no_packages(folder):
-  # gin/__init__.py would shadow the gin library for whoever runs from the checkout.
+def test_folders_next_to_the_package_are_not_packages(folder):
+  # gin/__init__.py would shadow the gin library in runs from the checkout.
   assert not (ROOT / folder / "__init__.py").exists()

@@ -42,6 +42,9 @@ def local_copy(folder: str, name: str) -> Iterator[str]:
   """Return a local path of a file: a remote file is copied to a temporary file for the context.
 
   A memory map of the file that is created in the context stays valid after it.
+
+  Raises:
+    FileNotFoundError: there is no such remote file.
   """
   if not _is_remote(folder):
     yield os.path.join(folder, name)
