@@ -25,7 +25,7 @@ from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
 from specdec_jax.tpu import compile as tpu_compile
 from specdec_jax.tpu import examine
-from specdec_jax.tpu.beams import beam_programs
+from specdec_jax.tpu.beams import BeamSettings, beam_programs
 
 _NOT_SETTINGS = "format", "output", "no_loops"
 
@@ -115,27 +115,29 @@ def main() -> None:
     gamma: int | Tree = args.gamma
     if args.nodes and not args.beams:
       gamma = best_tree([float(x) for x in args.ranks.split(",")], args.nodes, args.gamma)
-    sizes = dict(
-      batch_size=args.batch_size,
-      source_tokens=args.source_tokens,
-      max_new_tokens=args.max_new_tokens,
-    )
     if args.beams:
       if args.cut_draft or isinstance(draft, SpeculatorConfig):
         raise InputError("The draft of a beam search must be a model, replicated on each chip.")
-      widths = dict(width=args.beams, draft_width=args.draft_beams or args.beams)
-      widths |= dict(nodes=args.nodes or None)
-      programs = beam_programs(target, draft, devices, gamma=args.gamma, **widths, **sizes)
+      beam_settings = BeamSettings(
+        width=args.beams,
+        draft_width=args.draft_beams or args.beams,
+        nodes=args.nodes or None,
+        gamma=args.gamma,
+        batch_size=args.batch_size,
+        source_tokens=args.source_tokens,
+        max_new_tokens=args.max_new_tokens,
+      )
+      programs = beam_programs(target, draft, devices, beam_settings)
     else:
-      programs = tpu_compile.programs(
-        target,
-        draft,
-        devices,
+      compile_settings = tpu_compile.CompileSettings(
         gamma=gamma,
+        batch_size=args.batch_size,
+        source_tokens=args.source_tokens,
+        max_new_tokens=args.max_new_tokens,
         sampling=Sampling(args.temperature, args.top_k),
         draft_rules=RULES if args.cut_draft else REPLICATED,
-        **sizes,
       )
+      programs = tpu_compile.programs(target, draft, devices, compile_settings)
     if args.no_loops:
       programs = {name: lower for name, lower in programs.items() if name not in examine.LOOPS}
     report = examine.report(programs, gamma)

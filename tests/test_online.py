@@ -1,4 +1,4 @@
-"""A draft that learns while it serves: its outputs stay the target's, and it gets better."""
+"""Tests of online learning: outputs stay the target's, and the draft improves."""
 
 import functools
 
@@ -23,7 +23,7 @@ from specdec_jax.training.online import OnlineDraft, decode_and_learn
 
 @pytest.fixture(scope="module")
 def pair():
-  """The tiny target with a draft that knows nothing yet."""
+  """The tiny target with a random EAGLE head as its draft."""
   folder = tiny_pair.folder()
   shape = functools.partial(speculator_config, kind="eagle", gamma=3, emb_dim=32, mlp_dim=32)
   return load_pair(
@@ -35,40 +35,48 @@ def pair():
   )
 
 
-def test_it_learns_and_the_outputs_stay_the_targets(pair, tmp_path, capsys):
-  """One text again and again: what was learned of it is guessed, and the frozen draft stays."""
+def test_learning_raises_the_acceptance_length_and_keeps_the_outputs(pair, tmp_path, capsys):
+  """The same text is decoded repeatedly; the frozen draft's acceptance length does not change."""
   path = tmp_path / "texts"
   path.write_text((tiny_pair.SENTENCES[0] + "\n") * 12)
-  how = dict(num_texts=12, every=6, gamma=3, learning_rate=0.05, max_new_tokens=16)
-  serve_and_learn(pair, [str(path)], str(tmp_path / "out"), **how)
-  found = records.read(str(tmp_path / "out/results.jsonl"))
-  assert [r.draft for r in found] == ["random eagle", "random eagle, online"] * 2
-  frozen, _, still, learned = (r.tokens_per_round for r in found)
-  assert frozen == still < learned
-  assert len({r.num_tokens for r in found}) == 1 and "learning" in capsys.readouterr().out
+  serve_and_learn(
+    pair,
+    [str(path)],
+    str(tmp_path / "out"),
+    num_texts=12,
+    every=6,
+    gamma=3,
+    learning_rate=0.05,
+    max_new_tokens=16,
+  )
+  measured = records.read(str(tmp_path / "out/results.jsonl"))
+  assert [r.draft for r in measured] == ["random eagle", "random eagle, online"] * 2
+  first_frozen, _, last_frozen, last_learning = (r.tokens_per_round for r in measured)
+  assert first_frozen == last_frozen < last_learning
+  assert len({r.num_tokens for r in measured}) == 1 and "learning" in capsys.readouterr().out
 
 
-def test_a_text_moves_the_draft_towards_what_was_judged(pair):
-  """What the target wrote, sampled, is likelier to the draft that learned of it."""
+def test_learning_from_a_sampled_text_raises_its_probability_under_the_draft(pair):
   frozen = pair.draft(Sampling(), chain(3))
-  own, read = pair.draft_params
+  head_params, target_params = pair.draft_params
   draft = OnlineDraft(frozen, 0.02)
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:2]), jax.random.split(jax.random.key(0), 2)
   decoder = Decoder(pair.target, draft, TokenVerifier(Sampling()), pair.vocabulary.eos_id)
-  params = Params(pair.target_params, (draft.begin(own), read))
-  decoded, learned = decode_and_learn(decoder, params, prompt, keys, max_new_tokens=8)
-  of_text = functools.partial(proposals, pair.target, frozen, pair.target_params)
+  params = Params(pair.target_params, (draft.initial_state(head_params), target_params))
+  result, learned = decode_and_learn(decoder, params, prompt, keys, max_new_tokens=8)
+  propose_at_each_token = functools.partial(proposals, pair.target, frozen, pair.target_params)
 
-  def likelihood(params) -> float:
-    q = np.asarray(of_text((params, read), prompt, decoded.tokens)[1])[:, :, 0]
-    chances = np.take_along_axis(q, np.asarray(decoded.tokens)[..., None], axis=2)[..., 0]
-    return np.log(chances)[np.arange(8) < np.asarray(decoded.lengths)[:, None]].mean()
+  def mean_log_probability(head_params) -> float:
+    draft_params = head_params, target_params
+    q = np.asarray(propose_at_each_token(draft_params, prompt, result.tokens)[1])[:, :, 0]
+    probs = np.take_along_axis(q, np.asarray(result.tokens)[..., None], axis=2)[..., 0]
+    return np.log(probs)[np.arange(8) < np.asarray(result.lengths)[:, None]].mean()
 
-  assert likelihood(learned.own) > likelihood(own) + 0.1
+  assert mean_log_probability(learned.params) > mean_log_probability(head_params) + 0.1
 
 
-def test_what_it_cannot_do_is_refused(pair, tmp_path):
-  with pytest.raises(InputError, match="guesses chains"):
+def test_unsupported_drafts_and_existing_records_raise(pair, tmp_path):
+  with pytest.raises(InputError, match="proposes chains"):
     OnlineDraft(pair.draft(Sampling(), branching(2, 1)))
   with pytest.raises(InputError, match="does not learn while it serves"):
     serve_and_learn(tiny_pair.pair(), ["none"], "nowhere")

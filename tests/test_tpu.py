@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-GAMMA = 7
+GAMMA = 7  # default of scripts/compile_tpu.py and of `CompileSettings`
 # Acceptance rates of a node's children, the defaults of scripts/compile_tpu.py.
 RANKS = (0.75, 0.11, 0.04, 0.02, 0.01)
 CHIP = 32e9  # bytes of HBM of a v4 chip
@@ -33,16 +33,16 @@ def main(part: str) -> None:
   from specdec_jax.models.config import named_config, t5_config
   from specdec_jax.models.speculator import speculator_config
   from specdec_jax.tpu import compile as tpu_compile
-  from specdec_jax.tpu.beams import beam_programs
+  from specdec_jax.tpu.beams import BeamSettings, beam_programs
   from specdec_jax.tpu.examine import examine, hbm_bytes
 
   _, devices = tpu_compile.described("v4:2x2x1")
   xxl, small = (t5_config(size, dtype=jnp.bfloat16) for size in ("xxl", "small"))
   # Of full width, so that copies of a layer are as large, but with few layers, to compile sooner.
-  shallow_target, shallow_draft = shallow = [
+  shallow_target, shallow_draft = (
     dataclasses.replace(config, num_encoder_layers=layers, num_decoder_layers=layers)
     for config, layers in ((xxl, 2), (small, 1))
-  ]
+  )
   steps = "decode step", "verify"
 
   def examined(programs, *names, options=None):
@@ -53,7 +53,7 @@ def main(part: str) -> None:
     return examined(programs, *names, options=tpu_compile.HBM_ONLY)
 
   def one_chip():
-    programs = tpu_compile.programs(xxl, small, devices[:1], gamma=GAMMA)
+    programs = tpu_compile.programs(xxl, small, devices[:1])
     reports = {"loop": examined(programs, "speculative loop")["speculative loop"]}
     # Each layer adds as many bytes as the layer before (to one in 10,000 of all 24 layers).
     one, two = (hbm_bytes(parts(layers), GAMMA) for layers in (1, 2))
@@ -67,34 +67,35 @@ def main(part: str) -> None:
 
   def drafting(kind: str, gamma: int):
     head = speculator_config(shallow_target, kind, gamma=GAMMA, emb_dim=1024, mlp_dim=4096)
-    programs = tpu_compile.programs(shallow_target, head, devices[:1], gamma=gamma)
+    settings = tpu_compile.CompileSettings(gamma=gamma)
+    programs = tpu_compile.programs(shallow_target, head, devices[:1], settings)
     return examined_hbm(programs, "drafting")["drafting"]
 
   def parts(layers: int):
     target = dataclasses.replace(xxl, num_encoder_layers=layers, num_decoder_layers=layers)
-    programs = tpu_compile.programs(target, small, devices[:1], gamma=GAMMA)
+    programs = tpu_compile.programs(target, small, devices[:1])
     del programs["plain step"]  # accesses as many bytes as the decode step, to a thousandth
     return programs
 
   def others():
-    sharded = tpu_compile.programs(*shallow, devices, gamma=GAMMA)
-    whole = tpu_compile.programs(*shallow, devices[:1], gamma=GAMMA)
-    tree = tpu_compile.programs(*shallow, devices[:1], gamma=best_tree(RANKS, 64, 8))
-    beams = beam_programs(*shallow, devices[:1], gamma=2)
-    lamda_configs = [
+    sharded = tpu_compile.programs(shallow_target, shallow_draft, devices)
+    whole = tpu_compile.programs(shallow_target, shallow_draft, devices[:1])
+    tree_settings = tpu_compile.CompileSettings(gamma=best_tree(RANKS, 64, 8))
+    tree = tpu_compile.programs(shallow_target, shallow_draft, devices[:1], tree_settings)
+    beams = beam_programs(shallow_target, shallow_draft, devices[:1], BeamSettings(gamma=2))
+    lamda_target, lamda_draft = (
       named_config("lamda", size, dtype=jnp.bfloat16, num_decoder_layers=layers)
       for size, layers in (("137b", 2), ("100m", 1))
-    ]
-    _, sixteen_chips = tpu_compile.described("v4:2x2x4")
-    lamda = tpu_compile.programs(
-      *lamda_configs, sixteen_chips, gamma=GAMMA, sampling=Sampling(top_k=40)
     )
+    _, sixteen_chips = tpu_compile.described("v4:2x2x4")
+    top_40 = tpu_compile.CompileSettings(sampling=Sampling(top_k=40))
+    lamda = tpu_compile.programs(lamda_target, lamda_draft, sixteen_chips, top_40)
     # T5 1.1 small has six heads, which four chips cannot share.
     two_layers, one_layer = (
       dataclasses.replace(small, num_encoder_layers=layers, num_decoder_layers=layers)
       for layers in (2, 1)
     )
-    six_heads = tpu_compile.programs(two_layers, two_layers, devices, gamma=GAMMA)
+    six_heads = tpu_compile.programs(two_layers, two_layers, devices)
     reports = {
       "sharded": examined_hbm(sharded, *steps),
       "whole": examined_hbm(whole, *steps),

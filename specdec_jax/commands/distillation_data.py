@@ -27,6 +27,7 @@ from specdec_jax.training.distillation import (
   teacher_topk,
 )
 
+MAX_NEW_TOKENS = 96  # limit for each output
 NUM_SAMPLED_TEXTS = 512  # validation texts sampled from a decoder-only target
 
 
@@ -170,13 +171,14 @@ def model_outputs(
   order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
   outputs: list[list[int]] = [[]] * len(sources)
   decoder = Decoder(model, NullDraft(), TokenVerifier(sampling), eos_id)
-  for at in track(range(0, len(order), batch_size), "decoding", transient=True):
-    chunk = order[at : at + batch_size]
-    chunk += [chunk[-1]] * (batch_size - len(chunk))  # one shape a length, also at the end
-    width = -(-max(len(sources[i]) for i in chunk) // 16) * 16
-    prompt = jnp.asarray(padded([sources[i] for i in chunk], width))
-    rng = row_keys(seed, at, batch_size)
-    decoded = decoder.run(Params(params), prompt, rng, max_new_tokens=96)
-    for i, row, length in zip(chunk, np.asarray(decoded.tokens), np.asarray(decoded.lengths)):
+  for start in track(range(0, len(order), batch_size), "decoding", transient=True):
+    indices = order[start : start + batch_size]
+    # The last batch is filled up, so that each prompt length has one shape to compile.
+    indices += [indices[-1]] * (batch_size - len(indices))
+    width = -(-max(len(sources[i]) for i in indices) // 16) * 16
+    prompt = jnp.asarray(padded([sources[i] for i in indices], width))
+    rng = row_keys(seed, start, batch_size)
+    result = decoder.run(Params(params), prompt, rng, max_new_tokens=MAX_NEW_TOKENS)
+    for i, row, length in zip(indices, np.asarray(result.tokens), np.asarray(result.lengths)):
       outputs[i] = row[:length].tolist()
   return outputs

@@ -67,7 +67,7 @@ def serve_and_learn(
     )
   own, read = pair.draft_params
   draft = OnlineDraft(frozen, learning_rate)
-  learned, plain = draft.begin(own), pair.decode_fn(sampling, gamma)
+  learned, plain = draft.initial_state(own), pair.decode_fn(sampling, gamma)
   decoder = Decoder(pair.target, draft, pair.verifier_for(sampling), pair.vocabulary.eos_id)
   found: list[records.Record] = []
   texts = [(path, text) for path in inputs for text in read_lines(path, limit=num_texts)]

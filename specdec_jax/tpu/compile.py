@@ -1,6 +1,7 @@
-"""What the compiler for TPUs makes of decoding, asked without a TPU: memory, bytes, copies.
+"""Compile speculative and autoregressive decoding for a TPU, without a TPU.
 
-Programs are lowered for a described slice on shapes alone, so no weights are needed either.
+Programs are lowered for the devices of a described slice, with shapes in place of arrays, so no
+weights are needed. `examine` reports the memory, bytes and copies of the compiled programs.
 """
 
 import dataclasses
@@ -38,24 +39,24 @@ from specdec_jax.partitioning import (
   state_shardings,
 )
 
-Programs = dict[str, Callable[[], Lowered]]  # by name, lowered when called
+Programs = dict[str, Callable[[], Lowered]]  # name -> function that lowers the program
 
-# As it is, the compiler fetches weights into memory on the chip (CMEM on v4, VMEM on the others)
-# ahead of their use, and counts what is written and read there too. Without that, it counts traffic
-# with HBM alone.
+# By default the compiler prefetches weights to on-chip memory (CMEM on v4, VMEM on other TPUs), and
+# also counts the bytes that are read and written there. With this option it uses and counts HBM
+# only.
 HBM_ONLY: dict[str, str | bool] = {"xla_msa_enable": False}
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """What is published of a TPU: cloud.google.com/tpu/docs/v4 and likewise, read in 2026.
+  """Published specification of a TPU chip (cloud.google.com/tpu/docs/v4 and so on, read in 2026).
 
   Attributes:
-    hbm_gb: its memory, 1e9 bytes (v4's page says GiB).
-    hbm_gb_per_s: at which that is read, at most; 1e9 bytes a second.
-    example: a slice of one host: chips in each direction.
-    config: for a chip of two cores, what makes them one device with all of its memory, as a TPU VM
-      has them.
+    hbm_gb: size of HBM in 1e9 bytes (the page of v4 says GiB).
+    hbm_gb_per_s: peak bandwidth of HBM in 1e9 bytes per second.
+    example: slice of one host, as the number of chips in each direction.
+    config: chip configuration of libtpu. 'megacore' makes one device of a chip with two cores, with
+      all of its memory, as on a TPU VM.
   """
 
   hbm_gb: float
@@ -71,14 +72,14 @@ CHIPS = {
   "v6e": Chip(32, 1638, "2x2"),
 }
 
-_SIDES = [f"{side}" for side in range(1, 33)]  # of slices: none is longer
+_SIDES = [f"{side}" for side in range(1, 33)]  # no slice has a longer side
 
 
 def described(topology: str) -> tuple[Chip, Sequence[jax.Device]]:
-  """The chips of a slice, such as v4:2x2x1 or v5e:2x4, to compile for; none is there to run.
+  """Return the chip and the devices of a slice to compile for, such as v4:2x2x1 or v5e:2x4.
 
-  A part of a host will do: v4:1x1x1 is one chip. To be called before jax does anything else: this
-  process will use its CPU only.
+  The slice may be a part of a host: v4:1x1x1 is one chip. The devices cannot run programs. Call
+  this function before any other use of jax, since it restricts this process to its CPU.
 
   Raises:
     InputError: there is no such topology, or libtpu, the compiler, is not installed.
@@ -92,7 +93,7 @@ def described(topology: str) -> tuple[Chip, Sequence[jax.Device]]:
   ):
     known = ", ".join(f"{name}:{chip.example}" for name, chip in CHIPS.items())
     raise InputError(
-      f"There is no topology {topology!r}; it is a TPU and its chips in each direction, as in "
+      f"There is no topology {topology!r}; give a TPU and its chips in each direction, as in "
       f"{known}."
     )
   if importlib.util.find_spec("libtpu") is None:
@@ -100,9 +101,9 @@ def described(topology: str) -> tuple[Chip, Sequence[jax.Device]]:
   jax.config.update("jax_platforms", "cpu")
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v4-8",  # any will do, for its silence
+    TPU_ACCELERATOR_TYPE="v4-8",  # any type; without one libtpu logs warnings
     TPU_WORKER_HOSTNAMES="localhost",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # no TPU is held
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # several processes may compile, since none holds a TPU
   )
   across, down, *_ = map(int, sides)
   host = min(across, 2), min(down, 2), 1
@@ -116,153 +117,222 @@ def described(topology: str) -> tuple[Chip, Sequence[jax.Device]]:
 
 
 class Site:
-  """Described chips as one mesh, and the shapes of what would lie on them."""
+  """Mesh of described devices, on which shapes are placed and programs are lowered."""
 
   def __init__(self, devices: Sequence[jax.Device]):
     self.mesh = make_mesh(len(devices), devices)
-    self.everywhere = NamedSharding(self.mesh, PartitionSpec())
+    self.replicated = NamedSharding(self.mesh, PartitionSpec())
 
   def array(self, shape, dtype, sharding=None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self.everywhere)
+    """Return the shape of an array with a sharding; replicated by default."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self.replicated)
 
   def params(self, config: AnyConfig, rules: Rules) -> Any:
-    """In the model's dtype, and in the layouts that `jax.device_put` gives."""
-    shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
-    places = param_shardings(shapes, self.mesh, rules)
-    return jax.tree.map(lambda x, place: self.array(x.shape, config.dtype, place), shapes, places)
+    """Return the shapes of a model's parameters in its dtype, sharded by `rules`.
 
-  def lower(self, function: Callable, params, state, places, *args) -> Lowered:
-    """function(*params, state, *args) -> (state, results), with the state updated in place."""
-    place_of = lambda x: x.sharding
-    chosen = jax.tree.map(lambda place: Format(Layout.AUTO, place), places)
+    Their layout is the one that `jax.device_put` gives.
+    """
+    shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+    shardings = param_shardings(shapes, self.mesh, rules)
+    return jax.tree.map(
+      lambda x, sharding: self.array(x.shape, config.dtype, sharding), shapes, shardings
+    )
+
+  def lower(self, function: Callable, params: tuple, state, shardings, *args) -> Lowered:
+    """Lower `function(*params, state, *args) -> (state, results)`.
+
+    The state is donated, so it is updated in place. Its layout is chosen by the compiler, as it is
+    for the state of a loop.
+    """
+    formats = jax.tree.map(lambda sharding: Format(Layout.AUTO, sharding), shardings)
+    param_places, arg_places = jax.tree.map(lambda x: x.sharding, (params, args))
     jitted = jax.jit(
       function,
-      in_shardings=(*jax.tree.map(place_of, params), chosen, *map(place_of, args)),
-      out_shardings=(chosen, None),
+      in_shardings=(*param_places, formats, *arg_places),
+      out_shardings=(formats, None),
       donate_argnums=len(params),
     )
     return jitted.lower(*params, state, *args)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileSettings:
+  """Settings of the programs to compile.
+
+  Attributes:
+    gamma: draft tokens per round, or a tree of draft tokens.
+    batch_size: rows decoded together.
+    source_tokens: length of the padded prompt.
+    max_new_tokens: limit for each row.
+    sampling: sampling method of target and draft.
+    draft_rules: sharding rules of the draft, which is replicated by default.
+
+  Raises:
+    InputError: a size is not a positive integer.
+  """
+
+  gamma: int | Tree = 7
+  batch_size: int = 1
+  source_tokens: int = 128
+  max_new_tokens: int = 128
+  sampling: Sampling = Sampling()
+  draft_rules: Rules = REPLICATED
+
+  def __post_init__(self):
+    sizes = dict(
+      gamma=self.tree.depth,
+      batch_size=self.batch_size,
+      source_tokens=self.source_tokens,
+      max_new_tokens=self.max_new_tokens,
+    )
+    for name, size in sizes.items():
+      require_count(name, size)
+
+  @property
+  def tree(self) -> Tree:
+    return self.gamma if isinstance(self.gamma, Tree) else chain(self.gamma)
 
 
 def programs(
   target: Config,
   draft: AnyConfig,
   devices: Sequence[jax.Device],
-  *,
-  gamma: int | Tree = 7,
-  batch_size: int = 1,
-  source_tokens: int = 128,
-  max_new_tokens: int = 128,
-  sampling: Sampling = Sampling(),
-  draft_rules: Rules = REPLICATED,
+  settings: CompileSettings = CompileSettings(),
 ) -> Programs:
-  """Both loops, and apart what a round is made of.
+  """Return the programs of speculative and autoregressive decoding, which are lowered when called.
 
-  The target is sharded across all devices; the draft is replicated unless its rules shard it.
-  Caches of the parts have the compiler's own choice, as they have inside a loop. Where a tree is
-  given for gamma there is a program more, 'commit': the path that stands moved to its place. A
-  draft on the target's states (`models.speculator`) has 'drafting', all of its guesses, for 'draft
-  step'.
+  The target is sharded across all devices. Names of the programs:
+    'speculative loop', 'plain loop': the decoding loops, encoders included;
+    'round', 'plain step': a round of each;
+    'decode step', 'verify': target forward pass over one token, and over all nodes, with commit;
+    'draft step': one step of a draft that is a model, or
+    'drafting': all draft tokens of a round, of a learned head on the target's hidden states;
+    'commit': moving the accepted path of a tree in the cache; only for trees.
+
+  Args:
+    target: configuration of the target.
+    draft: configuration of the draft, or of a learned head.
+    devices: devices to compile for; see `described`.
+    settings: settings of the programs.
 
   Raises:
-    InputError: the devices cannot share the target, or a size is no whole number from 1.
+    InputError: the devices cannot share the target.
   """
-  tree = gamma if isinstance(gamma, Tree) else chain(gamma)
-  sizes = dict(
-    gamma=tree.depth,
-    batch_size=batch_size,
-    source_tokens=source_tokens,
-    max_new_tokens=max_new_tokens,
-  )
-  for name, size in sizes.items():
-    require_count(name, size)
-  site = Site(devices)
-  mesh, array, params, part = site.mesh, site.array, site.params, site.lower
-  p, verifier = PartitionedModel(model_of(target), mesh), TokenVerifier(sampling)
-
-  p_params, q_params = params(target, RULES), params(draft, draft_rules)
+  pair = _PairOnSite(target, draft, Site(devices), settings)
+  speculative = Decoder(pair.target, pair.draft, pair.verifier, eos_id=1)
+  autoregressive = Decoder(pair.target, NullDraft(), pair.verifier, eos_id=1)
+  params, target_params = Params(pair.target_params, pair.draft_params), Params(pair.target_params)
+  lowered: Programs = {
+    "speculative loop": functools.partial(pair.lower_loop, speculative, params),
+    "plain loop": functools.partial(pair.lower_loop, autoregressive, target_params),
+    "plain step": functools.partial(pair.lower_round, autoregressive, target_params),
+    "round": functools.partial(pair.lower_round, speculative, params),
+    "decode step": functools.partial(pair.lower_target, chain(0)),
+    "verify": functools.partial(pair.lower_target, settings.tree),
+  }
   if isinstance(draft, SpeculatorConfig):
-    loaded = LoadedTarget(model_of(target), p_params, vocabulary=None)
-    made = drafter(draft.kind, draft, q_params, loaded)
-    own, q_params = made.build(sampling, tree), made.params
+    lowered["drafting"] = functools.partial(pair.lower_drafting, speculative, params)
   else:
-    own = ModelDraft(model_of(draft), sampling, tree)
-  guesses = PartitionedDraft(own, mesh, draft_rules)
-  prompt = array((batch_size, source_tokens), jnp.int32)
-  rng = array((batch_size,), jax.eval_shape(jax.random.key, 0).dtype)
-  first, _ = jax.eval_shape(p.prompt_tokens, prompt)
-  num_slots = first.shape[1] + max_new_tokens + tree.num_nodes
+    lowered["draft step"] = functools.partial(pair.lower_draft_step, draft)
+  if not settings.tree.is_chain:
+    lowered["commit"] = pair.lower_commit
+  return lowered
 
-  def of_target(tree: Tree) -> Lowered:
-    def extend(target_params, cache, tokens):
-      logits, _, cache = p.extend(target_params, cache, tokens, tree)
-      return p.commit(cache, cache.length + 1), logits
 
-    tokens = array((batch_size, tree.num_nodes), jnp.int32)
-    return part(extend, (p_params,), *cache_of_target(), tokens)
+class _PairOnSite:
+  """Target and draft on described devices, with parameters and prompts as shapes."""
 
-  def cache_of_target() -> tuple[Any, Any]:
-    _, cache = jax.eval_shape(functools.partial(p.prefill, num_slots=num_slots), p_params, prompt)
-    return cache, state_shardings(cache, mesh, RULES)
+  def __init__(self, target: Config, draft: AnyConfig, site: Site, settings: CompileSettings):
+    self.site, self.settings, self.tree = site, settings, settings.tree
+    self.verifier = TokenVerifier(settings.sampling)
+    self.target = PartitionedModel(model_of(target), site.mesh)
+    self.target_params = site.params(target, RULES)
+    self.draft_params = site.params(draft, settings.draft_rules)
+    if isinstance(draft, SpeculatorConfig):
+      loaded = LoadedTarget(model_of(target), self.target_params, vocabulary=None)
+      factory = drafter(draft.kind, draft, self.draft_params, loaded)
+      unsharded, self.draft_params = factory.build(settings.sampling, self.tree), factory.params
+    else:
+      unsharded = ModelDraft(model_of(draft), settings.sampling, self.tree)
+    self.draft = PartitionedDraft(unsharded, site.mesh, settings.draft_rules)
+    self.prompt = site.array((settings.batch_size, settings.source_tokens), jnp.int32)
+    key_dtype = jax.eval_shape(jax.random.key, 0).dtype
+    self.rng = site.array((settings.batch_size,), key_dtype)
+    start_tokens, _ = jax.eval_shape(self.target.prompt_tokens, self.prompt)
+    self.num_slots = start_tokens.shape[1] + settings.max_new_tokens + self.tree.num_nodes
 
-  def of_commit() -> Lowered:
-    def commit(cache, path):
-      return p.commit(cache, cache.length + tree.depth, tree, path), ()
+  def lower_loop(self, decoder: Decoder, params: Params) -> Lowered:
+    """Lower a decoding loop."""
+    limit = self.settings.max_new_tokens
+    return Decoder.run.lower(decoder, params, self.prompt, self.rng, max_new_tokens=limit)
 
-    return part(commit, (), *cache_of_target(), array((batch_size, tree.depth), jnp.int32))
+  def lower_round(self, decoder: Decoder, params: Params) -> Lowered:
+    """Lower one round of a decoder."""
 
-  def of_draft(draft: Config) -> Lowered:
-    q = PartitionedModel(model_of(draft), mesh, draft_rules)
-
-    def step(draft_params, cache, tokens, rng):
-      logits, _, cache = q.extend(draft_params, cache, tokens)
-      return q.commit(cache, cache.length + 1), sample_logits(rng, logits[:, 0], sampling)
-
-    _, cache = jax.eval_shape(functools.partial(q.prefill, num_slots=num_slots), q_params, prompt)
-    places = state_shardings(cache, mesh, draft_rules)
-    tokens = array((batch_size, 1), jnp.int32)
-    return part(step, (q_params,), cache, places, tokens, rng)
-
-  def before_round(decoder: Decoder, params: Params) -> tuple[DecodeState, DecodeState]:
-    """Return the state before a round, in shapes, and its shardings."""
-    init = functools.partial(decoder.init, max_new_tokens=max_new_tokens)
-    state = jax.eval_shape(init, params, prompt, rng)
-    places = state_shardings(state, mesh, REPLICATED)._replace(
-      target_cache=state_shardings(state.target_cache, mesh, RULES),
-      draft_state=state_shardings(state.draft_state, mesh, draft_rules),
-    )
-    return state, places
-
-  def of_drafting() -> Lowered:
-    def propose(draft_params, state):
-      return state, guesses.propose(draft_params, state.draft_state, state.context, state.rng)[0]
-
-    return part(propose, (q_params,), *before_round(speculative, params_of_pair))
-
-  def of_round(decoder: Decoder, params: Params) -> Lowered:
     def run(params, state):
       return decoder.round(params, state), ()
 
-    return part(run, (params,), *before_round(decoder, params))
+    return self.site.lower(run, (params,), *self._before_round(decoder, params))
 
-  speculative = Decoder(p, guesses, verifier, eos_id=1)
-  autoregressive = Decoder(p, NullDraft(), verifier, eos_id=1)
-  params_of_pair = Params(p_params, q_params)
-  drafting: Programs = {"drafting": of_drafting}
-  if not isinstance(draft, SpeculatorConfig):
-    drafting = {"draft step": functools.partial(of_draft, draft)}
-  commits = {} if tree.is_chain else {"commit": of_commit}
-  return {
-    "speculative loop": lambda: Decoder.run.lower(
-      speculative, params_of_pair, prompt, rng, max_new_tokens=max_new_tokens
-    ),
-    "plain loop": lambda: Decoder.run.lower(
-      autoregressive, Params(p_params), prompt, rng, max_new_tokens=max_new_tokens
-    ),
-    "plain step": lambda: of_round(autoregressive, Params(p_params)),
-    "round": lambda: of_round(speculative, params_of_pair),
-    "decode step": lambda: of_target(chain(0)),
-    "verify": lambda: of_target(tree),
-    **drafting,
-    **commits,
-  }
+  def lower_drafting(self, decoder: Decoder, params: Params) -> Lowered:
+    """Lower the draft's part of a round."""
+
+    def propose(draft_params, state):
+      proposal, _ = self.draft.propose(draft_params, state.draft_state, state.context, state.rng)
+      return state, proposal
+
+    return self.site.lower(propose, (params.draft,), *self._before_round(decoder, params))
+
+  def lower_target(self, tree: Tree) -> Lowered:
+    """Lower a target forward pass over the nodes of a tree, and a commit of its first node."""
+
+    def extend(target_params, cache, tokens):
+      logits, _, cache = self.target.extend(target_params, cache, tokens, tree)
+      return self.target.commit(cache, cache.length + 1), logits
+
+    tokens = self.site.array((self.settings.batch_size, tree.num_nodes), jnp.int32)
+    cache, shardings = self._target_cache()
+    return self.site.lower(extend, (self.target_params,), cache, shardings, tokens)
+
+  def lower_commit(self) -> Lowered:
+    """Lower the commit of an accepted path of full depth."""
+
+    def commit(cache, path):
+      return self.target.commit(cache, cache.length + self.tree.depth, self.tree, path), ()
+
+    path = self.site.array((self.settings.batch_size, self.tree.depth), jnp.int32)
+    cache, shardings = self._target_cache()
+    return self.site.lower(commit, (), cache, shardings, path)
+
+  def lower_draft_step(self, config: Config) -> Lowered:
+    """Lower one step of a draft model: a forward pass over one token, a sample, and a commit."""
+    rules = self.settings.draft_rules
+    model = PartitionedModel(model_of(config), self.site.mesh, rules)
+
+    def step(draft_params, cache, tokens, rng):
+      logits, _, cache = model.extend(draft_params, cache, tokens)
+      cache = model.commit(cache, cache.length + 1)
+      return cache, sample_logits(rng, logits[:, 0], self.settings.sampling)
+
+    prefill = functools.partial(model.prefill, num_slots=self.num_slots)
+    _, cache = jax.eval_shape(prefill, self.draft_params, self.prompt)
+    shardings = state_shardings(cache, self.site.mesh, rules)
+    tokens = self.site.array((self.settings.batch_size, 1), jnp.int32)
+    return self.site.lower(step, (self.draft_params,), cache, shardings, tokens, self.rng)
+
+  def _target_cache(self) -> tuple[Any, Any]:
+    """Return the target's cache after the prompt, as shapes, and its shardings."""
+    prefill = functools.partial(self.target.prefill, num_slots=self.num_slots)
+    _, cache = jax.eval_shape(prefill, self.target_params, self.prompt)
+    return cache, state_shardings(cache, self.site.mesh, RULES)
+
+  def _before_round(self, decoder: Decoder, params: Params) -> tuple[DecodeState, DecodeState]:
+    """Return the state before a round, as shapes, and its shardings."""
+    init = functools.partial(decoder.init, max_new_tokens=self.settings.max_new_tokens)
+    state = jax.eval_shape(init, params, self.prompt, self.rng)
+    mesh = self.site.mesh
+    shardings = state_shardings(state, mesh, REPLICATED)._replace(
+      target_cache=state_shardings(state.target_cache, mesh, RULES),
+      draft_state=state_shardings(state.draft_state, mesh, self.settings.draft_rules),
+    )
+    return state, shardings

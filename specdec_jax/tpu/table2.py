@@ -80,14 +80,17 @@ def compile_missing(rows: Sequence[Row], path: pathlib.Path) -> list[Compiled]:
       if _key(name, row) in done:
         continue
       _, devices = tpu_compile.described(TOPOLOGY)
-      programs = tpu_compile.programs(
-        t5_config("xxl", dtype=jnp.bfloat16),
-        t5_config(row["m_q"].removeprefix("T5-"), dtype=jnp.bfloat16),
-        devices,
+      settings = tpu_compile.CompileSettings(
         gamma=int(row["gamma"]),
         source_tokens=SOURCE_TOKENS[row["task"]],
         max_new_tokens=MAX_NEW_TOKENS,
         sampling=Sampling(row["temperature"]),
+      )
+      programs = tpu_compile.programs(
+        t5_config("xxl", dtype=jnp.bfloat16),
+        t5_config(row["m_q"].removeprefix("T5-"), dtype=jnp.bfloat16),
+        devices,
+        settings,
       )
       started = time.perf_counter()
       program = programs[name]().compile(compiler_options=tpu_compile.HBM_ONLY)

@@ -1,9 +1,9 @@
-"""A draft that learns while it serves: from each round, what the target thought of its guesses.
+"""A draft that is trained while it serves (online speculative decoding; Liu et al., 2024).
 
-Online speculative decoding (Liu et al., 2024): the pass that judges guesses gives the target's
-distribution at each of them, up to the first that is refused, at no cost. One step of the optimiser
-a round moves the draft there, in the program that decodes. Texts stay the target's own: q is always
-that of the parameters a guess was drawn with.
+Verification computes the target's distribution at each draft token up to the first rejected one.
+After each round, one optimizer step moves the draft towards these distributions, in the program
+that decodes. Outputs keep the target's distribution, because q is always computed with the
+parameters that sampled the draft token.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jaxtyping import Int, Key
+from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.trees import require_chain
@@ -26,36 +26,48 @@ from specdec_jax.models.speculator import Source, in_rows
 
 
 class LearnedState(NamedTuple):
-  """What goes from text to text.
+  """State that is carried from text to text.
 
   Attributes:
-    own: the module's parameters. optimizer: its state.
+    params: current parameters of the draft head.
+    opt_state: state of the optimizer.
   """
 
-  own: Any
-  optimizer: Any
+  params: Any
+  opt_state: Any
 
 
-class _State(NamedTuple):
-  """Within a text: what is learned, and what the guesses of this round were made from."""
+class OnlineState(NamedTuple):
+  """State of an `OnlineDraft` within a batch of texts.
+
+  Attributes:
+    learned: state that is carried from text to text.
+    source: the target's cross-attention keys and values, and their bias.
+    hidden: the target's hidden state from which this round was drafted.
+    last_token: last committed token before this round.
+  """
 
   learned: LearnedState
   source: Source
-  hidden: Array
-  newest: Array
+  hidden: Float[Array, "B E"]
+  last_token: Int[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
 class OnlineDraft(WrappedDraft):
-  """A chain of a module that learns; its parameters are a pair, (`LearnedState`, the target's).
+  """Learned draft head that is trained on the outcome of each round; it drafts chains.
 
-  Rows of a batch share what they learn, so their draws depend on each other; their law does not.
+  Its parameters are a pair: the `LearnedState`, and the target's parameters that the head uses. All
+  rows of a batch train the same parameters, so their samples are not independent, but each row
+  keeps the target's distribution.
 
   Attributes:
-    draft: the module's. learning_rate: of Adafactor, the relative size of an update.
+    draft: draft of the head.
+    learning_rate: learning rate of Adafactor, that is, the size of an update relative to the
+      parameter.
 
   Raises:
-    InputError: the tree is no chain, or products are by kernels that have no gradient.
+    InputError: the tree is not a chain, or the head uses kernels that have no gradient.
   """
 
   draft: SpeculatorDraft
@@ -65,41 +77,50 @@ class OnlineDraft(WrappedDraft):
   def __post_init__(self):
     require_chain("a draft that learns", self.draft.tree)
     if self.draft.config.kernels != "xla":
-      raise InputError("A draft that learns wants kernels='xla': `kernels.skinny` has no gradient.")
+      raise InputError(
+        "A draft that learns needs kernels='xla', since `kernels.skinny` has no gradient."
+      )
 
-  def begin(self, own: Any) -> LearnedState:
-    """Nothing learned yet, from parameters to begin with."""
-    return LearnedState(own, self._optimizer.init(own))
+  def initial_state(self, params: Any) -> LearnedState:
+    """Return the state before any text, with the initial parameters of the head."""
+    return LearnedState(params, self._optimizer.init(params))
 
-  def init(self, params: Any, context: Context, hidden: Array) -> _State:
+  def init(self, params: Any, context: Context, hidden: Array) -> OnlineState:
+    learned, _ = params
     source = source_of(self.draft.config, context)
-    return _State(params[0], source, context.hidden, context.last_token)
+    return OnlineState(learned, source, context.hidden, context.last_token)
 
   def propose(
-    self, params: Any, state: _State, context: Context, rng: Array
-  ) -> tuple[Proposal, _State]:
-    now = state.learned.own, params[1]
-    proposal, _ = self.draft.propose(now, (), context, rng)
-    return proposal, state._replace(hidden=context.hidden, newest=context.last_token)
+    self, params: Any, state: OnlineState, context: Context, rng: Array
+  ) -> tuple[Proposal, OnlineState]:
+    _, target_params = params
+    proposal, _ = self.draft.propose((state.learned.params, target_params), (), context, rng)
+    return proposal, state._replace(hidden=context.hidden, last_token=context.last_token)
 
-  def observe(self, params: Any, state: _State, outcome: Outcome) -> _State:
+  def observe(self, params: Any, state: OnlineState, outcome: Outcome) -> OnlineState:
+    _, target_params = params
     guesses, gamma = outcome.proposal.tokens, self.tree.depth
-    before = jnp.concatenate([state.newest[:, None], guesses[:, :-1]], axis=1)
+    previous = jnp.concatenate([state.last_token[:, None], guesses[:, :-1]], axis=1)
     p = jax.nn.softmax(outcome.logits[:, :gamma].astype(jnp.float32))
-    # What was judged, of rows that are not done: those accepted, and the first refused.
-    judged = jnp.arange(gamma) <= outcome.verification.num_accepted[:, None]
-    weight = judged & (outcome.num_emitted > 0)[:, None]
-    module, of_target = in_rows(self.draft.config), module_of(self.draft.target)
-    project = lambda x: of_target.apply({"params": params[1]}, x, method="logits")
+    # Train on the verified draft tokens of rows that are not done: the accepted ones and the first
+    # rejected one.
+    is_verified = jnp.arange(gamma) <= outcome.verification.num_accepted[:, None]
+    weight = is_verified & (outcome.num_emitted > 0)[:, None]
+    module, target_module = in_rows(self.draft.config), module_of(self.draft.target)
 
-    def loss(own) -> Array:
-      logits = module.apply({"params": own}, state.hidden, before, state.source, project)
+    def project(hidden: Array) -> Array:
+      return target_module.apply({"params": target_params}, hidden, method="logits")
+
+    def loss(head_params) -> Array:
+      logits = module.apply({"params": head_params}, state.hidden, previous, state.source, project)
       cross_entropy = -(p * jax.nn.log_softmax(logits.astype(jnp.float32))).sum(axis=-1)
       return (cross_entropy * weight).sum() / jnp.maximum(weight.sum(), 1)
 
-    own, optimizer = state.learned
-    updates, optimizer = self._optimizer.update(jax.grad(loss)(own), optimizer, own)
-    return state._replace(learned=LearnedState(optax.apply_updates(own, updates), optimizer))
+    head_params, opt_state = state.learned
+    updates, opt_state = self._optimizer.update(jax.grad(loss)(head_params), opt_state, head_params)
+    return state._replace(
+      learned=LearnedState(optax.apply_updates(head_params, updates), opt_state)
+    )
 
   @property
   def _optimizer(self) -> optax.GradientTransformation:
@@ -115,7 +136,7 @@ def decode_and_learn(
   *,
   max_new_tokens: int,
 ) -> tuple[DecodeResult, LearnedState]:
-  """Decode a batch as `Decoder.run` does, and return what its `OnlineDraft` has learned since."""
+  """Decode a batch as `Decoder.run` does, and return also the new state of its `OnlineDraft`."""
   state = decoder.init(params, prompt, rng, max_new_tokens)
   state = decoder.run_rounds(params, state)
   return decoder.result(state), state.draft_state.learned
