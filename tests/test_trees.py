@@ -89,7 +89,7 @@ def test_what_is_no_tree_in_order_is_refused(parents):
   [
     (lambda: Tree.from_paths([(1,)]), r"\(1,\) but not \(0,\)"),
     (lambda: Tree.from_paths([(0,), (1, 0)]), r"\(1, 0\) but not \(1,\)"),
-    (lambda: require_chain("this draft", RAGGED), "this draft guesses chains"),
+    (lambda: require_chain("this draft", RAGGED), "this draft proposes chains"),
     (lambda: chain(-1), "gamma is -1"),
     (lambda: tree_theory.best_tree([0.5, 0.6], 4, 2), "at most 1 together"),
     (lambda: tree_theory.best_tree([0.5], 0, 2), "num_nodes is 0"),
