@@ -315,7 +315,7 @@ def test_weight_copies_without_the_barrier_are_found(reports):
   assert verify_cost(whole, whole) < 1.15 < 1.3 < verify_cost(reports["without barrier"], whole)
   # Copies in loops are found too: the target's in the outer loop, the draft's in the inner one.
   in_loop = "\n".join(reports["without barrier"]["speculative loop"]["weight_copies"])
-  assert "target_params['decoder']" in in_loop and "draft_params['decoder']" in in_loop
+  assert "params.target['decoder']" in in_loop and "params.draft['decoder']" in in_loop
 
 
 # Part of a round on four chips: a loop of six draft steps, each with a message. The draft's logits
