@@ -35,6 +35,7 @@ extensions = [
   "myst_parser",
   "sphinx.ext.autodoc",
   "sphinx.ext.napoleon",
+  "sphinx.ext.viewcode",
   "sphinx_copybutton",
   "svg_math",
 ]
