@@ -15,7 +15,6 @@ import jax
 
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.theory import best_tree
 from specdec_jax.core.trees import Tree
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import named_config, named_dtype
@@ -26,6 +25,7 @@ from specdec_jax.reporting.formats import render
 from specdec_jax.tpu import compile as tpu_compile
 from specdec_jax.tpu import examine
 from specdec_jax.tpu.beams import BeamSettings, beam_programs
+from specdec_jax.tree_theory import best_tree
 
 _NOT_SETTINGS = "format", "output", "no_loops"
 

@@ -29,12 +29,12 @@ def main(part: str) -> None:
   import jax.numpy as jnp
 
   from specdec_jax.core.sampling import Sampling
-  from specdec_jax.core.theory import best_tree
   from specdec_jax.models.config import named_config, t5_config
   from specdec_jax.models.speculator import speculator_config
   from specdec_jax.tpu import compile as tpu_compile
   from specdec_jax.tpu.beams import BeamSettings, beam_programs
   from specdec_jax.tpu.examine import examine, hbm_bytes
+  from specdec_jax.tree_theory import best_tree
 
   _, devices = tpu_compile.described("v4:2x2x1")
   xxl, small = (t5_config(size, dtype=jnp.bfloat16) for size in ("xxl", "small"))
