@@ -238,14 +238,14 @@ def test_at_a_terminal_there_is_a_line_a_batch_and_no_bar(run, monkeypatch, batc
   assert "Ctrl-D ends it" in result.said and "decoding" not in result.said
 
 
-def test_a_line_of_another_language_is_said_once(run, monkeypatch):
+def test_line_of_another_language_is_warned_of_once(run, monkeypatch):
   monkeypatch.setattr(vocabulary, "_MIN_PIECES", 10)
-  monkeypatch.setattr(translate, "FOREIGN", 0.9)
+  monkeypatch.setattr(translate, "MAX_SINGLE_LETTER_SHARE", 0.9)
   result = run([LINES[0], "他们在雪地里玩耍", "две собаки"])
   assert result.status == 0 and len(result.lines) == 3
-  assert result.said.count("is not what this pair was made for") == 1
+  assert result.said.count("is unlike the training data of this pair") == 1
   assert (
-    "line 2 is not what this pair was made for: its vocabulary has to spell 100% of" in result.said
+    "line 2 is unlike the training data of this pair: in its vocabulary, 100% of" in result.said
   )
 
 

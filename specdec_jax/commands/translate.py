@@ -32,9 +32,10 @@ from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
 
-# Of a line's letters spelt, for a warning. On the captions' vocabulary captions have 0.22 at most,
-# news 0.13 in the median and 0.4 in one line of 1,000, another script 1.
-FOREIGN = 0.4
+# Share of a line's letters in single-letter pieces above which a warning is printed. With the
+# captions' vocabulary it is at most 0.22 for captions, 0.13 for news in the median, 0.4 for one line
+# of news in 1,000, and 1 for another script.
+MAX_SINGLE_LETTER_SHARE = 0.4
 
 
 def translate(
@@ -193,7 +194,7 @@ class _Asked:
   def __init__(self, pair: Pair, notes: Console):
     self._pair, self._notes = pair, notes
     self._numbers: list[int] = []  # of those that are being decoded
-    self._foreign_said = False
+    self._warned_of_letters = False
 
   def rows(self, lines: Iterable[str]) -> Iterator[str | None]:
     """Each line, or None if there is nothing in it to decode."""
@@ -209,12 +210,13 @@ class _Asked:
           f"warning: line {number} is longer than {pair.max_source_tokens} tokens; it was cut "
           f"after '...{kept[-40:]}'."
         )
-      if not self._foreign_said and (share := pair.vocabulary.single_letter_share(line)) > FOREIGN:
-        self._foreign_said = True
+      share = 0.0 if self._warned_of_letters else pair.vocabulary.single_letter_share(line)
+      if share > MAX_SINGLE_LETTER_SHARE:
+        self._warned_of_letters = True
         say(
-          f"warning: line {number} is not what this pair was made for: its vocabulary has to spell "
-          f"{share:.0%} of the letters, or does not know them. Expect little of the output, and of "
-          "the speed. It is said once."
+          f"warning: line {number} is unlike the training data of this pair: in its vocabulary, "
+          f"{share:.0%} of the letters are single-letter pieces or unknown. The output may be poor and "
+          "slow. This warning is printed once."
         )
       yield line
 
