@@ -33,8 +33,8 @@ from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
 
 # Share of a line's letters in single-letter pieces above which a warning is printed. With the
-# captions' vocabulary it is at most 0.22 for captions, 0.13 for news in the median, 0.4 for one line
-# of news in 1,000, and 1 for another script.
+# captions' vocabulary it is at most 0.22 for captions, 0.13 for news in the median, 0.4 for one
+# line of news in 1,000, and 1 for another script.
 MAX_SINGLE_LETTER_SHARE = 0.4
 
 
@@ -215,8 +215,8 @@ class _Asked:
         self._warned_of_letters = True
         say(
           f"warning: line {number} is unlike the training data of this pair: in its vocabulary, "
-          f"{share:.0%} of the letters are single-letter pieces or unknown. The output may be poor and "
-          "slow. This warning is printed once."
+          f"{share:.0%} of the letters are single-letter pieces or unknown. The output may be poor "
+          "and slow. This warning is printed once."
         )
       yield line
 
