@@ -100,7 +100,9 @@ def prompt(tasks, texts, length):
     ("lm1b", "train", "", "WORD_PIECES"),
   ],
 )
-def test_examples_of_tfds_have_the_prefix_and_the_tokens_of_the_vocabulary(tasks, task, split, prefix, vocabulary):
+def test_examples_of_tfds_have_the_prefix_and_the_tokens_of_the_vocabulary(
+  tasks, task, split, prefix, vocabulary
+):
   with mocked():
     found = examples(f"specdec_{task}", split, 64)
     texts = tasks.sources(f"specdec_{task}", split)
