@@ -1,4 +1,4 @@
-"""The adaptive loop: the target's own text whatever gamma does, and a gamma that follows alpha."""
+"""Test adaptive gamma: it leaves the distribution of the output unchanged and follows alpha."""
 
 import functools
 
@@ -46,7 +46,7 @@ def keys():
 
 
 @functools.cache
-def plain(eos_id=EOS):
+def autoregressive(eos_id=EOS):
   settings = dict(max_new_tokens=LIMIT, sampling=GREEDY, eos_id=eos_id)
   return autoregressive_decode(TARGET, params(), prompts(), keys(), **settings)
 
@@ -58,17 +58,17 @@ def decode(drafts, draft_params, costs=COSTS, prior=(0.5, 0.5), eos_id=EOS):
 
 
 def script(right):
-  """Guesses by position in the text, of which those where `right` is true are the target's."""
-  own = np.asarray(plain(-1).tokens)
-  guesses = np.where(right, own, (own + 1) % V)
+  """Return guesses by position in the text that equal the target's tokens where `right`."""
+  target_tokens = np.asarray(autoregressive(-1).tokens)
+  guesses = np.where(right, target_tokens, (target_tokens + 1) % V)
   return jnp.pad(jnp.asarray(guesses), ((0, 0), (1, 0)))  # position 0 has the start token
 
 
 def gammas_of(out):
-  """The gamma of each round that ran."""
-  made = (np.asarray(out.rounds.guesses) >= 0).sum(axis=-1)[: int(out.num_rounds)]
-  assert (made == made[:, :1]).all()  # one for all rows
-  return made[:, 0].tolist()
+  """Return the gamma of each round that ran, after checking that all rows have the same gamma."""
+  num_proposed = (np.asarray(out.rounds.guesses) >= 0).sum(axis=-1)[: int(out.num_rounds)]
+  assert (num_proposed == num_proposed[:, :1]).all()
+  return num_proposed[:, 0].tolist()
 
 
 RIGHT = {
@@ -81,23 +81,23 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("prior", [(0.5, 0.5), (40.0, 10.0)])
-def test_greedy_output_is_plain_decodings(name, prior):
+def test_greedy_output_equals_autoregressive_decoding(name, prior):
   out = decode(SCRIPTED, script(RIGHT[name]), prior=prior)
-  np.testing.assert_array_equal(out.tokens, plain().tokens)
-  np.testing.assert_array_equal(out.lengths, plain().lengths)
+  np.testing.assert_array_equal(out.tokens, autoregressive().tokens)
+  np.testing.assert_array_equal(out.lengths, autoregressive().lengths)
 
 
 def test_gamma_follows_a_draft_whose_quality_changes():
-  """EOS apart, every row takes the same rounds, so that they can be written down."""
+  """Without EOS all rows run the same rounds, so the expected gammas are known."""
   out = decode(SCRIPTED, script(RIGHT["at first"]), eos_id=-1)
-  # Taken for alpha: 1/2, 3/4, 7/8, 15/16; then all is refused: 15/18, 15/20, ...
+  # Estimates of alpha: 1/2, 3/4, 7/8, 15/16; then every guess is rejected: 15/18, 15/20, ...
   assert gammas_of(out) == [1, 2, 4, 4, 2, 2, 2, 2, 2]
   assert (np.asarray(out.rounds.num_accepted)[:9].T == [1, 2, 4, 0, 0, 0, 0, 0, 0]).all()
   accepted, rejected = out.rounds.acceptance_counts()
   assert (accepted == 7).all() and (rejected == 6).all()
 
 
-def test_costs_and_prior_choose_gamma_and_compile_nothing():
+def test_costs_and_prior_select_gamma_without_recompilation():
   wrong = script(RIGHT["never"])
   assert set(gammas_of(decode(SCRIPTED, wrong, prior=(0.1, 9.9), eos_id=-1))) == {1}
   compiled = AdaptiveDecoder.run._cache_size()
@@ -107,21 +107,21 @@ def test_costs_and_prior_choose_gamma_and_compile_nothing():
   assert AdaptiveDecoder.run._cache_size() == compiled
 
 
-def test_rows_that_are_done_have_no_say():
-  """Row 1 ends at once; alone it would pull gamma down, as its guesses are wrong."""
+def test_finished_rows_do_not_affect_gamma():
+  """Row 1 ends after one token, and its wrong guesses would lower gamma if they were counted."""
   right = np.arange(BATCH)[:, None] != 1
-  assert int(plain().lengths[1]) == 1
-  with_it = decode(SCRIPTED, script(right))
-  without = decode(SCRIPTED, script(RIGHT["always"]))
-  assert gammas_of(with_it)[1:] == gammas_of(without)[1:]
+  assert int(autoregressive().lengths[1]) == 1
+  with_wrong_row = decode(SCRIPTED, script(right))
+  all_right = decode(SCRIPTED, script(RIGHT["always"]))
+  assert gammas_of(with_wrong_row)[1:] == gammas_of(all_right)[1:]
 
 
-def test_the_target_as_its_own_draft_accepts_every_guess_of_every_gamma():
-  """A draft whose cache fell behind when gamma changed would be refused."""
+def test_every_guess_of_a_draft_equal_to_the_target_is_accepted_at_every_gamma():
+  """Guesses would be rejected if the draft's cache were stale after a change of gamma."""
   drafts = tuple(ModelDraft(TARGET, GREEDY, chain(gamma)) for gamma in GAMMAS)
   out = decode(drafts, params())
   assert set(gammas_of(out)) == {1, 2, 4}
-  np.testing.assert_array_equal(out.tokens, plain().tokens)
+  np.testing.assert_array_equal(out.tokens, autoregressive().tokens)
   assert (out.rounds.acceptance_counts()[1] == 0).all()
 
 
@@ -129,8 +129,9 @@ def test_the_target_as_its_own_draft_accepts_every_guess_of_every_gamma():
 
 
 def sampled():
+  """Compare samples with the target's distribution; also return the gammas of one batch."""
   pair, sampling = tiny_pair.pair(), Sampling()
-  # Copies, which nothing is compiled for yet.
+  # Fresh draft objects, so that no program compiled by another test is used.
   drafts = [pair.draft(sampling, chain(gamma)) for gamma in (1, 3)]
   drafts = tuple(tiny.ChangedDraft(draft, lambda params, proposal: proposal) for draft in drafts)
   costs, prior = jnp.array([1.1, 1.6]), jnp.array([0.7, 0.3])
@@ -143,20 +144,20 @@ def sampled():
   joint = compare_samples(
     pair, texts, sampling, decode, batch_size=4, samples_per_text=400, num_tokens=4, seed=0
   )
-  some = decode(pair.prompt(texts), jax.random.split(jax.random.key(1), 4), max_new_tokens=4)
-  return joint, gammas_of(some)
+  out = decode(pair.prompt(texts), jax.random.split(jax.random.key(1), 4), max_new_tokens=4)
+  return joint, gammas_of(out)
 
 
 def test_samples_have_the_targets_distribution():
-  # 1,600 outputs: finds a total variation of 0.15 nine times in ten.
+  # 1,600 outputs: detects a total variation of 0.15 nine times in ten.
   joint, gammas = sampled()
   assert joint.p_value > tiny.LEVEL and joint.num_impossible == 0
   assert joint.num_cells > 40 and joint.detectable(tiny.LEVEL) < 0.15
   assert gammas[0] == 3
 
 
-def test_gamma_that_knows_its_own_rounds_outcome_is_caught(monkeypatch):
-  """Of 16 rounds, drawn independently, the one that emits most is kept."""
+def test_selecting_a_round_by_its_outcome_is_detected(monkeypatch):
+  """A fault: the round that emits most tokens is selected from 16 independent rounds."""
 
   class Luckiest(Decoder):
     def round(self, params, state):

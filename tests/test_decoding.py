@@ -1,7 +1,7 @@
-"""The loops: the target's own text, whatever the draft, the batch, the block and the end.
+"""Test the decoding loop: greedy output equals the target's for any draft, batch and block size.
 
-The oracle knows neither cache nor block: one teacher-forced pass over the whole text for each
-token, and an argmax.
+The oracle uses neither a cache nor blocks. It runs one teacher-forced forward pass over the whole
+text for each token and takes the argmax.
 """
 
 import functools
@@ -36,7 +36,7 @@ def params():
 
 @functools.cache
 def drafts():
-  """Parameters of drafts that are good (right more often than not), bad, and the target itself."""
+  """Return parameters of a good draft (most guesses accepted), a bad draft, and the target."""
   return {
     "good": tiny.near(params(), seed=9, noise=0.05),
     "bad": tiny.params(CONFIG, seed=5),
@@ -51,8 +51,8 @@ def prompts():
 
 @functools.cache
 def oracle():
-  """The target's greedy continuation [8, LIMIT] of each prompt, EOS ignored."""
-  inputs = np.zeros((8, LIMIT + 1), np.int32)  # start token, then what was found so far
+  """Return the target's greedy continuation [8, LIMIT] of each prompt, ignoring EOS."""
+  inputs = np.zeros((8, LIMIT + 1), np.int32)  # the start token, then the tokens so far
   for i in range(LIMIT):
     logits = np.asarray(tiny.teacher_forced(CONFIG)(params(), prompts(), inputs))[:, i]
     best_two = np.sort(logits, axis=-1)[:, -2:]
@@ -62,11 +62,11 @@ def oracle():
 
 
 def until(eos, limit=LIMIT):
-  """The oracle's texts, cut after `eos` and at the limit."""
-  texts = []
+  """Return the oracle's texts, truncated after `eos` and at the limit."""
+  truncated = []
   for row in oracle()[:, :limit].tolist():
-    texts.append(row[: row.index(eos) + 1] if eos in row else row)
-  return texts
+    truncated.append(row[: row.index(eos) + 1] if eos in row else row)
+  return truncated
 
 
 def keys(seed=0, batch=8):
@@ -74,7 +74,7 @@ def keys(seed=0, batch=8):
 
 
 def speculate(gamma, draft_params, sampling=GREEDY, rows=slice(None), **settings):
-  """Decode `rows` of the prompts with a draft of the target's shape."""
+  """Decode `rows` of the prompts with a draft that has the target's architecture."""
   settings = {"rng": keys()[rows], "max_new_tokens": LIMIT, "eos_id": EOS, **settings}
   draft = settings.pop("draft", None) or ModelDraft(TARGET, sampling, chain(gamma))
   prompt = settings.pop("prompt", prompts())[rows]
@@ -92,14 +92,14 @@ def texts(out):
 
 
 def history(out, row=0):
-  """(guesses, n, next token, tokens emitted) of each round of a row until it stopped."""
+  """Return (guesses, n, next token, number of emitted tokens) of each round that a row ran."""
   r = jax.tree.map(lambda a: np.asarray(a)[:, row].tolist(), out.rounds)
   rounds = zip(r.guesses, r.num_accepted, r.next_token, r.num_emitted, strict=True)
-  return [one for one in rounds if one[-1] > 0]
+  return [fields for fields in rounds if fields[-1] > 0]
 
 
 def check(out, limit, eos):
-  """What every decoded batch must be: within the limit, ended by EOS, as its records say."""
+  """Check that texts are within the limit, end at EOS, and agree with the recorded rounds."""
   assert out.tokens.shape[1] == limit
   num_emitted = np.asarray(out.rounds.num_emitted)
   for row, text in enumerate(texts(out)):
@@ -109,19 +109,19 @@ def check(out, limit, eos):
     assert len(text) == limit or text[-1] == eos
 
     rounds = history(out, row)
-    assert not num_emitted[len(rounds) :, row].any()  # once a row has stopped it stays so
+    assert not num_emitted[len(rounds) :, row].any()  # a finished row emits nothing
     emitted = []
     for guesses, n, next_token, count in rounds:
       assert 0 <= n <= len(guesses)
       emitted += [*guesses[:n], next_token][:count]
     assert emitted == text
-    assert all(count == n + 1 for _, n, _, count in rounds[:-1])  # only the end cuts a round
+    assert all(count == n + 1 for _, n, _, count in rounds[:-1])  # only the last round is truncated
     assert 1 <= rounds[-1][3] <= rounds[-1][1] + 1
   assert out.num_rounds == max(len(history(out, row)) for row in range(len(out.lengths)))
 
 
 def accepted(out):
-  """n of every round of every row that was still running."""
+  """Return n of every round of every row that was still running."""
   return np.asarray(out.rounds.num_accepted)[np.asarray(out.rounds.num_emitted) > 0]
 
 
@@ -129,17 +129,17 @@ def one(row):
   return slice(row, row + 1)
 
 
-# Greedy decoding is the oracle's, whatever the draft.
+# Greedy output equals the oracle's for every draft.
 
 
-def test_the_texts_of_these_tests_are_varied():
-  """Else the tests below would see little."""
+def test_expected_texts_are_varied():
+  """Identical texts would hide errors from the tests below."""
   assert len(set(oracle().ravel())) > 10
   assert len({tuple(row) for row in oracle()}) == 8
   assert [len(text) for text in until(EOS)] == [8, 1, 6, 16, 1, 16, 8, 12]
 
 
-def test_plain_greedy_decoding_equals_the_oracle():
+def test_greedy_autoregressive_decoding_equals_the_oracle():
   decode = functools.partial(
     autoregressive_decode, TARGET, params(), max_new_tokens=LIMIT, sampling=GREEDY, eos_id=EOS
   )
@@ -155,8 +155,8 @@ def test_plain_greedy_decoding_equals_the_oracle():
 
 
 @pytest.mark.parametrize("gamma", [5])
-def test_greedy_speculation_equals_the_oracle(gamma):
-  """Batch 1 and 8; drafts good, bad and equal to the target."""
+def test_greedy_speculative_decoding_equals_the_oracle(gamma):
+  """The batch sizes are 1 and 8; the drafts are good, bad and equal to the target."""
   for draft_params in drafts().values():
     whole = speculate(gamma, draft_params)
     assert texts(whole) == until(EOS)
@@ -166,23 +166,23 @@ def test_greedy_speculation_equals_the_oracle(gamma):
       assert history(alone) == history(whole, row)
 
 
-def test_the_drafts_of_these_tests_are_good_and_bad():
+def test_acceptance_of_the_good_the_bad_and_the_equal_draft():
   rates = {name: accepted(speculate(3, drafts()[name])).mean() for name in drafts()}
   assert rates["bad"] < 0.5 < 1 < rates["good"] < rates["equal"] == 3
 
 
-def test_a_draft_of_another_shape_that_samples_changes_nothing():
+def test_sampling_draft_of_another_architecture_does_not_change_greedy_output():
   small = tiny.config(vocab_size=V, layers=1, emb_dim=8)
   draft = ModelDraft(T5Model(small), Sampling(2.0), chain(3))
   out = speculate(3, tiny.params(small, 1), draft=draft)
   assert texts(out) == until(EOS)
 
 
-# The draft = target test: the one that sees a draft whose cache lacks the last accepted guess.
+# A draft equal to the target detects a draft cache that lacks the last accepted guess.
 
 
-def test_the_target_as_its_own_draft_accepts_every_greedy_guess(gamma=3):
-  """Gamma 1, 2 and 4 are those of `test_adaptive.py`."""
+def test_every_greedy_guess_of_a_draft_equal_to_the_target_is_accepted(gamma=3):
+  """`test_adaptive.py` covers gamma 1, 2 and 4."""
   out = speculate(gamma, params())
   assert (accepted(out) == gamma).all()
   for row, text in enumerate(texts(out)):
@@ -190,7 +190,7 @@ def test_the_target_as_its_own_draft_accepts_every_greedy_guess(gamma=3):
 
 
 @pytest.mark.parametrize("gamma,sampling", [(4, Sampling(0.7, top_k=9, top_p=0.9))])
-def test_the_target_as_its_own_draft_accepts_every_sampled_guess(gamma, sampling):
+def test_every_sampled_guess_of_a_draft_equal_to_the_target_is_accepted(gamma, sampling):
   for seed in range(5):
     out = speculate(gamma, params(), sampling, rng=keys(seed))
     assert (accepted(out) == gamma).all()
@@ -198,34 +198,34 @@ def test_the_target_as_its_own_draft_accepts_every_sampled_guess(gamma, sampling
       assert len(history(out, row)) == -(-len(text) // (gamma + 1))
 
 
-# Scripted drafts: any number of accepted guesses, EOS in any place of a block.
+# Scripted drafts: any number of accepted guesses, and EOS at any position of a block.
 
 
 def scripts(wrong):
-  """Guesses by position in the text [8, LIMIT + 1]: the oracle's, or others where `wrong`."""
+  """Return guesses [8, LIMIT + 1] by position: the oracle's, or other tokens where `wrong`."""
   right = np.pad(oracle(), ((0, 0), (1, 0)))
   other = np.where((right + 1) % V == EOS, (right + 2) % V, (right + 1) % V)
   return np.where(np.pad(wrong, ((0, 0), (1, 0))), other, right).astype(np.int32)
 
 
 def expected_rounds(text, wrong, gamma):
-  """(n, tokens emitted) of each round of a text whose guesses are wrong at `wrong` [LIMIT]."""
-  rounds, at = [], 0
-  while at < len(text):
-    ahead = [*wrong[at : at + gamma], True][: gamma + 1]
-    n = ahead.index(True)
-    rounds.append((n, min(n + 1, len(text) - at)))
-    at += n + 1
+  """Return (n, num_emitted) of each round when the guesses at `wrong` [LIMIT] are wrong."""
+  rounds, position = [], 0
+  while position < len(text):
+    wrong_guesses = [*wrong[position : position + gamma], True][: gamma + 1]
+    n = wrong_guesses.index(True)
+    rounds.append((n, min(n + 1, len(text) - position)))
+    position += n + 1
   return rounds
 
 
 @pytest.mark.parametrize("gamma", [4, 7])
-def test_any_pattern_of_right_and_wrong_guesses(gamma):
-  """Rounds, counts and text for 20 patterns of 8 rows, EOS where it falls."""
-  seen, ends = set(), set()
+def test_text_and_rounds_for_random_patterns_of_right_and_wrong_guesses(gamma):
+  """Check 20 patterns of 8 rows, with EOS at any position of a block."""
+  values_of_n, kinds_of_eos = set(), set()
   for seed in range(20):
-    chance = [0.0, 0.1, 0.2, 0.5, 1.0][seed % 5]
-    wrong = np.random.default_rng(seed).random((8, LIMIT)) < chance
+    probability = [0.0, 0.1, 0.2, 0.5, 1.0][seed % 5]
+    wrong = np.random.default_rng(seed).random((8, LIMIT)) < probability
     draft = tiny.ScriptedDraft(chain(gamma))
     out = speculate(gamma, scripts(wrong), draft=draft)
     assert texts(out) == until(EOS)
@@ -233,18 +233,18 @@ def test_any_pattern_of_right_and_wrong_guesses(gamma):
       want = expected_rounds(text, wrong[row].tolist(), gamma)
       got = history(out, row)
       assert [emitted for *_, emitted in got] == [emitted for _, emitted in want]
-      # Past the end of the text the script is junk, and so may n be.
+      # The script past the end of the text is arbitrary, so n of the last round may be too.
       assert [n for _, n, *_ in got[:-1]] == [n for n, _ in want[:-1]]
-      seen |= {n for n, _ in want}
+      values_of_n |= {n for n, _ in want}
       if text[-1] == EOS:
         n, emitted = got[-1][1], got[-1][3]
-        ends.add("guess" if emitted <= n else "bonus" if n == gamma else "correction")
-  assert seen == set(range(gamma + 1))
-  assert ends == {"guess", "bonus", "correction"}  # what EOS was, in one row or another
+        kinds_of_eos.add("guess" if emitted <= n else "bonus" if n == gamma else "correction")
+  assert values_of_n == set(range(gamma + 1))
+  assert kinds_of_eos == {"guess", "bonus", "correction"}
 
 
 def test_eos_inside_accepted_guesses_ends_the_row_there():
-  """All guesses right, and right again after EOS: the row stops at EOS all the same."""
+  """All guesses are right, including those after EOS, and yet the row stops at EOS."""
   gamma = 7
   right = scripts(np.zeros((8, LIMIT), bool))
   out = speculate(gamma, right, draft=tiny.ScriptedDraft(chain(gamma)))
@@ -260,7 +260,7 @@ def test_eos_inside_accepted_guesses_ends_the_row_there():
     assert emitted == len(until(EOS)[row]) % (gamma + 1) < n + 1
 
 
-def test_eos_as_the_first_token():
+def test_row_whose_first_token_is_eos_ends_after_one_round():
   first = [row for row in range(8) if oracle()[row, 0] == EOS]
   assert first
   for draft_params in drafts().values():
@@ -268,7 +268,7 @@ def test_eos_as_the_first_token():
     assert all(texts(out)[row] == [EOS] and len(history(out, row)) == 1 for row in first)
 
 
-def test_a_refused_eos_does_not_end_a_row():
+def test_rejected_eos_does_not_end_a_row():
   gamma = 4
   out = speculate(
     gamma,
@@ -277,12 +277,12 @@ def test_a_refused_eos_does_not_end_a_row():
     eos_id=EOS,
   )
   assert texts(out) == until(EOS)
-  # Nothing else was right: each round emits one token, the last of them EOS.
+  # All other guesses are wrong: each round emits one token, and the last one emits EOS.
   assert [len(history(out, row)) for row in range(8)] == [len(text) for text in until(EOS)]
 
 
 def test_tokens_past_the_end_are_0():
-  """A decoder-only model's prompt may have padding there."""
+  """The prompts of a decoder-only model may have padding there."""
   rounds = Rounds(*(np.zeros((4, 2), int) for _ in range(4)))
   state = DecodeState(*[None] * len(DecodeState._fields))._replace(
     tokens=jnp.array([[7, 2, 3, 9, 9, 9], [7, 6, 5, 4, 3, 9]]),
@@ -295,16 +295,16 @@ def test_tokens_past_the_end_are_0():
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_a_limit_smaller_than_the_block(limit):
+def test_limit_smaller_than_a_block_truncates_the_text(limit):
   gamma = 7
   for draft_params in drafts().values():
     out = speculate(gamma, draft_params, max_new_tokens=limit)
     assert texts(out) == until(EOS, limit)
-  assert out.num_rounds == 1  # the last draft is equal to the target
+  assert out.num_rounds == 1  # the last draft is the target itself
 
 
-def test_a_block_that_ends_at_the_limit_and_one_that_passes_it():
-  """16 tokens in blocks of 4 and of 6, all accepted; the last block of 6 is cut to 4."""
+def test_last_block_is_truncated_at_the_limit():
+  """16 tokens are emitted in blocks of 4, and in blocks of 6 whose last one is truncated to 4."""
   unended = [row for row, text in enumerate(until(EOS)) if text[-1] != EOS]
   assert unended
   for gamma, last in ((3, 4), (5, 4)):
@@ -312,12 +312,12 @@ def test_a_block_that_ends_at_the_limit_and_one_that_passes_it():
     assert {history(out, row)[-1][3] for row in unended} == {last}
 
 
-# Rows are independent of each other, and of what other rows do.
+# Rows are independent of each other.
 
 
 @pytest.mark.parametrize("draft_name", ["good"])
-def test_serial_equals_batched_when_sampling(draft_name):
-  """Greedy rows are compared one by one above."""
+def test_sampled_row_is_the_same_alone_and_in_a_batch(draft_name):
+  """The tests against the oracle compare greedy rows one by one."""
   draft_params = drafts()[draft_name]
   whole = speculate(3, draft_params, RANDOM)
   assert len(set(np.asarray(whole.lengths))) > 2
@@ -327,7 +327,7 @@ def test_serial_equals_batched_when_sampling(draft_name):
     assert history(alone) == history(whole, row)
 
 
-def test_serial_equals_batched_in_plain_sampling():
+def test_autoregressively_sampled_row_is_the_same_alone_and_in_a_batch():
   decode = functools.partial(
     autoregressive_decode, TARGET, params(), max_new_tokens=LIMIT, sampling=RANDOM, eos_id=EOS
   )
@@ -338,8 +338,8 @@ def test_serial_equals_batched_in_plain_sampling():
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "sampling"])
-def test_a_finished_row_is_untouched_by_its_neighbours(sampling):
-  """The rows that stop first read the same beside neighbours that stop soon or late."""
+def test_finished_row_does_not_depend_on_its_neighbors(sampling):
+  """The rows that stop first do not change when all other rows run longer."""
   draft_params = drafts()["good"]
   before = speculate(3, draft_params, sampling)
   stops = np.asarray(before.lengths)
@@ -356,20 +356,20 @@ def test_a_finished_row_is_untouched_by_its_neighbours(sampling):
     assert texts(after)[row] == texts(before)[late]
 
 
-def test_the_key_of_a_row_decides_its_text():
+def test_row_text_is_determined_by_its_key():
   draft_params = drafts()["good"]
   first = speculate(3, draft_params, RANDOM)
   again = speculate(3, draft_params, RANDOM)
   other = speculate(3, draft_params, RANDOM, rng=keys(1))
   jax.tree.map(np.testing.assert_array_equal, first, again)
   assert texts(other) != texts(first)
-  # Rows of one prompt differ by their keys alone.
+  # Rows with the same prompt differ only because of their keys.
   same = np.repeat(prompts()[one(3)], 8, axis=0)
   out = speculate(3, draft_params, RANDOM, prompt=same)
   assert len({tuple(text) for text in texts(out)}) == 8
 
 
-# Compilation and bad input.
+# Compilation and invalid input.
 
 
 def test_calls_of_one_shape_compile_once():
@@ -391,6 +391,6 @@ def test_calls_of_one_shape_compile_once():
 
 
 @pytest.mark.parametrize("gamma", [0, -2])
-def test_a_draft_needs_at_least_one_guess(gamma):
+def test_gamma_below_1_is_rejected(gamma):
   with pytest.raises(ValueError, match=f"gamma is {gamma}"):
     ModelDraft(TARGET, GREEDY, chain(gamma))

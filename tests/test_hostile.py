@@ -1,4 +1,4 @@
-"""Conditions that break decoders: empty and padded sources, NaN, guesses that are no words."""
+"""Test adverse input: empty and padded sources, logits that are not finite, guesses of padding."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ def speculate(prompt, sampling=GREEDY, draft=None, target=TARGET, gamma=3, **set
   )
 
 
-def plain(prompt, target=TARGET, **settings):
+def autoregressive(prompt, target=TARGET, **settings):
   prompt = np.asarray(prompt, np.int32)
   return jax.device_get(
     autoregressive_decode(
@@ -73,8 +73,8 @@ def plain(prompt, target=TARGET, **settings):
 
 
 @BOTH
-def test_an_empty_source_is_decoded_and_leaves_its_neighbours_alone(sampling):
-  """A source of padding only: nothing to attend to, which must not become 0 / 0."""
+def test_empty_source_is_decoded_and_does_not_change_other_rows(sampling):
+  """A source that is all padding has no key to attend to, which must not give 0 / 0."""
   sources = tiny.sources(CONFIG, 0, 4)
   with_empty = sources.copy()
   with_empty[1] = 0
@@ -83,11 +83,11 @@ def test_an_empty_source_is_decoded_and_leaves_its_neighbours_alone(sampling):
   for row in (0, 2, 3):
     np.testing.assert_array_equal(after.tokens[row], before.tokens[row])
   if sampling == GREEDY:
-    np.testing.assert_array_equal(after.tokens, plain(with_empty).tokens)
+    np.testing.assert_array_equal(after.tokens, autoregressive(with_empty).tokens)
 
 
 @BOTH
-def test_padding_of_the_source_changes_nothing(sampling):
+def test_output_does_not_depend_on_source_padding(sampling):
   sources = tiny.sources(CONFIG, 0, 4)
   wider = np.pad(sources, ((0, 0), (0, 9)))
   np.testing.assert_array_equal(
@@ -95,15 +95,15 @@ def test_padding_of_the_source_changes_nothing(sampling):
   )
 
 
-def test_a_draft_that_proposes_padding_changes_nothing():
+def test_draft_that_proposes_padding_does_not_change_the_output():
   sources = tiny.sources(CONFIG, 0, 4)
-  silent = tiny.ScriptedDraft(chain(3))
-  got = speculate(sources, draft=silent, draft_params=np.zeros((4, 1), np.int32))
-  np.testing.assert_array_equal(got.tokens, plain(sources).tokens)
+  padding_draft = tiny.ScriptedDraft(chain(3))
+  got = speculate(sources, draft=padding_draft, draft_params=np.zeros((4, 1), np.int32))
+  np.testing.assert_array_equal(got.tokens, autoregressive(sources).tokens)
 
 
 def test_padded_rows_of_the_vocabulary_are_never_sampled():
-  """Rows V.. of the table are larger than any word's, as random or damaged ones may be."""
+  """The weights of padded rows, from V on, exceed those of real tokens, as unused rows may."""
   config = dataclasses.replace(CONFIG, padded_vocab_size=32)
   padded = tiny.params(config, 12)
   kernel = padded["decoder"]["logits_dense"]["kernel"]
@@ -130,53 +130,56 @@ def test_models_of_different_dtypes_decode_together(target_dtype, draft_dtype):
   got = speculate(sources, draft=ModelDraft(draft, GREEDY, chain(3)), target=target)
   assert (got.not_finite == -1).all()
   if target_dtype == "f4":  # bfloat16 may tie
-    np.testing.assert_array_equal(got.tokens, plain(sources).tokens)
+    np.testing.assert_array_equal(got.tokens, autoregressive(sources).tokens)
 
 
 # Logits that are not finite.
 
 
-def breaking(position: np.ndarray, values: np.ndarray):
-  """The target, whose logits before token `position` [B] hold `values` [B] once: 0 for nothing."""
+def with_injected_logits(position: np.ndarray, values: np.ndarray):
+  """Return the target with `values` [B] in its logits for token `position` [B], where not 0."""
 
-  def breaks(model, params, cache, tokens, tree, first):
-    at = cache.length[:, None] + jnp.arange(tokens.shape[1])  # tokens before it, less the first
+  def extend(model, params, cache, tokens, tree, first):
+    # The number of tokens before each one, without the start token.
+    positions = cache.length[:, None] + jnp.arange(tokens.shape[1])
     logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
-    here = (at == position[:, None]) & (values != 0)[:, None]
-    there = jnp.where(here, values[:, None], logits[..., 5])
-    return logits.at[..., 5].set(there), hidden, cache
+    injected = (positions == position[:, None]) & (values != 0)[:, None]
+    column = jnp.where(injected, values[:, None], logits[..., 5])
+    return logits.at[..., 5].set(column), hidden, cache
 
-  return tiny.ChangedModel(TARGET, breaks)
+  return tiny.ChangedModel(TARGET, extend)
 
 
 @pytest.mark.parametrize("speculation", [False, True])
-def test_logits_that_are_not_finite_end_their_rows_and_no_other(speculation):
-  """NaN in one row, infinity in another; and NaN in a third, behind its end."""
+def test_logits_that_are_not_finite_end_only_their_own_rows(speculation):
+  """One row has a NaN, another an infinity, and a third a NaN after its end."""
   sources, position = tiny.sources(CONFIG, 0, 4), 4
-  good = plain(sources)
+  good = autoregressive(sources)
   first, *_, infinite, row = np.argsort(good.lengths)
   assert good.lengths[infinite] > position and good.lengths[first] < max(good.lengths)
-  values, places = np.zeros(4, np.float32), np.full(4, position)
+  values, positions = np.zeros(4, np.float32), np.full(4, position)
   values[[row, infinite]] = np.nan, np.inf
   others = values == 0
-  if not speculation:  # a block of guesses would reach behind the end before it is known to be one
-    values[first], places[first] = np.nan, good.lengths[first]
-  got = (speculate if speculation else plain)(sources, target=breaking(places, values))
+  if not speculation:  # a block of guesses extends past the end before the end is known
+    values[first], positions[first] = np.nan, good.lengths[first]
+  got = (speculate if speculation else autoregressive)(
+    sources, target=with_injected_logits(positions, values)
+  )
   np.testing.assert_array_equal(got.tokens[others], good.tokens[others])
   assert (got.not_finite[others] == -1).all()
-  # A block that holds it is dropped whole: the row ends there, or a few tokens before.
-  for at in (row, infinite):
-    ends = got.lengths[at]
-    assert got.not_finite[at] == ends <= position and (speculation or ends == position)
-    np.testing.assert_array_equal(got.tokens[at, :ends], good.tokens[at, :ends])
+  # The whole block that contains the value is dropped, so the row may end a few tokens earlier.
+  for bad_row in (row, infinite):
+    length = got.lengths[bad_row]
+    assert got.not_finite[bad_row] == length <= position and (speculation or length == position)
+    np.testing.assert_array_equal(got.tokens[bad_row, :length], good.tokens[bad_row, :length])
   first = min(row, infinite)
-  said = rf"row {first} .* past token {got.lengths[first]}.* NaN or infinite"
-  with pytest.raises(InputError, match=said):
+  message = rf"row {first} .* past token {got.lengths[first]}.* NaN or infinite"
+  with pytest.raises(InputError, match=message):
     require_finite(got)
   assert require_finite(good) is good
 
 
-def test_a_draft_that_is_not_finite_is_said():
+def test_draft_with_nan_parameters_is_reported():
   sources = tiny.sources(CONFIG, 0, 4)
   damaged = jax.tree.map(lambda x: x * np.nan, draft_params())
   got = speculate(sources, RANDOM, draft_params=damaged)

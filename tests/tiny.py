@@ -1,8 +1,8 @@
-"""Tiny models with random weights, drafts that follow a script, and tests of distributions.
+"""Tiny models with random weights, scripted drafts, and tests of distributions.
 
-Distribution tests compare counts with exact probabilities by Pearson's chi-square at LEVEL, the
-chance of a false alarm. Their power is stated as the smallest effect
-w = sqrt(sum_x (p'(x) - p(x))^2 / p(x)) that is found 99 times in 100; the total variation
+Distribution tests compare counts with exact probabilities by Pearson's chi-square test at
+significance level LEVEL. Their power is stated as the smallest effect
+w = sqrt(sum_x (p'(x) - p(x))^2 / p(x)) that is detected with probability 0.99. The total variation
 between p' and p is then at most w / 2.
 """
 
@@ -36,13 +36,13 @@ from specdec_jax.measurement import speed, timing
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.families import Config, init_params, module_of
 
-LEVEL = 1e-6  # a correct program fails a distribution test this often
-CAUGHT = 1e-12  # a broken one must be further out than this
+LEVEL = 1e-6  # the probability that a correct program fails a distribution test
+CAUGHT = 1e-12  # the p-value of a broken program must be below this
 SHARED = pathlib.Path(os.environ.get("SPECDEC_SHARED", "../shared"))
 
 
 def config(vocab_size: int = 16, layers: int = 2, **overrides) -> T5Config:
-  """`layers` in encoder and decoder."""
+  """Return a T5 configuration with `layers` layers in the encoder and in the decoder."""
   fields = dict(
     vocab_size=vocab_size,
     emb_dim=16,
@@ -56,7 +56,7 @@ def config(vocab_size: int = 16, layers: int = 2, **overrides) -> T5Config:
 
 
 def gpt_config(vocab_size: int = 16, layers: int = 2, **overrides) -> GPTConfig:
-  """A decoder with all that T5's lacks: biases and learned positions."""
+  """Return a GPT configuration with biases and learned positions, which T5 does not have."""
   fields = dict(
     vocab_size=vocab_size,
     emb_dim=16,
@@ -72,11 +72,14 @@ def gpt_config(vocab_size: int = 16, layers: int = 2, **overrides) -> GPTConfig:
 
 
 def params(cfg: Config, seed: int, peak: float = 3.0):
-  """Random parameters whose outputs vary: logits `peak` times as large as freshly drawn ones,
-  and attention and position strong enough for the text so far to matter."""
+  """Return random parameters whose outputs depend on the text.
+
+  Logits are `peak` times as large as at initialization. Attention and position biases are scaled up
+  too, so that the logits depend on the preceding tokens.
+  """
   rng = np.random.default_rng(seed)
 
-  def louder(path, value):
+  def scale_up(path, value):
     path = "/".join(key.key for key in path)
     if path.endswith("bias"):
       return value + jnp.asarray(rng.normal(0, 0.5, value.shape), value.dtype)
@@ -90,18 +93,20 @@ def params(cfg: Config, seed: int, peak: float = 3.0):
       return value * 2
     return value
 
-  drawn = init_params(cfg, jax.random.key(seed))
-  return jax.tree_util.tree_map_with_path(louder, drawn)
+  return jax.tree_util.tree_map_with_path(scale_up, init_params(cfg, jax.random.key(seed)))
 
 
 def packed(params, pairs=False):
-  """The parameters as a model with `kernels='skinny'` wants them; in `pairs` if in bfloat16."""
-  pack = lambda path, x: skinny.pack(np.asarray(x), pairs) if path[-1].key == "kernel" else x
+  """Return the parameters packed for a model with `kernels='skinny'`; bfloat16 needs `pairs`."""
+
+  def pack(path, x):
+    return skinny.pack(np.asarray(x), pairs) if path[-1].key == "kernel" else x
+
   return jax.tree_util.tree_map_with_path(pack, params)
 
 
 def near(tree, seed: int, noise: float):
-  """Parameters `noise` (relative to each array's own size) away from `tree`: a good draft."""
+  """Add noise to `tree`, `noise` times the standard deviation of each array: a good draft."""
   leaves, structure = jax.tree.flatten(tree)
   keys = jax.random.split(jax.random.key(seed), len(leaves))
   keys = jax.tree.unflatten(structure, keys)
@@ -109,7 +114,7 @@ def near(tree, seed: int, noise: float):
 
 
 def sources(cfg: Config, seed: int, batch: int, length: int = 7) -> np.ndarray:
-  """Source tokens [batch, length] of different lengths, padded with 0."""
+  """Return source tokens [batch, length] of different lengths, padded with 0."""
   rng = np.random.default_rng(seed)
   tokens = rng.integers(2, cfg.vocab_size, (batch, length))
   lengths = rng.integers(2, length + 1, batch)
@@ -117,38 +122,43 @@ def sources(cfg: Config, seed: int, batch: int, length: int = 7) -> np.ndarray:
 
 
 def prompts(cfg: GPTConfig, seed: int, lengths, padding: int = 0, width: int = 8) -> np.ndarray:
-  """Prompts [B, width] of so many tokens each: tokens, EOS, padding. Like the padding, these may be
-  anything but EOS."""
+  """Return prompts [B, width]: `lengths[i]` tokens, EOS, then padding.
+
+  Tokens and padding may be any token except EOS.
+  """
   rng = np.random.default_rng(seed)
   tokens = rng.integers(0, cfg.vocab_size, (len(lengths), width))
   tokens = np.where(tokens == cfg.eos_id, 2, tokens)
-  at = np.arange(width) - np.asarray(lengths)[:, None]
-  return np.where(at < 0, tokens, np.where(at == 0, cfg.eos_id, padding)).astype(np.int32)
+  offset = np.arange(width) - np.asarray(lengths)[:, None]  # of each position from EOS
+  return np.where(offset < 0, tokens, np.where(offset == 0, cfg.eos_id, padding)).astype(np.int32)
 
 
 @functools.cache
 def teacher_forced(cfg: Config):
-  """(params, source [B, S], inputs [B, K]) -> logits [B, K, V]: one pass, no cache, no loop."""
+  """Return a function (params, source [B, S], inputs [B, K]) -> logits [B, K, V].
+
+  It runs one forward pass without a cache.
+  """
   module = module_of(cfg)
   return jax.jit(lambda params, source, inputs: module.apply({"params": params}, source, inputs))
 
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedDraft(Draft):
-  """Guesses what its parameters, tokens [B, T] by position in the text, say."""
+  """A draft that proposes its parameters: tokens [B, T], indexed by position in the text."""
 
   tree: Tree
 
   def propose(self, params, state, context, rng):
-    at = context.length[:, None] - 1 + jnp.asarray(self.tree.depths[1:])
-    return Proposal(jnp.take_along_axis(params, at, axis=1, mode="clip")), state
+    positions = context.length[:, None] - 1 + jnp.asarray(self.tree.depths[1:])
+    return Proposal(jnp.take_along_axis(params, positions, axis=1, mode="clip")), state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChangedDraft(WrappedDraft):
-  """A draft whose proposals `change`, (params, proposal) -> proposal, changes.
+  """A draft whose proposals are changed by `change`, a function (params, proposal) -> proposal.
 
-  Each is another, for which nothing is compiled yet.
+  Instances compare by identity, so each one compiles its own programs.
   """
 
   change: Callable
@@ -162,9 +172,9 @@ class ChangedDraft(WrappedDraft):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChangedModel:
-  """A model that reads by `change`, (model, params, cache, tokens, tree, first) -> as `extend`.
+  """A model whose `extend` is `change`, a function (model, params, cache, tokens, tree, first).
 
-  Each is another, for which nothing is compiled yet.
+  Instances compare by identity, so each one compiles its own programs.
   """
 
   model: Model
@@ -178,7 +188,7 @@ class ChangedModel:
 
 
 def adjusted(logits, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> np.ndarray:
-  """What `sampling.distribution` must give, one row at a time in float64, argmax by loops."""
+  """Return what `sampling.distribution` must return, computed row by row in float64."""
   logits = np.asarray(logits, np.float64)
   rows = logits.reshape(-1, logits.shape[-1])
   rows = [_adjusted_row(row, temperature, top_k, top_p) for row in rows]
@@ -202,16 +212,19 @@ def _adjusted_row(logits, temperature, top_k, top_p):
 
 
 def _merged(probs: np.ndarray, n: int) -> np.ndarray:
-  """Bin of each outcome: those expected fewer than 20 times share one, so chi-square holds."""
+  """Return the bin of each outcome.
+
+  Outcomes expected fewer than 20 times share one bin, so that the chi-square approximation holds.
+  """
   rare = probs * n < 20
-  if (probs[rare].sum()) * n < 20:  # too small even together: join the rarest of the others
+  if (probs[rare].sum()) * n < 20:  # the shared bin is too small: add the rarest other outcome
     rare |= probs == np.where(rare, np.inf, probs).min()
   bins = np.cumsum(~rare) - 1
   return np.where(rare, bins[-1] + 1, bins)
 
 
 def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
-  """Chance of counts at least this far from probs; 0 if something impossible was counted."""
+  """Return the p-value of counts given probs; 0 if an outcome of probability 0 was counted."""
   counts, probs = np.ravel(counts), np.ravel(probs).astype(np.float64)
   assert abs(probs.sum() - 1) < 1e-5, "the expected probabilities do not sum to one"
   if counts[probs == 0].any():
@@ -227,7 +240,7 @@ def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
 
 
 def detectable(n: int, probs: np.ndarray) -> float:
-  """The smallest effect w that a test of n draws at LEVEL finds 99 times in 100."""
+  """Return the smallest effect w that a test of n samples at LEVEL detects 99 times in 100."""
   probs = np.ravel(probs)[np.ravel(probs) > 0]
   df = _merged(probs, n).max()
   critical = stats.chi2.isf(LEVEL, df)
@@ -239,7 +252,7 @@ def detectable(n: int, probs: np.ndarray) -> float:
 
 
 def loaded(vocabulary, model=None, params=None) -> LoadedTarget:
-  """Return a target as the functions that load drafts take it."""
+  """Return the target in the form that the functions that load drafts take."""
   return LoadedTarget(model, params, vocabulary)
 
 
@@ -260,7 +273,7 @@ def autoregressive_decode(
   return decoder.run(Params(params), prompt, rng, max_new_tokens=max_new_tokens)
 
 
-# One program: one by one its operations take longer to compile.
+# Jitted as one program, which compiles faster than its operations one by one.
 @functools.partial(jax.jit, static_argnames=("target", "draft", "limit"))
 def start(target, draft, target_params, draft_params, prompt, limit) -> DecodeState:
   """Return the state before the first round."""
@@ -268,16 +281,19 @@ def start(target, draft, target_params, draft_params, prompt, limit) -> DecodeSt
   return decoder.init(Params(target_params, draft_params), prompt, jax.random.key(0), limit)
 
 
-class Known(NamedTuple):
-  """A call that takes so many seconds, as `know_costs` has it."""
+class FixedCost(NamedTuple):
+  """A call to which `know_costs` assigns a duration."""
 
   seconds: float
 
 
 def know_costs(monkeypatch) -> None:
-  """Have `measure_speed` take the parts of a round for known, of one gamma."""
-  # With no links and with CHAIN, as `round_costs` has them.
-  calls = [Known(1e-3 * milliseconds) for milliseconds in (1, 5, 1, 7, 1, 9, 1, 3)]
-  timed = lambda call: (call.seconds, None) if isinstance(call, Known) else timing.timed(call)
+  """Make `measure_speed` use fixed costs for the parts of a round, for one gamma."""
+  # Each part is timed with 0 and with CHAIN iterations, in the order of `round_costs`.
+  calls = [FixedCost(1e-3 * milliseconds) for milliseconds in (1, 5, 1, 7, 1, 9, 1, 3)]
+
+  def timed(call):
+    return (call.seconds, None) if isinstance(call, FixedCost) else timing.timed(call)
+
   monkeypatch.setattr(speed, "round_calls", lambda *args: calls)
   monkeypatch.setattr(speed, "timed", timed)

@@ -1,4 +1,4 @@
-"""A vocabulary and models with random weights on disk, laid out as a trained pair is."""
+"""A vocabulary and models with random weights on disk, in the layout of a trained pair."""
 
 import functools
 import pathlib
@@ -24,10 +24,10 @@ SENTENCES = [f"{who} {does} {what}" for who in _WHO for does in _DOES for what i
 
 @functools.cache
 def folder() -> pathlib.Path:
-  """A folder made once a session: `vocabulary.model`, and models by name.
+  """Return a folder with `vocabulary.model` and one subfolder per model, created once per session.
 
-  As a draft `near` is often right, `random` hardly ever, `target` always. `small` is a model for a
-  smaller vocabulary.
+  The guesses of the draft `near` are often accepted, those of `random` rarely and those of `target`
+  always. `small` is a model for a smaller vocabulary.
   """
   path = pathlib.Path(_folder().name)
   train_sentence_pieces([*SENTENCES, "[/b]", *"[]/0123456789"], str(path / "vocabulary.model"), 72)
@@ -47,9 +47,9 @@ def folder() -> pathlib.Path:
 
 @functools.cache
 def gpt_folder() -> pathlib.Path:
-  """The same for decoder-only models: `vocabulary.txt`, and `target`, `near` and `random`.
+  """Return a folder of decoder-only models: `vocabulary.txt`, `target`, `near` and `random`.
 
-  The random one is of LaMDA's kind: gated, relative positions, no biases.
+  `random` has LaMDA's architecture: gated activations, relative positions, no biases.
   """
   path = folder() / "gpt"
   path.mkdir()
@@ -73,7 +73,10 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 @functools.cache
 def pair(draft: str = "near", max_source_tokens: int = 24) -> Pair:
-  """The target with one of the drafts of `folder`. All of SENTENCES are cut to one width."""
+  """Return the target with one of the drafts of `folder`.
+
+  The limit on source tokens truncates all of SENTENCES to one width.
+  """
   return load_pair(
     target=str(folder() / "target"),
     draft=str(folder() / draft),
@@ -85,7 +88,7 @@ def pair(draft: str = "near", max_source_tokens: int = 24) -> Pair:
 
 @functools.cache
 def gpt_pair(draft: str = "near", max_source_tokens: int = 32) -> Pair:
-  """The decoder-only target with one of the drafts of `gpt_folder`."""
+  """Return the decoder-only target with one of the drafts of `gpt_folder`."""
   return load_pair(
     target=str(gpt_folder() / "target"),
     draft=str(gpt_folder() / draft),
@@ -96,10 +99,10 @@ def gpt_pair(draft: str = "near", max_source_tokens: int = 32) -> Pair:
 
 
 def random_params(cfg: Config, seed: int):
-  """Weights drawn by numpy, which has nothing to compile; logits vary by about 3."""
+  """Sample weights with numpy, without compiling anything; logits have a deviation of about 3."""
   rng = np.random.default_rng(seed)
 
-  def draw(path, leaf):
+  def sample(path, leaf):
     name = "/".join(key.key for key in path)
     if name.endswith("bias"):
       return jnp.asarray(rng.normal(0, 0.1, leaf.shape), jnp.float32)
@@ -110,9 +113,10 @@ def random_params(cfg: Config, seed: int):
     return jnp.asarray(rng.normal(0, size / np.sqrt(fan_in), leaf.shape), jnp.float32)
 
   shapes = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
-  return jax.tree_util.tree_map_with_path(draw, shapes)
+  return jax.tree_util.tree_map_with_path(sample, shapes)
 
 
 def _noisy(share: float):
+  """Return a function that adds noise, `share` times the standard deviation of an array."""
   rng = np.random.default_rng(1)
   return lambda x: x + share * float(x.std()) * rng.normal(size=x.shape).astype(np.float32)
