@@ -1,4 +1,4 @@
-"""Drafts made of others, as pairs take them."""
+"""Test drafts that are composed of other drafts."""
 
 import jax
 import numpy as np
@@ -29,30 +29,30 @@ def near(target) -> DraftFactory:
 
 
 def named(name: str):
-  """A drafter that makes what it is asked for."""
+  """Return a draft whose `build` returns its own arguments."""
   return lambda target: DraftFactory(name, lambda sampling, tree: (sampling, tree), name.upper())
 
 
-def test_a_cascade_shares_gamma_out():
+def test_cascade_divides_gamma_among_its_drafts():
   target = tiny_pair.pair().loaded_target
-  made = cascade_draft(target, [near, prompt_lookup], [2])
-  assert made.name == "near, then copy-3" and len(made.params) == 2
-  depths = lambda gamma: [d.tree.depth for d in made.build(GREEDY, chain(gamma)).drafts]
+  factory = cascade_draft(target, [near, prompt_lookup], [2])
+  assert factory.name == "near, then copy-3" and len(factory.params) == 2
+  depths = lambda gamma: [d.tree.depth for d in factory.build(GREEDY, chain(gamma)).drafts]
   assert (depths(1), depths(2), depths(5)) == ([1], [2], [2, 3])
 
 
-def test_merged_drafts_are_branches():
-  made = forest_draft(tiny_pair.pair().loaded_target, [near, prompt_lookup])
-  draft = made.build(GREEDY, chain(2))
-  assert made.name == "near and copy-3" and draft.tree.parents == (0, 0, 1, 2)
+def test_drafts_of_a_forest_are_branches():
+  factory = forest_draft(tiny_pair.pair().loaded_target, [near, prompt_lookup])
+  draft = factory.build(GREEDY, chain(2))
+  assert factory.name == "near and copy-3" and draft.tree.parents == (0, 0, 1, 2)
 
 
-def test_a_draft_samples_in_its_own_way():
+def test_draft_sampling_overrides_the_sampling_of_the_draft():
   target, tree = tiny_pair.pair().loaded_target, chain(3)
-  made = draft_sampling(target, named("a"), temperature=0.5, top_k=3)
-  assert made.name == "a (temperature 0.5, top_k 3)" and made.params == "A"
-  assert made.build(Sampling(top_p=0.9), tree) == (Sampling(0.5, 3, 0.9), tree)
-  assert made.build(GREEDY, tree) == (GREEDY, tree)  # the argmax is its best guess
+  factory = draft_sampling(target, named("a"), temperature=0.5, top_k=3)
+  assert factory.name == "a (temperature 0.5, top_k 3)" and factory.params == "A"
+  assert factory.build(Sampling(top_p=0.9), tree) == (Sampling(0.5, 3, 0.9), tree)
+  assert factory.build(GREEDY, tree) == (GREEDY, tree)  # the argmax is the best guess
   assert draft_sampling(target, named("a")).name == "a"
 
 
@@ -65,12 +65,12 @@ def test_a_draft_samples_in_its_own_way():
     (lambda target: hierarchical_draft(target, prompt_lookup, near), "copy-3 is no model"),
   ],
 )
-def test_what_cannot_be_put_together(make, sentence):
+def test_invalid_composition_is_rejected(make, sentence):
   with pytest.raises(InputError, match=sentence):
     make(tiny_pair.pair().loaded_target).build(RANDOM, chain(2))
 
 
-def test_only_token_verification_judges_what_stops():
+def test_draft_that_stops_early_requires_token_verification():
   pair = tiny_pair.pair()
   pair = pair.with_draft(stopping_draft(pair.loaded_target, near, 0.5))._replace(
     verifier=BlockVerifier
@@ -79,13 +79,13 @@ def test_only_token_verification_judges_what_stops():
     pair.decoder(RANDOM, 2)
 
 
-def test_layers_are_the_targets_own_arrays():
+def test_layer_skip_shares_the_targets_arrays():
   pair = tiny_pair.pair()
   with_layers = pair.with_draft(layer_skip(pair.loaded_target, [0]))
   assert with_layers.draft_name == "layers 0"
-  of_target = {id(leaf) for leaf in jax.tree.leaves(pair.target_params)}
-  assert {id(leaf) for leaf in jax.tree.leaves(with_layers.draft_params)} < of_target
-  # All its layers are the target itself, whose guesses stand.
+  target_arrays = {id(leaf) for leaf in jax.tree.leaves(pair.target_params)}
+  assert {id(leaf) for leaf in jax.tree.leaves(with_layers.draft_params)} < target_arrays
+  # The target has one layer, so the draft equals the target and every guess is accepted.
   out = with_layers.decode_fn(GREEDY, 3)(
     pair.prompt(tiny_pair.SENTENCES[:2]), jax.random.split(jax.random.key(0), 2), max_new_tokens=12
   )
@@ -94,7 +94,7 @@ def test_layers_are_the_targets_own_arrays():
 
 
 @pytest.mark.parametrize("layers", [[], [1], [0, 0], [-1]])
-def test_layers_that_there_are_not(layers):
+def test_invalid_layers_are_rejected(layers):
   pair = tiny_pair.pair()
   with pytest.raises(InputError, match="decoder has layers 0 to 0"):
     pair.with_draft(layer_skip(pair.loaded_target, layers))

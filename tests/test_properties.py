@@ -1,8 +1,8 @@
-"""The judgement over its whole input space: any p, any q, by hypothesis.
+"""Test token verification with hypothesis, for arbitrary p and q.
 
-Distributions here have zeros, ties, one point, disjoint supports and tiny probabilities, in
-float32 and bfloat16. What is emitted is enumerated exactly from the same residual that
-`verify` draws from, and the accept decisions are those of their uniforms.
+The distributions have zeros, ties, a single outcome, disjoint supports or tiny probabilities, in
+float32 and bfloat16. Emitted distributions are enumerated exactly from the residual that `verify`
+samples from, and accept decisions are compared with those of the same uniforms.
 """
 
 import functools
@@ -35,7 +35,7 @@ few = settings(max_examples=40, deadline=None, derandomize=True)
 weight = st.one_of(
   st.just(0.0),
   st.sampled_from([1.0, 0.5, 0.25]),  # ties
-  st.floats(1e-30, 1e-6),  # tiny beside the others
+  st.floats(1e-30, 1e-6),  # tiny compared with the others
   st.floats(0.01, 1.0),
 )
 one_distribution = (
@@ -46,14 +46,14 @@ one_distribution = (
 
 
 def rounded(probs, dtype) -> np.ndarray:
-  """What a distribution is after a model of that dtype: float32 probabilities of rounded values."""
+  """Return probs as a model of that dtype gives them: rounded to it, normalized in float32."""
   x = jnp.asarray(probs, dtype).astype(jnp.float32)
   return np.asarray(x / x.sum(axis=-1, keepdims=True))
 
 
 @st.composite
 def pairs_of(draw, count: int = 1):
-  """p and q [count, V]: unrelated, equal, nearly equal, or of disjoint support."""
+  """Generate p and q [count, V]: unrelated, equal, nearly equal, or with disjoint supports."""
   dtype = draw(st.sampled_from(DTYPES))
   p, q = (np.stack([draw(one_distribution) for _ in range(count)]) for _ in range(2))
   relation = draw(st.sampled_from(["unrelated", "equal", "near", "disjoint"]))
@@ -69,34 +69,34 @@ def pairs_of(draw, count: int = 1):
 
 @many
 @given(pairs_of())
-def test_what_is_emitted_has_the_targets_distribution(pq):
+def test_emitted_token_has_the_targets_distribution(pq):
   p, q = pq
   np.testing.assert_allclose(emitted_distribution(p, q), p, atol=3e-7)
 
 
 @many
 @given(pairs_of(), st.sampled_from(LENIENCES))
-def test_accepted_and_residual_mass_are_one(pq, lenience):
+def test_emitted_distribution_sums_to_1_and_is_bounded_by_lenience(pq, lenience):
   p, q = (np.asarray(x, np.float64) for x in pq)
   emitted = np.asarray(emitted_distribution(*pq, lenience))
   assert emitted.sum() == pytest.approx(1, abs=1e-6) and (emitted >= 0).all()
   assert (emitted <= p / lenience + 1e-6).all()
-  # The mass that is not accepted is the residual's own, up to the factor of lenience.
+  # Without lenience, the accepted mass and the residual mass sum to 1.
   if lenience == 1:
     accepted = np.minimum(p, q).sum()
-    left = np.asarray(residual(*pq)).sum()
-    if left < 1 - 1e-6:  # p = q leaves nothing, and p stands in
-      assert accepted + left == pytest.approx(1, abs=1e-6)
+    residual_mass = np.asarray(residual(*pq)).sum()
+    if residual_mass < 1 - 1e-6:  # when p = q the residual is empty and p replaces it
+      assert accepted + residual_mass == pytest.approx(1, abs=1e-6)
 
 
 @few
 @given(pairs_of(), st.sampled_from(LENIENCES), st.integers(0, 2**31 - 1))
-def test_verdicts_follow_their_uniforms(pq, lenience, seed):
-  """Accepted exactly when u l q < p; never a token of probability 0; always within range."""
+def test_guess_is_accepted_iff_u_lenience_q_is_less_than_p(pq, lenience, seed):
+  """Emitted tokens are valid and have a positive probability."""
   p, q = pq
   n = 64
-  drawable = np.flatnonzero(q[0] > 0)
-  x = np.random.default_rng(seed).choice(drawable, (n, 1))
+  possible = np.flatnonzero(q[0] > 0)
+  x = np.random.default_rng(seed).choice(possible, (n, 1))
   keys = jax.random.split(jax.random.key(seed), n)
   targets = np.broadcast_to(np.stack([p[0], p[0]]), (n, 2, V))
   proposal = Proposal(x, np.broadcast_to(q[0], (n, 1, V)))
@@ -104,12 +104,12 @@ def test_verdicts_follow_their_uniforms(pq, lenience, seed):
   accepted, next_token = map(np.asarray, verification[:2])
   assert ((0 <= accepted) & (accepted <= 1)).all()
   assert ((0 <= next_token) & (next_token < V)).all()
-  of_judgement = jax.vmap(lambda key: jax.random.split(key)[0])(keys)
-  u = np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (1,)))(of_judgement))[:, 0]
-  of_x = lambda probs: probs[0][x[:, 0]]
-  assert (accepted == (u * np.float32(lenience) * of_x(q) < of_x(p))).all()
-  assert not accepted[of_x(p) == 0].any()
-  assert accepted[(of_x(p) >= of_x(q)) & (of_x(p) > 0)].all()
+  accept_keys = jax.vmap(lambda key: jax.random.split(key)[0])(keys)
+  u = np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (1,)))(accept_keys))[:, 0]
+  p_x, q_x = p[0][x[:, 0]], q[0][x[:, 0]]
+  assert (accepted == (u * np.float32(lenience) * q_x < p_x)).all()
+  assert not accepted[p_x == 0].any()
+  assert accepted[(p_x >= q_x) & (p_x > 0)].all()
   weights = np.where(accepted[:, None] == 1, p[0], np.asarray(residual(p[0], q[0], lenience)))
   assert (np.take_along_axis(weights, next_token[:, None], axis=1) > 0).all()
 
@@ -117,20 +117,19 @@ def test_verdicts_follow_their_uniforms(pq, lenience, seed):
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 @few
 @given(data=st.data())
-def test_rounds_of_several_guesses_enumerate_to_the_target(gamma, data):
-  """All guesses, all accept patterns: the joint distribution of a text is the target's.
+def test_round_with_several_guesses_emits_the_targets_joint_distribution(gamma, data):
+  """All guesses and all accept patterns are enumerated.
 
-  A round emits a prefix; the text goes on with the target's own conditionals, as a next round
-  would by induction. p and q depend on the position only, which is all that a round can see.
+  A round emits a prefix of the text. The remaining tokens follow the target's conditional
+  distributions, as they do in later rounds by induction. p and q depend on the position only.
   """
   p, q = data.draw(pairs_of(gamma + 1))
   p, q = np.asarray(p, np.float64), np.asarray(q, np.float64)[:gamma]
   joint = np.zeros((V,) * (gamma + 1))
-  rest = lambda i: [p[j] for j in range(i, gamma + 1)]
 
   def add(prefix, mass):
     tail = mass
-    for probs in rest(len(prefix)):
+    for probs in p[len(prefix) :]:
       tail = np.multiply.outer(tail, probs)
     joint[prefix] += tail
 
@@ -158,22 +157,24 @@ def test_rounds_of_several_guesses_enumerate_to_the_target(gamma, data):
   st.integers(0, V - 1),
   st.sampled_from(LENIENCES),
 )
-def test_lenient_argmax_takes_a_guess_near_the_best(logits, guess, lenience):
-  """And where it does not, or for the token after it, the best: the first of those that tie."""
+def test_lenience_at_temperature_0_accepts_guesses_near_the_argmax(logits, guess, lenience):
+  """The next token is the argmax, and the first of tied tokens."""
   logits = np.asarray(logits, np.float32)
   gap = float(logits.max()) - float(logits[guess])
   if abs(gap + np.log(lenience)) < 1e-4 and lenience < 1:
-    return  # on the threshold, where rounding decides
+    return  # within rounding error of the threshold
   near = np.exp(-gap) >= lenience
   assert within_lenience(logits, jnp.asarray(guess), lenience) == near
-  verification = greedy_verdict(TokenVerifier(Sampling(temperature=0.0), lenience), logits, guess)
-  stands = near if lenience < 1 else guess == logits.argmax()
-  assert [x.item() for x in verification[:2]] == [stands, logits.argmax()]
+  verification = greedy_verification(
+    TokenVerifier(Sampling(temperature=0.0), lenience), logits, guess
+  )
+  accepted = near if lenience < 1 else guess == logits.argmax()
+  assert [x.item() for x in verification[:2]] == [accepted, logits.argmax()]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def greedy_verdict(verifier, logits, guess):
-  """On one guess, when these are the logits there and after it."""
+def greedy_verification(verifier, logits, guess):
+  """Verify one guess with the same logits for its position and the next one."""
   keys = jax.random.split(jax.random.key(0), 1)
   proposal = Proposal(jnp.asarray(guess).reshape(1, 1))
   return verifier.verify(keys, chain(1), proposal, jnp.stack([logits, logits])[None])
