@@ -1,9 +1,9 @@
-"""Tiny pairs, of T5s and of GPTs, decoded over many devices; a script, in a process that has them.
+"""Script that decodes tiny T5 and GPT pairs sharded across virtual devices.
 
   python tests/partitioned.py NUM_DEVICES               # in this process alone
   python tests/partitioned.py NUM_DEVICES PORT PROCESS  # as one of two processes
 
-The last line that it prints is JSON: see `main`.
+The last line of its output is JSON. See `main`.
 """
 
 import functools
@@ -16,7 +16,7 @@ import tempfile
 
 if __name__ == "__main__":
   os.environ["JAX_PLATFORMS"] = "cpu"
-  # Beside those of the tests (`conftest.py`), with which programs compile in a third of the time.
+  # XLA_FLAGS already holds the flags of `conftest.py`, which shorten compilation.
   _flags = os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={sys.argv[1]}"
   os.environ["XLA_FLAGS"] = " ".join(_flags).strip()
 
@@ -61,10 +61,13 @@ RUNS = {"chain": (chain(3), 1.0), "tree": (branching(2, 2), 1.0)}
 
 
 def pair(config) -> Pair:
-  """Parameters are laid out as t5x has them; the draft is often right."""
+  """Return a pair in the parameter layout of t5x, with a draft whose guesses are often accepted."""
   params = tiny_pair.random_params(config, 0)
   rng = np.random.default_rng(1)
-  noisy = lambda x: x + 0.3 * float(x.std()) * rng.normal(size=x.shape).astype(np.float32)
+
+  def noisy(x):
+    return x + 0.3 * float(x.std()) * rng.normal(size=x.shape).astype(np.float32)
+
   return Pair(
     target=model_of(config),
     target_params=params,
@@ -80,8 +83,13 @@ def pair(config) -> Pair:
 
 
 def decode(pair: Pair, tree: Tree, temperature: float) -> dict:
-  """A decoded batch; what pieces [B, H] of caches [B, H, T, D] the compiled program has; and its
-  messages between devices: instructions, and as executed in one round."""
+  """Decode a batch and inspect the compiled program.
+
+  Returns:
+    decoded: The result, as lists.
+    caches: Shapes [B, H] of the shards of caches [B, H, T, D] in the program.
+    messages: Number of collective instructions, and of collectives executed in one round.
+  """
   sampling = Sampling(temperature)
   texts = np.pad(tiny.sources(CONFIGS["t5"], 0, BATCH), ((0, 0), (0, 1)))
   texts[range(BATCH), (texts > 0).sum(axis=1)] = 1  # EOS
@@ -102,8 +110,8 @@ def decode(pair: Pair, tree: Tree, temperature: float) -> dict:
   )
 
 
-def pieces(params) -> dict:
-  """Shape of the first device's piece of each array, by name."""
+def shard_shapes(params) -> dict:
+  """Return the shape of the first device's shard of each array, by name."""
   return {
     jax.tree_util.keystr(path, simple=True, separator="/"): array.addressable_shards[0].data.shape
     for path, array in jax.tree.leaves_with_path(params)
@@ -111,7 +119,7 @@ def pieces(params) -> dict:
 
 
 def trained(model_parallel: int) -> dict:
-  """Train an EAGLE head for four steps of 8 texts; return its metrics and the shards' shapes."""
+  """Train an EAGLE head for four steps of 8 texts; return its metrics and its shard shapes."""
   rng, target = np.random.default_rng(2), CONFIGS["t5"]
   params = tiny_pair.random_params(target, 0)
   texts = rng.integers(2, 16, (2, 16, 8)).tolist()
@@ -122,40 +130,44 @@ def trained(model_parallel: int) -> dict:
     text = ParallelText(*texts)
     head_params = train(objective, settings, text, text, work)
     lines = (pathlib.Path(work) / "metrics.jsonl").read_text().splitlines()
-  return dict(metrics=[json.loads(line) for line in lines], pieces=pieces(head_params))
+  return dict(metrics=[json.loads(line) for line in lines], shard_shapes=shard_shapes(head_params))
 
 
 def _devices() -> list[jax.Device]:
-  """All, so that of two processes both have some in each row and in each column of the mesh."""
+  """Return all devices, ordered so that each row and column of the mesh spans both processes."""
 
-  def place(device):
+  def mesh_position(device):
     local = device.id % jax.local_device_count()
     return local // 2, (device.process_index + local // 2) % 2, local
 
-  return sorted(jax.devices(), key=place)
+  return sorted(jax.devices(), key=mesh_position)
 
 
 def main(port: str = "", process: str = "") -> None:
-  """{family and devices: what `decode` says of each run, and pieces of both models}; of one process
-  {"trained 4": what `trained` says} too."""
+  """Print results as JSON.
+
+  A key such as "t5 4" names the model family and the size of the mesh's model axis. Its value holds
+  the result of `decode` for each run and the shard shapes of both models. One process alone also
+  prints the result of `trained(4)` as "trained 4".
+  """
   runs = {("t5", 1): ("tree",), ("t5", 4): ("tree",), ("t5", 2): ()}
   runs |= {("gpt", 1): ("chain",), ("gpt", 4): ("chain",), ("gpt", 8): ("chain",)}
   if port:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
     runs = {("t5", 4): ("tree",)}
-  found = {}
+  results = {}
   for (family, model_parallel), names in runs.items():
-    over = pair(CONFIGS[family])
+    decoding_pair = pair(CONFIGS[family])
     if model_parallel > 1:
-      over = sharded(over, make_mesh(model_parallel, _devices()))
-    found[f"{family} {model_parallel}"] = dict(
-      runs={name: decode(over, *RUNS[name]) for name in names},
-      target=pieces(over.target_params),
-      draft=pieces(over.draft_params),
+      decoding_pair = sharded(decoding_pair, make_mesh(model_parallel, _devices()))
+    results[f"{family} {model_parallel}"] = dict(
+      runs={name: decode(decoding_pair, *RUNS[name]) for name in names},
+      target=shard_shapes(decoding_pair.target_params),
+      draft=shard_shapes(decoding_pair.draft_params),
     )
   if not port:
-    found["trained 4"] = trained(4)
-  print(f"\n{json.dumps(found)}")
+    results["trained 4"] = trained(4)
+  print(f"\n{json.dumps(results)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Closed forms of Section 3, held against the paper's own numbers and against simulation."""
+"""Test the closed forms of Section 3 against the numbers in the paper and against simulation."""
 
 import pathlib
 from fractions import Fraction
@@ -26,46 +26,46 @@ from specdec_jax.reporting.paper import load_table
 
 PAPER = pathlib.Path(__file__).resolve().parents[1] / "configs"
 
-# What the paper prints.
+# Numbers in the paper.
 
 
 @pytest.mark.parametrize("row", load_table(1, PAPER), ids=str)
-def test_table_1(row):
+def test_table_1_follows_from_alpha_and_gamma(row):
   alpha, gamma, speed = row["alpha"], row["gamma"], row["speed"]
   assert walltime_improvement(alpha, gamma, c=0.0) == pytest.approx(speed, abs=0.0051)
   assert memory_access_factor(alpha, gamma) == pytest.approx(speed, abs=0.0051)
   assert operations_factor(alpha, gamma, c_hat=0.0) == pytest.approx(row["operations"], abs=0.0051)
 
 
-# EXP cells of Table 4 that Theorem 8 misses with alpha and c as printed: (computed, printed).
-EXP_MISSED = {
+# EXP cells of Table 4 that differ from Theorem 8 at the printed alpha and c: (computed, printed).
+EXP_DIFFERENCES = {
   ("EnDe", "T5-base", 1): (2.35, 2.4),
   ("EnDe", "T5-large", 1): (1.93, 2.0),
   ("CNNDM", "T5-large", 1): (1.54, 1.6),
 }
-# One c for each draft, within the rounding of the printed one, that with alphas within theirs
-# gives every EXP cell, these three included.
+# One c per draft that rounds to the printed c. With alphas that round to the printed alphas, it
+# reproduces every EXP cell, including these three.
 C_WITHIN_ROUNDING = {"T5-small": 0.02, "T5-base": 0.04, "T5-large": 0.107}
 
 
-def test_table_4_from_printed_values():
-  missed = {}
+def test_table_4_follows_from_printed_values_except_three_cells():
+  differences = {}
   for row in load_table(4, PAPER):
     exp = walltime_improvement(row["alpha"], row["gamma"], row["c"])
     if abs(exp - row["exp"]) > 0.05:
-      missed[row["task"], row["m_q"], row["temperature"]] = (round(float(exp), 2), row["exp"])
-  assert missed == EXP_MISSED
+      differences[row["task"], row["m_q"], row["temperature"]] = (round(float(exp), 2), row["exp"])
+  assert differences == EXP_DIFFERENCES
 
 
 @pytest.mark.parametrize("row", load_table(4, PAPER), ids=str)
-def test_table_4_within_rounding(row):
+def test_table_4_agrees_with_theorem_8_within_rounding(row):
   c = C_WITHIN_ROUNDING[row["m_q"]]
   assert abs(c - row["c"]) <= 0.005
   low, high = walltime_improvement(row["alpha"] + np.array([-0.005, 0.005]), row["gamma"], c)
   assert low < row["exp"] + 0.05 and row["exp"] - 0.05 < high
 
 
-def test_speed_with_lenience_at_temperature_0():
+def test_table_5_at_temperature_0_agrees_with_theorem_8():
   rows = [row for row in load_table(5, PAPER) if row["temperature"] == 0]
   for row in rows:
     speed = walltime_improvement(row["alpha"], row["gamma"], row["c"])
@@ -74,8 +74,9 @@ def test_speed_with_lenience_at_temperature_0():
 
 
 @pytest.mark.parametrize("lenience", [1, 0.5, 0.3])
-def test_speed_with_lenience_at_temperature_1_is_more_than_theorem_8s(lenience):
-  """A.5 names no gamma; none explains its speeds, with alpha and c anywhere in their rounding."""
+def test_table_5_at_temperature_1_is_faster_than_theorem_8(lenience):
+  """Appendix A.5 does not state gamma. No gamma gives its speeds, for any alpha and c that round to
+  the printed values."""
   (row,) = (
     r for r in load_table(5, PAPER) if r["lenience"] == lenience and r["speed"] and not r["gamma"]
   )
@@ -83,7 +84,7 @@ def test_speed_with_lenience_at_temperature_1_is_more_than_theorem_8s(lenience):
   assert speeds.max() < row["speed"] - 0.05
 
 
-def test_bigrams_of_section_3_6():
+def test_bigram_example_of_section_3_6():
   assert walltime_improvement(0.2, 3, c=0.0) == pytest.approx(1.25, abs=0.005)
 
 
@@ -97,21 +98,21 @@ def test_expected_tokens_is_equation_1_in_exact_arithmetic(gamma):
     assert expected_tokens(alpha, gamma) == pytest.approx(float(exact), rel=1e-14)
 
 
-def test_edges():
+def test_expected_tokens_and_walltime_at_the_edges():
   for gamma in (0, 1, 5):
     assert expected_tokens(0.0, gamma) == 1.0
     assert expected_tokens(1.0, gamma) == gamma + 1
   assert walltime_improvement(1.0, 4, c=0.0) == 5.0
-  assert walltime_improvement(0.0, 4, c=0.25) == 0.5  # only the drafting costs
-  assert walltime_improvement(0.7, 0, c=0.3) == 1.0  # no guess is plain decoding
+  assert walltime_improvement(0.0, 4, c=0.25) == 0.5  # drafting costs time and gains nothing
+  assert walltime_improvement(0.7, 0, c=0.3) == 1.0  # autoregressive decoding
 
 
-def test_measured_verification_divides_the_time_of_a_round():
+def test_verify_cost_is_part_of_the_time_of_a_round():
   tokens = expected_tokens(0.75, 4)
   assert walltime_improvement(0.75, 4, c=0.1, verify_cost=1.6) == pytest.approx(tokens / 2.0)
 
 
-def test_vectorised():
+def test_walltime_improvement_broadcasts():
   alphas, gammas = np.array([[0.0], [0.5], [1.0]]), np.array([1, 2, 6])
   got = walltime_improvement(alphas, gammas, c=0.05, verify_cost=1.2)
   assert got.shape == (3, 3)
@@ -120,12 +121,12 @@ def test_vectorised():
       assert got[i, j] == pytest.approx(walltime_improvement(alpha, gamma, 0.05, 1.2))
 
 
-def test_numbers_in_give_numbers_out():
+def test_result_for_python_numbers_is_a_scalar():
   assert np.ndim(expected_tokens(0.5, 3)) == 0
   assert f"{expected_tokens(0.5, 3):.3f}" == "1.875"
 
 
-def test_best_gamma_is_the_best():
+def test_best_gamma_maximizes_the_walltime_improvement():
   for alpha in (0.3, 0.6, 0.8, 0.95):
     for c in (0.01, 0.05, 0.2):
       gains = {g: walltime_improvement(alpha, g, c) for g in range(21)}
@@ -134,34 +135,36 @@ def test_best_gamma_is_the_best():
 
 
 def test_best_gamma_is_0_where_speculation_does_not_pay():
-  """Corollary 9: it pays iff alpha > c."""
+  """Speculation pays iff alpha > c (Corollary 9)."""
   assert best_gamma(0.3, 0.31) == 0
   assert best_gamma(0.3, 0.29) == 1
   assert best_gamma(0.0, 0.0) == 0
   assert best_gamma(0.9, 0.05, verify_cost=10.0) == 0
 
 
-def test_best_gamma_with_a_verification_that_grows():
-  slope = lambda gamma: 1 + 0.3 * gamma
-  gains = {g: expected_tokens(0.8, g) / (0.02 * g + slope(g)) for g in range(1, 21)}
-  assert best_gamma(0.8, 0.02, slope) == max(gains, key=gains.get) < best_gamma(0.8, 0.02)
+def test_best_gamma_when_the_verify_cost_grows_with_gamma():
+  def verify_cost(gamma):
+    return 1 + 0.3 * gamma
+
+  gains = {g: expected_tokens(0.8, g) / (0.02 * g + verify_cost(g)) for g in range(1, 21)}
+  assert best_gamma(0.8, 0.02, verify_cost) == max(gains, key=gains.get) < best_gamma(0.8, 0.02)
 
 
 @pytest.mark.parametrize("alpha, gamma", [(0.0, 3), (0.5, 4), (0.8, 5), (0.95, 10), (1.0, 2)])
-def test_simulated_rounds_agree(alpha, gamma):
-  """100,000 rounds of gamma coins; the mean lies within 5 standard errors, or 1 time in 10^6."""
+def test_simulated_rounds_agree_with_expected_tokens(alpha, gamma):
+  """The mean of 100,000 rounds is within 5 standard errors, except with probability 1e-6."""
   coins = np.random.default_rng(0).random((100_000, gamma)) < alpha
   tokens = 1 + np.cumprod(coins, axis=1).sum(axis=1)
   error = 5 * tokens.std() / np.sqrt(len(tokens))
   assert abs(tokens.mean() - expected_tokens(alpha, gamma)) <= error
-  if 0 < alpha < 1:  # neighbours would be seen
+  if 0 < alpha < 1:  # the values at another gamma or alpha are rejected
     assert abs(tokens.mean() - expected_tokens(alpha, gamma - 1)) > error
     assert abs(tokens.mean() - expected_tokens(alpha + 0.02, gamma)) > error
 
 
 @pytest.mark.parametrize("c", [0.0, 0.1, 0.6])
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 0.6, 0.9, 1.0])
-def test_lower_bound_of_the_improvement(alpha, c):
+def test_lower_bound_holds_for_the_best_gamma(alpha, c):
   bound = improvement_lower_bound(alpha, c)
   assert bound == pytest.approx((1 + alpha) / (1 + c))
   gamma = best_gamma(alpha, c)
@@ -171,7 +174,7 @@ def test_lower_bound_of_the_improvement(alpha, c):
     assert gamma == 0 and bound <= 1
 
 
-def test_oracle_is_the_limit_of_many_guesses():
+def test_oracle_improvement_is_the_limit_of_large_gamma():
   alphas = np.array([0.0, 0.5, 0.8, 0.99])
   many = expected_tokens(alphas, 5000)
   np.testing.assert_allclose(oracle_improvement(alphas), many, rtol=1e-12)
@@ -180,19 +183,19 @@ def test_oracle_is_the_limit_of_many_guesses():
 
 
 @pytest.mark.parametrize("alpha, gamma, c_hat", [(0.0, 3, 0.1), (0.7, 4, 0.02), (1.0, 5, 0.3)])
-def test_operations_counted_round_by_round(alpha, gamma, c_hat):
-  """All operations / all tokens, over n = 0..gamma accepted guesses with their chances."""
-  chances = [(1 - alpha) * alpha**n for n in range(gamma)] + [alpha**gamma]
-  tokens = sum(chance * (n + 1) for n, chance in enumerate(chances))
+def test_operations_factor_is_operations_per_token(alpha, gamma, c_hat):
+  """The expectation is over n = 0..gamma accepted guesses."""
+  probs = [(1 - alpha) * alpha**n for n in range(gamma)] + [alpha**gamma]
+  tokens = sum(prob * (n + 1) for n, prob in enumerate(probs))
   operations = gamma * c_hat + (gamma + 1) * 1.0
   assert operations_factor(alpha, gamma, c_hat) == pytest.approx(operations / tokens)
   assert memory_access_factor(alpha, gamma) == pytest.approx(tokens)
 
 
-def test_operations_at_the_edges():
-  assert operations_factor(0.0, 4, 0.5) == 7.0  # all guesses wasted
-  assert operations_factor(1.0, 4, 0.0) == 1.0  # none wasted
-  assert operations_factor(0.3, 0, 0.5) == 1.0  # none made
+def test_operations_factor_at_the_edges():
+  assert operations_factor(0.0, 4, 0.5) == 7.0  # all guesses are rejected
+  assert operations_factor(1.0, 4, 0.0) == 1.0  # all guesses are accepted
+  assert operations_factor(0.3, 0, 0.5) == 1.0  # no guesses
 
 
 # Break-even.
@@ -208,13 +211,13 @@ def test_break_even_is_where_speculation_starts_to_pay(gamma, c, verify_cost):
 
 
 def test_break_even_of_one_guess_is_c():
-  """Corollary 9; and near alpha = 1 as well, where the fraction of Equation 1 loses digits."""
+  """This is Corollary 9. It holds near alpha = 1 too, where Equation 1 loses precision."""
   for c in (0.0, 0.3, 1 - 1e-10, 1.0):
     assert break_even_alpha(1, c) == pytest.approx(c, abs=1e-14)
 
 
 def test_break_even_at_the_edges():
-  assert break_even_alpha(0, 0.5) == 0.0  # no guess is plain decoding
+  assert break_even_alpha(0, 0.5) == 0.0  # autoregressive decoding
   assert break_even_alpha(4, 0.0) == 0.0
   assert break_even_alpha(3, 0.5, verify_cost=2.5) == pytest.approx(1.0)  # 4 tokens cost 4 steps
   assert np.isnan(break_even_alpha(3, 0.5, verify_cost=2.6))
@@ -235,24 +238,27 @@ def test_break_even_broadcasts():
 
 
 def distributions(*shape):
-  """p and q [*shape, 6], some entries 0 in one or the other."""
+  """Return random p and q [*shape, 6], with some probabilities equal to 0."""
   rng = np.random.default_rng(0)
   p, q = rng.exponential(size=(2, *shape, 6)) * (rng.random((2, *shape, 6)) < 0.8)
-  normed = lambda x: (x + [1e-3, 0, 0, 0, 0, 0]) / (x.sum(axis=-1, keepdims=True) + 1e-3)
-  return normed(p), normed(q)
+
+  def normalized(x):
+    return (x + [1e-3, 0, 0, 0, 0, 0]) / (x.sum(axis=-1, keepdims=True) + 1e-3)
+
+  return normalized(p), normalized(q)
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.5, 0.1])
-def test_acceptance_rate_token_by_token(lenience):
-  """A guess x is drawn with chance q(x) and passes with chance min(1, p(x) / (l q(x)))."""
+def test_beta_sums_acceptance_over_tokens(lenience):
+  """A guess x has probability q(x) and is accepted with probability min(1, p(x) / (l q(x)))."""
   p, q = distributions(50)
   got = beta(p, q, lenience)
   for i in range(50):
-    chances = [b * min(1, a / (lenience * b)) for a, b in zip(p[i], q[i]) if b > 0]
-    assert got[i] == pytest.approx(sum(chances))
+    probs = [b * min(1, a / (lenience * b)) for a, b in zip(p[i], q[i]) if b > 0]
+    assert got[i] == pytest.approx(sum(probs))
 
 
-def test_acceptance_rate_is_1_less_the_divergence():
+def test_beta_is_1_minus_the_divergence():
   p, q = distributions(3, 50)
   np.testing.assert_allclose(beta(p, q), 1 - divergence(p, q), atol=1e-14)
   np.testing.assert_allclose(divergence(p, q), divergence(q, p), atol=1e-14)
@@ -260,41 +266,41 @@ def test_acceptance_rate_is_1_less_the_divergence():
   np.testing.assert_allclose(divergence(p, q), abs(q - middle).sum(axis=-1), atol=1e-14)
 
 
-def test_acceptance_rate_grows_with_lenience_up_to_1():
+def test_beta_grows_as_lenience_decreases():
   p, q = distributions(50)
   rates = [beta(p, q, lenience) for lenience in (1.0, 0.5, 0.1, 1e-9)]
   assert np.all(np.diff(rates, axis=0) >= 0)
   np.testing.assert_allclose(rates[-1], (q * (p > 0)).sum(axis=-1))
 
 
-def test_rejection_sampling_token_by_token():
-  """A token x is drawn with chance q(x) and kept with chance p(x) / (M q(x)), M = max p / q."""
+def test_rejection_sampling_rate_sums_acceptance_over_tokens():
+  """A sample x of q is accepted with probability p(x) / (M q(x)), where M = max p / q."""
   p, q = distributions(50)
   got = rejection_sampling_rate(p, q)
   for i in range(50):
     ratios = [a / b if b > 0 else np.inf for a, b in zip(p[i], q[i]) if a > 0]
-    kept = [b * a / (max(ratios) * b) for a, b in zip(p[i], q[i]) if b > 0]
-    assert got[i] == pytest.approx(sum(kept))
+    probs = [b * a / (max(ratios) * b) for a, b in zip(p[i], q[i]) if b > 0]
+    assert got[i] == pytest.approx(sum(probs))
   assert np.all(got <= beta(p, q) + 1e-12)
-  assert 0 < (got > 0).sum() < 50  # both kinds were seen
+  assert 0 < (got > 0).sum() < 50  # both zero and positive rates occur
 
 
-def test_equal_and_disjoint_distributions():
+def test_rates_of_equal_and_of_disjoint_distributions():
   p, q = np.array([0.25, 0.75, 0.0, 0.0]), np.array([0.0, 0.0, 0.5, 0.5])
   assert beta(p, p) == rejection_sampling_rate(p, p) == 1 and divergence(p, p) == 0
   assert beta(p, q) == rejection_sampling_rate(p, q) == 0 and divergence(p, q) == 1
 
 
-def test_one_draft_for_many_targets():
+def test_one_q_broadcasts_over_several_p():
   p, q = distributions(4)
   for rate in (beta, divergence, rejection_sampling_rate):
     np.testing.assert_array_equal(rate(p, q[0]), [rate(row, q[0]) for row in p])
 
 
-# Texts that end.
+# Texts of finite length.
 
 
-def test_rounds_of_a_text_at_the_edges():
+def test_expected_rounds_at_the_edges():
   for n in (1, 4, 5, 11):
     assert expected_rounds(0.0, 3, n) == n
     assert expected_rounds(0.6, 0, n) == pytest.approx(n)
@@ -302,21 +308,21 @@ def test_rounds_of_a_text_at_the_edges():
   assert expected_rounds(0.6, 3, 0) == 0
 
 
-def test_rounds_of_a_short_text_by_hand():
-  """3 tokens, gamma 1: two rounds if the first or the second gives 2 tokens, else three."""
+def test_expected_rounds_of_a_text_of_three_tokens():
+  """With gamma 1, two rounds suffice if the first or the second emits 2 tokens."""
   alpha = 0.6
   assert expected_rounds(alpha, 1, 3) == pytest.approx(2 + (1 - alpha) ** 2)
 
 
-def test_rounds_of_a_long_text_are_equation_1s():
+def test_expected_rounds_of_a_long_text_agree_with_equation_1():
   for alpha, gamma in ((0.3, 2), (0.8, 5)):
     rounds = expected_rounds(alpha, gamma, 5000)
     assert 5000 / rounds == pytest.approx(expected_tokens(alpha, gamma), rel=1e-3)
 
 
 @pytest.mark.parametrize("alpha, gamma, length", [(0.7, 3, 10), (0.9, 7, 15), (0.4, 2, 4)])
-def test_simulated_texts_agree(alpha, gamma, length):
-  """20,000 texts; the mean lies within 5 standard errors, or 1 time in 10^6."""
+def test_simulated_texts_agree_with_expected_rounds(alpha, gamma, length):
+  """The mean of 20,000 texts is within 5 standard errors, except with probability 1e-6."""
   rng, emitted, rounds = np.random.default_rng(0), np.zeros(20_000, int), np.zeros(20_000)
   while (emitted < length).any():
     rounds += emitted < length
@@ -324,26 +330,28 @@ def test_simulated_texts_agree(alpha, gamma, length):
     emitted += 1 + np.cumprod(coins, axis=1).sum(axis=1)
   error = 5 * rounds.std() / np.sqrt(len(rounds))
   assert abs(rounds.mean() - expected_rounds(alpha, gamma, length)) <= error
-  # What a long text takes is less, by more than the error: the last round is cut.
+  # Equation 1 predicts fewer rounds, because it ignores that the last round is truncated.
   assert rounds.mean() - length / expected_tokens(alpha, gamma) > error
 
 
-def test_improvement_of_long_texts_is_theorem_8s():
+def test_text_improvement_of_long_texts_agrees_with_theorem_8():
   got = text_improvement(0.8, 5, 0.05, 1.3, [5000, 5000])
   assert got == pytest.approx(walltime_improvement(0.8, 5, 0.05, 1.3), rel=1e-3)
 
 
-def test_improvement_of_texts_is_totals_over_totals():
-  """alpha = 1, gamma 3: texts of 4 and 9 tokens take 1 and 3 rounds."""
-  plain, ours = (2 + 4) + (2 + 9), 2 * (2 + 0.5) + (1 + 3) * (3 * 0.1 + 1.5)
-  assert text_improvement(1.0, 3, 0.1, 1.5, [4, 9], 2, 0.5) == pytest.approx(plain / ours)
+def test_text_improvement_is_the_ratio_of_total_times():
+  """With alpha = 1 and gamma 3, texts of 4 and 9 tokens take 1 and 3 rounds."""
+  autoregressive, speculative = (2 + 4) + (2 + 9), 2 * (2 + 0.5) + (1 + 3) * (3 * 0.1 + 1.5)
+  assert text_improvement(1.0, 3, 0.1, 1.5, [4, 9], 2, 0.5) == pytest.approx(
+    autoregressive / speculative
+  )
 
 
 # Errors.
 
 
 @pytest.mark.parametrize("alpha", [-0.01, 1.01, np.array([0.5, 1.5]), float("nan")])
-def test_alpha_that_is_no_rate(alpha):
+def test_alpha_outside_0_to_1_is_rejected(alpha):
   with pytest.raises(InputError, match="alpha is .*lies in"):
     expected_tokens(alpha, 3)
   with pytest.raises(InputError, match="alpha"):
@@ -352,13 +360,13 @@ def test_alpha_that_is_no_rate(alpha):
 
 @pytest.mark.parametrize("rate", [oracle_improvement, lambda a: improvement_lower_bound(a, 0.1)])
 @pytest.mark.parametrize("alpha", [-0.01, 1.01, float("nan")])
-def test_alpha_that_is_no_rate_elsewhere(rate, alpha):
+def test_alpha_outside_0_to_1_is_rejected_by_bounds(rate, alpha):
   with pytest.raises(InputError, match="alpha is .*lies in"):
     rate(alpha)
 
 
 @pytest.mark.parametrize("gamma", [-1, 2.5, float("nan"), np.array([1, -2])])
-def test_gamma_that_is_no_count(gamma):
+def test_gamma_that_is_not_a_count_is_rejected(gamma):
   for call in (
     lambda: expected_tokens(0.5, gamma),
     lambda: memory_access_factor(0.5, gamma),
@@ -370,7 +378,7 @@ def test_gamma_that_is_no_count(gamma):
 
 
 @pytest.mark.parametrize("cost", [-0.1, float("nan"), np.array([0.1, -0.1])])
-def test_cost_below_0(cost):
+def test_negative_cost_is_rejected(cost):
   for name, call in {
     "c": lambda: improvement_lower_bound(0.5, cost),
     "c_hat": lambda: operations_factor(0.5, 3, cost),
@@ -383,13 +391,13 @@ def test_cost_below_0(cost):
 
 @pytest.mark.parametrize("rate", [beta, divergence, rejection_sampling_rate])
 @pytest.mark.parametrize("wrong", [[0.5, 0.4], [1.5, -0.5], [np.nan, 1.0], [0.2, 0.3, 0.5], 1.0])
-def test_no_distributions(rate, wrong):
+def test_invalid_distributions_are_rejected(rate, wrong):
   for p, q in ((wrong, [0.5, 0.5]), ([0.5, 0.5], wrong)):
     with pytest.raises(InputError, match="p|q"):
       rate(p, q)
 
 
 @pytest.mark.parametrize("lenience", [0.0, -1.0, 1.1, float("nan")])
-def test_lenience_outside_its_range(lenience):
+def test_lenience_outside_its_range_is_rejected(lenience):
   with pytest.raises(InputError, match="lenience is"):
     beta([1.0], [1.0], lenience)
