@@ -1,18 +1,18 @@
-"""Tests run on the CPU whatever the machine has: their tolerances are those of its float32.
+"""Configuration of the tests.
 
-Their programs run for a moment only, so they are compiled without LLVM's optimisations and by one
-thread a worker, in a third of the time; SPECDEC_XLA_FLAGS='' compiles them as a run would. What one
-worker compiled, the others read. Tracing makes millions of objects, few of them in cycles, and
-where in the source each step of a program stands is not kept in it, which takes an eighth off.
+Tests always run on the CPU, because their tolerances are those of its float32. Their programs run
+only briefly, so they are compiled without LLVM's optimizations and with one thread per worker, in a
+third of the time. SPECDEC_XLA_FLAGS='' compiles them as in a normal run. Workers share a compilation
+cache. Garbage collection is rare because tracing creates millions of objects, few of them in cycles.
+Programs do not record source locations, which saves an eighth of the time.
 """
 
 import gc
 import os
 import tempfile
 
-from specdec_jax.xla_flags import (
-  rejection_message,
-)  # turns YNN off, before a test that uses jax alone
+# This import turns YNN off, which must happen before a test uses jax alone.
+from specdec_jax.xla_flags import rejection_message
 
 gc.set_threshold(200_000, 50, 50)
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -21,29 +21,28 @@ _quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes
 _quick += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 _quick += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 if (_flags := os.environ.get("SPECDEC_XLA_FLAGS")) is None:
-  _unknown = rejection_message(
-    _quick
-  ).split()  # XLA aborts at a flag that this jaxlib does not know
+  _unknown = rejection_message(_quick).split()  # XLA aborts at flags that jaxlib does not know
   _flags = " ".join(flag for flag in _quick.split() if flag not in _unknown)
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}".strip()
 os.environ["SPECDEC_XLA_FLAGS"] = ""  # workers inherit XLA_FLAGS
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-  # Gone with the first of the processes, which made it.
+  # The process that creates the folder removes it.
   _programs = tempfile.TemporaryDirectory(prefix="specdec-programs-")
   os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
-  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1.0"  # to keep one takes 0.1
+  os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1.0"  # writing a program takes 0.1 s
 
 import pathlib  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-MOST_MAPS = 25_000  # of memory that a process maps, as each program is; the kernel allows 65,530
+# Each program is a memory map of the process. The Linux kernel allows 65,530 of them.
+MOST_MAPS = 25_000
 
 
 @pytest.fixture(autouse=True, scope="module")
-def programs_are_kept():
-  """Experiments drop theirs after each setting, and with them those of the tests around them."""
+def compiled_programs_are_kept():
+  """Make `jax.clear_caches` do nothing, because experiments call it after each setting."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(jax, "clear_caches", lambda: None)
     yield
@@ -54,7 +53,7 @@ def programs_are_kept():
 
 @pytest.fixture
 def cache(tmp_path):
-  """A place of its own for what jax keeps."""
+  """Set and return an empty folder for JAX's compilation cache."""
   before = jax.config.jax_compilation_cache_dir
   jax.config.update("jax_compilation_cache_dir", str(tmp_path))
   yield tmp_path

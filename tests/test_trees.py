@@ -1,4 +1,4 @@
-"""Trees of guesses: their shapes, which is best, and how often nodes of them stand."""
+"""Test trees of guesses: their shapes, the best tree, and the acceptance of their nodes."""
 
 import functools
 import itertools
@@ -44,7 +44,7 @@ from specdec_jax.tpu.tree_speeds import tree_speeds_table
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 
 
-def test_what_follows_from_a_shape():
+def test_attributes_of_a_ragged_tree():
   assert RAGGED.depths.tolist() == [0, 1, 1, 2, 2, 2, 3]
   assert RAGGED.levels == [(1, 3), (3, 6), (6, 7)]
   assert (RAGGED.num_nodes, RAGGED.num_guesses, RAGGED.depth, RAGGED.width) == (7, 6, 3, 2)
@@ -52,26 +52,26 @@ def test_what_follows_from_a_shape():
   assert RAGGED.children.tolist() == [[0, 1], [2, 3], [4, 6], [6, 6], [5, 6], [6, 6], [6, 6]]
   for node in range(7):
     path = []
-    at = node
-    while at:
-      path.insert(0, at)
-      at = RAGGED.parents[at - 1]
+    ancestor = node
+    while ancestor:
+      path.insert(0, ancestor)
+      ancestor = RAGGED.parents[ancestor - 1]
     assert np.flatnonzero(RAGGED.ancestors[node]).tolist() == [0, *path]
-    (found,) = np.asarray(path_to(RAGGED, np.array([node]))).tolist()
-    assert found == path + [0] * (3 - len(path))
+    (padded_path,) = np.asarray(path_to(RAGGED, np.array([node]))).tolist()
+    assert padded_path == path + [0] * (3 - len(path))
   assert not RAGGED.is_chain
 
 
-def test_a_chain_is_one_however_it_is_made_and_costs_nothing_to_name():
+def test_chains_of_one_length_are_equal_and_a_long_chain_needs_no_memory():
   assert chain(3) == Tree((0, 1, 2)) == Tree(range(3)) == Tree([0, 1, 2]) == branching(1, 1, 1)
   assert len({hash(tree) for tree in (chain(3), Tree((0, 1, 2)), branching(1, 1, 1))}) == 1
   assert chain(3).is_chain and chain(3).width == 1 and path_to(chain(3), np.array([2])) is None
   assert chain(0).num_nodes == 1 and chain(0).width == 0 and chain(0).depth == 0
   assert chain(3) != chain(4) and chain(3) != RAGGED
-  assert chain(2**31 - 1).depth == 2**31 - 1  # too much for any memory; refused where it is tried
+  assert chain(2**31 - 1).depth == 2**31 - 1  # exceeds any memory, but only when it is used
 
 
-def test_trees_by_widths_and_by_paths():
+def test_trees_from_branching_factors_and_from_paths():
   assert branching(2, 2) == Tree((0, 0, 1, 1, 2, 2))
   assert branching(3, 2, 1).num_guesses == 3 + 6 + 6
   paths = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]
@@ -79,7 +79,7 @@ def test_trees_by_widths_and_by_paths():
 
 
 @pytest.mark.parametrize("parents", [(1,), (0, 2), (0, 0, 1, 0), (0, -1), (-1, 0), (0, 1, 1, 0)])
-def test_what_is_no_tree_in_order_is_refused(parents):
+def test_parents_that_are_not_in_level_order_are_rejected(parents):
   with pytest.raises(InputError, match="level order"):
     Tree(parents)
 
@@ -95,15 +95,15 @@ def test_what_is_no_tree_in_order_is_refused(parents):
     (lambda: tree_theory.best_tree([0.5], 0, 2), "num_nodes is 0"),
   ],
 )
-def test_bad_input(make, words):
+def test_invalid_input_is_rejected(make, words):
   with pytest.raises(InputError, match=words):
     make()
 
 
-# Which is best.
+# Dynamic trees and the best tree.
 
 
-def test_a_tree_that_changes_answers_as_one_that_does_not():
+def test_dynamic_tree_has_the_attributes_of_static_trees():
   trees = [Tree((0, 0, 1, 1, 2, 4)), Tree((0, 1, 1, 2, 2, 3)), chain(6)]
   parents = jnp.array([[*tree.parents] for tree in trees])
   dynamic = DynamicTree(6, 6, parents)
@@ -115,19 +115,21 @@ def test_a_tree_that_changes_answers_as_one_that_does_not():
     for path, tree in zip(paths, trees):
       nodes = np.flatnonzero(tree.ancestors[node])[1:]
       assert path.tolist() == [*nodes, *[0] * (6 - len(nodes))]
-  with pytest.raises(InputError, match="K-SEQ takes trees of one shape"):
+  with pytest.raises(InputError, match="K-SEQ takes static trees"):
     require_static("K-SEQ", dynamic)
 
 
-def test_trees_of_several_drafts_joined_at_root():
+def test_trees_are_joined_at_the_root():
   tree, order = joined_at_root([chain(2), branching(2, 1)])
   assert tree == Tree((0, 0, 0, 1, 2, 3)) and order == [0, 2, 3, 1, 4, 5]
   assert joined_at_root([chain(3)]) == (chain(3), [0, 1, 2])
 
 
 class PathModel:
-  """Its logits depend on the sum of a token and its ancestors in the tree; params [S, V] are those
-  of each sum. The cache is the blocks that it has read."""
+  """A model whose logits depend on the sum of a token and its ancestors in the tree.
+
+  The parameters [S, V] are the logits for each sum. The cache is the list of input blocks.
+  """
 
   @staticmethod
   def commit(cache, length, tree=None, path=None):
@@ -137,51 +139,53 @@ class PathModel:
   def extend(params, cache, tokens, tree=None, first=0):
     cache, sums = [*cache, tokens], tokens
     if tree is not None:  # node 0 is the last token of the first block
-      read = jnp.concatenate([cache[0][:, -1:], *cache[1:]], axis=1)
-      nodes, on_path = slice(first, first + tokens.shape[1]), tree.ancestors[..., : read.shape[1]]
-      sums = (on_path[:, nodes] * read[:, None]).sum(axis=-1)
+      inputs = jnp.concatenate([cache[0][:, -1:], *cache[1:]], axis=1)
+      nodes, on_path = slice(first, first + tokens.shape[1]), tree.ancestors[..., : inputs.shape[1]]
+      sums = (on_path[:, nodes] * inputs[:, None]).sum(axis=-1)
     return params[sums], params[sums], cache
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_dynamic_tree_is_the_best_of_what_was_read(seed):
-  """Worked out beside it, path by path."""
-  k, depth, count, newest = 3, 4, 14, 5
-  logs = np.log(np.random.default_rng(seed).dirichlet(np.full(7, 0.5), newest + 6 * depth))
+def test_dynamic_tree_has_the_most_probable_nodes_of_the_beam(seed):
+  """The expected tree is computed path by path."""
+  k, depth, count, last_token = 3, 4, 14, 5
+  logs = np.log(np.random.default_rng(seed).dirichlet(np.full(7, 0.5), last_token + 6 * depth))
 
-  def children(path, worth):
-    here = logs[newest + sum(path)]
-    return [((*path, x), worth + here[x]) for x in np.argsort(-here)[:k]]
+  def children(path, score):
+    log_q = logs[last_token + sum(path)]
+    return [((*path, x), score + log_q[x]) for x in np.argsort(-log_q)[:k]]
 
   live, candidates = [((), 0.0)], []
   for _ in range(depth):
-    of_level = [child for node in live for child in children(*node)]
-    candidates += of_level
-    live = sorted(of_level, key=lambda node: -node[1])[:k]
+    level = [child for node in live for child in children(*node)]
+    candidates += level
+    live = sorted(level, key=lambda node: -node[1])[:k]
   best = sorted(candidates, key=lambda node: -node[1])[:count]
   draft = DynamicDraft(PathModel(), DynamicTree(count, depth), width=k)
-  context = Context(None, jnp.array([[1, newest]]), jnp.array([2]), None, None)
+  context = Context(None, jnp.array([[1, last_token]]), jnp.array([2]), None, None)
   keys = jax.random.split(jax.random.key(0), 1)
   state = [], None
-  proposal, (cache, reads) = draft.propose(jnp.asarray(logs, jnp.float32), state, context, keys)
+  proposal, (cache, input_nodes) = draft.propose(
+    jnp.asarray(logs, jnp.float32), state, context, keys
+  )
   paths = [()]
   for token, parent in zip(proposal.tokens[0].tolist(), proposal.tree.parents[0].tolist()):
     paths.append((*paths[parent], token))
   assert {*paths[1:]} == {path for path, _ in best} and len(paths) == count + 1
-  # What stands is committed by the nodes that the model read it by: all but what nothing follows.
-  tokens, nodes = proposal.tokens[0], np.asarray(reads[0])
-  read = np.concatenate([block[0] for block in cache[1:]])  # behind the newest token
-  assert (read[nodes[nodes > 0] - 1] == tokens[nodes > 0]).all()
-  followed = np.unique(proposal.tree.parents[0])
-  assert (nodes[followed[followed > 0] - 1] > 0).all()
+  # Each node maps to the node under which the model ran on its token. Leaves may have none (0).
+  tokens, nodes = proposal.tokens[0], np.asarray(input_nodes[0])
+  inputs = np.concatenate([block[0] for block in cache[1:]])  # after the last committed token
+  assert (inputs[nodes[nodes > 0] - 1] == tokens[nodes > 0]).all()
+  inner = np.unique(proposal.tree.parents[0])
+  assert (nodes[inner[inner > 0] - 1] > 0).all()
   path = path_to(proposal.tree, jnp.array([count]))
   outcome = Outcome(proposal, None, None, Verification(None, None, path), None, jnp.array([2]))
-  committed, _ = draft.observe(None, (cache, reads), outcome)
+  committed, _ = draft.observe(None, (cache, input_nodes), outcome)
   assert committed[0].tolist() == [nodes[node - 1] if node else 0 for node in path[0].tolist()]
 
 
 def all_trees(num_guesses: int):
-  """Every tree of so many guesses."""
+  """Generate all trees of `num_guesses` guesses."""
   for parents in itertools.product(range(num_guesses), repeat=num_guesses):
     try:
       yield Tree(parents)
@@ -189,7 +193,7 @@ def all_trees(num_guesses: int):
       continue
 
 
-def test_expected_tokens_of_a_chain_are_the_papers():
+def test_expected_tokens_of_a_chain_agree_with_equation_1():
   for gamma in range(6):
     want = theory.expected_tokens(0.7, gamma)
     assert tree_theory.tree_tokens(chain(gamma), [0.7]) == pytest.approx(float(want))
@@ -200,20 +204,20 @@ def test_expected_tokens_of_a_chain_are_the_papers():
 
 @pytest.mark.parametrize("acceptance", [(0.6, 0.2, 0.1), (0.9, 0.05), (0.4, 0.3, 0.2, 0.05)])
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_the_best_tree_is_the_best_of_all(acceptance, depth):
+def test_best_tree_is_the_best_of_all_trees(acceptance, depth):
   for num_guesses in range(1, 6):
     shallow = [tree for tree in all_trees(num_guesses) if tree.depth <= depth]
     best = max(tree_theory.tree_tokens(tree, acceptance) for tree in shallow)
-    found = tree_theory.best_tree(acceptance, num_guesses + 1, depth)
-    assert found.depth <= depth and found.num_guesses <= num_guesses
-    assert tree_theory.tree_tokens(found, acceptance) == pytest.approx(best)
+    tree = tree_theory.best_tree(acceptance, num_guesses + 1, depth)
+    assert tree.depth <= depth and tree.num_guesses <= num_guesses
+    assert tree_theory.tree_tokens(tree, acceptance) == pytest.approx(best)
 
 
-# How often nodes stand.
+# Acceptance of nodes.
 
 
 def small_pair():
-  """Of 12 tokens."""
+  """Return a pair of random models with a vocabulary of 12 tokens."""
   target = tiny.config(vocab_size=12, layers=1)
   draft = tiny.config(vocab_size=12, layers=1, emb_dim=8)
   return tiny_pair.pair()._replace(
@@ -224,29 +228,29 @@ def small_pair():
   )
 
 
-def test_positional_acceptance_is_what_rounds_show():
-  """Of one level of siblings, on texts of the target's own; over 1,000 rounds, six deviations."""
+def test_positional_acceptance_agrees_with_the_rounds_of_decoding():
+  """One level of siblings on generated texts: 1,000 rounds, 6 standard errors."""
   pair, sampling, limit = small_pair(), Sampling(), dict(max_new_tokens=12)
   prompt = tiny.sources(tiny.config(vocab_size=12), 0, 160)
-  plain = pair.decode_fn(sampling, 0)(prompt, row_keys(0, 0, 160), **limit)
-  texts = [prompt], [jax.device_get(plain)]
-  found = positional_acceptance(pair, *texts, sampling, width=4)
+  generated = pair.decode_fn(sampling, 0)(prompt, row_keys(0, 0, 160), **limit)
+  texts = [prompt], [jax.device_get(generated)]
+  acceptance = positional_acceptance(pair, *texts, sampling, width=4)
   out = jax.device_get(pair.decode_fn(sampling, branching(4))(prompt, row_keys(1, 0, 160), **limit))
   whole = out.rounds.num_emitted == out.rounds.num_accepted + 1
-  stood = out.rounds.path[..., 0][whole]  # 0: none of them
-  shares = [(stood == node).mean() for node in range(1, 5)]
-  assert len(stood) > 1000
-  np.testing.assert_allclose(found, shares, atol=6 * 0.5 / np.sqrt(len(stood)))
-  assert (np.diff(found) < 0).all() and found.sum() < 1
+  accepted = out.rounds.path[..., 0][whole]  # 0: no sibling was accepted
+  shares = [(accepted == node).mean() for node in range(1, 5)]
+  assert len(accepted) > 1000
+  np.testing.assert_allclose(acceptance, shares, atol=6 * 0.5 / np.sqrt(len(accepted)))
+  assert (np.diff(acceptance) < 0).all() and acceptance.sum() < 1
   greedy = Sampling(temperature=0.0)
-  best = positional_acceptance(pair, *texts, greedy, width=12, lenience=0.3)
-  assert best.sum() == pytest.approx(1)  # one of all tokens is the target's
+  greedy_acceptance = positional_acceptance(pair, *texts, greedy, width=12, lenience=0.3)
+  assert greedy_acceptance.sum() == pytest.approx(1)  # all tokens are proposed
   alpha = measure_alpha(pair, *texts, greedy, lenience=0.3).alpha.mean
-  assert best[0] == pytest.approx(alpha)
+  assert greedy_acceptance[0] == pytest.approx(alpha)
 
 
 def test_acceptance_lengths_are_recorded(tmp_path, capsys, monkeypatch):
-  costs = Costs(2.0, 0.2, 2.5, 0.1, 1.0, 1.0)  # those measured are test_measure.py's
+  costs = Costs(2.0, 0.2, 2.5, 0.1, 1.0, 1.0)  # test_measure.py tests measured costs
   monkeypatch.setattr(bench_trees, "measure_costs", lambda pair, trees, *rest: [costs] * len(trees))
   settings = dict(
     texts=tiny_pair.SENTENCES[:40],
@@ -263,10 +267,10 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys, monkeypatch):
   )
   trees(tiny_pair.pair("near"), **settings)
   measured = records.read(tmp_path / "results.jsonl")
-  said = capsys.readouterr().out
+  stdout = capsys.readouterr().out
   page = (tmp_path / "report.html").read_text(encoding="utf-8")
   assert [(r.temperature, r.verifier, r.kind) for r in measured] == [
-    (0.0, "TokenVerifier", of_kind) for of_kind in ("chain", "tree", "dynamic tree")
+    (0.0, "TokenVerifier", kind) for kind in ("chain", "tree", "dynamic tree")
   ]
   for r in measured:
     assert r.gamma == 2 and 1 <= r.tokens_per_round <= 3
@@ -274,47 +278,45 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys, monkeypatch):
     assert r.identical
     speed = None if r.kind == "dynamic tree" else r.tokens_per_round / (2 * 0.1 + 1.3)
     assert r.predicted_measured_cost == (speed and pytest.approx(speed))
-  assert lengths_table(measured).title in said
+  assert lengths_table(measured).title in stdout
   assert [row[1:3] for row in lengths_table(measured).rows] == [
     (r.kind, {"chain": "3", "tree": "4", "dynamic tree": "5"}[r.kind]) for r in measured
   ]
-  assert said.count("begins a round") == page.count("</figure>") == 1
+  assert stdout.count("begins a round") == page.count("</figure>") == 1
   assert page.count("<article>") == 2 and page.count('class="tree"') > 4
-  assert settings["texts"][8] in said and settings["texts"][8] in page
+  assert settings["texts"][8] in stdout and settings["texts"][8] in page
   trees(tiny_pair.pair("near"), **settings, report_examples=0)  # nothing is measured twice
   assert len(records.read(tmp_path / "results.jsonl")) == len(measured)
 
 
-def test_a_tree_that_was_compiled_costs_what_the_compiler_says():
+def test_tree_speeds_use_the_compilers_cost_of_a_compiled_tree():
   folder = pathlib.Path(__file__).resolve().parents[1] / "experiments" / "tpu_v4"
-  of_chain, of_tree = (
+  chain_record, tree_record = (
     json.loads((folder / name).read_text()) for name in ("one_chip.json", "tree_64.json")
   )
-  rows = tree_speeds_table(of_chain, of_tree).rows
+  rows = tree_speeds_table(chain_record, tree_record).rows
   (compiled,) = (row for row in rows if row[:4] == ("0.75", "tree", "64", "8"))
-  assert float(compiled[5]) == pytest.approx(of_tree["over_a_step"]["round"], abs=0.002)
+  assert float(compiled[5]) == pytest.approx(tree_record["over_a_step"]["round"], abs=0.002)
   for _, _, _, depth, tokens, cost, speed, _ in rows:
     assert 1 < float(cost) < 1.3 and 1 < float(tokens) < 1 + float(depth)
     assert float(speed) == pytest.approx(float(tokens) / float(cost), abs=0.01)
   assert max(float(row[-1]) for row in rows) > 1.3
 
 
-def test_k_seq_has_siblings_drawn_independently():
+def test_k_seq_requires_independently_sampled_siblings():
   pair = tiny_pair.pair("near")._replace(verifier=KSeqVerifier)
   drafts = [pair.decoder(Sampling(), tree).draft for tree in (branching(2), chain(2))]
   assert [draft.independent for draft in drafts] == [True, False]
   with pytest.raises(
-    InputError, match="KSeqVerifier judges siblings that were drawn independently"
+    InputError, match="KSeqVerifier verifies siblings that are sampled independently"
   ):
     pair.decode_fn(Sampling(), DynamicTree(4, 2))
 
 
-def test_a_pair_is_judged_by_its_rule():
+def test_pair_uses_its_own_verifier():
   pair = tiny_pair.pair()._replace(verifier=BlockVerifier)
-  assert (
-    isinstance(pair.verifier_for(Sampling()), BlockVerifier)
-    and verifier_name(pair.verifier) == "BlockVerifier"
-  )
+  assert isinstance(pair.verifier_for(Sampling()), BlockVerifier)
+  assert verifier_name(pair.verifier) == "BlockVerifier"
   with pytest.raises(InputError, match="lenience below 1 goes with TokenVerifier"):
     pair.verifier_for(Sampling(), 0.5)
   assert tiny_pair.pair().verifier_for(Sampling(), 0.5) == TokenVerifier(Sampling(), 0.5)

@@ -1,4 +1,4 @@
-"""Settings that make no sense: one sentence that names them, and nothing is tried."""
+"""Test that invalid settings are rejected with a one-line error before any work is done."""
 
 import dataclasses
 import fractions
@@ -65,17 +65,18 @@ DIGITS = 123456789012345678901234567890
 
 @pytest.fixture
 def machine(monkeypatch):
-  """One of 16 GB, whatever this one has."""
+  """Make the device memory 16 GB."""
   monkeypatch.setattr(memory, "_device_memory", lambda mesh: 16e9)
 
 
-def refused(function, *args, **settings) -> str:
+def error_of(function, *args, **settings) -> str:
+  """Return the message of the InputError that the call raises."""
   with pytest.raises(InputError) as caught:
     function(*args, **settings)
   return str(caught.value)
 
 
-# Values of a run, as the functions that gin files name get them.
+# Settings of the functions that gin configures.
 
 
 @pytest.mark.parametrize(
@@ -107,36 +108,38 @@ def refused(function, *args, **settings) -> str:
   ],
   ids=str,
 )
-def test_a_value_is_refused_before_anything_is_read(machine, settings, sentence):
-  assert refused(translate, **{"pair": tiny_pair.pair(), "input": "gone", **settings}) == sentence
+def test_translate_rejects_a_setting_before_reading_input(machine, settings, sentence):
+  assert error_of(translate, **{"pair": tiny_pair.pair(), "input": "gone", **settings}) == sentence
 
 
 @pytest.mark.parametrize("value", [10**9, 2**31 - 1])
 @pytest.mark.parametrize("name", ["gamma", "max_new_tokens"])
 @pytest.mark.parametrize("pair", [tiny_pair.pair, tiny_pair.gpt_pair])
-def test_what_memory_cannot_hold_is_not_tried(machine, tmp_path, pair, name, value):
+def test_setting_that_exceeds_memory_is_rejected(machine, tmp_path, pair, name, value):
   (tmp_path / "in.txt").write_text("A man runs.\n")
-  said = refused(translate, pair(), str(tmp_path / "in.txt"), **{name: value})
-  if "positions" not in said:  # a GPT-like model's table ends before any memory does
-    assert said.startswith("a batch of 1 with max_new_tokens ") and f"{name} {value} " in said
-    assert " would take at least " in said and said.endswith("GB; ask for less.")
+  message = error_of(translate, pair(), str(tmp_path / "in.txt"), **{name: value})
+  if "positions" not in message:  # the number of positions may limit a GPT model before memory does
+    assert message.startswith("a batch of 1 with max_new_tokens ")
+    assert f"{name} {value} " in message
+    assert " would take at least " in message and message.endswith("GB; ask for less.")
 
 
-def test_a_batch_that_memory_cannot_hold_is_not_tried(monkeypatch, tmp_path):
-  """Its rows are counted with their caches, and 10,000 lines to fill it cost no time."""
+def test_batch_that_exceeds_memory_is_rejected(monkeypatch, tmp_path):
+  """The estimate includes the caches of all rows, and nothing is computed for the 10,000 rows."""
   monkeypatch.setattr(memory, "_device_memory", lambda mesh: 50e6)
   (tmp_path / "in.txt").write_text("A man runs.\n")
-  said = refused(translate, tiny_pair.pair(), str(tmp_path / "in.txt"), batch_size=10_000)
-  assert said.startswith("a batch of 10000 with max_new_tokens 128 and gamma 5 would take at least")
-  shared = functools.partial(decode, tiny_pair.pair(), ["A man runs."], str(tmp_path / "out"))
-  assert refused(shared, batch_size=10_000) == said
-  assert not list(tmp_path.rglob("*.jsonl"))  # which would refuse other settings
+  message = error_of(translate, tiny_pair.pair(), str(tmp_path / "in.txt"), batch_size=10_000)
+  expected = "a batch of 10000 with max_new_tokens 128 and gamma 5 would take at least"
+  assert message.startswith(expected)
+  decode_text = functools.partial(decode, tiny_pair.pair(), ["A man runs."], str(tmp_path / "out"))
+  assert error_of(decode_text, batch_size=10_000) == message
+  assert not list(tmp_path.rglob("*.jsonl"))  # a later run with other settings would be rejected
 
 
-def test_memory_is_that_of_the_machine_which_runs():
+def test_device_memory_is_that_of_the_devices_that_run():
   assert 1e8 < memory._device_memory(None) < 1e14
-  elsewhere = types.SimpleNamespace(abstract_device=types.SimpleNamespace(platform="tpu"), size=4)
-  assert memory._device_memory(elsewhere) == math.inf
+  tpu_mesh = types.SimpleNamespace(abstract_device=types.SimpleNamespace(platform="tpu"), size=4)
+  assert memory._device_memory(tpu_mesh) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -178,14 +181,14 @@ def test_memory_is_that_of_the_machine_which_runs():
   ],
   ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_other_experiments_refuse_alike(machine, tmp_path, experiment, settings, sentence):
+def test_experiments_reject_invalid_settings(machine, tmp_path, experiment, settings, sentence):
   texts = "sentences" if experiment is quickstart else "texts"
-  given = {"pair": tiny_pair.pair(), texts: ["A man runs."]}
+  valid = {"pair": tiny_pair.pair(), texts: ["A man runs."]}
   if experiment is check_exactness or experiment is acceptance:
-    given["samplings"] = [Sampling(0.0)]
+    valid["samplings"] = [Sampling(0.0)]
   if experiment is not check_exactness:
-    given["output_dir"] = str(tmp_path / "out")
-  assert refused(experiment, **{**given, **settings}).startswith(sentence)
+    valid["output_dir"] = str(tmp_path / "out")
+  assert error_of(experiment, **{**valid, **settings}).startswith(sentence)
   assert not list(tmp_path.rglob("*.jsonl")) or (tmp_path / "out/results.jsonl").read_bytes() == b""
 
 
@@ -207,43 +210,43 @@ def test_other_experiments_refuse_alike(machine, tmp_path, experiment, settings,
   ],
   ids=str,
 )
-def test_samplings(settings, sentence):
-  assert refused(Sampling, **settings).startswith(sentence)
+def test_invalid_sampling_is_rejected(settings, sentence):
+  assert error_of(Sampling, **settings).startswith(sentence)
 
 
-def test_trees_of_paths_and_sizes():
+def test_invalid_trees_are_rejected():
   for wrong in ([0, 0], b"\0\0", ["00"], None, np.zeros((2, 2), int)):
-    assert refused(Tree.from_paths, wrong).startswith(
+    assert error_of(Tree.from_paths, wrong).startswith(
       f"paths is {shown(wrong)}; it must be a list (each a "
     )
   for size in ("x", None, 1.5, HUGE, -1):
-    assert refused(DynamicTree, size, 2).startswith("num_guesses is ")
-    assert refused(DynamicTree, 3, size).startswith("depth is ")
+    assert error_of(DynamicTree, size, 2).startswith("num_guesses is ")
+    assert error_of(DynamicTree, 3, size).startswith("depth is ")
   chain(1)
-  assert refused(chain, True) == "gamma is True; " + COUNT.replace("from 1", "from 0")
-  assert refused(branching, 10**9, 10).startswith("a tree of 1000000001 nodes would take at least")
+  assert error_of(chain, True) == "gamma is True; " + COUNT.replace("from 1", "from 0")
+  assert error_of(branching, 10**9, 10).startswith("a tree of 1000000001 nodes would take at least")
   for wrong in (b"\0\0", "00", [0.0], [None], np.zeros((2, 2), int), 5):
-    assert refused(Tree, wrong).startswith("A tree has parents ")
+    assert error_of(Tree, wrong).startswith("A tree has parents ")
   assert Tree(np.array([0, 0, 1])) == Tree((0, 0, 1)) and Tree(np.arange(3)) == chain(3)
 
 
-def test_a_draft_that_samples_in_a_way_that_is_none():
-  own = functools.partial(draft_sampling, tiny_pair.pair().loaded_target, lambda _: None)
-  assert refused(own, top_k=-1).startswith("top_k is -1; it must be a positive count")
-  assert refused(own, top_p=2.0) == "top_p is 2.0; it must lie in (0, 1], with 1 to keep all."
+def test_invalid_sampling_of_a_draft_is_rejected():
+  build = functools.partial(draft_sampling, tiny_pair.pair().loaded_target, lambda _: None)
+  assert error_of(build, top_k=-1).startswith("top_k is -1; it must be a positive count")
+  assert error_of(build, top_p=2.0) == "top_p is 2.0; it must lie in (0, 1], with 1 to keep all."
   near = functools.partial(checkpoint_draft, model=str(tiny_pair.folder() / "near"))
-  own = functools.partial(draft_sampling, tiny_pair.pair().loaded_target, near)
-  assert own(top_k=HUGE, top_p=0.5).name == f"near (top_k {HUGE_SHOWN}, top_p 0.5)"
+  build = functools.partial(draft_sampling, tiny_pair.pair().loaded_target, near)
+  assert build(top_k=HUGE, top_p=0.5).name == f"near (top_k {HUGE_SHOWN}, top_p 0.5)"
 
 
 @pytest.mark.parametrize("number", [fractions.Fraction(1, 2), np.float32(0.5), 0.5])
-def test_numbers_of_any_kind_are_pythons_own(number):
-  """Others cannot be traced, or differ from what was compiled with the same number."""
-  held = Sampling(number, np.int64(3), number)
-  assert [*map(type, dataclasses.astuple(held))] == [float, int, float]
-  assert held == Sampling(0.5, 3, 0.5) and hash(held) == hash(Sampling(0.5, 3, 0.5))
-  assert type(TokenVerifier(held, number).lenience) is float
-  assert Sampling(2**31).temperature == 2.0**31  # no whole number of 32 bits
+def test_numbers_of_any_type_become_python_numbers(number):
+  """Other types cannot be traced, or do not share a compiled program with an equal number."""
+  sampling = Sampling(number, np.int64(3), number)
+  assert [*map(type, dataclasses.astuple(sampling))] == [float, int, float]
+  assert sampling == Sampling(0.5, 3, 0.5) and hash(sampling) == hash(Sampling(0.5, 3, 0.5))
+  assert type(TokenVerifier(sampling, number).lenience) is float
+  assert Sampling(2**31).temperature == 2.0**31  # does not fit 32 bits
 
 
 @pytest.mark.parametrize(
@@ -330,22 +333,21 @@ def test_numbers_of_any_kind_are_pythons_own(number):
   ],
   ids=lambda value: f"{value!r:.40}" if value != dict(seed=10**5000) else "seed",
 )
-def test_what_decoding_is_asked_for(call, settings, sentence):
-  """All that a user of the package may get wrong is found before anything is compiled."""
-  given = dict(text="A man.") if call == "stream" else dict(texts=["A man."])
-  asked = lambda: [*getattr(Pair(*tiny_pair.pair()), call)(**{**given, **settings})]
-  assert refused(asked).startswith(sentence)
+def test_api_rejects_invalid_arguments_before_compilation(call, settings, sentence):
+  valid = dict(text="A man.") if call == "stream" else dict(texts=["A man."])
+  method = getattr(Pair(*tiny_pair.pair()), call)
+  assert error_of(lambda: [*method(**{**valid, **settings})]).startswith(sentence)
 
 
-def test_a_draft_of_beams_is_refused_alike_on_the_command_line(tmp_path):
+def test_commands_reject_the_draft_beams_that_the_api_rejects(tmp_path):
   (tmp_path / "in.txt").write_text("A man runs.\n")
-  searching = functools.partial(translate, tiny_pair.pair(), str(tmp_path / "in.txt"), beams=2)
-  searching = functools.partial(searching, gamma=2, output=str(tmp_path / "out.txt"))
-  assert refused(searching, draft_beams=0) == f"draft_beams is 0; {COUNT}"
-  assert refused(searching, draft_beams=1000).startswith("The draft has 1000 beams, more than")
-  measuring = functools.partial(beams, tiny_pair.pair(), ["A man."], str(tmp_path), widths=[2])
-  assert refused(measuring, factors=[0]) == f"draft_beams is 0; {COUNT}"
-  assert refused(measuring, factors=[500]).startswith("The draft has 1000 beams, more than")
+  search = functools.partial(translate, tiny_pair.pair(), str(tmp_path / "in.txt"), beams=2)
+  search = functools.partial(search, gamma=2, output=str(tmp_path / "out.txt"))
+  assert error_of(search, draft_beams=0) == f"draft_beams is 0; {COUNT}"
+  assert error_of(search, draft_beams=1000).startswith("The draft has 1000 beams, more than")
+  benchmark = functools.partial(beams, tiny_pair.pair(), ["A man."], str(tmp_path), widths=[2])
+  assert error_of(benchmark, factors=[0]) == f"draft_beams is 0; {COUNT}"
+  assert error_of(benchmark, factors=[500]).startswith("The draft has 1000 beams, more than")
 
 
 @pytest.mark.parametrize(
@@ -369,29 +371,32 @@ def test_a_draft_of_beams_is_refused_alike_on_the_command_line(tmp_path):
   ],
   ids=str,
 )
-def test_pairs(settings, sentence):
-  assert refused(load_pair, **settings).startswith(sentence)
+def test_load_pair_rejects_invalid_settings(settings, sentence):
+  assert error_of(load_pair, **settings).startswith(sentence)
   if "alpha" not in settings and settings.keys() <= {"dtype", "max_source_tokens", "vocabulary"}:
     random = functools.partial(random_pair, target="tiny", draft="tiny", alpha=0.5)
-    assert refused(random, **settings).startswith(sentence)
+    assert error_of(random, **settings).startswith(sentence)
 
 
-def test_functions_of_a_pair_that_return_something_else():
+def test_functions_that_return_a_value_of_the_wrong_type_are_reported():
   paths = {name: str(tiny_pair.folder() / name) for name in ("target", "vocabulary.model")}
   load = functools.partial(load_pair, paths["target"], vocabulary=paths["vocabulary.model"])
   near = functools.partial(checkpoint_draft, model=str(tiny_pair.folder() / "near"))
-  nothing = lambda *_: None
-  made = "The function given as draft returns None for a target; it must return a DraftFactory"
-  own = made + " (specdec_jax.core.types)."
-  assert refused(load, draft=nothing) == made + " (specdec_jax.core.types)."
-  assert refused(load, draft=functools.partial(stop_at_miss_draft, draft=nothing)) == own
-  both = functools.partial(hierarchical_draft, draft=near, inner=nothing)
-  assert refused(load, draft=both) == own
-  row = functools.partial(forest_draft, drafts=[near, nothing])
-  assert refused(load, draft=row) == own
-  places = "it must return a tree like the parameters', with a jax.sharding.Sharding for each."
+
+  def nothing(*_):
+    return None
+
+  message = "The function given as draft returns None for a target; it must return a DraftFactory"
+  message += " (specdec_jax.core.types)."
+  assert error_of(load, draft=nothing) == message
+  assert error_of(load, draft=functools.partial(stop_at_miss_draft, draft=nothing)) == message
+  hierarchical = functools.partial(hierarchical_draft, draft=near, inner=nothing)
+  assert error_of(load, draft=hierarchical) == message
+  forest = functools.partial(forest_draft, drafts=[near, nothing])
+  assert error_of(load, draft=forest) == message
+  message = "it must return a tree like the parameters', with a jax.sharding.Sharding for each."
   for wrong in (lambda _: 5, lambda shapes: jax.tree.map(lambda _: 5, shapes), nothing):
-    assert refused(load, draft=near, shardings=wrong).endswith(places)
+    assert error_of(load, draft=near, shardings=wrong).endswith(message)
 
 
 @pytest.mark.parametrize(
@@ -409,8 +414,8 @@ def test_functions_of_a_pair_that_return_something_else():
   ],
   ids=str,
 )
-def test_trainings(settings, sentence):
-  assert refused(TrainSettings, **settings).startswith(sentence)
+def test_invalid_training_settings_are_rejected(settings, sentence):
+  assert error_of(TrainSettings, **settings).startswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -425,34 +430,34 @@ def test_trainings(settings, sentence):
   ],
   ids=str,
 )
-def test_shapes_of_models(settings, sentence):
-  assert refused(tiny.config, **settings) == sentence
+def test_invalid_model_configuration_is_rejected(settings, sentence):
+  assert error_of(tiny.config, **settings) == sentence
 
 
-def test_vocabularies_and_texts(monkeypatch, tmp_path):
-  assert refused(open_vocabulary, 5) == "path is 5; it must be a string."
-  fitted = functools.partial(fit_vocabulary, str(tmp_path), [], vocabulary="v.model")
-  assert refused(fitted, size="x") == "size is 'x'; it must be a whole number."
-  assert refused(fitted, size=-1) == f"size is -1; {COUNT}"
-  monkeypatch.setattr("sys.stdin", None)  # as Python has it where the stream is closed
-  assert refused(read_lines, "-").startswith("standard input is closed; give the path")
+def test_invalid_vocabulary_settings_and_closed_stdin_are_reported(monkeypatch, tmp_path):
+  assert error_of(open_vocabulary, 5) == "path is 5; it must be a string."
+  fit = functools.partial(fit_vocabulary, str(tmp_path), [], vocabulary="v.model")
+  assert error_of(fit, size="x") == "size is 'x'; it must be a whole number."
+  assert error_of(fit, size=-1) == f"size is -1; {COUNT}"
+  monkeypatch.setattr("sys.stdin", None)  # Python's value when the stream is closed
+  assert error_of(read_lines, "-").startswith("standard input is closed; give the path")
 
 
-def test_types_are_those_of_annotations():
-  def given(a: list[tuple[str, int]] | None, b: float, *, c: bool = True, d=None):
-    require_types(given, locals())
+def test_require_types_checks_arguments_against_annotations():
+  def function(a: list[tuple[str, int]] | None, b: float, *, c: bool = True, d=None):
+    require_types(function, locals())
 
-  given([("x", 1)], 1)
-  given((), np.float32(2), c=False, d=object())
-  given([["x", np.int64(3)]], 0.5)
+  function([("x", 1)], 1)
+  function((), np.float32(2), c=False, d=object())
+  function([["x", np.int64(3)]], 0.5)
   expected = "it must be a list (each (a string, a whole number)) or None."
   for wrong in ("x", [("x", 1.0)], [("x", 1, 2)], ["xy"], 5):
-    assert refused(given, wrong, 1) == f"a is {wrong!r}; {expected}"
-  assert refused(given, None, "1") == "b is '1'; it must be a number."
-  assert refused(given, None, 1, c=1) == "c is 1; it must be True or False."
+    assert error_of(function, wrong, 1) == f"a is {wrong!r}; {expected}"
+  assert error_of(function, None, "1") == "b is '1'; it must be a number."
+  assert error_of(function, None, 1, c=1) == "c is 1; it must be True or False."
 
 
-# The command itself.
+# The command line.
 
 
 @pytest.mark.parametrize(
@@ -470,7 +475,7 @@ def test_types_are_those_of_annotations():
   ],
   ids=str,
 )
-def test_the_command_ends_in_a_sentence_and_status_2(
+def test_command_prints_a_one_line_error_and_exits_with_status_2(
   tmp_path, monkeypatch, capsys, file, flags, sentence
 ):
   monkeypatch.chdir(tmp_path)
@@ -478,56 +483,57 @@ def test_the_command_ends_in_a_sentence_and_status_2(
   (tmp_path / "zeros.gin").write_bytes(bytes(9))
   (tmp_path / "binary.gin").write_bytes(b"\x7fELF\x02\x01\xd0\xff")
   pair = dict(target="target", draft="near", vocabulary="vocabulary.model")
-  bound = [f"load_pair.{part}='{tiny_pair.folder() / name}'" for part, name in pair.items()]
-  bound = ["INPUT='in.txt'", *bound, *flags] if file.startswith("gin/") else flags
+  bindings = [f"load_pair.{part}='{tiny_pair.folder() / name}'" for part, name in pair.items()]
+  bindings = ["INPUT='in.txt'", *bindings, *flags] if file.startswith("gin/") else flags
   try:
-    status = main(["run", f"--gin_file={file}", *(f"--gin.{binding}" for binding in bound)])
+    status = main(["run", f"--gin_file={file}", *(f"--gin.{binding}" for binding in bindings)])
   finally:
     gin.clear_config()
-  said = capsys.readouterr().err.strip()
-  assert status == 2 and said.startswith(f"error: {sentence}") and "\n" not in said
+  stderr = capsys.readouterr().err.strip()
+  assert status == 2 and stderr.startswith(f"error: {sentence}") and "\n" not in stderr
 
 
-def test_memory_that_runs_out_is_told():
+def test_out_of_memory_is_reported():
   exhausted = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of 9 bytes.\nDetails")
   assert format_error(exhausted) == "there is not enough memory: Out of 9 bytes; ask for less."
   assert format_error(MemoryError()) == "there is not enough memory; ask for less."
   assert format_error(jax.errors.JaxRuntimeError("INTERNAL: a bug")) is None
 
 
-# From Python.
+# Decoding from Python.
 
 V, END = 12, 5
 
 
 def recite(decode=autoregressive_decode, rng=None, temperature=1.0, **settings):
-  """Two rows of a target that prefers 3 4 5 6 7, and ends at 5."""
+  """Decode two rows of a target whose text is 3 4 5 6 7 8 9 and whose EOS is 5."""
   texts = np.array([[3, 4, 5, 6, 7, 8, 9]] * 2, np.int32)
-  how = dict(max_new_tokens=6, sampling=Sampling(temperature), **settings)
+  settings = dict(max_new_tokens=6, sampling=Sampling(temperature), **settings)
   rng = jax.random.key(0) if rng is None else rng
-  return decode(RecitingModel(V, eos_id=END), texts, jnp.zeros((2, 1), int), rng, **how)
+  return decode(RecitingModel(V, eos_id=END), texts, jnp.zeros((2, 1), int), rng, **settings)
 
 
-def speculate(model, params, *args, sampling, **how):
-  """As `autoregressive_decode`, by speculation with a draft that costs nothing."""
-  verifier = TokenVerifier(sampling)
-  return speculative_decode(model, NullDraft(chain(1)), params, (), *args, verifier=verifier, **how)
+def speculate(model, params, *args, sampling, **settings):
+  """Decode with a draft that has no parameters; takes the arguments of `autoregressive_decode`."""
+  settings["verifier"] = TokenVerifier(sampling)
+  return speculative_decode(model, NullDraft(chain(1)), params, (), *args, **settings)
 
 
-def adapt(model, params, *args, sampling, **how):
-  eos_id = how.pop("eos_id", None)
+def adapt(model, params, *args, sampling, **settings):
+  """Decode with adaptive gamma; takes the arguments of `autoregressive_decode`."""
+  eos_id = settings.pop("eos_id", None)
   decoder = AdaptiveDecoder(model, (NullDraft(chain(1)),), TokenVerifier(sampling), eos_id)
-  return decoder.run(Params(params), *args, jnp.ones(1), jnp.ones(2), **how)
+  return decoder.run(Params(params), *args, jnp.ones(1), jnp.ones(2), **settings)
 
 
-def test_a_text_ends_where_its_model_says():
+def test_text_ends_at_the_eos_of_its_model():
   assert recite(temperature=0.0).tokens[0].tolist() == [3, 4, 5, 0, 0, 0]
   assert recite(temperature=0.0, eos_id=-1).tokens[0].tolist() == [3, 4, 5, 6, 7, 8]
   gpt = GPTModel(tiny.gpt_config(V, eos_id=V - 1))
   assert (gpt.eos_id, T5Model(tiny.config()).eos_id) == (V - 1, 1)
 
 
-def test_keys_of_either_kind_are_taken():
+def test_typed_and_legacy_keys_give_the_same_text():
   typed = jax.random.key(7), jax.random.split(jax.random.key(7), 2)
   legacy = jax.random.PRNGKey(7), jax.random.split(jax.random.PRNGKey(7), 2)
   rows = typed[1]  # one key is split
@@ -539,7 +545,7 @@ def test_keys_of_either_kind_are_taken():
 
 
 @pytest.mark.parametrize(
-  "rng, told",
+  "rng, shape",
   [
     (jax.random.split(jax.random.key(0), 3), "key<fry>[3]"),
     (jax.random.split(jax.random.PRNGKey(0), 3), "uint32[3,2]"),
@@ -549,8 +555,8 @@ def test_keys_of_either_kind_are_taken():
   ],
   ids=str,
 )
-def test_keys_that_do_not_fit_the_rows_are_refused(rng, told):
-  sentence = f"rng is {told}; give one key of jax.random.key or PRNGKey, or one for each of the 2 "
+def test_keys_that_do_not_match_the_rows_are_rejected(rng, shape):
+  sentence = f"rng is {shape}; give one key of jax.random.key or PRNGKey, or one for each of the 2 "
   sentence += "rows."
   for decode_it in (autoregressive_decode, speculate, adapt):
-    assert refused(recite, decode_it, rng) == sentence
+    assert error_of(recite, decode_it, rng) == sentence
