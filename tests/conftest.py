@@ -2,9 +2,9 @@
 
 Tests always run on the CPU, because their tolerances are those of its float32. Their programs run
 only briefly, so they are compiled without LLVM's optimizations and with one thread per worker, in a
-third of the time. SPECDEC_XLA_FLAGS='' compiles them as in a normal run. Workers share a compilation
-cache. Garbage collection is rare because tracing creates millions of objects, few of them in cycles.
-Programs do not record source locations, which saves an eighth of the time.
+third of the time. SPECDEC_XLA_FLAGS='' compiles them as in a normal run. Workers share a
+compilation cache. Garbage collection is rare because tracing creates millions of objects, few of
+them in cycles. Programs do not record source locations, which saves an eighth of the time.
 """
 
 import gc

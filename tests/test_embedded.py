@@ -1,6 +1,7 @@
-"""The pairs that come with the package: they load, and speculation leaves their output alone.
+"""Test the bundled pairs: they load, and speculation does not change their output.
 
-Real sentences: those of the quickstart, and 96 of Multi30k's test set where it lies at hand.
+The texts are the sentences of the quickstart and, if the data set is present, the first 96 of
+Multi30k's test set.
 """
 
 import os
@@ -35,53 +36,57 @@ def pair():
 
 @pytest.fixture(scope="module")
 def sentences():
-  own = (ROOT / "gin" / "tasks" / "sentences.txt").read_text(encoding="utf-8").splitlines()
-  assert len(own) == 24
+  quickstart = (ROOT / "gin" / "tasks" / "sentences.txt").read_text(encoding="utf-8").splitlines()
+  assert len(quickstart) == 24
   test_set = MULTI30K / "test_2016_flickr.en.gz"
-  return own + (read_lines(str(test_set))[:96] if test_set.is_file() else [])
+  return quickstart + (read_lines(str(test_set))[:96] if test_set.is_file() else [])
 
 
-def test_is_small_enough_for_a_repository():
+def test_bundled_pair_is_small_enough_for_a_repository():
   assert sum(f.stat().st_size for f in EMBEDDED.rglob("*") if f.is_file()) <= 64 * 2**20
 
 
-def test_draft_is_one_to_two_orders_of_magnitude_smaller_per_step(pair):
-  read = lambda params: sum(x.size for x in jax.tree.leaves(params["decoder"]))
-  assert 10 <= read(pair.target_params) / read(pair.draft_params) <= 100
+def test_draft_decoder_is_one_to_two_orders_of_magnitude_smaller(pair):
+  target, draft = (
+    sum(x.size for x in jax.tree.leaves(params["decoder"]))
+    for params in (pair.target_params, pair.draft_params)
+  )
+  assert 10 <= target / draft <= 100
 
 
 @pytest.mark.parametrize("draft", ["draft", "anchored"])
-def test_greedy_output_is_plain_decodings(sentences, draft, batch_size=8, gamma=7):
-  """One at a time it is the notebook's (test_api.py)."""
+def test_greedy_output_equals_autoregressive_decoding(sentences, draft, batch_size=8, gamma=7):
+  """`test_api.py` compares outputs of single sentences with the notebook."""
   pair = load_pair(draft=asset(f"multi30k_ende/{draft}"))
   limit, params = dict(max_new_tokens=LIMIT), (pair.target_params, pair.draft_params)
   draft = pair.draft(GREEDY, chain(gamma))
-  for at in range(0, 24, batch_size):
-    text = pair.prompt(sentences[at : at + batch_size], width=48), row_keys(0, at, batch_size)
-    plain = autoregressive_decode(pair.target, params[0], *text, sampling=GREEDY, **limit)
-    ours = speculative_decode(
-      pair.target, draft, *params, *text, verifier=TokenVerifier(GREEDY), **limit
+  for first in range(0, 24, batch_size):
+    batch = sentences[first : first + batch_size]
+    inputs = pair.prompt(batch, width=48), row_keys(0, first, batch_size)
+    expected = autoregressive_decode(pair.target, params[0], *inputs, sampling=GREEDY, **limit)
+    out = speculative_decode(
+      pair.target, draft, *params, *inputs, verifier=TokenVerifier(GREEDY), **limit
     )
-    assert identical([plain], [ours]), f"gamma {gamma}, batch {batch_size}, sentence {at}"
-    assert ours.num_rounds < 0.6 * plain.num_rounds, "its guesses are worth nothing"
+    assert identical([expected], [out]), f"gamma {gamma}, batch {batch_size}, sentence {first}"
+    assert out.num_rounds < 0.6 * expected.num_rounds, "too few guesses are accepted"
 
 
-def test_alpha_at_temperature_0_is_what_its_readme_says(pair, sentences):
-  of_test_set = sentences[24:72]
-  if not of_test_set:
+def test_alpha_at_temperature_0_agrees_with_the_readme_of_the_pair(pair, sentences):
+  test_sentences = sentences[24:72]
+  if not test_sentences:
     pytest.skip(f"{MULTI30K} is not there; set SPECDEC_SHARED to the folder that holds data/")
-  prompt = pair.prompt(of_test_set, width=48)
-  plain = autoregressive_decode(
+  prompt = pair.prompt(test_sentences, width=48)
+  generated = autoregressive_decode(
     pair.target,
     pair.target_params,
     prompt,
-    row_keys(0, 0, len(of_test_set)),
+    row_keys(0, 0, len(test_sentences)),
     max_new_tokens=LIMIT,
     sampling=GREEDY,
   )
-  alpha = measure_alpha(pair, [prompt], [plain], GREEDY).alpha
+  alpha = measure_alpha(pair, [prompt], [generated], GREEDY).alpha
   claimed = float(re.search(r"alpha at temperature 0 \| ([0-9.]+)", _readme()).group(1))
-  # 48 sentences, about 700 tokens: the interval says how far chance can carry it.
+  # The confidence interval is that of 48 sentences, about 700 tokens.
   assert alpha.low - 0.03 <= claimed <= alpha.high + 0.03
 
 
@@ -91,7 +96,7 @@ def _readme(folder: pathlib.Path = EMBEDDED) -> str:
 
 # The GPT-like pair.
 
-BEGINNINGS = [
+PROMPTS = [
   "",
   "the president",
   "in london ,",
@@ -109,12 +114,12 @@ def gpt():
   return load_pair(*files, task="lm1b", max_source_tokens=48)
 
 
-def test_the_gpt_like_pair_is_small():
+def test_gpt_like_pair_is_small():
   assert sum(f.stat().st_size for f in (ASSETS / "lm1b").rglob("*") if f.is_file()) <= 15e6
 
 
-def test_the_gpt_like_pair_goes_on_as_its_target_does(gpt):
-  """Beginnings of several lengths together."""
-  asked = gpt.prompt(BEGINNINGS, width=8), row_keys(0, 0, len(BEGINNINGS))
-  plain, ours = (gpt.decode_fn(GREEDY, g)(*asked, max_new_tokens=LIMIT) for g in (0, 7))
-  assert identical([plain], [ours])
+def test_greedy_output_of_the_gpt_like_pair_equals_autoregressive_decoding(gpt):
+  """One batch has prompts of several lengths."""
+  inputs = gpt.prompt(PROMPTS, width=8), row_keys(0, 0, len(PROMPTS))
+  expected, out = (gpt.decode_fn(GREEDY, g)(*inputs, max_new_tokens=LIMIT) for g in (0, 7))
+  assert identical([expected], [out])

@@ -1,4 +1,4 @@
-"""Logits become the right distribution, and draws follow it."""
+"""Test sampling distributions and samples from them."""
 
 import functools
 
@@ -32,7 +32,7 @@ def logits_of(*shape, seed=0, scale=3.0):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_distribution_equals_the_plain_reference(method):
+def test_distribution_equals_the_float64_reference(method):
   logits = logits_of(5, 4, 23)
   got = np.asarray(distribution(jnp.asarray(logits), Sampling(**method)))
   want = tiny.adjusted(logits, **method)
@@ -43,7 +43,7 @@ def test_distribution_equals_the_plain_reference(method):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_half_precision_logits_are_widened_first(method):
+def test_bfloat16_logits_are_converted_to_float32_first(method):
   logits = jnp.asarray(logits_of(6, 17), jnp.bfloat16)
   got = distribution(logits, Sampling(**method))
   assert got.dtype == jnp.float32
@@ -51,7 +51,7 @@ def test_half_precision_logits_are_widened_first(method):
   np.testing.assert_array_equal(got, distribution(logits.astype(jnp.float32), Sampling(**method)))
 
 
-def test_argmax_is_a_one_hot_even_on_a_tie():
+def test_argmax_of_tied_logits_is_a_one_hot():
   got = distribution(jnp.asarray([[1.0, 3.0, 3.0, -2.0]]), Sampling(temperature=0.0))
   np.testing.assert_array_equal(got, [[0, 1, 0, 0]])
 
@@ -63,7 +63,7 @@ def test_low_temperature_approaches_argmax():
     np.testing.assert_allclose(distribution(logits, Sampling(temperature)), greedy, atol=1e-6)
 
 
-def test_top_k_keeps_ties_with_the_last():
+def test_top_k_keeps_tokens_tied_with_the_last():
   got = distribution(jnp.log(jnp.asarray([0.4, 0.2, 0.2, 0.1, 0.1])), Sampling(top_k=2))
   np.testing.assert_allclose(got, [0.5, 0.25, 0.25, 0, 0], atol=1e-6)
 
@@ -71,7 +71,7 @@ def test_top_k_keeps_ties_with_the_last():
 @pytest.mark.parametrize(
   "top_p,kept",
   [
-    (0.01, [1]),  # never empty: the most probable token stays
+    (0.01, [1]),  # the most probable token is always kept
     (0.49, [1]),
     (0.51, [0.5 / 0.75, 0.25 / 0.75]),  # the token that crosses top_p is kept
     (0.74, [0.5 / 0.75, 0.25 / 0.75]),
@@ -80,17 +80,17 @@ def test_top_k_keeps_ties_with_the_last():
     (1.0, [0.5, 0.25, 0.15, 0.1]),
   ],
 )
-def test_top_p_by_hand(top_p, kept):
-  # Out of order, so that sorting has to be undone.
+def test_top_p_keeps_the_fewest_tokens_that_reach_the_mass(top_p, kept):
+  # The probabilities are not in descending order, so that sorting has to be undone.
   probs, order = np.asarray([0.5, 0.25, 0.15, 0.1]), [2, 0, 3, 1]
   want = np.pad(kept, (0, 4 - len(kept)))
   got = distribution(jnp.log(jnp.asarray(probs[order])), Sampling(top_p=top_p))
   np.testing.assert_allclose(got, want[order], atol=1e-6)
 
 
-def test_temperature_then_top_k_then_top_p():
-  # Temperature 0.5 squares: 25:16:9:1. Top-k 3 leaves 25:16:9 of 50, where the first two hold
-  # 0.82 of the mass; before top-k they held 0.80 of it, and before temperature 9/13 = 0.69.
+def test_temperature_precedes_top_k_which_precedes_top_p():
+  # Temperature 0.5 squares the weights: 25:16:9:1. Top-k 3 keeps 25:16:9, whose sum is 50. The
+  # first two have 0.82 of that mass. They have 0.80 before top-k, and 9/13 = 0.69 before temperature.
   logits = jnp.log(jnp.asarray([5.0, 4.0, 3.0, 1.0]))
   got = distribution(logits, Sampling(temperature=0.5, top_k=3, top_p=0.81))
   np.testing.assert_allclose(got, [25 / 41, 16 / 41, 0, 0], atol=1e-6)
@@ -110,11 +110,11 @@ def compiled(**method):
 
 
 def assert_follows_the_definition(probs, logits, temperature=1.0, top_k=0, top_p=1.0):
-  """Of probs [V], by sorting: the fewest most probable tokens, and all that are tied with the last.
+  """Check probs [V] by sorting: the fewest most probable tokens and those tied with the last.
 
-  A mass is reached up to rounding; which k are the most probable is exact.
+  The mass of top-p is compared up to rounding, the tokens of top-k exactly.
   """
-  # As far below the maximum as float32 makes them: what it makes equal is tied.
+  # Logits are tied if their differences from the maximum are equal in float32.
   logits = (logits - logits.max()) / np.float32(temperature)
   weights = np.exp(logits, dtype=np.float64)
   if 0 < top_k < len(logits):
@@ -135,7 +135,7 @@ def assert_follows_the_definition(probs, logits, temperature=1.0, top_k=0, top_p
 @given(
   pool=st.lists(
     st.one_of(
-      st.floats(-20, 20).map(lambda x: round(x, 3)),  # XLA takes subnormal differences as 0
+      st.floats(-20, 20).map(lambda x: round(x, 3)),  # XLA flushes subnormal differences to 0
       st.sampled_from([-np.inf, 0.0, -0.0, 1.0, np.nextafter(np.float32(1), 2, dtype=np.float32)]),
     ),
     min_size=1,
@@ -157,8 +157,8 @@ def assert_follows_the_definition(probs, logits, temperature=1.0, top_k=0, top_p
     ]
   ),
 )
-def test_what_is_kept_is_what_sorting_would_keep(pool, vocab_size, seed, half, method):
-  # A small pool makes ties, down to logits that are all equal.
+def test_kept_tokens_are_those_that_sorting_keeps(pool, vocab_size, seed, half, method):
+  # A small pool gives ties. With a pool of one, all logits are equal.
   logits = np.random.default_rng(seed).choice(np.float32(pool), vocab_size)
   logits[seed % vocab_size] = np.float32(max(pool))
   given_logits = jnp.asarray(logits, jnp.bfloat16 if half else jnp.float32)
@@ -167,7 +167,7 @@ def test_what_is_kept_is_what_sorting_would_keep(pool, vocab_size, seed, half, m
 
 
 @pytest.mark.parametrize("method", [dict(top_k=40), dict(top_p=0.9)], ids=str)
-def test_a_large_vocabulary_in_any_batch(method):
+def test_rows_of_a_large_vocabulary_do_not_depend_on_the_batch(method):
   logits = logits_of(8, 4099)
   together = np.asarray(compiled(**method)(logits))
   for row, probs in zip(logits, together):
@@ -178,7 +178,7 @@ def test_a_large_vocabulary_in_any_batch(method):
 
 
 @pytest.mark.parametrize(
-  "bad,named",
+  "setting,name",
   [
     (dict(temperature=-0.1), "temperature"),
     (dict(temperature=float("nan")), "temperature"),
@@ -191,47 +191,47 @@ def test_a_large_vocabulary_in_any_batch(method):
   ],
   ids=str,
 )
-def test_bad_settings_say_what_was_given(bad, named):
-  with pytest.raises(ValueError, match=rf"{named} is {list(bad.values())[0]}"):
-    Sampling(**bad)
+def test_error_for_an_invalid_setting_states_its_value(setting, name):
+  with pytest.raises(ValueError, match=rf"{name} is {list(setting.values())[0]}"):
+    Sampling(**setting)
 
 
-def test_sample_follows_the_weights_and_never_draws_zero():
-  # 200,000 draws, level 1e-6: finds effects w >= 0.02.
+def test_samples_follow_the_weights_and_never_have_weight_0():
+  # 200,000 samples, level 1e-6: detects effects w >= 0.02.
   n = 200_000
-  weights = np.zeros(72)  # of two blocks of 64, not normalised
+  weights = np.zeros(72)  # two blocks of 64, not normalized
   possible = [1, 2, 4, 66, 70]
   weights[possible] = [3.0, 0.5, 0.05, 6.0, 1.0]
   probs = weights / weights.sum()
   keys = jax.random.split(jax.random.key(0), n)
-  drawn = sample(keys, jnp.broadcast_to(weights, (n, 72)))
-  counts = np.bincount(drawn, minlength=72)
+  samples = sample(keys, jnp.broadcast_to(weights, (n, 72)))
+  counts = np.bincount(samples, minlength=72)
   assert not counts[weights == 0].any()
   assert tiny.p_value(counts, probs) > tiny.LEVEL
   assert tiny.detectable(n, probs) < 0.02
-  # The same counts tell these weights from ones a little off.
-  off = probs + 0.01 * (np.eye(72)[1] - np.eye(72)[66])
-  assert tiny.p_value(counts, off) < tiny.CAUGHT
+  # The same counts reject slightly different weights.
+  perturbed = probs + 0.01 * (np.eye(72)[1] - np.eye(72)[66])
+  assert tiny.p_value(counts, perturbed) < tiny.CAUGHT
 
 
-@pytest.mark.parametrize("u, place", [(0.0, 0), (1 - 2**-23, -1)])
+@pytest.mark.parametrize("u, index", [(0.0, 0), (1 - 2**-23, -1)])
 @pytest.mark.parametrize("possible", [[3, 5], [70, 90, 199], [64], [0, 299]], ids=str)
-def test_the_least_and_the_greatest_uniform_sample_possible_tokens(u, place, possible, monkeypatch):
-  """The first and the last of them: neither tokens nor whole blocks of 64 of weight 0."""
+def test_extreme_uniforms_sample_tokens_of_positive_weight(u, index, possible, monkeypatch):
+  """They sample the first and the last such token, and skip tokens and whole blocks of weight 0."""
   monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, u, jnp.float32))
   weights = np.zeros((1, 300), np.float32)
   weights[0, possible] = 0.1
   keys = jax.random.split(jax.random.key(0), 1)
-  assert sample(keys, jnp.asarray(weights)).tolist() == [possible[place]]
+  assert sample(keys, jnp.asarray(weights)).tolist() == [possible[index]]
 
 
 def test_sample_with_one_possible_token():
   weights = jnp.asarray(np.eye(6, dtype=np.float32)[np.arange(600) % 6] * 1e-20)
-  drawn = sample(jax.random.split(jax.random.key(1), 600), weights)
-  np.testing.assert_array_equal(drawn, np.arange(600) % 6)
+  samples = sample(jax.random.split(jax.random.key(1), 600), weights)
+  np.testing.assert_array_equal(samples, np.arange(600) % 6)
 
 
-def test_sample_uses_each_rows_own_key():
+def test_each_row_is_sampled_with_its_own_key():
   weights = jnp.asarray(np.random.default_rng(0).random((50, 9)))
   keys = jax.random.split(jax.random.key(2), 50)
   together = sample(keys, weights)
@@ -240,6 +240,6 @@ def test_sample_uses_each_rows_own_key():
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30])
-def test_a_tiny_temperature_is_argmax_and_finite(temperature):
+def test_tiny_temperature_gives_a_finite_argmax(temperature):
   probs = distribution(jnp.asarray([1.0, 5.0, -2.0]), Sampling(temperature))
   np.testing.assert_array_equal(probs, [0.0, 1.0, 0.0])

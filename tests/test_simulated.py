@@ -1,4 +1,4 @@
-"""Simulated acceptance: as often as asked, independently, with the target's work still done."""
+"""Test simulated acceptance: its rate is alpha, guesses are independent, the target still runs."""
 
 import functools
 
@@ -25,17 +25,17 @@ V, EOS = 16, 1
 CONFIG = tiny.config(vocab_size=V, layers=1)
 T5 = T5Model(CONFIG)
 GREEDY, RANDOM = Sampling(temperature=0.0), Sampling()
-SIGMAS = 5  # of each estimate: a correct program is this far out 6 times in 10^7
+SIGMAS = 5  # a correct estimate deviates by more standard errors with probability 6e-7
 
 
 @functools.cache
 def weights():
-  """Parameters of the target and of its draft, which need not resemble it."""
+  """Return parameters of the target and of an unrelated draft."""
   return tiny_pair.random_params(CONFIG, 0), tiny_pair.random_params(CONFIG, 1)
 
 
 def without_eos(model, *args):
-  """Its EOS out of reach: a guess of EOS would be refused whatever alpha is."""
+  """Run `extend` with a low logit for EOS, because a guess of EOS is rejected for any alpha."""
   logits, hidden, cache = model.extend(*args)
   return logits.at[..., EOS].set(-1e9), hidden, cache
 
@@ -43,12 +43,12 @@ def without_eos(model, *args):
 DRAFT = tiny.ChangedModel(T5, without_eos)
 
 
-def simulated(model, alpha, **how):
-  return SimulatedModel(model, alpha, eos_id=EOS, **how)
+def simulated(model, alpha, **settings):
+  return SimulatedModel(model, alpha, eos_id=EOS, **settings)
 
 
 def decode(alpha, sampling, gamma, limit=256, batch=16, prompts=None):
-  """Speculative decoding of a simulated target; every text must run to its limit without EOS."""
+  """Decode with a simulated target and check that every text has the full length and no EOS."""
   prompts = tiny.sources(CONFIG, 3, batch) if prompts is None else prompts
   out = speculative_decode(
     *(simulated(T5, alpha), ModelDraft(DRAFT, sampling, chain(gamma)), *weights(), prompts),
@@ -61,8 +61,8 @@ def decode(alpha, sampling, gamma, limit=256, batch=16, prompts=None):
   return out
 
 
-def of_running(out):
-  """(guesses [N, G], n [N], next token [N]) of every round of every row that was running."""
+def running_rounds(out):
+  """Return guesses [N, G], n [N] and next tokens [N] of all rounds of rows that were running."""
   running = np.asarray(out.rounds.num_emitted) > 0
   return [np.asarray(x)[running] for x in out.rounds[:3]]
 
@@ -71,32 +71,32 @@ def of_running(out):
   "alpha, gamma, sampling",
   [(0.3, 5, RANDOM), (0.75, 3, GREEDY), (1.0, 3, RANDOM)],
 )
-def test_guesses_stand_as_often_as_asked(alpha, gamma, sampling):
-  """4,096 tokens: alpha lies within 0.05, tokens a round within 5 standard errors (Equation 1)."""
-  limit = 256 if 0 < alpha < 1 else 32  # nothing is left to chance at 0 and 1
-  guesses, n, next_token = of_running(decode(alpha, sampling, gamma, limit))
-  refused = n < gamma
-  judged = n.sum() + refused.sum()
-  error = SIGMAS * np.sqrt(alpha * (1 - alpha) / judged)
+def test_guesses_are_accepted_at_rate_alpha(alpha, gamma, sampling):
+  """4,096 tokens: alpha is within 0.05, tokens per round within 5 standard errors (Equation 1)."""
+  limit = 256 if 0 < alpha < 1 else 32  # acceptance is deterministic at 0 and 1
+  guesses, n, next_token = running_rounds(decode(alpha, sampling, gamma, limit))
+  rejected = n < gamma
+  num_verified = n.sum() + rejected.sum()
+  error = SIGMAS * np.sqrt(alpha * (1 - alpha) / num_verified)
   assert error < 0.05
-  assert abs(n.sum() / judged - alpha) <= error
-  # n is geometric, cut at gamma: its spread is known too.
-  chances = np.append((1 - alpha) * alpha ** np.arange(gamma), alpha**gamma)
-  spread = np.sqrt(chances @ np.arange(gamma + 1) ** 2 - (chances @ np.arange(gamma + 1)) ** 2)
+  assert abs(n.sum() / num_verified - alpha) <= error
+  # n has a geometric distribution truncated at gamma, whose deviation is known.
+  probs = np.append((1 - alpha) * alpha ** np.arange(gamma), alpha**gamma)
+  spread = np.sqrt(probs @ np.arange(gamma + 1) ** 2 - (probs @ np.arange(gamma + 1)) ** 2)
   error = SIGMAS * spread / np.sqrt(len(n)) + 1e-12
   assert error < 0.3
   assert abs(1 + n.mean() - expected_tokens(alpha, gamma)) <= error
-  assert tiny.p_value(np.bincount(n, minlength=gamma + 1), chances) > tiny.LEVEL
-  # What replaces a refused guess is another token.
-  assert (guesses[refused, n[refused]] != next_token[refused]).all()
+  assert tiny.p_value(np.bincount(n, minlength=gamma + 1), probs) > tiny.LEVEL
+  # The token that replaces a rejected guess differs from it.
+  assert (guesses[rejected, n[rejected]] != next_token[rejected]).all()
 
 
 def prefilled(model, prompts, num_slots):
   return jax.jit(model.prefill, static_argnums=2)(weights()[0], prompts, num_slots)[1]
 
 
-def verdicts(model, prompts, tokens):
-  """Whether each guess tokens[:, 1:] is certain; else it must be impossible. [B, K - 1]."""
+def acceptances(model, prompts, tokens):
+  """Return which guesses tokens[:, 1:] have probability 1; all others must have 0. [B, K - 1]."""
   cache = prefilled(model, prompts, tokens.shape[1] + 1)
   logits, _, cache = jax.jit(model.extend)(weights()[0], cache, tokens)
   assert (np.asarray(cache.length) == 0).all()
@@ -113,7 +113,7 @@ class Length:
 
 
 class FlatModel:
-  """Any token is as likely as any other: what costs no time in long blocks."""
+  """A model with uniform logits, which is fast even for long blocks."""
 
   def prefill(self, params, prompt, num_slots):
     return jnp.zeros((len(prompt), 1, 0)), Length(jnp.zeros(len(prompt), jnp.int32))
@@ -125,18 +125,17 @@ class FlatModel:
     return Length(length)
 
 
-def test_verdicts_are_independent_of_each_other():
-  """16,000 guesses, the same tokens in each of 16 rows whose prompts differ.
+def test_acceptance_of_guesses_is_independent():
+  """16 rows with different prompts have the same 1,000 guesses.
 
-  From one position to the next, from prompt to prompt, with other guesses and with another seed
-  the correlation is 0 within 5 standard errors, 0.04.
+  The correlation between positions, prompts, guesses and seeds is 0 within 5 standard errors, 0.04.
   """
   alpha, model, prompts = 0.6, FlatModel(), tiny.sources(CONFIG, 3, 16)
   assert len({tuple(row) for row in prompts.tolist()}) == 16
   one_row = np.random.default_rng(0).integers(2, V, 1001).astype(np.int32)
   tokens = np.tile(one_row, (16, 1))
-  found = functools.partial(verdicts, simulated(model, alpha))
-  right = found(prompts, tokens)
+  acceptances_of = functools.partial(acceptances, simulated(model, alpha))
+  right = acceptances_of(prompts, tokens)
   assert abs(right.mean() - alpha) < SIGMAS * np.sqrt(alpha * (1 - alpha) / right.size) < 0.02
 
   def correlation(a, b):  # in standard errors
@@ -145,83 +144,92 @@ def test_verdicts_are_independent_of_each_other():
 
   assert correlation(right[:, 1:], right[:, :-1]) < SIGMAS
   assert correlation(right, np.roll(right, 1, axis=0)) < SIGMAS
-  assert correlation(right, found(prompts, np.where(tokens == 2, 3, 2).astype(np.int32))) < SIGMAS
+  assert (
+    correlation(right, acceptances_of(prompts, np.where(tokens == 2, 3, 2).astype(np.int32)))
+    < SIGMAS
+  )
   other_seed = simulated(model, alpha, seed=1)
-  assert correlation(right, verdicts(other_seed, prompts, tokens)) < SIGMAS
-  # What is not independent is seen: two rows of one prompt that guess alike.
-  same = found(np.roll(prompts, 1, axis=0), tokens)
+  assert correlation(right, acceptances(other_seed, prompts, tokens)) < SIGMAS
+  # The test detects dependence: rows with the same prompt and guesses agree.
+  same = acceptances_of(np.roll(prompts, 1, axis=0), tokens)
   assert correlation(np.roll(right, 1, axis=0), same) > 100
 
 
-def test_a_verdict_does_not_depend_on_block_padding_or_neighbours():
+def test_acceptance_does_not_depend_on_block_size_padding_or_other_rows():
   prompts = tiny.sources(CONFIG, 3, 4)
   tokens = np.random.default_rng(1).integers(2, V, (4, 9)).astype(np.int32)
   model = simulated(FlatModel(), 0.5)
-  whole = verdicts(model, prompts, tokens)
+  whole = acceptances(model, prompts, tokens)
   assert 0 < whole.sum() < whole.size
-  np.testing.assert_array_equal(verdicts(model, prompts[1:2], tokens[1:2]), whole[1:2])
+  np.testing.assert_array_equal(acceptances(model, prompts[1:2], tokens[1:2]), whole[1:2])
   padded = np.pad(prompts, ((0, 0), (0, 5)))
-  np.testing.assert_array_equal(verdicts(model, padded, tokens), whole)
+  np.testing.assert_array_equal(acceptances(model, padded, tokens), whole)
   cache = prefilled(model, prompts, 10)
-  for i in range(8):  # two tokens at a time, the second again as the first of the next two
+  for i in range(8):  # blocks of two tokens that overlap by one
     logits, _, cache = model.extend((), model.commit(cache, jnp.full(4, i)), tokens[:, i : i + 2])
-    of_guess = np.take_along_axis(np.asarray(logits)[:, 0], tokens[:, i + 1, None], axis=1)[:, 0]
-    np.testing.assert_array_equal(of_guess > 0, whole[:, i])
+    guess_logits = np.take_along_axis(np.asarray(logits)[:, 0], tokens[:, i + 1, None], axis=1)[
+      :, 0
+    ]
+    np.testing.assert_array_equal(guess_logits > 0, whole[:, i])
 
 
-def test_logits_are_the_targets_own_where_nothing_is_judged():
+def test_only_the_logits_of_guesses_and_of_eos_are_changed():
   prompts, (params, _) = tiny.sources(CONFIG, 3, 3), weights()
   tokens = np.random.default_rng(1).integers(2, V, (3, 4)).astype(np.int32)
-  own, ours = (
+  original, changed = (
     jax.jit(model.extend)(params, prefilled(model, prompts, 5), tokens)[0]
     for model in (T5, simulated(T5, 0.5))
   )
-  shifted = np.abs(np.asarray(ours - own)) > 1e-3
+  shifted = np.abs(np.asarray(changed - original)) > 1e-3
   expected = np.arange(V) == EOS
   expected = expected | (np.pad(tokens[:, 1:, None], ((0, 0), (0, 1), (0, 0))) == np.arange(V))
   expected[:, -1] = np.arange(V) == EOS
   np.testing.assert_array_equal(shifted, expected)
 
 
-def test_plain_decoding_runs_to_the_limit():
+def test_autoregressive_decoding_runs_to_the_limit():
   prompts = tiny.sources(CONFIG, 3, 8)
   keys = jax.random.split(jax.random.key(0), 8)
   settings = dict(max_new_tokens=64, sampling=RANDOM)
   model = simulated(T5, 0.5)
   out = autoregressive_decode(model, weights()[0], prompts, keys, **settings)
   assert (np.asarray(out.lengths) == 64).all() and not (np.asarray(out.tokens) == EOS).any()
-  # The model itself ends its texts.
-  own = autoregressive_decode(T5, weights()[0], prompts, keys, **settings)
-  assert (np.asarray(own.lengths) < 64).any()
+  # Without simulation some texts end earlier.
+  unsimulated = autoregressive_decode(T5, weights()[0], prompts, keys, **settings)
+  assert (np.asarray(unsimulated.lengths) < 64).any()
 
 
-def test_a_guess_of_eos_is_always_refused():
+def test_guess_of_eos_is_always_rejected():
   tokens = np.full((4, 30), EOS, np.int32)
   model = simulated(FlatModel(), 1.0)
-  assert not verdicts(model, tiny.sources(CONFIG, 3, 4), tokens).any()
+  assert not acceptances(model, tiny.sources(CONFIG, 3, 4), tokens).any()
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+def test_row_does_not_depend_on_its_position_in_the_batch():
   prompts = tiny.sources(CONFIG, 3, 16)
   whole = decode(0.75, GREEDY, 3)
-  turned = decode(0.75, GREEDY, 3, prompts=prompts[::-1].copy())
-  np.testing.assert_array_equal(np.asarray(turned.tokens)[::-1], whole.tokens)
+  reversed_rows = decode(0.75, GREEDY, 3, prompts=prompts[::-1].copy())
+  np.testing.assert_array_equal(np.asarray(reversed_rows.tokens)[::-1], whole.tokens)
 
 
-def test_the_targets_work_remains_in_the_compiled_program():
-  """Where only the argmax of each position is wanted, and where the logits are replaced instead."""
+def test_compiler_does_not_remove_the_target_forward_pass():
+  """Only the argmax is used. The forward pass is removed if constants replace the logits."""
   prompts, (params, _) = tiny.sources(CONFIG, 3, 4), weights()
   tokens = np.full((4, 4), 5, np.int32)
 
   def flops(model, change=lambda logits: logits):
     cache = jax.eval_shape(lambda: model.prefill(params, prompts, 8))[1]
-    newest = lambda *args: change(model.extend(*args)[0]).argmax(axis=-1)
-    cost = jax.jit(newest).lower(params, cache, tokens).compile().cost_analysis()
+
+    @jax.jit
+    def argmax(*args):
+      return change(model.extend(*args)[0]).argmax(axis=-1)
+
+    cost = argmax.lower(params, cache, tokens).compile().cost_analysis()
     return cost.get("flops", 0.0)
 
-  plain = flops(T5)
-  assert flops(simulated(T5, 0.5)) >= plain
-  assert flops(T5, lambda logits: jnp.zeros_like(logits)) < plain / 10
+  expected = flops(T5)
+  assert flops(simulated(T5, 0.5)) >= expected
+  assert flops(T5, lambda logits: jnp.zeros_like(logits)) < expected / 10
 
 
 def test_calls_of_one_shape_compile_once():
@@ -233,6 +241,6 @@ def test_calls_of_one_shape_compile_once():
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.01, float("nan")])
-def test_bad_input(alpha):
+def test_alpha_outside_0_to_1_is_rejected(alpha):
   with pytest.raises(InputError, match=f"alpha is {alpha}"):
     simulated(T5, alpha)
