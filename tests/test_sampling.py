@@ -90,7 +90,8 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_the_mass(top_p, kept):
 
 def test_temperature_precedes_top_k_which_precedes_top_p():
   # Temperature 0.5 squares the weights: 25:16:9:1. Top-k 3 keeps 25:16:9, whose sum is 50. The
-  # first two have 0.82 of that mass. They have 0.80 before top-k, and 9/13 = 0.69 before temperature.
+  # first two have 0.82 of that mass. Before top-k they have 0.80, and before the temperature
+  # 9/13 = 0.69.
   logits = jnp.log(jnp.asarray([5.0, 4.0, 3.0, 1.0]))
   got = distribution(logits, Sampling(temperature=0.5, top_k=3, top_p=0.81))
   np.testing.assert_allclose(got, [25 / 41, 16 / 41, 0, 0], atol=1e-6)
