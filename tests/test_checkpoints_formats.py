@@ -512,7 +512,7 @@ def test_embedding_table_is_found_by_each_of_its_names(copy_of, kept):
 
 
 def test_tied_logits_without_scaling(copy_of):
-  """transformers 5 stores no matrix for tied logits, and a field of its own for their scaling."""
+  """transformers 5 stores no matrix for tied logits; a separate field states their scaling."""
   path = copy_of("hf")
   tensors = hf_tensors(GATED, params(GATED))
   del tensors["lm_head.weight"]

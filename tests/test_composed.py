@@ -37,7 +37,10 @@ def test_cascade_divides_gamma_among_its_drafts():
   target = tiny_pair.pair().loaded_target
   factory = cascade_draft(target, [near, prompt_lookup], [2])
   assert factory.name == "near, then copy-3" and len(factory.params) == 2
-  depths = lambda gamma: [d.tree.depth for d in factory.build(GREEDY, chain(gamma)).drafts]
+
+  def depths(gamma):
+    return [draft.tree.depth for draft in factory.build(GREEDY, chain(gamma)).drafts]
+
   assert (depths(1), depths(2), depths(5)) == ([1], [2], [2, 3])
 
 

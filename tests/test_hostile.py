@@ -125,8 +125,10 @@ def test_padded_rows_of_the_vocabulary_are_never_sampled():
 @pytest.mark.parametrize("target_dtype, draft_dtype", [("f4", "bfloat16"), ("bfloat16", "f4")])
 def test_models_of_different_dtypes_decode_together(target_dtype, draft_dtype):
   sources = tiny.sources(CONFIG, 0, 4)
-  config = lambda dtype: dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype))
-  target, draft = T5Model(config(target_dtype)), T5Model(config(draft_dtype))
+  target, draft = (
+    T5Model(dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype)))
+    for dtype in (target_dtype, draft_dtype)
+  )
   got = speculate(sources, draft=ModelDraft(draft, GREEDY, chain(3)), target=target)
   assert (got.not_finite == -1).all()
   if target_dtype == "f4":  # bfloat16 may tie
