@@ -119,8 +119,8 @@ def main() -> None:
       if args.cut_draft or isinstance(draft, SpeculatorConfig):
         raise InputError("The draft of a beam search must be a model, replicated on each chip.")
       beam_settings = BeamSettings(
-        width=args.beams,
-        draft_width=args.draft_beams or args.beams,
+        num_beams=args.beams,
+        draft_beams=args.draft_beams or args.beams,
         nodes=args.nodes or None,
         gamma=args.gamma,
         batch_size=args.batch_size,

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax import pairs
-from specdec_jax.beam_search import best
 from specdec_jax.compile_cache import default_cache_dir, enable_compile_cache
 from specdec_jax.core.decode import Decoder, require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -240,41 +239,43 @@ class Pair(pairs.Pair):
     max_new_tokens: int = 128,
     batch_size: int = 1,
   ) -> list[list[Candidate]]:
-    """The likeliest texts for each source, the best first, by speculative beam search.
+    """Return the most probable texts for each source, by speculative beam search.
 
-    They are t5x's: those of `decoding.beam_search` with the same target.
+    They are the texts that t5x's `decoding.beam_search` finds with the same target.
 
     Args:
       texts: sources, as in `generate`.
-      beams: that are followed, and texts found of each source.
-      gamma: steps that the draft guesses a round; 0 searches plainly.
-      draft_beams: of the draft; as many unless told.
-      nodes: that a pass of the target reads at most, as of `pairs.Pair.beam_searcher`.
-      length_penalty: as of `specdec_jax.beam_search.beam_search`.
-      max_new_tokens: limit for a text, EOS counted.
-      batch_size: sources searched for together.
+      beams: number of live texts, and of results per source.
+      gamma: steps that the draft searches ahead in each round; 0 is plain beam search.
+      draft_beams: number of beams of the draft; defaults to `beams`.
+      nodes: most nodes per target forward pass, as in `pairs.Pair.beam_searcher`.
+      length_penalty: exponent of the length penalty, as in `beam_search.BeamSearcher`.
+      max_new_tokens: limit for each text, EOS included.
+      batch_size: number of sources that are searched together.
 
     Returns:
-      For each source its texts, a `str` with tokens and score each: `beams` of them, or fewer if
-      fewer ended.
+      The texts of each source in descending order of their scores. There are `beams` of them, or
+      fewer if fewer ended. Each is a `Candidate`, a `str` with tokens and a score.
 
     Raises:
-      InputError: as `generate`.
+      InputError: as in `generate`.
     """
     require_types(Pair.beam_search, locals())
     _require_texts(texts)
     require_count("gamma", gamma, 0)
     self.require_batch_size(batch_size)
-    search, found = self.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes), []
-    for at in range(0, len(texts), batch_size):
-      batch = [*texts[at : at + batch_size]]
+    searcher = self.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
+    candidates: list[list[Candidate]] = []
+    for start in range(0, len(texts), batch_size):
+      batch = [*texts[start : start + batch_size]]
       rows = batch + batch[:1] * (batch_size - len(batch))
-      result = jax.device_get(search(self.prompt(rows), max_new_tokens=max_new_tokens))
-      require_finite(best(result))
-      for tokens, lengths, scores in zip(*result[:3], strict=True):
-        texts_of = zip(tokens, lengths, scores.tolist())
-        found.append([self._candidate(t[:n], score) for t, n, score in texts_of if n])
-    return found[: len(texts)]
+      prompt = self.prompt(rows)
+      result = jax.device_get(searcher.run(self.params, prompt, max_new_tokens=max_new_tokens))
+      require_finite(result.best())
+      for row in zip(result.tokens, result.lengths, result.scores.tolist(), strict=True):
+        outputs = zip(*row, strict=True)
+        candidates.append([self._candidate(t[:n], score) for t, n, score in outputs if n])
+    return candidates[: len(texts)]
 
   def _candidate(self, tokens: np.ndarray, score: float) -> Candidate:
     return Candidate(self.vocabulary.decode(tokens), tokens, score)

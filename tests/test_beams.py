@@ -1,4 +1,4 @@
-"""Beam search finds what a search written out text by text finds, and in fewer passes the same."""
+"""Beam search compared with a search written out text by text, and speculative with plain."""
 
 import dataclasses
 import functools
@@ -14,16 +14,17 @@ import tiny_pair
 from specdec_jax import records
 from specdec_jax.beam_search import (
   BeamDraft,
+  BeamResult,
+  BeamSearcher,
   ModelBeamDraft,
+  NullBeamDraft,
   TreeBeamDraft,
-  beam_search,
-  entries,
   forest,
   search,
-  speculative_beam_search,
   step,
+  verified,
 )
-from specdec_jax.commands import bench_beams as commands
+from specdec_jax.commands import bench_beams
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
@@ -52,217 +53,242 @@ class Case:
   draft: object
   params: object
   draft_params: object
-  prompt: np.ndarray
+  prompt: jax.Array
 
 
 @functools.cache
 def t5() -> Case:
-  params = tiny.params(T5, 3, peak=1.0)
-  return Case(T5Model(T5), T5Model(T5), params, tiny.near(params, 1, 0.2), tiny.sources(T5, 0, 6))
+  params, sources = tiny.params(T5, 3, peak=1.0), jnp.asarray(tiny.sources(T5, 0, 6))
+  return Case(T5Model(T5), T5Model(T5), params, tiny.near(params, 1, 0.2), sources)
 
 
 @functools.cache
 def gpt() -> Case:
   params = tiny.params(GPT, 3, peak=1.0)
-  prompt = tiny.prompts(GPT, 0, [1, 2, 3, 4, 5, 6])
+  prompt = jnp.asarray(tiny.prompts(GPT, 0, [1, 2, 3, 4, 5, 6]))
   return Case(GPTModel(GPT), GPTModel(GPT), params, tiny.near(params, 1, 0.2), prompt)
 
 
 FAMILIES = {"t5": t5, "gpt": gpt}
 
 
-def plain(case: Case, width: int, rows=slice(None), **how):
-  how = dict(max_new_tokens=LIMIT, eos_id=EOS) | how
-  return beam_search(case.target, case.params, case.prompt[rows], width=width, **how)
+def plain(case: Case, num_beams: int, max_new_tokens: int = LIMIT) -> BeamResult:
+  searcher = BeamSearcher(case.target, NullBeamDraft(), num_beams, eos_id=EOS)
+  return searcher.run(Params(case.params), case.prompt, max_new_tokens=max_new_tokens)
 
 
-def same(ours, theirs) -> None:
-  """Fails unless texts, their order, lengths and scores are equal."""
+def assert_same(ours: BeamResult, theirs: BeamResult) -> None:
+  """Check that texts, their order, lengths and scores are equal."""
   np.testing.assert_array_equal(ours.tokens, theirs.tokens)
   np.testing.assert_array_equal(ours.lengths, theirs.lengths)
   np.testing.assert_allclose(ours.scores, theirs.scores, rtol=0, atol=1e-5)
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def chances(model, params, prompt, texts):
-  """Log-probabilities [w, LIMIT, V] of what follows each token of texts [w, LIMIT] and, first, the
-  prompt [P]; by one pass over a chain."""
-  each = jnp.repeat(prompt[None], len(texts), axis=0)
-  first, length = model.prompt_tokens(each)
-  _, cache = model.prefill(params, each, first.shape[1] + LIMIT)
-  newest = jnp.take_along_axis(first, length[:, None] - 1, axis=1)
-  logits, _, _ = model.extend(params, cache, jnp.concatenate([newest, texts[:, :-1]], axis=1))
+def next_log_probs(model, params, prompt, texts):
+  """Return log-probabilities [w, LIMIT, V] of the token at each place of texts [w, LIMIT].
+
+  They come from one forward pass over the prompt [P] and each text as a chain.
+  """
+  prompts = jnp.repeat(prompt[None], len(texts), axis=0)
+  first, length = model.prompt_tokens(prompts)
+  _, cache = model.prefill(params, prompts, first.shape[1] + LIMIT)
+  last = jnp.take_along_axis(first, length[:, None] - 1, axis=1)
+  logits, _, _ = model.extend(params, cache, jnp.concatenate([last, texts[:, :-1]], axis=1))
   return jax.nn.log_softmax(logits)
 
 
-def written_out(model, params, prompt, width: int, length_penalty: float = 0.6):
-  """Texts and scores of one prompt, text by text: t5x's rules, of lists."""
+def reference_search(model, params, prompt, num_beams: int, length_penalty: float = 0.6):
+  """Return texts and scores of one prompt by the rules of t5x, text by text, with lists."""
   committed = int(model.prompt_tokens(prompt[None])[1][0])
-  penalty = lambda length: np.float32(((5 + length) / 6) ** length_penalty)
+
+  def divisor(length: int) -> np.float32:
+    return np.float32(((5 + length) / 6) ** length_penalty)
+
+  def best(scored_texts, count: int):  # the first of equal scores comes first
+    return sorted(scored_texts, key=lambda scored: -scored[0])[:count]
+
   live, finished = [(np.float32(0), ())], []  # the best last
-  best = lambda all_, count: sorted(all_, key=lambda each: -each[0])[:count]  # of equals the first
-  for at in range(LIMIT):
-    texts = np.zeros((width, LIMIT), np.int32)
+  for position in range(LIMIT):
+    texts = np.zeros((num_beams, LIMIT), np.int32)
     for row, (_, text) in zip(texts, live):
-      row[:at] = text
-    logs = np.asarray(chances(model, params, prompt, texts))[:, at]
-    more = [
-      (total + logs[row, token], (*text, token))
+      row[:position] = text
+    log_probs = np.asarray(next_log_probs(model, params, prompt, texts))[:, position]
+    continuations = [
+      (total + log_probs[row, token], (*text, token))
       for row, (total, text) in enumerate(live)
-      for token in range(logs.shape[1])
+      for token in range(log_probs.shape[1])
     ]
-    more = best(more, 2 * width)
-    finished += [(s / penalty(committed + at), text) for s, text in more if text[-1] == EOS]
-    finished = best(finished, width)[::-1]
-    live = [each for each in more if each[1][-1] != EOS][:width][::-1]
-    bound = live[-1][0] / penalty(committed + LIMIT)
-    if len(finished) == width and finished[0][0] > bound:
+    continuations = best(continuations, 2 * num_beams)
+    finished += [
+      (total / divisor(committed + position), text)
+      for total, text in continuations
+      if text[-1] == EOS
+    ]
+    finished = best(finished, num_beams)[::-1]
+    live = [scored for scored in continuations if scored[1][-1] != EOS][:num_beams][::-1]
+    bound = live[-1][0] / divisor(committed + LIMIT)
+    if len(finished) == num_beams and finished[0][0] > bound:
       break
   return (finished or live)[::-1]
 
 
-@pytest.mark.parametrize("family, width", [("t5", 1), ("t5", 3), ("t5", 8), ("gpt", 4)])
-def test_found_is_what_a_search_written_out_finds(family, width):
+@pytest.mark.parametrize("family, num_beams", [("t5", 1), ("t5", 3), ("t5", 8), ("gpt", 4)])
+def test_plain_search_equals_a_search_written_out(family, num_beams):
   case = FAMILIES[family]()
-  found = plain(case, width)
-  ended = 0
+  result = plain(case, num_beams)
+  num_ended = 0
   for row, prompt in enumerate(case.prompt):
-    want = written_out(case.target, case.params, prompt, width)
-    for place, (score, text) in enumerate(want):
-      length = found.lengths[row, place]
-      assert tuple(found.tokens[row, place, :length].tolist()) == text
-      assert found.scores[row, place] == pytest.approx(score, abs=1e-5)
-    assert not np.asarray(found.lengths)[row, len(want) :].any()
-    ended += sum(text[-1] == EOS for _, text in want)
-  assert ended >= 3, "too few texts end to tell anything"
+    expected = reference_search(case.target, case.params, prompt, num_beams)
+    for place, (score, text) in enumerate(expected):
+      length = result.lengths[row, place]
+      assert tuple(result.tokens[row, place, :length].tolist()) == text
+      assert result.scores[row, place] == pytest.approx(score, abs=1e-5)
+    assert not np.asarray(result.lengths)[row, len(expected) :].any()
+    num_ended += sum(text[-1] == EOS for _, text in expected)
+  assert num_ended >= 3, "too few texts end for a meaningful test"
 
 
-def guessing(model, gamma: int) -> ModelDraft:
+def chain_draft(model, gamma: int) -> ModelDraft:
   return ModelDraft(model, Sampling(temperature=0.0), chain(gamma))
 
 
-def on_source(case: Case, kind: str, gamma: int) -> tuple[ModelDraft, object]:
-  """A decoder that has learned nothing, on the target's encoder."""
+def encoder_sharing_draft(case: Case, kind: str, gamma: int) -> tuple[ModelDraft, object]:
+  """Return an untrained decoder on the target's encoder, and its parameters."""
   sizes = dict(gamma=2, emb_dim=32, mlp_dim=16, num_layers=1)
   config = speculator_config(case.target.config, kind, **sizes)
-  own = init_params(config, jax.random.key(3))
-  made = drafter(kind, config, own, case.target, case.params)
-  return made.build(Sampling(temperature=0.0), chain(gamma)), made.params
+  params = init_params(config, jax.random.key(3))
+  factory = drafter(kind, config, params, tiny.loaded(None, case.target, case.params))
+  return factory.build(Sampling(temperature=0.0), chain(gamma)), factory.params
 
 
-def on_states(case: Case) -> tuple[BeamDraft, object]:
-  """A layer that has learned nothing, which reads the target's states and its source."""
-  shape = case.target.config
-  config = speculator_config(shape, "eagle", gamma=2, emb_dim=8, mlp_dim=16, num_layers=1)
-  own = init_params(config, jax.random.key(3))
-  made = drafter("eagle", config, own, case.target, case.params)
-  return TreeBeamDraft(made.build(Sampling(temperature=0.0), DynamicTree(4, 2))), made.params
+def eagle_draft(case: Case) -> tuple[BeamDraft, object]:
+  """Return an untrained layer on the target's hidden states and source, and its parameters."""
+  config = speculator_config(
+    case.target.config, "eagle", gamma=2, emb_dim=8, mlp_dim=16, num_layers=1
+  )
+  params = init_params(config, jax.random.key(3))
+  factory = drafter("eagle", config, params, tiny.loaded(None, case.target, case.params))
+  draft = factory.build(Sampling(temperature=0.0), DynamicTree(4, 2))
+  return TreeBeamDraft(draft), factory.params
 
 
 DRAFTS = {
-  "as wide": lambda case: (ModelBeamDraft(guessing(case.draft, 2), 3), case.draft_params),
-  "twice as wide": lambda case: (ModelBeamDraft(guessing(case.draft, 3), 6, 99), case.draft_params),
-  "narrow passes": lambda case: (ModelBeamDraft(guessing(case.draft, 3), 6, 4), case.draft_params),
-  "itself": lambda case: (ModelBeamDraft(guessing(case.target, 3), 3, 99), case.params),
-  "on the target's states": lambda case: on_states(case),
-  "copies": lambda case: (TreeBeamDraft(PromptLookupDraft(16, branching(2, 1), 2)), ()),
+  "as wide": lambda case: (ModelBeamDraft(chain_draft(case.draft, 2), 3), case.draft_params),
+  "twice as wide": lambda case: (
+    ModelBeamDraft(chain_draft(case.draft, 3), 6, 99),
+    case.draft_params,
+  ),
+  "few nodes": lambda case: (ModelBeamDraft(chain_draft(case.draft, 3), 6, 4), case.draft_params),
+  "itself": lambda case: (ModelBeamDraft(chain_draft(case.target, 3), 3, 99), case.params),
+  "eagle": eagle_draft,
+  "prompt lookup": lambda case: (TreeBeamDraft(PromptLookupDraft(16, branching(2, 1), 2)), ()),
 }
 
 
-def speculate(case: Case, draft: tuple[BeamDraft, object], width: int = 3, rows=slice(None)):
-  make, draft_params = draft
-  models, params = (case.target, make), (case.params, draft_params)
-  how = dict(width=width, max_new_tokens=LIMIT, eos_id=EOS)
-  return speculative_beam_search(*models, *params, case.prompt[rows], **how)
+def speculate(
+  case: Case, draft_and_params: tuple[BeamDraft, object], rows: list[int] | None = None
+) -> BeamResult:
+  draft, draft_params = draft_and_params
+  prompt = case.prompt if rows is None else case.prompt[jnp.array(rows)]
+  searcher = BeamSearcher(case.target, draft, 3, eos_id=EOS)
+  return searcher.run(Params(case.params, draft_params), prompt, max_new_tokens=LIMIT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_speculation_finds_the_same(family, draft):
+def test_speculative_search_equals_plain_search(family, draft):
   case = FAMILIES[family]()
-  found, ours = plain(case, 3), speculate(case, DRAFTS[draft](case))
-  same(ours, found)
-  steps = np.asarray(ours.steps)
-  np.testing.assert_array_equal(steps.sum(axis=0), np.asarray(found.steps).sum(axis=0))
-  assert ours.num_rounds <= found.num_rounds
-  if draft == "itself":  # each pass makes all four, as far as the row goes
-    made_before = 4 * np.arange(len(steps))[:, None]
-    np.testing.assert_array_equal(steps, np.clip(steps.sum(axis=0) - made_before, 0, 4))
+  expected, result = plain(case, 3), speculate(case, DRAFTS[draft](case))
+  assert_same(result, expected)
+  steps = np.asarray(result.steps)
+  np.testing.assert_array_equal(steps.sum(axis=0), np.asarray(expected.steps).sum(axis=0))
+  assert result.num_rounds <= expected.num_rounds
+  if draft == "itself":  # each pass makes all four steps, until the row ends
+    steps_before = 4 * np.arange(len(steps))[:, None]
+    np.testing.assert_array_equal(steps, np.clip(steps.sum(axis=0) - steps_before, 0, 4))
   if draft == "twice as wide":
-    assert 1.3 < steps[steps > 0].mean() < 4, "the draft is no test of what is refused"
+    assert 1.3 < steps[steps > 0].mean() < 4, "the draft does not test rejection"
 
 
 @pytest.mark.parametrize("kind", ["decoder", "anchored"])
-def test_a_decoder_on_the_targets_encoder_searches_too(kind):
-  draft, params = on_source(t5(), kind, 2)
-  same(speculate(t5(), (ModelBeamDraft(draft, 4), params)), plain(t5(), 3))
+def test_decoder_on_the_targets_encoder_is_a_beam_draft(kind):
+  draft, params = encoder_sharing_draft(t5(), kind, 2)
+  assert_same(speculate(t5(), (ModelBeamDraft(draft, 4), params)), plain(t5(), 3))
 
 
-def test_what_an_anchored_decoder_is_told_goes_with_its_beam():
-  """A beam by itself has the guesses that the chain has, round after round, where some stand."""
-  case, (draft, params) = t5(), on_source(t5(), "anchored", 3)
-  never, guesses, asked = 0, [], []
+def test_hidden_states_of_an_anchored_decoder_move_with_their_beam():
+  """A single beam has the draft tokens of a chain in each round, after some were accepted."""
+  case, (draft, draft_params) = t5(), encoder_sharing_draft(t5(), "anchored", 3)
+  never, chain_guesses, beam_guesses = 0, [], []
 
-  class Recorded(ModelBeamDraft):
+  class RecordingDraft(ModelBeamDraft):
     def propose(self, params, state, context):
       forest, state = super().propose(params, state, context)
-      asked.append(np.asarray(forest.tokens))
+      beam_guesses.append(np.asarray(forest.tokens))
       return forest, state
 
-  def says(*text: int):
-    """The target, sure of this text."""
+  def target_of(*text: int):
+    """Return the target with nearly all probability on this text."""
 
     def change(model, params, cache, tokens, tree, first):
       logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
-      sure = 1e3 * jax.nn.one_hot(jnp.array(text), T5.vocab_size)
-      return logits.at[:, : len(text)].add(sure), hidden, cache
+      bias = 1e3 * jax.nn.one_hot(jnp.array(text), T5.vocab_size)
+      return logits.at[:, : len(text)].add(bias), hidden, cache
 
     return tiny.ChangedModel(case.target, change)
 
   keys, verifier = jax.random.split(jax.random.key(0), 1), TokenVerifier(Sampling(temperature=0.0))
-  models, prompt = (case.params, params), case.prompt[:1]
-  chains = tiny.start(case.target, draft, *models, prompt, LIMIT)._replace(rng=keys)
-  beams = search.start(case.target, Recorded(draft, 1, 4), *models, prompt, 1, LIMIT)
-  for kept, correction in ((0, 5), (2, 8), (3, 3), (0, 10)):
-    guess = draft.propose(params, chains.draft_state, chains.context, keys)[0].tokens
-    guesses.append(np.asarray(guess))
-    target = says(*guess[0, :kept].tolist(), correction)
-    chains = Decoder(target, draft, verifier, never).round(Params(*models), chains)
-    beams = search.one_round(target, Recorded(draft, 1, 4), *models, 0.6, never, beams)
-    assert int(chains.num_rounds) == len(asked) and beams.live.beams.length == chains.length
-  np.testing.assert_array_equal(guesses, asked)
-  assert not (np.array(guesses) == never).any() and len({tuple(each[0]) for each in guesses}) > 2
+  params, prompt = Params(case.params, draft_params), case.prompt[:1]
+  chains = tiny.start(case.target, draft, case.params, draft_params, prompt, LIMIT)
+  chains = chains._replace(rng=keys)
+  searcher = BeamSearcher(case.target, RecordingDraft(draft, 1, 4), 1, eos_id=never)
+  beams = searcher.init(params, prompt, LIMIT)
+  for num_accepted, correction in ((0, 5), (2, 8), (3, 3), (0, 10)):
+    guesses = draft.propose(draft_params, chains.draft_state, chains.context, keys)[0].tokens
+    chain_guesses.append(np.asarray(guesses))
+    target = target_of(*guesses[0, :num_accepted].tolist(), correction)
+    chains = Decoder(target, draft, verifier, never).round(params, chains)
+    beams = dataclasses.replace(searcher, target=target).round(params, beams)
+    assert int(chains.num_rounds) == len(beam_guesses)
+    assert beams.live.beams.length == chains.length
+  np.testing.assert_array_equal(chain_guesses, beam_guesses)
+  assert not (np.array(chain_guesses) == never).any()
+  assert len({tuple(guesses[0]) for guesses in chain_guesses}) > 2
 
 
-def test_the_target_reads_nothing_twice(monkeypatch):
-  """Of a text that was read, whether guessed or live, no later pass reads the last token again."""
+def test_no_node_is_verified_twice(monkeypatch):
+  """No pass covers the last token of a text again, whether the text was drafted or live."""
   case, (draft, draft_params) = t5(), DRAFTS["twice as wide"](t5())
-  models, traced = (case.target, draft, case.params, draft_params), []
+  params, traced = Params(case.params, draft_params), []
 
-  def recorded(context, trees, *how):
-    read = forest.of_round(context, trees, *how)
-    kept = context.kept.tokens.shape[1]
-    traced.append((context.tokens, context.length, context.known, trees, read.entries - kept))
-    return read
+  def recording_pack(context, guesses, depth, count):
+    block = forest.pack_block(context, guesses, depth, count)
+    num_cached = context.verified.tokens.shape[1]
+    new_entries = block.entries - num_cached
+    traced.append((context.tokens, context.length, context.last_entries, guesses, new_entries))
+    return block
 
-  monkeypatch.setattr(search, "of_round", recorded)
-  a_round = jax.jit(lambda s: (search.one_round(*models, 0.6, EOS, s), s.done, traced.pop()))
-  state, read, ahead = search.start(*models, case.prompt, 3, LIMIT), [[] for _ in case.prompt], 0
-  for at in range(5):
-    state, done, (tokens, length, known, trees, entries) = a_round(state)
+  monkeypatch.setattr(search, "pack_block", recording_pack)
+  searcher = BeamSearcher(case.target, draft, 3, eos_id=EOS)
+  run_round = jax.jit(lambda state: (searcher.round(params, state), state.done, traced.pop()))
+  state, num_cached_last = searcher.init(params, case.prompt, LIMIT), 0
+  verified_texts = [[] for _ in case.prompt]
+  for round_ in range(5):
+    state, done, (tokens, length, last_entries, guesses, new_entries) = run_round(state)
     for row in np.flatnonzero(~done):
       nodes = [tuple(text[: length[row]].tolist()) for text in tokens[row]]
-      for token, parent in zip(trees.tokens[row].tolist(), trees.parents[row].tolist()):
+      for token, parent in zip(guesses.tokens[row].tolist(), guesses.parents[row].tolist()):
         nodes.append((*nodes[parent], token))
-      new = [text for text, entry in zip(nodes, entries[row]) if entry >= 0]
-      read[row] += new if at else set(new)  # all beams begin as one text
-      ahead += int((known[row] >= 0).sum())
-  for texts in read:
+      new = [text for text, entry in zip(nodes, new_entries[row]) if entry >= 0]
+      verified_texts[row] += new if round_ else set(new)  # all beams begin as one text
+      num_cached_last += int((last_entries[row] >= 0).sum())
+  for texts in verified_texts:
     assert len(texts) == len(set(texts))
-  assert ahead > 9, "too little was read ahead to tell anything"
+  assert num_cached_last > 9, "too few nodes were cached for a meaningful test"
 
 
-def test_rows_depend_on_no_neighbour():
+def test_rows_do_not_depend_on_their_neighbors():
   case, draft = t5(), DRAFTS["as wide"](t5())
   whole, some = speculate(case, draft), speculate(case, draft, rows=[4, 2])
   np.testing.assert_array_equal(np.asarray(whole.tokens)[[4, 2]], some.tokens)
@@ -270,229 +296,247 @@ def test_rows_depend_on_no_neighbour():
   np.testing.assert_array_equal(np.asarray(whole.steps)[:rounds, [4, 2]], some.steps[:rounds])
 
 
-def test_a_beam_is_wider_than_a_vocabulary_only_in_error():
-  for call, said in (
+def test_impossible_settings_are_reported():
+  draft, draft_params = chain_draft(t5().draft, 2), t5().draft_params
+  stateful = TreeBeamDraft(ModelDraft(t5().draft, Sampling(), chain(2)))
+  for call, message in (
     (lambda: plain(t5(), 9), "more than the vocabulary's 16"),
     (lambda: plain(t5(), 0), "beams is 0"),
     (lambda: plain(t5(), 2, max_new_tokens=0), "max_new_tokens is 0"),
+    (lambda: speculate(t5(), (ModelBeamDraft(draft, 2), draft_params)), "2 beams"),
     (
-      lambda: speculate(t5(), (ModelBeamDraft(guessing(t5().draft, 2), 2), t5().draft_params)),
-      "2 beams",
+      lambda: speculate(t5(), (ModelBeamDraft(draft, 3, 2), draft_params)),
+      "A target forward pass has 2 nodes, fewer than the search has beams",
     ),
-    (
-      lambda: speculate(t5(), (ModelBeamDraft(guessing(t5().draft, 2), 3, 2), t5().draft_params)),
-      "A pass reads 2 nodes, fewer than the search has beams",
-    ),
-    (
-      lambda: speculate(
-        t5(), (TreeBeamDraft(ModelDraft(t5().draft, Sampling(), chain(2))), t5().draft_params)
-      ),
-      "ModelDraft keeps a state",
-    ),
+    (lambda: speculate(t5(), (stateful, draft_params)), "ModelDraft keeps a state"),
   ):
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
       call()
 
 
-def test_the_best_texts_come_first_and_missing_ones_are_said():
-  """One of two ended, none, both: where one did, a live text does not take the other's place."""
+def test_best_texts_come_first_and_missing_texts_are_marked():
+  """Of two texts one ended, none, both. A live text does not fill up the finished ones."""
   beams = step.Beams(
     tokens=jnp.array([[[3], [4]]] * 3),
     log_probs=jnp.array([[-4.0, -3.0]] * 3),
     finished_tokens=jnp.array([[[0], [5]], [[0], [0]], [[6], [5]]]),
-    scores=jnp.array([[step.NONE, -1.0], [step.NONE, step.NONE], [-2.0, -1.0]]),
+    scores=jnp.array([[step.NEG_SCORE, -1.0], [step.NEG_SCORE, step.NEG_SCORE], [-2.0, -1.0]]),
     finished=jnp.array([[False, True], [False, False], [True, True]]),
     length=None,
   )
-  texts, scores, there = step.best_first(beams)
-  assert there.tolist() == [[True, False], [True, True], [True, True]]
+  texts, scores, exists = step.best_first(beams)
+  assert exists.tolist() == [[True, False], [True, True], [True, True]]
   assert texts[..., 0].tolist() == [[5, 0], [4, 3], [5, 6]]
-  assert scores.tolist() == [[-1, step.NONE], [-3, -4], [-1, -2]]
+  assert scores.tolist() == [[-1, step.NEG_SCORE], [-3, -4], [-1, -2]]
 
 
-def test_guesses_of_a_tree_follow_their_own_beam():
-  newest, two = jnp.array([[2, 3]]), jnp.zeros((1, 2, 1))
-  none = dict.fromkeys(forest.BeamContext._fields)
-  context = forest.BeamContext(**none)._replace(
-    prompt=jnp.ones((1, 1), int), tokens=newest[..., None], length=jnp.array([1]), newest=newest
+def test_nodes_of_a_tree_follow_their_own_beam():
+  last_tokens, hidden = jnp.array([[2, 3]]), jnp.zeros((1, 2, 1))
+  context = forest.BeamContext(**dict.fromkeys(forest.BeamContext._fields))._replace(
+    prompt=jnp.ones((1, 1), int),
+    tokens=last_tokens[..., None],
+    length=jnp.array([1]),
+    last_tokens=last_tokens,
+    target_cache=(),
+    hidden=hidden,
+    verified=verified.empty_nodes(1, 0, 2, jnp.zeros((1, 1))),
+    last_entries=jnp.array([[-1, -1]]),
   )
-  kept = entries.nothing(1, 0, 2, jnp.zeros((1, 1)))
-  context = context._replace(target_cache=(), hidden=two, kept=kept, known=jnp.array([[-1, -1]]))
   guesses, _ = TreeBeamDraft(NullDraft(Tree((0, 0, 1)))).propose((), (), context)
-  assert guesses.parents.tolist() == [[0, 0, 2, 1, 1, 5]]  # 0 and 1 are the newest tokens
+  assert guesses.parents.tolist() == [[0, 0, 2, 1, 1, 5]]  # 0 and 1 are the last tokens
 
 
-def test_a_pass_may_read_as_many_nodes_as_the_search_has_beams():
-  assert ModelBeamDraft(guessing(t5().draft, 2), 3, 3).num_nodes(3) == 3
+def test_a_pass_may_have_one_node_per_beam():
+  assert ModelBeamDraft(chain_draft(t5().draft, 2), 3, 3).num_nodes(3) == 3
 
 
-def test_equally_likely_texts_come_in_t5xs_order():
-  """Of a model to which all tokens are alike: of beams the first, of tokens the smallest."""
+def test_equally_probable_texts_come_in_the_order_of_t5x():
+  """With a uniform model, the first beam and the smallest token come first."""
   flat = jax.tree.map(jnp.zeros_like, t5().params)
   case = dataclasses.replace(t5(), params=flat, draft_params=flat, prompt=t5().prompt[:1])
-  found = plain(case, 3)
-  for place, (score, text) in enumerate(written_out(case.target, flat, case.prompt[0], 3)):
-    assert tuple(found.tokens[0, place, : len(text)].tolist()) == text
-    assert found.scores[0, place] == pytest.approx(score, abs=1e-5)
-  same(speculate(case, DRAFTS["twice as wide"](case)), found)
+  result = plain(case, 3)
+  for place, (score, text) in enumerate(reference_search(case.target, flat, case.prompt[0], 3)):
+    assert tuple(result.tokens[0, place, : len(text)].tolist()) == text
+    assert result.scores[0, place] == pytest.approx(score, abs=1e-5)
+  assert_same(speculate(case, DRAFTS["twice as wide"](case)), result)
 
 
-def test_of_a_model_gone_wrong_the_step_is_told():
+def test_step_with_non_finite_logits_is_reported():
   def broken(model, params, cache, tokens, tree, first):
     logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
     late = jnp.where(tree.positions[..., None] >= 2, jnp.nan, 0)
     return logits + late.at[1:].set(0), hidden, cache
 
   case = dataclasses.replace(t5(), target=tiny.ChangedModel(t5().target, broken))
-  found = plain(case, 2)
-  np.testing.assert_array_equal(found.not_finite, [2, -1, -1, -1, -1, -1])
-  np.testing.assert_array_equal(np.asarray(found.tokens)[1:], plain(t5(), 2).tokens[1:])
+  result = plain(case, 2)
+  np.testing.assert_array_equal(result.not_finite, [2, -1, -1, -1, -1, -1])
+  np.testing.assert_array_equal(np.asarray(result.tokens)[1:], plain(t5(), 2).tokens[1:])
 
 
-def test_over_a_mesh_the_same():
+def test_sharded_target_finds_the_same_texts():
   case = t5()
-  over = dataclasses.replace(case, target=PartitionedModel(case.target, make_mesh()))
-  same(plain(over, 3), plain(case, 3))
+  sharded = dataclasses.replace(case, target=PartitionedModel(case.target, make_mesh()))
+  assert_same(plain(sharded, 3), plain(case, 3))
 
 
-def test_a_search_ends_at_the_limit_or_when_no_live_text_can_become_better():
-  """t5x's condition: strictly worse than the worst finished text, if there are as many as beams."""
+def test_search_ends_at_the_limit_or_when_no_live_text_can_become_better():
+  """As in t5x, all w texts have finished, and the live ones are worse than the worst of them."""
   beams = step.Beams(
     tokens=None,
     log_probs=jnp.array([[-9.0, -2.0], [-9.0, -2.1], [-9.0, -2.1], [-9.0, -1.0]]),
     finished_tokens=None,
-    scores=jnp.array([[-2.0, -1.0], [-2.0, -1.0], [step.NONE, -1.0], [-2.0, -1.0]]),
+    scores=jnp.array([[-2.0, -1.0], [-2.0, -1.0], [step.NEG_SCORE, -1.0], [-2.0, -1.0]]),
     finished=jnp.array([[True, True], [True, True], [False, True], [True, True]]),
     length=jnp.array([4, 4, 4, 10]),
   )
   limit = jnp.full(4, 10)
-  assert step.ended(beams, limit, 0.0).tolist() == [False, True, False, True]
+  assert step.search_ended(beams, limit, 0.0).tolist() == [False, True, False, True]
   # Scores at the limit are divided by 15 / 6, at the length now by 9 / 6: -1.2 and -2.
   longer = beams._replace(log_probs=beams.log_probs - 1.0)
-  assert step.ended(longer, limit, 1.0).tolist() == [False, False, False, True]
+  assert step.search_ended(longer, limit, 1.0).tolist() == [False, False, False, True]
 
 
-def test_a_pass_reads_what_was_guessed_and_is_not_read_yet():
-  """Two beams; of their guesses one was not made, one is an entry already, one has no room."""
-  kept = entries.nothing(1, 1, 2, jnp.zeros((1, 1)))
-  slots = jnp.zeros((1, 2, 9), bool)
-  newest, one = jnp.array([[2, 3]]), jnp.array([4])
-  text = dict(prompt=None, tokens=None, length=one, log_probs=None, newest=newest, seen=slots)
-  before = dict(before=None, seen_before=None, slot=one, places=jnp.zeros((1, 9), int))
-  state = dict(target_cache=None, hidden=None, kept=kept, known=jnp.array([[-1, -1]]), eos_id=EOS)
-  forest_ = forest.Forest(
+def test_a_block_contains_the_proposed_nodes_that_are_not_verified():
+  """Two beams. One draft token is not proposed, one is verified already, one has no room."""
+  last_tokens, one = jnp.array([[2, 3]]), jnp.array([4])
+  context = forest.BeamContext(
+    prompt=None,
+    tokens=None,
+    length=one,
+    log_probs=None,
+    last_tokens=last_tokens,
+    visible=jnp.zeros((1, 2, 9), bool),
+    previous_tokens=None,
+    previous_visible=None,
+    slot=one,
+    key_positions=jnp.zeros((1, 9), int),
+    target_cache=None,
+    hidden=None,
+    verified=verified.empty_nodes(1, 1, 2, jnp.zeros((1, 1))),
+    last_entries=jnp.array([[-1, -1]]),
+    eos_id=EOS,
+  )
+  guesses = forest.Forest(
     tokens=jnp.array([[5, -1, 6, 7, 8]]),
     parents=jnp.array([[0, 0, 1, 1, 2]]),
-    known=jnp.array([[-1, -1, 0, -1, -1]]),
+    entries=jnp.array([[-1, -1, 0, -1, -1]]),
   )
-  context = forest.BeamContext(**text, **before, **state)
-  read = jax.jit(lambda: forest.of_round(context, forest_, 2, 4))()
-  assert read.nodes.tolist() == [[0, 1, 2, 5]] and read.tokens.tolist() == [[2, 3, 5, 7]]
-  assert read.entries[0, [0, 1, 2, 4, 5]].tolist() == [1, 2, 3, 0, 4]
-  assert (read.entries[0, [3, 6]] < 0).all()
-  assert read.parents.tolist() == [[-1, -1, 1, 2]]
-  assert read.placed.positions.tolist() == [[3, 3, 4, 4]]  # the last committed tokens are at 3
+  block = jax.jit(lambda: forest.pack_block(context, guesses, 2, 4))()
+  assert block.nodes.tolist() == [[0, 1, 2, 5]] and block.tokens.tolist() == [[2, 3, 5, 7]]
+  assert block.entries[0, jnp.array([0, 1, 2, 4, 5])].tolist() == [1, 2, 3, 0, 4]
+  assert (block.entries[0, jnp.array([3, 6])] < 0).all()
+  assert block.parents.tolist() == [[-1, -1, 1, 2]]
+  assert block.placed.positions.tolist() == [[3, 3, 4, 4]]  # the last committed tokens are at 3
 
 
-def test_what_is_no_entry_has_no_child_and_no_sum_and_is_not_kept():
-  """Two roots, 0 and 2; entry 1 follows 0, entry 3 follows 1. -1 is no entry, and not the last."""
-  some = entries.Entries(
+def test_unverified_nodes_have_no_children_and_no_scores_and_are_not_cached():
+  """Two roots, 0 and 2; entry 1 follows 0, entry 3 follows 1. -1 means no entry, not the last."""
+  nodes = verified.VerifiedNodes(
     tokens=jnp.array([[5, 7, 5, 9]]),
     parents=jnp.array([[-1, 0, -1, 1]]),
     continuations=jnp.array([[[7, 8], [9, 6], [4, 3], [2, 7]]]),
-    sums=jnp.array([[[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0], [-7.0, -8.0]]]),
+    log_probs=jnp.array([[[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0], [-7.0, -8.0]]]),
     hidden=jnp.zeros((1, 4, 1)),
   )
   parents, tokens = jnp.array([[-1, -1, 0, 0, 1, 3]]), jnp.array([[5, 7, 7, 5, 9, 7]])
-  assert entries.child(some, parents, tokens).tolist() == [[-1, -1, 1, -1, 3, -1]]
-  sums = entries.sum_at(some, parents, tokens)
-  assert sums.tolist() == [[step.NONE, step.NONE, -1, step.NONE, -3, -8]]
-  keep = jax.jit(entries.keep, static_argnames=("count", "depth"))
-  for live, count, kept, numbers in (
-    ([0, -1], 4, [0, 1, 3], [0, -1]),  # what follows entry 0, not the other root
+  assert verified.find_child(nodes, parents, tokens).tolist() == [[-1, -1, 1, -1, 3, -1]]
+  log_probs, missing = verified.continuation_log_prob(nodes, parents, tokens), step.NEG_SCORE
+  assert log_probs.tolist() == [[missing, missing, -1, missing, -3, -8]]
+  prune = jax.jit(verified.prune, static_argnames=("count", "depth"))
+  for last_entries, count, expected, renumbered in (
+    ([0, -1], 4, [0, 1, 3], [0, -1]),  # descendants of entry 0, without the other root
     ([1, 2], 4, [1, 2, 3], [0, 1]),
     ([0, 3], 2, [0, 1], [0, -1]),  # there is no room for entry 3
     ([-1, -1], 4, [], [-1, -1]),
   ):
-    ours, known, were = keep(some, jnp.array([live]), count, depth=2)
-    assert known.tolist() == [numbers] and were[0, : len(kept)].tolist() == kept
-    renumbered = {old: new for new, old in enumerate(kept)}
-    want = [renumbered.get(some.parents[0, old].item(), -1) for old in kept]
-    assert ours.parents.tolist() == [want + [-1] * (count - len(kept))]
+    cached, new_last, old_entries = prune(nodes, jnp.array([last_entries]), count, depth=2)
+    assert new_last.tolist() == [renumbered]
+    assert old_entries[0, : len(expected)].tolist() == expected
+    new_entries = {old: new for new, old in enumerate(expected)}
+    parents = [new_entries.get(nodes.parents[0, old].item(), -1) for old in expected]
+    assert cached.parents.tolist() == [parents + [-1] * (count - len(expected))]
 
 
-# Faults: each would pass for a beam search, and is found by comparison.
+# Injected faults. Each resembles a beam search, and the comparison must find it.
 
 
-def top_w(beams, tokens, sums, *how):
-  """Looks at as many continuations as there are beams: those behind are as good as impossible."""
-  width = sums.shape[1]
-  least = jax.lax.top_k(sums.reshape(len(sums), -1), width)[0][:, -1, None, None]
-  return step.step(beams, tokens, jnp.where(sums >= least, sums, -1e6), *how)
+def considers_w_continuations(beams, tokens, log_probs, length_penalty, eos_id):
+  """Considers w continuations instead of 2w; the others are practically impossible."""
+  num_beams = log_probs.shape[1]
+  top, _ = jax.lax.top_k(log_probs.reshape(len(log_probs), -1), num_beams)
+  log_probs = jnp.where(log_probs >= top[:, -1, None, None], log_probs, -1e6)
+  return step.step(beams, tokens, log_probs, length_penalty, eos_id)
 
 
-def eos_forgotten(beams, tokens, sums, *how):
-  return step.step(beams, tokens, jnp.where(tokens == EOS, -1e6, sums), *how)
+def forgets_finished_texts(beams, tokens, log_probs, length_penalty, eos_id):
+  log_probs = jnp.where(tokens == EOS, -1e6, log_probs)
+  return step.step(beams, tokens, log_probs, length_penalty, eos_id)
 
 
-def parents_mixed_up(beams, tokens, sums, *how):
-  after, parents = step.step(beams, tokens, sums, *how)
-  return after, jnp.flip(parents, axis=1)
+def mixes_up_parents(beams, tokens, log_probs, length_penalty, eos_id):
+  new_beams, parents = step.step(beams, tokens, log_probs, length_penalty, eos_id)
+  return new_beams, jnp.flip(parents, axis=1)
 
 
-def drafts_scores(logits, hidden, read, context, depth):
-  """Guesses keep a score that is not the target's."""
-  new = forest.entries_read(logits, hidden, read, context, depth)
-  guessed = (read.nodes >= context.last_token.shape[1])[..., None]
-  return new._replace(sums=new.sums + 0.01 * guessed)
+def keeps_scores_of_the_draft(logits, hidden, block, context, depth):
+  """Draft tokens have a score that is not the target's."""
+  new = forest.verified_nodes(logits, hidden, block, context, depth)
+  is_guess = (block.nodes >= context.last_tokens.shape[1])[..., None]
+  return new._replace(log_probs=new.log_probs + 0.01 * is_guess)
 
 
-def kept_mixed_up(read, *how):
-  """What is kept of one text is taken for another's."""
-  kept, *numbers = entries.keep(read, *how)
-  return kept._replace(sums=jnp.roll(kept.sums, 1, axis=1)), *numbers
+def mixes_up_cached_nodes(nodes, last_entries, count, depth):
+  """A cached node has the log-probabilities of another."""
+  cached, last_entries, old_entries = verified.prune(nodes, last_entries, count, depth)
+  cached = cached._replace(log_probs=jnp.roll(cached.log_probs, 1, axis=1))
+  return cached, last_entries, old_entries
 
 
-def kept_elsewhere(read, *how):
-  """What is kept is looked for in the cache where another lies."""
-  kept, known, were = entries.keep(read, *how)
-  return kept, known, jnp.flip(were, axis=1)
+def mixes_up_cache_slots(nodes, last_entries, count, depth):
+  """A cached node has the slot of another."""
+  cached, last_entries, old_entries = verified.prune(nodes, last_entries, count, depth)
+  return cached, last_entries, jnp.flip(old_entries, axis=1)
 
 
 @pytest.mark.parametrize(
   "name, fault",
   [
-    ("keep", kept_mixed_up),
-    ("keep", kept_elsewhere),
-    ("step", top_w),
-    ("step", eos_forgotten),
-    ("step", parents_mixed_up),
-    ("entries_read", drafts_scores),
+    ("prune", mixes_up_cached_nodes),
+    ("prune", mixes_up_cache_slots),
+    ("step", considers_w_continuations),
+    ("step", forgets_finished_texts),
+    ("step", mixes_up_parents),
+    ("verified_nodes", keeps_scores_of_the_draft),
   ],
 )
-def test_faults_are_found(monkeypatch, name, fault):
+def test_injected_faults_are_found(monkeypatch, name, fault):
   case, (draft, draft_params) = t5(), DRAFTS["twice as wide"](t5())
   monkeypatch.setattr(search, name, fault)
-  run = jax.jit(
-    lambda *params: search._search(case.target, draft, *params, case.prompt, 3, LIMIT, 0.6, EOS)
-  )
+  searcher = BeamSearcher(case.target, draft, 3, eos_id=EOS)
+
+  @jax.jit  # `BeamSearcher.run` may have cached the program without the fault
+  def run(params: Params) -> BeamResult:
+    return searcher.result(searcher.run_rounds(params, searcher.init(params, case.prompt, LIMIT)))
+
   with pytest.raises(AssertionError):
-    same(run(case.params, draft_params), plain(case, 3))
+    assert_same(run(Params(case.params, draft_params)), plain(case, 3))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("t5x") is None, reason="t5x is not installed")
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_found_is_what_t5x_finds(width):
+@pytest.mark.parametrize("num_beams", [1, 2, 4])
+def test_plain_search_equals_t5x(num_beams):
   from t5x import decoding
 
   case, batch = t5(), len(t5().prompt)
   _, start = case.target.prefill(case.params, case.prompt, LIMIT + 2)
-  wide = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), (start.cross, start.cross_bias))
+  cross, cross_bias = jax.tree.map(
+    lambda x: jnp.repeat(x, num_beams, axis=0), (start.cross, start.cross_bias)
+  )
 
   def tokens_to_logits(state):
-    length = jnp.full(batch * width, state.cur_index, jnp.int32)
+    length = jnp.full(batch * num_beams, state.cur_index, jnp.int32)
     cache = start.replace(
-      length=length, layers=state.cache["layers"], cross=wide[0], cross_bias=wide[1]
+      length=length, layers=state.cache["layers"], cross=cross, cross_bias=cross_bias
     )
     logits, _, cache = case.target.extend(case.params, cache, state.cur_token)
     return logits[:, 0], {"layers": cache.layers}
@@ -502,39 +546,41 @@ def test_found_is_what_t5x_finds(width):
     {"layers": start.layers},
     tokens_to_logits,
     EOS,
-    num_decodes=width,
+    num_decodes=num_beams,
     max_decode_len=LIMIT,
   )
-  found = plain(case, width)
-  np.testing.assert_array_equal(found.tokens, np.flip(texts, axis=1)[..., :LIMIT])
-  np.testing.assert_allclose(found.scores, np.flip(scores, axis=1), rtol=0, atol=1e-5)
+  result = plain(case, num_beams)
+  np.testing.assert_array_equal(result.tokens, np.flip(texts, axis=1)[..., :LIMIT])
+  np.testing.assert_allclose(result.scores, np.flip(scores, axis=1), rtol=0, atol=1e-5)
 
 
-# The experiment.
+# The comparison of speculative with plain beam search.
 
 
-def found(tokens, scores) -> search.Found:
+def result_of(tokens, scores) -> BeamResult:
+  """Return a result with texts of one token."""
   tokens = np.asarray(tokens)[..., None]
   ones = np.ones(tokens.shape[:2], int)
-  return search.Found(tokens, ones, np.asarray(scores), ones, ones[0, 0], ones[0])
+  return BeamResult(tokens, ones, np.asarray(scores), ones, ones[0, 0], ones[0])
 
 
-def test_ties_may_change_places_and_nothing_else():
-  plain = found([[3, 4, 5]] * 6, [[-1.0, -2.0, -2.0]] * 6)
-  others = found(
+def test_only_texts_with_equal_scores_may_change_places():
+  plain = result_of([[3, 4, 5]] * 6, [[-1.0, -2.0, -2.0]] * 6)
+  others = result_of(
     [[3, 4, 5], [3, 5, 4], [4, 3, 5], [3, 4, 6], [6, 4, 5], [3, 4, 5]],
     [[-1.0, -2.0, -2.0]] * 5 + [[-1.0, -2.0, -2.1]],
   )
-  same, tied = commands.compare(plain, others)
+  same, tied = bench_beams.compare(plain, others)
   assert same.tolist() == [True, True, False, True, False, False]
   assert tied.tolist() == [False, True, False, True, False, False]
 
 
-def test_it_is_measured_over_plain_search(tmp_path, capsys):
-  texts = tiny_pair.SENTENCES[:5]
-  how = dict(widths=[2], factors=[1, 2], gammas=[2], batch_size=2, max_new_tokens=10)
-  pair = tiny_pair.pair()
-  commands.beams(pair, texts, str(tmp_path), **how, repeats=1, references=texts)
+def test_speculative_search_is_measured_against_plain_search(tmp_path, capsys):
+  texts, pair = tiny_pair.SENTENCES[:5], tiny_pair.pair()
+  settings = dict(
+    beam_sizes=[2], draft_beam_factors=[1, 2], gammas=[2], batch_size=2, max_new_tokens=10
+  )
+  bench_beams.beams(pair, texts, str(tmp_path), **settings, repeats=1, references=texts)
   measured = records.read(str(tmp_path / "results.jsonl"))
   assert [(r.beams, r.draft_beams, r.gamma) for r in measured] == [(2, 2, 2), (2, 4, 2)]
   for r in measured:
@@ -543,16 +589,17 @@ def test_it_is_measured_over_plain_search(tmp_path, capsys):
       r.tokens_per_round * r.target_step_ms / r.round_ms
     )
     assert r.quality == r.baseline_quality and r.num_examples == 5
-  plainly = tmp_path / "plainly"
-  commands.beams(pair, texts, str(plainly), **how | dict(factors=[1], gammas=[0]), repeats=0)
-  (r,) = records.read(str(plainly / "results.jsonl"))
+  plain = tmp_path / "plain"
+  plain_settings = settings | dict(draft_beam_factors=[1], gammas=[0])
+  bench_beams.beams(pair, texts, str(plain), **plain_settings, repeats=0)
+  (r,) = records.read(str(plain / "results.jsonl"))
   assert (r.gamma, r.beam_nodes, r.tokens_per_round, r.identical) == (0, 2, 1.0, True)
-  commands.beams(pair, texts, str(tmp_path), **how, repeats=1)
-  assert len(records.read(str(tmp_path / "results.jsonl"))) == 2, "none is measured twice"
+  bench_beams.beams(pair, texts, str(tmp_path), **settings, repeats=1)
+  assert len(records.read(str(tmp_path / "results.jsonl"))) == 2, "no setting is measured twice"
   assert "speedup" in capsys.readouterr().out
   counted = tmp_path / "counted"
-  commands.beams(pair, texts, str(counted), **how, repeats=0, references=texts)
-  for told, r in zip(records.read(str(counted / "results.jsonl")), measured, strict=True):
-    same = "identical", "rounds", "tokens_per_round", "num_tokens", "quality", "beam_nodes"
-    assert [getattr(told, name) for name in same] == [getattr(r, name) for name in same]
-    assert told.speedup is None
+  bench_beams.beams(pair, texts, str(counted), **settings, repeats=0, references=texts)
+  fields = "identical", "rounds", "tokens_per_round", "num_tokens", "quality", "beam_nodes"
+  for untimed, r in zip(records.read(str(counted / "results.jsonl")), measured, strict=True):
+    assert [getattr(untimed, name) for name in fields] == [getattr(r, name) for name in fields]
+    assert untimed.speedup is None

@@ -286,8 +286,10 @@ def test_beam_search_is_compared_with_the_backends_that_support_it(comparison, t
   assert not t5x.beam_search().supports(comparison, ARGMAX)
   own = decode(with_beams, OWN_BASELINE)
   for text, result in zip(TEXTS, own, strict=True):
-    prompt = comparison.pair.prompt([text])
-    (tokens,) = comparison.pair.beam_searcher(2, 0)(prompt, max_new_tokens=LIMIT).tokens[:, 0]
+    pair = comparison.pair
+    searcher = pair.beam_searcher(2, gamma=0)
+    result = searcher.run(pair.params, pair.prompt([text]), max_new_tokens=LIMIT)
+    (tokens,) = result.tokens[:, 0]
     np.testing.assert_array_equal(result.tokens[0], tokens)
 
   def make_comparison(folder):

@@ -121,8 +121,11 @@ def test_a_prefix_stands_before_each_line_that_is_not_empty(run):
 
 def test_with_beams_each_line_becomes_the_likeliest_translation(run):
   pair = tiny_pair.pair(max_source_tokens=LONGEST)
-  search = pair.beam_searcher(3, gamma=0)
-  found = [search(pair.prompt([line]), max_new_tokens=LIMIT).tokens[0, 0] for line in LINES[:3]]
+  searcher = pair.beam_searcher(3, gamma=0)
+  found = [
+    searcher.run(pair.params, pair.prompt([line]), max_new_tokens=LIMIT).tokens[0, 0]
+    for line in LINES[:3]
+  ]
   result = run([*LINES[:2], "", LINES[2]], BEAMS=3)
   own = [pair.vocabulary.decode(tokens.tolist()) for tokens in found]
   assert result.lines == [*own[:2], "", own[2]] and result.lines != targets_own(LINES[:2])

@@ -345,9 +345,11 @@ def test_commands_reject_the_draft_beams_that_the_api_rejects(tmp_path):
   search = functools.partial(search, gamma=2, output=str(tmp_path / "out.txt"))
   assert error_of(search, draft_beams=0) == f"draft_beams is 0; {COUNT}"
   assert error_of(search, draft_beams=1000).startswith("The draft has 1000 beams, more than")
-  benchmark = functools.partial(beams, tiny_pair.pair(), ["A man."], str(tmp_path), widths=[2])
-  assert error_of(benchmark, factors=[0]) == f"draft_beams is 0; {COUNT}"
-  assert error_of(benchmark, factors=[500]).startswith("The draft has 1000 beams, more than")
+  benchmark = functools.partial(beams, tiny_pair.pair(), ["A man."], str(tmp_path), beam_sizes=[2])
+  assert error_of(benchmark, draft_beam_factors=[0]) == f"draft_beams is 0; {COUNT}"
+  assert error_of(benchmark, draft_beam_factors=[500]).startswith(
+    "The draft has 1000 beams, more than"
+  )
 
 
 @pytest.mark.parametrize(

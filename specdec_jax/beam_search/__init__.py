@@ -1,15 +1,22 @@
-"""Beam search, plain and speculative: w likeliest texts instead of one (the paper's A.4)."""
+"""Beam search, plain and speculative: the w most probable texts instead of one (Appendix A.4).
+
+Axis letters in addition to those of `core.types`:
+
+  w  beams of the search, as in Appendix A.4     u  beams of the draft
+  F  nodes of a forest: the w last tokens        M  nodes of a verify block, which one target
+     of the live beams, then N draft tokens         forward pass covers
+  X  slots of a text (T: slots of a cache)       Q  verified nodes cached before a pass
+  J  verified nodes after a pass: Q + M
+"""
 
 from specdec_jax.beam_search.drafts import BeamDraft, ModelBeamDraft, NullBeamDraft, TreeBeamDraft
-from specdec_jax.beam_search.search import Found, beam_search, best, speculative_beam_search
+from specdec_jax.beam_search.search import BeamResult, BeamSearcher
 
 __all__ = [
   "BeamDraft",
-  "Found",
+  "BeamResult",
+  "BeamSearcher",
   "ModelBeamDraft",
   "NullBeamDraft",
   "TreeBeamDraft",
-  "beam_search",
-  "best",
-  "speculative_beam_search",
 ]

@@ -1,7 +1,9 @@
-"""Drafts of a beam search. What they guess decides how many steps a pass of the target makes,
-never which.
+"""Drafts of a beam search.
 
-Axes: B batch, w beams, u nodes of a level, G guesses, D depth.
+A draft decides how many steps one target forward pass allows. It has no influence on the steps
+themselves.
+
+Axis letters as in `beam_search`.
 """
 
 import abc
@@ -11,10 +13,12 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Int, Shaped
 
-from specdec_jax.beam_search.entries import child, of
 from specdec_jax.beam_search.forest import BeamContext, Forest
-from specdec_jax.beam_search.layout import PlacedNodes, move, own_slots, put
+from specdec_jax.beam_search.layout import PlacedNodes, move_nodes, slot_mask, write_block
+from specdec_jax.beam_search.verified import NO_ENTRY, find_child
+from specdec_jax.core.arrays import gather
 from specdec_jax.core.trees import Tree
 from specdec_jax.core.types import Context, Draft, Model
 from specdec_jax.errors import InputError, require_count
@@ -22,170 +26,213 @@ from specdec_jax.errors import InputError, require_count
 
 @runtime_checkable
 class ModelBasedDraft(Protocol):
-  """Draft whose tokens come from one model; what `ModelBeamDraft` needs of `drafts.ModelDraft`."""
+  """Draft whose tokens come from one model: the part of `drafts.ModelDraft` that is used here."""
 
   @property
   def model(self) -> Model: ...
   @property
   def tree(self) -> Tree: ...
 
-  def init(self, params: Any, context: Context, hidden: Array) -> Any:
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     """See `Draft.init`."""
 
   def condition(
-    self, params: Any, cache: Any, hidden: Array, offsets: Array | int, slot: Array
+    self,
+    params: Any,
+    cache: Any,
+    hidden: Float[Array, "B K E"],
+    offsets: Int[Array, " K"] | int,
+    slot: Int[Array, " B"],
   ) -> Any:
     """See `ModelDraft.condition`."""
 
 
 class BeamDraft(abc.ABC):
-  """Proposes a forest a round. Frozen and hashable: parameters and state are arguments.
+  """Draft that proposes a forest per round. Hashable; parameters and state are arguments.
 
   Attributes:
-    depth: D, the most guesses on a path.
+    depth: D, most draft tokens on a path.
   """
 
   depth: int
 
   @abc.abstractmethod
-  def num_guesses(self, width: int) -> int:
-    """G, for so many beams."""
+  def num_guesses(self, num_beams: int) -> int:
+    """Return N, the number of draft tokens after `num_beams` live beams."""
 
-  def num_nodes(self, width: int) -> int:
-    """N, that a pass of the target reads of the newest tokens and the guesses: by default all."""
-    return width + self.num_guesses(width)
+  def num_nodes(self, num_beams: int) -> int:
+    """Return M, the number of nodes per target forward pass; by default all nodes of the forest."""
+    return num_beams + self.num_guesses(num_beams)
 
-  def init(self, params: Any, context: Context, hidden: Array) -> Any:
-    """The state before the first round, as `Draft.start` has it; by default there is none."""
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    """Return the state before the first round; by default there is none. See `Draft.init`."""
     return ()
 
   @abc.abstractmethod
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
-    """Guesses after the live beams, and the state."""
+    """Propose tokens that follow the live beams, and return them with the new state."""
 
-  def observe(self, state: Any, context: BeamContext, path: Array, slot: Array) -> Any:
-    """The state after a round that began with `context`: nodes `path` [B, D w], w a step, have come
-    to stand, and the next newest tokens go to `slot` [B]. By default as it was."""
+  def observe(
+    self, state: Any, context: BeamContext, path: Int[Array, "B K"], slot: Int[Array, " B"]
+  ) -> Any:
+    """Return the state after a round; by default it does not change.
+
+    Args:
+      state: state after `propose`.
+      context: context of the round.
+      path: nodes of the forest that the round committed: w per step, for D steps. Those past the
+        last step of a row are arbitrary.
+      slot: slot of the first of the last tokens after the round.
+    """
     return state
 
 
 @dataclasses.dataclass(frozen=True)
 class NullBeamDraft(BeamDraft):
-  """Guesses nothing: plain beam search."""
+  """Draft without tokens: plain beam search."""
 
   depth: int = 0
 
-  def num_guesses(self, width: int) -> int:
+  def num_guesses(self, num_beams: int) -> int:
     return 0
 
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
-    none = jnp.zeros((len(context.newest), 0), jnp.int32)
-    return Forest(none, none, none), state
+    no_tokens = jnp.zeros((len(context.last_tokens), 0), jnp.int32)
+    return Forest(no_tokens, no_tokens, no_tokens), state
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelBeamDraft(BeamDraft):
-  """A model searches ahead by beams of its own, from the live ones and their log-probabilities.
+  """Beam search with a draft model, from the live beams and their log-probabilities.
 
-  Behind what the target has read already it goes by what that said there, so that of beams all but
-  one of which were among the guesses only that one's future is uncertain. It does not read its last
-  level: what of that comes to stand it reads in the next round, before the newest tokens.
+  At nodes that the target has verified, the search uses the target's log-probabilities. If all live
+  beams but one were proposed in the round before, only the future of that one is then uncertain.
+
+  The draft model does not process its last level. Tokens of that level that are committed are
+  processed at the start of the next round, before the last tokens.
 
   Attributes:
-    draft: M_q, as it guesses a chain of gamma, its steps.
-    width: u, its beams.
-    nodes: N, that a pass of the target reads at most; None for as many as there can be.
+    draft: M_q as a draft that proposes a chain of gamma tokens; gamma is the number of steps.
+    num_beams: u, number of beams of the draft.
+    max_nodes: most nodes per target forward pass; None for no limit.
   """
 
   draft: ModelBasedDraft
-  width: int
-  nodes: int | None = None
+  num_beams: int
+  max_nodes: int | None = None
   depth: int = dataclasses.field(init=False)
 
   def __post_init__(self):
-    require_count("draft_beams", self.width)
+    require_count("draft_beams", self.num_beams)
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
-  def num_guesses(self, width: int) -> int:
-    if self.width < width:
+  def num_guesses(self, num_beams: int) -> int:
+    """Return u * D.
+
+    Raises:
+      InputError: u is less than `num_beams` or more than the size of the vocabulary.
+    """
+    if self.num_beams < num_beams:
       raise InputError(
-        f"The draft has {self.width} beams and the search {width}, all of which must be among them "
-        "for a step to be saved; give the draft as many at least."
+        f"The draft has {self.num_beams} beams and the search {num_beams}, all of which must be "
+        "among them for a step to be saved; give the draft at least that number."
       )
     vocab_size = self.draft.model.vocab_size
-    if self.width > vocab_size:
+    if self.num_beams > vocab_size:
       raise InputError(
-        f"The draft has {self.width} beams, more than the {vocab_size} tokens of its vocabulary; "
-        "give it fewer."
+        f"The draft has {self.num_beams} beams, more than the {vocab_size} tokens of its "
+        "vocabulary; give it fewer."
       )
-    return self.width * self.depth
+    return self.num_beams * self.depth
 
-  def num_nodes(self, width: int) -> int:
-    most = super().num_nodes(width)
-    if self.nodes is None:
-      return most
-    require_count("nodes", self.nodes)
-    if self.nodes < width:
+  def num_nodes(self, num_beams: int) -> int:
+    """Return M, at most `max_nodes`.
+
+    Raises:
+      InputError: `max_nodes` is less than `num_beams`, or as `num_guesses`.
+    """
+    num_nodes = super().num_nodes(num_beams)
+    if self.max_nodes is None:
+      return num_nodes
+    require_count("nodes", self.max_nodes)
+    if self.max_nodes < num_beams:
       raise InputError(
-        f"A pass reads {self.nodes} nodes, fewer than the search has beams ({width}), whose newest "
-        "tokens it must read; let it read as many at least."
+        f"A target forward pass has {self.max_nodes} nodes, fewer than the search has beams "
+        f"({num_beams}), whose last tokens it must cover; allow at least that number."
       )
-    return min(self.nodes, most)
+    return min(self.max_nodes, num_nodes)
 
-  def init(self, params: Any, context: Context, hidden: Array) -> Any:
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return self.draft.init(params, context, hidden)
 
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
-    width, num_slots = context.newest.shape[1], context.seen.shape[2]
-    at = context.length[:, None] - 1  # where the newest stand
+    num_beams, num_slots = context.last_tokens.shape[1], context.visible.shape[2]
+    position = context.length[:, None] - 1  # of the last tokens
     model, hidden = self.draft.model, context.hidden
     cache = self.draft.condition(params, state, hidden, 0, context.slot)
-    cache = model.commit(cache, context.slot - width)
-    tokens, sums, above, known = context.newest, context.log_probs, 0, context.known
-    seen = context.seen | own_slots(context.slot, width, num_slots)
-    block = jnp.concatenate([context.before, tokens], axis=1)
-    sees = jnp.concatenate([context.seen_before, seen], axis=1)
-    stands = jnp.repeat(jnp.concatenate([at - 1, at], axis=1), width, axis=1)
-    places, levels, read = put(context.places, stands, context.slot - width), [], 0
-    for level in range(self.depth):
-      placed = PlacedNodes(stands, places, sees)
-      logits, _, cache = model.extend(params, cache, block, placed, read)
-      read += block.shape[1]
-      log_probs = jax.nn.log_softmax(logits[:, -tokens.shape[1] :].astype(jnp.float32))
-      log_probs = log_probs.at[..., context.eos_id].set(-jnp.inf)
-      more = lax.top_k(sums[..., None] + log_probs, min(self.width, log_probs.shape[2]))
-      more = as_target_has_it(context, known, *more)
-      parents, tokens, sums = likeliest(*more, self.width)
-      known = child(context.kept, of(known, parents), tokens)
-      levels.append((tokens, above + parents, known))
-      above = read - width  # number of the node that the next level begins with
-      slot = context.slot + above
-      hidden = of(hidden, parents)
-      cache = self.draft.condition(params, cache, hidden, level + 1, slot)
-      seen = jnp.take_along_axis(seen, parents[..., None], axis=1)
-      seen |= own_slots(slot, self.width, num_slots)
-      block, sees, stands = tokens, seen, jnp.repeat(at + level + 1, self.width, axis=1)
-      places = put(places, stands, slot)
-    return Forest(*(jnp.concatenate(each, axis=1) for each in zip(*levels))), cache
+    cache = model.commit(cache, context.slot - num_beams)
+    tokens, log_probs, entries = context.last_tokens, context.log_probs, context.last_entries
+    first_parent = 0  # number of the first node of the level above
+    visible = context.visible | slot_mask(context.slot, num_beams, num_slots)
 
-  def observe(self, state: Any, context: BeamContext, path: Array, slot: Array) -> Any:
-    model, width = self.draft.model, context.newest.shape[1]
-    behind_newest = model.commit(state, context.slot + width)
-    return model.commit(move(model, behind_newest, path - width), slot)
+    # The first forward pass covers the last tokens and those of the step before.
+    block = jnp.concatenate([context.previous_tokens, tokens], axis=1)
+    block_visible = jnp.concatenate([context.previous_visible, visible], axis=1)
+    positions = jnp.concatenate([position - 1, position], axis=1)
+    positions = jnp.repeat(positions, num_beams, axis=1)
+    key_positions = write_block(context.key_positions, positions, context.slot - num_beams)
+    levels, num_processed = [], 0
+    for level in range(self.depth):
+      # Extend: the draft's distribution after each node of the level.
+      placed = PlacedNodes(positions, key_positions, block_visible)
+      logits, _, cache = model.extend(params, cache, block, placed, num_processed)
+      num_processed += block.shape[1]
+      next_log_probs = jax.nn.log_softmax(logits[:, -tokens.shape[1] :].astype(jnp.float32))
+      next_log_probs = next_log_probs.at[..., context.eos_id].set(-jnp.inf)
+
+      # Select: the u most probable continuations are the next level.
+      text_log_probs, continuations = lax.top_k(
+        log_probs[..., None] + next_log_probs, min(self.num_beams, next_log_probs.shape[2])
+      )
+      text_log_probs, continuations = _with_target_log_probs(
+        context, entries, text_log_probs, continuations
+      )
+      parents, tokens, log_probs = _top_continuations(text_log_probs, continuations, self.num_beams)
+      entries = find_child(context.verified, gather(entries, parents), tokens)
+      levels.append(Forest(tokens, first_parent + parents, entries))
+
+      # The next forward pass covers the new level.
+      first_parent = num_processed - num_beams
+      slot = context.slot + first_parent
+      hidden = gather(hidden, parents)
+      cache = self.draft.condition(params, cache, hidden, level + 1, slot)
+      visible = gather(visible, parents)
+      visible |= slot_mask(slot, self.num_beams, num_slots)
+      block, block_visible = tokens, visible
+      positions = jnp.repeat(position + level + 1, self.num_beams, axis=1)
+      key_positions = write_block(key_positions, positions, slot)
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=1), *levels), cache
+
+  def observe(
+    self, state: Any, context: BeamContext, path: Int[Array, "B K"], slot: Int[Array, " B"]
+  ) -> Any:
+    model, num_beams = self.draft.model, context.last_tokens.shape[1]
+    after_last_tokens = model.commit(state, context.slot + num_beams)
+    return model.commit(move_nodes(model, after_last_tokens, path - num_beams), slot)
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeBeamDraft(BeamDraft):
-  """Any draft that keeps nothing from round to round: a tree of its guesses for each beam.
+  """A tree of draft tokens after each beam, from any draft without a state between rounds.
 
-  Of the target's cache it may read what that holds of a source, and not the text, which is laid out
-  for beams (`layout`).
+  The draft may read the encoded source in the target's cache, but not the text, which is in the
+  layout of a beam search (`layout`).
 
   Attributes:
-    draft: of one text; at temperature 0.
+    draft: draft for a single text, at temperature 0.
 
   Raises:
-    InputError: (when a search begins) the draft keeps a state.
+    InputError: (in `propose`) the draft has a state.
   """
 
   draft: Draft
@@ -194,61 +241,97 @@ class TreeBeamDraft(BeamDraft):
   def __post_init__(self):
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
-  def num_guesses(self, width: int) -> int:
-    return width * self.draft.tree.num_guesses
+  def num_guesses(self, num_beams: int) -> int:
+    return num_beams * self.draft.tree.num_guesses
 
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
-    batch, width = context.newest.shape
-    each = lambda x: jnp.repeat(x, width, axis=0)
-    flat = lambda x: x.reshape(batch * width, *x.shape[2:])
-    of_beams = Context(
-      prompt=each(context.prompt),
-      tokens=flat(context.tokens),
-      length=each(context.length),
-      target_cache=jax.tree.map(each, context.target_cache),
-      hidden=flat(context.hidden),
+    batch, num_beams = context.last_tokens.shape
+
+    def repeat(x: Array) -> Array:
+      return jnp.repeat(x, num_beams, axis=0)
+
+    def flatten(x: Array) -> Array:
+      return x.reshape(batch * num_beams, *x.shape[2:])
+
+    # To the draft, each beam is a row.
+    beam_rows = Context(
+      prompt=repeat(context.prompt),
+      tokens=flatten(context.tokens),
+      length=repeat(context.length),
+      target_cache=jax.tree.map(repeat, context.target_cache),
+      hidden=flatten(context.hidden),
     )
-    kept = self.draft.init(params, of_beams, of_beams.hidden[:, None])
-    if jax.tree.leaves(kept):
+    row_state = self.draft.init(params, beam_rows, beam_rows.hidden[:, None])
+    if jax.tree.leaves(row_state):
       raise InputError(
         f"{type(self.draft).__name__} keeps a state for each text, and beams change places; give a "
-        "beam search a model as draft, or one that keeps none (n-grams, copies)."
+        "beam search a model as draft, or a draft without a state (n-grams, prompt lookup)."
       )
-    keys = jax.random.split(jax.random.key(0), batch * width)
-    proposal, _ = self.draft.propose(params, kept, of_beams, keys)
-    shape: Any = proposal.tree or self.draft.tree
-    above = jnp.broadcast_to(jnp.asarray(shape.parents, jnp.int32), proposal.tokens.shape)
-    above, beam = above.reshape(batch, width, -1), jnp.arange(width)[:, None]
-    parents = jnp.where(above == 0, beam, width + beam * above.shape[2] + above - 1)
+    keys = jax.random.split(jax.random.key(0), batch * num_beams)
+    proposal, _ = self.draft.propose(params, row_state, beam_rows, keys)
+
+    # Node i of a beam's tree, from 1, is node w + beam * N + i - 1 of the forest, where N is the
+    # number of draft tokens of the tree. Node 0 is the last token of the beam.
+    tree: Any = proposal.tree or self.draft.tree
+    in_tree = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), proposal.tokens.shape)
+    in_tree, beam = in_tree.reshape(batch, num_beams, -1), jnp.arange(num_beams)[:, None]
+    in_forest = num_beams + beam * in_tree.shape[2] + in_tree - 1
+    parents = jnp.where(in_tree == 0, beam, in_forest)
     tokens, parents = proposal.tokens.reshape(batch, -1), parents.reshape(batch, -1)
-    known = jnp.full(tokens.shape, -1)
-    for _ in range(self.depth):  # who follows is known only if whom it follows is
-      of_nodes = jnp.concatenate([context.known, known], axis=1)
-      known = child(context.kept, of(of_nodes, parents), tokens)
-    return Forest(tokens, parents, known), state
+    entries = jnp.full(tokens.shape, NO_ENTRY)
+    for _ in range(self.depth):  # the entry of a node is found from the entry of its parent
+      node_entries = jnp.concatenate([context.last_entries, entries], axis=1)
+      entries = find_child(context.verified, gather(node_entries, parents), tokens)
+    return Forest(tokens, parents, entries), state
 
 
-def as_target_has_it(
-  context: BeamContext, known: Array, sums: Array, tokens: Array
-) -> tuple[Array, Array]:
-  """Log-probabilities and tokens [B, n, k or 2w] of continuations: those of a draft, [B, n, k], and
-  of nodes with an entry `known` [B, n] the target's, less EOS."""
-  kept = context.kept
-  size = max(sums.shape[2], kept.sums.shape[2])
-  wide = lambda x, fill: jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2])), constant_values=fill)
-  at = jnp.maximum(known, 0)
-  token = wide(of(kept.continuations, at), 0)
-  exact = jnp.where(token == context.eos_id, -jnp.inf, wide(of(kept.sums, at), -jnp.inf))
-  is_known = (known >= 0)[..., None]
-  return jnp.where(is_known, exact, wide(sums, -jnp.inf)), jnp.where(
-    is_known, token, wide(tokens, 0)
+def _with_target_log_probs(
+  context: BeamContext,
+  entries: Int[Array, "B K"],
+  log_probs: Float[Array, "B K k"],
+  tokens: Int[Array, "B K k"],
+) -> tuple[Float[Array, "B K top"], Int[Array, "B K top"]]:
+  """Return continuations of nodes, with the target's in place of the draft's at verified nodes.
+
+  Args:
+    context: context of the round.
+    entries: entry of each node.
+    log_probs: the draft's log-probability of the text up to each continuation.
+    tokens: the draft's most probable tokens after each node.
+
+  Returns:
+    Log-probabilities and tokens; `top` is the larger one of k and 2w. The target's EOS has
+    log-probability -inf.
+  """
+  verified = context.verified
+  size = max(log_probs.shape[2], verified.log_probs.shape[2])
+
+  def pad(x: Shaped[Array, "B K n"], value: float | int) -> Shaped[Array, "B K top"]:
+    padding = (0, 0), (0, 0), (0, size - x.shape[2])
+    return jnp.pad(x, padding, constant_values=value)
+
+  index = jnp.maximum(entries, 0)
+  target_tokens = pad(gather(verified.continuations, index), 0)
+  target_log_probs = jnp.where(
+    target_tokens == context.eos_id, -jnp.inf, pad(gather(verified.log_probs, index), -jnp.inf)
+  )
+  is_verified = (entries >= 0)[..., None]
+  return (
+    jnp.where(is_verified, target_log_probs, pad(log_probs, -jnp.inf)),
+    jnp.where(is_verified, target_tokens, pad(tokens, 0)),
   )
 
 
-def likeliest(sums: Array, tokens: Array, count: int) -> tuple[Array, Array, Array]:
-  """Of continuations [B, n, k] the `count` best of each row: node, token (-1 if there are not as
-  many) and sum, [B, count]."""
-  flat = lambda x: x.reshape(len(x), -1)
-  best, at = lax.top_k(flat(sums), count)
-  tokens = jnp.take_along_axis(flat(tokens), at, axis=1)
-  return at // sums.shape[2], jnp.where(best > -jnp.inf, tokens, -1), best
+def _top_continuations(
+  log_probs: Float[Array, "B K top"], tokens: Int[Array, "B K top"], count: int
+) -> tuple[Int[Array, "B {count}"], Int[Array, "B {count}"], Float[Array, "B {count}"]]:
+  """Return the `count` most probable continuations of each row.
+
+  Returns:
+    Node, token and log-probability of each continuation. The token is -1 if there are fewer than
+    `count`.
+  """
+  batch = len(log_probs)
+  best, index = lax.top_k(log_probs.reshape(batch, -1), count)
+  best_tokens = gather(tokens.reshape(batch, -1), index)
+  return index // log_probs.shape[2], jnp.where(best > -jnp.inf, best_tokens, -1), best

@@ -1,10 +1,9 @@
-"""A round's nodes: the newest tokens of the live beams, and guesses behind them.
+"""Draft tokens of a round as a forest, and the block of nodes that the target verifies.
 
-Nodes 0..w-1 are the newest tokens of the live beams, guess i is node w + i. Those that the target
-has not read before are read in a pass, as many as that has room for, in their order.
+The nodes of a forest are the last tokens of the live beams, 0 to w - 1, and the draft tokens after
+them, w to F - 1. A target forward pass covers the first M nodes that are not verified yet.
 
-Axes: B batch, w beams, G guesses, K = w + G nodes, N read in a pass, M entries kept, E = M + N,
-T slots of a cache, L tokens of a text, V vocabulary.
+Axis letters as in `beam_search`.
 """
 
 from typing import Any, NamedTuple
@@ -12,118 +11,163 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Float, Int
 
-from specdec_jax.beam_search.entries import NOT, Entries, of, sum_at
-from specdec_jax.beam_search.layout import PlacedNodes, put
+from specdec_jax.beam_search.layout import PlacedNodes, write_block
+from specdec_jax.beam_search.verified import NO_ENTRY, VerifiedNodes, continuation_log_prob
+from specdec_jax.core.arrays import gather
 from specdec_jax.core.trees import reach
 
 
 class BeamContext(NamedTuple):
-  """What such a draft may read; slots are those of a cache laid out as the target's (`layout`).
+  """Inputs of a draft. Slots are those of a cache with the layout of the target's (`layout`).
 
   Attributes:
-    prompt: [B, P].
-    tokens: [B, w, L], live texts. length: [B], their tokens. log_probs: [B, w], theirs.
-    newest: [B, w], their last tokens. seen: [B, w, T], slots of what stands before each.
-    before: [B, w], the last tokens of the step before. seen_before: [B, w, T], slots that these
-      see, their own among them.
-    slot: [B], of the first of the newest. places: [B, T], of what each slot before it holds.
-    target_cache: the target's cache; its layers are laid out as above, what it holds of a source is a
-      row's.
-    hidden: [B, w, E], the target's last state where it chose the newest token.
-    kept: what the target has read already. known: [B, w], the newest tokens' entries there.
-    eos_id: ends a text.
+    prompt: padded prompts.
+    tokens: live texts.
+    length: number of tokens of the live texts.
+    log_probs: log-probabilities of the live texts.
+    last_tokens: last token of each live text.
+    visible: slots of the tokens before each last token.
+    previous_tokens: last tokens of the live texts one step earlier.
+    previous_visible: slots that the previous tokens attend to, their own included.
+    slot: slot of the first of the last tokens.
+    key_positions: position of the token in each slot before `slot`.
+    target_cache: cache of the target. Its layers have the layout above; the encoded source is
+      stored once per row.
+    hidden: hidden state from which the target selected each last token.
+    verified: nodes that the target has verified in earlier passes.
+    last_entries: entry of each last token; NO_ENTRY if it is not verified.
+    eos_id: token that ends a text.
   """
 
-  prompt: Array
-  tokens: Array
-  length: Array
-  log_probs: Array
-  newest: Array
-  seen: Array
-  before: Array
-  seen_before: Array
-  slot: Array
-  places: Array
+  prompt: Int[Array, "B P"]
+  tokens: Int[Array, "B w X"]
+  length: Int[Array, " B"]
+  log_probs: Float[Array, "B w"]
+  last_tokens: Int[Array, "B w"]
+  visible: Bool[Array, "B w T"]
+  previous_tokens: Int[Array, "B w"]
+  previous_visible: Bool[Array, "B w T"]
+  slot: Int[Array, " B"]
+  key_positions: Int[Array, "B T"]
   target_cache: Any
-  hidden: Array
-  kept: Entries
-  known: Array
+  hidden: Float[Array, "B w E"]
+  verified: VerifiedNodes
+  last_entries: Int[Array, "B w"]
   eos_id: int
 
 
 class Forest(NamedTuple):
-  """Guesses [B, G], -1 where none was made, the node [B, G] that each follows, and its entry
-  [B, G] if the target has read it already."""
-
-  tokens: Array
-  parents: Array
-  known: Array
-
-
-class Pass(NamedTuple):
-  """What the target reads of a round's nodes.
+  """Draft tokens after the live beams.
 
   Attributes:
-    nodes: [B, N], those read; the first one where there are fewer.
-    tokens: [B, N]. placed: what they see.
-    parents: [B, N], the entry that each follows; -1 for the newest tokens, and where there is none.
-    entries: [B, K], the entry that each node is, once they are read.
+    tokens: draft tokens; -1 for a token that was not proposed.
+    parents: node that each draft token follows.
+    entries: entry of each draft token; NO_ENTRY if it is not verified yet.
   """
 
-  nodes: Array
-  tokens: Array
+  tokens: Int[Array, "B N"]
+  parents: Int[Array, "B N"]
+  entries: Int[Array, "B N"]
+
+
+class VerifyBlock(NamedTuple):
+  """Nodes of a forest that one target forward pass covers.
+
+  Attributes:
+    nodes: number of each node in the forest; 0 for unused places of the block.
+    tokens: token of each node.
+    placed: positions and attention mask of the nodes.
+    parents: entry of the parent of each node; NO_ENTRY for last tokens and for unused places.
+    entries: entry of each node of the forest after the pass; NO_ENTRY if it is not verified then.
+  """
+
+  nodes: Int[Array, "B M"]
+  tokens: Int[Array, "B M"]
   placed: PlacedNodes
-  parents: Array
-  entries: Array
+  parents: Int[Array, "B M"]
+  entries: Int[Array, "B F"]
 
 
-def of_round(context: BeamContext, forest: Forest, depth: int, count: int) -> Pass:
-  """The first `count` nodes that the target has not read."""
-  width, num_kept = context.newest.shape[1], context.kept.tokens.shape[1]
-  tokens = jnp.concatenate([context.newest, forest.tokens], axis=1)
-  known = jnp.concatenate([context.known, forest.known], axis=1)
-  roots = jnp.broadcast_to(jnp.arange(width), context.newest.shape)
-  above = jnp.concatenate([roots, forest.parents], axis=1)
+def pack_block(context: BeamContext, forest: Forest, depth: int, count: int) -> VerifyBlock:
+  """Return the first `count` nodes of a forest that the target has not verified.
 
-  unread = (known < 0) & (tokens >= 0)
-  rank = jnp.cumsum(unread, axis=1) - 1
-  entries = jnp.where(unread & (rank < count), num_kept + rank, known)
-  is_it = entries[:, None] == num_kept + jnp.arange(count)[:, None]  # [B, N, K]
-  nodes, there = is_it.argmax(axis=2), is_it.any(axis=2)
-  parents = jnp.where(there & (nodes >= width), of(entries, of(above, nodes)), NOT)
+  Args:
+    context: context of the round.
+    forest: draft tokens of the round.
+    depth: D, most draft tokens on a path.
+    count: M, number of nodes of the block.
+  """
+  num_beams, num_cached = context.last_tokens.shape[1], context.verified.tokens.shape[1]
+  tokens = jnp.concatenate([context.last_tokens, forest.tokens], axis=1)
+  known_entries = jnp.concatenate([context.last_entries, forest.entries], axis=1)
+  roots = jnp.broadcast_to(jnp.arange(num_beams), context.last_tokens.shape)
+  parent_nodes = jnp.concatenate([roots, forest.parents], axis=1)
 
-  related = reach(above, depth)  # [B, K, K]
-  positions = context.length[:, None] - 2 + related.sum(axis=2)
-  place = entries[..., None] == jnp.arange(num_kept + count)  # [B, K, E]
-  sees = of(related, nodes)
-  of_root = jnp.einsum("bnw,bwt->bnt", sees[..., :width], context.seen, preferred_element_type=int)
-  of_entries = jnp.einsum("bnk,bke->bne", sees, place, preferred_element_type=int)
-  stand = jnp.einsum("bk,bke->be", positions, place, preferred_element_type=int)
-  placed = PlacedNodes(
-    positions=of(positions, nodes),
-    key_positions=put(context.places, stand, context.slot),
-    visible=put(of_root > 0, of_entries > 0, context.slot),
+  # Entries of new nodes follow those of the cached ones.
+  is_new = (known_entries < 0) & (tokens >= 0)
+  rank = jnp.cumsum(is_new, axis=1) - 1
+  entries = jnp.where(is_new & (rank < count), num_cached + rank, known_entries)
+  is_node = entries[:, None] == num_cached + jnp.arange(count)[:, None]  # [B, M, F]
+  nodes, is_used = is_node.argmax(axis=2), is_node.any(axis=2)
+  has_parent = is_used & (nodes >= num_beams)
+  parents = jnp.where(has_parent, gather(entries, gather(parent_nodes, nodes)), NO_ENTRY)
+
+  # A node attends to its ancestors in the forest and to the text before its root.
+  ancestors = reach(parent_nodes, depth)  # [B, F, F]
+  positions = context.length[:, None] - 2 + ancestors.sum(axis=2)
+  entry_of_node = entries[..., None] == jnp.arange(num_cached + count)  # [B, F, J]
+  block_ancestors = gather(ancestors, nodes)  # [B, M, F]
+  text_slots = jnp.einsum(
+    "bnw,bwt->bnt", block_ancestors[..., :num_beams], context.visible, preferred_element_type=int
   )
-  return Pass(nodes, of(tokens, nodes), placed, parents, entries)
+  ancestor_entries = jnp.einsum(
+    "bnk,bke->bne", block_ancestors, entry_of_node, preferred_element_type=int
+  )
+  entry_positions = jnp.einsum("bk,bke->be", positions, entry_of_node, preferred_element_type=int)
+  placed = PlacedNodes(
+    positions=gather(positions, nodes),
+    key_positions=write_block(context.key_positions, entry_positions, context.slot),
+    visible=write_block(text_slots > 0, ancestor_entries > 0, context.slot),
+  )
+  return VerifyBlock(nodes, gather(tokens, nodes), placed, parents, entries)
 
 
-def entries_read(
-  logits: Array, hidden: Array, read: Pass, context: BeamContext, depth: int
-) -> Entries:
-  """What a pass read: of each the 2w likeliest continuations, of equals the smaller token first,
-  and the log-probabilities of the texts that they make."""
-  width, num_kept = context.newest.shape[1], context.kept.tokens.shape[1]
+def verified_nodes(
+  logits: Float[Array, "B M V"],
+  hidden: Float[Array, "B M E"],
+  block: VerifyBlock,
+  context: BeamContext,
+  depth: int,
+) -> VerifiedNodes:
+  """Return the nodes of a block with their most probable continuations.
+
+  Of equally probable continuations, the one with the smaller token comes first.
+
+  Args:
+    logits: logits of the target at the nodes.
+    hidden: hidden states of the target at the nodes.
+    block: nodes of the pass.
+    context: context of the round.
+    depth: D, most draft tokens on a path.
+  """
+  num_beams, num_cached = context.last_tokens.shape[1], context.verified.tokens.shape[1]
   log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
-  batch, _, size = log_probs.shape
-  first = of(context.log_probs, jnp.minimum(read.nodes, width - 1))
-  of_kept = sum_at(context.kept, jnp.where(read.parents < num_kept, read.parents, NOT), read.tokens)
-  start = jnp.where(read.nodes < width, first, of_kept)
-  above, here = jnp.maximum(read.parents - num_kept, 0), read.parents >= num_kept
-  of_token = above * size + read.tokens  # in its parent's log-probabilities
-  own = jnp.take_along_axis(log_probs.reshape(batch, -1), of_token, axis=1)
-  sums = start
-  for _ in range(depth):
-    sums = jnp.where(here, of(sums, above) + own, start)
-  best, tokens = lax.top_k(sums[..., None] + log_probs, 2 * width)
-  return Entries(read.tokens, read.parents, tokens, best, hidden)
+  batch, _, vocab_size = log_probs.shape
+
+  # The text up to a node is a live text, or ends with a child of a cached node or of a block node.
+  live = gather(context.log_probs, jnp.minimum(block.nodes, num_beams - 1))
+  cached_parents = jnp.where(block.parents < num_cached, block.parents, NO_ENTRY)
+  after_cached = continuation_log_prob(context.verified, cached_parents, block.tokens)
+  start = jnp.where(block.nodes < num_beams, live, after_cached)
+  block_parents = jnp.maximum(block.parents - num_cached, 0)
+  in_block = block.parents >= num_cached
+  index = block_parents * vocab_size + block.tokens  # in the log-probabilities of the parent
+  token_log_probs = gather(log_probs.reshape(batch, -1), index)
+  text_log_probs = start
+  for _ in range(depth):  # each iteration adds one level of the forest
+    sums = gather(text_log_probs, block_parents) + token_log_probs
+    text_log_probs = jnp.where(in_block, sums, start)
+  best, continuations = lax.top_k(text_log_probs[..., None] + log_probs, 2 * num_beams)
+  return VerifiedNodes(block.tokens, block.parents, continuations, best, hidden)

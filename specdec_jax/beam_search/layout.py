@@ -1,12 +1,15 @@
-"""Where a beam search lays tokens in the slots of a cache, and what of them a node sees.
+"""Layout of the tokens of a beam search in the slots of a cache, and attention masks over them.
 
-A row's cache begins with its prompt, less the newest token, as any. Behind it lie w slots that
-nothing sees, then w a step: the live beams, in their order. What a beam's newest token sees goes
-with it from step to step, as a mask of slots; so nothing moves when beams change places. Last lie
-the entries: what the target has read ahead, and then what a pass reads. After it those that came to
-stand go to the places of their steps, and those that may yet (`entries`) right behind.
+The cache of a row begins with its prompt without the last token, as for decoding. Then follow w
+slots that no node attends to, and w slots per step: the last tokens of the live beams, in their
+order. The last part holds nodes that are not committed: first those cached from earlier passes
+(`verified`), then those of the current pass. After a pass the committed nodes move to the slots of
+their steps, and the nodes that remain cached move to the slots after them.
 
-Axes: B batch, w beams, n nodes, T slots.
+Each beam carries a mask of the slots that its text consists of. Therefore nothing in the cache
+moves when beams change places.
+
+Axis letters as in `beam_search`.
 """
 
 import dataclasses
@@ -15,8 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 
+from specdec_jax.core.arrays import gather
 from specdec_jax.core.trees import NodePlacement
 from specdec_jax.core.types import Model
 
@@ -43,41 +47,52 @@ class PlacedNodes:
     return NodePlacement(self.positions, self.key_positions, self.visible)
 
 
-def slot_of_newest(length: Array, prompt_length: Array, width: int) -> Array:
-  """Of live texts with `length` [B] tokens, the slot [B] of the first's newest."""
-  return prompt_length - 1 + width * (1 + length - prompt_length)
+def slot_of_last_tokens(
+  length: Int[Array, " B"], prompt_length: Int[Array, " B"], num_beams: int
+) -> Int[Array, " B"]:
+  """Return the slot of the first beam's last token, for live texts with `length` tokens."""
+  return prompt_length - 1 + num_beams * (1 + length - prompt_length)
 
 
-def places(prompt_length: Array, width: int, num_slots: int) -> Array:
-  """Where what each slot holds stands in its text, [B, T], however far a search has come."""
-  slots, prompt = jnp.arange(num_slots), prompt_length[:, None] - 1
-  return jnp.where(slots < prompt, slots, prompt + (slots - prompt) // width - 1)
+def committed_positions(
+  prompt_length: Int[Array, " B"], num_beams: int, num_slots: int
+) -> Int[Array, "B {num_slots}"]:
+  """Return the position in its text of the token in each slot, as if all slots were committed."""
+  slots, prompt_slots = jnp.arange(num_slots), prompt_length[:, None] - 1
+  step_positions = prompt_slots + (slots - prompt_slots) // num_beams - 1
+  return jnp.where(slots < prompt_slots, slots, step_positions)
 
 
-def own_slots(slot: Array, num_nodes: int, num_slots: int) -> Array:
-  """[B, n, T]: the slot of each node, of which the first is in `slot` [B]."""
+def slot_mask(
+  slot: Int[Array, " B"], num_nodes: int, num_slots: int
+) -> Bool[Array, "B {num_nodes} {num_slots}"]:
+  """Return a mask with the slot of each node; node i is in slot `slot + i`."""
   return jnp.arange(num_slots) == (slot[:, None] + jnp.arange(num_nodes))[..., None]
 
 
-def put(rows: Array, block: Array, slot: Array) -> Array:
-  """Rows [B, ..., T] with a block [B, ..., n] in the slots from `slot` [B] on."""
+def write_block(
+  rows: Shaped[Array, "B *rest T"], block: Shaped[Array, "B *rest K"], slot: Int[Array, " B"]
+) -> Shaped[Array, "B *rest T"]:
+  """Return `rows` with `block` in the slots from `slot` on."""
 
-  def one(row: Array, new: Array, at: Array) -> Array:
-    return lax.dynamic_update_slice(row, new, (*[0] * (row.ndim - 1), at))
+  def write_row(row: Array, new: Array, first: Array) -> Array:
+    return lax.dynamic_update_slice(row, new, (*[0] * (row.ndim - 1), first))
 
-  return jax.vmap(one)(rows, block.astype(rows.dtype), slot)
-
-
-def move(model: Model, cache: Any, nodes: Array) -> Any:
-  """The cache with nodes [B, n] of those behind what it holds at the first places there."""
-  first = model.commit(cache, cache.length - 1)
-  return model.commit(first, cache.length, path=nodes + 1)
+  return jax.vmap(write_row)(rows, block.astype(rows.dtype), slot)
 
 
-def joined(first: Array, count: Array, second: Array) -> Array:
-  """[B, m + n]: of `first` [B, m] each row's `count` [B], and `second` [B, n] right behind."""
+def move_nodes(model: Model, cache: Any, nodes: Int[Array, "B K"]) -> Any:
+  """Return the cache with some of the nodes after its length moved to the first slots there."""
+  shorter = model.commit(cache, cache.length - 1)
+  return model.commit(shorter, cache.length, path=nodes + 1)
+
+
+def concatenate_prefix(
+  first: Int[Array, "B K"], count: Int[Array, " B"], second: Int[Array, "B Q"]
+) -> Int[Array, "B K+Q"]:
+  """Return the first `count` elements of each row of `first`, followed by those of `second`."""
   size, skipped = first.shape[1], first.shape[1] - count[:, None]
-  number = jnp.arange(size + second.shape[1])
-  at = jnp.where(number < count[:, None], number, number + skipped)
+  position = jnp.arange(size + second.shape[1])
+  index = jnp.where(position < count[:, None], position, position + skipped)
   both = jnp.concatenate([first, second], axis=1)
-  return jnp.take_along_axis(both, jnp.minimum(at, number[-1]), axis=1)
+  return gather(both, jnp.minimum(index, position[-1]))

@@ -1,15 +1,19 @@
-"""Beam search by rounds of propose, extend, replay, in fixed shapes: plain search guesses nothing.
+"""Speculative beam search: rounds of propose, extend, replay, commit (Appendix A.4).
 
-A pass of the target reads the newest token of each live beam and a forest of guesses behind them,
-less what it has read in passes before. Its own log-probabilities then replay steps of the search,
-as long as all beams that live after one are among what was read; the step at which one is not
-stands too, since what it is made of was read. So a pass makes 1 to D + 1 steps, those of plain
-search; and what follows the beams that then live is kept, for the next to begin with.
+A target forward pass covers the last token of each live beam and a forest of draft tokens after
+them, without the nodes that earlier passes covered. With the target's log-probabilities the search
+then makes ordinary steps. Another step is possible as long as all live beams have been verified.
+The step after which a beam is not verified is still made, because everything that it depends on has
+been verified. A pass therefore allows 1 to D + 1 steps, which are exactly those of plain beam
+search. Verified nodes that continue live beams are cached for the next pass.
 
-Axes: B batch, w beams, G guesses, K = w + G nodes, D depth, N read in a pass, M = N entries kept, T
-slots of a cache, L tokens of a text, V vocabulary.
+Shapes are fixed, and a whole batch is searched in one jitted loop. Plain beam search is the same
+loop with a draft that proposes nothing (`NullBeamDraft`).
+
+Axis letters as in `beam_search`.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -17,311 +21,393 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Float, Int, Shaped
 
-from specdec_jax.beam_search.drafts import BeamDraft, NullBeamDraft
-from specdec_jax.beam_search.entries import Entries, child, join, keep, nothing, of
-from specdec_jax.beam_search.forest import BeamContext, entries_read, of_round
-from specdec_jax.beam_search.layout import joined, move, own_slots, places, slot_of_newest
-from specdec_jax.beam_search.step import Beams, begin, best_first, ended, step
-from specdec_jax.core.arrays import gather_or_zero
-from specdec_jax.core.types import Context, DecodeResult, Model, Rounds
+from specdec_jax.beam_search.drafts import BeamDraft
+from specdec_jax.beam_search.forest import (
+  BeamContext,
+  Forest,
+  VerifyBlock,
+  pack_block,
+  verified_nodes,
+)
+from specdec_jax.beam_search.layout import (
+  committed_positions,
+  concatenate_prefix,
+  move_nodes,
+  slot_mask,
+  slot_of_last_tokens,
+)
+from specdec_jax.beam_search.step import Beams, best_first, initial_beams, search_ended, step
+from specdec_jax.beam_search.verified import (
+  NO_ENTRY,
+  VerifiedNodes,
+  append_nodes,
+  empty_nodes,
+  find_child,
+  prune,
+)
+from specdec_jax.core.arrays import gather, gather_one, gather_or_zero
+from specdec_jax.core.types import Context, DecodeResult, Model, Params, Rounds
 from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.memory import require_memory
 
 
-class Found(NamedTuple):
-  """What a search found, the best first.
+class BeamResult(NamedTuple):
+  """Texts that a beam search found, in descending order of their scores.
 
   Attributes:
-    tokens: [B, w, T], new tokens with EOS, 0 past the end.
-    lengths: [B, w]; 0 where fewer than w texts ended.
-    scores: [B, w], log-probabilities divided by the length penalty; of a row none of whose texts
-      ended before the limit, log-probabilities.
-    steps: [R, B], of each pass of the target; 0 where a row was over.
-    num_rounds: [], passes.
-    not_finite: [B], the step that was not made because a logit was NaN or infinite; -1 if all were
-      finite.
+    tokens: new tokens with EOS, 0 past the end.
+    lengths: number of new tokens, EOS included; 0 for missing texts, if fewer than w ended.
+    scores: log-probabilities divided by the length penalty. If no text of a row ended before the
+      limit, they are log-probabilities.
+    steps: number of steps in each round; 0 after a row has ended.
+    num_rounds: number of rounds; each is one target forward pass.
+    not_finite: index of the step that could not be made because a logit of the target was NaN or
+      infinite; -1 if all were finite.
   """
 
-  tokens: Array
-  lengths: Array
-  scores: Array
-  steps: Array
-  num_rounds: Array
-  not_finite: Array
+  tokens: Int[Array, "B w X"]
+  lengths: Int[Array, "B w"]
+  scores: Float[Array, "B w"]
+  steps: Int[Array, "R B"]
+  num_rounds: Int[Array, ""]
+  not_finite: Int[Array, " B"]
+
+  def best(self) -> DecodeResult:
+    """Return the best text of each row as a result of decoding.
+
+    A round emits as many tokens as it made steps. All rounds together may emit more tokens than the
+    text has, because a search continues after its best text has ended.
+    """
+    no_guesses = jnp.zeros((*self.steps.shape, 0), jnp.int32)
+    num_accepted = jnp.maximum(self.steps - 1, 0)
+    rounds = Rounds(no_guesses, num_accepted, jnp.zeros_like(self.steps), self.steps)
+    tokens, lengths = self.tokens[:, 0], self.lengths[:, 0]
+    return DecodeResult(tokens, lengths, rounds, self.num_rounds, self.not_finite)
 
 
-class Live(NamedTuple):
-  """What a step changes; fields without a word here as in `BeamContext`.
+class BeamState(NamedTuple):
+  """The part of the state that a step of the search changes.
 
   Attributes:
-    follows: [B, w], the entries that the newest tokens follow.
+    beams: live and finished texts.
+    last_tokens: as in `BeamContext`.
+    visible: as in `BeamContext`.
+    previous_tokens: as in `BeamContext`.
+    previous_visible: as in `BeamContext`.
+    hidden: as in `BeamContext`.
+    parent_entries: entry that each last token follows.
   """
 
   beams: Beams
-  newest: Array
-  seen: Array
-  before: Array
-  seen_before: Array
-  hidden: Array
-  follows: Array
+  last_tokens: Int[Array, "B w"]
+  visible: Bool[Array, "B w T"]
+  previous_tokens: Int[Array, "B w"]
+  previous_visible: Bool[Array, "B w T"]
+  hidden: Float[Array, "B w E"]
+  parent_entries: Int[Array, "B w"]
 
 
-class State(NamedTuple):
-  """What a round begins with.
+class BeamSearchState(NamedTuple):
+  """State between two rounds.
 
   Attributes:
-    prompt: [B, P]. prompt_length: [B], committed tokens before the first round.
-    limit: [B], the length that no text exceeds. done: [B]. live: see `Live`.
-    kept, known: as in `BeamContext`.
-    target: its cache. draft: its state.
-    steps, num_rounds, not_finite: as in `Found`.
+    prompt: padded prompts.
+    prompt_length: number of committed tokens before the first round.
+    limit: length that no text exceeds.
+    done: whether the search of a row has ended.
+    live: live beams.
+    verified: as in `BeamContext`.
+    last_entries: as in `BeamContext`.
+    target_cache: cache of the target.
+    draft_state: state of the draft.
+    steps: as in `BeamResult`.
+    num_rounds: number of rounds so far.
+    not_finite: as in `BeamResult`.
   """
 
-  prompt: Array
-  prompt_length: Array
-  limit: Array
-  done: Array
-  live: Live
-  kept: Entries
-  known: Array
-  target: Any
-  draft: Any
-  steps: Array
-  num_rounds: Array
-  not_finite: Array
+  prompt: Int[Array, "B P"]
+  prompt_length: Int[Array, " B"]
+  limit: Int[Array, " B"]
+  done: Bool[Array, " B"]
+  live: BeamState
+  verified: VerifiedNodes
+  last_entries: Int[Array, "B w"]
+  target_cache: Any
+  draft_state: Any
+  steps: Int[Array, "R B"]
+  num_rounds: Int[Array, ""]
+  not_finite: Int[Array, " B"]
 
 
-def best(found: Found) -> DecodeResult:
-  """The best text of each row, as decoding gives one; a round emits the steps of a pass, which may
-  be more than the text has tokens, since a search goes on behind its best."""
-  none = jnp.zeros((*found.steps.shape, 0), jnp.int32)
-  made = jnp.maximum(found.steps - 1, 0)
-  rounds = Rounds(none, made, jnp.zeros_like(found.steps), found.steps)
-  first = found.tokens[:, 0], found.lengths[:, 0]
-  return DecodeResult(*first, rounds, found.num_rounds, found.not_finite)
+@dataclasses.dataclass(frozen=True)
+class BeamSearcher:
+  """Beam search for the most probable texts. Hashable, so it is static under `jit`.
 
+  Texts, their order and their scores do not depend on the draft. Scores differ from those of plain
+  beam search by the rounding of sums in another order. Texts that are equally probable to that
+  precision may therefore change places.
 
-@functools.partial(
-  jax.jit, static_argnames=("target", "width", "max_new_tokens", "length_penalty", "eos_id")
-)
-def beam_search(
-  target: Model,
-  params: Any,
-  prompt: Array,
-  *,
-  width: int,
-  max_new_tokens: int,
-  length_penalty: float = 0.6,
-  eos_id: int | None = None,
-) -> Found:
-  """The likeliest texts, a step a pass of the target, in one jitted program: the baseline.
-
-  Arguments and result as in `speculative_beam_search`.
+  Attributes:
+    target: M_p, whose most probable texts are found.
+    draft: draft that searches ahead; `NullBeamDraft()` is plain beam search.
+    num_beams: w, number of live texts and of results per row.
+    length_penalty: exponent alpha of the divisor ((5 + length) / 6) ** alpha of log-probabilities;
+      0 for none (Wu et al., 2016, equation 14). As in t5x, the prompt of a decoder-only model
+      counts. It is not negative, and the divisor stays below 1e30.
+    eos_id: token that ends a text; None for the target's.
   """
-  how = width, max_new_tokens, length_penalty, eos_id
-  return _search(target, NullBeamDraft(), params, (), prompt, *how)
 
+  target: Model
+  draft: BeamDraft
+  num_beams: int
+  length_penalty: float | int = 0.6
+  eos_id: int | None = None
 
-@functools.partial(
-  jax.jit,
-  static_argnames=("target", "draft", "width", "max_new_tokens", "length_penalty", "eos_id"),
-)
-def speculative_beam_search(
-  target: Model,
-  draft: BeamDraft,
-  target_params: Any,
-  draft_params: Any,
-  prompt: Array,
-  *,
-  width: int,
-  max_new_tokens: int,
-  length_penalty: float = 0.6,
-  eos_id: int | None = None,
-) -> Found:
-  """The same texts, order and scores, in fewer passes of the target (A.4), in one jitted program.
+  @functools.partial(jax.jit, static_argnames=("self", "max_new_tokens"))
+  def run(self, params: Params, prompt: Int[Array, "B P"], *, max_new_tokens: int) -> BeamResult:
+    """Search a batch in one jitted program.
 
-  Scores differ from plain search's by the rounding of sums in another order, and so may the order
-  of texts that are equally likely to that precision.
+    Args:
+      params: parameters of target and draft.
+      prompt: padded prompts. The texts of a row do not depend on its neighbors.
+      max_new_tokens: limit for each text, EOS included.
 
-  Args:
-    target: M_p.
-    draft: guesses how beams go on.
-    target_params: of the target.
-    draft_params: of the draft.
-    prompt: [B, P], padded; a row's texts do not depend on its neighbours.
-    width: w, beams of a row, and texts found for it.
-    max_new_tokens: limit for each text, EOS counted.
-    length_penalty: alpha in ((5 + length) / 6) ** alpha, by which log-probabilities are divided; 0
-      for none (Wu et al., 2016, equation 14). As in t5x, the tokens of a decoder-only model's
-      prompt count. Not negative, and divisors stay below 1e30.
-    eos_id: ends a text; None for the target's.
+    Raises:
+      InputError: num_beams or max_new_tokens is not a positive integer, length_penalty is out of
+        range, the vocabulary has fewer than two tokens per beam, or memory cannot hold what is
+        asked.
+    """
+    self._require_valid(prompt, max_new_tokens)
+    state = self.init(params, prompt, max_new_tokens)
+    return self.result(self.run_rounds(params, state))
 
-  Raises:
-    InputError: width or max_new_tokens is no whole number from 1, there are fewer than two tokens a
-      beam, or it is more than memory holds.
-  """
-  how = width, max_new_tokens, length_penalty, eos_id
-  return _search(target, draft, target_params, draft_params, prompt, *how)
+  def run_rounds(self, params: Params, state: BeamSearchState) -> BeamSearchState:
+    """Run rounds until the search of every row has ended."""
+    return lax.while_loop(lambda s: ~s.done.all(), lambda s: self.round(params, s), state)
 
+  def round(self, params: Params, state: BeamSearchState) -> BeamSearchState:
+    """Run one round: one target forward pass, and the steps that it allows."""
+    depth, context = self.draft.depth, self._context(state)
 
-def _search(
-  target, draft, target_params, draft_params, prompt, width, limit, length_penalty, eos_id
-) -> Found:
-  require_count("beams", width)
-  require_count("max_new_tokens", limit)
-  if target.vocab_size < 2 * width:
-    raise InputError(
-      f"beams is {width}, and each step looks at twice as many continuations of a beam, more than "
-      f"the vocabulary's {target.vocab_size}; lower it."
+    # Propose: the draft searches ahead and returns a forest of draft tokens after the live beams.
+    forest, draft_state = self.draft.propose(params.draft, state.draft_state, context)
+
+    # Extend: one target forward pass over the last tokens and draft tokens not yet verified.
+    block = pack_block(context, forest, depth, self.draft.num_nodes(self.num_beams))
+    num_cached = state.verified.tokens.shape[1]
+    cache = self.target.commit(state.target_cache, context.slot + num_cached)
+    logits, hidden, cache = self.target.extend(params.target, cache, block.tokens, block.placed)
+    new_nodes = verified_nodes(logits, hidden, block, context, depth)
+    nodes = append_nodes(state.verified, new_nodes)
+
+    # Replay: steps of plain beam search, as long as all live beams have been verified.
+    finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1)
+    live, path = self._replay(state, forest, block, nodes, ~state.done & finite)
+    num_steps, slot = live.beams.length - context.length, self._slot(state, live.beams.length)
+
+    # Commit: committed nodes move to the slots of their steps, and nodes that remain cached to the
+    # slots after them.
+    last_entries = find_child(nodes, live.parent_entries, live.last_tokens)
+    verified, last_entries, old_entries = prune(nodes, last_entries, num_cached, depth)
+    if num_cached:  # without cached nodes, committed ones are in place already
+      path_entries = gather(block.entries, path)
+      moved = concatenate_prefix(path_entries, num_steps * self.num_beams, old_entries)
+      cache = move_nodes(self.target, self.target.commit(cache, context.slot), moved)
+
+    return state._replace(
+      done=state.done | search_ended(live.beams, state.limit, self._penalty) | ~finite,
+      live=live,
+      verified=verified,
+      last_entries=last_entries,
+      target_cache=self.target.commit(cache, slot),
+      draft_state=self.draft.observe(draft_state, context, path[:, self.num_beams :], slot),
+      steps=state.steps.at[state.num_rounds].set(num_steps),
+      num_rounds=state.num_rounds + 1,
+      not_finite=jnp.where(
+        state.done | finite, state.not_finite, context.length - state.prompt_length
+      ),
     )
-  # Scores are float32: the longest text's must not be rounded to 0.
-  longest = target.prompt_tokens(prompt)[0].shape[1] + limit
-  most = math.floor(10 * math.log(1e30) / math.log((5 + longest) / 6)) / 10
-  length_penalty = require_number("length_penalty", length_penalty, 0, most)
-  eos_id = target.eos_id if eos_id is None else eos_id
-  models = target, draft, target_params, draft_params
-  a_round = functools.partial(one_round, *models, length_penalty, eos_id)
-  s = lax.while_loop(lambda s: ~s.done.all(), a_round, start(*models, prompt, width, limit))
-  texts, scores, there = best_first(s.live.beams)
-  new = s.prompt_length[:, None] + jnp.arange(limit)
-  tokens = jnp.take_along_axis(texts, new[:, None], axis=2)
-  is_eos = tokens == eos_id
-  unended = (s.live.beams.length - s.prompt_length)[:, None]
-  lengths = there * jnp.where(is_eos.any(axis=2), is_eos.argmax(axis=2) + 1, unended)
-  return Found(tokens, lengths, scores, s.steps, s.num_rounds, s.not_finite)
 
+  def init(self, params: Params, prompt: Int[Array, "B P"], max_new_tokens: int) -> BeamSearchState:
+    """Return the state before the first round, after both models have processed the prompt.
 
-def start(target, draft: BeamDraft, target_params, draft_params, prompt, width, limit) -> State:
-  """Before the first round: both models have read the prompt. Arguments as in
-  `speculative_beam_search`, `limit` for max_new_tokens."""
-  batch, (first, length) = len(prompt), target.prompt_tokens(prompt)
-  num_guesses, num_nodes = draft.num_guesses(width), draft.num_nodes(width)
-  num_kept = num_nodes if num_guesses else 0  # plain search has read nothing ahead
-  behind = max(width + num_guesses, num_kept + num_nodes, width * (draft.depth + 1) + num_kept)
-  num_slots = first.shape[1] + width * (limit + 1) + behind
-  hidden, cache = target.prefill(target_params, prompt, num_slots)
-  slot, newest_hidden = slot_of_newest(length, length, width), gather_or_zero(hidden, length - 2)
-  tokens = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
-  context = Context(prompt, tokens, length, cache, newest_hidden)
-  each = lambda x: jnp.repeat(x[:, None], width, axis=1)
-  live = Live(
-    beams=begin(jnp.pad(first, ((0, 0), (0, limit))), length, width),
-    newest=each(jnp.take_along_axis(first, length[:, None] - 1, axis=1)[:, 0]),
-    seen=each(jnp.arange(num_slots) < length[:, None] - 1),
-    before=jnp.zeros((batch, width), jnp.int32),
-    seen_before=own_slots(slot - width, width, num_slots),
-    hidden=each(newest_hidden),
-    follows=jnp.zeros((batch, width), jnp.int32),
-  )
-  state = State(
-    prompt=prompt,
-    prompt_length=length,
-    limit=length + limit,
-    done=jnp.zeros(batch, bool),
-    live=live,
-    kept=nothing(batch, num_kept, width, newest_hidden),
-    known=jnp.full((batch, width), -1),
-    target=target.commit(cache, slot),
-    draft=draft.init(draft_params, context, hidden),
-    steps=jnp.zeros((limit, batch), jnp.int32),
-    num_rounds=jnp.zeros((), jnp.int32),
-    not_finite=jnp.full(batch, -1, jnp.int32),
-  )
-  what = f"a batch of {batch} with {width} beams, max_new_tokens {limit} and {num_nodes} nodes"
-  of_round = jax.ShapeDtypeStruct((batch, num_nodes, target.vocab_size), jnp.float32)
-  require_memory(what, (target_params, draft_params, state, of_round))
-  return state
+    Arguments as in `run`. Memory is checked while tracing, before anything runs.
 
-
-def one_round(
-  target: Model,
-  draft: BeamDraft,
-  target_params,
-  draft_params,
-  length_penalty: float,
-  eos_id: int,
-  s: State,
-) -> State:
-  """One pass of the target, and the steps that it is good for."""
-  live, num_kept = s.live, s.kept.tokens.shape[1]
-  width, num_slots = live.newest.shape[1], live.seen.shape[2]
-  slot_of = lambda beams: slot_of_newest(beams.length, s.prompt_length, width)
-  context = BeamContext(
-    prompt=s.prompt,
-    tokens=live.beams.tokens,
-    length=live.beams.length,
-    log_probs=live.beams.log_probs,
-    newest=live.newest,
-    seen=live.seen,
-    before=live.before,
-    seen_before=live.seen_before,
-    slot=slot_of(live.beams),
-    places=places(s.prompt_length, width, num_slots),
-    target_cache=s.target,
-    hidden=live.hidden,
-    kept=s.kept,
-    known=s.known,
-    eos_id=eos_id,
-  )
-
-  # Propose, and extend: one target pass over the newest tokens and guesses that it has not read.
-  forest, draft_state = draft.propose(draft_params, s.draft, context)
-  read = of_round(context, forest, draft.depth, draft.num_nodes(width))
-  behind_kept = target.commit(s.target, context.slot + num_kept)
-  logits, hidden, cache = target.extend(target_params, behind_kept, read.tokens, read.placed)
-  entries = join(s.kept, entries_read(logits, hidden, read, context, draft.depth))
-
-  # Replay: steps of plain search, from level to level while all that live have been read.
-  finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1)
-  active = ~s.done & finite
-  nodes = jnp.broadcast_to(jnp.arange(width), live.newest.shape)
-  path = [nodes]
-  for level in range(draft.depth + 1):
-    beams, at = live.beams, of(read.entries, nodes)
-    more = of(entries.continuations, at), of(entries.sums, at)
-    after, chosen = step(beams, *more, length_penalty, eos_id)
-    seen = live.seen | own_slots(slot_of(beams), width, num_slots)
-    follows = of(at, chosen)
-    after = Live(
-      beams=after,
-      newest=jnp.take_along_axis(after.tokens, beams.length[:, None, None], axis=2)[..., 0],
-      seen=of(seen, chosen),
-      before=live.newest,
-      seen_before=seen,
-      hidden=of(entries.hidden, follows),
-      follows=follows,
+    Raises:
+      InputError: the draft cannot search with these beams, or memory cannot hold what is asked.
+    """
+    batch, num_beams = len(prompt), self.num_beams
+    first, length = self.target.prompt_tokens(prompt)
+    num_guesses, num_nodes = self.draft.num_guesses(num_beams), self.draft.num_nodes(num_beams)
+    num_cached = num_nodes if num_guesses else 0  # plain beam search verifies nothing ahead
+    # Most slots after the committed tokens that drafting, a pass, or moving nodes needs.
+    num_spare = max(
+      num_beams + num_guesses,
+      num_cached + num_nodes,
+      num_beams * (self.draft.depth + 1) + num_cached,
     )
-    live = jax.tree.map(functools.partial(_where, active), after, live)
-    if level < draft.depth:
-      same = live.newest[..., None] == forest.tokens[:, None]
-      same &= of(nodes, chosen)[..., None] == forest.parents[:, None]
-      same &= (read.entries[:, width:] >= 0)[:, None]  # [B, w, G]
-      nodes = width + same.argmax(axis=2)
-      path.append(nodes)
-      active &= same.any(axis=2).all(axis=1) & ~ended(live.beams, s.limit, length_penalty)
+    num_slots = first.shape[1] + num_beams * (max_new_tokens + 1) + num_spare
+    hidden, cache = self.target.prefill(params.target, prompt, num_slots)
+    slot = slot_of_last_tokens(length, length, num_beams)
+    last_hidden = gather_or_zero(hidden, length - 2)
+    tokens = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
+    context = Context(prompt, tokens, length, cache, last_hidden)
 
-  # Commit: what came to stand lies where plain search would have put it, and what may yet behind.
-  stood = jnp.concatenate(path, axis=1)
-  made, slot = live.beams.length - context.length, slot_of(live.beams)
-  known = child(entries, live.follows, live.newest)
-  kept, known, were = keep(entries, known, num_kept, draft.depth)
-  if num_kept:  # else the newest tokens lie where they are to
-    path = joined(of(read.entries, stood), made * width, were)
-    cache = move(target, target.commit(cache, context.slot), path)
-  return s._replace(
-    done=s.done | ended(live.beams, s.limit, length_penalty) | ~finite,
-    live=live,
-    kept=kept,
-    known=known,
-    target=target.commit(cache, slot),
-    draft=draft.observe(draft_state, context, stood[:, width:], slot),
-    steps=s.steps.at[s.num_rounds].set(made),
-    num_rounds=s.num_rounds + 1,
-    not_finite=jnp.where(s.done | finite, s.not_finite, context.length - s.prompt_length),
-  )
+    def repeat(x: Shaped[Array, " B *rest"]) -> Shaped[Array, "B w *rest"]:
+      return jnp.repeat(x[:, None], num_beams, axis=1)
+
+    texts = jnp.pad(first, ((0, 0), (0, max_new_tokens)))
+    live = BeamState(
+      beams=initial_beams(texts, length, num_beams),
+      last_tokens=repeat(gather_one(first, length - 1)),
+      visible=repeat(jnp.arange(num_slots) < length[:, None] - 1),
+      previous_tokens=jnp.zeros((batch, num_beams), jnp.int32),
+      previous_visible=slot_mask(slot - num_beams, num_beams, num_slots),
+      hidden=repeat(last_hidden),
+      parent_entries=jnp.zeros((batch, num_beams), jnp.int32),
+    )
+    state = BeamSearchState(
+      prompt=prompt,
+      prompt_length=length,
+      limit=length + max_new_tokens,
+      done=jnp.zeros(batch, bool),
+      live=live,
+      verified=empty_nodes(batch, num_cached, num_beams, last_hidden),
+      last_entries=jnp.full((batch, num_beams), NO_ENTRY),
+      target_cache=self.target.commit(cache, slot),
+      draft_state=self.draft.init(params.draft, context, hidden),
+      steps=jnp.zeros((max_new_tokens, batch), jnp.int32),
+      num_rounds=jnp.zeros((), jnp.int32),
+      not_finite=jnp.full(batch, -1, jnp.int32),
+    )
+    what = f"a batch of {batch} with {num_beams} beams, max_new_tokens {max_new_tokens} and "
+    what += f"{num_nodes} nodes"
+    # One round needs logits of the target at every node.
+    logits = jax.ShapeDtypeStruct((batch, num_nodes, self.target.vocab_size), jnp.float32)
+    require_memory(what, (params, state, logits))
+    return state
+
+  def result(self, state: BeamSearchState) -> BeamResult:
+    """Return the new tokens of the texts in a state, the best text first."""
+    beams, max_new_tokens = state.live.beams, len(state.steps)
+    texts, scores, exists = best_first(beams)
+    new = state.prompt_length[:, None] + jnp.arange(max_new_tokens)
+    tokens = jnp.take_along_axis(texts, new[:, None], axis=2)
+    is_eos = tokens == self._eos_id
+    length_at_limit = (beams.length - state.prompt_length)[:, None]
+    lengths = exists * jnp.where(is_eos.any(axis=2), is_eos.argmax(axis=2) + 1, length_at_limit)
+    return BeamResult(tokens, lengths, scores, state.steps, state.num_rounds, state.not_finite)
+
+  def _replay(
+    self,
+    state: BeamSearchState,
+    forest: Forest,
+    block: VerifyBlock,
+    nodes: VerifiedNodes,
+    active: Bool[Array, " B"],
+  ) -> tuple[BeamState, Int[Array, "B path"]]:
+    """Make steps of plain beam search with the target's log-probabilities.
+
+    Args:
+      state: state before the round.
+      forest: draft tokens of the round.
+      block: nodes of the pass.
+      nodes: all verified nodes.
+      active: rows that make a step. A row becomes inactive when it has ended, or when a live beam
+        is not verified.
+
+    Returns:
+      The live beams after the steps, and the nodes of the forest that the steps extended: w per
+      step, for D + 1 steps. Those past the last step of a row are arbitrary.
+    """
+    live, depth = state.live, self.draft.depth
+    num_beams, num_slots = self.num_beams, live.visible.shape[2]
+    live_nodes = jnp.broadcast_to(jnp.arange(num_beams), live.last_tokens.shape)
+    path = [live_nodes]
+    for level in range(depth + 1):
+      # One step: each live beam receives the continuations of its node.
+      beams, entries = live.beams, gather(block.entries, live_nodes)
+      continuations = gather(nodes.continuations, entries)
+      log_probs = gather(nodes.log_probs, entries)
+      new_beams, chosen = step(beams, continuations, log_probs, self._penalty, self._eos_id)
+      visible = live.visible | slot_mask(self._slot(state, beams.length), num_beams, num_slots)
+      parent_entries = gather(entries, chosen)
+      last_tokens = jnp.take_along_axis(new_beams.tokens, beams.length[:, None, None], axis=2)
+      new_live = BeamState(
+        beams=new_beams,
+        last_tokens=last_tokens[..., 0],
+        visible=gather(visible, chosen),
+        previous_tokens=live.last_tokens,
+        previous_visible=visible,
+        hidden=gather(nodes.hidden, parent_entries),
+        parent_entries=parent_entries,
+      )
+      live = jax.tree.map(functools.partial(_where_rows, active), new_live, live)
+
+      # Another step needs all live beams to be verified draft tokens.
+      if level < depth:
+        is_node = live.last_tokens[..., None] == forest.tokens[:, None]
+        is_node &= gather(live_nodes, chosen)[..., None] == forest.parents[:, None]
+        is_node &= (block.entries[:, num_beams:] >= 0)[:, None]  # [B, w, N]
+        live_nodes = num_beams + is_node.argmax(axis=2)
+        path.append(live_nodes)
+        all_verified = is_node.any(axis=2).all(axis=1)
+        active &= all_verified & ~search_ended(live.beams, state.limit, self._penalty)
+    return live, jnp.concatenate(path, axis=1)
+
+  def _context(self, state: BeamSearchState) -> BeamContext:
+    """Return the part of a state that a draft may read."""
+    live, num_slots = state.live, state.live.visible.shape[2]
+    return BeamContext(
+      prompt=state.prompt,
+      tokens=live.beams.tokens,
+      length=live.beams.length,
+      log_probs=live.beams.log_probs,
+      last_tokens=live.last_tokens,
+      visible=live.visible,
+      previous_tokens=live.previous_tokens,
+      previous_visible=live.previous_visible,
+      slot=self._slot(state, live.beams.length),
+      key_positions=committed_positions(state.prompt_length, self.num_beams, num_slots),
+      target_cache=state.target_cache,
+      hidden=live.hidden,
+      verified=state.verified,
+      last_entries=state.last_entries,
+      eos_id=self._eos_id,
+    )
+
+  def _slot(self, state: BeamSearchState, length: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Return the slot of the first of the last tokens, for live texts with `length` tokens."""
+    return slot_of_last_tokens(length, state.prompt_length, self.num_beams)
+
+  @property
+  def _eos_id(self) -> int:
+    return self.target.eos_id if self.eos_id is None else self.eos_id
+
+  @property
+  def _penalty(self) -> float:
+    """The length penalty as a float, because an integer would change the compiled program."""
+    return float(self.length_penalty)
+
+  def _require_valid(self, prompt: Int[Array, "B P"], max_new_tokens: int) -> None:
+    """Raise InputError as described in `run`."""
+    require_count("beams", self.num_beams)
+    require_count("max_new_tokens", max_new_tokens)
+    if self.target.vocab_size < 2 * self.num_beams:
+      raise InputError(
+        f"beams is {self.num_beams}, and each step considers twice as many continuations, more than "
+        f"the vocabulary's {self.target.vocab_size}; lower it."
+      )
+    # Scores are float32: the longest text's must not be rounded to 0.
+    longest = self.target.prompt_tokens(prompt)[0].shape[1] + max_new_tokens
+    highest = math.floor(10 * math.log(1e30) / math.log((5 + longest) / 6)) / 10
+    require_number("length_penalty", self.length_penalty, 0, highest)
 
 
-def _where(rows: Array, new: Array, old: Array) -> Array:
-  """Rows [B] of the one, and the others of the other, [B, ...]."""
+def _where_rows(
+  rows: Bool[Array, " B"], new: Shaped[Array, " B *rest"], old: Shaped[Array, " B *rest"]
+) -> Shaped[Array, " B *rest"]:
+  """Return the selected rows of `new`, and the other rows of `old`."""
   return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -1,116 +1,141 @@
-"""One step of beam search, as t5x's `decoding.beam_search` takes it, to the order of equal scores.
+"""One step of beam search, identical to t5x's `decoding.beam_search` down to the order of ties.
 
-Axes: B batch, w beams, T tokens of a text (those before the search among them), V vocabulary.
+Axis letters as in `beam_search`.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Bool, Float, Int
 
-NONE = -1e7  # in place of a log-probability or a score where there is no text
+from specdec_jax.core.arrays import gather
+
+NEG_SCORE = -1e7  # stands for the log-probability or the score of a text that does not exist
 
 
 class Beams(NamedTuple):
-  """What a search has found so far; live texts and finished ones each in ascending order.
+  """Live and finished texts of a search, each in ascending order of their scores.
 
   Attributes:
-    tokens: [B, w, T], live texts. log_probs: [B, w], theirs.
-    finished_tokens: [B, w, T], with EOS. scores: [B, w], theirs. finished: [B, w], whether there is
-      one.
-    length: [B], tokens of the live texts.
+    tokens: live texts, including the tokens before the search.
+    log_probs: log-probabilities of the live texts.
+    finished_tokens: finished texts, with EOS.
+    scores: log-probabilities of the finished texts, divided by the length penalty.
+    finished: whether there is such a finished text.
+    length: number of tokens of the live texts.
   """
 
-  tokens: Array
-  log_probs: Array
-  finished_tokens: Array
-  scores: Array
-  finished: Array
-  length: Array
+  tokens: Int[Array, "B w X"]
+  log_probs: Float[Array, "B w"]
+  finished_tokens: Int[Array, "B w X"]
+  scores: Float[Array, "B w"]
+  finished: Bool[Array, "B w"]
+  length: Int[Array, " B"]
 
 
-def begin(tokens: Array, length: Array, width: int) -> Beams:
-  """Before the first step, of texts [B, T] that have `length` [B] tokens: one beam a row is alive,
-  and the others wait for its continuations."""
+def initial_beams(tokens: Int[Array, "B X"], length: Int[Array, " B"], num_beams: int) -> Beams:
+  """Return the beams before the first step, for texts that have `length` tokens.
+
+  Only the first beam of each row is alive. The others receive its continuations in the first step.
+  """
   batch = len(tokens)
-  none = jnp.full((batch, width), NONE, jnp.float32)
-  each = jnp.repeat(tokens[:, None], width, axis=1)
+  no_score = jnp.full((batch, num_beams), NEG_SCORE, jnp.float32)
+  texts = jnp.repeat(tokens[:, None], num_beams, axis=1)
   return Beams(
-    tokens=each,
-    log_probs=none.at[:, 0].set(0),
-    finished_tokens=jnp.zeros_like(each),
-    scores=none,
-    finished=jnp.zeros((batch, width), bool),
+    tokens=texts,
+    log_probs=no_score.at[:, 0].set(0),
+    finished_tokens=jnp.zeros_like(texts),
+    scores=no_score,
+    finished=jnp.zeros((batch, num_beams), bool),
     length=length,
   )
 
 
 def step(
-  beams: Beams, tokens: Array, sums: Array, length_penalty: float, eos_id: int
-) -> tuple[Beams, Array]:
-  """Each row one token further: its beams, and of which beam before each is a continuation [B, w].
+  beams: Beams,
+  tokens: Int[Array, "B w 2*w"],
+  log_probs: Float[Array, "B w 2*w"],
+  length_penalty: float,
+  eos_id: int,
+) -> tuple[Beams, Int[Array, "B w"]]:
+  """Extend the texts of each row by one token.
 
-  Twice as many continuations are looked at as there are beams, so that w stay alive if all the
-  others end.
+  The step considers 2w continuations, so that w texts stay alive if all the others end.
 
   Args:
-    beams: before.
-    tokens: [B, w, 2w], the likeliest continuations of each beam, in order.
-    sums: [B, w, 2w], log-probabilities of the texts that they make.
-    length_penalty: of `penalty`.
-    eos_id: ends a text.
+    beams: beams before the step.
+    tokens: most probable next tokens of each live text, in descending order.
+    log_probs: log-probability of each live text with its next token.
+    length_penalty: as in `BeamSearcher`.
+    eos_id: token that ends a text.
+
+  Returns:
+    The beams after the step, and the beam that each live text continues.
   """
-  batch, width, _ = sums.shape
-  top, at = lax.top_k(sums.reshape(batch, -1), 2 * width)
-  parents = at // (2 * width)
-  newest = jnp.take_along_axis(tokens.reshape(batch, -1), at, axis=1)
-  texts = jnp.take_along_axis(beams.tokens, parents[..., None], axis=1)
-  here = jnp.arange(texts.shape[2]) == beams.length[:, None, None]
-  texts = jnp.where(here, newest[..., None], texts)
-  ends = newest == eos_id
+  batch, num_beams, _ = log_probs.shape
+  top, index = lax.top_k(log_probs.reshape(batch, -1), 2 * num_beams)
+  parents = index // (2 * num_beams)
+  last_tokens = gather(tokens.reshape(batch, -1), index)
+  texts = gather(beams.tokens, parents)
+  is_new = jnp.arange(texts.shape[2]) == beams.length[:, None, None]
+  texts = jnp.where(is_new, last_tokens[..., None], texts)
+  ends = last_tokens == eos_id
 
-  alive = top + ends * NONE
-  _, best = lax.top_k(alive, width)
-  best = jnp.flip(best, axis=1)
+  # Live: the best w continuations that do not end.
+  live_log_probs = top + ends * NEG_SCORE
+  _, live = lax.top_k(live_log_probs, num_beams)
+  live = jnp.flip(live, axis=1)
 
-  # The best of those that had finished and those that do now; of equals the former.
-  scores = top / penalty(beams.length, length_penalty)[:, None] + ~ends * NONE
+  # Finished: the best w of the texts finished earlier and those that end now. The earlier ones come
+  # first, because top_k returns the first of equal scores.
+  scores = top / length_divisor(beams.length, length_penalty)[:, None] + ~ends * NEG_SCORE
   scores = jnp.concatenate([beams.scores, scores], axis=1)
-  _, kept = lax.top_k(scores, width)
-  kept = jnp.flip(kept, axis=1)
+  _, best = lax.top_k(scores, num_beams)
+  best = jnp.flip(best, axis=1)
   finished_tokens = jnp.concatenate([beams.finished_tokens, texts], axis=1)
   finished = jnp.concatenate([beams.finished, ends], axis=1)
-  of = lambda x, i: jnp.take_along_axis(x, i.reshape(*i.shape, *[1] * (x.ndim - 2)), axis=1)
-  after = Beams(
-    tokens=of(texts, best),
-    log_probs=of(alive, best),
-    finished_tokens=of(finished_tokens, kept),
-    scores=of(scores, kept),
-    finished=of(finished, kept),
+  new_beams = Beams(
+    tokens=gather(texts, live),
+    log_probs=gather(live_log_probs, live),
+    finished_tokens=gather(finished_tokens, best),
+    scores=gather(scores, best),
+    finished=gather(finished, best),
     length=beams.length + 1,
   )
-  return after, of(parents, best)
+  return new_beams, gather(parents, live)
 
 
-def penalty(length: Array, length_penalty: float) -> Array:
-  """What the log-probability of a text is divided by (Wu et al., 2016, equation 14): its tokens
-  are those up to `length` without the one that all begin with."""
+def length_divisor(length: Int[Array, " B"], length_penalty: float) -> Float[Array, " B"]:
+  """Return the divisor of log-probabilities, ((5 + length) / 6) ** length_penalty.
+
+  This is equation 14 of Wu et al. (2016). As in t5x, `length` is the number of tokens before the
+  last one, so the start token is not counted.
+  """
   return jnp.power((5.0 + length) / 6.0, length_penalty)
 
 
-def ended(beams: Beams, limit: Array, length_penalty: float) -> Array:
-  """Whether a row's search is over, [B]: its texts have reached the limit [B], or no live one can
-  become better than the worst finished."""
-  best_live = beams.log_probs[:, -1] / penalty(limit, length_penalty)
-  worst = beams.scores.min(axis=1)
-  return (beams.length >= limit) | (beams.finished.all(axis=1) & (worst > best_live))
+def search_ended(beams: Beams, limit: Int[Array, " B"], length_penalty: float) -> Bool[Array, " B"]:
+  """Return whether the search of each row is done.
+
+  It is done when its texts have reached the limit, or when no live text can become better than the
+  worst finished text.
+  """
+  best_live = beams.log_probs[:, -1] / length_divisor(limit, length_penalty)
+  worst_finished = beams.scores.min(axis=1)
+  return (beams.length >= limit) | (beams.finished.all(axis=1) & (worst_finished > best_live))
 
 
-def best_first(beams: Beams) -> tuple[Array, Array, Array]:
-  """Texts [B, w, T], scores [B, w], and whether there is such a text, [B, w]: the finished ones, or
-  where a row has none the live ones with their log-probabilities."""
+def best_first(
+  beams: Beams,
+) -> tuple[Int[Array, "B w X"], Float[Array, "B w"], Bool[Array, "B w"]]:
+  """Return texts in descending order, their scores, and whether each text exists.
+
+  They are the finished texts of a row. If a row has none, they are its live texts, whose scores are
+  their log-probabilities.
+  """
   any_finished = beams.finished.any(axis=1)[:, None]
   texts = jnp.where(any_finished[..., None], beams.finished_tokens, beams.tokens)
   scores = jnp.where(any_finished, beams.scores, beams.log_probs)
-  there = beams.finished | ~any_finished
-  return jnp.flip(texts, axis=1), jnp.flip(scores, axis=1), jnp.flip(there, axis=1)
+  exists = beams.finished | ~any_finished
+  return jnp.flip(texts, axis=1), jnp.flip(scores, axis=1), jnp.flip(exists, axis=1)

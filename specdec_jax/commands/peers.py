@@ -240,7 +240,7 @@ def _speculative(comparison: Comparison, pair: Pair, sampling: Sampling, gamma: 
   """Return the speculative decoding of a pair, or its speculative beam search."""
   beams, draft_beams = comparison.workload.beams, comparison.workload.draft_beams
   if beams:
-    return best_of_beams(pair.beam_searcher(beams, gamma, draft_beams))
+    return best_of_beams(pair.beam_searcher(beams, gamma, draft_beams), pair.params)
   draft = pair.draft(sampling, chain(gamma))
 
   def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:

@@ -14,11 +14,11 @@ import numpy as np
 from rich.console import Console
 
 from specdec_jax.atomic_files import atomic_write, require_distinct_files
-from specdec_jax.beam_search import best
+from specdec_jax.beam_search import BeamSearcher
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.counts import num_rounds, num_tokens
 from specdec_jax.data.text import read_lines, read_stdin_lines
 from specdec_jax.errors import (
@@ -101,8 +101,8 @@ def translate(
         "A beam search samples nothing, and its draft guesses gamma steps; with beams leave the "
         "temperature at 0 and the tree unset, and give gamma as a number."
       )
-    search = pair.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
-    decode = lambda prompt, rng, **how: best(jax.device_get(search(prompt, **how)))
+    searcher = pair.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
+    decode = _best_of_beams(searcher, pair.params)
   notes = Console(stderr=True, markup=False)
   require_count("num_texts", num_texts)
   at_terminal = input == "-" and sys.stdin is not None and sys.stdin.isatty()
@@ -142,6 +142,16 @@ def translate(
       f"{num_lines} lines, {tokens} tokens in {seconds:.1f} s with compilation, "
       f"{tokens / rounds:.2f} tokens per target pass."
     )
+
+
+def _best_of_beams(searcher: BeamSearcher, params: Params) -> Callable[..., DecodeResult]:
+  """Return a function that decodes the best text of a beam search, as `Pair.decode_fn` does."""
+
+  def decode(prompt, rng, *, max_new_tokens: int) -> DecodeResult:
+    result = searcher.run(params, prompt, max_new_tokens=max_new_tokens)
+    return jax.device_get(result).best()
+
+  return decode
 
 
 def decode_lines(

@@ -8,13 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specdec_jax.beam_search import (
-  BeamDraft,
-  Found,
-  TreeBeamDraft,
-  beam_search,
-  speculative_beam_search,
-)
+from specdec_jax.beam_search import BeamDraft, BeamSearcher, NullBeamDraft, TreeBeamDraft
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
@@ -32,7 +26,7 @@ from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.memory import require_memory
 
-MOST_STEPS = 32  # that a beam search drafts: about a second of compilation each
+MOST_STEPS = 32  # drafted by a beam search; each takes about a second to compile
 
 
 class Pair(NamedTuple):
@@ -160,25 +154,26 @@ class Pair(NamedTuple):
 
   def beam_searcher(
     self,
-    width: int,
+    num_beams: int,
     gamma: int,
-    draft_width: int | None = None,
+    draft_beams: int | None = None,
     length_penalty: float = 0.6,
     nodes: int | None = None,
-  ) -> functools.partial[Found]:
-    """(prompt [B, P], *, max_new_tokens) -> Found, as `beams` has them.
+  ) -> BeamSearcher:
+    """Return the beam search of this pair; it takes `params`.
 
     Args:
-      width: beams, and texts found of a row.
-      gamma: steps that the draft guesses a round; 0 searches plainly.
-      draft_width: beams of a draft that is a model; as many as `width` unless told. Of other drafts
-        each beam has the chain that they guess for a text.
-      length_penalty: as of `beams.beam_search`.
-      nodes: that a pass of the target reads at most; all that a draft that is a model guesses
-        unless told, but on a CPU, where each costs time, 8 or what one step's guesses need.
+      num_beams: number of live texts, and of results per row.
+      gamma: steps that the draft searches ahead in each round; 0 is plain beam search.
+      draft_beams: beams of a model draft; defaults to `num_beams`. Other drafts propose their chain
+        after each live text.
+      length_penalty: as in `BeamSearcher`.
+      nodes: most nodes per target forward pass of a model draft. By default all nodes; on a CPU,
+        where each node costs time, 8 or the number that one step needs.
 
     Raises:
-      InputError: the target is told its acceptance rate, or the draft reads the target's cache.
+      InputError: the acceptance of the target is simulated, the draft reads the target's cache, or
+        gamma or draft_beams is out of range.
     """
     if self.simulated_alpha is not None:
       raise InputError("A target whose acceptance is simulated has no texts to search for.")
@@ -188,23 +183,22 @@ class Pair(NamedTuple):
         f"gamma is {gamma}, and each step that a beam search drafts is compiled separately, which "
         f"would take minutes; use at most {MOST_STEPS}."
       )
-    if draft_width is not None:
-      require_count("draft_beams", draft_width)
-    how = dict(width=width, length_penalty=length_penalty, eos_id=self.vocabulary.eos_id)
+    if draft_beams is not None:
+      require_count("draft_beams", draft_beams)
+    eos_id = self.vocabulary.eos_id
     if not gamma:
-      return functools.partial(beam_search, self.target, self.target_params, **how)
+      return BeamSearcher(self.target, NullBeamDraft(), num_beams, length_penalty, eos_id)
     draft = self.draft(Sampling(temperature=0.0), chain(gamma))
     if draft.reads_target_cache:
       raise InputError(
-        f"{self.draft_name} reads the target's cache, in which beams lie beside each other; give a "
-        "beam search another draft."
+        f"{self.draft_name} reads the target's cache, which holds all beams of a beam search; give "
+        "it another draft."
       )
-    draft_width = width if draft_width is None else draft_width
+    draft_beams = num_beams if draft_beams is None else draft_beams
     if nodes is None and jax.default_backend() == "cpu":
-      nodes = max(8, width + draft_width)
-    beams: BeamDraft = draft.as_beam_draft(draft_width, nodes) or TreeBeamDraft(draft)
-    models = self.target, beams, self.target_params, self.draft_params
-    return functools.partial(speculative_beam_search, *models, **how)
+      nodes = max(8, num_beams + draft_beams)
+    beam_draft: BeamDraft = draft.as_beam_draft(draft_beams, nodes) or TreeBeamDraft(draft)
+    return BeamSearcher(self.target, beam_draft, num_beams, length_penalty, eos_id)
 
   def guesses(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
     """What its draft makes of a tree that is asked for: mostly that."""

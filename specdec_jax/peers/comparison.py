@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.beam_search import best
+from specdec_jax.beam_search import BeamSearcher
 from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint, recorded_path
 from specdec_jax.checkpoints.stored import param_shapes
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.measurement.speed import own_baseline
@@ -139,14 +139,15 @@ def _load_own(comparison: Comparison) -> Decode:
   """Return this package's autoregressive decoding, or its beam search without a draft."""
   if comparison.workload.beams is None:
     return own_baseline(comparison.pair).decode
-  return best_of_beams(comparison.pair.beam_searcher(comparison.workload.beams, 0))
+  searcher = comparison.pair.beam_searcher(comparison.workload.beams, gamma=0)
+  return best_of_beams(searcher, comparison.pair.params)
 
 
-def best_of_beams(search: Callable) -> Decode:
+def best_of_beams(searcher: BeamSearcher, params: Params) -> Decode:
   """Return a `Decode` that gives the best output of a beam search."""
 
   def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
-    return best(search(prompt, max_new_tokens=max_new_tokens))
+    return searcher.run(params, prompt, max_new_tokens=max_new_tokens).best()
 
   return decode
 

@@ -14,9 +14,10 @@ from flax import core
 from flax import linen as nn
 from jax import Array
 from jax.sharding import PartitionSpec
+from jaxtyping import Int
 from t5x import decoding, models
 
-from specdec_jax.beam_search import Found, ModelBeamDraft, speculative_beam_search
+from specdec_jax.beam_search import BeamResult, BeamSearcher, ModelBeamDraft
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, chain
@@ -222,15 +223,11 @@ class SpeculativeModel(models.EncoderDecoderModel):
       draft = ModelBeamDraft(
         guesses, num_decodes if how["draft_beams"] is None else how["draft_beams"]
       )
-      found = speculative_beam_search(
-        *(self._target_model, draft, target_params, draft_params),
-        batch["encoder_input_tokens"],
-        width=num_decodes,
-        max_new_tokens=steps,
-        length_penalty=how["alpha"],
-        eos_id=how["eos_id"],
+      searcher = BeamSearcher(self._target_model, draft, num_decodes, how["alpha"], how["eos_id"])
+      result = searcher.run(
+        Params(target_params, draft_params), batch["encoder_input_tokens"], max_new_tokens=steps
       )
-      return _last_best(found, call["return_all_decodes"])
+      return _best_last(result, call["return_all_decodes"])
 
     draft, verifier = self._draft_and_verifier(how)
     if how["topk"] and how["topp"]:
@@ -277,23 +274,29 @@ class SpeculativeModel(models.EncoderDecoderModel):
     return jnp.where(is_text, jnp.log(of_tokens), 0.0).sum(axis=1)
 
 
-def _last_best(found: Found, return_all: bool) -> tuple[Array, dict[str, Any]]:
-  """A search as `predict_batch_with_aux` returns it."""
-  tokens, scores = jnp.flip(found.tokens, axis=1), jnp.flip(found.scores, axis=1)
-  steps = count_steps(found)
+def _best_last(result: BeamResult, return_all: bool) -> tuple[Array, dict[str, Any]]:
+  """Return the result of a beam search in the form of `predict_batch_with_aux`, best text last."""
+  tokens, scores = jnp.flip(result.tokens, axis=1), jnp.flip(result.scores, axis=1)
+  counts = count_steps(result)
   if not return_all:
-    return tokens[:, -1], {"scores": scores[:, -1], "rounds": steps}
-  each = lambda x: jnp.repeat(x[:, None], tokens.shape[1], axis=1)
-  return tokens, {"scores": scores, "rounds": jax.tree.map(each, steps)}
+    return tokens[:, -1], {"scores": scores[:, -1], "rounds": counts}
+  num_decodes = tokens.shape[1]
+  counts = {name: jnp.repeat(x[:, None], num_decodes, axis=1) for name, x in counts.items()}
+  return tokens, {"scores": scores, "rounds": counts}
 
 
-def count_steps(found: Found) -> dict[str, Array]:
-  """Counts [B] of each row's search: its steps, passes of the target that made them, and not_finite
-  as in `beams.Found`; -1 is well."""
+def count_steps(result: BeamResult) -> dict[str, Int[Array, " B"]]:
+  """Return counts for each row of a beam search.
+
+  Returns:
+    num_steps: number of steps of the search.
+    num_rounds: number of target forward passes that made them.
+    not_finite: as in `BeamResult`; -1 if all logits were finite.
+  """
   return {
-    "num_steps": found.steps.sum(axis=0),
-    "num_rounds": (found.steps > 0).sum(axis=0),
-    "not_finite": found.not_finite,
+    "num_steps": result.steps.sum(axis=0),
+    "num_rounds": (result.steps > 0).sum(axis=0),
+    "not_finite": result.not_finite,
   }
 
 

@@ -8,16 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Lowered
 
-from specdec_jax.beam_search import (
-  ModelBeamDraft,
-  NullBeamDraft,
-  beam_search,
-  search,
-  speculative_beam_search,
-)
-from specdec_jax.beam_search.drafts import BeamDraft
+from specdec_jax.beam_search import BeamSearcher, ModelBeamDraft, NullBeamDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
+from specdec_jax.core.types import Params
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import require_count
 from specdec_jax.models.families import Config, model_of
@@ -32,8 +26,8 @@ class BeamSettings:
   """Settings of the beam searches to compile.
 
   Attributes:
-    width: number of beams.
-    draft_width: number of beams of the draft; at least `width`.
+    num_beams: number of beams of the search.
+    draft_beams: number of beams of the draft; at least `num_beams`.
     nodes: highest number of nodes in a target forward pass; None for no limit.
     gamma: number of steps that the draft searches ahead.
     batch_size: rows searched together.
@@ -44,8 +38,8 @@ class BeamSettings:
     InputError: a size is not a positive integer.
   """
 
-  width: int = 4
-  draft_width: int = 4
+  num_beams: int = 4
+  draft_beams: int = 4
   nodes: int | None = None
   gamma: int = 7
   batch_size: int = 1
@@ -53,7 +47,7 @@ class BeamSettings:
   max_new_tokens: int = 128
 
   def __post_init__(self):
-    for name in ("width", "batch_size", "source_tokens", "max_new_tokens"):
+    for name in ("num_beams", "batch_size", "source_tokens", "max_new_tokens"):
       require_count(name, getattr(self, name))
 
 
@@ -83,46 +77,32 @@ def beam_programs(
   p = PartitionedModel(model_of(target), site.mesh)
   q = PartitionedModel(model_of(draft), site.mesh, REPLICATED)
   model_draft = ModelDraft(q, Sampling(temperature=0.0), chain(settings.gamma))
-  beam_draft = ModelBeamDraft(model_draft, settings.draft_width, settings.nodes)
-  beam_draft.num_nodes(settings.width)  # raises if the draft has too few beams
+  beam_draft = ModelBeamDraft(model_draft, settings.draft_beams, settings.nodes)
+  beam_draft.num_nodes(settings.num_beams)  # raises if the draft has too few beams
   p_params, q_params = site.params(target, RULES), site.params(draft, REPLICATED)
   prompt = site.array((settings.batch_size, settings.source_tokens), jnp.int32)
-  width, limit = settings.width, settings.max_new_tokens
 
-  def lower_round(draft: BeamDraft, draft_params) -> Lowered:
-    def run(target_params, draft_params, state):
-      state = search.one_round(
-        p, draft, target_params, draft_params, LENGTH_PENALTY, p.eos_id, state
-      )
-      return state, ()
+  def lower_loop(searcher: BeamSearcher, params: Params) -> Lowered:
+    limit = settings.max_new_tokens
+    return BeamSearcher.run.lower(searcher, params, prompt, max_new_tokens=limit)
 
-    start = functools.partial(search.start, p, draft, width=width, limit=limit)
-    state = jax.eval_shape(start, p_params, draft_params, prompt)
+  def lower_round(searcher: BeamSearcher, params: Params) -> Lowered:
+    def run(params, state):
+      return searcher.round(params, state), ()
+
+    init = functools.partial(searcher.init, max_new_tokens=settings.max_new_tokens)
+    state = jax.eval_shape(init, params, prompt)
     shardings = state_shardings(state, site.mesh, REPLICATED)._replace(
-      target=state_shardings(state.target, site.mesh, RULES)
+      target_cache=state_shardings(state.target_cache, site.mesh, RULES)
     )
-    return site.lower(run, (p_params, draft_params), state, shardings)
+    return site.lower(run, (params,), state, shardings)
 
-  def lower_speculative_loop() -> Lowered:
-    return speculative_beam_search.lower(
-      p,
-      beam_draft,
-      p_params,
-      q_params,
-      prompt,
-      width=width,
-      max_new_tokens=limit,
-      length_penalty=LENGTH_PENALTY,
-    )
-
-  def lower_plain_loop() -> Lowered:
-    return beam_search.lower(
-      p, p_params, prompt, width=width, max_new_tokens=limit, length_penalty=LENGTH_PENALTY
-    )
-
+  speculative = BeamSearcher(p, beam_draft, settings.num_beams, LENGTH_PENALTY)
+  plain = BeamSearcher(p, NullBeamDraft(), settings.num_beams, LENGTH_PENALTY)
+  params, target_params = Params(p_params, q_params), Params(p_params)
   return {
-    "speculative loop": lower_speculative_loop,
-    "plain loop": lower_plain_loop,
-    "plain step": functools.partial(lower_round, NullBeamDraft(), ()),
-    "round": functools.partial(lower_round, beam_draft, q_params),
+    "speculative loop": functools.partial(lower_loop, speculative, params),
+    "plain loop": functools.partial(lower_loop, plain, target_params),
+    "plain step": functools.partial(lower_round, plain, target_params),
+    "round": functools.partial(lower_round, speculative, params),
   }
