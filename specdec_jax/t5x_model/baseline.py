@@ -1,4 +1,4 @@
-"""t5x's own decoding of a target, to time beside ours."""
+"""t5x's own decoding of a target, as a baseline of speed."""
 
 import dataclasses
 import functools
@@ -32,12 +32,20 @@ def t5x_decode(
   eos_id: int = 1,
   beams: int | None = None,
 ) -> DecodeResult:
-  """Decode with t5x's own T5 and `temperature_sample`: the baseline that records call 't5x'.
+  """Decode with t5x's own T5 and `temperature_sample`: the baseline 't5x' of records.
 
-  Arguments and result as in `autoregressive_decode`, but for the config of params that are not
-  fused in place of a model; the first of the keys serves all rows. t5x draws from the padding of a
-  vocabulary too. With `beams` the best text of its `beam_search`, whose passes are not told: as
-  many as the text has tokens are counted.
+  Unlike this package, t5x also samples tokens from the padding of a vocabulary.
+
+  Args:
+    config: configuration of the target, with parameters that are not fused.
+    params: parameters of the target.
+    prompt: padded prompts.
+    rng: one key per row, of which only the first is used.
+    max_new_tokens: limit for each row, EOS included.
+    sampling: sampling method.
+    eos_id: token that ends a text.
+    beams: number of beams of t5x's `beam_search`, whose best text is returned. t5x does not report
+      its forward passes; one per token of the text is counted. None for sampling.
   """
   decode_fn = decoding.beam_search if beams else decoding.temperature_sample
   model = models.EncoderDecoderModel(t5x_network(config), None, None, None, decode_fn=decode_fn)
@@ -45,40 +53,45 @@ def t5x_decode(
     "encoder_input_tokens": prompt,
     "decoder_input_tokens": jnp.zeros((len(prompt), max_new_tokens), jnp.int32),
   }
-  of_samples = {
+  sampling_params = {
     "temperature": sampling.temperature,
     "topk": sampling.top_k,
     "topp": sampling.top_p if sampling.top_p < 1 else 0.0,
   }
-  decoder_params = {"eos_id": eos_id} | ({} if beams else of_samples)
-  how = dict(rng=rng[0], decoder_params=decoder_params, num_decodes=beams or 1)
-  tokens, _ = model.predict_batch_with_aux(params, batch, **how)
+  decoder_params = {"eos_id": eos_id} | ({} if beams else sampling_params)
+  tokens, _ = model.predict_batch_with_aux(
+    params, batch, rng=rng[0], decoder_params=decoder_params, num_decodes=beams or 1
+  )
   ends = tokens == eos_id
   lengths = jnp.where(ends.any(axis=1), ends.argmax(axis=1) + 1, max_new_tokens)
-  one_each = jnp.arange(max_new_tokens)[:, None] < lengths
+  num_emitted = jnp.arange(max_new_tokens)[:, None] < lengths
   rounds = Rounds(
     guesses=jnp.zeros((*tokens.T.shape, 0), jnp.int32),
     num_accepted=jnp.zeros(tokens.T.shape, jnp.int32),
     next_token=tokens.T,
-    num_emitted=one_each.astype(jnp.int32),
+    num_emitted=num_emitted.astype(jnp.int32),
   )
   return DecodeResult(tokens, lengths, rounds, lengths.max(), jnp.full(len(prompt), -1, jnp.int32))
 
 
 def t5x_baseline(pair: Pair, checkpoint: str = str(EMBEDDED / "target")) -> Baseline:
-  """t5x's decoding of a pair's target, to time beside ours: `speedup.speedup.baseline`.
+  """Return t5x's decoding of a pair's target, for `speedup.speedup.baseline`.
 
   Args:
-    pair: what is measured, on one device. Where acceptance is simulated no text ends before its
-      limit, and here neither.
-    checkpoint: its target's, read again, since t5x wants its parameters apart.
+    pair: pair whose speed is measured, on one device. If its acceptance is simulated, no text ends
+      before its limit; this holds for the baseline too.
+    checkpoint: checkpoint of the target. It is loaded again, because t5x needs parameters that are
+      not fused.
 
   Raises:
-    InputError: the checkpoint is of another name than the pair's target, or there are more devices.
+    InputError: the checkpoint is not that of the pair's target, it is not a T5, or the target is
+      sharded.
   """
   devices = {x.sharding for x in jax.tree.leaves(pair.target_params)}
   if any(len(d.device_set) > 1 for d in devices):
-    raise InputError("t5x's decoding is timed on one device, and the target is shared by several.")
+    raise InputError(
+      "t5x's decoding is timed on one device, and the target is sharded across several."
+    )
   if checkpoint_name(checkpoint) != pair.target_name:
     raise InputError(
       f"t5x_model.t5x_baseline.checkpoint is {checkpoint}, but the target is {pair.target_name}; "

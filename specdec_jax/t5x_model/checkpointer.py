@@ -6,29 +6,45 @@ from t5x import checkpoints
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.errors import InputError
 
-DRAFT = "draft"  # name of the draft's tree, beside the target's encoder and decoder
+DRAFT = "draft"  # name of the draft's parameters, next to the target's encoder and decoder
 
 
 class PairCheckpointer:
-  """Reads the target from where t5x says and the draft from `draft_path`.
+  """Checkpointer that restores the target from t5x's path and the draft from `draft_path`.
 
-  t5x makes it through `RestoreCheckpointConfig`: as `checkpoint_manager_cls`, or, with
-  `use_orbax = False`, as `checkpointer_cls`. Either way both formats that T5X writes are read.
+  t5x constructs it through `RestoreCheckpointConfig`, as `checkpoint_manager_cls`, or with
+  `use_orbax = False` as `checkpointer_cls`. In both cases it reads both formats that T5X writes.
   """
 
   def __init__(self, *, train_state, partitioner, draft_path: str, restore_dtype=None, **_):
-    """What t5x gives (all else concerns saving), and the folder of the draft's checkpoint."""
+    """Create a checkpointer.
+
+    Args:
+      train_state: state whose parameters are restored; given by t5x, like all arguments but
+        `draft_path`.
+      partitioner: t5x's partitioner.
+      draft_path: folder of the draft's checkpoint.
+      restore_dtype: dtype of the restored parameters.
+      **_: arguments that concern saving.
+    """
     self._train_state = train_state
     self._partitioner = partitioner
     self._draft_path = draft_path
     self._restore_dtype = restore_dtype
 
   def restore(self, path: str, **kwargs):
-    """The train state with parameters of both; arguments are t5x's and concern the target.
+    """Return the train state with parameters of target and draft.
+
+    The shapes of the target's checkpoint are checked, because Orbax would silently truncate and pad
+    arrays of another shape. With `state_transformation_fns` they are not, because the checkpoint
+    may then have another structure.
+
+    Args:
+      path: checkpoint of the target.
+      **kwargs: arguments of t5x, which concern the target.
 
     Raises:
-      InputError: a checkpoint is not there, or not of its network's shape, which Orbax would cut
-        and pad without a word. Not so with transformations, which may say what else it holds.
+      InputError: a checkpoint does not exist, or its shapes are not those of its network.
     """
     params, draft_params = core.pop(self._train_state.params, DRAFT)
     axes, draft_axes = core.pop(self._train_state.params_axes, DRAFT)
@@ -42,7 +58,7 @@ class PairCheckpointer:
 
   def _restore(self, path: str, params, params_axes, **kwargs):
     state = self._train_state.replace(params=params, params_axes=params_axes)
-    # Knows both formats, whatever its name says.
+    # Despite its name, it reads both formats.
     manager = checkpoints.OrbaxCheckpointManagerInterface(
       path, state, self._partitioner, restore_dtype=self._restore_dtype
     )
@@ -50,7 +66,7 @@ class PairCheckpointer:
 
 
 def require_shapes(role: str, path: str, params) -> None:
-  """Raise InputError unless a checkpoint holds just such parameters as those of a network."""
+  """Raise InputError unless a checkpoint has the names and shapes of a network's parameters."""
   try:
     open_checkpoint(path).require_shapes(core.unfreeze(params))
   except InputError as error:

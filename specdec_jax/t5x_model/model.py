@@ -1,6 +1,6 @@
-"""The model class: t5x's encoder-decoder, which decodes by speculation.
+"""t5x's encoder-decoder model with speculative decoding.
 
-Axes: B batch, N decodes of an example, P source tokens, T target tokens.
+Axis letters: B examples, S source tokens, T target tokens, A decodes per example (`num_decodes`).
 """
 
 import dataclasses
@@ -14,10 +14,11 @@ from flax import core
 from flax import linen as nn
 from jax import Array
 from jax.sharding import PartitionSpec
-from jaxtyping import Int
+from jaxtyping import Float, Int, Key
 from t5x import decoding, models
 
 from specdec_jax.beam_search import BeamResult, BeamSearcher, ModelBeamDraft
+from specdec_jax.core.arrays import gather_token
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, chain
@@ -31,8 +32,8 @@ from specdec_jax.t5x_model.checkpointer import DRAFT
 from specdec_jax.t5x_model.networks import same_config
 from specdec_jax.t5x_model.settings import bound, decode_settings
 
-# The optional arguments of t5x's constructor. What gin binds to them on `EncoderDecoderModel`
-# applies to `SpeculativeModel` too.
+# Optional arguments of t5x's constructor. Gin bindings of `EncoderDecoderModel` for them apply to
+# `SpeculativeModel` too.
 INHERITED = tuple(
   name
   for name, parameter in inspect.signature(models.EncoderDecoderModel).parameters.items()
@@ -41,23 +42,25 @@ INHERITED = tuple(
 
 
 class _Draft(ModelDraft):
-  """A draft whose q is sharded as t5x's rules say of the draft's own axes; replicated by default.
+  """Draft whose q is sharded by t5x's rules for the axes of the draft; replicated by default.
 
-  Without the constraint it would be sharded by vocabulary, as the target's logits are, and every
-  draft step would exchange messages. Outside of t5x's partitioner it changes nothing.
+  Without the constraint, q would be sharded by vocabulary like the target's logits, and devices
+  would communicate in every draft step. Outside of t5x's partitioner it has no effect.
   """
 
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
     proposal, state = super().propose(params, state, context, rng)
     axes = "batch", f"{DRAFT}_guesses", f"{DRAFT}_vocab"
     return proposal._replace(q=nn.with_logical_constraint(proposal.q, axes)), state
 
 
 class SpeculativeModel(models.EncoderDecoderModel):
-  """t5x's encoder-decoder with a draft: decodes by speculation and does all else as before.
+  """t5x's encoder-decoder with speculative decoding; everything else is unchanged.
 
-  Parameters are the target's tree with the draft's in it, under 'draft'. How it decodes is said as
-  in t5x: by `decode_fn`, which is `temperature_sample` or `beam_search`, and what it is bound to.
+  Parameters are the tree of the target, with that of the draft under 'draft'. As in t5x,
+  `decode_fn` and its bindings configure decoding; it is `temperature_sample` or `beam_search`.
   """
 
   def __init__(
@@ -75,29 +78,37 @@ class SpeculativeModel(models.EncoderDecoderModel):
     draft_beams: int | None = None,
     **kwargs,
   ):
-    """The target as for `EncoderDecoderModel`, and a draft.
+    """Create a model from the arguments of `EncoderDecoderModel` and a draft.
 
-    What gin binds to the optional arguments of `EncoderDecoderModel` (`INHERITED`) applies here
-    too. `decode_fn` defaults to `temperature_sample`.
+    Gin bindings of the optional arguments of `EncoderDecoderModel` (`INHERITED`) apply here too.
+    `decode_fn` defaults to `temperature_sample`.
 
     Args:
-      draft_module: network of the draft, of t5x.examples.t5 as the target's.
-      gamma: guesses in a round, one after the other, if there is no tree.
-      tree: parents of a round's guesses, as `trees.Tree` has them.
-      verifier: how guesses are judged: a class of `rules`, or any (sampling) -> verifier. One that is not
-        exact is taken as asked for.
-      lenience: of `TokenVerifier`; 1 for exactness (Appendix A.5).
-      draft_beams: of a draft's search, whose steps gamma is; as many as the target's unless told.
+      module: network of the target, from t5x.examples.t5.
+      input_vocabulary: vocabulary of the sources.
+      output_vocabulary: vocabulary of the outputs.
+      optimizer_def: t5x's optimizer, used for training only.
+      draft_module: network of the draft, from t5x.examples.t5.
+      gamma: length of the chain of draft tokens per round, if there is no tree; with `beam_search`,
+        the number of steps that the draft searches ahead.
+      tree: parents of the draft tokens, as in `core.trees.Tree`.
+      verifier: class of `core.verify`, or any function of a `Sampling` that returns a verifier. It
+        need not be exact.
+      lenience: lenience of `TokenVerifier` (Appendix A.5); 1 is exact.
+      draft_beams: number of beams of the draft, with `beam_search`; defaults to that of the target.
+      **kwargs: optional arguments of `EncoderDecoderModel`.
 
     Raises:
-      InputError: a network is of another kind, the two have different vocabularies, guesses cannot
-        be made or judged so, or `decode_fn` is, or is bound to, what speculation has not.
+      InputError: a network is not supported, the networks have different vocabularies, the draft or
+        the verifier cannot have these settings, or `decode_fn` or one of its bindings is not
+        supported.
     """
     inherited = bound(models.EncoderDecoderModel, *INHERITED)
     kwargs = {"decode_fn": decoding.temperature_sample} | inherited | kwargs
-    common = input_vocabulary, output_vocabulary, optimizer_def
-    super().__init__(module, *common, **kwargs)
-    self._draft = models.EncoderDecoderModel(draft_module, *common)
+    super().__init__(module, input_vocabulary, output_vocabulary, optimizer_def, **kwargs)
+    self._draft = models.EncoderDecoderModel(
+      draft_module, input_vocabulary, output_vocabulary, optimizer_def
+    )
     configs = {"target": same_config(module), "draft": same_config(draft_module)}
     sizes = {role: config.vocab_size for role, config in configs.items()}
     if sizes["target"] != sizes["draft"]:
@@ -108,29 +119,29 @@ class SpeculativeModel(models.EncoderDecoderModel):
     self._target_model, self._draft_model = map(T5Model, configs.values())
     function, settings = decode_settings(self.decode_fn)
     self._searches = function is decoding.beam_search
-    of_round = {"gamma": gamma, "tree": tree, "verifier": verifier, "lenience": lenience}
-    require_types(SpeculativeModel.__init__, of_round)
+    round_settings = {"gamma": gamma, "tree": tree, "verifier": verifier, "lenience": lenience}
+    require_types(SpeculativeModel.__init__, round_settings)
     if self._searches:
-      # Gin passes a subclass of the verifier that makes instances of the verifier itself, so compare those.
-      if tree is not None or verifier_from(verifier, Sampling(), lenience) != TokenVerifier(
-        Sampling()
-      ):
+      # Gin passes a subclass of the verifier, whose instances are of the class itself. Therefore
+      # instances are compared.
+      default = TokenVerifier(Sampling())
+      if tree is not None or verifier_from(verifier, Sampling(), lenience) != default:
         raise InputError(
-          "decode_fn is beam_search, whose draft searches gamma steps ahead; a tree, a verifier and "
-          "lenience are for temperature_sample."
+          "decode_fn is beam_search, whose draft searches gamma steps ahead; a tree, a verifier "
+          "and lenience are for temperature_sample."
         )
       require_count("gamma", gamma)
-      of_round = {"gamma": gamma, "draft_beams": draft_beams}
-    self._settings = of_round | settings
+      round_settings = {"gamma": gamma, "draft_beams": draft_beams}
+    self._settings = round_settings | settings
     if not self._searches:
-      self._draft_and_verifier(self._settings)  # what cannot be is told before a checkpoint is read
+      self._draft_and_verifier(self._settings)  # raises before a checkpoint is read
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
-    """Random variables of both, and for t5x's partitioner the axes of their parameters.
+    """Return random variables of target and draft, with axis names for t5x's partitioner.
 
-    The draft's axes are called draft_vocab, draft_heads and so on: t5x has no rule for those, so
-    each device has the whole draft, unless `standard_logical_axis_rules.additional_rules` says
-    otherwise. T5 1.1 small has 6 heads, which no 4 devices can share.
+    Axes of the draft are named draft_vocab, draft_heads and so on. t5x has no rules for these
+    names, so the draft is replicated unless `standard_logical_axis_rules.additional_rules` shards
+    it. The 6 heads of T5 1.1 small, for example, cannot be sharded across 4 devices.
     """
     target = super().get_initial_variables(rng, input_shapes, input_types)
     draft = core.unfreeze(self._draft.get_initial_variables(rng, input_shapes, input_types))
@@ -151,34 +162,36 @@ class SpeculativeModel(models.EncoderDecoderModel):
     num_decodes: int | None = None,
     prompt_with_targets: bool = False,
   ) -> tuple[Array, dict[str, Any]]:
-    """Decode by speculation.
+    """Decode speculatively.
 
-    By `beam_search` the texts, their order and scores are t5x's own, num_decodes of them; 'rounds'
-    are `count_steps` of each example, and a `decode_rng` is of no use.
+    With `beam_search`, the texts, their order and their scores are those of t5x's beam search with
+    `num_decodes` beams, 'rounds' is the result of `count_steps`, and 'decode_rng' is not used.
 
-    What gin binds to `EncoderDecoderModel.predict_batch_with_aux` holds where this call says
-    nothing.
+    Gin bindings of `EncoderDecoderModel.predict_batch_with_aux` replace arguments that are not
+    given.
 
     Args:
-      params: of both, as `get_initial_variables` lays them out.
-      batch: encoder_input_tokens [B, P], and decoder_input_tokens [B, T], of which only the
-        length counts: no output is longer.
-      rng: of the batch; `decoder_params` may hold it as 'decode_rng'.
-      decoder_params: gamma, tree, verifier, lenience, eos_id and `settings.SETTINGS` that this call
-        sets otherwise.
-      return_all_decodes: N outputs of each example, by increasing score, instead of the best.
-      num_decodes: N.
-      prompt_with_targets: as t5x has it; must be False.
+      params: parameters of target and draft, in the structure of `get_initial_variables`.
+      batch: encoder_input_tokens [B, S], and decoder_input_tokens [B, T]; only the length of the
+        latter is used, as a limit for the outputs.
+      rng: key of the batch; alternatively, `decoder_params` has it as 'decode_rng'.
+      decoder_params: values of gamma, tree, verifier, lenience, eos_id and `settings.SETTINGS` for
+        this call.
+      return_all_decodes: whether to return A outputs per example, by increasing score, instead of
+        the best one.
+      num_decodes: A.
+      prompt_with_targets: as in t5x; must be False.
 
     Returns:
-      Tokens [B, T], or [B, N, T] with `return_all_decodes`; and, with the same leading axes, their
-      'scores' (as `temperature_sample` has them) and the 'rounds' behind each (`count_rounds`).
+      Tokens [B, T], or [B, A, T] with `return_all_decodes`, and a dict of arrays with the same
+      leading axes: 'scores', as in `temperature_sample`, and 'rounds', the result of
+      `count_rounds`.
 
     Raises:
-      InputError: a parameter is unknown, of no use, or not one that speculation knows; or the draft
-        has none.
+      InputError: a parameter is unknown, or has a value that is not supported; or `params` lacks
+        the draft.
     """
-    said = {
+    given = {
       "decoder_params": decoder_params,
       "return_all_decodes": return_all_decodes,
       "num_decodes": num_decodes,
@@ -187,7 +200,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
     call: dict[str, Any] = {"decoder_params": {}, "prompt_with_targets": False}
     call |= dataclasses.asdict(self._default_decoder_params)
     call |= bound(models.EncoderDecoderModel.predict_batch_with_aux)
-    call |= {name: value for name, value in said.items() if value is not None}
+    call |= {name: value for name, value in given.items() if value is not None}
     num_decodes = call["num_decodes"]
     require_count("num_decodes", num_decodes)
     if call["prompt_with_targets"]:
@@ -195,83 +208,90 @@ class SpeculativeModel(models.EncoderDecoderModel):
         "prompt_with_targets is True, but SpeculativeModel begins with an empty output; decode "
         "from prompts with t5x's EncoderDecoderModel."
       )
-    how = self._settings | {"eos_id": self.output_vocabulary.eos_id or 1, "decode_rng": None}
-    if unknown := sorted(call["decoder_params"].keys() - how.keys()):
+    settings = self._settings | {"eos_id": self.output_vocabulary.eos_id or 1, "decode_rng": None}
+    if unknown := sorted(call["decoder_params"].keys() - settings.keys()):
       raise InputError(
-        f"decoder_params has {', '.join(unknown)}; SpeculativeModel knows {', '.join(how)}."
+        f"decoder_params has {', '.join(unknown)}; SpeculativeModel knows {', '.join(settings)}."
       )
-    how |= call["decoder_params"]
-    if rng is not None and how["decode_rng"] is not None:
+    settings |= call["decoder_params"]
+    if rng is not None and settings["decode_rng"] is not None:
       raise InputError("There are two keys, rng and decoder_params['decode_rng']; give one.")
-    rng = how["decode_rng"] if rng is None else rng
+    rng = settings["decode_rng"] if rng is None else rng
     rng = jax.random.PRNGKey(0) if rng is None else rng
-    width = batch["decoder_input_tokens"].shape[1]
-    steps = width if how.get("max_decode_steps") is None else how["max_decode_steps"]
+    length = batch["decoder_input_tokens"].shape[1]
+    steps = length if settings.get("max_decode_steps") is None else settings["max_decode_steps"]
     require_count("max_decode_steps", steps)
-    if steps > width:
+    if steps > length:
       raise InputError(
-        f"max_decode_steps is {steps}, but the targets' length is {width}; make it {width} or less."
+        f"max_decode_steps is {steps}, but the targets' length is {length}; make it {length} or "
+        "less."
       )
     if DRAFT not in params:
       raise InputError(
-        "The parameters have no 'draft', the draft's own; restore both with t5x_model."
-        "PairCheckpointer, or put the draft's tree beside the target's under that name."
+        "The parameters have no 'draft', those of the draft; restore both with t5x_model."
+        "PairCheckpointer, or put the tree of the draft next to the target's under that name."
       )
     target_params, draft_params = core.pop(params, DRAFT)
+    params, source = Params(target_params, draft_params), batch["encoder_input_tokens"]
     if self._searches:
-      guesses = ModelDraft(self._draft_model, Sampling(temperature=0.0), chain(how["gamma"]))
-      draft = ModelBeamDraft(
-        guesses, num_decodes if how["draft_beams"] is None else how["draft_beams"]
-      )
-      searcher = BeamSearcher(self._target_model, draft, num_decodes, how["alpha"], how["eos_id"])
-      result = searcher.run(
-        Params(target_params, draft_params), batch["encoder_input_tokens"], max_new_tokens=steps
-      )
+      searcher = self._searcher(num_decodes, settings)
+      result = searcher.run(params, source, max_new_tokens=steps)
       return _best_last(result, call["return_all_decodes"])
 
-    draft, verifier = self._draft_and_verifier(how)
-    if how["topk"] and how["topp"]:
+    draft, verifier = self._draft_and_verifier(settings)
+    if settings["topk"] and settings["topp"]:
       raise InputError(
-        f"topk is {how['topk']} and topp is {how['topp']}; as in t5x's temperature_sample one of "
-        "them must be 0."
+        f"topk is {settings['topk']} and topp is {settings['topp']}; as in t5x's "
+        "temperature_sample one of them must be 0."
       )
-    source = jnp.repeat(batch["encoder_input_tokens"], num_decodes, axis=0)
-    decoder = Decoder(self._target_model, draft, verifier, how["eos_id"])
-    params, rng = Params(target_params, draft_params), jax.random.split(rng, len(source))
+    source = jnp.repeat(source, num_decodes, axis=0)
+    decoder = Decoder(self._target_model, draft, verifier, settings["eos_id"])
+    rng = jax.random.split(rng, len(source))
     decoded = decoder.run(params, source, rng, max_new_tokens=steps)
-    if draft.sampling.temperature == 0 and how["rescale_log_probs"]:
-      scores = jnp.zeros(len(source))  # argmax leaves no other choice
+    if draft.sampling.temperature == 0 and settings["rescale_log_probs"]:
+      scores = jnp.zeros(len(source))  # argmax has probability 1
     else:
-      scored = draft.sampling if how["rescale_log_probs"] else Sampling()
+      scored = draft.sampling if settings["rescale_log_probs"] else Sampling()
       scores = self._scores(target_params, source, decoded, scored)
-    # t5x sorts by score, the best last.
+    # As in t5x, outputs are sorted by increasing score.
     by_score = jnp.argsort(scores.reshape(-1, num_decodes), axis=1)
     rows = by_score + num_decodes * jnp.arange(len(by_score))[:, None]
     rows = rows if call["return_all_decodes"] else rows[:, -1]
-    tokens = jnp.pad(decoded.tokens, ((0, 0), (0, width - steps)))
+    tokens = jnp.pad(decoded.tokens, ((0, 0), (0, length - steps)))
     aux = {"scores": scores, "rounds": count_rounds(decoded)}
     return tokens[rows], jax.tree.map(lambda x: x[rows], aux)
 
-  def _draft_and_verifier(self, how: Mapping[str, Any]) -> tuple[ModelDraft, Verifier]:
-    """Who guesses and who judges, by values as `_settings` has them."""
-    of_round = {name: how[name] for name in ("gamma", "tree", "verifier", "lenience")}
-    require_types(SpeculativeModel.__init__, of_round)
-    sampling = Sampling(how["temperature"], how["topk"], how["topp"] or 1.0)
-    tree = chain(how["gamma"]) if how["tree"] is None else Tree(how["tree"])
-    verifier = verifier_from(how["verifier"], sampling, how["lenience"])
+  def _searcher(self, num_beams: int, settings: Mapping[str, Any]) -> BeamSearcher:
+    """Return the beam search with the given values of `_settings`."""
+    draft_beams = num_beams if settings["draft_beams"] is None else settings["draft_beams"]
+    model_draft = ModelDraft(self._draft_model, Sampling(temperature=0.0), chain(settings["gamma"]))
+    draft = ModelBeamDraft(model_draft, draft_beams)
+    return BeamSearcher(self._target_model, draft, num_beams, settings["alpha"], settings["eos_id"])
+
+  def _draft_and_verifier(self, settings: Mapping[str, Any]) -> tuple[ModelDraft, Verifier]:
+    """Return the draft and the verifier with the given values of `_settings`."""
+    names = "gamma", "tree", "verifier", "lenience"
+    require_types(SpeculativeModel.__init__, {name: settings[name] for name in names})
+    sampling = Sampling(settings["temperature"], settings["topk"], settings["topp"] or 1.0)
+    tree = chain(settings["gamma"]) if settings["tree"] is None else Tree(settings["tree"])
+    verifier = verifier_from(settings["verifier"], sampling, settings["lenience"])
     draft = _Draft(self._draft_model, sampling, tree, verifier.needs_independent_siblings)
     return draft, verifier
 
-  def _scores(self, params, source: Array, decoded: DecodeResult, sampling: Sampling) -> Array:
-    """Log-probability [B] of each output; one more pass of the target, if anyone reads it."""
+  def _scores(
+    self, params: Any, source: Int[Array, "B S"], decoded: DecodeResult, sampling: Sampling
+  ) -> Float[Array, " B"]:
+    """Return the log-probability of each output.
+
+    This takes another target forward pass, which jit removes if the scores are not used.
+    """
     tokens, limit = decoded.tokens, decoded.tokens.shape[1]
     inputs = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)), constant_values=PAD_ID)
     _, cache = self._target_model.prefill(params, source, limit)
     logits, _, _ = self._target_model.extend(params, cache, inputs)
     p = distribution(logits, sampling)
-    of_tokens = jnp.take_along_axis(p, tokens[..., None], axis=-1)[..., 0]
     is_text = jnp.arange(limit) < decoded.lengths[:, None]
-    return jnp.where(is_text, jnp.log(of_tokens), 0.0).sum(axis=1)
+    return jnp.where(is_text, jnp.log(gather_token(p, tokens)), 0.0).sum(axis=1)
 
 
 def _best_last(result: BeamResult, return_all: bool) -> tuple[Array, dict[str, Any]]:
@@ -300,12 +320,16 @@ def count_steps(result: BeamResult) -> dict[str, Int[Array, " B"]]:
   }
 
 
-def count_rounds(decoded: DecodeResult) -> dict[str, Array]:
-  """Counts [B] of each row's rounds.
+def count_rounds(decoded: DecodeResult) -> dict[str, Int[Array, " B"]]:
+  """Return counts for each decoded row.
 
-  num_tokens: emitted. num_rounds: passes of the target that emitted them. num_accepted and
-  num_rejected: guesses judged, without those behind EOS or the limit, siblings as one (`judged`);
-  acceptance_rate is accepted / (accepted + rejected). not_finite: as in `DecodeResult`; -1 is well.
+  Returns:
+    num_tokens: number of new tokens, EOS included.
+    num_rounds: number of target forward passes that emitted them.
+    num_accepted: number of accepted draft tokens, as in `Rounds.acceptance_counts`.
+    num_rejected: number of rejected draft tokens. num_accepted / (num_accepted + num_rejected) is
+      the acceptance rate.
+    not_finite: as in `DecodeResult`; -1 if all were finite.
   """
   accepted, rejected = decoded.rounds.acceptance_counts()
   return {

@@ -1,4 +1,7 @@
-"""T5 as t5x has it and as we have it, of one tree of parameters."""
+"""Conversion between configurations of t5x's T5 network and of `models.t5`.
+
+Both networks take the same tree of parameters.
+"""
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -9,10 +12,10 @@ from specdec_jax.models.config import T5Config
 
 
 def same_config(module: nn.Module) -> T5Config:
-  """The config with which our T5 takes the parameters of a t5x network as they are.
+  """Return the config with which `T5Model` takes the parameters of a t5x network unchanged.
 
   Raises:
-    InputError: the network is not one of t5x.examples.t5, or of a shape that we do not have.
+    InputError: the network is not one of t5x.examples.t5, or `T5Model` lacks one of its options.
   """
   if not isinstance(module, network.Transformer):
     raise InputError(
@@ -42,7 +45,7 @@ def same_config(module: nn.Module) -> T5Config:
 
 
 def t5x_network(config: T5Config) -> network.Transformer:
-  """The t5x network with the parameters of a config that is not fused: inverse of `same_config`."""
+  """Return the t5x network of a config that is not fused; inverse of `same_config`."""
   return network.Transformer(
     network.T5Config(
       vocab_size=config.table_size,

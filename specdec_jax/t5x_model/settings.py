@@ -1,4 +1,4 @@
-"""Settings read from t5x's gin bindings: how decoding samples, and the vocabulary's sentinels."""
+"""Settings from t5x's gin bindings: sampling or beam search, and sentinels of the vocabulary."""
 
 import copy
 import functools
@@ -14,26 +14,33 @@ from t5x import decoding
 from specdec_jax.data.vocabularies import count_extra_ids
 from specdec_jax.errors import InputError
 
-# What of t5x's functions has a meaning here.
+# Parameters of t5x's decoding functions that `SpeculativeModel` takes.
 SETTINGS = {
   decoding.temperature_sample: (
-    *("temperature", "topk", "topp", "max_decode_steps", "rescale_log_probs"),
+    "temperature",
+    "topk",
+    "topp",
+    "max_decode_steps",
+    "rescale_log_probs",
   ),
   decoding.beam_search: ("alpha",),
 }
 
 
 def decode_settings(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
-  """Which of SETTINGS' functions t5x calls by `decode_fn`, as gin or `functools.partial` binds it,
-  and its settings' values.
+  """Return the function of SETTINGS that `decode_fn` calls, and the values of its settings.
+
+  Args:
+    decode_fn: t5x's function, with bindings of gin or of `functools.partial`.
 
   Raises:
-    InputError: it is another function, or bound to something else.
+    InputError: it is another function, or a parameter is bound that is not in SETTINGS.
   """
   given = {}
   if isinstance(decode_fn, functools.partial):
     given, decode_fn = decode_fn.keywords, decode_fn.func
-  # Gin wraps a function once, or twice if the reference has a scope, which we cannot see.
+  # Gin wraps a function once, or twice if the reference has a scope, whose bindings are invisible
+  # here.
   function = getattr(decode_fn, "__wrapped__", decode_fn)
   if function not in SETTINGS:
     raise InputError(
@@ -54,11 +61,13 @@ def decode_settings(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
 
 
 def bound(configurable: Callable, *names: str) -> dict[str, Any]:
-  """What gin binds to a class or function of t5x, which subclasses and overrides do not see.
+  """Return gin's bindings of a class or function of t5x.
+
+  Gin does not apply them to subclasses and overriding methods.
 
   Args:
     configurable: the class or function.
-    names: of the parameters to look up; none for all.
+    *names: parameters to look up; none for all.
   """
   try:
     bindings = gin.get_bindings(configurable, resolve_references=False)
