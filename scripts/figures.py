@@ -82,6 +82,7 @@ def trace(args: argparse.Namespace):
 
   from specdec_jax.commands.translate import decode_lines
   from specdec_jax.core.sampling import Sampling
+  from specdec_jax.core.types import DecodeSettings
   from specdec_jax.reporting.rounds import read_rounds
 
   require_count("gamma", args.gamma)
@@ -92,10 +93,10 @@ def trace(args: argparse.Namespace):
     text = (
       "" if pair.continues else quickstart["sentences"][7]
     )  # some of its draft tokens are rejected
-  if not pair.reads(text):
+  if not pair.can_decode(text):
     raise InputError("The text is empty; give a sentence to translate.")
-  sampling = Sampling(args.temperature)
-  ((_, (decoded,)),) = decode_lines(pair, [text], sampling, args.gamma, 1, 64, args.seed)
+  settings = DecodeSettings(Sampling(args.temperature), max_new_tokens=64, seed=args.seed)
+  ((_, (decoded,)),) = decode_lines(pair, [text], args.gamma, settings)
   rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
   count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} target forward passes"
   title = f"{count}, γ = {args.gamma}, temperature {args.temperature:g}"

@@ -20,7 +20,7 @@ from specdec_jax.compile_cache import default_cache_dir, enable_compile_cache
 from specdec_jax.core.decode import Decoder, require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.core.types import DecodeResult, Rounds
+from specdec_jax.core.types import DecodeResult, DecodeSettings, Rounds
 from specdec_jax.errors import require_count, require_seed, require_text, require_types
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.reporting.rounds import Round, read_rounds, round_text
@@ -293,11 +293,17 @@ def _decoder(
   _require_texts(texts, "text" if "text" in asked else None)
   require_seed(asked["seed"])
   require_count("max_new_tokens", asked["max_new_tokens"])
-  sampling = Sampling(asked["temperature"], asked["top_k"], asked["top_p"])
-  limits = asked.get("batch_size", 1), asked["max_new_tokens"], asked["seed"], asked["lenience"]
-  pair.require_batch_size(limits[0])
-  tree = resolve_tree(asked["gamma"], asked["tree"], pair, texts, sampling, *limits, say=_LOG.info)
-  return pair.decoder(sampling, tree, asked["lenience"]), pair.guesses(sampling, tree)
+  settings = DecodeSettings(
+    Sampling(asked["temperature"], asked["top_k"], asked["top_p"]),
+    asked.get("batch_size", 1),
+    asked["max_new_tokens"],
+    asked["seed"],
+    asked["lenience"],
+  )
+  pair.require_batch_size(settings.batch_size)
+  tree = resolve_tree(asked["gamma"], asked["tree"], pair, texts, settings, _LOG.info)
+  decoder = pair.decoder(settings.sampling, tree, settings.lenience)
+  return decoder, pair.guesses(settings.sampling, tree)
 
 
 def _require_texts(texts: Sequence[str], name: str | None = None) -> None:

@@ -31,6 +31,11 @@ FIELDS_OF_SCHEMA_1 = {  # old name: current name
   "rest_ms": "unaccounted_ms",
   "predicted_text": "predicted_finite_length",
 }
+POLICIES_OF_SCHEMA_1 = {  # end of the name of a draft: current end
+  ", plain": ", autoregressive",
+  ", told by largest probability": ", confidence: largest probability",
+  ", told by entropy bound": ", confidence: entropy bound",
+}
 BUNDLED = "specdec_jax/assets/"  # prefix of the paths of bundled checkpoints
 
 
@@ -417,13 +422,18 @@ def _parse(line: bytes, location: str) -> Record:
 
 
 def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
-  """Convert the fields of a record of schema 1 to the current schema."""
+  """Convert the fields and values of a record of schema 1 to the current schema."""
   if values.get("schema") != 1:
     return values
   renamed = {FIELDS_OF_SCHEMA_1.get(name, name): value for name, value in values.items()}
   verifier = renamed.get("verifier")
   if isinstance(verifier, str):
     renamed["verifier"] = re.sub("Rule$", "Verifier", verifier)
+  draft = renamed.get("draft")
+  if isinstance(draft, str):
+    for old, new in POLICIES_OF_SCHEMA_1.items():
+      if draft.endswith(old):
+        renamed["draft"] = draft.removesuffix(old) + new
   # Schema 1 had one field for the nodes of a dynamic tree and for those of beam search.
   if renamed.get("beams") is not None and "dynamic_nodes" in renamed:
     renamed["beam_nodes"] = renamed.pop("dynamic_nodes")

@@ -64,7 +64,7 @@ def test_lenience_accepts_more_and_says_what_it_changes(tmp_path):
 
 
 def test_too_few_texts_are_said(tmp_path):
-  with pytest.warns(UserWarning, match="fewer than the 1000 asked"):
+  with pytest.warns(UserWarning, match="fewer than min_tokens = 1000"):
     acceptance(
       tiny_pair.pair("near"),
       TEXTS[:2],

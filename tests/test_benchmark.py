@@ -60,7 +60,7 @@ def test_runs_are_recorded_and_compared_with(given, tmp_path, capsys):
     "temperature 1": "fell",
   }.items():
     assert any(name in line and line.split()[-1] == word for line in lines), name
-  assert not any("Recorded elsewhere" in line for line in lines)
+  assert not any("Recorded with other settings" in line for line in lines)
 
   write(path, {**read(path), "device": "a faster one"})
   given.append(all_at(2.1))

@@ -1,5 +1,6 @@
 """gamma and tree = 'auto': the prediction for batches, the choice, and the runs that take it."""
 
+import dataclasses
 import functools
 import json
 from unittest import mock
@@ -21,15 +22,17 @@ from specdec_jax.core.theory import (
   tree_tokens,
 )
 from specdec_jax.core.trees import Tree, branching, chain
+from specdec_jax.core.types import DecodeSettings
 from specdec_jax.errors import InputError
 from specdec_jax.measurement import calibrate, choice, oracles
 from specdec_jax.measurement.calibrate import resolve_gammas, resolve_tree
+from specdec_jax.measurement.calibration_cache import cache_key, get_or_compute
 from specdec_jax.measurement.choice import choose, choose_tree
 from specdec_jax.measurement.costs import Costs
-from specdec_jax.measurement.kept import depends_on, get_or_compute
 from specdec_jax.records import read
 
 GREEDY = Sampling(0.0)
+SETTINGS = DecodeSettings(GREEDY, max_new_tokens=12)
 TEXTS = tiny_pair.SENTENCES[:4]
 LENGTHS = [[17], [12], [30]]
 
@@ -109,7 +112,7 @@ def test_plain_decoding_is_chosen_where_verification_or_drafting_is_dear():
   for dear in (costs(v_slope=0.9), costs(c=0.9), costs(fixed=3.0)):
     found = choose(0.8, dear, LENGTHS)
     assert found.gamma == 0 and found.speedups[found.best_draft] == max(found.speedups[1:]) < 1
-    assert str(found).startswith("plain decoding, gamma 0, was chosen: alpha 0.80")
+    assert str(found).startswith("autoregressive decoding, gamma 0, was chosen: alpha 0.80")
 
 
 def test_the_choice_says_why():
@@ -134,7 +137,7 @@ def test_a_small_gain_must_show_when_it_is_tried(monkeypatch, tried, chosen):
   monkeypatch.setattr(calibrate, "GAMMAS", (1, 2))
   clock = lambda calls, repeats: ([1.0, 1 / tried], [call() for call in calls])
   monkeypatch.setattr(calibrate, "interleaved_medians", clock)
-  found = calibrate.calibrate(tiny_pair.pair(), TEXTS, GREEDY, 4, 12)
+  found = calibrate.calibrate(tiny_pair.pair(), TEXTS, DecodeSettings(GREEDY, 4, 12))
   assert found.tried == pytest.approx(tried) and found.gamma == (2 if chosen else 0)
 
 
@@ -239,8 +242,8 @@ def test_a_tree_is_taken_if_it_was_faster(tried, taken):
     f"; the best tree, 64 nodes of depth {best.tree.depth}, has a predicted speedup of " in said
   )
   assert said.endswith(
-    "stand 0.80, 0.10, 0.04"
-    + ("" if tried is None else f"; tried, {tried:.2f} times as fast as without it")
+    "acceptance of children of rank 0, 1, 2: 0.80, 0.10, 0.04"
+    + ("" if tried is None else f"; tried, {tried:.2f} times as fast as the chain")
   )
 
 
@@ -257,14 +260,14 @@ def auto(monkeypatch, alpha, **dear):
 
 def test_auto_is_resolved_and_a_number_stays(monkeypatch, capsys):
   found = auto(monkeypatch, 0.8)
-  rest = None, TEXTS, GREEDY, 1, 12
+  rest = None, TEXTS, SETTINGS
   assert resolve_tree("auto", None, *rest) == chain(found.gamma) and found.gamma > 0
   assert capsys.readouterr().out == f"{found}.\n"
   assert resolve_tree(7, None, *rest) == chain(7)
   assert resolve_tree(7, [0, 0], *rest) == branching(2)
   assert resolve_tree(0, None, *rest) == chain(0)
   for both in (("auto", None), (7, "auto"), ("auto", "auto")):
-    assert resolve_tree(*both, None, [None, None], *rest[2:]) == chain(0)
+    assert resolve_tree(*both, None, [None, None], SETTINGS) == chain(0)
   assert capsys.readouterr().out == ""
   for bad in (-1, 2.5, "fast"):
     with pytest.raises(InputError, match=f"gamma is {bad!r}"):
@@ -284,19 +287,19 @@ def test_auto_is_resolved_and_a_number_stays(monkeypatch, capsys):
 )
 def test_trees_that_are_none(gamma, tree, sentence):
   with pytest.raises(InputError, match=sentence):
-    resolve_tree(gamma, tree, None, TEXTS, GREEDY, 1, 12)
+    resolve_tree(gamma, tree, None, TEXTS, SETTINGS)
 
 
 def test_auto_among_gammas_to_be_measured(monkeypatch, capsys):
   found = auto(monkeypatch, 0.8)
-  settings = None, TEXTS, [GREEDY, Sampling()], 1, 12
+  settings = None, TEXTS, [SETTINGS, dataclasses.replace(SETTINGS, sampling=Sampling())]
   assert resolve_gammas((3, "auto"), *settings) == sorted({3, found.gamma})
   assert resolve_gammas("auto", *settings) == [found.gamma]
   said = capsys.readouterr().out
   assert f"temperature 0: {found}." in said and f"temperature 1: {found}." in said
   found = auto(monkeypatch, 0.0)
   assert resolve_gammas(["auto"], *settings) == [found.best_draft] and found.gamma == 0
-  assert f"measured is gamma {found.best_draft}." in capsys.readouterr().out
+  assert f"gamma {found.best_draft} is measured instead." in capsys.readouterr().out
   assert resolve_gammas((5, 7), *settings) == [5, 7] and capsys.readouterr().out == ""
 
 
@@ -355,8 +358,8 @@ def test_a_damaged_calibration_is_named_and_measured_again(cache, name):
 
 def test_what_a_calibration_depends_on():
   pair, other = (tiny_pair.pair(draft, max_source_tokens=48) for draft in ("near", "random"))
-  on = lambda pair=pair, texts=TEXTS, sampling=GREEDY, **settings: json.dumps(
-    depends_on(pair, texts, sampling, **settings)
+  on = lambda pair=pair, texts=TEXTS, branching=False, **changes: json.dumps(
+    cache_key(pair, texts, dataclasses.replace(SETTINGS, **changes), branching)
   )
   assert on() == on() == on(texts=TEXTS[1:])
   trained = jax.tree.map(lambda x: x * 1.01, pair.target_params)
@@ -366,24 +369,25 @@ def test_what_a_calibration_depends_on():
     on(texts=TEXTS[:1]),
     on(sampling=Sampling(1.0)),
     on(batch_size=2),
+    on(branching=True),
   ]
-  assert len({on(), *others}) == 6
+  assert len({on(), *others}) == 7
 
 
 def test_hosts_agree_on_the_first_choice(tmp_path):
   path = tmp_path / "tree"
   for tree in (chain(3), branching(2, 1)):
-    assert decode._agreed(path, 0, functools.partial(Tree, tree.parents)) == tree
-    assert decode._agreed(path, 1, lambda: pytest.fail("it is chosen")) == tree
+    assert decode._agreed_tree(path, 0, functools.partial(Tree, tree.parents)) == tree
+    assert decode._agreed_tree(path, 1, lambda: pytest.fail("it is chosen")) == tree
     path.unlink()
-  another_is_first = lambda: [decode._agreed(path, 1, lambda: chain(0)), chain(5)][1]
-  assert decode._agreed(path, 0, another_is_first) == chain(0)
+  another_is_first = lambda: [decode._agreed_tree(path, 1, lambda: chain(0)), chain(5)][1]
+  assert decode._agreed_tree(path, 0, another_is_first) == chain(0)
   assert [p.name for p in tmp_path.iterdir()] == ["tree"]
 
 
 def test_gamma_0_decodes_plainly():
   pair, sampling = tiny_pair.pair(), Sampling()
-  ((_, (decoded,)),) = decode_lines(pair, TEXTS, sampling, 0, 4, 12, seed=3)
+  ((_, (decoded,)),) = decode_lines(pair, TEXTS, 0, DecodeSettings(sampling, 4, 12, seed=3))
   settings = dict(max_new_tokens=12, sampling=sampling)
   own = autoregressive_decode(
     pair.target, pair.target_params, pair.prompt(TEXTS), row_keys(3, 0, 4), **settings
@@ -401,7 +405,7 @@ def translated(tmp_path, pair, tree):
 
 
 def plain_lines(pair):
-  batches = decode_lines(pair, TEXTS, GREEDY, 0, 2, 12)
+  batches = decode_lines(pair, TEXTS, 0, DecodeSettings(GREEDY, 2, 12))
   return [text for texts, _ in batches for text in texts]
 
 
@@ -429,14 +433,16 @@ def test_a_tree_is_found_and_tried(tmp_path, monkeypatch, capsys):
   assert translated(tmp_path, pair, "auto") == plain_lines(pair)
   said = " ".join(capsys.readouterr().err.split())
   assert said.startswith("a tree of 4 nodes was chosen: alpha ")
-  assert "; tried, 1.25 times as fast as without it." in said
+  assert "; tried, 1.25 times as fast as the chain." in said
   assert "; the best tree, 4 nodes of depth 2, has a predicted speedup of " in said
 
 
 def test_hosts_share_the_tree(tmp_path, monkeypatch, capsys):
   pair, found = tiny_pair.pair(), auto(monkeypatch, 0.8)
   best = choice.Branching(Tree([0, 0, 1]), (0.8, 0.1), 0.1, 1.0, 2.0, tried=1.5)
-  monkeypatch.setattr(calibrate, "calibrate", lambda *a, branching: found._replace(branching=best))
+  monkeypatch.setattr(
+    calibrate, "calibrate", lambda *args, branching: found._replace(branching=best)
+  )
   for tree in ("auto", [0, 0, 1]):  # which are then one and the same
     settings = dict(batch_size=2, max_new_tokens=12, tree=tree)
     decode.decode(pair, TEXTS, str(tmp_path), **settings)
@@ -492,10 +498,10 @@ def test_policies_are_measured(tmp_path, capsys, monkeypatch):
   by_name = {(r.draft.rpartition(", ")[2], r.gamma): r for r in measured}
   names = [name for name, _ in by_name]
   assert names[:3] == ["oracle of a gamma", "oracle of each text", "oracle of each round"]
-  assert names[-1] == "adaptive" and names.count("fixed") == 2 and "plain" in names
+  assert names[-1] == "adaptive" and names.count("fixed") == 2 and "autoregressive" in names
   assert all(r.identical for r in measured if r.rounds)
   assert by_name["stops below 0", 2].rounds == by_name["fixed", 2].rounds
-  assert by_name["told by entropy bound", 1].auc > 0.5
+  assert by_name["confidence: entropy bound", 1].auc > 0.5
   for g in (1, 2):
     rounds = sum(oracles.times(row > 0.5, [1.0, 1.0, 1.0])[0][g] for row in stands)
     assert by_name["fixed", g].rounds == rounds

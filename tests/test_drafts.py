@@ -20,10 +20,8 @@ from specdec_jax.reporting.drafts_figure import drafts_figure
 def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
   """What `measure` finds of a pair is test_measure.py's."""
 
-  def measure(pair, texts, results, samplings, gammas, batch_size, max_new_tokens, repeats, seed):
-    asked = settings_to_measure(
-      pair, texts, samplings, gammas, batch_size, max_new_tokens, seed, 1.0
-    )
+  def measure(pair, texts, results, settings, gammas, timing):
+    asked = settings_to_measure(pair, texts, settings, gammas)
     for i, setting in enumerate(records.missing(results, asked), 2):
       found = dict(tokens_per_round=2.5, speedup=0.5 * i, draft_mb=0.0, identical=i == 2 or None)
       records.append(results, dataclasses.replace(setting, **found))
@@ -32,7 +30,7 @@ def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
 
   monkeypatch.setattr(bench_drafts, "measure", measure)
   others = [prompt_lookup, functools.partial(layer_skip, layers=[0])]
-  how = dict(rules=[BlockVerifier], gamma=2)
+  how = dict(verifiers=[BlockVerifier], gamma=2)
   for _ in range(2):
     bench_drafts.compare_drafts(tiny_pair.pair(), ["Ein Hund."], str(tmp_path), others, **how)
   measured = records.read(results := str(tmp_path / "results.jsonl"))

@@ -182,8 +182,8 @@ def test_runs_with_verifiers_can_be_sharded(name):
   try:
     run.parse_gin([str(GIN / f"{file}.gin") for file in (f"runs/{name}", "models/sharded")], [], [])
     sharding, verifiers = (
-      gin.query_parameter(f"{name}.rules").scoped_configurable_fn()
-      for name in ("partitioning.sharded", "bench_drafts.compare_drafts")
+      gin.query_parameter(parameter).scoped_configurable_fn()
+      for parameter in ("partitioning.sharded.rules", "bench_drafts.compare_drafts.verifiers")
     )
   finally:
     gin.clear_config()

@@ -15,8 +15,10 @@ from specdec_jax.commands.check_exactness import check_exactness
 from specdec_jax.commands.decode import decode
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.types import DecodeSettings
 from specdec_jax.counts import acceptance_rate
 from specdec_jax.measurement.measure import measure
+from specdec_jax.measurement.speed import Timing
 from specdec_jax.models.simulated import SimulatedModel
 
 GREEDY, RANDOM = Sampling(temperature=0.0), Sampling()
@@ -91,12 +93,8 @@ def test_simulated_acceptance_rate_is_alpha_after_ragged_prompts():
 def test_measurement_of_a_gamma_is_recorded(tmp_path, monkeypatch):
   tiny.know_costs(monkeypatch)  # test_measure.py times T5 models
   with records.open_results(str(tmp_path)) as results:
-    measured = measure(
-      *(tiny_pair.gpt_pair(), TEXTS, results, [GREEDY], [GAMMA]),
-      batch_size=4,
-      max_new_tokens=LIMIT,
-      repeats=1,
-    )
+    settings = DecodeSettings(GREEDY, batch_size=4, max_new_tokens=LIMIT)
+    measured = measure(tiny_pair.gpt_pair(), TEXTS, results, [settings], [GAMMA], Timing(repeats=1))
   (r,) = measured
   assert r.identical and r.num_tokens >= 4
   assert None not in (r.speedup, r.c, r.predicted_finite_length)
@@ -152,5 +150,6 @@ def test_decode_command_and_report_examples_accept_empty_prompts(tmp_path):
   lines = (tmp_path / "outputs.jsonl").read_text().splitlines()
   assert [json.loads(line)["output"] for line in lines] == expected
   assert all(json.loads(line)["rounds"] > 0 for line in lines)
-  examples = [*decode_examples(pair, TEXTS, [GREEDY], [GAMMA], LIMIT)]
+  settings = DecodeSettings(GREEDY, max_new_tokens=LIMIT)
+  examples = [*decode_examples(pair, TEXTS, [settings], [GAMMA])]
   assert [e.translation for e in examples] == expected and all(e.rounds for e in examples)

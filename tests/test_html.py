@@ -551,14 +551,14 @@ def calls(monkeypatch):
   """
   measured, decoded = [], []
 
-  def invent(pair, prompts, sampling, settings, *rest):
-    for setting in settings:
+  def invent(pair, prompts, settings, wanted, *rest):
+    for setting in wanted:
       measured.append(setting)
       yield dataclasses.replace(setting, speedup=1 + setting.gamma / 10)
 
-  def decode(pair, lines, sampling, *rest):
-    decoded.append((sampling.temperature, len(lines)))
-    return decode_lines(pair, lines, sampling, *rest)
+  def decode(pair, lines, tree, settings):
+    decoded.append((settings.sampling.temperature, len(lines)))
+    return decode_lines(pair, lines, tree, settings)
 
   decode_lines = speedup.decode_lines
   monkeypatch.setattr(measuring, "_measure", invent)

@@ -18,6 +18,7 @@ import tiny_pair
 
 from specdec_jax import records
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import DecodeSettings
 from specdec_jax.measurement import measure as measuring
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -34,18 +35,18 @@ here.measure_it(sys.argv[1], print)
 """
 
 
-def fake_measure(pair, prompts, sampling, settings, *rest):
-  for setting in settings:
+def fake_measure(pair, prompts, settings, wanted, *rest):
+  for setting in wanted:
     time.sleep(0.05)
-    yield dataclasses.replace(setting, alpha=setting.gamma / 20 + sampling.temperature / 4)
+    yield dataclasses.replace(setting, alpha=setting.gamma / 20 + setting.temperature / 4)
 
 
 def measure_it(folder, announce=lambda *words, flush: None):
   pair = tiny_pair.pair()
   with records.open_results(str(folder)) as path:
     announce("ready", flush=True)
-    samplings = [Sampling(0.0), Sampling(1.0)]
-    measuring.measure(pair, ["A man"], path, samplings, [*GAMMAS])
+    settings = [DecodeSettings(Sampling(0.0)), DecodeSettings(Sampling(1.0))]
+    measuring.measure(pair, ["A man"], path, settings, [*GAMMAS])
 
 
 def start(folder) -> subprocess.Popen:

@@ -16,7 +16,7 @@ from specdec_jax.checkpoints.folder import load_model
 from specdec_jax.core import theory
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import DynamicTree, chain
-from specdec_jax.core.types import DecodeResult, Rounds, Verification
+from specdec_jax.core.types import DecodeResult, DecodeSettings, Rounds, Verification
 from specdec_jax.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -41,15 +41,15 @@ from specdec_jax.measurement.alpha import (
 from specdec_jax.measurement.costs import (
   CHAIN,
   Costs,
+  matmul_operations,
   measure_costs,
   operations_ratio,
-  product_operations,
   round_calls,
   round_costs,
 )
-from specdec_jax.measurement.measure import measure, settings_to_measure
+from specdec_jax.measurement.measure import References, measure, settings_to_measure
 from specdec_jax.measurement.quality import quality
-from specdec_jax.measurement.speed import Speed, measure_speed, own_baseline
+from specdec_jax.measurement.speed import Speed, Timing, measure_speed, own_baseline
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.simulated import SimulatedModel
@@ -60,6 +60,7 @@ from specdec_jax.reporting.speeds import BUDGET_LEGEND, budget_table, speed_tabl
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
 LIMIT = 10
+SETTINGS = DecodeSettings(GREEDY, max_new_tokens=LIMIT)
 
 
 # Alpha.
@@ -389,7 +390,7 @@ def test_costs_are_timed_evenly_among_the_texts(monkeypatch, num_texts, least, m
   monkeypatch.setattr(speeds, "round_calls", lambda *args: ["part"] * 8)
   monkeypatch.setattr(speeds, "interleaved_seconds", no_time)
   pair = tiny_pair.pair()
-  measure_speed(pair, [pair.prompt(TEXTS[:1])] * num_texts, GREEDY, [2], LIMIT, repeats=1)
+  measure_speed(pair, [pair.prompt(TEXTS[:1])] * num_texts, [2], SETTINGS, Timing(repeats=1))
   assert len(timed) == num_texts and least <= sum(timed) <= most
   assert len(set(np.diff(np.flatnonzero(timed)))) == 1 and timed[0]
 
@@ -434,7 +435,7 @@ def test_a_draft_that_looks_up_has_no_products():
 
 def test_a_loop_counts_as_often_as_it_goes_round():
   x, w = jnp.ones((3, 4)), jnp.ones((4, 4))
-  count = lambda f: product_operations(jax.make_jaxpr(f)(x).jaxpr)
+  count = lambda f: matmul_operations(jax.make_jaxpr(f)(x).jaxpr)
   assert count(lambda x: x @ w) == 2 * 3 * 4 * 4
   assert count(lambda x: jax.lax.scan(lambda x, _: (x @ w, None), x, length=5)) == 5 * 96
   assert count(lambda x: jax.lax.cond(x.sum() > 0, lambda x: x @ w @ w, lambda x: x @ w, x)) == 192
@@ -461,7 +462,8 @@ def test_interleaved_calls_run_in_turn_and_give_their_last_results():
 def results(tmp_path_factory):
   """The file of a greedy run with a draft that knows nothing."""
   with records.open_results(tmp_path_factory.mktemp("measure")) as path:
-    measure_it(path, references=tiny_pair.SENTENCES[: len(TEXTS)], repeats=2)
+    references = References(tiny_pair.SENTENCES[: len(TEXTS)])
+    measure_it(path, references=references, timing=Timing(repeats=2))
   return path
 
 
@@ -471,10 +473,10 @@ def quick(monkeypatch):
   tiny.know_costs(monkeypatch)
 
 
-def measure_it(path, **changes):
-  settings = dict(texts=TEXTS, samplings=[GREEDY], gammas=[2], batch_size=1, max_new_tokens=LIMIT)
-  pair = tiny_pair.pair(changes.pop("draft", "random"))
-  return measure(pair, results=path, **{"repeats": 1, **settings, **changes})
+def measure_it(path, draft="random", settings=SETTINGS, **changes):
+  arguments = dict(texts=TEXTS, gammas=[2], timing=Timing(repeats=1))
+  pair = tiny_pair.pair(draft)
+  return measure(pair, results=path, settings=[settings], **{**arguments, **changes})
 
 
 def not_measured(record):
@@ -502,9 +504,9 @@ def test_quality_is_recorded_beside_plain_decodings(results, tmp_path):
   (record,) = records.read(results)
   assert record.metric == "BLEU" and record.quality == record.baseline_quality
   with pytest.raises(InputError, match=f"{len(TEXTS)} texts but 1 references"):
-    measure_it(tmp_path / "r.jsonl", references=["ein Hund"])
+    measure_it(tmp_path / "r.jsonl", references=References(["ein Hund"]))
   with pytest.raises(InputError, match="metric is 'METEOR'; it must be one of BLEU, ROUGE-1"):
-    measure_it(tmp_path / "r.jsonl", references=TEXTS, metric="METEOR")
+    measure_it(tmp_path / "r.jsonl", references=References(TEXTS, "METEOR"))
 
 
 def test_qualities_by_hand():
@@ -526,7 +528,7 @@ def test_speed_over_anothers_decoding_is_another_setting(results, tmp_path):
   theirs = own_baseline(tiny_pair.pair("random"))._replace(name="theirs")
   (own,) = records.read(results)
   with records.open_results(tmp_path) as path:
-    (record,) = measure_it(path, baseline=theirs)
+    (record,) = measure_it(path, timing=Timing(1, theirs))
     assert records.missing(path, [record, own]) == [own]
   assert record.baseline == "theirs" and record.identical and record.speedup > 0
   missing = {"predicted_theorem8", "predicted_measured_cost", "predicted_finite_length"}
@@ -578,8 +580,8 @@ def asked(monkeypatch):
   """Gammas that `measure` would measure, which it does not."""
   gammas = []
 
-  def note(pair, prompts, sampling, settings, *rest):
-    gammas.extend(setting.gamma for setting in settings)
+  def note(pair, prompts, settings, wanted, *rest):
+    gammas.extend(setting.gamma for setting in wanted)
     return []
 
   monkeypatch.setattr(measuring, "_measure", note)
@@ -598,14 +600,19 @@ def test_a_second_run_measures_only_what_is_missing(results, asked):
 @pytest.mark.parametrize("change", ["texts", "max_new_tokens"])
 def test_a_run_on_other_texts_is_no_repeat(results, asked, change):
   """A record of other texts, or of texts cut elsewhere, must not stand for this measurement."""
-  measure_it(results, **{change: {"texts": TEXTS[::-1], "max_new_tokens": 4}[change]})
+  changes = dict(
+    texts=dict(texts=TEXTS[::-1]),
+    max_new_tokens=dict(settings=dataclasses.replace(SETTINGS, max_new_tokens=4)),
+  )
+  measure_it(results, **changes[change])
   assert asked == [2]
 
 
 def test_batches_and_samples_leave_open_what_cannot_be_said(tmp_path, quick):
   """A batch has no one text to predict for; sampled output has no twin to be identical to."""
   with records.open_results(tmp_path) as path:
-    (record,) = measure_it(path, samplings=[RANDOM], draft="target", batch_size=3)
+    settings = dataclasses.replace(SETTINGS, sampling=RANDOM, batch_size=3)
+    (record,) = measure_it(path, draft="target", settings=settings)
   assert not_measured(record) == ["identical"]
   # The target as its own draft: every guess stands.
   assert record.alpha == pytest.approx(1, abs=1e-5) and record.acceptance_rate == 1
@@ -619,7 +626,8 @@ def test_simulated_acceptance_is_recorded_as_such(tmp_path, quick):
   target = SimulatedModel(real.target, 0.6, real.vocabulary.eos_id)
   pair = real._replace(target=target, simulated_alpha=0.6)
   texts, results = tiny_pair.SENTENCES[:8], str(tmp_path / "results.jsonl")
-  (r,) = measure(pair, texts, results, [GREEDY], [3], 8, max_new_tokens=32, repeats=1)
+  settings = DecodeSettings(GREEDY, batch_size=8, max_new_tokens=32)
+  (r,) = measure(pair, texts, results, [settings], [3], Timing(repeats=1))
   assert (r.acceptance, r.alpha, r.identical) == ("simulated", 0.6, None)
   assert r.alpha_low is r.alpha_high is r.beta_lag1 is r.total_variation is None
   assert r.num_tokens == 8 * 32 and r.speedup > 0 and r.predicted_finite_length > 0
@@ -629,14 +637,14 @@ def test_simulated_acceptance_is_recorded_as_such(tmp_path, quick):
 
 def test_another_alpha_is_another_setting():
   one, other = (
-    settings_to_measure(random_pair("tiny", "tiny", alpha), TEXTS, [GREEDY], [3], 1, LIMIT, 0, 1.0)
+    settings_to_measure(random_pair("tiny", "tiny", alpha), TEXTS, [SETTINGS], [3])
     for alpha in (0.6, 0.7)
   )
   assert [*map(records.key, one)] != [*map(records.key, other)]
 
 
 def test_nothing_to_measure_is_refused(tmp_path):
-  for changes in (dict(texts=[]), dict(samplings=[]), dict(gammas=[])):
-    asked = dict(texts=TEXTS, samplings=[GREEDY], gammas=[2], results=str(tmp_path / "r.jsonl"))
+  for changes in (dict(texts=[]), dict(settings=[]), dict(gammas=[])):
+    arguments = dict(texts=TEXTS, settings=[SETTINGS], gammas=[2])
     with pytest.raises(InputError, match="nothing to measure"):
-      measure(tiny_pair.pair(), **{**asked, **changes})
+      measure(tiny_pair.pair(), results=str(tmp_path / "r.jsonl"), **{**arguments, **changes})

@@ -20,6 +20,7 @@ from specdec_jax.commands import decode as decoding
 from specdec_jax.commands.decode import decode
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import DecodeSettings
 from specdec_jax.counts import acceptance_rate, num_rounds, num_tokens
 from specdec_jax.errors import InputError
 from specdec_jax.user_errors import format_error
@@ -48,8 +49,9 @@ def test_lines_are_the_texts_decoded_with_their_rounds(whole, tmp_path, capsys):
   records = [json.loads(line) for line in whole.splitlines()]
   assert [(r["index"], r["source"]) for r in records] == [*enumerate(TEXTS)]
   pair = tiny_pair.pair(max_source_tokens=WIDTH)
-  asked = [text if pair.reads(text) else None for text in TEXTS]
-  outputs, decoded = zip(*decode_lines(pair, asked, SAMPLING, GAMMA, BATCH, LIMIT))
+  asked = [text if pair.can_decode(text) else None for text in TEXTS]
+  settings = DecodeSettings(SAMPLING, BATCH, LIMIT)
+  outputs, decoded = zip(*decode_lines(pair, asked, GAMMA, settings))
   assert [r["output"] for r in records] == [text for batch in outputs for text in batch]
   decoded = [d for batch in decoded for d in batch]
   assert sum(len(r["tokens"]) for r in records) == num_tokens(decoded)
@@ -197,7 +199,7 @@ def test_a_damaged_tree_file_is_named(tmp_path, content):
   path = tmp_path / "tree-of-this-run"
   path.write_text(content)
   with pytest.raises(InputError, match="tree-of-this-run is damaged; delete it and start all"):
-    decoding._agreed(path, 0, lambda: pytest.fail("another host has chosen"))
+    decoding._agreed_tree(path, 0, lambda: pytest.fail("another host has chosen"))
 
 
 def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):

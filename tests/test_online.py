@@ -78,7 +78,7 @@ def test_learning_from_a_sampled_text_raises_its_probability_under_the_draft(pai
 def test_unsupported_drafts_and_existing_records_raise(pair, tmp_path):
   with pytest.raises(InputError, match="proposes chains"):
     OnlineDraft(pair.draft(Sampling(), branching(2, 1)))
-  with pytest.raises(InputError, match="does not learn while it serves"):
+  with pytest.raises(InputError, match="does not learn while it decodes"):
     serve_and_learn(tiny_pair.pair(), ["none"], "nowhere")
   (tmp_path / "results.jsonl").touch()
   with pytest.raises(InputError, match="is there already"):

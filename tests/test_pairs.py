@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DecodeSettings
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.sentence_pieces import EOS_ID, SentencePieces
 from specdec_jax.data.vocabularies import (
@@ -72,7 +73,7 @@ def test_a_pair_of_ones_own_has_no_task_and_its_paths():
   paths = {role: str(tiny_pair.folder() / name) for role, name in PARTS.items()}
   pair = load_pair(**paths)
   assert (pair.task, pair.target_path, pair.draft_path) == (None, *paths.values())
-  (setting,) = settings_to_measure(pair, ["A man"], [Sampling()], [3], 1, 8, 0, 1.0)
+  (setting,) = settings_to_measure(pair, ["A man"], [DecodeSettings(Sampling())], [3])
   assert setting.subject == "{target} with {draft}".format(**paths)
   assert pair.with_draft(uniform(pair.loaded_target)).draft_path is None
 

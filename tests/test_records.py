@@ -13,7 +13,7 @@ import pytest
 
 from specdec_jax import machine, records
 from specdec_jax.errors import InputError
-from specdec_jax.records import FIELDS_OF_SCHEMA_1, Record
+from specdec_jax.records import FIELDS_OF_SCHEMA_1, POLICIES_OF_SCHEMA_1, Record
 
 # Documented fields of results.jsonl. A reader may rely on their names.
 DOCUMENTED = (
@@ -95,6 +95,12 @@ def test_records_of_schema_1_are_read(path):
   path.write_text("".join(lines))
   assert records.read(path) == current
   assert records.missing(path, current) == []
+
+
+def test_policies_of_schema_1_have_their_current_names(path):
+  for old, new in POLICIES_OF_SCHEMA_1.items():
+    path.write_text(schema_1(setting(draft=f"near{old}")))
+    assert [record.draft for record in records.read(path)] == [f"near{new}"]
 
 
 def test_numpy_scalars_and_non_finite_numbers_become_plain_json(path):

@@ -127,8 +127,8 @@ def test_a_device_reads_its_share_of_parameters_that_are_cut():
     )
 
   cut, copied = array((8, 6), ways=4), array((16,), ways=1)
-  assert roofline._held({"cut": cut, "copied": copied}) == (12 + 16) / (48 + 16)
-  assert roofline._held(tiny_pair.pair().target_params) == roofline._held(()) == 1
+  assert roofline._shard_share({"cut": cut, "copied": copied}) == (12 + 16) / (48 + 16)
+  assert roofline._shard_share(tiny_pair.pair().target_params) == roofline._shard_share(()) == 1
 
 
 def test_bandwidth_is_of_the_faster_way_to_read_the_matrix(monkeypatch):

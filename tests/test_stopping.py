@@ -25,7 +25,7 @@ from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
 from specdec_jax.measurement import oracles
 from specdec_jax.measurement.choice import Calibration
-from specdec_jax.measurement.stopping import in_a_row, separation, stopped_speedup
+from specdec_jax.measurement.stopping import auc, in_a_row, stopped_speedup
 
 RNG = np.random.default_rng(0)
 GAMMA = 4
@@ -92,9 +92,9 @@ def test_how_well_a_score_foretells():
     for b, y in zip(chances, scores)
   ]
   weights, higher = zip(*pairs)
-  assert separation(chances, scores) == pytest.approx(np.average(higher, weights=weights))
+  assert auc(chances, scores) == pytest.approx(np.average(higher, weights=weights))
   stood = (RNG.random(40) < 0.5).astype(float)
-  assert separation(stood, stood) == 1 and separation(stood, -stood) == 0
+  assert auc(stood, stood) == 1 and auc(stood, -stood) == 0
   rows = [np.array([0.5, 0.2, 0.1]), np.array([0.3]), np.array([0.4, 1.0])]
   np.testing.assert_allclose(in_a_row(rows, 2), [0.1, 0.02, 0.4])
 
@@ -107,7 +107,7 @@ def test_the_speed_of_stopping():
   every = [known.round_cost(gamma) for gamma in range(4)]
   fixed, best = map(np.array, zip(*(oracles.times(row > 0.5, every) for row in texts)))
   speed = lambda rounds: (12 * 20 + 20 * 2.0) / (20 * 2.5 + rounds)
-  stopped = functools.partial(stopped_speedup, texts, texts, known, most=3)
+  stopped = functools.partial(stopped_speedup, texts, texts, known, max_gamma=3)
   assert stopped(threshold=0.0) == pytest.approx(speed(fixed[:, 3].sum()))
   assert stopped(threshold=1.1) == pytest.approx(speed(fixed[:, 1].sum()))
   assert speed(fixed[:, 1:].sum(axis=0).min()) < stopped(threshold=0.5) < speed(best.sum())
@@ -134,5 +134,5 @@ def test_a_draft_that_knows_nothing_makes_a_plain_step():
     0
   ].tokens
   assert tokens.tolist() == [[-1] * 5, [1, -1, -1, -1, -1], [3] * 5]
-  with pytest.raises(InputError, match="must choose its guesses"):
+  with pytest.raises(InputError, match="must select its tokens"):
     StopAtMissDraft(UniformDraft(9, chain(2))).propose((), (), context, jax.random.split(KEY, 3))

@@ -234,7 +234,7 @@ def test_at_a_terminal_there_is_a_line_a_batch_and_no_bar(run, monkeypatch, batc
   monkeypatch.setattr(
     translate,
     "decode_lines",
-    lambda *args, **how: (batches.append(b) or b for b in decode_lines(*args, **how)),
+    lambda *args: (batches.append(b) or b for b in decode_lines(*args)),
   )
   result = run(INPUT="-", BATCH_SIZE=batch_size)
   assert result.lines == targets_own(LINES) and len(batches) == len(LINES)

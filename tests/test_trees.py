@@ -259,7 +259,7 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys, monkeypatch):
     gammas=(2,),
     shapes=((4, 2),),
     dynamic=((5, 2),),
-    rules=(TokenVerifier,),
+    verifiers=(TokenVerifier,),
     calibration_texts=8,
     calibration_tokens=50,
     max_new_tokens=12,

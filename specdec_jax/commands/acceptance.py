@@ -1,4 +1,4 @@
-"""Alpha as the paper measures it (Table 3), for any drafts, beside what real rounds accept."""
+"""Alpha as the paper measures it (Table 3) for any drafts, and the acceptance in real rounds."""
 
 import dataclasses
 import math
@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax import Array
 from rich.console import Console
 
 from specdec_jax import records
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import DecodeResult, DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -19,11 +21,10 @@ from specdec_jax.counts import (
   num_rounds,
   num_tokens,
 )
-from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measurement.alpha import Acceptance, mean_with_interval, measure_alpha
+from specdec_jax.measurement.autoregressive import generate
 from specdec_jax.measurement.measure import settings_to_measure
-from specdec_jax.measurement.plain import generate
 from specdec_jax.pairs import DraftFactory, Pair
 from specdec_jax.progress import Progress
 from specdec_jax.records import Record
@@ -36,7 +37,7 @@ def acceptance(
   texts: Sequence[str],
   output_dir: str,
   samplings: Sequence[Sampling],
-  drafts: Sequence[Callable[[Vocabulary], DraftFactory]] = (),
+  drafts: Sequence[Callable[[LoadedTarget], DraftFactory]] = (),
   gamma: int = 7,
   batch_size: int = 8,
   max_new_tokens: int = 64,
@@ -44,20 +45,23 @@ def acceptance(
   seed: int = 0,
   leniences: Sequence[float] = (1.0,),
 ) -> None:
-  """Measure alpha over what a target generates; print a table and append to `results.jsonl`.
+  """Measure alpha on text that a target generates; print a table and append to `results.jsonl`.
 
   Args:
     pair: target and draft; see `pairs.load_pair`.
-    texts: sources, of which the target continues or translates as many as `min_tokens` takes.
-    output_dir: gets `results.jsonl`; settings recorded there already are not measured again.
-    samplings: each measured.
-    drafts: others, measured after the pair's own.
-    gamma: guesses a round, in the rounds whose acceptance stands beside alpha.
+    texts: sources. The target decodes as many of them as give `min_tokens` tokens.
+    output_dir: folder for `results.jsonl`; settings recorded there already are not measured again.
+    samplings: sampling methods, each measured.
+    drafts: functions that load other drafts, which are measured after the pair's own.
+    gamma: draft tokens per round, in the rounds that are compared with alpha.
     batch_size: texts decoded together.
-    max_new_tokens: limit for each.
-    min_tokens: generated tokens to measure on; the paper takes 10,000.
+    max_new_tokens: limit for each output.
+    min_tokens: number of generated tokens to measure on; the paper uses 10,000.
     seed: of all sampling.
-    leniences: l of Appendix A.5, each measured; 1 for exactness.
+    leniences: l of Appendix A.5, each measured; 1 is exact.
+
+  Raises:
+    InputError: there is nothing to measure, or an argument is out of range.
   """
   require_types(acceptance, locals())
   require_seed(seed)
@@ -67,15 +71,16 @@ def acceptance(
   pair.require_batch_size(batch_size)
   if not (texts and samplings and leniences):
     raise InputError("There is nothing to measure: no texts, no samplings, or no leniences.")
-  drafters = [drafter(pair.vocabulary) for drafter in drafts]
-  contenders = [pair, *(pair.with_draft(drafter) for drafter in drafters)]
-  limits = batch_size, max_new_tokens, seed
-  asked = [
-    (one, sampling, setting)
+  factories = [load_draft(draft, pair.loaded_target) for draft in drafts]
+  pairs = [pair, *(pair.with_draft(factory) for factory in factories)]
+  wanted = [
+    (pair_with_draft, settings, setting)
     for sampling in samplings
-    for one in contenders
-    for lenience in leniences
-    for setting in settings_to_measure(one, texts, [sampling], [gamma], *limits, lenience)
+    for pair_with_draft in pairs
+    for settings in (
+      DecodeSettings(sampling, batch_size, max_new_tokens, seed, lenience) for lenience in leniences
+    )
+    for setting in settings_to_measure(pair_with_draft, texts, [settings], [gamma])
   ]
   with (
     records.open_results(output_dir) as results,
@@ -83,41 +88,47 @@ def acceptance(
   ):
     generated: dict[Sampling, list] = {}
     last = None
-    for one, sampling, setting in bar.track(asked, description="measuring"):
+    for pair_with_draft, settings, setting in bar.track(wanted, description="measuring"):
       if not records.missing(results, [setting]):
         continue
-      if last not in (None, (one.draft_name, sampling)):
-        jax.clear_caches()  # the last draft's programs go: a process may map only so many
-      last = one.draft_name, sampling
+      sampling = settings.sampling
+      if last not in (None, (pair_with_draft.draft_name, sampling)):
+        jax.clear_caches()  # drop the last draft's programs: a process may map only so many
+      last = pair_with_draft.draft_name, sampling
       if sampling not in generated:
-        generated[sampling] = generate(
-          pair, texts, sampling, batch_size, max_new_tokens, min_tokens, seed
-        )
-      records.append(results, _measure(one, generated[sampling], sampling, setting))
-    wanted = {records.key(setting) for *_, setting in asked}
-    measured = [r for r in records.read(results) if records.key(r) in wanted]
+        generated[sampling] = generate(pair, texts, settings, min_tokens)
+      records.append(results, _measure(pair_with_draft, generated[sampling], settings, setting))
+    keys = {records.key(setting) for *_, setting in wanted}
+    measured = [r for r in records.read(results) if records.key(r) in keys]
   console = Console(markup=False, soft_wrap=True)
   console.print(render(acceptance_table(measured), "terminal"))
   console.print(f"Records: {results} (measured once; delete the file to measure again)")
 
 
-def _measure(pair: Pair, generated, sampling: Sampling, setting: Record) -> Record:
-  """The setting with its acceptance, over what `generate` gave and in real rounds."""
+def _measure(
+  pair: Pair,
+  generated: Sequence[tuple[Array, Array, DecodeResult]],
+  settings: DecodeSettings,
+  setting: Record,
+) -> Record:
+  """Return the record with alpha on the generated text, and with the acceptance in real rounds."""
   since = time.perf_counter()
-  decode = pair.decode_fn(sampling, setting.gamma, setting.lenience)
+  sampling, lenience = settings.sampling, settings.lenience
+  decode = pair.decode_fn(sampling, setting.gamma, lenience)
   outputs = []
   for prompt, keys, _ in generated:
-    decoded = decode(prompt, keys, max_new_tokens=setting.max_new_tokens)
+    decoded = decode(prompt, keys, max_new_tokens=settings.max_new_tokens)
     outputs.append(require_finite(jax.device_get(decoded)))
-  prompts, _, plain = zip(*generated)
-  compared = sampling.temperature == 0 and pair.simulated_alpha is None
+  prompts, _, autoregressive = zip(*generated)
+  is_comparable = sampling.temperature == 0 and pair.simulated_alpha is None
   if pair.simulated_alpha is None:
-    measured = measure_alpha(pair, prompts, plain, sampling, setting.lenience)
-  else:  # there is no beta: a guess is told whether it stands
-    stood = [
+    measured = measure_alpha(pair, prompts, autoregressive, sampling, lenience)
+  else:  # acceptance is simulated, so there is no beta
+    accepted = [
       np.arange(int(a + r)) < a for o in outputs for a, r in zip(*o.rounds.acceptance_counts())
     ]
-    measured = Acceptance(mean_with_interval(stood), math.nan, 0.0, num_tokens([*plain]))
+    alpha = mean_with_interval(accepted)
+    measured = Acceptance(alpha, math.nan, 0.0, num_tokens([*autoregressive]))
   return dataclasses.replace(
     setting,
     num_tokens=measured.num_tokens,
@@ -130,6 +141,6 @@ def _measure(pair: Pair, generated, sampling: Sampling, setting: Record) -> Reco
     acceptance_rate=acceptance_rate(outputs),
     acceptance_by_position=acceptance_by_position(outputs),
     tokens_per_round=num_tokens(outputs) / num_rounds(outputs),
-    identical=identical([*plain], outputs) if compared else None,
+    identical=identical([*autoregressive], outputs) if is_comparable else None,
     seconds=time.perf_counter() - since,
   )

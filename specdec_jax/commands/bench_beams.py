@@ -21,6 +21,7 @@ from specdec_jax import records
 from specdec_jax.beam_search import BeamResult, BeamSearcher
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import DecodeSettings
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.quality import quality
@@ -77,9 +78,8 @@ def beams(
     )
   if references is not None and len(references) != len(texts):
     raise InputError(f"There are {len(texts)} texts but {len(references)} references.")
-  (setting,) = settings_to_measure(
-    pair, texts, [Sampling(temperature=0.0)], [1], batch_size, max_new_tokens, 0, 1.0
-  )
+  decode_settings = DecodeSettings(Sampling(temperature=0.0), batch_size, max_new_tokens)
+  (setting,) = settings_to_measure(pair, texts, [decode_settings], [1])
   # With timing, each prompt is padded as little as possible. Without, all prompts share a program.
   prompt_width = None if repeats else pair.prompt(texts).shape[1]
   prompts = []

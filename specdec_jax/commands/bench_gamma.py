@@ -1,12 +1,14 @@
-"""What choosing gamma is worth (Section 3.5): plain, fixed, 'auto' and adaptive, decoded in turn.
+"""Comparison of policies that choose gamma (Section 3.5).
 
-Beside what is measured stands what could be reached at most by knowing which guesses will stand.
+The policies are decoded in turn: autoregressive decoding, fixed gammas, 'auto', drafts that stop
+early, and the adaptive gamma. They are compared with oracles that know which draft tokens are
+accepted.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from specdec_jax.adaptive import AdaptiveDecoder
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.types import DecodeResult, DecodeSettings
 from specdec_jax.counts import identical, num_rounds, num_tokens
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measurement.calibrate import GAMMAS, calibrate
@@ -27,9 +29,9 @@ from specdec_jax.measurement.choice import Calibration
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.oracles import acceptances, oracles
 from specdec_jax.measurement.stopping import (
+  auc,
   certainties,
   in_a_row,
-  separation,
   stopped_speedup,
 )
 from specdec_jax.measurement.timing import interleaved_medians
@@ -38,17 +40,17 @@ from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import gamma_table
 
-PRIOR_GUESSES = 25.0  # for so many guesses the calibration's alpha counts, beside a text's own
+PRIOR_GUESSES = 25.0  # weight of the calibration's alpha, in draft tokens, in the adaptive policy
 
 
 class Policy(NamedTuple):
   """A way to choose gamma.
 
   Attributes:
-    name: as the table has it, and records behind the draft's name.
-    gamma: the largest it takes; 0 for plain decoding.
-    decode: (prompt, rng, *, max_new_tokens) -> DecodeResult.
-    predicted: speedup; None where no closed form says.
+    name: in the table, and in records after the name of the draft.
+    gamma: largest gamma that it chooses; 0 for autoregressive decoding.
+    decode: function of (prompt, rng, *, max_new_tokens) that returns a `DecodeResult`.
+    predicted: predicted speedup; None if there is no closed form.
   """
 
   name: str
@@ -69,26 +71,34 @@ def gamma(
   repeats: int = 3,
   seed: int = 0,
 ) -> None:
-  """Measure the policies at each temperature and batch size, print tables, append records.
+  """Measure policies at each temperature and batch size; print tables and append records.
 
-  A record's `draft` ends in the policy's name. Those named 'oracle' have a prediction and no speed:
-  the best fixed gamma, the best for each text and the best for each round, of the same texts with
-  the same costs, knowing which guesses are accepted; they are of batch 1. 'auto' is decoded by
-  itself, though it is one of the others: what lies between the two is noise. Those named 'told by'
-  say how well a number foretells whether a guess stands, and whether three in a row do; of batch 1.
+  The `draft` of a record ends with the name of its policy. Two kinds of records are not decoded,
+  and exist at batch size 1 only:
+
+  - 'oracle ...' has a predicted speedup: the best gamma for all texts, for each text, or for each
+    round, with the measured costs and with knowledge of which draft tokens are accepted.
+  - 'confidence: ...' has the AUC of a confidence score of the draft, as a predictor that one draft
+    token (gamma 1) or three in a row (gamma 3) are accepted.
+
+  'auto' is decoded separately, although it equals another policy: the difference between the two is
+  noise.
 
   Args:
-    pair: what decodes; see `pairs.load_pair`.
-    texts: sources, padded to one width; the calibration takes its few from among them.
-    output_dir: gets `results.jsonl`; settings recorded there already are not measured again.
-    gammas: each measured alone; together they are what the adaptive policy chooses from.
-    temperatures: 0 is argmax; each measured.
-    batch_sizes: each measured.
-    thresholds: of a draft model that stops early (`drafts.stopping`), each measured; none for a
-      draft that is no model.
-    max_new_tokens: limit for each text.
-    repeats: of each timed decode, interleaved.
+    pair: target and draft; see `pairs.load_pair`.
+    texts: sources, padded to one width. The calibration uses some of them.
+    output_dir: folder for `results.jsonl`; settings recorded there already are not measured again.
+    gammas: fixed gammas, each measured. The adaptive policy chooses among them.
+    temperatures: sampling temperatures, each measured; 0 is argmax.
+    batch_sizes: texts decoded together, each measured.
+    thresholds: thresholds of a draft that stops early (`drafts.stopping`), each measured; empty for
+      a draft that is not a model.
+    max_new_tokens: limit for each output.
+    repeats: timed decodes of each text, interleaved.
     seed: of all sampling.
+
+  Raises:
+    InputError: there is nothing to measure, or an argument is out of range.
   """
   require_types(gamma, locals())
   require_seed(seed)
@@ -98,49 +108,62 @@ def gamma(
     pair.require_batch_size(size)
   if not (texts and gammas and temperatures and batch_sizes):
     raise InputError("There is nothing to measure: no texts, gammas, temperatures or batch sizes.")
-  for guesses in gammas:
-    require_count("gamma", guesses)
-    if guesses > GAMMAS[-1]:
-      raise InputError(f"gamma is {guesses}; the calibration knows costs up to {GAMMAS[-1]}.")
+  for fixed in gammas:
+    require_count("gamma", fixed)
+    if fixed > GAMMAS[-1]:
+      raise InputError(f"gamma is {fixed}; the calibration knows costs up to {GAMMAS[-1]}.")
   console = Console(markup=False)
   with records.open_results(output_dir) as results:
     for sampling in map(Sampling, temperatures):
       for batch_size in batch_sizes:
-        (setting,) = settings_to_measure(
-          pair, texts, [sampling], [max(gammas)], batch_size, max_new_tokens, seed, 1.0
-        )
-        wanted = functools.partial(_of_policy, setting)
-        if records.missing(results, [wanted("adaptive", max(gammas))]):
-          calibration = calibrate(pair, texts, sampling, batch_size, max_new_tokens, seed)
+        settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
+        (setting,) = settings_to_measure(pair, texts, [settings], [max(gammas)])
+        if records.missing(results, [_policy_record(setting, "adaptive", max(gammas))]):
+          calibration = calibrate(pair, texts, settings)
           console.print(f"temperature {sampling.temperature:g}, batch {batch_size}: {calibration}.")
-          args = pair, texts, sampling, gammas, thresholds, calibration, setting, repeats
-          for record in _measure(*args):
+          study = _Study(pair, sampling, gammas, thresholds, calibration)
+          for record in _measure(study, texts, setting, repeats):
             records.append(results, record)
           jax.clear_caches()  # a process may map only so many programs
     console.print(render(gamma_table(records.read(results)), "terminal"), soft_wrap=True)
 
 
-def _of_policy(setting: Record, name: str, gamma: int, **measured) -> Record:
+class _Study(NamedTuple):
+  """Policies to compare with one sampling method and batch size.
+
+  Attributes:
+    pair: target and draft.
+    sampling: sampling method.
+    gammas: fixed gammas.
+    thresholds: of drafts that stop early.
+    calibration: choice of 'auto', and the costs.
+  """
+
+  pair: Pair
+  sampling: Sampling
+  gammas: Sequence[int]
+  thresholds: Sequence[float]
+  calibration: Calibration
+
+
+def _policy_record(setting: Record, name: str, gamma: int, **measured: Any) -> Record:
+  """Return the record of a policy, with measurements."""
   draft = f"{setting.draft}, {name}"
   return dataclasses.replace(setting, draft=draft, gamma=gamma, **measured)
 
 
-def _policies(
-  pair: Pair,
-  sampling: Sampling,
-  gammas: Sequence[int],
-  thresholds: Sequence[float],
-  calibration: Calibration,
-) -> list[Policy]:
-  """Plain decoding first, the adaptive one last."""
+def _policies(study: _Study) -> list[Policy]:
+  """Return all policies: autoregressive decoding first, the adaptive policy last."""
+  pair, sampling, gammas, thresholds, calibration = study
   drafts = tuple(pair.draft(sampling, chain(gamma)) for gamma in gammas)
 
   def fixed(name: str, gamma: int) -> Policy:
     return Policy(name, gamma, pair.decode_fn(sampling, gamma), calibration.speedups[gamma])
 
-  def stopping(threshold: float) -> Callable[..., DecodeResult]:
+  def stopping(threshold: float) -> Policy:
     draft = stopping_draft(pair.loaded_target, lambda target: pair.draft_factory, threshold)
-    return pair.with_draft(draft).decode_fn(sampling, max(gammas))
+    decode = pair.with_draft(draft).decode_fn(sampling, max(gammas))
+    return Policy(_stopping_name(threshold), max(gammas), decode, None)
 
   decoder = AdaptiveDecoder(
     pair.target, drafts, pair.verifier_for(sampling), pair.vocabulary.eos_id
@@ -152,24 +175,25 @@ def _policies(
     prior=PRIOR_GUESSES * jnp.array([calibration.alpha, 1 - calibration.alpha]),
   )
   return [
-    fixed("plain", 0),
+    fixed("autoregressive", 0),
     *(fixed("fixed", gamma) for gamma in gammas),
     fixed("auto", calibration.gamma),
-    *(Policy(_stopping(t), max(gammas), stopping(t), None) for t in thresholds),
+    *map(stopping, thresholds),
     Policy("adaptive", max(gammas), adaptive, None),
   ]
 
 
-def _stopping(threshold: float) -> str:
+def _stopping_name(threshold: float) -> str:
   return f"stops below {threshold:g}"
 
 
 def _measure(
-  pair, texts, sampling, gammas, thresholds, calibration: Calibration, setting: Record, repeats
-):
-  """Records of one setting: of the oracles, and of each policy, decoded in turn."""
+  study: _Study, texts: Sequence[str], setting: Record, repeats: int
+) -> Iterator[Record]:
+  """Yield the records of the oracles and of each policy, which are decoded in turn."""
+  pair, sampling, gammas, thresholds, calibration = study
   size, limit = setting.batch_size, setting.max_new_tokens
-  policies = _policies(pair, sampling, gammas, thresholds, calibration)
+  policies = _policies(study)
   width = pair.prompt(texts).shape[1]
   prompts = [pair.prompt(texts[i : i + size], width) for i in range(0, len(texts), size)]
   seconds, outputs = np.zeros(len(policies)), []
@@ -179,42 +203,49 @@ def _measure(
     medians, decoded = interleaved_medians(calls, repeats)
     seconds += medians
     outputs.append([require_finite(one) for one in jax.device_get(decoded)])
-  plain, *_ = by_policy = [list(each) for each in zip(*outputs)]
-  chances = [acceptances(pair, *each, sampling) for each in zip(prompts, plain)]
-  stands = [row for rows in chances for row in rows]
-  plain_tokens_per_s = num_tokens(plain) / float(seconds[0])
+  outputs_of = [list(outputs_of_policy) for outputs_of_policy in zip(*outputs)]
+  autoregressive = outputs_of[0]
+  accepted = [
+    row
+    for prompt, decoded in zip(prompts, autoregressive)
+    for row in acceptances(pair, prompt, decoded, sampling)
+  ]
+  baseline_tokens_per_s = num_tokens(autoregressive) / float(seconds[0])
   setting = dataclasses.replace(
     setting,
-    alpha=float(np.concatenate(stands).mean()),
-    num_tokens=num_tokens(plain),
-    baseline_tokens_per_s=plain_tokens_per_s,
+    alpha=float(np.concatenate(accepted).mean()),
+    num_tokens=num_tokens(autoregressive),
+    baseline_tokens_per_s=baseline_tokens_per_s,
   )
-  known = {}
+  predicted: dict[str, float] = {}  # of policies without a closed form
   if size == 1:
-    for name, predicted in oracles(stands, calibration).items():
-      yield _of_policy(setting, name, len(calibration.c) - 1, predicted_finite_length=predicted)
-    certain = [certainties(pair, *each) for each in zip(prompts, plain)]
-    scores = {name: [row for rows in certain for row in rows[name]] for name in certain[0]}
-    for name, rows in scores.items():
-      told = separation(np.concatenate(stands), np.concatenate(rows))
-      yield _of_policy(setting, f"told by {name}", 1, auc=told)
-      of_third = separation(in_a_row(stands, 3), in_a_row(rows, 3))
-      yield _of_policy(setting, f"told by {name}", 3, auc=of_third)
-    sure = scores["largest probability"]
-    known = {
-      _stopping(t): stopped_speedup(stands, sure, calibration, t, max(gammas)) for t in thresholds
-    }
-  for policy, own, its_seconds in zip(policies, by_policy, seconds):
-    tokens_per_s = num_tokens(own) / float(its_seconds)
-    yield _of_policy(
+    for name, speedup in oracles(accepted, calibration).items():
+      yield _policy_record(setting, name, len(calibration.c) - 1, predicted_finite_length=speedup)
+    confidences: dict[str, list[np.ndarray]] = {}
+    for prompt, decoded in zip(prompts, autoregressive):
+      for name, rows in certainties(pair, prompt, decoded).items():
+        confidences.setdefault(name, []).extend(rows)
+    for name, rows in confidences.items():
+      auc_of_one = auc(np.concatenate(accepted), np.concatenate(rows))
+      yield _policy_record(setting, f"confidence: {name}", 1, auc=auc_of_one)
+      auc_of_three = auc(in_a_row(accepted, 3), in_a_row(rows, 3))
+      yield _policy_record(setting, f"confidence: {name}", 3, auc=auc_of_three)
+    largest_probs = confidences["largest probability"]
+    for threshold in thresholds:
+      predicted[_stopping_name(threshold)] = stopped_speedup(
+        accepted, largest_probs, calibration, threshold, max(gammas)
+      )
+  for policy, decoded, policy_seconds in zip(policies, outputs_of, seconds):
+    tokens_per_s = num_tokens(decoded) / float(policy_seconds)
+    yield _policy_record(
       setting,
       policy.name,
       policy.gamma,
-      num_tokens=num_tokens(own),
-      rounds=num_rounds(own),
-      tokens_per_round=num_tokens(own) / num_rounds(own),
-      predicted_finite_length=known.get(policy.name, policy.predicted),
+      num_tokens=num_tokens(decoded),
+      rounds=num_rounds(decoded),
+      tokens_per_round=num_tokens(decoded) / num_rounds(decoded),
+      predicted_finite_length=predicted.get(policy.name, policy.predicted),
       speculative_tokens_per_s=tokens_per_s,
-      speedup=tokens_per_s / plain_tokens_per_s,
-      identical=identical(plain, own) if sampling.temperature == 0 else None,
+      speedup=tokens_per_s / baseline_tokens_per_s,
+      identical=identical(autoregressive, decoded) if sampling.temperature == 0 else None,
     )

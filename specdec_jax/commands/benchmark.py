@@ -1,6 +1,7 @@
-"""Ratios of speed beside those recorded, and which fell: a benchmark, not a test.
+"""Ratios of speed compared with recorded ones: a benchmark, not a test.
 
-Seconds say more about the machine than about this code; ratios within one run say less about it.
+Times depend on the machine more than on this code. Ratios of times within one run depend on the
+machine less.
 """
 
 import functools
@@ -22,6 +23,7 @@ from rich.text import Text
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DecodeSettings
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs
 from specdec_jax.measurement.measure import settings_to_measure
@@ -29,7 +31,7 @@ from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
 
 GAMMA = 7
-LIMIT = 64  # tokens of a text
+LIMIT = 64  # tokens per text
 
 HIGHER_IS_BETTER = {
   "v(7)": False,
@@ -39,26 +41,27 @@ HIGHER_IS_BETTER = {
 }
 
 LEGEND = (
-  "v(7): time of a round of gamma 7 without drafting / of a plain step; c: draft step / plain "
-  "step; speedup: over our own plain decoding, gamma 7; fell: worse than each recorded run by more "
-  "than these differ among themselves; gained: better by more."
+  "v(7): time of a round of gamma 7 without drafting / of a step of autoregressive decoding; c: "
+  "draft step / step of autoregressive decoding; speedup: over autoregressive decoding, gamma 7; "
+  "fell: worse than every recorded run by more than the range of the recorded runs; gained: better "
+  "by more than that range."
 )
 
 
 def benchmark(
   pair: Pair, sentences: Sequence[str], recorded: str, record: bool = False, runs: int = 5
 ) -> None:
-  """Measure the ratios and print them beside those in file `recorded`, or record them there.
+  """Measure the ratios and print them next to recorded ones, or record them.
 
   Args:
-    pair: what decodes.
+    pair: target and draft.
     sentences: sources; the first 8 are decoded.
-    recorded: path of a JSON file: device, kernels, versions, and each ratio in each run.
-    record: measure `runs` times and write the file, instead of reading it.
-    runs: to be recorded; how they differ decides what counts as fallen.
+    recorded: path of a JSON file with device, kernels, versions, and each ratio in each run.
+    record: whether to measure `runs` times and write the file instead of comparing with it.
+    runs: number of recorded runs. Their range decides which ratios count as fallen.
 
   Raises:
-    InputError: `recorded` is no such file.
+    InputError: `recorded` is not such a file.
   """
   require_types(benchmark, locals())
   require_count("runs", runs)
@@ -70,16 +73,22 @@ def benchmark(
     write(recorded, {**setting, "ratios": rows})
     console.print(f"Recorded in {recorded}: {setting}")
     return
-  then = read(recorded)
-  console.print(_table(ratios(pair, sentences), then["ratios"]))
+  content = read(recorded)
+  console.print(_table(ratios(pair, sentences), content["ratios"]))
   console.print(Text(LEGEND, style="dim"))
-  if changed := [f"{k} {then.get(k)}, here {v}" for k, v in setting.items() if then.get(k) != v]:
-    console.print(f"Recorded elsewhere: {'; '.join(changed)}.")
+  changed = [
+    f"{name} {content.get(name)}, here {value}"
+    for name, value in setting.items()
+    if content.get(name) != value
+  ]
+  if changed:
+    console.print(f"Recorded with other settings: {'; '.join(changed)}.")
 
 
 def _setting(pair: Pair, sentences: Sequence[str]) -> dict[str, str]:
-  """What ratios depend on beside this code."""
-  (setting,) = settings_to_measure(pair, sentences, [Sampling(0.0)], [GAMMA], 1, LIMIT, 0, 1.0)
+  """Return what the ratios depend on apart from this code."""
+  settings = DecodeSettings(Sampling(0.0), max_new_tokens=LIMIT)
+  (setting,) = settings_to_measure(pair, sentences, [settings], [GAMMA])
   return {
     "device": setting.device,
     "kernels": setting.kernels,
@@ -88,9 +97,9 @@ def _setting(pair: Pair, sentences: Sequence[str]) -> dict[str, str]:
 
 
 def ratios(pair: Pair, sentences: Sequence[str]) -> dict[str, float]:
-  """Each of `HIGHER_IS_BETTER`, measured: medians of interleaved repeats."""
+  """Measure each ratio of `HIGHER_IS_BETTER`, from medians of interleaved repeats."""
   texts = sentences[:8]
-  width = pair.prompt(texts).shape[1]  # of all, so that there is one program of each kind
+  width = pair.prompt(texts).shape[1]  # one width, so that each program is compiled once
   prompts = [pair.prompt([text], width) for text in texts]
   costs = _costs(pair, prompts[0])
   speedups = [_speedup(pair, prompts, sampling) for sampling in (Sampling(0.0), Sampling(1.0))]
@@ -99,7 +108,7 @@ def ratios(pair: Pair, sentences: Sequence[str]) -> dict[str, float]:
 
 
 def _costs(pair: Pair, prompt: Array) -> Costs:
-  """`measure_costs` without the reading of prompts, which would be more to compile."""
+  """Measure costs as `measure_costs` does, but without the prefill, which takes long to compile."""
   draft = pair.draft(Sampling(0.0), chain(GAMMA))
   seconds, _ = interleaved_medians(
     round_calls(pair, [draft], prompt, Sampling(0.0), LIMIT), repeats=9
@@ -108,21 +117,24 @@ def _costs(pair: Pair, prompt: Array) -> Costs:
 
 
 def _speedup(pair: Pair, prompts: Sequence[Array], sampling: Sampling) -> float:
-  """Ratio of tokens a second, totals over totals."""
+  """Measure the ratio of tokens per second, from totals."""
   decodes = pair.decode_fn(sampling, 0), pair.decode_fn(sampling, GAMMA)
   seconds, tokens = [], []
   for i, prompt in enumerate(prompts):
-    asked: dict[str, Any] = dict(prompt=prompt, rng=row_keys(0, i, 1), max_new_tokens=LIMIT)
-    calls = [functools.partial(decode, **asked) for decode in decodes]
+    keys = row_keys(0, i, 1)
+    calls = [functools.partial(decode, prompt, keys, max_new_tokens=LIMIT) for decode in decodes]
     medians, outputs = interleaved_medians(calls, repeats=5)
     seconds.append(medians)
     tokens.append([int(output.lengths.sum()) for output in jax.device_get(outputs)])
-  plain, ours = np.sum(tokens, axis=0) / np.sum(seconds, axis=0)
-  return ours / plain
+  autoregressive, speculative = np.sum(tokens, axis=0) / np.sum(seconds, axis=0)
+  return speculative / autoregressive
 
 
 def verdict(value: float, recorded: Sequence[float], higher_is_better: bool) -> str:
-  """'fell' or 'gained' where a ratio is further out than the recorded runs' range is wide."""
+  """Return 'fell' or 'gained' for a ratio outside the recorded runs by more than their range.
+
+  Other ratios have 'held'.
+  """
   low, high = min(recorded), max(recorded)
   width = high - low
   if low - width <= value <= high + width:
@@ -131,21 +143,21 @@ def verdict(value: float, recorded: Sequence[float], higher_is_better: bool) -> 
 
 
 def write(path: str, content: Mapping[str, Any]) -> None:
-  """Write the file of recorded ratios, whole or not at all."""
+  """Write the file of recorded ratios, completely or not at all."""
   with atomic_write(path) as file:
     file.write(json.dumps(content, indent=2) + "\n")
 
 
 def read(path: str) -> dict[str, Any]:
-  """What `write` wrote.
+  """Read a file that `write` wrote.
 
   Raises:
-    InputError: no such file, or another kind of file.
+    InputError: there is no such file, or it has other content.
   """
   try:
     content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     if set(content["ratios"]) != set(HIGHER_IS_BETTER) or not all(content["ratios"].values()):
-      raise ValueError("its ratios are others")
+      raise ValueError("it has other ratios")
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise InputError(
       f"{path} does not hold the recorded ratios ({error}); record them with --gin.RECORD=True."
@@ -155,7 +167,7 @@ def read(path: str) -> dict[str, Any]:
 
 def _table(measured: Mapping[str, float], recorded: Mapping[str, Sequence[float]]) -> Table:
   table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
-  for heading in ("ratio", "here", "recorded", "its runs", ""):
+  for heading in ("ratio", "here", "recorded", "range", ""):
     table.add_column(heading, justify="left" if heading in ("ratio", "") else "right")
   for name, higher_is_better in HIGHER_IS_BETTER.items():
     runs = recorded[name]

@@ -1,7 +1,7 @@
-"""Acceptance of drafts over texts that a target wrote, without the target (Table 3, temperature 0).
+"""Acceptance of drafts on recorded outputs of a target, without the target (Table 3, T = 0).
 
-At temperature 0 the target's distribution is the one-hot of the token it writes next (Section 2.2),
-so its outputs alone say which guesses it accepts. Times it cannot tell: none is recorded.
+At temperature 0 the target's distribution is the one-hot of its next token (Section 2.2), so its
+outputs alone determine which draft tokens it accepts. Times are not measured.
 """
 
 import dataclasses
@@ -18,9 +18,10 @@ from rich.console import Console
 
 from specdec_jax import records
 from specdec_jax.core import theory
+from specdec_jax.core.arrays import gather
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
-from specdec_jax.core.types import LoadedTarget, load_draft
+from specdec_jax.core.types import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.errors import InputError, require_count, require_types
@@ -38,20 +39,22 @@ ARGMAX = Sampling(temperature=0.0)
 
 @struct.dataclass
 class Place:
-  """Where the rows of a `RecitingModel` are: `length` [B] tokens, as any cache has it."""
+  """Cache of a `RecitingModel`: the number of tokens of each row, `length` [B]."""
 
   length: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class RecitingModel:
-  """A target that writes given texts: its parameters, tokens [B, T] with EOS last.
+  """Target that outputs given texts, which are its parameters: tokens [B, T], EOS last.
 
-  Its logits are the one-hot of the text's next token, which at temperature 0 is p. It has no
-  states: hidden is [B, k, 0].
+  Its logits are the one-hot of the next token of the text, which at temperature 0 is p. It has no
+  hidden states: they have E = 0.
 
   Attributes:
-    vocab_size: V. start_id: stands before a text. eos_id: ends it.
+    vocab_size: V.
+    start_id: token before a text.
+    eos_id: token that ends a text.
   """
 
   vocab_size: int
@@ -72,11 +75,11 @@ class RecitingModel:
     tree: NodeLayout | None = None,
     first: Array | int = 0,
   ) -> tuple[Array, Array, Place]:
-    # Slot 0 holds the start token, so what follows position i is token i of the text.
+    # Slot 0 holds the start token, so token i of the text follows position i.
     place = place_chain if tree is None else tree.place
     positions = place(cache.length, first, tokens.shape[1], num_slots=0).positions
-    following = jnp.take_along_axis(params, positions, axis=1, mode="clip")
-    logits = jax.nn.one_hot(following, self.vocab_size)
+    next_tokens = gather(params, jnp.clip(positions, 0, params.shape[1] - 1))
+    logits = jax.nn.one_hot(next_tokens, self.vocab_size)
     return logits, jnp.zeros((*tokens.shape, 0)), cache
 
   def commit(
@@ -102,35 +105,38 @@ def given_outputs(
   """Measure alpha and real rounds of drafts; print a table and append to `results.jsonl`.
 
   Args:
-    vocabulary: that the target wrote `outputs` in.
-    sources: what it read.
-    outputs: what it wrote for each of them, by argmax.
-    drafts: each measured.
-    output_dir: gets `results.jsonl`; settings recorded there already are not measured again.
-    task: name for records.
-    target: likewise.
-    gammas: guesses a round.
-    max_source_tokens: of a source that the target read, and the drafts read; EOS counted.
-    max_new_tokens: of an output that the target wrote; one cut off there has no EOS.
-    paper_rows: Table 3 (`paper.load_table`), whose alphas of `paper_target` are shown beside.
-    paper_target: an `m_p` of it.
+    vocabulary: vocabulary of the target.
+    sources: inputs of the target.
+    outputs: argmax output of the target for each source.
+    drafts: functions that load a draft, each measured.
+    output_dir: folder for `results.jsonl`; settings recorded there already are not measured again.
+    task: name of the inputs, for records.
+    target: name of the target, for records.
+    gammas: draft tokens per round, each measured.
+    max_source_tokens: limit for a source, EOS included.
+    max_new_tokens: limit for an output; an output that was cut there has no EOS.
+    paper_rows: rows of Table 3 (`paper.load_table`); alphas of `paper_target` are shown in the
+      table.
+    paper_target: an `m_p` of Table 3.
 
   Raises:
-    InputError: no texts, drafts or gammas, or not one output a source.
+    InputError: there are no texts, drafts or gammas, or the numbers of sources and outputs differ.
   """
   require_types(given_outputs, locals())
-  limits = ("max_source_tokens", max_source_tokens), ("max_new_tokens", max_new_tokens)
-  for name, value in (*limits, *(("gamma", gamma) for gamma in gammas)):
-    require_count(name, value)
+  require_count("max_source_tokens", max_source_tokens)
+  require_count("max_new_tokens", max_new_tokens)
+  for gamma in gammas:
+    require_count("gamma", gamma)
   if not (sources and drafts and gammas):
     raise InputError("There is nothing to measure: no texts, no drafts, or no gammas.")
   if len(sources) != len(outputs):
     raise InputError(
-      f"There are {len(sources)} sources but {len(outputs)} outputs; give one line of each a text."
+      f"There are {len(sources)} sources but {len(outputs)} outputs; give one output for each "
+      "source."
     )
   model = RecitingModel(len(vocabulary), vocabulary.start_id, vocabulary.eos_id)
   loaded = LoadedTarget(model, None, vocabulary)  # the parameters are the text of each source
-  contenders = [
+  pairs = [
     Pair(
       target=model,
       target_params=None,
@@ -145,38 +151,44 @@ def given_outputs(
     )
     for drafter in (load_draft(draft, loaded) for draft in drafts)
   ]
-  read = [contenders[0].encode(source) for source in sources]
-  written = [vocabulary.encode(output)[:max_new_tokens] for output in outputs]
-  both = [f"{source} {output}" for source, output in zip(read, written)]
-  asked = [
-    settings_to_measure(pair, both, [ARGMAX], gammas, 1, max_new_tokens, seed=0, lenience=1.0)
-    for pair in contenders
-  ]
+  source_ids = [pairs[0].encode(source) for source in sources]
+  output_ids = [vocabulary.encode(output)[:max_new_tokens] for output in outputs]
+  inputs = [f"{source} {output}" for source, output in zip(source_ids, output_ids)]
+  settings = [DecodeSettings(ARGMAX, max_new_tokens=max_new_tokens)]
+  wanted = [settings_to_measure(pair, inputs, settings, gammas) for pair in pairs]
   with (
     records.open_results(output_dir) as results,
     Progress() as bar,
   ):
-    for pair, settings in bar.track([*zip(contenders, asked)], description="measuring"):
-      for record in _measure(pair, read, written, records.missing(results, settings)):
+    for pair, of_pair in bar.track([*zip(pairs, wanted)], description="measuring"):
+      for record in _measure(pair, source_ids, output_ids, records.missing(results, of_pair)):
         records.append(results, record)
-    wanted = {records.key(setting) for settings in asked for setting in settings}
-    measured = [r for r in records.read(results) if records.key(r) in wanted]
+    keys = {records.key(setting) for of_pair in wanted for setting in of_pair}
+    measured = [r for r in records.read(results) if records.key(r) in keys]
   console = Console(markup=False, soft_wrap=True)
-  beside = [row for row in paper_rows if row["m_p"] == paper_target and row["temperature"] == 0]
-  shown = given_outputs_table(measured, {row["m_q"]: row["alpha"] for row in beside})
-  console.print(render(shown, "terminal"))
+  paper_alphas = {
+    row["m_q"]: row["alpha"]
+    for row in paper_rows
+    if row["m_p"] == paper_target and row["temperature"] == 0
+  }
+  console.print(render(given_outputs_table(measured, paper_alphas), "terminal"))
   console.print(f"Records: {results} (measured once; delete the file to measure again)")
 
 
-def _measure(pair: Pair, read, written, settings: Sequence[Record]) -> Iterator[Record]:
-  """The settings, which differ in gamma only, with what a draft accepts of the texts `written`."""
+def _measure(
+  pair: Pair,
+  source_ids: Sequence[Sequence[int]],
+  output_ids: Sequence[Sequence[int]],
+  settings: Sequence[Record],
+) -> Iterator[Record]:
+  """Yield records, which differ in gamma only, with the acceptance of a draft on the outputs."""
   if not settings:
     return
   since = time.perf_counter()
-  prompts, texts = (padded(rows, max(map(len, rows)))[:, None] for rows in (read, written))
+  prompts, texts = (padded(rows, max(map(len, rows)))[:, None] for rows in (source_ids, output_ids))
   draft = pair.draft(ARGMAX, chain(1))
-  betas = []  # p is a one-hot, so sum min(p, q) is q there
-  for prompt, text, tokens in zip(prompts, texts, written):
+  betas = []  # p is a one-hot, so sum min(p, q) is q of its token
+  for prompt, text, tokens in zip(prompts, texts, output_ids):
     q = np.asarray(draft_probs(pair._replace(target_params=text), draft, prompt, text)[0])
     betas.append(q[np.arange(len(tokens)), tokens])
   alpha = mean_with_interval(betas)

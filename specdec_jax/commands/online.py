@@ -1,4 +1,4 @@
-"""Serve texts with a draft that learns from them, beside the same one frozen."""
+"""Decode texts with a draft that learns from them, and with the same draft frozen."""
 
 import dataclasses
 import pathlib
@@ -11,7 +11,7 @@ from specdec_jax import records
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult, Params
+from specdec_jax.core.types import DecodeResult, DecodeSettings, Params
 from specdec_jax.counts import num_rounds, num_tokens
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.speculator import SpeculatorDraft
@@ -36,22 +36,22 @@ def serve_and_learn(
   max_new_tokens: int = 64,
   seed: int = 0,
 ) -> None:
-  """Decode files of texts in turn; print a table, and write a record for each draft and stretch.
+  """Decode files of texts in turn; print a table and write a record for each draft and interval.
 
   Args:
-    pair: with a draft of `pairs.speculator`, and kernels='xla'.
-    inputs: files, one domain after the other.
-    output_dir: gets `results.jsonl`, which must not be there: what is learned cannot be resumed.
-    num_texts: of each file.
-    every: texts of a stretch, over which tokens a round are told.
-    gamma: guesses a round.
-    temperature: 0 is argmax.
-    learning_rate: as in `training.online.OnlineDraft`.
-    max_new_tokens: limit for each text.
+    pair: target and draft; the draft is one of `pairs.speculator`, and kernels='xla'.
+    inputs: paths of text files, one for each domain.
+    output_dir: folder for `results.jsonl`, which must not exist: learning cannot be resumed.
+    num_texts: number of texts of each file.
+    every: number of texts per record.
+    gamma: draft tokens per round.
+    temperature: sampling temperature; 0 is argmax.
+    learning_rate: see `training.online.OnlineDraft`.
+    max_new_tokens: limit for each output.
     seed: of all sampling.
 
   Raises:
-    InputError: the draft is another, or there are records already.
+    InputError: the draft cannot learn, there are records already, or an argument is out of range.
   """
   require_types(serve_and_learn, locals())
   for name, value in (("num_texts", num_texts), ("every", every), ("gamma", gamma)):
@@ -63,49 +63,50 @@ def serve_and_learn(
   frozen = pair.draft(sampling, chain(gamma))
   if not isinstance(frozen, SpeculatorDraft):
     raise InputError(
-      f"{pair.draft_name} does not learn while it serves; give a trained speculator."
+      f"{pair.draft_name} does not learn while it decodes; give a trained speculator."
     )
-  own, read = pair.draft_params
+  head_params, target_params = pair.draft_params
   draft = OnlineDraft(frozen, learning_rate)
-  learned, plain = draft.initial_state(own), pair.decode_fn(sampling, gamma)
+  learned, decode_frozen = draft.initial_state(head_params), pair.decode_fn(sampling, gamma)
   decoder = Decoder(pair.target, draft, pair.verifier_for(sampling), pair.vocabulary.eos_id)
-  found: list[records.Record] = []
+  settings = DecodeSettings(sampling, max_new_tokens=max_new_tokens, seed=seed)
+  measured: list[records.Record] = []
   texts = [(path, text) for path in inputs for text in read_lines(path, limit=num_texts)]
   longest = max(len(pair.encode(text)) for _, text in texts)
   width = -(-longest // 8) * 8
   with Progress() as bar:
-    task = bar.add_task("serving", total=len(texts))
+    task = bar.add_task("decoding", total=len(texts))
     for path in inputs:
-      of_path = [text for where, text in texts if where == path]
-      for at in range(0, len(of_path), every):
-        stretch = of_path[at : at + every]
-        ways: tuple[list[DecodeResult], list[DecodeResult]] = [], []
-        for i, text in enumerate(stretch):
-          prompt, keys = pair.prompt([text], width), row_keys(seed, at + i, 1)
-          params = Params(pair.target_params, (learned, read))
+      texts_of_path = [text for text_path, text in texts if text_path == path]
+      for first in range(0, len(texts_of_path), every):
+        interval = texts_of_path[first : first + every]
+        frozen_outputs: list[DecodeResult] = []
+        online_outputs: list[DecodeResult] = []
+        for i, text in enumerate(interval, first):
+          prompt, keys = pair.prompt([text], width), row_keys(seed, i, 1)
+          params = Params(pair.target_params, (learned, target_params))
           decoded, learned = decode_and_learn(
             decoder, params, prompt, keys, max_new_tokens=max_new_tokens
           )
-          ways[0].append(jax.device_get(plain(prompt, keys, max_new_tokens=max_new_tokens)))
-          ways[1].append(jax.device_get(decoded))
+          decoded_frozen = decode_frozen(prompt, keys, max_new_tokens=max_new_tokens)
+          frozen_outputs.append(jax.device_get(decoded_frozen))
+          online_outputs.append(jax.device_get(decoded))
           bar.advance(task)
-        settings = [sampling], [gamma], 1, max_new_tokens, seed, 1.0
-        (setting,) = settings_to_measure(pair, stretch, *settings)
-        lengths = [num_tokens(way) / num_rounds(way) for way in ways]
-        for name, way, length in zip(("", ", online"), ways, lengths):
-          found.append(
+        (setting,) = settings_to_measure(pair, interval, [settings], [gamma])
+        for suffix, outputs in (("", frozen_outputs), (", online", online_outputs)):
+          measured.append(
             dataclasses.replace(
               setting,
               task=pathlib.Path(path).name,
-              draft=pair.draft_name + name,
-              num_tokens=num_tokens(way),
-              rounds=num_rounds(way),
-              tokens_per_round=length,
+              draft=pair.draft_name + suffix,
+              num_tokens=num_tokens(outputs),
+              rounds=num_rounds(outputs),
+              tokens_per_round=num_tokens(outputs) / num_rounds(outputs),
             )
           )
   with records.open_results(output_dir) as path:
-    for record in found:
+    for record in measured:
       records.append(path, record)
   console = Console(markup=False, soft_wrap=True)
-  console.print(render(online_table(found), "terminal"))
+  console.print(render(online_table(measured), "terminal"))
   console.print(f"Records: {results}")

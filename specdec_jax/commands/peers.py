@@ -20,7 +20,7 @@ from specdec_jax import records
 from specdec_jax.core.decode import Decoder, require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.types import DecodeResult, DecodeSettings
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.counts import (
   acceptance_by_position,
@@ -114,12 +114,8 @@ def _compare(
     for setting in settings_to_measure(
       pair,
       workload.texts,
-      [sampling],
+      [DecodeSettings(sampling, max_new_tokens=workload.max_new_tokens, seed=seed)],
       workload.gammas,
-      batch_size=1,
-      max_new_tokens=workload.max_new_tokens,
-      seed=seed,
-      lenience=1.0,
       baseline=name,
     )
   ]

@@ -1,5 +1,6 @@
 """Quickstart: decode some sentences, show the rounds, and measure the speedup."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +9,9 @@ from rich.text import Text
 
 from specdec_jax.commands.speedup import decode_examples, show_speedup
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import DecodeSettings
 from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.measurement.speed import Timing
 from specdec_jax.pairs import Pair
 from specdec_jax.records import open_results
 from specdec_jax.reporting.rounds import LEGEND, TREE_LEGEND, round_text
@@ -50,14 +53,15 @@ def quickstart(
   for gamma in gammas:
     require_count("gamma", gamma)
   argmax, samplings = Sampling(temperature=0.0), [Sampling(temperature=t) for t in temperatures]
+  settings_of = functools.partial(DecodeSettings, max_new_tokens=max_new_tokens)
   other_samplings = [sampling for sampling in samplings if sampling != argmax]
   report_sentences = sentences[: max(0, report_examples)]
   # Opened first, so that a folder which cannot be written to raises before the work.
   with open_results(output_dir) as results:
     shown = show_examples(
-      decode_examples(pair, sentences, [argmax], gammas, max_new_tokens), show_rounds
+      decode_examples(pair, sentences, [settings_of(argmax)], gammas), show_rounds
     )
-    sampled = decode_examples(pair, report_sentences, other_samplings, gammas, max_new_tokens)
+    sampled = decode_examples(pair, report_sentences, map(settings_of, other_samplings), gammas)
     print(
       f"Measuring the speedup over autoregressive decoding: {len(gammas)} gammas, "
       f"{len(samplings)} temperatures, repeats: {repeats}. This takes minutes; --gin.REPEATS=1 is "
@@ -68,11 +72,10 @@ def quickstart(
       pair,
       sentences,
       results,
-      samplings,
+      [*map(settings_of, samplings)],
       gammas,
       itertools.chain(shown[: len(report_sentences)], sampled),
-      max_new_tokens=max_new_tokens,
-      repeats=repeats,
+      Timing(repeats),
     )
 
 

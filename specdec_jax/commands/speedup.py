@@ -1,5 +1,6 @@
-"""Measured speedup beside its prediction, as a table, as records and as a page."""
+"""Measured speedup next to its prediction, as a table, as records and as a page."""
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
@@ -9,11 +10,12 @@ from rich.console import Console
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, chain
+from specdec_jax.core.types import DecodeSettings
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import require_types
 from specdec_jax.measurement.calibrate import resolve_gammas
-from specdec_jax.measurement.measure import measure
-from specdec_jax.measurement.speed import Baseline, own_baseline
+from specdec_jax.measurement.measure import References, measure
+from specdec_jax.measurement.speed import Baseline, Timing, own_baseline
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress
 from specdec_jax.records import open_results, read
@@ -44,47 +46,41 @@ def speedup(
   """Measure a pair on texts, print a table, append to `results.jsonl` and write `report.html`.
 
   Args:
-    pair: what decodes; see `pairs.load_pair`.
+    pair: target and draft; see `pairs.load_pair`.
     texts: sources.
-    output_dir: gets both files; settings recorded there already are not measured again.
-    gammas: guesses a round, each measured; the middle one makes the rounds in the report. 'auto'
-      among them is the best for each temperature (`calibrate.resolve_gammas`).
-    temperatures: 0 is argmax; each measured.
-    top_k: tokens that are kept above temperature 0; 0 keeps all.
+    output_dir: folder for both files; settings recorded there already are not measured again.
+    gammas: draft tokens per round, each measured; the middle one is used for the rounds in the
+      report. 'auto' stands for the best of each temperature (`calibrate.resolve_gammas`).
+    temperatures: sampling temperatures, each measured; 0 is argmax.
+    top_k: number of most probable tokens sampled from above temperature 0; 0 means no limit.
     batch_size: texts decoded together.
-    max_new_tokens: limit for each.
-    repeats: of each timed decode, interleaved.
+    max_new_tokens: limit for each output.
+    repeats: timed decodes of each text, interleaved.
     seed: of all sampling.
-    lenience: l of Appendix A.5; below 1 the output is no longer the target's own.
-    report_examples: for so many texts the report has the rounds at each temperature.
-    baseline: makes of the pair what speed is compared with; our own plain decoding unless given.
-    references: an output for each text, or a file of them, one a line, of which there may be more;
-      records and table then have the outputs' quality beside plain decoding's.
-    metric: of `measurement.quality.METRICS`.
+    lenience: l of Appendix A.5; below 1 the output no longer has the target's distribution.
+    report_examples: number of texts whose rounds are in the report, at each temperature.
+    baseline: function from a pair to the baseline that speed is relative to; by default this
+      package's autoregressive decoding.
+    references: one reference text for each source, or the path of a file with at least as many
+      lines. Records and table then have the quality of the outputs and of the baseline's.
+    metric: one of `measurement.quality.METRICS`.
   """
   require_types(speedup, locals())
   samplings = [Sampling(temperature=t, top_k=top_k if t else 0) for t in temperatures]
-  settings = batch_size, max_new_tokens, seed, lenience
+  settings = [DecodeSettings(s, batch_size, max_new_tokens, seed, lenience) for s in samplings]
   if isinstance(references, str):
     references = read_lines(references, limit=len(texts))
-  measured = resolve_gammas(gammas, pair, texts, samplings, *settings)
+  resolved = resolve_gammas(gammas, pair, texts, settings)
   with open_results(output_dir) as results:
-    shown = texts[: max(0, report_examples)]
     show_speedup(
       pair,
       texts,
       results,
-      samplings,
-      measured,
-      decode_examples(pair, shown, samplings, measured, max_new_tokens, seed, lenience),
-      batch_size=batch_size,
-      max_new_tokens=max_new_tokens,
-      repeats=repeats,
-      seed=seed,
-      lenience=lenience,
-      baseline=baseline(pair),
-      references=references,
-      metric=metric,
+      settings,
+      resolved,
+      decode_examples(pair, texts[: max(0, report_examples)], settings, resolved),
+      Timing(repeats, baseline(pair)),
+      None if references is None else References(references, metric),
     )
 
 
@@ -92,14 +88,23 @@ def show_speedup(
   pair: Pair,
   texts: Sequence[str],
   results: str,
-  samplings: Sequence[Sampling],
+  settings: Sequence[DecodeSettings],
   gammas: Sequence[int],
   examples: Iterable[Example],
-  **settings,
+  timing: Timing = Timing(),
+  references: References | None = None,
 ) -> None:
-  """Measure a pair on texts into file `results`, print the table and write the report beside it.
+  """Measure a pair on texts, print the tables and write the report.
 
-  `examples` are asked for once all is measured; `settings` as `measure`.
+  Args:
+    pair: target and draft.
+    texts: sources.
+    results: path of the records; the report is written to the same folder.
+    settings: see `measure`.
+    gammas: see `measure`.
+    examples: decoded texts for the report. They are iterated over after the measurement.
+    timing: see `measure`.
+    references: see `measure`.
   """
   console = Console(markup=False, soft_wrap=True)
   with Progress() as bar:
@@ -108,10 +113,11 @@ def show_speedup(
       pair,
       texts,
       results,
-      samplings,
+      settings,
       gammas,
-      **settings,
-      progress=lambda sampling, done, total: bar.update(
+      timing,
+      references,
+      lambda sampling, done, total: bar.update(
         task,
         description=f"measuring at temperature {sampling.temperature:g}",
         completed=done,
@@ -132,23 +138,26 @@ def show_speedup(
 def decode_examples(
   pair: Pair,
   texts: Sequence[str],
-  samplings: Sequence[Sampling],
+  settings: Iterable[DecodeSettings],
   gammas: Sequence[int | AnyTree],
-  max_new_tokens: int,
-  seed: int = 0,
-  lenience: float = 1.0,
 ) -> Iterator[Example]:
-  """Texts one by one, by each sampling with the middle one of gammas, or of trees.
+  """Decode texts one at a time, with each of the settings, for a report.
 
-  `measure` decodes the same from them; the rest of the arguments as there.
+  The outputs are those that `measure` gets from the same arguments at batch size 1.
+
+  Args:
+    pair: target and draft.
+    texts: sources.
+    settings: of decoding; the batch size is ignored.
+    gammas: gammas or trees, of which the middle one is used.
   """
   middle = gammas[len(gammas) // 2]
   tree = chain(middle) if isinstance(middle, int) else middle
-  for sampling in samplings:
-    shape = pair.guesses(sampling, tree)
+  for each in settings:
+    shape = pair.guesses(each.sampling, tree)
     num_nodes = None if shape.is_chain else shape.num_nodes
     parents = () if isinstance(shape, DynamicTree) else shape.parents
-    batches = decode_lines(pair, texts, sampling, tree, 1, max_new_tokens, seed, lenience)
+    batches = decode_lines(pair, texts, tree, dataclasses.replace(each, batch_size=1))
     for text, ((output,), (decoded,)) in zip(texts, batches):
       rounds = read_rounds(decoded, 0, pair.vocabulary.pieces, parents)
-      yield Example(text, output, sampling.temperature, shape.depth, rounds, num_nodes)
+      yield Example(text, output, each.sampling.temperature, shape.depth, rounds, num_nodes)

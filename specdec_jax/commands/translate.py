@@ -1,6 +1,4 @@
-"""A user's own text through speculative decoding, one output line per input line; or
-unconditional generation.
-"""
+"""Speculative decoding of a user's text, one output line per input line, or of empty prompts."""
 
 import contextlib
 import itertools
@@ -18,7 +16,7 @@ from specdec_jax.beam_search import BeamSearcher
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import DecodeResult, Params
+from specdec_jax.core.types import DecodeResult, DecodeSettings, Params
 from specdec_jax.counts import num_rounds, num_tokens
 from specdec_jax.data.text import read_lines, read_stdin_lines
 from specdec_jax.errors import (
@@ -55,35 +53,39 @@ def translate(
   nodes: int | None = None,
   length_penalty: float = 0.6,
 ) -> None:
-  """Translate each line of a file, or with a decoder-only model continue it.
+  """Translate each line of a file, or continue it with a decoder-only model.
+
+  A line that is longer than the pair's limit is cut, an output ends at `max_new_tokens`, and the
+  output of an empty line is empty unless the target is decoder-only. Each of these prints a warning
+  on standard error.
 
   Args:
-    pair: what decodes; see `load_pair`.
-    input: a text file, one source a line (gzipped if it ends in .gz), or '-' for standard input,
-      whose lines are answered as they come (with 'auto' when all are there); None for `num_texts`
-      empty lines, of which a decoder-only model makes texts of its own.
-    output: a file, written whole or not at all by this run alone, or '-' for standard output, line
-      by line, as to a device or a pipe; not the input.
-    sampling: argmax unless told.
-    gamma: guesses a round, 0 for plain decoding; 'auto' finds the best first, and says why.
-    batch_size: lines decoded together; one at a terminal.
-    max_new_tokens: limit for a line.
+    pair: target and draft; see `load_pair`.
+    input: path of a text file with one source per line (gzipped if it ends in .gz); '-' for
+      standard input, whose lines are decoded as they arrive (with 'auto', after the last one); None
+      for `num_texts` empty prompts of a decoder-only model.
+    output: path of a file, written completely or not at all, and by one run at a time; '-' for
+      standard output, written line by line. It must not be the input.
+    sampling: sampling method; argmax by default.
+    gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest and
+      prints why.
+    batch_size: lines decoded together; 1 at a terminal.
+    max_new_tokens: limit for each output.
     seed: of all sampling.
-    prefix: put before each line, such as T5's tasks have.
-    num_texts: how many, where there is no input.
-    tree: parents of a tree of guesses (`trees.Tree`) instead of a chain of gamma; 'auto' finds the
-      best of both first.
-    beams: search for the likeliest text with so many beams, by t5x's rules (`beams.beam_search`);
-      gamma is then how many steps the draft guesses.
-    draft_beams: of the draft; as many unless told.
-    nodes: that a pass of that search reads at most, as of `pairs.Pair.beam_searcher`.
-    length_penalty: of that search.
+    prefix: put before each line, such as those of T5's tasks.
+    num_texts: number of texts if there is no input.
+    tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
+      chooses the fastest tree or chain.
+    beams: beam size, for a beam search by the rules of t5x (`beam_search`); gamma is then the
+      number of steps that the draft searches ahead.
+    draft_beams: beam size of the draft; defaults to `beams`.
+    nodes: maximal number of nodes per target forward pass of a beam search; see
+      `pairs.Pair.beam_searcher`.
+    length_penalty: of the beam search.
 
   Raises:
-    InputError: beams go with a sampling above temperature 0, a tree, or 'auto'.
-
-  A line past the pair's limit is cut, an output ends at `max_new_tokens`, and a T5 leaves an empty
-  line empty; each is said on standard error.
+    InputError: an argument is out of range, or beams are combined with a temperature above 0, a
+      tree or 'auto'.
   """
   require_types(translate, locals())
   for name, path in (("input", input or ""), ("output", output)):
@@ -94,7 +96,7 @@ def translate(
   pair.require_batch_size(batch_size)
   if input is not None:
     require_distinct_files(output, input)
-  decode = None
+  decode: Callable[..., DecodeResult] | None = None
   if beams is not None:
     if sampling.temperature or tree is not None or gamma == "auto":
       raise InputError(
@@ -106,35 +108,34 @@ def translate(
   notes = Console(stderr=True, markup=False)
   require_count("num_texts", num_texts)
   at_terminal = input == "-" and sys.stdin is not None and sys.stdin.isatty()
-  batch_size = 1 if at_terminal else batch_size  # each line is answered
+  batch_size = 1 if at_terminal else batch_size  # so that each line is decoded at once
   known = [prefix] * num_texts if input is None else None
   if input not in (None, "-"):
     known = read_lines(input, prefix=prefix)
   lines: Iterator[str] = iter(read_stdin_lines(prefix) if known is None else known)
-  settings = sampling, batch_size, max_new_tokens, seed
-  to_file, asked = output != "-", _Asked(pair, notes)
+  settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
+  to_file, warnings = output != "-", _LineWarnings(pair, notes)
   with (
     atomic_write(output, exclusive=True) if to_file else contextlib.nullcontext(sys.stdout) as sink
   ):
     if at_terminal:
       notes.print("A line, then Enter; Ctrl-D ends it.")
     first: list[str] = []
-    if "auto" in (gamma, tree):  # which looks at the texts before it decodes any
+    if "auto" in (gamma, tree):  # the calibration needs texts before any is decoded
       first = [*itertools.islice(lines, batch_size if at_terminal else None)]
-    texts_of_auto = [line for line in first if pair.reads(line)]
-    guesses = resolve_tree(gamma, tree, pair, texts_of_auto, *settings, say=notes.print)
+    calibration_texts = [line for line in first if pair.can_decode(line)]
+    shape = resolve_tree(gamma, tree, pair, calibration_texts, settings, say=notes.print)
     since, counted = time.perf_counter(), np.zeros(3, int)  # lines, tokens, rounds
     with Progress(disable=at_terminal or not to_file and sys.stdout.isatty()) as bar:
       task = bar.add_task("decoding", total=None if known is None else len(known))
-      rows = asked.rows(itertools.chain(first, lines))
-      how = batch_size, max_new_tokens, seed
-      batches = decode_lines(pair, rows, sampling, guesses, *how, decode=decode)
+      rows = warnings.checked(itertools.chain(first, lines))
+      batches = decode_lines(pair, rows, shape, settings, decode)
       for texts, decoded in batches:
         counted += len(texts), num_tokens(decoded), num_rounds(decoded)
         sink.write("".join(text.replace("\n", " ") + "\n" for text in texts))
         sink.flush()
         bar.advance(task, len(texts))
-        asked.warn_unfinished(decoded, max_new_tokens)
+        warnings.warn_unfinished(decoded, max_new_tokens)
   num_lines, tokens, rounds = counted.tolist()
   if rounds:
     seconds = time.perf_counter() - since
@@ -157,22 +158,27 @@ def _best_of_beams(searcher: BeamSearcher, params: Params) -> Callable[..., Deco
 def decode_lines(
   pair: Pair,
   lines: Iterable[str | None],
-  sampling: Sampling,
   tree: AnyTree | int,
-  batch_size: int,
-  max_new_tokens: int,
-  seed: int = 0,
-  lenience: float = 1.0,
+  settings: DecodeSettings,
   decode: Callable[..., DecodeResult] | None = None,
 ) -> Iterator[tuple[list[str], list[DecodeResult]]]:
-  """Outputs for lines, batch by batch, and what was decoded; plainly if there are no guesses.
+  """Decode lines batch by batch, each batch as soon as its lines have arrived.
 
-  A batch is decoded as soon as its lines are there. `tree` is as in `Pair.decoder`, in whose place
-  `decode` may stand. A line that is None is not decoded, and its output is empty; a batch of such
-  lines costs nothing.
+  Args:
+    pair: target and draft.
+    lines: sources. A line that is None is not decoded and its output is empty; a batch of such
+      lines costs nothing.
+    tree: tree of draft tokens, or gamma of a chain; 0 for autoregressive decoding.
+    settings: of decoding.
+    decode: function of (prompt, keys, *, max_new_tokens) to use instead of `pair.decode_fn`.
+
+  Yields:
+    The output of each line of the batch, and a list with the result of the decoded rows, which is
+    empty if there are none.
   """
-  decode, lines = decode or pair.decode_fn(sampling, tree, lenience), iter(lines)
-  for at in itertools.count(0, batch_size):
+  decode = decode or pair.decode_fn(settings.sampling, tree, settings.lenience)
+  lines, batch_size = iter(lines), settings.batch_size
+  for first in itertools.count(0, batch_size):
     batch = [*itertools.islice(lines, batch_size)]
     if not batch:
       return
@@ -182,15 +188,17 @@ def decode_lines(
       yield texts, []
       continue
     sources = [line or "" for line in batch]
-    sources += sources[:1] * (batch_size - len(batch))  # the last batch has the others' shape
-    prompt, keys = pair.prompt(sources), row_keys(seed, at, batch_size)
-    decoded = require_finite(jax.device_get(decode(prompt, keys, max_new_tokens=max_new_tokens)))
+    sources += sources[:1] * (batch_size - len(batch))  # the last batch has the shape of the others
+    prompt, keys = pair.prompt(sources), row_keys(settings.seed, first, batch_size)
+    result = decode(prompt, keys, max_new_tokens=settings.max_new_tokens)
+    decoded = require_finite(jax.device_get(result))
     for row in rows:
       texts[row] = pair.vocabulary.decode(np.asarray(decoded.tokens[row]))
     yield texts, [_rows(decoded, rows)]
 
 
-def _rows(decoded: DecodeResult, rows) -> DecodeResult:
+def _rows(decoded: DecodeResult, rows: Sequence[int]) -> DecodeResult:
+  """Return some rows of a result."""
   return decoded._replace(
     tokens=decoded.tokens[rows],
     lengths=decoded.lengths[rows],
@@ -198,27 +206,27 @@ def _rows(decoded: DecodeResult, rows) -> DecodeResult:
   )
 
 
-class _Asked:
-  """Lines on their way to be decoded, and what there is to say of each."""
+class _LineWarnings:
+  """Warnings about input lines and their outputs."""
 
   def __init__(self, pair: Pair, notes: Console):
     self._pair, self._notes = pair, notes
-    self._numbers: list[int] = []  # of those that are being decoded
+    self._numbers: list[int] = []  # numbers of the lines that are being decoded
     self._warned_of_letters = False
 
-  def rows(self, lines: Iterable[str]) -> Iterator[str | None]:
-    """Each line, or None if there is nothing in it to decode."""
+  def checked(self, lines: Iterable[str]) -> Iterator[str | None]:
+    """Yield each line, or None for a line that cannot be decoded, after warnings about it."""
     pair, say = self._pair, self._notes.print
     for number, line in enumerate(lines, 1):
-      if not pair.reads(line):
+      if not pair.can_decode(line):
         say(f"warning: line {number} is empty; its output is left empty.")
         yield None
         continue
       self._numbers.append(number)
-      if (kept := pair.cut(line)) is not None:
+      if (cut := pair.cut(line)) is not None:
         say(
           f"warning: line {number} is longer than {pair.max_source_tokens} tokens; it was cut "
-          f"after '...{kept[-40:]}'."
+          f"after '...{cut[-40:]}'."
         )
       share = 0.0 if self._warned_of_letters else pair.vocabulary.single_letter_share(line)
       if share > MAX_SINGLE_LETTER_SHARE:
@@ -231,7 +239,7 @@ class _Asked:
       yield line
 
   def warn_unfinished(self, decoded: Sequence[DecodeResult], max_new_tokens: int) -> None:
-    """Say which of the lines that were decoded now have no end."""
+    """Warn of the lines of the last batch whose output does not end with EOS."""
     for tokens, number in zip((row for d in decoded for row in d.tokens), self._numbers):
       if self._pair.vocabulary.eos_id not in np.asarray(tokens):
         self._notes.print(

@@ -1,1 +1,1 @@
-"""How fast, how often right, at what cost: measured, and gamma chosen by it."""
+"""Measurement of acceptance, costs and speed, and the choice of gamma from them."""

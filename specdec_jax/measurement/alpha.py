@@ -1,23 +1,29 @@
-"""Alpha as the paper measures it: E[sum min(p, q)] over text that the target generates."""
+"""Alpha as the paper measures it: E[sum min(p, q)] over text that the target generates.
+
+Axis letters as in `core.types`; T counts the tokens of an output.
+"""
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Float, Int
 
-from specdec_jax.core.arrays import gather_or_zero
+from specdec_jax.core.arrays import gather, gather_or_zero
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, branching, chain
-from specdec_jax.core.types import Context, Draft, Model
+from specdec_jax.core.types import Context, DecodeResult, Draft, Model
 from specdec_jax.core.verify.tokens import emitted_distribution, guess_probs, within_lenience
+from specdec_jax.pairs import Pair
 
 
 class Estimate(NamedTuple):
-  """A mean with its 95% interval (bootstrap over sequences, whose tokens are not independent)."""
+  """Mean with its 95% confidence interval (bootstrap over texts, whose tokens are dependent)."""
 
   mean: float
   low: float
@@ -25,15 +31,15 @@ class Estimate(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-  """What the paper's alpha is made of, over text that the target generated.
+  """Acceptance of a draft over text that the target generated.
 
   Attributes:
     alpha: mean of beta over all tokens (Corollary 6).
-    lag1: correlation of beta with the beta of the token before; 0 if acceptance were independent,
-      as Section 3.1 assumes. NaN where beta does not vary.
-    change: mean total variation distance from the target's distribution of a token that was guessed
-      and judged; 0 without lenience.
-    num_tokens: tokens scored.
+    lag1: lag-1 autocorrelation of beta within texts; 0 if acceptance is independent, as Section 3.1
+      assumes. NaN if beta does not vary.
+    change: total variation distance between the target's distribution and that of a token emitted
+      after verification, averaged over all tokens; 0 without lenience.
+    num_tokens: number of tokens.
   """
 
   alpha: Estimate
@@ -43,58 +49,70 @@ class Acceptance(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-def teacher_forced_logits(model: Model, params, prompt: Array, tokens: Array) -> Array:
-  """Logits [B, T, V] before each of tokens [B, T], in one parallel pass."""
+def teacher_forced_logits(
+  model: Model, params: Any, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
+  """Return the logits before each token of a given output, in one forward pass."""
   first, length = model.prompt_tokens(prompt)
-  newest = jnp.take_along_axis(first, length[:, None] - 1, axis=1)
+  last = gather(first, length[:, None] - 1)
   _, cache = model.prefill(params, prompt, first.shape[1] + tokens.shape[1])
-  return model.extend(params, cache, jnp.concatenate([newest, tokens[:, :-1]], axis=1))[0]
+  return model.extend(params, cache, jnp.concatenate([last, tokens[:, :-1]], axis=1))[0]
 
 
-def draft_probs(pair, draft: Draft, prompt: Array, tokens: Array) -> Array:
-  """q [B, T, V], from which a draft of gamma 1 guesses each of tokens [B, T] given those before."""
-  return _proposals(pair, draft, prompt, tokens)[1][:, :, 0]
+def draft_probs(
+  pair: Pair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
+  """Return q of a draft with gamma 1 at each token of an output, given the tokens before it."""
+  return _proposals_of_pair(pair, draft, prompt, tokens)[1][:, :, 0]
 
 
-def _proposals(pair, draft: Draft, prompt: Array, tokens: Array) -> tuple[Array, Array]:
-  params = pair.target_params, pair.draft_params
-  return proposals(pair.target, draft, *params, prompt, tokens)
+def _proposals_of_pair(
+  pair: Pair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
+  return proposals(pair.target, draft, pair.target_params, pair.draft_params, prompt, tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("target", "draft"))
 def proposals(
-  target: Model, draft: Draft, target_params, draft_params, prompt: Array, tokens: Array
-) -> tuple[Array, Array]:
-  """What a draft guesses in place of each of tokens [B, T], given those before: guesses [B, T, N],
-  and the q [B, T, N, V] of each.
+  target: Model,
+  draft: Draft,
+  target_params: Any,
+  draft_params: Any,
+  prompt: Int[Array, "B P"],
+  tokens: Int[Array, "B T"],
+) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
+  """Run a draft at each token of a given output.
 
-  The draft proposes as it does in a round, so this holds for any draft.
+  The draft proposes as it does in a round that begins there, so this works for any draft.
+
+  Returns:
+    Draft tokens at each token of the output, given the tokens before it, and the q of each.
   """
-  first, begins = target.prompt_tokens(prompt)
+  first, prompt_length = target.prompt_tokens(prompt)
   batch, num_tokens = tokens.shape
   num_slots = first.shape[1] + num_tokens + 2  # as in decoding
-  # Rows may begin at different lengths, each with its tokens behind it.
+  # Rows may begin at different lengths; the output of each row follows its prompt tokens.
   slots = jnp.arange(num_slots)
-  generated = jnp.take_along_axis(tokens, slots - begins[:, None], axis=1, mode="clip")
-  begun = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
-  text = jnp.where(slots < begins[:, None], begun, generated)
+  output = gather(tokens, jnp.clip(slots - prompt_length[:, None], 0, num_tokens - 1))
+  padded = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
+  text = jnp.where(slots < prompt_length[:, None], padded, output)
   hidden, cache = target.prefill(target_params, prompt, num_slots)
-  before = jnp.take_along_axis(begun, begins[:, None] - 1, axis=1)
-  block = jnp.concatenate([before, tokens[:, :-1]], axis=1)
-  # Both are left out where no draft looks at them.
+  last = gather(padded, prompt_length[:, None] - 1)
+  block = jnp.concatenate([last, tokens[:, :-1]], axis=1)
+  # The compiler drops this forward pass if the draft uses neither hidden states nor the cache.
   _, states, cache = target.extend(target_params, cache, block)
-  states = jnp.concatenate([gather_or_zero(hidden, begins - 2)[:, None], states], axis=1)
+  states = jnp.concatenate([gather_or_zero(hidden, prompt_length - 2)[:, None], states], axis=1)
 
   def context(count) -> Context:
-    length = begins + count
+    length = prompt_length + count
     return Context(prompt, text, length, target.commit(cache, length - 1), states[:, count])
 
-  rng = jax.random.split(jax.random.key(0), batch)  # what is drawn does not matter
+  rng = jax.random.split(jax.random.key(0), batch)  # any key will do
 
   def propose(state, count):
     proposal, state = draft.propose(draft_params, state, context(count), rng)
-    chosen = jax.nn.one_hot(proposal.tokens, target.vocab_size)
-    return state, (proposal.tokens, chosen if proposal.q is None else proposal.q)
+    one_hot = jax.nn.one_hot(proposal.tokens, target.vocab_size)
+    return state, (proposal.tokens, one_hot if proposal.q is None else proposal.q)
 
   state = draft.init(draft_params, context(0), jnp.zeros((batch, 1, 0)))
   guesses, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
@@ -103,96 +121,124 @@ def proposals(
 
 @functools.partial(jax.jit, static_argnames=("sampling", "lenience"))
 def acceptance_and_change(
-  target_logits: Array, q: Array, sampling: Sampling, lenience: float = 1.0
-) -> tuple[Array, Array]:
-  """beta, the chance that a guess is accepted (Theorem 5; Appendix A.5), and what lenience does.
+  target_logits: Float[Array, "*batch V"],
+  q: Float[Array, "*batch V"],
+  sampling: Sampling,
+  lenience: float = 1.0,
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+  """Compute beta (Theorem 5; Appendix A.5), and how much lenience changes the output.
 
   Args:
-    target_logits: [..., V].
-    q: what the draft guesses from, [..., V].
-    sampling: how the target's logits are adjusted.
+    target_logits: logits of the target.
+    q: distributions of the draft.
+    sampling: sampling method of the target.
     lenience: l.
 
   Returns:
-    sum_x min(p / l, q) and the total variation distance of what is emitted from p, each [...].
+    beta = sum_x min(p / l, q), and the total variation distance between p and the distribution of
+    the emitted token.
   """
   p = distribution(target_logits, sampling)
   if sampling.temperature == 0 and lenience < 1:
     guess = q.argmax(axis=-1)
-    near = within_lenience(target_logits, guess, lenience)[..., None]
-    own, p = p, jnp.where(near, jax.nn.one_hot(guess, p.shape[-1]), p)
-    return (p * q).sum(axis=-1), jnp.abs(p - own).sum(axis=-1) / 2
+    lenient = within_lenience(target_logits, guess, lenience)[..., None]
+    emitted = jnp.where(lenient, jax.nn.one_hot(guess, p.shape[-1]), p)
+    return (emitted * q).sum(axis=-1), jnp.abs(emitted - p).sum(axis=-1) / 2
   change = jnp.abs(emitted_distribution(p, q, lenience) - p).sum(axis=-1) / 2
   return jnp.minimum(p / lenience, q).sum(axis=-1), change
 
 
 def positional_acceptance(
-  pair, prompts, decoded, sampling: Sampling, width: int = 8, lenience: float = 1.0
-) -> np.ndarray:
-  """How often a node's child of each rank [W] is the one that stands, as `tree_theory.best_tree` wants.
+  pair: Pair,
+  prompts: Sequence[Array],
+  decoded: Sequence[DecodeResult],
+  sampling: Sampling,
+  width: int = 8,
+  lenience: float = 1.0,
+) -> Float[np.ndarray, " W"]:
+  """Measure how often a node's child of each rank is the accepted one, for `tree_theory.best_tree`.
 
-  Measured at the tokens that the target wrote: there `width` children are guessed, and judged by
-  token verification, whose chances are worked out and not drawn. Arguments as in `measure_alpha`.
+  At each token that the target generated, the draft proposes `width` children. The probability that
+  token verification accepts each of them is computed, not sampled. Other arguments as in
+  `measure_alpha`.
   """
   tree, total, count = branching(width), np.zeros(width), 0
   draft = pair.draft(sampling, tree)
   for prompt, output in zip(prompts, decoded):
     logits = teacher_forced_logits(pair.target, pair.target_params, prompt, output.tokens)
-    guesses, q = _proposals(pair, draft, prompt, output.tokens)
-    stands = np.asarray(_sibling_chances(logits, guesses, q, sampling, tree, lenience))
-    is_text = np.arange(stands.shape[1]) < np.asarray(output.lengths)[:, None]
-    total += stands[is_text].sum(axis=0)
+    guesses, q = _proposals_of_pair(pair, draft, prompt, output.tokens)
+    accepted = np.asarray(_sibling_probs(logits, guesses, q, sampling, tree, lenience))
+    is_text = np.arange(accepted.shape[1]) < np.asarray(output.lengths)[:, None]
+    total += accepted[is_text].sum(axis=0)
     count += int(is_text.sum())
   return total / count
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "tree", "lenience"))
-def _sibling_chances(
-  logits: Array, guesses: Array, q: Array, sampling: Sampling, tree: Tree, lenience: float
-) -> Array:
-  """Probability [B, T, W] that each of the guesses [B, T, W] is the one that stands."""
+def _sibling_probs(
+  logits: Float[Array, "B T V"],
+  guesses: Int[Array, "B T W"],
+  q: Float[Array, "B T W V"],
+  sampling: Sampling,
+  tree: Tree,
+  lenience: float,
+) -> Float[Array, "B T W"]:
+  """Return the probability that each sibling is the accepted one."""
   nodes = (tree.num_nodes, logits.shape[-1])
   p = jnp.broadcast_to(distribution(logits, sampling)[:, :, None], (*logits.shape[:2], *nodes))
-  flat = lambda x: x.reshape(-1, *x.shape[2:])
+
+  def flat(x: Array) -> Array:
+    """Merge the axes B and T."""
+    return x.reshape(-1, *x.shape[2:])
+
   q_x, r_x = guess_probs(tree, flat(guesses), flat(q), flat(p), lenience)
   q_x = lenience * q_x
-  stands = jnp.where(q_x > r_x, r_x / q_x, 1.0).reshape(guesses.shape)
+  accepted = jnp.where(q_x > r_x, r_x / q_x, 1.0).reshape(guesses.shape)
   if sampling.temperature == 0 and lenience < 1:
-    stands = jnp.where(within_lenience(logits[:, :, None], guesses, lenience), 1.0, stands)
-  refused = jnp.cumprod(1 - stands, axis=-1)
-  return stands * jnp.pad(refused[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=1.0)
+    accepted = jnp.where(within_lenience(logits[:, :, None], guesses, lenience), 1.0, accepted)
+  rejected = jnp.cumprod(1 - accepted, axis=-1)  # this sibling and all earlier ones
+  return accepted * jnp.pad(rejected[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=1.0)
 
 
 def mean_with_interval(rows: list[np.ndarray], seed: int = 0, resamples: int = 2000) -> Estimate:
-  """Mean over all values of all rows; its interval by resampling whole rows."""
+  """Return the mean over all values of all rows, with an interval from resampling whole rows."""
   sums, counts = (np.array([f(row) for row in rows]) for f in (np.sum, len))
   return ratio_with_interval(sums, counts, seed, resamples)
 
 
 def ratio_with_interval(
-  sums: np.ndarray, counts: np.ndarray, seed: int = 0, resamples: int = 2000
+  sums: Float[np.ndarray, " texts"],
+  counts: Int[np.ndarray, " texts"],
+  seed: int = 0,
+  resamples: int = 2000,
 ) -> Estimate:
-  """Sum of sums [N] over sum of counts [N], of N texts; its interval by resampling these."""
+  """Return total sum / total count over texts, with an interval from resampling texts."""
   picks = np.random.default_rng(seed).integers(len(sums), size=(resamples, len(sums)))
   means = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
   low, high = np.quantile(means, [0.025, 0.975])
   return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
 
 
-def measure_alpha(pair, prompts, decoded, sampling: Sampling, lenience: float = 1.0) -> Acceptance:
-  """Acceptance of a pair's draft over what its target generated.
+def measure_alpha(
+  pair: Pair,
+  prompts: Sequence[Array],
+  decoded: Sequence[DecodeResult],
+  sampling: Sampling,
+  lenience: float = 1.0,
+) -> Acceptance:
+  """Measure the acceptance of a pair's draft over text that its target generated.
 
   Args:
-    pair: see `pairs.Pair`.
+    pair: target and draft.
     prompts: source tokens [B, P] of each batch.
-    decoded: the target's own outputs for each of them.
-    sampling: how both models sample.
+    decoded: outputs of autoregressive decoding for each batch.
+    sampling: sampling method of both models.
     lenience: l.
   """
   betas, changes = [], []
   draft = pair.draft(sampling, chain(1))
   for prompt, output in zip(prompts, decoded):
-    longest = -(-int(np.max(output.lengths)) // 16) * 16  # few widths, so few programs
+    longest = -(-int(np.max(output.lengths)) // 16) * 16  # few shapes, so few programs
     tokens = output.tokens[:, :longest]
     logits = teacher_forced_logits(pair.target, pair.target_params, prompt, tokens)
     q = draft_probs(pair, draft, prompt, tokens)
@@ -208,7 +254,7 @@ def measure_alpha(pair, prompts, decoded, sampling: Sampling, lenience: float = 
 
 
 def lag1_correlation(rows: list[np.ndarray]) -> float:
-  """Of neighbours within rows, around the mean of all."""
+  """Return the correlation of neighboring values within rows, around the mean of all values."""
   mean = np.concatenate(rows).mean()
   before = np.concatenate([row[:-1] for row in rows]) - mean
   after = np.concatenate([row[1:] for row in rows]) - mean

@@ -1,39 +1,41 @@
-"""gamma = 'auto': the gamma with the best predicted speed on a run's own texts (Section 3.5).
+"""gamma = 'auto' and tree = 'auto': the best predicted speed on a run's own texts (Section 3.5).
 
-A short calibration decodes a few of the texts and times what rounds are made of; the closed forms
-do the rest. Where they promise little of speculation it is tried, and where they promise nothing,
-or the trial fails, gamma is 0: plain decoding.
+A short calibration decodes some of the texts and times the parts of rounds. Closed forms predict
+the speed of each gamma. If the predicted speedup is small, speculation is tried. If there is no
+speedup, predicted or measured, gamma is 0: autoregressive decoding.
 
-tree = 'auto': the same, and beside the best chain the best tree (Chen et al., Sequoia, 2024), with
-costs as measured. It is taken if it was faster than the chain when it was tried.
+tree = 'auto' also predicts the speed of trees (Chen et al., Sequoia, 2024), with measured costs.
+The best tree is used if it was faster than the best chain when tried.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
+from jax import Array
 
 from specdec_jax import tree_theory
 from specdec_jax.core.decode import Decoder, require_finite
-from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import Tree, chain, require_tree_memory
-from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.types import DecodeResult, DecodeSettings
 from specdec_jax.counts import acceptance_rate, num_tokens
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.measurement.alpha import positional_acceptance
+from specdec_jax.measurement.calibration_cache import cache_key, get_or_compute
 from specdec_jax.measurement.choice import LEAST_GAIN, Calibration, choose, choose_tree
-from specdec_jax.measurement.costs import round_calls, round_costs, start_calls
-from specdec_jax.measurement.kept import depends_on, get_or_compute
+from specdec_jax.measurement.costs import Costs, round_calls, round_costs, start_calls
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
 
-NUM_TEXTS = 32  # decoded for alpha; a batch may hold more
-GAMMAS = (3, 10)  # at which costs are timed; lines join them, up to the last
-TREES = ((4, 2), (16, 6), (64, 4))  # (nodes, depth) of trees that are timed; lines join their v
-SURE_GAIN = 1.5  # predicted, for it to be chosen without a trial; see experiments/gpt_like
-REPEATS = 5  # of timing what rounds are made of
-TRIALS = 8  # decodes timed, if there are not as many batches
+NUM_TEXTS = 32  # texts decoded to measure alpha; at least one batch
+GAMMAS = (3, 10)  # gammas whose costs are timed; costs of others are interpolated
+TREES = ((4, 2), (16, 6), (64, 4))  # (nodes, depth) of the timed trees; v is interpolated
+SURE_GAIN = 1.5  # predicted speedup that needs no trial; see experiments/gpt_like
+REPEATS = 5  # timings of the parts of rounds
+TRIALS = 8  # timed decodes of a trial, if there are fewer batches
 
 
 def resolve_tree(
@@ -41,22 +43,24 @@ def resolve_tree(
   tree: Sequence[int] | str | None,
   pair: Pair,
   texts: Sequence[str | None],
-  sampling: Sampling,
-  batch_size: int,
-  max_new_tokens: int,
-  seed: int = 0,
-  lenience: float = 1.0,
+  settings: DecodeSettings,
   say: Callable[[str], object] = print,
 ) -> Tree:
-  """The tree with parents `tree`, without it a chain of `gamma`, 0 for plain decoding; for 'auto'
-  what `calibrate` chooses, or chose in an earlier run (`get_or_compute`), and `say` is told why.
+  """Return the tree of draft tokens that a run's `gamma` and `tree` stand for.
 
-  A tree goes before a gamma, and so does tree 'auto', which looks at chains too. Texts that are
-  None will not be decoded, as in `translate.decode_lines`.
+  Args:
+    gamma: depth of a chain, 0 for autoregressive decoding; 'auto' chooses it.
+    tree: parents of the nodes; None for a chain; 'auto' chooses a tree or a chain. A tree takes
+      precedence over gamma.
+    pair: target and draft.
+    texts: texts to calibrate with; None for texts that will not be decoded.
+    settings: of the run.
+    say: called with a sentence that explains the choice.
+
+  A choice of an earlier run with similar texts is taken from the cache (`calibration_cache`).
 
   Raises:
-    InputError: gamma is no count, tree no tree; or there is nothing to choose, as gamma is 'auto'
-      and a tree is given.
+    InputError: gamma or tree is invalid, or gamma is 'auto' and a tree is given.
   """
   if tree is not None and not isinstance(tree, str):
     if gamma == "auto":
@@ -64,27 +68,22 @@ def resolve_tree(
         f"gamma is 'auto' and tree is {tree!r:.100}: a tree leaves no gamma to choose; give one."
       )
     require_count("the number of a tree's guesses", len(tree))
-    given = Tree(tree)
-    require_tree_memory(given.num_nodes)
-    return given
+    static_tree = Tree(tree)
+    require_tree_memory(static_tree.num_nodes)
+    return static_tree
   if "auto" not in (gamma, tree):
     require_count("gamma", gamma, least=0)
     return chain(int(gamma))
-  asked = [text for text in texts if text is not None]
-  if not asked:
+  decoded = [text for text in texts if text is not None]
+  if not decoded:
     return chain(0)
-  settings = sampling, batch_size, max_new_tokens, seed, lenience
-  find = functools.partial(calibrate, pair, asked, *settings, branching=tree == "auto")
-  on = functools.partial(
-    depends_on,
-    *(pair, asked, sampling),
-    batch_size=batch_size,
-    max_new_tokens=max_new_tokens,
-    lenience=lenience,
-    branching=tree == "auto",
+  branching = tree == "auto"
+  calibration, origin = get_or_compute(
+    functools.partial(calibrate, pair, decoded, settings, branching=branching),
+    functools.partial(cache_key, pair, decoded, settings, branching=branching),
+    num_texts=min(NUM_TEXTS, len({*decoded})),
   )
-  calibration, since = get_or_compute(find, on, num_texts=min(NUM_TEXTS, len({*asked})))
-  say(f"{calibration}{since}.")
+  say(f"{calibration}{origin}.")
   return calibration.tree
 
 
@@ -92,59 +91,123 @@ def resolve_gammas(
   gammas: Sequence[int | str] | str,
   pair: Pair,
   texts: Sequence[str],
-  samplings: Sequence[Sampling],
-  batch_size: int,
-  max_new_tokens: int,
-  seed: int = 0,
-  lenience: float = 1.0,
+  settings: Iterable[DecodeSettings],
 ) -> list[int]:
-  """Gammas to be measured: for 'auto' among them, what `calibrate` chooses for each sampling.
+  """Return the gammas to measure, with 'auto' replaced by the choice of `calibrate`.
 
-  Where that is plain decoding, which is no gamma to measure, it is the best that speculates.
+  'auto' is resolved for each of the settings. If the choice is autoregressive decoding, it is
+  replaced by the best gamma above 0.
   """
-  asked = (gammas,) if isinstance(gammas, str) else gammas
-  found = set()
-  for gamma in asked:
+  requested = (gammas,) if isinstance(gammas, str) else gammas
+  resolved = set()
+  for gamma in requested:
     if gamma != "auto":
       require_count("gamma", gamma)
-      found.add(int(gamma))
-  for sampling in samplings if "auto" in asked else ():
-    settings = sampling, batch_size, max_new_tokens, seed, lenience
-    calibration = calibrate(pair, texts, *settings)
-    instead = "" if calibration.gamma else f"; measured is gamma {calibration.best_draft}"
-    print(f"temperature {sampling.temperature:g}: {calibration}{instead}.")
-    found.add(calibration.best_draft)
-  return sorted(found)
+      resolved.add(int(gamma))
+  for each in settings if "auto" in requested else ():
+    calibration = calibrate(pair, texts, each)
+    best = calibration.best_draft
+    instead = "" if calibration.gamma else f"; gamma {best} is measured instead"
+    print(f"temperature {each.sampling.temperature:g}: {calibration}{instead}.")
+    resolved.add(best)
+  return sorted(resolved)
 
 
 def calibrate(
-  pair: Pair,
-  texts: Sequence[str],
-  sampling: Sampling,
-  batch_size: int,
-  max_new_tokens: int,
-  seed: int = 0,
-  lenience: float = 1.0,
-  branching: bool = False,
+  pair: Pair, texts: Sequence[str], settings: DecodeSettings, branching: bool = False
 ) -> Calibration:
-  """Choose a gamma for texts, at least one; arguments as `measure.measure`.
+  """Choose gamma for texts, and with `branching` a tree if one is faster.
 
-  With `branching`, a tree if one is faster; the chain's alpha is then that of the eldest children.
+  It decodes NUM_TEXTS texts, spread evenly, or one batch if that is more. It takes seconds, plus
+  the compilation of its programs, which are cached like any others.
 
-  It decodes NUM_TEXTS of them, spread evenly, or a batch if that is more, and takes seconds; its
-  programs, as any, are compiled once and kept between runs.
+  Args:
+    pair: target and draft.
+    texts: at least one.
+    settings: of the run that the choice is for.
+    branching: whether trees are considered. alpha is then the acceptance of first children.
+
+  Raises:
+    InputError: there are no texts, or the batch size is invalid.
+  """
+  pair.require_batch_size(settings.batch_size)
+  if not texts:
+    raise InputError("There is nothing to find a gamma for: no texts.")
+  return _Calibrator(pair, texts, settings).choose(branching)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Calibrator:
+  """Calibration of one run.
+
+  Attributes:
+    pair: target and draft.
+    texts: texts of the run.
+    settings: of the run.
   """
 
-  def decoder(tree: Tree | int) -> Callable[..., DecodeResult]:
-    decode = pair.decode_fn(sampling, tree, lenience)
-    return functools.partial(decode, max_new_tokens=max_new_tokens)
+  pair: Pair
+  texts: Sequence[str]
+  settings: DecodeSettings
 
-  def fits(tree: Tree) -> bool:
-    """Whether memory, and a model's positions, hold its rounds with the longest text."""
-    prompt = jax.ShapeDtypeStruct((batch_size, max(len(pair.encode(t)) for t in texts)), np.int32)
-    decoder = Decoder(pair.target, pair.draft(sampling, tree), pair.verifier_for(sampling))
+  def choose(self, branching: bool) -> Calibration:
+    """Decode, time and choose; see `calibrate`."""
+    batches = self.batches
+    decode = self.decode_fn(GAMMAS[-1])
+    outputs = [require_finite(jax.device_get(decode(*batch))) for batch in batches]
+    alpha = acceptance_rate(outputs)
+    lengths = [output.lengths.tolist() for output in outputs]
+    trees = [*map(chain, GAMMAS)]
+    if branching:
+      ranks = self.acceptance_of_ranks(outputs)
+      smallest, *others = (tree_theory.best_tree(ranks, nodes, depth) for nodes, depth in TREES)
+      alpha = ranks[0]
+      trees += [smallest, *filter(self.fits, others)]
+    costs = self.costs(trees)
+    chosen = choose(alpha, dict(zip(GAMMAS, costs)), lengths)
+    if chosen.gamma and chosen.speedups[chosen.gamma] < SURE_GAIN:
+      tried = self.trial(chosen.gamma, 0)
+      chosen = chosen._replace(gamma=chosen.gamma if tried >= LEAST_GAIN else 0, tried=tried)
+    if branching:
+      tree_costs = dict(zip(trees[len(GAMMAS) :], costs[len(GAMMAS) :]))
+      best = choose_tree(ranks, tree_costs, lengths)
+      if best.speedup >= LEAST_GAIN * chosen.speedups[chosen.gamma]:
+        best = best._replace(tried=self.trial(best.tree, chosen.gamma))
+      chosen = chosen._replace(branching=best)
+    return chosen
+
+  @functools.cached_property
+  def batches(self) -> list[tuple[Array, Array]]:
+    """Prompts and keys of the calibration texts."""
+    size = self.settings.batch_size
+    count = max(1, NUM_TEXTS // size) * size
+    picked = [self.texts[i * len(self.texts) // count] for i in range(count)]
+    width = self.pair.prompt(picked).shape[1]  # one width, so that each program is compiled once
+    return [
+      (
+        self.pair.prompt(picked[first : first + size], width),
+        row_keys(self.settings.seed, first, size),
+      )
+      for first in range(0, count, size)
+    ]
+
+  def decode_fn(self, tree: Tree | int) -> Callable[..., DecodeResult]:
+    """Return a function of (prompt, keys) that decodes with a tree or a gamma."""
+    settings = self.settings
+    decode = self.pair.decode_fn(settings.sampling, tree, settings.lenience)
+    return functools.partial(decode, max_new_tokens=settings.max_new_tokens)
+
+  def fits(self, tree: Tree) -> bool:
+    """Return whether memory, and the positions of a model, suffice for the longest text."""
+    pair, settings = self.pair, self.settings
+    longest = max(len(pair.encode(text)) for text in self.texts)
+    prompt = jax.ShapeDtypeStruct((settings.batch_size, longest), np.int32)
+    draft = pair.draft(settings.sampling, tree)
+    decoder = Decoder(pair.target, draft, pair.verifier_for(settings.sampling))
     init = functools.partial(
-      decoder.init, rng=row_keys(0, 0, batch_size), max_new_tokens=max_new_tokens
+      decoder.init,
+      rng=row_keys(0, 0, settings.batch_size),
+      max_new_tokens=settings.max_new_tokens,
     )
     try:
       jax.eval_shape(init, pair.params, prompt)
@@ -152,54 +215,42 @@ def calibrate(
       return False
     return True
 
-  def gain(tree: Tree | int, over: int) -> float:
-    """Speed with one over that with another, both decoding in turn."""
-    ways, repeats = (decoder(over), decoder(tree)), -(-TRIALS // len(batches))
-    timed = [
-      interleaved_medians([functools.partial(w, *b) for w in ways], repeats) for b in batches
-    ]
-    before_s, after_s = np.sum([medians for medians, _ in timed], axis=0)
-    before, after = (num_tokens([jax.device_get(both[i]) for _, both in timed]) for i in (0, 1))
-    return float((after / after_s) / (before / before_s))
-
-  pair.require_batch_size(batch_size)
-  if not texts:
-    raise InputError("There is nothing to find a gamma for: no texts.")
-  count = max(1, NUM_TEXTS // batch_size) * batch_size
-  picked = [texts[i * len(texts) // count] for i in range(count)]
-  # Of one width, so that there is one program of each kind.
-  width = pair.prompt(picked).shape[1]
-  batches = [
-    (pair.prompt(picked[i : i + batch_size], width), row_keys(seed, i, batch_size))
-    for i in range(0, count, batch_size)
-  ]
-  outputs = [require_finite(jax.device_get(decoder(GAMMAS[-1])(*batch))) for batch in batches]
-  alpha, trees, prompt = acceptance_rate(outputs), [*map(chain, GAMMAS)], batches[0][0]
-  lengths = [out.lengths.tolist() for out in outputs]
-  if branching:
-    longest = -(-max(map(max, lengths)) // 16) * 16  # few widths, so few programs
-    at = [slice(i, i + 1) for i in range(batch_size)]  # row by row: q has some laws for each token
-    prompts = [prompt[i] for prompt, _ in batches for i in at]
+  def acceptance_of_ranks(self, outputs: Sequence[DecodeResult]) -> list[float]:
+    """Measure `positional_acceptance` on outputs, one for each of the batches."""
+    longest = -(-max(int(output.lengths.max()) for output in outputs) // 16) * 16
+    # Row by row, because q has several distributions per token and would take much memory.
+    rows = [slice(i, i + 1) for i in range(self.settings.batch_size)]
+    prompts = [prompt[row] for prompt, _ in self.batches for row in rows]
     cut = [
-      out._replace(tokens=out.tokens[i, :longest], lengths=out.lengths[i])
-      for out in outputs
-      for i in at
+      output._replace(tokens=output.tokens[row, :longest], lengths=output.lengths[row])
+      for output in outputs
+      for row in rows
     ]
-    ranks = positional_acceptance(pair, prompts, cut, sampling, lenience=lenience).tolist()
-    alpha, first, *rest = ranks[0], *(tree_theory.best_tree(ranks, *shape) for shape in TREES)
-    trees += [first, *filter(fits, rest)]
-  drafts = [pair.draft(sampling, tree) for tree in trees]
-  starts = start_calls(pair, drafts[len(GAMMAS) - 1], prompt, max_new_tokens)
-  rounds = round_calls(pair, drafts, prompt, sampling, max_new_tokens, lenience)
-  seconds, _ = interleaved_medians([*starts, *rounds], REPEATS)
-  costs = round_costs(seconds[:2], seconds[2:], [tree.depth for tree in trees])
-  chosen = choose(alpha, dict(zip(GAMMAS, costs)), lengths)
-  if chosen.gamma and chosen.speedups[chosen.gamma] < SURE_GAIN:
-    tried = gain(chosen.gamma, 0)
-    chosen = chosen._replace(gamma=chosen.gamma if tried >= LEAST_GAIN else 0, tried=tried)
-  if branching:
-    best = choose_tree(ranks, dict(zip(trees[len(GAMMAS) :], costs[len(GAMMAS) :])), lengths)
-    if best.speedup >= LEAST_GAIN * chosen.speedups[chosen.gamma]:
-      best = best._replace(tried=gain(best.tree, chosen.gamma))
-    chosen = chosen._replace(branching=best)
-  return chosen
+    return positional_acceptance(
+      self.pair, prompts, cut, self.settings.sampling, lenience=self.settings.lenience
+    ).tolist()
+
+  def costs(self, trees: Sequence[Tree]) -> list[Costs]:
+    """Measure the costs of rounds with each tree; the prefill with the largest of GAMMAS."""
+    pair, settings, prompt = self.pair, self.settings, self.batches[0][0]
+    drafts = [pair.draft(settings.sampling, tree) for tree in trees]
+    starts = start_calls(pair, drafts[len(GAMMAS) - 1], prompt, settings.max_new_tokens)
+    rounds = round_calls(
+      pair, drafts, prompt, settings.sampling, settings.max_new_tokens, settings.lenience
+    )
+    seconds, _ = interleaved_medians([*starts, *rounds], REPEATS)
+    return round_costs(seconds[:2], seconds[2:], [tree.depth for tree in trees])
+
+  def trial(self, tree: Tree | int, baseline: int) -> float:
+    """Measure the speed with one tree or gamma relative to another gamma, interleaved."""
+    decodes = [self.decode_fn(baseline), self.decode_fn(tree)]
+    repeats = -(-TRIALS // len(self.batches))
+    timed = [
+      interleaved_medians([functools.partial(decode, *batch) for decode in decodes], repeats)
+      for batch in self.batches
+    ]
+    baseline_s, tree_s = np.sum([medians for medians, _ in timed], axis=0)
+    baseline_tokens, tree_tokens = (
+      num_tokens([jax.device_get(outputs[i]) for _, outputs in timed]) for i in (0, 1)
+    )
+    return float((tree_tokens / tree_s) / (baseline_tokens / baseline_s))

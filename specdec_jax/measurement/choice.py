@@ -1,4 +1,4 @@
-"""The gamma and the tree of the best predicted speed, from acceptance and costs (Section 3.5)."""
+"""Choice of the gamma and the tree with the best predicted speed (Section 3.5)."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,20 +10,21 @@ from specdec_jax.core import theory
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.measurement.costs import Costs
 
-LEAST_GAIN = 1.02  # predicted or tried, for speculation to be chosen
-NODES, DEPTH = (4, 8, 16, 32, 64), 10  # of trees to choose from
+LEAST_GAIN = 1.02  # speedup, predicted or tried, below which speculation is not used
+NODES, DEPTH = (4, 8, 16, 32, 64), 10  # sizes and largest depth of the trees to choose from
 
 
 class Branching(NamedTuple):
-  """The best tree of those that branch, and why.
+  """The best tree that is not a chain, and the figures behind it.
 
   Attributes:
-    tree: of the most predicted speed.
-    acceptance: how often a node's child of each rank stands.
-    drafting: time of guessing the tree, in target steps.
-    v: time of a pass over its nodes, likewise.
-    speedup: predicted.
-    tried: speed over that of what would be chosen else, on the same few texts, if it was tried.
+    tree: the tree with the highest predicted speed.
+    acceptance: probability that a node's child of each rank is the accepted one.
+    drafting: time of drafting the tree, in target steps.
+    v: time of a target forward pass over its nodes, in target steps.
+    speedup: predicted speedup.
+    tried: measured speed relative to the best chain on the calibration texts; None if it was not
+      tried.
   """
 
   tree: Tree
@@ -36,27 +37,31 @@ class Branching(NamedTuple):
   def __str__(self) -> str:
     ranks = ", ".join(f"{chance:.2f}" for chance in self.acceptance[:3])
     tokens = tree_theory.tree_tokens(self.tree, self.acceptance)
-    tried = "" if self.tried is None else f"; tried, {self.tried:.2f} times as fast as without it"
+    tried = "" if self.tried is None else f"; tried, {self.tried:.2f} times as fast as the chain"
     return (
       f"the best tree, {self.tree.num_nodes} nodes of depth {self.tree.depth}, has a predicted "
-      f"speedup of {self.speedup:.2f}: {tokens:.2f} tokens a round, drafting {self.drafting:.2f} "
-      f"and v {self.v:.2f} steps, children of rank 0, 1, 2 stand {ranks}{tried}"
+      f"speedup of {self.speedup:.2f}: {tokens:.2f} tokens per round, drafting "
+      f"{self.drafting:.2f} and v {self.v:.2f} steps, acceptance of children of rank 0, 1, 2: "
+      f"{ranks}{tried}"
     )
 
 
 class Calibration(NamedTuple):
-  """A choice of gamma or of a tree, and why.
+  """A choice of gamma or of a tree, and the figures behind it.
+
+  Sequences have one entry for each gamma, from 0.
 
   Attributes:
-    gamma: the choice among chains; 0 for plain decoding.
-    alpha: accepted / judged guesses of the texts decoded; with `branching`, how often an eldest
-      child stands, so that chains and trees are judged alike.
-    c: time of a draft step in target steps, at gamma 0, 1, 2, ... (Definition 7); 0 at gamma 0.
-    v: time of a pass over gamma + 1 tokens, likewise; 1 at gamma 0.
-    speedups: predicted, likewise; 1 at gamma 0.
-    starts: time of the target and of the draft to read a batch's prompts, in target steps.
-    tried: speedup of the best draft over plain decoding of the same few texts, if it was tried.
-    branching: the best tree that is no chain, if trees were looked at.
+    gamma: the choice among chains; 0 for autoregressive decoding.
+    alpha: acceptance rate in the decoded texts. With `branching`, acceptance of first children, so
+      that chains and trees are compared by the same measure.
+    c: time of a draft step in target steps (Definition 7); 0 at gamma 0.
+    v: time of a target forward pass over gamma + 1 tokens in target steps; 1 at gamma 0.
+    speedups: predicted speedups; 1 at gamma 0.
+    starts: time of the prefill of the target and of the draft for one batch, in target steps.
+    tried: measured speedup of the best gamma over autoregressive decoding on the calibration texts;
+      None if it was not tried.
+    branching: the best tree that is not a chain; None if trees were not considered.
   """
 
   gamma: int
@@ -70,18 +75,18 @@ class Calibration(NamedTuple):
 
   @property
   def tree(self) -> Tree:
-    """The choice: a tree that was faster than the chain when it was tried, else the chain."""
+    """The choice: the tree if it was faster than the chain when tried, else the chain."""
     best = self.branching
     faster = best is not None and best.tried is not None and best.tried >= LEAST_GAIN
     return best.tree if best is not None and faster else chain(self.gamma)
 
   @property
   def best_draft(self) -> int:
-    """The best gamma of those that speculate."""
+    """The best gamma above 0."""
     return 1 + int(np.argmax(self.speedups[1:]))
 
   def round_cost(self, gamma: int) -> float:
-    """Time of a round, in target steps."""
+    """Return the time of a round in target steps."""
     return gamma * self.c[gamma] + self.v[gamma]
 
   def __str__(self) -> str:
@@ -91,7 +96,7 @@ class Calibration(NamedTuple):
       for gamma in (best - 1, best, best + 1)
       if 0 < gamma < len(self.speedups)
     )
-    chosen = f"gamma {self.gamma}" if self.gamma else "plain decoding, gamma 0,"
+    chosen = f"gamma {self.gamma}" if self.gamma else "autoregressive decoding, gamma 0,"
     if not self.tree.is_chain:
       chosen = f"a tree of {self.tree.num_nodes} nodes"
     branching = "" if self.branching is None else f"; {self.branching}"
@@ -105,15 +110,16 @@ class Calibration(NamedTuple):
 def choose(
   alpha: float, costs: Mapping[int, Costs], lengths: Sequence[Sequence[int]]
 ) -> Calibration:
-  """The gamma from 0 to the largest measured with the best speed (`theory.text_improvement`).
+  """Choose the gamma, from 0 to the largest measured, with the best predicted speed.
 
-  v goes in lines from 1 at gamma 0 through the gammas measured. So does what drafting takes once a
-  round and once a guess, on one line through the first and the last of them.
+  Speed is predicted by `theory.text_improvement`. v is interpolated linearly, from 1 at gamma 0
+  through the measured gammas. The time of drafting is linear in gamma, through the smallest and the
+  largest measured gamma.
 
   Args:
     alpha: acceptance rate.
-    costs: measured at two gammas or more.
-    lengths: tokens of typical texts, for each batch those of its rows.
+    costs: measured costs for each of at least two gammas.
+    lengths: lengths of typical texts in tokens, by batch.
   """
   measured = sorted(costs)
   gammas = np.arange(1, measured[-1] + 1)
@@ -121,8 +127,7 @@ def choose(
   slope, fixed = np.polyfit((measured[0], measured[-1]), drafting, 1)
   c = np.maximum(0.0, fixed + slope * gammas) / gammas  # noise can make a difference negative
   v = np.interp(gammas, [0, *measured], [1.0, *(costs[gamma].v for gamma in measured)])
-  one = costs[measured[0]]
-  starts = one.target_start / one.target_step, one.draft_start / one.target_step
+  starts = _prefill_steps(costs[measured[0]])
   speedups = [
     theory.text_improvement(alpha, gamma, c[gamma - 1], v[gamma - 1], lengths, *starts)
     for gamma in gammas.tolist()
@@ -141,32 +146,37 @@ def choose(
 def choose_tree(
   acceptance: Sequence[float], costs: Mapping[Tree, Costs], lengths: Sequence[Sequence[int]]
 ) -> Branching:
-  """Of the best tree for each number of nodes, to the most measured, and depth, that of the best
-  speed; chains are not among them.
+  """Choose the tree with the best predicted speed; chains are excluded.
 
-  v goes in lines from 1 at one node through the trees measured. Drafting takes so much a level, as
-  it is a call of the draft, and so much a guess, as wide levels take more: found by least squares,
-  in which a tree weighs 1 / v, since drafting is what rounds of about that time differ by.
+  The candidates are the best tree of each depth and each number of nodes up to the largest
+  measured. v is interpolated linearly, from 1 at one node through the measured trees. The time of
+  drafting is a cost per level (one call of the draft) plus a cost per draft token (wide levels cost
+  more), fitted by least squares. A tree has weight 1 / v, because drafting is a difference between
+  rounds, whose error grows with their time.
 
   Args:
-    acceptance: how often a node's child of each rank stands.
-    costs: measured with trees of different sizes and depths.
+    acceptance: probability that a node's child of each rank is the accepted one.
+    costs: measured costs of trees of different sizes and depths.
     lengths: as in `choose`.
   """
-  one = next(iter(costs.values()))
-  starts = one.target_start / one.target_step, one.draft_start / one.target_step
+  starts = _prefill_steps(next(iter(costs.values())))
   shapes = np.array([(t.depth, t.num_guesses, t.depth * cost.c) for t, cost in costs.items()])
   *shapes, drafting = (shapes / [[cost.v] for cost in costs.values()]).T
-  of_level, of_guess = np.maximum(0.0, np.linalg.lstsq(np.transpose(shapes), drafting)[0])
+  level_cost, token_cost = np.maximum(0.0, np.linalg.lstsq(np.transpose(shapes), drafting)[0])
   sizes, vs = zip(*sorted((tree.num_nodes, cost.v) for tree, cost in costs.items()))
-  found, nodes = [], [n for n in NODES if n <= sizes[-1]]
+  candidates, nodes = [], [n for n in NODES if n <= sizes[-1]]
   for tree in {tree_theory.best_tree(acceptance, n, d) for n in nodes for d in range(1, DEPTH + 1)}:
     if not tree.is_chain:
-      drafting = of_level * tree.depth + of_guess * tree.num_guesses
+      drafting = level_cost * tree.depth + token_cost * tree.num_guesses
       v = float(np.interp(tree.num_nodes, [1, *sizes], [1.0, *vs]))
       rates = tree_theory.tree_rates(tree, acceptance)
       speedup = theory.text_improvement(
         rates, tree.depth, drafting / tree.depth, v, lengths, *starts
       )
-      found.append(Branching(tree, tuple(acceptance), float(drafting), v, speedup))
-  return max(found, key=lambda one: one.speedup)
+      candidates.append(Branching(tree, tuple(acceptance), float(drafting), v, speedup))
+  return max(candidates, key=lambda candidate: candidate.speedup)
+
+
+def _prefill_steps(costs: Costs) -> tuple[float, float]:
+  """Return the time of the target's and of the draft's prefill, in target steps."""
+  return costs.target_start / costs.target_step, costs.draft_start / costs.target_step

@@ -1,13 +1,14 @@
-"""What decoding is made of: the time of a plain step and of the parts of a round, and operations.
+"""Time of a step of autoregressive decoding and of the parts of a round, and arithmetic operations.
 
-A plain step and a round are timed by running the decoding loop's own body, which finds memory and
-caches as they are in decoding; drafting by leaving it out. Accepting is timed by itself.
+Steps and rounds are timed by running `Decoder.round` in a loop, so that memory and caches are in
+the state that they have in decoding. The time of drafting is the difference between rounds with and
+without it. Verification is timed alone.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +24,23 @@ from specdec_jax.kernels import skinny
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
 
-CHAIN = 8  # rounds a call
+CHAIN = 8  # rounds per timed call
 
 
 class Costs(NamedTuple):
-  """Seconds on this device.
+  """Times on this device, in seconds.
 
   Attributes:
-    target_step: a round of plain decoding: read one token, sample the next, commit it.
-    draft_step: what drafting adds to a round, divided by gamma (Definition 7 counts gamma runs of
-      M_q), of a tree by its depth.
-    verify: a round without drafting and accepting: the target's pass over gamma + 1 tokens, of a
-      tree over its nodes, and the little it takes to commit them.
-    accept: make the target's logits distributions, judge the guesses, sample the next token.
-    target_start: plain decoding up to its first round, once a text: mostly what the target takes to
-      read the prompt.
-    draft_start: what the draft, reading it too, adds.
+    target_step: one step of autoregressive decoding: a target forward pass over one token,
+      sampling, and the cache update.
+    draft_step: time that drafting adds to a round, divided by gamma (Definition 7 counts gamma runs
+      of M_q), or by the depth of a tree.
+    verify: a round without drafting and verification: the target forward pass over gamma + 1
+      tokens, or over the nodes of a tree, and the cache update.
+    accept: compute p from the logits, verify the draft tokens, sample the next token.
+    target_start: autoregressive decoding before its first step, once per batch: mostly the target's
+      prefill.
+    draft_start: time that the draft's prefill adds.
   """
 
   target_step: float
@@ -55,15 +57,16 @@ class Costs(NamedTuple):
 
   @property
   def v(self) -> float:
-    """Time of a round without drafting over that of a plain step; the paper takes it as 1."""
+    """Time of a round without drafting / of a step; the paper assumes 1."""
     return (self.verify + self.accept) / self.target_step
 
 
 def start_calls(
   pair: Pair, draft: Draft, prompt: Array, max_new_tokens: int
 ) -> list[Callable[[], object]]:
-  """Return calls to be timed: autoregressive decoding of a prompt up to its first step, and
-  speculative decoding up to its first round."""
+  """Return two calls to be timed: autoregressive decoding up to its first step, and speculative
+  decoding up to its first round.
+  """
   verifier = pair.verifier_for(Sampling())
   decoders = [Decoder(pair.target, one, verifier) for one in (NullDraft(), draft)]
   rng = jax.random.key(0)
@@ -84,20 +87,26 @@ def round_calls(
   max_new_tokens: int,
   lenience: float = 1.0,
 ) -> list[Callable[[], object]]:
-  """Calls to be timed; `round_costs` knows which is which.
+  """Return calls to be timed, in the order that `round_costs` expects.
 
-  First a plain step; then for each of the drafts, which differ in their trees only, a round without
-  drafting; for each a round; for each accepting. Of all of them there are two calls, one that runs
-  it not at all and one that runs it CHAIN times, so that what a call itself costs cancels. They
-  decode prompt [B, P], in the shapes of `max_new_tokens`. What is guessed and accepted does not
-  matter: shapes are fixed, and a row that has ended goes on computing.
+  The parts are: a step of autoregressive decoding; for each draft, a round without drafting; for
+  each draft, a round; for each draft, verification alone. Each is timed with 0 and with CHAIN
+  iterations, so that dispatch overhead cancels. The tokens do not matter: shapes are fixed, and a
+  row that has ended is still computed.
+
+  Args:
+    pair: target and verifier.
+    drafts: one draft with several trees.
+    prompt: padded prompts [B, P].
+    sampling: sampling method.
+    max_new_tokens: sets the number of cache slots.
+    lenience: of the verifier.
   """
   target, batch, vocab_size = pair.target, len(prompt), pair.target.vocab_size
   rng = jax.random.split(jax.random.key(0), batch)
-  free = [NullDraft(), *(NullDraft(draft.tree) for draft in drafts)]
+  null_drafts = [NullDraft(), *(NullDraft(draft.tree) for draft in drafts)]
   verifier = pair.verifier_for(sampling, lenience)
-
-  decoders = [Decoder(target, draft, verifier, eos_id=-1) for draft in (*free, *drafts)]
+  decoders = [Decoder(target, draft, verifier, eos_id=-1) for draft in (*null_drafts, *drafts)]
 
   @jax.jit
   def states(params):
@@ -108,19 +117,19 @@ def round_calls(
     return lax.fori_loop(0, count, lambda _, state: decoder.round(params, state), state)
 
   @functools.partial(jax.jit, static_argnums=0)
-  def verdicts(tree, proposal, logits, count):
-    def judge(i, _):
+  def verifications(tree, proposal, logits, count):
+    def verify(i, _):
       keys = jax.vmap(jax.random.fold_in, (0, None))(rng, i)
       return verifier.verify(keys, proposal.tree or tree, proposal, logits[i])
 
-    return lax.fori_loop(0, count, judge, judge(0, None))
+    return lax.fori_loop(0, count, verify, verify(0, None))
 
   def accept(tree):
     logits = jax.random.normal(jax.random.key(1), (CHAIN, batch, tree.num_nodes, vocab_size))
     guesses = jnp.zeros((batch, tree.num_guesses), jnp.int32)
-    shape = placeholder_shape(tree, batch)  # whose guesses are all chosen
+    shape = placeholder_shape(tree, batch)  # None if static; dynamic trees have no q
     q = None if shape else jnp.full((*guesses.shape, vocab_size), 1 / vocab_size)
-    return functools.partial(verdicts, tree, Proposal(guesses, q, shape), logits)
+    return functools.partial(verifications, tree, Proposal(guesses, q, shape), logits)
 
   parts = [
     *(functools.partial(rounds, d, pair.params, s) for d, s in zip(decoders, states(pair.params))),
@@ -132,11 +141,14 @@ def round_calls(
 def round_costs(
   starts: Sequence[float], rounds: Sequence[float], depths: Sequence[int]
 ) -> list[Costs]:
-  """Costs of rounds, from the seconds that `start_calls` and `round_calls` took.
+  """Compute costs from timings.
 
-  `depths` are those of the drafts' trees: of chains, their gammas.
+  Args:
+    starts: seconds of each of `start_calls`.
+    rounds: seconds of each of `round_calls`.
+    depths: depth of the tree of each draft; gamma of a chain.
   """
-  plain_start, start = starts
+  target_start, both_start = starts
   target_step, *parts = np.diff(np.reshape(rounds, (-1, 2)))[:, 0] / CHAIN
   return [
     Costs(
@@ -144,8 +156,8 @@ def round_costs(
       draft_step=(whole - undrafted) / depth,
       verify=undrafted - accept,
       accept=accept,
-      target_start=plain_start,
-      draft_start=start - plain_start,
+      target_start=target_start,
+      draft_start=both_start - target_start,
     )
     for depth, undrafted, whole, accept in zip(depths, *np.reshape(parts, (3, -1)))
   ]
@@ -159,9 +171,15 @@ def measure_costs(
   max_new_tokens: int = 64,
   repeats: int = 9,
 ) -> list[Costs]:
-  """The costs of a round with each of the trees by themselves, for prompt [B, P], interleaved.
+  """Measure the costs of a round with each of the trees, interleaved.
 
-  What is done once a text is of the first.
+  Args:
+    pair: target and draft.
+    trees: shapes of the draft. The prefill is timed with the first.
+    prompt: padded prompts [B, P].
+    sampling: sampling method.
+    max_new_tokens: sets the number of cache slots.
+    repeats: timings of each part, of which the median is taken.
   """
   drafts = [pair.draft(sampling, tree) for tree in trees]
   starts = start_calls(pair, drafts[0], prompt, max_new_tokens)
@@ -171,19 +189,19 @@ def measure_costs(
 
 
 def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
-  """c-hat, arithmetic operations of a draft step / of a target step (Section 3.4).
+  """Compute c-hat: arithmetic operations of a draft step / of a target step (Section 3.4).
 
-  Those of matrix products, for prompt [B, P]; all others are few beside them. A draft step is what
-  proposing two guesses takes more than proposing one.
+  Only matmuls count; other operations are few. The operations of a draft step are the difference
+  between proposing two tokens and proposing one.
   """
   rng = jax.random.split(jax.random.key(0), len(prompt))
   params = pair.params
 
   def operations(f, *args) -> int:
-    return product_operations(jax.make_jaxpr(f)(*args).jaxpr)
+    return matmul_operations(jax.make_jaxpr(f)(*args).jaxpr)
 
   def before(draft: Draft) -> DecodeState:
-    """Return the shapes of the state before a round, with as many slots whatever gamma is."""
+    """Return the shapes of the state before a round, with as many slots for gamma 1 as for 2."""
     decoder = Decoder(pair.target, draft, pair.verifier_for(sampling))
     limit = max(0, 2 - draft.tree.depth)
     init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=limit)
@@ -199,22 +217,26 @@ def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
   return (propose(2) - propose(1)) / step
 
 
-def product_operations(jaxpr: Jaxpr) -> int:
-  """Multiplications and additions in the matrix products of a program.
+def matmul_operations(jaxpr: Jaxpr) -> int:
+  """Count multiplications and additions in the matmuls of a program.
 
-  Loops count as often as they go round, those without a set number of times once; of the branches
-  of a choice the dearest counts.
+  The body of a scan counts once per iteration, that of a while loop once. Of the branches of a
+  conditional, the most expensive counts.
   """
-  total, shape = 0, lambda var: var.aval.shape
+  total = 0
   for eqn in jaxpr.eqns:
-    inner = [product_operations(each) for each in jaxprs_in_params(eqn.params)]
+    inner = [matmul_operations(each) for each in jaxprs_in_params(eqn.params)]
     if eqn.primitive.name == "dot_general":
       (contracted, _), _ = eqn.params["dimension_numbers"]
-      terms = math.prod(shape(eqn.invars[0])[axis] for axis in contracted)
-      total += 2 * terms * math.prod(shape(eqn.outvars[0]))
+      terms = math.prod(_shape(eqn.invars[0])[axis] for axis in contracted)
+      total += 2 * terms * math.prod(_shape(eqn.outvars[0]))
     elif eqn.params.get("target_name") == skinny.MATMUL:
-      total += 2 * shape(eqn.invars[0])[1] * math.prod(shape(eqn.outvars[0]))
+      total += 2 * _shape(eqn.invars[0])[1] * math.prod(_shape(eqn.outvars[0]))
     elif eqn.params.get("target_name") == skinny.ATTENTION:
-      total += 4 * shape(eqn.invars[1])[2] * math.prod(shape(eqn.outvars[0]))
+      total += 4 * _shape(eqn.invars[1])[2] * math.prod(_shape(eqn.outvars[0]))
     total += eqn.params.get("length", 1) * max(inner, default=0)
   return total
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+  return var.aval.shape

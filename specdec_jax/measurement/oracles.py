@@ -1,10 +1,15 @@
-"""What speed could be reached at most by whoever knows which guesses will stand (Section 3.5)."""
+"""Oracles that know which draft tokens are accepted (Section 3.5).
+
+They are upper bounds on the speed that any choice of gamma can reach.
+"""
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specdec_jax.core.arrays import gather_token
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
@@ -16,56 +21,63 @@ from specdec_jax.pairs import Pair
 def acceptances(
   pair: Pair, prompt: Array, decoded: DecodeResult, sampling: Sampling
 ) -> list[np.ndarray]:
-  """For each text the chance [T] that its token x came from a guess, if one was judged there.
+  """Return, for each text, the probability [T] that each token was an accepted draft token.
 
-  It is min(1, q(x) / p(x)): a guess that stands is x with probability min(p(x), q(x)), and x is
-  emitted with probability p(x), whatever the gamma. Tokens are independent, given the text.
+  For a token x at which a draft token is verified, it is min(1, q(x) / p(x)): the draft token is x
+  and accepted with probability min(p(x), q(x)), and x is emitted with probability p(x), for any
+  gamma. Given the text, tokens are independent.
   """
   logits = teacher_forced_logits(pair.target, pair.target_params, prompt, decoded.tokens)
-  guessed = draft_probs(pair, pair.draft(sampling, chain(1)), prompt, decoded.tokens)
-  tokens = np.asarray(decoded.tokens)[..., None]
-  of_text = lambda x: np.take_along_axis(np.asarray(x), tokens, axis=-1)[..., 0]
-  p, q = of_text(distribution(logits, sampling)), of_text(guessed)
-  chances = np.minimum(1.0, np.divide(q, p, out=np.zeros_like(p), where=p > 0))
-  return [row[:length] for row, length in zip(chances, decoded.lengths)]
+  draft_q = draft_probs(pair, pair.draft(sampling, chain(1)), prompt, decoded.tokens)
+  tokens = jnp.asarray(decoded.tokens)
+  p_x = np.asarray(gather_token(distribution(logits, sampling), tokens))
+  q_x = np.asarray(gather_token(draft_q, tokens))
+  probs = np.minimum(1.0, np.divide(q_x, p_x, out=np.zeros_like(p_x), where=p_x > 0))
+  return [row[:length] for row, length in zip(probs, decoded.lengths)]
 
 
 def oracles(
   acceptances: Sequence[np.ndarray], calibration: Calibration, samples: int = 20
 ) -> dict[str, float]:
-  """Speedups of texts decoded one by one, with gammas chosen knowing which guesses are accepted.
+  """Compute speedups of batch size 1 with gammas chosen by oracles.
+
+  The oracles know which draft tokens are accepted. They choose one gamma above 0 for all texts, one
+  for each text, or one for each round.
 
   Args:
-    acceptances: of each text, as the function of this name gives them.
-    calibration: has the costs; of the gammas in it the oracles choose, 0 among them.
-    samples: that are drawn of each text's guesses.
+    acceptances: acceptance probabilities of each text, from `acceptances`.
+    calibration: the costs, and the gammas to choose from, including 0.
+    samples: number of times that acceptance is sampled for each text.
   """
   rng = np.random.default_rng(0)
-  drawn = [rng.random(len(row)) < row for row in acceptances for _ in range(samples)]
+  sampled = [rng.random(len(row)) < row for row in acceptances for _ in range(samples)]
   costs = [calibration.round_cost(gamma) for gamma in range(len(calibration.c))]
-  of_texts, of_rounds = map(np.array, zip(*(times(stands, costs) for stands in drawn)))
-  starts = len(drawn) * sum(calibration.starts)
-  plain = sum(map(len, drawn)) + len(drawn) * calibration.starts[0]
+  fixed, best = map(np.array, zip(*(times(accepted, costs) for accepted in sampled)))
+  prefill = len(sampled) * sum(calibration.starts)
+  autoregressive = sum(map(len, sampled)) + len(sampled) * calibration.starts[0]
   return {
-    "oracle of a gamma": float(plain / (starts + of_texts[:, 1:].sum(axis=0).min())),
-    "oracle of each text": float(plain / (starts + of_texts.min(axis=1).sum())),
-    "oracle of each round": float(plain / (starts + of_rounds.sum())),
+    "oracle of a gamma": float(autoregressive / (prefill + fixed[:, 1:].sum(axis=0).min())),
+    "oracle of each text": float(autoregressive / (prefill + fixed.min(axis=1).sum())),
+    "oracle of each round": float(autoregressive / (prefill + best.sum())),
   }
 
 
-def times(stands: np.ndarray, costs: Sequence[float]) -> tuple[np.ndarray, float]:
-  """Time of a text's rounds with each gamma, [G + 1], and with the best gamma for each round.
+def times(accepted: np.ndarray, costs: Sequence[float]) -> tuple[np.ndarray, float]:
+  """Compute the time of all rounds of a text.
 
   Args:
-    stands: [T], whether a guess at each token is accepted.
-    costs: [G + 1], time of a round with gamma 0, 1, ...
+    accepted: [T], whether a draft token at each token of the text is accepted.
+    costs: [G + 1], time of a round with gamma 0, 1, ..., G.
+
+  Returns:
+    The time with each fixed gamma, [G + 1], and with the best gamma in each round.
   """
-  end, each_gamma = len(stands), np.arange(len(costs))
+  end, gammas = len(accepted), np.arange(len(costs))
   fixed, best = np.zeros((end + 1, len(costs))), np.zeros(end + 1)  # from each token to the end
-  run = 0
+  run = 0  # accepted tokens from token i on
   for i in reversed(range(end)):
-    run = run + 1 if stands[i] else 0
-    after = np.minimum(i + np.minimum(run, each_gamma) + 1, end)
-    fixed[i] = costs + fixed[after, each_gamma]
+    run = run + 1 if accepted[i] else 0
+    after = np.minimum(i + np.minimum(run, gammas) + 1, end)
+    fixed[i] = costs + fixed[after, gammas]
     best[i] = (costs + best[after]).min()
   return fixed[0], float(best[0])

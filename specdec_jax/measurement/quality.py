@@ -1,4 +1,4 @@
-"""How good outputs are, where there are references: BLEU of translations, ROUGE of summaries."""
+"""Quality of outputs against references: BLEU of translations, ROUGE of summaries."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ METRICS = ("BLEU", "ROUGE-1", "ROUGE-2", "ROUGE-Lsum")
 
 
 def quality(metric: str, outputs: Sequence[str], references: Sequence[str]) -> float:
-  """A metric of outputs by their references, from 0 to 100.
+  """Score outputs against references, from 0 to 100.
 
-  BLEU is sacrebleu's of the whole (13a, cased); ROUGE is the mean of rouge_score's F1 with its
-  stemmer, where a line of a text is a sentence.
+  BLEU is sacrebleu's corpus score (tokenizer 13a, cased). ROUGE is the mean F1 of rouge_score with
+  its stemmer; each line of a text counts as a sentence.
 
   Raises:
-    InputError: there is no such metric, or its package is not installed.
+    InputError: the metric is unknown, or its package is not installed.
   """
   if metric not in METRICS:
     raise InputError(f"metric is {metric!r}; it must be one of {', '.join(METRICS)}.")
@@ -32,5 +32,7 @@ def quality(metric: str, outputs: Sequence[str], references: Sequence[str]) -> f
     ) from error
   kind = metric.replace("ROUGE-", "rouge")
   scorer = rouge_scorer.RougeScorer([kind], use_stemmer=True)
-  each = [scorer.score(one, other)[kind].fmeasure for one, other in zip(references, outputs)]
-  return 100 * float(np.mean(each))
+  scores = [
+    scorer.score(reference, output)[kind].fmeasure for reference, output in zip(references, outputs)
+  ]
+  return 100 * float(np.mean(scores))

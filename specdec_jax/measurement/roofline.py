@@ -1,7 +1,7 @@
-"""The least time of a step: the bytes that it must read, over the bandwidth of the memory.
+"""Lower bound on the time of a step: the bytes that it must read / the memory bandwidth.
 
-A decoding step meets each weight with a few tokens only, so reading the weights is what takes time
-(Section 3.4). How near a step comes to that says how much faster it could still be.
+A decoding step uses each weight for a few tokens only, so reading the weights dominates its time
+(Section 3.4). The ratio to this bound says how much faster a step could still become.
 """
 
 import functools
@@ -20,8 +20,8 @@ from specdec_jax.core.types import Draft
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import Pair
 
-# A square matrix of so many rows is read: 0.27 and 1.07 GB, far beyond any cache. So often in a
-# call that what the call itself takes does not count.
+# Rows of the square matrix that is read: 0.27 and 1.07 GB, far larger than any cache. READS reads
+# per call make dispatch overhead negligible.
 CPU_SIDE, ACCELERATOR_SIDE, READS = 8192, 16384, 4
 
 _GATHERS = {"gather", "dynamic_slice", "slice"}
@@ -29,12 +29,12 @@ _LOOPS = {"scan", "while"}
 
 
 class StepBytes(NamedTuple):
-  """Bytes that each of the devices that share a model has to read.
+  """Bytes that each device has to read; a device of a sharded model reads its own shard.
 
   Attributes:
-    target_step: for a step of plain decoding.
-    draft_step: for proposing gamma guesses, divided by gamma.
-    verify: for the target's pass over gamma + 1 tokens, of a tree over its nodes.
+    target_step: in one step of autoregressive decoding.
+    draft_step: for proposing gamma tokens, divided by gamma.
+    verify: in a target forward pass over gamma + 1 tokens, or over the nodes of a tree.
   """
 
   target_step: float
@@ -43,21 +43,21 @@ class StepBytes(NamedTuple):
 
 
 def memory_bandwidth(repeats: int = 5) -> float:
-  """Bytes a second at which the first device reads its memory, measured.
+  """Measure the bytes per second at which the first device reads its memory.
 
-  By what decoding does: products of a matrix and a vector, in float32, with the vector on the side
-  where they are faster; median of the repeats.
+  It is measured with matrix-vector products in float32, as in decoding, with the vector on the
+  faster side. The result is the median of the repeats.
   """
   device = jax.devices()[0]
   side = CPU_SIDE if device.platform == "cpu" else ACCELERATOR_SIDE
   matrix = jnp.full((side, side), 1 / side, jnp.float32, device=device)
-  vector = jnp.ones(side, jnp.float32, device=device)  # which its product is too
+  vector = jnp.ones(side, jnp.float32, device=device)  # equal to its product
 
   @functools.partial(jax.jit, static_argnums=0)
   def read(product, matrix, vector):
     return lax.fori_loop(0, READS, lambda _, vector: product(matrix, vector), vector)
 
-  products = (lambda m, x: m @ x), (lambda m, x: x @ m)
+  products = (lambda matrix, vector: matrix @ vector), (lambda matrix, vector: vector @ matrix)
   calls = [functools.partial(read, product, matrix, vector) for product in products]
   seconds, _ = interleaved_medians(calls, repeats)
   return READS * matrix.nbytes / min(seconds)
@@ -66,10 +66,10 @@ def memory_bandwidth(repeats: int = 5) -> float:
 def step_bytes(
   pair: Pair, gamma: int, prompt: Array, sampling: Sampling, max_new_tokens: int
 ) -> StepBytes:
-  """Of decoding prompt [B, P] with `gamma` guesses a round, as `read_bytes` counts.
+  """Count the bytes that decoding prompts [B, P] with a chain of gamma tokens has to read.
 
-  That is the parameters that decoding uses, and the caches with all of their slots. Logits and
-  activations are not counted: they are made where they are used.
+  These are the parameters that decoding uses, and all slots of the caches, by `read_bytes`. Logits
+  and activations do not count.
   """
   params = pair.params
   rng = jax.random.split(jax.random.key(0), len(prompt))
@@ -80,57 +80,56 @@ def step_bytes(
     init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
     return jax.eval_shape(init, params)
 
-  def extend(state, num_tokens: int) -> float:
+  def extend(state: DecodeState, num_tokens: int) -> float:
     block = jax.ShapeDtypeStruct((len(prompt), num_tokens), jnp.int32)
-    return read_bytes(pair.target.extend, params.target, state.target_cache, block) * _held(
-      params.target
-    )
+    num_bytes = read_bytes(pair.target.extend, params.target, state.target_cache, block)
+    return num_bytes * _shard_share(params.target)
 
   draft = pair.draft(sampling, chain(gamma))
   state = before(draft)
   proposed = read_bytes(draft.propose, params.draft, state.draft_state, state.context, rng)
   return StepBytes(
     target_step=extend(before(NullDraft()), 1),
-    draft_step=proposed * _held(params.draft) / gamma,
+    draft_step=proposed * _shard_share(params.draft) / gamma,
     verify=extend(state, draft.tree.num_nodes),
   )
 
 
-def _held(params: Any) -> float:
-  """Share of the parameters that a device holds: 1 unless they are sharded across several."""
+def _shard_share(params: Any) -> float:
+  """Return the share of the parameters on one device: 1 unless they are sharded across several."""
   leaves = jax.tree.leaves(params)
   if not leaves:
     return 1.0
-  shard = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-  return sum(map(shard, leaves)) / sum(x.nbytes for x in leaves)
+  shard_bytes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves]
+  return sum(shard_bytes) / sum(x.nbytes for x in leaves)
 
 
 def read_bytes(f, *args) -> int:
-  """Bytes that f(*args) has to read of its arguments, arrays or their shapes, at least.
+  """Return a lower bound on the bytes that f(*args) reads of its arguments.
 
-  An argument that is only gathered or sliced from counts by what is taken from it, one that nothing
-  is made of counts nothing, and any other whole, once. A loop reads what it is given each time
-  around (one without a set number of times, once): its turns are apart, and a cache that holds the
-  weights of a small model from turn to turn is what makes less than this possible.
+  Arguments are arrays or their shapes. An argument that is only gathered or sliced from counts with
+  the entries taken, an unused argument does not count, and any other counts whole, once. A scan
+  reads its inputs in every iteration, a while loop once. A processor cache that keeps the weights
+  of a small model between iterations makes fewer bytes possible.
   """
   reads, in_loops = _reads(jax.make_jaxpr(f)(*args).jaxpr)
   return sum(reads.values()) + in_loops
 
 
 def _reads(jaxpr: Jaxpr) -> tuple[dict, int]:
-  """Bytes read of each input of a jaxpr, and by the loops in it."""
+  """Return the bytes read of each input of a jaxpr, and the bytes read by the loops in it."""
   reads, in_loops = dict.fromkeys(jaxpr.invars, 0), 0
   for eqn in jaxpr.eqns:
-    taken = [_nbytes(var) for var in eqn.invars]  # all of each
+    taken = [_nbytes(var) for var in eqn.invars]  # bytes read of each operand
     inner = [_reads(each) for each in jaxprs_in_params(eqn.params)]
     if eqn.primitive.name in _LOOPS:
-      turns = sum(sum(own.values()) + loops for own, loops in inner)
-      in_loops += eqn.params.get("length", 1) * turns
+      iteration = sum(sum(inputs.values()) + loops for inputs, loops in inner)
+      in_loops += eqn.params.get("length", 1) * iteration
       continue
     if eqn.primitive.name in _GATHERS:
       taken[0] = _nbytes(eqn.outvars[0])
-    elif inner and len(inner[0][0]) <= len(taken):  # a call; or a choice, whose index comes first
-      branches = zip(*(own.values() for own, _ in inner))
+    elif inner and len(inner[0][0]) <= len(taken):  # a call; or a cond, whose first operand selects
+      branches = zip(*(inputs.values() for inputs, _ in inner))
       taken[-len(inner[0][0]) :] = [max(branch) for branch in branches]
       in_loops += max(loops for _, loops in inner)
     for var, count in zip(eqn.invars, taken):

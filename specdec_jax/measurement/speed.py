@@ -1,4 +1,4 @@
-"""Measured speedup: the same texts, decoded both ways, in turn, in one process."""
+"""Measured speedup: the same texts decoded with and without speculation, interleaved."""
 
 import collections
 import functools
@@ -12,7 +12,7 @@ from jax import Array
 from specdec_jax.core.decode import Decoder, NullDraft, require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult, Params
+from specdec_jax.core.types import DecodeResult, DecodeSettings, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.counts import num_tokens
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs, start_calls
@@ -23,19 +23,31 @@ NUM_COSTED = 24  # texts at which costs are timed
 
 
 class Baseline(NamedTuple):
-  """Plain decoding of a pair's target, which speed is compared with.
+  """Autoregressive decoding of a pair's target, which speed is relative to.
 
   Attributes:
-    name: whose it is, for records.
-    decode: (prompt, rng, *, max_new_tokens, sampling) -> DecodeResult.
+    name: of the implementation, for records.
+    decode: function of (prompt, rng, *, max_new_tokens, sampling) that returns a `DecodeResult`.
   """
 
   name: str
   decode: Callable[..., DecodeResult]
 
 
+class Timing(NamedTuple):
+  """How decoding is timed.
+
+  Attributes:
+    repeats: timed decodes of each text, interleaved.
+    baseline: what speed is relative to; None for this package's autoregressive decoding.
+  """
+
+  repeats: int = 5
+  baseline: Baseline | None = None
+
+
 def own_baseline(pair: Pair) -> Baseline:
-  """Return our own autoregressive decoding."""
+  """Return this package's autoregressive decoding."""
 
   def decode(prompt: Array, rng: Array, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
     decoder = Decoder(pair.target, NullDraft(), TokenVerifier(sampling), pair.vocabulary.eos_id)
@@ -46,16 +58,16 @@ def own_baseline(pair: Pair) -> Baseline:
 
 
 class Speed(NamedTuple):
-  """Totals over all texts, seconds by the median of the repeats of each.
+  """Totals over all texts. Seconds are sums of the median over the repeats of each text.
 
   Attributes:
-    baseline: outputs of plain decoding, one `DecodeResult` for each prompt, on the host.
-    speculative: for each gamma, outputs of speculative decoding.
-    baseline_s: seconds of plain decoding.
-    speculative_s: seconds of speculative decoding, for each gamma.
-    costs: for each gamma, timed between the decodes: means over the texts that they were timed at
-      of the medians of the repeats.
-    ratios: for each gamma, seconds of plain decoding / of speculative decoding in each repeat.
+    baseline: outputs of autoregressive decoding, one `DecodeResult` per prompt, on the host.
+    speculative: outputs of speculative decoding for each gamma.
+    baseline_s: seconds of autoregressive decoding.
+    speculative_s: seconds of speculative decoding for each gamma.
+    costs: costs for each gamma, timed between the decodes: medians over the repeats, averaged over
+      the texts at which they were timed.
+    ratios: seconds of autoregressive / of speculative decoding in each repeat, for each gamma.
   """
 
   baseline: list[DecodeResult]
@@ -66,83 +78,93 @@ class Speed(NamedTuple):
   ratios: dict[int, np.ndarray]
 
   def speedup(self, gamma: int) -> float:
-    """Ratio of tokens a second, totals over totals."""
-    return self._tokens(gamma) * self.baseline_s / self.speculative_s[gamma]
+    """Return the ratio of tokens per second, from totals."""
+    return self._tokens_ratio(gamma) * self.baseline_s / self.speculative_s[gamma]
 
   def spread(self, gamma: int) -> tuple[float, float] | tuple[None, None]:
-    """Its range over the repeats, `timing.ratio_range`."""
-    return ratio_range(self.speedup(gamma), self._tokens(gamma) * self.ratios[gamma])
+    """Return the range of the speedup over the repeats (`timing.ratio_range`)."""
+    return ratio_range(self.speedup(gamma), self._tokens_ratio(gamma) * self.ratios[gamma])
 
-  def _tokens(self, gamma: int) -> float:
+  def _tokens_ratio(self, gamma: int) -> float:
     return num_tokens(self.speculative[gamma]) / num_tokens(self.baseline)
 
   def round_s(self, gamma: int) -> float:
-    """Seconds of a round of the texts decoded, without what both models take to read a prompt."""
+    """Return the mean seconds of a round in decoding, without the prefill of both models."""
     costs, outputs = self.costs[gamma], self.speculative[gamma]
-    starts = len(outputs) * (costs.target_start + costs.draft_start)
-    return (self.speculative_s[gamma] - starts) / sum(int(o.num_rounds) for o in outputs)
+    prefill_s = len(outputs) * (costs.target_start + costs.draft_start)
+    return (self.speculative_s[gamma] - prefill_s) / sum(int(o.num_rounds) for o in outputs)
+
+
+def ignore_progress(done: int) -> None:
+  """Do nothing."""
 
 
 def measure_speed(
   pair: Pair,
   prompts: Sequence[Array],
-  sampling: Sampling,
   gammas: Sequence[int],
-  max_new_tokens: int,
-  repeats: int,
-  seed: int = 0,
-  lenience: float = 1.0,
-  progress: Callable[[int], None] = lambda done: None,
-  baseline: Baseline | None = None,
+  settings: DecodeSettings,
+  timing: Timing = Timing(),
+  progress: Callable[[int], None] = ignore_progress,
 ) -> Speed:
-  """Decode each prompt [B, P] plainly and with each gamma, interleaved, and keep the medians.
+  """Decode each prompt autoregressively and with each gamma, interleaved.
 
-  A machine that others use slows down and speeds up within minutes, so what decoding is made of is
-  timed in turn with the decodes, at NUM_COSTED texts, or up to twice as many, spread evenly.
+  The speed of a shared machine changes within minutes. Therefore costs are timed between the
+  decodes, at NUM_COSTED texts, or up to twice as many, spread evenly.
 
-  `progress` is called after each prompt with how many are done; `baseline` is our own if not given.
+  Args:
+    pair: target and draft.
+    prompts: padded prompts [B, P] of each batch.
+    gammas: chains to measure.
+    settings: of decoding; the batch size is that of the prompts.
+    timing: repeats and baseline.
+    progress: called after each prompt with the number of finished prompts.
   """
-  plain_decode = (baseline or own_baseline(pair)).decode
-  plain_outputs: list[DecodeResult] = []
+  sampling, max_new_tokens, lenience = settings.sampling, settings.max_new_tokens, settings.lenience
+  baseline = timing.baseline or own_baseline(pair)
+  baseline_outputs: list[DecodeResult] = []
   speculative: dict[int, list[DecodeResult]] = {gamma: [] for gamma in gammas}
-  seconds, part_seconds, at = [], [], 0  # of each text [repeats, calls], and medians of the parts
+  text_s: list[np.ndarray] = []  # seconds of each text [repeats, calls]
+  parts_s: list[np.ndarray] = []  # median seconds of the parts of rounds [parts]
   drafts = [pair.draft(sampling, chain(gamma)) for gamma in gammas]
-  widths = collections.Counter(prompt.shape for prompt in prompts)
-  typical = next(p for p in prompts if p.shape == widths.most_common(1)[0][0])
+  shapes = collections.Counter(prompt.shape for prompt in prompts)
+  typical = next(p for p in prompts if p.shape == shapes.most_common(1)[0][0])
   parts = round_calls(pair, drafts, typical, sampling, max_new_tokens, lenience)
-  speculate = [pair.decode_fn(sampling, gamma, lenience) for gamma in gammas]
-  plain = functools.partial(plain_decode, sampling=sampling)
-  ways: list[Callable[..., DecodeResult]] = [plain, *speculate]
+  decode_fns: list[Callable[..., DecodeResult]] = [
+    functools.partial(baseline.decode, sampling=sampling),
+    *(pair.decode_fn(sampling, gamma, lenience) for gamma in gammas),
+  ]
   every = max(1, len(prompts) // NUM_COSTED)
+  first_row = 0
   for i, prompt in enumerate(prompts):
-    rng = row_keys(seed, at, len(prompt))
-    at += len(prompt)
-    asked: dict[str, Any] = dict(prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
-    decodes = [functools.partial(decode, **asked) for decode in ways]
+    rng = row_keys(settings.seed, first_row, len(prompt))
+    first_row += len(prompt)
+    arguments: dict[str, Any] = dict(prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
+    decodes = [functools.partial(decode, **arguments) for decode in decode_fns]
     starts = start_calls(pair, drafts[0], prompt, max_new_tokens)
     calls: list[Callable[[], object]] = [*decodes, *starts]
     costed = parts if i % every == 0 else []
-    taken, outputs = interleaved_seconds(
-      [functools.partial(timed, call) for call in (*calls, *costed)], repeats
+    seconds, outputs = interleaved_seconds(
+      [functools.partial(timed, call) for call in (*calls, *costed)], timing.repeats
     )
     outputs = [require_finite(decoded) for decoded in jax.device_get(outputs[: len(decodes)])]
-    plain_outputs.append(outputs[0])
+    baseline_outputs.append(outputs[0])
     for gamma, output in zip(gammas, outputs[1:]):
       speculative[gamma].append(output)
-    seconds.append(taken[:, : len(calls)])
+    text_s.append(seconds[:, : len(calls)])
     if costed:
-      part_seconds.append(np.median(taken[:, len(calls) :], axis=0))
-    progress(len(plain_outputs))
-  medians = np.median(seconds, axis=1)
+      parts_s.append(np.median(seconds[:, len(calls) :], axis=0))
+    progress(len(baseline_outputs))
+  medians = np.median(text_s, axis=1)
   baseline_s, *speculative_s = map(float, np.sum(medians, axis=0)[:-2])
-  start_s, round_s = np.mean(medians, axis=0)[-2:], np.mean(part_seconds, axis=0)
+  start_s, round_s = np.mean(medians, axis=0)[-2:], np.mean(parts_s, axis=0)
   costs = round_costs(start_s.tolist(), round_s.tolist(), gammas)
-  plain_s, *each_s = np.sum(seconds, axis=0).T[:-2]  # [repeats] of each way
+  baseline_repeats_s, *speculative_repeats_s = np.sum(text_s, axis=0).T[:-2]  # [repeats] each
   return Speed(
-    plain_outputs,
+    baseline_outputs,
     speculative,
     baseline_s,
     dict(zip(gammas, speculative_s)),
     dict(zip(gammas, costs)),
-    {gamma: plain_s / own for gamma, own in zip(gammas, each_s)},
+    {gamma: baseline_repeats_s / s for gamma, s in zip(gammas, speculative_repeats_s)},
   )

@@ -1,5 +1,8 @@
-"""When to stop drafting (Section 6): how well a draft's own law foretells which guesses stand, and
-the speed of stopping by it, worked out from texts that the target wrote."""
+"""Confidence scores for stopping a draft early (Section 6).
+
+Measures how well a draft's own distribution predicts which tokens are accepted, and computes the
+speed of stopping by it, on text that the target generated.
+"""
 
 from collections.abc import Sequence
 
@@ -17,73 +20,82 @@ ENTROPY_FACTOR = 0.2  # AdaEDL's (Agrawal et al., 2024)
 
 
 def certainties(pair: Pair, prompt: Array, decoded: DecodeResult) -> dict[str, list[np.ndarray]]:
-  """What a draft says of its guess at each token of each text, [T], before any sampling method.
+  """Return confidence scores of a draft at each token, for each text an array [T].
 
-  The largest probability that it gives, and AdaEDL's bound from its entropy H, 1 - sqrt(0.2 H).
+  The scores are the largest probability of q, and AdaEDL's bound 1 - sqrt(0.2 H) with the entropy H
+  of q. q is the draft's softmax, at temperature 1 without truncation.
   """
   draft = pair.draft(Sampling(), chain(1))
   probs = np.asarray(draft_probs(pair, draft, prompt, decoded.tokens), np.float64)
   entropy = -(probs * np.log(np.maximum(probs, 1e-30))).sum(axis=-1)
-  found = {
+  scores = {
     "largest probability": probs.max(axis=-1),
     "entropy bound": 1 - np.sqrt(ENTROPY_FACTOR * entropy),
   }
-  of_texts = lambda rows: [row[:n] for row, n in zip(rows, decoded.lengths)]
-  return {name: of_texts(rows) for name, rows in found.items()}
+  return {
+    name: [row[:length] for row, length in zip(rows, decoded.lengths)]
+    for name, rows in scores.items()
+  }
 
 
-def separation(chances: np.ndarray, scores: np.ndarray) -> float:
-  """How often, of a guess that stands and one that does not, the former has the higher score.
+def auc(probs: np.ndarray, scores: np.ndarray) -> float:
+  """Compute the area under the ROC curve of a score that predicts acceptance.
 
-  A half where scores say nothing. Each guess stands with its chance; ties count half.
+  It is the probability that an accepted token has a higher score than a rejected one; ties count
+  half. 0.5 means that the score has no information.
+
+  Args:
+    probs: probability that each token is accepted.
+    scores: score of each token.
   """
-  _, places = np.unique(scores, return_inverse=True)
-  stood, refused = np.bincount(places, chances), np.bincount(places, 1 - chances)
-  below = np.cumsum(refused) - refused / 2
-  return float((stood * below).sum() / (stood.sum() * refused.sum()))
+  _, ranks = np.unique(scores, return_inverse=True)
+  accepted, rejected = np.bincount(ranks, probs), np.bincount(ranks, 1 - probs)
+  below = np.cumsum(rejected) - rejected / 2
+  return float((accepted * below).sum() / (accepted.sum() * rejected.sum()))
 
 
 def in_a_row(rows: Sequence[np.ndarray], count: int) -> np.ndarray:
-  """Products of so many values beside each other, wherever a row has them."""
+  """Return the products of all `count` consecutive values within a row."""
   windows = [np.lib.stride_tricks.sliding_window_view(r, count) for r in rows if len(r) >= count]
   return np.concatenate(windows).prod(axis=-1)
 
 
 def stopped_speedup(
-  chances: Sequence[np.ndarray],
-  sure: Sequence[np.ndarray],
+  acceptances: Sequence[np.ndarray],
+  confidences: Sequence[np.ndarray],
   calibration: Calibration,
   threshold: float,
-  most: int,
+  max_gamma: int,
   samples: int = 20,
 ) -> float:
-  """Speedup of texts decoded one by one with drafts that stop as `StoppingDraft` does.
+  """Compute the speedup, at batch size 1, of a draft that stops as `StoppingDraft` does.
 
   Args:
-    chances: of each text, that a guess at each token stands (`oracles.acceptances`).
-    sure: what the draft says of them, the largest probability.
-    calibration: has the costs.
-    threshold: a next guess is made while the product of `sure` since the round began is no less.
-    most: guesses of a round.
-    samples: that are drawn of each text's guesses.
+    acceptances: acceptance probabilities of each text (`oracles.acceptances`).
+    confidences: largest probability of q at each token.
+    calibration: the costs.
+    threshold: another token is proposed while the product of the confidences in the round is at
+      least this.
+    max_gamma: maximal number of draft tokens per round.
+    samples: number of times that acceptance is sampled for each text.
   """
   rng = np.random.default_rng(0)
-  costs = [calibration.round_cost(gamma) for gamma in range(most + 1)]
-  seconds = 0.0
-  for text, its_sure in zip(chances, sure):
-    made = [_guesses(its_sure[at:], threshold, most) for at in range(len(text))]
+  costs = [calibration.round_cost(gamma) for gamma in range(max_gamma + 1)]
+  speculative = 0.0  # in target steps
+  for probs, confidence in zip(acceptances, confidences):
+    gammas = [_proposed(confidence[i:], threshold, max_gamma) for i in range(len(probs))]
     for _ in range(samples):
-      refused = np.flatnonzero([*(rng.random(len(text)) >= text), True])
-      at = 0
-      while at < len(text):
-        seconds += costs[made[at]]
-        at += min(refused[np.searchsorted(refused, at)] - at, made[at]) + 1
-  starts = len(chances) * sum(calibration.starts)
-  plain = sum(map(len, chances)) + len(chances) * calibration.starts[0]
-  return float(plain / (starts + seconds / samples))
+      rejected = np.flatnonzero([*(rng.random(len(probs)) >= probs), True])
+      i = 0
+      while i < len(probs):
+        speculative += costs[gammas[i]]
+        i += min(rejected[np.searchsorted(rejected, i)] - i, gammas[i]) + 1
+  prefill = len(acceptances) * sum(calibration.starts)
+  autoregressive = sum(map(len, acceptances)) + len(acceptances) * calibration.starts[0]
+  return float(autoregressive / (prefill + speculative / samples))
 
 
-def _guesses(sure: np.ndarray, threshold: float, most: int) -> int:
-  """How many a round makes; past the end of a text, of which nothing is known, all."""
-  products = np.cumprod([*sure[: most - 1], *[1.0] * (most - 1 - len(sure))])
+def _proposed(confidence: np.ndarray, threshold: float, max_gamma: int) -> int:
+  """Return how many tokens a round proposes; confidence past the end of the text counts as 1."""
+  products = np.cumprod([*confidence[: max_gamma - 1], *[1.0] * (max_gamma - 1 - len(confidence))])
   return 1 + int((products >= threshold).sum())

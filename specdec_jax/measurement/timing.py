@@ -1,4 +1,4 @@
-"""Calls timed in turn, so that a machine that others use is as slow for each of them."""
+"""Interleaved timing of calls, so that a load of other programs affects all of them alike."""
 
 import functools
 import time
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def timed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
-  """Seconds that a call takes until its arrays are there, and its result."""
+  """Return the seconds that a call takes until its arrays are ready, and its result."""
   since = time.perf_counter()
   result = jax.block_until_ready(call(*args, **kwargs))
   return time.perf_counter() - since, result
@@ -19,10 +19,17 @@ def timed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, A
 def interleaved_seconds(
   calls: Sequence[Callable[[], tuple[float, Any]]], repeats: int
 ) -> tuple[np.ndarray, list[Any]]:
-  """Seconds [R, N] of N `timed` calls over `repeats` rounds of all in turn, and the last results.
+  """Time N calls in turn, R = `repeats` times.
 
-  The first, uncounted round compiles and warms up. Every other round runs backwards, so that no
-  call always follows the same neighbour.
+  A first round, which does not count, compiles and warms up. Every other round runs in reverse
+  order, so that no call always follows the same one.
+
+  Args:
+    calls: functions that return their seconds and their result, as `timed` does.
+    repeats: R.
+
+  Returns:
+    Seconds [R, N], and the last result of each call.
   """
   results = [call()[1] for call in calls]
   seconds = np.zeros((repeats, len(calls)))
@@ -32,20 +39,25 @@ def interleaved_seconds(
   return seconds, results
 
 
-def ratio_range(ratio: float, of_repeats: np.ndarray) -> tuple[float, float] | tuple[None, None]:
-  """Lowest and highest of a ratio over all repeats and over each alone [R]; None for one repeat.
+def ratio_range(ratio: float, repeat_ratios: np.ndarray) -> tuple[float, float] | tuple[None, None]:
+  """Return the lowest and the highest of a ratio and its values in single repeats.
 
-  The first takes the median of each text, so that it may lie outside what single repeats give.
+  Args:
+    ratio: from the median of each text; it may lie outside the range of the single repeats.
+    repeat_ratios: [R], from each repeat alone.
+
+  Returns:
+    The range, or (None, None) if there is only one repeat.
   """
-  if len(of_repeats) < 2:
+  if len(repeat_ratios) < 2:
     return None, None
-  each = [ratio, *of_repeats.tolist()]
-  return min(each), max(each)
+  ratios = [ratio, *repeat_ratios.tolist()]
+  return min(ratios), max(ratios)
 
 
 def interleaved_medians(
   calls: Sequence[Callable[[], Any]], repeats: int
 ) -> tuple[list[float], list[Any]]:
-  """Median seconds of each call, and last results; see `interleaved_seconds`."""
+  """Return the median seconds of each call and its last result; see `interleaved_seconds`."""
   seconds, results = interleaved_seconds([functools.partial(timed, c) for c in calls], repeats)
   return list(np.median(seconds, axis=0)), results

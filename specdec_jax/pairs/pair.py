@@ -217,8 +217,8 @@ class Pair(NamedTuple):
     logits = jax.ShapeDtypeStruct((batch_size, self.target.vocab_size), jnp.float32)
     require_memory(f"batch_size {batch_size}", logits)
 
-  def reads(self, text: str) -> bool:
-    """Whether there is anything to decode: of nothing only a text that continues can be made."""
+  def can_decode(self, text: str) -> bool:
+    """Return whether a text has an output: an empty one does with a decoder-only target only."""
     return self.continues or bool(text.strip())
 
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:

@@ -1,0 +1,40 @@
+"""Autoregressive decoding by the target: the text that alpha is measured on."""
+
+import warnings
+from collections.abc import Sequence
+
+import jax
+from jax import Array
+
+from specdec_jax.core.decode import require_finite
+from specdec_jax.core.sampling import row_keys
+from specdec_jax.core.types import DecodeResult, DecodeSettings
+from specdec_jax.counts import num_tokens
+from specdec_jax.pairs import Pair
+
+
+def generate(
+  pair: Pair, texts: Sequence[str], settings: DecodeSettings, min_tokens: int
+) -> list[tuple[Array, Array, DecodeResult]]:
+  """Decode batches of texts autoregressively until the outputs have `min_tokens` tokens.
+
+  If all texts together give fewer tokens, a warning says so.
+
+  Returns:
+    Prompts, keys and outputs of each batch.
+  """
+  batches, count = [], 0
+  decode = pair.decode_fn(settings.sampling, 0)
+  for first in range(0, len(texts), settings.batch_size):
+    prompt = pair.prompt(texts[first : first + settings.batch_size])
+    keys = row_keys(settings.seed, first, len(prompt))
+    result = decode(prompt, keys, max_new_tokens=settings.max_new_tokens)
+    output = require_finite(jax.device_get(result))
+    batches.append((prompt, keys, output))
+    count += num_tokens([output])
+    if count >= min_tokens:
+      return batches
+  warnings.warn(
+    f"The texts gave {count} tokens, fewer than min_tokens = {min_tokens}.", stacklevel=2
+  )
+  return batches
