@@ -26,15 +26,15 @@ from specdec_jax.exactness.compare import (
   compare_argmax,
   compare_samples,
 )
-from specdec_jax.exactness.joint import Comparison, compare, cut_into_cells
-from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
-from specdec_jax.exactness.ties import (
+from specdec_jax.exactness.near_ties import (
   Divergence,
   Rounding,
   first_divergences,
   node_moves,
   share_of,
 )
+from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
+from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
 from specdec_jax.lossy_verifiers import TypicalVerifier
 from specdec_jax.models.layers import RelativePositionBias
 
