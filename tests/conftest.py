@@ -35,6 +35,13 @@ import pathlib  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
+
+# Checks shapes and types in the signatures of these packages at run time; must precede their import.
+install_import_hook(
+  ("specdec_jax.core", "specdec_jax.models", "specdec_jax.drafts", "specdec_jax.beam_search"),
+  "signatures.checked",
+)
 
 # Each program is a memory map of the process. The Linux kernel allows 65,530 of them.
 MOST_MAPS = 25_000

@@ -15,14 +15,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from specdec_jax.core.arrays import take
-from specdec_jax.core.sampling import Sampling, sample_logits
+from specdec_jax.core.sampling import argmax
 from specdec_jax.core.trees import Tree, chain, require_chain
 from specdec_jax.core.types import Context, Draft, DraftFactory, LoadedTarget, Outcome, Proposal
 from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
-
-ARGMAX = Sampling(temperature=0.0)
 
 
 def lookahead(target: LoadedTarget, window: int = 5, num_guesses: int = 5) -> DraftFactory:
@@ -118,8 +116,7 @@ class LookaheadDraft(Draft):
 
   def observe(self, params: Any, state: Lookahead, outcome: Outcome) -> Lookahead:
     ends = take(outcome.logits, self._laid_out[2])  # [B, W, V]
-    # Nothing is drawn at temperature 0; `jnp.argmax` would take longer.
-    made, _ = sample_logits(jax.random.key(0), ends.reshape(-1, ends.shape[-1]), ARGMAX)
+    made = argmax(ends.reshape(-1, ends.shape[-1]))
     rows = jnp.concatenate([state.window, made.reshape(-1, 1, self.window)], axis=1)
     return Lookahead(rows[:, 1:], jax.vmap(_with)(state.pool, rows.swapaxes(1, 2)))
 
