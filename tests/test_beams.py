@@ -29,14 +29,13 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.heads import init_params, speculator_config
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
-from specdec_jax.models.families import init_params
 from specdec_jax.models.gpt import GPTModel
-from specdec_jax.models.speculator import speculator_config
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs.speculators import drafter
+from specdec_jax.pairs.speculators import head_factory
 from specdec_jax.partitioning import PartitionedModel, make_mesh
 
 LIMIT, EOS = 9, 1
@@ -146,7 +145,7 @@ def on_source(case: Case, kind: str, gamma: int) -> tuple[ModelDraft, object]:
   sizes = dict(gamma=2, emb_dim=32, mlp_dim=16, num_layers=1)
   config = speculator_config(case.target.config, kind, **sizes)
   own = init_params(config, jax.random.key(3))
-  made = drafter(kind, config, own, case.target, case.params)
+  made = head_factory(kind, config, own, tiny.loaded(None, case.target, case.params))
   return made.build(Sampling(temperature=0.0), chain(gamma)), made.params
 
 
@@ -155,7 +154,7 @@ def on_states(case: Case) -> tuple[BeamDraft, object]:
   shape = case.target.config
   config = speculator_config(shape, "eagle", gamma=2, emb_dim=8, mlp_dim=16, num_layers=1)
   own = init_params(config, jax.random.key(3))
-  made = drafter("eagle", config, own, case.target, case.params)
+  made = head_factory("eagle", config, own, tiny.loaded(None, case.target, case.params))
   return TreeBeamDraft(made.build(Sampling(temperature=0.0), DynamicTree(4, 2))), made.params
 
 
@@ -192,15 +191,15 @@ def test_speculation_finds_the_same(family, draft):
     assert 1.3 < steps[steps > 0].mean() < 4, "the draft is no test of what is refused"
 
 
-@pytest.mark.parametrize("kind", ["decoder", "anchored"])
+@pytest.mark.parametrize("kind", ["shared_encoder", "conditioned"])
 def test_a_decoder_on_the_targets_encoder_searches_too(kind):
   draft, params = on_source(t5(), kind, 2)
   same(speculate(t5(), (ModelBeamDraft(draft, 4), params)), plain(t5(), 3))
 
 
-def test_what_an_anchored_decoder_is_told_goes_with_its_beam():
-  """A beam by itself has the guesses that the chain has, round after round, where some stand."""
-  case, (draft, params) = t5(), on_source(t5(), "anchored", 3)
+def test_conditioning_follows_its_beam():
+  """A single beam has the draft tokens of the chain, round after round, when some are accepted."""
+  case, (draft, params) = t5(), on_source(t5(), "conditioned", 3)
   never, guesses, asked = 0, [], []
 
   class Recorded(ModelBeamDraft):

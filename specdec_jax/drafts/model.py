@@ -60,7 +60,7 @@ class ModelDraft(Draft):
     self,
     params: Any,
     cache: Any,
-    hidden: Float[Array, "B K E"],
+    hidden: Float[Array, "B M E"],
     offsets: Int[Array, " K"] | int,
     slot: Int[Array, " B"],
   ) -> Any:
@@ -69,7 +69,8 @@ class ModelDraft(Draft):
     Args:
       params: parameters of the model.
       cache: cache of the model.
-      hidden: hidden states of the target at the start of the round of each token.
+      hidden: hidden states of the target at the start of the round of each token, M = K; or a
+        single one, M = 1.
       offsets: number of tokens since the start of the round.
       slot: slot of the first of the tokens that will be processed.
     """
