@@ -1,4 +1,4 @@
-"""N-grams with back-off: the tokens that most often followed the last ones in a text (Section 3.6)."""
+"""N-grams with back-off: the most frequent successors of the last tokens (Section 3.6)."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Layer skipping: some of the target's own decoder layers as draft (Section 3.6; Zhang et al., 2024).
+"""Layer skipping: some decoder layers of the target as draft (Section 3.6; Zhang et al., 2024).
 
 The draft reads the target's cache of these layers. What it writes there is discarded after the
 round, because the target's forward pass over the draft tokens writes the same slots.

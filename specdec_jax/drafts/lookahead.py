@@ -55,9 +55,9 @@ class Lookahead(NamedTuple):
 class LookaheadDraft(Draft):
   """Proposes n-grams of the pool, as chains, and the window as the last branch of the tree.
 
-  The window is processed in the same forward pass as the n-grams, so that verifying it as well costs
-  nothing more. In its branch, row 0 is a chain, and the rest of each column follows the token of
-  that column in row 0. A token thus sees row 0 up to its own column, and its own column.
+  The window is processed in the same forward pass as the n-grams, so that verifying it as well
+  costs nothing more. In its branch, row 0 is a chain, and the rest of each column follows the token
+  of that column in row 0. A token thus sees row 0 up to its own column, and its own column.
 
   The pool stores only the latest of the n-grams that share their first two tokens, because the
   verifier follows only one of several equal siblings. Trajectories are the argmax of the target at

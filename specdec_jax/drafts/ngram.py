@@ -135,9 +135,9 @@ class NgramDraft(Draft):
   """Chain of tokens sampled from unigrams (order 1) or bigrams (order 2). Parameters are `Ngrams`.
 
   After a context that was not counted, bigrams back off to unigrams; after any other context only
-  the stored successors are proposed. Counts are not smoothed: exactness does not need q > 0, because
-  tokens that the draft never proposes come from the residual, and smoothing would take probability
-  from tokens that may be accepted. At temperature 0 smoothing would change nothing.
+  the stored successors are proposed. Counts are not smoothed: exactness does not need q > 0,
+  because tokens that the draft never proposes come from the residual, and smoothing would take
+  probability from tokens that may be accepted. At temperature 0 smoothing would change nothing.
 
   Attributes:
     order: 1 or 2.

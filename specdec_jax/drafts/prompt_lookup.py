@@ -1,4 +1,4 @@
-"""Prompt lookup: copying from the context, without parameters and at negligible cost (Section 3.6)."""
+"""Prompt lookup: copying from the context, at negligible cost (Section 3.6)."""
 
 import dataclasses
 from typing import Any
@@ -32,8 +32,8 @@ class PromptLookupDraft(Draft):
 
   The longest match of the last tokens, of at most `max_ngram` tokens, is searched in the prompt and
   in the text so far. Among matches of equal length, those in the prompt precede those in the text,
-  and later ones precede earlier ones. A match in the text continues through its own draft tokens, so
-  a repeating text is proposed to repeat.
+  and later ones precede earlier ones. A match in the text continues through its own draft tokens,
+  so a repeating text is proposed to repeat.
 
   In a tree, the children of the last committed token start the continuations of several matches,
   best first, with distinct tokens. After each of them only first children are proposed, as in

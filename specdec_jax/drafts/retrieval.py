@@ -123,8 +123,8 @@ class RetrievalDraft(Draft):
   """Proposes the most frequent continuations. Parameters are a `Datastore`.
 
   A dynamic tree consists of the most frequent nodes of the trie, and of -1 if there are fewer. In a
-  static tree each node has its most frequent children, and PAD_ID if there are fewer. All tokens are
-  selected deterministically.
+  static tree each node has its most frequent children, and PAD_ID if there are fewer. All tokens
+  are selected deterministically.
 
   Attributes:
     tree: a static or a dynamic tree.
@@ -177,7 +177,8 @@ class RetrievalDraft(Draft):
     suffixes = jax.vmap(lambda row, slots: row[slots])(context.tokens, slots)
     low, high = _interval(store, suffixes, i < n)
     occurs = (high > low) & (n[:, 0] <= context.length[:, None])
-    # Index of the longest suffix that occurs; if none does, that of the longest, which has no match.
+    # Index of the longest suffix that occurs; if none does, that of the longest, which has no
+    # match.
     longest = most - 1 - occurs[:, ::-1].argmax(axis=1, keepdims=True)
     low = gather(low, longest)
     num_found = gather(jnp.where(occurs, high, low) - low, longest)  # [B, 1]

@@ -191,12 +191,11 @@ def t5_config(size: str, version: str | float = "1.1", **overrides) -> T5Config:
   return dataclasses.replace(published, **overrides)
 
 
-# (emb_dim, num_heads, head_dim, layers, mlp_dim) of decoder-only models.
-# gpt_like: Section 4.2 of the paper; with separate matrices for embeddings and logits the sizes have
-# its 97M and 6M parameters. gpt2: Radford et al., 2019, and DistilGPT2. lamda: Thoppilan et al.,
-# 2022, Table 27, which counts parameters without embeddings. It does not describe the model of 100M
-# parameters; that size follows its rules (head_dim 128, num_heads = emb_dim / 64,
-# mlp_dim = 8 emb_dim).
+# (emb_dim, num_heads, head_dim, layers, mlp_dim) of decoder-only models. gpt_like: Section 4.2 of
+# the paper; with separate matrices for embeddings and logits the sizes have its 97M and 6M
+# parameters. gpt2: Radford et al., 2019, and DistilGPT2. lamda: Thoppilan et al., 2022, Table 27,
+# which counts parameters without embeddings. It does not describe the model of 100M parameters;
+# that size follows its rules (head_dim 128, num_heads = emb_dim / 64, mlp_dim = 8 emb_dim).
 _GPT_SIZES = {
   "gpt_like": {
     "97m": (768, 12, 64, 12, 3072),

@@ -201,8 +201,8 @@ class Attention(nn.Module):
 
   def _split_heads(self, x: Float[Array, "B K HD"]) -> Float[Array, "B H K D"]:
     cfg = self.config
-    # Without the barrier, the TPU compiler propagates the layout of the result through the matmul to
-    # its matrix, and each step copies the matrix to another layout. The CPU compiler drops the
+    # Without the barrier, the TPU compiler propagates the layout of the result through the matmul
+    # to its matrix, and each step copies the matrix to another layout. The CPU compiler drops the
     # barrier.
     x = lax.optimization_barrier(x)
     return x.reshape(*x.shape[:2], cfg.num_heads, cfg.head_dim).swapaxes(1, 2)
@@ -251,9 +251,9 @@ class RelativePositionBias(nn.Module):
     )
     keys = key_positions if key_positions.ndim == 1 else key_positions[:, None]
     distance = keys - query_positions[..., None]  # [B, K, T]
-    # The bucket of a distance depends on a logarithm. numpy computes a table of all buckets, so that
-    # rounding on the device cannot move their boundaries. Distances past max_distance share one
-    # bucket, so the table ends there.
+    # The bucket of a distance depends on a logarithm. numpy computes a table of all buckets, so
+    # that rounding on the device cannot move their boundaries. Distances past max_distance share
+    # one bucket, so the table ends there.
     reach = self.max_distance
     buckets = jnp.asarray(self._bucket(np.arange(-reach, reach + 1)))
     bucket = buckets[jnp.clip(distance, -reach, reach) + reach]

@@ -45,9 +45,9 @@ class SimulatedModel(WrappedModel):
   therefore does not depend on q or on the sampling method, and it is independent between positions,
   as Equation 1 assumes. Of several siblings that are right, the first one is certain.
 
-  At the other nodes, and after a rejection, the token is the model's own. EOS is impossible, so each
-  text has the maximum length. A draft token EOS is always rejected; alpha applies to the others. The
-  texts have no meaning.
+  At the other nodes, and after a rejection, the token is the model's own. EOS is impossible, so
+  each text has the maximum length. A draft token EOS is always rejected; alpha applies to the
+  others. The texts have no meaning.
 
   Attributes:
     model: M_p.
@@ -86,7 +86,9 @@ class SimulatedModel(WrappedModel):
     model_logits, hidden, inner = self.model.extend(params, cache.model, tokens, tree, first)
     tree = require_static("simulated acceptance", tree or chain(tokens.shape[1] - 1))
     if tokens.shape[1] < tree.num_nodes:
-      raise InputError("Simulated acceptance verifies whole blocks; use it for a target, not for a draft.")
+      raise InputError(
+        "Simulated acceptance verifies whole blocks; use it for a target, not for a draft."
+      )
     guesses, parents = tokens[:, 1:], np.array(tree.parents, np.int32)
     positions = (cache.length + first)[:, None] + jnp.asarray(tree.depths[1:])
     hashed = (cache.salt[:, None] * _BASE + positions.astype(jnp.uint32)) * _BASE

@@ -1,6 +1,6 @@
-"""Independent heads over the target's hidden state (blockwise decoding; Stern et al., 2018; Medusa).
+"""Independent heads over the target's hidden state (Stern et al., 2018; Medusa).
 
-Each position has a residual block of its own. The target's output projection turns its state into
+Each position has its own residual block. The target's output projection turns its state into
 logits. A draft token does not depend on the draft tokens before it.
 """
 

@@ -30,7 +30,7 @@ from specdec_jax.models.t5 import T5, T5Cache, T5Model
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoderDraft(ModelDraft):
-  """Draft by the decoder of a T5, with cross-attention to the source as the target has encoded it."""
+  """Draft by the decoder of a T5, which attends to the source as encoded by the target."""
 
   model: T5Model
 

@@ -149,8 +149,8 @@ class SpeculatorDraft(Draft):
     width: for a dynamic tree, number of nodes of a level that have children, and of children each.
 
   Raises:
-    InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft tokens
-      than there are candidates.
+    InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
+      tokens than there are candidates.
   """
 
   head: "StatelessHead"
