@@ -34,11 +34,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import pathlib  # noqa: E402
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
 
-# Checks shapes and types in the signatures of these packages at run time; must precede their import.
-install_import_hook(
+# Check shapes and types in the signatures of these packages, which are imported after this.
+jaxtyping.install_import_hook(
   ("specdec_jax.core", "specdec_jax.models", "specdec_jax.drafts", "specdec_jax.beam_search"),
   "signatures.checked",
 )
@@ -56,6 +56,12 @@ def compiled_programs_are_kept():
   maps = pathlib.Path("/proc/self/maps")
   if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
     jax.clear_caches()
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+  """Turn off the checks of signatures, in tests of arguments that the library rejects itself."""
+  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture

@@ -144,7 +144,8 @@ def test_conditioned_decoder_drafts_as_it_was_trained(tree):
     tokens[:, length : length + len(path)] = guesses[:, path - 1]
     tokens[:, length + len(path)] = drawn.integers(2, V, batch)
     length += len(path) + 1
-    kept = None if tree.is_chain else np.tile(np.pad(path, (0, tree.depth - len(path))), (batch, 1))
+    padded = np.pad(path, (0, tree.depth - len(path)))
+    kept = None if tree.is_chain else jnp.tile(padded, (batch, 1))
     verification = Verification(jnp.full(batch, len(path)), tokens[:, length - 1], kept)
     lengths = jnp.full(batch, length)
     state = draft.observe(own, state, Outcome(proposal, None, None, verification, lengths, lengths))
