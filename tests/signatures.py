@@ -1,0 +1,16 @@
+"""Run-time checks of types and shapes in signatures, for jaxtyping's import hook."""
+
+from collections.abc import Callable
+
+from beartype import beartype
+from beartype.roar import BeartypeDecorHintPep3119Exception
+
+
+def checked(function: Callable) -> Callable:
+  """Return the function with a check of its arguments and its result at every call."""
+  if getattr(function, "__name__", None) == "__init__":
+    return function  # the library checks these arguments itself, in its own words
+  try:
+    return beartype(function)
+  except BeartypeDecorHintPep3119Exception:
+    return function  # fields inherited from Flax modules have types that cannot be checked
