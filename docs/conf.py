@@ -93,7 +93,9 @@ def _hide_protocol_signature(app, what, name, obj, options, signature, returns):
 def _shorten_array_types(app, page_name, template_name, context, doctree) -> None:
   """Write jaxtyping's annotations as in the source: Int[Array, 'B P']."""
   if page_name.startswith("docs/api/"):
-    context["body"] = context["body"].replace("jaxtyping.", "").replace("jaxlib._jax.Array", "Array")
+    context["body"] = (
+      context["body"].replace("jaxtyping.", "").replace("jaxlib._jax.Array", "Array")
+    )
 
 
 def setup(app) -> None:

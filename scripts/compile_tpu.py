@@ -18,6 +18,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
 from specdec_jax.drafts.heads import SpeculatorConfig, speculator_config
 from specdec_jax.errors import InputError
+from specdec_jax.extended_theory import best_tree
 from specdec_jax.models.config import named_config, named_dtype
 from specdec_jax.models.families import AnyConfig
 from specdec_jax.partitioning import REPLICATED, RULES
@@ -25,7 +26,6 @@ from specdec_jax.reporting.formats import render
 from specdec_jax.tpu import compile as tpu_compile
 from specdec_jax.tpu import examine
 from specdec_jax.tpu.beams import BeamSettings, beam_programs
-from specdec_jax.tree_theory import best_tree
 
 _NOT_SETTINGS = "format", "output", "no_loops"
 

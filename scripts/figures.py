@@ -82,7 +82,7 @@ def trace(args: argparse.Namespace):
 
   from specdec_jax.commands.translate import decode_lines
   from specdec_jax.core.sampling import Sampling
-  from specdec_jax.core.types import DecodeSettings
+  from specdec_jax.loading import DecodeSettings
   from specdec_jax.reporting.rounds import read_rounds
 
   require_count("gamma", args.gamma)

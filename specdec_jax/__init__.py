@@ -32,10 +32,7 @@ if TYPE_CHECKING:
   from specdec_jax.core.types import (
     Context,
     DecodeResult,
-    DecodeSettings,
     Draft,
-    DraftFactory,
-    LoadedTarget,
     Model,
     Outcome,
     Params,
@@ -43,8 +40,6 @@ if TYPE_CHECKING:
     Rounds,
     Verification,
     Verifier,
-    WrappedDraft,
-    WrappedModel,
   )
   from specdec_jax.core.verify.blocks import BlockVerifier
   from specdec_jax.core.verify.k_seq import KSeqVerifier
@@ -68,6 +63,8 @@ if TYPE_CHECKING:
   from specdec_jax.drafts.uniform import UniformDraft, uniform
   from specdec_jax.errors import InputError
   from specdec_jax.execution import speculative_execution
+  from specdec_jax.extended_theory import best_tree
+  from specdec_jax.loading import DecodeSettings, DraftFactory, LoadedTarget
   from specdec_jax.lossy_verifiers import TopBetaVerifier, TypicalVerifier
   from specdec_jax.models.config import GPTConfig, T5Config, gpt_config, t5_config
   from specdec_jax.models.gpt import GPTModel
@@ -83,7 +80,7 @@ if TYPE_CHECKING:
   )
   from specdec_jax.pairs.speculators import speculator
   from specdec_jax.partitioning import make_mesh, param_shardings, sharded
-  from specdec_jax.tree_theory import best_tree
+  from specdec_jax.wrappers import WrappedDraft, WrappedModel
 
 # The module that defines each public name, below `specdec_jax`; docs/api documents exactly these.
 _DEFINED_IN = {
@@ -94,11 +91,11 @@ _DEFINED_IN = {
   "CascadeDraft": "drafts.cascade",
   "Context": "core.types",
   "DecodeResult": "core.types",
-  "DecodeSettings": "core.types",
+  "DecodeSettings": "loading",
   "DecodeState": "core.decode",
   "Decoder": "core.decode",
   "Draft": "core.types",
-  "DraftFactory": "core.types",
+  "DraftFactory": "loading",
   "DynamicDraft": "drafts.dynamic",
   "DynamicTree": "core.trees",
   "FallbackDraft": "drafts.fallback",
@@ -109,7 +106,7 @@ _DEFINED_IN = {
   "InputError": "errors",
   "KSeqVerifier": "core.verify.k_seq",
   "LayerSkipDraft": "drafts.layer_skip",
-  "LoadedTarget": "core.types",
+  "LoadedTarget": "loading",
   "LookaheadDraft": "drafts.lookahead",
   "Model": "core.types",
   "ModelDraft": "drafts.model",
@@ -137,11 +134,11 @@ _DEFINED_IN = {
   "UniformDraft": "drafts.uniform",
   "Verification": "core.types",
   "Verifier": "core.types",
-  "WrappedDraft": "core.types",
-  "WrappedModel": "core.types",
+  "WrappedDraft": "wrappers",
+  "WrappedModel": "wrappers",
   "backoff_ngrams": "drafts.backoff",
   "best_gamma": "core.theory",
-  "best_tree": "tree_theory",
+  "best_tree": "extended_theory",
   "bigram": "drafts.ngram",
   "branching": "core.trees",
   "cascade_draft": "pairs.composed",

@@ -17,7 +17,7 @@ from specdec_jax.core.arrays import gather_one, gather_token, take
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import AnyTree, path_to, require_static
 from specdec_jax.core.types import Proposal, Verification, Verifier
-from specdec_jax.core.verify.tokens import normalised, validated_q
+from specdec_jax.core.verify.tokens import normalised, residual, validated_q
 from specdec_jax.errors import require_count, require_number
 
 
@@ -117,3 +117,16 @@ class TopBetaVerifier(AcceptableTokens):
     """Return which tokens are among the most probable ones and close to the maximum."""
     best, _ = lax.top_k(p, min(self.beta, p.shape[-1]))
     return (p >= best[..., -1:]) & (p >= best[..., :1] * math.exp(-self.tau))
+
+
+def emitted_distribution(
+  p: Float[Array, "*batch V"], q: Float[Array, "*batch V"], lenience: float = 1.0
+) -> Float[Array, "*batch V"]:
+  """Return the distribution of the token that one draft token and its verification emit.
+
+  min(q, p / l) + (1 - sum min(q, p / l)) norm(residual), which is p itself if l = 1 and never
+  exceeds p / l (Appendix A.5).
+  """
+  accepted = jnp.minimum(q, p / lenience)
+  rejected = 1 - accepted.sum(axis=-1, keepdims=True)
+  return accepted + rejected * normalised(residual(p, q, lenience))

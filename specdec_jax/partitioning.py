@@ -15,8 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import Context, Outcome, Proposal, WrappedDraft, WrappedModel
+from specdec_jax.core.types import Context, Outcome, Proposal
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.wrappers import WrappedDraft, WrappedModel
 
 Rules = tuple[tuple[str, str | None], ...]  # logical axis -> mesh axis; one without stays whole
 

@@ -125,7 +125,7 @@ class Record:
       relative to this package's own autoregressive decoding.
     predicted_measured_cost: speedup predicted with the measured v for infinitely long text.
     predicted_finite_length: speedup predicted with all measured costs, including prefill, for texts
-      of the measured lengths (`theory.text_improvement`).
+      of the measured lengths (`extended_theory.text_improvement`).
     baseline_pass_ms: time per target forward pass of the baseline: its total time / its passes.
     baseline_tokens_per_s: total tokens / total seconds of the baseline.
     speculative_tokens_per_s: total tokens / total seconds of speculative decoding.

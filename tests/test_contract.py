@@ -20,7 +20,7 @@ from tiny import autoregressive_decode, speculative_decode
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
-from specdec_jax.core.types import DraftFactory, Params
+from specdec_jax.core.types import Params
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -45,6 +45,7 @@ from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.drafts.uniform import uniform
+from specdec_jax.loading import DraftFactory
 from specdec_jax.lossy_verifiers import TopBetaVerifier, TypicalVerifier
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model

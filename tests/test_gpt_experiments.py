@@ -15,8 +15,8 @@ from specdec_jax.commands.check_exactness import check_exactness
 from specdec_jax.commands.decode import decode
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.types import DecodeSettings
 from specdec_jax.counts import acceptance_rate
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import measure
 from specdec_jax.measurement.speed import Timing
 from specdec_jax.models.simulated import SimulatedModel

@@ -18,7 +18,7 @@ import tiny_pair
 
 from specdec_jax import records
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import DecodeSettings
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement import measure as measuring
 
 HERE = pathlib.Path(__file__).resolve().parent

@@ -37,9 +37,11 @@ LAYERS = {
   "core.verify": JAX,
   "core.theory": JAX,
   "core.decode": JAX,
+  "wrappers": JAX,
+  "loading": JAX,
   "adaptive": JAX,
   "lossy_verifiers": JAX,
-  "tree_theory": JAX,
+  "extended_theory": JAX,
   "kernels": JAX,
   "models": FLAX,
   "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets", "tokenizers"},
@@ -73,9 +75,11 @@ ONLY = {
 
 CORE = ("xla_flags", "errors", "version", "memory", "atomic_files")
 CORE += tuple(layer for layer in LAYERS if layer.startswith("core.")) + (
+  "wrappers",
+  "loading",
   "adaptive",
   "lossy_verifiers",
-  "tree_theory",
+  "extended_theory",
   "kernels",
   "models",
   "drafts",

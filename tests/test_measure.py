@@ -16,7 +16,7 @@ from specdec_jax.checkpoints.folder import load_model
 from specdec_jax.core import theory
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import DynamicTree, chain
-from specdec_jax.core.types import DecodeResult, DecodeSettings, Rounds, Verification
+from specdec_jax.core.types import DecodeResult, Rounds, Verification
 from specdec_jax.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -27,6 +27,7 @@ from specdec_jax.counts import (
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement import costs as costing
 from specdec_jax.measurement import measure as measuring
 from specdec_jax.measurement import speed as speeds

@@ -20,9 +20,9 @@ from specdec_jax.commands import decode as decoding
 from specdec_jax.commands.decode import decode
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import DecodeSettings
 from specdec_jax.counts import acceptance_rate, num_rounds, num_tokens
 from specdec_jax.errors import InputError
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.user_errors import format_error
 
 BATCH, LIMIT, GAMMA = 3, 12, 3

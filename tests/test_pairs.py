@@ -22,7 +22,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeSettings
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.sentence_pieces import EOS_ID, SentencePieces
 from specdec_jax.data.vocabularies import (
@@ -33,6 +32,7 @@ from specdec_jax.data.vocabularies import (
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
 from specdec_jax.kernels import skinny
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.models import config
 from specdec_jax.models.config import t5_config

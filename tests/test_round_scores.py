@@ -149,7 +149,9 @@ def test_guesses_that_are_not_made_do_not_count():
 
 def test_exact_rounds_of_a_tree_pass():
   found = judged(table_pair(0.5, ends=True), Sampling(top_k=12), 8000, tree=TREE, rows=128)
-  assert round_scores.positions(TREE) == [0, 1, 2, 3, 4, 3, 5] and round_scores.positions(CHAIN) == [0, 1]
+  assert round_scores.positions(TREE) == [0, 1, 2, 3, 4, 3, 5] and round_scores.positions(
+    CHAIN
+  ) == [0, 1]
   assert all(len(found.at(place).position) > 100 for place in range(-1, 6))
   assert all(p > LEVEL for p in lowest(found, 6).values())
   assert detectable_bias(found.at(*range(6)), LEVEL) < 0.1
@@ -347,7 +349,9 @@ def test_a_next_token_with_the_key_of_a_guess_is_found():
 
 
 def test_rows_that_share_their_keys_are_found(monkeypatch):
-  monkeypatch.setattr(round_scores, "row_keys", lambda *args: row_keys(*args)[jnp.arange(args[2]) // 2])
+  monkeypatch.setattr(
+    round_scores, "row_keys", lambda *args: row_keys(*args)[jnp.arange(args[2]) // 2]
+  )
   found = judged(table_pair(noise=0.5), num_guesses=1)
   far = [name for name, drift in between_rounds(found).items() if drift.p_value < LEVEL]
   assert "guesses of rounds, by place, of neighbouring outputs" in far

@@ -11,17 +11,16 @@ from specdec_jax.core.theory import (
   beta,
   break_even_alpha,
   divergence,
-  expected_rounds,
   expected_tokens,
   improvement_lower_bound,
   memory_access_factor,
   operations_factor,
   oracle_improvement,
   rejection_sampling_rate,
-  text_improvement,
   walltime_improvement,
 )
 from specdec_jax.errors import InputError
+from specdec_jax.extended_theory import expected_rounds, text_improvement
 from specdec_jax.reporting.paper import load_table
 
 PAPER = pathlib.Path(__file__).resolve().parents[1] / "configs"

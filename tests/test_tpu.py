@@ -30,11 +30,11 @@ def main(part: str) -> None:
 
   from specdec_jax.core.sampling import Sampling
   from specdec_jax.drafts.heads import speculator_config
+  from specdec_jax.extended_theory import best_tree
   from specdec_jax.models.config import named_config, t5_config
   from specdec_jax.tpu import compile as tpu_compile
   from specdec_jax.tpu.beams import BeamSettings, beam_programs
   from specdec_jax.tpu.examine import examine, hbm_bytes
-  from specdec_jax.tree_theory import best_tree
 
   _, devices = tpu_compile.described("v4:2x2x1")
   xxl, small = (t5_config(size, dtype=jnp.bfloat16) for size in ("xxl", "small"))

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax import records, tree_theory
+from specdec_jax import extended_theory, records
 from specdec_jax.commands import bench_trees
 from specdec_jax.commands.bench_trees import trees
 from specdec_jax.core import theory
@@ -91,8 +91,8 @@ def test_parents_that_are_not_in_level_order_are_rejected(parents):
     (lambda: Tree.from_paths([(0,), (1, 0)]), r"\(1, 0\) but not \(1,\)"),
     (lambda: require_chain("this draft", RAGGED), "this draft proposes chains"),
     (lambda: chain(-1), "gamma is -1"),
-    (lambda: tree_theory.best_tree([0.5, 0.6], 4, 2), "at most 1 together"),
-    (lambda: tree_theory.best_tree([0.5], 0, 2), "num_nodes is 0"),
+    (lambda: extended_theory.best_tree([0.5, 0.6], 4, 2), "at most 1 together"),
+    (lambda: extended_theory.best_tree([0.5], 0, 2), "num_nodes is 0"),
   ],
 )
 def test_invalid_input_is_rejected(make, words):
@@ -196,8 +196,8 @@ def all_trees(num_guesses: int):
 def test_expected_tokens_of_a_chain_agree_with_equation_1():
   for gamma in range(6):
     want = theory.expected_tokens(0.7, gamma)
-    assert tree_theory.tree_tokens(chain(gamma), [0.7]) == pytest.approx(float(want))
-  assert tree_theory.tree_tokens(RAGGED, [0.6, 0.2]) == pytest.approx(
+    assert extended_theory.tree_tokens(chain(gamma), [0.7]) == pytest.approx(float(want))
+  assert extended_theory.tree_tokens(RAGGED, [0.6, 0.2]) == pytest.approx(
     1 + 0.6 + 0.2 + 0.36 + 0.12 + 0.12 + 0.072
   )
 
@@ -207,10 +207,10 @@ def test_expected_tokens_of_a_chain_agree_with_equation_1():
 def test_best_tree_is_the_best_of_all_trees(acceptance, depth):
   for num_guesses in range(1, 6):
     shallow = [tree for tree in all_trees(num_guesses) if tree.depth <= depth]
-    best = max(tree_theory.tree_tokens(tree, acceptance) for tree in shallow)
-    tree = tree_theory.best_tree(acceptance, num_guesses + 1, depth)
+    best = max(extended_theory.tree_tokens(tree, acceptance) for tree in shallow)
+    tree = extended_theory.best_tree(acceptance, num_guesses + 1, depth)
     assert tree.depth <= depth and tree.num_guesses <= num_guesses
-    assert tree_theory.tree_tokens(tree, acceptance) == pytest.approx(best)
+    assert extended_theory.tree_tokens(tree, acceptance) == pytest.approx(best)
 
 
 # Acceptance of nodes.

@@ -389,7 +389,7 @@ def test_functions_that_return_a_value_of_the_wrong_type_are_reported():
     return None
 
   message = "The function given as draft returns None for a target; it must return a DraftFactory"
-  message += " (specdec_jax.core.types)."
+  message += " (specdec_jax.loading)."
   assert error_of(load, draft=nothing) == message
   assert error_of(load, draft=functools.partial(stop_at_miss_draft, draft=nothing)) == message
   hierarchical = functools.partial(hierarchical_draft, draft=near, inner=nothing)

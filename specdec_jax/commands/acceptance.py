@@ -13,7 +13,7 @@ from rich.console import Console
 from specdec_jax import records
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import DecodeResult, DecodeSettings, LoadedTarget, load_draft
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -22,6 +22,7 @@ from specdec_jax.counts import (
   num_tokens,
 )
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.loading import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.measurement.alpha import Acceptance, mean_with_interval, measure_alpha
 from specdec_jax.measurement.autoregressive import generate
 from specdec_jax.measurement.measure import settings_to_measure

@@ -21,8 +21,8 @@ from specdec_jax import records
 from specdec_jax.beam_search import BeamResult, BeamSearcher
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import DecodeSettings
 from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.quality import quality
 from specdec_jax.measurement.timing import interleaved_medians

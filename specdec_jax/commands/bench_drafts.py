@@ -9,8 +9,9 @@ from rich.console import Console
 from specdec_jax import records
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import DecodeSettings, LoadedTarget, Verifier
+from specdec_jax.core.types import Verifier
 from specdec_jax.errors import require_types
+from specdec_jax.loading import DecodeSettings, LoadedTarget
 from specdec_jax.measurement.measure import measure
 from specdec_jax.measurement.speed import Timing
 from specdec_jax.pairs import DraftFactory, Pair

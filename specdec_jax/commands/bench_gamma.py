@@ -21,9 +21,10 @@ from specdec_jax.adaptive import AdaptiveDecoder
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult, DecodeSettings
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import identical, num_rounds, num_tokens
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import GAMMAS, calibrate
 from specdec_jax.measurement.choice import Calibration
 from specdec_jax.measurement.measure import settings_to_measure

@@ -22,11 +22,13 @@ from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
-from specdec_jax.core.types import DecodeResult, DecodeSettings, Verifier
+from specdec_jax.core.types import DecodeResult, Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.counts import identical, num_tokens
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.extended_theory import best_tree
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.alpha import positional_acceptance, ratio_with_interval
 from specdec_jax.measurement.autoregressive import generate
 from specdec_jax.measurement.costs import Costs, measure_costs
@@ -38,7 +40,6 @@ from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.html import lengths_report
 from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.stepper import Example
-from specdec_jax.tree_theory import best_tree
 
 WIDTH = 8  # number of ranks whose acceptance is measured
 

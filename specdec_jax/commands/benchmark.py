@@ -23,8 +23,8 @@ from rich.text import Text
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeSettings
 from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.timing import interleaved_medians

@@ -21,8 +21,9 @@ from specdec_jax.atomic_files import atomic_write, lock_file, name_in_errors, re
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import DecodeResult, DecodeSettings
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress

@@ -21,10 +21,10 @@ from specdec_jax.core import theory
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
-from specdec_jax.core.types import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.loading import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.measurement.alpha import draft_probs, lag1_correlation, mean_with_interval
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.models.t5 import EOS_ID

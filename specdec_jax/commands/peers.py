@@ -20,7 +20,7 @@ from specdec_jax import records
 from specdec_jax.core.decode import Decoder, require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult, DecodeSettings
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.counts import (
   acceptance_by_position,
@@ -30,6 +30,7 @@ from specdec_jax.counts import (
   num_tokens,
 )
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.timing import interleaved_seconds, ratio_range
 from specdec_jax.pairs import Pair

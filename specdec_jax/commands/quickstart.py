@@ -9,8 +9,8 @@ from rich.text import Text
 
 from specdec_jax.commands.speedup import decode_examples, show_speedup
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import DecodeSettings
 from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.speed import Timing
 from specdec_jax.pairs import Pair
 from specdec_jax.records import open_results

@@ -10,9 +10,9 @@ from rich.console import Console
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, chain
-from specdec_jax.core.types import DecodeSettings
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import require_types
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import resolve_gammas
 from specdec_jax.measurement.measure import References, measure
 from specdec_jax.measurement.speed import Baseline, Timing, own_baseline

@@ -16,7 +16,7 @@ from specdec_jax.beam_search import BeamSearcher
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import DecodeResult, DecodeSettings, Params
+from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.counts import num_rounds, num_tokens
 from specdec_jax.data.text import read_lines, read_stdin_lines
 from specdec_jax.errors import (
@@ -26,6 +26,7 @@ from specdec_jax.errors import (
   require_text,
   require_types,
 )
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import Pair
 from specdec_jax.progress import Progress

@@ -15,8 +15,6 @@ have equal hashes, so they share compiled programs. Parameters and state are arg
 """
 
 import abc
-import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
@@ -25,7 +23,7 @@ from jaxtyping import Float, Int, Key
 from specdec_jax.core.arrays import gather_one
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout
-from specdec_jax.errors import InputError, shown
+from specdec_jax.errors import InputError
 
 
 class Params(NamedTuple):
@@ -33,25 +31,6 @@ class Params(NamedTuple):
 
   target: Any
   draft: Any = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeSettings:
-  """Settings of decoding that measuring and calibrating functions share.
-
-  Attributes:
-    sampling: sampling method of the target.
-    batch_size: texts decoded together.
-    max_new_tokens: limit for each text, EOS included.
-    seed: seed of all sampling.
-    lenience: lenience of the verifier (Appendix A.5); 1 is exact.
-  """
-
-  sampling: Sampling
-  batch_size: int = 1
-  max_new_tokens: int = 128
-  seed: int = 0
-  lenience: float = 1.0
 
 
 @runtime_checkable
@@ -131,52 +110,6 @@ class Model(Protocol):
     After a block that was a tree, the nodes of `path` are moved behind the tokens committed before.
     After a chain the accepted tokens are in place already.
     """
-
-
-@dataclasses.dataclass(frozen=True)
-class WrappedModel:
-  """Base class of a model that changes some methods of another.
-
-  Attributes:
-    model: the wrapped model.
-  """
-
-  model: Model
-
-  @property
-  def vocab_size(self) -> int:
-    return self.model.vocab_size
-
-  @property
-  def eos_id(self) -> int:
-    return self.model.eos_id
-
-  def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
-    return self.model.prompt_tokens(prompt)
-
-  def prefill(
-    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
-  ) -> tuple[Float[Array, "B C E"], Any]:
-    return self.model.prefill(params, prompt, num_slots)
-
-  def extend(
-    self,
-    params: Any,
-    cache: Any,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
-    return self.model.extend(params, cache, tokens, tree, first)
-
-  def commit(
-    self,
-    cache: Any,
-    length: Int[Array, " B"],
-    tree: AnyTree | None = None,
-    path: Int[Array, "B D"] | None = None,
-  ) -> Any:
-    return self.model.commit(cache, length, tree, path)
 
 
 class Context(NamedTuple):
@@ -326,93 +259,6 @@ class Draft(abc.ABC):
       num_nodes: most nodes per target forward pass; None for all.
     """
     return None
-
-
-@dataclasses.dataclass(frozen=True)
-class WrappedDraft(Draft):
-  """Base class of a draft that changes some methods of another, whose state and attributes it has.
-
-  Attributes:
-    draft: the wrapped draft.
-  """
-
-  draft: Draft
-
-  @property
-  def tree(self) -> AnyTree:  # type: ignore[override]
-    return self.draft.tree
-
-  @property
-  def verify_lengths(self) -> tuple[int, ...]:  # type: ignore[override]
-    return self.draft.verify_lengths
-
-  @property
-  def depends_on_outcomes(self) -> bool:  # type: ignore[override]
-    return self.draft.depends_on_outcomes
-
-  @property
-  def reads_target_cache(self) -> bool:  # type: ignore[override]
-    return self.draft.reads_target_cache
-
-  def with_reread(self, num_tokens: int) -> "WrappedDraft":
-    super().with_reread(num_tokens)  # raises if this draft stops early
-    return dataclasses.replace(self, draft=self.draft.with_reread(num_tokens))
-
-  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
-    return self.draft.init(params, context, hidden)
-
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
-    return self.draft.propose(params, state, context, rng)
-
-  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
-    return self.draft.observe(params, state, outcome)
-
-
-class DraftFactory(NamedTuple):
-  """Draft that is loaded but not yet built for a sampling method and a tree.
-
-  Attributes:
-    name: name in records.
-    build: function of (sampling, tree) that returns the draft.
-    params: parameters of the draft.
-    path: its checkpoint, for records; None if it has none or consists of several.
-  """
-
-  name: str
-  build: Callable[[Sampling, AnyTree], Draft]
-  params: Any = ()
-  path: str | None = None
-
-
-class LoadedTarget(NamedTuple):
-  """Target that is loaded, as the functions that load drafts take it.
-
-  Attributes:
-    model: M_p.
-    params: its parameters.
-    vocabulary: vocabulary of target and draft.
-  """
-
-  model: Model
-  params: Any
-  vocabulary: Any
-
-
-def load_draft(load: Callable[[LoadedTarget], DraftFactory], target: LoadedTarget) -> DraftFactory:
-  """Call a function that loads a draft for a target.
-
-  Raises:
-    InputError: the function returns something else than a `DraftFactory`.
-  """
-  factory = load(target)
-  if not isinstance(factory, DraftFactory):
-    raise InputError(
-      f"The function given as draft returns {shown(factory)} for a target; it must return a "
-      "DraftFactory (specdec_jax.core.types)."
-    )
-  return factory
 
 
 class Verifier(abc.ABC):

@@ -11,9 +11,10 @@ from specdec_jax.core.arrays import gather, gather_or_zero, place_tokens, split_
 from specdec_jax.core.decode import Decoder, DecodeState, empty_rounds
 from specdec_jax.core.sampling import Sampling, distribution, sample_logits
 from specdec_jax.core.trees import Tree, require_chain
-from specdec_jax.core.types import Context, Draft, Model, Outcome, Params, Proposal, WrappedDraft
+from specdec_jax.core.types import Context, Draft, Model, Outcome, Params, Proposal
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import extend_last_tokens
+from specdec_jax.wrappers import WrappedDraft
 
 
 @dataclasses.dataclass(frozen=True)

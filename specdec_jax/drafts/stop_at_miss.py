@@ -12,9 +12,10 @@ from jax import Array
 from jaxtyping import Key
 
 from specdec_jax.core.trees import require_chain
-from specdec_jax.core.types import Context, Proposal, WrappedDraft
+from specdec_jax.core.types import Context, Proposal
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import PAD_ID
+from specdec_jax.wrappers import WrappedDraft
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,9 +18,10 @@ from jaxtyping import Float, Key
 from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.sampling import sample_logits
 from specdec_jax.core.trees import require_chain
-from specdec_jax.core.types import Context, Proposal, WrappedDraft
+from specdec_jax.core.types import Context, Proposal
 from specdec_jax.drafts.model import ModelDraft, extend_last_tokens
 from specdec_jax.errors import require_number
+from specdec_jax.wrappers import WrappedDraft
 
 
 @dataclasses.dataclass(frozen=True)

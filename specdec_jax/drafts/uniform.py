@@ -10,7 +10,8 @@ from jaxtyping import Int, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Draft, DraftFactory, LoadedTarget, Proposal
+from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.loading import DraftFactory, LoadedTarget
 
 
 def uniform(target: LoadedTarget) -> DraftFactory:

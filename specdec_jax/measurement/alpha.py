@@ -18,7 +18,8 @@ from specdec_jax.core.arrays import gather, gather_or_zero
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Context, DecodeResult, Draft, Model
-from specdec_jax.core.verify.tokens import emitted_distribution, guess_probs, within_lenience
+from specdec_jax.core.verify.tokens import guess_probs, within_lenience
+from specdec_jax.lossy_verifiers import emitted_distribution
 from specdec_jax.pairs import Pair
 
 
@@ -156,7 +157,7 @@ def positional_acceptance(
   width: int = 8,
   lenience: float = 1.0,
 ) -> Float[np.ndarray, " W"]:
-  """Measure how often a node's child of each rank is the accepted one, for `tree_theory.best_tree`.
+  """Measure how often a node's child of each rank is the accepted one, for `extended_theory.best_tree`.
 
   At each token that the target generated, the draft proposes `width` children. The probability that
   token verification accepts each of them is computed, not sampled. Other arguments as in

@@ -16,13 +16,14 @@ import jax
 import numpy as np
 from jax import Array
 
-from specdec_jax import tree_theory
+from specdec_jax import extended_theory
 from specdec_jax.core.decode import Decoder, require_finite
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import Tree, chain, require_tree_memory
-from specdec_jax.core.types import DecodeResult, DecodeSettings
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import acceptance_rate, num_tokens
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.alpha import positional_acceptance
 from specdec_jax.measurement.calibration_cache import cache_key, get_or_compute
 from specdec_jax.measurement.choice import LEAST_GAIN, Calibration, choose, choose_tree
@@ -160,7 +161,7 @@ class _Calibrator:
     trees = [*map(chain, GAMMAS)]
     if branching:
       ranks = self.acceptance_of_ranks(outputs)
-      smallest, *others = (tree_theory.best_tree(ranks, nodes, depth) for nodes, depth in TREES)
+      smallest, *others = (extended_theory.best_tree(ranks, nodes, depth) for nodes, depth in TREES)
       alpha = ranks[0]
       trees += [smallest, *filter(self.fits, others)]
     costs = self.costs(trees)

@@ -15,8 +15,8 @@ import numpy as np
 from specdec_jax import machine
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.trees import Tree, chain
-from specdec_jax.core.types import DecodeSettings
 from specdec_jax.errors import require_types
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.choice import Branching, Calibration
 from specdec_jax.pairs import Pair, verifier_name
 from specdec_jax.version import __version__

@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec_jax import tree_theory
-from specdec_jax.core import theory
+from specdec_jax import extended_theory
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.measurement.costs import Costs
 
@@ -36,7 +35,7 @@ class Branching(NamedTuple):
 
   def __str__(self) -> str:
     ranks = ", ".join(f"{chance:.2f}" for chance in self.acceptance[:3])
-    tokens = tree_theory.tree_tokens(self.tree, self.acceptance)
+    tokens = extended_theory.tree_tokens(self.tree, self.acceptance)
     tried = "" if self.tried is None else f"; tried, {self.tried:.2f} times as fast as the chain"
     return (
       f"the best tree, {self.tree.num_nodes} nodes of depth {self.tree.depth}, has a predicted "
@@ -112,7 +111,7 @@ def choose(
 ) -> Calibration:
   """Choose the gamma, from 0 to the largest measured, with the best predicted speed.
 
-  Speed is predicted by `theory.text_improvement`. v is interpolated linearly, from 1 at gamma 0
+  Speed is predicted by `extended_theory.text_improvement`. v is interpolated linearly, from 1 at gamma 0
   through the measured gammas. The time of drafting is linear in gamma, through the smallest and the
   largest measured gamma.
 
@@ -129,7 +128,7 @@ def choose(
   v = np.interp(gammas, [0, *measured], [1.0, *(costs[gamma].v for gamma in measured)])
   starts = _prefill_steps(costs[measured[0]])
   speedups = [
-    theory.text_improvement(alpha, gamma, c[gamma - 1], v[gamma - 1], lengths, *starts)
+    extended_theory.text_improvement(alpha, gamma, c[gamma - 1], v[gamma - 1], lengths, *starts)
     for gamma in gammas.tolist()
   ]
   best = int(np.argmax(speedups))
@@ -165,12 +164,14 @@ def choose_tree(
   level_cost, token_cost = np.maximum(0.0, np.linalg.lstsq(np.transpose(shapes), drafting)[0])
   sizes, vs = zip(*sorted((tree.num_nodes, cost.v) for tree, cost in costs.items()))
   candidates, nodes = [], [n for n in NODES if n <= sizes[-1]]
-  for tree in {tree_theory.best_tree(acceptance, n, d) for n in nodes for d in range(1, DEPTH + 1)}:
+  for tree in {
+    extended_theory.best_tree(acceptance, n, d) for n in nodes for d in range(1, DEPTH + 1)
+  }:
     if not tree.is_chain:
       drafting = level_cost * tree.depth + token_cost * tree.num_guesses
       v = float(np.interp(tree.num_nodes, [1, *sizes], [1.0, *vs]))
-      rates = tree_theory.tree_rates(tree, acceptance)
-      speedup = theory.text_improvement(
+      rates = extended_theory.tree_rates(tree, acceptance)
+      speedup = extended_theory.text_improvement(
         rates, tree.depth, drafting / tree.depth, v, lengths, *starts
       )
       candidates.append(Branching(tree, tuple(acceptance), float(drafting), v, speedup))

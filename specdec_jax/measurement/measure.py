@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from specdec_jax import records
+from specdec_jax import extended_theory, records
 from specdec_jax.core import theory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult, DecodeSettings
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -23,6 +23,7 @@ from specdec_jax.counts import (
   num_tokens,
 )
 from specdec_jax.errors import InputError, require_count, require_seed
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.machine import provenance
 from specdec_jax.measurement.alpha import measure_alpha
 from specdec_jax.measurement.costs import Costs, operations_ratio
@@ -281,9 +282,9 @@ def _measure(
 def _predicted_finite_length(
   baseline: list[DecodeResult], alpha: float, gamma: int, costs: Costs
 ) -> float:
-  """Predict the speedup for texts of the baseline's lengths (`theory.text_improvement`)."""
+  """Predict the speedup for texts of the baseline's lengths (`extended_theory.text_improvement`)."""
   lengths = [output.lengths.tolist() for output in baseline]
-  return theory.text_improvement(
+  return extended_theory.text_improvement(
     alpha,
     gamma,
     costs.c,

@@ -1,6 +1,6 @@
 """A target, a draft and the vocabulary they share, loaded and ready to decode."""
 
-from specdec_jax.core.types import DraftFactory
+from specdec_jax.loading import DraftFactory
 from specdec_jax.pairs.composed import (
   cascade_draft,
   draft_sampling,

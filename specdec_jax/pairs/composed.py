@@ -17,7 +17,7 @@ from specdec_jax.core.trees import (
   require_chain,
   require_static,
 )
-from specdec_jax.core.types import Draft, DraftFactory, LoadedTarget, load_draft
+from specdec_jax.core.types import Draft
 from specdec_jax.drafts.cascade import CascadeDraft
 from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
@@ -25,6 +25,7 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.errors import InputError, require_count, require_types, shown
+from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 
 LoadsDraft = Callable[[LoadedTarget], DraftFactory]
 

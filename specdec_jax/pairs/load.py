@@ -14,7 +14,7 @@ from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
 from specdec_jax.checkpoints.stored import Checkpoint, ShardingsFn, make_shardings
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import DraftFactory, LoadedTarget, Verifier, load_draft
+from specdec_jax.core.types import Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabularies import (
   find_vocabulary,
@@ -26,6 +26,7 @@ from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.kernels import skinny
+from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.pairs.pair import Pair

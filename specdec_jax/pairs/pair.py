@@ -12,18 +12,11 @@ from specdec_jax.beam_search import BeamDraft, BeamSearcher, NullBeamDraft, Tree
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
-from specdec_jax.core.types import (
-  DecodeResult,
-  Draft,
-  DraftFactory,
-  LoadedTarget,
-  Model,
-  Params,
-  Verifier,
-)
+from specdec_jax.core.types import DecodeResult, Draft, Model, Params, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.loading import DraftFactory, LoadedTarget
 from specdec_jax.memory import require_memory
 
 MOST_STEPS = 32  # drafted by a beam search; each takes about a second to compile

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax import tree_theory
+from specdec_jax import extended_theory
 from specdec_jax.core import theory
 from specdec_jax.reporting.tables import Table
 
@@ -16,7 +16,7 @@ MAX_GAMMA = 20  # longest chain that is considered
 NOTES = (
   "T5-XXL with T5-small, bfloat16, batch 1, one TPU v4 chip, bandwidth-bound estimate. No program "
   "was run.",
-  "tokens: expected tokens per round, of the best tree (`tree_theory.best_tree`) or of a chain "
+  "tokens: expected tokens per round, of the best tree (`extended_theory.best_tree`) or of a chain "
   "(Equation 1). round: bytes of a round / bytes of a plain step. speed: tokens / round.",
   "alpha is the paper's, for T5-small on EnDe. The acceptance of later children is assumed: of the "
   "probability that the first child is rejected, 0.44, 0.16, 0.08 and 0.04.",
@@ -46,7 +46,9 @@ def tree_speeds_table(chain: Mapping[str, Any], tree: Mapping[str, Any]) -> Tabl
     tokens = float(theory.expected_tokens(alpha, gamma))
     candidates = [("best chain", gamma + 1, gamma, tokens, chain_cost)]
     for num_nodes, depth in SHAPES:
-      tokens = tree_theory.tree_tokens(tree_theory.best_tree(ranks, num_nodes, depth), ranks)
+      tokens = extended_theory.tree_tokens(
+        extended_theory.best_tree(ranks, num_nodes, depth), ranks
+      )
       cost = chain_cost + slope * (num_nodes - chain_tokens)
       candidates.append(("tree", num_nodes, depth, tokens, cost))
     chain_speed = candidates[0][3] / (candidates[0][4] + gamma * c)

@@ -242,19 +242,6 @@ def residual(
   return jnp.where(above.any(axis=-1, keepdims=True), weights, p)
 
 
-def emitted_distribution(
-  p: Float[Array, "*batch V"], q: Float[Array, "*batch V"], lenience: float = 1.0
-) -> Float[Array, "*batch V"]:
-  """Return the distribution of the token that one draft token and its verification emit.
-
-  min(q, p / l) + (1 - sum min(q, p / l)) norm(residual), which is p itself if l = 1 and never
-  exceeds p / l (Appendix A.5).
-  """
-  accepted = jnp.minimum(q, p / lenience)
-  rejected = 1 - accepted.sum(axis=-1, keepdims=True)
-  return accepted + rejected * normalised(residual(p, q, lenience))
-
-
 def within_lenience(
   logits: Float[Array, "*batch V"], guesses: Int[Array, "*batch"], lenience: float
 ) -> Bool[Array, "*batch"]:

@@ -1,8 +1,8 @@
-"""Expected tokens of a round with a tree of draft tokens, and the best tree of a size.
+"""Closed forms beyond the paper's: texts of finite length, and trees of draft tokens.
 
-All functions take positional acceptance: for each rank, the probability that the child of that rank
-is the accepted child of its node (Chen et al., Sequoia, 2024). It is assumed to be the same at all
-nodes; the probabilities sum to at most 1.
+Functions of trees take positional acceptance: for each rank, the probability that the child of that
+rank is the accepted child of its node (Chen et al., Sequoia, 2024). It is assumed to be the same at
+all nodes; the probabilities sum to at most 1.
 """
 
 import heapq
@@ -13,6 +13,60 @@ import numpy as np
 
 from specdec_jax.core.trees import Tree
 from specdec_jax.errors import InputError, require_count
+
+
+def expected_rounds(
+  alpha: float | Sequence[float], gamma: int, num_tokens: int | Sequence[int]
+) -> float:
+  """Return the expected number of rounds of a text, if draft tokens are accepted independently.
+
+  Theorem 8 uses num_tokens / E[tokens per round], which holds for "long enough" texts. This is the
+  exact count: a text ends inside its last round, and further tokens of that round are lost.
+
+  Args:
+    alpha: acceptance rate; or, [gamma], the rate at each depth (`tree_rates`).
+    gamma: draft tokens per round; the depth of a tree.
+    num_tokens: length of the text; or of each row of a batch, which ends with its last row.
+  """
+  lengths = np.atleast_1d(num_tokens)
+  longest = lengths.max()
+  # A round emits k = 1..gamma tokens with probability (1 - alpha) alpha^(k - 1), or gamma + 1.
+  reached = np.cumprod([1.0, *np.broadcast_to(alpha, gamma), 0.0])
+  emits = reached[:-1] - reached[1:]
+  # ended[n, r]: probability that n tokens take at most r rounds, r < longest.
+  ended = np.zeros((longest + 1, longest))
+  ended[0] = 1.0
+  for n in range(1, longest + 1):
+    most = min(n, gamma + 1)
+    in_one = emits[most:].sum()
+    ended[n, 1:] = in_one + emits[:most] @ ended[n - most : n, :-1][::-1]
+  return float((1 - ended[lengths].prod(axis=0)).sum())
+
+
+def text_improvement(
+  alpha: float | Sequence[float],
+  gamma: int,
+  c: float,
+  verify_cost: float,
+  lengths: Sequence[int] | Sequence[Sequence[int]],
+  target_start: float = 0.0,
+  draft_start: float = 0.0,
+) -> float:
+  """Return the speedup over whole texts: Theorem 8 without the assumption of long texts.
+
+  Args:
+    alpha: as in `expected_rounds`.
+    gamma: draft tokens per round; the depth of a tree.
+    c: time of a draft step (of one level of a tree), in target steps.
+    verify_cost: v, in target steps.
+    lengths: tokens of each text; or of the rows of each batch.
+    target_start: time of the target to process a prompt, in target steps.
+    draft_start: time of the draft to process it, in target steps.
+  """
+  autoregressive = sum(target_start + np.max(n) for n in lengths)
+  rounds = sum(expected_rounds(alpha, gamma, n) for n in lengths)
+  starts = len(lengths) * (target_start + draft_start)
+  return float(autoregressive / (starts + rounds * (gamma * c + verify_cost)))
 
 
 def tree_tokens(tree: Tree, acceptance: Sequence[float]) -> float:
