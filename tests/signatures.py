@@ -6,10 +6,14 @@ from beartype import beartype
 from beartype.roar import BeartypeDecorHintPep3119Exception
 
 
+# Functions that check their arguments themselves, with error messages of the library.
+SELF_CHECKED = {"__init__", "from_paths"}
+
+
 def checked(function: Callable) -> Callable:
   """Return the function with a check of its arguments and its result at every call."""
-  if getattr(function, "__name__", None) == "__init__":
-    return function  # the library checks these arguments itself, in its own words
+  if getattr(function, "__name__", None) in SELF_CHECKED:
+    return function
   try:
     return beartype(function)
   except BeartypeDecorHintPep3119Exception:

@@ -1,1 +1,1 @@
-"""What a gin file can run: translate, measure, train. They write text and records."""
+"""Functions that a gin file can run: translate, measure, train. They write text and records."""

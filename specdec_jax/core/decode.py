@@ -113,7 +113,7 @@ class Decoder:
     target: M_p, whose distribution the output has.
     draft: M_q and its tree of draft tokens; `NullDraft()` is autoregressive decoding.
     verifier: how draft tokens are accepted. Its `sampling` is the sampling method of the output. The
-      draft should sample likewise to be useful; exactness does not depend on it.
+      draft should use the same method to be useful; exactness does not depend on it.
     eos_id: token that ends a text; None for the target's.
   """
 

@@ -48,7 +48,7 @@ class NodeLayout(Protocol):
 
   @property
   def is_chain(self) -> bool:
-    """Whether every node has at most one child."""
+    """True if every node has at most one child."""
 
   def place(
     self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
@@ -155,7 +155,7 @@ class Tree:
 
   @property
   def is_chain(self) -> bool:
-    """Whether every node has at most one child."""
+    """True if every node has at most one child."""
     return isinstance(self.parents, range)
 
   @functools.cached_property
@@ -207,7 +207,7 @@ class DynamicTree:
 
   @property
   def ancestors(self) -> Bool[Array, "B K K"]:
-    """Whether the second node is the first node or an ancestor of it."""
+    """True where the second node is the first node or an ancestor of it."""
     return reach(jnp.pad(self.parents, ((0, 0), (1, 0))), self.depth)
 
   @property

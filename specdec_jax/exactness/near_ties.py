@@ -52,7 +52,7 @@ class Divergence(NamedTuple):
 
   @property
   def is_tie(self) -> bool:
-    """Whether a change of both logits by `rounding` can swap them."""
+    """Return True if a change of both logits by `rounding` can swap them."""
     return self.gap <= 2 * self.rounding
 
 

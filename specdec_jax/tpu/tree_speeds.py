@@ -17,7 +17,7 @@ NOTES = (
   "T5-XXL with T5-small, bfloat16, batch 1, one TPU v4 chip, bandwidth-bound estimate. No program "
   "was run.",
   "tokens: expected tokens per round, of the best tree (`extended_theory.best_tree`) or of a chain "
-  "(Equation 1). round: bytes of a round / bytes of a plain step. speed: tokens / round.",
+  "(Equation 1). round: bytes of a round / bytes of an autoregressive step. speed: tokens / round.",
   "alpha is the paper's, for T5-small on EnDe. The acceptance of later children is assumed: of the "
   "probability that the first child is rejected, 0.44, 0.16, 0.08 and 0.04.",
   "The part of a round without draft steps was compiled for 8 tokens and for 64 nodes, and is "
@@ -63,5 +63,5 @@ def tree_speeds_table(chain: Mapping[str, Any], tree: Mapping[str, Any]) -> Tabl
 
 
 def _cost_without_drafting(report: Mapping[str, Any], c: float) -> float:
-  """Return the bytes of a round without its draft steps, relative to a plain step."""
+  """Return the bytes of a round without its draft steps, relative to an autoregressive step."""
   return report["over_a_step"]["round"] - report["settings"]["gamma"] * c

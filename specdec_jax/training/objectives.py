@@ -17,7 +17,7 @@ _MIN_PROBABILITY = 1e-6  # lower bound inside logarithms
 
 
 class Objective(NamedTuple):
-  """What to train: initial parameters, a loss and validation scores.
+  """Training objective: initial parameters, a loss and validation scores.
 
   Attributes:
     init: key -> random initial parameters.

@@ -87,7 +87,7 @@ def train(
 ) -> Any:
   """Train to the last step and return the trained parameters.
 
-  Training resumes from the newest checkpoint in `output_dir` if there is one. The result is the
+  Training resumes from the latest checkpoint in `output_dir` if there is one. The result is the
   same as that of an uninterrupted run.
 
   Args:

@@ -47,7 +47,7 @@ class TokenVerifier(Verifier):
 
   @property
   def exact(self) -> bool:  # type: ignore[override]
-    """Whether emitted tokens are distributed as the target's."""
+    """True if emitted tokens are distributed as the target's."""
     return self.lenience == 1
 
   def with_lenience(self, lenience: float) -> "TokenVerifier":
