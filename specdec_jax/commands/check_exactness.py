@@ -1,8 +1,8 @@
-"""Is the output distributed as the target's? For any pair, sampling, shape and batch size."""
+"""Check that outputs have the target's distribution, for any pair and settings."""
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,44 +13,44 @@ from rich.console import Console
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
-from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.types import DecodeResult, DecodeSettings
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.exactness.compare import cells_of, compare_argmax, compare_samples
 from specdec_jax.exactness.dependence import between_rounds, within_rounds
-from specdec_jax.exactness.drift import (
-  FEW,
-  MOST,
-  OF_TOKENS,
+from specdec_jax.exactness.martingale import (
+  MAX_SETTING_WEIGHT,
+  MAX_WEIGHT,
+  TOKEN_DRIFTS,
   Drift,
-  Judged,
+  RoundScores,
   Scores,
+  acceptance_drift,
   detectable_bias,
   detectable_temperature,
   drifts,
   joined,
-  of_acceptance,
   total,
 )
-from specdec_jax.exactness.joint import Comparison
-from specdec_jax.exactness.laws import judge_rounds, positions, recorded
+from specdec_jax.exactness.near_ties import Divergence, Rounding, node_moves, share_of
 from specdec_jax.exactness.paths import rounds_of_self_draft
-from specdec_jax.exactness.ties import Divergence, Rounding, node_moves, share_of
+from specdec_jax.exactness.prefix_chi2 import Comparison
+from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
 from specdec_jax.pairs import Pair, verifier_name
 from specdec_jax.progress import Progress
 
-ROUND_TOKENS = 24  # limit of outputs whose rounds are tested: the longest output holds up a batch
-ENDLESS = -1  # the id of no token: texts of that end nowhere
+ROUND_TOKENS = 24  # limit of outputs whose rounds are tested; a batch waits for its longest output
+ENDLESS = -1  # id of no token, so that texts do not end
 
 
 class Setting(NamedTuple):
-  """Outputs or rounds of one sampling, with a shape of the guesses.
+  """Settings of outputs or rounds to check.
 
   Attributes:
-    sampling: method.
-    tree: shape; a chain of none is autoregressive decoding.
+    sampling: sampling method.
+    tree: tree of draft tokens; a chain of 0 is autoregressive decoding.
     batch_size: rows decoded together.
-    is_long: whether outputs go on past EOS, up to the limit of long texts.
+    is_long: whether outputs continue past EOS, up to the limit of long texts.
   """
 
   sampling: Sampling
@@ -62,7 +62,7 @@ class Setting(NamedTuple):
     sampling = self.sampling
     truncated = f" top-k {sampling.top_k}" if sampling.top_k else ""
     truncated += f" top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
-    shape = _named(self.tree) if self.tree.num_guesses else "plain  "
+    shape = _named(self.tree) if self.tree.num_guesses else "autoregressive"
     long = ", long texts" if self.is_long else ""
     return f"temperature {sampling.temperature:g}{truncated}, {shape}{long}"
 
@@ -129,12 +129,13 @@ def check_exactness(
     raise InputError(f"level is {level}; a chance of a false alarm lies between 0 and 1.")
   if pair.simulated_alpha is not None:
     raise InputError(
-      "The target's acceptance is simulated, so its output has no law to check; give a real target."
+      "The target's acceptance is simulated, so its output has no distribution to check; give a "
+      "real target."
     )
   if not all(pair.verifier(sampling).exact for sampling in samplings):
     raise InputError(
-      f"{verifier_name(pair.verifier)} is lossy here: its output is not the target's own, so there is "
-      "nothing to check; give an exact verifier as pairs.load_pair.verifier."
+      f"{verifier_name(pair.verifier)} is lossy here: its output is not the target's own, so there "
+      "is nothing to check; give an exact verifier as pairs.load_pair.verifier."
     )
   counts = dict(num_texts=num_texts, samples_per_text=samples_per_text, num_tokens=num_tokens)
   counts |= dict(max_new_tokens=max_new_tokens, num_guesses=num_guesses)
@@ -170,14 +171,14 @@ def check_exactness(
       rounds += [Setting(sampling, fixed[-1], 8, True) for sampling in sampled[:1]]
   pooled = _pooled if rounds else []
   # Half of the level is for tests of all rounds together, half for those of single settings.
-  of_setting = level / (2 if pooled else 1) / max(1, len(samples) + len(rounds))
-  of_pool = level / 2 / max(1, len(pooled))
+  setting_level = level / (2 if pooled else 1) / max(1, len(samples) + len(rounds))
+  pool_level = level / 2 / max(1, len(pooled))
 
   console = Console(markup=False, soft_wrap=True)
-  verdicts: list[bool] = []
+  passed: list[bool] = []
 
   def say(holds: bool, what: object, evidence: str, *more: str) -> None:
-    verdicts.append(holds)
+    passed.append(holds)
     console.print(f"{'ok  ' if holds else 'FAIL'} {what}: {evidence}")
     for line in more:
       console.print(f"       {line}")
@@ -185,29 +186,29 @@ def check_exactness(
   with Progress() as bar:
     for tree in bar.track(shapes, description="checking logits"):
       say(*check.logits(tree))
-    judged: list[Judged] = []
+    scored: list[RoundScores] = []
     for number, setting in enumerate(bar.track(rounds, description="checking rounds")):
       count = num_guesses * (4 if number == 0 else 1)
-      # No two settings sample alike, so that all can be taken together.
-      judged.append(check.rounds(setting, count, seed + 1 + number))
-      say(*_of_rounds(judged[-1], setting, of_setting))
+      # Each setting has its own seed, so that all can be tested together.
+      scored.append(check.rounds(setting, count, seed + 1 + number))
+      say(*_of_rounds(scored[-1], setting, setting_level))
     for pool in pooled:
-      say(*pool(judged, of_pool))
+      say(*pool(scored, pool_level))
     for setting in bar.track(outputs, description="checking outputs"):
       say(*check.argmax(setting))
     for setting in bar.track(samples, description="checking samples"):
-      say(*check.samples(setting, num_texts, samples_per_text, num_tokens, seed, of_setting))
+      say(*check.samples(setting, num_texts, samples_per_text, num_tokens, seed, setting_level))
   if sampled and (changing or not rounds):
-    unjudged = "dynamic trees" if by_tokens else verifier_name(pair.verifier)
-    console.print(f"Of {unjudged} the outputs were checked, but not the rounds.")
+    unscored = "dynamic trees" if by_tokens else verifier_name(pair.verifier)
+    console.print(f"For {unscored}, outputs were checked, but not rounds.")
   where = f"{pair.dtype} on {jax.devices()[0].platform}"
-  console.print(f"{sum(verdicts)} of {len(verdicts)} checks hold, in {where}.")
-  if not all(verdicts):
+  console.print(f"{sum(passed)} of {len(passed)} checks hold, in {where}.")
+  if not all(passed):
     raise SystemExit(1)
 
 
 class _Check:
-  """The comparisons of each setting; see `check_exactness`."""
+  """Checks of each setting; see `check_exactness`."""
 
   def __init__(
     self,
@@ -227,20 +228,20 @@ class _Check:
     self.long_tokens = max(0, long_tokens)
     self.share = share_of(pair)
     self.moved: dict[AnyTree, float] = {}
-    self.plainly = functools.cache(
-      lambda sampling, eos_id=None: _Kept(pair.decode_fn(sampling, 0, eos_id=eos_id))
+    self.autoregressive = functools.cache(
+      lambda sampling, eos_id=None: _CachedDecode(pair.decode_fn(sampling, 0, eos_id=eos_id))
     )
     self.cells = functools.cache(functools.partial(cells_of, pair))
 
   def logits(self, tree: AnyTree) -> tuple[bool, str, str]:
-    """Logits of a verification pass beside those of passes over one token."""
+    """Compare logits of a verification pass with those of passes over one token."""
     rows = np.arange(self.batch_size) % len(self.texts)
     prompt = self.pair.prompt(self.texts)[rows]
-    plain = self.plainly(Sampling(temperature=0.0))
+    decode = self.autoregressive(Sampling(temperature=0.0))
     keys = row_keys(0, 0, self.batch_size)
-    own = plain(prompt, keys, max_new_tokens=self.max_new_tokens)
-    lengths = np.asarray(own.lengths)
-    self.moved[tree], share = node_moves(self.pair, prompt, np.asarray(own.tokens), lengths, tree)
+    output = decode(prompt, keys, max_new_tokens=self.max_new_tokens)
+    tokens, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
+    self.moved[tree], share = node_moves(self.pair, prompt, tokens, lengths, tree)
     return (
       share <= self.share,
       f"verification, {_named(tree)}",
@@ -251,7 +252,7 @@ class _Check:
     )
 
   def argmax(self, setting: Setting) -> tuple[bool, Setting | str, str, *tuple[str, ...]]:
-    """Outputs at temperature 0, and rounds with the target as its own draft."""
+    """Compare outputs at temperature 0, and count rounds with the target as its own draft."""
     pair, (sampling, tree, batch_size, is_long) = self.pair, setting
     texts, some = self.texts, self.texts[: -(-len(self.texts) // 4)]
     if batch_size < self.batch_size:
@@ -259,12 +260,14 @@ class _Check:
     size, limit, eos_id = batch_size, self.max_new_tokens, None
     if is_long:
       texts, limit, eos_id = texts[:batch_size], self.long_tokens, ENDLESS
-    plain = self.plainly(sampling, eos_id)
+    autoregressive = self.autoregressive(sampling, eos_id)
     speculative = pair.decode_fn(sampling, tree, eos_id=eos_id)
     rounding = Rounding(self.share, self.moved[tree])
-    found = compare_argmax(pair, texts, plain, speculative, tree.num_nodes, size, limit, rounding)
-    holds = all(d.is_tie for _, d in found)
-    evidence = f"{len(texts) - len(found)} of {len(texts)} texts identical"
+    divergences = compare_argmax(
+      pair, texts, autoregressive, speculative, tree.num_nodes, size, limit, rounding
+    )
+    holds = all(d.is_tie for _, d in divergences)
+    evidence = f"{len(texts) - len(divergences)} of {len(texts)} texts identical"
     if is_long:
       evidence += f", {self.long_tokens} tokens each"
     elif isinstance(tree, Tree):
@@ -276,7 +279,8 @@ class _Check:
       holds &= rounds <= 1.01 * fewest
       evidence += "," if isinstance(tree, Tree) else "; the target as its own draft takes"
       evidence += f" {rounds} of {fewest} on each of the tree's paths in turn"
-    return holds, _with_batch(setting), evidence, *(_of_divergence(pair, *each) for each in found)
+    lines = [_of_divergence(pair, text, divergence) for text, divergence in divergences]
+    return holds, _with_batch(setting), evidence, *lines
 
   def samples(
     self,
@@ -287,21 +291,20 @@ class _Check:
     seed: int,
     level: float,
   ) -> tuple[bool, str, str]:
-    """First tokens of many outputs beside their joint distribution."""
-    texts, counted = tuple(self.texts[:num_texts]), (samples_per_text, num_tokens)
+    """Compare the first tokens of many outputs with their joint distribution."""
+    texts = tuple(self.texts[:num_texts])
     decode = self.pair.decode_fn(setting.sampling, setting.tree)
-    cells = self.cells(texts, setting.sampling, *counted)
-    joint = compare_samples(
-      *(self.pair, texts, setting.sampling, decode, setting.batch_size, *counted, seed, cells)
-    )
+    cells = self.cells(texts, setting.sampling, samples_per_text, num_tokens)
+    settings = DecodeSettings(setting.sampling, setting.batch_size, num_tokens, seed)
+    joint = compare_samples(self.pair, texts, decode, settings, samples_per_text, cells)
     if not joint.degrees:
       raise InputError(
-        f"No beginning of an output is likely enough to be counted among {samples_per_text} of "
-        "each text; give more as samples_per_text, or a sampling with top_k."
+        f"No prefix of an output is probable enough to be counted among {samples_per_text} samples "
+        "of each text; give more as samples_per_text, or a sampling with top_k."
       )
     return joint.p_value >= level, _with_batch(setting), _of_samples(joint, num_tokens, level)
 
-  def rounds(self, setting: Setting, num_guesses: int, seed: int) -> Judged:
+  def rounds(self, setting: Setting, num_guesses: int, seed: int) -> RoundScores:
     """Decode rounds of a setting and score their guesses and tokens."""
     assert isinstance(setting.tree, Tree)
     eos_id = ENDLESS if setting.is_long else None
@@ -309,24 +312,21 @@ class _Check:
     limit = min(ROUND_TOKENS, self.max_new_tokens)
     if setting.is_long:
       limit = self.long_tokens
-    return judge_rounds(
-      *(self.pair, self.texts, setting.sampling, decode, num_guesses, limit),
-      seed=seed,
-      batch_size=setting.batch_size,
-    )
+    settings = DecodeSettings(setting.sampling, setting.batch_size, limit, seed)
+    return score_rounds(self.pair, self.texts, decode, settings, num_guesses)
 
 
-class _Kept:
-  """A decoder that keeps its results: every shape is compared with the same outputs."""
+class _CachedDecode:
+  """Decoding function that caches its results: all trees are compared with the same outputs."""
 
   def __init__(self, decode: Callable[..., DecodeResult]):
     self.decode = decode
     self.results: dict[tuple, DecodeResult] = {}
 
-  def __call__(self, prompt: Array, keys: Array, **limits: int) -> DecodeResult:
-    key = prompt.shape, np.asarray(prompt).tobytes(), *limits.items()
+  def __call__(self, prompt: Array, keys: Array, *, max_new_tokens: int) -> DecodeResult:
+    key = prompt.shape, np.asarray(prompt).tobytes(), max_new_tokens
     if key not in self.results:
-      self.results[key] = require_finite(self.decode(prompt, keys, **limits))
+      self.results[key] = require_finite(self.decode(prompt, keys, max_new_tokens=max_new_tokens))
     return self.results[key]
 
 
@@ -345,36 +345,36 @@ def _of_samples(joint: Comparison, num_tokens: int, level: float) -> str:
   return (
     f"{joint.num_samples} outputs{impossible}, first {num_tokens} tokens in {joint.num_cells} "
     f"cells: p = {joint.p_value:.2g} (fault below {level:.1g}; a total variation of "
-    f"{joint.detectable(level):.3f} would be seen 9 times in 10)"
+    f"{joint.detectable(level):.3f} would be detected 9 times in 10)"
   )
 
 
-def _of_rounds(judged: Judged, setting: Setting, level: float) -> tuple[bool, str, str]:
+def _of_rounds(scored: RoundScores, setting: Setting, level: float) -> tuple[bool, str, str]:
   assert isinstance(setting.tree, Tree)
   count = max(positions(setting.tree)) + 1
-  found = drifts(judged, count)
-  p_values = [drift.p_value for by_position in found.values() for drift in by_position]
+  by_name = drifts(scored, count)
+  p_values = [drift.p_value for by_position in by_name.values() for drift in by_position]
   level /= len(p_values)
   standings = "; ".join(
     f"{name} {', '.join(f'{drift.z:+.1f}' for drift in by_position)}"
-    for name, by_position in found.items()
+    for name, by_position in by_name.items()
   )
-  guesses = judged.at(*range(count))
+  guesses = scored.at(*range(count))
   return (
     min(p_values) >= level,
     f"{setting}, rounds",
     (
       f"{len(guesses.position)} guesses verified; standard deviations from the exact "
       f"distributions, by position in a round: {standings}; least p = {min(p_values):.2g} (fault "
-      f"below {level:.1g}; {_acceptance_power(guesses, level, FEW)})"
+      f"below {level:.1g}; {_acceptance_power(guesses, level, MAX_SETTING_WEIGHT)})"
     ),
   )
 
 
-def _of_acceptance(judged: Sequence[Judged], level: float) -> tuple[bool, str, str]:
-  every = joined(judged)
+def _of_acceptance(scored: Sequence[RoundScores], level: float) -> tuple[bool, str, str]:
+  every = joined(scored)
   guesses = every.where(every.position >= 0)
-  drift = of_acceptance(guesses)
+  drift = acceptance_drift(guesses)
   return (
     drift.p_value >= level,
     "acceptance in all rounds",
@@ -382,32 +382,32 @@ def _of_acceptance(judged: Sequence[Judged], level: float) -> tuple[bool, str, s
       f"{guesses.accepted.sum():.0f} of {len(guesses.position)} guesses accepted, "
       f"{guesses.probability.sum():.1f} expected, {drift.z:+.1f} standard deviations when "
       f"weighted: p = {drift.p_value:.2g} (fault below {level:.1g}; "
-      f"{_acceptance_power(guesses, level, MOST)})"
+      f"{_acceptance_power(guesses, level, MAX_WEIGHT)})"
     ),
   )
 
 
-def _of_guesses(judged: Sequence[Judged], level: float) -> tuple[bool, str, str]:
-  every = joined(judged)
+def _of_guesses(scored: Sequence[RoundScores], level: float) -> tuple[bool, str, str]:
+  every = joined(scored)
   return _of_tokens(every.where(every.position >= 0).guess, "guesses in all rounds", level)
 
 
-def _of_next(judged: Sequence[Judged], level: float) -> tuple[bool, str, str]:
-  scores = joined(judged).next
+def _of_next(scored: Sequence[RoundScores], level: float) -> tuple[bool, str, str]:
+  scores = joined(scored).next
   sampled = jax.tree.map(lambda x: x[scores.spread > 0], scores)
   return _of_tokens(sampled, "next tokens in all rounds", level)
 
 
 def _of_tokens(scores: Scores, what: str, level: float) -> tuple[bool, str, str]:
-  found = {name: drift(scores) for name, drift in OF_TOKENS.items()}
+  found = {name: drift(scores) for name, drift in TOKEN_DRIFTS.items()}
   level /= len(found)
   least = min(drift.p_value for drift in found.values())
   standings = ", ".join(f"{name} {drift.z:+.1f}" for name, drift in found.items())
   bias = detectable_temperature(scores, level)
   power = (
-    f"a temperature wrong by {bias:.2%} would be seen 9 times in 10"
+    f"a temperature wrong by {bias:.2%} would be detected 9 times in 10"
     if math.isfinite(bias)
-    else "none of them by chance"
+    else "no token was sampled at random"
   )
   return (
     least >= level,
@@ -419,18 +419,20 @@ def _of_tokens(scores: Scores, what: str, level: float) -> tuple[bool, str, str]
   )
 
 
-def _within(judged: Sequence[Judged], level: float) -> tuple[bool, str, str]:
-  return _of_pairs(map(within_rounds, judged), "independence within rounds", level)
+def _within(scored: Sequence[RoundScores], level: float) -> tuple[bool, str, str]:
+  return _of_correlations(map(within_rounds, scored), "independence within rounds", level)
 
 
-def _between(judged: Sequence[Judged], level: float) -> tuple[bool, str, str]:
-  return _of_pairs(map(between_rounds, judged), "independence between rounds", level)
+def _between(scored: Sequence[RoundScores], level: float) -> tuple[bool, str, str]:
+  return _of_correlations(map(between_rounds, scored), "independence between rounds", level)
 
 
-def _of_pairs(found, what: str, level: float) -> tuple[bool, str, str]:
+def _of_correlations(
+  correlations: Iterable[dict[str, Drift]], what: str, level: float
+) -> tuple[bool, str, str]:
   by_name: dict[str, list[Drift]] = {}
-  for pairs in found:
-    for name, drift in pairs.items():
+  for of_setting in correlations:
+    for name, drift in of_setting.items():
       by_name.setdefault(name, []).append(drift)
   pooled = {name: total(parts) for name, parts in by_name.items()}
   level /= len(pooled)
@@ -449,17 +451,17 @@ def _of_pairs(found, what: str, level: float) -> tuple[bool, str, str]:
 _pooled = [_of_acceptance, _of_guesses, _of_next, _within, _between]
 
 
-def _acceptance_power(guesses: Judged, level: float, most: float) -> str:
-  bias = detectable_bias(guesses, level, most=most)
+def _acceptance_power(guesses: RoundScores, level: float, max_weight: float) -> str:
+  bias = detectable_bias(guesses, level, max_weight=max_weight)
   if math.isinf(bias):
-    return "too few guesses to see any bias in acceptance"
-  return f"a bias of {bias:.2%} in acceptance would be seen 9 times in 10"
+    return "too few guesses to detect any bias in acceptance"
+  return f"a bias of {bias:.2%} in acceptance would be detected 9 times in 10"
 
 
 def _of_divergence(pair: Pair, text: int, d: Divergence) -> str:
-  plain, speculative = pair.vocabulary.pieces([d.plain, d.speculative])
-  verdict = "a tie" if d.is_tie else "a FAULT"
+  expected, got = pair.vocabulary.pieces([d.autoregressive, d.speculative])
+  conclusion = "a tie" if d.is_tie else "a FAULT"
   return (
-    f"text {text}, token {d.position + 1}: {plain!r} became {speculative!r}; their logits are "
-    f"{d.gap:.2g} apart where rounding moves them by up to {d.rounding:.2g}: {verdict}"
+    f"text {text}, token {d.position + 1}: {expected!r} became {got!r}; their logits are "
+    f"{d.gap:.2g} apart where rounding moves them by up to {d.rounding:.2g}: {conclusion}"
   )

@@ -1,1 +1,1 @@
-"""The checker: what decoding did, beside what the target would have done."""
+"""Exactness checker: compares decoding with the target's own distributions."""

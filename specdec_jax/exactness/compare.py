@@ -1,4 +1,4 @@
-"""Outputs of speculation compared with those of autoregressive decoding: tokens and samples."""
+"""Comparison of speculative with autoregressive outputs: argmax tokens, and samples."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,76 +8,103 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specdec_jax.core.arrays import gather
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
-from specdec_jax.core.types import DecodeResult, Model
-from specdec_jax.exactness.joint import Comparison, compare, cut_into_cells
+from specdec_jax.core.types import DecodeResult, DecodeSettings, Model
+from specdec_jax.exactness.near_ties import Divergence, Rounding, first_divergences
 from specdec_jax.exactness.paths import batches
-from specdec_jax.exactness.ties import Divergence, Rounding, first_divergences
+from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
 from specdec_jax.pairs import Pair
 
-Decode = Callable[..., DecodeResult]  # (prompt [B, P], keys [B], max_new_tokens=)
+Decode = Callable[..., DecodeResult]  # function of (prompt [B, P], keys [B], *, max_new_tokens)
 Cells = dict[tuple[int, ...], float]
 
 
 def compare_argmax(
   pair: Pair,
   texts: Sequence[str],
-  plain: Decode,
+  autoregressive: Decode,
   speculative: Decode,
   block: int,
   batch_size: int,
   max_new_tokens: int,
   rounding: Rounding,
 ) -> list[tuple[int, Divergence]]:
-  """Numbers of the texts whose two argmax outputs differ, from 1, and the first difference of each.
+  """Compare argmax outputs token by token.
 
-  `block` is the number of tokens in a verification pass: gamma + 1, or a tree's nodes.
+  Args:
+    pair: target and vocabulary.
+    texts: sources.
+    autoregressive: function that decodes without a draft.
+    speculative: function that decodes speculatively.
+    block: number of tokens of a verification pass: gamma + 1, or the nodes of a tree.
+    batch_size: texts decoded together.
+    max_new_tokens: limit for each output.
+    rounding: rounding of the target.
+
+  Returns:
+    The number, from 1, of each text whose outputs differ, and the first difference.
   """
-  found = []
+  divergences = []
   for rows, prompt, count in batches(pair, texts, batch_size):
     keys = row_keys(0, rows[0], batch_size)
-    ours, own = (
+    tokens, expected = (
       np.asarray(require_finite(decode(prompt, keys, max_new_tokens=max_new_tokens)).tokens)
-      for decode in (speculative, plain)
+      for decode in (speculative, autoregressive)
     )
-    parted = first_divergences(
-      *(pair.target, pair.target_params, prompt, own, ours, block, rounding)
+    of_batch = first_divergences(
+      pair.target, pair.target_params, prompt, expected, tokens, block, rounding
     )
-    found += [(rows[d.row] + 1, d) for d in parted if d.row < count]
-  return found
+    divergences += [(rows[d.row] + 1, d) for d in of_batch if d.row < count]
+  return divergences
 
 
 def cells_of(
   pair: Pair, texts: Sequence[str], sampling: Sampling, samples_per_text: int, num_tokens: int
 ) -> list[Cells]:
-  """For each text the cells that its outputs' first tokens fall in, with exact probabilities."""
+  """Return, for each text, cells of the first tokens of its outputs and their exact probabilities.
+
+  Args:
+    pair: its target gives the probabilities.
+    texts: sources.
+    sampling: sampling method.
+    samples_per_text: number of outputs that will be sampled for each text.
+    num_tokens: number of first tokens.
+  """
   eos_id = pair.vocabulary.eos_id
 
-  def of(source: Array) -> Cells:
-    exact = functools.partial(_exact_probs, pair, source, sampling)
-    after = lambda prefixes: exact([(*prefix, eos_id) for prefix in prefixes])[:, -1]
-    return cut_into_cells(after, samples_per_text, num_tokens, eos_id)
+  def cells_of_source(source: Array) -> Cells:
+    def next_probs(prefixes: Sequence[tuple[int, ...]]) -> np.ndarray:
+      padded = [(*prefix, eos_id) for prefix in prefixes]
+      return _exact_probs(pair, source, sampling, padded)[:, -1]
 
-  return [of(source) for source in pair.prompt(texts)[:, None]]
+    return cut_into_cells(next_probs, samples_per_text, num_tokens, eos_id)
+
+  return [cells_of_source(source) for source in pair.prompt(texts)[:, None]]
 
 
 def compare_samples(
   pair: Pair,
   texts: Sequence[str],
-  sampling: Sampling,
   decode: Decode,
-  batch_size: int,
+  settings: DecodeSettings,
   samples_per_text: int,
-  num_tokens: int,
-  seed: int,
   cells: Sequence[Cells] | None = None,
 ) -> Comparison:
-  """First tokens of many outputs beside the target's exact joint distribution, over all texts.
+  """Compare the first tokens of many outputs with the target's exact joint distribution.
 
-  `cells` are those of `cells_of` the same settings, for who compares more than one decoding.
+  Args:
+    pair: its target gives the exact probabilities.
+    texts: sources.
+    decode: function that decodes.
+    settings: of decoding; its `max_new_tokens` is the number of first tokens.
+    samples_per_text: number of outputs sampled for each text.
+    cells: result of `cells_of` with these arguments, to compute it once for several comparisons.
   """
   total, eos_id = Comparison(), pair.vocabulary.eos_id
+  sampling, batch_size = settings.sampling, settings.batch_size
+  num_tokens, seed = settings.max_new_tokens, settings.seed
   cells = cells or cells_of(pair, texts, sampling, samples_per_text, num_tokens)
   for rows, prompt, count in batches(pair, texts, batch_size):
     keys = row_keys(seed, rows[0] * samples_per_text, batch_size * samples_per_text)
@@ -99,7 +126,7 @@ def compare_samples(
 def _exact_probs(
   pair: Pair, source: Array, sampling: Sampling, texts: Sequence[Sequence[int]]
 ) -> np.ndarray:
-  """The target's probabilities [N, T, V] before each token of N texts of length T."""
+  """Return the target's probabilities [N, T, V] before each token of N texts of length T."""
   rows = -(-len(texts) // 32) * 32  # few shapes, so few programs
   tokens = np.full((rows, len(texts[0])), pair.vocabulary.eos_id, np.int32)
   tokens[: len(texts)] = texts
@@ -109,23 +136,23 @@ def _exact_probs(
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling"))
 def _probs(model: Model, sampling: Sampling, params, source: Array, tokens: Array) -> Array:
-  """Probabilities [B, T, V] before each of tokens [B, T], all after one source [1, S].
+  """Return probabilities [B, T, V] before each of tokens [B, T], all with the same source [1, S].
 
-  As `teacher_forced_logits`, with one prefill for all rows.
+  It computes what `teacher_forced_logits` computes, with one prefill for all rows.
   """
   batch, num_tokens = tokens.shape
   first, length = model.prompt_tokens(source)
-  newest = jnp.take_along_axis(first, length[:, None] - 1, axis=1)
+  last = gather(first, length[:, None] - 1)
   _, cache = model.prefill(params, source, first.shape[1] + num_tokens)
-  cache, newest = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), (cache, newest))
-  block = jnp.concatenate([newest, tokens[:, :-1]], axis=1)
+  cache, last = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), (cache, last))
+  block = jnp.concatenate([last, tokens[:, :-1]], axis=1)
   return distribution(model.extend(params, cache, block)[0], sampling)
 
 
 def _is_possible(eos_id: int, text: tuple[int, ...], probs: np.ndarray) -> bool:
-  """Whether the target can write this, given its probabilities [T, V] before each token.
+  """Return whether the target can generate a text, given probabilities [T, V] before each token.
 
-  No token has probability 0, none follows EOS, and none is missing.
+  No token may have probability 0 or follow EOS, and the text must be complete.
   """
   ends = len(text) == len(probs) or text[-1:] == (eos_id,)
   return bool(ends and eos_id not in text[:-1] and (probs[range(len(text)), text] > 0).all())

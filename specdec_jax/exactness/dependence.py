@@ -1,9 +1,9 @@
 """Tests of joint distributions: whether the tokens of an output are sampled independently.
 
-Given everything earlier, a score of `drift` has mean 0. So its product with the score of any
-earlier token has mean 0 too, and a variance that is known once the earlier token is. Sums of such
-products are martingales as well. They drift where random numbers are used twice, even if each token
-by itself has the distribution that it should have.
+Given all earlier tokens, a score of `martingale` has mean 0. So its product with the score of an
+earlier token has mean 0, too, and a variance that is known once the earlier token is. Sums of such
+products are martingales as well. They drift if random numbers are used twice, even if each token
+alone has the correct distribution.
 """
 
 import operator
@@ -12,19 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec_jax.exactness.drift import Drift, Judged
+from specdec_jax.exactness.martingale import Drift, RoundScores
 
-LAGS = range(1, 17)  # tokens between two rounds that are compared
+LAGS = range(1, 17)  # distances, in tokens, of the rounds that are compared
 
-Pairs = dict[str, Drift]  # by what is compared
+Correlations = dict[str, Drift]  # by the names of the compared tokens
 
 
 class Grid(NamedTuple):
-  """Scores by row, slot and column, arrays [R, T, C]; all 0 where nothing was sampled.
+  """Scores by row, slot and column, arrays [rows, slots, columns]; 0 where nothing was sampled.
 
   Attributes:
-    score: with mean 0 given everything earlier. variance: of it.
-    largest: bound on the size of a score.
+    score: scores with mean 0, given all earlier tokens.
+    variance: their variances.
+    largest: bound on the absolute value of a score.
   """
 
   score: np.ndarray
@@ -32,14 +33,14 @@ class Grid(NamedTuple):
   largest: float
 
 
-def within_rounds(judged: Judged) -> Pairs:
-  """Tokens of the same round: each compared with an earlier one."""
-  drafted, sampled = judged.where(_is_guess(judged)), judged.where(judged.next.spread > 0)
+def within_rounds(scored: RoundScores) -> Correlations:
+  """Correlate tokens of a round with earlier tokens of the same round."""
+  drafted, sampled = scored.where(_is_guess(scored)), scored.where(scored.next.spread > 0)
   # The first child at each slot, and of these the first guess of each round.
   first_child = drafted.where(drafted.sibling == 0)
   opening = first_child.where(first_child.slot == first_child.start)
   is_bonus = sampled.position < 0
-  found: Pairs = {}
+  correlations: Correlations = {}
   for name in ("rank", "place"):
     of = operator.attrgetter(f"guess.{name}")
     follows = getattr(sampled.next, name), sampled.next.spread, 0.5
@@ -48,46 +49,57 @@ def within_rounds(judged: Judged) -> Pairs:
     last = np.where(is_bonus, _before(drafted, of(drafted), sampled), rejected)
     guesses = of(first_child), first_child.guess.spread, 0.5
     before = _before(first_child, of(first_child), first_child)
-    found[f"next token with the round's first guess, by {name}"] = _product(*follows, first, 0.5)
-    found[f"next token with the last verified guess, by {name}"] = _product(*follows, last, 0.5)
-    found[f"guess with the guess before, by {name}"] = _product(*guesses, before, 0.5)
-    found[f"acceptance with its guess, by {name}"] = _product(
+    correlations[f"next token with the round's first guess, by {name}"] = _product(
+      *follows, first, 0.5
+    )
+    correlations[f"next token with the last verified guess, by {name}"] = _product(
+      *follows, last, 0.5
+    )
+    correlations[f"guess with the guess before, by {name}"] = _product(*guesses, before, 0.5)
+    correlations[f"acceptance with its guess, by {name}"] = _product(
       *_acceptance(drafted), of(drafted), 0.5
     )
   before = _before(first_child, _acceptance(first_child)[0], first_child)
-  found["acceptance with the acceptance before"] = _product(*_acceptance(first_child), before, 1.0)
-  return found
+  correlations["acceptance with the acceptance before"] = _product(
+    *_acceptance(first_child), before, 1.0
+  )
+  return correlations
 
 
-def between_rounds(judged: Judged, lags: range = LAGS) -> Pairs:
-  """Tokens of two rounds of the same output that begin `lag` tokens apart, and of two outputs.
+def between_rounds(scored: RoundScores, lags: range = LAGS) -> Correlations:
+  """Correlate tokens of two rounds that begin `lag` tokens apart, and of neighboring outputs.
 
-  Compared are guesses at the same position of both rounds, their acceptance, the next tokens of
-  both rounds, and any two guesses that lie `lag` tokens apart.
+  The correlations are of guesses at the same position of both rounds, of their acceptance, of the
+  next tokens of both rounds, and of any two guesses that are `lag` tokens apart.
   """
-  found: Pairs = {}
-  grids = dict(_grids(judged))
+  correlations: Correlations = {}
+  grids = dict(_grids(scored))
   for name, grid in grids.items():
     for lag in lags:
       if lag < grid.score.shape[1]:
         later = grid.score[:, lag:], grid.variance[:, lag:], grid.largest
         earlier = grid.score[:, :-lag]
-        found[f"{name} {lag} tokens apart"] = _product(*later, earlier, grid.largest)
+        correlations[f"{name} {lag} tokens apart"] = _product(*later, earlier, grid.largest)
     later = grid.score[1:], grid.variance[1:], grid.largest
-    found[f"{name} of neighbouring outputs"] = _product(*later, grid.score[:-1], grid.largest)
-  return found
+    correlations[f"{name} of neighboring outputs"] = _product(*later, grid.score[:-1], grid.largest)
+  return correlations
 
 
-def _grids(judged: Judged) -> Iterator[tuple[str, Grid]]:
-  drafted, sampled = judged.where(_is_guess(judged)), judged.where(judged.next.spread > 0)
-  shape = int(judged.row.max() - judged.row.min()) + 1, int(judged.slot.max()) + 1
-  rows = lambda part: (part.row - judged.row.min()).astype(int)
+def _grids(scored: RoundScores) -> Iterator[tuple[str, Grid]]:
+  """Yield the scores to correlate, by name."""
+  drafted, sampled = scored.where(_is_guess(scored)), scored.where(scored.next.spread > 0)
+  shape = int(scored.row.max() - scored.row.min()) + 1, int(scored.slot.max()) + 1
 
   def put(
-    part: Judged, slot: np.ndarray, columns: np.ndarray, score: np.ndarray, variance: np.ndarray
+    part: RoundScores,
+    slot: np.ndarray,
+    columns: np.ndarray,
+    score: np.ndarray,
+    variance: np.ndarray,
   ) -> tuple[np.ndarray, np.ndarray]:
     whole = np.zeros((2, *shape, int(columns.max(initial=0)) + 1))
-    whole[:, rows(part), slot.astype(int), columns.astype(int)] = score, variance
+    row = (part.row - scored.row.min()).astype(int)
+    whole[:, row, slot.astype(int), columns.astype(int)] = score, variance
     return whole[0], whole[1]
 
   for name in ("rank", "place"):
@@ -116,34 +128,46 @@ def _grids(judged: Judged) -> Iterator[tuple[str, Grid]]:
   )
 
 
-def _is_guess(judged: Judged) -> np.ndarray:
-  return judged.position >= 0
+def _is_guess(scored: RoundScores) -> np.ndarray:
+  return scored.position >= 0
 
 
-def _acceptance(judged: Judged) -> tuple[np.ndarray, np.ndarray, float]:
-  a = judged.probability
-  return judged.accepted - a, a * (1 - a), 1.0
+def _acceptance(scored: RoundScores) -> tuple[np.ndarray, np.ndarray, float]:
+  a = scored.probability
+  return scored.accepted - a, a * (1 - a), 1.0
 
 
-def _at(judged: Judged, values: np.ndarray, row: np.ndarray, slot: np.ndarray) -> np.ndarray:
-  """The last of values [N] of the entries at each (row, slot) [M], or 0 where there is none."""
-  if not len(judged.row):
+def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarray) -> np.ndarray:
+  """Look up values [N] of entries by row and slot [M].
+
+  Returns:
+    For each row and slot, the value of its last entry, or 0 if there is none.
+  """
+  if not len(scored.row):
     return np.zeros(len(row))
-  first, width = judged.row.min(), int(max(judged.slot.max(), slot.max(initial=0))) + 2
-  table = np.zeros((int(max(judged.row.max(), row.max(initial=first)) - first) + 1, width))
-  table[(judged.row - first).astype(int), judged.slot.astype(int)] = values
+  first, width = scored.row.min(), int(max(scored.slot.max(), slot.max(initial=0))) + 2
+  table = np.zeros((int(max(scored.row.max(), row.max(initial=first)) - first) + 1, width))
+  table[(scored.row - first).astype(int), scored.slot.astype(int)] = values
   return table[np.maximum(row - first, 0).astype(int), slot.astype(int)] * (row >= first)
 
 
-def _before(judged: Judged, values: np.ndarray, later: Judged) -> np.ndarray:
+def _before(scored: RoundScores, values: np.ndarray, later: RoundScores) -> np.ndarray:
   """Return values [M] at the slot before each of `later`, 0 if another round wrote that slot."""
-  return _at(judged, values, later.row, later.slot - 1) * (later.slot > later.start)
+  return _at(scored, values, later.row, later.slot - 1) * (later.slot > later.start)
 
 
 def _product(
   score: np.ndarray, variance: np.ndarray, largest: float, earlier: np.ndarray, bound: float
 ) -> Drift:
-  """Sum of scores, each times that of an earlier token."""
+  """Return the drift of products of scores with the scores of earlier tokens.
+
+  Args:
+    score: scores.
+    variance: their variances.
+    largest: bound on their absolute value.
+    earlier: score of the earlier token of each product.
+    bound: bound on the absolute value of those.
+  """
   return Drift(
     float((score * earlier).sum()), float((variance * earlier**2).sum()), largest * bound
   )

@@ -1,7 +1,7 @@
-"""Checks at temperature 0 of which the outcome is known: the target as its own draft.
+"""Checks at temperature 0 with a known outcome: the target as its own draft.
 
-Its tokens are put on one path of each round's tree, with other tokens next to that path, and the
-whole path must be accepted.
+The target's tokens are placed on one path of the tree of each round, and other tokens on the other
+nodes. The whole path must be accepted.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specdec_jax.core.arrays import gather
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import Context, Outcome, Proposal
@@ -21,15 +22,15 @@ from specdec_jax.pairs import Pair
 
 
 class Plans(NamedTuple):
-  """P ways to put a text on a path of a tree, for its N guesses of depth D at most.
+  """Ways to place a text on a path of a tree with N guesses and depth D.
 
   Attributes:
-    parents: [P, N], of each guess.
-    depths: [P, N], of each guess, from 1.
-    offsets: [P, N], what is added to the token of the text at that depth: 0 on the path.
-    paths: [P, L, D], nodes from the root to each leaf, the leaf of the path first; 0 past a leaf,
-      and all 0 where a shape has fewer leaves.
-    lengths: [P], guesses on the path.
+    parents: [plans, N], parent of each guess.
+    depths: [plans, N], depth of each guess, from 1.
+    offsets: [plans, N], number added to the token of the text at that depth; 0 on the path.
+    paths: [plans, leaves, D], nodes from the root to each leaf, the leaf of the path first;
+      0 past a leaf, and all 0 if a shape has fewer leaves.
+    lengths: [plans], number of guesses on the path.
   """
 
   parents: np.ndarray
@@ -39,12 +40,12 @@ class Plans(NamedTuple):
   lengths: np.ndarray
 
   def tokens(self, plan: Array, text: Array, vocab_size: int) -> Array:
-    """Guesses [B, N] by the plan [B] of each row, given the tokens [B, D] of the text."""
-    of_text = jnp.take_along_axis(text, jnp.asarray(self.depths - 1)[plan], axis=1)
-    return (of_text + jnp.asarray(self.offsets)[plan]) % vocab_size
+    """Return guesses [B, N] by the plan [B] of each row, given the tokens [B, D] of the text."""
+    text_tokens = gather(text, jnp.asarray(self.depths - 1)[plan])
+    return (text_tokens + jnp.asarray(self.offsets)[plan]) % vocab_size
 
   def shape(self, plan: Array, tree: AnyTree) -> AnyTree:
-    """The tree in which these guesses lie."""
+    """Return the tree of the guesses of each row."""
     if isinstance(tree, Tree):
       return tree
     return dataclasses.replace(tree, parents=jnp.asarray(self.parents)[plan])
@@ -52,7 +53,7 @@ class Plans(NamedTuple):
 
 @functools.cache
 def plans_of(tree: AnyTree) -> Plans:
-  """A plan for each leaf of a tree; of a dynamic tree, for each leaf of some of its shapes."""
+  """Return a plan for each leaf of a tree, or of some shapes of a dynamic tree."""
   shapes = [tree] if isinstance(tree, Tree) else shapes_of(tree)
   leaves = [(shape, leaf) for shape in shapes for leaf in leaves_of(shape)]
   most = max(len(leaves_of(shape)) for shape in shapes)
@@ -74,17 +75,19 @@ def plans_of(tree: AnyTree) -> Plans:
 
 
 def leaves_of(tree: Tree) -> list[int]:
-  """Nodes without children."""
+  """Return the nodes without children."""
   return np.setdiff1d(np.arange(tree.num_nodes), tree.parents).tolist()
 
 
 def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
-  """Some shapes of a dynamic tree: a longest path with other guesses added at random."""
+  """Return some shapes of a dynamic tree: a path of full depth with random other guesses."""
   shapes = []
   for seed in range(count):
     rng = np.random.default_rng(seed)
     depth = min(tree.depth, tree.num_guesses)
-    nodes = [tuple([0] * length) for length in range(depth + 1)]  # as paths of ranks
+    nodes = [
+      tuple([0] * length) for length in range(depth + 1)
+    ]  # by the ranks on the path to the node
     while len(nodes) <= tree.num_guesses:
       parent = nodes[rng.integers(len(nodes))]
       if len(parent) < tree.depth:
@@ -97,9 +100,10 @@ def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
 
 @dataclasses.dataclass(frozen=True)
 class PathDraft(ModelDraft):
-  """The next tokens of its model on one path of the tree, by another plan in each round and row.
+  """Draft with the next tokens of its model on one path of the tree.
 
-  At temperature 0, with the target as its model, the whole path is accepted.
+  The path changes from round to round and from row to row. At temperature 0, with the target as its
+  model, the whole path is accepted.
   """
 
   def init(self, params: Any, context: Context, hidden: Array) -> Any:
@@ -107,8 +111,8 @@ class PathDraft(ModelDraft):
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     (cache, plan), plans = state, plans_of(self.tree)
-    own = ModelDraft(self.model, self.sampling, chain(self.tree.depth))
-    (text, *_), cache = own.propose(params, cache, context, rng)
+    chain_draft = ModelDraft(self.model, self.sampling, chain(self.tree.depth))
+    (text, *_), cache = chain_draft.propose(params, cache, context, rng)
     tokens = plans.tokens(plan, text, self.model.vocab_size)
     shape = plans.shape(plan, self.tree)
     dynamic = shape if isinstance(shape, DynamicTree) else None
@@ -126,44 +130,51 @@ def rounds_of_self_draft(
   max_new_tokens: int,
   by_paths: bool = False,
 ) -> tuple[int, int]:
-  """Rounds that argmax takes with the target as its own draft, and the fewest possible.
+  """Count the rounds of argmax decoding with the target as its own draft.
 
-  Every round must accept the path of first children to its end, gamma tokens of a chain; what
-  breaks this (a lost bonus token, a draft that falls a token behind) costs speed, and need not show
-  in the output. With `by_paths` the target's tokens lie on the path to each leaf in turn
-  (`PathDraft`), so that later siblings are accepted too.
+  Every round must accept the whole path of first children (gamma tokens of a chain). A fault such
+  as a lost bonus token, or a draft that is one token behind, costs speed without changing the output,
+  and shows here. With `by_paths`, the target's tokens are on the path to each leaf in turn
+  (`PathDraft`), so that later siblings are accepted, too.
+
+  Returns:
+    The number of rounds, and the smallest possible number.
   """
-  itself = functools.partial(PathDraft if by_paths else ModelDraft, pair.target)
-  own = pair._replace(draft=itself, draft_params=pair.target_params)
-  decode = own.decode_fn(Sampling(temperature=0.0), tree)
+  draft = functools.partial(PathDraft if by_paths else ModelDraft, pair.target)
+  self_pair = pair._replace(draft=draft, draft_params=pair.target_params)
+  decode = self_pair.decode_fn(Sampling(temperature=0.0), tree)
   if by_paths:
     lengths = plans_of(tree).lengths
   else:
     assert isinstance(tree, Tree)
-    first = [of_node[1:] @ tree.ranks == 0 for of_node in tree.ancestors]
+    first = [ancestors[1:] @ tree.ranks == 0 for ancestors in tree.ancestors]
     lengths = tree.depths[np.flatnonzero(first)[-1:]]
-  # Cumulative number of tokens that the rounds of a row can emit.
-  most = lambda row: np.cumsum(np.resize(np.roll(lengths, -row) + 1, max_new_tokens))
+
+  def fewest_rounds(row: int, length: int) -> int:
+    """Return the smallest number of rounds in which a row can emit `length` tokens."""
+    emitted = np.cumsum(np.resize(np.roll(lengths, -row % len(lengths)) + 1, max_new_tokens))
+    return 1 + int(np.searchsorted(emitted, length))
+
   rounds = fewest = 0
   for rows, prompt, count in batches(pair, texts, batch_size):
     decoded = decode(prompt, row_keys(0, rows[0], batch_size), max_new_tokens=max_new_tokens)
     rounds += int((decoded.rounds.num_emitted[:, :count] > 0).sum())
-    fewest += sum(
-      1 + int(np.searchsorted(most(row % len(lengths)), length))
-      for row, length in enumerate(np.asarray(decoded.lengths)[:count].tolist())
-    )
+    fewest += sum(map(fewest_rounds, range(count), np.asarray(decoded.lengths).tolist()))
   return rounds, fewest
 
 
 def batches(
   pair: Pair, texts: Sequence[str], batch_size: int
 ) -> Iterator[tuple[np.ndarray, Array, int]]:
-  """Numbers of texts [B], their prompts [B, S], and how many of them are new.
+  """Yield the texts batch by batch.
 
-  The last batch is filled up with the first texts. All are as wide as the widest text, so each
-  program is compiled once.
+  The last batch is filled up with the first texts. All prompts are padded to the longest text, so
+  that each program is compiled once.
+
+  Yields:
+    Numbers of the texts [B], their prompts [B, P], and how many of the rows are new texts.
   """
   prompts = pair.prompt(texts)
-  for at in range(0, len(texts), batch_size):
-    rows = np.arange(at, at + batch_size)
+  for first in range(0, len(texts), batch_size):
+    rows = np.arange(first, first + batch_size)
     yield rows, prompts[rows % len(prompts)], int((rows < len(prompts)).sum())

@@ -16,26 +16,26 @@ from test_exactness import JudgedBy, bonus_of_the_guess_before, forgetful, judge
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys, sample, sample_logits
 from specdec_jax.core.trees import Tree, branching, chain
-from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.types import DecodeSettings, Proposal, Verification, Verifier
 from specdec_jax.core.verify import tokens
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts import model
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
-from specdec_jax.exactness import laws
+from specdec_jax.exactness import round_scores
 from specdec_jax.exactness.dependence import between_rounds, within_rounds
-from specdec_jax.exactness.drift import (
-  FLOOR,
-  OF_TOKENS,
+from specdec_jax.exactness.martingale import (
+  MIN_PROB,
+  TOKEN_DRIFTS,
   Drift,
-  Judged,
+  RoundScores,
   Scores,
+  acceptance_drift,
   detectable_bias,
   detectable_temperature,
   drifts,
   joined,
-  of_acceptance,
-  of_logs,
+  log_drift,
   total,
 )
 
@@ -95,15 +95,14 @@ def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposa
 
 def judged(
   pair, sampling=COLD, num_guesses=30_000, verifier=TokenVerifier, tree=CHAIN, rows=512, limit=64
-) -> Judged:
-  decode = laws.recorded(pair._replace(verifier=verifier), sampling, tree)
-  return laws.judge_rounds(
-    *(pair, tiny_pair.SENTENCES, sampling, decode, num_guesses, limit), seed=0, batch_size=rows
-  )
+) -> RoundScores:
+  decode = round_scores.recorded(pair._replace(verifier=verifier), sampling, tree)
+  settings = DecodeSettings(sampling, rows, limit)
+  return round_scores.score_rounds(pair, tiny_pair.SENTENCES, decode, settings, num_guesses)
 
 
-def lowest(found: Judged, count=GAMMA) -> dict[str, float]:
-  """Of each kind of law the least p-value, of any of the first `count` positions."""
+def lowest(found: RoundScores, count=GAMMA) -> dict[str, float]:
+  """Return the lowest p-value of each kind of drift, over the first `count` positions."""
   return {k: min(d.p_value for d in ds) for k, ds in drifts(found, count).items()}
 
 
@@ -119,10 +118,10 @@ def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
   guesses = found.at(*range(GAMMA))
   assert len(guesses.position) >= num_guesses and len(found.at(-1).position) > 3000
   assert all(p > LEVEL for p in lowest(found).values())
-  assert detectable_bias(guesses, LEVEL) < bias and of_acceptance(guesses).p_value > LEVEL
+  assert detectable_bias(guesses, LEVEL) < bias and acceptance_drift(guesses).p_value > LEVEL
   certain = found.next.spread < 1e-7  # a token that was the only one possible has rank 0
   assert np.abs(found.next.rank[certain]).max() < 1e-3
-  for drift in OF_TOKENS.values():
+  for drift in TOKEN_DRIFTS.values():
     assert min(drift(found.guess).p_value, drift(found.next).p_value) > LEVEL
   joint = [*within_rounds(found).values(), *between_rounds(found).values()]
   assert min(drift.p_value for drift in joint) > LEVEL
@@ -149,7 +148,9 @@ def test_guesses_that_are_not_made_do_not_count():
 
 def test_exact_rounds_of_a_tree_pass():
   found = judged(table_pair(0.5, ends=True), Sampling(top_k=12), 8000, tree=TREE, rows=128)
-  assert laws.positions(TREE) == [0, 1, 2, 3, 4, 3, 5] and laws.positions(CHAIN) == [0, 1]
+  assert round_scores.positions(TREE) == [0, 1, 2, 3, 4, 3, 5] and round_scores.positions(
+    CHAIN
+  ) == [0, 1]
   assert all(len(found.at(place).position) > 100 for place in range(-1, 6))
   assert all(p > LEVEL for p in lowest(found, 6).values())
   assert detectable_bias(found.at(*range(6)), LEVEL) < 0.1
@@ -158,56 +159,55 @@ def test_exact_rounds_of_a_tree_pass():
 
 
 @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
-def test_each_guess_is_scored_by_the_laws_of_its_own_round(tree):
+def test_each_guess_is_scored_by_the_distributions_of_its_own_round(tree):
   """Against a walk through the rounds, with EOS and the limit in the midst of some."""
   pair, sampling, limit = table_pair(noise=1.0, ends=True), Sampling(), 7
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:40]), row_keys(3, 0, 40)
-  decode = laws.recorded(pair, sampling, tree)
+  decode = round_scores.recorded(pair, sampling, tree)
   result, _ = decode(prompt, keys, max_new_tokens=limit)
   own = pair.decode_fn(sampling, tree)(prompt, keys, max_new_tokens=limit)
   jax.tree.map(np.testing.assert_array_equal, result, own)
   p, q = (np.exp(np.float64(x)) for x in (pair.target_params, pair.draft_params))
   p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
 
-  def score(law, x):
-    logs = np.log(np.maximum(law, FLOOR))
-    by_rank, by_place = law[law > law[x]].sum(), law[:x].sum()
-    half = law[x] / 2 - 0.5
-    return by_rank + half, by_place + half, logs[x] - law @ logs
+  def score(probs, x):
+    logs = np.log(np.maximum(probs, MIN_PROB))
+    by_rank, by_place = probs[probs > probs[x]].sum(), probs[:x].sum()
+    half = probs[x] / 2 - 0.5
+    return by_rank + half, by_place + half, logs[x] - probs @ logs
 
   paths = np.asarray(result.rounds.path if tree is TREE else [[[1, 2]] * 40] * limit)
   rows = []
   for row in range(40):
-    newest, slot = 0, 0
+    last, slot = 0, 0
     of_row = (np.asarray(x)[:, row] for x in result.rounds[:4])
     for guesses, n, token, emitted, path in zip(*of_row, paths[:, row]):
       path, begin = [0, *path[:n]], slot
       for node in path[:emitted]:
-        left, law, accepted = p[newest], q[newest].copy(), False
+        residual, q_left, accepted = p[last], q[last].copy(), False
         children = [guess for guess, parent in enumerate(tree.parents) if parent == node]
         for guess in children:
           x, accepted = guesses[guess], guess + 1 in path
-          law /= law.sum()
-          scores = min(1, left[x] / law[x]), *score(law, x)
-          left, was = np.maximum(left - law, 0), left
-          left = left / left.sum() if left.any() else was
-          final = (0, 0, 0) if accepted or guess < children[-1] else score(left, token)
-          where = row, slot, begin, guess - children[0], laws.positions(tree)[guess]
+          q_left /= q_left.sum()
+          scores = min(1, residual[x] / q_left[x]), *score(q_left, x)
+          residual, before = np.maximum(residual - q_left, 0), residual
+          residual = residual / residual.sum() if residual.any() else before
+          final = (0, 0, 0) if accepted or guess < children[-1] else score(residual, token)
+          where = row, slot, begin, guess - children[0], round_scores.positions(tree)[guess]
           rows.append((*where, accepted, *scores, *final))
           if accepted:
             break
-          law[x] = 0
+          q_left[x] = 0
         if not children:
-          rows.append((row, slot, begin, 0, -1, False, 1, 0, 0, 0, *score(left, token)))
-        newest, slot = x if accepted else token, slot + 1
-  found = laws.judge_rounds(
-    *(pair, tiny_pair.SENTENCES[:40], sampling, decode, 1, limit), seed=3, batch_size=40
-  )
+          rows.append((row, slot, begin, 0, -1, False, 1, 0, 0, 0, *score(residual, token)))
+        last, slot = x if accepted else token, slot + 1
+  settings = DecodeSettings(sampling, 40, limit, seed=3)
+  found = round_scores.score_rounds(pair, tiny_pair.SENTENCES[:40], decode, settings, 1)
   scores = ((x.rank, x.place, x.log) for x in (found.guess, found.next))
   fields = *found[:7], *itertools.chain(*scores)
   for ours, by_hand in zip(fields, np.array(rows, float).T, strict=True):
     np.testing.assert_allclose(ours, by_hand, atol=2e-5)
-  assert set(found.position) == {-1, *laws.positions(tree)}
+  assert set(found.position) == {-1, *round_scores.positions(tree)}
 
 
 # Injected faults.
@@ -224,7 +224,7 @@ def test_a_bias_of_1_percent_in_acceptance_is_found(fault):
   verifier = lambda sampling: JudgedBy(sampling, judge_with(ACCEPTANCE[fault]))
   found = judged(table_pair(noise=0.06), num_guesses=120_000, verifier=verifier).at(*range(GAMMA))
   assert detectable_bias(found, LEVEL) < 0.01
-  assert of_acceptance(found).p_value < LEVEL
+  assert acceptance_drift(found).p_value < LEVEL
 
 
 @pytest.mark.parametrize("fault", [judge_with(residual=lambda p, q: p), bonus_of_the_guess_before])
@@ -304,7 +304,7 @@ def test_a_draft_that_samples_at_another_temperature_than_it_reports_is_found(mo
 
   monkeypatch.setattr(model, "sample_logits", colder)
   found = judged(table_pair(noise=0.5), num_guesses=90_000)
-  assert of_logs(found.guess).p_value < LEVEL
+  assert log_drift(found.guess).p_value < LEVEL
   assert detectable_temperature(found.at(*range(GAMMA)).guess, LEVEL) < 0.03
   assert min(lowest(found)[kind] for kind in ("acceptance", "next tokens")) > LEVEL
 
@@ -317,7 +317,7 @@ def test_keys_that_repeat_after_8_tokens_are_found(monkeypatch):
         return super().round(params, state)
 
   fold_in = jax.random.fold_in
-  monkeypatch.setattr(laws, "Decoder", RepeatedKeys)
+  monkeypatch.setattr(round_scores, "Decoder", RepeatedKeys)
   found = judged(table_pair(noise=0.5), num_guesses=1)
   far = {name for name, drift in between_rounds(found).items() if drift.p_value < LEVEL}
   eight = {f"{what} of rounds, by place, 8 tokens apart" for what in ("guesses", "next tokens")}
@@ -347,7 +347,9 @@ def test_a_next_token_with_the_key_of_a_guess_is_found():
 
 
 def test_rows_that_share_their_keys_are_found(monkeypatch):
-  monkeypatch.setattr(laws, "row_keys", lambda *args: row_keys(*args)[jnp.arange(args[2]) // 2])
+  monkeypatch.setattr(
+    round_scores, "row_keys", lambda *args: row_keys(*args)[jnp.arange(args[2]) // 2]
+  )
   found = judged(table_pair(noise=0.5), num_guesses=1)
   far = [name for name, drift in between_rounds(found).items() if drift.p_value < LEVEL]
   assert "guesses of rounds, by place, of neighbouring outputs" in far
@@ -362,7 +364,7 @@ def test_scores_have_mean_0_and_the_variance_that_is_said():
   law = rng.dirichlet(np.full(7, 1.0), size=5), rng.dirichlet(np.full(7, 0.1), size=5)
   law = np.concatenate([*law, np.zeros((1, 7))])  # the last: nothing is sampled
   every = np.broadcast_to(np.arange(7), law.shape)
-  score = jax.jit(jax.vmap(laws._token_scores, in_axes=(None, 1), out_axes=1))
+  score = jax.jit(jax.vmap(round_scores._token_scores, in_axes=(None, 1), out_axes=1))
   scores = Scores(*map(np.asarray, score(3 * law, every)))  # weights of any scale
   variances = scores.spread, scores.spread, scores.log_variance
   for values, variance in zip((scores.rank, scores.place, scores.log), variances):
@@ -371,19 +373,19 @@ def test_scores_have_mean_0_and_the_variance_that_is_said():
   assert not any(x[-1].any() for x in scores)
 
 
-def simulated(rng, a: np.ndarray, bias: float) -> Judged:
+def simulated(rng, a: np.ndarray, bias: float) -> RoundScores:
   """Guesses accepted with probability min(1, (1 + bias) a)."""
   nothing = np.zeros(len(a))
   accepted = (rng.random(len(a)) < (1 + bias) * a).astype(float)
   none = Scores(*[nothing] * 5)
-  return Judged(*[nothing] * 5, accepted, a, none, none)
+  return RoundScores(*[nothing] * 5, accepted, a, none, none)
 
 
 @pytest.mark.parametrize("n", [5, 300])
 def test_the_level_holds_for_any_number_of_guesses(n):
   # 2,000 samples: the share below 0.1 has a standard error of 0.007.
   rng = np.random.default_rng(n)
-  low = [of_acceptance(simulated(rng, rng.beta(3, 1, n), 0)).p_value < 0.1 for _ in range(2000)]
+  low = [acceptance_drift(simulated(rng, rng.beta(3, 1, n), 0)).p_value < 0.1 for _ in range(2000)]
   assert np.mean(low) < 0.1
 
 
@@ -393,7 +395,7 @@ def test_a_bias_of_the_size_that_is_said_is_found_9_times_in_10():
   a = rng.beta(3, 1, 3000)
   exact = simulated(rng, a, 0)
   bias = detectable_bias(exact, 1e-3)
-  found = [of_acceptance(simulated(rng, a, bias)).p_value < 1e-3 for _ in range(1000)]
+  found = [acceptance_drift(simulated(rng, a, bias)).p_value < 1e-3 for _ in range(1000)]
   assert 0.86 < np.mean(found) < 0.97
   assert detectable_bias(joined([exact] * 4), 1e-3) < bias / 1.9
 
@@ -403,7 +405,7 @@ def test_a_temperature_off_by_what_is_said_is_found_9_times_in_10():
   rng = np.random.default_rng(0)
   law = rng.dirichlet(np.full(30, 0.3))
   scores = Scores(
-    *(np.asarray(x) for x in laws._token_scores(jnp.tile(law, (30, 1)), np.arange(30)))
+    *(np.asarray(x) for x in round_scores._token_scores(jnp.tile(law, (30, 1)), np.arange(30)))
   )
   variance = 20_000 * float(scores.log_variance[0])
   every = Scores(*(np.repeat(x[:1], 20_000) for x in scores))
@@ -411,7 +413,7 @@ def test_a_temperature_off_by_what_is_said_is_found_9_times_in_10():
   tilted = law ** (1 / (1 - bias)) / (law ** (1 / (1 - bias))).sum()
   for probs, least, most in [(tilted, 0.85, 0.97), (law, 0, 2e-3)]:
     sums = rng.multinomial(20_000, probs, size=1000) @ np.float64(scores.log)
-    found = [Drift(x, variance, -np.log(FLOOR)).p_value < 1e-3 for x in sums]
+    found = [Drift(x, variance, -np.log(MIN_PROB)).p_value < 1e-3 for x in sums]
     assert least <= np.mean(found) <= most
   assert detectable_temperature(jax.tree.map(lambda x: 0 * x, every), 1e-3) == np.inf
 
@@ -424,9 +426,9 @@ def test_drifts_add_up():
 def test_acceptance_without_chance_needs_no_variance():
   certain = np.ones(50)
   sure = simulated(np.random.default_rng(0), certain, 0)
-  assert of_acceptance(sure).p_value == 1 and of_acceptance(sure).z == 0
+  assert acceptance_drift(sure).p_value == 1 and acceptance_drift(sure).z == 0
   assert detectable_bias(sure, 1e-3) == np.inf  # p >= q: nothing can be accepted more often
-  assert of_acceptance(sure._replace(accepted=0 * certain)).p_value < 1e-6
+  assert acceptance_drift(sure._replace(accepted=0 * certain)).p_value < 1e-6
 
 
 def test_the_critical_sum_is_that_of_the_level():

@@ -1,0 +1,225 @@
+"""Tests of single tokens: guesses, their acceptance, and the tokens that the target samples.
+
+Output is exact if three things hold wherever a guess is verified: the guess is sampled from the q
+that its draft reports, it is accepted with the probability that the verifier assigns, and the token
+that replaces a rejected guess, or follows the last guess, is sampled from the residual distribution.
+Each condition gives scores with mean 0 and known variance, given all earlier tokens. Sums of such
+scores are martingales, and Freedman's inequality bounds how far they drift, for any number of
+tokens. The joint distribution of several tokens is tested by `dependence`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from scipy import optimize, stats
+
+MAX_WEIGHT = 50.0  # largest weight of a guess in the acceptance test over all rounds
+# Largest weight in the test of one setting. It is smaller, because a large weight loosens the
+# bound, which pays off only with many guesses.
+MAX_SETTING_WEIGHT = 10.0
+MIN_PROB = 1e-4  # lower bound on probabilities in scores of log-probability
+
+
+class Scores(NamedTuple):
+  """Three scores of each of N sampled tokens, arrays [N], all 0 where no token was sampled.
+
+  They are computed as jax arrays and then converted to numpy.
+
+  Attributes:
+    rank: probability mass of the more probable tokens, plus half of the token's own, minus 1/2.
+    place: the same for the tokens that are earlier in the vocabulary. Inverse transform sampling in
+      vocabulary order maps its uniform to this score, so the score detects shared uniforms.
+    spread: variance of `rank` and of `place`.
+    log: log-probability, at least log MIN_PROB, minus its mean. It is the derivative of the
+      log-likelihood by the inverse temperature, so it is the most powerful score for a small error
+      of the temperature.
+    log_variance: variance of `log`.
+  """
+
+  rank: Any
+  place: Any
+  spread: Any
+  log: Any
+  log_variance: Any
+
+
+class RoundScores(NamedTuple):
+  """Scores of N verified guesses, and of tokens without a guess; arrays [N].
+
+  Attributes:
+    row: number of the output, from 0.
+    slot: slot of the guess in the output, from 0.
+    start: slot at which the round began.
+    sibling: number of earlier siblings of the guess.
+    position: position of the guess in its round, from 0 (`round_scores.positions`); -1 for a bonus
+      token, which had no guess.
+    accepted: whether the guess was accepted.
+    probability: probability that it is accepted.
+    guess: scores of the guess in the q that its draft reports.
+    next: scores of the token that the target sampled in place of the guess, or as bonus token.
+  """
+
+  row: Any
+  slot: Any
+  start: Any
+  sibling: Any
+  position: Any
+  accepted: Any
+  probability: Any
+  guess: Scores
+  next: Scores
+
+  def where(self, mask: np.ndarray) -> "RoundScores":
+    """Return the entries that `mask` [N] selects."""
+    return jax.tree.map(lambda x: x[mask], self)
+
+  def at(self, *positions: int) -> "RoundScores":
+    """Return the entries at these positions of rounds."""
+    return self.where(np.isin(self.position, positions))
+
+
+class Drift(NamedTuple):
+  """Sum of scores, whose mean is 0.
+
+  Attributes:
+    sum: sum of the scores.
+    variance: sum of their variances.
+    largest: bound on the absolute value of a score.
+  """
+
+  sum: float
+  variance: float
+  largest: float
+
+  def plus(self, other: "Drift") -> "Drift":
+    """Return the sum of two drifts of disjoint scores."""
+    return Drift(
+      self.sum + other.sum, self.variance + other.variance, max(self.largest, other.largest)
+    )
+
+  @property
+  def z(self) -> float:
+    """The sum in standard deviations."""
+    return self.sum / math.sqrt(self.variance) if self.variance else 0.0
+
+  @property
+  def p_value(self) -> float:
+    """Bound on the probability that exact rounds drift this far (Freedman, 1975; two-sided)."""
+    if not self.sum:
+      return 1.0
+    bound = self.variance + self.largest * abs(self.sum) / 3
+    return min(1.0, 2 * math.exp(-(self.sum**2) / (2 * bound)))
+
+  def critical(self, level: float) -> float:
+    """Return the sum whose p-value is `level`."""
+    log = math.log(2 / level)
+    third = self.largest * log / 3
+    return third + math.sqrt(third**2 + 2 * log * self.variance)
+
+
+def joined(parts: Sequence[RoundScores]) -> RoundScores:
+  """Concatenate the entries of all parts."""
+  return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def total(drifts: Iterable[Drift]) -> Drift:
+  """Return the drift of all scores together."""
+  return functools.reduce(Drift.plus, drifts)
+
+
+def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Drift:
+  """Return the drift of accepted guesses minus their acceptance probabilities.
+
+  A bias that multiplies the acceptance probability a adds to the sum in proportion to a, against a
+  variance of a (1 - a). So the most powerful weight is 1 / (1 - a), limited to `max_weight`.
+  """
+  a, weight = scored.probability, _weight(scored.probability, max_weight)
+  scores = weight * (scored.accepted - a)
+  return Drift(float(scores.sum()), float((weight**2 * a * (1 - a)).sum()), max_weight)
+
+
+def rank_drift(scores: Scores) -> Drift:
+  """Return the drift of ranks in the exact distribution, the most probable token first."""
+  return Drift(float(scores.rank.sum()), float(scores.spread.sum()), 0.5)
+
+
+def place_drift(scores: Scores) -> Drift:
+  """Return the drift of ranks in the exact distribution, in the order of the vocabulary."""
+  return Drift(float(scores.place.sum()), float(scores.spread.sum()), 0.5)
+
+
+def log_drift(scores: Scores) -> Drift:
+  """Return the drift of log-probabilities in the exact distribution."""
+  return Drift(float(scores.log.sum()), float(scores.log_variance.sum()), -math.log(MIN_PROB))
+
+
+TOKEN_DRIFTS: dict[str, Callable[[Scores], Drift]] = {
+  "rank": rank_drift,
+  "place": place_drift,
+  "log-probability": log_drift,
+}
+
+
+def drifts(scored: RoundScores, count: int) -> dict[str, list[Drift]]:
+  """Return the drifts of one setting, by name.
+
+  Acceptance, ranks of guesses and ranks of next tokens have one drift for each position, and next
+  tokens have another for the bonus token. The other lists have one drift of all positions together.
+
+  Args:
+    scored: scores of the setting.
+    count: number of positions in a round; gamma of a chain.
+  """
+  at = [scored.at(i) for i in range(count)]
+  return {
+    "all acceptance": [acceptance_drift(joined(at), MAX_SETTING_WEIGHT)],
+    "acceptance": [acceptance_drift(x, MAX_SETTING_WEIGHT) for x in at],
+    "guesses": [rank_drift(x.guess) for x in at],
+    "guesses' log-probability": [log_drift(scored.guess)],
+    "next tokens": [rank_drift(x.next) for x in (*at, scored.at(-1))],
+    "next tokens' log-probability": [log_drift(scored.next)],
+  }
+
+
+def detectable_bias(
+  scored: RoundScores, level: float, power: float = 0.9, max_weight: float = MAX_WEIGHT
+) -> float:
+  """Return the smallest bias b of acceptance that the test detects with probability `power`.
+
+  A biased acceptance probability is min(1, (1 + b) p / q). The result is infinite if no bias is
+  detected.
+  """
+  a, weight = scored.probability, _weight(scored.probability, max_weight)
+  critical, deviations = (
+    acceptance_drift(scored, max_weight).critical(level),
+    stats.norm.isf(1 - power),
+  )
+
+  def beyond(bias: float) -> float:
+    biased = np.minimum(1, (1 + bias) * a)
+    spread = math.sqrt((weight**2 * biased * (1 - biased)).sum())
+    return float((weight * (biased - a)).sum()) - critical - deviations * spread
+
+  return optimize.brentq(beyond, 0, 1e6) if beyond(1e6) > 0 else math.inf
+
+
+def detectable_temperature(scores: Scores, level: float, power: float = 0.9) -> float:
+  """Return the smallest b that is detected with probability `power`, at temperature 1 - b times T.
+
+  Such a temperature multiplies log-probabilities by 1 / (1 - b). To first order in b, that moves
+  the mean of each score by b / (1 - b) times its variance, and by more if the score is cut off at
+  log MIN_PROB.
+  """
+  drift, deviations = log_drift(scores), stats.norm.isf(1 - power)
+  if not drift.variance:
+    return math.inf
+  tilt = (drift.critical(level) + deviations * math.sqrt(drift.variance)) / drift.variance
+  return tilt / (1 + tilt)
+
+
+def _weight(probability: np.ndarray, max_weight: float) -> np.ndarray:
+  return 1 / np.maximum(1 - probability, 1 / max_weight)

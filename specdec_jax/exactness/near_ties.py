@@ -1,0 +1,226 @@
+"""Differences of logits from rounding, and whether they explain that two argmax outputs differ."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from specdec_jax.core.arrays import gather
+from specdec_jax.core.trees import AnyTree
+from specdec_jax.core.types import Model
+from specdec_jax.exactness.paths import plans_of
+from specdec_jax.pairs import Pair
+
+SHARES = {"float32": 1e-3, "bfloat16": 0.03}  # of the range of a token's logits
+
+
+class Rounding(NamedTuple):
+  """Difference of a logit between a verification pass and a pass over one token.
+
+  Attributes:
+    share: bound, as a share of the range of a token's logits.
+    measured: largest difference that was measured in a pass of this shape.
+  """
+
+  share: float
+  measured: float = 0.0
+
+
+class Divergence(NamedTuple):
+  """The first token at which a row of speculative output differs from autoregressive decoding.
+
+  Attributes:
+    row: of the batch.
+    position: of the token in the output, from 0.
+    autoregressive: token of autoregressive decoding.
+    speculative: token of speculative decoding.
+    gap: the target's logit of `autoregressive` minus that of `speculative`, in passes over one
+      token.
+    rounding: largest difference of a logit from rounding: the largest difference between passes
+      over one token and over blocks, in this row or in a verification pass, up to the bound.
+  """
+
+  row: int
+  position: int
+  autoregressive: int
+  speculative: int
+  gap: float
+  rounding: float
+
+  @property
+  def is_tie(self) -> bool:
+    """Whether a change of both logits by `rounding` can swap them."""
+    return self.gap <= 2 * self.rounding
+
+
+def share_of(pair: Pair) -> float:
+  """Return a bound on differences of the target's logits from rounding, as a share of their range.
+
+  It is 0 for a T5 with `kernels.skinny`, which compute the same bits for a token in any block.
+  """
+  has_encoder = getattr(getattr(pair.target, "config", None), "has_encoder", False)
+  if pair.kernels.startswith("skinny") and has_encoder:
+    return 0.0
+  return SHARES[pair.dtype]
+
+
+def node_moves(
+  pair: Pair, prompt: Array, text: np.ndarray, lengths: np.ndarray, tree: AnyTree
+) -> tuple[float, float]:
+  """Measure how much the logits of a verification pass differ from those of passes over one token.
+
+  Passes over one token process each row up to some token of its text. Then the next tokens of the
+  text are placed on a path of the tree, and other tokens on its other nodes. One pass processes all
+  nodes, and passes over one token process each path from the root to a leaf.
+
+  Args:
+    pair: its target is measured.
+    prompt: padded prompts [B, P].
+    text: outputs of the target [B, T].
+    lengths: tokens of each output [B].
+    tree: shape of the verification pass.
+
+  Returns:
+    The largest difference of a logit, and the largest share of the range of a token's logits.
+  """
+  batch, plans = len(prompt), plans_of(tree)
+  padded = np.pad(text, ((0, 0), (0, tree.depth)))
+  largest = largest_share = 0.0
+  for number in range(max(3, -(-len(plans.lengths) // batch))):
+    rows = np.arange(batch)
+    plan = (rows + number * batch) % len(plans.lengths)
+    start = (lengths * ((rows + number * batch / 3) % batch) / batch).astype(int)
+    following = np.take_along_axis(padded, start[:, None] + np.arange(tree.depth), axis=1)
+    block = _Block(start, following, plan, plans.paths[plan])
+    moves, ranges = _node_moves(pair.target, tree, pair.target_params, prompt, padded, block)
+    largest = max(largest, float(moves.max()))
+    largest_share = max(largest_share, float((moves / ranges).max()))
+  return largest, largest_share
+
+
+class _Block(NamedTuple):
+  """Tokens of a verification pass.
+
+  Attributes:
+    start: [B], number of tokens of the text before the block.
+    following: [B, D], tokens of the text after them.
+    plan: [B], plan (`paths.Plans`) of each row.
+    paths: [B, L, D], nodes from the root to each leaf.
+  """
+
+  start: Any
+  following: Any
+  plan: Any
+  paths: Any
+
+
+@functools.partial(jax.jit, static_argnames=("target", "tree"))
+def _node_moves(
+  target: Model, tree: AnyTree, params: Any, prompt: Array, text: Array, block_tokens: _Block
+) -> tuple[Array, Array]:
+  """Return the largest difference of a logit at each node of each path, and the logits' range.
+
+  Both have shape [L, B, D + 1]. The root of each path counts; entries past its leaf are 0.
+  """
+  start, following, plan, paths = block_tokens
+  first, length = target.prompt_tokens(prompt)
+  last = gather(first, length[:, None] - 1)
+  num_slots = first.shape[1] + text.shape[1] - tree.depth + tree.num_nodes  # as in decoding
+  text = jnp.concatenate([last, text], axis=1)  # step i processes token i
+  _, cache = target.prefill(params, prompt, num_slots)
+
+  def extend(cache, token):
+    logits, _, cache = target.extend(params, cache, token[:, None])
+    return cache, logits[:, 0]
+
+  def step(i, cache):
+    after = extend(cache, text[:, i])[0]
+    return target.commit(after, length - 1 + jnp.minimum(i + 1, start))
+
+  cache = lax.fori_loop(0, start.max(), step, cache)
+  last = gather(text, start[:, None])
+  plans = plans_of(tree)
+  guesses = plans.tokens(plan, following, target.vocab_size)
+  block = jnp.concatenate([last, guesses], axis=1)
+  in_block = target.extend(params, cache, block, plans.shape(plan, tree))[0]
+
+  def of_path(path: Array) -> tuple[Array, Array]:
+    nodes = jnp.pad(path, ((0, 0), (1, 0)))
+
+    def next_token(cache, token):
+      after, logits = extend(cache, token)
+      return target.commit(after, cache.length + 1), logits
+
+    tokens = gather(block, nodes)
+    by_one = lax.scan(next_token, cache, tokens.T)[1].swapaxes(0, 1)  # [B, D + 1, V]
+    by_block = gather(in_block, nodes)
+    exists = (nodes > 0) | (jnp.arange(nodes.shape[1]) == 0)
+    moves = jnp.where(exists, jnp.abs(by_block - by_one).max(axis=-1), 0.0)
+    return moves, by_one.max(axis=-1) - by_one.min(axis=-1)
+
+  return lax.map(of_path, paths.swapaxes(0, 1))
+
+
+def first_divergences(
+  target: Model,
+  params,
+  prompt: Array,
+  autoregressive: np.ndarray,
+  speculative: np.ndarray,
+  block: int,
+  rounding: Rounding,
+) -> list[Divergence]:
+  """Return the first difference of each row in which two outputs differ.
+
+  Args:
+    target: the model of both.
+    params: its parameters.
+    prompt: source tokens [B, P].
+    autoregressive: output of autoregressive decoding [B, T].
+    speculative: output of speculative decoding [B, T].
+    block: number of tokens of a verification pass: gamma + 1, or the nodes of a tree.
+    rounding: rounding of the target.
+  """
+  rows = np.flatnonzero((autoregressive != speculative).any(axis=1))
+  if not len(rows):
+    return []
+  by_one, by_block = (
+    np.asarray(_logits(target, params, prompt, autoregressive, k)) for k in (1, block)
+  )
+  divergences = []
+  for row in rows.tolist():
+    i = int((autoregressive[row] != speculative[row]).argmax())
+    token, other_token = int(autoregressive[row, i]), int(speculative[row, i])
+    gap = float(by_one[row, i, token] - by_one[row, i, other_token])
+    moved = float(np.abs(by_one[row, : i + 1] - by_block[row, : i + 1]).max())
+    bound = rounding.share * float(np.ptp(by_one[row, i]))
+    limit = min(max(moved, rounding.measured), bound)
+    divergences.append(Divergence(row, i, token, other_token, gap, limit))
+  return divergences
+
+
+def _logits(target: Model, params, prompt: Array, tokens: np.ndarray, block: int) -> Array:
+  """Return the target's logits [B, T, V] before each token, from passes over `block` tokens."""
+  first, length = target.prompt_tokens(prompt)
+  batch, count = tokens.shape
+  num_blocks = -(-count // block)
+  # Rows may have prompts of different lengths; each continues with its last token and the output.
+  last = gather(first, length[:, None] - 1)
+  text = jnp.concatenate([last, jnp.asarray(tokens[:, :-1])], axis=1)
+  text = jnp.pad(text, ((0, 0), (0, num_blocks * block - count)))
+  blocks = text.reshape(batch, num_blocks, block).swapaxes(0, 1)
+
+  @jax.jit
+  def logits_of_blocks(params):
+    def step(cache, tokens):
+      logits, _, cache = target.extend(params, cache, tokens)
+      return target.commit(cache, cache.length + block), logits
+
+    _, cache = target.prefill(params, prompt, first.shape[1] + num_blocks * block)
+    return lax.scan(step, cache, blocks)[1]  # [N, B, K, V]
+
+  logits = logits_of_blocks(params).swapaxes(0, 1)
+  return logits.reshape(batch, num_blocks * block, -1)[:, :count]
