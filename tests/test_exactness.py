@@ -490,7 +490,7 @@ def test_a_good_pair_is_said_to_hold(capsys):
   assert "ok   independence between rounds: 119 correlations" in said
 
 
-def test_trees_are_checked_and_a_rule_without_laws_is_named(capsys):
+def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys):
   pair = tiny_pair.pair()._replace(verifier=BlockVerifier)
   check(pair=pair, gammas=(), trees=[(0, 0, 1)], num_texts=1)
   said = capsys.readouterr().out
@@ -534,7 +534,7 @@ def test_a_fault_is_shown_and_ends_in_status_1(capsys):
     ({"num_guesses": 0}, "num_guesses is 0"),
     ({"long_tokens": -1}, "long_tokens is -1"),
     ({"pair": tiny_pair.pair()._replace(simulated_alpha=0.5)}, "acceptance is simulated"),
-    ({"samplings": [Sampling(top_k=10)], "samples_per_text": 1}, "likely enough to be counted"),
+    ({"samplings": [Sampling(top_k=10)], "samples_per_text": 1}, "probable enough to be counted"),
   ],
 )
 def test_bad_input(changes, words):

@@ -352,7 +352,7 @@ def test_rows_that_share_their_keys_are_found(monkeypatch):
   )
   found = judged(table_pair(noise=0.5), num_guesses=1)
   far = [name for name, drift in between_rounds(found).items() if drift.p_value < LEVEL]
-  assert "guesses of rounds, by place, of neighbouring outputs" in far
+  assert "guesses of rounds, by place, of neighboring outputs" in far
   assert not any("apart" in name for name in far)
 
 
