@@ -1,6 +1,6 @@
-"""What `import specdec_jax` guess_probs: pairs that take texts and give texts.
+"""Pairs of `import specdec_jax`: texts in, texts out.
 
-Batches, lengths and keys are handled here; programs that were compiled are kept between runs.
+Batches, lengths and random keys are handled here. Compiled programs are cached between runs.
 """
 
 import functools
@@ -32,12 +32,12 @@ _LOG = logging.getLogger("specdec_jax")
 
 
 class Output(str):
-  """A text that the target wrote, and what it took.
+  """Output of the target, with its tokens and rounds.
 
   Attributes:
-    tokens: [T], EOS last unless the limit came first.
-    rounds: R of them, of this text alone: fields [R, ...] of `protocols.Rounds`.
-    words: the same as they read in the text, a `reporting.rounds.Round` each.
+    tokens: [T], EOS last unless the limit was reached first.
+    rounds: `core.types.Rounds` of this text, fields [R, ...].
+    words: the rounds as pieces of text, one `reporting.rounds.Round` each.
   """
 
   tokens: np.ndarray
@@ -57,17 +57,17 @@ class Output(str):
 
   @property
   def acceptance_length(self) -> float:
-    """Tokens a round, which is one pass of the target."""
+    """Tokens per round, each of which is one target forward pass."""
     return len(self.tokens) / len(self.rounds.num_emitted)
 
   def show(self, console: Console | None = None) -> None:
-    """Print a line a round: guesses accepted, [-rejected], and [+the target's own token]."""
+    """Print one line per round: accepted tokens, [-rejected], and [+the target's token]."""
     console = console or Console()
     for words in self.words:
       console.print(round_text(words), soft_wrap=True)
 
   def _repr_html_(self) -> str:
-    """What a notebook shows."""
+    """Return HTML for notebooks."""
     console = Console(record=True, file=io.StringIO())
     console.print(Text(self), soft_wrap=True)
     self.show(console)
@@ -75,11 +75,12 @@ class Output(str):
 
 
 class Candidate(str):
-  """One of the texts that a beam search found.
+  """Output of a beam search.
 
   Attributes:
-    tokens: [T], EOS last unless the limit came first. score: its log-probability by the target,
-      divided by the length penalty; of a search none of whose texts ended, undivided.
+    tokens: [T], EOS last unless the limit was reached first.
+    score: log-probability by the target, divided by the length penalty. It is not divided if no
+      text of the search ended.
   """
 
   tokens: np.ndarray
@@ -91,7 +92,7 @@ class Candidate(str):
     return self
 
 
-# Arguments of transformers' generate, and what to use here; "" for what is not supported.
+# Arguments of transformers' generate, and what to use instead; "" if it is not supported.
 _THEIRS = {
   **dict.fromkeys(("num_beams", "num_beam_groups"), "beam_search(texts, beams=...)"),
   **dict.fromkeys(("max_length", "max_tokens"), "max_new_tokens"),
@@ -111,8 +112,8 @@ _THEIRS = {
 _OF_BEAMS = {"beams", "draft_beams", "nodes", "length_penalty"}
 
 
-def _answers_unknown(method: Callable[P, R]) -> Callable[P, R]:
-  """The method, which answers an argument of transformers' with the one to use instead."""
+def _explains_unknown_arguments(method: Callable[P, R]) -> Callable[P, R]:
+  """Wrap a method: for an argument of transformers, the error names what to use instead."""
   known = inspect.signature(method).parameters
 
   @functools.wraps(method)
@@ -142,12 +143,9 @@ def _unknown(method: str, name: str, known: Sequence[str]) -> str:
 
 
 class Pair(pairs.Pair):
-  """A target, a draft model and their vocabulary: texts in, texts out.
+  """Target, draft and vocabulary: texts in, texts out."""
 
-  What decoding needs below that is `pairs.Pair`'s.
-  """
-
-  @_answers_unknown
+  @_explains_unknown_arguments
   def generate(
     self,
     texts: Sequence[str],
@@ -162,29 +160,29 @@ class Pair(pairs.Pair):
     seed: int = 0,
     lenience: float = 1.0,
   ) -> list[Output]:
-    """What the target writes for texts, by speculative decoding.
+    """Decode texts speculatively.
 
     Args:
-      texts: sources, or what a decoder-only model goes on from. Those longer than
-        `max_source_tokens` are cut (`cut` says where).
-      gamma: guesses a round; 0 decodes plainly; 'auto' finds the fastest first, as
-        `measurement.calibrate.resolve_tree` does, and keeps what it found for the next time. The
-        logger 'specdec_jax' is told why.
-      tree: parents of a tree of guesses (`trees.Tree`) instead of a chain of gamma; 'auto' finds
-        the fastest of both.
-      temperature: 0 takes the likeliest token.
-      top_k: sample from the k likeliest tokens only; 0 from all.
-      top_p: sample from the fewest tokens that have this much probability.
-      max_new_tokens: limit for a text, EOS counted.
-      batch_size: texts decoded together; whatever it is, outputs are the same.
-      seed: of all sampling. A text's draws depend on it and on the text's place among `texts`.
-      lenience: below 1 more guesses are accepted, and outputs are no longer the target's (A.5).
+      texts: sources, or prompts of a decoder-only model. A text longer than `max_source_tokens` is
+        cut (`cut` returns the part that remains).
+      gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest
+        (`measurement.calibrate.resolve_tree`), logs why to 'specdec_jax', and caches the choice.
+      tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
+        chooses the fastest tree or chain.
+      temperature: sampling temperature; 0 is argmax.
+      top_k: number of most probable tokens to sample from; 0 means no limit.
+      top_p: probability mass of nucleus sampling; 1 means no limit.
+      max_new_tokens: limit for each output, EOS included.
+      batch_size: texts decoded together; outputs do not depend on it.
+      seed: of all sampling. The sample of a text depends on the seed and on its index in `texts`.
+      lenience: below 1, more draft tokens are accepted, and outputs no longer have the target's
+        distribution (Appendix A.5).
 
     Returns:
-      For each text its output, a `str` with its tokens and rounds.
+      The output of each text, a `str` with tokens and rounds.
 
     Raises:
-      InputError: an argument is not what it should be, or memory does not hold what is asked.
+      InputError: an argument is invalid, or memory does not suffice.
     """
     (decoder, tree), found = _decoder(self, Pair.generate, texts, locals()), []
     for at in range(0, len(texts), batch_size):
@@ -196,7 +194,7 @@ class Pair(pairs.Pair):
       found += [_output(self, result, row, tree) for row in range(len(batch))]
     return found
 
-  @_answers_unknown
+  @_explains_unknown_arguments
   def stream(
     self,
     text: str,
@@ -210,9 +208,10 @@ class Pair(pairs.Pair):
     seed: int = 0,
     lenience: float = 1.0,
   ) -> Iterator[str]:
-    """The output of one text in pieces, at most one a round; joined they are what `generate` gives.
+    """Decode one text and yield its output in pieces, at most one per round.
 
-    Arguments as in `generate`. A round is a program of its own, for which the host waits.
+    The pieces together are the output of `generate`, which has the same arguments. Each round is a
+    separate program, and the host waits for it.
     """
     decoder, _ = _decoder(self, Pair.stream, [text], locals())
     state = _init(decoder, self.params, self.prompt([text]), row_keys(seed, 0, 1), max_new_tokens)
@@ -222,12 +221,12 @@ class Pair(pairs.Pair):
       result = require_finite(jax.device_get(decoder.result(state)))
       whole = self.vocabulary.decode(np.asarray(result.tokens[0, : result.lengths[0]]))
       piece = whole.removeprefix(said)
-      # Half a character is held back until the other half is there.
+      # An incomplete character is held back until it is complete.
       if piece and (state.done[0] or not whole.endswith("\ufffd")):
         yield piece
         said = whole
 
-  @_answers_unknown
+  @_explains_unknown_arguments
   def beam_search(
     self,
     texts: Sequence[str],
@@ -289,7 +288,11 @@ _round = jax.jit(Decoder.round, static_argnames="self")
 def _decoder(
   pair: pairs.Pair, of: Callable, texts: Sequence[str], asked: Mapping[str, Any]
 ) -> tuple[Decoder, AnyTree]:
-  """Of the pair for arguments of `generate` or `stream`, which are checked; and its guesses."""
+  """Check the arguments of `generate` or `stream`.
+
+  Returns:
+    The decoder for these arguments, and the tree that its draft proposes.
+  """
   require_types(of, asked)
   _require_texts(texts, "text" if "text" in asked else None)
   require_seed(asked["seed"])
@@ -308,7 +311,7 @@ def _decoder(
 
 
 def _require_texts(texts: Sequence[str], name: str | None = None) -> None:
-  """Raise InputError unless each text is one that a vocabulary can read."""
+  """Raise InputError unless each text is a string that a vocabulary can encode."""
   for place, text in enumerate(texts):
     require_text(name or f"texts[{place}]", text)
 
@@ -322,8 +325,11 @@ def _output(pair: pairs.Pair, result: DecodeResult, row: int, tree: AnyTree) -> 
   return Output(pair.vocabulary.decode(tokens), tokens, rounds, read)
 
 
-def _keeping(load: Callable[P, pairs.Pair]) -> Callable[P, Pair]:
-  """The same; programs go where the command line keeps them, unless jax was told where."""
+def _with_compile_cache(load: Callable[P, pairs.Pair]) -> Callable[P, Pair]:
+  """Wrap a function that loads a pair: programs are cached where the command line caches them.
+
+  A cache folder that is already configured in jax takes precedence.
+  """
 
   @functools.wraps(load)
   def loading(*args: P.args, **kwargs: P.kwargs) -> Pair:
@@ -334,5 +340,5 @@ def _keeping(load: Callable[P, pairs.Pair]) -> Callable[P, Pair]:
   return loading
 
 
-load_pair = _keeping(pairs.load_pair)
-random_pair = _keeping(pairs.random_pair)
+load_pair = _with_compile_cache(pairs.load_pair)
+random_pair = _with_compile_cache(pairs.random_pair)

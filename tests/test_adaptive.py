@@ -15,7 +15,7 @@ from specdec_jax.adaptive import AdaptiveDecoder
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import Params
+from specdec_jax.core.types import DecodeSettings, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.exactness.compare import compare_samples
@@ -141,9 +141,7 @@ def sampled():
     return decoder.run(pair.params, prompt, rng, costs, prior, max_new_tokens=max_new_tokens)
 
   texts = tiny_pair.SENTENCES[:4]
-  joint = compare_samples(
-    pair, texts, sampling, decode, batch_size=4, samples_per_text=400, num_tokens=4, seed=0
-  )
+  joint = compare_samples(pair, texts, decode, DecodeSettings(sampling, 4, 4), samples_per_text=400)
   out = decode(pair.prompt(texts), jax.random.split(jax.random.key(1), 4), max_new_tokens=4)
   return joint, gammas_of(out)
 

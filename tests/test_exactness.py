@@ -17,7 +17,7 @@ from specdec_jax.commands.check_exactness import check_exactness
 from specdec_jax.core import trees
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
-from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.types import DecodeSettings, Proposal, Verification, Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
@@ -60,10 +60,7 @@ def cells(sampling):
 def sampled(sampling, decode):
   """400 outputs of each text beside the exact joint distribution of their first tokens."""
   return compare_samples(
-    *(tiny_pair.pair(), TEXTS, sampling, decode, 4, 400),
-    num_tokens=4,
-    seed=0,
-    cells=cells(sampling),
+    tiny_pair.pair(), TEXTS, decode, DecodeSettings(sampling, 4, 4), 400, cells(sampling)
   )
 
 
@@ -92,7 +89,7 @@ def test_exact_samples_pass(name, gamma):
 
 def test_exact_argmax_passes():
   plain, ours = (tiny_pair.pair().decode_fn(GREEDY, gamma) for gamma in (0, GAMMA))
-  assert argmax(plain=plain, speculative=ours) == []
+  assert argmax(autoregressive=plain, speculative=ours) == []
 
 
 @pytest.mark.parametrize(
@@ -314,7 +311,9 @@ def test_faults_of_trees_are_caught_at_temperature_0(fault):
 @pytest.mark.parametrize("fault", [off_by_one, neighbours_cache])
 def test_faults_of_the_cache_are_caught_at_temperature_0(fault):
   good, bad = tiny_pair.pair(), with_target(fault)
-  divergences = argmax(plain=good.decode_fn(GREEDY, 0), speculative=bad.decode_fn(GREEDY, GAMMA))
+  divergences = argmax(
+    autoregressive=good.decode_fn(GREEDY, 0), speculative=bad.decode_fn(GREEDY, GAMMA)
+  )
   assert divergences and not all(d.is_tie for _, d in divergences)
 
 
@@ -328,7 +327,7 @@ def test_faults_of_the_cache_are_caught_in_samples():
 
 
 def test_a_divergence_is_a_tie_when_rounding_can_swap_two_logits():
-  near = Divergence(0, 3, plain=5, speculative=6, gap=1.9e-6, rounding=1e-6)
+  near = Divergence(0, 3, autoregressive=5, speculative=6, gap=1.9e-6, rounding=1e-6)
   assert near.is_tie and not near._replace(gap=2.1e-6).is_tie
 
 
@@ -342,7 +341,7 @@ def test_a_divergence_is_found_where_it_is():
   (found,) = first_divergences(
     *(pair.target, pair.target_params, prompt, plain, other, GAMMA + 1, Rounding(1e-3))
   )
-  assert (found.row, found.position, found.plain, found.speculative) == (
+  assert (found.row, found.position, found.autoregressive, found.speculative) == (
     *(2, 4),
     *(plain[2, 4], other[2, 4]),
   )
@@ -480,24 +479,24 @@ def test_a_good_pair_is_said_to_hold(capsys):
   said = capsys.readouterr().out
   assert said.count("ok  ") == 12 and "FAIL" not in said
   assert "12 of 12 checks hold, in float32 on cpu" in said
-  assert "4 of 4 texts identical" in said and "top-k 10, plain" in said
+  assert "4 of 4 texts identical" in said and "top-k 10, autoregressive" in said
   assert "verification, gamma 2: logits differ" in said
   assert "gamma 2, long texts, batch 4: 4 of 4 texts identical, 40 tokens each" in said
   assert "400 outputs, first 4 tokens in" in said
   assert "gamma 2, rounds: " in said and "gamma 2, long texts, rounds: " in said
-  assert "ok   acceptance in all rounds: " in said and "in acceptance would be seen" in said
+  assert "ok   acceptance in all rounds: " in said and "in acceptance would be detected" in said
   assert said.count("a temperature wrong by") == 2  # of guesses and of next tokens
   assert "ok   independence within rounds: 9 correlations" in said
   assert "ok   independence between rounds: 119 correlations" in said
 
 
-def test_trees_are_checked_and_a_rule_without_laws_is_named(capsys):
+def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys):
   pair = tiny_pair.pair()._replace(verifier=BlockVerifier)
   check(pair=pair, gammas=(), trees=[(0, 0, 1)], num_texts=1)
   said = capsys.readouterr().out
   assert said.count("ok  ") == 4 and "4 of 4 checks hold" in said
   assert "top-k 10, tree (0, 0, 1), batch 4: " in said and "on each of the tree's paths" in said
-  assert "Of BlockVerifier the outputs were checked, but not the rounds." in said
+  assert "For BlockVerifier, outputs were checked, but not rounds." in said
 
 
 def test_dynamic_trees_are_checked_but_not_their_rounds(capsys):
@@ -506,7 +505,7 @@ def test_dynamic_trees_are_checked_but_not_their_rounds(capsys):
   assert "temperature 0, dynamic tree 5/2, batch 4: 4 of 4 texts identical; the target as" in said
   assert "on each of the tree's paths in turn\n" in said
   assert "top-k 10, dynamic tree 5/2, batch 4: " in said and "4 of 4 checks hold" in said
-  assert "Of dynamic trees the outputs were checked, but not the rounds." in said
+  assert "For dynamic trees, outputs were checked, but not rounds." in said
 
 
 def test_a_fault_is_shown_and_ends_in_status_1(capsys):
@@ -535,7 +534,7 @@ def test_a_fault_is_shown_and_ends_in_status_1(capsys):
     ({"num_guesses": 0}, "num_guesses is 0"),
     ({"long_tokens": -1}, "long_tokens is -1"),
     ({"pair": tiny_pair.pair()._replace(simulated_alpha=0.5)}, "acceptance is simulated"),
-    ({"samplings": [Sampling(top_k=10)], "samples_per_text": 1}, "likely enough to be counted"),
+    ({"samplings": [Sampling(top_k=10)], "samples_per_text": 1}, "probable enough to be counted"),
   ],
 )
 def test_bad_input(changes, words):

@@ -14,7 +14,7 @@ from tiny import autoregressive_decode, speculative_decode
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import branching, chain
-from specdec_jax.core.types import Context
+from specdec_jax.core.types import Context, DecodeSettings
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams, load_ngrams, save_ngrams
@@ -213,7 +213,7 @@ def test_sampled_output_has_the_targets_joint_distribution(order=1):
   draft = functools.partial(NgramDraft, order, size)
   decode = pair._replace(draft=draft, draft_params=ngrams).decode_fn(Sampling(), 2)
   joint = compare_samples(
-    pair, tiny_pair.SENTENCES[:4], Sampling(), decode, 4, 400, num_tokens=4, seed=0
+    pair, tiny_pair.SENTENCES[:4], decode, DecodeSettings(Sampling(), 4, 4), 400
   )
   assert joint.p_value > tiny.LEVEL and joint.num_impossible == 0
   assert joint.num_samples == 1600 and joint.detectable(tiny.LEVEL) < 0.15

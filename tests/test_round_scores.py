@@ -16,7 +16,7 @@ from test_exactness import JudgedBy, bonus_of_the_guess_before, forgetful, judge
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys, sample, sample_logits
 from specdec_jax.core.trees import Tree, branching, chain
-from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.types import DecodeSettings, Proposal, Verification, Verifier
 from specdec_jax.core.verify import tokens
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts import model
@@ -97,13 +97,12 @@ def judged(
   pair, sampling=COLD, num_guesses=30_000, verifier=TokenVerifier, tree=CHAIN, rows=512, limit=64
 ) -> RoundScores:
   decode = round_scores.recorded(pair._replace(verifier=verifier), sampling, tree)
-  return round_scores.score_rounds(
-    *(pair, tiny_pair.SENTENCES, sampling, decode, num_guesses, limit), seed=0, batch_size=rows
-  )
+  settings = DecodeSettings(sampling, rows, limit)
+  return round_scores.score_rounds(pair, tiny_pair.SENTENCES, decode, settings, num_guesses)
 
 
 def lowest(found: RoundScores, count=GAMMA) -> dict[str, float]:
-  """Of each kind of law the least p-value, of any of the first `count` positions."""
+  """Return the lowest p-value of each kind of drift, over the first `count` positions."""
   return {k: min(d.p_value for d in ds) for k, ds in drifts(found, count).items()}
 
 
@@ -160,7 +159,7 @@ def test_exact_rounds_of_a_tree_pass():
 
 
 @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
-def test_each_guess_is_scored_by_the_laws_of_its_own_round(tree):
+def test_each_guess_is_scored_by_the_distributions_of_its_own_round(tree):
   """Against a walk through the rounds, with EOS and the limit in the midst of some."""
   pair, sampling, limit = table_pair(noise=1.0, ends=True), Sampling(), 7
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:40]), row_keys(3, 0, 40)
@@ -171,40 +170,39 @@ def test_each_guess_is_scored_by_the_laws_of_its_own_round(tree):
   p, q = (np.exp(np.float64(x)) for x in (pair.target_params, pair.draft_params))
   p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
 
-  def score(law, x):
-    logs = np.log(np.maximum(law, MIN_PROB))
-    by_rank, by_place = law[law > law[x]].sum(), law[:x].sum()
-    half = law[x] / 2 - 0.5
-    return by_rank + half, by_place + half, logs[x] - law @ logs
+  def score(probs, x):
+    logs = np.log(np.maximum(probs, MIN_PROB))
+    by_rank, by_place = probs[probs > probs[x]].sum(), probs[:x].sum()
+    half = probs[x] / 2 - 0.5
+    return by_rank + half, by_place + half, logs[x] - probs @ logs
 
   paths = np.asarray(result.rounds.path if tree is TREE else [[[1, 2]] * 40] * limit)
   rows = []
   for row in range(40):
-    newest, slot = 0, 0
+    last, slot = 0, 0
     of_row = (np.asarray(x)[:, row] for x in result.rounds[:4])
     for guesses, n, token, emitted, path in zip(*of_row, paths[:, row]):
       path, begin = [0, *path[:n]], slot
       for node in path[:emitted]:
-        left, law, accepted = p[newest], q[newest].copy(), False
+        residual, q_left, accepted = p[last], q[last].copy(), False
         children = [guess for guess, parent in enumerate(tree.parents) if parent == node]
         for guess in children:
           x, accepted = guesses[guess], guess + 1 in path
-          law /= law.sum()
-          scores = min(1, left[x] / law[x]), *score(law, x)
-          left, was = np.maximum(left - law, 0), left
-          left = left / left.sum() if left.any() else was
-          final = (0, 0, 0) if accepted or guess < children[-1] else score(left, token)
+          q_left /= q_left.sum()
+          scores = min(1, residual[x] / q_left[x]), *score(q_left, x)
+          residual, before = np.maximum(residual - q_left, 0), residual
+          residual = residual / residual.sum() if residual.any() else before
+          final = (0, 0, 0) if accepted or guess < children[-1] else score(residual, token)
           where = row, slot, begin, guess - children[0], round_scores.positions(tree)[guess]
           rows.append((*where, accepted, *scores, *final))
           if accepted:
             break
-          law[x] = 0
+          q_left[x] = 0
         if not children:
-          rows.append((row, slot, begin, 0, -1, False, 1, 0, 0, 0, *score(left, token)))
-        newest, slot = x if accepted else token, slot + 1
-  found = round_scores.score_rounds(
-    *(pair, tiny_pair.SENTENCES[:40], sampling, decode, 1, limit), seed=3, batch_size=40
-  )
+          rows.append((row, slot, begin, 0, -1, False, 1, 0, 0, 0, *score(residual, token)))
+        last, slot = x if accepted else token, slot + 1
+  settings = DecodeSettings(sampling, 40, limit, seed=3)
+  found = round_scores.score_rounds(pair, tiny_pair.SENTENCES[:40], decode, settings, 1)
   scores = ((x.rank, x.place, x.log) for x in (found.guess, found.next))
   fields = *found[:7], *itertools.chain(*scores)
   for ours, by_hand in zip(fields, np.array(rows, float).T, strict=True):
@@ -354,7 +352,7 @@ def test_rows_that_share_their_keys_are_found(monkeypatch):
   )
   found = judged(table_pair(noise=0.5), num_guesses=1)
   far = [name for name, drift in between_rounds(found).items() if drift.p_value < LEVEL]
-  assert "guesses of rounds, by place, of neighbouring outputs" in far
+  assert "guesses of rounds, by place, of neighboring outputs" in far
   assert not any("apart" in name for name in far)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
-from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.types import DecodeResult, DecodeSettings
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.exactness.compare import cells_of, compare_argmax, compare_samples
@@ -36,7 +36,6 @@ from specdec_jax.exactness.near_ties import Divergence, Rounding, node_moves, sh
 from specdec_jax.exactness.paths import rounds_of_self_draft
 from specdec_jax.exactness.prefix_chi2 import Comparison
 from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
-from specdec_jax.loading import DecodeSettings
 from specdec_jax.pairs import Pair, verifier_name
 from specdec_jax.progress import Progress
 
@@ -130,13 +129,13 @@ def check_exactness(
     raise InputError(f"level is {level}; a chance of a false alarm lies between 0 and 1.")
   if pair.simulated_alpha is not None:
     raise InputError(
-      "The target's acceptance is simulated, so its output has no distribution to check; give a real "
-      "target."
+      "The target's acceptance is simulated, so its output has no distribution to check; give a "
+      "real target."
     )
   if not all(pair.verifier(sampling).exact for sampling in samplings):
     raise InputError(
-      f"{verifier_name(pair.verifier)} is lossy here: its output is not the target's own, so there is "
-      "nothing to check; give an exact verifier as pairs.load_pair.verifier."
+      f"{verifier_name(pair.verifier)} is lossy here: its output is not the target's own, so there "
+      "is nothing to check; give an exact verifier as pairs.load_pair.verifier."
     )
   counts = dict(num_texts=num_texts, samples_per_text=samples_per_text, num_tokens=num_tokens)
   counts |= dict(max_new_tokens=max_new_tokens, num_guesses=num_guesses)
@@ -318,7 +317,7 @@ class _Check:
 
 
 class _CachedDecode:
-  """Decoding function that caches its results, because all trees are compared with the same outputs."""
+  """Decoding function that caches its results: all trees are compared with the same outputs."""
 
   def __init__(self, decode: Callable[..., DecodeResult]):
     self.decode = decode

@@ -1,8 +1,8 @@
 """Tests of single tokens: guesses, their acceptance, and the tokens that the target samples.
 
 Output is exact if three things hold wherever a guess is verified: the guess is sampled from the q
-that its draft reports, it is accepted with the probability that the verifier assigns, and the token that
-replaces a rejected guess, or follows the last guess, is sampled from the residual distribution.
+that its draft reports, it is accepted with the probability that the verifier assigns, and the token
+that replaces a rejected guess, or follows the last guess, is sampled from the residual distribution.
 Each condition gives scores with mean 0 and known variance, given all earlier tokens. Sums of such
 scores are martingales, and Freedman's inequality bounds how far they drift, for any number of
 tokens. The joint distribution of several tokens is tested by `dependence`.
@@ -18,8 +18,8 @@ import numpy as np
 from scipy import optimize, stats
 
 MAX_WEIGHT = 50.0  # largest weight of a guess in the acceptance test over all rounds
-# Largest weight in the test of one setting. It is smaller, because a large weight loosens the bound,
-# which pays off only with many guesses.
+# Largest weight in the test of one setting. It is smaller, because a large weight loosens the
+# bound, which pays off only with many guesses.
 MAX_SETTING_WEIGHT = 10.0
 MIN_PROB = 1e-4  # lower bound on probabilities in scores of log-probability
 
@@ -210,8 +210,8 @@ def detectable_bias(
 def detectable_temperature(scores: Scores, level: float, power: float = 0.9) -> float:
   """Return the smallest b that is detected with probability `power`, at temperature 1 - b times T.
 
-  Such a temperature multiplies log-probabilities by 1 / (1 - b). To first order in b, that moves the
-  mean of each score by b / (1 - b) times its variance, and by more if the score is cut off at
+  Such a temperature multiplies log-probabilities by 1 / (1 - b). To first order in b, that moves
+  the mean of each score by b / (1 - b) times its variance, and by more if the score is cut off at
   log MIN_PROB.
   """
   drift, deviations = log_drift(scores), stats.norm.isf(1 - power)

@@ -121,7 +121,7 @@ class _Block(NamedTuple):
 def _node_moves(
   target: Model, tree: AnyTree, params: Any, prompt: Array, text: Array, block_tokens: _Block
 ) -> tuple[Array, Array]:
-  """Return the largest difference of a logit at each node of each path, and the range of the logits.
+  """Return the largest difference of a logit at each node of each path, and the logits' range.
 
   Both have shape [L, B, D + 1]. The root of each path counts; entries past its leaf are 0.
   """

@@ -28,7 +28,7 @@ class Plans(NamedTuple):
     parents: [plans, N], parent of each guess.
     depths: [plans, N], depth of each guess, from 1.
     offsets: [plans, N], number added to the token of the text at that depth; 0 on the path.
-    paths: [plans, leaves, D], nodes from the root to each leaf, beginning with the leaf of the path;
+    paths: [plans, leaves, D], nodes from the root to each leaf, the leaf of the path first;
       0 past a leaf, and all 0 if a shape has fewer leaves.
     lengths: [plans], number of guesses on the path.
   """
@@ -132,8 +132,8 @@ def rounds_of_self_draft(
 ) -> tuple[int, int]:
   """Count the rounds of argmax decoding with the target as its own draft.
 
-  Every round must accept the whole path of first children (gamma tokens of a chain). A fault such as
-  a lost bonus token, or a draft that is one token behind, costs speed without changing the output,
+  Every round must accept the whole path of first children (gamma tokens of a chain). A fault such
+  as a lost bonus token, or a draft that is one token behind, costs speed without changing the output,
   and shows here. With `by_paths`, the target's tokens are on the path to each leaf in turn
   (`PathDraft`), so that later siblings are accepted, too.
 

@@ -1,7 +1,7 @@
-"""Drafts made of others, as `load_pair` takes them with their arguments bound.
+"""Drafts composed of other drafts, for `load_pair`, with all arguments but the target bound.
 
-Each `draft` among the arguments is a function of a vocabulary, as `load_pair`'s own may be: another
-of these, or `checkpoint_draft` for a checkpoint.
+Each `draft` argument is a function from a `LoadedTarget` to a `DraftFactory`: another of these
+functions, or `checkpoint_draft` for a checkpoint.
 """
 
 import dataclasses
@@ -33,77 +33,83 @@ LoadsDraft = Callable[[LoadedTarget], DraftFactory]
 def hierarchical_draft(
   target: LoadedTarget, draft: LoadsDraft, inner: LoadsDraft, inner_gamma: int = 3
 ) -> DraftFactory:
-  """A draft model whose guesses are drafted in turn (Section 6).
+  """Return a draft model that is itself decoded speculatively (Section 6).
 
   Args:
     target: the target of the pair.
-    draft: the model.
-    inner: the cheaper draft; for more depth another of these.
-    inner_gamma: guesses of the cheaper draft in each of its rounds.
+    draft: loads the draft model.
+    inner: loads the cheaper draft of that model; it may be hierarchical, too.
+    inner_gamma: draft tokens of the cheaper draft per round.
 
   Raises:
-    InputError: (when it is made for a sampling) the draft is no model.
+    InputError: the draft is not a model; raised when the draft is built.
   """
   require_types(hierarchical_draft, locals())
-  model, cheaper = (load_draft(make, target) for make in (draft, inner))
+  model, cheaper = (load_draft(load, target) for load in (draft, inner))
 
-  def make(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
+  def build(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
     guesses = cheaper.build(sampling, chain(inner_gamma))
     tree = require_static("a hierarchical draft", tree)
     return HierarchicalDraft(_of_model(model, sampling, tree).model, guesses, sampling, tree)
 
-  return DraftFactory(f"{model.name} by {cheaper.name}", make, (model.params, cheaper.params))
+  return DraftFactory(f"{model.name} by {cheaper.name}", build, (model.params, cheaper.params))
 
 
 def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFactory:
-  """Several drafts at once, each a branch of one tree (SpecInfer); each is asked for all guesses.
+  """Return several drafts whose proposals are branches of one tree (SpecInfer).
 
-  One named twice is drawn from twice.
+  Each draft proposes a full tree or chain. A draft that is given twice is sampled twice.
+
+  Args:
+    target: the target of the pair.
+    drafts: load the drafts.
   """
   require_types(forest_draft, locals())
-  made = [load_draft(draft, target) for draft in drafts]
+  factories = [load_draft(draft, target) for draft in drafts]
 
-  def make(sampling: Sampling, tree: AnyTree) -> ForestDraft:
-    return ForestDraft(tuple(one.build(sampling, tree) for one in made), len(target.vocabulary))
+  def build(sampling: Sampling, tree: AnyTree) -> ForestDraft:
+    return ForestDraft(
+      tuple(factory.build(sampling, tree) for factory in factories), len(target.vocabulary)
+    )
 
-  name = " and ".join(one.name for one in made)
-  return DraftFactory(name, make, tuple(one.params for one in made))
+  name = " and ".join(factory.name for factory in factories)
+  return DraftFactory(name, build, tuple(factory.params for factory in factories))
 
 
 def cascade_draft(
   target: LoadedTarget, drafts: Sequence[LoadsDraft], gammas: Sequence[int]
 ) -> DraftFactory:
-  """Several drafts in a row, cheaper and cheaper.
+  """Return several drafts that propose one after the other, usually from expensive to cheap.
 
   Args:
     target: the target of the pair.
-    drafts: the first guesses first.
-    gammas: how many each of them guesses but the last, whose are the rest.
+    drafts: load the drafts, in the order of their tokens.
+    gammas: number of draft tokens of each draft except the last, which proposes the rest.
 
   Raises:
-    InputError: gammas are not one fewer than drafts, or one is no whole number from 1.
+    InputError: gammas are not one fewer than drafts, or one is not a positive integer.
   """
   require_types(cascade_draft, locals())
   if len(gammas) != len(drafts) - 1:
     raise InputError(
-      f"There are {len(drafts)} drafts in a row and {len(gammas)} gammas; give one to each but the "
-      "last, which guesses the rest."
+      f"There are {len(drafts)} drafts in a row and {len(gammas)} gammas; give one gamma for each "
+      "draft except the last, which proposes the rest."
     )
   for gamma in gammas:
     require_count("gamma", gamma)
-  made = [load_draft(draft, target) for draft in drafts]
+  factories = [load_draft(draft, target) for draft in drafts]
 
-  def make(sampling: Sampling, tree: AnyTree) -> CascadeDraft:
+  def build(sampling: Sampling, tree: AnyTree) -> CascadeDraft:
     require_chain("a cascade", tree)
-    row, left = [], tree.depth
-    for one, gamma in zip(made, (*gammas, tree.depth)):
-      if left:
-        row.append(one.build(sampling, chain(min(gamma, left))))
-        left -= min(gamma, left)
-    return CascadeDraft(tuple(row), len(target.vocabulary))
+    built, missing = [], tree.depth
+    for factory, gamma in zip(factories, (*gammas, tree.depth)):
+      if missing:
+        built.append(factory.build(sampling, chain(min(gamma, missing))))
+        missing -= min(gamma, missing)
+    return CascadeDraft(tuple(built), len(target.vocabulary))
 
-  name = ", then ".join(one.name for one in made)
-  return DraftFactory(name, make, tuple(one.params for one in made))
+  name = ", then ".join(factory.name for factory in factories)
+  return DraftFactory(name, build, tuple(factory.params for factory in factories))
 
 
 def tree_draft(
@@ -112,64 +118,76 @@ def tree_draft(
   widths: Sequence[int] = (),
   num_guesses: int | None = None,
 ) -> DraftFactory:
-  """A draft whose guesses are a tree, gamma deep, wherever a chain is asked for.
+  """Return a draft that proposes a tree of depth gamma in place of a chain of gamma.
 
   Args:
     target: the target of the pair.
-    draft: that proposes trees.
-    widths: children of each node at depth 0, 1, ...; at greater depths each has one.
-    num_guesses: instead of widths: of a tree whose shape changes.
+    draft: loads a draft that proposes trees.
+    widths: children of each node at depth 0, 1, ...; nodes at greater depths have one child.
+    num_guesses: number of draft tokens of a dynamic tree; instead of `widths`.
 
   Raises:
-    InputError: both are given, or neither.
+    InputError: both or neither of `widths` and `num_guesses` are given.
   """
   require_types(tree_draft, locals())
   if bool(widths) == (num_guesses is not None):
-    raise InputError("A tree has widths, or num_guesses if its shape is to change; give one.")
+    raise InputError("A tree has widths, or num_guesses if it is dynamic; give one.")
 
   def shape(depth: int) -> AnyTree:
     if num_guesses is not None:
-      return DynamicTree(num_guesses if depth > 1 else 1, depth)  # one deep: its best guess
+      return DynamicTree(num_guesses if depth > 1 else 1, depth)  # depth 1: the best token only
     return branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
 
-  def of_trees(made: DraftFactory) -> DraftFactory:
-    told = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
-    make = lambda sampling, tree: made.build(sampling, shape(tree.depth))
-    return DraftFactory(f"{made.name}, {told}", make, made.params)
+  factory = load_draft(draft, target)
 
-  return of_trees(load_draft(draft, target))
+  def build(sampling: Sampling, tree: AnyTree) -> Draft:
+    return factory.build(sampling, shape(tree.depth))
+
+  size = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
+  return DraftFactory(f"{factory.name}, {size}", build, factory.params)
 
 
 def stopping_draft(target: LoadedTarget, draft: LoadsDraft, threshold: float) -> DraftFactory:
-  """A draft model that stops where it is no longer sure; gamma is the most that it guesses.
+  """Return a draft model that stops early when it is not confident; gamma is the maximum.
 
   Args:
     target: the target of the pair.
-    draft: the model.
-    threshold: as in `StoppingDraft`.
+    draft: loads the draft model.
+    threshold: see `StoppingDraft`.
   """
   require_types(stopping_draft, locals())
   model = load_draft(draft, target)
 
-  def make(sampling: Sampling, tree: AnyTree) -> StoppingDraft:
+  def build(sampling: Sampling, tree: AnyTree) -> StoppingDraft:
     return StoppingDraft(_of_model(model, sampling, tree), threshold)
 
-  return DraftFactory(f"{model.name} (stops below {threshold:g})", make, model.params)
+  return DraftFactory(f"{model.name} (stops below {threshold:g})", build, model.params)
 
 
 def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
-  """A draft's guesses as long as it knows any; gamma is the most (`drafts.known`)."""
+  """Return a draft that stops where it has no proposal (`drafts.stop_at_miss`).
+
+  gamma is the maximal number of draft tokens.
+
+  Args:
+    target: the target of the pair.
+    draft: loads the draft.
+  """
   require_types(stop_at_miss_draft, locals())
-  made = load_draft(draft, target)
-  make = lambda sampling, tree: StopAtMissDraft(made.build(sampling, tree))
-  return DraftFactory(f"{made.name}, as far as known", make, made.params)
+  factory = load_draft(draft, target)
+
+  def build(sampling: Sampling, tree: AnyTree) -> StopAtMissDraft:
+    return StopAtMissDraft(factory.build(sampling, tree))
+
+  return DraftFactory(f"{factory.name}, as far as known", build, factory.params)
 
 
-def _of_model(drafter: DraftFactory, sampling: Sampling, tree: AnyTree) -> ModelDraft:
-  made = drafter.build(sampling, tree)
-  if not isinstance(made, ModelDraft):
-    raise InputError(f"{drafter.name} is no model with a tree of one shape, and here it must be.")
-  return made
+def _of_model(factory: DraftFactory, sampling: Sampling, tree: AnyTree) -> ModelDraft:
+  """Build a draft that must be a model with a static tree."""
+  draft = factory.build(sampling, tree)
+  if not isinstance(draft, ModelDraft):
+    raise InputError(f"{factory.name} is not a model with a static tree, as it must be here.")
+  return draft
 
 
 def draft_sampling(
@@ -179,26 +197,31 @@ def draft_sampling(
   top_k: int | None = None,
   top_p: float | None = None,
 ) -> DraftFactory:
-  """A draft that samples in its own way, whatever the target does (Section 6): any q is exact.
+  """Return a draft with its own sampling method (Section 6); decoding is exact for any q.
 
   Args:
     target: the target of the pair.
-    draft: that draws its guesses.
-    temperature: of q, where the target's is above 0; None for the target's.
-    top_k: of q; None for the target's.
-    top_p: of q; None for the target's.
+    draft: loads a draft that samples its tokens.
+    temperature: temperature of the draft if the target's is above 0; None for the target's.
+    top_k: top_k of the draft; None for the target's.
+    top_p: top_p of the draft; None for the target's.
   """
   require_types(draft_sampling, locals())
-  asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-  given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-  Sampling(**given)  # raises what is wrong with them, before a model is loaded
-  made = load_draft(draft, target)
+  settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+  given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+  Sampling(**given)  # raises for invalid values before a model is loaded
+  factory = load_draft(draft, target)
 
-  def make(sampling: Sampling, tree: AnyTree) -> Draft:
-    # What is most probable is argmax's best guess, however q is adjusted.
-    own = dataclasses.replace(sampling, **given) if sampling.temperature > 0 else sampling
-    return made.build(own, tree)
+  def build(sampling: Sampling, tree: AnyTree) -> Draft:
+    # At temperature 0 the most probable token is the best guess for any q.
+    draft_sampling = (
+      dataclasses.replace(sampling, **given) if sampling.temperature > 0 else sampling
+    )
+    return factory.build(draft_sampling, tree)
 
-  number = lambda value: f"{value:g}" if isinstance(value, float) else shown(value)
-  words = ", ".join(f"{name} {number(value)}" for name, value in given.items())
-  return DraftFactory(f"{made.name} ({words})" if words else made.name, make, made.params)
+  words = ", ".join(
+    f"{name} {value:g}" if isinstance(value, float) else f"{name} {shown(value)}"
+    for name, value in given.items()
+  )
+  name = f"{factory.name} ({words})" if words else factory.name
+  return DraftFactory(name, build, factory.params)

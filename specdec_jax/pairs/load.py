@@ -1,4 +1,4 @@
-"""Pairs from checkpoints; by default the bundled one."""
+"""Pairs from checkpoints; by default the bundled pair."""
 
 import dataclasses
 import functools
@@ -52,37 +52,38 @@ def load_pair(
 ) -> Pair:
   """Load a target and a draft; by default the bundled pair.
 
-  Its draft is the one of the quickstart, trained on the target's states. What gin runs measure by
-  default is `draft=asset("multi30k_ende/draft")`, a model by itself (gin/models/bundled.gin).
+  The default draft is that of the quickstart, trained on the target's hidden states. By default,
+  gin runs measure `draft=asset("multi30k_ende/draft")`, a separate model (gin/models/bundled.gin).
 
   Args:
     target: checkpoint of the target: of T5X, Orbax, Hugging Face or this project, local or `gs://`,
       or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`.
-    draft: checkpoint of the draft, a model or what was trained on this target's states
-      (`train_speculator`); or a function that loads one for a `LoadedTarget`.
-    vocabulary: its file, a Hugging Face folder or name that has one; see `open_vocabulary`. By
-      default the target's own: that in its folder, or for pairs of this project the one next to it.
-    task: name for records; None leaves it out, but for the bundled target, whose task is known.
-    dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU and bfloat16 elsewhere. On a CPU
-      bfloat16 is half of what is read and faster if the processor multiplies it (AVX512-BF16), and
-      slower if not.
-    max_source_tokens: limit for a source, EOS counted.
-    extra_ids: sentinels after the pieces of the vocabulary. 'auto' adds T5's 100 if the target's
-      table has room for them; see `open_vocabulary_of_model`.
-    shardings: of the target's parameters: a function from the tree of their shapes to one of
-      `jax.sharding.Sharding`. Parameters that are cut are not laid out for decoding, since the cuts
-      would go across the matrices that it puts side by side.
-    draft_shardings: of the draft's.
-    kernels: 'xla' has XLA do everything; 'auto', on a CPU `kernels.skinny` products with weights,
+    draft: checkpoint of the draft, which is a model or was trained on this target's hidden states
+      (`train_speculator`); or a function that loads a draft for a `LoadedTarget`.
+    vocabulary: path of the vocabulary, or a Hugging Face folder or name; see `open_vocabulary`. By
+      default the target's own: in its folder, or next to it for pairs of this project.
+    task: name of the inputs, for records; None for the bundled target's own, or for no name.
+    dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU and bfloat16 elsewhere. On a CPU,
+      bfloat16 halves the bytes that are read. It is faster if the processor multiplies in bfloat16
+      (AVX512-BF16), and slower otherwise.
+    max_source_tokens: limit for a source, EOS included.
+    extra_ids: number of sentinels after the pieces of the vocabulary. 'auto' adds T5's 100 if the
+      target's embedding table has room for them; see `open_vocabulary_of_model`.
+    shardings: function from the tree of shapes of the target's parameters to a tree of
+      `jax.sharding.Sharding`. Sharded parameters are not laid out for decoding, because that would
+      concatenate matrices across shards.
+    draft_shardings: the same for the draft.
+    kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, for matmuls with weights,
       attention and T5's norms.
-    stored_weights: what the target has stored as bfloat16 stays so where these kernels read it, as
-      what a draft has does anyway. Half the bytes and the same output to the last bit; a plain step
-      gains more by it than verification does.
-    verifier: how guesses are judged: a class of `rules`, or any (sampling) -> verifier.
+    stored_weights: whether weights of the target that are stored in bfloat16 stay in bfloat16 for
+      these kernels, as those of a draft always do. It halves the bytes and does not change the
+      output. It speeds up a step of autoregressive decoding more than verification.
+    verifier: how draft tokens are accepted: a class of `core.verify`, or a function from a sampling
+      method to a verifier.
 
   Raises:
-    InputError: a file is missing or damaged, the two do not share the vocabulary, or an argument is
-      not what it should be.
+    InputError: a file is missing or damaged, the models do not share the vocabulary, or an argument
+      is invalid.
   """
   require_types(load_pair, locals())
   require_count("max_source_tokens", max_source_tokens)
@@ -147,7 +148,14 @@ def checkpoint_draft(
   dtype: str = "float32",
   kernels: str = "auto",
 ) -> DraftFactory:
-  """A smaller model as draft, for those that are made of others; arguments as `load_pair`'s."""
+  """Load a model as draft, for drafts that are composed of others.
+
+  Args:
+    target: the target of the pair.
+    model: checkpoint of the model.
+    dtype: see `load_pair`.
+    kernels: see `load_pair`.
+  """
   require_types(checkpoint_draft, locals())
   config, params = load_for(
     "draft", model, target.vocabulary, _of_device(dtype), None, kernels, stored_weights=True
@@ -157,13 +165,13 @@ def checkpoint_draft(
 
 
 def asset(name: str) -> str:
-  """Path of a file or folder among those bundled with the package, for gin files."""
+  """Return the path of a bundled file or folder, for gin files."""
   require_types(asset, locals())
   return str(ASSETS / name)
 
 
 def _warn_of_generation(checkpoint: Checkpoint, words: Vocabulary) -> None:
-  """Name, in one warning, what transformers' generate would do otherwise with this target."""
+  """Warn of generation settings of a checkpoint that transformers applies, unlike this package."""
   file, settings = checkpoint.generation
   others = [i for i in checkpoint.eos_ids if i != words.eos_id and i < len(words)]
   if others:
@@ -185,7 +193,11 @@ def is_bundled(target: str) -> bool:
 
 
 def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
-  """The same model with fewer, larger products, unless these would be sharded."""
+  """Return the configuration with fewer, larger matmuls, unless they would be sharded.
+
+  Raises:
+    InputError: `kernels` is unknown.
+  """
   if kernels not in ("auto", "xla"):
     raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
   places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else []
@@ -197,7 +209,11 @@ def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
 
 
 def vocabulary_of(target: str) -> str:
-  """The path of the vocabulary that belongs to a target; raises InputError if there is none."""
+  """Return the path of the vocabulary of a target.
+
+  Raises:
+    InputError: the target has none.
+  """
   found = find_vocabulary(hub.resolve(target, hub.VOCABULARY))
   if found is None:
     raise InputError(
@@ -208,7 +224,7 @@ def vocabulary_of(target: str) -> str:
 
 
 def _of_device(dtype: str) -> str:
-  """'auto' as `load_pair` has it."""
+  """Resolve the dtype 'auto' of `load_pair`."""
   here = "float32" if jax.default_backend() == "cpu" else "bfloat16"
   return here if dtype == "auto" else dtype
 
@@ -224,13 +240,21 @@ def load_for(
   opened: Checkpoint | None = None,
   beside: Any = (),
 ) -> tuple[Config, Any]:
-  """The shape of a checkpoint, laid out for decoding unless it is cut, and its parameters.
+  """Load a checkpoint: its configuration, laid out for decoding unless sharded, and its parameters.
 
-  Arguments as of `load_pair`; `role` is for messages, `opened` what is at `path`, if that has been
-  opened before, and `beside` the target's parameters if this is its draft.
+  Args:
+    role: 'target' or 'draft', for messages.
+    path: the checkpoint.
+    words: vocabulary of the pair.
+    dtype: 'float32' or 'bfloat16'.
+    shardings: see `load_pair`.
+    kernels: see `load_pair`.
+    stored_weights: see `load_pair`.
+    opened: the checkpoint, if it is already open.
+    beside: arrays that are in memory already (the target's parameters, for a draft).
 
   Raises:
-    InputError: it is not for these words.
+    InputError: the checkpoint does not fit the vocabulary.
   """
   checkpoint = opened or open_checkpoint(path)
   if isinstance(checkpoint.config, SpeculatorConfig):

@@ -23,22 +23,27 @@ MOST_STEPS = 32  # drafted by a beam search; each takes about a second to compil
 
 
 class Pair(NamedTuple):
-  """Everything that decoding a text needs.
+  """Target, draft and vocabulary: everything that decoding a text needs.
 
   Attributes:
-    target: M_p. target_params: its parameters. target_name: for records.
-    draft: (sampling, tree) -> M_q as a draft. draft_params, draft_name: likewise.
-    vocabulary: of both.
-    task: what they were trained for; None if it was not given.
-    dtype: of parameters and activations.
-    max_source_tokens: longer inputs are cut to it, EOS kept.
-    kernels: who multiplies the target's matrices (see `TransformerConfig`), and whether they are
-      bfloat16.
-    simulated_alpha: the acceptance rate that the target is told to have, or None for a real one.
-    continues: whether the target goes on writing what it reads, as decoder-only models do; else it
-      writes an output for a source.
-    verifier: how guesses are judged: a class of `rules`, or any (sampling) -> verifier.
-    target_path: checkpoint of the target, for records; None if it has none. draft_path: likewise.
+    target: M_p.
+    target_params: parameters of the target.
+    target_name: name of the target in records.
+    draft: function of (sampling, tree) that returns M_q as a draft.
+    draft_params: parameters of the draft.
+    draft_name: name of the draft in records.
+    vocabulary: vocabulary of both models.
+    task: name of the inputs; None if it was not given.
+    dtype: dtype of parameters and activations.
+    max_source_tokens: limit for a source; longer ones are cut, and keep their EOS.
+    kernels: implementation of the target's matmuls (see `TransformerConfig`), and whether weights
+      are read in bfloat16.
+    simulated_alpha: acceptance rate of a target with simulated acceptance; None for a real one.
+    continues: whether the target is decoder-only and continues its prompt.
+    verifier: how draft tokens are accepted: a class of `core.verify`, or a function from a sampling
+      method to a verifier.
+    target_path: checkpoint of the target, for records; None if it has none.
+    draft_path: checkpoint of the draft, for records; None if it has none.
   """
 
   target: Model
@@ -59,9 +64,8 @@ class Pair(NamedTuple):
   draft_path: str | None = None
 
   def __repr__(self) -> str:
-    size = lambda params: f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.1f}M parameters"
     models = (
-      f"{role}={path or name!r} ({size(params)})"
+      f"{role}={path or name!r} ({_size_text(params)})"
       for role, path, name, params in (
         ("target", self.target_path, self.target_name, self.target_params),
         ("draft", self.draft_path, self.draft_name, self.draft_params),
@@ -194,18 +198,15 @@ class Pair(NamedTuple):
     return BeamSearcher(self.target, beam_draft, num_beams, length_penalty, eos_id)
 
   def guesses(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
-    """What its draft makes of a tree that is asked for: mostly that."""
+    """Return the tree that the draft proposes when asked for `tree`: usually the same."""
     return self.draft(sampling, tree).tree if tree.num_guesses else tree
 
   def verifier_for(self, sampling: Sampling, lenience: float = 1.0) -> Verifier:
-    """The verifier of this sampling, with lenience below 1 (Appendix A.5) if it has any.
-
-    Raises InputError as `verifier_from` does.
-    """
+    """Return the verifier for a sampling method; see `verifier_from`."""
     return verifier_from(self.verifier, sampling, lenience)
 
   def require_batch_size(self, batch_size: object) -> None:
-    """Raise InputError unless it is a whole number from 1, of rows whose logits fit in memory."""
+    """Raise InputError unless it is a positive integer and the logits of a batch fit in memory."""
     require_count("batch_size", batch_size)
     logits = jax.ShapeDtypeStruct((batch_size, self.target.vocab_size), jnp.float32)
     require_memory(f"batch_size {batch_size}", logits)
@@ -215,18 +216,18 @@ class Pair(NamedTuple):
     return self.continues or bool(text.strip())
 
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
-    """Source tokens [B, S] of texts, padded to a common multiple of 8 or to `width`."""
-    encoded = {text: self.encode(text) for text in set(texts)}  # batches are filled up with one
+    """Return the source tokens [B, P] of texts, padded to a multiple of 8 or to `width`."""
+    encoded = {text: self.encode(text) for text in set(texts)}  # batches are filled up with copies
     rows = [encoded[text] for text in texts]
     return jnp.asarray(padded(rows, width or -(-max(map(len, rows)) // 8) * 8))
 
   def encode(self, text: str) -> list[int]:
-    """Token ids of one source, at most max_source_tokens of them, EOS last."""
+    """Return the token ids of a source, at most max_source_tokens of them, EOS last."""
     ids, most = self.vocabulary.encode(text), self.max_source_tokens
     return ids if len(ids) <= most else ids[: most - 1] + ids[-1:]
 
   def cut(self, text: str) -> str | None:
-    """What is left of a source longer than max_source_tokens, or None if all of it fits."""
+    """Return the text that remains of a source that is too long, or None if it fits."""
     fits = len(self.vocabulary.encode(text)) <= self.max_source_tokens
     return None if fits else self.vocabulary.decode(self.encode(text))
 
@@ -234,20 +235,24 @@ class Pair(NamedTuple):
 def verifier_from(
   verifier: Callable[[Sampling], Verifier], sampling: Sampling, lenience: float = 1.0
 ) -> Verifier:
-  """The verifier of a sampling, with lenience below 1 (Appendix A.5) if it has any.
+  """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1.
 
   Raises:
-    InputError: it makes no verifier, or one that is not `TokenVerifier`, which alone knows lenience.
+    InputError: `verifier` does not return a verifier, or lenience is below 1 and it has none.
   """
   built = verifier(sampling)
   if not isinstance(built, Verifier):
     raise InputError(
-      f"verifier makes {built!r:.100} of a sampling; it must be a class of "
+      f"verifier returns {built!r:.100} for a sampling; it must be a class of "
       "specdec_jax.core.verify, or any (sampling) -> Verifier."
     )
   return built.with_lenience(lenience)
 
 
 def verifier_name(verifier: Callable[[Sampling], Verifier]) -> str:
-  """What a verifier is called in records: its class, `TokenVerifier` or another."""
+  """Return the name of a verifier in records: that of its class."""
   return type(verifier(Sampling())).__name__
+
+
+def _size_text(params: Any) -> str:
+  return f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.1f}M parameters"

@@ -1,4 +1,4 @@
-"""Pairs of published sizes with random weights: scale, not sense."""
+"""Pairs of published sizes with random weights, to measure speed at scale."""
 
 import dataclasses
 import functools
@@ -34,22 +34,23 @@ def random_pair(
   draft_shardings: ShardingsFn = None,
   kernels: str = "auto",
 ) -> Pair:
-  """Two named sizes with random weights and a set acceptance rate: scale, not sense.
+  """Return two models of named sizes with random weights and a simulated acceptance rate.
 
-  Both models do all their work, so times are those of the real ones; which guesses are accepted is
-  simulated (`SimulatedModel`), and the texts mean nothing.
+  Both models do all their computation, so times are those of real models. Acceptance is simulated
+  (`SimulatedModel`), and the outputs have no meaning.
 
   Args:
     target: size of M_p; see `named_config`.
     draft: size of M_q, or a function that loads a draft for a `LoadedTarget`.
     alpha: acceptance rate.
-    version: of T5, '1.0' or '1.1'; or a family of decoder-only models: 'gpt_like', 'gpt2', 'lamda'.
+    version: version of T5, '1.0' or '1.1', or a family of decoder-only models: 'gpt_like', 'gpt2',
+      'lamda'.
     dtype: 'float32' or 'bfloat16'.
-    vocabulary: turns sources into tokens.
-    max_source_tokens: limit for a source, EOS counted.
-    shardings: as for `load_pair`.
-    draft_shardings: likewise.
-    kernels: likewise.
+    vocabulary: path of the vocabulary.
+    max_source_tokens: limit for a source, EOS included.
+    shardings: see `load_pair`.
+    draft_shardings: see `load_pair`.
+    kernels: see `load_pair`.
   """
   require_types(random_pair, locals())
   require_count("max_source_tokens", max_source_tokens)
@@ -57,9 +58,13 @@ def random_pair(
   words = open_vocabulary(vocabulary)
   config, target_params = _random(target, version, kind, words, shardings, kernels)
   if isinstance(draft, str):
-    sized = draft
-    draft = lambda target: random_draft(
-      target, sized, version, dtype, shardings=draft_shardings, kernels=kernels
+    draft = functools.partial(
+      random_draft,
+      size=draft,
+      version=version,
+      dtype=dtype,
+      shardings=draft_shardings,
+      kernels=kernels,
     )
   model = SimulatedModel(model_of(config), alpha, words.eos_id)
   drafter = load_draft(draft, LoadedTarget(model, target_params, words))
@@ -89,10 +94,17 @@ def random_draft(
   shardings: ShardingsFn = None,
   kernels: str = "auto",
 ) -> DraftFactory:
-  """A draft model of a named size with random weights; arguments as `random_pair`'s.
+  """Return a draft model of a named size with random weights.
 
-  With an inner_alpha it accepts so much of a draft of its own (`hierarchical_draft`), and cannot
-  guess by itself.
+  Args:
+    target: the target of the pair.
+    size: size of the model; see `named_config`.
+    version: see `random_pair`.
+    dtype: 'float32' or 'bfloat16'.
+    inner_alpha: simulated acceptance rate of this model's own draft (`hierarchical_draft`); the
+      model cannot propose tokens alone then. None for a model without a draft.
+    shardings: see `load_pair`.
+    kernels: see `load_pair`.
   """
   require_types(random_draft, locals())
   version = version_name(version)
@@ -110,9 +122,9 @@ def _named(version: str, size: str) -> str:
 def _random(
   size: str, version: str, dtype, words: Vocabulary, shardings: ShardingsFn, kernels: str
 ) -> tuple[Config, Any]:
-  """A shape and its parameters at random, made one by one in dtype and where they belong."""
+  """Return a configuration and random parameters, each created with its dtype and sharding."""
   config = named_config(version, size, dtype=dtype)
-  if isinstance(config, GPTConfig):  # whatever the vocabulary, its EOS ends a prompt
+  if isinstance(config, GPTConfig):  # EOS of the vocabulary ends a prompt
     config = dataclasses.replace(config, eos_id=words.eos_id)
   if len(words) > config.vocab_size:
     raise InputError(
@@ -127,11 +139,11 @@ def _random(
   @functools.partial(jax.jit, static_argnames=("shape", "place"))
   def random_array(key, shape, place):
     if len(shape) == 1:
-      made = jnp.ones(shape, dtype)
+      array = jnp.ones(shape, dtype)
     else:
-      made = jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
-    return made if place is None else jax.lax.with_sharding_constraint(made, place)
+      array = jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
+    return array if place is None else jax.lax.with_sharding_constraint(array, place)
 
   keys = jax.random.split(jax.random.key(0), len(leaves))
-  made = [random_array(key, leaf.shape, place) for key, leaf, place in zip(keys, leaves, places)]
-  return config, jax.tree.unflatten(tree, made)
+  arrays = [random_array(key, leaf.shape, place) for key, leaf, place in zip(keys, leaves, places)]
+  return config, jax.tree.unflatten(tree, arrays)
