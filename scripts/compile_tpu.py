@@ -16,10 +16,10 @@ import jax
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
+from specdec_jax.drafts.heads import SpeculatorConfig, speculator_config
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import named_config, named_dtype
 from specdec_jax.models.families import AnyConfig
-from specdec_jax.models.speculator import SpeculatorConfig, speculator_config
 from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
 from specdec_jax.tpu import compile as tpu_compile

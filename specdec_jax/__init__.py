@@ -54,15 +54,15 @@ if TYPE_CHECKING:
   from specdec_jax.drafts.dynamic import DynamicDraft
   from specdec_jax.drafts.fallback import FallbackDraft, prompt_lookup_or_ngrams
   from specdec_jax.drafts.forest import ForestDraft
+  from specdec_jax.drafts.heads.pass_embeddings import PaSSDraft
+  from specdec_jax.drafts.heads.stateless import SpeculatorDraft
   from specdec_jax.drafts.hierarchical import HierarchicalDraft
   from specdec_jax.drafts.layer_skip import LayerSkipDraft, layer_skip
   from specdec_jax.drafts.lookahead import LookaheadDraft, lookahead
   from specdec_jax.drafts.model import ModelDraft
   from specdec_jax.drafts.ngram import NgramDraft, bigram, unigram
-  from specdec_jax.drafts.pass_embeddings import PaSSDraft
   from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
   from specdec_jax.drafts.retrieval import RetrievalDraft, retrieval
-  from specdec_jax.drafts.speculator import SpeculatorDraft
   from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
   from specdec_jax.drafts.stopping import StoppingDraft
   from specdec_jax.drafts.uniform import UniformDraft, uniform
@@ -117,7 +117,7 @@ _DEFINED_IN = {
   "NullDraft": "core.decode",
   "Outcome": "core.types",
   "Output": "api",
-  "PaSSDraft": "drafts.pass_embeddings",
+  "PaSSDraft": "drafts.heads.pass_embeddings",
   "Pair": "api",
   "Params": "core.types",
   "PromptLookupDraft": "drafts.prompt_lookup",
@@ -125,7 +125,7 @@ _DEFINED_IN = {
   "RetrievalDraft": "drafts.retrieval",
   "Rounds": "core.types",
   "Sampling": "core.sampling",
-  "SpeculatorDraft": "drafts.speculator",
+  "SpeculatorDraft": "drafts.heads.stateless",
   "StopAtMissDraft": "drafts.stop_at_miss",
   "StoppingDraft": "drafts.stopping",
   "T5Config": "models.config",

@@ -34,6 +34,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import pathlib  # noqa: E402
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 # Each program is a memory map of the process. The Linux kernel allows 65,530 of them.
@@ -49,6 +50,12 @@ def compiled_programs_are_kept():
   maps = pathlib.Path("/proc/self/maps")
   if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
     jax.clear_caches()
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+  """Turn off the checks of signatures, in tests of arguments that the library rejects itself."""
+  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture

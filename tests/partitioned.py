@@ -31,10 +31,10 @@ from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.families import model_of
-from specdec_jax.models.speculator import speculator_config
 from specdec_jax.pairs import Pair
 from specdec_jax.partitioning import make_mesh, sharded
 from specdec_jax.tpu.hlo import executed_collectives

@@ -43,7 +43,7 @@ def by_hand(rows, text, order, rank):
 
 def written(texts) -> Context:
   """In which these are committed, after prompts of nothing."""
-  fill = np.array([[*text, *[9] * (SLOTS - len(text))] for text in texts], np.int32)
+  fill = jnp.array([[*text, *[9] * (SLOTS - len(text))] for text in texts], jnp.int32)
   return Context(
     jnp.zeros((len(texts), 4), jnp.int32), fill, jnp.array([*map(len, texts)]), None, None
   )
@@ -92,6 +92,7 @@ def test_a_file_is_counted(tmp_path):
   [(ROWS, 0, "order is 0"), (ROWS, 9, "order is 9"), (ROWS, "2", "order is '2'")]
   + [([], 2, "hold no tokens"), ([[]], 2, "hold no tokens")],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_cannot_be_counted(rows, order, sentence):
   with pytest.raises(InputError, match=sentence):
     fit_backoff(rows, order)

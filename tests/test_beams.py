@@ -30,14 +30,13 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.heads import init_params, speculator_config
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
-from specdec_jax.models.families import init_params
 from specdec_jax.models.gpt import GPTModel
-from specdec_jax.models.speculator import speculator_config
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs.speculators import drafter
+from specdec_jax.pairs.speculators import head_factory
 from specdec_jax.partitioning import PartitionedModel, make_mesh
 
 LIMIT, EOS = 9, 1
@@ -158,7 +157,7 @@ def encoder_sharing_draft(case: Case, kind: str, gamma: int) -> tuple[ModelDraft
   sizes = dict(gamma=2, emb_dim=32, mlp_dim=16, num_layers=1)
   config = speculator_config(case.target.config, kind, **sizes)
   params = init_params(config, jax.random.key(3))
-  factory = drafter(kind, config, params, tiny.loaded(None, case.target, case.params))
+  factory = head_factory(kind, config, params, tiny.loaded(None, case.target, case.params))
   return factory.build(Sampling(temperature=0.0), chain(gamma)), factory.params
 
 
@@ -168,7 +167,7 @@ def eagle_draft(case: Case) -> tuple[BeamDraft, object]:
     case.target.config, "eagle", gamma=2, emb_dim=8, mlp_dim=16, num_layers=1
   )
   params = init_params(config, jax.random.key(3))
-  factory = drafter("eagle", config, params, tiny.loaded(None, case.target, case.params))
+  factory = head_factory("eagle", config, params, tiny.loaded(None, case.target, case.params))
   draft = factory.build(Sampling(temperature=0.0), DynamicTree(4, 2))
   return TreeBeamDraft(draft), factory.params
 
@@ -211,15 +210,15 @@ def test_speculative_search_equals_plain_search(family, draft):
     assert 1.3 < steps[steps > 0].mean() < 4, "the draft does not test rejection"
 
 
-@pytest.mark.parametrize("kind", ["decoder", "anchored"])
+@pytest.mark.parametrize("kind", ["shared_encoder", "conditioned"])
 def test_decoder_on_the_targets_encoder_is_a_beam_draft(kind):
   draft, params = encoder_sharing_draft(t5(), kind, 2)
   assert_same(speculate(t5(), (ModelBeamDraft(draft, 4), params)), plain(t5(), 3))
 
 
-def test_hidden_states_of_an_anchored_decoder_move_with_their_beam():
+def test_hidden_states_of_a_conditioned_decoder_move_with_their_beam():
   """A single beam has the draft tokens of a chain in each round, after some were accepted."""
-  case, (draft, draft_params) = t5(), encoder_sharing_draft(t5(), "anchored", 3)
+  case, (draft, draft_params) = t5(), encoder_sharing_draft(t5(), "conditioned", 3)
   never, chain_guesses, beam_guesses = 0, [], []
 
   class RecordingDraft(ModelBeamDraft):

@@ -34,6 +34,7 @@ from specdec_jax.drafts.cascade import CascadeDraft
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.fallback import prompt_lookup_or_ngrams
 from specdec_jax.drafts.forest import ForestDraft
+from specdec_jax.drafts.heads import SpeculatorConfig, init_params
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.lookahead import lookahead
@@ -45,9 +46,7 @@ from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.lossy_verifiers import TopBetaVerifier, TypicalVerifier
-from specdec_jax.models.families import init_params
 from specdec_jax.models.gpt import GPTModel
-from specdec_jax.models.speculator import SpeculatorConfig
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import speculators
 
@@ -177,7 +176,9 @@ def learned(kind: str):
     heads = dict(num_heads=shape.num_heads, head_dim=shape.head_dim, has_encoder=shape.has_encoder)
     config = SpeculatorConfig(kind=kind, vocab_size=V, gamma=4, **sizes, **heads)
     own = init_params(config, jax.random.key(1))
-    made = speculators.drafter(kind, config, own, tiny.loaded(None, models.target, models.params))
+    made = speculators.head_factory(
+      kind, config, own, tiny.loaded(None, models.target, models.params)
+    )
     return made.build(sampling, tree), made.params
 
   return draft
@@ -229,10 +230,10 @@ CASES = {
   "EAGLE": (t5, learned("eagle"), RAGGED, TokenVerifier),
   "EAGLE, dynamic": (gpt, learned("eagle"), DynamicTree(9, 3), TokenVerifier),
   "one pass": (t5, learned("parallel"), chain(3), BlockVerifier),
-  "look-ahead embeddings": (t5, learned("look_ahead"), chain(3), TokenVerifier),
-  "exit": (gpt, learned("exit"), chain(3), TokenVerifier),
-  "shared encoder": (t5, learned("decoder"), RAGGED, TokenVerifier),
-  "anchored": (t5, learned("anchored"), RAGGED, TokenVerifier),
+  "look-ahead embeddings": (t5, learned("pass"), chain(3), TokenVerifier),
+  "early exit": (gpt, learned("early_exit"), chain(3), TokenVerifier),
+  "shared encoder": (t5, learned("shared_encoder"), RAGGED, TokenVerifier),
+  "conditioned": (t5, learned("conditioned"), RAGGED, TokenVerifier),
   "uniform": (t5, drafted(uniform), branching(2, 1), TokenVerifier),
   "hierarchical": (t5, hierarchical, chain(4), TokenVerifier),
   "hierarchical, GPT": (gpt, two_levels, chain(3), BlockVerifier),
@@ -301,7 +302,7 @@ ROWS = [
 # of some that draw another case draws by the same code. They have one program, at temperature 0.
 CHOSEN = {"copying", "copying, tree", "retrieval", "retrieval, dynamic", "lookahead", "known"}
 CHOSEN |= {"dynamic", "dynamic of itself", "EAGLE, dynamic", "free"}
-CHOSEN |= {"layers, GPT", "exit", "look-ahead embeddings", "shared encoder", "tree, GPT"}
+CHOSEN |= {"layers, GPT", "early exit", "look-ahead embeddings", "shared encoder", "tree, GPT"}
 
 
 def at_random(case: str) -> Sampling:

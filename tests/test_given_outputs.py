@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -62,7 +63,7 @@ def guessing(words, make, gamma):
   def guesses(source, done):
     tokens, length = padded([[PAD_ID, *done]], 60), np.array([1 + len(done)])
     context = Context(padded([source], 120), tokens, length, None, None)
-    state = draft.init(drafter.params, context, None)
+    state = draft.init(drafter.params, context, jnp.zeros((1, 1, 0)))
     return propose(drafter.params, state, context, keys)[0].tokens[0].tolist()
 
   return guesses

@@ -58,7 +58,7 @@ class Case:
   """A model with ragged prompts, texts that follow them, and the teacher-forced logits of both."""
 
   def __init__(self, cfg):
-    self.params, self.prompt = tiny.params(cfg, 0), tiny.prompts(cfg, 0, LENGTHS)
+    self.params, self.prompt = tiny.params(cfg, 0), jnp.asarray(tiny.prompts(cfg, 0, LENGTHS))
     self.model, self.tolerance = GPTModel(cfg), TOLERANCE[cfg.dtype]
     rows, new = begun(cfg, self.prompt), np.random.default_rng(1).integers(0, V, (4, SLOTS))
     self.tokens = np.array([[*row, *more][:24] for row, more in zip(rows, new)], np.int32)
@@ -155,7 +155,7 @@ def test_a_layout_for_decoding_changes_no_logits(variant):
   layouts = [(fused, params)]
   if skinny.is_available():
     layouts.append((dataclasses.replace(fused, kernels="skinny"), tiny.packed(params)))
-  block = take(of.tokens, of.begins - 1, 5)
+  block = jnp.asarray(take(of.tokens, of.begins - 1, 5))
   for config, weights in layouts:
     assert config.fused and "logits_dense" in weights["decoder"]
     model = GPTModel(config)

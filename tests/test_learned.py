@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,16 @@ from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Context, Outcome, Verification
 from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.drafts.heads import (
+  HEADS,
+  SpeculatorConfig,
+  head_of,
+  init_params,
+  speculator_config,
+)
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
-from specdec_jax.models.families import anchored, init_params, module_of
-from specdec_jax.models.speculator import Kind, SpeculatorConfig, speculator_config
+from specdec_jax.models.families import module_of
 from specdec_jax.pairs import speculators
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import divergences
@@ -73,8 +78,8 @@ def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
 
 @pytest.mark.parametrize(
   "kind, of",
-  [(kind, t5) for kind in ("eagle", "parallel", "look_ahead", "decoder", "anchored")]
-  + [(kind, gpt) for kind in ("heads", "parallel", "exit")],
+  [(kind, t5) for kind in ("eagle", "parallel", "pass", "shared_encoder", "conditioned")]
+  + [(kind, gpt) for kind in ("heads", "parallel", "early_exit")],
 )
 def test_training_logits_are_those_of_decoding(kind, of):
   """At each token of a text, the draft's q in decoding equals the q that the training loss uses."""
@@ -82,8 +87,10 @@ def test_training_logits_are_those_of_decoding(kind, of):
   shape = models.target.config
   config = module(kind, shape)
   own = init_params(config, jax.random.key(3))
-  drafter = speculators.drafter(kind, config, own, tiny.loaded(None, models.target, models.params))
-  first = kind == "look_ahead"  # its first guess is the target's own
+  drafter = speculators.head_factory(
+    kind, config, own, tiny.loaded(None, models.target, models.params)
+  )
+  first = kind == "pass"  # its first guess is the target's own
   prompts = models.prompts
   if of is gpt:  # it trains on texts of their own
     prompts = np.where(np.arange(prompts.shape[1]) == 0, 1, np.zeros_like(prompts))
@@ -100,22 +107,24 @@ def test_training_logits_are_those_of_decoding(kind, of):
 
 
 @pytest.mark.parametrize("tree", [chain(4), RAGGED], ids=["chain", "tree"])
-def test_an_anchored_decoder_is_told_what_it_learned_with(tree):
-  """In rounds that keep some, all or none of the guesses, q of each guess is what one pass over the
-  text makes of it, told at each token the state where its round began."""
+def test_conditioned_decoder_drafts_as_it_was_trained(tree):
+  """q of each draft token equals the training probability, given the hidden state of its round.
+
+  Rounds accept some, all or none of the draft tokens.
+  """
   models = t5()
-  config = module("anchored", models.target.config)
+  config = module("conditioned", models.target.config)
   own, drawn = init_params(config, jax.random.key(3)), np.random.default_rng(0)
-  draft = speculators.drafter(
+  draft = speculators.head_factory(
     "", config, own, tiny.loaded(None, models.target, models.params)
   ).build(RANDOM, tree)
   batch, num_slots, length, anchors = len(models.prompts), 24, 1, []
   states = drawn.normal(size=(batch, num_slots, config.state_dim)).astype(np.float32)
   tokens = np.zeros((batch, num_slots), np.int32)
-  hidden, cache = models.target.prefill(models.params, models.prompts, num_slots)
+  hidden, cache = models.target.prefill(models.params, jnp.asarray(models.prompts), num_slots)
   context = Context(models.prompts, tokens, jnp.full(batch, length), cache, states[:, 0])
   state = draft.init(own, context, hidden)
-  learned = jax.jit(functools.partial(anchored(config).apply, method="after_each"))
+  learned = jax.jit(functools.partial(head_of(config).module.apply, method="after_each"))
   paths = [np.flatnonzero(ancestors)[1:] for ancestors in tree.ancestors]  # to each node
   for keep in (2, tree.num_guesses, 0, 3):
     anchors = anchors[: length - 1] + [length - 1] * (num_slots - length + 1)
@@ -126,8 +135,8 @@ def test_an_anchored_decoder_is_told_what_it_learned_with(tree):
     for node in range(1, tree.num_nodes):
       inputs = tokens.copy()
       inputs[:, length : length + len(paths[node])] = guesses[:, paths[node] - 1]
-      ages = np.arange(num_slots) - np.array(anchors)
-      logits = learned({"params": own}, inputs, states[:, anchors], ages, last, cache.cross_bias)
+      offsets = np.broadcast_to(np.arange(num_slots) - np.array(anchors), inputs.shape)
+      logits = learned({"params": own}, inputs, states[:, anchors], offsets, last, cache.cross_bias)
       q = distribution(logits[:, length + len(paths[node]) - 2], RANDOM)
       if not tree.ranks[node - 1]:  # an elder sibling's chance is not a younger one's
         np.testing.assert_allclose(proposal.q[:, node - 1], q, atol=2e-6)
@@ -135,7 +144,8 @@ def test_an_anchored_decoder_is_told_what_it_learned_with(tree):
     tokens[:, length : length + len(path)] = guesses[:, path - 1]
     tokens[:, length + len(path)] = drawn.integers(2, V, batch)
     length += len(path) + 1
-    kept = None if tree.is_chain else np.tile(np.pad(path, (0, tree.depth - len(path))), (batch, 1))
+    padded = np.pad(path, (0, tree.depth - len(path)))
+    kept = None if tree.is_chain else jnp.tile(padded, (batch, 1))
     verification = Verification(jnp.full(batch, len(path)), tokens[:, length - 1], kept)
     lengths = jnp.full(batch, length)
     state = draft.observe(own, state, Outcome(proposal, None, None, verification, lengths, lengths))
@@ -155,7 +165,9 @@ def test_warm_start_takes_the_parameters_of_a_model_that_fit(tied):
   hidden = jax.random.normal(jax.random.key(2), (3, 8))
   embedding = params["token_embedder"]["embedding"]
   logits = functools.partial(module_of(model).apply, {"params": params}, method="logits")
-  eagle, decoder = (warm_start(random_head(kind), model, params) for kind in ("eagle", "decoder"))
+  eagle, decoder = (
+    warm_start(random_head(kind), model, params) for kind in ("eagle", "shared_encoder")
+  )
   kernel = eagle["logits_dense"]["kernel"]
   np.testing.assert_allclose(hidden @ kernel, logits(3 * hidden), rtol=1e-4, atol=1e-5)
   unit_variance = embedding / embedding.std()
@@ -222,7 +234,7 @@ def test_trained_head_is_loaded_as_a_draft_and_its_score_has_improved(trained):
     pair.draft(GREEDY, chain(5))
 
 
-@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("kind", HEADS)
 def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
   """With its default shape, and the guesses of what was saved."""
   models = t5()
@@ -232,7 +244,9 @@ def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
   save_model(str(tmp_path), config, own)
   words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
   loaded = pairs.speculator(tiny.loaded(words, models.target, models.params), str(tmp_path))
-  mine = speculators.drafter(kind, config, own, tiny.loaded(None, models.target, models.params))
+  mine = speculators.head_factory(
+    kind, config, own, tiny.loaded(None, models.target, models.params)
+  )
   jax.tree.map(np.testing.assert_array_equal, loaded.params, mine.params)
   if kind in ("eagle", "heads", "parallel"):  # as alpha and rounds ask for its trees
     tree = pairs.tree_draft(tiny.loaded(words), lambda target: mine, num_guesses=15)
@@ -253,7 +267,7 @@ def test_it_is_refused_where_it_does_not_belong(trained):
     pairs.load_pair(target=str(folder / "random"), draft=mine, **words)
 
 
-@pytest.mark.parametrize("kind", ["exit", "look_ahead"])
+@pytest.mark.parametrize("kind", ["early_exit", "pass"])
 def test_what_reads_a_texts_own_cache_is_no_draft_of_a_beam_search(kind):
   folder = tiny_pair.folder()
   pair = pairs.load_pair(
@@ -261,6 +275,6 @@ def test_what_reads_a_texts_own_cache_is_no_draft_of_a_beam_search(kind):
   )
   config = speculator_config(pair.target.config, kind)
   own = init_params(config, jax.random.key(0))
-  made = speculators.drafter(kind, config, own, pair.loaded_target)
+  made = speculators.head_factory(kind, config, own, pair.loaded_target)
   with pytest.raises(InputError, match="another draft"):
     pair.with_draft(made).beam_searcher(2, 2)

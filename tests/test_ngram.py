@@ -62,7 +62,7 @@ def propose(draft, ngrams, newest, seed=0):
   tokens = jnp.stack([newest * 0, newest * 0 + 5, newest, newest * 0], axis=1)
   keys = jax.random.split(jax.random.key(seed), len(newest))
   context = Context(None, tokens, newest * 0 + 3, None, None)
-  state = draft.init(ngrams, context, None)
+  state = draft.init(ngrams, context, jnp.zeros((len(newest), 1, 0)))
   assert state == ()
   (guesses, q, _), state = jax.jit(draft.propose)(ngrams, state, context, keys)
   assert state == ()

@@ -14,9 +14,9 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
-from specdec_jax.models.speculator import speculator_config
 from specdec_jax.pairs import load_pair, random_speculator
 from specdec_jax.training.online import OnlineDraft, decode_and_learn
 

@@ -43,7 +43,7 @@ def proposing(tree, max_ngram, vocab_size):
 
   def run(prompt, tokens, length):
     context = Context(prompt, tokens, length, None, None)
-    state = draft.init((), context, None)
+    state = draft.init((), context, jnp.zeros((len(tokens), 1, 0)))
     keys = jax.random.split(jax.random.key(0), len(length))
     proposal, after = draft.propose((), state, context, keys)
     return proposal.tokens, proposal.q, jnp.array_equal(after, state)

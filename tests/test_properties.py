@@ -70,7 +70,7 @@ def pairs_of(draw, count: int = 1):
 @many
 @given(pairs_of())
 def test_emitted_token_has_the_targets_distribution(pq):
-  p, q = pq
+  p, q = map(jnp.asarray, pq)
   np.testing.assert_allclose(emitted_distribution(p, q), p, atol=3e-7)
 
 
@@ -78,13 +78,14 @@ def test_emitted_token_has_the_targets_distribution(pq):
 @given(pairs_of(), st.sampled_from(LENIENCES))
 def test_emitted_distribution_sums_to_1_and_is_bounded_by_lenience(pq, lenience):
   p, q = (np.asarray(x, np.float64) for x in pq)
-  emitted = np.asarray(emitted_distribution(*pq, lenience))
+  p32, q32 = map(jnp.asarray, pq)
+  emitted = np.asarray(emitted_distribution(p32, q32, lenience))
   assert emitted.sum() == pytest.approx(1, abs=1e-6) and (emitted >= 0).all()
   assert (emitted <= p / lenience + 1e-6).all()
   # Without lenience, the accepted mass and the residual mass sum to 1.
   if lenience == 1:
     accepted = np.minimum(p, q).sum()
-    residual_mass = np.asarray(residual(*pq)).sum()
+    residual_mass = np.asarray(residual(p32, q32)).sum()
     if residual_mass < 1 - 1e-6:  # when p = q the residual is empty and p replaces it
       assert accepted + residual_mass == pytest.approx(1, abs=1e-6)
 
@@ -98,8 +99,8 @@ def test_guess_is_accepted_iff_u_lenience_q_is_less_than_p(pq, lenience, seed):
   possible = np.flatnonzero(q[0] > 0)
   x = np.random.default_rng(seed).choice(possible, (n, 1))
   keys = jax.random.split(jax.random.key(seed), n)
-  targets = np.broadcast_to(np.stack([p[0], p[0]]), (n, 2, V))
-  proposal = Proposal(x, np.broadcast_to(q[0], (n, 1, V)))
+  targets = jnp.broadcast_to(jnp.stack([p[0], p[0]]), (n, 2, V))
+  proposal = Proposal(jnp.asarray(x), jnp.broadcast_to(q[0], (n, 1, V)))
   verification = verify(keys, chain(1), proposal, targets, lenience)
   accepted, next_token = map(np.asarray, verification[:2])
   assert ((0 <= accepted) & (accepted <= 1)).all()
@@ -110,7 +111,8 @@ def test_guess_is_accepted_iff_u_lenience_q_is_less_than_p(pq, lenience, seed):
   assert (accepted == (u * np.float32(lenience) * q_x < p_x)).all()
   assert not accepted[p_x == 0].any()
   assert accepted[(p_x >= q_x) & (p_x > 0)].all()
-  weights = np.where(accepted[:, None] == 1, p[0], np.asarray(residual(p[0], q[0], lenience)))
+  after_rejection = np.asarray(residual(jnp.asarray(p[0]), jnp.asarray(q[0]), lenience))
+  weights = np.where(accepted[:, None] == 1, p[0], after_rejection)
   assert (np.take_along_axis(weights, next_token[:, None], axis=1) > 0).all()
 
 
@@ -139,7 +141,7 @@ def test_round_with_several_guesses_emits_the_targets_joint_distribution(gamma, 
       if mass == 0:
         break
       accept = min(1.0, p[i, x[i]] / q[i, x[i]])
-      weights = np.asarray(residual(p[i], q[i]), np.float64)
+      weights = np.asarray(residual(jnp.asarray(p[i]), jnp.asarray(q[i])), np.float64)
       for token in range(V):
         add((*x[:i], token), mass * (1 - accept) * weights[token] / weights.sum())
       mass *= accept
@@ -164,7 +166,7 @@ def test_lenience_at_temperature_0_accepts_guesses_near_the_argmax(logits, guess
   if abs(gap + np.log(lenience)) < 1e-4 and lenience < 1:
     return  # within rounding error of the threshold
   near = np.exp(-gap) >= lenience
-  assert within_lenience(logits, jnp.asarray(guess), lenience) == near
+  assert within_lenience(jnp.asarray(logits), jnp.asarray(guess), lenience) == near
   verification = greedy_verification(
     TokenVerifier(Sampling(temperature=0.0), lenience), logits, guess
   )

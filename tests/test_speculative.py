@@ -374,6 +374,7 @@ def test_verifying_no_guesses_samples_from_the_target():
   ],
   ids=["q short", "x short", "no bonus", "x rows", "p rows", "vocabularies", "one-token q"],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_inconsistent_shapes_are_rejected(cut):
   with pytest.raises(ValueError, match="A tree of N"):
     verified(jax.random.key(0), *cut(*random_proposals()))

@@ -265,7 +265,7 @@ def off_paths(model, cache, tree, path=lambda path: path):
       read.append(of_level)
     np.testing.assert_array_equal(held.length, cache.length)
     found[how] = off([np.concatenate(x, axis=1) for x in zip(*read)], of_nodes)
-    held = model.commit(held, length, tree, path(lineages[ENDS][:, 1:]))
+    held = model.commit(held, length, tree, path(jnp.asarray(lineages[ENDS][:, 1:])))
     np.testing.assert_array_equal(held.length, length)
     found[f"{how}, then on"] = off(model.extend(held, more)[:2], after)
   return found
@@ -402,7 +402,11 @@ def test_relative_position_buckets_by_hand(bidirectional):
   table = jnp.stack([jnp.arange(32.0), -jnp.arange(32.0)])
   # Queries at these positions of two rows, keys 0..299: distances from -299 to 299.
   queries = np.asarray([[0, 1, 150], [17, 298, 299]])
-  bias = lambda keys: module.apply({"params": {"rel_embedding": table}}, queries, keys)
+
+  def bias(keys):
+    params = {"rel_embedding": table}
+    return module.apply({"params": params}, jnp.asarray(queries), jnp.asarray(keys))
+
   got = bias(np.arange(300))
   bucket = bucket_both_ways if bidirectional else bucket_backwards
   want = [[[bucket(key - query) for key in range(300)] for query in row] for row in queries]

@@ -18,7 +18,7 @@ GAMMA = 7  # default of scripts/compile_tpu.py and of `CompileSettings`
 RANKS = (0.75, 0.11, 0.04, 0.02, 0.01)
 CHIP = 32e9  # bytes of HBM of a v4 chip
 # Draft heads, and the highest allowed share of a decode step's bytes for drafting a round.
-LEARNED = {"heads": 0.05, "eagle": 0.08, "parallel": 0.03, "anchored": 0.15}
+LEARNED = {"heads": 0.05, "eagle": 0.08, "parallel": 0.03, "conditioned": 0.15}
 HOSTS = "v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"  # hosts of four chips
 TABLE_2 = pathlib.Path(__file__).parents[1] / "experiments/tpu_v4/table2.jsonl"
 
@@ -29,8 +29,8 @@ def main(part: str) -> None:
   import jax.numpy as jnp
 
   from specdec_jax.core.sampling import Sampling
+  from specdec_jax.drafts.heads import speculator_config
   from specdec_jax.models.config import named_config, t5_config
-  from specdec_jax.models.speculator import speculator_config
   from specdec_jax.tpu import compile as tpu_compile
   from specdec_jax.tpu.beams import BeamSettings, beam_programs
   from specdec_jax.tpu.examine import examine, hbm_bytes
@@ -61,8 +61,8 @@ def main(part: str) -> None:
     reports["hbm_bytes"] = {name: two[name] + num_more * (two[name] - one[name]) for name in two}
     learned = {kind: drafting(kind, GAMMA) for kind in LEARNED}
     # All draft tokens but the first are drafted in a loop, of which one iteration is counted.
-    first, counted = drafting("anchored", 1)["accessed"], learned["anchored"]["accessed"]
-    learned["anchored"]["accessed"] = first + (GAMMA - 1) * (counted - first)
+    first, counted = drafting("conditioned", 1)["accessed"], learned["conditioned"]["accessed"]
+    learned["conditioned"]["accessed"] = first + (GAMMA - 1) * (counted - first)
     return reports | {"learned": learned}
 
   def drafting(kind: str, gamma: int):

@@ -157,13 +157,11 @@ def by_samples(tree, x, q, p):
   All combinations of sampled tokens are enumerated for a single proposal.
   """
   samples = np.array([*itertools.product(range(V), repeat=tree.num_nodes)])
-  parents = np.tile(np.array(tree.parents, np.int32), (len(samples), 1))
+  parents = jnp.tile(jnp.array(tree.parents, jnp.int32), (len(samples), 1))
   dynamic = DynamicTree(tree.num_guesses, tree.depth, parents)
   keys = jax.random.split(jax.random.key(0), len(samples))
-  guesses = np.tile(x[0], (len(samples), 1))
-  verification = tokens.verify_selected(
-    keys, dynamic, guesses, np.eye(V, dtype=np.float32)[samples]
-  )
+  guesses = jnp.tile(x[0], (len(samples), 1))
+  verification = tokens.verify_selected(keys, dynamic, guesses, jnp.eye(V)[samples])
   prob = np.take_along_axis(np.float64(p), samples[..., None], axis=-1)[..., 0].prod(axis=-1)
   follows = np.zeros((1, tree.num_nodes, V))
   np.add.at(follows, (0, np.asarray(verification.path).max(axis=1), verification.next_token), prob)
@@ -395,10 +393,10 @@ def test_faults_are_detected(fault):
 
 
 def test_threshold_of_k_seq_solves_its_equation():
-  p, q = np.random.default_rng(0).dirichlet(np.ones(V), (2, 1, 4)).astype(np.float32)
+  p, q = jnp.float32(np.random.default_rng(0).dirichlet(np.ones(V), (2, 1, 4)))
   count = np.array([2, 2, 3, 5], np.float32)
   rho = k_seq.threshold(q, p, count)
-  beta = np.minimum(q, p / rho[..., None]).sum(axis=-1)
+  beta = jnp.minimum(q, p / rho[..., None]).sum(axis=-1)
   np.testing.assert_allclose(1 - (1 - beta) ** count, rho * beta, atol=1e-5)
 
 
@@ -435,7 +433,7 @@ def test_guess_of_target_probability_0_is_rejected_at_u_0(verifier, tree, monkey
   """The next token has a positive probability, though tokens of probability 0 precede it."""
   monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.zeros(shape))
   p = np.array([0, 0, 0.3, 0.7], np.float32)  # guesses are the first two tokens
-  q = np.eye(4, dtype=np.float32)[None, :2]
+  q = jnp.eye(4)[None, :2]
   keys = jax.random.split(jax.random.key(0), 1)
   logits = jnp.broadcast_to(jnp.log(p), (1, 3, 4))
   accept = functools.partial(
@@ -458,8 +456,8 @@ LOSSY = {
 def test_lossy_verifier_emits_the_distribution_that_it_reports(name):
   # 100,000 tokens, level 1e-6: detects effects w >= 0.03.
   verifier, n = LOSSY[name], 100_000
-  p, q = np.random.default_rng(5).dirichlet(np.full(V, 0.9), 2).astype(np.float32)
-  x = np.random.default_rng(1).choice(V, n, p=q / q.sum(dtype=np.float64))
+  p, q = jnp.float32(np.random.default_rng(5).dirichlet(np.full(V, 0.9), 2))
+  x = np.random.default_rng(1).choice(V, n, p=np.float64(q) / np.float64(q).sum())
   proposal = Proposal(jnp.asarray(x[:, None]), jnp.broadcast_to(q, (n, 1, V)))
   keys = jax.random.split(jax.random.key(0), n)
   verification = verifier.verify(keys, chain(1), proposal, jnp.broadcast_to(jnp.log(p), (n, 2, V)))

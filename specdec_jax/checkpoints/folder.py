@@ -12,16 +12,22 @@ from specdec_jax.atomic_files import atomic_write
 from specdec_jax.checkpoints import files
 from specdec_jax.checkpoints.flax_msgpack import read_flat
 from specdec_jax.checkpoints.stored import Checkpoint, StoredArray
+from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig, head_of
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config, named_dtype
-from specdec_jax.models.families import AnyConfig
-from specdec_jax.models.speculator import SpeculatorConfig
 
 CONFIG, PARAMS = "config.json", "params.msgpack"
 _FAMILIES: dict[str, type[AnyConfig]] = {
   "t5": T5Config,
   "gpt": GPTConfig,
   "speculator": SpeculatorConfig,
+}
+# Kinds of learned draft heads that have been renamed since checkpoints were written.
+_RENAMED_KINDS = {
+  "look_ahead": "pass",
+  "exit": "early_exit",
+  "decoder": "shared_encoder",
+  "anchored": "conditioned",
 }
 
 
@@ -69,7 +75,11 @@ def open_folder(folder: str) -> Checkpoint:
     with files.local_copy(folder, CONFIG) as path:
       fields = json.loads(pathlib.Path(path).read_text())
     vocabulary = fields.pop("vocabulary", None)
+    if "kind" in fields:
+      fields["kind"] = _RENAMED_KINDS.get(fields["kind"], fields["kind"])
     config = _FAMILIES[fields.pop("family", "t5")](**fields)
+    if isinstance(config, SpeculatorConfig):
+      head_of(config)  # raises if there is no such kind
   except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
     reason = str(error).removesuffix(".")
     raise InputError(f"{folder}/{CONFIG} is not the config of a model: {reason}.") from error

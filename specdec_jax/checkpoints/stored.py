@@ -14,11 +14,12 @@ import numpy as np
 from flax import traverse_util
 from jax.sharding import Sharding
 
+from specdec_jax.drafts.heads import AnyConfig, init_params
 from specdec_jax.errors import InputError, shown
 from specdec_jax.kernels import skinny
 from specdec_jax.memory import require_memory
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.families import AnyConfig, for_decoding, init_params
+from specdec_jax.models.families import for_decoding
 
 Index = tuple[slice, ...]  # one slice per axis
 # A tree of `Sharding` with the structure of the parameters, or a function to it from their shapes.

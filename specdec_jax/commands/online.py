@@ -14,7 +14,7 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult, DecodeSettings, Params
 from specdec_jax.counts import num_rounds, num_tokens
 from specdec_jax.data.text import read_lines
-from specdec_jax.drafts.speculator import SpeculatorDraft
+from specdec_jax.drafts.heads.stateless import SpeculatorDraft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.pairs import Pair

@@ -20,9 +20,9 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary, open_vocabulary_of_model
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
+from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.models.families import Config, model_of
-from specdec_jax.models.speculator import SpeculatorConfig
 from specdec_jax.training.objectives import Divergence, Objective, model_objective
 from specdec_jax.training.speculators import speculator_objective, warm_start
 from specdec_jax.training.trainer import TrainSettings, train
@@ -193,7 +193,7 @@ def train_speculator(
 ) -> None:
   """Train a learned draft head on the target's hidden states and save it.
 
-  The target is frozen (`models.speculator`). An interrupted run resumes. The validation score is
+  The target is frozen (`drafts.heads`). An interrupted run resumes. The validation score is
   the acceptance length at temperature 0, in tokens per round, for rounds that start at every
   `stride`-th token.
 

@@ -59,8 +59,8 @@ def place_tokens(
 
 
 def write_slots(
-  cache: Float[Array, "B H T D"], block: Float[Array, "B H K D"], start: Int[Array, " B"]
-) -> Float[Array, "B H T D"]:
+  cache: Shaped[Array, "B H T D"], block: Shaped[Array, "B H K D"], start: Int[Array, " B"]
+) -> Shaped[Array, "B H T D"]:
   """Return a cache with `block` in slots `start` to `start + K - 1` of each row."""
 
   def write_row(row, new, slot):

@@ -119,7 +119,7 @@ def split_keys(rng: Any, batch: int) -> Key[Array, " {batch}"]:
   return rng if rng.ndim else jax.random.split(rng, batch)
 
 
-def row_keys(seed: int, start: int, count: int) -> Key[Array, " {count}"]:
+def row_keys(seed: int, start: int | np.integer, count: int) -> Key[Array, " {count}"]:
   """Return a key for each of the texts start to start + count - 1, independent of their batch."""
   rows = jnp.arange(start, start + count)
   return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(rows)

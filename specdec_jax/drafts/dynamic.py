@@ -1,9 +1,9 @@
-"""A smaller model as draft, whose tree goes where it is sure: EAGLE-2's dynamic tree.
+"""Dynamic trees: a model proposes most draft tokens where it is confident (EAGLE-2).
 
-A node is worth the product of the model's probabilities on its path. Level by level the model reads
-the `width` best of the level before, all of whose `width` best children become candidates; of all
-candidates the `num_guesses` best are the tree (Li et al., 2024, Section 4). They are chosen, none
-drawn, so that the shape may follow them.
+The score of a node is the product of the model's probabilities on its path. Level by level, the
+model runs over the `width` best nodes of the level before, and the `width` best children of each
+become candidates. The `num_guesses` best candidates form the tree (Li et al., 2024, Section 4). The
+shape may depend on the tokens because they are selected deterministically, not sampled.
 """
 
 import dataclasses
@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Int, Key
 
+from specdec_jax.core.arrays import gather
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
@@ -23,15 +25,18 @@ from specdec_jax.errors import InputError, require_count
 
 @dataclasses.dataclass(frozen=True)
 class DynamicDraft(Draft):
-  """Guesses chosen by a model; its parameters are its own.
+  """Dynamic tree of tokens that a model selects. Parameters are the model's.
+
+  State is (cache of the model, for each draft token the node of the drafted tree by which the model
+  processed it, 0 if it did not).
 
   Attributes:
     model: M_q.
-    tree: its sizes, N guesses at most D deep; drafting takes D calls of the model.
-    width: nodes of a level that the model reads, and children of each.
+    tree: number of draft tokens and depth of the tree; drafting takes `depth` forward passes.
+    width: number of nodes per level that the model processes, and of candidates after each.
 
   Raises:
-    InputError: there are fewer candidates than the tree has guesses.
+    InputError: there are fewer candidates than draft tokens.
   """
 
   model: Model
@@ -43,43 +48,50 @@ class DynamicDraft(Draft):
 
   @property
   def _drafted(self) -> DynamicTree:
-    """Sizes of the tree that the model reads: `width` nodes a level but the last."""
+    """Size of the tree that the model processes: `width` nodes on each level but the last."""
     return DynamicTree(self.width * (self.tree.depth - 1), max(1, self.tree.depth - 1))
 
-  def init(self, params: Any, context: Context, hidden: Array) -> Any:
-    # The loop leaves room for the tree proposed; more may be read on the way to it.
-    more = max(0, self._drafted.num_guesses - self.tree.num_guesses)
-    cache = self.model.prefill(params, context.prompt, context.tokens.shape[1] + more)[1]
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    # The slots in `context` suffice for the proposed tree; the drafted tree may be larger.
+    extra = max(0, self._drafted.num_guesses - self.tree.num_guesses)
+    cache = self.model.prefill(params, context.prompt, context.tokens.shape[1] + extra)[1]
     return cache, jnp.zeros((len(context.tokens), self.tree.num_guesses), jnp.int32)
 
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    newest, _, cache = extend_last_tokens(self.model, params, state[0], context)
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    root_logits, _, cache = extend_last_tokens(self.model, params, state[0], context)
     width, drafted = self.width, self._drafted
-    parents = jnp.zeros((len(newest), drafted.num_guesses), jnp.int32)
+    parents = jnp.zeros((len(root_logits), drafted.num_guesses), jnp.int32)
 
-    def read(carry, tokens: Array, before: Array, level: int):
+    def extend_level(
+      carry: Any, tokens: Int[Array, "B width"], chosen: Int[Array, "B width"], level: int
+    ) -> tuple[Float[Array, "B width V"], Any]:
       cache, parents = carry
       first = 1 + (level - 1) * width
       if level > 1:
-        parents = parents.at[:, first - 1 : first + width - 1].set(first - width + before)
-      shape = dataclasses.replace(drafted, parents=parents)
-      logits, _, cache = self.model.extend(params, cache, tokens, shape, first)
+        parents = parents.at[:, first - 1 : first + width - 1].set(first - width + chosen)
+      tree = dataclasses.replace(drafted, parents=parents)
+      logits, _, cache = self.model.extend(params, cache, tokens, tree, first)
       return logits, (cache, parents)
 
-    proposal, reads, (cache, _) = grow(self.tree, width, newest, read, (cache, parents))
-    return proposal, (cache, reads)
+    proposal, processed, (cache, _) = grow(
+      self.tree, width, root_logits, extend_level, (cache, parents)
+    )
+    return proposal, (cache, processed)
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
-    # The last of the path may not have been read; it is read with the newest token.
-    cache, reads = state
+    # The model may not have processed the last node of the path. It then processes that token with
+    # the last committed one.
+    cache, processed = state
     path: Any = outcome.verification.path
-    nodes = jnp.take_along_axis(reads, jnp.maximum(path - 1, 0), axis=1)
+    nodes = gather(processed, jnp.maximum(path - 1, 0))
     nodes = jnp.where(path > 0, nodes, 0)
-    return self.model.commit(cache, outcome.length - 1, self.tree, nodes), reads
+    return self.model.commit(cache, outcome.length - 1, self.tree, nodes), processed
 
 
 def require_candidates(tree: DynamicTree, width: int) -> None:
-  """Raise InputError if levels of such a width have fewer candidates than the tree has guesses."""
+  """Raise InputError if there are fewer candidates than draft tokens in the tree."""
   require_count("width", width)
   require_count("depth", tree.depth)
   require_count("num_guesses", tree.num_guesses)
@@ -92,64 +104,70 @@ def require_candidates(tree: DynamicTree, width: int) -> None:
 
 
 def model_draft(model: Model, sampling: Sampling, tree: AnyTree) -> Draft:
-  """A model as draft, of a tree of either kind."""
+  """Return a model as draft, with a static or a dynamic tree."""
   if isinstance(tree, DynamicTree):
     return DynamicDraft(model, tree)
   return ModelDraft(model, sampling, tree)
 
 
 def grow(
-  tree: DynamicTree, width: int, newest: Array, read: Callable[..., tuple[Array, Any]], carry: Any
-) -> tuple[Proposal, Array, Any]:
-  """The tree of guesses that are likeliest together.
+  tree: DynamicTree,
+  width: int,
+  root_logits: Float[Array, "B V"],
+  extend_level: Callable[..., tuple[Array, Any]],
+  carry: Any,
+) -> tuple[Proposal, Int[Array, "B N"], Any]:
+  """Propose the tree of the candidates with the best scores.
 
   Args:
-    tree: its sizes.
-    width: nodes of a level that are read, and children of each.
-    newest: [B, V], logits of what follows the newest token.
-    read: (carry, tokens [B, width], of which of the level before each is a child [B, width], depth
-      of them, from 1) -> their logits [B, width, V], and the carry after them.
-    carry: before any is read.
+    tree: number of draft tokens and depth of the tree.
+    width: number of nodes per level that are processed, and of candidates after each.
+    root_logits: logits at the last committed token.
+    extend_level: function of (carry, tokens [B, width], which of the processed nodes of the level
+      before is the parent of each token [B, width], level of the tokens, from 1) that returns
+      logits [B, width, V] at the tokens, and the new carry.
+    carry: value that `extend_level` receives for level 1.
 
   Returns:
-    The guesses; for each, [B, N], which of the nodes that were read it is, counted from 1 in the
-    order in which they were read, 0 for none; the carry.
+    The proposal; for each draft token the number of the processed node that it is, from 1 in order
+    of processing, 0 if it was not processed; and the last carry.
   """
-  batch, k = len(newest), width
+  batch, k = len(root_logits), width
   rows = jnp.arange(batch)[:, None]
-  worth, tokens = _best(newest[:, None], jnp.zeros((batch, 1)), k)  # [B, 1, k]
-  worth, tokens = worth[:, 0], tokens[:, 0]
-  # Of all candidates: token, worth, the candidate before (-1: the newest token), and the node by
-  # which it is read (0: none).
-  live, at = jnp.broadcast_to(jnp.arange(k), (batch, k)), 0  # candidates that are read
-  before = jnp.zeros((batch, k), jnp.int32)
-  candidates = [(tokens, worth, jnp.full((batch, k), -1), (live + 1) * (tree.depth > 1))]
+  scores, tokens = _best_children(root_logits[:, None], jnp.zeros((batch, 1)), k)  # [B, 1, k]
+  scores, tokens = scores[:, 0], tokens[:, 0]
+  # For each candidate: token, score, parent candidate (-1 for the last committed token), and the
+  # processed node that it is (0 for none).
+  processed, num_before = jnp.broadcast_to(jnp.arange(k), (batch, k)), 0  # as candidates
+  chosen = jnp.zeros((batch, k), jnp.int32)
+  candidates = [(tokens, scores, jnp.full((batch, k), -1), (processed + 1) * (tree.depth > 1))]
   for level in range(1, tree.depth):
-    logits, carry = read(carry, tokens, before, level)
-    more, children = _best(logits, worth, k)  # [B, k, k]
-    more, children = more.reshape(batch, -1), children.reshape(batch, -1)
-    follows = jnp.repeat(live, k, axis=1)  # [B, k * k]
-    worth, best = lax.top_k(more, k)
-    tokens, before = jnp.take_along_axis(children, best, axis=1), best // k
-    at += candidates[-1][0].shape[1]
-    live = at + best
-    reads = jnp.zeros((batch, k * k), jnp.int32)
+    logits, carry = extend_level(carry, tokens, chosen, level)
+    child_scores, children = _best_children(logits, scores, k)  # [B, k, k]
+    child_scores, children = child_scores.reshape(batch, -1), children.reshape(batch, -1)
+    parents = jnp.repeat(processed, k, axis=1)  # [B, k * k]
+    scores, best = lax.top_k(child_scores, k)
+    tokens, chosen = gather(children, best), best // k
+    num_before += candidates[-1][0].shape[1]
+    processed = num_before + best
+    nodes = jnp.zeros((batch, k * k), jnp.int32)
     if level < tree.depth - 1:
-      reads = reads.at[rows, best].set(1 + level * k + jnp.arange(k))
-    candidates.append((children, more, follows, reads))
-  tokens, worth, follows, reads = (jnp.concatenate(field, axis=1) for field in zip(*candidates))
-  # A path is worth no more than its beginning, and of equals the first is taken: so the parents
-  # of what is taken are, too.
-  kept = jnp.sort(lax.top_k(worth, tree.num_guesses)[1], axis=1)  # [B, N]
-  of_kept = lambda field: jnp.take_along_axis(field, kept, axis=1)
-  parents = 1 + jax.vmap(jnp.searchsorted)(kept, of_kept(follows))
-  parents = jnp.where(of_kept(follows) < 0, 0, parents).astype(jnp.int32)
-  shape = dataclasses.replace(tree, parents=parents)
-  return Proposal(of_kept(tokens), tree=shape), of_kept(reads), carry
+      nodes = nodes.at[rows, best].set(1 + level * k + jnp.arange(k))
+    candidates.append((children, child_scores, parents, nodes))
+  tokens, scores, parents, nodes = (jnp.concatenate(field, axis=1) for field in zip(*candidates))
+  # The score of a path is at most that of its beginning, and `top_k` takes the first of equal
+  # scores. Therefore the parents of selected candidates are selected too.
+  selected = jnp.sort(lax.top_k(scores, tree.num_guesses)[1], axis=1)  # [B, N]
+  parents = gather(parents, selected)
+  parent_nodes = 1 + jax.vmap(jnp.searchsorted)(selected, parents)
+  parent_nodes = jnp.where(parents < 0, 0, parent_nodes).astype(jnp.int32)
+  shape = dataclasses.replace(tree, parents=parent_nodes)
+  return Proposal(gather(tokens, selected), tree=shape), gather(nodes, selected), carry
 
 
-def _best(logits: Array, worth: Array, k: int) -> tuple[Array, Array]:
-  """Worth and tokens [B, n, k] of the k best children of nodes with logits [B, n, V]."""
-  logs = jax.nn.log_softmax(logits.astype(jnp.float32))
-  best, tokens = lax.top_k(logs, k)
-  return worth[..., None] + best, tokens
+def _best_children(
+  logits: Float[Array, "B M V"], scores: Float[Array, "B M"], k: int
+) -> tuple[Float[Array, "B M {k}"], Int[Array, "B M {k}"]]:
+  """Return the log scores and the tokens of the k best children of each node."""
+  log_probs, tokens = lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), k)
+  return scores[..., None] + log_probs, tokens

@@ -31,10 +31,10 @@ def prompt_lookup_or_ngrams(
 
 @dataclasses.dataclass(frozen=True)
 class FallbackDraft(Draft):
-  """In each row, the tokens of the first draft whose first token is not PAD_ID; else of the last one.
+  """In each row, the tokens of the first draft that proposes any, otherwise those of the last one.
 
-  PAD_ID says that a draft knows no token. Parameters and states are tuples in the order of the
-  drafts.
+  A draft proposes none if its first token is PAD_ID. Parameters and states are tuples in the order
+  of the drafts.
 
   Attributes:
     drafts: two or more drafts with equal trees that select their tokens deterministically.

@@ -1,8 +1,8 @@
 """Several drafts at once: the trees of all of them share the last committed token (SpecInfer).
 
 K chains of one draft, each sampled with its own key, are a case of this (iterative speculative
-sampling). Equal tokens of two drafts remain two nodes, each with the q of its own draft, verified in
-the order of the drafts: merging them, or verifying them in random order, would not be exact
+sampling). Equal tokens of two drafts remain two nodes, each with the q of its own draft, verified
+in the order of the drafts: merging them, or verifying them in random order, would not be exact
 (`tests/test_verifiers.py`).
 """
 

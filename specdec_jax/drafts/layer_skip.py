@@ -1,7 +1,7 @@
-"""The target as its own draft: some of its decoder's layers (Section 3.6; Zhang et al., 2024).
+"""Layer skipping: some decoder layers of the target as draft (Section 3.6; Zhang et al., 2024).
 
-What it reads is the target's own cache, of the layers it has; what it wrote there is forgotten
-after the round, as the target's pass over the guesses writes it anew.
+The draft reads the target's cache of these layers. What it writes there is discarded after the
+round, because the target's forward pass over the draft tokens writes the same slots.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax import Array
+from jaxtyping import Float, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
@@ -24,12 +25,12 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.gpt import GPTModel
-from specdec_jax.models.simulated import unwrapped
+from specdec_jax.models.simulated import unwrapped, unwrapped_cache
 from specdec_jax.models.t5 import T5Model
 
 
 def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
-  """Load some layers of the target's decoder, with its final norm and logits, as draft.
+  """Return some layers of the target's decoder, with its final norm and logits, as draft.
 
   Args:
     target: a T5 or a decoder-only model of this project.
@@ -58,41 +59,47 @@ def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
 
 
 def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Config, Any]:
-  """Shape and parameters, the same arrays, of a model that is some of another's decoder layers."""
-  kept = {f"layers_{i}": params["decoder"][f"layers_{layer}"] for i, layer in enumerate(layers)}
-  rest = {name: x for name, x in params["decoder"].items() if not name.startswith("layers_")}
-  fewer = dataclasses.replace(config, num_decoder_layers=len(layers))
-  return fewer, {"decoder": rest | kept, "token_embedder": params["token_embedder"]}
+  """Return configuration and parameters of the model that has only some of the decoder layers.
+
+  The parameters are not copied.
+  """
+  decoder = params["decoder"]
+  selected = {f"layers_{i}": decoder[f"layers_{layer}"] for i, layer in enumerate(layers)}
+  rest = {name: x for name, x in decoder.items() if not name.startswith("layers_")}
+  config = dataclasses.replace(config, num_decoder_layers=len(layers))
+  return config, {"decoder": rest | selected, "token_embedder": params["token_embedder"]}
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSkipDraft(WrappedDraft):
-  """Guesses drawn from a model that is some of the target's layers, by `Context.target`.
+  """Tokens sampled from some layers of the target, with the target's cache.
 
-  It keeps nothing, and reads no prompt. Its parameters are arrays of the target's.
+  It has no state and does not process the prompt. Parameters are those of the layers.
 
   Attributes:
-    draft: of those layers.
-    layers: which they are.
+    draft: draft of the model that consists of these layers.
+    layers: their numbers in the target.
   """
 
   draft: ModelDraft
   layers: tuple[int, ...]
   reads_target_cache = True
 
-  def init(self, params: Any, context: Context, hidden: Array) -> Any:
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return ()
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     return state
 
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    cache = getattr(
-      context.target_cache, "model", context.target_cache
-    )  # of a target whose alpha is simulated
-    of_layers = lambda fields: tuple(fields[layer] for layer in self.layers)
-    cache = cache.replace(layers=of_layers(cache.layers))
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    cache = unwrapped_cache(context.target_cache)
+    cache = cache.replace(layers=self._select(cache.layers))
     if hasattr(cache, "cross"):
-      cache = cache.replace(cross=of_layers(cache.cross))
+      cache = cache.replace(cross=self._select(cache.cross))
     logits, _, cache = self.draft.model.extend(params, cache, context.last_token[:, None])
     return self.draft.propose_after(params, cache, logits[:, 0], rng)[0], state
+
+  def _select(self, per_layer: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(per_layer[layer] for layer in self.layers)

@@ -28,8 +28,8 @@ class ModelDraft(Draft):
     tree: tree of the proposals; drafting takes `depth` forward passes.
     independent: whether siblings are sampled independently, with duplicates (SpecInfer, SpecTr),
       instead of without replacement.
-    reread: number of tokens in the first forward pass of a round, which ends with the last committed
-      token. 2 suffices unless rounds commit tokens of other drafts (`drafts.forest`).
+    reread: number of tokens in the first forward pass of a round, which ends with the last
+      committed token. 2 suffices unless rounds commit tokens of other drafts (`drafts.forest`).
 
   Raises:
     InputError: the tree has no draft tokens.
@@ -60,7 +60,7 @@ class ModelDraft(Draft):
     self,
     params: Any,
     cache: Any,
-    hidden: Float[Array, "B K E"],
+    hidden: Float[Array, "B M E"],
     offsets: Int[Array, " K"] | int,
     slot: Int[Array, " B"],
   ) -> Any:
@@ -69,7 +69,8 @@ class ModelDraft(Draft):
     Args:
       params: parameters of the model.
       cache: cache of the model.
-      hidden: hidden states of the target at the start of the round of each token.
+      hidden: hidden states of the target at the start of the round of each token, M = K; or a
+        single one, M = 1.
       offsets: number of tokens since the start of the round.
       slot: slot of the first of the tokens that will be processed.
     """
@@ -141,9 +142,9 @@ def extend_last_tokens(
 ) -> tuple[Float[Array, "B V"], Float[Array, "B E"], Any]:
   """Run a draft model over the last committed tokens.
 
-  After a round whose draft tokens were all accepted, the cache lacks the last of them. Therefore the
-  pass always covers `count` tokens, and writes those before the last one again. A row with fewer
-  tokens processes unused slots after them, and its result is taken before those.
+  After a round whose draft tokens were all accepted, the cache lacks the last of them. Therefore
+  the pass always covers `count` tokens, and writes those before the last one again. A row with
+  fewer tokens processes unused slots after them, and its result is taken before those.
 
   Returns:
     Logits and hidden states at the last committed token, and the cache of the tokens before it.

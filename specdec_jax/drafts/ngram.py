@@ -1,4 +1,4 @@
-"""Unigram and bigram counts as draft: a table look-up of next to no cost (Section 3.6, Table 3)."""
+"""Unigram and bigram counts as draft: a table look-up of negligible cost (Section 3.6, Table 3)."""
 
 import dataclasses
 import functools
@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Float, Int, Key
 
 from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, require_chain
 from specdec_jax.core.types import Context, Draft, DraftFactory, LoadedTarget, Proposal
@@ -28,12 +30,12 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error)
 
 
 def unigram(target: LoadedTarget, path: str) -> DraftFactory:
-  """The frequencies of tokens in a text, one output of the task a line."""
+  """Return the token frequencies of a text file with one output of the task per line, as draft."""
   return _ngram("unigram", 1, target.vocabulary, path)
 
 
 def bigram(target: LoadedTarget, path: str) -> DraftFactory:
-  """The frequencies of what follows each token in a text, one output of the task a line."""
+  """Return the bigram frequencies of a text file with one output of the task per line, as draft."""
   return _ngram("bigram", 2, target.vocabulary, path)
 
 
@@ -44,17 +46,17 @@ def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftFac
 
 
 class Ngrams(NamedTuple):
-  """Counts of a text: V tokens, the K most frequent successors of each.
+  """Counts of a text.
 
   Attributes:
-    unigrams: [V], times each token occurs.
-    successors: [V, K], what most often follows each token, most frequent first, ties by id.
-    counts: [V, K], how often it does; 0 where fewer than K tokens ever did.
+    unigrams: number of occurrences of each token.
+    successors: most frequent successors of each token, most frequent first, ties by token id.
+    counts: number of occurrences of each successor; 0 if the token has fewer successors.
   """
 
-  unigrams: Array
-  successors: Array
-  counts: Array
+  unigrams: Int[Array, " V"]
+  successors: Int[Array, "V successors"]
+  counts: Int[Array, "V successors"]
 
 
 def fit_ngrams(
@@ -63,13 +65,18 @@ def fit_ngrams(
   num_successors: int = 128,
   start_id: int = PAD_ID,
 ) -> Ngrams:
-  """Count the target side of a task: rows of token ids, EOS last, no start token, no padding.
+  """Count unigrams and bigrams.
 
-  `start_id` is what stands before a text, the context of its first token. A vocabulary that starts
-  texts by padding has no other use for token 0; one of GPT-2's kind has.
+  Args:
+    rows: token ids of texts, with EOS, without a start token and without padding.
+    vocab_size: V.
+    num_successors: number of successors to store for each token.
+    start_id: token before each text, the context of its first token. If it is padding, token 0 may
+      not occur in a text; GPT-2 has another start token, and token 0 is an ordinary token.
 
   Raises:
-    InputError: no token at all, an id outside the vocabulary, padding, or num_successors < 1.
+    InputError: there are no tokens, an id is outside the vocabulary or is padding, or
+      num_successors is less than 1.
   """
   require_count("num_successors", num_successors)
   rows = list(rows)
@@ -92,23 +99,23 @@ def fit_ngrams(
   order = np.lexsort((token, -counts, context))
   context, token, counts = context[order], token[order], counts[order]
   rank = np.arange(len(context)) - np.searchsorted(context, context)
-  kept = rank < num_successors
+  is_stored = rank < num_successors
   table = np.zeros((2, vocab_size, min(num_successors, vocab_size)), np.int64)
-  table[:, context[kept], rank[kept]] = token[kept], counts[kept]
+  table[:, context[is_stored], rank[is_stored]] = token[is_stored], counts[is_stored]
   return Ngrams(*(jnp.asarray(x, jnp.int32) for x in (unigrams, *table)))
 
 
 def save_ngrams(path: str | os.PathLike, ngrams: Ngrams) -> None:
-  """Write the counts to `path` (.npz), whole or not at all."""
+  """Write counts to a .npz file, atomically."""
   with atomic_write(path, "wb") as file:
     np.savez_compressed(file, **ngrams._asdict())
 
 
 def load_ngrams(path: str | os.PathLike) -> Ngrams:
-  """Read what `save_ngrams` wrote.
+  """Read counts that `save_ngrams` wrote.
 
   Raises:
-    InputError: no such file, or not one of these.
+    InputError: there is no such file, or it does not contain n-gram counts.
   """
   if not pathlib.Path(path).is_file():
     raise InputError(f"There are no n-gram counts at {path}; expected a .npz file of them.")
@@ -125,12 +132,12 @@ def load_ngrams(path: str | os.PathLike) -> Ngrams:
 
 @dataclasses.dataclass(frozen=True)
 class NgramDraft(Draft):
-  """Guesses from unigrams (order 1) or from bigrams (order 2) of its parameters, `Ngrams`.
+  """Chain of tokens sampled from unigrams (order 1) or bigrams (order 2). Parameters are `Ngrams`.
 
-  After a context never seen a bigram is the unigram; else only the successors kept are guessed.
-  Nothing is smoothed: exactness needs no q > 0, since the residual supplies what the draft never
-  guesses, and mass for tokens never seen would be taken from guesses that may stand. At
-  temperature 0 only the most frequent token matters, which adding to all counts leaves in place.
+  After a context that was not counted, bigrams back off to unigrams; after any other context only
+  the stored successors are proposed. Counts are not smoothed: exactness does not need q > 0,
+  because tokens that the draft never proposes come from the residual, and smoothing would take
+  probability from tokens that may be accepted. At temperature 0 smoothing would change nothing.
 
   Attributes:
     order: 1 or 2.
@@ -139,7 +146,7 @@ class NgramDraft(Draft):
     tree: a chain.
 
   Raises:
-    InputError: order is neither 1 nor 2, the tree is no chain, or (in `start`) the counts are of
+    InputError: order is neither 1 nor 2, the tree is not a chain, or (in `init`) the counts are for
       another vocabulary.
   """
 
@@ -153,7 +160,7 @@ class NgramDraft(Draft):
       raise InputError(f"order is {self.order!r}; it must be 1 for unigrams or 2 for bigrams.")
     require_chain("an n-gram draft", self.tree)
 
-  def init(self, params: Ngrams, context: Context, hidden: Array) -> Any:
+  def init(self, params: Ngrams, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     if params.unigrams.shape != (self.vocab_size,):
       raise InputError(
         f"The n-gram counts are of {len(params.unigrams)} tokens but the target's vocabulary has "
@@ -162,25 +169,29 @@ class NgramDraft(Draft):
     return ()
 
   def propose(
-    self, params: Ngrams, state: Any, context: Context, rng: Array
+    self, params: Ngrams, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    gamma = self.tree.depth
-    keys = jax.vmap(lambda key: jax.random.split(key, gamma), out_axes=1)(rng)  # [G, B]
+    keys = split_rows(rng, self.tree.depth)
 
-    def step(newest, key):
-      guess, q = sample_logits(key, jnp.log(self._weights(params, newest)), self.sampling)
+    def step(last_token, key):
+      guess, q = sample_logits(key, jnp.log(self._weights(params, last_token)), self.sampling)
       return guess, (guess, q)
 
     _, (guesses, q) = lax.scan(step, context.last_token, keys)
     return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), state
 
-  def _weights(self, ngrams: Ngrams, newest: Array) -> Array:
-    """How often each token [B, V] follows newest [B]."""
-    shape = len(newest), self.vocab_size
+  def _weights(self, ngrams: Ngrams, last_token: Int[Array, " B"]) -> Float[Array, "B V"]:
+    """Return how often each token follows the last one."""
+    shape = len(last_token), self.vocab_size
     unigrams = jnp.broadcast_to(ngrams.unigrams.astype(jnp.float32), shape)
     if self.order == 1:
       return unigrams
-    add = lambda row, token, count: row.at[token].add(count)
-    follow, counts = ngrams.successors[newest], ngrams.counts[newest]
-    bigrams = jax.vmap(add)(jnp.zeros_like(unigrams), follow, counts)
+    successors, counts = ngrams.successors[last_token], ngrams.counts[last_token]
+
+    def scatter_row(
+      row: Float[Array, " V"], tokens: Int[Array, " successors"], counts: Int[Array, " successors"]
+    ) -> Float[Array, " V"]:
+      return row.at[tokens].add(counts)
+
+    bigrams = jax.vmap(scatter_row)(jnp.zeros_like(unigrams), successors, counts)
     return jnp.where(counts[:, :1] > 0, bigrams, unigrams)

@@ -1,4 +1,4 @@
-"""Copying from the context as draft: no parameters, next to no cost (Section 3.6)."""
+"""Prompt lookup: copying from the context, at negligible cost (Section 3.6)."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jaxtyping import Int, Key
 
+from specdec_jax.core.arrays import gather
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
 from specdec_jax.core.types import Context, Draft, DraftFactory, LoadedTarget, Proposal
 from specdec_jax.errors import require_count
@@ -14,34 +17,40 @@ from specdec_jax.models.t5 import PAD_ID
 
 
 def prompt_lookup(target: LoadedTarget, max_ngram: int = 3) -> DraftFactory:
-  """What followed the latest tokens in the source, or earlier in the text; see `PromptLookupDraft`."""
-  size = len(target.vocabulary)
-  return DraftFactory(
-    f"copy-{max_ngram}", lambda sampling, tree: PromptLookupDraft(size, tree, max_ngram)
-  )
+  """Return prompt lookup as draft; see `PromptLookupDraft`."""
+  vocab_size = len(target.vocabulary)
+
+  def build(sampling: Sampling, tree: AnyTree) -> PromptLookupDraft:
+    return PromptLookupDraft(vocab_size, tree, max_ngram)
+
+  return DraftFactory(f"copy-{max_ngram}", build)
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookupDraft(Draft):
-  """Guesses that what followed the latest tokens elsewhere follows them here.
+  """Proposes the tokens that followed an earlier occurrence of the last committed tokens.
 
-  The longest match of the newest tokens, at most `max_ngram` of them, is looked for in the source
-  and in the text so far. Of matches of one length the source's come before the text's, and the
-  latest before earlier ones. A match in the text goes on through its own guesses, so a repeating
-  text is guessed to repeat. Where nothing matches, the source has ended, or an id is none of the
-  target's, the guess is PAD_ID: a round costs the same whatever is guessed. Parameters: none, ().
-  In a tree, children of the newest token begin the continuations of as many matches, best first,
-  no two with the same token; behind each only the eldest is guessed, as in `branching(2, 1, 1)`.
-  After a decoder-only model's prompt the source is in the text as well; nothing is lost by that
-  but a guess of its EOS where the prompt's last tokens come again.
+  The longest match of the last tokens, of at most `max_ngram` tokens, is searched in the prompt and
+  in the text so far. Among matches of equal length, those in the prompt precede those in the text,
+  and later ones precede earlier ones. A match in the text continues through its own draft tokens,
+  so a repeating text is proposed to repeat.
+
+  In a tree, the children of the last committed token start the continuations of several matches,
+  best first, with distinct tokens. After each of them only first children are proposed, as in
+  `branching(2, 1, 1)`.
+
+  All tokens are selected deterministically. A draft token is PAD_ID where there is no match, where
+  the prompt has ended, or where the token is not in the target's vocabulary. There are no
+  parameters. For a decoder-only model the prompt is part of the text as well; the only effect is
+  that its EOS may be proposed if the last tokens of the prompt occur again.
 
   Attributes:
     vocab_size: V.
-    tree: of any one shape.
-    max_ngram: tokens of a match that are looked for.
+    tree: a static tree.
+    max_ngram: maximum number of tokens of a match.
 
   Raises:
-    InputError: the tree's shape changes, it has no guesses, or max_ngram is no whole number from 1.
+    InputError: the tree is dynamic, it has no draft tokens, or max_ngram is not a positive integer.
   """
 
   vocab_size: int
@@ -52,51 +61,56 @@ class PromptLookupDraft(Draft):
     require_count("gamma", require_static("copying from the context", self.tree).depth)
     require_count("max_ngram", self.max_ngram)
 
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
     source, tokens, tree = context.prompt, context.tokens, require_static("copying", self.tree)
     depth = tree.depth
     num_slots, length = tokens.shape[1], context.length[:, None]
 
-    def matched(text: Array) -> Array:
-      """How many of the newest tokens end at each position of text [B, N], up to max_ngram."""
-      count, so_far = jnp.zeros(text.shape, jnp.int32), True
+    def match_length(text: Int[Array, "B T"]) -> Int[Array, "B T"]:
+      """Return how many of the last tokens occur up to each position, at most `max_ngram`."""
+      count, is_match = jnp.zeros(text.shape, jnp.int32), True
       for n in range(self.max_ngram):
         earlier = jnp.pad(text, ((0, 0), (n, 0)), constant_values=-1)[:, : text.shape[1]]
-        newest = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - n, 0), axis=1)
-        so_far &= (earlier == newest) & (n < length)
-        count += so_far
+        last = gather(tokens, jnp.maximum(length - 1 - n, 0))
+        is_match &= (earlier == last) & (n < length)
+        count += is_match
       return count
 
-    # A match counts if something follows it. One score ranks by length first, then by place.
-    follows = jnp.pad(source, ((0, 0), (0, 1)))[:, 1:] != PAD_ID
+    # A match needs a token after it. The score orders matches by length, then by position.
+    has_successor = jnp.pad(source, ((0, 0), (0, 1)))[:, 1:] != PAD_ID
     counts = [
-      jnp.where(jnp.arange(num_slots) < length - 1, matched(tokens), 0),
-      jnp.where(follows, matched(source), 0),
+      jnp.where(jnp.arange(num_slots) < length - 1, match_length(tokens), 0),
+      jnp.where(has_successor, match_length(source), 0),
     ]
     score = jnp.concatenate(counts, axis=1)
     size = score.shape[1]
     both = jnp.pad(jnp.concatenate([tokens, source], axis=1), ((0, 0), (0, depth)))
     branches: list[Array] = []
     copied = tokens
-    for _ in range(tree.levels[0][1] - 1):  # children of the newest token
-      if branches:  # another beginning than that of the branch before
+    for _ in range(tree.levels[0][1] - 1):  # children of the last committed token
+      if branches:  # drop matches with the same first token as the branch before
         score = jnp.where(both[:, 1 : size + 1] == copied[:, :1], 0, score)
       best = (score * size + jnp.arange(size)).max(axis=1, keepdims=True)
-      found, at = best >= size, best % size
-      # What follows in the text ends at its newest token, and begins again after the match.
-      period = jnp.where(at < num_slots, length - 1 - at, depth)
-      copied = jnp.take_along_axis(both, at + 1 + jnp.arange(depth) % period, axis=1)
-      branches.append(jnp.where(found & (copied < self.vocab_size), copied, PAD_ID))
+      is_match, match = best >= size, best % size
+      # A continuation in the text ends at the last token, and starts again after the match.
+      period = jnp.where(match < num_slots, length - 1 - match, depth)
+      copied = gather(both, match + 1 + jnp.arange(depth) % period)
+      branches.append(jnp.where(is_match & (copied < self.vocab_size), copied, PAD_ID))
     if tree.is_chain:
       return Proposal(branches[0]), state
-    of_branch = _branches(tree)
-    at_depth = jnp.stack(branches, axis=1)[:, np.maximum(of_branch, 0), tree.depths[1:] - 1]
-    return Proposal(jnp.where(of_branch < 0, PAD_ID, at_depth)), state
+    branch = _branch_of_guess(tree)
+    tokens = jnp.stack(branches, axis=1)[:, np.maximum(branch, 0), tree.depths[1:] - 1]
+    return Proposal(jnp.where(branch < 0, PAD_ID, tokens)), state
 
 
-def _branches(tree: Tree) -> np.ndarray:
-  """For each guess [N] the child of the newest token that it follows as eldest, or -1."""
-  found: list[int] = []
+def _branch_of_guess(tree: Tree) -> np.ndarray:
+  """Return for each draft token its branch, if only first children precede it there; otherwise -1.
+
+  Branches are numbered by their first token, a child of the last committed token.
+  """
+  branches: list[int] = []
   for parent, rank in zip(tree.parents, tree.ranks.tolist()):
-    found.append(rank if parent == 0 else found[parent - 1] if rank == 0 else -1)
-  return np.array(found)
+    branches.append(rank if parent == 0 else branches[parent - 1] if rank == 0 else -1)
+  return np.array(branches)

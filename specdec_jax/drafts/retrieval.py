@@ -1,9 +1,9 @@
-"""What followed the latest tokens in a datastore of the task's texts (REST, He et al., 2024).
+"""Retrieval from a datastore of the task's texts (REST; He et al., 2024).
 
-The datastore is a suffix array: all places of the text, sorted by what stands there, so that those
-where a run of tokens occurs lie side by side, and so do equal continuations. The longest run of the
-newest tokens that occurs is looked up by bisection, inside the compiled loop; what followed it is a
-trie, whose nodes are worth how often they occur.
+The datastore is a suffix array: all places of the text, sorted by the tokens from there on. Places
+with the same tokens, and among them places with the same continuation, are adjacent. The longest
+suffix of the committed tokens that occurs in the datastore is found by bisection, inside the
+compiled loop. Its continuations form a trie, whose nodes are weighted by how often they occur.
 """
 
 import contextlib
@@ -18,8 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Bool, Int, Key
 
 from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.arrays import gather, gather_token
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
 from specdec_jax.core.types import Context, Draft, DraftFactory, LoadedTarget, Proposal
 from specdec_jax.data.text import read_lines
@@ -27,96 +30,111 @@ from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
 
-REACH = 32  # tokens by which places are sorted
+REACH = 32  # number of tokens by which places are sorted
 
 
 class Datastore(NamedTuple):
-  """Texts of M tokens in all, each with its start token before it.
+  """Suffix array of texts, each with its start token.
 
   Attributes:
-    tokens: [M + REACH], -1 past the end.
-    places: [M], sorted by the REACH tokens from there on.
+    tokens: tokens of all texts, and REACH times -1.
+    places: all places in the texts, sorted by the REACH tokens from there on.
   """
 
-  tokens: Array
-  places: Array
+  tokens: Int[Array, " M_plus_reach"]
+  places: Int[Array, " M"]
 
 
 def retrieval(
   target: LoadedTarget, path: str, max_context: int = 8, num_matches: int = 64
 ) -> DraftFactory:
-  """What follows in a text, one output of the task a line; arguments as `RetrievalDraft`.
+  """Return retrieval from a text file with one output of the task per line, as draft.
 
-  The datastore is kept where jax keeps its programs, if it does.
+  The datastore is cached in JAX's compilation cache, if that is enabled.
+
+  Args:
+    target: the target.
+    path: the text file.
+    max_context: as in `RetrievalDraft`.
+    num_matches: as in `RetrievalDraft`.
   """
   store = cached_datastore(target.vocabulary, path)
-  make = lambda sampling, tree: RetrievalDraft(tree, max_context, num_matches)
-  return DraftFactory("retrieval", make, store)
+
+  def build(sampling: Sampling, tree: AnyTree) -> RetrievalDraft:
+    return RetrievalDraft(tree, max_context, num_matches)
+
+  return DraftFactory("retrieval", build, store)
 
 
 def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
-  """The datastore of a file, built or found where an earlier run left it."""
+  """Return the datastore of a text file, from the cache if it is there."""
   lines = read_lines(path)
   cache = getattr(jax.config, "jax_compilation_cache_dir", None)
-  about = "\n".join([str(REACH), vocabulary.fingerprint(), *lines])
-  name = hashlib.sha256(about.encode()).hexdigest()[:16]
-  kept = pathlib.Path(cache or "") / "datastores" / f"{name}.npz"
+  contents = "\n".join([str(REACH), vocabulary.fingerprint(), *lines])
+  name = hashlib.sha256(contents.encode()).hexdigest()[:16]
+  cached_path = pathlib.Path(cache or "") / "datastores" / f"{name}.npz"
   if cache:
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-      with np.load(kept) as arrays:
+      with np.load(cached_path) as arrays:
         return Datastore(*(jnp.asarray(arrays[name]) for name in Datastore._fields))
   store = build_datastore(map(vocabulary.encode, lines), vocabulary.start_id)
   if cache:
-    with contextlib.suppress(OSError):  # then it is built again
-      kept.parent.mkdir(parents=True, exist_ok=True)
-      with atomic_write(kept, "wb") as file:
+    with contextlib.suppress(OSError):  # it is not cached, and the next run builds it again
+      cached_path.parent.mkdir(parents=True, exist_ok=True)
+      with atomic_write(cached_path, "wb") as file:
         np.savez(file, **store._asdict())
   return store
 
 
 def build_datastore(rows: Iterable[Sequence[int]], start_id: int = PAD_ID) -> Datastore:
-  """Of rows of token ids, EOS last, no start token.
+  """Return the datastore of texts.
+
+  Args:
+    rows: token ids of texts, with EOS and without a start token.
+    start_id: token before each text.
 
   Raises:
-    InputError: there is no token.
+    InputError: there are no tokens.
   """
   text = np.concatenate([[], *([start_id, *row] for row in rows)]).astype(np.int32)
   if not len(text):
     raise InputError("The rows to look up hold no tokens.")
   tokens = np.concatenate([text, np.full(REACH, -1, np.int32)])
-  order = np.lexsort([tokens[at : at + len(text)] for at in reversed(range(REACH))])
+  order = np.lexsort([tokens[i : i + len(text)] for i in reversed(range(REACH))])
   return Datastore(jnp.asarray(tokens), jnp.asarray(order, jnp.int32))
 
 
 class _Trie(NamedTuple):
-  """What followed, sorted: R continuations of D tokens.
+  """Continuations in sorted order, as a trie.
 
   Attributes:
-    tokens: [B, R, D].
-    leader: [B, R, D], the first continuation that agrees with this one so far.
-    counts: [B, R, D], how many do, where this is the first; else 0.
+    tokens: tokens of each continuation.
+    leader: first continuation that equals this one up to each token; it represents the node.
+    counts: number of continuations through the node, at its leader; otherwise 0.
   """
 
-  tokens: Array
-  leader: Array
-  counts: Array
+  tokens: Int[Array, "B matches D"]
+  leader: Int[Array, "B matches D"]
+  counts: Int[Array, "B matches D"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalDraft(Draft):
-  """Guesses the continuations that occur most often; its parameters are a `Datastore`.
+  """Proposes the most frequent continuations. Parameters are a `Datastore`.
 
-  A tree that changes takes the nodes of the trie that occur most, -1 where there are fewer; one of
-  a fixed shape at each node the children that do, PAD_ID where there are fewer. Nothing is drawn.
+  A dynamic tree consists of the most frequent nodes of the trie, and of -1 if there are fewer. In a
+  static tree each node has its most frequent children, and PAD_ID if there are fewer. All tokens
+  are selected deterministically.
 
   Attributes:
-    tree: of any shape.
-    max_context: tokens of the longest run that is looked for.
-    num_matches: R, continuations that are looked at, of more as many in even steps.
+    tree: a static or a dynamic tree.
+    max_context: maximum number of tokens of the suffix that is looked up.
+    num_matches: number of continuations that form the trie; if there are more, it uses this many at
+      even intervals.
 
   Raises:
-    InputError: max_context and the depth of the tree are together more than REACH, or a node has
-      more children than num_matches.
+    InputError: the sum of max_context and the depth of the tree exceeds REACH, or the tree needs
+      more continuations than num_matches.
   """
 
   tree: AnyTree
@@ -142,91 +160,107 @@ class RetrievalDraft(Draft):
       )
 
   def propose(
-    self, params: Datastore, state: Any, context: Context, rng: Array
+    self, params: Datastore, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     trie = self._trie(params, context)
     if isinstance(self.tree, DynamicTree):
-      return _best(trie, self.tree), state
-    return Proposal(_children(trie, self.tree)), state
+      return _most_frequent_nodes(trie, self.tree), state
+    return Proposal(_most_frequent_children(trie, self.tree)), state
 
   def _trie(self, store: Datastore, context: Context) -> _Trie:
-    """What followed the longest run of newest tokens that occurs."""
+    """Return the trie of the continuations of the longest suffix that occurs."""
     most, depth = self.max_context, self.tree.depth
-    # A run of n tokens in row n - 1, those of no meaning behind it: [B, L, L].
+    # Row n - 1 holds the last n tokens, and then tokens without meaning: [B, most, most].
     n, i = jnp.arange(1, most + 1)[:, None], jnp.arange(most)
-    at = context.length[:, None, None] - n + i
-    at = jnp.clip(at, 0, context.tokens.shape[1] - 1)
-    runs = jax.vmap(lambda row, places: row[places])(context.tokens, at)
-    low, high = _interval(store, runs, i < n)
+    slots = context.length[:, None, None] - n + i
+    slots = jnp.clip(slots, 0, context.tokens.shape[1] - 1)
+    suffixes = jax.vmap(lambda row, slots: row[slots])(context.tokens, slots)
+    low, high = _interval(store, suffixes, i < n)
     occurs = (high > low) & (n[:, 0] <= context.length[:, None])
-    longest = most - 1 - occurs[:, ::-1].argmax(axis=1, keepdims=True)  # of none the first: no row
-    low = jnp.take_along_axis(low, longest, axis=1)
-    found = jnp.take_along_axis(jnp.where(occurs, high, low) - low, longest, axis=1)  # [B, 1]
+    # Index of the longest suffix that occurs; if none does, that of the longest, which has no
+    # match.
+    longest = most - 1 - occurs[:, ::-1].argmax(axis=1, keepdims=True)
+    low = gather(low, longest)
+    num_found = gather(jnp.where(occurs, high, low) - low, longest)  # [B, 1]
     rank = jnp.arange(self.num_matches)
-    real = rank < found
-    # In even steps, by floats: their product could be more than an integer of 32 bits holds.
-    step = jnp.maximum(1.0, found / self.num_matches)
+    is_match = rank < num_found
+    # The steps are floats, because the product of integers could exceed 32 bits.
+    step = jnp.maximum(1.0, num_found / self.num_matches)
     match = jnp.minimum(low + (rank * step).astype(jnp.int32), len(store.places) - 1)
     start = store.places[match] + longest + 1
-    tokens = store.tokens[start[..., None] + jnp.arange(depth)]  # [B, R, D]
+    tokens = store.tokens[start[..., None] + jnp.arange(depth)]  # [B, matches, D]
+    # A continuation is a leader from the first token on that differs from the continuation before.
     before = jnp.pad(tokens, ((0, 0), (1, 0), (0, 0)), constant_values=-2)[:, :-1]
-    first = real[..., None] & (jnp.cumsum(tokens != before, axis=2) > 0)
-    leader = lax.cummax(jnp.where(first, rank[:, None], 0), axis=1)
-    alike = (leader[:, :, None] == leader[:, None]) & real[:, None, :, None]
-    return _Trie(tokens, leader, jnp.where(first & (tokens >= 0), alike.sum(axis=2), 0))
+    is_leader = is_match[..., None] & (jnp.cumsum(tokens != before, axis=2) > 0)
+    leader = lax.cummax(jnp.where(is_leader, rank[:, None], 0), axis=1)
+    same_node = (leader[:, :, None] == leader[:, None]) & is_match[:, None, :, None]
+    counts = jnp.where(is_leader & (tokens >= 0), same_node.sum(axis=2), 0)
+    return _Trie(tokens, leader, counts)
 
 
-def _interval(store: Datastore, runs: Array, meant: Array) -> tuple[Array, Array]:
-  """Bounds [B, L] of the places where runs [B, L, L] occur, as far as they are `meant` [L, L]."""
-  past = jnp.array([False, True])  # the bound behind goes on over equal ones
+def _interval(
+  store: Datastore, suffixes: Int[Array, "B most most"], is_token: Bool[Array, "most most"]
+) -> tuple[Int[Array, "B most"], Int[Array, "B most"]]:
+  """Return the bounds of the interval of places at which each suffix occurs, by bisection.
+
+  Args:
+    store: the datastore.
+    suffixes: suffixes of the text, one per row.
+    is_token: which entries of a row belong to the suffix.
+  """
+  passes_equal = jnp.array([False, True])  # the upper bound is past the places that are equal
   size = len(store.places)
 
   def halve(_, bounds):
-    low, high = bounds  # [B, L, 2]
+    low, high = bounds  # [B, most, 2]
     middle = (low + high) // 2
-    here = store.places[jnp.minimum(middle, size - 1)]
-    seen = store.tokens[here[..., None] + jnp.arange(runs.shape[-1])]  # [B, L, 2, L]
-    differs = (seen != runs[:, :, None]) & meant[:, None]
-    at = differs.argmax(axis=-1)[..., None]
-    wanted = jnp.take_along_axis(jnp.broadcast_to(runs[:, :, None], seen.shape), at, axis=-1)
-    smaller = (jnp.take_along_axis(seen, at, axis=-1) < wanted)[..., 0]
-    go_on = jnp.where(differs.any(axis=-1), smaller, past) & (low < high)
-    return jnp.where(go_on, middle + 1, low), jnp.where(go_on, high, middle)
+    place = store.places[jnp.minimum(middle, size - 1)]
+    tokens = store.tokens[place[..., None] + jnp.arange(suffixes.shape[-1])]  # [B, most, 2, most]
+    differs = (tokens != suffixes[:, :, None]) & is_token[:, None]
+    first = differs.argmax(axis=-1)
+    wanted = gather_token(jnp.broadcast_to(suffixes[:, :, None], tokens.shape), first)
+    is_smaller = gather_token(tokens, first) < wanted
+    continues = jnp.where(differs.any(axis=-1), is_smaller, passes_equal) & (low < high)
+    return jnp.where(continues, middle + 1, low), jnp.where(continues, high, middle)
 
-  shape = (*runs.shape[:2], 2)
+  shape = (*suffixes.shape[:2], 2)
   bounds = jnp.zeros(shape, jnp.int32), jnp.full(shape, size, jnp.int32)
   low, _ = lax.fori_loop(0, size.bit_length(), halve, bounds)
   return low[..., 0], low[..., 1]
 
 
-def _best(trie: _Trie, tree: DynamicTree) -> Proposal:
-  """The nodes that occur most, as a tree of their own shape."""
-  batch, num_rows, depth = trie.counts.shape
-  flat = lambda of_trie: of_trie.swapaxes(1, 2).reshape(batch, -1)  # level by level
-  # A node occurs no more often than its parent, and of equals the first is taken.
-  kept = jnp.sort(lax.top_k(flat(trie.counts), tree.num_guesses)[1], axis=1)  # [B, N]
-  of_kept = lambda field: jnp.take_along_axis(flat(field), kept, axis=1)
-  above = jnp.arange(-1, depth - 1) * num_rows  # where the level above begins
-  parent = above + jnp.pad(trie.leader, ((0, 0), (0, 0), (1, 0)))[..., :depth]
-  follows = 1 + jax.vmap(jnp.searchsorted)(kept, of_kept(parent))
-  made = of_kept(trie.counts) > 0
-  follows = jnp.where(made & (kept >= num_rows), follows, 0).astype(jnp.int32)
-  tokens = jnp.where(made, of_kept(trie.tokens), -1)
-  return Proposal(tokens, tree=dataclasses.replace(tree, parents=follows))
+def _most_frequent_nodes(trie: _Trie, tree: DynamicTree) -> Proposal:
+  """Return the most frequent nodes of the trie, as a dynamic tree."""
+  batch, num_matches, depth = trie.counts.shape
+
+  def by_level(field: Int[Array, "B matches D"]) -> Int[Array, "B nodes"]:
+    return field.swapaxes(1, 2).reshape(batch, -1)
+
+  # A node is at most as frequent as its parent, and `top_k` takes the first of equal counts.
+  # Therefore the parents of selected nodes are selected too.
+  selected = jnp.sort(lax.top_k(by_level(trie.counts), tree.num_guesses)[1], axis=1)  # [B, N]
+  parent_level = jnp.arange(-1, depth - 1) * num_matches  # first index of the level of the parent
+  parents = parent_level + jnp.pad(trie.leader, ((0, 0), (0, 0), (1, 0)))[..., :depth]
+  parent_nodes = 1 + jax.vmap(jnp.searchsorted)(selected, gather(by_level(parents), selected))
+  exists = gather(by_level(trie.counts), selected) > 0
+  parent_nodes = jnp.where(exists & (selected >= num_matches), parent_nodes, 0).astype(jnp.int32)
+  tokens = jnp.where(exists, gather(by_level(trie.tokens), selected), -1)
+  return Proposal(tokens, tree=dataclasses.replace(tree, parents=parent_nodes))
 
 
-def _children(trie: _Trie, tree: Tree) -> Array:
-  """Guesses [B, N]: of each node its children that occur most, the eldest most often."""
-  batch, num_rows, _ = trie.counts.shape
-  guesses, above = [], 0
-  inside = jnp.ones((batch, 1, num_rows), bool)  # continuations through each node of a level
+def _most_frequent_children(trie: _Trie, tree: Tree) -> Int[Array, "B N"]:
+  """Return the most frequent children of each node of a static tree, most frequent first."""
+  batch, num_matches, _ = trie.counts.shape
+  guesses, parent_level = [], 0
+  through_node = jnp.ones((batch, 1, num_matches), bool)  # for each node of a level
   for level, (first, end) in enumerate(tree.levels):
-    parents = np.array(tree.parents[first - 1 : end - 1]) - above
+    parents = np.array(tree.parents[first - 1 : end - 1]) - parent_level
     ranks = tree.ranks[first - 1 : end - 1]
-    counts = jnp.where(inside, trie.counts[:, None, :, level], 0)  # [B, W, R]
-    count, row = (found[:, parents, ranks] for found in lax.top_k(counts, int(ranks.max()) + 1))
-    token = jnp.take_along_axis(trie.tokens[..., level], row, axis=1)
+    counts = jnp.where(through_node, trie.counts[:, None, :, level], 0)  # [B, W, matches]
+    best = lax.top_k(counts, int(ranks.max()) + 1)
+    count, match = (field[:, parents, ranks] for field in best)
+    token = gather(trie.tokens[..., level], match)
     guesses.append(jnp.where(count > 0, token, PAD_ID))
-    inside = (trie.leader[:, None, :, level] == row[..., None]) & (count > 0)[..., None]
-    above = first
+    through_node = (trie.leader[:, None, :, level] == match[..., None]) & (count > 0)[..., None]
+    parent_level = first
   return jnp.concatenate(guesses, axis=1)

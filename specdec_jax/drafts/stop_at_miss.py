@@ -1,7 +1,7 @@
 """Another draft's tokens up to the first that it does not know, so rounds have different lengths.
 
-A lookup may thus be followed to its end (aggressive decoding), and a round without a match costs one
-autoregressive step.
+A lookup may thus be followed to its end (aggressive decoding), and a round without a match costs
+one autoregressive step.
 """
 
 import dataclasses

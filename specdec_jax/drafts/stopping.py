@@ -1,10 +1,10 @@
 """A smaller model as draft that stops proposing when it is not confident (Section 6).
 
 As in SpecDec++ and AdaEDL: the probability that the model gives its most probable token predicts
-whether a draft token will be accepted, and the product of these probabilities along a chain predicts
-whether it will be reached (experiments/gamma). Another token is proposed while that product is at
-least `threshold`. The decision depends on distributions at tokens that are already sampled, never on
-the token that it is about, so token verification stays exact.
+whether a draft token will be accepted, and the product of these probabilities along a chain
+predicts whether it will be reached (experiments/gamma). Another token is proposed while that
+product is at least `threshold`. The decision depends on distributions at tokens that are already
+sampled, never on the token that it is about, so token verification stays exact.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Guesses at random, each token as likely as another: the floor of all drafts (Section 3.6)."""
+"""Uniformly random draft tokens: the worst possible draft (Section 3.6)."""
 
 import dataclasses
 from typing import Any
@@ -6,31 +6,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Int, Key
 
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
 from specdec_jax.core.types import Context, Draft, DraftFactory, LoadedTarget, Proposal
 
 
 def uniform(target: LoadedTarget) -> DraftFactory:
-  """The draft for a vocabulary."""
-  size = len(target.vocabulary)
-  return DraftFactory("uniform", lambda sampling, tree: UniformDraft(size, tree))
+  """Return the uniform draft for the vocabulary of a target."""
+  vocab_size = len(target.vocabulary)
+
+  def build(sampling: Sampling, tree: AnyTree) -> UniformDraft:
+    return UniformDraft(vocab_size, tree)
+
+  return DraftFactory("uniform", build)
 
 
 @dataclasses.dataclass(frozen=True)
 class UniformDraft(Draft):
-  """Draws each guess from all tokens alike, at any temperature; siblings independently.
+  """Samples each draft token uniformly and independently, at any temperature.
 
   Attributes:
     vocab_size: V.
-    tree: of any one shape.
+    tree: a static tree.
   """
 
   vocab_size: int
   tree: AnyTree
 
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
     num_guesses = require_static("guessing at random", self.tree).num_guesses
-    draw = lambda key: jax.random.randint(key, (num_guesses,), 0, self.vocab_size)
-    tokens = jax.vmap(draw)(rng)
+
+    def sample_row(key: Key[Array, ""]) -> Int[Array, " N"]:
+      return jax.random.randint(key, (num_guesses,), 0, self.vocab_size)
+
+    tokens = jax.vmap(sample_row)(rng)
     return Proposal(tokens, jnp.full((*tokens.shape, self.vocab_size), 1 / self.vocab_size)), state

@@ -1,4 +1,4 @@
-"""Shapes of T5 encoder-decoders and of decoder-only models: a dataclass each, and sizes by name."""
+"""Configurations of T5 encoder-decoders and of decoder-only models, and published sizes."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -10,28 +10,30 @@ from specdec_jax.errors import InputError, require_count, require_number, requir
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-  """What fixes the parameter tree and the arithmetic of a decoder, of either family.
+  """Configuration of a decoder of either family: it determines parameters and arithmetic.
 
   Attributes:
-    vocab_size: V, entries in the vocabulary; the only ids that are ever emitted.
+    vocab_size: V, number of vocabulary entries; no other token is ever emitted.
     emb_dim: E, width of the residual stream.
-    num_heads: H.
-    head_dim: D, per head; H * D need not be E.
-    mlp_dim: M, hidden width of the feed-forward blocks.
-    num_decoder_layers: decoder depth.
-    gated: T5 1.1's gated feed-forward (two input projections) or a single one.
-    activation: 'gelu' (by tanh) or 'relu' (T5 1.0).
-    tied_logits: logits are read off the embedding table, or have a matrix of their own.
-    biases: of norms, which then subtract the mean, and of all layers but the logits; none in T5.
-    num_positions: rows of a learned table of absolute positions, a limit for a text; None for T5's
-      relative ones.
-    padded_vocab_size: rows of the embedding table when padded past V (32,128 for
-      T5's 32,100 pieces); None for V. Logits of padding entries are masked.
-    fused: parameters as `families.for_decoding` lays them out: fewer, larger products.
-    kernels: who does the arithmetic: 'xla', or 'skinny' for `kernels.skinny`, to decode on a CPU;
-      kernels of layers then come in panels (`skinny.pack`), and may be bfloat16.
-    dtype: of products, and of all between them (`activations`); float32 or bfloat16.
-    dropout_rate: for training only.
+    num_heads: H, number of attention heads.
+    head_dim: size of each head; `num_heads * head_dim` need not be `emb_dim`.
+    mlp_dim: hidden width of the feed-forward blocks.
+    num_decoder_layers: L, number of decoder layers.
+    gated: whether feed-forward blocks are gated (two input projections), as in T5 1.1.
+    activation: 'gelu' (tanh approximation) or 'relu' (T5 1.0).
+    tied_logits: whether logits are computed with the token embeddings or with their own matrix.
+    biases: whether all layers but the logits have biases, and norms subtract the mean; not in T5.
+    num_positions: number of learned absolute positions, which limits the length of a text; None for
+      the relative positions of T5.
+    padded_vocab_size: rows of the embedding table if it is padded (32,128 for the 32,100 pieces of
+      T5); None for V. Logits of padding entries are dropped.
+    fused: whether parameters are in the layout of `families.for_decoding`, with fewer, larger
+      matmuls.
+    kernels: 'xla', or 'skinny' for `kernels.skinny`, which decodes faster on a CPU. The matrices of
+      layers are then packed in panels (`skinny.pack`), and may be bfloat16.
+    dtype: dtype of matmuls, and of activations unless `kernels` is 'skinny' (see `activations`);
+      float32 or bfloat16.
+    dropout_rate: dropout rate in training.
   """
 
   vocab_size: int
@@ -52,7 +54,7 @@ class TransformerConfig:
   dropout_rate: float = 0.0
 
   def __post_init__(self):
-    """Shapes come out of files, and may be anything there."""
+    """Raise InputError if a field is invalid, because configurations are read from files."""
     require_types(type(self), vars(self))
     sizes = "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "num_decoder_layers"
     for name in (*sizes, "num_positions", "padded_vocab_size"):
@@ -67,27 +69,26 @@ class TransformerConfig:
 
   @property
   def table_size(self) -> int:
-    """Rows of the embedding table: V plus padding."""
+    """Number of rows of the embedding table: V plus padding."""
     return self.padded_vocab_size or self.vocab_size
 
   @property
   def activations(self) -> Any:
-    """The type of what is between products: `dtype`, or float32 where `kernels.skinny` round it on
-    the way into a product."""
+    """Dtype of activations: `dtype`, or float32 for `kernels.skinny`, which round matmul inputs."""
     return jnp.float32 if self.kernels == "skinny" else self.dtype
 
   @property
   def in_pairs(self) -> bool:
-    """Whether panels are those of products of bfloat16 (`skinny.pack`)."""
+    """Whether panels have the layout of bfloat16 matmuls (`skinny.pack`)."""
     return self.dtype == jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config(TransformerConfig):
-  """A T5 (Raffel et al., 2020): an encoder, and a decoder that attends to what it encoded.
+  """Configuration of a T5 encoder-decoder (Raffel et al., 2020).
 
   Attributes:
-    num_encoder_layers: encoder depth.
+    num_encoder_layers: number of encoder layers.
   """
 
   has_encoder: ClassVar[bool] = True
@@ -101,18 +102,18 @@ class T5Config(TransformerConfig):
 
   @property
   def logits_divisor(self) -> float:
-    """What T5 divides by before it reads logits off the embedding table."""
+    """Divisor of the hidden state before tied logits."""
     return self.emb_dim**0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig(TransformerConfig):
-  """A decoder by itself, which goes on writing its prompt: GPT-2's shapes, or LaMDA's.
+  """Configuration of a decoder-only model that continues its prompt, such as GPT-2 or LaMDA.
 
   Attributes:
-    eos_id: ends a prompt, as it ends all that vocabularies encode; it is not part of the text.
-    start_id: stands before the text. None for GPT-2: a text starts with its first token, and only
-      where there is none with EOS.
+    eos_id: token that marks the end of a prompt, of which it is not a part.
+    start_id: token before each text. None for GPT-2, whose texts start with their first token, or
+      with EOS if the prompt is empty.
   """
 
   has_encoder: ClassVar[bool] = False
@@ -130,7 +131,7 @@ class GPTConfig(TransformerConfig):
 
 
 # (emb_dim, num_heads, head_dim, layers of each stack, mlp_dim), as published for T5 1.0
-# (Raffel et al., 2020) and T5 1.1; xl is 3B and xxl 11B. tiny is t5x's test model.
+# (Raffel et al., 2020) and T5 1.1; xl is 3B and xxl is 11B. tiny is the test model of t5x.
 _SIZES = {
   "1.0": {
     "tiny": (8, 4, 3, 2, 16),
@@ -152,21 +153,21 @@ _SIZES = {
 
 
 def version_name(version: str | float) -> str:
-  """Return the name of a T5 version, which a gin file without quotes gives as a number."""
+  """Return the name of a T5 version, which may be given as a number in gin files."""
   return version if isinstance(version, str) else str(float(version))
 
 
 def t5_config(size: str, version: str | float = "1.1", **overrides) -> T5Config:
-  """The published shape of T5 `size`, in `version` '1.0' or '1.1'.
+  """Return the published configuration of a T5.
 
   Args:
-    size: tiny (t5x's test model), small, base, large, xl (3B) or xxl (11B).
-    version: '1.0' (ReLU, logits tied to the embedding) or '1.1' (gated GELU, untied); the numbers
-      1.0 and 1.1 are accepted too.
-    **overrides: fields of `T5Config` to set instead of the published ones.
+    size: 'tiny' (test model of t5x), 'small', 'base', 'large', 'xl' (3B) or 'xxl' (11B).
+    version: '1.0' (ReLU, tied logits) or '1.1' (gated GELU, untied logits); the numbers 1.0 and 1.1
+      are accepted too.
+    **overrides: fields of `T5Config` that differ from the published ones.
 
   Raises:
-    ValueError: an unknown size or version.
+    InputError: the size or the version is not known.
   """
   version = version_name(version)
   if version not in _SIZES:
@@ -191,10 +192,10 @@ def t5_config(size: str, version: str | float = "1.1", **overrides) -> T5Config:
 
 
 # (emb_dim, num_heads, head_dim, layers, mlp_dim) of decoder-only models. gpt_like: Section 4.2 of
-# the paper; with tables of their own for tokens and for logits they have its 97M and 6M parameters.
-# gpt2: Radford et al., 2019, and DistilGPT2. lamda: Thoppilan et al., 2022, Table 27, which counts
-# parameters without embeddings; of 100M it says nothing: that is its recipe (D = 128, H = E / 64,
-# M = 8 E) at so many.
+# the paper; with separate matrices for embeddings and logits the sizes have its 97M and 6M
+# parameters. gpt2: Radford et al., 2019, and DistilGPT2. lamda: Thoppilan et al., 2022, Table 27,
+# which counts parameters without embeddings. It does not describe the model of 100M parameters;
+# that size follows its rules (head_dim 128, num_heads = emb_dim / 64, mlp_dim = 8 emb_dim).
 _GPT_SIZES = {
   "gpt_like": {
     "97m": (768, 12, 64, 12, 3072),
@@ -225,21 +226,21 @@ _GPT_FAMILIES: dict[str, dict[str, Any]] = {
     eos_id=50256,
     start_id=None,
   ),
-  "lamda": dict(vocab_size=32000),  # gated GELU and relative positions, as T5 1.1 has them
+  "lamda": dict(vocab_size=32000),  # gated GELU and relative positions, as in T5 1.1
 }
 
 
 def gpt_config(size: str, family: str = "gpt_like", **overrides) -> GPTConfig:
-  """The shape of a decoder-only model.
+  """Return the published configuration of a decoder-only model.
 
   Args:
-    size: of family 'gpt_like' (the paper's) 97m or 6m; of 'gpt2' distil, small, medium, large or
-      xl; of 'lamda' 100m, 2b, 8b or 137b.
-    family: one of these.
-    **overrides: fields of `GPTConfig` to set instead.
+    size: for family 'gpt_like' (of the paper) '97m' or '6m'; for 'gpt2' 'distil', 'small',
+      'medium', 'large' or 'xl'; for 'lamda' '100m', '2b', '8b' or '137b'.
+    family: one of these families.
+    **overrides: fields of `GPTConfig` that differ from the published ones.
 
   Raises:
-    ValueError: an unknown size or family.
+    InputError: the size or the family is not known.
   """
   if family not in _GPT_SIZES:
     raise InputError(f"Family {family!r} is not known; use one of {', '.join(_GPT_SIZES)}.")
@@ -259,14 +260,18 @@ def gpt_config(size: str, family: str = "gpt_like", **overrides) -> GPTConfig:
 
 
 def named_config(version: str | float, size: str, **overrides) -> T5Config | GPTConfig:
-  """`t5_config` of a version, or `gpt_config` if that is the name of a family."""
+  """Return `t5_config`, or `gpt_config` if `version` is the name of a decoder-only family."""
   if version in _GPT_SIZES:
     return gpt_config(size, version, **overrides)
   return t5_config(size, version, **overrides)
 
 
 def named_dtype(name: str):
-  """The dtype of activations and parameters that a user calls `name`."""
+  """Return the dtype with a name.
+
+  Raises:
+    InputError: the name is neither 'float32' nor 'bfloat16'.
+  """
   if name not in ("float32", "bfloat16"):
     raise InputError(f"dtype is {name!r}; use 'float32' or 'bfloat16'.")
   return jnp.dtype(name)

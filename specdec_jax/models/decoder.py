@@ -1,10 +1,9 @@
-"""The decoder of both families, block-wise: T5's attends to a source too, a GPT's has none.
+"""Decoder of both families, which processes blocks of tokens; that of T5 also attends to a source.
 
-It serves three calls: the teacher-forced pass (a block of all tokens and no cache), the decode
-step (a block of one) and parallel verification (a block of K tokens, a chain or a tree).
+It has three uses: the teacher-forced pass (a block of all tokens, without a cache), the decode step
+(a block of one token) and parallel verification (a block of K tokens, a chain or a tree).
 
-Axes: B batch, S source tokens, K tokens in a block, T cache slots, L layers, H heads,
-D head dim, E embed, V vocabulary.
+Axis letters as in `core.types`; in keys and values, D is the size of a head.
 """
 
 from typing import Any
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
+from jaxtyping import Float, Int, Shaped
 
 from specdec_jax.core.arrays import write_slots
 from specdec_jax.core.trees import NodeLayout, place_chain
@@ -28,11 +28,11 @@ from specdec_jax.models.layers import (
   norm,
 )
 
-KeysValues = tuple[Array, Array]  # each [B, H, T, D]
+KeysValues = tuple[Array, Array]  # each [B, H, T, D]; [B, H, S, D] for cross-attention
 
 
 class DecoderLayer(nn.Module):
-  """Causal self-attention, attention to the source if there is one, feed-forward."""
+  """Causal self-attention, cross-attention to the source if there is one, and feed-forward."""
 
   config: TransformerConfig
 
@@ -47,15 +47,26 @@ class DecoderLayer(nn.Module):
     self.mlp = Mlp(cfg)
     self.dropout = Dropout(cfg)
 
-  def __call__(self, x, bias, cross, cross_bias, cached=None, slot=None, deterministic=True):
-    """x [B, K, E] -> (x, keys and values), the latter put from `slot` [B] of `cached` on."""
+  def __call__(
+    self,
+    x: Float[Array, "B K E"],
+    bias: Float[Array, "#B #H #K T"],
+    cross: KeysValues | None,
+    cross_bias: Float[Array, "B 1 1 S"] | None,
+    cached: KeysValues | None = None,
+    slot: Int[Array, " B"] | None = None,
+    deterministic: bool = True,
+  ) -> tuple[Float[Array, "B K E"], KeysValues]:
+    """Return the block, and its keys and values, written to `cached` from `slot` on if given."""
     h = self.pre_self_attention_layer_norm(x)
     queries, keys_values = self.self_attention.queries_keys_values(h)
-    if cached is not None:
-      keys_values = tuple(write_slots(c, new, slot) for c, new in zip(cached, keys_values))
+    if cached is not None and slot is not None:
+      (keys, values), (cached_keys, cached_values) = keys_values, cached
+      keys_values = write_slots(cached_keys, keys, slot), write_slots(cached_values, values, slot)
     h = self.self_attention(queries, keys_values, bias, deterministic)
     x = x + self.dropout(h, deterministic)
     if self.config.has_encoder:
+      assert cross is not None and cross_bias is not None
       queries = self.encoder_decoder_attention.queries(self.pre_cross_attention_layer_norm(x))
       h = self.encoder_decoder_attention(queries, cross, cross_bias, deterministic)
       x = x + self.dropout(h, deterministic)
@@ -64,7 +75,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-  """A block of tokens, the cache behind it and the encoded source, if any -> logits."""
+  """Stack of decoder layers, with position bias or embeddings, final norm and logits."""
 
   config: TransformerConfig
 
@@ -81,25 +92,37 @@ class Decoder(nn.Module):
     if not cfg.tied_logits:
       self.logits_dense = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
 
-  def cross_keys_values(self, encoded: Array) -> tuple[KeysValues, ...]:
-    """Keys and values of the encoded source [B, S, E] for each layer, computed once."""
+  def cross_keys_values(self, encoded: Float[Array, "B S E"]) -> tuple[KeysValues, ...]:
+    """Return keys and values of the encoded source for each layer, which are computed once."""
     return tuple(layer.encoder_decoder_attention.keys_values(encoded) for layer in self.layers)
 
   def __call__(
     self,
-    x: Array,
-    embedding: Array,
+    x: Float[Array, "B K E"],
+    embedding: Float[Array, "rows E"],
     cross: tuple[KeysValues, ...] | None = None,
-    cross_bias: Array | None = None,
+    cross_bias: Float[Array, "B 1 1 S"] | None = None,
     cached: tuple[KeysValues, ...] | None = None,
-    length: Array | None = None,
+    length: Int[Array, " B"] | None = None,
     tree: NodeLayout | None = None,
-    first: Array | int = 0,
+    first: Int[Array, ""] | int = 0,
     deterministic: bool = True,
-  ) -> tuple[Array, Array, tuple[KeysValues, ...]]:
-    """x [B, K, E] -> (logits [B, K, V] float32, last states [B, K, E], keys and values by layer).
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], tuple[KeysValues, ...]]:
+    """Process a block.
 
-    With a cache of `length` [B] tokens x are nodes first..first+K-1 of a tree, or of a chain.
+    Args:
+      x: embedded tokens; with a cache, nodes `first` to `first + K - 1` of `tree`.
+      embedding: token embeddings, for tied logits.
+      cross: keys and values of the source for each layer.
+      cross_bias: bias of cross-attention.
+      cached: keys and values of the tokens before the block for each layer.
+      length: number of tokens in the cache.
+      tree: positions and visibility of the nodes; None for a chain.
+      first: number of the first node.
+      deterministic: False to apply dropout.
+
+    Returns:
+      Logits in float32, hidden states after the final norm, and keys and values for each layer.
     """
     batch, block, _ = x.shape
     length = jnp.zeros(batch, jnp.int32) if length is None else length
@@ -112,17 +135,25 @@ class Decoder(nn.Module):
     else:
       x = x + self.positions.at[positions].get(mode="clip").astype(x.dtype)
     x = self.dropout(x, deterministic)
-    kept = []
+    layer_keys_values = []
     for i, layer in enumerate(self.layers):
       x, keys_values = layer(
-        x, bias, cross and cross[i], cross_bias, cached and cached[i], length + first, deterministic
+        x,
+        bias,
+        None if cross is None else cross[i],
+        cross_bias,
+        None if cached is None else cached[i],
+        length + first,
+        deterministic,
       )
-      kept.append(keys_values)
+      layer_keys_values.append(keys_values)
     x = self.dropout(self.decoder_norm(x), deterministic)
-    return self.logits(x, embedding), x, tuple(kept)
+    return self.logits(x, embedding), x, tuple(layer_keys_values)
 
-  def logits(self, x: Array, embedding: Array) -> Array:
-    """[..., V] float32 of last states [..., E]."""
+  def logits(
+    self, x: Float[Array, "*batch E"], embedding: Float[Array, "rows E"]
+  ) -> Float[Array, "*batch V"]:
+    """Return logits, in float32, of hidden states after the final norm."""
     if self.config.tied_logits:
       logits = matmul(x.astype(jnp.float32) / self.config.logits_divisor, embedding.T)
     else:
@@ -131,23 +162,23 @@ class Decoder(nn.Module):
 
 
 def empty_slots(config: TransformerConfig, batch: int, num_slots: int) -> tuple[KeysValues, ...]:
-  """A cache of no tokens yet, for each layer."""
+  """Return keys and values of an empty cache for each layer."""
   empty = jnp.zeros((batch, config.num_heads, num_slots, config.head_dim), config.activations)
   return ((empty, empty),) * config.num_decoder_layers
 
 
-def commit(cache: Any, length: Array, path: Array | None = None) -> Any:
-  """A cache of either family when it holds `length` [B] tokens.
+def commit(cache: Any, length: Int[Array, " B"], path: Int[Array, "B D"] | None = None) -> Any:
+  """Return a cache of either family with `length` tokens.
 
-  With a path [B, D] the slots from cache.length on hold a tree, whose nodes `path` go right behind
-  its first: a gather of D slots and a write of one slice for each array, never a whole cache put
-  in order.
+  With a path, the slots from `cache.length` on hold a tree. The nodes of the path are moved behind
+  its first node: D slots of each array are gathered and written as one slice; the rest of the cache
+  is not touched.
   """
   if path is None:
     return cache.replace(length=length)
-  at = (cache.length[:, None] + path)[:, None, :, None]
+  sources = (cache.length[:, None] + path)[:, None, :, None]
 
-  def move(slots: Array) -> Array:
-    return write_slots(slots, jnp.take_along_axis(slots, at, axis=2), cache.length + 1)
+  def move_path(slots: Shaped[Array, "B H T D"]) -> Shaped[Array, "B H T D"]:
+    return write_slots(slots, jnp.take_along_axis(slots, sources, axis=2), cache.length + 1)
 
-  return cache.replace(length=length, layers=jax.tree.map(move, cache.layers))
+  return cache.replace(length=length, layers=jax.tree.map(move_path, cache.layers))

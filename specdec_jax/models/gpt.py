@@ -1,10 +1,10 @@
-"""Decoder-only models in Flax: a decoder without source, which goes on writing its prompt.
+"""Decoder-only models in Flax, which continue their prompt.
 
-A prompt is what vocabularies encode, as a T5's source is: tokens, EOS, padding. EOS says where it
-ends and is not read, so padding may be any other token, and an empty prompt asks for a text of its
-own.
+A prompt consists of tokens, EOS and padding, as `Vocabulary.encode` returns them. EOS marks its end
+and is not processed, so padding may be any other token. After an empty prompt, the model generates
+a text without one.
 
-Axes: B batch, P prompt tokens, K tokens in a block, T cache slots, V vocabulary.
+Axis letters as in `core.types`; in keys and values, D is the size of a head.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 from jax import Array
+from jaxtyping import Float, Int
 
 from specdec_jax.core.trees import AnyTree, NodeLayout
 from specdec_jax.errors import InputError
@@ -24,19 +25,19 @@ from specdec_jax.models.layers import embedder
 
 @struct.dataclass
 class GPTCache:
-  """What the decoder needs of the tokens behind it.
+  """Cache of the committed tokens but the last.
 
   Attributes:
-    length: [B], tokens each row holds; slots at or past it are masked, then overwritten.
-    layers: per layer, keys and values, each [B, H, T, D].
+    length: number of tokens of each row; slots from it on are masked, then overwritten.
+    layers: for each layer, keys and values [B, H, T, D].
   """
 
-  length: Array
+  length: Int[Array, " B"]
   layers: tuple[KeysValues, ...]
 
 
 class GPT(nn.Module):
-  """The decoder and its table of tokens, with the methods that `GPTModel` and training call."""
+  """Decoder and token embeddings, with the methods that `GPTModel` and training call."""
 
   config: GPTConfig
 
@@ -44,24 +45,34 @@ class GPT(nn.Module):
     self.token_embedder = embedder(self.config)
     self.decoder = Decoder(self.config)
 
-  def __call__(self, source: Array, inputs: Array, deterministic: bool = True) -> Array:
-    """Teacher-forced logits [B, K, V] of inputs [B, K] (texts shifted right).
+  def __call__(
+    self, source: Any, inputs: Int[Array, "B K"], deterministic: bool = True
+  ) -> Float[Array, "B K V"]:
+    """Return teacher-forced logits; inputs are the texts, shifted right by one.
 
-    `source` is there for training, which is the same for both families, and is not read.
+    `source` is ignored. It is a parameter because training treats both families alike.
     """
     x, embedding = self.token_embedder(inputs), self.token_embedder.embedding
     return self.decoder(x, embedding, deterministic=deterministic)[0]
 
   def extend(
-    self, cache: GPTCache, tokens: Array, tree: NodeLayout | None = None, first: Array | int = 0
-  ) -> tuple[Array, Array, GPTCache]:
-    """Read a block [B, K] behind what each row holds; logits [B, K, V] follow each token."""
-    return self.read(cache, self.token_embedder(tokens), tree, first)
+    self,
+    cache: GPTCache,
+    tokens: Int[Array, "B K"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], GPTCache]:
+    """Process a block of tokens after those in the cache; see `core.types.Model.extend`."""
+    return self.extend_embedded(cache, self.token_embedder(tokens), tree, first)
 
-  def read(
-    self, cache: GPTCache, x: Array, tree: NodeLayout | None = None, first: Array | int = 0
-  ) -> tuple[Array, Array, GPTCache]:
-    """`extend` by embedded tokens [B, K, E], or what stands for some."""
+  def extend_embedded(
+    self,
+    cache: GPTCache,
+    x: Float[Array, "B K E"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], GPTCache]:
+    """Process a block of token embeddings, or of other vectors in place of them."""
     logits, hidden, layers = self.decoder(
       x,
       self.token_embedder.embedding,
@@ -72,19 +83,19 @@ class GPT(nn.Module):
     )
     return logits, hidden, cache.replace(layers=layers)
 
-  def logits(self, hidden: Array) -> Array:
-    """[..., V] of last states [..., E]."""
+  def logits(self, hidden: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
+    """Return the logits of hidden states after the final norm."""
     return self.decoder.logits(hidden, self.token_embedder.embedding)
 
 
 @dataclasses.dataclass(frozen=True)
 class GPTModel:
-  """A decoder-only model behind the `Model` contract: `prefill` reads the prompt, in one pass.
+  """Decoder-only model as a `Model`: `prefill` processes the prompt in one forward pass.
 
-  `prefill` raises InputError if a text would not fit the model's table of positions.
+  `prefill` raises InputError if a text can exceed the model's table of positions.
 
   Attributes:
-    config: its shape.
+    config: configuration of the model.
   """
 
   config: GPTConfig
@@ -97,7 +108,7 @@ class GPTModel:
   def eos_id(self) -> int:
     return self.config.eos_id
 
-  def prompt_tokens(self, prompt: Array) -> tuple[Array, Array]:
+  def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     is_eos = prompt == self.config.eos_id
     length = jnp.where(is_eos, jnp.arange(1, prompt.shape[1] + 1), 1).max(axis=1)  # with EOS
     start_id = self.config.start_id
@@ -105,7 +116,9 @@ class GPTModel:
       return prompt, jnp.maximum(length - 1, 1)
     return jnp.pad(prompt[:, :-1], ((0, 0), (1, 0)), constant_values=start_id), length
 
-  def prefill(self, params: Any, prompt: Array, num_slots: int) -> tuple[Array, GPTCache]:
+  def prefill(
+    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
+  ) -> tuple[Float[Array, "B C E"], GPTCache]:
     config, batch = self.config, len(prompt)
     if config.num_positions and num_slots > config.num_positions:
       raise InputError(
@@ -122,13 +135,17 @@ class GPTModel:
     self,
     params: Any,
     cache: GPTCache,
-    tokens: Array,
+    tokens: Int[Array, "B K"],
     tree: NodeLayout | None = None,
-    first: Array | int = 0,
-  ) -> tuple[Array, Array, GPTCache]:
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], GPTCache]:
     return GPT(self.config).apply({"params": params}, cache, tokens, tree, first, method=GPT.extend)
 
   def commit(
-    self, cache: GPTCache, length: Array, tree: AnyTree | None = None, path: Array | None = None
-  ) -> GPTCache:
+    self,
+    cache: Any,
+    length: Int[Array, " B"],
+    tree: AnyTree | None = None,
+    path: Int[Array, "B D"] | None = None,
+  ) -> Any:
     return commit(cache, length, path)

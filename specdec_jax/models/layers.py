@@ -1,14 +1,16 @@
 """Layers: norms, attention over given keys and values, feed-forward, position bias.
 
-Axes: B batch, K queries in a block, T key slots, H heads, D head dim, E embed, M mlp.
+Axis letters as in `core.types`; in arrays of queries, keys and values, D is the size of a head.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import Array, lax
+from jaxtyping import Float, Int
 
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import TransformerConfig
@@ -18,19 +20,33 @@ MASKED = -1e10  # added to attention logits; exp() of it is exactly 0 in float32
 _fan_in = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 
-def matmul(x: Array, kernel: Array) -> Array:
-  """x [..., E] times kernel [E, F], as one product of two matrices.
+def _query_init(head_dim: int) -> Callable[..., Array]:
+  """Return the initializer of a query projection, which includes the scaling of attention."""
 
-  With the leading axes folded, the gradient of `kernel` is one transposed product too: on
-  a CPU a training step takes three quarters of the time of the three-axis contraction.
+  def init(*args: Any) -> Array:
+    return _fan_in(*args) / np.sqrt(head_dim)
+
+  return init
+
+
+def matmul(x: Float[Array, "*batch E"], kernel: Float[Array, "E F"]) -> Float[Array, "*batch F"]:
+  """Multiply by a matrix, with all leading axes merged into one.
+
+  The gradient of `kernel` is then one transposed matmul as well: on a CPU a training step takes
+  three quarters of the time of the three-axis contraction.
   """
   return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 class Dense(nn.Module):
-  """A linear layer, in `config.dtype` unless said otherwise; see `TransformerConfig.kernels`.
+  """Linear layer, with a bias if the model has biases.
 
-  It has a bias if the model has any, unless `biases` is False.
+  Attributes:
+    config: configuration of the model; `TransformerConfig.kernels` selects the matmul.
+    features: size of the output.
+    dtype: dtype of the matmul; None for `config.dtype`.
+    kernel_init: initializer of the matrix.
+    biases: False for a layer without a bias in any model.
   """
 
   config: TransformerConfig
@@ -40,14 +56,14 @@ class Dense(nn.Module):
   biases: bool = True
 
   @nn.compact
-  def __call__(self, x: Array) -> Array:  # [..., E] -> [..., features]
-    product = self._product(x)
+  def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch F"]:
+    product = self._matmul(x)
     if not (self.biases and self.config.biases):
       return product
     bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
     return product + bias.astype(product.dtype)
 
-  def _product(self, x: Array) -> Array:
+  def _matmul(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch F"]:
     *rows, depth = x.shape
     if self.config.kernels == "skinny":
       shape = skinny.packed_shape(depth, self.features, self.config.in_pairs)
@@ -60,12 +76,12 @@ class Dense(nn.Module):
 
 
 class RMSNorm(nn.Module):
-  """T5's layer norm: scaled by the root mean square, no mean, no bias; float32 inside."""
+  """Norm of T5: divides by the root mean square, without mean or bias, in float32."""
 
   config: TransformerConfig
 
   @nn.compact
-  def __call__(self, x: Array) -> Array:  # [..., E]
+  def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
     scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
     if self.config.kernels == "skinny":
       rows = x.reshape(-1, x.shape[-1])
@@ -76,12 +92,12 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-  """GPT-2's layer norm: mean and variance, scale and bias; float32 inside."""
+  """Norm of GPT-2: mean and variance, scale and bias, in float32."""
 
   config: TransformerConfig
 
   @nn.compact
-  def __call__(self, x: Array) -> Array:  # [..., E]
+  def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
     scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
     bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), jnp.float32)
     x = x.astype(jnp.float32)
@@ -91,44 +107,48 @@ class LayerNorm(nn.Module):
 
 
 def norm(config: TransformerConfig) -> nn.Module:
-  """The norm of a model: GPT-2's if it has biases, else T5's."""
+  """Return the norm of a model: that of GPT-2 if the model has biases, otherwise that of T5."""
   return LayerNorm(config) if config.biases else RMSNorm(config)
 
 
 class Embed(nn.Embed):
-  """A table of tokens, of which only the rows that are read change their type, not all at once."""
+  """Token embeddings; only the rows that are looked up are converted to the activation dtype."""
 
-  def __call__(self, inputs: Array) -> Array:  # [...] -> [..., E]
+  def __call__(self, inputs: Int[Array, "*batch"]) -> Float[Array, "*batch E"]:
     return jnp.take(self.embedding, inputs, axis=0).astype(self.dtype)
 
 
 def embedder(config: TransformerConfig) -> Embed:
-  """The table of a model's tokens."""
+  """Return the token embeddings of a model."""
   init = nn.initializers.normal(config.embedding_std)
   shape = config.table_size, config.emb_dim
   return Embed(*shape, dtype=config.activations, embedding_init=init)
 
 
 class Dropout(nn.Module):
-  """Dropout with one mask for all positions of a row, as in t5x: cheap, and rarely redrawn."""
+  """Dropout with one mask for all positions of a row, as in t5x."""
 
   config: TransformerConfig
 
   @nn.compact
-  def __call__(self, x: Array, deterministic: bool) -> Array:  # [B, K, ...]
+  def __call__(self, x: Float[Array, "*shape"], deterministic: bool) -> Float[Array, "*shape"]:
     return nn.Dropout(self.config.dropout_rate, broadcast_dims=(-2,))(
       x, deterministic=deterministic
     )
 
 
 class Attention(nn.Module):
-  """Multi-head attention without scaling (T5 folds it into the query's initialiser).
+  """Multi-head attention without scaling, which T5 merges into the initializer of the query.
 
-  Projections are apart from the attending, so that a caller can keep keys and values.
+  The projections are separate methods, so that the caller can cache keys and values.
+
+  Attributes:
+    config: configuration of the model.
+    fused: whether queries, keys and values are computed by one matmul.
   """
 
   config: TransformerConfig
-  fused: bool = False  # one product for queries, keys and values
+  fused: bool = False
 
   def setup(self):
     cfg = self.config
@@ -136,30 +156,39 @@ class Attention(nn.Module):
     if self.fused:
       self.query_key_value = Dense(cfg, 3 * width)
     else:
-      query_init = lambda *args: _fan_in(*args) / np.sqrt(cfg.head_dim)
-      self.query = Dense(cfg, width, kernel_init=query_init)
+      self.query = Dense(cfg, width, kernel_init=_query_init(cfg.head_dim))
       self.key = Dense(cfg, width)
       self.value = Dense(cfg, width)
     self.out = Dense(cfg, cfg.emb_dim)
     self.dropout = Dropout(cfg)
 
-  def queries(self, x: Array) -> Array:
-    """[B, H, K, D] of x [B, K, E]."""
-    return self._heads(self.query(x))
+  def queries(self, x: Float[Array, "B K E"]) -> Float[Array, "B H K D"]:
+    """Return the queries of a block."""
+    return self._split_heads(self.query(x))
 
-  def keys_values(self, x: Array) -> tuple[Array, Array]:
-    """Keys and values [B, H, T, D] of x [B, T, E]."""
-    return self._heads(self.key(x)), self._heads(self.value(x))
+  def keys_values(
+    self, x: Float[Array, "B T E"]
+  ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]]:
+    """Return keys and values."""
+    return self._split_heads(self.key(x)), self._split_heads(self.value(x))
 
-  def queries_keys_values(self, x: Array) -> tuple[Array, tuple[Array, Array]]:
-    """All three of x [B, K, E], each [B, H, K, D], for self-attention."""
+  def queries_keys_values(
+    self, x: Float[Array, "B K E"]
+  ) -> tuple[Float[Array, "B H K D"], tuple[Float[Array, "B H K D"], Float[Array, "B H K D"]]]:
+    """Return queries, and keys and values, for self-attention."""
     if not self.fused:
       return self.queries(x), self.keys_values(x)
     query, key, value = jnp.split(self.query_key_value(x), 3, axis=-1)
-    return self._heads(query), (self._heads(key), self._heads(value))
+    return self._split_heads(query), (self._split_heads(key), self._split_heads(value))
 
-  def __call__(self, queries, keys_values, bias: Array, deterministic: bool = True) -> Array:
-    """Queries [B, H, K, D] attend to [B, H, T, D] under bias [B|1, H|1, K|1, T]: [B, K, E]."""
+  def __call__(
+    self,
+    queries: Float[Array, "B H K D"],
+    keys_values: tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]],
+    bias: Float[Array, "#B #H #K T"],
+    deterministic: bool = True,
+  ) -> Float[Array, "B K E"]:
+    """Attend to keys and values, with a bias that is added to the attention logits."""
     keys, values = keys_values
     if self.config.kernels == "skinny":
       mixed = skinny.attend(queries.swapaxes(1, 2), keys, values, bias, MASKED)
@@ -170,21 +199,22 @@ class Attention(nn.Module):
     mixed = jnp.einsum("bhkt,bhtd->bkhd", weights, values)
     return self.out(mixed.reshape(*mixed.shape[:2], -1))
 
-  def _heads(self, x: Array) -> Array:  # [B, K, H * D] -> [B, H, K, D]
+  def _split_heads(self, x: Float[Array, "B K HD"]) -> Float[Array, "B H K D"]:
     cfg = self.config
-    # On a TPU the order of axes wanted here would reach back through the product to its kernel, of
-    # which each step would make a copy in another layout. The compiler for CPUs drops the barrier.
+    # Without the barrier, the TPU compiler propagates the layout of the result through the matmul
+    # to its matrix, and each step copies the matrix to another layout. The CPU compiler drops the
+    # barrier.
     x = lax.optimization_barrier(x)
     return x.reshape(*x.shape[:2], cfg.num_heads, cfg.head_dim).swapaxes(1, 2)
 
 
 class Mlp(nn.Module):
-  """Feed-forward block: activation(x wi) wo (1.0), or (activation(x wi_0) * x wi_1) wo (1.1)."""
+  """Feed-forward block: activation(x wi) wo in T5 1.0, (activation(x wi_0) * x wi_1) wo in 1.1."""
 
   config: TransformerConfig
 
   @nn.compact
-  def __call__(self, x: Array, deterministic: bool = True) -> Array:  # [B, K, E]
+  def __call__(self, x: Float[Array, "B K E"], deterministic: bool = True) -> Float[Array, "B K E"]:
     cfg = self.config
     activation = {"gelu": nn.gelu, "relu": nn.relu}[cfg.activation]
     if cfg.gated and cfg.fused:
@@ -199,7 +229,7 @@ class Mlp(nn.Module):
 
 
 class RelativePositionBias(nn.Module):
-  """T5's learned bias per head and bucketed distance, shared by the layers of a stack."""
+  """T5's learned bias per head and bucketed distance, shared by all layers of a stack."""
 
   config: TransformerConfig
   bidirectional: bool
@@ -207,8 +237,12 @@ class RelativePositionBias(nn.Module):
   max_distance: int = 128
 
   @nn.compact
-  def __call__(self, query_positions: Array, key_positions: Array) -> Array:
-    """Bias [B, H, K, T] of queries at absolute positions [B, K] to keys at [T] or [B, T]."""
+  def __call__(
+    self,
+    query_positions: Int[Array, "B K"],
+    key_positions: Int[Array, " T"] | Int[Array, "B T"],
+  ) -> Float[Array, "B H K T"]:
+    """Return the bias between queries and keys at absolute positions."""
     table = self.param(
       "rel_embedding",
       nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
@@ -217,16 +251,16 @@ class RelativePositionBias(nn.Module):
     )
     keys = key_positions if key_positions.ndim == 1 else key_positions[:, None]
     distance = keys - query_positions[..., None]  # [B, K, T]
-    # Bucket boundaries come from a logarithm: looked up in a table made once by numpy,
-    # so that they cannot move with the backend's rounding. Distances past max_distance
-    # share one bucket, so the table ends there.
+    # The bucket of a distance depends on a logarithm. numpy computes a table of all buckets, so
+    # that rounding on the device cannot move their boundaries. Distances past max_distance share
+    # one bucket, so the table ends there.
     reach = self.max_distance
     buckets = jnp.asarray(self._bucket(np.arange(-reach, reach + 1)))
     bucket = buckets[jnp.clip(distance, -reach, reach) + reach]
     return jnp.moveaxis(table.T[bucket], -1, 1).astype(self.config.activations)
 
   def _bucket(self, distance: np.ndarray) -> np.ndarray:
-    """Bucket of each key position minus query position."""
+    """Return the bucket of each distance, which is key position minus query position."""
     buckets, offset = self.num_buckets, 0
     if self.bidirectional:
       buckets //= 2

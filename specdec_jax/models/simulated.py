@@ -1,4 +1,4 @@
-"""A target that accepts as often as it is told: random weights can be timed at any alpha."""
+"""Target with simulated acceptance: models with random weights can be timed at any alpha."""
 
 import dataclasses
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
+from jaxtyping import Bool, Float, Int, UInt
 
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, require_static
 from specdec_jax.core.types import Model, WrappedModel
@@ -19,42 +20,43 @@ CERTAIN = 1e9  # added to a logit; exp(-CERTAIN) is exactly 0 in float32, at any
 
 @struct.dataclass
 class SimulatedCache:
-  """A model's cache, and what its rows differ by.
+  """Cache of a model, and a hash of the prompt of each row.
 
   Attributes:
-    model: the cache of the model itself.
-    salt: [B], a hash of each row's prompt.
+    model: cache of the model itself.
+    salt: hash of each prompt.
   """
 
   model: Any
-  salt: Array
+  salt: UInt[Array, " B"]
 
   @property
-  def length(self) -> Array:
-    """[B], tokens each row holds."""
+  def length(self) -> Int[Array, " B"]:
+    """Number of tokens of each row."""
     return self.model.length
 
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedModel(WrappedModel):
-  """The target `model`, working as before, with each guess right with probability `alpha`.
+  """Target that does the work of `model` but accepts each draft token with probability `alpha`.
 
-  A guess is judged by the logits at its parent. It is made certain or impossible there, by a
-  pseudo-random function of the prompt, the position and the guess: p(guess) is 1 or 0, so
-  acceptance does not depend on q or on the sampling method, and is independent from position to
-  position, as Equation 1 assumes; of siblings the eldest that is right is certain. Where nothing is
-  judged, and after a refusal, the token is the model's own. EOS is impossible, so each text runs to
-  its limit; a guess of EOS is always refused, and acceptance is `alpha` of the other guesses. The
-  texts mean nothing.
+  The logits at the parent of a draft token make the token certain or impossible. A pseudo-random
+  function of the prompt, the position and the token decides which: p(token) is 1 or 0. Acceptance
+  therefore does not depend on q or on the sampling method, and it is independent between positions,
+  as Equation 1 assumes. Of several siblings that are right, the first one is certain.
+
+  At the other nodes, and after a rejection, the token is the model's own. EOS is impossible, so
+  each text has the maximum length. A draft token EOS is always rejected; alpha applies to the
+  others. The texts have no meaning.
 
   Attributes:
     model: M_p.
-    alpha: probability that a guess stands, in [0, 1].
-    eos_id: the target's; -1 if it has none.
-    seed: another one accepts other guesses.
+    alpha: probability that a draft token is accepted, in [0, 1].
+    eos_id: EOS of the target; -1 if it has none.
+    seed: seed of the pseudo-random function.
 
   Raises:
-    InputError: alpha outside [0, 1].
+    InputError: alpha is outside [0, 1].
   """
 
   alpha: float
@@ -64,9 +66,11 @@ class SimulatedModel(WrappedModel):
   def __post_init__(self):
     object.__setattr__(self, "alpha", require_number("alpha", self.alpha, 0, 1))
 
-  def prefill(self, params: Any, prompt: Array, num_slots: int) -> tuple[Array, SimulatedCache]:
+  def prefill(
+    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
+  ) -> tuple[Float[Array, "B C E"], SimulatedCache]:
     hidden, cache = self.model.prefill(params, prompt, num_slots)
-    # Padding adds 0 to the hash, so its width does not matter.
+    # Padding adds 0 to the hash, which is therefore independent of the width of the batch.
     powers = np.cumprod(np.full(prompt.shape[1], _BASE), dtype=np.uint32)
     salt = (prompt.astype(jnp.uint32) * powers).sum(axis=1, dtype=jnp.uint32)
     return hidden, SimulatedCache(cache, salt)
@@ -75,47 +79,52 @@ class SimulatedModel(WrappedModel):
     self,
     params: Any,
     cache: SimulatedCache,
-    tokens: Array,
+    tokens: Int[Array, "B K"],
     tree: NodeLayout | None = None,
-    first: Array | int = 0,
-  ) -> tuple[Array, Array, SimulatedCache]:
-    own, hidden, inner = self.model.extend(params, cache.model, tokens, tree, first)
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], SimulatedCache]:
+    model_logits, hidden, inner = self.model.extend(params, cache.model, tokens, tree, first)
     tree = require_static("simulated acceptance", tree or chain(tokens.shape[1] - 1))
     if tokens.shape[1] < tree.num_nodes:
-      raise InputError("Simulated acceptance judges whole blocks; it is a target, and no draft.")
+      raise InputError(
+        "Simulated acceptance verifies whole blocks; use it for a target, not for a draft."
+      )
     guesses, parents = tokens[:, 1:], np.array(tree.parents, np.int32)
     positions = (cache.length + first)[:, None] + jnp.asarray(tree.depths[1:])
     hashed = (cache.salt[:, None] * _BASE + positions.astype(jnp.uint32)) * _BASE
     right = jax.vmap(jax.vmap(self._is_right))(hashed + guesses.astype(jnp.uint32))  # [B, N]
-    elder = (parents[:, None] == parents) & (tree.ranks[:, None] > tree.ranks)
-    again = (elder & (guesses[:, :, None] == guesses[:, None])).any(axis=-1)  # as an elder sibling
-    right &= ~(right[:, None] & elder).any(axis=-1)
-    vocabulary = jnp.arange(own.shape[-1])
-    bonus = jnp.where(again, 0.0, jnp.where(right, CERTAIN, -CERTAIN))
+    # is_earlier[i, j]: j is an earlier sibling of i.
+    is_earlier = (parents[:, None] == parents) & (tree.ranks[:, None] > tree.ranks)
+    is_repeated = (is_earlier & (guesses[:, :, None] == guesses[:, None])).any(axis=-1)
+    right &= ~(right[:, None] & is_earlier).any(axis=-1)
+    vocabulary = jnp.arange(model_logits.shape[-1])
+    bonus = jnp.where(is_repeated, 0.0, jnp.where(right, CERTAIN, -CERTAIN))
     bonus = bonus[..., None] * (guesses[..., None] == vocabulary)
     if tree.is_chain:
-      bonus = jnp.pad(bonus, ((0, 0), (0, 1), (0, 0)))  # the last token is judged by none
+      bonus = jnp.pad(bonus, ((0, 0), (0, 1), (0, 0)))  # the last token verifies no draft token
     else:
-      bonus = jnp.zeros(own.shape).at[:, parents].add(bonus)
-    # Added, so that the model's work is still needed: a compiler drops what nothing depends on.
-    logits = own.astype(jnp.float32) + jnp.where(vocabulary == self.eos_id, -CERTAIN, bonus)
+      bonus = jnp.zeros(model_logits.shape).at[:, parents].add(bonus)
+    # The bonus is added to the logits, so that the compiler cannot drop the model's computation.
+    logits = model_logits.astype(jnp.float32) + jnp.where(
+      vocabulary == self.eos_id, -CERTAIN, bonus
+    )
     return logits, hidden, cache.replace(model=inner)
 
   def commit(
     self,
     cache: SimulatedCache,
-    length: Array,
+    length: Int[Array, " B"],
     tree: AnyTree | None = None,
-    path: Array | None = None,
+    path: Int[Array, "B D"] | None = None,
   ) -> SimulatedCache:
     return cache.replace(model=self.model.commit(cache.model, length, tree, path))
 
-  def _is_right(self, hashed: Array) -> Array:
+  def _is_right(self, hashed: UInt[Array, ""]) -> Bool[Array, ""]:
     return jax.random.uniform(jax.random.fold_in(jax.random.key(self.seed), hashed)) < self.alpha
 
 
 def unwrapped(model: Model) -> Model:
-  """Return the model itself of a target whose acceptance is simulated; any other model as it is."""
+  """Return the model that a `SimulatedModel` wraps; any other model is returned as it is."""
   return model.model if isinstance(model, SimulatedModel) else model
 
 

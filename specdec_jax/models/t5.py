@@ -1,7 +1,6 @@
-"""T5 encoder-decoder in Flax, with t5x's parameter tree.
+"""T5 encoder-decoder in Flax, with the parameter names of t5x.
 
-Axes: B batch, S source tokens, K tokens in a block, T cache slots, H heads, D head dim, E embed,
-V vocabulary.
+Axis letters as in `core.types`; in keys and values, D is the size of a head.
 """
 
 import dataclasses
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 from jax import Array
+from jaxtyping import Float, Int
 
 from specdec_jax.core.trees import AnyTree, NodeLayout
 from specdec_jax.models.config import T5Config
@@ -25,29 +25,29 @@ from specdec_jax.models.layers import (
   norm,
 )
 
-PAD_ID = 0  # also T5's first decoder token
+PAD_ID = 0  # also the first token of T5's decoder
 EOS_ID = 1
 
 
 @struct.dataclass
 class T5Cache:
-  """What a decoder needs of the tokens behind it.
+  """Cache of the decoder: the committed tokens but the last, and the encoded source.
 
   Attributes:
-    length: [B], tokens each row holds; slots at or past it are masked, then overwritten.
-    layers: per layer, keys and values of self-attention, each [B, H, T, D].
-    cross: per layer, keys and values of the encoded source, each [B, H, S, D].
-    cross_bias: [B, 1, 1, S], 0 at source tokens and MASKED at padding.
+    length: number of tokens of each row; slots from it on are masked, then overwritten.
+    layers: for each layer, keys and values of self-attention [B, H, T, D].
+    cross: for each layer, keys and values of the encoded source [B, H, S, D].
+    cross_bias: 0 at source tokens and MASKED at padding.
   """
 
-  length: Array
+  length: Int[Array, " B"]
   layers: tuple[KeysValues, ...]
   cross: tuple[KeysValues, ...]
-  cross_bias: Array
+  cross_bias: Float[Array, "B 1 1 S"]
 
 
 class EncoderLayer(nn.Module):
-  """Self-attention over the whole source, then feed-forward."""
+  """Self-attention over the whole source, and feed-forward."""
 
   config: T5Config
 
@@ -58,7 +58,9 @@ class EncoderLayer(nn.Module):
     self.mlp = Mlp(self.config)
     self.dropout = Dropout(self.config)
 
-  def __call__(self, x: Array, bias: Array, deterministic: bool) -> Array:
+  def __call__(
+    self, x: Float[Array, "B S E"], bias: Float[Array, "#B #H #S S"], deterministic: bool
+  ) -> Float[Array, "B S E"]:
     h = self.pre_attention_layer_norm(x)
     h = self.attention(*self.attention.queries_keys_values(h), bias, deterministic)
     x = x + self.dropout(h, deterministic)
@@ -67,7 +69,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-  """Source tokens -> one vector each."""
+  """Encoder of the source."""
 
   config: T5Config
 
@@ -78,7 +80,9 @@ class Encoder(nn.Module):
     self.encoder_norm = norm(cfg)
     self.dropout = Dropout(cfg)
 
-  def __call__(self, x: Array, cross_bias: Array, deterministic: bool) -> Array:  # [B, S, E]
+  def __call__(
+    self, x: Float[Array, "B S E"], cross_bias: Float[Array, "B 1 1 S"], deterministic: bool
+  ) -> Float[Array, "B S E"]:
     positions = jnp.arange(x.shape[1])[None]
     bias = self.relpos_bias(positions, jnp.arange(x.shape[1])) + cross_bias
     x = self.dropout(x, deterministic)
@@ -88,7 +92,7 @@ class Encoder(nn.Module):
 
 
 class T5(nn.Module):
-  """The encoder-decoder, with the methods that `T5Model` and training call."""
+  """Encoder-decoder, with the methods that `T5Model` and training call."""
 
   config: T5Config
 
@@ -98,38 +102,50 @@ class T5(nn.Module):
     self.encoder = Encoder(cfg)
     self.decoder = Decoder(cfg)
 
-  def __call__(self, source: Array, inputs: Array, deterministic: bool = True) -> Array:
-    """Teacher-forced logits [B, K, V] of decoder inputs [B, K] (targets shifted right)."""
+  def __call__(
+    self, source: Int[Array, "B S"], inputs: Int[Array, "B K"], deterministic: bool = True
+  ) -> Float[Array, "B K V"]:
+    """Return teacher-forced logits; inputs are the targets, shifted right by one."""
     cross, cross_bias = self.encode(source, deterministic)
     return self.on_source(inputs, cross, cross_bias, deterministic)
 
   def on_source(
     self,
-    inputs: Array,
+    inputs: Int[Array, "B K"],
     cross: tuple[KeysValues, ...],
-    cross_bias: Array,
+    cross_bias: Float[Array, "B 1 1 S"],
     deterministic: bool = True,
-  ) -> Array:
-    """The same of a source that has been encoded."""
+  ) -> Float[Array, "B K V"]:
+    """Return teacher-forced logits, given keys, values and bias of an encoded source."""
     x, embedding = self.token_embedder(inputs), self.token_embedder.embedding
     return self.decoder(x, embedding, cross, cross_bias, deterministic=deterministic)[0]
 
-  def encode(self, source: Array, deterministic: bool = True):
-    """Cross-attention keys, values and bias of source tokens [B, S], padded with PAD_ID."""
+  def encode(
+    self, source: Int[Array, "B S"], deterministic: bool = True
+  ) -> tuple[tuple[KeysValues, ...], Float[Array, "B 1 1 S"]]:
+    """Return cross-attention keys and values of a source, padded with PAD_ID, and their bias."""
     cross_bias = jnp.where(source != PAD_ID, 0.0, MASKED)[:, None, None, :]
     encoded = self.encoder(self.token_embedder(source), cross_bias, deterministic)
     return self.decoder.cross_keys_values(encoded), cross_bias
 
   def extend(
-    self, cache: T5Cache, tokens: Array, tree: NodeLayout | None = None, first: Array | int = 0
-  ) -> tuple[Array, Array, T5Cache]:
-    """Read a block [B, K] behind what each row holds; logits [B, K, V] follow each token."""
-    return self.read(cache, self.token_embedder(tokens), tree, first)
+    self,
+    cache: T5Cache,
+    tokens: Int[Array, "B K"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], T5Cache]:
+    """Process a block of tokens after those in the cache; see `core.types.Model.extend`."""
+    return self.extend_embedded(cache, self.token_embedder(tokens), tree, first)
 
-  def read(
-    self, cache: T5Cache, x: Array, tree: NodeLayout | None = None, first: Array | int = 0
-  ) -> tuple[Array, Array, T5Cache]:
-    """`extend` by embedded tokens [B, K, E], or what stands for some."""
+  def extend_embedded(
+    self,
+    cache: T5Cache,
+    x: Float[Array, "B K E"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], T5Cache]:
+    """Process a block of token embeddings, or of other vectors in place of them."""
     logits, hidden, layers = self.decoder(
       x,
       self.token_embedder.embedding,
@@ -142,17 +158,17 @@ class T5(nn.Module):
     )
     return logits, hidden, cache.replace(layers=layers)
 
-  def logits(self, hidden: Array) -> Array:
-    """[..., V] of last states [..., E]."""
+  def logits(self, hidden: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
+    """Return the logits of hidden states after the final norm."""
     return self.decoder.logits(hidden, self.token_embedder.embedding)
 
 
 @dataclasses.dataclass(frozen=True)
 class T5Model:
-  """T5 behind the `Model` contract: `prefill` runs the encoder, `extend` the decoder.
+  """T5 as a `Model`: `prefill` runs the encoder, `extend` the decoder.
 
   Attributes:
-    config: its shape.
+    config: configuration of the model.
   """
 
   config: T5Config
@@ -165,11 +181,13 @@ class T5Model:
   def vocab_size(self) -> int:
     return self.config.vocab_size
 
-  def prompt_tokens(self, prompt: Array) -> tuple[Array, Array]:
+  def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     batch = len(prompt)
     return jnp.full((batch, 1), PAD_ID, jnp.int32), jnp.ones(batch, jnp.int32)
 
-  def prefill(self, params: Any, prompt: Array, num_slots: int) -> tuple[Array, T5Cache]:
+  def prefill(
+    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
+  ) -> tuple[Float[Array, "B C E"], T5Cache]:
     batch, config = len(prompt), self.config
     cross, cross_bias = T5(config).apply({"params": params}, prompt, method=T5.encode)
     cache = T5Cache(
@@ -184,13 +202,17 @@ class T5Model:
     self,
     params: Any,
     cache: T5Cache,
-    tokens: Array,
+    tokens: Int[Array, "B K"],
     tree: NodeLayout | None = None,
-    first: Array | int = 0,
-  ) -> tuple[Array, Array, T5Cache]:
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], T5Cache]:
     return T5(self.config).apply({"params": params}, cache, tokens, tree, first, method=T5.extend)
 
   def commit(
-    self, cache: T5Cache, length: Array, tree: AnyTree | None = None, path: Array | None = None
-  ) -> T5Cache:
+    self,
+    cache: Any,
+    length: Int[Array, " B"],
+    tree: AnyTree | None = None,
+    path: Int[Array, "B D"] | None = None,
+  ) -> Any:
     return commit(cache, length, path)

@@ -23,11 +23,11 @@ from specdec_jax.data.vocabularies import (
 )
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
+from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of
-from specdec_jax.models.speculator import SpeculatorConfig
 from specdec_jax.pairs.pair import Pair
 from specdec_jax.pairs.speculators import speculator
 

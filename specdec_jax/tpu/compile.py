@@ -23,11 +23,11 @@ from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.types import LoadedTarget, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig, init_params
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.models.families import AnyConfig, Config, init_params, model_of
-from specdec_jax.models.speculator import SpeculatorConfig
-from specdec_jax.pairs.speculators import drafter
+from specdec_jax.models.families import Config, model_of
+from specdec_jax.pairs.speculators import head_factory
 from specdec_jax.partitioning import (
   REPLICATED,
   RULES,
@@ -250,7 +250,7 @@ class _PairOnSite:
     self.draft_params = site.params(draft, settings.draft_rules)
     if isinstance(draft, SpeculatorConfig):
       loaded = LoadedTarget(model_of(target), self.target_params, vocabulary=None)
-      factory = drafter(draft.kind, draft, self.draft_params, loaded)
+      factory = head_factory(draft.kind, draft, self.draft_params, loaded)
       unsharded, self.draft_params = factory.build(settings.sampling, self.tree), factory.params
     else:
       unsharded = ModelDraft(model_of(draft), settings.sampling, self.tree)

@@ -19,10 +19,10 @@ from jaxtyping import Float, Int, Key
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.trees import require_chain
 from specdec_jax.core.types import Context, DecodeResult, Outcome, Params, Proposal, WrappedDraft
-from specdec_jax.drafts.speculator import SpeculatorDraft, source_of
+from specdec_jax.drafts.heads.base import Source
+from specdec_jax.drafts.heads.stateless import SpeculatorDraft, source_of
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import module_of
-from specdec_jax.models.speculator import Source, in_rows
 
 
 class LearnedState(NamedTuple):
@@ -76,7 +76,7 @@ class OnlineDraft(WrappedDraft):
 
   def __post_init__(self):
     require_chain("a draft that learns", self.draft.tree)
-    if self.draft.config.kernels != "xla":
+    if self.draft.head.config.kernels != "xla":
       raise InputError(
         "A draft that learns needs kernels='xla', since `kernels.skinny` has no gradient."
       )
@@ -87,7 +87,7 @@ class OnlineDraft(WrappedDraft):
 
   def init(self, params: Any, context: Context, hidden: Array) -> OnlineState:
     learned, _ = params
-    source = source_of(self.draft.config, context)
+    source = source_of(self.draft.head.config, context)
     return OnlineState(learned, source, context.hidden, context.last_token)
 
   def propose(
@@ -106,7 +106,7 @@ class OnlineDraft(WrappedDraft):
     # rejected one.
     is_verified = jnp.arange(gamma) <= outcome.verification.num_accepted[:, None]
     weight = is_verified & (outcome.num_emitted > 0)[:, None]
-    module, target_module = in_rows(self.draft.config), module_of(self.draft.target)
+    module, target_module = self.draft.head.module, module_of(self.draft.target)
 
     def project(hidden: Array) -> Array:
       return target_module.apply({"params": target_params}, hidden, method="logits")

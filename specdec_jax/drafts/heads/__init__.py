@@ -1,0 +1,82 @@
+"""Learned draft heads: modules on a target's hidden states, one file per kind."""
+
+from typing import Any
+
+from jax import Array
+from jaxtyping import Key
+
+from specdec_jax.drafts.heads.base import DraftHead, SpeculatorConfig
+from specdec_jax.drafts.heads.conditioned import ConditionedHead
+from specdec_jax.drafts.heads.eagle import EagleHead
+from specdec_jax.drafts.heads.early_exit import EarlyExitHead
+from specdec_jax.drafts.heads.medusa import MedusaHead
+from specdec_jax.drafts.heads.parallel import ParallelHead
+from specdec_jax.drafts.heads.pass_embeddings import PassHead
+from specdec_jax.drafts.heads.shared_encoder import SharedEncoderHead
+from specdec_jax.errors import InputError
+from specdec_jax.models import families
+from specdec_jax.models.config import TransformerConfig
+
+AnyConfig = families.Config | SpeculatorConfig
+
+HEADS: dict[str, type[DraftHead]] = {
+  "heads": MedusaHead,
+  "eagle": EagleHead,
+  "parallel": ParallelHead,
+  "pass": PassHead,
+  "early_exit": EarlyExitHead,
+  "shared_encoder": SharedEncoderHead,
+  "conditioned": ConditionedHead,
+}
+
+
+def head_of(config: SpeculatorConfig) -> DraftHead:
+  """Return the head of a configuration.
+
+  Raises:
+    InputError: there is no head of its kind.
+  """
+  if config.kind not in HEADS:
+    raise InputError(f"kind is {config.kind!r}; it must be one of {', '.join(map(repr, HEADS))}.")
+  return HEADS[config.kind](config)
+
+
+def init_params(config: AnyConfig, rng: Key[Array, ""]) -> Any:
+  """Return random parameters (float32) of a model or of a learned draft head."""
+  if isinstance(config, SpeculatorConfig):
+    return head_of(config).init(rng)
+  return families.init_params(config, rng)
+
+
+def speculator_config(
+  target: TransformerConfig,
+  kind: str = "parallel",
+  gamma: int = 8,
+  emb_dim: int = 160,
+  mlp_dim: int = 512,
+  num_layers: int = 2,
+  rank: int = 64,
+  exit_layers: int = 1,
+) -> SpeculatorConfig:
+  """Return the configuration of a head for a target; see `SpeculatorConfig`.
+
+  Raises:
+    InputError: there is no such kind, or one of the sizes is not a positive integer.
+  """
+  config = SpeculatorConfig(
+    kind=kind,
+    vocab_size=target.vocab_size,
+    padded_vocab_size=target.padded_vocab_size,
+    state_dim=target.emb_dim,
+    has_encoder=target.has_encoder,
+    num_heads=target.num_heads,
+    head_dim=target.head_dim,
+    gamma=gamma,
+    emb_dim=emb_dim,
+    mlp_dim=mlp_dim,
+    num_decoder_layers=num_layers,
+    rank=rank,
+    exit_layers=exit_layers,
+    dtype=target.dtype,
+  )
+  return head_of(config).config

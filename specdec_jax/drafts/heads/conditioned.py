@@ -1,0 +1,230 @@
+"""Small decoder conditioned on the target's hidden state at the start of the round.
+
+It shares the target's encoder like `shared_encoder`. To the embedding of each token it adds a
+projection of the target's hidden state at the start of the round in which the token is processed,
+and an embedding of the number of tokens since then. Tokens of earlier rounds keep their
+conditioning, so the text is never processed again. In training, one pass over a text covers rounds
+of many lengths.
+
+Axis letters as in `core.types`, and d width of the head, M hidden states (K or 1).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int, Key
+
+from specdec_jax.core.arrays import gather, write_slots
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree, NodeLayout
+from specdec_jax.core.types import Context, Proposal
+from specdec_jax.drafts.heads.base import (
+  DraftHead,
+  DraftLogits,
+  TargetOutputs,
+  decoder_config,
+  every_position,
+)
+from specdec_jax.drafts.heads.shared_encoder import SharedEncoderDraft
+from specdec_jax.models.config import T5Config
+from specdec_jax.models.decoder import KeysValues
+from specdec_jax.models.families import Config
+from specdec_jax.models.layers import Dense, norm
+from specdec_jax.models.t5 import T5, T5Cache, T5Model
+
+
+class ConditionedT5(T5):
+  """T5 whose encoder is never used and whose decoder is conditioned.
+
+  The last entry of `layers` in its cache is (conditioning of the token in each slot [B, 1, T, d],),
+  so that it is committed with the tokens.
+
+  Attributes:
+    offsets: number of embeddings of the tokens since the start of the round; all larger numbers
+      share the last one.
+  """
+
+  offsets: int = 1
+
+  def setup(self):
+    super().setup()
+    self.state_norm, self.state = norm(self.config), Dense(self.config, self.config.emb_dim)
+    shape = self.offsets, self.config.emb_dim
+    # "age" is the name of the parameter in checkpoints.
+    self.age = self.param("age", jax.nn.initializers.normal(1.0), shape, jnp.float32)
+
+  def condition(
+    self, hidden: Float[Array, "*batch E"], offsets: Int[Array, "*offsets"] | int
+  ) -> Float[Array, "*tokens d"]:
+    """Return the conditioning of tokens.
+
+    Args:
+      hidden: hidden states of the target at the start of their round.
+      offsets: number of tokens since then; it broadcasts against the leading axes of `hidden`.
+    """
+    embedded = self.age[jnp.minimum(offsets, self.offsets - 1)].astype(self.config.activations)
+    return self.state(self.state_norm(hidden)) + embedded
+
+  def after_each(
+    self,
+    inputs: Int[Array, "B K"],
+    hidden: Float[Array, "B K E"],
+    offsets: Int[Array, "B K"],
+    cross: tuple[KeysValues, ...],
+    cross_bias: Float[Array, "B 1 1 S"],
+  ) -> Float[Array, "B K V"]:
+    """Return teacher-forced logits of inputs that are conditioned on `hidden`."""
+    x = self.token_embedder(inputs) + self.condition(hidden, offsets)
+    return self.decoder(x, self.token_embedder.embedding, cross, cross_bias)[0]
+
+  def extend(
+    self,
+    cache: T5Cache,
+    tokens: Int[Array, "B K"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K d"], T5Cache]:
+    layers, conditioning = cache.layers[:-1], cache.layers[-1][0]
+    size = 1, tokens.shape[1], conditioning.shape[3]
+
+    def read_row(row: Float[Array, "1 T d"], slot: Int[Array, ""]) -> Float[Array, "K d"]:
+      return lax.dynamic_slice(row, (0, slot, 0), size)[0]
+
+    x = self.token_embedder(tokens) + jax.vmap(read_row)(conditioning, cache.length + first)
+    logits, hidden, extended = self.extend_embedded(cache.replace(layers=layers), x, tree, first)
+    return logits, hidden, extended.replace(layers=(*extended.layers, (conditioning,)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ConditionedModel(T5Model):
+  """Model with a conditioned decoder.
+
+  Attributes:
+    offsets: as in `ConditionedT5`.
+  """
+
+  config: T5Config
+  offsets: int
+
+  def condition(
+    self,
+    params: Any,
+    cache: T5Cache,
+    hidden: Float[Array, "B M E"],
+    offsets: Int[Array, " K"] | int,
+    slot: Int[Array, " B"],
+  ) -> T5Cache:
+    """Return the cache with the conditioning of K tokens that will be processed.
+
+    Args:
+      params: parameters of the model.
+      cache: cache of the model.
+      hidden: hidden states of the target at the start of the round of each token; a single one
+        (M = 1) if all tokens belong to one round.
+      offsets: number of tokens since the start of the round.
+      slot: slot of the first of the tokens.
+    """
+    layers, conditioning = cache.layers[:-1], cache.layers[-1][0]
+    module = ConditionedT5(self.config, offsets=self.offsets)
+    new = module.apply({"params": params}, hidden, offsets, method="condition")
+    written = write_slots(conditioning, new[:, None], slot)
+    return cache.replace(layers=(*layers, (written,)))
+
+  def extend(
+    self,
+    params: Any,
+    cache: T5Cache,
+    tokens: Int[Array, "B K"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K d"], T5Cache]:
+    apply = ConditionedT5(self.config, offsets=self.offsets).apply
+    return apply({"params": params}, cache, tokens, tree, first, method="extend")
+
+
+@dataclasses.dataclass(frozen=True)
+class ConditionedDraft(SharedEncoderDraft):
+  """Draft by a conditioned decoder: a chain or a static tree."""
+
+  model: ConditionedModel
+
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    cache, config = super().init(params, context, hidden), self.model.config
+    batch, num_slots = context.tokens.shape
+    conditioning = jnp.zeros((batch, 1, num_slots, config.emb_dim), config.activations)
+    return cache.replace(layers=(*cache.layers, (conditioning,)))
+
+  def condition(
+    self,
+    params: Any,
+    cache: Any,
+    hidden: Float[Array, "B M E"],
+    offsets: Int[Array, " K"] | int,
+    slot: Int[Array, " B"],
+  ) -> Any:
+    return self.model.condition(params, cache, hidden, offsets, slot)
+
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    offsets, slot = jnp.asarray(self.tree.depths), context.length - 1
+    state = self.condition(params, state, context.hidden[:, None], offsets, slot)
+    return super().propose(params, state, context, rng)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConditionedHead(DraftHead):
+  """Head of kind 'conditioned'."""
+
+  needs_encoder = True
+  uses_cross_attention = True
+
+  @property
+  def module(self) -> ConditionedT5:
+    return ConditionedT5(decoder_config(self.config), offsets=self.config.gamma)
+
+  def init(self, rng: Key[Array, ""]) -> Any:
+    config, tokens = self.config, jnp.zeros((1, self.config.gamma), jnp.int32)
+    source, bias = self.example_source()
+    cross, offsets = (source,) * config.num_decoder_layers, jnp.zeros_like(tokens)
+    hidden = jnp.zeros((*tokens.shape, config.state_dim))
+    return self.module.init(rng, tokens, hidden, offsets, cross, bias, method="after_each")[
+      "params"
+    ]
+
+  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> ConditionedDraft:
+    model = ConditionedModel(decoder_config(self.config), self.config.gamma)
+    return ConditionedDraft(model, sampling, self.require_static(tree))
+
+  def training_logits(self, target: Config, stride: int) -> DraftLogits:
+    """Return logits at each token, conditioned on the last anchor at or before it.
+
+    Validation has an anchor at every `stride`-th token. In training each token is an anchor with
+    probability 1 / stride, because rounds have many lengths.
+    """
+    config, module = self.config, self.module
+
+    def draft_logits(
+      params: Any, frozen: Any, outputs: TargetOutputs
+    ) -> tuple[Float[Array, "B T 1 V"], Int[Array, "B T 1"]]:
+      batch, length = outputs.inputs.shape
+      positions = jnp.arange(length)
+      is_anchor = jnp.broadcast_to(positions % stride == 0, (batch, length))
+      if outputs.rng is not None:
+        is_anchor = jax.random.bernoulli(outputs.rng, 1 / stride, (batch, length))
+      anchors = lax.cummax(jnp.where(is_anchor, positions, 0), axis=1)
+      logits = module.apply(
+        {"params": params},
+        outputs.inputs,
+        gather(outputs.hidden, anchors),
+        positions - anchors,
+        outputs.cache.cross[-config.num_decoder_layers :],
+        outputs.cache.cross_bias,
+        method="after_each",
+      )
+      return logits[:, :, None], every_position(outputs.inputs)
+
+    return draft_logits

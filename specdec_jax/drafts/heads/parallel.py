@@ -1,0 +1,69 @@
+"""States of all draft tokens in one pass, and a low-rank correction by the tokens before each.
+
+The correction is a recurrent state as wide as its rank, so that a draft token depends on all draft
+tokens before it. Each step then costs a matmul of rank x rank and one of rank x V.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+from jaxtyping import Float, Int
+
+from specdec_jax.drafts.heads.base import Source
+from specdec_jax.drafts.heads.stateless import SourceLayer, StatelessHead, StatelessModule
+from specdec_jax.models.layers import Dense, Embed, embedder, norm
+
+
+class ParallelModule(StatelessModule):
+  """Layers over one embedding per position, and a low-rank recurrent correction of the logits."""
+
+  def setup(self):
+    cfg = self.config
+    self.state_norm, self.out_norm = norm(cfg), norm(cfg)
+    self.state = Dense(cfg, cfg.emb_dim)
+    self.token_embedder = embedder(cfg)
+    places = cfg.gamma, cfg.emb_dim
+    self.places = self.param("places", nn.initializers.normal(1.0), places, jnp.float32)
+    self.layers = [SourceLayer(cfg) for _ in range(cfg.num_decoder_layers)]
+    self.logits_dense = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
+    self.mix, self.recur = Dense(cfg, cfg.rank), Dense(cfg, cfg.rank, biases=False)
+    self.before = Embed(cfg.table_size, cfg.rank, dtype=cfg.activations)
+    self.correction = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
+
+  def begin(
+    self,
+    hidden: Float[Array, "B E"],
+    last_token: Int[Array, " B"],
+    depth: int,
+    source: Source,
+    project: Callable[[Array], Array],
+  ) -> tuple[Any, Float[Array, "B 1 d"]]:
+    x = self.state(self.state_norm(hidden)) + self.token_embedder(last_token)
+    x = x[:, None] + self.places[:depth].astype(x.dtype)
+    for layer in self.layers:
+      x = layer(x, source)
+    x = self.out_norm(x)
+    return (self.logits_dense(x), self.mix(x)), jnp.zeros((len(hidden), 1, self.config.rank))
+
+  def step(
+    self,
+    plan: Any,
+    state: Float[Array, "B M d"],
+    level: int,
+    previous: Int[Array, "B M"],
+    source: Source,
+  ) -> tuple[Float[Array, "B M V"], Float[Array, "B M d_out"]]:
+    base, mix = plan
+    state = nn.gelu(mix[:, level, None] + self.before(previous) + self.recur(state))
+    logits = base[:, level, None] + self.correction(state)
+    return logits[..., : self.config.vocab_size], state
+
+
+class ParallelHead(StatelessHead):
+  """Head of kind 'parallel'."""
+
+  uses_cross_attention = True
+  module_class = ParallelModule

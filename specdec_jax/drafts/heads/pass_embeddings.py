@@ -1,0 +1,115 @@
+"""Look-ahead embeddings: the target drafts for itself (PaSS; Monea et al., 2023).
+
+One target forward pass over the last committed token and over learned embeddings, which stand for
+the tokens after it, gives all draft tokens. The first of them is the target's own next token. A
+second pass verifies them. The cache slots written by the first pass are discarded.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int, Key
+
+from specdec_jax.core.arrays import gather, split_rows
+from specdec_jax.core.sampling import Sampling, sample_logits
+from specdec_jax.core.trees import AnyTree, Tree, require_chain
+from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.drafts.heads.base import (
+  DraftHead,
+  DraftLogits,
+  SpeculatorConfig,
+  TargetOutputs,
+  require_depth,
+  target_cache,
+)
+from specdec_jax.models.families import Config, model_of, module_of
+
+
+@dataclasses.dataclass(frozen=True)
+class PaSSDraft(Draft):
+  """Chain of draft tokens that are sampled independently of each other, in one pass.
+
+  Parameters are (parameters of the head, parameters of the target).
+
+  Attributes:
+    config: configuration of the head.
+    target: configuration of the target.
+    sampling: how logits become q.
+    tree: a chain.
+
+  Raises:
+    InputError: the tree is not a chain, or it is deeper than there are embeddings.
+  """
+
+  config: SpeculatorConfig
+  target: Config
+  sampling: Sampling
+  tree: Tree
+  reads_target_cache = True
+
+  def __post_init__(self):
+    require_chain("a draft by look-ahead embeddings", self.tree)
+    require_depth(self.config, self.tree.depth)
+
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    (head_params, target_params), gamma = params, self.tree.depth
+    embedded = target_params["token_embedder"]["embedding"][context.last_token][:, None]
+    ahead = jnp.broadcast_to(
+      head_params["embeddings"][: gamma - 1], (len(rng), gamma - 1, self.config.state_dim)
+    )
+    block = jnp.concatenate([embedded, ahead], axis=1).astype(self.target.activations)
+    module, cache = module_of(self.target), target_cache(context)
+    logits, _, _ = module.apply({"params": target_params}, cache, block, method="extend_embedded")
+    keys = split_rows(rng, gamma)
+    sampled = [sample_logits(keys[i], logits[:, i], self.sampling) for i in range(gamma)]
+    tokens, q = (jnp.stack(field, axis=1) for field in zip(*sampled))
+    return Proposal(tokens, q), state
+
+
+@dataclasses.dataclass(frozen=True)
+class PassHead(DraftHead):
+  """Head of kind 'pass': embeddings [gamma - 1, E]."""
+
+  def init(self, rng: Key[Array, ""]) -> Any:
+    config = self.config
+    return {"embeddings": jax.random.normal(rng, (config.gamma - 1, config.state_dim))}
+
+  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> PaSSDraft:
+    return PaSSDraft(self.config, target, sampling, self.require_static(tree))
+
+  def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
+    return params, target_params
+
+  def training_logits(self, target: Config, stride: int) -> DraftLogits:
+    """Return the target's own logits at the embeddings; each text has one anchor.
+
+    The logits after the anchor's own token are the target's next token and not a draft token, so
+    they are dropped.
+    """
+    target_module, model, gamma = module_of(target), model_of(target), self.config.gamma
+
+    def draft_logits(
+      params: Any, frozen: Any, outputs: TargetOutputs
+    ) -> tuple[Float[Array, "B 1 N V"], Int[Array, "B 1 N"]]:
+      batch, _ = outputs.inputs.shape
+      # The number of non-padding inputs. For T5, whose first input is 0, it is the position of the
+      # last input.
+      ends = (outputs.inputs > 0).sum(axis=1)
+      fraction = 0.5 if outputs.rng is None else jax.random.uniform(outputs.rng, (batch,))
+      anchor = (fraction * ends).astype(jnp.int32)
+      last_token = gather(outputs.inputs, anchor[:, None])
+      embedded = frozen["token_embedder"]["embedding"][last_token]
+      ahead = jnp.broadcast_to(params["embeddings"], (batch, *params["embeddings"].shape))
+      block = jnp.concatenate([embedded, ahead], axis=1).astype(target.activations)
+      cache: Any = outputs.cache
+      cache = model.commit(cache, cache.length + anchor)
+      logits, _, _ = target_module.apply({"params": frozen}, cache, block, method="extend_embedded")
+      positions = anchor[:, None, None] + jnp.arange(1, gamma)
+      return logits[:, None, 1:], positions
+
+    return draft_logits

@@ -1,0 +1,298 @@
+"""Heads without a cache: Medusa's heads, EAGLE, and all draft tokens in one pass.
+
+They draft level by level from the target's hidden state at the start of the round, from the last
+committed token and, if the target has an encoder, from its cross-attention keys and values of the
+source. Verification leaves the hidden state behind (`Context.hidden`), so there is nothing to store
+between rounds and nothing to roll back.
+
+Axis letters as in `core.types`, and M nodes of a level, d width of the head.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+from jaxtyping import Float, Int, Key
+
+from specdec_jax.core.arrays import gather, split_rows, take
+from specdec_jax.core.sampling import Sampling, sample_siblings
+from specdec_jax.core.trees import AnyTree, DynamicTree
+from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.drafts.dynamic import grow, require_candidates
+from specdec_jax.drafts.heads.base import (
+  DraftHead,
+  DraftLogits,
+  Source,
+  SpeculatorConfig,
+  TargetOutputs,
+  gather_positions,
+  require_depth,
+  target_cache,
+)
+from specdec_jax.models.families import Config, module_of
+from specdec_jax.models.layers import Attention, Dense, Mlp, norm
+
+
+class StatelessModule(nn.Module):
+  """Flax module of a head without a cache.
+
+  Attributes:
+    config: configuration of the head.
+    any_depth: whether the module can propose more than `config.gamma` consecutive tokens.
+  """
+
+  config: SpeculatorConfig
+  any_depth: ClassVar[bool] = False
+
+  @abc.abstractmethod
+  def begin(
+    self,
+    hidden: Float[Array, "B E"],
+    last_token: Int[Array, " B"],
+    depth: int,
+    source: Source,
+    project: Callable[[Array], Array],
+  ) -> tuple[Any, Float[Array, "B 1 d"]]:
+    """Return what all draft tokens of a round share, and the state before the first one.
+
+    Args:
+      hidden: hidden state of the target at the start of the round.
+      last_token: last committed token.
+      depth: number of consecutive draft tokens that will be proposed.
+      source: cross-attention keys and values of the target's last layer, and their bias.
+      project: function from hidden states [..., E] to the target's logits [..., V].
+    """
+
+  @abc.abstractmethod
+  def step(
+    self,
+    plan: Any,
+    state: Float[Array, "B M d"],
+    level: int,
+    previous: Int[Array, "B M"],
+    source: Source,
+  ) -> tuple[Float[Array, "B M V"], Float[Array, "B M d_out"]]:
+    """Return logits of the draft tokens of a level, and the states for the next level.
+
+    Args:
+      plan: first result of `begin`.
+      state: state after the previous draft tokens; that of `begin` for the first level.
+      level: number of draft tokens before these, from 0.
+      previous: token before each draft token.
+      source: as in `begin`.
+    """
+
+  def __call__(
+    self,
+    hidden: Float[Array, "B E"],
+    previous: Int[Array, "B N"],
+    source: Source,
+    project: Callable[[Array], Array],
+  ) -> Float[Array, "B N V"]:
+    """Return teacher-forced logits of consecutive draft tokens.
+
+    `previous` are the tokens before each; the first one is the last committed token.
+    """
+    plan, state = self.begin(hidden, previous[:, 0], previous.shape[1], source, project)
+    level_logits = []
+    for level in range(previous.shape[1]):
+      logits, state = self.step(plan, state, level, previous[:, level, None], source)
+      level_logits.append(logits)
+    return jnp.concatenate(level_logits, axis=1)
+
+
+class ResidualBlocks(nn.Module):
+  """One residual block per future position, over a hidden state of the target."""
+
+  config: SpeculatorConfig
+  num_positions: int = 1
+
+  @nn.compact
+  def __call__(self, hidden: Float[Array, "*batch E"]) -> Float[Array, "*batch N E"]:
+    width = self.num_positions * self.config.state_dim
+    update = nn.silu(Dense(self.config, width)(norm(self.config)(hidden)))
+    # The update is scaled to the size of the state, which depends on the target's final norm.
+    scale = jnp.sqrt(jnp.mean(jnp.square(hidden), axis=-1))[..., None, None]
+    update = update.reshape(*hidden.shape[:-1], self.num_positions, -1)
+    return hidden[..., None, :] + scale * update
+
+
+class SourceLayer(nn.Module):
+  """Attention to the source, if there is one, and feed-forward."""
+
+  config: SpeculatorConfig
+
+  @nn.compact
+  def __call__(self, x: Float[Array, "B M d"], source: Source) -> Float[Array, "B M d"]:
+    if source[0] is not None:
+      attention = Attention(self.config, name="encoder_decoder_attention")
+      x = x + attention(attention.queries(norm(self.config)(x)), *source)
+    return x + Mlp(self.config, name="mlp")(norm(self.config)(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculatorDraft(Draft):
+  """Tree of a head without a cache: siblings without replacement, or a dynamic tree.
+
+  Parameters are (parameters of the head, parameters of the target that its logits need).
+
+  Attributes:
+    head: the head.
+    target: configuration of the target.
+    sampling: how logits become q.
+    tree: tree of the proposals.
+    width: for a dynamic tree, number of nodes of a level that have children, and of children each.
+
+  Raises:
+    InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
+      tokens than there are candidates.
+  """
+
+  head: "StatelessHead"
+  target: Config
+  sampling: Sampling
+  tree: AnyTree
+  width: int = 8
+
+  def __post_init__(self):
+    if not self.head.module_class.any_depth:
+      require_depth(self.head.config, self.tree.depth)
+    if isinstance(self.tree, DynamicTree):
+      require_candidates(self.tree, self.width)
+
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    tree, source = self.tree, source_of(self.head.config, context)
+    module, variables = self.head.module, {"params": params[0]}
+    plan, states = module.apply(
+      variables,
+      context.hidden,
+      context.last_token,
+      tree.depth,
+      source,
+      self.project(params[1]),
+      method="begin",
+    )
+
+    def step(
+      states: Array, level: int, previous: Int[Array, "B M"]
+    ) -> tuple[Float[Array, "B M V"], Array]:
+      return module.apply(variables, plan, states, level, previous, source, method="step")
+
+    def step_from(
+      states: Array, tokens: Int[Array, "B M"], parents: Int[Array, "B M"], level: int
+    ) -> tuple[Float[Array, "B M V"], Array]:
+      return step(gather(states, parents), level, tokens)
+
+    previous = context.last_token[:, None]
+    if isinstance(tree, DynamicTree):
+      logits, states = step(states, 0, previous)
+      return grow(tree, self.width, logits[:, 0], step_from, states)[0], state
+    keys = split_rows(rng, tree.depth)
+    tokens, q, parent_level = [], [], 0
+    for level, (first, last) in enumerate(tree.levels):
+      logits, states = step(states, level, previous)
+      counts = [tree.parents.count(node) for node in range(parent_level, first)]
+      previous, level_q = sample_siblings(keys[level], logits, self.sampling, counts)
+      states = take(states, [tree.parents[node - 1] - parent_level for node in range(first, last)])
+      tokens.append(previous)
+      q.append(level_q)
+      parent_level = first
+    return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1)), state
+
+  def project(self, target_params: Any) -> Callable[[Array], Array]:
+    """Return the function from hidden states [..., E] to the target's logits [..., V]."""
+    target_module = module_of(self.target)
+
+    def project(hidden: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
+      return target_module.apply({"params": target_params}, hidden, method="logits")
+
+    return project
+
+
+def source_of(config: SpeculatorConfig, context: Context) -> Source:
+  """Return the cross-attention keys, values and bias of the target's last layer."""
+  cache = target_cache(context)
+  return (cache.cross[-1], cache.cross_bias) if config.has_encoder else (None, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class StatelessHead(DraftHead):
+  """Head without a cache, given by its Flax module.
+
+  Attributes:
+    module_class: Flax module of the kind.
+    uses_target_logits: whether its logits are computed by the target's parameters.
+  """
+
+  module_class: ClassVar[type[StatelessModule]]
+  uses_target_logits: ClassVar[bool] = False
+
+  @property
+  def module(self) -> StatelessModule:
+    return self.module_class(self.config)
+
+  def init(self, rng: Key[Array, ""]) -> Any:
+    config = self.config
+    hidden, tokens = jnp.zeros((1, config.state_dim)), jnp.zeros((1, config.gamma), jnp.int32)
+    source = self.example_source() if config.has_encoder else (None, None)
+
+    def project(x: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
+      return jnp.zeros((*x.shape[:-1], config.vocab_size))
+
+    return self.module.init(rng, hidden, tokens, source, project)["params"]
+
+  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> SpeculatorDraft:
+    width = min(8, self.config.vocab_size)
+    return SpeculatorDraft(self, target, sampling, tree, width)
+
+  def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
+    if not self.uses_target_logits:
+      return params, ()
+    decoder = {k: x for k, x in target_params["decoder"].items() if not k.startswith("layers_")}
+    return params, {"token_embedder": target_params["token_embedder"], "decoder": decoder}
+
+  def training_logits(self, target: Config, stride: int) -> DraftLogits:
+    """Return teacher-forced logits from the target's hidden state at each anchor.
+
+    The head is given the tokens of the text as if it had drafted them.
+    """
+    config, module, target_module = self.config, self.module, module_of(target)
+
+    def draft_logits(
+      params: Any, frozen: Any, outputs: TargetOutputs
+    ) -> tuple[Float[Array, "B A N V"], Int[Array, "B A N"]]:
+      batch, length = outputs.inputs.shape
+      offset = 0 if outputs.rng is None else jax.random.randint(outputs.rng, (), 0, stride)
+      anchors = offset + stride * jnp.arange(max(1, length // stride))
+      positions = jnp.broadcast_to(
+        anchors[:, None] + jnp.arange(config.gamma), (batch, len(anchors), config.gamma)
+      )
+
+      def repeat_for_anchors(x: Array) -> Array:
+        return jnp.repeat(x, len(anchors), axis=0)
+
+      def merge_anchors(x: Array) -> Array:
+        return x.reshape(-1, *x.shape[2:])  # [B, A, ...] -> [B A, ...]
+
+      def project(hidden: Array) -> Array:
+        return target_module.apply({"params": frozen}, hidden, method="logits")
+
+      source: tuple[Any, Any] = None, None
+      if config.has_encoder:
+        cross = outputs.cache.cross[-1], outputs.cache.cross_bias
+        source = jax.tree.map(repeat_for_anchors, cross)
+      hidden = gather_positions(outputs.hidden, positions[..., :1])[:, :, 0]
+      previous = gather_positions(outputs.inputs, positions)
+      logits = module.apply(
+        {"params": params}, merge_anchors(hidden), merge_anchors(previous), source, project
+      )
+      return logits.reshape(*positions.shape, -1), positions
+
+    return draft_logits
