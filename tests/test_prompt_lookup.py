@@ -186,7 +186,7 @@ def test_calls_of_one_shape_compile_once():
   [
     (chain(0), 3, "gamma is 0"),
     (chain(3), 0, "max_ngram is 0"),
-    (DynamicTree(3, 2), 3, "one shape"),
+    (DynamicTree(3, 2), 3, "takes static trees"),
   ],
 )
 def test_bad_input(tree, max_ngram, words):
