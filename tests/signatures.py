@@ -5,7 +5,6 @@ from collections.abc import Callable
 from beartype import beartype
 from beartype.roar import BeartypeDecorHintPep3119Exception
 
-
 # Functions that check their arguments themselves, with error messages of the library.
 SELF_CHECKED = {"__init__", "from_paths"}
 

@@ -15,10 +15,11 @@ from specdec_jax.adaptive import AdaptiveDecoder
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeSettings, Params
+from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.exactness.compare import compare_samples
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.models.t5 import T5Model
 
 V, LIMIT, EOS, BATCH = 24, 16, 16, 8

@@ -17,7 +17,7 @@ from specdec_jax.commands.check_exactness import check_exactness
 from specdec_jax.core import trees
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
-from specdec_jax.core.types import DecodeSettings, Proposal, Verification, Verifier
+from specdec_jax.core.types import Proposal, Verification, Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
@@ -35,6 +35,7 @@ from specdec_jax.exactness.near_ties import (
 )
 from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
 from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.lossy_verifiers import TypicalVerifier
 from specdec_jax.models.layers import RelativePositionBias
 

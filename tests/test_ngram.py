@@ -14,12 +14,13 @@ from tiny import autoregressive_decode, speculative_decode
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import branching, chain
-from specdec_jax.core.types import Context, DecodeSettings
+from specdec_jax.core.types import Context
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams, load_ngrams, save_ngrams
 from specdec_jax.errors import InputError
 from specdec_jax.exactness.compare import compare_samples
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.models.t5 import T5Model
 
 V = 24

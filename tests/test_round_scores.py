@@ -16,7 +16,7 @@ from test_exactness import JudgedBy, bonus_of_the_guess_before, forgetful, judge
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys, sample, sample_logits
 from specdec_jax.core.trees import Tree, branching, chain
-from specdec_jax.core.types import DecodeSettings, Proposal, Verification, Verifier
+from specdec_jax.core.types import Proposal, Verification, Verifier
 from specdec_jax.core.verify import tokens
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts import model
@@ -38,6 +38,7 @@ from specdec_jax.exactness.martingale import (
   log_drift,
   total,
 )
+from specdec_jax.loading import DecodeSettings
 
 V, GAMMA, EOS = 24, 2, 1
 CHAIN, TREE, PAIRED = chain(GAMMA), Tree((0, 0, 0, 1, 1, 2, 4)), branching(2)

@@ -13,7 +13,7 @@ from rich.console import Console
 from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
-from specdec_jax.core.types import DecodeResult, DecodeSettings
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.exactness.compare import cells_of, compare_argmax, compare_samples
@@ -36,6 +36,7 @@ from specdec_jax.exactness.near_ties import Divergence, Rounding, node_moves, sh
 from specdec_jax.exactness.paths import rounds_of_self_draft
 from specdec_jax.exactness.prefix_chi2 import Comparison
 from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.pairs import Pair, verifier_name
 from specdec_jax.progress import Progress
 

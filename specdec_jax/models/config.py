@@ -79,7 +79,7 @@ class TransformerConfig:
 
   @property
   def in_pairs(self) -> bool:
-    """Whether panels have the layout of bfloat16 matmuls (`skinny.pack`)."""
+    """True if panels have the layout of bfloat16 matmuls (`skinny.pack`)."""
     return self.dtype == jnp.bfloat16
 
 

@@ -21,11 +21,12 @@ from jax.stages import Lowered
 from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import Tree, chain
-from specdec_jax.core.types import LoadedTarget, Params
+from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig, init_params
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.loading import LoadedTarget
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.pairs.speculators import head_factory
 from specdec_jax.partitioning import (

@@ -18,11 +18,12 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.trees import require_chain
-from specdec_jax.core.types import Context, DecodeResult, Outcome, Params, Proposal, WrappedDraft
+from specdec_jax.core.types import Context, DecodeResult, Outcome, Params, Proposal
 from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SpeculatorDraft, source_of
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import module_of
+from specdec_jax.wrappers import WrappedDraft
 
 
 class LearnedState(NamedTuple):

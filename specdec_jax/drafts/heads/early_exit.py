@@ -9,7 +9,6 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import WrappedModel
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
@@ -23,6 +22,7 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.families import Config, model_of, module_of
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.wrappers import WrappedModel
 
 
 @dataclasses.dataclass(frozen=True)
