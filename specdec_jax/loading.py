@@ -69,6 +69,6 @@ def load_draft(load: Callable[[LoadedTarget], DraftFactory], target: LoadedTarge
   if not isinstance(factory, DraftFactory):
     raise InputError(
       f"The function given as draft returns {shown(factory)} for a target; it must return a "
-      "DraftFactory (specdec_jax.core.types)."
+      "DraftFactory (specdec_jax.loading)."
     )
   return factory

@@ -17,6 +17,7 @@ have equal hashes, so they share compiled programs. Parameters and state are arg
 import abc
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, Key
 
@@ -24,6 +25,8 @@ from specdec_jax.core.arrays import gather_one
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout
 from specdec_jax.errors import InputError
+
+AnyArray = Array | np.ndarray  # on the device or on the host
 
 
 class Params(NamedTuple):
@@ -315,7 +318,7 @@ class Rounds(NamedTuple):
   path: Int[Array, "R B D"] | None = None
   parents: Int[Array, "R B N"] | None = None
 
-  def acceptance_counts(self) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+  def acceptance_counts(self) -> tuple[Int[AnyArray, " B"], Int[AnyArray, " B"]]:
     """Return the number of accepted and of rejected draft tokens of each row.
 
     accepted / (accepted + rejected) estimates alpha. Tokens past EOS or past the limit count as

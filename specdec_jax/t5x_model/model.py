@@ -22,7 +22,7 @@ from specdec_jax.core.arrays import gather_token
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, chain
-from specdec_jax.core.types import Context, DecodeResult, Params, Proposal, Verifier
+from specdec_jax.core.types import AnyArray, Context, DecodeResult, Params, Proposal, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count, require_types
@@ -320,7 +320,7 @@ def count_steps(result: BeamResult) -> dict[str, Int[Array, " B"]]:
   }
 
 
-def count_rounds(decoded: DecodeResult) -> dict[str, Int[Array, " B"]]:
+def count_rounds(decoded: DecodeResult) -> dict[str, Int[AnyArray, " B"]]:
   """Return counts for each decoded row.
 
   Returns:
