@@ -77,8 +77,9 @@ class Candidate(str):
   """One of the texts that a beam search found.
 
   Attributes:
-    tokens: [T], EOS last unless the limit came first. score: its log-probability by the target,
-      divided by the length penalty; of a search none of whose texts ended, undivided.
+    tokens: tokens [T], with EOS unless the text reached the limit.
+    score: log-probability of the text under the target, divided by the length penalty. If no text
+      of the source ended, it is not divided.
   """
 
   tokens: np.ndarray
