@@ -1,4 +1,4 @@
-"""The t5x model class against t5x's own decoding, and through t5x's own infer.py and gin files."""
+"""The t5x model compared with t5x's own decoding, also through t5x's infer.py and gin files."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ SMALL = tiny.config(vocab_size=264, layers=1)
 
 
 def with_endings(params):
-  """The same with likelier EOS, so that some outputs end and others run into the limit."""
+  """Make EOS more probable, so that some outputs end and others reach the limit."""
   kernel = params["decoder"]["logits_dense"]["kernel"]
   params["decoder"]["logits_dense"]["kernel"] = kernel.at[:, 1].multiply(3)
   return params
@@ -67,10 +67,17 @@ BATCH = {
 }
 
 
-def speculative(draft=SMALL, of_round=None, *, decoder_params=None, decode_fn=None, **sampling):
-  """At temperature 0 unless `sampling`, as `temperature_sample` has it, says otherwise.
+def speculative(
+  draft=SMALL, round_settings=None, *, decoder_params=None, decode_fn=None, **sampling
+):
+  """Return a model that decodes at temperature 0 by default.
 
-  `of_round` may hold gamma, tree, verifier and lenience.
+  Args:
+    draft: configuration of the draft.
+    round_settings: gamma, tree, verifier and lenience, or some of them.
+    decoder_params: default decoder params of t5x.
+    decode_fn: t5x's decoding function; defaults to `temperature_sample`.
+    **sampling: arguments of `temperature_sample`.
   """
   sampling = {"temperature": 0.0, "topk": 0} | sampling
   return t5x_model.SpeculativeModel(
@@ -81,18 +88,18 @@ def speculative(draft=SMALL, of_round=None, *, decoder_params=None, decode_fn=No
     decode_fn=decode_fn or functools.partial(decoding.temperature_sample, **sampling),
     draft_module=t5x_model.t5x_network(draft),
     default_decoder_params=decoder_params,
-    **of_round or {},
+    **round_settings or {},
   )
 
 
 def both(draft_params):
-  """t5x hands frozen trees to a model."""
+  """Return parameters of target and draft as a frozen tree, as t5x passes them to a model."""
   return core.freeze({**PARAMS, "draft": draft_params})
 
 
 @functools.cache
 def plain():
-  """t5x's own model of the target."""
+  """Return t5x's own model of the target."""
   vocabulary = t5x_task.VOCABULARY
   return models.EncoderDecoderModel(
     t5x_model.t5x_network(TARGET), vocabulary, vocabulary, None, decoding.temperature_sample
@@ -101,17 +108,21 @@ def plain():
 
 @functools.cache
 def greedy():
-  """What t5x's own `temperature_sample` writes at temperature 0, and log-probabilities of it."""
-  how = {"temperature": 0.0, "topk": 0, "rescale_log_probs": False}
-  decode = lambda p: plain().predict_batch_with_aux(p, BATCH, decoder_params=how)
-  return jax.device_get(jax.jit(decode)(PARAMS))
+  """Return outputs of t5x's `temperature_sample` at temperature 0, and their log-probabilities."""
+  decoder_params = {"temperature": 0.0, "topk": 0, "rescale_log_probs": False}
+
+  @jax.jit
+  def decode(params):
+    return plain().predict_batch_with_aux(params, BATCH, decoder_params=decoder_params)
+
+  return jax.device_get(decode(PARAMS))
 
 
 RAGGED = 0, 0, 0, 1, 1, 2, 4
 
 
 @pytest.mark.parametrize(
-  "draft, depth, of_round",
+  "draft, depth, round_settings",
   [
     ("target", 3, dict(gamma=3)),
     ("near", 7, dict(gamma=7)),
@@ -123,19 +134,19 @@ RAGGED = 0, 0, 0, 1, 1, 2, 4
     ("near", 3, dict(tree=RAGGED, verifier=BlockVerifier)),
   ],
 )
-def test_greedy_is_t5x_temperature_sample(draft, depth, of_round):
+def test_greedy_decoding_equals_temperature_sample_of_t5x(draft, depth, round_settings):
   tokens, aux = greedy()
   lengths = (tokens != 0).sum(axis=1)
   assert lengths.min() < lengths.max() == LIMIT
   config, draft_params = DRAFTS[draft]
-  model = speculative(config, of_round, rescale_log_probs=False)
+  model = speculative(config, round_settings, rescale_log_probs=False)
   got, got_aux = jax.jit(model.predict_batch_with_aux)(both(draft_params), BATCH)
   np.testing.assert_array_equal(got, tokens)
   np.testing.assert_allclose(got_aux["scores"], aux["scores"], rtol=1e-5, atol=1e-5)
   rounds = jax.device_get(got_aux["rounds"])
   np.testing.assert_array_equal(rounds["num_tokens"], lengths)
   assert (rounds["not_finite"] == -1).all()
-  if draft == "target":  # every guess stands
+  if draft == "target":  # every draft token is accepted
     assert rounds["num_rejected"].sum() == 0
     np.testing.assert_array_equal(rounds["num_rounds"], -(-lengths // (depth + 1)))
   else:
@@ -144,72 +155,94 @@ def test_greedy_is_t5x_temperature_sample(draft, depth, of_round):
 
 
 @pytest.mark.parametrize(
-  "draft, num_decodes, settings, of_round",
+  "draft, num_decodes, settings, round_settings",
   [
     ("near", 4, {}, dict(gamma=2)),
     ("near", 2, dict(alpha=1.0), dict(gamma=3, draft_beams=4)),
     ("random", 1, {}, dict(gamma=1)),
   ],
 )
-def test_beams_are_t5xs(draft, num_decodes, settings, of_round):
+def test_beam_search_equals_that_of_t5x(draft, num_decodes, settings, round_settings):
   network, params = DRAFTS[draft]
   search = functools.partial(decoding.beam_search, **settings)
-  how = dict(num_decodes=num_decodes, return_all_decodes=True)
-  ours = speculative(network, of_round, decode_fn=search)
-  found, aux = jax.jit(lambda p: ours.predict_batch_with_aux(p, BATCH, **how))(both(params))
-  words = t5x_task.VOCABULARY
-  theirs = models.EncoderDecoderModel(t5x_model.t5x_network(TARGET), words, words, None, search)
-  wanted, scores = jax.jit(lambda p: theirs.predict_batch_with_aux(p, BATCH, **how))(PARAMS)
-  np.testing.assert_array_equal(found, wanted)
-  np.testing.assert_allclose(aux["scores"], scores["scores"], atol=1e-5)
+  ours = speculative(network, round_settings, decode_fn=search)
+  vocabulary = t5x_task.VOCABULARY
+  theirs = models.EncoderDecoderModel(
+    t5x_model.t5x_network(TARGET), vocabulary, vocabulary, None, search
+  )
+
+  def predict_all(model, params):
+    return model.predict_batch_with_aux(
+      params, BATCH, num_decodes=num_decodes, return_all_decodes=True
+    )
+
+  tokens, aux = jax.jit(functools.partial(predict_all, ours))(both(params))
+  expected, expected_aux = jax.jit(functools.partial(predict_all, theirs))(PARAMS)
+  np.testing.assert_array_equal(tokens, expected)
+  np.testing.assert_allclose(aux["scores"], expected_aux["scores"], atol=1e-5)
   rounds = jax.device_get(aux["rounds"])
   assert rounds["num_rounds"].shape == (EXAMPLES, num_decodes)
   assert (rounds["num_rounds"] < rounds["num_steps"]).any() == (draft == "near")
-  best, one = ours.predict_batch_with_aux(both(params), BATCH, num_decodes=num_decodes)
-  np.testing.assert_array_equal(best, wanted[:, -1])
-  assert one["rounds"]["num_rounds"].shape == (EXAMPLES,)
+  best, best_aux = ours.predict_batch_with_aux(both(params), BATCH, num_decodes=num_decodes)
+  np.testing.assert_array_equal(best, expected[:, -1])
+  assert best_aux["rounds"]["num_rounds"].shape == (EXAMPLES,)
 
 
-def test_greedy_scores_are_zero_as_in_t5x_unless_asked():
+def test_scores_of_greedy_decoding_are_zero_as_in_t5x():
   _, aux = jax.jit(speculative().predict_batch_with_aux)(both(DRAFTS["random"][1]), BATCH)
   assert (aux["scores"] == 0).all()
 
 
-def test_max_decode_steps_is_t5x():
-  how = {"temperature": 0.0, "max_decode_steps": 6}
-  decode = lambda p: plain().predict_batch_with_aux(p, BATCH, decoder_params=how)[0]
-  want = jax.jit(decode)(PARAMS)
+def test_max_decode_steps_limits_outputs_as_in_t5x():
+  decoder_params = {"temperature": 0.0, "max_decode_steps": 6}
+
+  @jax.jit
+  def decode(params):
+    return plain().predict_batch_with_aux(params, BATCH, decoder_params=decoder_params)[0]
+
   params = both(DRAFTS["random"][1])
-  got = jax.jit(speculative(max_decode_steps=6).predict_batch)(params, BATCH)
-  np.testing.assert_array_equal(got, want)
+  tokens = jax.jit(speculative(max_decode_steps=6).predict_batch)(params, BATCH)
+  np.testing.assert_array_equal(tokens, decode(PARAMS))
 
 
 @pytest.mark.parametrize(
   "topk, topp, return_all, tree, verifier",
   [(4, 0.0, True, chain(3), TokenVerifier), (0, 0.6, False, branching(2, 2), KSeqVerifier)],
 )
-def test_several_decodes_are_ours_sorted_by_t5x_scores(topk, topp, return_all, tree, verifier):
+def test_several_decodes_are_sorted_by_the_scores_of_t5x(topk, topp, return_all, tree, verifier):
   decodes, temperature, rng = 3, 0.7, jax.random.PRNGKey(5)
   config, draft_params = DRAFTS["near"]
-  how_many = models.DecoderParams(num_decodes=decodes, return_all_decodes=return_all)
-  of_round = dict(tree=tree.parents, verifier=verifier)
-  model = speculative(config, of_round, decoder_params=how_many)
-  how = {"temperature": temperature, "topk": topk, "topp": topp}
-  predict = lambda p, key: model.predict_batch_with_aux(p, BATCH, key, how)
-  tokens, aux = jax.device_get(jax.jit(predict)(both(draft_params), rng))
+  decoder_params = models.DecoderParams(num_decodes=decodes, return_all_decodes=return_all)
+  round_settings = dict(tree=tree.parents, verifier=verifier)
+  model = speculative(config, round_settings, decoder_params=decoder_params)
 
-  # Our own loop, with a key for each row,
+  @jax.jit
+  def predict(params, key):
+    sampling = {"temperature": temperature, "topk": topk, "topp": topp}
+    return model.predict_batch_with_aux(params, BATCH, key, sampling)
+
+  tokens, aux = jax.device_get(predict(both(draft_params), rng))
+
+  # Expected outputs: those of `Decoder`, with one key per row.
   sampling = Sampling(temperature, topk, topp or 1.0)
-  independent = verifier is KSeqVerifier  # as it needs its siblings to be
+  independent = verifier is KSeqVerifier  # which needs independent siblings
   draft = ModelDraft(T5Model(config), sampling, tree, independent)
   source = np.repeat(BATCH["encoder_input_tokens"], decodes, axis=0)
   keys = jax.random.split(rng, len(source))
-  common = dict(max_new_tokens=LIMIT, verifier=verifier(sampling))
-  ours = speculative_decode(T5Model(TARGET), draft, PARAMS, draft_params, source, keys, **common)
+  ours = speculative_decode(
+    T5Model(TARGET),
+    draft,
+    PARAMS,
+    draft_params,
+    source,
+    keys,
+    max_new_tokens=LIMIT,
+    verifier=verifier(sampling),
+  )
   ours_tokens = np.asarray(ours.tokens)
   assert len({tuple(row) for row in ours_tokens[:decodes].tolist()}) > 1
 
-  # scored by t5x's logits, adjusted by t5x.
+  # Expected scores: from logits of t5x, with t5x's top-k or top-p.
   @jax.jit
   def log_probs(params):
     forced = {
@@ -221,28 +254,32 @@ def test_several_decodes_are_ours_sorted_by_t5x_scores(topk, topp, return_all, t
     mask = binary_search.topk_mask if topk else binary_search.topp_mask
     return jax.nn.log_softmax(mask(logits, topk or topp, decoding.NEG_INF))
 
-  of_tokens = np.take_along_axis(np.asarray(log_probs(PARAMS)), ours_tokens[..., None], -1)[..., 0]
+  token_log_probs = np.take_along_axis(
+    np.asarray(log_probs(PARAMS)), ours_tokens[..., None], axis=-1
+  )[..., 0]
   is_text = np.arange(LIMIT) < np.asarray(ours.lengths)[:, None]
-  scores = np.where(is_text, of_tokens, 0).sum(axis=1).reshape(EXAMPLES, decodes)
+  scores = np.where(is_text, token_log_probs, 0).sum(axis=1).reshape(EXAMPLES, decodes)
   order = np.argsort(scores, axis=1)
   scores = np.take_along_axis(scores, order, axis=1)
-  want = np.take_along_axis(ours_tokens.reshape(EXAMPLES, decodes, -1), order[..., None], axis=1)
+  expected = np.take_along_axis(
+    ours_tokens.reshape(EXAMPLES, decodes, -1), order[..., None], axis=1
+  )
   if not return_all:
-    scores, want = scores[:, -1], want[:, -1]
-  np.testing.assert_array_equal(tokens, want)
+    scores, expected = scores[:, -1], expected[:, -1]
+  np.testing.assert_array_equal(tokens, expected)
   np.testing.assert_allclose(aux["scores"], scores, rtol=1e-4, atol=1e-4)
 
 
-def test_scoring_is_the_target_alone():
+def test_scores_of_given_outputs_do_not_depend_on_the_draft():
   tokens = greedy()[0]
   batch = BATCH | {"decoder_target_tokens": tokens, "decoder_loss_weights": tokens > 0}
-  want = jax.jit(plain().score_batch)(PARAMS, batch)
-  got = jax.jit(speculative().score_batch)(both(DRAFTS["random"][1]), batch)
-  np.testing.assert_array_equal(got, want)
+  expected = jax.jit(plain().score_batch)(PARAMS, batch)
+  scores = jax.jit(speculative().score_batch)(both(DRAFTS["random"][1]), batch)
+  np.testing.assert_array_equal(scores, expected)
 
 
 def largest_constant(function, *args) -> int:
-  """Characters of the longest line of a lowered program: a baked-in array is one line of hex."""
+  """Return the length of the longest line of a lowered program; a constant is one line of hex."""
   lowered = jax.jit(function).lower(*args).as_text()
   return max(len(line) for line in lowered.splitlines() if "func.func" not in line)
 
@@ -252,15 +289,18 @@ def test_draft_parameters_are_arguments():
   model, params = speculative(), both(draft_params)
   lowered = jax.jit(model.predict_batch).lower(params, BATCH).as_text()
   main = next(line for line in lowered.splitlines() if "@main(" in line)
-  # Every parameter of both, and of the batch the tokens that are read.
+  # All parameters of both models, and the tokens of the batch.
   assert main.count("%arg") == len(jax.tree.leaves(params)) + 1
   bytes_of_table = draft_params["token_embedder"]["embedding"].nbytes
   assert largest_constant(model.predict_batch, params, BATCH) < bytes_of_table / 4
-  baked = lambda params: model.predict_batch({**params, "draft": draft_params}, BATCH)
-  assert largest_constant(baked, core.freeze(PARAMS)) > bytes_of_table
+
+  def predict_with_constants(params):
+    return model.predict_batch({**params, "draft": draft_params}, BATCH)
+
+  assert largest_constant(predict_with_constants, core.freeze(PARAMS)) > bytes_of_table
 
 
-def test_bad_input_is_told():
+def test_unsupported_networks_are_reported():
   with pytest.raises(InputError, match="264 and the draft's 300"):
     speculative(tiny.config(vocab_size=300))
   with pytest.raises(InputError, match="float32_attention_logits True"):
@@ -270,7 +310,7 @@ def test_bad_input_is_told():
 
 
 @pytest.mark.parametrize(
-  "of_round, sentence",
+  "round_settings, sentence",
   [
     (dict(gamma=0), "gamma is 0; it must be a whole number, from 1"),
     (dict(tree=3), "tree is 3; it must be a list .each a whole number. or None"),
@@ -285,15 +325,15 @@ def test_bad_input_is_told():
     ),
   ],
 )
-def test_rounds_that_cannot_be_are_told_before_a_checkpoint_is_read(of_round, sentence):
+def test_impossible_settings_are_reported_before_a_checkpoint_is_read(round_settings, sentence):
   with pytest.raises(InputError, match=sentence):
-    speculative(SMALL, of_round)
+    speculative(SMALL, round_settings)
 
 
 def shapes(model, params=None, **call):
-  """Shapes of tokens and scores; nothing is compiled."""
+  """Return the shapes of tokens and scores; nothing is compiled."""
   params = both(DRAFTS["random"][1]) if params is None else params
-  decode = lambda params: model.predict_batch_with_aux(params, BATCH, **call)
+  decode = functools.partial(model.predict_batch_with_aux, batch=BATCH, **call)
   tokens, aux = jax.eval_shape(decode, params)
   return tokens.shape, aux["scores"].shape
 
@@ -315,17 +355,17 @@ KEY = jax.random.PRNGKey(1)
     (dict(params=core.freeze(PARAMS)), "parameters have no 'draft'.*PairCheckpointer"),
   ],
 )
-def test_calls_that_mean_nothing_are_told(call, sentence):
+def test_unsupported_calls_are_reported(call, sentence):
   with pytest.raises(InputError, match=sentence):
     shapes(speculative(), **call)
 
 
-def test_a_call_may_have_a_tree_and_a_lossy_rule_of_its_own():
-  how = {"tree": (0, 0, 1), "verifier": TypicalVerifier}
-  assert shapes(speculative(), decoder_params=how) == ((EXAMPLES, LIMIT), (EXAMPLES,))
+def test_a_call_may_set_a_tree_and_a_lossy_verifier():
+  settings = {"tree": (0, 0, 1), "verifier": TypicalVerifier}
+  assert shapes(speculative(), decoder_params=settings) == ((EXAMPLES, LIMIT), (EXAMPLES,))
 
 
-def test_t5x_own_decoder_params_are_the_default():
+def test_decoder_params_of_t5x_are_the_defaults():
   all_of_two = models.DecoderParams(return_all_decodes=True, num_decodes=2)
   assert shapes(speculative(decoder_params=all_of_two)) == ((EXAMPLES, 2, LIMIT), (EXAMPLES, 2))
   model = speculative(decoder_params=models.DecoderParams(return_all_decodes=True))
@@ -358,7 +398,7 @@ t5x_model.SpeculativeModel:
 
 @pytest.fixture
 def bound():
-  """Makes a model as gin does, with these bindings."""
+  """Return a function that creates a model with the given gin bindings."""
 
   def make(bindings: str):
     gin.parse_config(GIN + bindings)
@@ -369,7 +409,7 @@ def bound():
   gin.clear_config()
 
 
-def test_t5x_own_bindings_are_obeyed(bound):
+def test_bindings_of_t5x_apply(bound):
   model = bound("""
 models.EncoderDecoderModel.decode_fn = @decoding.temperature_sample
 models.EncoderDecoderModel.predict_batch_with_aux:
@@ -381,16 +421,16 @@ decoding.temperature_sample:
   topk = 20
 t5x_model.SpeculativeModel.tree = [0, 0]
 """)
-  want = dict(
+  expected = dict(
     gamma=5, tree=[0, 0], verifier=TokenVerifier, lenience=1.0, temperature=0.5, topk=20, topp=0.0
   )
-  assert model._settings == want | dict(max_decode_steps=None, rescale_log_probs=True)
+  assert model._settings == expected | dict(max_decode_steps=None, rescale_log_probs=True)
   params = tiny.params(t5x_model.same_config(model.module), 0)
   assert shapes(model, {**params, "draft": params}) == ((EXAMPLES, 3, LIMIT), (EXAMPLES, 3))
 
 
-def test_a_draft_of_ones_own_is_a_network_in_a_scope(bound):
-  """And outputs are as many as are asked of the model itself."""
+def test_a_custom_draft_is_a_network_in_a_scope(bound):
+  """`num_decodes` may also be bound on `SpeculativeModel` itself."""
   model = bound("""
 network.Transformer.config = @network.T5Config()
 network.T5Config:
@@ -410,8 +450,8 @@ t5x_model.SpeculativeModel.predict_batch_with_aux.return_all_decodes = True
   assert shapes(model, params)[0] == (EXAMPLES, 2, LIMIT)
 
 
-def test_without_bindings_it_decodes_as_t5x_does(bound):
-  """By `temperature_sample` as it stands, whose default is the most probable token."""
+def test_defaults_are_those_of_temperature_sample(bound):
+  """It selects the most probable token by default."""
   settings = bound("")._settings
   assert (settings["temperature"], settings["topk"], settings["topp"]) == (1.0, 1, 0.0)
 
@@ -440,12 +480,12 @@ t5x_model.SpeculativeModel.tree = (0, 0)""",
     ),
   ],
 )
-def test_bindings_that_mean_nothing_here_are_told(bound, bindings, sentence):
+def test_unsupported_bindings_are_reported(bound, bindings, sentence):
   with pytest.raises(InputError, match=sentence):
     bound(bindings)
 
 
-def test_beam_search_accepts_the_default_rule_bound_by_gin(bound):
+def test_beam_search_accepts_the_default_verifier_bound_by_gin(bound):
   """Gin passes a subclass of TokenVerifier, as gin/t5x/infer.gin binds it."""
   search = """
 from specdec_jax.core.verify import blocks
@@ -463,8 +503,8 @@ models.EncoderDecoderModel.decode_fn = @decoding.beam_search
       bound(search + f"t5x_model.SpeculativeModel.verifier = {verifier}")
 
 
-def test_constructor_arguments_bound_on_t5xs_model_are_inherited(bound):
-  """All optional ones; the four required ones are bound on SpeculativeModel itself."""
+def test_constructor_arguments_bound_on_the_model_of_t5x_are_inherited(bound):
+  """This holds for all optional arguments; the four required ones are bound on SpeculativeModel."""
   model = bound("""
 t5x_model.SpeculativeModel.optimizer_def = 'adafactor'
 models.EncoderDecoderModel:
@@ -476,7 +516,7 @@ models.EncoderDecoderModel:
   default_decoder_params = @models.DecoderParams()
 models.DecoderParams.num_decodes = 3
 """)
-  arrived = {
+  is_bound = {
     "module": model.module.config.vocab_size == 264,
     "input_vocabulary": model.input_vocabulary == t5x_task.VOCABULARY,
     "output_vocabulary": model.output_vocabulary == t5x_task.VOCABULARY,
@@ -488,17 +528,17 @@ models.DecoderParams.num_decodes = 3
     "loss_normalizing_factor": model._loss_normalizing_factor == 233472,
     "default_decoder_params": model._default_decoder_params.num_decodes == 3,
   }
-  assert arrived == dict.fromkeys(inspect.signature(models.EncoderDecoderModel).parameters, True)
+  assert is_bound == dict.fromkeys(inspect.signature(models.EncoderDecoderModel).parameters, True)
 
 
 @pytest.mark.parametrize("vocab_size, extra_ids", [(4224, 100), (4096, 0)])
-def test_sentinels_are_counted_by_the_table_of_the_network(bound, vocab_size, extra_ids):
-  """Our vocabulary has 4,096 pieces; the bindings are those of gin/t5x/infer.gin."""
+def test_number_of_sentinels_follows_from_the_table_of_the_network(bound, vocab_size, extra_ids):
+  """The bundled vocabulary has 4,096 pieces. The bindings are those of gin/t5x/infer.gin."""
   text = (ROOT / "gin" / "t5x" / "infer.gin").read_text()
-  at = text.index("seqio.SentencePieceVocabulary:")
+  start = text.index("seqio.SentencePieceVocabulary:")
   vocabulary = ROOT / "specdec_jax" / "assets" / "multi30k_ende" / "vocabulary.model"
-  more = f"""
-{text[at : text.index(chr(10) * 2, at)]}
+  bindings = f"""
+{text[start : text.index(chr(10) * 2, start)]}
 seqio.SentencePieceVocabulary.sentencepiece_model_file = '{vocabulary}'
 network.Transformer.config = @network.T5Config()
 network.T5Config:
@@ -515,22 +555,22 @@ network.T5Config:
   logits_via_embedding = False
 MODEL = @seqio.SentencePieceVocabulary()
 """
-  assert bound(more).extra_ids == extra_ids
+  assert bound(bindings).extra_ids == extra_ids
 
 
-def test_bound_prompts_are_refused(bound):
+def test_binding_of_prompts_is_reported(bound):
   model = bound("models.EncoderDecoderModel.predict_batch_with_aux.prompt_with_targets = True")
   with pytest.raises(InputError, match="prompt_with_targets is True"):
     shapes(model, {})
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_networks_go_there_and_back(version):
+def test_same_config_inverts_t5x_network(version):
   config = t5_config("tiny", version, vocab_size=264, padded_vocab_size=None)
   assert t5x_model.same_config(t5x_model.t5x_network(config)) == config
 
 
-def test_baseline_decodes_what_our_own_does():
+def test_baseline_equals_autoregressive_decoding():
   source, keys = BATCH["encoder_input_tokens"], jax.random.split(jax.random.key(0), EXAMPLES)
   common = dict(max_new_tokens=LIMIT, sampling=Sampling(temperature=0.0))
   ours = autoregressive_decode(T5Model(TARGET), PARAMS, source, keys, **common)
@@ -542,8 +582,8 @@ def test_baseline_decodes_what_our_own_does():
   assert theirs.num_rounds == ours.num_rounds
 
 
-def test_speed_is_measured_over_t5xs_decoding(tmp_path):
-  """By gin, at temperature 0; the outputs are t5x's own."""
+def test_speed_is_measured_against_t5x(tmp_path):
+  """Run the gin files at temperature 0. The outputs are those of t5x."""
   settings = {
     **{f"pairs.load_pair.{part}": str(tiny_pair.folder() / name) for part, name in PAIR.items()},
     "t5x_model.t5x_baseline.checkpoint": str(tiny_pair.folder() / "target"),
@@ -567,7 +607,7 @@ def test_speed_is_measured_over_t5xs_decoding(tmp_path):
 
 
 def write_checkpoint(folder: pathlib.Path, config, params, orbax: bool) -> str:
-  """A checkpoint as T5X writes it, in its own format or Orbax's."""
+  """Write a checkpoint in T5X's own format or Orbax's, and return its path."""
   module = t5x_model.t5x_network(config)
   axes = module.init(jax.random.key(0), *(np.ones((1, 1)),) * 3, enable_dropout=False)[
     "params_axes"
@@ -588,7 +628,7 @@ def write_checkpoint(folder: pathlib.Path, config, params, orbax: bool) -> str:
 
 @pytest.mark.parametrize("orbax", [True, False])
 @pytest.mark.parametrize("wrong", ["target", "draft"])
-def test_checkpoints_of_another_shape_are_named(tmp_path, orbax, wrong):
+def test_checkpoints_of_another_shape_are_reported(tmp_path, orbax, wrong):
   one, other = (tiny.config(vocab_size=264, layers=1, mlp_dim=mlp_dim) for mlp_dim in (32, 16))
   paths = {}
   for role in ("target", "draft"):
@@ -609,30 +649,32 @@ def test_checkpoints_of_another_shape_are_named(tmp_path, orbax, wrong):
     restore(paths["target"])
 
 
-def test_the_draft_is_whole_on_each_device():
-  """Unless a verifier for its own axes says otherwise; the target is cut as ever."""
+def test_draft_is_replicated_unless_rules_shard_it():
+  """The target is sharded as always."""
   inputs = {"encoder_input_tokens": (1, 1), "decoder_input_tokens": (1, 1)}
   variables = jax.eval_shape(
     lambda key: speculative().get_initial_variables(key, inputs), jax.random.key(0)
   )
   state = train_state.InferenceState.create(variables)
 
-  def pieces(*additional):
+  def sharded_axes(*additional):
+    """Return the axis of the target's biases, and the number of sharded parameters of the draft."""
     rules = partitioning.standard_logical_axis_rules(additional_rules=additional)
     partitioner = partitioning.PjitPartitioner(num_partitions=1, logical_axis_rules=rules)
     axes = partitioner.get_mesh_axes(state).params
     bias = axes["decoder"]["relpos_bias"]["rel_embedding"][0]
-    is_spec = lambda x: isinstance(x, jax.sharding.PartitionSpec)
-    draft = jax.tree.leaves(core.unfreeze(axes["draft"]), is_leaf=is_spec)
+    draft = jax.tree.leaves(
+      core.unfreeze(axes["draft"]), is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
+    )
     return bias, sum("model" in spec for spec in draft)
 
-  assert pieces() == ("model", 0)
-  of_one_layer = 6  # wi_0, wi_1 and wo, in encoder and decoder
-  assert pieces(("draft_mlp", "model")) == ("model", of_one_layer)
+  assert sharded_axes() == ("model", 0)
+  num_kernels = 6  # of one layer: wi_0, wi_1 and wo, in encoder and decoder
+  assert sharded_axes(("draft_mlp", "model")) == ("model", num_kernels)
 
 
-def test_the_drafts_q_is_whole_on_each_device():
-  """Without a constraint on q [B, N, V] each draft step over several devices sends messages."""
+def test_q_of_the_draft_is_replicated():
+  """Without a constraint on q [B, N, V], devices communicate in each draft step."""
   rules = partitioning.standard_logical_axis_rules()
   partitioner = partitioning.PjitPartitioner(num_partitions=1, logical_axis_rules=rules)
   predict = partitioner.partition(speculative(SMALL, dict(gamma=3)).predict_batch, None, None)
@@ -641,7 +683,7 @@ def test_the_drafts_q_is_whole_on_each_device():
 
 
 def first_heads(params, config):
-  """Parameters of a T5 of more heads, cut to the first heads, as many as `config` has."""
+  """Return parameters of a T5 with only the first heads, as many as `config` has."""
   width = config.num_heads * config.head_dim
 
   def cut(path, x):
@@ -655,7 +697,7 @@ def first_heads(params, config):
   return jax.tree.map_with_path(cut, params)
 
 
-# Read last: shapes and a task that a CPU runs in seconds.
+# The last gin file: shapes and a task that a CPU runs in seconds.
 TINY = """
 from __gin__ import dynamic_registration
 import seqio
@@ -686,7 +728,7 @@ utils.DatasetConfig.batch_size = 4
 TREE = """
 from specdec_jax.core.verify import blocks
 TREE = (0, 0, 1)
-RULE = @blocks.BlockVerifier
+VERIFIER = @blocks.BlockVerifier
 """
 
 
@@ -699,18 +741,21 @@ models.EncoderDecoderModel.predict_batch_with_aux.return_all_decodes = True
 """
 
 
-def infer(tmp_path, use_orbax: bool, num_partitions: int, more: str):
-  """Return the rows that t5x's infer.py writes with our gin files and `more`, one for each of
-  `t5x_task.LINES`; the target and the draft with their parameters; and the source tokens.
+def infer(tmp_path, use_orbax: bool, num_partitions: int, bindings_text: str):
+  """Run t5x's infer.py with the gin files of this project, as a user does, on tiny weights.
 
-  The whole way that a user goes, on weights and a task that are tiny, on four devices, which can
-  share the target's 8 heads and not the draft's 6.
+  There are four devices, across which the 8 heads of the target can be sharded, and the 6 heads of
+  the draft cannot.
+
+  Returns:
+    The rows that infer.py writes, one for each of `t5x_task.LINES`; configuration and parameters of
+    the target and of the draft; and the source tokens.
   """
   common = dict(vocab_size=264, padded_vocab_size=None)
   config, draft_config = (t5_config("tiny", num_heads=heads, **common) for heads in (8, 6))
   params = with_endings(tiny.params(config, 6))
   draft = tiny.near(first_heads(params, draft_config), 7, 0.1)
-  (tmp_path / "tiny.gin").write_text(TINY + more)
+  (tmp_path / "tiny.gin").write_text(TINY + bindings_text)
   files = ("t5x/examples/t5/t5_1_1/tiny.gin", "gin/t5x/infer.gin", "gin/t5x/wmt_ende.gin")
   bindings = {
     "CHECKPOINT_PATH": write_checkpoint(tmp_path / "target", config, params, use_orbax),
@@ -718,20 +763,20 @@ def infer(tmp_path, use_orbax: bool, num_partitions: int, more: str):
       tmp_path / "draft", draft_config, draft, not use_orbax
     ),
     "INFER_OUTPUT_DIR": str(tmp_path / "out"),
-    "infer.use_orbax": use_orbax,  # says which of t5x's two hooks is used
+    "infer.use_orbax": use_orbax,  # selects one of t5x's two hooks
     "partitioning.PjitPartitioner.num_partitions": num_partitions,
   }
   command = [sys.executable, "-m", "t5x.infer"]
   command += [f"--gin_file={file}" for file in (*files, tmp_path / "tiny.gin")]
   command += [f"--gin.{name}={value!r}" for name, value in bindings.items()]
-  path = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]  # t5x may lie there
+  path = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]  # t5x may be there
   env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
   env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
-  done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
-  assert done.returncode == 0, done.stderr[-4000:]
+  process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+  assert process.returncode == 0, process.stderr[-4000:]
 
-  (written,) = (tmp_path / "out").glob("*.jsonl-*-of-00001")
-  rows = [json.loads(line) for line in written.read_text().splitlines()]
+  (output,) = (tmp_path / "out").glob("*.jsonl-*-of-00001")
+  rows = [json.loads(line) for line in output.read_text().splitlines()]
   prompts = ["say: " + line for line in t5x_task.LINES]
   assert [row["inputs"]["inputs_pretokenized"] for row in rows] == prompts
   source = padded([[*t5x_task.VOCABULARY.encode(prompt), 1] for prompt in prompts], 24)
@@ -743,13 +788,16 @@ def text_of(tokens) -> str:
 
 
 @pytest.mark.parametrize(
-  "use_orbax, num_partitions, more, tree, verifier",
+  "use_orbax, num_partitions, bindings_text, tree, verifier",
   [(True, 4, "", chain(3), TokenVerifier), (False, 2, TREE, Tree((0, 0, 1)), BlockVerifier)],
   ids=["chain", "tree"],
 )
-def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions, more, tree, verifier):
-  rows, target, of_draft, source = infer(tmp_path, use_orbax, num_partitions, more)
-  (config, params), (draft_config, draft) = target, of_draft
+def test_t5x_infer_runs_the_gin_files(
+  tmp_path, use_orbax, num_partitions, bindings_text, tree, verifier
+):
+  rows, (config, params), (draft_config, draft_params), source = infer(
+    tmp_path, use_orbax, num_partitions, bindings_text
+  )
   keys = jax.random.split(jax.random.key(0), len(source))
   sampling, limit = Sampling(temperature=0.0), dict(max_new_tokens=LIMIT)
   theirs = jax.device_get(
@@ -759,26 +807,33 @@ def test_t5x_infer_runs_our_gin_files(tmp_path, use_orbax, num_partitions, more,
   for row, tokens in zip(rows, theirs.tokens):
     assert row["prediction"] == text_of(tokens)
     assert row["aux"]["scores"] == 0
-  pair = T5Model(config), ModelDraft(T5Model(draft_config), sampling, tree), params, draft
-  ours = speculative_decode(*pair, source, keys, verifier=verifier(sampling), **limit)
+  draft = ModelDraft(T5Model(draft_config), sampling, tree)
+  ours = speculative_decode(
+    T5Model(config), draft, params, draft_params, source, keys, verifier=verifier(sampling), **limit
+  )
   for name, counts in t5x_model.count_rounds(ours).items():
     assert [row["aux"]["rounds"][name] for row in rows] == counts.tolist()
   assert ours.rounds.num_accepted.sum() > 0
 
 
-def test_t5x_infer_searches_with_our_gin_files(tmp_path):
-  """gin/t5x/infer.gin binds a verifier, which gin passes as a subclass; the beams are t5x's own."""
+def test_t5x_infer_runs_beam_search_with_the_gin_files(tmp_path):
+  """gin/t5x/infer.gin binds a verifier, which gin passes as a subclass. Texts are those of t5x."""
   rows, (config, params), _, source = infer(tmp_path, True, 4, BEAMS)
-  words, how = t5x_task.VOCABULARY, dict(num_decodes=2, return_all_decodes=True)
+  vocabulary = t5x_task.VOCABULARY
   theirs = models.EncoderDecoderModel(
-    t5x_model.t5x_network(config), words, words, None, decoding.beam_search
+    t5x_model.t5x_network(config), vocabulary, vocabulary, None, decoding.beam_search
   )
   batch = {
     "encoder_input_tokens": np.asarray(source),
     "decoder_input_tokens": np.zeros((len(source), LIMIT), np.int32),
   }
-  wanted, aux = jax.jit(lambda p: theirs.predict_batch_with_aux(p, batch, **how))(params)
-  for row, texts, scores in zip(rows, wanted, aux["scores"], strict=True):
+
+  @jax.jit
+  def predict(params):
+    return theirs.predict_batch_with_aux(params, batch, num_decodes=2, return_all_decodes=True)
+
+  expected, aux = predict(params)
+  for row, texts, scores in zip(rows, expected, aux["scores"], strict=True):
     assert row["prediction"] == [text_of(tokens) for tokens in texts]
     np.testing.assert_allclose(row["aux"]["scores"], scores, rtol=1e-5)
     assert max(row["aux"]["rounds"]["num_rounds"]) <= max(row["aux"]["rounds"]["num_steps"])

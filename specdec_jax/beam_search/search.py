@@ -176,8 +176,8 @@ class BeamSearcher:
 
     Raises:
       InputError: num_beams or max_new_tokens is not a positive integer, length_penalty is out of
-        range, the vocabulary has fewer than two tokens per beam, or memory cannot hold what is
-        asked.
+        range, the vocabulary has fewer than two tokens per beam, or the search does not fit in
+        memory.
     """
     self._require_valid(prompt, max_new_tokens)
     state = self.init(params, prompt, max_new_tokens)
@@ -236,7 +236,7 @@ class BeamSearcher:
     Arguments as in `run`. Memory is checked while tracing, before anything runs.
 
     Raises:
-      InputError: the draft cannot search with these beams, or memory cannot hold what is asked.
+      InputError: the draft has too few or too many beams, or the search does not fit in memory.
     """
     batch, num_beams = len(prompt), self.num_beams
     first, length = self.target.prompt_tokens(prompt)

@@ -10,6 +10,7 @@ Axis letters as in `beam_search`.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -54,7 +55,7 @@ def empty_nodes(
 
 def append_nodes(cached: VerifiedNodes, new: VerifiedNodes) -> VerifiedNodes:
   """Return the cached nodes with those of the current pass after them."""
-  return VerifiedNodes(*(jnp.concatenate(both, axis=1) for both in zip(cached, new)))
+  return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), cached, new)
 
 
 def find_child(
@@ -102,7 +103,7 @@ def prune(
   """
   if not count:
     no_entries = jnp.zeros((len(last_entries), 0), jnp.int32)
-    empty = VerifiedNodes(*(x[:, :0] for x in nodes))
+    empty = jax.tree.map(lambda x: x[:, :0], nodes)
     return empty, jnp.full(last_entries.shape, NO_ENTRY), no_entries
   entries = jnp.arange(nodes.tokens.shape[1])
   parents = jnp.maximum(nodes.parents, 0)
@@ -113,7 +114,7 @@ def prune(
   new_entries = jnp.where(reachable & (rank < count), rank, NO_ENTRY)  # [B, J]
   moves_to = new_entries[:, None] == jnp.arange(count)[:, None]  # [B, Q, J]
   old_entries, is_used = moves_to.argmax(axis=2), moves_to.any(axis=2)
-  cached = VerifiedNodes(*(gather(x, old_entries) for x in nodes))
+  cached = jax.tree.map(lambda x: gather(x, old_entries), nodes)
 
   def renumbered(old: Int[Array, "B K"]) -> Int[Array, "B K"]:
     return jnp.where(old >= 0, gather(new_entries, jnp.maximum(old, 0)), NO_ENTRY)

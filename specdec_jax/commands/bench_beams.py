@@ -139,10 +139,15 @@ def _measure(
   batches: list[list[BeamResult]] = [[] for _ in searchers]  # results of each search
   seconds = []  # of each search, and of its prefill
   for prompt in prompts:
-    inputs = pair.params, prompt
-    searches = [functools.partial(s.run, *inputs, max_new_tokens=limit) for s in searchers]
+    searches = [
+      functools.partial(searcher.run, pair.params, prompt, max_new_tokens=limit)
+      for searcher in searchers
+    ]
     if repeats:
-      prefills = [functools.partial(_init, s, *inputs, max_new_tokens=limit) for s in searchers]
+      prefills = [
+        functools.partial(_init, searcher, pair.params, prompt, max_new_tokens=limit)
+        for searcher in searchers
+      ]
       medians, results = interleaved_medians([*searches, *prefills], repeats)
       seconds.append(np.reshape(medians, (2, -1)))
     else:
