@@ -14,10 +14,15 @@ from tiny import autoregressive_decode
 from specdec_jax.commands import bench_gamma, decode
 from specdec_jax.commands.translate import decode_lines, translate
 from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.theory import best_tree, tree_rates, tree_tokens
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.errors import InputError
-from specdec_jax.extended_theory import expected_rounds, text_improvement
+from specdec_jax.extended_theory import (
+  best_tree,
+  expected_rounds,
+  text_improvement,
+  tree_rates,
+  tree_tokens,
+)
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement import calibrate, choice, oracles
 from specdec_jax.measurement.calibrate import resolve_gammas, resolve_tree

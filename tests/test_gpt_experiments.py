@@ -68,7 +68,7 @@ def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(capsys):
   lines = capsys.readouterr().out.split("\n")
   results = {line[5:].split(":")[0]: line[:4] for line in lines if "batch 4" in line}
   assert results == {
-    "temperature 1, plain  , batch 4": "ok  ",
+    "temperature 1, autoregressive, batch 4": "ok  ",
     "temperature 1, gamma 2, batch 4": "FAIL",
   }
 

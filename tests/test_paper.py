@@ -124,7 +124,7 @@ def test_table_that_the_paper_lacks(number):
 
 
 def test_folder_without_tables(tmp_path):
-  with pytest.raises(InputError, match="table2.csv is no file"):
+  with pytest.raises(InputError, match="table2.csv is not a file"):
     load_table(2, tmp_path)
 
 

@@ -288,8 +288,8 @@ def test_beam_search_is_compared_with_the_backends_that_support_it(comparison, t
   for text, result in zip(TEXTS, own, strict=True):
     pair = comparison.pair
     searcher = pair.beam_searcher(2, gamma=0)
-    result = searcher.run(pair.params, pair.prompt([text]), max_new_tokens=LIMIT)
-    (tokens,) = result.tokens[:, 0]
+    searched = searcher.run(pair.params, pair.prompt([text]), max_new_tokens=LIMIT)
+    (tokens,) = searched.tokens[:, 0]
     np.testing.assert_array_equal(result.tokens[0], tokens)
 
   def make_comparison(folder):

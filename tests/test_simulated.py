@@ -166,7 +166,9 @@ def test_acceptance_does_not_depend_on_block_size_padding_or_other_rows():
   np.testing.assert_array_equal(acceptances(model, padded, tokens), whole)
   cache = prefilled(model, prompts, 10)
   for i in range(8):  # blocks of two tokens that overlap by one
-    logits, _, cache = model.extend((), model.commit(cache, jnp.full(4, i)), tokens[:, i : i + 2])
+    logits, _, cache = model.extend(
+      (), model.commit(cache, jnp.full(4, i)), jnp.asarray(tokens[:, i : i + 2])
+    )
     guess_logits = np.take_along_axis(np.asarray(logits)[:, 0], tokens[:, i + 1, None], axis=1)[
       :, 0
     ]
@@ -214,7 +216,7 @@ def test_row_does_not_depend_on_its_position_in_the_batch():
 
 def test_compiler_does_not_remove_the_target_forward_pass():
   """Only the argmax is used. The forward pass is removed if constants replace the logits."""
-  prompts, (params, _) = tiny.sources(CONFIG, 3, 4), weights()
+  prompts, (params, _) = jnp.asarray(tiny.sources(CONFIG, 3, 4)), weights()
   tokens = np.full((4, 4), 5, np.int32)
 
   def flops(model, change=lambda logits: logits):

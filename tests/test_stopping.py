@@ -53,7 +53,7 @@ def test_guesses_are_the_models_while_it_is_sure():
 def test_the_target_reads_as_far_as_a_guess_was_made():
   """Its logits are those of the whole block; behind, where it reads nothing, they are 0."""
   models = t5()
-  prompts = models.prompts[:2]
+  prompts = jnp.asarray(models.prompts[:2])
   _, cache = models.target.prefill(models.params, prompts, 12)
   block = jnp.array([[0, 3, -1, -1, -1], [0, 2, 4, -1, -1]])
   args = models.params, cache, block, chain(4)

@@ -57,7 +57,7 @@ def test_attributes_of_a_ragged_tree():
       path.insert(0, ancestor)
       ancestor = RAGGED.parents[ancestor - 1]
     assert np.flatnonzero(RAGGED.ancestors[node]).tolist() == [0, *path]
-    (padded_path,) = np.asarray(path_to(RAGGED, np.array([node]))).tolist()
+    (padded_path,) = np.asarray(path_to(RAGGED, jnp.array([node]))).tolist()
     assert padded_path == path + [0] * (3 - len(path))
   assert not RAGGED.is_chain
 
@@ -65,7 +65,7 @@ def test_attributes_of_a_ragged_tree():
 def test_chains_of_one_length_are_equal_and_a_long_chain_needs_no_memory():
   assert chain(3) == Tree((0, 1, 2)) == Tree(range(3)) == Tree([0, 1, 2]) == branching(1, 1, 1)
   assert len({hash(tree) for tree in (chain(3), Tree((0, 1, 2)), branching(1, 1, 1))}) == 1
-  assert chain(3).is_chain and chain(3).width == 1 and path_to(chain(3), np.array([2])) is None
+  assert chain(3).is_chain and chain(3).width == 1 and path_to(chain(3), jnp.array([2])) is None
   assert chain(0).num_nodes == 1 and chain(0).width == 0 and chain(0).depth == 0
   assert chain(3) != chain(4) and chain(3) != RAGGED
   assert chain(2**31 - 1).depth == 2**31 - 1  # exceeds any memory, but only when it is used
@@ -130,6 +130,9 @@ class PathModel:
 
   The parameters [S, V] are the logits for each sum. The cache is the list of input blocks.
   """
+
+  vocab_size, eos_id = None, None
+  prompt_tokens = prefill = None  # not called
 
   @staticmethod
   def commit(cache, length, tree=None, path=None):

@@ -23,8 +23,8 @@ def gather_one(x: Shaped[Array, "B N *rest"], index: Int[Array, " B"]) -> Shaped
 
 
 def gather_token(
-  x: Shaped[Array, "*batch V"], token: Int[Array, "*batch"]
-) -> Shaped[Array, "*batch"]:
+  x: Shaped[Array, "*#batch V"], token: Int[Array, "*#batch"]
+) -> Shaped[Array, "..."]:
   """Return the entry of `x` that belongs to each token, for example its probability."""
   return jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0]
 

@@ -243,8 +243,8 @@ def residual(
 
 
 def within_lenience(
-  logits: Float[Array, "*batch V"], guesses: Int[Array, "*batch"], lenience: float
-) -> Bool[Array, "*batch"]:
+  logits: Float[Array, "*#batch V"], guesses: Int[Array, "*#batch"], lenience: float
+) -> Bool[Array, "..."]:
   """Return whether p(x) >= l max p for each draft token x: argmax with lenience (Appendix A.5).
 
   Args:
