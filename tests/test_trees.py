@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import pathlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +133,7 @@ class PathModel:
   """
 
   vocab_size, eos_id = None, None
-  prompt_tokens = prefill = None  # not called
+  prompt_tokens = prefill = mock.Mock()  # not called
 
   @staticmethod
   def commit(cache, length, tree=None, path=None):
