@@ -34,8 +34,8 @@ def main() -> None:
   )
   parser.add_argument(
     "--text",
-    help="input text of Figure 1; defaults to a sentence of the quick start, and to an empty prompt "
-    "for a decoder-only pair",
+    help="input text of Figure 1; defaults to a sentence of the quick start, and to an empty "
+    "prompt for a decoder-only pair",
   )
   parser.add_argument("--gamma", type=int, default=7, help="for Figure 1")
   parser.add_argument("--seed", type=int, default=0, help="for Figure 1")

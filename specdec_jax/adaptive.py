@@ -19,10 +19,10 @@ class AdaptiveDecoder:
 
   alpha of a row is estimated as (accepted + prior accepted) / (verified + prior verified) over its
   draft tokens so far. The batch takes the gamma that maximizes E[tokens] (Equation 1), summed over
-  the rows that are not done, per unit of time. So gamma depends on earlier rounds only, never on the
-  randomness of its own round: given the committed tokens, a round is Algorithm 1 with some gamma and
-  emits tokens of the target, whatever gamma is. Above temperature 0 the tokens of a row, though not
-  their distribution, depend on its neighbors, because gamma does.
+  the rows that are not done, per unit of time. So gamma depends on earlier rounds only, never on
+  the randomness of its own round: given the committed tokens, a round is Algorithm 1 with some
+  gamma and emits tokens of the target, whatever gamma is. Above temperature 0 the tokens of a row,
+  though not their distribution, depend on its neighbors, because gamma does.
 
   Attributes:
     target: M_p.

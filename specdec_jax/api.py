@@ -17,10 +17,11 @@ from rich.text import Text
 
 from specdec_jax import pairs
 from specdec_jax.compile_cache import default_cache_dir, enable_compile_cache
-from specdec_jax.core.decode import Decoder, require_finite
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import DecodeResult, Rounds
+from specdec_jax.counts import require_finite
 from specdec_jax.errors import require_count, require_seed, require_text, require_types
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import resolve_tree

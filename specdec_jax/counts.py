@@ -3,6 +3,7 @@
 import numpy as np
 
 from specdec_jax.core.types import DecodeResult
+from specdec_jax.errors import InputError
 
 
 def num_tokens(outputs: list[DecodeResult]) -> int:
@@ -48,3 +49,14 @@ def acceptance_by_position(outputs: list[DecodeResult]) -> list[float | None]:
 def identical(one: list[DecodeResult], other: list[DecodeResult]) -> bool:
   """Return True if two runs emitted the same tokens for every row."""
   return all(np.array_equal(a.tokens, b.tokens) for a, b in zip(one, other, strict=True))
+
+
+def require_finite(result: DecodeResult) -> DecodeResult:
+  """Return the result, or raise InputError for the first row with non-finite logits."""
+  for row, token in enumerate(result.not_finite.tolist()):
+    if token >= 0:
+      raise InputError(
+        f"row {row} of a batch cannot be decoded past token {token}: the target's logits or the "
+        "draft's probabilities there are NaN or infinite; look for damaged weights, or use float32."
+      )
+  return result

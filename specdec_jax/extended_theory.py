@@ -80,7 +80,7 @@ def tree_tokens(tree: Tree, acceptance: Sequence[float]) -> float:
 
 
 def tree_rates(tree: Tree, acceptance: Sequence[float]) -> list[float]:
-  """Return, for each depth [D], the share of rounds that accept a token there among those that reach it.
+  """Return, for each depth [D], the acceptance rate of the rounds that reach it.
 
   For a chain that is alpha at every depth. Arguments as in `tree_tokens`.
   """

@@ -63,7 +63,9 @@ class AcceptableTokens(Verifier):
 
 @dataclasses.dataclass(frozen=True)
 class TypicalVerifier(AcceptableTokens):
-  """Typical acceptance (Medusa; Cai et al., 2024): accepts x if p(x) > min(epsilon, delta exp(-H(p))).
+  """Typical acceptance (Medusa; Cai et al., 2024).
+
+  Accepts x if p(x) > min(epsilon, delta exp(-H(p))).
 
   Attributes:
     sampling: how logits of the target become p.

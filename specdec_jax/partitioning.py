@@ -155,8 +155,8 @@ class PartitionedModel(WrappedModel):
 class PartitionedDraft(WrappedDraft):
   """Draft whose state and proposals are sharded across the devices of a mesh.
 
-  Without a constraint on q the compiler shards the logits of a replicated draft by vocabulary, as it
-  does for p of the target, and then every draft step exchanges messages.
+  Without a constraint on q the compiler shards the logits of a replicated draft by vocabulary, as
+  it does for p of the target, and then every draft step exchanges messages.
 
   Attributes:
     draft: the wrapped draft.
@@ -191,7 +191,10 @@ def sharded(pair: Any, mesh: Mesh, rules: Rules = RULES, draft_rules: Rules = RE
   Raises:
     InputError: as `param_shardings`.
   """
-  put = lambda params, rules: jax.device_put(params, param_shardings(params, mesh, rules))
+
+  def put(params, rules):
+    return jax.device_put(params, param_shardings(params, mesh, rules))
+
   return pair._replace(
     target=PartitionedModel(pair.target, mesh, rules),
     target_params=put(pair.target_params, rules),

@@ -88,7 +88,10 @@ def test_a_seed_and_a_place_say_what_is_sampled():
 
 def test_auto_finds_what_is_fastest_and_says_why(monkeypatch, caplog):
   tree = Tree((0, 0, 1))
-  found = lambda pair, texts, *rest, branching: type("Found", (), dict(tree=tree))()
+
+  def found(pair, texts, *rest, branching):
+    return type("Found", (), dict(tree=tree))()
+
   monkeypatch.setattr(calibrate, "calibrate", found)
   monkeypatch.setattr(calibrate, "get_or_compute", lambda find, *rest, **more: (find(), "; so"))
   caplog.set_level("INFO", "specdec_jax")

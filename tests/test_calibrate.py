@@ -135,7 +135,10 @@ def test_a_small_gain_must_show_when_it_is_tried(monkeypatch, tried, chosen):
   monkeypatch.setattr(calibrate, "start_calls", lambda *args: [])
   monkeypatch.setattr(calibrate, "round_costs", lambda *args: [])
   monkeypatch.setattr(calibrate, "GAMMAS", (1, 2))
-  clock = lambda calls, repeats: ([1.0, 1 / tried], [call() for call in calls])
+
+  def clock(calls, repeats):
+    return ([1.0, 1 / tried], [call() for call in calls])
+
   monkeypatch.setattr(calibrate, "interleaved_medians", clock)
   found = calibrate.calibrate(tiny_pair.pair(), TEXTS, DecodeSettings(GREEDY, 4, 12))
   assert found.tried == pytest.approx(tried) and found.gamma == (2 if chosen else 0)
@@ -307,8 +310,13 @@ def test_a_calibration_is_kept_until_something_changes(cache):
   chosen = choose(0.8, costs(), LENGTHS)
   best = choice.Branching(branching(2, 1), (0.7, 0.1), 0.5, 1.5, 1.3, 1.1)
   finds, on = [chosen, chosen._replace(branching=best), chosen._replace(gamma=0)], dict(a=1)
-  find = lambda: finds.pop(0)
-  keep = lambda num_texts=3, **more: get_or_compute(find, lambda: on | more, num_texts=num_texts)
+
+  def find():
+    return finds.pop(0)
+
+  def keep(num_texts=3, **more):
+    return get_or_compute(find, lambda: on | more, num_texts=num_texts)
+
   assert keep() == (chosen, "")
   found, since = keep(2)
   assert found == chosen and "with 3 texts" in since and str(cache) in since and len(finds) == 2
@@ -343,7 +351,10 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_calibration_is_named_and_measured_again(cache, name):
   chosen = choose(0.8, costs(), LENGTHS)
-  keep = lambda *found: get_or_compute([*found].pop, lambda: dict(a=1), num_texts=3)
+
+  def keep(*found):
+    return get_or_compute([*found].pop, lambda: dict(a=1), num_texts=3)
+
   keep(chosen)
   (path,) = (cache / "calibrations").iterdir()
   kept = json.loads(path.read_text())
@@ -358,9 +369,10 @@ def test_a_damaged_calibration_is_named_and_measured_again(cache, name):
 
 def test_what_a_calibration_depends_on():
   pair, other = (tiny_pair.pair(draft, max_source_tokens=48) for draft in ("near", "random"))
-  on = lambda pair=pair, texts=TEXTS, branching=False, **changes: json.dumps(
-    cache_key(pair, texts, dataclasses.replace(SETTINGS, **changes), branching)
-  )
+
+  def on(pair=pair, texts=TEXTS, branching=False, **changes):
+    return json.dumps(cache_key(pair, texts, dataclasses.replace(SETTINGS, **changes), branching))
+
   assert on() == on() == on(texts=TEXTS[1:])
   trained = jax.tree.map(lambda x: x * 1.01, pair.target_params)
   others = [
@@ -380,7 +392,10 @@ def test_hosts_agree_on_the_first_choice(tmp_path):
     assert decode._agreed_tree(path, 0, functools.partial(Tree, tree.parents)) == tree
     assert decode._agreed_tree(path, 1, lambda: pytest.fail("it is chosen")) == tree
     path.unlink()
-  another_is_first = lambda: [decode._agreed_tree(path, 1, lambda: chain(0)), chain(5)][1]
+
+  def another_is_first():
+    return [decode._agreed_tree(path, 1, lambda: chain(0)), chain(5)][1]
+
   assert decode._agreed_tree(path, 0, another_is_first) == chain(0)
   assert [p.name for p in tmp_path.iterdir()] == ["tree"]
 
@@ -491,7 +506,10 @@ def test_policies_are_measured(tmp_path, capsys, monkeypatch):
   settings = dict(gammas=(1, 2), temperatures=(0.0,), batch_sizes=(1,), max_new_tokens=12)
   settings |= dict(thresholds=(0.0,))  # never stops: decodes as the largest gamma does
   stands, acceptances = [], bench_gamma.acceptances
-  noted = lambda *args: stands.extend(found := acceptances(*args)) or found
+
+  def noted(*args):
+    return stands.extend(found := acceptances(*args)) or found
+
   monkeypatch.setattr(bench_gamma, "acceptances", noted)
   bench_gamma.gamma(pair, lines, str(tmp_path), **settings, repeats=1)
   measured = read(str(tmp_path / "results.jsonl"))

@@ -44,7 +44,10 @@ def written(request, tmp_path_factory):
   tokens = dict(
     encoder_input_tokens=source, decoder_input_tokens=inputs, decoder_target_tokens=targets
   )
-  call = lambda function: jax.jit(lambda first: function(first, **tokens, enable_dropout=False))
+
+  def call(function):
+    return jax.jit(lambda first: function(first, **tokens, enable_dropout=False))
+
   variables = call(module.init)(jax.random.key(1))
   logits = call(module.apply)({"params": variables["params"]})
   state = train_state.FlaxOptimTrainState.create(adafactor.Adafactor(0.1), variables)

@@ -253,8 +253,8 @@ CASES = {
   "top-beta": (gpt, model, chain(2), TopBetaVerifier),
 }
 EXACT = [name for name, (*_, verifier) in CASES.items() if verifier(RANDOM).exact]
-# The joint distribution of whole loops; of rounds test_rules.py has every verifier's. With top-k a node
-# may have fewer possible children than the tree.
+# The joint distribution of whole loops; of rounds test_rules.py has every verifier's. With top-k a
+# node may have fewer possible children than the tree.
 SAMPLED = [
   ("hierarchical", "temperature 1"),
   ("tree, blocks", "top-k"),
@@ -299,8 +299,9 @@ def same_rows(one, other, rows: list[int]) -> None:
 ROWS = [
   case for case in CASES if not case.startswith(("chain, G", "dynamic, G", "hierarchical, G"))
 ]
-# Those that choose their guesses draw nothing, nor does the verifier for them that others do not; and
-# of some that draw another case draws by the same code. They have one program, at temperature 0.
+# Those that choose their guesses draw nothing, nor does the verifier for them that others do not;
+# and of some that draw another case draws by the same code. They have one program, at temperature
+# 0.
 CHOSEN = {"copying", "copying, tree", "retrieval", "retrieval, dynamic", "lookahead", "known"}
 CHOSEN |= {"dynamic", "dynamic of itself", "EAGLE, dynamic", "free"}
 CHOSEN |= {"layers, GPT", "early exit", "look-ahead embeddings", "shared encoder", "tree, GPT"}

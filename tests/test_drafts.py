@@ -34,7 +34,10 @@ def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
   for _ in range(2):
     bench_drafts.compare_drafts(tiny_pair.pair(), ["Ein Hund."], str(tmp_path), others, **how)
   measured = records.read(results := str(tmp_path / "results.jsonl"))
-  of = lambda draft: [(draft, "TokenVerifier", 0.0), (draft, "TokenVerifier", 1.0)]
+
+  def of(draft):
+    return [(draft, "TokenVerifier", 0.0), (draft, "TokenVerifier", 1.0)]
+
   names = [(r.draft, r.verifier, r.temperature) for r in measured]
   blocks = [("near", "BlockVerifier", 1.0)]
   assert names == [*of("near"), *blocks, *of("copy-3"), *of("layers 0")]

@@ -106,7 +106,7 @@ def test_the_target_as_its_own_draft_takes_the_fewest_rounds(tree, by_paths):
 
 @dataclasses.dataclass(frozen=True)
 class JudgedBy(Verifier):
-  """A verifier for chains: (keys [B], x [B, G], q [B, G, V], p [B, G + 1, V]) -> the verification."""
+  """Verifier for chains by a function of keys [B], x [B, G], q [B, G, V] and p [B, G + 1, V]."""
 
   sampling: Sampling
   judge: Callable
@@ -123,9 +123,15 @@ def judge_with(accept=lambda u, q, p: u * q < p, residual=lambda p, q: jnp.maxim
   def judge(rng, x, q, p):
     keys = jax.vmap(lambda key: jax.random.split(key, 2), out_axes=1)(rng)
     u = jax.vmap(lambda key: jax.random.uniform(key, x.shape[1:]))(keys[0])
-    of_x = lambda probs: jnp.take_along_axis(probs, x[..., None], axis=-1)[..., 0]
+
+    def of_x(probs):
+      return jnp.take_along_axis(probs, x[..., None], axis=-1)[..., 0]
+
     n = jnp.cumprod(accept(u, of_x(q), of_x(p[:, :-1])), axis=1).sum(axis=1)
-    at_n = lambda probs: jnp.take_along_axis(probs, n[:, None, None], axis=1)[:, 0]
+
+    def at_n(probs):
+      return jnp.take_along_axis(probs, n[:, None, None], axis=1)[:, 0]
+
     weights = residual(at_n(p), at_n(jnp.pad(q, ((0, 0), (0, 1), (0, 0)))))
     weights = jnp.where(weights.sum(axis=-1, keepdims=True) > 0, weights, at_n(p))
     return Verification(n, sample(keys[1], weights))
@@ -190,7 +196,10 @@ told = []
 @functools.cache
 def of_any_judge(sampling):
   """Speculation of a pair whose verifier is a number among its parameters: one program for all."""
-  judge = lambda *args: jax.lax.switch(told[0], [*JUDGES.values()], *args)
+
+  def judge(*args):
+    return jax.lax.switch(told[0], [*JUDGES.values()], *args)
+
   draft = Telling(tiny_pair.pair().draft(sampling, chain(GAMMA)), None)
   return functools.partial(
     speculative_decode, tiny_pair.pair().target, draft, verifier=JudgedBy(sampling, judge)
@@ -223,7 +232,9 @@ def test_a_dropped_bonus_is_caught():
 def test_uniforms_shared_by_draft_and_judge_are_caught():
   """The draft leaves behind what it drew its guess with, and the judge accepts by it."""
   sampling, left = SAMPLINGS["temperature 1"], []
-  u = lambda rng: jax.vmap(lambda key: jax.random.uniform(key, (1,)))(rng)
+
+  def u(rng):
+    return jax.vmap(lambda key: jax.random.uniform(key, (1,)))(rng)
 
   class Leaving(tiny.ChangedDraft):
     def propose(self, params, state, context, rng):
@@ -241,7 +252,10 @@ def test_uniforms_shared_by_draft_and_judge_are_caught():
 
 def test_q_recomputed_without_temperature_is_caught():
   sampling = SAMPLINGS["temperature 0.6"]
-  forget = lambda proposal: forgetful(proposal, 0.6)
+
+  def forget(proposal):
+    return forgetful(proposal, 0.6)
+
   decode = with_rule(TokenVerifier(sampling), forget)
   assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
 
@@ -271,7 +285,10 @@ def off_by_one(model, params, cache, *block):
 def neighbours_cache(model, params, cache, *block):
   """Each row reads its source from the row before it, after the first round."""
   late = (cache.length > 0)[:, None, None, None]
-  roll = lambda x: jnp.where(late, jnp.roll(x, 1, axis=0), x)
+
+  def roll(x):
+    return jnp.where(late, jnp.roll(x, 1, axis=0), x)
+
   read = cache.replace(cross=jax.tree.map(roll, cache.cross), cross_bias=roll(cache.cross_bias))
   logits, hidden, after = model.extend(params, read, *block)
   return logits, hidden, after.replace(cross=cache.cross, cross_bias=cache.cross_bias)
@@ -510,7 +527,9 @@ def test_dynamic_trees_are_checked_but_not_their_rounds(capsys):
 
 
 def test_a_fault_is_shown_and_ends_in_status_1(capsys):
-  forgets_top_k = lambda sampling: TokenVerifier(Sampling(sampling.temperature))
+  def forgets_top_k(sampling):
+    return TokenVerifier(Sampling(sampling.temperature))
+
   forgets_top_k.__name__ = "TokenVerifier"  # as which its rounds are judged
   with pytest.raises(SystemExit) as ended:
     check(pair=tiny_pair.pair()._replace(verifier=forgets_top_k), samplings=[Sampling(top_k=10)])

@@ -172,7 +172,10 @@ def test_the_papers_values_stand_beside(words, path, tmp_path, capsys):
   changes = dict(paper_rows=rows, paper_target="T5-XXL (CNNDM)", gammas=(2,))
   run(words, tmp_path, [counted, prompt_lookup], **changes)
   lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-  shown = lambda name: next(line for line in lines if line[:1] == [name])
+
+  def shown(name):
+    return next(line for line in lines if line[:1] == [name])
+
   assert shown("unigram")[3] == "0.13" and shown("copy-3")[3] == "-"
   assert shown("T5-small")[1:] == ["-", "0.65", "-"]
   assert not any(line[:1] == ["Unigram"] for line in lines)
@@ -220,7 +223,10 @@ def test_texts_are_written_as_t5_read_and_wrote_them(tmp_path):
   script = [sys.executable, str(ROOT / "scripts" / "prepare_cnn_dm.py")]
   command = [*script, "--data", str(data), "--output", str(tmp_path / "out")]
   subprocess.run(command, check=True, timeout=120, capture_output=True)
-  lines = lambda name: read_lines(str(tmp_path / "out" / f"{name}.txt"))
+
+  def lines(name):
+    return read_lines(str(tmp_path / "out" / f"{name}.txt"))
+
   assert lines("articles") == ["\"it's 'very hard',\" he (a boy) didn't say.", "a ‘b’ - c"]
   assert lines("articles_tokenised")[1] == "a ‘ b ’ - c"
   assert lines("t5_11b") == ["it's hard . he's a boy .", "b, c"]

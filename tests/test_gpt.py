@@ -159,9 +159,10 @@ def test_a_layout_for_decoding_changes_no_logits(variant):
   for config, weights in layouts:
     assert config.fused and "logits_dense" in weights["decoder"]
     model = GPTModel(config)
-    read = lambda params, model=model: model.extend(
-      params, model.prefill(params, of.prompt, SLOTS)[1], block
-    )[0]
+
+    def read(params, model=model):
+      return model.extend(params, model.prefill(params, of.prompt, SLOTS)[1], block)[0]
+
     want = take(of.logits, of.begins - 1, 5)
     np.testing.assert_allclose(jax.jit(read)(weights), want, rtol=1e-4, atol=1e-4)
 
@@ -211,7 +212,9 @@ def numpy_gpt(params, cfg, tokens):
     return dense(p["out"], np.concatenate(mixed, axis=-1))
 
   def feed_forward(p, x):
-    gelu = lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+    def gelu(z):
+      return z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+
     if cfg.gated:
       return dense(p["wo"], gelu(dense(p["wi_0"], x)) * dense(p["wi_1"], x))
     return dense(p["wo"], gelu(dense(p["wi"], x)))
@@ -299,7 +302,10 @@ def oracle():
 @functools.cache
 def draft(name):
   """(what makes the draft of a tree, its parameters)."""
-  of_model = lambda cfg: functools.partial(ModelDraft, GPTModel(cfg), GREEDY)
+
+  def of_model(cfg):
+    return functools.partial(ModelDraft, GPTModel(cfg), GREEDY)
+
   other = tiny.gpt_config(V, layers=1, gated=True, biases=False, num_positions=None)
   return {
     "target": lambda: (of_model(TARGET), target_params()),

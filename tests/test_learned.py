@@ -239,7 +239,10 @@ def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
   """With its default shape, and the guesses of what was saved."""
   models = t5()
   config = speculator_config(models.target.config, kind)
-  stored = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
+
+  def stored(x):
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
   own = jax.tree.map(stored, init_params(config, jax.random.key(0)))
   save_model(str(tmp_path), config, own)
   words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))

@@ -100,7 +100,9 @@ class Fibonacci:
     return jnp.zeros((batch, count, V)), T5Cache(jnp.full(batch, count - 1), text, None, None)
 
   def extend(self, params, cache, tokens, tree=None, first=0):
-    put = lambda text, new, at: lax.dynamic_update_slice(text, new, (0, at, 0))
+    def put(text, new, at):
+      return lax.dynamic_update_slice(text, new, (0, at, 0))
+
     text = jax.vmap(put)(cache.layers, tokens[:, None, :, None], cache.length)
     last = jnp.take_along_axis(text[:, 0, :, 0], cache.length[:, None] - 1, axis=1)
     before = jnp.concatenate([last, take(tokens, tree.parents)], axis=1)

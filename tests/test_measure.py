@@ -206,7 +206,7 @@ def test_interval_is_fixed_by_its_seed():
 
 
 def rounds_of(rows, gamma, limit):
-  """A `DecodeResult` on the host of rows of rounds, each (guesses, n, next token, tokens emitted)."""
+  """Return a result with rows of rounds, each (guesses, n, next token, tokens emitted)."""
   most = max(map(len, rows))
   guesses = np.zeros((most, len(rows), gamma), int)
   rest = np.zeros((3, most, len(rows)), int)
@@ -304,7 +304,9 @@ def test_the_range_of_a_speedup_holds_it():
 
 
 def test_a_text_has_the_same_key_whatever_batch_it_is_in():
-  raw = lambda keys: jax.random.key_data(keys).tolist()
+  def raw(keys):
+    return jax.random.key_data(keys).tolist()
+
   whole = raw(row_keys(3, 0, 7))
   assert raw(row_keys(3, 0, 2)) + raw(row_keys(3, 2, 4)) + raw(row_keys(3, 6, 1)) == whole
   assert len({tuple(key) for seed in (3, 4) for key in raw(row_keys(seed, 0, 7))}) == 14
@@ -436,7 +438,10 @@ def test_a_draft_that_looks_up_has_no_products():
 
 def test_a_loop_counts_as_often_as_it_goes_round():
   x, w = jnp.ones((3, 4)), jnp.ones((4, 4))
-  count = lambda f: matmul_operations(jax.make_jaxpr(f)(x).jaxpr)
+
+  def count(f):
+    return matmul_operations(jax.make_jaxpr(f)(x).jaxpr)
+
   assert count(lambda x: x @ w) == 2 * 3 * 4 * 4
   assert count(lambda x: jax.lax.scan(lambda x, _: (x @ w, None), x, length=5)) == 5 * 96
   assert count(lambda x: jax.lax.cond(x.sum() > 0, lambda x: x @ w @ w, lambda x: x @ w, x)) == 192

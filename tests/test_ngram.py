@@ -33,7 +33,10 @@ SAMPLINGS = [GREEDY, Sampling(), Sampling(2.0, top_k=3), Sampling(0.6, top_p=0.6
 def rows():
   """300 texts of 1 to 9 tokens, low ids far more often; 22 and 23 never occur."""
   rng = np.random.default_rng(0)
-  draw = lambda: (2 + np.minimum(rng.geometric(0.2, rng.integers(0, 9)), 19)).tolist()
+
+  def draw():
+    return (2 + np.minimum(rng.geometric(0.2, rng.integers(0, 9)), 19)).tolist()
+
   return [[*draw(), EOS_ID] for _ in range(300)]
 
 
@@ -142,9 +145,10 @@ def test_rows_do_not_depend_on_their_neighbours():
   tokens = jnp.asarray([[0, 4, 0, 0], [0, 9, 5, 0], [0, 0, 0, 0]])
   length, keys = jnp.asarray([2, 3, 1]), jax.random.split(jax.random.key(3), 3)
   propose_jitted = jax.jit(draft.propose)
-  proposed = lambda *rows: propose_jitted(
-    ngrams, (), Context(None, *rows[:2], None, None), rows[2]
-  )[0]
+
+  def proposed(*rows):
+    return propose_jitted(ngrams, (), Context(None, *rows[:2], None, None), rows[2])[0]
+
   whole = proposed(tokens, length, keys)
   for row in range(3):
     of_row = slice(row, row + 1)

@@ -412,7 +412,10 @@ def test_random_pair_has_the_published_shapes_and_the_set_alpha(version, dtype):
   pair = random_pair("tiny", "tiny", 0.5, version=version, dtype=dtype, kernels="xla")
   config = dataclasses.replace(t5_config("tiny", version), tied_logits=False)
   published = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-  size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+  def size(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
   assert size(pair.target_params) == size(pair.draft_params) == size(published)
   assert {x.dtype for x in jax.tree.leaves(pair.target_params)} == {jnp.dtype(dtype)}
   sampling, sources = Sampling(temperature=0.0), tiny_pair.SENTENCES[:8]

@@ -53,7 +53,10 @@ def proposing(tree, max_ngram, vocab_size):
 
 def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=16):
   """Guesses of rows of different lengths, which are checked to be certain."""
-  fill = lambda rows, size: np.array([[*r, *[0] * (size - len(r))] for r in rows], np.int32)
+
+  def fill(rows, size):
+    return np.array([[*r, *[0] * (size - len(r))] for r in rows], np.int32)
+
   lengths = np.array([len(text) for text in texts], np.int32)
   run = proposing(gamma, max_ngram, vocab_size)
   guesses, q, same_state = run(fill(sources, width), fill(texts, slots), lengths)
@@ -96,7 +99,10 @@ def test_worked_rows(source, text, guesses):
 def test_guesses_are_those_of_a_plain_search(gamma, max_ngram):
   """1,000 random rows in one call; two tokens, so that matches of every length abound."""
   rng = np.random.default_rng(0)
-  some = lambda least, most: rng.integers(2, 4, rng.integers(least, most)).tolist()
+
+  def some(least, most):
+    return rng.integers(2, 4, rng.integers(least, most)).tolist()
+
   # Some sources were cut and lack EOS, some texts (of a model that is no T5) a start token.
   sources = [[*some(0, 15), *[1][: i % 2]] for i in range(1000)]
   texts = [[*[0][: i % 3], *some(1, 18)] for i in range(1000)]
@@ -110,7 +116,10 @@ def test_guesses_are_those_of_a_plain_search(gamma, max_ngram):
 
 def test_branches_are_the_next_best_matches_with_another_beginning():
   rng = np.random.default_rng(1)
-  some = lambda least, most: rng.integers(2, 6, rng.integers(least, most)).tolist()
+
+  def some(least, most):
+    return rng.integers(2, 6, rng.integers(least, most)).tolist()
+
   sources, texts = zip(*(([*some(3, 15), 1], [0, *some(1, 18)]) for _ in range(300)))
   tree = Tree((0, 0, 1, 1, 2, 3))  # two branches of depth 3 and 2, and a child that no branch has
   got = propose(sources, texts, tree, vocab_size=6)

@@ -70,7 +70,10 @@ def test_many_matches_are_looked_at_in_even_steps():
 
 def test_a_datastore_is_built_once(cache, tmp_path, monkeypatch):
   words, built = tiny_pair.pair().vocabulary, []
-  build = lambda *args: built.append(build_datastore(*args)) or built[-1]
+
+  def build(*args):
+    return built.append(build_datastore(*args)) or built[-1]
+
   monkeypatch.setattr(retrieval, "build_datastore", build)
   text = tmp_path / "out.txt"
 

@@ -54,7 +54,10 @@ def test_of_a_table_of_tokens_only_rows_are_read():
   """Also where it is bfloat16 and what is between products is not, as on a CPU."""
   table = jnp.ones((6, 5), jnp.bfloat16)
   embed = Embed(6, 5, dtype=jnp.float32)
-  read = lambda table: embed.apply({"params": {"embedding": table}}, ROWS)
+
+  def read(table):
+    return embed.apply({"params": {"embedding": table}}, ROWS)
+
   assert read_bytes(read, table) == 2 * 2 * 5 and read(table).dtype == jnp.float32
 
 
@@ -119,7 +122,9 @@ def test_a_draft_that_copies_reads_next_to_nothing():
 
 def test_a_device_reads_its_share_of_parameters_that_are_cut():
   def array(shape, ways):
-    shard_shape = lambda shape: (shape[0] // ways, *shape[1:])
+    def shard_shape(shape):
+      return (shape[0] // ways, *shape[1:])
+
     sharding = types.SimpleNamespace(shard_shape=shard_shape)
     dtype = np.dtype("float32")
     return types.SimpleNamespace(

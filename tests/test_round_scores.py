@@ -222,7 +222,9 @@ ACCEPTANCE = {
 
 @pytest.mark.parametrize("fault", ACCEPTANCE)
 def test_a_bias_of_1_percent_in_acceptance_is_found(fault):
-  verifier = lambda sampling: JudgedBy(sampling, judge_with(ACCEPTANCE[fault]))
+  def verifier(sampling):
+    return JudgedBy(sampling, judge_with(ACCEPTANCE[fault]))
+
   found = judged(table_pair(noise=0.06), num_guesses=120_000, verifier=verifier).at(*range(GAMMA))
   assert detectable_bias(found, LEVEL) < 0.01
   assert acceptance_drift(found).p_value < LEVEL
@@ -340,7 +342,9 @@ def test_a_next_token_with_the_key_of_a_guess_is_found():
         patch.setattr(tokens, "sample", lambda _, weights: sample(kept[0], weights))
         return super().verify(*args)
 
-  draft = lambda sampling, tree: Keeping(ModelDraft(TableModel(), sampling, tree), None)
+  def draft(sampling, tree):
+    return Keeping(ModelDraft(TableModel(), sampling, tree), None)
+
   found = judged(table_pair(0.5)._replace(draft=draft), num_guesses=1, verifier=OneKey)
   far = {name for name, drift in within_rounds(found).items() if drift.p_value < LEVEL}
   assert "next token with the round's first guess, by place" in far

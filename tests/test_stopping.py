@@ -106,7 +106,10 @@ def test_the_speed_of_stopping():
   known = Calibration(3, 0.7, *costs, speedups=(1.0,) * 4, starts=(2.0, 0.5))
   every = [known.round_cost(gamma) for gamma in range(4)]
   fixed, best = map(np.array, zip(*(oracles.times(row > 0.5, every) for row in texts)))
-  speed = lambda rounds: (12 * 20 + 20 * 2.0) / (20 * 2.5 + rounds)
+
+  def speed(rounds):
+    return (12 * 20 + 20 * 2.0) / (20 * 2.5 + rounds)
+
   stopped = functools.partial(stopped_speedup, texts, texts, known, max_gamma=3)
   assert stopped(threshold=0.0) == pytest.approx(speed(fixed[:, 3].sum()))
   assert stopped(threshold=1.1) == pytest.approx(speed(fixed[:, 1].sum()))

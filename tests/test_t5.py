@@ -242,8 +242,13 @@ def off_paths(model, cache, tree, path=lambda path: path):
   Logits and hidden states, relative to their own size: of a tree read at once and level by level,
   and of a chain that goes on after one path a row, which is committed as `path` has it.
   """
-  size = lambda x: float(np.abs(x).max())
-  off = lambda got, want: max(size(x - y) / size(y) for x, y in zip(got, want))
+
+  def size(x):
+    return float(np.abs(x).max())
+
+  def off(got, want):
+    return max(size(x - y) / size(y) for x, y in zip(got, want))
+
   tokens = np.random.default_rng(2).integers(0, 24, (4, tree.num_nodes)).astype(np.int32)
   more = tokens[:, ::-1][:, : tree.depth + 1]
 

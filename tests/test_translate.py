@@ -183,7 +183,10 @@ def test_lines_do_not_depend_on_their_batch(run, temperature):
   alone = run(lines, BATCH_SIZE=1, TEMPERATURE=temperature)
   together = run(lines, BATCH_SIZE=4, TEMPERATURE=temperature)
   assert len(alone.lines) == 6 and alone.lines == together.lines
-  tokens = lambda result: result.said.split("6 lines, ")[1].split(" tokens in")[0]
+
+  def tokens(result):
+    return result.said.split("6 lines, ")[1].split(" tokens in")[0]
+
   assert tokens(alone) == tokens(together)
   if temperature:
     assert alone.lines == run(lines, TEMPERATURE=1.0, SEED=0).lines
@@ -301,7 +304,10 @@ def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fa
 def decoded(monkeypatch):
   """The arguments of each call of the decoder."""
   decode, calls = Decoder.run, []
-  note = lambda *args, **kwargs: calls.append(args) or decode(*args, **kwargs)
+
+  def note(*args, **kwargs):
+    return calls.append(args) or decode(*args, **kwargs)
+
   monkeypatch.setattr(Decoder, "run", note)
   return calls
 

@@ -40,8 +40,6 @@ class PlacedNodes:
   key_positions: Int[Array, "B T"]
   visible: Bool[Array, "B K T"]
 
-  is_chain = False
-
   def place(self, length: Any, first: Any, num_nodes: int, num_slots: int) -> NodePlacement:
     """Return the arrays; they describe exactly the nodes of the block."""
     return NodePlacement(self.positions, self.key_positions, self.visible)

@@ -397,8 +397,8 @@ class BeamSearcher:
     require_count("max_new_tokens", max_new_tokens)
     if self.target.vocab_size < 2 * self.num_beams:
       raise InputError(
-        f"beams is {self.num_beams}, and each step considers twice as many continuations, more than "
-        f"the vocabulary's {self.target.vocab_size}; lower it."
+        f"beams is {self.num_beams}, and each step considers twice as many continuations, more "
+        f"than the vocabulary's {self.target.vocab_size}; lower it."
       )
     # Scores are float32: the longest text's must not be rounded to 0.
     longest = self.target.prompt_tokens(prompt)[0].shape[1] + max_new_tokens

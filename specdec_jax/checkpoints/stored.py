@@ -154,8 +154,8 @@ class Checkpoint(NamedTuple):
       stored_weights: whether matrices stored as bfloat16 stay in bfloat16 if `kernels.skinny`
         converts them as it reads them. They take half the bytes, and matmuls give the same result.
         Such matrices cannot be sharded, so `shardings` must be None.
-      other_arrays: arrays that must fit in memory together with the parameters, such as those of the
-        target if this is its draft.
+      other_arrays: arrays that must fit in memory together with the parameters, such as those of
+        the target if this is its draft.
 
     Raises:
       InputError: the arrays differ in name or shape from those of the config, or do not fit in

@@ -11,7 +11,6 @@ from jax import Array
 from rich.console import Console
 
 from specdec_jax import records
-from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import (
@@ -20,6 +19,7 @@ from specdec_jax.counts import (
   identical,
   num_rounds,
   num_tokens,
+  require_finite,
 )
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.loading import DecodeSettings, LoadedTarget, load_draft

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from specdec_jax import records
 from specdec_jax.beam_search import BeamResult, BeamSearcher
-from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.counts import require_finite
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import settings_to_measure

@@ -18,11 +18,10 @@ from rich.progress import track
 
 from specdec_jax import records
 from specdec_jax.adaptive import AdaptiveDecoder
-from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.counts import identical, num_rounds, num_tokens
+from specdec_jax.counts import identical, num_rounds, num_tokens, require_finite
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import GAMMAS, calibrate

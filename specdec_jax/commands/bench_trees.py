@@ -19,13 +19,12 @@ from specdec_jax import records
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.commands.quickstart import show_examples
 from specdec_jax.commands.speedup import decode_examples
-from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DecodeResult, Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.counts import identical, num_tokens
+from specdec_jax.counts import identical, num_tokens, require_finite
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.extended_theory import best_tree
 from specdec_jax.loading import DecodeSettings

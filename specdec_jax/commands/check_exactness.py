@@ -10,11 +10,11 @@ import numpy as np
 from jax import Array
 from rich.console import Console
 
-from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.counts import require_finite
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.exactness.compare import cells_of, compare_argmax, compare_samples
 from specdec_jax.exactness.dependence import between_rounds, within_rounds

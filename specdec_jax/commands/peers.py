@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax import records
-from specdec_jax.core.decode import Decoder, require_finite
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
@@ -28,6 +28,7 @@ from specdec_jax.counts import (
   identical,
   num_rounds,
   num_tokens,
+  require_finite,
 )
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.loading import DecodeSettings

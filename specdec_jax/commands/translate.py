@@ -13,11 +13,10 @@ from rich.console import Console
 
 from specdec_jax.atomic_files import atomic_write, require_distinct_files
 from specdec_jax.beam_search import BeamSearcher
-from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import DecodeResult, Params
-from specdec_jax.counts import num_rounds, num_tokens
+from specdec_jax.counts import num_rounds, num_tokens, require_finite
 from specdec_jax.data.text import read_lines, read_stdin_lines
 from specdec_jax.errors import (
   InputError,

@@ -2,8 +2,8 @@
 
 Shapes are fixed, and a whole batch is decoded in one jitted loop. The loop knows the contracts of
 `core.types` only, no particular model, draft or verifier. Autoregressive decoding is the same loop
-with a draft that proposes nothing (`NullDraft`), so both share the target forward pass, sampling and
-the end of a text.
+with a draft that proposes nothing (`NullDraft`), so both share the target forward pass, sampling
+and the end of a text.
 
 Axis letters as in `core.types`.
 """
@@ -38,7 +38,7 @@ from specdec_jax.core.types import (
   Verification,
   Verifier,
 )
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import require_count
 from specdec_jax.memory import require_memory
 
 
@@ -112,8 +112,8 @@ class Decoder:
   Attributes:
     target: M_p, whose distribution the output has.
     draft: M_q and its tree of draft tokens; `NullDraft()` is autoregressive decoding.
-    verifier: how draft tokens are accepted. Its `sampling` is the sampling method of the output. The
-      draft should use the same method to be useful; exactness does not depend on it.
+    verifier: how draft tokens are accepted. Its `sampling` is the sampling method of the output.
+      The draft should use the same method to be useful; exactness does not depend on it.
     eos_id: token that ends a text; None for the target's.
   """
 
@@ -246,7 +246,7 @@ class Decoder:
   def _extend(
     self, params: Any, cache: Any, block: Int[Array, "B K"], tree: AnyTree
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
-    """Run the target over a block; over the longest proposal in the batch if a chain ended early."""
+    """Run the target over a block, but no further than the longest proposal in the batch."""
     lengths = self.draft.verify_lengths
     if not lengths:
       return self.target.extend(params, cache, block, tree)
@@ -307,17 +307,6 @@ def empty_rounds(tree: AnyTree, max_rounds: int, batch: int) -> Rounds:
     path=None if tree.is_chain else zeros(tree.depth),
     parents=zeros(tree.num_guesses) if isinstance(tree, DynamicTree) else None,
   )
-
-
-def require_finite(result: DecodeResult) -> DecodeResult:
-  """Return the result, or raise InputError for the first row with non-finite logits."""
-  for row, token in enumerate(result.not_finite.tolist()):
-    if token >= 0:
-      raise InputError(
-        f"row {row} of a batch cannot be decoded past token {token}: the target's logits or the "
-        "draft's probabilities there are NaN or infinite; look for damaged weights, or use float32."
-      )
-  return result
 
 
 def _last_node(verification: Verification) -> Int[Array, " B"]:

@@ -73,11 +73,11 @@ def distribution(logits: Float[Array, "*batch V"], sampling: Sampling) -> Float[
 def _most_probable(
   logits: Float[Array, "*batch V"], weights: ArrayLike, total: ArrayLike
 ) -> Bool[Array, "*batch V"]:
-  """Return a mask of the fewest most probable tokens with weight `total`, and of ties with the last.
+  """Return a mask of the fewest most probable tokens that weigh `total`, and ties with the last.
 
   No sort is needed. The bits of float32 order as its magnitudes do, so the distance of the last
-  token from the maximum is found bit by bit, in 31 sums over the vocabulary. On a CPU a distribution
-  of V = 4,096 tokens with top_k = 40 takes 35 microseconds; with a sort it took 616.
+  token from the maximum is found bit by bit, in 31 sums over the vocabulary. On a CPU a
+  distribution of V = 4,096 tokens with top_k = 40 takes 35 microseconds; with a sort it took 616.
 
   Args:
     logits: float32, with maximum 0.
@@ -98,9 +98,7 @@ def _most_probable(
 def split_keys(rng: Any, batch: int) -> Key[Array, " {batch}"]:
   """Return one key per row: the given keys, or one given key split.
 
-  Args:
-    rng: keys of `jax.random.key`, or of `jax.random.PRNGKey`.
-    batch: number of rows.
+  Keys of `jax.random.key` and of `jax.random.PRNGKey` are accepted.
 
   Raises:
     InputError: rng is neither one key nor one key per row.
@@ -187,9 +185,9 @@ def sample_siblings(
 def sample(rng: Key[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " B"]:
   """Sample one token per row in proportion to weights, which are at least 0 and not all 0.
 
-  Inversion in two steps: a block of 64 tokens by its mass, then a token in the block. This needs two
-  uniforms per row instead of V random numbers: on a CPU 2 instead of 86 microseconds for V = 4,096.
-  A token of weight 0 is never sampled.
+  Inversion in two steps: a block of 64 tokens by its mass, then a token in the block. This needs
+  two uniforms per row instead of V random numbers: on a CPU 2 instead of 86 microseconds for V =
+  4,096. A token of weight 0 is never sampled.
   """
   batch, vocab_size = weights.shape
   blocks = jnp.pad(weights, ((0, 0), (0, -vocab_size % 64))).reshape(batch, -1, 64)

@@ -1,8 +1,8 @@
 """Closed forms of Section 3: expected tokens and speedup, given alpha, gamma and costs.
 
-Arrays broadcast. gamma is the number of draft tokens per round, c the time of a draft step divided by
-that of a target step (Definition 7), and v (`verify_cost`) the time of a target forward pass over
-gamma + 1 tokens divided by that of a target step, which the paper takes as 1.
+Arrays broadcast. gamma is the number of draft tokens per round, c the time of a draft step divided
+by that of a target step (Definition 7), and v (`verify_cost`) the time of a target forward pass
+over gamma + 1 tokens divided by that of a target step, which the paper takes as 1.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,6 @@ from specdec_jax.errors import InputError, require_number
 
 def expected_tokens(alpha, gamma):
   """Return E[tokens per round] = (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1).
-
-  Args:
-    alpha: acceptance rate in [0, 1].
-    gamma: draft tokens per round, at least 0.
 
   Raises:
     InputError: alpha is outside [0, 1], or gamma is not a whole number from 0.
@@ -31,10 +27,7 @@ def expected_tokens(alpha, gamma):
 
 
 def memory_access_factor(alpha, gamma):
-  """Return the factor by which reads of the target's weights and KV cache shrink (Section 3.4).
-
-  One round reads them once, so it is the expected number of tokens per round.
-  """
+  """Return the factor by which reads of weights and KV cache shrink (Section 3.4)."""
   return expected_tokens(alpha, gamma)
 
 
@@ -49,7 +42,7 @@ def operations_factor(alpha, gamma, c_hat):
 
 
 def walltime_improvement(alpha, gamma, c, verify_cost=1.0):
-  """Return the speedup over autoregressive decoding, E[tokens per round] / (gamma c + v) (Theorem 8)."""
+  """Return the speedup, E[tokens per round] / (gamma c + v) (Theorem 8)."""
   # A measured c may be negative because of noise, so it is not checked here.
   return expected_tokens(alpha, gamma) / (np.asarray(gamma) * c + verify_cost)
 
@@ -63,7 +56,7 @@ def improvement_lower_bound(alpha, c):
 
 
 def oracle_improvement(alpha):
-  """Return the tokens per target forward pass with the perfect gamma, 1 / (1 - alpha) (Section 3.5).
+  """Return the tokens per target call with the perfect gamma, 1 / (1 - alpha) (Section 3.5).
 
   It bounds the speedup for all gamma and c, and is infinite at alpha = 1.
   """

@@ -1,8 +1,8 @@
 """Trees of draft tokens: their shape, and the positions and visibility of their nodes.
 
 Node 0 is the last committed token. Every other node is a draft token that follows its parent. Nodes
-are in level order, and siblings are adjacent and in the order in which they were sampled. So a parent
-comes before its children, and draft token i is node i + 1.
+are in level order, and siblings are adjacent and in the order in which they were sampled. So a
+parent comes before its children, and draft token i is node i + 1.
 
 Axis letters as in `core.types`.
 """
@@ -45,10 +45,6 @@ class NodePlacement(NamedTuple):
 @runtime_checkable
 class NodeLayout(Protocol):
   """Anything that places the nodes of a block: a tree, a dynamic tree, or explicit arrays."""
-
-  @property
-  def is_chain(self) -> bool:
-    """True if every node has at most one child."""
 
   def place(
     self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
@@ -180,8 +176,8 @@ class Tree:
 class DynamicTree:
   """Tree of draft tokens whose shape differs between rounds and rows.
 
-  Its properties are those of `Tree` with a leading axis of rows. The shape may depend on tokens that
-  were selected deterministically, never on sampled ones: all its draft tokens are selected
+  Its properties are those of `Tree` with a leading axis of rows. The shape may depend on tokens
+  that were selected deterministically, never on sampled ones: all its draft tokens are selected
   deterministically, and siblings differ.
 
   Attributes:
@@ -281,7 +277,7 @@ def _chain(gamma: int) -> Tree:
 
 
 def branching(*widths: int) -> Tree:
-  """Return a tree whose nodes at depth d have widths[d] children: branching(2, 2) has 6 tokens."""
+  """Build a tree whose nodes at depth d have widths[d] children; (2, 2) gives 6 draft tokens."""
   parents, level, at_depth, num_nodes = [], [0], 1, 1
   for width in widths:
     require_count("width", width)

@@ -10,8 +10,9 @@ Axis letters, for the whole project:
   H  attention heads         S  source tokens
   L  layers                  W  children per node (width of a tree)
 
-A model, a draft or a verifier is a frozen dataclass that describes what it computes. Equal instances
-have equal hashes, so they share compiled programs. Parameters and state are arguments, never fields.
+A model, a draft or a verifier is a frozen dataclass that describes what it computes. Equal
+instances have equal hashes, so they share compiled programs. Parameters and state are arguments,
+never fields.
 """
 
 import abc

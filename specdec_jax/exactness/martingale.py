@@ -2,10 +2,10 @@
 
 Output is exact if three things hold wherever a guess is verified: the guess is sampled from the q
 that its draft reports, it is accepted with the probability that the verifier assigns, and the token
-that replaces a rejected guess, or follows the last guess, is sampled from the residual distribution.
-Each condition gives scores with mean 0 and known variance, given all earlier tokens. Sums of such
-scores are martingales, and Freedman's inequality bounds how far they drift, for any number of
-tokens. The joint distribution of several tokens is tested by `dependence`.
+that replaces a rejected guess, or follows the last guess, is sampled from the residual
+distribution. Each condition gives scores with mean 0 and known variance, given all earlier tokens.
+Sums of such scores are martingales, and Freedman's inequality bounds how far they drift, for any
+number of tokens. The joint distribution of several tokens is tested by `dependence`.
 """
 
 import functools

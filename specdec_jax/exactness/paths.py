@@ -133,8 +133,8 @@ def rounds_of_self_draft(
   """Count the rounds of argmax decoding with the target as its own draft.
 
   Every round must accept the whole path of first children (gamma tokens of a chain). A fault such
-  as a lost bonus token, or a draft that is one token behind, costs speed without changing the output,
-  and shows here. With `by_paths`, the target's tokens are on the path to each leaf in turn
+  as a lost bonus token, or a draft that is one token behind, costs speed without changing the
+  output, and shows here. With `by_paths`, the target's tokens are on the path to each leaf in turn
   (`PathDraft`), so that later siblings are accepted, too.
 
   Returns:

@@ -16,10 +16,11 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.arrays import gather_token
-from specdec_jax.core.decode import Decoder, require_finite
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.trees import Tree, require_static
 from specdec_jax.core.types import Context, DecodeResult, Model, Outcome, Params, Proposal
+from specdec_jax.counts import require_finite
 from specdec_jax.exactness.martingale import MIN_PROB, RoundScores, Scores, joined
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.alpha import teacher_forced_logits

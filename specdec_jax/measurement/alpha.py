@@ -157,7 +157,7 @@ def positional_acceptance(
   width: int = 8,
   lenience: float = 1.0,
 ) -> Float[np.ndarray, " W"]:
-  """Measure how often a node's child of each rank is the accepted one, for `extended_theory.best_tree`.
+  """Measure positional acceptance, for `extended_theory.best_tree`.
 
   At each token that the target generated, the draft proposes `width` children. The probability that
   token verification accepts each of them is computed, not sampled. Other arguments as in

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 import jax
 from jax import Array
 
-from specdec_jax.core.decode import require_finite
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.counts import num_tokens
+from specdec_jax.counts import num_tokens, require_finite
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.pairs import Pair
 

@@ -17,11 +17,11 @@ import numpy as np
 from jax import Array
 
 from specdec_jax import extended_theory
-from specdec_jax.core.decode import Decoder, require_finite
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import Tree, chain, require_tree_memory
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.counts import acceptance_rate, num_tokens
+from specdec_jax.counts import acceptance_rate, num_tokens, require_finite
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.alpha import positional_acceptance

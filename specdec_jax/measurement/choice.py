@@ -111,9 +111,9 @@ def choose(
 ) -> Calibration:
   """Choose the gamma, from 0 to the largest measured, with the best predicted speed.
 
-  Speed is predicted by `extended_theory.text_improvement`. v is interpolated linearly, from 1 at gamma 0
-  through the measured gammas. The time of drafting is linear in gamma, through the smallest and the
-  largest measured gamma.
+  Speed is predicted by `extended_theory.text_improvement`. v is interpolated linearly, from 1 at
+  gamma 0 through the measured gammas. The time of drafting is linear in gamma, through the smallest
+  and the largest measured gamma.
 
   Args:
     alpha: acceptance rate.

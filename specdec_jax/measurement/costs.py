@@ -64,8 +64,9 @@ class Costs(NamedTuple):
 def start_calls(
   pair: Pair, draft: Draft, prompt: Array, max_new_tokens: int
 ) -> list[Callable[[], object]]:
-  """Return two calls to be timed: autoregressive decoding up to its first step, and speculative
-  decoding up to its first round.
+  """Return two calls to be timed: both decoders up to their first round.
+
+  The first call is of autoregressive decoding, the second of speculative decoding.
   """
   verifier = pair.verifier_for(Sampling())
   decoders = [Decoder(pair.target, one, verifier) for one in (NullDraft(), draft)]

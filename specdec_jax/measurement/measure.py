@@ -282,7 +282,7 @@ def _measure(
 def _predicted_finite_length(
   baseline: list[DecodeResult], alpha: float, gamma: int, costs: Costs
 ) -> float:
-  """Predict the speedup for texts of the baseline's lengths (`extended_theory.text_improvement`)."""
+  """Predict the speedup for the baseline's lengths (`extended_theory.text_improvement`)."""
   lengths = [output.lengths.tolist() for output in baseline]
   return extended_theory.text_improvement(
     alpha,

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from jax import Array
 
-from specdec_jax.core.decode import Decoder, NullDraft, require_finite
+from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.counts import num_tokens
+from specdec_jax.counts import num_tokens, require_finite
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs, start_calls
 from specdec_jax.measurement.timing import interleaved_seconds, ratio_range, timed

@@ -1,0 +1,1 @@
+"""Models behind the `Model` contract: T5, decoder-only models, simulated acceptance."""

@@ -105,8 +105,8 @@ ROOFLINE_LEGEND = {
   "step MB": "bytes that a target step reads: parameters and caches, in 1e6 bytes",
   "draft MB": "bytes that a draft step reads, in 1e6 bytes",
   "verify MB": "bytes that a target forward pass over gamma + 1 tokens reads, in 1e6 bytes",
-  "step, draft, verify in percent": "time of these reads at full bandwidth / measured time; above 100% if "
-  "weights stay in the processor's cache from step to step",
+  "step, draft, verify in percent": "time of these reads at full bandwidth / measured time; above "
+  "100% if weights stay in the processor's cache from step to step",
 }
 
 

@@ -24,8 +24,8 @@ LEGEND = (
   "accessed: bytes read and written as the compiler counts them, on-chip memory included. A loop "
   "body counts once, so a decoding loop is counted as its start and one round.",
   "HBM: the same for the program compiled to use HBM only; a round includes all draft steps.",
-  "of a step: HBM bytes / those of a decode step; for a round, those of an autoregressive step, which also "
-  "samples and commits.",
+  "of a step: HBM bytes / those of a decode step; for a round, those of an autoregressive step, "
+  "which also samples and commits.",
   "HBM ms: time of these bytes at the published {rate:g} GB/s.",
   "collectives: messages between chips as executed; in a loop of known length, times that length.",
 )

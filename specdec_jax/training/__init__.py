@@ -1,0 +1,1 @@
+"""Losses, batches and the training loop, for models and learned drafts."""

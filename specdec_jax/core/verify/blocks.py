@@ -1,18 +1,18 @@
-"""Block verification of a chain and traversal verification of a tree: tokens verified jointly. Exact.
+"""Block verification of chains and traversal verification of trees: joint verification. Exact.
 
-Sources: Sun et al., Block Verification Accelerates Speculative Decoding (ICLR 2025), for chains, and
-Traversal Verification for Speculative Tree Decoding (NeurIPS 2025), for trees; on a chain they agree.
-On a chain a round emits at least as many tokens in expectation as with `tokens.TokenVerifier`; on a
-tree with branches of different depth it may emit fewer. With one draft token, and at temperature 0,
-both methods are the same.
+Sources: Sun et al., Block Verification Accelerates Speculative Decoding (ICLR 2025), for chains,
+and Traversal Verification for Speculative Tree Decoding (NeurIPS 2025), for trees; on a chain they
+agree. On a chain a round emits at least as many tokens in expectation as with
+`tokens.TokenVerifier`; on a tree with branches of different depth it may emit fewer. With one draft
+token, and at temperature 0, both methods are the same.
 
 Every node has a probability a of accepting the path to it when it is visited, and a residual target
 distribution P there. At the last committed token a = 1 and P = p. A child x sampled from q has
-a' = min(1, a P(x) / q(x)). If the subtree of x is rejected, then with m = max(0, a P - q) and s = sum m,
-a becomes s / (s + 1 - a) and P becomes norm(m). The value of a after the last child is rejected is the
-acceptance probability of the node. Nodes are visited in post-order, children before their parent and
-first children first. The first node with u below its acceptance probability ends the path, and the
-next token is sampled from P there. The last committed token always accepts.
+a' = min(1, a P(x) / q(x)). If the subtree of x is rejected, then with m = max(0, a P - q) and s =
+sum m, a becomes s / (s + 1 - a) and P becomes norm(m). The value of a after the last child is
+rejected is the acceptance probability of the node. Nodes are visited in post-order, children before
+their parent and first children first. The first node with u below its acceptance probability ends
+the path, and the next token is sampled from P there. The last committed token always accepts.
 
 A chain is thus visited from its end: the last draft token with u below its probability counts, not
 the one before the first rejection.
@@ -77,8 +77,8 @@ def acceptance_probs(
 ) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
   """Return a of each node before its children are verified, and after all of them are rejected.
 
-  All nodes of a level are computed together, child by child. The values follow from the draft tokens
-  alone: a node is visited only after everything before it was rejected.
+  All nodes of a level are computed together, child by child. The values follow from the draft
+  tokens alone, because a node is visited only after everything before it was rejected.
   """
   on_visit = after_children = jnp.ones((len(p), tree.num_nodes))
   for first, last in [(0, 1), *tree.levels]:

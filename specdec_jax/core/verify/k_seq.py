@@ -1,10 +1,10 @@
 """K-SEQ: independently sampled siblings, verified with one threshold for all of them. Exact.
 
 Source: Sun et al., SpecTr: Fast Speculative Decoding via Optimal Transport (NeurIPS 2023). With
-beta(rho) = sum_x min(q(x), p(x) / rho), rho in [1, K] solves 1 - (1 - beta)^K = rho beta. Of K draft
-tokens sampled from one q, duplicates included, the first with u < p(x) / (rho q(x)) is accepted. If
-none is, the next token is sampled from p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^K) / beta,
-normalized.
+beta(rho) = sum_x min(q(x), p(x) / rho), rho in [1, K] solves 1 - (1 - beta)^K = rho beta. Of K
+draft tokens sampled from one q, duplicates included, the first with u < p(x) / (rho q(x)) is
+accepted. If none is, the next token is sampled from p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^K)
+/ beta, normalized.
 
 The method is exact for siblings that are sampled independently (`Draft.with_independent_siblings`)
 and for chains, where it is Algorithm 1; not for siblings sampled without replacement.

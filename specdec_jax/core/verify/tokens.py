@@ -1,13 +1,14 @@
-"""Token verification: Algorithm 1 for a chain, and its generalization to siblings for a tree. Exact.
+"""Token verification: Algorithm 1 for chains, and its generalization to siblings. Exact.
 
 At a node, r starts as the target's p. The children of the node are verified in the order in which
-they were sampled. A child x, sampled from q given its earlier siblings, is accepted if u q(x) < r(x);
-otherwise r becomes norm(max(0, r - q)). If all children are rejected, the next token is sampled from
-r. A chain has one child per node: that is Algorithm 1 (Section 2.3). The rule holds for siblings that
-are sampled independently (with duplicates) or without replacement, by one draft or by several, and
-for siblings that are selected deterministically, whose q is a one-hot.
+they were sampled. A child x, sampled from q given its earlier siblings, is accepted if u q(x) <
+r(x); otherwise r becomes norm(max(0, r - q)). If all children are rejected, the next token is
+sampled from r. A chain has one child per node: that is Algorithm 1 (Section 2.3). The rule holds
+for siblings that are sampled independently (with duplicates) or without replacement, by one draft
+or by several, and for siblings that are selected deterministically, whose q is a one-hot.
 
-Lenience l in (0, 1] replaces q by l q (Appendix A.5): the probability of a token is then at most p / l.
+Lenience l in (0, 1] replaces q by l q (Appendix A.5): the probability of a token is then at most p
+/ l.
 """
 
 import dataclasses
@@ -92,8 +93,8 @@ def verify(
   """
   q = validated_q(tree, proposal, p)
   accept_rng, next_rng = split_rows(rng)
-  # Accept with probability min(1, r / (l q)). The comparison is strict and nothing is divided: since
-  # u < 1, a token with r >= q is always accepted, and a token with r = 0 never is.
+  # Accept with probability min(1, r / (l q)). The comparison is strict and nothing is divided:
+  # since u < 1, a token with r >= q is always accepted, and a token with r = 0 never is.
   u = uniform_rows(accept_rng, tree.num_guesses)
   q_x, r_x = guess_probs(tree, proposal.tokens, q, p, lenience)
   accepted = u * lenience * q_x < r_x
@@ -231,8 +232,8 @@ def residual(
 ) -> Float[Array, "*batch V"]:
   """Return weights of the token that replaces a rejected one: max(0, p - l q) (Section 2.3).
 
-  If p = q up to rounding, nothing may remain. A rejection then had probability 0 up to rounding, and
-  p itself is the right limit.
+  If p = q up to rounding, nothing may remain. A rejection then had probability 0 up to rounding,
+  and p itself is the right limit.
   """
   q = lenience * q
   # Compare first. A compiler may compute p - q twice with different rounding, for example once with
@@ -247,9 +248,6 @@ def within_lenience(
 ) -> Bool[Array, "..."]:
   """Return whether p(x) >= l max p for each draft token x: argmax with lenience (Appendix A.5).
 
-  Args:
-    logits: logits of the target; p is their softmax.
-    guesses: draft tokens.
-    lenience: l in (0, 1].
+  p is the softmax of the logits, and l in (0, 1] the lenience.
   """
   return gather_token(logits, guesses) >= logits.max(axis=-1) + jnp.log(lenience)
