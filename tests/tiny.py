@@ -21,14 +21,14 @@ from scipy import optimize, stats
 from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import DecodeResult, Draft, Model, Params, Proposal
+from specdec_jax.core.types import DecodeResult, Draft, Params, Proposal
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.kernels import skinny
 from specdec_jax.loading import LoadedTarget
 from specdec_jax.measurement import speed, timing
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.families import Config, init_params, module_of
-from specdec_jax.wrappers import WrappedDraft
+from specdec_jax.wrappers import WrappedDraft, WrappedModel
 
 LEVEL = 1e-6  # the probability that a correct program fails a distribution test
 CAUGHT = 1e-12  # the p-value of a broken program must be below this
@@ -165,16 +165,15 @@ class ChangedDraft(WrappedDraft):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ChangedModel:
+class ChangedModel(WrappedModel):
   """A model whose `extend` is `change`, a function (model, params, cache, tokens, tree, first).
 
   Instances compare by identity, so each one compiles its own programs.
   """
 
-  model: Model
   change: Callable
 
-  def __getattr__(self, name):
+  def __getattr__(self, name):  # methods and attributes beyond the contract
     return getattr(self.model, name)
 
   def extend(self, params, cache, tokens, tree=None, first=0):
