@@ -36,6 +36,12 @@ POLICIES_OF_SCHEMA_1 = {  # end of the name of a draft: current end
   ", told by largest probability": ", confidence: largest probability",
   ", told by entropy bound": ", confidence: entropy bound",
 }
+DRAFTS_OF_SCHEMA_1 = {  # name of a learned draft: current name
+  "anchored": "conditioned",
+  "decoder": "shared_encoder",
+  "exit": "early_exit",
+  "look_ahead": "pass",
+}
 BUNDLED = "specdec_jax/assets/"  # prefix of the paths of bundled checkpoints
 
 
@@ -431,9 +437,8 @@ def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
     renamed["verifier"] = re.sub("Rule$", "Verifier", verifier)
   draft = renamed.get("draft")
   if isinstance(draft, str):
-    for old, new in POLICIES_OF_SCHEMA_1.items():
-      if draft.endswith(old):
-        renamed["draft"] = draft.removesuffix(old) + new
+    name, comma, policy = DRAFTS_OF_SCHEMA_1.get(draft, draft).partition(", ")
+    renamed["draft"] = name + POLICIES_OF_SCHEMA_1.get(comma + policy, comma + policy)
   # Schema 1 had one field for the nodes of a dynamic tree and for those of beam search.
   if renamed.get("beams") is not None and "dynamic_nodes" in renamed:
     renamed["beam_nodes"] = renamed.pop("dynamic_nodes")

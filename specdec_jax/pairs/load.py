@@ -29,7 +29,7 @@ from specdec_jax.kernels import skinny
 from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of
-from specdec_jax.pairs.pair import Pair
+from specdec_jax.pairs.pair import LoadedPair
 from specdec_jax.pairs.speculators import speculator
 
 ASSETS = pathlib.Path(__file__).parents[1] / "assets"
@@ -38,7 +38,7 @@ EMBEDDED = ASSETS / "multi30k_ende"
 
 def load_pair(
   target: str = str(EMBEDDED / "target"),
-  draft: str | Callable[[LoadedTarget], DraftFactory] = str(EMBEDDED / "anchored"),
+  draft: str | Callable[[LoadedTarget], DraftFactory] = str(EMBEDDED / "conditioned"),
   vocabulary: str | None = None,
   task: str | None = None,
   dtype: str = "float32",
@@ -49,7 +49,7 @@ def load_pair(
   kernels: str = "auto",
   stored_weights: bool = False,
   verifier: Callable[[Sampling], Verifier] = TokenVerifier,
-) -> Pair:
+) -> LoadedPair:
   """Load a target and a draft; by default the bundled pair.
 
   The default draft is that of the quickstart, trained on the target's hidden states. By default,
@@ -123,7 +123,7 @@ def load_pair(
   )
   if task is None and is_bundled(target):
     task = EMBEDDED.name
-  return Pair(
+  return LoadedPair(
     target=model_of(config),
     target_params=target_params,
     target_name=checkpoint_name(target),
