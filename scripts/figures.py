@@ -82,6 +82,7 @@ def trace(args: argparse.Namespace):
 
   from specdec_jax.commands.translate import decode_lines
   from specdec_jax.core.sampling import Sampling
+  from specdec_jax.core.trees import chain
   from specdec_jax.loading import DecodeSettings
   from specdec_jax.reporting.rounds import read_rounds
 
@@ -96,7 +97,7 @@ def trace(args: argparse.Namespace):
   if not pair.can_decode(text):
     raise InputError("The text is empty; give a sentence to translate.")
   settings = DecodeSettings(Sampling(args.temperature), max_new_tokens=64, seed=args.seed)
-  ((_, (decoded,)),) = decode_lines(pair, [text], args.gamma, settings)
+  ((_, (decoded,)),) = decode_lines(pair, [text], chain(args.gamma), settings)
   rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
   count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} target forward passes"
   title = f"{count}, γ = {args.gamma}, temperature {args.temperature:g}"

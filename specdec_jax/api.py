@@ -143,7 +143,7 @@ def _unknown(method: str, name: str, known: Sequence[str]) -> str:
   return f"{said}; it takes {', '.join(known)}."
 
 
-class Pair(pairs.Pair):
+class Pair(pairs.LoadedPair):
   """Target, draft and vocabulary: texts in, texts out."""
 
   @_explains_unknown_arguments
@@ -249,7 +249,7 @@ class Pair(pairs.Pair):
       beams: number of live texts, and of results per source.
       gamma: steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: number of beams of the draft; defaults to `beams`.
-      nodes: most nodes per target forward pass, as in `pairs.Pair.beam_searcher`.
+      nodes: most nodes per target forward pass, as in `pairs.LoadedPair.beam_searcher`.
       length_penalty: exponent of the length penalty, as in `beam_search.BeamSearcher`.
       max_new_tokens: limit for each text, EOS included.
       batch_size: number of sources that are searched together.
@@ -287,7 +287,7 @@ _round = jax.jit(Decoder.round, static_argnames="self")
 
 
 def _decoder(
-  pair: pairs.Pair, of: Callable, texts: Sequence[str], asked: Mapping[str, Any]
+  pair: pairs.LoadedPair, of: Callable, texts: Sequence[str], asked: Mapping[str, Any]
 ) -> tuple[Decoder, AnyTree]:
   """Check the arguments of `generate` or `stream`.
 
@@ -317,7 +317,7 @@ def _require_texts(texts: Sequence[str], name: str | None = None) -> None:
     require_text(name or f"texts[{place}]", text)
 
 
-def _output(pair: pairs.Pair, result: DecodeResult, row: int, tree: AnyTree) -> Output:
+def _output(pair: pairs.LoadedPair, result: DecodeResult, row: int, tree: AnyTree) -> Output:
   parents = () if isinstance(tree, DynamicTree) else tree.parents
   tokens = np.asarray(result.tokens[row, : result.lengths[row]])
   ran = result.rounds.num_emitted[:, row] > 0
@@ -326,7 +326,7 @@ def _output(pair: pairs.Pair, result: DecodeResult, row: int, tree: AnyTree) -> 
   return Output(pair.vocabulary.decode(tokens), tokens, rounds, read)
 
 
-def _with_compile_cache(load: Callable[P, pairs.Pair]) -> Callable[P, Pair]:
+def _with_compile_cache(load: Callable[P, pairs.LoadedPair]) -> Callable[P, Pair]:
   """Wrap a function that loads a pair: programs are cached where the command line caches them.
 
   A cache folder that is already configured in jax takes precedence.

@@ -184,7 +184,7 @@ class PartitionedDraft(WrappedDraft):
 
 
 def sharded(pair: Any, mesh: Mesh, rules: Rules = RULES, draft_rules: Rules = REPLICATED) -> Any:
-  """A `pairs.Pair` over the devices of a mesh: by default the draft is replicated.
+  """A `pairs.LoadedPair` over the devices of a mesh: by default the draft is replicated.
 
   Parameters that lie right already are not moved. Whatever takes a pair takes this one.
 

@@ -35,7 +35,7 @@ from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.families import model_of
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 from specdec_jax.partitioning import make_mesh, sharded
 from specdec_jax.tpu.hlo import executed_collectives
 from specdec_jax.training.batches import ParallelText
@@ -60,7 +60,7 @@ BATCH, LIMIT = 8, 12
 RUNS = {"chain": (chain(3), 1.0), "tree": (branching(2, 2), 1.0)}
 
 
-def pair(config) -> Pair:
+def pair(config) -> LoadedPair:
   """Return a pair in the parameter layout of t5x, with a draft whose guesses are often accepted."""
   params = tiny_pair.random_params(config, 0)
   rng = np.random.default_rng(1)
@@ -68,7 +68,7 @@ def pair(config) -> Pair:
   def noisy(x):
     return x + 0.3 * float(x.std()) * rng.normal(size=x.shape).astype(np.float32)
 
-  return Pair(
+  return LoadedPair(
     target=model_of(config),
     target_params=params,
     target_name="target",
@@ -82,7 +82,7 @@ def pair(config) -> Pair:
   )
 
 
-def decode(pair: Pair, tree: Tree, temperature: float) -> dict:
+def decode(pair: LoadedPair, tree: Tree, temperature: float) -> dict:
   """Decode a batch and inspect the compiled program.
 
   Returns:

@@ -15,7 +15,7 @@ import specdec_jax
 from specdec_jax import api
 from specdec_jax.api import Pair
 from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.trees import Tree
+from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
@@ -56,7 +56,7 @@ def test_a_pair_is_loaded_and_its_programs_are_kept(tmp_path, monkeypatch):
 def test_texts_become_the_targets_own(batch_size=2):
   pair = own_pair()
   ours = pair.generate(TEXTS, gamma=2, batch_size=batch_size, **SHORT)
-  plain = pair.decode_fn(Sampling(temperature=0.0), 0)(
+  plain = pair.decode_fn(Sampling(temperature=0.0), chain(0))(
     pair.prompt(TEXTS), row_keys(0, 0, len(TEXTS)), **SHORT
   )
   assert ours == [pair.vocabulary.decode(row) for row in np.asarray(plain.tokens)]

@@ -402,7 +402,7 @@ def test_hosts_agree_on_the_first_choice(tmp_path):
 
 def test_gamma_0_decodes_plainly():
   pair, sampling = tiny_pair.pair(), Sampling()
-  ((_, (decoded,)),) = decode_lines(pair, TEXTS, 0, DecodeSettings(sampling, 4, 12, seed=3))
+  ((_, (decoded,)),) = decode_lines(pair, TEXTS, chain(0), DecodeSettings(sampling, 4, 12, seed=3))
   settings = dict(max_new_tokens=12, sampling=sampling)
   own = autoregressive_decode(
     pair.target, pair.target_params, pair.prompt(TEXTS), row_keys(3, 0, 4), **settings
@@ -420,7 +420,7 @@ def translated(tmp_path, pair, tree):
 
 
 def plain_lines(pair):
-  batches = decode_lines(pair, TEXTS, 0, DecodeSettings(GREEDY, 2, 12))
+  batches = decode_lines(pair, TEXTS, chain(0), DecodeSettings(GREEDY, 2, 12))
   return [text for texts, _ in batches for text in texts]
 
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.checkpoints.stored import StoredArray, param_shapes, split
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import gpt_config
@@ -388,7 +389,7 @@ def test_pair_emits_the_tokens_of_its_target(folders, vocabulary):
   prompt, keys = pair.prompt(texts), jax.random.split(jax.random.key(0), 3)
 
   def decode(gamma):
-    return pair.decode_fn(Sampling(0.0), gamma)(prompt, keys, max_new_tokens=12)
+    return pair.decode_fn(Sampling(0.0), chain(gamma))(prompt, keys, max_new_tokens=12)
 
   plain, fast = decode(0), decode(3)
   np.testing.assert_array_equal(plain.tokens, fast.tokens)
@@ -479,7 +480,7 @@ def test_speculative_decoding_emits_the_tokens_of_greedy_decoding_by_pytorch(tmp
   saved(tmp_path / "draft", 301, noise=0.05)
   pair = load_pair(str(tmp_path / "target"), str(tmp_path / "draft"), vocabulary.path)
   for text in ("A man runs through the", ""):
-    decoded = pair.decode_fn(Sampling(0.0), 3)(
+    decoded = pair.decode_fn(Sampling(0.0), chain(3))(
       pair.prompt([text], width=16), jax.random.split(jax.random.key(0), 1), max_new_tokens=40
     )
     ids = vocabulary.encode(text)[:-1] or [vocabulary.eos_id]

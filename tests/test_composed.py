@@ -79,7 +79,7 @@ def test_draft_that_stops_early_requires_token_verification():
     verifier=BlockVerifier
   )
   with pytest.raises(InputError, match=r"near \(stops below 0.5\) stops early"):
-    pair.decoder(RANDOM, 2)
+    pair.decoder(RANDOM, chain(2))
 
 
 def test_layer_skip_shares_the_targets_arrays():
@@ -89,7 +89,7 @@ def test_layer_skip_shares_the_targets_arrays():
   target_arrays = {id(leaf) for leaf in jax.tree.leaves(pair.target_params)}
   assert {id(leaf) for leaf in jax.tree.leaves(with_layers.draft_params)} < target_arrays
   # The target has one layer, so the draft equals the target and every guess is accepted.
-  out = with_layers.decode_fn(GREEDY, 3)(
+  out = with_layers.decode_fn(GREEDY, chain(3))(
     pair.prompt(tiny_pair.SENTENCES[:2]), jax.random.split(jax.random.key(0), 2), max_new_tokens=12
   )
   accepted, rejected = out.rounds.acceptance_counts()

@@ -82,14 +82,14 @@ argmax = functools.partial(
 def test_exact_samples_pass(name, gamma):
   # 1,600 outputs: finds a total variation of 0.15 nine times in ten.
   sampling = SAMPLINGS[name]
-  joint = sampled(sampling=sampling, decode=tiny_pair.pair().decode_fn(sampling, gamma))
+  joint = sampled(sampling=sampling, decode=tiny_pair.pair().decode_fn(sampling, chain(gamma)))
   assert joint.p_value > LEVEL and joint.num_impossible == 0
   assert joint.num_samples == 1600 and joint.num_cells > 40
   assert joint.detectable(LEVEL) < 0.15
 
 
 def test_exact_argmax_passes():
-  plain, ours = (tiny_pair.pair().decode_fn(GREEDY, gamma) for gamma in (0, GAMMA))
+  plain, ours = (tiny_pair.pair().decode_fn(GREEDY, chain(gamma)) for gamma in (0, GAMMA))
   assert argmax(autoregressive=plain, speculative=ours) == []
 
 
@@ -312,7 +312,7 @@ def off_tree(target):
   """Rounds too many, as a share, of the self-draft down each path; and texts that are not ties."""
   pair, tree, texts = tiny_pair.pair()._replace(target=target), branching(3, 2, 1), SENTENCES[:16]
   rounds, fewest = rounds_of_self_draft(pair, texts, tree, 16, 24, by_paths=True)
-  decoders = tiny_pair.pair().decode_fn(GREEDY, 0), pair.decode_fn(GREEDY, tree)
+  decoders = tiny_pair.pair().decode_fn(GREEDY, chain(0)), pair.decode_fn(GREEDY, tree)
   parted = compare_argmax(pair, texts, *decoders, tree.num_nodes, 16, 24, Rounding(1e-3))
   return rounds / fewest - 1, sum(not d.is_tie for _, d in parted)
 
@@ -330,14 +330,14 @@ def test_faults_of_trees_are_caught_at_temperature_0(fault):
 def test_faults_of_the_cache_are_caught_at_temperature_0(fault):
   good, bad = tiny_pair.pair(), with_target(fault)
   divergences = argmax(
-    autoregressive=good.decode_fn(GREEDY, 0), speculative=bad.decode_fn(GREEDY, GAMMA)
+    autoregressive=good.decode_fn(GREEDY, chain(0)), speculative=bad.decode_fn(GREEDY, chain(GAMMA))
   )
   assert divergences and not all(d.is_tie for _, d in divergences)
 
 
 def test_faults_of_the_cache_are_caught_in_samples():
   sampling = SAMPLINGS["temperature 1"]
-  decode = with_target(neighbours_cache).decode_fn(sampling, GAMMA)
+  decode = with_target(neighbours_cache).decode_fn(sampling, chain(GAMMA))
   assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
 
 
@@ -353,7 +353,7 @@ def test_a_divergence_is_found_where_it_is():
   pair = tiny_pair.pair()
   prompt = pair.prompt(TEXTS)
   keys = jax.random.split(jax.random.key(0), len(TEXTS))
-  plain = np.asarray(pair.decode_fn(GREEDY, 0)(prompt, keys, max_new_tokens=9).tokens)
+  plain = np.asarray(pair.decode_fn(GREEDY, chain(0))(prompt, keys, max_new_tokens=9).tokens)
   other = plain.copy()
   other[2, 4:] = (plain[2, 4:] + 1) % 60
   (found,) = first_divergences(
@@ -371,7 +371,7 @@ def test_a_pass_that_changes_later_logits_is_not_rounding(tree):
   """For each shape the differences exceed the bound, and the changed outputs are not ties."""
   good, bad = tiny_pair.pair(), with_target(adds_a_sine)
   prompt, keys = good.prompt(TEXTS), jax.random.split(jax.random.key(0), len(TEXTS))
-  plain = good.decode_fn(GREEDY, 0)
+  plain = good.decode_fn(GREEDY, chain(0))
   own = plain(prompt, keys, max_new_tokens=12)
   text, lengths = np.asarray(own.tokens), np.asarray(own.lengths)
   moved = [node_moves(pair, prompt, text, lengths, tree) for pair in (good, bad)]

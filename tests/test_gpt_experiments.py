@@ -15,6 +15,7 @@ from specdec_jax.commands.check_exactness import check_exactness
 from specdec_jax.commands.decode import decode
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import chain
 from specdec_jax.counts import acceptance_rate
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import measure
@@ -29,7 +30,7 @@ GAMMA, LIMIT = 2, 12
 def decode_one_by_one(texts):
   """Return the greedy autoregressive output for each text, decoded in a batch of one."""
   pair = tiny_pair.gpt_pair()
-  autoregressive = pair.decode_fn(GREEDY, 0)
+  autoregressive = pair.decode_fn(GREEDY, chain(0))
   prompts = [pair.prompt([text]) for text in texts]
   return [
     pair.vocabulary.decode(
@@ -82,7 +83,9 @@ def test_simulated_acceptance_rate_is_alpha_after_ragged_prompts():
   pair = pair._replace(target=SimulatedModel(pair.target, alpha, pair.vocabulary.eos_id))
   prompt = pair.prompt([*TEXTS[:3], *"abcdefghiklmn"])
   assert len(np.unique((np.asarray(prompt) > 0).sum(axis=1))) > 2
-  out = jax.device_get(pair.decode_fn(RANDOM, 3)(prompt, row_keys(0, 0, 16), max_new_tokens=60))
+  out = jax.device_get(
+    pair.decode_fn(RANDOM, chain(3))(prompt, row_keys(0, 0, 16), max_new_tokens=60)
+  )
   assert (out.lengths == 60).all()
   num_verified = sum(x.sum() for x in out.rounds.acceptance_counts())
   error = 5 * np.sqrt(alpha * (1 - alpha) / num_verified)
@@ -151,5 +154,5 @@ def test_decode_command_and_report_examples_accept_empty_prompts(tmp_path):
   assert [json.loads(line)["output"] for line in lines] == expected
   assert all(json.loads(line)["rounds"] > 0 for line in lines)
   settings = DecodeSettings(GREEDY, max_new_tokens=LIMIT)
-  examples = [*decode_examples(pair, TEXTS, [settings], [GAMMA])]
+  examples = [*decode_examples(pair, TEXTS, [settings], [chain(GAMMA)])]
   assert [e.translation for e in examples] == expected and all(e.rounds for e in examples)

@@ -227,8 +227,8 @@ def test_trained_head_is_loaded_as_a_draft_and_its_score_has_improved(trained):
   pair = load(trained)
   assert pair.draft_name == "speculator"
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:4]), jax.random.split(jax.random.key(0), 4)
-  plain = pair.decode_fn(GREEDY, 0)(prompt, keys, max_new_tokens=LIMIT)
-  ours = pair.decode_fn(GREEDY, 4)(prompt, keys, max_new_tokens=LIMIT)
+  plain = pair.decode_fn(GREEDY, chain(0))(prompt, keys, max_new_tokens=LIMIT)
+  ours = pair.decode_fn(GREEDY, chain(4))(prompt, keys, max_new_tokens=LIMIT)
   np.testing.assert_array_equal(ours.tokens, plain.tokens)
   with pytest.raises(InputError, match="makes up to 4 guesses"):
     pair.draft(GREEDY, chain(5))

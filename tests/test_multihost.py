@@ -20,6 +20,7 @@ from specdec_jax.commands import decode as decoding
 from specdec_jax.commands.decode import decode
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
 from specdec_jax.counts import acceptance_rate, num_rounds, num_tokens
 from specdec_jax.errors import InputError
 from specdec_jax.loading import DecodeSettings
@@ -51,7 +52,7 @@ def test_lines_are_the_texts_decoded_with_their_rounds(whole, tmp_path, capsys):
   pair = tiny_pair.pair(max_source_tokens=WIDTH)
   asked = [text if pair.can_decode(text) else None for text in TEXTS]
   settings = DecodeSettings(SAMPLING, BATCH, LIMIT)
-  outputs, decoded = zip(*decode_lines(pair, asked, GAMMA, settings))
+  outputs, decoded = zip(*decode_lines(pair, asked, chain(GAMMA), settings))
   assert [r["output"] for r in records] == [text for batch in outputs for text in batch]
   decoded = [d for batch in decoded for d in batch]
   assert sum(len(r["tokens"]) for r in records) == num_tokens(decoded)

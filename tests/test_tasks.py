@@ -20,7 +20,7 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = tiny.SHARED.resolve() / "data"
@@ -85,7 +85,7 @@ def encoder_inputs(task, length):
 def prompt(tasks, texts, length):
   """Return the tokens [B, S] of texts that a pair passes to its models."""
   file = tasks.T5_VOCABULARY.sentencepiece_model_file
-  pair = Pair(*[None] * 6, open_vocabulary(file, extra_ids=100), "task", "float32", length)
+  pair = LoadedPair(*[None] * 6, open_vocabulary(file, extra_ids=100), "task", "float32", length)
   return np.asarray(pair.prompt(texts, width=length))
 
 

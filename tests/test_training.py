@@ -21,6 +21,7 @@ from specdec_jax.commands import train as commands
 from specdec_jax.commands.distillation_data import model_outputs
 from specdec_jax.commands.tabulate import named_table
 from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
@@ -579,7 +580,7 @@ def decoded(folder, draft, gamma, sampling):
   names = {name: str(folder / name) for name in ("target", "vocabulary.txt")}
   pair = load_pair(names["target"], str(folder / draft), names["vocabulary.txt"], kernels="xla")
   prompt, keys = pair.prompt([""] * 16), row_keys(0, 0, 16)
-  return pair.vocabulary, pair.decode_fn(sampling, gamma)(prompt, keys, max_new_tokens=32)
+  return pair.vocabulary, pair.decode_fn(sampling, chain(gamma))(prompt, keys, max_new_tokens=32)
 
 
 @pytest.mark.filterwarnings("ignore:.* pairs are longer")

@@ -236,7 +236,7 @@ def test_positional_acceptance_agrees_with_the_rounds_of_decoding():
   """One level of siblings on generated texts: 1,000 rounds, 6 standard errors."""
   pair, sampling, limit = small_pair(), Sampling(), dict(max_new_tokens=12)
   prompt = tiny.sources(tiny.config(vocab_size=12), 0, 160)
-  generated = pair.decode_fn(sampling, 0)(prompt, row_keys(0, 0, 160), **limit)
+  generated = pair.decode_fn(sampling, chain(0))(prompt, row_keys(0, 0, 160), **limit)
   texts = [prompt], [jax.device_get(generated)]
   acceptance = positional_acceptance(pair, *texts, sampling, width=4)
   out = jax.device_get(pair.decode_fn(sampling, branching(4))(prompt, row_keys(1, 0, 160), **limit))

@@ -103,7 +103,7 @@ def error_of(function, *args, **settings) -> str:
     (dict(output=5), "output is 5; it must be a string."),
     (dict(prefix=5), "prefix is 5; it must be a string."),
     (dict(sampling=5), "sampling is 5; it must be a Sampling."),
-    (dict(pair=5), "pair is 5; it must be a Pair."),
+    (dict(pair=5), "pair is 5; it must be a LoadedPair."),
     (dict(num_texts=-1), f"num_texts is -1; {COUNT}"),
   ],
   ids=str,

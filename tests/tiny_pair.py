@@ -14,7 +14,7 @@ from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.models.families import Config, init_params
-from specdec_jax.pairs import Pair, load_pair
+from specdec_jax.pairs import LoadedPair, load_pair
 
 _WHO = ("A man", "Two dogs", "A little girl", "The old woman", "Drei Männer", "Ein kleines Mädchen")
 _DOES = ("runs through", "is looking at", "plays with", "sitzt auf", "stands in front of")
@@ -72,7 +72,7 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
-def pair(draft: str = "near", max_source_tokens: int = 24) -> Pair:
+def pair(draft: str = "near", max_source_tokens: int = 24) -> LoadedPair:
   """Return the target with one of the drafts of `folder`.
 
   The limit on source tokens truncates all of SENTENCES to one width.
@@ -87,7 +87,7 @@ def pair(draft: str = "near", max_source_tokens: int = 24) -> Pair:
 
 
 @functools.cache
-def gpt_pair(draft: str = "near", max_source_tokens: int = 32) -> Pair:
+def gpt_pair(draft: str = "near", max_source_tokens: int = 32) -> LoadedPair:
   """Return the decoder-only target with one of the drafts of `gpt_folder`."""
   return load_pair(
     target=str(gpt_folder() / "target"),

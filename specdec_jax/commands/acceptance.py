@@ -12,6 +12,7 @@ from rich.console import Console
 
 from specdec_jax import records
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import (
   acceptance_by_position,
@@ -26,7 +27,7 @@ from specdec_jax.loading import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.measurement.alpha import Acceptance, mean_with_interval, measure_alpha
 from specdec_jax.measurement.autoregressive import generate
 from specdec_jax.measurement.measure import settings_to_measure
-from specdec_jax.pairs import DraftFactory, Pair
+from specdec_jax.pairs import DraftFactory, LoadedPair
 from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
@@ -34,7 +35,7 @@ from specdec_jax.reporting.runs import acceptance_table
 
 
 def acceptance(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   output_dir: str,
   samplings: Sequence[Sampling],
@@ -107,7 +108,7 @@ def acceptance(
 
 
 def _measure(
-  pair: Pair,
+  pair: LoadedPair,
   generated: Sequence[tuple[Array, Array, DecodeResult]],
   settings: DecodeSettings,
   setting: Record,
@@ -115,7 +116,7 @@ def _measure(
   """Return the record with alpha on the generated text, and with the acceptance in real rounds."""
   since = time.perf_counter()
   sampling, lenience = settings.sampling, settings.lenience
-  decode = pair.decode_fn(sampling, setting.gamma, lenience)
+  decode = pair.decode_fn(sampling, chain(setting.gamma), lenience)
   outputs = []
   for prompt, keys, _ in generated:
     decoded = decode(prompt, keys, max_new_tokens=settings.max_new_tokens)

@@ -26,7 +26,7 @@ from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.quality import quality
 from specdec_jax.measurement.timing import interleaved_medians
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.beams import beams_table
@@ -36,7 +36,7 @@ TIE = 1e-5  # scores are equal up to this difference: their sums are rounded in 
 
 
 def beams(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   output_dir: str,
   beam_sizes: Sequence[int] = (1, 2, 4, 8),
@@ -58,7 +58,7 @@ def beams(
     beam_sizes: numbers of beams of the search.
     draft_beam_factors: ratios of the draft's beams to the search's.
     gammas: numbers of steps that the draft searches ahead.
-    nodes: most nodes per target forward pass, as in `Pair.beam_searcher`.
+    nodes: most nodes per target forward pass, as in `LoadedPair.beam_searcher`.
     length_penalty: exponent of the length penalty, as in `BeamSearcher`.
     batch_size: number of texts that are searched together.
     max_new_tokens: limit for each text, EOS included.
@@ -66,7 +66,7 @@ def beams(
     references: reference output of each text, for BLEU of the best text.
 
   Raises:
-    InputError: there is nothing to measure, or as in `Pair.beam_searcher`.
+    InputError: there is nothing to measure, or as in `LoadedPair.beam_searcher`.
   """
   require_types(beams, locals())
   require_count("repeats", repeats, 0)
@@ -119,7 +119,7 @@ def beams(
 
 
 def _measure(
-  pair: Pair,
+  pair: LoadedPair,
   prompts: Sequence[Array],
   num_texts: int,
   settings: Sequence[Record],
@@ -191,7 +191,7 @@ def _measure(
   return measured
 
 
-def _bleu(pair: Pair, result: BeamResult, references: Sequence[str] | None) -> float | None:
+def _bleu(pair: LoadedPair, result: BeamResult, references: Sequence[str] | None) -> float | None:
   """Return BLEU of the best texts; None without references."""
   if not references:
     return None
@@ -200,7 +200,7 @@ def _bleu(pair: Pair, result: BeamResult, references: Sequence[str] | None) -> f
 
 
 def _sorted_by_steps(
-  searcher: BeamSearcher, pair: Pair, prompts: Sequence[Array], num_texts: int, limit: int
+  searcher: BeamSearcher, pair: LoadedPair, prompts: Sequence[Array], num_texts: int, limit: int
 ) -> tuple[list[Int[Array, "B P"]], np.ndarray]:
   """Return batches of rows that need similar numbers of steps, and the order of their rows."""
   steps = [

@@ -14,7 +14,7 @@ from specdec_jax.errors import require_types
 from specdec_jax.loading import DecodeSettings, LoadedTarget
 from specdec_jax.measurement.measure import measure
 from specdec_jax.measurement.speed import Timing
-from specdec_jax.pairs import DraftFactory, Pair
+from specdec_jax.pairs import DraftFactory, LoadedPair
 from specdec_jax.progress import Progress
 from specdec_jax.reporting.drafts import drafts_table
 from specdec_jax.reporting.formats import render
@@ -22,7 +22,7 @@ from specdec_jax.reporting.html import drafts_report
 
 
 def compare_drafts(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   output_dir: str,
   drafts: Sequence[Callable[[LoadedTarget], DraftFactory]],

@@ -35,7 +35,7 @@ from specdec_jax.measurement.stopping import (
   stopped_speedup,
 )
 from specdec_jax.measurement.timing import interleaved_medians
-from specdec_jax.pairs import Pair, stopping_draft
+from specdec_jax.pairs import LoadedPair, stopping_draft
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import gamma_table
@@ -60,7 +60,7 @@ class Policy(NamedTuple):
 
 
 def gamma(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   output_dir: str,
   gammas: Sequence[int] = (1, 2, 3, 5, 7, 10),
@@ -139,7 +139,7 @@ class _Study(NamedTuple):
     calibration: choice of 'auto', and the costs.
   """
 
-  pair: Pair
+  pair: LoadedPair
   sampling: Sampling
   gammas: Sequence[int]
   thresholds: Sequence[float]
@@ -158,11 +158,11 @@ def _policies(study: _Study) -> list[Policy]:
   drafts = tuple(pair.draft(sampling, chain(gamma)) for gamma in gammas)
 
   def fixed(name: str, gamma: int) -> Policy:
-    return Policy(name, gamma, pair.decode_fn(sampling, gamma), calibration.speedups[gamma])
+    return Policy(name, gamma, pair.decode_fn(sampling, chain(gamma)), calibration.speedups[gamma])
 
   def stopping(threshold: float) -> Policy:
     draft = stopping_draft(pair.loaded_target, lambda target: pair.draft_factory, threshold)
-    decode = pair.with_draft(draft).decode_fn(sampling, max(gammas))
+    decode = pair.with_draft(draft).decode_fn(sampling, chain(max(gammas)))
     return Policy(_stopping_name(threshold), max(gammas), decode, None)
 
   decoder = AdaptiveDecoder(

@@ -32,7 +32,7 @@ from specdec_jax.measurement.alpha import positional_acceptance, ratio_with_inte
 from specdec_jax.measurement.autoregressive import generate
 from specdec_jax.measurement.costs import Costs, measure_costs
 from specdec_jax.measurement.measure import settings_to_measure
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
@@ -44,7 +44,7 @@ WIDTH = 8  # number of ranks whose acceptance is measured
 
 
 def trees(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   output_dir: str,
   samplings: Sequence[Sampling],
@@ -158,11 +158,11 @@ def _shape(tree: AnyTree) -> dict[str, Any]:
 
 
 def _with_verifiers(
-  pair: Pair,
+  pair: LoadedPair,
   sampling: Sampling,
   tree: AnyTree,
   verifiers: Sequence[Callable[[Sampling], Verifier]],
-) -> list[Pair]:
+) -> list[LoadedPair]:
   """Return the pair with each verifier that matters for this tree and sampling method."""
   if isinstance(tree, DynamicTree):
     verifiers = [TokenVerifier]
@@ -172,7 +172,7 @@ def _with_verifiers(
 
 
 def _measure(
-  pair: Pair,
+  pair: LoadedPair,
   generated: Sequence[tuple[Array, Array, DecodeResult]],
   sampling: Sampling,
   tree: AnyTree,

@@ -28,7 +28,7 @@ from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.timing import interleaved_medians
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 GAMMA = 7
 LIMIT = 64  # tokens per text
@@ -49,7 +49,7 @@ LEGEND = (
 
 
 def benchmark(
-  pair: Pair, sentences: Sequence[str], recorded: str, record: bool = False, runs: int = 5
+  pair: LoadedPair, sentences: Sequence[str], recorded: str, record: bool = False, runs: int = 5
 ) -> None:
   """Measure the ratios and print them next to recorded ones, or record them.
 
@@ -85,7 +85,7 @@ def benchmark(
     console.print(f"Recorded with other settings: {'; '.join(changed)}.")
 
 
-def _setting(pair: Pair, sentences: Sequence[str]) -> dict[str, str]:
+def _setting(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, str]:
   """Return what the ratios depend on apart from this code."""
   settings = DecodeSettings(Sampling(0.0), max_new_tokens=LIMIT)
   (setting,) = settings_to_measure(pair, sentences, [settings], [GAMMA])
@@ -96,7 +96,7 @@ def _setting(pair: Pair, sentences: Sequence[str]) -> dict[str, str]:
   }
 
 
-def ratios(pair: Pair, sentences: Sequence[str]) -> dict[str, float]:
+def ratios(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, float]:
   """Measure each ratio of `HIGHER_IS_BETTER`, from medians of interleaved repeats."""
   texts = sentences[:8]
   width = pair.prompt(texts).shape[1]  # one width, so that each program is compiled once
@@ -107,7 +107,7 @@ def ratios(pair: Pair, sentences: Sequence[str]) -> dict[str, float]:
   return dict(zip(HIGHER_IS_BETTER, map(float, values)))
 
 
-def _costs(pair: Pair, prompt: Array) -> Costs:
+def _costs(pair: LoadedPair, prompt: Array) -> Costs:
   """Measure costs as `measure_costs` does, but without the prefill, which takes long to compile."""
   draft = pair.draft(Sampling(0.0), chain(GAMMA))
   seconds, _ = interleaved_medians(
@@ -116,9 +116,9 @@ def _costs(pair: Pair, prompt: Array) -> Costs:
   return round_costs((math.nan, math.nan), seconds, [GAMMA])[0]
 
 
-def _speedup(pair: Pair, prompts: Sequence[Array], sampling: Sampling) -> float:
+def _speedup(pair: LoadedPair, prompts: Sequence[Array], sampling: Sampling) -> float:
   """Measure the ratio of tokens per second, from totals."""
-  decodes = pair.decode_fn(sampling, 0), pair.decode_fn(sampling, GAMMA)
+  decodes = pair.decode_fn(sampling, chain(0)), pair.decode_fn(sampling, chain(GAMMA))
   seconds, tokens = [], []
   for i, prompt in enumerate(prompts):
     keys = row_keys(0, i, 1)

@@ -37,7 +37,7 @@ from specdec_jax.exactness.paths import rounds_of_self_draft
 from specdec_jax.exactness.prefix_chi2 import Comparison
 from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
 from specdec_jax.loading import DecodeSettings
-from specdec_jax.pairs import Pair, verifier_name
+from specdec_jax.pairs import LoadedPair, verifier_name
 from specdec_jax.progress import Progress
 
 ROUND_TOKENS = 24  # limit of outputs whose rounds are tested; a batch waits for its longest output
@@ -69,7 +69,7 @@ class Setting(NamedTuple):
 
 
 def check_exactness(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   samplings: Sequence[Sampling],
   gammas: Sequence[int] = (3, 7),
@@ -213,7 +213,7 @@ class _Check:
 
   def __init__(
     self,
-    pair: Pair,
+    pair: LoadedPair,
     texts: Sequence[str],
     shapes: Sequence[AnyTree],
     batch_size: int,
@@ -230,7 +230,7 @@ class _Check:
     self.share = share_of(pair)
     self.moved: dict[AnyTree, float] = {}
     self.autoregressive = functools.cache(
-      lambda sampling, eos_id=None: _CachedDecode(pair.decode_fn(sampling, 0, eos_id=eos_id))
+      lambda sampling, eos_id=None: _CachedDecode(pair.decode_fn(sampling, chain(0), eos_id=eos_id))
     )
     self.cells = functools.cache(functools.partial(cells_of, pair))
 
@@ -459,7 +459,7 @@ def _acceptance_power(guesses: RoundScores, level: float, max_weight: float) -> 
   return f"a bias of {bias:.2%} in acceptance would be detected 9 times in 10"
 
 
-def _of_divergence(pair: Pair, text: int, d: Divergence) -> str:
+def _of_divergence(pair: LoadedPair, text: int, d: Divergence) -> str:
   expected, got = pair.vocabulary.pieces([d.autoregressive, d.speculative])
   conclusion = "a tie" if d.is_tie else "a FAULT"
   return (

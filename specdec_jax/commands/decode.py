@@ -25,7 +25,7 @@ from specdec_jax.core.types import DecodeResult
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import resolve_tree
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 from specdec_jax.progress import Progress
 
 # Fields of a line of a part file that the merge needs.
@@ -33,7 +33,7 @@ _FIELDS = dict(index=int, source=str, output=str, rounds=int, guesses=int, accep
 
 
 def decode(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   output_dir: str,
   sampling: Sampling = Sampling(temperature=0.0),
@@ -170,7 +170,7 @@ def _agreed_tree(path: pathlib.Path, number: int, choose: Callable[[], Tree]) ->
 
 
 def _records(
-  pair: Pair,
+  pair: LoadedPair,
   first: int,
   sources: Sequence[str],
   outputs: Sequence[str],

@@ -28,7 +28,7 @@ from specdec_jax.loading import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.measurement.alpha import draft_probs, lag1_correlation, mean_with_interval
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.models.t5 import EOS_ID
-from specdec_jax.pairs import DraftFactory, Pair
+from specdec_jax.pairs import DraftFactory, LoadedPair
 from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
@@ -137,7 +137,7 @@ def given_outputs(
   model = RecitingModel(len(vocabulary), vocabulary.start_id, vocabulary.eos_id)
   loaded = LoadedTarget(model, None, vocabulary)  # the parameters are the text of each source
   pairs = [
-    Pair(
+    LoadedPair(
       target=model,
       target_params=None,
       target_name=target,
@@ -176,7 +176,7 @@ def given_outputs(
 
 
 def _measure(
-  pair: Pair,
+  pair: LoadedPair,
   source_ids: Sequence[Sequence[int]],
   output_ids: Sequence[Sequence[int]],
   settings: Sequence[Record],
@@ -195,7 +195,7 @@ def _measure(
   for setting in settings:
     decoded = []
     for i, (prompt, text) in enumerate(zip(prompts, texts)):
-      decode = pair._replace(target_params=text).decode_fn(ARGMAX, setting.gamma)
+      decode = pair._replace(target_params=text).decode_fn(ARGMAX, chain(setting.gamma))
       keys = row_keys(setting.seed, i, 1)
       decoded.append(jax.device_get(decode(prompt, keys, max_new_tokens=texts.shape[-1])))
     yield dataclasses.replace(

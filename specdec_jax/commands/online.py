@@ -18,7 +18,7 @@ from specdec_jax.drafts.heads.stateless import SpeculatorDraft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import settings_to_measure
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 from specdec_jax.progress import Progress
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.runs import online_table
@@ -26,7 +26,7 @@ from specdec_jax.training.online import OnlineDraft, decode_and_learn
 
 
 def serve_and_learn(
-  pair: Pair,
+  pair: LoadedPair,
   inputs: Sequence[str],
   output_dir: str,
   num_texts: int = 200,
@@ -68,7 +68,7 @@ def serve_and_learn(
     )
   head_params, target_params = pair.draft_params
   draft = OnlineDraft(frozen, learning_rate)
-  learned, decode_frozen = draft.initial_state(head_params), pair.decode_fn(sampling, gamma)
+  learned, decode_frozen = draft.initial_state(head_params), pair.decode_fn(sampling, chain(gamma))
   decoder = Decoder(pair.target, draft, pair.verifier_for(sampling), pair.vocabulary.eos_id)
   settings = DecodeSettings(sampling, max_new_tokens=max_new_tokens, seed=seed)
   measured: list[records.Record] = []

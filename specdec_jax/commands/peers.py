@@ -34,7 +34,7 @@ from specdec_jax.errors import InputError, require_count, require_seed, require_
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.timing import interleaved_seconds, ratio_range
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 from specdec_jax.peers.comparison import OWN_BASELINE, Backend, Comparison, Decode, best_of_beams
 from specdec_jax.peers.worker import after_idle, in_subprocess, start_process
 from specdec_jax.progress import Progress
@@ -234,7 +234,9 @@ def _baseline_key(setting: Record) -> _DecoderKey:
   return setting.kernels if setting.baseline == OWN_BASELINE.name else None, setting.baseline
 
 
-def _speculative(comparison: Comparison, pair: Pair, sampling: Sampling, gamma: int) -> Decode:
+def _speculative(
+  comparison: Comparison, pair: LoadedPair, sampling: Sampling, gamma: int
+) -> Decode:
   """Return the speculative decoding of a pair, or its speculative beam search."""
   beams, draft_beams = comparison.workload.beams, comparison.workload.draft_beams
   if beams:

@@ -9,17 +9,18 @@ from rich.text import Text
 
 from specdec_jax.commands.speedup import decode_examples, show_speedup
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.speed import Timing
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 from specdec_jax.records import open_results
 from specdec_jax.reporting.rounds import LEGEND, TREE_LEGEND, round_text
 from specdec_jax.reporting.stepper import Example
 
 
 def quickstart(
-  pair: Pair,
+  pair: LoadedPair,
   sentences: Sequence[str],
   output_dir: str,
   gammas: Sequence[int] = (3, 5, 7),
@@ -55,13 +56,14 @@ def quickstart(
   argmax, samplings = Sampling(temperature=0.0), [Sampling(temperature=t) for t in temperatures]
   settings_of = functools.partial(DecodeSettings, max_new_tokens=max_new_tokens)
   other_samplings = [sampling for sampling in samplings if sampling != argmax]
+  chains = [*map(chain, gammas)]
   report_sentences = sentences[: max(0, report_examples)]
   # Opened first, so that a folder which cannot be written to raises before the work.
   with open_results(output_dir) as results:
     shown = show_examples(
-      decode_examples(pair, sentences, [settings_of(argmax)], gammas), show_rounds
+      decode_examples(pair, sentences, [settings_of(argmax)], chains), show_rounds
     )
-    sampled = decode_examples(pair, report_sentences, map(settings_of, other_samplings), gammas)
+    sampled = decode_examples(pair, report_sentences, map(settings_of, other_samplings), chains)
     print(
       f"Measuring the speedup over autoregressive decoding: {len(gammas)} gammas, "
       f"{len(samplings)} temperatures, repeats: {repeats}. This takes minutes; --gin.REPEATS=1 is "

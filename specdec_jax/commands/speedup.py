@@ -16,7 +16,7 @@ from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import resolve_gammas
 from specdec_jax.measurement.measure import References, measure
 from specdec_jax.measurement.speed import Baseline, Timing, own_baseline
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 from specdec_jax.progress import Progress
 from specdec_jax.records import open_results, read
 from specdec_jax.reporting import speeds
@@ -27,7 +27,7 @@ from specdec_jax.reporting.stepper import Example
 
 
 def speedup(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   output_dir: str,
   gammas: Sequence[int | Literal["auto"]] | Literal["auto"] = (3, 5, 7),
@@ -39,7 +39,7 @@ def speedup(
   seed: int = 0,
   lenience: float = 1.0,
   report_examples: int = 4,
-  baseline: Callable[[Pair], Baseline] = own_baseline,
+  baseline: Callable[[LoadedPair], Baseline] = own_baseline,
   references: str | Sequence[str] | None = None,
   metric: str = "BLEU",
 ) -> None:
@@ -78,14 +78,14 @@ def speedup(
       results,
       settings,
       resolved,
-      decode_examples(pair, texts[: max(0, report_examples)], settings, resolved),
+      decode_examples(pair, texts[: max(0, report_examples)], settings, [*map(chain, resolved)]),
       Timing(repeats, baseline(pair)),
       None if references is None else References(references, metric),
     )
 
 
 def show_speedup(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   results: str,
   settings: Sequence[DecodeSettings],
@@ -136,10 +136,10 @@ def show_speedup(
 
 
 def decode_examples(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   settings: Iterable[DecodeSettings],
-  gammas: Sequence[int | AnyTree],
+  trees: Sequence[AnyTree],
 ) -> Iterator[Example]:
   """Decode texts one at a time, with each of the settings, for a report.
 
@@ -149,10 +149,9 @@ def decode_examples(
     pair: target and draft.
     texts: sources.
     settings: of decoding; the batch size is ignored.
-    gammas: gammas or trees, of which the middle one is used.
+    trees: trees of draft tokens, of which the middle one is used.
   """
-  middle = gammas[len(gammas) // 2]
-  tree = chain(middle) if isinstance(middle, int) else middle
+  tree = trees[len(trees) // 2]
   for each in settings:
     shape = pair.guesses(each.sampling, tree)
     num_nodes = None if shape.is_chain else shape.num_nodes

@@ -27,7 +27,7 @@ from specdec_jax.errors import (
 )
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import resolve_tree
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 from specdec_jax.progress import Progress
 
 # Share of a line's letters in single-letter pieces above which a warning is printed. With the
@@ -37,7 +37,7 @@ MAX_SINGLE_LETTER_SHARE = 0.4
 
 
 def translate(
-  pair: Pair,
+  pair: LoadedPair,
   input: str | None,
   output: str = "-",
   sampling: Sampling = Sampling(temperature=0.0),
@@ -80,7 +80,7 @@ def translate(
       number of steps that the draft searches ahead.
     draft_beams: beam size of the draft; defaults to `beams`.
     nodes: maximal number of nodes per target forward pass of a beam search; see
-      `pairs.Pair.beam_searcher`.
+      `pairs.LoadedPair.beam_searcher`.
     length_penalty: of the beam search.
 
   Raises:
@@ -146,7 +146,7 @@ def translate(
 
 
 def _best_of_beams(searcher: BeamSearcher, params: Params) -> Callable[..., DecodeResult]:
-  """Return a function that decodes the best text of a beam search, as `Pair.decode_fn` does."""
+  """Return a function that decodes the best text of a beam search, as `decode_fn` does."""
 
   def decode(prompt, rng, *, max_new_tokens: int) -> DecodeResult:
     result = searcher.run(params, prompt, max_new_tokens=max_new_tokens)
@@ -156,9 +156,9 @@ def _best_of_beams(searcher: BeamSearcher, params: Params) -> Callable[..., Deco
 
 
 def decode_lines(
-  pair: Pair,
+  pair: LoadedPair,
   lines: Iterable[str | None],
-  tree: AnyTree | int,
+  tree: AnyTree,
   settings: DecodeSettings,
   decode: Callable[..., DecodeResult] | None = None,
 ) -> Iterator[tuple[list[str], list[DecodeResult]]]:
@@ -168,7 +168,7 @@ def decode_lines(
     pair: target and draft.
     lines: sources. A line that is None is not decoded and its output is empty; a batch of such
       lines costs nothing.
-    tree: tree of draft tokens, or gamma of a chain; 0 for autoregressive decoding.
+    tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
     settings: of decoding.
     decode: function of (prompt, keys, *, max_new_tokens) to use instead of `pair.decode_fn`.
 
@@ -209,7 +209,7 @@ def _rows(decoded: DecodeResult, rows: Sequence[int]) -> DecodeResult:
 class _LineWarnings:
   """Warnings about input lines and their outputs."""
 
-  def __init__(self, pair: Pair, notes: Console):
+  def __init__(self, pair: LoadedPair, notes: Console):
     self._pair, self._notes = pair, notes
     self._numbers: list[int] = []  # numbers of the lines that are being decoded
     self._warned_of_letters = False

@@ -16,14 +16,14 @@ from specdec_jax.exactness.near_ties import Divergence, Rounding, first_divergen
 from specdec_jax.exactness.paths import batches
 from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
 from specdec_jax.loading import DecodeSettings
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 Decode = Callable[..., DecodeResult]  # function of (prompt [B, P], keys [B], *, max_new_tokens)
 Cells = dict[tuple[int, ...], float]
 
 
 def compare_argmax(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   autoregressive: Decode,
   speculative: Decode,
@@ -62,7 +62,7 @@ def compare_argmax(
 
 
 def cells_of(
-  pair: Pair, texts: Sequence[str], sampling: Sampling, samples_per_text: int, num_tokens: int
+  pair: LoadedPair, texts: Sequence[str], sampling: Sampling, samples_per_text: int, num_tokens: int
 ) -> list[Cells]:
   """Return, for each text, cells of the first tokens of its outputs and their exact probabilities.
 
@@ -86,7 +86,7 @@ def cells_of(
 
 
 def compare_samples(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   decode: Decode,
   settings: DecodeSettings,
@@ -125,7 +125,7 @@ def compare_samples(
 
 
 def _exact_probs(
-  pair: Pair, source: Array, sampling: Sampling, texts: Sequence[Sequence[int]]
+  pair: LoadedPair, source: Array, sampling: Sampling, texts: Sequence[Sequence[int]]
 ) -> np.ndarray:
   """Return the target's probabilities [N, T, V] before each token of N texts of length T."""
   rows = -(-len(texts) // 32) * 32  # few shapes, so few programs

@@ -12,7 +12,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Model
 from specdec_jax.exactness.paths import plans_of
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 SHARES = {"float32": 1e-3, "bfloat16": 0.03}  # of the range of a token's logits
 
@@ -56,7 +56,7 @@ class Divergence(NamedTuple):
     return self.gap <= 2 * self.rounding
 
 
-def share_of(pair: Pair) -> float:
+def share_of(pair: LoadedPair) -> float:
   """Return a bound on differences of the target's logits from rounding, as a share of their range.
 
   It is 0 for a T5 with `kernels.skinny`, which compute the same bits for a token in any block.
@@ -68,7 +68,7 @@ def share_of(pair: Pair) -> float:
 
 
 def node_moves(
-  pair: Pair, prompt: Array, text: np.ndarray, lengths: np.ndarray, tree: AnyTree
+  pair: LoadedPair, prompt: Array, text: np.ndarray, lengths: np.ndarray, tree: AnyTree
 ) -> tuple[float, float]:
   """Measure how much the logits of a verification pass differ from those of passes over one token.
 

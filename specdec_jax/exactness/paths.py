@@ -18,7 +18,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import Context, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 
 class Plans(NamedTuple):
@@ -123,7 +123,7 @@ class PathDraft(ModelDraft):
 
 
 def rounds_of_self_draft(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   tree: AnyTree,
   batch_size: int,
@@ -164,7 +164,7 @@ def rounds_of_self_draft(
 
 
 def batches(
-  pair: Pair, texts: Sequence[str], batch_size: int
+  pair: LoadedPair, texts: Sequence[str], batch_size: int
 ) -> Iterator[tuple[np.ndarray, Array, int]]:
   """Yield the texts batch by batch.
 

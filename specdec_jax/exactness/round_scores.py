@@ -24,7 +24,7 @@ from specdec_jax.counts import require_finite
 from specdec_jax.exactness.martingale import MIN_PROB, RoundScores, Scores, joined
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.alpha import teacher_forced_logits
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 from specdec_jax.wrappers import WrappedDraft
 
 # Function of (prompt [B, P], keys [B], *, max_new_tokens).
@@ -86,7 +86,7 @@ def acceptance_probs(
   return jnp.stack(probabilities, axis=-1), r
 
 
-def recorded(pair: Pair, sampling: Sampling, tree: Tree, eos_id: int | None = None) -> Decode:
+def recorded(pair: LoadedPair, sampling: Sampling, tree: Tree, eos_id: int | None = None) -> Decode:
   """Return a function that decodes as `pair.decoder` does, and also returns the guesses.
 
   The rounds are those of the decoding loop. The draft records its proposals and their outcomes.
@@ -165,7 +165,7 @@ def _recorded_decode(
 
 
 def score_rounds(
-  pair: Pair, texts: Sequence[str], decode: Decode, settings: DecodeSettings, num_guesses: int
+  pair: LoadedPair, texts: Sequence[str], decode: Decode, settings: DecodeSettings, num_guesses: int
 ) -> RoundScores:
   """Decode texts, repeatedly if necessary, until `num_guesses` guesses have been verified.
 

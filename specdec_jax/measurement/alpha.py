@@ -20,7 +20,7 @@ from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Context, DecodeResult, Draft, Model
 from specdec_jax.core.verify.tokens import guess_probs, within_lenience
 from specdec_jax.lossy_verifiers import emitted_distribution
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 
 class Estimate(NamedTuple):
@@ -61,14 +61,14 @@ def teacher_forced_logits(
 
 
 def draft_probs(
-  pair: Pair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+  pair: LoadedPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
   """Return q of a draft with gamma 1 at each token of an output, given the tokens before it."""
   return _proposals_of_pair(pair, draft, prompt, tokens)[1][:, :, 0]
 
 
 def _proposals_of_pair(
-  pair: Pair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+  pair: LoadedPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
 ) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
   return proposals(pair.target, draft, pair.target_params, pair.draft_params, prompt, tokens)
 
@@ -150,7 +150,7 @@ def acceptance_and_change(
 
 
 def positional_acceptance(
-  pair: Pair,
+  pair: LoadedPair,
   prompts: Sequence[Array],
   decoded: Sequence[DecodeResult],
   sampling: Sampling,
@@ -221,7 +221,7 @@ def ratio_with_interval(
 
 
 def measure_alpha(
-  pair: Pair,
+  pair: LoadedPair,
   prompts: Sequence[Array],
   decoded: Sequence[DecodeResult],
   sampling: Sampling,

@@ -7,14 +7,15 @@ import jax
 from jax import Array
 
 from specdec_jax.core.sampling import row_keys
+from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import num_tokens, require_finite
 from specdec_jax.loading import DecodeSettings
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 
 def generate(
-  pair: Pair, texts: Sequence[str], settings: DecodeSettings, min_tokens: int
+  pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings, min_tokens: int
 ) -> list[tuple[Array, Array, DecodeResult]]:
   """Decode batches of texts autoregressively until the outputs have `min_tokens` tokens.
 
@@ -24,7 +25,7 @@ def generate(
     Prompts, keys and outputs of each batch.
   """
   batches, count = [], 0
-  decode = pair.decode_fn(settings.sampling, 0)
+  decode = pair.decode_fn(settings.sampling, chain(0))
   for first in range(0, len(texts), settings.batch_size):
     prompt = pair.prompt(texts[first : first + settings.batch_size])
     keys = row_keys(settings.seed, first, len(prompt))

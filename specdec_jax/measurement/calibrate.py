@@ -29,7 +29,7 @@ from specdec_jax.measurement.calibration_cache import cache_key, get_or_compute
 from specdec_jax.measurement.choice import LEAST_GAIN, Calibration, choose, choose_tree
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs, start_calls
 from specdec_jax.measurement.timing import interleaved_medians
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 NUM_TEXTS = 32  # texts decoded to measure alpha; at least one batch
 GAMMAS = (3, 10)  # gammas whose costs are timed; costs of others are interpolated
@@ -42,7 +42,7 @@ TRIALS = 8  # timed decodes of a trial, if there are fewer batches
 def resolve_tree(
   gamma: int | str,
   tree: Sequence[int] | str | None,
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str | None],
   settings: DecodeSettings,
   say: Callable[[str], object] = print,
@@ -90,7 +90,7 @@ def resolve_tree(
 
 def resolve_gammas(
   gammas: Sequence[int | str] | str,
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   settings: Iterable[DecodeSettings],
 ) -> list[int]:
@@ -115,7 +115,7 @@ def resolve_gammas(
 
 
 def calibrate(
-  pair: Pair, texts: Sequence[str], settings: DecodeSettings, branching: bool = False
+  pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings, branching: bool = False
 ) -> Calibration:
   """Choose gamma for texts, and with `branching` a tree if one is faster.
 
@@ -147,14 +147,14 @@ class _Calibrator:
     settings: of the run.
   """
 
-  pair: Pair
+  pair: LoadedPair
   texts: Sequence[str]
   settings: DecodeSettings
 
   def choose(self, branching: bool) -> Calibration:
     """Decode, time and choose; see `calibrate`."""
     batches = self.batches
-    decode = self.decode_fn(GAMMAS[-1])
+    decode = self.decode_fn(chain(GAMMAS[-1]))
     outputs = [require_finite(jax.device_get(decode(*batch))) for batch in batches]
     alpha = acceptance_rate(outputs)
     lengths = [output.lengths.tolist() for output in outputs]
@@ -167,13 +167,13 @@ class _Calibrator:
     costs = self.costs(trees)
     chosen = choose(alpha, dict(zip(GAMMAS, costs)), lengths)
     if chosen.gamma and chosen.speedups[chosen.gamma] < SURE_GAIN:
-      tried = self.trial(chosen.gamma, 0)
+      tried = self.trial(chain(chosen.gamma), chain(0))
       chosen = chosen._replace(gamma=chosen.gamma if tried >= LEAST_GAIN else 0, tried=tried)
     if branching:
       tree_costs = dict(zip(trees[len(GAMMAS) :], costs[len(GAMMAS) :]))
       best = choose_tree(ranks, tree_costs, lengths)
       if best.speedup >= LEAST_GAIN * chosen.speedups[chosen.gamma]:
-        best = best._replace(tried=self.trial(best.tree, chosen.gamma))
+        best = best._replace(tried=self.trial(best.tree, chain(chosen.gamma)))
       chosen = chosen._replace(branching=best)
     return chosen
 
@@ -192,8 +192,8 @@ class _Calibrator:
       for first in range(0, count, size)
     ]
 
-  def decode_fn(self, tree: Tree | int) -> Callable[..., DecodeResult]:
-    """Return a function of (prompt, keys) that decodes with a tree or a gamma."""
+  def decode_fn(self, tree: Tree) -> Callable[..., DecodeResult]:
+    """Return a function of (prompt, keys) that decodes with a tree."""
     settings = self.settings
     decode = self.pair.decode_fn(settings.sampling, tree, settings.lenience)
     return functools.partial(decode, max_new_tokens=settings.max_new_tokens)
@@ -242,8 +242,8 @@ class _Calibrator:
     seconds, _ = interleaved_medians([*starts, *rounds], REPEATS)
     return round_costs(seconds[:2], seconds[2:], [tree.depth for tree in trees])
 
-  def trial(self, tree: Tree | int, baseline: int) -> float:
-    """Measure the speed with one tree or gamma relative to another gamma, interleaved."""
+  def trial(self, tree: Tree, baseline: Tree) -> float:
+    """Measure the speed with a tree relative to another tree, interleaved."""
     decodes = [self.decode_fn(baseline), self.decode_fn(tree)]
     repeats = -(-TRIALS // len(self.batches))
     timed = [

@@ -18,7 +18,7 @@ from specdec_jax.core.trees import Tree, chain
 from specdec_jax.errors import require_types
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.choice import Branching, Calibration
-from specdec_jax.pairs import Pair, verifier_name
+from specdec_jax.pairs import LoadedPair, verifier_name
 from specdec_jax.version import __version__
 
 
@@ -70,7 +70,7 @@ def get_or_compute(
 
 
 def cache_key(
-  pair: Pair, texts: Sequence[str], settings: DecodeSettings, branching: bool
+  pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings, branching: bool
 ) -> dict[str, Any]:
   """Return what a calibration depends on, as JSON.
 

@@ -22,7 +22,7 @@ from specdec_jax.core.trees import Tree, chain, placeholder_shape
 from specdec_jax.core.types import Draft, Proposal
 from specdec_jax.kernels import skinny
 from specdec_jax.measurement.timing import interleaved_medians
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 CHAIN = 8  # rounds per timed call
 
@@ -62,7 +62,7 @@ class Costs(NamedTuple):
 
 
 def start_calls(
-  pair: Pair, draft: Draft, prompt: Array, max_new_tokens: int
+  pair: LoadedPair, draft: Draft, prompt: Array, max_new_tokens: int
 ) -> list[Callable[[], object]]:
   """Return two calls to be timed: both decoders up to their first round.
 
@@ -81,7 +81,7 @@ _init = jax.jit(Decoder.init, static_argnames=("self", "max_new_tokens"))
 
 
 def round_calls(
-  pair: Pair,
+  pair: LoadedPair,
   drafts: Sequence[Draft],
   prompt: Array,
   sampling: Sampling,
@@ -165,7 +165,7 @@ def round_costs(
 
 
 def measure_costs(
-  pair: Pair,
+  pair: LoadedPair,
   trees: Sequence[Tree],
   prompt: Array,
   sampling: Sampling,
@@ -189,7 +189,7 @@ def measure_costs(
   return round_costs(seconds[:2], seconds[2:], [tree.depth for tree in trees])
 
 
-def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
+def operations_ratio(pair: LoadedPair, prompt: Array, sampling: Sampling) -> float:
   """Compute c-hat: arithmetic operations of a draft step / of a target step (Section 3.4).
 
   Only matmuls count; other operations are few. The operations of a draft step are the difference

@@ -30,7 +30,7 @@ from specdec_jax.measurement.costs import Costs, operations_ratio
 from specdec_jax.measurement.quality import quality
 from specdec_jax.measurement.roofline import memory_bandwidth, step_bytes
 from specdec_jax.measurement.speed import Timing, measure_speed, own_baseline
-from specdec_jax.pairs import Pair, verifier_name
+from specdec_jax.pairs import LoadedPair, verifier_name
 from specdec_jax.records import Record
 
 
@@ -51,7 +51,7 @@ def ignore_progress(sampling: Sampling, done: int, total: int) -> None:
 
 
 def measure(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   results: str,
   settings: Sequence[DecodeSettings],
@@ -114,7 +114,7 @@ def measure(
 
 
 def settings_to_measure(
-  pair: Pair,
+  pair: LoadedPair,
   texts: Sequence[str],
   settings: Iterable[DecodeSettings],
   gammas: Sequence[int],
@@ -169,7 +169,7 @@ def _sampling(record: Record) -> Sampling:
 
 
 def _measure(
-  pair: Pair,
+  pair: LoadedPair,
   prompts: Sequence[Array],
   settings: DecodeSettings,
   wanted: Sequence[Record],

@@ -15,11 +15,11 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.measurement.alpha import draft_probs, teacher_forced_logits
 from specdec_jax.measurement.choice import Calibration
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 
 def acceptances(
-  pair: Pair, prompt: Array, decoded: DecodeResult, sampling: Sampling
+  pair: LoadedPair, prompt: Array, decoded: DecodeResult, sampling: Sampling
 ) -> list[np.ndarray]:
   """Return, for each text, the probability [T] that each token was an accepted draft token.
 

@@ -18,7 +18,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Draft
 from specdec_jax.measurement.timing import interleaved_medians
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 # Rows of the square matrix that is read: 0.27 and 1.07 GB, far larger than any cache. READS reads
 # per call make dispatch overhead negligible.
@@ -64,7 +64,7 @@ def memory_bandwidth(repeats: int = 5) -> float:
 
 
 def step_bytes(
-  pair: Pair, gamma: int, prompt: Array, sampling: Sampling, max_new_tokens: int
+  pair: LoadedPair, gamma: int, prompt: Array, sampling: Sampling, max_new_tokens: int
 ) -> StepBytes:
   """Count the bytes that decoding prompts [B, P] with a chain of gamma tokens has to read.
 

@@ -18,7 +18,7 @@ from specdec_jax.counts import num_tokens, require_finite
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.costs import Costs, round_calls, round_costs, start_calls
 from specdec_jax.measurement.timing import interleaved_seconds, ratio_range, timed
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 NUM_COSTED = 24  # texts at which costs are timed
 
@@ -47,7 +47,7 @@ class Timing(NamedTuple):
   baseline: Baseline | None = None
 
 
-def own_baseline(pair: Pair) -> Baseline:
+def own_baseline(pair: LoadedPair) -> Baseline:
   """Return this package's autoregressive decoding."""
 
   def decode(prompt: Array, rng: Array, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
@@ -101,7 +101,7 @@ def ignore_progress(done: int) -> None:
 
 
 def measure_speed(
-  pair: Pair,
+  pair: LoadedPair,
   prompts: Sequence[Array],
   gammas: Sequence[int],
   settings: DecodeSettings,
@@ -133,7 +133,7 @@ def measure_speed(
   parts = round_calls(pair, drafts, typical, sampling, max_new_tokens, lenience)
   decode_fns: list[Callable[..., DecodeResult]] = [
     functools.partial(baseline.decode, sampling=sampling),
-    *(pair.decode_fn(sampling, gamma, lenience) for gamma in gammas),
+    *(pair.decode_fn(sampling, chain(gamma), lenience) for gamma in gammas),
   ]
   every = max(1, len(prompts) // NUM_COSTED)
   first_row = 0

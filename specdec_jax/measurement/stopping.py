@@ -14,12 +14,14 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.measurement.alpha import draft_probs
 from specdec_jax.measurement.choice import Calibration
-from specdec_jax.pairs import Pair
+from specdec_jax.pairs import LoadedPair
 
 ENTROPY_FACTOR = 0.2  # AdaEDL's (Agrawal et al., 2024)
 
 
-def certainties(pair: Pair, prompt: Array, decoded: DecodeResult) -> dict[str, list[np.ndarray]]:
+def certainties(
+  pair: LoadedPair, prompt: Array, decoded: DecodeResult
+) -> dict[str, list[np.ndarray]]:
   """Return confidence scores of a draft at each token, for each text an array [T].
 
   The scores are the largest probability of q, and AdaEDL's bound 1 - sqrt(0.2 H) with the entropy H

@@ -19,7 +19,7 @@ from specdec_jax.pairs.load import (
   load_pair,
   vocabulary_of,
 )
-from specdec_jax.pairs.pair import Pair, verifier_from, verifier_name
+from specdec_jax.pairs.pair import LoadedPair, verifier_from, verifier_name
 from specdec_jax.pairs.random_weights import random_draft, random_pair
 from specdec_jax.pairs.speculators import random_speculator, speculator
 
@@ -27,7 +27,7 @@ __all__ = [
   "ASSETS",
   "EMBEDDED",
   "DraftFactory",
-  "Pair",
+  "LoadedPair",
   "asset",
   "cascade_draft",
   "hierarchical_draft",

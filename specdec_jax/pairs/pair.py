@@ -22,8 +22,10 @@ from specdec_jax.memory import require_memory
 MOST_STEPS = 32  # drafted by a beam search; each takes about a second to compile
 
 
-class Pair(NamedTuple):
+class LoadedPair(NamedTuple):
   """Target, draft and vocabulary: everything that decoding a text needs.
+
+  `specdec_jax.Pair` adds methods that take and return texts.
 
   Attributes:
     target: M_p.
@@ -83,7 +85,7 @@ class Pair(NamedTuple):
     """The draft of this pair."""
     return DraftFactory(self.draft_name, self.draft, self.draft_params, self.draft_path)
 
-  def with_draft(self, factory: DraftFactory) -> "Pair":
+  def with_draft(self, factory: DraftFactory) -> "LoadedPair":
     """Return a pair of the same target with another draft."""
     return self._replace(
       draft=factory.build,
@@ -100,7 +102,7 @@ class Pair(NamedTuple):
   def decoder(
     self,
     sampling: Sampling,
-    tree: AnyTree | int,
+    tree: AnyTree,
     lenience: float = 1.0,
     eos_id: int | None = None,
   ) -> Decoder:
@@ -108,15 +110,14 @@ class Pair(NamedTuple):
 
     Args:
       sampling: sampling method of target and draft.
-      tree: tree of draft tokens, or gamma of a chain; without draft tokens decoding is
-        autoregressive.
+      tree: tree of draft tokens: `chain(gamma)` for the paper's algorithm. Without draft tokens
+        decoding is autoregressive.
       lenience: of the verifier (Appendix A.5); 1 is exact.
       eos_id: token that ends a text; None for the vocabulary's.
 
     Raises:
       InputError: the verifier cannot verify what the draft proposes.
     """
-    tree = chain(tree) if isinstance(tree, int) else tree
     eos_id = self.vocabulary.eos_id if eos_id is None else eos_id
     if not tree.num_guesses:
       return Decoder(self.target, NullDraft(), TokenVerifier(sampling), eos_id)
@@ -139,7 +140,7 @@ class Pair(NamedTuple):
   def decode_fn(
     self,
     sampling: Sampling,
-    tree: AnyTree | int,
+    tree: AnyTree,
     lenience: float = 1.0,
     eos_id: int | None = None,
   ) -> Callable[..., DecodeResult]:

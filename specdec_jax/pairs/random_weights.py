@@ -19,7 +19,7 @@ from specdec_jax.models.config import GPTConfig, named_config, named_dtype, vers
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pairs.load import EMBEDDED, laid_out
-from specdec_jax.pairs.pair import Pair
+from specdec_jax.pairs.pair import LoadedPair
 
 
 def random_pair(
@@ -33,7 +33,7 @@ def random_pair(
   shardings: ShardingsFn = None,
   draft_shardings: ShardingsFn = None,
   kernels: str = "auto",
-) -> Pair:
+) -> LoadedPair:
   """Return two models of named sizes with random weights and a simulated acceptance rate.
 
   Both models do all their computation, so times are those of real models. Acceptance is simulated
@@ -68,7 +68,7 @@ def random_pair(
     )
   model = SimulatedModel(model_of(config), alpha, words.eos_id)
   drafter = load_draft(draft, LoadedTarget(model, target_params, words))
-  return Pair(
+  return LoadedPair(
     target=model,
     target_params=target_params,
     target_name=_named(version, target),

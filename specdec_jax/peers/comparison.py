@@ -26,7 +26,7 @@ from specdec_jax.errors import InputError, require_types
 from specdec_jax.measurement.speed import own_baseline
 from specdec_jax.models.config import T5Config, t5_config, version_name
 from specdec_jax.models.simulated import SimulatedModel
-from specdec_jax.pairs import EMBEDDED, Pair, is_bundled, load_pair, vocabulary_of
+from specdec_jax.pairs import EMBEDDED, LoadedPair, is_bundled, load_pair, vocabulary_of
 
 # (prompt [1, P], rng [1], *, max_new_tokens, sampling) -> result, as in this package.
 Decode = Callable[..., DecodeResult]
@@ -79,14 +79,14 @@ class Comparison(NamedTuple):
     workload: texts and settings of decoding.
   """
 
-  pairs: tuple[Pair, ...]
+  pairs: tuple[LoadedPair, ...]
   target: str
   draft: str
   alpha: float | None
   workload: Workload
 
   @property
-  def pair(self) -> Pair:
+  def pair(self) -> LoadedPair:
     """The pair with float32 weights."""
     return self.pairs[0]
 
@@ -241,7 +241,7 @@ def random(
 
 def _load_pairs(
   target: str, draft: str, vocabulary: str, task: str | None, extra_ids: int | Literal["auto"]
-) -> tuple[Pair, ...]:
+) -> tuple[LoadedPair, ...]:
   """Load a pair with float32 weights, and with the weights as stored if kernels support those."""
   load = functools.partial(load_pair, target, draft, vocabulary, task, extra_ids=extra_ids)
   widened, stored = load(), load(stored_weights=True)

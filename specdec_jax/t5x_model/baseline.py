@@ -14,7 +14,7 @@ from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.speed import Baseline
 from specdec_jax.models.config import T5Config, named_dtype
-from specdec_jax.pairs import EMBEDDED, Pair
+from specdec_jax.pairs import EMBEDDED, LoadedPair
 from specdec_jax.t5x_model.networks import t5x_network
 
 
@@ -74,7 +74,7 @@ def t5x_decode(
   return DecodeResult(tokens, lengths, rounds, lengths.max(), jnp.full(len(prompt), -1, jnp.int32))
 
 
-def t5x_baseline(pair: Pair, checkpoint: str = str(EMBEDDED / "target")) -> Baseline:
+def t5x_baseline(pair: LoadedPair, checkpoint: str = str(EMBEDDED / "target")) -> Baseline:
   """Return t5x's decoding of a pair's target, for `speedup.speedup.baseline`.
 
   Args:
