@@ -5,20 +5,19 @@
 Programs that are in the file already are not compiled again. See experiments/tpu_v4/README.md.
 """
 
-import argparse
 import pathlib
 
 from specdec_jax.errors import InputError
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.paper import load_table
 from specdec_jax.tpu import table2 as tpu_table2
+from specdec_jax.user_errors import ArgumentParser
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-  parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
+  parser = ArgumentParser(__doc__.splitlines()[0])
   parser.add_argument("compiled", type=pathlib.Path, help="file for the compiled programs")
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
   args = parser.parse_args()

@@ -6,33 +6,31 @@
 The notes below the table and experiments/tpu_v4/README.md explain programs and columns.
 """
 
-import argparse
-import functools
 import importlib.metadata
 import json
+from typing import Any
 
 import jax
 
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
-from specdec_jax.drafts.heads import SpeculatorConfig, speculator_config
+from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig, speculator_config
 from specdec_jax.errors import InputError
 from specdec_jax.extended_theory import best_tree
 from specdec_jax.models.config import named_config, named_dtype
-from specdec_jax.models.families import AnyConfig
 from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
 from specdec_jax.tpu import compile as tpu_compile
 from specdec_jax.tpu import examine
 from specdec_jax.tpu.beams import BeamSettings, beam_programs
+from specdec_jax.user_errors import ArgumentParser
 
 _NOT_SETTINGS = "format", "output", "no_loops"
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-  parser.error = lambda message: parser.exit(2, f"error: {message}; see --help.\n")
+  parser = ArgumentParser(__doc__.splitlines()[0])
   parser.add_argument("--target", default="xxl", help="size of the target (xxl)")
   parser.add_argument(
     "--draft",
@@ -99,18 +97,17 @@ def main() -> None:
   parser.add_argument("--output", help="file for the report as JSON")
   args = parser.parse_args()
   try:
-    layout = dict(fused=True, tied_logits=False) if args.fused else {}
-    config_of_size = functools.partial(
-      named_config, args.version, dtype=named_dtype(args.dtype), **layout
-    )
-    target = config_of_size(args.target)
+    options: dict[str, Any] = dict(dtype=named_dtype(args.dtype))
+    if args.fused:
+      options |= dict(fused=True, tied_logits=False)
+    target = named_config(args.version, args.target, **options)
     draft: AnyConfig
     if args.draft in ("parallel", "eagle", "heads"):
       draft = speculator_config(
         target, args.draft, gamma=args.gamma, emb_dim=args.width, mlp_dim=4 * args.width
       )
     else:
-      draft = config_of_size(args.draft)
+      draft = named_config(args.version, args.draft, **options)
     chip, devices = tpu_compile.described(args.topology)
     gamma: int | Tree = args.gamma
     if args.nodes and not args.beams:

@@ -15,14 +15,13 @@ from specdec_jax.reporting import drawing, figures
 from specdec_jax.reporting.drafts_figure import drafts_figure
 from specdec_jax.reporting.paper import load_table
 from specdec_jax.run import parse_gin
-from specdec_jax.user_errors import format_error
+from specdec_jax.user_errors import ArgumentParser, format_error
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-  parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
+  parser = ArgumentParser(__doc__.splitlines()[0])
   parser.add_argument("--figure", required=True, help="1 to 5, sweep or drafts")
   parser.add_argument("--output", required=True, help="a .png, .svg or .pdf file")
   parser.add_argument(

@@ -7,7 +7,6 @@ T5-11B. From cnn_dm: `validation.txt`, other articles, and `highlights.txt`, sum
 articles.
 """
 
-import argparse
 import json
 import pathlib
 import re
@@ -15,6 +14,7 @@ import re
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError
+from specdec_jax.user_errors import ArgumentParser
 
 
 def unmarked(text: str) -> str:
@@ -37,8 +37,7 @@ def summary(highlights: str) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-  parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
+  parser = ArgumentParser(__doc__.splitlines()[0])
   parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path("../shared/data"))
   parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/cnn_dm"))
   args = parser.parse_args()

@@ -4,7 +4,6 @@ python scripts/quote.py            # rewrite README.md and experiments/
 python scripts/quote.py --check    # list outdated pages without rewriting them
 """
 
-import argparse
 import dataclasses
 import functools
 import os
@@ -15,6 +14,7 @@ from specdec_jax.atomic_files import atomic_write
 from specdec_jax.commands.tabulate import CHECKOUT, named_table
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.pages import quoted
+from specdec_jax.user_errors import ArgumentParser
 
 METRICS = CHECKOUT / "docs" / "metrics.md"
 
@@ -44,7 +44,7 @@ def _markdown(folder: pathlib.Path, words: Sequence[str]) -> str:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+  parser = ArgumentParser(__doc__.splitlines()[0])
   parser.add_argument(
     "--check", action="store_true", help="change nothing; exit with 1 if outdated"
   )

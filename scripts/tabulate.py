@@ -7,17 +7,15 @@ status` shows the reproduction status of each number that the paper prints, from
 of this checkout.
 """
 
-import argparse
-
 from specdec_jax.atomic_files import atomic_write, require_distinct_files
 from specdec_jax.commands.tabulate import named_table
 from specdec_jax.errors import InputError
 from specdec_jax.reporting.formats import render
+from specdec_jax.user_errors import ArgumentParser
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-  parser.error = lambda message: parser.exit(2, f"error: {message}.\n")
+  parser = ArgumentParser(__doc__.splitlines()[0])
   parser.add_argument(
     "results", nargs="*", help="files of records; for equal settings the last record is used"
   )

@@ -1,11 +1,12 @@
 """One-line messages for errors that the user can correct, gin's included."""
 
+import argparse
 import errno
 import os
 import re
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 from specdec_jax.errors import InputError
 
@@ -34,6 +35,16 @@ _GIN_MESSAGES = (
   (r".* Failed to parse token '(.*)'", rf"\1 is not a value; {_QUOTES}"),
   (r"Unable to parse value\.", f"the value cannot be read; {_QUOTES}"),
 )
+
+
+class ArgumentParser(argparse.ArgumentParser):
+  """Parser without abbreviated options, whose errors are one line, without the usage."""
+
+  def __init__(self, description: str):
+    super().__init__(description=description, allow_abbrev=False)
+
+  def error(self, message: str) -> NoReturn:
+    self.exit(2, f"error: {message}.\n")
 
 
 def format_error(error: BaseException) -> str | None:
