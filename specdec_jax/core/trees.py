@@ -318,19 +318,17 @@ def require_static(who: str, tree: Any) -> Tree:
   return tree
 
 
-def require_chain(who: str, tree: AnyTree) -> None:
-  """Raise InputError unless a tree is a chain of at least one draft token."""
+def require_chain(who: str, tree: AnyTree) -> Tree:
+  """Return the tree, or raise InputError unless it is a chain of at least one draft token."""
   tree = require_static(who, tree)
   if not tree.is_chain:
     raise InputError(f"{who} proposes chains, and this tree has {tree.width} children of a node.")
   require_count("gamma", tree.depth)
+  return tree
 
 
 def placeholder_shape(tree: AnyTree, batch: int) -> DynamicTree | None:
-  """Return some shape of a dynamic tree, where any shape will do; None for a static tree.
-
-  All draft tokens follow the last committed token.
-  """
+  """Return a dynamic tree of one level, where any shape will do; None for a static tree."""
   if isinstance(tree, Tree):
     return None
   return dataclasses.replace(tree, parents=jnp.zeros((batch, tree.num_guesses), jnp.int32))
