@@ -20,6 +20,13 @@ from specdec_jax.xla_flags import disable_ynn
 if TYPE_CHECKING:
   from specdec_jax.adaptive import AdaptiveDecoder
   from specdec_jax.api import Candidate, Output, Pair, load_pair, random_pair
+  from specdec_jax.beam_search import (
+    BeamDraft,
+    BeamResult,
+    BeamSearcher,
+    NullBeamDraft,
+    TreeBeamDraft,
+  )
   from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
   from specdec_jax.core.sampling import Sampling
   from specdec_jax.core.theory import (
@@ -86,6 +93,9 @@ if TYPE_CHECKING:
 _DEFINED_IN = {
   "AdaptiveDecoder": "adaptive",
   "BackoffDraft": "drafts.backoff",
+  "BeamDraft": "beam_search",
+  "BeamResult": "beam_search",
+  "BeamSearcher": "beam_search",
   "BlockVerifier": "core.verify.blocks",
   "Candidate": "api",
   "CascadeDraft": "drafts.cascade",
@@ -111,6 +121,7 @@ _DEFINED_IN = {
   "Model": "core.types",
   "ModelDraft": "drafts.model",
   "NgramDraft": "drafts.ngram",
+  "NullBeamDraft": "beam_search",
   "NullDraft": "core.decode",
   "Outcome": "core.types",
   "Output": "api",
@@ -130,6 +141,7 @@ _DEFINED_IN = {
   "TokenVerifier": "core.verify.tokens",
   "TopBetaVerifier": "lossy_verifiers",
   "Tree": "core.trees",
+  "TreeBeamDraft": "beam_search",
   "TypicalVerifier": "lossy_verifiers",
   "UniformDraft": "drafts.uniform",
   "Verification": "core.types",

@@ -87,7 +87,7 @@ CORE += tuple(layer for layer in LAYERS if layer.startswith("core.")) + (
 
 
 # Besides the core, the layers that specdec_jax/__init__.py takes public names from.
-PUBLIC = ("execution", "partitioning", "pairs", "api")
+PUBLIC = ("execution", "beam_search", "partitioning", "pairs", "api")
 
 
 def imports(source: str) -> set[str]:
