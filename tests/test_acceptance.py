@@ -1,4 +1,4 @@
-"""The run behind Table 3: alpha of several drafts over one target's text, resumed, as a table."""
+"""The run of Table 3: alpha of several drafts on one target's text, resumed, and its table."""
 
 import pytest
 import tiny_pair
@@ -30,13 +30,13 @@ def run(output, drafts, samplings=SAMPLINGS, **changes):
   return records.read(output / "results.jsonl")
 
 
-def test_every_draft_and_sampling_is_a_record_and_none_is_measured_twice(tmp_path, drafts, capsys):
+def test_each_draft_and_sampling_is_one_record_and_is_measured_once(tmp_path, drafts, capsys):
   measured = run(tmp_path, drafts[1:], SAMPLINGS[:1])
   assert [(r.draft, r.temperature, r.top_k) for r in measured] == [
     (draft, 0.0, 0) for draft in ("near", "copy-3")
   ]
   before = (tmp_path / "results.jsonl").read_bytes()
-  assert len(run(tmp_path, drafts[:1])) == 5  # the copies' is not asked for
+  assert len(run(tmp_path, drafts[:1])) == 5  # alpha of prompt lookup is not measured
   after = (tmp_path / "results.jsonl").read_bytes()
   assert after.startswith(before)
   out = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_every_draft_and_sampling_is_a_record_and_none_is_measured_twice(tmp_pat
   assert greedy.alpha == pytest.approx(round(greedy.alpha * greedy.num_tokens) / greedy.num_tokens)
 
 
-def test_lenience_accepts_more_and_says_what_it_changes(tmp_path):
+def test_lenience_raises_acceptance_and_records_the_changed_tokens(tmp_path):
   measured = run(tmp_path, [], SAMPLINGS[1:], leniences=(1.0, 0.3))
   sampled = {r.lenience: r for r in measured}
   assert sampled[1].total_variation == pytest.approx(0, abs=1e-5)
@@ -63,7 +63,7 @@ def test_lenience_accepts_more_and_says_what_it_changes(tmp_path):
   assert sampled[0.3].alpha > sampled[1].alpha
 
 
-def test_too_few_texts_are_said(tmp_path):
+def test_too_few_texts_are_reported(tmp_path):
   with pytest.warns(UserWarning, match="fewer than min_tokens = 1000"):
     acceptance(
       tiny_pair.pair("near"),
@@ -80,7 +80,7 @@ def test_too_few_texts_are_said(tmp_path):
 @pytest.mark.parametrize(
   "changes", [dict(texts=[]), dict(samplings=[]), dict(leniences=()), dict(gamma=0)], ids=str
 )
-def test_nothing_to_measure_is_refused(tmp_path, changes):
+def test_empty_lists_raise(tmp_path, changes):
   settings = dict(texts=TEXTS, samplings=SAMPLINGS, output_dir=str(tmp_path / "out"))
   with pytest.raises(InputError):
     acceptance(tiny_pair.pair(), **{**settings, **changes})

@@ -1,4 +1,4 @@
-"""`import specdec_jax`, as a user's own program uses it."""
+"""`import specdec_jax`, as a user's program uses it."""
 
 import inspect
 import json
@@ -30,7 +30,7 @@ def own_pair():
   return Pair(*tiny_pair.pair())
 
 
-def test_loading_it_loads_neither_jax_nor_tensorflow():
+def test_import_loads_neither_jax_nor_tensorflow():
   heavy = "{'jax', 'tensorflow'} & {*sys.modules}"
   code = f"import sys, specdec_jax; print(specdec_jax.__version__, {heavy})"
   said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -39,8 +39,8 @@ def test_loading_it_loads_neither_jax_nor_tensorflow():
     specdec_jax.loadpair  # noqa: B018
 
 
-def test_a_pair_is_loaded_and_its_programs_are_kept(tmp_path, monkeypatch):
-  """In a process of its own: settings of jax are for all of one."""
+def test_loading_a_pair_enables_the_compilation_cache(tmp_path, monkeypatch):
+  """Runs in a subprocess, since the settings of jax apply to a whole process."""
   paths = [str(tiny_pair.folder() / name) for name in ("target", "near", "vocabulary.model")]
   code = (
     "import sys, jax, specdec_jax; pair = specdec_jax.load_pair(*sys.argv[1:], dtype='auto'); "
@@ -53,7 +53,7 @@ def test_a_pair_is_loaded_and_its_programs_are_kept(tmp_path, monkeypatch):
   assert said.stdout.split() == [str(tmp_path / "kept"), "target", "float32"]
 
 
-def test_texts_become_the_targets_own(batch_size=2):
+def test_generate_returns_the_texts_of_the_target(batch_size=2):
   pair = own_pair()
   ours = pair.generate(TEXTS, gamma=2, batch_size=batch_size, **SHORT)
   plain = pair.decode_fn(Sampling(temperature=0.0), chain(0))(
@@ -66,7 +66,7 @@ def test_texts_become_the_targets_own(batch_size=2):
     assert text.acceptance_length == length / len(text.rounds.guesses) > 1
 
 
-def test_an_output_shows_its_rounds(capsys):
+def test_output_shows_its_rounds(capsys):
   (output,) = own_pair().generate(TEXTS[:1], tree=(0, 0, 1), **SHORT)
   assert "".join(w for r in output.words for w in r.emitted).strip()[:4] == output[:4]
   output.show()
@@ -77,16 +77,16 @@ def test_an_output_shows_its_rounds(capsys):
   assert shown.startswith("<pre>") and "<span style=" in shown and "<script" not in shown
 
 
-def test_a_seed_and_a_place_say_what_is_sampled():
+def test_samples_depend_on_the_seed_and_the_index_of_the_text():
   sampled = dict(gamma=2, temperature=1.0, top_k=20, **SHORT)
   generate = own_pair().generate
   first = generate(TEXTS, seed=1, batch_size=2, **sampled)
   assert first == generate(TEXTS, seed=1, batch_size=2, **sampled)
-  assert first[2] != generate(TEXTS[2:], seed=1, batch_size=2, **sampled)[0]  # another place
+  assert first[2] != generate(TEXTS[2:], seed=1, batch_size=2, **sampled)[0]  # another index
   assert first != generate(TEXTS, seed=2, batch_size=2, **sampled)
 
 
-def test_auto_finds_what_is_fastest_and_says_why(monkeypatch, caplog):
+def test_auto_chooses_the_fastest_and_logs_why(monkeypatch, caplog):
   tree = Tree((0, 0, 1))
 
   def found(pair, texts, *rest, branching):
@@ -109,7 +109,7 @@ def test_auto_finds_what_is_fastest_and_says_why(monkeypatch, caplog):
   ],
   ids=str,
 )
-def test_pieces_of_a_stream_are_the_whole(how, verifier):
+def test_pieces_of_a_stream_concatenate_to_the_output(how, verifier):
   pair = own_pair()._replace(verifier=verifier)
   (whole,) = pair.generate(TEXTS[1:2], **how, **SHORT)
   pieces = [*pair.stream(TEXTS[1], **how, **SHORT)]
@@ -130,7 +130,7 @@ def test_pieces_of_a_stream_are_the_whole(how, verifier):
   ],
   ids=str,
 )
-def test_what_is_asked_is_checked(changes, words):
+def test_invalid_arguments_raise(changes, words):
   with pytest.raises(InputError, match=words):
     own_pair().generate(**{"texts": TEXTS, **changes})
 
@@ -150,7 +150,7 @@ def test_what_is_asked_is_checked(changes, words):
     ("beam_search", "sped", "it takes beams, gamma, draft_beams, "),
   ],
 )
-def test_an_unknown_argument_is_answered_with_ours(method, name, said):
+def test_error_for_an_argument_of_transformers_names_ours(method, name, said):
   call = getattr(own_pair(), method)
   with pytest.raises(TypeError, match=re.escape(f"{method}() has no argument {name!r}")) as caught:
     call(TEXTS, **{name: 4})
@@ -158,15 +158,15 @@ def test_an_unknown_argument_is_answered_with_ours(method, name, said):
   assert "max_new_tokens" in inspect.signature(call).parameters
 
 
-def test_a_pair_is_shown_in_a_line():
+def test_repr_of_a_pair_is_one_line():
   shown = repr(own_pair())
   assert len(shown) < 300 and "\n" not in shown
   assert shown.startswith("Pair(target='") and "/near' (0.0M parameters)" in shown
   assert shown.endswith("task='tiny', dtype='float32')")
 
 
-def test_the_notebook_runs_top_to_bottom(capsys, monkeypatch):
-  """With random weights, which compile sooner; `test_embedded.py` has the bundled pair's."""
+def test_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
+  """Uses random weights, which compile faster; `test_embedded.py` tests the bundled pair."""
   monkeypatch.setattr(api, "load_pair", own_pair)
   cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]
   namespace = {}
@@ -180,11 +180,11 @@ def test_the_notebook_runs_top_to_bottom(capsys, monkeypatch):
   assert "<pre>" in namespace["branched"]._repr_html_()
 
 
-def test_a_beam_search_finds_texts_the_best_first():
+def test_beam_search_returns_the_best_text_first():
   pair = own_pair()
   found = pair.beam_search(TEXTS, beams=3, gamma=2, batch_size=2, **SHORT)
   plain = pair.beam_search(TEXTS, beams=3, gamma=0, **SHORT)
-  assert found == plain and {*map(len, found)} <= {2, 3}  # fewer where fewer ended
+  assert found == plain and {*map(len, found)} <= {2, 3}  # fewer if fewer ended
   for texts, same in zip(found, plain):
     scores = [text.score for text in texts]
     assert scores == sorted(scores, reverse=True)
@@ -201,6 +201,6 @@ def test_a_beam_search_finds_texts_the_best_first():
     (dict(beams=64), "more than the vocabulary's"),
   ],
 )
-def test_a_search_that_cannot_be_is_refused(how, said):
+def test_unsupported_beam_search_raises(how, said):
   with pytest.raises(InputError, match=said):
     own_pair().beam_search(TEXTS, **how, **SHORT)

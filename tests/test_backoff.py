@@ -1,4 +1,4 @@
-"""N-grams with back-off against a plain count of what followed; drafts that take turns."""
+"""N-grams with back-off against a plain count of successors, and drafts with a fallback."""
 
 from collections import Counter
 
@@ -24,7 +24,7 @@ ROWS = [[*RNG.integers(2, 7, RNG.integers(3, 15)).tolist(), EOS] for _ in range(
 
 
 def by_hand(rows, text, order, rank):
-  """What is next after a text by counting, longest context first; 0 if there is none."""
+  """Return the most frequent successors of a text by counting, longest context first; 0 if none."""
   for length in reversed(range(order)):
     context = text[len(text) - length :]
     if len(text) < length:
@@ -42,7 +42,7 @@ def by_hand(rows, text, order, rank):
 
 
 def written(texts) -> Context:
-  """In which these are committed, after prompts of nothing."""
+  """Return a context in which these tokens are committed, after empty prompts."""
   fill = jnp.array([[*text, *[9] * (SLOTS - len(text))] for text in texts], jnp.int32)
   return Context(
     jnp.zeros((len(texts), 4), jnp.int32), fill, jnp.array([*map(len, texts)]), None, None
@@ -58,9 +58,9 @@ def propose(draft, params, texts):
 
 @pytest.mark.parametrize("order", [1, 2, 4])
 @pytest.mark.parametrize("tree", [chain(3), Tree((0, 0, 0, 1, 1, 2, 4))], ids=["chain", "tree"])
-def test_guesses_are_what_followed_the_longest_context(order, tree):
+def test_guesses_are_the_most_frequent_successors_of_the_longest_context(order, tree):
   texts = [[0, *row[:length]] for row, length in zip(ROWS, (0, 1, 2, 3, 5, 4))]
-  texts += [[0, 2, 8, 8], [0, 8, 8, 8, 3]]  # ids that no row has
+  texts += [[0, 2, 8, 8], [0, 8, 8, 8, 3]]  # ids that no row contains
   proposal = propose(BackoffDraft(tree, order), fit_backoff(ROWS, order), texts)
   assert proposal.q is None
   for text, guesses in zip(texts, np.asarray(proposal.tokens).tolist()):
@@ -70,13 +70,13 @@ def test_guesses_are_what_followed_the_longest_context(order, tree):
       paths.append([*paths[parent], guess])
 
 
-def test_few_successors_leave_younger_guesses_out():
+def test_missing_successors_leave_later_siblings_unproposed():
   params = fit_backoff([[5, EOS], [6, EOS], [5, EOS]], 2, num_successors=1)
   proposal = propose(BackoffDraft(branching(2), 2), params, [[0], [0, 5]])
   assert proposal.tokens.tolist() == [[5, 0], [EOS, 0]]
 
 
-def test_a_file_is_counted(tmp_path):
+def test_ngrams_are_counted_from_a_file(tmp_path):
   words = tiny_pair.pair().vocabulary
   (tmp_path / "out.txt").write_text("".join(f"{text}\n" for text in tiny_pair.SENTENCES))
   drafter = backoff_ngrams(tiny.loaded(words), str(tmp_path / "out.txt"), order=3)
@@ -93,13 +93,13 @@ def test_a_file_is_counted(tmp_path):
   + [([], 2, "hold no tokens"), ([[]], 2, "hold no tokens")],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_cannot_be_counted(rows, order, sentence):
+def test_invalid_files_and_sizes_raise(rows, order, sentence):
   with pytest.raises(InputError, match=sentence):
     fit_backoff(rows, order)
 
 
-def test_the_first_that_knows_guesses():
-  """Copying finds nothing in the first text, whose newest token is new; n-grams know it."""
+def test_fallback_uses_the_first_draft_with_a_proposal():
+  """Prompt lookup finds nothing in the first text, whose last token is new; n-grams find it."""
   drafts = PromptLookupDraft(7, chain(2), 2), BackoffDraft(chain(2), 2)
   params = (), fit_backoff(ROWS, 2)
   texts = [[0, 2, 3], [0, 4, 5, 6, 4]]
@@ -108,7 +108,7 @@ def test_the_first_that_knows_guesses():
   assert tokens == [alone[0], [5, 6]] and alone[1] != [5, 6]
 
 
-def test_drafts_that_cannot_take_turns():
+def test_drafts_that_cannot_be_combined_raise():
   with pytest.raises(InputError, match="need equal trees"):
     FallbackDraft((PromptLookupDraft(7, chain(2)), BackoffDraft(chain(3), 2)))
   drawing = FallbackDraft((PromptLookupDraft(7, chain(2)), UniformDraft(7, chain(2))))
@@ -116,7 +116,7 @@ def test_drafts_that_cannot_take_turns():
     propose(drawing, ((), ()), [[0, 2]])
 
 
-def test_a_uniform_draft_says_so():
+def test_name_of_a_uniform_draft():
   proposal = propose(UniformDraft(7, branching(3)), (), [[0, 2]] * 400)
   assert (proposal.q == np.float32(1 / 7)).all() and proposal.q.shape == (400, 3, 7)
   counts = np.bincount(np.asarray(proposal.tokens).ravel(), minlength=7)

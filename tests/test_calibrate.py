@@ -1,4 +1,4 @@
-"""gamma and tree = 'auto': the prediction for batches, the choice, and the runs that take it."""
+"""gamma and tree = 'auto': prediction for batches, choice, and the runs that use it."""
 
 import dataclasses
 import functools
@@ -38,7 +38,8 @@ LENGTHS = [[17], [12], [30]]
 
 
 def costs(c=0.05, v_slope=0.03, fixed=0.1, start=2.0):
-  """At gamma 3 and 10: drafting takes `fixed` and c a guess, verification 1 and v_slope a guess."""
+  """Return costs at gamma 3 and 10: drafting costs `fixed` plus c per token; v is 1 plus v_slope
+  per token."""
   return {
     g: Costs(1e-3, 1e-3 * (c + fixed / g), 9e-4, 1e-4 + 1e-3 * v_slope * g, 1e-3 * start, 5e-4)
     for g in (3, 10)
@@ -68,7 +69,7 @@ def test_rounds_of_a_batch_are_those_of_its_slowest_row(alpha, gamma, lengths):
   assert expected_rounds(alpha, gamma, max(lengths)) < drawn.mean() - error or len(lengths) == 1
 
 
-def test_a_batch_without_refusals_takes_as_long_as_its_longest_row():
+def test_batch_without_rejections_takes_as_long_as_its_longest_row():
   assert expected_rounds(1.0, 4, [3, 20, 11]) == 4
   assert expected_rounds(0.0, 4, [3, 20, 11]) == 20
   plain_costs = dict(c=0.1, verify_cost=1.2, target_start=2.0, draft_start=0.5)
@@ -76,10 +77,10 @@ def test_a_batch_without_refusals_takes_as_long_as_its_longest_row():
   assert got == pytest.approx((20 + 5 + 2 * 2) / (2 * 2.5 + (4 + 1) * (4 * 0.1 + 1.2)))
 
 
-# The choice.
+# The choice of gamma.
 
 
-def test_costs_between_those_measured_lie_on_lines():
+def test_costs_are_interpolated_linearly():
   c, v = choose(0.8, costs(c=0.05, v_slope=0.03, fixed=0.1), LENGTHS)[2:4]
   for g in range(1, 11):
     assert g * c[g] == pytest.approx(0.1 + 0.05 * g)
@@ -87,12 +88,12 @@ def test_costs_between_those_measured_lie_on_lines():
   assert len(v) == 11 and (c[0], v[0]) == (0.0, 1.0)
 
 
-def test_drafting_never_costs_less_than_nothing():
+def test_interpolated_draft_cost_is_not_negative():
   c = choose(0.8, costs(c=0.05, v_slope=0.03, fixed=-0.3), LENGTHS).c
   assert min(c) == 0.0 and c[10] == pytest.approx((0.5 - 0.3) / 10)
 
 
-def test_the_gamma_chosen_is_the_best_and_grows_with_alpha():
+def test_chosen_gamma_is_the_fastest_and_grows_with_alpha():
   chosen = []
   for alpha in (0.0, 0.1, 0.4, 0.6, 0.8, 0.9, 0.99):
     found = choose(alpha, costs(), LENGTHS)
@@ -107,7 +108,7 @@ def test_the_gamma_chosen_is_the_best_and_grows_with_alpha():
   assert len(set(chosen)) > 4 and chosen[-1] == 9
 
 
-def test_plain_decoding_is_chosen_where_verification_or_drafting_is_dear():
+def test_autoregressive_decoding_is_chosen_if_verification_or_drafting_is_expensive():
   assert choose(0.8, costs(), LENGTHS).gamma > 0
   for dear in (costs(v_slope=0.9), costs(c=0.9), costs(fixed=3.0)):
     found = choose(0.8, dear, LENGTHS)
@@ -115,7 +116,7 @@ def test_plain_decoding_is_chosen_where_verification_or_drafting_is_dear():
     assert str(found).startswith("autoregressive decoding, gamma 0, was chosen: alpha 0.80")
 
 
-def test_the_choice_says_why():
+def test_explanation_of_the_choice():
   found = choose(0.8, costs(), LENGTHS)
   g = found.gamma
   assert str(found) == (
@@ -127,8 +128,8 @@ def test_the_choice_says_why():
 
 
 @pytest.mark.parametrize("tried, chosen", [(1.04, True), (0.97, False)])
-def test_a_small_gain_must_show_when_it_is_tried(monkeypatch, tried, chosen):
-  """The clock is ours: speculation takes 1 / `tried` of the time, and saves 8% by prediction."""
+def test_small_predicted_gain_is_confirmed_by_a_trial(monkeypatch, tried, chosen):
+  """Times are simulated: speculation takes 1 / `tried` of the time, and is predicted to save 8%."""
   small = choose(0.8, costs(v_slope=0.3), LENGTHS)._replace(gamma=2, speedups=(1.0, 1.05, 1.08))
   monkeypatch.setattr(calibrate, "choose", lambda *args: small)
   monkeypatch.setattr(calibrate, "round_calls", lambda *args: [])
@@ -148,7 +149,8 @@ def test_a_small_gain_must_show_when_it_is_tried(monkeypatch, tried, chosen):
 
 
 def tree_costs(level, guess, row, start=0.0):
-  """At 4, 16 and 64 nodes: drafting takes so much a level and a guess, verification 1 and a row."""
+  """Return costs at 4, 16 and 64 nodes: per level and per draft token of drafting, and per row of
+  verification."""
   trees = [branching(3), branching(3, 2, 1), Tree([0] * 20 + [1] * 43)]
   return {
     tree: Costs(
@@ -166,8 +168,8 @@ def tree_costs(level, guess, row, start=0.0):
 LONG = [[600]]  # a text so long that its last round does not matter
 
 
-def test_a_trees_rates_are_the_chances_of_its_levels():
-  """The text formula on them, for a long text, is tokens a round over the time of a round."""
+def test_rates_of_a_tree_are_the_acceptance_rates_of_its_levels():
+  """For a long text, the formula gives tokens per round divided by the time of a round."""
   assert tree_rates(chain(3), [0.7, 0.2]) == pytest.approx([0.7] * 3)
   tree = Tree([0, 0, 1, 1, 2])
   assert tree_rates(tree, [0.6, 0.2]) == pytest.approx([0.8, (0.36 + 0.12 + 0.12) / 0.8])
@@ -177,17 +179,18 @@ def test_a_trees_rates_are_the_chances_of_its_levels():
   assert expected_rounds([0.6], 1, 3) == expected_rounds(0.6, 1, 3) == pytest.approx(2.16)
 
 
-def test_rounds_with_rates_of_their_own_by_hand():
-  """3 tokens, rates 1/2 and 1: a round gives 1 or 3, so 1 round or else, of 2 left, 2 or 1."""
+def test_rounds_with_different_rates_by_hand():
+  """For 3 tokens and rates 1/2 and 1, a round emits 1 or 3 tokens: 1 round, or 2 tokens remain, for
+  which it is 1 or 2."""
   assert expected_rounds([0.5, 1.0], 2, 3) == pytest.approx(0.5 + 0.5 * (1 + 0.5 * 1 + 0.5 * 2))
 
 
 @pytest.mark.parametrize(
   "level, tree, speedup", [(0.1, (0, 0, 1), 2 / 1.2), (0.5, (0, 0), 1.75 / 1.5)]
 )
-def test_a_dear_level_makes_a_shallow_tree(monkeypatch, level, tree, speedup):
-  """Rank 0 stands half the time, rank 1 a quarter: two children give 1.75 tokens, and one more
-  behind the first 2."""
+def test_expensive_levels_make_a_shallow_tree(monkeypatch, level, tree, speedup):
+  """Rank 0 is accepted with probability 1/2 and rank 1 with 1/4: two children give 1.75 tokens, and
+  one more child of the first gives 2."""
   monkeypatch.setattr(choice, "NODES", (4,))
   monkeypatch.setattr(choice, "DEPTH", 2)
   found = choose_tree([0.5, 0.25], tree_costs(level, 0.0, 0.0), LONG)
@@ -199,9 +202,9 @@ def test_a_dear_level_makes_a_shallow_tree(monkeypatch, level, tree, speedup):
 RANKS = [0.8, 0.1, 0.04]
 
 
-def test_where_rows_are_free_a_wide_tree_beats_the_chain_and_where_they_are_dear_it_does_not():
-  """With a level of 0.05 and rows that are free a chain gives by hand 4.33 tokens in 1.4 steps at
-  gamma 8, and with rows of 0.2 a step 2.952 in 1.75 at gamma 3."""
+def test_wide_tree_is_faster_than_a_chain_only_if_rows_are_cheap():
+  """By hand, with a level of 0.05 and free rows, a chain emits 4.33 tokens in 1.4 steps at gamma 8;
+  with rows of 0.2 steps, 2.952 tokens in 1.75 steps at gamma 3."""
   flat = choose_tree(RANKS, tree_costs(0.05, 0.0, 0.0), LONG)
   plain = choose(RANKS[0], costs(c=0.05, v_slope=0.0, fixed=0.0, start=0.0), LONG)
   assert flat.tree.num_nodes == 64 and flat.tree.width > 1
@@ -214,8 +217,8 @@ def test_where_rows_are_free_a_wide_tree_beats_the_chain_and_where_they_are_dear
   assert 1 < steep.speedup < 0.9 * max(chained.speedups)
 
 
-def test_costs_of_trees_between_those_measured():
-  """Also where speed is found on texts as short as these, with all that is read before."""
+def test_costs_of_trees_are_interpolated():
+  """This includes short texts, for which the prefill matters."""
   found = choose_tree(RANKS, tree_costs(0.05, 0.002, 0.01, start=2.0), LENGTHS)
   n, depth = found.tree.num_nodes, found.tree.depth
   assert found.drafting == pytest.approx(0.05 * depth + 0.002 * (n - 1))
@@ -229,12 +232,12 @@ def test_costs_of_trees_between_those_measured():
         rates = tree_rates(tree, RANKS)
         other = text_improvement(rates, tree.depth, c, v, LENGTHS, 2.0)
         assert other <= found.speedup + 1e-9
-  free = choose_tree(RANKS, tree_costs(-0.1, -0.01, 0.0), LENGTHS)  # as noise may have it
+  free = choose_tree(RANKS, tree_costs(-0.1, -0.01, 0.0), LENGTHS)  # as noise may make it
   assert free.drafting == 0.0
 
 
 @pytest.mark.parametrize("tried, taken", [(1.04, True), (0.97, False), (None, False)])
-def test_a_tree_is_taken_if_it_was_faster(tried, taken):
+def test_tree_is_chosen_if_it_was_faster_when_tried(tried, taken):
   found = choose(0.8, costs(), LENGTHS)
   best = choose_tree(RANKS, tree_costs(0.05, 0.0, 0.0), LENGTHS)._replace(tried=tried)
   said = str(both := found._replace(branching=best))
@@ -250,18 +253,18 @@ def test_a_tree_is_taken_if_it_was_faster(tried, taken):
   )
 
 
-# The runs that take it.
+# The runs that use the choice.
 
 
 def auto(monkeypatch, alpha, **dear):
-  """Calibration without its measurements."""
+  """Replace the measurements of a calibration."""
   made = choose(alpha, costs(**dear), LENGTHS)
   monkeypatch.setattr(calibrate, "calibrate", lambda *args, **settings: made)
   monkeypatch.setattr(calibrate, "get_or_compute", lambda find, *rest, **more: (find(), ""))
   return made
 
 
-def test_auto_is_resolved_and_a_number_stays(monkeypatch, capsys):
+def test_auto_is_resolved_and_numbers_are_kept(monkeypatch, capsys):
   found = auto(monkeypatch, 0.8)
   rest = None, TEXTS, SETTINGS
   assert resolve_tree("auto", None, *rest) == chain(found.gamma) and found.gamma > 0
@@ -288,12 +291,12 @@ def test_auto_is_resolved_and_a_number_stays(monkeypatch, capsys):
   ],
   ids=["no gamma to choose", "no parent", "negative", "empty", "huge"],
 )
-def test_trees_that_are_none(gamma, tree, sentence):
+def test_invalid_trees_raise(gamma, tree, sentence):
   with pytest.raises(InputError, match=sentence):
     resolve_tree(gamma, tree, None, TEXTS, SETTINGS)
 
 
-def test_auto_among_gammas_to_be_measured(monkeypatch, capsys):
+def test_auto_among_several_gammas(monkeypatch, capsys):
   found = auto(monkeypatch, 0.8)
   settings = None, TEXTS, [SETTINGS, dataclasses.replace(SETTINGS, sampling=Sampling())]
   assert resolve_gammas((3, "auto"), *settings) == sorted({3, found.gamma})
@@ -306,7 +309,7 @@ def test_auto_among_gammas_to_be_measured(monkeypatch, capsys):
   assert resolve_gammas((5, 7), *settings) == [5, 7] and capsys.readouterr().out == ""
 
 
-def test_a_calibration_is_kept_until_something_changes(cache):
+def test_calibration_is_cached_until_a_setting_changes(cache):
   chosen = choose(0.8, costs(), LENGTHS)
   best = choice.Branching(branching(2, 1), (0.7, 0.1), 0.5, 1.5, 1.3, 1.1)
   finds, on = [chosen, chosen._replace(branching=best), chosen._replace(gamma=0)], dict(a=1)
@@ -321,7 +324,7 @@ def test_a_calibration_is_kept_until_something_changes(cache):
   found, since = keep(2)
   assert found == chosen and "with 3 texts" in since and str(cache) in since and len(finds) == 2
   assert keep(b=2)[0].branching == best and keep(b=2)[0].tree == best.tree and len(finds) == 1
-  assert keep(4)[0].gamma == 0 == keep(4)[0].gamma and not finds  # of more texts: found again
+  assert keep(4)[0].gamma == 0 == keep(4)[0].gamma and not finds  # more texts: measured again
   for path in (cache / "calibrations").iterdir():
     path.write_text(path.read_text()[:-9])
   finds.append(chosen)
@@ -349,7 +352,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_calibration_is_named_and_measured_again(cache, name):
+def test_damaged_calibration_file_is_reported_and_measured_again(cache, name):
   chosen = choose(0.8, costs(), LENGTHS)
 
   def keep(*found):
@@ -367,7 +370,7 @@ def test_a_damaged_calibration_is_named_and_measured_again(cache, name):
   assert keep()[0] == chosen
 
 
-def test_what_a_calibration_depends_on():
+def test_settings_that_a_calibration_depends_on():
   pair, other = (tiny_pair.pair(draft, max_source_tokens=48) for draft in ("near", "random"))
 
   def on(pair=pair, texts=TEXTS, branching=False, **changes):
@@ -386,7 +389,7 @@ def test_what_a_calibration_depends_on():
   assert len({on(), *others}) == 7
 
 
-def test_hosts_agree_on_the_first_choice(tmp_path):
+def test_hosts_use_the_choice_of_the_first_one(tmp_path):
   path = tmp_path / "tree"
   for tree in (chain(3), branching(2, 1)):
     assert decode._agreed_tree(path, 0, functools.partial(Tree, tree.parents)) == tree
@@ -400,7 +403,7 @@ def test_hosts_agree_on_the_first_choice(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["tree"]
 
 
-def test_gamma_0_decodes_plainly():
+def test_gamma_0_decodes_autoregressively():
   pair, sampling = tiny_pair.pair(), Sampling()
   ((_, (decoded,)),) = decode_lines(pair, TEXTS, chain(0), DecodeSettings(sampling, 4, 12, seed=3))
   settings = dict(max_new_tokens=12, sampling=sampling)
@@ -412,7 +415,7 @@ def test_gamma_0_decodes_plainly():
 
 
 def translated(tmp_path, pair, tree):
-  """Lines that the command writes of TEXTS, at temperature 0."""
+  """Return the lines that the command writes for TEXTS at temperature 0."""
   (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in TEXTS))
   files = str(tmp_path / "in.txt"), str(tmp_path / "out.txt")
   translate(pair, *files, batch_size=2, max_new_tokens=12, tree=tree)
@@ -424,13 +427,13 @@ def plain_lines(pair):
   return [text for texts, _ in batches for text in texts]
 
 
-def test_a_given_tree_decodes_what_plain_decoding_does(tmp_path):
+def test_given_tree_has_the_output_of_autoregressive_decoding(tmp_path):
   pair = tiny_pair.pair()
   assert translated(tmp_path, pair, [0, 0, 1]) == plain_lines(pair)
 
 
-def test_a_tree_is_found_and_tried(tmp_path, monkeypatch, capsys):
-  """The clock is ours: drafting and further rows are free, and the tree takes 0.8 of the chain's
+def test_auto_chooses_and_tries_a_tree(tmp_path, monkeypatch, capsys):
+  """Times are simulated: drafting and further rows are free, and the tree takes 0.8 of the chain's
   time. A tree of 128 nodes, more than the model has positions for, is neither timed nor chosen."""
   pair = tiny_pair.gpt_pair()
   measured = dict(GAMMAS=(1, 2), TREES=((4, 2), (128, 4)), NUM_TEXTS=2, SURE_GAIN=0.0)
@@ -458,7 +461,7 @@ def test_hosts_share_the_tree(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(
     calibrate, "calibrate", lambda *args, branching: found._replace(branching=best)
   )
-  for tree in ("auto", [0, 0, 1]):  # which are then one and the same
+  for tree in ("auto", [0, 0, 1]):  # which are then the same
     settings = dict(batch_size=2, max_new_tokens=12, tree=tree)
     decode.decode(pair, TEXTS, str(tmp_path), **settings)
     lines = (tmp_path / "outputs.jsonl").read_text().splitlines()
@@ -470,7 +473,7 @@ def test_hosts_share_the_tree(tmp_path, monkeypatch, capsys):
     decode.decode(pair, TEXTS, str(tmp_path), **{**settings, "tree": [0, 0]})
 
 
-# What choosing could be worth.
+# Upper bounds for choosing gamma adaptively.
 
 
 def best_by_trying(stands, cost):
@@ -484,7 +487,7 @@ def best_by_trying(stands, cost):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_times_of_a_text(seed):
+def test_decoding_times_of_a_text(seed):
   rng = np.random.default_rng(seed)
   stands, cost = rng.random(9) < 0.7, [1.0, 1.3, 1.5, 2.1]
   fixed, best = oracles.times(stands, cost)
@@ -497,7 +500,7 @@ def test_times_of_a_text(seed):
 
 
 def test_policies_are_measured(tmp_path, capsys, monkeypatch):
-  """The experiment on the tiny pair, with a calibration as if made; an oracle knows all rounds."""
+  """The experiment on the tiny pair, with a given calibration; an oracle knows all rounds."""
   made = choose(0.8, costs(), LENGTHS)
   made = made._replace(gamma=2, c=made.c[:3], v=made.v[:3], speedups=made.speedups[:3])
   calibrated = mock.create_autospec(calibrate.calibrate, return_value=made)
@@ -524,7 +527,7 @@ def test_policies_are_measured(tmp_path, capsys, monkeypatch):
     rounds = sum(oracles.times(row > 0.5, [1.0, 1.0, 1.0])[0][g] for row in stands)
     assert by_name["fixed", g].rounds == rounds
   assert set(np.concatenate(stands)) == {0.0, 1.0}
-  for row in stands:  # with costs of our own: noise may make those measured negative
+  for row in stands:  # with given costs, because noise may make measured ones negative
     fixed, best = oracles.times(row > 0.5, [1.0, 1.2, 1.4])
     assert best <= fixed.min() + 1e-9
   said = capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""What every draft, verifier, tree and model keeps to: a new one joins with a line in CASES, as
-"copying" does."""
+"""Contract of every draft, verifier, tree and model. A new one is added with one line in CASES, as
+"prompt lookup" is."""
 
 import functools
 from collections.abc import Callable
@@ -58,7 +58,7 @@ GPT_DRAFT = tiny.gpt_config(vocab_size=V, layers=1, emb_dim=8, num_positions=Non
 
 
 class Models(NamedTuple):
-  """A target, a model to draft with, parameters of both, and prompts [B, P] of 6 rows."""
+  """A target, a draft model, parameters of both, and prompts [B, P] of 6 rows."""
 
   target: Any
   draft: Any
@@ -68,8 +68,8 @@ class Models(NamedTuple):
 
 
 @functools.cache
-def plainly(of) -> Any:
-  """What plain decoding writes at temperature 0."""
+def autoregressive_outputs(of) -> Any:
+  """Return the autoregressive output at temperature 0."""
   models, keys = of(), jax.random.split(jax.random.key(0), 6)
   how = dict(max_new_tokens=LIMIT, sampling=GREEDY)
   return autoregressive_decode(models.target, models.params, models.prompts, keys, **how)
@@ -88,7 +88,7 @@ def gpt() -> Models:
   return Models(GPTModel(GPT_CONFIG), GPTModel(GPT_DRAFT), *params, prompts)
 
 
-# Drafts: (models, sampling, tree) -> the draft and its parameters.
+# Drafts: functions of (models, sampling, tree) that return a draft and its parameters.
 
 
 def model(models: Models, sampling: Sampling, tree: Tree):
@@ -100,21 +100,21 @@ def independent(models: Models, sampling: Sampling, tree: Tree):
 
 
 def drafted(make: Callable[..., DraftFactory], *settings: Any):
-  """What users give a pair as its draft, for a vocabulary whose texts are ids."""
-  words = mock.MagicMock(Vocabulary, __len__=lambda words: V, start_id=0)
-  words.encode = lambda text: [*map(int, text.split()), 1]
-  words.fingerprint = lambda: "ids"
+  """Return a draft as users pass it to `load_pair`, for a vocabulary whose texts are token ids."""
+  vocabulary = mock.MagicMock(Vocabulary, __len__=lambda vocabulary: V, start_id=0)
+  vocabulary.encode = lambda text: [*map(int, text.split()), 1]
+  vocabulary.fingerprint = lambda: "ids"
 
   def draft(models: Models, sampling: Sampling, tree: Tree):
-    drafter = make(tiny.loaded(words), *settings)
-    return drafter.build(sampling, tree), drafter.params
+    factory = make(tiny.loaded(vocabulary), *settings)
+    return factory.build(sampling, tree), factory.params
 
   return draft
 
 
 @functools.cache
 def outputs() -> str:
-  """A file of texts of the task."""
+  """Write texts of the task to a file and return its path."""
   rows = np.random.default_rng(0).integers(2, V, (8, 20)).tolist()
   path = tiny_pair.folder() / "outputs.txt"
   path.write_text("".join(" ".join(map(str, row)) + "\n" for row in rows))
@@ -127,15 +127,15 @@ def bigrams(models: Models, sampling: Sampling, tree: Tree):
 
 
 def hierarchical(models: Models, sampling: Sampling, tree: Tree):
-  """The model's guesses drafted by the target."""
+  """The draft model's tokens are drafted by the target."""
   inner = ModelDraft(models.target, sampling, chain(2))
   draft = HierarchicalDraft(models.draft, inner, sampling, tree)
   return draft, (models.draft_params, models.params)
 
 
 def two_levels(models: Models, sampling: Sampling, tree: Tree):
-  """The target's own guesses at each level: all are accepted, after which the levels below have
-  most to read again."""
+  """The target drafts at each level. All tokens are accepted, so the levels below have the most
+  tokens to reread."""
   cheapest = ModelDraft(models.target, sampling, chain(1))
   middle = HierarchicalDraft(models.target, cheapest, sampling, chain(2))
   draft = HierarchicalDraft(models.target, middle, sampling, tree)
@@ -143,14 +143,14 @@ def two_levels(models: Models, sampling: Sampling, tree: Tree):
 
 
 def layers(models: Models, sampling: Sampling, tree: Tree):
-  """The last of the target's own layers."""
+  """The last layer of the target drafts."""
   last = models.target.config.num_decoder_layers - 1
-  drafter = layer_skip(tiny.loaded(None, models.target, models.params), [last])
-  return drafter.build(sampling, tree), drafter.params
+  factory = layer_skip(tiny.loaded(None, models.target, models.params), [last])
+  return factory.build(sampling, tree), factory.params
 
 
 def stopping(models: Models, sampling: Sampling, tree: Tree):
-  """The target's own guesses, of which it is sure at times."""
+  """The target drafts, and sometimes stops early."""
   return StoppingDraft(ModelDraft(models.target, sampling, tree), 0.13), models.params
 
 
@@ -159,7 +159,7 @@ def known(models: Models, sampling: Sampling, tree: Tree):
 
 
 def cascade(models: Models, sampling: Sampling, tree: Tree):
-  """The target's own first guess, then the model's, then a copy."""
+  """The target drafts one token, then the draft model two, then prompt lookup."""
   drafts = (
     ModelDraft(models.target, sampling, chain(1)),
     ModelDraft(models.draft, sampling, chain(2)),
@@ -169,7 +169,7 @@ def cascade(models: Models, sampling: Sampling, tree: Tree):
 
 
 def learned(kind: str):
-  """A module on the target's states, as good as one that has learned nothing."""
+  """Return a learned head with random parameters."""
 
   def draft(models: Models, sampling: Sampling, tree: Tree):
     shape = models.target.config
@@ -198,7 +198,7 @@ def dynamic_itself(models: Models, sampling: Sampling, tree: DynamicTree):
 
 
 def forest_draft(models: Models, sampling: Sampling, tree: Tree):
-  """A chain of a model, a tree of the target's own, and a copy."""
+  """A chain of the draft model, a tree of the target, and prompt lookup."""
   drafts = (
     ModelDraft(models.draft, sampling, chain(2)),
     ModelDraft(models.target, sampling, branching(2, 1)),
@@ -210,10 +210,15 @@ def forest_draft(models: Models, sampling: Sampling, tree: Tree):
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 CASES = {
   "chain": (t5, model, chain(3), TokenVerifier),
-  "copying": (t5, drafted(prompt_lookup), chain(2), TokenVerifier),
-  "copying, tree": (gpt, drafted(prompt_lookup), branching(2, 1), TokenVerifier),
+  "prompt lookup": (t5, drafted(prompt_lookup), chain(2), TokenVerifier),
+  "prompt lookup, tree": (gpt, drafted(prompt_lookup), branching(2, 1), TokenVerifier),
   "n-grams": (t5, drafted(backoff_ngrams, outputs()), RAGGED, TokenVerifier),
-  "copying or n-grams": (gpt, drafted(prompt_lookup_or_ngrams, outputs()), chain(2), TokenVerifier),
+  "prompt lookup or n-grams": (
+    gpt,
+    drafted(prompt_lookup_or_ngrams, outputs()),
+    chain(2),
+    TokenVerifier,
+  ),
   "lookahead": (t5, drafted(lookahead, 3, 2), chain(2), TokenVerifier),
   "retrieval": (t5, drafted(retrieval, outputs(), 3, 16), RAGGED, TokenVerifier),
   "retrieval, dynamic": (
@@ -253,8 +258,8 @@ CASES = {
   "top-beta": (gpt, model, chain(2), TopBetaVerifier),
 }
 EXACT = [name for name, (*_, verifier) in CASES.items() if verifier(RANDOM).exact]
-# The joint distribution of whole loops; of rounds test_rules.py has every verifier's. With top-k a
-# node may have fewer possible children than the tree.
+# Cases whose joint distribution is sampled by whole loops; test_verifiers.py has the rounds of
+# every verifier. With top-k a node may have fewer possible children than the tree.
 SAMPLED = [
   ("hierarchical", "temperature 1"),
   ("tree, blocks", "top-k"),
@@ -267,10 +272,10 @@ SAMPLED = [
 
 
 def speculate(case: str, sampling: Sampling, rows=range(6)):
-  """With parts of its own: whoever makes them, equal ones are one to the compiler."""
-  made, make, tree, verifier = CASES[case]
-  models = made()
-  draft, draft_params = make(models, sampling, tree)
+  """Decode with new objects: equal ones share one compiled program."""
+  models_of, draft_of, tree, verifier = CASES[case]
+  models = models_of()
+  draft, draft_params = draft_of(models, sampling, tree)
   rows = np.array(rows)
   prompts, keys = models.prompts[rows], jax.random.split(jax.random.key(0), 6)[rows]
   params, how = (
@@ -281,15 +286,15 @@ def speculate(case: str, sampling: Sampling, rows=range(6)):
 
 
 @pytest.mark.parametrize("case", EXACT)
-def test_greedy_output_is_the_targets_own(case):
-  plain, ours = plainly(CASES[case][0]), speculate(case, GREEDY)
+def test_greedy_output_equals_autoregressive_decoding(case):
+  plain, ours = autoregressive_outputs(CASES[case][0]), speculate(case, GREEDY)
   np.testing.assert_array_equal(ours.tokens, plain.tokens)
   np.testing.assert_array_equal(ours.lengths, plain.lengths)
   assert (np.asarray(ours.not_finite) == -1).all()
 
 
 def same_rows(one, other, rows: list[int]) -> None:
-  """Fails unless these rows of one batch are all the rows of the other, rounds included."""
+  """Assert that these rows of one batch, rounds included, are the rows of the other batch."""
   np.testing.assert_array_equal(np.asarray(one.tokens)[rows], other.tokens)
   ran = int(other.num_rounds)
   for of_one, of_other in zip(jax.tree.leaves(one.rounds), jax.tree.leaves(other.rounds)):
@@ -299,39 +304,53 @@ def same_rows(one, other, rows: list[int]) -> None:
 ROWS = [
   case for case in CASES if not case.startswith(("chain, G", "dynamic, G", "hierarchical, G"))
 ]
-# Those that choose their guesses draw nothing, nor does the verifier for them that others do not;
-# and of some that draw another case draws by the same code. They have one program, at temperature
-# 0.
-CHOSEN = {"copying", "copying, tree", "retrieval", "retrieval, dynamic", "lookahead", "known"}
-CHOSEN |= {"dynamic", "dynamic of itself", "EAGLE, dynamic", "free"}
-CHOSEN |= {"layers, GPT", "early exit", "look-ahead embeddings", "shared encoder", "tree, GPT"}
+# Drafts that select their tokens deterministically use no random numbers, and some that sample run
+# the same code as another case. They are compiled once, at temperature 0.
+DETERMINISTIC = {
+  "prompt lookup",
+  "prompt lookup, tree",
+  "retrieval",
+  "retrieval, dynamic",
+  "lookahead",
+  "known",
+}
+DETERMINISTIC |= {"dynamic", "dynamic of itself", "EAGLE, dynamic", "free"}
+DETERMINISTIC |= {
+  "layers, GPT",
+  "early exit",
+  "look-ahead embeddings",
+  "shared encoder",
+  "tree, GPT",
+}
 
 
-def at_random(case: str) -> Sampling:
-  return GREEDY if case in CHOSEN else RANDOM
+def sampling_of(case: str) -> Sampling:
+  return GREEDY if case in DETERMINISTIC else RANDOM
 
 
-@pytest.mark.parametrize("case", ROWS)  # what GPTs read of a batch the other GPTs say
-def test_rows_depend_on_no_neighbour_and_programs_on_equal_parts_only(case):
-  whole = speculate(case, at_random(case))
+@pytest.mark.parametrize("case", ROWS)  # other cases with GPT cover the GPT rows
+def test_rows_do_not_depend_on_their_neighbors_and_equal_objects_share_programs(case):
+  whole = speculate(case, sampling_of(case))
   compiled = Decoder.run._cache_size()
-  rows = [3, 3, 5, 5, 5, 0]  # other neighbours, in other places
-  same_rows(whole, speculate(case, at_random(case), rows), rows)
+  rows = [3, 3, 5, 5, 5, 0]  # other neighbors, in other places
+  same_rows(whole, speculate(case, sampling_of(case), rows), rows)
   assert Decoder.run._cache_size() == compiled
 
 
 @pytest.mark.parametrize("case", ["tree"])
-def test_serial_equals_batched(case):
+def test_single_rows_equal_the_batch(case):
   whole = speculate(case, RANDOM)
   for row in range(6):
     same_rows(whole, speculate(case, RANDOM, [row]), [row])
 
 
 @pytest.mark.parametrize("case", ROWS)
-def test_the_record_of_rounds_is_the_text(case):
-  out = speculate(case, at_random(case))
-  made, make, asked, _ = CASES[case]
-  tree = make(made(), at_random(case), asked)[0].tree  # which may not be what was asked
+def test_recorded_rounds_add_up_to_the_text(case):
+  out = speculate(case, sampling_of(case))
+  models_of, draft_of, requested_tree, _ = CASES[case]
+  tree = draft_of(models_of(), sampling_of(case), requested_tree)[
+    0
+  ].tree  # which may differ from the requested one
   rounds = jax.tree.map(np.asarray, out.rounds)
   for row, length in enumerate(np.asarray(out.lengths)):
     text = []
@@ -348,8 +367,8 @@ def test_the_record_of_rounds_is_the_text(case):
 @pytest.mark.parametrize("case, method", SAMPLED)
 def test_samples_have_the_targets_joint_distribution(case, method):
   sampling = {"temperature 1": RANDOM, "top-k": TOP_K}[method]
-  _, make, tree, verifier = CASES[case]
-  draft, draft_params = make(t5(), sampling, tree)
+  _, draft_of, tree, verifier = CASES[case]
+  draft, draft_params = draft_of(t5(), sampling, tree)
   decode = functools.partial(
     speculative_decode, t5().target, draft, t5().params, draft_params, verifier=verifier(sampling)
   )
@@ -359,14 +378,15 @@ def test_samples_have_the_targets_joint_distribution(case, method):
 @pytest.mark.parametrize(
   "case", ["tree, GPT", "dynamic", "drafts merged", "hierarchical, GPT", "cascade", "stopping"]
 )
-def test_a_draft_knows_what_was_committed(case, monkeypatch):
-  """After each of three rounds it proposes what it would if it read all of the text anew.
+def test_incremental_draft_state_equals_a_full_reread(case, monkeypatch):
+  """After each of three rounds the draft proposes what it would after rereading the whole text.
 
-  So is the target's state that it may read what a pass over the text has before the newest token.
+  The target's hidden state, which the draft may read, is that of a forward pass over the text
+  before its last token.
   """
-  made, make, tree, verifier = CASES[case]
-  models, keys = made(), jax.random.split(jax.random.key(0), 6)
-  draft, draft_params = make(models, RANDOM, tree)
+  models_of, draft_of, tree, verifier = CASES[case]
+  models, keys = models_of(), jax.random.split(jax.random.key(0), 6)
+  draft, draft_params = draft_of(models, RANDOM, tree)
   params = models.params, draft_params
   state = tiny.start(models.target, draft, *params, models.prompts, LIMIT)
   state = state._replace(rng=keys)
@@ -384,7 +404,7 @@ def test_a_draft_knows_what_was_committed(case, monkeypatch):
   unread = models.target.commit(state.target_cache, 0 * state.length)
   of_text = jax.jit(lambda tokens: models.target.extend(models.params, unread, tokens)[1])
   for _ in range(3):
-    if case == "tree, GPT":  # the first of its prompts is one token, before which there is none
+    if case == "tree, GPT":  # the first of its prompts is one token, which has no token before it
       want = np.pad(of_text(state.tokens), ((0, 0), (1, 0), (0, 0)))
       want = want[np.arange(6), state.length - 1]
       np.testing.assert_allclose(state.hidden, want, atol=1e-5)
@@ -400,18 +420,18 @@ def test_a_draft_knows_what_was_committed(case, monkeypatch):
 
 
 def gathered(jaxpr) -> set[tuple[int, ...]]:
-  """Shapes of all that a program, loops and calls in it included, gathers from."""
+  """Return the shapes of all arrays that a program gathers from, loops and calls included."""
   found = {eqn.invars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "gather"}
   inner = [gathered(each) for eqn in jaxpr.eqns for each in jaxprs_in_params(eqn.params)]
   return found.union(*inner)
 
 
 @pytest.mark.parametrize("of", [t5, gpt])
-def test_a_chain_gathers_from_no_cache_and_a_tree_does(of):
+def test_chain_does_not_gather_from_caches_and_a_tree_does(of):
   models, sampling = of(), RANDOM
 
   def shapes(tree: Tree) -> tuple[set, set]:
-    """Of the caches of target and draft, and of what a round gathers from."""
+    """Return the shapes of the caches, and of the arrays that a round gathers from."""
     draft = ModelDraft(models.draft, sampling, tree)
     params = models.params, models.draft_params
     decoder = Decoder(models.target, draft, TokenVerifier(sampling))

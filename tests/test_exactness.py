@@ -1,4 +1,4 @@
-"""The checker passes what is exact and fails every planted fault, at temperature 0 or above it."""
+"""The checker passes exact decoding and finds every injected fault, at temperature 0 and above."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ SENTENCES = tiny_pair.SENTENCES
 TEXTS = SENTENCES[:4]
 GAMMA = 2
 TREE = Tree((0, 0, 1, 2, 2, 5))
-LEVEL = 1e-6  # of each comparison: a correct program fails it this often
+LEVEL = 1e-6  # significance level of each comparison: a correct program fails it this often
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def cells(sampling):
 
 
 def sampled(sampling, decode):
-  """400 outputs of each text beside the exact joint distribution of their first tokens."""
+  """Return 400 outputs of each text, and the exact joint distribution of their first tokens."""
   return compare_samples(
     tiny_pair.pair(), TEXTS, decode, DecodeSettings(sampling, 4, 4), 400, cells(sampling)
   )
@@ -75,12 +75,12 @@ argmax = functools.partial(
 )
 
 
-# What is exact passes.
+# Exact decoding passes.
 
 
 @pytest.mark.parametrize("name, gamma", [("temperature 0.6", GAMMA), ("top-p", 0)])
 def test_exact_samples_pass(name, gamma):
-  # 1,600 outputs: finds a total variation of 0.15 nine times in ten.
+  # 1,600 outputs detect a total variation of 0.15 with a probability of 0.9.
   sampling = SAMPLINGS[name]
   joint = sampled(sampling=sampling, decode=tiny_pair.pair().decode_fn(sampling, chain(gamma)))
   assert joint.p_value > LEVEL and joint.num_impossible == 0
@@ -96,17 +96,18 @@ def test_exact_argmax_passes():
 @pytest.mark.parametrize(
   "tree, by_paths", [(chain(GAMMA), False), (TREE, True), (DynamicTree(6, 3), True)]
 )
-def test_the_target_as_its_own_draft_takes_the_fewest_rounds(tree, by_paths):
+def test_target_as_its_own_draft_takes_the_fewest_rounds(tree, by_paths):
   rounds, fewest = rounds_of_self_draft(tiny_pair.pair(), TEXTS, tree, 4, 12, by_paths)
   assert rounds == fewest and fewest >= len(TEXTS)
 
 
-# Planted faults. A fault is a change of one part of the loop.
+# Injected faults. Each changes one part of the loop.
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgedBy(Verifier):
-  """Verifier for chains by a function of keys [B], x [B, G], q [B, G, V] and p [B, G + 1, V]."""
+  """Verifier for chains that calls a function of keys [B], x [B, G], q [B, G, V] and p [B, G + 1,
+  V]."""
 
   sampling: Sampling
   judge: Callable
@@ -118,7 +119,7 @@ class JudgedBy(Verifier):
 
 
 def judge_with(accept=lambda u, q, p: u * q < p, residual=lambda p, q: jnp.maximum(p - q, 0)):
-  """Algorithm 1, with places for a fault."""
+  """Algorithm 1, with options that inject a fault."""
 
   def judge(rng, x, q, p):
     keys = jax.vmap(lambda key: jax.random.split(key, 2), out_axes=1)(rng)
@@ -140,19 +141,21 @@ def judge_with(accept=lambda u, q, p: u * q < p, residual=lambda p, q: jnp.maxim
 
 
 def drops_bonus(rng, x, q, p):
-  """After a round of accepted guesses the last of them is emitted as if it were the correction."""
+  """After a round with all tokens accepted, emit the last draft token again instead of the bonus
+  token."""
   n, next_token, _ = judge_with()(rng, x, q, p)
   all_stand = n == x.shape[1]
   return Verification(n - all_stand, jnp.where(all_stand, x[:, -1], next_token))
 
 
 def bonus_of_the_guess_before(rng, x, q, p):
-  """The bonus token is drawn from the last guess's distribution, not from the one after it."""
+  """Sample the bonus token from the distribution at the last draft token, not from the next one."""
   return judge_with()(rng, x, q, p.at[:, -1].set(p[:, -2]))
 
 
 def unnormalised(p, q):
-  """Residual whose missing mass falls to the last token, as inversion without its total has it."""
+  """Return a residual whose missing mass goes to the last token, as in inversion without
+  normalisation."""
   left = jnp.maximum(p - q, 0)
   return left.at[:, -1].add(1 - left.sum(axis=-1))
 
@@ -168,7 +171,7 @@ JUDGES = {
 
 
 def with_rule(verifier, change=lambda proposal: proposal, gamma=GAMMA):
-  """Speculation judged by a verifier, with a draft whose proposals are changed."""
+  """Decode speculatively with this verifier and with a draft whose proposals are changed."""
   pair = tiny_pair.pair()
   draft = pair.draft(verifier.sampling, chain(gamma))
   draft = tiny.ChangedDraft(draft, lambda params, proposal: change(proposal))
@@ -177,7 +180,7 @@ def with_rule(verifier, change=lambda proposal: proposal, gamma=GAMMA):
 
 
 class Telling(tiny.ChangedDraft):
-  """A draft whose parameters are its own and the number of a judge, for `told`."""
+  """A draft whose parameters are those of the wrapped draft and the index of a verifier."""
 
   def init(self, params, context, hidden):
     return self.draft.init(params[0], context, hidden)
@@ -195,7 +198,8 @@ told = []
 
 @functools.cache
 def of_any_judge(sampling):
-  """Speculation of a pair whose verifier is a number among its parameters: one program for all."""
+  """Decode speculatively with a verifier selected by an index in the parameters: one program for
+  all."""
 
   def judge(*args):
     return jax.lax.switch(told[0], [*JUDGES.values()], *args)
@@ -207,13 +211,14 @@ def of_any_judge(sampling):
 
 
 def with_target(change):
-  """A pair whose target reads by `change`: (model, params, cache, *block) -> as `extend`."""
+  """Return a pair whose target's `extend` is `change`, a function of (model, params, cache,
+  *block)."""
   pair = tiny_pair.pair()
   return pair._replace(target=tiny.ChangedModel(pair.target, change))
 
 
 @pytest.mark.parametrize("fault", JUDGES)
-def test_faults_of_judging_are_caught(fault):
+def test_verification_faults_are_detected(fault):
   sampling = SAMPLINGS["temperature 1"]
   pair = tiny_pair.pair()
   params = pair.target_params, (pair.draft_params, [*JUDGES].index(fault))
@@ -222,15 +227,15 @@ def test_faults_of_judging_are_caught(fault):
   assert (joint.p_value > LEVEL) == (fault == "none"), (fault, joint)
 
 
-def test_a_dropped_bonus_is_caught():
-  """Its output is right, so only the count of rounds can tell."""
+def test_dropped_bonus_token_is_detected():
+  """The output is correct, so only the number of rounds shows it."""
   pair = tiny_pair.pair()._replace(verifier=lambda sampling: JudgedBy(sampling, drops_bonus))
   rounds, fewest = rounds_of_self_draft(pair, TEXTS, chain(GAMMA), 4, 12)
   assert rounds > 1.2 * fewest
 
 
-def test_uniforms_shared_by_draft_and_judge_are_caught():
-  """The draft leaves behind what it drew its guess with, and the judge accepts by it."""
+def test_random_numbers_shared_by_draft_and_verifier_are_detected():
+  """The draft stores the uniform number that it sampled with, and the verifier accepts by it."""
   sampling, left = SAMPLINGS["temperature 1"], []
 
   def u(rng):
@@ -250,7 +255,7 @@ def test_uniforms_shared_by_draft_and_judge_are_caught():
   assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
 
 
-def test_q_recomputed_without_temperature_is_caught():
+def test_q_recomputed_without_temperature_is_detected():
   sampling = SAMPLINGS["temperature 0.6"]
 
   def forget(proposal):
@@ -261,12 +266,12 @@ def test_q_recomputed_without_temperature_is_caught():
 
 
 def forgetful(proposal, temperature):
-  """The same guesses, with the q that they would have been drawn from at temperature 1."""
+  """The draft tokens are the same, with q at temperature 1."""
   q = distribution(temperature * jnp.log(proposal.q), Sampling())
   return proposal._replace(q=q)
 
 
-def test_truncation_on_one_side_only_is_caught():
+def test_top_k_on_one_side_only_is_detected():
   pair, sampling = tiny_pair.pair(), SAMPLINGS["top-p"]
   models = pair.target, pair.draft(sampling, chain(GAMMA)), pair.target_params, pair.draft_params
   plainly = TokenVerifier(Sampling(sampling.temperature))
@@ -276,14 +281,14 @@ def test_truncation_on_one_side_only_is_caught():
 
 
 def off_by_one(model, params, cache, *block):
-  """After the first round the cache keeps one token too many."""
+  """After the first round, keep one token too many in the cache."""
   moved = model.commit(cache, cache.length + (cache.length > 0))
   logits, hidden, after = model.extend(params, moved, *block)
   return logits, hidden, model.commit(after, cache.length)
 
 
 def neighbours_cache(model, params, cache, *block):
-  """Each row reads its source from the row before it, after the first round."""
+  """After the first round, let each row attend to the source of the row before it."""
   late = (cache.length > 0)[:, None, None, None]
 
   def roll(x):
@@ -295,21 +300,22 @@ def neighbours_cache(model, params, cache, *block):
 
 
 def sees_cousins(model, params, cache, *block):
-  """A node sees all of the tree that stands before it, as in a chain."""
+  """Let a node attend to all earlier nodes of the tree, as in a chain."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(trees, "_place_tree", functools.partial(sees_its_cousins, trees._place_tree))
     return model.extend(params, cache, *block)
 
 
 class Backwards(tiny.ChangedModel):
-  """The path that stands is moved in the wrong order."""
+  """Move the accepted path in the wrong order."""
 
   def commit(self, cache, length, tree=None, path=None):
     return self.model.commit(cache, length, tree, None if path is None else path[:, ::-1])
 
 
 def off_tree(target):
-  """Rounds too many, as a share, of the self-draft down each path; and texts that are not ties."""
+  """Return the share of surplus rounds of the self-draft on each path, and the texts that are not
+  ties."""
   pair, tree, texts = tiny_pair.pair()._replace(target=target), branching(3, 2, 1), SENTENCES[:16]
   rounds, fewest = rounds_of_self_draft(pair, texts, tree, 16, 24, by_paths=True)
   decoders = tiny_pair.pair().decode_fn(GREEDY, chain(0)), pair.decode_fn(GREEDY, tree)
@@ -318,7 +324,7 @@ def off_tree(target):
 
 
 @pytest.mark.parametrize("fault", ["mask", "commit"])
-def test_faults_of_trees_are_caught_at_temperature_0(fault):
+def test_tree_faults_are_detected_at_temperature_0(fault):
   own = tiny_pair.pair().target
   changed = tiny.ChangedModel(own, sees_cousins)
   backwards = Backwards(own, lambda model, *block: model.extend(*block))
@@ -327,7 +333,7 @@ def test_faults_of_trees_are_caught_at_temperature_0(fault):
 
 
 @pytest.mark.parametrize("fault", [off_by_one, neighbours_cache])
-def test_faults_of_the_cache_are_caught_at_temperature_0(fault):
+def test_cache_faults_are_detected_at_temperature_0(fault):
   good, bad = tiny_pair.pair(), with_target(fault)
   divergences = argmax(
     autoregressive=good.decode_fn(GREEDY, chain(0)), speculative=bad.decode_fn(GREEDY, chain(GAMMA))
@@ -335,7 +341,7 @@ def test_faults_of_the_cache_are_caught_at_temperature_0(fault):
   assert divergences and not all(d.is_tie for _, d in divergences)
 
 
-def test_faults_of_the_cache_are_caught_in_samples():
+def test_cache_faults_are_detected_in_samples():
   sampling = SAMPLINGS["temperature 1"]
   decode = with_target(neighbours_cache).decode_fn(sampling, chain(GAMMA))
   assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
@@ -344,12 +350,12 @@ def test_faults_of_the_cache_are_caught_in_samples():
 # Ties.
 
 
-def test_a_divergence_is_a_tie_when_rounding_can_swap_two_logits():
+def test_difference_is_a_tie_if_rounding_can_swap_two_logits():
   near = Divergence(0, 3, autoregressive=5, speculative=6, gap=1.9e-6, rounding=1e-6)
   assert near.is_tie and not near._replace(gap=2.1e-6).is_tie
 
 
-def test_a_divergence_is_found_where_it_is():
+def test_first_difference_is_located():
   pair = tiny_pair.pair()
   prompt = pair.prompt(TEXTS)
   keys = jax.random.split(jax.random.key(0), len(TEXTS))
@@ -367,8 +373,8 @@ def test_a_divergence_is_found_where_it_is():
 
 
 @pytest.mark.parametrize("tree", [chain(3), TREE, DynamicTree(6, 3)], ids=str)
-def test_a_pass_that_changes_later_logits_is_not_rounding(tree):
-  """For each shape the differences exceed the bound, and the changed outputs are not ties."""
+def test_changed_logits_of_later_nodes_are_not_rounding(tree):
+  """For each tree the differences exceed the bound, and the changed outputs are not ties."""
   good, bad = tiny_pair.pair(), with_target(adds_a_sine)
   prompt, keys = good.prompt(TEXTS), jax.random.split(jax.random.key(0), len(TEXTS))
   plain = good.decode_fn(GREEDY, chain(0))
@@ -376,7 +382,7 @@ def test_a_pass_that_changes_later_logits_is_not_rounding(tree):
   text, lengths = np.asarray(own.tokens), np.asarray(own.lengths)
   moved = [node_moves(pair, prompt, text, lengths, tree) for pair in (good, bad)]
   assert moved[0][1] <= share_of(good) <= 1e-3 < 0.02 < moved[1][1]
-  # Even a bound by what was measured, if that were all, must not make them ties.
+  # Even a bound that is measured alone must not classify them as ties.
   rounding = Rounding(1e-3, measured=moved[1][0])
   parted = compare_argmax(
     *(bad, TEXTS, plain, bad.decode_fn(GREEDY, tree), tree.num_nodes, 4, 12, rounding)
@@ -385,14 +391,14 @@ def test_a_pass_that_changes_later_logits_is_not_rounding(tree):
 
 
 def adds_a_sine(model, params, cache, tokens, tree=None, first=0):
-  """Logits of later nodes of a block are others."""
+  """Change the logits of the later nodes of a block."""
   logits, *more = model.extend(params, cache, tokens, tree, first)
   later = (jnp.arange(tokens.shape[1]) >= 2)[:, None]
   return logits + 3 * jnp.sin(jnp.arange(logits.shape[-1])) * later, *more
 
 
-def test_a_position_off_by_one_at_node_3_is_not_rounding(monkeypatch):
-  """Relative positions are those of attention's bias, so it is moved there."""
+def test_wrong_position_of_node_3_is_not_rounding(monkeypatch):
+  """Relative positions enter through the attention bias, so that is shifted."""
   pair, tree = tiny_pair.pair(), chain(4)
   real = RelativePositionBias.__call__
 
@@ -408,7 +414,7 @@ def test_a_position_off_by_one_at_node_3_is_not_rounding(monkeypatch):
   assert share > 0.01
 
 
-def test_rounding_is_bounded_by_the_dtype():
+def test_rounding_bound_depends_on_the_dtype():
   pair = tiny_pair.pair()
   assert share_of(pair._replace(kernels="xla")) == 1e-3
   assert share_of(pair._replace(kernels="xla", dtype="bfloat16")) == 0.03
@@ -419,7 +425,7 @@ def test_rounding_is_bounded_by_the_dtype():
 # Paths.
 
 
-def test_a_dynamic_tree_is_checked_in_several_shapes_down_every_path():
+def test_dynamic_tree_is_checked_in_several_shapes_on_every_path():
   tree = DynamicTree(7, 3)
   shapes = shapes_of(tree)
   assert len({shape.parents for shape in shapes}) > 1
@@ -429,13 +435,13 @@ def test_a_dynamic_tree_is_checked_in_several_shapes_down_every_path():
     on_path = np.flatnonzero(offsets == 0) + 1
     assert paths[0][:length].tolist() == on_path.tolist() and depths[on_path[-1] - 1] == length
     siblings = [*zip(parents.tolist(), offsets.tolist())]
-    assert len({*siblings}) == len(siblings)  # no two of a node are the same token
+    assert len({*siblings}) == len(siblings)  # the children of a node are different tokens
 
 
-# Cells.
+# Cells of the chi-squared test.
 
 
-def test_cells_share_out_all_probability():
+def test_cells_cover_all_probability():
   rng = np.random.default_rng(0)
   tables = {}
 
@@ -454,7 +460,7 @@ def test_cells_share_out_all_probability():
     assert p * 1000 >= 5 - 1e-9
 
 
-def test_a_text_is_counted_in_its_longest_prefix():
+def test_text_is_counted_in_its_longest_prefix():
   cells = {(): 0.2, (3,): 0.3, (3, 4): 0.1, (5,): 0.4}
   texts = [(3, 4)] * 10 + [(3, 9)] * 30 + [(5, 3)] * 40 + [(7, 7)] * 20
   exact = compare(cells, texts)
@@ -462,19 +468,19 @@ def test_a_text_is_counted_in_its_longest_prefix():
   assert compare(cells, texts[10:] + [(7, 7)] * 10).statistic == pytest.approx(10 + 100 / 20)
 
 
-def test_cells_too_small_share_one():
+def test_small_cells_are_merged():
   cells = {(): 0.01, (3,): 0.02, (4,): 0.03, (5,): 0.94}
   texts = [(5,)] * 94 + [(4,)] * 6
   assert compare(cells, texts) == Comparison(0.0, 1, 100, 2, 0)
-  # Alone they would not do: the next larger joins them.
+  # They are too small alone, so the next larger cell is merged with them.
   assert compare({(): 0.01, (3,): 0.99}, [(3,)] * 100).degrees == 0
 
 
-def test_an_impossible_text_is_a_fault_by_itself():
+def test_impossible_text_is_a_fault():
   assert Comparison(0.0, 3, 100, 4, 1).p_value == 0
 
 
-# The run.
+# The command.
 
 
 def check(**changes):
@@ -492,7 +498,7 @@ def check(**changes):
   check_exactness(changes.pop("pair", tiny_pair.pair()), **{**settings, **changes})
 
 
-def test_a_good_pair_is_said_to_hold(capsys):
+def test_correct_pair_passes(capsys):
   check(long_tokens=40)
   said = capsys.readouterr().out
   assert said.count("ok  ") == 12 and "FAIL" not in said
@@ -503,7 +509,7 @@ def test_a_good_pair_is_said_to_hold(capsys):
   assert "400 outputs, first 4 tokens in" in said
   assert "gamma 2, rounds: " in said and "gamma 2, long texts, rounds: " in said
   assert "ok   acceptance in all rounds: " in said and "in acceptance would be detected" in said
-  assert said.count("a temperature wrong by") == 2  # of guesses and of next tokens
+  assert said.count("a temperature wrong by") == 2  # of draft tokens and of next tokens
   assert "ok   independence within rounds: 9 correlations" in said
   assert "ok   independence between rounds: 119 correlations" in said
 
@@ -517,7 +523,7 @@ def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys)
   assert "For BlockVerifier, outputs were checked, but not rounds." in said
 
 
-def test_dynamic_trees_are_checked_but_not_their_rounds(capsys):
+def test_dynamic_trees_are_checked_without_their_rounds(capsys):
   check(gammas=(), dynamic=[(5, 2)])
   said = capsys.readouterr().out
   assert "temperature 0, dynamic tree 5/2, batch 4: 4 of 4 texts identical; the target as" in said
@@ -526,11 +532,11 @@ def test_dynamic_trees_are_checked_but_not_their_rounds(capsys):
   assert "For dynamic trees, outputs were checked, but not rounds." in said
 
 
-def test_a_fault_is_shown_and_ends_in_status_1(capsys):
+def test_fault_is_printed_and_exits_with_status_1(capsys):
   def forgets_top_k(sampling):
     return TokenVerifier(Sampling(sampling.temperature))
 
-  forgets_top_k.__name__ = "TokenVerifier"  # as which its rounds are judged
+  forgets_top_k.__name__ = "TokenVerifier"  # the verifier by which its rounds are scored
   with pytest.raises(SystemExit) as ended:
     check(pair=tiny_pair.pair()._replace(verifier=forgets_top_k), samplings=[Sampling(top_k=10)])
   said = capsys.readouterr().out
@@ -557,6 +563,6 @@ def test_a_fault_is_shown_and_ends_in_status_1(capsys):
     ({"samplings": [Sampling(top_k=10)], "samples_per_text": 1}, "probable enough to be counted"),
   ],
 )
-def test_bad_input(changes, words):
+def test_invalid_input_raises(changes, words):
   with pytest.raises(InputError, match=words):
     check(**changes)

@@ -1,4 +1,5 @@
-"""Drafts over given outputs: alpha by hand, rounds against a plain loop, resumed, as a table."""
+"""Drafts on recorded outputs: alpha by hand, rounds against a plain loop, resumption, and the
+table."""
 
 import functools
 import gzip
@@ -29,7 +30,7 @@ from specdec_jax.reporting.paper import load_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINES = tiny_pair.SENTENCES
-# Each output takes the beginning of one sentence of its source and the end of another.
+# Each output is the beginning of one sentence of its source and the end of another.
 SOURCES = [f"{a} {b}" for a, b in zip(LINES[:60:5], LINES[3::9])]
 OUTPUTS = [f"{source[:20]}{source[-15:]}" for source in SOURCES]
 
@@ -41,7 +42,7 @@ def words():
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-  """Text to count n-grams of."""
+  """Write the text that n-grams are counted in."""
   path = tmp_path_factory.mktemp("text") / "highlights.txt"
   path.write_text("".join(f"{line}\n" for line in LINES[::7]))
   return str(path)
@@ -54,7 +55,7 @@ def run(words, output_dir, drafts, sources=SOURCES, outputs=OUTPUTS, **changes):
 
 
 def guessing(words, make, gamma):
-  """(source ids, ids of the text so far) -> the draft's guesses, one call of `propose`."""
+  """Return a function (source ids, ids of the text so far) -> draft tokens of one `propose`."""
   drafter = make(tiny.loaded(words))
   draft = drafter.build(ARGMAX, chain(gamma))
   propose = jax.jit(draft.propose)
@@ -69,7 +70,7 @@ def guessing(words, make, gamma):
   return guesses
 
 
-def test_the_target_writes_the_given_texts(words):
+def test_target_emits_the_given_texts(words):
   texts = [words.encode(line) for line in OUTPUTS[:3]]
   decoded = autoregressive_decode(
     *(RecitingModel(len(words)), padded(texts, 40), padded([[5]] * 3, 8)),
@@ -80,7 +81,7 @@ def test_the_target_writes_the_given_texts(words):
   np.testing.assert_array_equal(decoded.tokens, padded(texts, 40))
 
 
-def test_alpha_of_a_unigram_is_how_often_the_most_frequent_token_was_written(words, path, tmp_path):
+def test_alpha_of_a_unigram_is_the_share_of_the_most_frequent_token(words, path, tmp_path):
   (one, two) = run(words, tmp_path, [functools.partial(unigram, path=path)])
   counts = np.bincount([token for line in read_lines(path) for token in words.encode(line)])
   written = [token for line in OUTPUTS for token in words.encode(line)]
@@ -91,7 +92,7 @@ def test_alpha_of_a_unigram_is_how_often_the_most_frequent_token_was_written(wor
 
 
 @pytest.mark.parametrize("name", ["unigram", "bigram", "copy-1", "copy-3"])
-def test_alpha_and_rounds_are_those_of_a_plain_loop(words, path, tmp_path, name):
+def test_alpha_and_rounds_equal_those_of_a_plain_loop(words, path, tmp_path, name):
   make = {
     "unigram": functools.partial(unigram, path=path),
     "bigram": functools.partial(bigram, path=path),
@@ -117,14 +118,14 @@ def test_alpha_and_rounds_are_those_of_a_plain_loop(words, path, tmp_path, name)
           done += 1
           if done == len(text):
             break
-        done += 1  # the target's own token, unless the text has ended
+        done += 1  # the target's next token, unless the text has ended
     assert r.rounds == rounds and r.tokens_per_round == r.num_tokens / rounds
     judged = zip(stood, fell)
     assert r.acceptance_by_position == [a / (a + b) if a + b else None for a, b in judged]
 
 
-def test_copying_a_text_that_is_its_own_source_is_always_right(words, tmp_path):
-  """But for the first token, before which there is nothing to look for."""
+def test_prompt_lookup_on_a_copied_source_is_always_accepted(words, tmp_path):
+  """Except for the first token, before which there is no context to look up."""
   text = "[0123456789]"
   n = len(words.encode(text))
   assert len(set(words.encode(text))) == n
@@ -134,24 +135,24 @@ def test_copying_a_text_that_is_its_own_source_is_always_right(words, tmp_path):
   assert r.acceptance_by_position[1:] == [1.0] * 4
 
 
-def test_an_output_cut_off_at_the_limit_has_no_eos(words, tmp_path):
+def test_output_cut_off_at_the_limit_has_no_eos(words, tmp_path):
   make = [prompt_lookup]
   (cut,) = run(words, tmp_path / "cut", make, LINES[:1], LINES[:1], gammas=(3,), max_new_tokens=4)
   (whole,) = run(words, tmp_path / "whole", make, LINES[:1], LINES[:1], gammas=(3,))
   assert cut.num_tokens == 4 and whole.num_tokens == len(words.encode(LINES[0]))
 
 
-def test_a_draft_reads_no_more_of_a_source_than_the_target_did(words, tmp_path):
+def test_draft_reads_at_most_the_source_of_the_target(words, tmp_path):
   text = "[0123456789]"
   one = [prompt_lookup], [text], [text]
   run(words, tmp_path, *one, gammas=(3,), max_source_tokens=5)
-  cut, whole = run(words, tmp_path, *one, gammas=(3,))  # another setting, so measured too
+  cut, whole = run(words, tmp_path, *one, gammas=(3,))  # another setting, so it is measured too
   n = len(words.encode(text))
   assert cut.alpha == pytest.approx(3 / n)  # of four tokens and EOS, the second to the fourth
   assert whole.alpha == pytest.approx((n - 1) / n)
 
 
-def test_what_is_recorded_is_not_measured_again(words, path, tmp_path, capsys):
+def test_recorded_settings_are_not_measured_again(words, path, tmp_path, capsys):
   (one,) = run(words, tmp_path, [prompt_lookup], gammas=(2,))
   before = (tmp_path / "results.jsonl").read_bytes()
   counted = functools.partial(unigram, path=path)
@@ -166,7 +167,7 @@ def test_what_is_recorded_is_not_measured_again(words, path, tmp_path, capsys):
     assert r.speedup is None and r.c is None  # nothing was timed
 
 
-def test_the_papers_values_stand_beside(words, path, tmp_path, capsys):
+def test_table_has_the_values_of_the_paper(words, path, tmp_path, capsys):
   counted = functools.partial(unigram, path=path)
   rows = load_table(3, ROOT / "configs")
   changes = dict(paper_rows=rows, paper_target="T5-XXL (CNNDM)", gammas=(2,))
@@ -194,7 +195,7 @@ def test_the_papers_values_stand_beside(words, path, tmp_path, capsys):
   ],
   ids=lambda changes: " ".join(changes),
 )
-def test_nothing_to_measure_is_refused(words, tmp_path, changes):
+def test_empty_lists_raise(words, tmp_path, changes):
   settings = dict(drafts=[prompt_lookup], output_dir=tmp_path / "out")
   with pytest.raises(InputError):
     run(words, **{**settings, **changes})
@@ -204,7 +205,7 @@ def test_nothing_to_measure_is_refused(words, tmp_path, changes):
 # The texts, as `scripts/prepare_cnn_dm.py` writes them.
 
 
-def test_texts_are_written_as_t5_read_and_wrote_them(tmp_path):
+def test_prepared_texts_are_the_sources_and_outputs_of_t5(tmp_path):
   data = tmp_path / "data"
   (data / "realsumm").mkdir(parents=True)
   (data / "cnn_dm").mkdir()

@@ -1,7 +1,8 @@
-"""Decoder-only models: one block, many steps and one teacher-forced pass agree, and so do drafts.
+"""Decoder-only models: one block, several steps and one teacher-forced pass agree, and so do
+drafts.
 
-The reference for the arithmetic is the decoder in plain numpy below, in float64; for prompts, the
-text that they are put in front of, as a list.
+The reference for the arithmetic is the decoder in numpy below, in float64. The reference for
+prompts is the text that they are prepended to, as a list.
 """
 
 import dataclasses
@@ -35,14 +36,15 @@ VARIANTS = {
 }
 # As in test_t5: float32 sums in another order, or bfloat16.
 TOLERANCE = {jnp.float32: dict(rtol=1e-5, atol=2e-5), jnp.bfloat16: dict(rtol=0.05, atol=0.25)}
-LENGTHS = [5, 0, 3, 7]  # of prompts, in tokens
+LENGTHS = [5, 0, 3, 7]  # lengths of the prompts in tokens
 NEW = 12
 SLOTS = 32
 EVERY = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def begun(cfg, prompt):
-  """What is committed of each prompt, as lists: the start token and the prompt without its EOS."""
+  """Return the committed tokens of each prompt as lists: the start token and the prompt without
+  EOS."""
   rows = [row[: row.index(cfg.eos_id)] for row in prompt.tolist()]
   if cfg.start_id is None:
     return [row or [cfg.eos_id] for row in rows]
@@ -50,12 +52,14 @@ def begun(cfg, prompt):
 
 
 def take(rows, start, count):
-  """rows [B, T, ...] -> [B, count, ...] from each row's own start [B]."""
+  """Gather `count` entries of rows [B, T, ...] from each row's own start [B]; the result is [B,
+  count, ...]."""
   return np.stack([row[at : at + count] for row, at in zip(rows, start, strict=True)])
 
 
 class Case:
-  """A model with ragged prompts, texts that follow them, and the teacher-forced logits of both."""
+  """A model with prompts of different lengths, texts that follow them, and teacher-forced logits of
+  both."""
 
   def __init__(self, cfg):
     self.params, self.prompt = tiny.params(cfg, 0), jnp.asarray(tiny.prompts(cfg, 0, LENGTHS))
@@ -81,7 +85,7 @@ def case(variant):
 
 
 @EVERY
-def test_a_text_begins_with_its_prompt_whatever_pads_it(variant):
+def test_text_begins_with_its_prompt_for_any_padding(variant):
   cfg, of = VARIANTS[variant], case(variant)
   for padding, width in (0, 8), (7, 8), (3, 13):
     prompt = np.pad(of.prompt, ((0, 0), (0, width - 8)))
@@ -91,7 +95,7 @@ def test_a_text_begins_with_its_prompt_whatever_pads_it(variant):
 
 
 @EVERY
-def test_what_pads_a_prompt_is_not_read(variant):
+def test_padding_of_a_prompt_is_not_attended_to(variant):
   of = case(variant)
   at = of.begins - 1
   past = np.arange(8) > np.array(LENGTHS)[:, None]
@@ -101,7 +105,7 @@ def test_what_pads_a_prompt_is_not_read(variant):
     np.testing.assert_allclose(logits, take(of.logits, at, 5), **of.tolerance)
 
 
-def test_the_prompt_does_matter():
+def test_logits_depend_on_the_prompt():
   of = case("gpt_like")
   other = np.where(of.prompt > 1, 2 + of.prompt % (V - 2), of.prompt)
   logits = of.extend(of.prefill(other), take(of.tokens, of.begins - 1, 5))[0]
@@ -126,8 +130,8 @@ def test_blocks_after_ragged_prompts_equal_the_teacher_forced_pass(variant, cuts
 
 
 @EVERY
-def test_every_accept_count_rolls_back_to_the_text(variant):
-  """Verify [newest, guesses], commit n of them, go on; rows at different n."""
+def test_every_number_of_accepted_tokens_is_rolled_back(variant):
+  """Verify [last token, draft tokens], commit n of them, and continue; n differs between rows."""
   of, gamma = case(variant), 4
   at = of.begins - 1
   filled = of.prefill(of.prompt)
@@ -137,7 +141,7 @@ def test_every_accept_count_rolls_back_to_the_text(variant):
     wrong = np.arange(gamma + 1) > n[:, None]
     verified, _, cache = of.extend(filled, np.where(wrong, (block + 7) % V, block))
     np.testing.assert_array_equal(cache.length, at)
-    for row in range(4):  # up to the first wrong guess the block is the text
+    for row in range(4):  # the block equals the text up to the first wrong draft token
       kept = slice(0, n[row] + 1)
       np.testing.assert_allclose(
         verified[row, kept], of.logits[row, at[row] :][kept], **of.tolerance
@@ -149,7 +153,7 @@ def test_every_accept_count_rolls_back_to_the_text(variant):
 
 
 @pytest.mark.parametrize("variant", ["gpt_like", "gpt2", "lamda"])
-def test_a_layout_for_decoding_changes_no_logits(variant):
+def test_decoding_layout_does_not_change_logits(variant):
   cfg, of = VARIANTS[variant], case(variant)
   fused, params = for_decoding(cfg, of.params)
   layouts = [(fused, params)]
@@ -171,17 +175,17 @@ def test_a_layout_for_decoding_changes_no_logits(variant):
 
 
 @pytest.mark.parametrize("variant, tree", [("gpt_like", "full"), ("lamda", "uneven")])
-def test_a_tree_is_read_as_its_paths_are(variant, tree):
+def test_tree_has_the_logits_of_its_paths(variant, tree):
   of = case(variant)
-  cache = of.extend(of.prefill(of.prompt), of.tokens[:, :14])[2]  # with other tokens behind it
+  cache = of.extend(of.prefill(of.prompt), of.tokens[:, :14])[2]  # with other tokens after it
   assert max(off_paths(of, cache, TREES[tree]).values()) < 1e-5
   for path in WRONG_PATHS:
     found = off_paths(of, cache, TREES[tree], path)
     assert far_off(found) == {"at once, then on", "by levels, then on"}
 
 
-@pytest.mark.parametrize("fault", [*TREE_FAULTS][:1])  # a T5's test has the others
-def test_a_tree_that_is_read_wrong_is_seen(monkeypatch, fault):
+@pytest.mark.parametrize("fault", [*TREE_FAULTS][:1])  # other cases are in the tests of T5
+def test_wrong_attention_in_a_tree_is_detected(monkeypatch, fault):
   monkeypatch.setattr(trees, "_place_tree", functools.partial(fault, trees._place_tree))
   of = Case(VARIANTS["gpt_like"])
   assert far_off(off_paths(of, of.prefill(of.prompt), TREES["full"])) == TREE_FAULTS[fault]
@@ -191,7 +195,7 @@ def test_a_tree_that_is_read_wrong_is_seen(monkeypatch, fault):
 
 
 def numpy_gpt(params, cfg, tokens):
-  """Logits [K, V] of one row, in float64: every formula written out."""
+  """Compute logits [K, V] of one row in float64, with every formula written out."""
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
   def norm(p, x):
@@ -221,7 +225,7 @@ def numpy_gpt(params, cfg, tokens):
 
   table, p, size = params["token_embedder"]["embedding"], params["decoder"], len(tokens)
   x, past = table[tokens], np.arange(size)[:, None] - np.arange(size)
-  if cfg.num_positions is None:  # buckets of a distance below 19, of which 16 to 18 are one
+  if cfg.num_positions is None:  # buckets of a distance below 19; 16 to 18 share one
     bias = p["relpos_bias"]["rel_embedding"][:, np.clip(past, 0, 16)]
   else:
     x, bias = x + p["positions"][:size], np.zeros((cfg.num_heads, 1, 1))
@@ -236,7 +240,7 @@ def numpy_gpt(params, cfg, tokens):
 
 
 @pytest.mark.parametrize("variant", ["gpt_like", "gpt2", "lamda"])
-def test_logits_equal_numpys(variant):
+def test_logits_equal_those_of_numpy(variant):
   cfg, of = VARIANTS[variant], case(variant)
   for row in range(4):
     want = numpy_gpt(of.params, cfg, of.tokens[row, :19])
@@ -246,7 +250,7 @@ def test_logits_equal_numpys(variant):
 # Shapes.
 
 
-def test_a_text_longer_than_the_table_of_positions_is_refused():
+def test_text_longer_than_the_position_table_raises():
   of = case("gpt_like")
 
   def cache(of, slots):
@@ -278,7 +282,7 @@ def prompts():
 
 @functools.cache
 def endless():
-  """Each row's argmax text [4, LIMIT], by a teacher-forced pass for each token."""
+  """Return the greedy text [4, LIMIT] of each row, by one teacher-forced pass per token."""
   begins = [len(row) for row in begun(TARGET, prompts())]
   tokens = np.array([[*row, *[0] * 24][:24] for row in begun(TARGET, prompts())], np.int32)
   for i in range(LIMIT):
@@ -289,19 +293,19 @@ def endless():
 
 
 def eos():
-  """A token that ends some of these texts and not others."""
+  """Return a token that ends some of these texts and not others."""
   return int(endless()[0, 5])
 
 
 def oracle():
-  """The texts as lists, up to EOS."""
+  """Return the texts as lists, up to EOS."""
   rows = endless().tolist()
   return [row[: row.index(eos()) + 1] if eos() in row else row for row in rows]
 
 
 @functools.cache
 def draft(name):
-  """(what makes the draft of a tree, its parameters)."""
+  """Return a function that builds the draft of a tree, and its parameters."""
 
   def of_model(cfg):
     return functools.partial(ModelDraft, GPTModel(cfg), GREEDY)
@@ -328,7 +332,7 @@ def speculate(name, rows=slice(0, 4), gamma=3):
   )
 
 
-def test_plain_decoding_equals_the_oracle():
+def test_autoregressive_decoding_equals_the_oracle():
   model, common = GPTModel(TARGET), dict(max_new_tokens=LIMIT, sampling=GREEDY, eos_id=eos())
   out = autoregressive_decode(model, target_params(), prompts(), KEYS, **common)
   assert texts_of(out) == oracle()
@@ -336,23 +340,24 @@ def test_plain_decoding_equals_the_oracle():
   assert {text[-1] == eos() for text in oracle()} == {True, False}
 
 
-@pytest.mark.parametrize("name", ["target", "near", "random"])  # others: test_contract.py
-def test_speculation_equals_the_oracle(name):
+@pytest.mark.parametrize("name", ["target", "near", "random"])  # others are in test_contract.py
+def test_speculative_decoding_equals_the_oracle(name):
   out = speculate(name)
   assert texts_of(out) == oracle()
   if name == "target":
     assert int(out.num_rounds) == max(-(-len(text) // 4) for text in oracle())
   elif name != "random":
-    assert int(out.num_rounds) < LIMIT  # some guesses stood
+    assert int(out.num_rounds) < LIMIT  # some draft tokens were accepted
 
 
-def test_a_row_alone_equals_the_oracle():
+def test_single_row_equals_the_oracle():
   for row in range(4):
     assert texts_of(speculate("near", slice(row, row + 1))) == oracle()[row : row + 1]
 
 
 def test_samples_have_the_targets_joint_distribution():
-  """2,000 texts after each of two prompts, one of them empty; the other's must be caught."""
+  """Sample 2,000 texts after each of two prompts, one of which is empty; a swap of the two is
+  detected."""
   n, two = 2000, prompts()[:2]
   draft = ModelDraft(GPTModel(TARGET), Sampling(), chain(2))
   out = speculative_decode(
@@ -373,7 +378,7 @@ def test_samples_have_the_targets_joint_distribution():
 
 
 def joint_of_two(text):
-  """Exact probabilities [V * V] of the first two tokens after a text."""
+  """Return the exact probabilities [V * V] of the first two tokens after a text."""
   after = np.zeros((V, 24), np.int32)
   after[:, : len(text)], after[:, len(text)] = text, np.arange(V)
   logits = tiny.teacher_forced(TARGET)(target_params(), np.zeros((V, 1), np.int32), after)

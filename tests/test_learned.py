@@ -1,4 +1,4 @@
-"""Drafts on the target's states learn what they will be asked; what was trained is a draft."""
+"""Learned draft heads: training computes what decoding uses, and a trained head is a draft."""
 
 import dataclasses
 import functools
@@ -81,7 +81,7 @@ def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
   [(kind, t5) for kind in ("eagle", "parallel", "pass", "shared_encoder", "conditioned")]
   + [(kind, gpt) for kind in ("heads", "parallel", "early_exit")],
 )
-def test_training_logits_are_those_of_decoding(kind, of):
+def test_training_logits_equal_those_of_decoding(kind, of):
   """At each token of a text, the draft's q in decoding equals the q that the training loss uses."""
   models = of()
   shape = models.target.config
@@ -90,9 +90,9 @@ def test_training_logits_are_those_of_decoding(kind, of):
   drafter = speculators.head_factory(
     kind, config, own, tiny.loaded(None, models.target, models.params)
   )
-  first = kind == "pass"  # its first guess is the target's own
+  first = kind == "pass"  # its first draft token is the target's
   prompts = models.prompts
-  if of is gpt:  # it trains on texts of their own
+  if of is gpt:  # it trains on texts of its own
     prompts = np.where(np.arange(prompts.shape[1]) == 0, 1, np.zeros_like(prompts))
   tokens = np.random.default_rng(1).integers(2, V, (len(prompts), 6)).astype(np.int32)
   ask = functools.partial(proposals, models.target, drafter.build(RANDOM, chain(1 + first)))
@@ -101,7 +101,7 @@ def test_training_logits_are_those_of_decoding(kind, of):
   objective = speculator_objective(config, shape, models.params, "tv", stride=1, decay=1e-6)
   loss = jax.jit(objective.scores)(own, models.params, batch)["valid_loss"]
   own_chance = np.take_along_axis(q, tokens[..., None], axis=2)[..., 0]
-  if first:  # one anchor a text, in its middle, whose second guess is of the token after
+  if first:  # one anchor per text, in its middle; the second token is one position later
     own_chance = np.take_along_axis(q[:, 2], tokens[:, 3:4], axis=1)
   np.testing.assert_allclose(loss, 1 - own_chance.mean(), rtol=2e-4)
 
@@ -138,7 +138,7 @@ def test_conditioned_decoder_drafts_as_it_was_trained(tree):
       offsets = np.broadcast_to(np.arange(num_slots) - np.array(anchors), inputs.shape)
       logits = learned({"params": own}, inputs, states[:, anchors], offsets, last, cache.cross_bias)
       q = distribution(logits[:, length + len(paths[node]) - 2], RANDOM)
-      if not tree.ranks[node - 1]:  # an elder sibling's chance is not a younger one's
+      if not tree.ranks[node - 1]:  # a sibling has the q that excludes its earlier siblings
         np.testing.assert_allclose(proposal.q[:, node - 1], q, atol=2e-6)
     path = paths[keep]
     tokens[:, length : length + len(path)] = guesses[:, path - 1]
@@ -236,7 +236,7 @@ def test_trained_head_is_loaded_as_a_draft_and_its_score_has_improved(trained):
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
-  """With its default shape, and the guesses of what was saved."""
+  """It has its default shape, and proposes what the saved head does."""
   models = t5()
   config = speculator_config(models.target.config, kind)
 
@@ -251,13 +251,13 @@ def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
     kind, config, own, tiny.loaded(None, models.target, models.params)
   )
   jax.tree.map(np.testing.assert_array_equal, loaded.params, mine.params)
-  if kind in ("eagle", "heads", "parallel"):  # as alpha and rounds ask for its trees
+  if kind in ("eagle", "heads", "parallel"):  # trees as in measurements
     tree = pairs.tree_draft(tiny.loaded(words), lambda target: mine, num_guesses=15)
     shapes = [tree.build(GREEDY, chain(depth)).tree for depth in (1, 5)]
     assert [(shape.num_guesses, shape.depth) for shape in shapes] == [(1, 1), (15, 5)]
 
 
-def test_it_is_refused_where_it_does_not_belong(trained):
+def test_head_of_another_target_raises(trained):
   folder = tiny_pair.folder()
   words = dict(vocabulary=str(folder / "vocabulary.model"))
   with pytest.raises(InputError, match="lives on the states of a target"):
@@ -271,7 +271,7 @@ def test_it_is_refused_where_it_does_not_belong(trained):
 
 
 @pytest.mark.parametrize("kind", ["early_exit", "pass"])
-def test_what_reads_a_texts_own_cache_is_no_draft_of_a_beam_search(kind):
+def test_draft_that_reads_the_targets_cache_raises_in_beam_search(kind):
   folder = tiny_pair.folder()
   pair = pairs.load_pair(
     *(str(folder / name) for name in ("target", "near", "vocabulary.model")), kernels="xla"

@@ -1,4 +1,4 @@
-"""Lookahead decoding beside the same window and pool in plain lists, and on a text that repeats."""
+"""Lookahead decoding against the same window and pool in plain lists, and on a repeating text."""
 
 import itertools
 import zlib
@@ -24,12 +24,13 @@ PROMPTS = np.array([[3, 4, 2, 1, 0, 0], [2, 1, 0, 0, 0, 0], [4, 4, 3, 9, 2, 1]],
 
 
 def follows(*path: int) -> int:
-  """The argmax of a target that reads all of a path: another for nearly every other path."""
+  """Return the argmax of a target that depends on the whole path, and differs between nearly all
+  paths."""
   return zlib.crc32(bytes(path)) % V
 
 
 class InLists:
-  """The window of one row, and what its pool has behind each token."""
+  """The window of one row, and the pool's successors of each token."""
 
   def __init__(self, prompt: list[int], gamma: int):
     text = [token if token < V else 0 for token in prompt if token]
@@ -37,7 +38,8 @@ class InLists:
     self.pool: dict[int, list[tuple[int, ...]]] = {}
 
   def to(self, row: int, column: int) -> tuple[int, ...]:
-    """The tokens that the target sees at a place of the window, itself the last."""
+    """Return the tokens that the target attends to at a position of the window, that position
+    included."""
     return (*self.rows[0][: column + 1], *(self.rows[i][column] for i in range(1, row + 1)))
 
   def chains(self, newest: int, gamma: int, num_guesses: int) -> list[tuple[int, ...]]:
@@ -45,7 +47,7 @@ class InLists:
     return [*known, *[(0,) * gamma] * (num_guesses - len(known))]
 
   def read(self, newest: int, num_guesses: int) -> None:
-    """What one pass of the target changes."""
+    """Update window and pool after one target forward pass."""
     last = len(self.rows) - 1
     made = [follows(newest, *self.to(last, column)) for column in range(WINDOW)]
     for first, *behind in zip(*self.rows, made):
@@ -55,8 +57,8 @@ class InLists:
 
 
 @pytest.mark.parametrize("gamma, num_guesses", [(1, 3), (3, 2)])
-def test_window_and_pool_are_those_of_plain_lists(gamma, num_guesses):
-  """What is guessed in each round, and after what the target reads each guess."""
+def test_window_and_pool_equal_those_of_plain_lists(gamma, num_guesses):
+  """Return the draft tokens of each round, and the tokens before each of them."""
   draft = LookaheadDraft(V, gamma, WINDOW, num_guesses)
   batch, keys = len(PROMPTS), jax.random.split(jax.random.key(0), len(PROMPTS))
   propose, observe = jax.jit(draft.propose), jax.jit(draft.observe)
@@ -77,7 +79,7 @@ def test_window_and_pool_are_those_of_plain_lists(gamma, num_guesses):
       of_window = itertools.starmap(kept.to, itertools.product(range(gamma), range(WINDOW)))
       assert sorted(paths) == sorted([(), *of_chains, *of_window])
       firsts = [guess for guess, parent in zip(guesses, draft.tree.parents) if parent == 0]
-      assert firsts == [*(chain[0] for chain in chains), kept.rows[0][0]]  # the pool's go first
+      assert firsts == [*(chain[0] for chain in chains), kept.rows[0][0]]  # pool first
       logits[row, range(len(paths)), [follows(newest, *path) for path in paths]] = 1
       most = max(most, len(kept.pool.get(newest, [])))
       kept.read(newest, num_guesses)
@@ -86,8 +88,8 @@ def test_window_and_pool_are_those_of_plain_lists(gamma, num_guesses):
 
 
 class Fibonacci:
-  """A target whose next token is the sum of the last two, modulo V: the text comes back to itself
-  after 20 tokens, and each token is followed by several others."""
+  """A target whose next token is the sum of the last two, modulo V: the text repeats after 20
+  tokens, and each token has several successors."""
 
   vocab_size, eos_id = V, -1
 
@@ -113,7 +115,7 @@ class Fibonacci:
     return commit(cache, length, path)
 
 
-def test_what_the_pool_knows_is_accepted():
+def test_ngrams_of_the_pool_are_accepted():
   draft, prompts = LookaheadDraft(V, 3), jnp.array([[1, 3], [3, 3]])
   out = speculative_decode(
     *(Fibonacci(), draft, (), (), prompts, jax.random.key(0)),
@@ -124,12 +126,12 @@ def test_what_the_pool_knows_is_accepted():
   np.testing.assert_array_equal(text[:, 2:], (text[:, :-2] + text[:, 1:-1]) % V)
   emitted, first = np.asarray(out.rounds.num_emitted), np.asarray(out.rounds.path)[:, :, 0]
   begin = emitted.cumsum(axis=0) - emitted
-  known = (begin >= 40) & (begin < 76)  # twice around; and no round that the limit cuts
+  known = (begin >= 40) & (begin < 76)  # two periods, and no round that the limit cuts
   assert known.sum() > 16 and (emitted[known] == 4).all()
   assert (first[known] <= draft.num_guesses).all()  # by the pool, not by the window
 
 
 @pytest.mark.parametrize("name", ["gamma", "window", "num_guesses"])
-def test_sizes_are_whole_numbers_from_1(name):
+def test_sizes_are_positive_integers(name):
   with pytest.raises(InputError, match=f"{name} is 0"):
     LookaheadDraft(V, **{"gamma": 2, name: 0})

@@ -1,4 +1,4 @@
-"""What is measured of a pair: alpha, counts, costs, speedup, each setting a record."""
+"""Measurements of a pair: alpha, counts, costs and speedup, one record per setting."""
 
 import dataclasses
 import functools
@@ -69,7 +69,7 @@ SETTINGS = DecodeSettings(GREEDY, max_new_tokens=LIMIT)
 
 @functools.cache
 def decoded(sampling):
-  """Texts of the target, and the prompt they follow."""
+  """Return texts of the target, and their prompt."""
   pair = tiny_pair.pair()
   prompt = pair.prompt(TEXTS)
   output = autoregressive_decode(
@@ -84,7 +84,7 @@ def decoded(sampling):
 
 
 def probabilities(name, prompt, tokens, sampling):
-  """By one teacher-forced pass of the model as it lies on disk, adjusted by plain numpy."""
+  """Return probabilities of one teacher-forced pass of the model on disk, adjusted in numpy."""
   config, params = load_model(str(tiny_pair.folder() / name))
   inputs = np.pad(tokens[:, :-1], ((0, 0), (1, 0)))
   logits = tiny.teacher_forced(config)(params, np.asarray(prompt), inputs)
@@ -118,7 +118,7 @@ def logits_and_q(pair, prompt, tokens, sampling):
 
 
 @pytest.mark.parametrize("sampling", [RANDOM, GREEDY], ids=str)
-def test_lenience_accepts_more_and_says_what_it_changes(sampling):
+def test_lenience_raises_acceptance_and_bounds_the_change(sampling):
   pair = tiny_pair.pair()
   prompt, output = decoded(RANDOM)
   p = probabilities("target", prompt, output.tokens, RANDOM)
@@ -129,18 +129,19 @@ def test_lenience_accepts_more_and_says_what_it_changes(sampling):
     beta[lenience], change[lenience] = acceptance_and_change(*logits, sampling, lenience)
     if sampling == RANDOM:
       want = np.minimum(p / lenience, q).sum(axis=-1)
-    else:  # p before it is made an argmax, at the draft's guess
+    else:  # p before the argmax, at the draft token
       of_guess = np.take_along_axis(p, q.argmax(axis=-1)[..., None], axis=-1)[..., 0]
       want = of_guess >= lenience * p.max(axis=-1)
     np.testing.assert_allclose(beta[lenience], want, atol=1e-4)
-    # P(x) <= p(x) / l bounds the change; an argmax changes where it would have been refused.
+    # P(x) <= p(x) / l bounds the change; an argmax changes where its token would have been
+    # rejected.
     most = 1 - lenience if sampling == RANDOM else beta[lenience] - beta[1.0]
     assert (change[lenience] <= most + 1e-5).all()
   means = [[x[lenience].mean() for lenience in (1.0, 0.5, 0.1)] for x in (beta, change)]
   assert all(a < b < c for a, b, c in means)
 
 
-def test_alpha_is_a_rate_and_better_for_better_drafts():
+def test_alpha_is_a_probability_and_higher_for_better_drafts():
   prompt, output = decoded(RANDOM)
   alphas = {}
   for name in ("random", "near", "target"):
@@ -150,8 +151,8 @@ def test_alpha_is_a_rate_and_better_for_better_drafts():
   assert alphas["target"].low == pytest.approx(1, abs=1e-5)
 
 
-def test_alpha_is_of_the_tokens_generated_and_no_others():
-  """Rows of two batches that ended early: what lies past their ends has no part."""
+def test_alpha_covers_exactly_the_generated_tokens():
+  """Rows of two batches that ended early: tokens past their ends are excluded."""
   pair = tiny_pair.pair()
   prompt, output = decoded(RANDOM)
   lengths = np.array([[3, 10, 1], [7, 2, 2]])
@@ -164,10 +165,10 @@ def test_alpha_is_of_the_tokens_generated_and_no_others():
 
 
 @pytest.mark.parametrize("stays", [0.0, 0.8])
-def test_correlation_of_neighbours_is_that_of_the_chain_that_made_them(stays):
-  """A value that is kept with probability r, else drawn anew, has lag-1 correlation r.
+def test_lag_1_correlation_is_that_of_the_chain(stays):
+  """A value that is kept with probability r and otherwise sampled again has lag-1 correlation r.
 
-  40,000 tokens: the standard error is at most 0.005, and 6 of them are allowed.
+  With 40,000 tokens the standard error is at most 0.005; the tolerance is 6 of them.
   """
   rng, rows = np.random.default_rng(0), []
   for _ in range(2000):
@@ -179,10 +180,12 @@ def test_correlation_of_neighbours_is_that_of_the_chain_that_made_them(stays):
   assert np.isnan(lag1_correlation([np.ones(5)]))
 
 
-def test_interval_covers_the_truth_about_95_times_in_100():
-  """Rows share their luck: an interval that takes tokens as independent covers 5 times in 6.
+def test_interval_covers_the_mean_about_95_times_in_100():
+  """Tokens of a row are correlated: an interval that assumes independent tokens covers 5 times in
+  6.
 
-  300 samples of 40 rows; an interval that covers 93 times in 100 is below 262 once in 10^4.
+  Of 300 samples of 40 rows, an interval that covers 93 times in 100 covers less than 262 once in
+  10^4.
   """
   rng, covered, broken = np.random.default_rng(0), 0, 0
   for _ in range(300):
@@ -195,7 +198,7 @@ def test_interval_covers_the_truth_about_95_times_in_100():
   assert broken < 262 <= covered < 300
 
 
-def test_interval_is_fixed_by_its_seed():
+def test_interval_is_determined_by_its_seed():
   rows = [np.random.default_rng(i).random(5) for i in range(10)]
   assert mean_with_interval(rows) == mean_with_interval(rows)
   assert mean_with_interval(rows, seed=1) != mean_with_interval(rows)
@@ -226,13 +229,15 @@ def rounds_of(rows, gamma, limit):
 # gamma 3, limit 6, EOS 1.
 HAND_MADE = rounds_of(
   [
-    # 3 accepted and a bonus; 1 accepted, 1 rejected: 4 / 5.
+    # 3 accepted and a bonus token; 1 accepted, 1 rejected: 4 / 5.
     [([5, 6, 7], 3, 8, 4), ([9, 2, 3], 1, 4, 2)],
-    # EOS is the second of 3 guesses that would all stand: 2 accepted, the third was neither.
+    # EOS is the second of 3 draft tokens that would all be accepted: 2 accepted; the third does not
+    # count.
     [([5, 1, 7], 3, 8, 2)],
-    # The first is rejected, and EOS put in its place: 0 / 1.
+    # The first is rejected and replaced by EOS: 0 / 1.
     [([5, 6, 7], 0, 1, 1)],
-    # 2 / 3, then the limit falls after 2 of 3 accepted, and after them nothing: 2 / 2; then 1 more.
+    # 2 / 3, then the limit is reached after 2 of 3 accepted tokens, and later ones do not count: 2
+    # / 2; then 1 more.
     [([5, 6, 7], 2, 8, 3), ([9, 2, 3], 0, 4, 1), ([9, 2, 3], 3, 4, 2)],
   ],
   gamma=3,
@@ -240,18 +245,18 @@ HAND_MADE = rounds_of(
 )
 
 
-def test_counts_of_hand_made_rounds():
+def test_counts_of_rounds_by_hand():
   assert num_tokens([HAND_MADE]) == 6 + 2 + 1 + 6
   assert num_rounds([HAND_MADE]) == 2 + 1 + 1 + 3
   accepted, rejected = (3 + 1) + 2 + 0 + (2 + 0 + 2), 1 + 0 + 1 + (1 + 1 + 0)
   assert acceptance_rate([HAND_MADE]) == pytest.approx(accepted / (accepted + rejected))
 
 
-def test_acceptance_by_position_of_hand_made_rounds():
+def test_acceptance_by_position_by_hand():
   assert acceptance_by_position([HAND_MADE]) == pytest.approx([5 / 7, 4 / 5, 1 / 2])
   assert acceptance_by_position([HAND_MADE, HAND_MADE]) == acceptance_by_position([HAND_MADE])
   refused = rounds_of([[([5, 6], 0, 7, 1)]], gamma=2, limit=2)
-  assert acceptance_by_position([refused]) == [0.0, None]  # the second was never judged
+  assert acceptance_by_position([refused]) == [0.0, None]  # the second was not verified
 
 
 def test_counts_of_several_batches_are_totals():
@@ -261,13 +266,13 @@ def test_counts_of_several_batches_are_totals():
   assert acceptance_rate([HAND_MADE, other]) == pytest.approx((10 + 2) / (10 + 4 + 2 + 1))
 
 
-def test_what_a_row_that_has_stopped_goes_on_computing_is_not_counted():
-  """Finished rows have rounds too while their neighbours run; they emit nothing."""
+def test_rounds_of_a_finished_row_are_not_counted():
+  """Finished rows have rounds too while their neighbors run; they emit nothing."""
   busy = rounds_of([[([5, 6, 1], 3, 8, 3), ([5, 6, 7], 3, 8, 0)]], gamma=3, limit=6)
   assert (num_tokens([busy]), num_rounds([busy]), acceptance_rate([busy])) == (3, 1, 1.0)
 
 
-def test_acceptance_rate_of_rounds_that_drafted_nothing():
+def test_acceptance_rate_of_rounds_without_draft_tokens():
   assert acceptance_rate([rounds_of([[([], 0, 5, 1)]], gamma=0, limit=2)]) == 0.0
 
 
@@ -279,11 +284,11 @@ def test_identical():
   assert not identical([HAND_MADE, HAND_MADE], [HAND_MADE, other])
 
 
-RATIOS = {3: np.array([2.0, 2.5, 1.5])}  # of seconds, a repeat each
+RATIOS = {3: np.array([2.0, 2.5, 1.5])}  # seconds of each repeat
 
 
-def test_speedup_is_totals_over_totals():
-  """Tokens a second, in sum; a mean of the speedups of the parts would be another number."""
+def test_speedup_is_the_ratio_of_totals():
+  """Tokens per second of the totals; the mean of the speedups of the parts is another number."""
   plain = [
     HAND_MADE._replace(lengths=np.array([10])),
     HAND_MADE._replace(lengths=np.array([30])),
@@ -295,15 +300,15 @@ def test_speedup_is_totals_over_totals():
   assert speed.spread(3) == pytest.approx((60 / 40 * 1.5, 60 / 40 * 2.5))
 
 
-def test_the_range_of_a_speedup_holds_it():
-  """Medians of each text may be faster than every repeat as a whole; one repeat has no range."""
+def test_range_of_a_speedup_contains_it():
+  """Medians of single texts may be faster than every repeat as a whole; one repeat has no range."""
   ratios = {3: np.array([2.36, 2.63]), 5: np.array([2.0])}
   speed = Speed([HAND_MADE], {3: [HAND_MADE], 5: [HAND_MADE]}, 2.64, {3: 1.0, 5: 1.0}, {}, ratios)
   assert speed.spread(3) == pytest.approx((2.36, 2.64))
   assert speed.spread(5) == (None, None)
 
 
-def test_a_text_has_the_same_key_whatever_batch_it_is_in():
+def test_key_of_a_text_does_not_depend_on_the_batch_size():
   def raw(keys):
     return jax.random.key_data(keys).tolist()
 
@@ -324,8 +329,9 @@ def test_c_and_v_are_in_target_steps():
   assert COSTS.c == pytest.approx(0.1) and COSTS.v == pytest.approx(1.6)
 
 
-def test_costs_are_what_links_take_and_not_what_a_call_takes():
-  """Calls that each take 5 s and 1.5 s a plain step, 2 s a draft step, 3 s a pass, 1 s to judge."""
+def test_costs_are_differences_between_calls():
+  """Times of calls: 5 s each, 1.5 s per autoregressive step, 2 s per draft step, 3 s per target
+  pass, 1 s for verification."""
   gammas, (step, draft, verify, accept) = (2, 4), (1.5, 2.0, 3.0, 1.0)
   undrafted = [verify + accept] * 2
   links = [step, *undrafted, *(gamma * draft + verify + accept for gamma in gammas), accept, accept]
@@ -334,15 +340,16 @@ def test_costs_are_what_links_take_and_not_what_a_call_takes():
     assert costs == pytest.approx(Costs(step, draft, verify, accept, 7.0, 2.0))
 
 
-def test_a_round_is_timed_without_the_reading_of_prompts():
-  """Two batches of 3 and 2 rounds that took 1.6 s, each 0.1 s before its first."""
+def test_round_time_excludes_the_prefill():
+  """Two batches of 3 and 2 rounds that took 1.6 s, each after a prefill of 0.1 s."""
   speed = Speed([], {3: [HAND_MADE, HAND_MADE]}, 1.0, {3: 1.6}, {3: COSTS}, {})
   assert int(HAND_MADE.num_rounds) == 3
   assert speed.round_s(3) == pytest.approx((1.6 - 2 * 0.1) / 6)
 
 
-def test_costs_are_of_real_rounds(monkeypatch):
-  """None and CHAIN of each: plain steps, and rounds of gamma 3 without drafting and with it."""
+def test_costs_are_those_of_real_rounds(monkeypatch):
+  """Return None and CHAIN of each: autoregressive steps, and rounds of gamma 3 without and with
+  drafting."""
   ends = []
 
   def call_once(calls, repeats):
@@ -358,11 +365,11 @@ def test_costs_are_of_real_rounds(monkeypatch):
   assert [int(state.num_rounds) for state in rounds] == [0, CHAIN] * 3
   emitted = [state.length - state.prompt_length for state in rounds[1::2]]
   assert (emitted[0] == CHAIN).all()
-  # The target as its own draft is never refused.
+  # The target as its own draft is never rejected.
   assert (emitted[2] == CHAIN * 4).all()
 
 
-def test_calls_are_in_the_order_that_costs_are_made_of():
+def test_order_of_calls_matches_the_order_of_costs():
   pair = tiny_pair.pair()
   drafts = [pair.draft(GREEDY, chain(gamma)) for gamma in (1, 3)]
   calls = round_calls(pair, drafts, pair.prompt(TEXTS[:1]), GREEDY, LIMIT)
@@ -373,7 +380,7 @@ def test_calls_are_in_the_order_that_costs_are_made_of():
   assert all(isinstance(verdict, Verification) for verdict in ends[10:]) and len(ends) == 14
 
 
-def test_rounds_of_a_tree_whose_shape_changes_can_be_timed():
+def test_rounds_of_a_dynamic_tree_can_be_timed():
   pair = tiny_pair.pair()
   draft = pair.draft(GREEDY, DynamicTree(6, 3))
   calls = round_calls(pair, [draft], pair.prompt(TEXTS[:1]), GREEDY, LIMIT)
@@ -383,7 +390,7 @@ def test_rounds_of_a_tree_whose_shape_changes_can_be_timed():
 
 
 @pytest.mark.parametrize("num_texts, least, most", [(3, 3, 3), (100, 24, 48)])
-def test_costs_are_timed_evenly_among_the_texts(monkeypatch, num_texts, least, most):
+def test_timed_prompts_are_spread_evenly_over_the_texts(monkeypatch, num_texts, least, most):
   timed = []
 
   def no_time(calls, repeats):
@@ -399,7 +406,7 @@ def test_costs_are_timed_evenly_among_the_texts(monkeypatch, num_texts, least, m
 
 
 def pair_of(target_layers, draft_layers, kernels="xla"):
-  """T5s that differ in depth only, wide enough for products to be most of the work."""
+  """T5s that differ only in depth, wide enough for matmuls to dominate."""
   models = []
   for layers in (target_layers, draft_layers):
     cfg = tiny.config(vocab_size=512, layers=layers, emb_dim=128, mlp_dim=256)
@@ -416,7 +423,7 @@ def pair_of(target_layers, draft_layers, kernels="xla"):
 
 
 def operations_by_hand(layers, slots, source, mlp_dim=256, emb=128, heads=2, head=8, vocab=512):
-  """2 for each weight that a token meets, and attention's two products; ours are gated."""
+  """Count 2 for each weight per token, and attention's two matmuls; the MLP is gated."""
   width = heads * head
   weights = layers * (4 * emb * width + 2 * emb * width + 3 * emb * mlp_dim) + emb * vocab
   return 2 * weights + layers * 4 * width * (slots + source)
@@ -426,17 +433,17 @@ PROMPT = jnp.full((1, 8), 5)
 
 
 @pytest.mark.parametrize("kernels", ["xla", "skinny"])
-def test_operations_are_those_counted_by_hand(kernels):
+def test_operations_equal_those_counted_by_hand(kernels):
   got = operations_ratio(pair_of(4, 1, kernels), PROMPT, RANDOM)
   assert got == pytest.approx(operations_by_hand(1, 4, 8) / operations_by_hand(4, 4, 8))
 
 
-def test_a_draft_that_looks_up_has_no_products():
+def test_draft_by_lookup_has_no_matmuls():
   pair = pair_of(4, 1)._replace(draft=lambda sampling, tree: PromptLookupDraft(512, tree, 3))
   assert operations_ratio(pair, PROMPT, RANDOM) == 0
 
 
-def test_a_loop_counts_as_often_as_it_goes_round():
+def test_loop_counts_once_per_iteration():
   x, w = jnp.ones((3, 4)), jnp.ones((4, 4))
 
   def count(f):
@@ -447,7 +454,7 @@ def test_a_loop_counts_as_often_as_it_goes_round():
   assert count(lambda x: jax.lax.cond(x.sum() > 0, lambda x: x @ w @ w, lambda x: x @ w, x)) == 192
 
 
-def test_interleaved_calls_run_in_turn_and_give_their_last_results():
+def test_interleaved_calls_alternate_and_return_their_last_results():
   order = []
 
   def call(name):
@@ -466,7 +473,7 @@ def test_interleaved_calls_run_in_turn_and_give_their_last_results():
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-  """The file of a greedy run with a draft that knows nothing."""
+  """Return the file of a greedy run with a random draft."""
   with records.open_results(tmp_path_factory.mktemp("measure")) as path:
     references = References(tiny_pair.SENTENCES[: len(TEXTS)])
     measure_it(path, references=references, timing=Timing(repeats=2))
@@ -475,7 +482,7 @@ def results(tmp_path_factory):
 
 @pytest.fixture
 def quick(monkeypatch):
-  """Parts of a round are not timed: those of real models are `results`'s and above."""
+  """The parts of a round are not timed here; the tests of costs above time those of real models."""
   tiny.know_costs(monkeypatch)
 
 
@@ -486,10 +493,10 @@ def measure_it(path, draft="random", settings=SETTINGS, **changes):
 
 
 def not_measured(record):
-  """Fields that are empty, but for those of other experiments, of trees, and of git's checkouts."""
+  """Fields that are None, except those of other experiments, of trees, and of git checkouts."""
   others = "tokens_per_round_low", "tokens_per_round_high", "auc"
-  others += "speedup_low", "speedup_high"  # where there are several repeats
-  others += "metric", "quality", "baseline_quality"  # where there are references
+  others += "speedup_low", "speedup_high"  # if there are several repeats
+  others += "metric", "quality", "baseline_quality"  # if there are references
   others += "beams", "draft_beams", "length_penalty", "ties"
   empty = [name for name, value in dataclasses.asdict(record).items() if value is None]
   return [
@@ -497,16 +504,16 @@ def not_measured(record):
   ]
 
 
-def test_a_record_has_every_field(results):
+def test_record_has_every_field(results):
   (record,) = records.read(results)
-  assert set(not_measured(record)) <= {"beta_lag1"}  # where beta never varies there is none
+  assert set(not_measured(record)) <= {"beta_lag1"}  # there is none if beta never varies
   assert record.speedup_low <= record.speedup <= record.speedup_high
   assert (record.task, record.target, record.draft) == ("tiny", "target", "random")
   assert (record.temperature, record.gamma, record.batch_size) == (0.0, 2, 1)
   assert (record.num_examples, record.platform, record.dtype) == (len(TEXTS), "cpu", "float32")
 
 
-def test_quality_is_recorded_beside_plain_decodings(results, tmp_path):
+def test_quality_is_recorded_with_that_of_autoregressive_decoding(results, tmp_path):
   (record,) = records.read(results)
   assert record.metric == "BLEU" and record.quality == record.baseline_quality
   with pytest.raises(InputError, match=f"{len(TEXTS)} texts but 1 references"):
@@ -529,8 +536,8 @@ def test_qualities_by_hand():
   assert quality("ROUGE-Lsum", ["b c\na"], ["a\nb c"]) == pytest.approx(100)
 
 
-def test_speed_over_anothers_decoding_is_another_setting(results, tmp_path):
-  """Whose predictions, which are over our own plain decoding, do not hold."""
+def test_another_baseline_is_another_setting(results, tmp_path):
+  """Its predictions, which are relative to our autoregressive decoding, do not apply."""
   theirs = own_baseline(tiny_pair.pair("random"))._replace(name="theirs")
   (own,) = records.read(results)
   with records.open_results(tmp_path) as path:
@@ -542,18 +549,19 @@ def test_speed_over_anothers_decoding_is_another_setting(results, tmp_path):
   assert "over theirs" in str(speed_table([record]).title)
 
 
-def test_greedy_output_is_identical_with_a_draft_that_knows_nothing(results):
+def test_greedy_output_with_a_random_draft_is_identical(results):
   (record,) = records.read(results)
   assert record.identical is True
   assert record.alpha < 0.5 and record.tokens_per_round < 2
 
 
-def test_numbers_of_a_record_agree_with_each_other(results):
+def test_numbers_of_a_record_are_consistent(results):
   (r,) = records.read(results)
   assert 0 <= r.alpha_low <= r.alpha <= r.alpha_high <= 1
   assert 0 <= r.acceptance_rate <= 1
   assert 0 < r.rounds <= r.num_tokens <= LIMIT * len(TEXTS)
-  # A step's and a round's time are differences, which noise may turn negative in models as small.
+  # Times of a step and a round are differences, which noise may make negative for such small
+  # models.
   assert min(r.target_prefill_ms, r.seconds) > 0
   parts = r.gamma * r.draft_step_ms + r.verify_ms + r.accept_ms + r.unaccounted_ms
   assert r.round_ms == pytest.approx(parts)
@@ -570,7 +578,7 @@ def test_numbers_of_a_record_agree_with_each_other(results):
   assert r.speedup == pytest.approx(r.speculative_tokens_per_s / r.baseline_tokens_per_s)
 
 
-def test_the_budget_of_a_round_is_shown(results):
+def test_budget_of_a_round_is_shown(results):
   (r,) = records.read(results)
   r = dataclasses.replace(r, gamma=2, draft_step_ms=0.5, verify_ms=4.0, accept_ms=0.25)
   r = dataclasses.replace(r, unaccounted_ms=-0.75, round_ms=4.5, operations_ratio=None)
@@ -583,7 +591,7 @@ def test_the_budget_of_a_round_is_shown(results):
 
 @pytest.fixture
 def asked(monkeypatch):
-  """Gammas that `measure` would measure, which it does not."""
+  """Return the gammas that `measure` would measure, without measuring."""
   gammas = []
 
   def note(pair, prompts, settings, wanted, *rest):
@@ -594,7 +602,7 @@ def asked(monkeypatch):
   return gammas
 
 
-def test_a_second_run_measures_only_what_is_missing(results, asked):
+def test_second_run_measures_only_what_is_missing(results, asked):
   with open(results, "rb") as f:
     before = f.read()
   assert measure_it(results) == records.read(results) and asked == []
@@ -604,8 +612,8 @@ def test_a_second_run_measures_only_what_is_missing(results, asked):
 
 
 @pytest.mark.parametrize("change", ["texts", "max_new_tokens"])
-def test_a_run_on_other_texts_is_no_repeat(results, asked, change):
-  """A record of other texts, or of texts cut elsewhere, must not stand for this measurement."""
+def test_run_on_other_texts_is_another_setting(results, asked, change):
+  """A record of other texts, or of texts cut elsewhere, must not replace this measurement."""
   changes = dict(
     texts=dict(texts=TEXTS[::-1]),
     max_new_tokens=dict(settings=dataclasses.replace(SETTINGS, max_new_tokens=4)),
@@ -614,13 +622,13 @@ def test_a_run_on_other_texts_is_no_repeat(results, asked, change):
   assert asked == [2]
 
 
-def test_batches_and_samples_leave_open_what_cannot_be_said(tmp_path, quick):
-  """A batch has no one text to predict for; sampled output has no twin to be identical to."""
+def test_batches_and_samples_have_no_finite_length_prediction_or_comparison(tmp_path, quick):
+  """The prediction is for one text at a time; sampled outputs are not compared."""
   with records.open_results(tmp_path) as path:
     settings = dataclasses.replace(SETTINGS, sampling=RANDOM, batch_size=3)
     (record,) = measure_it(path, draft="target", settings=settings)
   assert not_measured(record) == ["identical"]
-  # The target as its own draft: every guess stands.
+  # The target as its own draft: every draft token is accepted.
   assert record.alpha == pytest.approx(1, abs=1e-5) and record.acceptance_rate == 1
   v, c = record.verify_cost, record.c
   assert record.predicted_theorem8 == pytest.approx(3 / (1 + 2 * c), rel=1e-4)
@@ -637,7 +645,7 @@ def test_simulated_acceptance_is_recorded_as_such(tmp_path, quick):
   assert (r.acceptance, r.alpha, r.identical) == ("simulated", 0.6, None)
   assert r.alpha_low is r.alpha_high is r.beta_lag1 is r.total_variation is None
   assert r.num_tokens == 8 * 32 and r.speedup > 0 and r.predicted_finite_length > 0
-  # About 200 guesses were judged: 4 standard errors.
+  # About 200 draft tokens were verified: 4 standard errors.
   assert r.acceptance_rate == pytest.approx(0.6, abs=4 * np.sqrt(0.6 * 0.4 / 150))
 
 
@@ -649,7 +657,7 @@ def test_another_alpha_is_another_setting():
   assert [*map(records.key, one)] != [*map(records.key, other)]
 
 
-def test_nothing_to_measure_is_refused(tmp_path):
+def test_empty_lists_raise(tmp_path):
   for changes in (dict(texts=[]), dict(settings=[]), dict(gammas=[])):
     arguments = dict(texts=TEXTS, settings=[SETTINGS], gammas=[2])
     with pytest.raises(InputError, match="nothing to measure"):

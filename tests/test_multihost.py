@@ -1,7 +1,8 @@
-"""A dataset decoded by hosts that die, are started again, or are more or fewer: the same output.
+"""Decoding a dataset with several hosts that are killed, restarted, added or removed: the output is
+the same.
 
-One test runs real hosts, in processes of their own and over two devices each, and kills one with
-SIGKILL while it decodes; the others call `decode` in this process.
+One test runs real hosts in subprocesses, over two devices each, and kills one with SIGKILL while it
+decodes; the others call `decode` in this process.
 """
 
 import errno
@@ -30,7 +31,7 @@ BATCH, LIMIT, GAMMA = 3, 12, 3
 SAMPLING = Sampling(temperature=1.0)
 TEXTS = [*tiny_pair.SENTENCES[:10], "", *tiny_pair.SENTENCES[10:21]]  # the last batch has one text
 SETTINGS = dict(sampling=SAMPLING, gamma=GAMMA, batch_size=BATCH, max_new_tokens=LIMIT)
-WIDTH = 8  # tokens of a source: the rest of it is cut
+WIDTH = 8  # source tokens: the rest is cut
 
 
 def run(folder, host=(0, 1), texts=TEXTS, **settings):
@@ -40,13 +41,13 @@ def run(folder, host=(0, 1), texts=TEXTS, **settings):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> bytes:
-  """What one host that was left alone wrote."""
+  """Return the output of one uninterrupted host."""
   folder = tmp_path_factory.mktemp("whole")
   run(folder)
   return (folder / "outputs.jsonl").read_bytes()
 
 
-def test_lines_are_the_texts_decoded_with_their_rounds(whole, tmp_path, capsys):
+def test_lines_are_the_decoded_texts_with_their_rounds(whole, tmp_path, capsys):
   records = [json.loads(line) for line in whole.splitlines()]
   assert [(r["index"], r["source"]) for r in records] == [*enumerate(TEXTS)]
   pair = tiny_pair.pair(max_source_tokens=WIDTH)
@@ -71,7 +72,7 @@ def test_lines_are_the_texts_decoded_with_their_rounds(whole, tmp_path, capsys):
   assert capsys.readouterr().out.startswith(f"{summary}acceptance rate {rate:.3f}: ")
 
 
-def test_any_number_of_hosts_in_any_order_gives_the_same_file(whole, tmp_path, capsys):
+def test_number_and_order_of_hosts_do_not_change_the_file(whole, tmp_path, capsys):
   for host in (2, 0, 3, 1):
     assert not (tmp_path / "outputs.jsonl").exists()
     capsys.readouterr()
@@ -86,7 +87,7 @@ def test_more_hosts_than_batches(whole, tmp_path):
   assert (tmp_path / "outputs.jsonl").read_bytes() == whole
 
 
-def test_wherever_a_host_died_it_goes_on_there(whole, tmp_path):
+def test_killed_host_resumes_where_it_stopped(whole, tmp_path):
   run(tmp_path, (0, 2))
   part, outputs = tmp_path / "part-0-of-2.jsonl", tmp_path / "outputs.jsonl"
   complete = part.read_bytes()
@@ -99,7 +100,7 @@ def test_wherever_a_host_died_it_goes_on_there(whole, tmp_path):
     assert outputs.read_bytes() == whole
 
 
-def test_what_is_done_is_not_decoded_again(whole, tmp_path, monkeypatch):
+def test_finished_texts_are_not_decoded_again(whole, tmp_path, monkeypatch):
   run(tmp_path)
 
   def refuse(*args, **kwargs):
@@ -111,7 +112,7 @@ def test_what_is_done_is_not_decoded_again(whole, tmp_path, monkeypatch):
   assert (tmp_path / "outputs.jsonl").read_bytes() == whole
   part = tmp_path / "part-0-of-1.jsonl"
   part.write_bytes(part.read_bytes()[:-9])
-  with pytest.raises(TypeError):  # the last text is missing, and nothing is there to decode it
+  with pytest.raises(TypeError):  # the last text is missing, and decoding it would fail
     run(tmp_path)
 
 
@@ -125,7 +126,7 @@ def test_what_is_done_is_not_decoded_again(whole, tmp_path, monkeypatch):
     ("inputs", dict(texts=[*TEXTS[:-1], "Zwei"])),
   ],
 )
-def test_other_settings_in_the_same_folder_are_refused(tmp_path, name, other):
+def test_other_settings_in_the_same_folder_raise(tmp_path, name, other):
   run(tmp_path)
   before = {path: path.read_bytes() for path in tmp_path.iterdir()}
   with pytest.raises(InputError, match=f"is of a run with {name} .* choose another OUTPUT_DIR"):
@@ -133,14 +134,14 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path, name, other):
   assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_host_started_twice_is_refused(tmp_path):
+def test_host_that_is_started_twice_raises(tmp_path):
   with open(tmp_path / "part-0-of-1.jsonl", "ab") as part:
     fcntl.flock(part, fcntl.LOCK_EX)
     with pytest.raises(InputError, match="another run is writing to"):
       run(tmp_path)
 
 
-def test_a_damaged_part_is_named(tmp_path):
+def test_damaged_part_is_named(tmp_path):
   run(tmp_path)
   part = tmp_path / "part-0-of-1.jsonl"
   lines = part.read_bytes().splitlines(keepends=True)
@@ -165,7 +166,7 @@ def test_a_damaged_part_is_named(tmp_path):
   ],
   ids=lambda line: line[:90],
 )
-def test_a_line_of_a_part_that_is_no_record_is_named(whole, tmp_path, line):
+def test_invalid_record_in_a_part_is_named(whole, tmp_path, line):
   run(tmp_path)
   part = tmp_path / "part-0-of-1.jsonl"
   lines = part.read_bytes().split(b"\n")
@@ -181,8 +182,8 @@ def test_a_line_of_a_part_that_is_no_record_is_named(whole, tmp_path, line):
 
 @pytest.mark.parametrize("name", ["part-0-of-1.jsonl", "part-1-of-2.jsonl"])
 @pytest.mark.parametrize("kind", ["device", "folder", "pipe"])
-def test_a_part_that_is_no_file_is_not_read(tmp_path, name, kind):
-  """A device may have no end, and a pipe nobody who writes to it."""
+def test_part_that_is_not_a_regular_file_is_not_read(tmp_path, name, kind):
+  """A device may be endless, and a pipe may have no writer."""
   part = tmp_path / name
   {"device": lambda: part.symlink_to("/dev/full"), "folder": part.mkdir}.get(
     kind, lambda: os.mkfifo(part)
@@ -196,14 +197,14 @@ def test_a_part_that_is_no_file_is_not_read(tmp_path, name, kind):
   ["", "[0, 1", "5", "{}", "[0.0, 1]", '["0"]', "[3]", "[-1]", "[true]", "[" * 100_000, "\x00"],
   ids=lambda content: content[:9],
 )
-def test_a_damaged_tree_file_is_named(tmp_path, content):
+def test_damaged_tree_file_is_named(tmp_path, content):
   path = tmp_path / "tree-of-this-run"
   path.write_text(content)
   with pytest.raises(InputError, match="tree-of-this-run is damaged; delete it and start all"):
     decoding._agreed_tree(path, 0, lambda: pytest.fail("another host has chosen"))
 
 
-def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
+def test_full_disk_is_reported_with_the_file(tmp_path, monkeypatch):
   def full(fd):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -217,7 +218,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("host", [(2, 2), (-1, 2)])
-def test_a_host_is_one_of_them(tmp_path, host):
+def test_host_index_outside_of_num_hosts_raises(tmp_path, host):
   with pytest.raises(InputError, match="host is"):
     run(tmp_path, host)
 
@@ -242,7 +243,7 @@ sys.exit(main(sys.argv))
 
 
 def start(folder, host: int) -> subprocess.Popen:
-  """The command, over two devices."""
+  """Return the command, over two devices."""
   model = tiny_pair.folder()
   settings = {
     "INPUT": str(folder / "texts.txt"),
@@ -267,7 +268,7 @@ def start(folder, host: int) -> subprocess.Popen:
   return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_host_killed_and_started_again_loses_nothing(whole, tmp_path):
+def test_killed_and_restarted_host_loses_nothing(whole, tmp_path):
   (tmp_path / "texts.txt").write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
   part, host = tmp_path / "part-0-of-2.jsonl", start(tmp_path, 0)
   while host.poll() is None and not (part.exists() and part.read_bytes().count(b"\n") > 2 * BATCH):

@@ -1,4 +1,4 @@
-"""Unigrams and bigrams: counts by plain Python, q against draws, output against the target's."""
+"""Unigrams and bigrams: counts by plain Python, q against samples, output against the target's."""
 
 import functools
 from collections import Counter
@@ -31,7 +31,7 @@ SAMPLINGS = [GREEDY, Sampling(), Sampling(2.0, top_k=3), Sampling(0.6, top_p=0.6
 
 @functools.cache
 def rows():
-  """300 texts of 1 to 9 tokens, low ids far more often; 22 and 23 never occur."""
+  """300 texts of 1 to 9 tokens; low ids are the most frequent, and 22 and 23 never occur."""
   rng = np.random.default_rng(0)
 
   def draw():
@@ -42,7 +42,7 @@ def rows():
 
 @functools.cache
 def counted():
-  """(unigrams, successors of each token), by Python."""
+  """Return unigram counts, and successors of each token, by plain Python."""
   unigrams, successors = Counter(), {token: Counter() for token in range(V)}
   for row in rows():
     for before, token in zip([0, *row], row):
@@ -52,7 +52,7 @@ def counted():
 
 
 def weights(order, newest, kept=V):
-  """Counts [V] of what follows a token, by Python."""
+  """Return the counts [V] of the successors of a token, by plain Python."""
   unigrams, successors = counted()
   counts = unigrams if order == 1 or not successors[newest] else successors[newest]
   if counts is not unigrams:
@@ -61,7 +61,7 @@ def weights(order, newest, kept=V):
 
 
 def propose(draft, ngrams, newest, seed=0):
-  """(guesses [B, G], q [B, G, V]) after rows of text that end in newest [B]."""
+  """Return guesses [B, G] and q [B, G, V] after rows of text whose last tokens are `newest` [B]."""
   newest = jnp.asarray(newest, jnp.int32)
   tokens = jnp.stack([newest * 0, newest * 0 + 5, newest, newest * 0], axis=1)
   keys = jax.random.split(jax.random.key(seed), len(newest))
@@ -77,7 +77,7 @@ def propose(draft, ngrams, newest, seed=0):
 
 
 @pytest.mark.parametrize("kept", [1, 4, 100])
-def test_counts_are_those_of_a_plain_counter(kept):
+def test_counts_equal_those_of_a_plain_counter(kept):
   ngrams = fit_ngrams(rows(), V, kept)
   unigrams, successors = counted()
   assert ngrams.unigrams.tolist() == [unigrams[token] for token in range(V)]
@@ -86,34 +86,34 @@ def test_counts_are_those_of_a_plain_counter(kept):
     want = sorted(successors[token].items(), key=lambda item: (-item[1], item[0]))[:kept]
     found = zip(ngrams.successors[token].tolist(), ngrams.counts[token].tolist())
     assert [pair for pair in found if pair[1]] == want
-  assert not ngrams.counts[EOS_ID].any()  # no bigram reaches from one row into the next
+  assert not ngrams.counts[EOS_ID].any()  # no bigram extends from one row into the next
   assert any(len(s) > 4 for s in successors.values()) and not successors[23]
 
 
-def test_a_start_token_that_also_ends_texts_and_a_token_0():
-  """GPT-2's vocabulary: its last token stands before a text and ends it, and 0 is any other."""
+def test_start_token_may_also_be_eos_and_token_0_may_be_any_token():
+  """In GPT-2 the last token precedes a text and ends it, and 0 is an ordinary token."""
   ngrams = fit_ngrams([[0, 3, 0, 9], [0, 9], [3, 9]], 10, start_id=9)
   assert ngrams.unigrams.tolist() == [3, 0, 0, 2, 0, 0, 0, 0, 0, 3]
   found = {t: ngrams.successors[t][ngrams.counts[t] > 0].tolist() for t in (0, 3, 9)}
-  assert found == {0: [9, 3], 3: [0, 9], 9: [0, 3]}  # after 9: what texts begin with
+  assert found == {0: [9, 3], 3: [0, 9], 9: [0, 3]}  # after 9: the first tokens of texts
   assert ngrams.counts[9].tolist()[:3] == [2, 1, 0]
 
 
-def test_a_vocabulary_of_32_thousand_takes_little_room():
+def test_counts_of_32_thousand_tokens_take_little_memory():
   ngrams = fit_ngrams([[31_999, 7, 1]], 32_128)
   assert sum(x.nbytes for x in ngrams) < 40e6
   guesses, _ = propose(NgramDraft(2, 32_128, GREEDY, chain(2)), ngrams, [0, 31_999])
   assert guesses.tolist() == [[31_999, 7], [7, 1]]
 
 
-# What is proposed.
+# Proposals.
 
 
 @pytest.mark.parametrize(
   "order, sampling", [(1, Sampling(0.6)), *((2, sampling) for sampling in SAMPLINGS)], ids=str
 )
 def test_q_is_the_adjusted_distribution_of_the_counts(order, sampling):
-  """After every token, those never seen among them, and after each guess."""
+  """After every token, unseen ones included, and after each guess."""
   draft = NgramDraft(order, V, sampling, chain(3))
   guesses, q = propose(draft, fit_ngrams(rows(), V, 4), range(V))
   before = np.concatenate([np.arange(V)[:, None], guesses[:, :-1]], axis=1)
@@ -125,14 +125,14 @@ def test_q_is_the_adjusted_distribution_of_the_counts(order, sampling):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[2:], ids=str)
-def test_q_is_the_distribution_that_guesses_are_drawn_from(sampling):
-  """20,000 pairs of guesses after one token, at tiny.LEVEL; q at temperature 1 must be caught."""
+def test_guesses_are_sampled_from_q(sampling):
+  """20,000 pairs of guesses after one token, at tiny.LEVEL; q at temperature 1 must be detected."""
   ngrams, n = fit_ngrams(rows(), V), 20_000
   guesses, q = propose(NgramDraft(2, V, sampling, chain(2)), ngrams, [3] * n)
   second = np.zeros((V, V))
   second[guesses[:, 0]] = q[:, 1]
   joint = q[0, 0][:, None] * second
-  joint /= joint.sum()  # pairs that no draw began have no mass worth counting
+  joint /= joint.sum()  # pairs whose first token was never sampled have negligible mass
   counts = np.bincount(guesses[:, 0] * V + guesses[:, 1], minlength=V * V)
   assert tiny.p_value(counts, joint) > tiny.LEVEL
   assert tiny.detectable(n, joint) < 0.15
@@ -140,7 +140,7 @@ def test_q_is_the_distribution_that_guesses_are_drawn_from(sampling):
   assert tiny.p_value(np.bincount(guesses[:, 0], minlength=V), plain) < tiny.CAUGHT
 
 
-def test_rows_do_not_depend_on_their_neighbours():
+def test_rows_do_not_depend_on_their_neighbors():
   ngrams, draft = fit_ngrams(rows(), V), NgramDraft(2, V, Sampling(), chain(3))
   tokens = jnp.asarray([[0, 4, 0, 0], [0, 9, 5, 0], [0, 0, 0, 0]])
   length, keys = jnp.asarray([2, 3, 1]), jax.random.split(jax.random.key(3), 3)
@@ -157,16 +157,16 @@ def test_rows_do_not_depend_on_their_neighbours():
     np.testing.assert_allclose(alone.q[0], whole.q[row], atol=1e-7)
 
 
-# The output is the target's own.
+# The output equals the target's.
 
 CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
 TARGET = T5Model(CONFIG)
-EOS = 16  # some texts of these weights end in it, some do not
+EOS = 16  # with these weights some texts end in it and some do not
 
 
 @functools.cache
 def decoded():
-  """The target's parameters, prompts [8, S], and its greedy texts [8, LIMIT]."""
+  """Return parameters of the target, prompts [8, S], and its greedy texts [8, LIMIT]."""
   params, prompts = tiny.params(CONFIG, 12), tiny.sources(CONFIG, 0, 8)
   keys = jax.random.split(jax.random.key(0), 8)
   out = autoregressive_decode(
@@ -187,8 +187,8 @@ def speculate(order, gamma, rows, ngrams):
 
 
 @pytest.mark.parametrize("order, gamma, batch", [(1, 3, 3), (2, 5, 3)])
-def test_greedy_output_is_the_targets(order, gamma, batch):
-  """Bigrams of the target's own texts are often right, others hardly ever."""
+def test_greedy_output_equals_the_targets(order, gamma, batch):
+  """Bigrams of the target's own texts are often accepted, others rarely."""
   _, _, tokens, lengths = decoded()
   assert len(set(lengths)) > 3
   own = fit_ngrams([t[:n][t[:n] > 0].tolist() for t, n in zip(tokens, lengths)], V)
@@ -211,7 +211,8 @@ def test_calls_of_one_shape_compile_once():
 
 
 def test_sampled_output_has_the_targets_joint_distribution(order=1):
-  # 1,600 outputs: finds a total variation of 0.15 nine times in ten. Of bigrams see above.
+  # 1,600 outputs detect a total variation of 0.15 with a probability of 0.9. Bigrams are tested
+  # above.
   pair = tiny_pair.pair()
   size = len(pair.vocabulary)
   ngrams = fit_ngrams([pair.vocabulary.encode(text) for text in tiny_pair.SENTENCES], size)
@@ -224,17 +225,17 @@ def test_sampled_output_has_the_targets_joint_distribution(order=1):
   assert joint.num_samples == 1600 and joint.detectable(tiny.LEVEL) < 0.15
 
 
-# Files and bad input.
+# Files and invalid input.
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path):
+def test_saved_counts_are_loaded_unchanged(tmp_path):
   ngrams = fit_ngrams(rows(), V)
   save_ngrams(tmp_path / "counts", ngrams)
   jax.tree.map(np.testing.assert_array_equal, load_ngrams(tmp_path / "counts"), ngrams)
   assert [path.name for path in tmp_path.iterdir()] == ["counts"]
 
 
-def test_a_failed_save_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+def test_failed_save_leaves_the_file_unchanged(tmp_path, monkeypatch):
   path = tmp_path / "counts.npz"
   save_ngrams(path, fit_ngrams(rows(), V))
   before = path.read_bytes()
@@ -249,7 +250,7 @@ def test_a_failed_save_leaves_the_file_as_it_was(tmp_path, monkeypatch):
   assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["counts.npz"]
 
 
-def test_files_that_are_no_counts(tmp_path):
+def test_invalid_files_of_counts_raise(tmp_path):
   path = tmp_path / "counts.npz"
   with pytest.raises(InputError, match="no n-gram counts at"):
     load_ngrams(path)
@@ -288,6 +289,6 @@ def test_files_that_are_no_counts(tmp_path):
     (lambda: propose(NgramDraft(2, V, GREEDY, chain(2)), fit_ngrams([[3]], 9), [3]), "of 9 tokens"),
   ],
 )
-def test_bad_input(call, words):
+def test_invalid_input_raises(call, words):
   with pytest.raises(InputError, match=words):
     call()

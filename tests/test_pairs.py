@@ -1,4 +1,5 @@
-"""A pair is loaded whole or refused in a sentence; texts become prompts; fusing changes nothing."""
+"""Loading pairs and their errors; conversion of texts to prompts; conversion of parameters for
+decoding."""
 
 import dataclasses
 import os
@@ -44,7 +45,7 @@ PARTS = dict(target="target", draft="near")
 
 
 def load(folder=None, **changes):
-  """The tiny pair with changes; `folder` is where changed parts lie."""
+  """Return the tiny pair with changes; `folder` is where the changed files are."""
   names = dict(PARTS, vocabulary="vocabulary.model")
   settings = {k: v for k, v in changes.items() if k not in names}
   paths = {k: str(tiny_pair.folder() / name) for k, name in names.items()}
@@ -62,14 +63,14 @@ def test_load_pair():
     assert pair.dtype == dtype
     leaves = jax.tree.leaves(pair.target_params)
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype(dtype)}
-    # A draft's matrices stay as they are stored, where the kernel widens them.
+    # Matrices of a draft remain as stored if the kernel converts them.
     kept = {leaf.dtype for leaf in jax.tree.leaves(pair.draft_params)}
     assert kept == {jnp.dtype(dtype)} | (
       {jnp.dtype("bfloat16")} if skinny.is_available() else set()
     )
 
 
-def test_a_pair_of_ones_own_has_no_task_and_its_paths():
+def test_pair_of_own_models_has_no_task_and_records_its_paths():
   paths = {role: str(tiny_pair.folder() / name) for role, name in PARTS.items()}
   pair = load_pair(**paths)
   assert (pair.task, pair.target_path, pair.draft_path) == (None, *paths.values())
@@ -78,7 +79,7 @@ def test_a_pair_of_ones_own_has_no_task_and_its_paths():
   assert pair.with_draft(uniform(pair.loaded_target)).draft_path is None
 
 
-def test_the_bundled_pair_keeps_its_task():
+def test_bundled_pair_has_its_task():
   pair = load_pair(draft=uniform)
   assert (pair.task, pair.target_path) == (
     "multi30k_ende",
@@ -87,7 +88,7 @@ def test_the_bundled_pair_keeps_its_task():
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_models_for_another_vocabulary_are_refused(role):
+def test_models_with_another_vocabulary_raise(role):
   with pytest.raises(InputError) as caught:
     load(**{role: "small"})
   for words in (f"The {role} in ", "small", "60 tokens", "has 72", "must agree"):
@@ -95,7 +96,7 @@ def test_models_for_another_vocabulary_are_refused(role):
 
 
 @pytest.mark.parametrize("role", ["target", "draft", "vocabulary"])
-def test_missing_parts_are_named(role):
+def test_missing_files_are_named(role):
   with pytest.raises(InputError, match="gone"):
     load(**{role: "gone"})
 
@@ -104,8 +105,9 @@ def test_missing_parts_are_named(role):
   ("changes", "said"),
   [({}, "one is decoder-only"), ({"eos_id": 0}, "pads prompts"), ({"eos_id": 7}, "token 7 but")],
 )
-def test_decoder_only_models_that_do_not_fit_are_refused(tmp_path, monkeypatch, changes, said):
-  """A draft of the other kind; a model whose EOS pads, or is not the vocabulary's."""
+def test_incompatible_decoder_only_models_raise(tmp_path, monkeypatch, changes, said):
+  """A draft of the other architecture; a model whose EOS is its padding, or is not the
+  vocabulary's."""
   parts = tiny_pair.folder()
   size = len(open_vocabulary(str(parts / "vocabulary.model")))
   cfg = tiny.gpt_config(vocab_size=size, layers=1, **changes)
@@ -115,17 +117,18 @@ def test_decoder_only_models_that_do_not_fit_are_refused(tmp_path, monkeypatch, 
     load_pair(str(parts / "target"), str(tmp_path), str(parts / "vocabulary.model"))
 
 
-def test_any_vocabularys_eos_ends_the_prompt_of_a_random_pair(monkeypatch):
+def test_eos_of_any_vocabulary_ends_the_prompt_of_a_random_pair(monkeypatch):
   monkeypatch.setitem(config._GPT_SIZES["gpt2"], "tiny", (8, 2, 4, 1, 16))
   pair = random_pair("tiny", "tiny", 0.5, "gpt2")
   texts = "A man is riding a horse.", "Two dogs."
   _, lengths = pair.target.prompt_tokens(pair.prompt(texts))
-  assert lengths.tolist() == [len(pair.encode(text)) - 1 for text in texts]  # GPT-2 has no start
+  assert lengths.tolist() == [len(pair.encode(text)) - 1 for text in texts]
 
 
 @pytest.mark.parametrize("path", ["t5_tiny/checkpoint_1000", "t5_tiny/checkpoints/7/default"])
 def test_checkpoints_of_t5x_and_orbax(tmp_path, path):
-  """Their tables are padded, 72 tokens to 128 rows, and what pads is never emitted."""
+  """Their embedding tables are padded from 72 tokens to 128 rows, and padded rows are never
+  emitted."""
   rows = tiny.config(vocab_size=128, layers=1, tied_logits=True, gated=False, activation="relu")
   params = tiny_pair.random_params(rows, 0)
   if path.endswith("checkpoint_1000"):
@@ -143,7 +146,7 @@ def test_checkpoints_of_t5x_and_orbax(tmp_path, path):
     assert pair.target.vocab_size == 72
 
 
-def test_a_table_for_another_vocabulary_is_no_padding(tmp_path):
+def test_embedding_table_of_another_vocabulary_is_not_padding(tmp_path):
   for rows in (64, 73, 384):
     config = tiny.config(vocab_size=rows, layers=1)
     save_model(str(tmp_path / f"{rows}"), config, tiny_pair.random_params(config, 0))
@@ -170,10 +173,10 @@ def write_words(path, num_pieces):
     (72, 256, 100),  # padded
     (32000, 32128, 100),  # T5
     (250100, 250112, 0),  # mT5, whose pieces include the sentinels
-    (72, 300, 0),  # another vocabulary, which `load_for` refuses
+    (72, 300, 0),  # another vocabulary, which `load_for` rejects
   ],
 )
-def test_sentinels_are_counted_by_the_rows_of_the_table(tmp_path, num_pieces, rows, extra_ids):
+def test_number_of_sentinels_follows_from_the_table(tmp_path, num_pieces, rows, extra_ids):
   path = tmp_path / "spiece.model"
   write_words(path, num_pieces)
   words = open_vocabulary_of_model(str(path), rows)
@@ -181,8 +184,8 @@ def test_sentinels_are_counted_by_the_rows_of_the_table(tmp_path, num_pieces, ro
   assert open_vocabulary_of_model(str(path), rows, 3).extra_ids == 3
 
 
-def test_sentinels_that_a_vocabulary_has_are_not_added_again(tmp_path):
-  """Where the table has room for 100 more."""
+def test_sentinels_in_the_vocabulary_are_not_added_again(tmp_path):
+  """The table has room for 100 more."""
   path = tmp_path / "spiece.model"
   write_words(path, 128 - 100)
   model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
@@ -192,12 +195,12 @@ def test_sentinels_that_a_vocabulary_has_are_not_added_again(tmp_path):
 
 
 def t5_folder(path, rows):
-  """Write a T5 with that many rows as Hugging Face's folder."""
+  """Write a T5 with `num_rows` rows as a Hugging Face folder."""
   config = tiny.config(vocab_size=rows, layers=1)
   return write_hf(path, config, tiny_pair.random_params(config, 0))
 
 
-def test_a_real_t5_loads_by_its_folder_alone(tmp_path):
+def test_t5_is_loaded_by_its_folder_alone(tmp_path):
   """With spiece.model of 32,000 pieces and a table of 32,128 rows, as T5 and Flan-T5 have."""
   folder = str(t5_folder(tmp_path / "hf", 32128))
   write_words(tmp_path / "hf" / "spiece.model", 32000)
@@ -209,8 +212,8 @@ def test_a_real_t5_loads_by_its_folder_alone(tmp_path):
     load_pair(folder, folder, extra_ids=0)
 
 
-def test_a_folder_with_only_tokenizer_json(tmp_path, capsys):
-  """Which is what transformers 5 saves: in Python and on the command line."""
+def test_folder_with_only_tokenizer_json(tmp_path, capsys):
+  """That is what transformers 5 saves. It is loaded in Python and on the command line."""
   write_words(tmp_path / "words" / "spiece.model", 72)
   words = open_vocabulary(str(tmp_path / "words"), extra_ids=100)
   folder = str(t5_folder(tmp_path / "hf", 256))
@@ -234,11 +237,12 @@ def test_a_folder_with_only_tokenizer_json(tmp_path, capsys):
   assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_the_vocabulary_is_the_targets_own(tmp_path):
-  """In its folder, next to it for pairs of this project, and never the bundled pair's."""
+def test_vocabulary_defaults_to_the_targets(tmp_path):
+  """It is in the target's folder, or next to it for pairs of this project; it is never the bundled
+  pair's."""
   paths = {role: str(tiny_pair.folder() / name) for role, name in PARTS.items()}
   assert load_pair(**paths).vocabulary.path == str(tiny_pair.folder() / "vocabulary.model")
-  folder = str(t5_folder(tmp_path / "hf", 4096))  # which is the bundled vocabulary's size
+  folder = str(t5_folder(tmp_path / "hf", 4096))  # the size of the bundled vocabulary
   with pytest.raises(InputError, match="hf has no vocabulary with it; .* Give its file as vocab"):
     load_pair(folder, folder)
 
@@ -273,7 +277,7 @@ assert pair.draft_params["decoder"]["logits_dense"]["kernel"].is_fully_replicate
 """
 
 
-def test_parameters_that_are_cut_over_devices_are_left_apart():
+def test_sharded_parameters_are_not_converted():
   paths = [str(tiny_pair.folder() / name) for name in ("target", "near", "vocabulary.model")]
   devices = "--xla_force_host_platform_device_count=2"
   flags = os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}"}
@@ -285,7 +289,7 @@ def test_parameters_that_are_cut_over_devices_are_left_apart():
   [("t5_1_0", "t5_3B/checkpoint_"), ("t5_1_1", "t5_1_1_xl/"), ("flan_t5", "flan_t5_xl/")],
 )
 def test_public_checkpoints_by_gin(monkeypatch, capsys, family, xl):
-  """Both parts by the name of their size; the vocabulary is not in the bucket."""
+  """Both models by the name of their size; the vocabulary is not in the bucket."""
   opened = []
 
   def open_checkpoint(path):
@@ -300,7 +304,7 @@ def test_public_checkpoints_by_gin(monkeypatch, capsys, family, xl):
     assert main(["run", "--jax_compilation_cache_dir=", *files, *flags])
   finally:
     gin.clear_config()
-  assert "gone.txt" in capsys.readouterr().err  # it went on to the texts
+  assert "gone.txt" in capsys.readouterr().err  # it continued to the texts
   bucket = "gs://t5-data/pretrained_models/t5x/"
   assert len(opened) == 2 and opened[0].startswith(bucket + xl)
   assert opened[1].startswith(bucket) and "_small/checkpoint_" in opened[1]
@@ -312,7 +316,7 @@ def test_unknown_dtype():
 
 
 @pytest.mark.parametrize("most", [0, -5])
-def test_limit_below_1_is_refused(most):
+def test_limit_below_1_raises(most):
   with pytest.raises(InputError, match=f"max_source_tokens is {most}"):
     load(max_source_tokens=most)
 
@@ -320,7 +324,7 @@ def test_limit_below_1_is_refused(most):
 # Texts to prompts.
 
 
-def test_sources_are_cut_to_the_limit_with_eos_kept():
+def test_sources_are_cut_to_the_limit_and_keep_eos():
   text = tiny_pair.SENTENCES[0]
   ids = load().vocabulary.encode(text)
   for most in (2, 5, len(ids) - 1):
@@ -333,8 +337,9 @@ def test_sources_are_cut_to_the_limit_with_eos_kept():
     assert pair.encode(text) == ids and pair.cut(text) is None
 
 
-def test_prompts_are_padded_to_buckets():
-  """The longest source decides, so that texts of about one length share a compiled program."""
+def test_prompts_are_padded_to_multiples_of_8():
+  """The longest source determines the width, so that texts of similar lengths share a compiled
+  program."""
   pair = tiny_pair.pair(max_source_tokens=128)
   texts = ["", "A man", tiny_pair.SENTENCES[0], " ".join(tiny_pair.SENTENCES[:2])]
   lengths = [len(pair.encode(text)) for text in texts]
@@ -346,7 +351,7 @@ def test_prompts_are_padded_to_buckets():
       assert row[:length].tolist() == pair.encode(text) and not row[length:].any()
 
 
-def test_a_full_bucket_is_not_widened():
+def test_prompt_of_full_width_is_not_padded():
   long = " ".join(tiny_pair.SENTENCES)
   for most, width in ((31, 32), (32, 32), (33, 40)):
     assert tiny_pair.pair(max_source_tokens=most).prompt([long]).shape == (1, width)
@@ -356,12 +361,12 @@ def test_width_can_be_given():
   assert tiny_pair.pair().prompt(["A man", "Two dogs"], width=17).shape == (2, 17)
 
 
-# Parameters laid out for decoding.
+# Parameters converted for decoding.
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("gated", [False, True], ids=["relu", "gated"])
-def test_for_decoding_changes_no_logits_and_not_its_input(tied, gated):
+def test_for_decoding_preserves_logits_and_its_input(tied, gated):
   cfg = tiny.config(
     vocab_size=20,
     padded_vocab_size=24,
@@ -385,7 +390,7 @@ def test_for_decoding_changes_no_logits_and_not_its_input(tied, gated):
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)  # sums in another order
 
 
-def test_for_decoding_twice_is_once():
+def test_for_decoding_is_idempotent():
   cfg = tiny.config(layers=1)
   once = for_decoding(cfg, tiny_pair.random_params(cfg, 0))
   again = for_decoding(*once)
@@ -393,8 +398,8 @@ def test_for_decoding_twice_is_once():
   assert again[1] is once[1]
 
 
-def test_another_vocabulary_of_the_same_size_is_refused(tmp_path):
-  """Equal counts are not enough: ids would mean other words."""
+def test_another_vocabulary_of_the_same_size_raises(tmp_path):
+  """Equal sizes do not suffice: ids would have other meanings."""
   folder = tiny_pair.folder()
   words = open_vocabulary(str(folder / "vocabulary.model"))
   config, params = load_model(str(folder / "target"))
@@ -408,7 +413,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("version", "dtype"), [("1.1", "bfloat16")])
-def test_random_pair_has_the_published_shapes_and_the_set_alpha(version, dtype):
+def test_random_pair_has_the_published_sizes_and_the_given_alpha(version, dtype):
   pair = random_pair("tiny", "tiny", 0.5, version=version, dtype=dtype, kernels="xla")
   config = dataclasses.replace(t5_config("tiny", version), tied_logits=False)
   published = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
@@ -442,6 +447,6 @@ def test_random_pair_has_the_published_shapes_and_the_set_alpha(version, dtype):
     (dict(dtype="int8"), "'int8'"),
   ],
 )
-def test_random_pair_refuses(given, said):
+def test_invalid_random_pair_raises(given, said):
   with pytest.raises(InputError, match=said):
     random_pair(**{"target": "tiny", "draft": "tiny", "alpha": 0.5, **given})

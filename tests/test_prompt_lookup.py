@@ -1,4 +1,4 @@
-"""Copying from the context: guesses against a plain search, output against the target's."""
+"""Prompt lookup: guesses against a plain search, and output against the target's."""
 
 import functools
 
@@ -22,12 +22,12 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def by_hand(source, text, gamma, max_ngram, vocab_size, taken=()):
-  """The guesses for one row, source without padding, by a search from the best match down, whose
-  first token is not `taken`."""
+  """Return the guesses for one row, whose source has no padding, by a search from the best match
+  down. Their first token is not `taken`."""
   for n in range(min(max_ngram, len(text)), 0, -1):
     suffix = text[-n:]
     for context, in_text in ((source, False), (text, True)):
-      for end in range(len(context) - 1, n - 1, -1):  # something must follow
+      for end in range(len(context) - 1, n - 1, -1):  # a match needs a successor
         if context[end - n : end] == suffix and context[end] not in taken:
           followed = list(context[end:])
           for _ in range(gamma):
@@ -52,7 +52,7 @@ def proposing(tree, max_ngram, vocab_size):
 
 
 def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=16):
-  """Guesses of rows of different lengths, which are checked to be certain."""
+  """Return guesses of rows of different lengths, and check that they are deterministic."""
 
   def fill(rows, size):
     return np.array([[*r, *[0] * (size - len(r))] for r in rows], np.int32)
@@ -64,69 +64,70 @@ def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=1
   return np.asarray(guesses).tolist()
 
 
-# Worked rows. Texts begin with T5's start token 0, sources end in EOS 1.
+# Examples by hand. Texts begin with T5's start token 0, and sources end with EOS 1.
 
 
 @pytest.mark.parametrize(
   "source, text, guesses",
   [
-    ([5, 6, 7, 8, 9, 1], [0, 6, 7], [8, 9, 1, 0]),  # to the source's end, then padding
+    ([5, 6, 7, 8, 9, 1], [0, 6, 7], [8, 9, 1, 0]),  # up to the end of the source, then padding
     ([5, 6, 7, 8, 9, 1], [0, 9], [1, 0, 0, 0]),
     ([5, 6, 7, 8, 9, 1], [0, 3], [0, 0, 0, 0]),  # no match
-    ([5, 6, 7, 8, 9, 1], [0], [0, 0, 0, 0]),  # nothing to match yet
+    ([5, 6, 7, 8, 9, 1], [0], [0, 0, 0, 0]),  # no context yet
     ([4, 7, 9, 8, 7, 5, 1], [0, 8, 7], [5, 1, 0, 0]),  # two tokens rather than one
-    ([8, 7, 4, 3, 7, 5, 1], [0, 8, 7], [4, 3, 7, 5]),  # also where the shorter is later
-    ([7, 4, 1], [0, 7, 5, 6, 7], [4, 1, 0, 0]),  # the source before the text
-    ([7, 4, 1], [0, 6, 7, 5, 6, 7], [5, 6, 7, 5]),  # but not before a longer match; on and on
-    ([7, 4, 7, 5, 1], [0, 7], [5, 1, 0, 0]),  # the latest
-    ([9, 1], [0, 7, 5, 7, 6, 7], [6, 7, 6, 7]),  # the latest in the text
+    ([8, 7, 4, 3, 7, 5, 1], [0, 8, 7], [4, 3, 7, 5]),  # even if the shorter match is later
+    ([7, 4, 1], [0, 7, 5, 6, 7], [4, 1, 0, 0]),  # the source takes precedence over the text
+    ([7, 4, 1], [0, 6, 7, 5, 6, 7], [5, 6, 7, 5]),  # but not over a longer match
+    ([7, 4, 7, 5, 1], [0, 7], [5, 1, 0, 0]),  # the last one
+    ([9, 1], [0, 7, 5, 7, 6, 7], [6, 7, 6, 7]),  # the last one in the text
     ([9, 1], [0, 7, 7], [7, 7, 7, 7]),  # a period of one
     ([7, 50, 8, 1], [0, 7], [0, 8, 1, 0]),  # 50 is not among the target's 40 tokens
     ([2, 3, 4, 6, 3, 4, 5, 7, 3, 4, 8, 1], [0, 6, 3, 4], [5, 7, 3, 4]),  # three rather than two
     ([5, 6, 3, 4, 5, 7, 6, 3, 4, 8, 1], [0, 5, 6, 3, 4], [8, 1, 0, 0]),  # four count as three
-    ([5, 6, 1], [0, 5, 6, 8, 6, 8], [6, 8, 6, 8]),  # after a prompt: what the text went on with
-    ([5, 6, 1], [0, 5, 6, 8, 5, 6], [1, 0, 0, 0]),  # at the prompt's end, come again: its EOS
+    ([5, 6, 1], [0, 5, 6, 8, 6, 8], [6, 8, 6, 8]),  # after a prompt: what followed in the text
+    ([5, 6, 1], [0, 5, 6, 8, 5, 6], [1, 0, 0, 0]),  # the end of the prompt occurs again: its EOS
     ([1], [0, 5, 6, 8, 5, 6], [8, 5, 6, 8]),  # an empty one
   ],
 )
-def test_worked_rows(source, text, guesses):
+def test_examples_by_hand(source, text, guesses):
   assert propose([source], [text], gamma=4) == [guesses]
   assert by_hand(source, text, 4, 3, 40) == guesses
 
 
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
 @pytest.mark.parametrize("gamma", [1, 4])
-def test_guesses_are_those_of_a_plain_search(gamma, max_ngram):
-  """1,000 random rows in one call; two tokens, so that matches of every length abound."""
+def test_guesses_equal_those_of_a_plain_search(gamma, max_ngram):
+  """1,000 random rows in one call; with two token ids, matches of every length are frequent."""
   rng = np.random.default_rng(0)
 
   def some(least, most):
     return rng.integers(2, 4, rng.integers(least, most)).tolist()
 
-  # Some sources were cut and lack EOS, some texts (of a model that is no T5) a start token.
+  # Some sources were cut and lack EOS, and some texts (of a model that is not a T5) lack a start
+  # token.
   sources = [[*some(0, 15), *[1][: i % 2]] for i in range(1000)]
   texts = [[*[0][: i % 3], *some(1, 18)] for i in range(1000)]
   got = propose(sources, texts, gamma, max_ngram, vocab_size=4)
   want = [by_hand(*row, gamma, max_ngram, 4) for row in zip(sources, texts)]
   assert got == want
-  # Each length of match changes what is guessed.
+  # Each length of a match changes the guesses.
   shorter = [by_hand(*row, gamma, max_ngram - 1, 4) for row in zip(sources, texts)]
   assert sum(a != b for a, b in zip(want, shorter)) > 5
 
 
-def test_branches_are_the_next_best_matches_with_another_beginning():
+def test_branches_are_the_next_best_matches_with_another_first_token():
   rng = np.random.default_rng(1)
 
   def some(least, most):
     return rng.integers(2, 6, rng.integers(least, most)).tolist()
 
   sources, texts = zip(*(([*some(3, 15), 1], [0, *some(1, 18)]) for _ in range(300)))
-  tree = Tree((0, 0, 1, 1, 2, 3))  # two branches of depth 3 and 2, and a child that no branch has
+  tree = Tree((0, 0, 1, 1, 2, 3))  # two branches of depth 3 and 2, and a child in neither of them
   got = propose(sources, texts, tree, vocab_size=6)
   others = 0
   for source, text, guesses in zip(sources, texts, got):
     first = by_hand(source, text, 3, 3, 6)
-    # No second branch begins as the first does, were it with nothing.
+    # No two branches begin with the same token, not even with padding.
     second = by_hand(source, text, 3, 3, 6, taken=first[:1])
     others += second[0] > 0
     assert guesses == [first[0], second[0], first[1], 0, second[1], first[2]]
@@ -142,7 +143,7 @@ def test_slots_past_the_text_are_not_read():
   assert run(prompt, junk, length)[0].tolist() == [[8, 9, 8, 9]]
 
 
-# The output is the target's own.
+# The output equals the target's.
 
 V, LIMIT, EOS = 24, 24, 16
 CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
@@ -151,7 +152,7 @@ TARGET = T5Model(CONFIG)
 
 @functools.cache
 def decoded():
-  """The target's parameters, prompts [8, S], and its greedy texts [8, LIMIT]."""
+  """Return parameters of the target, prompts [8, S], and its greedy texts [8, LIMIT]."""
   params, prompts = tiny.params(CONFIG, 12), tiny.sources(CONFIG, 0, 8)
   keys = jax.random.split(jax.random.key(0), 8)
   out = autoregressive_decode(
@@ -171,7 +172,7 @@ def speculate(gamma, rows):
   )
 
 
-def test_greedy_output_is_the_targets(gamma=5, batch=3):
+def test_greedy_output_equals_the_targets(gamma=5, batch=3):
   _, _, tokens, lengths = decoded()
   accepted = 0
   for first in range(8 - batch):
@@ -198,6 +199,6 @@ def test_calls_of_one_shape_compile_once():
     (DynamicTree(3, 2), 3, "takes static trees"),
   ],
 )
-def test_bad_input(tree, max_ngram, words):
+def test_invalid_input_raises(tree, max_ngram, words):
   with pytest.raises(InputError, match=words):
     PromptLookupDraft(V, tree, max_ngram)

@@ -1,4 +1,4 @@
-"""Retrieval against a plain search of all places, and its datastore kept on disk."""
+"""Retrieval against a plain search of all positions, and its datastore on disk."""
 
 from collections import Counter
 
@@ -15,11 +15,11 @@ from specdec_jax.errors import InputError
 
 STORE = [token for row in ROWS for token in (0, *row)]
 TEXTS = [[0, *row[:length]] for row, length in zip(ROWS, (0, 1, 2, 3, 5, 4))]
-TEXTS += [[0, 2, 8, 8], [0, 8, 8, 8, 3]]  # ids that no row has
+TEXTS += [[0, 2, 8, 8], [0, 8, 8, 8, 3]]  # ids that no row contains
 
 
 def followed(text, max_context, depth) -> list[tuple[int, ...]]:
-  """All continuations of the longest run that occurs, by looking everywhere."""
+  """Return all continuations of the longest suffix that occurs, by searching everywhere."""
   for n in range(min(max_context, len(text)), 0, -1):
     ends = [at + n for at in range(len(STORE) - n + 1) if STORE[at : at + n] == text[-n:]]
     if ends:
@@ -28,13 +28,13 @@ def followed(text, max_context, depth) -> list[tuple[int, ...]]:
 
 
 def counted(text, max_context, depth) -> Counter:
-  """How often each path of the trie occurs."""
+  """Return how often each path of the trie occurs."""
   runs = followed(text, max_context, depth)
   return Counter(run[: d + 1] for run in runs for d in range(len(run)))
 
 
 @pytest.mark.parametrize("tree", [chain(4), Tree((0, 0, 0, 1, 1, 2, 4))], ids=["chain", "tree"])
-def test_of_each_node_the_children_that_occur_most_are_guessed(tree):
+def test_most_frequent_children_of_each_node_are_proposed(tree):
   guesses = propose(RetrievalDraft(tree, 3, 300), build_datastore(ROWS), TEXTS).tokens.tolist()
   for text, row in zip(TEXTS, guesses):
     counts, paths = counted(text, 3, tree.depth), [()]
@@ -43,11 +43,11 @@ def test_of_each_node_the_children_that_occur_most_are_guessed(tree):
       most = sorted((-n, path[-1]) for path, n in counts.items() if path[:-1] == above)
       assert guess == (most[rank][1] if rank < len(most) else 0)
       paths.append((*above, guess))
-  assert guesses[6] == [0] * tree.num_guesses  # what it knows nothing of
+  assert guesses[6] == [0] * tree.num_guesses  # a context that does not occur
 
 
 @pytest.mark.parametrize("num_guesses", [5, 30])
-def test_a_tree_that_changes_has_the_nodes_that_occur_most(num_guesses):
+def test_dynamic_tree_has_the_most_frequent_nodes(num_guesses):
   draft = RetrievalDraft(DynamicTree(num_guesses, 3), 3, 300)
   proposal = propose(draft, build_datastore(ROWS), TEXTS)
   parents = np.asarray(proposal.tree.parents).tolist()
@@ -61,14 +61,14 @@ def test_a_tree_that_changes_has_the_nodes_that_occur_most(num_guesses):
     assert sorted((counts[path] for path in made), reverse=True) == most
 
 
-def test_many_matches_are_looked_at_in_even_steps():
-  """Of 90 places where 5 is followed by 2 and 10 where it is by 3, ten are looked at."""
+def test_matches_beyond_the_limit_are_sampled_evenly():
+  """Of 90 positions where 2 follows 5 and 10 where 3 does, ten are read."""
   store = build_datastore([[5, 2, EOS]] * 90 + [[5, 3, EOS]] * 10)
   trie = RetrievalDraft(chain(1), 1, 10)._trie(store, written([[0, 5]]))
   assert trie.counts[0, :, 0].tolist() == [9, 0, 0, 0, 0, 0, 0, 0, 0, 1]
 
 
-def test_a_datastore_is_built_once(cache, tmp_path, monkeypatch):
+def test_datastore_is_built_once(cache, tmp_path, monkeypatch):
   words, built = tiny_pair.pair().vocabulary, []
 
   def build(*args):
@@ -102,6 +102,6 @@ def test_a_datastore_is_built_once(cache, tmp_path, monkeypatch):
     (lambda: RetrievalDraft(chain(2), max_context=0), "max_context is 0"),
   ],
 )
-def test_what_cannot_be_looked_up(make, sentence):
+def test_invalid_datastores_raise(make, sentence):
   with pytest.raises(InputError, match=sentence):
     make()

@@ -31,7 +31,7 @@ MATRIX, ONES, ROWS = jnp.ones((6, 5)), jnp.ones(5), jnp.array([4, 1])
 @pytest.mark.parametrize(
   "f, floats",
   [
-    (lambda m: m @ m.T, 30),  # twice, and so once
+    (lambda m: m @ m.T, 30),  # used twice, counted once
     (lambda m: 0.0, 0),
     (lambda m: jnp.take(m, ROWS, axis=0), 2 * 5),
     (lambda m: jax.vmap(lambda at: lax.dynamic_slice(m, (at, 0), (1, 2)))(ROWS), 2 * 2),
@@ -40,18 +40,18 @@ MATRIX, ONES, ROWS = jnp.ones((6, 5)), jnp.ones(5), jnp.array([4, 1])
     (lambda m: (jnp.take(m, ROWS, axis=0), m.sum()), 30),
     (lambda m: jax.jit(lambda m: (jnp.take(m, ROWS, axis=0), m[:1]))(m), 3 * 5),
     (lambda m: lax.cond(m[0, 0] > 0, lambda: m[1], lambda: m[2:4].sum(0)), 1 + 10),
-    # In loops, with what is carried from turn to turn.
+    # In loops, including the values that are carried between iterations.
     (lambda m: lax.scan(lambda x, _: (x @ m.T @ m, None), ONES, length=3)[0] + m[0], 3 * 35 + 5),
     (lambda m: lax.scan(lambda s, row: (s + row.sum(), None), 0.0, m)[0], 6 * (5 + 1)),
     (lambda m: lax.while_loop(lambda x: x[0] > 1, lambda x: x @ m.T @ m, ONES), 1 + 35),
   ],
 )
-def test_what_is_read_of_an_argument(f, floats):
+def test_bytes_that_are_read_of_an_argument(f, floats):
   assert read_bytes(f, MATRIX) == 4 * floats
 
 
-def test_of_a_table_of_tokens_only_rows_are_read():
-  """Also where it is bfloat16 and what is between products is not, as on a CPU."""
+def test_only_rows_of_an_embedding_table_are_read():
+  """This includes tables in bfloat16 with float32 activations, as on a CPU."""
   table = jnp.ones((6, 5), jnp.bfloat16)
   embed = Embed(6, 5, dtype=jnp.float32)
 
@@ -62,23 +62,24 @@ def test_of_a_table_of_tokens_only_rows_are_read():
 
 
 def by_hand(cfg, tied, block):
-  """Bytes of a decoder's weights and caches, for one row of `block` tokens."""
+  """Return the bytes of a decoder's weights and caches, for one row of `block` tokens."""
   width = cfg.num_heads * cfg.head_dim
-  attention = (4 + 2) * cfg.emb_dim * width  # of the source's keys and values there are caches
+  attention = (4 + 2) * cfg.emb_dim * width  # keys and values of the source are cached
   layer = attention + 3 * cfg.emb_dim * cfg.mlp_dim + 3 * cfg.emb_dim
   caches = 2 * width * (SLOTS + SOURCE)
   position_bias = cfg.num_heads * 32  # all of it: more slots than buckets
   logits = cfg.emb_dim * cfg.table_size
   embedded = 0 if tied else block * cfg.emb_dim
-  rest = cfg.emb_dim + SOURCE + 1 + block  # last norm, mask, length, tokens
+  rest = cfg.emb_dim + SOURCE + 1 + block  # final norm, mask, length, tokens
   return 4 * (cfg.num_decoder_layers * (layer + caches) + position_bias + logits + embedded + rest)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("block", [1, 4])
-def test_a_decoder_reads_what_is_counted_by_hand(fused, tied, block):
-  """No encoder, no projections of the source, and of a table that is no logits' its rows only."""
+def test_bytes_of_a_decoder_equal_those_counted_by_hand(fused, tied, block):
+  """Excludes the encoder, projections of the source, and all but the rows of an untied embedding
+  table."""
   cfg = tiny.config(vocab_size=60, padded_vocab_size=64, tied_logits=tied)
   params = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
   if fused:
@@ -101,13 +102,13 @@ def test_steps_of_a_pair_whose_draft_is_its_target():
   prompt = pair.prompt(tiny_pair.SENTENCES[:2])
   got = step_bytes(pair, GAMMA, prompt, GREEDY, LIMIT)
   caches = 2 * 2 * 16 * 4  # bytes of a slot: keys and values, two rows, two heads of 8
-  # GAMMA slots more, and GAMMA rows more of the table and of the position bias, for two rows.
+  # GAMMA more slots, and GAMMA more rows of the table and of the position bias, for two rows.
   assert 0 < got.verify - got.target_step - GAMMA * caches < 2 * GAMMA * 4 * (16 + 1 + 2 * 32)
-  # As many steps of the same model, the first over two tokens; beside it few and small things.
+  # The same number of steps of the same model, the first over two tokens, and small arrays.
   assert got.draft_step == pytest.approx(got.target_step + GAMMA * caches, rel=0.05)
 
 
-def test_a_draft_that_copies_reads_next_to_nothing():
+def test_prompt_lookup_reads_almost_nothing():
   pair = tiny_pair.pair()
   size = pair.target.vocab_size
   copying = pair._replace(
@@ -120,7 +121,7 @@ def test_a_draft_that_copies_reads_next_to_nothing():
   assert got.verify == step_bytes(pair, GAMMA, prompt, GREEDY, LIMIT).verify
 
 
-def test_a_device_reads_its_share_of_parameters_that_are_cut():
+def test_device_reads_its_share_of_sharded_parameters():
   def array(shape, ways):
     def shard_shape(shape):
       return (shape[0] // ways, *shape[1:])
@@ -136,7 +137,7 @@ def test_a_device_reads_its_share_of_parameters_that_are_cut():
   assert roofline._shard_share(tiny_pair.pair().target_params) == roofline._shard_share(()) == 1
 
 
-def test_bandwidth_is_of_the_faster_way_to_read_the_matrix(monkeypatch):
+def test_bandwidth_is_that_of_the_faster_way_to_read_the_matrix(monkeypatch):
   results = []
 
   def in_given_times(calls, repeats):
@@ -150,7 +151,7 @@ def test_bandwidth_is_of_the_faster_way_to_read_the_matrix(monkeypatch):
     np.testing.assert_allclose(product, np.ones(64), rtol=1e-5)
 
 
-# What is shown.
+# Tables.
 
 MEASURED = dataclasses.replace(
   RECORD,
@@ -164,7 +165,7 @@ MEASURED = dataclasses.replace(
 )
 
 
-def test_shares_are_the_least_time_over_the_time_measured():
+def test_share_is_the_minimum_time_divided_by_the_measured_time():
   shown = speeds.roofline_table([MEASURED])
   cells = dict(zip(shown.columns, shown.rows[0]))
   assert (cells["step MB"], cells["draft MB"], cells["verify MB"]) == ("40.0", "5.0", "44.0")
@@ -176,7 +177,7 @@ def test_shares_are_the_least_time_over_the_time_measured():
     assert word in str(speeds.ROOFLINE_LEGEND)
 
 
-def test_the_page_has_the_shares_where_there_are_any():
+def test_page_has_the_shares_if_they_were_measured():
   heading = "Bytes over bandwidth"
   page = parsed([MEASURED, dataclasses.replace(RECORD, gamma=9)])
   assert heading in [h.text for h in page.all("h2")]

@@ -1,4 +1,5 @@
-"""Guesses, acceptance and next tokens of exact rounds pass; 1% too much acceptance does not."""
+"""Guesses, acceptance and next tokens of exact rounds pass; an acceptance that is 1% too high does
+not."""
 
 import dataclasses
 import itertools
@@ -42,11 +43,11 @@ from specdec_jax.loading import DecodeSettings
 
 V, GAMMA, EOS = 24, 2, 1
 CHAIN, TREE, PAIRED = chain(GAMMA), Tree((0, 0, 0, 1, 1, 2, 4)), branching(2)
-LEVEL = 1e-6  # of each comparison: a correct program fails it this often
+LEVEL = 1e-6  # significance level of each comparison: a correct program fails it this often
 COLD = Sampling(temperature=0.7)
 
 
-# Models that are tables: the logits after each token. Nothing else is as quick.
+# Models that are tables: the logits after each token. They are faster than any network.
 
 
 @struct.dataclass
@@ -56,7 +57,7 @@ class TableCache:
 
 @dataclasses.dataclass(frozen=True)
 class TableModel:
-  """Its parameters are logits [V, V]."""
+  """A model whose parameters are logits [V, V]."""
 
   vocab_size: int = V
   eos_id: int = EOS
@@ -75,9 +76,10 @@ class TableModel:
 
 
 def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposal):
-  """A draft `noise` away from its target, which nothing is compiled for yet.
+  """A new draft whose logits differ from the target's by `noise`, so that nothing is compiled for
+  it.
 
-  `change`: proposal -> proposal.
+  Its proposals are mapped by `change`.
   """
   rng = np.random.default_rng(0)
   table = rng.normal(size=(V, V)).astype(np.float32)
@@ -103,15 +105,15 @@ def judged(
 
 
 def lowest(found: RoundScores, count=GAMMA) -> dict[str, float]:
-  """Return the lowest p-value of each kind of drift, over the first `count` positions."""
+  """Return the lowest p-value of each kind of score, over the first `count` positions."""
   return {k: min(d.p_value for d in ds) for k, ds in drifts(found, count).items()}
 
 
-# What is exact passes.
+# Exact rounds pass.
 
 
 @pytest.mark.parametrize(
-  "sampling, noise, num_guesses, bias",  # the bias is what they would have shown
+  "sampling, noise, num_guesses, bias",  # the smallest bias that they would have detected
   [(COLD, 0.06, 120_000, 0.01), (Sampling(top_p=0.7), 0.5, 30_000, 0.1)],
 )
 def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
@@ -120,7 +122,7 @@ def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
   assert len(guesses.position) >= num_guesses and len(found.at(-1).position) > 3000
   assert all(p > LEVEL for p in lowest(found).values())
   assert detectable_bias(guesses, LEVEL) < bias and acceptance_drift(guesses).p_value > LEVEL
-  certain = found.next.spread < 1e-7  # a token that was the only one possible has rank 0
+  certain = found.next.spread < 1e-7  # a token that was the only possible one has rank 0
   assert np.abs(found.next.rank[certain]).max() < 1e-3
   for drift in TOKEN_DRIFTS.values():
     assert min(drift(found.guess).p_value, drift(found.next).p_value) > LEVEL
@@ -129,16 +131,16 @@ def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
   assert 0.8 < np.std([drift.z for drift in joint]) < 1.2  # 128 of them
 
 
-def test_exact_rounds_of_a_draft_without_chance_pass():
+def test_exact_rounds_of_a_deterministic_draft_pass():
   pair = table_pair(0)._replace(draft=lambda sampling, tree: PromptLookupDraft(V, tree))
   found = judged(pair._replace(draft_params=()))
   assert 0 < found.accepted.mean() < 0.5 and found.guess.spread.max() == 0
   assert all(p > LEVEL for p in lowest(found).values())
 
 
-def test_guesses_that_are_not_made_do_not_count():
+def test_guesses_that_were_not_proposed_do_not_count():
   def stops(proposal):
-    made = jnp.arange(GAMMA) <= proposal.tokens[:, :1] % GAMMA  # the second, after odd tokens only
+    made = jnp.arange(GAMMA) <= proposal.tokens[:, :1] % GAMMA  # 2nd: odd tokens only
     q = jnp.where(made[..., None], proposal.q, 0.0)
     return Proposal(jnp.where(made, proposal.tokens, -1), q)
 
@@ -160,8 +162,8 @@ def test_exact_rounds_of_a_tree_pass():
 
 
 @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
-def test_each_guess_is_scored_by_the_distributions_of_its_own_round(tree):
-  """Against a walk through the rounds, with EOS and the limit in the midst of some."""
+def test_guesses_are_scored_by_the_distributions_of_their_own_round(tree):
+  """Against a loop over the rounds, some of which contain EOS or the limit."""
   pair, sampling, limit = table_pair(noise=1.0, ends=True), Sampling(), 7
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:40]), row_keys(3, 0, 40)
   decode = round_scores.recorded(pair, sampling, tree)
@@ -221,7 +223,7 @@ ACCEPTANCE = {
 
 
 @pytest.mark.parametrize("fault", ACCEPTANCE)
-def test_a_bias_of_1_percent_in_acceptance_is_found(fault):
+def test_acceptance_bias_of_1_percent_is_detected(fault):
   def verifier(sampling):
     return JudgedBy(sampling, judge_with(ACCEPTANCE[fault]))
 
@@ -231,17 +233,17 @@ def test_a_bias_of_1_percent_in_acceptance_is_found(fault):
 
 
 @pytest.mark.parametrize("fault", [judge_with(residual=lambda p, q: p), bonus_of_the_guess_before])
-def test_faults_of_the_next_token_are_found(fault):
+def test_faults_of_the_next_token_are_detected(fault):
   found = lowest(judged(table_pair(0.5), verifier=lambda sampling: JudgedBy(sampling, fault)))
   assert found["next tokens"] < LEVEL < min(found["all acceptance"], found["guesses"])
 
 
-def test_a_draft_whose_q_forgets_the_temperature_is_found():
+def test_draft_whose_q_omits_the_temperature_is_detected():
   found = lowest(judged(table_pair(0.5, change=lambda proposal: forgetful(proposal, 0.7))))
   assert found["guesses"] < LEVEL < min(found["all acceptance"], found["next tokens"])
 
 
-def test_a_loop_that_judges_by_another_q_than_reported_is_found():
+def test_loop_that_verifies_with_another_q_than_reported_is_detected():
   def forgets(rng, x, q, p):
     return judge_with()(rng, x, forgetful(Proposal(x, q), 0.7).q, p)
 
@@ -250,14 +252,14 @@ def test_a_loop_that_judges_by_another_q_than_reported_is_found():
 
 
 def q_of_the_eldest(proposal):
-  """Siblings drawn without replacement, with the q of those that are not."""
+  """Sample siblings without replacement, and report q of sampling with replacement."""
   eldest = jnp.asarray(PAIRED.children)[list(PAIRED.parents), 0]
   return proposal._replace(q=proposal.q[:, eldest])
 
 
 @dataclasses.dataclass(frozen=True)
 class YoungestFirst(Verifier):
-  """Siblings tried in another order than drawn."""
+  """Verify siblings in another order than they were sampled in."""
 
   sampling: Sampling
   exact = False
@@ -272,7 +274,7 @@ class YoungestFirst(Verifier):
 
 @dataclasses.dataclass(frozen=True)
 class Unadjusted(TokenVerifier):
-  """Siblings judged by a q that forgets their elders."""
+  """Verify siblings with a q that ignores their earlier siblings."""
 
   def verify(self, rng, tree, proposal, logits):
     return super().verify(rng, tree, q_of_the_eldest(proposal), logits)
@@ -288,17 +290,17 @@ class Unadjusted(TokenVerifier):
   ],
   ids=["reported q", "judged q", "order", "none"],
 )
-def test_faults_among_siblings_are_found(change, verifier, found_by):
+def test_faults_among_siblings_are_detected(change, verifier, found_by):
   pair = table_pair(1.0, change=change)
   found = lowest(judged(pair, Sampling(), 20_000, verifier, PAIRED), 2)
   assert {law for law, p in found.items() if p < LEVEL} >= found_by, found
   assert found_by or min(found.values()) > LEVEL, found
 
 
-# Faults that leave each token's own distribution almost or exactly right.
+# Faults that leave the distribution of each single token almost or exactly right.
 
 
-def test_a_draft_that_samples_at_another_temperature_than_it_reports_is_found(monkeypatch):
+def test_draft_that_samples_at_another_temperature_than_it_reports_is_detected(monkeypatch):
   """By 3%: the mean total variation is below 0.01."""
 
   def colder(rng, logits, sampling):
@@ -312,7 +314,7 @@ def test_a_draft_that_samples_at_another_temperature_than_it_reports_is_found(mo
   assert min(lowest(found)[kind] for kind in ("acceptance", "next tokens")) > LEVEL
 
 
-def test_keys_that_repeat_after_8_tokens_are_found(monkeypatch):
+def test_keys_that_repeat_after_8_tokens_are_detected(monkeypatch):
   class RepeatedKeys(Decoder):
     def round(self, params, state):
       with pytest.MonkeyPatch.context() as patch:
@@ -325,10 +327,10 @@ def test_keys_that_repeat_after_8_tokens_are_found(monkeypatch):
   far = {name for name, drift in between_rounds(found).items() if drift.p_value < LEVEL}
   eight = {f"{what} of rounds, by place, 8 tokens apart" for what in ("guesses", "next tokens")}
   assert eight <= far and not {name for name in far if " 7 tokens" in name}, far
-  assert min(lowest(found).values()) > LEVEL  # one by one all tokens are right
+  assert min(lowest(found).values()) > LEVEL  # each single token has the right distribution
 
 
-def test_a_next_token_with_the_key_of_a_guess_is_found():
+def test_next_token_with_the_key_of_a_guess_is_detected():
   kept = []
 
   class Keeping(tiny.ChangedDraft):
@@ -351,7 +353,7 @@ def test_a_next_token_with_the_key_of_a_guess_is_found():
   assert min(p for kind, p in lowest(found).items() if "next" not in kind) > LEVEL
 
 
-def test_rows_that_share_their_keys_are_found(monkeypatch):
+def test_rows_that_share_their_keys_are_detected(monkeypatch):
   monkeypatch.setattr(
     round_scores, "row_keys", lambda *args: row_keys(*args)[jnp.arange(args[2]) // 2]
   )
@@ -361,13 +363,13 @@ def test_rows_that_share_their_keys_are_found(monkeypatch):
   assert not any("apart" in name for name in far)
 
 
-# The statistics.
+# Statistics.
 
 
-def test_scores_have_mean_0_and_the_variance_that_is_said():
+def test_scores_have_mean_0_and_the_stated_variance():
   rng = np.random.default_rng(0)
   law = rng.dirichlet(np.full(7, 1.0), size=5), rng.dirichlet(np.full(7, 0.1), size=5)
-  law = np.concatenate([*law, np.zeros((1, 7))])  # the last: nothing is sampled
+  law = np.concatenate([*law, np.zeros((1, 7))])  # the last one: nothing is sampled
   every = np.broadcast_to(np.arange(7), law.shape)
   score = jax.jit(jax.vmap(round_scores._token_scores, in_axes=(None, 1), out_axes=1))
   scores = Scores(*map(np.asarray, score(3 * law, every)))  # weights of any scale
@@ -379,7 +381,7 @@ def test_scores_have_mean_0_and_the_variance_that_is_said():
 
 
 def simulated(rng, a: np.ndarray, bias: float) -> RoundScores:
-  """Guesses accepted with probability min(1, (1 + bias) a)."""
+  """Accept guesses with probability min(1, (1 + bias) a)."""
   nothing = np.zeros(len(a))
   accepted = (rng.random(len(a)) < (1 + bias) * a).astype(float)
   none = Scores(*[nothing] * 5)
@@ -387,15 +389,15 @@ def simulated(rng, a: np.ndarray, bias: float) -> RoundScores:
 
 
 @pytest.mark.parametrize("n", [5, 300])
-def test_the_level_holds_for_any_number_of_guesses(n):
+def test_significance_level_holds_for_any_number_of_guesses(n):
   # 2,000 samples: the share below 0.1 has a standard error of 0.007.
   rng = np.random.default_rng(n)
   low = [acceptance_drift(simulated(rng, rng.beta(3, 1, n), 0)).p_value < 0.1 for _ in range(2000)]
   assert np.mean(low) < 0.1
 
 
-def test_a_bias_of_the_size_that_is_said_is_found_9_times_in_10():
-  # 1,000 samples: the share found has a standard error of 0.01.
+def test_stated_detectable_bias_is_detected_9_times_in_10():
+  # 1,000 samples: the detected share has a standard error of 0.01.
   rng = np.random.default_rng(0)
   a = rng.beta(3, 1, 3000)
   exact = simulated(rng, a, 0)
@@ -405,8 +407,8 @@ def test_a_bias_of_the_size_that_is_said_is_found_9_times_in_10():
   assert detectable_bias(joined([exact] * 4), 1e-3) < bias / 1.9
 
 
-def test_a_temperature_off_by_what_is_said_is_found_9_times_in_10():
-  # 1,000 samples of 20,000 tokens: the share found has a standard error of 0.01.
+def test_stated_detectable_temperature_is_detected_9_times_in_10():
+  # 1,000 samples of 20,000 tokens: the detected share has a standard error of 0.01.
   rng = np.random.default_rng(0)
   law = rng.dirichlet(np.full(30, 0.3))
   scores = Scores(
@@ -423,12 +425,12 @@ def test_a_temperature_off_by_what_is_said_is_found_9_times_in_10():
   assert detectable_temperature(jax.tree.map(lambda x: 0 * x, every), 1e-3) == np.inf
 
 
-def test_drifts_add_up():
+def test_scores_of_batches_add_up():
   parts = [Drift(1.0, 4.0, 0.5), Drift(-3.0, 5.0, 1.0)]
   assert total(parts) == Drift(-2.0, 9.0, 1.0)
 
 
-def test_acceptance_without_chance_needs_no_variance():
+def test_deterministic_acceptance_needs_no_variance():
   certain = np.ones(50)
   sure = simulated(np.random.default_rng(0), certain, 0)
   assert acceptance_drift(sure).p_value == 1 and acceptance_drift(sure).z == 0
@@ -436,7 +438,7 @@ def test_acceptance_without_chance_needs_no_variance():
   assert acceptance_drift(sure._replace(accepted=0 * certain)).p_value < 1e-6
 
 
-def test_the_critical_sum_is_that_of_the_level():
+def test_critical_sum_is_that_of_the_significance_level():
   drift = Drift(0.0, 400.0, 20.0)
   assert drift._replace(sum=drift.critical(1e-4)).p_value == pytest.approx(1e-4)
   assert drift._replace(sum=-drift.critical(1e-4)).p_value == pytest.approx(1e-4)

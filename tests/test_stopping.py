@@ -1,4 +1,5 @@
-"""Drafts that stop early: what they guess, what the target reads of it, and what foretells it."""
+"""Drafts that stop early: their proposals, the lengths that the target verifies, and what predicts
+acceptance."""
 
 import functools
 
@@ -32,7 +33,7 @@ GAMMA = 4
 KEY = jax.random.key(0)
 
 
-def test_guesses_are_the_models_while_it_is_sure():
+def test_proposals_are_those_of_the_model_while_it_is_confident():
   models, sampling = t5(), Sampling()
   whole = ModelDraft(models.target, sampling, chain(GAMMA))
   draft, keys = StoppingDraft(whole, 0.13), jax.random.split(jax.random.key(1), 6)
@@ -50,8 +51,8 @@ def test_guesses_are_the_models_while_it_is_sure():
   np.testing.assert_allclose(got.q, np.where(is_made[..., None], want.q, 0), atol=1e-6)
 
 
-def test_the_target_reads_as_far_as_a_guess_was_made():
-  """Its logits are those of the whole block; behind, where it reads nothing, they are 0."""
+def test_target_verifies_only_the_proposed_length():
+  """Its logits are those of the whole block, and 0 for positions that it does not process."""
   models = t5()
   prompts = jnp.asarray(models.prompts[:2])
   _, cache = models.target.prefill(models.params, prompts, 12)
@@ -66,7 +67,7 @@ def test_the_target_reads_as_far_as_a_guess_was_made():
     assert not np.asarray(logits[:, read:]).any() and hidden.shape[1] == 5
 
 
-def test_a_guess_that_was_not_made_is_not_judged():
+def test_guess_that_was_not_proposed_is_not_verified():
   models, sampling = t5(), Sampling(0.0)
   draft = StoppingDraft(ModelDraft(models.target, sampling, chain(GAMMA)), 0.13)
   out = tiny.speculative_decode(
@@ -79,12 +80,12 @@ def test_a_guess_that_was_not_made_is_not_judged():
   rounds = jax.tree.map(np.asarray, out.rounds)
   made = (rounds.guesses >= 0).sum(axis=-1)
   ran = rounds.num_emitted > 0
-  np.testing.assert_array_equal(rounds.num_accepted[ran], made[ran])  # the target's own are right
+  np.testing.assert_array_equal(rounds.num_accepted[ran], made[ran])
   assert 1 < made[ran].mean() < GAMMA and acceptance_by_position([out]) == [1, 1, 1, None]
   assert not out.rounds.acceptance_counts()[1].any()
 
 
-def test_how_well_a_score_foretells():
+def test_auc_of_a_confidence_score():
   chances, scores = RNG.random(40).round(1), RNG.integers(0, 8, 40)
   pairs = [
     (a * (1 - b), 0.5 if x == y else float(x > y))
@@ -99,8 +100,9 @@ def test_how_well_a_score_foretells():
   np.testing.assert_allclose(in_a_row(rows, 2), [0.1, 0.02, 0.4])
 
 
-def test_the_speed_of_stopping():
-  """That never stops is a fixed gamma's, that always does gamma 1's; who knows all is between."""
+def test_predicted_speed_of_stopping():
+  """Never stopping equals a fixed gamma, always stopping equals gamma 1, and the oracle is between
+  them."""
   texts = [(RNG.random(12) < 0.7).astype(float) for _ in range(20)]
   costs = (0.0, 0.3, 0.3, 0.3), (1.0, 1.1, 1.2, 1.3)
   known = Calibration(3, 0.7, *costs, speedups=(1.0,) * 4, starts=(2.0, 0.5))
@@ -116,7 +118,7 @@ def test_the_speed_of_stopping():
   assert speed(fixed[:, 1:].sum(axis=0).min()) < stopped(threshold=0.5) < speed(best.sum())
 
 
-def test_what_cannot_stop():
+def test_drafts_that_cannot_stop_early_raise():
   model = ModelDraft(t5().draft, Sampling(), chain(2))
   with pytest.raises(InputError, match="threshold is 1.5"):
     StoppingDraft(model, 1.5)
@@ -127,8 +129,9 @@ def test_what_cannot_stop():
     tiny.start(t5().target, merged, t5().params, (t5().draft_params,), t5().prompts, LIMIT)
 
 
-def test_a_draft_that_knows_nothing_makes_a_plain_step():
-  """Copies of the newest tokens to their end: nothing of the first text, of the others so many."""
+def test_round_without_a_proposal_is_an_autoregressive_step():
+  """Prompt lookup up to its end: nothing is proposed for the first text, and different numbers of
+  tokens for the others."""
   draft = StopAtMissDraft(PromptLookupDraft(9, chain(5), 2))
   assert draft.verify_lengths == (0, 1, 2, 4, 5)
   context = written([[0, 2, 3], [0, 4, 5, 6, 7, 4], [0, 3, 3]])

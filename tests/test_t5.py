@@ -1,6 +1,6 @@
-"""T5: one block, many steps and one teacher-forced pass agree; shapes are the published ones.
+"""T5: one block, several steps and one teacher-forced pass agree; sizes are the published ones.
 
-The reference for the arithmetic is the T5 in plain numpy below, in float64.
+The reference for the arithmetic is the T5 in numpy below, in float64.
 """
 
 import functools
@@ -28,10 +28,10 @@ VARIANTS = {
   "padded": tiny.config(vocab_size=21, padded_vocab_size=32),
   "padded and tied": tiny.config(vocab_size=21, padded_vocab_size=32, tied_logits=True),
 }
-LENGTH = 14  # tokens of text, the start token first
+LENGTH = 14  # tokens of text, the start token included
 SLOTS = 24
-# Logits are of size 3, up to 10. float32 sums in another order were seen to differ by 4e-6,
-# bfloat16 may by 1e-2 of their size; a slot too many or too few moves them by up to 4.
+# Logits have a size of 3, up to 10. float32 sums in another order differ by up to 4e-6; bfloat16
+# may differ by 1e-2 of their size; one slot too many or too few changes them by up to 4.
 TOLERANCE = {jnp.float32: dict(rtol=1e-5, atol=2e-5), jnp.bfloat16: dict(rtol=0.05, atol=0.25)}
 
 
@@ -42,12 +42,13 @@ def text(cfg, batch=4, seed=0):
 
 
 def take(rows, start, count):
-  """rows [B, T, ...] -> [B, count, ...] from each row's own start [B]."""
+  """Gather `count` entries of rows [B, T, ...] from each row's own start [B]; the result is [B,
+  count, ...]."""
   return np.stack([row[at : at + count] for row, at in zip(rows, start, strict=True)])
 
 
 class Cached:
-  """A model with its parameters and jitted functions, so that a test reads as text and blocks."""
+  """A model with its parameters and jitted functions."""
 
   def __init__(self, cfg, params):
     model = T5Model(cfg)
@@ -58,14 +59,14 @@ class Cached:
     self.commit = model.commit
 
   def read(self, cache, tokens):
-    """Logits of a block that is kept whole, and the cache that holds it."""
+    """Return the logits of a block, and the cache after it is committed as a whole."""
     logits, _, cache = self.extend(cache, tokens)
     return logits, self.commit(cache, cache.length + tokens.shape[1])
 
 
 @functools.cache
 def setting(dtype):
-  """(model, source, tokens, teacher-forced logits, tolerance) in one dtype."""
+  """Return model, source, tokens, teacher-forced logits and tolerance in one dtype."""
   cfg = tiny.config(vocab_size=24, emb_dim=32, head_dim=12, dtype=dtype)
   params, source, tokens = tiny.params(cfg, 0), tiny.sources(cfg, 0, 4), text(cfg)
   logits = np.asarray(tiny.teacher_forced(cfg)(params, source, tokens))
@@ -102,8 +103,8 @@ def test_blocks_equal_the_teacher_forced_pass(dtype, cuts):
 def test_blocks_at_ragged_offsets_equal_the_teacher_forced_pass(dtype, block):
   model, source, tokens, logits, tolerance = setting(dtype)
   offsets = np.asarray([0, 3, 9, 6])
-  _, cache = model.read(model.prefill(source), tokens)  # slots past `offsets` hold real tokens,
-  _, cache = model.read(cache, tokens[:, ::-1][:, :5])  # and past the text others
+  _, cache = model.read(model.prefill(source), tokens)  # past `offsets`: the text,
+  _, cache = model.read(cache, tokens[:, ::-1][:, :5])  # past the text: other tokens
   cache = model.commit(cache, jnp.asarray(offsets))
   got, _, cache = model.extend(cache, take(tokens, offsets, block))
   np.testing.assert_allclose(got, take(logits, offsets, block), **tolerance)
@@ -112,20 +113,21 @@ def test_blocks_at_ragged_offsets_equal_the_teacher_forced_pass(dtype, block):
 
 @BOTH
 @pytest.mark.parametrize("gamma", [1, 4])
-def test_every_accept_count_rolls_back_to_the_text(dtype, gamma):
-  """Verify [newest, guesses], keep n of them, go on: as the loop does, rows at different n."""
+def test_every_number_of_accepted_tokens_is_rolled_back(dtype, gamma):
+  """Verify [last token, draft tokens], commit n of them, and continue as the loop does; n differs
+  between rows."""
   model, source, tokens, logits, tolerance = setting(dtype)
   start = np.asarray([1, 4, 2, 3])
   _, filled = model.read(model.prefill(source), tokens[:, :5])
   filled = model.commit(filled, jnp.asarray(start))
   for first in range(gamma + 1):
-    n = (first + np.arange(4)) % (gamma + 1)  # over the loop each row meets each n
+    n = (first + np.arange(4)) % (gamma + 1)  # over the loop, each row has each n
     block = take(tokens, start, gamma + 1)
     wrong = np.arange(gamma + 1) > n[:, None]
     block = np.where(wrong, (block + 7) % 24, block)
     verified, _, cache = model.extend(filled, block)
     np.testing.assert_array_equal(cache.length, start)
-    for row in range(4):  # up to the first wrong guess the block is the text
+    for row in range(4):  # the block equals the text up to the first wrong draft token
       np.testing.assert_allclose(
         verified[row, : n[row] + 1], logits[row, start[row] :][: n[row] + 1], **tolerance
       )
@@ -136,8 +138,8 @@ def test_every_accept_count_rolls_back_to_the_text(dtype, gamma):
     np.testing.assert_allclose(again, take(logits, kept, gamma + 1), **tolerance)
 
 
-def test_a_rolled_back_cache_is_as_good_as_a_fresh_one():
-  """Bit for bit: masked slots are neither read nor summed into what replaces them."""
+def test_rolled_back_cache_equals_a_fresh_one():
+  """They are bit-identical: masked slots are neither read nor added to what replaces them."""
   model, source, tokens, _, _ = setting(jnp.float32)
   _, fresh = model.read(model.prefill(source), tokens[:, :6])
   used = fresh
@@ -153,7 +155,7 @@ def test_a_rolled_back_cache_is_as_good_as_a_fresh_one():
     np.testing.assert_array_equal(got, want)
 
 
-def test_a_row_is_blind_to_its_neighbours():
+def test_row_does_not_depend_on_its_neighbors():
   model, source, tokens, _, _ = setting(jnp.float32)
   _, cache = model.read(model.prefill(source), tokens[:, :6])
   cache = model.commit(cache, jnp.asarray([5, 2, 6, 1]))
@@ -164,7 +166,7 @@ def test_a_row_is_blind_to_its_neighbours():
   np.testing.assert_array_equal(got[0], want[0])
 
 
-def test_logits_depend_on_the_past_only():
+def test_logits_depend_on_earlier_tokens_only():
   model, source, tokens, _, _ = setting(jnp.float32)
   changed = tokens.copy()
   changed[:, 8:] = (changed[:, 8:] + 3) % 24
@@ -174,23 +176,23 @@ def test_logits_depend_on_the_past_only():
   assert (np.abs(got - want)[:, 8:].max(axis=-1) > 0.1).all()
 
 
-def test_room_to_spare_changes_nothing():
+def test_unused_slots_do_not_change_the_logits():
   model, source, tokens, logits, tolerance = setting(jnp.float32)
   got, _ = model.read(model.prefill(source, 2 * SLOTS), tokens)
   np.testing.assert_allclose(got, logits, **tolerance)
 
 
-def test_padding_of_the_source_does_not_matter():
+def test_padding_of_the_source_is_not_attended_to():
   model, source, tokens, logits, tolerance = setting(jnp.float32)
   longer = np.pad(source, ((0, 0), (0, 9)))
   got, _ = model.read(model.prefill(longer), tokens)
   np.testing.assert_allclose(got, logits, **tolerance)
-  other = np.where(source == 0, 0, (source + 1) % 22 + 2)  # but the source does
+  other = np.where(source == 0, 0, (source + 1) % 22 + 2)  # but the source is
   got, _ = model.read(model.prefill(other), tokens)
   assert np.abs(got - logits).max() > 1
 
 
-def test_a_source_of_padding_only_gives_finite_logits():
+def test_source_of_padding_only_has_finite_logits():
   model, source, tokens, _, _ = setting(jnp.float32)
   got, _ = model.read(model.prefill(np.zeros_like(source)), tokens)
   assert np.isfinite(got).all()
@@ -209,7 +211,7 @@ ENDS = [-1, 2, 0, 4]  # the last accepted node of each of four rows, at differen
 
 
 def sees_its_cousins(sound, tree, length, nodes, num_slots):
-  """A mask by number, as in a chain."""
+  """Mask by node number, as in a chain."""
   own_slots = length[:, None] + jnp.arange(tree.num_nodes)[nodes]
   visible = jnp.arange(num_slots) <= own_slots[..., None]
   return sound(tree, length, nodes, num_slots)._replace(visible=visible)
@@ -223,24 +225,28 @@ def stands_at_its_slot(sound, tree, length, nodes, num_slots):
 
 
 def is_taken_for_the_first(sound, tree, length, nodes, num_slots):
-  """A level of which it is forgotten which nodes it is."""
+  """Place the nodes of a level as if the level were the first."""
   return sound(tree, length, slice(0, nodes.stop - nodes.start), num_slots)
 
 
 ONCE, LEVELS = {"at once", "at once, then on"}, {"by levels", "by levels, then on"}
-TREE_FAULTS = {  # and what is off with each
+TREE_FAULTS = {  # and what each of them changes
   sees_its_cousins: ONCE | LEVELS,
   stands_at_its_slot: ONCE | LEVELS,
   is_taken_for_the_first: LEVELS,
 }
-WRONG_PATHS = [lambda path: None, lambda path: path[:, ::-1]]  # nothing is moved, or backwards
+WRONG_PATHS = [
+  lambda path: None,
+  lambda path: path[:, ::-1],
+]  # not moved, or reversed
 
 
 def off_paths(model, cache, tree, path=lambda path: path):
-  """How far what is read in a tree is off from its paths read as chains from the same cache.
+  """Return the differences between a tree and its paths, which are evaluated as chains from the
+  same cache.
 
-  Logits and hidden states, relative to their own size: of a tree read at once and level by level,
-  and of a chain that goes on after one path a row, which is committed as `path` has it.
+  They are relative differences of logits and hidden states, for the tree in one pass and level by
+  level, and for a chain that continues after one path per row is committed by `path`.
   """
 
   def size(x):
@@ -252,7 +258,7 @@ def off_paths(model, cache, tree, path=lambda path: path):
   tokens = np.random.default_rng(2).integers(0, 24, (4, tree.num_nodes)).astype(np.int32)
   more = tokens[:, ::-1][:, : tree.depth + 1]
 
-  # Each node at the end of a chain; behind that stands node 0, which it does not see.
+  # Each node ends a chain, which is followed by node 0; it must not attend to that.
   lineages = [np.flatnonzero(of_node) for of_node in tree.ancestors]
   lineages = np.stack([np.pad(nodes, (0, tree.depth + 1 - len(nodes))) for nodes in lineages])
   chains = [model.extend(cache, tokens[:, nodes])[:2] for nodes in lineages]
@@ -277,12 +283,12 @@ def off_paths(model, cache, tree, path=lambda path: path):
 
 
 def far_off(found):
-  """What is off by much more than rounding, which was seen to be below 1e-6."""
+  """Return which differences are much larger than rounding, which is below 1e-6."""
   return {how for how, off in found.items() if off > 0.01}
 
 
 def in_trees():
-  """A model, and a cache whose rows are of different lengths, with other tokens behind them."""
+  """A model, and a cache with rows of different lengths, whose unused slots hold other tokens."""
   cfg = tiny.config(vocab_size=24)
   model = Cached(cfg, tiny.params(cfg, 0))
   _, cache = model.read(model.prefill(tiny.sources(cfg, 0, 4)), text(cfg))
@@ -290,7 +296,7 @@ def in_trees():
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_tree_is_read_as_its_paths_are(tree):
+def test_tree_has_the_logits_of_its_paths(tree):
   model, cache = in_trees()
   found = off_paths(model, cache, TREES[tree])
   assert max(found.values()) < 1e-5
@@ -300,16 +306,16 @@ def test_a_tree_is_read_as_its_paths_are(tree):
 
 
 @pytest.mark.parametrize("fault", TREE_FAULTS)
-def test_a_tree_that_is_read_wrong_is_seen(monkeypatch, fault):
+def test_wrong_attention_in_a_tree_is_detected(monkeypatch, fault):
   monkeypatch.setattr(trees, "_place_tree", functools.partial(fault, trees._place_tree))
   assert far_off(off_paths(*in_trees(), TREES["full"])) == TREE_FAULTS[fault]
 
 
-# The arithmetic, from the paper.
+# The arithmetic of the paper.
 
 
 def numpy_t5(params, cfg, source, inputs):
-  """Logits [K, table size] of one row, in float64: every formula written out."""
+  """Compute logits [K, table size] of one row in float64, with every formula written out."""
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
   def norm(p, x):
@@ -343,7 +349,7 @@ def numpy_t5(params, cfg, source, inputs):
 
   table = params["token_embedder"]["embedding"]
   p, x = params["encoder"], table[source]
-  hidden = np.where(source == 0, -1e10, 0)  # padding is seen by nobody
+  hidden = np.where(source == 0, -1e10, 0)  # padding is masked
   bias = relative(p["relpos_bias"], len(source), bucket_both_ways) + hidden
   for i in range(cfg.num_encoder_layers):
     layer = p[f"layers_{i}"]
@@ -371,26 +377,28 @@ def numpy_t5(params, cfg, source, inputs):
 
 
 def bucket_backwards(distance):
-  """Bucket of a key at `distance` <= 0: 0..15 one by one, then 16 in logarithm up to 128."""
+  """Return the bucket of a key at `distance` <= 0: 0..15 each have one, then 16 logarithmic ones up
+  to 128."""
   back = max(-distance, 0)
   return back if back < 16 else 16 + sum(back >= edge for edge in BACKWARDS_EDGES[1:])
 
 
 def bucket_both_ways(distance):
-  """0..7 one by one, then 8 in logarithm up to 128; 16 more for keys that come later."""
+  """Return the bucket: 0..7 each have one, then 8 logarithmic ones up to 128; 16 more for later
+  keys."""
   away = abs(distance)
   bucket = away if away < 8 else 8 + sum(away >= edge for edge in BOTH_WAYS_EDGES[1:])
   return bucket + 16 * (distance > 0)
 
 
-# First distance of each logarithmic bucket, computed by hand: the smallest whole number not below
-# 16 * 8^(i/16), i = 0..15 and 8 * 16^(i/8) = 8 * 2^(i/2), i = 0..7.
+# First distance of each logarithmic bucket, computed by hand: the smallest integer not below 16 *
+# 8^(i/16), i = 0..15, and 8 * 16^(i/8) = 8 * 2^(i/2), i = 0..7.
 BACKWARDS_EDGES = [16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
 BOTH_WAYS_EDGES = [8, 12, 16, 23, 32, 46, 64, 91]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_numpys(variant):
+def test_logits_equal_those_of_numpy(variant):
   cfg = VARIANTS[variant]
   params, source, inputs = tiny.params(cfg, 3), tiny.sources(cfg, 1, 3, 20), text(cfg, 3)
   inputs = np.concatenate([inputs, inputs[:, 1:]], axis=1)  # long enough for shared buckets
@@ -402,7 +410,7 @@ def test_logits_equal_numpys(variant):
 
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["decoder", "encoder"])
 def test_relative_position_buckets_by_hand(bidirectional):
-  """With the table 0..31 the bias is the bucket itself, at positions far into the text too."""
+  """With the table 0..31 the bias is the bucket itself, also at positions far into the text."""
   module = RelativePositionBias(tiny.config(), bidirectional)
   table = jnp.stack([jnp.arange(32.0), -jnp.arange(32.0)])
   # Queries at these positions of two rows, keys 0..299: distances from -299 to 299.
@@ -417,20 +425,20 @@ def test_relative_position_buckets_by_hand(bidirectional):
   want = [[[bucket(key - query) for key in range(300)] for query in row] for row in queries]
   np.testing.assert_array_equal(got[:, 0], want)
   np.testing.assert_array_equal(got[:, 1], -np.asarray(want))
-  # Keys may stand elsewhere in each row.
+  # Key positions may differ between rows.
   keys = np.stack([np.arange(300)[::-1], np.arange(300) // 2])
   np.testing.assert_array_equal(bias(keys), np.stack([got[0][..., keys[0]], got[1][..., keys[1]]]))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own matrix", "tied"])
-def test_padding_entries_of_the_vocabulary_are_no_tokens(tied):
+def test_padded_entries_of_the_vocabulary_have_no_probability(tied):
   cfg = tiny.config(vocab_size=21, padded_vocab_size=32, tied_logits=tied)
   params = tiny.params(cfg, 0)
   model = Cached(cfg, params)
   source = tiny.sources(cfg, 0, 2)
   want, _ = model.read(model.prefill(source), text(cfg, 2))
   assert want.shape == (2, LENGTH, 21) and T5Model(cfg).vocab_size == 21
-  # However large their weights, they change nothing.
+  # Even large weights of theirs change nothing.
   if tied:
     params["token_embedder"]["embedding"] = params["token_embedder"]["embedding"].at[21:].set(1e3)
   else:
@@ -457,7 +465,7 @@ PUBLISHED = {
 
 
 def shapes(cfg):
-  """{path: shape} of the parameter tree, without making it."""
+  """Return {path: shape} of the parameter tree without allocating it."""
   tree = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
   return {path: leaf.shape for path, leaf in traverse_util.flatten_dict(tree, sep="/").items()}
 
@@ -475,7 +483,7 @@ def test_versions_differ_in_feed_forward_and_logits():
   assert {path.rsplit("/", 2)[-2] for path in only_old} == {"wi"}
 
 
-def test_parameters_are_named_as_in_t5x():
+def test_parameters_have_the_names_of_t5x():
   file = tiny.SHARED / "data/t5x_testdata/test_t5_tiny.checkpoint_0"
   if not file.exists():
     pytest.skip(f"{file} is not there; set SPECDEC_SHARED to the folder that holds data/")
@@ -491,12 +499,12 @@ def test_parameters_are_named_as_in_t5x():
   np.testing.assert_allclose(logits[0], want[:, :32_100], rtol=1e-4, atol=1e-4)
 
 
-def test_fresh_parameters_are_float32_whatever_the_activations():
+def test_initial_parameters_are_float32_for_any_dtype_of_activations():
   params = init_params(tiny.config(dtype=jnp.bfloat16), jax.random.key(0))
   assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
-def test_unknown_shapes_are_refused():
+def test_unknown_sizes_raise():
   with pytest.raises(ValueError, match="'huge' is not known; use one of tiny, small"):
     t5_config("huge")
   with pytest.raises(ValueError, match="version '2.0' is not known"):
@@ -508,14 +516,14 @@ def test_unknown_shapes_are_refused():
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_version_given_as_a_number_is_the_same(version):
-  """A gin file has a number where the quotes were forgotten."""
+def test_version_may_be_a_number(version):
+  """A gin file has a number if the quotes are missing."""
   assert t5_config("small", float(version)) == t5_config("small", version)
   with pytest.raises(ValueError, match="version '1.2' is not known"):
     t5_config("small", 1.2)
 
 
-def test_published_shapes_can_be_overridden():
+def test_published_sizes_can_be_overridden():
   cfg = t5_config("small", dropout_rate=0.1, vocab_size=100, padded_vocab_size=None)
   assert isinstance(cfg, T5Config)
   assert (cfg.dropout_rate, cfg.table_size, cfg.num_heads) == (0.1, 100, 6)

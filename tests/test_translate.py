@@ -1,6 +1,6 @@
-"""The translate command: a line out for each line in; or one sentence, and no file.
+"""The translate command: one output line per input line, or a one-line error and no file.
 
-It runs in this process, but for two tests of the command itself.
+It runs in this process, except in two tests of the command itself.
 """
 
 import io
@@ -26,12 +26,12 @@ from specdec_jax.run import main
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINES = [tiny_pair.SENTENCES[i] for i in (0, 14, 33, 60, 80)]
-LONGEST = 32  # tokens of a source
+LONGEST = 32  # source tokens
 LIMIT = 12  # tokens of a translation
 
 
 def arguments(**macros):
-  """The command line, with the tiny pair; parts of it are named by lower-case keys."""
+  """Return the command line with the tiny pair; lower-case keys name its parts."""
   settings = {
     "pairs.load_pair.max_source_tokens": LONGEST,
     "translate.translate.max_new_tokens": LIMIT,
@@ -48,12 +48,12 @@ class Result:
   def __init__(self, status, out, err):
     self.status, self.lines, self.err = status, out.split("\n")[:-1], err
     assert out == "" or out.endswith("\n")
-    self.said = " ".join(err.split())  # however wide the terminal
+    self.said = " ".join(err.split())  # for any width of the terminal
 
 
 @pytest.fixture
 def run(tmp_path, capsys, monkeypatch):
-  """Runs the command on lines, or on another INPUT."""
+  """Run the command on lines, or on another INPUT."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
   monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
@@ -74,7 +74,7 @@ def run(tmp_path, capsys, monkeypatch):
 
 
 def targets_own(lines):
-  """Plain decoding of the target, a line at a time."""
+  """Return the target's autoregressive output, one line at a time."""
   pair = tiny_pair.pair(max_source_tokens=LONGEST)
   texts = []
   for line in lines:
@@ -90,10 +90,10 @@ def targets_own(lines):
   return texts
 
 
-# One line out for each line in.
+# One output line per input line.
 
 
-def test_each_line_becomes_the_targets_own_translation(run):
+def test_output_is_the_targets_translation_of_each_line(run):
   result = run(LINES)
   assert result.status == 0
   assert result.lines == targets_own(LINES)
@@ -103,7 +103,7 @@ def test_each_line_becomes_the_targets_own_translation(run):
   assert "tokens per target pass" in result.said
 
 
-def test_empty_lines_stay_empty_and_are_said(run):
+def test_empty_lines_stay_empty_and_are_reported(run):
   result = run(["", LINES[0], " \t ", LINES[1], ""])
   assert result.status == 0
   assert result.lines == ["", run(LINES[:1]).lines[0], "", *run(LINES[1:2]).lines, ""]
@@ -112,14 +112,14 @@ def test_empty_lines_stay_empty_and_are_said(run):
   assert result.said.count("is empty") == 3
 
 
-def test_a_prefix_stands_before_each_line_that_is_not_empty(run):
+def test_prefix_is_prepended_to_lines_that_are_not_empty(run):
   prefix = "The old woman sitzt auf "
   result = run([LINES[0], "", LINES[1]], PREFIX=prefix)
   own = targets_own([prefix + line for line in LINES[:2]])
   assert result.lines == [own[0], "", own[1]] != [*targets_own(LINES[:1]), "", own[1]]
 
 
-def test_with_beams_each_line_becomes_the_likeliest_translation(run):
+def test_beam_search_returns_the_most_probable_translation(run):
   pair = tiny_pair.pair(max_source_tokens=LONGEST)
   searcher = pair.beam_searcher(3, gamma=0)
   found = [
@@ -131,18 +131,18 @@ def test_with_beams_each_line_becomes_the_likeliest_translation(run):
   assert result.lines == [*own[:2], "", own[2]] and result.lines != targets_own(LINES[:2])
 
 
-def test_a_last_line_needs_no_newline(run):
+def test_last_line_needs_no_newline(run):
   (run.dir / "in.txt").write_bytes(f"{LINES[0]}\r\n{LINES[1]}".encode())
   assert run(INPUT="in.txt").lines == run(LINES[:2]).lines
 
 
-def test_no_lines_give_no_lines(run):
+def test_empty_input_has_an_empty_output(run):
   result = run([], OUTPUT="out.txt")
   assert (result.status, result.lines) == (0, [])
   assert (run.dir / "out.txt").read_bytes() == b""
 
 
-def test_a_line_too_long_is_cut_and_said_where(run):
+def test_line_that_is_cut_is_reported_with_its_number(run):
   pair = tiny_pair.pair(max_source_tokens=LONGEST)
   long = " ".join(LINES)
   assert len(pair.encode(LINES[0])) < LONGEST < len(pair.vocabulary.encode(long))
@@ -155,8 +155,8 @@ def test_a_line_too_long_is_cut_and_said_where(run):
   assert "line 1 is" not in result.said
 
 
-def test_a_translation_that_reaches_the_limit_is_said(run):
-  """Random weights hardly ever end a text; an empty line ahead must not shift the numbers."""
+def test_translation_that_reaches_the_limit_is_reported(run):
+  """Random weights rarely end a text; an empty line before it must not shift the line numbers."""
   result = run(["", *LINES])
   pair = tiny_pair.pair(max_source_tokens=LONGEST)
   for number, line in enumerate(LINES, 2):
@@ -170,15 +170,15 @@ def test_a_translation_that_reaches_the_limit_is_said(run):
   assert f"stops at the limit of {LIMIT} tokens" in result.said
 
 
-def test_brackets_in_a_line_that_is_cut_are_text(run):
-  """They would be markup to the library that prints the warning."""
+def test_brackets_in_a_reported_line_are_not_markup(run):
+  """The library that prints the warning would read them as markup."""
   result = run(["[/b] A [3] " * 20])
   assert result.status == 0 and len(result.lines) == 1
   assert "[/b] A [3]" in result.said
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_lines_do_not_depend_on_their_batch(run, temperature):
+def test_output_does_not_depend_on_the_batch_size(run, temperature):
   lines = [*LINES[:2], "", *LINES[2:]]  # 6: the last batch is not full
   alone = run(lines, BATCH_SIZE=1, TEMPERATURE=temperature)
   together = run(lines, BATCH_SIZE=4, TEMPERATURE=temperature)
@@ -206,7 +206,7 @@ def command(*args, text=b""):
   )
 
 
-def test_each_line_of_standard_input_is_answered_before_the_next_is_there(run):
+def test_each_line_of_standard_input_is_answered_before_the_next_arrives(run):
   program = subprocess.Popen(
     [sys.executable, "-m", "specdec_jax.run", "--jax_compilation_cache_dir=", *arguments()],
     cwd=ROOT,
@@ -228,7 +228,7 @@ def test_each_line_of_standard_input_is_answered_before_the_next_is_there(run):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_at_a_terminal_there_is_a_line_a_batch_and_no_bar(run, monkeypatch, batch_size):
+def test_terminal_input_is_decoded_line_by_line_without_a_bar(run, monkeypatch, batch_size):
   stdin = io.TextIOWrapper(io.BytesIO("\n".join(LINES).encode()), encoding="utf-8")
   monkeypatch.setattr(stdin, "isatty", lambda: True, raising=False)
   monkeypatch.setattr(sys, "stdin", stdin)
@@ -244,7 +244,7 @@ def test_at_a_terminal_there_is_a_line_a_batch_and_no_bar(run, monkeypatch, batc
   assert "Ctrl-D ends it" in result.said and "decoding" not in result.said
 
 
-def test_line_of_another_language_is_warned_of_once(run, monkeypatch):
+def test_line_in_another_language_is_reported_once(run, monkeypatch):
   monkeypatch.setattr(vocabulary, "_MIN_PIECES", 10)
   monkeypatch.setattr(translate, "MAX_SINGLE_LETTER_SHARE", 0.9)
   result = run([LINES[0], "他们在雪地里玩耍", "две собаки"])
@@ -255,19 +255,19 @@ def test_line_of_another_language_is_warned_of_once(run, monkeypatch):
   )
 
 
-def test_status_of_bad_input():
+def test_exit_status_of_invalid_input():
   result = command(*arguments(INPUT="gone.txt"))
   assert result.returncode == 2 and not result.stdout
   assert result.stderr.decode() == "error: There is no text file at gone.txt.\n"
 
 
-def test_standard_input_is_read_as_a_file_is(run, monkeypatch):
+def test_standard_input_is_read_like_a_file(run, monkeypatch):
   raw = f"{LINES[0]}\r\n\n{LINES[1]}".encode()
   monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
   assert run(INPUT="-").lines == run([LINES[0], "", LINES[1]]).lines
 
 
-# A file, whole or not at all.
+# An output file is written completely or not at all.
 
 
 def test_output_to_a_file(run):
@@ -280,7 +280,7 @@ def test_output_to_a_file(run):
 
 @pytest.mark.parametrize("old", [None, "what was there before\n"], ids=["new", "existing"])
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError(28, "No space left", "out.txt")])
-def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fault, old):
+def test_failed_run_leaves_no_partial_file(run, monkeypatch, fault, old):
   if old:
     (run.dir / "out.txt").write_text(old)
   decode, calls = Decoder.run, []
@@ -302,7 +302,7 @@ def test_a_run_that_fails_half_way_leaves_no_part_of_a_file(run, monkeypatch, fa
 
 @pytest.fixture
 def decoded(monkeypatch):
-  """The arguments of each call of the decoder."""
+  """Return the arguments of each call of the decoder."""
   decode, calls = Decoder.run, []
 
   def note(*args, **kwargs):
@@ -312,7 +312,7 @@ def decoded(monkeypatch):
   return calls
 
 
-def test_two_runs_cannot_share_an_output(run, decoded):
+def test_two_runs_cannot_write_the_same_output(run, decoded):
   (run.dir / "out.txt.part").write_text("mine")
   with atomic_write("out.txt", exclusive=True):
     result = run(LINES, OUTPUT="out.txt", GAMMA="auto")
@@ -326,7 +326,7 @@ def test_two_runs_cannot_share_an_output(run, decoded):
 
 
 @pytest.mark.parametrize("name", ["in.txt", "./in.txt", "soft", "hard"])
-def test_the_input_is_never_the_output(run, decoded, name):
+def test_input_cannot_be_the_output(run, decoded, name):
   (run.dir / "in.txt").write_text("A man\n")
   os.symlink("in.txt", "soft")
   os.link("in.txt", "hard")
@@ -349,7 +349,7 @@ def test_output_to_a_pipe(run):
   assert sorted(os.listdir()) == ["in.txt", "pipe"]
 
 
-# Bad input.
+# Invalid input.
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_output_to_a_pipe(run):
   ],
   ids=str,
 )
-def test_bad_input_ends_in_a_sentence(run, macros, words):
+def test_invalid_input_prints_a_one_line_error(run, macros, words):
   (run.dir / "folder").mkdir()
   (run.dir / "in.txt").write_text(LINES[0] + "\n")
   result = run(**{"INPUT": "in.txt", "OUTPUT": "out.txt", **macros})
@@ -399,7 +399,7 @@ def test_bad_input_ends_in_a_sentence(run, macros, words):
   assert sorted(os.listdir()) == ["folder", "in.txt"] and not os.listdir("folder")
 
 
-def test_output_that_is_a_folder_is_refused_before_any_work(run, decoded):
+def test_output_that_is_a_folder_is_reported_before_any_work(run, decoded):
   (run.dir / "folder").mkdir()
   result = run(LINES, OUTPUT="folder")
   assert result.status == 2 and "'folder'" in result.err
@@ -407,8 +407,8 @@ def test_output_that_is_a_folder_is_refused_before_any_work(run, decoded):
 
 
 @pytest.mark.parametrize("way", ["file", "standard input"])
-def test_a_nul_character_in_a_line_is_named(run, monkeypatch, way):
-  """As text in UTF-16 has, which is UTF-8 too if it is ASCII."""
+def test_nul_character_in_a_line_is_reported(run, monkeypatch, way):
+  """ASCII text in UTF-16 has them, and is valid UTF-8."""
   lines = [LINES[0], "A m\0an"]
   if way == "file":
     result = run(lines, OUTPUT="out.txt")
@@ -419,7 +419,7 @@ def test_a_nul_character_in_a_line_is_named(run, monkeypatch, way):
   assert "out.txt" not in os.listdir()
 
 
-def test_input_that_is_no_text(run):
+def test_input_that_is_not_text_is_reported(run):
   (run.dir / "in.txt").write_bytes(b"M\xe4dchen\n")
   result = run(INPUT="in.txt", OUTPUT="out.txt")
   assert result.status == 2 and result.err.startswith("error: in.txt is not UTF-8 text")
