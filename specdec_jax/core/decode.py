@@ -141,8 +141,8 @@ class Decoder:
       max_new_tokens: limit for each row, EOS included.
 
     Raises:
-      InputError: max_new_tokens is not a positive integer, rng is not a key, or memory cannot hold
-        what is asked.
+      InputError: max_new_tokens is not a positive integer, rng is not a key, or the
+        memory does not suffice.
     """
     require_count("max_new_tokens", max_new_tokens)
     state = self.init(params, prompt, rng, max_new_tokens)

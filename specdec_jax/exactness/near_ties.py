@@ -1,4 +1,4 @@
-"""Differences of logits from rounding, and whether they explain that two argmax outputs differ."""
+"""Logit differences caused by rounding, and whether they explain that two argmax outputs differ."""
 
 import functools
 from typing import Any, NamedTuple
@@ -39,8 +39,8 @@ class Divergence(NamedTuple):
     speculative: token of speculative decoding.
     gap: the target's logit of `autoregressive` minus that of `speculative`, in passes over one
       token.
-    rounding: largest difference of a logit from rounding: the largest difference between passes
-      over one token and over blocks, in this row or in a verification pass, up to the bound.
+    rounding: largest logit difference that rounding may cause: the largest one between passes over
+      one token and over blocks, in this row or in a verification pass, limited by the bound.
   """
 
   row: int

@@ -72,11 +72,11 @@ def get_or_compute(
 def cache_key(
   pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings, branching: bool
 ) -> dict[str, Any]:
-  """Return what a calibration depends on, as JSON.
+  """Return the settings that a calibration depends on, as JSON.
 
-  That is models, settings, program, machine and the length of the texts. The content of the texts
-  is left out, although it determines alpha: a later run is assumed to have similar texts. The seed
-  is left out, too.
+  They are models, settings, program, machine and the length of the texts. The content of the texts
+  is not included, although it determines alpha: a later run is assumed to have similar texts. The
+  seed is not included either.
   """
   longest = max(len(pair.encode(text)) for text in texts)
   return dict(

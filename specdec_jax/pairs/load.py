@@ -70,7 +70,7 @@ def load_pair(
     extra_ids: number of sentinels after the pieces of the vocabulary. 'auto' adds T5's 100 if the
       target's embedding table has room for them; see `open_vocabulary_of_model`.
     shardings: function from the tree of shapes of the target's parameters to a tree of
-      `jax.sharding.Sharding`. Sharded parameters are not laid out for decoding, because that would
+      `jax.sharding.Sharding`. Sharded parameters are not converted for decoding, because that would
       concatenate matrices across shards.
     draft_shardings: the same for the draft.
     kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, for matmuls with weights,
@@ -240,7 +240,7 @@ def load_for(
   opened: Checkpoint | None = None,
   beside: Any = (),
 ) -> tuple[Config, Any]:
-  """Load a checkpoint: its configuration, laid out for decoding unless sharded, and its parameters.
+  """Load configuration and parameters of a checkpoint, converted for decoding unless sharded.
 
   Args:
     role: 'target' or 'draft', for messages.

@@ -64,8 +64,8 @@ def threshold(
 ) -> Float[Array, "B N"]:
   """Return rho for `count` [..., N] siblings sampled from q and verified against p.
 
-  By bisection: 1 - (1 - beta)^K - rho beta decreases from at least 0 at rho = 1 to at most 0 at
-  rho = K.
+  It is found by bisection: 1 - (1 - beta)^K - rho beta decreases from at least 0 at rho = 1 to at
+  most 0 at rho = K.
   """
 
   def halve(_, bounds):
