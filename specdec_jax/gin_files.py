@@ -3,14 +3,20 @@
 `setup.py` copies the checkout's `gin/` into the package that it installs.
 """
 
+import difflib
 import pathlib
 import sys
 
 from specdec_jax.errors import InputError
 
-_PACKAGE = pathlib.Path(__file__).resolve().parent
-_INSTALLED = _PACKAGE / "gin_files"
-HOME = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent  # the folder that contains gin/
+PACKAGE = pathlib.Path(__file__).resolve().parent
+_INSTALLED = PACKAGE / "gin_files"
+HOME = _INSTALLED if _INSTALLED.is_dir() else PACKAGE.parent  # the folder that contains gin/
+
+# Runs by purpose, as `specdec --help` lists them. All others measure.
+USE = ("quickstart", "translate", "generate", "decode", "speedup", "check_exactness")
+TRAIN = "train_"  # beginning of the names of runs that train
+REPRODUCE = ("table2", "table3", "table3_gpt_like", "table4", "table5", "given_outputs")
 
 
 def runs() -> dict[str, pathlib.Path]:
@@ -20,16 +26,36 @@ def runs() -> dict[str, pathlib.Path]:
 
 
 def find_run(name: str) -> str:
-  """Return the path of the gin file of the run `name`.
+  """Return the path of the gin file of the run whose name is `name`, or alone starts with it.
 
   Raises:
     InputError: there is no such run.
   """
-  if name not in runs():
+  found = runs()
+  matches = [name] if name in found else [run for run in found if name and run.startswith(name)]
+  if len(matches) != 1:
+    near = difflib.get_close_matches(name, found, 1)
+    hint = f"did you mean {near[0]}?" if near else "--help lists both."
     raise InputError(
-      f"'{name}' is neither a flag, which starts with --, nor the name of a run; --help lists both."
+      f"'{name}' is neither a flag, which starts with --, nor the name of a run; {hint}"
     )
-  return str(runs()[name])
+  return str(found[matches[0]])
+
+
+def groups() -> dict[str, dict[str, pathlib.Path]]:
+  """Return the runs by purpose: use, train, measure, reproduce."""
+  found: dict[str, dict[str, pathlib.Path]] = {
+    purpose: {} for purpose in ("use", "train", "measure", "reproduce")
+  }
+  for name, path in runs().items():
+    if name in USE:
+      purpose = "use"
+    elif name.startswith(TRAIN):
+      purpose = "train"
+    else:
+      purpose = "reproduce" if name in REPRODUCE else "measure"
+    found[purpose][name] = path
+  return found
 
 
 def file(name: str) -> str:
@@ -87,8 +113,14 @@ def default(
   return instead
 
 
+def header(path: pathlib.Path) -> str:
+  """Return the comment at the top of a gin file."""
+  lines = path.read_text(encoding="utf-8").splitlines()
+  end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+  return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[:end])
+
+
 def summary(path: pathlib.Path) -> str:
   """Return the first sentence of the comment at the top of a gin file."""
-  lines = path.read_text(encoding="utf-8").splitlines()
-  end = next((i for i, line in enumerate(lines) if not line.lstrip("# ")), len(lines))
-  return " ".join(line.removeprefix("# ") for line in lines[:end]).rstrip(":.").partition(". ")[0]
+  paragraph = header(path).partition("\n\n")[0]
+  return " ".join(paragraph.split("\n")).rstrip(":.").partition(". ")[0]

@@ -14,6 +14,7 @@ This module does not import jax. Modules that gin files name do, so that a misty
 without delay.
 """
 
+import difflib
 import functools
 import graphlib
 import os
@@ -27,13 +28,29 @@ from collections.abc import Callable, Sequence
 import gin
 from absl import flags
 
-from specdec_jax import gin_files, interrupt
+from specdec_jax import gin_files, interrupt, run_settings
 from specdec_jax.compile_cache import check_xla_flags, default_cache_dir, enable_compile_cache
 from specdec_jax.errors import InputError
 from specdec_jax.user_errors import format_error, simplify_gin_message
 from specdec_jax.version import __version__
 
 _MACRO = "gin.macro"
+_COMPLETION = """\
+# For bash, in ~/.bashrc: eval "$(specdec --completion)". zsh also needs, before it:
+# autoload -U +X bashcompinit && bashcompinit
+_specdec() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}"
+  if [[ $COMP_CWORD == 1 && $word != -* ]]; then
+    COMPREPLY=($(compgen -W "{names}" -- "$word"))
+  elif [[ $word == -* ]]; then
+    local flags="$(specdec "${{COMP_WORDS[1]}}" --help | grep -o '^ *--[a-z_]*')"
+    COMPREPLY=($(compgen -W "$flags" -- "$word"))
+  else
+    COMPREPLY=($(compgen -f -- "$word"))
+  fi
+}}
+complete -o filenames -F _specdec specdec
+"""
 
 
 def run(experiment: Callable[[], object]) -> None:
@@ -67,10 +84,10 @@ def main(argv: Sequence[str]) -> int:
     _fill_closed_streams()
     options = _parse_flags(argv)
     if options.help:
-      print("usage: specdec NAME [flags], or python -m specdec_jax.run --gin_file=FILE [flags]\n")
-      for name, path in gin_files.runs().items():
-        print(f"  {name:<20} {gin_files.summary(path)}")
-      print(options.module_help(__name__))
+      print(_help(options))
+      return 0
+    if options.completion:
+      print(_COMPLETION.format(names=" ".join(gin_files.runs())), end="")
       return 0
     if options.version:
       print(f"specdec_jax {__version__}")
@@ -134,28 +151,31 @@ def _parse_flags(argv: Sequence[str]) -> flags.FlagValues:
     flag_values=values,
   )
   flags.DEFINE_bool("debug", False, "Print the traceback of input errors too.", flag_values=values)
-  flags.DEFINE_bool(
-    "help", False, "Print the names of all runs, and these flags.", flag_values=values
-  )
+  define_bool = functools.partial(flags.DEFINE_bool, default=False, flag_values=values)
+  define_bool("help", help="Print all runs, or the settings of the given one.", short_name="h")
+  define_bool("completion", help="Print a script that completes runs and flags in bash and zsh.")
   flags.DEFINE_bool("version", False, "Print the version.", flag_values=values)
+  arguments = run_settings.flags_to_bindings(argv[1:], set(values))
   try:
-    rest = values([_as_binding(arg) for arg in argv])
+    rest = values([argv[0], *arguments])
   except flags.Error as error:
     raise InputError(f"{str(error).rstrip('.')}; --help lists them.") from error
   values["gin_file"].value = [*map(gin_files.find_run, rest[1:]), *values.gin_file]
-  if not (values.gin_file or values.help or values.version):
+  if not (values.gin_file or values.help or values.version or values.completion):
     raise InputError("no gin file was given; try quickstart, or --help.")
   return values
 
 
-def _as_binding(arg: str) -> str:
-  """Return --gin.NAME=VALUE as --gin_bindings='NAME = VALUE', and other arguments unchanged."""
-  if not arg.startswith("--gin."):
-    return arg
-  name, equals, value = arg.removeprefix("--gin.").partition("=")
-  if not (name and equals):
-    raise InputError(f"{arg} has no value; write --gin.NAME=VALUE.")
-  return f"--gin_bindings={name} = {value}"
+def _help(options: flags.FlagValues) -> str:
+  """Return the help of the given runs, or the list of all runs, and the flags."""
+  usage = "usage: specdec NAME [flags], or python -m specdec_jax.run --gin_file=FILE [flags]"
+  if options.gin_file:
+    return f"{usage}\n\n{run_settings.help_text(options.gin_file)}"
+  lines = [usage, "       specdec NAME --help prints the settings of a run"]
+  for purpose, found in gin_files.groups().items():
+    lines += ["", f"{purpose}:"]
+    lines += [f"  {name:<20} {gin_files.summary(path)}" for name, path in found.items()]
+  return "\n".join([*lines, options.module_help(__name__)])
 
 
 def parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]) -> None:
@@ -227,8 +247,15 @@ def _check_macros(new_macros: set[str], config) -> None:
   keys = [reference.config_key for reference in gin.config.iterate_references(config)]
   used = sorted({scope for scope, selector in keys if selector == _MACRO})
   for name in sorted(new_macros.difference(used)):
+    files = run_settings.files_with(name)
+    near = difflib.get_close_matches(name, used, 1)
+    if files:
+      hint = f"it is a setting of {', '.join(files)}, which --gin_file adds"
+    else:
+      hint = f"did you mean {near[0]}?" if near else ""
     raise InputError(
-      f"no gin file uses a macro {name}; those in use are {', '.join(used) or 'none'}."
+      f"no gin file of this run uses a macro {name}; those in use are {', '.join(used) or 'none'}"
+      f"{f'; {hint}' if hint else ''}{'' if hint.endswith('?') else '.'}"
     )
 
 
@@ -252,6 +279,8 @@ def _check_cycles(config) -> None:
 
 def command() -> None:
   """Run the command `specdec` and exit with its status."""
+  if not {"", os.getcwd()} & set(sys.path):
+    sys.path.insert(0, "")  # modules of the current folder are found, as with `python -m`
   with interrupt.handle_signals():
     status = main(sys.argv)
   sys.exit(status)

@@ -22,6 +22,7 @@ LAYERS = {
   "errors": set(),
   "version": set(),
   "gin_files": set(),
+  "run_settings": set(),
   "machine": set(),
   "atomic_files": set(),
   "compile_cache": set(),
@@ -70,7 +71,10 @@ ONLY = {
   "records": {"errors", "version", "atomic_files"},
   "reporting": {"errors", "version", "atomic_files", "core.types", "core.theory", "records"},
   "user_errors": {"errors"},
-  "run": {"errors", "version", "compile_cache", "gin_files", "interrupt", "user_errors"},
+  "run": {
+    *("errors", "version", "compile_cache", "gin_files", "interrupt", "run_settings"),
+    "user_errors",
+  },
 }
 
 CORE = ("xla_flags", "errors", "version", "memory", "atomic_files")

@@ -12,7 +12,8 @@ import tomllib
 
 import pytest
 
-from specdec_jax import gin_files
+from specdec_jax import gin_files, run_settings
+from specdec_jax.errors import InputError
 from specdec_jax.version import __version__
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -95,7 +96,7 @@ def command(tmp_path):
 def assert_input_error(result, *words):
   """Assert status 2 and a one-line error without internals of Python that has all of `words`."""
   assert result.returncode == 2, result
-  assert result.stderr.startswith("error: ") and result.stderr.endswith(".\n")
+  assert result.stderr.startswith("error: ") and result.stderr.endswith((".\n", "?\n"))
   assert result.stderr.count("\n") == 1, result.stderr
   for ugly in ("Traceback", "<function", "<module", " at 0x", "configurable", "\\"):
     assert ugly not in result.stderr, result.stderr
@@ -119,6 +120,13 @@ def test_experiment_runs_once_without_importing_jax(command):
     (["--gin_file=later.gin"], 6),
     (["--gin_file=later.gin", "--gin.GAMMA=7"], 7),
     (["--gin.NEW=5", "--gin.GAMMA=%NEW"], 5),
+    (["--gamma", "2"], 2),
+    (["--gamma=2", "--output-dir", "a b/c.txt"], 2),
+    (["--GAMMA", "auto"], "auto"),
+    (["--gin.GAMMA=some/path.txt"], "some/path.txt"),
+    (["--gamma", "(3, 5)"], "(3, 5)"),
+    (["--gamma", "-1"], -1),
+    (["--gamma="], ""),
   ],
   ids=str,
 )
@@ -184,14 +192,17 @@ def test_installed_package_contains_the_gin_files(tmp_path):
     (["--gin_file=work.gin", OUT, "--gin.GAMMA"], ["--gin.GAMMA has no value"]),
     (["--gin_file=work.gin", OUT, "--gin.GAMMA="], ["GAMMA = ", "cannot be read"]),
     (["--gin_file=work.gin", OUT, "--gin.GAMMA=(3"], ["GAMMA = (3", "cannot be read"]),
-    (["--gin_file=work.gin", "--gin.OUTPUT_DIR=a.b"], ["OUTPUT_DIR = a.b", "needs quotes"]),
-    (["--gin_file=work.gin", "--gin.OUTPUT_DIR=/a/b"], ["OUTPUT_DIR = /a/b", "needs quotes"]),
+    (["--gin_file=work.gin", "--gin_bindings=OUTPUT_DIR=a.b"], ["OUTPUT_DIR=a.b", "needs quotes"]),
+    (["--gin_file=work.gin", OUT, "--gama", "3"], ["--gama is neither", "did you mean --gamma?"]),
+    (["--gin_file=work.gin", OUT, "--gamma"], ["--gamma has no value"]),
+    (["--gin_file=work.gin", OUT, "--gin.TARGET=3"], ["setting of gin/models/checkpoints.gin"]),
+    (["--gin_file=work.gin", OUT, "--gin.GAMMMA=3"], ["did you mean GAMMA?"]),
     (["--gin_file=work.gin", OUT, "--gin.work.gama=3"], ["'work' has no parameter 'gama'"]),
     (["--gin_file=work.gin", OUT, "--gin.play.gamma=3"], ["uses 'play'", "play.gamma = 3"]),
     (["--gin_file=work.gin", OUT, "--gin_bindings=nonsense"], ["'nonsense'"]),
-    (["--gin_fil=work.gin"], ["'gin_fil'", "gin_file"]),
+    (["--gin_fil=work.gin"], ["--gin_fil is not a flag", "did you mean --gin_file?"]),
     (["--gin_file=work.gin", OUT, "gamma=3"], ["'gamma=3' is neither a flag"]),
-    (["tranlsate"], ["'tranlsate' is neither a flag", "--help lists both"]),
+    (["tranlsate"], ["'tranlsate' is neither a flag", "did you mean translate?"]),
     (
       ["--gin_file=work.gin", OUT, "--gin.GAMMA=%GAMMA"],
       ["the macro GAMMA refers to itself; give"],
@@ -331,8 +342,60 @@ def test_metadata_excludes_older_flax_on_newer_python():
 
 
 def test_help_lists_the_flags(command):
-  result = command("--help")
+  result = command("-h")
   assert result.returncode == 0 and "--gin_search_paths" in result.stdout
+
+
+def test_help_of_a_run_explains_its_settings(command):
+  result = command("speedup", "--help")
+  assert result.returncode == 0 and not result.stderr
+  said = " ".join(result.stdout.split())
+  assert "--gammas draft tokens per round, each measured; " in said
+  assert "(default: (3, 5, 7))" in said
+  assert "Your own models (gin/models/checkpoints.gin): --target, --draft, " in said
+
+
+@pytest.mark.parametrize("name, path", gin_files.runs().items())
+def test_every_setting_of_a_run_has_a_default(name, path):
+  found = run_settings.settings([str(path)])
+  assert found and all(each.default for each in found.values())
+  text = run_settings.help_text([str(path)])
+  assert all(f"\n  {each.flag} " in text for each in found.values())
+
+
+def test_beginning_of_a_name_selects_a_run():
+  assert gin_files.find_run("check") == str(gin_files.runs()["check_exactness"])
+  with pytest.raises(InputError, match="did you mean"):
+    gin_files.find_run("tabl")  # table2 to table5
+
+
+def test_flags_of_checkpoints_add_their_gin_file(command):
+  result = command("translate", "--input", "-", "--target", "here/gone/x", "--draft=gone")
+  assert_input_error(result, "There is no model in here/gone/x")
+
+
+def test_completion_lists_the_runs(command):
+  script = command("--completion").stdout
+  completed = subprocess.run(
+    ["bash", "-c", script + "COMP_WORDS=(specdec speed) COMP_CWORD=1; _specdec; echo $COMPREPLY"],
+    capture_output=True,
+    text=True,
+  )
+  assert completed.stdout == "speedup\n" and not completed.stderr
+
+
+def test_installed_command_finds_modules_of_the_current_folder(command, tmp_path):
+  script = tmp_path / "bin" / "specdec"
+  script.parent.mkdir()
+  script.write_text("from specdec_jax.run import command\ncommand()\n")
+  result = subprocess.run(
+    [sys.executable, str(script), "--gin_file=work.gin", OUT],
+    cwd=command.dir,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+  )
+  assert result.stdout == "gamma 4, jax False\n", result.stderr
 
 
 def test_compiled_programs_are_cached_in_the_given_folder(command):
