@@ -1,4 +1,4 @@
-"""Installs specdec_jax with a copy of `gin/` in it; pyproject.toml describes the package."""
+"""Build script that adds a copy of `gin/` to the package, which pyproject.toml describes."""
 
 from setuptools import setup
 from setuptools.command.build_py import build_py

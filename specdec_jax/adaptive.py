@@ -28,7 +28,7 @@ class AdaptiveDecoder:
     target: M_p.
     drafts: the same draft with a chain of each gamma to choose from, all at least 1. They share one
       state, which a round without a draft would not update.
-    verifier: how draft tokens are accepted.
+    verifier: verifier that accepts or rejects draft tokens.
     eos_id: token that ends a text; None for the target's.
   """
 
@@ -53,7 +53,7 @@ class AdaptiveDecoder:
     Args:
       params: parameters of target and draft.
       prompt: padded prompts.
-      rng: as in `Decoder.run`.
+      rng: see `Decoder.run`.
       round_costs: time of a round with each of the drafts, in any unit.
       prior: draft tokens counted as accepted and as rejected before the first round; not both 0.
       max_new_tokens: limit for each row, EOS included.

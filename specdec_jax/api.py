@@ -175,7 +175,8 @@ class Pair(pairs.LoadedPair):
       top_p: probability mass of nucleus sampling; 1 means no limit.
       max_new_tokens: limit for each output, EOS included.
       batch_size: texts decoded together; outputs do not depend on it.
-      seed: of all sampling. The sample of a text depends on the seed and on its index in `texts`.
+      seed: random seed of all sampling. The sample of a text depends on the seed and on its index
+        in `texts`.
       lenience: below 1, more draft tokens are accepted, and outputs no longer have the target's
         distribution (Appendix A.5).
 
@@ -259,7 +260,7 @@ class Pair(pairs.LoadedPair):
       fewer if fewer ended. Each is a `Candidate`, a `str` with tokens and a score.
 
     Raises:
-      InputError: as in `generate`.
+      InputError: see `generate`.
     """
     require_types(Pair.beam_search, locals())
     _require_texts(texts)

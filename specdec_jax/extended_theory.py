@@ -55,7 +55,7 @@ def text_improvement(
   """Return the speedup over whole texts: Theorem 8 without the assumption of long texts.
 
   Args:
-    alpha: as in `expected_rounds`.
+    alpha: see `expected_rounds`.
     gamma: draft tokens per round; the depth of a tree.
     c: time of a draft step (of one level of a tree), in target steps.
     verify_cost: v, in target steps.
@@ -82,7 +82,7 @@ def tree_tokens(tree: Tree, acceptance: Sequence[float]) -> float:
 def tree_rates(tree: Tree, acceptance: Sequence[float]) -> list[float]:
   """Return, for each depth [D], the acceptance rate of the rounds that reach it.
 
-  For a chain that is alpha at every depth. Arguments as in `tree_tokens`.
+  For a chain that is alpha at every depth. The arguments are those of `tree_tokens`.
   """
   reached = np.bincount(tree.depths, _reach_probs(tree, acceptance))
   return [float(after / before) if before else 0.0 for before, after in zip(reached, reached[1:])]

@@ -82,10 +82,10 @@ def default(
   Args:
     path: the default.
     macro: name of the macro.
-    expected: what the macro should name.
+    expected: description of the file that the macro should name.
     instead: path of a bundled text to return if the default does not exist, with a note on standard
       error. None raises InputError instead.
-    how: how to get the default, for the message.
+    how: instructions to get the default, for the message.
     task: the task that the text of the default belongs to.
     run_task: the task of the run, bound by the gin files of tasks. If None, the default fits any
       run.

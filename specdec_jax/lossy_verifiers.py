@@ -68,7 +68,7 @@ class TypicalVerifier(AcceptableTokens):
   Accepts x if p(x) > min(epsilon, delta exp(-H(p))).
 
   Attributes:
-    sampling: how logits of the target become p.
+    sampling: sampling method, which turns the target's logits into p.
     epsilon: upper bound of the threshold.
     delta: factor of exp(-H), the probability of each token if all are equally probable.
 
@@ -99,9 +99,9 @@ class TopBetaVerifier(AcceptableTokens):
   is within `tau` of the most probable one.
 
   Attributes:
-    sampling: how logits of the target become p.
+    sampling: sampling method, which turns the target's logits into p.
     beta: number of tokens.
-    tau: in nats.
+    tau: entropy threshold in nats.
 
   Raises:
     InputError: beta is not a positive integer, or tau is negative.

@@ -19,7 +19,7 @@ def require_memory(what: str, arrays: Any, advice: str = "ask for less") -> None
   Args:
     what: description of the arrays by the user's settings, for the message.
     arrays: tree of arrays, which may be traced, or of `jax.ShapeDtypeStruct`.
-    advice: what the message tells the user to do.
+    advice: advice to the user, for the message.
   """
   types = [*map(jax.typeof, jax.tree.leaves(arrays))]
   num_bytes = sum(x.size * x.dtype.itemsize for x in types)

@@ -80,7 +80,7 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 
   Args:
     shapes: parameters in t5x's tree, or `jax.eval_shape` of them.
-    mesh: of `make_mesh`, or any.
+    mesh: any device mesh, for example that of `make_mesh`.
     rules: pairs of a logical axis and the mesh axis that it is sharded across.
 
   Raises:

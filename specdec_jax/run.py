@@ -260,7 +260,7 @@ def _check_macros(new_macros: set[str], config) -> None:
 
 
 def _check_cycles(config) -> None:
-  """Raise InputError if a macro refers to itself, directly or by way of other macros."""
+  """Raise InputError if a macro refers to itself, directly or indirectly."""
   references = gin.config.iterate_references
   macros = {
     scope: {ref.config_key[0] for ref in references(value) if ref.config_key[1] == _MACRO}

@@ -30,7 +30,7 @@ class Setting(NamedTuple):
   """A macro of a run.
 
   Attributes:
-    name: of the macro, such as NUM_TEXTS.
+    name: name of the macro, such as NUM_TEXTS.
     default: its value in the gin file, as text, with the comment there.
     meaning: description from the docstring of the argument; '' if there is none.
   """

@@ -149,7 +149,7 @@ class ModelBeamDraft(BeamDraft):
     """Return M, at most `max_nodes`.
 
     Raises:
-      InputError: `max_nodes` is less than `num_beams`, or as `num_guesses`.
+      InputError: `max_nodes` is less than `num_beams`, or `num_guesses` raises it.
     """
     num_nodes = super().num_nodes(num_beams)
     if self.max_nodes is None:

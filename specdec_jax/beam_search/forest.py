@@ -79,8 +79,10 @@ class VerifyBlock(NamedTuple):
     nodes: number of each node in the forest; 0 for unused places of the block.
     tokens: token of each node.
     placed: positions and attention mask of the nodes.
-    parents: entry of the parent of each node; NO_ENTRY for last tokens and for unused places.
-    entries: entry of each node of the forest after the pass; NO_ENTRY if it is not verified then.
+    parents: index of each node's parent among the verified nodes; NO_ENTRY for last tokens and for
+      unused places.
+    entries: index of each node of the forest among the verified nodes after the pass; NO_ENTRY if
+      the node is not verified.
   """
 
   nodes: Int[Array, "B M"]

@@ -92,11 +92,11 @@ class BeamState(NamedTuple):
 
   Attributes:
     beams: live and finished texts.
-    last_tokens: as in `BeamContext`.
-    visible: as in `BeamContext`.
-    previous_tokens: as in `BeamContext`.
-    previous_visible: as in `BeamContext`.
-    hidden: as in `BeamContext`.
+    last_tokens: see `BeamContext`.
+    visible: see `BeamContext`.
+    previous_tokens: see `BeamContext`.
+    previous_visible: see `BeamContext`.
+    hidden: see `BeamContext`.
     parent_entries: entry that each last token follows.
   """
 
@@ -118,13 +118,13 @@ class BeamSearchState(NamedTuple):
     limit: length that no text exceeds.
     done: whether the search of a row has ended.
     live: live beams.
-    verified: as in `BeamContext`.
-    last_entries: as in `BeamContext`.
+    verified: see `BeamContext`.
+    last_entries: see `BeamContext`.
     target_cache: cache of the target.
     draft_state: state of the draft.
-    steps: as in `BeamResult`.
+    steps: see `BeamResult`.
     num_rounds: number of rounds so far.
-    not_finite: as in `BeamResult`.
+    not_finite: see `BeamResult`.
   """
 
   prompt: Int[Array, "B P"]
@@ -233,7 +233,7 @@ class BeamSearcher:
   def init(self, params: Params, prompt: Int[Array, "B P"], max_new_tokens: int) -> BeamSearchState:
     """Return the state before the first round, after both models have processed the prompt.
 
-    Arguments as in `run`. Memory is checked while tracing, before anything runs.
+    The arguments are those of `run`. Memory is checked while tracing, before anything runs.
 
     Raises:
       InputError: the draft has too few or too many beams, or the search does not fit in memory.
@@ -379,7 +379,7 @@ class BeamSearcher:
     )
 
   def _slot(self, state: BeamSearchState, length: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Return the slot of the first of the last tokens, for live texts with `length` tokens."""
+    """Return the first slot of the last tokens of live texts, which have `length` tokens."""
     return slot_of_last_tokens(length, state.prompt_length, self.num_beams)
 
   @property

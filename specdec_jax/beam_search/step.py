@@ -67,7 +67,7 @@ def step(
     beams: beams before the step.
     tokens: most probable next tokens of each live text, in descending order.
     log_probs: log-probability of each live text with its next token.
-    length_penalty: as in `BeamSearcher`.
+    length_penalty: see `BeamSearcher`.
     eos_id: token that ends a text.
 
   Returns:

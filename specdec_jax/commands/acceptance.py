@@ -59,7 +59,7 @@ def acceptance(
     batch_size: texts decoded together.
     max_new_tokens: limit for each output.
     min_tokens: number of generated tokens to measure on; the paper uses 10,000.
-    seed: of all sampling.
+    seed: random seed of all sampling.
     leniences: l of Appendix A.5, each measured; 1 is exact.
 
   Raises:
@@ -95,7 +95,7 @@ def acceptance(
         continue
       sampling = settings.sampling
       if last not in (None, (pair_with_draft.draft_name, sampling)):
-        jax.clear_caches()  # drop the last draft's programs: a process may map only so many
+        jax.clear_caches()  # drop the last draft's programs: a process may map a limited number
       last = pair_with_draft.draft_name, sampling
       if sampling not in generated:
         generated[sampling] = generate(pair, texts, settings, min_tokens)

@@ -49,7 +49,7 @@ def compare_drafts(
     batch_size: texts decoded together.
     max_new_tokens: limit for each output.
     repeats: timed decodes of each text, interleaved with autoregressive decoding.
-    seed: of all sampling.
+    seed: random seed of all sampling.
   """
   require_types(compare_drafts, locals())
   settings = [
@@ -65,7 +65,7 @@ def compare_drafts(
     measured = []
     for pair_with_draft, its_settings in bar.track(measurements, description="drafts"):
       measured += measure(pair_with_draft, texts, results, its_settings, [gamma], Timing(repeats))
-      jax.clear_caches()  # a process may map only so many programs
+      jax.clear_caches()  # a process may map a limited number of programs
     report = pathlib.Path(results).with_name("report.html")
     with atomic_write(report) as file:
       file.write(drafts_report(measured, f"Drafts: {pair.task or measured[0].target_label}"))

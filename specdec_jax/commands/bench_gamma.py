@@ -47,7 +47,7 @@ class Policy(NamedTuple):
   """A way to choose gamma.
 
   Attributes:
-    name: in the table, and in records after the name of the draft.
+    name: name in the table, and in records after the name of the draft.
     gamma: largest gamma that it chooses; 0 for autoregressive decoding.
     decode: function of (prompt, rng, *, max_new_tokens) that returns a `DecodeResult`.
     predicted: predicted speedup; None if there is no closed form.
@@ -95,7 +95,7 @@ def gamma(
       a draft that is not a model.
     max_new_tokens: limit for each output.
     repeats: timed decodes of each text, interleaved.
-    seed: of all sampling.
+    seed: random seed of all sampling.
 
   Raises:
     InputError: there is nothing to measure, or an argument is out of range.
@@ -124,7 +124,7 @@ def gamma(
           study = _Study(pair, sampling, gammas, thresholds, calibration)
           for record in _measure(study, texts, setting, repeats):
             records.append(results, record)
-          jax.clear_caches()  # a process may map only so many programs
+          jax.clear_caches()  # a process may map a limited number of programs
     console.print(render(gamma_table(records.read(results)), "terminal"), soft_wrap=True)
 
 
@@ -135,7 +135,7 @@ class _Study(NamedTuple):
     pair: target and draft.
     sampling: sampling method.
     gammas: fixed gammas.
-    thresholds: of drafts that stop early.
+    thresholds: confidence thresholds of drafts that stop early.
     calibration: choice of 'auto', and the costs.
   """
 

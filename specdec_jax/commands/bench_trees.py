@@ -67,7 +67,7 @@ def trees(
     texts: sources. Trees are built from the first `calibration_texts`, and measured on the others.
     output_dir: folder for both files; settings recorded there already are not measured again.
     samplings: sampling methods, each measured.
-    gammas: of chains.
+    gammas: gamma of each chain.
     shapes: (nodes, depth) of static trees; the first is used for the rounds that are shown.
     dynamic: (nodes, depth) of dynamic trees, which are verified with `TokenVerifier`.
     verifiers: classes of `core.verify`, or functions from a sampling method to a verifier. At
@@ -77,7 +77,7 @@ def trees(
     batch_size: texts decoded together, also for the costs.
     max_new_tokens: limit for each output.
     min_tokens: number of generated tokens to measure on.
-    seed: of all sampling.
+    seed: random seed of all sampling.
     report_examples: number of texts whose rounds are in the report, for each sampling method, with
       the first verifier. The rounds of the first text are printed, too.
 
@@ -131,7 +131,7 @@ def trees(
         if setting in todo:
           cost = None if isinstance(tree, DynamicTree) else costs[tree]
           records.append(results, _measure(verified, generated, sampling, tree, setting, cost))
-          jax.clear_caches()  # a process may map only so many programs
+          jax.clear_caches()  # a process may map a limited number of programs
       keys = {records.key(setting) for *_, setting in wanted}
       measured += [r for r in records.read(results) if records.key(r) in keys]
       if trees_:

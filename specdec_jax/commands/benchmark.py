@@ -58,10 +58,10 @@ def benchmark(
     sentences: sources; the first 8 are decoded.
     recorded: path of a JSON file with device, kernels, versions, and each ratio in each run.
     record: whether to measure `runs` times and write the file instead of comparing with it.
-    runs: number of recorded runs. Their range decides which ratios count as fallen.
+    runs: number of recorded runs. A ratio below their range is a regression.
 
   Raises:
-    InputError: `recorded` is not such a file.
+    InputError: `recorded` does not have that format.
   """
   require_types(benchmark, locals())
   require_count("runs", runs)
@@ -108,7 +108,7 @@ def ratios(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, float]:
 
 
 def _costs(pair: LoadedPair, prompt: Array) -> Costs:
-  """Measure costs as `measure_costs` does, but without the prefill, which takes long to compile."""
+  """Measure costs as `measure_costs` does, but without the prefill, which is slow to compile."""
   draft = pair.draft(Sampling(0.0), chain(GAMMA))
   seconds, _ = interleaved_medians(
     round_calls(pair, [draft], prompt, Sampling(0.0), LIMIT), repeats=9

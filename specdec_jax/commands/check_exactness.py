@@ -101,7 +101,7 @@ def check_exactness(
   trees, under `TokenVerifier`.
 
   Args:
-    pair: what decodes; see `pairs.load_pair`.
+    pair: target and draft; see `pairs.load_pair`.
     texts: sources.
     samplings: settings.
     gammas: guesses per round, of chains.
@@ -113,7 +113,7 @@ def check_exactness(
     num_guesses: guesses verified in rounds of each sampling and shape, at least; four times as many
       in rounds of the first sampling and the first shape.
     level: chance that all sampled settings together raise a false alarm.
-    seed: of all sampling.
+    seed: random seed of all sampling.
     trees: parents of each tree, as `trees.Tree` has them.
     dynamic: nodes and depth of each dynamic tree (`drafts.dynamic`); its rounds are not tested.
     long_tokens: tokens of some outputs, at temperature 0 and with the first other sampling, that go
@@ -292,7 +292,7 @@ class _Check:
     seed: int,
     level: float,
   ) -> tuple[bool, str, str]:
-    """Compare the first tokens of many outputs with their joint distribution."""
+    """Compare the first tokens of many outputs with their exact joint distribution."""
     texts = tuple(self.texts[:num_texts])
     decode = self.pair.decode_fn(setting.sampling, setting.tree)
     cells = self.cells(texts, setting.sampling, samples_per_text, num_tokens)
@@ -318,7 +318,7 @@ class _Check:
 
 
 class _CachedDecode:
-  """Decoding function that caches its results: all trees are compared with the same outputs."""
+  """Decoding function that caches its results, so that all trees are compared with the same outputs."""
 
   def __init__(self, decode: Callable[..., DecodeResult]):
     self.decode = decode

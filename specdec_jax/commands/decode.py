@@ -64,7 +64,7 @@ def decode(
       hosts, and a host that is started again, use the first choice, which is stored in the folder.
     batch_size: texts decoded together.
     max_new_tokens: limit for each output.
-    seed: of all sampling.
+    seed: random seed of all sampling.
     lenience: l of Appendix A.5; 1 is exact.
     host: (i, n): this is host i, from 0, of n; by default each process of jax is a host.
     tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
@@ -143,7 +143,7 @@ def _agreed_tree(path: pathlib.Path, number: int, choose: Callable[[], Tree]) ->
 
   Args:
     path: file of the tree.
-    number: of this host.
+    number: index of this host.
     choose: function that chooses a tree. Its result is not used if another host writes the file
       first.
 
@@ -279,7 +279,7 @@ def _merge(
 
 
 def _append(part: BinaryIO, path: pathlib.Path, records: Iterable[dict]) -> None:
-  """Append lines to the part file at `path` and flush them to disk."""
+  """Append lines to the partial output file at `path` and flush them to disk."""
   with name_in_errors(path):
     part.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
     part.flush()

@@ -49,7 +49,7 @@ def serve_and_learn(
     temperature: sampling temperature; 0 is argmax.
     learning_rate: see `training.online.OnlineDraft`.
     max_new_tokens: limit for each output.
-    seed: of all sampling.
+    seed: random seed of all sampling.
 
   Raises:
     InputError: the draft cannot learn, there are records already, or an argument is out of range.

@@ -56,7 +56,7 @@ def speedup(
     batch_size: texts decoded together.
     max_new_tokens: limit for each output.
     repeats: timed decodes of each text, interleaved.
-    seed: of all sampling.
+    seed: random seed of all sampling.
     lenience: l of Appendix A.5; below 1 the output no longer has the target's distribution.
     report_examples: number of texts whose rounds are in the report, at each temperature.
     baseline: function from a pair to the baseline that speed is relative to; by default this
@@ -148,7 +148,7 @@ def decode_examples(
   Args:
     pair: target and draft.
     texts: sources.
-    settings: of decoding; the batch size is ignored.
+    settings: settings of decoding; the batch size is ignored.
     trees: trees of draft tokens, of which the middle one is used.
   """
   tree = trees[len(trees) // 2]

@@ -198,25 +198,25 @@ def train_speculator(
   `stride`-th token.
 
   Args:
-    data: as for `train_draft`.
-    sources: as for `train_draft`.
-    targets: as for `train_draft`.
-    valid_source: as for `train_draft`.
+    data: see `train_draft`.
+    sources: see `train_draft`.
+    targets: see `train_draft`.
+    valid_source: see `train_draft`.
     config: function from the target's configuration to the head's.
-    settings: as for `train_draft`.
-    vocabulary: as for `train_draft`.
-    target: as for `train_draft`.
+    settings: see `train_draft`.
+    vocabulary: see `train_draft`.
+    target: see `train_draft`.
     output: folder for the trained head, in bfloat16.
     work_dir: folder for checkpoints and metrics of this run.
-    distillation_data: as for `train_draft`.
-    samples: as for `train_draft`.
-    new_sources: as for `train_draft`.
+    distillation_data: see `train_draft`.
+    samples: see `train_draft`.
+    new_sources: see `train_draft`.
     divergence: divergence between head and target (`objectives.divergences`).
     stride: distance between anchors (`training.speculators.speculator_objective`).
     start: folder of a model of the head's width, such as a draft of the pair; training starts from
       those of its parameters that fit (`training.speculators.warm_start`). None to start from
       random parameters.
-    extra_ids: as for `pairs.load_pair`.
+    extra_ids: see `pairs.load_pair`.
 
   Raises:
     InputError: `stride` is less than 1, or the model in `start` does not fit the head.

@@ -71,7 +71,7 @@ def translate(
       prints why.
     batch_size: lines decoded together; 1 at a terminal.
     max_new_tokens: limit for each output.
-    seed: of all sampling.
+    seed: random seed of all sampling.
     prefix: put before each line, such as those of T5's tasks.
     num_texts: number of texts if there is no input.
     tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
@@ -81,7 +81,7 @@ def translate(
     draft_beams: beam size of the draft; defaults to `beams`.
     nodes: maximal number of nodes per target forward pass of a beam search; see
       `pairs.LoadedPair.beam_searcher`.
-    length_penalty: of the beam search.
+    length_penalty: exponent of the length penalty of beam search.
 
   Raises:
     InputError: an argument is out of range, or beams are combined with a temperature above 0, a
@@ -169,7 +169,7 @@ def decode_lines(
     lines: sources. A line that is None is not decoded and its output is empty; a batch of such
       lines costs nothing.
     tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
-    settings: of decoding.
+    settings: settings of decoding.
     decode: function of (prompt, keys, *, max_new_tokens) to use instead of `pair.decode_fn`.
 
   Yields:

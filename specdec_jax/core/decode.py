@@ -53,11 +53,11 @@ class DecodeState(NamedTuple):
     done: whether a row has ended.
     rng: key of each row; a round derives its own key from the length.
     target_cache: cache of the target, which holds length - 1 tokens.
-    hidden: as in `Context`.
+    hidden: see `Context`.
     draft_state: state of the draft.
     rounds: record of the rounds so far.
     num_rounds: number of rounds so far.
-    not_finite: as in `DecodeResult`.
+    not_finite: see `DecodeResult`.
   """
 
   prompt: Int[Array, "B P"]
@@ -112,8 +112,9 @@ class Decoder:
   Attributes:
     target: M_p, whose distribution the output has.
     draft: M_q and its tree of draft tokens; `NullDraft()` is autoregressive decoding.
-    verifier: how draft tokens are accepted. Its `sampling` is the sampling method of the output.
-      The draft should use the same method to be useful; exactness does not depend on it.
+    verifier: verifier that accepts or rejects draft tokens. Its `sampling` is the sampling method
+      of the output. The draft should use the same method to be useful; exactness does not depend on
+      it.
     eos_id: token that ends a text; None for the target's.
   """
 
@@ -203,7 +204,8 @@ class Decoder:
   ) -> DecodeState:
     """Return the state before the first round, after both models have processed the prompt.
 
-    Arguments and errors as in `run`. Memory is checked while tracing, before anything runs.
+    The arguments and the errors are those of `run`. Memory is checked while tracing, before
+    anything runs.
     """
     batch, tree = len(prompt), self.draft.tree
     rng = split_keys(rng, batch)

@@ -147,7 +147,7 @@ def sample_siblings(
   Args:
     rng: one key per row.
     logits: logits at each node.
-    sampling: how logits become q.
+    sampling: sampling method, which turns logits into q.
     counts: number of children of each node.
     independent: sample siblings independently, with replacement, instead.
 

@@ -70,7 +70,7 @@ class Model(Protocol):
 
     Args:
       params: parameters of the model.
-      prompt: as in `prompt_tokens`.
+      prompt: see `prompt_tokens`.
       num_slots: slots of the cache. They include room for the last block past the end of the text,
         so that no write is clamped into slots in use.
 
@@ -214,7 +214,7 @@ class Draft(abc.ABC):
 
     Args:
       params: parameters of the draft.
-      context: of the first round.
+      context: context of the first round.
       hidden: hidden states of the target at the committed tokens.
     """
     return ()
@@ -269,7 +269,7 @@ class Verifier(abc.ABC):
   """Method that accepts or rejects draft tokens.
 
   Attributes:
-    sampling: how logits of the target become p.
+    sampling: sampling method, which turns the target's logits into p.
     exact: whether emitted tokens are distributed as the target's.
     needs_independent_siblings: whether siblings must be sampled independently.
     allows_short_proposals: whether draft tokens may be -1 (not proposed).

@@ -31,7 +31,7 @@ T5_VOCABULARY = seqio.SentencePieceVocabulary(
 
 
 class WordPieceVocabulary(seqio.BertWordPieceVocabulary):
-  """Seqio's vocabulary of word pieces, corrected for words of several pieces.
+  """Seqio's vocabulary of word pieces, with a correction for words that consist of several pieces.
 
   Encoding returns a flat sequence of ids, and decoding joins the pieces of a word. The ids equal
   those of `word_pieces.WordPieces`, except for characters that tensorflow_text normalizes and

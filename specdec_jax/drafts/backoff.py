@@ -29,8 +29,8 @@ def backoff_ngrams(
   Args:
     target: the target.
     path: the text file.
-    order: as in `fit_backoff`.
-    num_successors: as in `fit_backoff`.
+    order: see `fit_backoff`.
+    num_successors: see `fit_backoff`.
   """
   vocabulary = target.vocabulary
   rows = map(vocabulary.encode, read_lines(path))

@@ -22,8 +22,9 @@ from specdec_jax.errors import InputError
 class CascadeDraft(Draft):
   """Chain of tokens by several drafts, each of which continues after the tokens of the one before.
 
-  Parameters and states are tuples in the order of the drafts. The drafts do not receive outcomes.
-  Models process the tokens that were committed at the start of the next round.
+  Parameters and states are tuples in the order of the drafts. The drafts do not receive
+  the outcome of verification. Instead, drafts that are models process the committed tokens at the
+  start of the next round.
 
   Attributes:
     drafts: one or more drafts, whose trees are chains.
@@ -73,7 +74,7 @@ class CascadeDraft(Draft):
 
 
 def _with_committed(context: Context, tokens: Int[Array, "B N"]) -> Context:
-  """Return the context as if draft tokens were committed."""
+  """Return the context as if the draft tokens had been committed."""
   num_tokens = tokens.shape[1]
   placed = place_tokens(context.tokens, tokens, context.length, num_tokens)
   return context._replace(tokens=placed, length=context.length + num_tokens)

@@ -29,9 +29,9 @@ class HierarchicalDraft(Draft):
   Attributes:
     model: M_q.
     inner: draft for the model, whose tree is a chain; may be hierarchical too.
-    sampling: how logits of the model become q.
+    sampling: sampling method, which turns the model's logits into q.
     tree: a chain.
-    reread: as in `ModelDraft`.
+    reread: see `ModelDraft`.
 
   Raises:
     InputError: one of the trees is not a chain.
@@ -120,7 +120,7 @@ class _RecordedLogits(NamedTuple):
   Attributes:
     inner: state of the draft.
     first_length: number of committed tokens before the first round.
-    logits: for each token since then.
+    logits: logits of each token since then.
   """
 
   inner: Any

@@ -24,7 +24,7 @@ class ModelDraft(Draft):
 
   Attributes:
     model: M_q.
-    sampling: how logits of the model become q.
+    sampling: sampling method, which turns the model's logits into q.
     tree: tree of the proposals; drafting takes `depth` forward passes.
     independent: whether siblings are sampled independently, with duplicates (SpecInfer, SpecTr),
       instead of without replacement.

@@ -143,7 +143,7 @@ class NgramDraft(Draft):
   Attributes:
     order: 1 or 2.
     vocab_size: V.
-    sampling: how counts become q.
+    sampling: sampling method, which turns counts into q.
     tree: a chain.
 
   Raises:

@@ -56,8 +56,8 @@ def retrieval(
   Args:
     target: the target.
     path: the text file.
-    max_context: as in `RetrievalDraft`.
-    num_matches: as in `RetrievalDraft`.
+    max_context: see `RetrievalDraft`.
+    num_matches: see `RetrievalDraft`.
   """
   store = cached_datastore(target.vocabulary, path)
 
@@ -207,7 +207,7 @@ def _interval(
   Args:
     store: the datastore.
     suffixes: suffixes of the text, one per row.
-    is_token: which entries of a row belong to the suffix.
+    is_token: whether each entry of a row belongs to the suffix.
   """
   passes_equal = jnp.array([False, True])  # the upper bound is past the places that are equal
   size = len(store.places)

@@ -30,7 +30,7 @@ class StoppingDraft(WrappedDraft):
 
   Attributes:
     draft: draft of the model, with the largest gamma.
-    threshold: in [0, 1]; with 0 all tokens are proposed.
+    threshold: confidence threshold in [0, 1]; with 0 all tokens are proposed.
 
   Raises:
     InputError: the tree is not a chain, or the threshold is outside [0, 1].

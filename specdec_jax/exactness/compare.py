@@ -99,7 +99,7 @@ def compare_samples(
     pair: its target gives the exact probabilities.
     texts: sources.
     decode: function that decodes.
-    settings: of decoding; its `max_new_tokens` is the number of first tokens.
+    settings: settings of decoding; its `max_new_tokens` is the number of first tokens.
     samples_per_text: number of outputs sampled for each text.
     cells: result of `cells_of` with these arguments, to compute it once for several comparisons.
   """

@@ -152,7 +152,7 @@ def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarr
 
 
 def _before(scored: RoundScores, values: np.ndarray, later: RoundScores) -> np.ndarray:
-  """Return values [M] at the slot before each of `later`, 0 if another round wrote that slot."""
+  """Return the value at the slot before each slot of `later`, [M]; 0 if its round differs."""
   return _at(scored, values, later.row, later.slot - 1) * (later.slot > later.start)
 
 

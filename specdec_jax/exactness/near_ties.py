@@ -33,8 +33,8 @@ class Divergence(NamedTuple):
   """The first token at which a row of speculative output differs from autoregressive decoding.
 
   Attributes:
-    row: of the batch.
-    position: of the token in the output, from 0.
+    row: index of the row in the batch.
+    position: index of the token in the output, from 0.
     autoregressive: token of autoregressive decoding.
     speculative: token of speculative decoding.
     gap: the target's logit of `autoregressive` minus that of `speculative`, in passes over one

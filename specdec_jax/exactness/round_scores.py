@@ -173,7 +173,7 @@ def score_rounds(
     pair: its target gives p, in one forward pass over the decoded text.
     texts: sources.
     decode: see `recorded`.
-    settings: of decoding. q takes 4 V W bytes for each token of a batch.
+    settings: settings of decoding. q takes 4 V W bytes for each token of a batch.
     num_guesses: minimal number of guesses. Whether to stop depends on earlier rounds only, so means
       stay 0.
   """

@@ -55,7 +55,7 @@ def resolve_tree(
       precedence over gamma.
     pair: target and draft.
     texts: texts to calibrate with; None for texts that will not be decoded.
-    settings: of the run.
+    settings: settings of the run.
     say: called with a sentence that explains the choice.
 
   A choice of an earlier run with similar texts is taken from the cache (`calibration_cache`).
@@ -125,7 +125,7 @@ def calibrate(
   Args:
     pair: target and draft.
     texts: at least one.
-    settings: of the run that the choice is for.
+    settings: settings of the run that the choice is for.
     branching: whether trees are considered. alpha is then the acceptance of first children.
 
   Raises:
@@ -144,7 +144,7 @@ class _Calibrator:
   Attributes:
     pair: target and draft.
     texts: texts of the run.
-    settings: of the run.
+    settings: settings of the run.
   """
 
   pair: LoadedPair

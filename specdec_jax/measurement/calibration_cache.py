@@ -1,4 +1,4 @@
-"""Cache of calibrations, next to jax's cache of compiled programs, for later runs."""
+"""On-disk cache of calibrations, next to jax's compilation cache, for later runs."""
 
 import contextlib
 import datetime

@@ -156,7 +156,7 @@ def choose_tree(
   Args:
     acceptance: probability that a node's child of each rank is the accepted one.
     costs: measured costs of trees of different sizes and depths.
-    lengths: as in `choose`.
+    lengths: see `choose`.
   """
   starts = _prefill_steps(next(iter(costs.values())))
   shapes = np.array([(t.depth, t.num_guesses, t.depth * cost.c) for t, cost in costs.items()])

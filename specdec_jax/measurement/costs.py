@@ -101,7 +101,7 @@ def round_calls(
     prompt: padded prompts [B, P].
     sampling: sampling method.
     max_new_tokens: sets the number of cache slots.
-    lenience: of the verifier.
+    lenience: lenience of the verifier.
   """
   target, batch, vocab_size = pair.target, len(prompt), pair.target.vocab_size
   rng = jax.random.split(jax.random.key(0), batch)

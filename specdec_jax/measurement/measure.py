@@ -125,7 +125,7 @@ def settings_to_measure(
   Args:
     pair: target and draft.
     texts: sources.
-    settings: of decoding.
+    settings: settings of decoding.
     gammas: draft tokens per round.
     baseline: name of the baseline.
   """

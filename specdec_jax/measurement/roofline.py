@@ -32,9 +32,9 @@ class StepBytes(NamedTuple):
   """Bytes that each device has to read; a device of a sharded model reads its own shard.
 
   Attributes:
-    target_step: in one step of autoregressive decoding.
-    draft_step: for proposing gamma tokens, divided by gamma.
-    verify: in a target forward pass over gamma + 1 tokens, or over the nodes of a tree.
+    target_step: bytes read in one step of autoregressive decoding.
+    draft_step: bytes read for proposing gamma tokens, divided by gamma.
+    verify: bytes read in a target forward pass over gamma + 1 tokens, or over the nodes of a tree.
   """
 
   target_step: float

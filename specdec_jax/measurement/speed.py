@@ -27,7 +27,7 @@ class Baseline(NamedTuple):
   """Autoregressive decoding of a pair's target, which speed is relative to.
 
   Attributes:
-    name: of the implementation, for records.
+    name: name of the implementation, for records.
     decode: function of (prompt, rng, *, max_new_tokens, sampling) that returns a `DecodeResult`.
   """
 
@@ -40,7 +40,7 @@ class Timing(NamedTuple):
 
   Attributes:
     repeats: timed decodes of each text, interleaved.
-    baseline: what speed is relative to; None for this package's autoregressive decoding.
+    baseline: decoding that speed is relative to; None for this package's autoregressive decoding.
   """
 
   repeats: int = 5
@@ -48,7 +48,7 @@ class Timing(NamedTuple):
 
 
 def own_baseline(pair: LoadedPair) -> Baseline:
-  """Return this package's autoregressive decoding."""
+  """Return a baseline that decodes autoregressively with this package."""
 
   def decode(prompt: Array, rng: Array, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
     decoder = Decoder(pair.target, NullDraft(), TokenVerifier(sampling), pair.vocabulary.eos_id)
@@ -117,7 +117,7 @@ def measure_speed(
     pair: target and draft.
     prompts: padded prompts [B, P] of each batch.
     gammas: chains to measure.
-    settings: of decoding; the batch size is that of the prompts.
+    settings: settings of decoding; the batch size is that of the prompts.
     timing: repeats and baseline.
     progress: called after each prompt with the number of finished prompts.
   """

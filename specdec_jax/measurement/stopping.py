@@ -57,7 +57,7 @@ def auc(probs: np.ndarray, scores: np.ndarray) -> float:
 
 
 def in_a_row(rows: Sequence[np.ndarray], count: int) -> np.ndarray:
-  """Return the products of all `count` consecutive values within a row."""
+  """Return the product of every window of `count` consecutive values in each row."""
   windows = [np.lib.stride_tricks.sliding_window_view(r, count) for r in rows if len(r) >= count]
   return np.concatenate(windows).prod(axis=-1)
 

@@ -43,7 +43,7 @@ def ratio_range(ratio: float, repeat_ratios: np.ndarray) -> tuple[float, float] 
   """Return the lowest and the highest of a ratio and its values in single repeats.
 
   Args:
-    ratio: from the median of each text; it may lie outside the range of the single repeats.
+    ratio: ratio of the medians of each text; it may lie outside the range of the single repeats.
     repeat_ratios: [R], from each repeat alone.
 
   Returns:

@@ -21,7 +21,7 @@ def module_of(config: Config) -> T5 | GPT:
 
 
 def model_of(config: Config) -> T5Model | GPTModel:
-  """Return the model, as `Decoder` takes it."""
+  """Return the model of a configuration, which implements the `Model` contract."""
   return T5Model(config) if isinstance(config, T5Config) else GPTModel(config)
 
 

@@ -163,7 +163,7 @@ class Attention(nn.Module):
     self.dropout = Dropout(cfg)
 
   def queries(self, x: Float[Array, "B K E"]) -> Float[Array, "B H K D"]:
-    """Return the queries of a block."""
+    """Return the queries of a block of tokens."""
     return self._split_heads(self.query(x))
 
   def keys_values(

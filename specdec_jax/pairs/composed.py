@@ -37,8 +37,8 @@ def hierarchical_draft(
 
   Args:
     target: the target of the pair.
-    draft: loads the draft model.
-    inner: loads the cheaper draft of that model; it may be hierarchical, too.
+    draft: function that loads the draft model.
+    inner: function that loads the cheaper draft of that model, which may be hierarchical too.
     inner_gamma: draft tokens of the cheaper draft per round.
 
   Raises:
@@ -62,7 +62,7 @@ def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFac
 
   Args:
     target: the target of the pair.
-    drafts: load the drafts.
+    drafts: functions that load the drafts.
   """
   require_types(forest_draft, locals())
   factories = [load_draft(draft, target) for draft in drafts]
@@ -83,7 +83,7 @@ def cascade_draft(
 
   Args:
     target: the target of the pair.
-    drafts: load the drafts, in the order of their tokens.
+    drafts: functions that load the drafts, in the order of their tokens.
     gammas: number of draft tokens of each draft except the last, which proposes the rest.
 
   Raises:
@@ -122,7 +122,7 @@ def tree_draft(
 
   Args:
     target: the target of the pair.
-    draft: loads a draft that proposes trees.
+    draft: function that loads a draft that proposes trees.
     widths: children of each node at depth 0, 1, ...; nodes at greater depths have one child.
     num_guesses: number of draft tokens of a dynamic tree; instead of `widths`.
 
@@ -152,7 +152,7 @@ def stopping_draft(target: LoadedTarget, draft: LoadsDraft, threshold: float) ->
 
   Args:
     target: the target of the pair.
-    draft: loads the draft model.
+    draft: function that loads the draft model.
     threshold: see `StoppingDraft`.
   """
   require_types(stopping_draft, locals())
@@ -171,7 +171,7 @@ def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
 
   Args:
     target: the target of the pair.
-    draft: loads the draft.
+    draft: function that loads the draft.
   """
   require_types(stop_at_miss_draft, locals())
   factory = load_draft(draft, target)
@@ -201,10 +201,10 @@ def draft_sampling(
 
   Args:
     target: the target of the pair.
-    draft: loads a draft that samples its tokens.
-    temperature: temperature of the draft if the target's is above 0; None for the target's.
-    top_k: top_k of the draft; None for the target's.
-    top_p: top_p of the draft; None for the target's.
+    draft: function that loads a draft that samples its tokens.
+    temperature: temperature of the draft if the target's is above 0; None to use the target's.
+    top_k: top_k of the draft; None to use the target's.
+    top_p: top_p of the draft; None to use the target's.
   """
   require_types(draft_sampling, locals())
   settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}

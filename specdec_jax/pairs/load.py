@@ -72,14 +72,14 @@ def load_pair(
     shardings: function from the tree of shapes of the target's parameters to a tree of
       `jax.sharding.Sharding`. Sharded parameters are not converted for decoding, because that would
       concatenate matrices across shards.
-    draft_shardings: the same for the draft.
+    draft_shardings: the same function for the draft.
     kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, for matmuls with weights,
       attention and T5's norms.
     stored_weights: whether weights of the target that are stored in bfloat16 stay in bfloat16 for
       these kernels, as those of a draft always do. It halves the bytes and does not change the
       output. It speeds up a step of autoregressive decoding more than verification.
-    verifier: how draft tokens are accepted: a class of `core.verify`, or a function from a sampling
-      method to a verifier.
+    verifier: verifier that accepts or rejects draft tokens: a class of `core.verify`, or a function
+      from a sampling method to a verifier.
 
   Raises:
     InputError: a file is missing or damaged, the models do not share the vocabulary, or an argument

@@ -42,8 +42,8 @@ class LoadedPair(NamedTuple):
       are read in bfloat16.
     simulated_alpha: acceptance rate of a target with simulated acceptance; None for a real one.
     continues: whether the target is decoder-only and continues its prompt.
-    verifier: how draft tokens are accepted: a class of `core.verify`, or a function from a sampling
-      method to a verifier.
+    verifier: verifier that accepts or rejects draft tokens: a class of `core.verify`, or a function
+      from a sampling method to a verifier.
     target_path: checkpoint of the target, for records; None if it has none.
     draft_path: checkpoint of the draft, for records; None if it has none.
   """
@@ -112,7 +112,7 @@ class LoadedPair(NamedTuple):
       sampling: sampling method of target and draft.
       tree: tree of draft tokens: `chain(gamma)` for the paper's algorithm. Without draft tokens
         decoding is autoregressive.
-      lenience: of the verifier (Appendix A.5); 1 is exact.
+      lenience: lenience of the verifier (Appendix A.5); 1 is exact.
       eos_id: token that ends a text; None for the vocabulary's.
 
     Raises:
@@ -165,7 +165,7 @@ class LoadedPair(NamedTuple):
       gamma: steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: beams of a model draft; defaults to `num_beams`. Other drafts propose their chain
         after each live text.
-      length_penalty: as in `BeamSearcher`.
+      length_penalty: see `BeamSearcher`.
       nodes: most nodes per target forward pass of a model draft. By default all nodes; on a CPU,
         where each node costs time, 8 or the number that one step needs.
 

@@ -219,8 +219,8 @@ def random(
     draft: size of the draft M_q.
     alpha: acceptance rate to simulate.
     version: version of T5, '1.0' or '1.1'.
-    gammas: as in `Workload`.
-    max_new_tokens: as in `Workload`.
+    gammas: see `Workload`.
+    max_new_tokens: see `Workload`.
   """
   require_types(random, locals())
   workload = Workload(texts, gammas, temperatures=(0.0,), max_new_tokens=max_new_tokens)

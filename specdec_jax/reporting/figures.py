@@ -127,7 +127,7 @@ def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
 
 
 def _draw_timeline(rows: Sequence[tuple[str, list[tuple[str, float]]]], title: str):
-  """Draw labelled rows of consecutive blocks (kind, milliseconds)."""
+  """Draw labelled rows of consecutive blocks, each given as (kind, milliseconds)."""
   colours = {
     "target's encoder": YELLOW,
     "draft's encoder": ORANGE,

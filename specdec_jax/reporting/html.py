@@ -214,7 +214,7 @@ def _result(name: str, series: Sequence[Record]) -> Markup:
 
 
 def _range_text(r: Record) -> str:
-  """Return the range of the speedup over the repeats, or nothing for a single repeat."""
+  """Return the range of the speedup over the repeats; '' for a single repeat."""
   limits = r.speedup_range
   return "" if limits is None else f" [{limits[0]:.2f},{limits[1]:.2f}]"
 

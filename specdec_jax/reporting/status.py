@@ -61,7 +61,7 @@ class Claim(NamedTuple):
     printed: text of the paper's number.
     status: one of the constants of this module, such as COMPUTED.
     ours: text of our number; MISSING if there is none.
-    reproduction: how to reproduce our number, or the paper's.
+    reproduction: instructions to reproduce our number, or the paper's.
   """
 
   table: str

@@ -311,7 +311,7 @@ def count_steps(result: BeamResult) -> dict[str, Int[Array, " B"]]:
   Returns:
     num_steps: number of steps of the search.
     num_rounds: number of target forward passes that made them.
-    not_finite: as in `BeamResult`; -1 if all logits were finite.
+    not_finite: see `BeamResult`; -1 if all logits were finite.
   """
   return {
     "num_steps": result.steps.sum(axis=0),
@@ -329,7 +329,7 @@ def count_rounds(decoded: DecodeResult) -> dict[str, Int[AnyArray, " B"]]:
     num_accepted: number of accepted draft tokens, as in `Rounds.acceptance_counts`.
     num_rejected: number of rejected draft tokens. num_accepted / (num_accepted + num_rejected) is
       the acceptance rate.
-    not_finite: as in `DecodeResult`; -1 if all were finite.
+    not_finite: see `DecodeResult`; -1 if all were finite.
   """
   accepted, rejected = decoded.rounds.acceptance_counts()
   return {

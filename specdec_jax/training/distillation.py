@@ -26,7 +26,7 @@ def spliced_sentences(lines: list[str], count: int, seed: int = 0) -> list[str]:
   Args:
     lines: sentences to splice.
     count: number of new sentences.
-    seed: seed of the choice.
+    seed: random seed of the choice.
 
   Raises:
     InputError: the lines share too few word pairs to make `count` new sentences.

@@ -95,12 +95,12 @@ def divergences(
   """Return the divergence between a draft's q and a teacher's p at each position, [...].
 
   Only the teacher's k most probable tokens are known. All other tokens are merged into one, for p
-  and for q, so the result is a lower bound of the divergence of the full distributions. The bound
+  and for q, so the result is a lower bound on the divergence of the full distributions. The bound
   is tight where the k tokens carry most of the probability.
 
   Args:
     logits: logits of the draft [..., V].
-    tokens: most probable tokens of the teacher [..., k], all different.
+    tokens: most probable tokens of the teacher [..., k], distinct.
     probs: their probabilities [..., k].
     divergence: 'forward_kl', KL(p, q); 'reverse_kl', KL(q, p); 'jsd', the Jensen-Shannon
       divergence; 'tv', the total variation distance, which is 1 - beta (Theorem 5); 'lk',

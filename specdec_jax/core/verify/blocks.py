@@ -37,7 +37,7 @@ class BlockVerifier(Verifier):
   """Verifies all draft tokens jointly; see the module docstring.
 
   Attributes:
-    sampling: how logits of the target become p.
+    sampling: sampling method, which turns the target's logits into p.
   """
 
   sampling: Sampling

@@ -29,7 +29,7 @@ class KSeqVerifier(Verifier):
   """Verifies siblings with one threshold; see the module docstring.
 
   Attributes:
-    sampling: how logits of the target become p.
+    sampling: sampling method, which turns the target's logits into p.
   """
 
   sampling: Sampling
@@ -62,7 +62,7 @@ def guess_probs(
 def threshold(
   q: Float[Array, "B N V"], p: Float[Array, "B N V"], count: np.ndarray | Array
 ) -> Float[Array, "B N"]:
-  """Return rho for `count` [..., N] siblings sampled from q and verified against p.
+  """Return rho for K = `count` siblings [..., N] sampled from q and verified against p.
 
   It is found by bisection: 1 - (1 - beta)^K - rho beta decreases from at least 0 at rho = 1 to at
   most 0 at rho = K.

@@ -31,7 +31,7 @@ class TokenVerifier(Verifier):
   """Verifies each draft token on its own; see the module docstring.
 
   Attributes:
-    sampling: how logits of the target become p.
+    sampling: sampling method, which turns the target's logits into p.
     lenience: l; 1 is exact.
 
   Raises:

@@ -103,7 +103,7 @@ class ConditionedModel(T5Model):
   """Model with a conditioned decoder.
 
   Attributes:
-    offsets: as in `ConditionedT5`.
+    offsets: see `ConditionedT5`.
   """
 
   config: T5Config

@@ -37,7 +37,7 @@ class PaSSDraft(Draft):
   Attributes:
     config: configuration of the head.
     target: configuration of the target.
-    sampling: how logits become q.
+    sampling: sampling method, which turns logits into q.
     tree: a chain.
 
   Raises:

@@ -84,7 +84,7 @@ class StatelessModule(nn.Module):
       state: state after the previous draft tokens; that of `begin` for the first level.
       level: number of draft tokens before these, from 0.
       previous: token before each draft token.
-      source: as in `begin`.
+      source: see `begin`.
     """
 
   def __call__(
@@ -144,7 +144,7 @@ class SpeculatorDraft(Draft):
   Attributes:
     head: the head.
     target: configuration of the target.
-    sampling: how logits become q.
+    sampling: sampling method, which turns logits into q.
     tree: tree of the proposals.
     width: for a dynamic tree, number of nodes of a level that have children, and of children each.
 
