@@ -318,7 +318,7 @@ class _Check:
 
 
 class _CachedDecode:
-  """Decoding function that caches its results, so that all trees are compared with the same outputs."""
+  """Decoding function with a cache, so that all trees are compared with the same outputs."""
 
   def __init__(self, decode: Callable[..., DecodeResult]):
     self.decode = decode
