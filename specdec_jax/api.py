@@ -58,7 +58,7 @@ class Output(str):
 
   @property
   def acceptance_length(self) -> float:
-    """Tokens per round, each of which is one target forward pass."""
+    """Mean number of tokens per round; a round is one target forward pass."""
     return len(self.tokens) / len(self.rounds.num_emitted)
 
   def show(self, console: Console | None = None) -> None:
@@ -114,7 +114,7 @@ _OF_BEAMS = {"beams", "draft_beams", "nodes", "length_penalty"}
 
 
 def _explains_unknown_arguments(method: Callable[P, R]) -> Callable[P, R]:
-  """Wrap a method: for an argument of transformers, the error names what to use instead."""
+  """Wrap a method so that its error for an unknown argument names the argument to use instead."""
   known = inspect.signature(method).parameters
 
   @functools.wraps(method)

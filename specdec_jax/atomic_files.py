@@ -66,7 +66,7 @@ def atomic_write(path: str | os.PathLike, mode: str = "w", exclusive: bool = Fal
 
 @contextlib.contextmanager
 def name_in_errors(path: str | os.PathLike) -> Iterator[None]:
-  """Add the file name `path` to an OSError raised in the context that has none."""
+  """Add the file name `path` to an OSError without one that is raised in the context."""
   try:
     yield
   except OSError as error:

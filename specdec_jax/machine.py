@@ -70,6 +70,6 @@ def commit() -> str | None:
 
 
 def _git(*args: str) -> str:
-  """Return what a git command prints in the checkout."""
+  """Return the output of a git command in the checkout."""
   command = ["git", "-C", str(_CHECKOUT), *args]
   return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

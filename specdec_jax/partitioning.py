@@ -222,7 +222,7 @@ def _shardings(tree, axes_of, mesh: Mesh, rules: Rules, num_heads: int | None = 
 
 
 def _mesh_axes(rules: Rules, mesh: Mesh) -> dict[str | None, str | None]:
-  """Mesh axis of each logical axis that has one, once all are known to exist."""
+  """Mesh axis of each logical axis that is sharded, after a check that all of them exist."""
   known = {axis for axes in (*PARAM_AXES.values(), *STATE_AXES.values()) for axis in axes if axis}
   for axis, over in rules:
     if axis not in known or over not in (None, *mesh.shape):

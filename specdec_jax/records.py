@@ -327,7 +327,7 @@ def key(record: Record) -> tuple:
 
 
 def _key_value(value: Any) -> Any:
-  """Return a hashable value. Bundled paths become None, as old records do not have them."""
+  """Return a hashable value. Bundled paths become None, because old records lack them."""
   if isinstance(value, str) and value.startswith(BUNDLED):
     return None
   return tuple(value) if isinstance(value, list) else value

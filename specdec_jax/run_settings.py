@@ -90,7 +90,7 @@ def _settings_of(source: str) -> dict[str, Setting]:
 
 
 def _continued(lines: Sequence[str], number: int, value: str) -> str:
-  """Return a value with its further lines, which are indented or close a bracket."""
+  """Return a value with its continuation lines, which are indented or close a bracket."""
   for line in lines[number + 1 :]:
     if not re.match(r"^(\s+\S|[\])}])", line):
       break

@@ -128,7 +128,7 @@ def _format_gin_error(text: str) -> str:
 
 
 def simplify_gin_message(message: str) -> str:
-  """Return a message of gin's on one line, shortened to what the user can act on."""
+  """Return a message of gin's on one line, shortened to the part that helps the user."""
   message = " ".join(message.split())
   for pattern, replacement in _GIN_MESSAGES:
     if re.fullmatch(pattern, message):

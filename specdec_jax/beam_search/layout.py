@@ -55,7 +55,7 @@ def slot_of_last_tokens(
 def committed_positions(
   prompt_length: Int[Array, " B"], num_beams: int, num_slots: int
 ) -> Int[Array, "B {num_slots}"]:
-  """Return the position in its text of the token in each slot, as if all slots were committed."""
+  """Return the position in its text of the token in each slot, assuming that all are committed."""
   slots, prompt_slots = jnp.arange(num_slots), prompt_length[:, None] - 1
   step_positions = prompt_slots + (slots - prompt_slots) // num_beams - 1
   return jnp.where(slots < prompt_slots, slots, step_positions)

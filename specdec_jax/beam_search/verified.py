@@ -61,7 +61,7 @@ def append_nodes(cached: VerifiedNodes, new: VerifiedNodes) -> VerifiedNodes:
 def find_child(
   nodes: VerifiedNodes, parents: Int[Array, "B K"], tokens: Int[Array, "B K"]
 ) -> Int[Array, "B K"]:
-  """Return the entry of each token after its parent entry; NO_ENTRY if it is not verified."""
+  """Return the entry of each token, given that of its parent; NO_ENTRY if not verified."""
   if not nodes.tokens.shape[1]:
     return jnp.full(tokens.shape, NO_ENTRY)
   matches = nodes.parents[:, None] == parents[..., None]

@@ -233,7 +233,7 @@ def compare(plain: BeamResult, other: BeamResult) -> tuple[np.ndarray, np.ndarra
 
 
 def _concatenated(results: Sequence[BeamResult]) -> BeamResult:
-  """Return batches as one; the steps of a row are in the rounds of its own batch."""
+  """Concatenate the results of batches; the steps of a row are in the rounds of its own batch."""
 
   def concatenate(arrays: Iterable[Any], axis: int = 0) -> Any:
     return np.concatenate([*arrays], axis)

@@ -86,7 +86,7 @@ def benchmark(
 
 
 def _setting(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, str]:
-  """Return what the ratios depend on apart from this code."""
+  """Return the settings that the ratios depend on, apart from this code."""
   settings = DecodeSettings(Sampling(0.0), max_new_tokens=LIMIT)
   (setting,) = settings_to_measure(pair, sentences, [settings], [GAMMA])
   return {
@@ -143,7 +143,7 @@ def verdict(value: float, recorded: Sequence[float], higher_is_better: bool) -> 
 
 
 def write(path: str, content: Mapping[str, Any]) -> None:
-  """Write the file of recorded ratios, completely or not at all."""
+  """Write the file of recorded ratios atomically."""
   with atomic_write(path) as file:
     file.write(json.dumps(content, indent=2) + "\n")
 

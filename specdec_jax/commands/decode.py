@@ -287,7 +287,7 @@ def _append(part: BinaryIO, path: pathlib.Path, records: Iterable[dict]) -> None
 
 
 def _whole_lines(path: pathlib.Path) -> list[bytes]:
-  """Return the complete lines of a part file, without a torn last one; empty without a file."""
+  """Return the complete lines of a part file; none if the file does not exist."""
   require_regular_file(path)
   return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 

@@ -124,7 +124,7 @@ class Teacher(NamedTuple):
 
   @property
   def model(self) -> Model:
-    """The target behind the `Model` contract, sharded across its mesh."""
+    """Target that implements the `Model` contract, sharded across its mesh."""
     return PartitionedModel(model_of(self.config), self.mesh)
 
   def _outputs(self, sources: list[list[int]], sampling: Sampling) -> list[list[int]]:

@@ -80,7 +80,7 @@ class DecodeState(NamedTuple):
 
   @property
   def limit(self) -> Int[Array, " B"]:
-    """The length that no row exceeds."""
+    """Maximum length of a row."""
     return self.prompt_length + len(self.rounds.num_accepted)
 
 

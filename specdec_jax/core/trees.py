@@ -100,7 +100,7 @@ class Tree:
 
   @property
   def num_nodes(self) -> int:
-    """K, including the last committed token."""
+    """K, the number of nodes, including the last committed token."""
     return len(self.parents) + 1
 
   @property
@@ -198,7 +198,7 @@ class DynamicTree:
 
   @property
   def num_nodes(self) -> int:
-    """K, including the last committed token."""
+    """K, the number of nodes, including the last committed token."""
     return self.num_guesses + 1
 
   @property

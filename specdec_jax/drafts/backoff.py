@@ -147,7 +147,7 @@ def _successors(
   levels: Sequence[tuple[UInt32[Array, " _"], Int32[Array, "_ successors"]]],
   recent: Int[Array, "B W context"],
 ) -> Int32[Array, "B W successors"]:
-  """Return the successors of the longest known context at the end of each of `recent`."""
+  """Return the successors of the longest known context that ends each row of `recent`."""
   successors = levels[-1][1][jnp.zeros(recent.shape[:2], jnp.int32)]  # of the empty context
   for length, (known, known_successors) in enumerate(reversed(levels[:-1]), 1):
     last = [recent[..., recent.shape[-1] - back] for back in range(length, 0, -1)]

@@ -152,7 +152,7 @@ def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarr
 
 
 def _before(scored: RoundScores, values: np.ndarray, later: RoundScores) -> np.ndarray:
-  """Return the value at the slot before each slot of `later`, [M]; 0 if its round differs."""
+  """Return the value [M] at the slot before each slot of `later`; 0 at the start of a round."""
   return _at(scored, values, later.row, later.slot - 1) * (later.slot > later.start)
 
 

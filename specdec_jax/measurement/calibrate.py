@@ -217,7 +217,7 @@ class _Calibrator:
     return True
 
   def acceptance_of_ranks(self, outputs: Sequence[DecodeResult]) -> list[float]:
-    """Measure `positional_acceptance` on outputs, one for each of the batches."""
+    """Measure `positional_acceptance` on the outputs of the batches."""
     longest = -(-max(int(output.lengths.max()) for output in outputs) // 16) * 16
     # Row by row, because q has several distributions per token and would take much memory.
     rows = [slice(i, i + 1) for i in range(self.settings.batch_size)]
@@ -232,7 +232,7 @@ class _Calibrator:
     ).tolist()
 
   def costs(self, trees: Sequence[Tree]) -> list[Costs]:
-    """Measure the costs of rounds with each tree; the prefill with the largest of GAMMAS."""
+    """Measure the costs of rounds with each tree; the prefill is that of the largest of GAMMAS."""
     pair, settings, prompt = self.pair, self.settings, self.batches[0][0]
     drafts = [pair.draft(settings.sampling, tree) for tree in trees]
     starts = start_calls(pair, drafts[len(GAMMAS) - 1], prompt, settings.max_new_tokens)

@@ -122,7 +122,7 @@ def _parse(fields: dict[str, Any]) -> Calibration:
 
 
 def _digest(params: Any) -> str:
-  """Return a checksum of the names and shapes of parameters and of the first row of each."""
+  """Return a checksum of the names, shapes and first rows of all parameters."""
   checksum = hashlib.sha256()
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     row = np.asarray(leaf[(0,) * max(0, np.ndim(leaf) - 1)]) if np.size(leaf) else leaf

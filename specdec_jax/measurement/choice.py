@@ -74,14 +74,14 @@ class Calibration(NamedTuple):
 
   @property
   def tree(self) -> Tree:
-    """The choice: the tree if it was faster than the chain when tried, else the chain."""
+    """Chosen tree or chain: the tree if it was faster than the chain when tried."""
     best = self.branching
     faster = best is not None and best.tried is not None and best.tried >= LEAST_GAIN
     return best.tree if best is not None and faster else chain(self.gamma)
 
   @property
   def best_draft(self) -> int:
-    """The best gamma above 0."""
+    """Best gamma above 0."""
     return 1 + int(np.argmax(self.speedups[1:]))
 
   def round_cost(self, gamma: int) -> float:

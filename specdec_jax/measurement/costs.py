@@ -57,7 +57,7 @@ class Costs(NamedTuple):
 
   @property
   def v(self) -> float:
-    """Time of a round without drafting / of a step; the paper assumes 1."""
+    """Time of a round without drafting, divided by that of a step; the paper assumes 1."""
     return (self.verify + self.accept) / self.target_step
 
 

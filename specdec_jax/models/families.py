@@ -16,7 +16,7 @@ Config = T5Config | GPTConfig
 
 
 def module_of(config: Config) -> T5 | GPT:
-  """Return the Flax module; called with (source, inputs), it returns teacher-forced logits."""
+  """Return the Flax module; it maps (source, inputs) to teacher-forced logits."""
   return T5(config) if isinstance(config, T5Config) else GPT(config)
 
 

@@ -171,7 +171,7 @@ def asset(name: str) -> str:
 
 
 def _warn_of_generation(checkpoint: Checkpoint, words: Vocabulary) -> None:
-  """Warn of generation settings of a checkpoint that transformers applies, unlike this package."""
+  """Warn of generation settings that transformers applies and this package does not."""
   file, settings = checkpoint.generation
   others = [i for i in checkpoint.eos_ids if i != words.eos_id and i < len(words)]
   if others:

@@ -45,7 +45,7 @@ def decode_result(
 
 
 def start_process() -> concurrent.futures.Executor:
-  """Return an executor with one new process, which is spawned and so has none of our threads."""
+  """Return an executor with one new process, which is spawned so that it inherits no threads."""
   spawn = multiprocessing.get_context("spawn")
   return concurrent.futures.ProcessPoolExecutor(1, spawn, initializer=_exit_with_parent)
 

@@ -157,7 +157,7 @@ def _horizontal_line(left: float, right: float, y: float, class_: str | None = N
 
 
 def _grid_step(top: float) -> float:
-  """Return 1, 2 or 5 times a power of ten: a distance for at most 5 grid lines up to `top`."""
+  """Return 1, 2 or 5 times a power of ten, so that at most 5 grid lines reach up to `top`."""
   power = 10 ** math.floor(math.log10(top / 5))
   return next(m * power for m in (1, 2, 5, 10) if m * power * 5 >= top)
 

@@ -60,7 +60,7 @@ class Round(NamedTuple):
 
   @property
   def emitted(self) -> tuple[str, ...]:
-    """The tokens that entered the text."""
+    """Tokens that the round committed."""
     return self.accepted if self.target_token is None else (*self.accepted, self.target_token)
 
 

@@ -248,7 +248,7 @@ def online_table(measured: Sequence[Record]) -> Table:
 
 
 def training_table(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-  """Return the cost and the result of trainings, from the lines of each `metrics.jsonl` by name."""
+  """Return the cost and the result of each training, given the lines of its `metrics.jsonl`."""
   cells = tuple(
     (
       name,

@@ -53,7 +53,7 @@ class Example(NamedTuple):
 
 
 def stepper(examples: Sequence[Example]) -> Markup:
-  """Return controls to step through the rounds of texts. Without texts, return nothing."""
+  """Return controls to step through the rounds of texts; an empty string without texts."""
   if not examples:
     return join()
   sources = (textwrap.shorten(e.source, 70, placeholder=" …") for e in examples)

@@ -201,7 +201,7 @@ _Column = tuple[Callable[[Record], str], Callable[[PaperRow], str]]
 def _column(
   field: str, spec: str = ".2f", printed: str | None = None, printed_spec: str | None = None
 ) -> _Column:
-  """Return a column of a field of records and of the paper's column `printed` (default `field`)."""
+  """Return a column with a field of records and the paper's column `printed` (default: `field`)."""
   return (
     lambda r: number_text(getattr(r, field), spec),
     lambda row: number_text(row[printed or field], printed_spec or spec),

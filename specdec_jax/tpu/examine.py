@@ -66,7 +66,7 @@ class Program(NamedTuple):
 
 
 def examine(compiled: Compiled) -> Program:
-  """Return what the compiler reports about a compiled program."""
+  """Return the compiler's report on a compiled program."""
   memory: Any = compiled.memory_analysis()
   cost: Any = compiled.cost_analysis()
   hlo = compiled.as_text() or ""

@@ -137,7 +137,7 @@ def decode_and_learn(
   *,
   max_new_tokens: int,
 ) -> tuple[DecodeResult, LearnedState]:
-  """Decode a batch as `Decoder.run` does, and return also the new state of its `OnlineDraft`."""
+  """Decode a batch as `Decoder.run` does; also return the new state of its `OnlineDraft`."""
   state = decoder.init(params, prompt, rng, max_new_tokens)
   state = decoder.run_rounds(params, state)
   return decoder.result(state), state.draft_state.learned

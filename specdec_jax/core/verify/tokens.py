@@ -223,7 +223,7 @@ def accepted_path(
 
 
 def normalised(weights: Float[Array, "*batch V"]) -> Float[Array, "*batch V"]:
-  """Return weights, which are not all 0, as a distribution."""
+  """Normalise weights, which are not all 0, to a distribution."""
   return weights / weights.sum(axis=-1, keepdims=True)
 
 

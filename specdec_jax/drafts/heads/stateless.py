@@ -123,7 +123,7 @@ class ResidualBlocks(nn.Module):
 
 
 class SourceLayer(nn.Module):
-  """Attention to the source, if there is one, and feed-forward."""
+  """Layer with attention to the source, if there is one, and a feed-forward block."""
 
   config: SpeculatorConfig
 
