@@ -17,6 +17,8 @@ from specdec_jax.core import theory
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import DynamicTree, chain
 from specdec_jax.core.types import DecodeResult, Rounds, Verification
+from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -28,6 +30,7 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
 from specdec_jax.loading import DecodeSettings
+from specdec_jax.lossy_verifiers import TypicalVerifier
 from specdec_jax.measurement import costs as costing
 from specdec_jax.measurement import measure as measuring
 from specdec_jax.measurement import speed as speeds
@@ -369,8 +372,10 @@ def test_costs_are_those_of_real_rounds(monkeypatch):
   assert (emitted[2] == CHAIN * 4).all()
 
 
-def test_order_of_calls_matches_the_order_of_costs():
-  pair = tiny_pair.pair()
+@pytest.mark.parametrize("verifier", [TokenVerifier, BlockVerifier, TypicalVerifier])
+def test_order_of_calls_matches_the_order_of_costs(verifier):
+  """Verifiers that need draft tokens are not used in autoregressive steps."""
+  pair = tiny_pair.pair()._replace(verifier=verifier)
   drafts = [pair.draft(GREEDY, chain(gamma)) for gamma in (1, 3)]
   calls = round_calls(pair, drafts, pair.prompt(TEXTS[:1]), GREEDY, LIMIT)
   ends = [jax.eval_shape(call) for call in calls]

@@ -20,6 +20,7 @@ from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, chain, placeholder_shape
 from specdec_jax.core.types import Draft, Proposal
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.kernels import skinny
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair
@@ -105,9 +106,10 @@ def round_calls(
   """
   target, batch, vocab_size = pair.target, len(prompt), pair.target.vocab_size
   rng = jax.random.split(jax.random.key(0), batch)
-  null_drafts = [NullDraft(), *(NullDraft(draft.tree) for draft in drafts)]
   verifier = pair.verifier_for(sampling, lenience)
-  decoders = [Decoder(target, draft, verifier, eos_id=-1) for draft in (*null_drafts, *drafts)]
+  autoregressive = Decoder(target, NullDraft(), TokenVerifier(sampling), eos_id=-1)
+  with_tokens = [*(NullDraft(draft.tree) for draft in drafts), *drafts]
+  decoders = [autoregressive, *(Decoder(target, draft, verifier, -1) for draft in with_tokens)]
 
   @jax.jit
   def states(params):
