@@ -95,6 +95,11 @@ def model(models: Models, sampling: Sampling, tree: Tree):
   return ModelDraft(models.draft, sampling, tree), models.draft_params
 
 
+def near(models: Models, sampling: Sampling, tree: Tree):
+  """The target with noise in its parameters, which is often accepted."""
+  return ModelDraft(models.target, sampling, tree), tiny.near(models.params, 5, 0.2)
+
+
 def independent(models: Models, sampling: Sampling, tree: Tree):
   return ModelDraft(models.draft, sampling, tree, independent=True), models.draft_params
 
@@ -193,6 +198,10 @@ def dynamic(models: Models, sampling: Sampling, tree: DynamicTree):
   return DynamicDraft(models.draft, tree, width=2), models.draft_params
 
 
+def dynamic_near(models: Models, sampling: Sampling, tree: DynamicTree):
+  return DynamicDraft(models.target, tree, width=2), tiny.near(models.params, 5, 0.2)
+
+
 def dynamic_itself(models: Models, sampling: Sampling, tree: DynamicTree):
   return DynamicDraft(models.target, tree, width=2), models.params
 
@@ -244,15 +253,15 @@ CASES = {
   "hierarchical": (t5, hierarchical, chain(4), TokenVerifier),
   "hierarchical, GPT": (gpt, two_levels, chain(3), BlockVerifier),
   "bigrams": (t5, bigrams, chain(2), BlockVerifier),
-  "dynamic": (t5, dynamic, DynamicTree(6, 3), TokenVerifier),
+  "dynamic": (t5, dynamic_near, DynamicTree(6, 3), TokenVerifier),
   "dynamic, GPT": (gpt, dynamic, DynamicTree(3, 4), TokenVerifier),
   "dynamic of itself": (t5, dynamic_itself, DynamicTree(4, 2), TokenVerifier),
   "drafts merged": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), TokenVerifier),
   "free": (t5, free, RAGGED, TokenVerifier),
   "blocks": (t5, model, chain(3), BlockVerifier),
-  "tree": (t5, model, RAGGED, TokenVerifier),
+  "tree": (t5, near, RAGGED, TokenVerifier),
   "tree, GPT": (gpt, model, RAGGED, TokenVerifier),
-  "tree, blocks": (t5, model, branching(2, 2), BlockVerifier),
+  "tree, blocks": (t5, near, branching(2, 2), BlockVerifier),
   "k-seq": (t5, independent, branching(2, 2), KSeqVerifier),
   "typical": (t5, model, RAGGED, TypicalVerifier),
   "top-beta": (gpt, model, chain(2), TopBetaVerifier),

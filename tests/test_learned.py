@@ -78,7 +78,7 @@ def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
 
 @pytest.mark.parametrize(
   "kind, of",
-  [(kind, t5) for kind in ("eagle", "parallel", "pass", "shared_encoder", "conditioned")]
+  [(kind, t5) for kind in HEADS]
   + [(kind, gpt) for kind in ("heads", "parallel", "early_exit")],
 )
 def test_training_logits_equal_those_of_decoding(kind, of):
