@@ -48,7 +48,7 @@ def settings(files: Iterable[str]) -> dict[str, Setting]:
   """Return the settings of gin files and of the files that they include, by macro."""
   found: dict[str, Setting] = {}
   for path in _included(files):
-    found |= _settings_of(path.read_text(encoding="utf-8"))
+    found |= _settings_of(path.read_text(encoding="utf-8", errors="replace"))
   return found
 
 
@@ -230,7 +230,7 @@ def help_text(files: Sequence[str], width: int = 100) -> str:
       break_on_hyphens=False,
     )
   extra = settings([CHECKPOINTS])
-  if any("load_pair" in path.read_text(encoding="utf-8") for path in _included(files)):
+  if any("load_pair" in path.read_text("utf-8", "replace") for path in _included(files)):
     names = ", ".join(e.flag for e in extra.values() if e.name not in settings(files))
     lines += ["", f"Your own models ({CHECKPOINTS}): {names}."]
   return inspect.cleandoc("\n".join(lines))
