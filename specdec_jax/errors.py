@@ -100,7 +100,7 @@ def shown(value: Any) -> str:
 
 
 def require_seed(seed: Any) -> None:
-  """Raise InputError unless `seed` is an integer of 32 bits, the range that jax supports."""
+  """Raise InputError unless `seed` is an integer that fits in 32 bits, which jax requires."""
   if not (_fits(seed, int) and -(2**31) <= seed < 2**32):
     raise InputError(
       f"seed is {shown(seed)}; it must be a whole number from {-(2**31)} to {2**32 - 1}."

@@ -1,4 +1,4 @@
-"""Models named as on the Hugging Face Hub, from its local cache or downloaded."""
+"""Models on the Hugging Face Hub: resolve a name to a local folder, downloading it if needed."""
 
 import os
 import re

@@ -118,7 +118,7 @@ def split(array: StoredArray, count: int) -> list[StoredArray]:
 
 
 class Checkpoint(NamedTuple):
-  """Model on disk whose arrays are known but not yet in memory.
+  """Model on disk whose arrays are listed but not yet loaded.
 
   Attributes:
     path: path of the checkpoint.

@@ -27,8 +27,8 @@ from specdec_jax.errors import InputError, require_count
 class DynamicDraft(Draft):
   """Dynamic tree of tokens that a model selects. Parameters are the model's.
 
-  State is (cache of the model, for each draft token the node of the drafted tree by which the model
-  processed it, 0 if it did not).
+  State is (cache of the model, nodes [B, N]): for each draft token, its node in the tree that the
+  model has processed, or 0 if the model has not processed it.
 
   Attributes:
     model: M_q.

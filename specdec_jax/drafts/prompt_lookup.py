@@ -31,10 +31,10 @@ def prompt_lookup(target: LoadedTarget, max_ngram: int = 3) -> DraftFactory:
 class PromptLookupDraft(Draft):
   """Proposes the tokens that followed an earlier occurrence of the last committed tokens.
 
-  The longest match of the last tokens, of at most `max_ngram` tokens, is searched in the prompt and
-  in the text so far. Among matches of equal length, those in the prompt precede those in the text,
-  and later ones precede earlier ones. A match in the text continues through its own draft tokens,
-  so a repeating text is proposed to repeat.
+  It searches the prompt and the text so far for the longest match, of at most `max_ngram` tokens,
+  of the last tokens. Among matches of equal length, those in the prompt are preferred to those in
+  the text, and later ones to earlier ones. If a match reaches the end of the text, the proposal
+  continues with its own draft tokens, so that a repeating pattern is extended.
 
   In a tree, the children of the last committed token start the continuations of several matches,
   best first, with distinct tokens. After each of them only first children are proposed, as in

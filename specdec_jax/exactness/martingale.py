@@ -48,7 +48,7 @@ class Scores(NamedTuple):
 
 
 class RoundScores(NamedTuple):
-  """Scores of N verified guesses, and of tokens without a guess; arrays [N].
+  """Scores of N tokens: verified guesses, and bonus tokens, which have no guess; arrays [N].
 
   Attributes:
     row: number of the output, from 0.
@@ -59,7 +59,7 @@ class RoundScores(NamedTuple):
       token, which had no guess.
     accepted: whether the guess was accepted.
     probability: probability that it is accepted.
-    guess: scores of the guess in the q that its draft reports.
+    guess: scores of the guess under the q that its draft reports.
     next: scores of the token that the target sampled in place of the guess, or as bonus token.
   """
 

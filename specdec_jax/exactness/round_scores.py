@@ -1,4 +1,4 @@
-"""Scores of rounds: of each guess, of its acceptance, and of the token after it.
+"""Test statistics of rounds: scores with mean 0 of guesses, acceptance and next tokens.
 
 q is the distribution that the draft reports. p comes from one forward pass of the target over the
 decoded text, not from the decoding loop, which is under test.

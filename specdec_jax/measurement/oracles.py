@@ -25,7 +25,7 @@ def acceptances(
 
   For a token x at which a draft token is verified, it is min(1, q(x) / p(x)): the draft token is x
   and accepted with probability min(p(x), q(x)), and x is emitted with probability p(x), for any
-  gamma. Given the text, tokens are independent.
+  gamma. Given the text, these events are independent.
   """
   logits = teacher_forced_logits(pair.target, pair.target_params, prompt, decoded.tokens)
   draft_q = draft_probs(pair, pair.draft(sampling, chain(1)), prompt, decoded.tokens)

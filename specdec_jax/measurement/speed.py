@@ -24,7 +24,7 @@ NUM_COSTED = 24  # texts at which costs are timed
 
 
 class Baseline(NamedTuple):
-  """Autoregressive decoding of a pair's target, which speed is relative to.
+  """Autoregressive decoding of a pair's target; speedups are relative to its speed.
 
   Attributes:
     name: name of the implementation, for records.

@@ -1,1 +1,1 @@
-"""Models behind the `Model` contract: T5, decoder-only models, simulated acceptance."""
+"""Implementations of the `Model` contract: T5, decoder-only models, simulated acceptance."""

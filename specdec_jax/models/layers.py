@@ -76,7 +76,7 @@ class Dense(nn.Module):
 
 
 class RMSNorm(nn.Module):
-  """Norm of T5: divides by the root mean square, without mean or bias, in float32."""
+  """T5's RMS norm, without mean subtraction or bias, in float32."""
 
   config: TransformerConfig
 

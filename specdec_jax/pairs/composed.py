@@ -79,15 +79,15 @@ def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFac
 def cascade_draft(
   target: LoadedTarget, drafts: Sequence[LoadsDraft], gammas: Sequence[int]
 ) -> DraftFactory:
-  """Return several drafts that propose one after the other, usually from expensive to cheap.
+  """Return a draft that runs several drafts in sequence, usually from expensive to cheap.
 
   Args:
     target: the target of the pair.
-    drafts: functions that load the drafts, in the order of their tokens.
+    drafts: functions that load the drafts, in the order in which they propose.
     gammas: number of draft tokens of each draft except the last, which proposes the rest.
 
   Raises:
-    InputError: gammas are not one fewer than drafts, or one is not a positive integer.
+    InputError: `len(gammas)` is not `len(drafts) - 1`, or a gamma is not a positive integer.
   """
   require_types(cascade_draft, locals())
   if len(gammas) != len(drafts) - 1:
@@ -118,12 +118,12 @@ def tree_draft(
   widths: Sequence[int] = (),
   num_guesses: int | None = None,
 ) -> DraftFactory:
-  """Return a draft that proposes a tree of depth gamma in place of a chain of gamma.
+  """Return a draft that proposes a tree of depth gamma in place of a chain of length gamma.
 
   Args:
     target: the target of the pair.
     draft: function that loads a draft that proposes trees.
-    widths: children of each node at depth 0, 1, ...; nodes at greater depths have one child.
+    widths: number of children of each node at depth 0, 1, ...; nodes at greater depths have one.
     num_guesses: number of draft tokens of a dynamic tree; instead of `widths`.
 
   Raises:

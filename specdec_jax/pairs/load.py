@@ -58,11 +58,12 @@ def load_pair(
   Args:
     target: checkpoint of the target: of T5X, Orbax, Hugging Face or this project, local or `gs://`,
       or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`.
-    draft: checkpoint of the draft, which is a model or was trained on this target's hidden states
-      (`train_speculator`); or a function that loads a draft for a `LoadedTarget`.
+    draft: checkpoint of the draft, a separate model or a draft head trained on this target's hidden
+      states (`train_speculator`); or a function that loads a draft for a `LoadedTarget`.
     vocabulary: path of the vocabulary, or a Hugging Face folder or name; see `open_vocabulary`. By
       default the target's own: in its folder, or next to it for pairs of this project.
-    task: name of the inputs, for records; None for the bundled target's own, or for no name.
+    task: name of the inputs, for records. By default, the bundled target has its own task,
+      and other targets have none.
     dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU and bfloat16 elsewhere. On a CPU,
       bfloat16 halves the bytes that are read. It is faster if the processor multiplies in bfloat16
       (AVX512-BF16), and slower otherwise.
@@ -148,7 +149,7 @@ def checkpoint_draft(
   dtype: str = "float32",
   kernels: str = "auto",
 ) -> DraftFactory:
-  """Load a model as draft, for drafts that are composed of others.
+  """Load a model as a draft, for use in a composed draft.
 
   Args:
     target: the target of the pair.

@@ -80,7 +80,7 @@ def length_charts(records: Sequence[Record]) -> Markup:
 
 
 def draft_charts(records: Sequence[Record]) -> Markup:
-  """Return a chart for each temperature with the speedup of each draft, the fastest first."""
+  """Return one chart per temperature, with the speedup of each draft, fastest first."""
   charts = []
   for temperature in sorted({r.temperature for r in records}):
     measured = [r for r in records if r.temperature == temperature and r.speedup is not None]

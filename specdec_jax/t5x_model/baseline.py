@@ -1,4 +1,4 @@
-"""t5x's own decoding of a target, as a baseline of speed."""
+"""t5x's own decoding of a target, as a speed baseline."""
 
 import dataclasses
 import functools

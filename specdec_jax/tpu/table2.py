@@ -132,7 +132,7 @@ def table(rows: Sequence[Row], compiled: Sequence[Compiled]) -> Table:
   """Return the twelve rows of Table 2 with the compiler's predictions next to the paper's values.
 
   Args:
-    rows: rows of the paper's Table 4, which has the columns of Table 2 and its c, EXP and EMP.
+    rows: rows of the paper's Table 4, which adds the columns c, EXP and EMP to those of Table 2.
     compiled: result of `compile_missing` for these rows.
   """
   columns = "task|draft|temp|gamma|alpha|paper c|paper EXP|paper EMP"

@@ -1,4 +1,4 @@
-"""Small decoder that attends to the source as the target has encoded it.
+"""Small decoder that attends to the target's encoding of the source.
 
 It has token embeddings and a cache of the text, but no encoder. Its layers attend to the
 cross-attention keys and values of the target's last layers, as they did in training.
