@@ -7,10 +7,10 @@ Programs that are in the file already are not compiled again. See experiments/tp
 
 import pathlib
 
+from specdec_jax.bench.reporting.paper import load_table
+from specdec_jax.bench.tpu import table2 as tpu_table2
 from specdec_jax.errors import InputError
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.paper import load_table
-from specdec_jax.tpu import table2 as tpu_table2
 from specdec_jax.user_errors import ArgumentParser
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -13,6 +13,9 @@ from typing import Any
 import jax
 
 from specdec_jax.atomic_files import atomic_write
+from specdec_jax.bench.tpu import compile as tpu_compile
+from specdec_jax.bench.tpu import examine
+from specdec_jax.bench.tpu.beams import BeamSettings, beam_programs
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
 from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig, speculator_config
@@ -21,9 +24,6 @@ from specdec_jax.extended_theory import best_tree
 from specdec_jax.models.config import named_config, named_dtype
 from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
-from specdec_jax.tpu import compile as tpu_compile
-from specdec_jax.tpu import examine
-from specdec_jax.tpu.beams import BeamSettings, beam_programs
 from specdec_jax.user_errors import ArgumentParser
 
 _NOT_SETTINGS = "format", "output", "no_loops"

@@ -9,11 +9,11 @@ python scripts/figures.py --figure 1 --gin_file gin/models/gpt_like.gin --temper
 import argparse
 import pathlib
 
+from specdec_jax.bench.reporting import drawing, figures
+from specdec_jax.bench.reporting.drafts_figure import drafts_figure
+from specdec_jax.bench.reporting.paper import load_table
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.records import read
-from specdec_jax.reporting import drawing, figures
-from specdec_jax.reporting.drafts_figure import drafts_figure
-from specdec_jax.reporting.paper import load_table
 from specdec_jax.run import parse_gin
 from specdec_jax.user_errors import ArgumentParser, format_error
 

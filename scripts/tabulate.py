@@ -8,7 +8,7 @@ of this checkout.
 """
 
 from specdec_jax.atomic_files import atomic_write, require_distinct_files
-from specdec_jax.commands.tabulate import named_table
+from specdec_jax.bench.tabulate import named_table
 from specdec_jax.errors import InputError
 from specdec_jax.reporting.formats import render
 from specdec_jax.user_errors import ArgumentParser

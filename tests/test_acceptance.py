@@ -4,7 +4,7 @@ import pytest
 import tiny_pair
 
 from specdec_jax import records
-from specdec_jax.commands.acceptance import acceptance
+from specdec_jax.bench.acceptance import acceptance
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.drafts.ngram import unigram
 from specdec_jax.drafts.prompt_lookup import prompt_lookup

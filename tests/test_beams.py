@@ -24,7 +24,7 @@ from specdec_jax.beam_search import (
   step,
   verified,
 )
-from specdec_jax.commands import bench_beams
+from specdec_jax.bench import beams as bench_beams
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain

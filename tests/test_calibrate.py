@@ -11,7 +11,9 @@ import pytest
 import tiny_pair
 from tiny import autoregressive_decode
 
-from specdec_jax.commands import bench_gamma, decode
+from specdec_jax.bench import gamma as bench_gamma
+from specdec_jax.bench import oracles
+from specdec_jax.commands import decode
 from specdec_jax.commands.translate import decode_lines, translate
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
@@ -24,7 +26,7 @@ from specdec_jax.extended_theory import (
   tree_tokens,
 )
 from specdec_jax.loading import DecodeSettings
-from specdec_jax.measurement import calibrate, choice, oracles
+from specdec_jax.measurement import calibrate, choice
 from specdec_jax.measurement.calibrate import resolve_gammas, resolve_tree
 from specdec_jax.measurement.calibration_cache import cache_key, get_or_compute
 from specdec_jax.measurement.choice import choose, choose_tree

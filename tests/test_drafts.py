@@ -7,14 +7,14 @@ import numpy as np
 import tiny_pair
 
 from specdec_jax import records
-from specdec_jax.commands import bench_drafts
-from specdec_jax.commands.tabulate import named_table
+from specdec_jax.bench import drafts as bench_drafts
+from specdec_jax.bench.reporting.drafts import drafts_table
+from specdec_jax.bench.reporting.drafts_figure import drafts_figure
+from specdec_jax.bench.tabulate import named_table
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.measurement.measure import settings_to_measure
-from specdec_jax.reporting.drafts import drafts_table
-from specdec_jax.reporting.drafts_figure import drafts_figure
 
 
 def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):

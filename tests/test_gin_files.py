@@ -183,7 +183,7 @@ def test_runs_with_verifiers_can_be_sharded(name):
     run.parse_gin([str(GIN / f"{file}.gin") for file in (f"runs/{name}", "models/sharded")], [], [])
     sharding, verifiers = (
       gin.query_parameter(parameter).scoped_configurable_fn()
-      for parameter in ("partitioning.sharded.rules", "bench_drafts.compare_drafts.verifiers")
+      for parameter in ("partitioning.sharded.rules", "drafts.compare_drafts.verifiers")
     )
   finally:
     gin.clear_config()

@@ -22,12 +22,13 @@ from test_reporting import (
 )
 
 from specdec_jax import records
+from specdec_jax.bench.reporting.reports import lengths_report
 from specdec_jax.commands import speedup
 from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.measurement import measure as measuring
 from specdec_jax.records import Record
 from specdec_jax.reporting import speeds
-from specdec_jax.reporting.html import lengths_report, report, write_report
+from specdec_jax.reporting.html import report, write_report
 from specdec_jax.reporting.rounds import Branch, Round, read_rounds
 from specdec_jax.reporting.stepper import Example
 

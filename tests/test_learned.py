@@ -78,8 +78,7 @@ def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
 
 @pytest.mark.parametrize(
   "kind, of",
-  [(kind, t5) for kind in HEADS]
-  + [(kind, gpt) for kind in ("heads", "parallel", "early_exit")],
+  [(kind, t5) for kind in HEADS] + [(kind, gpt) for kind in ("heads", "parallel", "early_exit")],
 )
 def test_training_logits_equal_those_of_decoding(kind, of):
   """At each token of a text, the draft's q in decoding equals the q that the training loss uses."""

@@ -8,7 +8,7 @@ import pytest
 import tiny_pair
 
 from specdec_jax import records
-from specdec_jax.commands.online import serve_and_learn
+from specdec_jax.bench.online import serve_and_learn
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain

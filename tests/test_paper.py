@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from specdec_jax.bench.reporting.paper import load_table
 from specdec_jax.errors import InputError
-from specdec_jax.reporting.paper import load_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAPER = ROOT / "configs"

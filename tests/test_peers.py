@@ -14,16 +14,9 @@ import tiny_pair
 from safetensors import safe_open
 
 from specdec_jax import records
-from specdec_jax.checkpoints.huggingface import save_huggingface
-from specdec_jax.checkpoints.load import open_checkpoint
-from specdec_jax.commands import peers
-from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.errors import InputError
-from specdec_jax.kernels import skinny
-from specdec_jax.measurement.speed import own_baseline
-from specdec_jax.peers import comparison as comparisons
-from specdec_jax.peers import ctranslate2, huggingface, t5x, worker
-from specdec_jax.peers.comparison import (
+from specdec_jax.bench.peers import compare, ctranslate2, huggingface, t5x, worker
+from specdec_jax.bench.peers import comparison as comparisons
+from specdec_jax.bench.peers.comparison import (
   OWN_BASELINE,
   Backend,
   Comparison,
@@ -31,6 +24,12 @@ from specdec_jax.peers.comparison import (
   Generate,
   Workload,
 )
+from specdec_jax.checkpoints.huggingface import save_huggingface
+from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.errors import InputError
+from specdec_jax.kernels import skinny
+from specdec_jax.measurement.speed import own_baseline
 
 ARGMAX, LIMIT = Sampling(temperature=0.0), 12
 TEXTS = tiny_pair.SENTENCES[:3]
@@ -229,7 +228,7 @@ def test_missing_backends_are_named_and_the_others_are_measured(tmp_path, capsys
     comparison = trained(folder)
     return comparison._replace(pairs=(comparison.pair, comparison.pair._replace(kernels="again")))
 
-  measure = functools.partial(peers.peers, [pair_twice], backends, str(tmp_path), repeats=2)
+  measure = functools.partial(compare.peers, [pair_twice], backends, str(tmp_path), repeats=2)
   measure()
   out = capsys.readouterr().out
   assert "not installed: absent (needs no_such_package)" in out
@@ -295,7 +294,7 @@ def test_beam_search_is_compared_with_the_backends_that_support_it(comparison, t
   def make_comparison(folder):
     return with_beams._replace(pairs=(comparison.pair,))
 
-  peers.peers([make_comparison], [], str(tmp_path), repeats=1)
+  compare.peers([make_comparison], [], str(tmp_path), repeats=1)
   (record,) = records.read(tmp_path / "results.jsonl")
   assert (record.beams, record.draft_beams, record.identical) == (2, 4, True)
   assert "2 beams" in " ".join(capsys.readouterr().out.split())
@@ -323,7 +322,7 @@ def test_random_weights_are_measured_at_their_simulated_alpha(tmp_path):
     return with_workload(comparison._replace(pairs=comparison.pairs[-1:]), gammas=(3,))
 
   trained_only = Backend("trained", (), load_never, trained_only=True)
-  peers.peers([make_comparison], [trained_only], str(tmp_path), repeats=1)
+  compare.peers([make_comparison], [trained_only], str(tmp_path), repeats=1)
   (record,) = records.read(tmp_path / "results.jsonl")
   assert (record.alpha, record.acceptance, record.identical) == (0.5, "simulated", None)
   assert (record.target, record.num_tokens) == ("t5_1.1_tiny", LIMIT)
@@ -332,10 +331,10 @@ def test_random_weights_are_measured_at_their_simulated_alpha(tmp_path):
 
 def test_comparison_without_texts_raises(tmp_path):
   with pytest.raises(InputError, match="no comparisons"):
-    peers.peers([], [], str(tmp_path))
+    compare.peers([], [], str(tmp_path))
 
   def without_texts(folder):
     return with_workload(trained(folder), texts=[])
 
   with pytest.raises(InputError, match="no texts"):
-    peers.peers([without_texts], [], str(tmp_path))
+    compare.peers([without_texts], [], str(tmp_path))

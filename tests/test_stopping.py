@@ -12,6 +12,8 @@ from test_backoff import written
 from test_contract import LIMIT, t5
 from test_speculative import CONFIG
 
+from specdec_jax.bench import oracles
+from specdec_jax.bench.stopping import auc, in_a_row, stopped_speedup
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
@@ -24,9 +26,7 @@ from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
-from specdec_jax.measurement import oracles
 from specdec_jax.measurement.choice import Calibration
-from specdec_jax.measurement.stopping import auc, in_a_row, stopped_speedup
 
 RNG = np.random.default_rng(0)
 GAMMA = 4

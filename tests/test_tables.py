@@ -12,13 +12,15 @@ import sys
 
 import pytest
 
+from specdec_jax.bench.reporting import beams, drafts, lengths, runs
+from specdec_jax.bench.reporting.pages import measured_table, quoted
+from specdec_jax.bench.reporting.paper import load_table
+from specdec_jax.bench.reporting.paper_tables import paper_table
 from specdec_jax.errors import InputError
 from specdec_jax.records import Record, append
-from specdec_jax.reporting import beams, drafts, html, lengths, runs, speeds
+from specdec_jax.reporting import html, speeds
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.pages import measured_table, quoted
-from specdec_jax.reporting.paper import load_table
-from specdec_jax.reporting.tables import Table, paper_table
+from specdec_jax.reporting.tables import Table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -6,6 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from specdec_jax.bench.reporting.paper import load_table
 from specdec_jax.core.theory import (
   best_gamma,
   beta,
@@ -21,7 +22,6 @@ from specdec_jax.core.theory import (
 )
 from specdec_jax.errors import InputError
 from specdec_jax.extended_theory import expected_rounds, text_improvement
-from specdec_jax.reporting.paper import load_table
 
 PAPER = pathlib.Path(__file__).resolve().parents[1] / "configs"
 

@@ -16,10 +16,10 @@ import tiny_pair
 from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
 
+from specdec_jax.bench.tabulate import named_table
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.commands import train as commands
 from specdec_jax.commands.distillation_data import model_outputs
-from specdec_jax.commands.tabulate import named_table
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary

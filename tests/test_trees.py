@@ -14,8 +14,10 @@ import tiny
 import tiny_pair
 
 from specdec_jax import extended_theory, records
-from specdec_jax.commands import bench_trees
-from specdec_jax.commands.bench_trees import trees
+from specdec_jax.bench import trees as bench_trees
+from specdec_jax.bench.reporting.lengths import lengths_table
+from specdec_jax.bench.tpu.tree_speeds import tree_speeds_table
+from specdec_jax.bench.trees import trees
 from specdec_jax.core import theory
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import (
@@ -39,8 +41,6 @@ from specdec_jax.measurement.alpha import measure_alpha, positional_acceptance
 from specdec_jax.measurement.costs import Costs
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import verifier_name
-from specdec_jax.reporting.lengths import lengths_table
-from specdec_jax.tpu.tree_speeds import tree_speeds_table
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 

@@ -19,12 +19,12 @@ from tiny import autoregressive_decode, speculative_decode
 from specdec_jax import memory
 from specdec_jax.adaptive import AdaptiveDecoder
 from specdec_jax.api import Pair
-from specdec_jax.commands.acceptance import acceptance
-from specdec_jax.commands.bench_beams import beams
-from specdec_jax.commands.bench_gamma import gamma
+from specdec_jax.bench.acceptance import acceptance
+from specdec_jax.bench.beams import beams
+from specdec_jax.bench.gamma import gamma
+from specdec_jax.bench.given_outputs import RecitingModel
 from specdec_jax.commands.check_exactness import check_exactness
 from specdec_jax.commands.decode import decode
-from specdec_jax.commands.given_outputs import RecitingModel
 from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.commands.speedup import speedup
 from specdec_jax.commands.train import fit_vocabulary

@@ -14,13 +14,9 @@ from importlib import resources
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.records import Record, key
 from specdec_jax.reporting import speeds
-from specdec_jax.reporting.drafts import drafts_table
-from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.markup import Markup, join, scrollable, tag
 from specdec_jax.reporting.record_charts import (
   acceptance_charts,
-  draft_charts,
-  length_charts,
   speedup_charts,
 )
 from specdec_jax.reporting.stepper import Example, stepper
@@ -49,56 +45,35 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
   """
   records = [*{key(r): r for r in records}.values()]
   series = _series(records)
-  return _page(
+  return page(
     title,
     records,
     tag("ul", *(_result(name, group) for name, group in series.items()), class_="results"),
-    _section("Measured settings", _speeds(records, series.values())),
-    _section("Speedup against gamma", speedup_charts(series)),
-    _section("Acceptance by position in the round", acceptance_charts(series)),
-    _section("Bytes over bandwidth", _roofline(records, series.values())),
-    _section("Round by round", stepper(examples)),
+    section("Measured settings", _speeds(records, series.values())),
+    section("Speedup against gamma", speedup_charts(series)),
+    section("Acceptance by position in the round", acceptance_charts(series)),
+    section("Bytes over bandwidth", _roofline(records, series.values())),
+    section("Round by round", stepper(examples)),
   )
 
 
-def lengths_report(records: Sequence[Record], examples: Sequence[Example], title: str) -> str:
-  """Return a page of acceptance lengths: a chart, `lengths_table`, and rounds to step through."""
-  table = lengths_table(records)
-  return _page(
-    title,
-    records,
-    _section("Acceptance length against nodes", length_charts(records)),
-    _section("Measured settings", _html_table(table)),
-    _section("Round by round", stepper(examples)),
-  )
-
-
-def drafts_report(records: Sequence[Record], title: str) -> str:
-  """Return a page that compares drafts: a chart of their speedups, and `drafts_table`."""
-  table = drafts_table(records)
-  return _page(
-    title,
-    records,
-    _section("Speedup over autoregressive decoding", draft_charts(records)),
-    _section("Measured drafts", _html_table(table)),
-  )
-
-
-def _page(title: str, records: Sequence[Record], *parts: Markup) -> str:
+def page(title: str, records: Sequence[Record], *parts: Markup) -> str:
+  """Return a page with the settings that all records share, and with the given parts."""
   versions = {
     f"specdec_jax {r.specdec_version}, commit {r.commit or '-'}, jax {r.jax_version or '-'}, "
     f"{(r.date or '-')[:10]}"
     for r in records
   }
-  page = resources.files("specdec_jax.reporting").joinpath("report.html").read_text("utf-8")
-  return string.Template(page).substitute(
+  template = resources.files("specdec_jax.reporting").joinpath("report.html").read_text("utf-8")
+  return string.Template(template).substitute(
     title=html.escape(title),
     body=join(_shared(records, _MAIN), *parts),
     footer=join(_shared(records, _OTHER), "; ".join(sorted(versions))),
   )
 
 
-def _section(heading: str, body: Markup) -> Markup:
+def section(heading: str, body: Markup) -> Markup:
+  """Return a section with a heading, or nothing if the body is empty."""
   return tag("section", tag("h2", heading), body) if body else body
 
 
@@ -269,7 +244,8 @@ def _table(
   return _grid([*varying.values(), *columns], bodies, legend_lines(legend))
 
 
-def _html_table(table: Table) -> Markup:
+def html_table(table: Table) -> Markup:
+  """Return a table, followed by its legend and its notes as a list."""
   return _grid(table.columns, [table.rows], [*legend_lines(table.legend), *table.notes])
 
 

@@ -1,12 +1,11 @@
-"""Charts of records: speedup against gamma, acceptance lengths, acceptance by position."""
+"""Charts of records: speedup against gamma, and acceptance by position."""
 
 import math
 from collections.abc import Callable, Sequence
 
 from specdec_jax.records import Record
-from specdec_jax.reporting.charts import Curve, acceptance_chart, bar_chart, line_charts
+from specdec_jax.reporting.charts import Curve, acceptance_chart, line_charts
 from specdec_jax.reporting.markup import Markup, join, tag
-from specdec_jax.reporting.tables import sampling_text
 
 
 def _points(
@@ -34,7 +33,7 @@ def speedup_charts(series: dict[str, list[Record]]) -> Markup:
     )
     if curves := [curve for curve in curves if curve.points]:
       charts[name] = curves
-  return _figures(
+  return figures_with_note(
     line_charts(
       charts, y_label="speedup over autoregressive decoding", x_label="gamma (guesses per round)"
     ),
@@ -42,56 +41,6 @@ def speedup_charts(series: dict[str, list[Record]]) -> Markup:
     "assumes that a forward pass over gamma + 1 tokens costs as much as one over a single token. "
     "Predicted (dashed) uses all measured costs.",
   )
-
-
-def length_charts(records: Sequence[Record]) -> Markup:
-  """Return a chart for each sampling setting, with a curve for each verifier and proposal."""
-  verifiers = [*dict.fromkeys(r.verifier for r in records)]
-  charts = {}
-  for sampling in dict.fromkeys(map(sampling_text, records)):
-    curves = []
-    for kind in "chains", "trees", "dynamic trees":
-      style = kind.split()[0]
-      for verifier in verifiers:
-        points = sorted(
-          (r.num_nodes, r.tokens_per_round)
-          for r in records
-          if (sampling_text(r), r.verifier) == (sampling, verifier)
-          and f"{r.kind}s" == kind
-          and r.tokens_per_round is not None
-        )
-        name = kind if len(verifiers) == 1 else f"{kind}, {verifier.removesuffix('Verifier')}"
-        if points:
-          curves.append(
-            Curve(name, style if verifier == verifiers[0] else f"{style} other", points)
-          )
-    if curves:
-      charts[f"Temperature {sampling}"] = curves
-  return _figures(
-    line_charts(
-      charts,
-      y_label="acceptance length: tokens per target pass",
-      x_label="nodes (last committed token included)",
-      scale=math.log2,
-    ),
-    "One target forward pass verifies all nodes of a round. With one node it is autoregressive "
-    "decoding.",
-  )
-
-
-def draft_charts(records: Sequence[Record]) -> Markup:
-  """Return one chart per temperature, with the speedup of each draft, fastest first."""
-  charts = []
-  for temperature in sorted({r.temperature for r in records}):
-    measured = [r for r in records if r.temperature == temperature and r.speedup is not None]
-    default = measured[0].verifier if measured else ""
-    speedups = [
-      (r.draft + ("" if r.verifier == default else f", {r.verifier}"), r.speedup or 0.0)
-      for r in measured
-    ]
-    speedups.sort(key=lambda pair: -pair[1])
-    charts.append(bar_chart(f"Temperature {temperature:g}", "measured speedup", speedups))
-  return _figures(charts, "The dotted line is autoregressive decoding of the same target.")
 
 
 def acceptance_charts(series: dict[str, list[Record]]) -> Markup:
@@ -102,7 +51,7 @@ def acceptance_charts(series: dict[str, list[Record]]) -> Markup:
     for r, shares in by_position[-1:]:
       heading = f"{name}, gamma {r.gamma}, {r.rounds or '-'} rounds"
       figures.append(acceptance_chart(heading, shares, r.acceptance_rate))
-  return _figures(
+  return figures_with_note(
     figures,
     "Acceptance rate of each draft token, over the rounds in which all earlier draft tokens were "
     "accepted. The theory assumes that it is the same at every position. The dotted line is the "
@@ -112,7 +61,8 @@ def acceptance_charts(series: dict[str, list[Record]]) -> Markup:
   )
 
 
-def _figures(figures: Sequence[Markup], note: str) -> Markup:
+def figures_with_note(figures: Sequence[Markup], note: str) -> Markup:
+  """Return figures with a note below them, or nothing if there are no figures."""
   if not figures:
     return join()
   return join(tag("div", *figures, class_="figures"), tag("p", note, class_="note"))

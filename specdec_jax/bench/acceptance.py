@@ -11,6 +11,7 @@ from jax import Array
 from rich.console import Console
 
 from specdec_jax import records
+from specdec_jax.bench.reporting.runs import acceptance_table
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
@@ -31,7 +32,6 @@ from specdec_jax.pairs import DraftFactory, LoadedPair
 from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.runs import acceptance_table
 
 
 def acceptance(

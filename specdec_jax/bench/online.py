@@ -8,6 +8,7 @@ import jax
 from rich.console import Console
 
 from specdec_jax import records
+from specdec_jax.bench.reporting.runs import online_table
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
@@ -21,7 +22,6 @@ from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.pairs import LoadedPair
 from specdec_jax.progress import Progress
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.runs import online_table
 from specdec_jax.training.online import OnlineDraft, decode_and_learn
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from specdec_jax.bench.reporting.drawing import BLUE, GREY, NORMAL, SMALL, new_figure
 from specdec_jax.records import Record
-from specdec_jax.reporting.drawing import BLUE, GREY, NORMAL, SMALL, new_figure
 
 _Point = tuple[float, float]
 

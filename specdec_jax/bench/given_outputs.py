@@ -17,6 +17,7 @@ from jax import Array
 from rich.console import Console
 
 from specdec_jax import records
+from specdec_jax.bench.reporting.runs import given_outputs_table
 from specdec_jax.core import theory
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -32,7 +33,6 @@ from specdec_jax.pairs import DraftFactory, LoadedPair
 from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.runs import given_outputs_table
 
 ARGMAX = Sampling(temperature=0.0)
 

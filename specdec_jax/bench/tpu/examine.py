@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 from jax.stages import Compiled
 
-from specdec_jax.core.trees import Tree
-from specdec_jax.reporting.tables import MISSING, Table
-from specdec_jax.tpu.compile import HBM_ONLY, Chip, Programs
-from specdec_jax.tpu.hlo import (
+from specdec_jax.bench.tpu.compile import HBM_ONLY, Chip, Programs
+from specdec_jax.bench.tpu.hlo import (
   convolutions,
   estimated_cycles,
   executed_collectives,
   matrix_converts,
 )
-from specdec_jax.tpu.weight_copies import weight_copies
+from specdec_jax.bench.tpu.weight_copies import weight_copies
+from specdec_jax.core.trees import Tree
+from specdec_jax.reporting.tables import MISSING, Table
 
 LOOPS = "speculative loop", "plain loop"
 

@@ -18,6 +18,14 @@ from rich.progress import track
 
 from specdec_jax import records
 from specdec_jax.adaptive import AdaptiveDecoder
+from specdec_jax.bench.oracles import acceptances, oracles
+from specdec_jax.bench.reporting.runs import gamma_table
+from specdec_jax.bench.stopping import (
+  auc,
+  certainties,
+  in_a_row,
+  stopped_speedup,
+)
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
@@ -27,18 +35,10 @@ from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import GAMMAS, calibrate
 from specdec_jax.measurement.choice import Calibration
 from specdec_jax.measurement.measure import settings_to_measure
-from specdec_jax.measurement.oracles import acceptances, oracles
-from specdec_jax.measurement.stopping import (
-  auc,
-  certainties,
-  in_a_row,
-  stopped_speedup,
-)
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair, stopping_draft
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.runs import gamma_table
 
 PRIOR_GUESSES = 25.0  # weight of the calibration's alpha, in draft tokens, in the adaptive policy
 

@@ -8,28 +8,29 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from specdec_jax.errors import InputError
-from specdec_jax.records import read
-from specdec_jax.reporting.beams import beams_table
-from specdec_jax.reporting.drafts import drafts_table
-from specdec_jax.reporting.lengths import lengths_table
-from specdec_jax.reporting.pages import measured_table
-from specdec_jax.reporting.paper import load_table
-from specdec_jax.reporting.runs import (
+from specdec_jax.bench.reporting.beams import beams_table
+from specdec_jax.bench.reporting.drafts import drafts_table
+from specdec_jax.bench.reporting.lengths import lengths_table
+from specdec_jax.bench.reporting.pages import measured_table
+from specdec_jax.bench.reporting.paper import load_table
+from specdec_jax.bench.reporting.paper_tables import paper_table
+from specdec_jax.bench.reporting.runs import (
   acceptance_table,
   execution_table,
   matmuls_table,
   online_table,
   training_table,
 )
-from specdec_jax.reporting.status import (
+from specdec_jax.bench.reporting.status import (
   COMPILED_TABLE,
   RECORDS,
   claims,
   status_counts,
   status_table,
 )
-from specdec_jax.reporting.tables import Table, paper_table
+from specdec_jax.errors import InputError
+from specdec_jax.records import read
+from specdec_jax.reporting.tables import Table
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 CONFIGS, EXPERIMENTS = CHECKOUT / "configs", CHECKOUT / "experiments"
@@ -64,7 +65,7 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
   if name in ("status", "status-counts"):
     return _status(counts=name == "status-counts")
   if name == "tree-speeds":
-    from specdec_jax.tpu.tree_speeds import tree_speeds_table  # imports jax
+    from specdec_jax.bench.tpu.tree_speeds import tree_speeds_table  # imports jax
 
     chain, tree = (json.loads(pathlib.Path(path).read_text()) for path in results)
     return tree_speeds_table(chain, tree)
@@ -86,7 +87,7 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
 
 def _status(counts: bool) -> Table:
   """Return the status of each number that the paper prints, or their counts."""
-  from specdec_jax.tpu.table2 import predicted  # imports jax
+  from specdec_jax.bench.tpu.table2 import predicted  # imports jax
 
   paper = {number: load_table(number, CONFIGS) for number in range(1, 6)}
   records = {file: read(EXPERIMENTS / file) for file in RECORDS}

@@ -1,6 +1,6 @@
 """Find copies of weights in the optimized HLO of a compiled program."""
 
-from specdec_jax.tpu.hlo import Computations, Instruction, parse, size
+from specdec_jax.bench.tpu.hlo import Computations, Instruction, parse, size
 
 # Operations that name an array, or move it to on-chip memory slice by slice. They are not copies.
 _ALIASES = {"bitcast", "opt-barrier", "copy-start", "copy-done", "slice-start", "slice-done"}

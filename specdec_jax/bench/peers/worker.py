@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.measurement.timing import timed
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.peers.comparison import Backend, Comparison, Generate
 
 _GENERATE: dict[str, Generate] = {}  # backends that are loaded in this subprocess, by name
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from specdec_jax.bench.tpu import compile as tpu_compile
+from specdec_jax.bench.tpu.examine import examine
 from specdec_jax.core import theory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.errors import InputError
 from specdec_jax.machine import commit
 from specdec_jax.models.config import t5_config
 from specdec_jax.reporting.tables import Table
-from specdec_jax.tpu import compile as tpu_compile
-from specdec_jax.tpu.examine import examine
 
 # The paper does not give lengths. 512 is the number of pieces that T5 reads of an article, and 128
 # is enough for a long sentence.
@@ -36,7 +36,7 @@ DEPENDS_ON = {
   "verify": ("task", "gamma"),
 }
 
-Row = Mapping[str, Any]  # a row of `reporting.paper.load_table`
+Row = Mapping[str, Any]  # a row of `bench.reporting.paper.load_table`
 Compiled = dict[str, Any]  # a line of the file of `compile_missing`
 
 NOTES = (

@@ -8,6 +8,8 @@ from rich.console import Console
 
 from specdec_jax import records
 from specdec_jax.atomic_files import atomic_write
+from specdec_jax.bench.reporting.drafts import drafts_table
+from specdec_jax.bench.reporting.reports import drafts_report
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Verifier
 from specdec_jax.errors import require_types
@@ -16,9 +18,7 @@ from specdec_jax.measurement.measure import measure
 from specdec_jax.measurement.speed import Timing
 from specdec_jax.pairs import DraftFactory, LoadedPair
 from specdec_jax.progress import Progress
-from specdec_jax.reporting.drafts import drafts_table
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.html import drafts_report
 
 
 def compare_drafts(

@@ -11,10 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax.core import theory
-from specdec_jax.errors import InputError, require_count
-from specdec_jax.records import Record, key
-from specdec_jax.reporting.drawing import (
+from specdec_jax.bench.reporting.drawing import (
   BLUE,
   GREEN,
   GREY,
@@ -29,8 +26,12 @@ from specdec_jax.reporting.drawing import (
   new_figure,
   shades,
 )
+from specdec_jax.bench.reporting.paper_tables import PaperRow
+from specdec_jax.core import theory
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.records import Record, key
 from specdec_jax.reporting.rounds import Round
-from specdec_jax.reporting.tables import PaperRow, sampling_text
+from specdec_jax.reporting.tables import sampling_text
 
 # Kind of a token -> its colour, and its name in the legend. The target's token is only a correction
 # if a draft token was rejected.

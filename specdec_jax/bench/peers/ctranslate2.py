@@ -6,7 +6,7 @@ Weights are converted from the format of transformers.
 import os
 import tempfile
 
-from specdec_jax.peers.comparison import Backend, Comparison, Generate
+from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate
 
 
 def greedy() -> Backend:
@@ -23,7 +23,7 @@ def _convert(folder: str, converted: str) -> None:
   """Convert a T5 in the format of transformers to the format of CTranslate2."""
   from ctranslate2.converters.transformers import T5Loader
 
-  from specdec_jax.peers.huggingface import load_model
+  from specdec_jax.bench.peers.huggingface import load_model
 
   model, loader = load_model(folder), T5Loader()
   # The loader takes this field to mean that logits are scaled, but transformers 5 sets it to True

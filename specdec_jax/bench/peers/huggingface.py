@@ -8,8 +8,8 @@ import os
 import weakref
 from typing import Any
 
+from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate
 from specdec_jax.models.simulated import CERTAIN
-from specdec_jax.peers.comparison import Backend, Comparison, Generate
 
 _PACKAGES, _PROCESS = ("torch", "transformers"), "torch"
 # Targets in use, by folder: autoregressive and assisted decoding share one copy of a large target.

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from specdec_jax import records
 from specdec_jax.beam_search import BeamResult, BeamSearcher
+from specdec_jax.bench.reporting.beams import beams_table
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.counts import require_finite
 from specdec_jax.errors import InputError, require_count, require_types
@@ -29,7 +30,6 @@ from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair
 from specdec_jax.progress import Progress
 from specdec_jax.records import Record
-from specdec_jax.reporting.beams import beams_table
 from specdec_jax.reporting.formats import render
 
 TIE = 1e-5  # scores are equal up to this difference: their sums are rounded in another order

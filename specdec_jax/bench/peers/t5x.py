@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 
-from specdec_jax.peers.comparison import Backend, Comparison, Decode
+from specdec_jax.bench.peers.comparison import Backend, Comparison, Decode
 
 if importlib.util.find_spec("t5x"):
   # Imported here and not on use: t5x registers itself with gin, which later locks its registry.

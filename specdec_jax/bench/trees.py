@@ -17,6 +17,8 @@ from rich.console import Console
 
 from specdec_jax import records
 from specdec_jax.atomic_files import atomic_write
+from specdec_jax.bench.reporting.lengths import lengths_table
+from specdec_jax.bench.reporting.reports import lengths_report
 from specdec_jax.commands.quickstart import show_examples
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.sampling import Sampling
@@ -36,8 +38,6 @@ from specdec_jax.pairs import LoadedPair
 from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.html import lengths_report
-from specdec_jax.reporting.lengths import lengths_table
 from specdec_jax.reporting.stepper import Example
 
 WIDTH = 8  # number of ranks whose acceptance is measured

@@ -17,6 +17,15 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax import records
+from specdec_jax.bench.peers.comparison import (
+  OWN_BASELINE,
+  Backend,
+  Comparison,
+  Decode,
+  best_of_beams,
+)
+from specdec_jax.bench.peers.worker import after_idle, in_subprocess, start_process
+from specdec_jax.bench.reporting.runs import PEERS_LEGEND, peers_table
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
@@ -35,12 +44,9 @@ from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.timing import interleaved_seconds, ratio_range
 from specdec_jax.pairs import LoadedPair
-from specdec_jax.peers.comparison import OWN_BASELINE, Backend, Comparison, Decode, best_of_beams
-from specdec_jax.peers.worker import after_idle, in_subprocess, start_process
 from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.runs import PEERS_LEGEND, peers_table
 from specdec_jax.reporting.tables import legend_lines
 
 # (kernels, gamma) of speculative decoding, or (kernels or None, name) of a baseline.

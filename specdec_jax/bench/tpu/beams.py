@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.stages import Lowered
 
 from specdec_jax.beam_search import BeamSearcher, ModelBeamDraft, NullBeamDraft
+from specdec_jax.bench.tpu.compile import Programs, Site
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
@@ -16,7 +17,6 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import require_count
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.partitioning import REPLICATED, RULES, PartitionedModel, state_shardings
-from specdec_jax.tpu.compile import Programs, Site
 
 LENGTH_PENALTY = 0.6
 

@@ -1,0 +1,1 @@
+"""Tables, figures and pages of the measurements in `bench`."""

@@ -1,0 +1,87 @@
+"""Pages of the comparisons of drafts and of trees."""
+
+import math
+from collections.abc import Sequence
+
+from specdec_jax.bench.reporting.drafts import drafts_table
+from specdec_jax.bench.reporting.lengths import lengths_table
+from specdec_jax.records import Record
+from specdec_jax.reporting.charts import Curve, bar_chart, line_charts
+from specdec_jax.reporting.html import html_table, page, section
+from specdec_jax.reporting.markup import Markup
+from specdec_jax.reporting.record_charts import figures_with_note
+from specdec_jax.reporting.stepper import Example, stepper
+from specdec_jax.reporting.tables import sampling_text
+
+
+def lengths_report(records: Sequence[Record], examples: Sequence[Example], title: str) -> str:
+  """Return a page of acceptance lengths: a chart, `lengths_table`, and rounds to step through."""
+  table = lengths_table(records)
+  return page(
+    title,
+    records,
+    section("Acceptance length against nodes", length_charts(records)),
+    section("Measured settings", html_table(table)),
+    section("Round by round", stepper(examples)),
+  )
+
+
+def drafts_report(records: Sequence[Record], title: str) -> str:
+  """Return a page that compares drafts: a chart of their speedups, and `drafts_table`."""
+  table = drafts_table(records)
+  return page(
+    title,
+    records,
+    section("Speedup over autoregressive decoding", draft_charts(records)),
+    section("Measured drafts", html_table(table)),
+  )
+
+
+def length_charts(records: Sequence[Record]) -> Markup:
+  """Return a chart for each sampling setting, with a curve for each verifier and proposal."""
+  verifiers = [*dict.fromkeys(r.verifier for r in records)]
+  charts = {}
+  for sampling in dict.fromkeys(map(sampling_text, records)):
+    curves = []
+    for kind in "chains", "trees", "dynamic trees":
+      style = kind.split()[0]
+      for verifier in verifiers:
+        points = sorted(
+          (r.num_nodes, r.tokens_per_round)
+          for r in records
+          if (sampling_text(r), r.verifier) == (sampling, verifier)
+          and f"{r.kind}s" == kind
+          and r.tokens_per_round is not None
+        )
+        name = kind if len(verifiers) == 1 else f"{kind}, {verifier.removesuffix('Verifier')}"
+        if points:
+          curves.append(
+            Curve(name, style if verifier == verifiers[0] else f"{style} other", points)
+          )
+    if curves:
+      charts[f"Temperature {sampling}"] = curves
+  return figures_with_note(
+    line_charts(
+      charts,
+      y_label="acceptance length: tokens per target pass",
+      x_label="nodes (last committed token included)",
+      scale=math.log2,
+    ),
+    "One target forward pass verifies all nodes of a round. With one node it is autoregressive "
+    "decoding.",
+  )
+
+
+def draft_charts(records: Sequence[Record]) -> Markup:
+  """Return one chart per temperature, with the speedup of each draft, fastest first."""
+  charts = []
+  for temperature in sorted({r.temperature for r in records}):
+    measured = [r for r in records if r.temperature == temperature and r.speedup is not None]
+    default = measured[0].verifier if measured else ""
+    speedups = [
+      (r.draft + ("" if r.verifier == default else f", {r.verifier}"), r.speedup or 0.0)
+      for r in measured
+    ]
+    speedups.sort(key=lambda pair: -pair[1])
+    charts.append(bar_chart(f"Temperature {temperature:g}", "measured speedup", speedups))
+  return figures_with_note(charts, "The dotted line is autoregressive decoding of the same target.")
