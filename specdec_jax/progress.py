@@ -51,4 +51,5 @@ class Progress(progress.Progress):
       return
     self._last_line, task = now, self._tasks[task_id]
     total = "" if task.total is None else f" of {task.total:g}"
-    print(f"{task.description}: {task.completed:g}{total}", file=sys.stderr, flush=True)
+    left = f", {task.time_remaining / 60:.0f} minutes left" if task.time_remaining else ""
+    print(f"{task.description}: {task.completed:.3g}{total}{left}", file=sys.stderr, flush=True)

@@ -96,6 +96,7 @@ def main(argv: Sequence[str]) -> int:
     parse_gin(options.gin_file, options.gin_bindings, options.gin_search_paths)
     if "jax" in sys.modules:
       check_xla_flags()
+    _announce(options.gin_file)
     gin.get_configurable(run)()
     sys.stdout.flush()
     return 0
@@ -114,6 +115,16 @@ def main(argv: Sequence[str]) -> int:
       traceback.print_exc()
     print(f"error: {message}", file=sys.stderr)
     return 2
+
+
+def _announce(files: Sequence[str]) -> None:
+  """Print on standard error what a run that measures does, before its models are loaded."""
+  for purpose in ("measure", "reproduce"):
+    for name, path in gin_files.groups()[purpose].items():
+      if str(path) in files:
+        print(
+          f"{name}: {gin_files.summary(path)}. Loading the models.", file=sys.stderr, flush=True
+        )
 
 
 def _fill_closed_streams() -> None:

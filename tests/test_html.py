@@ -552,7 +552,7 @@ def calls(monkeypatch):
   """
   measured, decoded = [], []
 
-  def invent(pair, prompts, settings, wanted, *rest):
+  def invent(pair, prompts, settings, timing, references, wanted, report):
     for setting in wanted:
       measured.append(setting)
       yield dataclasses.replace(setting, speedup=1 + setting.gamma / 10)

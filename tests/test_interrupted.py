@@ -35,7 +35,7 @@ here.measure_it(sys.argv[1], print)
 """
 
 
-def fake_measure(pair, prompts, settings, wanted, *rest):
+def fake_measure(pair, prompts, settings, timing, references, wanted, report):
   for setting in wanted:
     time.sleep(0.05)
     yield dataclasses.replace(setting, alpha=setting.gamma / 20 + setting.temperature / 4)

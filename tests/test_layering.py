@@ -55,7 +55,7 @@ LAYERS = {
   "training": FLAX | {"optax", "orbax", "rich"},
   "records": set(),
   "reporting": {"numpy", "rich"},
-  "measurement": FLAX | {"rouge_score", "sacrebleu"},
+  "measurement": FLAX | {"rich", "rouge_score", "sacrebleu"},
   "api": JAX | {"rich"},
   "exactness": FLAX | {"scipy"},
   "t5x_model": FLAX | {"gin", "seqio", "t5x"},

@@ -599,7 +599,7 @@ def asked(monkeypatch):
   """Return the gammas that `measure` would measure, without measuring."""
   gammas = []
 
-  def note(pair, prompts, settings, wanted, *rest):
+  def note(pair, prompts, settings, timing, references, wanted, report):
     gammas.extend(setting.gamma for setting in wanted)
     return []
 

@@ -1,16 +1,15 @@
 """Alpha as the paper measures it (Table 3) for any drafts, and the acceptance in real rounds."""
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 from jax import Array
-from rich.console import Console
 
-from specdec_jax import records
 from specdec_jax.bench.reporting.runs import acceptance_table
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
@@ -28,10 +27,9 @@ from specdec_jax.loading import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.measurement.alpha import Acceptance, mean_with_interval, measure_alpha
 from specdec_jax.measurement.autoregressive import generate
 from specdec_jax.measurement.measure import settings_to_measure
+from specdec_jax.measurement.sweep import Report, Step, sweep
 from specdec_jax.pairs import DraftFactory, LoadedPair
-from specdec_jax.progress import Progress
 from specdec_jax.records import Record
-from specdec_jax.reporting.formats import render
 
 
 def acceptance(
@@ -75,51 +73,54 @@ def acceptance(
     raise InputError("There is nothing to measure: no texts, no samplings, or no leniences.")
   factories = [load_draft(draft, pair.loaded_target) for draft in drafts]
   pairs = [pair, *(pair.with_draft(factory) for factory in factories)]
-  wanted = [
-    (pair_with_draft, settings, setting)
-    for sampling in samplings
-    for pair_with_draft in pairs
-    for settings in (
-      DecodeSettings(sampling, batch_size, max_new_tokens, seed, lenience) for lenience in leniences
-    )
-    for setting in settings_to_measure(pair_with_draft, texts, [settings], [gamma])
-  ]
-  with (
-    records.open_results(output_dir) as results,
-    Progress() as bar,
-  ):
-    generated: dict[Sampling, list] = {}
-    last = None
-    for pair_with_draft, settings, setting in bar.track(wanted, description="measuring"):
-      if not records.missing(results, [setting]):
-        continue
-      sampling = settings.sampling
-      if last not in (None, (pair_with_draft.draft_name, sampling)):
-        jax.clear_caches()  # drop the last draft's programs: a process may map a limited number
-      last = pair_with_draft.draft_name, sampling
-      if sampling not in generated:
-        generated[sampling] = generate(pair, texts, settings, min_tokens)
-      records.append(results, _measure(pair_with_draft, generated[sampling], settings, setting))
-    keys = {records.key(setting) for *_, setting in wanted}
-    measured = [r for r in records.read(results) if records.key(r) in keys]
-  console = Console(markup=False, soft_wrap=True)
-  console.print(render(acceptance_table(measured), "terminal"))
-  console.print(f"Records: {results} (measured once; delete the file to measure again)")
+  settings_of = functools.partial(DecodeSettings, batch_size=batch_size, seed=seed)
+
+  @functools.cache
+  def generated(sampling: Sampling) -> list[tuple[Array, Array, DecodeResult]]:
+    settings = settings_of(sampling, max_new_tokens=max_new_tokens)
+    return generate(pair, texts, settings, min_tokens)
+
+  def steps() -> Iterator[Step]:
+    for sampling in samplings:
+      settings = [
+        settings_of(sampling, max_new_tokens=max_new_tokens, lenience=lenience)
+        for lenience in leniences
+      ]
+      for pair_with_draft in pairs:
+        yield Step(
+          f"{pair_with_draft.draft_name}, {sampling}",
+          settings_to_measure(pair_with_draft, texts, settings, [gamma]),
+          functools.partial(_measure_all, pair_with_draft, functools.partial(generated, sampling)),
+        )
+
+  sweep(output_dir, steps, lambda measured: [acceptance_table(measured)])
+
+
+def _measure_all(
+  pair: LoadedPair,
+  generated: Callable[[], Sequence[tuple[Array, Array, DecodeResult]]],
+  settings: Sequence[Record],
+  report: Report,
+) -> Iterator[Record]:
+  """Yield the records of one draft and one sampling method, which differ in lenience only."""
+  for i, setting in enumerate(settings):
+    yield _measure(pair, generated(), setting)
+    report((i + 1) / len(settings))
 
 
 def _measure(
   pair: LoadedPair,
   generated: Sequence[tuple[Array, Array, DecodeResult]],
-  settings: DecodeSettings,
   setting: Record,
 ) -> Record:
   """Return the record with alpha on the generated text, and with the acceptance in real rounds."""
   since = time.perf_counter()
-  sampling, lenience = settings.sampling, settings.lenience
+  sampling = Sampling(setting.temperature, setting.top_k, setting.top_p)
+  lenience, max_new_tokens = setting.lenience, setting.max_new_tokens
   decode = pair.decode_fn(sampling, chain(setting.gamma), lenience)
   outputs = []
   for prompt, keys, _ in generated:
-    decoded = decode(prompt, keys, max_new_tokens=settings.max_new_tokens)
+    decoded = decode(prompt, keys, max_new_tokens=max_new_tokens)
     outputs.append(require_finite(jax.device_get(decoded)))
   prompts, _, autoregressive = zip(*generated)
   is_comparable = sampling.temperature == 0 and pair.simulated_alpha is None

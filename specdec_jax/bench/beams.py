@@ -6,8 +6,7 @@ Axis letters as in `beam_search`.
 import dataclasses
 import functools
 import itertools
-import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Int
-from rich.console import Console
 
-from specdec_jax import records
 from specdec_jax.beam_search import BeamResult, BeamSearcher
 from specdec_jax.bench.reporting.beams import beams_table
 from specdec_jax.core.sampling import Sampling
@@ -26,11 +23,10 @@ from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.quality import quality
+from specdec_jax.measurement.sweep import Report, Step, sweep
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair
-from specdec_jax.progress import Progress
 from specdec_jax.records import Record
-from specdec_jax.reporting.formats import render
 
 TIE = 1e-5  # scores are equal up to this difference: their sums are rounded in another order
 
@@ -87,9 +83,9 @@ def beams(
     batch = [*texts[start : start + batch_size]]
     batch += batch[:1] * (batch_size - len(batch))
     prompts.append(pair.prompt(batch, prompt_width))
-  requested: list[Record] = []
-  with records.open_results(output_dir) as results, Progress() as bar:
-    for num_beams in bar.track(beam_sizes, description="beams"):
+
+  def steps() -> Iterator[Step]:
+    for num_beams in beam_sizes:
       settings = []
       for factor, gamma in itertools.product(draft_beam_factors, gammas):
         draft_beams = factor * num_beams
@@ -104,27 +100,20 @@ def beams(
             beam_nodes=searcher.draft.num_nodes(num_beams),
           )
         )
-      requested += settings
-      if missing := records.missing(results, settings):
-        for record in _measure(pair, prompts, len(texts), missing, repeats, references):
-          records.append(results, record)
-        jax.clear_caches()  # the number of programs that a process can map is limited
-    keys = {records.key(record) for record in requested}
-    measured = [record for record in records.read(results) if records.key(record) in keys]
-  console = Console(markup=False, soft_wrap=True)
-  console.print(render(beams_table(measured), "terminal"))
-  console.print(
-    f"Records: {pathlib.Path(results)} (measured once; delete the file to measure again)"
-  )
+      measure = functools.partial(_measure, pair, prompts, len(texts), repeats, references)
+      yield Step(f"{num_beams} beams", settings, measure)
+
+  sweep(output_dir, steps, lambda measured: [beams_table(measured)])
 
 
 def _measure(
   pair: LoadedPair,
   prompts: Sequence[Array],
   num_texts: int,
-  settings: Sequence[Record],
   repeats: int,
   references: Sequence[str] | None,
+  settings: Sequence[Record],
+  report: Report,
 ) -> list[Record]:
   """Return records of settings that share a beam size, measured in turn on each prompt."""
   num_beams, penalty = settings[0].beams or 1, settings[0].length_penalty or 0.0
@@ -138,7 +127,7 @@ def _measure(
     references = references and [references[i] for i in order]
   batches: list[list[BeamResult]] = [[] for _ in searchers]  # results of each search
   seconds = []  # of each search, and of its prefill
-  for prompt in prompts:
+  for i, prompt in enumerate(prompts):
     searches = [
       functools.partial(searcher.run, pair.params, prompt, max_new_tokens=limit)
       for searcher in searchers
@@ -156,6 +145,7 @@ def _measure(
       result = jax.device_get(result)
       require_finite(result.best())
       results_of_search.append(result)
+    report((i + 1) / len(prompts))
   plain, *speculative = [_first_rows(_concatenated(each), num_texts) for each in batches]
   search_seconds = round_seconds = None
   if repeats:

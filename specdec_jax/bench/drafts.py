@@ -1,24 +1,17 @@
 """Comparison of drafts of one target: acceptance, costs and speed."""
 
-import pathlib
 from collections.abc import Callable, Sequence
 
-import jax
-from rich.console import Console
-
-from specdec_jax import records
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.bench.reporting.drafts import drafts_table
 from specdec_jax.bench.reporting.reports import drafts_report
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Verifier
 from specdec_jax.errors import require_types
 from specdec_jax.loading import DecodeSettings, LoadedTarget
-from specdec_jax.measurement.measure import measure
+from specdec_jax.measurement.measure import speed_steps
 from specdec_jax.measurement.speed import Timing
+from specdec_jax.measurement.sweep import sweep
 from specdec_jax.pairs import DraftFactory, LoadedPair
-from specdec_jax.progress import Progress
-from specdec_jax.reporting.formats import render
 
 
 def compare_drafts(
@@ -60,16 +53,13 @@ def compare_drafts(
   measurements = [(pair, settings)]
   measurements += [(pair._replace(verifier=verifier), sampled) for verifier in verifiers if sampled]
   measurements += [(pair.with_draft(draft(pair.loaded_target)), settings) for draft in drafts]
-  console = Console(markup=False, soft_wrap=True)
-  with records.open_results(output_dir) as results, Progress() as bar:
-    measured = []
-    for pair_with_draft, its_settings in bar.track(measurements, description="drafts"):
-      measured += measure(pair_with_draft, texts, results, its_settings, [gamma], Timing(repeats))
-      jax.clear_caches()  # a process may map a limited number of programs
-    report = pathlib.Path(results).with_name("report.html")
-    with atomic_write(report) as file:
-      file.write(drafts_report(measured, f"Drafts: {pair.task or measured[0].target_label}"))
-  console.print(render(drafts_table(measured), "terminal"))
-  console.print(
-    f"Records: {results} (measured once; delete the file to measure again); as a page: {report}"
+  sweep(
+    output_dir,
+    lambda: [
+      step
+      for pair_with_draft, its_settings in measurements
+      for step in speed_steps(pair_with_draft, texts, its_settings, [gamma], Timing(repeats))
+    ],
+    lambda measured: [drafts_table(measured)],
+    lambda measured: drafts_report(measured, f"Drafts: {pair.task or measured[0].target_label}"),
   )

@@ -7,16 +7,15 @@ accepted.
 
 import dataclasses
 import functools
+import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
-from specdec_jax import records
 from specdec_jax.adaptive import AdaptiveDecoder
 from specdec_jax.bench.oracles import acceptances, oracles
 from specdec_jax.bench.reporting.runs import gamma_table
@@ -35,10 +34,10 @@ from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import GAMMAS, calibrate
 from specdec_jax.measurement.choice import Calibration
 from specdec_jax.measurement.measure import settings_to_measure
+from specdec_jax.measurement.sweep import Report, Step, sweep
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair, stopping_draft
-from specdec_jax.records import Record
-from specdec_jax.reporting.formats import render
+from specdec_jax.records import Record, read
 
 PRIOR_GUESSES = 25.0  # weight of the calibration's alpha, in draft tokens, in the adaptive policy
 
@@ -112,20 +111,29 @@ def gamma(
     require_count("gamma", fixed)
     if fixed > GAMMAS[-1]:
       raise InputError(f"gamma is {fixed}; the calibration knows costs up to {GAMMAS[-1]}.")
-  console = Console(markup=False)
-  with records.open_results(output_dir) as results:
-    for sampling in map(Sampling, temperatures):
-      for batch_size in batch_sizes:
-        settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
-        (setting,) = settings_to_measure(pair, texts, [settings], [max(gammas)])
-        if records.missing(results, [_policy_record(setting, "adaptive", max(gammas))]):
-          calibration = calibrate(pair, texts, settings)
-          console.print(f"temperature {sampling.temperature:g}, batch {batch_size}: {calibration}.")
-          study = _Study(pair, sampling, gammas, thresholds, calibration)
-          for record in _measure(study, texts, setting, repeats):
-            records.append(results, record)
-          jax.clear_caches()  # a process may map a limited number of programs
-    console.print(render(gamma_table(records.read(results)), "terminal"), soft_wrap=True)
+
+  def steps() -> Iterator[Step]:
+    for sampling, batch_size in itertools.product(map(Sampling, temperatures), batch_sizes):
+      settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
+      (setting,) = settings_to_measure(pair, texts, [settings], [max(gammas)])
+      yield Step(
+        f"temperature {sampling.temperature:g}, batch {batch_size}",
+        # Its record is the last, so that a run that was interrupted measures all policies again.
+        [_policy_record(setting, "adaptive", max(gammas))],
+        functools.partial(measure, settings, setting),
+      )
+
+  def measure(
+    settings: DecodeSettings, setting: Record, _: Sequence[Record], report: Report
+  ) -> Iterator[Record]:
+    calibration = calibrate(pair, texts, settings)
+    temperature = settings.sampling.temperature
+    print(f"temperature {temperature:g}, batch {settings.batch_size}: {calibration}.", flush=True)
+    study = _Study(pair, settings.sampling, gammas, thresholds, calibration)
+    return _measure(study, texts, setting, repeats, report)
+
+  results = os.path.join(output_dir, "results.jsonl")  # with policies that calibration chose
+  sweep(output_dir, steps, lambda measured: [gamma_table(read(results))])
 
 
 class _Study(NamedTuple):
@@ -188,7 +196,7 @@ def _stopping_name(threshold: float) -> str:
 
 
 def _measure(
-  study: _Study, texts: Sequence[str], setting: Record, repeats: int
+  study: _Study, texts: Sequence[str], setting: Record, repeats: int, report: Report
 ) -> Iterator[Record]:
   """Yield the records of the oracles and of each policy, which are decoded in turn."""
   pair, sampling, gammas, thresholds, calibration = study
@@ -197,12 +205,13 @@ def _measure(
   width = pair.prompt(texts).shape[1]
   prompts = [pair.prompt(texts[i : i + size], width) for i in range(0, len(texts), size)]
   seconds, outputs = np.zeros(len(policies)), []
-  for i, prompt in enumerate(track(prompts, transient=True, console=Console(stderr=True))):
+  for i, prompt in enumerate(prompts):
     keys = row_keys(setting.seed, i * size, len(prompt))
     calls = [functools.partial(p.decode, prompt, rng=keys, max_new_tokens=limit) for p in policies]
     medians, decoded = interleaved_medians(calls, repeats)
     seconds += medians
     outputs.append([require_finite(one) for one in jax.device_get(decoded)])
+    report((i + 1) / len(prompts))
   outputs_of = [list(outputs_of_policy) for outputs_of_policy in zip(*outputs)]
   autoregressive = outputs_of[0]
   accepted = [

@@ -5,6 +5,7 @@ outputs alone determine which draft tokens it accepts. Times are not measured.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
-from rich.console import Console
 
-from specdec_jax import records
 from specdec_jax.bench.reporting.runs import given_outputs_table
 from specdec_jax.core import theory
 from specdec_jax.core.arrays import gather
@@ -28,11 +27,10 @@ from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.loading import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.measurement.alpha import draft_probs, lag1_correlation, mean_with_interval
 from specdec_jax.measurement.measure import settings_to_measure
+from specdec_jax.measurement.sweep import Report, Step, sweep
 from specdec_jax.models.t5 import EOS_ID
 from specdec_jax.pairs import DraftFactory, LoadedPair
-from specdec_jax.progress import Progress
 from specdec_jax.records import Record
-from specdec_jax.reporting.formats import render
 
 ARGMAX = Sampling(temperature=0.0)
 
@@ -155,24 +153,20 @@ def given_outputs(
   output_ids = [vocabulary.encode(output)[:max_new_tokens] for output in outputs]
   inputs = [f"{source} {output}" for source, output in zip(source_ids, output_ids)]
   settings = [DecodeSettings(ARGMAX, max_new_tokens=max_new_tokens)]
-  wanted = [settings_to_measure(pair, inputs, settings, gammas) for pair in pairs]
-  with (
-    records.open_results(output_dir) as results,
-    Progress() as bar,
-  ):
-    for pair, of_pair in bar.track([*zip(pairs, wanted)], description="measuring"):
-      for record in _measure(pair, source_ids, output_ids, records.missing(results, of_pair)):
-        records.append(results, record)
-    keys = {records.key(setting) for of_pair in wanted for setting in of_pair}
-    measured = [r for r in records.read(results) if records.key(r) in keys]
-  console = Console(markup=False, soft_wrap=True)
+  steps = [
+    Step(
+      pair.draft_name,
+      settings_to_measure(pair, inputs, settings, gammas),
+      functools.partial(_measure, pair, source_ids, output_ids),
+    )
+    for pair in pairs
+  ]
   paper_alphas = {
     row["m_q"]: row["alpha"]
     for row in paper_rows
     if row["m_p"] == paper_target and row["temperature"] == 0
   }
-  console.print(render(given_outputs_table(measured, paper_alphas), "terminal"))
-  console.print(f"Records: {results} (measured once; delete the file to measure again)")
+  sweep(output_dir, steps, lambda measured: [given_outputs_table(measured, paper_alphas)])
 
 
 def _measure(
@@ -180,10 +174,9 @@ def _measure(
   source_ids: Sequence[Sequence[int]],
   output_ids: Sequence[Sequence[int]],
   settings: Sequence[Record],
+  report: Report,
 ) -> Iterator[Record]:
   """Yield records, which differ in gamma only, with the acceptance of a draft on the outputs."""
-  if not settings:
-    return
   since = time.perf_counter()
   prompts, texts = (padded(rows, max(map(len, rows)))[:, None] for rows in (source_ids, output_ids))
   draft = pair.draft(ARGMAX, chain(1))
@@ -192,7 +185,8 @@ def _measure(
     q = np.asarray(draft_probs(pair._replace(target_params=text), draft, prompt, text)[0])
     betas.append(q[np.arange(len(tokens)), tokens])
   alpha = mean_with_interval(betas)
-  for setting in settings:
+  for number, setting in enumerate(settings):
+    report(number / len(settings))
     decoded = []
     for i, (prompt, text) in enumerate(zip(prompts, texts)):
       decode = pair._replace(target_params=text).decode_fn(ARGMAX, chain(setting.gamma))

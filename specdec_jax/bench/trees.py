@@ -4,19 +4,16 @@ Records also have the speedup that they predict with measured costs (Section 3.5
 """
 
 import dataclasses
+import functools
 import itertools
-import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
-from rich.console import Console
 
-from specdec_jax import records
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.bench.reporting.lengths import lengths_table
 from specdec_jax.bench.reporting.reports import lengths_report
 from specdec_jax.commands.quickstart import show_examples
@@ -34,11 +31,9 @@ from specdec_jax.measurement.alpha import positional_acceptance, ratio_with_inte
 from specdec_jax.measurement.autoregressive import generate
 from specdec_jax.measurement.costs import Costs, measure_costs
 from specdec_jax.measurement.measure import settings_to_measure
+from specdec_jax.measurement.sweep import Report, Step, sweep
 from specdec_jax.pairs import LoadedPair
-from specdec_jax.progress import Progress
 from specdec_jax.records import Record
-from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.stepper import Example
 
 WIDTH = 8  # number of ranks whose acceptance is measured
 
@@ -96,58 +91,51 @@ def trees(
       "There is nothing to measure: no samplings, no verifiers, or no texts after the "
       "calibration_texts."
     )
-  console, measured = Console(markup=False, soft_wrap=True), []
-  examples: list[list[Example]] = []
   to_calibrate, rest = texts[:calibration_texts], texts[calibration_texts:]
   with_first_verifier = pair._replace(verifier=verifiers[0])
-  with (
-    records.open_results(output_dir) as results,
-    Progress() as bar,
-  ):
+  # Filled by `steps`: settings and first tree of each sampling method, for the report.
+  to_show: list[tuple[DecodeSettings, AnyTree]] = []
+
+  def steps() -> Iterator[Step]:
     for sampling in samplings:
       settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
       prompts, _, outputs = zip(*generate(pair, to_calibrate, settings, calibration_tokens))
       ranks = positional_acceptance(pair, prompts, outputs, sampling, WIDTH)
-      console.print(
-        f"{sampling}: acceptance of a node's child of each rank: {np.round(ranks, 3).tolist()}"
+      print(
+        f"{sampling}: acceptance of a node's child of each rank: {np.round(ranks, 3).tolist()}",
+        flush=True,
       )
       trees_: list[AnyTree] = [best_tree(ranks.tolist(), nodes, depth) for nodes, depth in shapes]
       trees_ += [DynamicTree(nodes - 1, depth) for nodes, depth in dynamic]
+      to_show.extend((settings, tree) for tree in trees_[:1])
+      generated = functools.cache(functools.partial(generate, pair, rest, settings, min_tokens))
       proposals = [*map(chain, gammas), *trees_]
-      wanted = [
-        (verified, tree, dataclasses.replace(setting, **_shape(tree)))
-        for tree in proposals
-        for verified in _with_verifiers(pair, sampling, tree, verifiers)
-        for setting in settings_to_measure(verified, rest, [settings], [tree.depth])
-      ]
-      todo = records.missing(results, [setting for *_, setting in wanted])
-      generated = generate(pair, rest, settings, min_tokens) if todo else []
-      costs: dict[AnyTree, Costs] = {}
-      if todo:
-        timed = [tree for tree in proposals if isinstance(tree, Tree)]
-        tree_costs = measure_costs(with_first_verifier, timed, prompts[0], sampling, max_new_tokens)
-        costs = dict(zip(timed, tree_costs))
-      for verified, tree, setting in bar.track(wanted, description="decoding"):
-        if setting in todo:
-          cost = None if isinstance(tree, DynamicTree) else costs[tree]
-          records.append(results, _measure(verified, generated, sampling, tree, setting, cost))
-          jax.clear_caches()  # a process may map a limited number of programs
-      keys = {records.key(setting) for *_, setting in wanted}
-      measured += [r for r in records.read(results) if records.key(r) in keys]
-      if trees_:
-        shown = rest[: max(0, report_examples)]
-        decoded = decode_examples(with_first_verifier, shown, [settings], trees_[:1])
-        examples.append([*decoded])
-    report = pathlib.Path(results).with_name("report.html")
-    with atomic_write(report) as file:
-      title = f"Acceptance lengths: {measured[0].subject}"
-      file.write(lengths_report(measured, [*itertools.chain(*examples)], title))
-  for sampling_examples in examples:
-    show_examples(sampling_examples, 1)
-  console.print(render(lengths_table(measured), "terminal"))
-  console.print(
-    f"Records: {results} (measured once; delete the file to measure again); as a page: {report}"
-  )
+      costs = functools.cache(
+        functools.partial(
+          _costs, with_first_verifier, proposals, prompts[0], sampling, max_new_tokens
+        )
+      )
+      for tree in proposals:
+        for verified in _with_verifiers(pair, sampling, tree, verifiers):
+          (setting,) = settings_to_measure(verified, rest, [settings], [tree.depth])
+          yield Step(
+            f"{sampling}, {setting.kind} of {tree.num_nodes} nodes",
+            [dataclasses.replace(setting, **_shape(tree))],
+            functools.partial(_measure, verified, generated, sampling, tree, costs),
+          )
+
+  def page(measured: list[Record]) -> str:
+    shown = rest[: max(0, report_examples)]
+    examples = [
+      [*decode_examples(with_first_verifier, shown, [settings], [tree])]
+      for settings, tree in to_show
+    ]
+    for sampling_examples in examples:
+      show_examples(sampling_examples, 1)
+    title = f"Acceptance lengths: {measured[0].subject}"
+    return lengths_report(measured, [*itertools.chain(*examples)], title)
+
+  sweep(output_dir, steps, lambda measured: [lengths_table(measured)], page)
 
 
 def _shape(tree: AnyTree) -> dict[str, Any]:
@@ -171,34 +159,52 @@ def _with_verifiers(
   return [pair._replace(verifier=verifier) for verifier in verifiers]
 
 
+def _costs(
+  pair: LoadedPair,
+  trees: Sequence[AnyTree],
+  prompt: Array,
+  sampling: Sampling,
+  max_new_tokens: int,
+) -> dict[AnyTree, Costs]:
+  """Measure the costs of a round with each chain and static tree, interleaved."""
+  timed = [tree for tree in trees if isinstance(tree, Tree)]
+  return dict(zip(timed, measure_costs(pair, timed, prompt, sampling, max_new_tokens)))
+
+
 def _measure(
   pair: LoadedPair,
-  generated: Sequence[tuple[Array, Array, DecodeResult]],
+  generate_texts: Callable[[], Sequence[tuple[Array, Array, DecodeResult]]],
   sampling: Sampling,
   tree: AnyTree,
-  setting: Record,
-  costs: Costs | None,
-) -> Record:
-  """Return the record with the rounds of speculative decoding, and with the predicted speedup.
+  measured_costs: Callable[[], Mapping[AnyTree, Costs]],
+  settings: Sequence[Record],
+  report: Report,
+) -> Iterator[Record]:
+  """Yield the record with the rounds of speculative decoding, and with the predicted speedup.
 
   Args:
     pair: target and draft.
-    generated: prompts, keys and outputs of autoregressive decoding.
+    generate_texts: function that returns prompts, keys and outputs of autoregressive decoding.
     sampling: sampling method.
     tree: tree of draft tokens.
-    setting: record without measurements.
-    costs: costs of a round; None for no prediction.
+    measured_costs: function that returns the costs of a round by tree; a dynamic tree has none, and
+      no prediction.
+    settings: one record without measurements.
+    report: progress of the step.
   """
+  (setting,) = settings
   since = time.perf_counter()
+  generated, costs = generate_texts(), measured_costs().get(tree)
   decode, outputs = pair.decode_fn(sampling, tree), []
-  for prompt, keys, _ in generated:
+  for i, (prompt, keys, _) in enumerate(generated):
     decoded = decode(prompt, keys, max_new_tokens=setting.max_new_tokens)
     outputs.append(require_finite(jax.device_get(decoded)))
+    report((i + 1) / len(generated))
   lengths = np.concatenate([o.lengths for o in outputs])
   rounds = np.concatenate([(o.rounds.num_emitted > 0).sum(axis=0) for o in outputs])
   length = ratio_with_interval(lengths, rounds)
   *_, autoregressive = zip(*generated)
-  return dataclasses.replace(
+  yield dataclasses.replace(
     setting,
     num_tokens=num_tokens(outputs),
     rounds=int(rounds.sum()),

@@ -5,8 +5,6 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-from rich.console import Console
-
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, chain
@@ -16,11 +14,10 @@ from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import resolve_gammas
 from specdec_jax.measurement.measure import References, measure
 from specdec_jax.measurement.speed import Baseline, Timing, own_baseline
+from specdec_jax.measurement.sweep import show
 from specdec_jax.pairs import LoadedPair
-from specdec_jax.progress import Progress
 from specdec_jax.records import open_results, read
 from specdec_jax.reporting import speeds
-from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.html import write_report
 from specdec_jax.reporting.rounds import read_rounds
 from specdec_jax.reporting.stepper import Example
@@ -106,33 +103,12 @@ def show_speedup(
     timing: see `measure`.
     references: see `measure`.
   """
-  console = Console(markup=False, soft_wrap=True)
-  with Progress() as bar:
-    task = bar.add_task("measuring")
-    records = measure(
-      pair,
-      texts,
-      results,
-      settings,
-      gammas,
-      timing,
-      references,
-      lambda sampling, done, total: bar.update(
-        task,
-        description=f"measuring at temperature {sampling.temperature:g}",
-        completed=done,
-        total=total,
-      ),
-    )
-    bar.update(task, description="decoding for the report")
-    report = str(pathlib.Path(results).with_name("report.html"))
-    title = f"Speculative decoding: {records[0].subject}"
-    write_report(report, read(results), [*examples], title)
-  for table in (speeds.speed_table, speeds.budget_table, speeds.roofline_table):
-    console.print(render(table(records), "terminal"))
-  console.print(
-    f"Records: {results} (measured once; delete the file to measure again); as a page: {report}"
-  )
+  records = measure(pair, texts, results, settings, gammas, timing, references)
+  report = pathlib.Path(results).with_name("report.html")
+  title = f"Speculative decoding: {records[0].subject}"
+  write_report(report, read(results), [*examples], title)
+  tables = speeds.speed_table, speeds.budget_table, speeds.roofline_table
+  show([table(records) for table in tables], results, report)
 
 
 def decode_examples(

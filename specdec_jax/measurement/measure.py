@@ -4,15 +4,14 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 
-from specdec_jax import extended_theory, records
+from specdec_jax import extended_theory
 from specdec_jax.core import theory
-from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import (
@@ -30,6 +29,7 @@ from specdec_jax.measurement.costs import Costs, operations_ratio
 from specdec_jax.measurement.quality import quality
 from specdec_jax.measurement.roofline import memory_bandwidth, step_bytes
 from specdec_jax.measurement.speed import Timing, measure_speed, own_baseline
+from specdec_jax.measurement.sweep import Report, Step, measure_missing
 from specdec_jax.pairs import LoadedPair, verifier_name
 from specdec_jax.records import Record
 
@@ -46,10 +46,6 @@ class References(NamedTuple):
   metric: str = "BLEU"
 
 
-def ignore_progress(sampling: Sampling, done: int, total: int) -> None:
-  """Do nothing."""
-
-
 def measure(
   pair: LoadedPair,
   texts: Sequence[str],
@@ -58,22 +54,44 @@ def measure(
   gammas: Sequence[int],
   timing: Timing = Timing(),
   references: References | None = None,
-  progress: Callable[[Sampling, int, int], None] = ignore_progress,
 ) -> list[Record]:
   """Append a record to `results` for each sampling method and gamma that it does not have yet.
 
   Args:
+    pair: see `speed_steps`.
+    texts: see `speed_steps`.
+    results: path from `records.open_results`.
+    settings: see `speed_steps`.
+    gammas: see `speed_steps`.
+    timing: see `speed_steps`.
+    references: see `speed_steps`.
+
+  Returns:
+    The records of all settings and gammas, whether measured now or before.
+
+  Raises:
+    InputError: see `speed_steps`.
+  """
+  return measure_missing(results, speed_steps(pair, texts, settings, gammas, timing, references))
+
+
+def speed_steps(
+  pair: LoadedPair,
+  texts: Sequence[str],
+  settings: Sequence[DecodeSettings],
+  gammas: Sequence[int],
+  timing: Timing = Timing(),
+  references: References | None = None,
+) -> list[Step]:
+  """Return the measurement of a pair on texts as one step of a sweep per sampling method.
+
+  Args:
     pair: target and draft.
     texts: sources, decoded `batch_size` at a time.
-    results: path from `records.open_results`.
     settings: settings that differ in their sampling method only.
     gammas: draft tokens per round; each is measured with each of the settings.
     timing: repeats, and the baseline that speed is relative to.
     references: scores the quality of the outputs; None for no score.
-    progress: called with the sampling method, the number of finished batches and their total.
-
-  Returns:
-    The records of all settings and gammas, whether measured now or before.
 
   Raises:
     InputError: there is nothing to measure, an argument is out of range, or the number of
@@ -95,22 +113,14 @@ def measure(
   timing = timing._replace(baseline=baseline)
   batch_size = settings[0].batch_size
   prompts = [pair.prompt(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
-  wanted = settings_to_measure(pair, texts, settings, gammas, baseline.name)
-  measured_any = False
-  for each in settings:
-    todo = [r for r in records.missing(results, wanted) if _sampling(r) == each.sampling]
-    if not todo:
-      continue
-    if (
-      measured_any
-    ):  # drop the programs of the last sampling method: a process may map only so many
-      jax.clear_caches()
-    measured_any = True
-    report = functools.partial(progress, each.sampling)
-    for record in _measure(pair, prompts, each, todo, timing, references, report):
-      records.append(results, record)
-  keys = {records.key(record) for record in wanted}
-  return [record for record in records.read(results) if records.key(record) in keys]
+  return [
+    Step(
+      f"{pair.draft_name}, temperature {each.sampling.temperature:g}",
+      settings_to_measure(pair, texts, [each], gammas, baseline.name),
+      functools.partial(_measure, pair, prompts, each, timing, references),
+    )
+    for each in settings
+  ]
 
 
 def settings_to_measure(
@@ -164,25 +174,21 @@ def settings_to_measure(
   ]
 
 
-def _sampling(record: Record) -> Sampling:
-  return Sampling(record.temperature, record.top_k, record.top_p)
-
-
 def _measure(
   pair: LoadedPair,
   prompts: Sequence[Array],
   settings: DecodeSettings,
-  wanted: Sequence[Record],
   timing: Timing,
   references: References | None,
-  progress: Callable[[int, int], None],
+  wanted: Sequence[Record],
+  report: Report,
 ) -> Iterator[Record]:
   """Measure records of one sampling method, which differ in gamma only."""
   since = time.perf_counter()
   sampling, lenience = settings.sampling, settings.lenience
   gammas = [record.gamma for record in wanted]
   speed = measure_speed(
-    pair, prompts, gammas, settings, timing, lambda done: progress(done, len(prompts))
+    pair, prompts, gammas, settings, timing, lambda done: report(done / len(prompts))
   )
   alpha = pair.simulated_alpha
   acceptance: dict[str, Any] = {}

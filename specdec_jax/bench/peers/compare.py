@@ -42,9 +42,9 @@ from specdec_jax.counts import (
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import settings_to_measure
+from specdec_jax.measurement.sweep import Report, Step, measure_missing
 from specdec_jax.measurement.timing import interleaved_seconds, ratio_range
 from specdec_jax.pairs import LoadedPair
-from specdec_jax.progress import Progress
 from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.tables import legend_lines
@@ -127,22 +127,22 @@ def _compare(
       baseline=name,
     )
   ]
-  missing = records.missing(results, settings)
-  if missing:
-    for record in _measure(comparison, sampling, supported, missing, repeats, seed):
-      records.append(results, record)
-    _free_memory()
-  measured = {records.key(record): record for record in records.read(results)}
-  return [measured[records.key(setting)] for setting in settings]
+  measure = functools.partial(_measure, comparison, sampling, supported, repeats, seed)
+  description = f"{settings[0].subject}, temperature {sampling.temperature:g}"
+  measured = measure_missing(results, [Step(description, settings, measure)])
+  _free_memory()
+  by_key = {records.key(record): record for record in measured}
+  return [by_key[records.key(setting)] for setting in settings]
 
 
 def _measure(
   comparison: Comparison,
   sampling: Sampling,
   backends: Mapping[str, Backend],
-  settings: Sequence[Record],
   repeats: int,
   seed: int,
+  settings: Sequence[Record],
+  report: Report,
 ) -> list[Record]:
   """Measure settings, each of which has one pair, one backend as its baseline, and one gamma."""
   started = time.perf_counter()
@@ -150,9 +150,7 @@ def _measure(
   seconds, results_by_text = [], []
   with contextlib.ExitStack() as stack:
     decoders = _load_decoders(comparison, sampling, backends, settings, stack)
-    bar = stack.enter_context(Progress())
-    description = f"{settings[0].subject}, temperature {sampling.temperature:g}"
-    for i, text in enumerate(bar.track(workload.texts, description=description)):
+    for i, text in enumerate(workload.texts):
       prompt, rng = comparison.pair.prompt([text]), row_keys(seed, i, 1)
       calls = [
         functools.partial(
@@ -163,6 +161,7 @@ def _measure(
       seconds_of_text, results = interleaved_seconds(calls, repeats)
       seconds.append(seconds_of_text)
       results_by_text.append([require_finite(result) for result in jax.device_get(results)])
+      report((i + 1) / len(workload.texts))
   outputs = dict(zip(decoders, map(list, zip(*results_by_text))))
   tokens = np.array([num_tokens(outputs[key]) for key in decoders])
   # `seconds` is [texts, repeats, decoders].
