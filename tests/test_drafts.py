@@ -8,8 +8,8 @@ import tiny_pair
 
 from specdec_jax import records
 from specdec_jax.bench import drafts as bench_drafts
-from specdec_jax.bench.reporting.drafts import drafts_table
 from specdec_jax.bench.reporting.drafts_figure import drafts_figure
+from specdec_jax.bench.reporting.record_tables import drafts_table
 from specdec_jax.bench.tabulate import named_table
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.drafts.layer_skip import layer_skip

@@ -28,6 +28,7 @@ from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.measurement import measure as measuring
 from specdec_jax.records import Record
 from specdec_jax.reporting import speeds
+from specdec_jax.reporting.columns import headings, legend
 from specdec_jax.reporting.html import report, write_report
 from specdec_jax.reporting.rounds import Branch, Round, read_rounds
 from specdec_jax.reporting.stepper import Example
@@ -236,15 +237,20 @@ def test_row_has_the_values_of_its_record():
   rates = dict(speculative_tokens_per_s=999.6, baseline_tokens_per_s=486.1)
   page = parsed([OTHER, dataclasses.replace(RECORD, speedup_low=2.0, speedup_high=2.11, **rates)])
   columns = [n.text for n in page.all("th")]
-  assert columns[:6] == ["temp", "gamma", "speedup", "identical", "tokens/s", "baseline tokens/s"]
-  assert {*columns} == {*speeds.COLUMNS, "tokens/s", "baseline tokens/s"}
+  assert columns[:6] == ["temperature", "gamma", "speedup", "identical"] + [
+    "tokens/s",
+    "baseline tokens/s",
+  ]
+  assert {*columns} == {*headings(speeds.SPEED), "tokens/s", "baseline tokens/s"}
   rates = [f"{rate:.0f}" for rate in (OTHER.speculative_tokens_per_s, OTHER.baseline_tokens_per_s)]
   assert cells(page) == [
     ["1", "3", "1.68", "-", *rates, "0.67 [0.63,0.70]", "0.072", "1.22", "1.91", "1.73", "1.60"],
     ["0", "5", "2.06 [2.00,2.11]", "yes", "1000", "486"]
     + ["0.81 [0.79,0.84]", "0.061", "1.38", "2.99", "2.15", "2.50"],
   ]
-  assert all(f"{name}: {meaning}" in page.text for name, meaning in speeds.LEGEND.items())
+  assert all(
+    f"{name}: {meaning}" in page.text for name, meaning in legend(speeds.SPEED[2:]).items()
+  )
 
 
 def test_quality_is_a_column_if_it_was_measured():

@@ -22,6 +22,7 @@ from specdec_jax.models.layers import Embed
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import load_pair
 from specdec_jax.reporting import speeds
+from specdec_jax.reporting.columns import legend
 from specdec_jax.reporting.formats import render
 
 SLOTS, SOURCE = 40, 8
@@ -168,19 +169,20 @@ MEASURED = dataclasses.replace(
 def test_share_is_the_minimum_time_divided_by_the_measured_time():
   shown = speeds.roofline_table([MEASURED])
   cells = dict(zip(shown.columns, shown.rows[0]))
-  assert (cells["step MB"], cells["draft MB"], cells["verify MB"]) == ("40.0", "5.0", "44.0")
-  assert (cells["GB/s"], cells["step"], cells["draft"]) == ("20.0", "50%", "200%")
-  assert cells["verify"] == speeds.MISSING  # its time was not measured
+  shares = (cells[f"{part}, % of bandwidth"] for part in ("step", "draft"))
+  assert (cells["step, MB"], cells["draft, MB"], cells["verify, MB"]) == ("40.0", "5.0", "44.0")
+  assert (cells["GB/s"], *shares) == ("20.0", "50%", "200%")
+  assert cells["verify, % of bandwidth"] == "-"  # its time was not measured
   text = render(speeds.roofline_table([MEASURED]), "terminal")
   assert max(map(len, text.splitlines())) <= 100 and "…" not in text
   for word in ("GB/s", "MB", "step", "draft", "gamma + 1"):
-    assert word in str(speeds.ROOFLINE_LEGEND)
+    assert word in str(legend(speeds.ROOFLINE))
 
 
 def test_page_has_the_shares_if_they_were_measured():
   heading = "Bytes over bandwidth"
   page = parsed([MEASURED, dataclasses.replace(RECORD, gamma=9)])
   assert heading in [h.text for h in page.all("h2")]
-  assert all(meaning in page.text for meaning in speeds.ROOFLINE_LEGEND.values())
+  assert all(meaning in page.text for meaning in legend(speeds.ROOFLINE).values())
   assert "200%" in [cell.text for cell in page.all("td")]
   assert heading not in parsed([RECORD]).text

@@ -12,13 +12,15 @@ import sys
 
 import pytest
 
-from specdec_jax.bench.reporting import beams, drafts, lengths, runs
-from specdec_jax.bench.reporting.pages import measured_table, quoted
+from specdec_jax.bench.reporting import other_tables, record_tables
+from specdec_jax.bench.reporting.pages import quoted
 from specdec_jax.bench.reporting.paper import load_table
 from specdec_jax.bench.reporting.paper_tables import paper_table
+from specdec_jax.bench.reporting.record_tables import measured_table
 from specdec_jax.errors import InputError
 from specdec_jax.records import Record, append
-from specdec_jax.reporting import html, speeds
+from specdec_jax.reporting.columns import COLUMNS
+from specdec_jax.reporting.columns import legend as legend_of
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.tables import Table
 
@@ -100,7 +102,7 @@ def test_record_of_the_papers_models_follows_its_row():
     "task": "EnDe",
     "target": "T5-XXL",
     "draft": "T5-small",
-    "temp": "0",
+    "temperature": "0",
     "gamma": "7",
     "alpha": "0.75",
     "speed": "3.4",
@@ -111,7 +113,7 @@ def test_record_of_the_papers_models_follows_its_row():
     "task": "wmt14_ende",
     "target": "t5_11B",
     "draft": "t5_small",
-    "temp": "0",
+    "temperature": "0",
     "gamma": "5",
     "alpha": "0.81",
     "speed": "2.06",
@@ -153,7 +155,7 @@ def test_tables_have_no_differences():
 def test_checkpoint_names_match_the_papers_models(number, change, paper_row):
   table = table_of(number, dataclasses.replace(XXL, **change))
   (row,) = above(table)
-  assert (row["task"], row["draft"], row.get("speed", row.get("emp"))) == paper_row
+  assert (row["task"], row["draft"], row.get("speed", row.get("measured"))) == paper_row
 
 
 def test_table_3_has_alpha_and_its_interval():
@@ -161,7 +163,7 @@ def test_table_3_has_alpha_and_its_interval():
   table = table_of(3, XXL, bigram)
   model, ngram = ours(table)
   assert (model["alpha"], model["95% interval"]) == ("0.81", "0.79-0.84")
-  assert [(row["draft"], row["temp"], row["alpha"]) for row in above(table)] == [
+  assert [(row["draft"], row["temperature"], row["alpha"]) for row in above(table)] == [
     ("T5-small", "0", "0.75"),
     ("Bigram", "1", "0.19"),
   ]
@@ -201,12 +203,12 @@ def test_table_3_has_one_row_for_all_gammas():
 
 def test_table_4_has_expected_and_measured_speed():
   (row,) = ours(table_of(4, SAMPLED))
-  names = ("c", "exp", "exp, measured costs", "emp")
+  names = ("c", "expected", "expected, measured costs", "measured")
   assert [row[name] for name in names] == ["0.061", "2.99", "1.95", "1.68"]
-  printed = next(row for row in cells(table_of(4)) if row["temp"] == "1")
+  printed = next(row for row in cells(table_of(4)) if row["temperature"] == "1")
   assert [printed[name] for name in names] == ["0.02", "2.3", "-", "2.6"]
   (row,) = ours(table_of(4, dataclasses.replace(SAMPLED, predicted_finite_length=None)))
-  assert row["exp, measured costs"] == "2.15"
+  assert row["expected, measured costs"] == "2.15"
 
 
 def test_table_5_has_alpha_by_lenience():
@@ -222,8 +224,8 @@ def test_table_5_has_alpha_by_lenience():
   ]
   small = ours(table)[1]
   assert small["total variation"] == "0.051"
-  assert small["speed by Thm 8"] == "3.9"  # Appendix A.5, footnote: alpha 0.8, c 0.015, gamma 8
-  assert [row["speed by Thm 8"] for row in above(table)] == ["2.5", "3.6", "-", "4.9"]
+  assert small["speed by Theorem 8"] == "3.9"  # Appendix A.5, footnote: alpha 0.8, c 0.015, gamma 8
+  assert [row["speed by Theorem 8"] for row in above(table)] == ["2.5", "3.6", "-", "4.9"]
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
@@ -295,7 +297,7 @@ def test_latex_has_one_line_per_row_and_escapes():
   assert {line.replace(r"\&", "").count("&") for line in lines} == {len(TABLE.columns) - 1}
   assert r"a\_b \& 100\% \{x\}" in text and r"back\textbackslash{}slash" in text
   assert r"\begin{tabular}{lrr}" in text
-  assert r"\caption{A title}" in text and r"\label{tab:a-title}" in text
+  assert r"\caption{A title}" in text and r"\label{tab:who}" in text
   assert [text.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
 
 
@@ -366,7 +368,11 @@ def test_measured_table_has_columns_for_settings_that_vary():
   assert table.title.startswith("captions, big, small, 24 texts, float32, ")
   first, second = cells(table)
   assert (first["batch"], second["batch"]) == ("batch 1", "batch 8")
-  assert (first["speedup"], first["acceptance length"], second["temp"]) == ("2.06", "3.25", "1")
+  assert (first["speedup"], first["acceptance length"], second["temperature"]) == (
+    "2.06",
+    "3.25",
+    "1",
+  )
   assert table.notes[-1] == "Measured with commit 0123456789 of 2026-11-22."
   assert "an unrecorded commit" in measured_table([RECORD]).notes[-1]
 
@@ -383,11 +389,13 @@ def test_only_the_tables_of_a_page_are_replaced():
 def test_metrics_page_explains_every_heading_of_a_legend():
   page = (ROOT / "docs" / "metrics.md").read_text()
   first_cells = re.findall(r"^\| ([^|]*) \|", page, re.MULTILINE)
-  explained = {name.split(" (")[0] for cell in first_cells for name in [cell, *cell.split(", ")]}
-  legends = [beams.LEGEND, drafts.LEGEND, lengths.LEGEND, speeds.LEGEND, speeds.QUALITY_LEGEND]
-  legends += [speeds.BUDGET_LEGEND, speeds.ROOFLINE_LEGEND, html._LEGEND]
-  legends += [value for name, value in vars(runs).items() if name.endswith("_LEGEND")]
-  assert len(legends) == 15
+  names = {name.split(" (")[0] for cell in first_cells for name in [cell, *cell.split(", ")]}
+  also = {heading.replace("step", part, 1) for heading in names for part in ("draft", "verify")}
+  explained = names | also
+  legends = [legend_of(COLUMNS)]
+  for module in (record_tables, other_tables):
+    legends += [value for name, value in vars(module).items() if name.endswith("_LEGEND")]
+  assert len(legends) == 7
   for heading in dict.fromkeys(heading for legend in legends for heading in legend):
     assert heading in explained, heading
 

@@ -15,7 +15,7 @@ import tiny_pair
 
 from specdec_jax import extended_theory, records
 from specdec_jax.bench import trees as bench_trees
-from specdec_jax.bench.reporting.lengths import lengths_table
+from specdec_jax.bench.reporting.record_tables import lengths_table
 from specdec_jax.bench.tpu.tree_speeds import tree_speeds_table
 from specdec_jax.bench.trees import trees
 from specdec_jax.core import theory

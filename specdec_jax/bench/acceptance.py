@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from specdec_jax.bench.reporting.runs import acceptance_table
+from specdec_jax.bench.reporting.record_tables import acceptance_table
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult

@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Int
 
 from specdec_jax.beam_search import BeamResult, BeamSearcher
-from specdec_jax.bench.reporting.beams import beams_table
+from specdec_jax.bench.reporting.record_tables import beams_table
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.counts import require_finite
 from specdec_jax.errors import InputError, require_count, require_types

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from specdec_jax.bench.reporting.drafts import drafts_table
+from specdec_jax.bench.reporting.record_tables import drafts_table
 from specdec_jax.bench.reporting.reports import drafts_report
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Verifier

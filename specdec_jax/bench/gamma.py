@@ -18,7 +18,7 @@ import numpy as np
 
 from specdec_jax.adaptive import AdaptiveDecoder
 from specdec_jax.bench.oracles import acceptances, oracles
-from specdec_jax.bench.reporting.runs import gamma_table
+from specdec_jax.bench.reporting.record_tables import gamma_table
 from specdec_jax.bench.stopping import (
   auc,
   certainties,

@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from specdec_jax.bench.reporting.runs import given_outputs_table
+from specdec_jax.bench.reporting.record_tables import given_outputs_table
 from specdec_jax.core import theory
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.sampling import Sampling, row_keys

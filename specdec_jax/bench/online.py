@@ -8,7 +8,7 @@ import jax
 from rich.console import Console
 
 from specdec_jax import records
-from specdec_jax.bench.reporting.runs import online_table
+from specdec_jax.bench.reporting.record_tables import online_table
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain

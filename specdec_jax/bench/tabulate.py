@@ -8,18 +8,16 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from specdec_jax.bench.reporting.beams import beams_table
-from specdec_jax.bench.reporting.drafts import drafts_table
-from specdec_jax.bench.reporting.lengths import lengths_table
-from specdec_jax.bench.reporting.pages import measured_table
+from specdec_jax.bench.reporting.other_tables import execution_table, matmuls_table, training_table
 from specdec_jax.bench.reporting.paper import load_table
 from specdec_jax.bench.reporting.paper_tables import paper_table
-from specdec_jax.bench.reporting.runs import (
+from specdec_jax.bench.reporting.record_tables import (
   acceptance_table,
-  execution_table,
-  matmuls_table,
+  beams_table,
+  drafts_table,
+  lengths_table,
+  measured_table,
   online_table,
-  training_table,
 )
 from specdec_jax.bench.reporting.status import (
   COMPILED_TABLE,

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from specdec_jax.bench.reporting.lengths import lengths_table
+from specdec_jax.bench.reporting.record_tables import lengths_table
 from specdec_jax.bench.reporting.reports import lengths_report
 from specdec_jax.commands.quickstart import show_examples
 from specdec_jax.commands.speedup import decode_examples

@@ -1,9 +1,9 @@
 """Formatting of a `tables.Table` for a terminal, and as Markdown, CSV or LaTeX."""
 
-import csv
 import io
 import re
 import textwrap
+from collections.abc import Mapping
 
 import rich.table
 from rich import box
@@ -21,8 +21,8 @@ def render(table: Table, fmt: str) -> str:
 
   Args:
     table: table to format.
-    fmt: 'terminal', 'markdown', 'csv' or 'latex'. LaTeX is a float with caption and label, and
-      needs the package booktabs. CSV has only headings and cells; the other formats also have the
+    fmt: 'terminal', 'markdown', 'csv' or 'latex'. LaTeX is a float with caption and label. CSV
+      and LaTeX need pandas. CSV has only headings and cells; the other formats also have the
       title, the notes and the legend.
 
   Raises:
@@ -38,7 +38,9 @@ def _terminal(table: Table) -> str:
   for heading, right in zip(table.columns, _right_aligned(table)):
     # One word per line, because headings are longer than the cells below them.
     grid.add_column(
-      Text(heading.replace(" ", "\n")), justify="right" if right else "left", no_wrap=True
+      Text(heading.replace("temperature", "temp").replace(" ", "\n")),
+      justify="right" if right else "left",
+      no_wrap=True,
     )
   for row in table.rows:
     grid.add_row(*map(Text, row))
@@ -61,10 +63,25 @@ def _markdown(table: Table) -> str:
   return "\n".join([*lines, "", *(f"- {note}" for note in footer)]) + "\n"
 
 
+def _frame(table: Table, translation: Mapping[int, str] = {}):
+  """Return the cells as a pandas DataFrame, with characters replaced as in `str.translate`.
+
+  Raises:
+    InputError: pandas is not installed.
+  """
+  try:
+    import pandas
+  except ImportError as error:
+    raise InputError(
+      f"Tables in this format need pandas ({error}); pip install 'specdec_jax[bench]'"
+    ) from error
+  rows = [[cell.translate(translation) for cell in row] for row in table.rows]
+  columns = [heading.translate(translation) for heading in table.columns]
+  return pandas.DataFrame(rows, columns=columns, dtype=str)
+
+
 def _csv(table: Table) -> str:
-  out = io.StringIO()
-  csv.writer(out, lineterminator="\n").writerows([table.columns, *table.rows])
-  return out.getvalue()
+  return _frame(table).to_csv(index=False, lineterminator="\n")
 
 
 _LATEX = str.maketrans(
@@ -81,29 +98,24 @@ _LATEX = str.maketrans(
 
 
 def _latex(table: Table) -> str:
-  def line(cells):
-    return " & ".join(cell.translate(_LATEX) for cell in cells) + r" \\"
-
-  columns = "".join("r" if right else "l" for right in _right_aligned(table))
-  label = re.sub(r"\W+", "-", table.title.casefold()).strip("-")
-  return "\n".join(
-    [
-      r"\begin{table}",
-      r"\centering",
-      rf"\caption{{{table.title.translate(_LATEX)}}}",
-      rf"\label{{tab:{label}}}",
-      rf"\begin{{tabular}}{{{columns}}}",
-      r"\toprule",
-      line(table.columns),
-      r"\midrule",
-      *map(line, table.rows),
-      r"\bottomrule",
-      r"\end{tabular}",
-      *(f"% {note}" for note in (*legend_lines(table.legend), *table.notes)),
-      r"\end{table}",
-      "",
-    ]
+  # The caption of a numbered table does not repeat its number, which is the label.
+  number = re.match(r"Table \d+(?=: )", table.title)
+  caption = table.title[number.end() + 2 :] if number else table.title
+  caption = caption[:1].upper() + caption[1:]
+  label = re.sub(r"\W+", "-", (number[0] if number else table.columns[0]).casefold()).strip("-")
+  tabular = (
+    _frame(table, _LATEX)
+    .style.hide(axis="index")
+    .to_latex(
+      hrules=True,
+      caption=caption.translate(_LATEX),
+      label=f"tab:{label}",
+      position_float="centering",
+      column_format="".join("r" if right else "l" for right in _right_aligned(table)),
+    )
   )
+  notes = "".join(f"% {note}\n" for note in (*legend_lines(table.legend), *table.notes))
+  return f"% Needs \\usepackage{{booktabs}}.\n{tabular}{notes}"
 
 
 _WRITERS = {"terminal": _terminal, "markdown": _markdown, "csv": _csv, "latex": _latex}

@@ -8,17 +8,18 @@ import html
 import os
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.records import Record, key
-from specdec_jax.reporting import speeds
+from specdec_jax.reporting.columns import cell, headings, legend, range_text
 from specdec_jax.reporting.markup import Markup, join, scrollable, tag
 from specdec_jax.reporting.record_charts import (
   acceptance_charts,
   speedup_charts,
 )
+from specdec_jax.reporting.speeds import ROOFLINE
 from specdec_jax.reporting.stepper import Example, stepper
 from specdec_jax.reporting.tables import Table, legend_lines
 
@@ -172,7 +173,7 @@ def _result(name: str, series: Sequence[Record]) -> Markup:
     speedup, best = max(measured, key=lambda pair: pair[0])
     # The best repeat of another gamma is at least as fast as the worst repeat of the best gamma.
     similar = [str(r.gamma) for _, r in measured if r is not best and _overlap(r, best)]
-    setting = f"gamma {best.gamma}{_range_text(best)}"
+    setting = f"gamma {best.gamma}{range_text(best)}"
     setting += f"; the range of gamma {' and '.join(similar)} overlaps" if similar else ""
     slower = "" if speedup >= 1 else ", slower than without speculation"
     speed = join(
@@ -188,60 +189,34 @@ def _result(name: str, series: Sequence[Record]) -> Markup:
   )
 
 
-def _range_text(r: Record) -> str:
-  """Return the range of the speedup over the repeats; '' for a single repeat."""
-  limits = r.speedup_range
-  return "" if limits is None else f" [{limits[0]:.2f},{limits[1]:.2f}]"
-
-
 def _overlap(other: Record, best: Record) -> bool:
   other_range, best_range = other.speedup_range, best.speedup_range
   return other_range is not None and best_range is not None and other_range[1] >= best_range[0]
 
 
 # The most important columns come first, because a phone shows only these without scrolling.
-_COLUMNS: dict[str, Callable[[Record], str]] = {
-  **{name: speeds.COLUMNS[name] for name in ("temp", "gamma")},
-  "speedup": lambda r: f"{r.speedup:.2f}{_range_text(r)}",
-  "identical": speeds.COLUMNS["identical"],
-  "tokens/s": lambda r: f"{r.speculative_tokens_per_s:.0f}",
-  "baseline tokens/s": lambda r: f"{r.baseline_tokens_per_s:.0f}",
-}
-_COLUMNS |= {name: column for name, column in speeds.COLUMNS.items() if name not in _COLUMNS}
-_LEGEND = speeds.LEGEND | {
-  "[low,high] after a speedup": "lowest and highest of this ratio over all repeats and in each "
-  "repeat",
-  "tokens/s": "of speculative decoding",
-  "baseline tokens/s": "of autoregressive decoding",
-}
+_COLUMNS = ("temperature", "gamma", "speedup_range", "identical")
+_OTHER_COLUMNS = ("tokens_per_s", "baseline_tokens_per_s", "alpha", "c", "v", "theorem8")
+_OTHER_COLUMNS += ("predicted", "length")
 
 
 def _speeds(records: Sequence[Record], series: Iterable[Sequence[Record]]) -> Markup:
-  if all(r.quality is None for r in records):
-    return _table(records, series, _COLUMNS, _LEGEND)
-  first = {name: _COLUMNS[name] for name in ("temp", "gamma", "speedup", "identical")}
-  columns = first | speeds.QUALITY | _COLUMNS
-  return _table(records, series, columns, _LEGEND | speeds.QUALITY_LEGEND)
+  quality = () if all(r.quality is None for r in records) else ("quality",)
+  return _table(records, series, (*_COLUMNS, *quality, *_OTHER_COLUMNS))
 
 
 def _table(
-  records: Sequence[Record],
-  series: Iterable[Sequence[Record]],
-  columns: Mapping[str, Callable[[Record], str]],
-  legend: Mapping[str, str],
+  records: Sequence[Record], series: Iterable[Sequence[Record]], columns: Sequence[str]
 ) -> Markup:
   varying = _varying(records)
   bodies = [
     [
-      [
-        *(_value(r, name) for name in varying),
-        *(speeds.cell(column, r) for column in columns.values()),
-      ]
+      [*(_value(r, name) for name in varying), *(cell(column, r) for column in columns)]
       for r in group
     ]
     for group in series
   ]
-  return _grid([*varying.values(), *columns], bodies, legend_lines(legend))
+  return _grid([*varying.values(), *headings(columns)], bodies, legend_lines(legend(columns)))
 
 
 def html_table(table: Table) -> Markup:
@@ -265,4 +240,4 @@ def _grid(
 def _roofline(records: Sequence[Record], series: Iterable[Sequence[Record]]) -> Markup:
   if all(r.memory_gb_per_s is None for r in records):
     return join()
-  return _table(records, series, speeds.ROOFLINE, speeds.ROOFLINE_LEGEND)
+  return _table(records, series, ROOFLINE)

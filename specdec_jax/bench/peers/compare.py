@@ -25,7 +25,7 @@ from specdec_jax.bench.peers.comparison import (
   best_of_beams,
 )
 from specdec_jax.bench.peers.worker import after_idle, in_subprocess, start_process
-from specdec_jax.bench.reporting.runs import PEERS_LEGEND, peers_table
+from specdec_jax.bench.reporting.record_tables import PEERS_LEGEND, peers_table
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain

@@ -65,7 +65,7 @@ def new_figure(
     from matplotlib.figure import Figure
   except ModuleNotFoundError as error:
     raise InputError(
-      "Figures need matplotlib; install it with pip install 'specdec_jax[plots]'."
+      "Figures need matplotlib; install it with pip install 'specdec_jax[bench]'."
     ) from error
   columns = min(len(y_labels), 3)
   rows = -(-len(y_labels) // columns)

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from specdec_jax.bench.reporting.drafts import drafts_table
-from specdec_jax.bench.reporting.lengths import lengths_table
+from specdec_jax.bench.reporting.record_tables import drafts_table, lengths_table
 from specdec_jax.records import Record
 from specdec_jax.reporting.charts import Curve, bar_chart, line_charts
 from specdec_jax.reporting.html import html_table, page, section
