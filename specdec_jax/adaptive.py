@@ -1,4 +1,4 @@
-"""Speculative decoding that chooses gamma anew in every round (Section 3.5)."""
+"""Speculative decoding that chooses gamma in every round (Section 3.5)."""
 
 import dataclasses
 import functools
@@ -26,8 +26,8 @@ class AdaptiveDecoder:
 
   Attributes:
     target: M_p.
-    drafts: the same draft with a chain of each gamma to choose from, all at least 1. They share one
-      state, which a round without a draft would not update.
+    drafts: the same draft built for several chains; gamma is one of their lengths, at least 1. All
+      of them share one state, which a round without a draft would not update.
     verifier: verifier that accepts or rejects draft tokens.
     eos_id: token that ends a text; None for the target's.
   """

@@ -1,8 +1,8 @@
-"""Which axis of which array is sharded across which devices: parameters, caches, the loops' state.
+"""Sharding of parameters, caches and the state of the decoding loop across devices.
 
-Arrays have logical axes, by their names, and rules map those to the axes of a mesh of devices;
-the compiler does the rest. What wraps a model or a draft says where its cache or state lies, and
-the loops need not know.
+The name of an array determines its logical axes, and rules map logical axes to the axes of a mesh
+of devices. `PartitionedModel` and `PartitionedDraft` add sharding constraints to the arrays of a
+model and of a draft, so the decoding loop does not depend on the sharding.
 """
 
 import dataclasses
@@ -19,13 +19,14 @@ from specdec_jax.core.types import Context, Outcome, Proposal
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.wrappers import WrappedDraft, WrappedModel
 
-Rules = tuple[tuple[str, str | None], ...]  # logical axis -> mesh axis; one without stays whole
+# Pairs of a logical axis and a mesh axis. A logical axis without a mesh axis is not sharded.
+Rules = tuple[tuple[str, str | None], ...]
 
 RULES: Rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"))
 REPLICATED: Rules = (("batch", "data"),)
 
-# Logical axes of a parameter called so or, if it is a kernel, whose layer is; its bias has the last
-# of them. An axis of H * D is "heads": it is cut between heads only, where H is known.
+# Name of a parameter, or of the layer of a kernel -> its logical axes. The bias of a layer has the
+# last of them. The axis "heads" has size H or H * D, and is only divided between heads.
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {
   "embedding": ("vocab", "embed"),
   **dict.fromkeys(("query", "key", "value"), ("embed", "heads")),
@@ -37,8 +38,8 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
   "scale": ("embed",),
 }
 
-# The same of the fields of caches, of `Proposal`, of `decoding.State` and of what it holds, as far
-# as rules go.
+# Name of a field of a cache, of `Proposal` or of `core.decode.DecodeState` -> its first logical
+# axes. The other axes are not sharded.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
   **dict.fromkeys(("prompt", "tokens", "length", "prompt_length"), ("batch",)),
   **dict.fromkeys(("done", "rng", "not_finite", "hidden"), ("batch",)),
@@ -51,12 +52,15 @@ STATE_AXES: dict[str, tuple[str | None, ...]] = {
 
 
 def make_mesh(model_parallel: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """Devices as a mesh of axes 'data' and 'model', the latter of size `model_parallel`.
+  """Return a mesh of devices with the axes 'data' and 'model'.
 
-  `devices` are this host's unless given: hosts that share a dataset share no program.
+  Args:
+    model_parallel: size of the axis 'model'.
+    devices: devices of the mesh; by default those of this host, because hosts that share a dataset
+      run separate programs.
 
   Raises:
-    InputError: the devices do not divide by model_parallel.
+    InputError: the number of devices is not a multiple of model_parallel.
   """
   require_count("model_parallel", model_parallel)
   devices = jax.local_devices() if devices is None else devices
@@ -66,26 +70,32 @@ def make_mesh(model_parallel: int = 1, devices: Sequence[jax.Device] | None = No
       "their number."
     )
   shape = len(devices) // model_parallel, model_parallel
-  types = AxisType.Auto, AxisType.Auto  # the default, Explicit, wants shardings in the models
+  types = AxisType.Auto, AxisType.Auto  # the default, Explicit, requires shardings in the models
   return jax.make_mesh(shape, ("data", "model"), types, devices=devices)
 
 
 def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
-  """Where each parameter lies: a tree of `NamedSharding` like `shapes`.
+  """Return the sharding of each parameter.
 
-  An axis that does not divide by its mesh axis stays whole: with T5 1.1 small's 6 heads, all of
-  attention is replicated over 4 devices. So does an array whose name is not in PARAM_AXES.
-  How many heads there are is read off the position bias. Where positions are learned there is none,
-  and kernels of attention may be cut through a head: as correct, with more messages.
+  An array is replicated along an axis whose size is not a multiple of the mesh axis. For example,
+  the attention of T5 1.1 small, which has 6 heads, is replicated across 4 devices. An array whose
+  name is not in PARAM_AXES is replicated, too.
+
+  The number of heads is that of the relative position bias. A model with learned positions has no
+  such bias, and its attention kernels may be divided inside a head. The result is still correct,
+  but devices communicate more.
 
   Args:
-    shapes: parameters in t5x's tree, or `jax.eval_shape` of them.
-    mesh: any device mesh, for example that of `make_mesh`.
+    shapes: parameters in t5x's tree, or the result of `jax.eval_shape` for them.
+    mesh: mesh of devices, such as the result of `make_mesh`.
     rules: pairs of a logical axis and the mesh axis that it is sharded across.
 
+  Returns:
+    A tree of `NamedSharding` with the structure of `shapes`.
+
   Raises:
-    InputError: a rule names an axis that there is none of, or would cut what
-      `families.for_decoding` laid side by side.
+    InputError: a rule names an unknown axis, or would shard a matrix that `families.for_decoding`
+      has concatenated from several matrices.
   """
   leaves = [(_names(path), leaf) for path, leaf in jax.tree.leaves_with_path(shapes)]
   num_heads = next((leaf.shape[0] for names, leaf in leaves if "rel_embedding" in names), None)
@@ -100,9 +110,20 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 
 
 def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
-  """Where each array of a cache or a `decoding.State` lies: a tree of `NamedSharding` like it.
+  """Return the sharding of each array of a cache or a `core.decode.DecodeState`.
 
-  Rules, and what stays whole, as in `param_shardings`.
+  An array is replicated along an axis whose size is not a multiple of the mesh axis.
+
+  Args:
+    state: tree of arrays.
+    mesh: mesh of devices.
+    rules: pairs of a logical axis and the mesh axis that it is sharded across.
+
+  Returns:
+    A tree of `NamedSharding` with the structure of `state`.
+
+  Raises:
+    InputError: a rule names an unknown axis.
   """
   return _shardings(state, STATE_AXES, mesh, rules)
 
@@ -155,8 +176,9 @@ class PartitionedModel(WrappedModel):
 class PartitionedDraft(WrappedDraft):
   """Draft whose state and proposals are sharded across the devices of a mesh.
 
-  Without a constraint on q the compiler shards the logits of a replicated draft by vocabulary, as
-  it does for p of the target, and then every draft step exchanges messages.
+  A sharding constraint is applied to q, too. Without it, the compiler would shard the logits of a
+  replicated draft by vocabulary, like those of the target, and devices would communicate in every
+  draft step.
 
   Attributes:
     draft: the wrapped draft.
@@ -184,12 +206,19 @@ class PartitionedDraft(WrappedDraft):
 
 
 def sharded(pair: Any, mesh: Mesh, rules: Rules = RULES, draft_rules: Rules = REPLICATED) -> Any:
-  """A `pairs.LoadedPair` over the devices of a mesh: by default the draft is replicated.
+  """Return a pair that is sharded across the devices of a mesh.
 
-  Parameters that lie right already are not moved. Whatever takes a pair takes this one.
+  The result is a `pairs.LoadedPair` like any other. Parameters that already have the right sharding
+  are not moved.
+
+  Args:
+    pair: `pairs.LoadedPair`.
+    mesh: mesh of devices.
+    rules: rules for the target; see `param_shardings`.
+    draft_rules: rules for the draft. By default its parameters are replicated.
 
   Raises:
-    InputError: as `param_shardings`.
+    InputError: see `param_shardings`.
   """
 
   def put(params, rules):
@@ -222,7 +251,7 @@ def _shardings(tree, axes_of, mesh: Mesh, rules: Rules, num_heads: int | None = 
 
 
 def _mesh_axes(rules: Rules, mesh: Mesh) -> dict[str | None, str | None]:
-  """Mesh axis of each logical axis that is sharded, after a check that all of them exist."""
+  """Return the mesh axis of each logical axis in `rules`, and check that all axes exist."""
   known = {axis for axes in (*PARAM_AXES.values(), *STATE_AXES.values()) for axis in axes if axis}
   for axis, over in rules:
     if axis not in known or over not in (None, *mesh.shape):

@@ -61,7 +61,7 @@ class WrappedModel:
 
 @dataclasses.dataclass(frozen=True)
 class WrappedDraft(Draft):
-  """Base class of a draft that changes some methods of another, whose state and attributes it has.
+  """Base class of a draft that changes some methods of another draft and shares its state.
 
   Attributes:
     draft: the wrapped draft.

@@ -295,7 +295,7 @@ def _with_target_log_probs(
 
   Args:
     context: context of the round.
-    entries: entry of each node.
+    entries: index of each node among the verified nodes; NO_ENTRY if it is not verified.
     log_probs: the draft's log-probability of the text up to each continuation.
     tokens: the draft's most probable tokens after each node.
 

@@ -37,7 +37,7 @@ class BeamContext(NamedTuple):
       stored once per row.
     hidden: hidden state from which the target selected each last token.
     verified: nodes that the target has verified in earlier passes.
-    last_entries: entry of each last token; NO_ENTRY if it is not verified.
+    last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not one.
     eos_id: token that ends a text.
   """
 
@@ -64,7 +64,7 @@ class Forest(NamedTuple):
   Attributes:
     tokens: draft tokens; -1 for a token that was not proposed.
     parents: node that each draft token follows.
-    entries: entry of each draft token; NO_ENTRY if it is not verified yet.
+    entries: index of each draft token among the verified nodes; NO_ENTRY if it is not one.
   """
 
   tokens: Int[Array, "B N"]

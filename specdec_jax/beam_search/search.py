@@ -61,7 +61,7 @@ class BeamResult(NamedTuple):
     lengths: number of new tokens, EOS included; 0 for missing texts, if fewer than w ended.
     scores: log-probabilities divided by the length penalty. If no text of a row ended before the
       limit, they are log-probabilities.
-    steps: number of steps in each round; 0 after a row has ended.
+    steps: number of search steps in each round; 0 after the search of a row has ended.
     num_rounds: number of rounds; each is one target forward pass.
     not_finite: index of the step that could not be made because a logit of the target was NaN or
       infinite; -1 if all were finite.
@@ -97,7 +97,7 @@ class BeamState(NamedTuple):
     previous_tokens: see `BeamContext`.
     previous_visible: see `BeamContext`.
     hidden: see `BeamContext`.
-    parent_entries: entry that each last token follows.
+    parent_entries: index, among the verified nodes, of the node before each last token.
   """
 
   beams: Beams

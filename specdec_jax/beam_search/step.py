@@ -22,7 +22,7 @@ class Beams(NamedTuple):
     log_probs: log-probabilities of the live texts.
     finished_tokens: finished texts, with EOS.
     scores: log-probabilities of the finished texts, divided by the length penalty.
-    finished: whether there is such a finished text.
+    finished: whether the finished text exists; a row may have fewer than w of them.
     length: number of tokens of the live texts.
   """
 

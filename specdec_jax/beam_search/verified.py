@@ -1,6 +1,6 @@
 """Verified nodes that are cached between target forward passes, so that none is processed twice.
 
-Verified nodes are numbered; the number of a node is its entry. Entries 0 to Q - 1 are cached from
+The entry of a node is its index among the verified nodes. Entries 0 to Q - 1 are cached from
 earlier passes, and entries Q to J - 1 are the nodes of the current pass. In the target's cache they
 lie in that order, in the slots after the committed tokens. `NO_ENTRY` stands for a node that is not
 verified.

@@ -43,7 +43,7 @@ PRIOR_GUESSES = 25.0  # weight of the calibration's alpha, in draft tokens, in t
 
 
 class Policy(NamedTuple):
-  """A way to choose gamma.
+  """Policy that chooses gamma.
 
   Attributes:
     name: name in the table, and in records after the name of the draft.

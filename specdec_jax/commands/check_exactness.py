@@ -87,37 +87,42 @@ def check_exactness(
 ) -> None:
   """Check a pair in each setting, print the findings, and exit with status 1 if one fails.
 
-  Of each shape, logits of a verification pass are compared with those of passes over one token. In
-  rounds above temperature 0, guesses, acceptance and next tokens are compared with their exact
-  distributions, one by one and jointly. At temperature 0 texts are decoded speculatively and
-  autoregressively and compared token for token; where two outputs differ, the two logits must lie
-  within rounding; and with the target as its own draft no guess may be rejected, on the path to
-  each leaf of a tree in turn. At other temperatures many outputs of some texts are sampled, and
-  their first tokens compared with the target's exact joint distribution.
+  There are five checks:
 
-  The first of the gammas, trees and dynamic trees is checked in all settings, the others in the
-  largest batch, at temperature 0 and with the first other sampling. Smaller batches, and the target
-  as its own draft, are checked with a quarter of the texts. Rounds are tested of chains and static
-  trees, under `TokenVerifier`.
+  - Logits: for each shape, the logits of a verification pass are compared with those of passes over
+    one token.
+  - Rounds: above temperature 0, draft tokens, their acceptance and the next tokens are compared
+    with their exact distributions, one by one and jointly. This check covers chains and static
+    trees with `TokenVerifier`.
+  - Outputs: at temperature 0, speculative and autoregressive outputs are compared token for token.
+    Where two outputs differ, the two logits must agree up to rounding.
+  - The target as its own draft: at temperature 0 no draft token may be rejected. In a tree, this is
+    checked for the path to each leaf.
+  - Samples: above temperature 0, many outputs of some texts are sampled, and their first tokens are
+    compared with the target's exact joint distribution.
+
+  The first gamma, the first tree and the first dynamic tree are checked in all settings. The others
+  are checked in the largest batch only, at temperature 0 and with the first other sampling method.
+  Smaller batches, and the target as its own draft, are checked with a quarter of the texts.
 
   Args:
     pair: target and draft; see `pairs.load_pair`.
     texts: sources.
-    samplings: settings.
-    gammas: guesses per round, of chains.
-    batch_sizes: rows decoded together, each of another text.
+    samplings: sampling methods, each checked.
+    gammas: gamma of each chain.
+    batch_sizes: numbers of texts that are decoded together, each checked.
     max_new_tokens: limit for each output at temperature 0.
-    num_texts: number of the texts that are sampled from.
-    samples_per_text: outputs sampled of each.
-    num_tokens: first tokens that are compared jointly.
-    num_guesses: guesses verified in rounds of each sampling and shape, at least; four times as many
-      in rounds of the first sampling and the first shape.
-    level: chance that all sampled settings together raise a false alarm.
+    num_texts: number of texts that outputs are sampled for.
+    samples_per_text: number of outputs that are sampled for each of these texts.
+    num_tokens: number of first tokens whose joint distribution is checked.
+    num_guesses: minimal number of draft tokens that are verified for each sampling method and
+      shape. For the first sampling method with the first shape it is four times as large.
+    level: probability of a false alarm, for all statistical checks together.
     seed: random seed of all sampling.
-    trees: parents of each tree, as `trees.Tree` has them.
-    dynamic: nodes and depth of each dynamic tree (`drafts.dynamic`); its rounds are not tested.
-    long_tokens: tokens of some outputs, at temperature 0 and with the first other sampling, that go
-      on past EOS; fewer where the target has fewer positions, 0 for none.
+    trees: parents of the draft tokens of each tree, as in `trees.Tree`.
+    dynamic: (nodes, depth) of each dynamic tree (`drafts.dynamic`).
+    long_tokens: length of some outputs that continue past EOS, at temperature 0 and with the first
+      other sampling method. It is limited by the positions of the target. 0 disables them.
 
   Raises:
     InputError: there is nothing to check, the verifier is lossy, or the acceptance is simulated.

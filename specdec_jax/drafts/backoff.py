@@ -109,7 +109,7 @@ def _hash(array_module: Any, tokens: Sequence[Any], shape: tuple[int, ...]) -> A
 
 @dataclasses.dataclass(frozen=True)
 class BackoffDraft(Draft):
-  """Proposes the most frequent successors of the longest context that its parameters contain.
+  """Draft that proposes the most frequent successors of the longest known context.
 
   Parameters are the result of `fit_backoff`. Siblings are in order of frequency. All tokens are
   selected deterministically; PAD_ID if the context does not have enough successors.

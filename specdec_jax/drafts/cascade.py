@@ -1,4 +1,4 @@
-"""Several drafts in a row: the first tokens are one draft's, and later ones a cheaper draft's.
+"""Several drafts in sequence: one proposes the first tokens, and cheaper ones the later tokens.
 
 Tokens far from the last committed one are seldom reached, so they may cost less (the horizontal
 cascade of Chen et al., 2024).
@@ -20,7 +20,7 @@ from specdec_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class CascadeDraft(Draft):
-  """Chain of tokens by several drafts, each of which continues after the tokens of the one before.
+  """Draft of a chain by several drafts, each of which continues the tokens of the previous one.
 
   Parameters and states are tuples in the order of the drafts. The drafts do not receive
   the outcome of verification. Instead, drafts that are models process the committed tokens at the
@@ -63,7 +63,7 @@ class CascadeDraft(Draft):
 
   @property
   def _rereading_drafts(self) -> list[Draft]:
-    """The drafts, with a forward pass over all tokens that they may not have processed.
+    """Return the drafts with a forward pass over all tokens that they may not have processed.
 
     These are the tokens that a round commits, and the draft tokens before their own.
     """

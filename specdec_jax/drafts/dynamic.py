@@ -25,7 +25,7 @@ from specdec_jax.errors import InputError, require_count
 
 @dataclasses.dataclass(frozen=True)
 class DynamicDraft(Draft):
-  """Dynamic tree of tokens that a model selects. Parameters are the model's.
+  """Draft that selects a dynamic tree by the probabilities of a model, whose parameters it has.
 
   State is (cache of the model, nodes [B, N]): for each draft token, its node in the tree that the
   model has processed, or 0 if the model has not processed it.

@@ -32,10 +32,10 @@ def prompt_lookup_or_ngrams(
 
 @dataclasses.dataclass(frozen=True)
 class FallbackDraft(Draft):
-  """In each row, the tokens of the first draft that proposes any, otherwise those of the last one.
+  """Draft that uses, in each row, the first of several drafts that proposes a token.
 
-  A draft proposes none if its first token is PAD_ID. Parameters and states are tuples in the order
-  of the drafts.
+  A draft proposes nothing if its first token is PAD_ID. If all drafts propose nothing, the last one
+  is used. Parameters and states are tuples in the order of the drafts.
 
   Attributes:
     drafts: two or more drafts with equal trees that select their tokens deterministically.

@@ -1,4 +1,4 @@
-"""Several drafts at once: the trees of all of them share the last committed token (SpecInfer).
+"""Several drafts whose trees share the last committed token as root (SpecInfer).
 
 K chains of one draft, each sampled with its own key, are a case of this (iterative speculative
 sampling). Equal tokens of two drafts remain two nodes, each with the q of its own draft, verified
@@ -24,7 +24,7 @@ from specdec_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class ForestDraft(Draft):
-  """Several drafts with static trees, which share the last committed token as root.
+  """Draft whose tree consists of the static trees of several drafts, with a common root.
 
   Parameters and states are tuples in the order of the drafts. The drafts do not receive outcomes,
   because accepted tokens may be another draft's. Models process the tokens that were committed at

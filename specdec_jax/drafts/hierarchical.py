@@ -19,7 +19,7 @@ from specdec_jax.wrappers import WrappedDraft
 
 @dataclasses.dataclass(frozen=True)
 class HierarchicalDraft(Draft):
-  """Chain of tokens sampled from a model, decoded by rounds of speculation with a cheaper draft.
+  """Draft that samples a chain from a model, which is itself decoded with a cheaper draft.
 
   The first token is sampled from the model. The others are decoded from it by `inner` and token
   verification, which is exact, so the distribution of the model is the q of each.
@@ -101,7 +101,7 @@ class HierarchicalDraft(Draft):
 
   @property
   def _recording_inner(self) -> "_LogitsRecorder":
-    """The inner draft, with a forward pass over every token that it may not have processed.
+    """Return the inner draft with a forward pass over every token that it may not have processed.
 
     These are the tokens that the model may not have processed, the first token of the model, and,
     if that was accepted by the target, the last token of the inner draft itself.

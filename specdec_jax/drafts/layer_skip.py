@@ -67,7 +67,7 @@ def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Confi
 
 @dataclasses.dataclass(frozen=True)
 class LayerSkipDraft(WrappedDraft):
-  """Tokens sampled from some layers of the target, with the target's cache.
+  """Draft that samples tokens from some layers of the target and uses the target's cache.
 
   It has no state and does not process the prompt. Parameters are those of the layers.
 

@@ -54,7 +54,7 @@ class Lookahead(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LookaheadDraft(Draft):
-  """Proposes n-grams of the pool, as chains, and the window as the last branch of the tree.
+  """Draft that proposes n-grams of the pool as chains, and the window as the last branch.
 
   The window is processed in the same forward pass as the n-grams, so that verifying it as well
   costs nothing more. In its branch, row 0 is a chain, and the rest of each column follows the token
@@ -90,7 +90,7 @@ class LookaheadDraft(Draft):
 
   @functools.cached_property
   def _layout(self) -> tuple[Tree, list[int], list[int]]:
-    """The tree, the order of its draft tokens, and the nodes at the ends of the columns.
+    """Tree, order of its draft tokens, and nodes at the ends of the columns.
 
     The order gives the index of each draft token among the tokens of all chains, followed by those
     of the window, row by row.

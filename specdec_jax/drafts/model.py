@@ -17,10 +17,10 @@ from specdec_jax.errors import require_count
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft(Draft):
-  """Tokens sampled from a model by the sampling method of the target. Parameters are the model's.
+  """Draft that samples tokens from a model with the sampling method of the target.
 
-  After a round the cache of the model may lack the last accepted token, because the deepest nodes
-  of a tree are never processed.
+  Its parameters are those of the model. After a round the cache of the model may lack the last
+  accepted token, because the deepest nodes of a tree are never processed.
 
   Attributes:
     model: M_q.

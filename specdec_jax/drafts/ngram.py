@@ -133,12 +133,13 @@ def load_ngrams(path: str | os.PathLike) -> Ngrams:
 
 @dataclasses.dataclass(frozen=True)
 class NgramDraft(Draft):
-  """Chain of tokens sampled from unigrams (order 1) or bigrams (order 2). Parameters are `Ngrams`.
+  """Draft that samples a chain from unigrams (order 1) or bigrams (order 2).
 
-  After a context that was not counted, bigrams back off to unigrams; after any other context only
-  the stored successors are proposed. Counts are not smoothed: exactness does not need q > 0,
-  because tokens that the draft never proposes come from the residual, and smoothing would take
-  probability from tokens that may be accepted. At temperature 0 smoothing would change nothing.
+  Its parameters are `Ngrams`. After a context that was not counted, bigrams back off to unigrams.
+  After any other context only the stored successors are proposed. Counts are not smoothed:
+  exactness does not need q > 0, because tokens that the draft never proposes come from the
+  residual, and smoothing would take probability from tokens that may be accepted. At temperature 0
+  smoothing would change nothing.
 
   Attributes:
     order: 1 or 2.

@@ -29,7 +29,7 @@ def prompt_lookup(target: LoadedTarget, max_ngram: int = 3) -> DraftFactory:
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookupDraft(Draft):
-  """Proposes the tokens that followed an earlier occurrence of the last committed tokens.
+  """Draft that proposes the tokens after an earlier occurrence of the last committed tokens.
 
   It searches the prompt and the text so far for the longest match, of at most `max_ngram` tokens,
   of the last tokens. Among matches of equal length, those in the prompt are preferred to those in

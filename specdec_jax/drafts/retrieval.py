@@ -121,7 +121,7 @@ class _Trie(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalDraft(Draft):
-  """Proposes the most frequent continuations. Parameters are a `Datastore`.
+  """Draft that proposes the most frequent continuations in a `Datastore`, its parameters.
 
   A dynamic tree consists of the most frequent nodes of the trie, and of -1 if there are fewer. In a
   static tree each node has its most frequent children, and PAD_ID if there are fewer. All tokens

@@ -1,4 +1,4 @@
-"""Another draft's tokens up to the first that it does not know, so rounds have different lengths.
+"""Draft that ends its proposal where another draft has no token; rounds differ in length.
 
 A lookup may thus be followed to its end (aggressive decoding), and a round without a match costs
 one autoregressive step.
@@ -20,9 +20,10 @@ from specdec_jax.wrappers import WrappedDraft
 
 @dataclasses.dataclass(frozen=True)
 class StopAtMissDraft(WrappedDraft):
-  """Chain that ends before the first PAD_ID, which a draft proposes where it has no token.
+  """Draft of a chain that ends before the first PAD_ID of another draft's proposal.
 
-  The target has a forward pass for chains of length 0, 1, 2, 4, ... and gamma.
+  The other draft proposes PAD_ID where it has no token. The target has a forward pass for chains of
+  length 0, 1, 2, 4, ... and gamma.
 
   Attributes:
     draft: draft that selects its tokens deterministically.

@@ -1,4 +1,4 @@
-"""A smaller model as draft that stops proposing when it is not confident (Section 6).
+"""Draft model that stops proposing tokens when it is not confident (Section 6).
 
 As in SpecDec++ and AdaEDL: the probability that the model gives its most probable token predicts
 whether a draft token will be accepted, and the product of these probabilities along a chain
@@ -26,7 +26,7 @@ from specdec_jax.wrappers import WrappedDraft
 
 @dataclasses.dataclass(frozen=True)
 class StoppingDraft(WrappedDraft):
-  """Chain of tokens of a model, at least one; those not proposed are -1, and their q is 0.
+  """Draft of a chain of at least one token; a token that is not proposed is -1, and its q is 0.
 
   Attributes:
     draft: draft of the model, with the largest gamma.

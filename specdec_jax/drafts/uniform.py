@@ -26,7 +26,7 @@ def uniform(target: LoadedTarget) -> DraftFactory:
 
 @dataclasses.dataclass(frozen=True)
 class UniformDraft(Draft):
-  """Samples each draft token uniformly and independently, at any temperature.
+  """Draft that samples each token uniformly and independently, at any temperature.
 
   Attributes:
     vocab_size: V.

@@ -45,7 +45,7 @@ def compare_argmax(
     rounding: rounding of the target.
 
   Returns:
-    The number, from 1, of each text whose outputs differ, and the first difference.
+    Pairs (number of a text whose outputs differ, from 1; first difference of its outputs).
   """
   divergences = []
   for rows, prompt, count in batches(pair, texts, batch_size):
@@ -67,7 +67,7 @@ def cells_of(
   """Return, for each text, cells of the first tokens of its outputs and their exact probabilities.
 
   Args:
-    pair: its target gives the probabilities.
+    pair: target and draft; the target computes the probabilities.
     texts: sources.
     sampling: sampling method.
     samples_per_text: number of outputs that will be sampled for each text.
@@ -96,7 +96,7 @@ def compare_samples(
   """Compare the first tokens of many outputs with the target's exact joint distribution.
 
   Args:
-    pair: its target gives the exact probabilities.
+    pair: target and draft; the target computes the exact probabilities.
     texts: sources.
     decode: function that decodes.
     settings: settings of decoding; its `max_new_tokens` is the number of first tokens.

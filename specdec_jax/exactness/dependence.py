@@ -138,10 +138,10 @@ def _acceptance(scored: RoundScores) -> tuple[np.ndarray, np.ndarray, float]:
 
 
 def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarray) -> np.ndarray:
-  """Look up values [N] of entries by row and slot [M].
+  """Look up values [N] of scored guesses by row and slot [M].
 
   Returns:
-    For each row and slot, the value of its last entry, or 0 if there is none.
+    For each row and slot, the value of the last guess there, or 0 if there is no guess.
   """
   if not len(scored.row):
     return np.zeros(len(row))
@@ -159,14 +159,14 @@ def _before(scored: RoundScores, values: np.ndarray, later: RoundScores) -> np.n
 def _product(
   score: np.ndarray, variance: np.ndarray, largest: float, earlier: np.ndarray, bound: float
 ) -> Drift:
-  """Return the drift of products of scores with the scores of earlier tokens.
+  """Return the sum (`Drift`) of the products of scores with the scores of earlier tokens.
 
   Args:
     score: scores.
     variance: their variances.
-    largest: bound on their absolute value.
+    largest: bound on the absolute value of `score`.
     earlier: score of the earlier token of each product.
-    bound: bound on the absolute value of those.
+    bound: bound on the absolute value of the scores in `earlier`.
   """
   return Drift(
     float((score * earlier).sum()), float((variance * earlier**2).sum()), largest * bound

@@ -31,7 +31,8 @@ class Scores(NamedTuple):
 
   Attributes:
     rank: probability mass of the more probable tokens, plus half of the token's own, minus 1/2.
-    place: the same for the tokens that are earlier in the vocabulary. Inverse transform sampling in
+    place: probability mass of the tokens that are earlier in the vocabulary, plus half of the
+      token's own, minus 1/2. Inverse transform sampling in
       vocabulary order maps its uniform to this score, so the score detects shared uniforms.
     spread: variance of `rank` and of `place`.
     log: log-probability, at least log MIN_PROB, minus its mean. It is the derivative of the
@@ -83,7 +84,7 @@ class RoundScores(NamedTuple):
 
 
 class Drift(NamedTuple):
-  """Sum of scores, whose mean is 0.
+  """Sum of scores, which has mean 0 if decoding is exact.
 
   Attributes:
     sum: sum of the scores.
@@ -127,12 +128,12 @@ def joined(parts: Sequence[RoundScores]) -> RoundScores:
 
 
 def total(drifts: Iterable[Drift]) -> Drift:
-  """Return the drift of all scores together."""
+  """Return the sum (`Drift`) of all scores together."""
   return functools.reduce(Drift.plus, drifts)
 
 
 def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Drift:
-  """Return the drift of accepted guesses minus their acceptance probabilities.
+  """Return the sum (`Drift`) of acceptance minus acceptance probability over all guesses.
 
   A bias that multiplies the acceptance probability a adds to the sum in proportion to a, against a
   variance of a (1 - a). So the most powerful weight is 1 / (1 - a), limited to `max_weight`.
@@ -165,7 +166,7 @@ TOKEN_DRIFTS: dict[str, Callable[[Scores], Drift]] = {
 
 
 def drifts(scored: RoundScores, count: int) -> dict[str, list[Drift]]:
-  """Return the drifts of one setting, by name.
+  """Return the sums of scores (`Drift`) of one setting, by name.
 
   Acceptance, ranks of guesses and ranks of next tokens have one drift for each position, and next
   tokens have another for the bonus token. The other lists have one drift of all positions together.

@@ -77,7 +77,7 @@ def node_moves(
   nodes, and passes over one token process each path from the root to a leaf.
 
   Args:
-    pair: its target is measured.
+    pair: target and draft; only the target is used.
     prompt: padded prompts [B, P].
     text: outputs of the target [B, T].
     lengths: tokens of each output [B].
@@ -176,7 +176,7 @@ def first_divergences(
   """Return the first difference of each row in which two outputs differ.
 
   Args:
-    target: the model of both.
+    target: model that generated both outputs.
     params: its parameters.
     prompt: source tokens [B, P].
     autoregressive: output of autoregressive decoding [B, T].

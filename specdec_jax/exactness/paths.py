@@ -26,7 +26,7 @@ class Plans(NamedTuple):
 
   Attributes:
     parents: [plans, N], parent of each guess.
-    depths: [plans, N], depth of each guess, from 1.
+    depths: [plans, N], depth of each guess; children of the root have depth 1.
     offsets: [plans, N], number added to the token of the text at that depth; 0 on the path.
     paths: [plans, leaves, D], nodes from the root to each leaf, the leaf of the path first;
       0 past a leaf, and all 0 if a shape has fewer leaves.

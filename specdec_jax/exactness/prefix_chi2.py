@@ -97,7 +97,7 @@ def compare(
 
   Args:
     cells: result of `cut_into_cells`.
-    texts: sampled texts, of at most the length that the cells were made for.
+    texts: sampled texts, at most as long as the `num_tokens` of the cells.
     num_impossible: number of the texts with probability 0.
   """
   counts = dict.fromkeys(cells, 0)

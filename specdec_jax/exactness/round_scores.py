@@ -170,7 +170,7 @@ def score_rounds(
   """Decode texts, repeatedly if necessary, until `num_guesses` guesses have been verified.
 
   Args:
-    pair: its target gives p, in one forward pass over the decoded text.
+    pair: target and draft; the target computes p, in one forward pass over the decoded text.
     texts: sources.
     decode: see `recorded`.
     settings: settings of decoding. q takes 4 V W bytes for each token of a batch.

@@ -126,7 +126,7 @@ def calibrate(
     pair: target and draft.
     texts: at least one.
     settings: settings of the run that the choice is for.
-    branching: whether trees are considered. alpha is then the acceptance of first children.
+    branching: whether to consider trees. If so, alpha is the acceptance rate of first children.
 
   Raises:
     InputError: there are no texts, or the batch size is invalid.

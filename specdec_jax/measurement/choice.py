@@ -14,7 +14,7 @@ NODES, DEPTH = (4, 8, 16, 32, 64), 10  # sizes and largest depth of the trees to
 
 
 class Branching(NamedTuple):
-  """The best tree that is not a chain, and the figures behind it.
+  """Best tree that is not a chain, with the measurements that it was chosen by.
 
   Attributes:
     tree: the tree with the highest predicted speed.
@@ -46,7 +46,7 @@ class Branching(NamedTuple):
 
 
 class Calibration(NamedTuple):
-  """A choice of gamma or of a tree, and the figures behind it.
+  """Choice of gamma or of a tree, with the measurements that it was made by.
 
   Sequences have one entry for each gamma, from 0.
 
@@ -57,7 +57,7 @@ class Calibration(NamedTuple):
     c: time of a draft step in target steps (Definition 7); 0 at gamma 0.
     v: time of a target forward pass over gamma + 1 tokens in target steps; 1 at gamma 0.
     speedups: predicted speedups; 1 at gamma 0.
-    starts: time of the prefill of the target and of the draft for one batch, in target steps.
+    starts: prefill times of target and draft for one batch, in target steps.
     tried: measured speedup of the best gamma over autoregressive decoding on the calibration texts;
       None if it was not tried.
     branching: the best tree that is not a chain; None if trees were not considered.

@@ -32,15 +32,15 @@ class Costs(NamedTuple):
   """Times on this device, in seconds.
 
   Attributes:
-    target_step: one step of autoregressive decoding: a target forward pass over one token,
+    target_step: time of one step of autoregressive decoding: a target forward pass over one token,
       sampling, and the cache update.
     draft_step: time that drafting adds to a round, divided by gamma (Definition 7 counts gamma runs
       of M_q), or by the depth of a tree.
-    verify: a round without drafting and verification: the target forward pass over gamma + 1
-      tokens, or over the nodes of a tree, and the cache update.
-    accept: compute p from the logits, verify the draft tokens, sample the next token.
-    target_start: autoregressive decoding before its first step, once per batch: mostly the target's
-      prefill.
+    verify: time of a round without drafting and verification: the target forward pass over
+      gamma + 1 tokens, or over the nodes of a tree, and the cache update.
+    accept: time to compute p from the logits, verify the draft tokens and sample the next token.
+    target_start: time of autoregressive decoding before its first step, once per batch; mostly the
+      target's prefill.
     draft_start: time that the draft's prefill adds.
   """
 
@@ -147,8 +147,8 @@ def round_costs(
   """Compute costs from timings.
 
   Args:
-    starts: seconds of each of `start_calls`.
-    rounds: seconds of each of `round_calls`.
+    starts: seconds of each call that `start_calls` returns.
+    rounds: seconds of each call that `round_calls` returns.
     depths: depth of the tree of each draft; gamma of a chain.
   """
   target_start, both_start = starts

@@ -38,7 +38,7 @@ class References(NamedTuple):
   """Reference texts, and the metric that scores outputs against them.
 
   Attributes:
-    texts: one for each input.
+    texts: reference text of each input.
     metric: one of `quality.METRICS`.
   """
 

@@ -107,10 +107,10 @@ def _shard_share(params: Any) -> float:
 def read_bytes(f, *args) -> int:
   """Return a lower bound on the bytes that f(*args) reads of its arguments.
 
-  Arguments are arrays or their shapes. An argument that is only gathered or sliced from counts with
-  the entries taken, an unused argument does not count, and any other counts whole, once. A scan
-  reads its inputs in every iteration, a while loop once. A processor cache that keeps the weights
-  of a small model between iterations makes fewer bytes possible.
+  Arguments are arrays or their shapes. An unused argument counts 0 bytes. An argument that is only
+  gathered or sliced counts with the elements that are read. Any other argument counts once, with
+  all its elements. A scan reads its inputs in every iteration, a while loop once. If a processor
+  cache holds the weights of a small model between iterations, fewer bytes are read from memory.
   """
   reads, in_loops = _reads(jax.make_jaxpr(f)(*args).jaxpr)
   return sum(reads.values()) + in_loops

@@ -36,7 +36,7 @@ class Baseline(NamedTuple):
 
 
 class Timing(NamedTuple):
-  """How decoding is timed.
+  """Settings of timed decoding: number of repeats, and baseline.
 
   Attributes:
     repeats: timed decodes of each text, interleaved.

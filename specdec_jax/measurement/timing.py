@@ -26,7 +26,7 @@ def interleaved_seconds(
 
   Args:
     calls: functions that return their seconds and their result, as `timed` does.
-    repeats: R.
+    repeats: R, number of rounds that count.
 
   Returns:
     Seconds [R, N], and the last result of each call.
@@ -44,7 +44,7 @@ def ratio_range(ratio: float, repeat_ratios: np.ndarray) -> tuple[float, float] 
 
   Args:
     ratio: ratio of the medians of each text; it may lie outside the range of the single repeats.
-    repeat_ratios: [R], from each repeat alone.
+    repeat_ratios: [R], ratio of each repeat.
 
   Returns:
     The range, or (None, None) if there is only one repeat.

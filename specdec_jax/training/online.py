@@ -56,7 +56,7 @@ class OnlineState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnlineDraft(WrappedDraft):
-  """Learned draft head that is trained on the outcome of each round; it drafts chains.
+  """Draft of chains by a learned head that is trained on the outcome of each round.
 
   Its parameters are a pair: the `LearnedState`, and the target's parameters that the head uses. All
   rows of a batch train the same parameters, so their samples are not independent, but each row

@@ -1,4 +1,4 @@
-"""Comparisons of decoding backends: what is decoded, with which weights, and by which library.
+"""Comparisons of decoding backends: texts, weights and libraries.
 
 The weights of a pair are written once, in the format of transformers. Every backend reads that
 folder, this package included.
@@ -67,7 +67,7 @@ class Workload:
 
 
 class Comparison(NamedTuple):
-  """A pair of models in the formats that the backends read, and what they decode with it.
+  """Pair of models in the formats that the backends read, and the texts that they decode.
 
   Attributes:
     pairs: the pair as this package loads it from the two folders: with float32 weights and, if
@@ -97,7 +97,7 @@ class Comparison(NamedTuple):
 
 
 class Backend(NamedTuple):
-  """A decoder of the target that this package's speculative decoding is compared with.
+  """Decoder of the target that this package's speculative decoding is compared with.
 
   Attributes:
     name: name in records.

@@ -1,4 +1,4 @@
-"""Report what the compiler says of programs for a TPU: bytes, memory, operations, weight copies."""
+"""Report bytes, memory, operations and weight copies of programs compiled for a TPU."""
 
 import re
 import time
@@ -32,7 +32,7 @@ LEGEND = (
 
 
 class Program(NamedTuple):
-  """Report of the compiler about one program, per chip.
+  """Properties of one compiled program, per chip.
 
   Attributes:
     arguments: bytes of the arguments, weights included.
@@ -123,7 +123,7 @@ def over_a_step(accessed: dict[str, int]) -> dict[str, float]:
 
 
 def report(programs: Programs, gamma: int | Tree) -> dict[str, Any]:
-  """Compile `programs` and return what the compiler reports about them; this takes minutes.
+  """Compile `programs` and return their properties; this takes minutes.
 
   Returns:
     'programs': for each program, the fields of `Program` and the 'seconds' of compilation.

@@ -54,7 +54,7 @@ NOTES = (
 
 
 def compile_missing(rows: Sequence[Row], path: pathlib.Path) -> list[Compiled]:
-  """Return what the compiler reports about every program that `rows` need.
+  """Return the properties of every compiled program that `rows` need.
 
   Programs that the file `path` lacks are compiled and appended to it, one JSON object per line, so
   an interrupted run resumes. All programs together take half an hour on two busy cores.

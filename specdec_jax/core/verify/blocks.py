@@ -34,7 +34,7 @@ from specdec_jax.core.verify.tokens import validated_q
 
 @dataclasses.dataclass(frozen=True)
 class BlockVerifier(Verifier):
-  """Verifies all draft tokens jointly; see the module docstring.
+  """Verifier that verifies all draft tokens jointly; see the module docstring.
 
   Attributes:
     sampling: sampling method, which turns the target's logits into p.

@@ -26,7 +26,7 @@ from specdec_jax.core.verify.tokens import accepted_path, validated_q
 
 @dataclasses.dataclass(frozen=True)
 class KSeqVerifier(Verifier):
-  """Verifies siblings with one threshold; see the module docstring.
+  """Verifier that uses one threshold for all siblings; see the module docstring.
 
   Attributes:
     sampling: sampling method, which turns the target's logits into p.

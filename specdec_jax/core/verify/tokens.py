@@ -28,7 +28,7 @@ from specdec_jax.errors import InputError, require_number
 
 @dataclasses.dataclass(frozen=True)
 class TokenVerifier(Verifier):
-  """Verifies each draft token on its own; see the module docstring.
+  """Verifier that verifies each draft token separately; see the module docstring.
 
   Attributes:
     sampling: sampling method, which turns the target's logits into p.

@@ -30,7 +30,7 @@ from specdec_jax.models.families import Config, model_of, module_of
 
 @dataclasses.dataclass(frozen=True)
 class PaSSDraft(Draft):
-  """Chain of draft tokens that are sampled independently of each other, in one pass.
+  """Draft of a chain whose tokens are sampled independently of each other, in one pass.
 
   Parameters are (parameters of the head, parameters of the target).
 

@@ -137,7 +137,7 @@ class SourceLayer(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class SpeculatorDraft(Draft):
-  """Tree of a head without a cache: siblings without replacement, or a dynamic tree.
+  """Draft of a head without a cache: a tree of siblings without replacement, or a dynamic tree.
 
   Parameters are (parameters of the head, parameters of the target that its logits need).
 
