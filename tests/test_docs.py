@@ -59,6 +59,7 @@ def test_contributing_lists_the_layers_in_order():
 
 
 PAGES = [*ROOT.glob("*.md"), *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES += sorted(ROOT.glob("experiments/**/*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

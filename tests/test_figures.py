@@ -50,7 +50,7 @@ SAMPLED = dataclasses.replace(RECORD, temperature=1.0, speedup=1.1, predicted_fi
 
 @pytest.fixture
 def drawing():
-  pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'plots'")
+  pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'bench'")
 
 
 def value_at(line, x):
@@ -185,7 +185,7 @@ def test_unknown_format_and_records_without_times_are_rejected(drawing, tmp_path
 
 def test_missing_matplotlib_is_reported(monkeypatch):
   monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-  with pytest.raises(InputError, match=r"pip install 'specdec_jax\[plots\]'"):
+  with pytest.raises(InputError, match=r"pip install 'specdec_jax\[bench\]'"):
     figures.tokens_figure()
 
 

@@ -86,6 +86,7 @@ def relative(paths) -> list[str]:
 
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("gin/**/*.gin")]
+PAGES += ROOT.glob("experiments/**/*.md")
 MODULES = [*PACKAGE.rglob("*.py")]
 
 

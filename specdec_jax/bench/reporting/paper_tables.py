@@ -56,6 +56,8 @@ def paper_table(number: int, records: Iterable[Record], paper_rows: Sequence[Pap
     notes.append(f"{num_omitted} of our records are omitted: the paper's table is about {scope}.")
   if shown:
     notes.append(measured_with(shown))
+  if processors := dict.fromkeys(r.device for r in shown if r.platform == "cpu" and r.processor):
+    notes.append(f"CPU: {'; '.join(processors)}.")
   if any(r.acceptance == "simulated" for r in shown):
     notes.append("For a simulated draft, alpha is a setting and the times are measured.")
   return Table(title, ("source", *columns), tuple(rows), tuple(notes))
@@ -183,7 +185,8 @@ def _speed_at_the_papers_cost(r: Record) -> str:
 def _measured_on(r: Record) -> str:
   batch = "" if r.batch_size == 1 else f", batch {r.batch_size}"
   baseline = "" if r.baseline == "own" else f", over {r.baseline}"
-  return f"{r.device}, {r.dtype}, {number_text(r.num_examples, '')} texts{batch}{baseline}"
+  device = "CPU" if r.platform == "cpu" and r.processor else r.device
+  return f"{device}, {r.dtype}, {number_text(r.num_examples, '')} texts{batch}{baseline}"
 
 
 _SETTING: dict[str, _Column] = {
