@@ -4,6 +4,7 @@ It runs in this process, except in two tests of the command itself.
 """
 
 import io
+import json
 import os
 import pathlib
 import subprocess
@@ -107,9 +108,9 @@ def test_empty_lines_stay_empty_and_are_reported(run):
   result = run(["", LINES[0], " \t ", LINES[1], ""])
   assert result.status == 0
   assert result.lines == ["", run(LINES[:1]).lines[0], "", *run(LINES[1:2]).lines, ""]
-  for number in (1, 3, 5):
-    assert f"warning: line {number} is empty" in result.said
-  assert result.said.count("is empty") == 3
+  assert "warning: line 1 is empty; its output is left empty." in result.said
+  assert "warning: 2 more lines are empty: 3, 5" in result.said
+  assert result.said.count(" empty") == 2
 
 
 def test_prefix_is_prepended_to_lines_that_are_not_empty(run):
@@ -159,14 +160,19 @@ def test_translation_that_reaches_the_limit_is_reported(run):
   """Random weights rarely end a text; an empty line before it must not shift the line numbers."""
   result = run(["", *LINES])
   pair = tiny_pair.pair(max_source_tokens=LONGEST)
+  unfinished = []
   for number, line in enumerate(LINES, 2):
     keys = row_keys(0, 0, 1)
     common = dict(max_new_tokens=LIMIT, sampling=Sampling(0.0))
     plain = autoregressive_decode(
       pair.target, pair.target_params, pair.prompt([line]), keys, **common
     )
-    unfinished = EOS_ID not in np.asarray(plain.tokens)
-    assert (f"warning: line {number} was not finished" in result.said) == unfinished
+    unfinished += [number] * (EOS_ID not in np.asarray(plain.tokens))
+  first, *others = unfinished
+  assert f"warning: line {first} was not finished" in result.said
+  listed = ", ".join(map(str, others))
+  verb = "lines were" if len(others) > 1 else "line was"
+  assert f"warning: {len(others)} more {verb} not finished: {listed}" in result.said
   assert f"stops at the limit of {LIMIT} tokens" in result.said
 
 
@@ -280,7 +286,7 @@ def test_output_to_a_file(run):
 
 @pytest.mark.parametrize("old", [None, "what was there before\n"], ids=["new", "existing"])
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError(28, "No space left", "out.txt")])
-def test_failed_run_leaves_no_partial_file(run, monkeypatch, fault, old):
+def test_failed_run_leaves_the_output_unchanged_and_is_resumed(run, monkeypatch, fault, old):
   if old:
     (run.dir / "out.txt").write_text(old)
   decode, calls = Decoder.run, []
@@ -295,9 +301,56 @@ def test_failed_run_leaves_no_partial_file(run, monkeypatch, fault, old):
   result = run(LINES, OUTPUT="out.txt")
   assert len(calls) == 3
   assert result.status == (130 if isinstance(fault, KeyboardInterrupt) else 2)
-  assert sorted(os.listdir()) == ["in.txt"] + ["out.txt"] * bool(old)
+  assert sorted(os.listdir()) == [".out.txt.journal", "in.txt"] + ["out.txt"] * bool(old)
   if old:
     assert (run.dir / "out.txt").read_text() == old
+  monkeypatch.setattr(Decoder, "run", decode)
+  result = run(LINES, OUTPUT="out.txt")
+  assert "resuming an interrupted run after line 2" in result.said and "3 lines, " in result.said
+  assert (run.dir / "out.txt").read_text().splitlines() == targets_own(LINES)
+  assert sorted(os.listdir()) == ["in.txt", "out.txt"]
+
+
+def test_interrupted_run_with_other_settings_starts_again(run, monkeypatch):
+  decode, calls = Decoder.run, []
+
+  def fail_at_the_second(*args, **kwargs):
+    calls.append(args)
+    if len(calls) == 2:
+      raise KeyboardInterrupt()
+    return decode(*args, **kwargs)
+
+  settings = dict(TEMPERATURE=1.0, SEED=3)
+  expected = run(LINES, **settings).lines
+  monkeypatch.setattr(Decoder, "run", fail_at_the_second)
+  run(LINES, OUTPUT="out.txt", TEMPERATURE=1.0, SEED=2)
+  with (run.dir / ".out.txt.journal").open("a") as file:
+    file.write('{"index": 1, "outp')  # a line that was not written completely
+  calls.clear()
+  assert "resuming" not in run(LINES, OUTPUT="out.txt", **settings).said
+  calls.clear()
+  assert "resuming an interrupted run after line 1" in run(LINES, OUTPUT="out.txt", **settings).said
+  monkeypatch.setattr(Decoder, "run", decode)
+  assert "resuming an interrupted run after line 2" in run(LINES, OUTPUT="out.txt", **settings).said
+  assert (run.dir / "out.txt").read_text().splitlines() == expected
+
+
+def test_json_lines_are_read_and_written(run):
+  sources = [LINES[0], "", f"{LINES[1]}"]
+  objects = [{"source": sources[0], "id": 7}, {"text": sources[1]}, {"source": sources[2]}]
+  (run.dir / "in.jsonl").write_text("".join(json.dumps(o) + "\n" for o in objects))
+  assert run(INPUT="in.jsonl", OUTPUT="out.jsonl", BATCH_SIZE=2).status == 0
+  records = [json.loads(line) for line in (run.dir / "out.jsonl").read_text().splitlines()]
+  assert [(r["index"], r["source"]) for r in records] == [*enumerate(sources)]
+  own = targets_own([LINES[0], LINES[1]])
+  assert [r["output"] for r in records] == [own[0], "", own[1]]
+  vocabulary = tiny_pair.pair(max_source_tokens=LONGEST).vocabulary
+  for record in records:
+    assert vocabulary.decode(record["tokens"]) == record["output"]
+    assert record["accepted"] <= record["guesses"] <= 3 * record["rounds"]
+  (run.dir / "in.jsonl").write_text('{"source": "A man."}\n["A man."]\n')
+  result = run(INPUT="in.jsonl")
+  assert result.status == 2 and "line 2 is not a JSON object" in result.said
 
 
 @pytest.fixture

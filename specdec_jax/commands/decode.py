@@ -18,10 +18,9 @@ from typing import IO, BinaryIO, Literal
 import jax
 
 from specdec_jax.atomic_files import atomic_write, lock_file, name_in_errors, require_regular_file
-from specdec_jax.commands.translate import decode_lines
+from specdec_jax.commands.translate import decode_lines, output_records
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import DecodeResult
 from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import resolve_tree
@@ -125,7 +124,7 @@ def decode(
       for first, (outputs, decoded) in zip(range(0, len(texts), batch_size), batches):
         if first in todo:
           batch = texts[first : first + batch_size]
-          _append(part, parts[number], _records(pair, first, batch, outputs, decoded))
+          _append(part, parts[number], output_records(pair, first, batch, outputs, decoded))
           bar.advance(task, len(outputs))
   lines_of = [_whole_lines(path) for path in parts]
   behind = [path.name for i, path in enumerate(parts) if len(lines_of[i]) <= host_of.count(i)]
@@ -167,42 +166,6 @@ def _agreed_tree(path: pathlib.Path, number: int, choose: Callable[[], Tree]) ->
     return Tree(parents)
   except (ValueError, TypeError, RecursionError):  # InputError of an invalid tree is a ValueError
     raise InputError(f"{path} is damaged; delete it and start all hosts again.") from None
-
-
-def _records(
-  pair: LoadedPair,
-  first: int,
-  sources: Sequence[str],
-  outputs: Sequence[str],
-  decoded: Sequence[DecodeResult],
-) -> Iterator[dict]:
-  """Return the lines of a batch, one for each text.
-
-  Args:
-    pair: target and draft.
-    first: index of the first text.
-    sources: texts of the batch.
-    outputs: their outputs.
-    decoded: results, without rows for texts that were not decoded.
-  """
-  rows = (
-    (result, row, *counts)
-    for result in decoded
-    for row, counts in enumerate(zip(*result.rounds.acceptance_counts()))
-  )
-  for index, (source, output) in enumerate(zip(sources, outputs), first):
-    record = dict(index=index, source=source, output=output)
-    if not pair.can_decode(source):
-      yield dict(record, tokens=[], rounds=0, guesses=0, accepted=0)
-      continue
-    result, row, accepted, rejected = next(rows)
-    yield dict(
-      record,
-      tokens=result.tokens[row, : result.lengths[row]].tolist(),
-      rounds=int((result.rounds.num_emitted[:, row] > 0).sum()),
-      guesses=int(accepted + rejected),
-      accepted=int(accepted),
-    )
 
 
 @contextlib.contextmanager

@@ -1,11 +1,15 @@
 """Speculative decoding of a user's text, one output line per input line, or of empty prompts."""
 
 import contextlib
+import dataclasses
+import hashlib
 import itertools
+import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import IO, Literal
 
 import jax
 import numpy as np
@@ -13,6 +17,7 @@ from rich.console import Console
 
 from specdec_jax.atomic_files import atomic_write, require_distinct_files
 from specdec_jax.beam_search import BeamSearcher
+from specdec_jax.commands.journal import open_journal
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import DecodeResult, Params
@@ -55,17 +60,21 @@ def translate(
 ) -> None:
   """Translate each line of a file, or continue it with a decoder-only model.
 
-  A line that is longer than the pair's limit is cut, an output ends at `max_new_tokens`, and the
-  output of an empty line is empty unless the target is decoder-only. Each of these prints a warning
-  on standard error.
+  A line that is longer than the pair's limit is truncated, an output ends at `max_new_tokens`, and
+  the output of an empty line is empty unless the target is decoder-only. Each of these prints a
+  warning on standard error; several lines with the same warning are summarized at the end.
+
+  If a run that reads a file and writes a file is interrupted, the same command resumes it.
 
   Args:
     pair: target and draft; see `load_pair`.
-    input: path of a text file with one source per line (gzipped if it ends in .gz); '-' for
+    input: path of a text file with one source per line, or of a .jsonl file with one JSON object
+      per line, whose field 'source' or 'text' is the source (gzipped if it ends in .gz); '-' for
       standard input, whose lines are decoded as they arrive (with 'auto', after the last one); None
       for `num_texts` empty prompts of a decoder-only model.
     output: path of a file, written completely or not at all, and by one run at a time; '-' for
-      standard output, written line by line. It must not be the input.
+      standard output, written line by line. It must not be the input. A .jsonl file has the fields
+      of `output_records` for each source.
     sampling: sampling method; argmax by default.
     gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest and
       prints why.
@@ -114,7 +123,8 @@ def translate(
     known = read_lines(input, prefix=prefix)
   lines: Iterator[str] = iter(read_stdin_lines(prefix) if known is None else known)
   settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
-  to_file, warnings = output != "-", _LineWarnings(pair, notes)
+  to_file, warnings = output != "-", _LineWarnings(pair, notes, max_new_tokens)
+  write = _write_json if output.endswith(".jsonl") else _write_text
   with (
     atomic_write(output, exclusive=True) if to_file else contextlib.nullcontext(sys.stdout) as sink
   ):
@@ -125,23 +135,100 @@ def translate(
       first = [*itertools.islice(lines, batch_size if at_terminal else None)]
     calibration_texts = [line for line in first if pair.can_decode(line)]
     shape = resolve_tree(gamma, tree, pair, calibration_texts, settings, say=notes.print)
+    description = dict(
+      models=[pair.target_path, pair.target_name, pair.draft_path, pair.draft_name],
+      arithmetic=[pair.dtype, pair.kernels, pair.max_source_tokens],
+      settings=dataclasses.asdict(settings),
+      gamma=gamma,
+      tree=tree if tree in (None, "auto") else [*tree],
+      beams=[beams, draft_beams, nodes, length_penalty],
+      inputs=hashlib.sha256("\n".join(known or []).encode()).hexdigest(),
+    )
+    # A device or a pipe is written to directly, so its lines cannot be written again.
+    can_resume = to_file and known is not None and os.path.isfile(output) == os.path.exists(output)
     since, counted = time.perf_counter(), np.zeros(3, int)  # lines, tokens, rounds
-    with Progress(disable=at_terminal or not to_file and sys.stdout.isatty()) as bar:
-      task = bar.add_task("decoding", total=None if known is None else len(known))
-      rows = warnings.checked(itertools.chain(first, lines))
-      batches = decode_lines(pair, rows, shape, settings, decode)
-      for texts, decoded in batches:
+    with (
+      open_journal(output, description) if can_resume else contextlib.nullcontext() as journal,
+      Progress(disable=at_terminal or not to_file and sys.stdout.isatty()) as bar,
+    ):
+      num_done = 0
+      if journal and journal.records:
+        num_done = len(journal.records)
+        notes.print(f"resuming an interrupted run after line {num_done}.")
+        write(sink, journal.records)
+      total = None if known is None else len(known)
+      task = bar.add_task("decoding", total=total, completed=num_done)
+      remaining = itertools.islice(itertools.chain(first, lines), num_done, None)
+      sources, rows = itertools.tee(remaining)
+      checked = warnings.checked(rows, num_done)
+      batches = decode_lines(pair, checked, shape, settings, decode, num_done)
+      for index, (texts, decoded) in zip(itertools.count(num_done, batch_size), batches):
         counted += len(texts), num_tokens(decoded), num_rounds(decoded)
-        sink.write("".join(text.replace("\n", " ") + "\n" for text in texts))
-        sink.flush()
+        batch = [*itertools.islice(sources, len(texts))]
+        records = [*output_records(pair, index, batch, texts, decoded)]
+        write(sink, records)
+        if journal:
+          journal.append(records)
         bar.advance(task, len(texts))
-        warnings.warn_unfinished(decoded, max_new_tokens)
+        warnings.check_finished(decoded)
+  warnings.summarize()
   num_lines, tokens, rounds = counted.tolist()
   if rounds:
     seconds = time.perf_counter() - since
     notes.print(
       f"{num_lines} lines, {tokens} tokens in {seconds:.1f} s with compilation, "
       f"{tokens / rounds:.2f} tokens per target pass."
+    )
+
+
+def _write_text(sink: IO[str], records: Sequence[dict]) -> None:
+  """Write the output of each record as a line."""
+  sink.write("".join(record["output"].replace("\n", " ") + "\n" for record in records))
+  sink.flush()
+
+
+def _write_json(sink: IO[str], records: Sequence[dict]) -> None:
+  """Write each record as a JSON object."""
+  sink.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+  sink.flush()
+
+
+def output_records(
+  pair: LoadedPair,
+  first: int,
+  sources: Sequence[str],
+  outputs: Sequence[str],
+  decoded: Sequence[DecodeResult],
+) -> Iterator[dict]:
+  """Yield the record of each text of a batch, as in the files of `decode` and `translate`.
+
+  A record has the fields `index`, `source`, `output`, `tokens` (ids, EOS included), `rounds`,
+  `guesses` (verified draft tokens) and `accepted` (accepted ones).
+
+  Args:
+    pair: target and draft.
+    first: index of the first text.
+    sources: texts of the batch.
+    outputs: their outputs.
+    decoded: results, without rows for texts that were not decoded.
+  """
+  rows = (
+    (result, row, *counts)
+    for result in decoded
+    for row, counts in enumerate(zip(*result.rounds.acceptance_counts()))
+  )
+  for index, (source, output) in enumerate(zip(sources, outputs), first):
+    record = dict(index=index, source=source, output=output)
+    if not pair.can_decode(source):
+      yield dict(record, tokens=[], rounds=0, guesses=0, accepted=0)
+      continue
+    result, row, accepted, rejected = next(rows)
+    yield dict(
+      record,
+      tokens=result.tokens[row, : result.lengths[row]].tolist(),
+      rounds=int((result.rounds.num_emitted[:, row] > 0).sum()),
+      guesses=int(accepted + rejected),
+      accepted=int(accepted),
     )
 
 
@@ -161,6 +248,7 @@ def decode_lines(
   tree: AnyTree,
   settings: DecodeSettings,
   decode: Callable[..., DecodeResult] | None = None,
+  start: int = 0,
 ) -> Iterator[tuple[list[str], list[DecodeResult]]]:
   """Decode lines batch by batch, each batch as soon as its lines have arrived.
 
@@ -171,6 +259,7 @@ def decode_lines(
     tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
     settings: settings of decoding.
     decode: function of (prompt, keys, *, max_new_tokens) to use instead of `pair.decode_fn`.
+    start: index of the first line, which determines the random keys; a multiple of the batch size.
 
   Yields:
     The output of each line of the batch, and a list with the result of the decoded rows, which is
@@ -178,7 +267,7 @@ def decode_lines(
   """
   decode = decode or pair.decode_fn(settings.sampling, tree, settings.lenience)
   lines, batch_size = iter(lines), settings.batch_size
-  for first in itertools.count(0, batch_size):
+  for first in itertools.count(start, batch_size):
     batch = [*itertools.islice(lines, batch_size)]
     if not batch:
       return
@@ -207,43 +296,59 @@ def _rows(decoded: DecodeResult, rows: Sequence[int]) -> DecodeResult:
 
 
 class _LineWarnings:
-  """Warnings about input lines and their outputs."""
+  """Warnings about input lines and their outputs.
 
-  def __init__(self, pair: LoadedPair, notes: Console):
-    self._pair, self._notes = pair, notes
+  The first warning of each kind is printed at once, and the others are counted for `summarize`.
+  """
+
+  def __init__(self, pair: LoadedPair, notes: Console, max_new_tokens: int):
+    self._pair, self._notes, self._max_new_tokens = pair, notes, max_new_tokens
     self._numbers: list[int] = []  # numbers of the lines that are being decoded
+    self._lines: dict[str, list[int]] = {}  # lines of each kind of warning
     self._warned_of_letters = False
 
-  def checked(self, lines: Iterable[str]) -> Iterator[str | None]:
+  def checked(self, lines: Iterable[str], start: int = 0) -> Iterator[str | None]:
     """Yield each line, or None for a line that cannot be decoded, after warnings about it."""
-    pair, say = self._pair, self._notes.print
-    for number, line in enumerate(lines, 1):
+    pair = self._pair
+    for number, line in enumerate(lines, start + 1):
       if not pair.can_decode(line):
-        say(f"warning: line {number} is empty; its output is left empty.")
+        self._warn(number, "is empty", "; its output is left empty")
         yield None
         continue
       self._numbers.append(number)
       if (cut := pair.cut(line)) is not None:
-        say(
-          f"warning: line {number} is longer than {pair.max_source_tokens} tokens; it was cut "
-          f"after '...{cut[-40:]}'."
-        )
+        kind = f"is longer than {pair.max_source_tokens} tokens"
+        self._warn(number, kind, f"; it was cut after '...{cut[-40:]}'")
       share = 0.0 if self._warned_of_letters else pair.vocabulary.single_letter_share(line)
       if share > MAX_SINGLE_LETTER_SHARE:
         self._warned_of_letters = True
-        say(
+        self._notes.print(
           f"warning: line {number} is unlike the training data of this pair: in its vocabulary, "
           f"{share:.0%} of the letters are single-letter pieces or unknown. The output may be poor "
           "and slow. This warning is printed once."
         )
       yield line
 
-  def warn_unfinished(self, decoded: Sequence[DecodeResult], max_new_tokens: int) -> None:
+  def check_finished(self, decoded: Sequence[DecodeResult]) -> None:
     """Warn of the lines of the last batch whose output does not end with EOS."""
     for tokens, number in zip((row for d in decoded for row in d.tokens), self._numbers):
       if self._pair.vocabulary.eos_id not in np.asarray(tokens):
-        self._notes.print(
-          f"warning: line {number} was not finished; its output stops at the limit of "
-          f"{max_new_tokens} tokens."
-        )
+        detail = f"; its output stops at the limit of {self._max_new_tokens} tokens"
+        self._warn(number, "was not finished", detail)
     self._numbers.clear()
+
+  def summarize(self) -> None:
+    """Print, for each kind of warning, the other lines that it applies to."""
+    for kind, (_, *others) in self._lines.items():
+      if others:
+        shown = ", ".join(map(str, others[:10])) + (", ..." if len(others) > 10 else "")
+        if len(others) > 1:
+          kind = kind.replace("is ", "are ").replace("was ", "were ")
+        lines = "line" if len(others) == 1 else "lines"
+        self._notes.print(f"warning: {len(others)} more {lines} {kind}: {shown}")
+
+  def _warn(self, number: int, kind: str, detail: str) -> None:
+    lines = self._lines.setdefault(kind, [])
+    lines.append(number)
+    if len(lines) == 1:
+      self._notes.print(f"warning: line {number} {kind}{detail}.")

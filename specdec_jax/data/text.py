@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import json
 import pathlib
 import sys
 import zlib
@@ -13,19 +14,21 @@ from specdec_jax.errors import InputError, require_count, require_text, require_
 def read_lines(
   path: str, limit: int | None = None, prefix: str = "", num_words: int | None = None
 ) -> list[str]:
-  """Return the lines of a UTF-8 text.
+  """Return the lines of a UTF-8 text, or the texts of a JSON Lines file.
 
   Only a newline ends a line, because newstest2009 contains U+0085 inside sentences.
 
   Args:
-    path: path of a file or pipe, decompressed if it ends in .gz; or '-' for standard input.
+    path: path of a file or pipe, decompressed if it ends in .gz; or '-' for standard input. A file
+      whose name ends in .jsonl or .jsonl.gz has one JSON object per line, and its text is the field
+      'source' or, without it, 'text'.
     limit: number of lines to return; all by default.
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task.
     num_words: number of words of each line to keep, for a decoder-only model to continue; all by
       default.
 
   Raises:
-    InputError: there is no such file, or it is not UTF-8 text.
+    InputError: there is no such file, it is not UTF-8 text, or a line is not such an object.
   """
   require_types(read_lines, locals())
   require_text("path", path, errors="surrogateescape")
@@ -46,12 +49,26 @@ def read_lines(
     lines = text.split("\n")
     lines = (lines[:-1] if lines[-1] == "" else lines)[:limit]
     lines = [line.rstrip("\r") for line in lines]
+    if path.removesuffix(".gz").endswith(".jsonl"):
+      lines = [_json_text(line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
     for number, line in enumerate(lines, 1):
       require_text(f"line {number} of {path}", line)
   if num_words is not None:
     require_count("num_words", num_words)
     lines = [" ".join(line.split()[:num_words]) for line in lines]
   return [prefix + line if line.strip() else line for line in lines]
+
+
+def _json_text(line: str, location: str) -> str:
+  """Return the field 'source' or 'text' of a JSON object."""
+  try:
+    fields = json.loads(line)
+  except (ValueError, RecursionError):
+    fields = None
+  text = fields.get("source", fields.get("text")) if isinstance(fields, dict) else None
+  if not isinstance(text, str):
+    raise InputError(f"{location} is not a JSON object with a text as 'source' or 'text'.")
+  return text
 
 
 def read_stdin_lines(prefix: str = "") -> Iterator[str]:
