@@ -419,6 +419,23 @@ def test_acceptance_by_position_is_shown_for_the_highest_gamma():
   np.testing.assert_allclose(widths, np.array([0.9, 0.75, 0]) * full, atol=0.05)
   for words in ("90%", "75%", "all 85%", "gamma 3", "400 rounds"):
     assert words in figure.text
+  assert " of " not in figure.text.replace("of all", "")
+
+
+def test_rates_of_few_draft_tokens_have_their_number():
+  few = dataclasses.replace(
+    RECORD, gamma=3, rounds=120, acceptance_by_position=[0.5, 0.75, None], acceptance_rate=0.6
+  )
+  (figure,) = parsed([few]).all("section")[2].all("figure")
+  labels = [node.text for node in figure.all("text")]
+  assert {"50%", "75% of 60", "- of 45"} <= {*labels}
+
+
+def test_slowdown_looks_different_from_a_speedup():
+  slower = dataclasses.replace(RECORD, speedup=0.83)
+  (item,) = parsed([slower]).all(class_="results")[0].all("li")
+  assert item.attributes["class"] == "slower"
+  assert "class" not in parsed([RECORD]).all(class_="results")[0].all("li")[0].attributes
 
 
 # The rounds.
@@ -609,7 +626,7 @@ def test_run_of_own_models_names_them_and_no_task(tmp_path, calls, capsys):
   (heading,) = page.all("h1")
   assert heading.text == "Speculative decoding: target with my/draft"
   settings = [node.text for node in page.all("div")]
-  assert "targettarget" in settings and "draftmy/draft" in settings
+  assert "target checkpointtarget" in settings and "draft checkpointmy/draft" in settings
   assert not any(node.startswith("task") for node in settings)
   assert "target with my/draft, 3 texts" in capsys.readouterr().out
   assert {(r.task, r.draft_path) for r in records.read(tmp_path / "results.jsonl")} == {

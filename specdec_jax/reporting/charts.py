@@ -96,18 +96,30 @@ def _line_chart(
   return _figure(heading, f"{y_label}: {'; '.join(descriptions)}", 230, parts)
 
 
-def acceptance_chart(heading: str, shares: Sequence[float | None], pooled: float | None) -> Markup:
-  """Return a bar for the acceptance rate of each draft token, and a line at the pooled rate."""
+def acceptance_chart(
+  heading: str,
+  shares: Sequence[float | None],
+  pooled: float | None,
+  counts: Sequence[int | None],
+) -> Markup:
+  """Return a bar for the acceptance rate of each draft token, and a line at the pooled rate.
+
+  Args:
+    heading: heading of the chart.
+    shares: acceptance rate by position; None if no draft token was verified there.
+    pooled: acceptance rate of all positions; None if it is not known.
+    counts: number of draft tokens behind each rate, shown next to it; None is not shown.
+  """
   left, right, first, row = 30, 240, 26, 24
   parts = [_text(0, 14, "guess", "soft")]
-  for i, share in enumerate(shares):
+  for i, (share, count) in enumerate(zip(shares, counts, strict=True)):
     box = dict(x=left, y=first + row * i, height=row - 6)
     baseline = first + row * i + 14
     parts += [
       _text(left - 8, baseline, i + 1, "end"),
       tag("rect", **box, width=right - left, class_="track"),
       tag("rect", **box, width=(right - left) * (share or 0.0), class_="bar"),
-      _text(right + 8, baseline, _percent(share)),
+      _text(right + 8, baseline, _percent(share) + (f" of {count}" if count else "")),
     ]
   height = first + row * len(shares)
   if pooled is not None:

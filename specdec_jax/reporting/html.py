@@ -4,15 +4,15 @@ The report is one self-contained file that makes no network requests. Without Ja
 the same content.
 """
 
-import html
 import os
-import string
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from importlib import resources
+from typing import NamedTuple
+
+import jinja2
 
 from specdec_jax.atomic_files import atomic_write
-from specdec_jax.records import Record, key
+from specdec_jax.records import BUNDLED, Record, key
 from specdec_jax.reporting.columns import cell, headings, legend, range_text
 from specdec_jax.reporting.markup import Markup, join, scrollable, tag
 from specdec_jax.reporting.record_charts import (
@@ -22,6 +22,20 @@ from specdec_jax.reporting.record_charts import (
 from specdec_jax.reporting.speeds import ROOFLINE
 from specdec_jax.reporting.stepper import Example, stepper
 from specdec_jax.reporting.tables import Table, legend_lines
+
+
+class Section(NamedTuple):
+  """Section of a page; one with an empty body is left out.
+
+  Attributes:
+    heading: heading; '' for none.
+    body: content.
+    folded: whether the content is hidden until the reader opens it.
+  """
+
+  heading: str
+  body: Markup
+  folded: bool = False
 
 
 def write_report(
@@ -49,33 +63,37 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
   return page(
     title,
     records,
-    tag("ul", *(_result(name, group) for name, group in series.items()), class_="results"),
-    section("Measured settings", _speeds(records, series.values())),
-    section("Speedup against gamma", speedup_charts(series)),
-    section("Acceptance by position in the round", acceptance_charts(series)),
-    section("Bytes over bandwidth", _roofline(records, series.values())),
-    section("Round by round", stepper(examples)),
+    Section(
+      "", tag("ul", *(_result(name, group) for name, group in series.items()), class_="results")
+    ),
+    Section("Measured settings", _speeds(records, series.values())),
+    Section("Speedup against gamma", speedup_charts(series)),
+    Section("Acceptance by position in the round", acceptance_charts(series)),
+    Section("Round by round", stepper(examples)),
+    Section("Bytes over bandwidth", _roofline(records, series.values()), folded=True),
   )
 
 
-def page(title: str, records: Sequence[Record], *parts: Markup) -> str:
-  """Return a page with the settings that all records share, and with the given parts."""
+def page(title: str, records: Sequence[Record], *sections: Section) -> str:
+  """Return a page with the settings that all records share, and with the given sections."""
   versions = {
     f"specdec_jax {r.specdec_version}, commit {r.commit or '-'}, jax {r.jax_version or '-'}, "
     f"{(r.date or '-')[:10]}"
     for r in records
   }
-  template = resources.files("specdec_jax.reporting").joinpath("report.html").read_text("utf-8")
-  return string.Template(template).substitute(
-    title=html.escape(title),
-    body=join(_shared(records, _MAIN), *parts),
-    footer=join(_shared(records, _OTHER), "; ".join(sorted(versions))),
+  environment = jinja2.Environment(
+    loader=jinja2.PackageLoader("specdec_jax", "reporting"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
   )
-
-
-def section(heading: str, body: Markup) -> Markup:
-  """Return a section with a heading, or nothing if the body is empty."""
-  return tag("section", tag("h2", heading), body) if body else body
+  return environment.get_template("report.html").render(
+    title=title,
+    settings=_shared(records, _MAIN),
+    sections=[section for section in sections if section.body],
+    other_settings=_shared(records, _OTHER),
+    versions=sorted(versions),
+  )
 
 
 # Settings and results.
@@ -84,8 +102,10 @@ def section(heading: str, body: Markup) -> Markup:
 # are at the top of the page, those of _OTHER at its end.
 _MAIN = {
   "task": "task",
-  "target_label": "target",
-  "draft_label": "draft",
+  "target": "target",
+  "target_path": "target checkpoint",
+  "draft": "draft",
+  "draft_path": "draft checkpoint",
   "num_examples": "texts",
   "batch_size": "batch",
   "device": "device",
@@ -112,6 +132,8 @@ def _value(record: Record, name: str) -> str:
     if value:
       return _tree_text(value)
     return "chain" if record.kind == "chain" else f"{record.kind} of {record.num_nodes} nodes"
+  if name in ("target_path", "draft_path") and value:
+    return value.removeprefix(BUNDLED)
   return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -131,16 +153,11 @@ def _varying(records: Sequence[Record]) -> dict[str, str]:
   }
 
 
-def _shared(records: Sequence[Record], labels: dict[str, str]) -> Markup:
-  """Return a list of the settings in which all records agree."""
+def _shared(records: Sequence[Record], labels: dict[str, str]) -> dict[str, str]:
+  """Return the settings in which all records agree, by label."""
   varying = _varying(records)
-  values = {name: _value(records[0], name) for name in labels}
-  shared = (
-    tag("div", tag("dt", label), tag("dd", values[name]))
-    for name, label in labels.items()
-    if name not in varying and values[name] != "-"
-  )
-  return tag("dl", *shared, class_="settings")
+  values = {name: _value(records[0], name) for name in labels if name not in varying}
+  return {labels[name]: value for name, value in values.items() if value != "-"}
 
 
 def _series(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -169,6 +186,7 @@ def _result(name: str, series: Sequence[Record]) -> Markup:
   else:
     exactness = "not every output was compared with autoregressive decoding"
   speed: Markup | str = "no speedup was measured"
+  kind = "differs" if differing else None
   if measured := [(r.speedup, r) for r in series if r.speedup is not None]:
     speedup, best = max(measured, key=lambda pair: pair[0])
     # The best repeat of another gamma is at least as fast as the worst repeat of the best gamma.
@@ -176,6 +194,7 @@ def _result(name: str, series: Sequence[Record]) -> Markup:
     setting = f"gamma {best.gamma}{range_text(best)}"
     setting += f"; the range of gamma {' and '.join(similar)} overlaps" if similar else ""
     slower = "" if speedup >= 1 else ", slower than without speculation"
+    kind = kind or ("slower" if slower else None)
     speed = join(
       tag("b", f"{speedup:.2f}×"),
       f" the speed of autoregressive decoding at best ({setting}){slower}",
@@ -185,7 +204,7 @@ def _result(name: str, series: Sequence[Record]) -> Markup:
     f"{name}: ",
     speed,
     f"; {exactness}.",
-    class_="differs" if differing else None,
+    class_=kind,
   )
 
 
@@ -232,6 +251,7 @@ def _grid(
   rows = ((tag("tr", *(tag("td", cell) for cell in row)) for row in body) for body in bodies)
   table = tag("table", tag("thead", tag("tr", *headings)), *(tag("tbody", *body) for body in rows))
   return join(
+    tag("p", "Scroll the table for more columns →", class_="more", aria_hidden="true"),
     scrollable("Table of measured settings", table),
     tag("ul", *(tag("li", note) for note in notes), class_="note"),
   )

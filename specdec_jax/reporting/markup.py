@@ -1,15 +1,11 @@
-"""Building blocks of HTML. Everything that is not `Markup` is text and is escaped."""
+"""Elements of HTML and SVG. Text that is not `Markup` is escaped."""
 
-import html
-
-
-class Markup(str):
-  """HTML that is inserted without escaping."""
+from markupsafe import Markup, escape
 
 
 def join(*parts: object) -> Markup:
   """Concatenate parts, and escape those that are not `Markup`."""
-  return Markup("".join(p if isinstance(p, Markup) else html.escape(str(p)) for p in parts))
+  return Markup("").join(map(escape, parts))
 
 
 def tag(name: str, *children: object, **attributes: object) -> Markup:
@@ -18,12 +14,12 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
   The attribute `class_` is written as class and `aria_label` as aria-label. Attributes that are
   None are omitted.
   """
-  text = ""
+  text = Markup("")
   for attribute, value in attributes.items():
     if value is not None:
-      value = f"{value:.1f}" if isinstance(value, float) else str(value)
-      text += f' {attribute.strip("_").replace("_", "-")}="{html.escape(value)}"'
-  return Markup(f"<{name}{text}>{join(*children)}</{name}>")
+      value = f"{value:.1f}" if isinstance(value, float) else value
+      text += Markup(' {}="{}"').format(attribute.strip("_").replace("_", "-"), value)
+  return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), text, join(*children))
 
 
 def scrollable(label: str, table: Markup) -> Markup:

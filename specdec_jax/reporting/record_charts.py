@@ -7,6 +7,8 @@ from specdec_jax.records import Record
 from specdec_jax.reporting.charts import Curve, acceptance_chart, line_charts
 from specdec_jax.reporting.markup import Markup, join, tag
 
+FEW = 100  # number of draft tokens from which on an acceptance rate is shown without their number
+
 
 def _points(
   series: Sequence[Record], value: Callable[[Record], float | None]
@@ -50,15 +52,28 @@ def acceptance_charts(series: dict[str, list[Record]]) -> Markup:
     by_position = [(r, r.acceptance_by_position) for r in records if r.acceptance_by_position]
     for r, shares in by_position[-1:]:
       heading = f"{name}, gamma {r.gamma}, {r.rounds or '-'} rounds"
-      figures.append(acceptance_chart(heading, shares, r.acceptance_rate))
+      figures.append(acceptance_chart(heading, shares, r.acceptance_rate, _few(r)))
   return figures_with_note(
     figures,
     "Acceptance rate of each draft token, over the rounds in which all earlier draft tokens were "
     "accepted. The theory assumes that it is the same at every position. The dotted line is the "
     "acceptance rate of all verified draft tokens of these rounds. Alpha, in the table, is the "
     "expected acceptance rate over all positions of the target's text (Corollary 6) and differs "
-    "slightly.",
+    f"slightly. A rate of fewer than {FEW} draft tokens has their approximate number next to it.",
   )
+
+
+def _few(r: Record) -> list[int | None]:
+  """Return about how many draft tokens were verified at each position, if they are few.
+
+  A draft token is verified if all earlier ones of its round were accepted.
+  """
+  shares, count = r.acceptance_by_position or [], float(r.rounds or 0)
+  counts: list[int | None] = []
+  for share in shares:
+    counts.append(round(count) if 0 < count < FEW else None)
+    count *= share or 0.0
+  return counts
 
 
 def figures_with_note(figures: Sequence[Markup], note: str) -> Markup:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from specdec_jax.bench.reporting.record_tables import drafts_table, lengths_table
 from specdec_jax.records import Record
 from specdec_jax.reporting.charts import Curve, bar_chart, line_charts
-from specdec_jax.reporting.html import html_table, page, section
+from specdec_jax.reporting.html import Section, html_table, page
 from specdec_jax.reporting.markup import Markup
 from specdec_jax.reporting.record_charts import figures_with_note
 from specdec_jax.reporting.stepper import Example, stepper
@@ -19,9 +19,9 @@ def lengths_report(records: Sequence[Record], examples: Sequence[Example], title
   return page(
     title,
     records,
-    section("Acceptance length against nodes", length_charts(records)),
-    section("Measured settings", html_table(table)),
-    section("Round by round", stepper(examples)),
+    Section("Acceptance length against nodes", length_charts(records)),
+    Section("Measured settings", html_table(table)),
+    Section("Round by round", stepper(examples)),
   )
 
 
@@ -31,8 +31,8 @@ def drafts_report(records: Sequence[Record], title: str) -> str:
   return page(
     title,
     records,
-    section("Speedup over autoregressive decoding", draft_charts(records)),
-    section("Measured drafts", html_table(table)),
+    Section("Speedup over autoregressive decoding", draft_charts(records)),
+    Section("Measured drafts", html_table(table)),
   )
 
 
