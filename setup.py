@@ -1,16 +1,24 @@
-"""Build script that adds a copy of `gin/` to the package, which pyproject.toml describes."""
+"""Build script that adds `gin/` and the commit to the package, which pyproject.toml describes."""
+
+import importlib.util
+import pathlib
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
 
 class BuildWithGinFiles(build_py):
-  """What is installed finds them without a checkout. A package `gin` would shadow the library."""
+  """Build that adds a copy of `gin/`, which a package `gin` would shadow, and the commit."""
 
   def run(self):
     super().run()
     if not self.editable_mode:
-      self.copy_tree("gin", f"{self.build_lib}/specdec_jax/gin_files/gin")
+      package = pathlib.Path(self.build_lib) / "specdec_jax"
+      self.copy_tree("gin", str(package / "gin_files" / "gin"))
+      spec = importlib.util.spec_from_file_location("machine", "specdec_jax/machine.py")
+      machine = importlib.util.module_from_spec(spec)
+      spec.loader.exec_module(machine)
+      (package / "commit.txt").write_text(f"{machine.commit() or ''}\n")
 
 
 setup(cmdclass={"build_py": BuildWithGinFiles})

@@ -8,7 +8,8 @@ import platform
 import subprocess
 from typing import Any
 
-_CHECKOUT = pathlib.Path(__file__).resolve().parents[1]
+COMMIT_FILE = pathlib.Path(__file__).resolve().with_name("commit.txt")
+_CHECKOUT = COMMIT_FILE.parents[1]
 # Flags of /proc/cpuinfo and the vector extensions that they stand for, the widest first.
 _VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sve": "SVE", "asimd": "NEON"}
 
@@ -56,10 +57,13 @@ def threads() -> int:
 
 @functools.cache
 def commit() -> str | None:
-  """Return the commit of the checkout that contains this package, or None without a checkout.
+  """Return the commit of this package, or None if it is not known.
 
-  A "+" is appended if specdec_jax/ or gin/ differ from the commit.
+  For an installed package it is the commit of the checkout that it was built from, which `setup.py`
+  wrote to COMMIT_FILE. A "+" is appended if specdec_jax/ or gin/ differed from the commit.
   """
+  if COMMIT_FILE.is_file():
+    return COMMIT_FILE.read_text().strip() or None
   if not (_CHECKOUT / ".git").exists():
     return None
   try:

@@ -61,11 +61,29 @@ def test_appended_records_are_read_back(path):
   assert path.read_text().count("\n") == 2
 
 
+def test_fields_are_grouped_in_the_file(path):
+  records.append(path, setting(alpha=0.5, speedup=1.5, metric="BLEU", commit="0123"))
+  line = json.loads(path.read_text())
+  assert [*line] == ["schema", "setting", "outputs", "timings", "quality", "provenance"]
+  assert line["setting"]["gamma"] == 5 and line["outputs"]["alpha"] == 0.5
+  assert line["timings"]["speedup"] == 1.5 and line["quality"]["metric"] == "BLEU"
+  assert line["provenance"]["commit"] == "0123" and line["schema"] == records.SCHEMA
+  fields = sum((list(group) for group in line.values() if isinstance(group, dict)), ["schema"])
+  assert sorted(fields) == sorted(field.name for field in dataclasses.fields(Record))
+
+
+def test_records_of_schema_2_are_read(path):
+  """Schema 2 has the same fields, which are not grouped."""
+  record = setting(alpha=0.5, speedup=1.5)
+  path.write_text(json.dumps(dataclasses.asdict(record) | {"schema": 2}) + "\n")
+  assert records.read(path) == [record] and records.missing(path, [record]) == []
+
+
 def test_record_without_recent_fields_is_read(path):
   records.append(path, setting(verify_ms=5.3, verify_cost=1.9))
   values = json.loads(path.read_text())
   for name in ("accept_ms", "unaccounted_ms", "round_ms", "operations_ratio", "operations_factor"):
-    del values[name]
+    del values["timings"][name]
   path.write_text(json.dumps(values) + "\n")
   assert records.read(path) == [setting(verify_ms=5.3, verify_cost=1.9)]
 
@@ -111,8 +129,8 @@ def test_numpy_scalars_and_non_finite_numbers_become_plain_json(path):
   record = setting(alpha=alpha, identical=np.bool_(True), c=math.nan, speedup=np.float64(math.inf))
   records.append(path, record)
   values = json.loads(path.read_text(), parse_constant=fail)
-  assert values["alpha"] == float(alpha) and values["identical"] is True
-  assert values["c"] is None and values["speedup"] is None
+  assert values["outputs"]["alpha"] == float(alpha) and values["outputs"]["identical"] is True
+  assert values["timings"]["c"] is None and values["timings"]["speedup"] is None
   assert records.read(path)[0].c is None
 
 
@@ -178,10 +196,11 @@ def test_complete_last_line_without_newline_is_read(path):
 
 def test_unknown_schema_is_reported(path):
   records.append(path, setting())
-  values = json.loads(path.read_text()) | {"schema": 99, "specdec_version": "7.0.0"}
+  values = json.loads(path.read_text()) | {"schema": 99}
+  values["provenance"]["specdec_version"] = "7.0.0"
   path.write_text(path.read_text() + json.dumps(values) + "\n")
   with pytest.raises(
-    InputError, match=r"line 2: a record of schema 99.*reads schema 1 to 2.*7\.0\.0"
+    InputError, match=r"line 2: a record of schema 99.*reads schema 1 to 3.*7\.0\.0"
   ):
     records.read(path)
 
@@ -191,7 +210,8 @@ def test_unknown_schema_is_reported(path):
   [
     ("[1, 2]", "line 1: not a JSON object"),
     ("{half", "line 1: not a JSON object"),
-    ('{"schema": 1, "task": "x"}', "line 1: not a record of schema 2: missing"),
+    ('{"schema": 1, "task": "x"}', "line 1: not a record of schema 3: missing"),
+    ('{"schema": 3, "setting": {}}', "line 1: a record of schema 3 has the objects setting, out"),
     ('{"alhpa": 1}', "line 1: a record of schema None"),
   ],
 )
@@ -202,7 +222,7 @@ def test_line_that_is_not_a_record_is_reported(path, line, message):
 
 
 def test_unknown_field_is_reported(path):
-  values = dataclasses.asdict(setting()) | {"alhpa": 0.5}
+  values = dataclasses.asdict(setting()) | {"alhpa": 0.5, "schema": 2}
   path.write_text(json.dumps(values) + "\n")
   with pytest.raises(InputError, match="alhpa"):
     records.read(path)
@@ -227,7 +247,9 @@ def test_unknown_field_is_reported(path):
 )
 def test_wrong_type_is_reported_with_its_line(path, field, value, expected):
   records.append(path, setting())
-  values = json.loads(path.read_text()) | {field: value}
+  values = json.loads(path.read_text())
+  groups = [group for group in values.values() if isinstance(group, dict) and field in group]
+  (groups or [values])[0][field] = value
   path.write_text(path.read_text() + json.dumps(values) + "\n")
   with pytest.raises(InputError) as error:
     records.read(path)
