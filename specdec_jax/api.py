@@ -64,12 +64,13 @@ class Output(str):
   def show(self, console: Console | None = None) -> None:
     """Print one line per round: accepted tokens, [-rejected], and [+the target's token]."""
     console = console or Console()
-    for words in self.words:
-      console.print(round_text(words), soft_wrap=True)
+    lines = [round_text(words) for words in self.words]
+    console.print(Text("\n").join(lines), soft_wrap=True)
 
   def _repr_html_(self) -> str:
     """Return HTML for notebooks."""
-    console = Console(record=True, file=io.StringIO())
+    # With force_jupyter, the console would also display each line in the notebook.
+    console = Console(record=True, file=io.StringIO(), force_jupyter=False)
     console.print(Text(self), soft_wrap=True)
     self.show(console)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

@@ -12,7 +12,7 @@ import tomllib
 
 import pytest
 
-from specdec_jax import gin_files, run_settings
+from specdec_jax import gin_files, machine, run_settings
 from specdec_jax.errors import InputError
 from specdec_jax.version import __version__
 
@@ -162,7 +162,7 @@ def test_help_lists_every_run(command):
   assert command("--version").stdout == f"specdec_jax {__version__}\n"
 
 
-def test_installed_package_contains_the_gin_files(tmp_path):
+def test_installed_package_contains_the_gin_files_and_its_commit(tmp_path):
   pytest.importorskip("setuptools", minversion="77")  # older ones do not read this pyproject.toml
   build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
   subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
@@ -173,8 +173,12 @@ def test_installed_package_contains_the_gin_files(tmp_path):
     capture_output=True,
     text=True,
   )
-  printed = run([sys.executable, "-c", "from specdec_jax import gin_files; print(gin_files.HOME)"])
+  printed = run(
+    [sys.executable, "-c", "from specdec_jax import gin_files, machine; print(gin_files.HOME)"]
+  )
   assert printed.stdout == f"{tmp_path}/lib/specdec_jax/gin_files\n"
+  printed = run([sys.executable, "-c", "from specdec_jax import machine; print(machine.commit())"])
+  assert printed.stdout == f"{machine.commit()}\n"
   # table2.gin includes another file.
   result = run([sys.executable, "-m", "specdec_jax.run", "table2", "--gin.GAMMAS="])
   assert result.returncode == 2 and "'GAMMAS = '" in result.stderr
