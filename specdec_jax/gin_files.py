@@ -58,6 +58,11 @@ def groups() -> dict[str, dict[str, pathlib.Path]]:
   return found
 
 
+def measures(name: str) -> bool:
+  """Return whether a run measures or checks models, which takes minutes."""
+  return name in ("speedup", "check_exactness") or not (name in USE or name.startswith(TRAIN))
+
+
 def file(name: str) -> str:
   """Return the path of the file `name` in `gin/`; gin files call this function."""
   return str(HOME / "gin" / name)

@@ -119,12 +119,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _announce(files: Sequence[str]) -> None:
   """Print on standard error what a run that measures does, before its models are loaded."""
-  for purpose in ("measure", "reproduce"):
-    for name, path in gin_files.groups()[purpose].items():
-      if str(path) in files:
-        print(
-          f"{name}: {gin_files.summary(path)}. Loading the models.", file=sys.stderr, flush=True
-        )
+  for name, path in gin_files.runs().items():
+    if str(path) in files and gin_files.measures(name):
+      message = f"{name}: {gin_files.summary(path)}. Loading the models."
+      print(message, file=sys.stderr, flush=True)
 
 
 def _fill_closed_streams() -> None:

@@ -545,6 +545,14 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
   assert "of them impossible" in said
 
 
+def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
+  """The other checks decide, as for random weights, whose prefixes are all improbable."""
+  check(samplings=[Sampling(top_k=10)], samples_per_text=1)
+  said = capsys.readouterr().out
+  assert "--   temperature 1 top-k 10, gamma 2, batch 4: not checked, because no prefix" in said
+  assert "FAIL" not in said
+
+
 @pytest.mark.parametrize(
   "changes, words",
   [
@@ -560,7 +568,6 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
     ({"num_guesses": 0}, "num_guesses is 0"),
     ({"long_tokens": -1}, "long_tokens is -1"),
     ({"pair": tiny_pair.pair()._replace(simulated_alpha=0.5)}, "acceptance is simulated"),
-    ({"samplings": [Sampling(top_k=10)], "samples_per_text": 1}, "probable enough to be counted"),
   ],
 )
 def test_invalid_input_raises(changes, words):

@@ -183,9 +183,9 @@ def check_exactness(
   console = Console(markup=False, soft_wrap=True)
   passed: list[bool] = []
 
-  def say(holds: bool, what: object, evidence: str, *more: str) -> None:
-    passed.append(holds)
-    console.print(f"{'ok  ' if holds else 'FAIL'} {what}: {evidence}")
+  def say(holds: bool | None, what: object, evidence: str, *more: str) -> None:
+    passed.extend([] if holds is None else [holds])
+    console.print(f"{ {True: 'ok  ', False: 'FAIL', None: '--  '}[holds] } {what}: {evidence}")
     for line in more:
       console.print(f"       {line}")
 
@@ -296,18 +296,23 @@ class _Check:
     num_tokens: int,
     seed: int,
     level: float,
-  ) -> tuple[bool, str, str]:
-    """Compare the first tokens of many outputs with their exact joint distribution."""
+  ) -> tuple[bool | None, str, str]:
+    """Compare the first tokens of many outputs with their exact joint distribution.
+
+    The first result is None if no prefix is probable enough to be counted, as in the output of
+    random weights.
+    """
     texts = tuple(self.texts[:num_texts])
     decode = self.pair.decode_fn(setting.sampling, setting.tree)
     cells = self.cells(texts, setting.sampling, samples_per_text, num_tokens)
     settings = DecodeSettings(setting.sampling, setting.batch_size, num_tokens, seed)
     joint = compare_samples(self.pair, texts, decode, settings, samples_per_text, cells)
     if not joint.degrees:
-      raise InputError(
-        f"No prefix of an output is probable enough to be counted among {samples_per_text} samples "
-        "of each text; give more as samples_per_text, or a sampling with top_k."
+      reason = (
+        "not checked, because no prefix of an output is probable enough to be counted among "
+        f"{samples_per_text} samples of each text; give more as samples_per_text"
       )
+      return None, _with_batch(setting), reason
     return joint.p_value >= level, _with_batch(setting), _of_samples(joint, num_tokens, level)
 
   def rounds(self, setting: Setting, num_guesses: int, seed: int) -> RoundScores:

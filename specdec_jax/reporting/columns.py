@@ -224,13 +224,18 @@ COLUMNS: dict[str, Column] = {
     f"{name}_share": Column(
       f"{heading}, % of bandwidth",
       _bandwidth_share(field),
-      "time of these reads at full bandwidth / measured time; above 100% if weights stay in the "
-      "processor's cache from step to step",
+      meaning,
     )
-    for name, heading, field in (
-      ("step", "step", "target_step"),
-      ("draft_step", "draft", "draft_step"),
-      ("verify", "verify", "verify"),
+    for name, heading, field, meaning in (
+      (
+        "step",
+        "step",
+        "target_step",
+        "time of these reads at full bandwidth / measured time; above 100% if weights stay in the "
+        "processor's cache from step to step",
+      ),
+      ("draft_step", "draft", "draft_step", "the same share for a draft step"),
+      ("verify", "verify", "verify", "the same share for a forward pass over gamma + 1 tokens"),
     )
   },
   "draft_mb": Column(
