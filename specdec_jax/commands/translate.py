@@ -22,7 +22,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.counts import num_rounds, num_tokens, require_finite
-from specdec_jax.data.text import read_lines, read_stdin_lines
+from specdec_jax.data.text import read_sources, read_stdin_lines
 from specdec_jax.errors import (
   InputError,
   require_count,
@@ -120,7 +120,7 @@ def translate(
   batch_size = 1 if at_terminal else batch_size  # so that each line is decoded at once
   known = [prefix] * num_texts if input is None else None
   if input not in (None, "-"):
-    known = read_lines(input, prefix=prefix)
+    known = read_sources(input, prefix)
   lines: Iterator[str] = iter(read_stdin_lines(prefix) if known is None else known)
   settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
   to_file, warnings = output != "-", _LineWarnings(pair, notes, max_new_tokens)

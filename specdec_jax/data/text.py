@@ -14,21 +14,19 @@ from specdec_jax.errors import InputError, require_count, require_text, require_
 def read_lines(
   path: str, limit: int | None = None, prefix: str = "", num_words: int | None = None
 ) -> list[str]:
-  """Return the lines of a UTF-8 text, or the texts of a JSON Lines file.
+  """Return the lines of a UTF-8 text.
 
   Only a newline ends a line, because newstest2009 contains U+0085 inside sentences.
 
   Args:
-    path: path of a file or pipe, decompressed if it ends in .gz; or '-' for standard input. A file
-      whose name ends in .jsonl or .jsonl.gz has one JSON object per line, and its text is the field
-      'source' or, without it, 'text'.
+    path: path of a file or pipe, decompressed if it ends in .gz; or '-' for standard input.
     limit: number of lines to return; all by default.
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task.
     num_words: number of words of each line to keep, for a decoder-only model to continue; all by
       default.
 
   Raises:
-    InputError: there is no such file, it is not UTF-8 text, or a line is not such an object.
+    InputError: there is no such file, or it is not UTF-8 text.
   """
   require_types(read_lines, locals())
   require_text("path", path, errors="surrogateescape")
@@ -49,14 +47,29 @@ def read_lines(
     lines = text.split("\n")
     lines = (lines[:-1] if lines[-1] == "" else lines)[:limit]
     lines = [line.rstrip("\r") for line in lines]
-    if path.removesuffix(".gz").endswith(".jsonl"):
-      lines = [_json_text(line, f"{path}, line {i}") for i, line in enumerate(lines, 1)]
     for number, line in enumerate(lines, 1):
       require_text(f"line {number} of {path}", line)
   if num_words is not None:
     require_count("num_words", num_words)
     lines = [" ".join(line.split()[:num_words]) for line in lines]
   return [prefix + line if line.strip() else line for line in lines]
+
+
+def read_sources(path: str, prefix: str = "") -> list[str]:
+  """Return the lines of a text as `read_lines` does, or the texts of a JSON Lines file.
+
+  Args:
+    path: path of a file. If its name ends in .jsonl or .jsonl.gz, each line is a JSON object, and
+      its text is the field 'source' or, without it, 'text'.
+    prefix: text prepended to each text that is not blank.
+
+  Raises:
+    InputError: there is no such file, it is not UTF-8 text, or a line is not such an object.
+  """
+  if not path.removesuffix(".gz").endswith(".jsonl"):
+    return read_lines(path, prefix=prefix)
+  texts = [_json_text(line, f"{path}, line {i}") for i, line in enumerate(read_lines(path), 1)]
+  return [prefix + text if text.strip() else text for text in texts]
 
 
 def _json_text(line: str, location: str) -> str:
