@@ -21,6 +21,7 @@ _SAME_SIGNAL = (
   0.05  # seconds within which two signals count as one: `timeout` sends its signal twice
 )
 _RETRY = 0.01  # seconds until an ignored exception is raised again
+_NEXT_RETRY = 1.0  # seconds until it is raised once more, unless `stop_raising` is called
 
 _received: int | None = None
 
@@ -55,7 +56,7 @@ def handle_signals() -> Iterator[None]:
     if isinstance(unraisable.exc_value, Interrupted):
       # In a loop of collections the next exception could be raised in a callback again.
       gc.callbacks.clear()
-      signal.signal(signal.SIGALRM, lambda *_: check())
+      signal.signal(signal.SIGALRM, _raise_again)
       signal.setitimer(signal.ITIMER_REAL, _RETRY)
     else:
       previous_hook(unraisable)
@@ -76,6 +77,17 @@ def _handle(number: int, frame: object) -> None:
   time.sleep(_SAME_SIGNAL)
   _restore()
   raise Interrupted(number)
+
+
+def _raise_again(number: int, frame: object) -> None:
+  # This exception is ignored, too, if it is raised while the hook runs. Then another one follows.
+  signal.setitimer(signal.ITIMER_REAL, _NEXT_RETRY)
+  check()
+
+
+def stop_raising() -> None:
+  """Do not raise Interrupted again, because it has been caught. Call this where it is caught."""
+  signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _restore() -> None:

@@ -101,6 +101,7 @@ def main(argv: Sequence[str]) -> int:
     sys.stdout.flush()
     return 0
   except KeyboardInterrupt as error:
+    interrupt.stop_raising()
     number = getattr(error, "number", signal.SIGINT)
     print("interrupted" if number == signal.SIGINT else "terminated", file=sys.stderr)
     return 128 + number
