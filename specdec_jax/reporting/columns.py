@@ -262,7 +262,12 @@ COLUMNS: dict[str, Column] = {
   "predicted_long": Column(
     "predicted",
     number("predicted_measured_cost", ".2f"),
-    "predicted speedup for a long text: acceptance length, or steps / time of a round",
+    "predicted speedup for a long text: acceptance length / (depth c + v)",
+  ),
+  "predicted_beams": Column(
+    "predicted",
+    number("predicted_measured_cost", ".2f"),
+    "predicted speedup for a long text: steps / round",
   ),
   "bandwidth_bound": Column(
     "bandwidth-bound",
@@ -275,6 +280,12 @@ COLUMNS: dict[str, Column] = {
     number("speedup", ".2f"),
     "measured tokens/s over autoregressive decoding of the same target in the same process, "
     "medians of interleaved repeats",
+  ),
+  "speedup_beams": Column(
+    "speedup",
+    number("speedup", ".2f"),
+    "measured speedup of complete searches, prefill included, over this package's plain beam "
+    "search; interleaved repeats",
   ),
   "speedup_range": Column(
     "speedup",

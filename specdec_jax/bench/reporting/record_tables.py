@@ -16,8 +16,8 @@ from specdec_jax.reporting.tables import (
 )
 
 ACCEPTANCE = ("draft", "sampling", "tokens", "alpha_of_text", "lag1", "rounds", "by_position")
-BEAMS = ("beams", "draft_beams", "gamma", "beam_nodes", "steps", "beam_round", "predicted_long")
-BEAMS += ("speedup", "identical_beams", "bleu")
+BEAMS = ("beams", "draft_beams", "gamma", "beam_nodes", "steps", "beam_round", "predicted_beams")
+BEAMS += ("speedup_beams", "identical_beams", "bleu")
 GAMMA = ("temperature", "batch", "policy", "gamma", "alpha_only", "length", "predicted_policy")
 GAMMA += ("speedup", "auc")
 # Columns of `lengths_table` before and after "over chain".
