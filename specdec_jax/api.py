@@ -145,7 +145,7 @@ def _unknown(method: str, name: str, known: Sequence[str]) -> str:
 
 
 class Pair(pairs.LoadedPair):
-  """Target, draft and vocabulary: texts in, texts out."""
+  """Target, draft and vocabulary, with methods that take and return texts."""
 
   @_explains_unknown_arguments
   def generate(

@@ -120,7 +120,7 @@ def require_distinct_files(output: str, *inputs: str) -> None:
 
 
 def _stat(path: str, standard_fd: int) -> os.stat_result | None:
-  """Return the status of a file, or of a standard stream for "-"; None if it cannot be read."""
+  """Return the `stat` result of a file, or of a standard stream for "-"; None if there is none."""
   try:
     return os.fstat(standard_fd) if path == "-" else os.stat(path)
   except OSError:  # the file does not exist yet, or the stream is closed

@@ -156,7 +156,7 @@ def _is_float(value: numbers.Real) -> bool:
 
 
 def _limit(value: Any) -> str:
-  """Return the largest float for a message about a number that exceeds it, or an empty string."""
+  """Return a part of a message that names the largest float, if a number exceeds it."""
   too_large = isinstance(value, numbers.Real) and not _is_float(value)
   return f" of at most {sys.float_info.max:.1e}" if too_large else ""
 

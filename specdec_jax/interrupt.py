@@ -86,7 +86,7 @@ def _raise_again(number: int, frame: object) -> None:
 
 
 def stop_raising() -> None:
-  """Do not raise Interrupted again, because it has been caught. Call this where it is caught."""
+  """Cancel the timer that raises Interrupted again. Call this after catching Interrupted."""
   signal.setitimer(signal.ITIMER_REAL, 0)
 
 

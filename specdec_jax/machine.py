@@ -15,7 +15,7 @@ _VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sve": "SVE", "a
 
 
 def provenance() -> dict[str, Any]:
-  """Return the fields of `records.Record` that do not depend on what is measured."""
+  """Return the fields of a record that describe the machine, the commit and the date."""
   return dict(
     processor=processor(),
     cores=os.cpu_count(),

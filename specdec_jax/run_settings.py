@@ -99,7 +99,7 @@ def _continued(lines: Sequence[str], number: int, value: str) -> str:
 
 
 def _argument(module: str, function: str, name: str) -> str:
-  """Return the first sentence that the docstring of a function or class has about an argument."""
+  """Return the first sentence about an argument in the docstring of a function or class."""
   path = gin_files.PACKAGE.joinpath(*module.split(".")[1:])
   candidates = [path.with_suffix(".py")]
   if path.is_dir():

@@ -1,4 +1,4 @@
-"""One-line messages for errors that the user can correct, gin's included."""
+"""One-line messages for errors that the user can correct, including errors of gin."""
 
 import argparse
 import errno
@@ -103,7 +103,7 @@ def _format_platform_error(text: str) -> str:
 
 
 def _jax_has_no_device(error: BaseException) -> bool:
-  """Return True if jax failed to start; for JAX_PLATFORMS=cuda its assertion has no message."""
+  """Return True if an exception means that jax found no device of the requested platform."""
   bridge: Any = sys.modules.get("jax._src.xla_bridge")
   platform_is_set = bridge is not None and "JAX_PLATFORMS" in os.environ
   has_no_message = isinstance(error, AssertionError) and not error.args

@@ -1,3 +1,3 @@
-"""The version of the package, read by pyproject.toml, records and users."""
+"""Version of the package."""
 
 __version__ = "0.1.0"

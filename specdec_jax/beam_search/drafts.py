@@ -26,7 +26,7 @@ from specdec_jax.errors import InputError, require_count
 
 @runtime_checkable
 class ModelBasedDraft(Protocol):
-  """Draft whose tokens come from one model: the part of `drafts.ModelDraft` that is used here."""
+  """Protocol of drafts that sample from a model, with the members that a beam search uses."""
 
   @property
   def model(self) -> Model: ...

@@ -55,7 +55,7 @@ def slot_of_last_tokens(
 def committed_positions(
   prompt_length: Int[Array, " B"], num_beams: int, num_slots: int
 ) -> Int[Array, "B {num_slots}"]:
-  """Return the position in its text of the token in each slot, assuming that all are committed."""
+  """Return the text position of the token in each slot, for slots of committed tokens."""
   slots, prompt_slots = jnp.arange(num_slots), prompt_length[:, None] - 1
   step_positions = prompt_slots + (slots - prompt_slots) // num_beams - 1
   return jnp.where(slots < prompt_slots, slots, step_positions)
@@ -64,14 +64,14 @@ def committed_positions(
 def slot_mask(
   slot: Int[Array, " B"], num_nodes: int, num_slots: int
 ) -> Bool[Array, "B {num_nodes} {num_slots}"]:
-  """Return a mask with the slot of each node; node i is in slot `slot + i`."""
+  """Return a mask [N, T] that is True at the slot of each node; node i is in slot `slot + i`."""
   return jnp.arange(num_slots) == (slot[:, None] + jnp.arange(num_nodes))[..., None]
 
 
 def write_block(
   rows: Shaped[Array, "B *rest T"], block: Shaped[Array, "B *rest K"], slot: Int[Array, " B"]
 ) -> Shaped[Array, "B *rest T"]:
-  """Return `rows` with `block` in the slots from `slot` on."""
+  """Return `rows` with `block` written to the slots from `slot` on."""
 
   def write_row(row: Array, new: Array, first: Array) -> Array:
     return lax.dynamic_update_slice(row, new, (*[0] * (row.ndim - 1), first))
@@ -80,7 +80,7 @@ def write_block(
 
 
 def move_nodes(model: Model, cache: Any, nodes: Int[Array, "B K"]) -> Any:
-  """Return the cache with some of the nodes after its length moved to the first slots there."""
+  """Return the cache with selected nodes moved to the first slots after its length."""
   shorter = model.commit(cache, cache.length - 1)
   return model.commit(shorter, cache.length, path=nodes + 1)
 

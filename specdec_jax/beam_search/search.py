@@ -188,7 +188,7 @@ class BeamSearcher:
     return lax.while_loop(lambda s: ~s.done.all(), lambda s: self.round(params, s), state)
 
   def round(self, params: Params, state: BeamSearchState) -> BeamSearchState:
-    """Run one round: one target forward pass, and the steps that it allows."""
+    """Run one round: one target forward pass, and the search steps that it allows."""
     depth, context = self.draft.depth, self._context(state)
 
     # Propose: the draft searches ahead and returns a forest of draft tokens after the live beams.
@@ -290,7 +290,7 @@ class BeamSearcher:
     return state
 
   def result(self, state: BeamSearchState) -> BeamResult:
-    """Return the new tokens of the texts in a state, the best text first."""
+    """Return the result of a search, with the best text of each row first."""
     beams, max_new_tokens = state.live.beams, len(state.steps)
     texts, scores, exists = best_first(beams)
     new = state.prompt_length[:, None] + jnp.arange(max_new_tokens)
@@ -388,7 +388,7 @@ class BeamSearcher:
 
   @property
   def _penalty(self) -> float:
-    """The length penalty as a float, because an integer would change the compiled program."""
+    """Length penalty as a float; an integer would compile another program."""
     return float(self.length_penalty)
 
   def _require_valid(self, prompt: Int[Array, "B P"], max_new_tokens: int) -> None:

@@ -54,14 +54,14 @@ def empty_nodes(
 
 
 def append_nodes(cached: VerifiedNodes, new: VerifiedNodes) -> VerifiedNodes:
-  """Return the cached nodes with those of the current pass after them."""
+  """Return the cached nodes, followed by the nodes of the current pass."""
   return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), cached, new)
 
 
 def find_child(
   nodes: VerifiedNodes, parents: Int[Array, "B K"], tokens: Int[Array, "B K"]
 ) -> Int[Array, "B K"]:
-  """Return the entry of each token, given that of its parent; NO_ENTRY if not verified."""
+  """Return the index of each token among the verified nodes, or NO_ENTRY, given its parent's."""
   if not nodes.tokens.shape[1]:
     return jnp.full(tokens.shape, NO_ENTRY)
   matches = nodes.parents[:, None] == parents[..., None]

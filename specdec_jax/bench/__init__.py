@@ -1,1 +1,1 @@
-"""Measurements for the paper's tables: drafts, trees, beams, gamma, TPU programs, and peers."""
+"""Measurements for the paper's tables and for studies of drafts, trees, beams and gamma."""

@@ -1,4 +1,4 @@
-"""Alpha as the paper measures it (Table 3) for any drafts, and the acceptance in real rounds."""
+"""Measurement of alpha as in the paper (Table 3), and of the acceptance rate in real rounds."""
 
 import dataclasses
 import functools
@@ -113,7 +113,7 @@ def _measure(
   generated: Sequence[tuple[Array, Array, DecodeResult]],
   setting: Record,
 ) -> Record:
-  """Return the record with alpha on the generated text, and with the acceptance in real rounds."""
+  """Return the record of a draft: alpha on the generated text, and acceptance in real rounds."""
   since = time.perf_counter()
   sampling = Sampling(setting.temperature, setting.top_k, setting.top_p)
   lenience, max_new_tokens = setting.lenience, setting.max_new_tokens

@@ -115,7 +115,7 @@ def _measure(
   settings: Sequence[Record],
   report: Report,
 ) -> list[Record]:
-  """Return records of settings that share a beam size, measured in turn on each prompt."""
+  """Measure settings with one beam size, interleaved on each prompt, and return their records."""
   num_beams, penalty = settings[0].beams or 1, settings[0].length_penalty or 0.0
   searchers = [pair.beam_searcher(num_beams, 0, None, penalty)]
   searchers += [
@@ -238,7 +238,7 @@ def _concatenated(results: Sequence[BeamResult]) -> BeamResult:
 
 
 def _first_rows(result: BeamResult, count: int) -> BeamResult:
-  """Return the first `count` rows; the rows after them fill up the last batch."""
+  """Return the first `count` rows, without the rows that fill up the last batch."""
   return result._replace(
     tokens=result.tokens[:count],
     lengths=result.lengths[:count],

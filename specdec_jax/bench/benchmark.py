@@ -1,4 +1,4 @@
-"""Ratios of speed compared with recorded ones: a benchmark, not a test.
+"""Benchmark that compares ratios of speeds with recorded ratios.
 
 Times depend on the machine more than on this code. Ratios of times within one run depend on the
 machine less.
@@ -117,7 +117,7 @@ def _costs(pair: LoadedPair, prompt: Array) -> Costs:
 
 
 def _speedup(pair: LoadedPair, prompts: Sequence[Array], sampling: Sampling) -> float:
-  """Measure the ratio of tokens per second, from totals."""
+  """Measure the speedup: the ratio of total tokens per second."""
   decodes = pair.decode_fn(sampling, chain(0)), pair.decode_fn(sampling, chain(GAMMA))
   seconds, tokens = [], []
   for i, prompt in enumerate(prompts):

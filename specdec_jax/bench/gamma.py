@@ -198,7 +198,7 @@ def _stopping_name(threshold: float) -> str:
 def _measure(
   study: _Study, texts: Sequence[str], setting: Record, repeats: int, report: Report
 ) -> Iterator[Record]:
-  """Yield the records of the oracles and of each policy, which are decoded in turn."""
+  """Measure all policies, interleaved, and yield their records and those of the oracles."""
   pair, sampling, gammas, thresholds, calibration = study
   size, limit = setting.batch_size, setting.max_new_tokens
   policies = _policies(study)

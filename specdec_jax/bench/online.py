@@ -1,4 +1,4 @@
-"""Decode texts with a draft that learns from them, and with the same draft frozen."""
+"""Comparison of a draft that learns online with the same draft without learning."""
 
 import dataclasses
 import pathlib

@@ -98,6 +98,6 @@ def stopped_speedup(
 
 
 def _proposed(confidence: np.ndarray, threshold: float, max_gamma: int) -> int:
-  """Return how many tokens a round proposes; confidence past the end of the text counts as 1."""
+  """Return the number of proposed tokens per round, with confidence 1 past the end of the text."""
   products = np.cumprod([*confidence[: max_gamma - 1], *[1.0] * (max_gamma - 1 - len(confidence))])
   return 1 + int((products >= threshold).sum())

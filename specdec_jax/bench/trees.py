@@ -139,7 +139,7 @@ def trees(
 
 
 def _shape(tree: AnyTree) -> dict[str, Any]:
-  """Return the fields of a record that describe the shape of a tree apart from its depth."""
+  """Return the fields of a record that describe a tree, except its depth."""
   if isinstance(tree, DynamicTree):
     return {"dynamic_nodes": tree.num_nodes}
   return {} if tree.is_chain else {"tree": list(tree.parents)}

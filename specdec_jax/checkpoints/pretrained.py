@@ -92,7 +92,7 @@ def _generation_config(folder: str) -> dict[str, Any]:
 
 
 def _where(folder: str, field: str) -> str:
-  """Return a field and the file that its value is taken from, for messages."""
+  """Describe a field and the file that contains it, for messages."""
   is_generation = field in _TOKENS and _generation_config(folder).get(field) is not None
   return f"{field} in {folder}/{_GENERATION if is_generation else CONFIG}"
 

@@ -80,7 +80,7 @@ class StoredArray:
 
 
 def concatenate(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
-  """Return the concatenation of arrays; reading any part of it reads all of them."""
+  """Return the lazy concatenation of arrays; reading any part of it reads all arrays."""
   shape = list(arrays[0].shape)
   shape[axis] = sum(array.shape[axis] for array in arrays)
 
@@ -103,7 +103,7 @@ def equal(a: StoredArray, b: StoredArray) -> bool:
 
 
 def split(array: StoredArray, count: int) -> list[StoredArray]:
-  """Split the last axis of an array into `count` equal parts, each read without the others."""
+  """Split the last axis of an array into `count` equal parts that are read independently."""
   width = array.shape[-1] // count
 
   def part(number: int) -> StoredArray:

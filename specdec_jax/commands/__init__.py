@@ -1,1 +1,1 @@
-"""Functions that a gin file can run: translate, measure, train. They write text and records."""
+"""Commands of a user, which gin files run: translate, decode, check, measure a speedup, train."""

@@ -170,7 +170,7 @@ def _agreed_tree(path: pathlib.Path, number: int, choose: Callable[[], Tree]) ->
 
 @contextlib.contextmanager
 def _open_part(path: pathlib.Path, description: dict) -> Iterator[BinaryIO]:
-  """Open and lock the part file of a host; its first line is the description of the run."""
+  """Open and lock the part file of a host, whose first line describes the run."""
   require_regular_file(path)
   with open(path, "ab") as part:
     lock_file(part, path)
@@ -200,7 +200,7 @@ def _drop_incomplete_batch(part: BinaryIO, path: pathlib.Path, batch_size: int, 
 
 
 def _require_same(folder: pathlib.Path, description: dict) -> None:
-  """Raise InputError if a part file in the folder has another description of its run."""
+  """Raise InputError if the folder has a part file of a run with other settings."""
   for path in sorted(folder.glob("part-*.jsonl")):
     for line in _whole_lines(path)[:1]:
       other = _parsed(line, path)

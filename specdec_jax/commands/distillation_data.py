@@ -167,7 +167,7 @@ def model_outputs(
   sampling: Sampling = Sampling(temperature=0.0),
   seed: int = 0,
 ) -> list[list[int]]:
-  """Decode encoded sources autoregressively and return token ids, in the order of the sources."""
+  """Decode sources autoregressively and return the token ids of the outputs, in order."""
   order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
   outputs: list[list[int]] = [[]] * len(sources)
   decoder = Decoder(model, NullDraft(), TokenVerifier(sampling), eos_id)

@@ -82,7 +82,7 @@ def quickstart(
 
 
 def show_examples(examples: Iterable[Example], show_rounds: int) -> list[Example]:
-  """Print examples as they are decoded, the first `show_rounds` with their rounds; return them."""
+  """Print and return examples as they are decoded; the first `show_rounds` with their rounds."""
   console = Console()
   shown: list[Example] = []
   for example in examples:

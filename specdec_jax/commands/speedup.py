@@ -1,4 +1,4 @@
-"""Measured speedup next to its prediction, as a table, as records and as a page."""
+"""Measurement of the speedup of a pair, next to its prediction."""
 
 import dataclasses
 import pathlib

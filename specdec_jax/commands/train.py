@@ -239,7 +239,7 @@ def train_speculator(
 
 
 def _with_warm_start(objective: Objective, folder: str) -> Objective:
-  """Return the objective with initial parameters from the model in `folder` where they fit."""
+  """Return the objective, with those parameters of the model in `folder` that fit."""
   model_config, model_params = load_model(folder)
 
   def init(rng: Array) -> Any:

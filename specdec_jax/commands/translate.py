@@ -1,4 +1,4 @@
-"""Speculative decoding of a user's text, one output line per input line, or of empty prompts."""
+"""Speculative decoding of the lines of a text, or of empty prompts."""
 
 import contextlib
 import dataclasses
@@ -233,7 +233,7 @@ def output_records(
 
 
 def _best_of_beams(searcher: BeamSearcher, params: Params) -> Callable[..., DecodeResult]:
-  """Return a function that decodes the best text of a beam search, as `decode_fn` does."""
+  """Return a function that runs a beam search and returns its best text as a `DecodeResult`."""
 
   def decode(prompt, rng, *, max_new_tokens: int) -> DecodeResult:
     result = searcher.run(params, prompt, max_new_tokens=max_new_tokens)
@@ -308,7 +308,7 @@ class _LineWarnings:
     self._warned_of_letters = False
 
   def checked(self, lines: Iterable[str], start: int = 0) -> Iterator[str | None]:
-    """Yield each line, or None for a line that cannot be decoded, after warnings about it."""
+    """Yield each line, or None if it cannot be decoded, and print warnings about it."""
     pair = self._pair
     for number, line in enumerate(lines, start + 1):
       if not pair.can_decode(line):

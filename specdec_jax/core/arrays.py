@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, Key, Shaped
 
 
 def gather(x: Shaped[Array, "B N *rest"], index: Int[Array, "B K"]) -> Shaped[Array, "B K *rest"]:
-  """Return the entries of each row of `x` at `index`."""
+  """Return the entries of each row of `x` at the row's own indices."""
   return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
@@ -25,7 +25,7 @@ def gather_one(x: Shaped[Array, "B N *rest"], index: Int[Array, " B"]) -> Shaped
 def gather_token(
   x: Shaped[Array, "*#batch V"], token: Int[Array, "*#batch"]
 ) -> Shaped[Array, "..."]:
-  """Return the entry of `x` that belongs to each token, for example its probability."""
+  """Return the value of `x` [..., V] at each token, for example its probability."""
   return jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0]
 
 
@@ -37,7 +37,7 @@ def gather_or_zero(x: Float[Array, "B N E"], index: Int[Array, " B"]) -> Float[A
 def take(
   x: Shaped[Array, "B N *rest"], places: Sequence[int] | np.ndarray
 ) -> Shaped[Array, "B K *rest"]:
-  """Return the same entries of every row of `x`; a slice where `places` are consecutive."""
+  """Return the entries of every row of `x` at static indices; a slice if they are consecutive."""
   places = np.asarray(places)
   if len(places) and (places == np.arange(places[0], places[0] + len(places))).all():
     return x[:, places[0] : places[0] + len(places)]

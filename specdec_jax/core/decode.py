@@ -75,7 +75,7 @@ class DecodeState(NamedTuple):
 
   @property
   def context(self) -> Context:
-    """The part of the state that a draft may read."""
+    """Part of the state that a draft may read."""
     return Context(self.prompt, self.tokens, self.length, self.target_cache, self.hidden)
 
   @property

@@ -27,15 +27,15 @@ def expected_tokens(alpha, gamma):
 
 
 def memory_access_factor(alpha, gamma):
-  """Return the factor by which reads of weights and KV cache shrink (Section 3.4)."""
+  """Return the factor by which memory accesses are reduced (Section 3.4)."""
   return expected_tokens(alpha, gamma)
 
 
 def operations_factor(alpha, gamma, c_hat):
   """Return arithmetic operations relative to autoregressive decoding (Theorem 10).
 
-  (gamma c_hat + gamma + 1) / E[tokens per round], where c_hat >= 0 is the number of operations per
-  token of the draft divided by that of the target.
+  The factor is (gamma c_hat + gamma + 1) / E[tokens per round]. c_hat >= 0 is the number of
+  operations per token of the draft, divided by that of the target.
   """
   c_hat = _cost("c_hat", c_hat)
   return (np.asarray(gamma) * (c_hat + 1) + 1) / expected_tokens(alpha, gamma)
@@ -48,9 +48,9 @@ def walltime_improvement(alpha, gamma, c, verify_cost=1.0):
 
 
 def improvement_lower_bound(alpha, c):
-  """Return the speedup that the best gamma reaches at least if alpha > c (Corollary 9).
+  """Return a lower bound on the speedup with the best gamma, for alpha > c (Corollary 9).
 
-  (1 + alpha) / (1 + c), the speedup with gamma = 1. If alpha <= c, it is at most 1.
+  The bound is (1 + alpha) / (1 + c), the speedup with gamma = 1. It is at most 1 if alpha <= c.
   """
   return walltime_improvement(alpha, 1, _cost("c", c))
 

@@ -29,7 +29,7 @@ MOST_UNROLLED = 64  # levels, or siblings, that a program computes one after the
 
 
 class NodePlacement(NamedTuple):
-  """Positions and visibility of the nodes of a block, as attention needs them.
+  """Positions and attention mask of the nodes of a block.
 
   Attributes:
     positions: position of each node in the text.
@@ -44,7 +44,7 @@ class NodePlacement(NamedTuple):
 
 @runtime_checkable
 class NodeLayout(Protocol):
-  """Anything that places the nodes of a block: a tree, a dynamic tree, or explicit arrays."""
+  """Protocol of objects that give positions and a mask for the nodes of a block."""
 
   def place(
     self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
@@ -125,7 +125,7 @@ class Tree:
 
   @functools.cached_property
   def ancestors(self) -> np.ndarray:
-    """[K, K]: whether the second node is the first node or an ancestor of it."""
+    """Mask [K, K], True where the second node is the first node or one of its ancestors."""
     ancestors = np.eye(self.num_nodes, dtype=bool)
     for node, parent in enumerate(self.parents, 1):
       ancestors[node] |= ancestors[parent]
@@ -328,7 +328,7 @@ def require_chain(who: str, tree: AnyTree) -> Tree:
 
 
 def placeholder_shape(tree: AnyTree, batch: int) -> DynamicTree | None:
-  """Return a dynamic tree of one level, where any shape will do; None for a static tree."""
+  """Return a dynamic tree with one level as a placeholder; None for a static tree."""
   if isinstance(tree, Tree):
     return None
   return dataclasses.replace(tree, parents=jnp.zeros((batch, tree.num_guesses), jnp.int32))

@@ -51,7 +51,7 @@ class Vocabulary(abc.ABC):
 
   @abc.abstractmethod
   def all_pieces(self) -> list[str]:
-    """Return all pieces in the order of their ids, as they are stored in the file."""
+    """Return all pieces in the order of their ids, as stored in the file of the vocabulary."""
 
   def single_letter_share(self, text: str) -> float:
     """Return the share of a text's letters that fall back to single-letter pieces inside words.

@@ -74,7 +74,7 @@ class CascadeDraft(Draft):
 
 
 def _with_committed(context: Context, tokens: Int[Array, "B N"]) -> Context:
-  """Return the context as if the draft tokens had been committed."""
+  """Return the context in which the draft tokens are committed, too."""
   num_tokens = tokens.shape[1]
   placed = place_tokens(context.tokens, tokens, context.length, num_tokens)
   return context._replace(tokens=placed, length=context.length + num_tokens)

@@ -48,7 +48,7 @@ class DynamicDraft(Draft):
 
   @property
   def _drafted(self) -> DynamicTree:
-    """Size of the tree that the model processes: `width` nodes on each level but the last."""
+    """Size of the tree that the model processes, with `width` nodes per level except the last."""
     return DynamicTree(self.width * (self.tree.depth - 1), max(1, self.tree.depth - 1))
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
@@ -104,7 +104,7 @@ def require_candidates(tree: DynamicTree, width: int) -> None:
 
 
 def model_draft(model: Model, sampling: Sampling, tree: AnyTree) -> Draft:
-  """Return a model as draft, with a static or a dynamic tree."""
+  """Return the draft of a model, for a static or a dynamic tree."""
   if isinstance(tree, DynamicTree):
     return DynamicDraft(model, tree)
   return ModelDraft(model, sampling, tree)

@@ -1,4 +1,4 @@
-"""Several drafts, of which the first that knows a token proposes: prompt lookup, then n-grams."""
+"""Fallback between drafts, such as from prompt lookup to n-grams."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ from specdec_jax.models.t5 import PAD_ID
 def prompt_lookup_or_ngrams(
   target: LoadedTarget, path: str, max_ngram: int = 3, order: int = 4
 ) -> DraftFactory:
-  """Prompt lookup where it finds a match, otherwise n-grams of a text with back-off."""
+  """Return a draft by prompt lookup that falls back to n-grams with back-off."""
   factories = prompt_lookup(target, max_ngram), backoff_ngrams(target, path, order)
 
   def build(sampling: Sampling, tree: AnyTree) -> FallbackDraft:

@@ -109,7 +109,7 @@ class HierarchicalDraft(Draft):
     return _LogitsRecorder(self.inner.with_reread(self.reread + 2))
 
   def _with_room(self, context: Context) -> Context:
-    """Add slots for the last block of the inner draft, which may end after that of this draft."""
+    """Return a context with more slots, because the inner draft may propose past this draft."""
     room = self.inner.tree.num_nodes
     return context._replace(tokens=jnp.pad(context.tokens, ((0, 0), (0, room))))
 

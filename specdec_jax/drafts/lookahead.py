@@ -134,7 +134,7 @@ class LookaheadDraft(Draft):
 def _with_ngrams(
   pool: Int[Array, "V guesses gamma"], ngrams: Int[Array, "width gamma_plus_1"]
 ) -> Int[Array, "V guesses gamma"]:
-  """Return the pool of a row with n-grams added, one after the other, each in first place."""
+  """Return the pool of a row after adding n-grams; the last one becomes the first of its token."""
 
   def add(pool, ngram):
     token, continuation = ngram[0], ngram[1:]

@@ -87,7 +87,7 @@ class ModelDraft(Draft):
   ) -> tuple[Proposal, Any]:
     """Propose tokens, given logits at the last committed token.
 
-    The cache holds that token behind its length.
+    The cache holds this token in the slot after its length.
     """
     propose = self._propose_chain if self.tree.is_chain else self._propose_tree
     return propose(params, cache, logits, rng)

@@ -1,4 +1,4 @@
-"""Unigram and bigram counts as draft: a table look-up of negligible cost (Section 3.6, Table 3)."""
+"""Drafts that sample from unigram or bigram counts, at negligible cost (Section 3.6, Table 3)."""
 
 import dataclasses
 import functools
@@ -31,12 +31,12 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error)
 
 
 def unigram(target: LoadedTarget, path: str) -> DraftFactory:
-  """Return the token frequencies of a text file with one output of the task per line, as draft."""
+  """Return a unigram draft, counted in a text file with one output of the task per line."""
   return _ngram("unigram", 1, target.vocabulary, path)
 
 
 def bigram(target: LoadedTarget, path: str) -> DraftFactory:
-  """Return the bigram frequencies of a text file with one output of the task per line, as draft."""
+  """Return a bigram draft, counted in a text file with one output of the task per line."""
   return _ngram("bigram", 2, target.vocabulary, path)
 
 
@@ -183,7 +183,7 @@ class NgramDraft(Draft):
     return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), state
 
   def _weights(self, ngrams: Ngrams, last_token: Int[Array, " B"]) -> Float[Array, "B V"]:
-    """Return how often each token follows the last one."""
+    """Return the counts of the tokens that follow the last committed token."""
     shape = len(last_token), self.vocab_size
     unigrams = jnp.broadcast_to(ngrams.unigrams.astype(jnp.float32), shape)
     if self.order == 1:

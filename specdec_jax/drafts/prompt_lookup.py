@@ -18,7 +18,7 @@ from specdec_jax.models.t5 import PAD_ID
 
 
 def prompt_lookup(target: LoadedTarget, max_ngram: int = 3) -> DraftFactory:
-  """Return prompt lookup as draft; see `PromptLookupDraft`."""
+  """Return a draft by prompt lookup; see `PromptLookupDraft`."""
   vocab_size = len(target.vocabulary)
 
   def build(sampling: Sampling, tree: AnyTree) -> PromptLookupDraft:

@@ -68,7 +68,7 @@ def retrieval(
 
 
 def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
-  """Return the datastore of a text file, from the cache if it is there."""
+  """Return the datastore of a text file, read from the cache if it contains one."""
   lines = read_lines(path)
   cache = getattr(jax.config, "jax_compilation_cache_dir", None)
   contents = "\n".join([str(REACH), vocabulary.fingerprint(), *lines])

@@ -75,11 +75,11 @@ class RoundScores(NamedTuple):
   next: Scores
 
   def where(self, mask: np.ndarray) -> "RoundScores":
-    """Return the entries that `mask` [N] selects."""
+    """Return the scores that `mask` [N] selects."""
     return jax.tree.map(lambda x: x[mask], self)
 
   def at(self, *positions: int) -> "RoundScores":
-    """Return the entries at these positions of rounds."""
+    """Return the scores of tokens at the given positions of their rounds."""
     return self.where(np.isin(self.position, positions))
 
 
@@ -97,19 +97,19 @@ class Drift(NamedTuple):
   largest: float
 
   def plus(self, other: "Drift") -> "Drift":
-    """Return the sum of two drifts of disjoint scores."""
+    """Return the sum (`Drift`) of two disjoint sets of scores."""
     return Drift(
       self.sum + other.sum, self.variance + other.variance, max(self.largest, other.largest)
     )
 
   @property
   def z(self) -> float:
-    """The sum in standard deviations."""
+    """Sum divided by its standard deviation."""
     return self.sum / math.sqrt(self.variance) if self.variance else 0.0
 
   @property
   def p_value(self) -> float:
-    """Bound on the probability that exact rounds drift this far (Freedman, 1975; two-sided)."""
+    """Bound on the probability of a sum at least this large in exact decoding (Freedman, 1975)."""
     if not self.sum:
       return 1.0
     bound = self.variance + self.largest * abs(self.sum) / 3
@@ -123,7 +123,7 @@ class Drift(NamedTuple):
 
 
 def joined(parts: Sequence[RoundScores]) -> RoundScores:
-  """Concatenate the entries of all parts."""
+  """Concatenate the scores of several settings."""
   return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
@@ -144,17 +144,17 @@ def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Dri
 
 
 def rank_drift(scores: Scores) -> Drift:
-  """Return the drift of ranks in the exact distribution, the most probable token first."""
+  """Return the sum (`Drift`) of the rank scores of sampled tokens."""
   return Drift(float(scores.rank.sum()), float(scores.spread.sum()), 0.5)
 
 
 def place_drift(scores: Scores) -> Drift:
-  """Return the drift of ranks in the exact distribution, in the order of the vocabulary."""
+  """Return the sum (`Drift`) of the place scores of sampled tokens."""
   return Drift(float(scores.place.sum()), float(scores.spread.sum()), 0.5)
 
 
 def log_drift(scores: Scores) -> Drift:
-  """Return the drift of log-probabilities in the exact distribution."""
+  """Return the sum (`Drift`) of the log-probability scores of sampled tokens."""
   return Drift(float(scores.log.sum()), float(scores.log_variance.sum()), -math.log(MIN_PROB))
 
 

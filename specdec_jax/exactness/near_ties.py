@@ -1,4 +1,4 @@
-"""Logit differences caused by rounding, and whether they explain that two argmax outputs differ."""
+"""Test of whether rounding of the logits explains that two argmax outputs differ."""
 
 import functools
 from typing import Any, NamedTuple

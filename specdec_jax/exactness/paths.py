@@ -40,12 +40,12 @@ class Plans(NamedTuple):
   lengths: np.ndarray
 
   def tokens(self, plan: Array, text: Array, vocab_size: int) -> Array:
-    """Return guesses [B, N] by the plan [B] of each row, given the tokens [B, D] of the text."""
+    """Return the guesses [B, N], given the plan [B] and the next tokens [B, D] of each row."""
     text_tokens = gather(text, jnp.asarray(self.depths - 1)[plan])
     return (text_tokens + jnp.asarray(self.offsets)[plan]) % vocab_size
 
   def shape(self, plan: Array, tree: AnyTree) -> AnyTree:
-    """Return the tree of the guesses of each row."""
+    """Return the dynamic tree of each row, by the plan [B] of the row."""
     if isinstance(tree, Tree):
       return tree
     return dataclasses.replace(tree, parents=jnp.asarray(self.parents)[plan])
@@ -80,7 +80,7 @@ def leaves_of(tree: Tree) -> list[int]:
 
 
 def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
-  """Return some shapes of a dynamic tree: a path of full depth with random other guesses."""
+  """Return several random shapes of a dynamic tree, each with a path of full depth."""
   shapes = []
   for seed in range(count):
     rng = np.random.default_rng(seed)

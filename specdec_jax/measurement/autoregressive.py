@@ -1,4 +1,4 @@
-"""Autoregressive decoding by the target: the text that alpha is measured on."""
+"""Generation of the text on which alpha is measured, by autoregressive decoding."""
 
 import warnings
 from collections.abc import Sequence

@@ -152,7 +152,7 @@ class _Calibrator:
   settings: DecodeSettings
 
   def choose(self, branching: bool) -> Calibration:
-    """Decode, time and choose; see `calibrate`."""
+    """Decode the calibration texts, time rounds, and choose gamma or a tree; see `calibrate`."""
     batches = self.batches
     decode = self.decode_fn(chain(GAMMAS[-1]))
     outputs = [require_finite(jax.device_get(decode(*batch))) for batch in batches]
@@ -179,7 +179,7 @@ class _Calibrator:
 
   @functools.cached_property
   def batches(self) -> list[tuple[Array, Array]]:
-    """Prompts and keys of the calibration texts."""
+    """Return the prompts and the random keys of the calibration texts."""
     size = self.settings.batch_size
     count = max(1, NUM_TEXTS // size) * size
     picked = [self.texts[i * len(self.texts) // count] for i in range(count)]

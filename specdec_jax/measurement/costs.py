@@ -204,7 +204,7 @@ def operations_ratio(pair: LoadedPair, prompt: Array, sampling: Sampling) -> flo
     return matmul_operations(jax.make_jaxpr(f)(*args).jaxpr)
 
   def before(draft: Draft) -> DecodeState:
-    """Return the shapes of the state before a round, with as many slots for gamma 1 as for 2."""
+    """Return the shapes of the state before a round, with equally many slots for gamma 1 and 2."""
     decoder = Decoder(pair.target, draft, pair.verifier_for(sampling))
     limit = max(0, 2 - draft.tree.depth)
     init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=limit)

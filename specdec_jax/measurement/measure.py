@@ -1,4 +1,4 @@
-"""Measurement of a pair on texts: alpha, costs and speedup, as one record per setting."""
+"""Measurement of alpha, costs and speedup of a pair on texts."""
 
 import dataclasses
 import functools

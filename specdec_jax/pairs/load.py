@@ -1,4 +1,4 @@
-"""Pairs from checkpoints; by default the bundled pair."""
+"""Loading of pairs from checkpoints; by default, of the bundled pair."""
 
 import dataclasses
 import functools

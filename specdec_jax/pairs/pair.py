@@ -77,7 +77,7 @@ class LoadedPair(NamedTuple):
 
   @property
   def loaded_target(self) -> LoadedTarget:
-    """The target, in the form that functions that load drafts require."""
+    """Target as a `LoadedTarget`, which functions that load drafts take."""
     return LoadedTarget(self.target, self.target_params, self.vocabulary)
 
   @property
@@ -199,7 +199,7 @@ class LoadedPair(NamedTuple):
     return BeamSearcher(self.target, beam_draft, num_beams, length_penalty, eos_id)
 
   def guesses(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
-    """Return the tree that the draft proposes if `tree` is requested; usually the same."""
+    """Return the tree that the draft proposes for a requested tree, which is usually the same."""
     return self.draft(sampling, tree).tree if tree.num_guesses else tree
 
   def verifier_for(self, sampling: Sampling, lenience: float = 1.0) -> Verifier:
@@ -207,13 +207,13 @@ class LoadedPair(NamedTuple):
     return verifier_from(self.verifier, sampling, lenience)
 
   def require_batch_size(self, batch_size: object) -> None:
-    """Raise InputError unless it is a positive integer and a batch of logits fits in memory."""
+    """Raise InputError unless `batch_size` is positive and a batch of logits fits in memory."""
     require_count("batch_size", batch_size)
     logits = jax.ShapeDtypeStruct((batch_size, self.target.vocab_size), jnp.float32)
     require_memory(f"batch_size {batch_size}", logits)
 
   def can_decode(self, text: str) -> bool:
-    """Return whether a text can be decoded; an empty one can with a decoder-only target only."""
+    """Return whether a text can be decoded. An empty text needs a decoder-only target."""
     return self.continues or bool(text.strip())
 
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
@@ -228,7 +228,7 @@ class LoadedPair(NamedTuple):
     return ids if len(ids) <= most else ids[: most - 1] + ids[-1:]
 
   def cut(self, text: str) -> str | None:
-    """Return a source that is too long cut to the limit, or None if it fits."""
+    """Return the truncated text of a source that exceeds the limit, or None if it fits."""
     fits = len(self.vocabulary.encode(text)) <= self.max_source_tokens
     return None if fits else self.vocabulary.decode(self.encode(text))
 

@@ -83,7 +83,7 @@ def head_factory(
 
 
 def config_of(target: Model) -> Config:
-  """Return the configuration of a target, without simulated acceptance.
+  """Return the configuration of the model of a target, which may be wrapped by `SimulatedModel`.
 
   Raises:
     InputError: the target is not a T5 or a decoder-only model of this project.

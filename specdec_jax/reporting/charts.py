@@ -1,4 +1,4 @@
-"""Charts as SVG. A unit is a CSS pixel on a phone. The style sheet of the page sets the colours."""
+"""Charts as SVG, in units of CSS pixels on a phone. The page's style sheet sets the colours."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -131,7 +131,7 @@ def acceptance_chart(
 
 
 def bar_chart(heading: str, label: str, values: Sequence[tuple[str, float]]) -> Markup:
-  """Return a bar for each (name, value), and a line at 1, which is autoregressive decoding."""
+  """Return a chart with a bar for each (name, value), and a line at 1 for the baseline."""
   left, right, first, row = 0, 290, 26, 40
   longest = max([1.0, *(value for _, value in values)])
   unit = (right - left) / longest

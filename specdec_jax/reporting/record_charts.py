@@ -13,7 +13,7 @@ FEW = 100  # number of draft tokens from which on an acceptance rate is shown wi
 def _points(
   series: Sequence[Record], value: Callable[[Record], float | None]
 ) -> list[tuple[int, float]]:
-  """Return (gamma, value) for the records that have the value."""
+  """Return the pairs (gamma, value) of the records whose value is not None."""
   points = ((r.gamma, value(r)) for r in series)
   return [(gamma, y) for gamma, y in points if y is not None and math.isfinite(y)]
 

@@ -20,17 +20,17 @@ def speed_columns(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def speed_table(records: Sequence[Record]) -> Table:
-  """Return costs, predicted and measured speedups, and exactness, with one row per record."""
+  """Return a table of costs, predicted and measured speedups, with one row per record."""
   return records_table(_title(records[0]), records, speed_columns(records))
 
 
 def budget_table(records: Sequence[Record]) -> Table:
-  """Return the time of each part of a round, with one row per record."""
+  """Return a table of the times of the parts of a round, with one row per record."""
   return records_table(_title(records[0]), records, BUDGET)
 
 
 def roofline_table(records: Sequence[Record]) -> Table:
-  """Return the bytes and the bandwidth of each part of a round, with one row per record."""
+  """Return a table of the bytes and bandwidth of the parts of a round, with one row per record."""
   return records_table(_title(records[0]), records, ROOFLINE)
 
 

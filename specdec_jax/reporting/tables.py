@@ -33,7 +33,7 @@ def legend_lines(legend: Mapping[str, str]) -> list[str]:
 
 
 def models_text(r: Record, draft: bool = True) -> str:
-  """Return task, target and draft for a title; the models' checkpoints if no task was given."""
+  """Return the names of task, target and draft, or the checkpoints if there is no task."""
   if r.task is None:
     names = [r.target_label, r.draft_label]
   else:

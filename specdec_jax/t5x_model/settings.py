@@ -1,4 +1,4 @@
-"""Settings from t5x's gin bindings: sampling or beam search, and sentinels of the vocabulary."""
+"""Settings that are read from t5x's gin bindings, such as the sampling method."""
 
 import copy
 import functools

@@ -1,1 +1,1 @@
-"""Other libraries that decode a T5, as backends of `bench.peers.compare`; all are optional."""
+"""Backends of other libraries that decode a T5. All of these libraries are optional."""

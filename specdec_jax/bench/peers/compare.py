@@ -110,7 +110,7 @@ def _compare(
   repeats: int,
   seed: int,
 ) -> list[Record]:
-  """Return the records of a comparison at one sampling; measure those that `results` lacks."""
+  """Measure the settings of a comparison that `results` lacks, and return the records of all."""
   workload = comparison.workload
   if not (workload.texts and workload.gammas):
     raise InputError("There is nothing to measure: no texts, or no gammas.")
@@ -242,7 +242,7 @@ def _baseline_key(setting: Record) -> _DecoderKey:
 def _speculative(
   comparison: Comparison, pair: LoadedPair, sampling: Sampling, gamma: int
 ) -> Decode:
-  """Return the speculative decoding of a pair, or its speculative beam search."""
+  """Return a function that decodes speculatively with a pair, or searches with beams."""
   beams, draft_beams = comparison.workload.beams, comparison.workload.draft_beams
   if beams:
     return best_of_beams(pair.beam_searcher(beams, gamma, draft_beams), pair.params)

@@ -136,7 +136,7 @@ class Backend(NamedTuple):
 
 
 def _load_own(comparison: Comparison) -> Decode:
-  """Return this package's autoregressive decoding, or its beam search without a draft."""
+  """Return a function that decodes autoregressively with this package, or searches with beams."""
   if comparison.workload.beams is None:
     return own_baseline(comparison.pair).decode
   searcher = comparison.pair.beam_searcher(comparison.workload.beams, gamma=0)
@@ -144,7 +144,7 @@ def _load_own(comparison: Comparison) -> Decode:
 
 
 def best_of_beams(searcher: BeamSearcher, params: Params) -> Decode:
-  """Return a `Decode` that gives the best output of a beam search."""
+  """Return a `Decode` that returns the best text of a beam search."""
 
   def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
     return searcher.run(params, prompt, max_new_tokens=max_new_tokens).best()

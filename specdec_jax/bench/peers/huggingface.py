@@ -19,7 +19,8 @@ _TARGETS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 def autoregressive() -> Backend:
   """Return the backend of `generate` without an assistant.
 
-  With beams it is the beam search of transformers, which scores and stops differently from t5x's.
+  With beams it uses the beam search of transformers, whose scores and stopping rule are others
+  than t5x's.
   """
   return Backend("hf", _PACKAGES, _load, _PROCESS, searches=True)
 

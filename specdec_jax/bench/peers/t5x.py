@@ -1,4 +1,4 @@
-"""t5x's T5 with its own `temperature_sample` or `beam_search`, each as one compiled program."""
+"""Backends of t5x: its T5 with `temperature_sample` or `beam_search`, each one compiled program."""
 
 import functools
 import importlib.util

@@ -31,7 +31,7 @@ MATMULS_LEGEND = {
 
 
 def execution_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-  """Return the times of stochastic speculative execution (`scripts/measure_execution.py`)."""
+  """Return a table of the measurements of `scripts/measure_execution.py`."""
   cells = tuple(
     (
       f"{row['beta']:.2f}",
@@ -58,7 +58,7 @@ def execution_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def matmuls_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-  """Return the times of matmuls with few rows (`scripts/measure_matmuls.py`)."""
+  """Return a table of times of matmuls with few rows (`scripts/measure_matmuls.py`)."""
   first = rows[0]
   one_row_us = {row["weights"]: row["us"] for row in rows if row["rows"] == 1}
   cells = tuple(
@@ -88,7 +88,7 @@ def matmuls_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def training_table(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-  """Return the cost and the result of each training, given the lines of its `metrics.jsonl`."""
+  """Return a table of the times and validation scores of trainings, from their `metrics.jsonl`."""
   cells = tuple(
     (
       name,

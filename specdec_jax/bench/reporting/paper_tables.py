@@ -90,7 +90,7 @@ def _table_1(paper_rows: Sequence[PaperRow]) -> Table:
 
 
 def _select(number: int, records: Iterable[Record]) -> tuple[list[Record], int]:
-  """Return the records for a table, the last of each setting, and the number of other records."""
+  """Return the last record of each setting for a table, and the number of omitted records."""
   latest, num_omitted = {}, 0
   for r in records:
     is_algorithm_1 = r.verifier == "TokenVerifier" and r.kind == "chain"
@@ -148,7 +148,7 @@ _Column = tuple[Callable[[Record], str], Callable[[PaperRow], str]]
 def _column(
   field: str, spec: str = ".2f", printed: str | None = None, printed_spec: str | None = None
 ) -> _Column:
-  """Return a column with a field of records and the paper's column `printed` (default: `field`)."""
+  """Return a column that shows a field of our records and a column of the paper's table."""
   return (
     lambda r: number_text(getattr(r, field), spec),
     lambda row: number_text(row[printed or field], printed_spec or spec),

@@ -92,7 +92,7 @@ def measured_table(records: Sequence[Record]) -> Table:
 
 
 def acceptance_table(records: Sequence[Record]) -> Table:
-  """Return the acceptance of drafts on the target's text, with one row per record."""
+  """Return a table of alpha and acceptance rates, with one row per record."""
   first = records[0]
   target = f"{first.task}, target {first.target}" if first.task else first.target_label
   return records_table(f"{target}, {first.dtype}", records, ACCEPTANCE)

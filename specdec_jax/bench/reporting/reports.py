@@ -14,7 +14,7 @@ from specdec_jax.reporting.tables import sampling_text
 
 
 def lengths_report(records: Sequence[Record], examples: Sequence[Example], title: str) -> str:
-  """Return a page of acceptance lengths: a chart, `lengths_table`, and rounds to step through."""
+  """Return an HTML page with a chart and a table of acceptance lengths, and with decoded rounds."""
   table = lengths_table(records)
   return page(
     title,
@@ -26,7 +26,7 @@ def lengths_report(records: Sequence[Record], examples: Sequence[Example], title
 
 
 def drafts_report(records: Sequence[Record], title: str) -> str:
-  """Return a page that compares drafts: a chart of their speedups, and `drafts_table`."""
+  """Return an HTML page with a chart of the speedups of drafts, and `drafts_table`."""
   table = drafts_table(records)
   return page(
     title,

@@ -1,4 +1,4 @@
-"""Compile beam search for a TPU, without a TPU; as `compile` does for decoding."""
+"""Compilation of beam search for a TPU, without a TPU."""
 
 import dataclasses
 import functools

@@ -118,14 +118,14 @@ def described(topology: str) -> tuple[Chip, Sequence[jax.Device]]:
 
 
 class Site:
-  """Mesh of described devices, on which shapes are placed and programs are lowered."""
+  """Mesh of TPU devices that are described but not present, for lowering programs."""
 
   def __init__(self, devices: Sequence[jax.Device]):
     self.mesh = make_mesh(len(devices), devices)
     self.replicated = NamedSharding(self.mesh, PartitionSpec())
 
   def array(self, shape, dtype, sharding=None) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array with a sharding; replicated by default."""
+    """Return a `ShapeDtypeStruct` with a sharding, which is replicated by default."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self.replicated)
 
   def params(self, config: AnyConfig, rules: Rules) -> Any:
@@ -276,7 +276,7 @@ class _PairOnSite:
     return self.site.lower(run, (params,), *self._before_round(decoder, params))
 
   def lower_drafting(self, decoder: Decoder, params: Params) -> Lowered:
-    """Lower the draft's part of a round."""
+    """Lower the drafting of one round: one call of `Draft.propose`."""
 
     def propose(draft_params, state):
       proposal, _ = self.draft.propose(draft_params, state.draft_state, state.context, state.rng)

@@ -67,6 +67,6 @@ def weight_copies(hlo: str) -> list[str]:
 
 
 def _contains(computations: Computations, instruction: Instruction, ops: set[str]) -> bool:
-  """Return True if the instruction is one of these operations or has one fused into it."""
+  """Return True if an instruction is one of the given operations or is fused with one of them."""
   fused = (i for name in instruction.calls("calls") for i in computations[name].values())
   return instruction.op in ops or any(_contains(computations, i, ops) for i in fused)

@@ -1,1 +1,1 @@
-"""Methods that accept or reject draft tokens, one file each: formula, source, and exactness."""
+"""Verifiers, one file each, with their formulas, sources and proofs of exactness."""

@@ -147,7 +147,7 @@ class DraftHead(abc.ABC):
     return require_static(f"a draft of kind {self.config.kind!r}", tree)
 
   def example_source(self) -> tuple[KeysValues, Array]:
-    """Return keys, values and bias of one source token, for initialization."""
+    """Return example keys, values and bias of one source token, to initialize parameters."""
     keys = jnp.zeros((1, self.config.num_heads, 1, self.config.head_dim))
     return (keys, keys), jnp.zeros((1, 1, 1, 1))
 
@@ -169,7 +169,7 @@ def decoder_config(config: SpeculatorConfig) -> T5Config:
 
 
 def target_cache(context: Context) -> Any:
-  """Return the cache of the target itself, whose acceptance may be simulated."""
+  """Return the cache of the target, without the wrapper of simulated acceptance."""
   return unwrapped_cache(context.target_cache)
 
 

@@ -147,7 +147,7 @@ class ConditionedModel(T5Model):
 
 @dataclasses.dataclass(frozen=True)
 class ConditionedDraft(SharedEncoderDraft):
-  """Draft by a conditioned decoder: a chain or a static tree."""
+  """Draft that samples a chain or a static tree from a conditioned decoder."""
 
   model: ConditionedModel
 

@@ -30,7 +30,7 @@ from specdec_jax.models.t5 import T5, T5Cache, T5Model
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoderDraft(ModelDraft):
-  """Draft by the decoder of a T5, which attends to the source as encoded by the target."""
+  """Draft that samples from a T5 decoder, which attends to the target's encoding of the source."""
 
   model: T5Model
 
