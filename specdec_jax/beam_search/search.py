@@ -92,11 +92,11 @@ class BeamState(NamedTuple):
 
   Attributes:
     beams: live and finished texts.
-    last_tokens: see `BeamContext`.
-    visible: see `BeamContext`.
-    previous_tokens: see `BeamContext`.
-    previous_visible: see `BeamContext`.
-    hidden: see `BeamContext`.
+    last_tokens: last token of each live text.
+    visible: slots of the tokens before each last token.
+    previous_tokens: last tokens of the live texts one step earlier.
+    previous_visible: slots that the previous tokens attend to, their own included.
+    hidden: hidden state from which the target selected each last token.
     parent_entries: index, among the verified nodes, of the node before each last token.
   """
 
@@ -118,13 +118,14 @@ class BeamSearchState(NamedTuple):
     limit: length that no text exceeds.
     done: whether the search of a row has ended.
     live: live beams.
-    verified: see `BeamContext`.
-    last_entries: see `BeamContext`.
+    verified: nodes that the target has verified in earlier passes.
+    last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not one.
     target_cache: cache of the target.
     draft_state: state of the draft.
-    steps: see `BeamResult`.
+    steps: number of search steps in each round; 0 after the search of a row has ended.
     num_rounds: number of rounds so far.
-    not_finite: see `BeamResult`.
+    not_finite: index of the step that could not be made because a logit of the target was NaN or
+      infinite; -1 if all were finite.
   """
 
   prompt: Int[Array, "B P"]

@@ -97,11 +97,11 @@ def show_speedup(
     pair: target and draft.
     texts: sources.
     results: path of the records; the report is written to the same folder.
-    settings: see `measure`.
-    gammas: see `measure`.
+    settings: settings that differ in their sampling method only.
+    gammas: draft tokens per round, each measured.
     examples: decoded texts for the report. They are iterated over after the measurement.
-    timing: see `measure`.
-    references: see `measure`.
+    timing: repeats, and the baseline that speed is relative to.
+    references: texts that the quality of the outputs is scored against; None for no score.
   """
   records = measure(pair, texts, results, settings, gammas, timing, references)
   report = pathlib.Path(results).with_name("report.html")

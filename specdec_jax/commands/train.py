@@ -198,19 +198,21 @@ def train_speculator(
   `stride`-th token.
 
   Args:
-    data: see `train_draft`.
-    sources: see `train_draft`.
-    targets: see `train_draft`.
-    valid_source: see `train_draft`.
+    data: folder of the text files below.
+    sources: source text files, one sentence per line, which are concatenated. None if the target
+      is decoder-only.
+    targets: files with the translation of each source file.
+    valid_source: file of validation sentences, which the target translates; or None.
     config: function from the target's configuration to the head's.
-    settings: see `train_draft`.
-    vocabulary: see `train_draft`.
-    target: see `train_draft`.
+    settings: length, learning rate and sharding of the training run.
+    vocabulary: vocabulary file of both models.
+    target: checkpoint of the target, in any format that `pairs.load_pair` reads.
     output: folder for the trained head, in bfloat16.
     work_dir: folder for checkpoints and metrics of this run.
-    distillation_data: see `train_draft`.
-    samples: see `train_draft`.
-    new_sources: see `train_draft`.
+    distillation_data: file of the texts with the target's distributions; it is created if it does
+      not exist. By default `distillation_data.npz` in `work_dir`.
+    samples: outputs sampled from the target at temperature 1 for each source.
+    new_sources: number of spliced sentences (`distillation.spliced_sentences`).
     divergence: divergence between head and target (`objectives.divergences`).
     stride: distance between anchors (`training.speculators.speculator_objective`).
     start: folder of a model of the head's width, such as a draft of the pair; training starts from

@@ -58,19 +58,20 @@ def measure(
   """Append a record to `results` for each sampling method and gamma that it does not have yet.
 
   Args:
-    pair: see `speed_steps`.
-    texts: see `speed_steps`.
+    pair: target and draft.
+    texts: sources, decoded `batch_size` at a time.
     results: path from `records.open_results`.
-    settings: see `speed_steps`.
-    gammas: see `speed_steps`.
-    timing: see `speed_steps`.
-    references: see `speed_steps`.
+    settings: settings that differ in their sampling method only.
+    gammas: draft tokens per round; each is measured with each of the settings.
+    timing: repeats, and the baseline that speed is relative to.
+    references: texts that the quality of the outputs is scored against; None for no score.
 
   Returns:
     The records of all settings and gammas, whether measured now or before.
 
   Raises:
-    InputError: see `speed_steps`.
+    InputError: there is nothing to measure, an argument is out of range, or the number of
+      references is not that of the texts.
   """
   return measure_missing(results, speed_steps(pair, texts, settings, gammas, timing, references))
 
@@ -91,7 +92,7 @@ def speed_steps(
     settings: settings that differ in their sampling method only.
     gammas: draft tokens per round; each is measured with each of the settings.
     timing: repeats, and the baseline that speed is relative to.
-    references: scores the quality of the outputs; None for no score.
+    references: texts that the quality of the outputs is scored against; None for no score.
 
   Raises:
     InputError: there is nothing to measure, an argument is out of range, or the number of
