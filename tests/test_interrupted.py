@@ -120,7 +120,13 @@ def command(folder, *args) -> subprocess.Popen:
   environment = os.environ | {"PYTHONPATH": f"{HERE.parent}{os.pathsep}{folder}"}
   command = [sys.executable, "-m", "specdec_jax.run", "--jax_compilation_cache_dir=", *args]
   pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-  return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+  def restore_signals():
+    for number in (signal.SIGINT, signal.SIGTERM):  # shells ignore SIGINT in background jobs
+      signal.signal(number, signal.SIG_DFL)
+
+  how = dict(cwd=folder, env=environment, preexec_fn=restore_signals)
+  return subprocess.Popen(command, **how, **pipes)
 
 
 def loop(folder, name: str) -> subprocess.Popen:
