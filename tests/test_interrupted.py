@@ -116,17 +116,20 @@ def block():
 """
 
 
+# A shell ignores SIGINT in a background job, and its processes inherit that.
+RESTORE_SIGNALS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
 def command(folder, *args) -> subprocess.Popen:
   environment = os.environ | {"PYTHONPATH": f"{HERE.parent}{os.pathsep}{folder}"}
-  command = [sys.executable, "-m", "specdec_jax.run", "--jax_compilation_cache_dir=", *args]
+  command = [sys.executable, "-c", RESTORE_SIGNALS, "-m", "specdec_jax.run"]
   pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-  def restore_signals():
-    for number in (signal.SIGINT, signal.SIGTERM):  # shells ignore SIGINT in background jobs
-      signal.signal(number, signal.SIG_DFL)
-
-  how = dict(cwd=folder, env=environment, preexec_fn=restore_signals)
-  return subprocess.Popen(command, **how, **pipes)
+  arguments = ["--jax_compilation_cache_dir=", *args]
+  return subprocess.Popen([*command, *arguments], cwd=folder, env=environment, **pipes)
 
 
 def loop(folder, name: str) -> subprocess.Popen:
