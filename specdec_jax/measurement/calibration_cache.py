@@ -74,9 +74,9 @@ def cache_key(
 ) -> dict[str, Any]:
   """Return the settings that a calibration depends on, as JSON.
 
-  They are models, settings, program, machine and the length of the texts. The content of the texts
-  is not included, although it determines alpha: a later run is assumed to have similar texts. The
-  seed is not included either.
+  These are the models, the settings, the program, the machine and the length of the texts. The
+  content of the texts is not included, although it determines alpha: a later run is assumed to have
+  similar texts. The seed is not included either.
   """
   longest = max(len(pair.encode(text)) for text in texts)
   return dict(

@@ -131,7 +131,7 @@ class Site:
   def params(self, config: AnyConfig, rules: Rules) -> Any:
     """Return the shapes of a model's parameters in its dtype, sharded by `rules`.
 
-    Their layout is the one that `jax.device_put` gives.
+    Their layout is that of `jax.device_put`.
     """
     shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     shardings = param_shardings(shapes, self.mesh, rules)

@@ -29,7 +29,7 @@ def weight_copies(hlo: str) -> list[str]:
   }
 
   def weight(computation: str, name: str, path: tuple[int, ...] = ()) -> Instruction | None:
-    """Return the entry's parameter that a value stands for if that is a weight matrix, else None.
+    """Return the parameter that a value refers to if it is a weight matrix, else None.
 
     `path` selects an element of the value if it is a (nested) tuple.
     """

@@ -39,8 +39,8 @@ from specdec_jax.models.t5 import T5, T5Cache, T5Model
 class ConditionedT5(T5):
   """T5 whose encoder is never used and whose decoder is conditioned.
 
-  The last entry of `layers` in its cache is (conditioning of the token in each slot [B, 1, T, d],),
-  so that it is committed with the tokens.
+  Its cache has an additional layer, which stores the conditioning [B, 1, T, d] of the token in each
+  slot, so that it is committed with the tokens.
 
   Attributes:
     offsets: number of embeddings of the tokens since the start of the round; all larger numbers
@@ -177,7 +177,7 @@ class ConditionedDraft(SharedEncoderDraft):
 
 @dataclasses.dataclass(frozen=True)
 class ConditionedHead(DraftHead):
-  """Head of kind 'conditioned'."""
+  """Learned draft head with a conditioned decoder (kind 'conditioned')."""
 
   needs_encoder = True
   uses_cross_attention = True

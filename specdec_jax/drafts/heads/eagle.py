@@ -52,7 +52,7 @@ class EagleModule(StatelessModule):
 
 
 class EagleHead(StatelessHead):
-  """Head of kind 'eagle'."""
+  """Learned draft head of EAGLE (kind 'eagle')."""
 
   uses_cross_attention = True
   module_class = EagleModule

@@ -62,7 +62,7 @@ class EarlyExitModel(WrappedModel):
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitHead(DraftHead):
-  """Head of kind 'early_exit': one residual block after `config.exit_layers` layers."""
+  """Learned head for an early exit: a residual block after `config.exit_layers` layers."""
 
   def init(self, rng: Key[Array, ""]) -> Any:
     hidden = jnp.zeros((1, self.config.state_dim))

@@ -44,7 +44,7 @@ class MedusaModule(StatelessModule):
 
 
 class MedusaHead(StatelessHead):
-  """Head of kind 'heads'."""
+  """Learned draft heads of Medusa (kind 'heads')."""
 
   module_class = MedusaModule
   uses_target_logits = True

@@ -63,7 +63,7 @@ class ParallelModule(StatelessModule):
 
 
 class ParallelHead(StatelessHead):
-  """Head of kind 'parallel'."""
+  """Learned draft head that computes all draft tokens in one pass (kind 'parallel')."""
 
   uses_cross_attention = True
   module_class = ParallelModule

@@ -73,7 +73,7 @@ class PaSSDraft(Draft):
 
 @dataclasses.dataclass(frozen=True)
 class PassHead(DraftHead):
-  """Head of kind 'pass': embeddings [gamma - 1, E]."""
+  """Learned look-ahead embeddings of PaSS, [gamma - 1, E] (kind 'pass')."""
 
   def init(self, rng: Key[Array, ""]) -> Any:
     config = self.config

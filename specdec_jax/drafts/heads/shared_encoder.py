@@ -47,7 +47,7 @@ class SharedEncoderDraft(ModelDraft):
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoderHead(DraftHead):
-  """Head of kind 'shared_encoder'."""
+  """Learned draft head with a decoder on the target's encoder (kind 'shared_encoder')."""
 
   needs_encoder = True
   uses_cross_attention = True
