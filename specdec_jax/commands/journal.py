@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import pathlib
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -29,15 +28,14 @@ class Journal:
     self._write([settings, *self.records])
 
   def append(self, records: list[dict]) -> None:
-    """Append records and flush them to disk."""
+    """Append records, which a run that is killed does not lose."""
     self.records += records
     self._write(records)
 
   def _write(self, records: list[dict]) -> None:
     with name_in_errors(self._path):
       self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
-      self._file.flush()
-      os.fsync(self._file.fileno())
+      self._file.flush()  # without fsync, which would take as long as decoding a short text
 
 
 @contextlib.contextmanager
