@@ -48,11 +48,6 @@ LONGER = dataclasses.replace(RECORD, gamma=5, verify_ms=3.5, tokens_per_round=4.
 SAMPLED = dataclasses.replace(RECORD, temperature=1.0, speedup=1.1, predicted_finite_length=None)
 
 
-@pytest.fixture
-def drawing():
-  pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'bench'")
-
-
 def value_at(line, x):
   """Return the value of a drawn line at one of its points."""
   xs, ys = line.get_data()
@@ -68,7 +63,7 @@ def texts(axes):
   return [text.get_text() for text in axes.texts]
 
 
-def test_figure_2_shows_expected_tokens(drawing):
+def test_figure_2_shows_expected_tokens():
   (axes,) = figures.tokens_figure().axes
   drawn = lines(axes)
   assert list(drawn) == ["γ = 1", "γ = 3", "γ = 5", "γ = 7", "γ = ∞"] == texts(axes)
@@ -77,7 +72,7 @@ def test_figure_2_shows_expected_tokens(drawing):
   assert value_at(drawn["γ = ∞"], 0.8) == pytest.approx(5)
 
 
-def test_figure_3_shows_the_best_gamma(drawing):
+def test_figure_3_shows_the_best_gamma():
   (axes,) = figures.gamma_figure().axes
   drawn = lines(axes)
   assert list(drawn) == ["c = 0.02", "c = 0.04", "c = 0.11"] == texts(axes)
@@ -86,7 +81,7 @@ def test_figure_3_shows_the_best_gamma(drawing):
     assert value_at(drawn[f"c = {c}"], alpha) == gains.index(max(gains))
 
 
-def test_figure_4_shows_speed_and_operations(drawing):
+def test_figure_4_shows_speed_and_operations():
   table_1 = load_table(1, ROOT / "configs")
   speed, operations = figures.operations_figure(table_1).axes
   for axes in (speed, operations):
@@ -109,7 +104,7 @@ def blocks(axes):
   return [[(bar.get_x(), bar.get_width()) for bar in bars] for bars in axes.containers]
 
 
-def test_figure_5_is_to_scale(drawing):
+def test_figure_5_is_to_scale():
   (axes,) = figures.timeline_figure([SAMPLED, RECORD, LONGER], num_tokens=10).axes
   (plain, sampled) = blocks(axes)  # the first record sets the temperature
   assert len(sampled) == 2 + 4 * 4
@@ -126,13 +121,13 @@ def test_figure_5_is_to_scale(drawing):
   assert texts(axes) == ["24 ms, 10 passes", "20 ms, 4 passes", "19.2 ms, 3 passes"]
 
 
-def test_negative_draft_step_has_no_width(drawing):
+def test_negative_draft_step_has_no_width():
   noisy = dataclasses.replace(RECORD, draft_step_ms=-0.1)
   (axes,) = figures.timeline_figure([noisy], num_tokens=2).axes
   assert [width for _, width in blocks(axes)[1]] == [4.0, 1.0, 0, 0, 0, 3.0]
 
 
-def test_sweep_shows_measured_and_predicted_speed(drawing):
+def test_sweep_shows_measured_and_predicted_speed():
   again = dataclasses.replace(RECORD, speedup=1.2)
   argmax, sampled = figures.sweep_figure([LONGER, RECORD, SAMPLED, again]).axes
   drawn = {line.get_label(): line.get_data() for line in argmax.lines}
@@ -145,12 +140,12 @@ def test_sweep_shows_measured_and_predicted_speed(drawing):
   assert titles == ["small, temperature 0", "small, temperature 1"]
 
 
-def test_sweep_has_a_panel_for_each_setting(drawing):
+def test_sweep_has_a_panel_for_each_setting():
   records = [dataclasses.replace(RECORD, draft=f"d{i}") for i in range(4)]
   assert len(figures.sweep_figure(records).axes) == 4
 
 
-def test_figure_1_shows_tokens_in_colour(drawing):
+def test_figure_1_shows_tokens_in_colour():
   rounds = [Round((" ein",), " Hund", (" steht",), " Mann"), Round(("</s>",), None, (), None)]
   (axes,) = figures.trace_figure(rounds, "a title").axes
   drawn = {text.get_text(): text for text in axes.texts}
@@ -166,7 +161,7 @@ def test_figure_1_shows_tokens_in_colour(drawing):
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
-def test_saved_figures_are_reproducible(drawing, tmp_path, ending):
+def test_saved_figures_are_reproducible(tmp_path, ending):
   path = tmp_path / f"figure.{ending}"
   save(figures.tokens_figure(), path)
   assert path.stat().st_size > 1000
@@ -174,19 +169,13 @@ def test_saved_figures_are_reproducible(drawing, tmp_path, ending):
   assert (tmp_path / f"again.{ending}").read_bytes() == path.read_bytes()
 
 
-def test_unknown_format_and_records_without_times_are_rejected(drawing, tmp_path):
+def test_unknown_format_and_records_without_times_are_rejected(tmp_path):
   with pytest.raises(InputError, match="must end in one of .png, .svg, .pdf"):
     save(figures.tokens_figure(), tmp_path / "figure.bmp")
   with pytest.raises(InputError, match="No record has all of"):
     figures.timeline_figure([dataclasses.replace(RECORD, verify_ms=None)])
   with pytest.raises(InputError, match="num_tokens"):
     figures.timeline_figure([RECORD], num_tokens=0)
-
-
-def test_missing_matplotlib_is_reported(monkeypatch):
-  monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-  with pytest.raises(InputError, match=r"pip install 'specdec_jax\[bench\]'"):
-    figures.tokens_figure()
 
 
 # The script.
@@ -199,7 +188,7 @@ def draw(*args, cwd):
   )
 
 
-def test_script_runs_in_any_folder(drawing, tmp_path):
+def test_script_runs_in_any_folder(tmp_path):
   append(tmp_path / "results.jsonl", RECORD)
   done = draw("--figure", 5, "--records", "results.jsonl", "--output", "five.svg", cwd=tmp_path)
   assert (done.returncode, done.stdout) == (0, "")
@@ -207,7 +196,7 @@ def test_script_runs_in_any_folder(drawing, tmp_path):
 
 
 @pytest.fixture
-def trace(drawing, tmp_path):
+def trace(tmp_path):
   """Return a function that draws Figure 1 for a text and a seed with a tiny decoder-only pair.
 
   It returns the title, the number of rounds, and the pieces with their colours.

@@ -54,7 +54,7 @@ LAYERS = {
   "pairs": JAX,
   "training": FLAX | {"optax", "orbax", "rich"},
   "records": set(),
-  "reporting": {"jinja2", "markupsafe", "numpy", "pandas", "rich"},
+  "reporting": {"jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "rich"},
   "measurement": FLAX | {"rich", "rouge_score", "sacrebleu"},
   "api": JAX | {"rich"},
   "exactness": FLAX | {"scipy"},

@@ -1,12 +1,61 @@
-"""Charts as SVG, in units of CSS pixels on a phone. The page's style sheet sets the colours."""
+"""Charts as SVG, drawn by matplotlib for the width of a phone.
 
-import math
+Colours refer to the variables of the page's style sheet, so that they follow a dark theme.
+"""
+
+import io
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
-from specdec_jax.reporting.markup import Markup, tag
+from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
-_WIDTH = 340
+from specdec_jax.reporting.markup import tag
+
+_WIDTH = 340  # CSS pixels; they equal points of matplotlib in the written files
+
+# Colours of the page's light theme: name of the CSS variable -> colour.
+_THEME = {
+  "ink": "#1b1f24",
+  "soft": "#59626d",
+  "line": "#d5dae0",
+  "panel": "#f4f6f8",
+  "page": "#ffffff",
+  "blue": "#0067a3",
+  "orange": "#ad4700",
+  "green": "#00734f",
+  "blue-bed": "#dcedf9",
+}
+_STYLE: dict[Any, Any] = {
+  "font.size": 12,
+  "text.color": _THEME["ink"],
+  "text.parse_math": False,
+  "axes.edgecolor": _THEME["line"],
+  "axes.labelcolor": _THEME["soft"],
+  "axes.titlecolor": _THEME["soft"],
+  "axes.titlelocation": "left",
+  "axes.titlesize": 12,
+  "legend.fontsize": 12,
+  "legend.columnspacing": 1,
+  "legend.handlelength": 1.5,
+  "axes.grid": True,
+  "axes.grid.axis": "y",
+  "axes.axisbelow": True,
+  "axes.spines.left": False,
+  "axes.spines.right": False,
+  "axes.spines.top": False,
+  "grid.color": _THEME["line"],
+  "xtick.color": _THEME["line"],
+  "xtick.labelcolor": _THEME["soft"],
+  "ytick.color": _THEME["line"],
+  "ytick.labelcolor": _THEME["soft"],
+  "svg.fonttype": "none",  # text remains text
+}
 
 
 class Curve(NamedTuple):
@@ -14,86 +63,69 @@ class Curve(NamedTuple):
 
   Attributes:
     name: label of the curve.
-    kind: CSS class of the curve.
+    colour: "blue", "orange" or "green".
+    line: line style of matplotlib. Points of a solid line are filled.
     points: (x, y) in ascending order of x, such as gamma and speedup.
   """
 
   name: str
-  kind: str
+  colour: str
+  line: str
   points: Sequence[tuple[int, float]]
 
 
 def line_charts(
-  charts: Mapping[str, Sequence[Curve]],
-  y_label: str,
-  x_label: str,
-  scale: Callable[[float], float] = float,
+  charts: Mapping[str, Sequence[Curve]], y_label: str, x_label: str, log2: bool = False
 ) -> list[Markup]:
-  """Return line charts with a common scale, so that they can be compared.
+  """Return line charts with common axes, so that they can be compared.
 
-  Later curves are drawn over earlier ones. A dotted line at 1 is autoregressive decoding. The label
-  at the end of a curve has its name and its highest value.
+  Later curves are drawn over earlier ones. A dotted line at 1 is autoregressive decoding. The
+  legend gives the highest value of each curve.
 
   Args:
     charts: heading -> non-empty curves at integers x.
     y_label: label of the y axis, which starts at 0.
     x_label: label of the x axis. Its first word names x.
-    scale: monotonic transformation of x. The axis starts where it is 0.
+    log2: whether the x axis is logarithmic. It then starts at 1, otherwise at 0.
   """
   points = [point for curves in charts.values() for curve in curves for point in curve.points]
   xs = sorted({x for x, _ in points})
   highest = max([1.0, *(y for _, y in points)])
-  return [
-    _line_chart(heading, curves, y_label, x_label, scale, xs, highest)
-    for heading, curves in charts.items()
-  ]
 
+  def draw(axes: Axes, curves: Sequence[Curve]) -> None:
+    axes.set_title(y_label)
+    axes.set_xlabel(x_label)
+    if log2:
+      axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(2) if log2 else MaxNLocator(9, integer=True))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+    axes.set_xlim(1 if log2 else 0, xs[-1])
+    axes.set_ylim(0, 1.05 * highest)
+    axes.axhline(1, color=_THEME["ink"], linestyle=":", linewidth=1, label="autoregressive: 1")
+    for curve in curves:
+      colour = _THEME[curve.colour]
+      axes.plot(
+        *zip(*curve.points),
+        color=colour,
+        linestyle=curve.line,
+        linewidth=2,
+        marker="o",
+        markerfacecolor=colour if curve.line == "-" else _THEME["page"],
+        clip_on=False,
+        label=f"{curve.name}: {max(y for _, y in curve.points):.2f}",
+      )
+    _legend(axes)
 
-def _line_chart(
-  heading: str,
-  curves: Sequence[Curve],
-  y_label: str,
-  x_label: str,
-  scale: Callable[[float], float],
-  xs: Sequence[int],
-  highest: float,
-) -> Markup:
-  left, right, top, bottom = 30, 220, 30, 190
-  step = _grid_step(highest)
-  ceiling = step * math.ceil(highest / step)
-
-  def to_x(value: float) -> float:
-    return left + scale(value) / scale(xs[-1]) * (right - left - 10)
-
-  def to_y(value: float) -> float:
-    return bottom - value / ceiling * (bottom - top)
-
-  parts = [_text(0, 14, y_label, "soft")]
-  for i in range(round(ceiling / step) + 1):
-    parts.append(_horizontal_line(left, right, to_y(i * step)))
-    parts.append(_text(left - 6, to_y(i * step) + 4, f"{i * step:g}", "soft end"))
-  ticks: list[int] = []
-  for x in xs:
-    if not ticks or to_x(x) - to_x(ticks[-1]) > 20:  # closer labels would overlap
-      ticks.append(x)
-  parts += [_text(to_x(x), bottom + 16, x, "soft middle") for x in ticks]
-  parts.append(_text((left + right) / 2, bottom + 34, x_label, "soft middle"))
-  parts.append(_horizontal_line(left, right, to_y(1), "one"))
-  labels = [(to_y(1), "autoregressive: 1", "soft")]
-  for name, kind, points in curves:
-    dots = [(to_x(x), to_y(y)) for x, y in points]
-    parts.append(tag("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b in dots), class_=kind))
-    parts += [tag("circle", cx=a, cy=b, r=4, class_=kind) for a, b in dots]
-    labels.append((dots[-1][1], f"{name}: {max(y for _, y in points):.2f}", kind))
-  labels.sort()
-  heights = _spread_out([height for height, *_ in labels], 15, bottom)
-  parts += [_text(right + 6, y + 4, label, kind) for y, (_, label, kind) in zip(heights, labels)]
   x_name = x_label.split()[0]
-  descriptions = (
-    f"{curve.name} " + ", ".join(f"{y:.2f} at {x_name} {x}" for x, y in curve.points)
-    for curve in curves
-  )
-  return _figure(heading, f"{y_label}: {'; '.join(descriptions)}", 230, parts)
+  figures = []
+  for heading, curves in charts.items():
+    descriptions = (
+      f"{curve.name} " + ", ".join(f"{y:.2f} at {x_name} {x}" for x, y in curve.points)
+      for curve in curves
+    )
+    description = f"{y_label}: {'; '.join(descriptions)}"
+    figures.append(_figure(heading, description, 280, partial(draw, curves=curves)))
+  return figures
 
 
 def acceptance_chart(
@@ -110,75 +142,86 @@ def acceptance_chart(
     pooled: acceptance rate of all positions; None if it is not known.
     counts: number of draft tokens behind each rate, shown next to it; None is not shown.
   """
-  left, right, first, row = 30, 240, 26, 24
-  parts = [_text(0, 14, "guess", "soft")]
-  for i, (share, count) in enumerate(zip(shares, counts, strict=True)):
-    box = dict(x=left, y=first + row * i, height=row - 6)
-    baseline = first + row * i + 14
-    parts += [
-      _text(left - 8, baseline, i + 1, "end"),
-      tag("rect", **box, width=right - left, class_="track"),
-      tag("rect", **box, width=(right - left) * (share or 0.0), class_="bar"),
-      _text(right + 8, baseline, _percent(share) + (f" of {count}" if count else "")),
+
+  def draw(axes: Axes) -> None:
+    values = [share or 0.0 for share in shares]
+    labels = [
+      _percent(share) + (f" of {count}" if count else "")
+      for share, count in zip(shares, counts, strict=True)
     ]
-  height = first + row * len(shares)
-  if pooled is not None:
-    x = left + (right - left) * pooled
-    parts.append(tag("line", x1=x, x2=x, y1=20, y2=height - 4, class_="one"))
-    parts.append(_text(x, 14, f"all {_percent(pooled)}", "middle"))
-  description = "; ".join(f"guess {i} {_percent(share)}" for i, share in enumerate(shares, 1))
-  return _figure(heading, f"Acceptance rate: {description}", height, parts)
+    _bars(axes, [str(i) for i in range(1, len(shares) + 1)], values, labels)
+    axes.set_ylabel("draft token")
+    axes.set_xlim(0, 1)
+    if pooled is not None:
+      axes.axvline(pooled, color=_THEME["ink"], linestyle=":", label=f"all: {_percent(pooled)}")
+      _legend(axes)
+
+  description = "; ".join(f"draft token {i} {_percent(share)}" for i, share in enumerate(shares, 1))
+  return _figure(heading, f"Acceptance rate: {description}", 60 + 24 * len(shares), draw)
 
 
 def bar_chart(heading: str, label: str, values: Sequence[tuple[str, float]]) -> Markup:
   """Return a chart with a bar for each (name, value), and a line at 1 for the baseline."""
-  left, right, first, row = 0, 290, 26, 40
-  longest = max([1.0, *(value for _, value in values)])
-  unit = (right - left) / longest
-  parts = [_text(0, 14, label, "soft")]
-  for i, (name, value) in enumerate(values):
-    top = first + row * i
-    parts += [
-      _text(left, top + 14, name),
-      tag("rect", x=left, y=top + 18, height=14, width=unit * value, class_="bar"),
-      _text(left + unit * value + 6, top + 30, f"{value:.2f}"),
-    ]
-  height = first + row * len(values)
-  x = left + unit
-  parts.append(tag("line", x1=x, x2=x, y1=20, y2=height, class_="one"))
+
+  def draw(axes: Axes) -> None:
+    _bars(
+      axes, [name for name, _ in values], [y for _, y in values], [f"{y:.2f}" for _, y in values]
+    )
+    axes.set_title(label)
+    axes.axvline(1, color=_THEME["ink"], linestyle=":", zorder=0)
+
   description = "; ".join(f"{name} {value:.2f}" for name, value in values)
-  return _figure(heading, f"{label}: {description}", height, parts)
+  return _figure(heading, f"{label}: {description}", 40 + 24 * len(values), draw)
+
+
+def _bars(axes: Axes, names: Sequence[str], values: Sequence[float], labels: Sequence[str]) -> None:
+  """Draw horizontal bars, the first at the top, each with a label at its end."""
+  positions = range(len(names))
+  bars = axes.barh(positions, values, color=_THEME["blue-bed"], edgecolor=_THEME["blue"])
+  background = {"facecolor": _THEME["page"], "edgecolor": "none", "pad": 1}
+  axes.bar_label(bars, labels, padding=4, bbox=background)
+  axes.set_yticks(positions, names)
+  axes.margins(y=0.01)
+  axes.invert_yaxis()
+  axes.grid(visible=False)
+  axes.set_xticks([])
+  axes.spines["bottom"].set_visible(False)
+
+
+def _legend(axes: Axes) -> None:
+  """Put a legend below the axes, in two columns if they are wide enough for its labels."""
+  labels = axes.get_legend_handles_labels()[1]
+  columns = 2 if max(map(len, labels)) <= 18 else 1
+  axes.figure.legend(loc="outside lower center", ncols=columns, frameon=False)
 
 
 def _percent(share: float | None) -> str:
   return "-" if share is None else f"{share:.0%}"
 
 
-def _figure(heading: str, description: str, height: int, parts: Sequence[Markup]) -> Markup:
-  """Return a figure with a heading, and with a description for screen readers."""
-  drawing = tag("svg", *parts, viewBox=f"0 0 {_WIDTH} {height}", role="img", aria_label=description)
+def _figure(heading: str, description: str, height: float, draw: Callable[[Axes], None]) -> Markup:
+  """Return a figure with a heading, and with a description for screen readers.
+
+  Args:
+    heading: heading of the figure.
+    description: text that screen readers read instead of the chart.
+    height: height in CSS pixels.
+    draw: function that draws on the axes.
+  """
+  # Identifiers that derive from the content are unique in the page, and the same in each run.
+  with rc_context(_STYLE | {"svg.hashsalt": heading + description}):
+    figure = Figure(figsize=(_WIDTH / 72, height / 72), layout="constrained")
+    figure.patch.set_visible(False)
+    axes = figure.subplots()
+    axes.patch.set_visible(False)
+    draw(axes)
+    file = io.StringIO()
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", metadata=no_metadata)
+  svg = file.getvalue()
+  svg = svg[svg.index("<svg") :]
+  svg = re.sub(r' (xmlns(:xlink)?="[^"]*"|id="[\w.]+_\d+")', "", svg)  # HTML does not need them
+  for name, colour in _THEME.items():
+    svg = svg.replace(colour, f"var(--{name})")
+  drawing = tag("div", Markup(svg), role="img", aria_label=description)
   return tag("figure", tag("h3", heading), drawing)
-
-
-def _text(x: float, y: float, text: object, class_: str | None = None) -> Markup:
-  return tag("text", text, x=x, y=y, class_=class_)
-
-
-def _horizontal_line(left: float, right: float, y: float, class_: str | None = None) -> Markup:
-  return tag("line", x1=left, x2=right, y1=y, y2=y, class_=class_)
-
-
-def _grid_step(top: float) -> float:
-  """Return 1, 2 or 5 times a power of ten, so that at most 5 grid lines reach up to `top`."""
-  power = 10 ** math.floor(math.log10(top / 5))
-  return next(m * power for m in (1, 2, 5, 10) if m * power * 5 >= top)
-
-
-def _spread_out(heights: Sequence[float], gap: float, limit: float) -> list[float]:
-  """Move ascending heights apart to a distance of at least `gap`, without exceeding `limit`."""
-  out: list[float] = []
-  for height in heights:
-    out.append(max(height, out[-1] + gap) if out else height)
-  for i in reversed(range(len(out))):
-    out[i] = min(out[i], limit if i == len(out) - 1 else out[i + 1] - gap)
-  return out

@@ -29,19 +29,21 @@ def speedup_charts(series: dict[str, list[Record]]) -> Markup:
   charts = {}
   for name, records in series.items():
     curves = (
-      Curve("Thm 8", "theorem8", _points(records, lambda r: r.predicted_theorem8)),
-      Curve("predicted", "predicted", _points(records, _predicted)),
-      Curve("measured", "measured", _points(records, lambda r: r.speedup)),
+      Curve("Theorem 8", "orange", ":", _points(records, lambda r: r.predicted_theorem8)),
+      Curve("predicted", "green", "--", _points(records, _predicted)),
+      Curve("measured", "blue", "-", _points(records, lambda r: r.speedup)),
     )
     if curves := [curve for curve in curves if curve.points]:
       charts[name] = curves
   return figures_with_note(
     line_charts(
-      charts, y_label="speedup over autoregressive decoding", x_label="gamma (guesses per round)"
+      charts,
+      y_label="speedup over autoregressive decoding",
+      x_label="gamma (draft tokens per round)",
     ),
-    "The number at a curve is its highest value. Thm 8 (dotted) is predicted from alpha and c; it "
-    "assumes that a forward pass over gamma + 1 tokens costs as much as one over a single token. "
-    "Predicted (dashed) uses all measured costs.",
+    "The legend gives the highest value of each curve. Theorem 8 (dotted) is predicted from alpha "
+    "and c; it assumes that a forward pass over gamma + 1 tokens costs as much as one over one "
+    "token. Predicted (dashed) uses all measured costs.",
   )
 
 

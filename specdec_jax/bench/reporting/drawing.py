@@ -1,12 +1,11 @@
-"""Helpers for all figures: colours, axes, labelled lines, and reproducible files.
-
-matplotlib is imported when a figure is created, so that everything else runs without it.
-"""
+"""Helpers for all figures: colours, axes, labelled lines, and reproducible files."""
 
 import pathlib
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.figure import Figure
 
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.errors import InputError
@@ -32,8 +31,6 @@ def save(figure, path: str | pathlib.Path) -> None:
     OSError: the file cannot be written.
   """
   require_format(path)
-  from matplotlib import rc_context
-
   # Without hinting, characters keep their exact width and stay on the tint behind them.
   # Without random names and without a date, the same figure has the same bytes.
   with rc_context({"text.hinting": "none", "svg.hashsalt": "specdec_jax"}):
@@ -57,16 +54,7 @@ def new_figure(
     width: width of the figure in inches; depends on the number of axes by default.
     height: height of a row in inches.
     share_y: whether all axes have the same y range.
-
-  Raises:
-    InputError: matplotlib is not installed.
   """
-  try:
-    from matplotlib.figure import Figure
-  except ModuleNotFoundError as error:
-    raise InputError(
-      "Figures need matplotlib; install it with pip install 'specdec_jax[bench]'."
-    ) from error
   columns = min(len(y_labels), 3)
   rows = -(-len(y_labels) // columns)
   # pyplot is not used, because it has global state and looks for a display.
@@ -84,8 +72,6 @@ def new_figure(
 
 def shades(count: int):
   """Return colours for an ordered family of curves, from dark to light."""
-  from matplotlib import colormaps
-
   return colormaps["viridis"](np.linspace(0.05, 0.68, count))
 
 

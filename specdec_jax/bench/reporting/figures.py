@@ -1,7 +1,4 @@
-"""The paper's Figures 1 to 5 and a sweep over gamma, drawn from theory and from records.
-
-matplotlib is imported when a figure is created, so that everything else runs without it.
-"""
+"""The paper's Figures 1 to 5 and a sweep over gamma, drawn from theory and from records."""
 
 import dataclasses
 import math
@@ -10,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.patches import Patch, Rectangle
 
 from specdec_jax.bench.reporting.drawing import (
   BLUE,
@@ -136,7 +134,6 @@ def _draw_timeline(rows: Sequence[tuple[str, list[tuple[str, float]]]], title: s
     "target": PURPLE,
   }
   figure, (axes,) = new_figure([""], width=9, height=0.55 * len(rows) + 1.1)
-  from matplotlib.patches import Patch
 
   for y, (_, blocks) in enumerate(rows):
     # A draft step (Definition 7) is a difference of times, which noise can make negative.
@@ -272,7 +269,6 @@ def trace_figure(rounds: Sequence[Round], title: str = ""):
 
 
 def _draw_piece(axes, x: float, y: float, piece: str, kind: str, font: dict) -> None:
-  from matplotlib.patches import Rectangle
 
   word = piece.lstrip()
   x += len(piece) - len(word)

@@ -1,6 +1,5 @@
 """Pages of the comparisons of drafts and of trees."""
 
-import math
 from collections.abc import Sequence
 
 from specdec_jax.bench.reporting.record_tables import drafts_table, lengths_table
@@ -42,8 +41,7 @@ def length_charts(records: Sequence[Record]) -> Markup:
   charts = {}
   for sampling in dict.fromkeys(map(sampling_text, records)):
     curves = []
-    for kind in "chains", "trees", "dynamic trees":
-      style = kind.split()[0]
+    for kind, colour in ("chains", "orange"), ("trees", "blue"), ("dynamic trees", "green"):
       for verifier in verifiers:
         points = sorted(
           (r.num_nodes, r.tokens_per_round)
@@ -54,9 +52,7 @@ def length_charts(records: Sequence[Record]) -> Markup:
         )
         name = kind if len(verifiers) == 1 else f"{kind}, {verifier.removesuffix('Verifier')}"
         if points:
-          curves.append(
-            Curve(name, style if verifier == verifiers[0] else f"{style} other", points)
-          )
+          curves.append(Curve(name, colour, "-" if verifier == verifiers[0] else "--", points))
     if curves:
       charts[f"Temperature {sampling}"] = curves
   return figures_with_note(
@@ -64,7 +60,7 @@ def length_charts(records: Sequence[Record]) -> Markup:
       charts,
       y_label="acceptance length: tokens per target pass",
       x_label="nodes (last committed token included)",
-      scale=math.log2,
+      log2=True,
     ),
     "One target forward pass verifies all nodes of a round. With one node it is autoregressive "
     "decoding.",
