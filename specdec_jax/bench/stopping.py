@@ -1,7 +1,7 @@
 """Confidence scores for stopping a draft early (Section 6).
 
 Measures how well a draft's own distribution predicts which tokens are accepted, and computes the
-speed of stopping by it, on text that the target generated.
+speed of decoding if drafting stops at low confidence, on text that the target generated.
 """
 
 from collections.abc import Sequence

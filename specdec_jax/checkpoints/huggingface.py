@@ -73,9 +73,9 @@ def _open_t5(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
   """Open a T5 or mT5.
 
   Logits are computed with `lm_head.weight` if the file contains it, otherwise with the embedding
-  table. T5 1.0 scales its hidden states before the embedding table. In transformers 4 the field
-  `tie_word_embeddings` tells whether a model does so. In transformers 5 that field is always true,
-  and the field `scale_decoder_outputs` tells it; mT5 never does.
+  table. T5 1.0 scales the decoder's hidden states before it multiplies them by the embedding table;
+  mT5 does not. In transformers 4 the field `tie_word_embeddings` says whether a model scales them.
+  In transformers 5 that field is always true, and the field `scale_decoder_outputs` says it.
   """
   is_t5 = fields["model_type"] == "t5"
   defaults = dict(feed_forward_proj="relu" if is_t5 else "gated-gelu", tie_word_embeddings=is_t5)

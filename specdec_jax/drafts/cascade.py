@@ -74,7 +74,7 @@ class CascadeDraft(Draft):
 
 
 def _with_committed(context: Context, tokens: Int[Array, "B N"]) -> Context:
-  """Return the context in which the draft tokens are committed, too."""
+  """Return the context after the draft tokens, as if they were committed."""
   num_tokens = tokens.shape[1]
   placed = place_tokens(context.tokens, tokens, context.length, num_tokens)
   return context._replace(tokens=placed, length=context.length + num_tokens)

@@ -121,7 +121,8 @@ def grow(
 
   Args:
     tree: number of draft tokens and depth of the tree.
-    width: number of nodes per level that are processed, and of candidates after each.
+    width: number of nodes that are processed per level, and number of children that are
+      candidates per processed node.
     root_logits: logits at the last committed token.
     extend_level: function of (carry, tokens [B, width], which of the processed nodes of the level
       before is the parent of each token [B, width], level of the tokens, from 1) that returns
@@ -129,15 +130,15 @@ def grow(
     carry: value that `extend_level` receives for level 1.
 
   Returns:
-    The proposal; for each draft token the number of the processed node that it is, from 1 in order
-    of processing, 0 if it was not processed; and the last carry.
+    The proposal; for each draft token its position in the order of processing, from 1, or 0 if it
+    was not processed; and the last carry.
   """
   batch, k = len(root_logits), width
   rows = jnp.arange(batch)[:, None]
   scores, tokens = _best_children(root_logits[:, None], jnp.zeros((batch, 1)), k)  # [B, 1, k]
   scores, tokens = scores[:, 0], tokens[:, 0]
-  # For each candidate: token, score, parent candidate (-1 for the last committed token), and the
-  # processed node that it is (0 for none).
+  # For each candidate: token, score, parent candidate (-1 for the last committed token), and its
+  # position in the order of processing (0 if it is not processed).
   processed, num_before = jnp.broadcast_to(jnp.arange(k), (batch, k)), 0  # as candidates
   chosen = jnp.zeros((batch, k), jnp.int32)
   candidates = [(tokens, scores, jnp.full((batch, k), -1), (processed + 1) * (tree.depth > 1))]

@@ -116,7 +116,7 @@ class Drift(NamedTuple):
     return min(1.0, 2 * math.exp(-(self.sum**2) / (2 * bound)))
 
   def critical(self, level: float) -> float:
-    """Return the sum whose p-value is `level`."""
+    """Return the critical value of the sum at the significance level `level`."""
     log = math.log(2 / level)
     third = self.largest * log / 3
     return third + math.sqrt(third**2 + 2 * log * self.variance)

@@ -37,10 +37,10 @@ class Divergence(NamedTuple):
     position: index of the token in the output, from 0.
     autoregressive: token of autoregressive decoding.
     speculative: token of speculative decoding.
-    gap: the target's logit of `autoregressive` minus that of `speculative`, in passes over one
-      token.
-    rounding: largest logit difference that rounding may cause: the largest one between passes over
-      one token and over blocks, in this row or in a verification pass, limited by the bound.
+    gap: the target's logit of `autoregressive` minus that of `speculative`, in forward passes over
+      a single token.
+    rounding: logit difference that is attributed to rounding. It is the largest difference between
+      forward passes over a single token and over several, in this row or in a verification pass.
   """
 
   row: int

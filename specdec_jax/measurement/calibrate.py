@@ -47,7 +47,7 @@ def resolve_tree(
   settings: DecodeSettings,
   say: Callable[[str], object] = print,
 ) -> Tree:
-  """Return the tree of draft tokens that a run's `gamma` and `tree` stand for.
+  """Return the tree of draft tokens that a run's `gamma` and `tree` specify.
 
   Args:
     gamma: depth of a chain, 0 for autoregressive decoding; 'auto' chooses it.

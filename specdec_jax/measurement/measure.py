@@ -184,7 +184,7 @@ def _measure(
   wanted: Sequence[Record],
   report: Report,
 ) -> Iterator[Record]:
-  """Measure records of one sampling method, which differ in gamma only."""
+  """Measure one sampling method at several gammas, and return a record for each."""
   since = time.perf_counter()
   sampling, lenience = settings.sampling, settings.lenience
   gammas = [record.gamma for record in wanted]

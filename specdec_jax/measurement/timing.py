@@ -1,4 +1,4 @@
-"""Interleaved timing of calls, so that a load of other programs affects all of them alike."""
+"""Interleaved timing of calls, so that load from other programs affects all of them equally."""
 
 import functools
 import time
