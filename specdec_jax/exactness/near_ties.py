@@ -40,7 +40,8 @@ class Divergence(NamedTuple):
     gap: the target's logit of `autoregressive` minus that of `speculative`, in forward passes over
       a single token.
     rounding: logit difference that is attributed to rounding. It is the largest difference between
-      forward passes over a single token and over several, in this row or in a verification pass.
+      forward passes over a single token and over several, in this row or in a verification pass,
+      but at most the share `Rounding.share` of the range of the logits.
   """
 
   row: int
