@@ -133,6 +133,10 @@ def test_page_is_self_contained():
   assert {"head", "main", "table", "svg", "article"} <= {node.name for node in tree.all()}
   for node in tree.all():
     assert not {"src", "href", "action", "srcset"} & node.attributes.keys()
+  styled = [node for node in tree.all() if "style" in node.attributes]
+  drawn = [node for drawing in tree.all("svg") for node in drawing.all()]
+  assert {*map(id, styled)} <= {*map(id, drawn)}  # matplotlib writes styles, texts cannot
+  for node in tree.all():
     assert node.attributes.get("xlink:href", "#").startswith("#")
   remote = page.replace("url(#", "")  # a reference within the page
   assert not any(word in remote for word in ("://", "url(", "@import", "import(", "fetch("))
@@ -221,10 +225,19 @@ def test_range_of_a_speedup_contains_it(low, high, shown):
 def test_charts_have_a_common_scale():
   page = parsed([*SWEEP, dataclasses.replace(OTHER, speedup=5.5)])
   levels = [
-    [float(n.text) for n in figure.all("text") if "anchor: end" in n.attributes["style"]]
+    [
+      (float(n.text), float(n.attributes["y"]))
+      for n in figure.all("text")
+      if "anchor: end" in n.attributes["style"]
+    ]
     for figure in page.all("figure")[:2]
   ]
-  assert levels[0] == levels[1] and levels[0][-1] >= 5
+  assert levels[0] == levels[1]
+  (level, below), (next_level, above) = levels[0][-2:]
+  one = paths(page.all("figure")[1], "stroke: var(--ink)")[0][0, 1]
+  top = one - (5.5 - 1) * (below - above) / (next_level - level)
+  highest = points(page.all("figure")[1], "blue")[:, 1].min()
+  assert highest == pytest.approx(top, abs=0.1) and highest > 0
 
 
 def test_last_record_of_a_setting_is_shown():
@@ -325,7 +338,7 @@ def points(figure, colour):
 def paths(figure, *style):
   """Return the lines or shapes with these styles, each as an array of points."""
   return [
-    np.array(re.findall(r"[\d.]+", node.attributes["d"]), float).reshape(-1, 2)
+    np.array(re.findall(r"-?[\d.]+", node.attributes["d"]), float).reshape(-1, 2)
     for node in figure.all("path")
     if all(part in node.attributes.get("style", "") for part in style)
   ]
@@ -380,6 +393,8 @@ def test_drawings_stay_inside_their_frame():
     for node in drawing.all():
       for name, limit in dict(x=width, y=height).items():
         assert 0 <= float(node.attributes.get(name, 0)) <= limit
+    for line in paths(drawing, "fill: none"):
+      assert np.all(line >= 0) and np.all(line <= (width, height))
 
 
 def test_chart_has_a_description_for_screen_readers():
@@ -436,7 +451,7 @@ def test_acceptance_by_position_is_shown_for_the_highest_gamma():
   bars = paths(figure, "fill: var(--blue-bed)")
   widths = [np.ptp(bar[:, 0]) for bar in bars]
   start, pooled = bars[0][0, 0], paths(figure, "stroke: var(--ink)")[0][0, 0]
-  np.testing.assert_allclose(widths, np.array([0.9, 0.75, 0]) * (pooled - start) / 0.85, atol=0.1)
+  np.testing.assert_allclose(widths, np.array([0.9, 0.75, 0]) * (pooled - start) / 0.85, atol=0.05)
   for words in ("90%", "75%", "all: 85%", "gamma 3", "400 rounds"):
     assert words in figure.text
   assert " of " not in figure.text.replace("of all", "")

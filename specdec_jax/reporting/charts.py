@@ -24,7 +24,6 @@ _THEME = {
   "ink": "#1b1f24",
   "soft": "#59626d",
   "line": "#d5dae0",
-  "panel": "#f4f6f8",
   "page": "#ffffff",
   "blue": "#0067a3",
   "orange": "#ad4700",
@@ -149,7 +148,8 @@ def acceptance_chart(
       _percent(share) + (f" of {count}" if count else "")
       for share, count in zip(shares, counts, strict=True)
     ]
-    _bars(axes, [str(i) for i in range(1, len(shares) + 1)], values, labels)
+    _bars(axes, values, labels, height=0.8)
+    axes.set_yticks(range(len(shares)), [str(i) for i in range(1, len(shares) + 1)])
     axes.set_ylabel("draft token")
     axes.set_xlim(0, 1)
     if pooled is not None:
@@ -164,23 +164,25 @@ def bar_chart(heading: str, label: str, values: Sequence[tuple[str, float]]) -> 
   """Return a chart with a bar for each (name, value), and a line at 1 for the baseline."""
 
   def draw(axes: Axes) -> None:
-    _bars(
-      axes, [name for name, _ in values], [y for _, y in values], [f"{y:.2f}" for _, y in values]
-    )
+    speeds = [value for _, value in values]
+    _bars(axes, speeds, [f"{value:.2f}" for value in speeds], height=0.4)
+    for i, (name, _) in enumerate(values):  # above its bar, so that a long name has room
+      axes.text(0, i - 0.25, name, va="bottom")
+    axes.set_yticks([])
+    axes.set_ylim(len(values) - 0.5, -0.9)
     axes.set_title(label)
     axes.axvline(1, color=_THEME["ink"], linestyle=":", zorder=0)
 
   description = "; ".join(f"{name} {value:.2f}" for name, value in values)
-  return _figure(heading, f"{label}: {description}", 40 + 24 * len(values), draw)
+  return _figure(heading, f"{label}: {description}", 40 + 40 * len(values), draw)
 
 
-def _bars(axes: Axes, names: Sequence[str], values: Sequence[float], labels: Sequence[str]) -> None:
-  """Draw horizontal bars, the first at the top, each with a label at its end."""
-  positions = range(len(names))
-  bars = axes.barh(positions, values, color=_THEME["blue-bed"], edgecolor=_THEME["blue"])
+def _bars(axes: Axes, values: Sequence[float], labels: Sequence[str], height: float) -> None:
+  """Draw horizontal bars at 0, 1, ... from the top, each with a label at its end."""
+  colours = {"color": _THEME["blue-bed"], "edgecolor": _THEME["blue"]}
+  bars = axes.barh(range(len(values)), values, height, **colours)
   background = {"facecolor": _THEME["page"], "edgecolor": "none", "pad": 1}
   axes.bar_label(bars, labels, padding=4, bbox=background)
-  axes.set_yticks(positions, names)
   axes.margins(y=0.01)
   axes.invert_yaxis()
   axes.grid(visible=False)

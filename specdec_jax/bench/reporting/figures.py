@@ -134,7 +134,6 @@ def _draw_timeline(rows: Sequence[tuple[str, list[tuple[str, float]]]], title: s
     "target": PURPLE,
   }
   figure, (axes,) = new_figure([""], width=9, height=0.55 * len(rows) + 1.1)
-
   for y, (_, blocks) in enumerate(rows):
     # A draft step (Definition 7) is a difference of times, which noise can make negative.
     widths = np.maximum([ms for _, ms in blocks], 0)
@@ -269,7 +268,6 @@ def trace_figure(rounds: Sequence[Round], title: str = ""):
 
 
 def _draw_piece(axes, x: float, y: float, piece: str, kind: str, font: dict) -> None:
-
   word = piece.lstrip()
   x += len(piece) - len(word)
   tint = Rectangle((x + 0.05, y - 0.38), len(word) - 0.1, 0.76, color=KINDS[kind], alpha=0.16, lw=0)
