@@ -1,6 +1,6 @@
-"""Pairs of `import specdec_jax`: texts in, texts out.
+"""The public interface for texts: a target and a draft that generate texts from texts.
 
-Batches, lengths and random keys are handled here. Compiled programs are cached between runs.
+It handles batches, lengths and random keys. Compiled programs are cached between runs.
 """
 
 import functools

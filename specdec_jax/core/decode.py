@@ -320,7 +320,7 @@ def _last_node(verification: Verification) -> Int[Array, " B"]:
 def _all_finite(
   logits: Float[Array, "B K V"], q: Float[Array, "B N V"] | None
 ) -> Bool[Array, " B"]:
-  """Return whether neither the target's logits nor the draft's q are NaN or infinite in a row."""
+  """Return for each row whether all of the target's logits and of the draft's q are finite."""
   finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1)
   return finite if q is None else finite & jnp.isfinite(q.sum(axis=(1, 2)))
 

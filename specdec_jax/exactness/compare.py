@@ -137,9 +137,9 @@ def _exact_probs(
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling"))
 def _probs(model: Model, sampling: Sampling, params, source: Array, tokens: Array) -> Array:
-  """Return probabilities [B, T, V] before each of tokens [B, T], all with the same source [1, S].
+  """Return the target's distribution of each token, given the tokens before it: [B, T, V].
 
-  It computes what `teacher_forced_logits` computes, with one prefill for all rows.
+  All rows of `tokens` [B, T] have the same source [1, S], so one prefill is enough for them.
   """
   batch, num_tokens = tokens.shape
   first, length = model.prompt_tokens(source)

@@ -1,8 +1,8 @@
 """Decoder-only models in Flax, which continue their prompt.
 
 A prompt consists of tokens, EOS and padding, as `Vocabulary.encode` returns them. EOS marks its end
-and is not processed, so padding may be any other token. After an empty prompt, the model generates
-a text without one.
+and is not processed, so padding may be any other token. If the prompt is empty, the model generates
+text unconditionally.
 
 Axis letters as in `core.types`; in keys and values, D is the size of a head.
 """

@@ -179,8 +179,8 @@ def bar_chart(heading: str, label: str, values: Sequence[tuple[str, float]]) -> 
 
 def _bars(axes: Axes, values: Sequence[float], labels: Sequence[str], height: float) -> None:
   """Draw horizontal bars at 0, 1, ... from the top, each with a label at its end."""
-  colours = {"color": _THEME["blue-bed"], "edgecolor": _THEME["blue"]}
-  bars = axes.barh(range(len(values)), values, height, **colours)
+  fill, edge = _THEME["blue-bed"], _THEME["blue"]
+  bars = axes.barh(range(len(values)), values, height, color=fill, edgecolor=edge)
   background = {"facecolor": _THEME["page"], "edgecolor": "none", "pad": 1}
   axes.bar_label(bars, labels, padding=4, bbox=background)
   axes.margins(y=0.01)

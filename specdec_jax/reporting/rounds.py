@@ -48,8 +48,8 @@ class Round(NamedTuple):
     unverified: in a chain, the remaining draft tokens: those after a rejected one, or those past
       the end of the text.
     target_token: the token sampled from the target; None if the text ended before it.
-    branches: in a tree, all other draft tokens. The accepted tokens are the first branch. Other
-      branches follow, those that leave the accepted path deepest first.
+    branches: in a tree, the paths of draft tokens that were not accepted. Those that leave the
+      accepted path at a greater depth come first.
   """
 
   accepted: tuple[str, ...]

@@ -17,7 +17,12 @@ _BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", 
 
 
 def quoted(page: str, make_table: Callable[[Sequence[str]], str]) -> str:
-  """Return the page with each of its tables replaced by `make_table(words of its comment)`."""
+  """Return the page with all tables between its comments `table: ...` made again.
+
+  Args:
+    page: Markdown with any number of tables, each between two HTML comments.
+    make_table: function of the words of the first comment that returns the new table.
+  """
 
   def replace_block(match: re.Match) -> str:
     return f"{match[1]}{make_table(match[2].split())}{match[3]}"

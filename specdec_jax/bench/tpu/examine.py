@@ -105,12 +105,13 @@ def hbm_bytes(programs: Programs, gamma: int | Tree) -> dict[str, int]:
 
 
 def over_a_step(accessed: dict[str, int]) -> dict[str, float]:
-  """Return the bytes of each part of a round relative to a step of autoregressive decoding.
+  """Return the bytes accessed by a round and its parts, relative to autoregressive decoding.
 
-  'round' is relative to 'plain step', which samples and commits too. If there are such programs,
-  'verify' (a target forward pass over all nodes), 'draft step' or 'drafting', and 'commit' (of the
-  accepted path of a tree) are relative to 'decode step'. 'verify' and 'draft step' are v(gamma) and
-  c (Definition 7) on a machine that is bound by memory bandwidth alone.
+  'round' is relative to 'plain step', which includes sampling and the cache update. The parts are
+  relative to 'decode step', which does not: 'verify' (a target forward pass over all nodes), 'draft
+  step' or 'drafting', and 'commit' (of the accepted path of a tree). Parts that were not compiled
+  are omitted. If memory bandwidth alone limits the speed, 'verify' is the verify cost v and 'draft
+  step' is the cost ratio c (Definition 7).
   """
   return {
     "round": accessed["round"] / accessed["plain step"],
