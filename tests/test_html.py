@@ -222,16 +222,15 @@ def test_range_of_a_speedup_contains_it(low, high, shown):
   assert cells(page)[0][2] == shown
 
 
+def y_ticks(figure):
+  """Return the value and the height of each label of the y axis."""
+  labels = [n for n in figure.all("text") if "anchor: end" in n.attributes["style"]]
+  return [(float(n.text), float(n.attributes["y"])) for n in labels]
+
+
 def test_charts_have_a_common_scale():
   page = parsed([*SWEEP, dataclasses.replace(OTHER, speedup=5.5)])
-  levels = [
-    [
-      (float(n.text), float(n.attributes["y"]))
-      for n in figure.all("text")
-      if "anchor: end" in n.attributes["style"]
-    ]
-    for figure in page.all("figure")[:2]
-  ]
+  levels = [y_ticks(figure) for figure in page.all("figure")[:2]]
   assert levels[0] == levels[1]
   (level, below), (next_level, above) = levels[0][-2:]
   one = paths(page.all("figure")[1], "stroke: var(--ink)")[0][0, 1]
@@ -430,6 +429,8 @@ def test_acceptance_lengths_have_a_chart_per_temperature_and_a_curve_per_verifie
   }
   drawing = page.all(role="img")[0].attributes["aria-label"]
   assert "trees, Token 2.75 at nodes 7, 3.25 at nodes 9" in drawing
+  (three_curves, five_curves) = (y_ticks(figure) for figure in page.all("figure"))
+  np.testing.assert_allclose(three_curves, five_curves, atol=1)
   across = [x for colour in ("orange", "blue") for x, _ in points(page.all("figure")[0], colour)]
   nodes = np.log2([6, 7, 9])
   slope, start = np.polyfit(nodes, across, 1)

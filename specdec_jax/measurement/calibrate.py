@@ -54,7 +54,8 @@ def resolve_tree(
     tree: parents of the nodes; None for a chain; 'auto' chooses a tree or a chain. A tree takes
       precedence over gamma.
     pair: target and draft.
-    texts: texts to calibrate with; None for texts that will not be decoded.
+    texts: texts of the run, of which some are decoded to calibrate. An entry is None if the run
+      does not decode that text.
     settings: settings of the run.
     say: called with a sentence that explains the choice.
 

@@ -4,6 +4,7 @@ Colours refer to the variables of the page's style sheet, so that they follow a 
 """
 
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
 from specdec_jax.reporting.markup import tag
 
+_BASELINE = "autoregressive: 1"
 _WIDTH = 340  # CSS pixels; they equal points of matplotlib in the written files
 
 # Colours of the page's light theme: name of the CSS variable -> colour.
@@ -100,7 +102,7 @@ def line_charts(
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
     axes.set_xlim(1 if log2 else 0, xs[-1])
     axes.set_ylim(0, 1.05 * highest)
-    axes.axhline(1, color=_THEME["ink"], linestyle=":", linewidth=1, label="autoregressive: 1")
+    axes.axhline(1, color=_THEME["ink"], linestyle=":", linewidth=1, label=_BASELINE)
     for curve in curves:
       colour = _THEME[curve.colour]
       axes.plot(
@@ -111,7 +113,7 @@ def line_charts(
         marker="o",
         markerfacecolor=colour if curve.line == "-" else _THEME["page"],
         clip_on=False,
-        label=f"{curve.name}: {max(y for _, y in curve.points):.2f}",
+        label=_label(curve),
       )
     _legend(axes)
 
@@ -123,7 +125,10 @@ def line_charts(
       for curve in curves
     )
     description = f"{y_label}: {'; '.join(descriptions)}"
-    figures.append(_figure(heading, description, 280, partial(draw, curves=curves)))
+    labels = [_BASELINE, *map(_label, curves)]
+    legend_rows = math.ceil(len(labels) / _legend_columns(labels))
+    height = 210 + 18 * legend_rows  # the axes have the same height in all charts
+    figures.append(_figure(heading, description, height, partial(draw, curves=curves)))
   return figures
 
 
@@ -191,10 +196,18 @@ def _bars(axes: Axes, values: Sequence[float], labels: Sequence[str], height: fl
 
 
 def _legend(axes: Axes) -> None:
-  """Put a legend below the axes, in two columns if they are wide enough for its labels."""
+  """Put a legend below the axes, in two columns if its labels are short."""
   labels = axes.get_legend_handles_labels()[1]
-  columns = 2 if max(map(len, labels)) <= 18 else 1
+  columns = _legend_columns(labels)
   axes.figure.legend(loc="outside lower center", ncols=columns, frameon=False)
+
+
+def _legend_columns(labels: Sequence[str]) -> int:
+  return 2 if max(map(len, labels)) <= 18 else 1
+
+
+def _label(curve: Curve) -> str:
+  return f"{curve.name}: {max(y for _, y in curve.points):.2f}"
 
 
 def _percent(share: float | None) -> str:
