@@ -248,7 +248,7 @@ class Pair(pairs.LoadedPair):
 
     Args:
       texts: sources, as in `generate`.
-      beams: number of live texts, and of results per source.
+      beams: number of live sequences, and of results per source.
       gamma: steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: number of beams of the draft; defaults to `beams`.
       nodes: most nodes per target forward pass, as in `pairs.LoadedPair.beam_searcher`.

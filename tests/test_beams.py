@@ -314,7 +314,7 @@ def test_impossible_settings_are_reported():
 
 
 def test_best_texts_come_first_and_missing_texts_are_marked():
-  """Of two texts one ended, none, both. A live text does not fill up the finished ones."""
+  """Of two texts one ended, none, both. A live sequence does not fill up the finished ones."""
   beams = step.Beams(
     tokens=jnp.array([[[3], [4]]] * 3),
     log_probs=jnp.array([[-4.0, -3.0]] * 3),

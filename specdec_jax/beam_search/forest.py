@@ -24,12 +24,12 @@ class BeamContext(NamedTuple):
 
   Attributes:
     prompt: padded prompts.
-    tokens: live texts.
-    length: number of tokens of the live texts.
-    log_probs: log-probabilities of the live texts.
-    last_tokens: last token of each live text.
+    tokens: live sequences.
+    length: number of tokens of the live sequences.
+    log_probs: log-probabilities of the live sequences.
+    last_tokens: last token of each live sequence.
     visible: slots of the tokens before each last token.
-    previous_tokens: last tokens of the live texts one step earlier.
+    previous_tokens: last tokens of the live sequences one step earlier.
     previous_visible: slots that the previous tokens attend to, their own included.
     slot: slot of the first of the last tokens.
     key_positions: position of the token in each slot before `slot`.
@@ -158,7 +158,8 @@ def verified_nodes(
   log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
   batch, _, vocab_size = log_probs.shape
 
-  # The text up to a node is a live text, or ends with a child of a cached node or of a block node.
+  # The text up to a node is a live sequence, or ends with a child of a cached node or of a block
+  # node.
   live = gather(context.log_probs, jnp.minimum(block.nodes, num_beams - 1))
   cached_parents = jnp.where(block.parents < num_cached, block.parents, NO_ENTRY)
   after_cached = continuation_log_prob(context.verified, cached_parents, block.tokens)

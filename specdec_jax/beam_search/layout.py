@@ -48,7 +48,7 @@ class PlacedNodes:
 def slot_of_last_tokens(
   length: Int[Array, " B"], prompt_length: Int[Array, " B"], num_beams: int
 ) -> Int[Array, " B"]:
-  """Return the slot of the first beam's last token, for live texts with `length` tokens."""
+  """Return the slot of the first beam's last token, for live sequences with `length` tokens."""
   return prompt_length - 1 + num_beams * (1 + length - prompt_length)
 
 

@@ -92,9 +92,9 @@ class BeamState(NamedTuple):
 
   Attributes:
     beams: live and finished texts.
-    last_tokens: last token of each live text.
+    last_tokens: last token of each live sequence.
     visible: slots of the tokens before each last token.
-    previous_tokens: last tokens of the live texts one step earlier.
+    previous_tokens: last tokens of the live sequences one step earlier.
     previous_visible: slots that the previous tokens attend to, their own included.
     hidden: hidden state from which the target selected each last token.
     parent_entries: index, among the verified nodes, of the node before each last token.
@@ -153,7 +153,7 @@ class BeamSearcher:
   Attributes:
     target: M_p, whose most probable texts are found.
     draft: draft that searches ahead; `NullBeamDraft()` is plain beam search.
-    num_beams: w, number of live texts and of results per row.
+    num_beams: w, number of live sequences and of results per row.
     length_penalty: exponent alpha of the divisor ((5 + length) / 6) ** alpha of log-probabilities;
       0 for none (Wu et al., 2016, equation 14). As in t5x, the prompt of a decoder-only model
       counts. It is not negative, and the divisor stays below 1e30.
@@ -380,7 +380,7 @@ class BeamSearcher:
     )
 
   def _slot(self, state: BeamSearchState, length: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Return the first slot of the last tokens of live texts, which have `length` tokens."""
+    """Return the first slot of the last tokens of live sequences, which have `length` tokens."""
     return slot_of_last_tokens(length, state.prompt_length, self.num_beams)
 
   @property

@@ -18,12 +18,12 @@ class Beams(NamedTuple):
   """Live and finished texts of a search, each in ascending order of their scores.
 
   Attributes:
-    tokens: live texts, including the tokens before the search.
-    log_probs: log-probabilities of the live texts.
+    tokens: live sequences, including the tokens before the search.
+    log_probs: log-probabilities of the live sequences.
     finished_tokens: finished texts, with EOS.
     scores: log-probabilities of the finished texts, divided by the length penalty.
     finished: whether the finished text exists; a row may have fewer than w of them.
-    length: number of tokens of the live texts.
+    length: number of tokens of the live sequences.
   """
 
   tokens: Int[Array, "B w X"]
@@ -65,13 +65,13 @@ def step(
 
   Args:
     beams: beams before the step.
-    tokens: most probable next tokens of each live text, in descending order.
-    log_probs: log-probability of each live text with its next token.
+    tokens: most probable next tokens of each live sequence, in descending order.
+    log_probs: log-probability of each live sequence with its next token.
     length_penalty: see `BeamSearcher`.
     eos_id: token that ends a text.
 
   Returns:
-    The beams after the step, and the beam that each live text continues.
+    The beams after the step, and the beam that each live sequence continues.
   """
   batch, num_beams, _ = log_probs.shape
   top, index = lax.top_k(log_probs.reshape(batch, -1), 2 * num_beams)
@@ -118,8 +118,8 @@ def length_divisor(length: Int[Array, " B"], length_penalty: float) -> Float[Arr
 def search_ended(beams: Beams, limit: Int[Array, " B"], length_penalty: float) -> Bool[Array, " B"]:
   """Return whether the search of each row is done.
 
-  It is done when its texts have reached the limit, or when no live text can become better than the
-  worst finished text.
+  It is done when its texts have reached the limit, or when no live sequence can become better than
+  the worst finished text.
   """
   best_live = beams.log_probs[:, -1] / length_divisor(limit, length_penalty)
   worst_finished = beams.scores.min(axis=1)
@@ -131,8 +131,8 @@ def best_first(
 ) -> tuple[Int[Array, "B w X"], Float[Array, "B w"], Bool[Array, "B w"]]:
   """Return texts in descending order, their scores, and whether each text exists.
 
-  They are the finished texts of a row. If a row has none, they are its live texts, whose scores are
-  their log-probabilities.
+  They are the finished texts of a row. If a row has none, they are its live sequences, whose scores
+  are their log-probabilities.
   """
   any_finished = beams.finished.any(axis=1)[:, None]
   texts = jnp.where(any_finished[..., None], beams.finished_tokens, beams.tokens)

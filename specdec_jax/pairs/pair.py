@@ -161,10 +161,10 @@ class LoadedPair(NamedTuple):
     """Return the beam search of this pair; it takes `params`.
 
     Args:
-      num_beams: number of live texts, and of results per row.
+      num_beams: number of live sequences, and of results per row.
       gamma: steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: beams of a model draft; defaults to `num_beams`. Other drafts propose their chain
-        after each live text.
+        after each live sequence.
       length_penalty: see `BeamSearcher`.
       nodes: most nodes per target forward pass of a model draft. By default all nodes; on a CPU,
         where each node costs time, 8 or the number that one step needs.
