@@ -1,4 +1,4 @@
-"""Build script that adds `gin/` and the commit to the package, which pyproject.toml describes."""
+"""Build script, which adds the folder `gin/` and the commit to the package."""
 
 import importlib.util
 import pathlib
@@ -8,7 +8,10 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithGinFiles(build_py):
-  """Build that adds a copy of `gin/`, which a package `gin` would shadow, and the commit."""
+  """Build command that adds a copy of the folder `gin/` and a file with the commit to the package.
+
+  The copy is a subfolder of the package, because a top-level `gin` is the package of gin-config.
+  """
 
   def run(self):
     super().run()

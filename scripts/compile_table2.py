@@ -2,7 +2,8 @@
 
   python scripts/compile_table2.py table2.jsonl --format markdown
 
-Programs that are in the file already are not compiled again. See experiments/tpu_v4/README.md.
+Programs whose results are already in the file are not compiled again. See
+experiments/tpu_v4/README.md.
 """
 
 import pathlib

@@ -1,9 +1,10 @@
-"""Compile decoding for a TPU without a TPU, and print what the compiler reports about it.
+"""Compile decoding programs for a TPU on a machine without a TPU, and print the compiler's reports.
 
   python scripts/compile_tpu.py --output report.json
   python scripts/compile_tpu.py --topology v5e:2x2
 
-The notes below the table and experiments/tpu_v4/README.md explain programs and columns.
+The notes below the printed table and experiments/tpu_v4/README.md explain the programs and the
+columns.
 """
 
 import importlib.metadata

@@ -2,10 +2,11 @@
 
 python scripts/measure_execution.py > experiments/execution/results.jsonl
 
-In a game, the opponent (f) takes F ms to choose one of six moves, from a distribution p that is not
-known beforehand. The player (g) takes G ms to work out a reply. The reply is started on a guess of
-the move, sampled from q, a mixture of p and the uniform distribution. Both f and g sleep, as if
-they waited for another machine, so other load on this machine hardly affects the times.
+In a game, the opponent (function f) takes F ms to compute a distribution p over six moves, from
+which the move is sampled. The player (function g) takes G ms to compute a reply. The computation of
+the reply starts with a guess of the move, sampled from q, a mixture of p and the uniform
+distribution. Both f and g sleep, as if they waited for a remote machine, so other load on this
+machine hardly affects the times.
 """
 
 import json

@@ -2,10 +2,10 @@
 
 python scripts/measure_matmuls.py > experiments/kernels/results.jsonl
 
-Matrices of [512, 3072] are used in turn, so many that each one is read from memory. A matrix of
-[512, 512] is used repeatedly and stays in the cache, so only arithmetic takes time. Both are
-compared with the peak: numpy's matmul of two matrices of [2048, 2048] with the same number of
-threads.
+Many matrices of [512, 3072] are used in turn, so that each matrix is read from memory. One matrix
+of [512, 512] is used repeatedly and stays in the cache, so only arithmetic takes time. The
+operations per second of both are compared with the peak, that of numpy's matmul of two matrices of
+[2048, 2048] with the same number of threads.
 """
 
 import functools

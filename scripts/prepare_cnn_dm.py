@@ -2,9 +2,9 @@
 
   python scripts/prepare_cnn_dm.py [--data ../shared/data] [--output runs/cnn_dm]
 
-From realsumm: `articles.txt`, `articles_tokenised.txt`, and `t5_11b.txt`, summaries of them by
-T5-11B. From cnn_dm: `validation.txt`, other articles, and `highlights.txt`, summaries of further
-articles.
+The data set realsumm gives `articles.txt`, `articles_tokenised.txt`, and `t5_11b.txt`, the
+summaries of these articles by T5-11B. The data set cnn_dm gives `validation.txt`, articles of its
+validation split, and `highlights.txt`, summaries of its training and validation articles.
 """
 
 import json
@@ -23,7 +23,7 @@ def unmarked(text: str) -> str:
 
 
 def untokenised(text: str) -> str:
-  """Undo the tokenisation of realsumm's articles: attach punctuation to its words."""
+  """Undo the tokenisation of realsumm's articles: attach punctuation to the neighbouring words."""
   text = re.sub(r"`` | ''", '"', text)
   text = re.sub(r" ' (.+?) '(?= )", r" '\1'", text)
   text = text.replace("can not", "cannot")
@@ -32,7 +32,7 @@ def untokenised(text: str) -> str:
 
 
 def summary(highlights: str) -> str:
-  """Format highlights as T5-11B's outputs: lower case, one line, each sentence ending in ' .'."""
+  """Format highlights like T5-11B's outputs: lower case, one line, each sentence ending in ' .'."""
   return re.sub(r"(?<! )\.$", " .", highlights.lower(), flags=re.MULTILINE).replace("\n", " ")
 
 

@@ -1,4 +1,4 @@
-"""Regenerate the tables of all pages from the records that each of them names.
+"""Regenerate the tables of all pages from the records that each page names.
 
 python scripts/quote.py            # rewrite README.md and experiments/
 python scripts/quote.py --check    # list outdated pages without rewriting them
@@ -25,7 +25,7 @@ def pages() -> list[pathlib.Path]:
 
 
 def outdated() -> Iterator[tuple[pathlib.Path, str]]:
-  """Yield each page whose tables differ from its records, and its current text."""
+  """Yield the path of each page that differs from its records, and its text with new tables."""
   for path in pages():
     page = path.read_text(encoding="utf-8")
     current = quoted(page, functools.partial(_markdown, path.parent))

@@ -7,8 +7,8 @@ pair = specdec_jax.load_pair()
 print(pair.generate(["A man runs."], gamma=5)[0])
 ```
 
-Every public name is an attribute of this module and is imported when it is first used, so that
-`import specdec_jax` alone is fast. XLA flags are set at import, before JAX is first used.
+Every public name is an attribute of this module. A name is imported when it is first used, so
+`import specdec_jax` is fast. The import sets XLA flags, before JAX is first used.
 """
 
 import importlib
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
   from specdec_jax.partitioning import make_mesh, param_shardings, sharded
   from specdec_jax.wrappers import WrappedDraft, WrappedModel
 
-# The module that defines each public name, below `specdec_jax`; docs/api documents exactly these.
+# The module of `specdec_jax` that defines each public name. docs/api documents exactly these names.
 _DEFINED_IN = {
   "AdaptiveDecoder": "adaptive",
   "BackoffDraft": "drafts.backoff",

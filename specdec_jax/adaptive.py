@@ -1,4 +1,4 @@
-"""Speculative decoding that chooses gamma in every round (Section 3.5)."""
+"""Speculative decoding with a gamma that is chosen in every round (Section 3.5)."""
 
 import dataclasses
 import functools
@@ -15,21 +15,21 @@ from specdec_jax.errors import require_count
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveDecoder:
-  """Speculative decoder that uses, in each round, the gamma with the most expected tokens per cost.
+  """Speculative decoder that chooses in each round the gamma with the highest expected speed.
 
-  alpha of a row is estimated as (accepted + prior accepted) / (verified + prior verified) over its
-  draft tokens so far. The batch takes the gamma that maximizes E[tokens] (Equation 1), summed over
-  the rows that are not done, per unit of time. So gamma depends on earlier rounds only, never on
-  the randomness of its own round: given the committed tokens, a round is Algorithm 1 with some
-  gamma and emits tokens of the target, whatever gamma is. Above temperature 0 the tokens of a row,
-  though not their distribution, depend on its neighbors, because gamma does.
+  alpha of a row is estimated as (accepted + prior accepted) / (verified + prior verified) over the
+  draft tokens of the row so far. The expected speed of a batch is E[tokens] (Equation 1), summed
+  over the rows that are not done, divided by the time of a round. So gamma depends on earlier
+  rounds only, and not on the random numbers of its own round. Given the committed tokens, a round
+  is Algorithm 1, which is exact for any gamma. Above temperature 0, gamma makes the tokens of a row
+  depend on its neighbors, but not their distribution.
 
   Attributes:
     target: M_p.
-    drafts: the same draft built for several chains; gamma is one of their lengths, at least 1. All
-      of them share one state, which a round without a draft would not update.
+    drafts: versions of one draft for chains of several lengths, each at least 1; gamma is one of
+      these lengths. The versions share one state, which a round without a draft would not update.
     verifier: verifier that accepts or rejects draft tokens.
-    eos_id: token that ends a text; None for the target's.
+    eos_id: token that ends a text; None to use `target.eos_id`.
   """
 
   target: Model
@@ -55,12 +55,13 @@ class AdaptiveDecoder:
       prompt: padded prompts.
       rng: see `Decoder.run`.
       round_costs: time of a round with each of the drafts, in any unit.
-      prior: draft tokens counted as accepted and as rejected before the first round; not both 0.
+      prior: numbers of draft tokens that count as accepted and as rejected before the first round.
+        They must not both be 0.
       max_new_tokens: limit for each row, EOS included.
 
     Returns:
-      The result. Its record has the width of the largest gamma; draft tokens that were not proposed
-      are -1.
+      The result. The arrays of its rounds have room for the largest gamma; draft tokens that were
+      not proposed are -1.
     """
     require_count("max_new_tokens", max_new_tokens)
     gammas = jnp.array([draft.tree.depth for draft in self.drafts])

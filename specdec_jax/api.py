@@ -1,6 +1,7 @@
-"""The public interface for texts: a target and a draft that generate texts from texts.
+"""Public interface for texts: a pair of a target and a draft that generates texts from texts.
 
-It handles batches, lengths and random keys. Compiled programs are cached between runs.
+The methods of a pair handle batches, lengths and random keys. Compiled programs are cached between
+runs.
 """
 
 import functools
@@ -33,12 +34,12 @@ _LOG = logging.getLogger("specdec_jax")
 
 
 class Output(str):
-  """Output of the target, with its tokens and rounds.
+  """Output text of a pair, with its tokens and its rounds.
 
   Attributes:
-    tokens: [T], EOS last unless the limit was reached first.
-    rounds: `core.types.Rounds` of this text, fields [R, ...].
-    words: the rounds as pieces of text, one `reporting.rounds.Round` each.
+    tokens: token ids [T]; the last one is EOS unless the limit was reached first.
+    rounds: `core.types.Rounds` of this text, whose arrays have shape [R, ...].
+    words: rounds as pieces of text; each round is a `reporting.rounds.Round`.
   """
 
   tokens: np.ndarray
@@ -58,7 +59,7 @@ class Output(str):
 
   @property
   def acceptance_length(self) -> float:
-    """Mean number of tokens per round; a round is one target forward pass."""
+    """Mean number of tokens per round. Each round has one target forward pass."""
     return len(self.tokens) / len(self.rounds.num_emitted)
 
   def show(self, console: Console | None = None) -> None:
@@ -68,7 +69,7 @@ class Output(str):
     console.print(Text("\n").join(lines), soft_wrap=True)
 
   def _repr_html_(self) -> str:
-    """Return HTML for notebooks."""
+    """Return HTML, which notebooks display."""
     # With force_jupyter, the console would also display each line in the notebook.
     console = Console(record=True, file=io.StringIO(), force_jupyter=False)
     console.print(Text(self), soft_wrap=True)
@@ -77,12 +78,12 @@ class Output(str):
 
 
 class Candidate(str):
-  """Output of a beam search.
+  """Output text of a beam search, with its tokens and its score.
 
   Attributes:
-    tokens: [T], EOS last unless the limit was reached first.
-    score: log-probability by the target, divided by the length penalty. It is not divided if no
-      text of the search ended.
+    tokens: token ids [T]; the last one is EOS unless the limit was reached first.
+    score: the target's log-probability of the text, divided by the length penalty. It is not
+      divided if no text of the search ended.
   """
 
   tokens: np.ndarray
@@ -115,7 +116,7 @@ _OF_BEAMS = {"beams", "draft_beams", "nodes", "length_penalty"}
 
 
 def _explains_unknown_arguments(method: Callable[P, R]) -> Callable[P, R]:
-  """Wrap a method so that its error for an unknown argument names the argument to use instead."""
+  """Wrap a method so that the error for an unknown argument says which argument to use instead."""
   known = inspect.signature(method).parameters
 
   @functools.wraps(method)
@@ -166,7 +167,7 @@ class Pair(pairs.LoadedPair):
 
     Args:
       texts: sources, or prompts of a decoder-only model. A text longer than `max_source_tokens` is
-        cut (`cut` returns the part that remains).
+        truncated (`cut` returns the part that remains).
       gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest
         (`measurement.calibrate.resolve_tree`), logs why to 'specdec_jax', and caches the choice.
       tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
@@ -175,14 +176,14 @@ class Pair(pairs.LoadedPair):
       top_k: number of most probable tokens to sample from; 0 means no limit.
       top_p: probability mass of nucleus sampling; 1 means no limit.
       max_new_tokens: limit for each output, EOS included.
-      batch_size: texts decoded together; outputs do not depend on it.
-      seed: random seed of all sampling. The sample of a text depends on the seed and on its index
-        in `texts`.
+      batch_size: number of texts that are decoded together; outputs do not depend on it.
+      seed: random seed of all sampling. The sample of a text depends on the seed and on the index
+        of the text in `texts`.
       lenience: below 1, more draft tokens are accepted, and outputs no longer have the target's
         distribution (Appendix A.5).
 
     Returns:
-      The output of each text, a `str` with tokens and rounds.
+      The output of each text: an `Output`, which is a `str` with tokens and rounds.
 
     Raises:
       InputError: an argument is invalid, or memory does not suffice.
@@ -211,10 +212,10 @@ class Pair(pairs.LoadedPair):
     seed: int = 0,
     lenience: float = 1.0,
   ) -> Iterator[str]:
-    """Decode one text and yield its output in pieces, at most one per round.
+    """Decode one text and yield its output in pieces, at most one piece per round.
 
-    The pieces together are the output of `generate`, which has the same arguments. Each round is a
-    separate program, and the host waits for it.
+    The pieces together are the output of `generate` for the same arguments. Each round is a
+    separate program, and the host waits for it to end.
     """
     decoder, _ = _decoder(self, Pair.stream, [text], locals())
     state = _init(decoder, self.params, self.prompt([text]), row_keys(seed, 0, 1), max_new_tokens)
@@ -242,23 +243,23 @@ class Pair(pairs.LoadedPair):
     max_new_tokens: int = 128,
     batch_size: int = 1,
   ) -> list[list[Candidate]]:
-    """Return the most probable texts for each source, by speculative beam search.
+    """Find the most probable texts for each source with speculative beam search.
 
-    They are the texts that t5x's `decoding.beam_search` finds with the same target.
+    The results are those of t5x's `decoding.beam_search` with the same target.
 
     Args:
       texts: sources, as in `generate`.
       beams: number of live sequences, and of results per source.
-      gamma: steps that the draft searches ahead in each round; 0 is plain beam search.
+      gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: number of beams of the draft; defaults to `beams`.
-      nodes: most nodes per target forward pass, as in `pairs.LoadedPair.beam_searcher`.
+      nodes: maximum number of nodes per target forward pass; see `pairs.LoadedPair.beam_searcher`.
       length_penalty: exponent of the length penalty, as in `beam_search.BeamSearcher`.
       max_new_tokens: limit for each text, EOS included.
       batch_size: number of sources that are searched together.
 
     Returns:
-      The texts of each source in descending order of their scores. There are `beams` of them, or
-      fewer if fewer ended. Each is a `Candidate`, a `str` with tokens and a score.
+      The texts of each source in descending order of their scores. There are `beams` texts, or
+      fewer if fewer ended. Each text is a `Candidate`, which is a `str` with tokens and a score.
 
     Raises:
       InputError: see `generate`.
@@ -329,9 +330,10 @@ def _output(pair: pairs.LoadedPair, result: DecodeResult, row: int, tree: AnyTre
 
 
 def _with_compile_cache(load: Callable[P, pairs.LoadedPair]) -> Callable[P, Pair]:
-  """Wrap a function that loads a pair: programs are cached where the command line caches them.
+  """Wrap a function that loads a pair, so that it returns a `Pair` and enables the program cache.
 
-  A cache folder that is already configured in jax takes precedence.
+  The cache is in the default folder of the command line, unless jax is already configured with a
+  folder.
   """
 
   @functools.wraps(load)

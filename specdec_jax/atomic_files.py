@@ -1,7 +1,7 @@
-"""Atomic file writes, and locks that let one run write to a file at a time.
+"""Atomic file writes, and locks that let only one run at a time write to a file.
 
-A file is written next to its path and replaces the old file in one step, once it is complete and
-synced to the disk. However a run ends, a reader finds either the old file or the new one.
+A new file is written next to the old one. Once it is complete and synced to the disk, it replaces
+the old file in one step. However a run ends, a reader finds either the old file or the new one.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from specdec_jax.errors import InputError
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike, mode: str = "w", exclusive: bool = False) -> Iterator[IO]:
-  """Open a file for writing that replaces `path` when the context exits without an exception.
+  """Open a new file for writing. It replaces `path` if the context exits without an exception.
 
-  After an exception, `path` is unchanged. The new file keeps the mode of the old one. If `path` is
-  a symbolic link, the file that it points to is replaced. Devices, pipes and the file to which
+  After an exception, `path` is unchanged. The new file gets the mode of the old one. If `path` is a
+  symbolic link, the file that it points to is replaced. Devices, pipes and the file to which
   standard output or standard error is redirected are written to directly.
 
   Args:
@@ -66,7 +66,7 @@ def atomic_write(path: str | os.PathLike, mode: str = "w", exclusive: bool = Fal
 
 @contextlib.contextmanager
 def name_in_errors(path: str | os.PathLike) -> Iterator[None]:
-  """Add the file name `path` to an OSError without one that is raised in the context."""
+  """Add the file name `path` to an OSError that is raised in the context without a file name."""
   try:
     yield
   except OSError as error:
@@ -85,11 +85,11 @@ def require_regular_file(path: str | os.PathLike) -> None:
 
 
 def lock_file(file: IO, path: str | os.PathLike) -> None:
-  """Lock an open file until it is closed; the kernel releases the lock however the run ends.
+  """Lock an open file until it is closed. The kernel releases the lock however the run ends.
 
   Args:
     file: the open file.
-    path: the path that the user gave, for the message.
+    path: path that the user gave, for the message.
 
   Raises:
     InputError: another run holds the lock.
@@ -105,8 +105,8 @@ def lock_file(file: IO, path: str | os.PathLike) -> None:
 def require_distinct_files(output: str, *inputs: str) -> None:
   """Raise InputError if `output` and one of `inputs` are the same regular file.
 
-  Files are compared by inode, so links to a file count as the file. A "-" stands for standard
-  output as `output`, and for standard input as an input.
+  Files are compared by inode, so links to a file count as the file. "-" stands for standard output
+  if it is `output`, and for standard input if it is one of `inputs`.
   """
   output_stat = _stat(output, standard_fd=1)
   for path in inputs:
@@ -120,7 +120,7 @@ def require_distinct_files(output: str, *inputs: str) -> None:
 
 
 def _stat(path: str, standard_fd: int) -> os.stat_result | None:
-  """Return the `stat` result of a file, or of a standard stream for "-"; None if there is none."""
+  """Return the status of a file or, for "-", of a standard stream; None if it does not exist."""
   try:
     return os.fstat(standard_fd) if path == "-" else os.stat(path)
   except OSError:  # the file does not exist yet, or the stream is closed
@@ -128,7 +128,7 @@ def _stat(path: str, standard_fd: int) -> os.stat_result | None:
 
 
 def _open_stream(path: str) -> int | None:
-  """Return a descriptor for writing if `path` must not be replaced, or None if it may be.
+  """Return a descriptor for writing to `path` directly, or None if the file may be replaced.
 
   Devices, pipes and the file behind standard output or standard error must not be replaced.
   """
@@ -152,7 +152,7 @@ def _open_stream(path: str) -> int | None:
 
 @contextlib.contextmanager
 def _locked(lock: str, path: str) -> Iterator[None]:
-  """Hold a lock file while the context runs, because the file at `path` itself is replaced."""
+  """Hold a lock on the file `lock` in the context. `path` cannot be locked: it is replaced."""
   while True:
     with open(lock, "a") as file:
       lock_file(file, path)

@@ -1,4 +1,4 @@
-"""Persistent cache of compiled programs, and the check of XLA_FLAGS.
+"""Persistent cache of compiled programs, and a check of XLA_FLAGS.
 
 This module does not import jax, because jax reads its environment variables when it is imported.
 """
@@ -20,11 +20,11 @@ def default_cache_dir() -> str:
 
 
 def enable_compile_cache(directory: str) -> None:
-  """Cache programs that take half a second or longer to compile in `directory`.
+  """Cache in `directory` all programs that take half a second or longer to compile.
 
   Args:
-    directory: folder of the cache. An empty string disables the cache. So does a folder that cannot
-      be created, with a warning.
+    directory: folder of the cache. An empty string disables the cache. If the folder cannot be
+      created, the cache is disabled with a warning.
   """
   if directory:
     directory = os.path.abspath(os.path.expanduser(directory))
@@ -38,16 +38,16 @@ def enable_compile_cache(directory: str) -> None:
   os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
   if directory:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
-  # jax reads the environment once, at its import. If that has happened, set its options as well.
+  # jax reads the environment once, when it is imported. If it is imported, set its options as well.
   if jax := sys.modules.get("jax"):
     jax.config.update("jax_compilation_cache_dir", directory or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float(seconds))
 
 
 def check_xla_flags() -> None:
-  """Raise InputError if XLA rejects the user's XLA_FLAGS, at which it would abort the process.
+  """Raise InputError if XLA rejects the user's XLA_FLAGS. XLA itself would abort the process.
 
-  Each combination of flags and jaxlib version is tried once: an empty file in the compilation cache
+  Each combination of flags and jaxlib version is tried once. An empty file in the compilation cache
   marks flags that XLA accepted.
   """
   flags = " ".join(os.environ.get("XLA_FLAGS", "").replace(YNN_FLAG, "").split())
@@ -56,7 +56,7 @@ def check_xla_flags() -> None:
   cache_dir = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
   key = f"{importlib.metadata.version('jaxlib')} {flags}".encode()
   marker = pathlib.Path(cache_dir, f"xla_flags-{hashlib.sha256(key).hexdigest()[:16]}")
-  # Flags that do not start with "-" are the name of a file of flags, whose content may change.
+  # If XLA_FLAGS does not start with "-", it names a file of flags, whose content may change.
   can_cache = bool(cache_dir) and flags.startswith("-")
   if can_cache and marker.exists():
     return

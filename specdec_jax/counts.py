@@ -1,4 +1,4 @@
-"""Counts over decoded batches: tokens, rounds and accepted guesses."""
+"""Counts of tokens, rounds and accepted draft tokens in decoded batches."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from specdec_jax.errors import InputError
 
 
 def num_tokens(outputs: list[DecodeResult]) -> int:
-  """Return the number of tokens that were emitted, EOS included."""
+  """Return the number of tokens that decoded batches emitted, EOS included."""
   return int(sum(o.lengths.sum() for o in outputs))
 
 
@@ -17,7 +17,7 @@ def num_rounds(outputs: list[DecodeResult]) -> int:
 
 
 def acceptance_rate(outputs: list[DecodeResult]) -> float:
-  """Return accepted / (accepted + rejected) guesses over all rows.
+  """Return the rate accepted / (accepted + rejected) of draft tokens over all rows.
 
   Only rounds in which a row emitted a token count.
   """
@@ -28,10 +28,10 @@ def acceptance_rate(outputs: list[DecodeResult]) -> float:
 
 
 def acceptance_by_position(outputs: list[DecodeResult]) -> list[float | None]:
-  """Return accepted / (accepted + rejected) guesses for each position 1..N in a round.
+  """Return the rate accepted / (accepted + rejected) of draft tokens at each position in a round.
 
-  Only rounds in which a row emitted a token count. A position at which no guess was verified has
-  None.
+  Only rounds in which a row emitted a token count. The rate is None for a position at which no
+  draft token was verified.
   """
   num_accepted = np.concatenate([o.rounds.num_accepted.ravel() for o in outputs])
   num_emitted = np.concatenate([o.rounds.num_emitted.ravel() for o in outputs])
@@ -52,7 +52,7 @@ def identical(one: list[DecodeResult], other: list[DecodeResult]) -> bool:
 
 
 def require_finite(result: DecodeResult) -> DecodeResult:
-  """Return the result, or raise InputError for the first row with non-finite logits."""
+  """Return `result` unchanged, or raise InputError for the first row with non-finite logits."""
   for row, token in enumerate(result.not_finite.tolist()):
     if token >= 0:
       raise InputError(

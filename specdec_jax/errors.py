@@ -1,4 +1,4 @@
-"""Errors in the user's input, and checks of settings that raise them."""
+"""InputError, the exception for invalid input, and checks of settings that raise it."""
 
 import collections.abc
 import math
@@ -23,7 +23,7 @@ _TYPE_NAMES = {
 
 
 class InputError(ValueError):
-  """The user's input is invalid.
+  """Exception for invalid input of the user.
 
   The message says what was given, what was expected and what to do. `specdec_jax.run` prints it as
   one line. Other exceptions are bugs and keep their traceback.
@@ -31,7 +31,7 @@ class InputError(ValueError):
 
 
 def require_count(name: str, value: Any, least: int = 1) -> None:
-  """Raise InputError unless the setting `name` is a whole number from `least` to 2^31 - 1."""
+  """Raise InputError unless the value of a setting is a whole number from `least` to 2^31 - 1."""
   if not (_fits(value, int) and least <= value <= _MAX_INT32):
     raise InputError(
       f"{name} is {shown(value)}; it must be a whole number, from {least} to {_MAX_INT32}."
@@ -41,15 +41,15 @@ def require_count(name: str, value: Any, least: int = 1) -> None:
 def require_number(
   name: str, value: Any, low: float, high: float, ends: str = "[]", note: str = ""
 ) -> float:
-  """Return the value of a setting as a float.
+  """Return the value of a setting as a float, if it lies in an interval.
 
   Args:
     name: name of the setting.
-    value: its value, a real number of any type.
+    value: value of the setting, a real number of any type.
     low: lower end of the interval.
-    high: upper end of the interval. If infinite, any finite number is allowed.
-    ends: brackets of the interval; a parenthesis excludes that end.
-    note: text that the message appends to the interval.
+    high: upper end of the interval. If it is infinite, there is no upper limit for finite numbers.
+    ends: brackets of the interval. A parenthesis means that the end is excluded.
+    note: text that follows the interval in the message.
 
   Raises:
     InputError: `value` is not a number, is NaN or infinite, or lies outside the interval.
@@ -74,8 +74,8 @@ def require_text(name: str, text: str, errors: str = "strict") -> None:
   Args:
     name: name of the setting, for the message.
     text: the text.
-    errors: error handler for the encoding. "surrogateescape" accepts the path of a file, which need
-      not be UTF-8.
+    errors: error handler for the encoding. "surrogateescape" also accepts paths of files that are
+      not UTF-8.
   """
   if "\0" in text:
     raise InputError(
@@ -100,7 +100,7 @@ def shown(value: Any) -> str:
 
 
 def require_seed(seed: Any) -> None:
-  """Raise InputError unless `seed` is an integer that fits in 32 bits, which jax requires."""
+  """Raise InputError unless `seed` is an integer that fits in 32 bits, as jax requires."""
   if not (_fits(seed, int) and -(2**31) <= seed < 2**32):
     raise InputError(
       f"seed is {shown(seed)}; it must be a whole number from {-(2**31)} to {2**32 - 1}."
@@ -108,11 +108,11 @@ def require_seed(seed: Any) -> None:
 
 
 def require_types(annotated: Any, values: Mapping[str, object]) -> None:
-  """Raise InputError unless values have the types that a function or dataclass is annotated with.
+  """Raise InputError unless values have the types in the annotations of a function or dataclass.
 
-  A function calls `require_types(itself, locals())` in its first line. A bool is not a number, and
-  neither is an int that exceeds the range of a float. For a list, any sequence is accepted except
-  strings and bytes. A value annotated as `Any` is not checked.
+  A function calls `require_types(function, locals())` in its first line. A bool is not accepted as
+  a number, and an int that exceeds the range of a float is not accepted as a float. For a list, any
+  sequence is accepted except strings and bytes. A value with the annotation `Any` is not checked.
 
   Args:
     annotated: function or dataclass with annotations.
@@ -156,7 +156,7 @@ def _is_float(value: numbers.Real) -> bool:
 
 
 def _limit(value: Any) -> str:
-  """Return a part of a message that names the largest float, if a number exceeds it."""
+  """Return a part of a message that names the largest float; '' if the value does not exceed it."""
   too_large = isinstance(value, numbers.Real) and not _is_float(value)
   return f" of at most {sys.float_info.max:.1e}" if too_large else ""
 

@@ -1,7 +1,7 @@
-"""Stochastic speculative execution (end of Section 6): start a slow g on a guess of its input.
+"""Stochastic speculative execution (end of Section 6): start a slow function on a guessed input.
 
-The input of g is sampled from a distribution that a slow f computes. Speculative decoding is the
-case in which f is one decoding step of the target and g is the next one.
+The input of a slow function g is sampled from a distribution that a slow function f computes. In
+speculative decoding, f is one decoding step of the target and g is the next one.
 """
 
 import concurrent.futures
@@ -33,19 +33,19 @@ def speculative_execution(
   q: np.ndarray,
   rng: np.random.Generator,
 ) -> ExecutionResult:
-  """Return g(y) for y ~ f(), starting g on a guess sampled from q while f runs.
+  """Return g(y), where y is sampled from f(). While f runs, g is started on a guess of y.
 
-  The acceptance rule of Algorithm 1 (Appendix A.1) makes y a sample of f's distribution for any q.
-  Let F and G be the times of f and g. The call takes max(F, G) if the guess is accepted, which has
-  probability beta = sum_y min(p(y), q(y)), and F + G if it is rejected. It takes
-  beta max(F, G) + (1 - beta) (F + G) on average, compared with F + G without speculation.
+  The acceptance rule of Algorithm 1 (Appendix A.1) makes y a sample of p = f() for any distribution
+  q of the guess. Let F and G be the times of f and g. The call takes max(F, G) if the guess is
+  accepted, which has probability beta = sum_y min(p(y), q(y)), and F + G if it is rejected. On
+  average it takes beta max(F, G) + (1 - beta) (F + G), compared with F + G without speculation.
 
   Args:
     f: function that returns p, the distribution of y [V].
-    g: function of y in 0..V-1. If the guess is rejected, its call continues in the background and
-      its result is dropped, so side effects of g must be harmless.
+    g: function of y in 0..V-1. If the guess is rejected, the call of g on the guess continues in
+      the background and its result is dropped, so side effects of g must be harmless.
     q: distribution of the guess [V].
-    rng: source of the random numbers.
+    rng: random number generator.
 
   Raises:
     InputError: q or the result of f is not a distribution, or their lengths differ.
@@ -68,7 +68,7 @@ def speculative_execution(
 
 
 def expected_seconds(beta: float, f_seconds: float, g_seconds: float) -> float:
-  """Return the average time of `speculative_execution`."""
+  """Return the average time of `speculative_execution`, given beta and the times of f and g."""
   return beta * max(f_seconds, g_seconds) + (1 - beta) * (f_seconds + g_seconds)
 
 

@@ -1,8 +1,8 @@
-"""Closed forms beyond the paper's: texts of finite length, and trees of draft tokens.
+"""Extensions of the paper's closed forms to texts of finite length and trees of draft tokens.
 
-Functions of trees take positional acceptance: for each rank, the probability that the child of that
-rank is the accepted child of its node (Chen et al., Sequoia, 2024). It is assumed to be the same at
-all nodes; the probabilities sum to at most 1.
+Functions for trees take the positional acceptance: for each rank, the probability that the child of
+that rank is the accepted child of its node (Chen et al., Sequoia, 2024). The probabilities are
+assumed to be the same at all nodes, and sum to at most 1.
 """
 
 import heapq
@@ -20,13 +20,15 @@ def expected_rounds(
 ) -> float:
   """Return the expected number of rounds of a text, if draft tokens are accepted independently.
 
-  Theorem 8 uses num_tokens / E[tokens per round], which holds for "long enough" texts. This is the
-  exact count: a text ends inside its last round, and further tokens of that round are lost.
+  Theorem 8 uses num_tokens / E[tokens per round], which holds for "long enough" texts. This
+  function is exact for any length: a text may end inside its last round, and the other tokens of
+  that round are lost.
 
   Args:
-    alpha: acceptance rate; or, [gamma], the rate at each depth (`tree_rates`).
-    gamma: draft tokens per round; the depth of a tree.
-    num_tokens: length of the text; or of each row of a batch, which ends with its last row.
+    alpha: acceptance rate; or a sequence [gamma] of the rates at each depth (`tree_rates`).
+    gamma: number of draft tokens per round; for a tree, its depth.
+    num_tokens: number of tokens of the text; or, for a batch, of each row. A batch ends when its
+      last row ends.
   """
   lengths = np.atleast_1d(num_tokens)
   longest = lengths.max()
@@ -52,16 +54,18 @@ def text_improvement(
   target_start: float = 0.0,
   draft_start: float = 0.0,
 ) -> float:
-  """Return the speedup over whole texts: Theorem 8 without the assumption of long texts.
+  """Return the speedup for texts of given lengths: Theorem 8 without its assumption of long texts.
+
+  Times are in units of the time of a target step.
 
   Args:
     alpha: see `expected_rounds`.
-    gamma: draft tokens per round; the depth of a tree.
-    c: time of a draft step (of one level of a tree), in target steps.
-    verify_cost: v, in target steps.
-    lengths: tokens of each text; or of the rows of each batch.
-    target_start: time of the target to process a prompt, in target steps.
-    draft_start: time of the draft to process it, in target steps.
+    gamma: number of draft tokens per round; for a tree, its depth.
+    c: time of a draft step; for a tree, time of one level.
+    verify_cost: v, the time of a target forward pass over the draft tokens, with verification.
+    lengths: number of tokens of each text; or, for batches, of each row of each batch.
+    target_start: time that the target takes to process a prompt.
+    draft_start: time that the draft takes to process a prompt.
   """
   autoregressive = sum(target_start + np.max(n) for n in lengths)
   rounds = sum(expected_rounds(alpha, gamma, n) for n in lengths)
@@ -70,19 +74,19 @@ def text_improvement(
 
 
 def tree_tokens(tree: Tree, acceptance: Sequence[float]) -> float:
-  """Return the expected number of tokens per round.
+  """Return the expected number of tokens per round with a tree of draft tokens.
 
   Args:
     tree: tree of draft tokens.
-    acceptance: positional acceptance; children of higher ranks are never accepted.
+    acceptance: positional acceptance. Children whose rank is not in it are never accepted.
   """
   return float(_reach_probs(tree, acceptance).sum())
 
 
 def tree_rates(tree: Tree, acceptance: Sequence[float]) -> list[float]:
-  """Return, for each depth [D], the acceptance rate of the rounds that reach it.
+  """Return the acceptance rate at each depth [D], among the rounds that reach that depth.
 
-  For a chain that is alpha at every depth. The arguments are those of `tree_tokens`.
+  For a chain, the rate at every depth is alpha. The arguments are those of `tree_tokens`.
   """
   reached = np.bincount(tree.depths, _reach_probs(tree, acceptance))
   return [float(after / before) if before else 0.0 for before, after in zip(reached, reached[1:])]
@@ -97,17 +101,17 @@ def _reach_probs(tree: Tree, acceptance: Sequence[float]) -> np.ndarray:
 
 
 def best_tree(acceptance: Sequence[float], num_nodes: int, depth: int) -> Tree:
-  """Return the tree with the most expected tokens among trees of a size.
+  """Return the tree of up to `num_nodes` nodes with the highest expected number of tokens.
 
-  The value of a node is the product of the acceptance on its path. It is at most the value of its
-  parent and, because acceptance decreases with rank, of its earlier sibling. So the best tree
-  consists of the nodes of highest value, which a priority queue finds. The result is that of
-  Sequoia's dynamic program.
+  The value of a node is the product of the acceptance probabilities on its path. It is at most the
+  value of its parent. It is also at most the value of its earlier sibling, because acceptance
+  decreases with rank. So the best tree consists of the nodes with the highest values, which a
+  priority queue finds. The result equals that of Sequoia's dynamic program.
 
   Args:
     acceptance: positional acceptance.
     num_nodes: number of nodes, including the root.
-    depth: most draft tokens on a path.
+    depth: maximum number of draft tokens on a path.
 
   Raises:
     InputError: num_nodes or depth is not a positive integer, or acceptance has invalid values.

@@ -1,6 +1,6 @@
-"""The project's gin files, by name: those of the checkout, or of the installed package.
+"""Functions that find the project's gin files, in the checkout or in the installed package.
 
-`setup.py` copies the checkout's `gin/` into the package that it installs.
+`setup.py` copies the folder `gin/` of the checkout into the package that it installs.
 """
 
 import difflib
@@ -13,23 +13,23 @@ PACKAGE = pathlib.Path(__file__).resolve().parent
 _INSTALLED = PACKAGE / "gin_files"
 HOME = _INSTALLED if _INSTALLED.is_dir() else PACKAGE.parent  # the folder that contains gin/
 
-# Runs by purpose, as `specdec --help` lists them. All others measure.
+# Names of runs by purpose, as `specdec --help` lists them. All other runs measure.
 USE = ("quickstart", "translate", "generate", "decode", "speedup", "check_exactness")
-TRAIN = "train_"  # beginning of the names of runs that train
+TRAIN = "train_"  # prefix of the names of runs that train
 REPRODUCE = ("table2", "table3", "table3_gpt_like", "table4", "table5", "given_outputs")
 
 
 def runs() -> dict[str, pathlib.Path]:
-  """Return the gin files of all runs by name: those in `gin/runs/`, and the quickstart."""
+  """Return the paths of the gin files of all runs by name: `gin/runs/`, and the quickstart."""
   paths = [HOME / "gin" / "quickstart.gin", *sorted((HOME / "gin" / "runs").glob("*.gin"))]
   return {path.stem: path for path in paths if path.is_file()}
 
 
 def find_run(name: str) -> str:
-  """Return the path of the gin file of the run whose name is `name`, or alone starts with it.
+  """Return the path of the gin file of a run, given its name or a prefix that no other name has.
 
   Raises:
-    InputError: there is no such run.
+    InputError: no run has that name or prefix, or several runs have that prefix.
   """
   found = runs()
   matches = [name] if name in found else [run for run in found if name and run.startswith(name)]
@@ -43,7 +43,7 @@ def find_run(name: str) -> str:
 
 
 def groups() -> dict[str, dict[str, pathlib.Path]]:
-  """Return the runs by purpose: use, train, measure, reproduce."""
+  """Return the runs grouped by purpose: use, train, measure, reproduce."""
   found: dict[str, dict[str, pathlib.Path]] = {
     purpose: {} for purpose in ("use", "train", "measure", "reproduce")
   }
@@ -88,15 +88,16 @@ def default(
     path: the default.
     macro: name of the macro.
     expected: description of the file that the macro should name.
-    instead: path of a bundled text to return if the default does not exist, with a note on standard
-      error. None raises InputError instead.
-    how: instructions to get the default, for the message.
-    task: the task that the text of the default belongs to.
-    run_task: the task of the run, bound by the gin files of tasks. If None, the default fits any
-      run.
+    instead: path of a bundled text to return if the default does not exist; a note is then printed
+      on standard error. If it is None, InputError is raised.
+    how: how to get the default, for the message.
+    task: task that the text of the default belongs to.
+    run_task: task of the run, which the gin files of tasks bind. If it is None, the default fits
+      any run.
 
   Raises:
-    InputError: the default does not exist and `instead` is None, or it belongs to another task.
+    InputError: the default does not exist and `instead` is None, or the default belongs to a
+      different task.
   """
   example = f"as in --gin.{macro}='\"PATH\"'"
   if task and run_task and task != run_task:

@@ -1,9 +1,9 @@
-"""Handling of SIGINT and SIGTERM, so that either ends a command at any point.
+"""Handling of SIGINT and SIGTERM, so that either signal ends a command at any point.
 
 Python ignores an exception that a signal handler raises inside a callback of the garbage collector
 (jax installs one), a finalizer or a callback of a weak reference: the exception is passed to
-`sys.unraisablehook` and the program continues. `handle_signals` therefore raises such an exception
-again, and sets a flag that loops read with `check`.
+`sys.unraisablehook`, and the program continues. `handle_signals` therefore raises the exception
+again, and a flag is set that loops read with `check`.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _received: int | None = None
 
 
 class Interrupted(KeyboardInterrupt):
-  """The command received a signal to end; `number` is that of the signal."""
+  """Exception for a signal to end the command; `number` is the number of the signal."""
 
   def __init__(self, number: int):
     super().__init__(number)
@@ -80,7 +80,8 @@ def _handle(number: int, frame: object) -> None:
 
 
 def _raise_again(number: int, frame: object) -> None:
-  # This exception is ignored, too, if it is raised while the hook runs. Then another one follows.
+  # If this exception is raised while the hook runs, it is ignored too. The timer then raises it
+  # once more.
   signal.setitimer(signal.ITIMER_REAL, _NEXT_RETRY)
   check()
 

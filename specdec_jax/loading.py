@@ -1,4 +1,4 @@
-"""Loaded targets and drafts, and the settings that functions of them share."""
+"""Types of loaded targets and drafts, and of the settings of decoding."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from specdec_jax.errors import InputError, shown
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSettings:
-  """Settings of decoding that measuring and calibrating functions share.
+  """Settings of decoding that functions for measurement and calibration take.
 
   Attributes:
     sampling: sampling method of the target.
-    batch_size: texts decoded together.
+    batch_size: number of texts that are decoded together.
     max_new_tokens: limit for each text, EOS included.
     seed: seed of all sampling.
     lenience: lenience of the verifier (Appendix A.5); 1 is exact.
@@ -30,11 +30,11 @@ class DecodeSettings:
 
 
 class LoadedTarget(NamedTuple):
-  """Target that is loaded, as the functions that load drafts take it.
+  """Loaded target: the argument of functions that load drafts.
 
   Attributes:
     model: M_p.
-    params: its parameters.
+    params: parameters of the model.
     vocabulary: vocabulary of target and draft.
   """
 
@@ -47,10 +47,10 @@ class DraftFactory(NamedTuple):
   """Draft that is loaded but not yet built for a sampling method and a tree.
 
   Attributes:
-    name: name in records.
+    name: name of the draft in records.
     build: function of (sampling, tree) that returns the draft.
     params: parameters of the draft.
-    path: its checkpoint, for records; None if it has none or consists of several.
+    path: path of the draft's checkpoint, for records; None if it has no checkpoint or several.
   """
 
   name: str
@@ -60,10 +60,10 @@ class DraftFactory(NamedTuple):
 
 
 def load_draft(load: Callable[[LoadedTarget], DraftFactory], target: LoadedTarget) -> DraftFactory:
-  """Call a function that loads a draft for a target.
+  """Return the draft that a user's function loads for a target.
 
   Raises:
-    InputError: the function returns something else than a `DraftFactory`.
+    InputError: the function does not return a `DraftFactory`.
   """
   factory = load(target)
   if not isinstance(factory, DraftFactory):

@@ -1,8 +1,8 @@
-"""Verifiers that accept more tokens than exactness allows. Lossy: the output distribution changes.
+"""Lossy verifiers, which accept more tokens than exactness allows and change the distribution.
 
-The loss of a verifier is the total variation between p and the distribution that a node with one
-draft token emits, which its `emitted` returns. Lenience, which is lossy too, belongs to
-`tokens.TokenVerifier`.
+The loss of a verifier is the total variation distance between p and the distribution of the token
+that a node with one draft token emits. The method `emitted` returns that distribution. Lenience is
+lossy too; it is an option of `tokens.TokenVerifier`.
 """
 
 import abc
@@ -22,17 +22,17 @@ from specdec_jax.errors import require_count, require_number
 
 
 class AcceptableTokens(Verifier):
-  """Base class: accepts a draft token if it is in a set of acceptable tokens given by p.
+  """Base class of verifiers that accept a draft token if it is in a set that depends only on p.
 
-  The next token is sampled from the same set. q does not matter. Of all accepted paths the longest
-  is taken, and the first of several.
+  The next token is sampled from p restricted to this set. q is ignored. Of all accepted paths the
+  longest is taken; of several longest ones, the first.
   """
 
   exact = False
 
   @abc.abstractmethod
   def acceptable(self, p: Float[Array, "*batch V"]) -> Bool[Array, "*batch V"]:
-    """Return which tokens are acceptable; at least the most probable one is."""
+    """Return a mask of the acceptable tokens; at least the most probable one is acceptable."""
 
   def verify(
     self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
@@ -54,7 +54,7 @@ class AcceptableTokens(Verifier):
   def emitted(
     self, p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]
   ) -> Float[Array, "*batch V"]:
-    """Return the distribution of the token that one draft token and its verification emit."""
+    """Return the distribution of the token that a node with one draft token emits."""
     acceptable = self.acceptable(p)
     accepted = jnp.where(acceptable, q, 0.0)
     rejected = 1 - accepted.sum(axis=-1, keepdims=True)
@@ -63,14 +63,14 @@ class AcceptableTokens(Verifier):
 
 @dataclasses.dataclass(frozen=True)
 class TypicalVerifier(AcceptableTokens):
-  """Typical acceptance (Medusa; Cai et al., 2024).
+  """Verifier with typical acceptance (Medusa; Cai et al., 2024).
 
-  Accepts x if p(x) > min(epsilon, delta exp(-H(p))).
+  It accepts token x if p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy.
 
   Attributes:
     sampling: sampling method, which turns the target's logits into p.
     epsilon: upper bound of the threshold.
-    delta: factor of exp(-H), the probability of each token if all are equally probable.
+    delta: factor of exp(-H), which is the probability of each token if all are equally probable.
 
   Raises:
     InputError: epsilon or delta is not positive.
@@ -85,7 +85,7 @@ class TypicalVerifier(AcceptableTokens):
       object.__setattr__(self, name, require_number(name, value, 0, math.inf, "()"))
 
   def acceptable(self, p: Float[Array, "*batch V"]) -> Bool[Array, "*batch V"]:
-    """Return which tokens are typical; the most probable one always is."""
+    """Return a mask of the typical tokens; the most probable one is always typical."""
     entropy = -jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0).sum(-1, keepdims=True)
     least = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
     return (p > least) | (p == p.max(axis=-1, keepdims=True))
@@ -93,15 +93,15 @@ class TypicalVerifier(AcceptableTokens):
 
 @dataclasses.dataclass(frozen=True)
 class TopBetaVerifier(AcceptableTokens):
-  """Top-beta acceptance (SpecDec; Xia et al., 2023).
+  """Verifier with top-beta acceptance (SpecDec; Xia et al., 2023).
 
-  Accepts x if it is among the `beta` most probable tokens of the target, and if its log-probability
-  is within `tau` of the most probable one.
+  It accepts a token that is among the `beta` most probable tokens of the target, if its
+  log-probability is within `tau` of that of the most probable token.
 
   Attributes:
     sampling: sampling method, which turns the target's logits into p.
-    beta: number of tokens.
-    tau: entropy threshold in nats.
+    beta: maximum number of acceptable tokens, except for ties.
+    tau: maximum difference of log-probabilities, in nats.
 
   Raises:
     InputError: beta is not a positive integer, or tau is negative.
@@ -116,7 +116,7 @@ class TopBetaVerifier(AcceptableTokens):
     object.__setattr__(self, "tau", require_number("tau", self.tau, 0, math.inf))
 
   def acceptable(self, p: Float[Array, "*batch V"]) -> Bool[Array, "*batch V"]:
-    """Return which tokens are among the most probable ones and close to the maximum."""
+    """Return a mask of the tokens that are among the most probable and close to the maximum."""
     best, _ = lax.top_k(p, min(self.beta, p.shape[-1]))
     return (p >= best[..., -1:]) & (p >= best[..., :1] * math.exp(-self.tau))
 
@@ -124,10 +124,10 @@ class TopBetaVerifier(AcceptableTokens):
 def emitted_distribution(
   p: Float[Array, "*batch V"], q: Float[Array, "*batch V"], lenience: float = 1.0
 ) -> Float[Array, "*batch V"]:
-  """Return the distribution of the token that one draft token and its verification emit.
+  """Return the distribution of the token that `TokenVerifier` emits with one draft token.
 
-  min(q, p / l) + (1 - sum min(q, p / l)) norm(residual), which is p itself if l = 1 and never
-  exceeds p / l (Appendix A.5).
+  It is a + (1 - sum a) r with a = min(q, p / l), where l is the lenience and r is the normalized
+  residual. It equals p if l = 1, and never exceeds p / l (Appendix A.5).
   """
   accepted = jnp.minimum(q, p / lenience)
   rejected = 1 - accepted.sum(axis=-1, keepdims=True)

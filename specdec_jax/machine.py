@@ -1,4 +1,4 @@
-"""Provenance of a record: the processor, its cores, the commit and the date."""
+"""Functions that describe the provenance of a record: the processor, the commit and the date."""
 
 import datetime
 import functools
@@ -59,8 +59,8 @@ def threads() -> int:
 def commit() -> str | None:
   """Return the commit of this package, or None if it is not known.
 
-  For an installed package it is the commit of the checkout that it was built from, which `setup.py`
-  wrote to COMMIT_FILE. A "+" is appended if specdec_jax/ or gin/ differed from the commit.
+  For an installed package, it is the commit of the checkout that the package was built from, which
+  `setup.py` wrote to COMMIT_FILE. A "+" is appended if specdec_jax/ or gin/ differ from the commit.
   """
   if COMMIT_FILE.is_file():
     return COMMIT_FILE.read_text().strip() or None

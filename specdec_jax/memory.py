@@ -1,4 +1,4 @@
-"""Checks that arrays fit in memory, made before they are allocated."""
+"""Functions that check, before arrays are allocated, whether they fit in memory."""
 
 import math
 import os
@@ -9,15 +9,15 @@ import jax
 
 from specdec_jax.errors import InputError
 
-# Files with the memory limit of a container, for versions 2 and 1 of Linux control groups.
+# Files that contain the memory limit of a container, for versions 2 and 1 of Linux control groups.
 _LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
 def require_memory(what: str, arrays: Any, advice: str = "ask for less") -> None:
-  """Raise InputError unless `arrays` would fit in memory that held nothing else.
+  """Raise InputError unless `arrays` would fit in memory if it held nothing else.
 
   Args:
-    what: description of the arrays by the user's settings, for the message.
+    what: user's settings that determine the size of the arrays, for the message.
     arrays: tree of arrays, which may be traced, or of `jax.ShapeDtypeStruct`.
     advice: advice to the user, for the message.
   """
@@ -28,7 +28,7 @@ def require_memory(what: str, arrays: Any, advice: str = "ask for less") -> None
 
 
 def require_host_memory(what: str, num_bytes: int) -> None:
-  """Raise InputError unless `num_bytes` fit in the host's memory; initializes no jax backend."""
+  """Raise InputError unless `num_bytes` fit in the host's memory. No jax backend is initialized."""
   _require(what, num_bytes, _host_memory(), "ask for less")
 
 
@@ -41,9 +41,9 @@ def _require(what: str, num_bytes: float, memory_bytes: float, advice: str) -> N
 
 
 def _device_memory(mesh: jax.sharding.AbstractMesh | None) -> float:
-  """Return the memory in bytes of all devices of a mesh, or of the first device without a mesh.
+  """Return the memory in bytes of all devices of a mesh; of the first device if there is no mesh.
 
-  The memory of a CPU device is that of the host.
+  The memory of a CPU device is the memory of the host.
   """
   device = jax.local_devices()[0]
   if mesh and mesh.abstract_device.platform != device.platform:

@@ -2,7 +2,7 @@
 
 The name of an array determines its logical axes, and rules map logical axes to the axes of a mesh
 of devices. `PartitionedModel` and `PartitionedDraft` add sharding constraints to the arrays of a
-model and of a draft, so the decoding loop does not depend on the sharding.
+model and of a draft, so that the decoding loop need not know about sharding.
 """
 
 import dataclasses
@@ -25,8 +25,9 @@ Rules = tuple[tuple[str, str | None], ...]
 RULES: Rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"))
 REPLICATED: Rules = (("batch", "data"),)
 
-# Name of a parameter, or of the layer of a kernel -> its logical axes. The bias of a layer has the
-# last of them. The axis "heads" has size H or H * D, and is only divided between heads.
+# Logical axes of each parameter, by the name of the parameter or (for a kernel) of its layer. The
+# bias of a layer has the last of these axes. The axis "heads" has size H or H * D, and is only
+# divided between heads.
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {
   "embedding": ("vocab", "embed"),
   **dict.fromkeys(("query", "key", "value"), ("embed", "heads")),
@@ -38,8 +39,8 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
   "scale": ("embed",),
 }
 
-# Name of a field of a cache, of `Proposal` or of `core.decode.DecodeState` -> its first logical
-# axes. The other axes are not sharded.
+# First logical axes of each field of a cache, of `Proposal` or of `core.decode.DecodeState`. Its
+# other axes are not sharded.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
   **dict.fromkeys(("prompt", "tokens", "length", "prompt_length"), ("batch",)),
   **dict.fromkeys(("done", "rng", "not_finite", "hidden"), ("batch",)),
@@ -56,8 +57,8 @@ def make_mesh(model_parallel: int = 1, devices: Sequence[jax.Device] | None = No
 
   Args:
     model_parallel: size of the axis 'model'.
-    devices: devices of the mesh; by default those of this host, because hosts that share a dataset
-      run separate programs.
+    devices: devices of the mesh; by default the devices of this host, because each of several hosts
+      that decode a dataset runs its own program.
 
   Raises:
     InputError: the number of devices is not a multiple of model_parallel.
@@ -81,12 +82,12 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
   the attention of T5 1.1 small, which has 6 heads, is replicated across 4 devices. An array whose
   name is not in PARAM_AXES is replicated, too.
 
-  The number of heads is that of the relative position bias. A model with learned positions has no
-  such bias, and its attention kernels may be divided inside a head. The result is still correct,
-  but devices communicate more.
+  The number of heads is inferred from the relative position bias. A model with learned positions
+  has no such bias, so its attention kernels may be divided inside a head. The result is then still
+  correct, but devices communicate more.
 
   Args:
-    shapes: parameters in t5x's tree, or the result of `jax.eval_shape` for them.
+    shapes: tree of parameters, named as in t5x, or the result of `jax.eval_shape` for it.
     mesh: mesh of devices, such as the result of `make_mesh`.
     rules: pairs of a logical axis and the mesh axis that it is sharded across.
 
@@ -94,8 +95,8 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     A tree of `NamedSharding` with the structure of `shapes`.
 
   Raises:
-    InputError: a rule names an unknown axis, or would shard a matrix that `families.for_decoding`
-      has concatenated from several matrices.
+    InputError: a rule names an unknown axis, or would divide a matrix that `families.for_decoding`
+      has concatenated from queries, keys and values.
   """
   leaves = [(_names(path), leaf) for path, leaf in jax.tree.leaves_with_path(shapes)]
   num_heads = next((leaf.shape[0] for names, leaf in leaves if "rel_embedding" in names), None)
@@ -110,7 +111,7 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 
 
 def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
-  """Return the sharding of each array of a cache or a `core.decode.DecodeState`.
+  """Return the sharding of each array of a cache or of a `core.decode.DecodeState`.
 
   An array is replicated along an axis whose size is not a multiple of the mesh axis.
 
@@ -208,14 +209,13 @@ class PartitionedDraft(WrappedDraft):
 def sharded(pair: Any, mesh: Mesh, rules: Rules = RULES, draft_rules: Rules = REPLICATED) -> Any:
   """Return a pair that is sharded across the devices of a mesh.
 
-  The result is a `pairs.LoadedPair` like any other. Parameters that already have the right sharding
-  are not moved.
+  Parameters that already have the right sharding are not moved.
 
   Args:
-    pair: `pairs.LoadedPair`.
+    pair: the `pairs.LoadedPair`.
     mesh: mesh of devices.
     rules: rules for the target; see `param_shardings`.
-    draft_rules: rules for the draft. By default its parameters are replicated.
+    draft_rules: rules for the draft. By default, the draft's parameters are replicated.
 
   Raises:
     InputError: see `param_shardings`.
@@ -251,7 +251,7 @@ def _shardings(tree, axes_of, mesh: Mesh, rules: Rules, num_heads: int | None = 
 
 
 def _mesh_axes(rules: Rules, mesh: Mesh) -> dict[str | None, str | None]:
-  """Return the mesh axis of each logical axis in `rules`, and check that all axes exist."""
+  """Return the mesh axis of each logical axis in `rules`; raise InputError for an unknown axis."""
   known = {axis for axes in (*PARAM_AXES.values(), *STATE_AXES.values()) for axis in axes if axis}
   for axis, over in rules:
     if axis not in known or over not in (None, *mesh.shape):

@@ -1,6 +1,6 @@
 """Progress on standard error: a bar on a terminal, otherwise a line every 30 seconds.
 
-Each step also ends the run if it has received a signal to end (`interrupt.check`).
+Each step of the progress also ends the run if the run has received a signal (`interrupt.check`).
 """
 
 import sys
@@ -13,14 +13,15 @@ from rich.console import Console
 
 from specdec_jax import interrupt
 
-EVERY = 30.0  # seconds between lines
+EVERY = 30.0  # minimum seconds between lines
 
 
 class Progress(progress.Progress):
-  """A rich progress bar that disappears when it is complete.
+  """A progress bar of rich that disappears when it is complete.
 
   Args:
-    disable: whether to show neither bar nor lines, as when the output shares the terminal.
+    disable: whether to show neither a bar nor lines, for example because the output of the run is
+      on the same terminal.
   """
 
   def __init__(self, disable: bool = False):
@@ -44,7 +45,7 @@ class Progress(progress.Progress):
       yield item
 
   def _report(self, task_id: progress.TaskID) -> None:
-    """Print a line if one is due; raise `interrupt.Interrupted` if a signal was received."""
+    """Print a line if one is due. Raise `interrupt.Interrupted` if a signal was received."""
     interrupt.check()
     now = time.monotonic()
     if not self._prints_lines or now - self._last_line < EVERY:

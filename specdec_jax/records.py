@@ -1,8 +1,8 @@
-"""Records of measurements, and the JSON Lines files that hold them.
+"""Records of measurements, and the JSON Lines files that contain them.
 
-A record holds one setting, its measurements, and where and when they were made. `results.jsonl` has
-one record per line, with the fields in groups. A record is appended completely or not at all, and
-an interrupted run resumes with the settings that `missing` returns.
+A record has one setting, its measurements, and the place and time of the measurement. Each line of
+`results.jsonl` is a record, with the fields in groups. A record is appended completely or not at
+all, and an interrupted run resumes with the settings that `missing` returns.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ FIELDS_OF_SCHEMA_1 = {  # old name: current name
   "rest_ms": "unaccounted_ms",
   "predicted_text": "predicted_finite_length",
 }
-POLICIES_OF_SCHEMA_1 = {  # end of the name of a draft: current end
+POLICIES_OF_SCHEMA_1 = {  # suffix of the name of a draft: current suffix
   ", plain": ", autoregressive",
   ", told by largest probability": ", confidence: largest probability",
   ", told by entropy bound": ", confidence: entropy bound",
@@ -47,47 +47,50 @@ BUNDLED = "specdec_jax/assets/"  # prefix of the paths of bundled checkpoints
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-  """Setting of a measurement: two records with equal settings are repeats.
+  """Setting of a measurement. Two records with equal settings are repeats.
 
   Attributes:
     task: name of the inputs; None if no name was given.
     target: name of the target M_p.
     draft: name of the draft M_q.
-    target_path: checkpoint of the target, or its name on the Hugging Face Hub; None if it has
-      neither.
-    draft_path: checkpoint of the draft, or its name on the Hugging Face Hub; None if it has
-      neither.
+    target_path: path of the target's checkpoint, or name of the target on the Hugging Face Hub;
+      None if it has neither.
+    draft_path: path of the draft's checkpoint, or name of the draft on the Hugging Face Hub; None
+      if it has neither.
     temperature: sampling temperature; 0 means argmax.
     top_k: number of most probable tokens that can be sampled; 0 means no limit.
     top_p: probability mass of nucleus sampling; 1.0 means no limit.
-    gamma: draft tokens per round (Section 2.3); the depth of a tree.
-    lenience: l of Appendix A.5; 1.0 keeps the target's distribution.
+    gamma: number of draft tokens per round (Section 2.3); for a tree, its depth.
+    lenience: lenience l of Appendix A.5; 1.0 keeps the target's distribution.
     verifier: class name of the verifier in `core.verify`.
     tree: parents of the draft tokens (`trees.Tree`); None for a chain and for a dynamic tree.
-    dynamic_nodes: nodes of a dynamic tree, including the last committed token; None otherwise.
-    beam_nodes: maximal number of nodes in one target forward pass of beam search; None otherwise.
-    beams: beam size; None for sampling and for argmax. For beam search, `tokens_per_round` counts
-      search steps per target forward pass.
-    draft_beams: beam size of the draft.
-    length_penalty: length penalty of the beam scores.
-    batch_size: rows that are decoded together.
+    dynamic_nodes: number of nodes of a dynamic tree, including the last committed token; None for
+      other proposals.
+    beam_nodes: maximum number of nodes in one target forward pass of beam search; None for other
+      proposals.
+    beams: number of beams; None without beam search. For beam search, `tokens_per_round` is the
+      number of search steps per target forward pass.
+    draft_beams: number of beams of the draft.
+    length_penalty: exponent of the length penalty of beam search.
+    batch_size: number of rows that are decoded together.
     baseline: implementation of autoregressive decoding that the speedup is relative to: own (this
       package), t5x, hf, ...
     acceptance: "measured" with a real draft, or "simulated".
     platform: cpu, gpu or tpu.
     device_kind: name of the device in JAX.
-    processor: processor of the host with its widest vector extension. On a CPU this is the device.
-    cores: CPU cores of the host.
-    threads: CPU threads that compute.
-    num_devices: devices across which the target's parameters are sharded.
+    processor: processor of the host, with its widest vector extension. If the platform is cpu, this
+      is the device.
+    cores: number of CPU cores of the host.
+    threads: number of CPU threads that compute.
+    num_devices: number of devices across which the target's parameters are sharded.
     dtype: dtype of the activations.
     kernels: implementation of the matmuls: "xla", or "skinny" for `kernels.skinny` (CPU, layers
       with weights). "skinny+bfloat16" reads weights in bfloat16 and keeps everything else in
       `dtype`.
     seed: seed of the random key.
     num_examples: number of inputs.
-    inputs_sha256: first 12 hexadecimal digits of the SHA-256 of the inputs. Different inputs are
-      a different setting.
+    inputs_sha256: first 12 hexadecimal digits of the SHA-256 of the inputs. Different inputs make a
+      different setting.
     max_new_tokens: limit of each output, in tokens.
   """
 
@@ -130,27 +133,29 @@ class Outputs:
   """Outputs of a measurement, and the acceptance of draft tokens in them.
 
   Attributes:
-    num_tokens: total length of the outputs, in tokens. EOS counts, tokens after it do not.
+    num_tokens: total length of the outputs, in tokens. EOS counts; tokens after EOS do not.
     rounds: number of rounds, each with one target forward pass.
     alpha: E[sum min(p, q)] over text generated by the target (Corollary 6).
     alpha_low: lower end of the 95% confidence interval of alpha.
     alpha_high: upper end of the 95% confidence interval of alpha.
     acceptance_rate: accepted / (accepted + rejected) draft tokens in real rounds.
-    acceptance_by_position: acceptance rate of the first draft token of a round, the second, and so
-      on. Draft tokens that were not verified do not count.
+    acceptance_by_position: acceptance rate at each position in a round, from the first draft token.
+      Draft tokens that were not verified do not count.
     auc: area under the ROC curve of a confidence score that predicts acceptance: the probability
       that the score of an accepted draft token is higher than that of a rejected one.
     beta_lag1: lag-1 autocorrelation of beta = sum min(p, q) along the text.
-    tokens_per_round: acceptance length: tokens emitted per round, n + 1.
-    tokens_per_round_low: lower end of its 95% confidence interval (bootstrap over texts).
-    tokens_per_round_high: upper end of its 95% confidence interval.
-    total_variation: total variation distance between the target's distribution and that of an
-      emitted token, averaged over the text of alpha: the effect of lenience. It is 0 up to rounding
-      at lenience 1.
-    identical: whether the outputs are identical to the baseline's, token for token. For beam
-      search, whether all returned texts are identical and in the same order, except for `ties`.
-    ties: rows of a beam search whose texts have equal scores (to 1e-5) and are in another order
-      than the baseline's.
+    tokens_per_round: acceptance length: mean number of tokens emitted per round.
+    tokens_per_round_low: lower end of the 95% confidence interval of tokens_per_round (bootstrap
+      over texts).
+    tokens_per_round_high: upper end of the 95% confidence interval of tokens_per_round.
+    total_variation: total variation distance between the target's distribution and the distribution
+      of an emitted token, which measures the effect of lenience. It is averaged over the same text
+      as alpha. At lenience 1 it is 0 up to rounding.
+    identical: whether the outputs are identical to the outputs of the baseline, token for token.
+      For beam search, whether all returned texts are identical and in the same order, except for
+      `ties`.
+    ties: number of rows of a beam search whose texts have equal scores (to 1e-5) and a different
+      order than in the baseline.
   """
 
   num_tokens: int | None = None
@@ -172,11 +177,11 @@ class Outputs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timings:
-  """Times, speeds, bytes and operations, and the speedups that they predict.
+  """Measured times, speeds and speedups, bytes, operations, and predicted speedups.
 
   Attributes:
-    target_prefill_ms: time of autoregressive decoding before its first step, once per batch. It is
-      mostly T5's encoder.
+    target_prefill_ms: time of autoregressive decoding before its first step, once per batch. For a
+      T5 it is mostly the time of the encoder.
     draft_prefill_ms: additional time for the draft's prefill, once per batch.
     target_step_ms: time of one step of autoregressive decoding: a target forward pass over one
       token, sampling, and the cache update.
@@ -185,33 +190,34 @@ class Timings:
     verify_ms: time of a target forward pass over gamma + 1 tokens, and of the cache update. It
       includes verification of the draft tokens in records without accept_ms.
     accept_ms: time to compute p from the logits, verify the draft tokens and sample the next token.
-    unaccounted_ms: round_ms - (gamma draft_step_ms + verify_ms + accept_ms): the part of a round
-      in decoding that its parts, timed in isolation, do not explain.
+    unaccounted_ms: round_ms - (gamma draft_step_ms + verify_ms + accept_ms): the part of round_ms
+      that the parts of a round, timed in isolation, do not explain.
     round_ms: mean time of a round in decoding: total time without target_prefill_ms and
       draft_prefill_ms, divided by the number of rounds.
     verify_cost: v = (verify_ms + accept_ms) / target_step_ms.
-    draft_mb: size of the draft's parameters that it does not share with the target, in 1e6 bytes.
+    draft_mb: size of the parameters that the draft does not share with the target, in 1e6 bytes.
     memory_gb_per_s: measured memory bandwidth of the device, in 1e9 bytes per second.
     target_step_mb: bytes of parameters and caches that one step of autoregressive decoding reads,
       in 1e6 bytes.
     draft_step_mb: bytes that one draft step reads, in 1e6 bytes.
     verify_mb: bytes that a target forward pass over gamma + 1 tokens reads, in 1e6 bytes.
-    operations_ratio: c-hat: arithmetic operations of a draft step / of a target step (Section 3.4).
-    operations_factor: arithmetic operations relative to autoregressive decoding, predicted by
-      Theorem 10.
+    operations_ratio: c-hat, the number of arithmetic operations of a draft step, divided by the
+      number of a target step (Section 3.4).
+    operations_factor: number of arithmetic operations relative to autoregressive decoding, as
+      predicted by Theorem 10.
     predicted_theorem8: speedup predicted by Theorem 8, which assumes v = 1. All predictions are
       relative to this package's own autoregressive decoding.
     predicted_measured_cost: speedup predicted with the measured v for infinitely long text.
     predicted_finite_length: speedup predicted with all measured costs, including prefill, for texts
       of the measured lengths (`extended_theory.text_improvement`).
-    baseline_pass_ms: time per target forward pass of the baseline: its total time / its passes.
+    baseline_pass_ms: time per target forward pass of the baseline: total time / number of passes.
     baseline_tokens_per_s: total tokens / total seconds of the baseline.
     speculative_tokens_per_s: total tokens / total seconds of speculative decoding.
-    speedup: total seconds of the baseline / total seconds of speculative decoding, with the median
-      over the repeats of each text.
-    speedup_low: lowest of the ratio over all repeats and the ratios of the single repeats; None if
-      there is only one repeat. Old records do not include the ratio over all repeats.
-    speedup_high: highest of these ratios.
+    speedup: total seconds of the baseline / total seconds of speculative decoding. The time of each
+      text is the median over repeats.
+    speedup_low: minimum of `speedup` and of the speedups in single repeats; None if there is only
+      one repeat. In old records, it is the minimum over single repeats only.
+    speedup_high: maximum over the same values.
   """
 
   target_prefill_ms: float | None = None
@@ -247,7 +253,7 @@ class Quality:
   """Quality of the outputs, compared with references.
 
   Attributes:
-    metric: quality metric: BLEU, ROUGE-1, ROUGE-2 or ROUGE-Lsum.
+    metric: name of the metric: BLEU, ROUGE-1, ROUGE-2 or ROUGE-Lsum.
     quality: score of the outputs against the references, 0 to 100.
     baseline_quality: score of the baseline's outputs.
   """
@@ -264,7 +270,7 @@ class Provenance:
   Attributes:
     jax_version: version of JAX.
     specdec_version: version of this package.
-    commit: commit of the checkout, followed by '+' if files have changed since.
+    commit: commit of the checkout, followed by '+' if files differ from the commit.
     date: start of the run, in UTC.
     seconds: duration of the whole measurement.
   """
@@ -280,7 +286,8 @@ class Provenance:
 class Record(Setting, Outputs, Timings, Quality, Provenance):
   """A setting and its measurements. Fields that were not measured are None.
 
-  The fields are those of the base classes. In a file each base class is an object of its own.
+  The fields are those of the base classes. In a file, the fields of each base class are a separate
+  JSON object.
 
   Attributes:
     schema: schema number of this record.
@@ -300,7 +307,7 @@ class Record(Setting, Outputs, Timings, Quality, Provenance):
 
   @property
   def subject(self) -> str:
-    """Title of the measurement: the task, or the models if no task was given."""
+    """Title of the measurement: the task, or the names of the models if no task was given."""
     return self.task or f"{self.target_label} with {self.draft_label}"
 
   @property
@@ -317,7 +324,7 @@ class Record(Setting, Outputs, Timings, Quality, Provenance):
 
   @property
   def speedup_range(self) -> tuple[float, float] | None:
-    """Lowest and highest speedup of the repeats, including `speedup`; None for a single repeat."""
+    """Lowest and highest speedup, over single repeats and all repeats; None for a single repeat."""
     if self.speedup is None or self.speedup_low is None or self.speedup_high is None:
       return None
     if self.speedup_low == self.speedup_high:
@@ -326,7 +333,7 @@ class Record(Setting, Outputs, Timings, Quality, Provenance):
 
   @property
   def device(self) -> str:
-    """Description of the device: on a CPU the processor, its cores and the threads used."""
+    """Description of the device; for a CPU, the processor, its cores and the threads in use."""
     if self.platform != "cpu" or self.processor is None:
       return self.device_kind + (f" x {self.num_devices}" if self.num_devices > 1 else "")
     threads = "" if self.threads == self.cores else f", threads: {self.threads}"
@@ -345,7 +352,7 @@ def key(record: Record) -> tuple:
 
 
 def _key_value(value: Any) -> Any:
-  """Return a hashable value. Bundled paths become None, because old records lack them."""
+  """Return a hashable form of a setting; None for bundled paths, which old records lack."""
   if isinstance(value, str) and value.startswith(BUNDLED):
     return None
   return tuple(value) if isinstance(value, list) else value
@@ -414,7 +421,7 @@ def read(path: str | os.PathLike) -> list[Record]:
 
 
 def missing(path: str | os.PathLike, settings: Iterable[Record]) -> list[Record]:
-  """Return the settings (records without measurements) that the file does not have yet."""
+  """Return the settings (records without measurements) for which a file has no record yet."""
   done = {key(record) for record in read(path)} if os.path.exists(path) else set()
   return [setting for setting in settings if key(setting) not in done]
 
@@ -481,7 +488,7 @@ def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_object(line: bytes) -> dict[str, Any] | None:
-  """Parse a line as a JSON object; return None if it is not one or holds a non-finite number."""
+  """Parse a line as a JSON object; return None if it is not one, or has a non-finite number."""
   try:
     values = json.loads(line, parse_int=_finite, parse_float=_finite, parse_constant=_finite)
   except (ValueError, RecursionError):  # RecursionError: brackets nested a thousand deep
@@ -498,7 +505,7 @@ def _finite(text: str) -> int | float:
 
 @contextlib.contextmanager
 def _locked(path: str | os.PathLike) -> Iterator[int]:
-  """Open the file for appending, and hold an exclusive lock on it."""
+  """Open a file for appending, and hold an exclusive lock on it in the context."""
   fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
   try:
     fcntl.flock(fd, fcntl.LOCK_EX)
@@ -508,7 +515,7 @@ def _locked(path: str | os.PathLike) -> Iterator[int]:
 
 
 def _drop_torn_line(fd: int, path) -> int:
-  """Truncate the file after its last complete line, and return the resulting size in bytes."""
+  """Truncate a file after its last complete line, and return the resulting size in bytes."""
   size = os.fstat(fd).st_size
   if not size or os.pread(fd, 1, size - 1) == b"\n":
     return size

@@ -1,7 +1,7 @@
 """Command line: `specdec quickstart`, or `python -m specdec_jax.run --gin_file=gin/quickstart.gin`.
 
 This is the only module that parses flags or gin files. A gin file binds the experiment to run and
-its arguments:
+the arguments of the experiment:
 
     from __gin__ import dynamic_registration
     from specdec_jax import run
@@ -10,8 +10,8 @@ its arguments:
     run.run.experiment = @quickstart.quickstart
     quickstart.quickstart.gammas = (3, 5)
 
-This module does not import jax. Modules that gin files name do, so that a mistyped flag is reported
-without delay.
+This module does not import jax, so that a mistyped flag is reported without delay. The modules that
+gin files name import it.
 """
 
 import difflib
@@ -54,7 +54,7 @@ complete -o filenames -F _specdec specdec
 
 
 def run(experiment: Callable[[], object]) -> None:
-  """Call `experiment` once. Gin files bind it: `run.run.experiment = @module.function`.
+  """Call `experiment` once. Gin files bind this argument: `run.run.experiment = @module.function`.
 
   Raises:
     InputError: `experiment` is not a function.
@@ -77,8 +77,8 @@ def main(argv: Sequence[str]) -> int:
 
   Returns:
     Exit status: 0 for success; 2 for invalid input, with a one-line error on stderr; 130 after
-    SIGINT, 143 after SIGTERM (`interrupt`); 141 if the reader of standard output has closed it. An
-    exception that is a bug is raised.
+    SIGINT, 143 after SIGTERM (`interrupt`); 141 if the reader of standard output has closed it. Any
+    other exception is a bug and is raised.
   """
   try:
     _fill_closed_streams()
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _announce(files: Sequence[str]) -> None:
-  """Print on standard error what a run that measures does, before its models are loaded."""
+  """If a run measures, print on standard error what it does, before its models are loaded."""
   for name, path in gin_files.runs().items():
     if str(path) in files and gin_files.measures(name):
       message = f"{name}: {gin_files.summary(path)}. Loading the models."
@@ -132,7 +132,7 @@ def _fill_closed_streams() -> None:
   Otherwise a file that is opened later could get the descriptor of a standard stream.
 
   Raises:
-    InputError: standard output is closed, so that output would be lost.
+    InputError: standard output is closed, so the output would be lost.
   """
   while (lowest := os.open(os.devnull, os.O_RDWR)) <= 2:
     pass
@@ -177,7 +177,7 @@ def _parse_flags(argv: Sequence[str]) -> flags.FlagValues:
 
 
 def _help(options: flags.FlagValues) -> str:
-  """Return the help of the given runs, or the list of all runs, and the flags."""
+  """Return the help of the given runs; if no run is given, return a list of all runs and flags."""
   usage = "usage: specdec NAME [flags], or python -m specdec_jax.run --gin_file=FILE [flags]"
   if options.gin_file:
     return f"{usage}\n\n{run_settings.help_text(options.gin_file)}"
@@ -193,7 +193,7 @@ def parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Seque
 
   Args:
     files: gin files, in this order.
-    bindings: bindings 'name = value', which override those of the files.
+    bindings: bindings 'name = value', which override the bindings in the files.
     search_paths: folders to search for gin files.
 
   Raises:
@@ -250,7 +250,7 @@ def _is_macro(name: str) -> bool:
 
 
 def _check_macros(new_macros: set[str], config) -> None:
-  """Raise InputError unless every macro in `new_macros`, which only flags set, is used.
+  """Raise InputError unless every macro that only flags set (`new_macros`) is used.
 
   gin itself checks that every macro that is used has a value.
   """

@@ -1,7 +1,8 @@
-"""Settings of a run, read from its gin files: for its help, and for flags such as `--gamma 5`.
+"""Settings of a run, read from its gin files for help texts and for flags such as `--gamma 5`.
 
-A setting is a macro of the gin file or of a file that it includes. Its meaning is the docstring of
-the argument that it is bound to. Nothing is imported, so help is printed without delay.
+A setting is a macro in the gin file of the run or in a file that it includes. The meaning of a
+setting is the docstring of the argument that the macro is bound to. No module is imported for this,
+so help is printed without delay.
 """
 
 import ast
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from specdec_jax import gin_files
 from specdec_jax.errors import InputError
 
-CHECKPOINTS = "gin/models/checkpoints.gin"  # read if --target or another of its flags is given
+CHECKPOINTS = "gin/models/checkpoints.gin"  # read if one of its flags, such as --target, is given
 SWITCHES = ("debug", "nodebug", "help", "h", "version", "completion")  # flags without a value
 _MACRO = re.compile(r"^(?:\w+/)?([A-Z][A-Z0-9_]*)\s*=\s*(.*)")
 _INCLUDE = re.compile(r"^include\s+['\"](.+)['\"]")
@@ -27,12 +28,12 @@ _ARGUMENT = re.compile(r"^ {2}(\*{0,2}\w+): (.*(?:\n {4}.*)*)", re.MULTILINE)
 
 
 class Setting(NamedTuple):
-  """A macro of a run.
+  """Setting of a run: a macro of its gin files.
 
   Attributes:
     name: name of the macro, such as NUM_TEXTS.
-    default: its value in the gin file, as text, with the comment there.
-    meaning: description from the docstring of the argument; '' if there is none.
+    default: value and comment of the macro in the gin file, as text.
+    meaning: description of the argument that the macro is bound to; '' if there is none.
   """
 
   name: str
@@ -45,7 +46,7 @@ class Setting(NamedTuple):
 
 
 def settings(files: Iterable[str]) -> dict[str, Setting]:
-  """Return the settings of gin files and of the files that they include, by macro."""
+  """Return the settings in gin files and in the files that they include, by name of the macro."""
   found: dict[str, Setting] = {}
   for path in _included(files):
     found |= _settings_of(path.read_text(encoding="utf-8", errors="replace"))
@@ -53,7 +54,7 @@ def settings(files: Iterable[str]) -> dict[str, Setting]:
 
 
 def _included(files: Iterable[str]) -> Iterator[pathlib.Path]:
-  """Yield the files that exist and those that they include, each one once, included ones first."""
+  """Yield each existing file once, after the files that it includes."""
   seen: set[pathlib.Path] = set()
 
   def visit(name: str) -> Iterator[pathlib.Path]:
@@ -90,7 +91,10 @@ def _settings_of(source: str) -> dict[str, Setting]:
 
 
 def _continued(lines: Sequence[str], number: int, value: str) -> str:
-  """Return a value with its continuation lines, which are indented or close a bracket."""
+  """Return a value that starts in one line, with the lines that continue it.
+
+  A continuation line is indented or closes a bracket.
+  """
   for line in lines[number + 1 :]:
     if not re.match(r"^(\s+\S|[\])}])", line):
       break
@@ -99,7 +103,7 @@ def _continued(lines: Sequence[str], number: int, value: str) -> str:
 
 
 def _argument(module: str, function: str, name: str) -> str:
-  """Return the first sentence about an argument in the docstring of a function or class."""
+  """Return the first sentence of the description of an argument of a function or class."""
   path = gin_files.PACKAGE.joinpath(*module.split(".")[1:])
   candidates = [path.with_suffix(".py")]
   if path.is_dir():
@@ -117,10 +121,10 @@ def _argument(module: str, function: str, name: str) -> str:
 
 
 def flags_to_bindings(arguments: Sequence[str], known: set[str]) -> list[str]:
-  """Replace flags that name a setting of the run by bindings of its macro.
+  """Replace each flag that names a setting of the run by a binding of the setting's macro.
 
-  `--num_texts 5`, `--num-texts=5` and `--gin.NUM_TEXTS=5` are equivalent. A value that is not a
-  number, None, True, False or another Python or gin expression is taken as text.
+  `--num_texts 5`, `--num-texts=5` and `--gin.NUM_TEXTS=5` are equivalent. A value is taken as text
+  unless it is a Python or gin expression, such as a number, None, True or False.
 
   Args:
     arguments: arguments of the command line, without the name of the program.
@@ -159,7 +163,7 @@ def flags_to_bindings(arguments: Sequence[str], known: set[str]) -> list[str]:
 
 
 def _files(arguments: Sequence[str]) -> list[str]:
-  """Return the gin files that the arguments name: runs, and values of --gin_file."""
+  """Return the gin files that arguments name: those of runs, and the values of --gin_file."""
   files, flag = [], ""  # the flag whose value is the next argument
   for argument in arguments:
     if argument.startswith("-"):
@@ -177,7 +181,7 @@ def _files(arguments: Sequence[str]) -> list[str]:
 
 
 def _bound(argument: str) -> str:
-  """Return --gin.NAME=VALUE as a flag of gin_bindings."""
+  """Return the flag --gin_bindings that is equivalent to --gin.NAME=VALUE."""
   name, equals, value = argument.removeprefix("--gin.").partition("=")
   if not (name and equals):
     raise InputError(f"{argument} has no value; write --gin.NAME=VALUE.")
@@ -185,7 +189,7 @@ def _bound(argument: str) -> str:
 
 
 def gin_value(text: str) -> str:
-  """Return the gin expression for a value: itself if it is one, otherwise a quoted string."""
+  """Return `text` unchanged if it is a gin expression, otherwise return it as a quoted string."""
   if text[:1] in tuple("@%([{'\""):
     return text
   try:
@@ -207,7 +211,7 @@ def _unknown_flag(
 
 
 def files_with(macro: str) -> list[str]:
-  """Return gin files of the project that define a macro, relative to its folder."""
+  """Return the gin files of the project that define a macro, as paths relative to the project."""
   found = []
   for path in sorted(gin_files.HOME.glob("gin/**/*.gin")):
     if macro in _settings_of(path.read_text(encoding="utf-8")):
@@ -216,7 +220,7 @@ def files_with(macro: str) -> list[str]:
 
 
 def help_text(files: Sequence[str], width: int = 100) -> str:
-  """Return the help of a run: the comment at the top of its file, and its settings."""
+  """Return the help text of a run: the comment at the top of its gin file, and its settings."""
   head = "\n".join(gin_files.header(pathlib.Path(path)) for path in files)
   wide = max((len(each.flag) for each in settings(files).values()), default=0) + 4
   lines = [head, "", "Settings, as --name VALUE or --gin.NAME=VALUE:"]

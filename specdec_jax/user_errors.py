@@ -1,4 +1,4 @@
-"""One-line messages for errors that the user can correct, including errors of gin."""
+"""One-line messages for errors that the user can correct, including errors that gin raises."""
 
 import argparse
 import errno
@@ -19,7 +19,7 @@ _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSET = r"has no value; set it with --gin.\1=VALUE"
 _QUOTES = """a string needs quotes of its own, as in '"text"'"""
 
-# Patterns of gin's messages and the shorter messages that replace them.
+# Patterns of gin's messages, and the shorter messages that replace them.
 _GIN_MESSAGES = (
   (r"Unable to open file: (.*)\. Searched .*\['', (.*)\]\.", r"no gin file '\1' here or in \2"),
   (r"Unable to open file: (.*)\. Searched .*", r"no gin file '\1'"),
@@ -38,7 +38,7 @@ _GIN_MESSAGES = (
 
 
 class ArgumentParser(argparse.ArgumentParser):
-  """Parser without abbreviated options, whose errors are one line, without the usage."""
+  """Argument parser that accepts no abbreviated options, and prints only one line for an error."""
 
   def __init__(self, description: str):
     super().__init__(description=description, allow_abbrev=False)
@@ -81,7 +81,7 @@ def format_error(error: BaseException) -> str | None:
 
 
 def _format_os_error(error: OSError) -> str:
-  # `atomic_files` adds the name of a file that is written, so no name means standard output.
+  # `atomic_files` adds the name of the file being written, so no name means standard output.
   name = "standard output" if error.filename is None else f"'{error.filename}'"
   is_full = error.errno in _DISK_FULL_ERRNOS
   advice = "; free some space there, or write to another place" if is_full else ""
@@ -92,7 +92,7 @@ def _format_platform_error(text: str) -> str:
   """Return the message for a platform in JAX_PLATFORMS that jax cannot use.
 
   Args:
-    text: jax's message; empty for some platforms.
+    text: message of jax's error; it is empty for some platforms.
   """
   platforms = os.environ.get("JAX_PLATFORMS", "")
   reason = re.sub(r"\s*\(set JAX_PLATFORMS.*", "", " ".join(text.split())).rstrip(".")
@@ -116,7 +116,7 @@ def _raised_in_gin(error: BaseException) -> bool:
 
 
 def _format_gin_error(text: str) -> str:
-  """Return gin's message, shortened, followed by the place that it names."""
+  """Return a shortened message of gin, followed by the place in a file that it refers to."""
   message = re.split(r"\n\s*(?:In |No values)", text, maxsplit=1)[0]
   place = ""
   if file := re.search(r"""In file ["'](.*?)["'], line (\d+)\s*(.*)""", text):
@@ -128,7 +128,7 @@ def _format_gin_error(text: str) -> str:
 
 
 def simplify_gin_message(message: str) -> str:
-  """Return a message of gin's on one line, shortened to the part that helps the user."""
+  """Return a message of gin in one line, shortened to the part that helps the user."""
   message = " ".join(message.split())
   for pattern, replacement in _GIN_MESSAGES:
     if re.fullmatch(pattern, message):

@@ -1,4 +1,4 @@
-"""Base classes of models and drafts that change some methods of another.
+"""Base classes of models and drafts that wrap a model or draft and change some of its methods.
 
 Axis letters as in `core.types`.
 """
@@ -15,7 +15,7 @@ from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
 
 @dataclasses.dataclass(frozen=True)
 class WrappedModel:
-  """Base class of a model that changes some methods of another.
+  """Base class of a model that wraps a model and changes some of its methods.
 
   Attributes:
     model: the wrapped model.
@@ -61,7 +61,7 @@ class WrappedModel:
 
 @dataclasses.dataclass(frozen=True)
 class WrappedDraft(Draft):
-  """Base class of a draft that changes some methods of another draft and shares its state.
+  """Base class of a draft that wraps a draft, shares its state and changes some of its methods.
 
   Attributes:
     draft: the wrapped draft.

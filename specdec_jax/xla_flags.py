@@ -1,4 +1,4 @@
-"""XLA flags: disabling XLA's YNN kernels, and finding flags that XLA rejects.
+"""Functions for XLA flags: disable XLA's YNN kernels, and find flags that XLA rejects.
 
 YNN kernels are enabled by default in jaxlib 0.10 to 0.12. On a CPU they may return wrong results or
 crash: see jax issues 39103 (silently wrong results), 39257 and 40412 (crashes and hangs).
@@ -13,15 +13,15 @@ import warnings
 from typing import Any
 
 YNN_FLAG = "--xla_cpu_experimental_ynn_fusion_type="  # the empty value enables no YNN fusion
-# Versions of jaxlib that know YNN_FLAG. XLA aborts the process at an unknown flag.
+# Versions of jaxlib that know YNN_FLAG. XLA aborts the process if a flag is unknown.
 _VERSIONS = "0.10.", "0.11.", "0.12."
 
 
 def disable_ynn() -> None:
   """Add YNN_FLAG to XLA_FLAGS, unless the user has set that flag to any value.
 
-  XLA reads XLA_FLAGS once, when jax is first used. If jax has been used already, or if XLA_FLAGS
-  names a file of flags, the flag cannot be added, and a warning says what to do.
+  XLA reads XLA_FLAGS once, when jax is first used. If jax has already been used, or if XLA_FLAGS
+  names a file of flags, the flag cannot be added. A warning then says what to do.
   """
   flags = os.environ.get("XLA_FLAGS", "").strip()
   try:
@@ -46,9 +46,9 @@ def disable_ynn() -> None:
 
 
 def rejection_message(flags: str) -> str:
-  """Return XLA's error message if it rejects `flags` in XLA_FLAGS, or an empty string.
+  """Return XLA's error message if XLA rejects `flags` in XLA_FLAGS, otherwise an empty string.
 
-  XLA aborts a process with flags that it rejects, so a subprocess tries them. It takes 0.3 seconds.
+  XLA aborts a process whose flags it rejects, so a subprocess tries them, which takes 0.3 seconds.
   """
   process = subprocess.run(
     [sys.executable, "-c", "from jaxlib import xla_client; xla_client.make_cpu_client()"],

@@ -1,10 +1,11 @@
 """Configuration of the tests.
 
-Tests always run on the CPU, because their tolerances are those of its float32. Their programs run
-only briefly, so they are compiled without LLVM's optimizations and with one thread per worker, in a
-third of the time. SPECDEC_XLA_FLAGS='' compiles them as in a normal run. Workers share a
-compilation cache. Garbage collection is rare because tracing creates millions of objects, few of
-them in cycles. Programs do not record source locations, which saves an eighth of the time.
+Tests always run on the CPU, because their tolerances are those of float32 on a CPU. The programs of
+the tests run only briefly, so they are compiled without LLVM's optimizations and with one thread
+per worker, in a third of the time. SPECDEC_XLA_FLAGS='' compiles programs as in a normal run.
+Workers share a compilation cache. Garbage collection runs rarely, because tracing creates millions
+of objects, few of which are in reference cycles. Programs do not record source locations, which
+saves an eighth of the time.
 """
 
 import gc
@@ -60,7 +61,7 @@ def compiled_programs_are_kept():
 
 @pytest.fixture
 def unchecked(monkeypatch):
-  """Turn off the checks of signatures, in tests of arguments that the library rejects itself."""
+  """Turn off jaxtyping's checks in tests of arguments that the library itself rejects."""
   monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 

@@ -3,7 +3,7 @@
   python tests/partitioned.py NUM_DEVICES               # in this process alone
   python tests/partitioned.py NUM_DEVICES PORT PROCESS  # as one of two processes
 
-The last line of its output is JSON. See `main`.
+The last line of the script's output is JSON; see `main`.
 """
 
 import functools
@@ -88,7 +88,7 @@ def decode(pair: LoadedPair, tree: Tree, temperature: float) -> dict:
   Returns:
     decoded: The result, as lists.
     caches: Shapes [B, H] of the shards of caches [B, H, T, D] in the program.
-    messages: Number of collective instructions, and of collectives executed in one round.
+    messages: Number of collective instructions, and number of collectives executed in one round.
   """
   sampling = Sampling(temperature)
   texts = np.pad(tiny.sources(CONFIGS["t5"], 0, BATCH), ((0, 0), (0, 1)))
@@ -119,7 +119,7 @@ def shard_shapes(params) -> dict:
 
 
 def trained(model_parallel: int) -> dict:
-  """Train an EAGLE head for four steps of 8 texts; return its metrics and its shard shapes."""
+  """Train an EAGLE head for four steps of 8 texts; return its metrics and shapes of its shards."""
   rng, target = np.random.default_rng(2), CONFIGS["t5"]
   params = tiny_pair.random_params(target, 0)
   texts = rng.integers(2, 16, (2, 16, 8)).tolist()
@@ -146,9 +146,9 @@ def _devices() -> list[jax.Device]:
 def main(port: str = "", process: str = "") -> None:
   """Print results as JSON.
 
-  A key such as "t5 4" names the model family and the size of the mesh's model axis. Its value holds
-  the result of `decode` for each run and the shard shapes of both models. One process alone also
-  prints the result of `trained(4)` as "trained 4".
+  A key such as "t5 4" names the model family and the size of the mesh's model axis. The value of
+  this key holds the result of `decode` for each run and the shard shapes of both models. A single
+  process also prints the result of `trained(4)` as "trained 4".
   """
   runs = {("t5", 1): ("tree",), ("t5", 4): ("tree",), ("t5", 2): ()}
   runs |= {("gpt", 1): ("chain",), ("gpt", 4): ("chain",), ("gpt", 8): ("chain",)}

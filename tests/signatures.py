@@ -10,7 +10,7 @@ SELF_CHECKED = {"__init__", "from_paths"}
 
 
 def checked(function: Callable) -> Callable:
-  """Return the function with a check of its arguments and its result at every call."""
+  """Wrap a function so that its arguments and its result are checked at every call."""
   if getattr(function, "__name__", None) in SELF_CHECKED:
     return function
   try:

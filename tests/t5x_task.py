@@ -1,4 +1,4 @@
-"""A task of a few lines of bytes for t5x's own infer.py; importing this module registers it."""
+"""Task of a few lines of bytes for t5x's own infer.py, registered by importing this module."""
 
 import seqio
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""The run of Table 3: alpha of several drafts on one target's text, resumed, and its table."""
+"""Test the run of Table 3: alpha of several drafts on one target's text, resumption, and table."""
 
 import pytest
 import tiny_pair

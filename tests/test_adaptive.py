@@ -1,4 +1,4 @@
-"""Test adaptive gamma: it leaves the distribution of the output unchanged and follows alpha."""
+"""Test that adaptive gamma leaves the distribution of the output unchanged and follows alpha."""
 
 import functools
 
@@ -59,7 +59,7 @@ def decode(drafts, draft_params, costs=COSTS, prior=(0.5, 0.5), eos_id=EOS):
 
 
 def script(right):
-  """Return guesses by position in the text that equal the target's tokens where `right`."""
+  """Return guesses, by position in the text, that equal the target's tokens where `right`."""
   target_tokens = np.asarray(autoregressive(-1).tokens)
   guesses = np.where(right, target_tokens, (target_tokens + 1) % V)
   return jnp.pad(jnp.asarray(guesses), ((0, 0), (1, 0)))  # position 0 has the start token
@@ -156,7 +156,7 @@ def test_samples_have_the_targets_distribution():
 
 
 def test_selecting_a_round_by_its_outcome_is_detected(monkeypatch):
-  """A fault: the round that emits most tokens is selected from 16 independent rounds."""
+  """As a fault, the round that emits the most tokens is selected from 16 independent rounds."""
 
   class Luckiest(Decoder):
     def round(self, params, state):

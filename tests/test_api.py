@@ -1,4 +1,4 @@
-"""`import specdec_jax`, as a user's program uses it."""
+"""Test the public interface of `specdec_jax`, as a user's program uses it."""
 
 import inspect
 import json
@@ -40,7 +40,7 @@ def test_import_loads_neither_jax_nor_tensorflow():
 
 
 def test_loading_a_pair_enables_the_compilation_cache(tmp_path, monkeypatch):
-  """Runs in a subprocess, since the settings of jax apply to a whole process."""
+  """The test runs in a subprocess, because the settings of jax apply to a whole process."""
   paths = [str(tiny_pair.folder() / name) for name in ("target", "near", "vocabulary.model")]
   code = (
     "import sys, jax, specdec_jax; pair = specdec_jax.load_pair(*sys.argv[1:], dtype='auto'); "
@@ -168,7 +168,7 @@ def test_repr_of_a_pair_is_one_line():
 
 
 def test_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
-  """Uses random weights, which compile faster; `test_embedded.py` tests the bundled pair."""
+  """A pair with random weights compiles faster; `test_embedded.py` tests the bundled pair."""
   monkeypatch.setattr(api, "load_pair", own_pair)
   cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]
   namespace = {}

@@ -1,6 +1,7 @@
 """Test atomic writes, locks between runs, and writing to devices, pipes and redirected streams.
 
-No test writes to a device of this machine: run as root, code with a bug would replace it.
+No test writes to a device of this machine, because code with a bug, run as root, would replace the
+device by a file.
 """
 
 import os
@@ -56,7 +57,7 @@ def test_file_is_replaced_when_it_is_complete(exclusive):
 
 @BOTH
 def test_file_is_synced_before_it_replaces_another(exclusive, monkeypatch):
-  """Without the sync, a power failure may leave an empty file under the name of the old one."""
+  """Without the sync, a power failure may leave an empty file under the name of the old file."""
   calls, fsync, replace = [], os.fsync, os.replace
 
   def recorded_fsync(fd):
@@ -165,7 +166,7 @@ def test_terminated_command_leaves_no_files():
 
 
 def test_lock_file_removed_between_open_and_lock_is_opened_again(monkeypatch):
-  """The holder removes its lock file between `open` and `flock`: the locked file has no name."""
+  """The holder removes its lock file between `open` and `flock`, so the locked file has no name."""
   lock_file, num_links = atomic_files.lock_file, []
 
   def lock_after_removal(file, path):
@@ -255,7 +256,7 @@ def test_pipe_is_written_to_directly(exclusive):
 
 @pytest.mark.parametrize("stream", [1, 2])
 def test_file_behind_a_redirected_stream_is_appended_to(stream):
-  """With `>> log`, a write to the log by any of its names keeps what the log contains."""
+  """With `>> log`, a write to the log under any of its names keeps its previous content."""
   pathlib.Path("log").write_text("before\n")
   os.symlink(f"/proc/self/fd/{stream}", "link")
   code = "import sys\nfrom specdec_jax.atomic_files import atomic_write\n"

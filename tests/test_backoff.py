@@ -1,4 +1,4 @@
-"""N-grams with back-off against a plain count of successors, and drafts with a fallback."""
+"""Compare back-off n-grams with a plain count of successors, and test drafts with a fallback."""
 
 from collections import Counter
 
@@ -24,7 +24,7 @@ ROWS = [[*RNG.integers(2, 7, RNG.integers(3, 15)).tolist(), EOS] for _ in range(
 
 
 def by_hand(rows, text, order, rank):
-  """Return the most frequent successors of a text by counting, longest context first; 0 if none."""
+  """Return the most frequent successors of a text by counting, longest context first, or 0."""
   for length in reversed(range(order)):
     context = text[len(text) - length :]
     if len(text) < length:
@@ -42,7 +42,7 @@ def by_hand(rows, text, order, rank):
 
 
 def written(texts) -> Context:
-  """Return a context in which these tokens are committed, after empty prompts."""
+  """Return a context with empty prompts and these committed tokens."""
   fill = jnp.array([[*text, *[9] * (SLOTS - len(text))] for text in texts], jnp.int32)
   return Context(
     jnp.zeros((len(texts), 4), jnp.int32), fill, jnp.array([*map(len, texts)]), None, None
@@ -99,7 +99,8 @@ def test_invalid_files_and_sizes_raise(rows, order, sentence):
 
 
 def test_fallback_uses_the_first_draft_with_a_proposal():
-  """Prompt lookup finds nothing in the first text, whose last token is new; n-grams find it."""
+  """The last token of the first text is new, so n-grams have a proposal but prompt lookup has
+  none."""
   drafts = PromptLookupDraft(7, chain(2), 2), BackoffDraft(chain(2), 2)
   params = (), fit_backoff(ROWS, 2)
   texts = [[0, 2, 3], [0, 4, 5, 6, 4]]

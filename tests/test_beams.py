@@ -1,4 +1,4 @@
-"""Beam search compared with a search written out text by text, and speculative with plain."""
+"""Compare speculative beam search with plain, and plain with a search written out text by text."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ GPT = tiny.gpt_config(layers=1, num_positions=128)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A target, a draft for it, parameters of both, and prompts."""
+  """A target, a draft, the parameters of both, and prompts."""
 
   target: object
   draft: object
@@ -85,9 +85,9 @@ def assert_same(ours: BeamResult, theirs: BeamResult) -> None:
 
 @functools.partial(jax.jit, static_argnames="model")
 def next_log_probs(model, params, prompt, texts):
-  """Return log-probabilities [w, LIMIT, V] of the token at each place of texts [w, LIMIT].
+  """Return log-probabilities [w, LIMIT, V] of every token at each position of texts [w, LIMIT].
 
-  They come from one forward pass over the prompt [P] and each text as a chain.
+  One forward pass runs over the prompt [P] and each text as a chain.
   """
   prompts = jnp.repeat(prompt[None], len(texts), axis=0)
   first, length = model.prompt_tokens(prompts)
@@ -98,7 +98,7 @@ def next_log_probs(model, params, prompt, texts):
 
 
 def reference_search(model, params, prompt, num_beams: int, length_penalty: float = 0.6):
-  """Return texts and scores of one prompt by the rules of t5x, text by text, with lists."""
+  """Search one prompt by the rules of t5x, text by text, with lists; return texts and scores."""
   committed = int(model.prompt_tokens(prompt[None])[1][0])
 
   def divisor(length: int) -> np.float32:
@@ -153,7 +153,7 @@ def chain_draft(model, gamma: int) -> ModelDraft:
 
 
 def encoder_sharing_draft(case: Case, kind: str, gamma: int) -> tuple[ModelDraft, object]:
-  """Return an untrained decoder on the target's encoder, and its parameters."""
+  """Return an untrained decoder that uses the target's encoder, and its parameters."""
   sizes = dict(gamma=2, emb_dim=32, mlp_dim=16, num_layers=1)
   config = speculator_config(case.target.config, kind, **sizes)
   params = init_params(config, jax.random.key(3))
@@ -162,7 +162,7 @@ def encoder_sharing_draft(case: Case, kind: str, gamma: int) -> tuple[ModelDraft
 
 
 def eagle_draft(case: Case) -> tuple[BeamDraft, object]:
-  """Return an untrained layer on the target's hidden states and source, and its parameters."""
+  """Return an untrained EAGLE head on the target's hidden states, and its parameters."""
   config = speculator_config(
     case.target.config, "eagle", gamma=2, emb_dim=8, mlp_dim=16, num_layers=1
   )
@@ -217,7 +217,7 @@ def test_decoder_on_the_targets_encoder_is_a_beam_draft(kind):
 
 
 def test_hidden_states_of_a_conditioned_decoder_move_with_their_beam():
-  """A single beam has the draft tokens of a chain in each round, after some were accepted."""
+  """With a single beam, each round has the draft tokens of a chain, even after acceptances."""
   case, (draft, draft_params) = t5(), encoder_sharing_draft(t5(), "conditioned", 3)
   never, chain_guesses, beam_guesses = 0, [], []
 
@@ -228,7 +228,7 @@ def test_hidden_states_of_a_conditioned_decoder_move_with_their_beam():
       return forest, state
 
   def target_of(*text: int):
-    """Return the target with nearly all probability on this text."""
+    """Return a target that gives nearly all probability to this text."""
 
     def change(model, params, cache, tokens, tree, first):
       logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
@@ -257,7 +257,7 @@ def test_hidden_states_of_a_conditioned_decoder_move_with_their_beam():
 
 
 def test_no_node_is_verified_twice(monkeypatch):
-  """No pass covers the last token of a text again, whether the text was drafted or live."""
+  """No pass covers the last token of a text again, whether it was drafted or of a live sequence."""
   case, (draft, draft_params) = t5(), DRAFTS["twice as wide"](t5())
   params, traced = Params(case.params, draft_params), []
 
@@ -314,7 +314,7 @@ def test_impossible_settings_are_reported():
 
 
 def test_best_texts_come_first_and_missing_texts_are_marked():
-  """Of two texts one ended, none, both. A live sequence does not fill up the finished ones."""
+  """One, none or both of two texts have ended. Live sequences are not added to finished texts."""
   beams = step.Beams(
     tokens=jnp.array([[[3], [4]]] * 3),
     log_probs=jnp.array([[-4.0, -3.0]] * 3),
@@ -379,7 +379,7 @@ def test_sharded_target_finds_the_same_texts():
 
 
 def test_search_ends_at_the_limit_or_when_no_live_text_can_become_better():
-  """As in t5x, all w texts have finished, and the live ones are worse than the worst of them."""
+  """As in t5x, w texts have finished, and all live texts are worse than the worst finished text."""
   beams = step.Beams(
     tokens=None,
     log_probs=jnp.array([[-9.0, -2.0], [-9.0, -2.1], [-9.0, -2.1], [-9.0, -1.0]]),
@@ -396,7 +396,7 @@ def test_search_ends_at_the_limit_or_when_no_live_text_can_become_better():
 
 
 def test_a_block_contains_the_proposed_nodes_that_are_not_verified():
-  """Two beams. One draft token is not proposed, one is verified already, one has no room."""
+  """Of the draft tokens, one is not proposed, one is already verified, and one has no room."""
   last_tokens, one = jnp.array([[2, 3]]), jnp.array([4])
   context = forest.BeamContext(
     prompt=None,
@@ -429,7 +429,7 @@ def test_a_block_contains_the_proposed_nodes_that_are_not_verified():
 
 
 def test_unverified_nodes_have_no_children_and_no_scores_and_are_not_cached():
-  """Two roots, 0 and 2; entry 1 follows 0, entry 3 follows 1. -1 means no entry, not the last."""
+  """Entries 0 and 2 are roots, 1 follows 0, and 3 follows 1; -1 is no entry, not the last one."""
   nodes = verified.VerifiedNodes(
     tokens=jnp.array([[5, 7, 5, 9]]),
     parents=jnp.array([[-1, 0, -1, 1]]),
@@ -460,7 +460,7 @@ def test_unverified_nodes_have_no_children_and_no_scores_and_are_not_cached():
 
 
 def considers_w_continuations(beams, tokens, log_probs, length_penalty, eos_id):
-  """Considers w continuations instead of 2w; the others are practically impossible."""
+  """Consider only w of the 2w continuations by making the others practically impossible."""
   num_beams = log_probs.shape[1]
   top, _ = jax.lax.top_k(log_probs.reshape(len(log_probs), -1), num_beams)
   log_probs = jnp.where(log_probs >= top[:, -1, None, None], log_probs, -1e6)
@@ -478,21 +478,21 @@ def mixes_up_parents(beams, tokens, log_probs, length_penalty, eos_id):
 
 
 def keeps_scores_of_the_draft(logits, hidden, block, context, depth):
-  """Draft tokens have a score that is not the target's."""
+  """Give draft tokens scores that differ from the target's."""
   new = forest.verified_nodes(logits, hidden, block, context, depth)
   is_guess = (block.nodes >= context.last_tokens.shape[1])[..., None]
   return new._replace(log_probs=new.log_probs + 0.01 * is_guess)
 
 
 def mixes_up_cached_nodes(nodes, last_entries, count, depth):
-  """A cached node has the log-probabilities of another."""
+  """Give a cached node the log-probabilities of a different node."""
   cached, last_entries, old_entries = verified.prune(nodes, last_entries, count, depth)
   cached = cached._replace(log_probs=jnp.roll(cached.log_probs, 1, axis=1))
   return cached, last_entries, old_entries
 
 
 def mixes_up_cache_slots(nodes, last_entries, count, depth):
-  """A cached node has the slot of another."""
+  """Give a cached node the slot of a different node."""
   cached, last_entries, old_entries = verified.prune(nodes, last_entries, count, depth)
   return cached, last_entries, jnp.flip(old_entries, axis=1)
 

@@ -1,4 +1,4 @@
-"""What fell and what held, from given numbers; the file of recorded ratios; what is printed."""
+"""Test which ratios are reported as lower, the file of recorded ratios, and the printed text."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_what_is_further_out_than_the_recorded_runs_differ_has_fallen_or_gained(
 
 @pytest.fixture
 def given(monkeypatch):
-  """Ratios that "measuring" gives, run after run."""
+  """Replace measurements by ratios that a test puts into the returned list, one entry per run."""
   runs = []
   monkeypatch.setattr(benchmarking, "ratios", lambda pair, sentences: runs.pop(0))
   return runs

@@ -1,4 +1,4 @@
-"""gamma and tree = 'auto': prediction for batches, choice, and the runs that use it."""
+"""Test gamma and tree = 'auto': predictions for batches, the choice, and runs with the choice."""
 
 import dataclasses
 import functools
@@ -40,8 +40,8 @@ LENGTHS = [[17], [12], [30]]
 
 
 def costs(c=0.05, v_slope=0.03, fixed=0.1, start=2.0):
-  """Return costs at gamma 3 and 10: drafting costs `fixed` plus c per token; v is 1 plus v_slope
-  per token."""
+  """Return costs at gamma 3 and 10: drafting takes `fixed` + c gamma, and v is 1 + v_slope
+  gamma."""
   return {
     g: Costs(1e-3, 1e-3 * (c + fixed / g), 9e-4, 1e-4 + 1e-3 * v_slope * g, 1e-3 * start, 5e-4)
     for g in (3, 10)
@@ -131,7 +131,7 @@ def test_explanation_of_the_choice():
 
 @pytest.mark.parametrize("tried, chosen", [(1.04, True), (0.97, False)])
 def test_small_predicted_gain_is_confirmed_by_a_trial(monkeypatch, tried, chosen):
-  """Times are simulated: speculation takes 1 / `tried` of the time, and is predicted to save 8%."""
+  """In simulated times, speculation is `tried` times as fast, and its predicted speedup is 1.08."""
   small = choose(0.8, costs(v_slope=0.3), LENGTHS)._replace(gamma=2, speedups=(1.0, 1.05, 1.08))
   monkeypatch.setattr(calibrate, "choose", lambda *args: small)
   monkeypatch.setattr(calibrate, "round_calls", lambda *args: [])
@@ -151,8 +151,7 @@ def test_small_predicted_gain_is_confirmed_by_a_trial(monkeypatch, tried, chosen
 
 
 def tree_costs(level, guess, row, start=0.0):
-  """Return costs at 4, 16 and 64 nodes: per level and per draft token of drafting, and per row of
-  verification."""
+  """Return costs at 4, 16 and 64 nodes, given those of a drafted level, a draft token and a row."""
   trees = [branching(3), branching(3, 2, 1), Tree([0] * 20 + [1] * 43)]
   return {
     tree: Costs(
@@ -182,8 +181,7 @@ def test_rates_of_a_tree_are_the_acceptance_rates_of_its_levels():
 
 
 def test_rounds_with_different_rates_by_hand():
-  """For 3 tokens and rates 1/2 and 1, a round emits 1 or 3 tokens: 1 round, or 2 tokens remain, for
-  which it is 1 or 2."""
+  """With rates 1/2 and 1, a round emits 1 or 3 tokens, so 3 tokens take 1, 2 or 3 rounds."""
   assert expected_rounds([0.5, 1.0], 2, 3) == pytest.approx(0.5 + 0.5 * (1 + 0.5 * 1 + 0.5 * 2))
 
 
@@ -191,8 +189,7 @@ def test_rounds_with_different_rates_by_hand():
   "level, tree, speedup", [(0.1, (0, 0, 1), 2 / 1.2), (0.5, (0, 0), 1.75 / 1.5)]
 )
 def test_expensive_levels_make_a_shallow_tree(monkeypatch, level, tree, speedup):
-  """Rank 0 is accepted with probability 1/2 and rank 1 with 1/4: two children give 1.75 tokens, and
-  one more child of the first gives 2."""
+  """With rates 1/2 and 1/4 of ranks 0 and 1, two children give 1.75 tokens, and a grandchild 2."""
   monkeypatch.setattr(choice, "NODES", (4,))
   monkeypatch.setattr(choice, "DEPTH", 2)
   found = choose_tree([0.5, 0.25], tree_costs(level, 0.0, 0.0), LONG)
@@ -205,8 +202,8 @@ RANKS = [0.8, 0.1, 0.04]
 
 
 def test_wide_tree_is_faster_than_a_chain_only_if_rows_are_cheap():
-  """By hand, with a level of 0.05 and free rows, a chain emits 4.33 tokens in 1.4 steps at gamma 8;
-  with rows of 0.2 steps, 2.952 tokens in 1.75 steps at gamma 3."""
+  """If a level costs 0.05 steps and rows are free, a chain with gamma 8 emits 4.33 tokens in 1.4
+  steps. If a row costs 0.2 steps, a chain with gamma 3 emits 2.952 tokens in 1.75 steps."""
   flat = choose_tree(RANKS, tree_costs(0.05, 0.0, 0.0), LONG)
   plain = choose(RANKS[0], costs(c=0.05, v_slope=0.0, fixed=0.0, start=0.0), LONG)
   assert flat.tree.num_nodes == 64 and flat.tree.width > 1
@@ -220,7 +217,7 @@ def test_wide_tree_is_faster_than_a_chain_only_if_rows_are_cheap():
 
 
 def test_costs_of_trees_are_interpolated():
-  """This includes short texts, for which the prefill matters."""
+  """The texts include short ones, for which the prefill matters."""
   found = choose_tree(RANKS, tree_costs(0.05, 0.002, 0.01, start=2.0), LENGTHS)
   n, depth = found.tree.num_nodes, found.tree.depth
   assert found.drafting == pytest.approx(0.05 * depth + 0.002 * (n - 1))
@@ -435,8 +432,9 @@ def test_given_tree_has_the_output_of_autoregressive_decoding(tmp_path):
 
 
 def test_auto_chooses_and_tries_a_tree(tmp_path, monkeypatch, capsys):
-  """Times are simulated: drafting and further rows are free, and the tree takes 0.8 of the chain's
-  time. A tree of 128 nodes, more than the model has positions for, is neither timed nor chosen."""
+  """In simulated times, drafting and further rows are free, and the tree takes 0.8 of the chain's
+  time. A tree of 128 nodes, for which the model has too few positions, is neither timed nor
+  chosen."""
   pair = tiny_pair.gpt_pair()
   measured = dict(GAMMAS=(1, 2), TREES=((4, 2), (128, 4)), NUM_TEXTS=2, SURE_GAIN=0.0)
   for module, small in (calibrate, measured), (choice, dict(NODES=(4, 128), DEPTH=2)):
@@ -502,7 +500,7 @@ def test_decoding_times_of_a_text(seed):
 
 
 def test_policies_are_measured(tmp_path, capsys, monkeypatch):
-  """The experiment on the tiny pair, with a given calibration; an oracle knows all rounds."""
+  """The experiment runs on the tiny pair with a given calibration; an oracle knows all rounds."""
   made = choose(0.8, costs(), LENGTHS)
   made = made._replace(gamma=2, c=made.c[:3], v=made.v[:3], speedups=made.speedups[:3])
   calibrated = mock.create_autospec(calibrate.calibrate, return_value=made)

@@ -73,7 +73,7 @@ def write_zarr(folder, config, tree, driver="file"):
 
 
 def write_msgpack(folder, config, tree):
-  """Write an old T5X checkpoint, with all arrays in one file."""
+  """Write a checkpoint of an old version of T5X, with all arrays in one file."""
   folder.mkdir(parents=True)
   saved = {"version": 3, "optimizer": {"target": tree, "state": {"step": 1, "param_states": tree}}}
   (folder / "checkpoint_1").write_bytes(serialization.to_bytes(saved))
@@ -182,7 +182,7 @@ def checkpoint_path(format, version, dtype="float32"):
 
 @pytest.fixture
 def copy_of(tmp_path):
-  """Return a function from a format to the path of a copy of a T5 1.1 checkpoint to modify."""
+  """Return a function that copies a T5 1.1 checkpoint of a given format, to be modified."""
 
   def copy(format):
     path = pathlib.Path(checkpoint_path(format, "1.1"))
@@ -244,7 +244,7 @@ def test_arrays_that_flax_saves_in_chunks(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_slices_of_arrays_are_read(format):
-  """Each of several devices reads such a slice."""
+  """Each of several devices reads one slice of an array."""
   arrays = open_checkpoint(checkpoint_path(format, "1.1")).arrays
   for name in (
     "encoder/layers_1/mlp/wo/kernel",
@@ -284,7 +284,7 @@ WIDE = tiny.config(vocab_size=4096, layers=4, emb_dim=128, mlp_dim=1024)
 
 
 def traced_peak(load):
-  """Return the peak memory of Python and numpy during `load` / the size of what it loaded."""
+  """Return the peak memory of Python and numpy during `load`, divided by the size of the arrays."""
   tracemalloc.start()
   try:
     tree = load()
@@ -314,7 +314,7 @@ def test_peak_memory_shows_a_file_read_as_a_whole(tmp_path):
 
 
 def alive_at_once(checkpoint, load):
-  """Return the largest share of the checkpoint that was in memory at a time during `load`."""
+  """Return the largest share of the checkpoint that was in memory at any time during `load`."""
   alive = peak = total = 0
 
   def watched(array):
@@ -361,7 +361,7 @@ def test_peak_share_shows_all_arrays_read_at_a_time():
 
 
 class Bucket(http.server.BaseHTTPRequestHandler):
-  """The part of Google Cloud Storage that tensorstore uses: objects, byte ranges and lists."""
+  """Server of objects, byte ranges and lists, the part of Google Cloud Storage for tensorstore."""
 
   def do_GET(self):
     url = urllib.parse.urlparse(self.path)
@@ -398,7 +398,7 @@ class Bucket(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def bucket():
-  """Serve a folder of checkpoints through the interface of Google Cloud Storage and return it."""
+  """Serve a folder of checkpoints as Google Cloud Storage does, and return the server."""
   server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
   server.root = tiny_pair.folder()
   threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -450,7 +450,7 @@ def assert_rejected(path, *words, config=GATED):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_model_larger_than_memory_is_rejected_without_reading_it(monkeypatch, format):
-  """Its size is computed from the shapes of its arrays and the dtype to load."""
+  """The size of the model is computed from the shapes of its arrays and the dtype to load."""
   monkeypatch.setattr(stored, "_place", lambda *_: None)  # the check precedes reading
   path, size = checkpoint_path(format, "1.1"), sum(x.size for x in jax.tree.leaves(params(GATED)))
   monkeypatch.setattr(memory, "_device_memory", lambda mesh: 4 * size - 1)

@@ -1,4 +1,4 @@
-"""Test GPT-2 as transformers saves it: parameters, vocabulary, and the logits of PyTorch."""
+"""Test GPT-2 in the format of transformers: parameters, vocabulary, and the logits of PyTorch."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ TEXTS = ["Ein kleines Mädchen spielt.", "日本語 🎉🎉", " two  spaces\n\n
 
 
 def byte_pairs(size=300):
-  """Return a tokenizer like GPT-2's with `size` pieces, followed by the token that ends a text."""
+  """Return a tokenizer like GPT-2's, with `size` pieces and then the token that ends a text."""
   tokenizer = Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = decoders.ByteLevel()

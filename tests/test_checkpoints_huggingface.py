@@ -26,7 +26,7 @@ BATCH, LENGTH = 3, 40
 
 
 def saved(version, folder, shape, own_logits, **how):
-  """Save a T5 with random weights by transformers and return its PyTorch model."""
+  """Save a T5 with random weights with transformers, and return its PyTorch model."""
   kind = "MT5" if version.startswith("mt5") else "T5"
   config = getattr(transformers, f"{kind}Config")(
     vocab_size=shape.table_size,
@@ -76,7 +76,7 @@ def assert_same_logits(model, folder):
 @pytest.mark.parametrize("own_logits", [False, True], ids=["table", "lm_head"])
 @pytest.mark.parametrize("version", KINDS)
 def test_logits_of_every_version_with_tied_and_untied_logits(tmp_path, version, own_logits):
-  """The installed transformers writes the files: run with versions 4 and 5 after a change."""
+  """The installed transformers writes the files, so test with versions 4 and 5 after a change."""
   shape = tiny.config(vocab_size=384 if version == "byt5" else 128)
   assert_same_logits(saved(version, tmp_path, shape, own_logits), tmp_path)
 

@@ -116,7 +116,7 @@ def test_logits_of_files_of_each_version(folder, kind):
 
 
 def test_missing_matrix_of_logits_is_reported(folder):
-  """The logits are untied, and this version does not use the table for them."""
+  """The logits are untied, and this transformers version does not compute them with the table."""
   tensors = hf_tensors(CONFIG, params(CONFIG))
   del tensors["lm_head.weight"]
   save_file(tensors, folder / "model.safetensors")
@@ -175,7 +175,7 @@ def test_generation_config_overrides_the_config(folder):
 
 @pytest.mark.parametrize("field", ["decoder_start_token_id", "pad_token_id", "eos_token_id"])
 def test_file_with_the_wrong_value_is_named(folder, field):
-  """It is generation_config.json if that has the field, otherwise config.json."""
+  """The error names generation_config.json if it has the field, otherwise config.json."""
   change(folder, **{field: 0})
   change(folder, "generation_config.json", **{field: -7})
   assert_rejected(
@@ -230,7 +230,7 @@ def test_ignored_generation_settings_are_named_once(t5_and_words, stated, named)
 
 
 def test_list_of_eos_ids(t5_and_words):
-  """It must contain the EOS of the vocabulary. An id that the model cannot emit is ignored."""
+  """The list must contain the vocabulary's EOS. An id that the model cannot emit is ignored."""
   folder, words = t5_and_words
 
   def load():
@@ -280,7 +280,7 @@ def test_invalid_index_is_reported(folder):
 
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_index_of_other_files_is_reported(tmp_path, elsewhere):
-  """An array is in another file than the index says, or in none."""
+  """An array is not in the file that the index names, or in no file at all."""
   folder = write_hf(tmp_path / "files", CONFIG, params(CONFIG), num_files=2)
   where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
   name, part = next(iter(where.items()))
@@ -358,7 +358,7 @@ def test_invalid_config_of_this_project_is_reported(tmp_path, field, value):
 
 
 def test_damaged_header_is_reported(folder):
-  """Damage each of 60 bytes in turn, which include lengths, types, shapes and offsets of arrays."""
+  """Each of 60 bytes is damaged in turn, including lengths, types, shapes and offsets of arrays."""
   file = folder / "model.safetensors"
   content = file.read_bytes()
   for at in range(0, 900, 15):

@@ -24,7 +24,7 @@ KINDS = {
 
 
 class SingleFilePartitioner(partitioning.PjitPartitioner):
-  """Shard nothing, so that T5X writes all arrays into its index, as old versions did."""
+  """Partitioner without sharding, so that T5X writes all arrays into its index, as it once did."""
 
   def get_mesh_axes(self, state):
     return jax.tree.map(lambda _: None, state)

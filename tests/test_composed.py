@@ -29,7 +29,7 @@ def near(target) -> DraftFactory:
 
 
 def named(name: str):
-  """Return a draft whose `build` returns its own arguments."""
+  """Return a draft factory whose `build` returns the arguments of the call."""
   return lambda target: DraftFactory(name, lambda sampling, tree: (sampling, tree), name.upper())
 
 

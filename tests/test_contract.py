@@ -1,5 +1,4 @@
-"""Contract of every draft, verifier, tree and model. A new one is added with one line in CASES, as
-"prompt lookup" is."""
+"""Test the contracts of every draft, verifier, tree and model; a line in CASES adds a new one."""
 
 import functools
 from collections.abc import Callable
@@ -58,7 +57,7 @@ GPT_DRAFT = tiny.gpt_config(vocab_size=V, layers=1, emb_dim=8, num_positions=Non
 
 
 class Models(NamedTuple):
-  """A target, a draft model, parameters of both, and prompts [B, P] of 6 rows."""
+  """A target, a draft model, the parameters of both, and prompts [B, P] with 6 rows."""
 
   target: Any
   draft: Any
@@ -96,7 +95,7 @@ def model(models: Models, sampling: Sampling, tree: Tree):
 
 
 def near(models: Models, sampling: Sampling, tree: Tree):
-  """The target with noise in its parameters, which is often accepted."""
+  """Draft: the target with noise in its parameters, whose tokens are often accepted."""
   return ModelDraft(models.target, sampling, tree), tiny.near(models.params, 5, 0.2)
 
 
@@ -132,15 +131,15 @@ def bigrams(models: Models, sampling: Sampling, tree: Tree):
 
 
 def hierarchical(models: Models, sampling: Sampling, tree: Tree):
-  """The draft model's tokens are drafted by the target."""
+  """Hierarchical draft in which the target drafts for the draft model."""
   inner = ModelDraft(models.target, sampling, chain(2))
   draft = HierarchicalDraft(models.draft, inner, sampling, tree)
   return draft, (models.draft_params, models.params)
 
 
 def two_levels(models: Models, sampling: Sampling, tree: Tree):
-  """The target drafts at each level. All tokens are accepted, so the levels below have the most
-  tokens to reread."""
+  """Two-level hierarchical draft in which the target drafts at each level. All tokens are accepted,
+  so the lower levels have the maximum number of tokens to reread."""
   cheapest = ModelDraft(models.target, sampling, chain(1))
   middle = HierarchicalDraft(models.target, cheapest, sampling, chain(2))
   draft = HierarchicalDraft(models.target, middle, sampling, tree)
@@ -148,14 +147,14 @@ def two_levels(models: Models, sampling: Sampling, tree: Tree):
 
 
 def layers(models: Models, sampling: Sampling, tree: Tree):
-  """The last layer of the target drafts."""
+  """Draft with the last layer of the target."""
   last = models.target.config.num_decoder_layers - 1
   factory = layer_skip(tiny.loaded(None, models.target, models.params), [last])
   return factory.build(sampling, tree), factory.params
 
 
 def stopping(models: Models, sampling: Sampling, tree: Tree):
-  """The target drafts, and sometimes stops early."""
+  """Draft with the target, which sometimes stops early."""
   return StoppingDraft(ModelDraft(models.target, sampling, tree), 0.13), models.params
 
 
@@ -164,7 +163,7 @@ def known(models: Models, sampling: Sampling, tree: Tree):
 
 
 def cascade(models: Models, sampling: Sampling, tree: Tree):
-  """The target drafts one token, then the draft model two, then prompt lookup."""
+  """Cascade of one token of the target, two tokens of the draft model, and prompt lookup."""
   drafts = (
     ModelDraft(models.target, sampling, chain(1)),
     ModelDraft(models.draft, sampling, chain(2)),
@@ -207,7 +206,7 @@ def dynamic_itself(models: Models, sampling: Sampling, tree: DynamicTree):
 
 
 def forest_draft(models: Models, sampling: Sampling, tree: Tree):
-  """A chain of the draft model, a tree of the target, and prompt lookup."""
+  """Forest of a chain of the draft model, a tree of the target, and prompt lookup."""
   drafts = (
     ModelDraft(models.draft, sampling, chain(2)),
     ModelDraft(models.target, sampling, branching(2, 1)),
@@ -281,7 +280,7 @@ SAMPLED = [
 
 
 def speculate(case: str, sampling: Sampling, rows=range(6)):
-  """Decode with new objects: equal ones share one compiled program."""
+  """Decode with new objects; equal objects share one compiled program."""
   models_of, draft_of, tree, verifier = CASES[case]
   models = models_of()
   draft, draft_params = draft_of(models, sampling, tree)
@@ -388,10 +387,11 @@ def test_samples_have_the_targets_joint_distribution(case, method):
   "case", ["tree, GPT", "dynamic", "drafts merged", "hierarchical, GPT", "cascade", "stopping"]
 )
 def test_incremental_draft_state_equals_a_full_reread(case, monkeypatch):
-  """After each of three rounds the draft proposes what it would after rereading the whole text.
+  """After each of three rounds, the draft proposes the same tokens as after rereading the whole
+  text.
 
-  The target's hidden state, which the draft may read, is that of a forward pass over the text
-  before its last token.
+  The target's hidden state, which the draft may read, comes from a forward pass over the text
+  without its last token.
   """
   models_of, draft_of, tree, verifier = CASES[case]
   models, keys = models_of(), jax.random.split(jax.random.key(0), 6)
@@ -429,7 +429,7 @@ def test_incremental_draft_state_equals_a_full_reread(case, monkeypatch):
 
 
 def gathered(jaxpr) -> set[tuple[int, ...]]:
-  """Return the shapes of all arrays that a program gathers from, loops and calls included."""
+  """Return the shapes of all arrays from which a program gathers, including its loops and calls."""
   found = {eqn.invars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "gather"}
   inner = [gathered(each) for eqn in jaxpr.eqns for each in jaxprs_in_params(eqn.params)]
   return found.union(*inner)
@@ -440,7 +440,7 @@ def test_chain_does_not_gather_from_caches_and_a_tree_does(of):
   models, sampling = of(), RANDOM
 
   def shapes(tree: Tree) -> tuple[set, set]:
-    """Return the shapes of the caches, and of the arrays that a round gathers from."""
+    """Return the shapes of the caches, and of the arrays from which a round gathers."""
     draft = ModelDraft(models.draft, sampling, tree)
     params = models.params, models.draft_params
     decoder = Decoder(models.target, draft, TokenVerifier(sampling))

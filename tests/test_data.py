@@ -160,7 +160,7 @@ def test_word_pieces_decode_up_to_eos_without_padding_and_unknown_ids(pieces):
 
 
 def test_vocabulary_file_of_bert(tmp_path):
-  """[SEP] with id 102 ends a text, and the id 0 starts it, as for the models of this project."""
+  """[SEP] with id 102 ends a text, and id 0 starts a text, as for the models of this project."""
   special = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
   words = open_vocabulary(bert(tmp_path, *special, "a", "man"))
   assert (words.start_id, words.eos_id, len(words)) == (0, 102, 106)
@@ -201,7 +201,7 @@ def test_word_pieces_reject_sentinels_and_invalid_utf8(tmp_path):
 
 
 def test_training_word_pieces_is_deterministic(pieces, tmp_path):
-  """The trainer of tokenizers reads words in a random order."""
+  """The trainer of the library tokenizers reads words in a random order."""
   for again in range(4):
     train_word_pieces(iter(tiny_pair.SENTENCES), str(tmp_path / f"{again}.txt"), 100)
   files = {path.read_bytes() for path in tmp_path.iterdir()}
@@ -247,7 +247,7 @@ def lines_of(tmp_path, monkeypatch):
 
 
 def test_single_letter_share():
-  """It is 0 for text in the language of the vocabulary, larger in capitals, 1 in another script."""
+  """The share is 0 in the vocabulary's language, larger for capitals, and 1 in other scripts."""
   share = open_vocabulary(str(EMBEDDED / "vocabulary.model")).single_letter_share
   assert share("Two dogs are playing in the snow.") == share("") == share("12, 3.") == 0
   assert 0.5 < share("TWO DOGS ARE PLAYING IN THE SNOW") < 1

@@ -1,7 +1,8 @@
-"""Test the decoding loop: greedy output equals the target's for any draft, batch and block size.
+"""Test the decoding loop: greedy output equals the target's for any draft, batch size and block
+size.
 
-The oracle uses neither a cache nor blocks. It runs one teacher-forced forward pass over the whole
-text for each token and takes the argmax.
+The oracle uses neither a cache nor blocks. For each token, the oracle runs one teacher-forced
+forward pass over the whole text and takes the argmax.
 """
 
 import functools
@@ -121,7 +122,7 @@ def check(out, limit, eos):
 
 
 def accepted(out):
-  """Return n of every round of every row that was still running."""
+  """Return n, the number of accepted tokens, of every round of every row that was still running."""
   return np.asarray(out.rounds.num_accepted)[np.asarray(out.rounds.num_emitted) > 0]
 
 
@@ -202,7 +203,7 @@ def test_every_sampled_guess_of_a_draft_equal_to_the_target_is_accepted(gamma, s
 
 
 def scripts(wrong):
-  """Return guesses [8, LIMIT + 1] by position: the oracle's, or other tokens where `wrong`."""
+  """Return guesses [8, LIMIT + 1] by position: the oracle's tokens except where `wrong`."""
   right = np.pad(oracle(), ((0, 0), (1, 0)))
   other = np.where((right + 1) % V == EOS, (right + 2) % V, (right + 1) % V)
   return np.where(np.pad(wrong, ((0, 0), (1, 0))), other, right).astype(np.int32)
@@ -282,7 +283,7 @@ def test_rejected_eos_does_not_end_a_row():
 
 
 def test_tokens_past_the_end_are_0():
-  """The prompts of a decoder-only model may have padding there."""
+  """In the prompts of a decoder-only model, these positions may hold padding."""
   rounds = Rounds(*(np.zeros((4, 2), int) for _ in range(4)))
   state = DecodeState(*[None] * len(DecodeState._fields))._replace(
     tokens=jnp.array([[7, 2, 3, 9, 9, 9], [7, 6, 5, 4, 3, 9]]),
@@ -304,7 +305,7 @@ def test_limit_smaller_than_a_block_truncates_the_text(limit):
 
 
 def test_last_block_is_truncated_at_the_limit():
-  """16 tokens are emitted in blocks of 4, and in blocks of 6 whose last one is truncated to 4."""
+  """16 tokens are emitted in blocks of 4, or in blocks of 6 with the last block truncated to 4."""
   unended = [row for row, text in enumerate(until(EOS)) if text[-1] != EOS]
   assert unended
   for gamma, last in ((3, 4), (5, 4)):

@@ -15,7 +15,7 @@ TURNS = ["A man runs.", "Two dogs.", "A red ball!", "A big house."]
 
 @pytest.fixture
 def read(tmp_path):
-  """Return a function from dialogs, or lines of a file, to their prompts."""
+  """Return a function that returns the prompts of dialogs or of lines of a file."""
 
   def read(*lines, max_tokens=200, **settings):
     path = tmp_path / "dialogs.jsonl"

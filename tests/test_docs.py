@@ -1,4 +1,4 @@
-"""The public namespace is complete, and the reference documents exactly it."""
+"""The public namespace is complete, and the API reference documents exactly its names."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""Drafts beside each other: which are measured, their table, page and figure."""
+"""Test the comparison of drafts: which drafts are measured, and their table, page and figure."""
 
 import dataclasses
 import functools

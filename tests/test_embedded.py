@@ -119,7 +119,7 @@ def test_gpt_like_pair_is_small():
 
 
 def test_greedy_output_of_the_gpt_like_pair_equals_autoregressive_decoding(gpt):
-  """One batch has prompts of several lengths."""
+  """The batch has prompts of several lengths."""
   inputs = gpt.prompt(PROMPTS, width=8), row_keys(0, 0, len(PROMPTS))
   expected, out = (gpt.decode_fn(GREEDY, chain(g))(*inputs, max_new_tokens=LIMIT) for g in (0, 7))
   assert identical([expected], [out])

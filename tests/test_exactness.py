@@ -119,7 +119,7 @@ class JudgedBy(Verifier):
 
 
 def judge_with(accept=lambda u, q, p: u * q < p, residual=lambda p, q: jnp.maximum(p - q, 0)):
-  """Algorithm 1, with options that inject a fault."""
+  """Verify by Algorithm 1, with options that inject a fault."""
 
   def judge(rng, x, q, p):
     keys = jax.vmap(lambda key: jax.random.split(key, 2), out_axes=1)(rng)
@@ -154,7 +154,7 @@ def bonus_of_the_guess_before(rng, x, q, p):
 
 
 def unnormalised(p, q):
-  """Return a residual whose missing mass goes to the last token, as in inversion without
+  """Return a residual whose missing mass is on the last token, as in sampling without
   normalisation."""
   left = jnp.maximum(p - q, 0)
   return left.at[:, -1].add(1 - left.sum(axis=-1))
@@ -180,7 +180,7 @@ def with_rule(verifier, change=lambda proposal: proposal, gamma=GAMMA):
 
 
 class Telling(tiny.ChangedDraft):
-  """A draft whose parameters are those of the wrapped draft and the index of a verifier."""
+  """Wrapped draft whose parameters also hold the index of a verifier."""
 
   def init(self, params, context, hidden):
     return self.draft.init(params[0], context, hidden)
@@ -198,8 +198,7 @@ told = []
 
 @functools.cache
 def of_any_judge(sampling):
-  """Decode speculatively with a verifier selected by an index in the parameters: one program for
-  all."""
+  """Decode with a verifier that the parameters select, so that all verifiers share one program."""
 
   def judge(*args):
     return jax.lax.switch(told[0], [*JUDGES.values()], *args)
@@ -266,7 +265,7 @@ def test_q_recomputed_without_temperature_is_detected():
 
 
 def forgetful(proposal, temperature):
-  """The draft tokens are the same, with q at temperature 1."""
+  """Report q at temperature 1 for the same draft tokens."""
   q = distribution(temperature * jnp.log(proposal.q), Sampling())
   return proposal._replace(q=q)
 
@@ -314,7 +313,7 @@ class Backwards(tiny.ChangedModel):
 
 
 def off_tree(target):
-  """Return the share of surplus rounds of the self-draft on each path, and the texts that are not
+  """Return the share of surplus rounds of the self-draft per path, and the texts that are not
   ties."""
   pair, tree, texts = tiny_pair.pair()._replace(target=target), branching(3, 2, 1), SENTENCES[:16]
   rounds, fewest = rounds_of_self_draft(pair, texts, tree, 16, 24, by_paths=True)
@@ -398,7 +397,7 @@ def adds_a_sine(model, params, cache, tokens, tree=None, first=0):
 
 
 def test_wrong_position_of_node_3_is_not_rounding(monkeypatch):
-  """Relative positions enter through the attention bias, so that is shifted."""
+  """Relative positions enter through the attention bias, so the test shifts the bias."""
   pair, tree = tiny_pair.pair(), chain(4)
   real = RelativePositionBias.__call__
 
@@ -546,7 +545,7 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
 
 
 def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
-  """The other checks decide, as for random weights, whose prefixes are all improbable."""
+  """Only the remaining checks decide, as for random weights, whose prefixes are all improbable."""
   check(samplings=[Sampling(top_k=10)], samples_per_text=1)
   said = capsys.readouterr().out
   assert "--   temperature 1 top-k 10, gamma 2, batch 4: not checked, because no prefix" in said

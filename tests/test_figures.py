@@ -1,4 +1,4 @@
-"""Figures show the values of theory and of records."""
+"""Test that figures show the values of closed forms and of records."""
 
 import argparse
 import dataclasses
@@ -100,7 +100,7 @@ def test_figure_4_shows_speed_and_operations():
 
 
 def blocks(axes):
-  """Return for each row the (left, width) of its blocks in order, in milliseconds."""
+  """Return the (left, width) of the blocks of each row in order, in milliseconds."""
   return [[(bar.get_x(), bar.get_width()) for bar in bars] for bars in axes.containers]
 
 
@@ -199,7 +199,7 @@ def test_script_runs_in_any_folder(tmp_path):
 def trace(tmp_path):
   """Return a function that draws Figure 1 for a text and a seed with a tiny decoder-only pair.
 
-  It returns the title, the number of rounds, and the pieces with their colours.
+  The function returns the title, the number of rounds, and the pieces with their colours.
   """
   paths = {"target": "target", "draft": "near", "vocabulary": "vocabulary.txt"}
   folder = tiny_pair.gpt_folder()

@@ -113,7 +113,7 @@ def test_header_names_existing_macros(path):
 
 
 def value_of(macro: str, *names: str, bindings: tuple[str, ...] = ()):
-  """Return the value of a macro in a run that reads these files."""
+  """Return the value of a macro in a run that reads the given gin files."""
   try:
     run.parse_gin([str(GIN / f"{name}.gin") for name in names], bindings, [])
     return copy.deepcopy(gin.query_parameter(f"%{macro}"))
@@ -231,7 +231,7 @@ def test_parse_raises_for_an_invalid_file(tmp_path):
 
 @pytest.mark.parametrize("name", ["alpha", "beams", "check_exactness", "gamma", "speedup", "trees"])
 def test_measuring_runs_use_the_draft_of_the_existing_records(name):
-  """The default draft of `load_pair` is that of the quickstart, which is another one."""
+  """The default draft of `load_pair` is that of the quickstart, not the one of these records."""
   try:
     run.parse_gin([str(GIN / "runs" / f"{name}.gin")], [], [])
     draft = gin.query_parameter("pairs.load_pair.draft")

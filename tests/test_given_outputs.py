@@ -1,5 +1,4 @@
-"""Drafts on recorded outputs: alpha by hand, rounds against a plain loop, resumption, and the
-table."""
+"""Test drafts on recorded outputs: alpha, rounds as in a plain loop, resumption, and the table."""
 
 import functools
 import gzip
@@ -42,7 +41,7 @@ def words():
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-  """Write the text that n-grams are counted in."""
+  """Write the text in which n-grams are counted, and return its path."""
   path = tmp_path_factory.mktemp("text") / "highlights.txt"
   path.write_text("".join(f"{line}\n" for line in LINES[::7]))
   return str(path)
@@ -55,7 +54,7 @@ def run(words, output_dir, drafts, sources=SOURCES, outputs=OUTPUTS, **changes):
 
 
 def guessing(words, make, gamma):
-  """Return a function (source ids, ids of the text so far) -> draft tokens of one `propose`."""
+  """Return a function (source ids, ids of the text so far) -> draft tokens of one proposal."""
   drafter = make(tiny.loaded(words))
   draft = drafter.build(ARGMAX, chain(gamma))
   propose = jax.jit(draft.propose)
@@ -125,7 +124,7 @@ def test_alpha_and_rounds_equal_those_of_a_plain_loop(words, path, tmp_path, nam
 
 
 def test_prompt_lookup_on_a_copied_source_is_always_accepted(words, tmp_path):
-  """Except for the first token, before which there is no context to look up."""
+  """The first token is an exception, because there is no context before it to look up."""
   text = "[0123456789]"
   n = len(words.encode(text))
   assert len(set(words.encode(text))) == n

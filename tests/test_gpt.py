@@ -1,8 +1,7 @@
-"""Decoder-only models: one block, several steps and one teacher-forced pass agree, and so do
-drafts.
+"""Test decoder-only models: one block, several steps and one teacher-forced pass agree.
 
 The reference for the arithmetic is the decoder in numpy below, in float64. The reference for
-prompts is the text that they are prepended to, as a list.
+prompts is a list of the prompt's tokens followed by the text.
 """
 
 import dataclasses
@@ -43,8 +42,7 @@ EVERY = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def begun(cfg, prompt):
-  """Return the committed tokens of each prompt as lists: the start token and the prompt without
-  EOS."""
+  """Return the committed tokens of each prompt: the start token and the prompt without EOS."""
   rows = [row[: row.index(cfg.eos_id)] for row in prompt.tolist()]
   if cfg.start_id is None:
     return [row or [cfg.eos_id] for row in rows]
@@ -52,13 +50,12 @@ def begun(cfg, prompt):
 
 
 def take(rows, start, count):
-  """Gather `count` entries of rows [B, T, ...] from each row's own start [B]; the result is [B,
-  count, ...]."""
+  """Gather [B, count, ...]: `count` entries of rows [B, T, ...] from each row's own start [B]."""
   return np.stack([row[at : at + count] for row, at in zip(rows, start, strict=True)])
 
 
 class Case:
-  """A model with prompts of different lengths, texts that follow them, and teacher-forced logits of
+  """A model, prompts of different lengths, texts that follow them, and teacher-forced logits of
   both."""
 
   def __init__(self, cfg):
@@ -195,7 +192,7 @@ def test_wrong_attention_in_a_tree_is_detected(monkeypatch, fault):
 
 
 def numpy_gpt(params, cfg, tokens):
-  """Compute logits [K, V] of one row in float64, with every formula written out."""
+  """Compute the logits [K, V] of one row in float64, with every formula written out."""
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
   def norm(p, x):
@@ -293,7 +290,7 @@ def endless():
 
 
 def eos():
-  """Return a token that ends some of these texts and not others."""
+  """Return a token that occurs in some of these texts, to use as EOS."""
   return int(endless()[0, 5])
 
 
@@ -356,7 +353,7 @@ def test_single_row_equals_the_oracle():
 
 
 def test_samples_have_the_targets_joint_distribution():
-  """Sample 2,000 texts after each of two prompts, one of which is empty; a swap of the two is
+  """2,000 texts are sampled after each of two prompts, one of them empty; swapped prompts are
   detected."""
   n, two = 2000, prompts()[:2]
   draft = ModelDraft(GPTModel(TARGET), Sampling(), chain(2))
@@ -378,7 +375,7 @@ def test_samples_have_the_targets_joint_distribution():
 
 
 def joint_of_two(text):
-  """Return the exact probabilities [V * V] of the first two tokens after a text."""
+  """Return the exact probabilities [V * V] of the first two tokens after a given text."""
   after = np.zeros((V, 24), np.int32)
   after[:, : len(text)], after[:, len(text)] = text, np.arange(V)
   logits = tiny.teacher_forced(TARGET)(target_params(), np.zeros((V, 1), np.int32), after)

@@ -78,7 +78,7 @@ def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(capsys):
 
 
 def test_simulated_acceptance_rate_is_alpha_after_ragged_prompts():
-  """16 texts of 60 tokens: 5 standard errors, plus 0.02 for guesses of EOS."""
+  """For 16 texts of 60 tokens, the tolerance is 5 standard errors, plus 0.02 for guesses of EOS."""
   alpha, pair = 0.6, tiny_pair.gpt_pair("random")
   pair = pair._replace(target=SimulatedModel(pair.target, alpha, pair.vocabulary.eos_id))
   prompt = pair.prompt([*TEXTS[:3], *"abcdefghiklmn"])
@@ -110,7 +110,7 @@ def test_measurement_of_a_gamma_is_recorded(tmp_path, monkeypatch):
 
 @pytest.fixture
 def generate(capsys, monkeypatch, tmp_path):
-  """Return a function that runs generate.gin with the tiny pair: (status, lines, stderr)."""
+  """Return a function that runs generate.gin with the tiny pair: () -> (status, lines, stderr)."""
   monkeypatch.chdir(tmp_path)
   folder = tiny_pair.gpt_folder()
   parts = dict(TARGET="target", DRAFT="near", VOCABULARY="vocabulary.txt")

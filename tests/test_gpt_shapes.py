@@ -1,4 +1,4 @@
-"""Named decoder-only shapes have the parameters that their papers and checkpoints have."""
+"""Test that named decoder-only shapes have the parameter counts of their papers and checkpoints."""
 
 import jax
 import numpy as np
@@ -44,7 +44,7 @@ def test_gpt_like_has_as_many_as_the_paper_says(size, millions):
 
 @pytest.mark.parametrize("size", LAMDA)
 def test_lamda_has_as_many_as_its_name_says_without_embeddings(size):
-  """Attention with heads of 128, gated feed-forward of 8 times the units, two norms a layer."""
+  """A layer has heads of 128 units, a gated feed-forward of 8 times the units, and two norms."""
   layers, units, heads, named = LAMDA[size]
   width, hidden = heads * 128, 8 * units
   tree = shapes("lamda", size)

@@ -1,4 +1,4 @@
-"""Test adverse input: empty and padded sources, logits that are not finite, guesses of padding."""
+"""Test adverse input: empty and padded sources, non-finite logits, and guesses of padding."""
 
 import dataclasses
 import functools
@@ -74,7 +74,7 @@ def autoregressive(prompt, target=TARGET, **settings):
 
 @BOTH
 def test_empty_source_is_decoded_and_does_not_change_other_rows(sampling):
-  """A source that is all padding has no key to attend to, which must not give 0 / 0."""
+  """A source of only padding has no key to attend to, which must not give 0 / 0."""
   sources = tiny.sources(CONFIG, 0, 4)
   with_empty = sources.copy()
   with_empty[1] = 0
@@ -103,7 +103,7 @@ def test_draft_that_proposes_padding_does_not_change_the_output():
 
 
 def test_padded_rows_of_the_vocabulary_are_never_sampled():
-  """The weights of padded rows, from V on, exceed those of real tokens, as unused rows may."""
+  """The weights of the padded rows, from V on, exceed those of real tokens, as unused rows may."""
   config = dataclasses.replace(CONFIG, padded_vocab_size=32)
   padded = tiny.params(config, 12)
   kernel = padded["decoder"]["logits_dense"]["kernel"]
@@ -139,7 +139,7 @@ def test_models_of_different_dtypes_decode_together(target_dtype, draft_dtype):
 
 
 def with_injected_logits(position: np.ndarray, values: np.ndarray):
-  """Return the target with `values` [B] in its logits for token `position` [B], where not 0."""
+  """Return a target whose logits for the token at `position` [B] are `values` [B], where not 0."""
 
   def extend(model, params, cache, tokens, tree, first):
     # The number of tokens before each one, without the start token.
@@ -154,7 +154,7 @@ def with_injected_logits(position: np.ndarray, values: np.ndarray):
 
 @pytest.mark.parametrize("speculation", [False, True])
 def test_logits_that_are_not_finite_end_only_their_own_rows(speculation):
-  """One row has a NaN, another an infinity, and a third a NaN after its end."""
+  """One row has a NaN, a second row an infinity, and a third row a NaN after its end."""
   sources, position = tiny.sources(CONFIG, 0, 4), 4
   good = autoregressive(sources)
   first, *_, infinite, row = np.argsort(good.lengths)

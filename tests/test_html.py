@@ -1,4 +1,4 @@
-"""The HTML report has the values of records and rounds, and a text cannot inject markup."""
+"""Test that HTML reports have the values of records and rounds, and texts cannot inject markup."""
 
 import dataclasses
 import html.parser
@@ -85,7 +85,7 @@ class Node:
 
 
 class Parser(html.parser.HTMLParser):
-  """Parse a page into a tree, and fail if an element is not closed in its place."""
+  """Parser of a page into a tree; it fails if an element is not closed in the right place."""
 
   def __init__(self, page):
     super().__init__()
@@ -113,7 +113,7 @@ def parsed(records, examples=(), title="a title"):
 
 
 def rounds_shown(page):
-  """Return the tokens of each round of the page by kind, without the marks."""
+  """Return the tokens of each round of the page by kind, without their marks."""
   rounds = []
   for item in page.all(class_="rounds")[0].all("li"):
     tokens = {
@@ -201,7 +201,7 @@ def test_result_is_a_sentence(records, sentences):
 
 
 def test_overlapping_ranges_are_reported_with_the_best_gamma():
-  """One repeat of gamma 4 is faster than the slowest of the best gamma; no repeat of gamma 6 is."""
+  """Unlike with gamma 6, one repeat with gamma 4 is faster than the slowest with the best gamma."""
   ranges = {4: (1.70, 1.82, 1.86), 5: (1.80, 1.83, 1.88), 6: (1.5, 1.6, 1.7)}
   records = [
     dataclasses.replace(RECORD, gamma=gamma, speedup_low=low, speedup=median, speedup_high=high)
@@ -329,13 +329,13 @@ def test_trees_and_verifiers_are_columns_if_they_vary():
 
 
 def points(figure, colour):
-  """Return the points of a curve. The last mark of its colour is in the legend."""
+  """Return the points of a curve: the marks of its colour without the last, that of the legend."""
   marks = [n for n in figure.all("use") if f"stroke: var(--{colour})" in n.attributes["style"]]
   return np.array([[float(n.attributes[name]) for name in "xy"] for n in marks[:-1]])
 
 
 def paths(figure, *style):
-  """Return the lines or shapes with these styles, each as an array of points."""
+  """Return the lines or shapes with the given styles, each as an array of points."""
   return [
     np.array(re.findall(r"-?[\d.]+", node.attributes["d"]), float).reshape(-1, 2)
     for node in figure.all("path")
@@ -498,7 +498,7 @@ def test_rounds_are_read_from_the_decode_result():
   ],
 )
 def test_every_draft_token_is_shown_once_and_emitted_tokens_are_the_text(round_):
-  """Rows that stop while another row continues have idle rounds."""
+  """Rows that stop while a different row continues have idle rounds."""
   idle = ([EIN, MANN, STEHT], 3, DER, 0)
   (r,) = read_rounds(decode_result([round_, idle], [round_, round_]), 0, pieces)
   guesses, n, target_token, num_emitted = round_
@@ -631,7 +631,7 @@ def read_report(folder):
 
 
 def articles(page):
-  """Return for each text its source, its output and its cost."""
+  """Return the source, the output and the cost of each text."""
   return [[n.text for n in a.children[:3]] for a in page.all("article")]
 
 
@@ -655,7 +655,7 @@ def test_run_writes_a_report_of_its_records_and_first_texts(tmp_path, calls, cap
 
 
 def test_run_of_own_models_names_them_and_no_task(tmp_path, calls, capsys):
-  """The models are named by their paths, because folders may be called target and draft."""
+  """The page names the models by their paths, because many folders are called target and draft."""
   own = dict(task=None, target_path="target", draft_path="my/draft")
   speedup.speedup(tiny_pair.pair()._replace(**own), TEXTS, str(tmp_path), **SETTINGS)
   page = read_report(tmp_path)

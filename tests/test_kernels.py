@@ -44,7 +44,7 @@ def operands(rows, depth, width, seed=0):
 
 
 def matmul(x, w):
-  """Return the kernel's matmul, with w packed in pairs if x is bfloat16."""
+  """Multiply x by w with the kernel, with w packed in pairs if x is bfloat16."""
   packed = skinny.pack(w, pairs=x.dtype == jnp.bfloat16)
   return np.asarray(skinny.matmul(jnp.asarray(x, jnp.float32), jnp.asarray(packed)))
 
@@ -277,7 +277,7 @@ def test_missing_compiler_is_reported(fresh, monkeypatch, caplog):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-  """Return the content of a compiled library from the cache, compiled once for all tests."""
+  """Return the content of a library that is compiled into the cache once for all tests."""
   home = tmp_path_factory.mktemp("home")
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("HOME", str(home))

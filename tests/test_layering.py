@@ -94,7 +94,7 @@ PUBLIC = ("execution", "beam_search", "partitioning", "pairs", "api")
 
 
 def imports(source: str) -> set[str]:
-  """Return the names of all modules that a source imports, at its top or inside functions."""
+  """Return the names of all modules that a source file imports, at the top or inside functions."""
   names = set()
   for node in ast.walk(ast.parse(source)):
     if isinstance(node, ast.Import):
@@ -123,7 +123,7 @@ def violations(layer: str, source: str) -> list[str]:
 
 
 def top_layer(name: str) -> str:
-  """Return the layer of a module, named relative to `specdec_jax`; each module of `core` is one."""
+  """Return the layer of a module, relative to `specdec_jax`; each module of `core` is a layer."""
   first, _, rest = name.partition(".")
   return f"core.{rest.partition('.')[0]}" if first == "core" and rest else first
 
@@ -229,7 +229,7 @@ DIRECT_WRITES = r"\.write_(text|bytes)\(|os\.(replace|rename)\(|mkstemp|open\([^
 
 
 def test_files_are_written_by_atomic_files_only():
-  """Other modules would have to repeat its handling of failures, links and pipes."""
+  """Other modules would have to repeat how `atomic_files` handles failures, links and pipes."""
   wrong = [
     str(path.relative_to(ROOT))
     for path in [*MODULES, *(ROOT / "scripts").glob("*.py")]

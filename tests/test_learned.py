@@ -1,4 +1,4 @@
-"""Learned draft heads: training computes what decoding uses, and a trained head is a draft."""
+"""Test that learned heads compute the same in training and decoding, and can be used as drafts."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ def kl(p, q):
 def test_divergences_are_exact_if_all_of_p_is_known_and_otherwise_lower_bounds(
   divergence, progress, want
 ):
-  """Three probabilities of four determine the fourth; with two known, the others are merged."""
+  """Three of four probabilities determine the fourth; with two known, the other two are merged."""
   tokens = np.array([[1, 0, 3], [3, 2, 0]])
   probs = np.take_along_axis(P, tokens, axis=1)
   exact = divergences(jnp.asarray(LOGITS), tokens, probs, divergence, progress)
@@ -107,7 +107,7 @@ def test_training_logits_equal_those_of_decoding(kind, of):
 
 @pytest.mark.parametrize("tree", [chain(4), RAGGED], ids=["chain", "tree"])
 def test_conditioned_decoder_drafts_as_it_was_trained(tree):
-  """q of each draft token equals the training probability, given the hidden state of its round.
+  """The q of each draft token equals the training probability, given the hidden state of the round.
 
   Rounds accept some, all or none of the draft tokens.
   """
@@ -157,7 +157,7 @@ def random_head(kind: str):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_warm_start_takes_the_parameters_of_a_model_that_fit(tied):
-  """The logits of the model are tied to its embeddings, or have their own matrix."""
+  """The logits of the model are tied to its embeddings, or have a separate matrix."""
   model = dataclasses.replace(T5_CONFIG, emb_dim=8, tied_logits=tied)
   params = init_params(model, jax.random.key(1))
   params["decoder"]["decoder_norm"]["scale"] *= 3
@@ -235,7 +235,7 @@ def test_trained_head_is_loaded_as_a_draft_and_its_score_has_improved(trained):
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
-  """It has its default shape, and proposes what the saved head does."""
+  """A loaded head has the default shape of its kind and proposes the tokens of the saved head."""
   models = t5()
   config = speculator_config(models.target.config, kind)
 

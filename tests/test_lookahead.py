@@ -1,4 +1,4 @@
-"""Lookahead decoding against the same window and pool in plain lists, and on a repeating text."""
+"""Test lookahead decoding against a window and a pool in plain lists, and on a repeating text."""
 
 import itertools
 import zlib
@@ -24,13 +24,12 @@ PROMPTS = np.array([[3, 4, 2, 1, 0, 0], [2, 1, 0, 0, 0, 0], [4, 4, 3, 9, 2, 1]],
 
 
 def follows(*path: int) -> int:
-  """Return the argmax of a target that depends on the whole path, and differs between nearly all
-  paths."""
+  """Return the argmax of a target, which depends on the whole path and rarely repeats."""
   return zlib.crc32(bytes(path)) % V
 
 
 class InLists:
-  """The window of one row, and the pool's successors of each token."""
+  """Reference in lists: the window of one row, and the successors of each token in the pool."""
 
   def __init__(self, prompt: list[int], gamma: int):
     text = [token if token < V else 0 for token in prompt if token]
@@ -58,7 +57,7 @@ class InLists:
 
 @pytest.mark.parametrize("gamma, num_guesses", [(1, 3), (3, 2)])
 def test_window_and_pool_equal_those_of_plain_lists(gamma, num_guesses):
-  """Return the draft tokens of each round, and the tokens before each of them."""
+  """The draft tokens of each round, and the tokens before each draft token, are compared."""
   draft = LookaheadDraft(V, gamma, WINDOW, num_guesses)
   batch, keys = len(PROMPTS), jax.random.split(jax.random.key(0), len(PROMPTS))
   propose, observe = jax.jit(draft.propose), jax.jit(draft.observe)
@@ -88,7 +87,7 @@ def test_window_and_pool_equal_those_of_plain_lists(gamma, num_guesses):
 
 
 class Fibonacci:
-  """A target whose next token is the sum of the last two, modulo V: the text repeats after 20
+  """Target whose next token is the sum of the last two tokens, modulo V. The text repeats after 20
   tokens, and each token has several successors."""
 
   vocab_size, eos_id = V, -1

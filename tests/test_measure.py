@@ -1,4 +1,4 @@
-"""Measurements of a pair: alpha, counts, costs and speedup, one record per setting."""
+"""Test measurements of a pair: alpha, counts, costs and speedup, one record per setting."""
 
 import dataclasses
 import functools
@@ -72,7 +72,7 @@ SETTINGS = DecodeSettings(GREEDY, max_new_tokens=LIMIT)
 
 @functools.cache
 def decoded(sampling):
-  """Return texts of the target, and their prompt."""
+  """Return texts of the target, and their prompts."""
   pair = tiny_pair.pair()
   prompt = pair.prompt(TEXTS)
   output = autoregressive_decode(
@@ -87,7 +87,7 @@ def decoded(sampling):
 
 
 def probabilities(name, prompt, tokens, sampling):
-  """Return probabilities of one teacher-forced pass of the model on disk, adjusted in numpy."""
+  """Return probabilities from a teacher-forced pass of the model on disk, adjusted in numpy."""
   config, params = load_model(str(tiny_pair.folder() / name))
   inputs = np.pad(tokens[:, :-1], ((0, 0), (1, 0)))
   logits = tiny.teacher_forced(config)(params, np.asarray(prompt), inputs)
@@ -155,7 +155,7 @@ def test_alpha_is_a_probability_and_higher_for_better_drafts():
 
 
 def test_alpha_covers_exactly_the_generated_tokens():
-  """Rows of two batches that ended early: tokens past their ends are excluded."""
+  """Some rows of two batches ended early; tokens past their ends are excluded."""
   pair = tiny_pair.pair()
   prompt, output = decoded(RANDOM)
   lengths = np.array([[3, 10, 1], [7, 2, 2]])
@@ -171,7 +171,7 @@ def test_alpha_covers_exactly_the_generated_tokens():
 def test_lag_1_correlation_is_that_of_the_chain(stays):
   """A value that is kept with probability r and otherwise sampled again has lag-1 correlation r.
 
-  With 40,000 tokens the standard error is at most 0.005; the tolerance is 6 of them.
+  With 40,000 tokens the standard error is at most 0.005; the tolerance is 6 standard errors.
   """
   rng, rows = np.random.default_rng(0), []
   for _ in range(2000):
@@ -184,8 +184,7 @@ def test_lag_1_correlation_is_that_of_the_chain(stays):
 
 
 def test_interval_covers_the_mean_about_95_times_in_100():
-  """Tokens of a row are correlated: an interval that assumes independent tokens covers 5 times in
-  6.
+  """Tokens of a row are correlated, so an interval for independent tokens covers 5 times in 6.
 
   Of 300 samples of 40 rows, an interval that covers 93 times in 100 covers less than 262 once in
   10^4.
@@ -212,7 +211,7 @@ def test_interval_is_determined_by_its_seed():
 
 
 def rounds_of(rows, gamma, limit):
-  """Return a result with rows of rounds, each (guesses, n, next token, tokens emitted)."""
+  """Return a result whose rows have these rounds, each (guesses, n, next token, tokens emitted)."""
   most = max(map(len, rows))
   guesses = np.zeros((most, len(rows), gamma), int)
   rest = np.zeros((3, most, len(rows)), int)
@@ -270,7 +269,7 @@ def test_counts_of_several_batches_are_totals():
 
 
 def test_rounds_of_a_finished_row_are_not_counted():
-  """Finished rows have rounds too while their neighbors run; they emit nothing."""
+  """Finished rows also have rounds while their neighbors run, but these rounds emit nothing."""
   busy = rounds_of([[([5, 6, 1], 3, 8, 3), ([5, 6, 7], 3, 8, 0)]], gamma=3, limit=6)
   assert (num_tokens([busy]), num_rounds([busy]), acceptance_rate([busy])) == (3, 1, 1.0)
 
@@ -291,7 +290,7 @@ RATIOS = {3: np.array([2.0, 2.5, 1.5])}  # seconds of each repeat
 
 
 def test_speedup_is_the_ratio_of_totals():
-  """Tokens per second of the totals; the mean of the speedups of the parts is another number."""
+  """The speedup is a ratio of tokens per second in total, not the mean of the speedups of parts."""
   plain = [
     HAND_MADE._replace(lengths=np.array([10])),
     HAND_MADE._replace(lengths=np.array([30])),
@@ -304,7 +303,7 @@ def test_speedup_is_the_ratio_of_totals():
 
 
 def test_range_of_a_speedup_contains_it():
-  """Medians of single texts may be faster than every repeat as a whole; one repeat has no range."""
+  """Medians of single texts may be faster than every whole repeat; a single repeat has no range."""
   ratios = {3: np.array([2.36, 2.63]), 5: np.array([2.0])}
   speed = Speed([HAND_MADE], {3: [HAND_MADE], 5: [HAND_MADE]}, 2.64, {3: 1.0, 5: 1.0}, {}, ratios)
   assert speed.spread(3) == pytest.approx((2.36, 2.64))
@@ -333,8 +332,8 @@ def test_c_and_v_are_in_target_steps():
 
 
 def test_costs_are_differences_between_calls():
-  """Times of calls: 5 s each, 1.5 s per autoregressive step, 2 s per draft step, 3 s per target
-  pass, 1 s for verification."""
+  """A call takes 5 s, plus 1.5 s per autoregressive step, 2 s per draft step, 3 s per target pass
+  and 1 s per verification."""
   gammas, (step, draft, verify, accept) = (2, 4), (1.5, 2.0, 3.0, 1.0)
   undrafted = [verify + accept] * 2
   links = [step, *undrafted, *(gamma * draft + verify + accept for gamma in gammas), accept, accept]
@@ -344,15 +343,14 @@ def test_costs_are_differences_between_calls():
 
 
 def test_round_time_excludes_the_prefill():
-  """Two batches of 3 and 2 rounds that took 1.6 s, each after a prefill of 0.1 s."""
+  """Two batches of 3 and 2 rounds took 1.6 s in total, each after a prefill of 0.1 s."""
   speed = Speed([], {3: [HAND_MADE, HAND_MADE]}, 1.0, {3: 1.6}, {3: COSTS}, {})
   assert int(HAND_MADE.num_rounds) == 3
   assert speed.round_s(3) == pytest.approx((1.6 - 2 * 0.1) / 6)
 
 
 def test_costs_are_those_of_real_rounds(monkeypatch):
-  """Return None and CHAIN of each: autoregressive steps, and rounds of gamma 3 without and with
-  drafting."""
+  """Calls run 0 and CHAIN autoregressive steps, and rounds of gamma 3 without and with drafting."""
   ends = []
 
   def call_once(calls, repeats):
@@ -411,7 +409,7 @@ def test_timed_prompts_are_spread_evenly_over_the_texts(monkeypatch, num_texts, 
 
 
 def pair_of(target_layers, draft_layers, kernels="xla"):
-  """T5s that differ only in depth, wide enough for matmuls to dominate."""
+  """Return a pair of T5s that differ only in depth, wide enough for matmuls to dominate."""
   models = []
   for layers in (target_layers, draft_layers):
     cfg = tiny.config(vocab_size=512, layers=layers, emb_dim=128, mlp_dim=256)
@@ -428,7 +426,7 @@ def pair_of(target_layers, draft_layers, kernels="xla"):
 
 
 def operations_by_hand(layers, slots, source, mlp_dim=256, emb=128, heads=2, head=8, vocab=512):
-  """Count 2 for each weight per token, and attention's two matmuls; the MLP is gated."""
+  """Count two operations per weight and token, and two matmuls of attention; the MLP is gated."""
   width = heads * head
   weights = layers * (4 * emb * width + 2 * emb * width + 3 * emb * mlp_dim) + emb * vocab
   return 2 * weights + layers * 4 * width * (slots + source)
@@ -487,7 +485,7 @@ def results(tmp_path_factory):
 
 @pytest.fixture
 def quick(monkeypatch):
-  """The parts of a round are not timed here; the tests of costs above time those of real models."""
+  """Skip timing the parts of a round, which the tests of costs above do for real models."""
   tiny.know_costs(monkeypatch)
 
 
@@ -498,7 +496,7 @@ def measure_it(path, draft="random", settings=SETTINGS, **changes):
 
 
 def not_measured(record):
-  """Fields that are None, except those of other experiments, of trees, and of git checkouts."""
+  """Return the fields that are None, except those of other experiments, trees and git checkouts."""
   others = "tokens_per_round_low", "tokens_per_round_high", "auc"
   others += "speedup_low", "speedup_high"  # if there are several repeats
   others += "metric", "quality", "baseline_quality"  # if there are references
@@ -542,7 +540,7 @@ def test_qualities_by_hand():
 
 
 def test_another_baseline_is_another_setting(results, tmp_path):
-  """Its predictions, which are relative to our autoregressive decoding, do not apply."""
+  """Predictions are relative to our autoregressive decoding and do not apply to other baselines."""
   theirs = own_baseline(tiny_pair.pair("random"))._replace(name="theirs")
   (own,) = records.read(results)
   with records.open_results(tmp_path) as path:
@@ -596,7 +594,7 @@ def test_budget_of_a_round_is_shown(results):
 
 @pytest.fixture
 def asked(monkeypatch):
-  """Return the gammas that `measure` would measure, without measuring."""
+  """Return the gammas that `measure` would measure, without measuring them."""
   gammas = []
 
   def note(pair, prompts, settings, timing, references, wanted, report):
@@ -618,7 +616,7 @@ def test_second_run_measures_only_what_is_missing(results, asked):
 
 @pytest.mark.parametrize("change", ["texts", "max_new_tokens"])
 def test_run_on_other_texts_is_another_setting(results, asked, change):
-  """A record of other texts, or of texts cut elsewhere, must not replace this measurement."""
+  """A record of other texts, or of texts truncated to a different length, must not be reused."""
   changes = dict(
     texts=dict(texts=TEXTS[::-1]),
     max_new_tokens=dict(settings=dataclasses.replace(SETTINGS, max_new_tokens=4)),

@@ -1,5 +1,4 @@
-"""Decoding a dataset with several hosts that are killed, restarted, added or removed: the output is
-the same.
+"""Test that hosts may be killed, restarted, added or removed without a change of the merged output.
 
 One test runs real hosts in subprocesses, over two devices each, and kills one with SIGKILL while it
 decodes; the others call `decode` in this process.
@@ -41,7 +40,7 @@ def run(folder, host=(0, 1), texts=TEXTS, **settings):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> bytes:
-  """Return the output of one uninterrupted host."""
+  """Return the output of a single uninterrupted host."""
   folder = tmp_path_factory.mktemp("whole")
   run(folder)
   return (folder / "outputs.jsonl").read_bytes()
@@ -183,7 +182,7 @@ def test_invalid_record_in_a_part_is_named(whole, tmp_path, line):
 @pytest.mark.parametrize("name", ["part-0-of-1.jsonl", "part-1-of-2.jsonl"])
 @pytest.mark.parametrize("kind", ["device", "folder", "pipe"])
 def test_part_that_is_not_a_regular_file_is_not_read(tmp_path, name, kind):
-  """A device may be endless, and a pipe may have no writer."""
+  """A read from a device may never end, and a pipe may have no writer."""
   part = tmp_path / name
   {"device": lambda: part.symlink_to("/dev/full"), "folder": part.mkdir}.get(
     kind, lambda: os.mkfifo(part)
@@ -243,7 +242,7 @@ sys.exit(main(sys.argv))
 
 
 def start(folder, host: int) -> subprocess.Popen:
-  """Return the command, over two devices."""
+  """Start a host with two devices as a subprocess."""
   model = tiny_pair.folder()
   settings = {
     "INPUT": str(folder / "texts.txt"),

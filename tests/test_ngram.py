@@ -1,4 +1,4 @@
-"""Unigrams and bigrams: counts by plain Python, q against samples, output against the target's."""
+"""Test unigrams and bigrams: counts in plain Python, q and samples, and the target's output."""
 
 import functools
 from collections import Counter
@@ -31,7 +31,7 @@ SAMPLINGS = [GREEDY, Sampling(), Sampling(2.0, top_k=3), Sampling(0.6, top_p=0.6
 
 @functools.cache
 def rows():
-  """300 texts of 1 to 9 tokens; low ids are the most frequent, and 22 and 23 never occur."""
+  """Return 300 texts of 1 to 9 tokens; low ids are most frequent, and 22 and 23 never occur."""
   rng = np.random.default_rng(0)
 
   def draw():
@@ -42,7 +42,7 @@ def rows():
 
 @functools.cache
 def counted():
-  """Return unigram counts, and successors of each token, by plain Python."""
+  """Return unigram counts, and successors of each token, counted in plain Python."""
   unigrams, successors = Counter(), {token: Counter() for token in range(V)}
   for row in rows():
     for before, token in zip([0, *row], row):
@@ -52,7 +52,7 @@ def counted():
 
 
 def weights(order, newest, kept=V):
-  """Return the counts [V] of the successors of a token, by plain Python."""
+  """Return the counts [V] of the successors of a token, computed in plain Python."""
   unigrams, successors = counted()
   counts = unigrams if order == 1 or not successors[newest] else successors[newest]
   if counts is not unigrams:
@@ -113,7 +113,7 @@ def test_counts_of_32_thousand_tokens_take_little_memory():
   "order, sampling", [(1, Sampling(0.6)), *((2, sampling) for sampling in SAMPLINGS)], ids=str
 )
 def test_q_is_the_adjusted_distribution_of_the_counts(order, sampling):
-  """After every token, unseen ones included, and after each guess."""
+  """The q after every token, including unseen tokens, and after each guess is compared."""
   draft = NgramDraft(order, V, sampling, chain(3))
   guesses, q = propose(draft, fit_ngrams(rows(), V, 4), range(V))
   before = np.concatenate([np.arange(V)[:, None], guesses[:, :-1]], axis=1)
@@ -126,7 +126,7 @@ def test_q_is_the_adjusted_distribution_of_the_counts(order, sampling):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[2:], ids=str)
 def test_guesses_are_sampled_from_q(sampling):
-  """20,000 pairs of guesses after one token, at tiny.LEVEL; q at temperature 1 must be detected."""
+  """20,000 pairs of guesses are tested at tiny.LEVEL; q at temperature 1 must be detected."""
   ngrams, n = fit_ngrams(rows(), V), 20_000
   guesses, q = propose(NgramDraft(2, V, sampling, chain(2)), ngrams, [3] * n)
   second = np.zeros((V, V))
@@ -188,7 +188,7 @@ def speculate(order, gamma, rows, ngrams):
 
 @pytest.mark.parametrize("order, gamma, batch", [(1, 3, 3), (2, 5, 3)])
 def test_greedy_output_equals_the_targets(order, gamma, batch):
-  """Bigrams of the target's own texts are often accepted, others rarely."""
+  """Bigrams of the target's own texts are often accepted, bigrams of other texts rarely."""
   _, _, tokens, lengths = decoded()
   assert len(set(lengths)) > 3
   own = fit_ngrams([t[:n][t[:n] > 0].tolist() for t, n in zip(tokens, lengths)], V)

@@ -1,4 +1,4 @@
-"""Tests of online learning: outputs stay the target's, and the draft improves."""
+"""Test that with online learning outputs remain the target's own, and the draft improves."""
 
 import functools
 
@@ -23,7 +23,7 @@ from specdec_jax.training.online import OnlineDraft, decode_and_learn
 
 @pytest.fixture(scope="module")
 def pair():
-  """The tiny target with a random EAGLE head as its draft."""
+  """Return the tiny target with a random EAGLE head as its draft."""
   folder = tiny_pair.folder()
   shape = functools.partial(speculator_config, kind="eagle", gamma=3, emb_dim=32, mlp_dim=32)
   return load_pair(

@@ -1,5 +1,4 @@
-"""Loading pairs and their errors; conversion of texts to prompts; conversion of parameters for
-decoding."""
+"""Test loading of pairs and its errors, and conversion of texts and of parameters for decoding."""
 
 import dataclasses
 import os
@@ -45,7 +44,7 @@ PARTS = dict(target="target", draft="near")
 
 
 def load(folder=None, **changes):
-  """Return the tiny pair with changes; `folder` is where the changed files are."""
+  """Load the tiny pair with changes; `folder` contains the changed files."""
   names = dict(PARTS, vocabulary="vocabulary.model")
   settings = {k: v for k, v in changes.items() if k not in names}
   paths = {k: str(tiny_pair.folder() / name) for k, name in names.items()}
@@ -106,8 +105,7 @@ def test_missing_files_are_named(role):
   [({}, "one is decoder-only"), ({"eos_id": 0}, "pads prompts"), ({"eos_id": 7}, "token 7 but")],
 )
 def test_incompatible_decoder_only_models_raise(tmp_path, monkeypatch, changes, said):
-  """A draft of the other architecture; a model whose EOS is its padding, or is not the
-  vocabulary's."""
+  """The architectures differ, or a model's EOS is its padding or not the vocabulary's EOS."""
   parts = tiny_pair.folder()
   size = len(open_vocabulary(str(parts / "vocabulary.model")))
   cfg = tiny.gpt_config(vocab_size=size, layers=1, **changes)
@@ -127,8 +125,7 @@ def test_eos_of_any_vocabulary_ends_the_prompt_of_a_random_pair(monkeypatch):
 
 @pytest.mark.parametrize("path", ["t5_tiny/checkpoint_1000", "t5_tiny/checkpoints/7/default"])
 def test_checkpoints_of_t5x_and_orbax(tmp_path, path):
-  """Their embedding tables are padded from 72 tokens to 128 rows, and padded rows are never
-  emitted."""
+  """Embedding tables are padded from 72 tokens to 128 rows, and padded rows are never emitted."""
   rows = tiny.config(vocab_size=128, layers=1, tied_logits=True, gated=False, activation="relu")
   params = tiny_pair.random_params(rows, 0)
   if path.endswith("checkpoint_1000"):
@@ -185,7 +182,7 @@ def test_number_of_sentinels_follows_from_the_table(tmp_path, num_pieces, rows, 
 
 
 def test_sentinels_in_the_vocabulary_are_not_added_again(tmp_path):
-  """The table has room for 100 more."""
+  """The embedding table has rows for 100 more tokens, but the vocabulary already has sentinels."""
   path = tmp_path / "spiece.model"
   write_words(path, 128 - 100)
   model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
@@ -201,7 +198,7 @@ def t5_folder(path, rows):
 
 
 def test_t5_is_loaded_by_its_folder_alone(tmp_path):
-  """With spiece.model of 32,000 pieces and a table of 32,128 rows, as T5 and Flan-T5 have."""
+  """The spiece.model has 32,000 pieces and the table 32,128 rows, as for T5 and Flan-T5."""
   folder = str(t5_folder(tmp_path / "hf", 32128))
   write_words(tmp_path / "hf" / "spiece.model", 32000)
   pair = load_pair(folder, folder)
@@ -213,7 +210,7 @@ def test_t5_is_loaded_by_its_folder_alone(tmp_path):
 
 
 def test_folder_with_only_tokenizer_json(tmp_path, capsys):
-  """That is what transformers 5 saves. It is loaded in Python and on the command line."""
+  """transformers 5 saves such a folder. It is loaded in Python and on the command line."""
   write_words(tmp_path / "words" / "spiece.model", 72)
   words = open_vocabulary(str(tmp_path / "words"), extra_ids=100)
   folder = str(t5_folder(tmp_path / "hf", 256))
@@ -238,8 +235,8 @@ def test_folder_with_only_tokenizer_json(tmp_path, capsys):
 
 
 def test_vocabulary_defaults_to_the_targets(tmp_path):
-  """It is in the target's folder, or next to it for pairs of this project; it is never the bundled
-  pair's."""
+  """The vocabulary is in the target's folder, or next to it for pairs of this project; the bundled
+  pair's vocabulary is never used."""
   paths = {role: str(tiny_pair.folder() / name) for role, name in PARTS.items()}
   assert load_pair(**paths).vocabulary.path == str(tiny_pair.folder() / "vocabulary.model")
   folder = str(t5_folder(tmp_path / "hf", 4096))  # the size of the bundled vocabulary
@@ -289,7 +286,7 @@ def test_sharded_parameters_are_not_converted():
   [("t5_1_0", "t5_3B/checkpoint_"), ("t5_1_1", "t5_1_1_xl/"), ("flan_t5", "flan_t5_xl/")],
 )
 def test_public_checkpoints_by_gin(monkeypatch, capsys, family, xl):
-  """Both models by the name of their size; the vocabulary is not in the bucket."""
+  """Both models are named by their sizes; the vocabulary is not in the folders of the bucket."""
   opened = []
 
   def open_checkpoint(path):
@@ -399,7 +396,7 @@ def test_for_decoding_is_idempotent():
 
 
 def test_another_vocabulary_of_the_same_size_raises(tmp_path):
-  """Equal sizes do not suffice: ids would have other meanings."""
+  """Equal sizes do not suffice, because ids would have different meanings."""
   folder = tiny_pair.folder()
   words = open_vocabulary(str(folder / "vocabulary.model"))
   config, params = load_model(str(folder / "target"))

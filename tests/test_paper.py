@@ -1,4 +1,4 @@
-"""The paper's tables as data: whole, as printed, and agreeing with one another."""
+"""Test that the paper's tables are complete, as printed, and consistent with each other."""
 
 import collections
 import csv
@@ -25,7 +25,7 @@ RANGES = {
 
 
 def of(number, **cells):
-  """The one row of a table with these cells."""
+  """Return the only row of a table with these cells."""
   (row,) = (r for r in load_table(number, PAPER) if cells.items() <= r.items())
   return row
 
@@ -50,7 +50,7 @@ def test_tables_are_whole(number):
 
 @pytest.mark.parametrize("number", ROWS)
 def test_digits_are_kept_as_printed(number):
-  """No cell went through a float, which would have made 0.80 of Table 3 into 0.8."""
+  """Cells are text, because a float would print 0.80 in Table 3 as 0.8."""
   with (PAPER / f"table{number}.csv").open(newline="") as file:
     cells = [cell for row in csv.DictReader(file) for n, cell in row.items() if n not in TEXT]
   assert all(re.fullmatch(r"(\d+(\.\d+)?)?", cell) for cell in cells)

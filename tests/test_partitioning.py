@@ -1,6 +1,7 @@
 """Test models sharded across devices: outputs are unchanged and arrays are sharded.
 
-Tests that need devices run `partitioned.py` in processes with eight, or four each, virtual devices.
+Tests that need several devices run `partitioned.py` in one process with eight virtual devices, or
+in two processes with four virtual devices each.
 """
 
 import json
@@ -67,13 +68,13 @@ def test_outputs_and_rounds_equal_those_of_one_device(eight, family, model_paral
 
 @pytest.mark.parametrize("model_parallel", [4, 8])
 def test_replicated_draft_steps_have_no_collectives(eight, model_parallel):
-  """The draft's steps form a loop of known length, and no collective is in such a loop."""
+  """The draft's steps form a loop of known length, and no such loop contains a collective."""
   instructions, executed = eight[f"gpt {model_parallel}"]["runs"]["chain"]["messages"]
   assert instructions == executed > 0
 
 
 def test_target_and_its_cache_are_sharded_across_eight_devices(eight):
-  """[E, H D] = [16, 32], [E, M] = [16, 32], [E, V] = [16, 16], and keys have [B, H] = [8, 4]."""
+  """Sizes: [E, H D] = [16, 32], [E, M] = [16, 32], [E, V] = [16, 16], and [B, H] = [8, 4]."""
   assert eight["t5 1"]["runs"]["tree"]["caches"] == [[8, 4]]
   for model_parallel, data_parallel in ((4, 2), (2, 4)):
     results, batch = eight[f"t5 {model_parallel}"], 8 // data_parallel
@@ -110,7 +111,7 @@ def test_gpt_biases_are_sharded_like_the_activations_they_are_added_to(eight):
 
 
 def test_training_on_eight_devices_has_the_metrics_of_one_device(eight):
-  """Texts are sharded across two devices; the frozen target and the trained head across four."""
+  """Texts are sharded across two groups of four devices, and the models across each group."""
   one, many = partitioned.trained(1), eight["trained 4"]
   for alone, together in zip(one["metrics"], many["metrics"], strict=True):
     for name in ("train_loss", "valid_loss", "valid_acceptance_length"):

@@ -1,4 +1,4 @@
-"""Tests of peers: exported weights, other libraries as backends, and their timing."""
+"""Test comparisons with other libraries: exported weights, libraries as backends, and timing."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ def with_workload(comparison: Comparison, **changes) -> Comparison:
 
 
 def decode(comparison: Comparison, backend: Backend, sampling: Sampling = ARGMAX):
-  """Decode all texts of a comparison with a backend; skip the test if it is not installed."""
+  """Decode all texts of a comparison with a backend; skip the test if it is missing."""
   if missing := backend.missing_packages():
     pytest.skip(f"{', '.join(missing)} not installed")
   load: Any = backend.load
@@ -224,7 +224,7 @@ def test_missing_backends_are_named_and_the_others_are_measured(tmp_path, capsys
   ]
 
   def pair_twice(folder):
-    """The second pair is the first one under another name of its kernels."""
+    """The second pair is the first pair under a different name of its kernels."""
     comparison = trained(folder)
     return comparison._replace(pairs=(comparison.pair, comparison.pair._replace(kernels="again")))
 
@@ -252,7 +252,7 @@ def test_missing_backends_are_named_and_the_others_are_measured(tmp_path, capsys
 
 
 def load_echo(comparison: Comparison) -> Generate:
-  """Return a function that echoes its arguments, with its process id as the number of calls."""
+  """Return a function that echoes its arguments, with the process id as the number of calls."""
   assert (comparison.pairs, comparison.alpha) == ((), None)
   return lambda source, seed, limit, temperature: ([*source, seed, limit], os.getpid())
 

@@ -1,4 +1,4 @@
-"""Test progress lines where standard error is no terminal."""
+"""Test the progress lines that are printed if standard error is not a terminal."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: guesses against a plain search, and output against the target's."""
+"""Compare the guesses of prompt lookup with a plain search, and its output with the target's."""
 
 import functools
 
@@ -22,8 +22,8 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def by_hand(source, text, gamma, max_ngram, vocab_size, taken=()):
-  """Return the guesses for one row, whose source has no padding, by a search from the best match
-  down. Their first token is not `taken`."""
+  """Return the guesses for one row, whose source has no padding, by a search that starts with the
+  best match. The first guess is not in `taken`."""
   for n in range(min(max_ngram, len(text)), 0, -1):
     suffix = text[-n:]
     for context, in_text in ((source, False), (text, True)):
@@ -52,7 +52,7 @@ def proposing(tree, max_ngram, vocab_size):
 
 
 def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=16):
-  """Return guesses of rows of different lengths, and check that they are deterministic."""
+  """Return guesses for rows of different lengths, and check that the guesses are deterministic."""
 
   def fill(rows, size):
     return np.array([[*r, *[0] * (size - len(r))] for r in rows], np.int32)
@@ -97,7 +97,7 @@ def test_examples_by_hand(source, text, guesses):
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_guesses_equal_those_of_a_plain_search(gamma, max_ngram):
-  """1,000 random rows in one call; with two token ids, matches of every length are frequent."""
+  """One call has 1,000 random rows; with two token ids, matches of every length are frequent."""
   rng = np.random.default_rng(0)
 
   def some(least, most):

@@ -2,7 +2,7 @@
 
 The distributions have zeros, ties, a single outcome, disjoint supports or tiny probabilities, in
 float32 and bfloat16. Emitted distributions are enumerated exactly from the residual that `verify`
-samples from, and accept decisions are compared with those of the same uniforms.
+samples from, and decisions to accept are compared with the condition on the same uniforms.
 """
 
 import functools
@@ -41,7 +41,7 @@ one_distribution = (
 
 
 def rounded(probs, dtype) -> np.ndarray:
-  """Return probs as a model of that dtype gives them: rounded to it, normalized in float32."""
+  """Return `probs` as a model with this dtype does: rounded to the dtype, normalized in float32."""
   x = jnp.asarray(probs, dtype).astype(jnp.float32)
   return np.asarray(x / x.sum(axis=-1, keepdims=True))
 

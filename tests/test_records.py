@@ -1,4 +1,4 @@
-"""Records are appended completely or not at all, read back unchanged, and resumed by key."""
+"""Test that records are appended completely or not at all, read unchanged, and resumed by key."""
 
 import dataclasses
 import datetime
@@ -73,7 +73,7 @@ def test_fields_are_grouped_in_the_file(path):
 
 
 def test_records_of_schema_2_are_read(path):
-  """Schema 2 has the same fields, which are not grouped."""
+  """Schema 2 has the same fields as the current schema, but the fields are not grouped."""
   record = setting(alpha=0.5, speedup=1.5)
   path.write_text(json.dumps(dataclasses.asdict(record) | {"schema": 2}) + "\n")
   assert records.read(path) == [record] and records.missing(path, [record]) == []
@@ -89,7 +89,7 @@ def test_record_without_recent_fields_is_read(path):
 
 
 def schema_1(record):
-  """The line that schema 1 has for a record."""
+  """Return the line of a record in schema 1."""
   old_names = {new: old for old, new in FIELDS_OF_SCHEMA_1.items()}
   values = {old_names.get(name, name): x for name, x in dataclasses.asdict(record).items()}
   beam_nodes = values.pop("beam_nodes")

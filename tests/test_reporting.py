@@ -1,4 +1,4 @@
-"""Rounds are shown in colour as they were decoded, and records as a table."""
+"""Test that rounds are shown in colour as they were decoded, and records as a table."""
 
 import dataclasses
 import io
@@ -35,7 +35,7 @@ def decode_result(*rows, gamma=3):
   """Return a `DecodeResult` on the host.
 
   Args:
-    *rows: for each row its rounds (guesses, n, next token, number of emitted tokens).
+    *rows: the rounds of each row, as (guesses, n, next token, number of emitted tokens).
     gamma: guesses per round.
   """
   num_rounds = max(map(len, rows))
@@ -50,7 +50,7 @@ def decode_result(*rows, gamma=3):
 
 
 def read(decoded, row=0):
-  """Return for each round the accepted, the rejected and the corrected words by their colour."""
+  """Return the accepted, the rejected and the corrected words of each round, by their colour."""
   lines = []
   for line in map(round_text, read_rounds(decoded, row, pieces)):
     words = {ACCEPTED: [], REJECTED: [], CORRECTED: []}
@@ -70,7 +70,7 @@ def test_round_without_accepted_tokens():
 
 
 def test_round_with_all_tokens_accepted():
-  """The token after them is sampled from the target, and no token is rejected."""
+  """The token after the guesses is sampled from the target, and no token is rejected."""
   decoded = decode_result([([EIN, ROT, HUND], 3, LÄUFT, 4)])
   assert read(decoded) == [(["ein", "rot", "Hund"], [], ["läuft"])]
 

@@ -1,4 +1,4 @@
-"""Retrieval against a plain search of all positions, and its datastore on disk."""
+"""Compare retrieval with a plain search of all positions, and test its datastore on disk."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ TEXTS += [[0, 2, 8, 8], [0, 8, 8, 8, 3]]  # ids that no row contains
 
 
 def followed(text, max_context, depth) -> list[tuple[int, ...]]:
-  """Return all continuations of the longest suffix that occurs, by searching everywhere."""
+  """Return all continuations of the longest suffix that occurs in the text, by a plain search."""
   for n in range(min(max_context, len(text)), 0, -1):
     ends = [at + n for at in range(len(STORE) - n + 1) if STORE[at : at + n] == text[-n:]]
     if ends:
@@ -62,7 +62,7 @@ def test_dynamic_tree_has_the_most_frequent_nodes(num_guesses):
 
 
 def test_matches_beyond_the_limit_are_sampled_evenly():
-  """Of 90 positions where 2 follows 5 and 10 where 3 does, ten are read."""
+  """Token 5 is followed by 2 at 90 positions and by 3 at 10 positions, of which ten are read."""
   store = build_datastore([[5, 2, EOS]] * 90 + [[5, 3, EOS]] * 10)
   trie = RetrievalDraft(chain(1), 1, 10)._trie(store, written([[0, 5]]))
   assert trie.counts[0, :, 0].tolist() == [9, 0, 0, 0, 0, 0, 0, 0, 0, 1]

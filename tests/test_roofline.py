@@ -1,4 +1,4 @@
-"""Bytes that a step must read, counted by hand; bandwidth from given times; shares in tables."""
+"""Test the bytes that a step must read, the bandwidth from given times, and shares in tables."""
 
 import dataclasses
 import types
@@ -52,7 +52,7 @@ def test_bytes_that_are_read_of_an_argument(f, floats):
 
 
 def test_only_rows_of_an_embedding_table_are_read():
-  """This includes tables in bfloat16 with float32 activations, as on a CPU."""
+  """The cases include bfloat16 tables with float32 activations, as on a CPU."""
   table = jnp.ones((6, 5), jnp.bfloat16)
   embed = Embed(6, 5, dtype=jnp.float32)
 
@@ -79,7 +79,7 @@ def by_hand(cfg, tied, block):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("block", [1, 4])
 def test_bytes_of_a_decoder_equal_those_counted_by_hand(fused, tied, block):
-  """Excludes the encoder, projections of the source, and all but the rows of an untied embedding
+  """Exclude the encoder, projections of the source, and unused rows of an untied embedding
   table."""
   cfg = tiny.config(vocab_size=60, padded_vocab_size=64, tied_logits=tied)
   params = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))

@@ -1,5 +1,4 @@
-"""Guesses, acceptance and next tokens of exact rounds pass; an acceptance that is 1% too high does
-not."""
+"""Test that the scores of exact rounds pass, and that acceptance 1% too often is detected."""
 
 import dataclasses
 import itertools
@@ -57,7 +56,7 @@ class TableCache:
 
 @dataclasses.dataclass(frozen=True)
 class TableModel:
-  """A model whose parameters are logits [V, V]."""
+  """Model whose parameters are the logits [V, V] of the next token after each token."""
 
   vocab_size: int = V
   eos_id: int = EOS
@@ -76,10 +75,9 @@ class TableModel:
 
 
 def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposal):
-  """A new draft whose logits differ from the target's by `noise`, so that nothing is compiled for
-  it.
+  """Return a pair of table models whose logits differ by `noise`, for which nothing is recompiled.
 
-  Its proposals are mapped by `change`.
+  The proposals of the draft are mapped by `change`.
   """
   rng = np.random.default_rng(0)
   table = rng.normal(size=(V, V)).astype(np.float32)
@@ -163,7 +161,7 @@ def test_exact_rounds_of_a_tree_pass():
 
 @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
 def test_guesses_are_scored_by_the_distributions_of_their_own_round(tree):
-  """Against a loop over the rounds, some of which contain EOS or the limit."""
+  """The scores equal those of a loop over the rounds, some of which contain EOS or the limit."""
   pair, sampling, limit = table_pair(noise=1.0, ends=True), Sampling(), 7
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:40]), row_keys(3, 0, 40)
   decode = round_scores.recorded(pair, sampling, tree)
@@ -259,7 +257,7 @@ def q_of_the_eldest(proposal):
 
 @dataclasses.dataclass(frozen=True)
 class YoungestFirst(Verifier):
-  """Verify siblings in another order than they were sampled in."""
+  """Verify siblings in a different order than the one in which they were sampled."""
 
   sampling: Sampling
   exact = False
@@ -301,7 +299,7 @@ def test_faults_among_siblings_are_detected(change, verifier, found_by):
 
 
 def test_draft_that_samples_at_another_temperature_than_it_reports_is_detected(monkeypatch):
-  """By 3%: the mean total variation is below 0.01."""
+  """The temperatures differ by 3%, so the mean total variation distance is below 0.01."""
 
   def colder(rng, logits, sampling):
     changed = dataclasses.replace(sampling, temperature=0.97 * sampling.temperature)

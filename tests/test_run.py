@@ -94,7 +94,7 @@ def command(tmp_path):
 
 
 def assert_input_error(result, *words):
-  """Assert status 2 and a one-line error without internals of Python that has all of `words`."""
+  """Assert status 2 and a one-line error that has all `words` and no internals of Python."""
   assert result.returncode == 2, result
   assert result.stderr.startswith("error: ") and result.stderr.endswith((".\n", "?\n"))
   assert result.stderr.count("\n") == 1, result.stderr
@@ -319,7 +319,7 @@ def test_keyboard_interrupt_exits_with_status_130(command):
 
 
 def test_closed_standard_streams(command):
-  """No opened file takes the descriptor of a closed stream; a closed output is an error."""
+  """No opened file gets the descriptor of a closed stream, and a closed output is an error."""
   (command.dir / "open.gin").write_text(HEADER + "run.run.experiment = @tiny_work.open_something")
   result = command("--gin_file=open.gin", closed="<&- 2>&-")
   assert result.returncode == 0 and int(result.stdout.removeprefix("descriptor ")) > 2
@@ -330,7 +330,7 @@ def test_closed_standard_streams(command):
 
 
 def test_metadata_excludes_older_flax_on_newer_python():
-  """Flax before 0.12.9 breaks with jax 0.11, which needs Python 3.12, and pip would keep it."""
+  """Flax before 0.12.9 breaks with jax 0.11 (from Python 3.12), and pip would keep this Flax."""
   requirements = pytest.importorskip("packaging.requirements")
   text = (ROOT / "pyproject.toml").read_text()
   lines = tomllib.loads(text)["project"]["dependencies"]

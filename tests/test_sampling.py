@@ -111,7 +111,7 @@ def compiled(**method):
 
 
 def assert_follows_the_definition(probs, logits, temperature=1.0, top_k=0, top_p=1.0):
-  """Check probs [V] by sorting: the fewest most probable tokens and those tied with the last.
+  """Check probs [V] by sorting: the fewest of the most probable tokens, and ties with the last.
 
   The mass of top-p is compared up to rounding, the tokens of top-k exactly.
   """
@@ -218,7 +218,8 @@ def test_samples_follow_the_weights_and_never_have_weight_0():
 @pytest.mark.parametrize("u, index", [(0.0, 0), (1 - 2**-23, -1)])
 @pytest.mark.parametrize("possible", [[3, 5], [70, 90, 199], [64], [0, 299]], ids=str)
 def test_extreme_uniforms_sample_tokens_of_positive_weight(u, index, possible, monkeypatch):
-  """They sample the first and the last such token, and skip tokens and whole blocks of weight 0."""
+  """Extreme uniforms sample the first and last token of positive weight, past blocks of weight
+  0."""
   monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, u, jnp.float32))
   weights = np.zeros((1, 300), np.float32)
   weights[0, possible] = 0.1

@@ -1,4 +1,4 @@
-"""Test simulated acceptance: its rate is alpha, guesses are independent, the target still runs."""
+"""Test simulated acceptance: the rate is alpha, guesses are independent, and the target runs."""
 
 import functools
 
@@ -72,7 +72,7 @@ def running_rounds(out):
   [(0.3, 5, RANDOM), (0.75, 3, GREEDY), (1.0, 3, RANDOM)],
 )
 def test_guesses_are_accepted_at_rate_alpha(alpha, gamma, sampling):
-  """4,096 tokens: alpha is within 0.05, tokens per round within 5 standard errors (Equation 1)."""
+  """For 4,096 tokens, alpha is within 0.05, and tokens per round are within 5 standard errors."""
   limit = 256 if 0 < alpha < 1 else 32  # acceptance is deterministic at 0 and 1
   guesses, n, next_token = running_rounds(decode(alpha, sampling, gamma, limit))
   rejected = n < gamma
@@ -96,7 +96,7 @@ def prefilled(model, prompts, num_slots):
 
 
 def acceptances(model, prompts, tokens):
-  """Return which guesses tokens[:, 1:] have probability 1; all others must have 0. [B, K - 1]."""
+  """Return [B, K - 1] whether guesses tokens[:, 1:] have probability 1; otherwise it must be 0."""
   cache = prefilled(model, prompts, tokens.shape[1] + 1)
   logits, _, cache = jax.jit(model.extend)(weights()[0], cache, tokens)
   assert (np.asarray(cache.length) == 0).all()
@@ -113,7 +113,7 @@ class Length:
 
 
 class FlatModel:
-  """A model with uniform logits, which is fast even for long blocks."""
+  """Model with uniform logits, which is fast even for long blocks."""
 
   def prefill(self, params, prompt, num_slots):
     return jnp.zeros((len(prompt), 1, 0)), Length(jnp.zeros(len(prompt), jnp.int32))
@@ -215,7 +215,7 @@ def test_row_does_not_depend_on_its_position_in_the_batch():
 
 
 def test_compiler_does_not_remove_the_target_forward_pass():
-  """Only the argmax is used. The forward pass is removed if constants replace the logits."""
+  """Only the argmax is used. The compiler removes the pass if constants replace the logits."""
   prompts, (params, _) = jnp.asarray(tiny.sources(CONFIG, 3, 4)), weights()
   tokens = np.full((4, 4), 5, np.int32)
 

@@ -2,8 +2,8 @@
 
 The first part tests one round on tables of probabilities. The second part tests the whole loop with
 T5 models and compares the joint distribution of three tokens with its exact enumeration. Each
-comparison comes with broken variants that it must detect. Comments state sample sizes and
-detectable effects; tiny.py defines the significance levels.
+comparison must also detect broken variants. Comments state sample sizes and detectable effects;
+tiny.py defines the significance levels.
 """
 
 import dataclasses
@@ -163,7 +163,7 @@ def test_faults_of_a_round_are_detected(gamma, fault):
 
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_numpy_version_without_faults_emits_the_targets_distribution(gamma):
-  """The test above therefore detects the faults, not the numpy version itself."""
+  """The test above therefore detects the injected faults, not the numpy version itself."""
   target, draft = markov(1), markov(2)
   counts = joint_of_round(in_numpy, target, draft, gamma, 100_000)
   assert tiny.p_value(counts, joint_of_chain(target, gamma + 1)) > tiny.LEVEL
@@ -226,7 +226,7 @@ def test_exact_outcome_probabilities_sum_to_the_target():
 
 @pytest.mark.parametrize("lenience", [0.5])
 def test_lenience_bounds_token_probabilities_and_raises_acceptance(lenience):
-  """No token's probability exceeds p / l (Appendix A.5)."""
+  """With lenience l, no token's probability exceeds p / l (Appendix A.5)."""
   # 200,000 tokens, level 1e-6 for the distribution, six standard errors for each bound.
   n = 200_000
   p, q = np.random.default_rng(4).dirichlet(np.full(V, 0.7), 2)
@@ -313,7 +313,7 @@ def random_proposals(batch=64, gamma=3, seed=0):
 
 
 def test_residual_is_not_empty_when_rounding_makes_p_at_most_q():
-  """p <= q everywhere because of rounding, and the same program may round p in two ways.
+  """Because of rounding, p <= q everywhere, and one program may round p in two ways.
 
   With the compiler flags of `conftest.py`, comparing the sum of the residual with 0 once returned
   an empty residual.
@@ -426,7 +426,7 @@ def exact_joint(method: str):
 
 
 def joint_of_loop(decode, n_batches=2, batch=4096):
-  """Return counts [V, V, V] of three tokens in n_batches * batch rows of one source, and each n."""
+  """Return counts [V, V, V] of three tokens in n_batches * batch rows of one source, and all n."""
   counts = np.zeros((6, 6, 6))
   prompt = np.repeat(tiny.sources(CONFIG, 0, 1), batch, axis=0)
   accepted = []
@@ -511,7 +511,7 @@ def select_report(params, proposal):
 
 @dataclasses.dataclass(frozen=True)
 class ReportingDraft(tiny.ChangedDraft):
-  """A draft whose parameters hold those of the wrapped draft under 'draft'."""
+  """Wrapped draft whose parameters hold those of the original draft under 'draft'."""
 
   def init(self, params, context, hidden):
     return self.draft.init(params["draft"], context, hidden)

@@ -1,4 +1,4 @@
-"""The reproduction status counts each printed number once and claims no result without a record."""
+"""Test that the reproduction status counts each printed number once, with a record per result."""
 
 import dataclasses
 import pathlib
@@ -76,7 +76,7 @@ def test_number_that_differs_is_reported(number, field):
 
 
 def test_improvement_factors_of_appendix_a5():
-  """Those at temperature 0 follow from Theorem 8; those at temperature 1 do at no gamma."""
+  """Factors at temperature 0 follow from Theorem 8; factors at temperature 1 do at no gamma."""
   argmax, sampled = (
     select(all_claims(), "5", f"speed, lenience 1 / 0.5 / 0.3 / 0.1; T5-small, temperature {t}")
     for t in (0, 1)

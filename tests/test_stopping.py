@@ -1,5 +1,4 @@
-"""Drafts that stop early: their proposals, the lengths that the target verifies, and what predicts
-acceptance."""
+"""Test drafts that stop early: proposals, verified lengths, and predictors of acceptance."""
 
 import functools
 
@@ -52,7 +51,7 @@ def test_proposals_are_those_of_the_model_while_it_is_confident():
 
 
 def test_target_verifies_only_the_proposed_length():
-  """Its logits are those of the whole block, and 0 for positions that it does not process."""
+  """The target's logits are those of the whole block, and 0 at positions that are skipped."""
   models = t5()
   prompts = jnp.asarray(models.prompts[:2])
   _, cache = models.target.prefill(models.params, prompts, 12)
@@ -101,8 +100,7 @@ def test_auc_of_a_confidence_score():
 
 
 def test_predicted_speed_of_stopping():
-  """Never stopping equals a fixed gamma, always stopping equals gamma 1, and the oracle is between
-  them."""
+  """Never stopping equals a fixed gamma, always stopping gamma 1; the oracle lies between these."""
   texts = [(RNG.random(12) < 0.7).astype(float) for _ in range(20)]
   costs = (0.0, 0.3, 0.3, 0.3), (1.0, 1.1, 1.2, 1.3)
   known = Calibration(3, 0.7, *costs, speedups=(1.0,) * 4, starts=(2.0, 0.5))
@@ -130,8 +128,8 @@ def test_drafts_that_cannot_stop_early_raise():
 
 
 def test_round_without_a_proposal_is_an_autoregressive_step():
-  """Prompt lookup up to its end: nothing is proposed for the first text, and different numbers of
-  tokens for the others."""
+  """Prompt lookup proposes nothing for the first text, and different numbers of tokens for the
+  other texts."""
   draft = StopAtMissDraft(PromptLookupDraft(9, chain(5), 2))
   assert draft.verify_lengths == (0, 1, 2, 4, 5)
   context = written([[0, 2, 3], [0, 4, 5, 6, 7, 4], [0, 3, 3]])

@@ -1,4 +1,4 @@
-"""Test sweeps: missing settings are measured and recorded, and all are shown."""
+"""Test sweeps: missing settings are measured and recorded, and all settings are shown."""
 
 import dataclasses
 

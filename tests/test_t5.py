@@ -1,4 +1,4 @@
-"""T5: one block, several steps and one teacher-forced pass agree; sizes are the published ones.
+"""Test T5: one block, several steps and one teacher-forced pass agree, and sizes are as published.
 
 The reference for the arithmetic is the T5 in numpy below, in float64.
 """
@@ -42,8 +42,7 @@ def text(cfg, batch=4, seed=0):
 
 
 def take(rows, start, count):
-  """Gather `count` entries of rows [B, T, ...] from each row's own start [B]; the result is [B,
-  count, ...]."""
+  """Gather [B, count, ...]: `count` entries of rows [B, T, ...] from each row's own start [B]."""
   return np.stack([row[at : at + count] for row, at in zip(rows, start, strict=True)])
 
 
@@ -139,7 +138,7 @@ def test_every_number_of_accepted_tokens_is_rolled_back(dtype, gamma):
 
 
 def test_rolled_back_cache_equals_a_fresh_one():
-  """They are bit-identical: masked slots are neither read nor added to what replaces them."""
+  """The caches are bit-identical: masked slots are neither read nor added to their new content."""
   model, source, tokens, _, _ = setting(jnp.float32)
   _, fresh = model.read(model.prefill(source), tokens[:, :6])
   used = fresh
@@ -211,7 +210,7 @@ ENDS = [-1, 2, 0, 4]  # the last accepted node of each of four rows, at differen
 
 
 def sees_its_cousins(sound, tree, length, nodes, num_slots):
-  """Mask by node number, as in a chain."""
+  """Let nodes attend to all nodes with smaller numbers, as in a chain."""
   own_slots = length[:, None] + jnp.arange(tree.num_nodes)[nodes]
   visible = jnp.arange(num_slots) <= own_slots[..., None]
   return sound(tree, length, nodes, num_slots)._replace(visible=visible)
@@ -245,8 +244,8 @@ def off_paths(model, cache, tree, path=lambda path: path):
   """Return the differences between a tree and its paths, which are evaluated as chains from the
   same cache.
 
-  They are relative differences of logits and hidden states, for the tree in one pass and level by
-  level, and for a chain that continues after one path per row is committed by `path`.
+  The relative differences are those of logits and hidden states, for the tree in one pass and level
+  by level, and for a chain that continues after one path per row is committed by `path`.
   """
 
   def size(x):
@@ -283,12 +282,12 @@ def off_paths(model, cache, tree, path=lambda path: path):
 
 
 def far_off(found):
-  """Return which differences are much larger than rounding, which is below 1e-6."""
+  """Return which differences are much larger than rounding errors, which are below 1e-6."""
   return {how for how, off in found.items() if off > 0.01}
 
 
 def in_trees():
-  """A model, and a cache with rows of different lengths, whose unused slots hold other tokens."""
+  """Return a model, and a cache with rows of different lengths and old tokens in unused slots."""
   cfg = tiny.config(vocab_size=24)
   model = Cached(cfg, tiny.params(cfg, 0))
   _, cache = model.read(model.prefill(tiny.sources(cfg, 0, 4)), text(cfg))
@@ -315,7 +314,7 @@ def test_wrong_attention_in_a_tree_is_detected(monkeypatch, fault):
 
 
 def numpy_t5(params, cfg, source, inputs):
-  """Compute logits [K, table size] of one row in float64, with every formula written out."""
+  """Compute the logits [K, table size] of one row in float64, with every formula written out."""
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
   def norm(p, x):
@@ -377,15 +376,15 @@ def numpy_t5(params, cfg, source, inputs):
 
 
 def bucket_backwards(distance):
-  """Return the bucket of a key at `distance` <= 0: 0..15 each have one, then 16 logarithmic ones up
-  to 128."""
+  """Return the bucket of a key at `distance` <= 0: one for each of 0..15, then 16 logarithmic ones
+  up to a distance of 128."""
   back = max(-distance, 0)
   return back if back < 16 else 16 + sum(back >= edge for edge in BACKWARDS_EDGES[1:])
 
 
 def bucket_both_ways(distance):
-  """Return the bucket: 0..7 each have one, then 8 logarithmic ones up to 128; 16 more for later
-  keys."""
+  """Return the bucket of a key: one for each of 0..7, then 8 logarithmic ones up to a distance of
+  128; later keys have 16 further buckets."""
   away = abs(distance)
   bucket = away if away < 8 else 8 + sum(away >= edge for edge in BOTH_WAYS_EDGES[1:])
   return bucket + 16 * (distance > 0)
@@ -517,7 +516,7 @@ def test_unknown_sizes_raise():
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_version_may_be_a_number(version):
-  """A gin file has a number if the quotes are missing."""
+  """Without quotes, the version in a gin file is a number."""
   assert t5_config("small", float(version)) == t5_config("small", version)
   with pytest.raises(ValueError, match="version '1.2' is not known"):
     t5_config("small", 1.2)

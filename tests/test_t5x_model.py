@@ -1,4 +1,4 @@
-"""The t5x model compared with t5x's own decoding, also through t5x's infer.py and gin files."""
+"""Compare the t5x model class with t5x's own decoding, also through infer.py and gin files."""
 
 import dataclasses
 import functools
@@ -74,7 +74,7 @@ def speculative(
 
   Args:
     draft: configuration of the draft.
-    round_settings: gamma, tree, verifier and lenience, or some of them.
+    round_settings: some or all of gamma, tree, verifier and lenience.
     decoder_params: default decoder params of t5x.
     decode_fn: t5x's decoding function; defaults to `temperature_sample`.
     **sampling: arguments of `temperature_sample`.
@@ -331,7 +331,7 @@ def test_impossible_settings_are_reported_before_a_checkpoint_is_read(round_sett
 
 
 def shapes(model, params=None, **call):
-  """Return the shapes of tokens and scores; nothing is compiled."""
+  """Return the shapes of tokens and scores without compiling."""
   params = both(DRAFTS["random"][1]) if params is None else params
   decode = functools.partial(model.predict_batch_with_aux, batch=BATCH, **call)
   tokens, aux = jax.eval_shape(decode, params)
@@ -451,7 +451,7 @@ t5x_model.SpeculativeModel.predict_batch_with_aux.return_all_decodes = True
 
 
 def test_defaults_are_those_of_temperature_sample(bound):
-  """It selects the most probable token by default."""
+  """`temperature_sample` selects the most probable token by default."""
   settings = bound("")._settings
   assert (settings["temperature"], settings["topk"], settings["topp"]) == (1.0, 1, 0.0)
 
@@ -504,7 +504,7 @@ models.EncoderDecoderModel.decode_fn = @decoding.beam_search
 
 
 def test_constructor_arguments_bound_on_the_model_of_t5x_are_inherited(bound):
-  """This holds for all optional arguments; the four required ones are bound on SpeculativeModel."""
+  """Optional arguments are inherited; the four required ones are bound on SpeculativeModel."""
   model = bound("""
 t5x_model.SpeculativeModel.optimizer_def = 'adafactor'
 models.EncoderDecoderModel:
@@ -583,7 +583,7 @@ def test_baseline_equals_autoregressive_decoding():
 
 
 def test_speed_is_measured_against_t5x(tmp_path):
-  """Run the gin files at temperature 0. The outputs are those of t5x."""
+  """Run the gin files at temperature 0, where the outputs are those of t5x."""
   settings = {
     **{f"pairs.load_pair.{part}": str(tiny_pair.folder() / name) for part, name in PAIR.items()},
     "t5x_model.t5x_baseline.checkpoint": str(tiny_pair.folder() / "target"),
@@ -607,7 +607,7 @@ def test_speed_is_measured_against_t5x(tmp_path):
 
 
 def write_checkpoint(folder: pathlib.Path, config, params, orbax: bool) -> str:
-  """Write a checkpoint in T5X's own format or Orbax's, and return its path."""
+  """Write a checkpoint in the format of T5X or of Orbax, and return its path."""
   module = t5x_model.t5x_network(config)
   axes = module.init(jax.random.key(0), *(np.ones((1, 1)),) * 3, enable_dropout=False)[
     "params_axes"
@@ -650,7 +650,7 @@ def test_checkpoints_of_another_shape_are_reported(tmp_path, orbax, wrong):
 
 
 def test_draft_is_replicated_unless_rules_shard_it():
-  """The target is sharded as always."""
+  """The target is sharded in both cases."""
   inputs = {"encoder_input_tokens": (1, 1), "decoder_input_tokens": (1, 1)}
   variables = jax.eval_shape(
     lambda key: speculative().get_initial_variables(key, inputs), jax.random.key(0)
@@ -742,7 +742,7 @@ models.EncoderDecoderModel.predict_batch_with_aux.return_all_decodes = True
 
 
 def infer(tmp_path, use_orbax: bool, num_partitions: int, bindings_text: str):
-  """Run t5x's infer.py with the gin files of this project, as a user does, on tiny weights.
+  """Run t5x's infer.py with the gin files of this project, as a user does, and with tiny weights.
 
   There are four devices, across which the 8 heads of the target can be sharded, and the 6 heads of
   the draft cannot.

@@ -1,4 +1,4 @@
-"""Tables have our records next to the paper's rows, and all formats have the same cells."""
+"""Test that tables have our records next to the paper's rows, and the same cells in all formats."""
 
 import csv
 import dataclasses
@@ -73,7 +73,7 @@ def ours(table):
 
 
 def above(table):
-  """Return for each of our rows the paper's row above it; None for a stand-in."""
+  """Return the paper's row above each of our rows, or None for a stand-in."""
   rows, papers = cells(table), []
   for i, row in enumerate(rows):
     if row["source"] == "ours":

@@ -31,7 +31,7 @@ TRANSLATE = "translate English to German: "
 
 @pytest.fixture(scope="module")
 def tasks():
-  """Return the module, with T5's vocabulary or, if it is not on this machine, another one."""
+  """Return the module `tasks` with T5's vocabulary, or a stand-in if it is not on this machine."""
   vocabulary = SPIECE if SPIECE.exists() else tiny_pair.folder() / "vocabulary.model"
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("SPECDEC_T5_VOCABULARY", str(vocabulary))
@@ -50,7 +50,7 @@ def shared(*names):
 
 
 def mocked(columns=None):
-  """Return TFDS's mock of its data: these columns, or random examples with the fields of TFDS."""
+  """Mock the data of TFDS: these columns, or random examples with the fields of TFDS."""
   import tensorflow as tf
   import tensorflow_datasets as tfds
 
@@ -254,7 +254,7 @@ def test_batches_of_prompts_as_documented(tasks):
 
 
 def test_word_pieces_equal_those_of_seqio(tasks):
-  """Seqio's own class returns a padded table for words of several pieces and counts one id more."""
+  """Seqio's own class returns a padded table for words of several pieces and counts an extra id."""
   ours, theirs = open_vocabulary(WORD_PIECES), tasks.WORD_PIECES
   assert (theirs.vocab_size, theirs.pad_id, theirs.eos_id) == (len(ours), PAD_ID, ours.eos_id)
   text = "The Verizon-like [END] of 2,010 \u20ac; caf\u00e9s \u65e5\u672c"
@@ -313,7 +313,7 @@ def test_parallel_text_in_two_files(tasks, tmp_path):
 
 @pytest.fixture
 def texts_of(monkeypatch):
-  """Return a function from gin files and bindings to the texts that an experiment reads."""
+  """Return a function of gin files and bindings that returns the texts that an experiment reads."""
   monkeypatch.chdir(ROOT)
 
   def read(*files, bindings=""):
@@ -332,7 +332,7 @@ def texts_of(monkeypatch):
 
 @pytest.fixture
 def lines(tmp_path):
-  """Return bindings that read two lines of a file."""
+  """Return gin bindings with which a run reads two lines of a file."""
   (tmp_path / "text").write_text("one\ntwo\n")
   return f"TEXTS = @text.read_lines()\nINPUT = {str(tmp_path / 'text')!r}"
 

@@ -210,7 +210,7 @@ def test_break_even_is_where_speculation_starts_to_pay(gamma, c, verify_cost):
 
 
 def test_break_even_of_one_guess_is_c():
-  """This is Corollary 9. It holds near alpha = 1 too, where Equation 1 loses precision."""
+  """Corollary 9 also holds numerically near alpha = 1, where Equation 1 loses precision."""
   for c in (0.0, 0.3, 1 - 1e-10, 1.0):
     assert break_even_alpha(1, c) == pytest.approx(c, abs=1e-14)
 

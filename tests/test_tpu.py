@@ -1,4 +1,4 @@
-"""Tests of programs that are compiled for TPUs: T5-XXL with T5-small, beams, trees and LaMDA.
+"""Test programs that are compiled for TPUs: T5-XXL with T5-small, beams, trees and LaMDA.
 
 Run as a script, this file compiles the programs: libtpu needs its own settings before jax starts.
 """
@@ -24,7 +24,7 @@ TABLE_2 = pathlib.Path(__file__).parents[1] / "experiments/tpu_v4/table2.jsonl"
 
 
 def main(part: str) -> None:
-  """Compile one of two parts, which take equally long, and print what the tests check, as JSON."""
+  """Compile one of two parts, which take equally long, and print the checked values as JSON."""
   import jax
   import jax.numpy as jnp
 
@@ -120,7 +120,7 @@ def main(part: str) -> None:
 
 @pytest.fixture(scope="module")
 def reports():
-  """What `main` prints, by name."""
+  """Return the values that `main` prints, by name."""
   if importlib.util.find_spec("libtpu") is None:
     pytest.skip("libtpu, the compiler for TPU, is not installed (extra 'tpu')")
   # XLA_FLAGS of the other tests are for the CPU.
@@ -143,7 +143,7 @@ def verify_cost(programs: dict, steps: dict) -> float:
 
 
 def test_xxl_and_its_draft_fit_on_one_chip(reports):
-  """The 11.1e9 parameters are there in bfloat16, and none of them twice."""
+  """The memory holds the 11.1e9 parameters in bfloat16, each of them once."""
   loop = reports["loop"]
   assert 22e9 < loop["arguments"] < loop["peak"] < 1.05 * loop["arguments"] < CHIP
 
@@ -183,7 +183,7 @@ def test_drafting_with_a_learned_head_accesses_few_bytes(reports, kind):
 
 
 def test_verifying_a_tree_of_64_nodes_copies_no_weights_and_accesses_few_more_bytes(reports):
-  """Two layers; a whole round with all 24 takes minutes to compile and is in experiments/tpu_v4."""
+  """The target has two layers, because 24 layers take minutes to compile (experiments/tpu_v4)."""
   tree, step = reports["tree"], reports["whole"]["decode step"]["accessed"]
   assert tree["verify"]["weight_copies"] == tree["commit"]["weight_copies"] == []
   # The logits of 64 nodes are a larger share of two layers than of 24.
@@ -201,7 +201,7 @@ def test_round_of_a_beam_search_copies_no_weights_and_accesses_few_more_bytes(re
 
 
 def test_decode_step_uses_the_vector_unit_and_verification_the_matrix_unit(reports):
-  """experiments/tpu_v4 reports this for all layers."""
+  """The report in experiments/tpu_v4 covers all layers."""
   step, verify = (reports["whole"][name] for name in ("decode step", "verify"))
   # Per layer: four matrices of self-attention, two of cross-attention, three of the MLP, and six of
   # activations; and the matrix of the logits.

@@ -1,5 +1,4 @@
-"""Tests of training: batches, losses, resuming from checkpoints, distillation data, and
-decoder-only models."""
+"""Test training: batches, losses, resumption, distillation data, and decoder-only models."""
 
 import collections
 import dataclasses
@@ -42,7 +41,8 @@ from specdec_jax.training.trainer import TrainSettings, train
 
 
 def random_text(count, seed, longest=60) -> ParallelText:
-  """Random pairs with 1 to `longest` tokens per side; the source of pair i starts with 100 + i."""
+  """Return random pairs, 1 to `longest` tokens per side; the source of pair i starts with 100 +
+  i."""
   rng = np.random.default_rng(seed)
 
   def random_side():
@@ -241,13 +241,13 @@ def epochs(output):
 
 @pytest.fixture(scope="module")
 def init():
-  """Initial parameters of the uninterrupted run."""
+  """Return the initial parameters of the uninterrupted run."""
   return initial_params()
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, init):
-  """(parameters, folder) of an uninterrupted run."""
+  """Return (parameters, folder) of an uninterrupted run."""
   output = tmp_path_factory.mktemp("whole")
   return run(output, init=init), output
 
@@ -271,7 +271,7 @@ def stopped_after(num_batches, work):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-  """(parameters, folder) of a run interrupted between two checkpoints, and then in a validation."""
+  """Return (parameters, folder) of a run interrupted between checkpoints and in a validation."""
   output = tmp_path_factory.mktemp("stopped")
   stopped_after(16, lambda: run(output))
   before = epochs(output)
@@ -456,7 +456,7 @@ def test_saved_parallel_text_is_loaded_unchanged(tmp_path):
 
 
 def test_draft_is_trained_on_references_samples_and_spliced_sources(tmp_path, monkeypatch):
-  """First sources with references, then with sampled outputs, then spliced sources with outputs."""
+  """The data has sources with references, then with samples, then spliced sources with outputs."""
   texts = tiny_pair.SENTENCES[::7]
   for name, lines in (("train.en", texts), ("train.de", texts[::-1]), ("val.en", texts[:2])):
     (tmp_path / name).write_text("".join(line + "\n" for line in lines))
@@ -532,7 +532,7 @@ SMALLER = dataclasses.replace(GPT, emb_dim=16, num_heads=1, mlp_dim=32)
 
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory):
-  """Folder with `vocabulary.txt`, `target`, `draft` and `untrained`, a random draft."""
+  """Return a folder with `vocabulary.txt`, `target`, `draft` and `untrained`, a random draft."""
   with pytest.MonkeyPatch.context() as patch:
     # One shape to compile; longer texts that the target generates are left out.
     patch.setattr("specdec_jax.training.batches.BUCKETS", (40,))

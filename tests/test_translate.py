@@ -1,6 +1,6 @@
-"""The translate command: one output line per input line, or a one-line error and no file.
+"""Test the translate command: one output line per input line, or a one-line error and no file.
 
-It runs in this process, except in two tests of the command itself.
+The command runs in the process of the tests, except in two tests of the command line itself.
 """
 
 import io
@@ -54,7 +54,7 @@ class Result:
 
 @pytest.fixture
 def run(tmp_path, capsys, monkeypatch):
-  """Run the command on lines, or on another INPUT."""
+  """Run the command on the given lines, or on a different INPUT."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
   monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
@@ -176,7 +176,7 @@ def test_translation_that_reaches_the_limit_is_reported(run):
 
 
 def test_brackets_in_a_reported_line_are_not_markup(run):
-  """The library that prints the warning would read them as markup."""
+  """The library that prints the warning would interpret brackets as markup."""
   result = run(["[/b] A [3] " * 20])
   assert result.status == 0 and len(result.lines) == 1
   assert "[/b] A [3]" in result.said
@@ -460,7 +460,7 @@ def test_output_that_is_a_folder_is_reported_before_any_work(run, decoded):
 
 @pytest.mark.parametrize("way", ["file", "standard input"])
 def test_nul_character_in_a_line_is_reported(run, monkeypatch, way):
-  """ASCII text in UTF-16 has them, and is valid UTF-8."""
+  """ASCII text in UTF-16 has NUL characters and is valid UTF-8."""
   lines = [LINES[0], "A m\0an"]
   if way == "file":
     result = run(lines, OUTPUT="out.txt")

@@ -127,7 +127,7 @@ def test_trees_are_joined_at_the_root():
 
 
 class PathModel:
-  """A model whose logits depend on the sum of a token and its ancestors in the tree.
+  """Model whose logits depend on the sum of a token and its ancestors in the tree.
 
   The parameters [S, V] are the logits for each sum. The cache is the list of input blocks.
   """
@@ -233,7 +233,7 @@ def small_pair():
 
 
 def test_positional_acceptance_agrees_with_the_rounds_of_decoding():
-  """One level of siblings on generated texts: 1,000 rounds, 6 standard errors."""
+  """With one level of siblings, 1,000 rounds on generated texts agree within 6 standard errors."""
   pair, sampling, limit = small_pair(), Sampling(), dict(max_new_tokens=12)
   prompt = tiny.sources(tiny.config(vocab_size=12), 0, 160)
   generated = pair.decode_fn(sampling, chain(0))(prompt, row_keys(0, 0, 160), **limit)

@@ -241,7 +241,7 @@ def test_invalid_sampling_of_a_draft_is_rejected():
 
 @pytest.mark.parametrize("number", [fractions.Fraction(1, 2), np.float32(0.5), 0.5])
 def test_numbers_of_any_type_become_python_numbers(number):
-  """Other types cannot be traced, or do not share a compiled program with an equal number."""
+  """Values of other types cannot be traced, or do not share a program with an equal number."""
   sampling = Sampling(number, np.int64(3), number)
   assert [*map(type, dataclasses.astuple(sampling))] == [float, int, float]
   assert sampling == Sampling(0.5, 3, 0.5) and hash(sampling) == hash(Sampling(0.5, 3, 0.5))
@@ -516,13 +516,13 @@ def recite(decode=autoregressive_decode, rng=None, temperature=1.0, **settings):
 
 
 def speculate(model, params, *args, sampling, **settings):
-  """Decode with a draft that has no parameters; takes the arguments of `autoregressive_decode`."""
+  """Decode with a draft without parameters; arguments are those of `autoregressive_decode`."""
   settings["verifier"] = TokenVerifier(sampling)
   return speculative_decode(model, NullDraft(chain(1)), params, (), *args, **settings)
 
 
 def adapt(model, params, *args, sampling, **settings):
-  """Decode with adaptive gamma; takes the arguments of `autoregressive_decode`."""
+  """Decode with adaptive gamma; arguments are those of `autoregressive_decode`."""
   eos_id = settings.pop("eos_id", None)
   decoder = AdaptiveDecoder(model, (NullDraft(chain(1)),), TokenVerifier(sampling), eos_id)
   return decoder.run(Params(params), *args, jnp.ones(1), jnp.ones(2), **settings)

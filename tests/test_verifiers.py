@@ -265,7 +265,7 @@ def lengths(shape: str, way: str, seed: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("shape", CHAINS)
 def test_blocks_emit_at_least_as_many_tokens_as_algorithm_1(shape):
-  """The numbers are equal for one guess, and on a chain K-SEQ equals Algorithm 1."""
+  """For one guess, the verifiers emit equally many tokens; on a chain, K-SEQ equals Algorithm 1."""
   gains = []
   for seed in range(4):
     means = lengths(shape, "without replacement", seed)
@@ -275,7 +275,7 @@ def test_blocks_emit_at_least_as_many_tokens_as_algorithm_1(shape):
 
 
 def test_blocks_may_emit_fewer_tokens_when_branches_differ_in_depth():
-  """Traversal emits more tokens on the balanced tree, and fewer on the ragged one for two seeds."""
+  """Traversal emits more tokens on a balanced tree, and fewer on a ragged tree for two seeds."""
   gains = {"2x2": [], "ragged": []}
   for shape, seed in itertools.product(gains, range(4)):
     means = lengths(shape, "without replacement", seed)
@@ -299,7 +299,7 @@ def test_example_of_the_block_verification_paper():
 
 
 def test_siblings_without_replacement_are_accepted_more_often():
-  """The comparison is with two independently sampled siblings."""
+  """Siblings without replacement are compared with two independently sampled siblings."""
   tree = branching(2)
   for seed in range(4):
     p, q = tables(seed, 1), tables(seed + 100, 1)
@@ -340,13 +340,13 @@ def merged_in_random_order(q, count):
 
 
 def more_probable_of_two(q, count):
-  """Keep the more probable of two samples: the shape depends on the sampled tokens."""
+  """Keep the more probable of two samples, so that the shape depends on the sampled tokens."""
   for children, prob, child_qs in independent(q, 2):
     yield (max(children, key=lambda x: q[x]),), prob, child_qs[:1]
 
 
 def first_failure(tree, x, q, p):
-  """Block verification that ends a chain at the first rejected guess, not the last accepted one."""
+  """Verify blocks, but end a chain at the first rejected guess, not the last accepted guess."""
   on_visit, acceptance = jitted(blocks.acceptance_probs)(tree, x, q, p)
   acceptance = np.float64(acceptance)
   ends, remaining = np.zeros((len(x), tree.num_nodes)), np.ones(len(x))
@@ -358,7 +358,7 @@ def first_failure(tree, x, q, p):
 
 
 def residual_of_tokens(tree, x, q, p):
-  """Block verification that samples the next token from max(0, p - q)."""
+  """Verify blocks, but sample the next token from max(0, p - q)."""
   ends, _ = by_blocks(tree, x, q, p)
   return ends, by_tokens(tree, x, q, p)[1]
 
@@ -413,7 +413,7 @@ def test_empty_residual_is_replaced_by_the_targets_distribution():
 
 
 def test_guess_that_was_not_proposed_is_never_accepted():
-  """Its token is -1 and its q is 0; the last token of the vocabulary is the most probable one."""
+  """A missing guess has token -1 and q 0; the last token of the vocabulary is the most probable."""
   p = jnp.broadcast_to(jnp.array([0.1, 0.1, 0.8]), (64, 3, 3))
   q = jnp.broadcast_to(jnp.eye(3)[2], (64, 2, 3)).at[:, 1].set(0)
   keys = jax.random.split(jax.random.key(0), 64)

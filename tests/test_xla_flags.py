@@ -39,7 +39,7 @@ assert 'dot' in text and '__ynn_fusion' not in text
 
 
 def flags_after(monkeypatch, flags, version, used, platform="cpu"):
-  """Return XLA_FLAGS after `disable_ynn` for this version of jaxlib; `used`: jax has started."""
+  """Return XLA_FLAGS after `disable_ynn` with this version of jaxlib; `used`: jax has started."""
   bridge = types.SimpleNamespace(
     backends_are_initialized=lambda: used, default_backend=lambda: platform
   )

@@ -68,8 +68,8 @@ def gpt_config(vocab_size: int = 16, layers: int = 2, **overrides) -> GPTConfig:
 def params(cfg: Config, seed: int, peak: float = 3.0):
   """Return random parameters whose outputs depend on the text.
 
-  Logits are `peak` times as large as at initialization. Attention and position biases are scaled up
-  too, so that the logits depend on the preceding tokens.
+  Logits are `peak` times as large as at initialization. Attention and position biases are also
+  scaled up, so that the logits depend on earlier tokens.
   """
   rng = np.random.default_rng(seed)
 
@@ -100,7 +100,7 @@ def packed(params, pairs=False):
 
 
 def near(tree, seed: int, noise: float):
-  """Add noise to `tree`, `noise` times the standard deviation of each array: a good draft."""
+  """Return a good draft: `tree` plus noise of `noise` standard deviations of each array."""
   leaves, structure = jax.tree.flatten(tree)
   keys = jax.random.split(jax.random.key(seed), len(leaves))
   keys = jax.tree.unflatten(structure, keys)
@@ -252,7 +252,7 @@ def loaded(vocabulary, model=None, params=None) -> LoadedTarget:
 def speculative_decode(
   target, draft, target_params, draft_params, prompt, rng, *, max_new_tokens, verifier, eos_id=None
 ) -> DecodeResult:
-  """Decode with the parts of a `Decoder` given one by one."""
+  """Decode with a `Decoder` of the given parts."""
   decoder = Decoder(target, draft, verifier, eos_id)
   params = Params(target_params, draft_params)
   return decoder.run(params, prompt, rng, max_new_tokens=max_new_tokens)
@@ -275,7 +275,7 @@ def start(target, draft, target_params, draft_params, prompt, limit) -> DecodeSt
 
 
 class FixedCost(NamedTuple):
-  """A call to which `know_costs` assigns a duration."""
+  """Call to which `know_costs` assigns a duration."""
 
   seconds: float
 

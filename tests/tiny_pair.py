@@ -26,8 +26,8 @@ SENTENCES = [f"{who} {does} {what}" for who in _WHO for does in _DOES for what i
 def folder() -> pathlib.Path:
   """Return a folder with `vocabulary.model` and one subfolder per model, created once per session.
 
-  The guesses of the draft `near` are often accepted, those of `random` rarely and those of `target`
-  always. `small` is a model for a smaller vocabulary.
+  Guesses of the draft `near` are often accepted, guesses of `random` rarely, and guesses of
+  `target` always. `small` is a model for a smaller vocabulary.
   """
   path = pathlib.Path(_folder().name)
   train_sentence_pieces([*SENTENCES, "[/b]", *"[]/0123456789"], str(path / "vocabulary.model"), 72)

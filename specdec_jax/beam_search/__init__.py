@@ -1,4 +1,4 @@
-"""Beam search, plain and speculative: the w most probable texts instead of one (Appendix A.4).
+"""Plain and speculative beam search, which finds the w most probable texts (Appendix A.4).
 
 Axis letters in addition to those of `core.types`:
 

@@ -1,7 +1,7 @@
-"""Drafts of a beam search.
+"""Drafts for beam search.
 
-A draft decides how many steps one target forward pass allows. It has no influence on the steps
-themselves.
+A draft determines how many search steps are possible per target forward pass. It does not influence
+the result of a step.
 
 Axis letters as in `beam_search`.
 """
@@ -26,7 +26,7 @@ from specdec_jax.errors import InputError, require_count
 
 @runtime_checkable
 class ModelBasedDraft(Protocol):
-  """Protocol of drafts that sample from a model, with the members that a beam search uses."""
+  """Protocol of drafts that sample from a model; it has the members that a beam search uses."""
 
   @property
   def model(self) -> Model: ...
@@ -48,10 +48,10 @@ class ModelBasedDraft(Protocol):
 
 
 class BeamDraft(abc.ABC):
-  """Draft that proposes a forest per round. Hashable; parameters and state are arguments.
+  """Draft that proposes a forest per round. It is hashable; parameters and state are arguments.
 
   Attributes:
-    depth: D, most draft tokens on a path.
+    depth: D, the maximum number of draft tokens on a path.
   """
 
   depth: int
@@ -61,11 +61,11 @@ class BeamDraft(abc.ABC):
     """Return N, the number of draft tokens after `num_beams` live beams."""
 
   def num_nodes(self, num_beams: int) -> int:
-    """Return M, the number of nodes per target forward pass; by default all nodes of the forest."""
+    """Return M, the maximum number of nodes per target forward pass; by default, all nodes."""
     return num_beams + self.num_guesses(num_beams)
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
-    """Return the state before the first round; by default there is none. See `Draft.init`."""
+    """Return the state of the draft before the first round; by default it is empty."""
     return ()
 
   @abc.abstractmethod
@@ -75,14 +75,14 @@ class BeamDraft(abc.ABC):
   def observe(
     self, state: Any, context: BeamContext, path: Int[Array, "B K"], slot: Int[Array, " B"]
   ) -> Any:
-    """Return the state after a round; by default it does not change.
+    """Return the state of the draft after a round; by default it does not change.
 
     Args:
-      state: state after `propose`.
+      state: state that `propose` returned.
       context: context of the round.
-      path: nodes of the forest that the round committed: w per step, for D steps. Those past the
-        last step of a row are arbitrary.
-      slot: slot of the first of the last tokens after the round.
+      path: nodes of the forest that the round committed: w per step, for D steps. The nodes past
+        the last step of a row are arbitrary.
+      slot: slot of the first live beam's last token after the round.
     """
     return state
 
@@ -103,18 +103,19 @@ class NullBeamDraft(BeamDraft):
 
 @dataclasses.dataclass(frozen=True)
 class ModelBeamDraft(BeamDraft):
-  """Beam search with a draft model, from the live beams and their log-probabilities.
+  """Draft that runs a beam search with a draft model, starting from the target's live beams.
 
-  At nodes that the target has verified, the search uses the target's log-probabilities. If all live
-  beams but one were proposed in the round before, only the future of that one is then uncertain.
+  At nodes that the target has already verified, the search uses the target's log-probabilities.
+  If the round before proposed all live beams except one, only the continuations of that one are
+  uncertain.
 
-  The draft model does not process its last level. Tokens of that level that are committed are
-  processed at the start of the next round, before the last tokens.
+  The draft model does not process the last level that it proposes. Tokens of that level that are
+  committed are processed at the start of the next round, before the last tokens.
 
   Attributes:
     draft: M_q as a draft that proposes a chain of gamma tokens; gamma is the number of steps.
-    num_beams: u, number of beams of the draft.
-    max_nodes: most nodes per target forward pass; None for no limit.
+    num_beams: u, the number of beams of the draft.
+    max_nodes: maximum number of nodes per target forward pass; None for no limit.
   """
 
   draft: ModelBasedDraft
@@ -127,10 +128,10 @@ class ModelBeamDraft(BeamDraft):
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
   def num_guesses(self, num_beams: int) -> int:
-    """Return u * D.
+    """Return the number of draft tokens: the number of the draft's beams times the depth.
 
     Raises:
-      InputError: u is less than `num_beams` or more than the size of the vocabulary.
+      InputError: the draft has fewer beams than `num_beams`, or more than tokens in its vocabulary.
     """
     if self.num_beams < num_beams:
       raise InputError(
@@ -146,10 +147,10 @@ class ModelBeamDraft(BeamDraft):
     return self.num_beams * self.depth
 
   def num_nodes(self, num_beams: int) -> int:
-    """Return M, at most `max_nodes`.
+    """Return M, the maximum number of nodes per target forward pass; it is at most `max_nodes`.
 
     Raises:
-      InputError: `max_nodes` is less than `num_beams`, or `num_guesses` raises it.
+      InputError: `max_nodes` is less than `num_beams`, or `num_guesses` raises InputError.
     """
     num_nodes = super().num_nodes(num_beams)
     if self.max_nodes is None:
@@ -223,16 +224,16 @@ class ModelBeamDraft(BeamDraft):
 
 @dataclasses.dataclass(frozen=True)
 class TreeBeamDraft(BeamDraft):
-  """A tree of draft tokens after each beam, from any draft without a state between rounds.
+  """Draft that proposes a tree after each beam, made by a draft without a state between rounds.
 
-  The draft may read the encoded source in the target's cache, but not the text, which is in the
-  layout of a beam search (`layout`).
+  The inner draft may read the encoded source in the target's cache. It cannot read the text there,
+  because the cache has the layout of a beam search (`layout`).
 
   Attributes:
-    draft: draft for a single text, at temperature 0.
+    draft: the inner draft, for a single text at temperature 0.
 
   Raises:
-    InputError: (in `propose`) the draft has a state.
+    InputError: (in `propose`) the inner draft has a state.
   """
 
   draft: Draft
@@ -291,7 +292,7 @@ def _with_target_log_probs(
   log_probs: Float[Array, "B K k"],
   tokens: Int[Array, "B K k"],
 ) -> tuple[Float[Array, "B K top"], Int[Array, "B K top"]]:
-  """Return continuations of nodes, with the target's in place of the draft's at verified nodes.
+  """Return continuations of nodes; for nodes that the target has verified, return the target's.
 
   Args:
     context: context of the round.
@@ -300,8 +301,8 @@ def _with_target_log_probs(
     tokens: the draft's most probable tokens after each node.
 
   Returns:
-    Log-probabilities and tokens; `top` is the larger one of k and 2w. The target's EOS has
-    log-probability -inf.
+    Log-probabilities and tokens of continuations. Their number `top` is the larger of k and 2w. If
+    the target's continuation is EOS, the log-probability is -inf.
   """
   verified = context.verified
   size = max(log_probs.shape[2], verified.log_probs.shape[2])
@@ -328,8 +329,8 @@ def _top_continuations(
   """Return the `count` most probable continuations of each row.
 
   Returns:
-    Node, token and log-probability of each continuation. The token is -1 if there are fewer than
-    `count`.
+    Node, token and log-probability of each continuation. If there are fewer than `count`, the token
+    of a missing one is -1.
   """
   batch = len(log_probs)
   best, index = lax.top_k(log_probs.reshape(batch, -1), count)

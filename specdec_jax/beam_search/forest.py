@@ -1,7 +1,7 @@
-"""Draft tokens of a round as a forest, and the block of nodes that the target verifies.
+"""Forest of the draft tokens of a round, and the block of its nodes that the target verifies.
 
-The nodes of a forest are the last tokens of the live beams, 0 to w - 1, and the draft tokens after
-them, w to F - 1. A target forward pass covers the first M nodes that are not verified yet.
+Nodes 0 to w - 1 of a forest are the last tokens of the live beams, and nodes w to F - 1 are the
+draft tokens after them. A target forward pass covers the first M nodes that are not yet verified.
 
 Axis letters as in `beam_search`.
 """
@@ -20,24 +20,24 @@ from specdec_jax.core.trees import reach
 
 
 class BeamContext(NamedTuple):
-  """Inputs of a draft. Slots are those of a cache with the layout of the target's (`layout`).
+  """Inputs of a draft of a beam search. Slots are those of a cache in the layout of `layout`.
 
   Attributes:
     prompt: padded prompts.
-    tokens: live sequences.
+    tokens: tokens of the live sequences.
     length: number of tokens of the live sequences.
     log_probs: log-probabilities of the live sequences.
     last_tokens: last token of each live sequence.
-    visible: slots of the tokens before each last token.
+    visible: mask of the slots of the tokens before each last token.
     previous_tokens: last tokens of the live sequences one step earlier.
-    previous_visible: slots that the previous tokens attend to, their own included.
-    slot: slot of the first of the last tokens.
+    previous_visible: mask of the slots that the previous tokens attend to, their own included.
+    slot: slot of the first live sequence's last token; the other last tokens follow it.
     key_positions: position of the token in each slot before `slot`.
-    target_cache: cache of the target. Its layers have the layout above; the encoded source is
+    target_cache: cache of the target. Its layers have the layout of `layout`; the encoded source is
       stored once per row.
     hidden: hidden state from which the target selected each last token.
     verified: nodes that the target has verified in earlier passes.
-    last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not one.
+    last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not verified.
     eos_id: token that ends a text.
   """
 
@@ -64,7 +64,7 @@ class Forest(NamedTuple):
   Attributes:
     tokens: draft tokens; -1 for a token that was not proposed.
     parents: node that each draft token follows.
-    entries: index of each draft token among the verified nodes; NO_ENTRY if it is not one.
+    entries: index of each draft token among the verified nodes; NO_ENTRY if it is not verified.
   """
 
   tokens: Int[Array, "B N"]
@@ -76,7 +76,7 @@ class VerifyBlock(NamedTuple):
   """Nodes of a forest that one target forward pass covers.
 
   Attributes:
-    nodes: number of each node in the forest; 0 for unused places of the block.
+    nodes: index of each node in the forest; 0 for unused places of the block.
     tokens: token of each node.
     placed: positions and attention mask of the nodes.
     parents: index of each node's parent among the verified nodes; NO_ENTRY for last tokens and for
@@ -93,13 +93,13 @@ class VerifyBlock(NamedTuple):
 
 
 def pack_block(context: BeamContext, forest: Forest, depth: int, count: int) -> VerifyBlock:
-  """Return the first `count` nodes of a forest that the target has not verified.
+  """Return a block of the first `count` nodes of a forest that the target has not verified.
 
   Args:
     context: context of the round.
     forest: draft tokens of the round.
-    depth: D, most draft tokens on a path.
-    count: M, number of nodes of the block.
+    depth: D, the maximum number of draft tokens on a path.
+    count: M, the number of nodes of the block.
   """
   num_beams, num_cached = context.last_tokens.shape[1], context.verified.tokens.shape[1]
   tokens = jnp.concatenate([context.last_tokens, forest.tokens], axis=1)
@@ -152,7 +152,7 @@ def verified_nodes(
     hidden: hidden states of the target at the nodes.
     block: nodes of the pass.
     context: context of the round.
-    depth: D, most draft tokens on a path.
+    depth: D, the maximum number of draft tokens on a path.
   """
   num_beams, num_cached = context.last_tokens.shape[1], context.verified.tokens.shape[1]
   log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))

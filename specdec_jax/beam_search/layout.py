@@ -1,13 +1,13 @@
-"""Layout of the tokens of a beam search in the slots of a cache, and attention masks over them.
+"""Layout of the tokens of a beam search in the slots of a cache, and attention masks over slots.
 
-The cache of a row begins with its prompt without the last token, as for decoding. Then follow w
-slots that no node attends to, and w slots per step: the last tokens of the live beams, in their
-order. The last part holds nodes that are not committed: first those cached from earlier passes
-(`verified`), then those of the current pass. After a pass the committed nodes move to the slots of
-their steps, and the nodes that remain cached move to the slots after them.
+The cache of a row begins with its prompt without the last token, as for decoding. The next w slots
+are ones that no node attends to. Then there are w slots per step, for the last tokens of the live
+beams in order. The last part holds nodes that are not committed: first those cached from earlier
+passes (`verified`), then those of the current pass. After a pass the committed nodes move to the
+slots of their steps, and the nodes that remain cached move to the slots after them.
 
-Each beam carries a mask of the slots that its text consists of. Therefore nothing in the cache
-moves when beams change places.
+Each beam has a mask of the slots that hold its text. Therefore nothing in the cache moves when
+beams change places.
 
 Axis letters as in `beam_search`.
 """
@@ -41,7 +41,7 @@ class PlacedNodes:
   visible: Bool[Array, "B K T"]
 
   def place(self, length: Any, first: Any, num_nodes: int, num_slots: int) -> NodePlacement:
-    """Return the arrays; they describe exactly the nodes of the block."""
+    """Return the placement of the nodes of a block; the arguments are ignored."""
     return NodePlacement(self.positions, self.key_positions, self.visible)
 
 
@@ -55,7 +55,7 @@ def slot_of_last_tokens(
 def committed_positions(
   prompt_length: Int[Array, " B"], num_beams: int, num_slots: int
 ) -> Int[Array, "B {num_slots}"]:
-  """Return the text position of the token in each slot, for slots of committed tokens."""
+  """Return the position in the text of the committed token in each slot."""
   slots, prompt_slots = jnp.arange(num_slots), prompt_length[:, None] - 1
   step_positions = prompt_slots + (slots - prompt_slots) // num_beams - 1
   return jnp.where(slots < prompt_slots, slots, step_positions)
@@ -64,7 +64,7 @@ def committed_positions(
 def slot_mask(
   slot: Int[Array, " B"], num_nodes: int, num_slots: int
 ) -> Bool[Array, "B {num_nodes} {num_slots}"]:
-  """Return a mask [N, T] that is True at the slot of each node; node i is in slot `slot + i`."""
+  """Return a mask that is True at the slot of each node; node i is in slot `slot + i`."""
   return jnp.arange(num_slots) == (slot[:, None] + jnp.arange(num_nodes))[..., None]
 
 
@@ -80,7 +80,7 @@ def write_block(
 
 
 def move_nodes(model: Model, cache: Any, nodes: Int[Array, "B K"]) -> Any:
-  """Return the cache with selected nodes moved to the first slots after its length."""
+  """Return the cache with selected nodes moved to the slots from `cache.length` on."""
   shorter = model.commit(cache, cache.length - 1)
   return model.commit(shorter, cache.length, path=nodes + 1)
 

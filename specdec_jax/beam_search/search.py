@@ -1,11 +1,11 @@
 """Speculative beam search: rounds of propose, extend, replay, commit (Appendix A.4).
 
 A target forward pass covers the last token of each live beam and a forest of draft tokens after
-them, without the nodes that earlier passes covered. With the target's log-probabilities the search
-then makes ordinary steps. Another step is possible as long as all live beams have been verified.
-The step after which a beam is not verified is still made, because everything that it depends on has
-been verified. A pass therefore allows 1 to D + 1 steps, which are exactly those of plain beam
-search. Verified nodes that continue live beams are cached for the next pass.
+these tokens, except the nodes that earlier passes covered. The search then makes ordinary steps
+with the target's log-probabilities. A step is possible if the last tokens of all live beams are
+verified nodes. So steps are made until a new live beam ends with a token that is not verified. A
+pass therefore allows 1 to D + 1 steps, which are exactly those of plain beam search. Verified nodes
+that continue live beams are cached for the next pass.
 
 Shapes are fixed, and a whole batch is searched in one jitted loop. Plain beam search is the same
 loop with a draft that proposes nothing (`NullBeamDraft`).
@@ -57,14 +57,14 @@ class BeamResult(NamedTuple):
   """Texts that a beam search found, in descending order of their scores.
 
   Attributes:
-    tokens: new tokens with EOS, 0 past the end.
-    lengths: number of new tokens, EOS included; 0 for missing texts, if fewer than w ended.
+    tokens: new tokens, EOS included; 0 past the end of a text.
+    lengths: number of new tokens, EOS included. It is 0 for missing texts, if fewer than w ended.
     scores: log-probabilities divided by the length penalty. If no text of a row ended before the
-      limit, they are log-probabilities.
+      limit, they are not divided.
     steps: number of search steps in each round; 0 after the search of a row has ended.
-    num_rounds: number of rounds; each is one target forward pass.
-    not_finite: index of the step that could not be made because a logit of the target was NaN or
-      infinite; -1 if all were finite.
+    num_rounds: number of rounds; each has one target forward pass.
+    not_finite: index of the step that failed because a logit of the target was NaN or infinite; -1
+      if all logits were finite.
   """
 
   tokens: Int[Array, "B w X"]
@@ -77,7 +77,7 @@ class BeamResult(NamedTuple):
   def best(self) -> DecodeResult:
     """Return the best text of each row as a result of decoding.
 
-    A round emits as many tokens as it made steps. All rounds together may emit more tokens than the
+    Each search step counts as one emitted token. The rounds together may emit more tokens than the
     text has, because a search continues after its best text has ended.
     """
     no_guesses = jnp.zeros((*self.steps.shape, 0), jnp.int32)
@@ -93,11 +93,11 @@ class BeamState(NamedTuple):
   Attributes:
     beams: live and finished texts.
     last_tokens: last token of each live sequence.
-    visible: slots of the tokens before each last token.
+    visible: mask of the slots of the tokens before each last token.
     previous_tokens: last tokens of the live sequences one step earlier.
-    previous_visible: slots that the previous tokens attend to, their own included.
+    previous_visible: mask of the slots that the previous tokens attend to, their own included.
     hidden: hidden state from which the target selected each last token.
-    parent_entries: index, among the verified nodes, of the node before each last token.
+    parent_entries: index among the verified nodes of the node before each last token.
   """
 
   beams: Beams
@@ -110,22 +110,22 @@ class BeamState(NamedTuple):
 
 
 class BeamSearchState(NamedTuple):
-  """State between two rounds.
+  """State of a beam search between two rounds.
 
   Attributes:
     prompt: padded prompts.
     prompt_length: number of committed tokens before the first round.
-    limit: length that no text exceeds.
+    limit: maximum length of a text, including the tokens before the first round.
     done: whether the search of a row has ended.
     live: live beams.
     verified: nodes that the target has verified in earlier passes.
-    last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not one.
+    last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not verified.
     target_cache: cache of the target.
     draft_state: state of the draft.
     steps: number of search steps in each round; 0 after the search of a row has ended.
     num_rounds: number of rounds so far.
-    not_finite: index of the step that could not be made because a logit of the target was NaN or
-      infinite; -1 if all were finite.
+    not_finite: index of the step that failed because a logit of the target was NaN or infinite; -1
+      if all logits were finite.
   """
 
   prompt: Int[Array, "B P"]
@@ -144,20 +144,20 @@ class BeamSearchState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BeamSearcher:
-  """Beam search for the most probable texts. Hashable, so it is static under `jit`.
+  """Beam search for the most probable texts. It is hashable and static under `jit`.
 
-  Texts, their order and their scores do not depend on the draft. Scores differ from those of plain
-  beam search by the rounding of sums in another order. Texts that are equally probable to that
-  precision may therefore change places.
+  Texts, their order and their scores do not depend on the draft, except for rounding: with a draft,
+  sums are computed in a different order. Texts that are equally probable up to rounding may
+  therefore change places.
 
   Attributes:
     target: M_p, whose most probable texts are found.
     draft: draft that searches ahead; `NullBeamDraft()` is plain beam search.
     num_beams: w, number of live sequences and of results per row.
-    length_penalty: exponent alpha of the divisor ((5 + length) / 6) ** alpha of log-probabilities;
-      0 for none (Wu et al., 2016, equation 14). As in t5x, the prompt of a decoder-only model
-      counts. It is not negative, and the divisor stays below 1e30.
-    eos_id: token that ends a text; None for the target's.
+    length_penalty: exponent alpha of the divisor ((5 + length) / 6) ** alpha of log-probabilities
+      (Wu et al., 2016, equation 14); 0 for no penalty. As in t5x, the length includes the prompt of
+      a decoder-only model. The exponent must not be negative, and the divisor must be below 1e30.
+    eos_id: token that ends a text; None to use `target.eos_id`.
   """
 
   target: Model
@@ -243,7 +243,7 @@ class BeamSearcher:
     first, length = self.target.prompt_tokens(prompt)
     num_guesses, num_nodes = self.draft.num_guesses(num_beams), self.draft.num_nodes(num_beams)
     num_cached = num_nodes if num_guesses else 0  # plain beam search verifies nothing ahead
-    # Most slots after the committed tokens that drafting, a pass, or moving nodes needs.
+    # Maximum number of slots after the committed tokens that drafting, a pass or a move needs.
     num_spare = max(
       num_beams + num_guesses,
       num_cached + num_nodes,
@@ -291,7 +291,7 @@ class BeamSearcher:
     return state
 
   def result(self, state: BeamSearchState) -> BeamResult:
-    """Return the result of a search, with the best text of each row first."""
+    """Return the texts of a search, with the best text of each row first."""
     beams, max_new_tokens = state.live.beams, len(state.steps)
     texts, scores, exists = best_first(beams)
     new = state.prompt_length[:, None] + jnp.arange(max_new_tokens)
@@ -309,19 +309,19 @@ class BeamSearcher:
     nodes: VerifiedNodes,
     active: Bool[Array, " B"],
   ) -> tuple[BeamState, Int[Array, "B path"]]:
-    """Make steps of plain beam search with the target's log-probabilities.
+    """Make all possible steps of plain beam search with the target's log-probabilities.
 
     Args:
       state: state before the round.
       forest: draft tokens of the round.
       block: nodes of the pass.
       nodes: all verified nodes.
-      active: rows that make a step. A row becomes inactive when it has ended, or when a live beam
-        is not verified.
+      active: mask of rows that make a step. A row becomes inactive when its search has ended, or
+        when the last token of a live beam is not verified.
 
     Returns:
       The live beams after the steps, and the nodes of the forest that the steps extended: w per
-      step, for D + 1 steps. Those past the last step of a row are arbitrary.
+      step, for D + 1 steps. The nodes past the last step of a row are arbitrary.
     """
     live, depth = state.live, self.draft.depth
     num_beams, num_slots = self.num_beams, live.visible.shape[2]
@@ -347,7 +347,7 @@ class BeamSearcher:
       )
       live = jax.tree.map(functools.partial(_where_rows, active), new_live, live)
 
-      # Another step needs all live beams to be verified draft tokens.
+      # The next step is possible if the last tokens of all live beams are verified draft tokens.
       if level < depth:
         is_node = live.last_tokens[..., None] == forest.tokens[:, None]
         is_node &= gather(live_nodes, chosen)[..., None] == forest.parents[:, None]
@@ -380,7 +380,7 @@ class BeamSearcher:
     )
 
   def _slot(self, state: BeamSearchState, length: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Return the first slot of the last tokens of live sequences, which have `length` tokens."""
+    """Return the first of the slots that hold the last tokens of live sequences of a length."""
     return slot_of_last_tokens(length, state.prompt_length, self.num_beams)
 
   @property
@@ -389,7 +389,7 @@ class BeamSearcher:
 
   @property
   def _penalty(self) -> float:
-    """Length penalty as a float; an integer would compile another program."""
+    """Length penalty as a float; an integer would compile a separate program."""
     return float(self.length_penalty)
 
   def _require_valid(self, prompt: Int[Array, "B P"], max_new_tokens: int) -> None:

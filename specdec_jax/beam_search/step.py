@@ -1,4 +1,4 @@
-"""One step of beam search, identical to t5x's `decoding.beam_search` down to the order of ties.
+"""One step of beam search. It is that of t5x's `decoding.beam_search`, with equal order of ties.
 
 Axis letters as in `beam_search`.
 """
@@ -11,18 +11,18 @@ from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.arrays import gather
 
-NEG_SCORE = -1e7  # stands for the log-probability or the score of a text that does not exist
+NEG_SCORE = -1e7  # log-probability or score of a text that does not exist
 
 
 class Beams(NamedTuple):
   """Live and finished texts of a search, each in ascending order of their scores.
 
   Attributes:
-    tokens: live sequences, including the tokens before the search.
+    tokens: tokens of the live sequences, including those before the search.
     log_probs: log-probabilities of the live sequences.
-    finished_tokens: finished texts, with EOS.
+    finished_tokens: tokens of the finished texts, EOS included.
     scores: log-probabilities of the finished texts, divided by the length penalty.
-    finished: whether the finished text exists; a row may have fewer than w of them.
+    finished: whether each finished text exists; a row may have fewer than w of them.
     length: number of tokens of the live sequences.
   """
 
@@ -37,7 +37,8 @@ class Beams(NamedTuple):
 def initial_beams(tokens: Int[Array, "B X"], length: Int[Array, " B"], num_beams: int) -> Beams:
   """Return the beams before the first step, for texts that have `length` tokens.
 
-  Only the first beam of each row is alive. The others receive its continuations in the first step.
+  Only the first beam of each row is alive. The other beams receive continuations of it in the first
+  step.
   """
   batch = len(tokens)
   no_score = jnp.full((batch, num_beams), NEG_SCORE, jnp.float32)
@@ -59,9 +60,9 @@ def step(
   length_penalty: float,
   eos_id: int,
 ) -> tuple[Beams, Int[Array, "B w"]]:
-  """Extend the texts of each row by one token.
+  """Extend the live sequences of each row by one token.
 
-  The step considers 2w continuations, so that w texts stay alive if all the others end.
+  The step considers the 2w best continuations. At most w of them end, so at least w stay alive.
 
   Args:
     beams: beams before the step.
@@ -71,7 +72,7 @@ def step(
     eos_id: token that ends a text.
 
   Returns:
-    The beams after the step, and the beam that each live sequence continues.
+    The beams after the step, and the index of the earlier beam that each live sequence continues.
   """
   batch, num_beams, _ = log_probs.shape
   top, index = lax.top_k(log_probs.reshape(batch, -1), 2 * num_beams)
@@ -110,7 +111,7 @@ def length_divisor(length: Int[Array, " B"], length_penalty: float) -> Float[Arr
   """Return the divisor of log-probabilities, ((5 + length) / 6) ** length_penalty.
 
   This is equation 14 of Wu et al. (2016). As in t5x, `length` is the number of tokens before the
-  last one, so the start token is not counted.
+  last one, which equals the number of tokens without T5's start token.
   """
   return jnp.power((5.0 + length) / 6.0, length_penalty)
 
@@ -118,8 +119,8 @@ def length_divisor(length: Int[Array, " B"], length_penalty: float) -> Float[Arr
 def search_ended(beams: Beams, limit: Int[Array, " B"], length_penalty: float) -> Bool[Array, " B"]:
   """Return whether the search of each row is done.
 
-  It is done when its texts have reached the limit, or when no live sequence can become better than
-  the worst finished text.
+  A search is done when its texts have reached the limit, or when w texts are finished and no live
+  sequence can become better than the worst of them.
   """
   best_live = beams.log_probs[:, -1] / length_divisor(limit, length_penalty)
   worst_finished = beams.scores.min(axis=1)
@@ -129,10 +130,10 @@ def search_ended(beams: Beams, limit: Int[Array, " B"], length_penalty: float) -
 def best_first(
   beams: Beams,
 ) -> tuple[Int[Array, "B w X"], Float[Array, "B w"], Bool[Array, "B w"]]:
-  """Return texts in descending order, their scores, and whether each text exists.
+  """Return texts in descending order of score, their scores, and whether each text exists.
 
-  They are the finished texts of a row. If a row has none, they are its live sequences, whose scores
-  are their log-probabilities.
+  The texts are the finished texts of a row. If a row has none, they are its live sequences, whose
+  scores are their log-probabilities.
   """
   any_finished = beams.finished.any(axis=1)[:, None]
   texts = jnp.where(any_finished[..., None], beams.finished_tokens, beams.tokens)

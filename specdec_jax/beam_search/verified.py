@@ -1,9 +1,9 @@
 """Verified nodes that are cached between target forward passes, so that none is processed twice.
 
 The entry of a node is its index among the verified nodes. Entries 0 to Q - 1 are cached from
-earlier passes, and entries Q to J - 1 are the nodes of the current pass. In the target's cache they
-lie in that order, in the slots after the committed tokens. `NO_ENTRY` stands for a node that is not
-verified.
+earlier passes, and entries Q to J - 1 are the nodes of the current pass. The target's cache has the
+nodes in that order, in the slots after the committed tokens. The entry of a node that is not
+verified is `NO_ENTRY`.
 
 Axis letters as in `beam_search`.
 """
@@ -22,7 +22,7 @@ NO_ENTRY = -1
 
 
 class VerifiedNodes(NamedTuple):
-  """Tokens after the committed ones that the target has verified.
+  """Nodes after the committed tokens for which the target's continuations are known.
 
   Attributes:
     tokens: token of each node.
@@ -61,7 +61,7 @@ def append_nodes(cached: VerifiedNodes, new: VerifiedNodes) -> VerifiedNodes:
 def find_child(
   nodes: VerifiedNodes, parents: Int[Array, "B K"], tokens: Int[Array, "B K"]
 ) -> Int[Array, "B K"]:
-  """Return the index of each token among the verified nodes, or NO_ENTRY, given its parent's."""
+  """Return the entry of each token among the verified nodes, given the entry of its parent."""
   if not nodes.tokens.shape[1]:
     return jnp.full(tokens.shape, NO_ENTRY)
   matches = nodes.parents[:, None] == parents[..., None]
@@ -72,10 +72,10 @@ def find_child(
 def continuation_log_prob(
   nodes: VerifiedNodes, parents: Int[Array, "B K"], tokens: Int[Array, "B K"]
 ) -> Float[Array, "B K"]:
-  """Return the log-probability of the text up to each token, which follows its parent entry.
+  """Return the log-probability of the text up to each token, given the entry of its parent.
 
-  It is NEG_SCORE if the parent has no entry, or if the token is not among the 2w most probable ones
-  after it.
+  It is NEG_SCORE if the parent has no entry, or if the token is not among the 2w most probable
+  tokens after the parent.
   """
   if not nodes.tokens.shape[1]:
     return jnp.full(tokens.shape, NEG_SCORE, jnp.float32)
@@ -87,16 +87,16 @@ def continuation_log_prob(
 def prune(
   nodes: VerifiedNodes, last_entries: Int[Array, "B w"], count: int, depth: int
 ) -> tuple[VerifiedNodes, Int[Array, "B w"], Int[Array, "B {count}"]]:
-  """Return the nodes that continue live beams, to be cached for the next pass.
+  """Return the verified nodes to cache for the next pass: those that continue live beams.
 
-  They are the last tokens of live beams and their descendants. If there are more than `count`, the
-  first `count` remain.
+  These nodes are the last tokens of live beams and their descendants. If there are more than
+  `count`, the first `count` of them are returned.
 
   Args:
     nodes: all verified nodes.
     last_entries: entry of the last token of each live beam.
-    count: Q, number of entries that are cached.
-    depth: most levels of descendants.
+    count: Q, the number of cached entries.
+    depth: maximum number of levels of descendants.
 
   Returns:
     The cached nodes, `last_entries` renumbered, and the old entry of each cached node.

@@ -49,16 +49,16 @@ def acceptance(
 
   Args:
     pair: target and draft; see `pairs.load_pair`.
-    texts: sources. The target decodes as many of them as give `min_tokens` tokens.
+    texts: sources. The target decodes them until it has generated `min_tokens` tokens.
     output_dir: folder for `results.jsonl`; settings recorded there already are not measured again.
-    samplings: sampling methods, each measured.
-    drafts: functions that load other drafts, which are measured after the pair's own.
-    gamma: draft tokens per round, in the rounds that are compared with alpha.
-    batch_size: texts decoded together.
-    max_new_tokens: limit for each output.
+    samplings: sampling methods; each is measured.
+    drafts: functions that load other drafts, which are measured after the draft of the pair.
+    gamma: number of draft tokens per round, in the rounds that are compared with alpha.
+    batch_size: number of texts decoded together.
+    max_new_tokens: maximum number of tokens of each output.
     min_tokens: number of generated tokens to measure on; the paper uses 10,000.
     seed: random seed of all sampling.
-    leniences: l of Appendix A.5, each measured; 1 is exact.
+    leniences: values of the lenience l (Appendix A.5); each is measured, and 1 is exact.
 
   Raises:
     InputError: there is nothing to measure, or an argument is out of range.
@@ -102,7 +102,7 @@ def _measure_all(
   settings: Sequence[Record],
   report: Report,
 ) -> Iterator[Record]:
-  """Yield the records of one draft and one sampling method, which differ in lenience only."""
+  """Yield the records of one draft and one sampling method, which differ only in lenience."""
   for i, setting in enumerate(settings):
     yield _measure(pair, generated(), setting)
     report((i + 1) / len(settings))

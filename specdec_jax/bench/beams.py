@@ -1,6 +1,6 @@
 """Compare speculative beam search with plain beam search: texts, steps per target call, and speed.
 
-Axis letters as in `beam_search`.
+Axis letters are those of `beam_search`.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair
 from specdec_jax.records import Record
 
-TIE = 1e-5  # scores are equal up to this difference: their sums are rounded in another order
+TIE = 1e-5  # scores that differ by less are equal, because their sums may be rounded differently
 
 
 def beams(
@@ -52,17 +52,18 @@ def beams(
     texts: sources.
     output_dir: folder of `results.jsonl`. Settings recorded there are not measured again.
     beam_sizes: numbers of beams of the search.
-    draft_beam_factors: ratios of the draft's beams to the search's.
+    draft_beam_factors: ratios of the number of beams of the draft to that of the search.
     gammas: numbers of steps that the draft searches ahead.
-    nodes: most nodes per target forward pass, as in `LoadedPair.beam_searcher`.
+    nodes: maximum number of nodes per target forward pass, as in `LoadedPair.beam_searcher`.
     length_penalty: exponent of the length penalty, as in `BeamSearcher`.
     batch_size: number of texts that are searched together.
-    max_new_tokens: limit for each text, EOS included.
-    repeats: number of timed repeats of each search; 0 compares texts and counts steps only.
-    references: reference output of each text, for BLEU of the best text.
+    max_new_tokens: maximum number of tokens of each text, including EOS.
+    repeats: number of timed repeats of each search. With 0, texts are compared and steps are
+      counted, but nothing is timed.
+    references: reference output of each text, for the BLEU score of the best text.
 
   Raises:
-    InputError: there is nothing to measure, or as in `LoadedPair.beam_searcher`.
+    InputError: there is nothing to measure, or `LoadedPair.beam_searcher` raises it.
   """
   require_types(beams, locals())
   require_count("repeats", repeats, 0)
@@ -76,7 +77,7 @@ def beams(
     raise InputError(f"There are {len(texts)} texts but {len(references)} references.")
   decode_settings = DecodeSettings(Sampling(temperature=0.0), batch_size, max_new_tokens)
   (setting,) = settings_to_measure(pair, texts, [decode_settings], [1])
-  # With timing, each prompt is padded as little as possible. Without, all prompts share a program.
+  # With timing, each prompt is padded as little as possible. Otherwise all prompts share a program.
   prompt_width = None if repeats else pair.prompt(texts).shape[1]
   prompts = []
   for start in range(0, len(texts), batch_size):
@@ -115,7 +116,7 @@ def _measure(
   settings: Sequence[Record],
   report: Report,
 ) -> list[Record]:
-  """Measure settings with one beam size, interleaved on each prompt, and return their records."""
+  """Measure searches with one beam size, interleaved on each prompt, and return their records."""
   num_beams, penalty = settings[0].beams or 1, settings[0].length_penalty or 0.0
   searchers = [pair.beam_searcher(num_beams, 0, None, penalty)]
   searchers += [
@@ -126,7 +127,7 @@ def _measure(
     prompts, order = _sorted_by_steps(searchers[0], pair, prompts, num_texts, limit)
     references = references and [references[i] for i in order]
   batches: list[list[BeamResult]] = [[] for _ in searchers]  # results of each search
-  seconds = []  # of each search, and of its prefill
+  seconds = []  # seconds of each search, and of its prefill
   for i, prompt in enumerate(prompts):
     searches = [
       functools.partial(searcher.run, pair.params, prompt, max_new_tokens=limit)
@@ -182,7 +183,7 @@ def _measure(
 
 
 def _bleu(pair: LoadedPair, result: BeamResult, references: Sequence[str] | None) -> float | None:
-  """Return BLEU of the best texts; None without references."""
+  """Return the BLEU score of the best texts, or None if there are no references."""
   if not references:
     return None
   outputs = [pair.vocabulary.decode(tokens) for tokens in result.tokens[:, 0]]
@@ -192,7 +193,7 @@ def _bleu(pair: LoadedPair, result: BeamResult, references: Sequence[str] | None
 def _sorted_by_steps(
   searcher: BeamSearcher, pair: LoadedPair, prompts: Sequence[Array], num_texts: int, limit: int
 ) -> tuple[list[Int[Array, "B P"]], np.ndarray]:
-  """Return batches of rows that need similar numbers of steps, and the order of their rows."""
+  """Return batches of rows that need similar numbers of steps, and the new order of the rows."""
   steps = [
     searcher.run(pair.params, prompt, max_new_tokens=limit).steps.sum(axis=0) for prompt in prompts
   ]
@@ -205,13 +206,13 @@ def _sorted_by_steps(
 def compare(plain: BeamResult, other: BeamResult) -> tuple[np.ndarray, np.ndarray]:
   """Compare the texts of two searches.
 
-  Texts and scores must be equal at each place, scores up to TIE. Two exceptions are allowed: texts
-  of a row with equal scores may change places, and of texts with equal scores that compete for the
-  last place, any may be there.
+  At each place, the texts must be equal, and the scores must be equal up to TIE. Two exceptions are
+  allowed. Texts of a row that have equal scores may change places. If several texts with equal
+  scores compete for the last place, any of them may be there.
 
   Returns:
-    For each row, whether both searches found the same texts, and whether they did so only by the
-    exceptions.
+    For each row, whether both searches found the same texts, and whether they did so only because
+    of the exceptions.
   """
   scores, other_scores = np.asarray(plain.scores), np.asarray(other.scores)
   equal_scores = (np.abs(scores - other_scores) <= TIE).all(axis=1)
@@ -223,7 +224,7 @@ def compare(plain: BeamResult, other: BeamResult) -> tuple[np.ndarray, np.ndarra
 
 
 def _concatenated(results: Sequence[BeamResult]) -> BeamResult:
-  """Concatenate the results of batches; the steps of a row are in the rounds of its own batch."""
+  """Concatenate the results of batches; the rounds of a row are those of its own batch."""
 
   def concatenate(arrays: Iterable[Any], axis: int = 0) -> Any:
     return np.concatenate([*arrays], axis)

@@ -31,7 +31,7 @@ from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair
 
 GAMMA = 7
-LIMIT = 64  # tokens per text
+LIMIT = 64  # maximum number of tokens per text
 
 HIGHER_IS_BETTER = {
   "v(7)": False,
@@ -51,17 +51,18 @@ LEGEND = (
 def benchmark(
   pair: LoadedPair, sentences: Sequence[str], recorded: str, record: bool = False, runs: int = 5
 ) -> None:
-  """Measure the ratios and print them next to recorded ones, or record them.
+  """Measure ratios of speeds, and either print them next to recorded ratios or record them.
 
   Args:
     pair: target and draft.
     sentences: sources; the first 8 are decoded.
-    recorded: path of a JSON file with device, kernels, versions, and each ratio in each run.
+    recorded: path of a JSON file with the device, the kernels, the versions, and the ratios of each
+      recorded run.
     record: whether to measure `runs` times and write the file instead of comparing with it.
-    runs: number of recorded runs. A ratio below their range is a regression.
+    runs: number of runs to record. `verdict` compares later ratios with their range.
 
   Raises:
-    InputError: `recorded` does not have that format.
+    InputError: `recorded` does not have this format.
   """
   require_types(benchmark, locals())
   require_count("runs", runs)
@@ -117,7 +118,7 @@ def _costs(pair: LoadedPair, prompt: Array) -> Costs:
 
 
 def _speedup(pair: LoadedPair, prompts: Sequence[Array], sampling: Sampling) -> float:
-  """Measure the speedup: the ratio of total tokens per second."""
+  """Measure the speedup: speculative / autoregressive tokens per second, over all prompts."""
   decodes = pair.decode_fn(sampling, chain(0)), pair.decode_fn(sampling, chain(GAMMA))
   seconds, tokens = [], []
   for i, prompt in enumerate(prompts):
@@ -131,9 +132,10 @@ def _speedup(pair: LoadedPair, prompts: Sequence[Array], sampling: Sampling) -> 
 
 
 def verdict(value: float, recorded: Sequence[float], higher_is_better: bool) -> str:
-  """Return 'fell' or 'gained' for a ratio outside the recorded runs by more than their range.
+  """Return whether a ratio 'fell', 'held' or 'gained' in comparison with recorded runs.
 
-  Other ratios have 'held'.
+  A ratio has 'held' unless it is outside the range of the recorded runs by more than the width of
+  that range.
   """
   low, high = min(recorded), max(recorded)
   width = high - low
@@ -152,7 +154,7 @@ def read(path: str) -> dict[str, Any]:
   """Read a file that `write` wrote.
 
   Raises:
-    InputError: there is no such file, or it has other content.
+    InputError: there is no such file, or it does not hold recorded ratios.
   """
   try:
     content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))

@@ -27,21 +27,21 @@ def compare_drafts(
   repeats: int = 3,
   seed: int = 0,
 ) -> None:
-  """Measure drafts one after the other: print a table, append to `results.jsonl`, write a page.
+  """Measure drafts in turn; print a table, append to `results.jsonl`, and write a page.
 
   Args:
-    pair: the target, with the draft that is measured first.
+    pair: target, and the draft that is measured first.
     texts: sources.
     output_dir: folder for the files; settings recorded there already are not measured again.
     drafts: functions that load the other drafts.
-    verifiers: other verifiers for the pair's own draft, each a class of `core.verify` or a function
-      from a sampling method to a verifier. They are measured above temperature 0 only, because
-      exact verifiers are equal at 0.
-    gamma: draft tokens per round; the depth of a tree.
-    temperatures: sampling temperatures, each measured; 0 is argmax.
-    batch_size: texts decoded together.
-    max_new_tokens: limit for each output.
-    repeats: timed decodes of each text, interleaved with autoregressive decoding.
+    verifiers: other verifiers for the draft of the pair. Each is a class of `core.verify` or a
+      function from a sampling method to a verifier. They are measured only at temperatures above 0,
+      because exact verifiers are equal at temperature 0.
+    gamma: number of draft tokens per round, or the depth of a tree.
+    temperatures: sampling temperatures; each is measured, and 0 is argmax.
+    batch_size: number of texts decoded together.
+    max_new_tokens: maximum number of tokens of each output.
+    repeats: number of timed decodes of each text, interleaved with autoregressive decoding.
     seed: random seed of all sampling.
   """
   require_types(compare_drafts, locals())

@@ -1,8 +1,8 @@
 """Comparison of policies that choose gamma (Section 3.5).
 
-The policies are decoded in turn: autoregressive decoding, fixed gammas, 'auto', drafts that stop
-early, and the adaptive gamma. They are compared with oracles that know which draft tokens are
-accepted.
+Texts are decoded with each policy in turn: autoregressive decoding, fixed gammas, 'auto', drafts
+that stop early, and the adaptive gamma. The policies are compared with oracles that know which
+draft tokens are accepted.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ class Policy(NamedTuple):
   """Policy that chooses gamma.
 
   Attributes:
-    name: name in the table, and in records after the name of the draft.
-    gamma: largest gamma that it chooses; 0 for autoregressive decoding.
+    name: name of the policy in the table. In records, it follows the name of the draft.
+    gamma: largest gamma that the policy chooses; 0 for autoregressive decoding.
     decode: function of (prompt, rng, *, max_new_tokens) that returns a `DecodeResult`.
     predicted: predicted speedup; None if there is no closed form.
   """
@@ -70,30 +70,31 @@ def gamma(
   repeats: int = 3,
   seed: int = 0,
 ) -> None:
-  """Measure policies at each temperature and batch size; print tables and append records.
+  """Measure policies that choose gamma; print tables and append records.
 
-  The `draft` of a record ends with the name of its policy. Two kinds of records are not decoded,
-  and exist at batch size 1 only:
+  The policies are measured at each temperature and batch size. The `draft` of a record ends with
+  the name of its policy. Two kinds of records are computed without decoding, at batch size 1 only:
 
-  - 'oracle ...' has a predicted speedup: the best gamma for all texts, for each text, or for each
-    round, with the measured costs and with knowledge of which draft tokens are accepted.
-  - 'confidence: ...' has the AUC of a confidence score of the draft, as a predictor that one draft
-    token (gamma 1) or three in a row (gamma 3) are accepted.
+  - 'oracle ...' has the predicted speedup of an oracle, with the measured costs. The oracle knows
+    which draft tokens are accepted and chooses the best gamma for all texts, for each text, or for
+    each round.
+  - 'confidence: ...' has the AUC of a confidence score of the draft. The score predicts whether one
+    draft token (gamma 1) or three draft tokens in a row (gamma 3) are accepted.
 
-  'auto' is decoded separately, although it equals another policy: the difference between the two is
-  noise.
+  'auto' is decoded separately, although it is equal to a different policy. The difference between
+  the two measurements is noise.
 
   Args:
     pair: target and draft; see `pairs.load_pair`.
     texts: sources, padded to one width. The calibration uses some of them.
     output_dir: folder for `results.jsonl`; settings recorded there already are not measured again.
-    gammas: fixed gammas, each measured. The adaptive policy chooses among them.
-    temperatures: sampling temperatures, each measured; 0 is argmax.
-    batch_sizes: texts decoded together, each measured.
-    thresholds: thresholds of a draft that stops early (`drafts.stopping`), each measured; empty for
-      a draft that is not a model.
-    max_new_tokens: limit for each output.
-    repeats: timed decodes of each text, interleaved.
+    gammas: fixed gammas; each is measured. The adaptive policy chooses among them.
+    temperatures: sampling temperatures; each is measured, and 0 is argmax.
+    batch_sizes: numbers of texts decoded together; each is measured.
+    thresholds: thresholds of drafts that stop early (`drafts.stopping`); each is measured. Give
+      none if the draft is not a model.
+    max_new_tokens: maximum number of tokens of each output.
+    repeats: number of timed decodes of each text, interleaved.
     seed: random seed of all sampling.
 
   Raises:
@@ -118,7 +119,7 @@ def gamma(
       (setting,) = settings_to_measure(pair, texts, [settings], [max(gammas)])
       yield Step(
         f"temperature {sampling.temperature:g}, batch {batch_size}",
-        # Its record is the last, so that a run that was interrupted measures all policies again.
+        # This record is the last, so that a run that was interrupted measures all policies again.
         [_policy_record(setting, "adaptive", max(gammas))],
         functools.partial(measure, settings, setting),
       )
@@ -132,7 +133,7 @@ def gamma(
     study = _Study(pair, settings.sampling, gammas, thresholds, calibration)
     return _measure(study, texts, setting, repeats, report)
 
-  results = os.path.join(output_dir, "results.jsonl")  # with policies that calibration chose
+  results = os.path.join(output_dir, "results.jsonl")  # includes policies that calibration chose
   sweep(output_dir, steps, lambda measured: [gamma_table(read(results))])
 
 
@@ -144,7 +145,7 @@ class _Study(NamedTuple):
     sampling: sampling method.
     gammas: fixed gammas.
     thresholds: confidence thresholds of drafts that stop early.
-    calibration: choice of 'auto', and the costs.
+    calibration: calibration, which has the choice of 'auto' and the costs.
   """
 
   pair: LoadedPair
@@ -161,7 +162,7 @@ def _policy_record(setting: Record, name: str, gamma: int, **measured: Any) -> R
 
 
 def _policies(study: _Study) -> list[Policy]:
-  """Return all policies: autoregressive decoding first, the adaptive policy last."""
+  """Return all policies; autoregressive decoding is the first, and the adaptive policy the last."""
   pair, sampling, gammas, thresholds, calibration = study
   drafts = tuple(pair.draft(sampling, chain(gamma)) for gamma in gammas)
 
@@ -198,7 +199,7 @@ def _stopping_name(threshold: float) -> str:
 def _measure(
   study: _Study, texts: Sequence[str], setting: Record, repeats: int, report: Report
 ) -> Iterator[Record]:
-  """Measure all policies, interleaved, and yield their records and those of the oracles."""
+  """Measure all policies, interleaved, and yield the records of the policies and the oracles."""
   pair, sampling, gammas, thresholds, calibration = study
   size, limit = setting.batch_size, setting.max_new_tokens
   policies = _policies(study)
@@ -226,7 +227,7 @@ def _measure(
     num_tokens=num_tokens(autoregressive),
     baseline_tokens_per_s=baseline_tokens_per_s,
   )
-  predicted: dict[str, float] = {}  # of policies without a closed form
+  predicted: dict[str, float] = {}  # speedups of policies without a closed form
   if size == 1:
     for name, speedup in oracles(accepted, calibration).items():
       yield _policy_record(setting, name, len(calibration.c) - 1, predicted_finite_length=speedup)

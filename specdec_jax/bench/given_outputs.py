@@ -1,7 +1,7 @@
-"""Acceptance of drafts on recorded outputs of a target, without the target (Table 3, T = 0).
+"""Acceptance of drafts on recorded outputs of a target (Table 3, temperature 0).
 
-At temperature 0 the target's distribution is the one-hot of its next token (Section 2.2), so its
-outputs alone determine which draft tokens it accepts. Times are not measured.
+The target itself is not needed. At temperature 0 its distribution is the one-hot of its next token
+(Section 2.2), so its outputs alone determine which draft tokens it accepts. Times are not measured.
 """
 
 import dataclasses
@@ -44,13 +44,13 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class RecitingModel:
-  """Target that outputs given texts, which are its parameters: tokens [B, T], EOS last.
+  """Target that outputs given texts.
 
-  Its logits are the one-hot of the next token of the text, which at temperature 0 is p. It has no
-  hidden states: they have E = 0.
+  Its parameters are the tokens [B, T] of the texts, which end with EOS. Its logits are the one-hot
+  of the next token of the text, which is p at temperature 0. Its hidden states are empty (E = 0).
 
   Attributes:
-    vocab_size: V.
+    vocab_size: size of the vocabulary, V.
     start_id: token before a text.
     eos_id: token that ends a text.
   """
@@ -100,22 +100,25 @@ def given_outputs(
   paper_rows: Sequence[Mapping[str, Any]] = (),
   paper_target: str = "",
 ) -> None:
-  """Measure alpha and real rounds of drafts; print a table and append to `results.jsonl`.
+  """Measure drafts on given outputs of a target; print a table and append to `results.jsonl`.
+
+  The measured quantities are alpha, and the acceptance in real rounds.
 
   Args:
     vocabulary: vocabulary of the target.
     sources: inputs of the target.
     outputs: argmax output of the target for each source.
-    drafts: functions that load a draft, each measured.
+    drafts: functions that load a draft; each draft is measured.
     output_dir: folder for `results.jsonl`; settings recorded there already are not measured again.
     task: name of the inputs, for records.
     target: name of the target, for records.
-    gammas: draft tokens per round, each measured.
-    max_source_tokens: limit for a source, EOS included.
-    max_new_tokens: limit for an output; an output that was cut there has no EOS.
-    paper_rows: rows of Table 3 (`paper.load_table`); alphas of `paper_target` are shown in the
+    gammas: numbers of draft tokens per round; each is measured.
+    max_source_tokens: maximum number of tokens of a source, including EOS.
+    max_new_tokens: maximum number of tokens of an output; an output that is truncated there has no
+      EOS.
+    paper_rows: rows of Table 3 (`paper.load_table`); the alphas of `paper_target` are shown in the
       table.
-    paper_target: an `m_p` of Table 3.
+    paper_target: name of a target in the column `m_p` of Table 3.
 
   Raises:
     InputError: there are no texts, drafts or gammas, or the numbers of sources and outputs differ.
@@ -176,7 +179,7 @@ def _measure(
   settings: Sequence[Record],
   report: Report,
 ) -> Iterator[Record]:
-  """Yield records, which differ in gamma only, with the acceptance of a draft on the outputs."""
+  """Yield the records of one draft on the outputs, which differ only in gamma."""
   since = time.perf_counter()
   prompts, texts = (padded(rows, max(map(len, rows)))[:, None] for rows in (source_ids, output_ids))
   draft = pair.draft(ARGMAX, chain(1))

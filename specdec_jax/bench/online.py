@@ -40,19 +40,20 @@ def serve_and_learn(
   """Decode files of texts in turn; print a table and write a record for each draft and interval.
 
   Args:
-    pair: target and draft; the draft is one of `pairs.speculator`, and kernels='xla'.
-    inputs: paths of text files, one for each domain.
-    output_dir: folder for `results.jsonl`, which must not exist: learning cannot be resumed.
-    num_texts: number of texts of each file.
+    pair: target and draft. The draft comes from `pairs.speculator`, and kernels must be 'xla'.
+    inputs: paths of text files, one file per domain.
+    output_dir: folder for `results.jsonl`. That file must not exist, because learning cannot be
+      resumed.
+    num_texts: number of texts to decode from each file.
     every: number of texts per record.
-    gamma: draft tokens per round.
+    gamma: number of draft tokens per round.
     temperature: sampling temperature; 0 is argmax.
     learning_rate: see `training.online.OnlineDraft`.
-    max_new_tokens: limit for each output.
+    max_new_tokens: maximum number of tokens of each output.
     seed: random seed of all sampling.
 
   Raises:
-    InputError: the draft cannot learn, there are records already, or an argument is out of range.
+    InputError: the draft cannot learn, `results.jsonl` exists, or an argument is out of range.
   """
   require_types(serve_and_learn, locals())
   for name, value in (("num_texts", num_texts), ("every", every), ("gamma", gamma)):

@@ -1,6 +1,6 @@
 """Oracles that know which draft tokens are accepted (Section 3.5).
 
-They are upper bounds on the speed that any choice of gamma can reach.
+Their speeds are upper bounds on the speed that any choice of gamma can reach.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ def acceptances(
 ) -> list[np.ndarray]:
   """Return, for each text, the probability [T] that each token was an accepted draft token.
 
-  For a token x at which a draft token is verified, it is min(1, q(x) / p(x)): the draft token is x
-  and accepted with probability min(p(x), q(x)), and x is emitted with probability p(x), for any
-  gamma. Given the text, these events are independent.
+  If a draft token is verified where the text has token x, the probability is min(1, q(x) / p(x)).
+  The reason is that, for any gamma, x is drafted and accepted with probability min(p(x), q(x)), and
+  x is emitted with probability p(x). Given the text, these events are independent.
   """
   logits = teacher_forced_logits(pair.target, pair.target_params, prompt, decoded.tokens)
   draft_q = draft_probs(pair, pair.draft(sampling, chain(1)), prompt, decoded.tokens)
@@ -39,14 +39,14 @@ def acceptances(
 def oracles(
   acceptances: Sequence[np.ndarray], calibration: Calibration, samples: int = 20
 ) -> dict[str, float]:
-  """Compute speedups of batch size 1 with gammas chosen by oracles.
+  """Compute the speedups at batch size 1 if oracles choose gamma.
 
   The oracles know which draft tokens are accepted. They choose one gamma above 0 for all texts, one
   for each text, or one for each round.
 
   Args:
     acceptances: acceptance probabilities of each text, from `acceptances`.
-    calibration: the costs, and the gammas to choose from, including 0.
+    calibration: calibration, which has the costs of the gammas to choose from, including 0.
     samples: number of times that acceptance is sampled for each text.
   """
   rng = np.random.default_rng(0)
@@ -70,11 +70,11 @@ def times(accepted: np.ndarray, costs: Sequence[float]) -> tuple[np.ndarray, flo
     costs: [G + 1], time of a round with gamma 0, 1, ..., G.
 
   Returns:
-    The time with each fixed gamma, [G + 1], and with the best gamma in each round.
+    The time with each fixed gamma [G + 1], and the time with the best gamma in each round.
   """
   end, gammas = len(accepted), np.arange(len(costs))
   fixed, best = np.zeros((end + 1, len(costs))), np.zeros(end + 1)  # from each token to the end
-  run = 0  # accepted tokens from token i on
+  run = 0  # number of accepted tokens in a row, from token i on
   for i in reversed(range(end)):
     run = run + 1 if accepted[i] else 0
     after = np.minimum(i + np.minimum(run, gammas) + 1, end)

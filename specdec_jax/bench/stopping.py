@@ -1,7 +1,8 @@
 """Confidence scores for stopping a draft early (Section 6).
 
-Measures how well a draft's own distribution predicts which tokens are accepted, and computes the
-speed of decoding if drafting stops at low confidence, on text that the target generated.
+On text that the target generated, this module measures how well a draft's own distribution predicts
+which tokens are accepted. It also computes the speed of decoding if drafting stops at low
+confidence.
 """
 
 from collections.abc import Sequence
@@ -16,16 +17,16 @@ from specdec_jax.measurement.alpha import draft_probs
 from specdec_jax.measurement.choice import Calibration
 from specdec_jax.pairs import LoadedPair
 
-ENTROPY_FACTOR = 0.2  # AdaEDL's (Agrawal et al., 2024)
+ENTROPY_FACTOR = 0.2  # the value of AdaEDL (Agrawal et al., 2024)
 
 
 def certainties(
   pair: LoadedPair, prompt: Array, decoded: DecodeResult
 ) -> dict[str, list[np.ndarray]]:
-  """Return confidence scores of a draft at each token, for each text an array [T].
+  """Return the confidence scores of a draft at each token, as one array [T] per text.
 
-  The scores are the largest probability of q, and AdaEDL's bound 1 - sqrt(0.2 H) with the entropy H
-  of q. q is the draft's softmax, at temperature 1 without truncation.
+  The scores are the largest probability of q, and AdaEDL's bound 1 - sqrt(0.2 H), where H is the
+  entropy of q. q is the softmax of the draft at temperature 1, without truncation.
   """
   draft = pair.draft(Sampling(), chain(1))
   probs = np.asarray(draft_probs(pair, draft, prompt, decoded.tokens), np.float64)
@@ -57,7 +58,7 @@ def auc(probs: np.ndarray, scores: np.ndarray) -> float:
 
 
 def in_a_row(rows: Sequence[np.ndarray], count: int) -> np.ndarray:
-  """Return the product of every window of `count` consecutive values in each row."""
+  """Return the products of all windows of `count` consecutive values of each row."""
   windows = [np.lib.stride_tricks.sliding_window_view(r, count) for r in rows if len(r) >= count]
   return np.concatenate(windows).prod(axis=-1)
 
@@ -75,10 +76,9 @@ def stopped_speedup(
   Args:
     acceptances: acceptance probabilities of each text (`oracles.acceptances`).
     confidences: largest probability of q at each token.
-    calibration: the costs.
-    threshold: another token is proposed while the product of the confidences in the round is at
-      least this.
-    max_gamma: maximal number of draft tokens per round.
+    calibration: calibration, which has the costs.
+    threshold: lower bound on the product of the confidences in a round; drafting stops below it.
+    max_gamma: maximum number of draft tokens per round.
     samples: number of times that acceptance is sampled for each text.
   """
   rng = np.random.default_rng(0)
@@ -98,6 +98,9 @@ def stopped_speedup(
 
 
 def _proposed(confidence: np.ndarray, threshold: float, max_gamma: int) -> int:
-  """Return the number of proposed tokens per round, with confidence 1 past the end of the text."""
+  """Return the number of tokens that a round proposes.
+
+  `confidence` begins at the round. Past the end of the text, confidence counts as 1.
+  """
   products = np.cumprod([*confidence[: max_gamma - 1], *[1.0] * (max_gamma - 1 - len(confidence))])
   return 1 + int((products >= threshold).sum())

@@ -1,6 +1,6 @@
-"""Tables by name: the paper's tables with records of this project, tables of records, the status.
+"""Tables by name: the paper's tables with our records, tables of records, and the status.
 
-The paper's values and the records of the status are read from the checkout that contains this
+The values of the paper and the records of the status are read from the checkout that contains this
 package.
 """
 
@@ -52,10 +52,10 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
     name: '1' to '5' for a table of the paper; 'measured', 'lengths', 'acceptance', 'online',
       'drafts' or 'beams' for a table of records; 'status' or 'status-counts'; 'tree-speeds';
       'execution'; 'matmuls'; or 'training'.
-    results: input files. Files of records for most tables; if several records have the same
-      setting, the last one counts. No files for Table 1 and the status. Reports of
-      `scripts/compile_tpu.py` on a chain and on a tree for 'tree-speeds'. Files of JSON lines for
-      'execution' and 'matmuls'. Copies of `metrics.jsonl` for 'training', each named as its row.
+    results: input files. Most tables need files of records; if several records have the same
+      setting, the last one counts. Table 1 and the status need no files. 'tree-speeds' needs
+      reports of `scripts/compile_tpu.py` on a chain and on a tree. 'execution' and 'matmuls' need a
+      file of JSON lines. 'training' needs copies of `metrics.jsonl`, each named as its row.
 
   Raises:
     InputError: there is no table of this name, or there are no records.
@@ -84,7 +84,7 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
 
 
 def _status(counts: bool) -> Table:
-  """Return the status of each number that the paper prints, or their counts."""
+  """Return a table of the status of each number that the paper prints, or of counts by status."""
   from specdec_jax.bench.tpu.table2 import predicted  # imports jax
 
   paper = {number: load_table(number, CONFIGS) for number in range(1, 6)}

@@ -1,6 +1,6 @@
 """Acceptance lengths of chains and trees with each verifier: tokens per target forward pass.
 
-Records also have the speedup that they predict with measured costs (Section 3.5).
+Records also have the speedup that is predicted from measured costs (Section 3.5).
 """
 
 import dataclasses
@@ -55,26 +55,29 @@ def trees(
   seed: int = 0,
   report_examples: int = 2,
 ) -> None:
-  """Measure acceptance lengths in real rounds: a table, `results.jsonl` and `report.html`.
+  """Measure acceptance lengths in real rounds; print a table, and write records and a page.
 
   Args:
     pair: target and draft; see `pairs.load_pair`.
-    texts: sources. Trees are built from the first `calibration_texts`, and measured on the others.
-    output_dir: folder for both files; settings recorded there already are not measured again.
-    samplings: sampling methods, each measured.
+    texts: sources. Trees are built from the first `calibration_texts` texts, and measured on the
+      remaining texts.
+    output_dir: folder for `results.jsonl` and `report.html`; settings recorded there already are
+      not measured again.
+    samplings: sampling methods; each is measured.
     gammas: gamma of each chain.
     shapes: (nodes, depth) of static trees; the first is used for the rounds that are shown.
     dynamic: (nodes, depth) of dynamic trees, which are verified with `TokenVerifier`.
     verifiers: classes of `core.verify`, or functions from a sampling method to a verifier. At
       temperature 0 only the first is used, because exact verifiers are equal there.
-    calibration_texts: number of texts that trees are built from.
-    calibration_tokens: number of generated tokens to build trees from; those texts may give fewer.
-    batch_size: texts decoded together, also for the costs.
-    max_new_tokens: limit for each output.
+    calibration_texts: number of texts from which trees are built.
+    calibration_tokens: number of generated tokens from which trees are built. The calibration texts
+      may give fewer tokens.
+    batch_size: number of texts decoded together, also when costs are measured.
+    max_new_tokens: maximum number of tokens of each output.
     min_tokens: number of generated tokens to measure on.
     seed: random seed of all sampling.
-    report_examples: number of texts whose rounds are in the report, for each sampling method, with
-      the first verifier. The rounds of the first text are printed, too.
+    report_examples: number of texts per sampling method whose rounds are in the report. They are
+      decoded with the first verifier. The rounds of the first text are printed, too.
 
   Raises:
     InputError: there is nothing to measure, or an argument is out of range.
@@ -187,10 +190,10 @@ def _measure(
     generate_texts: function that returns prompts, keys and outputs of autoregressive decoding.
     sampling: sampling method.
     tree: tree of draft tokens.
-    measured_costs: function that returns the costs of a round by tree; a dynamic tree has none, and
-      no prediction.
+    measured_costs: function that returns the costs of a round by tree. A dynamic tree has no costs
+      and therefore no predicted speedup.
     settings: one record without measurements.
-    report: progress of the step.
+    report: function that is called with the finished fraction of the step.
   """
   (setting,) = settings
   since = time.perf_counter()

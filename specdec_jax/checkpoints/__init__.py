@@ -1,1 +1,1 @@
-"""Checkpoints: one reader per format, and `load`, which reads any of them."""
+"""Checkpoints: one reader module per format, and `load`, which reads a checkpoint of any format."""

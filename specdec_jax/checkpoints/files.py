@@ -1,4 +1,4 @@
-"""Access to local files and to files in Google Cloud Storage (`gs://`) by the same functions."""
+"""Functions that access both local files and files in Google Cloud Storage (`gs://`)."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ import tensorstore
 
 from specdec_jax.errors import InputError
 
-_BLOCK = 1 << 26  # bytes of a remote file that are held in memory at a time
+_BLOCK = 1 << 26  # maximum number of bytes of a remote file in memory
 
 
 def kvstore(folder: str) -> dict[str, str]:
@@ -30,7 +30,7 @@ def is_file(folder: str, name: str) -> bool:
 
 
 def list_names(folder: str, start: str, end: str) -> list[str]:
-  """Return the sorted names n in a folder with start <= n < end; none if there is no folder."""
+  """Return the sorted names n in a folder with start <= n < end; [] if there is no such folder."""
   if not _is_remote(folder):
     entries = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted(name for name in entries if start <= name < end)
@@ -39,12 +39,12 @@ def list_names(folder: str, start: str, end: str) -> list[str]:
 
 @contextlib.contextmanager
 def local_copy(folder: str, name: str) -> Iterator[str]:
-  """Return a local path of a file: a remote file is copied to a temporary file for the context.
+  """Yield the local path of a file; a remote file is copied to a temporary file for the context.
 
-  A memory map of the file that is created in the context stays valid after it.
+  A memory map of the file that is created in the context stays valid after the context exits.
 
   Raises:
-    FileNotFoundError: there is no such remote file.
+    FileNotFoundError: the remote file does not exist.
   """
   if not _is_remote(folder):
     yield os.path.join(folder, name)
@@ -75,7 +75,7 @@ def _is_remote(path: str) -> bool:
 
 
 def _keys(folder: str, start: str, end: str) -> list[str]:
-  """Return the names n of files under a remote folder with start <= n < end."""
+  """Return the names n of the files under a remote folder for which start <= n < end."""
   try:
     store = tensorstore.KvStore.open(kvstore(folder)).result()
     return [k.decode() for k in store.list(tensorstore.KvStore.KeyRange(start, end)).result()]

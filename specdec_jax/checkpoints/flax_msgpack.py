@@ -1,4 +1,4 @@
-"""Reader of Flax's msgpack files, which are memory-mapped so that arrays are read when needed."""
+"""Reader of Flax's msgpack files. They are memory-mapped, and arrays are read when needed."""
 
 import mmap
 from typing import Any
@@ -13,16 +13,16 @@ from specdec_jax.checkpoints.stored import StoredArray
 from specdec_jax.errors import InputError
 
 _ARRAY = 1  # type of the msgpack extension in which Flax stores an array
-# Size of the header of an extension in bytes, by its first byte.
+# Size in bytes of the header of an extension, by the first byte of the header.
 _HEADERS = {0xC7: 3, 0xC8: 4, 0xC9: 6, **dict.fromkeys(range(0xD4, 0xD9), 2)}
 # Keys of maps that represent one array: a tensorstore spec, or Flax's chunks of more than 1 GB.
 _ARRAY_KEYS = ("kvstore", "__msgpack_chunked_array__")
 
 
 def read_flat(folder: str, name: str) -> dict[str, Any]:
-  """Return the tree that `flax.serialization.to_bytes` wrote as a dict with names like `a/b`.
+  """Read a file that `flax.serialization.to_bytes` wrote into a dict with names such as `a/b`.
 
-  Arrays are returned as `StoredArray`, without being read.
+  Arrays are returned as `StoredArray`; their values are not read.
 
   Raises:
     InputError: the file is damaged or is not msgpack.
@@ -45,7 +45,7 @@ def _is_array(tree: dict) -> bool:
 
 
 def _tree(unpacker: msgpack.Unpacker, data: mmap.mmap):
-  """Return the value at the unpacker's position, skipping the content of arrays."""
+  """Return the value at the unpacker's position; the content of arrays is skipped."""
   start = unpacker.tell()
   if data[start] >> 4 == 0x8 or data[start] in (0xDE, 0xDF):  # a map
     tree = {unpacker.unpack(): _tree(unpacker, data) for _ in range(unpacker.read_map_header())}
@@ -57,7 +57,7 @@ def _tree(unpacker: msgpack.Unpacker, data: mmap.mmap):
 
 
 def _leaf(data: mmap.mmap, start: int, end: int):
-  """Return the value stored in data[start:end]; an array as `StoredArray`."""
+  """Return the value that is stored in data[start:end]; an array is returned as `StoredArray`."""
 
   def restore():
     return serialization.msgpack_restore(data[start:end])

@@ -32,16 +32,16 @@ _RENAMED_KINDS = {
 
 
 def save_model(folder: str, config: AnyConfig, params, vocabulary: str | None = None) -> None:
-  """Write a model's config and parameters, converted to bfloat16, to `folder`.
+  """Write the config of a model, and its parameters in bfloat16, to `folder`.
 
   Either both files are written or neither.
 
   Args:
     folder: folder to write to; created if it does not exist.
     config: config of the model.
-    params: its parameters, not packed in panels.
-    vocabulary: fingerprint of the vocabulary that the model was trained with, which is compared
-      with that of a pair when the model is loaded.
+    params: parameters of the model, not packed in panels.
+    vocabulary: fingerprint of the vocabulary that the model was trained with. When the model is
+      loaded, it is compared with the fingerprint of the pair's vocabulary.
 
   Raises:
     InputError: the parameters are packed in panels.
@@ -92,8 +92,7 @@ def load_model(folder: str, dtype: str = "float32"):
   """Return the config and the parameters, in `dtype`, of a model that `save_model` wrote.
 
   Raises:
-    InputError: the folder contains no model, or names or shapes of parameters differ from those of
-      the config.
+    InputError: the folder contains no model, or its parameters do not fit the config.
   """
   checkpoint = open_folder(folder)
   config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))

@@ -1,4 +1,4 @@
-"""Reader of Hugging Face checkpoints of GPT-2 (Radford et al., 2019) and models like it."""
+"""Reader of Hugging Face checkpoints of GPT-2 (Radford et al., 2019) and similar models."""
 
 import dataclasses
 import re
@@ -47,11 +47,11 @@ _UNUSED = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 def open_gpt2(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
   """Open a GPT-2 that `save_pretrained` wrote, with or without a language model head.
 
-  The file has one matrix for queries, keys and values, which is split into three. Attention of this
-  package does not scale its logits, so the query matrix is divided by the scale.
+  The file has one matrix for queries, keys and values, which is split into three. The attention of
+  this package does not scale logits, so the query matrix is divided by the scale.
 
   Args:
-    folder: the folder.
+    folder: folder of the model.
     fields: result of `read_config`.
 
   Raises:
@@ -82,10 +82,10 @@ def open_gpt2(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
 
 
 def _config(folder: str, fields: Mapping[str, Any]) -> GPTConfig:
-  """Return the config for the fields of config.json.
+  """Return the config of the model that the fields of config.json describe.
 
-  `reorder_and_upcast_attn` is ignored: it changes the order of operations to avoid overflow in
-  float16, not the result.
+  The field `reorder_and_upcast_attn` is ignored. It changes the order of operations, to avoid
+  overflow in float16, but not the result.
   """
   require_known(
     folder,
@@ -122,9 +122,9 @@ def _config(folder: str, fields: Mapping[str, Any]) -> GPTConfig:
 
 
 def _our_name(name: str) -> str:
-  """Return the parameter name in this package for a name in the file.
+  """Return the name that this package gives to an array of the file.
 
-  An unknown name is returned unchanged and reported when the arrays are compared with the config.
+  An unknown name is returned unchanged; it is reported when arrays are compared with the config.
   """
   name = name.removeprefix("transformer.")
   match = _IN_LAYER.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub: resolve a name to a local folder, downloading it if needed."""
+"""Models on the Hugging Face Hub, which are downloaded to local folders when needed."""
 
 import os
 import re
@@ -11,15 +11,15 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve(path: str, files: tuple[str, ...] = MODEL) -> str:
-  """Return the local folder of a model on the Hub, such as 'google/flan-t5-small'.
+  """Return the local folder of a model on the Hugging Face Hub, such as 'google/flan-t5-small'.
 
   Args:
-    path: a name on the Hub. A local path is returned unchanged and takes precedence over a model of
-      the same name on the Hub.
+    path: name of the model on the Hub. A local path is returned unchanged; it takes precedence over
+      a model on the Hub with the same name.
     files: patterns of the files to download if Hugging Face's cache does not contain them.
 
   Raises:
-    InputError: there is no such path on this machine, and no such model could be downloaded.
+    InputError: there is no local path `path`, and no model of that name could be downloaded.
   """
   is_local = os.path.exists(path) or os.path.isdir(path.partition("/")[0])
   if is_local or not _NAME.fullmatch(path):

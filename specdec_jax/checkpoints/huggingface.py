@@ -1,4 +1,4 @@
-"""Reader and writer of Hugging Face checkpoints. T5 and mT5 are read here, GPT-2 by `gpt2`."""
+"""Reader and writer of Hugging Face checkpoints. The module `gpt2` reads those of GPT-2."""
 
 import dataclasses
 import json
@@ -40,7 +40,8 @@ _NAMES = {
   "encoder.final_layer_norm.weight": "encoder/encoder_norm/scale",
   "decoder.final_layer_norm.weight": "decoder/decoder_norm/scale",
 }
-# For each part of a layer: its name here, the name of the norm before it, and its name in the file.
+# For each part of a layer: its name in this package, the name of the norm before it, and the name
+# of the part in the file.
 _PARTS = {
   ("encoder", "0"): ("attention", "pre_attention_layer_norm", "SelfAttention"),
   ("encoder", "1"): ("mlp", "pre_mlp_layer_norm", "DenseReluDense"),
@@ -70,12 +71,13 @@ def open_huggingface(folder: str) -> Checkpoint:
 
 
 def _open_t5(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
-  """Open a T5 or mT5.
+  """Open a Hugging Face checkpoint of a T5 or mT5.
 
   Logits are computed with `lm_head.weight` if the file contains it, otherwise with the embedding
   table. T5 1.0 scales the decoder's hidden states before it multiplies them by the embedding table;
-  mT5 does not. In transformers 4 the field `tie_word_embeddings` says whether a model scales them.
-  In transformers 5 that field is always true, and the field `scale_decoder_outputs` says it.
+  mT5 does not. In transformers 4 the field `tie_word_embeddings` says whether hidden states are
+  scaled. In transformers 5 the field `scale_decoder_outputs` says whether they are, and
+  `tie_word_embeddings` is always true.
   """
   is_t5 = fields["model_type"] == "t5"
   defaults = dict(feed_forward_proj="relu" if is_t5 else "gated-gelu", tie_word_embeddings=is_t5)
@@ -101,13 +103,13 @@ def _open_t5(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
 def save_huggingface(folder: str, config: T5Config, params) -> None:
   """Write a T5 to `folder` as transformers' `save_pretrained` does, in the dtype of its parameters.
 
-  This is the inverse of `open_huggingface`. It writes `model.safetensors`, then `config.json`.
+  This is the inverse of `open_huggingface`. It writes `model.safetensors`, then `config.json`;
+  either both files are written or neither.
 
   Args:
-    folder: folder to write to; created if it does not exist. Either both files are written or
-      neither.
-    config: config of the model; not `fused`.
-    params: its parameters.
+    folder: folder to write to; created if it does not exist.
+    config: config of the model, which must not be `fused`.
+    params: parameters of the model.
 
   Raises:
     InputError: transformers has no model with this config.
@@ -130,7 +132,7 @@ def save_huggingface(folder: str, config: T5Config, params) -> None:
 
 
 def _config_fields(config: T5Config) -> dict:
-  """Return the fields of config.json for a config: the inverse of `_config`."""
+  """Return the fields of config.json that describe a config. This is the inverse of `_config`."""
   return dict(
     architectures=["T5ForConditionalGeneration"],
     model_type="t5",
@@ -152,9 +154,9 @@ def _config_fields(config: T5Config) -> dict:
 
 
 def _config(folder: str, fields: Mapping[str, Any]) -> T5Config:
-  """Return the config for the fields of config.json.
+  """Return the config of the model that the fields of config.json describe.
 
-  In this package, tied logits are always scaled, so `tied_logits` is `scale_decoder_outputs`.
+  In this package tied logits are always scaled, so `tied_logits` equals `scale_decoder_outputs`.
   """
   gated = fields["feed_forward_proj"] == "gated-gelu"
   require_known(
@@ -190,9 +192,9 @@ def _config(folder: str, fields: Mapping[str, Any]) -> T5Config:
 
 
 def _our_name(name: str) -> str:
-  """Return the parameter name in this package for a name in the file.
+  """Return the name that this package gives to an array of the file.
 
-  An unknown name is returned unchanged and reported when the arrays are compared with the config.
+  An unknown name is returned unchanged; it is reported when arrays are compared with the config.
   """
   match = _IN_LAYER.fullmatch(name)
   if name in _NAMES or not match or (match[1], match[3]) not in _PARTS:
@@ -204,7 +206,7 @@ def _our_name(name: str) -> str:
 
 
 def _their_name(name: str) -> str:
-  """Return the name in the file for a parameter of this package: the inverse of `_our_name`."""
+  """Return the name in the file of a parameter of this package; the inverse of `_our_name`."""
   for file_name, our_name in _NAMES.items():
     if name == our_name:
       return file_name

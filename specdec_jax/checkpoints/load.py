@@ -1,4 +1,4 @@
-"""Loading of checkpoints of any supported format, by path."""
+"""Functions that open and load checkpoints of any supported format."""
 
 import pathlib
 import posixpath
@@ -10,7 +10,7 @@ from specdec_jax.checkpoints.stored import Checkpoint, Shardings
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config
 
-# Subfolders of a training step that may contain the parameters.
+# Subfolders of a checkpoint of a training step that may contain the parameters.
 _ITEMS = ("", "state", "default", "params")
 _STEP = re.compile(r"(checkpoint(_\d+|s)?|snapshots|[0-9a-f]{40}|\d+|state|default|params|\.?)")
 _UNFINISHED = re.compile(r"\.(orbax-checkpoint-)?tmp")
@@ -22,11 +22,12 @@ def open_checkpoint(path: str) -> Checkpoint:
   Pickled files are never read.
 
   Args:
-    path: a folder or, for an old T5X checkpoint, a file, local or `gs://`; or a name on the Hugging
-      Face Hub, from which the model is downloaded (`hub.resolve`).
+    path: a folder, or the single file of an old T5X checkpoint; both may be local or `gs://`. Or
+      the name of a model on the Hugging Face Hub, which is then downloaded (`hub.resolve`).
 
   Raises:
-    InputError: there is no checkpoint, it is incomplete, or the folder contains several steps.
+    InputError: there is no checkpoint at `path`, it is incomplete, or `path` is a folder with the
+      checkpoints of several training steps.
   """
   path = hub.resolve(path.rstrip("/"))
   parent, name = posixpath.split(path)
@@ -51,26 +52,26 @@ def open_checkpoint(path: str) -> Checkpoint:
 
 
 def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardings = None):
-  """Return the parameters of a checkpoint, read one array at a time to limit peak memory.
+  """Return the parameters of a checkpoint; arrays are read one at a time to limit peak memory.
 
   Args:
     path: path of the checkpoint; see `open_checkpoint`.
     config: config of the model to load. If it is `fused` and the checkpoint is not, matrices are
-      concatenated as they are read, as `families.for_decoding` does.
-    dtype: dtype of the parameters; that of the config by default.
+      concatenated when they are read, as in `families.for_decoding`.
+    dtype: dtype of the parameters; defaults to `config.dtype`.
     shardings: tree of `jax.sharding.Sharding` with the structure of the parameters, or a function
-      that returns it for the tree of their shapes. Each device reads only its shard. None places
-      the parameters on the default device.
+      that returns such a tree, given the tree of the parameters' shapes. Each device reads only its
+      shard. None places the parameters on the default device.
 
   Raises:
-    InputError: the checkpoint cannot be opened, or its arrays differ in name or shape from those of
-      the config. The message names them.
+    InputError: the checkpoint cannot be opened, or its arrays do not have the names and shapes that
+      the config requires. The message names the arrays that differ.
   """
   return open_checkpoint(path).load(config, dtype, shardings)
 
 
 def recorded_path(path: str) -> str:
-  """Return the path of a checkpoint for records, relative to the project for a bundled one."""
+  """Return the path of a checkpoint for records; bundled paths are relative to the project."""
   package = pathlib.Path(__file__).resolve().parents[1]
   resolved = pathlib.Path(path).resolve()
   if not resolved.is_relative_to(package):
@@ -79,6 +80,6 @@ def recorded_path(path: str) -> str:
 
 
 def checkpoint_name(path: str) -> str:
-  """Return the name of a checkpoint for records: the last part of its path that is not a step."""
+  """Return the name of a checkpoint for records: the last folder that does not name a step."""
   parts = [part for part in path.split("/") if not _STEP.fullmatch(part)]
   return parts[-1] if parts else path

@@ -1,4 +1,4 @@
-"""Reader of Orbax checkpoints of parameters, or of a train state that contains them."""
+"""Reader of Orbax checkpoints that contain parameters or a train state."""
 
 import json
 
@@ -13,7 +13,7 @@ METADATA = "_METADATA"
 def open_orbax(folder: str) -> Checkpoint:
   """Open a T5 that `StandardCheckpointer` or `PyTreeCheckpointer` wrote to `folder`.
 
-  Arrays are read by tensorstore and not by Orbax, which would restore the whole train state.
+  Tensorstore reads the arrays, because Orbax would restore the whole train state.
 
   Raises:
     InputError: the checkpoint is damaged or contains no T5.

@@ -1,6 +1,6 @@
-"""Reading of folders that transformers' `save_pretrained` wrote, shared by all its models.
+"""Reader of folders that transformers' `save_pretrained` wrote, for models of any family.
 
-A folder contains `config.json` and one or several files of safetensors.
+A folder contains `config.json` and one or several files in the safetensors format.
 """
 
 import json
@@ -17,7 +17,7 @@ from specdec_jax.errors import InputError, require_count
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"  # the file that contains each array
+_INDEX = "model.safetensors.index.json"  # says in which file each array is
 _GENERATION = "generation_config.json"
 _TOKENS = "decoder_start_token_id", "eos_token_id", "pad_token_id"
 # Generation settings that change outputs, with their neutral values. None and [] are neutral too.
@@ -45,7 +45,7 @@ _DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 
 
 def read_config(folder: str) -> dict[str, Any]:
-  """Return the fields of config.json, with any token ids of generation_config.json."""
+  """Return the fields of config.json; token ids in generation_config.json take precedence."""
   fields = _json(folder, CONFIG)
   generation = _generation_config(folder)
   ids = {name: generation[name] for name in _TOKENS if generation.get(name) is not None}
@@ -53,12 +53,12 @@ def read_config(folder: str) -> dict[str, Any]:
 
 
 def read_eos_ids(folder: str, fields: Mapping[str, Any], default: int) -> tuple[int, ...]:
-  """Return the ids of `eos_token_id` in `fields`; each of them ends a text.
+  """Return the ids in the field `eos_token_id`; each of them ends a text.
 
   Args:
-    folder: the folder, for messages.
+    folder: folder of the model, for messages.
     fields: result of `read_config`.
-    default: the id if the field is missing.
+    default: id to return if the field is missing.
   """
   value = fields.get("eos_token_id", default)
   eos_ids = value if isinstance(value, list) and value else [value]
@@ -70,12 +70,12 @@ def read_eos_ids(folder: str, fields: Mapping[str, Any], default: int) -> tuple[
 def generation_settings(folder: str) -> tuple[str, dict[str, Any]]:
   """Return the generation settings of a folder that change the output of transformers' `generate`.
 
-  Limits of length are not included, because every call of this package gives its own. Neither are
-  `task_specific_params`, which transformers applies only in a pipeline.
+  Limits of length are not included, because every call in this package sets its own limit.
+  `task_specific_params` are not included, because transformers applies them only in a pipeline.
 
   Returns:
-    The name of the file, generation_config.json or, without it, config.json, and the settings in it
-    that differ from their neutral values.
+    The name of the file with the settings, and the settings that differ from their neutral values.
+    The file is generation_config.json, or config.json if the former does not exist.
   """
   file = _GENERATION if files.is_file(folder, _GENERATION) else CONFIG
   settings, neutral = _json(folder, file), dict(_NEUTRAL)
@@ -101,9 +101,9 @@ def require_known(folder: str, fields: Mapping[str, Any], **known: tuple) -> Non
   """Raise InputError unless each field has one of its supported values.
 
   Args:
-    folder: the folder, for messages.
+    folder: folder of the model, for messages.
     fields: result of `read_config`.
-    **known: supported values by name of the field. A missing field has the first of them.
+    **known: supported values of each field. The first one is the default of a missing field.
   """
   for field, values in known.items():
     if fields.get(field, values[0]) not in values:
@@ -114,23 +114,23 @@ def require_known(folder: str, fields: Mapping[str, Any], **known: tuple) -> Non
 
 
 def require_sizes(folder: str, fields: Mapping[str, Any], *names: str, least: int = 1) -> None:
-  """Raise InputError unless each named field is a whole number from `least`."""
+  """Raise InputError unless each named field is a whole number that is at least `least`."""
   for name in names:
     require_count(_where(folder, name), fields.get(name), least)
 
 
 def open_arrays(folder: str, unused: str, rename: Callable[[str], str]) -> dict[str, StoredArray]:
-  """Return all arrays of a folder by their names in this package.
+  """Return all arrays of a folder by the names that this package gives them.
 
   Args:
-    folder: the folder.
-    unused: regular expression for the names in the files of arrays to leave out.
+    folder: folder of the model.
+    unused: regular expression that matches the names, in the files, of arrays to leave out.
     rename: function from a name in the files to a name in this package.
 
   Raises:
-    InputError: the folder has no safetensors (pickled files are not read); files are damaged or
-      missing; an array is not in the file that the index names; or several arrays with the same
-      name in this package have different values.
+    InputError: the folder has no safetensors file (pickled files are not read); files are damaged
+      or missing; an array is not in the file that the index names; or two arrays are renamed to
+      the same name but have different values.
   """
   part_of: dict[str, str] = {}
   if files.is_file(folder, WEIGHTS):
@@ -166,7 +166,11 @@ def open_arrays(folder: str, unused: str, rename: Callable[[str], str]) -> dict[
 
 
 def _weight_map(folder: str) -> dict[str, str]:
-  """Return the file of each array from the index; all files must be in the folder."""
+  """Return the file name of each array, as listed in the index.
+
+  Raises:
+    InputError: the index is damaged, or names a file outside of the folder.
+  """
   part_of = _json(folder, _INDEX).get("weight_map")
   if not isinstance(part_of, dict):
     raise InputError(
@@ -183,7 +187,7 @@ def _weight_map(folder: str) -> dict[str, str]:
 
 
 def _arrays(folder: str, part: str, unused: str) -> dict[str, StoredArray]:
-  """Return the arrays of one safetensors file by their names in it."""
+  """Return the arrays of one safetensors file by their names in the file."""
   try:
     with files.local_copy(folder, part) as path:
       opened = safe_open(path, framework="numpy")

@@ -1,4 +1,4 @@
-"""Arrays on disk by their parameter names, read into memory one at a time."""
+"""Checkpoints as arrays on disk, which are read into memory one at a time."""
 
 import dataclasses
 import functools
@@ -22,14 +22,15 @@ from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import for_decoding
 
 Index = tuple[slice, ...]  # one slice per axis
-# A tree of `Sharding` with the structure of the parameters, or a function to it from their shapes.
+# A tree of `Sharding` with the structure of the parameters, or a function from their shapes to it.
 Shardings = Any
 ShardingsFn = Callable[[Any], Any] | None  # the function only
 
 TABLE = "token_embedder/embedding"
 LOGITS = "decoder/logits_dense/kernel"
 
-# Prefixes of parameters in a checkpoint: without a train state, in Flax's, or in versions of t5x's.
+# Prefixes of parameters in a checkpoint: without a train state, in a train state of Flax, or in
+# train states of several versions of t5x.
 _PREFIXES = ("", "params/", "target/", "optimizer/target/", "_optimizer/target/", "params/params/")
 _MAX_NAMED = 8  # maximum number of arrays that a message names
 _MAX_UNCHECKED_LAYERS = 64
@@ -37,14 +38,14 @@ _MAX_UNCHECKED_LAYERS = 64
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-  """Array on disk, none of which is in memory until `read` is called.
+  """Array on disk. Its values are not in memory until `read` is called.
 
-  It has the array methods that `families.for_decoding` needs.
+  The class has the array methods that `families.for_decoding` needs.
 
   Attributes:
     shape: shape of the array.
     dtype: dtype of the stored values.
-    read: function that returns the values at an index.
+    read: function that reads the values at an index, which is a tuple of slices.
   """
 
   shape: tuple[int, ...]
@@ -69,7 +70,7 @@ class StoredArray:
     return StoredArray(self.shape, dtype, read)
 
   def packed(self, pairs: bool) -> "StoredArray":
-    """Return a matrix packed in panels by `kernels.skinny.pack`."""
+    """Return this matrix packed in panels (`kernels.skinny.pack`)."""
     depth, width = self.shape
     shape = skinny.packed_shape(depth, width, pairs)
     return StoredArray(shape, self.dtype, lambda index: skinny.pack(self.whole(), pairs)[index])
@@ -80,7 +81,7 @@ class StoredArray:
 
 
 def concatenate(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
-  """Return the lazy concatenation of arrays; reading any part of it reads all arrays."""
+  """Return the lazy concatenation of arrays. Reading any part of the result reads all arrays."""
   shape = list(arrays[0].shape)
   shape[axis] = sum(array.shape[axis] for array in arrays)
 
@@ -103,7 +104,7 @@ def equal(a: StoredArray, b: StoredArray) -> bool:
 
 
 def split(array: StoredArray, count: int) -> list[StoredArray]:
-  """Split the last axis of an array into `count` equal parts that are read independently."""
+  """Split an array along its last axis into `count` equal parts that are read independently."""
   width = array.shape[-1] // count
 
   def part(number: int) -> StoredArray:
@@ -118,7 +119,7 @@ def split(array: StoredArray, count: int) -> list[StoredArray]:
 
 
 class Checkpoint(NamedTuple):
-  """Model on disk whose arrays are listed but not yet loaded.
+  """Model on disk; its arrays are listed, but not loaded.
 
   Attributes:
     path: path of the checkpoint.
@@ -127,7 +128,7 @@ class Checkpoint(NamedTuple):
     arrays: arrays by parameter name, such as `encoder/layers_0/attention/query/kernel`.
     vocabulary: fingerprint of the vocabulary that the model was trained with, if recorded.
     eos_ids: ids of the tokens that end a text, if recorded.
-    generation: result of `pretrained.generation_settings`; the settings are not applied.
+    generation: result of `pretrained.generation_settings`. This package does not apply it.
   """
 
   path: str
@@ -145,21 +146,21 @@ class Checkpoint(NamedTuple):
     stored_weights: bool = False,
     other_arrays: Any = (),
   ):
-    """Return the parameters.
+    """Return the parameters of the model.
 
     Args:
       config: config of the model to load; see `load.load_params`.
-      dtype: dtype of the parameters; that of the config by default.
+      dtype: dtype of the parameters; defaults to `config.dtype`.
       shardings: shardings of the parameters; see `load.load_params`.
-      stored_weights: whether matrices stored as bfloat16 stay in bfloat16 if `kernels.skinny`
-        converts them as it reads them. They take half the bytes, and matmuls give the same result.
-        Such matrices cannot be sharded, so `shardings` must be None.
-      other_arrays: arrays that must fit in memory together with the parameters, such as those of
-        the target if this is its draft.
+      stored_weights: whether matrices that are stored in bfloat16 stay in bfloat16 if the kernels
+        are those of `kernels.skinny`, which convert them in a matmul. They take half the bytes, and
+        matmuls give the same result. They cannot be sharded, so `shardings` must be None.
+      other_arrays: arrays that must fit in memory together with the parameters. For a draft these
+        are the parameters of its target.
 
     Raises:
-      InputError: the arrays differ in name or shape from those of the config, or do not fit in
-        memory. Both are checked before any array is read.
+      InputError: the arrays do not have the names and shapes that the config requires, or they do
+        not fit in memory. Both are checked before any array is read.
     """
     fuse = config.fused and not self.config.fused
     stored_config = dataclasses.replace(config, kernels="xla")
@@ -210,7 +211,7 @@ class Checkpoint(NamedTuple):
     return jax.tree_util.tree_map_with_path(place, tree)
 
   def require_shapes(self, params) -> None:
-    """Raise InputError unless the arrays have the names and shapes of a tree of parameters."""
+    """Raise InputError unless the arrays have the names and shapes of the parameters `params`."""
 
     def shape(x):
       return x.shape if jnp.issubdtype(x.dtype, jnp.floating) else (x.dtype.name, *x.shape)
@@ -233,10 +234,10 @@ class Checkpoint(NamedTuple):
 
 
 def _place(array: StoredArray, dtype, sharding: Sharding | None = None) -> jax.Array:
-  """Read an array onto its devices, each of which reads only its shard.
+  """Read an array into the memory of its devices; each device reads only its shard.
 
-  Values are copied: they may be a view of a file, and a CPU device may share the memory of its
-  input.
+  Values are copied, because they may be a view of a file, and an array on a CPU device may share
+  the memory that it is created from.
   """
   if sharding is None:
     placed = jax.device_put(np.array(array.whole(), dtype, order="C"))
@@ -251,7 +252,7 @@ def _place(array: StoredArray, dtype, sharding: Sharding | None = None) -> jax.A
 
 
 def make_shardings(shardings: Callable[[Any], Any], config: AnyConfig) -> Any:
-  """Call a user's function from the shapes of a model's parameters to shardings.
+  """Return the shardings that a user's function returns for the shapes of a model's parameters.
 
   Raises:
     InputError: the function does not return a tree of shardings with the parameters' structure.
@@ -270,7 +271,7 @@ def make_shardings(shardings: Callable[[Any], Any], config: AnyConfig) -> Any:
 
 @functools.cache
 def param_shapes(config: AnyConfig):
-  """Return the parameters of a model as a tree of `jax.ShapeDtypeStruct`."""
+  """Return the shapes and dtypes of a model's parameters as a tree of `jax.ShapeDtypeStruct`."""
   return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 
@@ -278,7 +279,9 @@ Leaf = TypeVar("Leaf")
 
 
 def select_params(path: str, saved: Mapping[str, Leaf]) -> dict[str, Leaf]:
-  """Return the parameters among all values of a checkpoint, such as a train state, by name.
+  """Return the values of a checkpoint that are parameters of the model, by parameter name.
+
+  The other values are those of a train state, such as the state of the optimizer.
 
   Raises:
     InputError: the checkpoint contains no embedding table, so it is not a T5.
@@ -291,9 +294,9 @@ def select_params(path: str, saved: Mapping[str, Leaf]) -> dict[str, Leaf]:
 
 
 def infer_config(path: str, arrays: Mapping[str, StoredArray]) -> T5Config:
-  """Return the config of a T5 inferred from the shapes of its arrays.
+  """Infer the config of a T5 from the shapes of its arrays.
 
-  A gated MLP is assumed to use GELU and an ungated one ReLU.
+  A gated MLP is assumed to use GELU, and an MLP without a gate is assumed to use ReLU.
 
   Raises:
     InputError: the arrays are not those of a T5 in t5x.

@@ -1,4 +1,4 @@
-"""Reader of T5X checkpoints: a msgpack file with all arrays, or with references to zarr arrays."""
+"""Reader of T5X checkpoints: msgpack files that contain all arrays or refer to zarr arrays."""
 
 import posixpath
 
@@ -9,15 +9,15 @@ from specdec_jax.checkpoints.zarr import open_arrays
 from specdec_jax.errors import InputError
 
 INDEX = "checkpoint"
-_ELSEWHERE = "PLACEHOLDER://"  # prefix of a reference to an array in early versions of Orbax
+_ELSEWHERE = "PLACEHOLDER://"  # in early versions of Orbax, prefix of a reference to an array
 
 
 def open_t5x(folder: str, index: str = INDEX) -> Checkpoint:
-  """Open a T5 in a T5X checkpoint.
+  """Open a T5X checkpoint of a T5.
 
   Args:
-    folder: the folder of the checkpoint, such as `checkpoint_1000000`.
-    index: name of the msgpack file in it; for an old checkpoint, the name of its single file.
+    folder: folder of the checkpoint, such as `checkpoint_1000000`.
+    index: name of the msgpack file in `folder`. An old checkpoint consists of this file alone.
 
   Raises:
     InputError: the checkpoint is damaged or contains no T5.
@@ -33,8 +33,8 @@ def open_t5x(folder: str, index: str = INDEX) -> Checkpoint:
 def _zarr(folder: str, name: str, value) -> dict:
   """Return the tensorstore spec of an array that the index refers to.
 
-  Only the path of the reference is used: its driver and bucket are those where the checkpoint was
-  first written, and the array's own metadata has its shape and chunks.
+  Only the path in the reference is used. Its driver and bucket may be wrong, because a checkpoint
+  can be copied after it is written; shape and chunks are in the metadata of the array itself.
   """
   match value:
     case str() if value.startswith(_ELSEWHERE):

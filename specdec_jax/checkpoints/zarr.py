@@ -1,4 +1,4 @@
-"""Zarr arrays, in folders or in OCDBT, local or remote, read by tensorstore."""
+"""Reader of zarr arrays, which may be in folders or in OCDBT, local or remote."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,15 +10,15 @@ from specdec_jax.errors import InputError
 
 
 def open_arrays(path: str, specs: Mapping[str, dict[str, Any]]) -> dict[str, StoredArray]:
-  """Open arrays, by name, from their tensorstore specs.
+  """Open the arrays that tensorstore specs describe, and return them by name.
 
   All arrays are opened concurrently, since each may wait for a remote server. A missing chunk is an
-  error and is not read as zeros: no array of a T5 has a chunk of zeros, but an incomplete copy of a
-  checkpoint lacks chunks.
+  error and is not read as zeros, because an incomplete copy of a checkpoint lacks chunks. No array
+  of a T5 has a chunk of zeros.
 
   Args:
     path: path of the checkpoint, for messages.
-    specs: tensorstore specs by name.
+    specs: tensorstore spec of each array, by name.
 
   Raises:
     InputError: an array is damaged or missing.

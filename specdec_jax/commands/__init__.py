@@ -1,1 +1,1 @@
-"""Commands of a user, which gin files run: translate, decode, check, measure a speedup, train."""
+"""Commands that gin files run: translate, decode, check exactness, measure a speedup, and train."""

@@ -1,4 +1,4 @@
-"""Check that outputs have the target's distribution, for any pair and settings."""
+"""Check whether the outputs of a pair have the target's distribution, in any settings."""
 
 import functools
 import math
@@ -41,17 +41,17 @@ from specdec_jax.pairs import LoadedPair, verifier_name
 from specdec_jax.progress import Progress
 
 ROUND_TOKENS = 24  # limit of outputs whose rounds are tested; a batch waits for its longest output
-ENDLESS = -1  # id of no token, so that texts do not end
+ENDLESS = -1  # an EOS id that no token has, so that texts do not end
 
 
 class Setting(NamedTuple):
-  """Settings of outputs or rounds to check.
+  """Settings in which outputs or rounds are checked.
 
   Attributes:
     sampling: sampling method.
-    tree: tree of draft tokens; a chain of 0 is autoregressive decoding.
-    batch_size: rows decoded together.
-    is_long: whether outputs continue past EOS, up to the limit of long texts.
+    tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
+    batch_size: number of rows that are decoded together.
+    is_long: whether outputs continue past EOS, up to the limit for long texts.
   """
 
   sampling: Sampling
@@ -85,44 +85,46 @@ def check_exactness(
   dynamic: Sequence[tuple[int, int]] = (),
   long_tokens: int = 160,
 ) -> None:
-  """Check a pair in each setting, print the findings, and exit with status 1 if one fails.
+  """Check whether a pair is exact in each setting, print the results, and exit with 1 on a fault.
 
-  There are five checks:
+  There are five checks. In them, a shape is a chain or a tree of draft tokens:
 
-  - Logits: for each shape, the logits of a verification pass are compared with those of passes over
-    one token.
+  - Logits: for each shape, the logits of a verification pass are compared with the logits of target
+    forward passes over one token.
   - Rounds: above temperature 0, draft tokens, their acceptance and the next tokens are compared
     with their exact distributions, one by one and jointly. This check covers chains and static
     trees with `TokenVerifier`.
   - Outputs: at temperature 0, speculative and autoregressive outputs are compared token for token.
-    Where two outputs differ, the two logits must agree up to rounding.
+    Where two outputs differ, the logits of the two tokens must agree up to rounding.
   - The target as its own draft: at temperature 0 no draft token may be rejected. In a tree, this is
     checked for the path to each leaf.
   - Samples: above temperature 0, many outputs of some texts are sampled, and their first tokens are
     compared with the target's exact joint distribution.
 
-  The first gamma, the first tree and the first dynamic tree are checked in all settings. The others
-  are checked in the largest batch only, at temperature 0 and with the first other sampling method.
-  Smaller batches, and the target as its own draft, are checked with a quarter of the texts.
+  The first shape (the first gamma, if there is one) is checked with all sampling methods. Other
+  shapes are checked at temperature 0, and with the first sampling method above it. Batches smaller
+  than the largest are checked with the first shape only. At temperature 0, a quarter of the texts
+  are used for smaller batches and for the target as its own draft.
 
   Args:
     pair: target and draft; see `pairs.load_pair`.
     texts: sources.
-    samplings: sampling methods, each checked.
+    samplings: sampling methods to check.
     gammas: gamma of each chain.
-    batch_sizes: numbers of texts that are decoded together, each checked.
+    batch_sizes: numbers of texts that are decoded together; each is checked.
     max_new_tokens: limit for each output at temperature 0.
-    num_texts: number of texts that outputs are sampled for.
+    num_texts: number of texts for which outputs are sampled.
     samples_per_text: number of outputs that are sampled for each of these texts.
-    num_tokens: number of first tokens whose joint distribution is checked.
-    num_guesses: minimal number of draft tokens that are verified for each sampling method and
-      shape. For the first sampling method with the first shape it is four times as large.
+    num_tokens: number of tokens, from the first, whose joint distribution is checked.
+    num_guesses: minimum number of draft tokens that are verified for each sampling method and
+      shape. For the first sampling method and the first shape, it is four times as large.
     level: probability of a false alarm, for all statistical checks together.
     seed: random seed of all sampling.
     trees: parents of the draft tokens of each tree, as in `trees.Tree`.
     dynamic: (nodes, depth) of each dynamic tree (`drafts.dynamic`).
-    long_tokens: length of some outputs that continue past EOS, at temperature 0 and with the first
-      other sampling method. It is limited by the positions of the target. 0 disables them.
+    long_tokens: length of long outputs, which continue past EOS; 0 disables them. The number of
+      positions of the target limits it. Long outputs are checked at temperature 0, and with the
+      first sampling method above it.
 
   Raises:
     InputError: there is nothing to check, the verifier is lossy, or the acceptance is simulated.
@@ -167,7 +169,7 @@ def check_exactness(
   for sampling in sampled[:1]:
     samples += [Setting(sampling, tree, check.batch_size) for tree in (chain(0), *shapes[1:])]
     samples += [Setting(sampling, shapes[0], size) for size in smaller]
-  # The distributions in rounds are known where guesses are verified one by one.
+  # The exact distributions in rounds are known only if draft tokens are verified one by one.
   by_tokens = verifier_name(pair.verifier) == TokenVerifier.__name__
   rounds: list[Setting] = []
   if by_tokens and fixed:
@@ -176,7 +178,7 @@ def check_exactness(
     if check.long_tokens:
       rounds += [Setting(sampling, fixed[-1], 8, True) for sampling in sampled[:1]]
   pooled = _pooled if rounds else []
-  # Half of the level is for tests of all rounds together, half for those of single settings.
+  # Half of the level is for tests of all rounds together, and half for tests of single settings.
   setting_level = level / (2 if pooled else 1) / max(1, len(samples) + len(rounds))
   pool_level = level / 2 / max(1, len(pooled))
 
@@ -214,7 +216,7 @@ def check_exactness(
 
 
 class _Check:
-  """Checks of each setting; see `check_exactness`."""
+  """Checks of a pair in one setting at a time; see `check_exactness`."""
 
   def __init__(
     self,
@@ -240,7 +242,7 @@ class _Check:
     self.cells = functools.cache(functools.partial(cells_of, pair))
 
   def logits(self, tree: AnyTree) -> tuple[bool, str, str]:
-    """Compare logits of a verification pass with those of passes over one token."""
+    """Compare the logits of a verification pass with the logits of passes over one token."""
     rows = np.arange(self.batch_size) % len(self.texts)
     prompt = self.pair.prompt(self.texts)[rows]
     decode = self.autoregressive(Sampling(temperature=0.0))
@@ -258,7 +260,7 @@ class _Check:
     )
 
   def argmax(self, setting: Setting) -> tuple[bool, Setting | str, str, *tuple[str, ...]]:
-    """Compare outputs at temperature 0, and count rounds with the target as its own draft."""
+    """Compare outputs at temperature 0, and count the rounds of the target as its own draft."""
     pair, (sampling, tree, batch_size, is_long) = self.pair, setting
     texts, some = self.texts, self.texts[: -(-len(self.texts) // 4)]
     if batch_size < self.batch_size:
@@ -299,8 +301,8 @@ class _Check:
   ) -> tuple[bool | None, str, str]:
     """Compare the first tokens of many outputs with their exact joint distribution.
 
-    The first result is None if no prefix is probable enough to be counted, as in the output of
-    random weights.
+    The first result, whether they agree, is None if no prefix is probable enough to be counted.
+    This happens with random weights.
     """
     texts = tuple(self.texts[:num_texts])
     decode = self.pair.decode_fn(setting.sampling, setting.tree)
@@ -316,7 +318,7 @@ class _Check:
     return joint.p_value >= level, _with_batch(setting), _of_samples(joint, num_tokens, level)
 
   def rounds(self, setting: Setting, num_guesses: int, seed: int) -> RoundScores:
-    """Decode rounds of a setting and score their guesses and tokens."""
+    """Decode texts in a setting, and score the draft tokens and next tokens of the rounds."""
     assert isinstance(setting.tree, Tree)
     eos_id = ENDLESS if setting.is_long else None
     decode = recorded(self.pair, setting.sampling, setting.tree, eos_id)
@@ -328,7 +330,7 @@ class _Check:
 
 
 class _CachedDecode:
-  """Decoding function with a cache, so that all trees are compared with the same outputs."""
+  """Decoding function that caches results, so that all trees are compared with the same outputs."""
 
   def __init__(self, decode: Callable[..., DecodeResult]):
     self.decode = decode

@@ -1,8 +1,8 @@
 """Decoding of a dataset by several hosts; an interrupted host resumes when it is started again.
 
-Hosts share only a folder. Each appends to its own part file, and the host that finds all parts
-complete merges them. Batch i holds the texts from i * batch_size on, and host i % num_hosts decodes
-it. So batches and keys (`sampling.row_keys`) do not depend on the number of hosts.
+Hosts share nothing but a folder. Each host appends to its own part file, and a host that finds all
+parts complete merges them. Batch i consists of the texts from i * batch_size on, and is decoded by
+host i % num_hosts. So batches and keys (`sampling.row_keys`) do not depend on the number of hosts.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import LoadedPair
 from specdec_jax.progress import Progress
 
-# Fields of a line of a part file that the merge needs.
+# Fields that each output line of a part file must have.
 _FIELDS = dict(index=int, source=str, output=str, rounds=int, guesses=int, accepted=int)
 
 
@@ -56,22 +56,24 @@ def decode(
 
   Args:
     pair: target and draft; see `pairs.load_pair`.
-    texts: all texts, on every host; a text longer than the pair's limit is cut.
-    output_dir: folder that all hosts share; the same command resumes in it.
+    texts: texts of all hosts, not only of this one. A text longer than the pair's limit is
+      truncated.
+    output_dir: folder that all hosts share; the same command resumes an interrupted run in it.
     sampling: sampling method; argmax by default.
-    gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest. All
-      hosts, and a host that is started again, use the first choice, which is stored in the folder.
-    batch_size: texts decoded together.
+    gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest. The
+      first choice is stored in the folder; all hosts use it, even if they are started again.
+    batch_size: number of texts that are decoded together.
     max_new_tokens: limit for each output.
     seed: random seed of all sampling.
-    lenience: l of Appendix A.5; 1 is exact.
-    host: (i, n): this is host i, from 0, of n; by default each process of jax is a host.
+    lenience: lenience l of Appendix A.5; 1 is exact.
+    host: (i, n), where i is the index of this host, from 0, and n the number of hosts. By default,
+      each jax process is a host.
     tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
       chooses the fastest tree or chain, once for all hosts.
 
   Raises:
-    InputError: an argument is invalid, the folder has outputs of other settings, or this host is
-      running already.
+    InputError: an argument is invalid, the folder has outputs of a run with different settings, or
+      this host is already running.
   """
   require_types(decode, locals())
   require_seed(seed)
@@ -138,10 +140,10 @@ def decode(
 
 
 def _agreed_tree(path: pathlib.Path, number: int, choose: Callable[[], Tree]) -> Tree:
-  """Return the tree that all hosts use: the one in the file, which the first host chooses.
+  """Return the tree in a file, which all hosts use. The first host chooses it and writes the file.
 
   Args:
-    path: file of the tree.
+    path: path of the file.
     number: index of this host.
     choose: function that chooses a tree. Its result is not used if another host writes the file
       first.
@@ -170,7 +172,7 @@ def _agreed_tree(path: pathlib.Path, number: int, choose: Callable[[], Tree]) ->
 
 @contextlib.contextmanager
 def _open_part(path: pathlib.Path, description: dict) -> Iterator[BinaryIO]:
-  """Open and lock the part file of a host, whose first line describes the run."""
+  """Open and lock the part file of a host. The first line of the file describes the run."""
   require_regular_file(path)
   with open(path, "ab") as part:
     lock_file(part, path)
@@ -186,10 +188,16 @@ def _open_part(path: pathlib.Path, description: dict) -> Iterator[BinaryIO]:
 
 
 def _drop_incomplete_batch(part: BinaryIO, path: pathlib.Path, batch_size: int, size: int) -> int:
-  """Drop an incomplete batch at the end of a part file of `size` texts.
+  """Truncate a part file after its last complete batch.
+
+  Args:
+    part: the open file.
+    path: path of the file.
+    batch_size: number of texts of a batch.
+    size: number of texts that the complete file has.
 
   Returns:
-    The number of texts that the part then has.
+    The number of texts that remain in the file.
   """
   lines = _whole_lines(path)
   num_done = len(lines) - 1
@@ -200,7 +208,7 @@ def _drop_incomplete_batch(part: BinaryIO, path: pathlib.Path, batch_size: int, 
 
 
 def _require_same(folder: pathlib.Path, description: dict) -> None:
-  """Raise InputError if the folder has a part file of a run with other settings."""
+  """Raise InputError if the folder has a part file of a run with different settings."""
   for path in sorted(folder.glob("part-*.jsonl")):
     for line in _whole_lines(path)[:1]:
       other = _parsed(line, path)
@@ -215,13 +223,13 @@ def _require_same(folder: pathlib.Path, description: dict) -> None:
 def _merge(
   parts: list[pathlib.Path], lines_of: list[list[bytes]], host_of: list[int], merged: IO
 ) -> str:
-  """Write the lines of complete parts in the order of the texts, and return a summary.
+  """Merge the lines of complete part files in the order of the texts, and return a summary.
 
   Args:
-    parts: part file of each host.
-    lines_of: lines of each part.
-    host_of: host of each text.
-    merged: file to write.
+    parts: path of each part file.
+    lines_of: lines of each part file.
+    host_of: index of the host that decoded each text.
+    merged: open file to write to.
   """
   lines = [iter(part_lines[1:]) for part_lines in lines_of]
   num_tokens = rounds = guesses = accepted = 0
@@ -242,7 +250,7 @@ def _merge(
 
 
 def _append(part: BinaryIO, path: pathlib.Path, records: Iterable[dict]) -> None:
-  """Append lines to the partial output file at `path` and flush them to disk."""
+  """Append records to the open part file `part`, which is at `path`, and flush them to disk."""
   with name_in_errors(path):
     part.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
     part.flush()
@@ -261,7 +269,7 @@ def _parsed(line: bytes, path: pathlib.Path, fields: Mapping[str, type] | None =
   Args:
     line: a JSON object.
     path: the part file, for messages.
-    fields: required fields and their types; `tokens`, a list of integers, is then required, too.
+    fields: types of required fields. If it is given, `tokens`, a list of integers, is required too.
 
   Raises:
     InputError: the line is damaged.

@@ -1,4 +1,4 @@
-"""Distillation data: texts, outputs of the target, and its top-k distribution for each token."""
+"""Distillation data: texts, outputs of a target, and the target's top-k distribution per token."""
 
 import dataclasses
 import functools
@@ -37,11 +37,12 @@ class TrainingTexts:
 
   Attributes:
     data: folder of the text files.
-    sources: source files; None if the target is decoder-only.
-    targets: files with the translation of each source file, or of texts.
-    samples: outputs to sample for each source.
-    new_sources: spliced sentences (`spliced_sentences`) to sample one output each for; for a
-      decoder-only target, texts to sample unconditionally.
+    sources: names of the source files; None if the target is decoder-only.
+    targets: names of the files with the translation of each source file. For a decoder-only target,
+      names of text files.
+    samples: number of outputs to sample for each source.
+    new_sources: number of spliced sentences (`spliced_sentences`), for each of which one output is
+      sampled. For a decoder-only target, number of texts to sample unconditionally.
   """
 
   data: str
@@ -52,13 +53,13 @@ class TrainingTexts:
 
 
 class Teacher(NamedTuple):
-  """A target that drafts are trained on.
+  """Target whose distributions drafts are trained on.
 
   Attributes:
     vocabulary: vocabulary of the target.
-    config: configuration of the target, in the layout of its parameters.
+    config: configuration of the target, with the layout that its parameters have.
     params: parameters of the target.
-    mesh: mesh of the devices that it runs on.
+    mesh: mesh of the devices that the target runs on.
   """
 
   vocabulary: Vocabulary
@@ -73,13 +74,16 @@ class Teacher(NamedTuple):
     tail: bool = False,
     writer: tuple[Model, Any] | None = None,
   ) -> ParallelText:
-    """Read texts with the teacher's top-k distributions from a file, or create the file.
+    """Return texts with the teacher's top-k distributions, read from a file that is created first.
+
+    If the file exists, it is read as it is.
 
     Args:
-      path: file of the distillation data.
+      path: path of the file.
       texts: texts to label.
-      tail: whether to append the token of the text to the top-k (`teacher_topk`).
-      writer: model and parameters that sample the outputs; by default the teacher itself.
+      tail: whether to append each token of a text to the teacher's top-k tokens there
+        (`teacher_topk`).
+      writer: model and parameters that sample the outputs; by default those of the teacher.
     """
     if not path.exists():
       text = self._with_samples(texts, writer or (self.model, self.params))
@@ -112,9 +116,9 @@ class Teacher(NamedTuple):
     return text
 
   def validation_pairs(self, data: str, valid_source: str | None) -> ParallelText:
-    """Return validation sources with the target's argmax outputs.
+    """Return validation sources and the target's argmax outputs for them.
 
-    Without `valid_source`, return texts that the target samples unconditionally.
+    If `valid_source` is None, return texts that the target samples unconditionally.
     """
     if valid_source is None:
       sources = [self.vocabulary.encode("")] * NUM_SAMPLED_TEXTS
@@ -124,7 +128,7 @@ class Teacher(NamedTuple):
 
   @property
   def model(self) -> Model:
-    """Target that implements the `Model` contract, sharded across its mesh."""
+    """The target as a `Model` that is sharded across the mesh."""
     return PartitionedModel(model_of(self.config), self.mesh)
 
   def _outputs(self, sources: list[list[int]], sampling: Sampling) -> list[list[int]]:
@@ -133,9 +137,9 @@ class Teacher(NamedTuple):
 
 
 def open_teacher(path: str, vocabulary: Vocabulary, model_parallel: int) -> Teacher:
-  """Load a checkpoint of any kind as a teacher, sharded across the devices of this host.
+  """Load a checkpoint of any format as a teacher that is sharded across the devices of this host.
 
-  `model_parallel` devices share the model, as in `TrainSettings`.
+  Each copy of the model is sharded across `model_parallel` devices, as in `TrainSettings`.
   """
   mesh = make_mesh(model_parallel)
   shardings = functools.partial(param_shardings, mesh=mesh)
@@ -146,7 +150,7 @@ def open_teacher(path: str, vocabulary: Vocabulary, model_parallel: int) -> Teac
 def parallel_text(
   vocabulary: Vocabulary, data: str, sources: list[str] | None, targets: list[str]
 ) -> ParallelText:
-  """Read and encode parallel text files; without `sources`, each source is the empty text."""
+  """Read and encode parallel text files; if `sources` is None, each source is the empty text."""
   encoded_targets = encoded_lines(vocabulary, data, targets)
   if sources:
     return ParallelText(encoded_lines(vocabulary, data, sources), encoded_targets)
@@ -167,13 +171,13 @@ def model_outputs(
   sampling: Sampling = Sampling(temperature=0.0),
   seed: int = 0,
 ) -> list[list[int]]:
-  """Decode sources autoregressively and return the token ids of the outputs, in order."""
+  """Decode sources autoregressively, and return the token ids of each output."""
   order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
   outputs: list[list[int]] = [[]] * len(sources)
   decoder = Decoder(model, NullDraft(), TokenVerifier(sampling), eos_id)
   for start in track(range(0, len(order), batch_size), "decoding", transient=True):
     indices = order[start : start + batch_size]
-    # The last batch is filled up, so that each prompt length has one shape to compile.
+    # The last batch is filled up, so that one program per prompt length is compiled.
     indices += [indices[-1]] * (batch_size - len(indices))
     width = -(-max(len(sources[i]) for i in indices) // 16) * 16
     prompt = jnp.asarray(padded([sources[i] for i in indices], width))

@@ -1,4 +1,4 @@
-"""Journal of finished outputs, from which an interrupted run resumes."""
+"""Journal that stores finished outputs, so that an interrupted run can resume."""
 
 import contextlib
 import json
@@ -10,10 +10,10 @@ from specdec_jax.atomic_files import name_in_errors, require_regular_file
 
 
 class Journal:
-  """File with the settings of a run in its first line, and one output record in each later line.
+  """File that has the settings of a run in its first line, and an output record in each later line.
 
   Attributes:
-    records: records of the finished outputs, including those of an earlier run with the same
+    records: records of the finished outputs, including the outputs of an earlier run with the same
       settings.
   """
 
@@ -28,7 +28,7 @@ class Journal:
     self._write([settings, *self.records])
 
   def append(self, records: list[dict]) -> None:
-    """Append records, which a run that is killed does not lose."""
+    """Append records. They are not lost if the run is killed."""
     self.records += records
     self._write(records)
 
@@ -42,8 +42,8 @@ class Journal:
 def open_journal(output: str, settings: dict) -> Iterator[Journal]:
   """Open the journal of the file `output`, and delete it when the context exits.
 
-  After an exception, a journal with records remains, so that the next run resumes. A journal of a
-  run with other settings is replaced. The caller must hold the lock of `output`.
+  After an exception, a journal that has records is kept, so that the next run resumes. A journal of
+  a run with different settings is replaced. The caller must hold the lock of `output`.
 
   Args:
     output: path of the output file. The journal is a hidden file next to it.

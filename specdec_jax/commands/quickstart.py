@@ -36,12 +36,13 @@ def quickstart(
     pair: target and draft; see `load_pair`.
     sentences: source sentences.
     output_dir: folder for `results.jsonl` and `report.html`.
-    gammas: draft tokens per round, each measured; the middle one is used for the outputs shown.
-    temperatures: sampling temperatures, each measured; 0 is argmax.
+    gammas: numbers of draft tokens per round to measure. The middle one is used for the outputs
+      that are printed.
+    temperatures: sampling temperatures to measure; 0 is argmax.
     show_rounds: number of sentences whose rounds are printed, with accepted and rejected tokens in
       colour.
     max_new_tokens: limit for each output.
-    repeats: repeats of each timed decode, interleaved.
+    repeats: number of times that each text is decoded for timing, interleaved.
     report_examples: number of sentences whose rounds are in the report, at argmax and at each
       temperature.
 
@@ -58,7 +59,7 @@ def quickstart(
   other_samplings = [sampling for sampling in samplings if sampling != argmax]
   chains = [*map(chain, gammas)]
   report_sentences = sentences[: max(0, report_examples)]
-  # Opened first, so that a folder which cannot be written to raises before the work.
+  # The results are opened first, so that an unwritable folder raises before any work is done.
   with open_results(output_dir) as results:
     shown = show_examples(
       decode_examples(pair, sentences, [settings_of(argmax)], chains), show_rounds
@@ -82,7 +83,7 @@ def quickstart(
 
 
 def show_examples(examples: Iterable[Example], show_rounds: int) -> list[Example]:
-  """Print and return examples as they are decoded; the first `show_rounds` with their rounds."""
+  """Print examples when they are decoded, the first `show_rounds` with rounds, and return all."""
   console = Console()
   shown: list[Example] = []
   for example in examples:

@@ -1,4 +1,4 @@
-"""Measurement of the speedup of a pair, next to its prediction."""
+"""Measurement of the speedup of a pair, and comparison with its prediction."""
 
 import dataclasses
 import pathlib
@@ -40,26 +40,29 @@ def speedup(
   references: str | Sequence[str] | None = None,
   metric: str = "BLEU",
 ) -> None:
-  """Measure a pair on texts, print a table, append to `results.jsonl` and write `report.html`.
+  """Measure the speedup on texts, print a table, and write `results.jsonl` and `report.html`.
 
   Args:
     pair: target and draft; see `pairs.load_pair`.
     texts: sources.
-    output_dir: folder for both files; settings recorded there already are not measured again.
-    gammas: draft tokens per round, each measured; the middle one is used for the rounds in the
-      report. 'auto' stands for the best of each temperature (`calibrate.resolve_gammas`).
-    temperatures: sampling temperatures, each measured; 0 is argmax.
-    top_k: number of most probable tokens sampled from above temperature 0; 0 means no limit.
-    batch_size: texts decoded together.
+    output_dir: folder for both files. Settings that are already recorded in the folder are not
+      measured again.
+    gammas: draft tokens per round, each measured; 'auto' stands for the best number at each
+      temperature (`calibrate.resolve_gammas`). The middle one is used for the rounds in the report.
+    temperatures: sampling temperatures to measure; 0 is argmax.
+    top_k: number of most probable tokens to sample from above temperature 0; 0 means no limit.
+    batch_size: number of texts that are decoded together.
     max_new_tokens: limit for each output.
-    repeats: timed decodes of each text, interleaved.
+    repeats: number of times that each text is decoded for timing, interleaved.
     seed: random seed of all sampling.
-    lenience: l of Appendix A.5; below 1 the output no longer has the target's distribution.
+    lenience: lenience l of Appendix A.5; below 1, the output no longer has the target's
+      distribution.
     report_examples: number of texts whose rounds are in the report, at each temperature.
-    baseline: function from a pair to the baseline that speed is relative to; by default this
+    baseline: function from a pair to the baseline that the speedup is relative to; by default this
       package's autoregressive decoding.
     references: one reference text for each source, or the path of a file with at least as many
-      lines. Records and table then have the quality of the outputs and of the baseline's.
+      lines. With references, records and table include the quality of the outputs and of the
+      baseline's outputs.
     metric: one of `measurement.quality.METRICS`.
   """
   require_types(speedup, locals())
@@ -91,17 +94,17 @@ def show_speedup(
   timing: Timing = Timing(),
   references: References | None = None,
 ) -> None:
-  """Measure a pair on texts, print the tables and write the report.
+  """Measure the speedup on texts, print tables, and write a report.
 
   Args:
     pair: target and draft.
     texts: sources.
-    results: path of the records; the report is written to the same folder.
-    settings: settings that differ in their sampling method only.
-    gammas: draft tokens per round, each measured.
+    results: path of the file of records; the report is written to the same folder.
+    settings: settings to measure, which differ in their sampling method only.
+    gammas: numbers of draft tokens per round to measure.
     examples: decoded texts for the report. They are iterated over after the measurement.
-    timing: repeats, and the baseline that speed is relative to.
-    references: texts that the quality of the outputs is scored against; None for no score.
+    timing: number of repeats, and the baseline that the speedup is relative to.
+    references: texts to score the quality of the outputs against; None for no score.
   """
   records = measure(pair, texts, results, settings, gammas, timing, references)
   report = pathlib.Path(results).with_name("report.html")
@@ -117,15 +120,15 @@ def decode_examples(
   settings: Iterable[DecodeSettings],
   trees: Sequence[AnyTree],
 ) -> Iterator[Example]:
-  """Decode texts one at a time, with each of the settings, for a report.
+  """Decode texts one at a time with each of the settings, as examples for a report.
 
-  The outputs are those that `measure` gets from the same arguments at batch size 1.
+  The outputs equal those that `measure` gets from the same arguments at batch size 1.
 
   Args:
     pair: target and draft.
     texts: sources.
     settings: settings of decoding; the batch size is ignored.
-    trees: trees of draft tokens, of which the middle one is used.
+    trees: trees of draft tokens. Only the middle one is used.
   """
   tree = trees[len(trees) // 2]
   for each in settings:

@@ -1,4 +1,4 @@
-"""Train a vocabulary, a target on texts, or a draft on the distributions of a target."""
+"""Train a vocabulary or a target on texts, or a draft on the distributions of a target."""
 
 import pathlib
 from collections.abc import Callable
@@ -29,14 +29,14 @@ from specdec_jax.training.trainer import TrainSettings, train
 
 
 def fit_vocabulary(data: str, sources: list[str], size: int, vocabulary: str) -> None:
-  """Train a vocabulary of `size` pieces on text files and write it to a file.
+  """Train a vocabulary of `size` pieces on text files, and write it to the file `vocabulary`.
 
   Args:
     data: folder of the text files.
     sources: names of the text files.
     size: number of pieces.
-    vocabulary: file to write: BERT word pieces if its name ends with `.txt`, otherwise a
-      SentencePiece model.
+    vocabulary: path of the file to write. If its name ends with `.txt`, it has BERT's word pieces,
+      otherwise a SentencePiece model.
   """
   require_types(fit_vocabulary, locals())
   require_count("size", size)
@@ -61,14 +61,14 @@ def train_target(
   """Train a target to the last epoch and save it; an interrupted run resumes.
 
   Args:
-    data: folder of the text files below.
-    sources: source text files, one sentence per line, which are concatenated. None for a
-      decoder-only model, which is trained on the targets alone.
-    targets: files with the translation of each source file.
-    valid_source: file of validation sentences, or None.
-    valid_target: file with their translations.
-    config: configuration of the model, with the dropout rate of training.
-    settings: length, learning rate and sharding of the training run.
+    data: folder of the text files.
+    sources: names of the source files, one sentence per line. The files are concatenated. None for
+      a decoder-only model, which is trained on the targets alone.
+    targets: names of the files with the translation of each source file.
+    valid_source: name of the file of validation sentences, or None.
+    valid_target: name of the file with the translations of the validation sentences.
+    config: configuration of the model, including the dropout rate for training.
+    settings: number of epochs, learning rate, sharding and other settings of training.
     vocabulary: vocabulary file.
     output: folder for the trained model, in bfloat16.
     work_dir: folder for checkpoints and metrics of this run.
@@ -115,41 +115,41 @@ def train_draft(
 
   The draft is trained on three kinds of texts: the references; `samples` outputs of the target for
   each source; and one output for each of `new_sources` sentences that are spliced from the sources.
-  For a decoder-only target, the latter are `new_sources` texts that it samples unconditionally.
+  For a decoder-only target, the third kind is `new_sources` texts that it samples unconditionally.
 
-  The validation accuracy is alpha at temperature 0 on the validation text: how often the draft's
-  argmax is the target's, along the target's argmax output. For a decoder-only target it is how
-  often the draft's argmax is the token that the target sampled.
+  The validation accuracy is alpha at temperature 0 on the validation text. It is the share of
+  tokens of the target's argmax outputs that are also the draft's argmax. For a decoder-only target,
+  it is the share of tokens of texts sampled from the target that are the draft's argmax.
 
   Args:
-    data: folder of the text files below.
-    sources: source text files, one sentence per line, which are concatenated. None if the target
-      is decoder-only.
-    targets: files with the translation of each source file.
-    valid_source: file of validation sentences, which the target translates; or None.
-    config: configuration of the draft, with the dropout rate of training.
-    settings: length, learning rate and sharding of the training run.
+    data: folder of the text files.
+    sources: names of the source files, one sentence per line. The files are concatenated. None if
+      the target is decoder-only.
+    targets: names of the files with the translation of each source file.
+    valid_source: name of the file of validation sentences, which the target translates; or None.
+    config: configuration of the draft, including the dropout rate for training.
+    settings: number of epochs, learning rate, sharding and other settings of training.
     vocabulary: vocabulary file of both models.
     target: checkpoint of the target, in any format that `pairs.load_pair` reads.
     output: folder for the trained draft, in bfloat16.
     work_dir: folder for checkpoints and metrics of this run.
-    samples: outputs sampled from the target at temperature 1 for each source.
+    samples: number of outputs sampled from the target at temperature 1 for each source.
     new_sources: number of spliced sentences (`distillation.spliced_sentences`).
-    tail: whether to append the token of the text to the target's most probable tokens
-      (`distillation.teacher_topk`). Use it where the target's distribution is too flat for them, as
-      for news.
+    tail: whether to append the token of the text to the target's most probable tokens, which are
+      the labels (`distillation.teacher_topk`). Use it if these tokens cover too little of the
+      target's distribution, as for news.
     divergence: divergence between draft and target (`objectives.divergences`).
-    start: folder of a draft of the same configuration; training starts from its parameters. None to
-      start from random parameters.
+    start: folder of a draft with the same configuration. Training starts from its parameters. None
+      to start from random parameters.
     on_policy: whether the draft in `start` samples the outputs and the target labels them, as in
       DistillSpec (Zhou et al., 2024), but with outputs sampled once before training. By default the
-      target samples them.
-    distillation_data: file of the texts with the target's distributions; it is created if it does
-      not exist. By default `distillation_data.npz` in `work_dir`.
+      target samples the outputs.
+    distillation_data: path of the file of texts with the target's distributions. It is created if
+      it does not exist. By default `distillation_data.npz` in `work_dir`.
 
   Raises:
-    InputError: `tail` is combined with another divergence than 'forward_kl', `on_policy` is set
-      without `start`, or the configuration does not fit the vocabulary.
+    InputError: `tail` is set and `divergence` is not 'forward_kl', `on_policy` is set without
+      `start`, or the configuration does not fit the vocabulary.
   """
   require_types(train_draft, locals())
   if tail and divergence != "forward_kl":
@@ -193,31 +193,32 @@ def train_speculator(
 ) -> None:
   """Train a learned draft head on the target's hidden states and save it.
 
-  The target is frozen (`drafts.heads`). An interrupted run resumes. The validation score is
-  the acceptance length at temperature 0, in tokens per round, for rounds that start at every
-  `stride`-th token.
+  The target is frozen (`drafts.heads`). An interrupted run resumes. The validation score is the
+  acceptance length at temperature 0, in tokens per round, of rounds that start at every `stride`-th
+  token.
 
   Args:
-    data: folder of the text files below.
-    sources: source text files, one sentence per line, which are concatenated. None if the target
-      is decoder-only.
-    targets: files with the translation of each source file.
-    valid_source: file of validation sentences, which the target translates; or None.
-    config: function from the target's configuration to the head's.
-    settings: length, learning rate and sharding of the training run.
+    data: folder of the text files.
+    sources: names of the source files, one sentence per line. The files are concatenated. None if
+      the target is decoder-only.
+    targets: names of the files with the translation of each source file.
+    valid_source: name of the file of validation sentences, which the target translates; or None.
+    config: function from the configuration of the target to the configuration of the head.
+    settings: number of epochs, learning rate, sharding and other settings of training.
     vocabulary: vocabulary file of both models.
     target: checkpoint of the target, in any format that `pairs.load_pair` reads.
     output: folder for the trained head, in bfloat16.
     work_dir: folder for checkpoints and metrics of this run.
-    distillation_data: file of the texts with the target's distributions; it is created if it does
-      not exist. By default `distillation_data.npz` in `work_dir`.
-    samples: outputs sampled from the target at temperature 1 for each source.
+    distillation_data: path of the file of texts with the target's distributions. It is created if
+      it does not exist. By default `distillation_data.npz` in `work_dir`.
+    samples: number of outputs sampled from the target at temperature 1 for each source.
     new_sources: number of spliced sentences (`distillation.spliced_sentences`).
     divergence: divergence between head and target (`objectives.divergences`).
-    stride: distance between anchors (`training.speculators.speculator_objective`).
-    start: folder of a model of the head's width, such as a draft of the pair; training starts from
-      those of its parameters that fit (`training.speculators.warm_start`). None to start from
-      random parameters.
+    stride: number of tokens between anchors, the positions at which rounds start
+      (`training.speculators.speculator_objective`).
+    start: folder of a model of the head's width, such as a draft of the pair. Training starts from
+      the parameters of this model that fit the head (`training.speculators.warm_start`). None to
+      start from random parameters.
     extra_ids: see `pairs.load_pair`.
 
   Raises:
@@ -241,7 +242,7 @@ def train_speculator(
 
 
 def _with_warm_start(objective: Objective, folder: str) -> Objective:
-  """Return the objective, with those parameters of the model in `folder` that fit."""
+  """Return the objective, initialized with the parameters of the model in `folder` that fit."""
   model_config, model_params = load_model(folder)
 
   def init(rng: Array) -> Any:
@@ -255,7 +256,7 @@ def _distillation_path(path: str | None, work_dir: str) -> pathlib.Path:
 
 
 def _open_fitting_vocabulary(config: Config, path: str) -> Vocabulary:
-  """Open a vocabulary and check, before hours of training, that the configuration fits it."""
+  """Open a vocabulary, and raise InputError unless the model's configuration fits it."""
   words = open_vocabulary(path)
   needed = {"vocab_size": len(words)}
   if not config.has_encoder:

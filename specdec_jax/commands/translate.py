@@ -1,4 +1,4 @@
-"""Speculative decoding of the lines of a text, or of empty prompts."""
+"""Speculative decoding of each line of a text, or of empty prompts."""
 
 import contextlib
 import dataclasses
@@ -35,9 +35,9 @@ from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import LoadedPair
 from specdec_jax.progress import Progress
 
-# Share of a line's letters in single-letter pieces above which a warning is printed. With the
-# captions' vocabulary it is at most 0.22 for captions, 0.13 for news in the median, 0.4 for one
-# line of news in 1,000, and 1 for another script.
+# A warning is printed if more than this share of a line's letters are in single-letter pieces. With
+# the captions' vocabulary the share is at most 0.22 for captions, 0.13 for news in the median, 0.4
+# for one line of news in 1,000, and 1 for a text in a different script.
 MAX_SINGLE_LETTER_SHARE = 0.4
 
 
@@ -58,39 +58,41 @@ def translate(
   nodes: int | None = None,
   length_penalty: float = 0.6,
 ) -> None:
-  """Translate each line of a file, or continue it with a decoder-only model.
+  """Translate each line of a file; with a decoder-only model, continue each line.
 
   A line that is longer than the pair's limit is truncated, an output ends at `max_new_tokens`, and
-  the output of an empty line is empty unless the target is decoder-only. Each of these prints a
-  warning on standard error; several lines with the same warning are summarized at the end.
+  the output of an empty line is empty unless the target is decoder-only. In each of these cases a
+  warning is printed on standard error. Several lines with the same warning are summarized at the
+  end.
 
   If a run that reads a file and writes a file is interrupted, the same command resumes it.
 
   Args:
     pair: target and draft; see `load_pair`.
-    input: path of a text file with one source per line, or of a .jsonl file with one JSON object
-      per line, whose field 'source' or 'text' is the source (gzipped if it ends in .gz); '-' for
-      standard input, whose lines are decoded as they arrive (with 'auto', after the last one); None
-      for `num_texts` empty prompts of a decoder-only model.
-    output: path of a file, written completely or not at all, and by one run at a time; '-' for
-      standard output, written line by line. It must not be the input. A .jsonl file has the fields
-      of `output_records` for each source.
+    input: path of a text file with one source per line, or of a .jsonl file; '-' for standard
+      input; None for `num_texts` empty prompts of a decoder-only model. A .jsonl file has one JSON
+      object per line, whose field 'source' or 'text' is the source. A file whose name ends in .gz
+      is decompressed. Lines of standard input are decoded as they arrive (with 'auto', after the
+      last one).
+    output: path of a file, which must not be the input; '-' for standard output. A file is written
+      completely or not at all, and by one run at a time. A .jsonl file has the fields of
+      `output_records` for each source.
     sampling: sampling method; argmax by default.
     gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest and
       prints why.
-    batch_size: lines decoded together; 1 at a terminal.
+    batch_size: number of lines that are decoded together; always 1 if input is from a terminal.
     max_new_tokens: limit for each output.
     seed: random seed of all sampling.
-    prefix: put before each line, such as those of T5's tasks.
-    num_texts: number of texts if there is no input.
+    prefix: text prepended to each line, such as the prefix of a T5 task.
+    num_texts: number of empty prompts if `input` is None.
     tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
       chooses the fastest tree or chain.
-    beams: beam size, for a beam search by the rules of t5x (`beam_search`); gamma is then the
-      number of steps that the draft searches ahead.
-    draft_beams: beam size of the draft; defaults to `beams`.
-    nodes: maximal number of nodes per target forward pass of a beam search; see
+    beams: number of beams of a beam search by the rules of t5x (`beam_search`). In a beam search,
+      gamma is the number of steps that the draft searches ahead.
+    draft_beams: number of beams of the draft; defaults to `beams`.
+    nodes: maximum number of nodes per target forward pass of a beam search; see
       `pairs.LoadedPair.beam_searcher`.
-    length_penalty: exponent of the length penalty of beam search.
+    length_penalty: exponent of the length penalty of a beam search.
 
   Raises:
     InputError: an argument is out of range, or beams are combined with a temperature above 0, a
@@ -207,10 +209,10 @@ def output_records(
 
   Args:
     pair: target and draft.
-    first: index of the first text.
+    first: index of the first text of the batch.
     sources: texts of the batch.
-    outputs: their outputs.
-    decoded: results, without rows for texts that were not decoded.
+    outputs: output of each text.
+    decoded: results of decoding, without rows for texts that were not decoded.
   """
   rows = (
     (result, row, *counts)
@@ -250,20 +252,20 @@ def decode_lines(
   decode: Callable[..., DecodeResult] | None = None,
   start: int = 0,
 ) -> Iterator[tuple[list[str], list[DecodeResult]]]:
-  """Decode lines batch by batch, each batch as soon as its lines have arrived.
+  """Decode lines in batches; each batch is decoded as soon as its lines have arrived.
 
   Args:
     pair: target and draft.
-    lines: sources. A line that is None is not decoded and its output is empty; a batch of such
-      lines costs nothing.
+    lines: sources. A line that is None is not decoded, and its output is empty. A batch of such
+      lines takes no time.
     tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
     settings: settings of decoding.
     decode: function of (prompt, keys, *, max_new_tokens) to use instead of `pair.decode_fn`.
-    start: index of the first line, which determines the random keys; a multiple of the batch size.
+    start: index of the first line, a multiple of the batch size. It determines the random keys.
 
   Yields:
-    The output of each line of the batch, and a list with the result of the decoded rows, which is
-    empty if there are none.
+    For each batch, the output of each line, and a list that contains the result of the decoded
+    rows. The list is empty if no row was decoded.
   """
   decode = decode or pair.decode_fn(settings.sampling, tree, settings.lenience)
   lines, batch_size = iter(lines), settings.batch_size
@@ -287,7 +289,7 @@ def decode_lines(
 
 
 def _rows(decoded: DecodeResult, rows: Sequence[int]) -> DecodeResult:
-  """Return some rows of a result."""
+  """Return the rows of a result that have the indices `rows`."""
   return decoded._replace(
     tokens=decoded.tokens[rows],
     lengths=decoded.lengths[rows],
@@ -298,7 +300,7 @@ def _rows(decoded: DecodeResult, rows: Sequence[int]) -> DecodeResult:
 class _LineWarnings:
   """Warnings about input lines and their outputs.
 
-  The first warning of each kind is printed at once, and the others are counted for `summarize`.
+  The first warning of each kind is printed at once. `summarize` prints the lines of the others.
   """
 
   def __init__(self, pair: LoadedPair, notes: Console, max_new_tokens: int):
@@ -308,7 +310,7 @@ class _LineWarnings:
     self._warned_of_letters = False
 
   def checked(self, lines: Iterable[str], start: int = 0) -> Iterator[str | None]:
-    """Yield each line, or None if it cannot be decoded, and print warnings about it."""
+    """Yield each line, or None if it cannot be decoded, and print warnings about the line."""
     pair = self._pair
     for number, line in enumerate(lines, start + 1):
       if not pair.can_decode(line):
@@ -330,7 +332,7 @@ class _LineWarnings:
       yield line
 
   def check_finished(self, decoded: Sequence[DecodeResult]) -> None:
-    """Warn of the lines of the last batch whose output does not end with EOS."""
+    """Print a warning for each line of the last batch whose output does not end with EOS."""
     for tokens, number in zip((row for d in decoded for row in d.tokens), self._numbers):
       if self._pair.vocabulary.eos_id not in np.asarray(tokens):
         detail = f"; its output stops at the limit of {self._max_new_tokens} tokens"
@@ -338,7 +340,7 @@ class _LineWarnings:
     self._numbers.clear()
 
   def summarize(self) -> None:
-    """Print, for each kind of warning, the other lines that it applies to."""
+    """Print the other lines of each kind of warning of which one line was printed already."""
     for kind, (_, *others) in self._lines.items():
       if others:
         shown = ", ".join(map(str, others[:10])) + (", ..." if len(others) > 10 else "")

@@ -1,4 +1,4 @@
-"""Speculative decoding itself: types, trees, sampling, verification and the decoding loop.
+"""Core of speculative decoding: types, trees, sampling, verification and the decoding loop.
 
-It depends on jax and numpy alone. Models, drafts and everything else are built on it.
+This package needs no libraries except jax, jaxtyping and numpy. All other packages build on it.
 """

@@ -1,4 +1,4 @@
-"""Gathers, scatters and key splits that the decoding code repeats.
+"""Helpers of the decoding code that gather entries, write slots and split random keys.
 
 Axis letters as in `core.types`.
 """
@@ -13,12 +13,12 @@ from jaxtyping import Float, Int, Key, Shaped
 
 
 def gather(x: Shaped[Array, "B N *rest"], index: Int[Array, "B K"]) -> Shaped[Array, "B K *rest"]:
-  """Return the entries of each row of `x` at the row's own indices."""
+  """Return the entries of each row of `x` [B, N, ...] at the indices [B, K] for that row."""
   return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
 def gather_one(x: Shaped[Array, "B N *rest"], index: Int[Array, " B"]) -> Shaped[Array, " B *rest"]:
-  """Return one entry of each row of `x`."""
+  """Return one entry of each row of `x`: the one at the index for that row."""
   return gather(x, index[:, None])[:, 0]
 
 
@@ -30,14 +30,14 @@ def gather_token(
 
 
 def gather_or_zero(x: Float[Array, "B N E"], index: Int[Array, " B"]) -> Float[Array, "B E"]:
-  """Return one entry of each row of `x`, and zeros where the index is negative."""
+  """Return one entry of each row of `x`; for a row whose index is negative, return zeros."""
   return jnp.where(index[:, None] < 0, 0, gather_one(x, jnp.maximum(index, 0)))
 
 
 def take(
   x: Shaped[Array, "B N *rest"], places: Sequence[int] | np.ndarray
 ) -> Shaped[Array, "B K *rest"]:
-  """Return the entries of every row of `x` at static indices; a slice if they are consecutive."""
+  """Return the entries of every row of `x` at static indices, which are the same for all rows."""
   places = np.asarray(places)
   if len(places) and (places == np.arange(places[0], places[0] + len(places))).all():
     return x[:, places[0] : places[0] + len(places)]
@@ -61,7 +61,7 @@ def place_tokens(
 def write_slots(
   cache: Shaped[Array, "B H T D"], block: Shaped[Array, "B H K D"], start: Int[Array, " B"]
 ) -> Shaped[Array, "B H T D"]:
-  """Return a cache with `block` in slots `start` to `start + K - 1` of each row."""
+  """Return `cache` with `block` written to slots `start` to `start + K - 1` of each row."""
 
   def write_row(row, new, slot):
     return lax.dynamic_update_slice(row, new, (0, slot, 0))

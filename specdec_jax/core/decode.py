@@ -1,7 +1,7 @@
 """Speculative decoding (Algorithm 1): rounds of propose, extend, accept, commit, observe.
 
-Shapes are fixed, and a whole batch is decoded in one jitted loop. The loop knows the contracts of
-`core.types` only, no particular model, draft or verifier. Autoregressive decoding is the same loop
+Shapes are fixed, and a whole batch is decoded in one jitted loop. The loop uses the contracts of
+`core.types`, and no particular model, draft or verifier. Autoregressive decoding is the same loop
 with a draft that proposes nothing (`NullDraft`), so both share the target forward pass, sampling
 and the end of a text.
 
@@ -43,7 +43,7 @@ from specdec_jax.memory import require_memory
 
 
 class DecodeState(NamedTuple):
-  """State between two rounds.
+  """State of the decoding loop between two rounds.
 
   Attributes:
     prompt: padded prompts.
@@ -55,7 +55,7 @@ class DecodeState(NamedTuple):
     target_cache: cache of the target, which holds length - 1 tokens.
     hidden: see `Context`.
     draft_state: state of the draft.
-    rounds: record of the rounds so far.
+    rounds: data of the rounds so far.
     num_rounds: number of rounds so far.
     not_finite: see `DecodeResult`.
   """
@@ -75,7 +75,7 @@ class DecodeState(NamedTuple):
 
   @property
   def context(self) -> Context:
-    """Part of the state that a draft may read."""
+    """The part of the state that a draft may read."""
     return Context(self.prompt, self.tokens, self.length, self.target_cache, self.hidden)
 
   @property
@@ -86,10 +86,10 @@ class DecodeState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NullDraft(Draft):
-  """Draft that costs nothing: no tokens by default, which is autoregressive decoding.
+  """Draft that takes no time. By default it proposes no tokens: decoding is autoregressive.
 
-  With a tree, it proposes token 0 at every node. A round then costs what a round without drafting
-  costs.
+  With a tree, it proposes token 0 at every node. The time of a round is then the time of all parts
+  except drafting.
 
   Attributes:
     tree: tree of the proposals.
@@ -110,12 +110,12 @@ class Decoder:
   """Speculative decoder: a target, a draft and a verifier. Hashable, so it is static under `jit`.
 
   Attributes:
-    target: M_p, whose distribution the output has.
+    target: M_p, the model whose distribution the output has.
     draft: M_q and its tree of draft tokens; `NullDraft()` is autoregressive decoding.
     verifier: verifier that accepts or rejects draft tokens. Its `sampling` is the sampling method
       of the output. The draft should use the same method to be useful; exactness does not depend on
       it.
-    eos_id: token that ends a text; None for the target's.
+    eos_id: token that ends a text; None to use `target.eos_id`.
   """
 
   target: Model
@@ -138,11 +138,11 @@ class Decoder:
       params: parameters of target and draft.
       prompt: padded prompts.
       rng: one key per row, so that a row does not depend on its neighbors; or one key, which is
-        split. Keys of `jax.random.key` or of `PRNGKey`.
+        split. A key is made by `jax.random.key` or `PRNGKey`.
       max_new_tokens: limit for each row, EOS included.
 
     Raises:
-      InputError: max_new_tokens is not a positive integer, rng is not a key, or the
+      InputError: max_new_tokens is not a positive integer, rng does not consist of keys, or the
         memory does not suffice.
     """
     require_count("max_new_tokens", max_new_tokens)
@@ -239,7 +239,7 @@ class Decoder:
     return state
 
   def result(self, state: DecodeState) -> DecodeResult:
-    """Return the new tokens in a state, and the record of its rounds."""
+    """Return the new tokens in a state, and the data of its rounds."""
     new = state.prompt_length[:, None] + jnp.arange(len(state.rounds.num_accepted))
     tokens = jnp.where(new < state.length[:, None], gather(state.tokens, new), 0)
     lengths = state.length - state.prompt_length
@@ -271,13 +271,13 @@ class Decoder:
     verification: Verification,
     finite: Bool[Array, " B"],
   ) -> tuple[Int[Array, "B emitted"], Int[Array, " B"], Bool[Array, " B"]]:
-    """Cut the tokens of a round at EOS and at the limit of the row.
+    """Truncate the tokens of a round at EOS and at the limit of the row.
 
     A row with non-finite logits emits nothing and is marked done.
 
     Returns:
-      The accepted tokens and the next one, how many of them enter the text, and whether the row
-      ends.
+      The accepted tokens followed by the next one, the number of them that enter the text, and
+      whether the row ends.
     """
     eos_id = self.target.eos_id if self.eos_id is None else self.eos_id
     n, path, guesses = verification.num_accepted, verification.path, proposal.tokens
@@ -296,7 +296,7 @@ class Decoder:
 
 
 def empty_rounds(tree: AnyTree, max_rounds: int, batch: int) -> Rounds:
-  """Return a record for up to `max_rounds` rounds of proposals with the shape of `tree`."""
+  """Return empty arrays for up to `max_rounds` rounds of proposals with the shape of `tree`."""
 
   def zeros(*shape: int) -> Array:
     return jnp.zeros((max_rounds, batch, *shape), jnp.int32)
@@ -312,7 +312,7 @@ def empty_rounds(tree: AnyTree, max_rounds: int, batch: int) -> Rounds:
 
 
 def _last_node(verification: Verification) -> Int[Array, " B"]:
-  """Return the last accepted node of each row; the next token was sampled there."""
+  """Return the last accepted node of each row, after which the next token was sampled."""
   path = verification.path
   return verification.num_accepted if path is None else path.max(axis=1)
 
@@ -331,8 +331,8 @@ def _recorded(
   verification: Verification,
   num_emitted: Int[Array, " B"],
 ) -> Rounds:
-  """Return the record of all rounds, including this one."""
-  # With an adaptive gamma a round may propose fewer tokens than the record has room for.
+  """Return the data of the rounds so far, including this one."""
+  # With an adaptive gamma a round may propose fewer tokens than the arrays have room for.
   missing = state.rounds.guesses.shape[-1] - proposal.tokens.shape[1]
   record = Rounds(
     guesses=jnp.pad(proposal.tokens, ((0, 0), (0, missing)), constant_values=-1),

@@ -1,8 +1,8 @@
 """Closed forms of Section 3: expected tokens and speedup, given alpha, gamma and costs.
 
-Arrays broadcast. gamma is the number of draft tokens per round, c the time of a draft step divided
-by that of a target step (Definition 7), and v (`verify_cost`) the time of a target forward pass
-over gamma + 1 tokens divided by that of a target step, which the paper takes as 1.
+Array arguments are broadcast. gamma is the number of draft tokens per round. c is the time of a
+draft step, divided by that of a target step (Definition 7). v (`verify_cost`) is the time of a
+target forward pass over gamma + 1 tokens, divided by that of a target step; the paper has v = 1.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def expected_tokens(alpha, gamma):
   """Return E[tokens per round] = (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1).
 
   Raises:
-    InputError: alpha is outside [0, 1], or gamma is not a whole number from 0.
+    InputError: alpha is outside [0, 1], or gamma is not a whole number of at least 0.
   """
   alpha, gamma = _rate(alpha), np.asarray(gamma)
   if not np.all((gamma >= 0) & (gamma % 1 == 0)):
@@ -32,10 +32,10 @@ def memory_access_factor(alpha, gamma):
 
 
 def operations_factor(alpha, gamma, c_hat):
-  """Return arithmetic operations relative to autoregressive decoding (Theorem 10).
+  """Return the factor by which the number of arithmetic operations increases (Theorem 10).
 
-  The factor is (gamma c_hat + gamma + 1) / E[tokens per round]. c_hat >= 0 is the number of
-  operations per token of the draft, divided by that of the target.
+  The factor is (gamma c_hat + gamma + 1) / E[tokens per round], compared with autoregressive
+  decoding. c_hat >= 0 is the draft's number of operations per token divided by the target's.
   """
   c_hat = _cost("c_hat", c_hat)
   return (np.asarray(gamma) * (c_hat + 1) + 1) / expected_tokens(alpha, gamma)
@@ -58,14 +58,14 @@ def improvement_lower_bound(alpha, c):
 def oracle_improvement(alpha):
   """Return the tokens per target call with the perfect gamma, 1 / (1 - alpha) (Section 3.5).
 
-  It bounds the speedup for all gamma and c, and is infinite at alpha = 1.
+  The speedup is at most this number for all gamma and c. The number is infinite at alpha = 1.
   """
   with np.errstate(divide="ignore"):
     return 1 / (1 - _rate(alpha))
 
 
 def break_even_alpha(gamma, c, verify_cost=1.0):
-  """Return the smallest alpha with a speedup of at least 1; NaN if alpha = 1 does not suffice."""
+  """Return the smallest alpha at which the speedup is at least 1, or NaN if there is none."""
   round_cost = np.asarray(gamma) * _cost("c", c) + _cost("verify_cost", verify_cost)
   low, high = np.zeros(round_cost.shape), np.ones(round_cost.shape)
   for _ in range(60):  # bisection to 2^-60: E[tokens] increases with alpha
@@ -79,7 +79,7 @@ def break_even_alpha(gamma, c, verify_cost=1.0):
 def best_gamma(
   alpha: float, c: float, verify_cost: float | Callable[[int], float] = 1.0, most: int = 20
 ) -> int:
-  """Return the gamma in 0..most with the largest speedup (Section 3.5); 0 means no speculation.
+  """Return the gamma from 0 to `most` with the largest speedup (Section 3.5); 0: no speculation.
 
   `verify_cost` may be a function of gamma.
   """
@@ -115,7 +115,7 @@ def divergence(p, q):
 def rejection_sampling_rate(p, q):
   """Return the acceptance probability of rejection sampling, min_x q / p (Appendix A.2).
 
-  It never exceeds beta of speculative sampling.
+  This never exceeds beta, the acceptance probability of speculative sampling.
   """
   p, q = _distributions(p, q)
   # Tokens with p = 0 do not constrain the minimum.

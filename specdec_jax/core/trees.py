@@ -25,7 +25,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.errors import InputError, require_count, require_types, shown
 from specdec_jax.memory import require_host_memory
 
-MOST_UNROLLED = 64  # levels, or siblings, that a program computes one after the other
+MOST_UNROLLED = 64  # maximum number of levels or siblings that a program computes one by one
 
 
 class NodePlacement(NamedTuple):
@@ -49,16 +49,16 @@ class NodeLayout(Protocol):
   def place(
     self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
   ) -> NodePlacement:
-    """Place nodes `first` to `first + num_nodes - 1`, given the committed length of each row."""
+    """Return the placement of nodes `first` to `first + num_nodes - 1` after `length` tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-  """Static tree of draft tokens, the same in every round and row. Trees are equal if `parents` are.
+  """Static tree of draft tokens, the same in every round and row. Its parents define equality.
 
   Attributes:
-    parents: for each draft token, the node that it follows: node i + 1 follows parents[i]. A chain
-      stores a range.
+    parents: for each draft token, the node that it follows: node i + 1 follows parents[i]. For a
+      chain they are stored as a range.
 
   Raises:
     InputError: a parent does not come before its child, or nodes are not in level order with
@@ -82,12 +82,12 @@ class Tree:
 
   @classmethod
   def from_paths(cls, paths: Sequence[Sequence[int]]) -> "Tree":
-    """Return the tree that consists of paths of sibling numbers, as Medusa writes trees.
+    """Return the tree given by the path to each node: its rank at each depth, as in Medusa.
 
     For example, (0,), (1,), (0, 0) are two children of node 0, the first of which has a child.
 
     Raises:
-      InputError: an earlier sibling or a beginning of a path is missing.
+      InputError: the parent or an earlier sibling of a node is missing.
     """
     require_types(Tree.from_paths, {"paths": paths})
     nodes: list[tuple[int, ...]] = [()]
@@ -120,12 +120,12 @@ class Tree:
 
   @property
   def depth(self) -> int:
-    """D, the most draft tokens that one round can accept; gamma of a chain."""
+    """D, the maximum number of draft tokens that a round can accept; gamma for a chain."""
     return self.num_guesses if self.is_chain else int(self.depths[-1])
 
   @functools.cached_property
   def ancestors(self) -> np.ndarray:
-    """Mask [K, K], True where the second node is the first node or one of its ancestors."""
+    """Mask [K, K], True at [i, j] if node j is node i or one of its ancestors."""
     ancestors = np.eye(self.num_nodes, dtype=bool)
     for node, parent in enumerate(self.parents, 1):
       ancestors[node] |= ancestors[parent]
@@ -139,12 +139,12 @@ class Tree:
 
   @property
   def width(self) -> int:
-    """W, the most children of a node; 1 for a chain, 0 for a tree without draft tokens."""
+    """W, the maximum number of children of a node; 0 for a tree without draft tokens."""
     return min(self.num_guesses, 1) if self.is_chain else int(self.ranks.max()) + 1
 
   @functools.cached_property
   def children(self) -> np.ndarray:
-    """Draft token [K, W] that is the child of each node at each rank; N where there is none."""
+    """Index [K, W] of the draft token that is the child of a node at a rank; N if there is none."""
     children = np.full((self.num_nodes, self.width), self.num_guesses, np.int32)
     children[list(self.parents), self.ranks] = np.arange(self.num_guesses)
     return children
@@ -156,14 +156,14 @@ class Tree:
 
   @functools.cached_property
   def levels(self) -> list[tuple[int, int]]:
-    """For each depth from 1, the first node at that depth and the node after the last one."""
+    """First node of each level from depth 1 on, and the node after the last one of that level."""
     bounds = np.searchsorted(self.depths, range(1, self.depth + 2)).tolist()
     return [*zip(bounds, bounds[1:])]
 
   def place(
     self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
   ) -> NodePlacement:
-    """Place nodes `first` to `first + num_nodes - 1`; see `NodeLayout`."""
+    """Return the placement of nodes `first` to `first + num_nodes - 1`; see `NodeLayout`."""
     if self.is_chain:
       return place_chain(length, first, num_nodes, num_slots)
     return _place_tree(self, length, slice(first, first + num_nodes), num_slots)
@@ -177,13 +177,13 @@ class DynamicTree:
   """Tree of draft tokens whose shape differs between rounds and rows.
 
   Its properties are those of `Tree` with a leading axis of rows. The shape may depend on tokens
-  that were selected deterministically, never on sampled ones: all its draft tokens are selected
-  deterministically, and siblings differ.
+  that were selected deterministically, but not on sampled ones. Therefore all draft tokens of the
+  tree are selected deterministically, and siblings differ.
 
   Attributes:
-    num_guesses: N.
-    depth: D, the most draft tokens on a path.
-    parents: [B, N], for each draft token a node before it; None outside of a round.
+    num_guesses: N, the number of draft tokens.
+    depth: D, the maximum number of draft tokens on a path.
+    parents: [B, N], the earlier node that each draft token follows; None outside of a round.
   """
 
   num_guesses: int
@@ -203,7 +203,7 @@ class DynamicTree:
 
   @property
   def ancestors(self) -> Bool[Array, "B K K"]:
-    """True where the second node is the first node or an ancestor of it."""
+    """Mask, True at [:, i, j] if node j is node i or one of its ancestors."""
     return reach(jnp.pad(self.parents, ((0, 0), (1, 0))), self.depth)
 
   @property
@@ -214,7 +214,7 @@ class DynamicTree:
   def place(
     self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
   ) -> NodePlacement:
-    """Place nodes `first` to `first + num_nodes - 1`; see `NodeLayout`."""
+    """Return the placement of nodes `first` to `first + num_nodes - 1`; see `NodeLayout`."""
     return _place_tree(self, length, slice(first, first + num_nodes), num_slots)
 
 
@@ -224,7 +224,7 @@ AnyTree = Tree | DynamicTree
 def place_chain(
   length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
 ) -> NodePlacement:
-  """Place nodes `first` to `first + num_nodes - 1` of a chain; see `NodeLayout`."""
+  """Return the placement of nodes `first` to `first + num_nodes - 1` of a chain."""
   key_positions = jnp.arange(num_slots)
   positions = (length + first)[:, None] + jnp.arange(num_nodes)
   return NodePlacement(positions, key_positions, key_positions <= positions[..., None])
@@ -233,10 +233,10 @@ def place_chain(
 def _place_tree(
   tree: AnyTree, length: Int[Array, " B"], nodes: slice, num_slots: int
 ) -> NodePlacement:
-  """Place some nodes of a tree.
+  """Return the placement of some nodes of a tree.
 
-  Node i is in slot length + i, at position length + depth. It attends to the committed tokens, to
-  its ancestors and to itself.
+  Node i is in slot length + i, at position length + depths[i]. It attends to the committed tokens,
+  to its ancestors and to itself.
   """
   slots = jnp.arange(num_slots)
   node = slots - length[:, None]  # [B, T], negative before the tree
@@ -252,11 +252,11 @@ def _place_tree(
 
 
 def reach(parents: Int[Array, "B K"], depth: int) -> Bool[Array, "B K K"]:
-  """Return whether the second node is the first node or an ancestor at most `depth` levels above.
+  """Return a mask that is True at [:, i, j] if node j is node i or one of its ancestors.
 
   Args:
     parents: parent of each node; a root is its own parent.
-    depth: most levels between a node and an ancestor.
+    depth: maximum number of levels between a node and an ancestor.
   """
   num_nodes = parents.shape[1]
   near = jnp.minimum(jax.nn.one_hot(parents, num_nodes) + jnp.eye(num_nodes), 1)
@@ -277,7 +277,7 @@ def _chain(gamma: int) -> Tree:
 
 
 def branching(*widths: int) -> Tree:
-  """Build a tree whose nodes at depth d have widths[d] children; (2, 2) gives 6 draft tokens."""
+  """Return a tree whose nodes at depth d have widths[d] children; (2, 2) gives 6 draft tokens."""
   parents, level, at_depth, num_nodes = [], [0], 1, 1
   for width in widths:
     require_count("width", width)
@@ -298,7 +298,7 @@ def require_tree_memory(num_nodes: int) -> None:
 def require_compilable(tree: AnyTree) -> None:
   """Raise InputError if a tree that is not a chain has more than MOST_UNROLLED levels or siblings.
 
-  Each of them is compiled separately.
+  Each level, and each sibling, is compiled separately.
   """
   if tree.is_chain:
     return
@@ -328,14 +328,14 @@ def require_chain(who: str, tree: AnyTree) -> Tree:
 
 
 def placeholder_shape(tree: AnyTree, batch: int) -> DynamicTree | None:
-  """Return a dynamic tree with one level as a placeholder; None for a static tree."""
+  """Return a one-level placeholder for the shape of a dynamic tree; None for a static tree."""
   if isinstance(tree, Tree):
     return None
   return dataclasses.replace(tree, parents=jnp.zeros((batch, tree.num_guesses), jnp.int32))
 
 
 def path_to(tree: AnyTree, node: Int[Array, " B"]) -> Int[Array, "B D"] | None:
-  """Return the nodes on the path to `node`, 0 past it; None for a chain (see `Verification`)."""
+  """Return the nodes on the path to `node`, then zeros; None for a chain (see `Verification`)."""
   if tree.is_chain:
     return None
   if isinstance(tree, DynamicTree):

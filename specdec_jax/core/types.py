@@ -1,9 +1,9 @@
-"""Contracts of models, drafts and verifiers, and the records that travel between them.
+"""Contracts of models, drafts and verifiers, and the records that they exchange.
 
 Axis letters, for the whole project:
 
   B  batch rows              K  nodes of a block: N draft tokens and the token before them
-  N  draft tokens per round  D  depth of a tree; gamma of a chain
+  N  draft tokens per round  D  depth of a tree; gamma for a chain
   P  prompt tokens           C  tokens committed before the first round
   T  cache or text slots     R  rounds
   E  embedding               V  vocabulary
@@ -41,14 +41,14 @@ class Params(NamedTuple):
 class Model(Protocol):
   """Autoregressive model that processes a block of tokens at each row's own position.
 
-  Invariant: a cache of length L holds every committed token except the last one, which is the first
-  token of the next block. `extend` writes slots from the length on and does not move the length;
-  only `commit` moves it. Slots at or past the length are masked, then overwritten. That is how
-  rejected tokens are rolled back.
+  Invariant: a cache of length n holds every committed token except the last one, which is the first
+  token of the next block. `extend` writes the slots from n on and does not change the length; only
+  `commit` changes it. Slots from n on are masked until they are overwritten. That is how rejected
+  tokens are rolled back.
 
   Attributes:
-    vocab_size: V.
-    eos_id: token that ends a text by default.
+    vocab_size: V, the number of tokens in the vocabulary.
+    eos_id: default id of the token that ends a text.
   """
 
   @property
@@ -57,9 +57,9 @@ class Model(Protocol):
   def eos_id(self) -> int: ...
 
   def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
-    """Return the tokens committed before the first round, and how many each row has.
+    """Return the tokens committed before the first round, and their number in each row.
 
-    For T5 that is the start token; for a decoder-only model it is the prompt. A prompt consists of
+    For T5, the start token is committed; for a decoder-only model, the prompt. A prompt consists of
     tokens, EOS and padding, as `Vocabulary.encode` returns them; rows may have different lengths.
     """
 
@@ -71,12 +71,12 @@ class Model(Protocol):
     Args:
       params: parameters of the model.
       prompt: see `prompt_tokens`.
-      num_slots: slots of the cache. They include room for the last block past the end of the text,
-        so that no write is clamped into slots in use.
+      num_slots: number of slots of the cache. It includes room for a block past the end of the
+        text, so that no write is clamped into slots in use.
 
     Returns:
-      Hidden states of the committed tokens, and a cache with a `length` [B], which holds all of
-      them except the last.
+      Hidden states of the committed tokens, and the cache. It has a `length` [B], and holds all
+      committed tokens except the last.
     """
 
   def extend(
@@ -92,14 +92,14 @@ class Model(Protocol):
     Args:
       params: parameters of the model.
       cache: keys and values of the tokens before the block.
-      tokens: nodes `first` to `first + K - 1` of `tree`. The nodes before them are in the slots
-        after `cache.length`.
+      tokens: nodes `first` to `first + K - 1` of `tree`. The cache has the earlier nodes in the
+        slots from `cache.length` on.
       tree: positions and visibility of the nodes; None for a chain.
-      first: number of the first node. It may be traced for a chain.
+      first: number of the first node. For a chain it may be a traced value.
 
     Returns:
       Logits of the token that follows each node, hidden states of the nodes, and the cache with the
-      block in the slots from `length + first` on.
+      block in the slots from `cache.length + first` on.
     """
 
   def commit(
@@ -111,8 +111,8 @@ class Model(Protocol):
   ) -> Any:
     """Return the cache with `length` tokens in each row.
 
-    After a block that was a tree, the nodes of `path` are moved behind the tokens committed before.
-    After a chain the accepted tokens are in place already.
+    If the last block was a tree, the nodes of `path` are moved right behind its first node. If it
+    was a chain, the accepted tokens are already in place.
     """
 
 
@@ -146,9 +146,9 @@ class Proposal(NamedTuple):
   Attributes:
     tokens: draft tokens; -1 for a token that was not proposed.
     q: distribution that each draft token was sampled from, given its ancestors and its earlier
-      siblings. Exactness rests on it. None if every token was selected deterministically; its
-      distribution is then a one-hot.
-    tree: shape of this round, if it is dynamic; None if it is the draft's own.
+      siblings. Exactness depends on it. None stands for one-hots, if all tokens were selected
+      deterministically.
+    tree: tree of this round, if the draft's tree is dynamic; None if it is static.
   """
 
   tokens: Int[Array, "B N"]
@@ -162,7 +162,7 @@ class Verification(NamedTuple):
   Attributes:
     num_accepted: n, the number of accepted draft tokens, 0 to D.
     next_token: the token after them: a correction, or a bonus token if n = D.
-    path: the accepted nodes, 0 past n. None for a chain, whose accepted nodes are 1 to n.
+    path: the n accepted nodes, then zeros. None for a chain, whose accepted nodes are 1 to n.
   """
 
   num_accepted: Int[Array, " B"]
@@ -178,7 +178,7 @@ class Outcome(NamedTuple):
     logits: logits of the target at each node.
     hidden: hidden states of the target at each node.
     verification: result of the verifier.
-    num_emitted: tokens that entered the text: n + 1, less those past EOS or past the limit.
+    num_emitted: number of tokens added to the text; those past EOS or the limit are dropped.
     length: number of committed tokens after the round.
   """
 
@@ -191,12 +191,12 @@ class Outcome(NamedTuple):
 
 
 class Draft(abc.ABC):
-  """Approximation model M_q (Section 3.6): proposes a tree of tokens and reports q of each.
+  """Approximation model M_q (Section 3.6), which proposes a tree of tokens and their q.
 
   Attributes:
-    tree: shape of the proposals; for a dynamic tree, its size.
-    verify_lengths: for a chain that may end early (token -1 for tokens that are not proposed), the
-      chain lengths for which the target has a forward pass, ascending, gamma last. Empty if all
+    tree: tree of the proposals. A dynamic tree gives only its number of tokens and its depth.
+    verify_lengths: chain lengths for which a target forward pass is compiled, ascending, with gamma
+      last; for chains that may end early (where -1 is a token that was not proposed). Empty if all
       tokens are always proposed.
     depends_on_outcomes: whether proposals depend on outcomes of earlier rounds and not on the text
       alone. Acceptance on a given text is then undefined.
@@ -210,7 +210,7 @@ class Draft(abc.ABC):
   reads_target_cache: bool = False
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
-    """Return the state before the first round; by default there is none.
+    """Return the state of the draft before the first round; by default it is empty.
 
     Args:
       params: parameters of the draft.
@@ -229,38 +229,38 @@ class Draft(abc.ABC):
     """
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
-    """Return the state after a round; by default it does not change."""
+    """Return the state of the draft after a round; by default it does not change."""
     return state
 
   def with_reread(self, num_tokens: int) -> "Draft":
-    """Return this draft for rounds that may commit tokens that it did not propose.
+    """Return a version of this draft for rounds that may commit tokens it did not propose.
 
-    A draft with a cache then starts each round with a forward pass over the last `num_tokens`
-    committed tokens. A draft without a cache does not change.
+    If the draft has a cache, the new version starts each round with a forward pass over the last
+    `num_tokens` committed tokens. A draft without a cache is returned unchanged.
 
     Raises:
-      InputError: the draft proposes short chains, which cannot be combined with other drafts.
+      InputError: the draft may stop early, so it cannot be combined with other drafts.
     """
     if self.verify_lengths:
       raise InputError("A draft that stops early cannot be one of several.")
     return self
 
   def with_independent_siblings(self) -> "Draft":
-    """Return this draft with siblings that are sampled independently, with replacement.
+    """Return a version of this draft that samples siblings independently, with replacement.
 
     Raises:
-      InputError: the draft cannot do that.
+      InputError: the draft cannot sample siblings independently.
     """
     raise InputError(f"{type(self).__name__} does not sample siblings independently.")
 
   def as_beam_draft(self, num_beams: int, num_nodes: int | None) -> Any:
     """Return a `beam_search.BeamDraft` that searches with this draft's model.
 
-    None, the default, stands for a tree of this draft's tokens after each beam.
+    None, the default, makes the search use a tree of this draft's tokens after each beam.
 
     Args:
-      num_beams: beams of the draft.
-      num_nodes: most nodes per target forward pass; None for all.
+      num_beams: number of beams of the draft.
+      num_nodes: maximum number of nodes per target forward pass; None for no limit.
     """
     return None
 
@@ -270,7 +270,7 @@ class Verifier(abc.ABC):
 
   Attributes:
     sampling: sampling method, which turns the target's logits into p.
-    exact: whether emitted tokens are distributed as the target's.
+    exact: whether emitted tokens have the target's distribution.
     needs_independent_siblings: whether siblings must be sampled independently.
     allows_short_proposals: whether draft tokens may be -1 (not proposed).
   """
@@ -287,10 +287,10 @@ class Verifier(abc.ABC):
     """Verify a proposal with the target's logits at the nodes of its tree."""
 
   def with_lenience(self, lenience: float) -> "Verifier":
-    """Return this verifier with lenience (Appendix A.5).
+    """Return a version of this verifier with lenience (Appendix A.5); 1 is exact.
 
     Raises:
-      InputError: lenience is below 1 and the verifier has none.
+      InputError: lenience is below 1, and the verifier does not support lenience.
     """
     if lenience == 1:
       return self
@@ -301,14 +301,14 @@ class Verifier(abc.ABC):
 
 
 class Rounds(NamedTuple):
-  """Record of every round, in fixed shapes; a row that has ended has num_emitted 0.
+  """Data of all rounds in arrays of fixed shape; num_emitted is 0 once a row has ended.
 
   Attributes:
     guesses: draft tokens; -1 for those that were not proposed.
-    num_accepted: n of the verification.
+    num_accepted: n, the number of accepted draft tokens.
     next_token: the token after the accepted ones.
-    num_emitted: tokens that entered the text: n + 1, less those past EOS or past the limit.
-    path: accepted nodes, 0 past n; None for chains.
+    num_emitted: number of tokens added to the text: n + 1 without those past EOS or the limit.
+    path: the n accepted nodes, then zeros; None for chains.
     parents: for a dynamic tree, the node that each draft token follows.
   """
 
@@ -320,11 +320,11 @@ class Rounds(NamedTuple):
   parents: Int[Array, "R B N"] | None = None
 
   def acceptance_counts(self) -> tuple[Int[AnyArray, " B"], Int[AnyArray, " B"]]:
-    """Return the number of accepted and of rejected draft tokens of each row.
+    """Return the numbers of accepted and of rejected draft tokens of each row.
 
     accepted / (accepted + rejected) estimates alpha. Tokens past EOS or past the limit count as
-    neither. In a tree, where not all tokens are visited, an accepted token counts with its earlier
-    siblings as one, and so do siblings that are all rejected.
+    neither. In a tree, an accepted token and its earlier siblings count as one accepted token, and
+    siblings that are all rejected count as one rejected token.
     """
     n, emitted = self.num_accepted, self.num_emitted
     depth = (self.guesses >= 0).sum(axis=-1) if self.path is None else self.path.shape[-1]
@@ -333,15 +333,15 @@ class Rounds(NamedTuple):
 
 
 class DecodeResult(NamedTuple):
-  """Decoded batch.
+  """Result of decoding a batch.
 
   Attributes:
-    tokens: new tokens with EOS, 0 past the end.
+    tokens: new tokens, EOS included; 0 past the end of a row.
     lengths: number of new tokens of each row, EOS included.
-    rounds: record of the rounds.
-    num_rounds: number of rounds; each is one target forward pass.
-    not_finite: index of the first token that could not be decoded because a logit of the target or
-      a probability of the draft was NaN or infinite; -1 if all were finite. The row ends before it.
+    rounds: data of the rounds.
+    num_rounds: number of rounds; each has one target forward pass.
+    not_finite: index of the first token for which a logit of the target or a probability of the
+      draft was NaN or infinite; the row ends before that token. -1 if all were finite.
   """
 
   tokens: Int[Array, "B T"]

@@ -1,4 +1,4 @@
-"""Vocabularies in a Hugging Face `tokenizer.json`, such as GPT-2's byte pair encoding."""
+"""Vocabularies in a Hugging Face file `tokenizer.json`, such as GPT-2's byte pair encoding."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,10 +11,10 @@ _ENDS = ("<|endoftext|>", "</s>")
 
 
 class BytePairs(Vocabulary):
-  """Vocabulary in a `tokenizer.json`.
+  """Vocabulary in a Hugging Face file `tokenizer.json`.
 
-  The token that ends a text also starts it, because GPT-2 was trained on texts with that token
-  between them.
+  The token that ends a text also starts a text, because GPT-2 was trained on texts that were
+  separated by this token.
   """
 
   def __init__(self, path: str):
@@ -44,7 +44,7 @@ class BytePairs(Vocabulary):
   def pieces(self, ids: Sequence[int]) -> list[str]:
     """Return the text of each token; see `Vocabulary.pieces`.
 
-    An incomplete character is returned as U+FFFD, and a line break as U+21B5.
+    A token that is an incomplete character is returned as U+FFFD. Line breaks become U+21B5.
     """
     return [self._piece(int(i)) if i < len(self) else f"<{int(i)}>" for i in ids]
 

@@ -1,4 +1,4 @@
-"""Dialogs as prompts: one line per turn, after the name of the speaker.
+"""Dialogs as prompts: each line is a turn, which follows the name of its speaker.
 
   A: Have you ever been to Norway?
   B: Once, in winter. It was dark by three.
@@ -19,12 +19,12 @@ from specdec_jax.errors import InputError, require_count, require_types
 
 
 def prompt(turns: Sequence[str], speakers: tuple[str, str] = ("A", "B"), first: int = 0) -> str:
-  """Return the prompt for the turns of a dialog.
+  """Return the prompt that consists of the turns of a dialog.
 
   Args:
-    turns: texts of the turns.
-    speakers: names of the speakers.
-    first: number of the first of `turns` in the dialog; the first speaker has the even turns.
+    turns: texts of the turns, which may be the last ones of a dialog.
+    speakers: names of the speakers. The first speaker has turns 0, 2, ... of the dialog.
+    first: index in the dialog of `turns[0]`.
   """
   texts = *(" " + " ".join(turn.split()) for turn in turns), ""
   return "\n".join(f"{speakers[i % 2]}:{text}" for i, text in enumerate(texts, first))
@@ -39,9 +39,9 @@ def read_dialogs(
 ) -> list[str]:
   """Return the prompts of the dialogs in a file.
 
-  Each line is a JSON list of turns, or a JSON object with such a list as "turns".
+  Each line of the file is a JSON list of turns, or a JSON object with such a list in field "turns".
 
-  A pair truncates a long source at its end, which in a dialog has the latest turns. This function
+  A pair truncates a long source at its end, where a dialog has its latest turns. This function
   therefore drops the earliest turns of a dialog that exceeds `max_tokens`.
 
   Args:
@@ -49,7 +49,7 @@ def read_dialogs(
     vocabulary: path of the vocabulary of the pair.
     max_tokens: maximum number of tokens of a prompt, EOS included; at most the pair's
       `max_source_tokens`.
-    limit: number of dialogs to read; all by default.
+    limit: number of dialogs to read; None to read all.
     speakers: names of the speakers; the first one has the first turn.
 
   Raises:
@@ -75,7 +75,7 @@ def read_dialogs(
 
 
 def _turns(line: str, where: str) -> list[str]:
-  """Return the turns in a line of the file."""
+  """Return the turns of the dialog in a line of a file."""
   try:
     value = json.loads(line)
   except ValueError as error:

@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies with the ids of T5: 0 pads and starts a text, 1 ends it."""
+"""SentencePiece vocabularies. As in T5, id 0 pads and starts a text, and id 1 ends it."""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ EOS_ID = 1
 class SentencePieces(Vocabulary):
   """Vocabulary in a SentencePiece model file, followed by T5's sentinels.
 
-  Sentinels are numbered from the end, as in seqio: with 32,000 pieces and 100 sentinels, the last
-  of 32,100 tokens is <extra_id_0>.
+  As in seqio, sentinels are numbered from the end. With 32,000 pieces and 100 sentinels, the last
+  of the 32,100 tokens is <extra_id_0>.
   """
 
   eos_id, start_id = EOS_ID, PAD_ID

@@ -1,13 +1,13 @@
-"""The paper's tasks for seqio, preprocessed as in T5. `tasks` imports this module with seqio.
+"""The paper's tasks for seqio, preprocessed as in T5. `tasks` imports it if seqio is installed.
 
 The inputs of an example are T5's prefix and a text, and the targets are the reference output. Both
 are tokenized with T5's vocabulary (for lm1b, with the word pieces of the GPT-like models),
 truncated to the requested lengths and followed by EOS.
 
-No data is downloaded: the data of TFDS must be prepared on this machine. T5's vocabulary is read
-when a task is first tokenized. Two environment variables give paths: SPECDEC_T5_VOCABULARY that of
-a copy of T5's SentencePiece model, and SPECDEC_SHARED that of the folder with data/multi30k and
-data/lm1b_sample.
+No data is downloaded: datasets of TFDS must be prepared on this machine. T5's vocabulary is read
+when a task is first tokenized. Two environment variables name paths. SPECDEC_T5_VOCABULARY is the
+path of a copy of T5's SentencePiece model. SPECDEC_SHARED is the path of the folder that contains
+data/multi30k and data/lm1b_sample.
 
 Source: t5/data/tasks.py and utils.py of google-research/text-to-text-transfer-transformer.
 """
@@ -31,10 +31,10 @@ T5_VOCABULARY = seqio.SentencePieceVocabulary(
 
 
 class WordPieceVocabulary(seqio.BertWordPieceVocabulary):
-  """Seqio's vocabulary of word pieces, with a correction for words that consist of several pieces.
+  """Seqio's vocabulary of word pieces, corrected for words that consist of several pieces.
 
   Encoding returns a flat sequence of ids, and decoding joins the pieces of a word. The ids equal
-  those of `word_pieces.WordPieces`, except for characters that tensorflow_text normalizes and
+  the ids of `word_pieces.WordPieces`, except for characters that tensorflow_text normalizes and
   BERT's tokenizer does not, such as \u00df (to ss) and \u2026 (to three full stops).
   """
 
@@ -66,15 +66,15 @@ def add_task(
   targets: str,
   vocabulary: seqio.Vocabulary = T5_VOCABULARY,
 ) -> seqio.Task:
-  """Register a task with seqio, tokenized as T5's tasks are.
+  """Register a task with seqio; its texts are tokenized in the same way as those of T5's tasks.
 
   Args:
     name: name of the task, for `tasks.sources`, seqio and t5x.
     source: source of the examples.
     prefix: text prepended to each input.
-    inputs: field of an example with the input; None for empty inputs.
-    targets: field with the reference output.
-    vocabulary: vocabulary of both fields.
+    inputs: name of the field of an example that has the input; None for empty inputs.
+    targets: name of the field that has the reference output.
+    vocabulary: vocabulary of inputs and targets.
   """
 
   def text_to_text(example):
@@ -98,14 +98,14 @@ def add_task(
 
 
 def text_pairs(splits: Mapping[str, tuple[str, str]]) -> seqio.DataSource:
-  """Return a source of examples {source, target} from files of parallel text.
+  """Return a data source that reads examples {source, target} from files of parallel text.
 
-  Reading a split raises InputError if one of its files is missing, or if their numbers of lines
-  differ.
+  Reading a split raises InputError if one of its files is missing, or if its files have different
+  numbers of lines.
 
   Args:
-    splits: for each split, the paths of a source file and a target file with one text per line; see
-      `read_lines`.
+    splits: for each split, the paths of a source file and of a target file. Each file has one text
+      per line; see `read_lines`.
   """
 
   def read(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
@@ -124,7 +124,7 @@ def text_pairs(splits: Mapping[str, tuple[str, str]]) -> seqio.DataSource:
 
 
 class PreparedTfds(seqio.TfdsDataSource):
-  """Data of TFDS that is never downloaded; reading data that is not prepared raises InputError."""
+  """Dataset of TFDS that is never downloaded; reading raises InputError if it is not prepared."""
 
   def __init__(self, name: str, splits: tuple[str, ...] = ("train", "validation", "test")):
     super().__init__(name, splits=splits, read_only=True)

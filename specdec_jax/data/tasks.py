@@ -1,7 +1,7 @@
-"""Tasks read through seqio. Importing this module registers them if seqio is installed.
+"""Tasks of seqio. Importing this module registers the paper's tasks if seqio is installed.
 
-The extra `tasks` installs seqio and TensorFlow. Without them, this module can still be imported by
-the gin files of tasks, and using its names raises InputError.
+The extra `tasks` of this package installs seqio and TensorFlow. Without them, the gin files of
+tasks can still import this module, but using its names raises InputError.
 """
 
 import importlib.util
@@ -35,17 +35,17 @@ def sources(
   limit: int | None = None,
   side: Literal["inputs", "targets"] = "inputs",
 ) -> list[str]:
-  """Return the inputs of a task as text, which `LoadedPair.encode` tokenizes as seqio would.
+  """Return the inputs of a task as texts, which `LoadedPair.encode` tokenizes as seqio would.
 
   Args:
     task: name of a task registered by this module, by `add_task` or by any imported module.
-    split: split of the task.
-    limit: number of examples to read; all by default.
-    side: 'inputs', or 'targets' for the reference outputs.
+    split: name of the split of the task.
+    limit: number of examples to read; None to read all.
+    side: 'inputs', or 'targets' to return the reference outputs instead.
 
   Raises:
-    InputError: seqio is not installed, there is no such task or split, or the data of TFDS is not
-      prepared on this machine.
+    InputError: seqio is not installed, there is no such task or split, or the dataset of TFDS is
+      not prepared on this machine.
   """
   require_types(sources, locals())
   if limit is not None:
@@ -71,7 +71,7 @@ def sources(
 
 
 def __getattr__(name: str) -> Any:
-  """Raise InputError for a name of `seqio_tasks` if seqio is not installed."""
+  """Raise InputError for a name of `seqio_tasks`, which is missing if seqio is not installed."""
   if not _HAS_SEQIO and name in _SEQIO_NAMES:
     raise InputError(f"tasks.{name} {_MISSING}")
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Reading lines of text from files or standard input."""
+"""Functions that read lines of text from files or standard input."""
 
 import gzip
 import itertools
@@ -19,14 +19,15 @@ def read_lines(
   Only a newline ends a line, because newstest2009 contains U+0085 inside sentences.
 
   Args:
-    path: path of a file or pipe, decompressed if it ends in .gz; or '-' for standard input.
-    limit: number of lines to return; all by default.
+    path: path of a file or pipe; '-' for standard input. A file is decompressed if its name ends in
+      .gz.
+    limit: number of lines to return; None to return all.
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task.
-    num_words: number of words of each line to keep, for a decoder-only model to continue; all by
-      default.
+    num_words: number of words to keep of each line, so that a decoder-only model continues it; None
+      to keep all.
 
   Raises:
-    InputError: there is no such file, or it is not UTF-8 text.
+    InputError: the file does not exist, or it is not UTF-8 text.
   """
   require_types(read_lines, locals())
   require_text("path", path, errors="surrogateescape")
@@ -56,15 +57,16 @@ def read_lines(
 
 
 def read_sources(path: str, prefix: str = "") -> list[str]:
-  """Return the lines of a text as `read_lines` does, or the texts of a JSON Lines file.
+  """Return the texts of a file: the lines of a text file, or the texts of a JSON Lines file.
 
   Args:
-    path: path of a file. If its name ends in .jsonl or .jsonl.gz, each line is a JSON object, and
-      its text is the field 'source' or, without it, 'text'.
+    path: path of the file. If its name ends in .jsonl or .jsonl.gz, each line is a JSON object. Its
+      text is the field 'source' or, if there is no such field, the field 'text'.
     prefix: text prepended to each text that is not blank.
 
   Raises:
-    InputError: there is no such file, it is not UTF-8 text, or a line is not such an object.
+    InputError: the file does not exist, it is not UTF-8 text, or a line of a JSON Lines file has no
+      text.
   """
   if not path.removesuffix(".gz").endswith(".jsonl"):
     return read_lines(path, prefix=prefix)

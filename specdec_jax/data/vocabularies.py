@@ -1,4 +1,4 @@
-"""Opening of vocabulary files, whose type is given by the suffix of their name."""
+"""Functions that open vocabulary files. The suffix of a file name determines the type."""
 
 import pathlib
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Literal
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_types
 
-_MAX_EXTRA_IDS = 1_000_000  # they are added one by one, which takes seconds for this number
+_MAX_EXTRA_IDS = 1_000_000  # sentinels are added one by one, which takes seconds for this number
 _T5_EXTRA_IDS = 100
 _TABLE_MULTIPLE = 128  # the rows of T5's tables are a multiple of this: 32,128 for 32,100 tokens
 _HUGGING_FACE = "spiece.model", "tokenizer.json"
@@ -19,14 +19,14 @@ def open_vocabulary(path: str, extra_ids: int = 0) -> Vocabulary:
   """Open the vocabulary in a file.
 
   Args:
-    path: path of a file, or of a Hugging Face folder that contains one. A `.txt` file has BERT's
-      word pieces, a `.json` file is a tokenizer of Hugging Face (such as GPT-2's), and any other
-      file is a SentencePiece model.
+    path: path of a vocabulary file, or of a Hugging Face folder that contains one. A `.txt` file
+      has BERT's word pieces, a `.json` file is a tokenizer of Hugging Face (such as GPT-2's), and
+      any other file is a SentencePiece model.
     extra_ids: number of sentinels to add to a SentencePiece model.
 
   Raises:
-    InputError: there is no such file, it is not of the type that its name says, or `extra_ids` is
-      given for another type.
+    InputError: the file does not exist, it is not of the type that its name says, or `extra_ids` is
+      positive and the file is not a SentencePiece model.
   """
   require_types(open_vocabulary, locals())
   if not 0 <= extra_ids <= _MAX_EXTRA_IDS:
@@ -66,10 +66,10 @@ def open_vocabulary_of_model(
 
   Args:
     path: path of a file or Hugging Face folder; see `open_vocabulary`.
-    num_rows: number of rows of the table, which may be padded (`padded_size`).
-    extra_ids: number of sentinels to add. 'auto' adds T5's 100 to a SentencePiece model that has
-      none if the table has exactly the rows for them: a table of 32,128 rows holds 32,000 pieces
-      and 100 sentinels.
+    num_rows: number of rows of the table, including padding (`padded_size`).
+    extra_ids: number of sentinels to add. 'auto' adds the 100 sentinels of T5 to a SentencePiece
+      model without sentinels, if the number of rows is exactly right for them. For example, a table
+      of 32,128 rows holds 32,000 pieces and 100 sentinels.
 
   Raises:
     InputError: the vocabulary cannot be opened; see `open_vocabulary`.
@@ -84,11 +84,11 @@ def open_vocabulary_of_model(
 
 
 def count_extra_ids(pieces: Sequence[str], num_rows: int) -> int:
-  """Return the number of sentinels to add to a SentencePiece model: T5's 100, or 0.
+  """Return the number of sentinels to add to a SentencePiece model: 100, as for T5, or 0.
 
   Args:
     pieces: all pieces of the model.
-    num_rows: number of rows of the embedding table, which may be padded (`padded_size`).
+    num_rows: number of rows of the embedding table, including padding (`padded_size`).
   """
   size = len(pieces) + _T5_EXTRA_IDS
   has_sentinels = any("<extra_id_0>" in piece for piece in pieces)  # such as mT5's model
@@ -101,10 +101,10 @@ def padded_size(num_tokens: int) -> int:
 
 
 def find_vocabulary(folder: str) -> str | None:
-  """Return the path of the vocabulary of the model in `folder`, or None if it has none.
+  """Return the path of the vocabulary of the model in `folder`, or None if there is none.
 
-  Hugging Face stores it in the folder. The models of a pair of this project share a vocabulary in
-  the parent folder.
+  A Hugging Face folder contains the vocabulary. Pairs of this project have it in the parent folder
+  of their models.
   """
   inside = pathlib.Path(folder)
   in_parent = [inside.parent / name for name in _OURS]

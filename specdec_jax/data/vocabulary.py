@@ -16,9 +16,9 @@ class Vocabulary(abc.ABC):
   """Conversion between text and token ids.
 
   Attributes:
-    path: path of the file.
+    path: path of the vocabulary file.
     eos_id: id of the token that ends a text (EOS).
-    start_id: id of the token before a text, for models that have one.
+    start_id: id of the token that some models need before a text.
     extra_ids: number of T5's sentinels after the pieces.
   """
 
@@ -36,14 +36,14 @@ class Vocabulary(abc.ABC):
 
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
-    """Return the text of token ids up to EOS.
+    """Return the text of the token ids before EOS.
 
     Padding and ids outside of the vocabulary are skipped.
     """
 
   @abc.abstractmethod
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token inside a text, with a leading space where a word starts.
+    """Return the text that each token has inside a text, with a leading space if it starts a word.
 
     An id outside of the vocabulary, which only a model with a larger embedding table can emit, is
     returned as '<id>'.
@@ -54,10 +54,11 @@ class Vocabulary(abc.ABC):
     """Return all pieces in the order of their ids, as stored in the file of the vocabulary."""
 
   def single_letter_share(self, text: str) -> float:
-    """Return the share of a text's letters that fall back to single-letter pieces inside words.
+    """Return the share of a text's letters that are single-letter pieces inside words, or unknown.
 
-    It is about a tenth for texts like those that the vocabulary was trained on, and 1 for another
-    script. It is 0 for a vocabulary of fewer than 1,000 pieces, which has few longer pieces.
+    The share is about a tenth for texts like those that the vocabulary was trained on, and 1 for a
+    text in a different script. For a vocabulary of fewer than 1,000 pieces, return 0, because such
+    a vocabulary has few longer pieces.
     """
     if len(self) < _MIN_PIECES:
       return 0.0
@@ -72,7 +73,7 @@ class Vocabulary(abc.ABC):
     return max(0.0, 1 - in_pieces / num_letters) if num_letters else 0.0
 
   def fingerprint(self) -> str:
-    """Return a hash of all pieces in order, which identifies the vocabulary."""
+    """Return a hash of all pieces in the order of their ids, which identifies the vocabulary."""
     return hashlib.sha256("\n".join(self.all_pieces()).encode()).hexdigest()[:16]
 
   def until_eos(self, ids: Iterable[int]) -> list[int]:

@@ -14,11 +14,11 @@ _CONTINUES = "##"
 
 
 class WordPieces(Vocabulary):
-  """Vocabulary in a file of word pieces in the format of BERT, one per line.
+  """Vocabulary in a file of word pieces in BERT's format: one piece per line.
 
   Text is lowercased, stripped of accents and split at spaces and punctuation. Decoded text has a
-  space at each split. The id 0 pads and starts a text, and [END] ends it, or [SEP] in BERT's files.
-  `train_word_pieces` writes such a file.
+  space at each split. The id 0 pads and starts a text. A text ends with [END] or, in BERT's files,
+  with [SEP]. `train_word_pieces` writes such a file.
   """
 
   start_id = PAD_ID
@@ -78,9 +78,9 @@ def train_word_pieces(texts: Iterable[str], path: str, size: int) -> None:
     pieces = tokenizer.get_vocab()
     return sorted(pieces, key=pieces.__getitem__)
 
-  # The trainer reads words in a random order, numbers characters in the order in which it reads
-  # them, and breaks ties by number. Only with the characters given first do the same texts always
-  # give the same file.
+  # The trainer reads words in random order, numbers characters in the order in which it reads them,
+  # and breaks ties by number. So the characters are given first, in sorted order: the same texts
+  # then always give the same file.
   first = [*special, *sorted(train(0, special)[len(special) :])]
   if len(first) > size:
     raise InputError(f"The characters of these texts alone are {len(first)} pieces, not {size}.")

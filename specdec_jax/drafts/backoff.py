@@ -24,11 +24,11 @@ MAX_ORDER = 8
 def backoff_ngrams(
   target: LoadedTarget, path: str, order: int = 4, num_successors: int = 8
 ) -> DraftFactory:
-  """Return n-grams of a text file with one output of the task per line, as draft.
+  """Return a draft from the n-grams of a text file, which has one output of the task per line.
 
   Args:
     target: the target.
-    path: the text file.
+    path: path of the text file.
     order: see `fit_backoff`.
     num_successors: see `fit_backoff`.
   """
@@ -45,21 +45,22 @@ def backoff_ngrams(
 def fit_backoff(
   rows: Iterable[Sequence[int]], order: int, num_successors: int = 8, start_id: int = PAD_ID
 ) -> tuple[tuple[UInt32[Array, " _"], Int32[Array, "_ successors"]], ...]:
-  """Count the successors of each context of order - 1 tokens, order - 2 tokens, ..., 0 tokens.
+  """Count the tokens after each context of `order` - 1 tokens, `order` - 2 tokens, ..., 0 tokens.
 
   Args:
-    rows: token ids of texts, with EOS and without a start token.
+    rows: token ids of each text, with EOS and without a start token.
     order: number of tokens of the longest n-gram.
-    num_successors: number of successors per context, most frequent first, ties by token id.
+    num_successors: number of successors to store per context. They are the most frequent ones, in
+      descending order of frequency; equally frequent ones are in order of token id.
     start_id: token before each text.
 
   Returns:
-    For each length of context, longest first: hashes of the contexts that occur, ascending, and
-    their successors, PAD_ID where there are fewer than `num_successors`.
+    A pair of arrays for each length of context, longest first: the hashes of the contexts that
+    occur, in ascending order, and their successors. Missing successors are PAD_ID.
 
   Raises:
     InputError: order is not an integer from 1 to 8, num_successors is not a positive integer, or
-      there are no tokens.
+      `rows` contains no tokens.
   """
   require_count("num_successors", num_successors)
   if not (isinstance(order, int) and 1 <= order <= MAX_ORDER):
@@ -82,7 +83,7 @@ def fit_backoff(
 def _successor_table(
   contexts: np.ndarray, tokens: np.ndarray, num_successors: int
 ) -> tuple[UInt32[Array, " contexts"], Int32[Array, "contexts successors"]]:
-  """Return the distinct contexts, ascending, and the most frequent tokens after each."""
+  """Return the distinct contexts in ascending order, and the most frequent tokens after each."""
   pairs, counts = np.unique(np.stack([contexts, tokens], axis=1), axis=0, return_counts=True)
   pairs = pairs[np.lexsort((pairs[:, 1], -counts, pairs[:, 0]))]
   known, first = np.unique(pairs[:, 0], return_index=True)
@@ -95,10 +96,15 @@ def _successor_table(
 
 
 def _hash(array_module: Any, tokens: Sequence[Any], shape: tuple[int, ...]) -> Any:
-  """Return 32-bit hashes of tokens, oldest first, computed by numpy or jax.numpy.
+  """Return a 32-bit hash of each context, computed by numpy or jax.numpy.
 
-  Two contexts with equal hashes share their successors. That can cost a draft token, but it does
+  Contexts with equal hashes share their successors. This can make draft tokens worse, but it does
   not change the output.
+
+  Args:
+    array_module: numpy or jax.numpy.
+    tokens: one array per position of the contexts, from the oldest token to the newest.
+    shape: shape of each of these arrays, and of the hashes.
   """
   hashed = array_module.zeros(shape, array_module.uint32)
   for token in tokens:
@@ -109,10 +115,11 @@ def _hash(array_module: Any, tokens: Sequence[Any], shape: tuple[int, ...]) -> A
 
 @dataclasses.dataclass(frozen=True)
 class BackoffDraft(Draft):
-  """Draft that proposes the most frequent successors of the longest known context.
+  """A draft that proposes the most frequent successors of the longest known context.
 
-  Parameters are the result of `fit_backoff`. Siblings are in order of frequency. All tokens are
-  selected deterministically; PAD_ID if the context does not have enough successors.
+  Its parameters are the result of `fit_backoff`. Siblings are in descending order of frequency. All
+  tokens are selected deterministically. A draft token is PAD_ID if the context has too few
+  successors.
 
   Attributes:
     tree: a static tree.
@@ -128,7 +135,7 @@ class BackoffDraft(Draft):
     tree, num_context = require_static("an n-gram draft", self.tree), self.order - 1
     slots = context.length[:, None] - num_context + jnp.arange(num_context)
     last_tokens = gather(context.tokens, jnp.maximum(slots, 0))
-    # The context of the children of each node of a level [B, W, n - 1]; -1 before the text.
+    # Context of the children of each node of a level, [B, W, order - 1]; -1 before the text.
     recent = jnp.where(slots < 0, -1, last_tokens)[:, None]
     guesses, parent_level = [], 0
     for first, end in tree.levels:
@@ -147,8 +154,9 @@ def _successors(
   levels: Sequence[tuple[UInt32[Array, " _"], Int32[Array, "_ successors"]]],
   recent: Int[Array, "B W context"],
 ) -> Int32[Array, "B W successors"]:
-  """Return the successors of the longest known context that ends each row of `recent`."""
-  successors = levels[-1][1][jnp.zeros(recent.shape[:2], jnp.int32)]  # of the empty context
+  """Return the successors of the longest suffix of each row of `recent` that is a known context."""
+  # These are the successors of the empty context.
+  successors = levels[-1][1][jnp.zeros(recent.shape[:2], jnp.int32)]
   for length, (known, known_successors) in enumerate(reversed(levels[:-1]), 1):
     last = [recent[..., recent.shape[-1] - back] for back in range(length, 0, -1)]
     hashed = _hash(jnp, [token.astype(jnp.uint32) for token in last], recent.shape[:2])

@@ -1,7 +1,7 @@
-"""Several drafts in sequence: one proposes the first tokens, and cheaper ones the later tokens.
+"""Several drafts in sequence: one proposes the first tokens, and cheaper ones propose the rest.
 
-Tokens far from the last committed one are seldom reached, so they may cost less (the horizontal
-cascade of Chen et al., 2024).
+Verification seldom reaches tokens far from the last committed one, so a cheaper draft suffices for
+them (the horizontal cascade of Chen et al., 2024).
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from specdec_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class CascadeDraft(Draft):
-  """Draft of a chain by several drafts, each of which continues the tokens of the previous one.
+  """A draft of a chain by several drafts, each of which continues the tokens of the previous one.
 
-  Parameters and states are tuples in the order of the drafts. The drafts do not receive
-  the outcome of verification. Instead, drafts that are models process the committed tokens at the
-  start of the next round.
+  Parameters and states are tuples with one entry per draft, in order. The drafts do not receive the
+  outcome of verification. Instead, drafts that are models process the committed tokens at the start
+  of the next round.
 
   Attributes:
     drafts: one or more drafts, whose trees are chains.
-    vocab_size: V.
+    vocab_size: size of the vocabulary, V.
 
   Raises:
     InputError: there are no drafts, or a tree is not a chain.
@@ -63,9 +63,9 @@ class CascadeDraft(Draft):
 
   @property
   def _rereading_drafts(self) -> list[Draft]:
-    """Return the drafts with a forward pass over all tokens that they may not have processed.
+    """Return the drafts, each with a first forward pass over all tokens that may be new to it.
 
-    These are the tokens that a round commits, and the draft tokens before their own.
+    These are the tokens that a round commits, and the draft tokens of the earlier drafts.
     """
     depths = [draft.tree.depth for draft in self.drafts]
     num_before = [0, *itertools.accumulate(depths)]
@@ -74,7 +74,7 @@ class CascadeDraft(Draft):
 
 
 def _with_committed(context: Context, tokens: Int[Array, "B N"]) -> Context:
-  """Return the context after the draft tokens, as if they were committed."""
+  """Return the context with draft tokens appended as if they were committed."""
   num_tokens = tokens.shape[1]
   placed = place_tokens(context.tokens, tokens, context.length, num_tokens)
   return context._replace(tokens=placed, length=context.length + num_tokens)

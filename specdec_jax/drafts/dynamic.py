@@ -1,9 +1,10 @@
-"""Dynamic trees: a model proposes most draft tokens where it is confident (EAGLE-2).
+"""Dynamic trees: a model proposes more draft tokens where it is confident (EAGLE-2).
 
-The score of a node is the product of the model's probabilities on its path. Level by level, the
-model runs over the `width` best nodes of the level before, and the `width` best children of each
-become candidates. The `num_guesses` best candidates form the tree (Li et al., 2024, Section 4). The
-shape may depend on the tokens because they are selected deterministically, not sampled.
+The score of a node is the product of the model's probabilities of the tokens on its path. Level by
+level, the model runs over the `width` best nodes of the previous level, and the `width` best
+children of each of them become candidates. The `num_guesses` best candidates form the tree (Li et
+al., 2024, Section 4). The shape may depend on the tokens because the tokens are selected
+deterministically, not sampled.
 """
 
 import dataclasses
@@ -25,15 +26,17 @@ from specdec_jax.errors import InputError, require_count
 
 @dataclasses.dataclass(frozen=True)
 class DynamicDraft(Draft):
-  """Draft that selects a dynamic tree by the probabilities of a model, whose parameters it has.
+  """A draft that proposes the most probable paths of a model as a dynamic tree.
 
-  State is (cache of the model, nodes [B, N]): for each draft token, its node in the tree that the
-  model has processed, or 0 if the model has not processed it.
+  Its parameters are those of the model. Its state is (cache of the model, nodes [B, N]). For each
+  draft token, `nodes` holds its node in the tree that the model has processed, or 0 if the model
+  has not processed the token.
 
   Attributes:
-    model: M_q.
+    model: the approximation model, M_q.
     tree: number of draft tokens and depth of the tree; drafting takes `depth` forward passes.
-    width: number of nodes per level that the model processes, and of candidates after each.
+    width: number of nodes per level that the model processes, and number of children of each such
+      node that become candidates.
 
   Raises:
     InputError: there are fewer candidates than draft tokens.
@@ -48,7 +51,7 @@ class DynamicDraft(Draft):
 
   @property
   def _drafted(self) -> DynamicTree:
-    """Size of the tree that the model processes, with `width` nodes per level except the last."""
+    """Size of the tree that the model processes: `width` nodes per level, except the last level."""
     return DynamicTree(self.width * (self.tree.depth - 1), max(1, self.tree.depth - 1))
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
@@ -81,8 +84,8 @@ class DynamicDraft(Draft):
     return proposal, (cache, processed)
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
-    # The model may not have processed the last node of the path. It then processes that token with
-    # the last committed one.
+    # The model may not have processed the last node of the path. The next round then starts with a
+    # pass over that token and the last committed one.
     cache, processed = state
     path: Any = outcome.verification.path
     nodes = gather(processed, jnp.maximum(path - 1, 0))
@@ -91,7 +94,7 @@ class DynamicDraft(Draft):
 
 
 def require_candidates(tree: DynamicTree, width: int) -> None:
-  """Raise InputError if there are fewer candidates than draft tokens in the tree."""
+  """Raise InputError if a dynamic tree has more draft tokens than there are candidates for it."""
   require_count("width", width)
   require_count("depth", tree.depth)
   require_count("num_guesses", tree.num_guesses)
@@ -104,7 +107,7 @@ def require_candidates(tree: DynamicTree, width: int) -> None:
 
 
 def model_draft(model: Model, sampling: Sampling, tree: AnyTree) -> Draft:
-  """Return the draft of a model, for a static or a dynamic tree."""
+  """Return the draft that proposes a static or a dynamic tree with a model."""
   if isinstance(tree, DynamicTree):
     return DynamicDraft(model, tree)
   return ModelDraft(model, sampling, tree)
@@ -117,29 +120,30 @@ def grow(
   extend_level: Callable[..., tuple[Array, Any]],
   carry: Any,
 ) -> tuple[Proposal, Int[Array, "B N"], Any]:
-  """Propose the tree of the candidates with the best scores.
+  """Propose the dynamic tree of the candidates with the best scores.
 
   Args:
     tree: number of draft tokens and depth of the tree.
-    width: number of nodes that are processed per level, and number of children that are
-      candidates per processed node.
+    width: number of nodes that are processed per level, and number of children of each such node
+      that become candidates.
     root_logits: logits at the last committed token.
-    extend_level: function of (carry, tokens [B, width], which of the processed nodes of the level
-      before is the parent of each token [B, width], level of the tokens, from 1) that returns
-      logits [B, width, V] at the tokens, and the new carry.
+    extend_level: function that processes a level of the tree. It takes (carry, tokens [B, width],
+      parents [B, width], level from 1) and returns (logits [B, width, V] at the tokens, new carry).
+      `parents` are indices into the processed nodes of the previous level.
     carry: value that `extend_level` receives for level 1.
 
   Returns:
-    The proposal; for each draft token its position in the order of processing, from 1, or 0 if it
-    was not processed; and the last carry.
+    (proposal, positions [B, N], last carry). The positions give the order in which the draft tokens
+    were processed, from 1; they are 0 for draft tokens that were not processed.
   """
   batch, k = len(root_logits), width
   rows = jnp.arange(batch)[:, None]
   scores, tokens = _best_children(root_logits[:, None], jnp.zeros((batch, 1)), k)  # [B, 1, k]
   scores, tokens = scores[:, 0], tokens[:, 0]
-  # For each candidate: token, score, parent candidate (-1 for the last committed token), and its
-  # position in the order of processing (0 if it is not processed).
-  processed, num_before = jnp.broadcast_to(jnp.arange(k), (batch, k)), 0  # as candidates
+  # `processed` are indices into the candidates. A candidate has a token, a score, a parent
+  # candidate (-1 for the last committed token) and a position in the order of processing (0 if it
+  # is not processed).
+  processed, num_before = jnp.broadcast_to(jnp.arange(k), (batch, k)), 0
   chosen = jnp.zeros((batch, k), jnp.int32)
   candidates = [(tokens, scores, jnp.full((batch, k), -1), (processed + 1) * (tree.depth > 1))]
   for level in range(1, tree.depth):
@@ -156,8 +160,8 @@ def grow(
       nodes = nodes.at[rows, best].set(1 + level * k + jnp.arange(k))
     candidates.append((children, child_scores, parents, nodes))
   tokens, scores, parents, nodes = (jnp.concatenate(field, axis=1) for field in zip(*candidates))
-  # The score of a path is at most that of its beginning, and `top_k` takes the first of equal
-  # scores. Therefore the parents of selected candidates are selected too.
+  # The score of a candidate is at most the score of its parent, and `top_k` takes the first of
+  # equal scores. Therefore the parents of selected candidates are selected too.
   selected = jnp.sort(lax.top_k(scores, tree.num_guesses)[1], axis=1)  # [B, N]
   parents = gather(parents, selected)
   parent_nodes = 1 + jax.vmap(jnp.searchsorted)(selected, parents)

@@ -20,7 +20,7 @@ from specdec_jax.models.t5 import PAD_ID
 def prompt_lookup_or_ngrams(
   target: LoadedTarget, path: str, max_ngram: int = 3, order: int = 4
 ) -> DraftFactory:
-  """Return a draft by prompt lookup that falls back to n-grams with back-off."""
+  """Return a draft that uses prompt lookup and falls back to n-grams with back-off."""
   factories = prompt_lookup(target, max_ngram), backoff_ngrams(target, path, order)
 
   def build(sampling: Sampling, tree: AnyTree) -> FallbackDraft:
@@ -32,16 +32,16 @@ def prompt_lookup_or_ngrams(
 
 @dataclasses.dataclass(frozen=True)
 class FallbackDraft(Draft):
-  """Draft that uses, in each row, the first of several drafts that proposes a token.
+  """A draft that uses, in each row, the first of its drafts that proposes a token.
 
   A draft proposes nothing if its first token is PAD_ID. If all drafts propose nothing, the last one
-  is used. Parameters and states are tuples in the order of the drafts.
+  is used. Parameters and states are tuples with one entry per draft, in order.
 
   Attributes:
     drafts: two or more drafts with equal trees that select their tokens deterministically.
 
   Raises:
-    InputError: there are none, or their trees differ; or (in `propose`) one of them samples.
+    InputError: there are no drafts, their trees differ, or (in `propose`) one of them samples.
   """
 
   drafts: tuple[Draft, ...]

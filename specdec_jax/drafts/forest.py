@@ -1,9 +1,9 @@
 """Several drafts whose trees share the last committed token as root (SpecInfer).
 
-K chains of one draft, each sampled with its own key, are a case of this (iterative speculative
-sampling). Equal tokens of two drafts remain two nodes, each with the q of its own draft, verified
-in the order of the drafts: merging them, or verifying them in random order, would not be exact
-(`tests/test_verifiers.py`).
+A special case is iterative speculative sampling, with K chains of one draft, each sampled with its
+own key. Equal tokens of two drafts remain two nodes, each with the q of its own draft, and the
+nodes are verified in the order of the drafts. It would not be exact to merge the nodes, or to
+verify them in random order (`tests/test_verifiers.py`).
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ from specdec_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class ForestDraft(Draft):
-  """Draft whose tree consists of the static trees of several drafts, with a common root.
+  """A draft whose tree joins the static trees of several drafts at a common root.
 
-  Parameters and states are tuples in the order of the drafts. The drafts do not receive outcomes,
-  because accepted tokens may be another draft's. Models process the tokens that were committed at
-  the start of the next round.
+  Parameters and states are tuples with one entry per draft, in order. The drafts do not receive the
+  outcome of verification, because accepted tokens may come from a different draft. Instead, drafts
+  that are models process the committed tokens at the start of the next round.
 
   Attributes:
     drafts: two or more drafts; the tokens of the first one are verified first.
-    vocab_size: V.
+    vocab_size: size of the vocabulary, V.
 
   Raises:
     InputError: there are no drafts.
@@ -73,9 +73,10 @@ class ForestDraft(Draft):
 def concatenated(
   proposals: Sequence[Proposal], vocab_size: int
 ) -> tuple[Int[Array, "B N"], Float[Array, "B N V"] | None]:
-  """Return the tokens of all proposals, one proposal after the other, and their q.
+  """Concatenate the tokens and the q of all proposals.
 
-  q is None if all tokens were selected deterministically; otherwise selected tokens have one-hots.
+  The q is None if all tokens were selected deterministically. If only some proposals were selected
+  deterministically, the q of their tokens are one-hots.
   """
   tokens = jnp.concatenate([proposal.tokens for proposal in proposals], axis=1)
   if all(proposal.q is None for proposal in proposals):
@@ -85,11 +86,11 @@ def concatenated(
 
 
 def joined_at_root(trees: Sequence[Tree]) -> tuple[Tree, list[int]]:
-  """Return one tree of several trees that share their root.
+  """Join several trees at their roots.
 
   Returns:
-    The tree, and for each of its draft tokens its index in the concatenation of the draft tokens of
-    all trees.
+    The joined tree, and the index of each of its draft tokens in the concatenated draft tokens of
+    the given trees.
   """
   paths, first = [], 0
   for tree in trees:

@@ -19,16 +19,18 @@ from specdec_jax.wrappers import WrappedDraft
 
 @dataclasses.dataclass(frozen=True)
 class HierarchicalDraft(Draft):
-  """Draft that samples a chain from a model, which is itself decoded with a cheaper draft.
+  """A draft that samples a chain from a model, which is itself decoded with a cheaper draft.
 
-  The first token is sampled from the model. The others are decoded from it by `inner` and token
-  verification, which is exact, so the distribution of the model is the q of each.
+  The first token is sampled from the model. The other tokens are decoded from the model with
+  `inner` and token verification. This is exact, so the q of each token is the distribution of the
+  model.
 
-  Parameters are (parameters of the model, parameters of `inner`), and so are states.
+  Parameters are (parameters of the model, parameters of `inner`). The state is (cache of the model,
+  state of `inner`).
 
   Attributes:
-    model: M_q.
-    inner: draft for the model, whose tree is a chain; may be hierarchical too.
+    model: the approximation model, M_q.
+    inner: draft for the model. Its tree is a chain, and it may be hierarchical too.
     sampling: sampling method, which turns the model's logits into q.
     tree: a chain.
     reread: see `ModelDraft`.
@@ -101,26 +103,27 @@ class HierarchicalDraft(Draft):
 
   @property
   def _recording_inner(self) -> "_LogitsRecorder":
-    """Return the inner draft with a forward pass over every token that it may not have processed.
+    """Return the inner draft with recorded logits and a longer first forward pass.
 
-    These are the tokens that the model may not have processed, the first token of the model, and,
-    if that was accepted by the target, the last token of the inner draft itself.
+    The pass covers every token that the inner draft may not have processed: the tokens that the
+    model may not have processed, the first token from the model, and the last token that the inner
+    draft proposed, which the target may have accepted.
     """
     return _LogitsRecorder(self.inner.with_reread(self.reread + 2))
 
   def _with_room(self, context: Context) -> Context:
-    """Return a context with more slots, because the inner draft may propose past this draft."""
+    """Return the context with more slots, because the inner draft may propose past gamma tokens."""
     room = self.inner.tree.num_nodes
     return context._replace(tokens=jnp.pad(context.tokens, ((0, 0), (0, room))))
 
 
 class _RecordedLogits(NamedTuple):
-  """State of a draft, and the logits that each new token was sampled from.
+  """State of a draft, and the logits from which each new token was sampled.
 
   Attributes:
     inner: state of the draft.
     first_length: number of committed tokens before the first round.
-    logits: logits of each token since then.
+    logits: logits from which each token after the first `first_length` tokens was sampled.
   """
 
   inner: Any
@@ -129,7 +132,7 @@ class _RecordedLogits(NamedTuple):
 
 
 class _LogitsRecorder(WrappedDraft):
-  """Draft that records the logits from which the emitted tokens were sampled."""
+  """A wrapped draft that records the logits from which the emitted tokens were sampled."""
 
   def propose(
     self, params: Any, state: _RecordedLogits, context: Context, rng: Key[Array, " B"]
@@ -139,7 +142,7 @@ class _LogitsRecorder(WrappedDraft):
 
   def observe(self, params: Any, state: _RecordedLogits, outcome: Outcome) -> _RecordedLogits:
     num_before = outcome.length - outcome.num_emitted - state.first_length
-    node = jnp.arange(state.logits.shape[1]) - num_before[:, None]  # that each token follows
+    node = jnp.arange(state.logits.shape[1]) - num_before[:, None]  # node before each token
     is_new = (node >= 0) & (node < outcome.num_emitted[:, None])
     new_logits = gather(outcome.logits, jnp.clip(node, 0, outcome.logits.shape[1] - 1))
     logits = jnp.where(is_new[..., None], new_logits, state.logits)

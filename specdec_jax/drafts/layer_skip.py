@@ -1,7 +1,7 @@
-"""Layer skipping: some decoder layers of the target as draft (Section 3.6; Zhang et al., 2024).
+"""Layer skipping: some decoder layers of the target as a draft (Section 3.6; Zhang et al., 2024).
 
-The draft reads the target's cache of these layers. What it writes there is discarded after the
-round, because the target's forward pass over the draft tokens writes the same slots.
+The draft reads the target's cache of these layers. Its own entries in that cache are discarded
+after the round; the target's forward pass over the draft tokens writes the same slots.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ from specdec_jax.wrappers import WrappedDraft
 
 
 def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
-  """Return some layers of the target's decoder, with its final norm and logits, as draft.
+  """Return a draft from some decoder layers of the target and the target's final norm and logits.
 
   Args:
     target: a T5 or a decoder-only model of this project.
-    layers: layers of the decoder, from 0, in ascending order.
+    layers: numbers of the decoder layers, from 0, in ascending order.
 
   Raises:
-    InputError: there are no layers, or the target does not have them.
+    InputError: `layers` is empty or not ascending, or the target does not have these layers.
   """
   require_types(layer_skip, locals())
   model = unwrapped(target.model)
@@ -54,7 +54,7 @@ def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
 
 
 def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Config, Any]:
-  """Return configuration and parameters of the model that has only some of the decoder layers.
+  """Return the configuration and the parameters of a model with only some of the decoder layers.
 
   The parameters are not copied.
   """
@@ -67,13 +67,13 @@ def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Confi
 
 @dataclasses.dataclass(frozen=True)
 class LayerSkipDraft(WrappedDraft):
-  """Draft that samples tokens from some layers of the target and uses the target's cache.
+  """A draft that samples tokens from some layers of the target and uses the target's cache.
 
-  It has no state and does not process the prompt. Parameters are those of the layers.
+  It has no state and does not process the prompt. Its parameters are those of `draft`.
 
   Attributes:
     draft: draft of the model that consists of these layers.
-    layers: their numbers in the target.
+    layers: numbers of these layers in the target.
   """
 
   draft: ModelDraft

@@ -1,10 +1,10 @@
-"""Lookahead decoding: the target's own earlier forward passes as draft (Fu et al., ICML 2024).
+"""Lookahead decoding: draft tokens from the target's own earlier passes (Fu et al., ICML 2024).
 
-Next to the draft tokens, each target forward pass processes a window of tokens that may come later.
-Each column of the window is a trajectory of Jacobi iteration: gamma tokens, one from each of the
-last passes. The current pass adds one more. The gamma + 1 tokens are stored in a pool as an n-gram,
-and the window advances by one pass. Draft tokens are the n-grams in the pool that start with the
-last committed token.
+In addition to the draft tokens, each target forward pass processes a window of tokens that may come
+later. Each column of the window is a trajectory of Jacobi iteration: gamma tokens, one from each of
+the last gamma passes. The current pass adds one more token to each column. The gamma + 1 tokens of
+a column are stored in a pool as an n-gram, and the oldest row of the window is dropped. The draft
+proposes the n-grams in the pool that start with the last committed token.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from specdec_jax.models.t5 import PAD_ID
 
 
 def lookahead(target: LoadedTarget, window: int = 5, num_guesses: int = 5) -> DraftFactory:
-  """Return lookahead decoding as draft; see `LookaheadDraft`.
+  """Return lookahead decoding as a draft; see `LookaheadDraft`.
 
-  It is built for a chain, whose depth is the gamma of the n-grams.
+  The draft is built for a chain. The depth of the chain is the number of draft tokens per n-gram.
   """
 
   def build(sampling: Sampling, tree: AnyTree) -> LookaheadDraft:
@@ -43,9 +43,9 @@ class Lookahead(NamedTuple):
   """State of `LookaheadDraft`.
 
   Attributes:
-    window: trajectories, oldest pass first; row l of column k is a guess of the token l + k + 1
+    window: trajectories, oldest pass first. Row l of column k guesses the token that is l + k + 1
       positions after the last committed one.
-    pool: continuations of each token, latest first; PAD_ID if there are fewer.
+    pool: continuations of each token, latest first; missing continuations are PAD_ID.
   """
 
   window: Int[Array, "B gamma width"]
@@ -54,26 +54,27 @@ class Lookahead(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LookaheadDraft(Draft):
-  """Draft that proposes n-grams of the pool as chains, and the window as the last branch.
+  """A draft that proposes n-grams from a pool as chains, and its window as the last branch.
 
-  The window is processed in the same forward pass as the n-grams, so that verifying it as well
-  costs nothing more. In its branch, row 0 is a chain, and the rest of each column follows the token
-  of that column in row 0. A token thus sees row 0 up to its own column, and its own column.
+  The window is processed in the same forward pass as the n-grams, so verifying its tokens too costs
+  nothing more. In the branch of the window, row 0 is a chain, and the other rows of each column
+  follow the token of that column in row 0. Each token thus attends to its own column and to row 0
+  up to that column.
 
   The pool stores only the latest of the n-grams that share their first two tokens, because the
   verifier follows only one of several equal siblings. Trajectories are the argmax of the target at
   any temperature, and all draft tokens are selected deterministically. Trajectories are initialized
-  with tokens of the prompt. There are no parameters. The pool takes 4 V `num_guesses` gamma bytes
-  per row: 2.6 MB for V = 32,128, 5 n-grams and gamma 4.
+  with tokens of the prompt. There are no parameters. The pool takes 4 * `vocab_size` *
+  `num_guesses` * `gamma` bytes per row: 2.6 MB for 32,128 tokens, 5 n-grams and gamma 4.
 
   Attributes:
-    vocab_size: V.
-    gamma: number of draft tokens of an n-gram, which follow its first token.
+    vocab_size: size of the vocabulary, V.
+    gamma: number of draft tokens per n-gram; they follow its first token.
     window: number of columns of the window.
-    num_guesses: number of n-grams that are stored per token and proposed.
+    num_guesses: number of n-grams that are stored per token; all of them are proposed.
 
   Raises:
-    InputError: one of these is not a positive integer.
+    InputError: gamma, window or num_guesses is not a positive integer.
   """
 
   vocab_size: int
@@ -90,10 +91,10 @@ class LookaheadDraft(Draft):
 
   @functools.cached_property
   def _layout(self) -> tuple[Tree, list[int], list[int]]:
-    """Tree, order of its draft tokens, and nodes at the ends of the columns.
+    """Tree of the draft tokens, the order of the tokens, and the last node of each column.
 
-    The order gives the index of each draft token among the tokens of all chains, followed by those
-    of the window, row by row.
+    The order gives the index of each draft token in the sequence that consists of the tokens of all
+    chains and then the tokens of the window, row by row.
     """
     width, first = self.window, self.num_guesses * self.gamma
     cells = [(row, column) for row in range(self.gamma) for column in range(width)]
@@ -134,7 +135,7 @@ class LookaheadDraft(Draft):
 def _with_ngrams(
   pool: Int[Array, "V guesses gamma"], ngrams: Int[Array, "width gamma_plus_1"]
 ) -> Int[Array, "V guesses gamma"]:
-  """Return the pool of a row after adding n-grams; the last one becomes the first of its token."""
+  """Return the pool of one row after adding n-grams, each as the first of its start token."""
 
   def add(pool, ngram):
     token, continuation = ngram[0], ngram[1:]

@@ -1,4 +1,4 @@
-"""A smaller model as draft: a chain or a static tree of its tokens, one forward pass per level."""
+"""A smaller model as a draft: it proposes a chain or a static tree, with one pass per level."""
 
 import dataclasses
 from typing import Any
@@ -17,19 +17,19 @@ from specdec_jax.errors import require_count
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft(Draft):
-  """Draft that samples tokens from a model with the sampling method of the target.
+  """A draft that samples tokens from a model with the sampling method of the target.
 
   Its parameters are those of the model. After a round the cache of the model may lack the last
   accepted token, because the deepest nodes of a tree are never processed.
 
   Attributes:
-    model: M_q.
+    model: the approximation model, M_q.
     sampling: sampling method, which turns the model's logits into q.
     tree: tree of the proposals; drafting takes `depth` forward passes.
     independent: whether siblings are sampled independently, with duplicates (SpecInfer, SpecTr),
       instead of without replacement.
-    reread: number of tokens in the first forward pass of a round, which ends with the last
-      committed token. 2 suffices unless rounds commit tokens of other drafts (`drafts.forest`).
+    reread: number of last committed tokens that the first forward pass of a round covers. 2 suffice
+      unless rounds commit tokens of different drafts (`drafts.forest`).
 
   Raises:
     InputError: the tree has no draft tokens.
@@ -64,15 +64,15 @@ class ModelDraft(Draft):
     offsets: Int[Array, " K"] | int,
     slot: Int[Array, " B"],
   ) -> Any:
-    """Return the cache, conditioned on hidden states of the target; by default it is not.
+    """Condition the cache on hidden states of the target; by default, return it unchanged.
 
     Args:
       params: parameters of the model.
       cache: cache of the model.
-      hidden: hidden states of the target at the start of the round of each token, M = K; or a
-        single one, M = 1.
-      offsets: number of tokens since the start of the round.
-      slot: slot of the first of the tokens that will be processed.
+      hidden: hidden state of the target at the start of the round that processes each token, or a
+        single state for all tokens.
+      offsets: number of tokens from the start of the round to each token.
+      slot: slot of the first token that will be processed.
     """
     return cache
 
@@ -87,7 +87,7 @@ class ModelDraft(Draft):
   ) -> tuple[Proposal, Any]:
     """Propose tokens, given logits at the last committed token.
 
-    The cache holds this token in the slot after its length.
+    The cache holds that token in the first slot past its length.
     """
     propose = self._propose_chain if self.tree.is_chain else self._propose_tree
     return propose(params, cache, logits, rng)
@@ -95,7 +95,7 @@ class ModelDraft(Draft):
   def _propose_chain(
     self, params: Any, cache: Any, logits: Float[Array, "B V"], rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    """Sample one token after the other."""
+    """Sample a chain, one token at a time."""
     gamma = self.tree.depth
     keys = split_rows(rng, gamma)
     first, first_q = sample_logits(keys[0], logits, self.sampling)
@@ -116,7 +116,7 @@ class ModelDraft(Draft):
   def _propose_tree(
     self, params: Any, cache: Any, logits: Float[Array, "B V"], rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    """Sample one level after the other."""
+    """Sample a tree, one level at a time."""
     tree, level_logits = self.tree, logits[:, None]  # [B, nodes of the level, V]
     tokens, q, parent_level = [], [], 0
     for (first, last), level_keys in zip(tree.levels, split_rows(rng, tree.depth)):
@@ -143,11 +143,13 @@ def extend_last_tokens(
   """Run a draft model over the last committed tokens.
 
   After a round whose draft tokens were all accepted, the cache lacks the last of them. Therefore
-  the pass always covers `count` tokens, and writes those before the last one again. A row with
-  fewer tokens processes unused slots after them, and its result is taken before those.
+  the pass always covers `count` tokens, and writes the slots of all but the last one again. In a
+  row with fewer tokens, the pass also covers the unused slots after them, whose results are not
+  returned.
 
   Returns:
-    Logits and hidden states at the last committed token, and the cache of the tokens before it.
+    (logits at the last committed token, hidden states at that token, cache). The cache has the
+    length of the tokens before that token.
   """
   length = context.length
   start = jnp.maximum(length - count, 0)

@@ -1,4 +1,4 @@
-"""Drafts that sample from unigram or bigram counts, at negligible cost (Section 3.6, Table 3)."""
+"""Unigram and bigram drafts, which sample from counts at negligible cost (Section 3.6, Table 3)."""
 
 import dataclasses
 import functools
@@ -31,12 +31,12 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error)
 
 
 def unigram(target: LoadedTarget, path: str) -> DraftFactory:
-  """Return a unigram draft, counted in a text file with one output of the task per line."""
+  """Return a draft from the unigrams of a text file, which has one output of the task per line."""
   return _ngram("unigram", 1, target.vocabulary, path)
 
 
 def bigram(target: LoadedTarget, path: str) -> DraftFactory:
-  """Return a bigram draft, counted in a text file with one output of the task per line."""
+  """Return a draft from the bigrams of a text file, which has one output of the task per line."""
   return _ngram("bigram", 2, target.vocabulary, path)
 
 
@@ -47,12 +47,13 @@ def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftFac
 
 
 class Ngrams(NamedTuple):
-  """Counts of a text.
+  """Unigram and bigram counts of a text.
 
   Attributes:
     unigrams: number of occurrences of each token.
-    successors: most frequent successors of each token, most frequent first, ties by token id.
-    counts: number of occurrences of each successor; 0 if the token has fewer successors.
+    successors: most frequent successors of each token, in descending order of frequency. Equally
+      frequent successors are in order of token id.
+    counts: number of occurrences of each successor after the token; 0 for missing successors.
   """
 
   unigrams: Int[Array, " V"]
@@ -69,11 +70,12 @@ def fit_ngrams(
   """Count unigrams and bigrams.
 
   Args:
-    rows: token ids of texts, with EOS, without a start token and without padding.
-    vocab_size: V.
+    rows: token ids of each text, with EOS, without a start token and without padding.
+    vocab_size: size of the vocabulary, V.
     num_successors: number of successors to store for each token.
-    start_id: token before each text, the context of its first token. If it is padding, token 0 may
-      not occur in a text; GPT-2 has another start token, and token 0 is an ordinary token.
+    start_id: token before each text; it is the context of the first token. If it is the padding
+      token 0, no text may contain token 0. GPT-2 has a different start token, and its token 0 is an
+      ordinary token.
 
   Raises:
     InputError: there are no tokens, an id is outside the vocabulary or is padding, or
@@ -107,13 +109,13 @@ def fit_ngrams(
 
 
 def save_ngrams(path: str | os.PathLike, ngrams: Ngrams) -> None:
-  """Write counts to a .npz file, atomically."""
+  """Write n-gram counts to a .npz file atomically."""
   with atomic_write(path, "wb") as file:
     np.savez_compressed(file, **ngrams._asdict())
 
 
 def load_ngrams(path: str | os.PathLike) -> Ngrams:
-  """Read counts that `save_ngrams` wrote.
+  """Read n-gram counts that `save_ngrams` wrote.
 
   Raises:
     InputError: there is no such file, or it does not contain n-gram counts.
@@ -133,23 +135,23 @@ def load_ngrams(path: str | os.PathLike) -> Ngrams:
 
 @dataclasses.dataclass(frozen=True)
 class NgramDraft(Draft):
-  """Draft that samples a chain from unigrams (order 1) or bigrams (order 2).
+  """A draft that samples a chain from unigrams (order 1) or bigrams (order 2).
 
   Its parameters are `Ngrams`. After a context that was not counted, bigrams back off to unigrams.
-  After any other context only the stored successors are proposed. Counts are not smoothed:
-  exactness does not need q > 0, because tokens that the draft never proposes come from the
-  residual, and smoothing would take probability from tokens that may be accepted. At temperature 0
-  smoothing would change nothing.
+  After a context that was counted, only the stored successors are proposed. Counts are not
+  smoothed. Exactness does not need q > 0, because tokens that the draft never proposes come from
+  the residual. Smoothing would take probability from tokens that may be accepted. At temperature 0
+  it would change nothing.
 
   Attributes:
     order: 1 or 2.
-    vocab_size: V.
+    vocab_size: size of the vocabulary, V.
     sampling: sampling method, which turns counts into q.
     tree: a chain.
 
   Raises:
     InputError: order is neither 1 nor 2, the tree is not a chain, or (in `init`) the counts are for
-      another vocabulary.
+      a different vocabulary.
   """
 
   order: int
@@ -183,7 +185,7 @@ class NgramDraft(Draft):
     return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), state
 
   def _weights(self, ngrams: Ngrams, last_token: Int[Array, " B"]) -> Float[Array, "B V"]:
-    """Return the counts of the tokens that follow the last committed token."""
+    """Return the counts from which the token after `last_token` is sampled."""
     shape = len(last_token), self.vocab_size
     unigrams = jnp.broadcast_to(ngrams.unigrams.astype(jnp.float32), shape)
     if self.order == 1:

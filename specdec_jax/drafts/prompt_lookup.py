@@ -1,4 +1,4 @@
-"""Prompt lookup: copying from the context, at negligible cost (Section 3.6)."""
+"""Prompt lookup: draft tokens copied from the context, at negligible cost (Section 3.6)."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ from specdec_jax.models.t5 import PAD_ID
 
 
 def prompt_lookup(target: LoadedTarget, max_ngram: int = 3) -> DraftFactory:
-  """Return a draft by prompt lookup; see `PromptLookupDraft`."""
+  """Return a draft that uses prompt lookup; see `PromptLookupDraft`."""
   vocab_size = len(target.vocabulary)
 
   def build(sampling: Sampling, tree: AnyTree) -> PromptLookupDraft:
@@ -29,24 +29,25 @@ def prompt_lookup(target: LoadedTarget, max_ngram: int = 3) -> DraftFactory:
 
 @dataclasses.dataclass(frozen=True)
 class PromptLookupDraft(Draft):
-  """Draft that proposes the tokens after an earlier occurrence of the last committed tokens.
+  """A draft that proposes the tokens after an earlier occurrence of the last committed tokens.
 
-  It searches the prompt and the text so far for the longest match, of at most `max_ngram` tokens,
-  of the last tokens. Among matches of equal length, those in the prompt are preferred to those in
-  the text, and later ones to earlier ones. If a match reaches the end of the text, the proposal
-  continues with its own draft tokens, so that a repeating pattern is extended.
+  It searches the prompt and the text so far for the longest match of the last committed tokens. A
+  match has at most `max_ngram` tokens. Among matches of equal length, matches in the prompt are
+  preferred to matches in the text, and later matches to earlier ones. If the continuation of a
+  match reaches the end of the text, it starts again after the match, so that a repeating pattern is
+  extended.
 
-  In a tree, the children of the last committed token start the continuations of several matches,
-  best first, with distinct tokens. After each of them only first children are proposed, as in
-  `branching(2, 1, 1)`.
+  In a tree, each child of the last committed token starts the continuation of a different match,
+  best match first, and the children are distinct tokens. Below them, only first children are
+  proposed, as in `branching(2, 1, 1)`.
 
   All tokens are selected deterministically. A draft token is PAD_ID where there is no match, where
-  the prompt has ended, or where the token is not in the target's vocabulary. There are no
-  parameters. For a decoder-only model the prompt is part of the text as well; the only effect is
-  that its EOS may be proposed if the last tokens of the prompt occur again.
+  the prompt has ended, or where the copied token is not in the target's vocabulary. There are no
+  parameters. For a decoder-only model the prompt is also part of the text. The only effect is that
+  the EOS of the prompt may be proposed if the last tokens of the prompt occur again.
 
   Attributes:
-    vocab_size: V.
+    vocab_size: size of the vocabulary, V.
     tree: a static tree.
     max_ngram: maximum number of tokens of a match.
 
@@ -70,7 +71,10 @@ class PromptLookupDraft(Draft):
     num_slots, length = tokens.shape[1], context.length[:, None]
 
     def match_length(text: Int[Array, "B T"]) -> Int[Array, "B T"]:
-      """Return how many of the last tokens occur up to each position, at most `max_ngram`."""
+      """Return the length of the longest suffix of the committed tokens that ends at each position.
+
+      It is at most `max_ngram`.
+      """
       count, is_match = jnp.zeros(text.shape, jnp.int32), True
       for n in range(self.max_ngram):
         earlier = jnp.pad(text, ((0, 0), (n, 0)), constant_values=-1)[:, : text.shape[1]]
@@ -91,11 +95,11 @@ class PromptLookupDraft(Draft):
     branches: list[Array] = []
     copied = tokens
     for _ in range(tree.levels[0][1] - 1):  # children of the last committed token
-      if branches:  # drop matches with the same first token as the branch before
+      if branches:  # drop matches with the same first token as the previous branch
         score = jnp.where(both[:, 1 : size + 1] == copied[:, :1], 0, score)
       best = (score * size + jnp.arange(size)).max(axis=1, keepdims=True)
       is_match, match = best >= size, best % size
-      # A continuation in the text ends at the last token, and starts again after the match.
+      # A continuation in the text ends at the last token, and then starts again after the match.
       period = jnp.where(match < num_slots, length - 1 - match, depth)
       copied = gather(both, match + 1 + jnp.arange(depth) % period)
       branches.append(jnp.where(is_match & (copied < self.vocab_size), copied, PAD_ID))
@@ -107,9 +111,10 @@ class PromptLookupDraft(Draft):
 
 
 def _branch_of_guess(tree: Tree) -> np.ndarray:
-  """Return for each draft token its branch, if only first children precede it there; otherwise -1.
+  """Return the branch of each draft token; -1 for tokens that are not on a path of first children.
 
-  Branches are numbered by their first token, a child of the last committed token.
+  A branch starts at a child of the last committed token, and has the number of that child among its
+  siblings.
   """
   branches: list[int] = []
   for parent, rank in zip(tree.parents, tree.ranks.tolist()):

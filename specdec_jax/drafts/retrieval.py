@@ -1,9 +1,10 @@
 """Retrieval from a datastore of the task's texts (REST; He et al., 2024).
 
-The datastore is a suffix array: all places of the text, sorted by the tokens from there on. Places
-with the same tokens, and among them places with the same continuation, are adjacent. The longest
-suffix of the committed tokens that occurs in the datastore is found by bisection, inside the
-compiled loop. Its continuations form a trie, whose nodes are weighted by how often they occur.
+The datastore is a suffix array: all places in the texts, sorted by the tokens that start there.
+Occurrences of the same tokens are therefore adjacent, and among them so are occurrences with the
+same continuation. The longest suffix of the committed tokens that occurs in the datastore is found
+by bisection, inside the compiled loop. Its continuations form a trie, whose nodes are weighted by
+their frequency.
 """
 
 import contextlib
@@ -38,8 +39,8 @@ class Datastore(NamedTuple):
   """Suffix array of texts, each with its start token.
 
   Attributes:
-    tokens: tokens of all texts, and REACH times -1.
-    places: all places in the texts, sorted by the REACH tokens from there on.
+    tokens: tokens of all texts, followed by REACH entries of -1.
+    places: all places in the texts, sorted by the REACH tokens that start at each place.
   """
 
   tokens: Int[Array, " M_plus_reach"]
@@ -49,13 +50,13 @@ class Datastore(NamedTuple):
 def retrieval(
   target: LoadedTarget, path: str, max_context: int = 8, num_matches: int = 64
 ) -> DraftFactory:
-  """Return retrieval from a text file with one output of the task per line, as draft.
+  """Return a draft that retrieves from a text file, which has one output of the task per line.
 
   The datastore is cached in JAX's compilation cache, if that is enabled.
 
   Args:
     target: the target.
-    path: the text file.
+    path: path of the text file.
     max_context: see `RetrievalDraft`.
     num_matches: see `RetrievalDraft`.
   """
@@ -68,7 +69,7 @@ def retrieval(
 
 
 def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
-  """Return the datastore of a text file, read from the cache if it contains one."""
+  """Return the datastore of a text file; read it from the cache, or build and cache it."""
   lines = read_lines(path)
   cache = getattr(jax.config, "jax_compilation_cache_dir", None)
   contents = "\n".join([str(REACH), vocabulary.fingerprint(), *lines])
@@ -88,10 +89,10 @@ def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
 
 
 def build_datastore(rows: Iterable[Sequence[int]], start_id: int = PAD_ID) -> Datastore:
-  """Return the datastore of texts.
+  """Build the datastore of texts.
 
   Args:
-    rows: token ids of texts, with EOS and without a start token.
+    rows: token ids of each text, with EOS and without a start token.
     start_id: token before each text.
 
   Raises:
@@ -106,12 +107,13 @@ def build_datastore(rows: Iterable[Sequence[int]], start_id: int = PAD_ID) -> Da
 
 
 class _Trie(NamedTuple):
-  """Continuations in sorted order, as a trie.
+  """Trie of continuations, which are in sorted order.
 
   Attributes:
     tokens: tokens of each continuation.
-    leader: first continuation that equals this one up to each token; it represents the node.
-    counts: number of continuations through the node, at its leader; otherwise 0.
+    leader: for each token, the first continuation that is equal up to that token. It represents the
+      node of the trie that the token belongs to.
+    counts: number of continuations that pass through a node, at its leader; 0 elsewhere.
   """
 
   tokens: Int[Array, "B matches D"]
@@ -121,17 +123,17 @@ class _Trie(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalDraft(Draft):
-  """Draft that proposes the most frequent continuations in a `Datastore`, its parameters.
+  """A draft that proposes the most frequent continuations in a datastore.
 
-  A dynamic tree consists of the most frequent nodes of the trie, and of -1 if there are fewer. In a
-  static tree each node has its most frequent children, and PAD_ID if there are fewer. All tokens
-  are selected deterministically.
+  Its parameters are a `Datastore`. The continuations form a trie. A dynamic tree consists of the
+  most frequent nodes of the trie; missing tokens are -1. In a static tree, each node has its most
+  frequent children; missing tokens are PAD_ID. All tokens are selected deterministically.
 
   Attributes:
     tree: a static or a dynamic tree.
     max_context: maximum number of tokens of the suffix that is looked up.
-    num_matches: number of continuations that form the trie; if there are more, it uses this many at
-      even intervals.
+    num_matches: maximum number of continuations that form the trie. If there are more, this many
+      are selected at even intervals.
 
   Raises:
     InputError: the sum of max_context and the depth of the tree exceeds REACH, or the tree needs
@@ -169,17 +171,17 @@ class RetrievalDraft(Draft):
     return Proposal(_most_frequent_children(trie, self.tree)), state
 
   def _trie(self, store: Datastore, context: Context) -> _Trie:
-    """Return the trie of the continuations of the longest suffix that occurs."""
+    """Return the trie of the continuations of the longest suffix that occurs in the datastore."""
     most, depth = self.max_context, self.tree.depth
-    # Row n - 1 holds the last n tokens, and then tokens without meaning: [B, most, most].
+    # Row n - 1 of `suffixes` [B, most, most] holds the last n tokens, and then arbitrary tokens.
     n, i = jnp.arange(1, most + 1)[:, None], jnp.arange(most)
     slots = context.length[:, None, None] - n + i
     slots = jnp.clip(slots, 0, context.tokens.shape[1] - 1)
     suffixes = jax.vmap(lambda row, slots: row[slots])(context.tokens, slots)
     low, high = _interval(store, suffixes, i < n)
     occurs = (high > low) & (n[:, 0] <= context.length[:, None])
-    # Index of the longest suffix that occurs; if none does, that of the longest, which has no
-    # match.
+    # Index of the longest suffix that occurs. If no suffix occurs, it is the index of the longest
+    # suffix, which has no match.
     longest = most - 1 - occurs[:, ::-1].argmax(axis=1, keepdims=True)
     low = gather(low, longest)
     num_found = gather(jnp.where(occurs, high, low) - low, longest)  # [B, 1]
@@ -190,7 +192,7 @@ class RetrievalDraft(Draft):
     match = jnp.minimum(low + (rank * step).astype(jnp.int32), len(store.places) - 1)
     start = store.places[match] + longest + 1
     tokens = store.tokens[start[..., None] + jnp.arange(depth)]  # [B, matches, D]
-    # A continuation is a leader from the first token on that differs from the continuation before.
+    # A continuation is a leader from its first token that differs from the previous continuation.
     before = jnp.pad(tokens, ((0, 0), (1, 0), (0, 0)), constant_values=-2)[:, :-1]
     is_leader = is_match[..., None] & (jnp.cumsum(tokens != before, axis=2) > 0)
     leader = lax.cummax(jnp.where(is_leader, rank[:, None], 0), axis=1)
@@ -202,11 +204,11 @@ class RetrievalDraft(Draft):
 def _interval(
   store: Datastore, suffixes: Int[Array, "B most most"], is_token: Bool[Array, "most most"]
 ) -> tuple[Int[Array, "B most"], Int[Array, "B most"]]:
-  """Return the bounds of the interval of places at which each suffix occurs, by bisection.
+  """Find the interval of places at which each suffix occurs, by bisection, and return its bounds.
 
   Args:
     store: the datastore.
-    suffixes: suffixes of the text, one per row.
+    suffixes: suffixes of the committed tokens, one per row.
     is_token: whether each entry of a row belongs to the suffix.
   """
   passes_equal = jnp.array([False, True])  # the upper bound is past the places that are equal

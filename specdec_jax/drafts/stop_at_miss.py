@@ -1,7 +1,7 @@
-"""Draft that ends its proposal where another draft has no token; rounds differ in length.
+"""A draft that ends its proposal where a wrapped draft has no token, so rounds differ in length.
 
 A lookup may thus be followed to its end (aggressive decoding), and a round without a match costs
-one autoregressive step.
+only one autoregressive step.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from specdec_jax.wrappers import WrappedDraft
 
 @dataclasses.dataclass(frozen=True)
 class StopAtMissDraft(WrappedDraft):
-  """Draft of a chain that ends before the first PAD_ID of another draft's proposal.
+  """A draft of a chain that ends before the first PAD_ID that the wrapped draft proposes.
 
-  The other draft proposes PAD_ID where it has no token. The target has a forward pass for chains of
-  length 0, 1, 2, 4, ... and gamma.
+  The wrapped draft proposes PAD_ID where it has no token. The target forward pass is compiled for
+  chains of 0, 1, 2, 4, ... and gamma draft tokens.
 
   Attributes:
-    draft: draft that selects its tokens deterministically.
+    draft: wrapped draft, which selects its tokens deterministically.
 
   Raises:
     InputError: the tree is not a chain; or (in `propose`) the draft samples.

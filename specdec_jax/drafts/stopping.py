@@ -1,10 +1,10 @@
-"""Draft model that stops proposing tokens when it is not confident (Section 6).
+"""A draft model that stops proposing tokens when it is not confident (Section 6).
 
-As in SpecDec++ and AdaEDL: the probability that the model gives its most probable token predicts
-whether a draft token will be accepted, and the product of these probabilities along a chain
-predicts whether it will be reached (experiments/gamma). Another token is proposed while that
-product is at least `threshold`. The decision depends on distributions at tokens that are already
-sampled, never on the token that it is about, so token verification stays exact.
+The method follows SpecDec++ and AdaEDL. The probability that the model gives its most probable
+token predicts whether a draft token will be accepted. The product of these probabilities along a
+chain predicts whether verification will reach a token (experiments/gamma). The draft continues
+while that product is at least `threshold`. The decision to propose a token depends on distributions
+at tokens that are already sampled, never on the token itself, so token verification stays exact.
 """
 
 import dataclasses
@@ -26,11 +26,13 @@ from specdec_jax.wrappers import WrappedDraft
 
 @dataclasses.dataclass(frozen=True)
 class StoppingDraft(WrappedDraft):
-  """Draft of a chain of at least one token; a token that is not proposed is -1, and its q is 0.
+  """A draft of a chain that ends where its model is not confident.
+
+  It proposes at least one token. A token that is not proposed is -1, and its q is 0.
 
   Attributes:
-    draft: draft of the model, with the largest gamma.
-    threshold: confidence threshold in [0, 1]; with 0 all tokens are proposed.
+    draft: draft of the model; its gamma is the maximum number of tokens.
+    threshold: confidence threshold in [0, 1]; with threshold 0 all tokens are proposed.
 
   Raises:
     InputError: the tree is not a chain, or the threshold is outside [0, 1].
@@ -77,5 +79,5 @@ class StoppingDraft(WrappedDraft):
 
 
 def confidence(logits: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
-  """Return the probability of the most probable token, without adjustment by a sampling method."""
+  """Return the probability of the most probable token at temperature 1, without top-k or top-p."""
   return jnp.exp(-jax.nn.logsumexp(logits - logits.max(axis=-1, keepdims=True), axis=-1))

@@ -15,7 +15,7 @@ from specdec_jax.loading import DraftFactory, LoadedTarget
 
 
 def uniform(target: LoadedTarget) -> DraftFactory:
-  """Return the uniform draft for the vocabulary of a target."""
+  """Return a draft that samples uniformly from the vocabulary of a target."""
   vocab_size = len(target.vocabulary)
 
   def build(sampling: Sampling, tree: AnyTree) -> UniformDraft:
@@ -26,10 +26,10 @@ def uniform(target: LoadedTarget) -> DraftFactory:
 
 @dataclasses.dataclass(frozen=True)
 class UniformDraft(Draft):
-  """Draft that samples each token uniformly and independently, at any temperature.
+  """A draft that samples each token uniformly and independently, at any temperature.
 
   Attributes:
-    vocab_size: V.
+    vocab_size: size of the vocabulary, V.
     tree: a static tree.
   """
 

@@ -1,4 +1,4 @@
-"""Comparison of speculative with autoregressive outputs: argmax tokens, and samples."""
+"""Comparison of speculative outputs with the target's: argmax tokens, and samples."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -32,20 +32,20 @@ def compare_argmax(
   max_new_tokens: int,
   rounding: Rounding,
 ) -> list[tuple[int, Divergence]]:
-  """Compare argmax outputs token by token.
+  """Compare speculative and autoregressive argmax outputs token by token.
 
   Args:
     pair: target and vocabulary.
     texts: sources.
     autoregressive: function that decodes without a draft.
     speculative: function that decodes speculatively.
-    block: number of tokens of a verification pass: gamma + 1, or the nodes of a tree.
-    batch_size: texts decoded together.
-    max_new_tokens: limit for each output.
-    rounding: rounding of the target.
+    block: number of tokens of a verification pass: gamma + 1, or the number of nodes of a tree.
+    batch_size: number of texts decoded together.
+    max_new_tokens: maximum number of tokens of each output.
+    rounding: differences between the target's logits that rounding explains.
 
   Returns:
-    Pairs (number of a text whose outputs differ, from 1; first difference of its outputs).
+    A pair (number of the text, from 1; first difference) for each text whose outputs differ.
   """
   divergences = []
   for rows, prompt, count in batches(pair, texts, batch_size):
@@ -64,14 +64,16 @@ def compare_argmax(
 def cells_of(
   pair: LoadedPair, texts: Sequence[str], sampling: Sampling, samples_per_text: int, num_tokens: int
 ) -> list[Cells]:
-  """Return, for each text, cells of the first tokens of its outputs and their exact probabilities.
+  """Divide the possible outputs of each text into cells with exact probabilities.
+
+  A cell is a set of outputs that begin with the same tokens (`prefix_chi2.cut_into_cells`).
 
   Args:
     pair: target and draft; the target computes the probabilities.
     texts: sources.
     sampling: sampling method.
     samples_per_text: number of outputs that will be sampled for each text.
-    num_tokens: number of first tokens.
+    num_tokens: number of first tokens of an output that the cells take into account.
   """
   eos_id = pair.vocabulary.eos_id
 
@@ -99,9 +101,10 @@ def compare_samples(
     pair: target and draft; the target computes the exact probabilities.
     texts: sources.
     decode: function that decodes.
-    settings: settings of decoding; its `max_new_tokens` is the number of first tokens.
+    settings: settings of decoding; `max_new_tokens` is the number of tokens that are compared.
     samples_per_text: number of outputs sampled for each text.
-    cells: result of `cells_of` with these arguments, to compute it once for several comparisons.
+    cells: result of `cells_of` with these arguments, to compute it once for several comparisons;
+      None to compute it here.
   """
   total, eos_id = Comparison(), pair.vocabulary.eos_id
   sampling, batch_size = settings.sampling, settings.batch_size
@@ -127,7 +130,7 @@ def compare_samples(
 def _exact_probs(
   pair: LoadedPair, source: Array, sampling: Sampling, texts: Sequence[Sequence[int]]
 ) -> np.ndarray:
-  """Return the target's probabilities [N, T, V] before each token of N texts of length T."""
+  """Return the target's distribution [N, T, V] of each token of N texts of length T."""
   rows = -(-len(texts) // 32) * 32  # few shapes, so few programs
   tokens = np.full((rows, len(texts[0])), pair.vocabulary.eos_id, np.int32)
   tokens[: len(texts)] = texts
@@ -137,9 +140,9 @@ def _exact_probs(
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling"))
 def _probs(model: Model, sampling: Sampling, params, source: Array, tokens: Array) -> Array:
-  """Return the target's distribution of each token, given the tokens before it: [B, T, V].
+  """Return the target's distribution [B, T, V] of each token, given the tokens before it.
 
-  All rows of `tokens` [B, T] have the same source [1, S], so one prefill is enough for them.
+  All rows of `tokens` [B, T] have the same source [1, S], so a single prefill is enough.
   """
   batch, num_tokens = tokens.shape
   first, length = model.prompt_tokens(source)
@@ -151,9 +154,10 @@ def _probs(model: Model, sampling: Sampling, params, source: Array, tokens: Arra
 
 
 def _is_possible(eos_id: int, text: tuple[int, ...], probs: np.ndarray) -> bool:
-  """Return whether the target can generate a text, given probabilities [T, V] before each token.
+  """Return whether the target can generate a text.
 
-  No token may have probability 0 or follow EOS, and the text must be complete.
+  `probs` [T, V] are the target's distributions of the tokens. No token may have probability 0 or
+  follow EOS, and the text must be complete: it has T tokens or ends with EOS.
   """
   ends = len(text) == len(probs) or text[-1:] == (eos_id,)
   return bool(ends and eos_id not in text[:-1] and (probs[range(len(text)), text] > 0).all())

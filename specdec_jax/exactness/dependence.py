@@ -1,9 +1,9 @@
 """Tests of joint distributions: whether the tokens of an output are sampled independently.
 
-Given all earlier tokens, a score of `martingale` has mean 0. So its product with the score of an
-earlier token has mean 0, too, and a variance that is known once the earlier token is. Sums of such
-products are martingales as well. They drift if random numbers are used twice, even if each token
-alone has the correct distribution.
+Given all earlier tokens, a score of `martingale` has mean 0. Its product with the score of an
+earlier token therefore has mean 0, too, and its variance is known once the earlier token is known.
+Sums of such products are martingales as well. They drift if random numbers are used twice, even if
+each token alone has the correct distribution.
 """
 
 import operator
@@ -14,17 +14,17 @@ import numpy as np
 
 from specdec_jax.exactness.martingale import Drift, RoundScores
 
-LAGS = range(1, 17)  # distances, in tokens, of the rounds that are compared
+LAGS = range(1, 17)  # distances, in tokens, between the rounds that are compared
 
-Correlations = dict[str, Drift]  # by the names of the compared tokens
+Correlations = dict[str, Drift]  # keys are the names of the compared tokens
 
 
 class Grid(NamedTuple):
-  """Scores by row, slot and column, arrays [rows, slots, columns]; 0 where nothing was sampled.
+  """Scores of tokens in arrays [rows, slots, columns]; they are 0 where nothing was sampled.
 
   Attributes:
     score: scores with mean 0, given all earlier tokens.
-    variance: their variances.
+    variance: variances of the scores.
     largest: bound on the absolute value of a score.
   """
 
@@ -34,9 +34,9 @@ class Grid(NamedTuple):
 
 
 def within_rounds(scored: RoundScores) -> Correlations:
-  """Correlate tokens of a round with earlier tokens of the same round."""
+  """Correlate the scores of tokens with the scores of earlier tokens of the same round."""
   drafted, sampled = scored.where(_is_guess(scored)), scored.where(scored.next.spread > 0)
-  # The first child at each slot, and of these the first guess of each round.
+  # `first_child` has the first child at each slot, and `opening` the first guess of each round.
   first_child = drafted.where(drafted.sibling == 0)
   opening = first_child.where(first_child.slot == first_child.start)
   is_bonus = sampled.position < 0
@@ -67,10 +67,11 @@ def within_rounds(scored: RoundScores) -> Correlations:
 
 
 def between_rounds(scored: RoundScores, lags: range = LAGS) -> Correlations:
-  """Correlate tokens of two rounds that begin `lag` tokens apart, and of neighboring outputs.
+  """Correlate scores of rounds that begin a given distance apart, and of neighboring outputs.
 
-  The correlations are of guesses at the same position of both rounds, of their acceptance, of the
-  next tokens of both rounds, and of any two guesses that are `lag` tokens apart.
+  Four kinds of scores are correlated: those of guesses at the same position of both rounds, of the
+  acceptance of these guesses, of the next tokens of both rounds, and of any two guesses at that
+  distance. `lags` are the distances, in tokens.
   """
   correlations: Correlations = {}
   grids = dict(_grids(scored))
@@ -86,7 +87,7 @@ def between_rounds(scored: RoundScores, lags: range = LAGS) -> Correlations:
 
 
 def _grids(scored: RoundScores) -> Iterator[tuple[str, Grid]]:
-  """Yield the scores to correlate, by name."""
+  """Yield the name and the grid of each kind of scores to correlate."""
   drafted, sampled = scored.where(_is_guess(scored)), scored.where(scored.next.spread > 0)
   shape = int(scored.row.max() - scored.row.min()) + 1, int(scored.slot.max()) + 1
 
@@ -138,7 +139,7 @@ def _acceptance(scored: RoundScores) -> tuple[np.ndarray, np.ndarray, float]:
 
 
 def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarray) -> np.ndarray:
-  """Look up values [N] of scored guesses by row and slot [M].
+  """Look up the values of scored guesses by row and slot.
 
   Returns:
     For each row and slot, the value of the last guess there, or 0 if there is no guess.
@@ -152,18 +153,18 @@ def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarr
 
 
 def _before(scored: RoundScores, values: np.ndarray, later: RoundScores) -> np.ndarray:
-  """Return the value [M] at the slot before each slot of `later`; 0 at the start of a round."""
+  """Return the value at the slot before each token of `later`; it is 0 at the start of a round."""
   return _at(scored, values, later.row, later.slot - 1) * (later.slot > later.start)
 
 
 def _product(
   score: np.ndarray, variance: np.ndarray, largest: float, earlier: np.ndarray, bound: float
 ) -> Drift:
-  """Return the sum (`Drift`) of the products of scores with the scores of earlier tokens.
+  """Sum the products of scores with the scores of earlier tokens, as a `Drift`.
 
   Args:
     score: scores.
-    variance: their variances.
+    variance: variances of `score`.
     largest: bound on the absolute value of `score`.
     earlier: score of the earlier token of each product.
     bound: bound on the absolute value of the scores in `earlier`.

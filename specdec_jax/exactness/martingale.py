@@ -1,11 +1,15 @@
 """Tests of single tokens: guesses, their acceptance, and the tokens that the target samples.
 
-Output is exact if three things hold wherever a guess is verified: the guess is sampled from the q
-that its draft reports, it is accepted with the probability that the verifier assigns, and the token
-that replaces a rejected guess, or follows the last guess, is sampled from the residual
-distribution. Each condition gives scores with mean 0 and known variance, given all earlier tokens.
-Sums of such scores are martingales, and Freedman's inequality bounds how far they drift, for any
-number of tokens. The joint distribution of several tokens is tested by `dependence`.
+Output is exact if three conditions hold at each verified guess:
+
+- The guess is sampled from the q that its draft reports.
+- The guess is accepted with the probability that token verification prescribes.
+- The token that replaces a rejected guess, or follows the last guess, is sampled from the residual
+  distribution.
+
+Each condition gives scores with mean 0 and known variance, given all earlier tokens. Sums of such
+scores are martingales. Freedman's inequality bounds how far such a sum drifts, for any number of
+tokens. The joint distribution of several tokens is tested by `dependence`.
 """
 
 import functools
@@ -25,19 +29,20 @@ MIN_PROB = 1e-4  # lower bound on probabilities in scores of log-probability
 
 
 class Scores(NamedTuple):
-  """Three scores of each of N sampled tokens, arrays [N], all 0 where no token was sampled.
+  """Three scores of each sampled token, in arrays [N]; they are 0 where no token was sampled.
 
-  They are computed as jax arrays and then converted to numpy.
+  The scores are computed as jax arrays and then converted to numpy.
 
   Attributes:
-    rank: probability mass of the more probable tokens, plus half of the token's own, minus 1/2.
+    rank: probability mass of the more probable tokens, plus half of the token's own probability,
+      minus 1/2.
     place: probability mass of the tokens that are earlier in the vocabulary, plus half of the
-      token's own, minus 1/2. Inverse transform sampling in
-      vocabulary order maps its uniform to this score, so the score detects shared uniforms.
+      token's own probability, minus 1/2. If tokens are sampled by inverse transform in vocabulary
+      order, this score follows the uniform random number, so it detects shared uniforms.
     spread: variance of `rank` and of `place`.
-    log: log-probability, at least log MIN_PROB, minus its mean. It is the derivative of the
-      log-likelihood by the inverse temperature, so it is the most powerful score for a small error
-      of the temperature.
+    log: log-probability of the token, clipped below at log MIN_PROB, minus its mean. It is the
+      derivative of the log-likelihood with respect to the inverse temperature, so it is the most
+      powerful score against a small error of the temperature.
     log_variance: variance of `log`.
   """
 
@@ -49,7 +54,7 @@ class Scores(NamedTuple):
 
 
 class RoundScores(NamedTuple):
-  """Scores of N tokens: verified guesses, and bonus tokens, which have no guess; arrays [N].
+  """Scores of verified guesses and of bonus tokens, which have no guess, in arrays [N].
 
   Attributes:
     row: number of the output, from 0.
@@ -57,11 +62,11 @@ class RoundScores(NamedTuple):
     start: slot at which the round began.
     sibling: number of earlier siblings of the guess.
     position: position of the guess in its round, from 0 (`round_scores.positions`); -1 for a bonus
-      token, which had no guess.
+      token.
     accepted: whether the guess was accepted.
-    probability: probability that it is accepted.
+    probability: probability that the guess is accepted.
     guess: scores of the guess under the q that its draft reports.
-    next: scores of the token that the target sampled in place of the guess, or as bonus token.
+    next: scores of the token that the target sampled in place of the guess, or as a bonus token.
   """
 
   row: Any
@@ -79,7 +84,7 @@ class RoundScores(NamedTuple):
     return jax.tree.map(lambda x: x[mask], self)
 
   def at(self, *positions: int) -> "RoundScores":
-    """Return the scores of tokens at the given positions of their rounds."""
+    """Return the scores of the tokens at the given positions in their rounds."""
     return self.where(np.isin(self.position, positions))
 
 
@@ -88,7 +93,7 @@ class Drift(NamedTuple):
 
   Attributes:
     sum: sum of the scores.
-    variance: sum of their variances.
+    variance: sum of the variances of the scores.
     largest: bound on the absolute value of a score.
   """
 
@@ -97,26 +102,26 @@ class Drift(NamedTuple):
   largest: float
 
   def plus(self, other: "Drift") -> "Drift":
-    """Return the sum (`Drift`) of two disjoint sets of scores."""
+    """Return the drift of the union of two disjoint sets of scores."""
     return Drift(
       self.sum + other.sum, self.variance + other.variance, max(self.largest, other.largest)
     )
 
   @property
   def z(self) -> float:
-    """Sum divided by its standard deviation."""
+    """Sum of the scores, divided by its standard deviation."""
     return self.sum / math.sqrt(self.variance) if self.variance else 0.0
 
   @property
   def p_value(self) -> float:
-    """Bound on the probability of a sum at least this large in exact decoding (Freedman, 1975)."""
+    """Bound on the probability that exact decoding gives such a sum or more (Freedman, 1975)."""
     if not self.sum:
       return 1.0
     bound = self.variance + self.largest * abs(self.sum) / 3
     return min(1.0, 2 * math.exp(-(self.sum**2) / (2 * bound)))
 
   def critical(self, level: float) -> float:
-    """Return the critical value of the sum at the significance level `level`."""
+    """Return the critical value of the sum of the scores at significance level `level`."""
     log = math.log(2 / level)
     third = self.largest * log / 3
     return third + math.sqrt(third**2 + 2 * log * self.variance)
@@ -128,15 +133,16 @@ def joined(parts: Sequence[RoundScores]) -> RoundScores:
 
 
 def total(drifts: Iterable[Drift]) -> Drift:
-  """Return the sum (`Drift`) of all scores together."""
+  """Return the drift of the scores of all given drifts together."""
   return functools.reduce(Drift.plus, drifts)
 
 
 def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Drift:
-  """Return the sum (`Drift`) of acceptance minus acceptance probability over all guesses.
+  """Sum acceptance minus acceptance probability over all guesses, with weights, as a `Drift`.
 
-  A bias that multiplies the acceptance probability a adds to the sum in proportion to a, against a
-  variance of a (1 - a). So the most powerful weight is 1 / (1 - a), limited to `max_weight`.
+  A bias that multiplies an acceptance probability a adds to the sum in proportion to a, and the
+  term of the guess has variance a (1 - a). The most powerful weight is therefore 1 / (1 - a). It is
+  limited to `max_weight`.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
   scores = weight * (scored.accepted - a)
@@ -144,17 +150,17 @@ def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Dri
 
 
 def rank_drift(scores: Scores) -> Drift:
-  """Return the sum (`Drift`) of the rank scores of sampled tokens."""
+  """Sum the rank scores of sampled tokens, as a `Drift`."""
   return Drift(float(scores.rank.sum()), float(scores.spread.sum()), 0.5)
 
 
 def place_drift(scores: Scores) -> Drift:
-  """Return the sum (`Drift`) of the place scores of sampled tokens."""
+  """Sum the place scores of sampled tokens, as a `Drift`."""
   return Drift(float(scores.place.sum()), float(scores.spread.sum()), 0.5)
 
 
 def log_drift(scores: Scores) -> Drift:
-  """Return the sum (`Drift`) of the log-probability scores of sampled tokens."""
+  """Sum the log-probability scores of sampled tokens, as a `Drift`."""
   return Drift(float(scores.log.sum()), float(scores.log_variance.sum()), -math.log(MIN_PROB))
 
 
@@ -166,14 +172,15 @@ TOKEN_DRIFTS: dict[str, Callable[[Scores], Drift]] = {
 
 
 def drifts(scored: RoundScores, count: int) -> dict[str, list[Drift]]:
-  """Return the sums of scores (`Drift`) of one setting, by name.
+  """Return the drifts of one setting by name.
 
-  Acceptance, ranks of guesses and ranks of next tokens have one drift for each position, and next
-  tokens have another for the bonus token. The other lists have one drift of all positions together.
+  Acceptance, ranks of guesses and ranks of next tokens have one drift per position. Next tokens
+  have one more drift, for the bonus token. Each of the other lists has a single drift, which covers
+  all positions.
 
   Args:
     scored: scores of the setting.
-    count: number of positions in a round; gamma of a chain.
+    count: number of positions in a round; for a chain, it is gamma.
   """
   at = [scored.at(i) for i in range(count)]
   return {
@@ -191,8 +198,8 @@ def detectable_bias(
 ) -> float:
   """Return the smallest bias b of acceptance that the test detects with probability `power`.
 
-  A biased acceptance probability is min(1, (1 + b) p / q). The result is infinite if no bias is
-  detected.
+  A guess with probabilities p and q is then accepted with probability min(1, (1 + b) p / q). The
+  result is infinite if the test detects no bias.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
   critical, deviations = (
@@ -209,11 +216,11 @@ def detectable_bias(
 
 
 def detectable_temperature(scores: Scores, level: float, power: float = 0.9) -> float:
-  """Return the smallest b that is detected with probability `power`, at temperature 1 - b times T.
+  """Return the smallest relative error b of the temperature that the test detects.
 
-  Such a temperature multiplies log-probabilities by 1 / (1 - b). To first order in b, that moves
-  the mean of each score by b / (1 - b) times its variance, and by more if the score is cut off at
-  log MIN_PROB.
+  A temperature of 1 - b times the correct one is detected with probability `power`. It multiplies
+  log-probabilities by 1 / (1 - b). To first order in b, this moves the mean of each score by
+  b / (1 - b) times the variance of the score, and by more if the score is clipped at log MIN_PROB.
   """
   drift, deviations = log_drift(scores), stats.norm.isf(1 - power)
   if not drift.variance:

@@ -1,4 +1,4 @@
-"""Test of whether rounding of the logits explains that two argmax outputs differ."""
+"""Test of whether rounding of the logits explains a difference between two argmax outputs."""
 
 import functools
 from typing import Any, NamedTuple
@@ -14,15 +14,15 @@ from specdec_jax.core.types import Model
 from specdec_jax.exactness.paths import plans_of
 from specdec_jax.pairs import LoadedPair
 
-SHARES = {"float32": 1e-3, "bfloat16": 0.03}  # of the range of a token's logits
+SHARES = {"float32": 1e-3, "bfloat16": 0.03}  # fractions of the range of a token's logits
 
 
 class Rounding(NamedTuple):
-  """Difference of a logit between a verification pass and a pass over one token.
+  """Differences between logits of a verification pass and of passes over a single token.
 
   Attributes:
-    share: bound, as a share of the range of a token's logits.
-    measured: largest difference that was measured in a pass of this shape.
+    share: bound on the differences, as a fraction of the range of a token's logits.
+    measured: largest difference that was measured with this shape of the verification pass.
   """
 
   share: float
@@ -30,18 +30,18 @@ class Rounding(NamedTuple):
 
 
 class Divergence(NamedTuple):
-  """The first token at which a row of speculative output differs from autoregressive decoding.
+  """First token at which a row of speculative output differs from autoregressive decoding.
 
   Attributes:
     row: index of the row in the batch.
     position: index of the token in the output, from 0.
-    autoregressive: token of autoregressive decoding.
-    speculative: token of speculative decoding.
-    gap: the target's logit of `autoregressive` minus that of `speculative`, in forward passes over
-      a single token.
+    autoregressive: token that autoregressive decoding emitted.
+    speculative: token that speculative decoding emitted.
+    gap: the target's logit of `autoregressive` minus its logit of `speculative`, computed in
+      forward passes over single tokens.
     rounding: logit difference that is attributed to rounding. It is the largest difference between
-      forward passes over a single token and over several, in this row or in a verification pass,
-      but at most the share `Rounding.share` of the range of the logits.
+      forward passes over single tokens and over several tokens, either in this row or as given by
+      `Rounding.measured`, but at most the fraction `Rounding.share` of the range of the logits.
   """
 
   row: int
@@ -53,14 +53,15 @@ class Divergence(NamedTuple):
 
   @property
   def is_tie(self) -> bool:
-    """Return True if a change of both logits by `rounding` can swap them."""
+    """Return True if a change of both logits by `rounding` can swap their order."""
     return self.gap <= 2 * self.rounding
 
 
 def share_of(pair: LoadedPair) -> float:
-  """Return a bound on differences of the target's logits from rounding, as a share of their range.
+  """Return a bound on rounding differences of the target's logits, as a fraction of their range.
 
-  It is 0 for a T5 with `kernels.skinny`, which compute the same bits for a token in any block.
+  The bound is 0 for a T5 that runs with `kernels.skinny`. These kernels compute the same bits for a
+  token in any block.
   """
   has_encoder = getattr(getattr(pair.target, "config", None), "has_encoder", False)
   if pair.kernels.startswith("skinny") and has_encoder:
@@ -71,21 +72,23 @@ def share_of(pair: LoadedPair) -> float:
 def node_moves(
   pair: LoadedPair, prompt: Array, text: np.ndarray, lengths: np.ndarray, tree: AnyTree
 ) -> tuple[float, float]:
-  """Measure how much the logits of a verification pass differ from those of passes over one token.
+  """Measure how much logits differ between a verification pass and passes over single tokens.
 
-  Passes over one token process each row up to some token of its text. Then the next tokens of the
-  text are placed on a path of the tree, and other tokens on its other nodes. One pass processes all
-  nodes, and passes over one token process each path from the root to a leaf.
+  Passes over single tokens process each row up to some token of its text. Then the next tokens of
+  the text are placed on a path of the tree, and different tokens on its other nodes. One pass
+  processes all nodes. In comparison, passes over single tokens process each path from the root to a
+  leaf.
 
   Args:
     pair: target and draft; only the target is used.
     prompt: padded prompts [B, P].
     text: outputs of the target [B, T].
-    lengths: tokens of each output [B].
-    tree: shape of the verification pass.
+    lengths: number of tokens of each output [B].
+    tree: tree of the verification pass.
 
   Returns:
-    The largest difference of a logit, and the largest share of the range of a token's logits.
+    The largest difference of a logit, and the largest difference as a fraction of the range of the
+    token's logits.
   """
   batch, plans = len(prompt), plans_of(tree)
   padded = np.pad(text, ((0, 0), (0, tree.depth)))
@@ -107,7 +110,7 @@ class _Block(NamedTuple):
 
   Attributes:
     start: [B], number of tokens of the text before the block.
-    following: [B, D], tokens of the text after them.
+    following: [B, D], next tokens of the text, from `start` on.
     plan: [B], plan (`paths.Plans`) of each row.
     paths: [B, L, D], nodes from the root to each leaf.
   """
@@ -124,7 +127,8 @@ def _node_moves(
 ) -> tuple[Array, Array]:
   """Return the largest difference of a logit at each node of each path, and the logits' range.
 
-  Both have shape [L, B, D + 1]. The root of each path counts; entries past its leaf are 0.
+  Both arrays have shape [L, B, D + 1], for L paths of depth D. The first node of each path is the
+  root. Differences past its leaf are 0.
   """
   start, following, plan, paths = block_tokens
   first, length = target.prompt_tokens(prompt)
@@ -174,16 +178,16 @@ def first_divergences(
   block: int,
   rounding: Rounding,
 ) -> list[Divergence]:
-  """Return the first difference of each row in which two outputs differ.
+  """Return the first difference in each row whose two outputs differ.
 
   Args:
     target: model that generated both outputs.
-    params: its parameters.
+    params: parameters of the target.
     prompt: source tokens [B, P].
     autoregressive: output of autoregressive decoding [B, T].
     speculative: output of speculative decoding [B, T].
-    block: number of tokens of a verification pass: gamma + 1, or the nodes of a tree.
-    rounding: rounding of the target.
+    block: number of tokens of a verification pass: gamma + 1, or the number of nodes of a tree.
+    rounding: differences between the target's logits that rounding explains.
   """
   rows = np.flatnonzero((autoregressive != speculative).any(axis=1))
   if not len(rows):
@@ -204,7 +208,7 @@ def first_divergences(
 
 
 def _logits(target: Model, params, prompt: Array, tokens: np.ndarray, block: int) -> Array:
-  """Return the target's logits [B, T, V] before each token, from passes over `block` tokens."""
+  """Return the logits [B, T, V] that predict each token, from passes over `block` tokens."""
   first, length = target.prompt_tokens(prompt)
   batch, count = tokens.shape
   num_blocks = -(-count // block)

@@ -1,7 +1,7 @@
-"""Checks at temperature 0 with a known outcome: the target as its own draft.
+"""Checks at temperature 0 in which the target is its own draft, so that the outcome is known.
 
-The target's tokens are placed on one path of the tree of each round, and other tokens on the other
-nodes. The whole path must be accepted.
+In each round, the target's tokens are placed on one path of the tree, and different tokens on the
+other nodes. The whole path must be accepted.
 """
 
 import dataclasses
@@ -27,10 +27,11 @@ class Plans(NamedTuple):
   Attributes:
     parents: [plans, N], parent of each guess.
     depths: [plans, N], depth of each guess; children of the root have depth 1.
-    offsets: [plans, N], number added to the token of the text at that depth; 0 on the path.
-    paths: [plans, leaves, D], nodes from the root to each leaf, the leaf of the path first;
-      0 past a leaf, and all 0 if a shape has fewer leaves.
-    lengths: [plans], number of guesses on the path.
+    offsets: [plans, N], number that is added to the text's token at the depth of each guess; 0 for
+      guesses on the path.
+    paths: [plans, leaves, D], nodes below the root on the path to each leaf. The path with the text
+      is first. Entries are 0 past a leaf, and all 0 if a shape has fewer leaves.
+    lengths: [plans], number of guesses on the path with the text.
   """
 
   parents: np.ndarray
@@ -45,7 +46,7 @@ class Plans(NamedTuple):
     return (text_tokens + jnp.asarray(self.offsets)[plan]) % vocab_size
 
   def shape(self, plan: Array, tree: AnyTree) -> AnyTree:
-    """Return the dynamic tree of each row, by the plan [B] of the row."""
+    """Return the tree, where the plan [B] of each row sets its shape if the tree is dynamic."""
     if isinstance(tree, Tree):
       return tree
     return dataclasses.replace(tree, parents=jnp.asarray(self.parents)[plan])
@@ -53,7 +54,7 @@ class Plans(NamedTuple):
 
 @functools.cache
 def plans_of(tree: AnyTree) -> Plans:
-  """Return a plan for each leaf of a tree, or of some shapes of a dynamic tree."""
+  """Return one plan per leaf of a static tree, or per leaf of some shapes of a dynamic tree."""
   shapes = [tree] if isinstance(tree, Tree) else shapes_of(tree)
   leaves = [(shape, leaf) for shape in shapes for leaf in leaves_of(shape)]
   most = max(len(leaves_of(shape)) for shape in shapes)
@@ -75,7 +76,7 @@ def plans_of(tree: AnyTree) -> Plans:
 
 
 def leaves_of(tree: Tree) -> list[int]:
-  """Return the nodes without children."""
+  """Return the nodes of a tree that have no children."""
   return np.setdiff1d(np.arange(tree.num_nodes), tree.parents).tolist()
 
 
@@ -87,7 +88,7 @@ def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
     depth = min(tree.depth, tree.num_guesses)
     nodes = [
       tuple([0] * length) for length in range(depth + 1)
-    ]  # by the ranks on the path to the node
+    ]  # a node is given by the ranks on its path
     while len(nodes) <= tree.num_guesses:
       parent = nodes[rng.integers(len(nodes))]
       if len(parent) < tree.depth:
@@ -100,10 +101,10 @@ def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
 
 @dataclasses.dataclass(frozen=True)
 class PathDraft(ModelDraft):
-  """Draft with the next tokens of its model on one path of the tree.
+  """A draft that places the next tokens from its model on one path of the tree.
 
-  The path changes from round to round and from row to row. At temperature 0, with the target as its
-  model, the whole path is accepted.
+  Different tokens are on the other nodes. The path changes from round to round and from row to row.
+  At temperature 0, the whole path is accepted if the model is the target.
   """
 
   def init(self, params: Any, context: Context, hidden: Array) -> Any:
@@ -132,13 +133,13 @@ def rounds_of_self_draft(
 ) -> tuple[int, int]:
   """Count the rounds of argmax decoding with the target as its own draft.
 
-  Every round must accept the whole path of first children (gamma tokens of a chain). A fault such
-  as a lost bonus token, or a draft that is one token behind, costs speed without changing the
-  output, and shows here. With `by_paths`, the target's tokens are on the path to each leaf in turn
-  (`PathDraft`), so that later siblings are accepted, too.
+  Every round must accept the whole path of first children; in a chain, these are gamma tokens.
+  Faults such as a lost bonus token, or a draft that is one token behind, cost speed without
+  changing the output. Here they show as additional rounds. With `by_paths`, the target's tokens are
+  on the path to each leaf in turn (`PathDraft`), so that later siblings are accepted, too.
 
   Returns:
-    The number of rounds, and the smallest possible number.
+    The number of rounds, and the smallest possible number of rounds.
   """
   draft = functools.partial(PathDraft if by_paths else ModelDraft, pair.target)
   self_pair = pair._replace(draft=draft, draft_params=pair.target_params)
@@ -166,13 +167,13 @@ def rounds_of_self_draft(
 def batches(
   pair: LoadedPair, texts: Sequence[str], batch_size: int
 ) -> Iterator[tuple[np.ndarray, Array, int]]:
-  """Yield the texts batch by batch.
+  """Yield the prompts of texts, batch by batch.
 
   The last batch is filled up with the first texts. All prompts are padded to the longest text, so
   that each program is compiled once.
 
   Yields:
-    Numbers of the texts [B], their prompts [B, P], and how many of the rows are new texts.
+    Numbers of the texts [B], their prompts [B, P], and the number of rows that hold new texts.
   """
   prompts = pair.prompt(texts)
   for first in range(0, len(texts), batch_size):

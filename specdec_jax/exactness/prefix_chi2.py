@@ -1,7 +1,7 @@
 """Test of the joint distribution of the first tokens of an output (Pearson's chi-square).
 
-The possible first tokens form a tree of prefixes. It is divided into cells with sufficient expected
-counts, and the counts of many samples are compared with the exact probabilities of the cells.
+The possible first tokens form a tree of prefixes. The tree is divided into cells with sufficient
+expected counts. The counts of many samples are compared with the exact probabilities of the cells.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ MIN_COUNT = 5.0  # smallest expected count of a cell, as is usual for Pearson's 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """Comparison of counts with exact probabilities.
+  """Comparison of the counts of cells with their exact probabilities.
 
   Attributes:
     statistic: Pearson's chi-square.
     degrees: degrees of freedom.
     num_samples: number of sampled texts.
     num_cells: number of cells.
-    num_impossible: number of texts with probability 0; a single one is a fault.
+    num_impossible: number of sampled texts with probability 0; a single one is a fault.
   """
 
   statistic: float = 0.0
@@ -40,13 +40,14 @@ class Comparison:
 
   @property
   def p_value(self) -> float:
-    """Probability that samples of the exact distribution deviate at least this much."""
+    """Probability that samples of the exact distribution deviate from it at least this much."""
     return 0.0 if self.num_impossible else float(stats.chi2.sf(self.statistic, self.degrees))
 
   def detectable(self, level: float, power: float = 0.9) -> float:
-    """Return the total variation distance that is detected with probability `power`.
+    """Return the total variation distance that the test detects with probability `power`.
 
-    The distance is averaged over the sources of the samples. A distance TV between cells increases
+    It is the distance between the actual probabilities p' of the cells and their exact
+    probabilities p, averaged over the sources of the samples. In N samples, a distance TV increases
     Pearson's statistic by N sum((p' - p)^2 / p) >= 4 N TV^2, so the power is at least `power`.
     """
     critical = stats.chi2.isf(level, self.degrees)
@@ -62,16 +63,16 @@ def cut_into_cells(
   num_tokens: int,
   eos_id: int,
 ) -> dict[Prefix, float]:
-  """Divide the first `num_tokens` tokens of a text into cells, and return their probabilities.
+  """Divide the possible first tokens of a text into cells, and return the cells' probabilities.
 
-  Each prefix with an expected count of at least MIN_COUNT has a cell: the texts that begin with it
-  but not with a longer prefix that has a cell.
+  Each prefix with an expected count of at least MIN_COUNT has a cell. The cell contains the texts
+  that begin with this prefix but not with a longer prefix that has a cell.
 
   Args:
-    next_probs: function from n prefixes of equal length to the probabilities [n, V] of the next
-      token.
+    next_probs: function that takes n prefixes of equal length and returns the probabilities [n, V]
+      of the next token.
     num_samples: number of texts that will be counted.
-    num_tokens: length of the texts, EOS included; shorter texts end with `eos_id`.
+    num_tokens: number of first tokens, including EOS; shorter texts end with `eos_id`.
     eos_id: token that ends a text.
   """
   cells: dict[Prefix, float] = {(): 1.0}
@@ -97,8 +98,8 @@ def compare(
 
   Args:
     cells: result of `cut_into_cells`.
-    texts: sampled texts, at most as long as the `num_tokens` of the cells.
-    num_impossible: number of the texts with probability 0.
+    texts: sampled texts, with at most as many tokens as the cells were made for.
+    num_impossible: number of sampled texts with probability 0.
   """
   counts = dict.fromkeys(cells, 0)
   for text in texts:
@@ -107,7 +108,7 @@ def compare(
   observed = np.array(list(counts.values()), float)
   order = np.argsort(expected)
   expected, observed = expected[order], observed[order]
-  # Cells below MIN_COUNT are merged, together with the next larger one if that is still too small.
+  # Cells below MIN_COUNT are merged. If their sum is too small, the next larger cell is merged too.
   last = int(np.searchsorted(np.cumsum(expected), MIN_COUNT))
   last = max(last, int(np.sum(expected < MIN_COUNT)) - 1, 0)
   expected, observed = (

@@ -1,7 +1,7 @@
-"""Test statistics of rounds: scores with mean 0 of guesses, acceptance and next tokens.
+"""Test statistics of rounds: scores of guesses, acceptance and next tokens, which have mean 0.
 
-q is the distribution that the draft reports. p comes from one forward pass of the target over the
-decoded text, not from the decoding loop, which is under test.
+q is the distribution that the draft reports, and p is the distribution of the target. p comes from
+one target forward pass over the decoded text, not from the decoding loop, which is under test.
 """
 
 import dataclasses
@@ -32,15 +32,15 @@ Decode = Callable[..., tuple[DecodeResult, "TriedGuesses"]]
 
 
 class TriedGuesses(NamedTuple):
-  """Guesses at each token of a text: the children, by rank, of the node before the token.
+  """Guesses at each token of a text: the children of the node before the token, in order of rank.
 
   Attributes:
     start: slot at which the round began.
-    position: position in the round (`positions`); -1 for a child that the node does not have or
-      that the draft did not propose.
+    position: position of the guess in its round (`positions`); -1 for a child that the node does
+      not have or that the draft did not propose.
     tokens: the guesses.
     q: distributions that the draft reports; 0 for a child that the node does not have.
-    accepted: whether the guess is the accepted one.
+    accepted: whether the guess was accepted.
   """
 
   start: Int[Array, "B T"]
@@ -51,10 +51,10 @@ class TriedGuesses(NamedTuple):
 
 
 def positions(tree: Tree) -> list[int]:
-  """Return the position of each of the N guesses in a round.
+  """Return the position in a round of each guess of a tree.
 
-  It is the number of the pair (depth, rank) of the guess among all such pairs of the tree; in a
-  chain, the number of the guess, from 0.
+  Guesses with the same depth and the same rank have the same position. The positions number the
+  pairs (depth, rank) of the tree in ascending order, from 0. In a chain, they number the guesses.
   """
   places = [*zip(tree.depths[1:].tolist(), tree.ranks.tolist())]
   return [sorted({*places}).index(place) for place in places]
@@ -65,10 +65,10 @@ def acceptance_probs(
 ) -> tuple[Float[Array, "*batch W"], Float[Array, "*batch V"]]:
   """Compute the exact acceptance probabilities of the guesses at a node, and the residual.
 
-  r begins as p. A guess x from q is accepted with probability min(1, r(x) / q(x)), and r becomes
-  norm(max(0, r - q)) if it is rejected. Where there is no guess, q is 0 and r does not change. With
-  one guess, this is Algorithm 1 (Section 2.3). The computation does not use `core.verify.tokens`,
-  which it checks.
+  The residual r begins as p. A guess x from q is accepted with probability min(1, r(x) / q(x)). If
+  the guess is rejected, r becomes norm(max(0, r - q)). Where there is no guess, q is 0 and r does
+  not change. With one guess, this is Algorithm 1 (Section 2.3). The computation does not use
+  `core.verify.tokens`, because that module is under test.
 
   Returns:
     The probability that each guess is accepted, given that its earlier siblings were rejected, and
@@ -89,7 +89,8 @@ def acceptance_probs(
 def recorded(pair: LoadedPair, sampling: Sampling, tree: Tree, eos_id: int | None = None) -> Decode:
   """Return a function that decodes as `pair.decoder` does, and also returns the guesses.
 
-  The rounds are those of the decoding loop. The draft records its proposals and their outcomes.
+  The function runs the rounds of the decoding loop, with a draft that records its proposals and
+  their outcomes.
   """
   draft = RecordingDraft(pair.draft(sampling, tree), pair.target.vocab_size)
   eos_id = pair.vocabulary.eos_id if eos_id is None else eos_id
@@ -99,13 +100,13 @@ def recorded(pair: LoadedPair, sampling: Sampling, tree: Tree, eos_id: int | Non
 
 @dataclasses.dataclass(frozen=True)
 class RecordingDraft(WrappedDraft):
-  """Draft whose state also records the guesses at every slot.
+  """A wrapped draft whose state also records the guesses at every slot.
 
-  As in a cache, slots past the text are overwritten by the next round.
+  As in a cache, the next round overwrites the slots past the text.
 
   Attributes:
     draft: the wrapped draft.
-    vocab_size: V.
+    vocab_size: size of the vocabulary, V.
   """
 
   vocab_size: int
@@ -132,7 +133,7 @@ class RecordingDraft(WrappedDraft):
       i = jnp.arange(tree.depth)
       path = jnp.where(i < outcome.verification.num_accepted[:, None], i + 1, 0)
     rows = jnp.arange(len(tokens))[:, None, None]
-    # The children [B, D + 1, W] of the last committed token and of the accepted nodes; N for none.
+    # Children [B, D + 1, W] of the last committed token and of the accepted nodes; N for no child.
     children = jnp.asarray(tree.children)[jnp.pad(path, ((0, 0), (1, 0)))]
     begin = outcome.length - outcome.num_emitted
     guesses = tokens.at[rows, children].get(mode="clip")
@@ -167,15 +168,18 @@ def _recorded_decode(
 def score_rounds(
   pair: LoadedPair, texts: Sequence[str], decode: Decode, settings: DecodeSettings, num_guesses: int
 ) -> RoundScores:
-  """Decode texts, repeatedly if necessary, until `num_guesses` guesses have been verified.
+  """Decode texts until `num_guesses` guesses have been verified, and return their scores.
+
+  Texts are decoded repeatedly if necessary.
 
   Args:
     pair: target and draft; the target computes p, in one forward pass over the decoded text.
     texts: sources.
     decode: see `recorded`.
-    settings: settings of decoding. q takes 4 V W bytes for each token of a batch.
-    num_guesses: minimal number of guesses. Whether to stop depends on earlier rounds only, so means
-      stay 0.
+    settings: settings of decoding. The recorded q take 4 V W bytes for each token of a batch, with
+      a vocabulary of V tokens and W children per node.
+    num_guesses: minimum number of guesses. The decision to stop depends on earlier rounds only, so
+      the means of the scores stay 0.
   """
   prompts, parts, count, first = pair.prompt(texts), [], 0, 0
   batch_size = settings.batch_size
@@ -201,7 +205,7 @@ def _scores(
   """Return which guesses were verified, and their scores, all with shape [B, T, W].
 
   A token without a guess counts as a first child that does not exist. Entries past the end of a row
-  have no meaning.
+  are arbitrary.
   """
   exists, visited, probability, drawn = _outcomes(target, params, prompt, tokens, tried, sampling)
   is_last = ~jnp.pad(exists[..., 1:], ((0, 0), (0, 0), (0, 1)))
@@ -228,8 +232,9 @@ def _outcomes(
   """Return the outcomes of the guesses at each token.
 
   Returns:
-    Which guesses exist, which were verified, and the probability that each is accepted, all
-    [B, T, W]; and the weights [B, T, V] that each token was sampled from, 0 for an accepted guess.
+    (exists, verified, probability, weights). The first three have shape [B, T, W]: whether each
+    guess exists, whether it was verified, and the probability that it is accepted. The weights
+    [B, T, V] are those from which each token was sampled; they are 0 for an accepted guess.
   """
   p = distribution(teacher_forced_logits(target, params, prompt, tokens), sampling)
   probability, residual = acceptance_probs(p, tried.q, tried.tokens)
@@ -241,14 +246,14 @@ def _outcomes(
 
 @jax.jit
 def _token_scores(weights: Array, token: Array) -> Scores:
-  """Return the scores of tokens [...] sampled in proportion to weights [..., V].
+  """Return the scores of tokens [...] that were sampled in proportion to weights [..., V].
 
   Scores are 0 where all weights are 0. Equally probable tokens share a rank, so the variance of the
   rank is at most `spread`.
 
-  This function is jitted separately and compares the weights that it is given. A program that also
-  computed them could compute them twice, with different rounding, and then a token would not be as
-  probable as itself.
+  This function is jitted separately, because it compares weights with each other. A program that
+  also computed the weights could compute them twice, with different rounding. The weight of a token
+  would then not equal itself.
   """
   total = weights.sum(axis=-1, keepdims=True)
   probs = jnp.where(total > 0, weights / total, 0.0)

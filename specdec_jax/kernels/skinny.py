@@ -1,10 +1,10 @@
 """CPU kernels for a decoder with few rows: matmul, attention and RMSNorm, called through `jax.ffi`.
 
-On a CPU, XLA's matmul of 8 rows takes at least twice as long as that of one row, because its
-kernels rearrange the matrix in each call. Reading the matrix should dominate the time, as Theorem 8
+On a CPU, XLA's matmul of 8 rows takes at least twice as long as its matmul of one row, because the
+matrix is rearranged in each call. Reading the matrix should dominate the time, as Theorem 8
 assumes. Here a matrix is packed in panels once, when it is loaded (`skinny.cc`). Attention and
-RMSNorm are one call each (`attention.cc`), where XLA runs about ten small programs that take as
-long as the matmuls.
+RMSNorm are one call each (`attention.cc`). XLA runs about ten small programs for them, which take
+as long as the matmuls.
 
 The kernels are compiled at the first use, which needs a C++ compiler. Without one, XLA runs
 everything.
@@ -61,22 +61,23 @@ def pack(kernel: np.ndarray, pairs: bool = False) -> np.ndarray:
 
 
 def matmul(x: Array, panels: Array) -> Array:
-  """Return the matmul of x [M, E] and a packed matrix in float32 [M, N * PANEL].
+  """Return the product of x [M, E] and a packed matrix, a float32 array [M, N * PANEL].
 
   A row of the result is bit-identical for any M. `is_available` must have returned True.
 
   Args:
     x: float32 [M, E].
-    panels: result of `pack`. Panels [N, E, PANEL] are float32 or bfloat16; each element of the
-      result is then accumulated over E in order. Panels with `pairs` are bfloat16; x is then
-      rounded to bfloat16, and sums of two products are accumulated in order.
+    panels: result of `pack`. There are two layouts. Without `pairs`, panels [N, E, PANEL] are
+      float32 or bfloat16, and each element of the result is accumulated over E in order. With
+      `pairs`, panels are bfloat16, x is rounded to bfloat16, and each element is accumulated in
+      order over sums of two products.
   """
   out = jax.ShapeDtypeStruct((len(x), len(panels) * PANEL), jnp.float32)
   return jax.ffi.ffi_call(MATMUL, out, vmap_method="sequential")(x, panels)
 
 
 def attend(queries: Array, keys: Array, values: Array, bias: Array, masked: float) -> Array:
-  """Return softmax attention in float32 [B, K, H, D].
+  """Return the result of softmax attention, a float32 array [B, K, H, D].
 
   The result for a query is bit-identical for any K and any placement of the masked slots.
 
@@ -85,8 +86,8 @@ def attend(queries: Array, keys: Array, values: Array, bias: Array, masked: floa
     keys: [B, H, T, D].
     values: [B, H, T, D].
     bias: [B or 1, H or 1, K or 1, T], added to the logits.
-    masked: bias of a masked slot. Slots with a bias below half of it are skipped. A query whose
-      slots are all masked attends to all of them.
+    masked: bias of a masked slot, a large negative number. Slots whose bias is below half of it are
+      skipped. A query whose slots are all masked attends to all slots.
   """
   out = jax.ShapeDtypeStruct(queries.shape, jnp.float32)
   call = jax.ffi.ffi_call(ATTENTION, out, vmap_method="sequential")
@@ -100,10 +101,10 @@ def rms_norm(x: Array, scale: Array) -> Array:
 
 
 def is_available(dtype: Any = jnp.float32) -> bool:
-  """Return True if the kernels can run a model of this dtype, compiling them at the first call.
+  """Return True if the kernels can run a model of a dtype. The first call compiles the kernels.
 
-  They run on a single CPU device for which they can be compiled. For bfloat16, the processor must
-  have an instruction for it (AVX512-BF16).
+  Kernels need a single CPU device for which they can be compiled. For bfloat16, the processor must
+  have the instructions AVX512-BF16.
   """
   library = _register()
   return library is not None and (dtype == jnp.float32 or library.HasBfloat16())
@@ -132,9 +133,10 @@ def _register() -> ctypes.CDLL | None:
 
 
 def _library() -> ctypes.CDLL:
-  """Return the library compiled for this processor and this jaxlib, from the cache or compiled now.
+  """Return the library for this processor and jaxlib, from the cache or, if missing, compiled now.
 
-  The name of a file in the cache contains a hash of its inputs and ends in a hash of its content.
+  The name of a library in the cache has a hash of what it is compiled from, and then a hash of its
+  content.
   """
   compiler_command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
   try:
@@ -177,7 +179,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _loaded(path: pathlib.Path) -> ctypes.CDLL | None:
-  """Load a library from the cache, or return None if others can write to it or it is damaged.
+  """Load a library from the cache; return None if other users can write to it or it is damaged.
 
   Loading a damaged library would end the process with a signal.
   """
@@ -199,9 +201,10 @@ def _hash(content: bytes) -> str:
 
 
 def _processor() -> str:
-  """Return the flags of the processor, on which the result of `-march=native` depends.
+  """Return the flags of the processor, which determine the effect of `-march=native`.
 
-  Machines with different processors may share a home directory and so the cache.
+  They are part of a cache key, because machines with different processors may share the cache in a
+  home directory.
   """
   try:
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()

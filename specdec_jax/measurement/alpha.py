@@ -1,6 +1,6 @@
 """Alpha as the paper measures it: E[sum min(p, q)] over text that the target generates.
 
-Axis letters as in `core.types`; T counts the tokens of an output.
+Axis letters are those of `core.types`, except that T counts the tokens of an output.
 """
 
 import functools
@@ -24,7 +24,10 @@ from specdec_jax.pairs import LoadedPair
 
 
 class Estimate(NamedTuple):
-  """Mean with its 95% confidence interval (bootstrap over texts, whose tokens are dependent)."""
+  """Mean with its 95% confidence interval.
+
+  The interval is a bootstrap over whole texts, because the tokens of a text are dependent.
+  """
 
   mean: float
   low: float
@@ -36,10 +39,10 @@ class Acceptance(NamedTuple):
 
   Attributes:
     alpha: mean of beta over all tokens (Corollary 6).
-    lag1: lag-1 autocorrelation of beta within texts; 0 if acceptance is independent, as Section 3.1
-      assumes. NaN if beta does not vary.
-    change: total variation distance between the target's distribution and that of a token emitted
-      after verification, averaged over all tokens; 0 without lenience.
+    lag1: lag-1 autocorrelation of beta within texts. It is 0 if acceptance is independent, as
+      Section 3.1 assumes, and NaN if beta does not vary.
+    change: total variation distance between the target's distribution and the distribution of the
+      emitted token, averaged over all tokens; 0 without lenience.
     num_tokens: number of tokens.
   """
 
@@ -53,7 +56,7 @@ class Acceptance(NamedTuple):
 def teacher_forced_logits(
   model: Model, params: Any, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
-  """Return the logits before each token of a given output, in one forward pass."""
+  """Return the logits that predict each token of a given output, from one forward pass."""
   first, length = model.prompt_tokens(prompt)
   last = gather(first, length[:, None] - 1)
   _, cache = model.prefill(params, prompt, first.shape[1] + tokens.shape[1])
@@ -63,7 +66,7 @@ def teacher_forced_logits(
 def draft_probs(
   pair: LoadedPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
-  """Return q of a draft with gamma 1 at each token of an output, given the tokens before it."""
+  """Return the q of a draft with gamma 1 for each token of an output, given the tokens before."""
   return _proposals_of_pair(pair, draft, prompt, tokens)[1][:, :, 0]
 
 
@@ -84,10 +87,10 @@ def proposals(
 ) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
   """Run a draft at each token of a given output.
 
-  The draft proposes as it does in a round that begins there, so this works for any draft.
+  The draft proposes as in a round that begins at the token, so this works for any draft.
 
   Returns:
-    Draft tokens at each token of the output, given the tokens before it, and the q of each.
+    The draft tokens at each token of the output, given the tokens before it, and their q.
   """
   first, prompt_length = target.prompt_tokens(prompt)
   batch, num_tokens = tokens.shape
@@ -133,11 +136,11 @@ def acceptance_and_change(
     target_logits: logits of the target.
     q: distributions of the draft.
     sampling: sampling method of the target.
-    lenience: l.
+    lenience: lenience, l.
 
   Returns:
-    beta = sum_x min(p / l, q), and the total variation distance between p and the distribution of
-    the emitted token.
+    beta = sum_x min(p(x) / l, q(x)), and the total variation distance between p and the
+    distribution of the emitted token.
   """
   p = distribution(target_logits, sampling)
   if sampling.temperature == 0 and lenience < 1:
@@ -157,11 +160,11 @@ def positional_acceptance(
   width: int = 8,
   lenience: float = 1.0,
 ) -> Float[np.ndarray, " W"]:
-  """Measure positional acceptance, for `extended_theory.best_tree`.
+  """Measure the probability that a node's child of each rank is accepted (positional acceptance).
 
-  At each token that the target generated, the draft proposes `width` children. The probability that
-  token verification accepts each of them is computed, not sampled. Other arguments as in
-  `measure_alpha`.
+  `extended_theory.best_tree` needs these probabilities. At each token that the target generated,
+  the draft proposes `width` children. The probability that token verification accepts each of them
+  is computed, not sampled. The other arguments are those of `measure_alpha`.
   """
   tree, total, count = branching(width), np.zeros(width), 0
   draft = pair.draft(sampling, tree)
@@ -202,7 +205,7 @@ def _sibling_probs(
 
 
 def mean_with_interval(rows: list[np.ndarray], seed: int = 0, resamples: int = 2000) -> Estimate:
-  """Return the mean over all values of all rows, with an interval from resampling whole rows."""
+  """Return the mean of the values of all rows, with a confidence interval by resampling rows."""
   sums, counts = (np.array([f(row) for row in rows]) for f in (np.sum, len))
   return ratio_with_interval(sums, counts, seed, resamples)
 
@@ -213,7 +216,7 @@ def ratio_with_interval(
   seed: int = 0,
   resamples: int = 2000,
 ) -> Estimate:
-  """Return total sum / total count over texts, with an interval from resampling texts."""
+  """Return the total sum / the total count, with a confidence interval by resampling texts."""
   picks = np.random.default_rng(seed).integers(len(sums), size=(resamples, len(sums)))
   means = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
   low, high = np.quantile(means, [0.025, 0.975])
@@ -234,7 +237,7 @@ def measure_alpha(
     prompts: source tokens [B, P] of each batch.
     decoded: outputs of autoregressive decoding for each batch.
     sampling: sampling method of both models.
-    lenience: l.
+    lenience: lenience, l.
   """
   betas, changes = [], []
   draft = pair.draft(sampling, chain(1))
@@ -255,7 +258,7 @@ def measure_alpha(
 
 
 def lag1_correlation(rows: list[np.ndarray]) -> float:
-  """Return the correlation of neighboring values within rows, around the mean of all values."""
+  """Return the correlation of neighboring values within rows, using the mean of all values."""
   mean = np.concatenate(rows).mean()
   before = np.concatenate([row[:-1] for row in rows]) - mean
   after = np.concatenate([row[1:] for row in rows]) - mean

@@ -1,4 +1,4 @@
-"""Generation of the text on which alpha is measured, by autoregressive decoding."""
+"""Autoregressive decoding of the text on which alpha is measured."""
 
 import warnings
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ def generate(
 ) -> list[tuple[Array, Array, DecodeResult]]:
   """Decode batches of texts autoregressively until the outputs have `min_tokens` tokens.
 
-  If all texts together give fewer tokens, a warning says so.
+  If all texts together give fewer tokens, it warns.
 
   Returns:
-    Prompts, keys and outputs of each batch.
+    (prompts, keys, outputs) of each batch.
   """
   batches, count = [], 0
   decode = pair.decode_fn(settings.sampling, chain(0))

@@ -1,11 +1,11 @@
-"""gamma = 'auto' and tree = 'auto': the best predicted speed on a run's own texts (Section 3.5).
+"""Calibration for gamma = 'auto' and tree = 'auto': the best predicted speed (Section 3.5).
 
-A short calibration decodes some of the texts and times the parts of rounds. Closed forms predict
-the speed of each gamma. If the predicted speedup is small, speculation is tried. If there is no
-speedup, predicted or measured, gamma is 0: autoregressive decoding.
+A short calibration decodes some of the texts of a run and times the parts of rounds. Closed forms
+predict the speed of each gamma. If the predicted speedup is small, a trial measures it. If there is
+no speedup, predicted or measured, gamma is 0, which is autoregressive decoding.
 
-tree = 'auto' also predicts the speed of trees (Chen et al., Sequoia, 2024), with measured costs.
-The best tree is used if it was faster than the best chain when tried.
+tree = 'auto' also predicts the speed of trees from measured costs (Chen et al., Sequoia, 2024). The
+best tree is used if it is faster than the best chain in a trial.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ from specdec_jax.measurement.costs import Costs, round_calls, round_costs, start
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair
 
-NUM_TEXTS = 32  # texts decoded to measure alpha; at least one batch
-GAMMAS = (3, 10)  # gammas whose costs are timed; costs of others are interpolated
-TREES = ((4, 2), (16, 6), (64, 4))  # (nodes, depth) of the timed trees; v is interpolated
+NUM_TEXTS = 32  # number of texts decoded to measure alpha; at least one batch is decoded
+GAMMAS = (3, 10)  # gammas whose costs are timed; costs of other gammas are interpolated
+TREES = ((4, 2), (16, 6), (64, 4))  # (nodes, depth) of the timed trees; others are interpolated
 SURE_GAIN = 1.5  # predicted speedup that needs no trial; see experiments/gpt_like
-REPEATS = 5  # timings of the parts of rounds
-TRIALS = 8  # timed decodes of a trial, if there are fewer batches
+REPEATS = 5  # number of timings of each part of a round
+TRIALS = 8  # minimum number of timed decodes in a trial
 
 
 def resolve_tree(
@@ -49,17 +49,18 @@ def resolve_tree(
 ) -> Tree:
   """Return the tree of draft tokens that a run's `gamma` and `tree` specify.
 
+  If an earlier run with similar texts has calibrated, its choice is taken from the cache
+  (`calibration_cache`).
+
   Args:
-    gamma: depth of a chain, 0 for autoregressive decoding; 'auto' chooses it.
+    gamma: depth of a chain, or 0 for autoregressive decoding; 'auto' chooses it.
     tree: parents of the nodes; None for a chain; 'auto' chooses a tree or a chain. A tree takes
       precedence over gamma.
     pair: target and draft.
-    texts: texts of the run, of which some are decoded to calibrate. An entry is None if the run
-      does not decode that text.
+    texts: texts of the run; some of them are decoded to calibrate. An entry is None if the run does
+      not decode that text.
     settings: settings of the run.
-    say: called with a sentence that explains the choice.
-
-  A choice of an earlier run with similar texts is taken from the cache (`calibration_cache`).
+    say: function that is called with a sentence that explains the choice.
 
   Raises:
     InputError: gamma or tree is invalid, or gamma is 'auto' and a tree is given.
@@ -97,8 +98,8 @@ def resolve_gammas(
 ) -> list[int]:
   """Return the gammas to measure, with 'auto' replaced by the choice of `calibrate`.
 
-  'auto' is resolved for each of the settings. If the choice is autoregressive decoding, it is
-  replaced by the best gamma above 0.
+  'auto' is resolved separately for each of the settings. If the choice is autoregressive decoding,
+  the best gamma above 0 is measured instead.
   """
   requested = (gammas,) if isinstance(gammas, str) else gammas
   resolved = set()
@@ -118,15 +119,15 @@ def resolve_gammas(
 def calibrate(
   pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings, branching: bool = False
 ) -> Calibration:
-  """Choose gamma for texts, and with `branching` a tree if one is faster.
+  """Choose gamma for texts, or with `branching` a tree if it is faster.
 
-  It decodes NUM_TEXTS texts, spread evenly, or one batch if that is more. It takes seconds, plus
-  the compilation of its programs, which are cached like any others.
+  The calibration decodes NUM_TEXTS texts, spread evenly, or one batch if that is more. It takes
+  seconds, plus the time to compile its programs, which are cached like any others.
 
   Args:
     pair: target and draft.
-    texts: at least one.
-    settings: settings of the run that the choice is for.
+    texts: one or more texts.
+    settings: settings of the run for which gamma is chosen.
     branching: whether to consider trees. If so, alpha is the acceptance rate of first children.
 
   Raises:
@@ -194,13 +195,13 @@ class _Calibrator:
     ]
 
   def decode_fn(self, tree: Tree) -> Callable[..., DecodeResult]:
-    """Return a function of (prompt, keys) that decodes with a tree."""
+    """Return a function of (prompt, keys) that decodes with the given tree."""
     settings = self.settings
     decode = self.pair.decode_fn(settings.sampling, tree, settings.lenience)
     return functools.partial(decode, max_new_tokens=settings.max_new_tokens)
 
   def fits(self, tree: Tree) -> bool:
-    """Return whether memory, and the positions of a model, suffice for the longest text."""
+    """Return whether memory and the models' positions suffice for the longest text with a tree."""
     pair, settings = self.pair, self.settings
     longest = max(len(pair.encode(text)) for text in self.texts)
     prompt = jax.ShapeDtypeStruct((settings.batch_size, longest), np.int32)
@@ -218,7 +219,7 @@ class _Calibrator:
     return True
 
   def acceptance_of_ranks(self, outputs: Sequence[DecodeResult]) -> list[float]:
-    """Measure `positional_acceptance` on the outputs of the batches."""
+    """Measure `positional_acceptance` on the outputs of the calibration texts."""
     longest = -(-max(int(output.lengths.max()) for output in outputs) // 16) * 16
     # Row by row, because q has several distributions per token and would take much memory.
     rows = [slice(i, i + 1) for i in range(self.settings.batch_size)]
@@ -233,7 +234,7 @@ class _Calibrator:
     ).tolist()
 
   def costs(self, trees: Sequence[Tree]) -> list[Costs]:
-    """Measure the costs of rounds with each tree; the prefill is that of the largest of GAMMAS."""
+    """Measure the costs of rounds with each tree; time the prefill with the largest of GAMMAS."""
     pair, settings, prompt = self.pair, self.settings, self.batches[0][0]
     drafts = [pair.draft(settings.sampling, tree) for tree in trees]
     starts = start_calls(pair, drafts[len(GAMMAS) - 1], prompt, settings.max_new_tokens)
@@ -244,7 +245,7 @@ class _Calibrator:
     return round_costs(seconds[:2], seconds[2:], [tree.depth for tree in trees])
 
   def trial(self, tree: Tree, baseline: Tree) -> float:
-    """Measure the speed with a tree relative to another tree, interleaved."""
+    """Measure the speed with a tree relative to the speed with a baseline tree, interleaved."""
     decodes = [self.decode_fn(baseline), self.decode_fn(tree)]
     repeats = -(-TRIALS // len(self.batches))
     timed = [

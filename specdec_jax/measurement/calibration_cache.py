@@ -1,4 +1,4 @@
-"""On-disk cache of calibrations, next to jax's compilation cache, for later runs."""
+"""On-disk cache of calibrations for later runs, in the folder of jax's compilation cache."""
 
 import contextlib
 import datetime
@@ -31,13 +31,13 @@ def get_or_compute(
 
   Args:
     compute: function that calibrates.
-    key: function that returns what the calibration depends on, as JSON; see `cache_key`.
+    key: function that returns everything that the calibration depends on, as JSON; see `cache_key`.
     num_texts: number of texts that `compute` uses. A cached calibration from fewer texts is not
       used.
 
   Returns:
-    The calibration, and words for a message: when it was found and where it is cached. They are
-    empty if it was computed now.
+    The calibration, and words for a message that say when the calibration was made and where it is
+    cached. The words are empty if the calibration was computed now.
   """
   if not (cache := getattr(jax.config, "jax_compilation_cache_dir", None)):
     return compute(), ""
@@ -72,9 +72,9 @@ def get_or_compute(
 def cache_key(
   pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings, branching: bool
 ) -> dict[str, Any]:
-  """Return the settings that a calibration depends on, as JSON.
+  """Return everything that a calibration depends on, as JSON.
 
-  These are the models, the settings, the program, the machine and the length of the texts. The
+  This includes the models, the settings, the program, the machine and the length of the texts. The
   content of the texts is not included, although it determines alpha: a later run is assumed to have
   similar texts. The seed is not included either.
   """

@@ -10,20 +10,20 @@ from specdec_jax.core.trees import Tree, chain
 from specdec_jax.measurement.costs import Costs
 
 LEAST_GAIN = 1.02  # speedup, predicted or tried, below which speculation is not used
-NODES, DEPTH = (4, 8, 16, 32, 64), 10  # sizes and largest depth of the trees to choose from
+NODES, DEPTH = (4, 8, 16, 32, 64), 10  # sizes and maximum depth of the trees to choose from
 
 
 class Branching(NamedTuple):
-  """Best tree that is not a chain, with the measurements that it was chosen by.
+  """Best tree that is not a chain, and the measurements on which the choice is based.
 
   Attributes:
     tree: the tree with the highest predicted speed.
-    acceptance: probability that a node's child of each rank is the accepted one.
-    drafting: time of drafting the tree, in target steps.
-    v: time of a target forward pass over its nodes, in target steps.
+    acceptance: probability, for each rank, that a node's child of this rank is the accepted one.
+    drafting: time to draft the tree, in target steps.
+    v: time of a target forward pass over the nodes of the tree, in target steps.
     speedup: predicted speedup.
-    tried: measured speed relative to the best chain on the calibration texts; None if it was not
-      tried.
+    tried: measured speed relative to the best chain on the calibration texts; None if there was no
+      trial.
   """
 
   tree: Tree
@@ -46,20 +46,20 @@ class Branching(NamedTuple):
 
 
 class Calibration(NamedTuple):
-  """Choice of gamma or of a tree, with the measurements that it was made by.
+  """Choice of gamma or of a tree, and the measurements on which the choice is based.
 
-  Sequences have one entry for each gamma, from 0.
+  `c`, `v` and `speedups` have one entry for each gamma, from 0.
 
   Attributes:
-    gamma: the choice among chains; 0 for autoregressive decoding.
-    alpha: acceptance rate in the decoded texts. With `branching`, acceptance of first children, so
-      that chains and trees are compared by the same measure.
-    c: time of a draft step in target steps (Definition 7); 0 at gamma 0.
-    v: time of a target forward pass over gamma + 1 tokens in target steps; 1 at gamma 0.
+    gamma: chosen gamma if the tree is a chain; 0 for autoregressive decoding.
+    alpha: acceptance rate in the decoded texts. If trees were considered, it is the acceptance rate
+      of first children, so that chains and trees are compared by the same measure.
+    c: time of a draft step, in target steps (Definition 7); 0 at gamma 0.
+    v: time of a target forward pass over gamma + 1 tokens, in target steps; 1 at gamma 0.
     speedups: predicted speedups; 1 at gamma 0.
     starts: prefill times of target and draft for one batch, in target steps.
     tried: measured speedup of the best gamma over autoregressive decoding on the calibration texts;
-      None if it was not tried.
+      None if there was no trial.
     branching: the best tree that is not a chain; None if trees were not considered.
   """
 
@@ -74,18 +74,18 @@ class Calibration(NamedTuple):
 
   @property
   def tree(self) -> Tree:
-    """Chosen tree or chain: the tree if it was faster than the chain when tried."""
+    """Chosen tree: the best tree if a trial found it faster than the best chain, else the chain."""
     best = self.branching
     faster = best is not None and best.tried is not None and best.tried >= LEAST_GAIN
     return best.tree if best is not None and faster else chain(self.gamma)
 
   @property
   def best_draft(self) -> int:
-    """Best gamma above 0."""
+    """Gamma with the highest predicted speedup among those above 0."""
     return 1 + int(np.argmax(self.speedups[1:]))
 
   def round_cost(self, gamma: int) -> float:
-    """Return the time of a round in target steps."""
+    """Return the time of a round with a given gamma, in target steps."""
     return gamma * self.c[gamma] + self.v[gamma]
 
   def __str__(self) -> str:
@@ -109,16 +109,16 @@ class Calibration(NamedTuple):
 def choose(
   alpha: float, costs: Mapping[int, Costs], lengths: Sequence[Sequence[int]]
 ) -> Calibration:
-  """Choose the gamma, from 0 to the largest measured, with the best predicted speed.
+  """Choose the gamma with the best predicted speed, from 0 to the largest measured gamma.
 
-  Speed is predicted by `extended_theory.text_improvement`. v is interpolated linearly, from 1 at
-  gamma 0 through the measured gammas. The time of drafting is linear in gamma, through the smallest
-  and the largest measured gamma.
+  Speed is predicted by `extended_theory.text_improvement`. The cost v of verification is
+  interpolated linearly, from 1 at gamma 0 through the measured gammas. The time of drafting is
+  linear in gamma, through the smallest and the largest measured gamma.
 
   Args:
     alpha: acceptance rate.
-    costs: measured costs for each of at least two gammas.
-    lengths: lengths of typical texts in tokens, by batch.
+    costs: measured costs by gamma, for at least two gammas.
+    lengths: lengths of typical texts in tokens, one sequence per batch.
   """
   measured = sorted(costs)
   gammas = np.arange(1, measured[-1] + 1)
@@ -147,14 +147,15 @@ def choose_tree(
 ) -> Branching:
   """Choose the tree with the best predicted speed; chains are excluded.
 
-  The candidates are the best tree of each depth and each number of nodes up to the largest
-  measured. v is interpolated linearly, from 1 at one node through the measured trees. The time of
-  drafting is a cost per level (one call of the draft) plus a cost per draft token (wide levels cost
-  more), fitted by least squares. A tree has weight 1 / v, because drafting is a difference between
-  rounds, whose error grows with their time.
+  The candidates are the best trees of each depth and each number of nodes, up to the largest
+  measured number. The cost v of verification is interpolated linearly, from 1 at one node through
+  the measured trees. The time of drafting is a cost per level (one call of the draft) plus a cost
+  per draft token (wide levels cost more). Both are fitted by least squares. A tree has weight
+  1 / v, because its drafting time is the difference between two rounds, whose error grows with the
+  time of a round.
 
   Args:
-    acceptance: probability that a node's child of each rank is the accepted one.
+    acceptance: probability, for each rank, that a node's child of this rank is the accepted one.
     costs: measured costs of trees of different sizes and depths.
     lengths: see `choose`.
   """
@@ -179,5 +180,5 @@ def choose_tree(
 
 
 def _prefill_steps(costs: Costs) -> tuple[float, float]:
-  """Return the time of the target's and of the draft's prefill, in target steps."""
+  """Return the prefill time of the target and that of the draft, in target steps."""
   return costs.target_start / costs.target_step, costs.draft_start / costs.target_step

@@ -1,8 +1,8 @@
-"""Time of a step of autoregressive decoding and of the parts of a round, and arithmetic operations.
+"""Measured times of a decoding step and of the parts of a round, and counts of operations.
 
 Steps and rounds are timed by running `Decoder.round` in a loop, so that memory and caches are in
-the state that they have in decoding. The time of drafting is the difference between rounds with and
-without it. Verification is timed alone.
+the same state as in decoding. The time of drafting is the difference between rounds with and
+without drafting. Verification is timed alone.
 """
 
 import functools
@@ -25,23 +25,23 @@ from specdec_jax.kernels import skinny
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair
 
-CHAIN = 8  # rounds per timed call
+CHAIN = 8  # number of rounds per timed call
 
 
 class Costs(NamedTuple):
-  """Times on this device, in seconds.
+  """Times of the parts of decoding on this device, in seconds.
 
   Attributes:
     target_step: time of one step of autoregressive decoding: a target forward pass over one token,
       sampling, and the cache update.
-    draft_step: time that drafting adds to a round, divided by gamma (Definition 7 counts gamma runs
-      of M_q), or by the depth of a tree.
+    draft_step: time that drafting adds to a round, divided by gamma or by the depth of a tree.
+      (Definition 7 counts gamma runs of the approximation model.)
     verify: time of a round without drafting and verification: the target forward pass over
       gamma + 1 tokens, or over the nodes of a tree, and the cache update.
     accept: time to compute p from the logits, verify the draft tokens and sample the next token.
     target_start: time of autoregressive decoding before its first step, once per batch; mostly the
       target's prefill.
-    draft_start: time that the draft's prefill adds.
+    draft_start: time that the draft's prefill adds to `target_start`.
   """
 
   target_step: float
@@ -53,21 +53,21 @@ class Costs(NamedTuple):
 
   @property
   def c(self) -> float:
-    """Cost coefficient (Definition 7)."""
+    """Cost coefficient: the time of a draft step / the time of a target step (Definition 7)."""
     return self.draft_step / self.target_step
 
   @property
   def v(self) -> float:
-    """Time of a round without drafting, divided by that of a step; the paper assumes 1."""
+    """Time of a round without drafting / the time of a target step; the paper assumes 1."""
     return (self.verify + self.accept) / self.target_step
 
 
 def start_calls(
   pair: LoadedPair, draft: Draft, prompt: Array, max_new_tokens: int
 ) -> list[Callable[[], object]]:
-  """Return two calls to be timed: both decoders up to their first round.
+  """Return two calls to be timed, each of which runs a decoder up to its first round.
 
-  The first call is of autoregressive decoding, the second of speculative decoding.
+  The first call is for autoregressive decoding, the second for speculative decoding.
   """
   verifier = pair.verifier_for(Sampling())
   decoders = [Decoder(pair.target, one, verifier) for one in (NullDraft(), draft)]
@@ -89,19 +89,19 @@ def round_calls(
   max_new_tokens: int,
   lenience: float = 1.0,
 ) -> list[Callable[[], object]]:
-  """Return calls to be timed, in the order that `round_costs` expects.
+  """Return calls that time the parts of rounds, in the order that `round_costs` expects.
 
   The parts are: a step of autoregressive decoding; for each draft, a round without drafting; for
-  each draft, a round; for each draft, verification alone. Each is timed with 0 and with CHAIN
-  iterations, so that dispatch overhead cancels. The tokens do not matter: shapes are fixed, and a
-  row that has ended is still computed.
+  each draft, a complete round; for each draft, verification alone. Each part is timed with 0 and
+  with CHAIN iterations, so that dispatch overhead cancels. The tokens do not matter: shapes are
+  fixed, and a row that has ended is still computed.
 
   Args:
     pair: target and verifier.
-    drafts: one draft with several trees.
+    drafts: the same draft with several trees.
     prompt: padded prompts [B, P].
     sampling: sampling method.
-    max_new_tokens: sets the number of cache slots.
+    max_new_tokens: maximum number of new tokens; it sets the number of cache slots.
     lenience: lenience of the verifier.
   """
   target, batch, vocab_size = pair.target, len(prompt), pair.target.vocab_size
@@ -144,12 +144,12 @@ def round_calls(
 def round_costs(
   starts: Sequence[float], rounds: Sequence[float], depths: Sequence[int]
 ) -> list[Costs]:
-  """Compute costs from timings.
+  """Compute the costs of each draft from timings.
 
   Args:
     starts: seconds of each call that `start_calls` returns.
     rounds: seconds of each call that `round_calls` returns.
-    depths: depth of the tree of each draft; gamma of a chain.
+    depths: depth of each draft's tree; for a chain, it is gamma.
   """
   target_start, both_start = starts
   target_step, *parts = np.diff(np.reshape(rounds, (-1, 2)))[:, 0] / CHAIN
@@ -174,15 +174,15 @@ def measure_costs(
   max_new_tokens: int = 64,
   repeats: int = 9,
 ) -> list[Costs]:
-  """Measure the costs of a round with each of the trees, interleaved.
+  """Measure the costs of a round with each tree, with interleaved timings.
 
   Args:
     pair: target and draft.
-    trees: shapes of the draft. The prefill is timed with the first.
+    trees: trees of draft tokens. The prefill is timed with the first tree.
     prompt: padded prompts [B, P].
     sampling: sampling method.
-    max_new_tokens: sets the number of cache slots.
-    repeats: timings of each part, of which the median is taken.
+    max_new_tokens: maximum number of new tokens; it sets the number of cache slots.
+    repeats: number of timings of each part; their median is used.
   """
   drafts = [pair.draft(sampling, tree) for tree in trees]
   starts = start_calls(pair, drafts[0], prompt, max_new_tokens)
@@ -192,10 +192,10 @@ def measure_costs(
 
 
 def operations_ratio(pair: LoadedPair, prompt: Array, sampling: Sampling) -> float:
-  """Compute c-hat: arithmetic operations of a draft step / of a target step (Section 3.4).
+  """Compute c-hat: operations of a draft step / operations of a target step (Section 3.4).
 
-  Only matmuls count; other operations are few. The operations of a draft step are the difference
-  between proposing two tokens and proposing one.
+  Only the operations of matmuls count, because others are few. The operations of a draft step are
+  the difference between proposing two tokens and proposing one.
   """
   rng = jax.random.split(jax.random.key(0), len(prompt))
   params = pair.params
@@ -204,7 +204,7 @@ def operations_ratio(pair: LoadedPair, prompt: Array, sampling: Sampling) -> flo
     return matmul_operations(jax.make_jaxpr(f)(*args).jaxpr)
 
   def before(draft: Draft) -> DecodeState:
-    """Return the shapes of the state before a round, with equally many slots for gamma 1 and 2."""
+    """Return the shapes of the state before a round, with the same slots for gamma 1 and 2."""
     decoder = Decoder(pair.target, draft, pair.verifier_for(sampling))
     limit = max(0, 2 - draft.tree.depth)
     init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=limit)
@@ -223,8 +223,8 @@ def operations_ratio(pair: LoadedPair, prompt: Array, sampling: Sampling) -> flo
 def matmul_operations(jaxpr: Jaxpr) -> int:
   """Count multiplications and additions in the matmuls of a program.
 
-  The body of a scan counts once per iteration, that of a while loop once. Of the branches of a
-  conditional, the most expensive counts.
+  The body of a scan counts once per iteration, and the body of a while loop counts once. Of the
+  branches of a conditional, only the most expensive one counts.
   """
   total = 0
   for eqn in jaxpr.eqns:

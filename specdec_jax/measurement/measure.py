@@ -55,23 +55,23 @@ def measure(
   timing: Timing = Timing(),
   references: References | None = None,
 ) -> list[Record]:
-  """Append a record to `results` for each sampling method and gamma that it does not have yet.
+  """Measure each sampling method and gamma that `results` lacks, and append their records.
 
   Args:
     pair: target and draft.
     texts: sources, decoded `batch_size` at a time.
     results: path from `records.open_results`.
-    settings: settings that differ in their sampling method only.
-    gammas: draft tokens per round; each is measured with each of the settings.
-    timing: repeats, and the baseline that speed is relative to.
-    references: texts that the quality of the outputs is scored against; None for no score.
+    settings: settings that differ only in their sampling method.
+    gammas: numbers of draft tokens per round; each is measured with each of the settings.
+    timing: number of repeats, and the baseline of the speedups.
+    references: texts against which the quality of the outputs is scored; None for no score.
 
   Returns:
-    The records of all settings and gammas, whether measured now or before.
+    The records of all settings and gammas, whether they were measured now or before.
 
   Raises:
     InputError: there is nothing to measure, an argument is out of range, or the number of
-      references is not that of the texts.
+      references differs from the number of texts.
   """
   return measure_missing(results, speed_steps(pair, texts, settings, gammas, timing, references))
 
@@ -84,19 +84,19 @@ def speed_steps(
   timing: Timing = Timing(),
   references: References | None = None,
 ) -> list[Step]:
-  """Return the measurement of a pair on texts as one step of a sweep per sampling method.
+  """Return the steps of a sweep that measure a pair on texts, one step per sampling method.
 
   Args:
     pair: target and draft.
     texts: sources, decoded `batch_size` at a time.
-    settings: settings that differ in their sampling method only.
-    gammas: draft tokens per round; each is measured with each of the settings.
-    timing: repeats, and the baseline that speed is relative to.
-    references: texts that the quality of the outputs is scored against; None for no score.
+    settings: settings that differ only in their sampling method.
+    gammas: numbers of draft tokens per round; each is measured with each of the settings.
+    timing: number of repeats, and the baseline of the speedups.
+    references: texts against which the quality of the outputs is scored; None for no score.
 
   Raises:
     InputError: there is nothing to measure, an argument is out of range, or the number of
-      references is not that of the texts.
+      references differs from the number of texts.
   """
   require_count("repeats", timing.repeats)
   for each in settings:
@@ -131,13 +131,13 @@ def settings_to_measure(
   gammas: Sequence[int],
   baseline: str = "own",
 ) -> list[Record]:
-  """Return a record without measurements for each of the settings with each gamma.
+  """Return a record without measurements for each combination of settings and gamma.
 
   Args:
     pair: target and draft.
     texts: sources.
     settings: settings of decoding.
-    gammas: draft tokens per round.
+    gammas: numbers of draft tokens per round.
     baseline: name of the baseline.
   """
   device = jax.devices()[0]
@@ -184,7 +184,7 @@ def _measure(
   wanted: Sequence[Record],
   report: Report,
 ) -> Iterator[Record]:
-  """Measure one sampling method at several gammas, and return a record for each."""
+  """Measure one sampling method at several gammas, and yield a record for each gamma."""
   since = time.perf_counter()
   sampling, lenience = settings.sampling, settings.lenience
   gammas = [record.gamma for record in wanted]
@@ -268,7 +268,7 @@ def _measure(
       **acceptance,
     )
     draft = pair.draft(sampling, chain(gamma))
-    if draft.verify_lengths:  # costs are those of rounds that propose all tokens
+    if draft.verify_lengths:  # the costs apply only to rounds that propose all tokens
       yield dataclasses.replace(measured, c=None, draft_step_ms=None)
     elif not is_own_baseline:
       yield measured
@@ -289,7 +289,7 @@ def _measure(
 def _predicted_finite_length(
   baseline: list[DecodeResult], alpha: float, gamma: int, costs: Costs
 ) -> float:
-  """Predict the speedup for the baseline's lengths (`extended_theory.text_improvement`)."""
+  """Predict the speedup for texts as long as the baseline's outputs (finite length)."""
   lengths = [output.lengths.tolist() for output in baseline]
   return extended_theory.text_improvement(
     alpha,

@@ -10,7 +10,7 @@ METRICS = ("BLEU", "ROUGE-1", "ROUGE-2", "ROUGE-Lsum")
 
 
 def quality(metric: str, outputs: Sequence[str], references: Sequence[str]) -> float:
-  """Score outputs against references, from 0 to 100.
+  """Score outputs against references on a scale from 0 to 100.
 
   BLEU is sacrebleu's corpus score (tokenizer 13a, cased). ROUGE is the mean F1 of rouge_score with
   its stemmer; each line of a text counts as a sentence.

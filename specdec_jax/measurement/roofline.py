@@ -1,7 +1,7 @@
 """Lower bound on the time of a step: the bytes that it must read / the memory bandwidth.
 
-A decoding step uses each weight for a few tokens only, so reading the weights dominates its time
-(Section 3.4). The ratio to this bound says how much faster a step could still become.
+A decoding step uses each weight for only a few tokens, so reading the weights dominates its time
+(Section 3.4). The measured time divided by this bound says how much faster a step could become.
 """
 
 import functools
@@ -20,8 +20,8 @@ from specdec_jax.core.types import Draft
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair
 
-# Rows of the square matrix that is read: 0.27 and 1.07 GB, far larger than any cache. READS reads
-# per call make dispatch overhead negligible.
+# Number of rows of the square matrix that is read: 0.27 and 1.07 GB, far larger than any cache.
+# Each call reads the matrix READS times, which makes dispatch overhead negligible.
 CPU_SIDE, ACCELERATOR_SIDE, READS = 8192, 16384, 4
 
 _GATHERS = {"gather", "dynamic_slice", "slice"}
@@ -29,11 +29,11 @@ _LOOPS = {"scan", "while"}
 
 
 class StepBytes(NamedTuple):
-  """Bytes that each device has to read; a device of a sharded model reads its own shard.
+  """Bytes that each device has to read. If a model is sharded, a device reads only its own shard.
 
   Attributes:
     target_step: bytes read in one step of autoregressive decoding.
-    draft_step: bytes read for proposing gamma tokens, divided by gamma.
+    draft_step: bytes read to propose gamma tokens, divided by gamma.
     verify: bytes read in a target forward pass over gamma + 1 tokens, or over the nodes of a tree.
   """
 
@@ -45,8 +45,8 @@ class StepBytes(NamedTuple):
 def memory_bandwidth(repeats: int = 5) -> float:
   """Measure the bytes per second at which the first device reads its memory.
 
-  It is measured with matrix-vector products in float32, as in decoding, with the vector on the
-  faster side. The result is the median of the repeats.
+  The device computes matrix-vector products in float32, as in decoding, with the vector on the
+  faster side. The result is computed from the median time of the repeats.
   """
   device = jax.devices()[0]
   side = CPU_SIDE if device.platform == "cpu" else ACCELERATOR_SIDE
@@ -66,10 +66,10 @@ def memory_bandwidth(repeats: int = 5) -> float:
 def step_bytes(
   pair: LoadedPair, gamma: int, prompt: Array, sampling: Sampling, max_new_tokens: int
 ) -> StepBytes:
-  """Count the bytes that decoding prompts [B, P] with a chain of gamma tokens has to read.
+  """Count the bytes that one decoding step, one draft step and one verification have to read.
 
-  These are the parameters that decoding uses, and all slots of the caches, by `read_bytes`. Logits
-  and activations do not count.
+  The prompts are [B, P], and the draft is a chain of gamma tokens. The parameters that are used and
+  all slots of the caches count; logits and activations do not. `read_bytes` explains the count.
   """
   params = pair.params
   rng = jax.random.split(jax.random.key(0), len(prompt))
@@ -96,7 +96,7 @@ def step_bytes(
 
 
 def _shard_share(params: Any) -> float:
-  """Return the share of the parameters on one device: 1 unless they are sharded across several."""
+  """Return the fraction of the parameters that one device holds; 1 if they are not sharded."""
   leaves = jax.tree.leaves(params)
   if not leaves:
     return 1.0
@@ -105,22 +105,23 @@ def _shard_share(params: Any) -> float:
 
 
 def read_bytes(f, *args) -> int:
-  """Return a lower bound on the bytes that f(*args) reads of its arguments.
+  """Return a lower bound on the bytes that f(*args) reads from its arguments.
 
-  Arguments are arrays or their shapes. An unused argument counts 0 bytes. An argument that is only
-  gathered or sliced counts with the elements that are read. Any other argument counts once, with
-  all its elements. A scan reads its inputs in every iteration, a while loop once. If a processor
-  cache holds the weights of a small model between iterations, fewer bytes are read from memory.
+  Arguments are arrays or their shapes. An unused argument counts 0 bytes. If an argument is only
+  gathered or sliced, only the elements that are read count. Any other argument counts once, with
+  all its elements. A scan reads its inputs in every iteration; a while loop is assumed to run once.
+  If a processor cache holds the weights of a small model between iterations, fewer bytes are read
+  from memory.
   """
   reads, in_loops = _reads(jax.make_jaxpr(f)(*args).jaxpr)
   return sum(reads.values()) + in_loops
 
 
 def _reads(jaxpr: Jaxpr) -> tuple[dict, int]:
-  """Return the bytes read of each input of a jaxpr, and the bytes read by the loops in it."""
+  """Return the bytes read from each input of a jaxpr, and the bytes read by the loops in it."""
   reads, in_loops = dict.fromkeys(jaxpr.invars, 0), 0
   for eqn in jaxpr.eqns:
-    taken = [_nbytes(var) for var in eqn.invars]  # bytes read of each operand
+    taken = [_nbytes(var) for var in eqn.invars]  # bytes read from each operand
     inner = [_reads(each) for each in jaxprs_in_params(eqn.params)]
     if eqn.primitive.name in _LOOPS:
       iteration = sum(sum(inputs.values()) + loops for inputs, loops in inner)

@@ -1,4 +1,4 @@
-"""Measured speedup: the same texts decoded with and without speculation, interleaved."""
+"""Measured speedup: the same texts are decoded with and without speculation, interleaved."""
 
 import collections
 import functools
@@ -20,7 +20,7 @@ from specdec_jax.measurement.costs import Costs, round_calls, round_costs, start
 from specdec_jax.measurement.timing import interleaved_seconds, ratio_range, timed
 from specdec_jax.pairs import LoadedPair
 
-NUM_COSTED = 24  # texts at which costs are timed
+NUM_COSTED = 24  # number of batches at which costs are timed
 
 
 class Baseline(NamedTuple):
@@ -39,8 +39,8 @@ class Timing(NamedTuple):
   """Settings of timed decoding: number of repeats, and baseline.
 
   Attributes:
-    repeats: timed decodes of each text, interleaved.
-    baseline: decoding that speed is relative to; None for this package's autoregressive decoding.
+    repeats: number of timed decodes of each text, interleaved.
+    baseline: baseline of the speedups; None for this package's autoregressive decoding.
   """
 
   repeats: int = 5
@@ -59,16 +59,19 @@ def own_baseline(pair: LoadedPair) -> Baseline:
 
 
 class Speed(NamedTuple):
-  """Totals over all texts. Seconds are sums of the median over the repeats of each text.
+  """Outputs, total times and costs of decoding the same texts with and without speculation.
+
+  The times are sums over batches; the time of a batch is the median of its repeats.
 
   Attributes:
-    baseline: outputs of autoregressive decoding, one `DecodeResult` per prompt, on the host.
+    baseline: outputs of autoregressive decoding, one `DecodeResult` per batch, on the host.
     speculative: outputs of speculative decoding for each gamma.
     baseline_s: seconds of autoregressive decoding.
     speculative_s: seconds of speculative decoding for each gamma.
-    costs: costs for each gamma, timed between the decodes: medians over the repeats, averaged over
-      the texts at which they were timed.
-    ratios: seconds of autoregressive / of speculative decoding in each repeat, for each gamma.
+    costs: costs for each gamma, timed between the decodes. They are medians over the repeats,
+      averaged over the batches at which they were timed.
+    ratios: for each gamma, the time of autoregressive decoding / the time of speculative decoding
+      in each repeat.
   """
 
   baseline: list[DecodeResult]
@@ -79,7 +82,7 @@ class Speed(NamedTuple):
   ratios: dict[int, np.ndarray]
 
   def speedup(self, gamma: int) -> float:
-    """Return the ratio of tokens per second, from totals."""
+    """Return the speedup: the ratio of the tokens per second, computed from totals."""
     return self._tokens_ratio(gamma) * self.baseline_s / self.speculative_s[gamma]
 
   def spread(self, gamma: int) -> tuple[float, float] | tuple[None, None]:
@@ -90,7 +93,7 @@ class Speed(NamedTuple):
     return num_tokens(self.speculative[gamma]) / num_tokens(self.baseline)
 
   def round_s(self, gamma: int) -> float:
-    """Return the mean seconds of a round in decoding, without the prefill of both models."""
+    """Return the mean time of a decoding round in seconds, without the prefill of both models."""
     costs, outputs = self.costs[gamma], self.speculative[gamma]
     prefill_s = len(outputs) * (costs.target_start + costs.draft_start)
     return (self.speculative_s[gamma] - prefill_s) / sum(int(o.num_rounds) for o in outputs)
@@ -108,18 +111,18 @@ def measure_speed(
   timing: Timing = Timing(),
   progress: Callable[[int], None] = ignore_progress,
 ) -> Speed:
-  """Decode each prompt autoregressively and with each gamma, interleaved.
+  """Measure the speed of decoding autoregressively and with each gamma, interleaved.
 
   The speed of a shared machine changes within minutes. Therefore costs are timed between the
-  decodes, at NUM_COSTED texts, or up to twice as many, spread evenly.
+  decodes, at NUM_COSTED batches, or up to twice as many, spread evenly.
 
   Args:
     pair: target and draft.
     prompts: padded prompts [B, P] of each batch.
-    gammas: chains to measure.
-    settings: settings of decoding; the batch size is that of the prompts.
-    timing: repeats and baseline.
-    progress: called after each prompt with the number of finished prompts.
+    gammas: numbers of draft tokens per round to measure.
+    settings: settings of decoding, except for the batch size, which `prompts` determine.
+    timing: number of repeats, and baseline.
+    progress: function that is called after each batch with the number of finished batches.
   """
   sampling, max_new_tokens, lenience = settings.sampling, settings.max_new_tokens, settings.lenience
   baseline = timing.baseline or own_baseline(pair)

@@ -1,4 +1,4 @@
-"""Measure settings that a file of records lacks, and show the records of all settings."""
+"""Sweeps: measure the settings that a file of records lacks, and show all records."""
 
 import gc
 import pathlib
@@ -15,16 +15,17 @@ from specdec_jax.records import Record, append, key, missing, open_results, read
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.tables import Table
 
-Report = Callable[[float], None]  # called with the finished share of a step, 0 to 1
+Report = Callable[[float], None]  # function of the finished fraction of a step, from 0 to 1
 
 
 class Step(NamedTuple):
-  """Settings that are measured by one call.
+  """Step of a sweep: settings that are measured by one call.
 
   Attributes:
     description: text in front of the progress bar, such as "temperature 0".
     settings: records without measurements.
-    measure: function of the settings that are missing and a `Report`. It yields their records.
+    measure: function of (missing settings, `Report`) that measures these settings and yields their
+      records.
   """
 
   description: str
@@ -33,13 +34,14 @@ class Step(NamedTuple):
 
 
 def measure_missing(results: str, steps: Sequence[Step]) -> list[Record]:
-  """Measure the settings that `results` lacks, append their records, and return those of all.
+  """Measure the settings that `results` lacks, and append their records to it.
 
-  Compiled programs are dropped between steps, because a process can map a limited number of them.
+  Compiled programs are dropped between steps, because a process can map only a limited number of
+  programs.
 
   Args:
     results: path from `records.open_results`.
-    steps: steps, in the order of measurement.
+    steps: steps of the sweep, in the order in which they are measured.
 
   Returns:
     The records of all settings, whether they were measured now or before.
@@ -79,14 +81,15 @@ def sweep(
   tables: Callable[[list[Record]], Iterable[Table]],
   page: Callable[[list[Record]], str] | None = None,
 ) -> None:
-  """Measure missing settings; print tables and write a page of the records of all settings.
+  """Measure missing settings, then print tables and write a page with the records of all settings.
 
   Args:
     output_dir: folder of `results.jsonl` and `report.html`. It is opened before the first step, so
-      that a folder that cannot be written to raises before the work.
-    steps: steps, or a function that returns them.
-    tables: function from the records of all settings to the tables to print.
-    page: function from these records to the content of `report.html`; None for no page.
+      that a missing write permission raises before the work starts.
+    steps: steps of the sweep, or a function that returns them.
+    tables: function that takes the records of all settings and returns the tables to print.
+    page: function that takes the records of all settings and returns the content of `report.html`;
+      None for no page.
 
   Raises:
     InputError: another run has locked the folder.

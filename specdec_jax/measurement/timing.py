@@ -10,7 +10,7 @@ import numpy as np
 
 
 def timed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
-  """Return the seconds that a call takes until its arrays are ready, and its result."""
+  """Return the seconds that a call takes until its result is ready, and the result."""
   since = time.perf_counter()
   result = jax.block_until_ready(call(*args, **kwargs))
   return time.perf_counter() - since, result
@@ -19,17 +19,17 @@ def timed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, A
 def interleaved_seconds(
   calls: Sequence[Callable[[], tuple[float, Any]]], repeats: int
 ) -> tuple[np.ndarray, list[Any]]:
-  """Time N calls in turn, R = `repeats` times.
+  """Time several calls in turn, `repeats` times.
 
-  A first round, which does not count, compiles and warms up. Every other round runs in reverse
-  order, so that no call always follows the same one.
+  A first round compiles and warms up; it does not count. Every second round runs in reverse order,
+  so that no call always follows the same one.
 
   Args:
     calls: functions that return their seconds and their result, as `timed` does.
-    repeats: R, number of rounds that count.
+    repeats: number of rounds that count.
 
   Returns:
-    Seconds [R, N], and the last result of each call.
+    Seconds [repeats, calls], and the last result of each call.
   """
   results = [call()[1] for call in calls]
   seconds = np.zeros((repeats, len(calls)))
@@ -40,7 +40,7 @@ def interleaved_seconds(
 
 
 def ratio_range(ratio: float, repeat_ratios: np.ndarray) -> tuple[float, float] | tuple[None, None]:
-  """Return the lowest and the highest of a ratio and its values in single repeats.
+  """Return the range that covers a ratio and its values in single repeats.
 
   Args:
     ratio: ratio of the medians of each text; it may lie outside the range of the single repeats.

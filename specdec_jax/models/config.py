@@ -1,4 +1,4 @@
-"""Configurations of T5 encoder-decoders and of decoder-only models, and published sizes."""
+"""Configurations of T5 encoder-decoders and decoder-only models, and their published sizes."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -10,27 +10,29 @@ from specdec_jax.errors import InputError, require_count, require_number, requir
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-  """Configuration of a decoder of either family: it determines parameters and arithmetic.
+  """Configuration of a transformer, with the fields that T5 and decoder-only models share.
 
   Attributes:
-    vocab_size: V, number of vocabulary entries; no other token is ever emitted.
-    emb_dim: E, width of the residual stream.
-    num_heads: H, number of attention heads.
+    vocab_size: V, the number of vocabulary entries; no other token is ever emitted.
+    emb_dim: E, the width of the residual stream.
+    num_heads: H, the number of attention heads.
     head_dim: size of each head; `num_heads * head_dim` need not be `emb_dim`.
     mlp_dim: hidden width of the feed-forward blocks.
-    num_decoder_layers: L, number of decoder layers.
+    num_decoder_layers: L, the number of decoder layers.
     gated: whether feed-forward blocks are gated (two input projections), as in T5 1.1.
     activation: 'gelu' (tanh approximation) or 'relu' (T5 1.0).
-    tied_logits: whether logits are computed with the token embeddings or with their own matrix.
-    biases: whether all layers but the logits have biases, and norms subtract the mean; not in T5.
+    tied_logits: True if logits are computed with the token embeddings; False if they have their own
+      matrix.
+    biases: whether all layers except the logits have biases, and norms subtract the mean. False for
+      T5.
     num_positions: number of learned absolute positions, which limits the length of a text; None for
       the relative positions of T5.
-    padded_vocab_size: rows of the embedding table if it is padded (32,128 for the 32,100 pieces of
-      T5); None for V. Logits of padding entries are dropped.
+    padded_vocab_size: number of rows of the embedding table, including padding (32,128 for the
+      32,100 pieces of T5); None if there is no padding. Logits of padding rows are dropped.
     fused: whether parameters are in the layout of `families.for_decoding`, with fewer, larger
       matmuls.
-    kernels: 'xla', or 'skinny' for `kernels.skinny`, which decodes faster on a CPU. The matrices of
-      layers are then packed in panels (`skinny.pack`), and may be bfloat16.
+    kernels: 'xla'; or 'skinny' for `kernels.skinny`, which decodes faster on a CPU. With 'skinny',
+      the matrices of layers are packed in panels (`skinny.pack`), and may be bfloat16.
     dtype: dtype of matmuls, and of activations unless `kernels` is 'skinny' (see `activations`);
       float32 or bfloat16.
     dropout_rate: dropout rate in training.
@@ -54,7 +56,7 @@ class TransformerConfig:
   dropout_rate: float = 0.0
 
   def __post_init__(self):
-    """Raise InputError if a field is invalid, because configurations are read from files."""
+    """Raise InputError if a field is invalid. Configurations may come from damaged files."""
     require_types(type(self), vars(self))
     sizes = "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "num_decoder_layers"
     for name in (*sizes, "num_positions", "padded_vocab_size"):
@@ -74,12 +76,12 @@ class TransformerConfig:
 
   @property
   def activations(self) -> Any:
-    """Dtype of activations: `dtype`, or float32 for `kernels.skinny`, which round matmul inputs."""
+    """Dtype of activations: float32 if `kernels` is 'skinny', otherwise `dtype`."""
     return jnp.float32 if self.kernels == "skinny" else self.dtype
 
   @property
   def in_pairs(self) -> bool:
-    """True if panels have the layout of bfloat16 matmuls (`skinny.pack`)."""
+    """True if panels have the layout for bfloat16 matmuls (`pairs` of `skinny.pack`)."""
     return self.dtype == jnp.bfloat16
 
 
@@ -102,7 +104,7 @@ class T5Config(TransformerConfig):
 
   @property
   def logits_divisor(self) -> float:
-    """Divisor of the hidden state before tied logits."""
+    """Number that hidden states are divided by before tied logits are computed."""
     return self.emb_dim**0.5
 
 
@@ -111,9 +113,10 @@ class GPTConfig(TransformerConfig):
   """Configuration of a decoder-only model that continues its prompt, such as GPT-2 or LaMDA.
 
   Attributes:
-    eos_id: token that marks the end of a prompt, of which it is not a part.
-    start_id: token before each text. None for GPT-2, whose texts start with their first token, or
-      with EOS if the prompt is empty.
+    eos_id: id of the token (EOS) that marks the end of a prompt; it is not processed as part of the
+      prompt.
+    start_id: id of the token before each text. None for GPT-2: its texts have no such token, except
+      that the text of an empty prompt starts with EOS.
   """
 
   has_encoder: ClassVar[bool] = False
@@ -131,7 +134,7 @@ class GPTConfig(TransformerConfig):
 
 
 # (emb_dim, num_heads, head_dim, layers of each stack, mlp_dim), as published for T5 1.0
-# (Raffel et al., 2020) and T5 1.1; xl is 3B and xxl is 11B. tiny is the test model of t5x.
+# (Raffel et al., 2020) and T5 1.1; xl has 3B and xxl 11B parameters. tiny is the test model of t5x.
 _SIZES = {
   "1.0": {
     "tiny": (8, 4, 3, 2, 16),
@@ -153,7 +156,7 @@ _SIZES = {
 
 
 def version_name(version: str | float) -> str:
-  """Return the name of a T5 version, which may be given as a number in gin files."""
+  """Return the name of a T5 version; gin files may give the version as a number."""
   return version if isinstance(version, str) else str(float(version))
 
 
@@ -192,10 +195,11 @@ def t5_config(size: str, version: str | float = "1.1", **overrides) -> T5Config:
 
 
 # (emb_dim, num_heads, head_dim, layers, mlp_dim) of decoder-only models. gpt_like: Section 4.2 of
-# the paper; with separate matrices for embeddings and logits the sizes have its 97M and 6M
-# parameters. gpt2: Radford et al., 2019, and DistilGPT2. lamda: Thoppilan et al., 2022, Table 27,
-# which counts parameters without embeddings. It does not describe the model of 100M parameters;
-# that size follows its rules (head_dim 128, num_heads = emb_dim / 64, mlp_dim = 8 emb_dim).
+# the paper; with separate matrices for embeddings and logits, the two sizes have the paper's 97M
+# and 6M parameters. gpt2: Radford et al., 2019, and DistilGPT2. lamda: Thoppilan et al., 2022,
+# Table 27, which counts parameters without embeddings. The table does not describe the model of
+# 100M parameters; the size here follows the table's rules (head_dim 128, num_heads = emb_dim / 64,
+# mlp_dim = 8 emb_dim).
 _GPT_SIZES = {
   "gpt_like": {
     "97m": (768, 12, 64, 12, 3072),
@@ -234,9 +238,9 @@ def gpt_config(size: str, family: str = "gpt_like", **overrides) -> GPTConfig:
   """Return the published configuration of a decoder-only model.
 
   Args:
-    size: for family 'gpt_like' (of the paper) '97m' or '6m'; for 'gpt2' 'distil', 'small',
-      'medium', 'large' or 'xl'; for 'lamda' '100m', '2b', '8b' or '137b'.
-    family: one of these families.
+    size: '97m' or '6m' for the family 'gpt_like' of the paper; 'distil', 'small', 'medium', 'large'
+      or 'xl' for 'gpt2'; '100m', '2b', '8b' or '137b' for 'lamda'.
+    family: 'gpt_like', 'gpt2' or 'lamda'.
     **overrides: fields of `GPTConfig` that differ from the published ones.
 
   Raises:
@@ -260,14 +264,17 @@ def gpt_config(size: str, family: str = "gpt_like", **overrides) -> GPTConfig:
 
 
 def named_config(version: str | float, size: str, **overrides) -> T5Config | GPTConfig:
-  """Return `t5_config`, or `gpt_config` if `version` is the name of a decoder-only family."""
+  """Return a published configuration: of a T5, or of a decoder-only model if `version` is a family.
+
+  See `t5_config` and `gpt_config`.
+  """
   if version in _GPT_SIZES:
     return gpt_config(size, version, **overrides)
   return t5_config(size, version, **overrides)
 
 
 def named_dtype(name: str):
-  """Return the dtype with a name.
+  """Return the dtype that has the given name.
 
   Raises:
     InputError: the name is neither 'float32' nor 'bfloat16'.

@@ -1,7 +1,8 @@
-"""Decoder of both families, which processes blocks of tokens; that of T5 also attends to a source.
+"""Decoder of T5 and of decoder-only models, which processes blocks of tokens.
 
-It has three uses: the teacher-forced pass (a block of all tokens, without a cache), the decode step
-(a block of one token) and parallel verification (a block of K tokens, a chain or a tree).
+A T5 decoder also attends to a source. The decoder has three uses: the teacher-forced pass (a block
+of all tokens, without a cache), the decode step (a block of one token) and parallel verification (a
+block of K tokens, which are a chain or a tree).
 
 Axis letters as in `core.types`; in keys and values, D is the size of a head.
 """
@@ -32,7 +33,7 @@ KeysValues = tuple[Array, Array]  # each [B, H, T, D]; [B, H, S, D] for cross-at
 
 
 class DecoderLayer(nn.Module):
-  """Causal self-attention, cross-attention to the source if there is one, and feed-forward."""
+  """Decoder layer: causal self-attention, cross-attention if there is a source, feed-forward."""
 
   config: TransformerConfig
 
@@ -57,7 +58,10 @@ class DecoderLayer(nn.Module):
     slot: Int[Array, " B"] | None = None,
     deterministic: bool = True,
   ) -> tuple[Float[Array, "B K E"], KeysValues]:
-    """Return the block, and its keys and values, written to `cached` from `slot` on if given."""
+    """Return the output of the layer, and the keys and values of the block.
+
+    If `cached` is given, return it with these keys and values written to the slots from `slot` on.
+    """
     h = self.pre_self_attention_layer_norm(x)
     queries, keys_values = self.self_attention.queries_keys_values(h)
     if cached is not None and slot is not None:
@@ -93,7 +97,7 @@ class Decoder(nn.Module):
       self.logits_dense = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
 
   def cross_keys_values(self, encoded: Float[Array, "B S E"]) -> tuple[KeysValues, ...]:
-    """Return keys and values of the encoded source for each layer, which are computed once."""
+    """Return keys and values of the encoded source for each layer. They are computed once."""
     return tuple(layer.encoder_decoder_attention.keys_values(encoded) for layer in self.layers)
 
   def __call__(
@@ -108,21 +112,22 @@ class Decoder(nn.Module):
     first: Int[Array, ""] | int = 0,
     deterministic: bool = True,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], tuple[KeysValues, ...]]:
-    """Process a block.
+    """Process a block of tokens.
 
     Args:
-      x: embedded tokens; with a cache, nodes `first` to `first + K - 1` of `tree`.
-      embedding: token embeddings, for tied logits.
+      x: embedded tokens. With a cache they are nodes `first` to `first + K - 1` of `tree`.
+      embedding: table of token embeddings, for tied logits.
       cross: keys and values of the source for each layer.
       cross_bias: bias of cross-attention.
-      cached: keys and values of the tokens before the block for each layer.
+      cached: for each layer, keys and values of the tokens before the block; None for no cache.
       length: number of tokens in the cache.
       tree: positions and visibility of the nodes; None for a chain.
       first: number of the first node.
       deterministic: False to apply dropout.
 
     Returns:
-      Logits in float32, hidden states after the final norm, and keys and values for each layer.
+      Logits in float32, hidden states after the final norm, and for each layer keys and values (see
+      `DecoderLayer`).
     """
     batch, block, _ = x.shape
     length = jnp.zeros(batch, jnp.int32) if length is None else length
@@ -153,7 +158,7 @@ class Decoder(nn.Module):
   def logits(
     self, x: Float[Array, "*batch E"], embedding: Float[Array, "rows E"]
   ) -> Float[Array, "*batch V"]:
-    """Return logits, in float32, of hidden states after the final norm."""
+    """Return the float32 logits of hidden states after the final norm."""
     if self.config.tied_logits:
       logits = matmul(x.astype(jnp.float32) / self.config.logits_divisor, embedding.T)
     else:
@@ -168,11 +173,11 @@ def empty_slots(config: TransformerConfig, batch: int, num_slots: int) -> tuple[
 
 
 def commit(cache: Any, length: Int[Array, " B"], path: Int[Array, "B D"] | None = None) -> Any:
-  """Return a cache of either family with `length` tokens.
+  """Return the cache with `length` tokens in each row.
 
-  With a path, the slots from `cache.length` on hold a tree. The nodes of the path are moved behind
-  its first node: D slots of each array are gathered and written as one slice; the rest of the cache
-  is not touched.
+  If `path` is given, the slots from `cache.length` on hold a tree. The nodes of the path are moved
+  right behind the first node of the tree: D slots of each array are gathered and written as one
+  slice. The rest of the cache is not touched.
   """
   if path is None:
     return cache.replace(length=length)

@@ -1,4 +1,4 @@
-"""Modules, models, parameters and fused layouts of both families of models."""
+"""Functions for both families of models: modules, models, parameters and fused layouts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Config = T5Config | GPTConfig
 
 
 def module_of(config: Config) -> T5 | GPT:
-  """Return the Flax module; it maps (source, inputs) to teacher-forced logits."""
+  """Return the Flax module of a model. It maps (source, inputs) to teacher-forced logits."""
   return T5(config) if isinstance(config, T5Config) else GPT(config)
 
 
@@ -26,7 +26,7 @@ def model_of(config: Config) -> T5Model | GPTModel:
 
 
 def init_params(config: Config, rng: Key[Array, ""]) -> Any:
-  """Return random parameters (float32); those of a T5 are named as in t5x."""
+  """Return random float32 parameters of a model. Parameters of a T5 have the names of t5x."""
   tokens = jnp.zeros((1, 1), jnp.int32)
   return module_of(config).init(rng, tokens, tokens)["params"]
 
@@ -34,17 +34,17 @@ def init_params(config: Config, rng: Key[Array, ""]) -> Any:
 def for_decoding(
   config: Any, params: Any, concatenate: Callable[..., Any] = jnp.concatenate
 ) -> tuple[Any, Any]:
-  """Return the configuration and the parameters of the same model with fewer, larger matmuls.
+  """Return the configuration and the parameters of a model, changed to fewer, larger matmuls.
 
-  Queries, keys and values of self-attention are computed by one matrix, as are both halves of a
-  gated feed-forward block. Tied logits get their own matrix, because a matmul with a transposed
-  table is slow on a CPU; the divisor of T5's logits is merged into the norm before them. Call this
-  once, when a model is loaded. It copies these matrices, unless they are still on disk
-  (`checkpoints.stored`).
+  One matrix computes queries, keys and values of self-attention, and one matrix computes both
+  halves of a gated feed-forward block. Tied logits get their own matrix, because a matmul with a
+  transposed table is slow on a CPU. The divisor of T5's logits is merged into the norm before the
+  logits. Call this function once, when a model is loaded: it copies these matrices, unless they are
+  still on disk (`checkpoints.stored`).
 
   Args:
     config: configuration of a model or of a learned draft head.
-    params: its parameters.
+    params: parameters of the model or head.
     concatenate: function that concatenates arrays of `params`.
   """
 

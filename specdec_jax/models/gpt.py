@@ -1,8 +1,8 @@
 """Decoder-only models in Flax, which continue their prompt.
 
-A prompt consists of tokens, EOS and padding, as `Vocabulary.encode` returns them. EOS marks its end
-and is not processed, so padding may be any other token. If the prompt is empty, the model generates
-text unconditionally.
+A prompt consists of tokens, EOS and padding, as `Vocabulary.encode` returns them. EOS marks the end
+of the prompt and is not processed; padding may be any other token. If the prompt is empty, the
+model generates text unconditionally.
 
 Axis letters as in `core.types`; in keys and values, D is the size of a head.
 """
@@ -25,10 +25,11 @@ from specdec_jax.models.layers import embedder
 
 @struct.dataclass
 class GPTCache:
-  """Cache of the committed tokens but the last.
+  """Cache of a decoder-only model: all committed tokens except the last one.
 
   Attributes:
-    length: number of tokens of each row; slots from it on are masked, then overwritten.
+    length: number of cached tokens of each row. Slots from `length` on are masked until they are
+      overwritten.
     layers: for each layer, keys and values [B, H, T, D].
   """
 
@@ -37,7 +38,7 @@ class GPTCache:
 
 
 class GPT(nn.Module):
-  """Decoder and token embeddings, with the methods that `GPTModel` and training call."""
+  """Decoder-only model, with the methods that `GPTModel` and training call."""
 
   config: GPTConfig
 
@@ -48,9 +49,9 @@ class GPT(nn.Module):
   def __call__(
     self, source: Any, inputs: Int[Array, "B K"], deterministic: bool = True
   ) -> Float[Array, "B K V"]:
-    """Return teacher-forced logits; inputs are the texts, shifted right by one.
+    """Return teacher-forced logits. The inputs are the texts, shifted right by one position.
 
-    `source` is ignored. It is a parameter because training treats both families alike.
+    `source` is ignored. It is a parameter because training calls both families in the same way.
     """
     x, embedding = self.token_embedder(inputs), self.token_embedder.embedding
     return self.decoder(x, embedding, deterministic=deterministic)[0]
@@ -62,7 +63,7 @@ class GPT(nn.Module):
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], GPTCache]:
-    """Process a block of tokens after those in the cache; see `core.types.Model.extend`."""
+    """Process a block of tokens that follows the cached tokens; see `core.types.Model.extend`."""
     return self.extend_embedded(cache, self.token_embedder(tokens), tree, first)
 
   def extend_embedded(
@@ -72,7 +73,7 @@ class GPT(nn.Module):
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], GPTCache]:
-    """Process a block of token embeddings, or of other vectors in place of them."""
+    """Process a block of token embeddings, or of vectors that replace token embeddings."""
     logits, hidden, layers = self.decoder(
       x,
       self.token_embedder.embedding,

@@ -1,4 +1,4 @@
-"""Layers: norms, attention over given keys and values, feed-forward, position bias.
+"""Layers of the models: norms, attention, feed-forward blocks and position bias.
 
 Axis letters as in `core.types`; in arrays of queries, keys and values, D is the size of a head.
 """
@@ -15,13 +15,13 @@ from jaxtyping import Float, Int
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import TransformerConfig
 
-MASKED = -1e10  # added to attention logits; exp() of it is exactly 0 in float32 and bfloat16
+MASKED = -1e10  # added to attention logits; exp(MASKED) is exactly 0 in float32 and bfloat16
 
 _fan_in = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 
 def _query_init(head_dim: int) -> Callable[..., Array]:
-  """Return the initializer of a query projection, which includes the scaling of attention."""
+  """Return the initializer of a query projection. It includes the scale factor of attention."""
 
   def init(*args: Any) -> Array:
     return _fan_in(*args) / np.sqrt(head_dim)
@@ -30,10 +30,10 @@ def _query_init(head_dim: int) -> Callable[..., Array]:
 
 
 def matmul(x: Float[Array, "*batch E"], kernel: Float[Array, "E F"]) -> Float[Array, "*batch F"]:
-  """Multiply by a matrix, with all leading axes merged into one.
+  """Multiply `x` by a matrix after merging all leading axes of `x` into one.
 
-  The gradient of `kernel` is then one transposed matmul as well: on a CPU a training step takes
-  three quarters of the time of the three-axis contraction.
+  Then the gradient of `kernel` is also a single matmul. On a CPU, a training step takes three
+  quarters of the time that it takes without merging.
   """
   return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
 
@@ -44,9 +44,9 @@ class Dense(nn.Module):
   Attributes:
     config: configuration of the model; `TransformerConfig.kernels` selects the matmul.
     features: size of the output.
-    dtype: dtype of the matmul; None for `config.dtype`.
+    dtype: dtype of the matmul; None to use `config.dtype`.
     kernel_init: initializer of the matrix.
-    biases: False for a layer without a bias in any model.
+    biases: False if the layer has no bias even if the model has biases.
   """
 
   config: TransformerConfig
@@ -107,12 +107,12 @@ class LayerNorm(nn.Module):
 
 
 def norm(config: TransformerConfig) -> nn.Module:
-  """Return the norm of a model: that of GPT-2 if the model has biases, otherwise that of T5."""
+  """Return the norm layer of a model: GPT-2's if the model has biases, otherwise T5's."""
   return LayerNorm(config) if config.biases else RMSNorm(config)
 
 
 class Embed(nn.Embed):
-  """Token embeddings; only the rows that are looked up are converted to the activation dtype."""
+  """Token embeddings. Only the rows that are looked up are converted to the activation dtype."""
 
   def __call__(self, inputs: Int[Array, "*batch"]) -> Float[Array, "*batch E"]:
     return jnp.take(self.embedding, inputs, axis=0).astype(self.dtype)
@@ -138,7 +138,7 @@ class Dropout(nn.Module):
 
 
 class Attention(nn.Module):
-  """Multi-head attention without scaling, which T5 merges into the initializer of the query.
+  """Multi-head attention without a scale factor; T5 merges it into the initializer of queries.
 
   The projections are separate methods, so that the caller can cache keys and values.
 
@@ -169,13 +169,13 @@ class Attention(nn.Module):
   def keys_values(
     self, x: Float[Array, "B T E"]
   ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]]:
-    """Return keys and values."""
+    """Return the keys and values of tokens."""
     return self._split_heads(self.key(x)), self._split_heads(self.value(x))
 
   def queries_keys_values(
     self, x: Float[Array, "B K E"]
   ) -> tuple[Float[Array, "B H K D"], tuple[Float[Array, "B H K D"], Float[Array, "B H K D"]]]:
-    """Return queries, and keys and values, for self-attention."""
+    """Return the queries, keys and values of tokens for self-attention."""
     if not self.fused:
       return self.queries(x), self.keys_values(x)
     query, key, value = jnp.split(self.query_key_value(x), 3, axis=-1)
@@ -202,14 +202,14 @@ class Attention(nn.Module):
   def _split_heads(self, x: Float[Array, "B K HD"]) -> Float[Array, "B H K D"]:
     cfg = self.config
     # Without the barrier, the TPU compiler propagates the layout of the result through the matmul
-    # to its matrix, and each step copies the matrix to another layout. The CPU compiler drops the
-    # barrier.
+    # to its matrix, and each step copies the matrix to a different layout. The CPU compiler drops
+    # the barrier.
     x = lax.optimization_barrier(x)
     return x.reshape(*x.shape[:2], cfg.num_heads, cfg.head_dim).swapaxes(1, 2)
 
 
 class Mlp(nn.Module):
-  """Feed-forward block: activation(x wi) wo in T5 1.0, (activation(x wi_0) * x wi_1) wo in 1.1."""
+  """Feed-forward block. T5 1.0: activation(x wi) wo. T5 1.1: (activation(x wi_0) * (x wi_1)) wo."""
 
   config: TransformerConfig
 
@@ -229,7 +229,7 @@ class Mlp(nn.Module):
 
 
 class RelativePositionBias(nn.Module):
-  """T5's learned bias per head and bucketed distance, shared by all layers of a stack."""
+  """T5's learned bias for each head and bucket of distances, shared by all layers of a stack."""
 
   config: TransformerConfig
   bidirectional: bool
@@ -242,7 +242,7 @@ class RelativePositionBias(nn.Module):
     query_positions: Int[Array, "B K"],
     key_positions: Int[Array, " T"] | Int[Array, "B T"],
   ) -> Float[Array, "B H K T"]:
-    """Return the bias between queries and keys at absolute positions."""
+    """Return the bias of attention logits between queries and keys at the given positions."""
     table = self.param(
       "rel_embedding",
       nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
@@ -252,15 +252,15 @@ class RelativePositionBias(nn.Module):
     keys = key_positions if key_positions.ndim == 1 else key_positions[:, None]
     distance = keys - query_positions[..., None]  # [B, K, T]
     # The bucket of a distance depends on a logarithm. numpy computes a table of all buckets, so
-    # that rounding on the device cannot move their boundaries. Distances past max_distance share
-    # one bucket, so the table ends there.
+    # that rounding on the device cannot move the boundaries of buckets. Distances past max_distance
+    # share one bucket, so the table ends at max_distance.
     reach = self.max_distance
     buckets = jnp.asarray(self._bucket(np.arange(-reach, reach + 1)))
     bucket = buckets[jnp.clip(distance, -reach, reach) + reach]
     return jnp.moveaxis(table.T[bucket], -1, 1).astype(self.config.activations)
 
   def _bucket(self, distance: np.ndarray) -> np.ndarray:
-    """Return the bucket of each distance, which is key position minus query position."""
+    """Return the bucket of each distance. A distance is key position minus query position."""
     buckets, offset = self.num_buckets, 0
     if self.bidirectional:
       buckets //= 2

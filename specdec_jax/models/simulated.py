@@ -1,4 +1,4 @@
-"""Target with simulated acceptance: models with random weights can be timed at any alpha."""
+"""Target with simulated acceptance, so that models with random weights are timed at any alpha."""
 
 import dataclasses
 from typing import Any
@@ -16,15 +16,15 @@ from specdec_jax.errors import InputError, require_number
 from specdec_jax.wrappers import WrappedModel
 
 _BASE = np.uint32(0x9E3779B1)  # odd and large: hashes are polynomials in it, modulo 2^32
-CERTAIN = 1e9  # added to a logit; exp(-CERTAIN) is exactly 0 in float32, at any usual temperature
+CERTAIN = 1e9  # added to a logit; exp(-CERTAIN / temperature) is exactly 0 in float32
 
 
 @struct.dataclass
 class SimulatedCache:
-  """Cache of a model, and a hash of the prompt of each row.
+  """Cache of a `SimulatedModel`: the cache of its model, and a hash of the prompt of each row.
 
   Attributes:
-    model: cache of the model itself.
+    model: cache of the wrapped model.
     salt: hash of each prompt.
   """
 
@@ -41,19 +41,19 @@ class SimulatedCache:
 class SimulatedModel(WrappedModel):
   """Target that does the work of `model` but accepts each draft token with probability `alpha`.
 
-  The logits at the parent of a draft token make the token certain or impossible. A pseudo-random
-  function of the prompt, the position and the token decides which: p(token) is 1 or 0. Acceptance
-  therefore does not depend on q or on the sampling method, and it is independent between positions,
-  as Equation 1 assumes. Of several siblings that are right, the first one is certain.
+  The logits at the parent of a draft token make p(token) either 1 or 0. A pseudo-random function of
+  the prompt, the position and the token decides which. Acceptance therefore does not depend on q or
+  on the sampling method, and it is independent between positions, as Equation 1 assumes. If several
+  siblings would be accepted, only the first of them has p = 1.
 
-  At the other nodes, and after a rejection, the token is the model's own. EOS is impossible, so
-  each text has the maximum length. A draft token EOS is always rejected; alpha applies to the
-  others. The texts have no meaning.
+  At nodes without children, and after a rejection, the next token has the model's own distribution,
+  except that EOS and rejected tokens are impossible. So each text has the maximum length. A draft
+  token that is EOS is always rejected; `alpha` applies to all others. The texts have no meaning.
 
   Attributes:
-    model: M_p.
+    model: the wrapped model, M_p.
     alpha: probability that a draft token is accepted, in [0, 1].
-    eos_id: EOS of the target; -1 if it has none.
+    eos_id: id of EOS of the target; -1 if it has no EOS.
     seed: seed of the pseudo-random function.
 
   Raises:
@@ -125,10 +125,10 @@ class SimulatedModel(WrappedModel):
 
 
 def unwrapped(model: Model) -> Model:
-  """Return the model that a `SimulatedModel` wraps; any other model is returned as it is."""
+  """Return the model that a `SimulatedModel` wraps; return any other model unchanged."""
   return model.model if isinstance(model, SimulatedModel) else model
 
 
 def unwrapped_cache(cache: Any) -> Any:
-  """Return the cache of `unwrapped(model)`."""
+  """Return the cache that a `SimulatedCache` wraps; return any other cache unchanged."""
   return cache.model if isinstance(cache, SimulatedCache) else cache

@@ -31,13 +31,14 @@ EOS_ID = 1
 
 @struct.dataclass
 class T5Cache:
-  """Cache of the decoder: the committed tokens but the last, and the encoded source.
+  """Cache of a T5 decoder: the committed tokens except the last one, and the encoded source.
 
   Attributes:
-    length: number of tokens of each row; slots from it on are masked, then overwritten.
+    length: number of cached tokens of each row. Slots from `length` on are masked until they are
+      overwritten.
     layers: for each layer, keys and values of self-attention [B, H, T, D].
     cross: for each layer, keys and values of the encoded source [B, H, S, D].
-    cross_bias: 0 at source tokens and MASKED at padding.
+    cross_bias: bias of cross-attention: 0 at source tokens and MASKED at padding.
   """
 
   length: Int[Array, " B"]
@@ -47,7 +48,7 @@ class T5Cache:
 
 
 class EncoderLayer(nn.Module):
-  """Self-attention over the whole source, and feed-forward."""
+  """Encoder layer: self-attention over the whole source, and a feed-forward block."""
 
   config: T5Config
 
@@ -69,7 +70,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-  """Encoder of the source."""
+  """T5's encoder of the source."""
 
   config: T5Config
 
@@ -92,7 +93,7 @@ class Encoder(nn.Module):
 
 
 class T5(nn.Module):
-  """Encoder-decoder, with the methods that `T5Model` and training call."""
+  """T5 encoder-decoder, with the methods that `T5Model` and training call."""
 
   config: T5Config
 
@@ -105,7 +106,7 @@ class T5(nn.Module):
   def __call__(
     self, source: Int[Array, "B S"], inputs: Int[Array, "B K"], deterministic: bool = True
   ) -> Float[Array, "B K V"]:
-    """Return teacher-forced logits; inputs are the targets, shifted right by one."""
+    """Return teacher-forced logits. The inputs are the targets, shifted right by one position."""
     cross, cross_bias = self.encode(source, deterministic)
     return self.on_source(inputs, cross, cross_bias, deterministic)
 
@@ -116,14 +117,14 @@ class T5(nn.Module):
     cross_bias: Float[Array, "B 1 1 S"],
     deterministic: bool = True,
   ) -> Float[Array, "B K V"]:
-    """Return teacher-forced logits, given keys, values and bias of an encoded source."""
+    """Return teacher-forced logits, given the keys, values and bias of an encoded source."""
     x, embedding = self.token_embedder(inputs), self.token_embedder.embedding
     return self.decoder(x, embedding, cross, cross_bias, deterministic=deterministic)[0]
 
   def encode(
     self, source: Int[Array, "B S"], deterministic: bool = True
   ) -> tuple[tuple[KeysValues, ...], Float[Array, "B 1 1 S"]]:
-    """Return cross-attention keys and values of a source, padded with PAD_ID, and their bias."""
+    """Return keys, values and bias for cross-attention to a source that is padded with PAD_ID."""
     cross_bias = jnp.where(source != PAD_ID, 0.0, MASKED)[:, None, None, :]
     encoded = self.encoder(self.token_embedder(source), cross_bias, deterministic)
     return self.decoder.cross_keys_values(encoded), cross_bias
@@ -135,7 +136,7 @@ class T5(nn.Module):
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], T5Cache]:
-    """Process a block of tokens after those in the cache; see `core.types.Model.extend`."""
+    """Process a block of tokens that follows the cached tokens; see `core.types.Model.extend`."""
     return self.extend_embedded(cache, self.token_embedder(tokens), tree, first)
 
   def extend_embedded(
@@ -145,7 +146,7 @@ class T5(nn.Module):
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], T5Cache]:
-    """Process a block of token embeddings, or of other vectors in place of them."""
+    """Process a block of token embeddings, or of vectors that replace token embeddings."""
     logits, hidden, layers = self.decoder(
       x,
       self.token_embedder.embedding,

@@ -1,4 +1,4 @@
-"""A target, a draft and the vocabulary they share, loaded and ready to decode."""
+"""Pairs of a target and a draft that share a vocabulary, loaded and ready to decode."""
 
 from specdec_jax.loading import DraftFactory
 from specdec_jax.pairs.composed import (

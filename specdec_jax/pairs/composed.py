@@ -1,7 +1,8 @@
-"""Drafts composed of other drafts, for `load_pair`, with all arguments but the target bound.
+"""Functions that load drafts composed of other drafts.
 
-Each `draft` argument is a function from a `LoadedTarget` to a `DraftFactory`: another of these
-functions, or `checkpoint_draft` for a checkpoint.
+To give such a function to `load_pair`, bind all of its arguments except `target`. An argument that
+loads a draft is a function from a `LoadedTarget` to a `DraftFactory`: a function of this module, or
+`checkpoint_draft` for a checkpoint.
 """
 
 import dataclasses
@@ -33,16 +34,16 @@ LoadsDraft = Callable[[LoadedTarget], DraftFactory]
 def hierarchical_draft(
   target: LoadedTarget, draft: LoadsDraft, inner: LoadsDraft, inner_gamma: int = 3
 ) -> DraftFactory:
-  """Return a draft model that is itself decoded speculatively (Section 6).
+  """Return a draft model that is itself decoded speculatively with a cheaper draft (Section 6).
 
   Args:
-    target: the target of the pair.
+    target: target of the pair.
     draft: function that loads the draft model.
-    inner: function that loads the cheaper draft of that model, which may be hierarchical too.
-    inner_gamma: draft tokens of the cheaper draft per round.
+    inner: function that loads the cheaper draft, which may be hierarchical too.
+    inner_gamma: number of draft tokens that the cheaper draft proposes per round.
 
   Raises:
-    InputError: the draft is not a model; raised when the draft is built.
+    InputError: (when the draft is built) `draft` does not load a model.
   """
   require_types(hierarchical_draft, locals())
   model, cheaper = (load_draft(load, target) for load in (draft, inner))
@@ -56,12 +57,12 @@ def hierarchical_draft(
 
 
 def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFactory:
-  """Return several drafts whose proposals are branches of one tree (SpecInfer).
+  """Return a draft that joins the proposals of several drafts in one tree (SpecInfer).
 
-  Each draft proposes a full tree or chain. A draft that is given twice is sampled twice.
+  Each draft proposes a full tree or chain. If a draft is given twice, it is sampled twice.
 
   Args:
-    target: the target of the pair.
+    target: target of the pair.
     drafts: functions that load the drafts.
   """
   require_types(forest_draft, locals())
@@ -82,9 +83,9 @@ def cascade_draft(
   """Return a draft that runs several drafts in sequence, usually from expensive to cheap.
 
   Args:
-    target: the target of the pair.
+    target: target of the pair.
     drafts: functions that load the drafts, in the order in which they propose.
-    gammas: number of draft tokens of each draft except the last, which proposes the rest.
+    gammas: number of draft tokens of each draft except the last one, which proposes the rest.
 
   Raises:
     InputError: `len(gammas)` is not `len(drafts) - 1`, or a gamma is not a positive integer.
@@ -121,13 +122,13 @@ def tree_draft(
   """Return a draft that proposes a tree of depth gamma in place of a chain of length gamma.
 
   Args:
-    target: the target of the pair.
+    target: target of the pair.
     draft: function that loads a draft that proposes trees.
     widths: number of children of each node at depth 0, 1, ...; nodes at greater depths have one.
-    num_guesses: number of draft tokens of a dynamic tree; instead of `widths`.
+    num_guesses: number of draft tokens of a dynamic tree, to be given instead of `widths`.
 
   Raises:
-    InputError: both or neither of `widths` and `num_guesses` are given.
+    InputError: both `widths` and `num_guesses` are given, or neither of them.
   """
   require_types(tree_draft, locals())
   if bool(widths) == (num_guesses is not None):
@@ -148,10 +149,10 @@ def tree_draft(
 
 
 def stopping_draft(target: LoadedTarget, draft: LoadsDraft, threshold: float) -> DraftFactory:
-  """Return a draft model that stops early when it is not confident; gamma is the maximum.
+  """Return a draft model that proposes up to gamma tokens, and stops early if it is not confident.
 
   Args:
-    target: the target of the pair.
+    target: target of the pair.
     draft: function that loads the draft model.
     threshold: see `StoppingDraft`.
   """
@@ -165,12 +166,12 @@ def stopping_draft(target: LoadedTarget, draft: LoadsDraft, threshold: float) ->
 
 
 def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
-  """Return a draft that stops where it has no proposal (`drafts.stop_at_miss`).
+  """Return a draft that stops early if it has no proposal (`drafts.stop_at_miss`).
 
-  gamma is the maximal number of draft tokens.
+  gamma is the maximum number of draft tokens.
 
   Args:
-    target: the target of the pair.
+    target: target of the pair.
     draft: function that loads the draft.
   """
   require_types(stop_at_miss_draft, locals())
@@ -183,7 +184,7 @@ def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
 
 
 def _of_model(factory: DraftFactory, sampling: Sampling, tree: AnyTree) -> ModelDraft:
-  """Build a draft that must be a model with a static tree."""
+  """Build a draft, and raise InputError unless it is a model with a static tree."""
   draft = factory.build(sampling, tree)
   if not isinstance(draft, ModelDraft):
     raise InputError(f"{factory.name} is not a model with a static tree, as it must be here.")
@@ -197,14 +198,15 @@ def draft_sampling(
   top_k: int | None = None,
   top_p: float | None = None,
 ) -> DraftFactory:
-  """Return a draft with its own sampling method (Section 6); decoding is exact for any q.
+  """Return a draft with a sampling method of its own (Section 6). Decoding is exact for any q.
 
   Args:
-    target: the target of the pair.
+    target: target of the pair.
     draft: function that loads a draft that samples its tokens.
-    temperature: temperature of the draft if the target's is above 0; None to use the target's.
-    top_k: top_k of the draft; None to use the target's.
-    top_p: top_p of the draft; None to use the target's.
+    temperature: temperature of the draft, used if the target's is above 0; None to use the target's
+      temperature.
+    top_k: top_k of the draft; None to use the target's top_k.
+    top_p: top_p of the draft; None to use the target's top_p.
   """
   require_types(draft_sampling, locals())
   settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}

@@ -1,4 +1,4 @@
-"""Loading of pairs from checkpoints; by default, of the bundled pair."""
+"""Functions that load pairs from checkpoints; by default they load the bundled pair."""
 
 import dataclasses
 import functools
@@ -50,35 +50,37 @@ def load_pair(
   stored_weights: bool = False,
   verifier: Callable[[Sampling], Verifier] = TokenVerifier,
 ) -> LoadedPair:
-  """Load a target and a draft; by default the bundled pair.
+  """Load a target and a draft; by default, load the bundled pair.
 
-  The default draft is that of the quickstart, trained on the target's hidden states. By default,
-  gin runs measure `draft=asset("multi30k_ende/draft")`, a separate model (gin/models/bundled.gin).
+  The default draft is also the draft of the quickstart: a draft head that was trained on the
+  target's hidden states. By default, gin runs measure `draft=asset("multi30k_ende/draft")`, a
+  separate model (gin/models/bundled.gin).
 
   Args:
-    target: checkpoint of the target: of T5X, Orbax, Hugging Face or this project, local or `gs://`,
-      or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`.
-    draft: checkpoint of the draft, a separate model or a draft head trained on this target's hidden
-      states (`train_speculator`); or a function that loads a draft for a `LoadedTarget`.
+    target: checkpoint of the target (of T5X, Orbax, Hugging Face or this project, local or
+      `gs://`), or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`.
+    draft: checkpoint of the draft, which is a separate model or a draft head that was trained on
+      this target's hidden states (`train_speculator`); or a function that loads a draft for a
+      `LoadedTarget`.
     vocabulary: path of the vocabulary, or a Hugging Face folder or name; see `open_vocabulary`. By
-      default the target's own: in its folder, or next to it for pairs of this project.
-    task: name of the inputs, for records. By default, the bundled target has its own task,
-      and other targets have none.
+      default, the vocabulary in the folder of the target or, for pairs of this project, next to it.
+    task: name of the inputs, for records. By default, the bundled target has its own task, and
+      other targets have none.
     dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU and bfloat16 elsewhere. On a CPU,
-      bfloat16 halves the bytes that are read. It is faster if the processor multiplies in bfloat16
-      (AVX512-BF16), and slower otherwise.
-    max_source_tokens: limit for a source, EOS included.
-    extra_ids: number of sentinels after the pieces of the vocabulary. 'auto' adds T5's 100 if the
-      target's embedding table has room for them; see `open_vocabulary_of_model`.
+      bfloat16 halves the bytes that are read. Decoding is then faster if the processor multiplies
+      in bfloat16 (AVX512-BF16), and slower otherwise.
+    max_source_tokens: maximum number of tokens of a source, EOS included.
+    extra_ids: number of sentinels after the pieces of the vocabulary. 'auto' adds the 100 sentinels
+      of T5 if the target's embedding table has rows for them; see `open_vocabulary_of_model`.
     shardings: function from the tree of shapes of the target's parameters to a tree of
       `jax.sharding.Sharding`. Sharded parameters are not converted for decoding, because that would
       concatenate matrices across shards.
-    draft_shardings: the same function for the draft.
+    draft_shardings: function like `shardings` for the parameters of the draft.
     kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, for matmuls with weights,
       attention and T5's norms.
-    stored_weights: whether weights of the target that are stored in bfloat16 stay in bfloat16 for
-      these kernels, as those of a draft always do. It halves the bytes and does not change the
-      output. It speeds up a step of autoregressive decoding more than verification.
+    stored_weights: whether weights of the target that are stored in bfloat16 stay in bfloat16 when
+      `kernels.skinny` is used. Weights of a draft always do. This halves the bytes, and does not
+      change the output. It speeds up a step of autoregressive decoding more than verification.
     verifier: verifier that accepts or rejects draft tokens: a class of `core.verify`, or a function
       from a sampling method to a verifier.
 
@@ -149,10 +151,10 @@ def checkpoint_draft(
   dtype: str = "float32",
   kernels: str = "auto",
 ) -> DraftFactory:
-  """Load a model as a draft, for use in a composed draft.
+  """Load a model as a draft, to be used in a composed draft.
 
   Args:
-    target: the target of the pair.
+    target: target of the pair.
     model: checkpoint of the model.
     dtype: see `load_pair`.
     kernels: see `load_pair`.
@@ -166,13 +168,13 @@ def checkpoint_draft(
 
 
 def asset(name: str) -> str:
-  """Return the path of a bundled file or folder, for gin files."""
+  """Return the path of a bundled file or folder. Gin files call this function."""
   require_types(asset, locals())
   return str(ASSETS / name)
 
 
 def _warn_of_generation(checkpoint: Checkpoint, words: Vocabulary) -> None:
-  """Warn of generation settings that transformers applies and this package does not."""
+  """Warn if a checkpoint has generation settings that transformers applies but not this package."""
   file, settings = checkpoint.generation
   others = [i for i in checkpoint.eos_ids if i != words.eos_id and i < len(words)]
   if others:
@@ -189,12 +191,14 @@ def _warn_of_generation(checkpoint: Checkpoint, words: Vocabulary) -> None:
 
 
 def is_bundled(target: str) -> bool:
-  """Return True if a target is that of the bundled pair."""
+  """Return True if a path of a target is the path of the bundled target."""
   return recorded_path(target) == recorded_path(str(EMBEDDED / "target"))
 
 
 def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
-  """Return the configuration with fewer, larger matmuls, unless they would be sharded.
+  """Return the configuration in the layout for decoding: with kernels, and with fused matmuls.
+
+  If parameters are sharded, the configuration is returned unchanged.
 
   Raises:
     InputError: `kernels` is unknown.
@@ -210,10 +214,10 @@ def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
 
 
 def vocabulary_of(target: str) -> str:
-  """Return the path of the vocabulary of a target.
+  """Return the path of the vocabulary that belongs to a target.
 
   Raises:
-    InputError: the target has none.
+    InputError: the target has no vocabulary.
   """
   found = find_vocabulary(hub.resolve(target, hub.VOCABULARY))
   if found is None:
@@ -225,7 +229,7 @@ def vocabulary_of(target: str) -> str:
 
 
 def _of_device(dtype: str) -> str:
-  """Resolve the dtype 'auto' of `load_pair`."""
+  """Return the dtype that 'auto' stands for on this device; return any other dtype unchanged."""
   here = "float32" if jax.default_backend() == "cpu" else "bfloat16"
   return here if dtype == "auto" else dtype
 
@@ -241,18 +245,20 @@ def load_for(
   opened: Checkpoint | None = None,
   beside: Any = (),
 ) -> tuple[Config, Any]:
-  """Load configuration and parameters of a checkpoint, converted for decoding unless sharded.
+  """Load configuration and parameters of a checkpoint, and convert them for decoding.
+
+  Sharded parameters are not converted.
 
   Args:
     role: 'target' or 'draft', for messages.
-    path: the checkpoint.
+    path: path of the checkpoint.
     words: vocabulary of the pair.
     dtype: 'float32' or 'bfloat16'.
     shardings: see `load_pair`.
     kernels: see `load_pair`.
     stored_weights: see `load_pair`.
     opened: the checkpoint, if it is already open.
-    beside: arrays that are in memory already (the target's parameters, for a draft).
+    beside: arrays that are already in memory. For a draft they are the target's parameters.
 
   Raises:
     InputError: the checkpoint does not fit the vocabulary.

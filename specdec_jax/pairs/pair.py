@@ -1,4 +1,4 @@
-"""A target, a draft model and the vocabulary they share, ready to decode."""
+"""Pair of a target and a draft that share a vocabulary, ready to decode."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.loading import DraftFactory, LoadedTarget
 from specdec_jax.memory import require_memory
 
-MOST_STEPS = 32  # drafted by a beam search; each takes about a second to compile
+MOST_STEPS = 32  # maximum gamma of a beam search; each step takes about a second to compile
 
 
 class LoadedPair(NamedTuple):
@@ -35,17 +35,18 @@ class LoadedPair(NamedTuple):
     draft_params: parameters of the draft.
     draft_name: name of the draft in records.
     vocabulary: vocabulary of both models.
-    task: name of the inputs; None if it was not given.
+    task: name of the inputs, for records; None if it is not known.
     dtype: dtype of parameters and activations.
-    max_source_tokens: limit for a source; longer ones are cut, and keep their EOS.
-    kernels: implementation of the target's matmuls (see `TransformerConfig`), and whether weights
-      are read in bfloat16.
-    simulated_alpha: acceptance rate of a target with simulated acceptance; None for a real one.
+    max_source_tokens: maximum number of tokens of a source. Longer sources are truncated, but keep
+      their EOS.
+    kernels: implementation of the target's matmuls (see `TransformerConfig`). It ends with
+      '+bfloat16' if weights are read in bfloat16.
+    simulated_alpha: acceptance rate of a target with simulated acceptance; None for a real target.
     continues: whether the target is decoder-only and continues its prompt.
     verifier: verifier that accepts or rejects draft tokens: a class of `core.verify`, or a function
       from a sampling method to a verifier.
-    target_path: checkpoint of the target, for records; None if it has none.
-    draft_path: checkpoint of the draft, for records; None if it has none.
+    target_path: path of the checkpoint of the target, for records; None if it has no checkpoint.
+    draft_path: path of the checkpoint of the draft, for records; None if it has no checkpoint.
   """
 
   target: Model
@@ -77,16 +78,16 @@ class LoadedPair(NamedTuple):
 
   @property
   def loaded_target(self) -> LoadedTarget:
-    """Target as a `LoadedTarget`, which functions that load drafts take."""
+    """The target as a `LoadedTarget`, the argument of functions that load drafts."""
     return LoadedTarget(self.target, self.target_params, self.vocabulary)
 
   @property
   def draft_factory(self) -> DraftFactory:
-    """The draft of this pair."""
+    """The draft of this pair as a `DraftFactory`."""
     return DraftFactory(self.draft_name, self.draft, self.draft_params, self.draft_path)
 
   def with_draft(self, factory: DraftFactory) -> "LoadedPair":
-    """Return a pair of the same target with another draft."""
+    """Return a pair with the same target and a different draft."""
     return self._replace(
       draft=factory.build,
       draft_params=factory.params,
@@ -106,17 +107,17 @@ class LoadedPair(NamedTuple):
     lenience: float = 1.0,
     eos_id: int | None = None,
   ) -> Decoder:
-    """Return the speculative decoder of this pair; it takes `params`.
+    """Return the speculative decoder of this pair. Its methods take the parameters `params`.
 
     Args:
       sampling: sampling method of target and draft.
-      tree: tree of draft tokens: `chain(gamma)` for the paper's algorithm. Without draft tokens
-        decoding is autoregressive.
+      tree: tree of draft tokens; `chain(gamma)` for the paper's algorithm. If the tree has no draft
+        tokens, decoding is autoregressive.
       lenience: lenience of the verifier (Appendix A.5); 1 is exact.
-      eos_id: token that ends a text; None for the vocabulary's.
+      eos_id: token that ends a text; None to use the EOS of the vocabulary.
 
     Raises:
-      InputError: the verifier cannot verify what the draft proposes.
+      InputError: the verifier cannot verify the proposals of the draft.
     """
     eos_id = self.vocabulary.eos_id if eos_id is None else eos_id
     if not tree.num_guesses:
@@ -144,9 +145,9 @@ class LoadedPair(NamedTuple):
     lenience: float = 1.0,
     eos_id: int | None = None,
   ) -> Callable[..., DecodeResult]:
-    """Return `decoder(...).run` with the parameters of this pair.
+    """Return a function that decodes with `decoder(...)` and the parameters of this pair.
 
-    It is a function of (prompt [B, P], rng [B], *, max_new_tokens).
+    The arguments of the function are (prompt [B, P], rng [B], *, max_new_tokens).
     """
     return functools.partial(self.decoder(sampling, tree, lenience, eos_id).run, self.params)
 
@@ -158,16 +159,17 @@ class LoadedPair(NamedTuple):
     length_penalty: float = 0.6,
     nodes: int | None = None,
   ) -> BeamSearcher:
-    """Return the beam search of this pair; it takes `params`.
+    """Return the beam searcher of this pair. Its methods take the parameters `params`.
 
     Args:
       num_beams: number of live sequences, and of results per row.
-      gamma: steps that the draft searches ahead in each round; 0 is plain beam search.
-      draft_beams: beams of a model draft; defaults to `num_beams`. Other drafts propose their chain
-        after each live sequence.
+      gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
+      draft_beams: number of beams of a draft that is a model; defaults to `num_beams`. Any other
+        draft proposes a chain after each live sequence.
       length_penalty: see `BeamSearcher`.
-      nodes: most nodes per target forward pass of a model draft. By default all nodes; on a CPU,
-        where each node costs time, 8 or the number that one step needs.
+      nodes: maximum number of nodes per target forward pass, if the draft is a model. By default
+        there is no limit, except on a CPU, where each node takes time: there the default is 8, or
+        the number of nodes that one step needs if that is larger.
 
     Raises:
       InputError: the acceptance of the target is simulated, the draft reads the target's cache, or
@@ -199,7 +201,7 @@ class LoadedPair(NamedTuple):
     return BeamSearcher(self.target, beam_draft, num_beams, length_penalty, eos_id)
 
   def guesses(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
-    """Return the tree that the draft proposes for a requested tree, which is usually the same."""
+    """Return the tree that the draft proposes if `tree` is requested; usually they are the same."""
     return self.draft(sampling, tree).tree if tree.num_guesses else tree
 
   def verifier_for(self, sampling: Sampling, lenience: float = 1.0) -> Verifier:
@@ -213,7 +215,7 @@ class LoadedPair(NamedTuple):
     require_memory(f"batch_size {batch_size}", logits)
 
   def can_decode(self, text: str) -> bool:
-    """Return whether a text can be decoded. An empty text needs a decoder-only target."""
+    """Return whether a text can be decoded. Only a decoder-only target can decode an empty text."""
     return self.continues or bool(text.strip())
 
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
@@ -223,12 +225,12 @@ class LoadedPair(NamedTuple):
     return jnp.asarray(padded(rows, width or -(-max(map(len, rows)) // 8) * 8))
 
   def encode(self, text: str) -> list[int]:
-    """Return the token ids of a source, at most max_source_tokens of them, EOS last."""
+    """Return the token ids of a source. There are at most max_source_tokens; the last is EOS."""
     ids, most = self.vocabulary.encode(text), self.max_source_tokens
     return ids if len(ids) <= most else ids[: most - 1] + ids[-1:]
 
   def cut(self, text: str) -> str | None:
-    """Return the truncated text of a source that exceeds the limit, or None if it fits."""
+    """Return the text that remains of a source that exceeds the limit, or None if it fits."""
     fits = len(self.vocabulary.encode(text)) <= self.max_source_tokens
     return None if fits else self.vocabulary.decode(self.encode(text))
 
@@ -239,7 +241,8 @@ def verifier_from(
   """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1.
 
   Raises:
-    InputError: `verifier` does not return a verifier, or lenience is below 1 and it has none.
+    InputError: `verifier` does not return a verifier, or lenience is below 1 and the verifier does
+      not support it.
   """
   built = verifier(sampling)
   if not isinstance(built, Verifier):
@@ -251,7 +254,7 @@ def verifier_from(
 
 
 def verifier_name(verifier: Callable[[Sampling], Verifier]) -> str:
-  """Return the name of a verifier in records: that of its class."""
+  """Return the name that a verifier has in records: the name of its class."""
   return type(verifier(Sampling())).__name__
 
 

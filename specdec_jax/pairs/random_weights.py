@@ -1,4 +1,4 @@
-"""Pairs of published sizes with random weights, to measure speed at scale."""
+"""Pairs of models that have published sizes but random weights, to measure speed at scale."""
 
 import dataclasses
 import functools
@@ -34,20 +34,20 @@ def random_pair(
   draft_shardings: ShardingsFn = None,
   kernels: str = "auto",
 ) -> LoadedPair:
-  """Return two models of named sizes with random weights and a simulated acceptance rate.
+  """Return a pair of models with named sizes, random weights and a simulated acceptance rate.
 
-  Both models do all their computation, so times are those of real models. Acceptance is simulated
-  (`SimulatedModel`), and the outputs have no meaning.
+  Both models do all of their computation, so the times equal those of real models. Acceptance is
+  simulated (`SimulatedModel`), and the outputs have no meaning.
 
   Args:
-    target: size of M_p; see `named_config`.
-    draft: size of M_q, or a function that loads a draft for a `LoadedTarget`.
-    alpha: acceptance rate.
-    version: version of T5, '1.0' or '1.1', or a family of decoder-only models: 'gpt_like', 'gpt2',
-      'lamda'.
+    target: size of the target M_p; see `named_config`.
+    draft: size of the draft M_q, or a function that loads a draft for a `LoadedTarget`.
+    alpha: simulated acceptance rate.
+    version: version of T5 ('1.0' or '1.1'), or a family of decoder-only models ('gpt_like', 'gpt2'
+      or 'lamda').
     dtype: 'float32' or 'bfloat16'.
     vocabulary: path of the vocabulary.
-    max_source_tokens: limit for a source, EOS included.
+    max_source_tokens: maximum number of tokens of a source, EOS included.
     shardings: see `load_pair`.
     draft_shardings: see `load_pair`.
     kernels: see `load_pair`.
@@ -97,12 +97,12 @@ def random_draft(
   """Return a draft model of a named size with random weights.
 
   Args:
-    target: the target of the pair.
+    target: target of the pair.
     size: size of the model; see `named_config`.
     version: see `random_pair`.
     dtype: 'float32' or 'bfloat16'.
-    inner_alpha: simulated acceptance rate of this model's own draft (`hierarchical_draft`); the
-      model cannot propose tokens alone then. None for a model without a draft.
+    inner_alpha: simulated acceptance rate of this model's own draft, if it is part of a
+      `hierarchical_draft`; the model cannot propose tokens alone. None for a model without a draft.
     shardings: see `load_pair`.
     kernels: see `load_pair`.
   """
@@ -122,7 +122,7 @@ def _named(version: str, size: str) -> str:
 def _random(
   size: str, version: str, dtype, words: Vocabulary, shardings: ShardingsFn, kernels: str
 ) -> tuple[Config, Any]:
-  """Return a configuration and random parameters, each created with its dtype and sharding."""
+  """Return a configuration and random parameters, which are created with dtype and sharding."""
   config = named_config(version, size, dtype=dtype)
   if isinstance(config, GPTConfig):  # EOS of the vocabulary ends a prompt
     config = dataclasses.replace(config, eos_id=words.eos_id)

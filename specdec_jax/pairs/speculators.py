@@ -1,4 +1,4 @@
-"""Learned draft heads (`drafts.heads`), loaded as drafts."""
+"""Functions that load learned draft heads (`drafts.heads`) as drafts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,14 +19,15 @@ from specdec_jax.models.simulated import unwrapped
 
 
 def speculator(target: LoadedTarget, path: str) -> DraftFactory:
-  """Load a head that `train_speculator` wrote, as draft of the target that it was trained on.
+  """Load a draft head that `train_speculator` wrote as a draft of the target it was trained on.
 
   Args:
-    target: the target.
+    target: target of the pair.
     path: folder of the head, local or `gs://`.
 
   Raises:
-    InputError: there is no such folder, or the head was trained with another vocabulary or target.
+    InputError: the folder does not exist, or the head was trained with a different vocabulary or
+      for a target with a different shape.
   """
   require_types(speculator, locals())
   checkpoint = open_folder(path)
@@ -46,11 +47,11 @@ def speculator(target: LoadedTarget, path: str) -> DraftFactory:
 def random_speculator(
   target: LoadedTarget, config: Callable[[Config], SpeculatorConfig] = speculator_config
 ) -> DraftFactory:
-  """Return a head with random weights, for `random_pair`: it costs as much as a trained one.
+  """Return a draft head with random weights for `random_pair`; it takes the time of a trained one.
 
   Args:
-    target: the target.
-    config: function from the configuration of the target to that of the head.
+    target: target of the pair.
+    config: function from the configuration of the target to the configuration of the head.
   """
   require_types(random_speculator, locals())
   head_config = config(config_of(target.model))
@@ -62,16 +63,16 @@ def random_speculator(
 def head_factory(
   name: str, config: SpeculatorConfig, params: Any, target: LoadedTarget
 ) -> DraftFactory:
-  """Return a head as draft of a target.
+  """Return a draft head as a draft of a target.
 
   Args:
-    name: name in records.
+    name: name of the draft in records.
     config: configuration of the head.
     params: parameters of the head.
-    target: the target.
+    target: target of the pair.
 
   Raises:
-    InputError: the head is for a target of another shape.
+    InputError: the head is for a target with a different shape.
   """
   head, target_config = head_of(config), config_of(target.model)
   head.require_target(target_config)
@@ -83,7 +84,7 @@ def head_factory(
 
 
 def config_of(target: Model) -> Config:
-  """Return the configuration of the model of a target, which may be wrapped by `SimulatedModel`.
+  """Return the configuration of a target, which may be a model that `SimulatedModel` wraps.
 
   Raises:
     InputError: the target is not a T5 or a decoder-only model of this project.
@@ -96,5 +97,5 @@ def config_of(target: Model) -> Config:
 
 
 def _with_layout(config: SpeculatorConfig, target: Config) -> SpeculatorConfig:
-  """Return the configuration of a head with the dtype, kernels and fused matmuls of its target."""
+  """Return the configuration of a draft head with `dtype`, `kernels` and `fused` of its target."""
   return dataclasses.replace(config, dtype=target.dtype, kernels=target.kernels, fused=target.fused)

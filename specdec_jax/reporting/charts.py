@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 from specdec_jax.reporting.markup import tag
 
 _BASELINE = "autoregressive: 1"
-_WIDTH = 340  # CSS pixels; they equal points of matplotlib in the written files
+_WIDTH = 340  # in CSS pixels, which equal matplotlib's points in the written files
 
 # Colours of the page's light theme: name of the CSS variable -> colour.
 _THEME = {
@@ -80,14 +80,14 @@ def line_charts(
 ) -> list[Markup]:
   """Return line charts with common axes, so that they can be compared.
 
-  Later curves are drawn over earlier ones. A dotted line at 1 is autoregressive decoding. The
+  Later curves are drawn over earlier ones. A dotted line at 1 marks autoregressive decoding. The
   legend gives the highest value of each curve.
 
   Args:
-    charts: heading -> non-empty curves at integers x.
+    charts: curves of each chart, by the heading of the chart. Curves are not empty.
     y_label: label of the y axis, which starts at 0.
-    x_label: label of the x axis. Its first word names x.
-    log2: whether the x axis is logarithmic. It then starts at 1, otherwise at 0.
+    x_label: label of the x axis. Descriptions of the charts use its first word as the name of x.
+    log2: whether the x axis is logarithmic. A logarithmic axis starts at 1, a linear axis at 0.
   """
   points = [point for curves in charts.values() for curve in curves for point in curve.points]
   xs = sorted({x for x, _ in points})
@@ -138,13 +138,14 @@ def acceptance_chart(
   pooled: float | None,
   counts: Sequence[int | None],
 ) -> Markup:
-  """Return a bar for the acceptance rate of each draft token, and a line at the pooled rate.
+  """Return a bar chart of the acceptance rate of each draft token, with a line at the overall rate.
 
   Args:
     heading: heading of the chart.
-    shares: acceptance rate by position; None if no draft token was verified there.
-    pooled: acceptance rate of all positions; None if it is not known.
-    counts: number of draft tokens behind each rate, shown next to it; None is not shown.
+    shares: acceptance rate at each position; None where no draft token was verified.
+    pooled: acceptance rate over all positions, at which the line is drawn; None for no line.
+    counts: number of draft tokens from which each rate was computed. It is shown next to the rate
+      unless it is None.
   """
 
   def draw(axes: Axes) -> None:

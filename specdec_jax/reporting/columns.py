@@ -1,4 +1,4 @@
-"""The columns of tables of records: the heading of each, the text of its cells, and its meaning.
+"""Columns of the tables of records: their headings, the texts of their cells, and their meanings.
 
 `docs/metrics.md` explains the same headings.
 """
@@ -14,10 +14,10 @@ class Column(NamedTuple):
   """A column of a table with one row per record.
 
   Attributes:
-    heading: heading.
-    text: function from a record to the text of its cell. It raises TypeError if a field that it
+    heading: heading of the column.
+    text: function that returns the text of a record's cell. It raises TypeError if a field that it
       needs is None.
-    meaning: meaning, for the legend; '' if the heading says it.
+    meaning: explanation of the heading for the legend; '' if the heading needs none.
   """
 
   heading: str
@@ -31,7 +31,7 @@ def number(field: str, spec: str) -> Callable[[Any], str]:
 
 
 def with_interval(field: str, spec: str) -> Callable[[Any], str]:
-  """Return a function that formats a field and, if the record has it, its interval."""
+  """Return a function that formats a field of a record, with its interval if there is one."""
 
   def text(r: Any) -> str:
     low, high = getattr(r, f"{field}_low"), getattr(r, f"{field}_high")
@@ -58,7 +58,7 @@ def range_text(r: Record) -> str:
 
 
 def _bandwidth_share(part: str) -> Callable[[Any], str]:
-  """Return a function that divides the time of a part's reads at full bandwidth by its time."""
+  """Return a function that formats a part's reading time at full bandwidth / its measured time."""
 
   def text(r: Any) -> str:
     megabytes, ms = getattr(r, f"{part}_mb"), getattr(r, f"{part}_ms")
@@ -337,7 +337,7 @@ def cell(name: str, record: Record) -> str:
 
 
 def headings(names: Iterable[str]) -> tuple[str, ...]:
-  """Return the headings of columns."""
+  """Return the headings of the columns with the given names."""
   return tuple(COLUMNS[name].heading for name in names)
 
 
@@ -350,6 +350,6 @@ def legend(names: Iterable[str]) -> dict[str, str]:
 def records_table(
   title: str, records: Sequence[Record], names: Sequence[str], notes: Sequence[str] = ()
 ) -> Table:
-  """Return a table with one row per record and the given columns, with their legend."""
+  """Return a table with one row per record, the columns with the given names, and a legend."""
   rows = tuple(tuple(cell(name, record) for name in names) for record in records)
   return Table(title, headings(names), rows, tuple(notes), legend(names))

@@ -25,11 +25,11 @@ from specdec_jax.reporting.tables import Table, legend_lines
 
 
 class Section(NamedTuple):
-  """Section of a page; one with an empty body is left out.
+  """Section of a page. A section with an empty body is left out.
 
   Attributes:
-    heading: heading; '' for none.
-    body: content.
+    heading: heading of the section; '' for no heading.
+    body: content of the section.
     folded: whether the content is hidden until the reader opens it.
   """
 
@@ -41,7 +41,7 @@ class Section(NamedTuple):
 def write_report(
   path: str | os.PathLike, records: Sequence[Record], examples: Sequence[Example], title: str
 ) -> None:
-  """Write `report` to a file atomically.
+  """Write the page that `report` returns to a file, atomically.
 
   Raises:
     OSError: the file cannot be written.
@@ -54,7 +54,7 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
   """Return a page with results, a table, charts, and rounds to step through.
 
   Args:
-    records: at least one record. If several records have the same setting, the last one is used.
+    records: one or more records. If several records have the same setting, the last one is used.
     examples: decoded texts with their rounds.
     title: title of the page.
   """
@@ -154,7 +154,7 @@ def _varying(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _shared(records: Sequence[Record], labels: dict[str, str]) -> dict[str, str]:
-  """Return the settings in which all records agree, by label."""
+  """Return the settings in which all records agree, as label -> value."""
   varying = _varying(records)
   values = {name: _value(records[0], name) for name in labels if name not in varying}
   return {labels[name]: value for name, value in values.items() if value != "-"}
@@ -164,7 +164,7 @@ def _series(records: Sequence[Record]) -> dict[str, list[Record]]:
   """Group records that differ only in gamma, and sort each group by gamma.
 
   Returns:
-    Description of the settings that distinguish the group from the others -> records.
+    Groups of records. The key of a group describes the settings that distinguish it from others.
   """
   series: dict[str, list[Record]] = {}
   varying = _varying(records)
@@ -175,7 +175,7 @@ def _series(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def _result(name: str, series: Sequence[Record]) -> Markup:
-  """Return a sentence with the best speedup of a series, and whether its output is identical."""
+  """Return a sentence about the best speedup of a series and whether its output is identical."""
   differing = [str(r.gamma) for r in series if r.identical is False]
   if differing:
     exactness = f"the output DIFFERS at gamma {', '.join(differing)}"
@@ -246,7 +246,7 @@ def html_table(table: Table) -> Markup:
 def _grid(
   columns: Iterable[str], bodies: Iterable[Iterable[Iterable[str]]], notes: Sequence[str]
 ) -> Markup:
-  """Return a table with one or several bodies, which are rows of cells, and a list of notes."""
+  """Return a table, followed by a list of notes; each body of the table consists of rows."""
   headings = (tag("th", name, scope="col") for name in columns)
   rows = ((tag("tr", *(tag("td", cell) for cell in row)) for row in body) for body in bodies)
   table = tag("table", tag("thead", tag("tr", *headings)), *(tag("tbody", *body) for body in rows))

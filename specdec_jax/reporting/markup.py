@@ -9,7 +9,7 @@ def join(*parts: object) -> Markup:
 
 
 def tag(name: str, *children: object, **attributes: object) -> Markup:
-  """Return an element.
+  """Return an element with the given name, children and attributes.
 
   The attribute `class_` is written as class and `aria_label` as aria-label. Attributes that are
   None are omitted.
@@ -23,6 +23,6 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
 
 
 def scrollable(label: str, table: Markup) -> Markup:
-  """Return a table in a region that scrolls horizontally on its own."""
+  """Return a region that contains a table and scrolls horizontally, independently of the page."""
   # An element with a tabindex can also be scrolled with the keyboard.
   return tag("div", table, class_="scroll", role="region", aria_label=label, tabindex=0)

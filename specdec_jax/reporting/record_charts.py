@@ -7,13 +7,13 @@ from specdec_jax.records import Record
 from specdec_jax.reporting.charts import Curve, acceptance_chart, line_charts
 from specdec_jax.reporting.markup import Markup, join, tag
 
-FEW = 100  # number of draft tokens from which on an acceptance rate is shown without their number
+FEW = 100  # an acceptance rate of fewer draft tokens is shown with the number of draft tokens
 
 
 def _points(
   series: Sequence[Record], value: Callable[[Record], float | None]
 ) -> list[tuple[int, float]]:
-  """Return the pairs (gamma, value) of the records whose value is not None."""
+  """Return the pair (gamma, value) of each record that has a finite value."""
   points = ((r.gamma, value(r)) for r in series)
   return [(gamma, y) for gamma, y in points if y is not None and math.isfinite(y)]
 
@@ -48,7 +48,7 @@ def speedup_charts(series: dict[str, list[Record]]) -> Markup:
 
 
 def acceptance_charts(series: dict[str, list[Record]]) -> Markup:
-  """Return a chart of acceptance by position for each series, at its highest gamma."""
+  """Return a chart of acceptance by position for the highest gamma of each series."""
   figures = []
   for name, records in series.items():
     by_position = [(r, r.acceptance_by_position) for r in records if r.acceptance_by_position]
@@ -66,9 +66,9 @@ def acceptance_charts(series: dict[str, list[Record]]) -> Markup:
 
 
 def _few(r: Record) -> list[int | None]:
-  """Return about how many draft tokens were verified at each position, if they are few.
+  """Estimate the number of draft tokens verified at each position; None unless it is below FEW.
 
-  A draft token is verified if all earlier ones of its round were accepted.
+  A draft token is verified if all earlier draft tokens of its round were accepted.
   """
   shares, count = r.acceptance_by_position or [], float(r.rounds or 0)
   counts: list[int | None] = []

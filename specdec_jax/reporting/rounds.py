@@ -25,13 +25,14 @@ TREE_LEGEND = Text.assemble(LEGEND, ", ", ("not verified", UNVERIFIED))
 
 
 class Branch(NamedTuple):
-  """A path of draft tokens in a tree that did not enter the text.
+  """Branch of a tree: consecutive draft tokens that did not enter the text.
 
   Attributes:
-    depth: number of draft tokens before the branch. They belong to the branch above.
-    rejected: the first token, if it was verified. It is a child of the last accepted node, or an
-      earlier sibling of an accepted node.
-    unverified: the tokens that were not verified.
+    depth: number of draft tokens on the path before the branch. They belong to the accepted path or
+      to an earlier branch.
+    rejected: first token of the branch if it was verified, otherwise None. A verified token is a
+      child of the last accepted node, or an earlier sibling of an accepted node.
+    unverified: tokens of the branch that were not verified.
   """
 
   depth: int
@@ -44,12 +45,13 @@ class Round(NamedTuple):
 
   Attributes:
     accepted: draft tokens that entered the text.
-    rejected: in a chain, the draft token after them; None if all were accepted or the text ended.
-    unverified: in a chain, the remaining draft tokens: those after a rejected one, or those past
-      the end of the text.
-    target_token: the token sampled from the target; None if the text ended before it.
-    branches: in a tree, the paths of draft tokens that were not accepted. Those that leave the
-      accepted path at a greater depth come first.
+    rejected: in a chain, the draft token that was rejected; None if all draft tokens were accepted
+      or the text ended.
+    unverified: in a chain, the remaining draft tokens, which follow a rejected draft token or the
+      end of the text.
+    target_token: token sampled from the target; None if the text ended before it.
+    branches: in a tree, the branches of draft tokens that were not accepted. Branches that leave
+      the accepted path at a greater depth come first.
   """
 
   accepted: tuple[str, ...]
@@ -75,7 +77,7 @@ def read_rounds(
   Args:
     decoded: result of decoding, on the host.
     row: index of the row in the batch.
-    pieces: token ids -> text of each token inside a text (`Vocabulary.pieces`).
+    pieces: function from token ids to the text of each token inside a text (`Vocabulary.pieces`).
     parents: parents of the draft tokens of a static tree, [N] (`Tree.parents`). The parents of a
       dynamic tree are part of `decoded`.
   """
@@ -112,7 +114,7 @@ def _branches(
     parents: parents of the nodes 1 to N.
     words: text of the nodes 1 to N.
     accepted: nodes of the accepted path.
-    has_target_token: whether the target's token was emitted after them.
+    has_target_token: whether the target's token was emitted after the accepted path.
   """
   paths: list[list[int]] = [[]]  # from the root to each node
   for node, parent in enumerate(parents, 1):
@@ -137,10 +139,10 @@ def _branches(
 
 
 def round_text(r: Round) -> Text:
-  """Format a round as a coloured line. Brackets mark the tokens for readers without colour.
+  """Format a round as a coloured line.
 
-  The other branches of a tree follow on lines of their own. Each begins in the column where it
-  leaves the branch above.
+  For readers without colour, brackets mark a rejected token and the target's token. The branches of
+  a tree follow on separate lines. Each branch begins in the column where it leaves the line above.
   """
   parts = [(piece, ACCEPTED) for piece in r.accepted]
   parts += _rejected(r.rejected)

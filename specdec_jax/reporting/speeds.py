@@ -15,7 +15,7 @@ ROOFLINE += ("draft_step_mb", "draft_step_share", "verify_mb", "verify_share")
 
 
 def speed_columns(records: Sequence[Record]) -> tuple[str, ...]:
-  """Return the columns of `speed_table`: with the quality of outputs if a record has one."""
+  """Return the columns of `speed_table`, including the quality of outputs if a record has it."""
   return SPEED if all(r.quality is None for r in records) else (*SPEED, "quality")
 
 

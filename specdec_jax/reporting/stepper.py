@@ -28,9 +28,9 @@ class Example(NamedTuple):
     source: input text.
     translation: output text.
     temperature: sampling temperature; 0 means argmax.
-    gamma: draft tokens per round; the depth of a tree.
+    gamma: number of draft tokens per round, or the depth of a tree.
     rounds: rounds of this text in order.
-    num_nodes: nodes of the tree, including the last committed token; None for a chain.
+    num_nodes: number of nodes of the tree, including the last committed token; None for a chain.
   """
 
   source: str
@@ -53,7 +53,7 @@ class Example(NamedTuple):
 
 
 def stepper(examples: Sequence[Example]) -> Markup:
-  """Return controls to step through the rounds of texts; an empty string without texts."""
+  """Return controls to step through the rounds of texts, or an empty string if there are none."""
   if not examples:
     return join()
   sources = (textwrap.shorten(e.source, 70, placeholder=" …") for e in examples)
@@ -118,7 +118,7 @@ def _chain(r: Round, target: Markup) -> Markup:
 
 
 def _tree(r: Round, target: Markup) -> Markup:
-  """Return a table with one row per branch and one column per depth.
+  """Return the tree of a round as a table with one row per branch and one column per depth.
 
   The target's token is in the first row.
   """
@@ -134,7 +134,7 @@ def _tree(r: Round, target: Markup) -> Markup:
 def _tokens(
   accepted: Sequence[str], rejected: str | None, unverified: Sequence[str]
 ) -> list[Markup]:
-  """Return the tokens. The first of each kind has the name of the kind, for screen readers."""
+  """Return the tokens as elements; the first of each kind names the kind for screen readers."""
   markup: list[Markup] = []
   kinds = ("accepted", accepted), ("rejected", (rejected,)), ("unverified", unverified)
   for kind, tokens in kinds:

@@ -13,11 +13,11 @@ class Table:
   """A table of text cells; `formats.render` formats it.
 
   Attributes:
-    title: one line.
-    columns: distinct headings.
-    rows: for each row its cells, one per column.
+    title: title in one line.
+    columns: distinct headings of the columns.
+    rows: cells of each row, one per column.
     notes: sentences about the whole table.
-    legend: heading, or several headings -> meaning.
+    legend: explanations by heading; a key may also name several headings.
   """
 
   title: str
@@ -33,7 +33,7 @@ def legend_lines(legend: Mapping[str, str]) -> list[str]:
 
 
 def models_text(r: Record, draft: bool = True) -> str:
-  """Return the names of task, target and draft, or the checkpoints if there is no task."""
+  """Return the task, the target and the draft of a record; without a task, the checkpoints."""
   if r.task is None:
     names = [r.target_label, r.draft_label]
   else:
@@ -51,7 +51,7 @@ def measured_with(records: Sequence[Record]) -> str:
 
 
 def sampling_text(r: Record) -> str:
-  """Return the temperature, and top-k and top-p if they are set."""
+  """Return the temperature of a record, and its top-k and top-p if they are set."""
   top_k = f" top-{r.top_k}" if r.top_k else ""
   top_p = f" top-p {r.top_p:g}" if r.top_p < 1 else ""
   return f"{r.temperature:g}{top_k}{top_p}"

@@ -1,4 +1,4 @@
-"""t5x's own decoding of a target, as a speed baseline."""
+"""Decoding of a target by t5x itself, as a speed baseline."""
 
 import dataclasses
 import functools
@@ -32,20 +32,20 @@ def t5x_decode(
   eos_id: int = 1,
   beams: int | None = None,
 ) -> DecodeResult:
-  """Decode with t5x's own T5 and `temperature_sample`: the baseline 't5x' of records.
+  """Decode with t5x's own T5 and `temperature_sample`; records name this baseline 't5x'.
 
   Unlike this package, t5x also samples tokens from the padding of a vocabulary.
 
   Args:
-    config: configuration of the target, with parameters that are not fused.
+    config: configuration of the target. Its parameters must not be fused.
     params: parameters of the target.
     prompt: padded prompts.
-    rng: one key per row, of which only the first is used.
-    max_new_tokens: limit for each row, EOS included.
+    rng: one key per row; only the first key is used.
+    max_new_tokens: maximum number of tokens of each row, including EOS.
     sampling: sampling method.
     eos_id: token that ends a text.
-    beams: number of beams of t5x's `beam_search`, whose best text is returned. t5x does not report
-      its forward passes; one per token of the text is counted. None for sampling.
+    beams: number of beams of t5x's `beam_search`, whose best text is returned; None for sampling.
+      t5x does not report its forward passes, so one pass per token of the text is counted.
   """
   decode_fn = decoding.beam_search if beams else decoding.temperature_sample
   model = models.EncoderDecoderModel(t5x_network(config), None, None, None, decode_fn=decode_fn)
@@ -75,17 +75,17 @@ def t5x_decode(
 
 
 def t5x_baseline(pair: LoadedPair, checkpoint: str = str(EMBEDDED / "target")) -> Baseline:
-  """Return t5x's decoding of a pair's target, for `speedup.speedup.baseline`.
+  """Return the baseline that decodes a pair's target with t5x, for `speedup.speedup.baseline`.
 
   Args:
-    pair: pair whose speed is measured, on one device. If its acceptance is simulated, no text ends
-      before its limit; this holds for the baseline too.
+    pair: pair whose speed is measured, on one device. If its acceptance is simulated, no text of
+      the pair or of the baseline ends before its limit.
     checkpoint: checkpoint of the target. It is loaded again, because t5x needs parameters that are
       not fused.
 
   Raises:
-    InputError: the checkpoint is not that of the pair's target, it is not a T5, or the target is
-      sharded.
+    InputError: the checkpoint belongs to a different model than the pair's target, it is not a T5,
+      or the target is sharded.
   """
   devices = {x.sharding for x in jax.tree.leaves(pair.target_params)}
   if any(len(d.device_set) > 1 for d in devices):

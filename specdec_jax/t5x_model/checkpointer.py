@@ -12,20 +12,20 @@ DRAFT = "draft"  # name of the draft's parameters, next to the target's encoder 
 class PairCheckpointer:
   """Checkpointer that restores the target from t5x's path and the draft from `draft_path`.
 
-  t5x constructs it through `RestoreCheckpointConfig`, as `checkpoint_manager_cls`, or with
-  `use_orbax = False` as `checkpointer_cls`. In both cases it reads both formats that T5X writes.
+  t5x constructs it through `RestoreCheckpointConfig`: as `checkpoint_manager_cls` or, if
+  `use_orbax` is False, as `checkpointer_cls`. It always reads both formats that t5x writes.
   """
 
   def __init__(self, *, train_state, partitioner, draft_path: str, restore_dtype=None, **_):
     """Create a checkpointer.
 
     Args:
-      train_state: state whose parameters are restored; given by t5x, like all arguments but
-        `draft_path`.
+      train_state: state whose parameters are restored. t5x passes it, as well as all other
+        arguments except `draft_path`.
       partitioner: t5x's partitioner.
       draft_path: folder of the draft's checkpoint.
       restore_dtype: dtype of the restored parameters.
-      **_: arguments that concern saving.
+      **_: arguments that concern saving; they are ignored.
     """
     self._train_state = train_state
     self._partitioner = partitioner
@@ -33,18 +33,18 @@ class PairCheckpointer:
     self._restore_dtype = restore_dtype
 
   def restore(self, path: str, **kwargs):
-    """Return the train state with parameters of target and draft.
+    """Return the train state with the parameters of target and draft.
 
     The shapes of the target's checkpoint are checked, because Orbax would silently truncate and pad
-    arrays of another shape. With `state_transformation_fns` they are not, because the checkpoint
-    may then have another structure.
+    arrays of a different shape. With `state_transformation_fns` they are not checked, because the
+    checkpoint may then have a different structure.
 
     Args:
       path: checkpoint of the target.
-      **kwargs: arguments of t5x, which concern the target.
+      **kwargs: t5x's arguments for the checkpoint of the target.
 
     Raises:
-      InputError: a checkpoint does not exist, or its shapes are not those of its network.
+      InputError: a checkpoint does not exist, or its shapes differ from those of its network.
     """
     params, draft_params = core.pop(self._train_state.params, DRAFT)
     axes, draft_axes = core.pop(self._train_state.params_axes, DRAFT)
@@ -58,7 +58,7 @@ class PairCheckpointer:
 
   def _restore(self, path: str, params, params_axes, **kwargs):
     state = self._train_state.replace(params=params, params_axes=params_axes)
-    # Despite its name, it reads both formats.
+    # Despite its name, this class reads both formats.
     manager = checkpoints.OrbaxCheckpointManagerInterface(
       path, state, self._partitioner, restore_dtype=self._restore_dtype
     )

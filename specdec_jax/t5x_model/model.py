@@ -32,8 +32,8 @@ from specdec_jax.t5x_model.checkpointer import DRAFT
 from specdec_jax.t5x_model.networks import same_config
 from specdec_jax.t5x_model.settings import bound, decode_settings
 
-# Optional arguments of t5x's constructor. Gin bindings of `EncoderDecoderModel` for them apply to
-# `SpeculativeModel` too.
+# Optional arguments of t5x's constructor. If gin binds them for `EncoderDecoderModel`, the bindings
+# apply to `SpeculativeModel` too.
 INHERITED = tuple(
   name
   for name, parameter in inspect.signature(models.EncoderDecoderModel).parameters.items()
@@ -42,10 +42,10 @@ INHERITED = tuple(
 
 
 class _Draft(ModelDraft):
-  """Draft whose q is sharded by t5x's rules for the axes of the draft; replicated by default.
+  """A draft whose q is sharded by t5x's rules for the draft's axes; by default it is replicated.
 
   Without the constraint, q would be sharded by vocabulary like the target's logits, and devices
-  would communicate in every draft step. Outside of t5x's partitioner it has no effect.
+  would communicate in every draft step. Outside of t5x's partitioner, the constraint has no effect.
   """
 
   def propose(
@@ -57,10 +57,11 @@ class _Draft(ModelDraft):
 
 
 class SpeculativeModel(models.EncoderDecoderModel):
-  """t5x's encoder-decoder with speculative decoding; everything else is unchanged.
+  """Encoder-decoder model of t5x that decodes speculatively; everything else is unchanged.
 
-  Parameters are the tree of the target, with that of the draft under 'draft'. As in t5x,
-  `decode_fn` and its bindings configure decoding; it is `temperature_sample` or `beam_search`.
+  Its parameters are the tree of the target's parameters, in which the entry 'draft' holds those of
+  the draft. As in t5x, `decode_fn` and its bindings configure decoding. `decode_fn` is
+  `temperature_sample` or `beam_search`.
   """
 
   def __init__(
@@ -80,7 +81,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
   ):
     """Create a model from the arguments of `EncoderDecoderModel` and a draft.
 
-    Gin bindings of the optional arguments of `EncoderDecoderModel` (`INHERITED`) apply here too.
+    Gin bindings of optional arguments of `EncoderDecoderModel` (`INHERITED`) apply here too.
     `decode_fn` defaults to `temperature_sample`.
 
     Args:
@@ -91,16 +92,17 @@ class SpeculativeModel(models.EncoderDecoderModel):
       draft_module: network of the draft, from t5x.examples.t5.
       gamma: length of the chain of draft tokens per round, if there is no tree; with `beam_search`,
         the number of steps that the draft searches ahead.
-      tree: parents of the draft tokens, as in `core.trees.Tree`.
-      verifier: class of `core.verify`, or any function of a `Sampling` that returns a verifier. It
-        need not be exact.
+      tree: parents of the draft tokens, as in `core.trees.Tree`; None for a chain.
+      verifier: class of `core.verify`, or any function of a `Sampling` that returns a verifier. The
+        verifier need not be exact.
       lenience: lenience of `TokenVerifier` (Appendix A.5); 1 is exact.
-      draft_beams: number of beams of the draft, with `beam_search`; defaults to that of the target.
+      draft_beams: number of beams of the draft with `beam_search`; defaults to the number of beams
+        of the target.
       **kwargs: optional arguments of `EncoderDecoderModel`.
 
     Raises:
-      InputError: a network is not supported, the networks have different vocabularies, the draft or
-        the verifier cannot have these settings, or `decode_fn` or one of its bindings is not
+      InputError: a network is not supported, the networks have different vocabularies, a setting is
+        invalid for the draft or the verifier, or `decode_fn` or one of its bindings is not
         supported.
     """
     inherited = bound(models.EncoderDecoderModel, *INHERITED)
@@ -164,22 +166,23 @@ class SpeculativeModel(models.EncoderDecoderModel):
   ) -> tuple[Array, dict[str, Any]]:
     """Decode speculatively.
 
-    With `beam_search`, the texts, their order and their scores are those of t5x's beam search with
-    `num_decodes` beams, 'rounds' is the result of `count_steps`, and 'decode_rng' is not used.
+    With `beam_search`, the texts, their order and their scores equal those of t5x's beam search
+    with `num_decodes` beams. 'rounds' is then the result of `count_steps`, and 'decode_rng' is not
+    used.
 
     Gin bindings of `EncoderDecoderModel.predict_batch_with_aux` replace arguments that are not
     given.
 
     Args:
       params: parameters of target and draft, in the structure of `get_initial_variables`.
-      batch: encoder_input_tokens [B, S], and decoder_input_tokens [B, T]; only the length of the
-        latter is used, as a limit for the outputs.
+      batch: encoder_input_tokens [B, S] and decoder_input_tokens [B, T]. Only the length of
+        decoder_input_tokens is used, as a limit for the outputs.
       rng: key of the batch; alternatively, `decoder_params` has it as 'decode_rng'.
       decoder_params: values of gamma, tree, verifier, lenience, eos_id and `settings.SETTINGS` for
         this call.
-      return_all_decodes: whether to return A outputs per example, by increasing score, instead of
-        the best one.
-      num_decodes: A.
+      return_all_decodes: whether to return A outputs per example, in order of increasing score,
+        instead of only the best output.
+      num_decodes: number of outputs per example, A.
       prompt_with_targets: as in t5x; must be False.
 
     Returns:
@@ -262,14 +265,14 @@ class SpeculativeModel(models.EncoderDecoderModel):
     return tokens[rows], jax.tree.map(lambda x: x[rows], aux)
 
   def _searcher(self, num_beams: int, settings: Mapping[str, Any]) -> BeamSearcher:
-    """Return the beam search with the given values of `_settings`."""
+    """Return the beam search with the given settings, which have the names of `_settings`."""
     draft_beams = num_beams if settings["draft_beams"] is None else settings["draft_beams"]
     model_draft = ModelDraft(self._draft_model, Sampling(temperature=0.0), chain(settings["gamma"]))
     draft = ModelBeamDraft(model_draft, draft_beams)
     return BeamSearcher(self._target_model, draft, num_beams, settings["alpha"], settings["eos_id"])
 
   def _draft_and_verifier(self, settings: Mapping[str, Any]) -> tuple[ModelDraft, Verifier]:
-    """Return the draft and the verifier with the given values of `_settings`."""
+    """Return the draft and the verifier with the given settings, named as in `_settings`."""
     names = "gamma", "tree", "verifier", "lenience"
     require_types(SpeculativeModel.__init__, {name: settings[name] for name in names})
     sampling = Sampling(settings["temperature"], settings["topk"], settings["topp"] or 1.0)
@@ -283,7 +286,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
   ) -> Float[Array, " B"]:
     """Return the log-probability of each output.
 
-    This takes another target forward pass, which jit removes if the scores are not used.
+    This takes an additional target forward pass, which jit removes if the scores are not used.
     """
     tokens, limit = decoded.tokens, decoded.tokens.shape[1]
     inputs = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)), constant_values=PAD_ID)
@@ -310,7 +313,7 @@ def count_steps(result: BeamResult) -> dict[str, Int[Array, " B"]]:
 
   Returns:
     num_steps: number of steps of the search.
-    num_rounds: number of target forward passes that made them.
+    num_rounds: number of target forward passes that made these steps.
     not_finite: see `BeamResult`; -1 if all logits were finite.
   """
   return {
@@ -325,11 +328,11 @@ def count_rounds(decoded: DecodeResult) -> dict[str, Int[AnyArray, " B"]]:
 
   Returns:
     num_tokens: number of new tokens, EOS included.
-    num_rounds: number of target forward passes that emitted them.
+    num_rounds: number of target forward passes that emitted these tokens.
     num_accepted: number of accepted draft tokens, as in `Rounds.acceptance_counts`.
     num_rejected: number of rejected draft tokens. num_accepted / (num_accepted + num_rejected) is
       the acceptance rate.
-    not_finite: see `DecodeResult`; -1 if all were finite.
+    not_finite: see `DecodeResult`; -1 if all logits were finite.
   """
   accepted, rejected = decoded.rounds.acceptance_counts()
   return {

@@ -1,4 +1,4 @@
-"""Conversion between configurations of t5x's T5 network and of `models.t5`.
+"""Conversion between the configurations of t5x's T5 network and of the T5 in `models.t5`.
 
 Both networks take the same tree of parameters.
 """
@@ -45,7 +45,7 @@ def same_config(module: nn.Module) -> T5Config:
 
 
 def t5x_network(config: T5Config) -> network.Transformer:
-  """Return the t5x network of a config that is not fused; inverse of `same_config`."""
+  """Return the t5x network of a config that is not fused; this is the inverse of `same_config`."""
   return network.Transformer(
     network.T5Config(
       vocab_size=config.table_size,

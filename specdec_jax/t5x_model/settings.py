@@ -14,7 +14,7 @@ from t5x import decoding
 from specdec_jax.data.vocabularies import count_extra_ids
 from specdec_jax.errors import InputError
 
-# Parameters of t5x's decoding functions that `SpeculativeModel` takes.
+# Parameters of t5x's decoding functions that `SpeculativeModel` supports.
 SETTINGS = {
   decoding.temperature_sample: (
     "temperature",
@@ -28,13 +28,13 @@ SETTINGS = {
 
 
 def decode_settings(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
-  """Return the function of SETTINGS that `decode_fn` calls, and the values of its settings.
+  """Return the t5x function that `decode_fn` calls, and the values of its settings.
 
   Args:
-    decode_fn: t5x's function, with bindings of gin or of `functools.partial`.
+    decode_fn: function of t5x that is in SETTINGS, with bindings of gin or of `functools.partial`.
 
   Raises:
-    InputError: it is another function, or a parameter is bound that is not in SETTINGS.
+    InputError: SETTINGS does not contain the function or one of the bound parameters.
   """
   given = {}
   if isinstance(decode_fn, functools.partial):
@@ -63,11 +63,11 @@ def decode_settings(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
 def bound(configurable: Callable, *names: str) -> dict[str, Any]:
   """Return gin's bindings of a class or function of t5x.
 
-  Gin does not apply them to subclasses and overriding methods.
+  Gin does not apply these bindings to subclasses and overriding methods.
 
   Args:
     configurable: the class or function.
-    *names: parameters to look up; none for all.
+    *names: parameters to look up; if there are no names, all parameters are looked up.
   """
   try:
     bindings = gin.get_bindings(configurable, resolve_references=False)
@@ -79,7 +79,8 @@ def bound(configurable: Callable, *names: str) -> dict[str, Any]:
 def extra_ids(module: nn.Module) -> int:
   """Return the number of sentinels to add to the SentencePiece model that gin binds.
 
-  They are T5's 100 if the model has none and the table of the network has room for them, else 0.
+  It is 100, as in T5, if the SentencePiece model has no sentinels and the embedding table of the
+  network has room for them. Otherwise it is 0.
 
   Args:
     module: the target's network, whose `config.vocab_size` is the number of rows of its table.

@@ -65,13 +65,13 @@ def epoch_batches(
   """Return the batches of one epoch, in shuffled order, as (padded length, pair indices [B]).
 
   The batch size of a bucket is `tokens_per_batch // length`, so that all batches cost about the
-  same, rounded down to a multiple of `multiple` (but at least `multiple`). The last batch of a
-  bucket is filled up with random pairs of the same bucket, so that each bucket has one shape to
-  compile. Pairs longer than the last bucket are left out with a warning.
+  same. It is rounded down to a multiple of `multiple`, but is at least `multiple`. The last batch
+  of a bucket is filled up with random pairs of the same bucket, so that each bucket has one shape
+  to compile. Pairs longer than the last bucket are left out with a warning.
 
   Args:
     text: sentence pairs.
-    tokens_per_batch: padded target tokens in a batch.
+    tokens_per_batch: number of padded target tokens in a batch.
     seed: seed of the order.
     epoch: number of the epoch, from 0.
     multiple: number of devices that share the rows of a batch.

@@ -17,11 +17,11 @@ from specdec_jax.training.objectives import teacher_forced
 
 
 def spliced_sentences(lines: list[str], count: int, seed: int = 0) -> list[str]:
-  """Return `count` new sentences, each the start of one line joined to the end of another.
+  """Return `count` new sentences, each of which joins the start of one line to the end of another.
 
   Two lines are joined where they share two neighbouring words. A teacher can label any source, so
-  the new sentences need no reference translation. They matter for small corpora: from 29,000
-  captions alone, a draft memorizes its training data.
+  the new sentences need no reference translation. They matter for small corpora: a draft that is
+  trained on only 29,000 captions memorizes them.
 
   Args:
     lines: sentences to splice.
@@ -78,10 +78,10 @@ def teacher_topk(
 
   Args:
     teacher: Flax module of the teacher.
-    params: its parameters.
+    params: parameters of the teacher.
     text: encoded sentence pairs.
     k: number of tokens at each position.
-    tokens_per_batch: padded target tokens in a batch.
+    tokens_per_batch: number of padded target tokens in a batch.
     tail: whether to append the token of the text.
     batch_sharding: sharding of the rows of a batch; None for a single device.
 

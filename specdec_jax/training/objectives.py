@@ -20,11 +20,11 @@ class Objective(NamedTuple):
   """Training objective: initial parameters, a loss and validation scores.
 
   Attributes:
-    init: key -> random initial parameters.
-    loss: (parameters, frozen, batch, key, progress) -> scalar loss. `progress` is the fraction of
-      all training steps that are completed.
-    scores: (parameters, frozen, batch) -> validation scores by name.
-    frozen: parameters that the loss uses and training does not change, such as a target's.
+    init: function from a random key to initial parameters.
+    loss: function of (parameters, frozen, batch, key, progress) that returns a scalar loss.
+      `progress` is the fraction of all training steps that are completed.
+    scores: function of (parameters, frozen, batch) that returns validation scores by name.
+    frozen: parameters that the loss uses but training does not change, such as those of a target.
   """
 
   init: Callable[[Array], Any]
@@ -40,7 +40,7 @@ def model_objective(
 
   Args:
     config: configuration of the model, with the dropout rate of training.
-    label_smoothing: probability mass spread evenly over the vocabulary; 'forward_kl' only.
+    label_smoothing: probability mass spread evenly over the vocabulary; used by 'forward_kl' only.
     divergence: divergence of the model from the teacher's distributions, or from the text itself if
       the batch has no teacher. 'forward_kl' is implemented as cross-entropy with the labels.
   """
@@ -64,7 +64,7 @@ def model_objective(
 
 
 def cross_entropy(logits: Array, batch: Batch, smoothing: float) -> tuple[Array, Array]:
-  """Return mean loss in nats and argmax accuracy of logits [B, T, V] over non-padding targets."""
+  """Return the mean loss in nats and the argmax accuracy of logits, over non-padding targets."""
   log_probs = jax.nn.log_softmax(logits)
   labelled = (jnp.take_along_axis(log_probs, batch.labels, axis=-1) * batch.weights).sum(axis=-1)
   loss = -(1 - smoothing) * labelled - smoothing * log_probs.mean(axis=-1)
@@ -92,7 +92,7 @@ def divergences(
   divergence: Divergence,
   progress: Array | float = 0.0,
 ) -> Array:
-  """Return the divergence between a draft's q and a teacher's p at each position, [...].
+  """Return the divergence [...] between a draft's q and a teacher's p at each position.
 
   Only the teacher's k most probable tokens are known. All other tokens are merged into one, for p
   and for q, so the result is a lower bound on the divergence of the full distributions. The bound
@@ -100,8 +100,8 @@ def divergences(
 
   Args:
     logits: logits of the draft [..., V].
-    tokens: most probable tokens of the teacher [..., k], distinct.
-    probs: their probabilities [..., k].
+    tokens: most probable tokens of the teacher [..., k]; they are distinct.
+    probs: the teacher's probabilities of these tokens [..., k].
     divergence: 'forward_kl', KL(p, q); 'reverse_kl', KL(q, p); 'jsd', the Jensen-Shannon
       divergence; 'tv', the total variation distance, which is 1 - beta (Theorem 5); 'lk',
       a mixture of -log beta and KL(p, q) in which the weight of KL(p, q) falls from 1 to 0 during

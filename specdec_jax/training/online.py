@@ -1,9 +1,9 @@
 """A draft that is trained while it serves (online speculative decoding; Liu et al., 2024).
 
 Verification computes the target's distribution at each draft token up to the first rejected one.
-After each round, one optimizer step moves the draft towards these distributions, in the program
-that decodes. Outputs keep the target's distribution, because q is always computed with the
-parameters that sampled the draft token.
+After each round, the compiled decoding program also runs one optimizer step, which moves the draft
+towards these distributions. Outputs keep the target's distribution, because q is always computed
+with the parameters that sampled the draft token.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from specdec_jax.wrappers import WrappedDraft
 
 
 class LearnedState(NamedTuple):
-  """State that is carried from text to text.
+  """State of an online draft that is carried from text to text.
 
   Attributes:
     params: current parameters of the draft head.
@@ -56,7 +56,7 @@ class OnlineState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnlineDraft(WrappedDraft):
-  """Draft of chains by a learned head that is trained on the outcome of each round.
+  """A draft of chains by a learned head that is trained on the outcome of each round.
 
   Its parameters are a pair: the `LearnedState`, and the target's parameters that the head uses. All
   rows of a batch train the same parameters, so their samples are not independent, but each row
@@ -64,7 +64,7 @@ class OnlineDraft(WrappedDraft):
 
   Attributes:
     draft: draft of the head.
-    learning_rate: learning rate of Adafactor, that is, the size of an update relative to the
+    learning_rate: learning rate of Adafactor, which is the size of an update relative to the
       parameter.
 
   Raises:
@@ -83,7 +83,7 @@ class OnlineDraft(WrappedDraft):
       )
 
   def initial_state(self, params: Any) -> LearnedState:
-    """Return the state before any text, with the initial parameters of the head."""
+    """Return the state before the first text, from the initial parameters of the head."""
     return LearnedState(params, self._optimizer.init(params))
 
   def init(self, params: Any, context: Context, hidden: Array) -> OnlineState:
@@ -137,7 +137,7 @@ def decode_and_learn(
   *,
   max_new_tokens: int,
 ) -> tuple[DecodeResult, LearnedState]:
-  """Decode a batch as `Decoder.run` does; also return the new state of its `OnlineDraft`."""
+  """Decode a batch as `Decoder.run` does, and also return what its `OnlineDraft` has learned."""
   state = decoder.init(params, prompt, rng, max_new_tokens)
   state = decoder.run_rounds(params, state)
   return decoder.result(state), state.draft_state.learned

@@ -38,15 +38,16 @@ class TrainSettings:
   Attributes:
     epochs: number of passes over the training pairs.
     max_steps: maximum number of steps; None to train for all epochs.
-    tokens_per_batch: padded target tokens in a batch.
-    peak_learning_rate: highest learning rate of Adafactor with parameter scaling, that is, the size
+    tokens_per_batch: number of padded target tokens in a batch.
+    peak_learning_rate: highest learning rate of Adafactor with parameter scaling, which is the size
       of an update relative to the parameter.
-    warmup_steps: steps of linear warm-up; a cosine decay to zero at the last step follows.
+    warmup_steps: number of steps of linear warm-up. A cosine decay follows, which is zero
+      at the last step.
     label_smoothing: probability mass spread evenly over the vocabulary.
     seed: seed of initialization, batch order and dropout.
-    save_every: steps between checkpoints.
-    model_parallel: number of this host's devices that share each model (`partitioning.RULES`). The
-      groups of devices share the rows of a batch.
+    save_every: number of steps between checkpoints.
+    model_parallel: number of this host's devices across which a copy of the model is sharded
+      (`partitioning.RULES`). The copies share the rows of a batch.
   """
 
   epochs: int = 12
@@ -98,8 +99,8 @@ def train(
     output_dir: folder for `checkpoints/` and for `metrics.jsonl`, which has one line per epoch. For
       an epoch that was resumed, `tokens_per_s` and `seconds` count from the last start and include
       compilation.
-    init: initial parameters; None for those of `objective.init`.
-    bleu: function from parameters to BLEU on validation text, called after each epoch.
+    init: initial parameters; None for random parameters from `objective.init`.
+    bleu: function from parameters to BLEU on validation text; it is called after each epoch.
 
   Raises:
     InputError: there are no training or validation pairs, or the warm-up is at least as long as the
@@ -208,7 +209,7 @@ def train(
 
 
 def _write_metrics(path: pathlib.Path, metrics: dict) -> None:
-  """Write the line of an epoch, and drop lines of this epoch and later ones.
+  """Write the line of an epoch to the file of metrics, and drop lines of this and later epochs.
 
   A run that was stopped after it wrote the line of an epoch but before it saved the checkpoint
   repeats that epoch.

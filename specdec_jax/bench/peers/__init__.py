@@ -1,1 +1,1 @@
-"""Backends of other libraries that decode a T5. All of these libraries are optional."""
+"""Other libraries that decode a T5, as backends of speed comparisons; all of them are optional."""

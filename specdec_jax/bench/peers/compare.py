@@ -1,6 +1,6 @@
 """Compare the speed of this package with other libraries that decode a T5.
 
-All of them get the same weights, inputs, limits and number of threads.
+All libraries get the same weights, inputs, limits and number of threads.
 """
 
 import contextlib
@@ -62,15 +62,15 @@ def peers(
 ) -> None:
   """Time speculative decoding against other backends, print tables and append to `results.jsonl`.
 
-  Backends whose packages are not installed are named and skipped.
+  Backends whose packages are not installed are reported and skipped.
 
   Args:
-    comparisons: functions that return a comparison, given a folder for its weights; the folder is
+    comparisons: functions that take a folder for weights and return a comparison; the folder is
       deleted after the comparison.
     backends: backends to time, in addition to this package's autoregressive decoding.
     output_dir: folder for the records; settings that are already recorded there are not measured
       again.
-    repeats: repeats of each timed decode, interleaved.
+    repeats: number of repeats of each timed decode, interleaved.
     seed: seed of all sampling.
 
   Raises:
@@ -110,7 +110,7 @@ def _compare(
   repeats: int,
   seed: int,
 ) -> list[Record]:
-  """Measure the settings of a comparison that `results` lacks, and return the records of all."""
+  """Measure the settings that `results` lacks, and return the records of all settings."""
   workload = comparison.workload
   if not (workload.texts and workload.gammas):
     raise InputError("There is nothing to measure: no texts, or no gammas.")
@@ -144,7 +144,7 @@ def _measure(
   settings: Sequence[Record],
   report: Report,
 ) -> list[Record]:
-  """Measure settings, each of which has one pair, one backend as its baseline, and one gamma."""
+  """Measure settings; each setting has one pair, one backend as its baseline, and one gamma."""
   started = time.perf_counter()
   workload = comparison.workload
   seconds, results_by_text = [], []
@@ -206,7 +206,7 @@ def _load_decoders(
 ) -> dict[_DecoderKey, Callable]:
   """Return all decoders that the settings need, as functions that return seconds and a result.
 
-  `stack` closes the subprocesses of backends that have one.
+  `stack` closes the subprocesses in which backends run.
   """
   pairs = {pair.kernels: pair for pair in comparison.pairs}
 
@@ -234,7 +234,7 @@ def _load_decoders(
 def _baseline_key(setting: Record) -> _DecoderKey:
   """Return the key of a setting's baseline.
 
-  Only this package's own baseline depends on the kernels, and so on the dtype of the weights.
+  Only this package's own baseline depends on the kernels, and thus on the dtype of the weights.
   """
   return setting.kernels if setting.baseline == OWN_BASELINE.name else None, setting.baseline
 

@@ -1,7 +1,7 @@
 """Comparisons of decoding backends: texts, weights and libraries.
 
-The weights of a pair are written once, in the format of transformers. Every backend reads that
-folder, this package included.
+The weights of a pair are written to a folder once, in the format of transformers. Every backend,
+including this package, reads that folder.
 """
 
 import dataclasses
@@ -28,9 +28,10 @@ from specdec_jax.models.config import T5Config, t5_config, version_name
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pairs import EMBEDDED, LoadedPair, is_bundled, load_pair, vocabulary_of
 
-# (prompt [1, P], rng [1], *, max_new_tokens, sampling) -> result, as in this package.
+# Function of (prompt [1, P], rng [1], *, max_new_tokens, sampling), as in this package.
 Decode = Callable[..., DecodeResult]
-# (source, seed, max_new_tokens, temperature) -> (tokens, including EOS; number of target calls).
+# Function of (source, seed, max_new_tokens, temperature). It returns the tokens, including EOS, and
+# the number of target calls.
 Generate = Callable[[list[int], int, int, float], tuple[list[int], int]]
 
 
@@ -40,11 +41,14 @@ class Workload:
 
   Attributes:
     texts: source texts.
-    gammas: draft tokens per round of this package's speculative decoding; each is measured.
-    temperatures: sampling temperatures, each measured; 0 is argmax. Only 0 for a beam search.
-    max_new_tokens: limit for each output.
-    beams: number of beams of a beam search, whose best output is compared; None for decoding.
-    draft_beams: number of beams of this package's draft; None for `beams`.
+    gammas: numbers of draft tokens per round of this package's speculative decoding; each is
+      measured.
+    temperatures: sampling temperatures; each is measured, and 0 is argmax. A beam search allows
+      only 0.
+    max_new_tokens: maximum number of tokens of each output.
+    beams: number of beams of a beam search, whose best output is compared; None to decode without
+      beam search.
+    draft_beams: number of beams of this package's draft; None for the same number as `beams`.
 
   Raises:
     InputError: an attribute has the wrong type, or a beam search has a temperature above 0.
@@ -70,12 +74,13 @@ class Comparison(NamedTuple):
   """Pair of models in the formats that the backends read, and the texts that they decode.
 
   Attributes:
-    pairs: the pair as this package loads it from the two folders: with float32 weights and, if
-      weights are stored as bfloat16 and a kernel supports them, with bfloat16 weights.
-    target: folder of the target M_p in the format of transformers. Everything but the second of
-      `pairs` widens the weights to float32.
+    pairs: the pair as this package loads it from the two folders. The first entry has float32
+      weights. If the weights are stored as bfloat16 and a kernel supports them, a second entry has
+      bfloat16 weights.
+    target: folder of the target M_p in the format of transformers. All backends convert its weights
+      to float32; only the second entry of `pairs` does not.
     draft: folder of the draft M_q.
-    alpha: acceptance rate to simulate; None to measure the real one.
+    alpha: acceptance rate to simulate; None to measure the real acceptance rate.
     workload: texts and settings of decoding.
   """
 
@@ -87,25 +92,25 @@ class Comparison(NamedTuple):
 
   @property
   def pair(self) -> LoadedPair:
-    """The pair with float32 weights."""
+    """Pair of target and draft with float32 weights."""
     return self.pairs[0]
 
   @property
   def stops_at_eos(self) -> bool:
-    """True if EOS ends an output; with simulated acceptance all outputs run to the limit."""
+    """True if EOS ends an output; if acceptance is simulated, all outputs run to the limit."""
     return self.alpha is None
 
 
 class Backend(NamedTuple):
-  """Decoder of the target that this package's speculative decoding is compared with.
+  """Decoder of the target with which this package's speculative decoding is compared.
 
   Attributes:
-    name: name in records.
+    name: name of the backend in records.
     packages: packages that the backend imports.
-    load: function that loads the weights of a comparison and returns how to decode with them: a
-      `Decode`, or, in a process of its own, a `Generate`. The latter gets a comparison without
-      `pairs`.
-    process: name of the process that the backend runs in; None for this process. Backends of one
+    load: function that loads the weights of a comparison and returns a function that decodes with
+      them. It returns a `Decode`, or a `Generate` if the backend runs in a separate process. In a
+      separate process, it gets a comparison without `pairs`.
+    process: name of the process in which the backend runs; None for this process. Backends of one
       library share a process and its threads.
     greedy_only: True if the backend supports temperature 0 only.
     trained_only: True if the backend does not support simulated acceptance.
@@ -144,7 +149,7 @@ def _load_own(comparison: Comparison) -> Decode:
 
 
 def best_of_beams(searcher: BeamSearcher, params: Params) -> Decode:
-  """Return a `Decode` that returns the best text of a beam search."""
+  """Return a function (`Decode`) that returns the best text of a beam search."""
 
   def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
     return searcher.run(params, prompt, max_new_tokens=max_new_tokens).best()
@@ -165,14 +170,14 @@ def trained(
   extra_ids: int | Literal["auto"] = "auto",
   learned: str | None = None,
 ) -> Comparison:
-  """Return a comparison with trained weights, by default those of the bundled pair.
+  """Return a comparison with trained weights, by default the weights of the bundled pair.
 
   Args:
     folder: folder to write the weights to.
     workload: texts and settings of decoding.
     target: checkpoint of the target M_p, as for `pairs.load_pair`.
     draft: checkpoint of the draft M_q, as for `pairs.load_pair`.
-    vocabulary: vocabulary of both, as for `pairs.load_pair`.
+    vocabulary: vocabulary of both models, as for `pairs.load_pair`.
     task: task name for records, as for `pairs.load_pair`.
     extra_ids: number of extra ids of the vocabulary, as for `pairs.load_pair`.
     learned: learned draft head on the target's hidden states, which this package uses instead of
@@ -209,8 +214,8 @@ def random(
 ) -> Comparison:
   """Return a comparison with published sizes of T5, random weights and a simulated acceptance rate.
 
-  It is at temperature 0. All models do all of their work, and all outputs run to the limit; see
-  `SimulatedModel`.
+  The temperature is 0. Every model performs its complete computation, and all outputs run to the
+  limit; see `SimulatedModel`.
 
   Args:
     folder: folder to write the weights to.
@@ -242,14 +247,17 @@ def random(
 def _load_pairs(
   target: str, draft: str, vocabulary: str, task: str | None, extra_ids: int | Literal["auto"]
 ) -> tuple[LoadedPair, ...]:
-  """Load a pair with float32 weights, and with the weights as stored if kernels support those."""
+  """Load a pair with float32 weights, and also with its stored weights if kernels support them."""
   load = functools.partial(load_pair, target, draft, vocabulary, task, extra_ids=extra_ids)
   widened, stored = load(), load(stored_weights=True)
   return (widened,) if widened.kernels == stored.kernels else (widened, stored)
 
 
 def _write_checkpoint(folder: str, name: str, path: str) -> str:
-  """Write a T5 checkpoint for transformers and return its folder; bfloat16 if it is stored so."""
+  """Write a T5 checkpoint in the format of transformers, and return its folder.
+
+  The weights are bfloat16 if the checkpoint stores them as bfloat16, and float32 otherwise.
+  """
   stored = open_checkpoint(path)
   if not isinstance(stored.config, T5Config):
     raise InputError(f"{path} is not a T5; every backend that is compared here needs a T5.")

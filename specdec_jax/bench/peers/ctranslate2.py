@@ -10,7 +10,7 @@ from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate
 
 
 def greedy() -> Backend:
-  """Return the backend of greedy decoding and beam search.
+  """Return the CTranslate2 backend for greedy decoding and beam search.
 
   Temperatures above 0 are not supported: CTranslate2 seeds its generator once per process, so a
   sample could not be repeated.

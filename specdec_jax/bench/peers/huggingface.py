@@ -17,10 +17,10 @@ _TARGETS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def autoregressive() -> Backend:
-  """Return the backend of `generate` without an assistant.
+  """Return the backend that runs `generate` without an assistant model.
 
-  With beams it uses the beam search of transformers, whose scores and stopping rule are others
-  than t5x's.
+  With beams it uses the beam search of transformers, whose scores and stopping rule differ from
+  those of t5x.
   """
   return Backend("hf", _PACKAGES, _load, _PROCESS, searches=True)
 
@@ -29,9 +29,10 @@ def assisted(num_assistant_tokens: int | None = None) -> Backend:
   """Return the backend of assisted generation, with the draft as the assistant.
 
   Args:
-    num_assistant_tokens: draft tokens in each round. None for the defaults of transformers: up to
-      20, ending after a token to which the assistant gives a probability below 0.4. Random weights
-      never reach that probability, so the defaults do not support simulated acceptance.
+    num_assistant_tokens: number of draft tokens in each round. None for the defaults of
+      transformers: up to 20 draft tokens, of which the last one is the first to which the assistant
+      gives a probability below 0.4. Random weights never reach that probability, so the defaults do
+      not support simulated acceptance.
   """
   if num_assistant_tokens is None:
     load = functools.partial(_load, assistant={})
@@ -61,7 +62,7 @@ def load_model(folder: str) -> Any:
 
 
 def _load_for_generate(folder: str, stops_at_eos: bool) -> Any:
-  """Load a model for `generate`; without `stops_at_eos` its configuration has no EOS."""
+  """Load a model for `generate`; if `stops_at_eos` is False, its configuration has no EOS."""
   model = load_model(folder)
   # transformers 5 sizes caches by the encoder's depth, and fails where the decoder is deeper.
   model.config.num_layers = model.config.num_decoder_layers
@@ -71,7 +72,7 @@ def _load_for_generate(folder: str, stops_at_eos: bool) -> Any:
 
 
 def _load(comparison: Comparison, assistant: dict | None = None) -> Generate:
-  """Load the target and, if `assistant` has settings for it, the draft as its assistant."""
+  """Load the target and, if there are settings for an `assistant`, the draft as the assistant."""
   import torch
 
   workload, stops_at_eos = comparison.workload, comparison.stops_at_eos

@@ -1,4 +1,4 @@
-"""Backends of t5x: its T5 with `temperature_sample` or `beam_search`, each one compiled program."""
+"""Backends that run t5x's T5 with `temperature_sample` or `beam_search`, as compiled programs."""
 
 import functools
 import importlib.util
@@ -11,7 +11,7 @@ if importlib.util.find_spec("t5x"):
 
 
 def temperature_sample() -> Backend:
-  """Return the backend of autoregressive decoding."""
+  """Return the t5x backend for autoregressive decoding."""
 
   def load(comparison: Comparison) -> Decode:
     return t5x_baseline(comparison.pair, comparison.target).decode
@@ -20,7 +20,7 @@ def temperature_sample() -> Backend:
 
 
 def beam_search() -> Backend:
-  """Return the backend of beam search, which supports nothing else."""
+  """Return the t5x backend for beam search, which supports nothing else."""
 
   def load(comparison: Comparison) -> Decode:
     decode = t5x_baseline(comparison.pair, comparison.target).decode

@@ -1,6 +1,6 @@
 """Run the backends of other libraries in subprocesses, and time them there.
 
-Each backend then has all cores to itself, and is idle while another backend decodes.
+Each backend then has all cores to itself, and is idle while a different backend decodes.
 """
 
 import concurrent.futures
@@ -31,7 +31,7 @@ def decode_result(
   Args:
     tokens: tokens of one output, including EOS.
     num_target_calls: number of target forward passes.
-    max_new_tokens: length to pad to.
+    max_new_tokens: length to which the tokens are padded.
   """
   array: Callable[..., Any] = np.asarray  # fields are typed as jax arrays; host arrays work as well
   no_rounds = array(np.zeros((0, 1), np.int32))
@@ -66,8 +66,8 @@ def in_subprocess(
 ) -> Callable[..., tuple[float, DecodeResult]]:
   """Load a backend in a subprocess and return a function that decodes there.
 
-  The returned function is called as a `Decode`. It returns the seconds, as measured in the
-  subprocess by `after_idle`, and the result.
+  The returned function takes the arguments of a `Decode`. It returns the seconds, which
+  `after_idle` measures in the subprocess, and the result.
   """
   executor.submit(_load_here, backend, comparison._replace(pairs=())).result()
 
@@ -98,7 +98,7 @@ def after_idle(call: Callable, *args, **kwargs) -> tuple[float, Any]:
 
 
 def _wait_until_idle(timeout: float = 1.0) -> None:
-  """Wait until no thread of this process uses the CPU, at most `timeout` seconds.
+  """Wait until no thread of this process uses the CPU, but at most `timeout` seconds.
 
   OpenMP's threads spin for a while after a parallel region, waiting for more work.
   """

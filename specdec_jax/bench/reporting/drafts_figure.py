@@ -57,12 +57,12 @@ def _shared_labels(
   """Group the numbers of points (from 1) whose labels would overlap.
 
   Args:
-    points: (x, y), or None for a draft without a point.
-    width: minimal horizontal distance of two labels.
-    height: minimal vertical distance of two labels.
+    points: point (x, y) of each draft, or None for a draft without a point.
+    width: minimum horizontal distance of two labels.
+    height: minimum vertical distance of two labels.
 
   Returns:
-    For each label its numbers and its position, that of the rightmost point.
+    (numbers, position) of each label. The position is that of the rightmost point.
   """
   labels: list[tuple[list[int], _Point]] = []
   from_left = sorted((point, number) for number, point in enumerate(points, 1) if point)

@@ -24,7 +24,7 @@ def require_format(path: str | pathlib.Path) -> None:
 
 
 def save(figure, path: str | pathlib.Path) -> None:
-  """Write a figure atomically, in the format that the file name ends in.
+  """Write a figure atomically, in the format that the ending of the file name gives.
 
   Raises:
     InputError: the format is unknown (see `require_format`).
@@ -50,8 +50,8 @@ def new_figure(
   """Return a figure and its axes, one for each label of a y axis.
 
   Args:
-    y_labels: one label per axes. At most three axes are in a row.
-    width: width of the figure in inches; depends on the number of axes by default.
+    y_labels: labels of the y axes. At most three axes are in a row.
+    width: width of the figure in inches; by default, it depends on the number of axes.
     height: height of a row in inches.
     share_y: whether all axes have the same y range.
   """

@@ -55,7 +55,7 @@ def tokens_figure(gammas: Sequence[int] = (1, 3, 5, 7)):
 
 
 def gamma_figure(costs: Sequence[float] = (0.02, 0.04, 0.11)):
-  """Draw Figure 3: the best gamma (Section 3.5) against alpha. The default c are Table 4's."""
+  """Draw Figure 3: the best gamma (Section 3.5) against alpha, by default for the c of Table 4."""
   figure, (axes,) = new_figure(["best γ"])
   alphas = np.linspace(0, 0.95, 381)
   for c, shade in zip(costs, shades(len(costs))):
@@ -69,7 +69,8 @@ def operations_figure(table_1: Sequence[PaperRow]):
   """Draw Figure 4: speed and operations (Theorems 8 and 10) against alpha, for c = 0.
 
   Args:
-    table_1: `paper.load_table(1)`. Each of its gammas has a curve, its printed values are points.
+    table_1: rows of Table 1 (`paper.load_table`). Each gamma has a curve, and the printed values
+      are points.
   """
   figure, (speed, operations) = new_figure(
     ["speed / autoregressive decoding", "operations / autoregressive decoding"]
@@ -97,14 +98,15 @@ def operations_figure(table_1: Sequence[PaperRow]):
 
 
 def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
-  """Draw Figure 5: the forward passes for a number of tokens, to the scale of measured times.
+  """Draw Figure 5: the forward passes that decode some tokens, to the scale of measured times.
 
-  The first row is autoregressive decoding. It is followed by one row per gamma: the records with
-  all times that agree with the first such record in all settings except gamma.
+  The first row is autoregressive decoding. One row per gamma follows. The rows show the first
+  record that has all times, and the records that differ from it only in gamma.
 
   Args:
     records: our records.
-    num_tokens: tokens that each row decodes, in whole rounds of the measured acceptance length.
+    num_tokens: number of tokens that each row decodes. It is rounded up to whole rounds of the
+      measured acceptance length.
 
   Raises:
     InputError: no record has all times, or num_tokens is less than 1.

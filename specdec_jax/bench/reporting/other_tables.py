@@ -1,4 +1,4 @@
-"""Tables of trainings, of stochastic speculative execution and of matmuls."""
+"""Tables of training runs, of stochastic speculative execution and of matmuls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -88,7 +88,7 @@ def matmuls_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def training_table(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-  """Return a table of the times and validation scores of trainings, from their `metrics.jsonl`."""
+  """Return a table of times and validation scores of training runs, from their `metrics.jsonl`."""
   cells = tuple(
     (
       name,

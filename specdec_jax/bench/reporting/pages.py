@@ -17,11 +17,11 @@ _BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", 
 
 
 def quoted(page: str, make_table: Callable[[Sequence[str]], str]) -> str:
-  """Return the page with all tables between its comments `table: ...` made again.
+  """Return a Markdown page in which all generated tables have been regenerated.
 
   Args:
     page: Markdown with any number of tables, each between two HTML comments.
-    make_table: function of the words of the first comment that returns the new table.
+    make_table: function that takes the words of the first comment and returns the new table.
   """
 
   def replace_block(match: re.Match) -> str:

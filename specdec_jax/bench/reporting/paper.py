@@ -11,7 +11,9 @@ _TEXT_COLUMNS = ("task", "m_p", "m_q")
 def load_table(
   number: int, folder: str | pathlib.Path = "configs"
 ) -> list[dict[str, str | float | None]]:
-  """Return the rows of Table `number`, 1 to 5, by column. Cells that the paper omits are None.
+  """Return the rows of the paper's Table `number` (1 to 5), each as column -> value.
+
+  Cells that the paper omits are None.
 
   Raises:
     InputError: there is no such table or file, or a numeric cell is not a number.

@@ -1,9 +1,9 @@
 """The paper's Tables 1 to 5 together with our records.
 
-Each row names its source. A record of the paper's models, task, sampling and lenience follows the
-paper's row. A stand-in, which is a record of other models or of another task, follows all of the
-paper's rows. No differences are computed, because a stand-in is not comparable with the paper's
-models.
+Each row names its source. A record with the models, task, sampling and lenience of a row of the
+paper follows that row. A stand-in, which is a record of different models or of a different task,
+follows all rows of the paper. No differences are computed, because a stand-in is not comparable
+with the paper's models.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def paper_table(number: int, records: Iterable[Record], paper_rows: Sequence[Pap
     number: number of the table.
     records: our records; Table 1 is computed and needs none. If several records have the same
       setting, the last one is used.
-    paper_rows: `paper.load_table(number)`.
+    paper_rows: rows of the paper's table (`paper.load_table`).
   """
   if number == 1:
     return _table_1(paper_rows)
@@ -90,7 +90,7 @@ def _table_1(paper_rows: Sequence[PaperRow]) -> Table:
 
 
 def _select(number: int, records: Iterable[Record]) -> tuple[list[Record], int]:
-  """Return the last record of each setting for a table, and the number of omitted records."""
+  """Return the last record of each setting that a table shows, and the number of other records."""
   latest, num_omitted = {}, 0
   for r in records:
     is_algorithm_1 = r.verifier == "TokenVerifier" and r.kind == "chain"
@@ -120,7 +120,11 @@ def _reproduces(r: Record, row: PaperRow) -> bool:
 
 
 def _target_and_task(row: PaperRow) -> tuple[str, str]:
-  """Return target and task. Only Table 3 prints targets, the others use T5-XXL; Table 5 is EnDe."""
+  """Return the target and the task of a row of the paper.
+
+  Only Table 3 prints targets; the target of the other tables is T5-XXL. Table 5 prints no task; its
+  task is EnDe.
+  """
   if "m_p" not in row:
     return "T5-XXL", row.get("task", "EnDe")
   match = re.fullmatch(r"(T5-XXL) \((\w+)\)", row["m_p"])
@@ -130,8 +134,8 @@ def _target_and_task(row: PaperRow) -> tuple[str, str]:
 def _same_model(printed: str, ours: str) -> bool:
   """Return whether a name in the paper, with or without its size in brackets, is the model `ours`.
 
-  T5 models are compared by size: T5-XXL is also t5_11B. Other models are compared by their whole
-  name: LaMDA (8B) is lamda_8b.
+  T5 models are compared by size, so that T5-XXL is also t5_11B. Other models are compared by their
+  whole name, so that LaMDA (8B) is lamda_8b.
   """
   if printed.casefold().startswith("t5-"):
     sizes = re.findall("|".join(_SIZES), ours.casefold())
@@ -176,7 +180,7 @@ def _predicted(r: Record) -> str:
 
 
 def _speed_at_the_papers_cost(r: Record) -> str:
-  """Return the speedup of Theorem 8 as in Appendix A.5: gamma 8 and T5-small's c of 0.015."""
+  """Return the speedup of Theorem 8 as in Appendix A.5, with gamma 8 and c = 0.015 (T5-small)."""
   if r.alpha is None:
     return MISSING
   return f"{float(theory.walltime_improvement(r.alpha, 8, 0.015)):.1f}"

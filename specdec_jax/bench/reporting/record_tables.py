@@ -1,4 +1,4 @@
-"""Tables of records: of drafts, gammas, trees, beams, other libraries, and of given outputs."""
+"""Tables of records about drafts, gammas, trees, beams, other libraries and given outputs."""
 
 import collections
 import operator
@@ -99,12 +99,12 @@ def acceptance_table(records: Sequence[Record]) -> Table:
 
 
 def gamma_table(records: Sequence[Record]) -> Table:
-  """Return a table with one row per record, which is a policy that chooses gamma."""
+  """Return a table of policies that choose gamma, with one row per record."""
   return records_table("Policies that choose gamma", records, GAMMA)
 
 
 def beams_table(records: Sequence[Record]) -> Table:
-  """Return speculative beam search compared with plain beam search, with one row per record.
+  """Return a table that compares speculative with plain beam search, with one row per record.
 
   All records have the same pair and texts.
   """
@@ -115,7 +115,7 @@ def beams_table(records: Sequence[Record]) -> Table:
 
 
 def lengths_table(records: Sequence[Record]) -> Table:
-  """Return the acceptance lengths of chains and trees, with one row per record.
+  """Return a table of the acceptance lengths of chains and trees, with one row per record.
 
   All records have the same pair and texts.
   """
@@ -201,11 +201,12 @@ def _cells(name: str, records: Sequence[Record | None]) -> list[str]:
 
 
 def given_outputs_table(measured: Sequence[Record], paper: Mapping[str, float]) -> Table:
-  """Return a table with one row per draft.
+  """Return a table of the acceptance of drafts on given outputs, with one row per draft.
 
   Args:
-    measured: records of drafts over given outputs.
-    paper: the paper's alpha by the name of the draft. Drafts without a record get a row.
+    measured: records of drafts on given outputs.
+    paper: alphas that the paper prints, by the name of the draft. A draft of the paper has a row
+      even if it has no record.
   """
   first, gammas = measured[0], sorted({r.gamma for r in measured})
   paper_alphas = {name.casefold(): f"{alpha:.2f}" for name, alpha in paper.items()}
@@ -228,7 +229,7 @@ def given_outputs_table(measured: Sequence[Record], paper: Mapping[str, float]) 
 
 
 def peers_table(measured: Sequence[Record]) -> Table:
-  """Return a table with one row per decoder, ours first, and our speedup over each of the others.
+  """Return a table of decoders, ours first, with our speedup over each decoder of other libraries.
 
   The legend, PEERS_LEGEND, is printed once below several tables.
   """
@@ -262,10 +263,11 @@ def peers_table(measured: Sequence[Record]) -> Table:
 
 
 def online_table(measured: Sequence[Record]) -> Table:
-  """Return the acceptance lengths of a frozen and of an online draft.
+  """Return a table of the acceptance lengths of a frozen and of an online draft.
 
   Args:
-    measured: records of the frozen and of the online draft in turn, in the order of the texts.
+    measured: records in the order of the texts. A record of the frozen draft and a record of the
+      online draft alternate.
   """
   rows, num_texts = [], collections.Counter[str | None]()
   for frozen, learning in zip(measured[::2], measured[1::2], strict=True):

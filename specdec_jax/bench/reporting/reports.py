@@ -1,4 +1,4 @@
-"""Pages of the comparisons of drafts and of trees."""
+"""HTML pages of the comparison of drafts and of the comparison of trees."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ def lengths_report(records: Sequence[Record], examples: Sequence[Example], title
 
 
 def drafts_report(records: Sequence[Record], title: str) -> str:
-  """Return an HTML page with a chart of the speedups of drafts, and `drafts_table`."""
+  """Return an HTML page with a chart of the speedups of drafts, and with `drafts_table`."""
   table = drafts_table(records)
   return page(
     title,

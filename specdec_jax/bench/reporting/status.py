@@ -1,8 +1,8 @@
 """Reproduction status of each number that the paper prints.
 
 A number is computed, compiled, measured on a stand-in, or not available here. Numbers that the
-paper prints twice count once: Table 4's measured speeds are Table 2's, and the alphas of Tables 2
-and 4 and of Table 5 without lenience are Table 3's.
+paper prints twice count once: the measured speeds of Table 4 are also in Table 2, and the alphas of
+Tables 2 and 4, and of Table 5 without lenience, are also in Table 3.
 """
 
 import collections
@@ -58,13 +58,13 @@ class Claim(NamedTuple):
   """A number that the paper prints, and its reproduction status.
 
   Attributes:
-    table: numbers of the tables, or of the section, that print it.
+    table: numbers of the tables that print it, or number of the section.
     quantity: description of the number. Claims that differ only in temperature or lenience have the
       same quantity.
-    printed: text of the paper's number.
+    printed: text of the number in the paper.
     status: one of the constants of this module, such as COMPUTED.
-    ours: text of our number; MISSING if there is none.
-    reproduction: instructions to reproduce our number, or the paper's.
+    ours: text of our number; MISSING if we have no number.
+    reproduction: instructions to reproduce our number or the number of the paper.
   """
 
   table: str
@@ -80,7 +80,7 @@ def claims(
   records: Mapping[str, Sequence[Record]],
   compiled: Sequence[Mapping[str, Any]],
 ) -> list[Claim]:
-  """Return all claims in the paper's order.
+  """Return all claims in the order of the paper.
 
   Args:
     paper: rows of Tables 1 to 5 by number (`paper.load_table`).
@@ -192,7 +192,7 @@ def _lenient_speeds(rows: Sequence[PaperRow]) -> Iterable[Claim]:
 
 
 def _bigram_speed() -> Claim:
-  """Return the speedup of the bigram draft in Section 3.6: alpha 0.2, gamma 3, c = 0."""
+  """Return the claim of Section 3.6 about the bigram draft's speedup: alpha 0.2, gamma 3, c = 0."""
   ours = f"{float(theory.walltime_improvement(0.2, 3, 0)):.2f}"
   status = COMPUTED if ours == "1.25" else DIFFERS
   return Claim("3.6", "speed; EnDe, bigram, gamma 3", "1.25", status, ours, _STATUS)
@@ -245,12 +245,12 @@ def status_table(all_claims: Sequence[Claim]) -> Table:
 
 
 def _joined(values: Sequence[str]) -> str:
-  """Join values that differ; return a single one if all are equal."""
+  """Join values if they differ; return a single value if all are equal."""
   return " / ".join(values if len({*values}) > 1 else values[:1])
 
 
 def status_counts(all_claims: Sequence[Claim]) -> Table:
-  """Return the number of claims of each status. MEASURED comes first, even if there are none."""
+  """Return a table of the number of claims of each status; MEASURED is always the first row."""
   counts = collections.Counter({MEASURED: 0})
   counts.update(claim.status for claim in all_claims)
   rows = tuple((status, f"{count}") for status, count in counts.items())

@@ -28,11 +28,11 @@ class BeamSettings:
   Attributes:
     num_beams: number of beams of the search.
     draft_beams: number of beams of the draft; at least `num_beams`.
-    nodes: highest number of nodes in a target forward pass; None for no limit.
+    nodes: maximum number of nodes in a target forward pass; None for no limit.
     gamma: number of steps that the draft searches ahead.
-    batch_size: rows searched together.
+    batch_size: number of rows searched together.
     source_tokens: length of the padded prompt.
-    max_new_tokens: limit for each output.
+    max_new_tokens: maximum number of tokens of each output.
 
   Raises:
     InputError: a size is not a positive integer.
@@ -57,7 +57,7 @@ def beam_programs(
   devices: Sequence[jax.Device],
   settings: BeamSettings = BeamSettings(),
 ) -> Programs:
-  """Return the programs of both beam searches, which are lowered when called.
+  """Return the programs of speculative and plain beam search; calling one lowers it.
 
   The target is sharded across all devices, and the draft is replicated. Names of the programs:
     'speculative loop', 'plain loop': the searches, encoders included;
@@ -71,7 +71,8 @@ def beam_programs(
     settings: settings of the searches.
 
   Raises:
-    InputError: the devices cannot share the target, or the draft has fewer beams than the search.
+    InputError: the target cannot be sharded across the devices, or the draft has fewer beams than
+      the search.
   """
   site = Site(devices)
   p = PartitionedModel(model_of(target), site.mesh)

@@ -43,8 +43,8 @@ from specdec_jax.partitioning import (
 Programs = dict[str, Callable[[], Lowered]]  # name -> function that lowers the program
 
 # By default the compiler prefetches weights to on-chip memory (CMEM on v4, VMEM on other TPUs), and
-# also counts the bytes that are read and written there. With this option it uses and counts HBM
-# only.
+# also counts the bytes that are read and written there. With this option, the compiler uses and
+# counts only HBM.
 HBM_ONLY: dict[str, str | bool] = {"xla_msa_enable": False}
 
 
@@ -56,8 +56,8 @@ class Chip:
     hbm_gb: size of HBM in 1e9 bytes (the page of v4 says GiB).
     hbm_gb_per_s: peak bandwidth of HBM in 1e9 bytes per second.
     example: slice of one host, as the number of chips in each direction.
-    config: chip configuration of libtpu. 'megacore' makes one device of a chip with two cores, with
-      all of its memory, as on a TPU VM.
+    config: chip configuration of libtpu. With 'megacore', a chip with two cores is one device with
+      all of the chip's memory, as on a TPU VM.
   """
 
   hbm_gb: float
@@ -80,7 +80,7 @@ def described(topology: str) -> tuple[Chip, Sequence[jax.Device]]:
   """Return the chip and the devices of a slice to compile for, such as v4:2x2x1 or v5e:2x4.
 
   The slice may be a part of a host: v4:1x1x1 is one chip. The devices cannot run programs. Call
-  this function before any other use of jax, since it restricts this process to its CPU.
+  this function before any other use of jax, because it restricts this process to the CPU.
 
   Raises:
     InputError: there is no such topology, or libtpu, the compiler, is not installed.
@@ -131,7 +131,7 @@ class Site:
   def params(self, config: AnyConfig, rules: Rules) -> Any:
     """Return the shapes of a model's parameters in its dtype, sharded by `rules`.
 
-    Their layout is that of `jax.device_put`.
+    The parameters have the layout that `jax.device_put` gives them.
     """
     shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     shardings = param_shardings(shapes, self.mesh, rules)
@@ -142,8 +142,8 @@ class Site:
   def lower(self, function: Callable, params: tuple, state, shardings, *args) -> Lowered:
     """Lower `function(*params, state, *args) -> (state, results)`.
 
-    The state is donated, so it is updated in place. Its layout is chosen by the compiler, as it is
-    for the state of a loop.
+    The state is donated, so it is updated in place. The compiler chooses the layout of the state,
+    as it does for the state of a loop.
     """
     formats = jax.tree.map(lambda sharding: Format(Layout.AUTO, sharding), shardings)
     param_places, arg_places = jax.tree.map(lambda x: x.sharding, (params, args))
@@ -161,12 +161,12 @@ class CompileSettings:
   """Settings of the programs to compile.
 
   Attributes:
-    gamma: draft tokens per round, or a tree of draft tokens.
-    batch_size: rows decoded together.
+    gamma: number of draft tokens per round, or a tree of draft tokens.
+    batch_size: number of rows decoded together.
     source_tokens: length of the padded prompt.
-    max_new_tokens: limit for each row.
+    max_new_tokens: maximum number of tokens of each row.
     sampling: sampling method of target and draft.
-    draft_rules: sharding rules of the draft, which is replicated by default.
+    draft_rules: sharding rules of the draft; by default, the draft is replicated.
 
   Raises:
     InputError: a size is not a positive integer.
@@ -200,14 +200,14 @@ def programs(
   devices: Sequence[jax.Device],
   settings: CompileSettings = CompileSettings(),
 ) -> Programs:
-  """Return the programs of speculative and autoregressive decoding, which are lowered when called.
+  """Return the programs of speculative and autoregressive decoding; calling one lowers it.
 
   The target is sharded across all devices. Names of the programs:
     'speculative loop', 'plain loop': the decoding loops, encoders included;
-    'round', 'plain step': a round of each;
+    'round', 'plain step': a round of speculative decoding, a step of autoregressive decoding;
     'decode step', 'verify': target forward pass over one token, and over all nodes, with commit;
-    'draft step': one step of a draft that is a model, or
-    'drafting': all draft tokens of a round, of a learned head on the target's hidden states;
+    'draft step': one step of the draft, if it is a model;
+    'drafting': the drafting of one round, if the draft is a learned head;
     'commit': moving the accepted path of a tree in the cache; only for trees.
 
   Args:
@@ -217,7 +217,7 @@ def programs(
     settings: settings of the programs.
 
   Raises:
-    InputError: the devices cannot share the target.
+    InputError: the target cannot be sharded across the devices.
   """
   pair = _PairOnSite(target, draft, Site(devices), settings)
   speculative = Decoder(pair.target, pair.draft, pair.verifier, eos_id=1)

@@ -40,15 +40,18 @@ class Program(NamedTuple):
     peak: bytes of memory in use at the peak.
     accessed: bytes read and written; a loop body counts once.
     operations: arithmetic operations; a loop body counts once.
-    optimal_seconds: the compiler's estimate of the time; a loop body counts once. Compiled for HBM
-      only, it is `accessed` divided by a fraction of the chip's bandwidth. Otherwise it has no
-      meaning, and may be negative, if the compiler has no estimate for some instruction (-1).
+    optimal_seconds: the compiler's estimate of the time; a loop body counts once. In a program that
+      is compiled for HBM only, it is `accessed` divided by a fraction of the chip's bandwidth. In
+      other programs it has no meaning if the compiler has no estimate for some instruction; such an
+      instruction counts as -1, so the sum may be negative.
     weight_copies: descriptions of copied weights; see `weight_copies.weight_copies`.
-    host_transfers: instructions that communicate with the host.
-    collectives: messages to other chips as executed; see `hlo.executed_collectives`.
-    convolutions: instructions for the matrix unit; see `hlo.convolutions`.
-    matrix_converts: conversions of whole matrices for the vector unit; see `hlo.matrix_converts`.
-    estimated_cycles: cycles by the compiler's own cost model; see `hlo.estimated_cycles`.
+    host_transfers: number of instructions that communicate with the host.
+    collectives: number of messages to other chips in one run; see `hlo.executed_collectives`.
+    convolutions: number of instructions for the matrix unit; see `hlo.convolutions`.
+    matrix_converts: number of conversions of whole matrices for the vector unit; see
+      `hlo.matrix_converts`.
+    estimated_cycles: number of cycles of one run by the compiler's own cost model; see
+      `hlo.estimated_cycles`.
   """
 
   arguments: int
@@ -108,10 +111,10 @@ def over_a_step(accessed: dict[str, int]) -> dict[str, float]:
   """Return the bytes accessed by a round and its parts, relative to autoregressive decoding.
 
   'round' is relative to 'plain step', which includes sampling and the cache update. The parts are
-  relative to 'decode step', which does not: 'verify' (a target forward pass over all nodes), 'draft
-  step' or 'drafting', and 'commit' (of the accepted path of a tree). Parts that were not compiled
-  are omitted. If memory bandwidth alone limits the speed, 'verify' is the verify cost v and 'draft
-  step' is the cost ratio c (Definition 7).
+  relative to 'decode step', which includes neither. They are 'verify' (a target forward pass over
+  all nodes), 'draft step' or 'drafting', and 'commit' (of the accepted path of a tree). Parts that
+  were not compiled are omitted. If memory bandwidth alone limits the speed, 'verify' is the verify
+  cost v and 'draft step' is the cost ratio c (Definition 7).
   """
   return {
     "round": accessed["round"] / accessed["plain step"],
@@ -128,7 +131,7 @@ def report(programs: Programs, gamma: int | Tree) -> dict[str, Any]:
 
   Returns:
     'programs': for each program, the fields of `Program` and the 'seconds' of compilation.
-    'hbm_bytes' and 'over_a_step': results of the functions of these names.
+    'hbm_bytes' and 'over_a_step': results of the functions with these names.
   """
   reports = {}
   for name, lower in programs.items():

@@ -16,11 +16,11 @@ _ROLES = f"{_LOOPS}|calls|to_apply|called_computations"
 
 
 class Instruction(NamedTuple):
-  """One line of a module's text.
+  """Instruction of an HLO module, which is one line of its text.
 
   Attributes:
     shape: shape of the result, with its layout and memory space.
-    op: operation.
+    op: name of the operation.
     operands: names of the operands, which are instructions of the same computation.
     line: the whole line.
   """
@@ -31,12 +31,12 @@ class Instruction(NamedTuple):
   line: str
 
   def calls(self, role: str) -> list[str]:
-    """Return the names of the computations that it calls in a role, such as 'body|condition'."""
+    """Return the names of the computations called in the given roles, such as 'body|condition'."""
     attributes = re.findall(rf"\b(?:{role})=({{[^}}]*}}|%[\w.-]+)", self.line)
     return [name for names in attributes for name in re.findall(r"%([\w.-]+)", names)]
 
   def first(self, pattern: str) -> str:
-    """Return the first match of the pattern's group, or an empty string."""
+    """Return the first match of the pattern's group in the line, or an empty string."""
     return (re.findall(pattern, self.line) or [""])[0]
 
 
@@ -110,8 +110,8 @@ def convolutions(hlo: str) -> int:
 def matrix_converts(hlo: str) -> int:
   """Return the number of conversions of bfloat16 matrices of 2^20 elements or more to float32.
 
-  The compiler may write a matmul for the vector unit, as a sum of products. It then converts the
-  weights, and may also convert the activations, broadcast to the shape of the weights.
+  The compiler may write a matmul as a sum of products for the vector unit. It then converts the
+  weights, and may also convert the activations after broadcasting them to the shape of the weights.
   """
   computations, _ = parse(hlo)
   return sum(

@@ -22,14 +22,14 @@ from specdec_jax.machine import commit
 from specdec_jax.models.config import t5_config
 from specdec_jax.reporting.tables import Table
 
-# The paper does not give lengths. 512 is the number of pieces that T5 reads of an article, and 128
-# is enough for a long sentence.
+# The paper does not give lengths. T5 processes the first 512 pieces of an article, and 128 pieces
+# are enough for a long sentence.
 SOURCE_TOKENS = {"EnDe": 128, "CNNDM": 512}
 MAX_NEW_TOKENS = 128
 TOPOLOGY = "v4:1x1x1"
 
-# Columns of a row that each program depends on. All depend on gamma, since the cache has a slot for
-# each draft token.
+# Columns of a row that each program depends on. All programs depend on gamma, because the cache has
+# a slot for each draft token.
 DEPENDS_ON = {
   "draft step": ("task", "gamma", "temperature", "m_q"),
   "decode step": ("task", "gamma"),
@@ -64,7 +64,7 @@ def compile_missing(rows: Sequence[Row], path: pathlib.Path) -> list[Compiled]:
     path: file of compiled programs.
 
   Raises:
-    InputError: libtpu, the compiler, is not installed, or the file has other lines.
+    InputError: libtpu, the compiler, is not installed, or the file has lines of a different format.
   """
   try:
     lines = path.read_text().splitlines() if path.exists() else []
@@ -111,12 +111,12 @@ def compile_missing(rows: Sequence[Row], path: pathlib.Path) -> list[Compiled]:
 
 
 def predicted(rows: Sequence[Row], compiled: Sequence[Compiled], unit: str) -> list[dict[str, Any]]:
-  """Return each row with c and v of the compiled programs and the speedup that they predict.
+  """Return each row with the c and v of its compiled programs, and the speedup that they predict.
 
   Args:
-    rows: rows of the paper's Table 2, which has alpha.
+    rows: rows of the paper's Table 2, which contain alpha.
     compiled: result of `compile_missing` for these rows.
-    unit: 'accessed' for bytes, or 'optimal_seconds'.
+    unit: unit of the costs: 'accessed' for bytes, or 'optimal_seconds'.
   """
   cost_of = {_key(line["program"], line): line[unit] for line in compiled}
   predictions = []
@@ -129,7 +129,7 @@ def predicted(rows: Sequence[Row], compiled: Sequence[Compiled], unit: str) -> l
 
 
 def table(rows: Sequence[Row], compiled: Sequence[Compiled]) -> Table:
-  """Return the twelve rows of Table 2 with the compiler's predictions next to the paper's values.
+  """Return a table with the compiler's predictions of Table 2 next to the paper's values.
 
   Args:
     rows: rows of the paper's Table 4, which adds the columns c, EXP and EMP to those of Table 2.

@@ -9,7 +9,7 @@ from specdec_jax import extended_theory
 from specdec_jax.core import theory
 from specdec_jax.reporting.tables import Table
 
-ALPHAS = (0.75, 0.62)  # the paper's for T5-small on EnDe: argmax and standard sampling
+ALPHAS = (0.75, 0.62)  # the paper's alphas for T5-small on EnDe: argmax, and standard sampling
 SHAPES = ((8, 5), (16, 5), (32, 5), (64, 8), (64, 10))  # (nodes, depth) of the trees
 MAX_GAMMA = 20  # longest chain that is considered
 

@@ -8,7 +8,7 @@ _ALIASES |= {"async-start", "async-done", "custom-call"}
 
 _MATMULS = {"convolution", "dot", "reduce"}  # a matmul with one row may be written as a sum
 
-# The smallest share of a matrix that counts as a copied slice: the shard of one of 64 chips.
+# The smallest fraction of a matrix that counts as a copied slice: the shard of one of 64 chips.
 _MIN_SLICE = 1 / 64
 
 

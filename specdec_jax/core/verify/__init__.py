@@ -1,1 +1,1 @@
-"""Verifiers, one file each, with their formulas, sources and proofs of exactness."""
+"""Verifiers, each in a module that states its formulas, its source and whether it is exact."""

@@ -1,21 +1,21 @@
-"""Block verification of chains and traversal verification of trees: joint verification. Exact.
+"""Joint verification: block verification of chains, traversal verification of trees. Exact.
 
 Sources: Sun et al., Block Verification Accelerates Speculative Decoding (ICLR 2025), for chains,
-and Traversal Verification for Speculative Tree Decoding (NeurIPS 2025), for trees; on a chain they
-agree. On a chain a round emits at least as many tokens in expectation as with
+and Traversal Verification for Speculative Tree Decoding (NeurIPS 2025), for trees; on a chain the
+two agree. On a chain a round emits at least as many tokens in expectation as a round of
 `tokens.TokenVerifier`; on a tree with branches of different depth it may emit fewer. With one draft
-token, and at temperature 0, both methods are the same.
+token, and at temperature 0, the two verifiers agree.
 
-Every node has a probability a of accepting the path to it when it is visited, and a residual target
-distribution P there. At the last committed token a = 1 and P = p. A child x sampled from q has
+Each node has a probability a that the path to it is accepted when it is visited, and a residual
+target distribution P. At the last committed token a = 1 and P = p. A child x sampled from q has
 a' = min(1, a P(x) / q(x)). If the subtree of x is rejected, then with m = max(0, a P - q) and s =
-sum m, a becomes s / (s + 1 - a) and P becomes norm(m). The value of a after the last child is
+sum m, a becomes s / (s + 1 - a) and P becomes m / s. The value of a after the last child is
 rejected is the acceptance probability of the node. Nodes are visited in post-order, children before
-their parent and first children first. The first node with u below its acceptance probability ends
-the path, and the next token is sampled from P there. The last committed token always accepts.
+their parent and earlier siblings first. The path ends at the first node whose uniform u is below
+its acceptance probability, and the next token is sampled from P there. The root always accepts.
 
-A chain is thus visited from its end: the last draft token with u below its probability counts, not
-the one before the first rejection.
+A chain is therefore visited from its end: the path ends at the last draft token with u below its
+acceptance probability, even if u is larger at an earlier token.
 """
 
 import dataclasses
@@ -53,13 +53,13 @@ class BlockVerifier(Verifier):
 def traverse(
   rng: Key[Array, " B"], tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]
 ) -> Verification:
-  """Verify draft tokens so that emitted tokens are distributed as the target's.
+  """Verify draft tokens so that emitted tokens have the target's distribution.
 
   Args:
     rng: one key per row.
     tree: shape of the proposal.
     proposal: draft tokens and their q.
-    p: distributions of the target at the nodes, by the same sampling method as the output.
+    p: the target's distribution after each node, by the sampling method of the output.
   """
   q = validated_q(tree, proposal, p)
   accept_rng, next_rng = split_rows(rng)
@@ -75,10 +75,10 @@ def traverse(
 def acceptance_probs(
   tree: Tree, tokens: Int[Array, "B N"], q: Float[Array, "B N V"], p: Float[Array, "B K V"]
 ) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
-  """Return a of each node before its children are verified, and after all of them are rejected.
+  """Return the acceptance probability a of each node before and after its children are rejected.
 
-  All nodes of a level are computed together, child by child. The values follow from the draft
-  tokens alone, because a node is visited only after everything before it was rejected.
+  All nodes of a level are computed together, child by child. No random numbers are needed, because
+  a node is visited only after all nodes before it in post-order were rejected.
   """
   on_visit = after_children = jnp.ones((len(p), tree.num_nodes))
   for first, last in [(0, 1), *tree.levels]:
@@ -106,7 +106,7 @@ def residual_at(
   on_visit: Float[Array, "B K"],
   end: Int[Array, " B"],
 ) -> Float[Array, "B V"]:
-  """Return weights of the next token after the node `end`, all of whose subtrees were rejected."""
+  """Return weights of the next token after the node `end`, whose subtrees were all rejected."""
   a, weights = gather_one(on_visit, end), gather_one(p, end)
   for children in tree.children.T:
     child = jnp.asarray(children)[end]
@@ -121,9 +121,9 @@ def residual_at(
 def after_rejection(
   a: Float[Array, "*batch"], weights: Float[Array, "*batch V"], q: Float[Array, "*batch V"]
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch V"]]:
-  """Return a and P of a node after the subtree of a child sampled from q is rejected.
+  """Return the acceptance probability a and the residual of a node if a child is rejected.
 
-  If nothing remains, the rejection had probability 0 up to rounding, or a is 0.
+  The child was sampled from q. If the residual is 0, the new a is 0, or P was q up to rounding.
   """
   target = a[..., None] * weights
   above = target > q  # compared first, as in `tokens.residual`
@@ -136,7 +136,7 @@ def after_rejection(
 
 
 def post_order(tree: Tree) -> list[int]:
-  """Return all nodes, children before their parent and first children first."""
+  """Return all nodes in post-order: children before their parent, earlier siblings first."""
 
   def visit(node: int) -> list[int]:
     children = [guess + 1 for guess, parent in enumerate(tree.parents) if parent == node]

@@ -1,13 +1,13 @@
-"""K-SEQ: independently sampled siblings, verified with one threshold for all of them. Exact.
+"""K-SEQ: verification of independently sampled siblings with one common threshold. Exact.
 
-Source: Sun et al., SpecTr: Fast Speculative Decoding via Optimal Transport (NeurIPS 2023). With
-beta(rho) = sum_x min(q(x), p(x) / rho), rho in [1, K] solves 1 - (1 - beta)^K = rho beta. Of K
-draft tokens sampled from one q, duplicates included, the first with u < p(x) / (rho q(x)) is
-accepted. If none is, the next token is sampled from p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^K)
-/ beta, normalized.
+Source: Sun et al., SpecTr: Fast Speculative Decoding via Optimal Transport (NeurIPS 2023). K draft
+tokens x are sampled from one q, possibly with duplicates. The first with u < p(x) / (rho q(x)) is
+accepted, where u is uniform in [0, 1). The threshold rho in [1, K] solves 1 - (1 - beta)^K = rho
+beta with beta = sum_x min(q(x), p(x) / rho). If all are rejected, the next token is sampled from
+p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^K) / beta, normalized.
 
 The method is exact for siblings that are sampled independently (`Draft.with_independent_siblings`)
-and for chains, where it is Algorithm 1; not for siblings sampled without replacement.
+and for chains, where it is Algorithm 1. It is not exact for siblings sampled without replacement.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class KSeqVerifier(Verifier):
 def guess_probs(
   tree: Tree, tokens: Int[Array, "B N"], q: Float[Array, "B N V"], p: Float[Array, "B K V"]
 ) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
-  """Return rho q(x) and p(x) of each draft token x."""
+  """Return rho q(x) and p(x) of each draft token x, where rho is the threshold of its siblings."""
   parents = np.array(tree.parents)
   counts = np.array([tree.parents.count(parent) for parent in parents], np.float32)
   parent_p = take(p, parents)
@@ -62,10 +62,10 @@ def guess_probs(
 def threshold(
   q: Float[Array, "B N V"], p: Float[Array, "B N V"], count: np.ndarray | Array
 ) -> Float[Array, "B N"]:
-  """Return rho for K = `count` siblings [..., N] sampled from q and verified against p.
+  """Return the threshold rho for K = `count` siblings sampled from q and verified against p.
 
-  It is found by bisection: 1 - (1 - beta)^K - rho beta decreases from at least 0 at rho = 1 to at
-  most 0 at rho = K.
+  The threshold is found by bisection: 1 - (1 - beta)^K - rho beta decreases from at least 0 at
+  rho = 1 to at most 0 at rho = K.
   """
 
   def halve(_, bounds):
@@ -82,7 +82,7 @@ def threshold(
 def residual_at(
   tree: Tree, q: Float[Array, "B N V"], p: Float[Array, "B K V"], end: Int[Array, " B"]
 ) -> Float[Array, "B V"]:
-  """Return weights of the next token after the node `end`, all of whose children were rejected."""
+  """Return weights of the next token after the node `end`, whose children were all rejected."""
   count = jnp.asarray([tree.parents.count(node) for node in range(tree.num_nodes)])[end]
   child = jnp.asarray(tree.children[:, 0])[end]
   child_q = gather(q, jnp.minimum(child, tree.num_guesses - 1)[:, None])  # [B, 1, V]

@@ -1,14 +1,14 @@
 """Token verification: Algorithm 1 for chains, and its generalization to siblings. Exact.
 
-At a node, r starts as the target's p. The children of the node are verified in the order in which
-they were sampled. A child x, sampled from q given its earlier siblings, is accepted if u q(x) <
-r(x); otherwise r becomes norm(max(0, r - q)). If all children are rejected, the next token is
-sampled from r. A chain has one child per node: that is Algorithm 1 (Section 2.3). The rule holds
-for siblings that are sampled independently (with duplicates) or without replacement, by one draft
-or by several, and for siblings that are selected deterministically, whose q is a one-hot.
+At a node, the residual r starts as the target's p. The children of the node are verified in the
+order in which they were sampled. A child x, sampled from q given its earlier siblings, is accepted
+if u q(x) < r(x) for a uniform u in [0, 1); otherwise r becomes max(0, r - q), normalized. If all
+children are rejected, the next token is sampled from r. For a chain this is Algorithm 1 (Section
+2.3). Siblings may be sampled independently (with duplicates) or without replacement, by one or
+several drafts. They may also be selected deterministically, with a one-hot as q.
 
-Lenience l in (0, 1] replaces q by l q (Appendix A.5): the probability of a token is then at most p
-/ l.
+Lenience l in (0, 1] replaces q by l q (Appendix A.5). A token is then emitted with a probability of
+at most p / l.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class TokenVerifier(Verifier):
 
   Attributes:
     sampling: sampling method, which turns the target's logits into p.
-    lenience: l; 1 is exact.
+    lenience: lenience l in (0, 1]; 1 is exact.
 
   Raises:
     InputError: lenience is outside (0, 1].
@@ -48,7 +48,7 @@ class TokenVerifier(Verifier):
 
   @property
   def exact(self) -> bool:  # type: ignore[override]
-    """True if emitted tokens are distributed as the target's."""
+    """True if emitted tokens have the target's distribution."""
     return self.lenience == 1
 
   def with_lenience(self, lenience: float) -> "TokenVerifier":
@@ -81,15 +81,15 @@ def verify(
   lenience: float = 1.0,
   always_accepted: Bool[Array, "B N"] | None = None,
 ) -> Verification:
-  """Verify draft tokens so that emitted tokens are distributed as the target's.
+  """Verify draft tokens; without lenience, emitted tokens have the target's distribution.
 
   Args:
     rng: one key per row.
     tree: shape of the proposal.
     proposal: draft tokens and their q.
-    p: distributions of the target at the nodes, by the same sampling method as the output.
-    lenience: l.
-    always_accepted: draft tokens that are accepted whatever p is.
+    p: the target's distribution after each node, by the sampling method of the output.
+    lenience: lenience l in (0, 1]; 1 is exact.
+    always_accepted: mask of draft tokens that are accepted for any p.
   """
   q = validated_q(tree, proposal, p)
   accept_rng, next_rng = split_rows(rng)
@@ -114,8 +114,8 @@ def verify_selected(
 ) -> Verification:
   """Verify draft tokens that were all selected deterministically.
 
-  This is what `verify` does with one-hot q: sample the token after each node from p, and accept the
-  child that equals it.
+  The token after each node is sampled from p, and the child that equals it is accepted. The result
+  has the same distribution as that of `verify` with a one-hot q.
   """
   keys = jax.vmap(lambda key: jax.random.split(key, tree.num_nodes))(rng)
   sampled = jax.vmap(sample, in_axes=1, out_axes=1)(keys, p)  # [B, K]
@@ -128,10 +128,10 @@ def verify_selected(
 
 
 def validated_q(tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]) -> Float[Array, "B N V"]:
-  """Return q of a proposal, one-hots where tokens were selected deterministically.
+  """Return the distributions q of a proposal; if it has none, return one-hots of its tokens.
 
   Raises:
-    InputError: shapes of tree, proposal and p do not agree.
+    InputError: the shapes of tree, proposal and p do not agree.
   """
   batch, _, vocab_size = p.shape
   tokens, num_guesses = proposal.tokens, tree.num_guesses
@@ -155,7 +155,7 @@ def guess_probs(
   p: Float[Array, "B K V"],
   lenience: float = 1.0,
 ) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
-  """Return q(x) and r(x) of each draft token x, given that its earlier siblings were rejected.
+  """Return q(x) and the residual r(x) of each draft token x, if its earlier siblings are rejected.
 
   All first children are computed together, then all second children from the residuals, and so on.
   """
@@ -186,10 +186,10 @@ def residual_at(
   end: Int[Array, " B"],
   lenience: float = 1.0,
 ) -> Float[Array, "B V"]:
-  """Return weights of the next token after the node `end`, all of whose children were rejected.
+  """Return weights of the next token after the node `end`, whose children were all rejected.
 
-  For a chain that is max(0, p - l q). Where there is no child, q = 0, and the weights are p, the
-  distribution of the bonus token.
+  For a chain they are max(0, p - l q) with lenience l. At a node without children q = 0, and the
+  weights are p, the distribution of the bonus token.
   """
   weights = gather_one(p, end)
   for rank, children in enumerate(tree.children.T):
@@ -205,7 +205,7 @@ def accepted_path(
 ) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, "B D"] | None]:
   """Find the path of accepted draft tokens that starts at the last committed token.
 
-  Of several accepted siblings the first one counts.
+  Of several accepted siblings, only the first is on the path.
 
   Returns:
     n, the number of accepted tokens; the node at which the path ends; and the path, None for a
@@ -223,17 +223,17 @@ def accepted_path(
 
 
 def normalised(weights: Float[Array, "*batch V"]) -> Float[Array, "*batch V"]:
-  """Normalise weights, which are not all 0, to a distribution."""
+  """Return the distribution that is proportional to `weights`, which must not all be 0."""
   return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def residual(
   p: Float[Array, "*batch V"], q: Float[Array, "*batch V"], lenience: float = 1.0
 ) -> Float[Array, "*batch V"]:
-  """Return weights of the token that replaces a rejected one: max(0, p - l q) (Section 2.3).
+  """Return weights max(0, p - l q) of the token that replaces a rejected one (Section 2.3).
 
-  If p = q up to rounding, nothing may remain. A rejection then had probability 0 up to rounding,
-  and p itself is the right limit.
+  l is the lenience. If p = l q up to rounding, all weights may be 0. A rejection then has about
+  probability 0, and p itself is returned.
   """
   q = lenience * q
   # Compare first. A compiler may compute p - q twice with different rounding, for example once with
@@ -248,6 +248,6 @@ def within_lenience(
 ) -> Bool[Array, "..."]:
   """Return whether p(x) >= l max p for each draft token x: argmax with lenience (Appendix A.5).
 
-  p is the softmax of the logits, and l in (0, 1] the lenience.
+  p is the softmax of the logits, and l in (0, 1] is the lenience.
   """
   return gather_token(logits, guesses) >= logits.max(axis=-1) + jnp.log(lenience)

@@ -1,4 +1,4 @@
-"""Learned draft heads: modules on a target's hidden states, one file per kind."""
+"""Learned draft heads: modules that take a target's hidden states, one file per kind."""
 
 from typing import Any
 
@@ -31,10 +31,10 @@ HEADS: dict[str, type[DraftHead]] = {
 
 
 def head_of(config: SpeculatorConfig) -> DraftHead:
-  """Return the head of a configuration.
+  """Return the draft head that a configuration describes.
 
   Raises:
-    InputError: there is no head of its kind.
+    InputError: the configuration names a kind of head that does not exist.
   """
   if config.kind not in HEADS:
     raise InputError(f"kind is {config.kind!r}; it must be one of {', '.join(map(repr, HEADS))}.")
@@ -58,10 +58,10 @@ def speculator_config(
   rank: int = 64,
   exit_layers: int = 1,
 ) -> SpeculatorConfig:
-  """Return the configuration of a head for a target; see `SpeculatorConfig`.
+  """Return the configuration of a draft head for a target; see `SpeculatorConfig`.
 
   Raises:
-    InputError: there is no such kind, or one of the sizes is not a positive integer.
+    InputError: there is no head of this kind, or a size is not a positive integer.
   """
   config = SpeculatorConfig(
     kind=kind,

@@ -1,10 +1,11 @@
-"""Contract and configuration of learned draft heads: small modules on a target's hidden states.
+"""Contract and configuration of learned draft heads: small modules that take hidden states.
 
-A head is trained with its target frozen and drafts only for that target. A new kind of head is one
-file here with a subclass of `DraftHead`, and one entry in `drafts.heads.HEADS`.
+A head uses the hidden states of one target. It is trained with that target frozen, and drafts only
+for it. A new kind of head needs one file here with a subclass of `DraftHead`, and one entry in
+`drafts.heads.HEADS`.
 
-Axis letters as in `core.types`, and A anchors per text: positions at which a training text is
-drafted from.
+Axis letters are those of `core.types`, and A is the number of anchors per text. Anchors are the
+positions of a training text from which the head drafts.
 """
 
 import abc
@@ -26,7 +27,7 @@ from specdec_jax.models.decoder import KeysValues
 from specdec_jax.models.families import Config
 from specdec_jax.models.simulated import unwrapped_cache
 
-# Cross-attention keys and values of one layer of the target, and their bias; None without encoder.
+# Cross-attention keys and values of a layer of the target, and their bias; None without an encoder.
 Source = tuple[KeysValues, Array] | tuple[None, None]
 
 
@@ -34,16 +35,16 @@ Source = tuple[KeysValues, Array] | tuple[None, None]
 class SpeculatorConfig(TransformerConfig):
   """Configuration of a learned draft head.
 
-  `emb_dim` is the width of the head itself. The number and the size of its attention heads are
-  those of the target.
+  `emb_dim` is the width of the draft head itself. The draft head has as many attention heads as the
+  target, and they are of the same size.
 
   Attributes:
     kind: name of the head in `drafts.heads.HEADS`.
-    state_dim: E of the target.
+    state_dim: width of the target's hidden states, E.
     gamma: number of consecutive draft tokens that the head is trained for. Heads of kind 'heads',
-      'parallel' and 'pass' propose at most this many; the others may propose more.
-    rank: rank of the correction of 'parallel'.
-    exit_layers: for 'early_exit', number of the target's layers that run before the head.
+      'parallel' and 'pass' propose at most this many; heads of other kinds may propose more.
+    rank: rank of the correction of the logits in heads of kind 'parallel'.
+    exit_layers: number of the target's layers that run before a head of kind 'early_exit'.
     has_encoder: whether the target has an encoder.
   """
 
@@ -64,12 +65,12 @@ class SpeculatorConfig(TransformerConfig):
 
 
 class TargetOutputs(NamedTuple):
-  """Outputs of the teacher-forced target for a batch.
+  """Outputs of the teacher-forced target for a batch of texts.
 
   Attributes:
-    inputs: token before each token of the text.
-    hidden: the target's hidden state that predicted each of `inputs`; 0 for the first.
-    cache: the target's cache of length 0, with the source, and with all of `inputs` in its slots.
+    inputs: input tokens: for each token of the text, the token before it.
+    hidden: hidden state from which the target predicted each input; 0 for the first input.
+    cache: cache of the target. It holds the source and all inputs, but its length is 0.
     rng: key for the random choice of anchors; None for fixed anchors.
   """
 
@@ -79,8 +80,8 @@ class TargetOutputs(NamedTuple):
   rng: Key[Array, ""] | None
 
 
-# (parameters, target parameters, target outputs) -> logits [B, A, N, V] of the draft tokens, and
-# the positions [B, A, N] in the text of the tokens that they predict.
+# Function of (parameters, target parameters, target outputs). It returns the logits [B, A, N, V] of
+# the draft tokens, and the positions [B, A, N] of the predicted tokens in the text.
 DraftLogits = Callable[[Any, Any, TargetOutputs], tuple[Array, Array]]
 
 
@@ -90,9 +91,9 @@ class DraftHead(abc.ABC):
 
   Attributes:
     config: configuration of the head.
-    needs_encoder: whether the head attends to the target's encoder and cannot do without it.
-    uses_cross_attention: whether the head attends to the source, if the target has an encoder, by
-      the target's cross-attention keys and values.
+    needs_encoder: whether the head works only with a target that has an encoder.
+    uses_cross_attention: whether the head attends to the source through the target's
+      cross-attention keys and values, if the target has an encoder.
   """
 
   config: SpeculatorConfig
@@ -101,23 +102,23 @@ class DraftHead(abc.ABC):
 
   @abc.abstractmethod
   def init(self, rng: Key[Array, ""]) -> Any:
-    """Return random parameters (float32)."""
+    """Return random parameters of the head (float32)."""
 
   @abc.abstractmethod
   def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> Draft:
-    """Return the draft for a target.
+    """Return the draft that proposes with this head for a target.
 
     Raises:
-      InputError: the head cannot propose this tree.
+      InputError: the head cannot propose `tree`.
     """
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
-    """Return the parameters of the draft; by default they are those of the head."""
+    """Return the parameters of the draft; by default, they are the parameters of the head."""
     return params
 
   @abc.abstractmethod
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes teacher-forced logits, for the training loss.
+    """Return the function that computes teacher-forced logits for the training loss.
 
     Args:
       target: configuration of the target.
@@ -125,7 +126,7 @@ class DraftHead(abc.ABC):
     """
 
   def require_target(self, target: Config) -> None:
-    """Raise InputError if the head is for a target of another shape."""
+    """Raise InputError if the head was trained for a target of a different shape."""
     config = self.config
     if self.needs_encoder and not target.has_encoder:
       raise InputError(
@@ -143,11 +144,11 @@ class DraftHead(abc.ABC):
       )
 
   def require_static(self, tree: AnyTree) -> Tree:
-    """Return the tree, or raise InputError if it is dynamic."""
+    """Return `tree`, or raise InputError if it is dynamic."""
     return require_static(f"a draft of kind {self.config.kind!r}", tree)
 
   def example_source(self) -> tuple[KeysValues, Array]:
-    """Return example keys, values and bias of one source token, to initialize parameters."""
+    """Return zeros as keys, values and bias of one source token, to initialize parameters with."""
     keys = jnp.zeros((1, self.config.num_heads, 1, self.config.head_dim))
     return (keys, keys), jnp.zeros((1, 1, 1, 1))
 
@@ -161,7 +162,7 @@ def require_depth(config: SpeculatorConfig, depth: int) -> None:
 
 
 def decoder_config(config: SpeculatorConfig) -> T5Config:
-  """Return the configuration of a T5 whose decoder is the head; its encoder is never used."""
+  """Return the configuration of a T5 whose decoder is the draft head; its encoder is never used."""
   shared = {
     field.name: getattr(config, field.name) for field in dataclasses.fields(TransformerConfig)
   }
@@ -169,17 +170,17 @@ def decoder_config(config: SpeculatorConfig) -> T5Config:
 
 
 def target_cache(context: Context) -> Any:
-  """Return the cache of the target, without the wrapper of simulated acceptance."""
+  """Return the target's cache without the wrapper that simulated acceptance adds to it."""
   return unwrapped_cache(context.target_cache)
 
 
 def gather_positions(x: ArrayLike, positions: Int[Array, "B A N"]) -> Shaped[Array, "B A N *rest"]:
-  """Return the entries of x [B, T, ...] at positions; 0 past the end of x."""
+  """Return the entries of x [B, T, ...] at `positions`; they are 0 past the end of x."""
   x, rows = jnp.asarray(x), jnp.arange(len(positions))[:, None, None]
   return x.at[rows, positions].get(mode="fill", fill_value=0)
 
 
 def every_position(inputs: Int[Array, "B T"]) -> Int[Array, "B T 1"]:
-  """Return positions that make each token of the text an anchor with one draft token."""
+  """Return the positions of all tokens, for training with one draft token per anchor."""
   batch, length = inputs.shape
   return jnp.broadcast_to(jnp.arange(length)[None, :, None], (batch, length, 1))

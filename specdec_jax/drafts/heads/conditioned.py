@@ -1,12 +1,13 @@
 """Small decoder conditioned on the target's hidden state at the start of the round.
 
-It shares the target's encoder like `shared_encoder`. To the embedding of each token it adds a
-projection of the target's hidden state at the start of the round in which the token is processed,
-and an embedding of the number of tokens since then. Tokens of earlier rounds keep their
-conditioning, so the text is never processed again. In training, one pass over a text covers rounds
-of many lengths.
+Like the decoder in `shared_encoder`, it attends to the target's encoding of the source. It adds two
+vectors to the embedding of each token: a projection of the target's hidden state at the start of
+the round that processes the token, and an embedding of the token's offset, which is the number of
+tokens since the start of that round. Tokens of earlier rounds keep their conditioning, so the text
+is never processed again. In training, one pass over a text covers rounds of many lengths.
 
-Axis letters as in `core.types`, and d width of the head, M hidden states (K or 1).
+Axis letters are those of `core.types`; d is the width of the head, and M the number of hidden
+states (K or 1).
 """
 
 import dataclasses
@@ -37,14 +38,14 @@ from specdec_jax.models.t5 import T5, T5Cache, T5Model
 
 
 class ConditionedT5(T5):
-  """T5 whose encoder is never used and whose decoder is conditioned.
+  """T5 whose decoder is conditioned on the target's hidden states; its encoder is never used.
 
   Its cache has an additional layer, which stores the conditioning [B, 1, T, d] of the token in each
-  slot, so that it is committed with the tokens.
+  slot. The conditioning is thus committed together with the tokens.
 
   Attributes:
-    offsets: number of embeddings of the tokens since the start of the round; all larger numbers
-      share the last one.
+    offsets: number of offsets, from 0, that have an embedding; larger offsets share the last
+      embedding. The offset of a token is the number of tokens since the start of the round.
   """
 
   offsets: int = 1
@@ -59,11 +60,12 @@ class ConditionedT5(T5):
   def condition(
     self, hidden: Float[Array, "*batch E"], offsets: Int[Array, "*offsets"] | int
   ) -> Float[Array, "*tokens d"]:
-    """Return the conditioning of tokens.
+    """Return the vectors that are added to the embeddings of tokens to condition them.
 
     Args:
-      hidden: hidden states of the target at the start of their round.
-      offsets: number of tokens since then; it broadcasts against the leading axes of `hidden`.
+      hidden: hidden state of the target at the start of the round that processes each token.
+      offsets: number of tokens from the start of that round to each token. It broadcasts against
+        the leading axes of `hidden`.
     """
     embedded = self.age[jnp.minimum(offsets, self.offsets - 1)].astype(self.config.activations)
     return self.state(self.state_norm(hidden)) + embedded
@@ -76,7 +78,7 @@ class ConditionedT5(T5):
     cross: tuple[KeysValues, ...],
     cross_bias: Float[Array, "B 1 1 S"],
   ) -> Float[Array, "B K V"]:
-    """Return teacher-forced logits of inputs that are conditioned on `hidden`."""
+    """Return the teacher-forced logits after each input, conditioned on `hidden` and `offsets`."""
     x = self.token_embedder(inputs) + self.condition(hidden, offsets)
     return self.decoder(x, self.token_embedder.embedding, cross, cross_bias)[0]
 
@@ -100,7 +102,7 @@ class ConditionedT5(T5):
 
 @dataclasses.dataclass(frozen=True)
 class ConditionedModel(T5Model):
-  """Model with a conditioned decoder.
+  """Draft model with a conditioned decoder.
 
   Attributes:
     offsets: see `ConditionedT5`.
@@ -117,15 +119,15 @@ class ConditionedModel(T5Model):
     offsets: Int[Array, " K"] | int,
     slot: Int[Array, " B"],
   ) -> T5Cache:
-    """Return the cache with the conditioning of K tokens that will be processed.
+    """Write the conditioning of the next tokens to the cache, and return the cache.
 
     Args:
       params: parameters of the model.
       cache: cache of the model.
-      hidden: hidden states of the target at the start of the round of each token; a single one
-        (M = 1) if all tokens belong to one round.
-      offsets: number of tokens since the start of the round.
-      slot: slot of the first of the tokens.
+      hidden: hidden state of the target at the start of the round that processes each token, or a
+        single state if one round processes all tokens.
+      offsets: number of tokens from the start of the round to each token.
+      slot: slot of the first token.
     """
     layers, conditioning = cache.layers[:-1], cache.layers[-1][0]
     module = ConditionedT5(self.config, offsets=self.offsets)
@@ -147,7 +149,7 @@ class ConditionedModel(T5Model):
 
 @dataclasses.dataclass(frozen=True)
 class ConditionedDraft(SharedEncoderDraft):
-  """Draft that samples a chain or a static tree from a conditioned decoder."""
+  """A draft that samples a chain or a static tree from a conditioned decoder."""
 
   model: ConditionedModel
 
@@ -200,10 +202,11 @@ class ConditionedHead(DraftHead):
     return ConditionedDraft(model, sampling, self.require_static(tree))
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return logits at each token, conditioned on the last anchor at or before it.
+    """Return the function that computes logits at each token, conditioned on the anchor before it.
 
-    Validation has an anchor at every `stride`-th token. In training each token is an anchor with
-    probability 1 / stride, because rounds have many lengths.
+    The anchor of a token is the last one at or before the token. In validation, every `stride`-th
+    token is an anchor. In training, each token is an anchor with probability 1 / `stride`, because
+    rounds have many lengths.
     """
     config, module = self.config, self.module
 

@@ -1,6 +1,6 @@
-"""One step per draft token over the previous token and the previous state (EAGLE; Li et al., 2024).
+"""EAGLE: one step per draft token, from the previous token and state (Li et al., 2024).
 
-The first state is the target's hidden state; the later ones are those of the head.
+The first state is the target's hidden state. Later states are computed by the head.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Early exit: the first layers of the target, a trained residual block and the target's logits."""
+"""Early exit: the target's first layers, a trained residual block, the target's output layer."""
 
 import dataclasses
 from typing import Any
@@ -27,10 +27,10 @@ from specdec_jax.wrappers import WrappedModel
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitModel(WrappedModel):
-  """Model of the first layers of a target and a head, for `drafts.layer_skip.LayerSkipDraft`.
+  """Model that consists of the first layers of a target, followed by a draft head.
 
-  Parameters are (parameters of the head, parameters of the layers), the latter as
-  `drafts.layer_skip.of_layers` returns them.
+  `drafts.layer_skip.LayerSkipDraft` drafts with it. Its parameters are (parameters of the head,
+  parameters of the layers); `drafts.layer_skip.of_layers` returns the parameters of the layers.
 
   Attributes:
     model: the first layers of the target.
@@ -62,7 +62,7 @@ class EarlyExitModel(WrappedModel):
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitHead(DraftHead):
-  """Learned head for an early exit: a residual block after `config.exit_layers` layers."""
+  """Learned head for an early exit, after `config.exit_layers` layers (kind 'early_exit')."""
 
   def init(self, rng: Key[Array, ""]) -> Any:
     hidden = jnp.zeros((1, self.config.state_dim))
@@ -78,7 +78,7 @@ class EarlyExitHead(DraftHead):
     return params, of_layers(target, target_params, range(self.config.exit_layers))[1]
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return logits of the head at each token, which is an anchor with one draft token."""
+    """Return the function that computes logits at each token, an anchor with one draft token."""
     config = self.config
 
     def draft_logits(

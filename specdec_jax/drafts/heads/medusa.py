@@ -1,7 +1,7 @@
 """Independent heads over the target's hidden state (Stern et al., 2018; Medusa).
 
-Each position has its own residual block. The target's output projection turns its state into
-logits. A draft token does not depend on the draft tokens before it.
+Each future position has its own residual block. The target's output projection turns the output of
+the block into logits. A draft token does not depend on the draft tokens before it.
 """
 
 from collections.abc import Callable

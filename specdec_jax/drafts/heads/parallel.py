@@ -1,7 +1,8 @@
-"""States of all draft tokens in one pass, and a low-rank correction by the tokens before each.
+"""All draft tokens in one pass, with a low-rank correction for the draft tokens before each.
 
-The correction is a recurrent state as wide as its rank, so that a draft token depends on all draft
-tokens before it. Each step then costs a matmul of rank x rank and one of rank x V.
+The correction is computed from a recurrent state, whose width is the rank. A draft token therefore
+depends on all draft tokens before it. Each step costs one rank x rank matmul and one rank x V
+matmul, for a vocabulary of V tokens.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """Look-ahead embeddings: the target drafts for itself (PaSS; Monea et al., 2023).
 
-One target forward pass over the last committed token and over learned embeddings, which stand for
-the tokens after it, gives all draft tokens. The first of them is the target's own next token. A
-second pass verifies them. The cache slots written by the first pass are discarded.
+One target forward pass gives all draft tokens. It covers the last committed token and learned
+embeddings, which stand for the tokens after it. The first draft token is the target's own next
+token. A second pass verifies the draft tokens. The cache slots that the first pass writes are
+discarded.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from specdec_jax.models.families import Config, model_of, module_of
 
 @dataclasses.dataclass(frozen=True)
 class PaSSDraft(Draft):
-  """Draft of a chain whose tokens are sampled independently of each other, in one pass.
+  """A draft that samples the tokens of a chain independently of each other, in one pass.
 
   Parameters are (parameters of the head, parameters of the target).
 
@@ -41,7 +42,7 @@ class PaSSDraft(Draft):
     tree: a chain.
 
   Raises:
-    InputError: the tree is not a chain, or it is deeper than there are embeddings.
+    InputError: the tree is not a chain, or there are too few embeddings for its depth.
   """
 
   config: SpeculatorConfig
@@ -73,7 +74,7 @@ class PaSSDraft(Draft):
 
 @dataclasses.dataclass(frozen=True)
 class PassHead(DraftHead):
-  """Learned look-ahead embeddings of PaSS, [gamma - 1, E] (kind 'pass')."""
+  """Learned draft head of PaSS: look-ahead embeddings [gamma - 1, E] (kind 'pass')."""
 
   def init(self, rng: Key[Array, ""]) -> Any:
     config = self.config
@@ -86,10 +87,10 @@ class PassHead(DraftHead):
     return params, target_params
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the target's own logits at the embeddings; each text has one anchor.
+    """Return the function that computes the target's logits at the embeddings.
 
-    The logits after the anchor's own token are the target's next token and not a draft token, so
-    they are dropped.
+    Each text has one anchor. The logits at the anchor's own token are dropped, because they do not
+    depend on the embeddings.
     """
     target_module, model, gamma = module_of(target), model_of(target), self.config.gamma
 

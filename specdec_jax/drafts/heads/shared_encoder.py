@@ -1,7 +1,7 @@
 """Small decoder that attends to the target's encoding of the source.
 
-It has token embeddings and a cache of the text, but no encoder. Its layers attend to the
-cross-attention keys and values of the target's last layers, as they did in training.
+It has token embeddings and a cache of the text, but no encoder. In training and in decoding, its
+layers attend to the cross-attention keys and values of the target's last layers.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from specdec_jax.models.t5 import T5, T5Cache, T5Model
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoderDraft(ModelDraft):
-  """Draft that samples from a T5 decoder, which attends to the target's encoding of the source."""
+  """A draft that samples from a T5 decoder, which attends to the target's encoded source."""
 
   model: T5Model
 
@@ -47,7 +47,7 @@ class SharedEncoderDraft(ModelDraft):
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoderHead(DraftHead):
-  """Learned draft head with a decoder on the target's encoder (kind 'shared_encoder')."""
+  """Learned draft head with a decoder that uses the target's encoder (kind 'shared_encoder')."""
 
   needs_encoder = True
   uses_cross_attention = True
@@ -64,7 +64,7 @@ class SharedEncoderHead(DraftHead):
     return SharedEncoderDraft(model, sampling, self.require_static(tree))
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return logits at each token, which is an anchor with one draft token."""
+    """Return the function that computes logits at each token, an anchor with one draft token."""
     config, module = self.config, T5(decoder_config(self.config))
 
     def draft_logits(

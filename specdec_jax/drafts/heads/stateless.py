@@ -1,11 +1,12 @@
-"""Heads without a cache: Medusa's heads, EAGLE, and all draft tokens in one pass.
+"""Draft heads without a cache: Medusa, EAGLE, and heads that draft all tokens in one pass.
 
-They draft level by level from the target's hidden state at the start of the round, from the last
-committed token and, if the target has an encoder, from its cross-attention keys and values of the
-source. Verification leaves the hidden state behind (`Context.hidden`), so there is nothing to store
-between rounds and nothing to roll back.
+They draft level by level from the target's hidden state at the start of the round and from the last
+committed token. If the target has an encoder, they may also use its cross-attention keys and values
+of the source. Verification has already computed the hidden state (`Context.hidden`), so nothing has
+to be stored between rounds or rolled back.
 
-Axis letters as in `core.types`, and M nodes of a level, d width of the head.
+Axis letters are those of `core.types`; M is the number of nodes of a level, and d the width of the
+head.
 """
 
 import abc
@@ -39,7 +40,7 @@ from specdec_jax.models.layers import Attention, Dense, Mlp, norm
 
 
 class StatelessModule(nn.Module):
-  """Flax module of a head without a cache.
+  """Flax module of a draft head without a cache.
 
   Attributes:
     config: configuration of the head.
@@ -58,7 +59,7 @@ class StatelessModule(nn.Module):
     source: Source,
     project: Callable[[Array], Array],
   ) -> tuple[Any, Float[Array, "B 1 d"]]:
-    """Return what all draft tokens of a round share, and the state before the first one.
+    """Return the plan, which all draft tokens of a round share, and the state before the first.
 
     Args:
       hidden: hidden state of the target at the start of the round.
@@ -77,12 +78,12 @@ class StatelessModule(nn.Module):
     previous: Int[Array, "B M"],
     source: Source,
   ) -> tuple[Float[Array, "B M V"], Float[Array, "B M d_out"]]:
-    """Return logits of the draft tokens of a level, and the states for the next level.
+    """Return the logits of the draft tokens of a level, and the states for the next level.
 
     Args:
       plan: first result of `begin`.
-      state: state after the previous draft tokens; that of `begin` for the first level.
-      level: number of draft tokens before these, from 0.
+      state: state after the previous draft tokens; for the first level, the state from `begin`.
+      level: level of the draft tokens in the tree, from 0.
       previous: token before each draft token.
       source: see `begin`.
     """
@@ -96,7 +97,7 @@ class StatelessModule(nn.Module):
   ) -> Float[Array, "B N V"]:
     """Return teacher-forced logits of consecutive draft tokens.
 
-    `previous` are the tokens before each; the first one is the last committed token.
+    `previous` holds the token before each draft token, starting with the last committed token.
     """
     plan, state = self.begin(hidden, previous[:, 0], previous.shape[1], source, project)
     level_logits = []
@@ -107,7 +108,7 @@ class StatelessModule(nn.Module):
 
 
 class ResidualBlocks(nn.Module):
-  """One residual block per future position, over a hidden state of the target."""
+  """One residual block per future position, applied to a hidden state of the target."""
 
   config: SpeculatorConfig
   num_positions: int = 1
@@ -137,16 +138,18 @@ class SourceLayer(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class SpeculatorDraft(Draft):
-  """Draft of a head without a cache: a tree of siblings without replacement, or a dynamic tree.
+  """A draft that proposes with a head without a cache.
 
-  Parameters are (parameters of the head, parameters of the target that its logits need).
+  It proposes a static tree, whose siblings are sampled without replacement, or a dynamic tree. Its
+  parameters are (parameters of the head, parameters of the target that the head needs for logits).
 
   Attributes:
     head: the head.
     target: configuration of the target.
     sampling: sampling method, which turns logits into q.
     tree: tree of the proposals.
-    width: for a dynamic tree, number of nodes of a level that have children, and of children each.
+    width: number of nodes per level of a dynamic tree that are expanded, and number of children of
+      each that become candidates; not used for static trees.
 
   Raises:
     InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
@@ -217,18 +220,18 @@ class SpeculatorDraft(Draft):
 
 
 def source_of(config: SpeculatorConfig, context: Context) -> Source:
-  """Return the cross-attention keys, values and bias of the target's last layer."""
+  """Return the cross-attention keys, values and bias of the target's last layer, if it has any."""
   cache = target_cache(context)
   return (cache.cross[-1], cache.cross_bias) if config.has_encoder else (None, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class StatelessHead(DraftHead):
-  """Head without a cache, given by its Flax module.
+  """Draft head without a cache, defined by a Flax module.
 
   Attributes:
-    module_class: Flax module of the kind.
-    uses_target_logits: whether its logits are computed by the target's parameters.
+    module_class: class of the Flax module.
+    uses_target_logits: whether the head computes its logits with the target's parameters.
   """
 
   module_class: ClassVar[type[StatelessModule]]
@@ -259,9 +262,9 @@ class StatelessHead(DraftHead):
     return params, {"token_embedder": target_params["token_embedder"], "decoder": decoder}
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return teacher-forced logits from the target's hidden state at each anchor.
+    """Return the function that computes teacher-forced logits from the hidden state at each anchor.
 
-    The head is given the tokens of the text as if it had drafted them.
+    The function gives the head the tokens of the text as if the head had drafted them.
     """
     config, module, target_module = self.config, self.module, module_of(target)
 
