@@ -19,7 +19,7 @@ from specdec_jax.xla_flags import disable_ynn
 
 if TYPE_CHECKING:
   from specdec_jax.adaptive import AdaptiveDecoder
-  from specdec_jax.api import Candidate, Output, Pair, load_pair, random_pair
+  from specdec_jax.api import Pair, load_pair, random_pair
   from specdec_jax.beam_search import (
     BeamDraft,
     BeamResult,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     TreeBeamDraft,
   )
   from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
+  from specdec_jax.core.processors import LogitsProcessor, Prefixes
   from specdec_jax.core.sampling import Sampling
   from specdec_jax.core.theory import (
     best_gamma,
@@ -71,11 +72,13 @@ if TYPE_CHECKING:
   from specdec_jax.errors import InputError
   from specdec_jax.execution import speculative_execution
   from specdec_jax.extended_theory import best_tree
+  from specdec_jax.generation import GenerationConfig
   from specdec_jax.loading import DecodeSettings, DraftFactory, LoadedTarget
   from specdec_jax.lossy_verifiers import TopBetaVerifier, TypicalVerifier
   from specdec_jax.models.config import GPTConfig, T5Config, gpt_config, t5_config
   from specdec_jax.models.gpt import GPTModel
   from specdec_jax.models.t5 import T5Model
+  from specdec_jax.outputs import Output
   from specdec_jax.pairs.composed import (
     cascade_draft,
     draft_sampling,
@@ -97,7 +100,6 @@ _DEFINED_IN = {
   "BeamResult": "beam_search",
   "BeamSearcher": "beam_search",
   "BlockVerifier": "core.verify.blocks",
-  "Candidate": "api",
   "CascadeDraft": "drafts.cascade",
   "Context": "core.types",
   "DecodeResult": "core.types",
@@ -112,11 +114,13 @@ _DEFINED_IN = {
   "ForestDraft": "drafts.forest",
   "GPTConfig": "models.config",
   "GPTModel": "models.gpt",
+  "GenerationConfig": "generation",
   "HierarchicalDraft": "drafts.hierarchical",
   "InputError": "errors",
   "KSeqVerifier": "core.verify.k_seq",
   "LayerSkipDraft": "drafts.layer_skip",
   "LoadedTarget": "loading",
+  "LogitsProcessor": "core.processors",
   "LookaheadDraft": "drafts.lookahead",
   "Model": "core.types",
   "ModelDraft": "drafts.model",
@@ -124,10 +128,11 @@ _DEFINED_IN = {
   "NullBeamDraft": "beam_search",
   "NullDraft": "core.decode",
   "Outcome": "core.types",
-  "Output": "api",
+  "Output": "outputs",
   "PaSSDraft": "drafts.heads.pass_embeddings",
   "Pair": "api",
   "Params": "core.types",
+  "Prefixes": "core.processors",
   "PromptLookupDraft": "drafts.prompt_lookup",
   "Proposal": "core.types",
   "RetrievalDraft": "drafts.retrieval",

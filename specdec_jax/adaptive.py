@@ -9,13 +9,14 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.decode import Decoder, DecodeState
+from specdec_jax.core.settings import Settings, traced
 from specdec_jax.core.types import DecodeResult, Draft, Model, Params, Verifier
 from specdec_jax.errors import require_count
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveDecoder:
-  """Speculative decoder that chooses in each round the gamma with the highest expected speed.
+class AdaptiveDecoder(Settings):
+  """Speculative decoder that uses, in each round, the gamma with the most expected tokens per cost.
 
   alpha of a row is estimated as (accepted + prior accepted) / (verified + prior verified) over the
   draft tokens of the row so far. The expected speed of a batch is E[tokens] (Equation 1), summed
@@ -35,9 +36,9 @@ class AdaptiveDecoder:
   target: Model
   drafts: tuple[Draft, ...]
   verifier: Verifier
-  eos_id: int | None = None
+  eos_id: int | None = traced(None)
 
-  @functools.partial(jax.jit, static_argnames=("self", "max_new_tokens"))
+  @functools.partial(jax.jit, static_argnames="max_new_tokens")
   def run(
     self,
     params: Params,

@@ -4,233 +4,234 @@ The methods of a pair handle batches, lengths and random keys. Compiled programs
 runs.
 """
 
+import dataclasses
 import functools
 import inspect
-import io
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.text import Text
+from jax import Array
 
 from specdec_jax import pairs
 from specdec_jax.compile_cache import default_cache_dir, enable_compile_cache
 from specdec_jax.core.decode import Decoder
-from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.core.types import DecodeResult, Rounds
+from specdec_jax.core.sampling import row_keys
+from specdec_jax.core.trees import DynamicTree
+from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import require_finite
-from specdec_jax.errors import require_count, require_seed, require_text, require_types
+from specdec_jax.errors import InputError, require_count, require_seed, require_text, require_types
+from specdec_jax.generation import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
 from specdec_jax.loading import DecodeSettings
+from specdec_jax.logits_processors import ForcedPrefix
 from specdec_jax.measurement.calibrate import resolve_tree
-from specdec_jax.reporting.rounds import Round, read_rounds, round_text
+from specdec_jax.outputs import FinishReason, Output
+from specdec_jax.reporting.rounds import read_rounds
 
 P = ParamSpec("P")
-R = TypeVar("R")
 _LOG = logging.getLogger("specdec_jax")
-
-
-class Output(str):
-  """Output text of a pair, with its tokens and its rounds.
-
-  Attributes:
-    tokens: token ids [T]; the last one is EOS unless the limit was reached first.
-    rounds: `core.types.Rounds` of this text, whose arrays have shape [R, ...].
-    words: rounds as pieces of text; each round is a `reporting.rounds.Round`.
-  """
-
-  tokens: np.ndarray
-  rounds: Rounds
-  _read: Callable[[], tuple[Round, ...]]
-
-  def __new__(
-    cls, text: str, tokens: np.ndarray, rounds: Rounds, read: Callable[[], tuple[Round, ...]]
-  ) -> "Output":
-    self = super().__new__(cls, text)
-    self.tokens, self.rounds, self._read = tokens, rounds, read
-    return self
-
-  @functools.cached_property
-  def words(self) -> tuple[Round, ...]:
-    return self._read()
-
-  @property
-  def acceptance_length(self) -> float:
-    """Mean number of tokens per round. Each round has one target forward pass."""
-    return len(self.tokens) / len(self.rounds.num_emitted)
-
-  def show(self, console: Console | None = None) -> None:
-    """Print one line per round: accepted tokens, [-rejected], and [+the target's token]."""
-    console = console or Console()
-    lines = [round_text(words) for words in self.words]
-    console.print(Text("\n").join(lines), soft_wrap=True)
-
-  def _repr_html_(self) -> str:
-    """Return HTML, which notebooks display."""
-    # With force_jupyter, the console would also display each line in the notebook.
-    console = Console(record=True, file=io.StringIO(), force_jupyter=False)
-    console.print(Text(self), soft_wrap=True)
-    self.show(console)
-    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-
-
-class Candidate(str):
-  """Output text of a beam search, with its tokens and its score.
-
-  Attributes:
-    tokens: token ids [T]; the last one is EOS unless the limit was reached first.
-    score: the target's log-probability of the text, divided by the length penalty. It is not
-      divided if no text of the search ended.
-  """
-
-  tokens: np.ndarray
-  score: float
-
-  def __new__(cls, text: str, tokens: np.ndarray, score: float) -> "Candidate":
-    self = super().__new__(cls, text)
-    self.tokens, self.score = tokens, score
-    return self
 
 
 # Arguments of transformers' generate, and what to use instead; "" if it is not supported.
 _THEIRS = {
-  **dict.fromkeys(("num_beams", "num_beam_groups"), "beam_search(texts, beams=...)"),
-  **dict.fromkeys(("max_length", "max_tokens"), "max_new_tokens"),
-  "do_sample": "temperature: 0 takes the argmax, and above it samples",
+  "max_tokens": "max_new_tokens",
   **dict.fromkeys(("num_assistant_tokens", "num_speculative_tokens"), "gamma"),
   **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens"), "load_pair(draft=...)"),
   **dict.fromkeys(("input_ids", "inputs"), "texts"),
-  "num_return_sequences": "beam_search, or the same text several times",
-  **dict.fromkeys(("repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty"), ""),
-  **dict.fromkeys(("encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), ""),
-  **dict.fromkeys(("bad_words_ids", "force_words_ids", "suppress_tokens", "stop_strings"), ""),
-  **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "early_stopping"), ""),
-  **dict.fromkeys(("output_scores", "return_dict_in_generate", "logits_processor"), ""),
-  **dict.fromkeys(("generation_config", "eos_token_id", "pad_token_id", "decoder_input_ids"), ""),
-  **dict.fromkeys(("typical_p", "min_p", "penalty_alpha", "stopping_criteria", "streamer"), ""),
+  "stop": "stop_strings",
+  "beams": "num_beams",
+  "streamer": "stream(text)",
+  "generation_config": "its settings as arguments",
+  "stopping_criteria": "stop_strings or eos_token_id",
+  "prefix_allowed_tokens_fn": "logits_processor=TrieConstraint.of(sequences, eos_ids)",
+  **dict.fromkeys(("output_scores", "output_logits"), "logprobs=True"),
+  "decoder_start_token_id": "the checkpoint's, or decoder_input_ids",
+  **dict.fromkeys(("num_beam_groups", "diversity_penalty", "constraints", "force_words_ids"), ""),
+  **dict.fromkeys(("return_dict_in_generate", "pad_token_id", "penalty_alpha"), ""),
+  **dict.fromkeys(("exponential_decay_length_penalty", "guidance_scale", "top_h"), ""),
+  **dict.fromkeys(("begin_suppress_tokens", "watermarking_config", "max_time"), ""),
 }
-_OF_BEAMS = {"beams", "draft_beams", "nodes", "length_penalty"}
 
 
-def _explains_unknown_arguments(method: Callable[P, R]) -> Callable[P, R]:
-  """Wrap a method so that the error for an unknown argument says which argument to use instead."""
-  known = inspect.signature(method).parameters
-
-  @functools.wraps(method)
-  def call(*args: P.args, **kwargs: P.kwargs) -> R:
-    for name in kwargs:
-      if name not in known:
-        raise TypeError(_unknown(method.__name__, name, [*known][2:]))
-    return method(*args, **kwargs)
-
-  return call
-
-
-def _unknown(method: str, name: str, known: Sequence[str]) -> str:
-  said = f"{method}() has no argument {name!r}"
-  use = _THEIRS.get(name)
-  if name == "num_beams" and method == "beam_search":
-    use = "beams"
-  if name in _OF_BEAMS:
-    use = "beam_search(texts, beams=...)"
-  if use:
-    return f"{said}; use {use}."
-  if use is not None:
-    return f"{said}: that is not supported."
-  if method == "beam_search" and name in ("temperature", "top_k", "top_p", "seed"):
-    return f"{said}: a beam search does not sample; use generate."
-  return f"{said}; it takes {', '.join(known)}."
+def _require_known(method: str, settings: Mapping[str, Any], own: Sequence[str]) -> None:
+  """Raise TypeError for an unknown argument; it names the argument to use instead."""
+  for name in settings:
+    if name in SETTINGS:
+      continue
+    said, use = f"{method}() has no argument {name!r}", _THEIRS.get(name)
+    if use:
+      raise TypeError(f"{said}; use {use}.")
+    if use is not None:
+      raise TypeError(f"{said}: that is not supported.")
+    raise TypeError(f"{said}; it takes {', '.join((*own, *SETTINGS))}.")
 
 
 class Pair(pairs.LoadedPair):
   """Target, draft and vocabulary, with methods that take and return texts."""
 
-  @_explains_unknown_arguments
   def generate(
     self,
     texts: Sequence[str],
     *,
-    gamma: int | Literal["auto"] = 5,
+    gamma: int | Literal["auto"] | None = None,
     tree: Sequence[int] | Literal["auto"] | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    max_new_tokens: int = 128,
     batch_size: int = 1,
     seed: int = 0,
     lenience: float = 1.0,
+    task: str | None = None,
+    decoder_input_ids: Sequence[Sequence[int]] | None = None,
+    decoder_texts: Sequence[str] | None = None,
+    logprobs: bool = False,
+    **settings: Any,
   ) -> list[Output]:
     """Decode texts speculatively.
 
     Args:
       texts: sources, or prompts of a decoder-only model. A text longer than `max_source_tokens` is
-        truncated (`cut` returns the part that remains).
-      gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest
-        (`measurement.calibrate.resolve_tree`), logs why to 'specdec_jax', and caches the choice.
+        cut (`cut` returns the part that remains).
+      gamma: draft tokens per round, 5 by default; 0 for autoregressive decoding; 'auto' chooses the
+        fastest (`measurement.calibrate.resolve_tree`), logs why to 'specdec_jax', and caches the
+        choice. For a beam search, number of steps that the draft searches ahead, 2 by default.
       tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
         chooses the fastest tree or chain.
-      temperature: sampling temperature; 0 is argmax.
-      top_k: number of most probable tokens to sample from; 0 means no limit.
-      top_p: probability mass of nucleus sampling; 1 means no limit.
-      max_new_tokens: limit for each output, EOS included.
-      batch_size: number of texts that are decoded together; outputs do not depend on it.
-      seed: random seed of all sampling. The sample of a text depends on the seed and on the index
-        of the text in `texts`.
+      batch_size: outputs decoded together; they do not depend on it.
+      seed: random seed of all sampling. The sample of a text depends on the seed and on its index
+        in `texts`.
       lenience: below 1, more draft tokens are accepted, and outputs no longer have the target's
         distribution (Appendix A.5).
+      task: task of the checkpoint's `task_specific_params`, whose settings and prefix apply.
+      decoder_input_ids: tokens that each output continues, with or without the start token. They
+        are not part of the output.
+      decoder_texts: the same as texts.
+      logprobs: whether outputs have log-probabilities.
+      settings: fields of `GenerationConfig`: `max_new_tokens`, `temperature`, `num_beams`,
+        `repetition_penalty` and others, with the names of transformers. They replace the settings
+        of the checkpoint (`generation`).
 
     Returns:
-      The output of each text: an `Output`, which is a `str` with tokens and rounds.
+      The outputs of the texts, in their order: `num_return_sequences` for each.
 
     Raises:
       InputError: an argument is invalid, or memory does not suffice.
+      TypeError: an argument is unknown.
     """
-    (decoder, tree), found = _decoder(self, Pair.generate, texts, locals()), []
-    for at in range(0, len(texts), batch_size):
-      batch = [*texts[at : at + batch_size]]
-      rows = batch + batch[:1] * (batch_size - len(batch))  # the last batch has the others' shape
-      keys = row_keys(seed, at, batch_size)
-      result = decoder.run(self.params, self.prompt(rows), keys, max_new_tokens=max_new_tokens)
-      result = require_finite(jax.device_get(result))
-      found += [_output(self, result, row, tree) for row in range(len(batch))]
+    _require_known("generate", settings, [*inspect.signature(Pair.generate).parameters][2:-1])
+    require_types(Pair.generate, {k: v for k, v in locals().items() if k != "settings"})
+    config, prefix = self.generation_config(task, settings)
+    texts = [prefix + text for text in _require_texts(texts)]
+    forced = self._forced_tokens(len(texts), decoder_input_ids, decoder_texts)
+    self.require_batch_size(batch_size)
+    require_seed(seed)
+    count = config.num_return_sequences or 1
+    if count > 1 and config.sampling().is_argmax:
+      raise InputError(
+        f"num_return_sequences is {count}, and at temperature 0 all of them would be equal; "
+        "sample, or give num_beams."
+      )
+    size = max(1, batch_size // count)
+    longest = config.max_new_tokens or config.max_length or DEFAULT_NEW_TOKENS
+    decoding = DecodeSettings(config.sampling(), size * count, longest, seed, lenience)
+    run = _Run(self, config, texts, gamma, tree, decoding, logprobs, forced)
+    found: list[Output] = []
+    for start in range(0, len(texts), size):
+      result = run.decode(start, size)
+      num_outputs = min(size, len(texts) - start) * count
+      found += [run.output(result, row) for row in range(num_outputs)]
     return found
 
-  @_explains_unknown_arguments
   def stream(
     self,
     text: str,
     *,
-    gamma: int | Literal["auto"] = 5,
+    gamma: int | Literal["auto"] | None = None,
     tree: Sequence[int] | Literal["auto"] | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    max_new_tokens: int = 128,
     seed: int = 0,
     lenience: float = 1.0,
+    task: str | None = None,
+    **settings: Any,
   ) -> Iterator[str]:
     """Decode one text and yield its output in pieces, at most one piece per round.
 
     The pieces together are the output of `generate` for the same arguments. Each round is a
     separate program, and the host waits for it to end.
     """
-    decoder, _ = _decoder(self, Pair.stream, [text], locals())
-    state = _init(decoder, self.params, self.prompt([text]), row_keys(seed, 0, 1), max_new_tokens)
-    said = ""
-    while not state.done[0]:
-      state = _round(decoder, self.params, state)
-      result = require_finite(jax.device_get(decoder.result(state)))
-      whole = self.vocabulary.decode(np.asarray(result.tokens[0, : result.lengths[0]]))
-      piece = whole.removeprefix(said)
+    _require_known("stream", settings, [*inspect.signature(Pair.stream).parameters][2:-1])
+    require_types(Pair.stream, {k: v for k, v in locals().items() if k != "settings"})
+    config, prefix = self.generation_config(task, settings)
+    if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
+      raise InputError("A stream has one output; give num_beams=1 and num_return_sequences=1.")
+    require_text("text", text)
+    require_seed(seed)
+    longest = config.max_new_tokens or config.max_length or DEFAULT_NEW_TOKENS
+    decoding = DecodeSettings(config.sampling(), 1, longest, seed, lenience)
+    run = _Run(self, config, [prefix + text], gamma, tree, decoding)
+    said, done = "", False
+    for result, done in run.stream():
+      output = run.output(result, 0)
+      done |= output.finish_reason == "stop_string"
+      piece = output.text.removeprefix(said)
       # An incomplete character is held back until it is complete.
-      if piece and (state.done[0] or not whole.endswith("\ufffd")):
+      if piece and (done or not output.text.endswith("\ufffd")):
         yield piece
-        said = whole
+        said = output.text
+      if done:
+        return
 
-  @_explains_unknown_arguments
+  def generation_config(
+    self, task: str | None, settings: Mapping[str, Any]
+  ) -> tuple[GenerationConfig, str]:
+    """Return the settings of a call, and the text that goes before each source.
+
+    Args:
+      task: task of the checkpoint, or None.
+      settings: settings that replace those of the checkpoint.
+
+    Raises:
+      InputError: the checkpoint does not have the task, or a setting is invalid.
+    """
+    defaults = {name: value for name, value in self.generation.items() if name in SETTINGS}
+    prefix = ""
+    if task is not None:
+      if task not in self.tasks:
+        raise InputError(
+          f"task is {task!r:.60}, and {self.target_name} has "
+          f"{'the tasks ' + ', '.join(self.tasks) if self.tasks else 'no tasks'}."
+        )
+      defaults |= {k: v for k, v in self.tasks[task].items() if k in SETTINGS}
+      prefix = self.tasks[task].get("prefix", "")
+    return GenerationConfig.merged(defaults, settings), prefix
+
+  def _forced_tokens(
+    self,
+    count: int,
+    ids: Sequence[Sequence[int]] | None,
+    texts: Sequence[str] | None,
+  ) -> list[list[int]] | None:
+    """Return the tokens that each output continues, without the start token."""
+    if ids is None and texts is None:
+      return None
+    if ids is not None and texts is not None:
+      raise InputError("decoder_input_ids and decoder_texts are given; give one of them.")
+    if texts is not None:
+      rows = [self.vocabulary.encode(text)[:-1] for text in _require_texts(texts)]
+    else:
+      first_tokens, _ = self.target.prompt_tokens(jnp.ones((1, 1), jnp.int32))
+      start = None if self.continues else int(first_tokens[0, 0])
+      rows = [[*row[1:]] if len(row) and row[0] == start else [*row] for row in ids or ()]
+    if len(rows) != count:
+      raise InputError(f"There are {count} texts and {len(rows)} decoder prefixes; give one each.")
+    vocab_size = self.target.vocab_size
+    for row in rows:
+      if not all(0 <= token < vocab_size for token in row):
+        raise InputError(
+          f"A decoder prefix has tokens {row!r:.60}; they lie in 0 to {vocab_size - 1}."
+        )
+    return rows
+
   def beam_search(
     self,
     texts: Sequence[str],
@@ -242,8 +243,8 @@ class Pair(pairs.LoadedPair):
     length_penalty: float = 0.6,
     max_new_tokens: int = 128,
     batch_size: int = 1,
-  ) -> list[list[Candidate]]:
-    """Find the most probable texts for each source with speculative beam search.
+  ) -> list[list[Output]]:
+    """Return the most probable texts for each source, by speculative beam search.
 
     The results are those of t5x's `decoding.beam_search` with the same target.
 
@@ -258,8 +259,8 @@ class Pair(pairs.LoadedPair):
       batch_size: number of sources that are searched together.
 
     Returns:
-      The texts of each source in descending order of their scores. There are `beams` texts, or
-      fewer if fewer ended. Each text is a `Candidate`, which is a `str` with tokens and a score.
+      The texts of each source in descending order of their scores. There are `beams` of them, or
+      fewer if fewer ended. Each has a score.
 
     Raises:
       InputError: see `generate`.
@@ -269,7 +270,7 @@ class Pair(pairs.LoadedPair):
     require_count("gamma", gamma, 0)
     self.require_batch_size(batch_size)
     searcher = self.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
-    candidates: list[list[Candidate]] = []
+    candidates: list[list[Output]] = []
     for start in range(0, len(texts), batch_size):
       batch = [*texts[start : start + batch_size]]
       rows = batch + batch[:1] * (batch_size - len(batch))
@@ -281,52 +282,142 @@ class Pair(pairs.LoadedPair):
         candidates.append([self._candidate(t[:n], score) for t, n, score in outputs if n])
     return candidates[: len(texts)]
 
-  def _candidate(self, tokens: np.ndarray, score: float) -> Candidate:
-    return Candidate(self.vocabulary.decode(tokens), tokens, score)
+  def _candidate(self, tokens: np.ndarray, score: float) -> Output:
+    reason: FinishReason = "eos" if tokens[-1] == self.vocabulary.eos_id else "length"
+    return Output(self.vocabulary.decode(tokens), tokens, reason, score=score)
 
 
-_init = jax.jit(Decoder.init, static_argnames=("self", "max_new_tokens"))
-_round = jax.jit(Decoder.round, static_argnames="self")
+class _Run:
+  """One call of `generate` or `stream`: its decoder, texts and limits."""
+
+  def __init__(
+    self,
+    pair: pairs.LoadedPair,
+    config: GenerationConfig,
+    texts: Sequence[str],
+    gamma: int | str | None,
+    tree: Sequence[int] | str | None,
+    settings: DecodeSettings,
+    logprobs: bool = False,
+    forced: Sequence[Sequence[int]] | None = None,
+  ):
+    self.pair, self.config, self.texts, self.settings = pair, config, texts, settings
+    self.forced, self.logprobs = forced, logprobs
+    self.eos_ids = config.eos_ids(pair.vocabulary.eos_id)
+    self.processors = config.processors(pair.target.vocab_size, self.eos_ids)
+    gamma = 5 if gamma is None else gamma
+    self.tree = resolve_tree(gamma, tree, pair, texts, settings, _LOG.info)
+
+  def decode(self, start: int, size: int) -> DecodeResult:
+    """Decode the texts from `start` on, at most `size` of them."""
+    decoder, prompt, keys, options = self._arguments(start, size)
+    result = decoder.run(self.pair.params, prompt, keys, **options)
+    return require_finite(jax.device_get(result))
+
+  def stream(self) -> Iterator[tuple[DecodeResult, bool]]:
+    """Decode the only text, and yield the result after each round, and whether it is complete."""
+    decoder, prompt, keys, options = self._arguments(0, 1)
+    state = _init(decoder, self.pair.params, prompt, keys, **options)
+    while not state.done[0]:
+      state = _round(decoder, self.pair.params, state)
+      yield require_finite(jax.device_get(decoder.result(state))), bool(state.done[0])
+
+  def _arguments(self, start: int, size: int) -> tuple[Decoder, Any, Any, dict[str, Any]]:
+    """Return the decoder of a batch, and the arguments of `Decoder.run`."""
+    pair, config, count = self.pair, self.config, self.config.num_return_sequences or 1
+    rows = [row if row < len(self.texts) else start for row in range(start, start + size)]
+    texts = [self.texts[row] for row in rows]  # the last batch has the others' shape
+    prompt = pair.prompt(texts, size_of_sources(max(len(pair.encode(text)) for text in texts)))
+    forced = [self.forced[row] if self.forced else () for row in rows for _ in range(count)]
+    num_forced, processors = np.array([*map(len, forced)], np.int32), self.processors
+    if self.forced:
+      processors = (*processors, ForcedPrefix.of(forced))
+    num_before = num_forced
+    if config.max_length is not None:
+      lengths = np.asarray(pair.target.prompt_tokens(prompt)[1])
+      num_before = num_forced + np.repeat(lengths, count)
+    limits = num_forced + np.array(config.new_tokens(num_before.tolist()), np.int32)
+    sampling, lenience = self.settings.sampling, self.settings.lenience
+    eos_ids = self.eos_ids if len(self.eos_ids) > 1 else self.eos_ids[0]
+    decoder = pair.decoder(sampling, self.tree, lenience, eos_ids, processors, self.logprobs)
+    keys = sample_keys(self.settings.seed, start, size, count)
+    options = dict(max_new_tokens=size_of_outputs(int(limits.max())), limit=limits)
+    if self.forced:
+      options["num_forced"] = num_forced
+    if count > 1:
+      options["num_samples"] = count
+    return decoder, prompt, keys, options
+
+  def output(self, result: DecodeResult, row: int) -> Output:
+    """Return the output of a row of a batch."""
+    tokens = np.asarray(result.tokens[row, : result.lengths[row]])
+    decode = self.pair.vocabulary.decode
+    reason: FinishReason = "eos" if len(tokens) and tokens[-1] in self.eos_ids else "length"
+    length = self._length_at_stop_string(tokens)
+    if length is not None:
+      tokens, reason = tokens[:length], "stop_string"
+    emitted = result.rounds.num_emitted[:, row]
+    num_forced = int(emitted.sum() - result.lengths[row])
+    before = np.cumsum(emitted) - emitted
+    ran = (emitted > 0) & (before < len(tokens) + num_forced)
+    rounds = jax.tree.map(lambda of_all: of_all[ran, row], result.rounds)
+    tree = self.pair.guesses(self.settings.sampling, self.tree)
+    parents = () if isinstance(tree, DynamicTree) else tree.parents
+    read = functools.partial(read_rounds, result, row, self.pair.vocabulary.pieces, parents)
+    output = Output(decode(tokens), tokens, reason, rounds, _read=read)
+    if result.log_probs is None:
+      return output
+    model, processed = np.asarray(result.log_probs[row, : len(tokens)]).T
+    return dataclasses.replace(output, logprobs=processed, model_logprobs=model)
+
+  def _length_at_stop_string(self, tokens: np.ndarray) -> int | None:
+    """Return the number of tokens up to the end of the first stop string, or None."""
+    stops = self.config.stop_strings or ()
+    stops = (stops,) if isinstance(stops, str) else stops
+    decode = self.pair.vocabulary.decode
+
+    def has_stop(length: int) -> bool:
+      text = decode(tokens[:length])
+      return any(stop in text for stop in stops)
+
+    if not has_stop(len(tokens)):
+      return None
+    return next(length for length in range(1, len(tokens) + 1) if has_stop(length))
 
 
-def _decoder(
-  pair: pairs.LoadedPair, of: Callable, texts: Sequence[str], asked: Mapping[str, Any]
-) -> tuple[Decoder, AnyTree]:
-  """Check the arguments of `generate` or `stream`.
-
-  Returns:
-    The decoder for these arguments, and the tree that its draft proposes.
-  """
-  require_types(of, asked)
-  _require_texts(texts, "text" if "text" in asked else None)
-  require_seed(asked["seed"])
-  require_count("max_new_tokens", asked["max_new_tokens"])
-  settings = DecodeSettings(
-    Sampling(asked["temperature"], asked["top_k"], asked["top_p"]),
-    asked.get("batch_size", 1),
-    asked["max_new_tokens"],
-    asked["seed"],
-    asked["lenience"],
-  )
-  pair.require_batch_size(settings.batch_size)
-  tree = resolve_tree(asked["gamma"], asked["tree"], pair, texts, settings, _LOG.info)
-  decoder = pair.decoder(settings.sampling, tree, settings.lenience)
-  return decoder, pair.guesses(settings.sampling, tree)
+def sample_keys(seed: int, start: int, size: int, count: int) -> Array:
+  """Return the keys of `count` samples of each text; the first one is that of `row_keys`."""
+  keys = row_keys(seed, start, size)
+  if count == 1:
+    return keys
+  others = jax.vmap(lambda key: jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count)))
+  return others(keys).at[:, 0].set(keys).reshape(-1)
 
 
-def _require_texts(texts: Sequence[str], name: str | None = None) -> None:
-  """Raise InputError unless each text is a string that a vocabulary can encode."""
+def size_of_outputs(limit: int) -> int:
+  """Return the number of tokens that a program has room for: a power of two, up to 4,096."""
+  return max(16, 1 << (limit - 1).bit_length()) if limit <= 4096 else limit
+
+
+def size_of_sources(length: int) -> int:
+  """Return the padded length of sources, of which there are two per power of two."""
+  power = 8
+  while power < length:
+    if power > 8 and power * 3 // 2 >= length:
+      return power * 3 // 2
+    power *= 2
+  return power
+
+
+_init = jax.jit(Decoder.init, static_argnames=("max_new_tokens", "num_samples"))
+_round = jax.jit(Decoder.round)
+
+
+def _require_texts(texts: Sequence[str]) -> Sequence[str]:
+  """Return the texts, or raise InputError unless a vocabulary can encode each of them."""
   for place, text in enumerate(texts):
-    require_text(name or f"texts[{place}]", text)
-
-
-def _output(pair: pairs.LoadedPair, result: DecodeResult, row: int, tree: AnyTree) -> Output:
-  parents = () if isinstance(tree, DynamicTree) else tree.parents
-  tokens = np.asarray(result.tokens[row, : result.lengths[row]])
-  ran = result.rounds.num_emitted[:, row] > 0
-  rounds = jax.tree.map(lambda of_all: of_all[ran, row], result.rounds)
-  read = functools.partial(read_rounds, result, row, pair.vocabulary.pieces, parents)
-  return Output(pair.vocabulary.decode(tokens), tokens, rounds, read)
+    require_text(f"texts[{place}]", text)
+  return texts
 
 
 def _with_compile_cache(load: Callable[P, pairs.LoadedPair]) -> Callable[P, Pair]:
@@ -340,7 +431,18 @@ def _with_compile_cache(load: Callable[P, pairs.LoadedPair]) -> Callable[P, Pair
   def loading(*args: P.args, **kwargs: P.kwargs) -> Pair:
     if not getattr(jax.config, "jax_compilation_cache_dir", None):
       enable_compile_cache(default_cache_dir())
-    return Pair(*load(*args, **kwargs))
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore", pairs.GenerationWarning)
+      pair = Pair(*load(*args, **kwargs))
+    ignored = {name: value for name, value in pair.generation.items() if name not in SETTINGS}
+    if ignored:
+      stated = ", ".join(f"{name} {value!r:.60}" for name, value in ignored.items())
+      warnings.warn(
+        f"The checkpoint {pair.target_path or pair.target_name} sets {stated}. transformers "
+        "applies these in generate; specdec_jax does not support them, so that outputs may differ.",
+        stacklevel=2,
+      )
+    return pair
 
   return loading
 

@@ -41,7 +41,7 @@ class AcceptableTokens(Verifier):
     tree, p = require_static("a lossy verifier", tree), distribution(logits, self.sampling)
     validated_q(tree, proposal, p)  # checks the shapes
     # At temperature 0 more tokens than the argmax are acceptable, by the unadjusted distribution.
-    greedy = self.sampling.temperature == 0
+    greedy = self.sampling.is_argmax
     acceptable = self.acceptable(distribution(logits, Sampling()) if greedy else p)
     accepted = gather_token(take(acceptable, tree.parents), proposal.tokens)
     reached = (accepted[:, None] | ~tree.ancestors[1:, 1:]).all(axis=-1)

@@ -9,6 +9,7 @@ from typing import Any
 from jax import Array
 from jaxtyping import Float, Int, Key
 
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.trees import AnyTree, NodeLayout
 from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
 
@@ -88,6 +89,9 @@ class WrappedDraft(Draft):
   def with_reread(self, num_tokens: int) -> "WrappedDraft":
     super().with_reread(num_tokens)  # raises if this draft stops early
     return dataclasses.replace(self, draft=self.draft.with_reread(num_tokens))
+
+  def with_processors(self, processors: Processors) -> "WrappedDraft":
+    return dataclasses.replace(self, draft=self.draft.with_processors(processors))
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return self.draft.init(params, context, hidden)

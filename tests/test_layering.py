@@ -33,6 +33,8 @@ LAYERS = {
   "core": set(),
   "core.arrays": JAX,
   "core.trees": JAX,
+  "core.settings": JAX,
+  "core.processors": JAX,
   "core.sampling": JAX,
   "core.types": JAX,
   "core.verify": JAX,
@@ -42,6 +44,8 @@ LAYERS = {
   "loading": JAX,
   "adaptive": JAX,
   "lossy_verifiers": JAX,
+  "logits_processors": JAX,
+  "generation": JAX,
   "extended_theory": JAX,
   "kernels": JAX,
   "models": FLAX,
@@ -56,7 +60,8 @@ LAYERS = {
   "records": set(),
   "reporting": {"jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "rich"},
   "measurement": FLAX | {"rich", "rouge_score", "sacrebleu"},
-  "api": JAX | {"rich"},
+  "outputs": {"numpy", "rich"},
+  "api": JAX,
   "exactness": FLAX | {"scipy"},
   "t5x_model": FLAX | {"gin", "seqio", "t5x"},
   "commands": FLAX | {"rich", "sacrebleu"},
@@ -83,6 +88,8 @@ CORE += tuple(layer for layer in LAYERS if layer.startswith("core.")) + (
   "adaptive",
   "lossy_verifiers",
   "extended_theory",
+  "logits_processors",
+  "generation",
   "kernels",
   "models",
   "drafts",
@@ -90,7 +97,7 @@ CORE += tuple(layer for layer in LAYERS if layer.startswith("core.")) + (
 
 
 # Besides the core, the layers that specdec_jax/__init__.py takes public names from.
-PUBLIC = ("execution", "beam_search", "partitioning", "pairs", "api")
+PUBLIC = ("execution", "beam_search", "partitioning", "pairs", "outputs", "api")
 
 
 def imports(source: str) -> set[str]:

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from specdec_jax.checkpoints.pretrained import (
   CONFIG,
-  generation_settings,
   open_arrays,
   read_eos_ids,
+  read_generation,
   require_known,
   require_sizes,
 )
@@ -78,7 +78,7 @@ def open_gpt2(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
       arrays[LOGITS] = arrays[LOGITS].T
       config = dataclasses.replace(config, tied_logits=False)
   eos_ids = read_eos_ids(folder, fields, _EOS_ID)
-  return Checkpoint(folder, config, arrays, None, eos_ids, generation_settings(folder))
+  return Checkpoint(folder, config, arrays, None, eos_ids, read_generation(folder))
 
 
 def _config(folder: str, fields: Mapping[str, Any]) -> GPTConfig:

@@ -16,10 +16,10 @@ from specdec_jax.checkpoints.gpt2 import open_gpt2
 from specdec_jax.checkpoints.pretrained import (
   CONFIG,
   WEIGHTS,
-  generation_settings,
   open_arrays,
   read_config,
   read_eos_ids,
+  read_generation,
   require_known,
   require_sizes,
 )
@@ -97,7 +97,7 @@ def _open_t5(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
   # transformers stores matrices transposed, except for the embedding table.
   arrays = {name: x.T if len(x.shape) == 2 and name != TABLE else x for name, x in arrays.items()}
   eos_ids = read_eos_ids(folder, fields, default=1)
-  return Checkpoint(folder, config, arrays, None, eos_ids, generation_settings(folder))
+  return Checkpoint(folder, config, arrays, None, eos_ids, read_generation(folder))
 
 
 def save_huggingface(folder: str, config: T5Config, params) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from safetensors import SafetensorError, safe_open
 
 from specdec_jax.checkpoints import files
-from specdec_jax.checkpoints.stored import StoredArray, equal
+from specdec_jax.checkpoints.stored import Generation, StoredArray, equal
 from specdec_jax.errors import InputError, require_count
 
 CONFIG = "config.json"
@@ -21,7 +21,8 @@ _INDEX = "model.safetensors.index.json"  # says in which file each array is
 _GENERATION = "generation_config.json"
 _TOKENS = "decoder_start_token_id", "eos_token_id", "pad_token_id"
 # Generation settings that change outputs, with their neutral values. None and [] are neutral too.
-_NEUTRAL = {
+_NEUTRAL: dict[str, Any] = {
+  **dict.fromkeys(("max_length", "max_new_tokens"), None),
   **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
   **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
   **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
@@ -67,24 +68,26 @@ def read_eos_ids(folder: str, fields: Mapping[str, Any], default: int) -> tuple[
   return tuple(dict.fromkeys(eos_ids))
 
 
-def generation_settings(folder: str) -> tuple[str, dict[str, Any]]:
-  """Return the generation settings of a folder that change the output of transformers' `generate`.
-
-  Limits of length are not included, because every call in this package sets its own limit.
-  `task_specific_params` are not included, because transformers applies them only in a pipeline.
-
-  Returns:
-    The name of the file with the settings, and the settings that differ from their neutral values.
-    The file is generation_config.json, or config.json if the former does not exist.
-  """
+def read_generation(folder: str) -> Generation:
+  """Return the settings of generation of a folder."""
   file = _GENERATION if files.is_file(folder, _GENERATION) else CONFIG
-  settings, neutral = _json(folder, file), dict(_NEUTRAL)
+  params = _json(folder, CONFIG).get("task_specific_params") or {}
+  tasks = {
+    task: _effective(given) | {name: x for name, x in given.items() if name == "prefix"}
+    for task, given in params.items()
+  }
+  return Generation(file, _effective(_json(folder, file)), tasks)
+
+
+def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Return the settings that differ from their neutral values."""
+  neutral = dict(_NEUTRAL)
   if settings.get("num_beams") not in (None, 1):
     neutral |= _NEUTRAL_FOR_BEAMS
   if settings.get("do_sample"):
     neutral |= _NEUTRAL_FOR_SAMPLING
   given = {name: settings[name] for name in neutral if settings.get(name) not in (None, [])}
-  return file, {name: value for name, value in given.items() if value != neutral[name]}
+  return {name: value for name, value in given.items() if value != neutral[name]}
 
 
 def _generation_config(folder: str) -> dict[str, Any]:

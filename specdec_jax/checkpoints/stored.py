@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -118,6 +119,21 @@ def split(array: StoredArray, count: int) -> list[StoredArray]:
   return [part(number) for number in range(count)]
 
 
+class Generation(NamedTuple):
+  """Settings of generation of a checkpoint that change the output of transformers' `generate`.
+
+  Attributes:
+    file: file of the settings, generation_config.json or, without it, config.json; "" if there are
+      no settings.
+    settings: those that differ from their neutral values.
+    tasks: `task_specific_params` of config.json: for each task its settings, and its prefix.
+  """
+
+  file: str = ""
+  settings: Mapping[str, Any] = types.MappingProxyType({})
+  tasks: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({})
+
+
 class Checkpoint(NamedTuple):
   """Model on disk; its arrays are listed, but not loaded.
 
@@ -128,7 +144,7 @@ class Checkpoint(NamedTuple):
     arrays: arrays by parameter name, such as `encoder/layers_0/attention/query/kernel`.
     vocabulary: fingerprint of the vocabulary that the model was trained with, if recorded.
     eos_ids: ids of the tokens that end a text, if recorded.
-    generation: result of `pretrained.generation_settings`. This package does not apply it.
+    generation: settings of generation, if recorded.
   """
 
   path: str
@@ -136,7 +152,7 @@ class Checkpoint(NamedTuple):
   arrays: Mapping[str, StoredArray]
   vocabulary: str | None = None
   eos_ids: tuple[int, ...] = ()
-  generation: tuple[str, Mapping[str, Any]] = ("", {})
+  generation: Generation = Generation()
 
   def load(
     self,

@@ -45,17 +45,17 @@ def take(
 
 
 def place_tokens(
-  row: Int[Array, "B T"],
-  block: Int[Array, "B K"],
+  row: Shaped[Array, "B T *rest"],
+  block: Shaped[Array, "B K *rest"],
   start: Int[Array, " B"],
   count: Int[Array, " B"] | int,
-) -> Int[Array, "B T"]:
+) -> Shaped[Array, "B T *rest"]:
   """Return `row` with the first `count` tokens of `block` at slots `start`, `start + 1`, ..."""
   offset = jnp.arange(row.shape[1]) - start[:, None]
   num_placed = count if isinstance(count, int) else count[:, None]
   inside = (offset >= 0) & (offset < num_placed)
   moved = gather(block, jnp.clip(offset, 0, block.shape[1] - 1))
-  return jnp.where(inside, moved, row)
+  return jnp.where(inside.reshape(*inside.shape, *[1] * (row.ndim - 2)), moved, row)
 
 
 def write_slots(

@@ -17,8 +17,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
-from specdec_jax.core.arrays import gather, gather_or_zero, place_tokens, split_rows
-from specdec_jax.core.sampling import split_keys
+from specdec_jax.core.arrays import (
+  gather,
+  gather_or_zero,
+  gather_token,
+  place_tokens,
+  split_rows,
+)
+from specdec_jax.core.processors import Processors, node_prefixes, process
+from specdec_jax.core.sampling import distribution, split_keys
+from specdec_jax.core.settings import Settings, traced
 from specdec_jax.core.trees import (
   AnyTree,
   DynamicTree,
@@ -27,6 +35,7 @@ from specdec_jax.core.trees import (
   require_compilable,
 )
 from specdec_jax.core.types import (
+  AnyArray,
   Context,
   DecodeResult,
   Draft,
@@ -50,6 +59,7 @@ class DecodeState(NamedTuple):
     tokens: committed tokens; slots from `length` on are unused.
     length: number of committed tokens of each row.
     prompt_length: number of committed tokens before the first round.
+    limit: length that no text exceeds.
     done: whether a row has ended.
     rng: key of each row; a round derives its own key from the length.
     target_cache: cache of the target, which holds length - 1 tokens.
@@ -58,12 +68,14 @@ class DecodeState(NamedTuple):
     rounds: data of the rounds so far.
     num_rounds: number of rounds so far.
     not_finite: see `DecodeResult`.
+    log_probs: see `DecodeResult`, at the slots of the tokens.
   """
 
   prompt: Int[Array, "B P"]
   tokens: Int[Array, "B T"]
   length: Int[Array, " B"]
   prompt_length: Int[Array, " B"]
+  limit: Int[Array, " B"]
   done: Bool[Array, " B"]
   rng: Key[Array, " B"]
   target_cache: Any
@@ -72,16 +84,20 @@ class DecodeState(NamedTuple):
   rounds: Rounds
   num_rounds: Int[Array, ""]
   not_finite: Int[Array, " B"]
+  log_probs: Float[Array, "B T 2"] | None = None
 
   @property
   def context(self) -> Context:
     """The part of the state that a draft may read."""
-    return Context(self.prompt, self.tokens, self.length, self.target_cache, self.hidden)
-
-  @property
-  def limit(self) -> Int[Array, " B"]:
-    """Maximum length of a row."""
-    return self.prompt_length + len(self.rounds.num_accepted)
+    return Context(
+      self.prompt,
+      self.tokens,
+      self.length,
+      self.target_cache,
+      self.hidden,
+      self.prompt_length,
+      self.limit,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +122,11 @@ class NullDraft(Draft):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoder:
-  """Speculative decoder: a target, a draft and a verifier. Hashable, so it is static under `jit`.
+class Decoder(Settings):
+  """Speculative decoder: a target, a draft and a verifier.
+
+  It is hashable, and a pytree whose leaves are the values of its settings (`core.settings`), so it
+  may be a static or an ordinary argument of compiled programs.
 
   Attributes:
     target: M_p, the model whose distribution the output has.
@@ -115,15 +134,20 @@ class Decoder:
     verifier: verifier that accepts or rejects draft tokens. Its `sampling` is the sampling method
       of the output. The draft should use the same method to be useful; exactness does not depend on
       it.
-    eos_id: token that ends a text; None to use `target.eos_id`.
+    eos_id: token that ends a text, or several; None to use `target.eos_id`.
+    processors: logits processors of the target, in the order in which they apply. The draft should
+      have the same (`Draft.with_processors`).
+    records_log_probs: whether results have the log-probability of each token.
   """
 
   target: Model
   draft: Draft
   verifier: Verifier
-  eos_id: int | None = None
+  eos_id: int | tuple[int, ...] | None = traced(None)
+  processors: Processors = ()
+  records_log_probs: bool = False
 
-  @functools.partial(jax.jit, static_argnames=("self", "max_new_tokens"))
+  @functools.partial(jax.jit, static_argnames=("max_new_tokens", "num_samples"))
   def run(
     self,
     params: Params,
@@ -131,6 +155,9 @@ class Decoder:
     rng: Key[Array, "*batch"] | Array,
     *,
     max_new_tokens: int,
+    limit: Int[AnyArray, "*rows"] | int | None = None,
+    num_forced: Int[AnyArray, " rows"] | None = None,
+    num_samples: int = 1,
   ) -> DecodeResult:
     """Decode a batch in one jitted program.
 
@@ -140,13 +167,20 @@ class Decoder:
       rng: one key per row, so that a row does not depend on its neighbors; or one key, which is
         split. A key is made by `jax.random.key` or `PRNGKey`.
       max_new_tokens: limit for each row, EOS included.
+      limit: a lower limit, or one per row. It is an argument of the program, which is compiled for
+        each `max_new_tokens`.
+      num_forced: number of tokens at the start of each row that a processor forces, and that belong
+        to the prompt of the decoder. They count against `max_new_tokens` and `limit`, but are not
+        part of the result. None for none.
+      num_samples: number of results per prompt, which follow each other. Everything else that has
+        one entry per row has B * num_samples of them.
 
     Raises:
       InputError: max_new_tokens is not a positive integer, rng does not consist of keys, or the
         memory does not suffice.
     """
     require_count("max_new_tokens", max_new_tokens)
-    state = self.init(params, prompt, rng, max_new_tokens)
+    state = self.init(params, prompt, rng, max_new_tokens, limit, num_forced, num_samples)
     return self.result(self.run_rounds(params, state))
 
   def run_rounds(self, params: Params, state: DecodeState) -> DecodeState:
@@ -168,11 +202,21 @@ class Decoder:
     block = jnp.concatenate([context.last_token[:, None], proposal.tokens], axis=1)
     logits, hidden, cache = self._extend(params.target, state.target_cache, block, tree)
 
+    # Process: the logits at each node are adjusted by the text that ends there.
+    model_logits = logits
+    if self.processors:
+      logits = process(self.processors, logits, node_prefixes(context, proposal.tokens, tree))
+
     # Accept: the longest accepted path, and one token sampled by the target after it.
     verification = self.verifier.verify(verify_rng, tree, proposal, logits)
     finite = _all_finite(logits, proposal.q)
     emitted, num_emitted, ends = self._cut(state, proposal, verification, finite)
     length = state.length + num_emitted
+
+    log_probs = state.log_probs
+    if log_probs is not None:
+      new_log_probs = self._log_probs(model_logits, logits, verification, emitted)
+      log_probs = place_tokens(log_probs, new_log_probs, state.length, num_emitted)
 
     # Commit: the target's cache keeps the accepted path.
     cache = self.target.commit(cache, length - 1, tree, verification.path)
@@ -193,6 +237,7 @@ class Decoder:
       not_finite=jnp.where(
         state.done | finite, state.not_finite, state.length - state.prompt_length
       ),
+      log_probs=log_probs,
     )
 
   def init(
@@ -201,26 +246,39 @@ class Decoder:
     prompt: Int[Array, "B P"],
     rng: Key[Array, "*batch"] | Array,
     max_new_tokens: int,
+    limit: Int[AnyArray, "*rows"] | int | None = None,
+    num_forced: Int[AnyArray, " rows"] | None = None,
+    num_samples: int = 1,
   ) -> DecodeState:
     """Return the state before the first round, after both models have processed the prompt.
 
     The arguments and the errors are those of `run`. Memory is checked while tracing, before
     anything runs.
     """
-    batch, tree = len(prompt), self.draft.tree
+    batch, tree = len(prompt) * num_samples, self.draft.tree
     rng = split_keys(rng, batch)
     require_compilable(tree)
     first, length = self.target.prompt_tokens(prompt)
     # A row at the limit may still write one block, so tokens and caches have K slots to spare.
     num_slots = first.shape[1] + max_new_tokens + tree.num_nodes
     hidden, cache = self.target.prefill(params.target, prompt, num_slots)
+    if num_samples > 1:
+      repeat = functools.partial(jnp.repeat, repeats=num_samples, axis=0)
+      prompt, first, length, hidden, cache = jax.tree.map(
+        repeat, (prompt, first, length, hidden, cache)
+      )
     tokens = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
-    context = Context(prompt, tokens, length, cache, gather_or_zero(hidden, length - 2))
+    most = length + max_new_tokens
+    limit = most if limit is None else jnp.minimum(most, length + limit)
+    prompt_length = length if num_forced is None else length + num_forced
+    last_hidden = gather_or_zero(hidden, length - 2)
+    context = Context(prompt, tokens, length, cache, last_hidden, prompt_length, limit)
     state = DecodeState(
       prompt=prompt,
       tokens=tokens,
       length=length,
-      prompt_length=length,
+      prompt_length=prompt_length,
+      limit=limit,
       done=jnp.zeros(batch, bool),
       rng=rng,
       target_cache=cache,
@@ -229,6 +287,7 @@ class Decoder:
       rounds=empty_rounds(tree, max_new_tokens, batch),
       num_rounds=jnp.zeros((), jnp.int32),
       not_finite=jnp.full(batch, -1, jnp.int32),
+      log_probs=jnp.zeros((batch, num_slots, 2)) if self.records_log_probs else None,
     )
     # One round needs logits of the target at every node, and q of every draft token.
     num_distributions = tree.num_nodes + tree.num_guesses
@@ -241,9 +300,14 @@ class Decoder:
   def result(self, state: DecodeState) -> DecodeResult:
     """Return the new tokens in a state, and the data of its rounds."""
     new = state.prompt_length[:, None] + jnp.arange(len(state.rounds.num_accepted))
-    tokens = jnp.where(new < state.length[:, None], gather(state.tokens, new), 0)
-    lengths = state.length - state.prompt_length
-    return DecodeResult(tokens, lengths, state.rounds, state.num_rounds, state.not_finite)
+    exists = new < state.length[:, None]
+    tokens = jnp.where(exists, gather(state.tokens, new), 0)
+    lengths = jnp.maximum(state.length - state.prompt_length, 0)
+    result = DecodeResult(tokens, lengths, state.rounds, state.num_rounds, state.not_finite)
+    if state.log_probs is None:
+      return result
+    log_probs = jnp.where(exists[..., None], gather(state.log_probs, new), 0)
+    return result._replace(log_probs=log_probs)
 
   def _extend(
     self, params: Any, cache: Any, block: Int[Array, "B K"], tree: AnyTree
@@ -264,6 +328,30 @@ class Decoder:
     branches = [functools.partial(extend_prefix, length) for length in lengths]
     return lax.switch(branch, branches, cache)
 
+  def _log_probs(
+    self,
+    model_logits: Float[Array, "B K V"],
+    logits: Float[Array, "B K V"],
+    verification: Verification,
+    emitted: Int[Array, "B emitted"],
+  ) -> Float[Array, "B emitted 2"]:
+    """Return the log-probabilities of the tokens of a round; see `DecodeResult`."""
+    # Each token was sampled at the node before it.
+    nodes, path = jnp.broadcast_to(jnp.arange(emitted.shape[1]), emitted.shape), verification.path
+    if path is not None:
+      nodes = jnp.pad(path, ((0, 0), (1, 0)))
+
+    def of_emitted(log_probs: Float[Array, "B emitted V"]) -> Float[Array, "B emitted"]:
+      return gather_token(log_probs, jnp.maximum(emitted, 0))
+
+    before = jax.nn.log_softmax(gather(model_logits, nodes).astype(jnp.float32))
+    after = gather(logits, nodes)
+    if self.verifier.sampling.is_argmax:
+      after = jax.nn.log_softmax(after.astype(jnp.float32))
+    else:
+      after = jnp.log(distribution(after, self.verifier.sampling))
+    return jnp.stack([of_emitted(before), of_emitted(after)], axis=-1)
+
   def _cut(
     self,
     state: DecodeState,
@@ -279,14 +367,17 @@ class Decoder:
       The accepted tokens followed by the next one, the number of them that enter the text, and
       whether the row ends.
     """
-    eos_id = self.target.eos_id if self.eos_id is None else self.eos_id
+    eos_ids = jnp.atleast_1d(
+      jnp.asarray(self.target.eos_id if self.eos_id is None else self.eos_id)
+    )
     n, path, guesses = verification.num_accepted, verification.path, proposal.tokens
     if path is not None:
       guesses = gather(guesses, jnp.maximum(path - 1, 0))
     i = jnp.arange(guesses.shape[1] + 1)
     padded = jnp.pad(guesses, ((0, 0), (0, 1)))
     emitted = jnp.where(i < n[:, None], padded, verification.next_token[:, None])
-    is_eos = (emitted == eos_id) & (i <= n[:, None])
+    is_eos = (emitted[..., None] == eos_ids).any(axis=-1) & (i <= n[:, None])
+    is_eos &= state.length[:, None] + i >= state.prompt_length[:, None]  # not in a forced prefix
     num_emitted = jnp.where(is_eos.any(axis=1), is_eos.argmax(axis=1), n) + 1
     num_emitted = jnp.minimum(num_emitted, state.limit - state.length)
     num_emitted = jnp.where(state.done | ~finite, 0, num_emitted)

@@ -22,8 +22,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.arrays import gather_one
+from specdec_jax.core.arrays import gather_one, place_tokens
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.settings import Settings
 from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout
 from specdec_jax.errors import InputError
 
@@ -126,6 +128,8 @@ class Context(NamedTuple):
     target_cache: cache of the target.
     hidden: hidden state from which the target sampled the last committed token; 0 before the first
       round of an encoder-decoder.
+    prompt_length: number of committed tokens before the first round, for logits processors.
+    limit: length that no text exceeds, for logits processors.
   """
 
   prompt: Int[Array, "B P"]
@@ -133,11 +137,18 @@ class Context(NamedTuple):
   length: Int[Array, " B"]
   target_cache: Any
   hidden: Float[Array, "B E"]
+  prompt_length: Int[Array, " B"] | None = None
+  limit: Int[Array, " B"] | None = None
 
   @property
   def last_token(self) -> Int[Array, " B"]:
     """The last committed token of each row."""
     return gather_one(self.tokens, self.length - 1)
+
+  def with_tokens(self, tokens: Int[Array, "B N"]) -> "Context":
+    """Return the context with more tokens, as if they were committed."""
+    placed = place_tokens(self.tokens, tokens, self.length, tokens.shape[1])
+    return self._replace(tokens=placed, length=self.length + tokens.shape[1])
 
 
 class Proposal(NamedTuple):
@@ -175,7 +186,7 @@ class Outcome(NamedTuple):
 
   Attributes:
     proposal: the proposal of the draft.
-    logits: logits of the target at each node.
+    logits: logits of the target at each node, after logits processors.
     hidden: hidden states of the target at each node.
     verification: result of the verifier.
     num_emitted: number of tokens added to the text; those past EOS or the limit are dropped.
@@ -190,8 +201,8 @@ class Outcome(NamedTuple):
   length: Int[Array, " B"]
 
 
-class Draft(abc.ABC):
-  """Approximation model M_q (Section 3.6), which proposes a tree of tokens and their q.
+class Draft(Settings, abc.ABC):
+  """Approximation model M_q (Section 3.6): proposes a tree of tokens and reports q of each.
 
   Attributes:
     tree: tree of the proposals. A dynamic tree gives only its number of tokens and its depth.
@@ -245,6 +256,13 @@ class Draft(abc.ABC):
       raise InputError("A draft that stops early cannot be one of several.")
     return self
 
+  def with_processors(self, processors: Processors) -> "Draft":
+    """Return this draft with the target's logits processors applied to its own logits.
+
+    Drafts without logits do not change: their tokens are verified against the processed p.
+    """
+    return self
+
   def with_independent_siblings(self) -> "Draft":
     """Return a version of this draft that samples siblings independently, with replacement.
 
@@ -265,7 +283,7 @@ class Draft(abc.ABC):
     return None
 
 
-class Verifier(abc.ABC):
+class Verifier(Settings, abc.ABC):
   """Method that accepts or rejects draft tokens.
 
   Attributes:
@@ -338,10 +356,13 @@ class DecodeResult(NamedTuple):
   Attributes:
     tokens: new tokens, EOS included; 0 past the end of a row.
     lengths: number of new tokens of each row, EOS included.
-    rounds: data of the rounds.
-    num_rounds: number of rounds; each has one target forward pass.
-    not_finite: index of the first token for which a logit of the target or a probability of the
-      draft was NaN or infinite; the row ends before that token. -1 if all were finite.
+    rounds: record of the rounds.
+    num_rounds: number of rounds; each is one target forward pass.
+    not_finite: index of the first token that could not be decoded because a logit of the target or
+      a probability of the draft was NaN or infinite; -1 if all were finite. The row ends before it.
+    log_probs: log-probability of each token by the target, in nats: that of the model, and after
+      logits processors and the sampling method (at temperature 0, after processors only). None
+      unless the decoder records them.
   """
 
   tokens: Int[Array, "B T"]
@@ -349,3 +370,4 @@ class DecodeResult(NamedTuple):
   rounds: Rounds
   num_rounds: Int[Array, ""]
   not_finite: Int[Array, " B"]
+  log_probs: Float[Array, "B T 2"] | None = None

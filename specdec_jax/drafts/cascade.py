@@ -9,9 +9,10 @@ import itertools
 from typing import Any
 
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Key
 
-from specdec_jax.core.arrays import place_tokens, split_rows
+from specdec_jax.core.arrays import split_rows
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.trees import Tree, chain, require_chain
 from specdec_jax.core.types import Context, Draft, Proposal
 from specdec_jax.drafts.forest import concatenated
@@ -45,6 +46,10 @@ class CascadeDraft(Draft):
       require_chain("a draft of a cascade", draft.tree)
     object.__setattr__(self, "tree", chain(sum(draft.tree.depth for draft in self.drafts)))
 
+  def with_processors(self, processors: Processors) -> "CascadeDraft":
+    drafts = tuple(draft.with_processors(processors) for draft in self.drafts)
+    return dataclasses.replace(self, drafts=drafts)
+
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return tuple(d.init(p, context, hidden) for d, p in zip(self._rereading_drafts, params))
 
@@ -57,7 +62,7 @@ class CascadeDraft(Draft):
       proposal, draft_state = draft.propose(draft_params, draft_state, context, key)
       proposals.append(proposal)
       states.append(draft_state)
-      context = _with_committed(context, proposal.tokens)
+      context = context.with_tokens(proposal.tokens)
     tokens, q = concatenated(proposals, self.vocab_size)
     return Proposal(tokens, q), tuple(states)
 
@@ -71,10 +76,3 @@ class CascadeDraft(Draft):
     num_before = [0, *itertools.accumulate(depths)]
     most = self.tree.depth + 1
     return [d.with_reread(most + n) for d, n in zip(self.drafts, num_before)]
-
-
-def _with_committed(context: Context, tokens: Int[Array, "B N"]) -> Context:
-  """Return the context with draft tokens appended as if they were committed."""
-  num_tokens = tokens.shape[1]
-  placed = place_tokens(context.tokens, tokens, context.length, num_tokens)
-  return context._replace(tokens=placed, length=context.length + num_tokens)

@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import split_rows
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.trees import Tree, require_static
 from specdec_jax.core.types import Context, Draft, Proposal
 from specdec_jax.errors import InputError
@@ -46,6 +47,10 @@ class ForestDraft(Draft):
     if not self.drafts:
       raise InputError("There are no drafts to merge.")
     object.__setattr__(self, "tree", joined_at_root(self._trees)[0])
+
+  def with_processors(self, processors: Processors) -> "ForestDraft":
+    drafts = tuple(draft.with_processors(processors) for draft in self.drafts)
+    return dataclasses.replace(self, drafts=drafts)
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     each = zip(self._rereading_drafts, params, strict=True)

@@ -83,6 +83,7 @@ class HierarchicalDraft(Draft):
       tokens=place_tokens(context.tokens, first[:, None], context.length, 1),
       length=length,
       prompt_length=length,
+      limit=length + limit,
       done=jnp.zeros(batch, bool),
       rng=rng,
       target_cache=self.model.commit(cache, context.length),

@@ -94,7 +94,7 @@ class LayerSkipDraft(WrappedDraft):
     if hasattr(cache, "cross"):
       cache = cache.replace(cross=self._select(cache.cross))
     logits, _, cache = self.draft.model.extend(params, cache, context.last_token[:, None])
-    return self.draft.propose_after(params, cache, logits[:, 0], rng)[0], state
+    return self.draft.propose_after(params, cache, context, logits[:, 0], rng)[0], state
 
   def _select(self, per_layer: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(per_layer[layer] for layer in self.layers)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.beam_search.drafts import ModelBeamDraft
 from specdec_jax.core.arrays import gather, gather_one, split_rows
+from specdec_jax.core.processors import Processors, node_prefixes, process, text_prefixes
 from specdec_jax.core.sampling import Sampling, sample_logits, sample_siblings
 from specdec_jax.core.trees import Tree
 from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
@@ -28,8 +29,9 @@ class ModelDraft(Draft):
     tree: tree of the proposals; drafting takes `depth` forward passes.
     independent: whether siblings are sampled independently, with duplicates (SpecInfer, SpecTr),
       instead of without replacement.
-    reread: number of last committed tokens that the first forward pass of a round covers. 2 suffice
-      unless rounds commit tokens of different drafts (`drafts.forest`).
+    reread: number of tokens in the first forward pass of a round, which ends with the last
+      committed token. 2 suffices unless rounds commit tokens of other drafts (`drafts.forest`).
+    processors: logits processors, which apply to the model's logits.
 
   Raises:
     InputError: the tree has no draft tokens.
@@ -40,12 +42,16 @@ class ModelDraft(Draft):
   tree: Tree
   independent: bool = False
   reread: int = 2
+  processors: Processors = ()
 
   def __post_init__(self):
     require_count("gamma", self.tree.depth)
 
   def with_reread(self, num_tokens: int) -> "ModelDraft":
     return dataclasses.replace(self, reread=num_tokens)
+
+  def with_processors(self, processors: Processors) -> "ModelDraft":
+    return dataclasses.replace(self, processors=processors)
 
   def with_independent_siblings(self) -> "ModelDraft":
     return dataclasses.replace(self, independent=True)
@@ -80,46 +86,82 @@ class ModelDraft(Draft):
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     logits, _, cache = extend_last_tokens(self.model, params, state, context, self.reread)
-    return self.propose_after(params, cache, logits, rng)
+    return self.propose_after(params, cache, context, logits, rng)
 
   def propose_after(
-    self, params: Any, cache: Any, logits: Float[Array, "B V"], rng: Key[Array, " B"]
+    self,
+    params: Any,
+    cache: Any,
+    context: Context,
+    logits: Float[Array, "B V"],
+    rng: Key[Array, " B"],
   ) -> tuple[Proposal, Any]:
     """Propose tokens, given logits at the last committed token.
 
     The cache holds that token in the first slot past its length.
     """
     propose = self._propose_chain if self.tree.is_chain else self._propose_tree
-    return propose(params, cache, logits, rng)
+    return propose(params, cache, context, logits, rng)
+
+  def sample_next(
+    self, rng: Key[Array, " B"], context: Context, logits: Float[Array, "B V"]
+  ) -> tuple[Int[Array, " B"], Float[Array, "B V"], Int[Array, "B T"]]:
+    """Return the token after the text of a context, its q, and the text with it.
+
+    Only logits processors need the text; without them it does not change.
+    """
+    if self.processors:
+      logits = process(self.processors, logits[:, None], text_prefixes(context))[:, 0]
+    token, q = sample_logits(rng, logits, self.sampling)
+    return (
+      token,
+      q,
+      context.with_tokens(token[:, None]).tokens if self.processors else context.tokens,
+    )
 
   def _propose_chain(
-    self, params: Any, cache: Any, logits: Float[Array, "B V"], rng: Key[Array, " B"]
+    self,
+    params: Any,
+    cache: Any,
+    context: Context,
+    logits: Float[Array, "B V"],
+    rng: Key[Array, " B"],
   ) -> tuple[Proposal, Any]:
     """Sample a chain, one token at a time."""
     gamma = self.tree.depth
     keys = split_rows(rng, gamma)
-    first, first_q = sample_logits(keys[0], logits, self.sampling)
+    first, first_q, text = self.sample_next(keys[0], context, logits)
 
     def step(carry, node_and_key):
-      cache, guess = carry
+      cache, guess, text = carry
       node, key = node_and_key
       logits, _, cache = self.model.extend(params, cache, guess[:, None], self.tree, node)
-      guess, q = sample_logits(key, logits[:, 0], self.sampling)
-      return (cache, guess), (guess, q)
+      after = context._replace(tokens=text, length=context.length + node)
+      guess, q, text = self.sample_next(key, after, logits[:, 0])
+      return (cache, guess, text), (guess, q)
 
     nodes = jnp.arange(1, gamma)
-    (cache, _), (guesses, q) = lax.scan(step, (cache, first), (nodes, keys[1:]))
+    (cache, *_), (guesses, q) = lax.scan(step, (cache, first, text), (nodes, keys[1:]))
     guesses = jnp.concatenate([first[None], guesses])  # [gamma, B]
     q = jnp.concatenate([first_q[None], q])  # [gamma, B, V]
     return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), cache
 
   def _propose_tree(
-    self, params: Any, cache: Any, logits: Float[Array, "B V"], rng: Key[Array, " B"]
+    self,
+    params: Any,
+    cache: Any,
+    context: Context,
+    logits: Float[Array, "B V"],
+    rng: Key[Array, " B"],
   ) -> tuple[Proposal, Any]:
     """Sample a tree, one level at a time."""
     tree, level_logits = self.tree, logits[:, None]  # [B, nodes of the level, V]
-    tokens, q, parent_level = [], [], 0
+    tokens, q, parent_level = [context.tokens[:, :0]], [], 0
     for (first, last), level_keys in zip(tree.levels, split_rows(rng, tree.depth)):
+      if self.processors:
+        guesses = jnp.concatenate(tokens, axis=1)
+        prefixes = node_prefixes(context, guesses, tree, parent_level, first)
+        level_logits = process(self.processors, level_logits, prefixes)
       counts = [tree.parents.count(node) for node in range(parent_level, first)]
       level_tokens, level_q = sample_siblings(
         level_keys, level_logits, self.sampling, counts, self.independent

@@ -16,7 +16,6 @@ from jax import Array, lax
 from jaxtyping import Float, Key
 
 from specdec_jax.core.arrays import split_rows
-from specdec_jax.core.sampling import sample_logits
 from specdec_jax.core.trees import require_chain
 from specdec_jax.core.types import Context, Proposal
 from specdec_jax.drafts.model import ModelDraft, extend_last_tokens
@@ -52,10 +51,10 @@ class StoppingDraft(WrappedDraft):
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    model, sampling, gamma = self.draft.model, self.draft.sampling, self.tree.depth
+    model, gamma = self.draft.model, self.tree.depth
     logits, _, cache = extend_last_tokens(model, params, state, context, self.draft.reread)
     keys = split_rows(rng, gamma)
-    first, first_q = sample_logits(keys[0], logits, sampling)
+    first, first_q, text = self.draft.sample_next(keys[0], context, logits)
     tokens = jnp.full((len(logits), gamma), -1).at[:, 0].set(first)
     q = jnp.zeros((*tokens.shape, logits.shape[-1])).at[:, 0].set(first_q)
 
@@ -64,16 +63,17 @@ class StoppingDraft(WrappedDraft):
       return (num_proposed < gamma) & (reach_probability >= self.threshold).any()
 
     def step(carry):
-      num_proposed, cache, guess, reach_probability, tokens, q = carry
+      num_proposed, cache, guess, reach_probability, text, tokens, q = carry
       logits, _, cache = model.extend(params, cache, guess[:, None], self.tree, num_proposed)
-      guess, guess_q = sample_logits(keys[num_proposed], logits[:, 0], sampling)
+      after = context._replace(tokens=text, length=context.length + num_proposed)
+      guess, guess_q, text = self.draft.sample_next(keys[num_proposed], after, logits[:, 0])
       continues = reach_probability >= self.threshold
       tokens = tokens.at[:, num_proposed].set(jnp.where(continues, guess, -1))
       q = q.at[:, num_proposed].set(jnp.where(continues[:, None], guess_q, 0.0))
       reach_probability = reach_probability * confidence(logits[:, 0])
-      return num_proposed + 1, cache, guess, reach_probability, tokens, q
+      return num_proposed + 1, cache, guess, reach_probability, text, tokens, q
 
-    carry = jnp.ones((), jnp.int32), cache, first, confidence(logits), tokens, q
+    carry = jnp.ones((), jnp.int32), cache, first, confidence(logits), text, tokens, q
     _, cache, *_, tokens, q = lax.while_loop(any_row_continues, step, carry)
     return Proposal(tokens, q), cache
 

@@ -78,7 +78,7 @@ def start_calls(
   ]
 
 
-_init = jax.jit(Decoder.init, static_argnames=("self", "max_new_tokens"))
+_init = jax.jit(Decoder.init, static_argnames="max_new_tokens")
 
 
 def round_calls(

@@ -13,6 +13,7 @@ from specdec_jax.pairs.composed import (
 from specdec_jax.pairs.load import (
   ASSETS,
   EMBEDDED,
+  GenerationWarning,
   asset,
   checkpoint_draft,
   is_bundled,
@@ -27,6 +28,7 @@ __all__ = [
   "ASSETS",
   "EMBEDDED",
   "DraftFactory",
+  "GenerationWarning",
   "LoadedPair",
   "asset",
   "cascade_draft",

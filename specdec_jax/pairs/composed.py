@@ -216,9 +216,7 @@ def draft_sampling(
 
   def build(sampling: Sampling, tree: AnyTree) -> Draft:
     # At temperature 0 the most probable token is the best guess for any q.
-    draft_sampling = (
-      dataclasses.replace(sampling, **given) if sampling.temperature > 0 else sampling
-    )
+    draft_sampling = dataclasses.replace(sampling, **given) if not sampling.is_argmax else sampling
     return factory.build(draft_sampling, tree)
 
   words = ", ".join(

@@ -98,7 +98,16 @@ def load_pair(
   config, target_params = load(
     "target", target, shardings=shardings, stored_weights=stored_weights, opened=of_target
   )
-  _warn_of_generation(of_target, words)
+  generation = _generation(of_target, words)
+  if generation:
+    stated = ", ".join(f"{name} {value!r:.60}" for name, value in generation.items())
+    warnings.warn(
+      f"{of_target.path}/{of_target.generation.file} sets {stated}. transformers applies these in "
+      "generate, and so does Pair.generate; the commands of specdec do not, so that outputs may "
+      "differ.",
+      GenerationWarning,
+      stacklevel=2,
+    )
   opened = None
   if not callable(draft):
     opened = open_checkpoint(draft)
@@ -142,6 +151,8 @@ def load_pair(
     kernels=config.kernels + ("+bfloat16" if halved else ""),
     continues=not config.has_encoder,
     verifier=verifier,
+    generation=generation,
+    tasks=of_target.generation.tasks,
   )
 
 
@@ -173,21 +184,15 @@ def asset(name: str) -> str:
   return str(ASSETS / name)
 
 
-def _warn_of_generation(checkpoint: Checkpoint, words: Vocabulary) -> None:
-  """Warn if a checkpoint has generation settings that transformers applies but not this package."""
-  file, settings = checkpoint.generation
-  others = [i for i in checkpoint.eos_ids if i != words.eos_id and i < len(words)]
-  if others:
-    settings = {**settings, "eos_token_id": [*checkpoint.eos_ids]}
-  if not settings:
-    return
-  stated = ", ".join(f"{name} {value!r:.60}" for name, value in settings.items())
-  ends = f" A text ends at token {words.eos_id} only." if others else ""
-  warnings.warn(
-    f"{checkpoint.path}/{file} sets {stated}. transformers applies these in generate; specdec_jax "
-    f"does not, so that outputs may differ.{ends}",
-    stacklevel=3,
-  )
+class GenerationWarning(UserWarning):
+  """Settings of generation of a checkpoint that the caller may not apply."""
+
+
+def _generation(checkpoint: Checkpoint, words: Vocabulary) -> dict[str, Any]:
+  """Return the settings of generation of a checkpoint; a list of EOS is one of them."""
+  eos_ids = [eos_id for eos_id in checkpoint.eos_ids if eos_id < len(words)]
+  several = {"eos_token_id": eos_ids} if {*eos_ids} - {words.eos_id} else {}
+  return {**checkpoint.generation.settings, **several}
 
 
 def is_bundled(target: str) -> bool:

@@ -1,7 +1,8 @@
 """Pair of a target and a draft that share a vocabulary, ready to decode."""
 
 import functools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jax import Array
 
 from specdec_jax.beam_search import BeamDraft, BeamSearcher, NullBeamDraft, TreeBeamDraft
 from specdec_jax.core.decode import Decoder, NullDraft
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
 from specdec_jax.core.types import DecodeResult, Draft, Model, Params, Verifier
@@ -45,8 +47,11 @@ class LoadedPair(NamedTuple):
     continues: whether the target is decoder-only and continues its prompt.
     verifier: verifier that accepts or rejects draft tokens: a class of `core.verify`, or a function
       from a sampling method to a verifier.
-    target_path: path of the checkpoint of the target, for records; None if it has no checkpoint.
-    draft_path: path of the checkpoint of the draft, for records; None if it has no checkpoint.
+    target_path: checkpoint of the target, for records; None if it has none.
+    draft_path: checkpoint of the draft, for records; None if it has none.
+    generation: settings of generation of the target's checkpoint, fields of `GenerationConfig`.
+    tasks: `task_specific_params` of the target's checkpoint: for each task such settings, and a
+      `prefix` of each source.
   """
 
   target: Model
@@ -65,6 +70,8 @@ class LoadedPair(NamedTuple):
   verifier: Callable[[Sampling], Verifier] = TokenVerifier
   target_path: str | None = None
   draft_path: str | None = None
+  generation: Mapping[str, Any] = types.MappingProxyType({})
+  tasks: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({})
 
   def __repr__(self) -> str:
     models = (
@@ -105,7 +112,9 @@ class LoadedPair(NamedTuple):
     sampling: Sampling,
     tree: AnyTree,
     lenience: float = 1.0,
-    eos_id: int | None = None,
+    eos_id: int | tuple[int, ...] | None = None,
+    processors: Processors = (),
+    logprobs: bool = False,
   ) -> Decoder:
     """Return the speculative decoder of this pair. Its methods take the parameters `params`.
 
@@ -114,14 +123,17 @@ class LoadedPair(NamedTuple):
       tree: tree of draft tokens; `chain(gamma)` for the paper's algorithm. If the tree has no draft
         tokens, decoding is autoregressive.
       lenience: lenience of the verifier (Appendix A.5); 1 is exact.
-      eos_id: token that ends a text; None to use the EOS of the vocabulary.
+      eos_id: token that ends a text, or several; None for the vocabulary's.
+      processors: logits processors, of the target and of drafts that have logits.
+      logprobs: whether results have log-probabilities.
 
     Raises:
       InputError: the verifier cannot verify the proposals of the draft.
     """
     eos_id = self.vocabulary.eos_id if eos_id is None else eos_id
     if not tree.num_guesses:
-      return Decoder(self.target, NullDraft(), TokenVerifier(sampling), eos_id)
+      verifier = TokenVerifier(sampling)
+      return Decoder(self.target, NullDraft(), verifier, eos_id, processors, logprobs)
     verifier, draft = self.verifier_for(sampling, lenience), self.draft(sampling, tree)
     if verifier.needs_independent_siblings and not tree.is_chain:
       try:
@@ -136,7 +148,9 @@ class LoadedPair(NamedTuple):
         f"{self.draft_name} stops early, and {type(verifier).__name__} cannot verify tokens that "
         "were not proposed; use TokenVerifier."
       )
-    return Decoder(self.target, draft, verifier, eos_id)
+    if processors:
+      draft = draft.with_processors(processors)
+    return Decoder(self.target, draft, verifier, eos_id, processors, logprobs)
 
   def decode_fn(
     self,

@@ -67,7 +67,7 @@ class TokenVerifier(Verifier):
       if self.lenience < 1:
         raise InputError("A dynamic tree is verified without lenience; use lenience 1.")
       return verify_selected(rng, tree, proposal.tokens, p)
-    if self.sampling.temperature == 0 and self.lenience < 1:
+    if self.sampling.is_argmax and self.lenience < 1:
       parent_logits = take(logits, tree.parents)
       always_accepted = within_lenience(parent_logits, proposal.tokens, self.lenience)
     return verify(rng, tree, proposal, p, self.lenience, always_accepted)

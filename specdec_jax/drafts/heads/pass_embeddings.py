@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, split_rows
+from specdec_jax.core.processors import Processors, process, text_prefixes
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, Tree, require_chain
 from specdec_jax.core.types import Context, Draft, Proposal
@@ -40,6 +41,7 @@ class PaSSDraft(Draft):
     target: configuration of the target.
     sampling: sampling method, which turns logits into q.
     tree: a chain.
+    processors: logits processors, which apply to the logits.
 
   Raises:
     InputError: the tree is not a chain, or there are too few embeddings for its depth.
@@ -49,11 +51,15 @@ class PaSSDraft(Draft):
   target: Config
   sampling: Sampling
   tree: Tree
+  processors: Processors = ()
   reads_target_cache = True
 
   def __post_init__(self):
     require_chain("a draft by look-ahead embeddings", self.tree)
     require_depth(self.config, self.tree.depth)
+
+  def with_processors(self, processors: Processors) -> "PaSSDraft":
+    return dataclasses.replace(self, processors=processors)
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
@@ -66,10 +72,16 @@ class PaSSDraft(Draft):
     block = jnp.concatenate([embedded, ahead], axis=1).astype(self.target.activations)
     module, cache = module_of(self.target), target_cache(context)
     logits, _, _ = module.apply({"params": target_params}, cache, block, method="extend_embedded")
-    keys = split_rows(rng, gamma)
-    sampled = [sample_logits(keys[i], logits[:, i], self.sampling) for i in range(gamma)]
-    tokens, q = (jnp.stack(field, axis=1) for field in zip(*sampled))
-    return Proposal(tokens, q), state
+    tokens, q = [], []
+    for i, key in enumerate(split_rows(rng, gamma)):
+      next_logits = logits[:, i]
+      if self.processors:
+        next_logits = process(self.processors, next_logits[:, None], text_prefixes(context))[:, 0]
+      token, token_q = sample_logits(key, next_logits, self.sampling)
+      context = context.with_tokens(token[:, None])
+      tokens.append(token)
+      q.append(token_q)
+    return Proposal(jnp.stack(tokens, axis=1), jnp.stack(q, axis=1)), state
 
 
 @dataclasses.dataclass(frozen=True)

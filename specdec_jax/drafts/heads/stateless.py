@@ -21,6 +21,7 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, split_rows, take
+from specdec_jax.core.processors import Processors, node_prefixes, process
 from specdec_jax.core.sampling import Sampling, sample_siblings
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import Context, Draft, Proposal
@@ -148,8 +149,8 @@ class SpeculatorDraft(Draft):
     target: configuration of the target.
     sampling: sampling method, which turns logits into q.
     tree: tree of the proposals.
-    width: number of nodes per level of a dynamic tree that are expanded, and number of children of
-      each that become candidates; not used for static trees.
+    width: for a dynamic tree, number of nodes of a level that have children, and of children each.
+    processors: logits processors, which apply to the logits of a static tree.
 
   Raises:
     InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
@@ -161,12 +162,16 @@ class SpeculatorDraft(Draft):
   sampling: Sampling
   tree: AnyTree
   width: int = 8
+  processors: Processors = ()
 
   def __post_init__(self):
     if not self.head.module_class.any_depth:
       require_depth(self.head.config, self.tree.depth)
     if isinstance(self.tree, DynamicTree):
       require_candidates(self.tree, self.width)
+
+  def with_processors(self, processors: Processors) -> "SpeculatorDraft":
+    return dataclasses.replace(self, processors=processors)
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
@@ -198,9 +203,13 @@ class SpeculatorDraft(Draft):
       logits, states = step(states, 0, previous)
       return grow(tree, self.width, logits[:, 0], step_from, states)[0], state
     keys = split_rows(rng, tree.depth)
-    tokens, q, parent_level = [], [], 0
+    tokens, q, parent_level = [context.tokens[:, :0]], [], 0
     for level, (first, last) in enumerate(tree.levels):
       logits, states = step(states, level, previous)
+      if self.processors:
+        guesses = jnp.concatenate(tokens, axis=1)
+        prefixes = node_prefixes(context, guesses, tree, parent_level, first)
+        logits = process(self.processors, logits, prefixes)
       counts = [tree.parents.count(node) for node in range(parent_level, first)]
       previous, level_q = sample_siblings(keys[level], logits, self.sampling, counts)
       states = take(states, [tree.parents[node - 1] - parent_level for node in range(first, last)])

@@ -1,0 +1,241 @@
+"""Logits processors with the names and definitions of transformers, in fixed shapes.
+
+Each of them is a function of the logits at a node and of the text that ends there
+(`core.processors`), so that speculative decoding with processors has the outputs of autoregressive
+decoding with them.
+
+Axis letters as in `core.types`, and n sequences, M tokens of the longest sequence.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
+
+from specdec_jax.core.processors import LogitsProcessor, Prefixes
+from specdec_jax.core.settings import HashableArray, traced
+
+_ANY = -1  # matches every token at the beginning of a shorter sequence
+_NONE = -2  # token before the beginning of a text; matches no token
+
+
+@dataclasses.dataclass(frozen=True)
+class RepetitionPenalty(LogitsProcessor):
+  """Penalty for tokens that occur in the text (Keskar et al., 2019).
+
+  Positive logits are divided by the penalty, and negative logits are multiplied by it.
+
+  Attributes:
+    penalty: above 1 to discourage repetition.
+    of_prompt: whether tokens count that occur in the prompt, instead of those in the text. That is
+      `encoder_repetition_penalty` of transformers with the inverse of the penalty. Padding does not
+      count, which transformers counts in a batch.
+  """
+
+  penalty: float = traced(1.0)
+  of_prompt: bool = False
+
+  def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
+    tokens = prefixes.prompt[:, None] if self.of_prompt else prefixes.tokens
+    exists = tokens != 0 if self.of_prompt else _is_text(prefixes)
+    occurs = _occurring(tokens, exists, logits.shape[-1])
+    penalized = jnp.where(logits < 0, logits * self.penalty, logits / self.penalty)
+    return jnp.where(occurs, penalized, logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoRepeatNgram(LogitsProcessor):
+  """Exclude tokens that would repeat an n-gram of the text.
+
+  Attributes:
+    size: n.
+    of_prompt: whether n-grams of the prompt must not be repeated, instead of those of the text
+      (`encoder_no_repeat_ngram_size` of transformers).
+  """
+
+  size: int = traced(0)
+  of_prompt: bool = False
+
+  def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
+    tokens = prefixes.prompt[:, None] if self.of_prompt else prefixes.tokens
+    exists = tokens != 0 if self.of_prompt else _is_text(prefixes)
+    positions = jnp.arange(tokens.shape[-1])
+
+    def match_one_more(i: Any, matches: Bool[Array, "B K T"]) -> Bool[Array, "B K T"]:
+      """Require that the tokens i places before equal the i-th last token of the text."""
+      before = jnp.take(tokens, jnp.maximum(positions - i, 0), axis=2)
+      return matches & (before == _token_before_end(prefixes, i))
+
+    # Position j completes an n-gram if the n - 1 tokens before it are the last ones of the text.
+    enough = (positions >= self.size - 1) & (prefixes.length >= self.size - 1)[..., None]
+    matches = lax.fori_loop(1, self.size, match_one_more, exists & enough)
+    tokens = jnp.broadcast_to(tokens, matches.shape)
+    return jnp.where(_occurring(tokens, matches, logits.shape[-1]), -jnp.inf, logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceBias(LogitsProcessor):
+  """Add a bias to the last token of a sequence if the text ends with the tokens before it.
+
+  As in transformers, a sequence of several tokens has no effect before the text has as many tokens.
+
+  Attributes:
+    sequences: tokens [n, M], aligned at their end and filled up with -1.
+    biases: bias [n] of each sequence; -inf excludes its last token.
+  """
+
+  sequences: HashableArray = traced(HashableArray(np.zeros((0, 1), np.int32)))
+  biases: HashableArray = traced(HashableArray(np.zeros(0, np.float32)))
+
+  @classmethod
+  def of(cls, biases: Mapping[tuple[int, ...], float]) -> "SequenceBias":
+    """Return the processor for a bias per sequence, padded so that few programs are compiled."""
+    longest = _round_up(max(map(len, biases)))
+    sequences = np.full((_round_up(len(biases)), longest), _ANY, np.int32)
+    values = np.zeros(len(sequences), np.float32)
+    for row, (sequence, bias) in enumerate(biases.items()):
+      sequences[row, longest - len(sequence) :], values[row] = sequence, bias
+    sequences[len(biases) :, -1] = 0  # with a bias of 0
+    return cls(HashableArray(sequences), HashableArray(values))
+
+  @classmethod
+  def excluding(cls, sequences: Sequence[Sequence[int]]) -> "SequenceBias":
+    """Return the processor that excludes sequences (`bad_words_ids`, `suppress_tokens`)."""
+    return cls.of({tuple(sequence): -np.inf for sequence in sequences})
+
+  def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
+    sequences, biases = jnp.asarray(self.sequences), jnp.asarray(self.biases)
+    before, last = sequences[:, :-1], sequences[:, -1]
+    num_before = before.shape[1]
+    ends = [_token_before_end(prefixes, i) for i in range(num_before, 0, -1)]
+    matches = jnp.ones((*prefixes.length.shape, len(last)), bool)
+    for i, end in enumerate(ends):
+      matches &= (before[:, i] == _ANY) | (before[:, i] == end)
+    lengths = (sequences != _ANY).sum(axis=1)
+    matches &= (lengths == 1) | (lengths <= prefixes.length[..., None])
+    return logits.at[:, :, last].add(jnp.where(matches, biases, 0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class MinLength(LogitsProcessor):
+  """Exclude EOS before a text has a minimum length.
+
+  Attributes:
+    min_length: minimum length in tokens; for T5 the start token counts.
+    min_new_tokens: minimum number of generated tokens.
+    eos_ids: tokens that end a text.
+  """
+
+  min_length: int = traced(0)
+  min_new_tokens: int = traced(0)
+  eos_ids: HashableArray = traced(HashableArray(np.zeros(0, np.int32)))
+
+  def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
+    num_new = prefixes.length - prefixes.prompt_length[:, None]
+    short = (prefixes.length < self.min_length) | (num_new < self.min_new_tokens)
+    excluded = short[..., None] & _among(self.eos_ids, logits.shape[-1])
+    return jnp.where(excluded, -jnp.inf, logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForcedTokens(LogitsProcessor):
+  """Allow certain tokens only as the first or the last token of a text.
+
+  Attributes:
+    first: token after the start token (`forced_bos_token_id`); none by default.
+    last: tokens of which one is the last token of a text at its limit (`forced_eos_token_id`); none
+      by default.
+  """
+
+  first: HashableArray | None = traced(None)
+  last: HashableArray | None = traced(None)
+
+  def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
+    at_start = prefixes.length == 1
+    at_end = prefixes.length == prefixes.limit[:, None] - 1
+    for tokens, is_forced in ((self.first, at_start), (self.last, at_end)):
+      if tokens is not None:
+        forced = jnp.where(_among(tokens, logits.shape[-1]), 0.0, -jnp.inf)
+        logits = jnp.where(is_forced[..., None], forced, logits)
+    return logits
+
+
+@dataclasses.dataclass(frozen=True)
+class ForcedPrefix(LogitsProcessor):
+  """Force the first tokens of each text: a prompt of the decoder.
+
+  Attributes:
+    tokens: the tokens [B, F] of each row, filled up with -1.
+  """
+
+  tokens: HashableArray = traced(HashableArray(np.zeros((1, 0), np.int32)))
+
+  @classmethod
+  def of(cls, rows: Sequence[Sequence[int]]) -> "ForcedPrefix":
+    """Return the processor for the tokens of each row."""
+    tokens = np.full((len(rows), _round_up(max(1, *map(len, rows)))), _ANY, np.int32)
+    for row, prefix in enumerate(rows):
+      tokens[row, : len(prefix)] = prefix
+    return cls(HashableArray(tokens))
+
+  def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
+    tokens = jnp.asarray(self.tokens)
+    index = prefixes.length - prefixes.prompt_length[:, None] + (tokens >= 0).sum(axis=1)[:, None]
+    token = jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1)
+    is_forced = prefixes.length < prefixes.prompt_length[:, None]
+    forced = jnp.where(token[..., None] == jnp.arange(logits.shape[-1]), 0.0, -jnp.inf)
+    return jnp.where(is_forced[..., None], forced, logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionProcessor(LogitsProcessor):
+  """Adjustment by a function of the logits of one token and of the text before it.
+
+  Attributes:
+    function: JAX function of (logits [V], tokens [T], length) that returns logits [V]. Tokens are 0
+      from `length` on. It must depend on its arguments only.
+  """
+
+  function: Callable[[Array, Array, Array], Array]
+
+  def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
+    of_rows = jax.vmap(jax.vmap(self.function))
+    return of_rows(logits, prefixes.tokens, prefixes.length)
+
+
+def _is_text(prefixes: Prefixes) -> Bool[Array, "B K T"]:
+  """Return which slots hold a token of the text."""
+  return jnp.arange(prefixes.tokens.shape[-1]) < prefixes.length[..., None]
+
+
+def _token_before_end(prefixes: Prefixes, i: Any) -> Int[Array, "B K 1"]:
+  """Return the i-th last token of each text."""
+  index = (prefixes.length - i)[..., None]
+  token = jnp.take_along_axis(prefixes.tokens, jnp.maximum(index, 0), axis=2)
+  return jnp.where(index < 0, _NONE, token)
+
+
+def _occurring(
+  tokens: Int[Array, "B K T"], exists: Bool[Array, "B K T"], vocab_size: int
+) -> Bool[Array, "B K {vocab_size}"]:
+  """Return which tokens of the vocabulary occur among `tokens`, where `exists` is true."""
+
+  def occurring(row: Int[Array, " T"]) -> Bool[Array, " {vocab_size}"]:
+    return jnp.zeros(vocab_size, bool).at[row].set(True, mode="drop")
+
+  return jax.vmap(jax.vmap(occurring))(jnp.where(exists, tokens, vocab_size))
+
+
+def _among(tokens: Any, vocab_size: int) -> Bool[Array, " {vocab_size}"]:
+  """Return which tokens of the vocabulary are among `tokens`."""
+  return (jnp.arange(vocab_size)[:, None] == jnp.asarray(tokens)).any(axis=1)
+
+
+def _round_up(count: int) -> int:
+  """Return the next power of two."""
+  return 1 << (count - 1).bit_length()
