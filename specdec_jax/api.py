@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from specdec_jax import pairs
+from specdec_jax.beam_search import BeamSearcher
 from specdec_jax.compile_cache import default_cache_dir, enable_compile_cache
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import row_keys
@@ -127,6 +128,8 @@ class Pair(pairs.LoadedPair):
     self.require_batch_size(batch_size)
     require_seed(seed)
     count = config.num_return_sequences or 1
+    if (config.num_beams or 1) > 1:
+      return self._search(texts, config, gamma, batch_size, forced)
     if count > 1 and config.sampling().is_argmax:
       raise InputError(
         f"num_return_sequences is {count}, and at temperature 0 all of them would be equal; "
@@ -246,21 +249,22 @@ class Pair(pairs.LoadedPair):
   ) -> list[list[Output]]:
     """Return the most probable texts for each source, by speculative beam search.
 
-    The results are those of t5x's `decoding.beam_search` with the same target.
+    They are the texts that t5x's `decoding.beam_search` finds with the same target. `generate` with
+    `num_beams` returns those that transformers finds.
 
     Args:
       texts: sources, as in `generate`.
       beams: number of live sequences, and of results per source.
-      gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
+      gamma: steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: number of beams of the draft; defaults to `beams`.
-      nodes: maximum number of nodes per target forward pass; see `pairs.LoadedPair.beam_searcher`.
+      nodes: most nodes per target forward pass, as in `pairs.LoadedPair.beam_searcher`.
       length_penalty: exponent of the length penalty, as in `beam_search.BeamSearcher`.
       max_new_tokens: limit for each text, EOS included.
       batch_size: number of sources that are searched together.
 
     Returns:
       The texts of each source in descending order of their scores. There are `beams` of them, or
-      fewer if fewer ended. Each has a score.
+      fewer if fewer ended.
 
     Raises:
       InputError: see `generate`.
@@ -268,23 +272,119 @@ class Pair(pairs.LoadedPair):
     require_types(Pair.beam_search, locals())
     _require_texts(texts)
     require_count("gamma", gamma, 0)
+    require_count("max_new_tokens", max_new_tokens)
     self.require_batch_size(batch_size)
     searcher = self.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
-    candidates: list[list[Output]] = []
+    config = GenerationConfig(max_new_tokens=max_new_tokens)
+    return self._search_batches(searcher, texts, config, batch_size, None)
+
+  def _search(
+    self,
+    texts: Sequence[str],
+    config: GenerationConfig,
+    gamma: int | str | None,
+    batch_size: int,
+    forced: list[list[int]] | None,
+  ) -> list[Output]:
+    """Return the outputs of `generate` with beams."""
+    count, num_beams = config.num_return_sequences or 1, config.num_beams or 1
+    if count > num_beams:
+      raise InputError(f"num_return_sequences is {count}, more than num_beams, {num_beams}.")
+    if not config.sampling().is_argmax:
+      raise InputError(
+        f"num_beams is {num_beams}, and a beam search does not sample; give num_beams=1, or "
+        "do_sample=False."
+      )
+    if config.stop_strings:
+      raise InputError("A beam search does not support stop_strings; give num_beams=1.")
+    if isinstance(gamma, str):
+      raise InputError("gamma 'auto' is for generation without beams; give a number of steps.")
+    eos_ids = config.eos_ids(self.vocabulary.eos_id)
+    scorer = config.beam_scorer or "hf"
+    default_penalty = 1.0 if scorer == "hf" else 0.6
+    searcher = self.beam_searcher(
+      num_beams,
+      2 if gamma is None else gamma,
+      length_penalty=default_penalty if config.length_penalty is None else config.length_penalty,
+      eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
+      scorer=scorer,
+      early_stopping=config.early_stopping or False,
+      processors=config.processors(self.target.vocab_size, eos_ids),
+    )
+    found = self._search_batches(searcher, texts, config, batch_size, forced)
+    return [output for outputs in found for output in outputs[:count]]
+
+  def _search_batches(
+    self,
+    searcher: BeamSearcher,
+    texts: Sequence[str],
+    config: GenerationConfig,
+    batch_size: int,
+    forced: list[list[int]] | None,
+  ) -> list[list[Output]]:
+    """Search for the texts of all sources, batch by batch."""
+    found: list[list[Output]] = []
+    eos_ids = config.eos_ids(self.vocabulary.eos_id)
     for start in range(0, len(texts), batch_size):
-      batch = [*texts[start : start + batch_size]]
-      rows = batch + batch[:1] * (batch_size - len(batch))
-      prompt = self.prompt(rows)
-      result = jax.device_get(searcher.run(self.params, prompt, max_new_tokens=max_new_tokens))
+      batch = _Batch(self, config, texts, start, batch_size, forced)
+      limits = batch.limits
+      options: dict[str, Any] = dict(limit=limits)
+      options["max_new_tokens"] = size_of_outputs(int(limits.max()))
+      batch_searcher = searcher
+      if forced:
+        options["num_forced"] = batch.num_forced
+        processors = (*searcher.processors, batch.forced_prefix)
+        draft = searcher.draft.with_processors(processors)
+        batch_searcher = dataclasses.replace(searcher, draft=draft, processors=processors)
+      result = jax.device_get(batch_searcher.run(self.params, batch.prompt, **options))
       require_finite(result.best())
       for row in zip(result.tokens, result.lengths, result.scores.tolist(), strict=True):
         outputs = zip(*row, strict=True)
-        candidates.append([self._candidate(t[:n], score) for t, n, score in outputs if n])
-    return candidates[: len(texts)]
+        found.append([self._candidate(t[:n], score, eos_ids) for t, n, score in outputs if n])
+    return found[: len(texts)]
 
-  def _candidate(self, tokens: np.ndarray, score: float) -> Output:
-    reason: FinishReason = "eos" if tokens[-1] == self.vocabulary.eos_id else "length"
+  def _candidate(self, tokens: np.ndarray, score: float, eos_ids: Sequence[int]) -> Output:
+    reason: FinishReason = "eos" if tokens[-1] in eos_ids else "length"
     return Output(self.vocabulary.decode(tokens), tokens, reason, score=score)
+
+
+class _Batch:
+  """Texts that are decoded together, with their prompts, forced tokens and limits.
+
+  The last batch is filled up with copies of its first text, so that it has the others' shape.
+
+  Attributes:
+    prompt: padded prompts.
+    num_forced: number of forced tokens of each output.
+    limits: limit of each output, forced tokens included.
+  """
+
+  def __init__(
+    self,
+    pair: pairs.LoadedPair,
+    config: GenerationConfig,
+    texts: Sequence[str],
+    start: int,
+    size: int,
+    forced: Sequence[Sequence[int]] | None,
+    count: int = 1,
+  ):
+    rows = [row if row < len(texts) else start for row in range(start, start + size)]
+    batch = [texts[row] for row in rows]
+    self.prompt = pair.prompt(batch, size_of_sources(max(len(pair.encode(x)) for x in batch)))
+    self._forced = [forced[row] if forced else () for row in rows for _ in range(count)]
+    self.num_forced = np.array([*map(len, self._forced)], np.int32)
+    num_before = self.num_forced
+    if config.max_length is not None:
+      lengths = np.asarray(pair.target.prompt_tokens(self.prompt)[1])
+      num_before = num_before + np.repeat(lengths, count)
+    limits = np.array(config.new_tokens(num_before.tolist()), np.int32)
+    self.limits = self.num_forced + limits
+
+  @property
+  def forced_prefix(self) -> ForcedPrefix:
+    """Processor that forces the first tokens of each output."""
+    return ForcedPrefix.of(self._forced)
 
 
 class _Run:
@@ -324,29 +424,20 @@ class _Run:
 
   def _arguments(self, start: int, size: int) -> tuple[Decoder, Any, Any, dict[str, Any]]:
     """Return the decoder of a batch, and the arguments of `Decoder.run`."""
-    pair, config, count = self.pair, self.config, self.config.num_return_sequences or 1
-    rows = [row if row < len(self.texts) else start for row in range(start, start + size)]
-    texts = [self.texts[row] for row in rows]  # the last batch has the others' shape
-    prompt = pair.prompt(texts, size_of_sources(max(len(pair.encode(text)) for text in texts)))
-    forced = [self.forced[row] if self.forced else () for row in rows for _ in range(count)]
-    num_forced, processors = np.array([*map(len, forced)], np.int32), self.processors
-    if self.forced:
-      processors = (*processors, ForcedPrefix.of(forced))
-    num_before = num_forced
-    if config.max_length is not None:
-      lengths = np.asarray(pair.target.prompt_tokens(prompt)[1])
-      num_before = num_forced + np.repeat(lengths, count)
-    limits = num_forced + np.array(config.new_tokens(num_before.tolist()), np.int32)
+    pair, count = self.pair, self.config.num_return_sequences or 1
+    batch = _Batch(pair, self.config, self.texts, start, size, self.forced, count)
+    processors = (*self.processors, batch.forced_prefix) if self.forced else self.processors
     sampling, lenience = self.settings.sampling, self.settings.lenience
     eos_ids = self.eos_ids if len(self.eos_ids) > 1 else self.eos_ids[0]
     decoder = pair.decoder(sampling, self.tree, lenience, eos_ids, processors, self.logprobs)
     keys = sample_keys(self.settings.seed, start, size, count)
-    options = dict(max_new_tokens=size_of_outputs(int(limits.max())), limit=limits)
+    options: dict[str, Any] = dict(limit=batch.limits)
+    options["max_new_tokens"] = size_of_outputs(int(batch.limits.max()))
     if self.forced:
-      options["num_forced"] = num_forced
+      options["num_forced"] = batch.num_forced
     if count > 1:
       options["num_samples"] = count
-    return decoder, prompt, keys, options
+    return decoder, batch.prompt, keys, options
 
   def output(self, result: DecodeResult, row: int) -> Output:
     """Return the output of a row of a batch."""

@@ -94,9 +94,9 @@ class SequenceBias(LogitsProcessor):
 
   @classmethod
   def of(cls, biases: Mapping[tuple[int, ...], float]) -> "SequenceBias":
-    """Return the processor for a bias per sequence, padded so that few programs are compiled."""
-    longest = _round_up(max(map(len, biases)))
-    sequences = np.full((_round_up(len(biases)), longest), _ANY, np.int32)
+    """Return the processor for a bias per sequence, padded to a few sizes."""
+    longest = _round_up(max(4, *map(len, biases)))
+    sequences = np.full((_round_up(max(8, len(biases))), longest), _ANY, np.int32)
     values = np.zeros(len(sequences), np.float32)
     for row, (sequence, bias) in enumerate(biases.items()):
       sequences[row, longest - len(sequence) :], values[row] = sequence, bias

@@ -338,8 +338,10 @@ def test_nodes_of_a_tree_follow_their_own_beam():
     last_tokens=last_tokens,
     target_cache=(),
     hidden=hidden,
-    verified=verified.empty_nodes(1, 0, 2, jnp.zeros((1, 1))),
+    verified=verified.empty_nodes(1, 0, 4, jnp.zeros((1, 1))),
     last_entries=jnp.array([[-1, -1]]),
+    start=jnp.array([1]),
+    limit=jnp.array([9]),
   )
   guesses, _ = TreeBeamDraft(NullDraft(Tree((0, 0, 1)))).propose((), (), context)
   assert guesses.parents.tolist() == [[0, 0, 2, 1, 1, 5]]  # 0 and 1 are the last tokens
@@ -388,11 +390,12 @@ def test_search_ends_at_the_limit_or_when_no_live_text_can_become_better():
     finished=jnp.array([[True, True], [True, True], [False, True], [True, True]]),
     length=jnp.array([4, 4, 4, 10]),
   )
-  limit = jnp.full(4, 10)
-  assert step.search_ended(beams, limit, 0.0).tolist() == [False, True, False, True]
+  limit, start = jnp.full(4, 10), jnp.full(4, 1)
+  t5x = functools.partial(step.Scorer, "t5x")
+  assert step.search_ended(beams, t5x(0.0), start, limit).tolist() == [False, True, False, True]
   # Scores at the limit are divided by 15 / 6, at the length now by 9 / 6: -1.2 and -2.
   longer = beams._replace(log_probs=beams.log_probs - 1.0)
-  assert step.search_ended(longer, limit, 1.0).tolist() == [False, False, False, True]
+  assert step.search_ended(longer, t5x(1.0), start, limit).tolist() == [False, False, False, True]
 
 
 def test_a_block_contains_the_proposed_nodes_that_are_not_verified():
@@ -411,9 +414,11 @@ def test_a_block_contains_the_proposed_nodes_that_are_not_verified():
     key_positions=jnp.zeros((1, 9), int),
     target_cache=None,
     hidden=None,
-    verified=verified.empty_nodes(1, 1, 2, jnp.zeros((1, 1))),
+    verified=verified.empty_nodes(1, 1, 4, jnp.zeros((1, 1))),
     last_entries=jnp.array([[-1, -1]]),
-    eos_id=EOS,
+    eos_ids=jnp.array([EOS]),
+    start=one,
+    limit=one,
   )
   guesses = forest.Forest(
     tokens=jnp.array([[5, -1, 6, 7, 8]]),
@@ -459,27 +464,27 @@ def test_unverified_nodes_have_no_children_and_no_scores_and_are_not_cached():
 # Injected faults. Each resembles a beam search, and the comparison must find it.
 
 
-def considers_w_continuations(beams, tokens, log_probs, length_penalty, eos_id):
+def considers_w_continuations(beams, tokens, log_probs, *rules):
   """Consider only w of the 2w continuations by making the others practically impossible."""
   num_beams = log_probs.shape[1]
   top, _ = jax.lax.top_k(log_probs.reshape(len(log_probs), -1), num_beams)
   log_probs = jnp.where(log_probs >= top[:, -1, None, None], log_probs, -1e6)
-  return step.step(beams, tokens, log_probs, length_penalty, eos_id)
+  return step.step(beams, tokens, log_probs, *rules)
 
 
-def forgets_finished_texts(beams, tokens, log_probs, length_penalty, eos_id):
+def forgets_finished_texts(beams, tokens, log_probs, *rules):
   log_probs = jnp.where(tokens == EOS, -1e6, log_probs)
-  return step.step(beams, tokens, log_probs, length_penalty, eos_id)
+  return step.step(beams, tokens, log_probs, *rules)
 
 
-def mixes_up_parents(beams, tokens, log_probs, length_penalty, eos_id):
-  new_beams, parents = step.step(beams, tokens, log_probs, length_penalty, eos_id)
+def mixes_up_parents(beams, tokens, log_probs, *rules):
+  new_beams, parents = step.step(beams, tokens, log_probs, *rules)
   return new_beams, jnp.flip(parents, axis=1)
 
 
-def keeps_scores_of_the_draft(logits, hidden, block, context, depth):
+def keeps_scores_of_the_draft(log_probs, hidden, block, context, *sizes):
   """Give draft tokens scores that differ from the target's."""
-  new = forest.verified_nodes(logits, hidden, block, context, depth)
+  new = forest.verified_nodes(log_probs, hidden, block, context, *sizes)
   is_guess = (block.nodes >= context.last_tokens.shape[1])[..., None]
   return new._replace(log_probs=new.log_probs + 0.01 * is_guess)
 

@@ -11,6 +11,7 @@ Axis letters in addition to those of `core.types`:
 
 from specdec_jax.beam_search.drafts import BeamDraft, ModelBeamDraft, NullBeamDraft, TreeBeamDraft
 from specdec_jax.beam_search.search import BeamResult, BeamSearcher
+from specdec_jax.beam_search.step import Scorer
 
 __all__ = [
   "BeamDraft",
@@ -18,5 +19,6 @@ __all__ = [
   "BeamSearcher",
   "ModelBeamDraft",
   "NullBeamDraft",
+  "Scorer",
   "TreeBeamDraft",
 ]

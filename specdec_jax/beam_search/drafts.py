@@ -19,6 +19,8 @@ from specdec_jax.beam_search.forest import BeamContext, Forest
 from specdec_jax.beam_search.layout import PlacedNodes, move_nodes, slot_mask, write_block
 from specdec_jax.beam_search.verified import NO_ENTRY, find_child
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.processors import Prefixes, Processors, process
+from specdec_jax.core.settings import Settings
 from specdec_jax.core.trees import Tree
 from specdec_jax.core.types import Context, Draft, Model
 from specdec_jax.errors import InputError, require_count
@@ -47,7 +49,7 @@ class ModelBasedDraft(Protocol):
     """See `ModelDraft.condition`."""
 
 
-class BeamDraft(abc.ABC):
+class BeamDraft(Settings, abc.ABC):
   """Draft that proposes a forest per round. It is hashable; parameters and state are arguments.
 
   Attributes:
@@ -67,6 +69,10 @@ class BeamDraft(abc.ABC):
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     """Return the state of the draft before the first round; by default it is empty."""
     return ()
+
+  def with_processors(self, processors: Processors) -> "BeamDraft":
+    """Return this draft with the target's logits processors; see `Draft.with_processors`."""
+    return self
 
   @abc.abstractmethod
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
@@ -116,11 +122,13 @@ class ModelBeamDraft(BeamDraft):
     draft: M_q as a draft that proposes a chain of gamma tokens; gamma is the number of steps.
     num_beams: u, the number of beams of the draft.
     max_nodes: maximum number of nodes per target forward pass; None for no limit.
+    processors: logits processors, which apply to the model's log-probabilities.
   """
 
   draft: ModelBasedDraft
   num_beams: int
   max_nodes: int | None = None
+  processors: Processors = ()
   depth: int = dataclasses.field(init=False)
 
   def __post_init__(self):
@@ -163,6 +171,9 @@ class ModelBeamDraft(BeamDraft):
       )
     return min(self.max_nodes, num_nodes)
 
+  def with_processors(self, processors: Processors) -> "ModelBeamDraft":
+    return dataclasses.replace(self, processors=processors)
+
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return self.draft.init(params, context, hidden)
 
@@ -182,14 +193,20 @@ class ModelBeamDraft(BeamDraft):
     positions = jnp.concatenate([position - 1, position], axis=1)
     positions = jnp.repeat(positions, num_beams, axis=1)
     key_positions = write_block(context.key_positions, positions, context.slot - num_beams)
-    levels, num_processed = [], 0
+    levels, num_processed, texts = [], 0, context.tokens
     for level in range(self.depth):
       # Extend: the draft's distribution after each node of the level.
       placed = PlacedNodes(positions, key_positions, block_visible)
       logits, _, cache = model.extend(params, cache, block, placed, num_processed)
       num_processed += block.shape[1]
       next_log_probs = jax.nn.log_softmax(logits[:, -tokens.shape[1] :].astype(jnp.float32))
-      next_log_probs = next_log_probs.at[..., context.eos_id].set(-jnp.inf)
+      length = context.length[:, None] + level
+      if self.processors:
+        lengths = jnp.broadcast_to(length, tokens.shape)
+        bounds = context.start, context.limit
+        prefixes = Prefixes(texts, lengths, *bounds, context.prompt)
+        next_log_probs = process(self.processors, next_log_probs, prefixes)
+      next_log_probs = next_log_probs.at[..., context.eos_ids].set(-jnp.inf)
 
       # Select: the u most probable continuations are the next level.
       text_log_probs, continuations = lax.top_k(
@@ -201,6 +218,9 @@ class ModelBeamDraft(BeamDraft):
       parents, tokens, log_probs = _top_continuations(text_log_probs, continuations, self.num_beams)
       entries = find_child(context.verified, gather(entries, parents), tokens)
       levels.append(Forest(tokens, first_parent + parents, entries))
+      if self.processors:
+        is_new = jnp.arange(texts.shape[2]) == length[..., None]
+        texts = jnp.where(is_new, jnp.maximum(tokens, 0)[..., None], gather(texts, parents))
 
       # The next forward pass covers the new level.
       first_parent = num_processed - num_beams
@@ -242,6 +262,9 @@ class TreeBeamDraft(BeamDraft):
   def __post_init__(self):
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
+  def with_processors(self, processors: Processors) -> "TreeBeamDraft":
+    return TreeBeamDraft(self.draft.with_processors(processors))
+
   def num_guesses(self, num_beams: int) -> int:
     return num_beams * self.draft.tree.num_guesses
 
@@ -261,6 +284,8 @@ class TreeBeamDraft(BeamDraft):
       length=repeat(context.length),
       target_cache=jax.tree.map(repeat, context.target_cache),
       hidden=flatten(context.hidden),
+      prompt_length=repeat(context.start),
+      limit=repeat(context.limit),
     )
     row_state = self.draft.init(params, beam_rows, beam_rows.hidden[:, None])
     if jax.tree.leaves(row_state):
@@ -313,9 +338,9 @@ def _with_target_log_probs(
 
   index = jnp.maximum(entries, 0)
   target_tokens = pad(gather(verified.continuations, index), 0)
-  target_log_probs = jnp.where(
-    target_tokens == context.eos_id, -jnp.inf, pad(gather(verified.log_probs, index), -jnp.inf)
-  )
+  is_eos = (target_tokens[..., None] == context.eos_ids).any(axis=-1)
+  target_log_probs = pad(gather(verified.log_probs, index), -jnp.inf)
+  target_log_probs = jnp.where(is_eos, -jnp.inf, target_log_probs)
   is_verified = (entries >= 0)[..., None]
   return (
     jnp.where(is_verified, target_log_probs, pad(log_probs, -jnp.inf)),

@@ -8,7 +8,6 @@ Axis letters as in `beam_search`.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
@@ -16,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from specdec_jax.beam_search.layout import PlacedNodes, write_block
 from specdec_jax.beam_search.verified import NO_ENTRY, VerifiedNodes, continuation_log_prob
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.processors import Prefixes
 from specdec_jax.core.trees import reach
 
 
@@ -38,7 +38,9 @@ class BeamContext(NamedTuple):
     hidden: hidden state from which the target selected each last token.
     verified: nodes that the target has verified in earlier passes.
     last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not verified.
-    eos_id: token that ends a text.
+    eos_ids: tokens that end a text.
+    start: number of tokens before the first generated one, for logits processors.
+    limit: length that no text exceeds, for logits processors.
   """
 
   prompt: Int[Array, "B P"]
@@ -55,7 +57,9 @@ class BeamContext(NamedTuple):
   hidden: Float[Array, "B w E"]
   verified: VerifiedNodes
   last_entries: Int[Array, "B w"]
-  eos_id: int
+  eos_ids: Int[Array, " eos"]
+  start: Int[Array, " B"]
+  limit: Int[Array, " B"]
 
 
 class Forest(NamedTuple):
@@ -136,26 +140,47 @@ def pack_block(context: BeamContext, forest: Forest, depth: int, count: int) -> 
   return VerifyBlock(nodes, gather(tokens, nodes), placed, parents, entries)
 
 
+def block_prefixes(
+  context: BeamContext, forest: Forest, block: VerifyBlock, depth: int
+) -> Prefixes:
+  """Return the text that ends at each node of a block, for logits processors."""
+  num_beams = context.last_tokens.shape[1]
+  tokens = jnp.concatenate([context.last_tokens, forest.tokens], axis=1)
+  roots = jnp.broadcast_to(jnp.arange(num_beams), context.last_tokens.shape)
+  ancestors = reach(jnp.concatenate([roots, forest.parents], axis=1), depth)  # [B, F, F]
+  depths = ancestors.sum(axis=2) - 1
+  of_block = gather(ancestors, block.nodes)  # [B, M, F]
+  text = gather(context.tokens, of_block[..., :num_beams].argmax(axis=2))  # [B, M, X]
+  slots, length = jnp.arange(text.shape[2]), context.length[:, None] + gather(depths, block.nodes)
+  # Each draft token on the path to a node is in the slot of its depth.
+  in_slot = (context.length[:, None] - 1 + depths)[..., None] == slots  # [B, F, X]
+  path = jnp.einsum("bmf,bfx->bmx", of_block * jnp.maximum(tokens, 0)[:, None], in_slot)
+  text = jnp.where(slots < context.length[:, None, None], text, path.astype(text.dtype))
+  text = jnp.where(slots < length[..., None], text, 0)
+  return Prefixes(text, length, context.start, context.limit, context.prompt)
+
+
 def verified_nodes(
-  logits: Float[Array, "B M V"],
+  log_probs: Float[Array, "B M V"],
   hidden: Float[Array, "B M E"],
   block: VerifyBlock,
   context: BeamContext,
   depth: int,
+  num_top: int,
 ) -> VerifiedNodes:
   """Return the nodes of a block with their most probable continuations.
 
   Of equally probable continuations, the one with the smaller token comes first.
 
   Args:
-    logits: logits of the target at the nodes.
+    log_probs: log-probability of each token after the nodes.
     hidden: hidden states of the target at the nodes.
     block: nodes of the pass.
     context: context of the round.
     depth: D, the maximum number of draft tokens on a path.
+    num_top: number of continuations.
   """
   num_beams, num_cached = context.last_tokens.shape[1], context.verified.tokens.shape[1]
-  log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
   batch, _, vocab_size = log_probs.shape
 
   # The text up to a node is a live sequence, or ends with a child of a cached node or of a block
@@ -172,5 +197,5 @@ def verified_nodes(
   for _ in range(depth):  # each iteration adds one level of the forest
     sums = gather(text_log_probs, block_parents) + token_log_probs
     text_log_probs = jnp.where(in_block, sums, start)
-  best, continuations = lax.top_k(text_log_probs[..., None] + log_probs, 2 * num_beams)
+  best, continuations = lax.top_k(text_log_probs[..., None] + log_probs, num_top)
   return VerifiedNodes(block.tokens, block.parents, continuations, best, hidden)

@@ -16,7 +16,7 @@ Axis letters as in `beam_search`.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from specdec_jax.beam_search.forest import (
   BeamContext,
   Forest,
   VerifyBlock,
+  block_prefixes,
   pack_block,
   verified_nodes,
 )
@@ -38,7 +39,14 @@ from specdec_jax.beam_search.layout import (
   slot_mask,
   slot_of_last_tokens,
 )
-from specdec_jax.beam_search.step import Beams, best_first, initial_beams, search_ended, step
+from specdec_jax.beam_search.step import (
+  Beams,
+  Scorer,
+  best_first,
+  initial_beams,
+  search_ended,
+  step,
+)
 from specdec_jax.beam_search.verified import (
   NO_ENTRY,
   VerifiedNodes,
@@ -48,7 +56,9 @@ from specdec_jax.beam_search.verified import (
   prune,
 )
 from specdec_jax.core.arrays import gather, gather_one, gather_or_zero
-from specdec_jax.core.types import Context, DecodeResult, Model, Params, Rounds
+from specdec_jax.core.processors import Processors, process
+from specdec_jax.core.settings import Settings, traced
+from specdec_jax.core.types import AnyArray, Context, DecodeResult, Model, Params, Rounds
 from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.memory import require_memory
 
@@ -115,6 +125,7 @@ class BeamSearchState(NamedTuple):
   Attributes:
     prompt: padded prompts.
     prompt_length: number of committed tokens before the first round.
+    start: number of tokens before the first generated one: `prompt_length` and forced tokens.
     limit: maximum length of a text, including the tokens before the first round.
     done: whether the search of a row has ended.
     live: live beams.
@@ -130,6 +141,7 @@ class BeamSearchState(NamedTuple):
 
   prompt: Int[Array, "B P"]
   prompt_length: Int[Array, " B"]
+  start: Int[Array, " B"]
   limit: Int[Array, " B"]
   done: Bool[Array, " B"]
   live: BeamState
@@ -143,8 +155,8 @@ class BeamSearchState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BeamSearcher:
-  """Beam search for the most probable texts. It is hashable and static under `jit`.
+class BeamSearcher(Settings):
+  """Beam search for the most probable texts. It is hashable, and a pytree like `Decoder`.
 
   Texts, their order and their scores do not depend on the draft, except for rounding: with a draft,
   sums are computed in a different order. Texts that are equally probable up to rounding may
@@ -154,26 +166,41 @@ class BeamSearcher:
     target: M_p, whose most probable texts are found.
     draft: draft that searches ahead; `NullBeamDraft()` is plain beam search.
     num_beams: w, number of live sequences and of results per row.
-    length_penalty: exponent alpha of the divisor ((5 + length) / 6) ** alpha of log-probabilities
-      (Wu et al., 2016, equation 14); 0 for no penalty. As in t5x, the length includes the prompt of
-      a decoder-only model. The exponent must not be negative, and the divisor must be below 1e30.
-    eos_id: token that ends a text; None to use `target.eos_id`.
+    length_penalty: exponent of the divisor of log-probabilities (see `Scorer`); 0 for no penalty.
+      The exponent must not be negative, and the divisor must be below 1e30.
+    eos_id: token that ends a text, or several; None to use `target.eos_id`.
+    scorer: "t5x" or "hf", whose scores and rules the search has; see `Scorer`.
+    early_stopping: see `Scorer`.
+    processors: logits processors. As in transformers, they apply to log-probabilities, which are
+      not normalized again.
   """
 
   target: Model
   draft: BeamDraft
   num_beams: int
-  length_penalty: float | int = 0.6
-  eos_id: int | None = None
+  length_penalty: float | int = traced(0.6)
+  eos_id: int | tuple[int, ...] | None = traced(None)
+  scorer: Literal["t5x", "hf"] = "t5x"
+  early_stopping: bool | Literal["never"] = False
+  processors: Processors = ()
 
-  @functools.partial(jax.jit, static_argnames=("self", "max_new_tokens"))
-  def run(self, params: Params, prompt: Int[Array, "B P"], *, max_new_tokens: int) -> BeamResult:
+  def run(
+    self,
+    params: Params,
+    prompt: Int[Array, "B P"],
+    *,
+    max_new_tokens: int,
+    limit: Int[AnyArray, "*batch"] | int | None = None,
+    num_forced: Int[AnyArray, " B"] | None = None,
+  ) -> BeamResult:
     """Search a batch in one jitted program.
 
     Args:
       params: parameters of target and draft.
       prompt: padded prompts. The texts of a row do not depend on its neighbors.
       max_new_tokens: limit for each text, EOS included.
+      limit: see `Decoder.run`.
+      num_forced: see `Decoder.run`.
 
     Raises:
       InputError: num_beams or max_new_tokens is not a positive integer, length_penalty is out of
@@ -181,8 +208,9 @@ class BeamSearcher:
         memory.
     """
     self._require_valid(prompt, max_new_tokens)
-    state = self.init(params, prompt, max_new_tokens)
-    return self.result(self.run_rounds(params, state))
+    # An integer would compile a separate program.
+    searcher = dataclasses.replace(self, length_penalty=float(self.length_penalty))
+    return run_search(searcher, params, prompt, max_new_tokens, limit, num_forced)
 
   def run_rounds(self, params: Params, state: BeamSearchState) -> BeamSearchState:
     """Run rounds until the search of every row has ended."""
@@ -200,7 +228,11 @@ class BeamSearcher:
     num_cached = state.verified.tokens.shape[1]
     cache = self.target.commit(state.target_cache, context.slot + num_cached)
     logits, hidden, cache = self.target.extend(params.target, cache, block.tokens, block.placed)
-    new_nodes = verified_nodes(logits, hidden, block, context, depth)
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    if self.processors:
+      prefixes = block_prefixes(context, forest, block, depth)
+      log_probs = process(self.processors, log_probs, prefixes)
+    new_nodes = verified_nodes(log_probs, hidden, block, context, depth, self._num_top)
     nodes = append_nodes(state.verified, new_nodes)
 
     # Replay: steps of plain beam search, as long as all live beams have been verified.
@@ -218,7 +250,7 @@ class BeamSearcher:
       cache = move_nodes(self.target, self.target.commit(cache, context.slot), moved)
 
     return state._replace(
-      done=state.done | search_ended(live.beams, state.limit, self._penalty) | ~finite,
+      done=state.done | self._ended(state, live.beams) | ~finite,
       live=live,
       verified=verified,
       last_entries=last_entries,
@@ -226,12 +258,17 @@ class BeamSearcher:
       draft_state=self.draft.observe(draft_state, context, path[:, self.num_beams :], slot),
       steps=state.steps.at[state.num_rounds].set(num_steps),
       num_rounds=state.num_rounds + 1,
-      not_finite=jnp.where(
-        state.done | finite, state.not_finite, context.length - state.prompt_length
-      ),
+      not_finite=jnp.where(state.done | finite, state.not_finite, context.length - state.start),
     )
 
-  def init(self, params: Params, prompt: Int[Array, "B P"], max_new_tokens: int) -> BeamSearchState:
+  def init(
+    self,
+    params: Params,
+    prompt: Int[Array, "B P"],
+    max_new_tokens: int,
+    limit: Int[AnyArray, "*batch"] | int | None = None,
+    num_forced: Int[AnyArray, " B"] | None = None,
+  ) -> BeamSearchState:
     """Return the state before the first round, after both models have processed the prompt.
 
     The arguments are those of `run`. Memory is checked while tracing, before anything runs.
@@ -269,13 +306,15 @@ class BeamSearcher:
       hidden=repeat(last_hidden),
       parent_entries=jnp.zeros((batch, num_beams), jnp.int32),
     )
+    most = length + max_new_tokens
     state = BeamSearchState(
       prompt=prompt,
       prompt_length=length,
-      limit=length + max_new_tokens,
+      start=length if num_forced is None else length + num_forced,
+      limit=most if limit is None else jnp.minimum(most, length + limit),
       done=jnp.zeros(batch, bool),
       live=live,
-      verified=empty_nodes(batch, num_cached, num_beams, last_hidden),
+      verified=empty_nodes(batch, num_cached, self._num_top, last_hidden),
       last_entries=jnp.full((batch, num_beams), NO_ENTRY),
       target_cache=self.target.commit(cache, slot),
       draft_state=self.draft.init(params.draft, context, hidden),
@@ -294,10 +333,11 @@ class BeamSearcher:
     """Return the texts of a search, with the best text of each row first."""
     beams, max_new_tokens = state.live.beams, len(state.steps)
     texts, scores, exists = best_first(beams)
-    new = state.prompt_length[:, None] + jnp.arange(max_new_tokens)
-    tokens = jnp.take_along_axis(texts, new[:, None], axis=2)
-    is_eos = tokens == self._eos_id
-    length_at_limit = (beams.length - state.prompt_length)[:, None]
+    new = state.start[:, None] + jnp.arange(max_new_tokens)
+    last_slot = texts.shape[2] - 1
+    tokens = jnp.take_along_axis(texts, jnp.minimum(new, last_slot)[:, None], axis=2)
+    is_eos = (tokens[..., None] == self._eos_ids).any(axis=-1)
+    length_at_limit = (beams.length - state.start)[:, None]
     lengths = exists * jnp.where(is_eos.any(axis=2), is_eos.argmax(axis=2) + 1, length_at_limit)
     return BeamResult(tokens, lengths, scores, state.steps, state.num_rounds, state.not_finite)
 
@@ -332,7 +372,8 @@ class BeamSearcher:
       beams, entries = live.beams, gather(block.entries, live_nodes)
       continuations = gather(nodes.continuations, entries)
       log_probs = gather(nodes.log_probs, entries)
-      new_beams, chosen = step(beams, continuations, log_probs, self._penalty, self._eos_id)
+      rules = self._rules, self._eos_ids, state.start, state.limit
+      new_beams, chosen = step(beams, continuations, log_probs, *rules)
       visible = live.visible | slot_mask(self._slot(state, beams.length), num_beams, num_slots)
       parent_entries = gather(entries, chosen)
       last_tokens = jnp.take_along_axis(new_beams.tokens, beams.length[:, None, None], axis=2)
@@ -355,7 +396,7 @@ class BeamSearcher:
         live_nodes = num_beams + is_node.argmax(axis=2)
         path.append(live_nodes)
         all_verified = is_node.any(axis=2).all(axis=1)
-        active &= all_verified & ~search_ended(live.beams, state.limit, self._penalty)
+        active &= all_verified & ~self._ended(state, live.beams)
     return live, jnp.concatenate(path, axis=1)
 
   def _context(self, state: BeamSearchState) -> BeamContext:
@@ -376,7 +417,9 @@ class BeamSearcher:
       hidden=live.hidden,
       verified=state.verified,
       last_entries=state.last_entries,
-      eos_id=self._eos_id,
+      eos_ids=self._eos_ids,
+      start=state.start,
+      limit=state.limit,
     )
 
   def _slot(self, state: BeamSearchState, length: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -384,19 +427,28 @@ class BeamSearcher:
     return slot_of_last_tokens(length, state.prompt_length, self.num_beams)
 
   @property
-  def _eos_id(self) -> int:
-    return self.target.eos_id if self.eos_id is None else self.eos_id
+  def _eos_ids(self) -> Int[Array, " eos"]:
+    eos_ids = self.target.eos_id if self.eos_id is None else self.eos_id
+    return jnp.atleast_1d(jnp.asarray(eos_ids))
 
   @property
-  def _penalty(self) -> float:
-    """Length penalty as a float; an integer would compile a separate program."""
-    return float(self.length_penalty)
+  def _num_top(self) -> int:
+    """Number of continuations of a step, of which at least w do not end their text."""
+    num_eos = len(self.eos_id) if isinstance(self.eos_id, tuple) else 1
+    return (1 + num_eos) * self.num_beams
+
+  @property
+  def _rules(self) -> Scorer:
+    return Scorer(self.scorer, self.length_penalty, self.early_stopping)
+
+  def _ended(self, state: BeamSearchState, beams: Beams) -> Bool[Array, " B"]:
+    return search_ended(beams, self._rules, state.start, state.limit)
 
   def _require_valid(self, prompt: Int[Array, "B P"], max_new_tokens: int) -> None:
     """Raise InputError as described in `run`."""
     require_count("beams", self.num_beams)
     require_count("max_new_tokens", max_new_tokens)
-    if self.target.vocab_size < 2 * self.num_beams:
+    if self.target.vocab_size < self._num_top:
       raise InputError(
         f"beams is {self.num_beams}, and each step considers twice as many continuations, more "
         f"than the vocabulary's {self.target.vocab_size}; lower it."
@@ -405,6 +457,20 @@ class BeamSearcher:
     longest = self.target.prompt_tokens(prompt)[0].shape[1] + max_new_tokens
     highest = math.floor(10 * math.log(1e30) / math.log((5 + longest) / 6)) / 10
     require_number("length_penalty", self.length_penalty, 0, highest)
+
+
+@functools.partial(jax.jit, static_argnames="max_new_tokens")
+def run_search(
+  searcher: BeamSearcher,
+  params: Params,
+  prompt: Int[Array, "B P"],
+  max_new_tokens: int,
+  limit: Int[AnyArray, "*batch"] | int | None,
+  num_forced: Int[AnyArray, " B"] | None,
+) -> BeamResult:
+  """Search a batch; see `BeamSearcher.run`."""
+  state = searcher.init(params, prompt, max_new_tokens, limit, num_forced)
+  return searcher.result(searcher.run_rounds(params, state))
 
 
 def _where_rows(

@@ -1,15 +1,19 @@
-"""One step of beam search. It is that of t5x's `decoding.beam_search`, with equal order of ties.
+"""One step of beam search, with the scores and rules of t5x or of transformers.
+
+With those of t5x it equals the step of t5x's `decoding.beam_search`, down to the order of ties.
 
 Axis letters as in `beam_search`.
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.settings import Settings, traced
 
 NEG_SCORE = -1e7  # log-probability or score of a text that does not exist
 
@@ -53,35 +57,78 @@ def initial_beams(tokens: Int[Array, "B X"], length: Int[Array, " B"], num_beams
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class Scorer(Settings):
+  """Scores of finished texts, and the rules by which texts finish and a search ends.
+
+  In t5x ("t5x"), the score of a text is its log-probability divided by ((5 + length) / 6) **
+  length_penalty (Wu et al., 2016, equation 14), where the length includes the prompt but not the
+  last token. A search ends when no live sequence can become better than the worst finished text. If
+  no text is finished at the limit, the live sequences are the result.
+
+  In transformers ("hf"), the score is the log-probability divided by length ** length_penalty,
+  where the length is that of the generated tokens. A text finishes only if it is among the best w
+  continuations of its step, and every text finishes at the limit.
+
+  Attributes:
+    kind: "t5x" or "hf".
+    length_penalty: exponent; 0 for no penalty.
+    early_stopping: for "hf", when a search with w finished texts ends: at once (True), when no live
+      sequence can become better at the current length (False), or at any length ("never").
+  """
+
+  kind: Literal["t5x", "hf"] = "t5x"
+  length_penalty: float = traced(0.6)
+  early_stopping: bool | Literal["never"] = False
+
+  def divisor(self, length: Int[Array, " B"], start: Int[Array, " B"]) -> Float[Array, " B"]:
+    """Return the divisor of log-probabilities of texts with `length` tokens before the last one.
+
+    `start` is the number of tokens before the first generated one.
+    """
+    if self.kind == "t5x":
+      return jnp.power((5.0 + length) / 6.0, self.length_penalty)
+    return jnp.power(jnp.maximum(length + 1.0 - start, 1.0), self.length_penalty)
+
+
 def step(
   beams: Beams,
-  tokens: Int[Array, "B w 2*w"],
-  log_probs: Float[Array, "B w 2*w"],
-  length_penalty: float,
-  eos_id: int,
+  tokens: Int[Array, "B w top"],
+  log_probs: Float[Array, "B w top"],
+  scorer: Scorer,
+  eos_ids: Int[Array, " eos"],
+  start: Int[Array, " B"],
+  limit: Int[Array, " B"],
 ) -> tuple[Beams, Int[Array, "B w"]]:
   """Extend the live sequences of each row by one token.
 
-  The step considers the 2w best continuations. At most w of them end, so at least w stay alive.
+  The step considers so many continuations, 2w if there is one EOS, that at least w stay alive.
 
   Args:
     beams: beams before the step.
     tokens: most probable next tokens of each live sequence, in descending order.
     log_probs: log-probability of each live sequence with its next token.
-    length_penalty: see `BeamSearcher`.
-    eos_id: token that ends a text.
+    scorer: scores and rules.
+    eos_ids: tokens that end a text.
+    start: number of tokens before the first generated one.
+    limit: length that no text exceeds.
 
   Returns:
     The beams after the step, and the index of the earlier beam that each live sequence continues.
   """
-  batch, num_beams, _ = log_probs.shape
-  top, index = lax.top_k(log_probs.reshape(batch, -1), 2 * num_beams)
-  parents = index // (2 * num_beams)
+  batch, num_beams, num_top = log_probs.shape
+  top, index = lax.top_k(log_probs.reshape(batch, -1), num_top)
+  parents = index // num_top
   last_tokens = gather(tokens.reshape(batch, -1), index)
   texts = gather(beams.tokens, parents)
   is_new = jnp.arange(texts.shape[2]) == beams.length[:, None, None]
   texts = jnp.where(is_new, last_tokens[..., None], texts)
-  ends = last_tokens == eos_id
+  ends = (last_tokens[..., None] == eos_ids).any(axis=-1)
+  ends &= (beams.length >= start)[:, None]  # not in a forced prefix
+  finishes = ends
+  if scorer.kind == "hf":
+    ends |= (beams.length + 1 >= limit)[:, None]
+    finishes = ends & (jnp.arange(num_top) < num_beams)
 
   # Live: the best w continuations that do not end.
   live_log_probs = top + ends * NEG_SCORE
@@ -90,12 +137,12 @@ def step(
 
   # Finished: the best w of the texts finished earlier and those that end now. The earlier ones come
   # first, because top_k returns the first of equal scores.
-  scores = top / length_divisor(beams.length, length_penalty)[:, None] + ~ends * NEG_SCORE
+  scores = top / scorer.divisor(beams.length, start)[:, None] + ~finishes * NEG_SCORE
   scores = jnp.concatenate([beams.scores, scores], axis=1)
   _, best = lax.top_k(scores, num_beams)
   best = jnp.flip(best, axis=1)
   finished_tokens = jnp.concatenate([beams.finished_tokens, texts], axis=1)
-  finished = jnp.concatenate([beams.finished, ends], axis=1)
+  finished = jnp.concatenate([beams.finished, finishes], axis=1)
   new_beams = Beams(
     tokens=gather(texts, live),
     log_probs=gather(live_log_probs, live),
@@ -107,24 +154,23 @@ def step(
   return new_beams, gather(parents, live)
 
 
-def length_divisor(length: Int[Array, " B"], length_penalty: float) -> Float[Array, " B"]:
-  """Return the divisor of log-probabilities, ((5 + length) / 6) ** length_penalty.
-
-  This is equation 14 of Wu et al. (2016). As in t5x, `length` is the number of tokens before the
-  last one, which equals the number of tokens without T5's start token.
-  """
-  return jnp.power((5.0 + length) / 6.0, length_penalty)
-
-
-def search_ended(beams: Beams, limit: Int[Array, " B"], length_penalty: float) -> Bool[Array, " B"]:
-  """Return whether the search of each row is done.
-
-  A search is done when its texts have reached the limit, or when w texts are finished and no live
-  sequence can become better than the worst of them.
-  """
-  best_live = beams.log_probs[:, -1] / length_divisor(limit, length_penalty)
+def search_ended(
+  beams: Beams, scorer: Scorer, start: Int[Array, " B"], limit: Int[Array, " B"]
+) -> Bool[Array, " B"]:
+  """Return whether the search of each row is done: at the limit, or by the rules of the scorer."""
+  longest = limit
+  if scorer.kind == "hf":
+    if scorer.early_stopping is True:
+      return (beams.length >= limit) | beams.finished.all(axis=1)
+    # The divisor takes the number of tokens before the last one.
+    current = beams.length - 1
+    longest = current
+    if scorer.early_stopping == "never":
+      longest = jnp.where(jnp.asarray(scorer.length_penalty) > 0, limit - 1, current)
+  best_live = beams.log_probs[:, -1] / scorer.divisor(longest, start)
   worst_finished = beams.scores.min(axis=1)
-  return (beams.length >= limit) | (beams.finished.all(axis=1) & (worst_finished > best_live))
+  better = best_live > worst_finished if scorer.kind == "hf" else best_live >= worst_finished
+  return (beams.length >= limit) | (beams.finished.all(axis=1) & ~better)
 
 
 def best_first(

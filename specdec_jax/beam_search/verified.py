@@ -28,27 +28,26 @@ class VerifiedNodes(NamedTuple):
     tokens: token of each node.
     parents: entry of the parent of each node; NO_ENTRY for the last token of a live beam, and for
       unused entries.
-    continuations: the 2w most probable tokens after each node, in descending order.
+    continuations: the most probable tokens after each node, in descending order: 2w if there is
+      one EOS.
     log_probs: the target's log-probability of the text up to each continuation.
     hidden: the target's hidden state at each node.
   """
 
   tokens: Int[Array, "B J"]
   parents: Int[Array, "B J"]
-  continuations: Int[Array, "B J 2*w"]
-  log_probs: Float[Array, "B J 2*w"]
+  continuations: Int[Array, "B J top"]
+  log_probs: Float[Array, "B J top"]
   hidden: Float[Array, "B J E"]
 
 
-def empty_nodes(
-  batch: int, count: int, num_beams: int, hidden: Float[Array, "B E"]
-) -> VerifiedNodes:
+def empty_nodes(batch: int, count: int, num_top: int, hidden: Float[Array, "B E"]) -> VerifiedNodes:
   """Return `count` unused entries, for hidden states with the size and dtype of `hidden`."""
   return VerifiedNodes(
     tokens=jnp.zeros((batch, count), jnp.int32),
     parents=jnp.full((batch, count), NO_ENTRY),
-    continuations=jnp.zeros((batch, count, 2 * num_beams), jnp.int32),
-    log_probs=jnp.zeros((batch, count, 2 * num_beams), jnp.float32),
+    continuations=jnp.zeros((batch, count, num_top), jnp.int32),
+    log_probs=jnp.zeros((batch, count, num_top), jnp.float32),
     hidden=jnp.zeros((batch, count, hidden.shape[-1]), hidden.dtype),
   )
 
@@ -74,8 +73,8 @@ def continuation_log_prob(
 ) -> Float[Array, "B K"]:
   """Return the log-probability of the text up to each token, given the entry of its parent.
 
-  It is NEG_SCORE if the parent has no entry, or if the token is not among the 2w most probable
-  tokens after the parent.
+  It is NEG_SCORE if the parent has no entry, or if the token is not among the most
+  probable tokens after the parent.
   """
   if not nodes.tokens.shape[1]:
     return jnp.full(tokens.shape, NEG_SCORE, jnp.float32)

@@ -1,0 +1,487 @@
+"""Logits processors: definitions, prefixes of nodes, and exactness with every verifier.
+
+Each processor has a reference here: plain Python, one text at a time.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_verifiers
+import tiny_pair
+from test_verifiers import GUESSES, TREES, VERIFIERS, V, enumerated, exact, tables
+
+from specdec_jax.api import Pair
+from specdec_jax.core.decode import Decoder
+from specdec_jax.core.processors import Prefixes, node_prefixes, process
+from specdec_jax.core.sampling import Sampling, distribution
+from specdec_jax.core.settings import HashableArray
+from specdec_jax.core.trees import DynamicTree, Tree, chain
+from specdec_jax.core.types import Context
+from specdec_jax.errors import InputError
+from specdec_jax.generation import GenerationConfig
+from specdec_jax.logits_processors import (
+  ForcedPrefix,
+  ForcedTokens,
+  FunctionProcessor,
+  MinLength,
+  NoRepeatNgram,
+  RepetitionPenalty,
+  SequenceBias,
+)
+
+EOS = 1
+SOURCE = [2, 1, 2, 1, 0]  # with EOS and padding
+TEXT = [0, 2, 2]  # committed tokens
+PROMPT_LENGTH, LIMIT = 2, 5  # one of the committed tokens is new
+SENTENCES = [tiny_pair.SENTENCES[i] for i in (0, 14, 60, 33)]
+SHORT = dict(max_new_tokens=16)
+
+
+def ids(*tokens) -> HashableArray:
+  return HashableArray(np.array(tokens, np.int32))
+
+
+def penalized(tokens, penalty):
+  def reference(logits, text):
+    seen = {*tokens(text)}
+    worse = [x * penalty if x < 0 else x / penalty for x in logits]
+    return [worse[i] if i in seen else x for i, x in enumerate(logits)]
+
+  return reference
+
+
+def unrepeated(tokens, n):
+  def reference(logits, text):
+    past, end = tokens(text), tuple(text[len(text) - n + 1 :]) if n > 1 else ()
+    if len(text) < n - 1:
+      return logits
+    ngrams = {tuple(past[i : i + n]) for i in range(len(past) - n + 1)}
+    return [-math.inf if (*end, i) in ngrams else x for i, x in enumerate(logits)]
+
+  return reference
+
+
+def biased(biases):
+  def reference(logits, text):
+    logits = [*logits]
+    for sequence, bias in biases.items():
+      before = [*sequence[:-1]]
+      fits = len(sequence) == 1 or len(sequence) <= len(text)
+      if fits and text[len(text) - len(before) :] == before:
+        logits[sequence[-1]] += bias
+    return logits
+
+  return reference
+
+
+def only(allowed, when):
+  def reference(logits, text):
+    if not when(text):
+      return logits
+    return [0.0 if i in allowed else -math.inf for i in range(len(logits))]
+
+  return reference
+
+
+def without(token, when):
+  def reference(logits, text):
+    return [-math.inf if i == token and when(text) else x for i, x in enumerate(logits)]
+
+  return reference
+
+
+def lowered(logits, tokens, length):
+  """A user's function: lower the last token by the length, and token 0 if the length is even."""
+  logits = logits.at[tokens[length - 1]].add(-0.3 * length)
+  return logits.at[0].add(jnp.where(length % 2 == 0, -1.0, 0.0))
+
+
+def lowered_reference(logits, text):
+  logits = [*logits]
+  logits[text[-1]] -= 0.3 * len(text)
+  logits[0] -= len(text) % 2 == 0
+  return logits
+
+
+SOURCE_TOKENS = [token for token in SOURCE if token]
+BIASES = {(2,): 0.5, (2, 0): -1.5, (2, 2, 1): 2.0, (0, 0, 0, 0, 0, 0): 9.0}
+PROCESSORS = {
+  "repetition_penalty": (RepetitionPenalty(1.7), penalized(lambda text: text, 1.7)),
+  "encoder_repetition_penalty": (
+    RepetitionPenalty(1 / 1.7, of_prompt=True),
+    penalized(lambda text: SOURCE_TOKENS, 1 / 1.7),
+  ),
+  "no_repeat_ngram_size 1": (NoRepeatNgram(1), None),
+  "no_repeat_ngram_size 2": (NoRepeatNgram(2), unrepeated(lambda text: text, 2)),
+  "no_repeat_ngram_size 3": (NoRepeatNgram(3), unrepeated(lambda text: text, 3)),
+  "encoder_no_repeat_ngram_size": (
+    NoRepeatNgram(2, of_prompt=True),
+    unrepeated(lambda text: SOURCE_TOKENS, 2),
+  ),
+  "bad_words_ids": (
+    SequenceBias.excluding([(2, 1), (0, 2)]),
+    biased({(2, 1): -math.inf, (0, 2): -math.inf}),
+  ),
+  "suppress_tokens": (SequenceBias.excluding([(2,)]), without(2, lambda text: True)),
+  "sequence_bias": (SequenceBias.of(BIASES), biased(BIASES)),
+  "min_length": (MinLength(4, 0, ids(EOS)), without(EOS, lambda text: len(text) < 4)),
+  "min_new_tokens": (
+    MinLength(0, 3, ids(EOS)),
+    without(EOS, lambda text: len(text) - PROMPT_LENGTH < 3),
+  ),
+  "forced_bos_token_id": (ForcedTokens(first=ids(2)), only({2}, lambda text: len(text) == 1)),
+  "forced_eos_token_id": (
+    ForcedTokens(last=ids(1, 2)),
+    only({1, 2}, lambda text: len(text) == LIMIT - 1),
+  ),
+  "function": (FunctionProcessor(lowered), lowered_reference),
+}
+ALLOWING_ANY = [name for name, (_, reference) in PROCESSORS.items() if reference]
+
+
+def context_of(batch: int, text=TEXT, num_slots: int = 16) -> Context:
+  """Return a context whose unused slots hold tokens that must not matter."""
+  tokens = np.full((batch, num_slots), 2, np.int32)
+  tokens[:, : len(text)] = text
+  full = np.full(batch, 1, np.int32)
+  source = np.broadcast_to(np.array(SOURCE, np.int32), (batch, len(SOURCE)))
+  bounds = full * PROMPT_LENGTH, full * LIMIT
+  context = Context(source, tokens, full * len(text), None, None, *bounds)
+  return jax.tree.map(jnp.asarray, context)
+
+
+def processed_tables(raw: list[np.ndarray], reference) -> list[np.ndarray]:
+  """Return the distribution after each text, [V] * d + [V], of log-probabilities `raw`."""
+  tables = []
+  for d, logits in enumerate(raw):
+    table = np.zeros(logits.shape)
+    for text in itertools.product(range(V), repeat=d):
+      row = np.array(reference(logits[text].tolist(), [*TEXT, *text]))
+      weights = np.exp(row - row.max())
+      table[text] = weights / weights.sum()
+    tables.append(table)
+  return tables
+
+
+def with_processor(verify, processor, prefixes_of=node_prefixes):
+  """Return a verifier of proposals that applies a processor to the p of each node."""
+
+  def processed(tree, x, q, p):
+    @jax.jit
+    def adjust(x, p):
+      prefixes = prefixes_of(context_of(len(x)), x, tree)
+      return distribution(process((processor,), jnp.log(p), prefixes), Sampling())
+
+    return verify(tree, x, q, np.asarray(adjust(x, p)))
+
+  return processed
+
+
+def joint_with(name, shape, way, verifier, prefixes_of=node_prefixes):
+  """Return the joint distribution that rounds emit, and the target's."""
+  processor, reference = PROCESSORS[name]
+  tree = TREES[shape]
+  raw = [np.log(table) for table in tables(3, tree.depth)]
+  proposals = enumerated(tree, tables(103, tree.depth), GUESSES[way])
+  verify = with_processor(VERIFIERS[verifier], processor, prefixes_of)
+  want = processed_tables(raw, reference)
+  joint = emitted_with(tree, [np.exp(logits) for logits in raw], want, proposals, verify)
+  return joint, exact(want)
+
+
+def emitted_with(tree, raw, continued, proposals, verify):
+  """Return the joint distribution: rounds see `raw`, and later rounds continue with `continued`."""
+  by_length = [np.zeros((V,) * (d + 1)) for d in range(tree.depth + 1)]
+  for first in range(0, len(proposals[2]), test_verifiers.BATCH):
+    x, x_q, prob = (field[first : first + test_verifiers.BATCH] for field in proposals)
+    rows = np.arange(test_verifiers.BATCH) % len(x)
+    batch = x[rows], x_q[rows], np.pad(prob, (0, test_verifiers.BATCH - len(x)))
+    test_verifiers._add_emitted(tree, raw, batch, verify, by_length)
+  joint = by_length[0]
+  for next_p, of_length in zip(continued[1:], by_length[1:]):
+    joint = joint[..., None] * next_p + of_length
+  return joint
+
+
+@pytest.mark.parametrize("verifier", ["tokens", "blocks"])
+@pytest.mark.parametrize("shape", ["chain of 2", "siblings", "ragged"])
+@pytest.mark.parametrize("name", ALLOWING_ANY)
+def test_verifiers_emit_the_processed_distribution(name, shape, verifier):
+  """By exact enumeration, as in test_verifiers.py, with a draft that knows no processor."""
+  if shape == "ragged" and name not in ("no_repeat_ngram_size 2", "function"):
+    pytest.skip("one enumeration of the largest tree per kind of dependence is enough")
+  joint, want = joint_with(name, shape, "without replacement", verifier)
+  np.testing.assert_allclose(joint, want, atol=test_verifiers.ATOL)
+
+
+def sees_a_sibling(context, guesses, tree):
+  """Fault: the prefix of each node ends with the first child of the node's parent."""
+  first = np.array([tree.parents.index(parent) for parent in tree.parents])
+  return node_prefixes(context, guesses[:, first], tree)
+
+
+def sees_a_rejected_guess(context, guesses, tree):
+  """Fault: the first draft token counts as committed."""
+  prefixes = node_prefixes(context, guesses, tree)
+  tokens = prefixes.tokens.at[:, 0, len(TEXT)].set(guesses[:, 0])
+  return prefixes._replace(tokens=tokens, length=prefixes.length.at[:, 0].add(1))
+
+
+def sees_the_round_before(context, guesses, tree):
+  """Fault: the last committed token is missing."""
+  return node_prefixes(context._replace(length=context.length - 1), guesses, tree)
+
+
+FAULTS = [sees_a_sibling, sees_a_rejected_guess, sees_the_round_before]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_prefixes_are_detected(fault):
+  joint, want = joint_with("function", "ragged", "without replacement", "tokens", fault)
+  assert np.abs(joint - want).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree", "dynamic"])
+def test_node_prefixes_are_the_texts_of_the_nodes(kind):
+  """Rows of different lengths, and for a dynamic tree of different shapes."""
+  parents = np.array([[0, 0, 1, 1, 2, 4], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 3, 5]])
+  tree = {
+    "chain": chain(6),
+    "tree": Tree(tuple(parents[0])),
+    "dynamic": DynamicTree(6, 6, jnp.asarray(parents)),
+  }[kind]
+  rng = np.random.default_rng(0)
+  guesses = rng.integers(0, 50, (3, 6)).astype(np.int32)
+  texts = [rng.integers(0, 50, n).tolist() for n in (1, 4, 9)]
+  tokens = rng.integers(0, 50, (3, 20)).astype(np.int32)
+  for row, text in enumerate(texts):
+    tokens[row, : len(text)] = text
+  length = np.array([*map(len, texts)], np.int32)
+  context = Context(guesses, tokens, length, None, None, length, length + 9)
+  context = jax.tree.map(jnp.asarray, context)
+  for first, last in ((0, None), (1, 3), (4, 7)):
+    known = guesses[:, : last - 1] if last else guesses
+    found = node_prefixes(context, jnp.asarray(known), tree, first, last)
+    for row, text in enumerate(texts):
+      of_row = {"chain": range(6), "tree": parents[0], "dynamic": parents[row]}[kind]
+      for k, node in enumerate(range(first, last or 7)):
+        path = []
+        while node:
+          path, node = [guesses[row, node - 1], *path], of_row[node - 1]
+        want = [*text, *path]
+        assert found.length[row, k] == len(want)
+        np.testing.assert_array_equal(found.tokens[row, k], want + [0] * (20 - len(want)))
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processor_equals_its_reference(name):
+  """Random texts of all lengths, from a larger vocabulary than that of the enumeration."""
+  processor, reference = PROCESSORS[name]
+  reference = reference or unrepeated(lambda text: text, 1)
+  rng = np.random.default_rng(1)
+  vocab_size, num_nodes = 9, 12
+  length = np.arange(1, num_nodes + 1, dtype=np.int32)[None]
+  texts = rng.integers(0, 4, (1, num_nodes, num_nodes + 2)).astype(np.int32)
+  texts = np.where(np.arange(num_nodes + 2) < length[..., None], texts, 0)
+  logits = rng.normal(size=(1, num_nodes, vocab_size)).astype(np.float32)
+  one = np.ones(1, np.int32)
+  fields = texts, length, PROMPT_LENGTH * one, LIMIT * one, np.array([SOURCE])
+  prefixes = Prefixes(*map(jnp.asarray, fields))
+  found = jax.jit(lambda logits: processor(logits, prefixes))(logits)
+  for k in range(num_nodes):
+    want = reference(logits[0, k].tolist(), texts[0, k, : length[0, k]].tolist())
+    np.testing.assert_allclose(found[0, k], want, rtol=1e-6, err_msg=str(k))
+
+
+COMBINATIONS = [
+  dict(repetition_penalty=1.6, min_new_tokens=6, bad_words_ids=[[5, 6], [7]]),
+  dict(no_repeat_ngram_size=2, encoder_repetition_penalty=1.4, min_length=9),
+  dict(encoder_no_repeat_ngram_size=2, suppress_tokens=[4, 8], forced_eos_token_id=1),
+]
+
+
+@pytest.mark.parametrize("settings", COMBINATIONS, ids=lambda settings: " ".join(settings))
+def test_speculation_does_not_change_outputs_with_processors(settings):
+  pair = Pair(*tiny_pair.pair())
+  want = pair.generate(SENTENCES, gamma=0, **settings, **SHORT)
+  unchanged = pair.generate(SENTENCES, gamma=0, **SHORT)
+  assert texts_of(want) != texts_of(unchanged)  # the settings have an effect
+  for how in (dict(gamma=3, batch_size=4), dict(tree=(0, 0, 1, 1), logprobs=True)):
+    found = pair.generate(SENTENCES, **how, **settings, **SHORT)
+    assert texts_of(found) == texts_of(want)
+    assert sum(len(output.tokens) for output in found) > sum(
+      len(output.rounds.num_emitted) for output in found
+    )
+
+
+def texts_of(outputs):
+  return [(output.text, output.tokens.tolist()) for output in outputs]
+
+
+def test_draft_equal_to_the_target_is_always_accepted_with_processors():
+  """So drafts apply the same processors to q, above temperature 0 too."""
+  pair = Pair(*tiny_pair.pair("target"))
+  settings = dict(repetition_penalty=1.6, no_repeat_ngram_size=2, top_k=12, temperature=1.0)
+  for how in (dict(gamma=3), dict(tree=(0, 0, 1, 2))):
+    for output in pair.generate(SENTENCES[:2], **how, **settings, **SHORT):
+      assert (output.rounds.num_accepted[:-1] == (3 if "gamma" in how else 2)).all()
+
+
+def test_values_of_settings_are_arguments_of_the_program():
+  """Programs are compiled for the kinds of settings, and serve all their values."""
+  pair = Pair(*tiny_pair.pair())
+  compiled = []
+
+  def outputs(**settings):
+    count = Decoder.run._cache_size()
+    pair.generate(SENTENCES[:1], gamma=2, **settings)
+    compiled.append(Decoder.run._cache_size() - count)
+
+  swept = dict(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
+  swept |= dict(no_repeat_ngram_size=2, min_new_tokens=3, suppress_tokens=[5, 6], seed=1)
+  outputs(**swept, max_new_tokens=12, eos_token_id=1)
+  outputs(**swept, max_new_tokens=12, eos_token_id=1)
+  others = dict(temperature=1.3, top_k=9, top_p=0.5, min_p=0.2, repetition_penalty=1.7)
+  others |= dict(no_repeat_ngram_size=3, min_new_tokens=5, suppress_tokens=[9], seed=2)
+  for name, value in others.items():
+    outputs(**{**swept, name: value}, max_new_tokens=12, eos_token_id=1)
+  outputs(**swept, max_new_tokens=7, eos_token_id=1)
+  outputs(**swept, max_new_tokens=16, eos_token_id=4)
+  assert compiled[0] > 0 and not any(compiled[1:]), compiled
+
+
+@pytest.mark.parametrize(
+  "settings, words",
+  [
+    (dict(repetition_penalty=0.0), "repetition_penalty is 0.0"),
+    (dict(no_repeat_ngram_size=-1), "no_repeat_ngram_size is -1"),
+    (dict(bad_words_ids=[[]]), "bad_words_ids has the sequence []"),
+    (dict(suppress_tokens=[-1]), "suppress_tokens has the sequence"),
+    (dict(sequence_bias={(999999,): 1.0}), "sequence_bias has the sequence"),
+    (dict(min_p=1.5), "min_p is 1.5"),
+    (dict(typical_p=0.0), "typical_p is 0.0"),
+    (dict(do_sample=True, temperature=0.0), "which is argmax"),
+    (dict(max_length=1), "max_length is 1, and 1 tokens come before"),
+    (dict(num_return_sequences=2), "all of them would be equal"),
+    (dict(decoder_texts=["A"]), "There are 4 texts and 1 decoder prefixes"),
+    (dict(task="translation"), "has no tasks"),
+  ],
+)
+def test_invalid_settings_raise(settings, words):
+  with pytest.raises(InputError) as caught:
+    Pair(*tiny_pair.pair()).generate(SENTENCES, **settings)
+  assert words in str(caught.value)
+
+
+def test_settings_of_a_checkpoint_are_defaults():
+  merged = GenerationConfig.merged
+  file = dict(do_sample=True, temperature=0.5, max_length=30, no_repeat_ngram_size=3)
+  assert merged(file, {}).sampling() == Sampling(0.5)
+  assert merged(file, dict(temperature=0.0)).sampling().is_argmax
+  assert merged(file, dict(do_sample=False)).sampling().is_argmax
+  assert merged(file, dict(do_sample=True)).sampling() == Sampling(0.5)
+  assert merged({}, dict(do_sample=True)).sampling() == Sampling(1.0)
+  assert merged(file, {}).new_tokens([1, 4]) == [29, 26]
+  assert merged(file, dict(max_new_tokens=7)).new_tokens([1, 4]) == [7, 7]
+  assert merged(file, dict(no_repeat_ngram_size=0)).processors(9, (1,)) == ()
+  assert merged(file, {}).processors(9, (1,)) == (NoRepeatNgram(3),)
+  pair = Pair(*tiny_pair.pair())._replace(
+    generation=dict(min_new_tokens=4), tasks={"loud": dict(prefix="A ", min_new_tokens=9)}
+  )
+  config, prefix = pair.generation_config("loud", {})
+  assert (config.min_new_tokens, prefix) == (9, "A ")
+  assert pair.generation_config(None, {})[0].min_new_tokens == 4
+  assert pair.generation_config("loud", dict(min_new_tokens=2))[0].min_new_tokens == 2
+
+
+def test_outputs_continue_decoder_prefixes():
+  """A forced prefix is not part of the output, which is what the target writes after it."""
+  pair = Pair(*tiny_pair.pair())
+  (whole,) = pair.generate(SENTENCES[:1], gamma=0, min_new_tokens=16, **SHORT)
+  prefixes = [whole.tokens[:n].tolist() for n in (3, 0, 5)]
+  texts = SENTENCES[:1] * 3
+  for how in (dict(gamma=0), dict(gamma=2, batch_size=3), dict(tree=(0, 0, 1), batch_size=2)):
+    found = pair.generate(texts, decoder_input_ids=prefixes, **how, max_new_tokens=8)
+    for output, prefix in zip(found, prefixes):
+      start = len(prefix)
+      assert output.tokens.tolist() == whole.tokens[start : start + len(output.tokens)].tolist()
+      assert len(output.tokens) == 8 or output.finish_reason == "eos"
+  with_start = pair.generate(texts, decoder_input_ids=[[0, *row] for row in prefixes], **SHORT)
+  assert texts_of(with_start) == texts_of(pair.generate(texts, decoder_input_ids=prefixes, **SHORT))
+  forced = ForcedPrefix.of([[7, 8], []])
+  assert forced.tokens.array.tolist() == [[7, 8], [-1, -1]]
+
+
+def test_samples_of_one_source():
+  """The first sample is that of a single output; the encoder runs once for all of them."""
+  pair = Pair(*tiny_pair.pair())
+  sampled = dict(temperature=1.0, gamma=2, seed=3, **SHORT)
+  first = pair.generate(SENTENCES, batch_size=2, **sampled)
+  many = pair.generate(SENTENCES, num_return_sequences=3, batch_size=6, **sampled)
+  assert len(many) == 12 and texts_of(many[::3]) == texts_of(first)
+  assert len({output.text for output in many[:3]}) == 3
+  assert texts_of(pair.generate(SENTENCES, num_return_sequences=3, **sampled)) == texts_of(many)
+
+
+def test_log_probabilities_are_those_of_the_target():
+  """For chains and trees they equal those of autoregressive decoding and of the model alone."""
+  pair = Pair(*tiny_pair.pair())
+  settings = dict(repetition_penalty=1.5, logprobs=True, **SHORT)
+  plain = pair.generate(SENTENCES[:2], gamma=0, **settings)
+  for how in (dict(gamma=3), dict(tree=(0, 0, 1, 1))):
+    for output, want in zip(pair.generate(SENTENCES[:2], **how, **settings), plain):
+      np.testing.assert_allclose(output.logprobs, want.logprobs, atol=1e-4)
+      np.testing.assert_allclose(output.model_logprobs, want.model_logprobs, atol=1e-4)
+      assert output.logprob == pytest.approx(output.logprobs.sum())
+  prompt, tokens = pair.prompt(SENTENCES[:1]), plain[0].tokens
+  inputs = jnp.asarray(np.concatenate([[0], tokens[:-1]])[None], jnp.int32)
+  _, cache = pair.target.prefill(pair.target_params, prompt, 32)
+  logits = np.asarray(pair.target.extend(pair.target_params, cache, inputs)[0][0], np.float64)
+  rows = np.arange(len(tokens))
+  log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+  np.testing.assert_allclose(plain[0].model_logprobs, log_probs[rows, tokens], atol=1e-4)
+  reference = penalized(lambda text: text, 1.5)
+  adjusted = np.stack([reference(row, [0, *tokens[:i]]) for i, row in enumerate(logits.tolist())])
+  log_probs = adjusted - np.log(np.exp(adjusted).sum(axis=1, keepdims=True))
+  np.testing.assert_allclose(plain[0].logprobs, log_probs[rows, tokens], atol=1e-4)
+
+
+def test_outputs_end_at_stop_strings_and_at_any_eos():
+  pair = Pair(*tiny_pair.pair())
+  (whole,) = pair.generate(SENTENCES[:1], min_new_tokens=16, **SHORT)
+  (plain,) = pair.generate(SENTENCES[:1], **SHORT)
+  assert plain.finish_reason in ("eos", "length")
+  stop = whole.text[4:6]
+  (cut,) = pair.generate(SENTENCES[:1], min_new_tokens=16, stop_strings=[stop], **SHORT)
+  assert cut.finish_reason == "stop_string" and stop in cut.text
+  assert whole.text.startswith(cut.text) and len(cut.tokens) < len(whole.tokens)
+  assert stop not in pair.vocabulary.decode(cut.tokens[:-1])
+  eos = int(whole.tokens[2])
+  (ended,) = pair.generate(SENTENCES[:1], eos_token_id=[1, eos], **SHORT)
+  assert ended.tokens[-1] in (1, eos) and ended.finish_reason == "eos"
+
+
+def test_user_functions_and_processors_apply_after_the_others():
+  pair = Pair(*tiny_pair.pair())
+  (plain,) = pair.generate(SENTENCES[:1], **SHORT)
+  banned = int(plain.tokens[0])
+
+  def never(logits, tokens, length):
+    return logits.at[banned].set(-jnp.inf)
+
+  for own in (never, [never], SequenceBias.excluding([(banned,)])):
+    for how in (dict(gamma=0), dict(gamma=2)):
+      (output,) = pair.generate(SENTENCES[:1], logits_processor=own, **how, **SHORT)
+      assert banned not in output.tokens
+
+
+def test_processors_with_equal_values_are_equal():
+  one, other = SequenceBias.of({(1, 2): 0.5}), SequenceBias.of({(1, 2): 0.5})
+  assert one == other and hash(one) == hash(other)
+  assert one != SequenceBias.of({(1, 2): 0.25})
+  assert dataclasses.replace(RepetitionPenalty(2.0), penalty=3.0) == RepetitionPenalty(3.0)
