@@ -30,12 +30,6 @@ if TYPE_CHECKING:
   from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
   from specdec_jax.core.processors import LogitsProcessor, Prefixes
   from specdec_jax.core.sampling import Sampling
-  from specdec_jax.core.theory import (
-    best_gamma,
-    expected_tokens,
-    operations_factor,
-    walltime_improvement,
-  )
   from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
   from specdec_jax.core.types import (
     Context,
@@ -50,7 +44,6 @@ if TYPE_CHECKING:
     Verifier,
   )
   from specdec_jax.core.verify.blocks import BlockVerifier
-  from specdec_jax.core.verify.k_seq import KSeqVerifier
   from specdec_jax.core.verify.tokens import TokenVerifier
   from specdec_jax.drafts.backoff import BackoffDraft, backoff_ngrams
   from specdec_jax.drafts.cascade import CascadeDraft
@@ -74,7 +67,6 @@ if TYPE_CHECKING:
   from specdec_jax.extended_theory import best_tree
   from specdec_jax.generation import GenerationConfig
   from specdec_jax.loading import DecodeSettings, DraftFactory, LoadedTarget
-  from specdec_jax.lossy_verifiers import TopBetaVerifier, TypicalVerifier
   from specdec_jax.models.config import GPTConfig, T5Config, gpt_config, t5_config
   from specdec_jax.models.gpt import GPTModel
   from specdec_jax.models.t5 import T5Model
@@ -90,6 +82,14 @@ if TYPE_CHECKING:
   )
   from specdec_jax.pairs.speculators import speculator
   from specdec_jax.partitioning import make_mesh, param_shardings, sharded
+  from specdec_jax.theory import (
+    best_gamma,
+    expected_tokens,
+    operations_factor,
+    walltime_improvement,
+  )
+  from specdec_jax.verifiers.k_seq import KSeqVerifier
+  from specdec_jax.verifiers.lossy import TopBetaVerifier, TypicalVerifier
   from specdec_jax.wrappers import WrappedDraft, WrappedModel
 
 # The module of `specdec_jax` that defines each public name. docs/api documents exactly these names.
@@ -117,7 +117,7 @@ _DEFINED_IN = {
   "GenerationConfig": "generation",
   "HierarchicalDraft": "drafts.hierarchical",
   "InputError": "errors",
-  "KSeqVerifier": "core.verify.k_seq",
+  "KSeqVerifier": "verifiers.k_seq",
   "LayerSkipDraft": "drafts.layer_skip",
   "LoadedTarget": "loading",
   "LogitsProcessor": "core.processors",
@@ -144,24 +144,24 @@ _DEFINED_IN = {
   "T5Config": "models.config",
   "T5Model": "models.t5",
   "TokenVerifier": "core.verify.tokens",
-  "TopBetaVerifier": "lossy_verifiers",
+  "TopBetaVerifier": "verifiers.lossy",
   "Tree": "core.trees",
   "TreeBeamDraft": "beam_search",
-  "TypicalVerifier": "lossy_verifiers",
+  "TypicalVerifier": "verifiers.lossy",
   "UniformDraft": "drafts.uniform",
   "Verification": "core.types",
   "Verifier": "core.types",
   "WrappedDraft": "wrappers",
   "WrappedModel": "wrappers",
   "backoff_ngrams": "drafts.backoff",
-  "best_gamma": "core.theory",
+  "best_gamma": "theory",
   "best_tree": "extended_theory",
   "bigram": "drafts.ngram",
   "branching": "core.trees",
   "cascade_draft": "pairs.composed",
   "chain": "core.trees",
   "draft_sampling": "pairs.composed",
-  "expected_tokens": "core.theory",
+  "expected_tokens": "theory",
   "forest_draft": "pairs.composed",
   "gpt_config": "models.config",
   "hierarchical_draft": "pairs.composed",
@@ -169,7 +169,7 @@ _DEFINED_IN = {
   "load_pair": "api",
   "lookahead": "drafts.lookahead",
   "make_mesh": "partitioning",
-  "operations_factor": "core.theory",
+  "operations_factor": "theory",
   "param_shardings": "partitioning",
   "prompt_lookup": "drafts.prompt_lookup",
   "prompt_lookup_or_ngrams": "drafts.fallback",
@@ -184,7 +184,7 @@ _DEFINED_IN = {
   "tree_draft": "pairs.composed",
   "uniform": "drafts.uniform",
   "unigram": "drafts.ngram",
-  "walltime_improvement": "core.theory",
+  "walltime_improvement": "theory",
 }
 
 __all__ = ["__version__", *_DEFINED_IN]

@@ -9,9 +9,9 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.decode import Decoder, DecodeState
-from specdec_jax.core.settings import Settings, traced
 from specdec_jax.core.types import DecodeResult, Draft, Model, Params, Verifier
 from specdec_jax.errors import require_count
+from specdec_jax.settings import Settings, traced
 
 
 @dataclasses.dataclass(frozen=True)

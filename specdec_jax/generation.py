@@ -12,7 +12,6 @@ import numpy as np
 
 from specdec_jax.core.processors import LogitsProcessor, Processors
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.settings import HashableArray
 from specdec_jax.errors import InputError, require_count, require_number, require_types, shown
 from specdec_jax.logits_processors import (
   ForcedTokens,
@@ -22,6 +21,7 @@ from specdec_jax.logits_processors import (
   RepetitionPenalty,
   SequenceBias,
 )
+from specdec_jax.settings import HashableArray
 
 Tokens = Sequence[int]
 DEFAULT_NEW_TOKENS = 128

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.processors import LogitsProcessor, Prefixes
-from specdec_jax.core.settings import HashableArray, traced
+from specdec_jax.settings import HashableArray, traced
 
 _ANY = -1  # matches every token at the beginning of a shorter sequence
 _NONE = -2  # token before the beginning of a text; matches no token

@@ -90,6 +90,13 @@ class WrappedDraft(Draft):
     super().with_reread(num_tokens)  # raises if this draft stops early
     return dataclasses.replace(self, draft=self.draft.with_reread(num_tokens))
 
+  @property
+  def uses_position_keys(self) -> bool:  # type: ignore[override]
+    return self.draft.uses_position_keys
+
+  def with_position_keys(self) -> "WrappedDraft":
+    return dataclasses.replace(self, draft=self.draft.with_position_keys())
+
   def with_processors(self, processors: Processors) -> "WrappedDraft":
     return dataclasses.replace(self, draft=self.draft.with_processors(processors))
 
@@ -97,7 +104,7 @@ class WrappedDraft(Draft):
     return self.draft.init(params, context, hidden)
 
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
   ) -> tuple[Proposal, Any]:
     return self.draft.propose(params, state, context, rng)
 

@@ -21,7 +21,6 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts import dynamic as drafts_dynamic
@@ -45,10 +44,11 @@ from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import StoppingDraft
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.loading import DraftFactory
-from specdec_jax.lossy_verifiers import TopBetaVerifier, TypicalVerifier
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import speculators
+from specdec_jax.verifiers.k_seq import KSeqVerifier
+from specdec_jax.verifiers.lossy import TopBetaVerifier, TypicalVerifier
 
 V, LIMIT = 6, 10
 GREEDY, RANDOM, TOP_K = Sampling(temperature=0.0), Sampling(), Sampling(top_k=3)

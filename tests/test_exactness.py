@@ -36,8 +36,8 @@ from specdec_jax.exactness.near_ties import (
 from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
 from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
 from specdec_jax.loading import DecodeSettings
-from specdec_jax.lossy_verifiers import TypicalVerifier
 from specdec_jax.models.layers import RelativePositionBias
+from specdec_jax.verifiers.lossy import TypicalVerifier
 
 GREEDY = Sampling(temperature=0.0)
 SAMPLINGS = {

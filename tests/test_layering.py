@@ -29,22 +29,23 @@ LAYERS = {
   "interrupt": set(),
   "progress": {"rich"},
   "memory": JAX,
+  "settings": JAX,
+  "theory": JAX,
   "execution": {"numpy"},
   "core": set(),
   "core.arrays": JAX,
   "core.trees": JAX,
-  "core.settings": JAX,
   "core.processors": JAX,
   "core.sampling": JAX,
   "core.types": JAX,
   "core.verify": JAX,
-  "core.theory": JAX,
   "core.decode": JAX,
   "wrappers": JAX,
   "loading": JAX,
   "adaptive": JAX,
-  "lossy_verifiers": JAX,
+  "verifiers": JAX,
   "logits_processors": JAX,
+  "tries": JAX,
   "generation": JAX,
   "extended_theory": JAX,
   "kernels": JAX,
@@ -73,7 +74,7 @@ LAYERS = {
 # Layers that may import only some of the layers below them.
 ONLY = {
   "records": {"errors", "version", "atomic_files"},
-  "reporting": {"errors", "version", "atomic_files", "core.types", "core.theory", "records"},
+  "reporting": {"errors", "version", "atomic_files", "core.types", "theory", "records"},
   "user_errors": {"errors"},
   "run": {
     *("errors", "version", "compile_cache", "gin_files", "interrupt", "run_settings"),
@@ -81,14 +82,15 @@ ONLY = {
   },
 }
 
-CORE = ("xla_flags", "errors", "version", "memory", "atomic_files")
+CORE = ("xla_flags", "errors", "version", "memory", "settings", "theory", "atomic_files")
 CORE += tuple(layer for layer in LAYERS if layer.startswith("core.")) + (
   "wrappers",
   "loading",
   "adaptive",
-  "lossy_verifiers",
+  "verifiers",
   "extended_theory",
   "logits_processors",
+  "tries",
   "generation",
   "kernels",
   "models",
@@ -108,7 +110,7 @@ def imports(source: str) -> set[str]:
       names |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
       assert node.level == 0, "relative imports hide the layer"
-      # `from specdec_jax import theory` imports specdec_jax.core.theory.
+      # `from specdec_jax import theory` imports specdec_jax.theory.
       names |= {f"{node.module}.{alias.name}" for alias in node.names}
   return names
 

@@ -11,9 +11,8 @@ import tiny
 import tiny_pair
 from tiny import autoregressive_decode
 
-from specdec_jax import records
+from specdec_jax import records, theory
 from specdec_jax.checkpoints.folder import load_model
-from specdec_jax.core import theory
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import DynamicTree, chain
 from specdec_jax.core.types import DecodeResult, Rounds, Verification
@@ -30,7 +29,6 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
 from specdec_jax.loading import DecodeSettings
-from specdec_jax.lossy_verifiers import TypicalVerifier
 from specdec_jax.measurement import costs as costing
 from specdec_jax.measurement import measure as measuring
 from specdec_jax.measurement import speed as speeds
@@ -60,6 +58,7 @@ from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import random_pair
 from specdec_jax.reporting.speeds import budget_table, speed_table
+from specdec_jax.verifiers.lossy import TypicalVerifier
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_verifiers
+import tiny
 import tiny_pair
 from test_verifiers import GUESSES, TREES, VERIFIERS, V, enumerated, exact, tables
 
@@ -19,7 +20,6 @@ from specdec_jax.api import Pair
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.processors import Prefixes, node_prefixes, process
 from specdec_jax.core.sampling import Sampling, distribution
-from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import DynamicTree, Tree, chain
 from specdec_jax.core.types import Context
 from specdec_jax.errors import InputError
@@ -33,6 +33,9 @@ from specdec_jax.logits_processors import (
   RepetitionPenalty,
   SequenceBias,
 )
+from specdec_jax.settings import HashableArray
+from specdec_jax.tries import TrieConstraint
+from specdec_jax.verifiers.gumbel import GumbelVerifier
 
 EOS = 1
 SOURCE = [2, 1, 2, 1, 0]  # with EOS and padding
@@ -485,3 +488,147 @@ def test_processors_with_equal_values_are_equal():
   assert one == other and hash(one) == hash(other)
   assert one != SequenceBias.of({(1, 2): 0.25})
   assert dataclasses.replace(RepetitionPenalty(2.0), penalty=3.0) == RepetitionPenalty(3.0)
+
+
+def test_trie_allows_exactly_its_sequences():
+  """By comparison with a set of all sequences, after every beginning of one of them."""
+  rng = np.random.default_rng(0)
+  sequences = [rng.integers(2, 6, rng.integers(0, 5)).tolist() for _ in range(30)]
+  constraint = TrieConstraint.of(sequences, EOS)
+  allowed = {(*sequence, EOS) for sequence in sequences}
+  texts = sorted({sequence[:n] for sequence in allowed for n in range(len(sequence))})
+  texts.append((2,) * 7)  # no sequence begins with it, so that it is not constrained
+  tokens = np.zeros((1, len(texts), 10), np.int32)
+  for k, text in enumerate(texts):
+    tokens[0, k, 1 : 1 + len(text)] = text
+  lengths = np.array([[1 + len(text) for text in texts]], np.int32)
+  one = np.ones(1, np.int32)
+  prefixes = Prefixes(*map(jnp.asarray, (tokens, lengths, one, 10 * one, one[:, None])))
+  logits = jnp.zeros((1, len(texts), 8))
+  found = jax.jit(lambda logits: process((constraint,), logits, prefixes))(logits)
+  for k, text in enumerate(texts):
+    n = len(text)
+    want = {sequence[n] for sequence in allowed if sequence[:n] == text and len(sequence) > n}
+    assert {*np.flatnonzero(np.isfinite(found[0, k])).tolist()} == (want or {*range(8)})
+  with pytest.raises(InputError, match="There are no sequences"):
+    TrieConstraint.of([], EOS)
+
+
+def test_outputs_are_sequences_of_a_trie():
+  """For chains, trees and beams, and with the most probable sequence first."""
+  pair = Pair(*tiny_pair.pair())
+  words = [pair.vocabulary.encode(text)[:-1] for text in tiny_pair.SENTENCES[:20]]
+  settings = dict(logits_processor=TrieConstraint.of(words, EOS), max_new_tokens=64)
+  want = pair.generate(SENTENCES[:2], gamma=0, **settings)
+  for how in (dict(gamma=3), dict(tree=(0, 0, 1))):
+    assert texts_of(pair.generate(SENTENCES[:2], **how, **settings)) == texts_of(want)
+  beams = pair.generate(SENTENCES[:1], num_beams=4, num_return_sequences=4, **settings)
+  for output in (*want, *beams):
+    assert output.text in tiny_pair.SENTENCES[:20] and output.finish_reason == "eos"
+  assert len({output.text for output in beams}) == 4
+
+
+DRAFTS = "near", "random"
+GUMBEL = dict(temperature=1.0, seed=5, **SHORT)
+
+
+def test_coupled_samples_do_not_depend_on_the_draft():
+  """The text of a seed is that of autoregressive decoding, whatever gamma, tree and batch are."""
+  own, other = (Pair(*tiny_pair.pair(name))._replace(verifier=GumbelVerifier) for name in DRAFTS)
+  want = own.generate(SENTENCES, gamma=0, **GUMBEL)
+  assert texts_of(want) != texts_of(own.generate(SENTENCES, gamma=0, **{**GUMBEL, "seed": 6}))
+  for pair, how in (
+    (own, dict(gamma=3)),
+    (own, dict(gamma=1, batch_size=4)),
+    (own, dict(tree=(0, 0, 1, 1, 2))),
+    (other, dict(gamma=2)),
+  ):
+    assert texts_of(pair.generate(SENTENCES, **how, **GUMBEL)) == texts_of(want)
+  adjusted = dict(top_k=9, repetition_penalty=1.4)
+  want = own.generate(SENTENCES, gamma=0, **adjusted, **GUMBEL)
+  assert texts_of(own.generate(SENTENCES, gamma=3, **adjusted, **GUMBEL)) == texts_of(want)
+
+
+def test_coupled_draft_equal_to_the_target_is_always_accepted():
+  pair = Pair(*tiny_pair.pair("target"))._replace(verifier=GumbelVerifier)
+  for how, depth in ((dict(gamma=3), 3), (dict(tree=(0, 0, 1, 2)), 2)):
+    for output in pair.generate(SENTENCES[:2], **how, **GUMBEL):
+      assert (output.rounds.num_accepted[:-1] == depth).all()
+
+
+def test_coupled_samples_have_the_targets_distribution():
+  """First tokens of many rows, against the softmax of the target's logits."""
+  pair = Pair(*tiny_pair.pair())
+  count = 4000
+  outputs = pair._replace(verifier=GumbelVerifier).generate(
+    SENTENCES[:1],
+    num_return_sequences=count,
+    batch_size=count,
+    gamma=1,
+    temperature=1.0,
+    max_new_tokens=2,
+  )
+  counts = np.bincount([output.tokens[0] for output in outputs], minlength=pair.target.vocab_size)
+  prompt = pair.prompt(SENTENCES[:1])
+  _, cache = pair.target.prefill(pair.target_params, prompt, 8)
+  logits = pair.target.extend(pair.target_params, cache, jnp.zeros((1, 1), jnp.int32))[0][0, 0]
+  assert tiny.p_value(counts, np.asarray(jax.nn.softmax(logits))) > tiny.LEVEL
+
+
+def test_beam_search_with_processors_is_that_of_plain_search():
+  pair = Pair(*tiny_pair.pair())
+  base = dict(num_beams=3, num_return_sequences=3, max_new_tokens=16)
+  for settings in (
+    dict(no_repeat_ngram_size=2, min_new_tokens=6, length_penalty=2.0, early_stopping=True),
+    dict(repetition_penalty=1.4, eos_token_id=[1, 9], early_stopping="never"),
+    dict(bad_words_ids=[[5, 6], [7]], beam_scorer="t5x", decoder_input_ids=[[8, 9], [10]]),
+  ):
+    want = pair.generate(SENTENCES[:2], gamma=0, **base, **settings)
+    found = pair.generate(SENTENCES[:2], gamma=2, batch_size=2, **base, **settings)
+    assert texts_of(found) == texts_of(want)
+    scores = [output.score for output in found]
+    np.testing.assert_allclose(scores, [output.score for output in want], atol=1e-4)
+
+
+def python_beam_search(log_probs_of, num_beams, max_new_tokens, penalty, early_stopping):
+  """Return texts and scores of the beam search of transformers, one step at a time."""
+  live, finished = [((), 0.0)], []
+  for length in range(1, max_new_tokens + 1):
+    scored = [
+      ((*text, token), score + x)
+      for text, score in live
+      for token, x in enumerate(log_probs_of(text))
+    ]
+    scored = sorted(scored, key=lambda pair: -pair[1])[: 2 * num_beams]
+    ends = [text[-1] == EOS or length == max_new_tokens for text, _ in scored]
+    best = zip(scored[:num_beams], ends[:num_beams])
+    finished += [(text, score / length**penalty) for (text, score), ended in best if ended]
+    finished = sorted(finished, key=lambda pair: -pair[1])[:num_beams]
+    live = [pair for pair, ended in zip(scored, ends) if not ended][:num_beams]
+    if len(finished) == num_beams and live:
+      longest = max_new_tokens if early_stopping == "never" and penalty > 0 else length
+      if early_stopping is True or live[0][1] / longest**penalty <= finished[-1][1]:
+        break
+  return finished
+
+
+@pytest.mark.parametrize("penalty, early_stopping", [(1.0, False), (2.0, "never"), (0.5, True)])
+def test_beam_search_of_transformers(penalty, early_stopping):
+  """Against the definition in Python, with the target's logits after every text."""
+  pair = Pair(*tiny_pair.pair())
+  prompt = pair.prompt(SENTENCES[:1])
+  _, cache = pair.target.prefill(pair.target_params, prompt, 9)
+  extend = jax.jit(lambda tokens: pair.target.extend(pair.target_params, cache, tokens)[0])
+
+  def log_probs_of(text):
+    tokens = np.zeros((1, 8), np.int32)
+    tokens[0, 1 : 1 + len(text)] = text
+    return jax.nn.log_softmax(extend(jnp.asarray(tokens))[0, len(text)]).tolist()
+
+  want = python_beam_search(log_probs_of, 3, 8, penalty, early_stopping)
+  settings = dict(num_beams=3, num_return_sequences=3, max_new_tokens=8)
+  settings |= dict(length_penalty=penalty, early_stopping=early_stopping)
+  found = pair.generate(SENTENCES[:1], **settings)
+  assert [tuple(output.tokens.tolist()) for output in found] == [text for text, _ in want]
+  scores = [output.score for output in found]
+  np.testing.assert_allclose(scores, [score for _, score in want], atol=1e-4)

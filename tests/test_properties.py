@@ -19,7 +19,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Proposal
 from specdec_jax.core.verify.tokens import TokenVerifier, residual, verify, within_lenience
-from specdec_jax.lossy_verifiers import emitted_distribution
+from specdec_jax.verifiers.lossy import emitted_distribution
 
 V = 4
 LENIENCES = (1.0, 0.7, 0.3, 0.05)

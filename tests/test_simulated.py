@@ -13,13 +13,13 @@ from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.theory import expected_tokens
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.theory import expected_tokens
 
 V, EOS = 16, 1
 CONFIG = tiny.config(vocab_size=V, layers=1)

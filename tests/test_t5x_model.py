@@ -23,15 +23,15 @@ from specdec_jax import records
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.lossy_verifiers import TypicalVerifier
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.run import main
+from specdec_jax.verifiers.k_seq import KSeqVerifier
+from specdec_jax.verifiers.lossy import TypicalVerifier
 
 models = pytest.importorskip("t5x.models", reason="t5x is not installed: see docs/t5x.md")
 

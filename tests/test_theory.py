@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from specdec_jax.bench.reporting.paper import load_table
-from specdec_jax.core.theory import (
+from specdec_jax.errors import InputError
+from specdec_jax.extended_theory import expected_rounds, text_improvement
+from specdec_jax.theory import (
   best_gamma,
   beta,
   break_even_alpha,
@@ -20,8 +22,6 @@ from specdec_jax.core.theory import (
   rejection_sampling_rate,
   walltime_improvement,
 )
-from specdec_jax.errors import InputError
-from specdec_jax.extended_theory import expected_rounds, text_improvement
 
 PAPER = pathlib.Path(__file__).resolve().parents[1] / "configs"
 

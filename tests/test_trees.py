@@ -13,12 +13,11 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax import extended_theory, records
+from specdec_jax import extended_theory, records, theory
 from specdec_jax.bench import trees as bench_trees
 from specdec_jax.bench.reporting.record_tables import lengths_table
 from specdec_jax.bench.tpu.tree_speeds import tree_speeds_table
 from specdec_jax.bench.trees import trees
-from specdec_jax.core import theory
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import (
   DynamicTree,
@@ -31,7 +30,6 @@ from specdec_jax.core.trees import (
 )
 from specdec_jax.core.types import Context, Outcome, Verification
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.forest import joined_at_root
@@ -41,6 +39,7 @@ from specdec_jax.measurement.alpha import measure_alpha, positional_acceptance
 from specdec_jax.measurement.costs import Costs
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import verifier_name
+from specdec_jax.verifiers.k_seq import KSeqVerifier
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 

@@ -20,10 +20,10 @@ from specdec_jax.beam_search.layout import PlacedNodes, move_nodes, slot_mask, w
 from specdec_jax.beam_search.verified import NO_ENTRY, find_child
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.processors import Prefixes, Processors, process
-from specdec_jax.core.settings import Settings
 from specdec_jax.core.trees import Tree
 from specdec_jax.core.types import Context, Draft, Model
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.settings import Settings
 
 
 @runtime_checkable

@@ -57,10 +57,10 @@ from specdec_jax.beam_search.verified import (
 )
 from specdec_jax.core.arrays import gather, gather_one, gather_or_zero
 from specdec_jax.core.processors import Processors, process
-from specdec_jax.core.settings import Settings, traced
 from specdec_jax.core.types import AnyArray, Context, DecodeResult, Model, Params, Rounds
 from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.memory import require_memory
+from specdec_jax.settings import Settings, traced
 
 
 class BeamResult(NamedTuple):

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.settings import Settings, traced
+from specdec_jax.settings import Settings, traced
 
 NEG_SCORE = -1e7  # log-probability or score of a text that does not exist
 

@@ -16,8 +16,8 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from specdec_jax import theory
 from specdec_jax.bench.reporting.record_tables import given_outputs_table
-from specdec_jax.core import theory
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain

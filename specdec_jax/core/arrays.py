@@ -69,6 +69,11 @@ def write_slots(
   return jax.vmap(write_row)(cache, block.astype(cache.dtype), start)
 
 
+def fold_in_rows(rng: Key[Array, " B"], data: Int[Array, " B"]) -> Key[Array, " B"]:
+  """Return the key of each row with an integer folded in."""
+  return jax.vmap(jax.random.fold_in)(rng, data)
+
+
 def split_rows(rng: Key[Array, " B"], count: int = 2) -> Key[Array, "{count} B"]:
   """Split the key of each row into `count` keys."""
   return jax.vmap(lambda key: jax.random.split(key, count), out_axes=1)(rng)

@@ -18,6 +18,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
 from specdec_jax.core.arrays import (
+  fold_in_rows,
   gather,
   gather_or_zero,
   gather_token,
@@ -26,7 +27,6 @@ from specdec_jax.core.arrays import (
 )
 from specdec_jax.core.processors import Processors, node_prefixes, process
 from specdec_jax.core.sampling import distribution, split_keys
-from specdec_jax.core.settings import Settings, traced
 from specdec_jax.core.trees import (
   AnyTree,
   DynamicTree,
@@ -49,6 +49,7 @@ from specdec_jax.core.types import (
 )
 from specdec_jax.errors import require_count
 from specdec_jax.memory import require_memory
+from specdec_jax.settings import Settings, traced
 
 
 class DecodeState(NamedTuple):
@@ -125,7 +126,7 @@ class NullDraft(Draft):
 class Decoder(Settings):
   """Speculative decoder: a target, a draft and a verifier.
 
-  It is hashable, and a pytree whose leaves are the values of its settings (`core.settings`), so it
+  It is hashable, and a pytree whose leaves are the values of its settings (`settings`), so it
   may be a static or an ordinary argument of compiled programs.
 
   Attributes:
@@ -190,8 +191,11 @@ class Decoder(Settings):
   def round(self, params: Params, state: DecodeState) -> DecodeState:
     """Run one round of Algorithm 1."""
     # One key per row and position: rows are independent, and no round of a row repeats a key.
-    keys = jax.vmap(jax.random.fold_in)(state.rng, state.length)
-    draft_rng, verify_rng = split_rows(keys)
+    draft_rng, verify_rng = split_rows(fold_in_rows(state.rng, state.length))
+    if self.verifier.uses_position_keys:
+      positions = state.length[:, None] + jnp.arange(self.draft.tree.depth + 1)
+      verify_rng = jax.vmap(fold_in_rows, (None, 1), 1)(state.rng, positions)
+      draft_rng = verify_rng if self.draft.uses_position_keys else draft_rng
 
     # Propose: the draft samples tokens x_1, ..., x_N, each from its distribution q.
     context = state.context

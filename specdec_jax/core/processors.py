@@ -17,8 +17,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather, place_tokens
-from specdec_jax.core.settings import Settings
 from specdec_jax.core.trees import AnyTree, chain
+from specdec_jax.settings import Settings
 
 
 class Prefixes(NamedTuple):
@@ -53,11 +53,14 @@ Processors = tuple[LogitsProcessor, ...]
 def process(
   processors: Processors, logits: Float[Array, "B K V"], prefixes: Prefixes
 ) -> Float[Array, "B K V"]:
-  """Return logits after all processors, in their order, in float32."""
-  logits = logits.astype(jnp.float32)
+  """Return logits after all processors, in their order, in float32.
+
+  Where they exclude all tokens, they have no effect.
+  """
+  logits = processed = logits.astype(jnp.float32)
   for processor in processors:
-    logits = processor(logits, prefixes)
-  return logits
+    processed = processor(processed, prefixes)
+  return jnp.where((processed > -jnp.inf).any(axis=-1, keepdims=True), processed, logits)
 
 
 def node_prefixes(

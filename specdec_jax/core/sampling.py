@@ -17,8 +17,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int, Key
 
 from specdec_jax.core.arrays import gather_one, take
-from specdec_jax.core.settings import Settings, is_neutral, traced
 from specdec_jax.errors import InputError, require_number, require_types, shown
+from specdec_jax.settings import Settings, is_neutral, traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,11 +186,33 @@ def row_keys(seed: int, start: int | np.integer, count: int) -> Key[Array, " {co
 
 
 def sample_logits(
-  rng: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling
+  rng: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling, coupled: bool = False
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-  """Sample one token per row, and return it with the distribution that it was sampled from."""
+  """Sample one token per row, and return it with the distribution that it was sampled from.
+
+  If `coupled`, it is the argmax of `perturbed` logits.
+  """
   probs = distribution(logits, sampling)
-  return argmax(logits) if sampling.is_argmax else sample(rng, probs), probs
+  if coupled or sampling.is_argmax:
+    return argmax(perturbed(rng, logits, sampling)), probs
+  return sample(rng, probs), probs
+
+
+def perturbed(
+  rng: Key[Array, "*batch"], logits: Float[Array, "*batch V"], sampling: Sampling
+) -> Float[Array, "*batch V"]:
+  """Return log p + Gumbel noise of each key, the argmax of which is a sample of p.
+
+  At temperature 0 they are the logits.
+  """
+  if sampling.is_argmax:
+    return logits
+
+  def noise(key: Key[Array, ""]) -> Float[Array, " V"]:
+    return jax.random.gumbel(key, logits.shape[-1:])
+
+  gumbel = jax.vmap(noise)(rng.reshape(-1)).reshape(logits.shape)
+  return jnp.log(distribution(logits, sampling)) + gumbel
 
 
 def sample_siblings(
@@ -199,6 +221,7 @@ def sample_siblings(
   sampling: Sampling,
   counts: Sequence[int],
   independent: bool = False,
+  coupled: bool = False,
 ) -> tuple[Int[Array, "B children"], Float[Array, "B children V"]]:
   """Sample the children of each node, in the order in which they will be verified.
 
@@ -212,6 +235,7 @@ def sample_siblings(
     sampling: sampling method, which turns logits into q.
     counts: number of children of each node.
     independent: whether to sample siblings independently, with replacement.
+    coupled: select the largest `perturbed` logits instead, which is sampling without replacement.
 
   Returns:
     The children, node by node, and the distribution of each given its earlier siblings: a one-hot
@@ -220,6 +244,8 @@ def sample_siblings(
   vocab_size, num_children = logits.shape[-1], np.array(counts)
   width, remaining = max(counts), distribution(logits, sampling)
   keys = jax.vmap(lambda key: jax.random.split(key, (width, len(counts))))(rng)  # [B, W, nodes]
+  if coupled:
+    noisy = perturbed(jnp.broadcast_to(rng[:, None], logits.shape[:2]), logits, sampling)
   nodes, tokens, q = np.arange(len(counts)), [], []
   order: list[tuple[int, int]] = []  # (node, rank) of the children so far
   for rank in range(width):
@@ -230,7 +256,11 @@ def sample_siblings(
       mass = remaining.sum(axis=-1, keepdims=True)
       certain = jax.nn.one_hot(token, vocab_size)
       probs = jnp.where(mass > 0, remaining / jnp.where(mass > 0, mass, 1.0), certain)
-    if not sampling.is_argmax:
+    if coupled:
+      token = argmax(take(noisy, nodes))
+      is_taken = token[..., None] == jnp.arange(vocab_size)
+      noisy = noisy.at[:, nodes].set(jnp.where(is_taken, -jnp.inf, take(noisy, nodes)))
+    elif not sampling.is_argmax:
       rank_keys = take(keys[:, rank], nodes).reshape(-1)
       token = sample(rank_keys, probs.reshape(-1, vocab_size)).reshape(token.shape)
     if not independent:

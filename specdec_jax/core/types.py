@@ -25,9 +25,9 @@ from jaxtyping import Float, Int, Key
 from specdec_jax.core.arrays import gather_one, place_tokens
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.settings import Settings
 from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout
 from specdec_jax.errors import InputError
+from specdec_jax.settings import Settings
 
 AnyArray = Array | np.ndarray  # on the device or on the host
 
@@ -211,6 +211,8 @@ class Draft(Settings, abc.ABC):
       tokens are always proposed.
     depends_on_outcomes: whether proposals depend on outcomes of earlier rounds and not on the text
       alone. Acceptance on a given text is then undefined.
+    uses_position_keys: whether `rng` of `propose` has a key [B, D + 1] for the position of each
+      token, as that of a verifier may.
     reads_target_cache: whether proposals need the target's cache of the text in decoding order,
       which a beam search does not have.
   """
@@ -218,6 +220,7 @@ class Draft(Settings, abc.ABC):
   tree: AnyTree
   verify_lengths: tuple[int, ...] = ()
   depends_on_outcomes: bool = False
+  uses_position_keys: bool = False
   reads_target_cache: bool = False
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
@@ -232,7 +235,7 @@ class Draft(Settings, abc.ABC):
 
   @abc.abstractmethod
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
   ) -> tuple[Proposal, Any]:
     """Propose tokens that follow the committed ones, and return them with the new state.
 
@@ -260,6 +263,13 @@ class Draft(Settings, abc.ABC):
     """Return this draft with the target's logits processors applied to its own logits.
 
     Drafts without logits do not change: their tokens are verified against the processed p.
+    """
+    return self
+
+  def with_position_keys(self) -> "Draft":
+    """Return this draft with samples coupled to the target's by position (`verifiers.gumbel`).
+
+    Drafts that cannot do that do not change; fewer of their tokens are accepted.
     """
     return self
 
@@ -291,16 +301,23 @@ class Verifier(Settings, abc.ABC):
     exact: whether emitted tokens have the target's distribution.
     needs_independent_siblings: whether siblings must be sampled independently.
     allows_short_proposals: whether draft tokens may be -1 (not proposed).
+    uses_position_keys: whether `rng` of `verify` has a key [B, D + 1] for the position of each
+      token, which does not depend on the round, instead of one per row.
   """
 
   sampling: Sampling
   exact: bool = True
   needs_independent_siblings: bool = False
   allows_short_proposals: bool = False
+  uses_position_keys: bool = False
 
   @abc.abstractmethod
   def verify(
-    self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
+    self,
+    rng: Key[Array, " B *depths"],
+    tree: AnyTree,
+    proposal: Proposal,
+    logits: Float[Array, "B K V"],
   ) -> Verification:
     """Verify a proposal with the target's logits at the nodes of its tree."""
 

@@ -87,7 +87,7 @@ class LayerSkipDraft(WrappedDraft):
     return state
 
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
   ) -> tuple[Proposal, Any]:
     cache = unwrapped_cache(context.target_cache)
     cache = cache.replace(layers=self._select(cache.layers))

@@ -32,6 +32,7 @@ class ModelDraft(Draft):
     reread: number of tokens in the first forward pass of a round, which ends with the last
       committed token. 2 suffices unless rounds commit tokens of other drafts (`drafts.forest`).
     processors: logits processors, which apply to the model's logits.
+    coupled: whether samples share the noise of the target's (`verifiers.gumbel`).
 
   Raises:
     InputError: the tree has no draft tokens.
@@ -43,6 +44,7 @@ class ModelDraft(Draft):
   independent: bool = False
   reread: int = 2
   processors: Processors = ()
+  coupled: bool = False
 
   def __post_init__(self):
     require_count("gamma", self.tree.depth)
@@ -52,6 +54,13 @@ class ModelDraft(Draft):
 
   def with_processors(self, processors: Processors) -> "ModelDraft":
     return dataclasses.replace(self, processors=processors)
+
+  @property
+  def uses_position_keys(self) -> bool:  # type: ignore[override]
+    return self.coupled
+
+  def with_position_keys(self) -> "ModelDraft":
+    return dataclasses.replace(self, coupled=True)
 
   def with_independent_siblings(self) -> "ModelDraft":
     return dataclasses.replace(self, independent=True)
@@ -83,7 +92,7 @@ class ModelDraft(Draft):
     return cache
 
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
   ) -> tuple[Proposal, Any]:
     logits, _, cache = extend_last_tokens(self.model, params, state, context, self.reread)
     return self.propose_after(params, cache, context, logits, rng)
@@ -94,7 +103,7 @@ class ModelDraft(Draft):
     cache: Any,
     context: Context,
     logits: Float[Array, "B V"],
-    rng: Key[Array, " B"],
+    rng: Key[Array, " B *depths"],
   ) -> tuple[Proposal, Any]:
     """Propose tokens, given logits at the last committed token.
 
@@ -112,7 +121,7 @@ class ModelDraft(Draft):
     """
     if self.processors:
       logits = process(self.processors, logits[:, None], text_prefixes(context))[:, 0]
-    token, q = sample_logits(rng, logits, self.sampling)
+    token, q = sample_logits(rng, logits, self.sampling, self.coupled)
     return (
       token,
       q,
@@ -125,11 +134,11 @@ class ModelDraft(Draft):
     cache: Any,
     context: Context,
     logits: Float[Array, "B V"],
-    rng: Key[Array, " B"],
+    rng: Key[Array, " B *depths"],
   ) -> tuple[Proposal, Any]:
     """Sample a chain, one token at a time."""
     gamma = self.tree.depth
-    keys = split_rows(rng, gamma)
+    keys = rng.T if self.coupled else split_rows(rng, gamma)  # [gamma, B]
     first, first_q, text = self.sample_next(keys[0], context, logits)
 
     def step(carry, node_and_key):
@@ -141,7 +150,7 @@ class ModelDraft(Draft):
       return (cache, guess, text), (guess, q)
 
     nodes = jnp.arange(1, gamma)
-    (cache, *_), (guesses, q) = lax.scan(step, (cache, first, text), (nodes, keys[1:]))
+    (cache, *_), (guesses, q) = lax.scan(step, (cache, first, text), (nodes, keys[1:gamma]))
     guesses = jnp.concatenate([first[None], guesses])  # [gamma, B]
     q = jnp.concatenate([first_q[None], q])  # [gamma, B, V]
     return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), cache
@@ -152,19 +161,20 @@ class ModelDraft(Draft):
     cache: Any,
     context: Context,
     logits: Float[Array, "B V"],
-    rng: Key[Array, " B"],
+    rng: Key[Array, " B *depths"],
   ) -> tuple[Proposal, Any]:
     """Sample a tree, one level at a time."""
     tree, level_logits = self.tree, logits[:, None]  # [B, nodes of the level, V]
     tokens, q, parent_level = [context.tokens[:, :0]], [], 0
-    for (first, last), level_keys in zip(tree.levels, split_rows(rng, tree.depth)):
+    keys = rng.T if self.coupled else split_rows(rng, tree.depth)
+    for (first, last), level_keys in zip(tree.levels, keys):
       if self.processors:
         guesses = jnp.concatenate(tokens, axis=1)
         prefixes = node_prefixes(context, guesses, tree, parent_level, first)
         level_logits = process(self.processors, level_logits, prefixes)
       counts = [tree.parents.count(node) for node in range(parent_level, first)]
       level_tokens, level_q = sample_siblings(
-        level_keys, level_logits, self.sampling, counts, self.independent
+        level_keys, level_logits, self.sampling, counts, self.independent, self.coupled
       )
       tokens.append(level_tokens)
       q.append(level_q)

@@ -49,11 +49,11 @@ class StoppingDraft(WrappedDraft):
     return tuple(range(1, self.tree.depth + 1))
 
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
   ) -> tuple[Proposal, Any]:
     model, gamma = self.draft.model, self.tree.depth
     logits, _, cache = extend_last_tokens(model, params, state, context, self.draft.reread)
-    keys = split_rows(rng, gamma)
+    keys = rng.T if self.draft.coupled else split_rows(rng, gamma)
     first, first_q, text = self.draft.sample_next(keys[0], context, logits)
     tokens = jnp.full((len(logits), gamma), -1).at[:, 0].set(first)
     q = jnp.zeros((*tokens.shape, logits.shape[-1])).at[:, 0].set(first_q)

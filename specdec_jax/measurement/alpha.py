@@ -19,8 +19,8 @@ from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Context, DecodeResult, Draft, Model
 from specdec_jax.core.verify.tokens import guess_probs, within_lenience
-from specdec_jax.lossy_verifiers import emitted_distribution
 from specdec_jax.pairs import LoadedPair
+from specdec_jax.verifiers.lossy import emitted_distribution
 
 
 class Estimate(NamedTuple):

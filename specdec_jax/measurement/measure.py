@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from specdec_jax import extended_theory
-from specdec_jax.core import theory
+from specdec_jax import extended_theory, theory
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.counts import (

@@ -132,7 +132,9 @@ class LoadedPair(NamedTuple):
     """
     eos_id = self.vocabulary.eos_id if eos_id is None else eos_id
     if not tree.num_guesses:
-      verifier = TokenVerifier(sampling)
+      verifier = self.verifier_for(sampling)
+      if not verifier.uses_position_keys:  # whose samples are those of autoregressive decoding
+        verifier = TokenVerifier(sampling)
       return Decoder(self.target, NullDraft(), verifier, eos_id, processors, logprobs)
     verifier, draft = self.verifier_for(sampling, lenience), self.draft(sampling, tree)
     if verifier.needs_independent_siblings and not tree.is_chain:
@@ -148,6 +150,8 @@ class LoadedPair(NamedTuple):
         f"{self.draft_name} stops early, and {type(verifier).__name__} cannot verify tokens that "
         "were not proposed; use TokenVerifier."
       )
+    if verifier.uses_position_keys:
+      draft = draft.with_position_keys()
     if processors:
       draft = draft.with_processors(processors)
     return Decoder(self.target, draft, verifier, eos_id, processors, logprobs)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
+from specdec_jax import theory
 from specdec_jax.bench.reporting.drawing import (
   BLUE,
   GREEN,
@@ -25,7 +26,6 @@ from specdec_jax.bench.reporting.drawing import (
   shades,
 )
 from specdec_jax.bench.reporting.paper_tables import PaperRow
-from specdec_jax.core import theory
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.records import Record, key
 from specdec_jax.reporting.rounds import Round

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.core import theory
+from specdec_jax import theory
 from specdec_jax.records import Record, key
 from specdec_jax.reporting.tables import MISSING, Table, measured_with, number_text, sampling_text
 

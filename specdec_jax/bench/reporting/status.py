@@ -9,8 +9,8 @@ import collections
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from specdec_jax import theory
 from specdec_jax.bench.reporting.paper_tables import PaperRow
-from specdec_jax.core import theory
 from specdec_jax.records import Record
 from specdec_jax.reporting.tables import MISSING, Table
 

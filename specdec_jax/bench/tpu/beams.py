@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.stages import Lowered
 
 from specdec_jax.beam_search import BeamSearcher, ModelBeamDraft, NullBeamDraft
+from specdec_jax.beam_search.search import run_search
 from specdec_jax.bench.tpu.compile import Programs, Site
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
@@ -85,7 +86,7 @@ def beam_programs(
 
   def lower_loop(searcher: BeamSearcher, params: Params) -> Lowered:
     limit = settings.max_new_tokens
-    return BeamSearcher.run.lower(searcher, params, prompt, max_new_tokens=limit)
+    return run_search.lower(searcher, params, prompt, limit, None, None)
 
   def lower_round(searcher: BeamSearcher, params: Params) -> Lowered:
     def run(params, state):

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from specdec_jax import theory
 from specdec_jax.bench.tpu import compile as tpu_compile
 from specdec_jax.bench.tpu.examine import examine
-from specdec_jax.core import theory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.errors import InputError
 from specdec_jax.machine import commit

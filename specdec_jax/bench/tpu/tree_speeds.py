@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_jax import extended_theory
-from specdec_jax.core import theory
+from specdec_jax import extended_theory, theory
 from specdec_jax.reporting.tables import Table
 
 ALPHAS = (0.75, 0.62)  # the paper's alphas for T5-small on EnDe: argmax, and standard sampling

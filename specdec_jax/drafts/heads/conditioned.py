@@ -170,7 +170,7 @@ class ConditionedDraft(SharedEncoderDraft):
     return self.model.condition(params, cache, hidden, offsets, slot)
 
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
   ) -> tuple[Proposal, Any]:
     offsets, slot = jnp.asarray(self.tree.depths), context.length - 1
     state = self.condition(params, state, context.hidden[:, None], offsets, slot)

@@ -1,0 +1,1 @@
+"""Verifiers besides those of `core.verify`, one file each."""

@@ -1,0 +1,57 @@
+"""Samples that depend on the seed only: target and draft share their Gumbel noise. Exact.
+
+Source: Gumbel-max list sampling (arXiv 2506.05632). The token at a position of a row is the argmax
+of log p + G, where the Gumbel noise G [V] is a function of the key of the row and of the position.
+Its distribution is p. The noise does not depend on the round, so the text is that of autoregressive
+decoding with the same keys, whatever the draft, its tree and the batch are; only near ties may
+differ, as at temperature 0.
+
+A draft token is accepted if it equals the target's token. A draft that selects the argmax of log q
++ G with the same noise, or the W largest values for W children, is accepted with a probability of
+at least (1 - TV) / (1 + TV), where TV is the total variation between p and q. Token verification
+accepts with probability 1 - TV, and its samples depend on the draft.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Key
+
+from specdec_jax.core.arrays import gather, gather_one
+from specdec_jax.core.sampling import Sampling, argmax, perturbed
+from specdec_jax.core.trees import AnyTree, path_to
+from specdec_jax.core.types import Proposal, Verification, Verifier
+
+
+@dataclasses.dataclass(frozen=True)
+class GumbelVerifier(Verifier):
+  """Verifier that accepts draft tokens that equal the target's samples; see the module docstring.
+
+  Attributes:
+    sampling: sampling method, which turns the target's logits into p.
+  """
+
+  sampling: Sampling
+  allows_short_proposals = True
+  uses_position_keys = True
+
+  def verify(
+    self,
+    rng: Key[Array, " B *depths"],
+    tree: AnyTree,
+    proposal: Proposal,
+    logits: Float[Array, "B K V"],
+  ) -> Verification:
+    """Verify a proposal with the target's logits at the nodes of its tree."""
+    batch, num_nodes, _ = logits.shape
+    depths = jnp.broadcast_to(jnp.asarray(tree.depths), (batch, num_nodes))
+    tokens = argmax(perturbed(gather(rng, depths), logits, self.sampling))
+    parents = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), proposal.tokens.shape)
+    accepted = gather(tokens, parents) == proposal.tokens
+    ancestors = jnp.reshape(tree.ancestors, (-1, num_nodes, num_nodes))[:, 1:, 1:]
+    reached = (accepted[:, None] | ~ancestors).all(axis=-1)
+    # Parents come before children. Of equal siblings, any continues the text.
+    end = jnp.where(reached, jnp.arange(1, num_nodes), 0).max(axis=1, initial=0)
+    num_accepted = gather_one(depths, end)
+    return Verification(num_accepted, gather_one(tokens, end), path_to(tree, end))
