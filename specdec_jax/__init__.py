@@ -67,6 +67,14 @@ if TYPE_CHECKING:
   from specdec_jax.extended_theory import best_tree
   from specdec_jax.generation import GenerationConfig
   from specdec_jax.loading import DecodeSettings, DraftFactory, LoadedTarget
+  from specdec_jax.logits_processors import (
+    ForcedTokens,
+    FunctionProcessor,
+    MinLength,
+    NoRepeatNgram,
+    RepetitionPenalty,
+    SequenceBias,
+  )
   from specdec_jax.models.config import GPTConfig, T5Config, gpt_config, t5_config
   from specdec_jax.models.gpt import GPTModel
   from specdec_jax.models.t5 import T5Model
@@ -88,6 +96,8 @@ if TYPE_CHECKING:
     operations_factor,
     walltime_improvement,
   )
+  from specdec_jax.tries import TrieConstraint
+  from specdec_jax.verifiers.gumbel import GumbelVerifier
   from specdec_jax.verifiers.k_seq import KSeqVerifier
   from specdec_jax.verifiers.lossy import TopBetaVerifier, TypicalVerifier
   from specdec_jax.wrappers import WrappedDraft, WrappedModel
@@ -111,10 +121,13 @@ _DEFINED_IN = {
   "DynamicDraft": "drafts.dynamic",
   "DynamicTree": "core.trees",
   "FallbackDraft": "drafts.fallback",
+  "ForcedTokens": "logits_processors",
   "ForestDraft": "drafts.forest",
+  "FunctionProcessor": "logits_processors",
   "GPTConfig": "models.config",
   "GPTModel": "models.gpt",
   "GenerationConfig": "generation",
+  "GumbelVerifier": "verifiers.gumbel",
   "HierarchicalDraft": "drafts.hierarchical",
   "InputError": "errors",
   "KSeqVerifier": "verifiers.k_seq",
@@ -122,9 +135,11 @@ _DEFINED_IN = {
   "LoadedTarget": "loading",
   "LogitsProcessor": "core.processors",
   "LookaheadDraft": "drafts.lookahead",
+  "MinLength": "logits_processors",
   "Model": "core.types",
   "ModelDraft": "drafts.model",
   "NgramDraft": "drafts.ngram",
+  "NoRepeatNgram": "logits_processors",
   "NullBeamDraft": "beam_search",
   "NullDraft": "core.decode",
   "Outcome": "core.types",
@@ -135,9 +150,11 @@ _DEFINED_IN = {
   "Prefixes": "core.processors",
   "PromptLookupDraft": "drafts.prompt_lookup",
   "Proposal": "core.types",
+  "RepetitionPenalty": "logits_processors",
   "RetrievalDraft": "drafts.retrieval",
   "Rounds": "core.types",
   "Sampling": "core.sampling",
+  "SequenceBias": "logits_processors",
   "SpeculatorDraft": "drafts.heads.stateless",
   "StopAtMissDraft": "drafts.stop_at_miss",
   "StoppingDraft": "drafts.stopping",
@@ -147,6 +164,7 @@ _DEFINED_IN = {
   "TopBetaVerifier": "verifiers.lossy",
   "Tree": "core.trees",
   "TreeBeamDraft": "beam_search",
+  "TrieConstraint": "tries",
   "TypicalVerifier": "verifiers.lossy",
   "UniformDraft": "drafts.uniform",
   "Verification": "core.types",

@@ -301,16 +301,15 @@ class Pair(pairs.LoadedPair):
       raise InputError("gamma 'auto' is for generation without beams; give a number of steps.")
     eos_ids = config.eos_ids(self.vocabulary.eos_id)
     scorer = config.beam_scorer or "hf"
-    default_penalty = 1.0 if scorer == "hf" else 0.6
-    searcher = self.beam_searcher(
-      num_beams,
-      2 if gamma is None else gamma,
-      length_penalty=default_penalty if config.length_penalty is None else config.length_penalty,
+    penalty = config.length_penalty
+    if penalty is None:
+      penalty = 1.0 if scorer == "hf" else 0.6
+    searcher = dataclasses.replace(
+      self.beam_searcher(num_beams, 2 if gamma is None else gamma, length_penalty=penalty),
       eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
       scorer=scorer,
       early_stopping=config.early_stopping or False,
-      processors=config.processors(self.target.vocab_size, eos_ids),
-    )
+    ).with_processors(config.processors(self.target.vocab_size, eos_ids))
     found = self._search_batches(searcher, texts, config, batch_size, forced)
     return [output for outputs in found for output in outputs[:count]]
 
@@ -334,8 +333,7 @@ class Pair(pairs.LoadedPair):
       if forced:
         options["num_forced"] = batch.num_forced
         processors = (*searcher.processors, batch.forced_prefix)
-        draft = searcher.draft.with_processors(processors)
-        batch_searcher = dataclasses.replace(searcher, draft=draft, processors=processors)
+        batch_searcher = searcher.with_processors(processors)
       result = jax.device_get(batch_searcher.run(self.params, batch.prompt, **options))
       require_finite(result.best())
       for row in zip(result.tokens, result.lengths, result.scores.tolist(), strict=True):

@@ -30,6 +30,7 @@ LAYERS = {
   "progress": {"rich"},
   "memory": JAX,
   "settings": JAX,
+  "filters": JAX,
   "theory": JAX,
   "execution": {"numpy"},
   "core": set(),
@@ -44,10 +45,10 @@ LAYERS = {
   "loading": JAX,
   "adaptive": JAX,
   "verifiers": JAX,
+  "extended_theory": JAX,
   "logits_processors": JAX,
   "tries": JAX,
   "generation": JAX,
-  "extended_theory": JAX,
   "kernels": JAX,
   "models": FLAX,
   "data": {"numpy", "seqio", "sentencepiece", "tensorflow", "tensorflow_datasets", "tokenizers"},
@@ -82,7 +83,7 @@ ONLY = {
   },
 }
 
-CORE = ("xla_flags", "errors", "version", "memory", "settings", "theory", "atomic_files")
+CORE = ("xla_flags", "errors", "version", "memory", "settings", "filters", "theory", "atomic_files")
 CORE += tuple(layer for layer in LAYERS if layer.startswith("core.")) + (
   "wrappers",
   "loading",

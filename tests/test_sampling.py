@@ -1,6 +1,7 @@
 """Test sampling distributions and samples from them."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -245,3 +246,50 @@ def test_each_row_is_sampled_with_its_own_key():
 def test_tiny_temperature_gives_a_finite_argmax(temperature):
   probs = distribution(jnp.asarray([1.0, 5.0, -2.0]), Sampling(temperature))
   np.testing.assert_array_equal(probs, [0.0, 1.0, 0.0])
+
+
+def filtered_row(probs, min_p=0.0, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0):
+  """Return the filters of `Sampling` after top-p, by sorting, in float64."""
+
+  def keep(allowed):
+    nonlocal probs
+    probs = np.where(allowed, probs, 0)
+    probs = probs / probs.sum()
+
+  def entropy():
+    return -sum(p * math.log(p) for p in probs if p > 0)
+
+  best = np.arange(len(probs)) == probs.argmax()
+  keep((probs >= min_p * probs.max()) | best)
+  if typical_p < 1:
+    level, mass, kept = entropy(), 0.0, np.zeros(len(probs), bool)
+    surprise = [abs(-math.log(p) - level) if p > 0 else math.inf for p in probs]
+    for x in np.argsort(surprise):
+      kept[x] = mass < typical_p
+      mass += probs[x]
+    keep(kept)
+  keep((probs >= epsilon_cutoff) | best)
+  if eta_cutoff:
+    keep((probs >= min(eta_cutoff, math.sqrt(eta_cutoff) * math.exp(-entropy()))) | best)
+  return probs
+
+
+@pytest.mark.parametrize(
+  "filters",
+  [
+    dict(min_p=0.1),
+    dict(typical_p=0.6),
+    dict(epsilon_cutoff=0.06),
+    dict(eta_cutoff=0.3),
+    dict(min_p=0.02, typical_p=0.9, epsilon_cutoff=0.03, eta_cutoff=0.1),
+  ],
+  ids=lambda filters: " ".join(filters),
+)
+def test_filters_keep_the_tokens_that_sorting_keeps(filters):
+  logits = np.random.default_rng(7).normal(0, 2, (40, 23)).astype(np.float32)
+  sampling = Sampling(0.8, top_p=0.98, **filters)
+  found = jax.jit(lambda logits: distribution(logits, sampling))(logits)
+  before = tiny.adjusted(logits, 0.8, top_p=0.98)
+  want = np.stack([filtered_row(row, **filters) for row in before])
+  np.testing.assert_allclose(found, want, atol=1e-6)
+  assert (want == 0).sum() > (before == 0).sum()

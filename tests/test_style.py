@@ -36,7 +36,6 @@ CLAUSE = re.compile(r"(What|Of|Whether|Those|That|The same)\b")
 # Gin configures these, t5x fixes their signature, or they mirror the arguments of transformers.
 MANY_PARAMETERS = {
   "api.Pair.generate",
-  "api.Pair.stream",
   "bench.acceptance.acceptance",
   "bench.beams.beams",
   "bench.drafts.compare_drafts",

@@ -202,9 +202,13 @@ class ModelBeamDraft(BeamDraft):
       next_log_probs = jax.nn.log_softmax(logits[:, -tokens.shape[1] :].astype(jnp.float32))
       length = context.length[:, None] + level
       if self.processors:
-        lengths = jnp.broadcast_to(length, tokens.shape)
-        bounds = context.start, context.limit
-        prefixes = Prefixes(texts, lengths, *bounds, context.prompt)
+        prefixes = Prefixes(
+          tokens=texts,
+          length=jnp.broadcast_to(length, tokens.shape),
+          prompt_length=context.start,
+          limit=context.limit,
+          prompt=context.prompt,
+        )
         next_log_probs = process(self.processors, next_log_probs, prefixes)
       next_log_probs = next_log_probs.at[..., context.eos_ids].set(-jnp.inf)
 

@@ -212,6 +212,11 @@ class BeamSearcher(Settings):
     searcher = dataclasses.replace(self, length_penalty=float(self.length_penalty))
     return run_search(searcher, params, prompt, max_new_tokens, limit, num_forced)
 
+  def with_processors(self, processors: Processors) -> "BeamSearcher":
+    """Return this search with logits processors, of target and draft."""
+    draft = self.draft.with_processors(processors)
+    return dataclasses.replace(self, draft=draft, processors=processors)
+
   def run_rounds(self, params: Params, state: BeamSearchState) -> BeamSearchState:
     """Run rounds until the search of every row has ended."""
     return lax.while_loop(lambda s: ~s.done.all(), lambda s: self.round(params, s), state)
@@ -372,8 +377,10 @@ class BeamSearcher(Settings):
       beams, entries = live.beams, gather(block.entries, live_nodes)
       continuations = gather(nodes.continuations, entries)
       log_probs = gather(nodes.log_probs, entries)
-      rules = self._rules, self._eos_ids, state.start, state.limit
-      new_beams, chosen = step(beams, continuations, log_probs, *rules)
+      scorer, eos_ids = self._rules, self._eos_ids
+      new_beams, chosen = step(
+        beams, continuations, log_probs, scorer, eos_ids, state.start, state.limit
+      )
       visible = live.visible | slot_mask(self._slot(state, beams.length), num_beams, num_slots)
       parent_entries = gather(entries, chosen)
       last_tokens = jnp.take_along_axis(new_beams.tokens, beams.length[:, None, None], axis=2)

@@ -22,7 +22,8 @@ _GENERATION = "generation_config.json"
 _TOKENS = "decoder_start_token_id", "eos_token_id", "pad_token_id"
 # Generation settings that change outputs, with their neutral values. None and [] are neutral too.
 _NEUTRAL: dict[str, Any] = {
-  **dict.fromkeys(("max_length", "max_new_tokens"), None),
+  "max_length": 20,  # the default of transformers, which older versions wrote into each file
+  "max_new_tokens": None,
   **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
   **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
   **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),

@@ -91,13 +91,13 @@ class DecodeState(NamedTuple):
   def context(self) -> Context:
     """The part of the state that a draft may read."""
     return Context(
-      self.prompt,
-      self.tokens,
-      self.length,
-      self.target_cache,
-      self.hidden,
-      self.prompt_length,
-      self.limit,
+      prompt=self.prompt,
+      tokens=self.tokens,
+      length=self.length,
+      target_cache=self.target_cache,
+      hidden=self.hidden,
+      prompt_length=self.prompt_length,
+      limit=self.limit,
     )
 
 
@@ -219,8 +219,8 @@ class Decoder(Settings):
 
     log_probs = state.log_probs
     if log_probs is not None:
-      new_log_probs = self._log_probs(model_logits, logits, verification, emitted)
-      log_probs = place_tokens(log_probs, new_log_probs, state.length, num_emitted)
+      new = self._log_probs(model_logits, logits, verification, emitted)
+      log_probs = place_tokens(log_probs, new, state.length, num_emitted)
 
     # Commit: the target's cache keeps the accepted path.
     cache = self.target.commit(cache, length - 1, tree, verification.path)
@@ -371,9 +371,8 @@ class Decoder(Settings):
       The accepted tokens followed by the next one, the number of them that enter the text, and
       whether the row ends.
     """
-    eos_ids = jnp.atleast_1d(
-      jnp.asarray(self.target.eos_id if self.eos_id is None else self.eos_id)
-    )
+    eos_id = self.target.eos_id if self.eos_id is None else self.eos_id
+    eos_ids = jnp.atleast_1d(jnp.asarray(eos_id))
     n, path, guesses = verification.num_accepted, verification.path, proposal.tokens
     if path is not None:
       guesses = gather(guesses, jnp.maximum(path - 1, 0))

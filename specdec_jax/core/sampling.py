@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.typing import ArrayLike
+from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
+from specdec_jax import filters
 from specdec_jax.core.arrays import gather_one, take
 from specdec_jax.errors import InputError, require_number, require_types, shown
 from specdec_jax.settings import Settings, is_neutral, traced
@@ -86,75 +86,10 @@ def distribution(logits: Float[Array, "*batch V"], sampling: Sampling) -> Float[
   # Subtract the maximum first, so that a tiny temperature does not overflow.
   logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
   if not is_neutral(sampling.top_k, 0):
-    logits = jnp.where(_nearest(-logits, 1, sampling.top_k), logits, -jnp.inf)
+    logits = jnp.where(filters.nearest(-logits, 1, sampling.top_k), logits, -jnp.inf)
   weights = jnp.exp(logits)
   probs = weights / weights.sum(axis=-1, keepdims=True)
-  filters = (
-    (sampling.top_p, 1, lambda: _nearest(-logits, probs, sampling.top_p)),
-    (sampling.min_p, 0, lambda: _at_least(probs, sampling.min_p * _highest(probs))),
-    (sampling.typical_p, 1, lambda: _typical(probs, sampling.typical_p)),
-    (sampling.epsilon_cutoff, 0, lambda: _at_least(probs, sampling.epsilon_cutoff)),
-    (sampling.eta_cutoff, 0, lambda: _at_least(probs, _eta(probs, sampling.eta_cutoff))),
-  )
-  for value, neutral, keep in filters:
-    if not is_neutral(value, neutral):
-      probs = jnp.where(keep(), probs, 0.0)
-      probs = probs / probs.sum(axis=-1, keepdims=True)
-  return probs
-
-
-def _highest(probs: Float[Array, "*batch V"]) -> Float[Array, "*batch 1"]:
-  return probs.max(axis=-1, keepdims=True)
-
-
-def _at_least(probs: Float[Array, "*batch V"], least: ArrayLike) -> Bool[Array, "*batch V"]:
-  """Return a mask of the tokens with probability `least`, and of the most probable one."""
-  return (probs >= least) | (probs == _highest(probs))
-
-
-def _information(probs: Float[Array, "*batch V"]) -> Float[Array, "*batch V"]:
-  """Return -log p of each token, infinite where p is 0."""
-  return -jnp.log(probs)
-
-
-def _entropy(probs: Float[Array, "*batch V"]) -> Float[Array, "*batch 1"]:
-  terms = jnp.where(probs > 0, probs * _information(probs), 0.0)
-  return terms.sum(axis=-1, keepdims=True)
-
-
-def _typical(probs: Float[Array, "*batch V"], mass: ArrayLike) -> Bool[Array, "*batch V"]:
-  """Return the fewest tokens that reach `mass`, in the order of |-log p - entropy|."""
-  return _nearest(jnp.abs(_information(probs) - _entropy(probs)), probs, mass)
-
-
-def _eta(probs: Float[Array, "*batch V"], epsilon: ArrayLike) -> Float[Array, "*batch 1"]:
-  return jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-_entropy(probs)))
-
-
-def _nearest(
-  distances: Float[Array, "*batch V"], weights: ArrayLike, total: ArrayLike
-) -> Bool[Array, "*batch V"]:
-  """Return a mask of the tokens with the smallest distances whose weights sum to `total`.
-
-  It has the fewest tokens that reach `total`, and all tokens at the same distance as the last. No
-  sort is needed. Non-negative float32 numbers have the same order as their bits, so the distance of
-  the last token is found bit by bit, in 31 sums over the vocabulary. On a CPU, a distribution of
-  V = 4,096 tokens with top_k = 40 takes 35 microseconds; with a sort it took 616.
-
-  Args:
-    distances: float32, at least 0.
-    weights: weight of each token, at least 0, broadcast to the shape of the distances.
-    total: broadcast to [..., 1]. If all weights together are less, all tokens are kept.
-  """
-  below = lax.bitcast_convert_type(jnp.abs(distances), jnp.int32)
-
-  def add_bit(i, depth):
-    """Set bit 30 - i of `depth` if tokens closer to the maximum still weigh less than `total`."""
-    deeper = depth | 1 << 30 - i
-    weight = jnp.where(below < deeper, weights, 0).sum(axis=-1, keepdims=True)
-    return jnp.where(weight < total, deeper, depth)
-
-  return below <= lax.fori_loop(0, 31, add_bit, jnp.zeros_like(below[..., :1]))
+  return filters.filtered(probs, logits, sampling)
 
 
 def split_keys(rng: Any, batch: int) -> Key[Array, " {batch}"]:

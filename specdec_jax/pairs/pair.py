@@ -3,7 +3,7 @@
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -176,10 +176,6 @@ class LoadedPair(NamedTuple):
     draft_beams: int | None = None,
     length_penalty: float = 0.6,
     nodes: int | None = None,
-    eos_id: int | tuple[int, ...] | None = None,
-    scorer: Literal["t5x", "hf"] = "t5x",
-    early_stopping: bool | Literal["never"] = False,
-    processors: Processors = (),
   ) -> BeamSearcher:
     """Return the beam searcher of this pair. Its methods take the parameters `params`.
 
@@ -192,10 +188,6 @@ class LoadedPair(NamedTuple):
       nodes: maximum number of nodes per target forward pass, if the draft is a model. By default
         there is no limit, except on a CPU, where each node takes time: there the default is 8, or
         the number of nodes that one step needs if that is larger.
-      eos_id: token that ends a text, or several; None for the vocabulary's.
-      scorer: "t5x" or "hf"; see `beam_search.Scorer`.
-      early_stopping: see `beam_search.Scorer`.
-      processors: logits processors, of the target and of drafts that have logits.
 
     Raises:
       InputError: the acceptance of the target is simulated, the draft reads the target's cache, or
@@ -211,10 +203,9 @@ class LoadedPair(NamedTuple):
       )
     if draft_beams is not None:
       require_count("draft_beams", draft_beams)
-    eos_id = self.vocabulary.eos_id if eos_id is None else eos_id
-    rules = num_beams, length_penalty, eos_id, scorer, early_stopping, processors
+    eos_id = self.vocabulary.eos_id
     if not gamma:
-      return BeamSearcher(self.target, NullBeamDraft(), *rules)
+      return BeamSearcher(self.target, NullBeamDraft(), num_beams, length_penalty, eos_id)
     draft = self.draft(Sampling(temperature=0.0), chain(gamma))
     if draft.reads_target_cache:
       raise InputError(
@@ -225,9 +216,7 @@ class LoadedPair(NamedTuple):
     if nodes is None and jax.default_backend() == "cpu":
       nodes = max(8, num_beams + draft_beams)
     beam_draft: BeamDraft = draft.as_beam_draft(draft_beams, nodes) or TreeBeamDraft(draft)
-    if processors:
-      beam_draft = beam_draft.with_processors(processors)
-    return BeamSearcher(self.target, beam_draft, *rules)
+    return BeamSearcher(self.target, beam_draft, num_beams, length_penalty, eos_id)
 
   def guesses(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
     """Return the tree that the draft proposes if `tree` is requested; usually they are the same."""
