@@ -7,6 +7,7 @@ import json
 import shutil
 import warnings
 
+import jax
 import numpy as np
 import pytest
 import test_checkpoints_gpt2 as gpt2
@@ -367,3 +368,33 @@ def test_damaged_header_is_reported(folder):
       load_params(str(folder), CONFIG)
     except InputError as error:
       assert "\n" not in str(error)
+
+
+def test_models_in_memory_equal_their_checkpoints(t5_and_words):
+  """As arrays with the names of transformers, and as parameters of this package."""
+  folder, words = t5_and_words
+  change(folder, "generation_config.json", no_repeat_ngram_size=2)
+  change(folder, task_specific_params={"summarization": {"prefix": "sum: ", "min_length": 3}})
+  fields = json.loads((folder / "config.json").read_text())
+  fields |= json.loads((folder / "generation_config.json").read_text())
+  state = load_file(folder / "model.safetensors")
+  stored = open_checkpoint(str(folder))
+  params = stored.load(stored.config)
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    want = load_pair(str(folder), str(folder), words.path)
+    for model in ((fields, state), (stored.config, params)):
+      pair = load_pair(model, model, words.path)
+      jax.tree.map(np.testing.assert_array_equal, pair.target_params, want.target_params)
+      jax.tree.map(np.testing.assert_array_equal, pair.draft_params, want.draft_params)
+      assert pair.target_path is None and "in memory" in pair.target_name
+      if model[0] is fields:
+        assert (pair.generation, pair.tasks) == (want.generation, want.tasks)
+  assert want.generation == {"no_repeat_ngram_size": 2}
+  assert want.tasks["summarization"] == {"prefix": "sum: ", "min_length": 3}
+  with pytest.raises(InputError, match="give its vocabulary too"):
+    load_pair((fields, state))
+  with pytest.raises(InputError, match="give a model of transformers or its path"):
+    load_pair(3, vocabulary=words.path)
+  with pytest.raises(InputError, match="model_type in the dict in memory/config.json is 'bert'"):
+    load_pair(({**fields, "model_type": "bert"}, state), vocabulary=words.path)

@@ -7,13 +7,11 @@ from typing import Any, Literal
 
 from specdec_jax.checkpoints.pretrained import (
   CONFIG,
-  open_arrays,
   read_eos_ids,
-  read_generation,
   require_known,
   require_sizes,
 )
-from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, equal, split
+from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, StoredArray, equal, split
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig
 
@@ -44,7 +42,7 @@ _IN_LAYER = re.compile(r"h\.(\d+)\.(.+)\.(weight|bias)")
 _UNUSED = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 
 
-def open_gpt2(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
+def open_gpt2(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredArray]) -> Checkpoint:
   """Open a GPT-2 that `save_pretrained` wrote, with or without a language model head.
 
   The file has one matrix for queries, keys and values, which is split into three. The attention of
@@ -53,12 +51,12 @@ def open_gpt2(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
   Args:
     folder: folder of the model.
     fields: result of `read_config`.
+    arrays: arrays of the model by the names that this package gives them.
 
   Raises:
     InputError: the config has an unsupported value, or files are damaged or missing.
   """
   config = _config(folder, fields)
-  arrays = open_arrays(folder, _UNUSED, _our_name)
   scale = config.head_dim**0.5 if fields.get("scale_attn_weights", True) else 1.0
   # A damaged config may claim any number of layers.
   for layer in range(min(config.num_decoder_layers, len(arrays))):
@@ -78,7 +76,7 @@ def open_gpt2(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
       arrays[LOGITS] = arrays[LOGITS].T
       config = dataclasses.replace(config, tied_logits=False)
   eos_ids = read_eos_ids(folder, fields, _EOS_ID)
-  return Checkpoint(folder, config, arrays, None, eos_ids, read_generation(folder))
+  return Checkpoint(folder, config, arrays, None, eos_ids)
 
 
 def _config(folder: str, fields: Mapping[str, Any]) -> GPTConfig:
@@ -133,3 +131,6 @@ def _our_name(name: str) -> str:
   layer, part, kind = match.groups()
   weight = "scale" if part.startswith("ln_") else "kernel"
   return f"decoder/layers_{layer}/{_PARTS[part]}/{weight if kind == 'weight' else 'bias'}"
+
+
+NAMES = _UNUSED, _our_name  # arrays to leave out, and the function that renames the others

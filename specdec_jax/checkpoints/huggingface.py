@@ -12,10 +12,11 @@ from flax import traverse_util
 from safetensors.numpy import save
 
 from specdec_jax.atomic_files import atomic_write
-from specdec_jax.checkpoints.gpt2 import open_gpt2
+from specdec_jax.checkpoints import gpt2
 from specdec_jax.checkpoints.pretrained import (
   CONFIG,
   WEIGHTS,
+  generation_of,
   open_arrays,
   read_config,
   read_eos_ids,
@@ -23,7 +24,7 @@ from specdec_jax.checkpoints.pretrained import (
   require_known,
   require_sizes,
 )
-from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, equal
+from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, StoredArray, equal
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.t5 import PAD_ID
@@ -66,11 +67,42 @@ def open_huggingface(folder: str) -> Checkpoint:
     InputError: the model is not supported, or files are damaged or missing.
   """
   fields = {"model_type": None, **read_config(folder)}
-  require_known(folder, fields, model_type=("t5", "mt5", "gpt2"))
-  return (open_gpt2 if fields["model_type"] == "gpt2" else _open_t5)(folder, fields)
+  is_gpt2 = _require_supported(folder, fields)
+  arrays = open_arrays(folder, *(gpt2.NAMES if is_gpt2 else (_UNUSED, _our_name)))
+  checkpoint = (gpt2.open_gpt2 if is_gpt2 else _open_t5)(folder, fields, arrays)
+  return checkpoint._replace(generation=read_generation(folder))
 
 
-def _open_t5(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
+def open_state(
+  name: str, fields: Mapping[str, Any], state: Mapping[str, StoredArray], settings: Mapping
+) -> Checkpoint:
+  """Open a model of transformers that is in memory.
+
+  Args:
+    name: name of the model, for messages.
+    fields: fields of its configuration.
+    state: its arrays, by their names in transformers.
+    settings: its settings of generation.
+
+  Raises:
+    InputError: the model is not supported.
+  """
+  fields = {"model_type": None, **fields}
+  is_gpt2 = _require_supported(name, fields)
+  unused, rename = gpt2.NAMES if is_gpt2 else (_UNUSED, _our_name)
+  arrays = {rename(key): x for key, x in state.items() if not re.fullmatch(unused, key)}
+  checkpoint = (gpt2.open_gpt2 if is_gpt2 else _open_t5)(name, fields, arrays)
+  tasks = fields.get("task_specific_params")
+  return checkpoint._replace(generation=generation_of("its generation_config", settings, tasks))
+
+
+def _require_supported(name: str, fields: Mapping[str, Any]) -> bool:
+  """Return whether the model is a GPT-2, or raise InputError for an unknown one."""
+  require_known(name, fields, model_type=("t5", "mt5", "gpt2"))
+  return fields["model_type"] == "gpt2"
+
+
+def _open_t5(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredArray]) -> Checkpoint:
   """Open a Hugging Face checkpoint of a T5 or mT5.
 
   Logits are computed with `lm_head.weight` if the file contains it, otherwise with the embedding
@@ -85,7 +117,6 @@ def _open_t5(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
   scales = is_t5 or str(fields.get("transformers_version")).startswith("4.")
   fields = {"scale_decoder_outputs": fields["tie_word_embeddings"] and scales, **fields}
   config = _config(folder, fields)
-  arrays = open_arrays(folder, _UNUSED, _our_name)
   if LOGITS in arrays and config.tied_logits:
     if TABLE in arrays and equal(arrays[LOGITS], arrays[TABLE]):
       del arrays[LOGITS]
@@ -97,7 +128,7 @@ def _open_t5(folder: str, fields: Mapping[str, Any]) -> Checkpoint:
   # transformers stores matrices transposed, except for the embedding table.
   arrays = {name: x.T if len(x.shape) == 2 and name != TABLE else x for name, x in arrays.items()}
   eos_ids = read_eos_ids(folder, fields, default=1)
-  return Checkpoint(folder, config, arrays, None, eos_ids, read_generation(folder))
+  return Checkpoint(folder, config, arrays, None, eos_ids)
 
 
 def save_huggingface(folder: str, config: T5Config, params) -> None:

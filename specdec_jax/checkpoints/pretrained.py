@@ -72,12 +72,19 @@ def read_eos_ids(folder: str, fields: Mapping[str, Any], default: int) -> tuple[
 def read_generation(folder: str) -> Generation:
   """Return the settings of generation of a folder."""
   file = _GENERATION if files.is_file(folder, _GENERATION) else CONFIG
-  params = _json(folder, CONFIG).get("task_specific_params") or {}
-  tasks = {
+  tasks = _json(folder, CONFIG).get("task_specific_params")
+  return generation_of(file, _json(folder, file), tasks)
+
+
+def generation_of(
+  file: str, settings: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]] | None
+) -> Generation:
+  """Return settings of generation; `tasks` are the `task_specific_params`."""
+  of_tasks = {
     task: _effective(given) | {name: x for name, x in given.items() if name == "prefix"}
-    for task, given in params.items()
+    for task, given in (tasks or {}).items()
   }
-  return Generation(file, _effective(_json(folder, file)), tasks)
+  return Generation(file, _effective(settings), of_tasks)
 
 
 def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.checkpoints import hub
+from specdec_jax.checkpoints.in_memory import is_in_memory, open_in_memory
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
 from specdec_jax.checkpoints.stored import Checkpoint, ShardingsFn, make_shardings
 from specdec_jax.core.sampling import Sampling
@@ -37,8 +38,8 @@ EMBEDDED = ASSETS / "multi30k_ende"
 
 
 def load_pair(
-  target: str = str(EMBEDDED / "target"),
-  draft: str | Callable[[LoadedTarget], DraftFactory] = str(EMBEDDED / "conditioned"),
+  target: Any = str(EMBEDDED / "target"),
+  draft: Any = str(EMBEDDED / "conditioned"),
   vocabulary: str | None = None,
   task: str | None = None,
   dtype: str = "float32",
@@ -59,9 +60,11 @@ def load_pair(
   Args:
     target: checkpoint of the target (of T5X, Orbax, Hugging Face or this project, local or
       `gs://`), or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`.
+      Or a model in memory: a PyTorch model of transformers, or (config, parameters); see
+      `checkpoints.in_memory.open_in_memory`.
     draft: checkpoint of the draft, which is a separate model or a draft head that was trained on
-      this target's hidden states (`train_speculator`); or a function that loads a draft for a
-      `LoadedTarget`.
+      this target's hidden states (`train_speculator`); or a model in memory; or a function that
+      loads a draft for a `LoadedTarget`.
     vocabulary: path of the vocabulary, or a Hugging Face folder or name; see `open_vocabulary`. By
       default, the vocabulary in the folder of the target or, for pairs of this project, next to it.
     task: name of the inputs, for records. By default, the bundled target has its own task, and
@@ -91,7 +94,11 @@ def load_pair(
   require_types(load_pair, locals())
   require_count("max_source_tokens", max_source_tokens)
   dtype = _of_device(dtype)
-  of_target = open_checkpoint(target)
+  of_target, is_path = _open(target), isinstance(target, str)
+  if not is_path:
+    target = of_target.path
+    if vocabulary is None:
+      raise InputError("The target is a model in memory; give its vocabulary too.")
   file = vocabulary_of(target) if vocabulary is None else hub.resolve(vocabulary, hub.VOCABULARY)
   words = open_vocabulary_of_model(file, of_target.config.vocab_size, extra_ids)
   load = functools.partial(load_for, words=words, dtype=dtype, kernels=kernels)
@@ -109,8 +116,10 @@ def load_pair(
       stacklevel=2,
     )
   opened = None
-  if not callable(draft):
-    opened = open_checkpoint(draft)
+  if is_in_memory(draft) or not callable(draft):
+    opened = _open(draft)
+    draft_is_path = isinstance(draft, str)
+    draft = draft if draft_is_path else opened.path
     if isinstance(opened.config, SpeculatorConfig):
       draft = functools.partial(speculator, path=draft)
   if callable(draft):
@@ -129,7 +138,8 @@ def load_pair(
         "be of one kind."
       )
     make = functools.partial(model_draft, model_of(draft_config))
-    drafter = DraftFactory(checkpoint_name(draft), make, params, recorded_path(draft))
+    path = recorded_path(draft) if draft_is_path else None
+    drafter = DraftFactory(checkpoint_name(draft), make, params, path)
   halved = dtype == "float32" and any(
     x.dtype == jnp.bfloat16 for x in jax.tree.leaves(target_params)
   )
@@ -139,7 +149,7 @@ def load_pair(
     target=model_of(config),
     target_params=target_params,
     target_name=checkpoint_name(target),
-    target_path=recorded_path(target),
+    target_path=recorded_path(target) if is_path else None,
     draft=drafter.build,
     draft_params=drafter.params,
     draft_name=drafter.name,
@@ -154,6 +164,13 @@ def load_pair(
     generation=generation,
     tasks=of_target.generation.tasks,
   )
+
+
+def _open(model: Any) -> Checkpoint:
+  """Open a model by its path or name, or in memory."""
+  if isinstance(model, str):
+    return open_checkpoint(model)
+  return open_in_memory(model)
 
 
 def checkpoint_draft(

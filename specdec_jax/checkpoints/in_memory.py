@@ -1,0 +1,65 @@
+"""Models that are already in memory: of transformers, or parameters of this package."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flax import traverse_util
+
+from specdec_jax.checkpoints.huggingface import open_state
+from specdec_jax.checkpoints.stored import Checkpoint, StoredArray
+from specdec_jax.errors import InputError, shown
+from specdec_jax.models.config import GPTConfig, T5Config
+
+
+def is_in_memory(model: Any) -> bool:
+  """Return whether `model` is one of those that `open_in_memory` takes."""
+  return hasattr(model, "state_dict") or (isinstance(model, tuple) and len(model) == 2)
+
+
+def open_in_memory(model: Any) -> Checkpoint:
+  """Return a model in memory as a checkpoint. Its arrays are copied when they are loaded.
+
+  Args:
+    model: a PyTorch model of transformers; or a pair (config, arrays). There, the config is a
+      `T5Config` or `GPTConfig` and the arrays are a tree of parameters; or the config is that of
+      transformers, an object or a mapping, and the arrays are those of its `state_dict`, as numpy
+      arrays.
+
+  Raises:
+    InputError: the model is none of these, or it is not supported.
+  """
+  name = type(model).__name__
+  if hasattr(model, "state_dict"):
+    config, arrays = model.config, model.state_dict()
+  elif is_in_memory(model):
+    config, arrays = model
+    name = type(config).__name__
+  else:
+    raise InputError(f"The model is {shown(model)}; give a model of transformers or its path.")
+  name = f"the {name} in memory"
+  if isinstance(config, T5Config | GPTConfig):
+    flat = traverse_util.flatten_dict(dict(arrays), sep="/")
+    return Checkpoint(name, config, {key: _array(value) for key, value in flat.items()})
+  fields = _fields(config)
+  generation = getattr(model, "generation_config", None)
+  settings = fields if generation is None else _fields(generation)
+  stored = {key: _array(value) for key, value in arrays.items()}
+  return open_state(name, fields, stored, settings)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+  """Return the fields of a configuration of transformers."""
+  if isinstance(config, Mapping):
+    return dict(config)
+  if not hasattr(config, "to_dict"):
+    raise InputError(f"The config of the model is {shown(config)}; give that of transformers.")
+  return config.to_dict()
+
+
+def _array(value: Any) -> StoredArray:
+  """Return a numpy array, a JAX array or a PyTorch tensor as a stored array."""
+  if hasattr(value, "detach"):  # numpy has no bfloat16 of PyTorch
+    value = value.detach().cpu().float().numpy()
+  array = np.asarray(value)
+  return StoredArray(array.shape, array.dtype, array.__getitem__)
