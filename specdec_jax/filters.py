@@ -61,12 +61,18 @@ def _entropy(probs: Float[Array, "*batch V"]) -> Float[Array, "*batch 1"]:
 
 
 def typical(probs: Float[Array, "*batch V"], mass: ArrayLike) -> Bool[Array, "*batch V"]:
-  """Return the fewest tokens that reach `mass`, in the order of |-log p - entropy|."""
+  """Return the fewest tokens that reach `mass`, in the order of |-log p - entropy|.
+
+  This is locally typical sampling (Meister et al., 2023).
+  """
   return nearest(jnp.abs(_information(probs) - _entropy(probs)), probs, mass)
 
 
 def eta_threshold(probs: Float[Array, "*batch V"], epsilon: ArrayLike) -> Float[Array, "*batch 1"]:
-  """Return the threshold of eta sampling, min(epsilon, sqrt(epsilon) exp(-entropy))."""
+  """Return the threshold of eta sampling, min(epsilon, sqrt(epsilon) exp(-entropy)).
+
+  Source: Hewitt et al. (2022), as `epsilon_cutoff`, which is a constant threshold.
+  """
   return jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-_entropy(probs)))
 
 

@@ -173,7 +173,7 @@ class ForcedPrefix(LogitsProcessor):
     tokens: the tokens [B, F] of each row, filled up with -1.
   """
 
-  tokens: HashableArray = traced(HashableArray(np.zeros((1, 0), np.int32)))
+  tokens: HashableArray | Array = traced(HashableArray(np.zeros((1, 0), np.int32)))
 
   @classmethod
   def of(cls, rows: Sequence[Sequence[int]]) -> "ForcedPrefix":

@@ -65,7 +65,7 @@ class Settings:
 
 
 def _flatten(settings: Any) -> tuple[list[Any], Any]:
-  if "__dataclass_fields__" not in vars(type(settings)):  # a subclass that is no dataclass itself
+  if not dataclasses.is_dataclass(settings):  # all of it is part of the structure
     return [], settings
   leaves, names, static = [], [], []
   for field in dataclasses.fields(settings):

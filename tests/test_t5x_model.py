@@ -12,6 +12,7 @@ import sys
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -205,6 +206,45 @@ def test_max_decode_steps_limits_outputs_as_in_t5x():
   np.testing.assert_array_equal(tokens, decode(PARAMS))
 
 
+def no_repetition(logits, state):
+  """A callback that excludes the last token, and every third token after an even one."""
+  last = jnp.take_along_axis(state.sequences, state.cur_index[:, None], axis=1)
+  token = jnp.arange(logits.shape[-1])
+  excluded = (token == last) | ((token % 3 == 0) & (last % 2 == 0) & (token > 1))
+  assert state.cur_token.shape == last.shape
+  return jnp.where(excluded, -1e7, logits)
+
+
+@pytest.mark.parametrize("steps", [None, 6])
+@pytest.mark.parametrize(
+  "prompted, callback", [(True, None), (False, no_repetition), (True, no_repetition)]
+)
+def test_prompts_and_callbacks_have_the_outputs_of_t5x(prompted, callback, steps):
+  """Rows have prompts of different lengths, with EOS, which t5x removes."""
+  rng = np.random.default_rng(5)
+  lengths = np.arange(EXAMPLES) % 5
+  inputs = rng.integers(2, TARGET.vocab_size, (EXAMPLES, LIMIT)).astype(np.int32)
+  inputs = np.where((np.arange(LIMIT) > 0) & (np.arange(LIMIT) <= lengths[:, None]), inputs, 0)
+  inputs[np.arange(EXAMPLES), lengths + 1] = t5x_task.VOCABULARY.eos_id
+  batch = BATCH | {"decoder_input_tokens": inputs}
+  settings = {"temperature": 0.0, "rescale_log_probs": False, "max_decode_steps": steps}
+  options = dict(prompt_with_targets=prompted)
+  theirs = settings | {"topk": 0, "logit_callback_fn": callback}
+
+  @jax.jit
+  def decode(params):
+    return plain().predict_batch_with_aux(params, batch, decoder_params=theirs, **options)
+
+  want, want_aux = decode(PARAMS)
+  config, draft_params = DRAFTS["near"]
+  for round_settings in (dict(gamma=3), dict(tree=RAGGED)):
+    model = speculative(config, round_settings, logit_callback_fn=callback, **settings)
+    decode_ours = functools.partial(model.predict_batch_with_aux, **options)
+    found, aux = jax.jit(decode_ours)(both(draft_params), batch)
+    np.testing.assert_array_equal(found, want)
+    np.testing.assert_allclose(aux["scores"], want_aux["scores"], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
   "topk, topp, return_all, tree, verifier",
   [(4, 0.0, True, chain(3), TokenVerifier), (0, 0.6, False, branching(2, 2), KSeqVerifier)],
@@ -344,7 +384,6 @@ KEY = jax.random.PRNGKey(1)
 @pytest.mark.parametrize(
   "call, sentence",
   [
-    (dict(prompt_with_targets=True), "prompt_with_targets is True"),
     (dict(num_decodes=0), "num_decodes is 0; it must be a whole number, from 1"),
     (dict(decoder_params={"alpha": 0.6}), "decoder_params has alpha; .*gamma"),
     (dict(decoder_params={"max_decode_steps": 0}), "max_decode_steps is 0; .* from 1"),
@@ -556,12 +595,6 @@ network.T5Config:
 MODEL = @seqio.SentencePieceVocabulary()
 """
   assert bound(bindings).extra_ids == extra_ids
-
-
-def test_binding_of_prompts_is_reported(bound):
-  model = bound("models.EncoderDecoderModel.predict_batch_with_aux.prompt_with_targets = True")
-  with pytest.raises(InputError, match="prompt_with_targets is True"):
-    shapes(model, {})
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])

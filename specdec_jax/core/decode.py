@@ -90,15 +90,7 @@ class DecodeState(NamedTuple):
   @property
   def context(self) -> Context:
     """The part of the state that a draft may read."""
-    return Context(
-      prompt=self.prompt,
-      tokens=self.tokens,
-      length=self.length,
-      target_cache=self.target_cache,
-      hidden=self.hidden,
-      prompt_length=self.prompt_length,
-      limit=self.limit,
-    )
+    return Context(*(getattr(self, field) for field in Context._fields))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +118,7 @@ class NullDraft(Draft):
 class Decoder(Settings):
   """Speculative decoder: a target, a draft and a verifier.
 
-  It is hashable, and a pytree whose leaves are the values of its settings (`settings`), so it
-  may be a static or an ordinary argument of compiled programs.
+  It is hashable, and a pytree whose leaves are the values of its settings (`settings`).
 
   Attributes:
     target: M_p, the model whose distribution the output has.
@@ -168,13 +159,10 @@ class Decoder(Settings):
       rng: one key per row, so that a row does not depend on its neighbors; or one key, which is
         split. A key is made by `jax.random.key` or `PRNGKey`.
       max_new_tokens: limit for each row, EOS included.
-      limit: a lower limit, or one per row. It is an argument of the program, which is compiled for
-        each `max_new_tokens`.
-      num_forced: number of tokens at the start of each row that a processor forces, and that belong
-        to the prompt of the decoder. They count against `max_new_tokens` and `limit`, but are not
-        part of the result. None for none.
-      num_samples: number of results per prompt, which follow each other. Everything else that has
-        one entry per row has B * num_samples of them.
+      limit: lower limit, or one per row, as an argument of the program.
+      num_forced: number of tokens at the start of each row that a processor forces. They count
+        against the limits, but are not part of the result.
+      num_samples: number of consecutive rows per prompt; rng, limit and num_forced are per row.
 
     Raises:
       InputError: max_new_tokens is not a positive integer, rng does not consist of keys, or the
@@ -272,8 +260,7 @@ class Decoder(Settings):
         repeat, (prompt, first, length, hidden, cache)
       )
     tokens = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
-    most = length + max_new_tokens
-    limit = most if limit is None else jnp.minimum(most, length + limit)
+    limit = length + jnp.minimum(max_new_tokens, max_new_tokens if limit is None else limit)
     prompt_length = length if num_forced is None else length + num_forced
     last_hidden = gather_or_zero(hidden, length - 2)
     context = Context(prompt, tokens, length, cache, last_hidden, prompt_length, limit)
@@ -307,11 +294,11 @@ class Decoder(Settings):
     exists = new < state.length[:, None]
     tokens = jnp.where(exists, gather(state.tokens, new), 0)
     lengths = jnp.maximum(state.length - state.prompt_length, 0)
-    result = DecodeResult(tokens, lengths, state.rounds, state.num_rounds, state.not_finite)
-    if state.log_probs is None:
-      return result
-    log_probs = jnp.where(exists[..., None], gather(state.log_probs, new), 0)
-    return result._replace(log_probs=log_probs)
+    log_probs = state.log_probs
+    if log_probs is not None:
+      log_probs = jnp.where(exists[..., None], gather(log_probs, new), 0)
+    counts = state.num_rounds, state.not_finite
+    return DecodeResult(tokens, lengths, state.rounds, *counts, log_probs)
 
   def _extend(
     self, params: Any, cache: Any, block: Int[Array, "B K"], tree: AnyTree
@@ -345,16 +332,11 @@ class Decoder(Settings):
     if path is not None:
       nodes = jnp.pad(path, ((0, 0), (1, 0)))
 
-    def of_emitted(log_probs: Float[Array, "B emitted V"]) -> Float[Array, "B emitted"]:
-      return gather_token(log_probs, jnp.maximum(emitted, 0))
-
     before = jax.nn.log_softmax(gather(model_logits, nodes).astype(jnp.float32))
-    after = gather(logits, nodes)
-    if self.verifier.sampling.is_argmax:
-      after = jax.nn.log_softmax(after.astype(jnp.float32))
-    else:
-      after = jnp.log(distribution(after, self.verifier.sampling))
-    return jnp.stack([of_emitted(before), of_emitted(after)], axis=-1)
+    after, sampling = gather(logits, nodes).astype(jnp.float32), self.verifier.sampling
+    p = jax.nn.softmax(after) if sampling.is_argmax else distribution(after, sampling)
+    tokens = jnp.maximum(emitted, 0)
+    return jnp.stack([gather_token(before, tokens), jnp.log(gather_token(p, tokens))], axis=-1)
 
   def _cut(
     self,

@@ -3,9 +3,7 @@
 The adjusted logits at a node of a block depend on the logits there and on the text that ends at the
 node: the committed tokens and the node's ancestors. They do not depend on siblings, and not on
 other rows. So the target with processors is a target like any other, and all verifiers remain exact
-for it.
-
-Axis letters as in `core.types`.
+for it. Axis letters as in `core.types`.
 """
 
 import abc

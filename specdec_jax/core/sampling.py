@@ -33,14 +33,10 @@ class Sampling(Settings):
     top_k: keep the k most probable tokens (and any tied with the last); 0 keeps all.
     top_p: keep the fewest most probable tokens whose mass reaches top_p (and any tied with the
       last); 1.0 keeps all.
-    min_p: keep the tokens with at least min_p times the probability of the most probable one; 0
-      keeps all.
-    typical_p: keep the fewest tokens whose mass reaches typical_p, those first whose -log p is
-      closest to the entropy (Meister et al., 2023); 1.0 keeps all.
-    epsilon_cutoff: keep the tokens with at least this probability, and the most probable one
-      (Hewitt et al., 2022); 0 keeps all.
-    eta_cutoff: keep the tokens with at least min(e, sqrt(e) exp(-entropy)), where e is eta_cutoff,
-      and the most probable one (Hewitt et al., 2022); 0 keeps all.
+    min_p: keep the tokens with at least min_p times the highest probability; 0 keeps all.
+    typical_p: mass of `filters.typical`; 1.0 keeps all.
+    epsilon_cutoff: keep the tokens with at least this probability; 0 keeps all.
+    eta_cutoff: parameter of `filters.eta_threshold`; 0 keeps all.
   """
 
   temperature: float = traced(1.0, neutral=0.0)
@@ -123,10 +119,7 @@ def row_keys(seed: int, start: int | np.integer, count: int) -> Key[Array, " {co
 def sample_logits(
   rng: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling, coupled: bool = False
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-  """Sample one token per row, and return it with the distribution that it was sampled from.
-
-  If `coupled`, it is the argmax of `perturbed` logits.
-  """
+  """Sample one token per row (if `coupled`, from `perturbed` logits), and return it with its q."""
   probs = distribution(logits, sampling)
   if coupled or sampling.is_argmax:
     return argmax(perturbed(rng, logits, sampling)), probs
@@ -136,10 +129,7 @@ def sample_logits(
 def perturbed(
   rng: Key[Array, "*batch"], logits: Float[Array, "*batch V"], sampling: Sampling
 ) -> Float[Array, "*batch V"]:
-  """Return log p + Gumbel noise of each key, the argmax of which is a sample of p.
-
-  At temperature 0 they are the logits.
-  """
+  """Return log p + Gumbel noise of each key, whose argmax is a sample of p; logits for argmax."""
   if sampling.is_argmax:
     return logits
 

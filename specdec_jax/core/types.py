@@ -267,10 +267,7 @@ class Draft(Settings, abc.ABC):
     return self
 
   def with_position_keys(self) -> "Draft":
-    """Return this draft with samples coupled to the target's by position (`verifiers.gumbel`).
-
-    Drafts that cannot do that do not change; fewer of their tokens are accepted.
-    """
+    """Return this draft with samples coupled to the target's (`verifiers.gumbel`), if it can."""
     return self
 
   def with_independent_siblings(self) -> "Draft":
@@ -377,9 +374,8 @@ class DecodeResult(NamedTuple):
     num_rounds: number of rounds; each is one target forward pass.
     not_finite: index of the first token that could not be decoded because a logit of the target or
       a probability of the draft was NaN or infinite; -1 if all were finite. The row ends before it.
-    log_probs: log-probability of each token by the target, in nats: that of the model, and after
-      logits processors and the sampling method (at temperature 0, after processors only). None
-      unless the decoder records them.
+    log_probs: log-probability of each token by the target, in nats, before and after logits
+      processors and the sampling method, unless it is argmax. None if they are not recorded.
   """
 
   tokens: Int[Array, "B T"]

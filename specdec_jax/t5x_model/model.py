@@ -14,18 +14,26 @@ from flax import core
 from flax import linen as nn
 from jax import Array
 from jax.sharding import PartitionSpec
-from jaxtyping import Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 from t5x import decoding, models
 
 from specdec_jax.beam_search import BeamResult, BeamSearcher, ModelBeamDraft
-from specdec_jax.core.arrays import gather_token
+from specdec_jax.core.arrays import gather, gather_token
 from specdec_jax.core.decode import Decoder
+from specdec_jax.core.processors import (
+  LogitsProcessor,
+  Prefixes,
+  Processors,
+  node_prefixes,
+  process,
+)
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.types import AnyArray, Context, DecodeResult, Params, Proposal, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.logits_processors import ForcedPrefix
 from specdec_jax.models.t5 import PAD_ID, T5Model
 from specdec_jax.pairs import verifier_from
 from specdec_jax.t5x_model.checkpointer import DRAFT
@@ -175,15 +183,16 @@ class SpeculativeModel(models.EncoderDecoderModel):
 
     Args:
       params: parameters of target and draft, in the structure of `get_initial_variables`.
-      batch: encoder_input_tokens [B, S] and decoder_input_tokens [B, T]. Only the length of
-        decoder_input_tokens is used, as a limit for the outputs.
+      batch: encoder_input_tokens [B, S] and decoder_input_tokens [B, T], whose length is a limit
+        for the outputs. Its tokens are used with `prompt_with_targets`.
       rng: key of the batch; alternatively, `decoder_params` has it as 'decode_rng'.
       decoder_params: values of gamma, tree, verifier, lenience, eos_id and `settings.SETTINGS` for
         this call.
       return_all_decodes: whether to return A outputs per example, in order of increasing score,
         instead of only the best output.
       num_decodes: number of outputs per example, A.
-      prompt_with_targets: as in t5x; must be False.
+      prompt_with_targets: whether outputs begin with decoder_input_tokens without EOS, up to the
+        first padding. As in t5x, a beam search ignores it.
 
     Returns:
       Tokens [B, T], or [B, A, T] with `return_all_decodes`, and a dict of arrays with the same
@@ -206,11 +215,6 @@ class SpeculativeModel(models.EncoderDecoderModel):
     call |= {name: value for name, value in given.items() if value is not None}
     num_decodes = call["num_decodes"]
     require_count("num_decodes", num_decodes)
-    if call["prompt_with_targets"]:
-      raise InputError(
-        "prompt_with_targets is True, but SpeculativeModel begins with an empty output; decode "
-        "from prompts with t5x's EncoderDecoderModel."
-      )
     settings = self._settings | {"eos_id": self.output_vocabulary.eos_id or 1, "decode_rng": None}
     if unknown := sorted(call["decoder_params"].keys() - settings.keys()):
       raise InputError(
@@ -248,21 +252,43 @@ class SpeculativeModel(models.EncoderDecoderModel):
         "temperature_sample one of them must be 0."
       )
     source = jnp.repeat(source, num_decodes, axis=0)
-    decoder = Decoder(self._target_model, draft, verifier, settings["eos_id"])
+    processors: Processors = ()
+    if settings["logit_callback_fn"] is not None:
+      processors = (SamplingCallback(settings["logit_callback_fn"]),)
+    options: dict[str, Any] = {"max_new_tokens": steps}
+    prompt, num_forced = jnp.zeros((len(source), length), jnp.int32), jnp.zeros(len(source), int)
+    if call["prompt_with_targets"]:
+      inputs = jnp.repeat(batch["decoder_input_tokens"], num_decodes, axis=0)
+      inputs *= inputs != settings["eos_id"]
+      # The first input is the start token.
+      prompt = jnp.pad(inputs[:, 1:], ((0, 0), (0, 1)))
+      num_forced = jnp.cumprod(prompt != 0, axis=1).sum(axis=1)
+      is_forced = jnp.arange(length) < num_forced[:, None]
+      processors += (ForcedPrefix(jnp.where(is_forced, prompt, -1)),)
+      limit = jnp.minimum(num_forced + steps, length)
+      options = {"max_new_tokens": length, "limit": limit, "num_forced": num_forced}
+    draft_with_processors = draft.with_processors(processors)
+    decoder = Decoder(
+      self._target_model, draft_with_processors, verifier, settings["eos_id"], processors
+    )
     rng = jax.random.split(rng, len(source))
-    decoded = decoder.run(params, source, rng, max_new_tokens=steps)
+    decoded = decoder.run(params, source, rng, **options)
+    # An output is its prompt and the generated tokens.
+    new = jnp.arange(length) - num_forced[:, None]
+    generated = gather(decoded.tokens, jnp.clip(new, 0, decoded.tokens.shape[1] - 1))
+    is_new = (new >= 0) & (new < decoded.lengths[:, None])
+    outputs = jnp.where(new < 0, prompt, jnp.where(is_new, generated, 0))
     if draft.sampling.temperature == 0 and settings["rescale_log_probs"]:
       scores = jnp.zeros(len(source))  # argmax has probability 1
     else:
       scored = draft.sampling if settings["rescale_log_probs"] else Sampling()
-      scores = self._scores(target_params, source, decoded, scored)
+      scores = self._scores(target_params, source, outputs, is_new, scored, processors)
     # As in t5x, outputs are sorted by increasing score.
     by_score = jnp.argsort(scores.reshape(-1, num_decodes), axis=1)
     rows = by_score + num_decodes * jnp.arange(len(by_score))[:, None]
     rows = rows if call["return_all_decodes"] else rows[:, -1]
-    tokens = jnp.pad(decoded.tokens, ((0, 0), (0, length - steps)))
     aux = {"scores": scores, "rounds": count_rounds(decoded)}
-    return tokens[rows], jax.tree.map(lambda x: x[rows], aux)
+    return outputs[rows], jax.tree.map(lambda x: x[rows], aux)
 
   def _searcher(self, num_beams: int, settings: Mapping[str, Any]) -> BeamSearcher:
     """Return the beam search with the given settings, which have the names of `_settings`."""
@@ -282,19 +308,62 @@ class SpeculativeModel(models.EncoderDecoderModel):
     return draft, verifier
 
   def _scores(
-    self, params: Any, source: Int[Array, "B S"], decoded: DecodeResult, sampling: Sampling
+    self,
+    params: Any,
+    source: Int[Array, "B S"],
+    outputs: Int[Array, "B T"],
+    is_new: Bool[Array, "B T"],
+    sampling: Sampling,
+    processors: Processors,
   ) -> Float[Array, " B"]:
-    """Return the log-probability of each output.
+    """Return the log-probability of the generated tokens of each output, where `is_new` is true.
 
     This takes an additional target forward pass, which jit removes if the scores are not used.
     """
-    tokens, limit = decoded.tokens, decoded.tokens.shape[1]
-    inputs = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)), constant_values=PAD_ID)
+    batch, limit = outputs.shape
+    inputs = jnp.pad(outputs[:, :-1], ((0, 0), (1, 0)), constant_values=PAD_ID)
     _, cache = self._target_model.prefill(params, source, limit)
     logits, _, _ = self._target_model.extend(params, cache, inputs)
+    if processors:
+      one = jnp.ones(batch, jnp.int32)
+      start = one + (~is_new).cumprod(axis=1).sum(axis=1)
+      context = Context(source, inputs, one, None, inputs, start, one + limit)
+      prefixes = node_prefixes(context, inputs[:, 1:], chain(limit - 1))
+      logits = process(processors, logits, prefixes)
     p = distribution(logits, sampling)
-    is_text = jnp.arange(limit) < decoded.lengths[:, None]
-    return jnp.where(is_text, jnp.log(gather_token(p, tokens)), 0.0).sum(axis=1)
+    return jnp.where(is_new, jnp.log(gather_token(p, outputs)), 0.0).sum(axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingCallback(LogitsProcessor):
+  """Logits processor that calls a `logit_callback_fn` of t5x's `temperature_sample`.
+
+  The function receives logits [rows, V] and a `SamplingLoopState` with a row per draft token, of
+  which `cur_index`, `cur_token` and `sequences` up to `cur_index` are those of t5x. It must not use
+  the other fields.
+
+  Attributes:
+    function: function of (logits, state) that returns logits.
+  """
+
+  function: Callable[..., Array]
+
+  def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
+    def flat(x: Array) -> Array:
+      return x.reshape(-1, *x.shape[2:])
+
+    index, sequences = flat(prefixes.length) - 1, flat(prefixes.tokens)
+    state = decoding.SamplingLoopState(
+      step=index.max(),
+      cur_index=index,
+      sequences=sequences,
+      cache={},
+      cur_token=gather(sequences, index[:, None]),
+      ended=jnp.zeros((len(index), 1), bool),
+      rng=jax.random.PRNGKey(0),
+      log_prob=jnp.zeros(len(index)),
+    )
+    return self.function(flat(logits), state).reshape(logits.shape)
 
 
 def _best_last(result: BeamResult, return_all: bool) -> tuple[Array, dict[str, Any]]:

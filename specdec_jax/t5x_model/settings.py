@@ -22,6 +22,7 @@ SETTINGS = {
     "topp",
     "max_decode_steps",
     "rescale_log_probs",
+    "logit_callback_fn",
   ),
   decoding.beam_search: ("alpha",),
 }
