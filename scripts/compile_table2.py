@@ -1,4 +1,6 @@
-"""Predict the paper's Table 2 with the compiler for TPU v4: c, v and speed, without a TPU.
+"""Predict the paper's Table 2 (c, the verify cost v, the speedup) by compiling for TPU v4.
+
+No TPU is needed:
 
   python scripts/compile_table2.py table2.jsonl --format markdown
 

@@ -152,7 +152,7 @@ def _open_stream(path: str) -> int | None:
 
 @contextlib.contextmanager
 def _locked(lock: str, path: str) -> Iterator[None]:
-  """Hold a lock on the file `lock` in the context. `path` cannot be locked: it is replaced."""
+  """Hold a lock on the file `lock` for a `with` block. Writing replaces `path`, so it is not locked."""
   while True:
     with open(lock, "a") as file:
       lock_file(file, path)

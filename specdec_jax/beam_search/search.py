@@ -85,7 +85,7 @@ class BeamResult(NamedTuple):
   not_finite: Int[Array, " B"]
 
   def best(self) -> DecodeResult:
-    """Return the best text of each row as a result of decoding.
+    """Return the best text of each row in the form of a `DecodeResult`.
 
     Each search step counts as one emitted token. The rounds together may emit more tokens than the
     text has, because a search continues after its best text has ended.
@@ -107,7 +107,7 @@ class BeamState(NamedTuple):
     previous_tokens: last tokens of the live sequences one step earlier.
     previous_visible: mask of the slots that the previous tokens attend to, their own included.
     hidden: hidden state from which the target selected each last token.
-    parent_entries: index among the verified nodes of the node before each last token.
+    parent_entries: for the node before each last token, its index among the verified nodes.
   """
 
   beams: Beams

@@ -203,8 +203,8 @@ def sample(rng: Key[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " 
   """Sample one token per row in proportion to weights, which are at least 0 and not all 0.
 
   The cumulative sum is inverted in two steps: a block of 64 tokens is sampled, then a token in it.
-  This needs two random numbers per row instead of V, and for V = 4,096 on a CPU 2 microseconds
-  instead of 86. A token of weight 0 is never sampled.
+  This needs two random numbers per row instead of V. On a CPU with V = 4,096 it takes 2 instead of
+  86 microseconds. A token of weight 0 is never sampled.
   """
   batch, vocab_size = weights.shape
   blocks = jnp.pad(weights, ((0, 0), (0, -vocab_size % 64))).reshape(batch, -1, 64)

@@ -113,8 +113,8 @@ class Model(Protocol):
   ) -> Any:
     """Return the cache with `length` tokens in each row.
 
-    If the last block was a tree, the nodes of `path` are moved right behind its first node. If it
-    was a chain, the accepted tokens are already in place.
+    If the last block was a tree, the nodes of `path` are moved to the slots after its first node.
+    If it was a chain, the accepted tokens are already in place.
     """
 
 

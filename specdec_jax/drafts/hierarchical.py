@@ -104,11 +104,11 @@ class HierarchicalDraft(Draft):
 
   @property
   def _recording_inner(self) -> "_LogitsRecorder":
-    """Return the inner draft with recorded logits and a longer first forward pass.
+    """Return the inner draft, wrapped so that it records logits and first processes more tokens.
 
-    The pass covers every token that the inner draft may not have processed: the tokens that the
-    model may not have processed, the first token from the model, and the last token that the inner
-    draft proposed, which the target may have accepted.
+    The first forward pass covers every token that the inner draft may not have processed: the
+    tokens that M_q may not have processed, the first token from M_q, and the last token that the
+    inner draft proposed, which M_p may have accepted.
     """
     return _LogitsRecorder(self.inner.with_reread(self.reread + 2))
 

@@ -133,16 +133,16 @@ def joined(parts: Sequence[RoundScores]) -> RoundScores:
 
 
 def total(drifts: Iterable[Drift]) -> Drift:
-  """Return the drift of the scores of all given drifts together."""
+  """Pool several drifts: return the drift of the scores of all of them."""
   return functools.reduce(Drift.plus, drifts)
 
 
 def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Drift:
   """Sum acceptance minus acceptance probability over all guesses, with weights, as a `Drift`.
 
-  A bias that multiplies an acceptance probability a adds to the sum in proportion to a, and the
-  term of the guess has variance a (1 - a). The most powerful weight is therefore 1 / (1 - a). It is
-  limited to `max_weight`.
+  Let `a` be the acceptance probability of a guess. A bias that multiplies `a` by a constant shifts
+  the term of the guess in proportion to `a`, and the variance of the term is a (1 - a). The most
+  powerful weight is therefore 1 / (1 - a). It is limited to `max_weight`.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
   scores = weight * (scored.accepted - a)

@@ -41,7 +41,7 @@ class Section(NamedTuple):
 def write_report(
   path: str | os.PathLike, records: Sequence[Record], examples: Sequence[Example], title: str
 ) -> None:
-  """Write the page that `report` returns to a file, atomically.
+  """Write the page of `report` to a file, atomically.
 
   Raises:
     OSError: the file cannot be written.

@@ -30,8 +30,8 @@ def assisted(num_assistant_tokens: int | None = None) -> Backend:
 
   Args:
     num_assistant_tokens: number of draft tokens in each round. None for the defaults of
-      transformers: up to 20 draft tokens, of which the last one is the first to which the assistant
-      gives a probability below 0.4. Random weights never reach that probability, so the defaults do
+      transformers: up to 20 draft tokens, ending after the first one to which the assistant gives a
+      probability below 0.4. Random weights never reach that probability, so the defaults do
       not support simulated acceptance.
   """
   if num_assistant_tokens is None:

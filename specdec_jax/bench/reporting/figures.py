@@ -98,18 +98,19 @@ def operations_figure(table_1: Sequence[PaperRow]):
 
 
 def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
-  """Draw Figure 5: the forward passes that decode some tokens, to the scale of measured times.
+  """Draw Figure 5: the forward passes that decode some tokens, drawn to scale from measured times.
 
   The first row is autoregressive decoding. One row per gamma follows. The rows show the first
-  record that has all times, and the records that differ from it only in gamma.
+  record with measured times of target, draft and verification, and the records that differ from it
+  only in gamma.
 
   Args:
-    records: our records.
+    records: records of measurements.
     num_tokens: number of tokens that each row decodes. It is rounded up to whole rounds of the
       measured acceptance length.
 
   Raises:
-    InputError: no record has all times, or num_tokens is less than 1.
+    InputError: no record has all of these times, or num_tokens is less than 1.
   """
   require_count("num_tokens", num_tokens)
   needed = ("target_prefill_ms", "draft_prefill_ms", "target_step_ms", "draft_step_ms", "verify_ms")

@@ -1,8 +1,8 @@
-"""All draft tokens in one pass, with a low-rank correction for the draft tokens before each.
+"""Head that computes the logits of all draft tokens in one pass, and then corrects them in order.
 
-The correction is computed from a recurrent state, whose width is the rank. A draft token therefore
-depends on all draft tokens before it. Each step costs one rank x rank matmul and one rank x V
-matmul, for a vocabulary of V tokens.
+The correction of a token depends on the draft tokens before it, through a recurrent state whose
+width is the rank. It costs one rank x rank matmul and one rank x V matmul, for a vocabulary of V
+tokens.
 """
 
 from collections.abc import Callable
