@@ -152,7 +152,10 @@ def _open_stream(path: str) -> int | None:
 
 @contextlib.contextmanager
 def _locked(lock: str, path: str) -> Iterator[None]:
-  """Hold a lock on the file `lock` for a `with` block. Writing replaces `path`, so it is not locked."""
+  """Hold a lock on the file `lock` for a `with` block.
+
+  `path` itself is not locked, because writing replaces that file.
+  """
   while True:
     with open(lock, "a") as file:
       lock_file(file, path)

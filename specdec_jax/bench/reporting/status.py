@@ -1,8 +1,9 @@
 """Reproduction status of each number that the paper prints.
 
 A number is computed from a formula, derived from a compiled program, measured with substitutes for
-the paper's models, or not available here. Numbers that the paper prints twice count once: the measured speeds of Table 4 are also in Table 2, and the alphas of
-Tables 2 and 4, and of Table 5 without lenience, are also in Table 3.
+the paper's models, or not available here. Numbers that the paper prints twice count once: the
+measured speeds of Table 4 are also in Table 2, and the alphas of Tables 2 and 4, and of Table 5
+without lenience, are also in Table 3.
 """
 
 import collections
