@@ -54,7 +54,7 @@ class Vocabulary(abc.ABC):
     """Return all pieces in the order of their ids, as stored in the file of the vocabulary."""
 
   def single_letter_share(self, text: str) -> float:
-    """Return the fraction of letters that are encoded as unknown or as single-letter pieces in words.
+    """Return the fraction of letters that are encoded as unknown or as pieces of one letter.
 
     The share is about a tenth for texts like those that the vocabulary was trained on, and 1 for a
     text in a different script. For a vocabulary of fewer than 1,000 pieces, return 0, because such
