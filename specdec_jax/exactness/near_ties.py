@@ -74,10 +74,9 @@ def node_moves(
 ) -> tuple[float, float]:
   """Measure how much logits differ between a verification pass and passes over single tokens.
 
-  Passes over single tokens process a prefix of each row's text. Then the next tokens of
-  the text are placed on a path of the tree, and different tokens on its other nodes. One pass
-  processes all nodes. As the reference, passes over single tokens process each path from the root to a
-  leaf.
+  Passes over single tokens process a prefix of each row's text. Then the next tokens of the text
+  are placed on a path of the tree, and different tokens on its other nodes. One pass processes all
+  nodes. As the reference, passes over single tokens process each path from the root to a leaf.
 
   Args:
     pair: target and draft; only the target is used.
