@@ -147,7 +147,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
       self._draft_and_verifier(self._settings)  # raises before a checkpoint is read
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
-    """Return randomly initialized variables of target and draft, with axis names for t5x's partitioner.
+    """Return initial variables of target and draft, with axis names for t5x's partitioner.
 
     Axes of the draft are named draft_vocab, draft_heads and so on. t5x has no rules for these
     names, so the draft is replicated unless `standard_logical_axis_rules.additional_rules` shards
