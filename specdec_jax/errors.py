@@ -121,9 +121,10 @@ def require_types(annotated: Any, values: Mapping[str, object]) -> None:
   hints = typing.get_type_hints(annotated)
   for name, value in values.items():
     if not _fits(value, hints.get(name, Any)):
-      raise InputError(
-        f"{name} is {shown(value)}; it must be {_describe(hints[name])}{_limit(value)}."
-      )
+      expected, limit = _describe(hints[name]), _limit(value)
+      if limit and expected.endswith(" or None"):  # the limit is that of the number
+        expected = "None or " + expected.removesuffix(" or None")
+      raise InputError(f"{name} is {shown(value)}; it must be {expected}{limit}.")
 
 
 def _fits(value: Any, hint: Any) -> bool:

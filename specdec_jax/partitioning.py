@@ -43,7 +43,7 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
 # other axes are not sharded.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
   **dict.fromkeys(("prompt", "tokens", "length", "prompt_length"), ("batch",)),
-  **dict.fromkeys(("done", "rng", "not_finite", "hidden"), ("batch",)),
+  **dict.fromkeys(("limit", "done", "rng", "not_finite", "hidden", "log_probs"), ("batch",)),
   "q": ("batch", "guesses", "vocab"),
   **dict.fromkeys(("layers", "cross"), ("batch", "heads")),
   **dict.fromkeys(("cross_bias", "salt"), ("batch",)),

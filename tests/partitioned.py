@@ -99,7 +99,7 @@ def decode(pair: LoadedPair, tree: Tree, temperature: float) -> dict:
   arguments = pair.params, prompt, row_keys(0, 0, BATCH)
   decoder = Decoder(pair.target, pair.draft(sampling, tree), TokenVerifier(sampling))
   program = Decoder.run.lower(decoder, *arguments, max_new_tokens=LIMIT).compile()
-  decoded = multihost_utils.process_allgather(program(*arguments), tiled=True)
+  decoded = multihost_utils.process_allgather(program(decoder, *arguments), tiled=True)
   hlo = program.as_text()
   caches = re.findall(rf"f32\[(\d+),(\d+),{num_slots},8\]", hlo)
   instructions = re.findall(r" (?:all-|reduce-scatter|collective-permute)[a-z-]*\(", hlo)

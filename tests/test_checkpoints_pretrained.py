@@ -394,7 +394,7 @@ def test_models_in_memory_equal_their_checkpoints(t5_and_words):
   assert want.tasks["summarization"] == {"prefix": "sum: ", "min_length": 3}
   with pytest.raises(InputError, match="give its vocabulary too"):
     load_pair((fields, state))
-  with pytest.raises(InputError, match="give a model of transformers or its path"):
+  with pytest.raises(InputError, match="target is 3; it must be a path, a name or"):
     load_pair(3, vocabulary=words.path)
   with pytest.raises(InputError, match="model_type in the dict in memory/config.json is 'bert'"):
     load_pair(({**fields, "model_type": "bert"}, state), vocabulary=words.path)

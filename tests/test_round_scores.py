@@ -301,7 +301,7 @@ def test_faults_among_siblings_are_detected(change, verifier, found_by):
 def test_draft_that_samples_at_another_temperature_than_it_reports_is_detected(monkeypatch):
   """The temperatures differ by 3%, so the mean total variation distance is below 0.01."""
 
-  def colder(rng, logits, sampling):
+  def colder(rng, logits, sampling, coupled=False):
     changed = dataclasses.replace(sampling, temperature=0.97 * sampling.temperature)
     return sample_logits(rng, logits, changed)[0], sample_logits(rng, logits, sampling)[1]
 

@@ -243,7 +243,7 @@ def test_invalid_sampling_of_a_draft_is_rejected():
 def test_numbers_of_any_type_become_python_numbers(number):
   """Values of other types cannot be traced, or do not share a program with an equal number."""
   sampling = Sampling(number, np.int64(3), number)
-  assert [*map(type, dataclasses.astuple(sampling))] == [float, int, float]
+  assert [*map(type, dataclasses.astuple(sampling))] == [float, int, *[float] * 5]
   assert sampling == Sampling(0.5, 3, 0.5) and hash(sampling) == hash(Sampling(0.5, 3, 0.5))
   assert type(TokenVerifier(sampling, number).lenience) is float
   assert Sampling(2**31).temperature == 2.0**31  # does not fit 32 bits
@@ -252,7 +252,11 @@ def test_numbers_of_any_type_become_python_numbers(number):
 @pytest.mark.parametrize(
   "call, settings, sentence",
   [
-    ("generate", dict(temperature=HUGE), f"temperature is {HUGE_SHOWN}; it must be a number of at"),
+    (
+      "generate",
+      dict(temperature=HUGE),
+      f"temperature is {HUGE_SHOWN}; it must be None or a number of at",
+    ),
     (
       "generate",
       dict(lenience=math.nan),
@@ -298,7 +302,7 @@ def test_numbers_of_any_type_become_python_numbers(number):
     (
       "stream",
       dict(temperature=HUGE),
-      f"temperature is {HUGE_SHOWN}; it must be a number of at mo",
+      f"temperature is {HUGE_SHOWN}; it must be None or a number of at mo",
     ),
     (
       "beam_search",
@@ -355,8 +359,11 @@ def test_commands_reject_the_draft_beams_that_the_api_rejects(tmp_path):
 @pytest.mark.parametrize(
   "settings, sentence",
   [
-    (dict(draft=None), "draft is None; it must be a string or a function."),
-    (dict(target=5), "target is 5; it must be a string."),
+    (
+      dict(draft=None),
+      "draft is None; it must be a path, a name, a model in memory or a function.",
+    ),
+    (dict(target=5), "target is 5; it must be a path, a name or a model in memory."),
     (dict(vocabulary=5), "vocabulary is 5; it must be a string"),
     (dict(extra_ids="x"), "extra_ids is 'x'; it must be a whole number or 'auto'."),
     (dict(extra_ids=-1), "extra_ids is -1; it must be from 0 to 1000000 (T5's has 100)."),
@@ -472,7 +479,7 @@ def test_require_types_checks_arguments_against_annotations():
     (
       "gin/runs/translate.gin",
       ["load_pair.draft=None"],
-      "draft is None; it must be a string or a ",
+      "draft is None; it must be a path, a name, a model in memory or a ",
     ),
   ],
   ids=str,

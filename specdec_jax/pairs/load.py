@@ -25,7 +25,7 @@ from specdec_jax.data.vocabularies import (
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import SpeculatorConfig
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count, require_types, shown
 from specdec_jax.kernels import skinny
 from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.models.config import GPTConfig, named_dtype
@@ -94,7 +94,7 @@ def load_pair(
   require_types(load_pair, locals())
   require_count("max_source_tokens", max_source_tokens)
   dtype = _of_device(dtype)
-  of_target, is_path = _open(target), isinstance(target, str)
+  of_target, is_path = _open("target", target), isinstance(target, str)
   if not is_path:
     target = of_target.path
     if vocabulary is None:
@@ -117,7 +117,7 @@ def load_pair(
     )
   opened = None
   if is_in_memory(draft) or not callable(draft):
-    opened = _open(draft)
+    opened = _open("draft", draft, or_function=True)
     draft_is_path = isinstance(draft, str)
     draft = draft if draft_is_path else opened.path
     if isinstance(opened.config, SpeculatorConfig):
@@ -166,10 +166,13 @@ def load_pair(
   )
 
 
-def _open(model: Any) -> Checkpoint:
+def _open(role: str, model: Any, or_function: bool = False) -> Checkpoint:
   """Open a model by its path or name, or in memory."""
   if isinstance(model, str):
     return open_checkpoint(model)
+  if not is_in_memory(model):
+    memory = ", a model in memory or a function" if or_function else " or a model in memory"
+    raise InputError(f"{role} is {shown(model)}; it must be a path, a name{memory}.")
   return open_in_memory(model)
 
 
