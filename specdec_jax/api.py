@@ -129,6 +129,11 @@ class Pair(pairs.LoadedPair):
     require_seed(seed)
     count = config.num_return_sequences or 1
     if (config.num_beams or 1) > 1:
+      if tree is not None or logprobs or lenience != 1:
+        raise InputError(
+          f"num_beams is {config.num_beams}, and a beam search has no tree, logprobs or lenience; "
+          "leave them out, or give num_beams=1."
+        )
       return self._search(texts, config, gamma, batch_size, forced)
     if count > 1 and config.sampling().is_argmax:
       raise InputError(
@@ -257,7 +262,7 @@ class Pair(pairs.LoadedPair):
       beams: number of live sequences, and of results per source.
       gamma: steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: number of beams of the draft; defaults to `beams`.
-      nodes: most nodes per target forward pass, as in `pairs.LoadedPair.beam_searcher`.
+      nodes: maximum number of nodes in one target forward pass (`LoadedPair.beam_searcher`).
       length_penalty: exponent of the length penalty, as in `beam_search.BeamSearcher`.
       max_new_tokens: limit for each text, EOS included.
       batch_size: number of sources that are searched together.
@@ -326,9 +331,7 @@ class Pair(pairs.LoadedPair):
     eos_ids = config.eos_ids(self.vocabulary.eos_id)
     for start in range(0, len(texts), batch_size):
       batch = _Batch(self, config, texts, start, batch_size, forced)
-      limits = batch.limits
-      options: dict[str, Any] = dict(limit=limits)
-      options["max_new_tokens"] = size_of_outputs(int(limits.max()))
+      options: dict[str, Any] = dict(limit=batch.limits, max_new_tokens=batch.max_new_tokens)
       batch_searcher = searcher
       if forced:
         options["num_forced"] = batch.num_forced
@@ -355,6 +358,7 @@ class _Batch:
     prompt: padded prompts.
     num_forced: number of forced tokens of each output.
     limits: limit of each output, forced tokens included.
+    max_new_tokens: number of tokens that the program has room for.
   """
 
   def __init__(
@@ -369,7 +373,10 @@ class _Batch:
   ):
     rows = [row if row < len(texts) else start for row in range(start, start + size)]
     batch = [texts[row] for row in rows]
-    self.prompt = pair.prompt(batch, size_of_sources(max(len(pair.encode(x)) for x in batch)))
+    # Sizes are rounded up, so that few programs are compiled, unless positions are limited.
+    is_limited = getattr(getattr(pair.target, "config", None), "num_positions", None) is not None
+    longest = max(len(pair.encode(text)) for text in batch)
+    self.prompt = pair.prompt(batch, None if is_limited else size_of_sources(longest))
     self._forced = [forced[row] if forced else () for row in rows for _ in range(count)]
     self.num_forced = np.array([*map(len, self._forced)], np.int32)
     num_before = self.num_forced
@@ -378,6 +385,8 @@ class _Batch:
       num_before = num_before + np.repeat(lengths, count)
     limits = np.array(config.new_tokens(num_before.tolist()), np.int32)
     self.limits = self.num_forced + limits
+    most = int(self.limits.max())
+    self.max_new_tokens = most if is_limited else size_of_outputs(most)
 
   @property
   def forced_prefix(self) -> ForcedPrefix:
@@ -430,7 +439,7 @@ class _Run:
     decoder = pair.decoder(sampling, self.tree, lenience, eos_ids, processors, self.logprobs)
     keys = sample_keys(self.settings.seed, start, size, count)
     options: dict[str, Any] = dict(limit=batch.limits)
-    options["max_new_tokens"] = size_of_outputs(int(batch.limits.max()))
+    options["max_new_tokens"] = batch.max_new_tokens
     if self.forced:
       options["num_forced"] = batch.num_forced
     if count > 1:

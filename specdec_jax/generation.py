@@ -150,7 +150,7 @@ class GenerationConfig:
     return _token_ids("eos_token_id", default if self.eos_token_id is None else self.eos_token_id)
 
   def new_tokens(self, prompt_lengths: Sequence[int]) -> list[int]:
-    """Return the limit of new tokens for each row, whose prompt has so many tokens.
+    """Return the limit of new tokens of each row, given the number of tokens before the output.
 
     Raises:
       InputError: `max_length` is not above the length of a prompt.

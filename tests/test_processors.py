@@ -17,7 +17,7 @@ import tiny
 import tiny_pair
 from test_verifiers import GUESSES, TREES, VERIFIERS, V, enumerated, exact, tables
 
-from specdec_jax.api import Pair
+from specdec_jax.api import Pair, size_of_outputs
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.processors import Prefixes, node_prefixes, process
 from specdec_jax.core.sampling import Sampling, distribution
@@ -380,6 +380,8 @@ def test_values_of_settings_are_arguments_of_the_program():
     (dict(do_sample=True, temperature=0.0), "which is argmax"),
     (dict(max_length=1), "max_length is 1, and 1 tokens come before"),
     (dict(num_return_sequences=2), "all of them would be equal"),
+    (dict(num_beams=2, tree=(0, 0)), "a beam search has no tree, logprobs or lenience"),
+    (dict(num_beams=2, logprobs=True), "a beam search has no tree, logprobs or lenience"),
     (dict(decoder_texts=["A"]), "There are 4 texts and 1 decoder prefixes"),
     (dict(task="translation"), "has no tasks"),
   ],
@@ -641,3 +643,14 @@ def test_beam_search_of_transformers(penalty, early_stopping):
   assert [tuple(output.tokens.tolist()) for output in found] == [text for text, _ in want]
   scores = [output.score for output in found]
   np.testing.assert_allclose(scores, [score for _, score in want], atol=1e-4)
+
+
+def test_sizes_are_not_rounded_up_for_limited_positions():
+  """A GPT with 96 positions writes as many tokens as they allow, which is no power of two."""
+  pair = Pair(*tiny_pair.gpt_pair())
+  text = tiny_pair.SENTENCES[0]
+  width = pair.prompt([text]).shape[1]
+  count = pair.target.config.num_positions - width - 3  # a round writes up to 3 slots past it
+  assert size_of_outputs(count) > count
+  (output,) = pair.generate([text], gamma=2, max_new_tokens=count, min_new_tokens=count)
+  assert len(output.tokens) == count and output.finish_reason == "length"

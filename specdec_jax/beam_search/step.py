@@ -102,7 +102,8 @@ def step(
 ) -> tuple[Beams, Int[Array, "B w"]]:
   """Extend the live sequences of each row by one token.
 
-  The step considers so many continuations, 2w if there is one EOS, that at least w stay alive.
+  The step considers 2w continuations if there is one EOS, and more if there are several, so that at
+  least w stay alive.
 
   Args:
     beams: beams before the step.
