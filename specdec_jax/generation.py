@@ -25,10 +25,11 @@ from specdec_jax.settings import HashableArray
 
 Tokens = Sequence[int]
 DEFAULT_NEW_TOKENS = 128
-_FROM_ZERO = (
-  *("min_length", "min_new_tokens", "top_k", "forced_bos_token_id"),
-  *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
-)
+PROCESSORS = (
+  *("sequence_bias", "encoder_repetition_penalty", "repetition_penalty", "no_repeat_ngram_size"),
+  *("encoder_no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens"),
+  *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "logits_processor"),
+)  # settings of logits processors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
+from test_processors import FAULTS
 from test_t5 import sees_its_cousins
 from tiny import speculative_decode
 
 from specdec_jax.commands.check_exactness import check_exactness
-from specdec_jax.core import trees
+from specdec_jax.core import decode, trees
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Proposal, Verification, Verifier
@@ -35,6 +36,7 @@ from specdec_jax.exactness.near_ties import (
 )
 from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
 from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
+from specdec_jax.generation import GenerationConfig
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.models.layers import RelativePositionBias
 from specdec_jax.verifiers.lossy import TypicalVerifier
@@ -544,6 +546,30 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
   assert "of them impossible" in said
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_correct_pair_with_processors_passes(temperature, capsys):
+  generation = GenerationConfig(
+    repetition_penalty=1.5, no_repeat_ngram_size=2, min_new_tokens=3, forced_eos_token_id=1
+  )
+  check(samplings=[Sampling(temperature)], gammas=(), trees=[(0, 0, 1)], generation=generation)
+  said = capsys.readouterr().out
+  assert "Logits processors: RepetitionPenalty, NoRepeatNgram, MinLength, ForcedTokens." in said
+  assert "FAIL" not in said and said.count("ok  ") == (2 if temperature == 0 else 9)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_wrong_text_of_processors_is_a_fault(temperature, fault, monkeypatch, capsys):
+  def without_repetition(logits, tokens, length):
+    return logits.at[tokens[length - 1]].add(-3.0)
+
+  monkeypatch.setattr(decode, "node_prefixes", fault)
+  generation = GenerationConfig(logits_processor=without_repetition)
+  with pytest.raises(SystemExit) as ended:
+    check(samplings=[Sampling(temperature)], gammas=(), trees=[(0, 0, 1)], generation=generation)
+  assert ended.value.code == 1 and "FAIL" in capsys.readouterr().out
+
+
 def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
   """Only the remaining checks decide, as for random weights, whose prefixes are all improbable."""
   check(samplings=[Sampling(top_k=10)], samples_per_text=1)
@@ -566,6 +592,7 @@ def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
     ({"batch_sizes": [0]}, "batch_size is 0"),
     ({"num_guesses": 0}, "num_guesses is 0"),
     ({"long_tokens": -1}, "long_tokens is -1"),
+    ({"generation": GenerationConfig(top_k=9)}, "generation has top_k, which the checker does not"),
     ({"pair": tiny_pair.pair()._replace(simulated_alpha=0.5)}, "acceptance is simulated"),
   ],
 )

@@ -37,6 +37,7 @@ AFTER = [
   ("models/t5_1_1",),
   ("models/random", "models/sharded"),
   ("verifiers/blocks",),
+  ("verifiers/gumbel",),
   ("drafts/cascade",),
   ("drafts/prompt_lookup",),
   ("drafts/prompt_lookup_and_model",),

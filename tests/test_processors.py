@@ -240,7 +240,7 @@ def sees_a_sibling(context, guesses, tree):
 def sees_a_rejected_guess(context, guesses, tree):
   """Fault: the first draft token counts as committed."""
   prefixes = node_prefixes(context, guesses, tree)
-  tokens = prefixes.tokens.at[:, 0, len(TEXT)].set(guesses[:, 0])
+  tokens = prefixes.tokens.at[jnp.arange(len(guesses)), 0, context.length].set(guesses[:, 0])
   return prefixes._replace(tokens=tokens, length=prefixes.length.at[:, 0].add(1))
 
 

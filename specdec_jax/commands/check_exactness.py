@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from rich.console import Console
 
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DecodeResult
@@ -36,6 +37,7 @@ from specdec_jax.exactness.near_ties import Divergence, Rounding, node_moves, sh
 from specdec_jax.exactness.paths import rounds_of_self_draft
 from specdec_jax.exactness.prefix_chi2 import Comparison
 from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
+from specdec_jax.generation import PROCESSORS, SETTINGS, GenerationConfig
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.pairs import LoadedPair, verifier_name
 from specdec_jax.progress import Progress
@@ -84,6 +86,7 @@ def check_exactness(
   trees: Sequence[Sequence[int]] = (),
   dynamic: Sequence[tuple[int, int]] = (),
   long_tokens: int = 160,
+  generation: GenerationConfig | None = None,
 ) -> None:
   """Check whether a pair is exact in each setting, print the results, and exit with 1 on a fault.
 
@@ -125,9 +128,11 @@ def check_exactness(
     long_tokens: length of long outputs, which continue past EOS; 0 disables them. The number of
       positions of the target limits it. Long outputs are checked at temperature 0, and with the
       first sampling method above it.
+    generation: settings of logits processors, which apply in all checks except the first.
 
   Raises:
-    InputError: there is nothing to check, the verifier is lossy, or the acceptance is simulated.
+    InputError: there is nothing to check, the verifier is lossy, the acceptance is simulated, or
+      `generation` has settings other than those of logits processors.
   """
   require_types(check_exactness, locals())
   require_seed(seed)
@@ -157,7 +162,8 @@ def check_exactness(
     require_count("the number of a tree's guesses", shape.num_guesses)
   for size in batch_sizes:
     pair.require_batch_size(size)
-  check = _Check(pair, texts, shapes, max(batch_sizes), max_new_tokens, long_tokens)
+  processors = _processors(pair, generation or GenerationConfig())
+  check = _Check(pair, texts, shapes, max(batch_sizes), max_new_tokens, long_tokens, processors)
   sampled = [sampling for sampling in samplings if sampling.temperature > 0]
   argmax = [sampling for sampling in samplings if sampling.temperature == 0]
   smaller = sorted({*batch_sizes} - {check.batch_size}, reverse=True)
@@ -191,6 +197,9 @@ def check_exactness(
     for line in more:
       console.print(f"       {line}")
 
+  if processors:
+    names = dict.fromkeys(type(processor).__name__ for processor in processors)
+    console.print(f"Logits processors: {', '.join(names)}.")
   with Progress() as bar:
     for tree in bar.track(shapes, description="checking logits"):
       say(*check.logits(tree))
@@ -226,9 +235,10 @@ class _Check:
     batch_size: int,
     max_new_tokens: int,
     long_tokens: int,
+    processors: Processors,
   ):
     self.pair, self.texts, self.shapes, self.batch_size = pair, texts, shapes, batch_size
-    self.max_new_tokens = max_new_tokens
+    self.max_new_tokens, self.processors = max_new_tokens, processors
     most = getattr(getattr(pair.target, "config", None), "num_positions", None)
     if most:
       slots = pair.prompt(texts).shape[1] + max(shape.num_nodes for shape in shapes)
@@ -236,10 +246,11 @@ class _Check:
     self.long_tokens = max(0, long_tokens)
     self.share = share_of(pair)
     self.moved: dict[AnyTree, float] = {}
+    self.decode_fn = functools.partial(pair.decode_fn, processors=processors)
     self.autoregressive = functools.cache(
-      lambda sampling, eos_id=None: _CachedDecode(pair.decode_fn(sampling, chain(0), eos_id=eos_id))
+      lambda sampling, eos_id=None: _CachedDecode(self.decode_fn(sampling, chain(0), eos_id=eos_id))
     )
-    self.cells = functools.cache(functools.partial(cells_of, pair))
+    self.cells = functools.cache(functools.partial(cells_of, pair, processors=processors))
 
   def logits(self, tree: AnyTree) -> tuple[bool, str, str]:
     """Compare the logits of a verification pass with the logits of passes over one token."""
@@ -262,6 +273,7 @@ class _Check:
   def argmax(self, setting: Setting) -> tuple[bool, Setting | str, str, *tuple[str, ...]]:
     """Compare outputs at temperature 0, and count the rounds of the target as its own draft."""
     pair, (sampling, tree, batch_size, is_long) = self.pair, setting
+    processors = self.processors
     texts, some = self.texts, self.texts[: -(-len(self.texts) // 4)]
     if batch_size < self.batch_size:
       texts = some
@@ -269,21 +281,21 @@ class _Check:
     if is_long:
       texts, limit, eos_id = texts[:batch_size], self.long_tokens, ENDLESS
     autoregressive = self.autoregressive(sampling, eos_id)
-    speculative = pair.decode_fn(sampling, tree, eos_id=eos_id)
+    speculative = self.decode_fn(sampling, tree, eos_id=eos_id)
     rounding = Rounding(self.share, self.moved[tree])
     divergences = compare_argmax(
-      pair, texts, autoregressive, speculative, tree.num_nodes, size, limit, rounding
+      pair, texts, autoregressive, speculative, tree.num_nodes, size, limit, rounding, processors
     )
     holds = all(d.is_tie for _, d in divergences)
     evidence = f"{len(texts) - len(divergences)} of {len(texts)} texts identical"
     if is_long:
       evidence += f", {self.long_tokens} tokens each"
     elif isinstance(tree, Tree):
-      rounds, fewest = rounds_of_self_draft(pair, some, tree, size, limit)
+      rounds, fewest = rounds_of_self_draft(pair, some, tree, size, limit, False, processors)
       holds &= rounds <= 1.01 * fewest
       evidence += f"; the target as its own draft takes {rounds} rounds of {fewest} at best"
     if not is_long and not tree.is_chain:
-      rounds, fewest = rounds_of_self_draft(pair, some, tree, size, limit, by_paths=True)
+      rounds, fewest = rounds_of_self_draft(pair, some, tree, size, limit, True, processors)
       holds &= rounds <= 1.01 * fewest
       evidence += "," if isinstance(tree, Tree) else "; the target as its own draft takes"
       evidence += f" {rounds} of {fewest} on each of the tree's paths in turn"
@@ -305,10 +317,12 @@ class _Check:
     This happens with random weights.
     """
     texts = tuple(self.texts[:num_texts])
-    decode = self.pair.decode_fn(setting.sampling, setting.tree)
+    decode = self.decode_fn(setting.sampling, setting.tree)
     cells = self.cells(texts, setting.sampling, samples_per_text, num_tokens)
     settings = DecodeSettings(setting.sampling, setting.batch_size, num_tokens, seed)
-    joint = compare_samples(self.pair, texts, decode, settings, samples_per_text, cells)
+    joint = compare_samples(
+      self.pair, texts, decode, settings, samples_per_text, cells, self.processors
+    )
     if not joint.degrees:
       reason = (
         "not checked, because no prefix of an output is probable enough to be counted among "
@@ -321,12 +335,12 @@ class _Check:
     """Decode texts in a setting, and score the draft tokens and next tokens of the rounds."""
     assert isinstance(setting.tree, Tree)
     eos_id = ENDLESS if setting.is_long else None
-    decode = recorded(self.pair, setting.sampling, setting.tree, eos_id)
+    decode = recorded(self.pair, setting.sampling, setting.tree, eos_id, self.processors)
     limit = min(ROUND_TOKENS, self.max_new_tokens)
     if setting.is_long:
       limit = self.long_tokens
     settings = DecodeSettings(setting.sampling, setting.batch_size, limit, seed)
-    return score_rounds(self.pair, self.texts, decode, settings, num_guesses)
+    return score_rounds(self.pair, self.texts, decode, settings, num_guesses, self.processors)
 
 
 class _CachedDecode:
@@ -341,6 +355,18 @@ class _CachedDecode:
     if key not in self.results:
       self.results[key] = require_finite(self.decode(prompt, keys, max_new_tokens=max_new_tokens))
     return self.results[key]
+
+
+def _processors(pair: LoadedPair, generation: GenerationConfig) -> Processors:
+  others = [
+    name for name in SETTINGS if name not in PROCESSORS and getattr(generation, name) is not None
+  ]
+  if others:
+    raise InputError(
+      f"generation has {', '.join(others)}, which the checker does not take from it; give settings "
+      "of logits processors, and sampling methods as check_exactness.samplings."
+    )
+  return generation.processors(pair.target.vocab_size, (pair.vocabulary.eos_id,))
 
 
 def _named(tree: AnyTree) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,14 @@ import numpy as np
 from jax import Array
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.types import DecodeResult, Model
 from specdec_jax.counts import require_finite
 from specdec_jax.exactness.near_ties import Divergence, Rounding, first_divergences
 from specdec_jax.exactness.paths import batches
 from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
+from specdec_jax.exactness.processed import processed
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.pairs import LoadedPair
 
@@ -31,6 +34,7 @@ def compare_argmax(
   batch_size: int,
   max_new_tokens: int,
   rounding: Rounding,
+  processors: Processors = (),
 ) -> list[tuple[int, Divergence]]:
   """Compare speculative and autoregressive argmax outputs token by token.
 
@@ -43,6 +47,7 @@ def compare_argmax(
     batch_size: number of texts decoded together.
     max_new_tokens: maximum number of tokens of each output.
     rounding: differences between the target's logits that rounding explains.
+    processors: logits processors of both functions.
 
   Returns:
     A pair (number of the text, from 1; first difference) for each text whose outputs differ.
@@ -55,14 +60,19 @@ def compare_argmax(
       for decode in (speculative, autoregressive)
     )
     of_batch = first_divergences(
-      pair.target, pair.target_params, prompt, expected, tokens, block, rounding
+      pair.target, pair.target_params, prompt, expected, tokens, block, rounding, processors
     )
     divergences += [(rows[d.row] + 1, d) for d in of_batch if d.row < count]
   return divergences
 
 
 def cells_of(
-  pair: LoadedPair, texts: Sequence[str], sampling: Sampling, samples_per_text: int, num_tokens: int
+  pair: LoadedPair,
+  texts: Sequence[str],
+  sampling: Sampling,
+  samples_per_text: int,
+  num_tokens: int,
+  processors: Processors = (),
 ) -> list[Cells]:
   """Divide the possible outputs of each text into cells with exact probabilities.
 
@@ -73,14 +83,15 @@ def cells_of(
     texts: sources.
     sampling: sampling method.
     samples_per_text: number of outputs that will be sampled for each text.
-    num_tokens: number of first tokens of an output that the cells take into account.
+    num_tokens: limit of an output; the cells take all of its tokens into account.
+    processors: logits processors of the target.
   """
   eos_id = pair.vocabulary.eos_id
 
   def cells_of_source(source: Array) -> Cells:
     def next_probs(prefixes: Sequence[tuple[int, ...]]) -> np.ndarray:
       padded = [(*prefix, eos_id) for prefix in prefixes]
-      return _exact_probs(pair, source, sampling, padded)[:, -1]
+      return _exact_probs(pair, source, sampling, padded, num_tokens, processors)[:, -1]
 
     return cut_into_cells(next_probs, samples_per_text, num_tokens, eos_id)
 
@@ -94,6 +105,7 @@ def compare_samples(
   settings: DecodeSettings,
   samples_per_text: int,
   cells: Sequence[Cells] | None = None,
+  processors: Processors = (),
 ) -> Comparison:
   """Compare the first tokens of many outputs with the target's exact joint distribution.
 
@@ -105,11 +117,12 @@ def compare_samples(
     samples_per_text: number of outputs sampled for each text.
     cells: result of `cells_of` with these arguments, to compute it once for several comparisons;
       None to compute it here.
+    processors: logits processors of the function and of the target.
   """
   total, eos_id = Comparison(), pair.vocabulary.eos_id
   sampling, batch_size = settings.sampling, settings.batch_size
   num_tokens, seed = settings.max_new_tokens, settings.seed
-  cells = cells or cells_of(pair, texts, sampling, samples_per_text, num_tokens)
+  cells = cells or cells_of(pair, texts, sampling, samples_per_text, num_tokens, processors)
   for rows, prompt, count in batches(pair, texts, batch_size):
     keys = row_keys(seed, rows[0] * samples_per_text, batch_size * samples_per_text)
     draws = [
@@ -117,29 +130,44 @@ def compare_samples(
       for keys_of_draw in keys.reshape(samples_per_text, batch_size)
     ]
     for row in range(count):
-      exact = functools.partial(_exact_probs, pair, prompt[row : row + 1], sampling)
+      source = prompt[row : row + 1]
       drawn = [tuple(d.tokens[row, : d.lengths[row]].tolist()) for d in draws]
       unique = sorted(set(drawn))
       is_possible = functools.partial(_is_possible, eos_id)
       filled = [(*text, *(eos_id,) * (num_tokens - len(text))) for text in unique]
-      possible = dict(zip(unique, map(is_possible, unique, exact(filled))))
+      probs = _exact_probs(pair, source, sampling, filled, num_tokens, processors)
+      possible = dict(zip(unique, map(is_possible, unique, probs)))
       total += compare(cells[rows[row]], drawn, sum(not possible[text] for text in drawn))
   return total
 
 
 def _exact_probs(
-  pair: LoadedPair, source: Array, sampling: Sampling, texts: Sequence[Sequence[int]]
+  pair: LoadedPair,
+  source: Array,
+  sampling: Sampling,
+  texts: Sequence[Sequence[int]],
+  limit: int,
+  processors: Processors,
 ) -> np.ndarray:
   """Return the target's distribution [N, T, V] of each token of N texts of length T."""
   rows = -(-len(texts) // 32) * 32  # few shapes, so few programs
   tokens = np.full((rows, len(texts[0])), pair.vocabulary.eos_id, np.int32)
   tokens[: len(texts)] = texts
   exact = functools.partial(_probs, pair.target, sampling, pair.target_params, source)
-  return np.concatenate([exact(part) for part in np.split(tokens, rows // 32)])[: len(texts)]
+  parts = np.split(tokens, rows // 32)
+  return np.concatenate([exact(part, limit, processors) for part in parts])[: len(texts)]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling"))
-def _probs(model: Model, sampling: Sampling, params, source: Array, tokens: Array) -> Array:
+def _probs(
+  model: Model,
+  sampling: Sampling,
+  params: Any,
+  source: Array,
+  tokens: Array,
+  limit: int,
+  processors: Processors,
+) -> Array:
   """Return the target's distribution [B, T, V] of each token, given the tokens before it.
 
   All rows of `tokens` [B, T] have the same source [1, S], so a single prefill is enough.
@@ -150,7 +178,9 @@ def _probs(model: Model, sampling: Sampling, params, source: Array, tokens: Arra
   _, cache = model.prefill(params, source, first.shape[1] + num_tokens)
   cache, last = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), (cache, last))
   block = jnp.concatenate([last, tokens[:, :-1]], axis=1)
-  return distribution(model.extend(params, cache, block)[0], sampling)
+  logits = model.extend(params, cache, block)[0]
+  prompt = jnp.repeat(source, batch, axis=0)
+  return distribution(processed(processors, model, prompt, tokens, limit, logits), sampling)
 
 
 def _is_possible(eos_id: int, text: tuple[int, ...], probs: np.ndarray) -> bool:

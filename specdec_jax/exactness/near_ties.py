@@ -9,9 +9,11 @@ import numpy as np
 from jax import Array, lax
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Model
 from specdec_jax.exactness.paths import plans_of
+from specdec_jax.exactness.processed import processed
 from specdec_jax.pairs import LoadedPair
 
 SHARES = {"float32": 1e-3, "bfloat16": 0.03}  # fractions of the range of a token's logits
@@ -176,6 +178,7 @@ def first_divergences(
   speculative: np.ndarray,
   block: int,
   rounding: Rounding,
+  processors: Processors = (),
 ) -> list[Divergence]:
   """Return the first difference in each row whose two outputs differ.
 
@@ -187,22 +190,27 @@ def first_divergences(
     speculative: output of speculative decoding [B, T].
     block: number of tokens of a verification pass: gamma + 1, or the number of nodes of a tree.
     rounding: differences between the target's logits that rounding explains.
+    processors: logits processors, which apply to the logits of both passes.
   """
   rows = np.flatnonzero((autoregressive != speculative).any(axis=1))
   if not len(rows):
     return []
+  limit = autoregressive.shape[1]
   by_one, by_block = (
-    np.asarray(_logits(target, params, prompt, autoregressive, k)) for k in (1, block)
+    np.asarray(processed(processors, target, prompt, autoregressive, limit, logits))
+    for logits in (_logits(target, params, prompt, autoregressive, k) for k in (1, block))
   )
   divergences = []
   for row in rows.tolist():
     i = int((autoregressive[row] != speculative[row]).argmax())
     token, other_token = int(autoregressive[row, i]), int(speculative[row, i])
     gap = float(by_one[row, i, token] - by_one[row, i, other_token])
-    moved = float(np.abs(by_one[row, : i + 1] - by_block[row, : i + 1]).max())
-    bound = rounding.share * float(np.ptp(by_one[row, i]))
-    limit = min(max(moved, rounding.measured), bound)
-    divergences.append(Divergence(row, i, token, other_token, gap, limit))
+    single, several = by_one[row, : i + 1], by_block[row, : i + 1]
+    differences = np.subtract(single, several, out=np.zeros_like(single), where=single != several)
+    finite = single[-1][np.isfinite(single[-1])]  # processors exclude tokens by -inf
+    bound = rounding.share * float(np.ptp(finite))
+    moved = min(max(float(np.abs(differences).max()), rounding.measured), bound)
+    divergences.append(Divergence(row, i, token, other_token, gap, moved))
   return divergences
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import Context, Outcome, Proposal
@@ -112,7 +113,9 @@ class PathDraft(ModelDraft):
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     (cache, plan), plans = state, plans_of(self.tree)
-    chain_draft = ModelDraft(self.model, self.sampling, chain(self.tree.depth))
+    chain_draft = ModelDraft(
+      self.model, self.sampling, chain(self.tree.depth), processors=self.processors
+    )
     (text, *_), cache = chain_draft.propose(params, cache, context, rng)
     tokens = plans.tokens(plan, text, self.model.vocab_size)
     shape = plans.shape(plan, self.tree)
@@ -130,6 +133,7 @@ def rounds_of_self_draft(
   batch_size: int,
   max_new_tokens: int,
   by_paths: bool = False,
+  processors: Processors = (),
 ) -> tuple[int, int]:
   """Count the rounds of argmax decoding with the target as its own draft.
 
@@ -143,7 +147,7 @@ def rounds_of_self_draft(
   """
   draft = functools.partial(PathDraft if by_paths else ModelDraft, pair.target)
   self_pair = pair._replace(draft=draft, draft_params=pair.target_params)
-  decode = self_pair.decode_fn(Sampling(temperature=0.0), tree)
+  decode = self_pair.decode_fn(Sampling(temperature=0.0), tree, processors=processors)
   if by_paths:
     lengths = plans_of(tree).lengths
   else:

@@ -17,11 +17,13 @@ from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.arrays import gather_token
 from specdec_jax.core.decode import Decoder
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.trees import Tree, require_static
 from specdec_jax.core.types import Context, DecodeResult, Model, Outcome, Params, Proposal
 from specdec_jax.counts import require_finite
 from specdec_jax.exactness.martingale import MIN_PROB, RoundScores, Scores, joined
+from specdec_jax.exactness.processed import processed
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.alpha import teacher_forced_logits
 from specdec_jax.pairs import LoadedPair
@@ -86,15 +88,24 @@ def acceptance_probs(
   return jnp.stack(probabilities, axis=-1), r
 
 
-def recorded(pair: LoadedPair, sampling: Sampling, tree: Tree, eos_id: int | None = None) -> Decode:
+def recorded(
+  pair: LoadedPair,
+  sampling: Sampling,
+  tree: Tree,
+  eos_id: int | None = None,
+  processors: Processors = (),
+) -> Decode:
   """Return a function that decodes as `pair.decoder` does, and also returns the guesses.
 
   The function runs the rounds of the decoding loop, with a draft that records its proposals and
   their outcomes.
   """
-  draft = RecordingDraft(pair.draft(sampling, tree), pair.target.vocab_size)
+  draft = pair.draft(sampling, tree)
+  if processors:
+    draft = draft.with_processors(processors)
+  draft = RecordingDraft(draft, pair.target.vocab_size)
   eos_id = pair.vocabulary.eos_id if eos_id is None else eos_id
-  decoder = Decoder(pair.target, draft, pair.verifier_for(sampling), eos_id)
+  decoder = Decoder(pair.target, draft, pair.verifier_for(sampling), eos_id, processors)
   return functools.partial(_recorded_decode, decoder, pair.params)
 
 
@@ -166,7 +177,12 @@ def _recorded_decode(
 
 
 def score_rounds(
-  pair: LoadedPair, texts: Sequence[str], decode: Decode, settings: DecodeSettings, num_guesses: int
+  pair: LoadedPair,
+  texts: Sequence[str],
+  decode: Decode,
+  settings: DecodeSettings,
+  num_guesses: int,
+  processors: Processors = (),
 ) -> RoundScores:
   """Decode texts until `num_guesses` guesses have been verified, and return their scores.
 
@@ -180,6 +196,7 @@ def score_rounds(
       a vocabulary of V tokens and W children per node.
     num_guesses: minimum number of guesses. The decision to stop depends on earlier rounds only, so
       the means of the scores stay 0.
+    processors: logits processors of the function and of the target.
   """
   prompts, parts, count, first = pair.prompt(texts), [], 0, 0
   batch_size = settings.batch_size
@@ -189,7 +206,7 @@ def score_rounds(
     result, tried = decode(prompt, keys, max_new_tokens=settings.max_new_tokens)
     longest = -(-int(require_finite(result).lengths.max()) // 32) * 32  # few shapes, few programs
     tokens, tried = result.tokens[:, :longest], TriedGuesses(*(x[:, :longest] for x in tried))
-    scores = _scores(pair.target, pair.target_params, prompt, tokens, tried, settings.sampling)
+    scores = _scores(pair, prompt, tokens, tried, settings, processors)
     visited, scored = jax.tree.map(lambda x: np.asarray(x, float), scores)
     is_text = np.arange(tokens.shape[1]) < np.asarray(result.lengths)[:, None]
     scored = scored._replace(row=scored.row + first)
@@ -200,14 +217,22 @@ def score_rounds(
 
 
 def _scores(
-  target: Model, params: Any, prompt: Array, tokens: Array, tried: TriedGuesses, sampling: Sampling
+  pair: LoadedPair,
+  prompt: Array,
+  tokens: Array,
+  tried: TriedGuesses,
+  settings: DecodeSettings,
+  processors: Processors,
 ) -> tuple[Array, RoundScores]:
   """Return which guesses were verified, and their scores, all with shape [B, T, W].
 
   A token without a guess counts as a first child that does not exist. Entries past the end of a row
   are arbitrary.
   """
-  exists, visited, probability, drawn = _outcomes(target, params, prompt, tokens, tried, sampling)
+  target, limit = pair.target, settings.max_new_tokens
+  exists, visited, probability, drawn = _outcomes(
+    target, pair.target_params, prompt, tokens, tried, settings.sampling, limit, processors
+  )
   is_last = ~jnp.pad(exists[..., 1:], ((0, 0), (0, 0), (0, 1)))
   next_scores = _token_scores(drawn, tokens)
   row, slot, sibling = jnp.indices(exists.shape)
@@ -227,7 +252,14 @@ def _scores(
 
 @functools.partial(jax.jit, static_argnames=("target", "sampling"))
 def _outcomes(
-  target: Model, params: Any, prompt: Array, tokens: Array, tried: TriedGuesses, sampling: Sampling
+  target: Model,
+  params: Any,
+  prompt: Array,
+  tokens: Array,
+  tried: TriedGuesses,
+  sampling: Sampling,
+  limit: int,
+  processors: Processors,
 ) -> tuple[Array, Array, Array, Array]:
   """Return the outcomes of the guesses at each token.
 
@@ -236,7 +268,8 @@ def _outcomes(
     guess exists, whether it was verified, and the probability that it is accepted. The weights
     [B, T, V] are those from which each token was sampled; they are 0 for an accepted guess.
   """
-  p = distribution(teacher_forced_logits(target, params, prompt, tokens), sampling)
+  logits = teacher_forced_logits(target, params, prompt, tokens)
+  p = distribution(processed(processors, target, prompt, tokens, limit, logits), sampling)
   probability, residual = acceptance_probs(p, tried.q, tried.tokens)
   drawn = jnp.where(tried.accepted.any(axis=-1, keepdims=True), 0.0, residual)
   exists, rank = tried.position >= 0, jnp.arange(tried.position.shape[-1])

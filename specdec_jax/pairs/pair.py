@@ -162,12 +162,14 @@ class LoadedPair(NamedTuple):
     tree: AnyTree,
     lenience: float = 1.0,
     eos_id: int | None = None,
+    processors: Processors = (),
   ) -> Callable[..., DecodeResult]:
     """Return a function that decodes with `decoder(...)` and the parameters of this pair.
 
     The arguments of the function are (prompt [B, P], rng [B], *, max_new_tokens).
     """
-    return functools.partial(self.decoder(sampling, tree, lenience, eos_id).run, self.params)
+    decoder = self.decoder(sampling, tree, lenience, eos_id, processors)
+    return functools.partial(decoder.run, self.params)
 
   def beam_searcher(
     self,
