@@ -3,8 +3,9 @@
 python scripts/compare_generate.py captions.en >> experiments/generate/results.jsonl
 
 For each setting, both generate all texts at temperature 0, and one line of JSON counts the texts
-that are equal token by token. A difference is a tie if the log-probabilities or scores of the two
-texts differ by less than 1e-4. Needs the extra `peers`. Results that the file of standard output
+that are equal token by token. `largest_difference` is that of the log-probabilities of tokens, or of
+the scores of beams, of equal texts. Two different texts are a tie if their log-probabilities or
+scores differ by less than 1e-4. Needs the extra `peers`. Results that the file of standard output
 has already are not computed again.
 """
 
@@ -74,7 +75,10 @@ def combinations(settings: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dic
 
 
 def theirs(model: Any, sources: list[list[int]], num_beams: int, settings: dict[str, Any]) -> list:
-  """Return tokens and scores of transformers. Texts of equal length share a batch, unpadded."""
+  """Return tokens and scores of transformers: of a text for beams, otherwise of each token.
+
+  Texts of equal length share a batch, unpadded.
+  """
   import torch
 
   found: list[Any] = [None] * len(sources)
@@ -96,19 +100,17 @@ def theirs(model: Any, sources: list[list[int]], num_beams: int, settings: dict[
         **settings,
       )
       if num_beams > 1:
-        scores = result.sequences_scores.tolist()
+        scores = result.sequences_scores[:, None].tolist()
       else:
-        steps = model.compute_transition_scores(
+        scores = model.compute_transition_scores(
           result.sequences, result.scores, normalize_logits=True
-        )
-        texts = result.sequences[:, 1:]
-        ends = (texts == 1).cumsum(dim=1) - (texts == 1).int()
-        scores = steps.masked_fill(ends > 0, 0.0).sum(dim=1).tolist()
+        ).tolist()
       for i, row in enumerate(batch):
         of_row = slice(i * num_beams, (i + 1) * num_beams)
         found[row] = [
-          (text[: text.index(1) + 1] if 1 in text else text, score)
+          (text[:length], score[:length])
           for text, score in zip(result.sequences[of_row, 1:].tolist(), scores[of_row])
+          for length in [text.index(1) + 1 if 1 in text else len(text)]
         ]
   return found
 
@@ -154,17 +156,17 @@ def main() -> None:
         largest = 0.0
         for row, of_row in enumerate(want):
           ours = outputs[row * num_beams : (row + 1) * num_beams]
-          scores = [output.score if num_beams > 1 else output.logprob for output in ours]
-          difference = max(abs(x - score) for x, (_, score) in zip(scores, of_row))
+          scores = [[output.score] if num_beams > 1 else output.logprobs for output in ours]
           if [output.tokens.tolist() for output in ours] == [text for text, _ in of_row]:
             equal += 1
-            largest = max(largest, difference)
-          elif difference < TIE:
+            differences = (np.subtract(x, y) for x, (_, y) in zip(scores, of_row))
+            largest = max(largest, *(float(np.abs(x).max()) for x in differences))
+          elif all(abs(sum(x) - sum(y)) < TIE for x, (_, y) in zip(scores, of_row)):
             ties += 1
           else:
             print(f"{name}, {run}: {texts[row]}", file=sys.stderr)
         record = dict(setting=name, beams=num_beams, run=label, texts=len(texts))
-        record |= dict(equal=equal, ties=ties, largest_score_difference=largest)
+        record |= dict(equal=equal, ties=ties, largest_difference=largest)
         print(json.dumps({**record, **provenance()}), flush=True)
 
 

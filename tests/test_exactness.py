@@ -560,13 +560,15 @@ def test_correct_pair_with_processors_passes(temperature, capsys):
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_wrong_text_of_processors_is_a_fault(temperature, fault, monkeypatch, capsys):
-  def without_repetition(logits, tokens, length):
-    return logits.at[tokens[length - 1]].add(-3.0)
+  def of_last_token(logits, tokens, length):
+    phase = 3.0 * tokens[length - 1] + length
+    return logits + 3 * jnp.sin(phase * (1 + jnp.arange(len(logits))))
 
   monkeypatch.setattr(decode, "node_prefixes", fault)
-  generation = GenerationConfig(logits_processor=without_repetition)
+  generation = GenerationConfig(logits_processor=of_last_token, min_new_tokens=12)
+  settings = dict(samplings=[Sampling(temperature)], gammas=(), trees=[(0, 0, 2, 2)])
   with pytest.raises(SystemExit) as ended:
-    check(samplings=[Sampling(temperature)], gammas=(), trees=[(0, 0, 1)], generation=generation)
+    check(pair=tiny_pair.pair("random"), generation=generation, **settings)
   assert ended.value.code == 1 and "FAIL" in capsys.readouterr().out
 
 

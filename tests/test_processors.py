@@ -233,13 +233,15 @@ def test_verifiers_emit_the_processed_distribution(name, shape):
 
 def sees_a_sibling(context, guesses, tree):
   """Fault: the prefix of each node ends with the first child of the node's parent."""
-  first = np.array([tree.parents.index(parent) for parent in tree.parents])
+  first = np.array([tree.parents.index(parent) for parent in tree.parents], int)
   return node_prefixes(context, guesses[:, first], tree)
 
 
 def sees_a_rejected_guess(context, guesses, tree):
   """Fault: the first draft token counts as committed."""
   prefixes = node_prefixes(context, guesses, tree)
+  if not tree.num_guesses:
+    return prefixes
   tokens = prefixes.tokens.at[jnp.arange(len(guesses)), 0, context.length].set(guesses[:, 0])
   return prefixes._replace(tokens=tokens, length=prefixes.length.at[:, 0].add(1))
 

@@ -195,10 +195,10 @@ def first_divergences(
   rows = np.flatnonzero((autoregressive != speculative).any(axis=1))
   if not len(rows):
     return []
-  limit = autoregressive.shape[1]
+  tokens = jnp.asarray(autoregressive)
+  logits = (_logits(target, params, prompt, autoregressive, k) for k in (1, block))
   by_one, by_block = (
-    np.asarray(processed(processors, target, prompt, autoregressive, limit, logits))
-    for logits in (_logits(target, params, prompt, autoregressive, k) for k in (1, block))
+    np.asarray(processed(processors, target, prompt, tokens, tokens.shape[1], x)) for x in logits
   )
   divergences = []
   for row in rows.tolist():
