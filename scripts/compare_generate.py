@@ -3,8 +3,8 @@
 python scripts/compare_generate.py captions.en >> experiments/generate/results.jsonl
 
 For each setting, both generate all texts at temperature 0, and one line of JSON counts the texts
-that are equal token by token. `largest_difference` is that of the log-probabilities of tokens, or of
-the scores of beams, of equal texts. Two different texts are a tie if their log-probabilities or
+that are equal token by token. `largest_difference` is that of the log-probabilities of tokens, or
+of the scores of beams, of equal texts. Two different texts are a tie if their log-probabilities or
 scores differ by less than 1e-4. Needs the extra `peers`. Results that the file of standard output
 has already are not computed again.
 """
