@@ -4,8 +4,10 @@
 """
 
 import difflib
+import os
 import pathlib
 import sys
+from collections.abc import Callable
 
 from specdec_jax.errors import InputError
 
@@ -14,8 +16,15 @@ _INSTALLED = PACKAGE / "gin_files"
 HOME = _INSTALLED if _INSTALLED.is_dir() else PACKAGE.parent  # the folder that contains gin/
 
 # Names of runs by purpose, as `specdec --help` lists them. All other runs measure.
-USE = ("quickstart", "translate", "generate", "decode", "speedup", "check_exactness")
+TAKES_NAMES = ("data",)  # runs whose arguments are names, not runs
+USE = ("data", "quickstart", "translate", "generate", "decode", "speedup", "check_exactness")
 TRAIN = "train_"  # prefix of the names of runs that train
+_DATA_SETS = {  # names of data sets by their folder
+  "multi30k": "multi30k",
+  "wmt_newstest_ende": "wmt14",
+  "lm1b_sample": "lm1b",
+  "t5_vocab": "t5_vocabulary",
+}
 REPRODUCE = ("table2", "table3", "table3_gpt_like", "table4", "table5", "given_outputs")
 
 
@@ -73,6 +82,11 @@ def lines(name: str) -> list[str]:
   return pathlib.Path(file(name)).read_text(encoding="utf-8").splitlines()
 
 
+def data_folder() -> str:
+  """Return the folder of data sets: `$SPECDEC_DATA`, or `data` in the current folder."""
+  return os.environ.get("SPECDEC_DATA") or "data"
+
+
 def default(
   path: str,
   macro: str,
@@ -81,19 +95,22 @@ def default(
   how: str = "",
   task: str | None = None,
   run_task: str | None = None,
+  run_targets: Callable[[], str] | None = None,
 ) -> str:
   """Return the default value of a gin macro that names a file or folder outside the package.
 
   Args:
-    path: the default.
+    path: the default. If it begins with `data/`, it is in the folder of data sets (`data_folder`).
     macro: name of the macro.
     expected: description of the file that the macro should name.
-    instead: path of a bundled text to return if the default does not exist; a note is then printed
-      on standard error. If it is None, InputError is raised.
+    instead: name in `gin/` of a bundled text to return if the default does not exist; a note is
+      then printed on standard error. If it is None, InputError is raised.
     how: how to get the default, for the message.
     task: task that the text of the default belongs to.
     run_task: task of the run, which the gin files of tasks bind. If it is None, the default fits
       any run.
+    run_targets: function that returns the path of a text of the run's task, to use if the default
+      belongs to a different task. If it is None, InputError is raised.
 
   Raises:
     InputError: the default does not exist and `instead` is None, or the default belongs to a
@@ -101,10 +118,17 @@ def default(
   """
   example = f"as in --gin.{macro}='\"PATH\"'"
   if task and run_task and task != run_task:
+    if run_targets is not None:
+      return run_targets()
     raise InputError(
       f"{macro} is {path} by default, which is text of {task}, but the task of this run is "
       f"{run_task}; set {macro} to outputs of that task in a text file, one per line, {example}."
     )
+  parts = pathlib.PurePath(path).parts
+  if parts[0] == "data":
+    path = os.path.join(data_folder(), *parts[1:])
+    if len(parts) > 1 and parts[1] in _DATA_SETS:
+      how = f", or run specdec data {_DATA_SETS[parts[1]]}, which downloads it"
   if pathlib.Path(path).exists():
     return path
   if instead is None:
@@ -112,11 +136,11 @@ def default(
       f"{path}, the default of {macro}, does not exist; set {macro} to {expected}, {example}{how}."
     )
   print(
-    f"note: {path}, the default of {macro}, does not exist; using the sentences of the quickstart, "
-    f"{instead}. To use a file of your own, set {macro}, {example}.",
+    f"note: {path}, the default of {macro}, does not exist; using {file(instead)}. To use a file of "
+    f"your own, set {macro}, {example}{how}.",
     file=sys.stderr,
   )
-  return instead
+  return file(instead)
 
 
 def header(path: pathlib.Path) -> str:

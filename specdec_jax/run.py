@@ -71,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
   """Parse the command line and run the experiment that the gin files bind.
 
   Args:
-    argv: name of the program; names of the project's runs (`gin_files.runs`); and the flags of t5x:
+    argv: name of the program; names of the project's runs (`gin_files.runs`), or the name of a run
+      that takes names, and these (`gin_files.TAKES_NAMES`); and the flags of t5x:
       --gin_file (repeatable), --gin_bindings (repeatable), --gin.NAME=VALUE, --gin_search_paths,
       --jax_compilation_cache_dir, --debug.
 

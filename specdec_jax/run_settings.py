@@ -8,6 +8,7 @@ so help is printed without delay.
 import ast
 import difflib
 import inspect
+import itertools
 import pathlib
 import re
 import textwrap
@@ -124,7 +125,8 @@ def flags_to_bindings(arguments: Sequence[str], known: set[str]) -> list[str]:
   """Replace each flag that names a setting of the run by a binding of the setting's macro.
 
   `--num_texts 5`, `--num-texts=5` and `--gin.NUM_TEXTS=5` are equivalent. A value is taken as text
-  unless it is a Python or gin expression, such as a number, None, True or False.
+  unless it is a Python or gin expression, such as a number, None, True or False. After a run that
+  takes names (`gin_files.TAKES_NAMES`), `a b` is equivalent to `--gin.NAMES='("a", "b")'`.
 
   Args:
     arguments: arguments of the command line, without the name of the program.
@@ -133,6 +135,10 @@ def flags_to_bindings(arguments: Sequence[str], known: set[str]) -> list[str]:
   Raises:
     InputError: a flag has no value, or is neither known nor a setting of the run.
   """
+  if arguments and arguments[0] in gin_files.TAKES_NAMES:
+    first, *rest = arguments
+    names = tuple(itertools.takewhile(lambda argument: not argument.startswith("-"), rest))
+    arguments = [first, *([f"--gin.NAMES={names!r}"] if names else []), *rest[len(names) :]]
   files = _files(arguments)
   macros = settings(files)
   extra = {name: each for name, each in settings([CHECKPOINTS]).items() if name not in macros}

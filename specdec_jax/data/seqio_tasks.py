@@ -6,8 +6,8 @@ truncated to the requested lengths and followed by EOS.
 
 No data is downloaded: datasets of TFDS must be prepared on this machine. T5's vocabulary is read
 when a task is first tokenized. Two environment variables name paths. SPECDEC_T5_VOCABULARY is the
-path of a copy of T5's SentencePiece model. SPECDEC_SHARED is the path of the folder that contains
-data/multi30k and data/lm1b_sample.
+path of a copy of T5's SentencePiece model. SPECDEC_DATA is the path of the folder that contains
+multi30k and lm1b_sample, by default `data`.
 
 Source: t5/data/tasks.py and utils.py of google-research/text-to-text-transfer-transformer.
 """
@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError
+from specdec_jax.gin_files import data_folder
 
 tf.config.set_visible_devices([], "GPU")  # TensorFlow would reserve memory that JAX needs
 
@@ -146,17 +147,17 @@ class PreparedTfds(seqio.TfdsDataSource):
       ) from error
 
 
-def _shared(name: str) -> str:
-  return os.path.join(os.environ.get("SPECDEC_SHARED", "../shared"), "data", name)
+def _in_data(name: str) -> str:
+  return os.path.join(data_folder(), name)
 
 
 def _multi30k(split: str) -> tuple[str, str]:
-  return _shared(f"multi30k/{split}.en.gz"), _shared(f"multi30k/{split}.de.gz")
+  return _in_data(f"multi30k/{split}.en.gz"), _in_data(f"multi30k/{split}.de.gz")
 
 
 _EN_DE = "translate English to German: "
 _MULTI30K = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
-_LM1B = _shared("lm1b_sample/1b_benchmark.dev.tokens.gz")
+_LM1B = _in_data("lm1b_sample/1b_benchmark.dev.tokens.gz")
 
 # Validation is newstest2013 and test is newstest2014.
 add_task("specdec_wmt14_ende", PreparedTfds("wmt14_translate/de-en:1.0.0"), _EN_DE, "en", "de")

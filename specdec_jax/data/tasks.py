@@ -5,8 +5,10 @@ tasks can still import this module, but using its names raises InputError.
 """
 
 import importlib.util
+import pathlib
 from typing import Any, Literal
 
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.errors import InputError, require_count, require_types
 
 _HAS_SEQIO = importlib.util.find_spec("seqio") is not None
@@ -68,6 +70,29 @@ def sources(
     dataset = step(dataset)
   rows = dataset.take(-1 if limit is None else limit).as_numpy_iterator()
   return [row[side].decode() for row in rows]
+
+
+def targets_file(task: str, split: str = "train", limit: int = 100_000) -> str:
+  """Write reference outputs of a task to a file, one per line, and return its path.
+
+  The file is in `runs/targets`. It is written once.
+
+  Args:
+    task: name of a task; see `sources`.
+    split: name of the split of the task.
+    limit: largest number of outputs.
+
+  Raises:
+    InputError: as for `sources`.
+  """
+  require_types(targets_file, locals())
+  path = pathlib.Path("runs") / "targets" / f"{task}_{split}_{limit}.txt"
+  if not path.is_file():
+    texts = sources(task, split, limit, "targets")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as file:
+      file.writelines(" ".join(text.split()) + "\n" for text in texts)
+  return str(path)
 
 
 def __getattr__(name: str) -> Any:
