@@ -71,7 +71,7 @@ def sources(
 
 
 def __getattr__(name: str) -> Any:
-  """Raise InputError for a name of `seqio_tasks`, which is missing if seqio is not installed."""
+  """Raise InputError for a name that is missing without seqio; otherwise, raise AttributeError."""
   if not _HAS_SEQIO and name in _SEQIO_NAMES:
     raise InputError(f"tasks.{name} {_MISSING}")
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
