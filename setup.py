@@ -10,7 +10,8 @@ from setuptools.command.build_py import build_py
 class BuildWithGinFiles(build_py):
   """Build command that adds a copy of the folder `gin/` and a file with the commit to the package.
 
-  The copy is a subfolder of the package, because a top-level `gin` is the package of gin-config.
+  The copy is a subfolder of the package, because a top-level `gin` is the package of gin-config. An
+  editable installation gets neither the copy nor the file.
   """
 
   def run(self):

@@ -3,10 +3,10 @@
 python scripts/compare_generate.py captions.en >> experiments/generate/results.jsonl
 
 For each setting, both generate all texts at temperature 0, and one line of JSON counts the texts
-that are equal token by token. `largest_difference` is that of the log-probabilities of tokens, or
-of the scores of beams, of equal texts. Two different texts are a tie if their log-probabilities or
-scores differ by less than 1e-4. Needs the extra `peers`. Results that the file of standard output
-has already are not computed again.
+that are equal token by token. `largest_difference` is the largest difference between equal texts in
+the log-probability of a token, or in the score of a beam. Two different texts are a tie if their
+total log-probabilities or scores differ by less than 1e-4. Needs the extra `peers`. If standard
+output is a file, the results in it are not computed again.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BEAM_RUNS = ({"gamma": 2, "batch_size": 8},)
 
 
 def settings_of(tokens: list[int]) -> dict[str, dict[str, Any]]:
-  """Return the settings to compare; `tokens` are frequent in the outputs."""
+  """Return the settings to compare; `tokens` are ids of tokens that are frequent in the outputs."""
   a, b, c, d, e, f, *_ = tokens
   return {
     "no processor": {},
@@ -65,7 +65,7 @@ BEAM_SETTINGS = {
 
 
 def combinations(settings: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yield random combinations of two to four settings."""
+  """Yield random combinations of two to four settings, with their names."""
   rng = random.Random(0)
   names = [name for name in settings if name not in ("no processor", "min_length")]
   for _ in range(NUM_COMBINATIONS):
@@ -75,9 +75,10 @@ def combinations(settings: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dic
 
 
 def theirs(model: Any, sources: list[list[int]], num_beams: int, settings: dict[str, Any]) -> list:
-  """Return tokens and scores of transformers: of a text for beams, otherwise of each token.
+  """Return for each source the texts of transformers, as pairs of tokens and scores.
 
-  Texts of equal length share a batch, unpadded.
+  A beam search scores each text; otherwise the scores are the log-probabilities of the tokens.
+  Sources of equal length share a batch, so that none is padded.
   """
   import torch
 

@@ -2,10 +2,10 @@
 
 python scripts/measure_matmuls.py > experiments/kernels/results.jsonl
 
-Many matrices of [512, 3072] are used in turn, so that each matrix is read from memory. One matrix
-of [512, 512] is used repeatedly and stays in the cache, so only arithmetic takes time. The
-operations per second of both are compared with the peak, that of numpy's matmul of two matrices of
-[2048, 2048] with the same number of threads.
+Many matrices of shape [512, 3072] are used in turn, so that each matrix is read from memory. One
+matrix of shape [512, 512] is used repeatedly and stays in the cache, so only arithmetic takes time.
+The operations per second of the kernel in both cases are compared with the peak: those of numpy's
+matmul of two matrices of shape [2048, 2048] with the same number of threads.
 """
 
 import functools
@@ -29,9 +29,9 @@ HOT_CALLS, REPEATS = 64, 15
 
 
 def chained(matmul: Callable[[Array, Array], Array]) -> Callable[..., Array]:
-  """Return a function that multiplies x by matrices one after the other, as a model does.
+  """Return a function that computes the product of x and each of its other arguments in sequence.
 
-  Each input depends on the previous result, so the matmuls cannot run in parallel.
+  As in a model, each input depends on the previous result, so the matmuls cannot run in parallel.
   """
 
   @jax.jit
@@ -45,7 +45,7 @@ def chained(matmul: Callable[[Array, Array], Array]) -> Callable[..., Array]:
 
 
 def repeated(x: Array, panels: Array) -> Array:
-  """Multiply x by the same matrix `HOT_CALLS` times; each input depends on the previous result."""
+  """Compute the same product `HOT_CALLS` times, where each input depends on the previous result."""
 
   def body(_, out):
     return skinny.matmul(x + 1e-30 * out, panels)[0, 0].astype(x.dtype)

@@ -1,10 +1,10 @@
-"""Time logits processors in the rounds of the bundled pair:
+"""Time logits processors and sampling methods in the rounds of the bundled pair:
 
 python scripts/measure_processors.py captions.en > experiments/processors/results.jsonl
 
 A round with a setting is compared with a round without it, in one process and interleaved. Texts do
-not end, so that all settings run the same number of rounds. The time of the source is not part of a
-round.
+not end, so that all settings run the same number of rounds. The time to process the source does not
+count.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> None:
     ]
 
     def rounds_of(given: dict, prompts=prompts, batch_size=batch_size) -> Callable[[], float]:
-      """Return a function that returns the seconds per round."""
+      """Return a function that runs rounds with a setting and returns the seconds per round."""
       processors = GenerationConfig(**given).processors(pair.target.vocab_size, (eos_id,))
       sampling = GenerationConfig(**given).sampling()
       decoder = pair.decoder(sampling, chain(GAMMA), eos_id=ENDLESS, processors=processors)

@@ -18,7 +18,7 @@ from specdec_jax.user_errors import ArgumentParser
 
 
 def unmarked(text: str) -> str:
-  """Remove the sentence marks of realsumm; T5 reads and writes a text as one line."""
+  """Remove the sentence marks of realsumm, since T5's inputs and outputs are single lines."""
   return " ".join(re.sub(r"</?t>", " ", text).split())
 
 

@@ -20,12 +20,12 @@ METRICS = CHECKOUT / "docs" / "metrics.md"
 
 
 def pages() -> list[pathlib.Path]:
-  """Return all pages that may have generated tables."""
+  """Return the paths of all pages that can contain generated tables."""
   return [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("experiments/**/*.md"))]
 
 
 def outdated() -> Iterator[tuple[pathlib.Path, str]]:
-  """Yield the path of each page that differs from its records, and its text with new tables."""
+  """Yield the path of each page with outdated tables, and the text of the page with new tables."""
   for path in pages():
     page = path.read_text(encoding="utf-8")
     current = quoted(page, functools.partial(_markdown, path.parent))
@@ -34,7 +34,7 @@ def outdated() -> Iterator[tuple[pathlib.Path, str]]:
 
 
 def _markdown(folder: pathlib.Path, words: Sequence[str]) -> str:
-  """Format a table for a page in `folder`, with a link to the metrics page as its legend."""
+  """Format a named table for a page in `folder`, with a link to the metrics page as its legend."""
   name, *files = words
   table = named_table(name, [CHECKOUT / file for file in files])
   if table.legend:

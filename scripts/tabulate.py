@@ -2,9 +2,9 @@
 
   python scripts/tabulate.py --table 2 results.jsonl [more.jsonl ...]
 
-Table 1 is computed and takes no records. `--table measured` shows the records of any measured
-speeds. `--table status` shows the reproduction status of each number that the paper prints, from
-the `experiments` of this checkout.
+Table 1 is computed and takes no records. `--table measured` shows any records of measured speeds.
+`--table status` shows the reproduction status of each number that the paper prints, from the
+`experiments` of this checkout.
 """
 
 from specdec_jax.atomic_files import atomic_write, require_distinct_files

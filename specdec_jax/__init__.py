@@ -8,7 +8,8 @@ print(pair.generate(["A man runs."], gamma=5)[0])
 ```
 
 Every public name is an attribute of this module. A name is imported when it is first used, so
-`import specdec_jax` is fast. The import sets XLA flags, before JAX is first used.
+`import specdec_jax` is fast. The import may add a flag to XLA_FLAGS (`xla_flags.disable_ynn`), so
+it should come before JAX is first used.
 """
 
 import importlib

@@ -16,19 +16,20 @@ from specdec_jax.settings import Settings, traced
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveDecoder(Settings):
-  """Speculative decoder that uses, in each round, the gamma with the most expected tokens per cost.
+  """Speculative decoder that uses, in each round, the gamma with the highest expected speed.
 
   alpha of a row is estimated as (accepted + prior accepted) / (verified + prior verified) over the
   draft tokens of the row so far. The expected speed of a batch is E[tokens] (Equation 1), summed
   over the rows that are not done, divided by the time of a round. So gamma depends on earlier
   rounds only, and not on the random numbers of its own round. Given the committed tokens, a round
-  is Algorithm 1, which is exact for any gamma. Above temperature 0, gamma makes the tokens of a row
-  depend on its neighbors, but not their distribution.
+  is Algorithm 1, which is exact for any gamma. All rows share gamma, so above temperature 0 the
+  sampled tokens of a row depend on the other rows of the batch; their distribution does not.
 
   Attributes:
     target: M_p.
-    drafts: versions of one draft for chains of several lengths, each at least 1; gamma is one of
-      these lengths. The versions share one state, which a round without a draft would not update.
+    drafts: versions of one draft for chains of different lengths; gamma is one of these lengths.
+      All versions use one state. Each length must be at least 1, because a round without draft
+      tokens would not update that state.
     verifier: verifier that accepts or rejects draft tokens.
     eos_id: token that ends a text; None to use `target.eos_id`.
   """

@@ -1,7 +1,7 @@
-"""Public interface for texts: a pair of a target and a draft that generates texts from texts.
+"""Public interface for texts: `Pair` (target and draft), whose methods take and return texts.
 
-The methods of a pair handle batches, lengths and random keys. Compiled programs are cached between
-runs.
+The methods of a pair handle batches, lengths and random keys. Loading a pair enables the cache of
+compiled programs on disk.
 """
 
 import dataclasses
@@ -59,7 +59,10 @@ _THEIRS = {
 
 
 def _require_known(method: str, settings: Mapping[str, Any], own: Sequence[str]) -> None:
-  """Raise TypeError for an unknown argument; it names the argument to use instead."""
+  """Raise TypeError if a name in `settings` is not a field of `GenerationConfig`.
+
+  The message names the argument to use instead, if one is known.
+  """
   for name in settings:
     if name in SETTINGS:
       continue
@@ -89,35 +92,38 @@ class Pair(pairs.LoadedPair):
     logprobs: bool = False,
     **settings: Any,
   ) -> list[Output]:
-    """Decode texts speculatively.
+    """Generate outputs by speculative decoding; if `num_beams` > 1, by speculative beam search.
 
     Args:
       texts: sources, or prompts of a decoder-only model. A text longer than `max_source_tokens` is
-        cut (`cut` returns the part that remains).
-      gamma: draft tokens per round, 5 by default; 0 for autoregressive decoding; 'auto' chooses the
-        fastest (`measurement.calibrate.resolve_tree`), logs why to 'specdec_jax', and caches the
-        choice. For a beam search, number of steps that the draft searches ahead, 2 by default.
-      tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
-        chooses the fastest tree or chain.
-      batch_size: outputs decoded together; they do not depend on it.
-      seed: random seed of all sampling. The sample of a text depends on the seed and on its index
-        in `texts`.
-      lenience: below 1, more draft tokens are accepted, and outputs no longer have the target's
-        distribution (Appendix A.5).
+        truncated (`cut` returns the part that remains).
+      gamma: number of draft tokens per round; 5 by default, 0 for autoregressive decoding. 'auto'
+        chooses the fastest (`measurement.calibrate.resolve_tree`), caches the choice and logs the
+        reason to the logger 'specdec_jax'. For a beam search, number of steps that the draft
+        searches ahead; 2 by default, 'auto' is not supported.
+      tree: parents of the draft tokens of a tree (`Tree.parents`), which replaces the chain of
+        gamma draft tokens; 'auto' chooses the fastest tree or chain. Not for a beam search.
+      batch_size: number of outputs (in a beam search: of texts) that are decoded together. For a
+        given gamma or tree, outputs do not depend on it, except for rounding.
+      seed: seed of all sampling. The random keys of a text depend only on the seed and on the index
+        of the text in `texts`.
+      lenience: in (0, 1]. Below 1, more draft tokens are accepted, and outputs no longer have the
+        target's distribution (Appendix A.5). Not for a beam search.
       task: task of the checkpoint's `task_specific_params`, whose settings and prefix apply.
-      decoder_input_ids: tokens that each output continues, with or without the start token. They
-        are not part of the output.
-      decoder_texts: the same as texts.
-      logprobs: whether outputs have log-probabilities.
+      decoder_input_ids: one sequence of tokens per text, which the output continues. It may begin
+        with the start token or not, and is not part of the output.
+      decoder_texts: the same sequences as strings; give at most one of the two arguments.
+      logprobs: whether outputs have log-probabilities. Not for a beam search.
       settings: fields of `GenerationConfig`: `max_new_tokens`, `temperature`, `num_beams`,
         `repetition_penalty` and others, with the names of transformers. They replace the settings
         of the checkpoint (`generation`).
 
     Returns:
-      The outputs of the texts, in their order: `num_return_sequences` for each.
+      The outputs in the order of the texts, `num_return_sequences` per text. A beam search may find
+      fewer.
 
     Raises:
-      InputError: an argument is invalid, or memory does not suffice.
+      InputError: an argument is invalid, or there is not enough memory.
       TypeError: an argument is unknown.
     """
     _require_known("generate", settings, [*inspect.signature(Pair.generate).parameters][2:-1])
@@ -162,10 +168,11 @@ class Pair(pairs.LoadedPair):
     task: str | None = None,
     **settings: Any,
   ) -> Iterator[str]:
-    """Decode one text and yield its output in pieces, at most one piece per round.
+    """Decode one text, and yield the output in pieces of text, at most one piece per round.
 
-    The pieces together are the output of `generate` for the same arguments. Each round is a
-    separate program, and the host waits for it to end.
+    The pieces together are the text that `generate` returns for [text] and the same arguments. Each
+    round is a separate call of a compiled program, and the host waits for its result. Beam search
+    is not supported.
     """
     _require_known("stream", settings, [*inspect.signature(Pair.stream).parameters][2:-1])
     require_types(Pair.stream, {k: v for k, v in locals().items() if k != "settings"})
@@ -192,11 +199,11 @@ class Pair(pairs.LoadedPair):
   def generation_config(
     self, task: str | None, settings: Mapping[str, Any]
   ) -> tuple[GenerationConfig, str]:
-    """Return the settings of a call, and the text that goes before each source.
+    """Return the settings of a call of `generate`, and the prefix of each source.
 
     Args:
       task: task of the checkpoint, or None.
-      settings: settings that replace those of the checkpoint.
+      settings: settings that replace those of the checkpoint and of the task.
 
     Raises:
       InputError: the checkpoint does not have the task, or a setting is invalid.
@@ -219,7 +226,7 @@ class Pair(pairs.LoadedPair):
     ids: Sequence[Sequence[int]] | None,
     texts: Sequence[str] | None,
   ) -> list[list[int]] | None:
-    """Return the tokens that each output continues, without the start token."""
+    """Return the forced tokens of each output without the start token; None if none are given."""
     if ids is None and texts is None:
       return None
     if ids is not None and texts is not None:
@@ -252,24 +259,24 @@ class Pair(pairs.LoadedPair):
     max_new_tokens: int = 128,
     batch_size: int = 1,
   ) -> list[list[Output]]:
-    """Return the most probable texts for each source, by speculative beam search.
+    """Return the outputs that a speculative beam search finds for each source.
 
     They are the texts that t5x's `decoding.beam_search` finds with the same target. `generate` with
-    `num_beams` returns those that transformers finds.
+    `num_beams` by default returns those that transformers finds.
 
     Args:
       texts: sources, as in `generate`.
-      beams: number of live sequences, and of results per source.
-      gamma: steps that the draft searches ahead in each round; 0 is plain beam search.
+      beams: number of live sequences, and maximum number of outputs per source.
+      gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: number of beams of the draft; defaults to `beams`.
       nodes: maximum number of nodes in one target forward pass (`LoadedPair.beam_searcher`).
       length_penalty: exponent of the length penalty, as in `beam_search.BeamSearcher`.
       max_new_tokens: limit for each text, EOS included.
-      batch_size: number of sources that are searched together.
+      batch_size: number of sources that are processed together.
 
     Returns:
-      The texts of each source in descending order of their scores. There are `beams` of them, or
-      fewer if fewer ended.
+      For each source, the outputs in descending order of their scores: the texts that ended, at
+      most `beams`; or `beams` incomplete texts if none ended before the limit.
 
     Raises:
       InputError: see `generate`.
@@ -291,7 +298,7 @@ class Pair(pairs.LoadedPair):
     batch_size: int,
     forced: list[list[int]] | None,
   ) -> list[Output]:
-    """Return the outputs of `generate` with beams."""
+    """Return the outputs of `generate` if `num_beams` is above 1."""
     count, num_beams = config.num_return_sequences or 1, config.num_beams or 1
     if count > num_beams:
       raise InputError(f"num_return_sequences is {count}, more than num_beams, {num_beams}.")
@@ -326,7 +333,7 @@ class Pair(pairs.LoadedPair):
     batch_size: int,
     forced: list[list[int]] | None,
   ) -> list[list[Output]]:
-    """Search for the texts of all sources, batch by batch."""
+    """Run a beam search for all sources, batch by batch, and return the outputs of each source."""
     found: list[list[Output]] = []
     eos_ids = config.eos_ids(self.vocabulary.eos_id)
     for start in range(0, len(texts), batch_size):
@@ -352,13 +359,13 @@ class Pair(pairs.LoadedPair):
 class _Batch:
   """Texts that are decoded together, with their prompts, forced tokens and limits.
 
-  The last batch is filled up with copies of its first text, so that it has the others' shape.
+  The last batch is padded with copies of its first text, so that all batches have as many rows.
 
   Attributes:
     prompt: padded prompts.
     num_forced: number of forced tokens of each output.
     limits: limit of each output, forced tokens included.
-    max_new_tokens: number of tokens that the program has room for.
+    max_new_tokens: number of tokens per output that the compiled program has room for.
   """
 
   def __init__(
@@ -395,7 +402,7 @@ class _Batch:
 
 
 class _Run:
-  """One call of `generate` or `stream`: its decoder, texts and limits."""
+  """One call of `generate` (without beams) or `stream`: its texts, settings and tree."""
 
   def __init__(
     self,
@@ -416,13 +423,13 @@ class _Run:
     self.tree = resolve_tree(gamma, tree, pair, texts, settings, _LOG.info)
 
   def decode(self, start: int, size: int) -> DecodeResult:
-    """Decode the texts from `start` on, at most `size` of them."""
+    """Decode texts `start` to `start + size - 1`; see `_Batch` for the last batch."""
     decoder, prompt, keys, options = self._arguments(start, size)
     result = decoder.run(self.pair.params, prompt, keys, **options)
     return require_finite(jax.device_get(result))
 
   def stream(self) -> Iterator[tuple[DecodeResult, bool]]:
-    """Decode the only text, and yield the result after each round, and whether it is complete."""
+    """Decode the only text. After each round, yield the result and whether it is complete."""
     decoder, prompt, keys, options = self._arguments(0, 1)
     state = _init(decoder, self.pair.params, prompt, keys, **options)
     while not state.done[0]:
@@ -430,7 +437,7 @@ class _Run:
       yield require_finite(jax.device_get(decoder.result(state))), bool(state.done[0])
 
   def _arguments(self, start: int, size: int) -> tuple[Decoder, Any, Any, dict[str, Any]]:
-    """Return the decoder of a batch, and the arguments of `Decoder.run`."""
+    """Return the decoder of a batch, and the prompt, keys and options of its method `run`."""
     pair, count = self.pair, self.config.num_return_sequences or 1
     batch = _Batch(pair, self.config, self.texts, start, size, self.forced, count)
     processors = (*self.processors, batch.forced_prefix) if self.forced else self.processors
@@ -469,7 +476,7 @@ class _Run:
     return dataclasses.replace(output, logprobs=processed, model_logprobs=model)
 
   def _length_at_stop_string(self, tokens: np.ndarray) -> int | None:
-    """Return the number of tokens up to the end of the first stop string, or None."""
+    """Return the number of tokens up to the end of the first stop string; None without one."""
     stops = self.config.stop_strings or ()
     stops = (stops,) if isinstance(stops, str) else stops
     decode = self.pair.vocabulary.decode
@@ -484,7 +491,7 @@ class _Run:
 
 
 def sample_keys(seed: int, start: int, size: int, count: int) -> Array:
-  """Return the keys of `count` samples of each text; the first one is that of `row_keys`."""
+  """Return `count` keys for each of `size` texts; the first key of a text is as in `row_keys`."""
   keys = row_keys(seed, start, size)
   if count == 1:
     return keys
@@ -493,12 +500,12 @@ def sample_keys(seed: int, start: int, size: int, count: int) -> Array:
 
 
 def size_of_outputs(limit: int) -> int:
-  """Return the number of tokens that a program has room for: a power of two, up to 4,096."""
+  """Return `limit`, rounded up to a power of two (at least 16) unless it is above 4,096."""
   return max(16, 1 << (limit - 1).bit_length()) if limit <= 4096 else limit
 
 
 def size_of_sources(length: int) -> int:
-  """Return the padded length of sources, of which there are two per power of two."""
+  """Return `length`, rounded up to 8, 16, 24, 32, 48, 64, ...: 2^k, or 1.5 * 2^k from 24 on."""
   power = 8
   while power < length:
     if power > 8 and power * 3 // 2 >= length:
@@ -512,17 +519,17 @@ _round = jax.jit(Decoder.round)
 
 
 def _require_texts(texts: Sequence[str]) -> Sequence[str]:
-  """Return the texts, or raise InputError unless a vocabulary can encode each of them."""
+  """Return the texts, or raise InputError if `require_text` rejects one of them."""
   for place, text in enumerate(texts):
     require_text(f"texts[{place}]", text)
   return texts
 
 
 def _with_compile_cache(load: Callable[P, pairs.LoadedPair]) -> Callable[P, Pair]:
-  """Wrap a function that loads a pair, so that it returns a `Pair` and enables the program cache.
+  """Wrap a function that loads a pair, so that it returns a `Pair` and enables the compile cache.
 
   The cache is in the default folder of the command line, unless jax is already configured with a
-  folder.
+  folder. The wrapper warns of settings of the checkpoint that `Pair.generate` does not support.
   """
 
   @functools.wraps(load)

@@ -20,15 +20,15 @@ from specdec_jax.errors import InputError
 def atomic_write(path: str | os.PathLike, mode: str = "w", exclusive: bool = False) -> Iterator[IO]:
   """Open a new file for writing. It replaces `path` if the context exits without an exception.
 
-  After an exception, `path` is unchanged. The new file gets the mode of the old one. If `path` is a
-  symbolic link, the file that it points to is replaced. Devices, pipes and the file to which
-  standard output or standard error is redirected are written to directly.
+  After an exception, `path` is unchanged. The new file gets the permissions of the old one. If
+  `path` is a symbolic link, the file that it points to is replaced. Devices, pipes and the file to
+  which standard output or standard error is redirected are not replaced, but written to directly.
 
   Args:
     path: file to write.
     mode: "w" for text in UTF-8; "wb" for bytes.
     exclusive: whether to raise InputError if another run is writing to `path` exclusively. If
-      False, concurrent runs each write a complete file, and the last one remains.
+      False, concurrent runs each write a complete file, and the one completed last remains.
 
   Raises:
     InputError: `exclusive` is True and another run is writing to `path`.
@@ -78,7 +78,7 @@ def name_in_errors(path: str | os.PathLike) -> Iterator[None]:
 def require_regular_file(path: str | os.PathLike) -> None:
   """Raise InputError if `path` exists and is not a regular file.
 
-  A device may have no end, and opening a pipe blocks until another process writes to it.
+  Reading a device may never end, and opening a pipe blocks until another process opens it.
   """
   if os.path.exists(path) and not os.path.isfile(path):
     raise InputError(f"{path} is not a regular file; delete it, or choose another folder.")
@@ -120,7 +120,7 @@ def require_distinct_files(output: str, *inputs: str) -> None:
 
 
 def _stat(path: str, standard_fd: int) -> os.stat_result | None:
-  """Return the status of a file or, for "-", of a standard stream; None if it does not exist."""
+  """Return the status of a file or, for "-", of a standard stream; None if an OSError occurs."""
   try:
     return os.fstat(standard_fd) if path == "-" else os.stat(path)
   except OSError:  # the file does not exist yet, or the stream is closed

@@ -15,12 +15,14 @@ from specdec_jax.xla_flags import YNN_FLAG, rejection_message
 
 
 def default_cache_dir() -> str:
-  """Return the default folder of the cache; an empty string disables the cache."""
+  """Return the default folder: JAX_COMPILATION_CACHE_DIR if it is set, which may be empty."""
   return os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/specdec_jax")
 
 
 def enable_compile_cache(directory: str) -> None:
   """Cache in `directory` all programs that take half a second or longer to compile.
+
+  If JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set, it replaces the half second.
 
   Args:
     directory: folder of the cache. An empty string disables the cache. If the folder cannot be
@@ -47,8 +49,9 @@ def enable_compile_cache(directory: str) -> None:
 def check_xla_flags() -> None:
   """Raise InputError if XLA rejects the user's XLA_FLAGS. XLA itself would abort the process.
 
-  Each combination of flags and jaxlib version is tried once. An empty file in the compilation cache
-  marks flags that XLA accepted.
+  An empty file in the compilation cache marks each combination of flags and jaxlib version that XLA
+  accepted, so that it is tried only once. Without a cache, and if XLA_FLAGS names a file of flags,
+  the flags are tried each time.
   """
   flags = " ".join(os.environ.get("XLA_FLAGS", "").replace(YNN_FLAG, "").split())
   if not flags:

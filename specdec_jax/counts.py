@@ -7,7 +7,7 @@ from specdec_jax.errors import InputError
 
 
 def num_tokens(outputs: list[DecodeResult]) -> int:
-  """Return the number of tokens that decoded batches emitted, EOS included."""
+  """Return the number of new tokens in decoded batches, EOS included."""
   return int(sum(o.lengths.sum() for o in outputs))
 
 
@@ -17,9 +17,9 @@ def num_rounds(outputs: list[DecodeResult]) -> int:
 
 
 def acceptance_rate(outputs: list[DecodeResult]) -> float:
-  """Return the rate accepted / (accepted + rejected) of draft tokens over all rows.
+  """Return accepted / (accepted + rejected) draft tokens over all rows.
 
-  Only rounds in which a row emitted a token count.
+  See `Rounds.acceptance_counts`. The rate is 0 if no draft token was verified.
   """
   accepted, rejected = np.sum(
     [[x.sum() for x in o.rounds.acceptance_counts()] for o in outputs], axis=0
@@ -28,9 +28,9 @@ def acceptance_rate(outputs: list[DecodeResult]) -> float:
 
 
 def acceptance_by_position(outputs: list[DecodeResult]) -> list[float | None]:
-  """Return the rate accepted / (accepted + rejected) of draft tokens at each position in a round.
+  """Return accepted / (accepted + rejected) at each position of the draft tokens in a chain.
 
-  Only rounds in which a row emitted a token count. The rate is None for a position at which no
+  Tokens past EOS or past the limit count as neither. The rate is None for a position at which no
   draft token was verified.
   """
   num_accepted = np.concatenate([o.rounds.num_accepted.ravel() for o in outputs])
@@ -52,7 +52,7 @@ def identical(one: list[DecodeResult], other: list[DecodeResult]) -> bool:
 
 
 def require_finite(result: DecodeResult) -> DecodeResult:
-  """Return `result` unchanged, or raise InputError for the first row with non-finite logits."""
+  """Return `result`, or raise InputError if `DecodeResult.not_finite` reports a failed row."""
   for row, token in enumerate(result.not_finite.tolist()):
     if token >= 0:
       raise InputError(

@@ -26,7 +26,7 @@ class InputError(ValueError):
   """Exception for invalid input of the user.
 
   The message says what was given, what was expected and what to do. `specdec_jax.run` prints it as
-  one line. Other exceptions are bugs and keep their traceback.
+  one line. Exceptions that are bugs keep their traceback (`user_errors.format_error`).
   """
 
 
@@ -100,7 +100,7 @@ def shown(value: Any) -> str:
 
 
 def require_seed(seed: Any) -> None:
-  """Raise InputError unless `seed` is an integer that fits in 32 bits, as jax requires."""
+  """Raise InputError unless `seed` is an integer that fits in int32 or uint32, as jax requires."""
   if not (_fits(seed, int) and -(2**31) <= seed < 2**32):
     raise InputError(
       f"seed is {shown(seed)}; it must be a whole number from {-(2**31)} to {2**32 - 1}."
@@ -111,8 +111,9 @@ def require_types(annotated: Any, values: Mapping[str, object]) -> None:
   """Raise InputError unless values have the types in the annotations of a function or dataclass.
 
   A function calls `require_types(function, locals())` in its first line. A bool is not accepted as
-  a number, and an int that exceeds the range of a float is not accepted as a float. For a list, any
-  sequence is accepted except strings and bytes. A value with the annotation `Any` is not checked.
+  a number, and an int that exceeds the range of a float is not accepted as a float. For an
+  annotation such as `list[int]`, any sequence with items of that type is accepted, except strings
+  and bytes. A value with the annotation `Any` is not checked.
 
   Args:
     annotated: function or dataclass with annotations.

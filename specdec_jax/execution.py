@@ -33,7 +33,7 @@ def speculative_execution(
   q: np.ndarray,
   rng: np.random.Generator,
 ) -> ExecutionResult:
-  """Return g(y), where y is sampled from f(). While f runs, g is started on a guess of y.
+  """Sample y from f() and compute g(y). While f runs, g is started on a guess of y.
 
   The acceptance rule of Algorithm 1 (Appendix A.1) makes y a sample of p = f() for any distribution
   q of the guess. Let F and G be the times of f and g. The call takes max(F, G) if the guess is
@@ -41,10 +41,10 @@ def speculative_execution(
   average it takes beta max(F, G) + (1 - beta) (F + G), compared with F + G without speculation.
 
   Args:
-    f: function that returns p, the distribution of y [V].
+    f: function that returns p [V], the distribution of y.
     g: function of y in 0..V-1. If the guess is rejected, the call of g on the guess continues in
       the background and its result is dropped, so side effects of g must be harmless.
-    q: distribution of the guess [V].
+    q: [V], the distribution of the guess.
     rng: random number generator.
 
   Raises:
@@ -73,7 +73,7 @@ def expected_seconds(beta: float, f_seconds: float, g_seconds: float) -> float:
 
 
 def _normalized(name: str, probs: np.ndarray) -> np.ndarray:
-  """Return a distribution [V] in float64, or raise InputError if it is not one."""
+  """Return `probs` in float64, normalized; raise InputError unless they are a distribution [V]."""
   probs = np.asarray(probs, np.float64)
   if probs.ndim != 1 or not (probs >= 0).all() or not np.isclose(probs.sum(), 1):
     raise InputError(f"{name} is {probs!r:.100}; it must be probabilities [V] that add up to 1.")

@@ -1,8 +1,9 @@
 """Extensions of the paper's closed forms to texts of finite length and trees of draft tokens.
 
-Functions for trees take the positional acceptance: for each rank, the probability that the child of
-that rank is the accepted child of its node (Chen et al., Sequoia, 2024). The probabilities are
-assumed to be the same at all nodes, and sum to at most 1.
+Functions for trees take the positional acceptance (Chen et al., Sequoia, 2024). For each rank, that
+is the probability that, of the children of an accepted node, the one with that rank is accepted.
+The rank of a child is its number of earlier siblings. The probabilities are assumed to be the same
+at all nodes, and sum to at most 1.
 """
 
 import heapq
@@ -61,7 +62,7 @@ def text_improvement(
   Args:
     alpha: see `expected_rounds`.
     gamma: number of draft tokens per round; for a tree, its depth.
-    c: time of a draft step; for a tree, time of one level.
+    c: time of a draft step; for a tree, time to draft one level.
     verify_cost: v, the time of a target forward pass over the draft tokens, with verification.
     lengths: number of tokens of each text; or, for batches, of each row of each batch.
     target_start: time that the target takes to process a prompt.
@@ -84,7 +85,7 @@ def tree_tokens(tree: Tree, acceptance: Sequence[float]) -> float:
 
 
 def tree_rates(tree: Tree, acceptance: Sequence[float]) -> list[float]:
-  """Return the acceptance rate at each depth [D], among the rounds that reach that depth.
+  """Return the acceptance rates [D] at depths 1 to D, each given acceptance at the depth before.
 
   For a chain, the rate at every depth is alpha. The arguments are those of `tree_tokens`.
   """
@@ -101,12 +102,12 @@ def _reach_probs(tree: Tree, acceptance: Sequence[float]) -> np.ndarray:
 
 
 def best_tree(acceptance: Sequence[float], num_nodes: int, depth: int) -> Tree:
-  """Return the tree of up to `num_nodes` nodes with the highest expected number of tokens.
+  """Return the tree of up to `num_nodes` nodes with the highest expected tokens per round.
 
   The value of a node is the product of the acceptance probabilities on its path. It is at most the
-  value of its parent. It is also at most the value of its earlier sibling, because acceptance
-  decreases with rank. So the best tree consists of the nodes with the highest values, which a
-  priority queue finds. The result equals that of Sequoia's dynamic program.
+  value of the parent. It is also at most the value of an earlier sibling, because `acceptance` is
+  replaced by its running minimum over ranks. So the best tree consists of the nodes with the
+  highest values, which a priority queue finds. The result equals that of Sequoia's dynamic program.
 
   Args:
     acceptance: positional acceptance.
@@ -114,7 +115,7 @@ def best_tree(acceptance: Sequence[float], num_nodes: int, depth: int) -> Tree:
     depth: maximum number of draft tokens on a path.
 
   Raises:
-    InputError: num_nodes or depth is not a positive integer, or acceptance has invalid values.
+    InputError: num_nodes or depth is not a positive integer, or acceptance is empty or invalid.
   """
   require_count("num_nodes", num_nodes)
   require_count("depth", depth)

@@ -22,7 +22,7 @@ def filtered(
   Args:
     probs: softmax of the logits.
     logits: float32, with maximum 0.
-    sampling: the sampling method. Filters that are switched off cost nothing.
+    sampling: the sampling method. Filters that are switched off are not compiled.
   """
 
   def apply(value: Any, neutral: float, keep: Callable[[], Array]) -> None:
@@ -46,7 +46,7 @@ def highest(probs: Float[Array, "*batch V"]) -> Float[Array, "*batch 1"]:
 
 
 def at_least(probs: Float[Array, "*batch V"], least: ArrayLike) -> Bool[Array, "*batch V"]:
-  """Return a mask of the tokens with probability `least`, and of the most probable one."""
+  """Return a mask of the tokens with probability >= `least`, and of the most probable one."""
   return (probs >= least) | (probs == highest(probs))
 
 
@@ -61,7 +61,7 @@ def _entropy(probs: Float[Array, "*batch V"]) -> Float[Array, "*batch 1"]:
 
 
 def typical(probs: Float[Array, "*batch V"], mass: ArrayLike) -> Bool[Array, "*batch V"]:
-  """Return the fewest tokens that reach `mass`, in the order of |-log p - entropy|.
+  """Return a mask of the tokens with the smallest |-log p - entropy| that reach `mass`.
 
   This is locally typical sampling (Meister et al., 2023).
   """
@@ -71,7 +71,7 @@ def typical(probs: Float[Array, "*batch V"], mass: ArrayLike) -> Bool[Array, "*b
 def eta_threshold(probs: Float[Array, "*batch V"], epsilon: ArrayLike) -> Float[Array, "*batch 1"]:
   """Return the threshold of eta sampling, min(epsilon, sqrt(epsilon) exp(-entropy)).
 
-  Source: Hewitt et al. (2022), as `epsilon_cutoff`, which is a constant threshold.
+  Source: Hewitt et al. (2022), who also propose a constant threshold (`epsilon_cutoff`).
   """
   return jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-_entropy(probs)))
 
@@ -79,9 +79,9 @@ def eta_threshold(probs: Float[Array, "*batch V"], epsilon: ArrayLike) -> Float[
 def nearest(
   distances: Float[Array, "*batch V"], weights: ArrayLike, total: ArrayLike
 ) -> Bool[Array, "*batch V"]:
-  """Return a mask of the tokens with the smallest distances whose weights sum to `total`.
+  """Return a mask of the tokens with the smallest distances whose weights reach `total`.
 
-  It has the fewest tokens that reach `total`, and all tokens at the same distance as the last. No
+  The mask has the fewest such tokens, and all tokens at the same distance as the last of them. No
   sort is needed. Non-negative float32 numbers have the same order as their bits, so the distance of
   the last token is found bit by bit, in 31 sums over the vocabulary. On a CPU, a distribution of
   V = 4,096 tokens with top_k = 40 takes 35 microseconds; with a sort it took 616.
@@ -94,7 +94,7 @@ def nearest(
   below = lax.bitcast_convert_type(jnp.abs(distances), jnp.int32)
 
   def add_bit(i, depth):
-    """Set bit 30 - i of `depth` if tokens closer to the maximum still weigh less than `total`."""
+    """Set bit 30 - i of `depth` if the tokens at smaller distances weigh less than `total`."""
     deeper = depth | 1 << 30 - i
     weight = jnp.where(below < deeper, weights, 0).sum(axis=-1, keepdims=True)
     return jnp.where(weight < total, deeper, depth)

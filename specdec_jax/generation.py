@@ -37,18 +37,19 @@ class GenerationConfig:
   """Settings of `Pair.generate`. None stands for the default.
 
   Attributes:
-    max_new_tokens: limit for each output, EOS included; 128 if there is no `max_length` either.
-    max_length: the same limit, with the tokens before the output: the start token of T5, or the
-      prompt of a decoder-only model.
-    min_length: minimum length, counted like `max_length`.
-    min_new_tokens: minimum number of new tokens.
+    max_new_tokens: maximum number of tokens of each output, EOS included. It takes precedence over
+      `max_length`; if neither is given, it is 128.
+    max_length: the same limit, with the tokens before the output: the start token of T5 or the
+      prompt of a decoder-only model, and forced tokens (`decoder_input_ids`).
+    min_length: minimum number of tokens before EOS, counted like those of `max_length`.
+    min_new_tokens: minimum number of new tokens before EOS.
     eos_token_id: token that ends a text, or several; by default the vocabulary's.
     stop_strings: texts after which an output ends. The output includes them.
     do_sample: False for argmax, True for sampling; by default whether `temperature` is above 0.
-    temperature: sampling temperature; 0 is argmax. 1 by default if `do_sample` is True.
+    temperature: sampling temperature; 0 is argmax. By default 1 if `do_sample` is True, else 0.
     top_k: number of most probable tokens to sample from; 0, the default, for all.
-    top_p: probability mass of nucleus sampling; 1, the default, for all. See `core.Sampling` for
-      this and the following four.
+    top_p: probability mass of nucleus sampling; 1, the default, for all. See `Sampling` for this
+      and the next four settings.
     min_p: minimum probability, as a fraction of the highest one.
     typical_p: probability mass of locally typical sampling.
     epsilon_cutoff: minimum probability.
@@ -57,18 +58,20 @@ class GenerationConfig:
     encoder_repetition_penalty: above 1 to encourage tokens of the source.
     no_repeat_ngram_size: see `NoRepeatNgram`; 0 for none.
     encoder_no_repeat_ngram_size: the same for n-grams of the source.
-    bad_words_ids: sequences of tokens that do not occur.
-    sequence_bias: bias of the last token of each sequence; a mapping from tuples, or pairs.
-    suppress_tokens: tokens that do not occur.
+    bad_words_ids: sequences of tokens that must not occur; a sequence of EOS alone is ignored.
+    sequence_bias: bias of the last token of each sequence (see `SequenceBias`): a mapping from
+      tuples of tokens to biases, or a list of (tokens, bias) pairs.
+    suppress_tokens: tokens that must not occur.
     forced_bos_token_id: first token after the start token.
-    forced_eos_token_id: last token of an output that reaches its limit.
-    logits_processor: a function of (logits [V], tokens [T], length) that returns logits [V], a
-      `LogitsProcessor`, or several; they apply after the others.
-    num_return_sequences: number of outputs per text.
-    num_beams: number of beams; 1 for none.
-    length_penalty: exponent of the length in the scores of beams; 1 by default.
-    early_stopping: when a beam search ends; False, True or "never", as in transformers.
-    beam_scorer: "hf" for scores and rules of transformers, "t5x" for those of t5x.
+    forced_eos_token_id: last token of an output that reaches its limit, or several to choose from.
+    logits_processor: a `LogitsProcessor`, a function (see `FunctionProcessor`) from logits [V],
+      tokens [T] and length to logits [V], or a list of these. They apply after the others.
+    num_return_sequences: number of outputs per text; 1 by default.
+    num_beams: number of beams; 1, the default, for no beam search.
+    length_penalty: exponent of the length penalty in the scores of beams; by default 1 for the
+      scorer "hf" and 0.6 for "t5x".
+    early_stopping: when a beam search ends; False (the default), True or "never" (see `Scorer`).
+    beam_scorer: "hf", the default, for scores and rules of transformers; "t5x" for those of t5x.
   """
 
   max_new_tokens: int | None = None
@@ -119,9 +122,10 @@ class GenerationConfig:
 
   @classmethod
   def merged(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> "GenerationConfig":
-    """Return the settings of a checkpoint, replaced by those that are given and not None.
+    """Return the settings `defaults` of a checkpoint, replaced by those in `given` (if not None).
 
-    A given limit replaces both limits of the checkpoint, and so does a given sampling method.
+    If `max_new_tokens` or `max_length` is given, both defaults are dropped. The same holds for
+    `do_sample` and `temperature`; but a given `do_sample=True` keeps the default temperature.
     """
     given = {name: value for name, value in given.items() if value is not None}
     replaced = {*given}
@@ -147,14 +151,14 @@ class GenerationConfig:
     return Sampling(temperature, **given)
 
   def eos_ids(self, default: int) -> tuple[int, ...]:
-    """Return the tokens that end a text."""
+    """Return the tokens that end a text; `default` is used if `eos_token_id` is None."""
     return _token_ids("eos_token_id", default if self.eos_token_id is None else self.eos_token_id)
 
   def new_tokens(self, prompt_lengths: Sequence[int]) -> list[int]:
     """Return the limit of new tokens of each row, given the number of tokens before the output.
 
     Raises:
-      InputError: `max_length` is not above the length of a prompt.
+      InputError: `max_new_tokens` is None and `max_length` is not above one of `prompt_lengths`.
     """
     if self.max_length is None:
       return [self.max_new_tokens or DEFAULT_NEW_TOKENS] * len(prompt_lengths)

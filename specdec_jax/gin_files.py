@@ -1,5 +1,6 @@
 """Functions that find the project's gin files, in the checkout or in the installed package.
 
+A run is a gin file that `specdec NAME` executes: a file in `gin/runs/`, or the quickstart.
 `setup.py` copies the folder `gin/` of the checkout into the package that it installs.
 """
 
@@ -29,7 +30,7 @@ REPRODUCE = ("table2", "table3", "table3_gpt_like", "table4", "table5", "given_o
 
 
 def runs() -> dict[str, pathlib.Path]:
-  """Return the paths of the gin files of all runs by name: `gin/runs/`, and the quickstart."""
+  """Return a mapping from the name of each run to the path of its gin file."""
   paths = [HOME / "gin" / "quickstart.gin", *sorted((HOME / "gin" / "runs").glob("*.gin"))]
   return {path.stem: path for path in paths if path.is_file()}
 
@@ -106,9 +107,8 @@ def default(
     instead: name in `gin/` of a bundled text to return if the default does not exist; a note is
       then printed on standard error. If it is None, InputError is raised.
     how: how to get the default, for the message.
-    task: task that the text of the default belongs to.
-    run_task: task of the run, which the gin files of tasks bind. If it is None, the default fits
-      any run.
+    task: task that the text of the default belongs to. If it is None, the default fits any run.
+    run_task: task of the run; gin files in `gin/tasks/` bind it. If it is None, any default fits.
     run_targets: function that returns the path of a text of the run's task, to use if the default
       belongs to a different task. If it is None, InputError is raised.
 
@@ -136,8 +136,8 @@ def default(
       f"{path}, the default of {macro}, does not exist; set {macro} to {expected}, {example}{how}."
     )
   print(
-    f"note: {path}, the default of {macro}, does not exist; using {file(instead)}. To use a file of "
-    f"your own, set {macro}, {example}{how}.",
+    f"note: {path}, the default of {macro}, does not exist; using {file(instead)}. To use a file "
+    f"of your own, set {macro}, {example}{how}.",
     file=sys.stderr,
   )
   return file(instead)

@@ -27,7 +27,7 @@ _received: int | None = None
 
 
 class Interrupted(KeyboardInterrupt):
-  """Exception for a signal to end the command; `number` is the number of the signal."""
+  """Exception that is raised when SIGINT or SIGTERM arrives; `number` is the signal's number."""
 
   def __init__(self, number: int):
     super().__init__(number)
@@ -42,10 +42,11 @@ def check() -> None:
 
 @contextlib.contextmanager
 def handle_signals() -> Iterator[None]:
-  """Raise Interrupted in the main thread at the first SIGINT or SIGTERM.
+  """Raise Interrupted in the main thread at the first SIGINT or SIGTERM in the context.
 
   A second signal ends the process immediately, even inside a native call that has released the
   interpreter lock, such as a running XLA program. A signal that was ignored before stays ignored.
+  After the context, a handled signal has its default action: it ends the process.
   """
   numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
   for number in numbers:

@@ -60,7 +60,7 @@ class DraftFactory(NamedTuple):
 
 
 def load_draft(load: Callable[[LoadedTarget], DraftFactory], target: LoadedTarget) -> DraftFactory:
-  """Return the draft that a user's function loads for a target.
+  """Return the draft factory that a user's function returns for a target.
 
   Raises:
     InputError: the function does not return a `DraftFactory`.

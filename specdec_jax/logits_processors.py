@@ -1,10 +1,10 @@
-"""Logits processors with the names and definitions of transformers, in fixed shapes.
+"""Logits processors with the definitions of transformers, for arrays of fixed shape.
 
 Each of them is a function of the logits at a node and of the text that ends there
-(`core.processors`), so that speculative decoding with processors has the outputs of autoregressive
-decoding with them.
+(`core.processors`), so outputs of speculative decoding with processors have the same distribution
+as those of autoregressive decoding with the same processors.
 
-Axis letters as in `core.types`, and n sequences, M tokens of the longest sequence.
+Axis letters as in `core.types`, and n sequences, M tokens per padded sequence, F forced tokens.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ class RepetitionPenalty(LogitsProcessor):
 
   Attributes:
     penalty: above 1 to discourage repetition.
-    of_prompt: whether tokens count that occur in the prompt, instead of those in the text. That is
-      `encoder_repetition_penalty` of transformers with the inverse of the penalty. Padding does not
-      count, which transformers counts in a batch.
+    of_prompt: whether to penalize tokens that occur in the prompt, instead of those in the text.
+      With the inverse of the penalty, this is `encoder_repetition_penalty` of transformers; there,
+      padding of the prompt counts as a token, and here it does not.
   """
 
   penalty: float = traced(1.0)
@@ -53,7 +53,7 @@ class NoRepeatNgram(LogitsProcessor):
   """Exclude tokens that would repeat an n-gram of the text.
 
   Attributes:
-    size: n.
+    size: n, at least 1.
     of_prompt: whether n-grams of the prompt must not be repeated, instead of those of the text
       (`encoder_no_repeat_ngram_size` of transformers).
   """
@@ -67,7 +67,7 @@ class NoRepeatNgram(LogitsProcessor):
     positions = jnp.arange(tokens.shape[-1])
 
     def match_one_more(i: Any, matches: Bool[Array, "B K T"]) -> Bool[Array, "B K T"]:
-      """Require that the tokens i places before equal the i-th last token of the text."""
+      """Require that the token i places before a position equals the i-th last one of the text."""
       before = jnp.take(tokens, jnp.maximum(positions - i, 0), axis=2)
       return matches & (before == _token_before_end(prefixes, i))
 
@@ -80,13 +80,13 @@ class NoRepeatNgram(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class SequenceBias(LogitsProcessor):
-  """Add a bias to the last token of a sequence if the text ends with the tokens before it.
+  """Add a bias to the logit of a sequence's last token if the text ends with the tokens before it.
 
-  As in transformers, a sequence of several tokens has no effect before the text has as many tokens.
+  As in transformers, a sequence of several tokens has no effect on a text with fewer tokens.
 
   Attributes:
-    sequences: tokens [n, M], aligned at their end and filled up with -1.
-    biases: bias [n] of each sequence; -inf excludes its last token.
+    sequences: [n, M], tokens of each sequence, padded at the beginning with -1.
+    biases: [n], bias of each sequence; -inf excludes its last token.
   """
 
   sequences: HashableArray = traced(HashableArray(np.zeros((0, 1), np.int32)))
@@ -94,7 +94,7 @@ class SequenceBias(LogitsProcessor):
 
   @classmethod
   def of(cls, biases: Mapping[tuple[int, ...], float]) -> "SequenceBias":
-    """Return the processor for a bias per sequence, padded to a few sizes."""
+    """Return the processor for one bias per sequence, with n and M padded to powers of two."""
     longest = _round_up(max(4, *map(len, biases)))
     sequences = np.full((_round_up(max(8, len(biases))), longest), _ANY, np.int32)
     values = np.zeros(len(sequences), np.float32)
@@ -123,11 +123,11 @@ class SequenceBias(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class MinLength(LogitsProcessor):
-  """Exclude EOS before a text has a minimum length.
+  """Exclude EOS until a text has a minimum length.
 
   Attributes:
-    min_length: minimum length in tokens; for T5 the start token counts.
-    min_new_tokens: minimum number of generated tokens.
+    min_length: minimum number of tokens before EOS, with the start token of T5 or the prompt.
+    min_new_tokens: minimum number of generated tokens before EOS.
     eos_ids: tokens that end a text.
   """
 
@@ -144,12 +144,12 @@ class MinLength(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class ForcedTokens(LogitsProcessor):
-  """Allow certain tokens only as the first or the last token of a text.
+  """Allow only certain tokens as the first or as the last token of a text.
 
   Attributes:
-    first: token after the start token (`forced_bos_token_id`); none by default.
-    last: tokens of which one is the last token of a text at its limit (`forced_eos_token_id`); none
-      by default.
+    first: tokens allowed after the start token (`forced_bos_token_id`); None allows all.
+    last: tokens allowed as the last token of a text that reaches its limit (`forced_eos_token_id`);
+      None allows all.
   """
 
   first: HashableArray | None = traced(None)
@@ -167,17 +167,17 @@ class ForcedTokens(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class ForcedPrefix(LogitsProcessor):
-  """Force the first tokens of each text: a prompt of the decoder.
+  """Force the first tokens of each output (`decoder_input_ids`).
 
   Attributes:
-    tokens: the tokens [B, F] of each row, filled up with -1.
+    tokens: [B, F], forced tokens of each row, padded at the end with -1.
   """
 
   tokens: HashableArray | Array = traced(HashableArray(np.zeros((1, 0), np.int32)))
 
   @classmethod
   def of(cls, rows: Sequence[Sequence[int]]) -> "ForcedPrefix":
-    """Return the processor for the tokens of each row."""
+    """Return the processor for the forced tokens of each row."""
     tokens = np.full((len(rows), _round_up(max(1, *map(len, rows)))), _ANY, np.int32)
     for row, prefix in enumerate(rows):
       tokens[row, : len(prefix)] = prefix
@@ -194,11 +194,11 @@ class ForcedPrefix(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class FunctionProcessor(LogitsProcessor):
-  """Adjustment by a function of the logits of one token and of the text before it.
+  """Apply a function to the logits of one token and to the text before it.
 
   Attributes:
     function: JAX function of (logits [V], tokens [T], length) that returns logits [V]. Tokens are 0
-      from `length` on. It must depend on its arguments only.
+      from `length` on. The result must depend on these arguments only.
   """
 
   function: Callable[[Array, Array, Array], Array]
@@ -209,12 +209,12 @@ class FunctionProcessor(LogitsProcessor):
 
 
 def _is_text(prefixes: Prefixes) -> Bool[Array, "B K T"]:
-  """Return which slots hold a token of the text."""
+  """Return a mask of the slots that hold a token of the text."""
   return jnp.arange(prefixes.tokens.shape[-1]) < prefixes.length[..., None]
 
 
 def _token_before_end(prefixes: Prefixes, i: Any) -> Int[Array, "B K 1"]:
-  """Return the i-th last token of each text."""
+  """Return the i-th last token of each text; _NONE if the text has fewer than i tokens."""
   index = (prefixes.length - i)[..., None]
   token = jnp.take_along_axis(prefixes.tokens, jnp.maximum(index, 0), axis=2)
   return jnp.where(index < 0, _NONE, token)
@@ -223,7 +223,7 @@ def _token_before_end(prefixes: Prefixes, i: Any) -> Int[Array, "B K 1"]:
 def _occurring(
   tokens: Int[Array, "B K T"], exists: Bool[Array, "B K T"], vocab_size: int
 ) -> Bool[Array, "B K {vocab_size}"]:
-  """Return which tokens of the vocabulary occur among `tokens`, where `exists` is true."""
+  """Return a mask of the tokens of the vocabulary that are in `tokens` where `exists` is true."""
 
   def occurring(row: Int[Array, " T"]) -> Bool[Array, " {vocab_size}"]:
     return jnp.zeros(vocab_size, bool).at[row].set(True, mode="drop")
@@ -232,10 +232,10 @@ def _occurring(
 
 
 def _among(tokens: Any, vocab_size: int) -> Bool[Array, " {vocab_size}"]:
-  """Return which tokens of the vocabulary are among `tokens`."""
+  """Return a mask of the tokens of the vocabulary that are in `tokens`."""
   return (jnp.arange(vocab_size)[:, None] == jnp.asarray(tokens)).any(axis=1)
 
 
 def _round_up(count: int) -> int:
-  """Return the next power of two."""
+  """Return the smallest power of two that is at least `count`."""
   return 1 << (count - 1).bit_length()

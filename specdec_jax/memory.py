@@ -43,7 +43,8 @@ def _require(what: str, num_bytes: float, memory_bytes: float, advice: str) -> N
 def _device_memory(mesh: jax.sharding.AbstractMesh | None) -> float:
   """Return the memory in bytes of all devices of a mesh; of the first device if there is no mesh.
 
-  The memory of a CPU device is the memory of the host.
+  On a CPU it is the memory of the host. It is infinite if it is unknown, or if the mesh belongs to
+  a platform that jax does not use here.
   """
   device = jax.local_devices()[0]
   if mesh and mesh.abstract_device.platform != device.platform:

@@ -22,13 +22,14 @@ class Output:
 
   Attributes:
     text: the text.
-    tokens: its tokens [T]; EOS is last unless the output ended for another reason.
+    tokens: [T], tokens of the text; EOS is last unless the output ended for another reason.
     finish_reason: "eos", "length" (the limit was reached) or "stop_string".
-    rounds: `core.types.Rounds` of this text, fields [R, ...]; None for a beam search.
-    logprobs: log-probability [T] of each token by the target, in nats, after logits processors and
-      the sampling method (at temperature 0, after processors only). None unless asked for.
+    rounds: `core.types.Rounds` of this text, with fields [R, ...]; None for a beam search.
+    logprobs: [T], log-probability of each token under the target, in nats, after logits processors
+      and the sampling method (at temperature 0, after processors only). None by default.
     model_logprobs: the same before logits processors and the sampling method.
-    score: log-probability by the target, divided by the length penalty, for a beam search.
+    score: for a beam search, log-probability under the target, divided by the length penalty (see
+      `BeamResult.scores`); otherwise None.
   """
 
   text: str
@@ -45,12 +46,12 @@ class Output:
 
   @property
   def logprob(self) -> float | None:
-    """Sum of `logprobs`."""
+    """Sum of `logprobs`; None if the output has none."""
     return None if self.logprobs is None else float(self.logprobs.sum())
 
   @property
   def words(self) -> tuple[Round, ...]:
-    """The rounds as pieces of text, one `reporting.rounds.Round` each."""
+    """The rounds with tokens as text (`reporting.rounds.Round`); empty for a beam search."""
     return self._read() if self._read else ()
 
   @property
@@ -61,7 +62,7 @@ class Output:
     return len(self.tokens) / len(self.rounds.num_emitted)
 
   def show(self, console: Console | None = None) -> None:
-    """Print one line per round: accepted tokens, [-rejected], and [+the target's token]."""
+    """Print each round: accepted tokens, [-rejected], [+the target's token]; see `round_text`."""
     console = console or Console()
     lines = [round_text(words) for words in self.words]
     console.print(Text("\n").join(lines), soft_wrap=True)

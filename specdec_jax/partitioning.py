@@ -57,11 +57,11 @@ def make_mesh(model_parallel: int = 1, devices: Sequence[jax.Device] | None = No
 
   Args:
     model_parallel: size of the axis 'model'.
-    devices: devices of the mesh; by default the devices of this host, because each of several hosts
-      that decode a dataset runs its own program.
+    devices: devices of the mesh; by default those of this host, because hosts that decode a dataset
+      together run separate programs.
 
   Raises:
-    InputError: the number of devices is not a multiple of model_parallel.
+    InputError: model_parallel is not a positive integer that divides the number of devices.
   """
   require_count("model_parallel", model_parallel)
   devices = jax.local_devices() if devices is None else devices
@@ -95,8 +95,8 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     A tree of `NamedSharding` with the structure of `shapes`.
 
   Raises:
-    InputError: a rule names an unknown axis, or would divide a matrix that `families.for_decoding`
-      has concatenated from queries, keys and values.
+    InputError: a rule names an unknown axis, or shards heads while `families.for_decoding` has
+      concatenated the kernels of queries, keys and values into one matrix.
   """
   leaves = [(_names(path), leaf) for path, leaf in jax.tree.leaves_with_path(shapes)]
   num_heads = next((leaf.shape[0] for names, leaf in leaves if "rel_embedding" in names), None)
@@ -111,7 +111,7 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
 
 
 def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
-  """Return the sharding of each array of a cache or of a `core.decode.DecodeState`.
+  """Return the sharding of each array of a cache, a `Proposal` or a `core.decode.DecodeState`.
 
   An array is replicated along an axis whose size is not a multiple of the mesh axis.
 

@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, otherwise a line every 30 seconds.
+"""Progress on standard error: a bar on a terminal, otherwise at most one line per 30 seconds.
 
 Each step of the progress also ends the run if the run has received a signal (`interrupt.check`).
 """
@@ -17,7 +17,7 @@ EVERY = 30.0  # minimum seconds between lines
 
 
 class Progress(progress.Progress):
-  """A progress bar of rich that disappears when it is complete.
+  """Progress bar of rich that disappears when it is complete, or lines without a terminal.
 
   Args:
     disable: whether to show neither a bar nor lines, for example because the output of the run is

@@ -72,9 +72,10 @@ def main(argv: Sequence[str]) -> int:
 
   Args:
     argv: name of the program; names of the project's runs (`gin_files.runs`), or the name of a run
-      that takes names, and these (`gin_files.TAKES_NAMES`); and the flags of t5x:
-      --gin_file (repeatable), --gin_bindings (repeatable), --gin.NAME=VALUE, --gin_search_paths,
-      --jax_compilation_cache_dir, --debug.
+      that takes names, and these (`gin_files.TAKES_NAMES`); the flags of t5x:
+      --gin_file (repeatable), --gin_bindings (repeatable), --gin.NAME=VALUE, --gin_search_paths;
+      --jax_compilation_cache_dir, --debug, --help, --completion, --version; and settings of the run
+      as flags (`run_settings`).
 
   Returns:
     Exit status: 0 for success; 2 for invalid input, with a one-line error on stderr; 130 after
@@ -120,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _announce(files: Sequence[str]) -> None:
-  """If a run measures, print on standard error what it does, before its models are loaded."""
+  """Print a summary of the run on standard error if it measures models, before it loads them."""
   for name, path in gin_files.runs().items():
     if str(path) in files and gin_files.measures(name):
       message = f"{name}: {gin_files.summary(path)}. Loading the models."
@@ -190,7 +191,7 @@ def _help(options: flags.FlagValues) -> str:
 
 
 def parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Sequence[str]) -> None:
-  """Parse gin files, then bindings, and check that every name in them is defined and used.
+  """Parse gin files, then bindings, and check their macros and the experiment that they bind.
 
   Args:
     files: gin files, in this order.
@@ -199,7 +200,7 @@ def parse_gin(files: Sequence[str], bindings: Sequence[str], search_paths: Seque
 
   Raises:
     InputError: a file or binding cannot be parsed, no file uses a macro that a binding sets, a
-      macro refers to itself, or no experiment is bound.
+      macro refers to itself, or the experiment is not bound or is bound with parentheses.
   """
   # gin would search for files inside Python packages too, and import those packages.
   del gin.config._FILE_READERS[1:]

@@ -1,8 +1,8 @@
 """Settings of a run, read from its gin files for help texts and for flags such as `--gamma 5`.
 
-A setting is a macro in the gin file of the run or in a file that it includes. The meaning of a
-setting is the docstring of the argument that the macro is bound to. No module is imported for this,
-so help is printed without delay.
+A setting is a macro in the gin file of the run or in a file that it includes. Its meaning is read
+from the docstring of the function or class whose argument the macro sets. No module is imported for
+this, so help is printed without delay.
 """
 
 import ast
@@ -34,7 +34,7 @@ class Setting(NamedTuple):
   Attributes:
     name: name of the macro, such as NUM_TEXTS.
     default: value and comment of the macro in the gin file, as text.
-    meaning: description of the argument that the macro is bound to; '' if there is none.
+    meaning: first sentence about the argument that the macro sets; '' if there is none.
   """
 
   name: str
@@ -92,7 +92,7 @@ def _settings_of(source: str) -> dict[str, Setting]:
 
 
 def _continued(lines: Sequence[str], number: int, value: str) -> str:
-  """Return a value that starts in one line, with the lines that continue it.
+  """Return a value that starts in line `number`, joined with the lines that continue it.
 
   A continuation line is indented or closes a bracket.
   """
@@ -104,7 +104,7 @@ def _continued(lines: Sequence[str], number: int, value: str) -> str:
 
 
 def _argument(module: str, function: str, name: str) -> str:
-  """Return the first sentence of the description of an argument of a function or class."""
+  """Return the first sentence about an argument in the docstring of a function or class, or ''."""
   path = gin_files.PACKAGE.joinpath(*module.split(".")[1:])
   candidates = [path.with_suffix(".py")]
   if path.is_dir():
@@ -125,7 +125,8 @@ def flags_to_bindings(arguments: Sequence[str], known: set[str]) -> list[str]:
   """Replace each flag that names a setting of the run by a binding of the setting's macro.
 
   `--num_texts 5`, `--num-texts=5` and `--gin.NUM_TEXTS=5` are equivalent. A value is taken as text
-  unless it is a Python or gin expression, such as a number, None, True or False. After a run that
+  unless it is a Python or gin expression, such as a number, None, True or False. A setting of
+  CHECKPOINTS can be given for any run; CHECKPOINTS is then added as a gin file. After a run that
   takes names (`gin_files.TAKES_NAMES`), `a b` is equivalent to `--gin.NAMES='("a", "b")'`.
 
   Args:
@@ -217,7 +218,10 @@ def _unknown_flag(
 
 
 def files_with(macro: str) -> list[str]:
-  """Return the gin files of the project that define a macro, as paths relative to the project."""
+  """Return the gin files of the project that define a macro, as paths relative to the project.
+
+  If CHECKPOINTS is among them, return only CHECKPOINTS.
+  """
   found = []
   for path in sorted(gin_files.HOME.glob("gin/**/*.gin")):
     if macro in _settings_of(path.read_text(encoding="utf-8")):

@@ -1,9 +1,10 @@
 """Values of settings as arguments of compiled programs.
 
 A frozen dataclass that derives from `Settings` is a JAX pytree. Its leaves are the values of fields
-declared with `traced`, and those in fields that hold other `Settings`. All other fields belong to
-the structure of the pytree, for which `jax.jit` compiles a program. So a program serves every
-temperature, and decoders that differ in other respects have different programs.
+declared with `traced`, unless they are neutral, and the leaves of other `Settings` in its fields.
+Everything else belongs to the structure of the pytree. `jax.jit` compiles a program per structure:
+one program serves every temperature above 0, and decoders whose structures differ have different
+programs.
 """
 
 import dataclasses
@@ -45,14 +46,14 @@ def traced(default: Any, neutral: Any = None) -> Any:
 
   Args:
     default: default of the field.
-    neutral: value that switches the setting off. It belongs to the structure, so that a program
-      without the setting does not contain its computation.
+    neutral: value that switches the setting off. A neutral value belongs to the structure, so that
+      a program without the setting does not contain its computation.
   """
   return dataclasses.field(default=default, metadata={"traced": True, "neutral": neutral})
 
 
 def is_neutral(value: Any, neutral: Any) -> bool:
-  """Return whether a setting is switched off. It is known while tracing."""
+  """Return whether a setting is switched off, as a Python bool, which is known while tracing."""
   return isinstance(value, type(None) | bool | int | float) and value == neutral
 
 

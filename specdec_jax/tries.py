@@ -1,9 +1,9 @@
 """Constrained decoding: outputs are sequences of a given set, stored as a trie.
 
-The trie is stored as in a CSR matrix (compressed sparse rows), as in STATIC (2026): nodes are in
+The trie is stored like a CSR matrix (compressed sparse rows), as in STATIC (2026): nodes are in
 level order, the edges of a node are adjacent and in ascending order of their tokens, and edge e
-leads to node e + 1. A node is found by walking from the root along the text, with a binary search
-per token.
+leads to node e + 1. The node of a text is found by following its generated tokens from the root,
+with a binary search per token.
 
 Axis letters as in `core.types`, and n edges, m nodes.
 """
@@ -29,12 +29,13 @@ _OUTSIDE = -1  # node of a text that no sequence begins with
 class TrieConstraint(LogitsProcessor):
   """Logits processor that allows only the sequences of a trie, each followed by EOS.
 
-  After a text that no sequence begins with, such as a forced prefix, all tokens are allowed.
+  The sequences start after the prompt and a forced prefix. If no sequence begins with the generated
+  tokens, all tokens are allowed next.
 
   Attributes:
-    tokens: token [n] of each edge.
-    first_edges: for each node, its first edge [m + 1]; the last entry is n.
-    max_children: largest number of edges of a node.
+    tokens: [n], token of each edge.
+    first_edges: [m + 1], first edge of each node; the last entry is n.
+    max_children: largest number of edges of a node, rounded up to a power of two.
   """
 
   tokens: HashableArray = traced(HashableArray(np.zeros(0, np.int32)))
@@ -43,7 +44,7 @@ class TrieConstraint(LogitsProcessor):
 
   @classmethod
   def of(cls, sequences: Sequence[Sequence[int]], eos_id: int) -> "TrieConstraint":
-    """Return the constraint to sequences of tokens without EOS.
+    """Return the constraint for `sequences` of tokens, given without EOS.
 
     Raises:
       InputError: there are no sequences, or one of them has a negative token.
@@ -94,7 +95,7 @@ class TrieConstraint(LogitsProcessor):
   def _nodes(
     self, tokens: Int[Array, " n"], first_edges: Int[Array, " m"], prefixes: Prefixes
   ) -> Int[Array, "B K"]:
-    """Return the node that the generated tokens of each text lead to."""
+    """Return the node that the generated tokens of each text lead to; _OUTSIDE if there is none."""
     num_new = prefixes.length - prefixes.prompt_length[:, None]
 
     def find(i: Any, node: Int[Array, "B K"]) -> Int[Array, "B K"]:

@@ -116,7 +116,7 @@ def _raised_in_gin(error: BaseException) -> bool:
 
 
 def _format_gin_error(text: str) -> str:
-  """Return a shortened message of gin, followed by the place in a file that it refers to."""
+  """Return a shortened message of gin, and the place in a file or command line that it names."""
   message = re.split(r"\n\s*(?:In |No values)", text, maxsplit=1)[0]
   place = ""
   if file := re.search(r"""In file ["'](.*?)["'], line (\d+)\s*(.*)""", text):

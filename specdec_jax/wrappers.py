@@ -1,4 +1,4 @@
-"""Base classes of models and drafts that wrap a model or draft and change some of its methods.
+"""Base classes of models and drafts that wrap another one and change some of its methods.
 
 Axis letters as in `core.types`.
 """
@@ -16,7 +16,7 @@ from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
 
 @dataclasses.dataclass(frozen=True)
 class WrappedModel:
-  """Base class of a model that wraps a model and changes some of its methods.
+  """Base class of a model that wraps another model and changes some of its methods.
 
   Attributes:
     model: the wrapped model.
@@ -62,7 +62,7 @@ class WrappedModel:
 
 @dataclasses.dataclass(frozen=True)
 class WrappedDraft(Draft):
-  """Base class of a draft that wraps a draft, shares its state and changes some of its methods.
+  """Base class of a draft that wraps another draft, uses its state and changes some methods.
 
   Attributes:
     draft: the wrapped draft.

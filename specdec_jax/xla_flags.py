@@ -18,10 +18,11 @@ _VERSIONS = "0.10.", "0.11.", "0.12."
 
 
 def disable_ynn() -> None:
-  """Add YNN_FLAG to XLA_FLAGS, unless the user has set that flag to any value.
+  """Add YNN_FLAG to XLA_FLAGS, unless the user has set it to any value or jaxlib does not know it.
 
   XLA reads XLA_FLAGS once, when jax is first used. If jax has already been used, or if XLA_FLAGS
-  names a file of flags, the flag cannot be added. A warning then says what to do.
+  names a file of flags, the flag cannot be added. A warning then says what to do, unless jax has
+  been used on a device other than a CPU.
   """
   flags = os.environ.get("XLA_FLAGS", "").strip()
   try:

@@ -28,7 +28,7 @@ from specdec_jax.settings import Settings
 
 @runtime_checkable
 class ModelBasedDraft(Protocol):
-  """Protocol of drafts that sample from a model; it has the members that a beam search uses."""
+  """Protocol of drafts that use a model; it has the members that `ModelBeamDraft` uses."""
 
   @property
   def model(self) -> Model: ...
@@ -86,8 +86,8 @@ class BeamDraft(Settings, abc.ABC):
     Args:
       state: state that `propose` returned.
       context: context of the round.
-      path: nodes of the forest that the round committed: w per step, for D steps. The nodes past
-        the last step of a row are arbitrary.
+      path: nodes of the draft tokens that the round committed: w for each of up to D steps after
+        the first step. The nodes past the last step of a row are arbitrary.
       slot: slot of the first live beam's last token after the round.
     """
     return state
@@ -95,7 +95,7 @@ class BeamDraft(Settings, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class NullBeamDraft(BeamDraft):
-  """Draft without tokens: plain beam search."""
+  """Draft that proposes no tokens: plain beam search."""
 
   depth: int = 0
 
@@ -112,14 +112,14 @@ class ModelBeamDraft(BeamDraft):
   """Draft that runs a beam search with a draft model, starting from the target's live beams.
 
   At nodes that the target has already verified, the search uses the target's log-probabilities.
-  If the round before proposed all live beams except one, only the continuations of that one are
-  uncertain.
+  If the last tokens of all live beams except one are verified, only the continuations of that one
+  are uncertain.
 
-  The draft model does not process the last level that it proposes. Tokens of that level that are
-  committed are processed at the start of the next round, before the last tokens.
+  The draft model does not process the last level that it proposes. If tokens of that level are
+  committed, the first forward pass of the next round covers them, before the last tokens.
 
   Attributes:
-    draft: M_q as a draft that proposes a chain of gamma tokens; gamma is the number of steps.
+    draft: draft that proposes a chain of gamma tokens with M_q. The draft's search has gamma steps.
     num_beams: u, the number of beams of the draft.
     max_nodes: maximum number of nodes per target forward pass; None for no limit.
     processors: logits processors, which apply to the model's log-probabilities.
@@ -139,7 +139,8 @@ class ModelBeamDraft(BeamDraft):
     """Return the number of draft tokens: the number of the draft's beams times the depth.
 
     Raises:
-      InputError: the draft has fewer beams than `num_beams`, or more than tokens in its vocabulary.
+      InputError: the draft has fewer than `num_beams` beams, or more beams than its vocabulary has
+        tokens.
     """
     if self.num_beams < num_beams:
       raise InputError(
@@ -248,13 +249,13 @@ class ModelBeamDraft(BeamDraft):
 
 @dataclasses.dataclass(frozen=True)
 class TreeBeamDraft(BeamDraft):
-  """Draft that proposes a tree after each beam, made by a draft without a state between rounds.
+  """Draft that proposes a tree after each beam, with an inner draft that has no state.
 
-  The inner draft may read the encoded source in the target's cache. It cannot read the text there,
-  because the cache has the layout of a beam search (`layout`).
+  The inner draft may read the encoded source in the target's cache. It cannot read the text in that
+  cache, which has the layout of a beam search (`layout`).
 
   Attributes:
-    draft: the inner draft, for a single text at temperature 0.
+    draft: the inner draft, for temperature 0. Each beam is one of its rows.
 
   Raises:
     InputError: (in `propose`) the inner draft has a state.
@@ -321,7 +322,7 @@ def _with_target_log_probs(
   log_probs: Float[Array, "B K k"],
   tokens: Int[Array, "B K k"],
 ) -> tuple[Float[Array, "B K top"], Int[Array, "B K top"]]:
-  """Return continuations of nodes; for nodes that the target has verified, return the target's.
+  """Return continuations of each node: the target's if it is verified, otherwise the draft's.
 
   Args:
     context: context of the round.
@@ -330,8 +331,9 @@ def _with_target_log_probs(
     tokens: the draft's most probable tokens after each node.
 
   Returns:
-    Log-probabilities and tokens of continuations. Their number `top` is the larger of k and 2w. If
-    the target's continuation is EOS, the log-probability is -inf.
+    Log-probability of the text up to each continuation, and its token. Their number `top` is the
+    larger of k and the number that the target has. The log-probability is -inf for missing ones,
+    and for those of the target that are EOS.
   """
   verified = context.verified
   size = max(log_probs.shape[2], verified.log_probs.shape[2])
@@ -358,8 +360,8 @@ def _top_continuations(
   """Return the `count` most probable continuations of each row.
 
   Returns:
-    Node, token and log-probability of each continuation. If there are fewer than `count`, the token
-    of a missing one is -1.
+    For each continuation, the node before it, its token, and the log-probability of its text. If
+    there are fewer than `count`, the token of a missing one is -1.
   """
   batch = len(log_probs)
   best, index = lax.top_k(log_probs.reshape(batch, -1), count)

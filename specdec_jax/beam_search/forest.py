@@ -20,7 +20,7 @@ from specdec_jax.core.trees import reach
 
 
 class BeamContext(NamedTuple):
-  """Inputs of a draft of a beam search. Slots are those of a cache in the layout of `layout`.
+  """Inputs of a draft in a beam search. Slots are cache slots, in the layout of module `layout`.
 
   Attributes:
     prompt: padded prompts.
@@ -33,8 +33,8 @@ class BeamContext(NamedTuple):
     previous_visible: mask of the slots that the previous tokens attend to, their own included.
     slot: slot of the first live sequence's last token; the other last tokens follow it.
     key_positions: position of the token in each slot before `slot`.
-    target_cache: cache of the target. Its layers have the layout of `layout`; the encoded source is
-      stored once per row.
+    target_cache: cache of the target. Its layers have the layout of module `layout`; the encoded
+      source is stored once per row.
     hidden: hidden state from which the target selected each last token.
     verified: nodes that the target has verified in earlier passes.
     last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not verified.
@@ -83,8 +83,8 @@ class VerifyBlock(NamedTuple):
     nodes: index of each node in the forest; 0 for unused places of the block.
     tokens: token of each node.
     placed: positions and attention mask of the nodes.
-    parents: index of each node's parent among the verified nodes; NO_ENTRY for last tokens and for
-      unused places.
+    parents: index of each node's parent among the verified nodes after the pass; NO_ENTRY for last
+      tokens and for unused places.
     entries: index of each node of the forest among the verified nodes after the pass; NO_ENTRY if
       the node is not verified.
   """
@@ -97,7 +97,7 @@ class VerifyBlock(NamedTuple):
 
 
 def pack_block(context: BeamContext, forest: Forest, depth: int, count: int) -> VerifyBlock:
-  """Return a block of the first `count` nodes of a forest that the target has not verified.
+  """Return the block of the first `count` nodes of a forest that are not verified yet.
 
   Args:
     context: context of the round.
@@ -170,7 +170,7 @@ def verified_nodes(
 ) -> VerifiedNodes:
   """Return the nodes of a block with their most probable continuations.
 
-  Of equally probable continuations, the one with the smaller token comes first.
+  A continuation of a node is a next token. Of two equally probable ones, the smaller id is first.
 
   Args:
     log_probs: log-probability of each token after the nodes.
@@ -178,7 +178,7 @@ def verified_nodes(
     block: nodes of the pass.
     context: context of the round.
     depth: D, the maximum number of draft tokens on a path.
-    num_top: number of continuations.
+    num_top: number of continuations per node.
   """
   num_beams, num_cached = context.last_tokens.shape[1], context.verified.tokens.shape[1]
   batch, _, vocab_size = log_probs.shape

@@ -1,13 +1,14 @@
 """Layout of the tokens of a beam search in the slots of a cache, and attention masks over slots.
 
-The cache of a row begins with its prompt without the last token, as for decoding. The next w slots
-are ones that no node attends to. Then there are w slots per step, for the last tokens of the live
-beams in order. The last part holds nodes that are not committed: first those cached from earlier
-passes (`verified`), then those of the current pass. After a pass the committed nodes move to the
-slots of their steps, and the nodes that remain cached move to the slots after them.
+The cache of a row begins with the tokens committed before the first round, except the last one, as
+in decoding. The next w slots belong to no text. Then there are w slots per step, for the last
+tokens of the live beams in order. The last part holds nodes that are not committed: first those
+cached from earlier passes (`verified`), then those of the current pass. After a pass the committed
+nodes move to the slots of their steps, and the nodes that remain cached move to the slots after
+them.
 
-Each beam has a mask of the slots that hold its text. Therefore nothing in the cache moves when
-beams change places.
+Each beam has a mask of the slots that hold its text. Therefore the slots do not have to be
+reordered when beams change places.
 
 Axis letters as in `beam_search`.
 """
@@ -80,7 +81,10 @@ def write_block(
 
 
 def move_nodes(model: Model, cache: Any, nodes: Int[Array, "B K"]) -> Any:
-  """Return the cache with selected nodes moved to the slots from `cache.length` on."""
+  """Return the cache with selected nodes moved to the slots from `cache.length` on, in order.
+
+  Before the move, node i is in slot `cache.length + i`.
+  """
   shorter = model.commit(cache, cache.length - 1)
   return model.commit(shorter, cache.length, path=nodes + 1)
 
@@ -88,7 +92,10 @@ def move_nodes(model: Model, cache: Any, nodes: Int[Array, "B K"]) -> Any:
 def concatenate_prefix(
   first: Int[Array, "B K"], count: Int[Array, " B"], second: Int[Array, "B Q"]
 ) -> Int[Array, "B K+Q"]:
-  """Return the first `count` elements of each row of `first`, followed by those of `second`."""
+  """Return the first `count` elements of each row of `first`, followed by that row of `second`.
+
+  The last element is repeated up to the full width.
+  """
   size, skipped = first.shape[1], first.shape[1] - count[:, None]
   position = jnp.arange(size + second.shape[1])
   index = jnp.where(position < count[:, None], position, position + skipped)

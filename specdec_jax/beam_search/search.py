@@ -1,14 +1,14 @@
 """Speculative beam search: rounds of propose, extend, replay, commit (Appendix A.4).
 
-A target forward pass covers the last token of each live beam and a forest of draft tokens after
-these tokens, except the nodes that earlier passes covered. The search then makes ordinary steps
-with the target's log-probabilities. A step is possible if the last tokens of all live beams are
-verified nodes. So steps are made until a new live beam ends with a token that is not verified. A
-pass therefore allows 1 to D + 1 steps, which are exactly those of plain beam search. Verified nodes
-that continue live beams are cached for the next pass.
+A target forward pass covers at most M nodes: the last token of each live beam and a forest of draft
+tokens after these tokens, except the nodes that earlier passes covered. The search then makes
+ordinary steps with the target's log-probabilities. A step is possible if the last tokens of all
+live beams are verified nodes. So the search makes steps until a new live beam ends with a token
+that is not verified. A pass therefore allows 1 to D + 1 steps. Up to rounding, they are the steps
+of plain beam search. Verified nodes that continue live beams are cached for the next pass.
 
-Shapes are fixed, and a whole batch is searched in one jitted loop. Plain beam search is the same
-loop with a draft that proposes nothing (`NullBeamDraft`).
+Shapes are fixed, and one jitted loop runs the search for all rows of a batch. Plain beam search is
+the same loop with a draft that proposes nothing (`NullBeamDraft`).
 
 Axis letters as in `beam_search`.
 """
@@ -67,10 +67,11 @@ class BeamResult(NamedTuple):
   """Texts that a beam search found, in descending order of their scores.
 
   Attributes:
-    tokens: new tokens, EOS included; 0 past the end of a text.
-    lengths: number of new tokens, EOS included. It is 0 for missing texts, if fewer than w ended.
-    scores: log-probabilities divided by the length penalty. If no text of a row ended before the
-      limit, they are not divided.
+    tokens: new tokens, EOS included; 0 past the end of a text, if no tokens were forced.
+    lengths: number of new tokens, EOS included. It is 0 for the missing texts of a row in which
+      some texts finished, but fewer than w.
+    scores: log-probabilities divided by `Scorer.divisor`. If no text of a row finished (see
+      `Scorer`), they are not divided.
     steps: number of search steps in each round; 0 after the search of a row has ended.
     num_rounds: number of rounds; each has one target forward pass.
     not_finite: index of the step that failed because a logit of the target was NaN or infinite; -1
@@ -107,7 +108,7 @@ class BeamState(NamedTuple):
     previous_tokens: last tokens of the live sequences one step earlier.
     previous_visible: mask of the slots that the previous tokens attend to, their own included.
     hidden: hidden state from which the target selected each last token.
-    parent_entries: for the node before each last token, its index among the verified nodes.
+    parent_entries: index, among the verified nodes, of the node before each last token.
   """
 
   beams: Beams
@@ -163,13 +164,13 @@ class BeamSearcher(Settings):
   therefore change places.
 
   Attributes:
-    target: M_p, whose most probable texts are found.
+    target: M_p, the model whose most probable texts are searched for.
     draft: draft that searches ahead; `NullBeamDraft()` is plain beam search.
     num_beams: w, number of live sequences and of results per row.
     length_penalty: exponent of the divisor of log-probabilities (see `Scorer`); 0 for no penalty.
       The exponent must not be negative, and the divisor must be below 1e30.
     eos_id: token that ends a text, or several; None to use `target.eos_id`.
-    scorer: "t5x" or "hf", whose scores and rules the search has; see `Scorer`.
+    scorer: "t5x" or "hf": the scores and rules of the search; see `Scorer`.
     early_stopping: see `Scorer`.
     processors: logits processors. As in transformers, they apply to log-probabilities, which are
       not normalized again.
@@ -193,7 +194,7 @@ class BeamSearcher(Settings):
     limit: Int[AnyArray, "*batch"] | int | None = None,
     num_forced: Int[AnyArray, " B"] | None = None,
   ) -> BeamResult:
-    """Search a batch in one jitted program.
+    """Run the search for a batch in one jitted program.
 
     Args:
       params: parameters of target and draft.
@@ -204,8 +205,8 @@ class BeamSearcher(Settings):
 
     Raises:
       InputError: num_beams or max_new_tokens is not a positive integer, length_penalty is out of
-        range, the vocabulary has fewer than two tokens per beam, or the search does not fit in
-        memory.
+        range, the vocabulary has fewer tokens than a step considers (two per beam if there is one
+        EOS), or the draft or `init` raises InputError.
     """
     self._require_valid(prompt, max_new_tokens)
     # An integer would compile a separate program.
@@ -213,7 +214,7 @@ class BeamSearcher(Settings):
     return run_search(searcher, params, prompt, max_new_tokens, limit, num_forced)
 
   def with_processors(self, processors: Processors) -> "BeamSearcher":
-    """Return this search with logits processors, of target and draft."""
+    """Return this search with logits processors, which apply to target and draft."""
     draft = self.draft.with_processors(processors)
     return dataclasses.replace(self, draft=draft, processors=processors)
 
@@ -274,12 +275,13 @@ class BeamSearcher(Settings):
     limit: Int[AnyArray, "*batch"] | int | None = None,
     num_forced: Int[AnyArray, " B"] | None = None,
   ) -> BeamSearchState:
-    """Return the state before the first round, after both models have processed the prompt.
+    """Return the state before the first round, after target and draft have processed the prompt.
 
     The arguments are those of `run`. Memory is checked while tracing, before anything runs.
 
     Raises:
-      InputError: the draft has too few or too many beams, or the search does not fit in memory.
+      InputError: the draft has too few or too many beams or too few nodes per target forward pass,
+        or the search does not fit in memory.
     """
     batch, num_beams = len(prompt), self.num_beams
     first, length = self.target.prompt_tokens(prompt)
@@ -354,13 +356,13 @@ class BeamSearcher(Settings):
     nodes: VerifiedNodes,
     active: Bool[Array, " B"],
   ) -> tuple[BeamState, Int[Array, "B path"]]:
-    """Make all possible steps of plain beam search with the target's log-probabilities.
+    """Run all steps of plain beam search for which the target's log-probabilities are known.
 
     Args:
       state: state before the round.
       forest: draft tokens of the round.
       block: nodes of the pass.
-      nodes: all verified nodes.
+      nodes: all verified nodes, including those of the pass.
       active: mask of rows that make a step. A row becomes inactive when its search has ended, or
         when the last token of a live beam is not verified.
 
@@ -430,7 +432,7 @@ class BeamSearcher(Settings):
     )
 
   def _slot(self, state: BeamSearchState, length: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Return the first of the slots that hold the last tokens of live sequences of a length."""
+    """Return the slot of the first live sequence's last token, for sequences of this length."""
     return slot_of_last_tokens(length, state.prompt_length, self.num_beams)
 
   @property
@@ -440,7 +442,7 @@ class BeamSearcher(Settings):
 
   @property
   def _num_top(self) -> int:
-    """Number of continuations of a step, of which at least w do not end their text."""
+    """Number of continuations that a step considers; at least w of them do not end with EOS."""
     num_eos = len(self.eos_id) if isinstance(self.eos_id, tuple) else 1
     return (1 + num_eos) * self.num_beams
 
@@ -475,7 +477,7 @@ def run_search(
   limit: Int[AnyArray, "*batch"] | int | None,
   num_forced: Int[AnyArray, " B"] | None,
 ) -> BeamResult:
-  """Search a batch; see `BeamSearcher.run`."""
+  """Run the search for a batch; see `BeamSearcher.run`."""
   state = searcher.init(params, prompt, max_new_tokens, limit, num_forced)
   return searcher.result(searcher.run_rounds(params, state))
 
@@ -483,5 +485,5 @@ def run_search(
 def _where_rows(
   rows: Bool[Array, " B"], new: Shaped[Array, " B *rest"], old: Shaped[Array, " B *rest"]
 ) -> Shaped[Array, " B *rest"]:
-  """Return the selected rows of `new`, and the other rows of `old`."""
+  """Return an array with the selected rows taken from `new` and the other rows from `old`."""
   return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -1,6 +1,7 @@
 """One step of beam search, with the scores and rules of t5x or of transformers.
 
-With those of t5x it equals the step of t5x's `decoding.beam_search`, down to the order of ties.
+With the rules of t5x, the step equals that of t5x's `decoding.beam_search`, including the order of
+equal scores.
 
 Axis letters as in `beam_search`.
 """
@@ -19,13 +20,16 @@ NEG_SCORE = -1e7  # log-probability or score of a text that does not exist
 
 
 class Beams(NamedTuple):
-  """Live and finished texts of a search, each in ascending order of their scores.
+  """Live sequences and finished texts of a search.
+
+  After a step, the sequences are in ascending order of log-probability, and the texts in ascending
+  order of score.
 
   Attributes:
     tokens: tokens of the live sequences, including those before the search.
     log_probs: log-probabilities of the live sequences.
     finished_tokens: tokens of the finished texts, EOS included.
-    scores: log-probabilities of the finished texts, divided by the length penalty.
+    scores: log-probabilities of the finished texts, divided by `Scorer.divisor`.
     finished: whether each finished text exists; a row may have fewer than w of them.
     length: number of tokens of the live sequences.
   """
@@ -41,8 +45,8 @@ class Beams(NamedTuple):
 def initial_beams(tokens: Int[Array, "B X"], length: Int[Array, " B"], num_beams: int) -> Beams:
   """Return the beams before the first step, for texts that have `length` tokens.
 
-  Only the first beam of each row is alive. The other beams receive continuations of it in the first
-  step.
+  Only the first beam of each row is live. In the first step, the other beams receive continuations
+  of the first one.
   """
   batch = len(tokens)
   no_score = jnp.full((batch, num_beams), NEG_SCORE, jnp.float32)
@@ -62,19 +66,21 @@ class Scorer(Settings):
   """Scores of finished texts, and the rules by which texts finish and a search ends.
 
   In t5x ("t5x"), the score of a text is its log-probability divided by ((5 + length) / 6) **
-  length_penalty (Wu et al., 2016, equation 14), where the length includes the prompt but not the
-  last token. A search ends when no live sequence can become better than the worst finished text. If
-  no text is finished at the limit, the live sequences are the result.
+  length_penalty (Wu et al., 2016, equation 14), where the length includes the tokens before the
+  first generated one, but not the last token. A search with w finished texts ends when no live
+  sequence can reach the score of the worst of them. If no text is finished at the limit, the live
+  sequences are the result.
 
   In transformers ("hf"), the score is the log-probability divided by length ** length_penalty,
-  where the length is that of the generated tokens. A text finishes only if it is among the best w
-  continuations of its step, and every text finishes at the limit.
+  where the length is the number of generated tokens. A text finishes only if it is among the best w
+  continuations of its step; at the limit, each of these w continuations finishes.
 
   Attributes:
     kind: "t5x" or "hf".
     length_penalty: exponent; 0 for no penalty.
-    early_stopping: for "hf", when a search with w finished texts ends: at once (True), when no live
-      sequence can become better at the current length (False), or at any length ("never").
+    early_stopping: for "hf", when a search with w finished texts ends: at once (True), or when no
+      live sequence can become better than the worst of them, at its current length (False) or at
+      any length up to the limit ("never").
   """
 
   kind: Literal["t5x", "hf"] = "t5x"
@@ -103,12 +109,12 @@ def step(
   """Extend the live sequences of each row by one token.
 
   The step considers 2w continuations if there is one EOS, and more if there are several, so that at
-  least w stay alive.
+  least w of them do not end with EOS.
 
   Args:
     beams: beams before the step.
-    tokens: most probable next tokens of each live sequence, in descending order.
-    log_probs: log-probability of each live sequence with its next token.
+    tokens: most probable next tokens of each live sequence, in descending order of probability.
+    log_probs: log-probability of each live sequence, extended by each of these tokens.
     scorer: scores and rules.
     eos_ids: tokens that end a text.
     start: number of tokens before the first generated one.

@@ -1,8 +1,8 @@
-"""Verified nodes that are cached between target forward passes, so that none is processed twice.
+"""Verified nodes, cached so that later target forward passes need not process them again.
 
 The entry of a node is its index among the verified nodes. Entries 0 to Q - 1 are cached from
-earlier passes, and entries Q to J - 1 are the nodes of the current pass. The target's cache has the
-nodes in that order, in the slots after the committed tokens. The entry of a node that is not
+earlier passes, and entries Q to J - 1 are the nodes of the current pass. The target's cache holds
+the nodes in that order, in the slots after the committed tokens. The entry of a node that is not
 verified is `NO_ENTRY`.
 
 Axis letters as in `beam_search`.
@@ -22,14 +22,14 @@ NO_ENTRY = -1
 
 
 class VerifiedNodes(NamedTuple):
-  """Nodes after the committed tokens for which the target's continuations are known.
+  """Nodes whose most probable next tokens, by the target, are known.
 
   Attributes:
     tokens: token of each node.
     parents: entry of the parent of each node; NO_ENTRY for the last token of a live beam, and for
       unused entries.
-    continuations: the most probable tokens after each node, in descending order: 2w if there is
-      one EOS.
+    continuations: the most probable tokens after each node, most probable first. There are 2w per
+      node if there is one EOS, and more if there are several.
     log_probs: the target's log-probability of the text up to each continuation.
     hidden: the target's hidden state at each node.
   """
@@ -60,7 +60,7 @@ def append_nodes(cached: VerifiedNodes, new: VerifiedNodes) -> VerifiedNodes:
 def find_child(
   nodes: VerifiedNodes, parents: Int[Array, "B K"], tokens: Int[Array, "B K"]
 ) -> Int[Array, "B K"]:
-  """Return the entry of each token among the verified nodes, given the entry of its parent."""
+  """Return the entry of each token, given the entry of its parent; NO_ENTRY if not verified."""
   if not nodes.tokens.shape[1]:
     return jnp.full(tokens.shape, NO_ENTRY)
   matches = nodes.parents[:, None] == parents[..., None]
@@ -73,8 +73,8 @@ def continuation_log_prob(
 ) -> Float[Array, "B K"]:
   """Return the log-probability of the text up to each token, given the entry of its parent.
 
-  It is NEG_SCORE if the parent has no entry, or if the token is not among the most
-  probable tokens after the parent.
+  It is NEG_SCORE if the parent has no entry, or if the token is not among the continuations of the
+  parent.
   """
   if not nodes.tokens.shape[1]:
     return jnp.full(tokens.shape, NEG_SCORE, jnp.float32)

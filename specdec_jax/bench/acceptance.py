@@ -102,7 +102,7 @@ def _measure_all(
   settings: Sequence[Record],
   report: Report,
 ) -> Iterator[Record]:
-  """Yield the records of one draft and one sampling method, which differ only in lenience."""
+  """Yield one record per lenience, for one draft and one sampling method."""
   for i, setting in enumerate(settings):
     yield _measure(pair, generated(), setting)
     report((i + 1) / len(settings))
@@ -113,7 +113,10 @@ def _measure(
   generated: Sequence[tuple[Array, Array, DecodeResult]],
   setting: Record,
 ) -> Record:
-  """Return the record of a draft: alpha on the generated text, and acceptance in real rounds."""
+  """Return the record of a draft: alpha on the generated text, and acceptance in real rounds.
+
+  If acceptance is simulated, alpha is the share of accepted draft tokens in the rounds.
+  """
   since = time.perf_counter()
   sampling = Sampling(setting.temperature, setting.top_k, setting.top_p)
   lenience, max_new_tokens = setting.lenience, setting.max_new_tokens

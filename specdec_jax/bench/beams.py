@@ -56,11 +56,12 @@ def beams(
     gammas: numbers of steps that the draft searches ahead.
     nodes: maximum number of nodes per target forward pass, as in `LoadedPair.beam_searcher`.
     length_penalty: exponent of the length penalty, as in `BeamSearcher`.
-    batch_size: number of texts that are searched together.
+    batch_size: number of texts decoded together.
     max_new_tokens: maximum number of tokens of each text, including EOS.
     repeats: number of timed repeats of each search. With 0, texts are compared and steps are
       counted, but nothing is timed.
-    references: reference output of each text, for the BLEU score of the best text.
+    references: reference output of each text, for the BLEU score of the best outputs; None for no
+      score.
 
   Raises:
     InputError: there is nothing to measure, or `LoadedPair.beam_searcher` raises it.
@@ -183,7 +184,7 @@ def _measure(
 
 
 def _bleu(pair: LoadedPair, result: BeamResult, references: Sequence[str] | None) -> float | None:
-  """Return the BLEU score of the best texts, or None if there are no references."""
+  """Return the BLEU score of the best texts; None if there are no references or the score is 0."""
   if not references:
     return None
   outputs = [pair.vocabulary.decode(tokens) for tokens in result.tokens[:, 0]]
@@ -206,9 +207,10 @@ def _sorted_by_steps(
 def compare(plain: BeamResult, other: BeamResult) -> tuple[np.ndarray, np.ndarray]:
   """Compare the texts of two searches.
 
-  At each place, the texts must be equal, and the scores must be equal up to TIE. Two exceptions are
-  allowed. Texts of a row that have equal scores may change places. If several texts with equal
-  scores compete for the last place, any of them may be there.
+  At each rank, the texts must be equal, and the scores must be equal up to TIE. Two exceptions are
+  allowed. The texts may differ at a rank whose score equals that of another rank (up to 2 TIE),
+  because such texts may change places. They may differ at the last rank, because several texts with
+  equal scores may compete for it.
 
   Returns:
     For each row, whether both searches found the same texts, and whether they did so only because
@@ -224,7 +226,10 @@ def compare(plain: BeamResult, other: BeamResult) -> tuple[np.ndarray, np.ndarra
 
 
 def _concatenated(results: Sequence[BeamResult]) -> BeamResult:
-  """Concatenate the results of batches; the rounds of a row are those of its own batch."""
+  """Concatenate the rows of several batches.
+
+  The rounds of a row are those of its own batch, but `num_rounds` is that of the first batch.
+  """
 
   def concatenate(arrays: Iterable[Any], axis: int = 0) -> Any:
     return np.concatenate([*arrays], axis)

@@ -59,10 +59,10 @@ def benchmark(
     recorded: path of a JSON file with the device, the kernels, the versions, and the ratios of each
       recorded run.
     record: whether to measure `runs` times and write the file instead of comparing with it.
-    runs: number of runs to record. `verdict` compares later ratios with their range.
+    runs: number of runs to record. `verdict` compares later ratios with the range of these runs.
 
   Raises:
-    InputError: `recorded` does not have this format.
+    InputError: `recorded` is missing or does not have this format, or `runs` is not positive.
   """
   require_types(benchmark, locals())
   require_count("runs", runs)
@@ -87,7 +87,7 @@ def benchmark(
 
 
 def _setting(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, str]:
-  """Return the settings that the ratios depend on, apart from this code."""
+  """Return the device, the kernels and the versions, on which the ratios depend."""
   settings = DecodeSettings(Sampling(0.0), max_new_tokens=LIMIT)
   (setting,) = settings_to_measure(pair, sentences, [settings], [GAMMA])
   return {
@@ -98,7 +98,7 @@ def _setting(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, str]:
 
 
 def ratios(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, float]:
-  """Measure each ratio of `HIGHER_IS_BETTER`, from medians of interleaved repeats."""
+  """Measure the ratios named in `HIGHER_IS_BETTER`, from medians of interleaved repeats."""
   texts = sentences[:8]
   width = pair.prompt(texts).shape[1]  # one width, so that each program is compiled once
   prompts = [pair.prompt([text], width) for text in texts]
@@ -132,10 +132,10 @@ def _speedup(pair: LoadedPair, prompts: Sequence[Array], sampling: Sampling) -> 
 
 
 def verdict(value: float, recorded: Sequence[float], higher_is_better: bool) -> str:
-  """Return whether a ratio 'fell', 'held' or 'gained' in comparison with recorded runs.
+  """Return whether a ratio 'fell' (is worse than recorded runs), 'held' or 'gained' (is better).
 
   A ratio has 'held' unless it is outside the range of the recorded runs by more than the width of
-  that range.
+  that range. Otherwise `higher_is_better` decides whether a larger ratio is better or worse.
   """
   low, high = min(recorded), max(recorded)
   width = high - low

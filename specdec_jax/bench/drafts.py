@@ -36,7 +36,7 @@ def compare_drafts(
     drafts: functions that load the other drafts.
     verifiers: other verifiers for the draft of the pair. Each is a class of `core.verify` or a
       function from a sampling method to a verifier. They are measured only at temperatures above 0,
-      because exact verifiers are equal at temperature 0.
+      because all exact verifiers accept the same tokens at temperature 0.
     gamma: number of draft tokens per round, or the depth of a tree.
     temperatures: sampling temperatures; each is measured, and 0 is argmax.
     batch_size: number of texts decoded together.

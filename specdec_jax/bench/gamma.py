@@ -1,8 +1,8 @@
 """Comparison of policies that choose gamma (Section 3.5).
 
-Texts are decoded with each policy in turn: autoregressive decoding, fixed gammas, 'auto', drafts
-that stop early, and the adaptive gamma. The policies are compared with oracles that know which
-draft tokens are accepted.
+Texts are decoded with each policy in turn: autoregressive decoding, fixed gammas, 'auto' (the gamma
+that `calibrate` chooses), drafts that stop early, and the adaptive gamma (`AdaptiveDecoder`). The
+policies are compared with oracles that know which draft tokens are accepted.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Policy(NamedTuple):
 
   Attributes:
     name: name of the policy in the table. In records, it follows the name of the draft.
-    gamma: largest gamma that the policy chooses; 0 for autoregressive decoding.
+    gamma: largest gamma that the policy can choose; 0 for autoregressive decoding.
     decode: function of (prompt, rng, *, max_new_tokens) that returns a `DecodeResult`.
     predicted: predicted speedup; None if there is no closed form.
   """
@@ -70,10 +70,11 @@ def gamma(
   repeats: int = 3,
   seed: int = 0,
 ) -> None:
-  """Measure policies that choose gamma; print tables and append records.
+  """Measure policies that choose gamma; print a table and append records.
 
-  The policies are measured at each temperature and batch size. The `draft` of a record ends with
-  the name of its policy. Two kinds of records are computed without decoding, at batch size 1 only:
+  The policies are measured at each temperature and batch size. The field `draft` of a record ends
+  with the name of the policy. Two kinds of records are computed from the outputs of autoregressive
+  decoding, at batch size 1 only:
 
   - 'oracle ...' has the predicted speedup of an oracle, with the measured costs. The oracle knows
     which draft tokens are accepted and chooses the best gamma for all texts, for each text, or for
@@ -81,8 +82,8 @@ def gamma(
   - 'confidence: ...' has the AUC of a confidence score of the draft. The score predicts whether one
     draft token (gamma 1) or three draft tokens in a row (gamma 3) are accepted.
 
-  'auto' is decoded separately, although it is equal to a different policy. The difference between
-  the two measurements is noise.
+  'auto' is decoded separately, even if another policy has the same gamma. The difference between
+  the two measurements is then noise.
 
   Args:
     pair: target and draft; see `pairs.load_pair`.
@@ -138,14 +139,14 @@ def gamma(
 
 
 class _Study(NamedTuple):
-  """Policies to compare with one sampling method and batch size.
+  """Definition of the policies to compare, for one sampling method and one batch size.
 
   Attributes:
     pair: target and draft.
     sampling: sampling method.
     gammas: fixed gammas.
     thresholds: confidence thresholds of drafts that stop early.
-    calibration: calibration, which has the choice of 'auto' and the costs.
+    calibration: result of `calibrate`: the gamma of 'auto', alpha, and the measured costs.
   """
 
   pair: LoadedPair
@@ -199,7 +200,7 @@ def _stopping_name(threshold: float) -> str:
 def _measure(
   study: _Study, texts: Sequence[str], setting: Record, repeats: int, report: Report
 ) -> Iterator[Record]:
-  """Measure all policies, interleaved, and yield the records of the policies and the oracles."""
+  """Measure all policies, interleaved; yield records of oracles, confidence scores and policies."""
   pair, sampling, gammas, thresholds, calibration = study
   size, limit = setting.batch_size, setting.max_new_tokens
   policies = _policies(study)

@@ -46,8 +46,9 @@ class Place:
 class RecitingModel:
   """Target that outputs given texts.
 
-  Its parameters are the tokens [B, T] of the texts, which end with EOS. Its logits are the one-hot
-  of the next token of the text, which is p at temperature 0. Its hidden states are empty (E = 0).
+  Its parameters are the tokens [B, T] of the texts, which end with EOS unless they are truncated.
+  Its logits are the one-hot of the next token of the text, which is p at temperature 0. Its hidden
+  states are empty (E = 0).
 
   Attributes:
     vocab_size: size of the vocabulary, V.
@@ -116,12 +117,13 @@ def given_outputs(
     max_source_tokens: maximum number of tokens of a source, including EOS.
     max_new_tokens: maximum number of tokens of an output; an output that is truncated there has no
       EOS.
-    paper_rows: rows of Table 3 (`paper.load_table`); the alphas of `paper_target` are shown in the
-      table.
+    paper_rows: rows of Table 3 (`paper.load_table`). The printed table shows the alphas of
+      `paper_target` at temperature 0 next to ours.
     paper_target: name of a target in the column `m_p` of Table 3.
 
   Raises:
-    InputError: there are no texts, drafts or gammas, or the numbers of sources and outputs differ.
+    InputError: there are no texts, drafts or gammas, the numbers of sources and outputs differ, or
+      an argument is out of range.
   """
   require_types(given_outputs, locals())
   require_count("max_source_tokens", max_source_tokens)
@@ -179,7 +181,7 @@ def _measure(
   settings: Sequence[Record],
   report: Report,
 ) -> Iterator[Record]:
-  """Yield the records of one draft on the outputs, which differ only in gamma."""
+  """Yield one record per gamma, for one draft on the given outputs."""
   since = time.perf_counter()
   prompts, texts = (padded(rows, max(map(len, rows)))[:, None] for rows in (source_ids, output_ids))
   draft = pair.draft(ARGMAX, chain(1))

@@ -37,15 +37,18 @@ def serve_and_learn(
   max_new_tokens: int = 64,
   seed: int = 0,
 ) -> None:
-  """Decode files of texts in turn; print a table and write a record for each draft and interval.
+  """Decode files with a frozen and an online version of a draft; print a table and write records.
+
+  A record covers one version and `every` texts of a file. The online version learns from all files,
+  in order.
 
   Args:
-    pair: target and draft. The draft comes from `pairs.speculator`, and kernels must be 'xla'.
-    inputs: paths of text files, one file per domain.
+    pair: target and draft. The draft must be a `pairs.speculator`, and `kernels` must be 'xla'.
+    inputs: paths of text files, one file per domain and one text per line.
     output_dir: folder for `results.jsonl`. That file must not exist, because learning cannot be
       resumed.
-    num_texts: number of texts to decode from each file.
-    every: number of texts per record.
+    num_texts: maximum number of texts to decode from each file.
+    every: maximum number of texts per record.
     gamma: number of draft tokens per round.
     temperature: sampling temperature; 0 is argmax.
     learning_rate: see `training.online.OnlineDraft`.

@@ -1,6 +1,7 @@
-"""Oracles that know which draft tokens are accepted (Section 3.5).
+"""Oracles that know which draft tokens are accepted, and choose the best gamma (Section 3.5).
 
-Their speeds are upper bounds on the speed that any choice of gamma can reach.
+An oracle chooses gamma once for all texts, for each text, or for each round. Its speed is an upper
+bound on the speed of the policies that choose gamma equally often.
 """
 
 from collections.abc import Sequence
@@ -21,11 +22,12 @@ from specdec_jax.pairs import LoadedPair
 def acceptances(
   pair: LoadedPair, prompt: Array, decoded: DecodeResult, sampling: Sampling
 ) -> list[np.ndarray]:
-  """Return, for each text, the probability [T] that each token was an accepted draft token.
+  """Return one array [T] per text: the probability that each token was an accepted draft token.
 
-  If a draft token is verified where the text has token x, the probability is min(1, q(x) / p(x)).
-  The reason is that, for any gamma, x is drafted and accepted with probability min(p(x), q(x)), and
-  x is emitted with probability p(x). Given the text, these events are independent.
+  The probability is conditioned on the text, and on verification of a draft token at that position.
+  If the text has token x there, it is min(1, q(x) / p(x)). The reason is that, for any gamma, x is
+  drafted and accepted with probability min(p(x), q(x)), and emitted with probability p(x). Given
+  the text, acceptance is independent between positions.
   """
   logits = teacher_forced_logits(pair.target, pair.target_params, prompt, decoded.tokens)
   draft_q = draft_probs(pair, pair.draft(sampling, chain(1)), prompt, decoded.tokens)
@@ -39,14 +41,14 @@ def acceptances(
 def oracles(
   acceptances: Sequence[np.ndarray], calibration: Calibration, samples: int = 20
 ) -> dict[str, float]:
-  """Compute the speedups at batch size 1 if oracles choose gamma.
+  """Return the predicted speedup of each oracle at batch size 1, by the name of the oracle.
 
-  The oracles know which draft tokens are accepted. They choose one gamma above 0 for all texts, one
-  for each text, or one for each round.
+  The oracles know which draft tokens are accepted. They choose one gamma above 0 for all texts, or
+  one gamma (possibly 0) for each text or for each round.
 
   Args:
-    acceptances: acceptance probabilities of each text, from `acceptances`.
-    calibration: calibration, which has the costs of the gammas to choose from, including 0.
+    acceptances: acceptance probabilities of each text, from the function `acceptances`.
+    calibration: result of `calibrate`, which has the costs of the gammas to choose from.
     samples: number of times that acceptance is sampled for each text.
   """
   rng = np.random.default_rng(0)
@@ -66,11 +68,12 @@ def times(accepted: np.ndarray, costs: Sequence[float]) -> tuple[np.ndarray, flo
   """Compute the time of all rounds of a text.
 
   Args:
-    accepted: [T], whether a draft token at each token of the text is accepted.
+    accepted: [T], whether a draft token that is verified at each position of the text is accepted.
     costs: [G + 1], time of a round with gamma 0, 1, ..., G.
 
   Returns:
-    The time with each fixed gamma [G + 1], and the time with the best gamma in each round.
+    An array [G + 1] of the times with each fixed gamma, and the time with the best gamma in each
+    round.
   """
   end, gammas = len(accepted), np.arange(len(costs))
   fixed, best = np.zeros((end + 1, len(costs))), np.zeros(end + 1)  # from each token to the end

@@ -23,10 +23,11 @@ ENTROPY_FACTOR = 0.2  # the value of AdaEDL (Agrawal et al., 2024)
 def certainties(
   pair: LoadedPair, prompt: Array, decoded: DecodeResult
 ) -> dict[str, list[np.ndarray]]:
-  """Return the confidence scores of a draft at each token, as one array [T] per text.
+  """Return the confidence scores of a draft by name, each as one array [T] per text.
 
-  The scores are the largest probability of q, and AdaEDL's bound 1 - sqrt(0.2 H), where H is the
-  entropy of q. q is the softmax of the draft at temperature 1, without truncation.
+  The scores are the largest probability of q, and AdaEDL's lower bound on acceptance,
+  1 - sqrt(0.2 H), where H is the entropy of q. q is the softmax of the draft's logits at
+  temperature 1, without top-k or top-p.
   """
   draft = pair.draft(Sampling(), chain(1))
   probs = np.asarray(draft_probs(pair, draft, prompt, decoded.tokens), np.float64)
@@ -58,7 +59,7 @@ def auc(probs: np.ndarray, scores: np.ndarray) -> float:
 
 
 def in_a_row(rows: Sequence[np.ndarray], count: int) -> np.ndarray:
-  """Return the products of all windows of `count` consecutive values of each row."""
+  """Return one array with the product of each window of `count` consecutive values of a row."""
   windows = [np.lib.stride_tricks.sliding_window_view(r, count) for r in rows if len(r) >= count]
   return np.concatenate(windows).prod(axis=-1)
 
@@ -71,12 +72,12 @@ def stopped_speedup(
   max_gamma: int,
   samples: int = 20,
 ) -> float:
-  """Compute the speedup, at batch size 1, of a draft that stops as `StoppingDraft` does.
+  """Predict the speedup, at batch size 1, of a draft that stops as `StoppingDraft` does.
 
   Args:
     acceptances: acceptance probabilities of each text (`oracles.acceptances`).
-    confidences: largest probability of q at each token.
-    calibration: calibration, which has the costs.
+    confidences: for each text, the largest probability of q at each token (`certainties`).
+    calibration: result of `calibrate`, which has the measured costs.
     threshold: lower bound on the product of the confidences in a round; drafting stops below it.
     max_gamma: maximum number of draft tokens per round.
     samples: number of times that acceptance is sampled for each text.
@@ -100,7 +101,8 @@ def stopped_speedup(
 def _proposed(confidence: np.ndarray, threshold: float, max_gamma: int) -> int:
   """Return the number of tokens that a round proposes.
 
-  `confidence` begins at the round. Past the end of the text, confidence counts as 1.
+  `confidence` has one value per token, from the start of the round to the end of the text. Past the
+  end of the text, confidence counts as 1.
   """
   products = np.cumprod([*confidence[: max_gamma - 1], *[1.0] * (max_gamma - 1 - len(confidence))])
   return 1 + int((products >= threshold).sum())

@@ -1,4 +1,4 @@
-"""Tables by name: the paper's tables with our records, tables of records, and the status.
+"""Tables by name: the paper's tables, tables of records, the reproduction status, and others.
 
 The values of the paper and the records of the status are read from the checkout that contains this
 package.
@@ -53,9 +53,10 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
       'drafts' or 'beams' for a table of records; 'status' or 'status-counts'; 'tree-speeds';
       'execution'; 'matmuls'; or 'training'.
     results: input files. Most tables need files of records; if several records have the same
-      setting, the last one counts. Table 1 and the status need no files. 'tree-speeds' needs
-      reports of `scripts/compile_tpu.py` on a chain and on a tree. 'execution' and 'matmuls' need a
-      file of JSON lines. 'training' needs copies of `metrics.jsonl`, each named as its row.
+      setting, a table of the paper shows the last one. Table 1 and the status need no files.
+      'tree-speeds' needs two reports of `scripts/compile_tpu.py`: on a chain, then on a tree.
+      'execution' and 'matmuls' need a file of JSON lines. 'training' needs copies of
+      `metrics.jsonl`; the name of a copy is the name of its row.
 
   Raises:
     InputError: there is no table of this name, or there are no records.

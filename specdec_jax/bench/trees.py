@@ -1,6 +1,7 @@
 """Acceptance lengths of chains and trees with each verifier: tokens per target forward pass.
 
-Records also have the speedup that is predicted from measured costs (Section 3.5).
+Records of chains and static trees also have the speedup that is predicted from measured costs
+(Section 3.5).
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ def trees(
     shapes: (nodes, depth) of static trees; the first is used for the rounds that are shown.
     dynamic: (nodes, depth) of dynamic trees, which are verified with `TokenVerifier`.
     verifiers: classes of `core.verify`, or functions from a sampling method to a verifier. At
-      temperature 0 only the first is used, because exact verifiers are equal there.
+      temperature 0 only the first is used, because all exact verifiers accept the same tokens.
     calibration_texts: number of texts from which trees are built.
     calibration_tokens: number of generated tokens from which trees are built. The calibration texts
       may give fewer tokens.
@@ -154,7 +155,7 @@ def _with_verifiers(
   tree: AnyTree,
   verifiers: Sequence[Callable[[Sampling], Verifier]],
 ) -> list[LoadedPair]:
-  """Return the pair with each verifier that matters for this tree and sampling method."""
+  """Return the pair with each verifier that is measured with this tree and sampling method."""
   if isinstance(tree, DynamicTree):
     verifiers = [TokenVerifier]
   if sampling.temperature == 0:
@@ -183,11 +184,12 @@ def _measure(
   settings: Sequence[Record],
   report: Report,
 ) -> Iterator[Record]:
-  """Yield the record with the rounds of speculative decoding, and with the predicted speedup.
+  """Decode with a tree, and yield its record: the acceptance length and the predicted speedup.
 
   Args:
     pair: target and draft.
-    generate_texts: function that returns prompts, keys and outputs of autoregressive decoding.
+    generate_texts: function that decodes autoregressively and returns (prompts, keys, outputs) of
+      each batch.
     sampling: sampling method.
     tree: tree of draft tokens.
     measured_costs: function that returns the costs of a round by tree. A dynamic tree has no costs

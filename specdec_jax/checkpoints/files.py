@@ -15,7 +15,7 @@ _BLOCK = 1 << 26  # maximum number of bytes of a remote file in memory
 
 
 def kvstore(folder: str) -> dict[str, str]:
-  """Return the tensorstore spec of a local or remote folder."""
+  """Return the spec of a tensorstore `KvStore` for a local or remote folder."""
   if not _is_remote(folder):
     return {"driver": "file", "path": os.path.join(os.path.abspath(folder), "")}
   bucket, _, inside = folder.removeprefix("gs://").partition("/")
@@ -30,7 +30,7 @@ def is_file(folder: str, name: str) -> bool:
 
 
 def list_names(folder: str, start: str, end: str) -> list[str]:
-  """Return the sorted names n in a folder with start <= n < end; [] if there is no such folder."""
+  """Return the sorted names in a folder for which start <= name < end; [] if there is no folder."""
   if not _is_remote(folder):
     entries = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted(name for name in entries if start <= name < end)
@@ -41,7 +41,7 @@ def list_names(folder: str, start: str, end: str) -> list[str]:
 def local_copy(folder: str, name: str) -> Iterator[str]:
   """Yield the local path of a file; a remote file is copied to a temporary file for the context.
 
-  A memory map of the file that is created in the context stays valid after the context exits.
+  A memory map that is created in the context stays valid after the context exits.
 
   Raises:
     FileNotFoundError: the remote file does not exist.
@@ -75,7 +75,7 @@ def _is_remote(path: str) -> bool:
 
 
 def _keys(folder: str, start: str, end: str) -> list[str]:
-  """Return the names n of the files under a remote folder for which start <= n < end."""
+  """Return the file paths, relative to a remote folder, for which start <= path < end."""
   try:
     store = tensorstore.KvStore.open(kvstore(folder)).result()
     return [k.decode() for k in store.list(tensorstore.KvStore.KeyRange(start, end)).result()]

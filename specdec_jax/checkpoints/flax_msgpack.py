@@ -20,12 +20,12 @@ _ARRAY_KEYS = ("kvstore", "__msgpack_chunked_array__")
 
 
 def read_flat(folder: str, name: str) -> dict[str, Any]:
-  """Read a file that `flax.serialization.to_bytes` wrote into a dict with names such as `a/b`.
+  """Read a file of `flax.serialization.to_bytes`, and return a dict with names such as `a/b`.
 
-  Arrays are returned as `StoredArray`; their values are not read.
+  Arrays are returned as `StoredArray`; their values are not kept in memory.
 
   Raises:
-    InputError: the file is damaged or is not msgpack.
+    InputError: the file is missing, damaged or not Flax's msgpack.
   """
   try:
     with files.local_copy(folder, name) as path, open(path, "rb") as file:

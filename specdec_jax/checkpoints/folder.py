@@ -39,9 +39,9 @@ def save_model(folder: str, config: AnyConfig, params, vocabulary: str | None = 
   Args:
     folder: folder to write to; created if it does not exist.
     config: config of the model.
-    params: parameters of the model, not packed in panels.
-    vocabulary: fingerprint of the vocabulary that the model was trained with. When the model is
-      loaded, it is compared with the fingerprint of the pair's vocabulary.
+    params: parameters of the model, not packed in panels (`kernels.skinny`).
+    vocabulary: fingerprint of the vocabulary that the model was trained with; None if unknown. When
+      a pair loads the model, this fingerprint is compared with that of the pair's vocabulary.
 
   Raises:
     InputError: the parameters are packed in panels.

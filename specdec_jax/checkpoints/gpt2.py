@@ -1,4 +1,4 @@
-"""Reader of Hugging Face checkpoints of GPT-2 (Radford et al., 2019) and similar models."""
+"""Reader of Hugging Face checkpoints with the architecture of GPT-2 (Radford et al., 2019)."""
 
 import dataclasses
 import re
@@ -43,15 +43,15 @@ _UNUSED = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 
 
 def open_gpt2(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredArray]) -> Checkpoint:
-  """Open a GPT-2 that `save_pretrained` wrote, with or without a language model head.
+  """Open a GPT-2 checkpoint of transformers, with or without a language model head.
 
-  The file has one matrix for queries, keys and values, which is split into three. The attention of
-  this package does not scale logits, so the query matrix is divided by the scale.
+  The file has one matrix for queries, keys and values, which is split into three. Attention in this
+  package does not scale logits, so the matrix and bias of the queries are divided by the scale.
 
   Args:
-    folder: folder of the model.
-    fields: result of `read_config`.
-    arrays: arrays of the model by the names that this package gives them.
+    folder: folder of the model, or a description of a model in memory.
+    fields: fields of its config, such as the result of `read_config`.
+    arrays: arrays of the model by their names in this package; the dict is modified.
 
   Raises:
     InputError: the config has an unsupported value, or files are damaged or missing.
@@ -120,7 +120,7 @@ def _config(folder: str, fields: Mapping[str, Any]) -> GPTConfig:
 
 
 def _our_name(name: str) -> str:
-  """Return the name that this package gives to an array of the file.
+  """Return the name in this package of an array, given its name in the file.
 
   An unknown name is returned unchanged; it is reported when arrays are compared with the config.
   """

@@ -14,12 +14,12 @@ def resolve(path: str, files: tuple[str, ...] = MODEL) -> str:
   """Return the local folder of a model on the Hugging Face Hub, such as 'google/flan-t5-small'.
 
   Args:
-    path: name of the model on the Hub. A local path is returned unchanged; it takes precedence over
-      a model on the Hub with the same name.
+    path: name of the model on the Hub. A string that cannot be such a name is returned unchanged.
+      So is a path in a local folder, which takes precedence over a name on the Hub.
     files: patterns of the files to download if Hugging Face's cache does not contain them.
 
   Raises:
-    InputError: there is no local path `path`, and no model of that name could be downloaded.
+    InputError: `path` has the form of a name on the Hub, but the model could not be downloaded.
   """
   is_local = os.path.exists(path) or os.path.isdir(path.partition("/")[0])
   if is_local or not _NAME.fullmatch(path):

@@ -1,4 +1,4 @@
-"""Reader and writer of Hugging Face checkpoints. The module `gpt2` reads those of GPT-2."""
+"""Reader of Hugging Face checkpoints, with the module `gpt2` for GPT-2, and writer for T5."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ _UNUSED = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bia
 
 
 def open_huggingface(folder: str) -> Checkpoint:
-  """Open a T5, mT5 or GPT-2 that `save_pretrained` wrote as safetensors.
+  """Open the checkpoint of a T5, mT5 or GPT-2 that `save_pretrained` wrote as safetensors.
 
   Raises:
     InputError: the model is not supported, or files are damaged or missing.
@@ -76,13 +76,13 @@ def open_huggingface(folder: str) -> Checkpoint:
 def open_state(
   name: str, fields: Mapping[str, Any], state: Mapping[str, StoredArray], settings: Mapping
 ) -> Checkpoint:
-  """Open a model of transformers that is in memory.
+  """Return a model of transformers that is in memory as a checkpoint.
 
   Args:
     name: name of the model, for messages.
     fields: fields of its configuration.
     state: its arrays, by their names in transformers.
-    settings: its settings of generation.
+    settings: its generation settings.
 
   Raises:
     InputError: the model is not supported.
@@ -97,7 +97,7 @@ def open_state(
 
 
 def _require_supported(name: str, fields: Mapping[str, Any]) -> bool:
-  """Return whether the model is a GPT-2, or raise InputError for an unknown one."""
+  """Return whether the model is a GPT-2. Raise InputError if its type is not supported."""
   require_known(name, fields, model_type=("t5", "mt5", "gpt2"))
   return fields["model_type"] == "gpt2"
 
@@ -163,7 +163,7 @@ def save_huggingface(folder: str, config: T5Config, params) -> None:
 
 
 def _config_fields(config: T5Config) -> dict:
-  """Return the fields of config.json that describe a config. This is the inverse of `_config`."""
+  """Return the fields of config.json for a `T5Config`. This is the inverse of `_config`."""
   return dict(
     architectures=["T5ForConditionalGeneration"],
     model_type="t5",
@@ -223,7 +223,7 @@ def _config(folder: str, fields: Mapping[str, Any]) -> T5Config:
 
 
 def _our_name(name: str) -> str:
-  """Return the name that this package gives to an array of the file.
+  """Return the name in this package of an array, given its name in the file.
 
   An unknown name is returned unchanged; it is reported when arrays are compared with the config.
   """
@@ -237,7 +237,7 @@ def _our_name(name: str) -> str:
 
 
 def _their_name(name: str) -> str:
-  """Return the name in the file of a parameter of this package; the inverse of `_our_name`."""
+  """Return the name in the file of a parameter, given its name here: inverse of `_our_name`."""
   for file_name, our_name in _NAMES.items():
     if name == our_name:
       return file_name

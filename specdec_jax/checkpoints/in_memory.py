@@ -1,4 +1,4 @@
-"""Models that are already in memory: of transformers, or parameters of this package."""
+"""Models in memory as checkpoints: models of transformers, and parameters of this package."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from specdec_jax.models.config import GPTConfig, T5Config
 
 
 def is_in_memory(model: Any) -> bool:
-  """Return whether `model` is one of those that `open_in_memory` takes."""
+  """Return whether `model` has one of the forms that `open_in_memory` accepts."""
   return hasattr(model, "state_dict") or (isinstance(model, tuple) and len(model) == 2)
 
 
@@ -21,10 +21,10 @@ def open_in_memory(model: Any) -> Checkpoint:
   """Return a model in memory as a checkpoint. Its arrays are copied when they are loaded.
 
   Args:
-    model: a PyTorch model of transformers; or a pair (config, arrays). There, the config is a
-      `T5Config` or `GPTConfig` and the arrays are a tree of parameters; or the config is that of
-      transformers, an object or a mapping, and the arrays are those of its `state_dict`, as numpy
-      arrays.
+    model: a PyTorch model of transformers; or (config, parameters), with a `T5Config` or
+      `GPTConfig` and a tree of parameters; or (config, state_dict), with a configuration of
+      transformers (an object or a mapping) and the arrays by their names in transformers. Arrays
+      are numpy arrays, JAX arrays or PyTorch tensors.
 
   Raises:
     InputError: the model is none of these, or it is not supported.

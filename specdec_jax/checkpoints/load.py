@@ -17,7 +17,7 @@ _UNFINISHED = re.compile(r"\.(orbax-checkpoint-)?tmp")
 
 
 def open_checkpoint(path: str) -> Checkpoint:
-  """Open a checkpoint of T5X, Orbax, Hugging Face or this project, without reading its arrays.
+  """Open a checkpoint of T5X, Orbax, Hugging Face or this project, without loading its arrays.
 
   Pickled files are never read.
 
@@ -26,8 +26,8 @@ def open_checkpoint(path: str) -> Checkpoint:
       the name of a model on the Hugging Face Hub, which is then downloaded (`hub.resolve`).
 
   Raises:
-    InputError: there is no checkpoint at `path`, it is incomplete, or `path` is a folder with the
-      checkpoints of several training steps.
+    InputError: there is no checkpoint at `path`, it is damaged, incomplete or not supported, or
+      `path` is a folder of checkpoints, one per training step.
   """
   path = hub.resolve(path.rstrip("/"))
   parent, name = posixpath.split(path)
@@ -80,6 +80,6 @@ def recorded_path(path: str) -> str:
 
 
 def checkpoint_name(path: str) -> str:
-  """Return the name of a checkpoint for records: the last folder that does not name a step."""
+  """Return the name of a checkpoint for records: the last path part that `_STEP` does not match."""
   parts = [part for part in path.split("/") if not _STEP.fullmatch(part)]
   return parts[-1] if parts else path

@@ -59,7 +59,7 @@ def read_eos_ids(folder: str, fields: Mapping[str, Any], default: int) -> tuple[
 
   Args:
     folder: folder of the model, for messages.
-    fields: result of `read_config`.
+    fields: fields of the config, such as the result of `read_config`.
     default: id to return if the field is missing.
   """
   value = fields.get("eos_token_id", default)
@@ -70,7 +70,7 @@ def read_eos_ids(folder: str, fields: Mapping[str, Any], default: int) -> tuple[
 
 
 def read_generation(folder: str) -> Generation:
-  """Return the settings of generation of a folder."""
+  """Return the generation settings of the model in a folder."""
   file = _GENERATION if files.is_file(folder, _GENERATION) else CONFIG
   tasks = _json(folder, CONFIG).get("task_specific_params")
   return generation_of(file, _json(folder, file), tasks)
@@ -79,7 +79,10 @@ def read_generation(folder: str) -> Generation:
 def generation_of(
   file: str, settings: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]] | None
 ) -> Generation:
-  """Return settings of generation; `tasks` are the `task_specific_params`."""
+  """Return the generation settings that change outputs: those in `file`, and those of each task.
+
+  `tasks` is the field `task_specific_params` of config.json.
+  """
   of_tasks = {
     task: _effective(given) | {name: x for name, x in given.items() if name == "prefix"}
     for task, given in (tasks or {}).items()
@@ -113,7 +116,7 @@ def require_known(folder: str, fields: Mapping[str, Any], **known: tuple) -> Non
 
   Args:
     folder: folder of the model, for messages.
-    fields: result of `read_config`.
+    fields: fields of the config, such as the result of `read_config`.
     **known: supported values of each field. The first one is the default of a missing field.
   """
   for field, values in known.items():
@@ -131,17 +134,17 @@ def require_sizes(folder: str, fields: Mapping[str, Any], *names: str, least: in
 
 
 def open_arrays(folder: str, unused: str, rename: Callable[[str], str]) -> dict[str, StoredArray]:
-  """Return all arrays of a folder by the names that this package gives them.
+  """Return the arrays of a model in a folder, by their names in this package.
 
   Args:
     folder: folder of the model.
-    unused: regular expression that matches the names, in the files, of arrays to leave out.
+    unused: regular expression for arrays to leave out; it must match the whole name in the file.
     rename: function from a name in the files to a name in this package.
 
   Raises:
     InputError: the folder has no safetensors file (pickled files are not read); files are damaged
-      or missing; an array is not in the file that the index names; or two arrays are renamed to
-      the same name but have different values.
+      or missing; an array has an unsupported dtype or is not in the file that the index names; or
+      two arrays are renamed to the same name but have different values.
   """
   part_of: dict[str, str] = {}
   if files.is_file(folder, WEIGHTS):
@@ -198,7 +201,7 @@ def _weight_map(folder: str) -> dict[str, str]:
 
 
 def _arrays(folder: str, part: str, unused: str) -> dict[str, StoredArray]:
-  """Return the arrays of one safetensors file by their names in the file."""
+  """Return the arrays of a safetensors file by name, without those whose names match `unused`."""
   try:
     with files.local_copy(folder, part) as path:
       opened = safe_open(path, framework="numpy")

@@ -1,4 +1,4 @@
-"""Checkpoints as arrays on disk, which are read into memory one at a time."""
+"""Checkpoints whose arrays are usually on disk and are read into memory one at a time."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ _MAX_UNCHECKED_LAYERS = 64
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-  """Array on disk. Its values are not in memory until `read` is called.
+  """Array that is usually on disk. Its values are read when `read` is called.
 
   The class has the array methods that `families.for_decoding` needs.
 
@@ -120,13 +120,13 @@ def split(array: StoredArray, count: int) -> list[StoredArray]:
 
 
 class Generation(NamedTuple):
-  """Settings of generation of a checkpoint that change the output of transformers' `generate`.
+  """Generation settings of a checkpoint that change the output of transformers' `generate`.
 
   Attributes:
-    file: file of the settings, generation_config.json or, without it, config.json; "" if there are
-      no settings.
-    settings: those that differ from their neutral values.
-    tasks: `task_specific_params` of config.json: for each task its settings, and its prefix.
+    file: source of the settings, for messages: generation_config.json or, if there is no such file,
+      config.json; "" if the checkpoint does not record settings.
+    settings: settings that differ from their neutral values.
+    tasks: such settings of each task, and its `prefix`, from `task_specific_params` in config.json.
   """
 
   file: str = ""
@@ -135,16 +135,16 @@ class Generation(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-  """Model on disk; its arrays are listed, but not loaded.
+  """Opened checkpoint of a model or draft head; its arrays are listed, but not loaded.
 
   Attributes:
-    path: path of the checkpoint.
+    path: path of the checkpoint, or a description of a model in memory.
     config: config of the model. If the format does not record the size of the vocabulary,
       vocab_size is the number of rows of the embedding table.
     arrays: arrays by parameter name, such as `encoder/layers_0/attention/query/kernel`.
     vocabulary: fingerprint of the vocabulary that the model was trained with, if recorded.
     eos_ids: ids of the tokens that end a text, if recorded.
-    generation: settings of generation, if recorded.
+    generation: generation settings, if recorded.
   """
 
   path: str
@@ -168,9 +168,9 @@ class Checkpoint(NamedTuple):
       config: config of the model to load; see `load.load_params`.
       dtype: dtype of the parameters; defaults to `config.dtype`.
       shardings: shardings of the parameters; see `load.load_params`.
-      stored_weights: whether matrices that are stored in bfloat16 stay in bfloat16 if the kernels
-        are those of `kernels.skinny`, which convert them in a matmul. They take half the bytes, and
-        matmuls give the same result. They cannot be sharded, so `shardings` must be None.
+      stored_weights: whether matrices that are stored in bfloat16 stay in bfloat16 if
+        `config.kernels` is 'skinny'. They then take half the bytes; matmuls convert them and give
+        the same result. Such matrices cannot be sharded, so `shardings` must be None.
       other_arrays: arrays that must fit in memory together with the parameters. For a draft these
         are the parameters of its target.
 

@@ -1,4 +1,4 @@
-"""Reader of T5X checkpoints: msgpack files that contain all arrays or refer to zarr arrays."""
+"""Reader of T5X checkpoints: msgpack files that contain arrays or refer to zarr arrays."""
 
 import posixpath
 

@@ -88,25 +88,25 @@ def check_exactness(
   long_tokens: int = 160,
   generation: GenerationConfig | None = None,
 ) -> None:
-  """Check whether a pair is exact in each setting, print the results, and exit with 1 on a fault.
+  """Check whether a pair is exact in each setting; exit with status 1 if a check fails.
 
-  There are five checks. In them, a shape is a chain or a tree of draft tokens:
+  There are five checks. Their results are printed. A shape is a chain or a tree of draft tokens.
 
   - Logits: for each shape, the logits of a verification pass are compared with the logits of target
     forward passes over one token.
-  - Rounds: above temperature 0, draft tokens, their acceptance and the next tokens are compared
-    with their exact distributions, one by one and jointly. This check covers chains and static
-    trees with `TokenVerifier`.
+  - Rounds: above temperature 0, draft tokens, their acceptance and the tokens that the target
+    samples are compared with their exact distributions, one by one and jointly. This check covers
+    chains and static trees with `TokenVerifier`. It has its own batch size.
   - Outputs: at temperature 0, speculative and autoregressive outputs are compared token for token.
     Where two outputs differ, the logits of the two tokens must agree up to rounding.
-  - The target as its own draft: at temperature 0 no draft token may be rejected. In a tree, this is
-    checked for the path to each leaf.
+  - The target as its own draft: at temperature 0, each round must accept a whole path of draft
+    tokens. In a tree, the path to each leaf is checked.
   - Samples: above temperature 0, many outputs of some texts are sampled, and their first tokens are
     compared with the target's exact joint distribution.
 
   The first shape (the first gamma, if there is one) is checked with all sampling methods. Other
-  shapes are checked at temperature 0, and with the first sampling method above it. Batches smaller
-  than the largest are checked with the first shape only. At temperature 0, a quarter of the texts
+  shapes are checked at temperature 0, and with the first sampling method above it. So are batches
+  smaller than the largest, but with the first shape only. At temperature 0, a quarter of the texts
   are used for smaller batches and for the target as its own draft.
 
   Args:
@@ -115,24 +115,25 @@ def check_exactness(
     samplings: sampling methods to check.
     gammas: gamma of each chain.
     batch_sizes: numbers of texts that are decoded together; each is checked.
-    max_new_tokens: limit for each output at temperature 0.
+    max_new_tokens: limit for each output at temperature 0. In the check of rounds, it is at most
+      ROUND_TOKENS.
     num_texts: number of texts for which outputs are sampled.
     samples_per_text: number of outputs that are sampled for each of these texts.
     num_tokens: number of tokens, from the first, whose joint distribution is checked.
-    num_guesses: minimum number of draft tokens that are verified for each sampling method and
+    num_guesses: minimum number of draft tokens in the check of rounds, for each sampling method and
       shape. For the first sampling method and the first shape, it is four times as large.
     level: probability of a false alarm, for all statistical checks together.
     seed: random seed of all sampling.
     trees: parents of the draft tokens of each tree, as in `trees.Tree`.
     dynamic: (nodes, depth) of each dynamic tree (`drafts.dynamic`).
-    long_tokens: length of long outputs, which continue past EOS; 0 disables them. The number of
-      positions of the target limits it. Long outputs are checked at temperature 0, and with the
+    long_tokens: length of long outputs, which continue past EOS; 0 disables them. It is reduced if
+      the target has too few positions. Long outputs are checked at temperature 0, and with the
       first sampling method above it.
     generation: settings of logits processors, which apply in all checks except the first.
 
   Raises:
-    InputError: there is nothing to check, the verifier is lossy, the acceptance is simulated, or
-      `generation` has settings other than those of logits processors.
+    InputError: there is nothing to check, an argument is out of range, the verifier is lossy, the
+      acceptance is simulated, or `generation` has settings other than those of logits processors.
   """
   require_types(check_exactness, locals())
   require_seed(seed)
@@ -313,8 +314,8 @@ class _Check:
   ) -> tuple[bool | None, str, str]:
     """Compare the first tokens of many outputs with their exact joint distribution.
 
-    The first result, whether they agree, is None if no prefix is probable enough to be counted.
-    This happens with random weights.
+    The first element of the result says whether they agree. It is None if no prefix is probable
+    enough to be counted, as with random weights.
     """
     texts = tuple(self.texts[:num_texts])
     decode = self.decode_fn(setting.sampling, setting.tree)

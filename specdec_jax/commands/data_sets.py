@@ -121,8 +121,8 @@ def _prepare_tfds(name: str, is_required: bool) -> None:
     builder.download_and_prepare()
   except OSError as error:  # of the network
     raise InputError(
-      f"{name} cannot be downloaded: {str(error):.200}. If this machine is offline, run tfds build {name} "
-      "on another one, and copy its folder ~/tensorflow_datasets."
+      f"{name} cannot be downloaded: {str(error):.200}. If this machine is offline, run tfds build "
+      f"{name} on another one, and copy its folder ~/tensorflow_datasets."
     ) from error
   print(builder.data_dir)
 
@@ -150,7 +150,7 @@ def _download(file: RemoteFile, path: pathlib.Path) -> None:
   found = hashlib.sha256(content).hexdigest()
   if found != file.sha256:
     raise InputError(
-      f"{file.url} has the checksum {found}, but {file.sha256} was expected: its content has changed."
+      f"{file.url} has changed: its checksum is {found}, but {file.sha256} was expected."
     )
   path.parent.mkdir(parents=True, exist_ok=True)
   with atomic_write(path, "wb") as output:

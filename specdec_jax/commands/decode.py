@@ -1,8 +1,9 @@
 """Decoding of a dataset by several hosts; an interrupted host resumes when it is started again.
 
 Hosts share nothing but a folder. Each host appends to its own part file, and a host that finds all
-parts complete merges them. Batch i consists of the texts from i * batch_size on, and is decoded by
-host i % num_hosts. So batches and keys (`sampling.row_keys`) do not depend on the number of hosts.
+parts complete merges them. Batch i consists of `batch_size` texts from index i * batch_size on, and
+host i % num_hosts decodes it. So batches and keys (`sampling.row_keys`) do not depend on the number
+of hosts.
 """
 
 import contextlib
@@ -72,8 +73,8 @@ def decode(
       chooses the fastest tree or chain, once for all hosts.
 
   Raises:
-    InputError: an argument is invalid, the folder has outputs of a run with different settings, or
-      this host is already running.
+    InputError: an argument is invalid, the folder has outputs of a run with different settings, a
+      file in it is damaged, or this host is already running.
   """
   require_types(decode, locals())
   require_seed(seed)
@@ -140,7 +141,7 @@ def decode(
 
 
 def _agreed_tree(path: pathlib.Path, number: int, choose: Callable[[], Tree]) -> Tree:
-  """Return the tree in a file, which all hosts use. The first host chooses it and writes the file.
+  """Return the tree that all hosts use, from a file. The first host to choose a tree writes it.
 
   Args:
     path: path of the file.

@@ -41,8 +41,8 @@ class TrainingTexts:
     targets: names of the files with the translation of each source file. For a decoder-only target,
       names of text files.
     samples: number of outputs to sample for each source.
-    new_sources: number of spliced sentences (`spliced_sentences`), for each of which one output is
-      sampled. For a decoder-only target, number of texts to sample unconditionally.
+    new_sources: number of additional sources (`spliced_sentences`). One output is sampled for each
+      of them. For a decoder-only target, number of texts to sample unconditionally.
   """
 
   data: str
@@ -74,14 +74,14 @@ class Teacher(NamedTuple):
     tail: bool = False,
     writer: tuple[Model, Any] | None = None,
   ) -> ParallelText:
-    """Return texts with the teacher's top-k distributions, read from a file that is created first.
+    """Return texts with the teacher's top-k distributions, from a file that is created if missing.
 
-    If the file exists, it is read as it is.
+    If the file exists, it is read whatever the other arguments are.
 
     Args:
       path: path of the file.
       texts: texts to label.
-      tail: whether to append each token of a text to the teacher's top-k tokens there
+      tail: whether to append each token of a text to the teacher's top-k tokens at its position
         (`teacher_topk`).
       writer: model and parameters that sample the outputs; by default those of the teacher.
     """
@@ -171,7 +171,7 @@ def model_outputs(
   sampling: Sampling = Sampling(temperature=0.0),
   seed: int = 0,
 ) -> list[list[int]]:
-  """Decode sources autoregressively, and return the token ids of each output."""
+  """Decode sources autoregressively; return the (at most MAX_NEW_TOKENS) ids of each output."""
   order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
   outputs: list[list[int]] = [[]] * len(sources)
   decoder = Decoder(model, NullDraft(), TokenVerifier(sampling), eos_id)

@@ -42,7 +42,8 @@ def quickstart(
     show_rounds: number of sentences whose rounds are printed, with accepted and rejected tokens in
       colour.
     max_new_tokens: limit for each output.
-    repeats: number of times that each text is decoded for timing, interleaved.
+    repeats: number of timed decodes of each text by each method. The methods (autoregressive
+      decoding and each gamma) take turns.
     report_examples: number of sentences whose rounds are in the report, at argmax and at each
       temperature.
 
@@ -83,7 +84,10 @@ def quickstart(
 
 
 def show_examples(examples: Iterable[Example], show_rounds: int) -> list[Example]:
-  """Print examples when they are decoded, the first `show_rounds` with rounds, and return all."""
+  """Print each example as soon as it is decoded, and return all examples.
+
+  The first `show_rounds` examples are printed with their rounds.
+  """
   console = Console()
   shown: list[Example] = []
   for example in examples:

@@ -1,4 +1,4 @@
-"""Measurement of the speedup of a pair, and comparison with its prediction."""
+"""Measurement of the speedup of a pair, and comparison with the predicted speedup."""
 
 import dataclasses
 import pathlib
@@ -47,13 +47,14 @@ def speedup(
     texts: sources.
     output_dir: folder for both files. Settings that are already recorded in the folder are not
       measured again.
-    gammas: draft tokens per round, each measured; 'auto' stands for the best number at each
+    gammas: numbers of draft tokens per round to measure; 'auto' stands for the best number at each
       temperature (`calibrate.resolve_gammas`). The middle one is used for the rounds in the report.
     temperatures: sampling temperatures to measure; 0 is argmax.
     top_k: number of most probable tokens to sample from above temperature 0; 0 means no limit.
     batch_size: number of texts that are decoded together.
     max_new_tokens: limit for each output.
-    repeats: number of times that each text is decoded for timing, interleaved.
+    repeats: number of timed decodes of each text by each method. The methods (the baseline and
+      each gamma) take turns.
     seed: random seed of all sampling.
     lenience: lenience l of Appendix A.5; below 1, the output no longer has the target's
       distribution.
@@ -122,7 +123,7 @@ def decode_examples(
 ) -> Iterator[Example]:
   """Decode texts one at a time with each of the settings, as examples for a report.
 
-  The outputs equal those that `measure` gets from the same arguments at batch size 1.
+  The outputs equal those that `measure` gets with the same settings at batch size 1.
 
   Args:
     pair: target and draft.

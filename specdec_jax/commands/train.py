@@ -34,9 +34,9 @@ def fit_vocabulary(data: str, sources: list[str], size: int, vocabulary: str) ->
   Args:
     data: folder of the text files.
     sources: names of the text files.
-    size: number of pieces.
-    vocabulary: path of the file to write. If its name ends with `.txt`, it has BERT's word pieces,
-      otherwise a SentencePiece model.
+    size: number of pieces; for word pieces, the maximum number.
+    vocabulary: path of the file to write. If its name ends in `.txt`, word pieces in BERT's format
+      are trained, otherwise a SentencePiece model.
   """
   require_types(fit_vocabulary, locals())
   require_count("size", size)
@@ -58,15 +58,16 @@ def train_target(
   output: str,
   work_dir: str,
 ) -> None:
-  """Train a target to the last epoch and save it; an interrupted run resumes.
+  """Train a target to the last step and save it; an interrupted run resumes.
 
   Args:
     data: folder of the text files.
     sources: names of the source files, one sentence per line. The files are concatenated. None for
       a decoder-only model, which is trained on the targets alone.
-    targets: names of the files with the translation of each source file.
-    valid_source: name of the file of validation sentences, or None.
-    valid_target: name of the file with the translations of the validation sentences.
+    targets: names of the files of translations; for a decoder-only model, of texts.
+    valid_source: name of the file of validation sentences; None for a decoder-only model.
+    valid_target: name of the file with the translations of the validation sentences. For a
+      decoder-only model, name of the file of validation texts.
     config: configuration of the model, including the dropout rate for training.
     settings: number of epochs, learning rate, sharding and other settings of training.
     vocabulary: vocabulary file.
@@ -113,9 +114,10 @@ def train_draft(
 ) -> None:
   """Train a draft towards the target's distributions and save it; an interrupted run resumes.
 
-  The draft is trained on three kinds of texts: the references; `samples` outputs of the target for
-  each source; and one output for each of `new_sources` sentences that are spliced from the sources.
-  For a decoder-only target, the third kind is `new_sources` texts that it samples unconditionally.
+  The draft is trained on three kinds of texts: the references; `samples` outputs for each source;
+  and one output for each of `new_sources` sentences that are spliced from the sources. The target
+  samples the outputs, unless `on_policy` is set. For a decoder-only target, the third kind is
+  `new_sources` texts that are sampled unconditionally.
 
   The validation accuracy is alpha at temperature 0 on the validation text. It is the share of
   tokens of the target's argmax outputs that are also the draft's argmax. For a decoder-only target,
@@ -125,15 +127,16 @@ def train_draft(
     data: folder of the text files.
     sources: names of the source files, one sentence per line. The files are concatenated. None if
       the target is decoder-only.
-    targets: names of the files with the translation of each source file.
-    valid_source: name of the file of validation sentences, which the target translates; or None.
+    targets: names of the files of translations; for a decoder-only target, of texts.
+    valid_source: name of the file of validation sentences, which the target translates; None if the
+      target is decoder-only.
     config: configuration of the draft, including the dropout rate for training.
     settings: number of epochs, learning rate, sharding and other settings of training.
     vocabulary: vocabulary file of both models.
     target: checkpoint of the target, in any format that `pairs.load_pair` reads.
     output: folder for the trained draft, in bfloat16.
     work_dir: folder for checkpoints and metrics of this run.
-    samples: number of outputs sampled from the target at temperature 1 for each source.
+    samples: number of outputs sampled at temperature 1 for each source.
     new_sources: number of spliced sentences (`distillation.spliced_sentences`).
     tail: whether to append the token of the text to the target's most probable tokens, which are
       the labels (`distillation.teacher_topk`). Use it if these tokens cover too little of the
@@ -201,8 +204,9 @@ def train_speculator(
     data: folder of the text files.
     sources: names of the source files, one sentence per line. The files are concatenated. None if
       the target is decoder-only.
-    targets: names of the files with the translation of each source file.
-    valid_source: name of the file of validation sentences, which the target translates; or None.
+    targets: names of the files of translations; for a decoder-only target, of texts.
+    valid_source: name of the file of validation sentences, which the target translates; None if the
+      target is decoder-only.
     config: function from the configuration of the target to the configuration of the head.
     settings: number of epochs, learning rate, sharding and other settings of training.
     vocabulary: vocabulary file of both models.
@@ -242,7 +246,7 @@ def train_speculator(
 
 
 def _with_warm_start(objective: Objective, folder: str) -> Objective:
-  """Return the objective, initialized with the parameters of the model in `folder` that fit."""
+  """Return the objective with initial parameters from the model in `folder`; see `warm_start`."""
   model_config, model_params = load_model(folder)
 
   def init(rng: Array) -> Any:

@@ -60,12 +60,13 @@ def translate(
 ) -> None:
   """Translate each line of a file; with a decoder-only model, continue each line.
 
-  A line that is longer than the pair's limit is truncated, an output ends at `max_new_tokens`, and
-  the output of an empty line is empty unless the target is decoder-only. In each of these cases a
-  warning is printed on standard error. Several lines with the same warning are summarized at the
-  end.
+  A line that is longer than the pair's limit is truncated. An output without EOS stops at
+  `max_new_tokens`. The output of an empty line is empty, unless the target is decoder-only. In each
+  of these cases a warning is printed on standard error. Several lines with the same warning are
+  summarized at the end.
 
-  If a run that reads a file and writes a file is interrupted, the same command resumes it.
+  If a run that writes a file is interrupted, the same command resumes it, unless the input is
+  standard input.
 
   Args:
     pair: target and draft; see `load_pair`.
@@ -73,7 +74,7 @@ def translate(
       input; None for `num_texts` empty prompts of a decoder-only model. A .jsonl file has one JSON
       object per line, whose field 'source' or 'text' is the source. A file whose name ends in .gz
       is decompressed. Lines of standard input are decoded as they arrive (with 'auto', after the
-      last one).
+      last one, unless they are typed at a terminal).
     output: path of a file, which must not be the input; '-' for standard output. A file is written
       completely or not at all, and by one run at a time. A .jsonl file has the fields of
       `output_records` for each source.
@@ -83,12 +84,13 @@ def translate(
     batch_size: number of lines that are decoded together; always 1 if input is from a terminal.
     max_new_tokens: limit for each output.
     seed: random seed of all sampling.
-    prefix: text prepended to each line, such as the prefix of a T5 task.
-    num_texts: number of empty prompts if `input` is None.
+    prefix: text prepended to each line that is not blank, such as the prefix of a T5 task. If
+      `input` is None, it is the prompt.
+    num_texts: number of prompts if `input` is None.
     tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
       chooses the fastest tree or chain.
-    beams: number of beams of a beam search by the rules of t5x (`beam_search`). In a beam search,
-      gamma is the number of steps that the draft searches ahead.
+    beams: number of beams of a beam search by the rules of t5x (`beam_search`); None for no beam
+      search. In a beam search, gamma is the number of steps that the draft searches ahead.
     draft_beams: number of beams of the draft; defaults to `beams`.
     nodes: maximum number of nodes per target forward pass of a beam search; see
       `pairs.LoadedPair.beam_searcher`.
@@ -184,13 +186,13 @@ def translate(
 
 
 def _write_text(sink: IO[str], records: Sequence[dict]) -> None:
-  """Write the output of each record as a line."""
+  """Write the output of each record as a line; newlines in the output become spaces."""
   sink.write("".join(record["output"].replace("\n", " ") + "\n" for record in records))
   sink.flush()
 
 
 def _write_json(sink: IO[str], records: Sequence[dict]) -> None:
-  """Write each record as a JSON object."""
+  """Write each record as a JSON object on its own line."""
   sink.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
   sink.flush()
 
@@ -205,7 +207,7 @@ def output_records(
   """Yield the record of each text of a batch, as in the files of `decode` and `translate`.
 
   A record has the fields `index`, `source`, `output`, `tokens` (ids, EOS included), `rounds`,
-  `guesses` (verified draft tokens) and `accepted` (accepted ones).
+  `guesses` (verified draft tokens) and `accepted` (accepted draft tokens).
 
   Args:
     pair: target and draft.
@@ -300,7 +302,8 @@ def _rows(decoded: DecodeResult, rows: Sequence[int]) -> DecodeResult:
 class _LineWarnings:
   """Warnings about input lines and their outputs.
 
-  The first warning of each kind is printed at once. `summarize` prints the lines of the others.
+  The first warning of each kind is printed at once. `summarize` prints the line numbers of the
+  other warnings.
   """
 
   def __init__(self, pair: LoadedPair, notes: Console, max_new_tokens: int):
@@ -332,7 +335,7 @@ class _LineWarnings:
       yield line
 
   def check_finished(self, decoded: Sequence[DecodeResult]) -> None:
-    """Print a warning for each line of the last batch whose output does not end with EOS."""
+    """Warn about each line of the last batch whose output has no EOS; see the class."""
     for tokens, number in zip((row for d in decoded for row in d.tokens), self._numbers):
       if self._pair.vocabulary.eos_id not in np.asarray(tokens):
         detail = f"; its output stops at the limit of {self._max_new_tokens} tokens"
@@ -340,7 +343,7 @@ class _LineWarnings:
     self._numbers.clear()
 
   def summarize(self) -> None:
-    """Print the other lines of each kind of warning of which one line was printed already."""
+    """For each kind of warning, print the numbers of the lines after the first."""
     for kind, (_, *others) in self._lines.items():
       if others:
         shown = ", ".join(map(str, others[:10])) + (", ..." if len(others) > 10 else "")

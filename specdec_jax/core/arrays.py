@@ -13,19 +13,19 @@ from jaxtyping import Float, Int, Key, Shaped
 
 
 def gather(x: Shaped[Array, "B N *rest"], index: Int[Array, "B K"]) -> Shaped[Array, "B K *rest"]:
-  """Return the entries of each row of `x` [B, N, ...] at the indices [B, K] for that row."""
+  """Return, for each row of `x`, the entries at the indices in the same row of `index`."""
   return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
 def gather_one(x: Shaped[Array, "B N *rest"], index: Int[Array, " B"]) -> Shaped[Array, " B *rest"]:
-  """Return one entry of each row of `x`: the one at the index for that row."""
+  """Return, for each row of `x`, the entry at the index of the same row."""
   return gather(x, index[:, None])[:, 0]
 
 
 def gather_token(
   x: Shaped[Array, "*#batch V"], token: Int[Array, "*#batch"]
 ) -> Shaped[Array, "..."]:
-  """Return the value of `x` [..., V] at each token, for example its probability."""
+  """Return the entry of `x` for each token on the last axis, for example its probability."""
   return jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0]
 
 
@@ -61,7 +61,7 @@ def place_tokens(
 def write_slots(
   cache: Shaped[Array, "B H T D"], block: Shaped[Array, "B H K D"], start: Int[Array, " B"]
 ) -> Shaped[Array, "B H T D"]:
-  """Return `cache` with `block` written to slots `start` to `start + K - 1` of each row."""
+  """Return `cache` with `block` in slots `start` to `start + K - 1` of each row (D: head size)."""
 
   def write_row(row, new, slot):
     return lax.dynamic_update_slice(row, new, (0, slot, 0))

@@ -1,9 +1,9 @@
-"""Speculative decoding (Algorithm 1): rounds of propose, extend, accept, commit, observe.
+"""Speculative decoding (Algorithm 1): rounds of propose, extend, process, accept, commit, observe.
 
-Shapes are fixed, and a whole batch is decoded in one jitted loop. The loop uses the contracts of
-`core.types`, and no particular model, draft or verifier. Autoregressive decoding is the same loop
-with a draft that proposes nothing (`NullDraft`), so both share the target forward pass, sampling
-and the end of a text.
+Shapes are fixed, and a whole batch is decoded in one jitted loop. The loop depends on the contracts
+of `core.types`, but on no particular model, draft or verifier. Autoregressive decoding is the same
+loop with a draft that proposes nothing (`NullDraft`), so both share the target forward pass,
+sampling and the handling of EOS and limits.
 
 Axis letters as in `core.types`.
 """
@@ -59,17 +59,17 @@ class DecodeState(NamedTuple):
     prompt: padded prompts.
     tokens: committed tokens; slots from `length` on are unused.
     length: number of committed tokens of each row.
-    prompt_length: number of committed tokens before the first round.
-    limit: length that no text exceeds.
+    prompt_length: number of tokens before the first generated one, including forced tokens.
+    limit: maximum length of each row.
     done: whether a row has ended.
-    rng: key of each row; a round derives its own key from the length.
+    rng: key of each row, from which the keys of its rounds or positions are derived.
     target_cache: cache of the target, which holds length - 1 tokens.
     hidden: see `Context`.
     draft_state: state of the draft.
     rounds: data of the rounds so far.
     num_rounds: number of rounds so far.
     not_finite: see `DecodeResult`.
-    log_probs: see `DecodeResult`, at the slots of the tokens.
+    log_probs: see `DecodeResult`; slots are those of `tokens`.
   """
 
   prompt: Int[Array, "B P"]
@@ -118,10 +118,10 @@ class NullDraft(Draft):
 class Decoder(Settings):
   """Speculative decoder: a target, a draft and a verifier.
 
-  It is hashable, and a pytree whose leaves are the values of its settings (`settings`).
+  It is hashable, and a pytree whose leaves are the values of its traced fields (`settings`).
 
   Attributes:
-    target: M_p, the model whose distribution the output has.
+    target: M_p, the model whose distribution the output has if the verifier is exact.
     draft: M_q and its tree of draft tokens; `NullDraft()` is autoregressive decoding.
     verifier: verifier that accepts or rejects draft tokens. Its `sampling` is the sampling method
       of the output. The draft should use the same method to be useful; exactness does not depend on
@@ -129,7 +129,7 @@ class Decoder(Settings):
     eos_id: token that ends a text, or several; None to use `target.eos_id`.
     processors: logits processors of the target, in the order in which they apply. The draft should
       have the same (`Draft.with_processors`).
-    records_log_probs: whether results have the log-probability of each token.
+    records_log_probs: whether results have the log-probabilities of each token.
   """
 
   target: Model
@@ -159,14 +159,14 @@ class Decoder(Settings):
       rng: one key per row, so that a row does not depend on its neighbors; or one key, which is
         split. A key is made by `jax.random.key` or `PRNGKey`.
       max_new_tokens: limit for each row, EOS included.
-      limit: lower limit, or one per row, as an argument of the program.
+      limit: another limit, one for all rows or one per row, traced. The smaller limit applies.
       num_forced: number of tokens at the start of each row that a processor forces. They count
         against the limits, but are not part of the result.
       num_samples: number of consecutive rows per prompt; rng, limit and num_forced are per row.
 
     Raises:
-      InputError: max_new_tokens is not a positive integer, rng does not consist of keys, or the
-        memory does not suffice.
+      InputError: max_new_tokens is not a positive integer, rng is neither one key nor one per row,
+        the tree has too many levels or siblings, or there is not enough memory.
     """
     require_count("max_new_tokens", max_new_tokens)
     state = self.init(params, prompt, rng, max_new_tokens, limit, num_forced, num_samples)
@@ -242,10 +242,10 @@ class Decoder(Settings):
     num_forced: Int[AnyArray, " rows"] | None = None,
     num_samples: int = 1,
   ) -> DecodeState:
-    """Return the state before the first round, after both models have processed the prompt.
+    """Return the state before the first round, after target and draft have processed the prompt.
 
-    The arguments and the errors are those of `run`. Memory is checked while tracing, before
-    anything runs.
+    The arguments and errors are those of `run`, except that max_new_tokens is not checked. In
+    `jax.jit`, memory is checked while tracing, before anything runs.
     """
     batch, tree = len(prompt) * num_samples, self.draft.tree
     rng = split_keys(rng, batch)
@@ -303,7 +303,7 @@ class Decoder(Settings):
   def _extend(
     self, params: Any, cache: Any, block: Int[Array, "B K"], tree: AnyTree
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
-    """Run the target over a block, but no further than the longest proposal in the batch."""
+    """Run the target over a block, cut to the first of `verify_lengths` (if any) that suffices."""
     lengths = self.draft.verify_lengths
     if not lengths:
       return self.target.extend(params, cache, block, tree)
@@ -347,11 +347,11 @@ class Decoder(Settings):
   ) -> tuple[Int[Array, "B emitted"], Int[Array, " B"], Bool[Array, " B"]]:
     """Truncate the tokens of a round at EOS and at the limit of the row.
 
-    A row with non-finite logits emits nothing and is marked done.
+    A row with non-finite logits or q emits nothing and is marked done.
 
     Returns:
-      The accepted tokens followed by the next one, the number of them that enter the text, and
-      whether the row ends.
+      The accepted tokens followed by the next token; the number of these tokens that are added to
+      the text; and whether the row ends.
     """
     eos_id = self.target.eos_id if self.eos_id is None else self.eos_id
     eos_ids = jnp.atleast_1d(jnp.asarray(eos_id))
@@ -372,7 +372,7 @@ class Decoder(Settings):
 
 
 def empty_rounds(tree: AnyTree, max_rounds: int, batch: int) -> Rounds:
-  """Return empty arrays for up to `max_rounds` rounds of proposals with the shape of `tree`."""
+  """Return arrays of zeros for up to `max_rounds` rounds of proposals with the shape of `tree`."""
 
   def zeros(*shape: int) -> Array:
     return jnp.zeros((max_rounds, batch, *shape), jnp.int32)
@@ -396,7 +396,7 @@ def _last_node(verification: Verification) -> Int[Array, " B"]:
 def _all_finite(
   logits: Float[Array, "B K V"], q: Float[Array, "B N V"] | None
 ) -> Bool[Array, " B"]:
-  """Return for each row whether all of the target's logits and of the draft's q are finite."""
+  """Return for each row whether q and, at each node, the maximum of the logits are finite."""
   finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1)
   return finite if q is None else finite & jnp.isfinite(q.sum(axis=(1, 2)))
 

@@ -1,9 +1,9 @@
-"""Logits processors: functions that adjust logits by the text before the next token.
+"""Logits processors: functions that adjust the logits of the next token, given the text before it.
 
-The adjusted logits at a node of a block depend on the logits there and on the text that ends at the
-node: the committed tokens and the node's ancestors. They do not depend on siblings, and not on
-other rows. So the target with processors is a target like any other, and all verifiers remain exact
-for it. Axis letters as in `core.types`.
+The adjusted logits at a node of a block depend on the logits there, the prompt and the text that
+ends at the node: the committed tokens and the path to the node. They do not depend on siblings or
+on other rows. So the target with processors is a target like any other, and exact verifiers remain
+exact for it. Axis letters as in `core.types`.
 """
 
 import abc
@@ -23,10 +23,10 @@ class Prefixes(NamedTuple):
   """Texts that end at the nodes of a block.
 
   Attributes:
-    tokens: the text of each node, and 0 after it. For T5 it begins with the start token.
+    tokens: the text of each node, followed by zeros. For T5 it begins with the start token.
     length: number of tokens of each text.
     prompt_length: number of tokens before the first generated one.
-    limit: length that no text exceeds.
+    limit: maximum length of the texts of each row.
     prompt: padded prompts; for T5 the sources.
   """
 
@@ -38,7 +38,7 @@ class Prefixes(NamedTuple):
 
 
 class LogitsProcessor(Settings, abc.ABC):
-  """Adjustment of logits; a frozen dataclass, whose values are arguments of compiled programs."""
+  """Base class of logits processors: frozen dataclasses whose fields may be traced (`settings`)."""
 
   @abc.abstractmethod
   def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
@@ -53,7 +53,7 @@ def process(
 ) -> Float[Array, "B K V"]:
   """Return logits after all processors, in their order, in float32.
 
-  Where they exclude all tokens, they have no effect.
+  At a node where the processors exclude all tokens, the logits are returned unadjusted.
   """
   logits = processed = logits.astype(jnp.float32)
   for processor in processors:
@@ -102,5 +102,5 @@ def node_prefixes(
 
 
 def text_prefixes(context: Any) -> Prefixes:
-  """Return the committed texts as the texts of one node per row."""
+  """Return the committed text of each row, as the text of a block of one node."""
   return node_prefixes(context, context.tokens[:, :0], chain(0))

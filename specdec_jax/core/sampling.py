@@ -1,7 +1,6 @@
 """Sampling methods, and sampling from distributions (Section 2.2).
 
-`distribution` is the only function that turns logits into probabilities. Axis letters as in
-`core.types`.
+`distribution` is the only function that turns logits into p or q. Axis letters as in `core.types`.
 """
 
 import dataclasses
@@ -25,8 +24,8 @@ from specdec_jax.settings import Settings, is_neutral, traced
 class Sampling(Settings):
   """Sampling method: standard sampling from an adjusted distribution.
 
-  Names and definitions are those of transformers. Filters apply in the order of the attributes;
-  each of them sees the distribution that those before it leave, renormalized.
+  Names and definitions are those of transformers. Filters apply in the order of the attributes,
+  each to the renormalized distribution that the filters before it leave.
 
   Attributes:
     temperature: logits are divided by it; 0 means argmax.
@@ -72,9 +71,9 @@ class Sampling(Settings):
 
 
 def distribution(logits: Float[Array, "*batch V"], sampling: Sampling) -> Float[Array, "*batch V"]:
-  """Return the distribution that logits have after temperature, top-k and top-p, in float32.
+  """Return the distribution that a sampling method gives the next token, in float32.
 
-  Temperature is applied first, then the filters of `Sampling`, in the order of its attributes.
+  Temperature is applied first, then the filters of `Sampling`. At temperature 0, it is a one-hot.
   """
   logits = logits.astype(jnp.float32)
   if sampling.is_argmax:
@@ -119,7 +118,7 @@ def row_keys(seed: int, start: int | np.integer, count: int) -> Key[Array, " {co
 def sample_logits(
   rng: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling, coupled: bool = False
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-  """Sample one token per row (if `coupled`, from `perturbed` logits), and return it with its q."""
+  """Sample one token per row (if `coupled`, the argmax of `perturbed` logits); return it and q."""
   probs = distribution(logits, sampling)
   if coupled or sampling.is_argmax:
     return argmax(perturbed(rng, logits, sampling)), probs
@@ -129,7 +128,7 @@ def sample_logits(
 def perturbed(
   rng: Key[Array, "*batch"], logits: Float[Array, "*batch V"], sampling: Sampling
 ) -> Float[Array, "*batch V"]:
-  """Return log p + Gumbel noise of each key, whose argmax is a sample of p; logits for argmax."""
+  """Return log p + Gumbel noise (its argmax is a sample from p); at temperature 0, the logits."""
   if sampling.is_argmax:
     return logits
 
@@ -150,9 +149,9 @@ def sample_siblings(
 ) -> tuple[Int[Array, "B children"], Float[Array, "B children V"]]:
   """Sample the children of each node, in the order in which they will be verified.
 
-  Above temperature 0, siblings are sampled without replacement: each is sampled from the
+  Above temperature 0, siblings are sampled without replacement by default: each is sampled from the
   renormalized distribution without its earlier siblings. The most probable remaining token is
-  selected deterministically at temperature 0, and where top-k or top-p leave no probability.
+  selected deterministically at temperature 0, and where the filters leave no other token.
 
   Args:
     rng: one key per row.
@@ -160,7 +159,7 @@ def sample_siblings(
     sampling: sampling method, which turns logits into q.
     counts: number of children of each node.
     independent: whether to sample siblings independently, with replacement.
-    coupled: select the largest `perturbed` logits instead, which is sampling without replacement.
+    coupled: whether to sample without replacement by selecting the largest `perturbed` logits.
 
   Returns:
     The children, node by node, and the distribution of each given its earlier siblings: a one-hot
@@ -203,8 +202,8 @@ def sample(rng: Key[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " 
   """Sample one token per row in proportion to weights, which are at least 0 and not all 0.
 
   The cumulative sum is inverted in two steps: a block of 64 tokens is sampled, then a token in it.
-  This needs two random numbers per row instead of V. On a CPU with V = 4,096 it takes 2 instead of
-  86 microseconds. A token of weight 0 is never sampled.
+  This needs two random numbers per row. The Gumbel-max method needs V. On a CPU with V = 4,096, the
+  two methods take 2 and 86 microseconds. A token of weight 0 is never sampled.
   """
   batch, vocab_size = weights.shape
   blocks = jnp.pad(weights, ((0, 0), (0, -vocab_size % 64))).reshape(batch, -1, 64)

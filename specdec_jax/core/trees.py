@@ -34,7 +34,7 @@ class NodePlacement(NamedTuple):
   Attributes:
     positions: position of each node in the text.
     key_positions: position of the token in each cache slot; [T] if it is the same for all rows.
-    visible: cache slots that each node attends to, its own included.
+    visible: mask of the cache slots that each node attends to, its own included.
   """
 
   positions: Int[Array, "B K"]
@@ -54,15 +54,15 @@ class NodeLayout(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-  """Static tree of draft tokens, the same in every round and row. Its parents define equality.
+  """Static tree of draft tokens, the same in every round and row. Equal parents mean equal trees.
 
   Attributes:
     parents: for each draft token, the node that it follows: node i + 1 follows parents[i]. For a
       chain they are stored as a range.
 
   Raises:
-    InputError: a parent does not come before its child, or nodes are not in level order with
-      siblings adjacent.
+    InputError: parents are not integers, a parent does not come before its child, or nodes are not
+      in level order with siblings adjacent.
   """
 
   parents: Sequence[int] = ()
@@ -82,12 +82,12 @@ class Tree:
 
   @classmethod
   def from_paths(cls, paths: Sequence[Sequence[int]]) -> "Tree":
-    """Return the tree given by the path to each node: its rank at each depth, as in Medusa.
+    """Return the tree given by the path to each node: one rank per depth, as in Medusa.
 
     For example, (0,), (1,), (0, 0) are two children of node 0, the first of which has a child.
 
     Raises:
-      InputError: the parent or an earlier sibling of a node is missing.
+      InputError: a parent or earlier sibling is missing, or `paths` are not sequences of integers.
     """
     require_types(Tree.from_paths, {"paths": paths})
     nodes: list[tuple[int, ...]] = [()]
@@ -110,7 +110,7 @@ class Tree:
 
   @functools.cached_property
   def depths(self) -> np.ndarray:
-    """Distance [K] of each node from the last committed token."""
+    """[K], distance of each node from the last committed token."""
     if self.is_chain:
       return np.arange(self.num_nodes, dtype=np.int32)
     depths = [0]
@@ -125,7 +125,7 @@ class Tree:
 
   @functools.cached_property
   def ancestors(self) -> np.ndarray:
-    """Mask [K, K], True at [i, j] if node j is node i or one of its ancestors."""
+    """[K, K], mask that is True at [i, j] if node j is node i or one of its ancestors."""
     ancestors = np.eye(self.num_nodes, dtype=bool)
     for node, parent in enumerate(self.parents, 1):
       ancestors[node] |= ancestors[parent]
@@ -133,7 +133,7 @@ class Tree:
 
   @functools.cached_property
   def ranks(self) -> np.ndarray:
-    """Number [N] of earlier siblings of each draft token."""
+    """[N], number of earlier siblings of each draft token."""
     parents = np.array(self.parents, np.int32)
     return (np.arange(len(parents)) - np.searchsorted(parents, parents)).astype(np.int32)
 
@@ -144,7 +144,7 @@ class Tree:
 
   @functools.cached_property
   def children(self) -> np.ndarray:
-    """Index [K, W] of the draft token that is the child of a node at a rank; N if there is none."""
+    """[K, W], index of the draft token that is the child of each node at each rank; N if none."""
     children = np.full((self.num_nodes, self.width), self.num_guesses, np.int32)
     children[list(self.parents), self.ranks] = np.arange(self.num_guesses)
     return children
@@ -156,7 +156,7 @@ class Tree:
 
   @functools.cached_property
   def levels(self) -> list[tuple[int, int]]:
-    """First node of each level from depth 1 on, and the node after the last one of that level."""
+    """For each level from depth 1 on: its first node, and the node after its last one."""
     bounds = np.searchsorted(self.depths, range(1, self.depth + 2)).tolist()
     return [*zip(bounds, bounds[1:])]
 
@@ -176,9 +176,9 @@ class Tree:
 class DynamicTree:
   """Tree of draft tokens whose shape differs between rounds and rows.
 
-  Its properties are those of `Tree` with a leading axis of rows. The shape may depend on tokens
-  that were selected deterministically, but not on sampled ones. Therefore all draft tokens of the
-  tree are selected deterministically, and siblings differ.
+  Its arrays are those of `Tree` with a leading axis of rows. The shape may depend on tokens that
+  were selected deterministically, but not on sampled ones. Therefore all draft tokens of the tree
+  must be selected deterministically, and siblings must differ.
 
   Attributes:
     num_guesses: N, the number of draft tokens.
@@ -203,7 +203,7 @@ class DynamicTree:
 
   @property
   def ancestors(self) -> Bool[Array, "B K K"]:
-    """Mask, True at [:, i, j] if node j is node i or one of its ancestors."""
+    """Mask that is True at [:, i, j] if node j is node i or one of its ancestors."""
     return reach(jnp.pad(self.parents, ((0, 0), (1, 0))), self.depth)
 
   @property
@@ -256,7 +256,7 @@ def reach(parents: Int[Array, "B K"], depth: int) -> Bool[Array, "B K K"]:
 
   Args:
     parents: parent of each node; a root is its own parent.
-    depth: maximum number of levels between a node and an ancestor.
+    depth: maximum distance between a node and an ancestor.
   """
   num_nodes = parents.shape[1]
   near = jnp.minimum(jax.nn.one_hot(parents, num_nodes) + jnp.eye(num_nodes), 1)
@@ -298,7 +298,7 @@ def require_tree_memory(num_nodes: int) -> None:
 def require_compilable(tree: AnyTree) -> None:
   """Raise InputError if a tree that is not a chain has more than MOST_UNROLLED levels or siblings.
 
-  Each level, and each sibling, is compiled separately.
+  Each level, and each sibling, is compiled separately. Dynamic trees may have more siblings.
   """
   if tree.is_chain:
     return

@@ -1,4 +1,4 @@
-"""Contracts of models, drafts and verifiers, and the records that they exchange.
+"""Contracts of models, drafts and verifiers, and the named tuples that they exchange.
 
 Axis letters, for the whole project:
 
@@ -61,8 +61,8 @@ class Model(Protocol):
   def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     """Return the tokens committed before the first round, and their number in each row.
 
-    For T5, the start token is committed; for a decoder-only model, the prompt. A prompt consists of
-    tokens, EOS and padding, as `Vocabulary.encode` returns them; rows may have different lengths.
+    For T5, this is the start token; for a decoder-only model, the start token (if it has one) and
+    the prompt without EOS. A row of `prompt` is a result of `Vocabulary.encode`, padded.
     """
 
   def prefill(
@@ -77,8 +77,8 @@ class Model(Protocol):
         text, so that no write is clamped into slots in use.
 
     Returns:
-      Hidden states of the committed tokens, and the cache. It has a `length` [B], and holds all
-      committed tokens except the last.
+      Hidden states of the committed tokens (zeros for T5), and the cache, which has a `length` [B]
+      and holds all committed tokens except the last.
     """
 
   def extend(
@@ -113,8 +113,8 @@ class Model(Protocol):
   ) -> Any:
     """Return the cache with `length` tokens in each row.
 
-    If the last block was a tree, the nodes of `path` are moved to the slots after its first node.
-    If it was a chain, the accepted tokens are already in place.
+    If the last block was a tree, the nodes of `path` are moved to the slots after the first node of
+    the tree. If it was a chain, the accepted tokens are already in place.
     """
 
 
@@ -126,10 +126,10 @@ class Context(NamedTuple):
     tokens: committed tokens; slots from `length` on are unused.
     length: number of committed tokens of each row.
     target_cache: cache of the target.
-    hidden: hidden state from which the target sampled the last committed token; 0 before the first
-      round of an encoder-decoder.
-    prompt_length: number of committed tokens before the first round, for logits processors.
-    limit: length that no text exceeds, for logits processors.
+    hidden: hidden state of the target at the second to last committed token, from which the last
+      one is predicted; 0 if only one is committed, as before the first round of an encoder-decoder.
+    prompt_length: number of tokens before the first generated one, including forced tokens.
+    limit: maximum length of each row. Logits processors use it and `prompt_length`.
   """
 
   prompt: Int[Array, "B P"]
@@ -172,7 +172,7 @@ class Verification(NamedTuple):
 
   Attributes:
     num_accepted: n, the number of accepted draft tokens, 0 to D.
-    next_token: the token after them: a correction, or a bonus token if n = D.
+    next_token: the token after them: a bonus token after a leaf of the tree, else a correction.
     path: the n accepted nodes, then zeros. None for a chain, whose accepted nodes are 1 to n.
   """
 
@@ -202,19 +202,19 @@ class Outcome(NamedTuple):
 
 
 class Draft(Settings, abc.ABC):
-  """Approximation model M_q (Section 3.6): proposes a tree of tokens and reports q of each.
+  """Approximation model M_q (Section 3.6), which proposes a tree of tokens, each with its q.
 
   Attributes:
-    tree: tree of the proposals. A dynamic tree gives only its number of tokens and its depth.
-    verify_lengths: chain lengths for which a target forward pass is compiled, ascending, with gamma
-      last; for chains that may end early (where -1 is a token that was not proposed). Empty if all
-      tokens are always proposed.
-    depends_on_outcomes: whether proposals depend on outcomes of earlier rounds and not on the text
-      alone. Acceptance on a given text is then undefined.
-    uses_position_keys: whether `rng` of `propose` has a key [B, D + 1] for the position of each
-      token, as that of a verifier may.
-    reads_target_cache: whether proposals need the target's cache of the text in decoding order,
-      which a beam search does not have.
+    tree: tree of the proposals. A dynamic tree has only a number of tokens and a depth here.
+    verify_lengths: for chains that may end early (-1 is a token that was not proposed), the lengths
+      for which a target forward pass is compiled, ascending, with gamma last. Empty for other
+      proposals.
+    depends_on_outcomes: whether proposals depend on outcomes of earlier rounds, not only on the
+      text. Acceptance on a given text is then undefined.
+    uses_position_keys: whether `rng` of `propose` is [B, D + 1], the keys that the verifier uses
+      for the positions of tokens, instead of one key per row.
+    reads_target_cache: whether proposals need a target cache that holds the text in order. The
+      cache of a beam search does not.
   """
 
   tree: AnyTree
@@ -253,7 +253,7 @@ class Draft(Settings, abc.ABC):
     `num_tokens` committed tokens. A draft without a cache is returned unchanged.
 
     Raises:
-      InputError: the draft may stop early, so it cannot be combined with other drafts.
+      InputError: proposals may end early, so the draft cannot be combined with other drafts.
     """
     if self.verify_lengths:
       raise InputError("A draft that stops early cannot be one of several.")
@@ -267,7 +267,7 @@ class Draft(Settings, abc.ABC):
     return self
 
   def with_position_keys(self) -> "Draft":
-    """Return this draft with samples coupled to the target's (`verifiers.gumbel`), if it can."""
+    """Return this draft with samples coupled to the target's (`verifiers.gumbel`), if supported."""
     return self
 
   def with_independent_siblings(self) -> "Draft":
@@ -279,9 +279,9 @@ class Draft(Settings, abc.ABC):
     raise InputError(f"{type(self).__name__} does not sample siblings independently.")
 
   def as_beam_draft(self, num_beams: int, num_nodes: int | None) -> Any:
-    """Return a `beam_search.BeamDraft` that searches with this draft's model.
+    """Return a `beam_search.BeamDraft` that searches with this draft's model, or by default None.
 
-    None, the default, makes the search use a tree of this draft's tokens after each beam.
+    If None is returned, the search appends a tree of this draft's tokens to each beam.
 
     Args:
       num_beams: number of beams of the draft.
@@ -298,8 +298,8 @@ class Verifier(Settings, abc.ABC):
     exact: whether emitted tokens have the target's distribution.
     needs_independent_siblings: whether siblings must be sampled independently.
     allows_short_proposals: whether draft tokens may be -1 (not proposed).
-    uses_position_keys: whether `rng` of `verify` has a key [B, D + 1] for the position of each
-      token, which does not depend on the round, instead of one per row.
+    uses_position_keys: whether `rng` of `verify` is [B, D + 1], one key for the position of each
+      token, independent of the round, instead of one key per row.
   """
 
   sampling: Sampling
@@ -319,10 +319,10 @@ class Verifier(Settings, abc.ABC):
     """Verify a proposal with the target's logits at the nodes of its tree."""
 
   def with_lenience(self, lenience: float) -> "Verifier":
-    """Return a version of this verifier with lenience (Appendix A.5); 1 is exact.
+    """Return this verifier with a lenience (Appendix A.5); for lenience 1, return it unchanged.
 
     Raises:
-      InputError: lenience is below 1, and the verifier does not support lenience.
+      InputError: lenience is not 1, and this verifier does not support lenience.
     """
     if lenience == 1:
       return self
@@ -341,7 +341,7 @@ class Rounds(NamedTuple):
     next_token: the token after the accepted ones.
     num_emitted: number of tokens added to the text: n + 1 without those past EOS or the limit.
     path: the n accepted nodes, then zeros; None for chains.
-    parents: for a dynamic tree, the node that each draft token follows.
+    parents: node that each draft token of a dynamic tree follows; None for static trees.
   """
 
   guesses: Int[Array, "R B N"]
@@ -354,9 +354,9 @@ class Rounds(NamedTuple):
   def acceptance_counts(self) -> tuple[Int[AnyArray, " B"], Int[AnyArray, " B"]]:
     """Return the numbers of accepted and of rejected draft tokens of each row.
 
-    accepted / (accepted + rejected) estimates alpha. Tokens past EOS or past the limit count as
-    neither. In a tree, an accepted token and its earlier siblings count as one accepted token, and
-    siblings that are all rejected count as one rejected token.
+    accepted / (accepted + rejected) estimates alpha. Tokens after a rejected one, past EOS or past
+    the limit count as neither. In a tree, an accepted token and its earlier siblings count as one
+    accepted token, and a path of accepted tokens shorter than D as one rejected token.
     """
     n, emitted = self.num_accepted, self.num_emitted
     depth = (self.guesses >= 0).sum(axis=-1) if self.path is None else self.path.shape[-1]
@@ -370,12 +370,12 @@ class DecodeResult(NamedTuple):
   Attributes:
     tokens: new tokens, EOS included; 0 past the end of a row.
     lengths: number of new tokens of each row, EOS included.
-    rounds: record of the rounds.
+    rounds: data of the rounds.
     num_rounds: number of rounds; each is one target forward pass.
-    not_finite: index of the first token that could not be decoded because a logit of the target or
-      a probability of the draft was NaN or infinite; -1 if all were finite. The row ends before it.
-    log_probs: log-probability of each token by the target, in nats, before and after logits
-      processors and the sampling method, unless it is argmax. None if they are not recorded.
+    not_finite: index of the first token that could not be decoded, because the target's logits had
+      NaN, +inf or no finite value, or q was not finite; -1 if none. The row ends before it.
+    log_probs: log-probabilities of each token under the target, in nats: before and after the
+      logits processors and the sampling method (left out if argmax). None if not recorded.
   """
 
   tokens: Int[Array, "B T"]

@@ -19,7 +19,7 @@ from specdec_jax.errors import InputError, require_count, require_types
 
 
 def prompt(turns: Sequence[str], speakers: tuple[str, str] = ("A", "B"), first: int = 0) -> str:
-  """Return the prompt that consists of the turns of a dialog.
+  """Return the prompt for the next turn of a dialog.
 
   Args:
     turns: texts of the turns, which may be the last ones of a dialog.

@@ -13,7 +13,7 @@ EOS_ID = 1
 
 
 class SentencePieces(Vocabulary):
-  """Vocabulary in a SentencePiece model file, followed by T5's sentinels.
+  """Vocabulary in a SentencePiece model file, followed by `extra_ids` sentinels of T5.
 
   As in seqio, sentinels are numbered from the end. With 32,000 pieces and 100 sentinels, the last
   of the 32,100 tokens is <extra_id_0>.

@@ -1,13 +1,19 @@
-"""The paper's tasks for seqio, preprocessed as in T5. `tasks` imports it if seqio is installed.
+"""The paper's tasks and Multi30k for seqio, preprocessed as in T5.
 
-The inputs of an example are T5's prefix and a text, and the targets are the reference output. Both
-are tokenized with T5's vocabulary (for lm1b, with the word pieces of the GPT-like models),
-truncated to the requested lengths and followed by EOS.
+The module `tasks` imports this module if seqio is installed. The inputs of an example are T5's
+prefix and a text (empty for lm1b), and the targets are the reference output. Both are tokenized
+with T5's vocabulary (for lm1b, with the word pieces of the GPT-like models), truncated to the
+requested lengths and followed by EOS.
 
-No data is downloaded: datasets of TFDS must be prepared on this machine. T5's vocabulary is read
+No dataset is downloaded: datasets of TFDS must be prepared on this machine. T5's vocabulary is read
 when a task is first tokenized. Two environment variables name paths. SPECDEC_T5_VOCABULARY is the
+<<<<<<< HEAD
 path of a copy of T5's SentencePiece model. SPECDEC_DATA is the path of the folder that contains
 multi30k and lm1b_sample, by default `data`.
+=======
+path of a copy of T5's SentencePiece model, by default in gs://t5-data. SPECDEC_SHARED is the path
+of the folder that contains data/multi30k and data/lm1b_sample.
+>>>>>>> prose
 
 Source: t5/data/tasks.py and utils.py of google-research/text-to-text-transfer-transformer.
 """

@@ -96,7 +96,7 @@ def targets_file(task: str, split: str = "train", limit: int = 100_000) -> str:
 
 
 def __getattr__(name: str) -> Any:
-  """Raise InputError for a name of `seqio_tasks`, which is missing if seqio is not installed."""
+  """Raise InputError for a name that is missing without seqio; otherwise, raise AttributeError."""
   if not _HAS_SEQIO and name in _SEQIO_NAMES:
     raise InputError(f"tasks.{name} {_MISSING}")
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

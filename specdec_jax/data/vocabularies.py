@@ -25,8 +25,8 @@ def open_vocabulary(path: str, extra_ids: int = 0) -> Vocabulary:
     extra_ids: number of sentinels to add to a SentencePiece model.
 
   Raises:
-    InputError: the file does not exist, it is not of the type that its name says, or `extra_ids` is
-      positive and the file is not a SentencePiece model.
+    InputError: the file does not exist, it is not of the type that its name says, `extra_ids` is
+      out of range, or it is positive and the file is not a SentencePiece model.
   """
   require_types(open_vocabulary, locals())
   if not 0 <= extra_ids <= _MAX_EXTRA_IDS:
@@ -68,8 +68,8 @@ def open_vocabulary_of_model(
     path: path of a file or Hugging Face folder; see `open_vocabulary`.
     num_rows: number of rows of the table, including padding (`padded_size`).
     extra_ids: number of sentinels to add. 'auto' adds the 100 sentinels of T5 to a SentencePiece
-      model without sentinels, if the number of rows is exactly right for them. For example, a table
-      of 32,128 rows holds 32,000 pieces and 100 sentinels.
+      model without sentinels, if the table has exactly the rows that it then needs, with or without
+      padding. For example, a table of 32,128 rows holds 32,000 pieces and 100 sentinels.
 
   Raises:
     InputError: the vocabulary cannot be opened; see `open_vocabulary`.
@@ -84,7 +84,9 @@ def open_vocabulary_of_model(
 
 
 def count_extra_ids(pieces: Sequence[str], num_rows: int) -> int:
-  """Return the number of sentinels to add to a SentencePiece model: 100, as for T5, or 0.
+  """Return the number of sentinels that 'auto' adds to a SentencePiece model, 100 or 0.
+
+  See `open_vocabulary_of_model`.
 
   Args:
     pieces: all pieces of the model.

@@ -38,7 +38,7 @@ class Vocabulary(abc.ABC):
   def decode(self, ids: Iterable[int]) -> str:
     """Return the text of the token ids before EOS.
 
-    Padding and ids outside of the vocabulary are skipped.
+    Ids outside of the vocabulary are skipped, and so is its padding token, if it has one.
     """
 
   @abc.abstractmethod
@@ -54,7 +54,7 @@ class Vocabulary(abc.ABC):
     """Return all pieces in the order of their ids, as stored in the file of the vocabulary."""
 
   def single_letter_share(self, text: str) -> float:
-    """Return the fraction of letters that are encoded as unknown or as pieces of one letter.
+    """Return the fraction of letters that are unknown or are single-letter pieces inside a word.
 
     The share is about a tenth for texts like those that the vocabulary was trained on, and 1 for a
     text in a different script. For a vocabulary of fewer than 1,000 pieces, return 0, because such

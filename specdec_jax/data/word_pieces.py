@@ -61,7 +61,8 @@ def train_word_pieces(texts: Iterable[str], path: str, size: int) -> None:
   """Train at most `size` word pieces on lines of text and write them to `path`, one per line.
 
   Raises:
-    InputError: the texts have more than `size` different characters.
+    InputError: the special tokens and the characters of the texts alone need more than `size`
+      pieces.
   """
   lines, special = list(texts), [_PAD, _END, _UNKNOWN]
 

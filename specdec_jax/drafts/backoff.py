@@ -83,7 +83,7 @@ def fit_backoff(
 def _successor_table(
   contexts: np.ndarray, tokens: np.ndarray, num_successors: int
 ) -> tuple[UInt32[Array, " contexts"], Int32[Array, "contexts successors"]]:
-  """Return the distinct contexts in ascending order, and the most frequent tokens after each."""
+  """Return the distinct hashes of contexts, ascending, and the most frequent tokens after each."""
   pairs, counts = np.unique(np.stack([contexts, tokens], axis=1), axis=0, return_counts=True)
   pairs = pairs[np.lexsort((pairs[:, 1], -counts, pairs[:, 0]))]
   known, first = np.unique(pairs[:, 0], return_index=True)

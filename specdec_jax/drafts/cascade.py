@@ -24,15 +24,15 @@ class CascadeDraft(Draft):
   """A draft of a chain by several drafts, each of which continues the tokens of the previous one.
 
   Parameters and states are tuples with one entry per draft, in order. The drafts do not receive the
-  outcome of verification. Instead, drafts that are models process the committed tokens at the start
-  of the next round.
+  outcome of verification. Instead, drafts with a cache process the committed tokens at the start of
+  the next round.
 
   Attributes:
     drafts: one or more drafts, whose trees are chains.
     vocab_size: size of the vocabulary, V.
 
   Raises:
-    InputError: there are no drafts, or a tree is not a chain.
+    InputError: there are no drafts, a tree is not a chain, or (in `init`) a draft may stop early.
   """
 
   drafts: tuple[Draft, ...]
@@ -70,7 +70,7 @@ class CascadeDraft(Draft):
   def _rereading_drafts(self) -> list[Draft]:
     """Return the drafts, each with a first forward pass over all tokens that may be new to it.
 
-    These are the tokens that a round commits, and the draft tokens of the earlier drafts.
+    These are the tokens that a round commits, and the draft tokens of the drafts before it.
     """
     depths = [draft.tree.depth for draft in self.drafts]
     num_before = [0, *itertools.accumulate(depths)]

@@ -28,8 +28,8 @@ from specdec_jax.errors import InputError, require_count
 class DynamicDraft(Draft):
   """A draft that proposes the most probable paths of a model as a dynamic tree.
 
-  Its parameters are those of the model. Its state is (cache of the model, nodes [B, N]). For each
-  draft token, `nodes` holds its node in the tree that the model has processed, or 0 if the model
+  Its parameters are those of the model. Its state is (cache of the model, nodes). For each draft
+  token, `nodes` [B, N] holds its node in the tree that the model has processed, or 0 if the model
   has not processed the token.
 
   Attributes:
@@ -133,8 +133,8 @@ def grow(
     carry: value that `extend_level` receives for level 1.
 
   Returns:
-    (proposal, positions [B, N], last carry). The positions give the order in which the draft tokens
-    were processed, from 1; they are 0 for draft tokens that were not processed.
+    (proposal, nodes, last carry). `nodes` [B, N] numbers the draft tokens in the order in which
+    they were processed, from 1; it is 0 for draft tokens that were not processed.
   """
   batch, k = len(root_logits), width
   rows = jnp.arange(batch)[:, None]

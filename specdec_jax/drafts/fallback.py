@@ -20,7 +20,10 @@ from specdec_jax.models.t5 import PAD_ID
 def prompt_lookup_or_ngrams(
   target: LoadedTarget, path: str, max_ngram: int = 3, order: int = 4
 ) -> DraftFactory:
-  """Return a draft that uses prompt lookup and falls back to n-grams with back-off."""
+  """Return a draft that uses prompt lookup and falls back to n-grams with back-off.
+
+  The arguments are those of `prompt_lookup` and `backoff_ngrams`.
+  """
   factories = prompt_lookup(target, max_ngram), backoff_ngrams(target, path, order)
 
   def build(sampling: Sampling, tree: AnyTree) -> FallbackDraft:
@@ -35,10 +38,12 @@ class FallbackDraft(Draft):
   """A draft that uses, in each row, the first of its drafts that proposes a token.
 
   A draft proposes nothing if its first token is PAD_ID. If all drafts propose nothing, the last one
-  is used. Parameters and states are tuples with one entry per draft, in order.
+  is used. Parameters and states are tuples with one entry per draft, in order. The drafts do not
+  receive the outcome of verification.
 
   Attributes:
-    drafts: two or more drafts with equal trees that select their tokens deterministically.
+    drafts: drafts with equal static trees, in order of preference. They select their tokens
+      deterministically.
 
   Raises:
     InputError: there are no drafts, their trees differ, or (in `propose`) one of them samples.

@@ -1,8 +1,8 @@
 """Several drafts whose trees share the last committed token as root (SpecInfer).
 
-A special case is iterative speculative sampling, with K chains of one draft, each sampled with its
-own key. Equal tokens of two drafts remain two nodes, each with the q of its own draft, and the
-nodes are verified in the order of the drafts. It would not be exact to merge the nodes, or to
+A special case is multi-draft speculative sampling, with several chains of one draft, each sampled
+with its own key. Equal tokens of two drafts remain two nodes, each with the q of its own draft, and
+the nodes are verified in the order of the drafts. It would not be exact to merge the nodes, or to
 verify them in random order (`tests/test_verifiers.py`).
 """
 
@@ -29,14 +29,14 @@ class ForestDraft(Draft):
 
   Parameters and states are tuples with one entry per draft, in order. The drafts do not receive the
   outcome of verification, because accepted tokens may come from a different draft. Instead, drafts
-  that are models process the committed tokens at the start of the next round.
+  with a cache process the committed tokens at the start of the next round.
 
   Attributes:
-    drafts: two or more drafts; the tokens of the first one are verified first.
+    drafts: one or more drafts; among siblings, the tokens of earlier drafts are verified first.
     vocab_size: size of the vocabulary, V.
 
   Raises:
-    InputError: there are no drafts.
+    InputError: there are no drafts, a tree is dynamic, or (in `init`) a draft may stop early.
   """
 
   drafts: tuple[Draft, ...]

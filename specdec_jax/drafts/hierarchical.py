@@ -36,7 +36,7 @@ class HierarchicalDraft(Draft):
     reread: see `ModelDraft`.
 
   Raises:
-    InputError: one of the trees is not a chain.
+    InputError: one of the trees is not a chain, or (in `init`) `inner` may stop early.
   """
 
   model: Model
@@ -104,7 +104,7 @@ class HierarchicalDraft(Draft):
 
   @property
   def _recording_inner(self) -> "_LogitsRecorder":
-    """Return the inner draft, wrapped so that it records logits and first processes more tokens.
+    """Return the inner draft, wrapped so that it records logits, with a longer first forward pass.
 
     The first forward pass covers every token that the inner draft may not have processed: the
     tokens that M_q may not have processed, the first token from M_q, and the last token that the

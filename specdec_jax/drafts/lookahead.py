@@ -29,7 +29,7 @@ from specdec_jax.models.t5 import PAD_ID
 def lookahead(target: LoadedTarget, window: int = 5, num_guesses: int = 5) -> DraftFactory:
   """Return lookahead decoding as a draft; see `LookaheadDraft`.
 
-  The draft is built for a chain. The depth of the chain is the number of draft tokens per n-gram.
+  The tree of the factory must be a chain; its gamma is the number of draft tokens per n-gram.
   """
 
   def build(sampling: Sampling, tree: AnyTree) -> LookaheadDraft:
@@ -135,7 +135,7 @@ class LookaheadDraft(Draft):
 def _with_ngrams(
   pool: Int[Array, "V guesses gamma"], ngrams: Int[Array, "width gamma_plus_1"]
 ) -> Int[Array, "V guesses gamma"]:
-  """Return the pool of one row after adding n-grams, each as the first of its start token."""
+  """Return the pool of one row with n-grams added, each as the first entry of its start token."""
 
   def add(pool, ngram):
     token, continuation = ngram[0], ngram[1:]

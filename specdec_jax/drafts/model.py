@@ -1,4 +1,4 @@
-"""A smaller model as a draft: it proposes a chain or a static tree, with one pass per level."""
+"""A smaller model as a draft, which proposes a chain or a static tree level by level."""
 
 import dataclasses
 from typing import Any
@@ -18,21 +18,21 @@ from specdec_jax.errors import require_count
 
 @dataclasses.dataclass(frozen=True)
 class ModelDraft(Draft):
-  """A draft that samples tokens from a model with the sampling method of the target.
+  """A draft that samples tokens from a model.
 
   Its parameters are those of the model. After a round the cache of the model may lack the last
-  accepted token, because the deepest nodes of a tree are never processed.
+  accepted token, because the model does not process the last level of a tree.
 
   Attributes:
     model: the approximation model, M_q.
-    sampling: sampling method, which turns the model's logits into q.
-    tree: tree of the proposals; drafting takes `depth` forward passes.
-    independent: whether siblings are sampled independently, with duplicates (SpecInfer, SpecTr),
+    sampling: sampling method, which turns the model's logits into q; usually the target's.
+    tree: tree of the proposals; drafting takes one forward pass per level.
+    independent: whether siblings are sampled independently, with replacement (SpecInfer, SpecTr),
       instead of without replacement.
     reread: number of tokens in the first forward pass of a round, which ends with the last
       committed token. 2 suffices unless rounds commit tokens of other drafts (`drafts.forest`).
     processors: logits processors, which apply to the model's logits.
-    coupled: whether samples share the noise of the target's (`verifiers.gumbel`).
+    coupled: whether samples share the noise of the target's samples (`verifiers.gumbel`).
 
   Raises:
     InputError: the tree has no draft tokens.
@@ -84,8 +84,8 @@ class ModelDraft(Draft):
     Args:
       params: parameters of the model.
       cache: cache of the model.
-      hidden: hidden state of the target at the start of the round that processes each token, or a
-        single state for all tokens.
+      hidden: hidden state of the target at the start of the round that processes each token (M is
+        the number of tokens), or a single state for all tokens (M is 1).
       offsets: number of tokens from the start of the round to each token.
       slot: slot of the first token that will be processed.
     """
@@ -107,7 +107,7 @@ class ModelDraft(Draft):
   ) -> tuple[Proposal, Any]:
     """Propose tokens, given logits at the last committed token.
 
-    The cache holds that token in the first slot past its length.
+    The cache holds that token in slot `cache.length`.
     """
     propose = self._propose_chain if self.tree.is_chain else self._propose_tree
     return propose(params, cache, context, logits, rng)
@@ -115,9 +115,9 @@ class ModelDraft(Draft):
   def sample_next(
     self, rng: Key[Array, " B"], context: Context, logits: Float[Array, "B V"]
   ) -> tuple[Int[Array, " B"], Float[Array, "B V"], Int[Array, "B T"]]:
-    """Return the token after the text of a context, its q, and the text with it.
+    """Sample the token after the text of a context; return it, its q, and the extended text.
 
-    Only logits processors need the text; without them it does not change.
+    Only logits processors need that text. Without them, the text is returned without the token.
     """
     if self.processors:
       logits = process(self.processors, logits[:, None], text_prefixes(context))[:, 0]
@@ -195,13 +195,13 @@ def extend_last_tokens(
   """Run a draft model over the last committed tokens.
 
   After a round whose draft tokens were all accepted, the cache lacks the last of them. Therefore
-  the pass always covers `count` tokens, and writes the slots of all but the last one again. In a
-  row with fewer tokens, the pass also covers the unused slots after them, whose results are not
-  returned.
+  the pass always covers `count` tokens, although the cache may already hold all but the last. In a
+  row with fewer than `count` tokens, the pass also covers unused slots after them, whose results
+  are not returned.
 
   Returns:
-    (logits at the last committed token, hidden states at that token, cache). The cache has the
-    length of the tokens before that token.
+    (logits at the last committed token, hidden states at that token, cache). The length of the
+    cache is the number of tokens before that token.
   """
   length = context.length
   start = jnp.maximum(length - count, 0)

@@ -38,13 +38,14 @@ class PromptLookupDraft(Draft):
   extended.
 
   In a tree, each child of the last committed token starts the continuation of a different match,
-  best match first, and the children are distinct tokens. Below them, only first children are
-  proposed, as in `branching(2, 1, 1)`.
+  best match first, and the children are distinct tokens. Below them, tokens are proposed only for
+  first children, so `branching(2, 1, 1)` is a suitable tree.
 
-  All tokens are selected deterministically. A draft token is PAD_ID where there is no match, where
-  the prompt has ended, or where the copied token is not in the target's vocabulary. There are no
-  parameters. For a decoder-only model the prompt is also part of the text. The only effect is that
-  the EOS of the prompt may be proposed if the last tokens of the prompt occur again.
+  All tokens are selected deterministically. A draft token is PAD_ID if it is not proposed: where
+  there is no match, where the prompt has ended, or where the copied token is not in the target's
+  vocabulary. There are no parameters. For a decoder-only model, the text includes the prompt, which
+  is thus searched twice. The only effect is that the EOS of the prompt may be proposed if the last
+  tokens of the prompt occur again.
 
   Attributes:
     vocab_size: size of the vocabulary, V.
@@ -111,10 +112,10 @@ class PromptLookupDraft(Draft):
 
 
 def _branch_of_guess(tree: Tree) -> np.ndarray:
-  """Return the branch of each draft token; -1 for tokens that are not on a path of first children.
+  """Return the branch of each draft token; -1 if it is on no branch.
 
-  A branch starts at a child of the last committed token, and has the number of that child among its
-  siblings.
+  A branch consists of a child of the last committed token and the path of first children below it.
+  Its number is the rank of that child among its siblings.
   """
   branches: list[int] = []
   for parent, rank in zip(tree.parents, tree.ranks.tolist()):

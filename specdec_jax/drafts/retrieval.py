@@ -1,10 +1,10 @@
 """Retrieval from a datastore of the task's texts (REST; He et al., 2024).
 
-The datastore is a suffix array: all places in the texts, sorted by the tokens that start there.
-Occurrences of the same tokens are therefore adjacent, and among them so are occurrences with the
-same continuation. The longest suffix of the committed tokens that occurs in the datastore is found
-by bisection, inside the compiled loop. Its continuations form a trie, whose nodes are weighted by
-their frequency.
+The datastore is a suffix array: all places (token positions) in the texts, sorted by the tokens
+that start there. Occurrences of the same tokens are therefore adjacent, and among them so are
+occurrences with the same continuation. The longest suffix of the committed tokens that occurs in
+the datastore is found by bisection, inside the compiled loop. Its continuations form a trie, whose
+nodes are weighted by their frequency.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Datastore(NamedTuple):
   """Suffix array of texts, each with its start token.
 
   Attributes:
-    tokens: tokens of all texts, followed by REACH entries of -1.
+    tokens: the M tokens of all texts, followed by REACH entries of -1.
     places: all places in the texts, sorted by the REACH tokens that start at each place.
   """
 
@@ -52,7 +52,7 @@ def retrieval(
 ) -> DraftFactory:
   """Return a draft that retrieves from a text file, which has one output of the task per line.
 
-  The datastore is cached in JAX's compilation cache, if that is enabled.
+  The datastore is cached in the directory of JAX's compilation cache, if that cache is enabled.
 
   Args:
     target: the target.
@@ -69,7 +69,10 @@ def retrieval(
 
 
 def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
-  """Return the datastore of a text file; read it from the cache, or build and cache it."""
+  """Return the datastore of a text file: read it from the cache, if it is there, or build it.
+
+  A new datastore is written to the cache, if JAX's compilation cache is enabled.
+  """
   lines = read_lines(path)
   cache = getattr(jax.config, "jax_compilation_cache_dir", None)
   contents = "\n".join([str(REACH), vocabulary.fingerprint(), *lines])
@@ -96,7 +99,7 @@ def build_datastore(rows: Iterable[Sequence[int]], start_id: int = PAD_ID) -> Da
     start_id: token before each text.
 
   Raises:
-    InputError: there are no tokens.
+    InputError: there are no texts.
   """
   text = np.concatenate([[], *([start_id, *row] for row in rows)]).astype(np.int32)
   if not len(text):
@@ -111,8 +114,8 @@ class _Trie(NamedTuple):
 
   Attributes:
     tokens: tokens of each continuation.
-    leader: for each token, the first continuation that is equal up to that token. It represents the
-      node of the trie that the token belongs to.
+    leader: for each token, the first continuation that is equal up to and including that token. It
+      represents the node of the trie that the token belongs to.
     counts: number of continuations that pass through a node, at its leader; 0 elsewhere.
   """
 
@@ -208,7 +211,8 @@ def _interval(
 
   Args:
     store: the datastore.
-    suffixes: suffixes of the committed tokens, one per row.
+    suffixes: suffixes of the committed tokens. Row n - 1 holds the last n tokens, and then
+      arbitrary tokens.
     is_token: whether each entry of a row belongs to the suffix.
   """
   passes_equal = jnp.array([False, True])  # the upper bound is past the places that are equal

@@ -1,7 +1,7 @@
 """A draft that ends its proposal where a wrapped draft has no token, so rounds differ in length.
 
-A lookup may thus be followed to its end (aggressive decoding), and a round without a match costs
-only one autoregressive step.
+So gamma can be large enough to copy a match to its end (aggressive decoding), and a round in which
+no row has a match costs only one autoregressive step.
 """
 
 import dataclasses

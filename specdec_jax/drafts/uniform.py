@@ -1,4 +1,4 @@
-"""Uniformly random draft tokens: the worst possible draft (Section 3.6)."""
+"""Uniformly random draft tokens: the simplest possible draft (Section 3.6)."""
 
 import dataclasses
 from typing import Any

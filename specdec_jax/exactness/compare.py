@@ -1,4 +1,4 @@
-"""Comparison of speculative outputs with the target's: argmax tokens, and samples."""
+"""Comparison of speculative outputs with the target's argmax outputs or exact distribution."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -46,11 +46,11 @@ def compare_argmax(
     block: number of tokens of a verification pass: gamma + 1, or the number of nodes of a tree.
     batch_size: number of texts decoded together.
     max_new_tokens: maximum number of tokens of each output.
-    rounding: differences between the target's logits that rounding explains.
-    processors: logits processors of both functions.
+    rounding: logit differences that are attributed to rounding.
+    processors: logits processors that both functions apply.
 
   Returns:
-    A pair (number of the text, from 1; first difference) for each text whose outputs differ.
+    For each text whose outputs differ, the number of the text, from 1, and the first difference.
   """
   divergences = []
   for rows, prompt, count in batches(pair, texts, batch_size):
@@ -74,16 +74,17 @@ def cells_of(
   num_tokens: int,
   processors: Processors = (),
 ) -> list[Cells]:
-  """Divide the possible outputs of each text into cells with exact probabilities.
+  """Return the exact probabilities of cells, which divide the possible outputs of each text.
 
-  A cell is a set of outputs that begin with the same tokens (`prefix_chi2.cut_into_cells`).
+  A cell has a prefix. It contains the outputs that begin with this prefix but not with the longer
+  prefix of another cell (`prefix_chi2.cut_into_cells`).
 
   Args:
     pair: target and draft; the target computes the probabilities.
     texts: sources.
     sampling: sampling method.
     samples_per_text: number of outputs that will be sampled for each text.
-    num_tokens: limit of an output; the cells take all of its tokens into account.
+    num_tokens: maximum number of tokens of an output, and of the prefix of a cell.
     processors: logits processors of the target.
   """
   eos_id = pair.vocabulary.eos_id
@@ -112,12 +113,13 @@ def compare_samples(
   Args:
     pair: target and draft; the target computes the exact probabilities.
     texts: sources.
-    decode: function that decodes.
+    decode: function whose outputs are compared.
     settings: settings of decoding; `max_new_tokens` is the number of tokens that are compared.
     samples_per_text: number of outputs sampled for each text.
-    cells: result of `cells_of` with these arguments, to compute it once for several comparisons;
-      None to compute it here.
-    processors: logits processors of the function and of the target.
+    cells: result of `cells_of` for the same arguments, which several comparisons can share; None
+      to compute it here.
+    processors: logits processors that `decode` applies. They also apply to the exact
+      probabilities.
   """
   total, eos_id = Comparison(), pair.vocabulary.eos_id
   sampling, batch_size = settings.sampling, settings.batch_size
@@ -149,7 +151,7 @@ def _exact_probs(
   limit: int,
   processors: Processors,
 ) -> np.ndarray:
-  """Return the target's distribution [N, T, V] of each token of N texts of length T."""
+  """Return the target's distributions [texts, T, V] of all tokens of texts with T tokens each."""
   rows = -(-len(texts) // 32) * 32  # few shapes, so few programs
   tokens = np.full((rows, len(texts[0])), pair.vocabulary.eos_id, np.int32)
   tokens[: len(texts)] = texts

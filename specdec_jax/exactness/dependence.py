@@ -1,9 +1,9 @@
-"""Tests of joint distributions: whether the tokens of an output are sampled independently.
+"""Tests of joint distributions: whether tokens are sampled with independent random numbers.
 
-Given all earlier tokens, a score of `martingale` has mean 0. Its product with the score of an
-earlier token therefore has mean 0, too, and its variance is known once the earlier token is known.
-Sums of such products are martingales as well. They drift if random numbers are used twice, even if
-each token alone has the correct distribution.
+Given all earlier tokens, each score of `martingale` has mean 0. The product of a score and the
+score of an earlier token therefore has mean 0, too, and a bound on its variance is known. Sums of
+such products are martingales as well. If random numbers are used twice, these sums drift away from
+0, even if each token alone has the correct distribution.
 """
 
 import operator
@@ -20,7 +20,9 @@ Correlations = dict[str, Drift]  # keys are the names of the compared tokens
 
 
 class Grid(NamedTuple):
-  """Scores of tokens in arrays [rows, slots, columns]; they are 0 where nothing was sampled.
+  """Scores of one kind, in arrays [rows, slots, columns]; they are 0 where nothing was sampled.
+
+  A column is a position in a round. Kinds of scores for all positions have a single column.
 
   Attributes:
     score: scores with mean 0, given all earlier tokens.
@@ -34,7 +36,7 @@ class Grid(NamedTuple):
 
 
 def within_rounds(scored: RoundScores) -> Correlations:
-  """Correlate the scores of tokens with the scores of earlier tokens of the same round."""
+  """Correlate scores of tokens and of acceptance with earlier scores of the same round."""
   drafted, sampled = scored.where(_is_guess(scored)), scored.where(scored.next.spread > 0)
   # `first_child` has the first child at each slot, and `opening` the first guess of each round.
   first_child = drafted.where(drafted.sibling == 0)
@@ -71,7 +73,8 @@ def between_rounds(scored: RoundScores, lags: range = LAGS) -> Correlations:
 
   Four kinds of scores are correlated: those of guesses at the same position of both rounds, of the
   acceptance of these guesses, of the next tokens of both rounds, and of any two guesses at that
-  distance. `lags` are the distances, in tokens.
+  distance that are first children. In neighboring outputs (consecutive rows), the distance is 0.
+  `lags` are the distances, in tokens.
   """
   correlations: Correlations = {}
   grids = dict(_grids(scored))
@@ -87,7 +90,7 @@ def between_rounds(scored: RoundScores, lags: range = LAGS) -> Correlations:
 
 
 def _grids(scored: RoundScores) -> Iterator[tuple[str, Grid]]:
-  """Yield the name and the grid of each kind of scores to correlate."""
+  """Yield the name and the grid of each kind of scores that `between_rounds` correlates."""
   drafted, sampled = scored.where(_is_guess(scored)), scored.where(scored.next.spread > 0)
   shape = int(scored.row.max() - scored.row.min()) + 1, int(scored.slot.max()) + 1
 
@@ -139,10 +142,9 @@ def _acceptance(scored: RoundScores) -> tuple[np.ndarray, np.ndarray, float]:
 
 
 def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarray) -> np.ndarray:
-  """Look up the values of scored guesses by row and slot.
+  """Return the value of the last guess at each given row and slot, or 0 if there is no guess.
 
-  Returns:
-    For each row and slot, the value of the last guess there, or 0 if there is no guess.
+  `values` has one value for each guess in `scored`.
   """
   if not len(scored.row):
     return np.zeros(len(row))
@@ -153,17 +155,17 @@ def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarr
 
 
 def _before(scored: RoundScores, values: np.ndarray, later: RoundScores) -> np.ndarray:
-  """Return the value at the slot before each token of `later`; it is 0 at the start of a round."""
+  """Return the value of the guess before each token of `later`; 0 at the start of a round."""
   return _at(scored, values, later.row, later.slot - 1) * (later.slot > later.start)
 
 
 def _product(
   score: np.ndarray, variance: np.ndarray, largest: float, earlier: np.ndarray, bound: float
 ) -> Drift:
-  """Sum the products of scores with the scores of earlier tokens, as a `Drift`.
+  """Return the drift of products of scores, each with the score of an earlier token.
 
   Args:
-    score: scores.
+    score: score of the later token of each product.
     variance: variances of `score`.
     largest: bound on the absolute value of `score`.
     earlier: score of the earlier token of each product.

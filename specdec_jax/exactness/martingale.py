@@ -1,15 +1,15 @@
 """Tests of single tokens: guesses, their acceptance, and the tokens that the target samples.
 
-Output is exact if three conditions hold at each verified guess:
+Output is exact if three conditions hold in every round:
 
-- The guess is sampled from the q that its draft reports.
-- The guess is accepted with the probability that token verification prescribes.
-- The token that replaces a rejected guess, or follows the last guess, is sampled from the residual
-  distribution.
+- Each guess is sampled from the q that its draft reports.
+- Each verified guess is accepted with the probability that token verification prescribes.
+- The token that replaces rejected guesses is sampled from the residual distribution, and a bonus
+  token is sampled from the target's distribution.
 
-Each condition gives scores with mean 0 and known variance, given all earlier tokens. Sums of such
-scores are martingales. Freedman's inequality bounds how far such a sum drifts, for any number of
-tokens. The joint distribution of several tokens is tested by `dependence`.
+Each condition gives scores that have mean 0 and a known bound on their variance, given all earlier
+tokens. Sums of such scores are martingales. Freedman's inequality bounds how far such a sum drifts,
+for any number of tokens. The joint distribution of several tokens is tested by `dependence`.
 """
 
 import functools
@@ -29,17 +29,18 @@ MIN_PROB = 1e-4  # lower bound on probabilities in scores of log-probability
 
 
 class Scores(NamedTuple):
-  """Three scores of each sampled token, in arrays [N]; they are 0 where no token was sampled.
+  """Three scores of each sampled token, in arrays of one shape; 0 where no token was sampled.
 
   The scores are computed as jax arrays and then converted to numpy.
 
   Attributes:
-    rank: probability mass of the more probable tokens, plus half of the token's own probability,
-      minus 1/2.
+    rank: probability mass of the more probable tokens, plus half of the mass of the equally
+      probable ones (including the token itself), minus 1/2.
     place: probability mass of the tokens that are earlier in the vocabulary, plus half of the
       token's own probability, minus 1/2. If tokens are sampled by inverse transform in vocabulary
       order, this score follows the uniform random number, so it detects shared uniforms.
-    spread: variance of `rank` and of `place`.
+    spread: variance of `place`, which is also the variance of `rank` unless several tokens have
+      equal probabilities; the variance of `rank` is then smaller.
     log: log-probability of the token, clipped below at log MIN_PROB, minus its mean. It is the
       derivative of the log-likelihood with respect to the inverse temperature, so it is the most
       powerful score against a small error of the temperature.
@@ -54,7 +55,7 @@ class Scores(NamedTuple):
 
 
 class RoundScores(NamedTuple):
-  """Scores of verified guesses and of bonus tokens, which have no guess, in arrays [N].
+  """Scores of verified guesses, and of bonus tokens, which have no guess; in arrays of one shape.
 
   Attributes:
     row: number of the output, from 0.
@@ -64,9 +65,10 @@ class RoundScores(NamedTuple):
     position: position of the guess in its round, from 0 (`round_scores.positions`); -1 for a bonus
       token.
     accepted: whether the guess was accepted.
-    probability: probability that the guess is accepted.
+    probability: probability that the guess is accepted, given that its earlier siblings were not.
     guess: scores of the guess under the q that its draft reports.
-    next: scores of the token that the target sampled in place of the guess, or as a bonus token.
+    next: scores of the token that the target sampled in place of the guess, or as a bonus token;
+      0 if the guess was accepted or has a later sibling.
   """
 
   row: Any
@@ -80,7 +82,7 @@ class RoundScores(NamedTuple):
   next: Scores
 
   def where(self, mask: np.ndarray) -> "RoundScores":
-    """Return the scores that `mask` [N] selects."""
+    """Return the scores at which `mask` is True."""
     return jax.tree.map(lambda x: x[mask], self)
 
   def at(self, *positions: int) -> "RoundScores":
@@ -109,12 +111,12 @@ class Drift(NamedTuple):
 
   @property
   def z(self) -> float:
-    """Sum of the scores, divided by its standard deviation."""
+    """Sum of the scores, divided by its standard deviation; 0 if the variance is 0."""
     return self.sum / math.sqrt(self.variance) if self.variance else 0.0
 
   @property
   def p_value(self) -> float:
-    """Bound on the probability that exact decoding gives such a sum or more (Freedman, 1975)."""
+    """Bound on the probability of a sum this far from 0 if decoding is exact (Freedman, 1975)."""
     if not self.sum:
       return 1.0
     bound = self.variance + self.largest * abs(self.sum) / 3
@@ -128,21 +130,21 @@ class Drift(NamedTuple):
 
 
 def joined(parts: Sequence[RoundScores]) -> RoundScores:
-  """Concatenate the scores of several settings."""
+  """Concatenate several sets of scores."""
   return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
 def total(drifts: Iterable[Drift]) -> Drift:
-  """Pool several drifts: return the drift of the scores of all of them."""
+  """Return the drift of the union of several disjoint sets of scores, given the drift of each."""
   return functools.reduce(Drift.plus, drifts)
 
 
 def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Drift:
-  """Sum acceptance minus acceptance probability over all guesses, with weights, as a `Drift`.
+  """Return the drift of `accepted - probability` over all guesses, with a weight for each guess.
 
   Let `a` be the acceptance probability of a guess. A bias that multiplies `a` by a constant shifts
-  the term of the guess in proportion to `a`, and the variance of the term is a (1 - a). The most
-  powerful weight is therefore 1 / (1 - a). It is limited to `max_weight`.
+  the mean of the difference in proportion to `a`, and the variance of the difference is a (1 - a).
+  The most powerful weight is therefore 1 / (1 - a). It is limited to `max_weight`.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
   scores = weight * (scored.accepted - a)
@@ -150,17 +152,17 @@ def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Dri
 
 
 def rank_drift(scores: Scores) -> Drift:
-  """Sum the rank scores of sampled tokens, as a `Drift`."""
+  """Return the drift of the rank scores of sampled tokens."""
   return Drift(float(scores.rank.sum()), float(scores.spread.sum()), 0.5)
 
 
 def place_drift(scores: Scores) -> Drift:
-  """Sum the place scores of sampled tokens, as a `Drift`."""
+  """Return the drift of the place scores of sampled tokens."""
   return Drift(float(scores.place.sum()), float(scores.spread.sum()), 0.5)
 
 
 def log_drift(scores: Scores) -> Drift:
-  """Sum the log-probability scores of sampled tokens, as a `Drift`."""
+  """Return the drift of the log-probability scores of sampled tokens."""
   return Drift(float(scores.log.sum()), float(scores.log_variance.sum()), -math.log(MIN_PROB))
 
 
@@ -174,13 +176,13 @@ TOKEN_DRIFTS: dict[str, Callable[[Scores], Drift]] = {
 def drifts(scored: RoundScores, count: int) -> dict[str, list[Drift]]:
   """Return the drifts of one setting by name.
 
-  Acceptance, ranks of guesses and ranks of next tokens have one drift per position. Next tokens
-  have one more drift, for the bonus token. Each of the other lists has a single drift, which covers
-  all positions.
+  Acceptance, ranks of guesses and ranks of next tokens have one drift per position. Ranks of next
+  tokens have one more drift, for bonus tokens. Each of the other lists has a single drift, which
+  covers all positions.
 
   Args:
     scored: scores of the setting.
-    count: number of positions in a round; for a chain, it is gamma.
+    count: number of positions in a round (`round_scores.positions`); for a chain, it is gamma.
   """
   at = [scored.at(i) for i in range(count)]
   return {
@@ -198,8 +200,9 @@ def detectable_bias(
 ) -> float:
   """Return the smallest bias b of acceptance that the test detects with probability `power`.
 
-  A guess with probabilities p and q is then accepted with probability min(1, (1 + b) p / q). The
-  result is infinite if the test detects no bias.
+  The test is that of `acceptance_drift` at significance level `level`. With bias b, a guess with
+  probabilities p and q is accepted with probability min(1, (1 + b) p / q). The result is infinite
+  if the test detects no bias.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
   critical, deviations = (
@@ -218,9 +221,11 @@ def detectable_bias(
 def detectable_temperature(scores: Scores, level: float, power: float = 0.9) -> float:
   """Return the smallest relative error b of the temperature that the test detects.
 
-  A temperature of 1 - b times the correct one is detected with probability `power`. It multiplies
-  log-probabilities by 1 / (1 - b). To first order in b, this moves the mean of each score by
-  b / (1 - b) times the variance of the score, and by more if the score is clipped at log MIN_PROB.
+  The test is that of `log_drift` at significance level `level`. It detects a temperature of 1 - b
+  times the correct one with probability `power`. Such a temperature multiplies log-probabilities by
+  1 / (1 - b). To first order in b, this moves the mean of each score by b / (1 - b) times the
+  variance of the score, and by more if the score is clipped at log MIN_PROB. The result is infinite
+  if all scores have variance 0.
   """
   drift, deviations = log_drift(scores), stats.norm.isf(1 - power)
   if not drift.variance:

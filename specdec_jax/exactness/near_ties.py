@@ -20,11 +20,11 @@ SHARES = {"float32": 1e-3, "bfloat16": 0.03}  # fractions of the range of a toke
 
 
 class Rounding(NamedTuple):
-  """Differences between logits of a verification pass and of passes over a single token.
+  """Rounding differences between logits of a verification pass and of single-token passes.
 
   Attributes:
     share: bound on the differences, as a fraction of the range of a token's logits.
-    measured: largest difference that was measured with this shape of the verification pass.
+    measured: largest difference that `node_moves` measured for the same chain or tree.
   """
 
   share: float
@@ -42,8 +42,9 @@ class Divergence(NamedTuple):
     gap: the target's logit of `autoregressive` minus its logit of `speculative`, computed in
       forward passes over single tokens.
     rounding: logit difference that is attributed to rounding. It is the largest difference between
-      forward passes over single tokens and over several tokens, either in this row or as given by
-      `Rounding.measured`, but at most the fraction `Rounding.share` of the range of the logits.
+      forward passes over single tokens and over several tokens in this row up to `position`, or
+      `Rounding.measured` if that is larger, but at most the fraction `Rounding.share` of the range
+      of the logits at `position`.
   """
 
   row: int
@@ -55,7 +56,7 @@ class Divergence(NamedTuple):
 
   @property
   def is_tie(self) -> bool:
-    """Return True if a change of both logits by `rounding` can swap their order."""
+    """True if a change of both logits by `rounding` can swap their order."""
     return self.gap <= 2 * self.rounding
 
 
@@ -76,9 +77,10 @@ def node_moves(
 ) -> tuple[float, float]:
   """Measure how much logits differ between a verification pass and passes over single tokens.
 
-  Passes over single tokens process a prefix of each row's text. Then the next tokens of the text
-  are placed on a path of the tree, and different tokens on its other nodes. One pass processes all
-  nodes. As the reference, passes over single tokens process each path from the root to a leaf.
+  First, passes over single tokens process a prefix of each row's text. The next tokens of the text
+  are then placed on one path of the tree, and different tokens on the other nodes (`paths.Plans`).
+  One pass processes all nodes. As the reference, passes over single tokens process each path from
+  the root to a leaf.
 
   Args:
     pair: target and draft; only the target is used.
@@ -112,8 +114,8 @@ class _Block(NamedTuple):
   Attributes:
     start: [B], number of tokens of the text before the block.
     following: [B, D], next tokens of the text, from `start` on.
-    plan: [B], plan (`paths.Plans`) of each row.
-    paths: [B, L, D], nodes from the root to each leaf.
+    plan: [B], index of the plan (`paths.Plans`) of each row.
+    paths: [B, leaves, D], nodes below the root on the path to each leaf.
   """
 
   start: Any
@@ -128,8 +130,8 @@ def _node_moves(
 ) -> tuple[Array, Array]:
   """Return the largest difference of a logit at each node of each path, and the logits' range.
 
-  Both arrays have shape [L, B, D + 1], for L paths of depth D. The first node of each path is the
-  root. Differences past its leaf are 0.
+  Both arrays have shape [leaves, B, D + 1]. The first node of each path is the root. A path may be
+  shorter than D + 1 nodes; the differences past its leaf are 0.
   """
   start, following, plan, paths = block_tokens
   first, length = target.prompt_tokens(prompt)
@@ -186,11 +188,11 @@ def first_divergences(
     target: model that generated both outputs.
     params: parameters of the target.
     prompt: source tokens [B, P].
-    autoregressive: output of autoregressive decoding [B, T].
-    speculative: output of speculative decoding [B, T].
+    autoregressive: [B, T], output of autoregressive decoding.
+    speculative: [B, T], output of speculative decoding.
     block: number of tokens of a verification pass: gamma + 1, or the number of nodes of a tree.
-    rounding: differences between the target's logits that rounding explains.
-    processors: logits processors, which apply to the logits of both passes.
+    rounding: logit differences that are attributed to rounding.
+    processors: logits processors, which apply before logits are compared.
   """
   rows = np.flatnonzero((autoregressive != speculative).any(axis=1))
   if not len(rows):

@@ -23,7 +23,9 @@ from specdec_jax.pairs import LoadedPair
 
 
 class Plans(NamedTuple):
-  """Ways to place a text on a path of a tree with N guesses and depth D.
+  """Plans for placing a text on one path of a tree with N guesses and depth D.
+
+  A plan consists of a shape of the tree and the leaf at which the path ends.
 
   Attributes:
     parents: [plans, N], parent of each guess.
@@ -31,7 +33,7 @@ class Plans(NamedTuple):
     offsets: [plans, N], number that is added to the text's token at the depth of each guess; 0 for
       guesses on the path.
     paths: [plans, leaves, D], nodes below the root on the path to each leaf. The path with the text
-      is first. Entries are 0 past a leaf, and all 0 if a shape has fewer leaves.
+      is first. Entries past a leaf are 0, and so are the paths of leaves that a shape lacks.
     lengths: [plans], number of guesses on the path with the text.
   """
 
@@ -42,12 +44,12 @@ class Plans(NamedTuple):
   lengths: np.ndarray
 
   def tokens(self, plan: Array, text: Array, vocab_size: int) -> Array:
-    """Return the guesses [B, N], given the plan [B] and the next tokens [B, D] of each row."""
+    """Return the guesses [B, N], given the plan number [B] and next tokens [B, D] of each row."""
     text_tokens = gather(text, jnp.asarray(self.depths - 1)[plan])
     return (text_tokens + jnp.asarray(self.offsets)[plan]) % vocab_size
 
   def shape(self, plan: Array, tree: AnyTree) -> AnyTree:
-    """Return the tree, where the plan [B] of each row sets its shape if the tree is dynamic."""
+    """Return the tree; a dynamic tree gets the shape of the plan [B] of each row."""
     if isinstance(tree, Tree):
       return tree
     return dataclasses.replace(tree, parents=jnp.asarray(self.parents)[plan])
@@ -82,7 +84,7 @@ def leaves_of(tree: Tree) -> list[int]:
 
 
 def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
-  """Return several random shapes of a dynamic tree, each with a path of full depth."""
+  """Return `count` random shapes of a dynamic tree, each with a path of full depth."""
   shapes = []
   for seed in range(count):
     rng = np.random.default_rng(seed)
@@ -137,13 +139,14 @@ def rounds_of_self_draft(
 ) -> tuple[int, int]:
   """Count the rounds of argmax decoding with the target as its own draft.
 
-  Every round must accept the whole path of first children; in a chain, these are gamma tokens.
+  Every round must accept the whole path of first children; for a chain, this path has gamma tokens.
   Faults such as a lost bonus token, or a draft that is one token behind, cost speed without
   changing the output. Here they show as additional rounds. With `by_paths`, the target's tokens are
-  on the path to each leaf in turn (`PathDraft`), so that later siblings are accepted, too.
+  instead on the path to each leaf in turn (`PathDraft`), so that later siblings are accepted, too.
+  A dynamic tree requires `by_paths`.
 
   Returns:
-    The number of rounds, and the smallest possible number of rounds.
+    The number of rounds, and the smallest possible number of rounds, summed over all texts.
   """
   draft = functools.partial(PathDraft if by_paths else ModelDraft, pair.target)
   self_pair = pair._replace(draft=draft, draft_params=pair.target_params)
@@ -177,7 +180,8 @@ def batches(
   that each program is compiled once.
 
   Yields:
-    Numbers of the texts [B], their prompts [B, P], and the number of rows that hold new texts.
+    The numbers of the rows [B], counted from 0 over all batches; their prompts [B, P]; and the
+    number of rows that hold new texts.
   """
   prompts = pair.prompt(texts)
   for first in range(0, len(texts), batch_size):

@@ -1,7 +1,8 @@
 """Test of the joint distribution of the first tokens of an output (Pearson's chi-square).
 
-The possible first tokens form a tree of prefixes. The tree is divided into cells with sufficient
-expected counts. The counts of many samples are compared with the exact probabilities of the cells.
+The possible first tokens form a tree of prefixes. The tree is divided into cells, and cells with
+small expected counts are merged. The counts of many samples are compared with the exact
+probabilities of the cells.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ class Comparison:
   Attributes:
     statistic: Pearson's chi-square.
     degrees: degrees of freedom.
-    num_samples: number of sampled texts.
-    num_cells: number of cells.
-    num_impossible: number of sampled texts with probability 0; a single one is a fault.
+    num_samples: number of sampled outputs.
+    num_cells: number of cells, after small ones are merged.
+    num_impossible: number of sampled outputs with probability 0; a single one is a fault.
   """
 
   statistic: float = 0.0
@@ -40,15 +41,16 @@ class Comparison:
 
   @property
   def p_value(self) -> float:
-    """Probability that samples of the exact distribution deviate from it at least this much."""
+    """Probability of at least this deviation in exact samples; 0 if an output was impossible."""
     return 0.0 if self.num_impossible else float(stats.chi2.sf(self.statistic, self.degrees))
 
   def detectable(self, level: float, power: float = 0.9) -> float:
-    """Return the total variation distance that the test detects with probability `power`.
+    """Return the total variation distance that a test at `level` detects with probability `power`.
 
-    It is the distance between the actual probabilities p' of the cells and their exact
-    probabilities p, averaged over the sources of the samples. In N samples, a distance TV increases
-    Pearson's statistic by N sum((p' - p)^2 / p) >= 4 N TV^2, so the power is at least `power`.
+    It is the distance TV between the actual probabilities p' of the cells and their exact
+    probabilities p, averaged over the sources of the samples. In N samples, this distance increases
+    the mean of Pearson's statistic by N sum((p' - p)^2 / p) >= 4 N TV^2, so the power is at least
+    `power`.
     """
     critical = stats.chi2.isf(level, self.degrees)
     shift = optimize.brentq(
@@ -63,17 +65,17 @@ def cut_into_cells(
   num_tokens: int,
   eos_id: int,
 ) -> dict[Prefix, float]:
-  """Divide the possible first tokens of a text into cells, and return the cells' probabilities.
+  """Divide the possible first tokens of an output into cells, and return their probabilities.
 
-  Each prefix with an expected count of at least MIN_COUNT has a cell. The cell contains the texts
+  Each prefix with an expected count of at least MIN_COUNT has a cell. The cell contains the outputs
   that begin with this prefix but not with a longer prefix that has a cell.
 
   Args:
     next_probs: function that takes n prefixes of equal length and returns the probabilities [n, V]
       of the next token.
-    num_samples: number of texts that will be counted.
-    num_tokens: number of first tokens, including EOS; shorter texts end with `eos_id`.
-    eos_id: token that ends a text.
+    num_samples: number of outputs that will be counted.
+    num_tokens: number of first tokens, including EOS; shorter outputs end with `eos_id`.
+    eos_id: token that ends an output.
   """
   cells: dict[Prefix, float] = {(): 1.0}
   level: list[Prefix] = [()]
@@ -94,12 +96,12 @@ def cut_into_cells(
 def compare(
   cells: Mapping[Prefix, float], texts: Sequence[Prefix], num_impossible: int = 0
 ) -> Comparison:
-  """Compare the counts of texts with the probabilities of cells.
+  """Compare the counts of sampled outputs with the probabilities of cells.
 
   Args:
     cells: result of `cut_into_cells`.
-    texts: sampled texts, with at most as many tokens as the cells were made for.
-    num_impossible: number of sampled texts with probability 0.
+    texts: sampled outputs, with at most `num_tokens` tokens (see `cut_into_cells`).
+    num_impossible: number of sampled outputs with probability 0.
   """
   counts = dict.fromkeys(cells, 0)
   for text in texts:

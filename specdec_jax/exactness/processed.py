@@ -21,15 +21,15 @@ def processed(
   limit: int,
   logits: Float[Array, "B T V"],
 ) -> Float[Array, "B T V"]:
-  """Return the logits of each token of an output after all processors.
+  """Return the logits that predict each token of given outputs, after all processors.
 
   Args:
     processors: logits processors; without them the logits do not change.
     model: model that computed the logits.
     prompt: padded prompts.
     tokens: outputs, or texts that may become outputs.
-    limit: limit for each output, EOS included (`max_new_tokens`).
-    logits: logits of the model.
+    limit: maximum number of tokens of each output, EOS included (`max_new_tokens`).
+    logits: logits of the model, before any processor.
   """
   if not processors:
     return logits

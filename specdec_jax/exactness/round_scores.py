@@ -34,10 +34,10 @@ Decode = Callable[..., tuple[DecodeResult, "TriedGuesses"]]
 
 
 class TriedGuesses(NamedTuple):
-  """Guesses at each token of a text: the children of the node before the token, in order of rank.
+  """Guesses for each token of a text: the children of the node before the token, in order of rank.
 
   Attributes:
-    start: slot at which the round began.
+    start: slot of `Context.tokens` at which the round began.
     position: position of the guess in its round (`positions`); -1 for a child that the node does
       not have or that the draft did not propose.
     tokens: the guesses.
@@ -55,8 +55,9 @@ class TriedGuesses(NamedTuple):
 def positions(tree: Tree) -> list[int]:
   """Return the position in a round of each guess of a tree.
 
-  Guesses with the same depth and the same rank have the same position. The positions number the
-  pairs (depth, rank) of the tree in ascending order, from 0. In a chain, they number the guesses.
+  Guesses with the same depth and the same rank have the same position. A position is an index, from
+  0, into the sorted list of all distinct pairs (depth, rank) in the tree. In a chain, it is the
+  index of the guess.
   """
   places = [*zip(tree.depths[1:].tolist(), tree.ranks.tolist())]
   return [sorted({*places}).index(place) for place in places]
@@ -95,10 +96,10 @@ def recorded(
   eos_id: int | None = None,
   processors: Processors = (),
 ) -> Decode:
-  """Return a function that decodes as `pair.decoder` does, and also returns the guesses.
+  """Return a function that decodes as `pair.decoder` does, and also returns `TriedGuesses`.
 
   The function runs the rounds of the decoding loop, with a draft that records its proposals and
-  their outcomes.
+  their outcomes. If `eos_id` is None, the EOS of the pair's vocabulary ends a text.
   """
   draft = pair.draft(sampling, tree)
   if processors:
@@ -111,7 +112,7 @@ def recorded(
 
 @dataclasses.dataclass(frozen=True)
 class RecordingDraft(WrappedDraft):
-  """A wrapped draft whose state also records the guesses at every slot.
+  """A draft that wraps another one and records in its state the guesses at every slot.
 
   As in a cache, the next round overwrites the slots past the text.
 
@@ -184,7 +185,7 @@ def score_rounds(
   num_guesses: int,
   processors: Processors = (),
 ) -> RoundScores:
-  """Decode texts until `num_guesses` guesses have been verified, and return their scores.
+  """Decode texts until `num_guesses` guesses have been verified, and return the scores of rounds.
 
   Texts are decoded repeatedly if necessary.
 
@@ -196,7 +197,7 @@ def score_rounds(
       a vocabulary of V tokens and W children per node.
     num_guesses: minimum number of guesses. The decision to stop depends on earlier rounds only, so
       the means of the scores stay 0.
-    processors: logits processors of the function and of the target.
+    processors: logits processors that `decode` applies. They also apply to p.
   """
   prompts, parts, count, first = pair.prompt(texts), [], 0, 0
   batch_size = settings.batch_size
@@ -226,8 +227,8 @@ def _scores(
 ) -> tuple[Array, RoundScores]:
   """Return which guesses were verified, and their scores, all with shape [B, T, W].
 
-  A token without a guess counts as a first child that does not exist. Entries past the end of a row
-  are arbitrary.
+  A bonus token has no guess; its scores are those of a first child that does not exist. This child
+  counts as verified. Entries past the end of a row are arbitrary.
   """
   target, limit = pair.target, settings.max_new_tokens
   exists, visited, probability, drawn = _outcomes(
@@ -265,8 +266,9 @@ def _outcomes(
 
   Returns:
     (exists, verified, probability, weights). The first three have shape [B, T, W]: whether each
-    guess exists, whether it was verified, and the probability that it is accepted. The weights
-    [B, T, V] are those from which each token was sampled; they are 0 for an accepted guess.
+    guess exists, whether it was verified, and the probability that it is accepted. A first child
+    counts as verified even if it does not exist. The weights [B, T, V] are those from which each
+    token was sampled; they are 0 for an accepted guess.
   """
   logits = teacher_forced_logits(target, params, prompt, tokens)
   p = distribution(processed(processors, target, prompt, tokens, limit, logits), sampling)

@@ -44,12 +44,12 @@ def packed_shape(depth: int, width: int, pairs: bool) -> tuple[int, int, int]:
 
 
 def pack(kernel: np.ndarray, pairs: bool = False) -> np.ndarray:
-  """Pack a matrix in panels of PANEL columns, the last of which is padded with zeros.
+  """Pack a matrix in panels of PANEL columns. The last panel is padded with zeros.
 
   Args:
-    kernel: the matrix [E, F].
+    kernel: [E, F], the matrix.
     pairs: whether to interleave pairs of rows, for the instruction that multiplies pairs of
-      bfloat16 (`is_available`).
+      bfloat16 (`is_available`). An odd E is padded with a row of zeros.
 
   Returns:
     Panels [ceil(F / PANEL), E, PANEL]; with `pairs`, [ceil(F / PANEL), ceil(E / 2), 2 * PANEL].
@@ -61,9 +61,10 @@ def pack(kernel: np.ndarray, pairs: bool = False) -> np.ndarray:
 
 
 def matmul(x: Array, panels: Array) -> Array:
-  """Return the product of x [M, E] and a packed matrix, a float32 array [M, N * PANEL].
+  """Multiply x by a packed matrix of N panels, and return a float32 array [M, N * PANEL].
 
-  A row of the result is bit-identical for any M. `is_available` must have returned True.
+  A row of the result is bit-identical for any number of rows M. `is_available` must have returned
+  True.
 
   Args:
     x: float32 [M, E].
@@ -77,12 +78,12 @@ def matmul(x: Array, panels: Array) -> Array:
 
 
 def attend(queries: Array, keys: Array, values: Array, bias: Array, masked: float) -> Array:
-  """Return the result of softmax attention, a float32 array [B, K, H, D].
+  """Return the result of softmax attention without scaling, a float32 array [B, K, H, D].
 
   The result for a query is bit-identical for any K and any placement of the masked slots.
 
   Args:
-    queries: [B, K, H, D].
+    queries: [B, K, H, D], with heads of size D.
     keys: [B, H, T, D].
     values: [B, H, T, D].
     bias: [B or 1, H or 1, K or 1, T], added to the logits.
@@ -101,10 +102,11 @@ def rms_norm(x: Array, scale: Array) -> Array:
 
 
 def is_available(dtype: Any = jnp.float32) -> bool:
-  """Return True if the kernels can run a model of a dtype. The first call compiles the kernels.
+  """Return True if the kernels can run a model of the given dtype.
 
-  Kernels need a single CPU device for which they can be compiled. For bfloat16, the processor must
-  have the instructions AVX512-BF16.
+  The first call compiles the kernels, or loads them from the cache. They need a single CPU device
+  for which they can be compiled. For bfloat16, the processor must have the instructions
+  AVX512-BF16.
   """
   library = _register()
   return library is not None and (dtype == jnp.float32 or library.HasBfloat16())

@@ -38,8 +38,8 @@ class Acceptance(NamedTuple):
   """Acceptance of a draft over text that the target generated.
 
   Attributes:
-    alpha: mean of beta over all tokens (Corollary 6).
-    lag1: lag-1 autocorrelation of beta within texts. It is 0 if acceptance is independent, as
+    alpha: mean over all tokens of beta, the acceptance probability of a draft token (Corollary 6).
+    lag1: lag-1 autocorrelation of beta within texts. It is about 0 if acceptance is independent, as
       Section 3.1 assumes, and NaN if beta does not vary.
     change: total variation distance between the target's distribution and the distribution of the
       emitted token, averaged over all tokens; 0 without lenience.
@@ -87,10 +87,11 @@ def proposals(
 ) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
   """Run a draft at each token of a given output.
 
-  The draft proposes as in a round that begins at the token, so this works for any draft.
+  The draft proposes as in a round that begins at the token. This works for any draft, except those
+  whose proposals depend on the outcomes of earlier rounds (`Draft.depends_on_outcomes`).
 
   Returns:
-    The draft tokens at each token of the output, given the tokens before it, and their q.
+    The draft tokens for each token of the output, given the tokens before it, and their q.
   """
   first, prompt_length = target.prompt_tokens(prompt)
   batch, num_tokens = tokens.shape
@@ -140,7 +141,8 @@ def acceptance_and_change(
 
   Returns:
     beta = sum_x min(p(x) / l, q(x)), and the total variation distance between p and the
-    distribution of the emitted token.
+    distribution of the emitted token. At temperature 0 with l < 1, a draft token is accepted by the
+    criterion of `within_lenience` instead.
   """
   p = distribution(target_logits, sampling)
   if sampling.temperature == 0 and lenience < 1:
@@ -160,7 +162,7 @@ def positional_acceptance(
   width: int = 8,
   lenience: float = 1.0,
 ) -> Float[np.ndarray, " W"]:
-  """Measure the probability that a node's child of each rank is accepted (positional acceptance).
+  """Measure positional acceptance: for each rank, the probability that this child is accepted.
 
   `extended_theory.best_tree` needs these probabilities. At each token that the target generated,
   the draft proposes `width` children. The probability that token verification accepts each of them
@@ -258,7 +260,7 @@ def measure_alpha(
 
 
 def lag1_correlation(rows: list[np.ndarray]) -> float:
-  """Return the correlation of neighboring values within rows, using the mean of all values."""
+  """Return the lag-1 autocorrelation within rows, around the overall mean; NaN without variance."""
   mean = np.concatenate(rows).mean()
   before = np.concatenate([row[:-1] for row in rows]) - mean
   after = np.concatenate([row[1:] for row in rows]) - mean

@@ -19,7 +19,7 @@ def generate(
 ) -> list[tuple[Array, Array, DecodeResult]]:
   """Decode batches of texts autoregressively until the outputs have `min_tokens` tokens.
 
-  If all texts together give fewer tokens, it warns.
+  If all texts together give fewer tokens, a warning is issued.
 
   Returns:
     (prompts, keys, outputs) of each batch.

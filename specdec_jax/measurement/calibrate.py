@@ -1,11 +1,11 @@
 """Calibration for gamma = 'auto' and tree = 'auto': the best predicted speed (Section 3.5).
 
 A short calibration decodes some of the texts of a run and times the parts of rounds. Closed forms
-predict the speed of each gamma. If the predicted speedup is small, a trial measures it. If there is
-no speedup, predicted or measured, gamma is 0, which is autoregressive decoding.
+predict the speed of each gamma. If the predicted speedup is small, a trial measures it. If the
+predicted or the measured speedup is below LEAST_GAIN, gamma is 0: decoding is autoregressive.
 
-tree = 'auto' also predicts the speed of trees from measured costs (Chen et al., Sequoia, 2024). The
-best tree is used if it is faster than the best chain in a trial.
+With tree = 'auto', the speed of trees is also predicted, from measured costs (Chen et al., Sequoia,
+2024). The best tree is used if it is faster than the best chain in a trial.
 """
 
 import dataclasses
@@ -53,12 +53,12 @@ def resolve_tree(
   (`calibration_cache`).
 
   Args:
-    gamma: depth of a chain, or 0 for autoregressive decoding; 'auto' chooses it.
-    tree: parents of the nodes; None for a chain; 'auto' chooses a tree or a chain. A tree takes
-      precedence over gamma.
+    gamma: number of draft tokens of a chain, or 0 for autoregressive decoding; 'auto' chooses it.
+    tree: parents of the draft tokens; None for a chain; 'auto' chooses a tree or a chain. A tree or
+      'auto' takes precedence over gamma.
     pair: target and draft.
     texts: texts of the run; some of them are decoded to calibrate. An entry is None if the run does
-      not decode that text.
+      not decode that text. If all are None, 'auto' means autoregressive decoding.
     settings: settings of the run.
     say: function that is called with a sentence that explains the choice.
 
@@ -99,7 +99,7 @@ def resolve_gammas(
   """Return the gammas to measure, with 'auto' replaced by the choice of `calibrate`.
 
   'auto' is resolved separately for each of the settings. If the choice is autoregressive decoding,
-  the best gamma above 0 is measured instead.
+  the gamma above 0 with the best predicted speed is measured instead.
   """
   requested = (gammas,) if isinstance(gammas, str) else gammas
   resolved = set()
@@ -119,10 +119,11 @@ def resolve_gammas(
 def calibrate(
   pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings, branching: bool = False
 ) -> Calibration:
-  """Choose gamma for texts, or with `branching` a tree if it is faster.
+  """Choose gamma for texts; with `branching`, choose a tree if it is faster than a chain.
 
-  The calibration decodes NUM_TEXTS texts, spread evenly, or one batch if that is more. It takes
-  seconds, plus the time to compile its programs, which are cached like any others.
+  The calibration decodes about NUM_TEXTS texts, spread evenly over `texts`, in whole batches, of
+  which there is at least one. It takes seconds, plus the time to compile its programs, which are
+  cached like any others.
 
   Args:
     pair: target and draft.
@@ -181,7 +182,7 @@ class _Calibrator:
 
   @functools.cached_property
   def batches(self) -> list[tuple[Array, Array]]:
-    """Return the prompts and the random keys of the calibration texts."""
+    """Prompts and random keys of each batch of calibration texts."""
     size = self.settings.batch_size
     count = max(1, NUM_TEXTS // size) * size
     picked = [self.texts[i * len(self.texts) // count] for i in range(count)]
@@ -245,7 +246,7 @@ class _Calibrator:
     return round_costs(seconds[:2], seconds[2:], [tree.depth for tree in trees])
 
   def trial(self, tree: Tree, baseline: Tree) -> float:
-    """Measure the speed with a tree relative to the speed with a baseline tree, interleaved."""
+    """Return the measured speed with a tree relative to that with a baseline tree, interleaved."""
     decodes = [self.decode_fn(baseline), self.decode_fn(tree)]
     repeats = -(-TRIALS // len(self.batches))
     timed = [

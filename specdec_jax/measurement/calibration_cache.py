@@ -31,7 +31,7 @@ def get_or_compute(
 
   Args:
     compute: function that calibrates.
-    key: function that returns everything that the calibration depends on, as JSON; see `cache_key`.
+    key: function that returns the key of the calibration, a JSON object; see `cache_key`.
     num_texts: number of texts that `compute` uses. A cached calibration from fewer texts is not
       used.
 
@@ -72,9 +72,9 @@ def get_or_compute(
 def cache_key(
   pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings, branching: bool
 ) -> dict[str, Any]:
-  """Return everything that a calibration depends on, as JSON.
+  """Return the key of a calibration in the cache, a JSON object.
 
-  This includes the models, the settings, the program, the machine and the length of the texts. The
+  It includes the models, the settings, the program, the machine and the length of the texts. The
   content of the texts is not included, although it determines alpha: a later run is assumed to have
   similar texts. The seed is not included either.
   """
@@ -122,7 +122,7 @@ def _parse(fields: dict[str, Any]) -> Calibration:
 
 
 def _digest(params: Any) -> str:
-  """Return a checksum of the names, shapes and first rows of all parameters."""
+  """Return a checksum of the names, shapes and first values of all parameters."""
   checksum = hashlib.sha256()
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     row = np.asarray(leaf[(0,) * max(0, np.ndim(leaf) - 1)]) if np.size(leaf) else leaf

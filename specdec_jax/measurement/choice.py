@@ -14,16 +14,17 @@ NODES, DEPTH = (4, 8, 16, 32, 64), 10  # sizes and maximum depth of the trees to
 
 
 class Branching(NamedTuple):
-  """Best tree that is not a chain, and the measurements on which the choice is based.
+  """Best tree that is not a chain, and the values on which the choice is based.
 
   Attributes:
     tree: the tree with the highest predicted speed.
-    acceptance: probability, for each rank, that a node's child of this rank is the accepted one.
-    drafting: time to draft the tree, in target steps.
-    v: time of a target forward pass over the nodes of the tree, in target steps.
+    acceptance: positional acceptance: for each rank, the probability that the child of that rank is
+      the accepted one.
+    drafting: predicted time to draft the tree, in target steps.
+    v: predicted time of a round without drafting, in target steps.
     speedup: predicted speedup.
-    tried: measured speed relative to the best chain on the calibration texts; None if there was no
-      trial.
+    tried: measured speed relative to the chosen gamma on the calibration texts; None if there was
+      no trial.
   """
 
   tree: Tree
@@ -46,16 +47,16 @@ class Branching(NamedTuple):
 
 
 class Calibration(NamedTuple):
-  """Choice of gamma or of a tree, and the measurements on which the choice is based.
+  """Choice of gamma or of a tree, and the values on which the choice is based.
 
   `c`, `v` and `speedups` have one entry for each gamma, from 0.
 
   Attributes:
-    gamma: chosen gamma if the tree is a chain; 0 for autoregressive decoding.
+    gamma: chosen gamma, used unless `branching` is chosen; 0 for autoregressive decoding.
     alpha: acceptance rate in the decoded texts. If trees were considered, it is the acceptance rate
       of first children, so that chains and trees are compared by the same measure.
     c: time of a draft step, in target steps (Definition 7); 0 at gamma 0.
-    v: time of a target forward pass over gamma + 1 tokens, in target steps; 1 at gamma 0.
+    v: time of a round without drafting, in target steps (`Costs.v`); 1 at gamma 0.
     speedups: predicted speedups; 1 at gamma 0.
     starts: prefill times of target and draft for one batch, in target steps.
     tried: measured speedup of the best gamma over autoregressive decoding on the calibration texts;
@@ -74,7 +75,7 @@ class Calibration(NamedTuple):
 
   @property
   def tree(self) -> Tree:
-    """Chosen tree: the best tree if a trial found it faster than the best chain, else the chain."""
+    """Chosen tree: the best tree if a trial found it faster than the chain, else the chain."""
     best = self.branching
     faster = best is not None and best.tried is not None and best.tried >= LEAST_GAIN
     return best.tree if best is not None and faster else chain(self.gamma)
@@ -111,9 +112,10 @@ def choose(
 ) -> Calibration:
   """Choose the gamma with the best predicted speed, from 0 to the largest measured gamma.
 
-  Speed is predicted by `extended_theory.text_improvement`. The cost v of verification is
-  interpolated linearly, from 1 at gamma 0 through the measured gammas. The time of drafting is
-  linear in gamma, through the smallest and the largest measured gamma.
+  gamma is 0 if the best predicted speedup is below LEAST_GAIN. Speed is predicted by
+  `extended_theory.text_improvement`. The cost v of verification is interpolated linearly, from 1 at
+  gamma 0 through the measured gammas. The time of drafting is linear in gamma, through the smallest
+  and the largest measured gamma.
 
   Args:
     alpha: acceptance rate.
@@ -147,15 +149,16 @@ def choose_tree(
 ) -> Branching:
   """Choose the tree with the best predicted speed; chains are excluded.
 
-  The candidates are the best trees of each depth and each number of nodes, up to the largest
-  measured number. The cost v of verification is interpolated linearly, from 1 at one node through
-  the measured trees. The time of drafting is a cost per level (one call of the draft) plus a cost
-  per draft token (wide levels cost more). Both are fitted by least squares. A tree has weight
-  1 / v, because its drafting time is the difference between two rounds, whose error grows with the
-  time of a round.
+  The candidates are the best trees for each maximum depth up to DEPTH and each number of nodes in
+  NODES, up to the largest measured number. The cost v of verification is interpolated linearly,
+  from 1 at one node through the measured trees. The time of drafting is a cost per level (one call
+  of the draft) plus a cost per draft token (wide levels cost more). Both are fitted by least
+  squares. A tree has weight 1 / v, because its drafting time is the difference between two rounds,
+  whose error grows with the time of a round.
 
   Args:
-    acceptance: probability, for each rank, that a node's child of this rank is the accepted one.
+    acceptance: positional acceptance: for each rank, the probability that the child of that rank is
+      the accepted one.
     costs: measured costs of trees of different sizes and depths.
     lengths: see `choose`.
   """

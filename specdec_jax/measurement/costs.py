@@ -1,7 +1,7 @@
 """Measured times of a decoding step and of the parts of a round, and counts of operations.
 
-Steps and rounds are timed by running `Decoder.round` in a loop, so that memory and caches are in
-the same state as in decoding. The time of drafting is the difference between rounds with and
+Steps and rounds are timed by running `Decoder.round` in a loop, so that memory and processor caches
+are in the same state as in decoding. The time of drafting is the difference between rounds with and
 without drafting. Verification is timed alone.
 """
 
@@ -36,7 +36,7 @@ class Costs(NamedTuple):
       sampling, and the cache update.
     draft_step: time that drafting adds to a round, divided by gamma or by the depth of a tree.
       (Definition 7 counts gamma runs of the approximation model.)
-    verify: time of a round without drafting and verification: the target forward pass over
+    verify: time of a round without drafting and without `accept`: the target forward pass over
       gamma + 1 tokens, or over the nodes of a tree, and the cache update.
     accept: time to compute p from the logits, verify the draft tokens and sample the next token.
     target_start: time of autoregressive decoding before its first step, once per batch; mostly the
@@ -204,7 +204,7 @@ def operations_ratio(pair: LoadedPair, prompt: Array, sampling: Sampling) -> flo
     return matmul_operations(jax.make_jaxpr(f)(*args).jaxpr)
 
   def before(draft: Draft) -> DecodeState:
-    """Return the shapes of the state before a round, with the same slots for gamma 1 and 2."""
+    """Return the shapes of the state before a round, with the same slots for gamma 0, 1 and 2."""
     decoder = Decoder(pair.target, draft, pair.verifier_for(sampling))
     limit = max(0, 2 - draft.tree.depth)
     init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=limit)

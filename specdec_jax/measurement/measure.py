@@ -54,7 +54,7 @@ def measure(
   timing: Timing = Timing(),
   references: References | None = None,
 ) -> list[Record]:
-  """Measure each sampling method and gamma that `results` lacks, and append their records.
+  """Measure the combinations of sampling method and gamma that `results` lacks; append records.
 
   Args:
     pair: target and draft.
@@ -288,7 +288,7 @@ def _measure(
 def _predicted_finite_length(
   baseline: list[DecodeResult], alpha: float, gamma: int, costs: Costs
 ) -> float:
-  """Predict the speedup for texts as long as the baseline's outputs (finite length)."""
+  """Predict the speedup for texts of finite length, with the lengths of the baseline's outputs."""
   lengths = [output.lengths.tolist() for output in baseline]
   return extended_theory.text_improvement(
     alpha,

@@ -16,7 +16,7 @@ def quality(metric: str, outputs: Sequence[str], references: Sequence[str]) -> f
   its stemmer; each line of a text counts as a sentence.
 
   Raises:
-    InputError: the metric is unknown, or its package is not installed.
+    InputError: the metric is unknown, or it is a ROUGE metric and rouge_score is not installed.
   """
   if metric not in METRICS:
     raise InputError(f"metric is {metric!r}; it must be one of {', '.join(METRICS)}.")

@@ -1,7 +1,8 @@
 """Lower bound on the time of a step: the bytes that it must read / the memory bandwidth.
 
 A decoding step uses each weight for only a few tokens, so reading the weights dominates its time
-(Section 3.4). The measured time divided by this bound says how much faster a step could become.
+(Section 3.4). The measured time divided by this bound is the largest factor by which a step could
+become faster.
 """
 
 import functools
@@ -45,8 +46,8 @@ class StepBytes(NamedTuple):
 def memory_bandwidth(repeats: int = 5) -> float:
   """Measure the bytes per second at which the first device reads its memory.
 
-  The device computes matrix-vector products in float32, as in decoding, with the vector on the
-  faster side. The result is computed from the median time of the repeats.
+  The device multiplies a float32 matrix by a vector, as in decoding, from the left and from the
+  right. The faster of the two counts. Each time is the median of the repeats.
   """
   device = jax.devices()[0]
   side = CPU_SIDE if device.platform == "cpu" else ACCELERATOR_SIDE
@@ -68,8 +69,8 @@ def step_bytes(
 ) -> StepBytes:
   """Count the bytes that one decoding step, one draft step and one verification have to read.
 
-  The prompts are [B, P], and the draft is a chain of gamma tokens. The parameters that are used and
-  all slots of the caches count; logits and activations do not. `read_bytes` explains the count.
+  The count includes the parameters that are used and all slots of the caches, but not logits and
+  activations; see `read_bytes`. The prompts are [B, P], and the draft is built for gamma tokens.
   """
   params = pair.params
   rng = jax.random.split(jax.random.key(0), len(prompt))

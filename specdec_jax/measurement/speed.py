@@ -114,7 +114,8 @@ def measure_speed(
   """Measure the speed of decoding autoregressively and with each gamma, interleaved.
 
   The speed of a shared machine changes within minutes. Therefore costs are timed between the
-  decodes, at NUM_COSTED batches, or up to twice as many, spread evenly.
+  decodes, at NUM_COSTED batches, or up to twice as many, spread evenly. If there are fewer batches,
+  costs are timed at all of them.
 
   Args:
     pair: target and draft.

@@ -36,7 +36,7 @@ class Step(NamedTuple):
 def measure_missing(results: str, steps: Sequence[Step]) -> list[Record]:
   """Measure the settings that `results` lacks, and append their records to it.
 
-  Compiled programs are dropped between steps, because a process can map only a limited number of
+  Compiled programs are dropped between steps, because a process can hold only a limited number of
   programs.
 
   Args:

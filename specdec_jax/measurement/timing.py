@@ -21,12 +21,12 @@ def interleaved_seconds(
 ) -> tuple[np.ndarray, list[Any]]:
   """Time several calls in turn, `repeats` times.
 
-  A first round compiles and warms up; it does not count. Every second round runs in reverse order,
-  so that no call always follows the same one.
+  Before the first repeat, each call runs once untimed, to compile and to warm up. Every second
+  repeat runs in reverse order, so that no call always follows the same one.
 
   Args:
     calls: functions that return their seconds and their result, as `timed` does.
-    repeats: number of rounds that count.
+    repeats: number of timed repeats.
 
   Returns:
     Seconds [repeats, calls], and the last result of each call.
@@ -43,8 +43,9 @@ def ratio_range(ratio: float, repeat_ratios: np.ndarray) -> tuple[float, float] 
   """Return the range that covers a ratio and its values in single repeats.
 
   Args:
-    ratio: ratio of the medians of each text; it may lie outside the range of the single repeats.
-    repeat_ratios: [R], ratio of each repeat.
+    ratio: ratio of times that are medians over the repeats; it may lie outside the range of the
+      single repeats.
+    repeat_ratios: [repeats], ratio in each repeat.
 
   Returns:
     The range, or (None, None) if there is only one repeat.

@@ -13,7 +13,7 @@ class TransformerConfig:
   """Configuration of a transformer, with the fields that T5 and decoder-only models share.
 
   Attributes:
-    vocab_size: V, the number of vocabulary entries; no other token is ever emitted.
+    vocab_size: V, the number of vocabulary entries. Only these tokens are emitted.
     emb_dim: E, the width of the residual stream.
     num_heads: H, the number of attention heads.
     head_dim: size of each head; `num_heads * head_dim` need not be `emb_dim`.
@@ -21,8 +21,8 @@ class TransformerConfig:
     num_decoder_layers: L, the number of decoder layers.
     gated: whether feed-forward blocks are gated (two input projections), as in T5 1.1.
     activation: 'gelu' (tanh approximation) or 'relu' (T5 1.0).
-    tied_logits: True if logits are computed with the token embeddings; False if they have their own
-      matrix.
+    tied_logits: True if logits are computed with the token embeddings; False if they are computed
+      with a separate matrix.
     biases: whether all layers except the logits have biases, and norms subtract the mean. False for
       T5.
     num_positions: number of learned absolute positions, which limits the length of a text; None for
@@ -32,9 +32,9 @@ class TransformerConfig:
     fused: whether parameters are in the layout of `families.for_decoding`, with fewer, larger
       matmuls.
     kernels: 'xla'; or 'skinny' for `kernels.skinny`, which decodes faster on a CPU. With 'skinny',
-      the matrices of layers are packed in panels (`skinny.pack`), and may be bfloat16.
-    dtype: dtype of matmuls, and of activations unless `kernels` is 'skinny' (see `activations`);
-      float32 or bfloat16.
+      the matrices of linear layers are packed in panels (`skinny.pack`), and may be bfloat16.
+    dtype: float32 or bfloat16. It is the dtype of matmuls, except that 'xla' computes logits in
+      float32. It is also the dtype of activations, unless `kernels` is 'skinny'.
     dropout_rate: dropout rate in training.
   """
 
@@ -113,10 +113,10 @@ class GPTConfig(TransformerConfig):
   """Configuration of a decoder-only model that continues its prompt, such as GPT-2 or LaMDA.
 
   Attributes:
-    eos_id: id of the token (EOS) that marks the end of a prompt; it is not processed as part of the
-      prompt.
-    start_id: id of the token before each text. None for GPT-2: its texts have no such token, except
-      that the text of an empty prompt starts with EOS.
+    eos_id: id of EOS, the token that ends a text. It also marks the end of a prompt, but is not
+      processed as part of the prompt.
+    start_id: id of the start token, which precedes each prompt. None for GPT-2, which has no start
+      token; only if the prompt is empty, the text starts with EOS.
   """
 
   has_encoder: ClassVar[bool] = False
@@ -161,7 +161,7 @@ def version_name(version: str | float) -> str:
 
 
 def t5_config(size: str, version: str | float = "1.1", **overrides) -> T5Config:
-  """Return the published configuration of a T5.
+  """Return the published configuration of a T5 model.
 
   Args:
     size: 'tiny' (test model of t5x), 'small', 'base', 'large', 'xl' (3B) or 'xxl' (11B).
@@ -239,7 +239,8 @@ def gpt_config(size: str, family: str = "gpt_like", **overrides) -> GPTConfig:
 
   Args:
     size: '97m' or '6m' for the family 'gpt_like' of the paper; 'distil', 'small', 'medium', 'large'
-      or 'xl' for 'gpt2'; '100m', '2b', '8b' or '137b' for 'lamda'.
+      or 'xl' for 'gpt2'; '100m', '2b', '8b' or '137b' for 'lamda'. The dimensions of '100m' are not
+      published; they follow the proportions of the other sizes.
     family: 'gpt_like', 'gpt2' or 'lamda'.
     **overrides: fields of `GPTConfig` that differ from the published ones.
 
@@ -264,9 +265,9 @@ def gpt_config(size: str, family: str = "gpt_like", **overrides) -> GPTConfig:
 
 
 def named_config(version: str | float, size: str, **overrides) -> T5Config | GPTConfig:
-  """Return a published configuration: of a T5, or of a decoder-only model if `version` is a family.
+  """Return the published configuration of a T5 model or of a decoder-only model.
 
-  See `t5_config` and `gpt_config`.
+  `version` is a version of T5 (see `t5_config`) or a family (see `gpt_config`).
   """
   if version in _GPT_SIZES:
     return gpt_config(size, version, **overrides)

@@ -1,8 +1,9 @@
 """Decoder of T5 and of decoder-only models, which processes blocks of tokens.
 
-A T5 decoder also attends to a source. The decoder has three uses: the teacher-forced pass (a block
-of all tokens, without a cache), the decode step (a block of one token) and parallel verification (a
-block of K tokens, which are a chain or a tree).
+A T5 decoder also attends to a source. The decoder has four uses: the teacher-forced pass (a block
+of all tokens, without a cache), the prefill of a decoder-only model (a block of the prompt), the
+decode step (a block of one token) and parallel verification (a block of K tokens, which are a chain
+or a tree).
 
 Axis letters as in `core.types`; in keys and values, D is the size of a head.
 """
@@ -60,7 +61,8 @@ class DecoderLayer(nn.Module):
   ) -> tuple[Float[Array, "B K E"], KeysValues]:
     """Return the output of the layer, and the keys and values of the block.
 
-    If `cached` is given, return it with these keys and values written to the slots from `slot` on.
+    If `cached` is given, the second result is instead `cached`, with the keys and values of the
+    block written to the slots from `slot` on.
     """
     h = self.pre_self_attention_layer_norm(x)
     queries, keys_values = self.self_attention.queries_keys_values(h)
@@ -79,7 +81,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-  """Stack of decoder layers, with position bias or embeddings, final norm and logits."""
+  """Stack of decoder layers, with relative or learned positions, a final norm and logits."""
 
   config: TransformerConfig
 
@@ -97,7 +99,7 @@ class Decoder(nn.Module):
       self.logits_dense = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
 
   def cross_keys_values(self, encoded: Float[Array, "B S E"]) -> tuple[KeysValues, ...]:
-    """Return keys and values of the encoded source for each layer. They are computed once."""
+    """Return keys and values of the encoded source for each layer, computed once per source."""
     return tuple(layer.encoder_decoder_attention.keys_values(encoded) for layer in self.layers)
 
   def __call__(
@@ -175,9 +177,9 @@ def empty_slots(config: TransformerConfig, batch: int, num_slots: int) -> tuple[
 def commit(cache: Any, length: Int[Array, " B"], path: Int[Array, "B D"] | None = None) -> Any:
   """Return the cache with `length` tokens in each row.
 
-  If `path` is given, the slots from `cache.length` on hold a tree. The nodes of the path are moved
-  right behind the first node of the tree: D slots of each array are gathered and written as one
-  slice. The rest of the cache is not touched.
+  If `path` is given, the slots from `cache.length` on hold a tree of depth D. The nodes of the path
+  are moved to the slots right after the first node of the tree: in each array, D slots are gathered
+  and written as one slice. The other slots do not change.
   """
   if path is None:
     return cache.replace(length=length)

@@ -1,4 +1,4 @@
-"""Functions for both families of models: modules, models, parameters and fused layouts."""
+"""Functions for T5 and decoder-only models: Flax modules, models, parameters, fused layouts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,13 +34,14 @@ def init_params(config: Config, rng: Key[Array, ""]) -> Any:
 def for_decoding(
   config: Any, params: Any, concatenate: Callable[..., Any] = jnp.concatenate
 ) -> tuple[Any, Any]:
-  """Return the configuration and the parameters of a model, changed to fewer, larger matmuls.
+  """Return a configuration and parameters with which a model runs fewer, larger matmuls.
 
-  One matrix computes queries, keys and values of self-attention, and one matrix computes both
-  halves of a gated feed-forward block. Tied logits get their own matrix, because a matmul with a
-  transposed table is slow on a CPU. The divisor of T5's logits is merged into the norm before the
-  logits. Call this function once, when a model is loaded: it copies these matrices, unless they are
-  still on disk (`checkpoints.stored`).
+  One matrix computes queries, keys and values of self-attention, and one matrix computes both input
+  projections of a gated feed-forward block. Tied logits get their own matrix, because a matmul with
+  a transposed embedding table is slow on a CPU; the divisor of T5's tied logits is merged into the
+  norm before them. Call this function once, when a model is loaded: it copies these matrices,
+  unless they are still on disk (`checkpoints.stored`). If `config` is already fused, `config` and
+  `params` are returned unchanged.
 
   Args:
     config: configuration of a model or of a learned draft head.

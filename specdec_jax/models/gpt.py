@@ -1,7 +1,7 @@
 """Decoder-only models in Flax, which continue their prompt.
 
 A prompt consists of tokens, EOS and padding, as `Vocabulary.encode` returns them. EOS marks the end
-of the prompt and is not processed; padding may be any other token. If the prompt is empty, the
+of the prompt and is not processed. Padding may be any token except EOS. If the prompt is empty, the
 model generates text unconditionally.
 
 Axis letters as in `core.types`; in keys and values, D is the size of a head.
@@ -51,7 +51,7 @@ class GPT(nn.Module):
   ) -> Float[Array, "B K V"]:
     """Return teacher-forced logits. The inputs are the texts, shifted right by one position.
 
-    `source` is ignored. It is a parameter because training calls both families in the same way.
+    `source` is ignored. It is a parameter because training calls `T5` and `GPT` in the same way.
     """
     x, embedding = self.token_embedder(inputs), self.token_embedder.embedding
     return self.decoder(x, embedding, deterministic=deterministic)[0]

@@ -44,7 +44,7 @@ class Dense(nn.Module):
   Attributes:
     config: configuration of the model; `TransformerConfig.kernels` selects the matmul.
     features: size of the output.
-    dtype: dtype of the matmul; None to use `config.dtype`.
+    dtype: dtype of the matmul with kernels 'xla'; None to use `config.dtype`.
     kernel_init: initializer of the matrix.
     biases: False if the layer has no bias even if the model has biases.
   """
@@ -76,7 +76,7 @@ class Dense(nn.Module):
 
 
 class RMSNorm(nn.Module):
-  """T5's RMS norm, without mean subtraction or bias, in float32."""
+  """T5's RMS norm, without mean subtraction or bias; the mean square is computed in float32."""
 
   config: TransformerConfig
 
@@ -92,7 +92,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-  """Norm of GPT-2: mean and variance, scale and bias, in float32."""
+  """GPT-2's layer norm, with mean subtraction, scale and bias, computed in float32."""
 
   config: TransformerConfig
 

@@ -1,4 +1,4 @@
-"""Target with simulated acceptance, so that models with random weights are timed at any alpha."""
+"""Target with simulated acceptance, to time models with random weights at any alpha."""
 
 import dataclasses
 from typing import Any
@@ -33,13 +33,13 @@ class SimulatedCache:
 
   @property
   def length(self) -> Int[Array, " B"]:
-    """Number of tokens of each row."""
+    """Number of cached tokens of each row."""
     return self.model.length
 
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedModel(WrappedModel):
-  """Target that does the work of `model` but accepts each draft token with probability `alpha`.
+  """Target that runs `model`, and adjusts its logits so that `alpha` is the acceptance rate.
 
   The logits at the parent of a draft token make p(token) either 1 or 0. A pseudo-random function of
   the prompt, the position and the token decides which. Acceptance therefore does not depend on q or

@@ -1,8 +1,8 @@
 """Functions that load drafts composed of other drafts.
 
 To give such a function to `load_pair`, bind all of its arguments except `target`. An argument that
-loads a draft is a function from a `LoadedTarget` to a `DraftFactory`: a function of this module, or
-`checkpoint_draft` for a checkpoint.
+loads a draft is a function from a `LoadedTarget` to a `DraftFactory`, for example
+`checkpoint_draft`, or a function of this module with its other arguments bound.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ LoadsDraft = Callable[[LoadedTarget], DraftFactory]
 def hierarchical_draft(
   target: LoadedTarget, draft: LoadsDraft, inner: LoadsDraft, inner_gamma: int = 3
 ) -> DraftFactory:
-  """Return a draft model that is itself decoded speculatively with a cheaper draft (Section 6).
+  """Return a draft whose model is itself decoded speculatively with a cheaper draft (Section 6).
 
   Args:
     target: target of the pair.
@@ -43,7 +43,7 @@ def hierarchical_draft(
     inner_gamma: number of draft tokens that the cheaper draft proposes per round.
 
   Raises:
-    InputError: (when the draft is built) `draft` does not load a model.
+    InputError: (when the draft is built) `draft` does not load a model, or a tree is not a chain.
   """
   require_types(hierarchical_draft, locals())
   model, cheaper = (load_draft(load, target) for load in (draft, inner))
@@ -59,7 +59,8 @@ def hierarchical_draft(
 def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFactory:
   """Return a draft that joins the proposals of several drafts in one tree (SpecInfer).
 
-  Each draft proposes a full tree or chain. If a draft is given twice, it is sampled twice.
+  Each draft proposes the whole tree or chain that is requested. If a draft is given twice, it is
+  sampled twice.
 
   Args:
     target: target of the pair.
@@ -125,7 +126,8 @@ def tree_draft(
     target: target of the pair.
     draft: function that loads a draft that proposes trees.
     widths: number of children of each node at depth 0, 1, ...; nodes at greater depths have one.
-    num_guesses: number of draft tokens of a dynamic tree, to be given instead of `widths`.
+    num_guesses: number of draft tokens of a dynamic tree, to be given instead of `widths`. At depth
+      1, the tree has one draft token.
 
   Raises:
     InputError: both `widths` and `num_guesses` are given, or neither of them.
@@ -166,13 +168,13 @@ def stopping_draft(target: LoadedTarget, draft: LoadsDraft, threshold: float) ->
 
 
 def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
-  """Return a draft that stops early if it has no proposal (`drafts.stop_at_miss`).
+  """Return a draft that ends its proposal where `draft` has no token (`drafts.stop_at_miss`).
 
   gamma is the maximum number of draft tokens.
 
   Args:
     target: target of the pair.
-    draft: function that loads the draft.
+    draft: function that loads a draft that selects its tokens deterministically.
   """
   require_types(stop_at_miss_draft, locals())
   factory = load_draft(draft, target)
@@ -184,7 +186,7 @@ def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
 
 
 def _of_model(factory: DraftFactory, sampling: Sampling, tree: AnyTree) -> ModelDraft:
-  """Build a draft, and raise InputError unless it is a model with a static tree."""
+  """Build a draft, and raise InputError unless it is a `ModelDraft`, which has a static tree."""
   draft = factory.build(sampling, tree)
   if not isinstance(draft, ModelDraft):
     raise InputError(f"{factory.name} is not a model with a static tree, as it must be here.")

@@ -1,4 +1,4 @@
-"""Functions that load pairs from checkpoints; by default they load the bundled pair."""
+"""Functions that load pairs and drafts from checkpoints; the default is the bundled pair."""
 
 import dataclasses
 import functools
@@ -54,19 +54,20 @@ def load_pair(
   """Load a target and a draft; by default, load the bundled pair.
 
   The default draft is also the draft of the quickstart: a draft head that was trained on the
-  target's hidden states. By default, gin runs measure `draft=asset("multi30k_ende/draft")`, a
-  separate model (gin/models/bundled.gin).
+  target's hidden states. By default, gin runs use `draft=asset("multi30k_ende/draft")`, a separate
+  model (gin/models/bundled.gin).
 
   Args:
     target: checkpoint of the target (of T5X, Orbax, Hugging Face or this project, local or
-      `gs://`), or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`.
-      Or a model in memory: a PyTorch model of transformers, or (config, parameters); see
+      `gs://`), or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`. Or a
+      model in memory: a PyTorch model of transformers, or (config, parameters); see
       `checkpoints.in_memory.open_in_memory`.
-    draft: checkpoint of the draft, which is a separate model or a draft head that was trained on
-      this target's hidden states (`train_speculator`); or a model in memory; or a function that
-      loads a draft for a `LoadedTarget`.
+    draft: checkpoint or name of the draft, which is a separate model or a draft head that was
+      trained on this target's hidden states (`train_speculator`); or a model in memory; or a
+      function that loads a draft for a `LoadedTarget`.
     vocabulary: path of the vocabulary, or a Hugging Face folder or name; see `open_vocabulary`. By
       default, the vocabulary in the folder of the target or, for pairs of this project, next to it.
+      A target in memory requires this argument.
     task: name of the inputs, for records. By default, the bundled target has its own task, and
       other targets have none.
     dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU and bfloat16 elsewhere. On a CPU,
@@ -79,8 +80,8 @@ def load_pair(
       `jax.sharding.Sharding`. Sharded parameters are not converted for decoding, because that would
       concatenate matrices across shards.
     draft_shardings: function like `shardings` for the parameters of the draft.
-    kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, for matmuls with weights,
-      attention and T5's norms.
+    kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, if available and without
+      `shardings`, for matmuls with weights, attention and T5's norms.
     stored_weights: whether weights of the target that are stored in bfloat16 stay in bfloat16 when
       `kernels.skinny` is used. Weights of a draft always do. This halves the bytes, and does not
       change the output. It speeds up a step of autoregressive decoding more than verification.
@@ -167,7 +168,7 @@ def load_pair(
 
 
 def _open(role: str, model: Any, or_function: bool = False) -> Checkpoint:
-  """Open a model by its path or name, or in memory."""
+  """Return the checkpoint of a model that is given by its path or its name, or in memory."""
   if isinstance(model, str):
     return open_checkpoint(model)
   if not is_in_memory(model):
@@ -182,11 +183,11 @@ def checkpoint_draft(
   dtype: str = "float32",
   kernels: str = "auto",
 ) -> DraftFactory:
-  """Load a model as a draft, to be used in a composed draft.
+  """Load a model from a checkpoint as a draft, for example for a composed draft.
 
   Args:
     target: target of the pair.
-    model: checkpoint of the model.
+    model: checkpoint of the model, or its name on the Hugging Face Hub.
     dtype: see `load_pair`.
     kernels: see `load_pair`.
   """
@@ -205,25 +206,25 @@ def asset(name: str) -> str:
 
 
 class GenerationWarning(UserWarning):
-  """Settings of generation of a checkpoint that the caller may not apply."""
+  """Warning that a checkpoint has generation settings that the caller may not apply."""
 
 
 def _generation(checkpoint: Checkpoint, words: Vocabulary) -> dict[str, Any]:
-  """Return the settings of generation of a checkpoint; a list of EOS is one of them."""
+  """Return the generation settings of a checkpoint, with EOS ids if any is not that of `words`."""
   eos_ids = [eos_id for eos_id in checkpoint.eos_ids if eos_id < len(words)]
   several = {"eos_token_id": eos_ids} if {*eos_ids} - {words.eos_id} else {}
   return {**checkpoint.generation.settings, **several}
 
 
 def is_bundled(target: str) -> bool:
-  """Return True if a path of a target is the path of the bundled target."""
+  """Return True if `target` is the path of the bundled target."""
   return recorded_path(target) == recorded_path(str(EMBEDDED / "target"))
 
 
 def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
-  """Return the configuration in the layout for decoding: with kernels, and with fused matmuls.
+  """Return the configuration in the layout for decoding: with fused matmuls and the kernels to use.
 
-  If parameters are sharded, the configuration is returned unchanged.
+  If parameters are sharded across devices, the configuration is returned unchanged.
 
   Raises:
     InputError: `kernels` is unknown.
@@ -281,12 +282,13 @@ def load_for(
     dtype: 'float32' or 'bfloat16'.
     shardings: see `load_pair`.
     kernels: see `load_pair`.
-    stored_weights: see `load_pair`.
+    stored_weights: whether weights stored in bfloat16 stay in bfloat16; see `load_pair`.
     opened: the checkpoint, if it is already open.
-    beside: arrays that are already in memory. For a draft they are the target's parameters.
+    beside: arrays that must fit in memory together with the parameters. For a draft they are the
+      target's parameters.
 
   Raises:
-    InputError: the checkpoint does not fit the vocabulary.
+    InputError: the checkpoint is a draft head, or it does not fit the vocabulary or the memory.
   """
   checkpoint = opened or open_checkpoint(path)
   if isinstance(checkpoint.config, SpeculatorConfig):

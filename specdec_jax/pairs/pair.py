@@ -38,20 +38,20 @@ class LoadedPair(NamedTuple):
     draft_name: name of the draft in records.
     vocabulary: vocabulary of both models.
     task: name of the inputs, for records; None if it is not known.
-    dtype: dtype of parameters and activations.
+    dtype: 'float32' or 'bfloat16', the `dtype` of the target's `TransformerConfig`.
     max_source_tokens: maximum number of tokens of a source. Longer sources are truncated, but keep
       their EOS.
     kernels: implementation of the target's matmuls (see `TransformerConfig`). It ends with
-      '+bfloat16' if weights are read in bfloat16.
+      '+bfloat16' if weights are read in bfloat16 although `dtype` is 'float32'.
     simulated_alpha: acceptance rate of a target with simulated acceptance; None for a real target.
     continues: whether the target is decoder-only and continues its prompt.
     verifier: verifier that accepts or rejects draft tokens: a class of `core.verify`, or a function
       from a sampling method to a verifier.
     target_path: checkpoint of the target, for records; None if it has none.
     draft_path: checkpoint of the draft, for records; None if it has none.
-    generation: settings of generation of the target's checkpoint, fields of `GenerationConfig`.
-    tasks: `task_specific_params` of the target's checkpoint: for each task such settings, and a
-      `prefix` of each source.
+    generation: generation settings of the target's checkpoint, by field of `GenerationConfig`.
+    tasks: `task_specific_params` of the target's checkpoint: for each task, its generation settings
+      and the `prefix` of its sources.
   """
 
   target: Model
@@ -116,7 +116,7 @@ class LoadedPair(NamedTuple):
     processors: Processors = (),
     logprobs: bool = False,
   ) -> Decoder:
-    """Return the speculative decoder of this pair. Its methods take the parameters `params`.
+    """Return the speculative decoder of this pair. Its methods take the `params` of this pair.
 
     Args:
       sampling: sampling method of target and draft.
@@ -128,7 +128,7 @@ class LoadedPair(NamedTuple):
       logprobs: whether results have log-probabilities.
 
     Raises:
-      InputError: the verifier cannot verify the proposals of the draft.
+      InputError: the verifier does not support lenience, or cannot verify the draft's proposals.
     """
     eos_id = self.vocabulary.eos_id if eos_id is None else eos_id
     if not tree.num_guesses:
@@ -179,7 +179,7 @@ class LoadedPair(NamedTuple):
     length_penalty: float = 0.6,
     nodes: int | None = None,
   ) -> BeamSearcher:
-    """Return the beam searcher of this pair. Its methods take the parameters `params`.
+    """Return the beam searcher of this pair. Its methods take the `params` of this pair.
 
     Args:
       num_beams: number of live sequences, and of results per row.
@@ -221,7 +221,7 @@ class LoadedPair(NamedTuple):
     return BeamSearcher(self.target, beam_draft, num_beams, length_penalty, eos_id)
 
   def guesses(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
-    """Return the tree that the draft proposes if `tree` is requested; usually they are the same."""
+    """Return the tree that the draft proposes if `tree` is requested; usually `tree` itself."""
     return self.draft(sampling, tree).tree if tree.num_guesses else tree
 
   def verifier_for(self, sampling: Sampling, lenience: float = 1.0) -> Verifier:
@@ -250,7 +250,7 @@ class LoadedPair(NamedTuple):
     return ids if len(ids) <= most else ids[: most - 1] + ids[-1:]
 
   def cut(self, text: str) -> str | None:
-    """Return the text that remains of a source that exceeds the limit, or None if it fits."""
+    """Return the text of a source truncated to `max_source_tokens`, or None if the source fits."""
     fits = len(self.vocabulary.encode(text)) <= self.max_source_tokens
     return None if fits else self.vocabulary.decode(self.encode(text))
 

@@ -101,8 +101,8 @@ def random_draft(
     size: size of the model; see `named_config`.
     version: see `random_pair`.
     dtype: 'float32' or 'bfloat16'.
-    inner_alpha: simulated acceptance rate of this model's own draft, if it is part of a
-      `hierarchical_draft`; the model cannot propose tokens alone. None for a model without a draft.
+    inner_alpha: simulated acceptance rate of the inner draft, if this model is the `draft` of a
+      `hierarchical_draft`. Such a model cannot propose tokens alone. None for any other model.
     shardings: see `load_pair`.
     kernels: see `load_pair`.
   """
@@ -122,7 +122,7 @@ def _named(version: str, size: str) -> str:
 def _random(
   size: str, version: str, dtype, words: Vocabulary, shardings: ShardingsFn, kernels: str
 ) -> tuple[Config, Any]:
-  """Return a configuration and random parameters, which are created with dtype and sharding."""
+  """Return a named configuration and random parameters of the given dtype and shardings."""
   config = named_config(version, size, dtype=dtype)
   if isinstance(config, GPTConfig):  # EOS of the vocabulary ends a prompt
     config = dataclasses.replace(config, eos_id=words.eos_id)

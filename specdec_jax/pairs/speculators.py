@@ -19,15 +19,15 @@ from specdec_jax.models.simulated import unwrapped
 
 
 def speculator(target: LoadedTarget, path: str) -> DraftFactory:
-  """Load a draft head that `train_speculator` wrote as a draft of the target it was trained on.
+  """Load a draft head from `train_speculator` as a draft of the target that it was trained on.
 
   Args:
     target: target of the pair.
     path: folder of the head, local or `gs://`.
 
   Raises:
-    InputError: the folder does not exist, or the head was trained with a different vocabulary or
-      for a target with a different shape.
+    InputError: the folder does not exist or contains no head, or the head was trained with a
+      different vocabulary or for a target with a different shape.
   """
   require_types(speculator, locals())
   checkpoint = open_folder(path)
@@ -47,7 +47,7 @@ def speculator(target: LoadedTarget, path: str) -> DraftFactory:
 def random_speculator(
   target: LoadedTarget, config: Callable[[Config], SpeculatorConfig] = speculator_config
 ) -> DraftFactory:
-  """Return a draft head with random weights for `random_pair`; it takes the time of a trained one.
+  """Return a draft head with random weights for `random_pair`; it is as fast as a trained one.
 
   Args:
     target: target of the pair.

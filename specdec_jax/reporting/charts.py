@@ -78,7 +78,7 @@ class Curve(NamedTuple):
 def line_charts(
   charts: Mapping[str, Sequence[Curve]], y_label: str, x_label: str, log2: bool = False
 ) -> list[Markup]:
-  """Return line charts with common axes, so that they can be compared.
+  """Return line charts whose axes have the same ranges, so that the charts can be compared.
 
   Later curves are drawn over earlier ones. A dotted line at 1 marks autoregressive decoding. The
   legend gives the highest value of each curve.
@@ -87,7 +87,7 @@ def line_charts(
     charts: curves of each chart, by the heading of the chart. Curves are not empty.
     y_label: label of the y axis, which starts at 0.
     x_label: label of the x axis. Descriptions of the charts use its first word as the name of x.
-    log2: whether the x axis is logarithmic. A logarithmic axis starts at 1, a linear axis at 0.
+    log2: whether the x axis is logarithmic (base 2). It then starts at 1, otherwise at 0.
   """
   points = [point for curves in charts.values() for curve in curves for point in curve.points]
   xs = sorted({x for x, _ in points})
@@ -138,14 +138,14 @@ def acceptance_chart(
   pooled: float | None,
   counts: Sequence[int | None],
 ) -> Markup:
-  """Return a bar chart of the acceptance rate of each draft token, with a line at the overall rate.
+  """Return a bar chart of the acceptance rate at each position in a round.
 
   Args:
     heading: heading of the chart.
     shares: acceptance rate at each position; None where no draft token was verified.
-    pooled: acceptance rate over all positions, at which the line is drawn; None for no line.
+    pooled: acceptance rate over all positions, drawn as a dotted line; None for no line.
     counts: number of draft tokens from which each rate was computed. It is shown next to the rate
-      unless it is None.
+      unless it is None or 0.
   """
 
   def draw(axes: Axes) -> None:

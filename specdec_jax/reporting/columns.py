@@ -52,13 +52,16 @@ def _quality(r: Record) -> str:
 
 
 def range_text(r: Record) -> str:
-  """Return the range of the speedup over the repeats; '' for a single repeat."""
+  """Return the range of the speedup over the repeats, as ' [low,high]'; '' if there is none."""
   limits = r.speedup_range
   return "" if limits is None else f" [{limits[0]:.2f},{limits[1]:.2f}]"
 
 
 def _bandwidth_share(part: str) -> Callable[[Any], str]:
-  """Return a function that formats a part's reading time at full bandwidth / its measured time."""
+  """Return a function that formats a step's read time at full bandwidth, as % of measured time.
+
+  `part` is the prefix of the step's fields in a record, such as 'target_step'.
+  """
 
   def text(r: Any) -> str:
     megabytes, ms = getattr(r, f"{part}_mb"), getattr(r, f"{part}_ms")

@@ -21,12 +21,12 @@ def render(table: Table, fmt: str) -> str:
 
   Args:
     table: table to format.
-    fmt: 'terminal', 'markdown', 'csv' or 'latex'. LaTeX is a float with caption and label. CSV
-      and LaTeX need pandas. CSV has only headings and cells; the other formats also have the
-      title, the notes and the legend.
+    fmt: 'terminal', 'markdown', 'csv' or 'latex'. The LaTeX code is a float with caption and
+      label. CSV and LaTeX need pandas. CSV has only headings and cells; the other formats also
+      have the title, the notes and the legend (in LaTeX, notes and legend are comments).
 
   Raises:
-    InputError: there is no such format.
+    InputError: there is no such format, or pandas is needed and is not installed.
   """
   if fmt not in _WRITERS:
     raise InputError(f"There is no format {fmt!r}; choose one of {', '.join(_WRITERS)}.")
@@ -122,6 +122,6 @@ _WRITERS = {"terminal": _terminal, "markdown": _markdown, "csv": _csv, "latex": 
 
 
 def _right_aligned(table: Table) -> list[bool]:
-  """Return for each column whether all its cells are numbers or missing."""
+  """Return for each column whether all its cells start like a number, as MISSING does."""
   columns = zip(*table.rows) if table.rows else [()] * len(table.columns)
   return [all(cell[:1] in "+-0123456789" for cell in column) for column in columns]

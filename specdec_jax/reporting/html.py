@@ -51,7 +51,7 @@ def write_report(
 
 
 def report(records: Sequence[Record], examples: Sequence[Example], title: str) -> str:
-  """Return a page with results, a table, charts, and rounds to step through.
+  """Return a page with results, tables, charts, and rounds to step through.
 
   Args:
     records: one or more records. If several records have the same setting, the last one is used.
@@ -154,7 +154,7 @@ def _varying(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _shared(records: Sequence[Record], labels: dict[str, str]) -> dict[str, str]:
-  """Return the settings in which all records agree, as label -> value."""
+  """Return the settings in `labels` that all records share, as label -> value, if not '-'."""
   varying = _varying(records)
   values = {name: _value(records[0], name) for name in labels if name not in varying}
   return {labels[name]: value for name, value in values.items() if value != "-"}
@@ -175,7 +175,7 @@ def _series(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def _result(name: str, series: Sequence[Record]) -> Markup:
-  """Return a sentence about the best speedup of a series and whether its output is identical."""
+  """Return a list item: the best speedup of a series, and whether outputs equal the baseline's."""
   differing = [str(r.gamma) for r in series if r.identical is False]
   if differing:
     exactness = f"the output DIFFERS at gamma {', '.join(differing)}"
@@ -239,7 +239,7 @@ def _table(
 
 
 def html_table(table: Table) -> Markup:
-  """Return a table, followed by its legend and its notes as a list."""
+  """Return a table without its title, followed by its legend and its notes as a list."""
   return _grid(table.columns, [table.rows], [*legend_lines(table.legend), *table.notes])
 
 

@@ -11,8 +11,9 @@ def join(*parts: object) -> Markup:
 def tag(name: str, *children: object, **attributes: object) -> Markup:
   """Return an element with the given name, children and attributes.
 
-  The attribute `class_` is written as class and `aria_label` as aria-label. Attributes that are
-  None are omitted.
+  In the names of attributes, outer underscores are dropped and inner ones become hyphens: `class_`
+  is written as class, and `aria_label` as aria-label. Attributes that are None are omitted, and
+  floats are written with one decimal.
   """
   text = Markup("")
   for attribute, value in attributes.items():

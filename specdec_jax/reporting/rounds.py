@@ -1,4 +1,4 @@
-"""Rounds of a decoded text, token by token, and as coloured lines (the paper's Figure 1)."""
+"""Rounds of a decoded text, token by token, and as coloured lines as in Figure 1 of the paper."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -45,8 +45,8 @@ class Round(NamedTuple):
 
   Attributes:
     accepted: draft tokens that entered the text.
-    rejected: in a chain, the draft token that was rejected; None if all draft tokens were accepted
-      or the text ended.
+    rejected: in a chain, the draft token that was rejected; None if all draft tokens were accepted,
+      or if the text ended before the target's token.
     unverified: in a chain, the remaining draft tokens, which follow a rejected draft token or the
       end of the text.
     target_token: token sampled from the target; None if the text ended before it.
@@ -72,14 +72,14 @@ def read_rounds(
   pieces: Callable[[Sequence[int]], list[str]],
   parents: Sequence[int] = (),
 ) -> tuple[Round, ...]:
-  """Return the rounds of a row in order.
+  """Return the rounds of a row in order, up to the end of its text.
 
   Args:
     decoded: result of decoding, on the host.
     row: index of the row in the batch.
     pieces: function from token ids to the text of each token inside a text (`Vocabulary.pieces`).
-    parents: parents of the draft tokens of a static tree, [N] (`Tree.parents`). The parents of a
-      dynamic tree are part of `decoded`.
+    parents: `Tree.parents` of a static tree, one per draft token. They are not needed for a chain,
+      and for a dynamic tree they are part of `decoded`.
   """
   rounds = []
   guesses, num_accepted, next_token, num_emitted, *_ = (
@@ -141,8 +141,9 @@ def _branches(
 def round_text(r: Round) -> Text:
   """Format a round as a coloured line.
 
-  For readers without colour, brackets mark a rejected token and the target's token. The branches of
-  a tree follow on separate lines. Each branch begins in the column where it leaves the line above.
+  Brackets mark a rejected token and the target's token, in case colours are not visible. The
+  branches of a tree follow on separate lines. Each branch begins in the column where it leaves the
+  line above.
   """
   parts = [(piece, ACCEPTED) for piece in r.accepted]
   parts += _rejected(r.rejected)

@@ -1,4 +1,4 @@
-"""Tables of speedups, predicted and measured, and of the time that each part of a round takes."""
+"""Tables of predicted and measured speedups, and of the times and bytes of parts of a round."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,12 @@ ROOFLINE += ("draft_step_mb", "draft_step_share", "verify_mb", "verify_share")
 
 
 def speed_columns(records: Sequence[Record]) -> tuple[str, ...]:
-  """Return the columns of `speed_table`, including the quality of outputs if a record has it."""
+  """Return the column names of `speed_table`, with 'quality' if a record has it."""
   return SPEED if all(r.quality is None for r in records) else (*SPEED, "quality")
 
 
 def speed_table(records: Sequence[Record]) -> Table:
-  """Return a table of costs, predicted and measured speedups, with one row per record."""
+  """Return a table of costs and of predicted and measured speedups, with one row per record."""
   return records_table(_title(records[0]), records, speed_columns(records))
 
 

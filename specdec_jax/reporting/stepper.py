@@ -53,7 +53,7 @@ class Example(NamedTuple):
 
 
 def stepper(examples: Sequence[Example]) -> Markup:
-  """Return controls to step through the rounds of texts, or an empty string if there are none."""
+  """Return the rounds of texts with controls to step through them; nothing if there is no text."""
   if not examples:
     return join()
   sources = (textwrap.shorten(e.source, 70, placeholder=" …") for e in examples)

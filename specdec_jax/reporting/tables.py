@@ -33,7 +33,10 @@ def legend_lines(legend: Mapping[str, str]) -> list[str]:
 
 
 def models_text(r: Record, draft: bool = True) -> str:
-  """Return the task, the target and the draft of a record; without a task, the checkpoints."""
+  """Return the task, the target and (if `draft` is True) the draft of a record.
+
+  Without a task, return only the paths or names of the models (`Record.target_label`).
+  """
   if r.task is None:
     names = [r.target_label, r.draft_label]
   else:
@@ -42,7 +45,7 @@ def models_text(r: Record, draft: bool = True) -> str:
 
 
 def measured_with(records: Sequence[Record]) -> str:
-  """Return a sentence with the commits that wrote the records, and their dates."""
+  """Return a sentence with the commit and the date of each measurement, without duplicates."""
   commits = dict.fromkeys(
     f"commit {r.commit} of {r.date[:10]}" if r.commit and r.date else "an unrecorded commit"
     for r in records

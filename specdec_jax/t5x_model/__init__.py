@@ -1,7 +1,7 @@
 """Speculative decoding as a t5x model, and t5x's own decoding as a baseline.
 
 t5x's `infer.py` runs the model. `gin/t5x/` holds the bindings, and `docs/t5x.md` explains the
-commands. No other package imports t5x.
+commands. No other package of this project imports t5x itself.
 """
 
 from specdec_jax.t5x_model.baseline import t5x_baseline, t5x_decode

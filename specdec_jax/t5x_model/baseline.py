@@ -32,9 +32,10 @@ def t5x_decode(
   eos_id: int = 1,
   beams: int | None = None,
 ) -> DecodeResult:
-  """Decode with t5x's own T5 and `temperature_sample`; records name this baseline 't5x'.
+  """Decode with t5x's T5 and `temperature_sample` or `beam_search`.
 
-  Unlike this package, t5x also samples tokens from the padding of a vocabulary.
+  Records name this baseline 't5x'. Unlike this package, t5x can also emit tokens from the padding
+  of a vocabulary.
 
   Args:
     config: configuration of the target. Its parameters must not be fused.
@@ -42,10 +43,13 @@ def t5x_decode(
     prompt: padded prompts.
     rng: one key per row; only the first key is used.
     max_new_tokens: maximum number of tokens of each row, including EOS.
-    sampling: sampling method.
-    eos_id: token that ends a text.
-    beams: number of beams of t5x's `beam_search`, whose best text is returned; None for sampling.
-      t5x does not report its forward passes, so one pass per token of the text is counted.
+    sampling: sampling method; not used with beams.
+    eos_id: token that ends a text; -1 if none does.
+    beams: number of beams of t5x's `beam_search`, of which the best text is returned; None for
+      sampling.
+
+  Returns:
+    The texts. t5x does not report its forward passes, so one round per token is recorded.
   """
   decode_fn = decoding.beam_search if beams else decoding.temperature_sample
   model = models.EncoderDecoderModel(t5x_network(config), None, None, None, decode_fn=decode_fn)

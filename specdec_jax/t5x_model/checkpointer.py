@@ -13,7 +13,7 @@ class PairCheckpointer:
   """Checkpointer that restores the target from t5x's path and the draft from `draft_path`.
 
   t5x constructs it through `RestoreCheckpointConfig`: as `checkpoint_manager_cls` or, if
-  `use_orbax` is False, as `checkpointer_cls`. It always reads both formats that t5x writes.
+  `use_orbax` is False, as `checkpointer_cls`. In both cases it reads both formats of t5x.
   """
 
   def __init__(self, *, train_state, partitioner, draft_path: str, restore_dtype=None, **_):
@@ -35,16 +35,16 @@ class PairCheckpointer:
   def restore(self, path: str, **kwargs):
     """Return the train state with the parameters of target and draft.
 
-    The shapes of the target's checkpoint are checked, because Orbax would silently truncate and pad
-    arrays of a different shape. With `state_transformation_fns` they are not checked, because the
-    checkpoint may then have a different structure.
+    The shapes in both checkpoints are checked, because Orbax would silently truncate and pad arrays
+    of a different shape. With `state_transformation_fns`, those of the target are not checked,
+    because its checkpoint may then have a different structure.
 
     Args:
       path: checkpoint of the target.
       **kwargs: t5x's arguments for the checkpoint of the target.
 
     Raises:
-      InputError: a checkpoint does not exist, or its shapes differ from those of its network.
+      InputError: a checkpoint does not exist, or its names or shapes differ from its network's.
     """
     params, draft_params = core.pop(self._train_state.params, DRAFT)
     axes, draft_axes = core.pop(self._train_state.params_axes, DRAFT)

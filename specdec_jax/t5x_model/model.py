@@ -1,6 +1,7 @@
 """t5x's encoder-decoder model with speculative decoding.
 
 Axis letters: B examples, S source tokens, T target tokens, A decodes per example (`num_decodes`).
+K and V are those of `core.types`.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ INHERITED = tuple(
 
 
 class _Draft(ModelDraft):
-  """A draft whose q is sharded by t5x's rules for the draft's axes; by default it is replicated.
+  """A draft whose q is sharded by t5x's rules for the draft's axes; by default by batch only.
 
   Without the constraint, q would be sharded by vocabulary like the target's logits, and devices
   would communicate in every draft step. Outside of t5x's partitioner, the constraint has no effect.
@@ -110,8 +111,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
 
     Raises:
       InputError: a network is not supported, the networks have different vocabularies, a setting is
-        invalid for the draft or the verifier, or `decode_fn` or one of its bindings is not
-        supported.
+        invalid for the draft, the verifier or `decode_fn`, or `decode_fn` or one of its bindings is
+        not supported.
     """
     inherited = bound(models.EncoderDecoderModel, *INHERITED)
     kwargs = {"decode_fn": decoding.temperature_sample} | inherited | kwargs
@@ -151,7 +152,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
 
     Axes of the draft are named draft_vocab, draft_heads and so on. t5x has no rules for these
     names, so the draft is replicated unless `standard_logical_axis_rules.additional_rules` shards
-    it. The 6 heads of T5 1.1 small, for example, cannot be sharded across 4 devices.
+    it. A small draft often cannot be sharded like the target: the 6 heads of T5 1.1 small, for
+    example, cannot be sharded across 4 devices.
     """
     target = super().get_initial_variables(rng, input_shapes, input_types)
     draft = core.unfreeze(self._draft.get_initial_variables(rng, input_shapes, input_types))
@@ -175,24 +177,25 @@ class SpeculativeModel(models.EncoderDecoderModel):
     """Decode speculatively.
 
     With `beam_search`, the texts, their order and their scores equal those of t5x's beam search
-    with `num_decodes` beams. 'rounds' is then the result of `count_steps`, and 'decode_rng' is not
-    used.
+    with `num_decodes` beams. The entry 'rounds' is then the result of `count_steps`, and the key is
+    not used.
 
     Gin bindings of `EncoderDecoderModel.predict_batch_with_aux` replace arguments that are not
     given.
 
     Args:
       params: parameters of target and draft, in the structure of `get_initial_variables`.
-      batch: encoder_input_tokens [B, S] and decoder_input_tokens [B, T], whose length is a limit
-        for the outputs. Its tokens are used with `prompt_with_targets`.
+      batch: encoder_input_tokens [B, S] and decoder_input_tokens [B, T]. Outputs are not longer
+        than T. The decoder_input_tokens themselves are used only with `prompt_with_targets`.
       rng: key of the batch; alternatively, `decoder_params` has it as 'decode_rng'.
-      decoder_params: values of gamma, tree, verifier, lenience, eos_id and `settings.SETTINGS` for
-        this call.
+      decoder_params: values for this call of eos_id, of the parameters of `decode_fn` in
+        `settings.SETTINGS`, and of gamma, tree, verifier and lenience, or with `beam_search` of
+        gamma and draft_beams.
       return_all_decodes: whether to return A outputs per example, in order of increasing score,
         instead of only the best output.
-      num_decodes: number of outputs per example, A.
-      prompt_with_targets: whether outputs begin with decoder_input_tokens without EOS, up to the
-        first padding. As in t5x, a beam search ignores it.
+      num_decodes: A, the number of outputs that are decoded per example.
+      prompt_with_targets: whether outputs begin with the decoder_input_tokens after the start
+        token, up to the first EOS or padding. As in t5x, a beam search ignores it.
 
     Returns:
       Tokens [B, T], or [B, A, T] with `return_all_decodes`, and a dict of arrays with the same
@@ -200,8 +203,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
       `count_rounds`.
 
     Raises:
-      InputError: a parameter is unknown, or has a value that is not supported; or `params` lacks
-        the draft.
+      InputError: a parameter is unknown, or has a value that is not supported; two keys are given;
+        or `params` lacks the draft.
     """
     given = {
       "decoder_params": decoder_params,
@@ -291,7 +294,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
     return outputs[rows], jax.tree.map(lambda x: x[rows], aux)
 
   def _searcher(self, num_beams: int, settings: Mapping[str, Any]) -> BeamSearcher:
-    """Return the beam search with the given settings, which have the names of `_settings`."""
+    """Return the beam search with the given settings, named as in `_settings`."""
     draft_beams = num_beams if settings["draft_beams"] is None else settings["draft_beams"]
     model_draft = ModelDraft(self._draft_model, Sampling(temperature=0.0), chain(settings["gamma"]))
     draft = ModelBeamDraft(model_draft, draft_beams)
@@ -338,9 +341,9 @@ class SpeculativeModel(models.EncoderDecoderModel):
 class SamplingCallback(LogitsProcessor):
   """Logits processor that calls a `logit_callback_fn` of t5x's `temperature_sample`.
 
-  The function receives logits [rows, V] and a `SamplingLoopState` with a row per draft token, of
-  which `cur_index`, `cur_token` and `sequences` up to `cur_index` are those of t5x. It must not use
-  the other fields.
+  The function receives logits [B K, V] and a `SamplingLoopState`, both with one row per node of the
+  block. Only `cur_index`, `cur_token` and `sequences` up to `cur_index` have the values that they
+  have in t5x, so the function must not use the other fields.
 
   Attributes:
     function: function of (logits, state) that returns logits.
@@ -367,7 +370,10 @@ class SamplingCallback(LogitsProcessor):
 
 
 def _best_last(result: BeamResult, return_all: bool) -> tuple[Array, dict[str, Any]]:
-  """Return the result of a beam search in the form of `predict_batch_with_aux`, best text last."""
+  """Return the result of a beam search in the form of `predict_batch_with_aux`.
+
+  With `return_all`, it has all texts, the best one last; otherwise only the best text.
+  """
   tokens, scores = jnp.flip(result.tokens, axis=1), jnp.flip(result.scores, axis=1)
   counts = count_steps(result)
   if not return_all:
@@ -401,7 +407,7 @@ def count_rounds(decoded: DecodeResult) -> dict[str, Int[AnyArray, " B"]]:
     num_accepted: number of accepted draft tokens, as in `Rounds.acceptance_counts`.
     num_rejected: number of rejected draft tokens. num_accepted / (num_accepted + num_rejected) is
       the acceptance rate.
-    not_finite: see `DecodeResult`; -1 if all logits were finite.
+    not_finite: see `DecodeResult`; -1 if all logits and probabilities were finite.
   """
   accepted, rejected = decoded.rounds.acceptance_counts()
   return {

@@ -45,7 +45,10 @@ def same_config(module: nn.Module) -> T5Config:
 
 
 def t5x_network(config: T5Config) -> network.Transformer:
-  """Return the t5x network of a config that is not fused; this is the inverse of `same_config`."""
+  """Return the t5x network of a config that is not fused.
+
+  `same_config` returns the config again, but with padding in vocab_size and without dropout.
+  """
   return network.Transformer(
     network.T5Config(
       vocab_size=config.table_size,

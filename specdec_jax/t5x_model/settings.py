@@ -32,7 +32,8 @@ def decode_settings(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
   """Return the t5x function that `decode_fn` calls, and the values of its settings.
 
   Args:
-    decode_fn: function of t5x that is in SETTINGS, with bindings of gin or of `functools.partial`.
+    decode_fn: function of t5x that is in SETTINGS. Parameters may be bound by gin or by
+      `functools.partial`.
 
   Raises:
     InputError: SETTINGS does not contain the function or one of the bound parameters.
@@ -81,7 +82,7 @@ def extra_ids(module: nn.Module) -> int:
   """Return the number of sentinels to add to the SentencePiece model that gin binds.
 
   It is 100, as in T5, if the SentencePiece model has no sentinels and the embedding table of the
-  network has room for them. Otherwise it is 0.
+  network has exactly the number of rows for 100 of them (`count_extra_ids`). Otherwise it is 0.
 
   Args:
     module: the target's network, whose `config.vocab_size` is the number of rows of its table.

@@ -23,9 +23,9 @@ class ParallelText:
   Attributes:
     sources: token ids of the source sentences.
     targets: token ids of the target sentences.
-    teacher: for each pair, the most probable tokens [T, k] of a teacher at each target position and
-      their probabilities [T, k] (`distillation.teacher_topk`); None to learn from the targets
-      alone.
+    teacher: for each pair, the k most probable tokens of a teacher at each of T target positions,
+      and their probabilities (`distillation.teacher_topk`). Both are arrays [T, k]. None to learn
+      from the targets alone.
   """
 
   sources: list[list[int]]
@@ -47,10 +47,11 @@ class Batch(NamedTuple):
   """Sentence pairs padded with 0 to a common length T.
 
   Attributes:
-    source: source tokens [B, T].
-    targets: target tokens [B, T].
-    labels: tokens to learn at each position [B, T, k]; without a teacher, the target token (k = 1).
-    weights: probabilities of the labels [B, T, k]; 0 at padding.
+    source: [B, T], source tokens.
+    targets: [B, T], target tokens.
+    labels: [B, T, k], tokens to learn at each position; without a teacher, the target token
+      (k = 1).
+    weights: [B, T, k], probabilities of the labels; 0 at padding.
   """
 
   source: np.ndarray
@@ -67,7 +68,7 @@ def epoch_batches(
   The batch size of a bucket is `tokens_per_batch // length`, so that all batches cost about the
   same. It is rounded down to a multiple of `multiple`, but is at least `multiple`. The last batch
   of a bucket is filled up with random pairs of the same bucket, so that each bucket has one shape
-  to compile. Pairs longer than the last bucket are left out with a warning.
+  to compile. Pairs longer than the last bucket are left out, with a warning in epoch 0.
 
   Args:
     text: sentence pairs.

@@ -29,7 +29,8 @@ def spliced_sentences(lines: list[str], count: int, seed: int = 0) -> list[str]:
     seed: random seed of the choice.
 
   Raises:
-    InputError: the lines share too few word pairs to make `count` new sentences.
+    InputError: 20 * `count` attempts gave fewer than `count` new sentences, because the lines share
+      too few word pairs.
   """
   rng = np.random.default_rng(seed)
   words = [line.split() for line in lines]
@@ -71,10 +72,10 @@ def teacher_topk(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
   """Return the k most probable tokens of a teacher at each target position.
 
-  With `tail`, the token of the text is appended as an additional column. Its weight is 1 if it is
-  not among the k tokens, and 0 otherwise. If the teacher sampled the text, this column is an
-  unbiased estimate of the rest of the distribution: in expectation, cross-entropy with these labels
-  equals cross-entropy with the teacher's whole distribution.
+  With `tail`, the target token itself is appended to the k tokens, and a weight to their
+  probabilities: 0 if the target token is among the k tokens, and 1 otherwise. If the teacher
+  sampled the targets, this is an unbiased estimate of the rest of the distribution: in expectation,
+  cross-entropy with these labels equals cross-entropy with the teacher's whole distribution.
 
   Args:
     teacher: Flax module of the teacher.
@@ -82,12 +83,12 @@ def teacher_topk(
     text: encoded sentence pairs.
     k: number of tokens at each position.
     tokens_per_batch: number of padded target tokens in a batch.
-    tail: whether to append the token of the text.
+    tail: whether to append the target token.
     batch_sharding: sharding of the rows of a batch; None for a single device.
 
   Returns:
-    For each pair, tokens [T, k] and their probabilities [T, k], or [T, k + 1] with `tail`. T is 0
-    for a pair longer than the last bucket.
+    For each pair, tokens and their probabilities, both [T, k], or [T, k + 1] with `tail`. T is the
+    number of target tokens, but 0 for a pair longer than the last bucket.
   """
 
   @jax.jit

@@ -41,8 +41,9 @@ def model_objective(
   Args:
     config: configuration of the model, with the dropout rate of training.
     label_smoothing: probability mass spread evenly over the vocabulary; used by 'forward_kl' only.
-    divergence: divergence of the model from the teacher's distributions, or from the text itself if
-      the batch has no teacher. 'forward_kl' is implemented as cross-entropy with the labels.
+    divergence: divergence between the distributions of the teacher and of the model (see
+      `divergences`). Without a teacher, the targets replace its distributions. 'forward_kl' is
+      implemented as cross-entropy with the labels.
   """
   module = module_of(config)
 
@@ -99,13 +100,13 @@ def divergences(
   is tight where the k tokens carry most of the probability.
 
   Args:
-    logits: logits of the draft [..., V].
-    tokens: most probable tokens of the teacher [..., k]; they are distinct.
-    probs: the teacher's probabilities of these tokens [..., k].
+    logits: [..., V], logits of the draft.
+    tokens: [..., k], the most probable tokens of the teacher, which are distinct.
+    probs: [..., k], the teacher's probabilities of these tokens.
     divergence: 'forward_kl', KL(p, q); 'reverse_kl', KL(q, p); 'jsd', the Jensen-Shannon
-      divergence; 'tv', the total variation distance, which is 1 - beta (Theorem 5); 'lk',
-      a mixture of -log beta and KL(p, q) in which the weight of KL(p, q) falls from 1 to 0 during
-      training. All are in nats, except 'tv'.
+      divergence; 'tv', the total variation distance, which is D_LK = 1 - beta (Theorem 5); 'lk',
+      which is not D_LK but a mixture of -log beta and KL(p, q), in which the weight of KL(p, q)
+      falls from 1 to 0 during training. All are in nats, except 'tv'.
     progress: fraction of training that is completed, for 'lk'.
   """
   q_known = jnp.take_along_axis(jax.nn.softmax(logits), jnp.asarray(tokens), axis=-1)

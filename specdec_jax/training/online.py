@@ -43,7 +43,8 @@ class OnlineState(NamedTuple):
 
   Attributes:
     learned: state that is carried from text to text.
-    source: the target's cross-attention keys and values, and their bias.
+    source: cross-attention keys and values of the target's last layer, and their bias; (None, None)
+      if the target has no encoder.
     hidden: the target's hidden state from which this round was drafted.
     last_token: last committed token before this round.
   """
@@ -56,16 +57,15 @@ class OnlineState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OnlineDraft(WrappedDraft):
-  """A draft of chains by a learned head that is trained on the outcome of each round.
+  """A draft that proposes chains with a learned head, and trains it on the outcome of each round.
 
   Its parameters are a pair: the `LearnedState`, and the target's parameters that the head uses. All
   rows of a batch train the same parameters, so their samples are not independent, but each row
   keeps the target's distribution.
 
   Attributes:
-    draft: draft of the head.
-    learning_rate: learning rate of Adafactor, which is the size of an update relative to the
-      parameter.
+    draft: draft that proposes with the head.
+    learning_rate: learning rate of Adafactor: the size of an update relative to the parameter.
 
   Raises:
     InputError: the tree is not a chain, or the head uses kernels that have no gradient.
@@ -137,7 +137,7 @@ def decode_and_learn(
   *,
   max_new_tokens: int,
 ) -> tuple[DecodeResult, LearnedState]:
-  """Decode a batch as `Decoder.run` does, and also return what its `OnlineDraft` has learned."""
+  """Decode a batch like `Decoder.run`; also return the `LearnedState` of its `OnlineDraft`."""
   state = decoder.init(params, prompt, rng, max_new_tokens)
   state = decoder.run_rounds(params, state)
   return decoder.result(state), state.draft_state.learned

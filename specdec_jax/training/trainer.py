@@ -39,15 +39,15 @@ class TrainSettings:
     epochs: number of passes over the training pairs.
     max_steps: maximum number of steps; None to train for all epochs.
     tokens_per_batch: number of padded target tokens in a batch.
-    peak_learning_rate: highest learning rate of Adafactor with parameter scaling, which is the size
-      of an update relative to the parameter.
-    warmup_steps: number of steps of linear warm-up. A cosine decay follows, which is zero
-      at the last step.
+    peak_learning_rate: highest learning rate of Adafactor with parameter scaling: the size of an
+      update relative to the parameter.
+    warmup_steps: number of steps of linear warm-up. A cosine decay follows, which reaches zero at
+      the end of training.
     label_smoothing: probability mass spread evenly over the vocabulary.
     seed: seed of initialization, batch order and dropout.
-    save_every: number of steps between checkpoints.
-    model_parallel: number of this host's devices across which a copy of the model is sharded
-      (`partitioning.RULES`). The copies share the rows of a batch.
+    save_every: number of steps between checkpoints. The end of each epoch is saved, too.
+    model_parallel: number of this host's devices across which each copy of the model is sharded
+      (`partitioning.RULES`). The rows of a batch are divided among the copies.
   """
 
   epochs: int = 12
@@ -209,7 +209,7 @@ def train(
 
 
 def _write_metrics(path: pathlib.Path, metrics: dict) -> None:
-  """Write the line of an epoch to the file of metrics, and drop lines of this and later epochs.
+  """Write the metrics of an epoch as a line, and drop old lines of this and later epochs.
 
   A run that was stopped after it wrote the line of an epoch but before it saved the checkpoint
   repeats that epoch.

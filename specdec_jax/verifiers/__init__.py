@@ -1,1 +1,1 @@
-"""Verifiers besides those of `core.verify`, one file each."""
+"""Verifiers other than those of `core.verify`: Gumbel, K-SEQ and lossy verifiers."""

@@ -22,7 +22,7 @@ from specdec_jax.errors import require_count, require_number
 
 
 class AcceptableTokens(Verifier):
-  """Base class of verifiers that accept a draft token if it is in a set that depends only on p.
+  """Base class of verifiers that accept the draft tokens in a set that depends on the target only.
 
   The next token is sampled from p restricted to this set. q is ignored. Of all accepted paths the
   longest is taken; of several longest ones, the first.
@@ -65,7 +65,8 @@ class AcceptableTokens(Verifier):
 class TypicalVerifier(AcceptableTokens):
   """Verifier with typical acceptance (Medusa; Cai et al., 2024).
 
-  It accepts token x if p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy.
+  It accepts token x if p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy, or if x is
+  the most probable token.
 
   Attributes:
     sampling: sampling method, which turns the target's logits into p.
@@ -104,7 +105,7 @@ class TopBetaVerifier(AcceptableTokens):
     tau: maximum difference of log-probabilities, in nats.
 
   Raises:
-    InputError: beta is not a positive integer, or tau is negative.
+    InputError: beta is not a positive integer, or tau is negative or not finite.
   """
 
   sampling: Sampling

@@ -1,1 +1,1 @@
-"""Other libraries that decode a T5, as backends of speed comparisons; all of them are optional."""
+"""Other libraries that run T5 models, as optional backends of speed comparisons."""

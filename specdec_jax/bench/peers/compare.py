@@ -1,4 +1,4 @@
-"""Compare the speed of this package with other libraries that decode a T5.
+"""Compare the speed of this package with other libraries that run T5 models.
 
 All libraries get the same weights, inputs, limits and number of threads.
 """
@@ -65,8 +65,8 @@ def peers(
   Backends whose packages are not installed are reported and skipped.
 
   Args:
-    comparisons: functions that take a folder for weights and return a comparison; the folder is
-      deleted after the comparison.
+    comparisons: functions that take a folder for weights and return a comparison. The folder is
+      deleted when the comparison has been measured.
     backends: backends to time, in addition to this package's autoregressive decoding.
     output_dir: folder for the records; settings that are already recorded there are not measured
       again.
@@ -74,7 +74,8 @@ def peers(
     seed: seed of all sampling.
 
   Raises:
-    InputError: there are no comparisons, or a comparison has no texts or gammas.
+    InputError: there are no comparisons, a comparison has no texts or gammas, or an argument is out
+      of range.
   """
   require_types(peers, locals())
   require_seed(seed)
@@ -242,7 +243,7 @@ def _baseline_key(setting: Record) -> _DecoderKey:
 def _speculative(
   comparison: Comparison, pair: LoadedPair, sampling: Sampling, gamma: int
 ) -> Decode:
-  """Return a function that decodes speculatively with a pair, or searches with beams."""
+  """Return a function for speculative decoding, or speculative beam search if there are beams."""
   beams, draft_beams = comparison.workload.beams, comparison.workload.draft_beams
   if beams:
     return best_of_beams(pair.beam_searcher(beams, gamma, draft_beams), pair.params)
@@ -256,6 +257,6 @@ def _speculative(
 
 
 def _free_memory() -> None:
-  """Free the weights of the last backends, and this package's compiled programs."""
+  """Free weights that are no longer referenced, and all programs that JAX has compiled."""
   jax.clear_caches()
   gc.collect()

@@ -74,12 +74,12 @@ class Comparison(NamedTuple):
   """Pair of models in the formats that the backends read, and the texts that they decode.
 
   Attributes:
-    pairs: the pair as this package loads it from the two folders. The first entry has float32
-      weights. If the weights are stored as bfloat16 and a kernel supports them, a second entry has
-      bfloat16 weights.
+    pairs: the pair as this package loads it from the two folders, or with a learned draft head. The
+      target of the first entry has float32 weights. If they are stored as bfloat16 and kernels
+      can read that, the target of a second entry has bfloat16 weights.
     target: folder of the target M_p in the format of transformers. All backends convert its weights
       to float32; only the second entry of `pairs` does not.
-    draft: folder of the draft M_q.
+    draft: folder of the draft M_q in the same format.
     alpha: acceptance rate to simulate; None to measure the real acceptance rate.
     workload: texts and settings of decoding.
   """
@@ -92,7 +92,7 @@ class Comparison(NamedTuple):
 
   @property
   def pair(self) -> LoadedPair:
-    """Pair of target and draft with float32 weights."""
+    """The pair whose target has float32 weights."""
     return self.pairs[0]
 
   @property
@@ -141,7 +141,7 @@ class Backend(NamedTuple):
 
 
 def _load_own(comparison: Comparison) -> Decode:
-  """Return a function that decodes autoregressively with this package, or searches with beams."""
+  """Return a function for autoregressive decoding, or plain beam search if there are beams."""
   if comparison.workload.beams is None:
     return own_baseline(comparison.pair).decode
   searcher = comparison.pair.beam_searcher(comparison.workload.beams, gamma=0)
@@ -180,8 +180,8 @@ def trained(
     vocabulary: vocabulary of both models, as for `pairs.load_pair`.
     task: task name for records, as for `pairs.load_pair`.
     extra_ids: number of extra ids of the vocabulary, as for `pairs.load_pair`.
-    learned: learned draft head on the target's hidden states, which this package uses instead of
-      the draft; None to use the draft.
+    learned: path of a learned draft head on the target's hidden states. This package uses it
+      instead of `draft`; other backends do not. None to use `draft`.
 
   Raises:
     InputError: the target or the draft is not a T5.
@@ -247,7 +247,7 @@ def random(
 def _load_pairs(
   target: str, draft: str, vocabulary: str, task: str | None, extra_ids: int | Literal["auto"]
 ) -> tuple[LoadedPair, ...]:
-  """Load a pair with float32 weights, and also with its stored weights if kernels support them."""
+  """Load a pair with a float32 target, and also with a bfloat16 target if kernels read it."""
   load = functools.partial(load_pair, target, draft, vocabulary, task, extra_ids=extra_ids)
   widened, stored = load(), load(stored_weights=True)
   return (widened,) if widened.kernels == stored.kernels else (widened, stored)

@@ -12,8 +12,8 @@ from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate
 def greedy() -> Backend:
   """Return the CTranslate2 backend for greedy decoding and beam search.
 
-  Temperatures above 0 are not supported: CTranslate2 seeds its generator once per process, so a
-  sample could not be repeated.
+  Temperatures above 0 are not supported: CTranslate2 seeds its random number generator once per
+  process, so a sample could not be reproduced.
   """
   packages = "ctranslate2", "torch", "transformers"
   return Backend("ctranslate2", packages, _load, "ctranslate2", greedy_only=True, searches=True)

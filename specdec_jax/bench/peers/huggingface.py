@@ -1,6 +1,7 @@
 """Hugging Face transformers in PyTorch on the CPU: `generate`, with or without an assistant model.
 
-Settings are the defaults of transformers, except that top-k is off. Prompts are not padded.
+Settings are the defaults of transformers, except that top-k is off and that the length penalty of
+beam search is 0.6. Prompts are not padded.
 """
 
 import functools
@@ -31,8 +32,8 @@ def assisted(num_assistant_tokens: int | None = None) -> Backend:
   Args:
     num_assistant_tokens: number of draft tokens in each round. None for the defaults of
       transformers: up to 20 draft tokens, ending after the first one to which the assistant gives a
-      probability below 0.4. Random weights never reach that probability, so the defaults do
-      not support simulated acceptance.
+      probability below 0.4. With random weights, every probability is below 0.4, so the defaults
+      do not support simulated acceptance.
   """
   if num_assistant_tokens is None:
     load = functools.partial(_load, assistant={})
@@ -72,7 +73,10 @@ def _load_for_generate(folder: str, stops_at_eos: bool) -> Any:
 
 
 def _load(comparison: Comparison, assistant: dict | None = None) -> Generate:
-  """Load the target and, if there are settings for an `assistant`, the draft as the assistant."""
+  """Load the target, and return a function (`Generate`) that decodes with it.
+
+  If `assistant` is not None, it has the settings of the assistant model, which is the draft.
+  """
   import torch
 
   workload, stops_at_eos = comparison.workload, comparison.stops_at_eos

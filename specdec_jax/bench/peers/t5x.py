@@ -20,7 +20,7 @@ def temperature_sample() -> Backend:
 
 
 def beam_search() -> Backend:
-  """Return the t5x backend for beam search, which supports nothing else."""
+  """Return the t5x backend that supports beam search only."""
 
   def load(comparison: Comparison) -> Decode:
     decode = t5x_baseline(comparison.pair, comparison.target).decode

@@ -1,4 +1,4 @@
-"""Run the backends of other libraries in subprocesses, and time them there.
+"""Run the backends that have a `process` in subprocesses, and time them there.
 
 Each backend then has all cores to itself, and is idle while a different backend decodes.
 """
@@ -91,7 +91,7 @@ def _generate_here(name: str, *args) -> tuple[float, tuple[list[int], int]]:
 
 
 def after_idle(call: Callable, *args, **kwargs) -> tuple[float, Any]:
-  """Time a call with `timing.timed`, and return once all threads of this process are idle."""
+  """Time a call with `timing.timed`, wait with `_wait_until_idle`, and return time and result."""
   timed_call = timed(call, *args, **kwargs)
   _wait_until_idle()
   return timed_call

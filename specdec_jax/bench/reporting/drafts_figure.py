@@ -9,10 +9,10 @@ _Point = tuple[float, float]
 
 
 def drafts_figure(records: Sequence[Record]):
-  """Plot tokens per round against time per round for each draft, in one panel per temperature.
+  """Plot tokens per round against time per round, in one panel per temperature.
 
-  Time is in steps of autoregressive decoding. The slope of the line from the origin through a point
-  is the draft's speedup.
+  Each point is a draft with a verifier. Time is in steps of autoregressive decoding. The slope of
+  the line from the origin through a point is the speedup.
   """
   temperatures = sorted({r.temperature for r in records})
   drafts = [*dict.fromkeys((r.draft, r.verifier) for r in records)]
@@ -54,7 +54,7 @@ def drafts_figure(records: Sequence[Record]):
 def _shared_labels(
   points: Sequence[_Point | None], width: float, height: float
 ) -> list[tuple[list[int], _Point]]:
-  """Group the numbers of points (from 1) whose labels would overlap.
+  """Group points whose labels would overlap; a group has one label with their numbers (from 1).
 
   Args:
     points: point (x, y) of each draft, or None for a draft without a point.

@@ -1,4 +1,4 @@
-"""The paper's Figures 1 to 5 and a sweep over gamma, drawn from theory and from records."""
+"""The paper's Figures 1 to 5 and a sweep over gamma, from theory, records or a decoded text."""
 
 import dataclasses
 import math
@@ -55,7 +55,7 @@ def tokens_figure(gammas: Sequence[int] = (1, 3, 5, 7)):
 
 
 def gamma_figure(costs: Sequence[float] = (0.02, 0.04, 0.11)):
-  """Draw Figure 3: the best gamma (Section 3.5) against alpha, by default for the c of Table 4."""
+  """Draw Figure 3: the best gamma (Section 3.5) against alpha, by default for each c of Table 4."""
   figure, (axes,) = new_figure(["best γ"])
   alphas = np.linspace(0, 0.95, 381)
   for c, shade in zip(costs, shades(len(costs))):
@@ -66,7 +66,7 @@ def gamma_figure(costs: Sequence[float] = (0.02, 0.04, 0.11)):
 
 
 def operations_figure(table_1: Sequence[PaperRow]):
-  """Draw Figure 4: speed and operations (Theorems 8 and 10) against alpha, for c = 0.
+  """Draw Figure 4: speed and operations (Theorems 8 and 10) against alpha, for c = c-hat = 0.
 
   Args:
     table_1: rows of Table 1 (`paper.load_table`). Each gamma has a curve, and the printed values
@@ -98,11 +98,11 @@ def operations_figure(table_1: Sequence[PaperRow]):
 
 
 def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
-  """Draw Figure 5: the forward passes that decode some tokens, drawn to scale from measured times.
+  """Draw Figure 5: the forward passes that decode `num_tokens` tokens, to scale by measured times.
 
   The first row is autoregressive decoding. One row per gamma follows. The rows show the first
-  record with measured times of target, draft and verification, and the records that differ from it
-  only in gamma.
+  record with an acceptance length and measured times of target, draft and verification, and the
+  records that differ from it only in gamma.
 
   Args:
     records: records of measurements.
@@ -110,7 +110,7 @@ def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
       measured acceptance length.
 
   Raises:
-    InputError: no record has all of these times, or num_tokens is less than 1.
+    InputError: no record has all of these values, or num_tokens is less than 1.
   """
   require_count("num_tokens", num_tokens)
   needed = ("target_prefill_ms", "draft_prefill_ms", "target_step_ms", "draft_step_ms", "verify_ms")

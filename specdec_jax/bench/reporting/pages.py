@@ -1,4 +1,4 @@
-"""Tables in Markdown pages, generated from the records that each table names.
+"""Tables in Markdown pages, generated from the records that the comment before a table names.
 
 A page contains blocks such as
 
@@ -21,7 +21,8 @@ def quoted(page: str, make_table: Callable[[Sequence[str]], str]) -> str:
 
   Args:
     page: Markdown with any number of tables, each between two HTML comments.
-    make_table: function that takes the words of the first comment and returns the new table.
+    make_table: function that takes the words after "table:" in the first comment, and returns the
+      text of the new table.
   """
 
   def replace_block(match: re.Match) -> str:

@@ -13,7 +13,7 @@ def load_table(
 ) -> list[dict[str, str | float | None]]:
   """Return the rows of the paper's Table `number` (1 to 5), each as column -> value.
 
-  Cells that the paper omits are None.
+  The table is read from a CSV file in `folder`. Cells that the paper omits are None.
 
   Raises:
     InputError: there is no such table or file, or a numeric cell is not a number.

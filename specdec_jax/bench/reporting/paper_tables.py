@@ -1,9 +1,9 @@
 """The paper's Tables 1 to 5 together with our records.
 
 Each row names its source. A record with the models, task, sampling and lenience of a row of the
-paper follows that row. A stand-in, which is a record of different models or of a different task,
-follows all rows of the paper. No differences are computed, because a stand-in is not comparable
-with the paper's models.
+paper follows that row. A stand-in is a record that matches no row of the paper, such as one of
+different models or of a different task. Stand-ins follow all rows of the paper. No differences are
+computed, because a stand-in is not comparable with the paper's models.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ def _table_1(paper_rows: Sequence[PaperRow]) -> Table:
 
 
 def _select(number: int, records: Iterable[Record]) -> tuple[list[Record], int]:
-  """Return the last record of each setting that a table shows, and the number of other records."""
+  """Return the last record per setting in a table's scope, and the number of records outside it."""
   latest, num_omitted = {}, 0
   for r in records:
     is_algorithm_1 = r.verifier == "TokenVerifier" and r.kind == "chain"
@@ -132,10 +132,10 @@ def _target_and_task(row: PaperRow) -> tuple[str, str]:
 
 
 def _same_model(printed: str, ours: str) -> bool:
-  """Return whether a name in the paper, with or without its size in brackets, is the model `ours`.
+  """Return whether `printed`, a name in the paper, and our name `ours` mean the same model.
 
-  T5 models are compared by size, so that T5-XXL is also t5_11B. Other models are compared by their
-  whole name, so that LaMDA (8B) is lamda_8b.
+  T5 models are compared by the size in their name, so that T5-XXL equals t5_11B, and T5-SMALL (77M)
+  equals t5_small. Other models are compared by the whole name, so that LaMDA (8B) equals lamda_8b.
   """
   if printed.casefold().startswith("t5-"):
     sizes = re.findall("|".join(_SIZES), ours.casefold())
@@ -152,7 +152,7 @@ _Column = tuple[Callable[[Record], str], Callable[[PaperRow], str]]
 def _column(
   field: str, spec: str = ".2f", printed: str | None = None, printed_spec: str | None = None
 ) -> _Column:
-  """Return a column that shows a field of our records and a column of the paper's table."""
+  """Return a column: `field` of our records, `printed` (default: `field`) of the paper's rows."""
   return (
     lambda r: number_text(getattr(r, field), spec),
     lambda row: number_text(row[printed or field], printed_spec or spec),

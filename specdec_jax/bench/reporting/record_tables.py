@@ -229,7 +229,7 @@ def given_outputs_table(measured: Sequence[Record], paper: Mapping[str, float]) 
 
 
 def peers_table(measured: Sequence[Record]) -> Table:
-  """Return a table of decoders, ours first, with our speedup over each decoder of other libraries.
+  """Return a table of our decoders and then of the baselines, with our speedup over each baseline.
 
   The legend, PEERS_LEGEND, is printed once below several tables.
   """
@@ -266,8 +266,8 @@ def online_table(measured: Sequence[Record]) -> Table:
   """Return a table of the acceptance lengths of a frozen and of an online draft.
 
   Args:
-    measured: records in the order of the texts. A record of the frozen draft and a record of the
-      online draft alternate.
+    measured: records in the order of the texts. Each record of the frozen draft is followed by the
+      record of the online draft on the same texts.
   """
   rows, num_texts = [], collections.Counter[str | None]()
   for frozen, learning in zip(measured[::2], measured[1::2], strict=True):

@@ -36,7 +36,7 @@ def drafts_report(records: Sequence[Record], title: str) -> str:
 
 
 def length_charts(records: Sequence[Record]) -> Markup:
-  """Return a chart for each sampling setting, with a curve for each verifier and proposal."""
+  """Return one chart per sampling method, with a curve for each kind of proposal and verifier."""
   verifiers = [*dict.fromkeys(r.verifier for r in records)]
   charts = {}
   for sampling in dict.fromkeys(map(sampling_text, records)):

@@ -1,9 +1,9 @@
 """Reproduction status of each number that the paper prints.
 
-A number is computed from a formula, derived from a compiled program, measured with substitutes for
-the paper's models, or not available here. Numbers that the paper prints twice count once: the
-measured speeds of Table 4 are also in Table 2, and the alphas of Tables 2 and 4, and of Table 5
-without lenience, are also in Table 3.
+A number is computed from a formula, derived from a compiled program, measured on a stand-in (other
+models or texts than the paper's), or not available here. Numbers that the paper prints twice count
+once: the measured speeds of Table 4 are also in Table 2, and the alphas of Tables 2 and 4, and of
+Table 5 without lenience, are also in Table 3.
 """
 
 import collections
@@ -81,7 +81,7 @@ def claims(
   records: Mapping[str, Sequence[Record]],
   compiled: Sequence[Mapping[str, Any]],
 ) -> list[Claim]:
-  """Return all claims in the order of the paper.
+  """Return all claims: those of Tables 1 to 5, in order, and then that of Section 3.6.
 
   Args:
     paper: rows of Tables 1 to 5 by number (`paper.load_table`).

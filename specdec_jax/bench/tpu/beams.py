@@ -31,12 +31,12 @@ class BeamSettings:
     draft_beams: number of beams of the draft; at least `num_beams`.
     nodes: maximum number of nodes in a target forward pass; None for no limit.
     gamma: number of steps that the draft searches ahead.
-    batch_size: number of rows searched together.
+    batch_size: number of rows decoded together.
     source_tokens: length of the padded prompt.
     max_new_tokens: maximum number of tokens of each output.
 
   Raises:
-    InputError: a size is not a positive integer.
+    InputError: num_beams, batch_size, source_tokens or max_new_tokens is not a positive integer.
   """
 
   num_beams: int = 4
@@ -58,7 +58,7 @@ def beam_programs(
   devices: Sequence[jax.Device],
   settings: BeamSettings = BeamSettings(),
 ) -> Programs:
-  """Return the programs of speculative and plain beam search; calling one lowers it.
+  """Return functions that lower the programs of speculative and plain beam search, by name.
 
   The target is sharded across all devices, and the draft is replicated. Names of the programs:
     'speculative loop', 'plain loop': the searches, encoders included;
@@ -72,8 +72,8 @@ def beam_programs(
     settings: settings of the searches.
 
   Raises:
-    InputError: the target cannot be sharded across the devices, or the draft has fewer beams than
-      the search.
+    InputError: the target cannot be sharded across the devices, or `draft_beams` or `nodes` is less
+      than `num_beams`.
   """
   site = Site(devices)
   p = PartitionedModel(model_of(target), site.mesh)

@@ -1,7 +1,8 @@
 """Compile speculative and autoregressive decoding for a TPU, without a TPU.
 
-Programs are lowered for the devices of a described slice, with shapes in place of arrays, so no
-weights are needed. `examine` reports the memory, bytes and copies of the compiled programs.
+Programs are lowered for the devices of a slice that is described to the compiler but not present.
+Shapes take the place of arrays, so no weights are needed. `examine` reports the memory, the bytes
+accessed and the weight copies of the compiled programs.
 """
 
 import dataclasses
@@ -55,7 +56,7 @@ class Chip:
   Attributes:
     hbm_gb: size of HBM in 1e9 bytes (the page of v4 says GiB).
     hbm_gb_per_s: peak bandwidth of HBM in 1e9 bytes per second.
-    example: slice of one host, as the number of chips in each direction.
+    example: topology of a slice of one host, as the number of chips in each dimension.
     config: chip configuration of libtpu. With 'megacore', a chip with two cores is one device with
       all of the chip's memory, as on a TPU VM.
   """
@@ -142,8 +143,8 @@ class Site:
   def lower(self, function: Callable, params: tuple, state, shardings, *args) -> Lowered:
     """Lower `function(*params, state, *args) -> (state, results)`.
 
-    The state is donated, so it is updated in place. The compiler chooses the layout of the state,
-    as it does for the state of a loop.
+    The state, which has the given shardings, is donated, so it is updated in place. The compiler
+    chooses the layout of the state, as it does for the state of a loop.
     """
     formats = jax.tree.map(lambda sharding: Format(Layout.AUTO, sharding), shardings)
     param_places, arg_places = jax.tree.map(lambda x: x.sharding, (params, args))
@@ -200,12 +201,13 @@ def programs(
   devices: Sequence[jax.Device],
   settings: CompileSettings = CompileSettings(),
 ) -> Programs:
-  """Return the programs of speculative and autoregressive decoding; calling one lowers it.
+  """Return functions that lower the programs of speculative and autoregressive decoding, by name.
 
   The target is sharded across all devices. Names of the programs:
     'speculative loop', 'plain loop': the decoding loops, encoders included;
     'round', 'plain step': a round of speculative decoding, a step of autoregressive decoding;
-    'decode step', 'verify': target forward pass over one token, and over all nodes, with commit;
+    'decode step', 'verify': a target forward pass over one token, or over all nodes of a round,
+      and a commit of one token;
     'draft step': one step of the draft, if it is a model;
     'drafting': the drafting of one round, if the draft is a learned head;
     'commit': moving the accepted path of a tree in the cache; only for trees.

@@ -46,7 +46,7 @@ class Program(NamedTuple):
       instruction counts as -1, so the sum may be negative.
     weight_copies: descriptions of copied weights; see `weight_copies.weight_copies`.
     host_transfers: number of instructions that communicate with the host.
-    collectives: number of messages to other chips in one run; see `hlo.executed_collectives`.
+    collectives: number of collective operations in one run; see `hlo.executed_collectives`.
     convolutions: number of instructions for the matrix unit; see `hlo.convolutions`.
     matrix_converts: number of conversions of whole matrices for the vector unit; see
       `hlo.matrix_converts`.
@@ -90,9 +90,9 @@ def examine(compiled: Compiled) -> Program:
 
 
 def hbm_bytes(programs: Programs, gamma: int | Tree) -> dict[str, int]:
-  """Return the bytes that each part of a round reads from and writes to HBM.
+  """Return the bytes that each program except the loops reads from and writes to HBM.
 
-  The entry of 'round' includes all draft steps.
+  The programs are compiled to use HBM only. The entry of 'round' includes all draft steps.
   """
   compiled = {
     name: lower().compile(compiler_options=HBM_ONLY)
@@ -110,11 +110,11 @@ def hbm_bytes(programs: Programs, gamma: int | Tree) -> dict[str, int]:
 def over_a_step(accessed: dict[str, int]) -> dict[str, float]:
   """Return the bytes accessed by a round and its parts, relative to autoregressive decoding.
 
-  'round' is relative to 'plain step', which includes sampling and the cache update. The parts are
-  relative to 'decode step', which includes neither. They are 'verify' (a target forward pass over
-  all nodes), 'draft step' or 'drafting', and 'commit' (of the accepted path of a tree). Parts that
-  were not compiled are omitted. If memory bandwidth alone limits the speed, 'verify' is the verify
-  cost v and 'draft step' is the cost ratio c (Definition 7).
+  'round' is relative to 'plain step', which includes sampling and the update of the decoding state.
+  The parts are relative to 'decode step', which includes neither. They are 'verify' (a target
+  forward pass over all nodes), 'draft step' or 'drafting', and 'commit' (of the accepted path of a
+  tree). Parts that were not compiled are omitted. If memory bandwidth alone limits the speed,
+  'verify' is the verify cost v and 'draft step' is the cost coefficient c (Definition 7).
   """
   return {
     "round": accessed["round"] / accessed["plain step"],

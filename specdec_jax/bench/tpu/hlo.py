@@ -1,4 +1,4 @@
-"""Parse the optimized HLO text of a compiled program, and count its instructions as executed."""
+"""Parse the optimized HLO text of a compiled program, and count its instructions."""
 
 import collections
 import functools
@@ -59,7 +59,7 @@ def parse(hlo: str) -> tuple[Computations, str]:
 
 
 def executed_collectives(hlo: str) -> int:
-  """Return the number of messages between chips that one run of a program sends.
+  """Return the number of collective operations between chips in one run of a program.
 
   Collective instructions in a loop count once per iteration. A loop whose trip count is not known
   before it runs, such as a decoding loop, counts as one iteration, and all branches of a
@@ -98,7 +98,7 @@ def _executed(hlo: str, count: Callable[[Instruction], int], roles: str) -> int:
 
 
 def convolutions(hlo: str) -> int:
-  """Return the number of convolutions; a TPU's matrix unit runs matmuls as convolutions."""
+  """Return the number of convolutions, which include the matmuls of a TPU's matrix unit."""
   computations, _ = parse(hlo)
   return sum(
     instruction.op == "convolution"
@@ -133,7 +133,8 @@ def size(shape: str) -> int:
 def trip_count(computations: Computations, computation: str, instruction: Instruction) -> int:
   """Return the number of iterations of a loop that counts up to a constant.
 
-  `lax.scan` and `lax.fori_loop` make such loops. The result is 1 for all other instructions.
+  `lax.scan` and `lax.fori_loop` with constant bounds compile to such loops. The result is 1 for all
+  other loops and for instructions that are not loops.
   """
   if instruction.op != "while":
     return 1

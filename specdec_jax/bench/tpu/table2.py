@@ -1,7 +1,7 @@
 """Predict the paper's Table 2 with the compiler for TPU v4: c, v(gamma) and the speedups.
 
 Targets and drafts have the paper's sizes: T5 1.1 in bfloat16 on one chip, one row at a time. No
-program is run, and only alpha is taken from the paper.
+program is run, and only alpha and gamma are taken from the paper.
 """
 
 import importlib.metadata
@@ -54,10 +54,11 @@ NOTES = (
 
 
 def compile_missing(rows: Sequence[Row], path: pathlib.Path) -> list[Compiled]:
-  """Return the properties of every compiled program that `rows` need.
+  """Compile the programs that `rows` need, and return the properties of all compiled programs.
 
-  Programs that the file `path` lacks are compiled and appended to it, one JSON object per line, so
-  an interrupted run resumes. All programs together take half an hour on two busy cores.
+  Only programs that the file `path` lacks are compiled. Their properties are appended to it, one
+  JSON object per line, so an interrupted run resumes. All programs of Table 2 together take half an
+  hour on two busy cores.
 
   Args:
     rows: rows of the paper's Table 2, with task, m_q, temperature and gamma.
@@ -132,7 +133,7 @@ def table(rows: Sequence[Row], compiled: Sequence[Compiled]) -> Table:
   """Return a table with the compiler's predictions of Table 2 next to the paper's values.
 
   Args:
-    rows: rows of the paper's Table 4, which adds the columns c, EXP and EMP to those of Table 2.
+    rows: rows of the paper's Table 4: the settings of Table 2, with the columns c, EXP and EMP.
     compiled: result of `compile_missing` for these rows.
   """
   columns = "task|draft|temp|gamma|alpha|paper c|paper EXP|paper EMP"

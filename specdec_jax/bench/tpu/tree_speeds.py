@@ -29,8 +29,8 @@ def tree_speeds_table(chain: Mapping[str, Any], tree: Mapping[str, Any]) -> Tabl
 
   Args:
     chain: report of `scripts/compile_tpu.py` on a chain.
-    tree: report of `scripts/compile_tpu.py` on a tree of the same models, with the acceptance rates
-      of the first alpha.
+    tree: report of `scripts/compile_tpu.py` on a tree of the same models. Its setting `ranks` has
+      the acceptance rates of first, second, ... children, which are rescaled to each alpha.
   """
   c = chain["over_a_step"]["draft step"]
   chain_cost, tree_cost = _cost_without_drafting(chain, c), _cost_without_drafting(tree, c)

@@ -13,7 +13,7 @@ _MIN_SLICE = 1 / 64
 
 
 def weight_copies(hlo: str) -> list[str]:
-  """Return a description of each copy of a kernel or embedding table that a program makes.
+  """Return a description of each copy that a program makes of a kernel or an embedding table.
 
   A copy is an instruction, inside or outside a loop, that reads such a matrix, has a result of at
   least its size, and is not a matmul: it changes the layout or the dtype, or concatenates several

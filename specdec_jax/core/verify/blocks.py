@@ -7,15 +7,15 @@ two agree. On a chain a round emits at least as many tokens in expectation as a 
 token, and at temperature 0, the two verifiers agree.
 
 Each node has a probability a that the path to it is accepted when it is visited, and a residual
-target distribution P. At the last committed token a = 1 and P = p. A child x sampled from q has
-a' = min(1, a P(x) / q(x)). If the subtree of x is rejected, then with m = max(0, a P - q) and s =
-sum m, a becomes s / (s + 1 - a) and P becomes m / s. The value of a after the last child is
-rejected is the acceptance probability of the node. Nodes are visited in post-order, children before
-their parent and earlier siblings first. The path ends at the first node whose uniform u is below
-its acceptance probability, and the next token is sampled from P there. The root always accepts.
+target distribution P, at first p. The last committed token has a = 1. A child x sampled from q has
+a' = min(1, a P(x) / q(x)). If the subtree of x is rejected, a and P of its parent change: with m =
+max(0, a P - q) and s = sum m, a becomes s / (s + 1 - a) and P becomes m / s. The acceptance
+probability of a node is the value of a after its last child is rejected.
 
-A chain is therefore visited from its end: the path ends at the last draft token with u below its
-acceptance probability, even if u is larger at an earlier token.
+Nodes are visited in post-order, children before their parent and earlier siblings first. The path
+ends at the first node whose uniform u is below its acceptance probability, and the next token is
+sampled from P there. The root always accepts. A chain is therefore visited from its end: the path
+ends at the last draft token with such a u, even if u is larger at an earlier token.
 """
 
 import dataclasses
@@ -121,9 +121,9 @@ def residual_at(
 def after_rejection(
   a: Float[Array, "*batch"], weights: Float[Array, "*batch V"], q: Float[Array, "*batch V"]
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch V"]]:
-  """Return the acceptance probability a and the residual of a node if a child is rejected.
+  """Return the acceptance probability a and the residual P of a node after a child is rejected.
 
-  The child was sampled from q. If the residual is 0, the new a is 0, or P was q up to rounding.
+  The child was sampled from q. If m = 0, P stays; a becomes 0, or stays 1 if P = q up to rounding.
   """
   target = a[..., None] * weights
   above = target > q  # compared first, as in `tokens.residual`

@@ -7,8 +7,8 @@ children are rejected, the next token is sampled from r. For a chain this is Alg
 2.3). Siblings may be sampled independently (with duplicates) or without replacement, by one or
 several drafts. They may also be selected deterministically, with a one-hot as q.
 
-Lenience l in (0, 1] replaces q by l q (Appendix A.5). A token is then emitted with a probability of
-at most p / l.
+Lenience l in (0, 1] replaces q by l q (Appendix A.5), and is exact only for l = 1. A token is then
+emitted with a probability of at most p / l, except at temperature 0 (see `within_lenience`).
 """
 
 import dataclasses
@@ -89,7 +89,7 @@ def verify(
     proposal: draft tokens and their q.
     p: the target's distribution after each node, by the sampling method of the output.
     lenience: lenience l in (0, 1]; 1 is exact.
-    always_accepted: mask of draft tokens that are accepted for any p.
+    always_accepted: mask of draft tokens that are accepted regardless of p.
   """
   q = validated_q(tree, proposal, p)
   accept_rng, next_rng = split_rows(rng)

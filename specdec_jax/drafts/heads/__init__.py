@@ -1,4 +1,4 @@
-"""Learned draft heads: modules that take a target's hidden states, one file per kind."""
+"""Learned draft heads: small modules that are trained for one target, one file per kind."""
 
 from typing import Any
 

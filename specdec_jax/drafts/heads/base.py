@@ -1,8 +1,8 @@
-"""Contract and configuration of learned draft heads: small modules that take hidden states.
+"""Contract and configuration of learned draft heads: small modules trained for one target.
 
-A head uses the hidden states of one target. It is trained with that target frozen, and drafts only
-for it. A new kind of head needs one file here with a subclass of `DraftHead`, and one entry in
-`drafts.heads.HEADS`.
+A head reuses results of the target, such as its hidden states or the encoded source. It is
+trained with the target frozen, and drafts only for that target. A new kind of head needs one file
+here with a subclass of `DraftHead`, and one entry in `drafts.heads.HEADS`.
 
 Axis letters are those of `core.types`, and A is the number of anchors per text. Anchors are the
 positions of a training text from which the head drafts.
@@ -41,10 +41,11 @@ class SpeculatorConfig(TransformerConfig):
   Attributes:
     kind: name of the head in `drafts.heads.HEADS`.
     state_dim: width of the target's hidden states, E.
-    gamma: number of consecutive draft tokens that the head is trained for. Heads of kind 'heads',
-      'parallel' and 'pass' propose at most this many; heads of other kinds may propose more.
+    gamma: number of consecutive draft tokens that heads of kind 'heads', 'eagle', 'parallel' and
+      'pass' are trained for. Of these, all but 'eagle' propose at most this many; heads of other
+      kinds may propose more. In heads of kind 'conditioned', it is `ConditionedT5.offsets`.
     rank: rank of the correction of the logits in heads of kind 'parallel'.
-    exit_layers: number of the target's layers that run before a head of kind 'early_exit'.
+    exit_layers: number of decoder layers of the target before a head of kind 'early_exit'.
     has_encoder: whether the target has an encoder.
   """
 
@@ -70,7 +71,8 @@ class TargetOutputs(NamedTuple):
   Attributes:
     inputs: input tokens: for each token of the text, the token before it.
     hidden: hidden state from which the target predicted each input; 0 for the first input.
-    cache: cache of the target. It holds the source and all inputs, but its length is 0.
+    cache: cache of the target. It holds the source or the prompt, and all inputs. Its `length` does
+      not count the inputs.
     rng: key for the random choice of anchors; None for fixed anchors.
   """
 
@@ -175,7 +177,7 @@ def target_cache(context: Context) -> Any:
 
 
 def gather_positions(x: ArrayLike, positions: Int[Array, "B A N"]) -> Shaped[Array, "B A N *rest"]:
-  """Return the entries of x [B, T, ...] at `positions`; they are 0 past the end of x."""
+  """Return the entries of `x` [B, T, ...] at `positions`, and 0 for positions past its end."""
   x, rows = jnp.asarray(x), jnp.arange(len(positions))[:, None, None]
   return x.at[rows, positions].get(mode="fill", fill_value=0)
 

@@ -40,8 +40,8 @@ from specdec_jax.models.t5 import T5, T5Cache, T5Model
 class ConditionedT5(T5):
   """T5 whose decoder is conditioned on the target's hidden states; its encoder is never used.
 
-  Its cache has an additional layer, which stores the conditioning [B, 1, T, d] of the token in each
-  slot. The conditioning is thus committed together with the tokens.
+  Its cache has an additional entry in `layers`: an array [B, 1, T, d] of the vectors that
+  `condition` returned for the token in each slot. They are thus committed together with the tokens.
 
   Attributes:
     offsets: number of offsets, from 0, that have an embedding; larger offsets share the last
@@ -60,7 +60,7 @@ class ConditionedT5(T5):
   def condition(
     self, hidden: Float[Array, "*batch E"], offsets: Int[Array, "*offsets"] | int
   ) -> Float[Array, "*tokens d"]:
-    """Return the vectors that are added to the embeddings of tokens to condition them.
+    """Return the vectors that condition tokens: each is added to the embedding of its token.
 
     Args:
       hidden: hidden state of the target at the start of the round that processes each token.
@@ -119,7 +119,7 @@ class ConditionedModel(T5Model):
     offsets: Int[Array, " K"] | int,
     slot: Int[Array, " B"],
   ) -> T5Cache:
-    """Write the conditioning of the next tokens to the cache, and return the cache.
+    """Write the vectors that condition the next tokens to the cache, and return the cache.
 
     Args:
       params: parameters of the model.
@@ -202,11 +202,11 @@ class ConditionedHead(DraftHead):
     return ConditionedDraft(model, sampling, self.require_static(tree))
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes logits at each token, conditioned on the anchor before it.
+    """Return the function that computes logits at each token, conditioned on its anchor.
 
-    The anchor of a token is the last one at or before the token. In validation, every `stride`-th
-    token is an anchor. In training, each token is an anchor with probability 1 / `stride`, because
-    rounds have many lengths.
+    The anchor of a token is the last anchor at or before the token, or the first token if there is
+    none. In validation, every `stride`-th token is an anchor. In training, each token is an anchor
+    with probability 1 / `stride`, because rounds have many lengths.
     """
     config, module = self.config, self.module
 

@@ -1,6 +1,6 @@
 """EAGLE: one step per draft token, from the previous token and state (Li et al., 2024).
 
-The first state is the target's hidden state. Later states are computed by the head.
+The first state is a projection of the target's hidden state. The head computes the later states.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Early exit: the target's first layers, a trained residual block, the target's output layer."""
+"""Early exit: the target's first layers and final norm, and a trained residual block.
+
+The target's output projection turns the output of the block into logits.
+"""
 
 import dataclasses
 from typing import Any
@@ -78,7 +81,7 @@ class EarlyExitHead(DraftHead):
     return params, of_layers(target, target_params, range(self.config.exit_layers))[1]
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes logits at each token, an anchor with one draft token."""
+    """Return the function that computes logits at each token (an anchor with one draft token)."""
     config = self.config
 
     def draft_logits(

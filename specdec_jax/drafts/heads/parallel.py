@@ -1,8 +1,8 @@
 """Head that computes the logits of all draft tokens in one pass, and then corrects them in order.
 
 The correction of a token depends on the draft tokens before it, through a recurrent state whose
-width is the rank. It costs one rank x rank matmul and one rank x V matmul, for a vocabulary of V
-tokens.
+width is the rank. A correction costs one rank x rank matmul and one rank x V matmul, for a
+vocabulary of V tokens.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """Look-ahead embeddings: the target drafts for itself (PaSS; Monea et al., 2023).
 
 One target forward pass gives all draft tokens. It covers the last committed token and learned
-embeddings, which stand for the tokens after it. The first draft token is the target's own next
-token. A second pass verifies the draft tokens. The cache slots that the first pass writes are
-discarded.
+embeddings, which stand for the tokens after it. The first draft token is sampled from the target's
+own distribution. A second pass verifies the draft tokens. The cache slots that the first pass
+writes are discarded.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from specdec_jax.models.families import Config, model_of, module_of
 
 @dataclasses.dataclass(frozen=True)
 class PaSSDraft(Draft):
-  """A draft that samples the tokens of a chain independently of each other, in one pass.
+  """A draft that samples all tokens of a chain from the logits of one forward pass.
 
   Parameters are (parameters of the head, parameters of the target).
 
@@ -41,7 +41,8 @@ class PaSSDraft(Draft):
     target: configuration of the target.
     sampling: sampling method, which turns logits into q.
     tree: a chain.
-    processors: logits processors, which apply to the logits.
+    processors: logits processors, which apply to the logits. Without them, the draft tokens are
+      independent of each other.
 
   Raises:
     InputError: the tree is not a chain, or there are too few embeddings for its depth.
@@ -86,7 +87,7 @@ class PaSSDraft(Draft):
 
 @dataclasses.dataclass(frozen=True)
 class PassHead(DraftHead):
-  """Learned draft head of PaSS: look-ahead embeddings [gamma - 1, E] (kind 'pass')."""
+  """Learned draft head of PaSS: gamma - 1 look-ahead embeddings of width E (kind 'pass')."""
 
   def init(self, rng: Key[Array, ""]) -> Any:
     config = self.config
@@ -101,8 +102,8 @@ class PassHead(DraftHead):
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes the target's logits at the embeddings.
 
-    Each text has one anchor. The logits at the anchor's own token are dropped, because they do not
-    depend on the embeddings.
+    Each text has one anchor, for any `stride`. The logits at the anchor's own token are dropped,
+    because they do not depend on the embeddings.
     """
     target_module, model, gamma = module_of(target), model_of(target), self.config.gamma
 

@@ -1,12 +1,12 @@
-"""Draft heads without a cache: Medusa, EAGLE, and heads that draft all tokens in one pass.
+"""Draft heads without a cache: Medusa, EAGLE and the parallel head.
 
 They draft level by level from the target's hidden state at the start of the round and from the last
 committed token. If the target has an encoder, they may also use its cross-attention keys and values
-of the source. Verification has already computed the hidden state (`Context.hidden`), so nothing has
-to be stored between rounds or rolled back.
+of the source. Verification has already computed the hidden state (`Context.hidden`), so a head has
+no state to store between rounds or to roll back.
 
 Axis letters are those of `core.types`; M is the number of nodes of a level, and d the width of the
-head.
+head or of its states.
 """
 
 import abc
@@ -60,7 +60,7 @@ class StatelessModule(nn.Module):
     source: Source,
     project: Callable[[Array], Array],
   ) -> tuple[Any, Float[Array, "B 1 d"]]:
-    """Return the plan, which all draft tokens of a round share, and the state before the first.
+    """Return the plan (values that all draft tokens of a round share) and the initial state.
 
     Args:
       hidden: hidden state of the target at the start of the round.
@@ -79,13 +79,13 @@ class StatelessModule(nn.Module):
     previous: Int[Array, "B M"],
     source: Source,
   ) -> tuple[Float[Array, "B M V"], Float[Array, "B M d_out"]]:
-    """Return the logits of the draft tokens of a level, and the states for the next level.
+    """Return the logits of the token after each of M nodes of a level, and the state after each.
 
     Args:
       plan: first result of `begin`.
-      state: state after the previous draft tokens; for the first level, the state from `begin`.
-      level: level of the draft tokens in the tree, from 0.
-      previous: token before each draft token.
+      state: state after the parent of each node; for the last committed token, that from `begin`.
+      level: depth of the nodes in the tree: 0 for the last committed token.
+      previous: token of each node, which comes before the draft tokens to propose.
       source: see `begin`.
     """
 
@@ -149,8 +149,9 @@ class SpeculatorDraft(Draft):
     target: configuration of the target.
     sampling: sampling method, which turns logits into q.
     tree: tree of the proposals.
-    width: for a dynamic tree, number of nodes of a level that have children, and of children each.
-    processors: logits processors, which apply to the logits of a static tree.
+    width: for a dynamic tree, number of nodes per level that the head processes, and number of
+      children of each such node that become candidates.
+    processors: logits processors, which apply to the logits of a static tree only.
 
   Raises:
     InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
