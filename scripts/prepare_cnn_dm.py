@@ -1,10 +1,11 @@
 """Write texts of CNN/DM, one per line, in the format of T5's inputs and outputs.
 
-  python scripts/prepare_cnn_dm.py [--data ../shared/data] [--output runs/cnn_dm]
+  python scripts/prepare_cnn_dm.py [--data data] [--output runs/cnn_dm]
 
 The data set realsumm gives `articles.txt`, `articles_tokenised.txt`, and `t5_11b.txt`, the
 summaries of these articles by T5-11B. The data set cnn_dm gives `validation.txt`, articles of its
-validation split, and `highlights.txt`, summaries of its training and validation articles.
+validation split, and `highlights.txt`, summaries of its training and validation articles. If the
+folder has no files of cnn_dm, the first 200 and 500 of these articles are read through TFDS.
 """
 
 import json
@@ -12,6 +13,7 @@ import pathlib
 import re
 
 from specdec_jax.atomic_files import atomic_write
+from specdec_jax.data import tasks
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError
 from specdec_jax.user_errors import ArgumentParser
@@ -36,19 +38,30 @@ def summary(highlights: str) -> str:
   return re.sub(r"(?<! )\.$", " .", highlights.lower(), flags=re.MULTILINE).replace("\n", " ")
 
 
+def articles(data: pathlib.Path, split: str, count: int) -> list[dict[str, str]]:
+  """Return the first articles of a split, with the fields 'article' and 'highlights'."""
+  files = [*data.glob(f"cnn_dm/cnn_dm.{split}{count}*.jsonl.gz")]
+  if files:
+    return [json.loads(line) for line in read_lines(str(files[0]))]
+  sources, highlights = (
+    tasks.sources("specdec_cnn_dm", split, count, side) for side in ("inputs", "targets")
+  )
+  return [
+    {"article": source.removeprefix("summarize: "), "highlights": summary}
+    for source, summary in zip(sources, highlights)
+  ]
+
+
 def main() -> None:
   parser = ArgumentParser(__doc__.splitlines()[0])
-  parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path("../shared/data"))
+  parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path("data"))
   parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/cnn_dm"))
   args = parser.parse_args()
   try:
     tokenised = [
       unmarked(line) for line in read_lines(f"{args.data}/realsumm/ptr_generator.src.txt")
     ]
-    train, validation = (
-      [json.loads(line) for line in read_lines(f"{args.data}/cnn_dm/cnn_dm.{name}.jsonl.gz")]
-      for name in ("train200_desixmimi", "validation500")
-    )
+    train, validation = articles(args.data, "train", 200), articles(args.data, "validation", 500)
     texts = {
       "articles": map(untokenised, tokenised),
       "articles_tokenised": tokenised,

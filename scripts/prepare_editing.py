@@ -1,6 +1,6 @@
 """Write sentences with errors and their corrections, to train the pair of the editing task:
 
-python scripts/prepare_editing.py --data ../shared/data --output runs/editing/data
+python scripts/prepare_editing.py --data data --output runs/editing/data
 
 Each sentence of the training text occurs several times, with different errors. Captions, news and
 short sentences are read from the folder `--data` (docs/data.md).
@@ -39,7 +39,7 @@ def sentences(data: str, names: tuple[str, ...]) -> list[list[str]]:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--data", default="../shared/data", help="folder with the texts")
+  parser.add_argument("--data", default="data", help="folder with the texts")
   parser.add_argument("--output", default="runs/editing/data", help="folder to write")
   parser.add_argument("--copies", type=int, default=3, help="occurrences of a training sentence")
   args = parser.parse_args()

@@ -42,7 +42,7 @@ class GenerationConfig:
     max_length: the same limit, with the tokens before the output: the start token of T5 or the
       prompt of a decoder-only model, and forced tokens (`decoder_input_ids`).
     min_length: minimum number of tokens before EOS, counted like those of `max_length`.
-    min_new_tokens: minimum number of new tokens before EOS.
+    min_new_tokens: minimum number of new tokens before EOS. It replaces `min_length`.
     eos_token_id: token that ends a text, or several; by default the vocabulary's.
     stop_strings: texts after which an output ends. The output includes them.
     do_sample: False for argmax, True for sampling; by default whether `temperature` is above 0.
@@ -129,7 +129,11 @@ class GenerationConfig:
     """
     given = {name: value for name, value in given.items() if value is not None}
     replaced = {*given}
-    for names in (("max_new_tokens", "max_length"), ("do_sample", "temperature")):
+    for names in (
+      ("max_new_tokens", "max_length"),
+      ("min_new_tokens", "min_length"),
+      ("do_sample", "temperature"),
+    ):
       if replaced & {*names}:
         replaced |= {*names}
     kept = {name: value for name, value in defaults.items() if name not in replaced}
@@ -196,8 +200,9 @@ class GenerationConfig:
       words = [word for word in self.bad_words_ids if [*word] not in [[eos] for eos in eos_ids]]
       if words:
         found.append(SequenceBias.excluding(words))
-    if self.min_length or self.min_new_tokens:
-      found.append(MinLength(int(self.min_length or 0), int(self.min_new_tokens or 0), eos))
+    min_length = 0 if self.min_new_tokens is not None else self.min_length
+    if min_length or self.min_new_tokens:
+      found.append(MinLength(int(min_length or 0), int(self.min_new_tokens or 0), eos))
     if self.forced_bos_token_id is not None or self.forced_eos_token_id is not None:
       forced = {"first": self.forced_bos_token_id, "last": self.forced_eos_token_id}
       arrays = {}

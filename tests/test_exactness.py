@@ -71,8 +71,7 @@ argmax = functools.partial(
   compare_argmax,
   *(tiny_pair.pair(), TEXTS),
   block=GAMMA + 1,
-  batch_size=4,
-  max_new_tokens=12,
+  settings=DecodeSettings(GREEDY, 4, 12),
   rounding=Rounding(1e-3),
 )
 
@@ -320,7 +319,8 @@ def off_tree(target):
   pair, tree, texts = tiny_pair.pair()._replace(target=target), branching(3, 2, 1), SENTENCES[:16]
   rounds, fewest = rounds_of_self_draft(pair, texts, tree, 16, 24, by_paths=True)
   decoders = tiny_pair.pair().decode_fn(GREEDY, chain(0)), pair.decode_fn(GREEDY, tree)
-  parted = compare_argmax(pair, texts, *decoders, tree.num_nodes, 16, 24, Rounding(1e-3))
+  settings = DecodeSettings(GREEDY, 16, 24)
+  parted = compare_argmax(pair, texts, *decoders, tree.num_nodes, settings, Rounding(1e-3))
   return rounds / fewest - 1, sum(not d.is_tie for _, d in parted)
 
 
@@ -385,9 +385,8 @@ def test_changed_logits_of_later_nodes_are_not_rounding(tree):
   assert moved[0][1] <= share_of(good) <= 1e-3 < 0.02 < moved[1][1]
   # Even a bound that is measured alone must not classify them as ties.
   rounding = Rounding(1e-3, measured=moved[1][0])
-  parted = compare_argmax(
-    *(bad, TEXTS, plain, bad.decode_fn(GREEDY, tree), tree.num_nodes, 4, 12, rounding)
-  )
+  settings, speculative = DecodeSettings(GREEDY, 4, 12), bad.decode_fn(GREEDY, tree)
+  parted = compare_argmax(bad, TEXTS, plain, speculative, tree.num_nodes, settings, rounding)
   assert parted and not any(d.is_tie for _, d in parted)
 
 

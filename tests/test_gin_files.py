@@ -19,6 +19,7 @@ RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
 KINDS = ("runs", "models", "tasks", "drafts")
 # Runs that take no pair of models.
 WITHOUT_PAIR = {
+  "data",
   "given_outputs",
   "peers",
   "benchmark",
@@ -122,36 +123,65 @@ def value_of(macro: str, *names: str, bindings: tuple[str, ...] = ()):
     gin.clear_config()
 
 
-FALLS_BACK = ("check_exactness", "cost", "speedup")
-
-
-@pytest.mark.parametrize("name", FALLS_BACK)
-def test_missing_default_text_falls_back_to_the_sentences_of_the_quickstart(
-  name, tmp_path, monkeypatch, capsys
-):
-  monkeypatch.chdir(tmp_path)
-  sentences = value_of("SENTENCES", "quickstart")
-  assert len(sentences) == 24
-  assert value_of("TEXTS", f"runs/{name}") == sentences[: 8 if name == "cost" else None]
-  note = capsys.readouterr().err
-  assert note.count("\n") == 1 and "INPUT" in note and "sentences.txt" in note
-  with pytest.raises(InputError, match="There is no text file at gone.txt"):
-    value_of("TEXTS", f"runs/{name}", bindings=("INPUT = 'gone.txt'",))
-
-
 DEFAULTS = [
   (macro, name)
   for name in RUNS
   for macro, value in re.findall(r"^(\w+) = (.*)", (GIN / f"runs/{name}.gin").read_text(), re.M)
-  if value.endswith("gin_files.default()") and name not in FALLS_BACK
+  if value.endswith("gin_files.default()")
+]
+WITHOUT_TEXT = [(macro, name) for macro, name in DEFAULTS if name == "given_outputs"]
+FALLS_BACK = [
+  *sorted({*DEFAULTS} - {*WITHOUT_TEXT}),
+  ("INPUT", "table4"),
+  ("TARGET_TEXT", "table5"),
 ]
 
 
-@pytest.mark.parametrize("macro, name", [*DEFAULTS, ("INPUT", "table4"), ("DATA", "train_target")])
+@pytest.mark.parametrize("macro, name", FALLS_BACK)
+def test_missing_default_text_falls_back_to_a_bundled_text(
+  macro, name, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  path = pathlib.Path(value_of(macro, f"runs/{name}"))
+  texts = path.read_text(encoding="utf-8").splitlines()
+  is_news = name == "table3_gpt_like"
+  assert path.parent == GIN / "tasks" and len(texts) == (3 if is_news else 300)
+  note = capsys.readouterr().err
+  assert note.count("\n") == 1 and str(path) in note and f"--gin.{macro}=" in note
+  data_set = ("lm1b" if macro == "TARGET_TEXT" else "wmt14") if is_news else "multi30k"
+  assert f"or run specdec data {data_set}" in note
+
+
+def test_given_file_that_is_missing_is_an_error():
+  with pytest.raises(InputError, match="There is no text file at gone.txt"):
+    value_of("TEXTS", "runs/speedup", bindings=("INPUT = 'gone.txt'",))
+
+
+def test_bundled_captions_have_a_translation_each():
+  sources, targets = (
+    (GIN / f"tasks/captions.{side}.txt").read_text(encoding="utf-8").splitlines()
+    for side in ("en", "de")
+  )
+  assert len(sources) == len(targets) == len({*sources}) == len({*targets}) == 300
+
+
+@pytest.mark.parametrize("macro, name", [*WITHOUT_TEXT, ("DATA", "train_target")])
 def test_missing_default_is_reported_with_the_name_of_its_macro(macro, name, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(InputError, match=f"the default of {macro}, does not exist; set {macro} to "):
     value_of(macro, f"runs/{name}")
+
+
+def test_data_folder_of_the_environment_is_used(tmp_path, monkeypatch):
+  monkeypatch.setenv("SPECDEC_DATA", str(tmp_path / "texts"))
+  path = tmp_path / "texts" / "multi30k" / "test_2016_flickr.en.gz"
+  with pytest.raises(
+    InputError, match=f"{path.parent}, the default of DATA, .* specdec data multi"
+  ):
+    value_of("DATA", "runs/train_target")
+  path.parent.mkdir(parents=True)
+  path.touch()
+  assert value_of("INPUT", "runs/speedup") == str(path)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +196,10 @@ def test_missing_default_is_reported_with_the_name_of_its_macro(macro, name, tmp
   ids=str,
 )
 def test_text_of_another_task_is_rejected_for_ngrams(names, task, tmp_path, monkeypatch):
-  text = tmp_path / "shared" / "data" / "multi30k" / "train.de.gz"
+  text = tmp_path / "data" / "multi30k" / "train.de.gz"
   text.parent.mkdir(parents=True)
   text.touch()
-  (tmp_path / "checkout").mkdir()
-  monkeypatch.chdir(tmp_path / "checkout")
+  monkeypatch.chdir(tmp_path)
   with pytest.raises(InputError, match=f"TARGET_TEXT is .* of this run is {task}; set TARGET_TEXT"):
     value_of("TARGET_TEXT", *names)
   assert value_of("TARGET_TEXT", *names, bindings=("TARGET_TEXT = 'own.txt'",)) == "own.txt"

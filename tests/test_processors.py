@@ -406,6 +406,9 @@ def test_settings_of_a_checkpoint_are_defaults():
   assert merged(file, dict(max_new_tokens=7)).new_tokens([1, 4]) == [7, 7]
   assert merged(file, dict(no_repeat_ngram_size=0)).processors(9, (1,)) == ()
   assert merged(file, {}).processors(9, (1,)) == (NoRepeatNgram(3),)
+  (shortest,) = merged({}, dict(min_length=9, min_new_tokens=2)).processors(9, (1,))
+  assert (shortest.min_length, shortest.min_new_tokens) == (0, 2)  # as in transformers
+  assert merged(dict(min_new_tokens=2), dict(min_length=9)).min_new_tokens is None
   pair = Pair(*tiny_pair.pair())._replace(
     generation=dict(min_new_tokens=4), tasks={"loud": dict(prefix="A ", min_new_tokens=9)}
   )

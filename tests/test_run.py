@@ -354,7 +354,7 @@ def test_help_of_a_run_explains_its_settings(command):
   result = command("speedup", "--help")
   assert result.returncode == 0 and not result.stderr
   said = " ".join(result.stdout.split())
-  assert "--gammas draft tokens per round, each measured; " in said
+  assert "--gammas numbers of draft tokens per round to measure; " in said
   assert "(default: (3, 5, 7))" in said
   assert "Your own models (gin/models/checkpoints.gin): --target, --draft, " in said
 

@@ -35,7 +35,7 @@ def tasks():
   vocabulary = SPIECE if SPIECE.exists() else tiny_pair.folder() / "vocabulary.model"
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("SPECDEC_T5_VOCABULARY", str(vocabulary))
-    patch.setenv("SPECDEC_SHARED", str(DATA.parent))
+    patch.setenv("SPECDEC_DATA", str(DATA))
     from specdec_jax.data import tasks
   return tasks
 
@@ -357,17 +357,20 @@ def test_file_of_a_task_gives_its_texts_to_every_run(tasks, texts_of, task, pref
 
 
 @pytest.mark.parametrize(
-  "task, name", [("cnn_dm", "cnn_dm"), ("wmt_ende", "wmt14_ende"), ("lm1b", "lm1b")]
+  "task, fields",
+  [("cnn_dm", ("article", "highlights")), ("wmt_ende", ("en", "de")), ("lm1b", ("text",))],
 )
 @pytest.mark.parametrize("run", ["table3", "table5", "drafts"])
-def test_text_of_another_task_is_rejected_for_ngrams(tasks, monkeypatch, run, task, name):
-  monkeypatch.chdir(ROOT)
+def test_ngrams_are_counted_in_targets_of_the_task(tasks, monkeypatch, tmp_path, run, task, fields):
+  monkeypatch.chdir(tmp_path)
   gin.clear_config()
   for file in (f"runs/{run}", f"tasks/{task}"):
-    gin.parse_config_file(f"gin/{file}.gin")
-  with pytest.raises(InputError, match=f"TARGET_TEXT is .* of this run is {name}; set TARGET_TEXT"):
-    copy.deepcopy(gin.query_parameter("%TARGET_TEXT"))
+    gin.parse_config_file(f"{ROOT}/gin/{file}.gin")
+  with mocked({field: ["one\ntwo", "three"] for field in fields}):
+    path = pathlib.Path(copy.deepcopy(gin.query_parameter("%TARGET_TEXT")))
   gin.clear_config()
+  assert path.parts[:2] == ("runs", "targets") and path.name.endswith("_train_100000.txt")
+  assert path.read_text() == "one two\nthree\n"
 
 
 def test_unconditional_generation_has_one_empty_source_per_sentence(tasks, texts_of):

@@ -67,7 +67,7 @@ class BeamResult(NamedTuple):
   """Texts that a beam search found, in descending order of their scores.
 
   Attributes:
-    tokens: new tokens, EOS included; 0 past the end of a text, if no tokens were forced.
+    tokens: new tokens, EOS included; 0 past the end of a text.
     lengths: number of new tokens, EOS included. It is 0 for the missing texts of a row in which
       some texts finished, but fewer than w.
     scores: log-probabilities divided by `Scorer.divisor`. If no text of a row finished (see
@@ -346,6 +346,7 @@ class BeamSearcher(Settings):
     is_eos = (tokens[..., None] == self._eos_ids).any(axis=-1)
     length_at_limit = (beams.length - state.start)[:, None]
     lengths = exists * jnp.where(is_eos.any(axis=2), is_eos.argmax(axis=2) + 1, length_at_limit)
+    tokens = jnp.where(jnp.arange(max_new_tokens) < lengths[..., None], tokens, 0)
     return BeamResult(tokens, lengths, scores, state.steps, state.num_rounds, state.not_finite)
 
   def _replay(

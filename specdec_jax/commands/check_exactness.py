@@ -283,9 +283,12 @@ class _Check:
       texts, limit, eos_id = texts[:batch_size], self.long_tokens, ENDLESS
     autoregressive = self.autoregressive(sampling, eos_id)
     speculative = self.decode_fn(sampling, tree, eos_id=eos_id)
-    rounding = Rounding(self.share, self.moved[tree])
+    rounding, settings = (
+      Rounding(self.share, self.moved[tree]),
+      DecodeSettings(sampling, size, limit),
+    )
     divergences = compare_argmax(
-      pair, texts, autoregressive, speculative, tree.num_nodes, size, limit, rounding, processors
+      pair, texts, autoregressive, speculative, tree.num_nodes, settings, rounding, processors
     )
     holds = all(d.is_tie for _, d in divergences)
     evidence = f"{len(texts) - len(divergences)} of {len(texts)} texts identical"

@@ -31,8 +31,7 @@ def compare_argmax(
   autoregressive: Decode,
   speculative: Decode,
   block: int,
-  batch_size: int,
-  max_new_tokens: int,
+  settings: DecodeSettings,
   rounding: Rounding,
   processors: Processors = (),
 ) -> list[tuple[int, Divergence]]:
@@ -44,8 +43,7 @@ def compare_argmax(
     autoregressive: function that decodes without a draft.
     speculative: function that decodes speculatively.
     block: number of tokens of a verification pass: gamma + 1, or the number of nodes of a tree.
-    batch_size: number of texts decoded together.
-    max_new_tokens: maximum number of tokens of each output.
+    settings: batch size and limit of each output.
     rounding: logit differences that are attributed to rounding.
     processors: logits processors that both functions apply.
 
@@ -53,10 +51,11 @@ def compare_argmax(
     For each text whose outputs differ, the number of the text, from 1, and the first difference.
   """
   divergences = []
+  batch_size, limit = settings.batch_size, settings.max_new_tokens
   for rows, prompt, count in batches(pair, texts, batch_size):
-    keys = row_keys(0, rows[0], batch_size)
+    keys = row_keys(settings.seed, rows[0], batch_size)
     tokens, expected = (
-      np.asarray(require_finite(decode(prompt, keys, max_new_tokens=max_new_tokens)).tokens)
+      np.asarray(require_finite(decode(prompt, keys, max_new_tokens=limit)).tokens)
       for decode in (speculative, autoregressive)
     )
     of_batch = first_divergences(
