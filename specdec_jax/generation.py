@@ -125,7 +125,8 @@ class GenerationConfig:
     """Return the settings `defaults` of a checkpoint, replaced by those in `given` (if not None).
 
     If `max_new_tokens` or `max_length` is given, both defaults are dropped. The same holds for
-    `do_sample` and `temperature`; but a given `do_sample=True` keeps the default temperature.
+    `min_new_tokens` and `min_length`, and for `do_sample` and `temperature`; but a given
+    `do_sample=True` keeps the default temperature.
     """
     given = {name: value for name, value in given.items() if value is not None}
     replaced = {*given}

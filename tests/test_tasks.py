@@ -362,10 +362,11 @@ def test_file_of_a_task_gives_its_texts_to_every_run(tasks, texts_of, task, pref
 )
 @pytest.mark.parametrize("run", ["table3", "table5", "drafts"])
 def test_ngrams_are_counted_in_targets_of_the_task(tasks, monkeypatch, tmp_path, run, task, fields):
-  monkeypatch.chdir(tmp_path)
+  monkeypatch.chdir(ROOT)
   gin.clear_config()
   for file in (f"runs/{run}", f"tasks/{task}"):
-    gin.parse_config_file(f"{ROOT}/gin/{file}.gin")
+    gin.parse_config_file(f"gin/{file}.gin")
+  monkeypatch.chdir(tmp_path)
   with mocked({field: ["one\ntwo", "three"] for field in fields}):
     path = pathlib.Path(copy.deepcopy(gin.query_parameter("%TARGET_TEXT")))
   gin.clear_config()
