@@ -20,9 +20,11 @@ from test_verifiers import GUESSES, TREES, VERIFIERS, V, enumerated, exact, tabl
 from specdec_jax.api import Pair, size_of_outputs
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.processors import Prefixes, node_prefixes, process
-from specdec_jax.core.sampling import Sampling, distribution
+from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.trees import DynamicTree, Tree, chain
 from specdec_jax.core.types import Context
+from specdec_jax.drafts.hierarchical import HierarchicalDraft
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.generation import GenerationConfig
 from specdec_jax.logits_processors import (
@@ -344,6 +346,39 @@ def test_draft_equal_to_the_target_is_always_accepted_with_processors():
   for how in (dict(gamma=3), dict(tree=(0, 0, 1, 2))):
     for output in pair.generate(SENTENCES[:2], **how, **settings, **SHORT):
       assert (output.rounds.num_accepted[:-1] == (3 if "gamma" in how else 2)).all()
+
+
+def test_hierarchical_draft_of_targets_is_always_accepted_with_processors():
+  pair = Pair(*tiny_pair.pair("target"))
+
+  def targets(sampling, tree):
+    inner = ModelDraft(pair.target, sampling, chain(2))
+    return HierarchicalDraft(pair.target, inner, sampling, tree)
+
+  pair = pair._replace(draft=targets, draft_params=(pair.target_params, pair.draft_params))
+  settings = dict(repetition_penalty=1.6, no_repeat_ngram_size=2, min_new_tokens=7, temperature=1.0)
+  for output in pair.generate(SENTENCES[:2], gamma=3, **settings, **SHORT):
+    assert (output.rounds.num_accepted[:-1] == 3).all() and len(output.tokens) >= 8
+
+
+def test_dynamic_trees_need_fewer_rounds_if_the_draft_has_the_processors():
+  pair = tiny_pair.pair("target")
+  processors = RepetitionPenalty(1.6), NoRepeatNgram(2), MinLength(0, 7, ids(EOS))
+  tree, greedy = DynamicTree(12, 3), Sampling(0.0)
+  prompt, keys = pair.prompt(SENTENCES), row_keys(0, 0, len(SENTENCES))
+  decoder = pair.decoder(greedy, tree, processors=processors)
+  decoders = [
+    pair.decoder(greedy, chain(0), processors=processors),
+    decoder,
+    dataclasses.replace(decoder, draft=pair.draft(greedy, tree)),
+  ]
+  plain, dynamic, unprocessed = (
+    decoder.run(pair.params, prompt, keys, max_new_tokens=16) for decoder in decoders
+  )
+  for result in (dynamic, unprocessed):
+    np.testing.assert_array_equal(plain.tokens, result.tokens)
+  rounds, more = (int((x.rounds.num_emitted > 0).sum()) for x in (dynamic, unprocessed))
+  assert rounds < more and int(dynamic.lengths.sum()) > 2.5 * rounds
 
 
 def test_values_of_settings_are_arguments_of_the_program():

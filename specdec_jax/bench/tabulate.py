@@ -8,7 +8,13 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from specdec_jax.bench.reporting.other_tables import execution_table, matmuls_table, training_table
+from specdec_jax.bench.reporting.other_tables import (
+  execution_table,
+  matmuls_table,
+  parity_table,
+  processors_table,
+  training_table,
+)
 from specdec_jax.bench.reporting.paper import load_table
 from specdec_jax.bench.reporting.paper_tables import paper_table
 from specdec_jax.bench.reporting.record_tables import (
@@ -42,7 +48,12 @@ RECORD_TABLES = {
   "drafts": drafts_table,
   "beams": beams_table,
 }
-JSON_TABLES = {"execution": execution_table, "matmuls": matmuls_table}
+JSON_TABLES = {
+  "execution": execution_table,
+  "matmuls": matmuls_table,
+  "parity": parity_table,
+  "processors": processors_table,
+}
 
 
 def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
@@ -51,12 +62,12 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
   Args:
     name: '1' to '5' for a table of the paper; 'measured', 'lengths', 'acceptance', 'online',
       'drafts' or 'beams' for a table of records; 'status' or 'status-counts'; 'tree-speeds';
-      'execution'; 'matmuls'; or 'training'.
+      'execution', 'matmuls', 'parity' or 'processors'; or 'training'.
     results: input files. Most tables need files of records; if several records have the same
       setting, a table of the paper shows the last one. Table 1 and the status need no files.
       'tree-speeds' needs two reports of `scripts/compile_tpu.py`: on a chain, then on a tree.
-      'execution' and 'matmuls' need a file of JSON lines. 'training' needs copies of
-      `metrics.jsonl`; the name of a copy is the name of its row.
+      'execution', 'matmuls', 'parity' and 'processors' need a file of JSON lines. 'training' needs
+      copies of `metrics.jsonl`; the name of a copy is the name of its row.
 
   Raises:
     InputError: there is no table of this name, or there are no records.

@@ -45,9 +45,9 @@ def decode(
   host: tuple[int, int] | None = None,
   tree: Sequence[int] | Literal["auto"] | None = None,
 ) -> None:
-  """Decode this host's share of texts; the last host merges all parts into `outputs.jsonl`.
+  """Decode this host's share of texts; the host that finishes last writes `outputs.jsonl`.
 
-  Each line of the file is a JSON object, in the order of the texts:
+  It merges the parts of all hosts. Each line of the file is a JSON object, in the order of the texts:
 
   - `index`, `source` and `output` of the text. The output of an empty text is empty unless the
     target is decoder-only.

@@ -17,6 +17,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.processors import Processors, node_prefixes, process, text_prefixes
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
@@ -37,6 +38,7 @@ class DynamicDraft(Draft):
     tree: number of draft tokens and depth of the tree; drafting takes `depth` forward passes.
     width: number of nodes per level that the model processes, and number of children of each such
       node that become candidates.
+    processors: logits processors, which apply to the model's logits.
 
   Raises:
     InputError: there are fewer candidates than draft tokens.
@@ -45,18 +47,17 @@ class DynamicDraft(Draft):
   model: Model
   tree: DynamicTree
   width: int = 8
+  processors: Processors = ()
 
   def __post_init__(self):
     require_candidates(self.tree, self.width)
 
-  @property
-  def _drafted(self) -> DynamicTree:
-    """Size of the tree that the model processes: `width` nodes per level, except the last level."""
-    return DynamicTree(self.width * (self.tree.depth - 1), max(1, self.tree.depth - 1))
+  def with_processors(self, processors: Processors) -> "DynamicDraft":
+    return dataclasses.replace(self, processors=processors)
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     # The slots in `context` suffice for the proposed tree; the drafted tree may be larger.
-    extra = max(0, self._drafted.num_guesses - self.tree.num_guesses)
+    extra = max(0, _drafted(self.tree, self.width).num_guesses - self.tree.num_guesses)
     cache = self.model.prefill(params, context.prompt, context.tokens.shape[1] + extra)[1]
     return cache, jnp.zeros((len(context.tokens), self.tree.num_guesses), jnp.int32)
 
@@ -64,22 +65,20 @@ class DynamicDraft(Draft):
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     root_logits, _, cache = extend_last_tokens(self.model, params, state[0], context)
-    width, drafted = self.width, self._drafted
-    parents = jnp.zeros((len(root_logits), drafted.num_guesses), jnp.int32)
 
     def extend_level(
-      carry: Any, tokens: Int[Array, "B width"], chosen: Int[Array, "B width"], level: int
+      cache: Any,
+      tokens: Int[Array, "B width"],
+      chosen: Int[Array, "B width"],
+      level: int,
+      tree: DynamicTree,
     ) -> tuple[Float[Array, "B width V"], Any]:
-      cache, parents = carry
-      first = 1 + (level - 1) * width
-      if level > 1:
-        parents = parents.at[:, first - 1 : first + width - 1].set(first - width + chosen)
-      tree = dataclasses.replace(drafted, parents=parents)
+      first = 1 + (level - 1) * self.width
       logits, _, cache = self.model.extend(params, cache, tokens, tree, first)
-      return logits, (cache, parents)
+      return logits, cache
 
-    proposal, processed, (cache, _) = grow(
-      self.tree, width, root_logits, extend_level, (cache, parents)
+    proposal, processed, cache = grow(
+      self.tree, self.width, root_logits, extend_level, cache, context, self.processors
     )
     return proposal, (cache, processed)
 
@@ -113,12 +112,19 @@ def model_draft(model: Model, sampling: Sampling, tree: AnyTree) -> Draft:
   return ModelDraft(model, sampling, tree)
 
 
+def _drafted(tree: DynamicTree, width: int) -> DynamicTree:
+  """Return the size of the tree that is processed: `width` nodes per level except the last."""
+  return DynamicTree(width * (tree.depth - 1), max(1, tree.depth - 1))
+
+
 def grow(
   tree: DynamicTree,
   width: int,
   root_logits: Float[Array, "B V"],
   extend_level: Callable[..., tuple[Array, Any]],
   carry: Any,
+  context: Context,
+  processors: Processors = (),
 ) -> tuple[Proposal, Int[Array, "B N"], Any]:
   """Propose the dynamic tree of the candidates with the best scores.
 
@@ -128,9 +134,12 @@ def grow(
       that become candidates.
     root_logits: logits at the last committed token.
     extend_level: function that processes a level of the tree. It takes (carry, tokens [B, width],
-      parents [B, width], level from 1) and returns (logits [B, width, V] at the tokens, new carry).
-      `parents` are indices into the processed nodes of the previous level.
+      parents [B, width], level from 1, tree of the processed nodes) and returns (logits [B, width,
+      V] at the tokens, new carry). `parents` are indices into the processed nodes of the previous
+      level.
     carry: value that `extend_level` receives for level 1.
+    context: context of the round.
+    processors: logits processors, which apply to all logits.
 
   Returns:
     (proposal, nodes, last carry). `nodes` [B, N] numbers the draft tokens in the order in which
@@ -138,6 +147,11 @@ def grow(
   """
   batch, k = len(root_logits), width
   rows = jnp.arange(batch)[:, None]
+  shape = _drafted(tree, width)
+  shape = dataclasses.replace(shape, parents=jnp.zeros((batch, shape.num_guesses), jnp.int32))
+  guesses = jnp.zeros((batch, shape.num_guesses), jnp.int32)
+  if processors:
+    root_logits = process(processors, root_logits[:, None], text_prefixes(context))[:, 0]
   scores, tokens = _best_children(root_logits[:, None], jnp.zeros((batch, 1)), k)  # [B, 1, k]
   scores, tokens = scores[:, 0], tokens[:, 0]
   # `processed` are indices into the candidates. A candidate has a token, a score, a parent
@@ -147,7 +161,14 @@ def grow(
   chosen = jnp.zeros((batch, k), jnp.int32)
   candidates = [(tokens, scores, jnp.full((batch, k), -1), (processed + 1) * (tree.depth > 1))]
   for level in range(1, tree.depth):
-    logits, carry = extend_level(carry, tokens, chosen, level)
+    first, last = 1 + (level - 1) * k, 1 + level * k
+    guesses = guesses.at[:, first - 1 : last - 1].set(tokens)
+    if level > 1:
+      parents = shape.parents.at[:, first - 1 : last - 1].set(first - k + chosen)
+      shape = dataclasses.replace(shape, parents=parents)
+    logits, carry = extend_level(carry, tokens, chosen, level, shape)
+    if processors:
+      logits = process(processors, logits, node_prefixes(context, guesses, shape, first, last))
     child_scores, children = _best_children(logits, scores, k)  # [B, k, k]
     child_scores, children = child_scores.reshape(batch, -1), children.reshape(batch, -1)
     parents = jnp.repeat(processed, k, axis=1)  # [B, k * k]
@@ -166,8 +187,8 @@ def grow(
   parents = gather(parents, selected)
   parent_nodes = 1 + jax.vmap(jnp.searchsorted)(selected, parents)
   parent_nodes = jnp.where(parents < 0, 0, parent_nodes).astype(jnp.int32)
-  shape = dataclasses.replace(tree, parents=parent_nodes)
-  return Proposal(gather(tokens, selected), tree=shape), gather(nodes, selected), carry
+  selected_tree = dataclasses.replace(tree, parents=parent_nodes)
+  return Proposal(gather(tokens, selected), tree=selected_tree), gather(nodes, selected), carry
 
 
 def _best_children(

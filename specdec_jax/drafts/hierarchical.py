@@ -9,6 +9,13 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, gather_or_zero, place_tokens, split_rows
 from specdec_jax.core.decode import Decoder, DecodeState, empty_rounds
+from specdec_jax.core.processors import (
+  LogitsProcessor,
+  Prefixes,
+  Processors,
+  process,
+  text_prefixes,
+)
 from specdec_jax.core.sampling import Sampling, distribution, sample_logits
 from specdec_jax.core.trees import Tree, require_chain
 from specdec_jax.core.types import Context, Draft, Model, Outcome, Params, Proposal
@@ -34,6 +41,7 @@ class HierarchicalDraft(Draft):
     sampling: sampling method, which turns the model's logits into q.
     tree: a chain.
     reread: see `ModelDraft`.
+    processors: logits processors, which apply to the model's logits.
 
   Raises:
     InputError: one of the trees is not a chain, or (in `init`) `inner` may stop early.
@@ -44,6 +52,7 @@ class HierarchicalDraft(Draft):
   sampling: Sampling
   tree: Tree
   reread: int = 2
+  processors: Processors = ()
 
   def __post_init__(self):
     require_chain("a hierarchical draft", self.tree)
@@ -51,6 +60,10 @@ class HierarchicalDraft(Draft):
 
   def with_reread(self, num_tokens: int) -> "HierarchicalDraft":
     return dataclasses.replace(self, reread=num_tokens)
+
+  def with_processors(self, processors: Processors) -> "HierarchicalDraft":
+    inner = self.inner.with_processors(processors)
+    return dataclasses.replace(self, inner=inner, processors=processors)
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     model_params, inner_params = params
@@ -68,6 +81,8 @@ class HierarchicalDraft(Draft):
     logits, hidden, cache = extend_last_tokens(
       self.model, model_params, cache, context, self.reread
     )
+    if self.processors:
+      logits = process(self.processors, logits[:, None], text_prefixes(context))[:, 0]
     first_rng, rng = split_rows(rng)
     first, first_q = sample_logits(first_rng, logits, self.sampling)
     if gamma == 1:
@@ -77,12 +92,18 @@ class HierarchicalDraft(Draft):
     batch, limit, context = len(first), gamma - 1, self._with_room(context)
     length = context.length + 1
     inner_logits = jnp.zeros((batch, limit, self.model.vocab_size))
-    decoder = Decoder(self.model, self._recording_inner, TokenVerifier(self.sampling), eos_id=-1)
+    decoder = Decoder(
+      self.model,
+      self._recording_inner,
+      TokenVerifier(self.sampling),
+      eos_id=-1,
+      processors=tuple(_WithLimit(each, context.limit) for each in self.processors),
+    )
     initial = DecodeState(
       prompt=context.prompt,
       tokens=place_tokens(context.tokens, first[:, None], context.length, 1),
       length=length,
-      prompt_length=length,
+      prompt_length=context.prompt_length if self.processors else length,
       limit=length + limit,
       done=jnp.zeros(batch, bool),
       rng=rng,
@@ -113,9 +134,20 @@ class HierarchicalDraft(Draft):
     return _LogitsRecorder(self.inner.with_reread(self.reread + 2))
 
   def _with_room(self, context: Context) -> Context:
-    """Return the context with more slots, because the inner draft may propose past gamma tokens."""
+    """Return the context with slots for tokens that the inner draft proposes past the first gamma."""
     room = self.inner.tree.num_nodes
     return context._replace(tokens=jnp.pad(context.tokens, ((0, 0), (0, room))))
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithLimit(LogitsProcessor):
+  """Logits processor that receives the limit of the output, not of the draft tokens."""
+
+  processor: LogitsProcessor
+  limit: Int[Array, " B"]
+
+  def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
+    return self.processor(logits, prefixes._replace(limit=self.limit))
 
 
 class _RecordedLogits(NamedTuple):

@@ -235,7 +235,7 @@ class _Calibrator:
     ).tolist()
 
   def costs(self, trees: Sequence[Tree]) -> list[Costs]:
-    """Measure the costs of rounds with each tree; time the prefill with the largest of GAMMAS."""
+    """Measure the cost of a round with each tree. The first trees are the chains of GAMMAS."""
     pair, settings, prompt = self.pair, self.settings, self.batches[0][0]
     drafts = [pair.draft(settings.sampling, tree) for tree in trees]
     starts = start_calls(pair, drafts[len(GAMMAS) - 1], prompt, settings.max_new_tokens)

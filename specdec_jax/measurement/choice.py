@@ -153,8 +153,8 @@ def choose_tree(
   NODES, up to the largest measured number. The cost v of verification is interpolated linearly,
   from 1 at one node through the measured trees. The time of drafting is a cost per level (one call
   of the draft) plus a cost per draft token (wide levels cost more). Both are fitted by least
-  squares. A tree has weight 1 / v, because its drafting time is the difference between two rounds,
-  whose error grows with the time of a round.
+  squares. The equation of a tree is divided by v, because its drafting time is the difference of
+  two measured times of rounds. The error of the difference grows with these times.
 
   Args:
     acceptance: positional acceptance: for each rank, the probability that the child of that rank is

@@ -188,9 +188,9 @@ class SpeculativeModel(models.EncoderDecoderModel):
       batch: encoder_input_tokens [B, S] and decoder_input_tokens [B, T]. Outputs are not longer
         than T. The decoder_input_tokens themselves are used only with `prompt_with_targets`.
       rng: key of the batch; alternatively, `decoder_params` has it as 'decode_rng'.
-      decoder_params: values for this call of eos_id, of the parameters of `decode_fn` in
-        `settings.SETTINGS`, and of gamma, tree, verifier and lenience, or with `beam_search` of
-        gamma and draft_beams.
+      decoder_params: settings of this call only: eos_id, the parameters of `decode_fn` in
+        `settings.SETTINGS`, and gamma, tree, verifier and lenience. With `beam_search`, gamma and
+        draft_beams take the place of the last four.
       return_all_decodes: whether to return A outputs per example, in order of increasing score,
         instead of only the best output.
       num_decodes: A, the number of outputs that are decoded per example.

@@ -1,4 +1,4 @@
-"""Run the backends that have a `process` in subprocesses, and time them there.
+"""Run and time in subprocesses the backends whose `process` is not None.
 
 Each backend then has all cores to itself, and is idle while a different backend decodes.
 """

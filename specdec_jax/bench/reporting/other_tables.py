@@ -1,5 +1,6 @@
-"""Tables of training runs, of stochastic speculative execution and of matmuls."""
+"""Tables of training runs, matmuls, logits processors and other measurements of scripts."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,16 @@ EXECUTION_LEGEND = {
   "F, G": "times of the two functions",
   "sequential": "F + G",
   "expected": "beta max(F, G) + (1 - beta) (F + G)",
+}
+
+PARITY_LEGEND = {
+  "ties": "other texts whose scores differ by less than 1e-4",
+  "difference": "largest difference between log-probabilities of tokens, or scores of beams",
+}
+
+PROCESSORS_LEGEND = {
+  "batch N": "time of a round with the setting / without it",
+  "added, ms": "time that the setting adds to a round",
 }
 
 MATMULS_LEGEND = {
@@ -85,6 +96,68 @@ def matmuls_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     ),
     MATMULS_LEGEND,
   )
+
+
+def parity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table of the comparisons of `scripts/compare_generate.py`."""
+
+  def draft_tokens(run: Mapping[str, Any]) -> str:
+    return f"gamma {run['gamma']}" if "gamma" in run else f"tree of {len(run['tree']) + 1} nodes"
+
+  cells = tuple(
+    (
+      row["setting"],
+      f"{row['beams']}",
+      draft_tokens(json.loads(row["run"])),
+      f"{row['equal']}",
+      f"{row['ties']}",
+      f"{row['texts'] - row['equal'] - row['ties']}",
+      f"{row['largest_difference']:.1g}",
+    )
+    for row in rows
+  )
+  first = rows[0]
+  return Table(
+    "Outputs compared with transformers' generate",
+    ("setting", "beams", "draft tokens", "equal", "ties", "other", "difference"),
+    cells,
+    (f"{first['texts']} texts per row, batch 8. {_provenance(rows)}",),
+    PARITY_LEGEND,
+  )
+
+
+def processors_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table of times of logits processors (`scripts/measure_processors.py`)."""
+  sizes = sorted({row["batch_size"] for row in rows})
+  by_setting: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+  for row in rows:
+    by_setting.setdefault((row["setting"], row["compared_with"]), {})[row["batch_size"]] = row
+  cells = tuple(
+    (
+      *setting,
+      *(f"{by_size[size]['ratio']:.3f}" for size in sizes),
+      *(f"{by_size[size]['added_ms']:.2f}" for size in sizes),
+    )
+    for setting, by_size in by_setting.items()
+  )
+  columns = [f"batch {size}" for size in sizes] + [f"added, ms (batch {size})" for size in sizes]
+  first = rows[0]
+  return Table(
+    "Time of logits processors and filters in a round",
+    ("setting", "compared with", *columns),
+    cells,
+    (
+      f"Gamma {first['gamma']}, medians of {first['repeats']} interleaved repeats. "
+      f"{_provenance(rows)}",
+    ),
+    PROCESSORS_LEGEND,
+  )
+
+
+def _provenance(rows: Sequence[Mapping[str, Any]]) -> str:
+  first, commits = rows[0], dict.fromkeys(row["commit"] for row in rows)
+  name = "commit" if len(commits) == 1 else "commits"
+  return f"{first['processor']}, {name} {', '.join(commits)} of {str(first['date'])[:10]}."
 
 
 def training_table(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:

@@ -206,8 +206,8 @@ def programs(
   The target is sharded across all devices. Names of the programs:
     'speculative loop', 'plain loop': the decoding loops, encoders included;
     'round', 'plain step': a round of speculative decoding, a step of autoregressive decoding;
-    'decode step', 'verify': a target forward pass over one token, or over all nodes of a round,
-      and a commit of one token;
+    'decode step': a target forward pass over one token, and a commit of this token;
+    'verify': a target forward pass over all nodes of a round, and a commit of the first node;
     'draft step': one step of the draft, if it is a model;
     'drafting': the drafting of one round, if the draft is a learned head;
     'commit': moving the accepted path of a tree in the cache; only for trees.

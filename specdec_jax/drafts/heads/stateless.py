@@ -151,7 +151,7 @@ class SpeculatorDraft(Draft):
     tree: tree of the proposals.
     width: for a dynamic tree, number of nodes per level that the head processes, and number of
       children of each such node that become candidates.
-    processors: logits processors, which apply to the logits of a static tree only.
+    processors: logits processors, which apply to the head's logits.
 
   Raises:
     InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
@@ -195,14 +195,20 @@ class SpeculatorDraft(Draft):
       return module.apply(variables, plan, states, level, previous, source, method="step")
 
     def step_from(
-      states: Array, tokens: Int[Array, "B M"], parents: Int[Array, "B M"], level: int
+      states: Array,
+      tokens: Int[Array, "B M"],
+      parents: Int[Array, "B M"],
+      level: int,
+      drafted: DynamicTree,
     ) -> tuple[Float[Array, "B M V"], Array]:
       return step(gather(states, parents), level, tokens)
 
     previous = context.last_token[:, None]
     if isinstance(tree, DynamicTree):
       logits, states = step(states, 0, previous)
-      return grow(tree, self.width, logits[:, 0], step_from, states)[0], state
+      return grow(tree, self.width, logits[:, 0], step_from, states, context, self.processors)[
+        0
+      ], state
     keys = split_rows(rng, tree.depth)
     tokens, q, parent_level = [context.tokens[:, :0]], [], 0
     for level, (first, last) in enumerate(tree.levels):
