@@ -15,7 +15,7 @@ from specdec_jax.xla_flags import YNN_FLAG, rejection_message
 
 
 def default_cache_dir() -> str:
-  """Return JAX_COMPILATION_CACHE_DIR, which may be '', or `~/.cache/specdec_jax` if it is not set."""
+  """Return JAX_COMPILATION_CACHE_DIR, which may be '', or `~/.cache/specdec_jax` if not set."""
   return os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/specdec_jax")
 
 

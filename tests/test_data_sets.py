@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from specdec_jax import run
-from specdec_jax.commands import data_sets
 from specdec_jax.commands.data_sets import CONTENTS, TFDS, RemoteFile, fetch, remote_files
+from specdec_jax.data import tfds
 from specdec_jax.errors import InputError
 
 TEXT = "Zwei Männer laufen.\n".encode()
@@ -81,7 +81,7 @@ def test_wrong_content_and_missing_network_are_reported(server, tmp_path, monkey
 
 def test_data_set_of_tfds_alone_needs_it(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(data_sets.importlib.util, "find_spec", lambda name: None)
+  monkeypatch.setattr(tfds.importlib.util, "find_spec", lambda name: None)
   with pytest.raises(InputError, match="cnn_dailymail:3.4.0 is read by TensorFlow Datasets, which"):
     fetch(["cnn_dm"])
 

@@ -9,15 +9,14 @@ the extra `tasks` is installed.
 import csv
 import gzip
 import hashlib
-import importlib.util
 import pathlib
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from specdec_jax.atomic_files import atomic_write
+from specdec_jax.data.tfds import prepare_tfds
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.gin_files import PACKAGE, data_folder
 
@@ -96,35 +95,7 @@ def fetch(names: Sequence[str] = (), files: Sequence[RemoteFile] | None = None) 
         _download(file, path)
         print(path)
     if name in TFDS:
-      _prepare_tfds(TFDS[name], is_required=not chosen)
-
-
-def _prepare_tfds(name: str, is_required: bool) -> None:
-  """Let TensorFlow Datasets download and prepare a data set.
-
-  Raises:
-    InputError: the download failed; or TensorFlow Datasets is not installed, and `is_required`.
-  """
-  if importlib.util.find_spec("tensorflow_datasets") is None:
-    message = (
-      f"{name} is read by TensorFlow Datasets, which is not installed; run pip install "
-      "'specdec_jax[tasks]'."
-    )
-    if is_required:
-      raise InputError(message)
-    print(f"note: {message}", file=sys.stderr)
-    return
-  import tensorflow_datasets
-
-  builder = tensorflow_datasets.builder(name)
-  try:
-    builder.download_and_prepare()
-  except OSError as error:  # of the network
-    raise InputError(
-      f"{name} cannot be downloaded: {str(error):.200}. If this machine is offline, run tfds build "
-      f"{name} on another one, and copy its folder ~/tensorflow_datasets."
-    ) from error
-  print(builder.data_dir)
+      prepare_tfds(TFDS[name], is_required=not chosen)
 
 
 def _is_compressed_here(file: RemoteFile) -> bool:

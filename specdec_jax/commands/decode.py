@@ -47,7 +47,7 @@ def decode(
 ) -> None:
   """Decode this host's share of texts; the host that finishes last writes `outputs.jsonl`.
 
-  It merges the parts of all hosts. Each line of the file is a JSON object, in the order of the texts:
+  It merges the parts of all hosts. Each line is a JSON object, in the order of the texts:
 
   - `index`, `source` and `output` of the text. The output of an empty text is empty unless the
     target is decoder-only.

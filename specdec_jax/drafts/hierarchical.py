@@ -134,7 +134,7 @@ class HierarchicalDraft(Draft):
     return _LogitsRecorder(self.inner.with_reread(self.reread + 2))
 
   def _with_room(self, context: Context) -> Context:
-    """Return the context with slots for tokens that the inner draft proposes past the first gamma."""
+    """Return the context with slots for more tokens; the inner draft may propose too many."""
     room = self.inner.tree.num_nodes
     return context._replace(tokens=jnp.pad(context.tokens, ((0, 0), (0, room))))
 

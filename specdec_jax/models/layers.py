@@ -32,8 +32,8 @@ def _query_init(head_dim: int) -> Callable[..., Array]:
 def matmul(x: Float[Array, "*batch E"], kernel: Float[Array, "E F"]) -> Float[Array, "*batch F"]:
   """Multiply `x` by a matrix after merging all leading axes of `x` into one.
 
-  Then the gradient with respect to `kernel` is also a single matmul. On a CPU, a training step takes three
-  quarters of the time that it takes without merging.
+  Then the gradient with respect to `kernel` is also a single matmul. On a CPU, a training step
+  takes three quarters of the time that it takes without merging.
   """
   return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
 
