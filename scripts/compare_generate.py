@@ -157,7 +157,7 @@ def main() -> None:
         largest = 0.0
         for row, of_row in enumerate(want):
           ours = outputs[row * num_beams : (row + 1) * num_beams]
-          scores = [[output.score] if num_beams > 1 else output.logprobs for output in ours]
+          scores: Any = [[output.score] if num_beams > 1 else output.logprobs for output in ours]
           if [output.tokens.tolist() for output in ours] == [text for text, _ in of_row]:
             equal += 1
             differences = (np.subtract(x, y) for x, (_, y) in zip(scores, of_row))

@@ -103,7 +103,7 @@ class HierarchicalDraft(Draft):
       prompt=context.prompt,
       tokens=place_tokens(context.tokens, first[:, None], context.length, 1),
       length=length,
-      prompt_length=context.prompt_length if self.processors else length,
+      prompt_length=length if context.prompt_length is None else context.prompt_length,
       limit=length + limit,
       done=jnp.zeros(batch, bool),
       rng=rng,
@@ -144,7 +144,7 @@ class _WithLimit(LogitsProcessor):
   """Logits processor that receives the limit of the output, not of the draft tokens."""
 
   processor: LogitsProcessor
-  limit: Int[Array, " B"]
+  limit: Any  # [B]
 
   def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
     return self.processor(logits, prefixes._replace(limit=self.limit))
