@@ -16,7 +16,6 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -64,14 +63,15 @@ BEAM_SETTINGS = {
 }
 
 
-def combinations(settings: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yield random combinations of two to four settings, with their names."""
-  rng = random.Random(0)
+def combinations(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+  """Return random combinations of two to four settings, without duplicates."""
+  rng, found = random.Random(0), {}
   names = [name for name in settings if name not in ("no processor", "min_length")]
-  for _ in range(NUM_COMBINATIONS):
+  while len(found) < NUM_COMBINATIONS:
     chosen = sorted(rng.sample(names, rng.randint(2, 4)))
     merged = dict(itertools.chain.from_iterable(settings[name].items() for name in chosen))
-    yield " + ".join(chosen), merged
+    found[" + ".join(chosen)] = merged
+  return found
 
 
 def theirs(model: Any, sources: list[list[int]], num_beams: int, settings: dict[str, Any]) -> list:
@@ -138,8 +138,8 @@ def main() -> None:
   frequent = np.bincount(np.concatenate([output.tokens for output in plain]))
   frequent[:3] = 0
   settings = settings_of(np.argsort(-frequent, kind="stable")[:8].tolist())
-  greedy = {**settings, **dict(combinations(settings))}
-  beams = {**settings, **BEAM_SETTINGS, **dict(itertools.islice(combinations(settings), 5))}
+  greedy = {**settings, **combinations(settings)}
+  beams = {**settings, **BEAM_SETTINGS, **dict([*combinations(settings).items()][:5])}
   plan: Any = ((1, greedy, GREEDY_RUNS), (4, beams, BEAM_RUNS))
   for num_beams, of_beams, runs in plan:
     for name, given in of_beams.items():
