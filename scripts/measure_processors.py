@@ -24,7 +24,7 @@ from specdec_jax.generation import GenerationConfig
 from specdec_jax.machine import provenance
 from specdec_jax.tries import TrieConstraint
 
-NUM_TEXTS, NUM_ROUNDS, GAMMA, REPEATS = 24, 16, 5, 21
+NUM_TEXTS, NUM_ROUNDS, GAMMA, REPEATS = 16, 8, 5, 15
 ENDLESS = -1  # an EOS id that no token has
 
 
