@@ -17,7 +17,7 @@ _INSTALLED = PACKAGE / "gin_files"
 HOME = _INSTALLED if _INSTALLED.is_dir() else PACKAGE.parent  # the folder that contains gin/
 
 # Names of runs by purpose, as `specdec --help` lists them. All other runs measure.
-TAKES_NAMES = ("data",)  # runs whose arguments are names, not runs
+TAKES_NAMES = ("data", "reproduce")  # runs whose arguments are names, not runs
 USE = ("data", "quickstart", "translate", "generate", "decode", "speedup", "check_exactness")
 TRAIN = "train_"  # prefix of the names of runs that train
 _DATA_SETS = {  # names of data sets by their folder
@@ -26,7 +26,15 @@ _DATA_SETS = {  # names of data sets by their folder
   "lm1b_sample": "lm1b",
   "t5_vocab": "t5_vocabulary",
 }
-REPRODUCE = ("table2", "table3", "table3_gpt_like", "table4", "table5", "given_outputs")
+REPRODUCE = (
+  "reproduce",
+  "table2",
+  "table3",
+  "table3_gpt_like",
+  "table4",
+  "table5",
+  "given_outputs",
+)
 
 
 def runs() -> dict[str, pathlib.Path]:

@@ -8,6 +8,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
+from specdec_jax import gin_files
 from specdec_jax.bench.reporting.other_tables import (
   execution_table,
   matmuls_table,
@@ -37,7 +38,7 @@ from specdec_jax.records import read
 from specdec_jax.reporting.tables import Table
 
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
-CONFIGS, EXPERIMENTS = CHECKOUT / "configs", CHECKOUT / "experiments"
+CONFIGS, EXPERIMENTS = gin_files.HOME / "configs", CHECKOUT / "experiments"
 
 PAPER_TABLES = ("1", "2", "3", "4", "5")
 RECORD_TABLES = {
