@@ -20,9 +20,9 @@ def tasks(tmp_path):
   return {"EnDe": Task("wmt14_ende", lambda: TEXTS, lambda: str(path), 24, 8)}
 
 
-def checkpoints():
+def checkpoints(**drafts):
   folder, vocabulary = tiny_pair.folder(), str(tiny_pair.folder() / "vocabulary.model")
-  paths = {"T5-XXL": "target", "T5-small": "near", "T5-base": "random"}
+  paths = {"T5-XXL": "target", **(drafts or {"T5-small": "near", "T5-base": "random"})}
   paths = {name: str(folder / path) for name, path in paths.items()}
   return Checkpoints(paths, vocabulary, "float32")
 
@@ -48,26 +48,33 @@ def test_rows_without_a_model_are_left_out():
 
 def test_speeds_are_measured_once_with_the_gammas_of_the_paper(tmp_path, capsys):
   run = functools.partial(
-    reproduce, ["table2"], checkpoints(), tasks(tmp_path), str(tmp_path / "runs"), repeats=1
+    reproduce,
+    ["table2"],
+    checkpoints(**{"T5-base": "random"}),
+    tasks(tmp_path),
+    str(tmp_path / "runs"),
+    repeats=1,
   )
   run()
   said = capsys.readouterr().out
-  assert "EnDe" in said and "T5-small" in said
-  folders = sorted((tmp_path / "runs" / "speeds").iterdir())
-  assert [folder.name for folder in folders] == ["EnDe_T5-base", "EnDe_T5-small"]
-  records = [record for folder in folders for record in read(folder / "results.jsonl")]
-  settings = {(r.draft, r.temperature, r.gamma) for r in records}
-  assert settings == {("near", 0, 7), ("near", 1, 7), ("random", 0, 7), ("random", 1, 5)}
+  assert "EnDe" in said and "T5-base" in said
+  (folder,) = (tmp_path / "runs" / "speeds").iterdir()
+  records = read(folder / "results.jsonl")
+  assert folder.name == "EnDe_T5-base"
+  assert {(r.draft, r.temperature, r.gamma) for r in records} == {
+    ("random", 0, 7),
+    ("random", 1, 5),
+  }
   assert all(r.num_examples == 2 and r.max_new_tokens == 8 and r.speedup > 0 for r in records)
   run()
-  assert [record for f in folders for record in read(f / "results.jsonl")] == records
+  assert read(folder / "results.jsonl") == records
 
 
 def test_alphas_of_all_drafts_are_measured_on_the_same_text(tmp_path, capsys):
-  models = checkpoints()
+  models = checkpoints(**{"T5-small": "near"})
   reproduce(["table5"], models, tasks(tmp_path), str(tmp_path / "runs"), min_tokens=8)
   records = read(tmp_path / "runs" / "alphas5" / "EnDe" / "results.jsonl")
-  assert {r.draft for r in records} == {"near", "random", "unigram", "bigram"}
+  assert {r.draft for r in records} == {"near", "unigram", "bigram"}
   assert {(r.temperature, r.lenience) for r in records} == {
     (temperature, lenience) for temperature in (0, 1) for lenience in (1, 0.5, 0.3, 0.1)
   }
@@ -81,7 +88,7 @@ def test_dry_run_prints_memory_and_time_and_measures_nothing(tmp_path, capsys, m
   plan(["table2", "table3"], tasks=tasks(tmp_path))
   said = capsys.readouterr().out
   # T5 1.1 base and small have 247,577,856 and 76,961,152 parameters.
-  assert said.count(" 1.3 ") == 12 and "Unigram" in said
+  assert said.count(" 1.30 ") == 6 and said.count(" EnDe ") == 12
   assert not [*tmp_path.glob("*/*/results.jsonl")]
 
 

@@ -5,12 +5,13 @@ an alpha. Models are checkpoints, or stand-ins for a machine without them. Recor
 not measured again.
 """
 
+import abc
 import dataclasses
 import functools
 import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,6 +22,7 @@ from specdec_jax.bench.tabulate import CONFIGS
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.drafts.ngram import bigram, unigram
+from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.loading import DecodeSettings, DraftFactory, LoadedTarget
 from specdec_jax.measurement.measure import measure
@@ -29,7 +31,14 @@ from specdec_jax.measurement.speed import Baseline, Timing, own_baseline
 from specdec_jax.measurement.sweep import show
 from specdec_jax.models.config import named_config
 from specdec_jax.models.families import Config, init_params
-from specdec_jax.pairs import LoadedPair, asset, checkpoint_draft, load_pair, random_pair
+from specdec_jax.pairs import (
+  EMBEDDED,
+  LoadedPair,
+  asset,
+  checkpoint_draft,
+  load_pair,
+  random_pair,
+)
 from specdec_jax.records import open_results, read
 from specdec_jax.reporting.tables import MISSING, Table, number_text
 
@@ -62,14 +71,21 @@ class Task:
   max_new_tokens: int = 128
 
 
-class Models(Protocol):
+class Models(abc.ABC):
   """The models of a reproduction; names of models are those of the paper."""
 
   dtype: str
 
-  def config(self, name: str) -> Config | None:
-    """Return the configuration of a model, or None if it is not available."""
+  @abc.abstractmethod
+  def config(self, name: str, is_speed: bool) -> Config | None:
+    """Return the configuration of a model, or None if it is not available.
 
+    Args:
+      name: name of the model.
+      is_speed: whether speeds are measured with it, not alphas.
+    """
+
+  @abc.abstractmethod
   def pair(self, draft: str, task: Task, alpha: float) -> LoadedPair:
     """Return the target with a draft.
 
@@ -79,12 +95,13 @@ class Models(Protocol):
       alpha: the paper's alpha, which stand-ins simulate.
     """
 
+  @abc.abstractmethod
   def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[LoadedPair, list[LoadsDraft]]:
     """Return a pair, and functions that load further drafts, whose alphas are measured."""
 
 
 @dataclasses.dataclass(frozen=True)
-class StandIns:
+class StandIns(Models):
   """Models for a machine without checkpoints.
 
   Speeds are measured with smaller models with random weights, which simulate the paper's alpha.
@@ -103,8 +120,11 @@ class StandIns:
   )
   dtype: str = "float32"
 
-  def config(self, name: str) -> Config | None:
-    return named_config(self.sizes[name], "1.1") if name in self.sizes else None
+  def config(self, name: str, is_speed: bool) -> Config | None:
+    if is_speed:
+      return named_config("1.1", self.sizes[name]) if name in self.sizes else None
+    bundled = {TARGET: "target", "T5-small": "draft"}
+    return open_checkpoint(str(EMBEDDED / bundled[name])).config if name in bundled else None
 
   def pair(self, draft: str, task: Task, alpha: float) -> LoadedPair:
     pair = random_pair(self.sizes[TARGET], self.sizes[draft], alpha, dtype=self.dtype)
@@ -116,24 +136,31 @@ class StandIns:
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoints:
+class Checkpoints(Models):
   """Models from checkpoints.
 
   Attributes:
     paths: checkpoint of each model of the paper; rows with other models are left out.
     vocabulary: path of the vocabulary.
     dtype: dtype of the models.
+    sizes: version and size of models of T5, such as ('1.0', 'xxl'), so that a dry run does not have
+      to open their checkpoints.
   """
 
   paths: Mapping[str, str]
   vocabulary: str | None = None
   dtype: str = "bfloat16"
+  sizes: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
-  def config(self, name: str) -> Config | None:
-    return open_checkpoint(self.paths[name]).config if name in self.paths else None
+  def config(self, name: str, is_speed: bool) -> Config | None:
+    if name not in self.paths:
+      return None
+    if name in self.sizes:
+      return named_config(*self.sizes[name])
+    return open_checkpoint(self.paths[name]).config
 
   def pair(self, draft: str, task: Task, alpha: float) -> LoadedPair:
-    pair = _target(self.paths[TARGET], self.paths[draft], self.vocabulary, self.dtype)
+    pair = _target(self.paths[TARGET], self.vocabulary, self.dtype)
     pair = pair._replace(task=task.name, max_source_tokens=task.max_source_tokens)
     return pair.with_draft(checkpoint_draft(pair.loaded_target, self.paths[draft], self.dtype))
 
@@ -147,8 +174,8 @@ class Checkpoints:
 
 
 @functools.lru_cache(1)  # the target is loaded once for all of its drafts
-def _target(target: str, draft: str, vocabulary: str | None, dtype: str) -> LoadedPair:
-  return load_pair(target, draft, vocabulary, dtype=dtype)
+def _target(target: str, vocabulary: str | None, dtype: str) -> LoadedPair:
+  return load_pair(target, uniform, vocabulary, dtype=dtype)
 
 
 def _ngram_drafts(names: Sequence[str], task: Task) -> list[LoadsDraft]:
@@ -177,7 +204,7 @@ def groups(number: int, models: Models) -> list[Group]:
     target, task = _target_and_task(row)
     draft = _canonical(str(row["m_q"]))
     is_ngram = draft.casefold() in _NGRAMS
-    if target == TARGET and (is_ngram or models.config(draft) is not None):
+    if target == TARGET and (is_ngram or models.config(draft, number in (2, 4)) is not None):
       found.setdefault((task, draft), []).append(row)
   return [Group(*names, tuple(rows)) for names, rows in found.items()]
 
@@ -292,27 +319,29 @@ def _plan(
   The bound assumes that a forward pass takes as long as reading the parameters of the decoder from
   memory, that all outputs have `max_new_tokens` tokens, and the speedup of the paper.
   """
-  target_bytes, step_bytes = _num_bytes(models, TARGET)
+  is_speed = TABLES[name] in (2, 4)
+  target_bytes, step_bytes = _num_bytes(models, TARGET, is_speed)
   seconds_per_step, cells = step_bytes / memory_bandwidth(), []
-  sources = {task: tasks[task].sources()[:num_texts] for task in {group.task for group in found}}
+  counts = {task: _num_sources(tasks[task], num_texts) for task in {group.task for group in found}}
   for task, draft, rows in found:
-    draft_bytes = 0 if draft.casefold() in _NGRAMS else _num_bytes(models, draft)[0]
+    draft_bytes = 0 if draft.casefold() in _NGRAMS else _num_bytes(models, draft, is_speed)[0]
     for row in rows:
-      gamma, speed = row.get("gamma"), row.get("speed") or row.get("emp")
+      gamma = f"{row['gamma']:g}" if is_speed else MISSING
       minutes = None
-      if speed and gamma:
-        num_steps = repeats * len(sources[task]) * tasks[task].max_new_tokens
+      if is_speed:
+        num_steps = repeats * counts[task] * tasks[task].max_new_tokens
+        speed = row.get("speed") or row["emp"]
         minutes = num_steps * seconds_per_step * (1 + 1 / speed) / 60
       cells.append(
         (
           task,
           draft,
           f"{row['temperature']:g}",
-          MISSING if gamma is None else f"{gamma:g}",
+          gamma,
           f"{row.get('lenience', 1):g}",
-          f"{len(sources[task])}",
-          f"{(target_bytes + draft_bytes) / 1e9:.1f}",
-          number_text(minutes, ".0f"),
+          f"{counts[task]}" if is_speed else MISSING,
+          f"{(target_bytes + draft_bytes) / 1e9:.2f}",
+          number_text(minutes, ".1f"),
         )
       )
   notes = (
@@ -323,9 +352,19 @@ def _plan(
   return Table(f"{name}: rows to measure", columns, tuple(cells), notes, {})
 
 
-def _num_bytes(models: Models, name: str) -> tuple[int, int]:
+def _num_sources(task: Task, num_texts: int | None) -> int:
+  """Return the number of sources of a task; `num_texts` if they cannot be read here."""
+  try:
+    return len(task.sources()[:num_texts])
+  except InputError:
+    if num_texts is None:
+      raise
+    return num_texts
+
+
+def _num_bytes(models: Models, name: str, is_speed: bool) -> tuple[int, int]:
   """Return the bytes of all parameters of a model, and of those that a decoding step reads."""
-  config = models.config(name)
+  config = models.config(name, is_speed)
   if config is None:
     raise InputError(f"There is no model for {name}.")
   params = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))

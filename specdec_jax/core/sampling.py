@@ -181,7 +181,8 @@ def sample_siblings(
       certain = jax.nn.one_hot(token, vocab_size)
       probs = jnp.where(mass > 0, remaining / jnp.where(mass > 0, mass, 1.0), certain)
     if coupled:
-      token = argmax(take(noisy, nodes))
+      best = take(noisy, nodes).max(axis=-1)
+      token = jnp.where(best > -jnp.inf, argmax(take(noisy, nodes)), token)
       is_taken = token[..., None] == jnp.arange(vocab_size)
       noisy = noisy.at[:, nodes].set(jnp.where(is_taken, -jnp.inf, take(noisy, nodes)))
     elif not sampling.is_argmax:
