@@ -2,11 +2,12 @@
 
 python scripts/compare_generate.py captions.en >> experiments/generate/results.jsonl
 
-For each setting, both generate all texts at temperature 0, and one line of JSON counts the texts
-that are equal token by token. `largest_difference` is the largest difference between equal texts in
-the log-probability of a token, or in the score of a beam. Two different texts are a tie if their
-total log-probabilities or scores differ by less than 1e-4. Needs the extra `peers`. If standard
-output is a file, the results in it are not computed again.
+Settings and combinations of them are compared at temperature 0: with a chain, with a tree, and in a
+beam search. For each comparison, one line of JSON counts the sources whose outputs are equal token
+by token. `largest_difference` is the largest difference between equal outputs in the
+log-probability of a token, or in the score of a beam. Different outputs are a tie if their total
+log-probabilities or scores differ by less than 1e-4. Needs the extra `peers`. If standard output is
+a file, the results in it are not computed again.
 """
 
 import argparse
@@ -64,7 +65,7 @@ BEAM_SETTINGS = {
 
 
 def combinations(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-  """Return random combinations of two to four settings, without duplicates."""
+  """Return NUM_COMBINATIONS distinct random combinations of two to four settings."""
   rng, found = random.Random(0), {}
   names = [name for name in settings if name not in ("no processor", "min_length")]
   while len(found) < NUM_COMBINATIONS:
@@ -75,10 +76,10 @@ def combinations(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any
 
 
 def theirs(model: Any, sources: list[list[int]], num_beams: int, settings: dict[str, Any]) -> list:
-  """Return for each source the texts of transformers, as pairs of tokens and scores.
+  """Return for each source the `num_beams` texts of transformers, as pairs of tokens and scores.
 
-  A beam search scores each text; otherwise the scores are the log-probabilities of the tokens.
-  Sources of equal length share a batch, so that none is padded.
+  A beam search scores each text; otherwise the scores are the log-probabilities of the tokens. All
+  sources of a batch have the same length, so that none is padded.
   """
   import torch
 

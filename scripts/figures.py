@@ -1,4 +1,4 @@
-"""Draw one of the paper's figures, speed against gamma, or a comparison of drafts.
+"""Draw one of the paper's figures, a plot of speed against gamma, or a comparison of drafts.
 
 python scripts/figures.py --figure 2 --output figure2.svg
 python scripts/figures.py --figure 5 --records results.jsonl --output figure5.png

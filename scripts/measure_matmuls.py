@@ -5,7 +5,7 @@ python scripts/measure_matmuls.py > experiments/kernels/results.jsonl
 Many matrices of shape [512, 3072] are used in turn, so that each matrix is read from memory. One
 matrix of shape [512, 512] is used repeatedly and stays in the cache, so only arithmetic takes time.
 The operations per second of the kernel in both cases are compared with the peak: those of numpy's
-matmul of two matrices of shape [2048, 2048] with the same number of threads.
+matmul of two matrices of shape [2048, 2048] with its default number of threads.
 """
 
 import functools

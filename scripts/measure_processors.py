@@ -2,9 +2,9 @@
 
 python scripts/measure_processors.py captions.en > experiments/processors/results.jsonl
 
-A round with a setting is compared with a round without it, in one process and interleaved. Texts do
-not end, so that all settings run the same number of rounds. The time to process the source does not
-count.
+A round with a setting is compared with a round without it, in one process and interleaved. No token
+is EOS, so that texts do not end and all settings run the same number of rounds. Prefill is not
+timed.
 """
 
 import argparse

@@ -5,7 +5,8 @@
 The data set realsumm gives `articles.txt`, `articles_tokenised.txt`, and `t5_11b.txt`, the
 summaries of these articles by T5-11B. The data set cnn_dm gives `validation.txt`, articles of its
 validation split, and `highlights.txt`, summaries of its training and validation articles. If the
-folder has no files of cnn_dm, the first 200 and 500 of these articles are read through TFDS.
+folder `--data` has no files of cnn_dm, the first 200 training articles and the first 500 validation
+articles are read through TFDS.
 """
 
 import json
@@ -20,12 +21,12 @@ from specdec_jax.user_errors import ArgumentParser
 
 
 def unmarked(text: str) -> str:
-  """Remove the sentence marks of realsumm, since T5's inputs and outputs are single lines."""
+  """Remove realsumm's sentence marks <t> and </t>, which T5's inputs and outputs do not have."""
   return " ".join(re.sub(r"</?t>", " ", text).split())
 
 
 def untokenised(text: str) -> str:
-  """Undo the tokenisation of realsumm's articles: attach punctuation to the neighbouring words."""
+  """Undo the tokenization of realsumm's articles: attach punctuation to the neighboring words."""
   text = re.sub(r"`` | ''", '"', text)
   text = re.sub(r" ' (.+?) '(?= )", r" '\1'", text)
   text = text.replace("can not", "cannot")
@@ -39,7 +40,7 @@ def summary(highlights: str) -> str:
 
 
 def articles(data: pathlib.Path, split: str, count: int) -> list[dict[str, str]]:
-  """Return the first articles of a split, with the fields 'article' and 'highlights'."""
+  """Return the first `count` articles of a split, with the fields 'article' and 'highlights'."""
   files = [*data.glob(f"cnn_dm/cnn_dm.{split}{count}*.jsonl.gz")]
   if files:
     return [json.loads(line) for line in read_lines(str(files[0]))]

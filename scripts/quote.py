@@ -34,7 +34,10 @@ def outdated() -> Iterator[tuple[pathlib.Path, str]]:
 
 
 def _markdown(folder: pathlib.Path, words: Sequence[str]) -> str:
-  """Format a named table for a page in `folder`, with a link to the metrics page as its legend."""
+  """Format a table for a page in `folder`, with a link to the metrics page as its legend.
+
+  `words` are the name of the table and its files of records.
+  """
   name, *files = words
   table = named_table(name, [CHECKOUT / file for file in files])
   if table.legend:

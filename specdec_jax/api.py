@@ -103,27 +103,29 @@ class Pair(pairs.LoadedPair):
         searches ahead; 2 by default, 'auto' is not supported.
       tree: parents of the draft tokens of a tree (`Tree.parents`), which replaces the chain of
         gamma draft tokens; 'auto' chooses the fastest tree or chain. Not for a beam search.
-      batch_size: number of outputs (in a beam search: of texts) that are decoded together. For a
-        given gamma or tree, outputs do not depend on it, except for rounding.
+      batch_size: maximum number of outputs (in a beam search: of texts) that are decoded together;
+        all outputs of one text always are. For a given gamma or tree, outputs do not depend on
+        `batch_size`, except for rounding.
       seed: seed of all sampling. The random keys of a text depend only on the seed and on the index
         of the text in `texts`.
       lenience: in (0, 1]. Below 1, more draft tokens are accepted, and outputs no longer have the
         target's distribution (Appendix A.5). Not for a beam search.
       task: task of the checkpoint's `task_specific_params`, whose settings and prefix apply.
-      decoder_input_ids: one sequence of tokens per text, which the output continues. It may begin
-        with the start token or not, and is not part of the output.
+      decoder_input_ids: one sequence of tokens per text, which the output continues. The sequence
+        is not part of the output. For T5, the start token at its beginning is optional.
       decoder_texts: the same sequences as strings; give at most one of the two arguments.
       logprobs: whether outputs have log-probabilities. Not for a beam search.
       settings: fields of `GenerationConfig`: `max_new_tokens`, `temperature`, `num_beams`,
-        `repetition_penalty` and others, with the names of transformers. They replace the settings
-        of the checkpoint (`generation`).
+        `repetition_penalty` and others, with the names of transformers. They take precedence over
+        the settings of the task and of the checkpoint (`LoadedPair.generation`).
 
     Returns:
       The outputs in the order of the texts, `num_return_sequences` per text. A beam search may find
       fewer.
 
     Raises:
-      InputError: an argument is invalid, or there is not enough memory.
+      InputError: an argument is invalid, there is not enough memory, or logits of the target or
+        probabilities of the draft are NaN or infinite.
       TypeError: an argument is unknown.
     """
     _require_known("generate", settings, [*inspect.signature(Pair.generate).parameters][2:-1])
@@ -172,7 +174,7 @@ class Pair(pairs.LoadedPair):
 
     The pieces together are the text that `generate` returns for [text] and the same arguments. Each
     round is a separate call of a compiled program, and the host waits for its result. Beam search
-    is not supported.
+    and `num_return_sequences` above 1 are not supported.
     """
     _require_known("stream", settings, [*inspect.signature(Pair.stream).parameters][2:-1])
     require_types(Pair.stream, {k: v for k, v in locals().items() if k != "settings"})
@@ -226,7 +228,7 @@ class Pair(pairs.LoadedPair):
     ids: Sequence[Sequence[int]] | None,
     texts: Sequence[str] | None,
   ) -> list[list[int]] | None:
-    """Return the forced tokens of each output without the start token; None if none are given."""
+    """Return the forced tokens of each text without T5's start token; None if none are given."""
     if ids is None and texts is None:
       return None
     if ids is not None and texts is not None:
@@ -262,7 +264,7 @@ class Pair(pairs.LoadedPair):
     """Return the outputs that a speculative beam search finds for each source.
 
     They are the texts that t5x's `decoding.beam_search` finds with the same target. `generate` with
-    `num_beams` by default returns those that transformers finds.
+    `num_beams` returns those that transformers finds, unless `beam_scorer` is "t5x".
 
     Args:
       texts: sources, as in `generate`.
@@ -271,7 +273,7 @@ class Pair(pairs.LoadedPair):
       draft_beams: number of beams of the draft; defaults to `beams`.
       nodes: maximum number of nodes in one target forward pass (`LoadedPair.beam_searcher`).
       length_penalty: exponent of the length penalty, as in `beam_search.BeamSearcher`.
-      max_new_tokens: limit for each text, EOS included.
+      max_new_tokens: limit for each output, EOS included.
       batch_size: number of sources that are processed together.
 
     Returns:
@@ -359,13 +361,14 @@ class Pair(pairs.LoadedPair):
 class _Batch:
   """Texts that are decoded together, with their prompts, forced tokens and limits.
 
-  The last batch is padded with copies of its first text, so that all batches have as many rows.
+  The last batch is padded with copies of its first text, so that all batches have the same size.
 
   Attributes:
     prompt: padded prompts.
     num_forced: number of forced tokens of each output.
     limits: limit of each output, forced tokens included.
-    max_new_tokens: number of tokens per output that the compiled program has room for.
+    max_new_tokens: number of tokens per output that the compiled program has room for, forced
+      tokens included.
   """
 
   def __init__(
@@ -429,7 +432,7 @@ class _Run:
     return require_finite(jax.device_get(result))
 
   def stream(self) -> Iterator[tuple[DecodeResult, bool]]:
-    """Decode the only text. After each round, yield the result and whether it is complete."""
+    """Decode the only text. After each round, yield the result so far and whether it is final."""
     decoder, prompt, keys, options = self._arguments(0, 1)
     state = _init(decoder, self.pair.params, prompt, keys, **options)
     while not state.done[0]:
@@ -491,7 +494,7 @@ class _Run:
 
 
 def sample_keys(seed: int, start: int, size: int, count: int) -> Array:
-  """Return `count` keys for each of `size` texts; the first key of a text is as in `row_keys`."""
+  """Return `count` keys for each of `size` texts from `start` on; the first is as in `row_keys`."""
   keys = row_keys(seed, start, size)
   if count == 1:
     return keys
@@ -526,7 +529,7 @@ def _require_texts(texts: Sequence[str]) -> Sequence[str]:
 
 
 def _with_compile_cache(load: Callable[P, pairs.LoadedPair]) -> Callable[P, Pair]:
-  """Wrap a function that loads a pair, so that it returns a `Pair` and enables the compile cache.
+  """Wrap a function that loads a pair to enable the compilation cache and return a `Pair`.
 
   The cache is in the default folder of the command line, unless jax is already configured with a
   folder. The wrapper warns of settings of the checkpoint that `Pair.generate` does not support.

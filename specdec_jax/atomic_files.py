@@ -152,7 +152,7 @@ def _open_stream(path: str) -> int | None:
 
 @contextlib.contextmanager
 def _locked(lock: str, path: str) -> Iterator[None]:
-  """Hold a lock on the file `lock` for a `with` block.
+  """Hold a lock on the file `lock` in the context.
 
   `path` itself is not locked, because writing replaces that file.
   """

@@ -15,7 +15,7 @@ from specdec_jax.xla_flags import YNN_FLAG, rejection_message
 
 
 def default_cache_dir() -> str:
-  """Return JAX_COMPILATION_CACHE_DIR, which may be '', or `~/.cache/specdec_jax` if not set."""
+  """Return JAX_COMPILATION_CACHE_DIR (may be ''), or `~/.cache/specdec_jax` if it is not set."""
   return os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/specdec_jax")
 
 
@@ -50,8 +50,8 @@ def check_xla_flags() -> None:
   """Raise InputError if XLA rejects the user's XLA_FLAGS. XLA itself would abort the process.
 
   An empty file in the compilation cache marks each combination of flags and jaxlib version that XLA
-  accepted, so that it is tried only once. Without a cache, and if XLA_FLAGS names a file of flags,
-  the flags are tried each time.
+  accepted, so that it is tried only once. If there is no cache, or if XLA_FLAGS names a file of
+  flags, the flags are tried each time.
   """
   flags = " ".join(os.environ.get("XLA_FLAGS", "").replace(YNN_FLAG, "").split())
   if not flags:

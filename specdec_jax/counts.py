@@ -30,8 +30,8 @@ def acceptance_rate(outputs: list[DecodeResult]) -> float:
 def acceptance_by_position(outputs: list[DecodeResult]) -> list[float | None]:
   """Return accepted / (accepted + rejected) at each position of the draft tokens in a chain.
 
-  Tokens past EOS or past the limit count as neither. The rate is None for a position at which no
-  draft token was verified.
+  Tokens after a rejected one, past EOS or past the limit count as neither. The rate is None for a
+  position at which no draft token was verified.
   """
   num_accepted = np.concatenate([o.rounds.num_accepted.ravel() for o in outputs])
   num_emitted = np.concatenate([o.rounds.num_emitted.ravel() for o in outputs])

@@ -41,7 +41,7 @@ def speculative_execution(
   average it takes beta max(F, G) + (1 - beta) (F + G), compared with F + G without speculation.
 
   Args:
-    f: function that returns p [V], the distribution of y.
+    f: function that returns p, the distribution of y: an array [V].
     g: function of y in 0..V-1. If the guess is rejected, the call of g on the guess continues in
       the background and its result is dropped, so side effects of g must be harmless.
     q: [V], the distribution of the guess.
@@ -68,12 +68,12 @@ def speculative_execution(
 
 
 def expected_seconds(beta: float, f_seconds: float, g_seconds: float) -> float:
-  """Return the average time of `speculative_execution`, given beta and the times of f and g."""
+  """Return the mean time of `speculative_execution`, given beta and the times of f and g."""
   return beta * max(f_seconds, g_seconds) + (1 - beta) * (f_seconds + g_seconds)
 
 
 def _normalized(name: str, probs: np.ndarray) -> np.ndarray:
-  """Return `probs` in float64, normalized; raise InputError unless they are a distribution [V]."""
+  """Return `probs` in float64, normalized; raise InputError unless they are one distribution."""
   probs = np.asarray(probs, np.float64)
   if probs.ndim != 1 or not (probs >= 0).all() or not np.isclose(probs.sum(), 1):
     raise InputError(f"{name} is {probs!r:.100}; it must be probabilities [V] that add up to 1.")

@@ -19,14 +19,14 @@ from specdec_jax.errors import InputError, require_count
 def expected_rounds(
   alpha: float | Sequence[float], gamma: int, num_tokens: int | Sequence[int]
 ) -> float:
-  """Return the expected number of rounds of a text, if draft tokens are accepted independently.
+  """Return the expected rounds of a text or batch, if draft tokens are accepted independently.
 
   Theorem 8 uses num_tokens / E[tokens per round], which holds for "long enough" texts. This
   function is exact for any length: a text may end inside its last round, and the other tokens of
   that round are lost.
 
   Args:
-    alpha: acceptance rate; or a sequence [gamma] of the rates at each depth (`tree_rates`).
+    alpha: acceptance rate; or a sequence of gamma rates, one per depth (`tree_rates`).
     gamma: number of draft tokens per round; for a tree, its depth.
     num_tokens: number of tokens of the text; or, for a batch, of each row. A batch ends when its
       last row ends.
@@ -65,8 +65,8 @@ def text_improvement(
     c: time of a draft step; for a tree, time to draft one level.
     verify_cost: v, the time of a target forward pass over the draft tokens, with verification.
     lengths: number of tokens of each text; or, for batches, of each row of each batch.
-    target_start: time that the target takes to process a prompt.
-    draft_start: time that the draft takes to process a prompt.
+    target_start: time of the target's prefill, once per text or batch.
+    draft_start: time of the draft's prefill, once per text or batch.
   """
   autoregressive = sum(target_start + np.max(n) for n in lengths)
   rounds = sum(expected_rounds(alpha, gamma, n) for n in lengths)
@@ -85,7 +85,7 @@ def tree_tokens(tree: Tree, acceptance: Sequence[float]) -> float:
 
 
 def tree_rates(tree: Tree, acceptance: Sequence[float]) -> list[float]:
-  """Return the acceptance rates [D] at depths 1 to D, each given acceptance at the depth before.
+  """Return the acceptance rate at each depth from 1 to D, given acceptance at the depth before.
 
   For a chain, the rate at every depth is alpha. The arguments are those of `tree_tokens`.
   """
@@ -94,7 +94,7 @@ def tree_rates(tree: Tree, acceptance: Sequence[float]) -> list[float]:
 
 
 def _reach_probs(tree: Tree, acceptance: Sequence[float]) -> np.ndarray:
-  """Return the probability [K] that each node is on the accepted path; 1 for the root."""
+  """Return, for each node, the probability that it is on the accepted path; 1 for the root."""
   probs = [1.0]
   for parent, rank in zip(tree.parents, tree.ranks):
     probs.append(probs[parent] * (acceptance[rank] if rank < len(acceptance) else 0.0))
@@ -104,9 +104,9 @@ def _reach_probs(tree: Tree, acceptance: Sequence[float]) -> np.ndarray:
 def best_tree(acceptance: Sequence[float], num_nodes: int, depth: int) -> Tree:
   """Return the tree of up to `num_nodes` nodes with the highest expected tokens per round.
 
-  The value of a node is the product of the acceptance probabilities on its path. It is at most the
-  value of the parent. It is also at most the value of an earlier sibling, because `acceptance` is
-  replaced by its running minimum over ranks. So the best tree consists of the nodes with the
+  If `acceptance` increases with the rank anywhere, it is first replaced by its running minimum. The
+  value of a node is the product of the acceptance probabilities on its path. It is at most the
+  value of the parent and of each earlier sibling. So the best tree consists of the nodes with the
   highest values, which a priority queue finds. The result equals that of Sequoia's dynamic program.
 
   Args:

@@ -1,7 +1,8 @@
 """Settings of generation, with the names and definitions of transformers.
 
-`GenerationConfig` turns them into a sampling method, logits processors and limits. Settings of a
-checkpoint (generation_config.json and `task_specific_params`) are the defaults of a pair.
+`GenerationConfig` turns them into a sampling method, logits processors and limits. The defaults of
+`Pair.generate` are the settings of the checkpoint: those of generation_config.json and, if a task
+is given, its `task_specific_params`.
 """
 
 import dataclasses
@@ -39,12 +40,12 @@ class GenerationConfig:
   Attributes:
     max_new_tokens: maximum number of tokens of each output, EOS included. It takes precedence over
       `max_length`; if neither is given, it is 128.
-    max_length: the same limit, with the tokens before the output: the start token of T5 or the
+    max_length: limit that also counts the tokens before the output: the start token of T5 or the
       prompt of a decoder-only model, and forced tokens (`decoder_input_ids`).
     min_length: minimum number of tokens before EOS, counted like those of `max_length`.
-    min_new_tokens: minimum number of new tokens before EOS. It replaces `min_length`.
-    eos_token_id: token that ends a text, or several; by default the vocabulary's.
-    stop_strings: texts after which an output ends. The output includes them.
+    min_new_tokens: minimum number of new tokens before EOS. It takes precedence over `min_length`.
+    eos_token_id: token that ends a text, or several; by default the EOS token of the vocabulary.
+    stop_strings: strings that end an output, which includes the tokens up to the end of the string.
     do_sample: False for argmax, True for sampling; by default whether `temperature` is above 0.
     temperature: sampling temperature; 0 is argmax. By default 1 if `do_sample` is True, else 0.
     top_k: number of most probable tokens to sample from; 0, the default, for all.
@@ -122,7 +123,7 @@ class GenerationConfig:
 
   @classmethod
   def merged(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> "GenerationConfig":
-    """Return the settings `defaults` of a checkpoint, replaced by those in `given` (if not None).
+    """Return a checkpoint's settings `defaults`, overridden by those in `given` that are not None.
 
     If `max_new_tokens` or `max_length` is given, both defaults are dropped. The same holds for
     `min_new_tokens` and `min_length`, and for `do_sample` and `temperature`; but a given
@@ -163,7 +164,7 @@ class GenerationConfig:
     """Return the limit of new tokens of each row, given the number of tokens before the output.
 
     Raises:
-      InputError: `max_new_tokens` is None and `max_length` is not above one of `prompt_lengths`.
+      InputError: `max_new_tokens` is None, and `max_length` is not above all `prompt_lengths`.
     """
     if self.max_length is None:
       return [self.max_new_tokens or DEFAULT_NEW_TOKENS] * len(prompt_lengths)
@@ -178,7 +179,7 @@ class GenerationConfig:
     return limits
 
   def processors(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Processors:
-    """Return the logits processors, in the order of transformers."""
+    """Return the logits processors in the order of transformers, with `logits_processor` last."""
     eos = HashableArray(np.array(eos_ids, np.int32))
     found: list[LogitsProcessor] = []
     if self.sequence_bias:

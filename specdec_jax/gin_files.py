@@ -112,8 +112,8 @@ def default(
     path: the default. If it begins with `data/`, it is in the folder of data sets (`data_folder`).
     macro: name of the macro.
     expected: description of the file that the macro should name.
-    instead: name in `gin/` of a bundled text to return if the default does not exist; a note is
-      then printed on standard error. If it is None, InputError is raised.
+    instead: path, relative to `gin/`, of a bundled text to use if the default does not exist; a
+      note is then printed on standard error. If it is None, InputError is raised.
     how: how to get the default, for the message.
     task: task that the text of the default belongs to. If it is None, the default fits any run.
     run_task: task of the run; gin files in `gin/tasks/` bind it. If it is None, any default fits.

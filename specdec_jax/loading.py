@@ -16,8 +16,8 @@ class DecodeSettings:
 
   Attributes:
     sampling: sampling method of the target.
-    batch_size: number of texts that are decoded together.
-    max_new_tokens: limit for each text, EOS included.
+    batch_size: number of outputs that are decoded together.
+    max_new_tokens: limit for each output, EOS included.
     seed: seed of all sampling.
     lenience: lenience of the verifier (Appendix A.5); 1 is exact.
   """
@@ -60,7 +60,7 @@ class DraftFactory(NamedTuple):
 
 
 def load_draft(load: Callable[[LoadedTarget], DraftFactory], target: LoadedTarget) -> DraftFactory:
-  """Return the draft factory that a user's function returns for a target.
+  """Call the user's function `load` with a target, and return the resulting draft factory.
 
   Raises:
     InputError: the function does not return a `DraftFactory`.

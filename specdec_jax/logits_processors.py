@@ -1,10 +1,11 @@
 """Logits processors with the definitions of transformers, for arrays of fixed shape.
 
-Each of them is a function of the logits at a node and of the text that ends there
-(`core.processors`), so outputs of speculative decoding with processors have the same distribution
-as those of autoregressive decoding with the same processors.
+Each of them is a function of the logits at a node, the prompt and the text that ends at the node
+(`core.processors`). So with an exact verifier, outputs of speculative decoding have the same
+distribution as those of autoregressive decoding with the same processors.
 
-Axis letters as in `core.types`, and n sequences, M tokens per padded sequence, F forced tokens.
+Axis letters are those of `core.types`; n is the number of sequences, M the number of tokens per
+padded sequence, and F the number of forced tokens.
 """
 
 import dataclasses
@@ -67,7 +68,7 @@ class NoRepeatNgram(LogitsProcessor):
     positions = jnp.arange(tokens.shape[-1])
 
     def match_one_more(i: Any, matches: Bool[Array, "B K T"]) -> Bool[Array, "B K T"]:
-      """Require that the token i places before a position equals the i-th last one of the text."""
+      """Require that the token i before a position equals the i-th token from the text's end."""
       before = jnp.take(tokens, jnp.maximum(positions - i, 0), axis=2)
       return matches & (before == _token_before_end(prefixes, i))
 
@@ -126,7 +127,7 @@ class MinLength(LogitsProcessor):
   """Exclude EOS until a text has a minimum length.
 
   Attributes:
-    min_length: minimum number of tokens before EOS, with the start token of T5 or the prompt.
+    min_length: minimum number of tokens before EOS, including the start token of T5 or the prompt.
     min_new_tokens: minimum number of generated tokens before EOS.
     eos_ids: tokens that end a text.
   """
@@ -194,7 +195,7 @@ class ForcedPrefix(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class FunctionProcessor(LogitsProcessor):
-  """Apply a function to the logits of one token and to the text before it.
+  """Apply a function to the logits of each token and to the text before the token.
 
   Attributes:
     function: JAX function of (logits [V], tokens [T], length) that returns logits [V]. Tokens are 0

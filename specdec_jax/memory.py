@@ -14,11 +14,11 @@ _LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 def require_memory(what: str, arrays: Any, advice: str = "ask for less") -> None:
-  """Raise InputError unless `arrays` would fit in memory if it held nothing else.
+  """Raise InputError unless `arrays` would fit in memory if nothing else were stored in it.
 
   Args:
     what: user's settings that determine the size of the arrays, for the message.
-    arrays: tree of arrays, which may be traced, or of `jax.ShapeDtypeStruct`.
+    arrays: pytree of arrays, which may be traced, or of `jax.ShapeDtypeStruct`.
     advice: advice to the user, for the message.
   """
   types = [*map(jax.typeof, jax.tree.leaves(arrays))]

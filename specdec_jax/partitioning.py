@@ -87,12 +87,12 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
   correct, but devices communicate more.
 
   Args:
-    shapes: tree of parameters, named as in t5x, or the result of `jax.eval_shape` for it.
+    shapes: pytree of parameters, named as in t5x, or of their shapes (`jax.ShapeDtypeStruct`).
     mesh: mesh of devices, such as the result of `make_mesh`.
     rules: pairs of a logical axis and the mesh axis that it is sharded across.
 
   Returns:
-    A tree of `NamedSharding` with the structure of `shapes`.
+    A pytree of `NamedSharding` with the structure of `shapes`.
 
   Raises:
     InputError: a rule names an unknown axis, or shards heads while `families.for_decoding` has
@@ -116,12 +116,12 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
   An array is replicated along an axis whose size is not a multiple of the mesh axis.
 
   Args:
-    state: tree of arrays.
+    state: pytree of arrays.
     mesh: mesh of devices.
     rules: pairs of a logical axis and the mesh axis that it is sharded across.
 
   Returns:
-    A tree of `NamedSharding` with the structure of `state`.
+    A pytree of `NamedSharding` with the structure of `state`.
 
   Raises:
     InputError: a rule names an unknown axis.

@@ -1,6 +1,6 @@
 """Progress on standard error: a bar on a terminal, otherwise at most one line per 30 seconds.
 
-Each step of the progress also ends the run if the run has received a signal (`interrupt.check`).
+Each update also calls `interrupt.check`, which ends the run if the run has received a signal.
 """
 
 import sys
@@ -17,7 +17,9 @@ EVERY = 30.0  # minimum seconds between lines
 
 
 class Progress(progress.Progress):
-  """Progress bar of rich that disappears when it is complete, or lines without a terminal.
+  """Progress bar of rich that disappears when it is complete.
+
+  If stderr is not a terminal, progress is printed as lines.
 
   Args:
     disable: whether to show neither a bar nor lines, for example because the output of the run is

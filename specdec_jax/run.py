@@ -71,8 +71,8 @@ def main(argv: Sequence[str]) -> int:
   """Parse the command line and run the experiment that the gin files bind.
 
   Args:
-    argv: name of the program; names of the project's runs (`gin_files.runs`), or the name of a run
-      that takes names, and these (`gin_files.TAKES_NAMES`); the flags of t5x:
+    argv: name of the program; names of the project's runs (`gin_files.runs`), or one run that takes
+      names (`gin_files.TAKES_NAMES`) followed by these names; the flags of t5x:
       --gin_file (repeatable), --gin_bindings (repeatable), --gin.NAME=VALUE, --gin_search_paths;
       --jax_compilation_cache_dir, --debug, --help, --completion, --version; and settings of the run
       as flags (`run_settings`).

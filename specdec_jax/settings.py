@@ -2,9 +2,9 @@
 
 A frozen dataclass that derives from `Settings` is a JAX pytree. Its leaves are the values of fields
 declared with `traced`, unless they are neutral, and the leaves of other `Settings` in its fields.
-Everything else belongs to the structure of the pytree. `jax.jit` compiles a program per structure:
-one program serves every temperature above 0, and decoders whose structures differ have different
-programs.
+Everything else belongs to the structure of the pytree. `jax.jit` compiles one program per
+structure: one program serves every temperature above 0, and decoders whose structures differ have
+different programs.
 """
 
 import dataclasses

@@ -27,7 +27,7 @@ def expected_tokens(alpha, gamma):
 
 
 def memory_access_factor(alpha, gamma):
-  """Return the factor by which memory accesses are reduced (Section 3.4)."""
+  """Return the factor by which accesses to the target's weights and cache shrink (Section 3.4)."""
   return expected_tokens(alpha, gamma)
 
 

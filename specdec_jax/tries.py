@@ -5,7 +5,7 @@ level order, the edges of a node are adjacent and in ascending order of their to
 leads to node e + 1. The node of a text is found by following its generated tokens from the root,
 with a binary search per token.
 
-Axis letters as in `core.types`, and n edges, m nodes.
+Axis letters are those of `core.types`; n is the number of edges, and m the number of nodes.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class TrieConstraint(LogitsProcessor):
   """Logits processor that allows only the sequences of a trie, each followed by EOS.
 
   The sequences start after the prompt and a forced prefix. If no sequence begins with the generated
-  tokens, all tokens are allowed next.
+  tokens, all tokens are excluded, so that `core.processors.process` does not adjust the logits.
 
   Attributes:
     tokens: [n], token of each edge.

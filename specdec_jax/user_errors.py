@@ -116,7 +116,7 @@ def _raised_in_gin(error: BaseException) -> bool:
 
 
 def _format_gin_error(text: str) -> str:
-  """Return a shortened message of gin, and the place in a file or command line that it names."""
+  """Return a gin message, shortened, with the file and line or the binding that it names."""
   message = re.split(r"\n\s*(?:In |No values)", text, maxsplit=1)[0]
   place = ""
   if file := re.search(r"""In file ["'](.*?)["'], line (\d+)\s*(.*)""", text):
@@ -128,7 +128,7 @@ def _format_gin_error(text: str) -> str:
 
 
 def simplify_gin_message(message: str) -> str:
-  """Return a message of gin in one line, shortened to the part that helps the user."""
+  """Return a gin message on one line, shortened to the part that helps the user."""
   message = " ".join(message.split())
   for pattern, replacement in _GIN_MESSAGES:
     if re.fullmatch(pattern, message):

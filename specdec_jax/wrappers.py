@@ -1,6 +1,6 @@
 """Base classes of models and drafts that wrap another one and change some of its methods.
 
-Axis letters as in `core.types`.
+Axis letters are those of `core.types`.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Functions for XLA flags: disable XLA's YNN kernels, and find flags that XLA rejects.
+"""Functions that disable XLA's YNN kernels by a flag, and that find flags that XLA rejects.
 
 YNN kernels are enabled by default in jaxlib 0.10 to 0.12. On a CPU they may return wrong results or
 crash: see jax issues 39103 (silently wrong results), 39257 and 40412 (crashes and hangs).

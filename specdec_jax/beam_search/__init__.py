@@ -1,4 +1,4 @@
-"""Plain and speculative beam search, an approximate search for the w most probable texts (A.4).
+"""Plain and speculative beam search, which approximates the w most probable texts (Appendix A.4).
 
 Axis letters in addition to those of `core.types`:
 

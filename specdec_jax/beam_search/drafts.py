@@ -3,7 +3,7 @@
 A draft determines how many search steps are possible per target forward pass. It does not influence
 the result of a step.
 
-Axis letters as in `beam_search`.
+Axis letters are those of `beam_search`.
 """
 
 import abc
@@ -86,8 +86,9 @@ class BeamDraft(Settings, abc.ABC):
     Args:
       state: state that `propose` returned.
       context: context of the round.
-      path: nodes of the draft tokens that the round committed: w for each of up to D steps after
-        the first step. The nodes past the last step of a row are arbitrary.
+      path: draft tokens that the steps of the round extended, as nodes of the forest: w for each of
+        steps 2 to D + 1. Step 1, which extends the last tokens from before the round, is left out.
+        Entries past the last step of a row are arbitrary.
       slot: slot of the first live beam's last token after the round.
     """
     return state
@@ -111,9 +112,9 @@ class NullBeamDraft(BeamDraft):
 class ModelBeamDraft(BeamDraft):
   """Draft that runs a beam search with a draft model, starting from the target's live beams.
 
-  At nodes that the target has already verified, the search uses the target's log-probabilities.
-  If the last tokens of all live beams except one are verified, only the continuations of that one
-  are uncertain.
+  At nodes that the target has already verified, the search uses the target's log-probabilities. For
+  example, if the last tokens of all live beams except one are verified, the draft model predicts
+  only the continuations of that one in the first step.
 
   The draft model does not process the last level that it proposes. If tokens of that level are
   committed, the first forward pass of the next round covers them, before the last tokens.
@@ -122,7 +123,7 @@ class ModelBeamDraft(BeamDraft):
     draft: draft that proposes a chain of gamma tokens with M_q. The draft's search has gamma steps.
     num_beams: u, the number of beams of the draft.
     max_nodes: maximum number of nodes per target forward pass; None for no limit.
-    processors: logits processors, which apply to the model's log-probabilities.
+    processors: logits processors, which apply to the draft model's log-probabilities.
   """
 
   draft: ModelBasedDraft
@@ -136,7 +137,7 @@ class ModelBeamDraft(BeamDraft):
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
   def num_guesses(self, num_beams: int) -> int:
-    """Return the number of draft tokens: the number of the draft's beams times the depth.
+    """Return N, the number of draft tokens: the number of the draft's beams times the depth.
 
     Raises:
       InputError: the draft has fewer than `num_beams` beams, or more beams than its vocabulary has
@@ -159,7 +160,8 @@ class ModelBeamDraft(BeamDraft):
     """Return M, the maximum number of nodes per target forward pass; it is at most `max_nodes`.
 
     Raises:
-      InputError: `max_nodes` is less than `num_beams`, or `num_guesses` raises InputError.
+      InputError: `max_nodes` is not an integer or is less than `num_beams`, or `num_guesses` raises
+        InputError.
     """
     num_nodes = super().num_nodes(num_beams)
     if self.max_nodes is None:
@@ -322,18 +324,18 @@ def _with_target_log_probs(
   log_probs: Float[Array, "B K k"],
   tokens: Int[Array, "B K k"],
 ) -> tuple[Float[Array, "B K top"], Int[Array, "B K top"]]:
-  """Return continuations of each node: the target's if it is verified, otherwise the draft's.
+  """Return continuations of each node: the target's if the node is verified, else the draft's.
 
   Args:
     context: context of the round.
     entries: index of each node among the verified nodes; NO_ENTRY if it is not verified.
-    log_probs: the draft's log-probability of the text up to each continuation.
+    log_probs: the draft's log-probability of the text that ends with each continuation.
     tokens: the draft's most probable tokens after each node.
 
   Returns:
-    Log-probability of the text up to each continuation, and its token. Their number `top` is the
-    larger of k and the number that the target has. The log-probability is -inf for missing ones,
-    and for those of the target that are EOS.
+    Log-probability of the text that ends with each continuation, and the token of the continuation.
+    Each node has `top` continuations: the larger of k and the number that the target has. The
+    log-probability is -inf for a missing continuation, and for one of the target that is EOS.
   """
   verified = context.verified
   size = max(log_probs.shape[2], verified.log_probs.shape[2])
@@ -360,8 +362,9 @@ def _top_continuations(
   """Return the `count` most probable continuations of each row.
 
   Returns:
-    For each continuation, the node before it, its token, and the log-probability of its text. If
-    there are fewer than `count`, the token of a missing one is -1.
+    For each continuation, the index of the node before it (0 to K - 1), its token, and the
+    log-probability of the text that ends with it. If there are fewer than `count` continuations,
+    the tokens of the missing ones are -1.
   """
   batch = len(log_probs)
   best, index = lax.top_k(log_probs.reshape(batch, -1), count)

@@ -1,9 +1,10 @@
 """Forest of the draft tokens of a round, and the block of its nodes that the target verifies.
 
 Nodes 0 to w - 1 of a forest are the last tokens of the live beams, and nodes w to F - 1 are the
-draft tokens after them. A target forward pass covers the first M nodes that are not yet verified.
+draft tokens after them. A target forward pass covers the first nodes that are not yet verified, at
+most M of them.
 
-Axis letters as in `beam_search`.
+Axis letters are those of `beam_search`.
 """
 
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ class BeamContext(NamedTuple):
     verified: nodes that the target has verified in earlier passes.
     last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not verified.
     eos_ids: tokens that end a text.
-    start: number of tokens before the first generated one, for logits processors.
+    start: number of tokens before the first generated one, with forced ones, for logits processors.
     limit: length that no text exceeds, for logits processors.
   """
 
@@ -97,7 +98,7 @@ class VerifyBlock(NamedTuple):
 
 
 def pack_block(context: BeamContext, forest: Forest, depth: int, count: int) -> VerifyBlock:
-  """Return the block of the first `count` nodes of a forest that are not verified yet.
+  """Return the block of the first (up to `count`) nodes of a forest that are not verified yet.
 
   Args:
     context: context of the round.
@@ -173,7 +174,7 @@ def verified_nodes(
   A continuation of a node is a next token. Of two equally probable ones, the smaller id is first.
 
   Args:
-    log_probs: log-probability of each token after the nodes.
+    log_probs: log-probability of each token of the vocabulary after each node.
     hidden: hidden states of the target at the nodes.
     block: nodes of the pass.
     context: context of the round.

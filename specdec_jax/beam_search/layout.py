@@ -10,7 +10,7 @@ them.
 Each beam has a mask of the slots that hold its text. Therefore the slots do not have to be
 reordered when beams change places.
 
-Axis letters as in `beam_search`.
+Axis letters are those of `beam_search`.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class PlacedNodes:
   Attributes:
     positions: position of each node in its text.
     key_positions: position of the token in each cache slot.
-    visible: cache slots that each node attends to, its own included.
+    visible: mask of the cache slots that each node attends to, its own included.
   """
 
   positions: Int[Array, "B K"]

@@ -1,16 +1,16 @@
 """Speculative beam search: rounds of propose, extend, replay, commit (Appendix A.4).
 
 A target forward pass covers at most M nodes: the last token of each live beam and a forest of draft
-tokens after these tokens, except the nodes that earlier passes covered. The search then makes
+tokens after these tokens, except the nodes that earlier passes covered. The search then runs
 ordinary steps with the target's log-probabilities. A step is possible if the last tokens of all
-live beams are verified nodes. So the search makes steps until a new live beam ends with a token
-that is not verified. A pass therefore allows 1 to D + 1 steps. Up to rounding, they are the steps
-of plain beam search. Verified nodes that continue live beams are cached for the next pass.
+live beams are verified nodes. So steps are run until the search ends or a new live beam ends with a
+token that is not verified. A pass therefore allows 1 to D + 1 steps. Up to rounding, they are the
+steps of plain beam search. Verified nodes that continue live beams are cached for the next pass.
 
 Shapes are fixed, and one jitted loop runs the search for all rows of a batch. Plain beam search is
 the same loop with a draft that proposes nothing (`NullBeamDraft`).
 
-Axis letters as in `beam_search`.
+Axis letters are those of `beam_search`.
 """
 
 import dataclasses
@@ -74,8 +74,8 @@ class BeamResult(NamedTuple):
       `Scorer`), they are not divided.
     steps: number of search steps in each round; 0 after the search of a row has ended.
     num_rounds: number of rounds; each has one target forward pass.
-    not_finite: index of the step that failed because a logit of the target was NaN or infinite; -1
-      if all logits were finite.
+    not_finite: index of the first step that failed, because the target's logits at a node had NaN,
+      +inf or no finite value; -1 if none. The search of the row ends before it.
   """
 
   tokens: Int[Array, "B w X"]
@@ -89,7 +89,7 @@ class BeamResult(NamedTuple):
     """Return the best text of each row in the form of a `DecodeResult`.
 
     Each search step counts as one emitted token. The rounds together may emit more tokens than the
-    text has, because a search continues after its best text has ended.
+    text has, because a search may continue after its best text has ended.
     """
     no_guesses = jnp.zeros((*self.steps.shape, 0), jnp.int32)
     num_accepted = jnp.maximum(self.steps - 1, 0)
@@ -136,8 +136,8 @@ class BeamSearchState(NamedTuple):
     draft_state: state of the draft.
     steps: number of search steps in each round; 0 after the search of a row has ended.
     num_rounds: number of rounds so far.
-    not_finite: index of the step that failed because a logit of the target was NaN or infinite; -1
-      if all logits were finite.
+    not_finite: index of the first step that failed, because the target's logits at a node had NaN,
+      +inf or no finite value; -1 if none. The search of the row ends before it.
   """
 
   prompt: Int[Array, "B P"]
@@ -199,7 +199,7 @@ class BeamSearcher(Settings):
     Args:
       params: parameters of target and draft.
       prompt: padded prompts. The texts of a row do not depend on its neighbors.
-      max_new_tokens: limit for each text, EOS included.
+      max_new_tokens: maximum number of new tokens of each text, EOS included.
       limit: see `Decoder.run`.
       num_forced: see `Decoder.run`.
 
@@ -364,12 +364,12 @@ class BeamSearcher(Settings):
       forest: draft tokens of the round.
       block: nodes of the pass.
       nodes: all verified nodes, including those of the pass.
-      active: mask of rows that make a step. A row becomes inactive when its search has ended, or
-        when the last token of a live beam is not verified.
+      active: mask of rows that run the first step. A row becomes inactive when its search has
+        ended, or when the last token of a live beam is not verified.
 
     Returns:
       The live beams after the steps, and the nodes of the forest that the steps extended: w per
-      step, for D + 1 steps. The nodes past the last step of a row are arbitrary.
+      step, for D + 1 steps. Entries past the last step of a row are arbitrary.
     """
     live, depth = state.live, self.draft.depth
     num_beams, num_slots = self.num_beams, live.visible.shape[2]

@@ -3,7 +3,7 @@
 With the rules of t5x, the step equals that of t5x's `decoding.beam_search`, including the order of
 equal scores.
 
-Axis letters as in `beam_search`.
+Axis letters are those of `beam_search`.
 """
 
 import dataclasses
@@ -78,9 +78,9 @@ class Scorer(Settings):
   Attributes:
     kind: "t5x" or "hf".
     length_penalty: exponent; 0 for no penalty.
-    early_stopping: for "hf", when a search with w finished texts ends: at once (True), or when no
-      live sequence can become better than the worst of them, at its current length (False) or at
-      any length up to the limit ("never").
+    early_stopping: for "hf", when a search with w finished texts ends. True: at once. False: when
+      no live sequence, at its current length, has a better score than the worst of these texts.
+      "never": when none can reach a better score at any length up to the limit.
   """
 
   kind: Literal["t5x", "hf"] = "t5x"

@@ -5,7 +5,7 @@ earlier passes, and entries Q to J - 1 are the nodes of the current pass. The ta
 the nodes in that order, in the slots after the committed tokens. The entry of a node that is not
 verified is `NO_ENTRY`.
 
-Axis letters as in `beam_search`.
+Axis letters are those of `beam_search`.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class VerifiedNodes(NamedTuple):
       unused entries.
     continuations: the most probable tokens after each node, most probable first. There are 2w per
       node if there is one EOS, and more if there are several.
-    log_probs: the target's log-probability of the text up to each continuation.
+    log_probs: the target's log-probability of the text that ends with each continuation.
     hidden: the target's hidden state at each node.
   """
 
@@ -71,7 +71,7 @@ def find_child(
 def continuation_log_prob(
   nodes: VerifiedNodes, parents: Int[Array, "B K"], tokens: Int[Array, "B K"]
 ) -> Float[Array, "B K"]:
-  """Return the log-probability of the text up to each token, given the entry of its parent.
+  """Return the log-probability of the text that ends with each token, given its parent's entry.
 
   It is NEG_SCORE if the parent has no entry, or if the token is not among the continuations of the
   parent.
@@ -88,8 +88,8 @@ def prune(
 ) -> tuple[VerifiedNodes, Int[Array, "B w"], Int[Array, "B {count}"]]:
   """Return the verified nodes to cache for the next pass: those that continue live beams.
 
-  These nodes are the last tokens of live beams and their descendants. If there are more than
-  `count`, the first `count` of them are returned.
+  These nodes are the verified last tokens of live beams and their verified descendants. If there
+  are more than `count`, the first `count` of them are returned.
 
   Args:
     nodes: all verified nodes.

@@ -53,10 +53,10 @@ def acceptance(
     output_dir: folder for `results.jsonl`; settings recorded there already are not measured again.
     samplings: sampling methods; each is measured.
     drafts: functions that load other drafts, which are measured after the draft of the pair.
-    gamma: number of draft tokens per round, in the rounds that are compared with alpha.
+    gamma: number of draft tokens per round, in the rounds whose acceptance rate is measured.
     batch_size: number of texts decoded together.
     max_new_tokens: maximum number of tokens of each output.
-    min_tokens: number of generated tokens to measure on; the paper uses 10,000.
+    min_tokens: minimum number of generated tokens to measure on; the paper uses 10,000.
     seed: random seed of all sampling.
     leniences: values of the lenience l (Appendix A.5); each is measured, and 1 is exact.
 
@@ -115,7 +115,7 @@ def _measure(
 ) -> Record:
   """Return the record of a draft: alpha on the generated text, and acceptance in real rounds.
 
-  If acceptance is simulated, alpha is the share of accepted draft tokens in the rounds.
+  If acceptance is simulated, alpha is accepted / (accepted + rejected) draft tokens in the rounds.
   """
   since = time.perf_counter()
   sampling = Sampling(setting.temperature, setting.top_k, setting.top_p)

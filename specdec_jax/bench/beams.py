@@ -57,14 +57,15 @@ def beams(
     nodes: maximum number of nodes per target forward pass, as in `LoadedPair.beam_searcher`.
     length_penalty: exponent of the length penalty, as in `BeamSearcher`.
     batch_size: number of texts decoded together.
-    max_new_tokens: maximum number of tokens of each text, including EOS.
-    repeats: number of timed repeats of each search. With 0, texts are compared and steps are
+    max_new_tokens: maximum number of tokens of each output, including EOS.
+    repeats: number of timed repeats of each search. With 0, outputs are compared and steps are
       counted, but nothing is timed.
     references: reference output of each text, for the BLEU score of the best outputs; None for no
       score.
 
   Raises:
-    InputError: there is nothing to measure, or `LoadedPair.beam_searcher` raises it.
+    InputError: there is nothing to measure, an argument is out of range, the numbers of texts and
+      references differ, or a beam searcher cannot be built (`LoadedPair.beam_searcher`).
   """
   require_types(beams, locals())
   require_count("repeats", repeats, 0)
@@ -194,7 +195,7 @@ def _bleu(pair: LoadedPair, result: BeamResult, references: Sequence[str] | None
 def _sorted_by_steps(
   searcher: BeamSearcher, pair: LoadedPair, prompts: Sequence[Array], num_texts: int, limit: int
 ) -> tuple[list[Int[Array, "B P"]], np.ndarray]:
-  """Return batches of rows that need similar numbers of steps, and the new order of the rows."""
+  """Sort the prompts by steps of plain beam search; return new batches and sorted row indices."""
   steps = [
     searcher.run(pair.params, prompt, max_new_tokens=limit).steps.sum(axis=0) for prompt in prompts
   ]
@@ -228,7 +229,7 @@ def compare(plain: BeamResult, other: BeamResult) -> tuple[np.ndarray, np.ndarra
 def _concatenated(results: Sequence[BeamResult]) -> BeamResult:
   """Concatenate the rows of several batches.
 
-  The rounds of a row are those of its own batch, but `num_rounds` is that of the first batch.
+  The `steps` of a row are those of its own batch, but `num_rounds` is that of the first batch.
   """
 
   def concatenate(arrays: Iterable[Any], axis: int = 0) -> Any:

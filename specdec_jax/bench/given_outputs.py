@@ -37,7 +37,11 @@ ARGMAX = Sampling(temperature=0.0)
 
 @struct.dataclass
 class Place:
-  """Cache of a `RecitingModel`: the number of tokens of each row, `length` [B]."""
+  """Cache of a `RecitingModel`, which holds no keys and values.
+
+  Attributes:
+    length: [B], number of processed tokens of each row.
+  """
 
   length: Array
 
@@ -47,8 +51,8 @@ class RecitingModel:
   """Target that outputs given texts.
 
   Its parameters are the tokens [B, T] of the texts, which end with EOS unless they are truncated.
-  Its logits are the one-hot of the next token of the text, which is p at temperature 0. Its hidden
-  states are empty (E = 0).
+  Its logits are the one-hot of the next token of the text, so p at temperature 0 is the same
+  one-hot. Its hidden states are empty (E = 0).
 
   Attributes:
     vocab_size: size of the vocabulary, V.

@@ -39,11 +39,11 @@ def serve_and_learn(
 ) -> None:
   """Decode files with a frozen and an online version of a draft; print a table and write records.
 
-  A record covers one version and `every` texts of a file. The online version learns from all files,
-  in order.
+  A record covers one version and up to `every` texts of a file. The online version learns from all
+  files, in order.
 
   Args:
-    pair: target and draft. The draft must be a `pairs.speculator`, and `kernels` must be 'xla'.
+    pair: target and draft. Its `kernels` must be 'xla', and its draft must be a `pairs.speculator`.
     inputs: paths of text files, one file per domain and one text per line.
     output_dir: folder for `results.jsonl`. That file must not exist, because learning cannot be
       resumed.

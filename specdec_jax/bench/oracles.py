@@ -68,7 +68,8 @@ def times(accepted: np.ndarray, costs: Sequence[float]) -> tuple[np.ndarray, flo
   """Compute the time of all rounds of a text.
 
   Args:
-    accepted: [T], whether a draft token that is verified at each position of the text is accepted.
+    accepted: [T]; for each position of the text, whether a draft token that is verified there is
+      accepted.
     costs: [G + 1], time of a round with gamma 0, 1, ..., G.
 
   Returns:

@@ -97,7 +97,7 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
 
 
 def _status(counts: bool) -> Table:
-  """Return a table of the status of each number that the paper prints, or of counts by status."""
+  """Return `status_counts` of the paper's numbers if `counts` is True, otherwise `status_table`."""
   from specdec_jax.bench.tpu.table2 import predicted  # imports jax
 
   paper = {number: load_table(number, CONFIGS) for number in range(1, 6)}

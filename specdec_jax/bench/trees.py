@@ -66,7 +66,8 @@ def trees(
       not measured again.
     samplings: sampling methods; each is measured.
     gammas: gamma of each chain.
-    shapes: (nodes, depth) of static trees; the first is used for the rounds that are shown.
+    shapes: (nodes, depth) of static trees; both are maximums. The rounds that are shown use the
+      first static tree, or the first dynamic tree if there is no static tree.
     dynamic: (nodes, depth) of dynamic trees, which are verified with `TokenVerifier`.
     verifiers: classes of `core.verify`, or functions from a sampling method to a verifier. At
       temperature 0 only the first is used, because all exact verifiers accept the same tokens.
@@ -75,10 +76,10 @@ def trees(
       may give fewer tokens.
     batch_size: number of texts decoded together, also when costs are measured.
     max_new_tokens: maximum number of tokens of each output.
-    min_tokens: number of generated tokens to measure on.
+    min_tokens: minimum number of generated tokens to measure on.
     seed: random seed of all sampling.
     report_examples: number of texts per sampling method whose rounds are in the report. They are
-      decoded with the first verifier. The rounds of the first text are printed, too.
+      decoded with the first verifier. The rounds of the first of these texts are printed, too.
 
   Raises:
     InputError: there is nothing to measure, or an argument is out of range.
@@ -155,7 +156,7 @@ def _with_verifiers(
   tree: AnyTree,
   verifiers: Sequence[Callable[[Sampling], Verifier]],
 ) -> list[LoadedPair]:
-  """Return the pair with each verifier that is measured with this tree and sampling method."""
+  """Return one pair for each verifier that is measured with this tree and sampling method."""
   if isinstance(tree, DynamicTree):
     verifiers = [TokenVerifier]
   if sampling.temperature == 0:

@@ -20,9 +20,10 @@ _ARRAY_KEYS = ("kvstore", "__msgpack_chunked_array__")
 
 
 def read_flat(folder: str, name: str) -> dict[str, Any]:
-  """Read a file of `flax.serialization.to_bytes`, and return a dict with names such as `a/b`.
+  """Read a file that `flax.serialization.to_bytes` wrote; return a dict with names such as `a/b`.
 
-  Arrays are returned as `StoredArray`; their values are not kept in memory.
+  Arrays are returned as `StoredArray`; their values are not kept in memory. References to arrays in
+  other files (tensorstore specs) are returned as dicts.
 
   Raises:
     InputError: the file is missing, damaged or not Flax's msgpack.

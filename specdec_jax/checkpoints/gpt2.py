@@ -46,7 +46,8 @@ def open_gpt2(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredAr
   """Open a GPT-2 checkpoint of transformers, with or without a language model head.
 
   The file has one matrix for queries, keys and values, which is split into three. Attention in this
-  package does not scale logits, so the matrix and bias of the queries are divided by the scale.
+  package does not scale logits. Instead, the matrix and bias of the queries are divided by the
+  divisor that the config specifies (by default, sqrt(head_dim)).
 
   Args:
     folder: folder of the model, or a description of a model in memory.
@@ -120,9 +121,10 @@ def _config(folder: str, fields: Mapping[str, Any]) -> GPTConfig:
 
 
 def _our_name(name: str) -> str:
-  """Return the name in this package of an array, given its name in the file.
+  """Return the name that an array has in this package, given its name in the file.
 
-  An unknown name is returned unchanged; it is reported when arrays are compared with the config.
+  An unknown name only loses the prefix "transformer."; it is reported when arrays are compared with
+  the config.
   """
   name = name.removeprefix("transformer.")
   match = _IN_LAYER.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Reader of Hugging Face checkpoints, with the module `gpt2` for GPT-2, and writer for T5."""
+"""Reader of Hugging Face checkpoints of T5, mT5 and GPT-2 (module `gpt2`), and writer for T5."""
 
 import dataclasses
 import json
@@ -134,8 +134,9 @@ def _open_t5(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredArr
 def save_huggingface(folder: str, config: T5Config, params) -> None:
   """Write a T5 to `folder` as transformers' `save_pretrained` does, in the dtype of its parameters.
 
-  This is the inverse of `open_huggingface`. It writes `model.safetensors`, then `config.json`;
-  either both files are written or neither.
+  This is the inverse of `open_huggingface`, except that padding of the embedding table becomes part
+  of the vocabulary. It writes `model.safetensors`, then `config.json`; either both files are
+  written or neither.
 
   Args:
     folder: folder to write to; created if it does not exist.
@@ -163,7 +164,7 @@ def save_huggingface(folder: str, config: T5Config, params) -> None:
 
 
 def _config_fields(config: T5Config) -> dict:
-  """Return the fields of config.json for a `T5Config`. This is the inverse of `_config`."""
+  """Return the fields of config.json: the inverse of `_config`, except for padding and dropout."""
   return dict(
     architectures=["T5ForConditionalGeneration"],
     model_type="t5",
@@ -223,7 +224,7 @@ def _config(folder: str, fields: Mapping[str, Any]) -> T5Config:
 
 
 def _our_name(name: str) -> str:
-  """Return the name in this package of an array, given its name in the file.
+  """Return the name that an array has in this package, given its name in the file.
 
   An unknown name is returned unchanged; it is reported when arrays are compared with the config.
   """
@@ -237,7 +238,7 @@ def _our_name(name: str) -> str:
 
 
 def _their_name(name: str) -> str:
-  """Return the name in the file of a parameter, given its name here: inverse of `_our_name`."""
+  """Return the name that a parameter has in the file; this is the inverse of `_our_name`."""
   for file_name, our_name in _NAMES.items():
     if name == our_name:
       return file_name

@@ -13,7 +13,7 @@ from specdec_jax.models.config import GPTConfig, T5Config
 
 
 def is_in_memory(model: Any) -> bool:
-  """Return whether `model` has one of the forms that `open_in_memory` accepts."""
+  """Return whether `model` has a `state_dict` or is a pair, as `open_in_memory` requires."""
   return hasattr(model, "state_dict") or (isinstance(model, tuple) and len(model) == 2)
 
 
@@ -58,7 +58,7 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _array(value: Any) -> StoredArray:
-  """Return a numpy array, a JAX array or a PyTorch tensor as a stored array."""
+  """Return a numpy, JAX or PyTorch array as a `StoredArray`; PyTorch's is converted to float32."""
   if hasattr(value, "detach"):  # numpy has no bfloat16 of PyTorch
     value = value.detach().cpu().float().numpy()
   array = np.asarray(value)

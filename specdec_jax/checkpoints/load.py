@@ -64,8 +64,9 @@ def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardin
       shard. None places the parameters on the default device.
 
   Raises:
-    InputError: the checkpoint cannot be opened, or its arrays do not have the names and shapes that
-      the config requires. The message names the arrays that differ.
+    InputError: the checkpoint cannot be opened, its arrays do not have the names and shapes that
+      the config requires (the message names arrays that differ), the arrays do not fit in memory,
+      or `shardings` does not return a tree of shardings.
   """
   return open_checkpoint(path).load(config, dtype, shardings)
 
@@ -80,6 +81,6 @@ def recorded_path(path: str) -> str:
 
 
 def checkpoint_name(path: str) -> str:
-  """Return the name of a checkpoint for records: the last path part that `_STEP` does not match."""
+  """Return a checkpoint's name for records: the last path part that is not generic (`_STEP`)."""
   parts = [part for part in path.split("/") if not _STEP.fullmatch(part)]
   return parts[-1] if parts else path

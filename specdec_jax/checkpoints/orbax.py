@@ -11,7 +11,7 @@ METADATA = "_METADATA"
 
 
 def open_orbax(folder: str) -> Checkpoint:
-  """Open a checkpoint of a T5 that `StandardCheckpointer` or `PyTreeCheckpointer` wrote.
+  """Open a T5 checkpoint that `StandardCheckpointer` or `PyTreeCheckpointer` wrote.
 
   Tensorstore reads the arrays, because Orbax would restore the whole train state.
 

@@ -1,6 +1,7 @@
 """Reader of folders that transformers' `save_pretrained` wrote, for models of any family.
 
-A folder contains `config.json` and one or several files in the safetensors format.
+A folder contains `config.json`, one or several safetensors files, and possibly
+`generation_config.json`.
 """
 
 import json
@@ -79,9 +80,12 @@ def read_generation(folder: str) -> Generation:
 def generation_of(
   file: str, settings: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]] | None
 ) -> Generation:
-  """Return the generation settings that change outputs: those in `file`, and those of each task.
+  """Return the generation settings that change outputs, for the model and for each of its tasks.
 
-  `tasks` is the field `task_specific_params` of config.json.
+  Args:
+    file: source of `settings`, for messages (`Generation.file`).
+    settings: all generation settings of the model.
+    tasks: field `task_specific_params` of config.json.
   """
   of_tasks = {
     task: _effective(given) | {name: x for name, x in given.items() if name == "prefix"}
@@ -91,7 +95,10 @@ def generation_of(
 
 
 def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """Return the settings that differ from their neutral values."""
+  """Return the settings that apply and differ from their neutral values.
+
+  Settings of beam search apply with more than one beam, and settings of sampling with `do_sample`.
+  """
   neutral = dict(_NEUTRAL)
   if settings.get("num_beams") not in (None, 1):
     neutral |= _NEUTRAL_FOR_BEAMS
@@ -183,7 +190,8 @@ def _weight_map(folder: str) -> dict[str, str]:
   """Return the file name of each array, as listed in the index.
 
   Raises:
-    InputError: the index is damaged, or names a file outside of the folder.
+    InputError: the index is damaged, or a name in it is not that of a safetensors file in the
+      folder.
   """
   part_of = _json(folder, _INDEX).get("weight_map")
   if not isinstance(part_of, dict):

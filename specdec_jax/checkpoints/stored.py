@@ -58,7 +58,7 @@ class StoredArray:
     return StoredArray(self.shape[::-1], self.dtype, lambda index: self.read(index[::-1]).T)
 
   def __truediv__(self, divisor) -> "StoredArray":
-    """Return the quotient in float32.
+    """Return the quotient, in float32 unless bfloat16 is exact.
 
     A bfloat16 array divided by a power of two stays in bfloat16, because nothing is rounded.
     """
@@ -124,9 +124,11 @@ class Generation(NamedTuple):
 
   Attributes:
     file: source of the settings, for messages: generation_config.json or, if there is no such file,
-      config.json; "" if the checkpoint does not record settings.
-    settings: settings that differ from their neutral values.
-    tasks: such settings of each task, and its `prefix`, from `task_specific_params` in config.json.
+      config.json; "its generation_config" for a model of transformers in memory; "" if the
+      checkpoint does not record settings.
+    settings: settings that apply and differ from their neutral values.
+    tasks: for each task in `task_specific_params` of config.json, its settings that apply and
+      differ from their neutral values, and its `prefix`.
   """
 
   file: str = ""
@@ -295,9 +297,14 @@ Leaf = TypeVar("Leaf")
 
 
 def select_params(path: str, saved: Mapping[str, Leaf]) -> dict[str, Leaf]:
-  """Return the values of a checkpoint that are parameters of the model, by parameter name.
+  """Select the values of a checkpoint that are parameters of the model.
 
   The other values are those of a train state, such as the state of the optimizer.
+
+  Args:
+    path: path of the checkpoint, for messages.
+    saved: all values of the checkpoint by name. Names of parameters may have a prefix, which is
+      removed.
 
   Raises:
     InputError: the checkpoint contains no embedding table, so it is not a T5.

@@ -13,8 +13,8 @@ def open_arrays(path: str, specs: Mapping[str, dict[str, Any]]) -> dict[str, Sto
   """Open the arrays that tensorstore specs describe, and return them by name.
 
   All arrays are opened concurrently, since each may wait for a remote server. A missing chunk is an
-  error and is not read as zeros, because an incomplete copy of a checkpoint lacks chunks. No array
-  of a T5 has a chunk of zeros.
+  error and is not read as zeros, because an incomplete copy of a checkpoint lacks chunks. A
+  complete checkpoint lacks only chunks of zeros, and no array of a T5 has a chunk of zeros.
 
   Args:
     path: path of the checkpoint, for messages.

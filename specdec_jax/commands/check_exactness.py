@@ -47,7 +47,7 @@ ENDLESS = -1  # an EOS id that no token has, so that texts do not end
 
 
 class Setting(NamedTuple):
-  """Settings in which outputs or rounds are checked.
+  """Combination of settings in which outputs or rounds are checked.
 
   Attributes:
     sampling: sampling method.
@@ -96,11 +96,12 @@ def check_exactness(
     forward passes over one token.
   - Rounds: above temperature 0, draft tokens, their acceptance and the tokens that the target
     samples are compared with their exact distributions, one by one and jointly. This check covers
-    chains and static trees with `TokenVerifier`. It has its own batch size.
+    chains and static trees with `TokenVerifier`. It has its own batch sizes.
   - Outputs: at temperature 0, speculative and autoregressive outputs are compared token for token.
     Where two outputs differ, the logits of the two tokens must agree up to rounding.
   - The target as its own draft: at temperature 0, each round must accept a whole path of draft
-    tokens. In a tree, the path to each leaf is checked.
+    tokens; 1% more rounds than the minimum are tolerated. In a tree, the path to each leaf is
+    checked.
   - Samples: above temperature 0, many outputs of some texts are sampled, and their first tokens are
     compared with the target's exact joint distribution.
 
@@ -127,8 +128,8 @@ def check_exactness(
     trees: parents of the draft tokens of each tree, as in `trees.Tree`.
     dynamic: (nodes, depth) of each dynamic tree (`drafts.dynamic`).
     long_tokens: length of long outputs, which continue past EOS; 0 disables them. It is reduced if
-      the target has too few positions. Long outputs are checked at temperature 0, and with the
-      first sampling method above it.
+      the target has too few positions. The last shape is checked with long outputs: outputs at
+      temperature 0, and rounds with the first sampling method above it.
     generation: settings of logits processors, which apply in all checks except the first.
 
   Raises:
@@ -226,7 +227,10 @@ def check_exactness(
 
 
 class _Check:
-  """Checks of a pair in one setting at a time; see `check_exactness`."""
+  """Checks of a pair in one setting at a time; see `check_exactness`.
+
+  `logits`, `argmax` and `samples` return whether the check passes, what it checked, and evidence.
+  """
 
   def __init__(
     self,
@@ -348,7 +352,10 @@ class _Check:
 
 
 class _CachedDecode:
-  """Decoding function that caches results, so that all trees are compared with the same outputs."""
+  """Argmax decoding that caches results, so that all trees are compared with the same outputs.
+
+  The random keys do not affect argmax, so they are not part of the key of a cached result.
+  """
 
   def __init__(self, decode: Callable[..., DecodeResult]):
     self.decode = decode

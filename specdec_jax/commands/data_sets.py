@@ -1,7 +1,7 @@
 """Download of public data sets into a folder, as `specdec data multi30k` does.
 
 The folder is `data`, or the one that the environment variable SPECDEC_DATA names. The gin files of
-runs and tasks read the texts from there. `assets/data_sets.csv` lists every file with its address
+runs and tasks read texts from this folder. `assets/data_sets.csv` lists every file with its address
 and checksum. The three data sets of the paper are also prepared for seqio by TensorFlow Datasets if
 the extra `tasks` is installed.
 """
@@ -45,7 +45,7 @@ class RemoteFile(NamedTuple):
     data_set: name of the data set.
     path: path in the data folder. The file is compressed if the path ends with `.gz`.
     url: address.
-    sha256: checksum of what the address serves.
+    sha256: SHA-256 of the content that the address serves.
   """
 
   data_set: str
@@ -65,15 +65,16 @@ def remote_files() -> list[RemoteFile]:
 def fetch(names: Sequence[str] = (), files: Sequence[RemoteFile] | None = None) -> None:
   """Download data sets, or list them if no name is given.
 
-  A file that is there with the right content is not downloaded again.
+  A file that exists with the right content is not downloaded again. Data sets in `TFDS` are then
+  prepared by TensorFlow Datasets (`prepare_tfds`).
 
   Args:
     names: names of data sets, keys of `CONTENTS`.
     files: files to choose from; by default `remote_files()`.
 
   Raises:
-    InputError: there is no such data set, or a file cannot be downloaded or has another checksum
-      than expected.
+    InputError: there is no such data set, a file cannot be downloaded or has another checksum than
+      expected, or `prepare_tfds` fails.
   """
   require_types(fetch, locals())
   folder = pathlib.Path(data_folder())
@@ -103,7 +104,7 @@ def _is_compressed_here(file: RemoteFile) -> bool:
 
 
 def _content(path: pathlib.Path, file: RemoteFile) -> bytes:
-  """Return what the address served when the file was downloaded."""
+  """Return the content that the address served when the file was downloaded."""
   content = path.read_bytes()
   return gzip.decompress(content) if _is_compressed_here(file) else content
 

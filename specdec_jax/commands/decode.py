@@ -47,7 +47,7 @@ def decode(
 ) -> None:
   """Decode this host's share of texts; the host that finishes last writes `outputs.jsonl`.
 
-  It merges the parts of all hosts. Each line is a JSON object, in the order of the texts:
+  `outputs.jsonl` has the outputs of all hosts, one JSON object per line, in the order of the texts:
 
   - `index`, `source` and `output` of the text. The output of an empty text is empty unless the
     target is decoder-only.
@@ -173,7 +173,10 @@ def _agreed_tree(path: pathlib.Path, number: int, choose: Callable[[], Tree]) ->
 
 @contextlib.contextmanager
 def _open_part(path: pathlib.Path, description: dict) -> Iterator[BinaryIO]:
-  """Open and lock the part file of a host. The first line of the file describes the run."""
+  """Open and lock the part file of a host. The first line of the file describes the run.
+
+  If the context raises InputError before the file has outputs, the file is deleted.
+  """
   require_regular_file(path)
   with open(path, "ab") as part:
     lock_file(part, path)

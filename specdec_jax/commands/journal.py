@@ -50,6 +50,7 @@ def open_journal(output: str, settings: dict) -> Iterator[Journal]:
     settings: everything that the outputs depend on, as JSON values.
 
   Raises:
+    InputError: the path of the journal is not that of a regular file.
     OSError: the journal cannot be written.
   """
   path = pathlib.Path(output)

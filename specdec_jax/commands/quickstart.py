@@ -40,7 +40,7 @@ def quickstart(
       that are printed.
     temperatures: sampling temperatures to measure; 0 is argmax.
     show_rounds: number of sentences whose rounds are printed, with accepted and rejected tokens in
-      colour.
+      color.
     max_new_tokens: limit for each output.
     repeats: number of timed decodes of each text by each method. The methods (autoregressive
       decoding and each gamma) take turns.

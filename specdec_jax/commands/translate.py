@@ -1,4 +1,4 @@
-"""Speculative decoding of each line of a text, or of empty prompts."""
+"""Speculative decoding of each line of a text, or of copies of one prompt."""
 
 import contextlib
 import dataclasses
@@ -71,10 +71,10 @@ def translate(
   Args:
     pair: target and draft; see `load_pair`.
     input: path of a text file with one source per line, or of a .jsonl file; '-' for standard
-      input; None for `num_texts` empty prompts of a decoder-only model. A .jsonl file has one JSON
-      object per line, whose field 'source' or 'text' is the source. A file whose name ends in .gz
-      is decompressed. Lines of standard input are decoded as they arrive (with 'auto', after the
-      last one, unless they are typed at a terminal).
+      input; None to decode `num_texts` copies of `prefix`, which may be empty for a decoder-only
+      model. A .jsonl file has one JSON object per line, whose field 'source' or 'text' is the
+      source. A file whose name ends in .gz is decompressed. Lines of standard input are decoded as
+      they arrive (with 'auto', after the last one, unless they are typed at a terminal).
     output: path of a file, which must not be the input; '-' for standard output. A file is written
       completely or not at all, and by one run at a time. A .jsonl file has the fields of
       `output_records` for each source.
@@ -86,7 +86,7 @@ def translate(
     seed: random seed of all sampling.
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task. If
       `input` is None, it is the prompt.
-    num_texts: number of prompts if `input` is None.
+    num_texts: number of outputs if `input` is None.
     tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
       chooses the fastest tree or chain.
     beams: number of beams of a beam search by the rules of t5x (`beam_search`); None for no beam

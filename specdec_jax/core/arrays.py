@@ -1,6 +1,6 @@
 """Helpers of the decoding code that gather entries, write slots and split random keys.
 
-Axis letters as in `core.types`.
+Axis letters are those of `core.types`.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def gather_one(x: Shaped[Array, "B N *rest"], index: Int[Array, " B"]) -> Shaped
 def gather_token(
   x: Shaped[Array, "*#batch V"], token: Int[Array, "*#batch"]
 ) -> Shaped[Array, "..."]:
-  """Return the entry of `x` for each token on the last axis, for example its probability."""
+  """Return, for each token, its entry on the last axis of `x`, for example its probability."""
   return jnp.take_along_axis(x, token[..., None], axis=-1)[..., 0]
 
 
@@ -70,7 +70,7 @@ def write_slots(
 
 
 def fold_in_rows(rng: Key[Array, " B"], data: Int[Array, " B"]) -> Key[Array, " B"]:
-  """Return the key of each row with an integer folded in."""
+  """Return the key of each row with the row's entry of `data` folded in."""
   return jax.vmap(jax.random.fold_in)(rng, data)
 
 

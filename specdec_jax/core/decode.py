@@ -5,7 +5,7 @@ of `core.types`, but on no particular model, draft or verifier. Autoregressive d
 loop with a draft that proposes nothing (`NullDraft`), so both share the target forward pass,
 sampling and the handling of EOS and limits.
 
-Axis letters as in `core.types`.
+Axis letters are those of `core.types`.
 """
 
 import dataclasses
@@ -97,8 +97,8 @@ class DecodeState(NamedTuple):
 class NullDraft(Draft):
   """Draft that takes no time. By default it proposes no tokens: decoding is autoregressive.
 
-  With a tree, it proposes token 0 at every node. The time of a round is then the time of all parts
-  except drafting.
+  With a tree, every draft token is token 0. The time of a round is then the time of all
+  parts except drafting.
 
   Attributes:
     tree: tree of the proposals.
@@ -158,7 +158,7 @@ class Decoder(Settings):
       prompt: padded prompts.
       rng: one key per row, so that a row does not depend on its neighbors; or one key, which is
         split. A key is made by `jax.random.key` or `PRNGKey`.
-      max_new_tokens: limit for each row, EOS included.
+      max_new_tokens: maximum number of new tokens of each row, EOS included.
       limit: another limit, one for all rows or one per row, traced. The smaller limit applies.
       num_forced: number of tokens at the start of each row that a processor forces. They count
         against the limits, but are not part of the result.
@@ -303,7 +303,7 @@ class Decoder(Settings):
   def _extend(
     self, params: Any, cache: Any, block: Int[Array, "B K"], tree: AnyTree
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
-    """Run the target over a block, cut to the first of `verify_lengths` (if any) that suffices."""
+    """Run the target over a block, cut to the least of `verify_lengths` (if any) that suffices."""
     lengths = self.draft.verify_lengths
     if not lengths:
       return self.target.extend(params, cache, block, tree)
@@ -347,7 +347,7 @@ class Decoder(Settings):
   ) -> tuple[Int[Array, "B emitted"], Int[Array, " B"], Bool[Array, " B"]]:
     """Truncate the tokens of a round at EOS and at the limit of the row.
 
-    A row with non-finite logits or q emits nothing and is marked done.
+    A row that is not `finite` emits nothing and is marked done.
 
     Returns:
       The accepted tokens followed by the next token; the number of these tokens that are added to

@@ -1,9 +1,9 @@
 """Logits processors: functions that adjust the logits of the next token, given the text before it.
 
-The adjusted logits at a node of a block depend on the logits there, the prompt and the text that
-ends at the node: the committed tokens and the path to the node. They do not depend on siblings or
-on other rows. So the target with processors is a target like any other, and exact verifiers remain
-exact for it. Axis letters as in `core.types`.
+The adjusted logits at a node of a block depend on its logits, on the prompt and length limit of its
+row, and on the text that ends at the node: the committed tokens and the path to the node. They do
+not depend on siblings or other rows. So the target with processors is a target like any other, and
+exact verifiers remain exact for it. Axis letters are those of `core.types`.
 """
 
 import abc
@@ -74,8 +74,8 @@ def node_prefixes(
     context: the `Context` of the round.
     guesses: draft tokens; those after node `last - 1` may be missing.
     tree: shape of the proposal.
-    first: number of the first node.
-    last: number of the node after the last one; by default all nodes from `first` on.
+    first: index of the first node.
+    last: index of the node after the last one; None to include all nodes from `first` on.
   """
   nodes = np.arange(tree.num_nodes)[first:last]
   guesses = jnp.pad(jnp.maximum(guesses, 0), ((0, 0), (0, 1)))  # -1 was not proposed
@@ -102,5 +102,5 @@ def node_prefixes(
 
 
 def text_prefixes(context: Any) -> Prefixes:
-  """Return the committed text of each row, as the text of a block of one node."""
+  """Return the committed text of each row, as the `Prefixes` of a block of one node."""
   return node_prefixes(context, context.tokens[:, :0], chain(0))

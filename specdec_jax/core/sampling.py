@@ -1,6 +1,6 @@
 """Sampling methods, and sampling from distributions (Section 2.2).
 
-`distribution` is the only function that turns logits into p or q. Axis letters as in `core.types`.
+Only `distribution` turns logits into p or q. Axis letters are those of `core.types`.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ class Sampling(Settings):
   Attributes:
     temperature: logits are divided by it; 0 means argmax.
     top_k: keep the k most probable tokens (and any tied with the last); 0 keeps all.
-    top_p: keep the fewest most probable tokens whose mass reaches top_p (and any tied with the
-      last); 1.0 keeps all.
+    top_p: keep the smallest set of most probable tokens whose mass reaches top_p (and any tied with
+      the last); 1.0 keeps all.
     min_p: keep the tokens with at least min_p times the highest probability; 0 keeps all.
     typical_p: mass of `filters.typical`; 1.0 keeps all.
-    epsilon_cutoff: keep the tokens with at least this probability; 0 keeps all.
-    eta_cutoff: parameter of `filters.eta_threshold`; 0 keeps all.
+    epsilon_cutoff: keep tokens with at least this probability, and the most probable; 0 keeps all.
+    eta_cutoff: argument `epsilon` of `filters.eta_threshold`; 0 keeps all.
   """
 
   temperature: float = traced(1.0, neutral=0.0)
@@ -73,7 +73,7 @@ class Sampling(Settings):
 def distribution(logits: Float[Array, "*batch V"], sampling: Sampling) -> Float[Array, "*batch V"]:
   """Return the distribution that a sampling method gives the next token, in float32.
 
-  Temperature is applied first, then the filters of `Sampling`. At temperature 0, it is a one-hot.
+  Temperature is applied first, then the filters of `Sampling`. Temperature 0 gives a one-hot.
   """
   logits = logits.astype(jnp.float32)
   if sampling.is_argmax:
@@ -118,7 +118,7 @@ def row_keys(seed: int, start: int | np.integer, count: int) -> Key[Array, " {co
 def sample_logits(
   rng: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling, coupled: bool = False
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-  """Sample one token per row (if `coupled`, the argmax of `perturbed` logits); return it and q."""
+  """Return a sampled token per row (the argmax of `perturbed` logits if `coupled`), and its q."""
   probs = distribution(logits, sampling)
   if coupled or sampling.is_argmax:
     return argmax(perturbed(rng, logits, sampling)), probs
@@ -150,8 +150,8 @@ def sample_siblings(
   """Sample the children of each node, in the order in which they will be verified.
 
   Above temperature 0, siblings are sampled without replacement by default: each is sampled from the
-  renormalized distribution without its earlier siblings. The most probable remaining token is
-  selected deterministically at temperature 0, and where the filters leave no other token.
+  renormalized distribution without its earlier siblings. At temperature 0, and where the filters
+  leave only earlier siblings, the most probable remaining token is selected deterministically.
 
   Args:
     rng: one key per row.
@@ -203,7 +203,7 @@ def sample(rng: Key[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " 
   """Sample one token per row in proportion to weights, which are at least 0 and not all 0.
 
   The cumulative sum is inverted in two steps: a block of 64 tokens is sampled, then a token in it.
-  This needs two random numbers per row. The Gumbel-max method needs V. On a CPU with V = 4,096, the
+  This needs two random numbers per row; the Gumbel-max method needs V. On a CPU with V = 4,096, the
   two methods take 2 and 86 microseconds. A token of weight 0 is never sampled.
   """
   batch, vocab_size = weights.shape

@@ -4,7 +4,7 @@ Node 0 is the last committed token. Every other node is a draft token that follo
 are in level order, and siblings are adjacent and in the order in which they were sampled. So a
 parent comes before its children, and draft token i is node i + 1.
 
-Axis letters as in `core.types`.
+Axis letters are those of `core.types`.
 """
 
 import dataclasses
@@ -176,9 +176,9 @@ class Tree:
 class DynamicTree:
   """Tree of draft tokens whose shape differs between rounds and rows.
 
-  Its arrays are those of `Tree` with a leading axis of rows. The shape may depend on tokens that
+  Its parents, ancestors and depths have a leading axis of rows. The shape may depend on tokens that
   were selected deterministically, but not on sampled ones. Therefore all draft tokens of the tree
-  must be selected deterministically, and siblings must differ.
+  must be selected deterministically. Siblings must differ.
 
   Attributes:
     num_guesses: N, the number of draft tokens.

@@ -8,7 +8,7 @@ Axis letters, for the whole project:
   T  cache or text slots     R  rounds
   E  embedding               V  vocabulary
   H  attention heads         S  source tokens
-  L  layers                  W  children per node (width of a tree)
+  L  layers                  W  width of a tree: maximum number of children of a node
 
 A model, a draft or a verifier is a frozen dataclass that describes what it computes. Equal
 instances have equal hashes, so they share compiled programs. Parameters and state are arguments,
@@ -97,7 +97,7 @@ class Model(Protocol):
       tokens: nodes `first` to `first + K - 1` of `tree`. The cache has the earlier nodes in the
         slots from `cache.length` on.
       tree: positions and visibility of the nodes; None for a chain.
-      first: number of the first node. For a chain it may be a traced value.
+      first: index of the first node. For a chain it may be a traced value.
 
     Returns:
       Logits of the token that follows each node, hidden states of the nodes, and the cache with the
@@ -172,7 +172,7 @@ class Verification(NamedTuple):
 
   Attributes:
     num_accepted: n, the number of accepted draft tokens, 0 to D.
-    next_token: the token after them: a bonus token after a leaf of the tree, else a correction.
+    next_token: the token after the accepted ones: a bonus token after a leaf, else a correction.
     path: the n accepted nodes, then zeros. None for a chain, whose accepted nodes are 1 to n.
   """
 
@@ -210,9 +210,9 @@ class Draft(Settings, abc.ABC):
       for which a target forward pass is compiled, ascending, with gamma last. Empty for other
       proposals.
     depends_on_outcomes: whether proposals depend on outcomes of earlier rounds, not only on the
-      text. Acceptance on a given text is then undefined.
-    uses_position_keys: whether `rng` of `propose` is [B, D + 1], the keys that the verifier uses
-      for the positions of tokens, instead of one key per row.
+      text. If they do, the acceptance rate on a given text is undefined.
+    uses_position_keys: whether `rng` of `propose` has the verifier's key for each token position,
+      [B, D + 1], instead of one key per row.
     reads_target_cache: whether proposals need a target cache that holds the text in order. The
       cache of a beam search does not.
   """
@@ -298,8 +298,8 @@ class Verifier(Settings, abc.ABC):
     exact: whether emitted tokens have the target's distribution.
     needs_independent_siblings: whether siblings must be sampled independently.
     allows_short_proposals: whether draft tokens may be -1 (not proposed).
-    uses_position_keys: whether `rng` of `verify` is [B, D + 1], one key for the position of each
-      token, independent of the round, instead of one key per row.
+    uses_position_keys: whether `rng` of `verify` has one key per token position, [B, D + 1], which
+      does not depend on the round, instead of one key per row.
   """
 
   sampling: Sampling
@@ -356,7 +356,7 @@ class Rounds(NamedTuple):
 
     accepted / (accepted + rejected) estimates alpha. Tokens after a rejected one, past EOS or past
     the limit count as neither. In a tree, an accepted token and its earlier siblings count as one
-    accepted token, and a path of accepted tokens shorter than D as one rejected token.
+    accepted token, and a round that accepts fewer than D tokens adds one rejected token.
     """
     n, emitted = self.num_accepted, self.num_emitted
     depth = (self.guesses >= 0).sum(axis=-1) if self.path is None else self.path.shape[-1]
@@ -371,11 +371,11 @@ class DecodeResult(NamedTuple):
     tokens: new tokens, EOS included; 0 past the end of a row.
     lengths: number of new tokens of each row, EOS included.
     rounds: data of the rounds.
-    num_rounds: number of rounds; each is one target forward pass.
-    not_finite: index of the first token that could not be decoded, because the target's logits had
-      NaN, +inf or no finite value, or q was not finite; -1 if none. The row ends before it.
-    log_probs: log-probabilities of each token under the target, in nats: before and after the
-      logits processors and the sampling method (left out if argmax). None if not recorded.
+    num_rounds: number of rounds; each has one target forward pass.
+    not_finite: index of the first new token that could not be decoded, because the target's logits
+      had NaN, +inf or no finite value, or q was not finite; -1 if none. The row ends before it.
+    log_probs: the target's log-probability of each new token in nats, before ([..., 0]) and after
+      ([..., 1]) processors and sampling method (if argmax, processors only). None if not recorded.
   """
 
   tokens: Int[Array, "B T"]

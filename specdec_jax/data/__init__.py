@@ -1,1 +1,1 @@
-"""Vocabularies, text files, dialogs and seqio tasks."""
+"""Vocabularies, text files, dialogs, synthetic errors, seqio tasks and TFDS data sets."""

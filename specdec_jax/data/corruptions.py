@@ -37,13 +37,13 @@ _Error = Callable[[list[str], int, random.Random], bool]
 
 
 def corrupt(sentence: str, rng: random.Random, mean_errors: float = 1.6) -> str:
-  """Return a sentence with random errors; some sentences stay as they are.
+  """Return a sentence with random errors; a tenth or more of the sentences stay as they are.
 
   Args:
     sentence: a correct sentence, with words that are separated by spaces.
-    rng: source of the errors.
-    mean_errors: expected number of errors in a sentence of 16 words. Longer sentences have more
-      errors, and at most one in three words has one.
+    rng: random number generator.
+    mean_errors: expected number of errors in a sentence of 16 words that does not stay as it is.
+      Longer sentences get more errors, but at most one error per three words.
   """
   words = sentence.split(" ")
   if rng.random() < 0.1:
@@ -151,7 +151,7 @@ def _wrong_case(words: list[str], i: int, rng: random.Random) -> bool:
 
 
 def _wrong_mark(words: list[str], i: int, rng: random.Random) -> bool:
-  """Drop the mark after a word or the last word, or add a comma."""
+  """Drop the punctuation mark or apostrophe of a word (often the last word), or add a comma."""
   if rng.random() < 0.5:
     i = len(words) - 1
   word = words[i]

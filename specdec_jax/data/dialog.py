@@ -22,7 +22,7 @@ def prompt(turns: Sequence[str], speakers: tuple[str, str] = ("A", "B"), first: 
   """Return the prompt for the next turn of a dialog.
 
   Args:
-    turns: texts of the turns, which may be the last ones of a dialog.
+    turns: texts of the turns; the first turns of a dialog may be left out.
     speakers: names of the speakers. The first speaker has turns 0, 2, ... of the dialog.
     first: index in the dialog of `turns[0]`.
   """
@@ -49,7 +49,7 @@ def read_dialogs(
     vocabulary: path of the vocabulary of the pair.
     max_tokens: maximum number of tokens of a prompt, EOS included; at most the pair's
       `max_source_tokens`.
-    limit: number of dialogs to read; None to read all.
+    limit: maximum number of dialogs to read; None to read all.
     speakers: names of the speakers; the first one has the first turn.
 
   Raises:

@@ -7,13 +7,8 @@ requested lengths and followed by EOS.
 
 No dataset is downloaded: datasets of TFDS must be prepared on this machine. T5's vocabulary is read
 when a task is first tokenized. Two environment variables name paths. SPECDEC_T5_VOCABULARY is the
-<<<<<<< HEAD
-path of a copy of T5's SentencePiece model. SPECDEC_DATA is the path of the folder that contains
-multi30k and lm1b_sample, by default `data`.
-=======
-path of a copy of T5's SentencePiece model, by default in gs://t5-data. SPECDEC_SHARED is the path
-of the folder that contains data/multi30k and data/lm1b_sample.
->>>>>>> prose
+path of a copy of T5's SentencePiece model, by default in gs://t5-data. SPECDEC_DATA is the path of
+the folder that contains multi30k and lm1b_sample, by default `data`.
 
 Source: t5/data/tasks.py and utils.py of google-research/text-to-text-transfer-transformer.
 """

@@ -42,7 +42,7 @@ def sources(
   Args:
     task: name of a task registered by this module, by `add_task` or by any imported module.
     split: name of the split of the task.
-    limit: number of examples to read; None to read all.
+    limit: maximum number of examples to read; None to read all.
     side: 'inputs', or 'targets' to return the reference outputs instead.
 
   Raises:
@@ -75,12 +75,12 @@ def sources(
 def targets_file(task: str, split: str = "train", limit: int = 100_000) -> str:
   """Write reference outputs of a task to a file, one per line, and return its path.
 
-  The file is in `runs/targets`. It is written once.
+  The file is in `runs/targets`. If it exists, it is not written again.
 
   Args:
     task: name of a task; see `sources`.
     split: name of the split of the task.
-    limit: largest number of outputs.
+    limit: maximum number of outputs.
 
   Raises:
     InputError: as for `sources`.
@@ -96,7 +96,7 @@ def targets_file(task: str, split: str = "train", limit: int = 100_000) -> str:
 
 
 def __getattr__(name: str) -> Any:
-  """Raise InputError for a name that is missing without seqio; otherwise, raise AttributeError."""
+  """Raise AttributeError, or InputError if the name is missing because seqio is not installed."""
   if not _HAS_SEQIO and name in _SEQIO_NAMES:
     raise InputError(f"tasks.{name} {_MISSING}")
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

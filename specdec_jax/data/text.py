@@ -21,7 +21,7 @@ def read_lines(
   Args:
     path: path of a file or pipe; '-' for standard input. A file is decompressed if its name ends in
       .gz.
-    limit: number of lines to return; None to return all.
+    limit: maximum number of lines to return; None to return all.
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task.
     num_words: number of words to keep of each line, so that a decoder-only model continues it; None
       to keep all.

@@ -15,7 +15,8 @@ def prepare_tfds(name: str, is_required: bool) -> None:
       printed.
 
   Raises:
-    InputError: the download failed; or TensorFlow Datasets is not installed, and `is_required`.
+    InputError: the download failed; or `is_required` is True, and TensorFlow Datasets is not
+      installed.
   """
   if importlib.util.find_spec("tensorflow_datasets") is None:
     message = (

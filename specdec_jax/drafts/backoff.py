@@ -99,11 +99,11 @@ def _hash(array_module: Any, tokens: Sequence[Any], shape: tuple[int, ...]) -> A
   """Return a 32-bit hash of each context, computed by numpy or jax.numpy.
 
   Contexts with equal hashes share their successors. This can make draft tokens worse, but it does
-  not change the output.
+  not change the distribution of the output.
 
   Args:
     array_module: numpy or jax.numpy.
-    tokens: one array per position of the contexts, from the oldest token to the newest.
+    tokens: one array per position of the contexts, from the first token to the last.
     shape: shape of each of these arrays, and of the hashes.
   """
   hashed = array_module.zeros(shape, array_module.uint32)
@@ -154,7 +154,7 @@ def _successors(
   levels: Sequence[tuple[UInt32[Array, " _"], Int32[Array, "_ successors"]]],
   recent: Int[Array, "B W context"],
 ) -> Int32[Array, "B W successors"]:
-  """Return the successors of the longest suffix of each row of `recent` that is a known context."""
+  """Return, for each context in `recent`, the successors of its longest suffix that was counted."""
   # These are the successors of the empty context.
   successors = levels[-1][1][jnp.zeros(recent.shape[:2], jnp.int32)]
   for length, (known, known_successors) in enumerate(reversed(levels[:-1]), 1):

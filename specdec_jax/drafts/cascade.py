@@ -21,11 +21,11 @@ from specdec_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class CascadeDraft(Draft):
-  """A draft of a chain by several drafts, each of which continues the tokens of the previous one.
+  """A draft that proposes a chain: each of several drafts continues the tokens of the previous one.
 
   Parameters and states are tuples with one entry per draft, in order. The drafts do not receive the
-  outcome of verification. Instead, drafts with a cache process the committed tokens at the start of
-  the next round.
+  outcome of verification. Instead, drafts with a cache start each round with a forward pass over
+  the tokens that the last round may have committed.
 
   Attributes:
     drafts: one or more drafts, whose trees are chains.

@@ -41,7 +41,8 @@ class DynamicDraft(Draft):
     processors: logits processors, which apply to the model's logits.
 
   Raises:
-    InputError: there are fewer candidates than draft tokens.
+    InputError: there are fewer candidates than draft tokens; or `width`, the depth or the number of
+      draft tokens is not a positive integer.
   """
 
   model: Model
@@ -93,7 +94,10 @@ class DynamicDraft(Draft):
 
 
 def require_candidates(tree: DynamicTree, width: int) -> None:
-  """Raise InputError if a dynamic tree has more draft tokens than there are candidates for it."""
+  """Raise InputError if a dynamic tree has more draft tokens than there are candidates for it.
+
+  It is also raised if `width`, the depth or the number of draft tokens is not a positive integer.
+  """
   require_count("width", width)
   require_count("depth", tree.depth)
   require_count("num_guesses", tree.num_guesses)
@@ -113,7 +117,10 @@ def model_draft(model: Model, sampling: Sampling, tree: AnyTree) -> Draft:
 
 
 def _drafted(tree: DynamicTree, width: int) -> DynamicTree:
-  """Return the size of the tree that is processed: `width` nodes per level except the last."""
+  """Return the size of the tree that the model processes, as a `DynamicTree` without parents.
+
+  It has `width` nodes per level, but not the last level of `tree`, which is not processed.
+  """
   return DynamicTree(width * (tree.depth - 1), max(1, tree.depth - 1))
 
 
@@ -136,14 +143,14 @@ def grow(
     extend_level: function that processes a level of the tree. It takes (carry, tokens [B, width],
       parents [B, width], level from 1, tree of the processed nodes) and returns (logits [B, width,
       V] at the tokens, new carry). `parents` are indices into the processed nodes of the previous
-      level.
+      level; for level 1 they are 0, for the last committed token.
     carry: value that `extend_level` receives for level 1.
     context: context of the round.
     processors: logits processors, which apply to all logits.
 
   Returns:
-    (proposal, nodes, last carry). `nodes` [B, N] numbers the draft tokens in the order in which
-    they were processed, from 1; it is 0 for draft tokens that were not processed.
+    (proposal, nodes, last carry). `nodes` [B, N] holds the number of each draft token among the
+    processed nodes, from 1; it is 0 for draft tokens that were not processed.
   """
   batch, k = len(root_logits), width
   rows = jnp.arange(batch)[:, None]
@@ -194,6 +201,6 @@ def grow(
 def _best_children(
   logits: Float[Array, "B M V"], scores: Float[Array, "B M"], k: int
 ) -> tuple[Float[Array, "B M {k}"], Int[Array, "B M {k}"]]:
-  """Return the log scores and the tokens of the k best children of each node."""
+  """Return the log scores and the tokens of the k best children of each of M nodes."""
   log_probs, tokens = lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), k)
   return scores[..., None] + log_probs, tokens

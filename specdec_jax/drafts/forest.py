@@ -29,7 +29,8 @@ class ForestDraft(Draft):
 
   Parameters and states are tuples with one entry per draft, in order. The drafts do not receive the
   outcome of verification, because accepted tokens may come from a different draft. Instead, drafts
-  with a cache process the committed tokens at the start of the next round.
+  with a cache start each round with a forward pass over the tokens that the last round may have
+  committed.
 
   Attributes:
     drafts: one or more drafts; among siblings, the tokens of earlier drafts are verified first.

@@ -134,14 +134,17 @@ class HierarchicalDraft(Draft):
     return _LogitsRecorder(self.inner.with_reread(self.reread + 2))
 
   def _with_room(self, context: Context) -> Context:
-    """Return the context with slots for more tokens; the inner draft may propose too many."""
+    """Return the context with slots for tokens that `inner` proposes past the end of the chain."""
     room = self.inner.tree.num_nodes
     return context._replace(tokens=jnp.pad(context.tokens, ((0, 0), (0, room))))
 
 
 @dataclasses.dataclass(frozen=True)
 class _WithLimit(LogitsProcessor):
-  """Logits processor that receives the limit of the output, not of the draft tokens."""
+  """Logits processor that passes the limit of the output to another logits processor.
+
+  This limit replaces that of the inner decoding loop, which is the end of the chain.
+  """
 
   processor: LogitsProcessor
   limit: Any  # [B]
@@ -151,11 +154,11 @@ class _WithLimit(LogitsProcessor):
 
 
 class _RecordedLogits(NamedTuple):
-  """State of a draft, and the logits from which each new token was sampled.
+  """State of the inner draft, and the logits from which each new token was sampled.
 
   Attributes:
-    inner: state of the draft.
-    first_length: number of committed tokens before the first round.
+    inner: state of the inner draft.
+    first_length: number of committed tokens before the first round of the inner decoding loop.
     logits: logits from which each token after the first `first_length` tokens was sampled.
   """
 

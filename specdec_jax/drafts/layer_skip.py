@@ -1,7 +1,7 @@
 """Layer skipping: some decoder layers of the target as a draft (Section 3.6; Zhang et al., 2024).
 
-The draft reads the target's cache of these layers. Its own entries in that cache are discarded
-after the round; the target's forward pass over the draft tokens writes the same slots.
+The draft reads the target's cache of these layers. The entries that it adds are discarded after
+drafting; the target's forward pass over the draft tokens writes the same slots.
 """
 
 import dataclasses
@@ -25,14 +25,15 @@ from specdec_jax.wrappers import WrappedDraft
 
 
 def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
-  """Return a draft from some decoder layers of the target and the target's final norm and logits.
+  """Return a draft from some decoder layers of the target, its final norm and output projection.
 
   Args:
     target: a T5 or a decoder-only model of this project.
     layers: numbers of the decoder layers, from 0, in ascending order.
 
   Raises:
-    InputError: `layers` is empty or not ascending, or the target does not have these layers.
+    InputError: `layers` is empty or not ascending, the target does not have these layers, or it is
+      neither a T5 nor a decoder-only model of this project.
   """
   require_types(layer_skip, locals())
   model = unwrapped(target.model)
@@ -56,7 +57,7 @@ def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
 def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Config, Any]:
   """Return the configuration and the parameters of a model with only some of the decoder layers.
 
-  The parameters are not copied.
+  The parameters are not copied. Those of an encoder are left out.
   """
   decoder = params["decoder"]
   selected = {f"layers_{i}": decoder[f"layers_{layer}"] for i, layer in enumerate(layers)}
@@ -72,7 +73,7 @@ class LayerSkipDraft(WrappedDraft):
   It has no state and does not process the prompt. Its parameters are those of `draft`.
 
   Attributes:
-    draft: draft of the model that consists of these layers.
+    draft: draft that samples from the model that consists of these layers.
     layers: numbers of these layers in the target.
   """
 

@@ -29,7 +29,7 @@ from specdec_jax.models.t5 import PAD_ID
 def lookahead(target: LoadedTarget, window: int = 5, num_guesses: int = 5) -> DraftFactory:
   """Return lookahead decoding as a draft; see `LookaheadDraft`.
 
-  The tree of the factory must be a chain; its gamma is the number of draft tokens per n-gram.
+  `DraftFactory.build` must be given a chain, whose gamma is the number of draft tokens per n-gram.
   """
 
   def build(sampling: Sampling, tree: AnyTree) -> LookaheadDraft:
@@ -71,7 +71,8 @@ class LookaheadDraft(Draft):
     vocab_size: size of the vocabulary, V.
     gamma: number of draft tokens per n-gram; they follow its first token.
     window: number of columns of the window.
-    num_guesses: number of n-grams that are stored per token; all of them are proposed.
+    num_guesses: number of n-grams that are stored per first token. Those that start with the last
+      committed token are all proposed.
 
   Raises:
     InputError: gamma, window or num_guesses is not a positive integer.
@@ -135,7 +136,7 @@ class LookaheadDraft(Draft):
 def _with_ngrams(
   pool: Int[Array, "V guesses gamma"], ngrams: Int[Array, "width gamma_plus_1"]
 ) -> Int[Array, "V guesses gamma"]:
-  """Return the pool of one row with n-grams added, each as the first entry of its start token."""
+  """Return the pool of one row with n-grams added, each in front of those with its first token."""
 
   def add(pool, ngram):
     token, continuation = ngram[0], ngram[1:]

@@ -20,8 +20,9 @@ from specdec_jax.errors import require_count
 class ModelDraft(Draft):
   """A draft that samples tokens from a model.
 
-  Its parameters are those of the model. After a round the cache of the model may lack the last
-  accepted token, because the model does not process the last level of a tree.
+  Its parameters are those of the model, and its state is the cache of the model. After a round, the
+  cache may lack the last accepted token, because the model does not process the last level of a
+  tree.
 
   Attributes:
     model: the approximation model, M_q.
@@ -79,13 +80,13 @@ class ModelDraft(Draft):
     offsets: Int[Array, " K"] | int,
     slot: Int[Array, " B"],
   ) -> Any:
-    """Condition the cache on hidden states of the target; by default, return it unchanged.
+    """Return the cache, conditioned on hidden states of the target; by default, it is unchanged.
 
     Args:
       params: parameters of the model.
       cache: cache of the model.
-      hidden: hidden state of the target at the start of the round that processes each token (M is
-        the number of tokens), or a single state for all tokens (M is 1).
+      hidden: for each token, hidden state of the target at the start of the round that processes
+        it (M is the number of tokens); or a single state for all tokens (M is 1).
       offsets: number of tokens from the start of the round to each token.
       slot: slot of the first token that will be processed.
     """

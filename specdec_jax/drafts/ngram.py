@@ -79,7 +79,7 @@ def fit_ngrams(
 
   Raises:
     InputError: there are no tokens, an id is outside the vocabulary or is padding, or
-      num_successors is less than 1.
+      num_successors is not a positive integer.
   """
   require_count("num_successors", num_successors)
   rows = list(rows)

@@ -44,8 +44,8 @@ class PromptLookupDraft(Draft):
   All tokens are selected deterministically. A draft token is PAD_ID if it is not proposed: where
   there is no match, where the prompt has ended, or where the copied token is not in the target's
   vocabulary. There are no parameters. For a decoder-only model, the text includes the prompt, which
-  is thus searched twice. The only effect is that the EOS of the prompt may be proposed if the last
-  tokens of the prompt occur again.
+  is thus searched twice. The copy that ends with EOS is preferred, so the EOS of the prompt may be
+  proposed if the last tokens of the prompt occur again.
 
   Attributes:
     vocab_size: size of the vocabulary, V.

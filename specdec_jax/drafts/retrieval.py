@@ -1,10 +1,10 @@
 """Retrieval from a datastore of the task's texts (REST; He et al., 2024).
 
-The datastore is a suffix array: all places (token positions) in the texts, sorted by the tokens
-that start there. Occurrences of the same tokens are therefore adjacent, and among them so are
-occurrences with the same continuation. The longest suffix of the committed tokens that occurs in
-the datastore is found by bisection, inside the compiled loop. Its continuations form a trie, whose
-nodes are weighted by their frequency.
+The datastore is a suffix array: all places (token positions) in the texts, sorted by the token
+sequences that start there. Occurrences of the same tokens are therefore adjacent, and among them so
+are occurrences with the same continuation. The longest suffix of the committed tokens that occurs
+in the datastore is found by bisection, inside the compiled loop. Its continuations form a trie,
+whose nodes are weighted by their frequency.
 """
 
 import contextlib
@@ -114,8 +114,8 @@ class _Trie(NamedTuple):
 
   Attributes:
     tokens: tokens of each continuation.
-    leader: for each token, the first continuation that is equal up to and including that token. It
-      represents the node of the trie that the token belongs to.
+    leader: for each token, index of the first continuation that is equal up to and including that
+      token. It represents the node of the trie that the token belongs to.
     counts: number of continuations that pass through a node, at its leader; 0 elsewhere.
   """
 
@@ -135,12 +135,13 @@ class RetrievalDraft(Draft):
   Attributes:
     tree: a static or a dynamic tree.
     max_context: maximum number of tokens of the suffix that is looked up.
-    num_matches: maximum number of continuations that form the trie. If there are more, this many
-      are selected at even intervals.
+    num_matches: maximum number of continuations that form the trie. If there are more, they are
+      subsampled at even intervals.
 
   Raises:
-    InputError: the sum of max_context and the depth of the tree exceeds REACH, or the tree needs
-      more continuations than num_matches.
+    InputError: max_context, num_matches or the depth of the tree is not a positive integer, the sum
+      of max_context and the depth exceeds REACH, or the tree needs more continuations than
+      num_matches.
   """
 
   tree: AnyTree
@@ -207,7 +208,7 @@ class RetrievalDraft(Draft):
 def _interval(
   store: Datastore, suffixes: Int[Array, "B most most"], is_token: Bool[Array, "most most"]
 ) -> tuple[Int[Array, "B most"], Int[Array, "B most"]]:
-  """Find the interval of places at which each suffix occurs, by bisection, and return its bounds.
+  """Return, by bisection, the interval [low, high) of `store.places` in which each suffix occurs.
 
   Args:
     store: the datastore.

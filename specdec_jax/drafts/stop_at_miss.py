@@ -1,7 +1,7 @@
-"""A draft that ends its proposal where a wrapped draft has no token, so rounds differ in length.
+"""A draft that ends its proposal where a wrapped draft, such as prompt lookup, has no token.
 
-So gamma can be large enough to copy a match to its end (aggressive decoding), and a round in which
-no row has a match costs only one autoregressive step.
+Proposals thus differ in length. gamma can be large enough to copy a match to its end (aggressive
+decoding), while a round in which no row has a match costs only one autoregressive step.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from specdec_jax.wrappers import WrappedDraft
 
 @dataclasses.dataclass(frozen=True)
 class StopAtMissDraft(WrappedDraft):
-  """A draft of a chain that ends before the first PAD_ID that the wrapped draft proposes.
+  """A draft that proposes a chain, which ends before the first PAD_ID of the wrapped draft.
 
   The wrapped draft proposes PAD_ID where it has no token. The target forward pass is compiled for
   chains of 0, 1, 2, 4, ... and gamma draft tokens.

@@ -3,8 +3,8 @@
 The method follows SpecDec++ and AdaEDL. The probability that the model gives its most probable
 token predicts whether a draft token will be accepted. The product of these probabilities along a
 chain predicts whether verification will reach a token (experiments/gamma). The draft continues
-while that product is at least `threshold`. The decision to propose a token depends on distributions
-at tokens that are already sampled, never on the token itself, so token verification stays exact.
+while that product is at least `threshold`. The decision to propose a token depends on the
+distributions of earlier draft tokens, never on the token itself, so token verification stays exact.
 """
 
 import dataclasses
@@ -25,13 +25,14 @@ from specdec_jax.wrappers import WrappedDraft
 
 @dataclasses.dataclass(frozen=True)
 class StoppingDraft(WrappedDraft):
-  """A draft of a chain that ends where its model is not confident.
+  """A draft that proposes a chain, which ends where the draft model is not confident.
 
   It proposes at least one token. A token that is not proposed is -1, and its q is 0.
 
   Attributes:
     draft: draft of the model; its gamma is the maximum number of tokens.
-    threshold: confidence threshold in [0, 1]; with threshold 0 all tokens are proposed.
+    threshold: lowest product of probabilities at which the draft continues (see the module
+      docstring), in [0, 1]; with threshold 0 all tokens are proposed.
 
   Raises:
     InputError: the tree is not a chain, or the threshold is outside [0, 1].

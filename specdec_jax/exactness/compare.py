@@ -43,7 +43,7 @@ def compare_argmax(
     autoregressive: function that decodes without a draft.
     speculative: function that decodes speculatively.
     block: number of tokens of a verification pass: gamma + 1, or the number of nodes of a tree.
-    settings: batch size and limit of each output.
+    settings: settings of decoding; only batch size, `max_new_tokens` and seed are used.
     rounding: logit differences that are attributed to rounding.
     processors: logits processors that both functions apply.
 
@@ -73,7 +73,7 @@ def cells_of(
   num_tokens: int,
   processors: Processors = (),
 ) -> list[Cells]:
-  """Return the exact probabilities of cells, which divide the possible outputs of each text.
+  """Divide the possible outputs of each text into cells, and return their exact probabilities.
 
   A cell has a prefix. It contains the outputs that begin with this prefix but not with the longer
   prefix of another cell (`prefix_chi2.cut_into_cells`).
@@ -150,7 +150,7 @@ def _exact_probs(
   limit: int,
   processors: Processors,
 ) -> np.ndarray:
-  """Return the target's distributions [texts, T, V] of all tokens of texts with T tokens each."""
+  """Return the target's distribution of each token of `texts`, as an array [len(texts), T, V]."""
   rows = -(-len(texts) // 32) * 32  # few shapes, so few programs
   tokens = np.full((rows, len(texts[0])), pair.vocabulary.eos_id, np.int32)
   tokens[: len(texts)] = texts

@@ -22,7 +22,9 @@ Correlations = dict[str, Drift]  # keys are the names of the compared tokens
 class Grid(NamedTuple):
   """Scores of one kind, in arrays [rows, slots, columns]; they are 0 where nothing was sampled.
 
-  A column is a position in a round. Kinds of scores for all positions have a single column.
+  A row is an output. A column is a position of a guess in its round; if a kind of scores does not
+  distinguish positions, there is a single column. The slot of a guess or of its acceptance is the
+  slot of the guess in the output. The slot of a next token is the slot at which its round began.
 
   Attributes:
     score: scores with mean 0, given all earlier tokens.
@@ -69,12 +71,21 @@ def within_rounds(scored: RoundScores) -> Correlations:
 
 
 def between_rounds(scored: RoundScores, lags: range = LAGS) -> Correlations:
-  """Correlate scores of rounds that begin a given distance apart, and of neighboring outputs.
+  """Correlate scores at a given distance in an output, and scores of neighboring outputs.
 
-  Four kinds of scores are correlated: those of guesses at the same position of both rounds, of the
-  acceptance of these guesses, of the next tokens of both rounds, and of any two guesses at that
-  distance that are first children. In neighboring outputs (consecutive rows), the distance is 0.
-  `lags` are the distances, in tokens.
+  Pairs of scores of four kinds are correlated:
+
+  - guesses at the same position of two rounds, at the distance between the starts of the rounds;
+  - the acceptance of such guesses, at the same distance;
+  - the next tokens of two rounds, at the distance between the starts of the rounds;
+  - any two guesses that are first children, of one round or of two, at the distance between their
+    slots.
+
+  In neighboring outputs (consecutive rows), the distance is 0.
+
+  Args:
+    scored: scores of one setting.
+    lags: distances, in tokens.
   """
   correlations: Correlations = {}
   grids = dict(_grids(scored))
@@ -155,7 +166,7 @@ def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarr
 
 
 def _before(scored: RoundScores, values: np.ndarray, later: RoundScores) -> np.ndarray:
-  """Return the value of the guess before each token of `later`; 0 at the start of a round."""
+  """Return the value of the guess one slot before each token of `later`; 0 where a round starts."""
   return _at(scored, values, later.row, later.slot - 1) * (later.slot > later.start)
 
 

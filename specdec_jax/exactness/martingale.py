@@ -41,9 +41,10 @@ class Scores(NamedTuple):
       order, this score follows the uniform random number, so it detects shared uniforms.
     spread: variance of `place`, which is also the variance of `rank` unless several tokens have
       equal probabilities; the variance of `rank` is then smaller.
-    log: log-probability of the token, clipped below at log MIN_PROB, minus its mean. It is the
-      derivative of the log-likelihood with respect to the inverse temperature, so it is the most
-      powerful score against a small error of the temperature.
+    log: log-probability of the token, clipped below at log MIN_PROB, minus its mean. Apart from the
+      clipping, it is proportional to the derivative of the log-likelihood with respect to the
+      inverse temperature. It is therefore the most powerful score against a small error of the
+      temperature.
     log_variance: variance of `log`.
   """
 
@@ -59,7 +60,7 @@ class RoundScores(NamedTuple):
 
   Attributes:
     row: number of the output, from 0.
-    slot: slot of the guess in the output, from 0.
+    slot: slot of the guess or of the bonus token in the output, from 0.
     start: slot at which the round began.
     sibling: number of earlier siblings of the guess.
     position: position of the guess in its round, from 0 (`round_scores.positions`); -1 for a bonus
@@ -95,7 +96,7 @@ class Drift(NamedTuple):
 
   Attributes:
     sum: sum of the scores.
-    variance: sum of the variances of the scores.
+    variance: sum of the variances of the scores, or of upper bounds on them.
     largest: bound on the absolute value of a score.
   """
 
@@ -201,8 +202,8 @@ def detectable_bias(
   """Return the smallest bias b of acceptance that the test detects with probability `power`.
 
   The test is that of `acceptance_drift` at significance level `level`. With bias b, a guess with
-  probabilities p and q is accepted with probability min(1, (1 + b) p / q). The result is infinite
-  if the test detects no bias.
+  acceptance probability a is accepted with probability min(1, (1 + b) a) instead. The result is
+  infinite if the test detects no bias.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
   critical, deviations = (

@@ -23,7 +23,8 @@ class Rounding(NamedTuple):
   """Rounding differences between logits of a verification pass and of single-token passes.
 
   Attributes:
-    share: bound on the differences, as a fraction of the range of a token's logits.
+    share: bound on the differences, as a fraction of the range (maximum minus minimum) of the
+      logits that predict a token.
     measured: largest difference that `node_moves` measured for the same chain or tree.
   """
 
@@ -80,7 +81,8 @@ def node_moves(
   First, passes over single tokens process a prefix of each row's text. The next tokens of the text
   are then placed on one path of the tree, and different tokens on the other nodes (`paths.Plans`).
   One pass processes all nodes. As the reference, passes over single tokens process each path from
-  the root to a leaf.
+  the root to a leaf. This is repeated with other prefixes until all plans are used, at least 3
+  times.
 
   Args:
     pair: target and draft; only the target is used.
@@ -91,7 +93,7 @@ def node_moves(
 
   Returns:
     The largest difference of a logit, and the largest difference as a fraction of the range of the
-    token's logits.
+    logits at the same node.
   """
   batch, plans = len(prompt), plans_of(tree)
   padded = np.pad(text, ((0, 0), (0, tree.depth)))

@@ -84,7 +84,7 @@ def leaves_of(tree: Tree) -> list[int]:
 
 
 def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
-  """Return `count` random shapes of a dynamic tree, each with a path of full depth."""
+  """Return `count` random shapes of a dynamic tree, each as deep as the tree allows."""
   shapes = []
   for seed in range(count):
     rng = np.random.default_rng(seed)
@@ -181,7 +181,7 @@ def batches(
 
   Yields:
     The numbers of the rows [B], counted from 0 over all batches; their prompts [B, P]; and the
-    number of rows that hold new texts.
+    number of rows before those that fill up the batch.
   """
   prompts = pair.prompt(texts)
   for first in range(0, len(texts), batch_size):

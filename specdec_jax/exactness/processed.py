@@ -27,7 +27,7 @@ def processed(
     processors: logits processors; without them the logits do not change.
     model: model that computed the logits.
     prompt: padded prompts.
-    tokens: outputs, or texts that may become outputs.
+    tokens: outputs, actual or hypothetical.
     limit: maximum number of tokens of each output, EOS included (`max_new_tokens`).
     logits: logits of the model, before any processor.
   """

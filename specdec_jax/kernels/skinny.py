@@ -206,7 +206,7 @@ def _processor() -> str:
   """Return the flags of the processor, which determine the effect of `-march=native`.
 
   They are part of a cache key, because machines with different processors may share the cache in a
-  home directory.
+  home directory. Without /proc/cpuinfo, return `platform.processor()` instead.
   """
   try:
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,1 +1,1 @@
-"""Measurement of acceptance, costs and speed, and the choice of gamma from them."""
+"""Measurement of acceptance, costs and speed, and the choice of gamma or a tree from them."""

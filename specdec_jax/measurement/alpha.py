@@ -26,7 +26,7 @@ from specdec_jax.verifiers.lossy import emitted_distribution
 class Estimate(NamedTuple):
   """Mean with its 95% confidence interval.
 
-  The interval is a bootstrap over whole texts, because the tokens of a text are dependent.
+  It is computed by a bootstrap over whole texts, because the tokens of a text are dependent.
   """
 
   mean: float
@@ -162,11 +162,12 @@ def positional_acceptance(
   width: int = 8,
   lenience: float = 1.0,
 ) -> Float[np.ndarray, " W"]:
-  """Measure positional acceptance: for each rank, the probability that this child is accepted.
+  """Measure positional acceptance: the probability that the child of each rank is accepted.
 
   `extended_theory.best_tree` needs these probabilities. At each token that the target generated,
   the draft proposes `width` children. The probability that token verification accepts each of them
-  is computed, not sampled. The other arguments are those of `measure_alpha`.
+  (and rejects the earlier ones) is computed, not sampled. The other arguments are those of
+  `measure_alpha`.
   """
   tree, total, count = branching(width), np.zeros(width), 0
   draft = pair.draft(sampling, tree)

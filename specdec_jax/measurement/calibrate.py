@@ -5,7 +5,8 @@ predict the speed of each gamma. If the predicted speedup is small, a trial meas
 predicted or the measured speedup is below LEAST_GAIN, gamma is 0: decoding is autoregressive.
 
 With tree = 'auto', the speed of trees is also predicted, from measured costs (Chen et al., Sequoia,
-2024). The best tree is used if it is faster than the best chain in a trial.
+2024). The best tree is used if a trial finds it at least LEAST_GAIN times as fast as the chosen
+gamma.
 """
 
 import dataclasses
@@ -246,7 +247,7 @@ class _Calibrator:
     return round_costs(seconds[:2], seconds[2:], [tree.depth for tree in trees])
 
   def trial(self, tree: Tree, baseline: Tree) -> float:
-    """Return the measured speed with a tree relative to that with a baseline tree, interleaved."""
+    """Return the speed with a tree / the speed with a baseline tree, from interleaved timings."""
     decodes = [self.decode_fn(baseline), self.decode_fn(tree)]
     repeats = -(-TRIALS // len(self.batches))
     timed = [

@@ -74,9 +74,9 @@ def cache_key(
 ) -> dict[str, Any]:
   """Return the key of a calibration in the cache, a JSON object.
 
-  It includes the models, the settings, the program, the machine and the length of the texts. The
-  content of the texts is not included, although it determines alpha: a later run is assumed to have
-  similar texts. The seed is not included either.
+  It includes the models, the settings, the versions of the program, the machine and, within a
+  factor of 2, the length of the longest text. The content of the texts is not included, although it
+  determines alpha: a later run is assumed to have similar texts. The seed is not included either.
   """
   longest = max(len(pair.encode(text)) for text in texts)
   return dict(

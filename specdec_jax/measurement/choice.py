@@ -75,7 +75,7 @@ class Calibration(NamedTuple):
 
   @property
   def tree(self) -> Tree:
-    """Chosen tree: the best tree if a trial found it faster than the chain, else the chain."""
+    """Best tree, if at least LEAST_GAIN times as fast as the chain in a trial; else the chain."""
     best = self.branching
     faster = best is not None and best.tried is not None and best.tried >= LEAST_GAIN
     return best.tree if best is not None and faster else chain(self.gamma)
@@ -152,9 +152,9 @@ def choose_tree(
   The candidates are the best trees for each maximum depth up to DEPTH and each number of nodes in
   NODES, up to the largest measured number. The cost v of verification is interpolated linearly,
   from 1 at one node through the measured trees. The time of drafting is a cost per level (one call
-  of the draft) plus a cost per draft token (wide levels cost more). Both are fitted by least
-  squares. The equation of a tree is divided by v, because its drafting time is the difference of
-  two measured times of rounds. The error of the difference grows with these times.
+  of the draft) plus a cost per draft token (wide levels cost more). Both are fitted by weighted
+  least squares. The equation of a tree is divided by v, because its drafting time is the difference
+  of two measured times of rounds, and the error of the difference grows with these times.
 
   Args:
     acceptance: positional acceptance: for each rank, the probability that the child of that rank is

@@ -2,7 +2,7 @@
 
 Steps and rounds are timed by running `Decoder.round` in a loop, so that memory and processor caches
 are in the same state as in decoding. The time of drafting is the difference between rounds with and
-without drafting. Verification is timed alone.
+without drafting. The verifier is timed alone.
 """
 
 import functools
@@ -92,9 +92,9 @@ def round_calls(
   """Return calls that time the parts of rounds, in the order that `round_costs` expects.
 
   The parts are: a step of autoregressive decoding; for each draft, a round without drafting; for
-  each draft, a complete round; for each draft, verification alone. Each part is timed with 0 and
-  with CHAIN iterations, so that dispatch overhead cancels. The tokens do not matter: shapes are
-  fixed, and a row that has ended is still computed.
+  each draft, a complete round; for each draft, the verifier alone (`Costs.accept`). Each part has
+  two calls, with 0 and with CHAIN iterations, so that dispatch overhead cancels. The tokens do not
+  matter: shapes are fixed, and a row that has ended is still computed.
 
   Args:
     pair: target and verifier.

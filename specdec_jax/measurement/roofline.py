@@ -1,8 +1,8 @@
-"""Lower bound on the time of a step: the bytes that it must read / the memory bandwidth.
+"""Bandwidth-bound estimate of the time of a step: bytes that it reads / memory bandwidth.
 
 A decoding step uses each weight for only a few tokens, so reading the weights dominates its time
-(Section 3.4). The measured time divided by this bound is the largest factor by which a step could
-become faster.
+(Section 3.4). The measured time divided by this estimate is the largest factor by which a step
+could become faster, unless weights stay in a processor cache.
 """
 
 import functools
@@ -106,13 +106,13 @@ def _shard_share(params: Any) -> float:
 
 
 def read_bytes(f, *args) -> int:
-  """Return a lower bound on the bytes that f(*args) reads from its arguments.
+  """Estimate the bytes that f(*args) reads from its arguments.
 
   Arguments are arrays or their shapes. An unused argument counts 0 bytes. If an argument is only
   gathered or sliced, only the elements that are read count. Any other argument counts once, with
   all its elements. A scan reads its inputs in every iteration; a while loop is assumed to run once.
-  If a processor cache holds the weights of a small model between iterations, fewer bytes are read
-  from memory.
+  It is assumed that no data stays in a processor cache between iterations, as the weights of a
+  small model may.
   """
   reads, in_loops = _reads(jax.make_jaxpr(f)(*args).jaxpr)
   return sum(reads.values()) + in_loops

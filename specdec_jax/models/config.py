@@ -116,7 +116,7 @@ class GPTConfig(TransformerConfig):
     eos_id: id of EOS, the token that ends a text. It also marks the end of a prompt, but is not
       processed as part of the prompt.
     start_id: id of the start token, which precedes each prompt. None for GPT-2, which has no start
-      token; only if the prompt is empty, the text starts with EOS.
+      token; a text with an empty prompt starts with EOS instead.
   """
 
   has_encoder: ClassVar[bool] = False

@@ -5,7 +5,7 @@ of all tokens, without a cache), the prefill of a decoder-only model (a block of
 decode step (a block of one token) and parallel verification (a block of K tokens, which are a chain
 or a tree).
 
-Axis letters as in `core.types`; in keys and values, D is the size of a head.
+Axis letters are those of `core.types`; in keys and values, D is the size of a head.
 """
 
 from typing import Any
@@ -124,7 +124,7 @@ class Decoder(nn.Module):
       cached: for each layer, keys and values of the tokens before the block; None for no cache.
       length: number of tokens in the cache.
       tree: positions and visibility of the nodes; None for a chain.
-      first: number of the first node.
+      first: index of the first node.
       deterministic: False to apply dropout.
 
     Returns:

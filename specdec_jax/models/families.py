@@ -1,4 +1,4 @@
-"""Functions for T5 and decoder-only models: Flax modules, models, parameters, fused layouts."""
+"""Flax modules, models, parameters and fused layouts of T5 and decoder-only models."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def model_of(config: Config) -> T5Model | GPTModel:
 
 
 def init_params(config: Config, rng: Key[Array, ""]) -> Any:
-  """Return random float32 parameters of a model. Parameters of a T5 have the names of t5x."""
+  """Return random float32 parameters of a model. Parameters of T5 have the names of t5x."""
   tokens = jnp.zeros((1, 1), jnp.int32)
   return module_of(config).init(rng, tokens, tokens)["params"]
 

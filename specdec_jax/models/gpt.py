@@ -4,7 +4,7 @@ A prompt consists of tokens, EOS and padding, as `Vocabulary.encode` returns the
 of the prompt and is not processed. Padding may be any token except EOS. If the prompt is empty, the
 model generates text unconditionally.
 
-Axis letters as in `core.types`; in keys and values, D is the size of a head.
+Axis letters are those of `core.types`; in keys and values, D is the size of a head.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class GPTCache:
   Attributes:
     length: number of cached tokens of each row. Slots from `length` on are masked until they are
       overwritten.
-    layers: for each layer, keys and values [B, H, T, D].
+    layers: for each layer, its keys and its values, both of shape [B, H, T, D].
   """
 
   length: Int[Array, " B"]
@@ -93,7 +93,7 @@ class GPT(nn.Module):
 class GPTModel:
   """Decoder-only model as a `Model`: `prefill` processes the prompt in one forward pass.
 
-  `prefill` raises InputError if a text can exceed the model's table of positions.
+  `prefill` raises InputError if the cache has more slots than the model has learned positions.
 
   Attributes:
     config: configuration of the model.

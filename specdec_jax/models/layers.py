@@ -1,6 +1,6 @@
 """Layers of the models: norms, attention, feed-forward blocks and position bias.
 
-Axis letters as in `core.types`; in arrays of queries, keys and values, D is the size of a head.
+Axis letters are those of `core.types`; in queries, keys and values, D is the size of a head.
 """
 
 from collections.abc import Callable
@@ -138,7 +138,7 @@ class Dropout(nn.Module):
 
 
 class Attention(nn.Module):
-  """Multi-head attention without a scale factor; T5 merges it into the initializer of queries.
+  """Multi-head attention without a scale factor, which T5 merges into the initializer of queries.
 
   The projections are separate methods, so that the caller can cache keys and values.
 

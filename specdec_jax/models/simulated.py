@@ -57,7 +57,7 @@ class SimulatedModel(WrappedModel):
     seed: seed of the pseudo-random function.
 
   Raises:
-    InputError: alpha is outside [0, 1].
+    InputError: alpha is outside [0, 1]; or (in `extend`) the tree is dynamic or a block is partial.
   """
 
   alpha: float

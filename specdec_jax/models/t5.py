@@ -1,6 +1,6 @@
 """T5 encoder-decoder in Flax, with the parameter names of t5x.
 
-Axis letters as in `core.types`; in keys and values, D is the size of a head.
+Axis letters are those of `core.types`; in keys and values, D is the size of a head.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ class T5Cache:
   Attributes:
     length: number of cached tokens of each row. Slots from `length` on are masked until they are
       overwritten.
-    layers: for each layer, keys and values of self-attention [B, H, T, D].
-    cross: for each layer, keys and values of the encoded source [B, H, S, D].
+    layers: for each layer, keys and values of self-attention, both of shape [B, H, T, D].
+    cross: for each layer, keys and values of the encoded source, both of shape [B, H, S, D].
     cross_bias: bias of cross-attention: 0 at source tokens and MASKED at padding.
   """
 

@@ -89,7 +89,8 @@ def cascade_draft(
     gammas: number of draft tokens of each draft except the last one, which proposes the rest.
 
   Raises:
-    InputError: `len(gammas)` is not `len(drafts) - 1`, or a gamma is not a positive integer.
+    InputError: `len(gammas)` is not `len(drafts) - 1`, a gamma is not a positive integer, or (when
+      the draft is built) the tree is not a chain.
   """
   require_types(cascade_draft, locals())
   if len(gammas) != len(drafts) - 1:
@@ -125,9 +126,10 @@ def tree_draft(
   Args:
     target: target of the pair.
     draft: function that loads a draft that proposes trees.
-    widths: number of children of each node at depth 0, 1, ...; nodes at greater depths have one.
-    num_guesses: number of draft tokens of a dynamic tree, to be given instead of `widths`. At depth
-      1, the tree has one draft token.
+    widths: number of children of each node at depth 0, 1, ...; nodes at depths past the end of
+      `widths` have one child.
+    num_guesses: number of draft tokens of a dynamic tree, to be given instead of `widths`. For
+      gamma 1, the tree has one draft token.
 
   Raises:
     InputError: both `widths` and `num_guesses` are given, or neither of them.
@@ -202,11 +204,12 @@ def draft_sampling(
 ) -> DraftFactory:
   """Return a draft with a sampling method of its own (Section 6). Decoding is exact for any q.
 
+  If the target's temperature is 0, the draft uses the target's sampling method.
+
   Args:
     target: target of the pair.
     draft: function that loads a draft that samples its tokens.
-    temperature: temperature of the draft, used if the target's is above 0; None to use the target's
-      temperature.
+    temperature: temperature of the draft; None to use the target's temperature.
     top_k: top_k of the draft; None to use the target's top_k.
     top_p: top_p of the draft; None to use the target's top_p.
   """

@@ -79,7 +79,8 @@ def load_pair(
     shardings: function from the tree of shapes of the target's parameters to a tree of
       `jax.sharding.Sharding`. Sharded parameters are not converted for decoding, because that would
       concatenate matrices across shards.
-    draft_shardings: function like `shardings` for the parameters of the draft.
+    draft_shardings: function like `shardings` for the parameters of the draft. It is not used for a
+      draft head, or for a draft that a function loads.
     kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, if available and without
       `shardings`, for matmuls with weights, attention and T5's norms.
     stored_weights: whether weights of the target that are stored in bfloat16 stay in bfloat16 when
@@ -168,7 +169,10 @@ def load_pair(
 
 
 def _open(role: str, model: Any, or_function: bool = False) -> Checkpoint:
-  """Return the checkpoint of a model that is given by its path or its name, or in memory."""
+  """Return the checkpoint of a model, given as a path, as a name on the Hub, or in memory.
+
+  With `or_function`, the error message for any other value lists a function as an option, too.
+  """
   if isinstance(model, str):
     return open_checkpoint(model)
   if not is_in_memory(model):
@@ -210,7 +214,10 @@ class GenerationWarning(UserWarning):
 
 
 def _generation(checkpoint: Checkpoint, words: Vocabulary) -> dict[str, Any]:
-  """Return the generation settings of a checkpoint, with EOS ids if any is not that of `words`."""
+  """Return the generation settings of a checkpoint.
+
+  Its EOS ids within the vocabulary are included if one of them is not the EOS of `words`.
+  """
   eos_ids = [eos_id for eos_id in checkpoint.eos_ids if eos_id < len(words)]
   several = {"eos_token_id": eos_ids} if {*eos_ids} - {words.eos_id} else {}
   return {**checkpoint.generation.settings, **several}

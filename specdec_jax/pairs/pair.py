@@ -124,7 +124,7 @@ class LoadedPair(NamedTuple):
         tokens, decoding is autoregressive.
       lenience: lenience of the verifier (Appendix A.5); 1 is exact.
       eos_id: token that ends a text, or several; None for the vocabulary's.
-      processors: logits processors, of the target and of drafts that have logits.
+      processors: logits processors; they apply to the target, and to a draft that has logits.
       logprobs: whether results have log-probabilities.
 
     Raises:
@@ -235,7 +235,7 @@ class LoadedPair(NamedTuple):
     require_memory(f"batch_size {batch_size}", logits)
 
   def can_decode(self, text: str) -> bool:
-    """Return whether a text can be decoded. Only a decoder-only target can decode an empty text."""
+    """Return whether a text can be decoded. Only a decoder-only target can decode a blank text."""
     return self.continues or bool(text.strip())
 
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
@@ -261,8 +261,8 @@ def verifier_from(
   """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1.
 
   Raises:
-    InputError: `verifier` does not return a verifier, or lenience is below 1 and the verifier does
-      not support it.
+    InputError: `verifier` does not return a verifier, lenience is below 1 and the verifier does not
+      support it, or lenience is outside (0, 1].
   """
   built = verifier(sampling)
   if not isinstance(built, Verifier):

@@ -63,7 +63,7 @@ def random_speculator(
 def head_factory(
   name: str, config: SpeculatorConfig, params: Any, target: LoadedTarget
 ) -> DraftFactory:
-  """Return a draft head as a draft of a target.
+  """Return the draft factory of a draft head for a target.
 
   Args:
     name: name of the draft in records.

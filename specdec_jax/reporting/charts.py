@@ -1,6 +1,6 @@
 """Charts as SVG, drawn by matplotlib for the width of a phone.
 
-Colours refer to the variables of the page's style sheet, so that they follow a dark theme.
+Colors refer to the variables of the page's style sheet, so that they follow a dark theme.
 """
 
 import io
@@ -66,7 +66,7 @@ class Curve(NamedTuple):
     name: label of the curve.
     colour: "blue", "orange" or "green".
     line: line style of matplotlib. Points of a solid line are filled.
-    points: (x, y) in ascending order of x, such as gamma and speedup.
+    points: pairs (x, y), such as (gamma, speedup), in ascending order of x.
   """
 
   name: str
@@ -184,7 +184,7 @@ def bar_chart(heading: str, label: str, values: Sequence[tuple[str, float]]) -> 
 
 
 def _bars(axes: Axes, values: Sequence[float], labels: Sequence[str], height: float) -> None:
-  """Draw horizontal bars at 0, 1, ... from the top, each with a label at its end."""
+  """Draw horizontal bars at y = 0, 1, ..., from the top down, each with a label at its end."""
   fill, edge = _THEME["blue-bed"], _THEME["blue"]
   bars = axes.barh(range(len(values)), values, height, color=fill, edgecolor=edge)
   background = {"facecolor": _THEME["page"], "edgecolor": "none", "pad": 1}

@@ -15,8 +15,8 @@ class Column(NamedTuple):
 
   Attributes:
     heading: heading of the column.
-    text: function that returns the text of a record's cell. It raises TypeError if a field that it
-      needs is None.
+    text: function that returns the text of a record's cell. A TypeError from it means that a field
+      that it needs is None.
     meaning: explanation of the heading for the legend; '' if the heading needs none.
   """
 
@@ -58,9 +58,9 @@ def range_text(r: Record) -> str:
 
 
 def _bandwidth_share(part: str) -> Callable[[Any], str]:
-  """Return a function that formats a step's read time at full bandwidth, as % of measured time.
+  """Return a function that formats read time at full bandwidth as a percentage of measured time.
 
-  `part` is the prefix of the step's fields in a record, such as 'target_step'.
+  `part` is the prefix of the record's fields for a part of a round, such as 'target_step'.
   """
 
   def text(r: Any) -> str:
@@ -353,6 +353,6 @@ def legend(names: Iterable[str]) -> dict[str, str]:
 def records_table(
   title: str, records: Sequence[Record], names: Sequence[str], notes: Sequence[str] = ()
 ) -> Table:
-  """Return a table with one row per record, the columns with the given names, and a legend."""
+  """Return a table with one row per record, the named columns, the notes and a legend."""
   rows = tuple(tuple(cell(name, record) for name in names) for record in records)
   return Table(title, headings(names), rows, tuple(notes), legend(names))

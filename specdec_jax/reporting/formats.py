@@ -122,6 +122,9 @@ _WRITERS = {"terminal": _terminal, "markdown": _markdown, "csv": _csv, "latex": 
 
 
 def _right_aligned(table: Table) -> list[bool]:
-  """Return for each column whether all its cells start like a number, as MISSING does."""
+  """Return for each column whether all its cells start like numbers.
+
+  A missing value ('-') counts as a number.
+  """
   columns = zip(*table.rows) if table.rows else [()] * len(table.columns)
   return [all(cell[:1] in "+-0123456789" for cell in column) for column in columns]

@@ -75,7 +75,7 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
 
 
 def page(title: str, records: Sequence[Record], *sections: Section) -> str:
-  """Return a page with the settings that all records share, and with the given sections."""
+  """Return a page with the given sections, the settings that all records share, and versions."""
   versions = {
     f"specdec_jax {r.specdec_version}, commit {r.commit or '-'}, jax {r.jax_version or '-'}, "
     f"{(r.date or '-')[:10]}"
@@ -146,7 +146,7 @@ def _tree_text(parents: Sequence[int]) -> str:
 
 
 def _varying(records: Sequence[Record]) -> dict[str, str]:
-  """Return the settings in which the records differ, with their labels."""
+  """Return name -> label of each setting in `_MAIN` or `_OTHER` in which the records differ."""
   labels = _MAIN | _OTHER
   return {
     name: label for name, label in labels.items() if len({_value(r, name) for r in records}) > 1
@@ -164,7 +164,7 @@ def _series(records: Sequence[Record]) -> dict[str, list[Record]]:
   """Group records that differ only in gamma, and sort each group by gamma.
 
   Returns:
-    Groups of records. The key of a group describes the settings that distinguish it from others.
+    Groups of records, by a description of the settings that distinguish the group from others.
   """
   series: dict[str, list[Record]] = {}
   varying = _varying(records)

@@ -48,7 +48,10 @@ def speedup_charts(series: dict[str, list[Record]]) -> Markup:
 
 
 def acceptance_charts(series: dict[str, list[Record]]) -> Markup:
-  """Return a chart of acceptance by position for each series, at the highest gamma that has it."""
+  """Return a chart of acceptance by position for each series in which it was recorded.
+
+  A chart shows the record with the highest gamma among those that have it.
+  """
   figures = []
   for name, records in series.items():
     by_position = [(r, r.acceptance_by_position) for r in records if r.acceptance_by_position]
@@ -66,7 +69,7 @@ def acceptance_charts(series: dict[str, list[Record]]) -> Markup:
 
 
 def _few(r: Record) -> list[int | None]:
-  """Estimate the number of verified draft tokens at each position; None for 0, or FEW and more.
+  """Estimate the number of verified draft tokens at each position; None if it is 0 or at least FEW.
 
   A draft token is verified if all earlier draft tokens of its round were accepted.
   """

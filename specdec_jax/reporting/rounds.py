@@ -1,4 +1,4 @@
-"""Rounds of a decoded text, token by token, and as coloured lines as in Figure 1 of the paper."""
+"""Rounds of a decoded text, token by token, and as colored lines as in Figure 1 of the paper."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -30,8 +30,9 @@ class Branch(NamedTuple):
   Attributes:
     depth: number of draft tokens on the path before the branch. They belong to the accepted path or
       to an earlier branch.
-    rejected: first token of the branch if it was verified, otherwise None. A verified token is a
-      child of the last accepted node, or an earlier sibling of an accepted node.
+    rejected: first token of the branch if it was verified, otherwise None. It was verified if it is
+      an earlier sibling of an accepted node or, if the target's token was emitted, a child of the
+      last accepted node.
     unverified: tokens of the branch that were not verified.
   """
 
@@ -139,11 +140,11 @@ def _branches(
 
 
 def round_text(r: Round) -> Text:
-  """Format a round as a coloured line.
+  """Format a round as a colored line.
 
-  Brackets mark a rejected token and the target's token, in case colours are not visible. The
-  branches of a tree follow on separate lines. Each branch begins in the column where it leaves the
-  line above.
+  Brackets mark a rejected token and the target's token, in case colors are not visible. Unverified
+  tokens of a chain are left out. The branches of a tree follow on separate lines. Each branch
+  begins in the column where it leaves the line above.
   """
   parts = [(piece, ACCEPTED) for piece in r.accepted]
   parts += _rejected(r.rejected)

@@ -118,9 +118,9 @@ def _chain(r: Round, target: Markup) -> Markup:
 
 
 def _tree(r: Round, target: Markup) -> Markup:
-  """Return the tree of a round as a table with one row per branch and one column per depth.
+  """Return the tree of a round as a table with one column per depth.
 
-  The target's token is in the first row.
+  The first row has the accepted tokens and the target's token. Each other row has a branch.
   """
   rows = [(0, [*_tokens(r.accepted, None, ()), target])]
   rows += [(b.depth, _tokens((), b.rejected, b.unverified)) for b in r.branches]

@@ -13,7 +13,7 @@ class Table:
   """A table of text cells; `formats.render` formats it.
 
   Attributes:
-    title: title in one line.
+    title: title, without line breaks.
     columns: distinct headings of the columns.
     rows: cells of each row, one per column.
     notes: sentences about the whole table.

@@ -38,15 +38,15 @@ def t5x_decode(
   of a vocabulary.
 
   Args:
-    config: configuration of the target. Its parameters must not be fused.
+    config: configuration of the target, without `fused`.
     params: parameters of the target.
     prompt: padded prompts.
     rng: one key per row; only the first key is used.
     max_new_tokens: maximum number of tokens of each row, including EOS.
-    sampling: sampling method; not used with beams.
+    sampling: sampling method, of which only temperature, top_k and top_p apply; not used with
+      beams.
     eos_id: token that ends a text; -1 if none does.
-    beams: number of beams of t5x's `beam_search`, of which the best text is returned; None for
-      sampling.
+    beams: number of beams of t5x's `beam_search`, whose best text is returned; None for sampling.
 
   Returns:
     The texts. t5x does not report its forward passes, so one round per token is recorded.

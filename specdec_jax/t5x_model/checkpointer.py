@@ -13,7 +13,7 @@ class PairCheckpointer:
   """Checkpointer that restores the target from t5x's path and the draft from `draft_path`.
 
   t5x constructs it through `RestoreCheckpointConfig`: as `checkpoint_manager_cls` or, if
-  `use_orbax` is False, as `checkpointer_cls`. In both cases it reads both formats of t5x.
+  `use_orbax` is False, as `checkpointer_cls`. In both cases it reads the formats of T5X and Orbax.
   """
 
   def __init__(self, *, train_state, partitioner, draft_path: str, restore_dtype=None, **_):

@@ -1,7 +1,7 @@
 """t5x's encoder-decoder model with speculative decoding.
 
-Axis letters: B examples, S source tokens, T target tokens, A decodes per example (`num_decodes`).
-K and V are those of `core.types`.
+Axis letters: B examples or decoded rows, S source tokens, T target tokens, A decoded rows per
+example (`num_decodes`). K and V are those of `core.types`.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ INHERITED = tuple(
 
 
 class _Draft(ModelDraft):
-  """A draft whose q is sharded by t5x's rules for the draft's axes; by default by batch only.
+  """A draft whose q is sharded by t5x's rules for the draft's axes; by default only by batch.
 
   Without the constraint, q would be sharded by vocabulary like the target's logits, and devices
   would communicate in every draft step. Outside of t5x's partitioner, the constraint has no effect.
@@ -66,11 +66,12 @@ class _Draft(ModelDraft):
 
 
 class SpeculativeModel(models.EncoderDecoderModel):
-  """Encoder-decoder model of t5x that decodes speculatively; everything else is unchanged.
+  """Encoder-decoder model of t5x that decodes speculatively.
 
-  Its parameters are the tree of the target's parameters, in which the entry 'draft' holds those of
-  the draft. As in t5x, `decode_fn` and its bindings configure decoding. `decode_fn` is
-  `temperature_sample` or `beam_search`.
+  Its parameters are the tree of the target's parameters, with an additional entry 'draft' that
+  holds those of the draft. As in t5x, `decode_fn` and its bindings configure decoding. `decode_fn`
+  is `temperature_sample` or `beam_search`. Everything except decoding, such as scoring, is that of
+  t5x and uses only the target.
   """
 
   def __init__(
@@ -177,8 +178,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
     """Decode speculatively.
 
     With `beam_search`, the texts, their order and their scores equal those of t5x's beam search
-    with `num_decodes` beams. The entry 'rounds' is then the result of `count_steps`, and the key is
-    not used.
+    with `num_decodes` beams. 'rounds' in the second result is then the result of `count_steps`, and
+    the key is not used.
 
     Gin bindings of `EncoderDecoderModel.predict_batch_with_aux` replace arguments that are not
     given.
@@ -341,9 +342,9 @@ class SpeculativeModel(models.EncoderDecoderModel):
 class SamplingCallback(LogitsProcessor):
   """Logits processor that calls a `logit_callback_fn` of t5x's `temperature_sample`.
 
-  The function receives logits [B K, V] and a `SamplingLoopState`, both with one row per node of the
-  block. Only `cur_index`, `cur_token` and `sequences` up to `cur_index` have the values that they
-  have in t5x, so the function must not use the other fields.
+  The function receives logits [B * K, V] and a `SamplingLoopState`, both with one row per node of
+  the block. Only `cur_index`, `cur_token` and `sequences` up to `cur_index` have the values that
+  they have in t5x, so the function must not use the other fields.
 
   Attributes:
     function: function of (logits, state) that returns logits.
@@ -389,7 +390,7 @@ def count_steps(result: BeamResult) -> dict[str, Int[Array, " B"]]:
   Returns:
     num_steps: number of steps of the search.
     num_rounds: number of target forward passes that made these steps.
-    not_finite: see `BeamResult`; -1 if all logits were finite.
+    not_finite: see `BeamResult`; -1 if no step failed.
   """
   return {
     "num_steps": result.steps.sum(axis=0),
@@ -407,7 +408,7 @@ def count_rounds(decoded: DecodeResult) -> dict[str, Int[AnyArray, " B"]]:
     num_accepted: number of accepted draft tokens, as in `Rounds.acceptance_counts`.
     num_rejected: number of rejected draft tokens. num_accepted / (num_accepted + num_rejected) is
       the acceptance rate.
-    not_finite: see `DecodeResult`; -1 if all logits and probabilities were finite.
+    not_finite: see `DecodeResult`; -1 if all tokens could be decoded.
   """
   accepted, rejected = decoded.rounds.acceptance_counts()
   return {

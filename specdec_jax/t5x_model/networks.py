@@ -47,7 +47,8 @@ def same_config(module: nn.Module) -> T5Config:
 def t5x_network(config: T5Config) -> network.Transformer:
   """Return the t5x network of a config that is not fused.
 
-  `same_config` returns the config again, but with padding in vocab_size and without dropout.
+  `same_config` of this network is the config again, except that vocab_size includes padding, and
+  that the dropout rate is 0.
   """
   return network.Transformer(
     network.T5Config(

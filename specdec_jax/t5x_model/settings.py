@@ -63,9 +63,9 @@ def decode_settings(decode_fn: Callable) -> tuple[Callable, dict[str, Any]]:
 
 
 def bound(configurable: Callable, *names: str) -> dict[str, Any]:
-  """Return gin's bindings of a class or function of t5x.
+  """Return gin's bindings of a class or function of t5x or seqio.
 
-  Gin does not apply these bindings to subclasses and overriding methods.
+  Gin does not apply bindings of a class or method to subclasses and overriding methods.
 
   Args:
     configurable: the class or function.
@@ -82,7 +82,8 @@ def extra_ids(module: nn.Module) -> int:
   """Return the number of sentinels to add to the SentencePiece model that gin binds.
 
   It is 100, as in T5, if the SentencePiece model has no sentinels and the embedding table of the
-  network has exactly the number of rows for 100 of them (`count_extra_ids`). Otherwise it is 0.
+  network has exactly the rows that the pieces and 100 sentinels need, with or without padding
+  (`count_extra_ids`). Otherwise it is 0.
 
   Args:
     module: the target's network, whose `config.vocab_size` is the number of rows of its table.

@@ -72,7 +72,7 @@ def epoch_batches(
 
   Args:
     text: sentence pairs.
-    tokens_per_batch: number of padded target tokens in a batch.
+    tokens_per_batch: approximate number of target tokens in a batch, padding included.
     seed: seed of the order.
     epoch: number of the epoch, from 0.
     multiple: number of devices that share the rows of a batch.

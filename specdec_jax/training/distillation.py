@@ -19,7 +19,7 @@ from specdec_jax.training.objectives import teacher_forced
 def spliced_sentences(lines: list[str], count: int, seed: int = 0) -> list[str]:
   """Return `count` new sentences, each of which joins the start of one line to the end of another.
 
-  Two lines are joined where they share two neighbouring words. A teacher can label any source, so
+  Two lines are joined where they share two neighboring words. A teacher can label any source, so
   the new sentences need no reference translation. They matter for small corpora: a draft that is
   trained on only 29,000 captions memorizes them.
 
@@ -70,10 +70,10 @@ def teacher_topk(
   tail: bool = False,
   batch_sharding: jax.sharding.Sharding | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Return the k most probable tokens of a teacher at each target position.
+  """Return the k most probable tokens of a teacher, with probabilities, at each target position.
 
-  With `tail`, the target token itself is appended to the k tokens, and a weight to their
-  probabilities: 0 if the target token is among the k tokens, and 1 otherwise. If the teacher
+  With `tail`, the target token itself is appended to the k tokens, and a weight is appended to
+  their probabilities: 0 if the target token is among the k tokens, and 1 otherwise. If the teacher
   sampled the targets, this is an unbiased estimate of the rest of the distribution: in expectation,
   cross-entropy with these labels equals cross-entropy with the teacher's whole distribution.
 
@@ -82,7 +82,7 @@ def teacher_topk(
     params: parameters of the teacher.
     text: encoded sentence pairs.
     k: number of tokens at each position.
-    tokens_per_batch: number of padded target tokens in a batch.
+    tokens_per_batch: approximate number of target tokens in a batch, padding included.
     tail: whether to append the target token.
     batch_sharding: sharding of the rows of a batch; None for a single device.
 

@@ -77,9 +77,9 @@ def cross_entropy(logits: Array, batch: Batch, smoothing: float) -> tuple[Array,
 def teacher_forced(
   module: nn.Module, params, batch: Batch, dropout_rng: Array | None = None
 ) -> Array:
-  """Return logits [B, T, V] at each target position, given the preceding target tokens.
+  """Return logits [B, T, V] at each target position, given the source and the preceding targets.
 
-  Dropout is applied if `dropout_rng` is given.
+  A decoder-only model ignores the source. Dropout is applied if `dropout_rng` is given.
   """
   inputs = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))  # T5 starts decoding with PAD, 0
   rngs = None if dropout_rng is None else {"dropout": dropout_rng}

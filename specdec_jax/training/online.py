@@ -2,8 +2,8 @@
 
 Verification computes the target's distribution at each draft token up to the first rejected one.
 After each round, the compiled decoding program also runs one optimizer step, which moves the draft
-towards these distributions. Outputs keep the target's distribution, because q is always computed
-with the parameters that sampled the draft token.
+towards these distributions. Outputs keep the target's distribution, because the q of a draft token
+is computed with the same parameters that the token was sampled with.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from specdec_jax.wrappers import WrappedDraft
 
 
 class LearnedState(NamedTuple):
-  """State of an online draft that is carried from text to text.
+  """State of an online draft that is carried from one batch of texts to the next.
 
   Attributes:
     params: current parameters of the draft head.
@@ -42,7 +42,7 @@ class OnlineState(NamedTuple):
   """State of an `OnlineDraft` within a batch of texts.
 
   Attributes:
-    learned: state that is carried from text to text.
+    learned: state that is carried from one batch to the next.
     source: cross-attention keys and values of the target's last layer, and their bias; (None, None)
       if the target has no encoder.
     hidden: the target's hidden state from which this round was drafted.
@@ -65,7 +65,8 @@ class OnlineDraft(WrappedDraft):
 
   Attributes:
     draft: draft that proposes with the head.
-    learning_rate: learning rate of Adafactor: the size of an update relative to the parameter.
+    learning_rate: learning rate of Adafactor, which is the size of an update relative to the
+      parameter.
 
   Raises:
     InputError: the tree is not a chain, or the head uses kernels that have no gradient.
@@ -83,7 +84,7 @@ class OnlineDraft(WrappedDraft):
       )
 
   def initial_state(self, params: Any) -> LearnedState:
-    """Return the state before the first text, from the initial parameters of the head."""
+    """Return the state before the first batch, from the initial parameters of the head."""
     return LearnedState(params, self._optimizer.init(params))
 
   def init(self, params: Any, context: Context, hidden: Array) -> OnlineState:
@@ -137,7 +138,7 @@ def decode_and_learn(
   *,
   max_new_tokens: int,
 ) -> tuple[DecodeResult, LearnedState]:
-  """Decode a batch like `Decoder.run`; also return the `LearnedState` of its `OnlineDraft`."""
+  """Decode a batch like `Decoder.run`; also return the `LearnedState` after the batch."""
   state = decoder.init(params, prompt, rng, max_new_tokens)
   state = decoder.run_rounds(params, state)
   return decoder.result(state), state.draft_state.learned

@@ -33,18 +33,18 @@ from specdec_jax.training.objectives import Objective
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-  """Length, learning rate and sharding of a training run.
+  """Settings of a training run, such as its length, learning rate and sharding.
 
   Attributes:
     epochs: number of passes over the training pairs.
     max_steps: maximum number of steps; None to train for all epochs.
-    tokens_per_batch: number of padded target tokens in a batch.
-    peak_learning_rate: highest learning rate of Adafactor with parameter scaling: the size of an
-      update relative to the parameter.
+    tokens_per_batch: approximate number of target tokens in a batch, padding included.
+    peak_learning_rate: highest learning rate of Adafactor with parameter scaling, which is the size
+      of an update relative to the parameter.
     warmup_steps: number of steps of linear warm-up. A cosine decay follows, which reaches zero at
       the end of training.
     label_smoothing: probability mass spread evenly over the vocabulary.
-    seed: seed of initialization, batch order and dropout.
+    seed: seed of initialization, batch order, and randomness of the loss, such as dropout.
     save_every: number of steps between checkpoints. The end of each epoch is saved, too.
     model_parallel: number of this host's devices across which each copy of the model is sharded
       (`partitioning.RULES`). The rows of a batch are divided among the copies.
@@ -97,14 +97,14 @@ def train(
     train_pairs: encoded sentence pairs to train on.
     valid_pairs: encoded sentence pairs for the scores that are printed after each epoch.
     output_dir: folder for `checkpoints/` and for `metrics.jsonl`, which has one line per epoch. For
-      an epoch that was resumed, `tokens_per_s` and `seconds` count from the last start and include
-      compilation.
+      an epoch that was resumed, `train_loss`, `tokens_per_s` and `seconds` cover only the steps
+      since the last start. Times include compilation.
     init: initial parameters; None for random parameters from `objective.init`.
     bleu: function from parameters to BLEU on validation text; it is called after each epoch.
 
   Raises:
-    InputError: there are no training or validation pairs, or the warm-up is at least as long as the
-      run.
+    InputError: no training pair or no validation pair fits into a batch, the warm-up is at least as
+      long as the run, or `model_parallel` does not divide the number of devices.
   """
   output = pathlib.Path(output_dir).absolute()
   mesh = make_mesh(settings.model_parallel)

@@ -1,10 +1,10 @@
 """K-SEQ: verification of independently sampled siblings with one common threshold. Exact.
 
-Source: Sun et al., SpecTr: Fast Speculative Decoding via Optimal Transport (NeurIPS 2023). K draft
-tokens x are sampled from one q, possibly with duplicates. The first with u < p(x) / (rho q(x)) is
-accepted, where u is uniform in [0, 1). The threshold rho in [1, K] solves 1 - (1 - beta)^K = rho
-beta with beta = sum_x min(q(x), p(x) / rho). If all are rejected, the next token is sampled from
-p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^K) / beta, normalized.
+Source: Sun et al., SpecTr: Fast Speculative Decoding via Optimal Transport (NeurIPS 2023). K
+siblings x are sampled from one q, possibly with duplicates. The first with u < p(x) / (rho q(x)) is
+accepted, where each has its own u, uniform in [0, 1). The threshold rho in [1, K] solves
+1 - (1 - beta)^K = rho beta with beta = sum_x min(q(x), p(x) / rho). If all are rejected, the next
+token is sampled from p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^K) / beta, normalized.
 
 The method is exact for siblings that are sampled independently (`Draft.with_independent_siblings`)
 and for chains, where it is Algorithm 1. It is not exact for siblings sampled without replacement.
@@ -26,7 +26,7 @@ from specdec_jax.core.verify.tokens import accepted_path, validated_q
 
 @dataclasses.dataclass(frozen=True)
 class KSeqVerifier(Verifier):
-  """Verifier that uses one threshold for all siblings; see the module docstring.
+  """Verifier that uses one threshold for all children of a node; see the module docstring.
 
   Attributes:
     sampling: sampling method, which turns the target's logits into p.

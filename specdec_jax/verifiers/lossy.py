@@ -1,8 +1,8 @@
 """Lossy verifiers, which accept more tokens than exactness allows and change the distribution.
 
-The loss of a verifier is the total variation distance between p and the distribution of the token
-that a node with one draft token emits. The method `emitted` returns that distribution. Lenience is
-lossy too; it is an option of `tokens.TokenVerifier`.
+The loss of a verifier is the total variation distance between p and the distribution of the emitted
+token if one draft token is verified. The method `emitted` of a lossy verifier returns that
+distribution. Lenience is lossy too; it is an option of `tokens.TokenVerifier`.
 """
 
 import abc
@@ -24,8 +24,9 @@ from specdec_jax.errors import require_count, require_number
 class AcceptableTokens(Verifier):
   """Base class of verifiers that accept the draft tokens in a set that depends on the target only.
 
-  The next token is sampled from p restricted to this set. q is ignored. Of all accepted paths the
-  longest is taken; of several longest ones, the first.
+  The next token is sampled from p restricted to this set. At temperature 0, the set is that of the
+  softmax of the logits. q is ignored. Of all accepted paths the longest is taken; of several
+  longest ones, the first.
   """
 
   exact = False
@@ -54,7 +55,7 @@ class AcceptableTokens(Verifier):
   def emitted(
     self, p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]
   ) -> Float[Array, "*batch V"]:
-    """Return the distribution of the token that a node with one draft token emits."""
+    """Return the distribution of the emitted token if one draft token from q is verified."""
     acceptable = self.acceptable(p)
     accepted = jnp.where(acceptable, q, 0.0)
     rejected = 1 - accepted.sum(axis=-1, keepdims=True)
@@ -74,7 +75,7 @@ class TypicalVerifier(AcceptableTokens):
     delta: factor of exp(-H), which is the probability of each token if all are equally probable.
 
   Raises:
-    InputError: epsilon or delta is not positive.
+    InputError: epsilon or delta is not a positive finite number.
   """
 
   sampling: Sampling
@@ -128,7 +129,8 @@ def emitted_distribution(
   """Return the distribution of the token that `TokenVerifier` emits with one draft token.
 
   It is a + (1 - sum a) r with a = min(q, p / l), where l is the lenience and r is the normalized
-  residual. It equals p if l = 1, and never exceeds p / l (Appendix A.5).
+  residual. It equals p if l = 1, and never exceeds p / l (Appendix A.5). At temperature 0 with
+  l < 1, `TokenVerifier` accepts more tokens (`within_lenience`), which are not included here.
   """
   accepted = jnp.minimum(q, p / lenience)
   rejected = 1 - accepted.sum(axis=-1, keepdims=True)

@@ -1,7 +1,7 @@
 """Comparisons of decoding backends: texts, weights and libraries.
 
-The weights of a pair are written to a folder once, in the format of transformers. Every backend,
-including this package, reads that folder.
+The weights of each T5 are written to a folder once, in the format of transformers. Every backend,
+including this package, reads these folders.
 """
 
 import dataclasses
@@ -74,9 +74,9 @@ class Comparison(NamedTuple):
   """Pair of models in the formats that the backends read, and the texts that they decode.
 
   Attributes:
-    pairs: the pair as this package loads it from the two folders, or with a learned draft head. The
-      target of the first entry has float32 weights. If they are stored as bfloat16 and kernels
-      can read that, the target of a second entry has bfloat16 weights.
+    pairs: the pair as this package loads it, with the draft from the folder `draft` or a learned
+      draft head. The target of the first entry has float32 weights. If its weights are stored as
+      bfloat16 and the kernels can read bfloat16, the target of a second entry has bfloat16 weights.
     target: folder of the target M_p in the format of transformers. All backends convert its weights
       to float32; only the second entry of `pairs` does not.
     draft: folder of the draft M_q in the same format.
@@ -247,7 +247,7 @@ def random(
 def _load_pairs(
   target: str, draft: str, vocabulary: str, task: str | None, extra_ids: int | Literal["auto"]
 ) -> tuple[LoadedPair, ...]:
-  """Load a pair with a float32 target, and also with a bfloat16 target if kernels read it."""
+  """Load a pair with a float32 target, and one with a bfloat16 target if kernels can read it."""
   load = functools.partial(load_pair, target, draft, vocabulary, task, extra_ids=extra_ids)
   widened, stored = load(), load(stored_weights=True)
   return (widened,) if widened.kernels == stored.kernels else (widened, stored)
@@ -256,7 +256,7 @@ def _load_pairs(
 def _write_checkpoint(folder: str, name: str, path: str) -> str:
   """Write a T5 checkpoint in the format of transformers, and return its folder.
 
-  The weights are bfloat16 if the checkpoint stores them as bfloat16, and float32 otherwise.
+  The weights are bfloat16 if the checkpoint stores all of them as bfloat16, and float32 otherwise.
   """
   stored = open_checkpoint(path)
   if not isinstance(stored.config, T5Config):

@@ -1,4 +1,4 @@
-"""Run and time in subprocesses the backends whose `process` is not None.
+"""Subprocesses that run and time the backends whose `process` is not None.
 
 Each backend then has all cores to itself, and is idle while a different backend decodes.
 """

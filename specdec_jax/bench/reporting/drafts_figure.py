@@ -58,8 +58,8 @@ def _shared_labels(
 
   Args:
     points: point (x, y) of each draft, or None for a draft without a point.
-    width: minimum horizontal distance of two labels.
-    height: minimum vertical distance of two labels.
+    width: horizontal distance from which two labels do not overlap.
+    height: vertical distance from which two labels do not overlap.
 
   Returns:
     (numbers, position) of each label. The position is that of the rightmost point.

@@ -1,4 +1,4 @@
-"""Helpers for all figures: colours, axes, labelled lines, and reproducible files."""
+"""Helpers for all figures: colors, axes, labeled lines, and reproducible files."""
 
 import pathlib
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def new_figure(
 
 
 def shades(count: int):
-  """Return colours for an ordered family of curves, from dark to light."""
+  """Return colors for an ordered family of curves, from dark to light."""
   return colormaps["viridis"](np.linspace(0.05, 0.68, count))
 
 

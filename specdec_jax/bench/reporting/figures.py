@@ -98,7 +98,7 @@ def operations_figure(table_1: Sequence[PaperRow]):
 
 
 def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
-  """Draw Figure 5: the forward passes that decode `num_tokens` tokens, to scale by measured times.
+  """Draw Figure 5: forward passes that decode `num_tokens` tokens, as wide as their measured times.
 
   The first row is autoregressive decoding. One row per gamma follows. The rows show the first
   record with an acceptance length and measured times of target, draft and verification, and the
@@ -129,7 +129,7 @@ def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
 
 
 def _draw_timeline(rows: Sequence[tuple[str, list[tuple[str, float]]]], title: str):
-  """Draw labelled rows of consecutive blocks, each given as (kind, milliseconds)."""
+  """Draw labeled rows of consecutive blocks, each given as (kind, milliseconds)."""
   colours = {
     "target's encoder": YELLOW,
     "draft's encoder": ORANGE,
@@ -179,7 +179,7 @@ def _draw_timeline(rows: Sequence[tuple[str, list[tuple[str, float]]]], title: s
 
 
 def sweep_figure(records: Iterable[Record]):
-  """Draw measured and predicted speed against gamma, in one panel per setting.
+  """Draw measured and predicted speed against gamma, with one panel per set of other settings.
 
   Raises:
     InputError: no record has all required values.
@@ -237,7 +237,7 @@ def _setting_text(r: Record) -> str:
 
 
 def trace_figure(rounds: Sequence[Round], title: str = ""):
-  """Draw Figure 1: one line per round, whose colours mark accepted, rejected and target tokens."""
+  """Draw Figure 1: one line per round, whose colors mark accepted, rejected and target tokens."""
   lines = [
     [
       *((piece, "accepted") for piece in r.accepted),

@@ -1,4 +1,4 @@
-"""Tables of training runs, matmuls, logits processors and other measurements of scripts."""
+"""Tables of training runs, matmuls, logits processors and other measurements made by scripts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ MATMULS_LEGEND = {
 
 
 def execution_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-  """Return a table of the measurements of `scripts/measure_execution.py`."""
+  """Return a table of the measurements made by `scripts/measure_execution.py`."""
   cells = tuple(
     (
       f"{row['beta']:.2f}",
@@ -99,7 +99,7 @@ def matmuls_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def parity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-  """Return a table of the comparisons of `scripts/compare_generate.py`."""
+  """Return a table of the comparisons made by `scripts/compare_generate.py`."""
 
   def draft_tokens(run: Mapping[str, Any]) -> str:
     return f"gamma {run['gamma']}" if "gamma" in run else f"tree of {len(run['tree']) + 1} nodes"

@@ -11,7 +11,7 @@ _TEXT_COLUMNS = ("task", "m_p", "m_q")
 def load_table(
   number: int, folder: str | pathlib.Path = "configs"
 ) -> list[dict[str, str | float | None]]:
-  """Return the rows of the paper's Table `number` (1 to 5), each as column -> value.
+  """Return the rows of the paper's Table `number` (1 to 5), each as a dict of values by column.
 
   The table is read from a CSV file in `folder`. Cells that the paper omits are None.
 

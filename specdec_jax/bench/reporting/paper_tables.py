@@ -1,9 +1,9 @@
 """The paper's Tables 1 to 5 together with our records.
 
-Each row names its source. A record with the models, task, sampling and lenience of a row of the
-paper follows that row. A stand-in is a record that matches no row of the paper, such as one of
-different models or of a different task. Stand-ins follow all rows of the paper. No differences are
-computed, because a stand-in is not comparable with the paper's models.
+In Tables 2 to 5, each row names its source. A record with the models, task, sampling and lenience
+of a row of the paper follows that row. A stand-in is a record that matches no row of the paper,
+such as one of different models or of a different task. Stand-ins follow all rows of the paper. No
+differences are computed, because a stand-in is not comparable with the paper's models.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ def _target_and_task(row: PaperRow) -> tuple[str, str]:
   """Return the target and the task of a row of the paper.
 
   Only Table 3 prints targets; the target of the other tables is T5-XXL. Table 5 prints no task; its
-  task is EnDe.
+  task is EnDe. In Table 3, the task of targets other than T5-XXL is MISSING.
   """
   if "m_p" not in row:
     return "T5-XXL", row.get("task", "EnDe")
@@ -152,7 +152,10 @@ _Column = tuple[Callable[[Record], str], Callable[[PaperRow], str]]
 def _column(
   field: str, spec: str = ".2f", printed: str | None = None, printed_spec: str | None = None
 ) -> _Column:
-  """Return a column: `field` of our records, `printed` (default: `field`) of the paper's rows."""
+  """Return a column: `field` of our records, and the column `printed` of the paper's table.
+
+  `printed` defaults to `field`. The format is `spec`; `printed_spec` overrides it for the paper.
+  """
   return (
     lambda r: number_text(getattr(r, field), spec),
     lambda row: number_text(row[printed or field], printed_spec or spec),

@@ -174,7 +174,7 @@ def _lenient(rows: Sequence[PaperRow], records) -> Iterable[Claim]:
 
 
 def _lenient_speeds(rows: Sequence[PaperRow]) -> Iterable[Claim]:
-  """Yield the improvement factors of Appendix A.5, which prints a gamma for temperature 0 only."""
+  """Yield claims about speedups of Appendix A.5, which prints a gamma for temperature 0 only."""
   for row in rows:
     if row["speed"] is None:
       continue

@@ -165,7 +165,7 @@ class CompileSettings:
     gamma: number of draft tokens per round, or a tree of draft tokens.
     batch_size: number of rows decoded together.
     source_tokens: length of the padded prompt.
-    max_new_tokens: maximum number of tokens of each row.
+    max_new_tokens: maximum number of new tokens of each row.
     sampling: sampling method of target and draft.
     draft_rules: sharding rules of the draft; by default, the draft is replicated.
 

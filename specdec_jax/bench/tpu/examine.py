@@ -92,7 +92,8 @@ def examine(compiled: Compiled) -> Program:
 def hbm_bytes(programs: Programs, gamma: int | Tree) -> dict[str, int]:
   """Return the bytes that each program except the loops reads from and writes to HBM.
 
-  The programs are compiled to use HBM only. The entry of 'round' includes all draft steps.
+  The programs are compiled to use HBM only. The entry of 'round' includes all draft steps. `gamma`
+  is the number of draft tokens per round, or the tree, for which the programs were made.
   """
   compiled = {
     name: lower().compile(compiler_options=HBM_ONLY)

@@ -31,7 +31,7 @@ class Instruction(NamedTuple):
   line: str
 
   def calls(self, role: str) -> list[str]:
-    """Return the names of the computations called in the given roles, such as 'body|condition'."""
+    """Return the computation names in the attributes that match `role`, as in 'body|condition'."""
     attributes = re.findall(rf"\b(?:{role})=({{[^}}]*}}|%[\w.-]+)", self.line)
     return [name for names in attributes for name in re.findall(r"%([\w.-]+)", names)]
 
@@ -82,7 +82,7 @@ def estimated_cycles(hlo: str) -> int:
 def _executed(hlo: str, count: Callable[[Instruction], int], roles: str) -> int:
   """Sum `count` over all instructions of a program, weighted by how often each one runs.
 
-  The sum includes the computations that an instruction calls in one of `roles`.
+  The sum includes the computations that instructions name in the attributes `roles`.
   """
   computations, entry = parse(hlo)
 

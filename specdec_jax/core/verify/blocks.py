@@ -6,16 +6,16 @@ two agree. On a chain a round emits at least as many tokens in expectation as a 
 `tokens.TokenVerifier`; on a tree with branches of different depth it may emit fewer. With one draft
 token, and at temperature 0, the two verifiers agree.
 
-Each node has a probability a that the path to it is accepted when it is visited, and a residual
-target distribution P, at first p. The last committed token has a = 1. A child x sampled from q has
-a' = min(1, a P(x) / q(x)). If the subtree of x is rejected, a and P of its parent change: with m =
-max(0, a P - q) and s = sum m, a becomes s / (s + 1 - a) and P becomes m / s. The acceptance
-probability of a node is the value of a after its last child is rejected.
+Each node has a probability a that the path to it is accepted, given the rejections so far, and a
+residual target distribution P, at first p. The last committed token has a = 1. A child x sampled
+from q starts with a' = min(1, a P(x) / q(x)). If the subtree of x is rejected, a and P of its
+parent change: with m = max(0, a P - q) and s = sum m, a becomes s / (s + 1 - a) and P becomes
+m / s. The acceptance probability of a node is the value of a after its last child is rejected.
 
 Nodes are visited in post-order, children before their parent and earlier siblings first. The path
 ends at the first node whose uniform u is below its acceptance probability, and the next token is
-sampled from P there. The root always accepts. A chain is therefore visited from its end: the path
-ends at the last draft token with such a u, even if u is larger at an earlier token.
+sampled from P of that node. The last committed token is always accepted. So a chain is visited from
+its end: the path ends at the last draft token with such a u, even if earlier ones have no such u.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ def residual_at(
   on_visit: Float[Array, "B K"],
   end: Int[Array, " B"],
 ) -> Float[Array, "B V"]:
-  """Return weights of the next token after the node `end`, whose subtrees were all rejected."""
+  """Return weights of the next token after the node `end`, all of whose subtrees were rejected."""
   a, weights = gather_one(on_visit, end), gather_one(p, end)
   for children in tree.children.T:
     child = jnp.asarray(children)[end]

@@ -208,8 +208,8 @@ def accepted_path(
   Of several accepted siblings, only the first is on the path.
 
   Returns:
-    n, the number of accepted tokens; the node at which the path ends; and the path, None for a
-    chain.
+    n, the number of draft tokens on the path; the node at which the path ends; and the path as in
+    `Verification`.
   """
   if tree.is_chain:
     n = jnp.cumprod(accepted, axis=1).sum(axis=1)

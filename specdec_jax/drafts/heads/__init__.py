@@ -60,6 +60,8 @@ def speculator_config(
 ) -> SpeculatorConfig:
   """Return the configuration of a draft head for a target; see `SpeculatorConfig`.
 
+  `num_layers` is `SpeculatorConfig.num_decoder_layers`. The other arguments have the same names.
+
   Raises:
     InputError: there is no head of this kind, or a size is not a positive integer.
   """

@@ -128,7 +128,7 @@ class DraftHead(abc.ABC):
     """
 
   def require_target(self, target: Config) -> None:
-    """Raise InputError if the head was trained for a target of a different shape."""
+    """Raise InputError if the target lacks the encoder or the shape that the head needs."""
     config = self.config
     if self.needs_encoder and not target.has_encoder:
       raise InputError(

@@ -63,7 +63,8 @@ class ConditionedT5(T5):
     """Return the vectors that condition tokens: each is added to the embedding of its token.
 
     Args:
-      hidden: hidden state of the target at the start of the round that processes each token.
+      hidden: for each token, hidden state of the target at the start of the round that processes
+        it.
       offsets: number of tokens from the start of that round to each token. It broadcasts against
         the leading axes of `hidden`.
     """
@@ -124,8 +125,8 @@ class ConditionedModel(T5Model):
     Args:
       params: parameters of the model.
       cache: cache of the model.
-      hidden: hidden state of the target at the start of the round that processes each token, or a
-        single state if one round processes all tokens.
+      hidden: for each token, hidden state of the target at the start of the round that processes
+        it; or a single state if one round processes all tokens.
       offsets: number of tokens from the start of the round to each token.
       slot: slot of the first token.
     """

@@ -65,7 +65,7 @@ class EarlyExitModel(WrappedModel):
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitHead(DraftHead):
-  """Learned head for an early exit, after `config.exit_layers` layers (kind 'early_exit')."""
+  """Learned draft head after `config.exit_layers` layers of the target (kind 'early_exit')."""
 
   def init(self, rng: Key[Array, ""]) -> Any:
     hidden = jnp.zeros((1, self.config.state_dim))
@@ -81,7 +81,10 @@ class EarlyExitHead(DraftHead):
     return params, of_layers(target, target_params, range(self.config.exit_layers))[1]
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes logits at each token (an anchor with one draft token)."""
+    """Return the function that computes logits at each token.
+
+    Each token is an anchor with one draft token, for any `stride`.
+    """
     config = self.config
 
     def draft_logits(

@@ -16,7 +16,7 @@ from specdec_jax.drafts.heads.stateless import ResidualBlocks, StatelessHead, St
 
 
 class MedusaModule(StatelessModule):
-  """One residual block per draft token, followed by the target's output projection."""
+  """One residual block per future position, followed by the target's output projection."""
 
   def setup(self):
     self.head = ResidualBlocks(self.config, self.config.gamma)

@@ -64,7 +64,7 @@ class ParallelModule(StatelessModule):
 
 
 class ParallelHead(StatelessHead):
-  """Learned draft head that computes all draft tokens in one pass (kind 'parallel')."""
+  """Learned draft head that computes all logits in one pass and corrects them (kind 'parallel')."""
 
   uses_cross_attention = True
   module_class = ParallelModule

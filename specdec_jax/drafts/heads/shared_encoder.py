@@ -64,7 +64,10 @@ class SharedEncoderHead(DraftHead):
     return SharedEncoderDraft(model, sampling, self.require_static(tree))
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes logits at each token (an anchor with one draft token)."""
+    """Return the function that computes logits at each token.
+
+    Each token is an anchor with one draft token, for any `stride`.
+    """
     config, module = self.config, T5(decoder_config(self.config))
 
     def draft_logits(

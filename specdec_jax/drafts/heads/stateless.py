@@ -6,7 +6,7 @@ of the source. Verification has already computed the hidden state (`Context.hidd
 no state to store between rounds or to roll back.
 
 Axis letters are those of `core.types`; M is the number of nodes of a level, and d the width of the
-head or of its states.
+head or of its states. d_out is the width of the states that a step returns.
 """
 
 import abc
@@ -60,13 +60,14 @@ class StatelessModule(nn.Module):
     source: Source,
     project: Callable[[Array], Array],
   ) -> tuple[Any, Float[Array, "B 1 d"]]:
-    """Return the plan (values that all draft tokens of a round share) and the initial state.
+    """Return the plan (values that are computed once per round) and the initial state.
 
     Args:
       hidden: hidden state of the target at the start of the round.
       last_token: last committed token.
       depth: number of consecutive draft tokens that will be proposed.
-      source: cross-attention keys and values of the target's last layer, and their bias.
+      source: cross-attention keys and values of the target's last layer, and their bias; (None,
+        None) if the target has no encoder.
       project: function from hidden states [..., E] to the target's logits [..., V].
     """
 
@@ -236,7 +237,7 @@ class SpeculatorDraft(Draft):
 
 
 def source_of(config: SpeculatorConfig, context: Context) -> Source:
-  """Return the cross-attention keys, values and bias of the target's last layer, if it has any."""
+  """Return keys, values and bias of the target's last cross-attention layer, or (None, None)."""
   cache = target_cache(context)
   return (cache.cross[-1], cache.cross_bias) if config.has_encoder else (None, None)
 
