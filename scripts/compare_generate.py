@@ -66,7 +66,8 @@ BEAM_SETTINGS = {
 
 def combinations(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
   """Return NUM_COMBINATIONS distinct random combinations of two to four settings."""
-  rng, found = random.Random(0), {}
+  rng = random.Random(0)
+  found: dict[str, dict[str, Any]] = {}
   names = [name for name in settings if name not in ("no processor", "min_length")]
   while len(found) < NUM_COMBINATIONS:
     chosen = sorted(rng.sample(names, rng.randint(2, 4)))

@@ -21,6 +21,7 @@ from specdec_jax.bench.reporting.paper_tables import paper_table
 from specdec_jax.bench.tabulate import CONFIGS
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.drafts.heads import AnyConfig
 from specdec_jax.drafts.ngram import bigram, unigram
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError, require_count, require_types
@@ -30,7 +31,7 @@ from specdec_jax.measurement.roofline import memory_bandwidth
 from specdec_jax.measurement.speed import Baseline, Timing, own_baseline
 from specdec_jax.measurement.sweep import show
 from specdec_jax.models.config import named_config
-from specdec_jax.models.families import Config, init_params
+from specdec_jax.models.families import init_params
 from specdec_jax.pairs import (
   EMBEDDED,
   LoadedPair,
@@ -77,7 +78,7 @@ class Models(abc.ABC):
   dtype: str
 
   @abc.abstractmethod
-  def config(self, name: str, is_speed: bool) -> Config | None:
+  def config(self, name: str, is_speed: bool) -> AnyConfig | None:
     """Return the configuration of a model, or None if it is not available.
 
     Args:
@@ -120,7 +121,7 @@ class StandIns(Models):
   )
   dtype: str = "float32"
 
-  def config(self, name: str, is_speed: bool) -> Config | None:
+  def config(self, name: str, is_speed: bool) -> AnyConfig | None:
     if is_speed:
       return named_config("1.1", self.sizes[name]) if name in self.sizes else None
     bundled = {TARGET: "target", "T5-small": "draft"}
@@ -152,7 +153,7 @@ class Checkpoints(Models):
   dtype: str = "bfloat16"
   sizes: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
-  def config(self, name: str, is_speed: bool) -> Config | None:
+  def config(self, name: str, is_speed: bool) -> AnyConfig | None:
     if name not in self.paths:
       return None
     if name in self.sizes:
@@ -367,7 +368,7 @@ def _num_bytes(models: Models, name: str, is_speed: bool) -> tuple[int, int]:
   config = models.config(name, is_speed)
   if config is None:
     raise InputError(f"There is no model for {name}.")
-  params = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+  params = jax.eval_shape(functools.partial(init_params, config)  # type: ignore[arg-type], jax.random.key(0))
   sizes = {part: sum(x.size for x in jax.tree.leaves(of)) for part, of in params.items()}
   per_param = _DTYPE_BYTES[models.dtype]
   unused = sizes.get("encoder", 0) + (0 if config.tied_logits else sizes.get("token_embedder", 0))
