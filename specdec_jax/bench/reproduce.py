@@ -11,7 +11,7 @@ import functools
 import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 
@@ -368,7 +368,8 @@ def _num_bytes(models: Models, name: str, is_speed: bool) -> tuple[int, int]:
   config = models.config(name, is_speed)
   if config is None:
     raise InputError(f"There is no model for {name}.")
-  params = jax.eval_shape(functools.partial(init_params, config)  # type: ignore[arg-type], jax.random.key(0))
+  init: Any = functools.partial(init_params, cast(Any, config))
+  params = jax.eval_shape(init, jax.random.key(0))
   sizes = {part: sum(x.size for x in jax.tree.leaves(of)) for part, of in params.items()}
   per_param = _DTYPE_BYTES[models.dtype]
   unused = sizes.get("encoder", 0) + (0 if config.tied_logits else sizes.get("token_embedder", 0))
