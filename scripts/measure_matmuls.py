@@ -4,8 +4,8 @@ python scripts/measure_matmuls.py > experiments/kernels/results.jsonl
 
 Many matrices of shape [512, 3072] are used in turn, so that each matrix is read from memory. One
 matrix of shape [512, 512] is used repeatedly and stays in the cache, so only arithmetic takes time.
-The operations per second of the kernel in both cases are compared with the peak: those of numpy's
-matmul of two matrices of shape [2048, 2048] with its default number of threads.
+In both cases, the operations per second of the kernel are compared with the peak. The peak is the
+throughput of numpy's matmul of two [2048, 2048] matrices, with numpy's default number of threads.
 """
 
 import functools

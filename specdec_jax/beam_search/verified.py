@@ -71,7 +71,7 @@ def find_child(
 def continuation_log_prob(
   nodes: VerifiedNodes, parents: Int[Array, "B K"], tokens: Int[Array, "B K"]
 ) -> Float[Array, "B K"]:
-  """Return the log-probability of the text that ends with each token, given its parent's entry.
+  """Return the log-probability of the whole text that ends with each token after its parent.
 
   It is NEG_SCORE if the parent has no entry, or if the token is not among the continuations of the
   parent.

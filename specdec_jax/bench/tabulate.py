@@ -1,7 +1,7 @@
 """Tables by name: the paper's tables, tables of records, the reproduction status, and others.
 
-The values of the paper and the records of the status are read from the checkout that contains this
-package.
+The paper's values are read from `configs`, in the checkout or in the installed package. The
+reproduction status also needs the records in `experiments`, which only a checkout has.
 """
 
 import json

@@ -76,7 +76,7 @@ def open_huggingface(folder: str) -> Checkpoint:
 def open_state(
   name: str, fields: Mapping[str, Any], state: Mapping[str, StoredArray], settings: Mapping
 ) -> Checkpoint:
-  """Return a model of transformers that is in memory as a checkpoint.
+  """Return the `Checkpoint` of a transformers model that is in memory.
 
   Args:
     name: name of the model, for messages.

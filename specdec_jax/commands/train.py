@@ -197,8 +197,8 @@ def train_speculator(
   """Train a learned draft head on the target's hidden states and save it.
 
   The target is frozen (`drafts.heads`). An interrupted run resumes. The validation score is the
-  acceptance length at temperature 0, in tokens per round, of rounds that start at every `stride`-th
-  token.
+  acceptance length at temperature 0, in tokens per round. The rounds start at every `stride`-th
+  token, except for some kinds of head (`speculator_objective`).
 
   Args:
     data: folder of the text files.
