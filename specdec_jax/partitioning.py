@@ -26,8 +26,7 @@ RULES: Rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab
 REPLICATED: Rules = (("batch", "data"),)
 
 # Logical axes of each parameter, by the name of the parameter or (for a kernel) of its layer. The
-# bias of a layer has the last of these axes. The axis "heads" has size H or H * D, and is only
-# divided between heads.
+# bias of a layer has the last of these axes. The axis "heads" has size H or H * D.
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {
   "embedding": ("vocab", "embed"),
   **dict.fromkeys(("query", "key", "value"), ("embed", "heads")),

@@ -68,8 +68,8 @@ def open_vocabulary_of_model(
     path: path of a file or Hugging Face folder; see `open_vocabulary`.
     num_rows: number of rows of the table, including padding (`padded_size`).
     extra_ids: number of sentinels to add. 'auto' adds the 100 sentinels of T5 to a SentencePiece
-      model without sentinels, if the table has exactly the rows that it then needs, with or without
-      padding. For example, a table of 32,128 rows holds 32,000 pieces and 100 sentinels.
+      model that has none, if `num_rows` is then the number of tokens, or that number padded. For
+      example, 32,000 pieces and 100 sentinels are 32,100 tokens, which are padded to 32,128 rows.
 
   Raises:
     InputError: the vocabulary cannot be opened; see `open_vocabulary`.

@@ -29,9 +29,10 @@ from specdec_jax.errors import InputError, require_count
 class DynamicDraft(Draft):
   """A draft that proposes the most probable paths of a model as a dynamic tree.
 
-  Its parameters are those of the model. Its state is (cache of the model, nodes). For each draft
-  token, `nodes` [B, N] holds its node in the tree that the model has processed, or 0 if the model
-  has not processed the token.
+  The model processes a tree of `width` nodes per level, and the proposal is selected from these
+  nodes and their children. The parameters are those of the model. The state is (cache of the model,
+  nodes): for each draft token, `nodes` [B, N] is its number among the processed nodes, from 1, or 0
+  if it was not processed.
 
   Attributes:
     model: the approximation model, M_q.

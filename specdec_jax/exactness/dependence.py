@@ -22,9 +22,10 @@ Correlations = dict[str, Drift]  # keys are the names of the compared tokens
 class Grid(NamedTuple):
   """Scores of one kind, in arrays [rows, slots, columns]; they are 0 where nothing was sampled.
 
-  A row is an output. A column is a position of a guess in its round; if a kind of scores does not
-  distinguish positions, there is a single column. The slot of a guess or of its acceptance is the
-  slot of the guess in the output. The slot of a next token is the slot at which its round began.
+  A row is an output, and a slot is the index of a token in it. Scores of a guess and of its
+  acceptance are at the slot of the guess; the score of a next token is at the slot at which its
+  round began. A column is a position of a guess in its round; if a kind of scores does not
+  distinguish positions, there is a single column.
 
   Attributes:
     score: scores with mean 0, given all earlier tokens.

@@ -66,7 +66,7 @@ def teacher_forced_logits(
 def draft_probs(
   pair: LoadedPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
-  """Return the q of a draft with gamma 1 for each token of an output, given the tokens before."""
+  """Return the q of a draft with gamma 1 for each token of an output, given those before it."""
   return _proposals_of_pair(pair, draft, prompt, tokens)[1][:, :, 0]
 
 

@@ -65,7 +65,7 @@ class Costs(NamedTuple):
 def start_calls(
   pair: LoadedPair, draft: Draft, prompt: Array, max_new_tokens: int
 ) -> list[Callable[[], object]]:
-  """Return two calls to be timed, each of which prefills the models of a decoder without running a round.
+  """Return two calls to be timed, each of which prefills models without running a round.
 
   The first call is for autoregressive decoding, the second for speculative decoding.
   """

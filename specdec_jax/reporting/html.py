@@ -154,7 +154,7 @@ def _varying(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _shared(records: Sequence[Record], labels: dict[str, str]) -> dict[str, str]:
-  """Return the settings in `labels` that all records share, as label -> value, if not '-'."""
+  """Return label -> value of the settings in `labels` that all records share and that have one."""
   varying = _varying(records)
   values = {name: _value(records[0], name) for name in labels if name not in varying}
   return {labels[name]: value for name, value in values.items() if value != "-"}

@@ -72,7 +72,7 @@ class TypicalVerifier(AcceptableTokens):
   Attributes:
     sampling: sampling method, which turns the target's logits into p.
     epsilon: upper bound of the threshold.
-    delta: factor of exp(-H), which is the probability of each token if all are equally probable.
+    delta: factor of exp(-H). For n equally probable tokens, exp(-H) is 1/n.
 
   Raises:
     InputError: epsilon or delta is not a positive finite number.

@@ -60,7 +60,7 @@ class ConditionedT5(T5):
   def condition(
     self, hidden: Float[Array, "*batch E"], offsets: Int[Array, "*offsets"] | int
   ) -> Float[Array, "*tokens d"]:
-    """Return the vectors that condition tokens: each is added to the embedding of its token.
+    """Return the conditioning vectors of tokens: each is added to the embedding of its token.
 
     Args:
       hidden: for each token, hidden state of the target at the start of the round that processes
@@ -120,7 +120,7 @@ class ConditionedModel(T5Model):
     offsets: Int[Array, " K"] | int,
     slot: Int[Array, " B"],
   ) -> T5Cache:
-    """Write the vectors that condition the next tokens to the cache, and return the cache.
+    """Write to the cache the vectors that condition the next tokens, and return the cache.
 
     Args:
       params: parameters of the model.
