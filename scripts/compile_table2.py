@@ -1,4 +1,4 @@
-"""Predict the paper's Table 2 (c, the verify cost v, the speedup) by compiling for TPU v4.
+"""Predict the speedups of the paper's Table 2, with c and v, by compiling for TPU v4.
 
 No TPU is needed:
 

@@ -95,7 +95,7 @@ def nearest(
   below = lax.bitcast_convert_type(jnp.abs(distances), jnp.int32)
 
   def add_bit(i, depth):
-    """Set bit 30 - i of `depth` if the tokens below the result weigh less than `total`."""
+    """Set bit 30 - i of the threshold if the tokens below it then weigh less than `total`."""
     deeper = depth | 1 << 30 - i
     weight = jnp.where(below < deeper, weights, 0).sum(axis=-1, keepdims=True)
     return jnp.where(weight < total, deeper, depth)

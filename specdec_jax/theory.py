@@ -107,7 +107,7 @@ def beta(p, q, lenience: float = 1.0):
 
 
 def divergence(p, q):
-  """Return D_LK(p, q) = sum_x |p - q| / 2 (Definition 2), which is 1 - beta (Lemma 3)."""
+  """Return D_LK(p, q) = sum_x |p - q| / 2 (Definition 2), which is 1 - beta (Theorem 5)."""
   p, q = _distributions(p, q)
   return np.abs(p - q).sum(axis=-1) / 2
 

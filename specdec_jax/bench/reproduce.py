@@ -141,7 +141,8 @@ class Checkpoints(Models):
   """Models from checkpoints.
 
   Attributes:
-    paths: checkpoint of each model of the paper; rows with other models are left out.
+    paths: path of a checkpoint by the model's name in the paper, such as 'T5-XXL'. Rows of the
+      paper's tables whose models have no path are left out.
     vocabulary: path of the vocabulary.
     dtype: dtype of the models.
     sizes: version and size of models of T5, such as ('1.0', 'xxl'), so that a dry run does not have
@@ -190,7 +191,7 @@ class Group(NamedTuple):
   Attributes:
     task: name of the task in the paper.
     draft: name of the draft.
-    rows: the rows.
+    rows: rows of the table with this task and draft.
   """
 
   task: str

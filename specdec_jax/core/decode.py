@@ -303,7 +303,7 @@ class Decoder(Settings):
   def _extend(
     self, params: Any, cache: Any, block: Int[Array, "B K"], tree: AnyTree
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
-    """Run the target over a block, cut to the least of `verify_lengths` (if any) that suffices."""
+    """Run the target over a block, cut to the `verify_lengths` that covers the longest proposal."""
     lengths = self.draft.verify_lengths
     if not lengths:
       return self.target.extend(params, cache, block, tree)

@@ -67,7 +67,7 @@ def train_word_pieces(texts: Iterable[str], path: str, size: int) -> None:
   lines, special = list(texts), [_PAD, _END, _UNKNOWN]
 
   def train(size: int, first: list[str]) -> list[str]:
-    """Return `size` pieces, or all if there are fewer, beginning with `first`."""
+    """Return up to `size` pieces, but at least `first`, with which they begin, and characters."""
     tokenizer = _tokenizer(models.WordPiece(unk_token=_UNKNOWN))
     trainer = trainers.WordPieceTrainer(
       vocab_size=size,

@@ -117,7 +117,7 @@ class Drift(NamedTuple):
 
   @property
   def p_value(self) -> float:
-    """Bound on the probability of a sum at least this far from 0, if decoding is exact (Freedman)."""
+    """Bound on the probability of a sum at least this far from 0 if decoding is exact."""
     if not self.sum:
       return 1.0
     bound = self.variance + self.largest * abs(self.sum) / 3

@@ -247,7 +247,10 @@ def random(
 def _load_pairs(
   target: str, draft: str, vocabulary: str, task: str | None, extra_ids: int | Literal["auto"]
 ) -> tuple[LoadedPair, ...]:
-  """Load a pair with a float32 target, and one with a bfloat16 target if kernels can read it."""
+  """Load a pair with a float32 target, and perhaps one with a bfloat16 target.
+
+  The second one is loaded if the target is stored in bfloat16 and `kernels.skinny` can read that.
+  """
   load = functools.partial(load_pair, target, draft, vocabulary, task, extra_ids=extra_ids)
   widened, stored = load(), load(stored_weights=True)
   return (widened,) if widened.kernels == stored.kernels else (widened, stored)
