@@ -39,10 +39,12 @@ class References(NamedTuple):
   Attributes:
     texts: reference text of each input.
     metric: one of `quality.METRICS`.
+    sources: the inputs, which some metrics need; `measure` sets them.
   """
 
   texts: Sequence[str]
   metric: str = "BLEU"
+  sources: Sequence[str] | None = None
 
 
 def measure(
@@ -108,7 +110,8 @@ def speed_steps(
     if len(references.texts) != len(texts):
       raise InputError(f"There are {len(texts)} texts but {len(references.texts)} references.")
     # An unknown metric or a missing package fails now, not after hours.
-    quality(references.metric, references.texts[:1], references.texts[:1])
+    references = references._replace(sources=texts)
+    quality(references.metric, references.texts[:1], references.texts[:1], texts[:1])
   baseline = timing.baseline or own_baseline(pair)
   timing = timing._replace(baseline=baseline)
   batch_size = settings[0].batch_size
@@ -214,7 +217,7 @@ def _measure(
     if references is None:
       return None
     texts = [pair.vocabulary.decode(row) for batch in outputs for row in batch.tokens]
-    return quality(references.metric, texts, references.texts)
+    return quality(references.metric, texts, references.texts, references.sources)
 
   baseline_quality = quality_of(speed.baseline)
   baseline_passes = sum(int(o.num_rounds) for o in speed.baseline)
