@@ -14,7 +14,6 @@ import pathlib
 import re
 
 from specdec_jax.atomic_files import atomic_write
-from specdec_jax.data import tasks
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError
 from specdec_jax.user_errors import ArgumentParser
@@ -44,6 +43,8 @@ def articles(data: pathlib.Path, split: str, count: int) -> list[dict[str, str]]
   files = [*data.glob(f"cnn_dm/cnn_dm.{split}{count}*.jsonl.gz")]
   if files:
     return [json.loads(line) for line in read_lines(str(files[0]))]
+  from specdec_jax.data import tasks  # imports TensorFlow
+
   sources, highlights = (
     tasks.sources("specdec_cnn_dm", split, count, side) for side in ("inputs", "targets")
   )

@@ -8,6 +8,7 @@ import tiny_pair
 from specdec_jax.bench import reproduce as module
 from specdec_jax.bench.reproduce import Checkpoints, Models, StandIns, Task, groups, reproduce
 from specdec_jax.errors import InputError
+from specdec_jax.loading import load_draft
 from specdec_jax.pairs import checkpoint_draft
 from specdec_jax.records import read
 
@@ -70,16 +71,17 @@ def test_speeds_are_measured_once_with_the_gammas_of_the_paper(tmp_path, capsys)
   assert read(folder / "results.jsonl") == records
 
 
-def test_alphas_of_all_drafts_are_measured_on_the_same_text(tmp_path, capsys):
-  models = checkpoints(**{"T5-small": "near"})
+def test_alphas_of_all_drafts_are_measured_on_the_same_text(tmp_path, monkeypatch):
+  calls = []
+  monkeypatch.setattr(module, "acceptance", lambda *args, **kwargs: calls.append((args, kwargs)))
+  models = checkpoints()
   reproduce(["table5"], models, tasks(tmp_path), str(tmp_path / "runs"), min_tokens=8)
-  records = read(tmp_path / "runs" / "alphas5" / "EnDe" / "results.jsonl")
-  assert {r.draft for r in records} == {"near", "unigram", "bigram"}
-  assert {(r.temperature, r.lenience) for r in records} == {
-    (temperature, lenience) for temperature in (0, 1) for lenience in (1, 0.5, 0.3, 0.1)
-  }
-  assert len({r.num_tokens for r in records if r.temperature == 1}) == 1
-  assert "Table 5" in capsys.readouterr().out
+  (((pair, texts, folder, samplings, drafts), settings),) = calls
+  assert pair.draft_name == "near" and texts == TEXTS and folder.endswith("runs/alphas5/EnDe")
+  assert [sampling.temperature for sampling in samplings] == [0, 1]
+  loaded = [load_draft(draft, pair.loaded_target).name for draft in drafts]
+  assert loaded == ["random", "unigram", "bigram"]
+  assert settings == dict(max_new_tokens=8, min_tokens=8, leniences=[1, 0.5, 0.3, 0.1])
 
 
 def test_dry_run_prints_memory_and_time_and_measures_nothing(tmp_path, capsys, monkeypatch):

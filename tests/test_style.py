@@ -41,6 +41,7 @@ MANY_PARAMETERS = {
   "bench.drafts.compare_drafts",
   "bench.gamma.gamma",
   "bench.trees.trees",
+  "bench.reproduce.reproduce",
   "commands.check_exactness.check_exactness",
   "commands.decode.decode",
   "bench.given_outputs.given_outputs",
