@@ -20,6 +20,7 @@ KINDS = ("runs", "models", "tasks", "drafts")
 # Runs that take no pair of models.
 WITHOUT_PAIR = {
   "data",
+  "reproduce",
   "given_outputs",
   "peers",
   "benchmark",
@@ -36,6 +37,7 @@ AFTER = [
   ("tasks/dialog", "models/gpt2"),
   ("tasks/articles", "models/random"),
   ("models/t5_1_1",),
+  ("tasks/editing",),
   ("models/random", "models/sharded"),
   ("verifiers/blocks",),
   ("verifiers/gumbel",),
@@ -73,6 +75,19 @@ def parse(*names: str) -> None:
 @pytest.mark.parametrize("name", ["quickstart", *(f"runs/{name}" for name in RUNS)])
 def test_run_parses(name):
   parse(name)
+
+
+@pytest.mark.parametrize("step", ["vocabulary", "target", "draft"])
+def test_training_runs_parse_with_the_editing_task(step):
+  parse(f"runs/train_{step}", "tasks/editing")
+  values = [
+    value_of(name, f"runs/train_{step}", "tasks/editing") for name in ("DATA", "PAIR_TARGET")
+  ]
+  assert values == ["runs/editing/data", "runs/editing/pair/target"]
+
+
+def test_reproduction_parses_with_the_tasks_and_models_of_the_paper():
+  parse("runs/reproduce", "tasks/paper", "models/paper_t5_1_0")
 
 
 @pytest.mark.parametrize("after", AFTER, ids="+".join)
