@@ -25,6 +25,7 @@ from specdec_jax.counts import (
   num_rounds,
   num_tokens,
 )
+from specdec_jax.data.quality import quality
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
@@ -50,7 +51,6 @@ from specdec_jax.measurement.costs import (
   round_costs,
 )
 from specdec_jax.measurement.measure import References, measure, settings_to_measure
-from specdec_jax.measurement.quality import quality
 from specdec_jax.measurement.speed import Speed, Timing, measure_speed, own_baseline
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.models.families import for_decoding

@@ -374,6 +374,26 @@ def test_ngrams_are_counted_in_targets_of_the_task(tasks, monkeypatch, tmp_path,
   assert path.read_text() == "one two\nthree\n"
 
 
+@pytest.mark.parametrize(
+  "name, scores",
+  [
+    ("specdec_wmt14_ende", {"BLEU": 100}),
+    ("specdec_multi30k_ende", {"BLEU": 100}),
+    ("specdec_cnn_dm", {"ROUGE-1": 100, "ROUGE-2": 100, "ROUGE-Lsum": 100}),
+    ("specdec_lm1b", {}),
+  ],
+)
+def test_tasks_have_the_metrics_of_their_outputs(tasks, name, scores):
+  import seqio
+
+  texts = ["Four different words here .", "And four more words ."]
+  metrics = seqio.TaskRegistry.get(name).metric_fns
+  found = [metric(texts, texts) for metric in metrics]
+  assert {key: value for each in found for key, value in each.items()} == pytest.approx(scores)
+  worse = [metric(texts, ["Four words here .", "And words ."]) for metric in metrics]
+  assert all(0 < value < 100 for each in worse for value in each.values())
+
+
 def test_unconditional_generation_has_one_empty_source_per_sentence(tasks, texts_of):
   with mocked({"text": ["one", "two", "three"]}):
     assert texts_of("runs/speedup", "tasks/lm1b", bindings="NUM_TEXTS = 2") == ["", ""]

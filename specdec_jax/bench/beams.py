@@ -19,10 +19,10 @@ from specdec_jax.beam_search import BeamResult, BeamSearcher
 from specdec_jax.bench.reporting.record_tables import beams_table
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.counts import require_finite
+from specdec_jax.data.quality import quality
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import settings_to_measure
-from specdec_jax.measurement.quality import quality
 from specdec_jax.measurement.sweep import Report, Step, sweep
 from specdec_jax.measurement.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair

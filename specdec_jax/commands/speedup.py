@@ -64,7 +64,7 @@ def speedup(
     references: one reference text for each source, or the path of a file with at least as many
       lines. With references, records and table include the quality of the outputs and of the
       baseline's outputs.
-    metric: one of `measurement.quality.METRICS`.
+    metric: one of `data.quality.METRICS`.
   """
   require_types(speedup, locals())
   samplings = [Sampling(temperature=t, top_k=top_k if t else 0) for t in temperatures]

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import seqio
 import tensorflow as tf
 
+from specdec_jax.data.quality import quality
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError
 from specdec_jax.gin_files import data_folder
@@ -67,6 +68,7 @@ def add_task(
   inputs: str | None,
   targets: str,
   vocabulary: seqio.Vocabulary = T5_VOCABULARY,
+  metrics: Sequence[str] = (),
 ) -> seqio.Task:
   """Register a task with seqio; its texts are tokenized in the same way as those of T5's tasks.
 
@@ -77,6 +79,7 @@ def add_task(
     inputs: name of the field of an example that has the input; None for empty inputs.
     targets: name of the field that has the reference output.
     vocabulary: vocabulary of inputs and targets.
+    metrics: names of metrics of `quality.METRICS` that score outputs against the targets.
   """
 
   def text_to_text(example):
@@ -96,7 +99,17 @@ def add_task(
       "inputs": seqio.Feature(vocabulary, required=False),
       "targets": seqio.Feature(vocabulary),
     },
+    metric_fns=[_metric(name) for name in metrics],
   )
+
+
+def _metric(name: str) -> Callable[[Sequence[str], Sequence[str]], dict[str, float]]:
+  """Return a metric of seqio, whose function takes texts of the targets and of the outputs."""
+
+  def metric(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+    return {name: quality(name, predictions, targets)}
+
+  return metric
 
 
 def text_pairs(splits: Mapping[str, tuple[str, str]]) -> seqio.DataSource:
@@ -161,9 +174,11 @@ _MULTI30K = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
 _LM1B = _in_data("lm1b_sample/1b_benchmark.dev.tokens.gz")
 
 # Validation is newstest2013 and test is newstest2014.
-add_task("specdec_wmt14_ende", PreparedTfds("wmt14_translate/de-en:1.0.0"), _EN_DE, "en", "de")
+_WMT14 = PreparedTfds("wmt14_translate/de-en:1.0.0")
+add_task("specdec_wmt14_ende", _WMT14, _EN_DE, "en", "de", metrics=["BLEU"])
 _CNN_DM = PreparedTfds("cnn_dailymail:3.4.0")
-add_task("specdec_cnn_dm", _CNN_DM, "summarize: ", "article", "highlights")
+_ROUGE = "ROUGE-1", "ROUGE-2", "ROUGE-Lsum"
+add_task("specdec_cnn_dm", _CNN_DM, "summarize: ", "article", "highlights", metrics=_ROUGE)
 _lm1b = PreparedTfds("lm1b:1.1.0", ("train", "test"))
 add_task("specdec_lm1b", _lm1b, "", None, "text", WORD_PIECES)
 add_task(
@@ -172,6 +187,7 @@ add_task(
   _EN_DE,
   "source",
   "target",
+  metrics=["BLEU"],
 )
 # Held-out sentences of lm1b. Both sides of the parallel text are the same file.
 _sample = text_pairs({"train": (_LM1B, _LM1B)})

@@ -20,12 +20,12 @@ from specdec_jax.counts import (
   num_rounds,
   num_tokens,
 )
+from specdec_jax.data.quality import quality
 from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.machine import provenance
 from specdec_jax.measurement.alpha import measure_alpha
 from specdec_jax.measurement.costs import Costs, operations_ratio
-from specdec_jax.measurement.quality import quality
 from specdec_jax.measurement.roofline import memory_bandwidth, step_bytes
 from specdec_jax.measurement.speed import Timing, measure_speed, own_baseline
 from specdec_jax.measurement.sweep import Report, Step, measure_missing

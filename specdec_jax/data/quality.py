@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec_jax.data.edits import f_score
 from specdec_jax.errors import InputError
-from specdec_jax.measurement.corrections import f_score
 
 METRICS = ("BLEU", "ROUGE-1", "ROUGE-2", "ROUGE-Lsum", "F0.5", "exact match")
 
@@ -20,7 +20,7 @@ def quality(
 
   BLEU is sacrebleu's corpus score (tokenizer 13a, cased). ROUGE is the mean F1 of rouge_score with
   its stemmer; each line of a text counts as a sentence. F0.5 is that of the edits of corrected
-  sentences (`corrections.f_score`) and needs the sources. An exact match counts 100.
+  sentences (`edits.f_score`) and needs the sources. An exact match counts 100.
 
   Raises:
     InputError: the metric is unknown, or it is a ROUGE metric and rouge_score is not installed.

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from specdec_jax.data.corruptions import corrupt
+from specdec_jax.data.edits import edits, f_score
+from specdec_jax.data.quality import quality
 from specdec_jax.errors import InputError
-from specdec_jax.measurement.corrections import edits, f_score
-from specdec_jax.measurement.quality import quality
 
 SENTENCE = "Their dog has run through the wet grass of the old park, and it barks at two men."
 
