@@ -86,10 +86,6 @@ def test_training_runs_parse_with_the_editing_task(step):
   assert values == ["runs/editing/data", "runs/editing/pair/target"]
 
 
-def test_reproduction_parses_with_the_tasks_and_models_of_the_paper():
-  parse("runs/reproduce", "tasks/paper", "models/paper_t5_1_0")
-
-
 @pytest.mark.parametrize("after", AFTER, ids="+".join)
 def test_runs_parse_with_files_of_models_tasks_and_drafts(after):
   for name in WITH_PAIR:

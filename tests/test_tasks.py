@@ -15,6 +15,7 @@ import sentencepiece
 import tiny
 import tiny_pair
 
+from specdec_jax import run as command
 from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -372,6 +373,23 @@ def test_ngrams_are_counted_in_targets_of_the_task(tasks, monkeypatch, tmp_path,
   gin.clear_config()
   assert path.parts[:2] == ("runs", "targets") and path.name.endswith("_train_100000.txt")
   assert path.read_text() == "one two\nthree\n"
+
+
+def test_reproduction_reads_the_tasks_of_the_paper(tasks, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  gin.clear_config()
+  try:
+    files = [f"gin/{name}.gin" for name in ("runs/reproduce", "tasks/paper", "models/paper_t5_1_0")]
+    command.parse_gin(files, [], [])
+    by_name = copy.deepcopy(gin.query_parameter("%TASKS"))
+    models = copy.deepcopy(gin.query_parameter("%MODELS"))
+    with mocked():
+      sources = {name: task.sources() for name, task in by_name.items()}
+  finally:
+    gin.clear_config()
+  assert sources["EnDe"][0].startswith(TRANSLATE) and len(sources["EnDe"]) == 3
+  assert sources["CNNDM"][0].startswith("summarize: ")
+  assert models.config("T5-XXL", True).num_decoder_layers == 24 and "T5-XXL" in models.paths
 
 
 @pytest.mark.parametrize(
