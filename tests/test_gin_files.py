@@ -163,6 +163,13 @@ def test_missing_default_text_falls_back_to_a_bundled_text(
   assert f"or run specdec data {data_set}" in note
 
 
+@pytest.mark.parametrize("name, count", [("check_exactness", 200), ("cost", 8), ("speedup", 300)])
+def test_runs_read_the_bundled_captions(name, count, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  texts = (GIN / "tasks/captions.en.txt").read_text(encoding="utf-8").splitlines()
+  assert value_of("TEXTS", f"runs/{name}") == texts[:count]
+
+
 def test_given_file_that_is_missing_is_an_error():
   with pytest.raises(InputError, match="There is no text file at gone.txt"):
     value_of("TEXTS", "runs/speedup", bindings=("INPUT = 'gone.txt'",))
