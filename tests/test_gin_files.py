@@ -143,6 +143,7 @@ DEFAULTS = [
 WITHOUT_TEXT = [(macro, name) for macro, name in DEFAULTS if name == "given_outputs"]
 FALLS_BACK = [
   *sorted({*DEFAULTS} - {*WITHOUT_TEXT}),
+  ("INPUT", "cost"),
   ("INPUT", "table4"),
   ("TARGET_TEXT", "table5"),
 ]
