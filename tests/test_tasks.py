@@ -371,7 +371,7 @@ def test_ngrams_are_counted_in_targets_of_the_task(tasks, monkeypatch, tmp_path,
   with mocked({field: ["one\ntwo", "three"] for field in fields}):
     path = pathlib.Path(copy.deepcopy(gin.query_parameter("%TARGET_TEXT")))
   gin.clear_config()
-  assert path.parts[:2] == ("runs", "targets") and path.name.endswith("_train_100000.txt")
+  assert path.parts[:2] == ("runs", "tasks") and path.parent.name.endswith("_100000")
   assert path.read_text() == "one two\nthree\n"
 
 
@@ -410,6 +410,24 @@ def test_tasks_have_the_metrics_of_their_outputs(tasks, name, scores):
   assert {key: value for each in found for key, value in each.items()} == pytest.approx(scores)
   worse = [metric(texts, ["Four words here .", "And words ."]) for metric in metrics]
   assert all(0 < value < 100 for each in worse for value in each.values())
+
+
+@pytest.mark.parametrize("step", ["vocabulary", "target", "draft"])
+def test_training_reads_the_texts_of_a_task(tasks, monkeypatch, tmp_path, step):
+  monkeypatch.chdir(ROOT)
+  gin.clear_config()
+  try:
+    files = [f"gin/{name}.gin" for name in (f"runs/train_{step}", "tasks/wmt_ende")]
+    command.parse_gin([*files, "gin/tasks/training_text.gin"], [], [])
+    monkeypatch.chdir(tmp_path)
+    with mocked({"en": ["one\ntwo", "three"], "de": ["eins zwei", "drei"]}):
+      folder = tmp_path / copy.deepcopy(gin.query_parameter("%DATA"))
+    name = {"vocabulary": "fit_vocabulary", "target": "train_target", "draft": "train_draft"}[step]
+    sources = gin.query_parameter(f"train.{name}.sources")
+  finally:
+    gin.clear_config()
+  assert (folder / sources[0]).read_text() == f"{TRANSLATE}one two\n{TRANSLATE}three\n"
+  assert (folder / "validation.targets").read_text() == "eins zwei\ndrei\n"
 
 
 def test_unconditional_generation_has_one_empty_source_per_sentence(tasks, texts_of):

@@ -6,6 +6,7 @@ tasks can still import this module, but using its names raises InputError.
 
 import importlib.util
 import pathlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from specdec_jax.atomic_files import atomic_write
@@ -75,8 +76,6 @@ def sources(
 def targets_file(task: str, split: str = "train", limit: int = 100_000) -> str:
   """Write reference outputs of a task to a file, one per line, and return its path.
 
-  The file is in `runs/targets`. If it exists, it is not written again.
-
   Args:
     task: name of a task; see `sources`.
     split: name of the split of the task.
@@ -86,13 +85,42 @@ def targets_file(task: str, split: str = "train", limit: int = 100_000) -> str:
     InputError: as for `sources`.
   """
   require_types(targets_file, locals())
-  path = pathlib.Path("runs") / "targets" / f"{task}_{split}_{limit}.txt"
+  return str(_text_file(task, split, limit, "targets"))
+
+
+def text_folder(
+  task: str, splits: Sequence[str] = ("train", "validation"), limit: int = 1_000_000
+) -> str:
+  """Write the texts of a task to files, for training runs, and return their folder.
+
+  Each split has two files with one text per line: `SPLIT.inputs` and `SPLIT.targets`.
+
+  Args:
+    task: name of a task; see `sources`.
+    splits: names of splits of the task.
+    limit: maximum number of examples of each split.
+
+  Raises:
+    InputError: as for `sources`.
+  """
+  require_types(text_folder, locals())
+  files = [
+    _text_file(task, split, limit, side) for split in splits for side in ("inputs", "targets")
+  ]
+  return str(files[0].parent)
+
+
+def _text_file(
+  task: str, split: str, limit: int, side: Literal["inputs", "targets"]
+) -> pathlib.Path:
+  """Return the file of one side of a split; a file that exists is not written again."""
+  path = pathlib.Path("runs") / "tasks" / f"{task}_{limit}" / f"{split}.{side}"
   if not path.is_file():
-    texts = sources(task, split, limit, "targets")
+    texts = sources(task, split, limit, side)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
       file.writelines(" ".join(text.split()) + "\n" for text in texts)
-  return str(path)
+  return path
 
 
 def __getattr__(name: str) -> Any:
