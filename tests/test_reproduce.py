@@ -107,6 +107,12 @@ def test_a_table_without_measurable_rows_is_rejected(tmp_path):
     reproduce(["table2"], StandIns(), {}, str(tmp_path))
 
 
+def test_alphas_need_a_draft_that_is_a_model(tmp_path):
+  models = Checkpoints({"T5-XXL": "unused"}, sizes={"T5-XXL": ("1.1", "small")})
+  with pytest.raises(InputError, match="paths has no draft of this table"):
+    reproduce(["table5"], models, tasks(tmp_path), str(tmp_path))
+
+
 def test_the_target_is_loaded_once_for_all_drafts(tmp_path):
   models: Models = checkpoints()
   task = tasks(tmp_path)["EnDe"]

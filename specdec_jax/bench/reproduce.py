@@ -167,7 +167,10 @@ class Checkpoints(Models):
     return pair.with_draft(checkpoint_draft(pair.loaded_target, self.paths[draft], self.dtype))
 
   def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[LoadedPair, list[LoadsDraft]]:
-    first, *others = [name for name in names if name in self.paths]
+    available = [name for name in names if name in self.paths]
+    if not available:
+      raise InputError("paths has no draft of this table; give one, such as 'T5-small'.")
+    first, *others = available
     loads = [
       functools.partial(checkpoint_draft, model=self.paths[name], dtype=self.dtype)
       for name in others
