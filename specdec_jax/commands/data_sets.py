@@ -22,7 +22,7 @@ from specdec_jax.gin_files import PACKAGE, data_folder
 
 CONTENTS = {
   "multi30k": "31,014 captions, English-German; for research and education",
-  "wmt14": "ten WMT news tests of 2008 to 2020, English-German; with TFDS, all of WMT14; for research",
+  "wmt14": "ten WMT news tests, 2008 to 2020, English-German; with TFDS all of WMT14; for research",
   "cnn_dm": "CNN/DailyMail: articles and highlights, through TFDS; for research",
   "lm1b": "12,216 held-out news sentences, and with TFDS the One Billion Word Benchmark",
   "realsumm": "100 articles of CNN/DM with the published summaries of T5-11B; CC BY 4.0",
