@@ -29,7 +29,13 @@ from specdec_jax.models.t5 import T5
 from specdec_jax.pairs import load_pair
 from specdec_jax.reporting.tables import MISSING
 from specdec_jax.training import trainer
-from specdec_jax.training.batches import BUCKETS, ParallelText, epoch_batches, padded_batches
+from specdec_jax.training.batches import (
+  BUCKETS,
+  MAX_TARGET,
+  ParallelText,
+  epoch_batches,
+  padded_batches,
+)
 from specdec_jax.training.distillation import (
   load_parallel_text,
   save_parallel_text,
@@ -122,10 +128,19 @@ def test_different_numbers_of_sources_and_targets_raise():
     ParallelText([[1], [1]], [[1]])
 
 
-def test_pairs_longer_than_the_last_bucket_are_left_out_with_a_warning():
-  row = [5] * BUCKETS[-1] + [1]
-  with pytest.warns(UserWarning, match=str(BUCKETS[-1])):
-    epoch_batches(ParallelText([row, [5, 1]], [[5, 1], [5, 1]]), 256, 0, 0)
+@pytest.mark.parametrize("source, target", [(BUCKETS[-1], 1), (1, MAX_TARGET)])
+def test_pairs_that_are_too_long_are_left_out_with_a_warning(source, target):
+  text = ParallelText([[5] * source + [1], [5, 1]], [[5] * target + [1], [5, 1]])
+  with pytest.warns(UserWarning, match=f"1 pairs .* {BUCKETS[-1]} tokens .* {MAX_TARGET}"):
+    batches = epoch_batches(text, 256, 0, 0)
+  assert {i for _, indices in batches for i in indices.tolist()} == {1}
+
+
+def test_long_sources_do_not_widen_the_targets():
+  text = ParallelText([[5] * 300 + [1]], [[5] * 7 + [1]])
+  batches = epoch_batches(text, 640, 0, 0)
+  (batch,) = padded_batches(text, batches)
+  assert batch.source.shape == (2, 320) and batch.targets.shape == (2, MAX_TARGET)
 
 
 # Loss.
@@ -407,11 +422,11 @@ def test_teacher_topk_are_the_most_probable_tokens():
       np.testing.assert_allclose(weights[position], want, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:1 pairs are longer")
+@pytest.mark.filterwarnings("ignore:1 pairs have a source")
 def test_teacher_topk_with_tail_marks_text_tokens_outside_the_top_k(tmp_path):
   """A pair that is too long for a batch has empty arrays, which can be saved and loaded."""
   short = copies()
-  text = ParallelText([[5] * 200, *short.sources], [[1], *short.targets])
+  text = ParallelText([[5] * 600, *short.sources], [[1], *short.targets])
   topk = functools.partial(
     teacher_topk, T5(CONFIG), initial_params(), text, k=4, tokens_per_batch=32
   )
@@ -487,6 +502,48 @@ def test_draft_is_trained_on_references_samples_and_spliced_sources(tmp_path, mo
   assert len(text.targets) == len(text.teacher) == 57
   argmax = model_outputs(pair.target, pair.target_params, valid.sources)
   assert valid.targets == argmax and valid.teacher is None
+
+
+def test_target_is_trained_from_the_parameters_of_a_checkpoint(tmp_path, monkeypatch):
+  (tmp_path / "lines").write_text("".join(line + "\n" for line in tiny_pair.SENTENCES[:4]))
+  train_calls, saved, target = [], [], str(tiny_pair.folder() / "target")
+  monkeypatch.setattr(commands, "train", lambda *args: train_calls.append(args))
+  monkeypatch.setattr(commands, "save_model", lambda *args: saved.append(args))
+  train_target = functools.partial(
+    commands.train_target,
+    data=str(tmp_path),
+    sources=["lines"],
+    targets=["lines"],
+    valid_source="lines",
+    valid_target="lines",
+    settings=SETTINGS,
+    vocabulary=str(tiny_pair.folder() / "vocabulary.model"),
+    output=str(tmp_path / "tuned"),
+    work_dir=str(tmp_path / "work"),
+    start=target,
+    max_source_tokens=7,
+  )
+  train_target(config=commands.config_of(target, dropout_rate=0.2))
+  ((_, _, text, *_, init, bleu),) = train_calls
+  assert {len(source) for source in text.sources} == {7}
+  assert all(source[-1] == 1 for source in text.sources)
+  config, params = load_model(target)
+  jax.tree.map(np.testing.assert_array_equal, init, params)
+  assert saved[0][1] == dataclasses.replace(config, dropout_rate=0.2)
+  assert bleu(params) > 0
+  with pytest.raises(InputError, match="shape"):
+    train_target(config=dataclasses.replace(config, mlp_dim=config.mlp_dim + 8))
+
+
+def test_rows_of_padding_are_not_part_of_the_vocabulary():
+  """T5's table has 32,128 rows for 32,000 pieces and 100 sentinels."""
+  path = str(tiny_pair.folder() / "vocabulary.model")
+  size = len(tiny_pair.pair().vocabulary)
+  rows = -(-(size + 100) // 128) * 128
+  words, config = commands._open_fitting_vocabulary(
+    dataclasses.replace(CONFIG, vocab_size=rows), path
+  )
+  assert len(words) == config.vocab_size == size + 100 and config.padded_vocab_size == rows
 
 
 def test_on_policy_data_is_sampled_by_the_draft_and_labelled_by_the_target(tmp_path, monkeypatch):
@@ -583,7 +640,7 @@ def decoded(folder, draft, gamma, sampling):
   return pair.vocabulary, pair.decode_fn(sampling, chain(gamma))(prompt, keys, max_new_tokens=32)
 
 
-@pytest.mark.filterwarnings("ignore:.* pairs are longer")
+@pytest.mark.filterwarnings("ignore:.* pairs have a source")
 def test_decoder_only_model_is_trained_on_texts_without_sources(gpt):
   lines = metrics(gpt / "train_target")
   assert [line["epoch"] for line in lines] == [*range(1, 6)]

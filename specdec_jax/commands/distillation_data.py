@@ -148,12 +148,22 @@ def open_teacher(path: str, vocabulary: Vocabulary, model_parallel: int) -> Teac
 
 
 def parallel_text(
-  vocabulary: Vocabulary, data: str, sources: list[str] | None, targets: list[str]
+  vocabulary: Vocabulary,
+  data: str,
+  sources: list[str] | None,
+  targets: list[str],
+  max_source_tokens: int | None = None,
 ) -> ParallelText:
-  """Read and encode parallel text files; if `sources` is None, each source is the empty text."""
+  """Read and encode parallel text files; if `sources` is None, each source is the empty text.
+
+  Sources with more than `max_source_tokens` tokens are truncated, but keep their EOS.
+  """
   encoded_targets = encoded_lines(vocabulary, data, targets)
   if sources:
-    return ParallelText(encoded_lines(vocabulary, data, sources), encoded_targets)
+    rows, most = encoded_lines(vocabulary, data, sources), max_source_tokens
+    if most is not None:
+      rows = [row if len(row) <= most else row[: most - 1] + row[-1:] for row in rows]
+    return ParallelText(rows, encoded_targets)
   return ParallelText([vocabulary.encode("")] * len(encoded_targets), encoded_targets)
 
 

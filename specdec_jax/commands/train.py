@@ -1,5 +1,7 @@
 """Train a vocabulary or a target on texts, or a draft on the distributions of a target."""
 
+import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any, Literal
@@ -8,7 +10,7 @@ import sacrebleu
 from jax import Array
 
 from specdec_jax.checkpoints.folder import load_model, save_model
-from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.commands.distillation_data import (
   TrainingTexts,
   model_outputs,
@@ -17,12 +19,13 @@ from specdec_jax.commands.distillation_data import (
 )
 from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabularies import open_vocabulary, open_vocabulary_of_model
+from specdec_jax.data.vocabularies import open_vocabulary_of_model, padded_size
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.models.families import Config, model_of
+from specdec_jax.partitioning import make_mesh, param_shardings
 from specdec_jax.training.objectives import Divergence, Objective, model_objective
 from specdec_jax.training.speculators import speculator_objective, warm_start
 from specdec_jax.training.trainer import TrainSettings, train
@@ -57,6 +60,8 @@ def train_target(
   vocabulary: str,
   output: str,
   work_dir: str,
+  start: str | None = None,
+  max_source_tokens: int | None = None,
 ) -> None:
   """Train a target to the last step and save it; an interrupted run resumes.
 
@@ -68,18 +73,26 @@ def train_target(
     valid_source: name of the file of validation sentences; None for a decoder-only model.
     valid_target: name of the file with the translations of the validation sentences. For a
       decoder-only model, name of the file of validation texts.
-    config: configuration of the model, including the dropout rate for training.
+    config: configuration of the model, including the dropout rate for training; with `start`, for
+      example `config_of`.
     settings: number of epochs, learning rate, sharding and other settings of training.
     vocabulary: vocabulary file.
     output: folder for the trained model, in bfloat16.
     work_dir: folder for checkpoints and metrics of this run.
+    start: checkpoint with the same configuration, in any format that `pairs.load_pair` reads.
+      Training starts from its parameters. None to start from random parameters.
+    max_source_tokens: number of tokens to which longer sources are truncated, EOS included. None to
+      leave out pairs that are too long (`batches.epoch_batches`).
 
   Raises:
-    InputError: the configuration does not fit the vocabulary.
+    InputError: the configuration does not fit the vocabulary, or the parameters in `start`.
   """
   require_types(train_target, locals())
-  words = _open_fitting_vocabulary(config, vocabulary)
-  valid = parallel_text(words, data, [valid_source] if valid_source else None, [valid_target])
+  if max_source_tokens is not None:
+    require_count("max_source_tokens", max_source_tokens)
+  words, config = _open_fitting_vocabulary(config, vocabulary)
+  encoded = functools.partial(parallel_text, words, data, max_source_tokens=max_source_tokens)
+  valid = encoded([valid_source] if valid_source else None, [valid_target])
   references = read_lines(f"{data}/{valid_target}")
   model = model_of(config)
 
@@ -87,10 +100,27 @@ def train_target(
     outputs = [words.decode(output) for output in model_outputs(model, params, valid.sources)]
     return sacrebleu.corpus_bleu(outputs, [references]).score
 
-  text = parallel_text(words, data, sources, targets)
+  text = encoded(sources, targets)
   objective = model_objective(config, settings.label_smoothing)
-  params = train(objective, settings, text, valid, work_dir, bleu=bleu if valid_source else None)
+  params = None
+  if start:
+    shardings = functools.partial(param_shardings, mesh=make_mesh(settings.model_parallel))
+    params = load_params(start, config, shardings=shardings)
+  params = train(objective, settings, text, valid, work_dir, params, bleu if valid_source else None)
   save_model(output, config, params, words.fingerprint())
+
+
+def config_of(checkpoint: str, dropout_rate: float = 0.1) -> Config:
+  """Return the configuration of the model in a checkpoint, with a dropout rate for training.
+
+  Raises:
+    InputError: the checkpoint cannot be opened, or it is a draft head.
+  """
+  require_types(config_of, locals())
+  config = open_checkpoint(checkpoint).config
+  if isinstance(config, SpeculatorConfig):
+    raise InputError(f"{checkpoint} is a draft head, which is no model by itself.")
+  return dataclasses.replace(config, dropout_rate=dropout_rate)
 
 
 def train_draft(
@@ -161,7 +191,7 @@ def train_draft(
     raise InputError("on_policy needs a draft that samples the outputs; name its folder as start.")
   start_config, start_params = load_model(start) if start else (None, None)
   writer = (model_of(start_config), start_params) if start_config and on_policy else None
-  words = _open_fitting_vocabulary(config, vocabulary)
+  words, config = _open_fitting_vocabulary(config, vocabulary)
   teacher = open_teacher(target, words, settings.model_parallel)
   text = teacher.distillation_data(
     _distillation_path(distillation_data, work_dir),
@@ -259,13 +289,20 @@ def _distillation_path(path: str | None, work_dir: str) -> pathlib.Path:
   return pathlib.Path(path or f"{work_dir}/distillation_data.npz")
 
 
-def _open_fitting_vocabulary(config: Config, path: str) -> Vocabulary:
-  """Open a vocabulary, and raise InputError unless the model's configuration fits it."""
-  words = open_vocabulary(path)
-  needed = {"vocab_size": len(words)}
+def _open_fitting_vocabulary(config: Config, path: str) -> tuple[Vocabulary, Config]:
+  """Open the vocabulary of a model; return it, and the configuration without rows of padding.
+
+  Raises:
+    InputError: the configuration does not fit the vocabulary.
+  """
+  words = open_vocabulary_of_model(path, config.vocab_size)
+  rows, size = config.vocab_size, len(words)
+  if size < rows == padded_size(size):
+    config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=rows)
+  needed = {"vocab_size": size}
   if not config.has_encoder:
     needed |= {"eos_id": words.eos_id, "start_id": PAD_ID}
   for name, value in needed.items():
     if (given := getattr(config, name)) != value:
       raise InputError(f"The model's {name} is {given}; set it to {value} to train with {path}.")
-  return words
+  return words, config

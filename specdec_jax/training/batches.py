@@ -13,7 +13,8 @@ from specdec_jax.errors import InputError
 # Padded lengths of batches. A pair belongs to the first bucket that holds its longer side, in
 # tokens with EOS. Steps are narrow where most captions lie: with sentences of 15 tokens on average,
 # padding all of them to 32 would waste half of the work.
-BUCKETS = (8, 11, 14, 16, 18, 20, 22, 24, 27, 30, 34, 40, 50, 66, 96, 128)
+BUCKETS = (8, 11, 14, 16, 18, 20, 22, 24, 27, 30, 34, 40, 50, 66, 96, 128, 192, 256, 320, 384, 512)
+MAX_TARGET = 128  # longest padded targets, so that long sources do not widen them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +45,11 @@ class ParallelText:
 
 
 class Batch(NamedTuple):
-  """Sentence pairs padded with 0 to a common length T.
+  """Sentence pairs, padded with 0 to a common source length S and a common target length T.
 
   Attributes:
-    source: [B, T], source tokens.
-    targets: [B, T], target tokens.
+    source: [B, S], source tokens.
+    targets: [B, T], target tokens; T is S, but at most MAX_TARGET.
     labels: [B, T, k], tokens to learn at each position; without a teacher, the target token
       (k = 1).
     weights: [B, T, k], probabilities of the labels; 0 at padding.
@@ -68,11 +69,12 @@ def epoch_batches(
   The batch size of a bucket is `tokens_per_batch // length`, so that all batches cost about the
   same. It is rounded down to a multiple of `multiple`, but is at least `multiple`. The last batch
   of a bucket is filled up with random pairs of the same bucket, so that each bucket has one shape
-  to compile. Pairs longer than the last bucket are left out, with a warning in epoch 0.
+  to compile. Pairs longer than the last bucket, or with targets longer than MAX_TARGET, are left
+  out, with a warning in epoch 0.
 
   Args:
     text: sentence pairs.
-    tokens_per_batch: approximate number of target tokens in a batch, padding included.
+    tokens_per_batch: approximate number of source tokens in a batch, padding included.
     seed: seed of the order.
     epoch: number of the epoch, from 0.
     multiple: number of devices that share the rows of a batch.
@@ -81,8 +83,13 @@ def epoch_batches(
     return []
   rng = np.random.default_rng((seed, epoch))
   longer_side = np.array([max(len(s), len(t)) for s, t in zip(text.sources, text.targets)])
+  longer_side[[len(t) > MAX_TARGET for t in text.targets]] = BUCKETS[-1] + 1
   if (too_long := int((longer_side > BUCKETS[-1]).sum())) and epoch == 0:
-    warnings.warn(f"{too_long} pairs are longer than {BUCKETS[-1]} tokens; left out.", stacklevel=2)
+    warnings.warn(
+      f"{too_long} pairs have a source of more than {BUCKETS[-1]} tokens or a target of more than "
+      f"{MAX_TARGET}; left out.",
+      stacklevel=2,
+    )
   lower, batches = 0, []
   for length in BUCKETS:
     members = np.flatnonzero((longer_side > lower) & (longer_side <= length))
@@ -100,7 +107,7 @@ def padded_batches(text: ParallelText, batches: list[tuple[int, np.ndarray]]) ->
   """Yield the padded arrays of each batch from `epoch_batches`."""
   for length, indices in batches:
     source = padded([text.sources[i] for i in indices], length)
-    targets = padded([text.targets[i] for i in indices], length)
+    targets = padded([text.targets[i] for i in indices], min(length, MAX_TARGET))
     labels, weights = targets[..., None], (targets[..., None] > 0).astype(np.float32)
     if text.teacher is not None:
       k = text.teacher[0][0].shape[-1]

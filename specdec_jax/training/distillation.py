@@ -82,13 +82,13 @@ def teacher_topk(
     params: parameters of the teacher.
     text: encoded sentence pairs.
     k: number of tokens at each position.
-    tokens_per_batch: approximate number of target tokens in a batch, padding included.
+    tokens_per_batch: approximate number of source tokens in a batch, padding included.
     tail: whether to append the target token.
     batch_sharding: sharding of the rows of a batch; None for a single device.
 
   Returns:
     For each pair, tokens and their probabilities, both [T, k], or [T, k + 1] with `tail`. T is the
-    number of target tokens, but 0 for a pair longer than the last bucket.
+    number of target tokens, but 0 for a pair that is left out of the batches.
   """
 
   @jax.jit

@@ -38,7 +38,7 @@ class TrainSettings:
   Attributes:
     epochs: number of passes over the training pairs.
     max_steps: maximum number of steps; None to train for all epochs.
-    tokens_per_batch: approximate number of target tokens in a batch, padding included.
+    tokens_per_batch: approximate number of source tokens in a batch, padding included.
     peak_learning_rate: highest learning rate of Adafactor with parameter scaling, which is the size
       of an update relative to the parameter.
     warmup_steps: number of steps of linear warm-up. A cosine decay follows, which reaches zero at
