@@ -37,9 +37,9 @@ def by_hand(source, text, gamma, max_ngram, vocab_size, taken=()):
 
 
 @functools.cache
-def proposing(tree, max_ngram, vocab_size):
+def proposing(tree, max_ngram, vocab_size, *options):
   tree = chain(tree) if isinstance(tree, int) else tree
-  draft = PromptLookupDraft(vocab_size, tree, max_ngram)
+  draft = PromptLookupDraft(vocab_size, tree, max_ngram, *options)
 
   def run(prompt, tokens, length):
     context = Context(prompt, tokens, length, None, None)
@@ -51,14 +51,14 @@ def proposing(tree, max_ngram, vocab_size):
   return jax.jit(run)
 
 
-def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=16):
+def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=16, options=()):
   """Return guesses for rows of different lengths, and check that the guesses are deterministic."""
 
   def fill(rows, size):
     return np.array([[*r, *[0] * (size - len(r))] for r in rows], np.int32)
 
   lengths = np.array([len(text) for text in texts], np.int32)
-  run = proposing(gamma, max_ngram, vocab_size)
+  run = proposing(gamma, max_ngram, vocab_size, *options)
   guesses, q, same_state = run(fill(sources, width), fill(texts, slots), lengths)
   assert q is None and same_state and run._cache_size() == 1
   return np.asarray(guesses).tolist()
@@ -92,6 +92,21 @@ def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=1
 def test_examples_by_hand(source, text, guesses):
   assert propose([source], [text], gamma=4) == [guesses]
   assert by_hand(source, text, 4, 3, 40) == guesses
+
+
+@pytest.mark.parametrize(
+  "tokens_per_match, from_start, guesses",
+  [
+    (1, False, [[0, 0, 0, 0], [8, 9, 0, 0], [8, 0, 0, 0], [0, 0, 0, 0]]),
+    (2, False, [[0, 0, 0, 0], [8, 9, 1, 0], [8, 9, 0, 0], [0, 0, 0, 0]]),
+    (None, True, [[5, 6, 7, 8], [8, 9, 1, 0], [8, 9, 1, 0], [0, 0, 0, 0]]),
+    (1, True, [[5, 6, 7, 0], [8, 9, 0, 0], [8, 0, 0, 0], [0, 0, 0, 0]]),
+  ],
+)
+def test_long_matches_and_starts_of_texts(tokens_per_match, from_start, guesses):
+  sources, texts = [[5, 6, 7, 8, 9, 1]] * 4, [[0], [0, 6, 7], [0, 7], [0, 3]]
+  options = tokens_per_match, from_start
+  assert propose(sources, texts, gamma=4, options=options) == guesses
 
 
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
@@ -192,13 +207,14 @@ def test_calls_of_one_shape_compile_once():
 
 
 @pytest.mark.parametrize(
-  "tree, max_ngram, words",
+  "tree, options, words",
   [
-    (chain(0), 3, "gamma is 0"),
-    (chain(3), 0, "max_ngram is 0"),
-    (DynamicTree(3, 2), 3, "takes static trees"),
+    (chain(0), (3,), "gamma is 0"),
+    (chain(3), (0,), "max_ngram is 0"),
+    (chain(3), (3, 0), "tokens_per_match is 0"),
+    (DynamicTree(3, 2), (3,), "takes static trees"),
   ],
 )
-def test_invalid_input_raises(tree, max_ngram, words):
+def test_invalid_input_raises(tree, options, words):
   with pytest.raises(InputError, match=words):
-    PromptLookupDraft(V, tree, max_ngram)
+    PromptLookupDraft(V, tree, *options)

@@ -17,14 +17,21 @@ from specdec_jax.loading import DraftFactory, LoadedTarget
 from specdec_jax.models.t5 import PAD_ID
 
 
-def prompt_lookup(target: LoadedTarget, max_ngram: int = 3) -> DraftFactory:
+def prompt_lookup(
+  target: LoadedTarget,
+  max_ngram: int = 3,
+  tokens_per_match: int | None = None,
+  from_start: bool = False,
+) -> DraftFactory:
   """Return a draft that uses prompt lookup; see `PromptLookupDraft`."""
   vocab_size = len(target.vocabulary)
 
   def build(sampling: Sampling, tree: AnyTree) -> PromptLookupDraft:
-    return PromptLookupDraft(vocab_size, tree, max_ngram)
+    return PromptLookupDraft(vocab_size, tree, max_ngram, tokens_per_match, from_start)
 
-  return DraftFactory(f"copy-{max_ngram}", build)
+  limit = "" if tokens_per_match is None else f"x{tokens_per_match}"
+  start = " from start" if from_start else ""
+  return DraftFactory(f"copy-{max_ngram}{limit}{start}", build)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +58,27 @@ class PromptLookupDraft(Draft):
     vocab_size: size of the vocabulary, V.
     tree: a static tree.
     max_ngram: maximum number of tokens of a match.
+    tokens_per_match: maximum number of draft tokens per token of the match, so that a longer match
+      is continued for longer (SuffixDecoding; Oliaro et al., 2024); None for no limit.
+    from_start: whether the first round proposes the first tokens of the prompt, for an
+      encoder-decoder whose output resembles its source (aggressive decoding; Sun et al., 2021).
 
   Raises:
-    InputError: the tree is dynamic, it has no draft tokens, or max_ngram is not a positive integer.
+    InputError: the tree is dynamic, it has no draft tokens, or `max_ngram` or `tokens_per_match` is
+      not a positive integer.
   """
 
   vocab_size: int
   tree: AnyTree
   max_ngram: int = 3
+  tokens_per_match: int | None = None
+  from_start: bool = False
 
   def __post_init__(self):
     require_count("gamma", require_static("copying from the context", self.tree).depth)
     require_count("max_ngram", self.max_ngram)
+    if self.tokens_per_match is not None:
+      require_count("tokens_per_match", self.tokens_per_match)
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
@@ -91,6 +107,8 @@ class PromptLookupDraft(Draft):
       jnp.where(has_successor, match_length(source), 0),
     ]
     score = jnp.concatenate(counts, axis=1)
+    if self.from_start:  # a match before the prompt, while there is only the start token
+      score = score.at[:, num_slots - 1].set(self.max_ngram * (context.length == 1))
     size = score.shape[1]
     both = jnp.pad(jnp.concatenate([tokens, source], axis=1), ((0, 0), (0, depth)))
     branches: list[Array] = []
@@ -99,11 +117,13 @@ class PromptLookupDraft(Draft):
       if branches:  # drop matches with the same first token as the previous branch
         score = jnp.where(both[:, 1 : size + 1] == copied[:, :1], 0, score)
       best = (score * size + jnp.arange(size)).max(axis=1, keepdims=True)
-      is_match, match = best >= size, best % size
+      match_tokens, match = best // size, best % size
       # A continuation in the text ends at the last token, and then starts again after the match.
-      period = jnp.where(match < num_slots, length - 1 - match, depth)
+      period = jnp.where(match < num_slots - 1, length - 1 - match, depth)
       copied = gather(both, match + 1 + jnp.arange(depth) % period)
-      branches.append(jnp.where(is_match & (copied < self.vocab_size), copied, PAD_ID))
+      per_match = self.tokens_per_match or depth
+      is_proposed = jnp.arange(depth) < per_match * match_tokens
+      branches.append(jnp.where(is_proposed & (copied < self.vocab_size), copied, PAD_ID))
     if tree.is_chain:
       return Proposal(branches[0]), state
     branch = _branch_of_guess(tree)
