@@ -79,11 +79,7 @@ def trace(args: argparse.Namespace):
   # These modules import jax, which the other figures do not need.
   import gin
 
-  from specdec_jax.commands.translate import decode_lines
-  from specdec_jax.core.sampling import Sampling
-  from specdec_jax.core.trees import chain
-  from specdec_jax.loading import DecodeSettings
-  from specdec_jax.reporting.rounds import read_rounds
+  from specdec_jax.bench.trace import trace
 
   require_count("gamma", args.gamma)
   parse_gin([str(ROOT / "gin" / "quickstart.gin"), *filter(None, [args.gin_file])], [], [])
@@ -93,16 +89,7 @@ def trace(args: argparse.Namespace):
     text = (
       "" if pair.continues else quickstart["sentences"][7]
     )  # some of its draft tokens are rejected
-  if not pair.can_decode(text):
-    raise InputError("The text is empty; give a sentence to translate.")
-  settings = DecodeSettings(Sampling(args.temperature), max_new_tokens=64, seed=args.seed)
-  ((_, (decoded,)),) = decode_lines(pair, [text], chain(args.gamma), settings)
-  rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
-  count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} target forward passes"
-  title = f"{count}, γ = {args.gamma}, temperature {args.temperature:g}"
-  if pair.continues and text:
-    title += f", after '{text}'"
-  return figures.trace_figure(rounds, title)
+  return trace(pair, text, args.gamma, args.temperature, args.seed)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,20 @@ def test_speeds_are_measured_once_with_the_gammas_of_the_paper(tmp_path, capsys)
   run()
   assert read(folder / "results.jsonl") == records
 
+  figures = functools.partial(
+    reproduce,
+    models=checkpoints(**{"T5-base": "random"}),
+    tasks=tasks(tmp_path),
+    output_dir=str(tmp_path / "runs"),
+    repeats=1,
+  )
+  figures(["figure1", "figure2", "figure5"])  # Figure 5 needs no more measurements
+  assert read(folder / "results.jsonl") == records
+  said = capsys.readouterr().out
+  for number in (1, 2, 5):
+    path = tmp_path / "runs" / f"figure{number}.svg"
+    assert str(path) in said and path.read_text(encoding="utf-8").startswith("<?xml")
+
 
 def test_alphas_of_all_drafts_are_measured_on_the_same_text(tmp_path, monkeypatch):
   calls = []
@@ -95,7 +109,7 @@ def test_dry_run_prints_memory_and_time_and_measures_nothing(tmp_path, capsys, m
 
 
 @pytest.mark.parametrize(
-  "names, words", [(["table1"], "no table 'table1' to measure; there are table2"), ([], "no table")]
+  "names, words", [(["table1"], "no table or figure 'table1' to reproduce; there are table2"), ([], "no table")]
 )
 def test_unknown_tables_are_rejected(names, words, tmp_path):
   with pytest.raises(InputError, match=words):

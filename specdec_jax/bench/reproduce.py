@@ -1,4 +1,4 @@
-"""The paper's Tables 2 to 5, one command each: `specdec reproduce table2`.
+"""The paper's Tables 2 to 5 and Figures 1 to 5, one command each: `specdec reproduce table2`.
 
 Each row of Tables 2 and 4 is a speedup with a gamma of its own, and each row of Tables 3 and 5 is
 an alpha. Models are checkpoints, or stand-ins for a machine without them. Records that exist are
@@ -40,10 +40,11 @@ from specdec_jax.pairs import (
   load_pair,
   random_pair,
 )
-from specdec_jax.records import open_results, read
+from specdec_jax.records import Record, open_results, read
 from specdec_jax.reporting.tables import MISSING, Table, number_text
 
 TABLES = {"table2": 2, "table3": 3, "table4": 4, "table5": 5}
+FIGURES = ("figure1", "figure2", "figure3", "figure4", "figure5")
 TARGET = "T5-XXL"
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _NGRAMS = {"unigram": unigram, "bigram": bigram}
@@ -100,6 +101,10 @@ class Models(abc.ABC):
   def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[LoadedPair, list[LoadsDraft]]:
     """Return a pair, and functions that load further drafts, whose alphas are measured."""
 
+  @abc.abstractmethod
+  def example(self, task: Task) -> tuple[LoadedPair, str]:
+    """Return a pair and a text whose rounds are drawn in Figure 1."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StandIns(Models):
@@ -134,6 +139,10 @@ class StandIns(Models):
   def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[LoadedPair, list[LoadsDraft]]:
     pair = load_pair(draft=asset("multi30k_ende/draft"))
     return pair, _ngram_drafts(names, task)
+
+  def example(self, task: Task) -> tuple[LoadedPair, str]:
+    models = ("gpt_like_4m", "gpt_like_600k", "vocabulary.txt")  # no encoder, as in the paper
+    return load_pair(*(asset(f"lm1b/{name}") for name in models)), ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +185,10 @@ class Checkpoints(Models):
       for name in others
     ]
     return self.pair(first, task, 1.0), [*loads, *_ngram_drafts(names, task)]
+
+  def example(self, task: Task) -> tuple[LoadedPair, str]:
+    (draft, *_) = (name for name in self.paths if name != TARGET)
+    return self.pair(draft, task, 1.0), task.sources()[0]
 
 
 @functools.lru_cache(1)  # the target is loaded once for all of its drafts
@@ -227,8 +240,11 @@ def reproduce(
 ) -> None:
   """Measure tables of the paper, and print each of them next to the paper's numbers.
 
+  Figures are drawn to files in `output_dir`. Figures 2 to 4 are closed forms, and Figure 5 needs a
+  measurement.
+
   Args:
-    names: keys of `TABLES`.
+    names: keys of `TABLES` or members of `FIGURES`.
     models: `Checkpoints` or `StandIns`.
     tasks: tasks by their names in the paper, 'EnDe' and 'CNNDM'. Rows with another task are left
       out.
@@ -240,21 +256,28 @@ def reproduce(
     dry_run: whether to print what would be measured, with memory and time, and measure nothing.
 
   Raises:
-    InputError: there is no such table, or none of its rows can be measured.
+    InputError: there is no such table or figure, or none of its rows can be measured.
   """
   require_types(reproduce, locals())
   require_count("repeats", repeats)
   require_count("min_tokens", min_tokens)
   for name in names or ("",):
-    if name not in TABLES:
-      raise InputError(f"There is no table {name!r} to measure; there are {', '.join(TABLES)}.")
+    if name not in (*TABLES, *FIGURES):
+      known = ", ".join([*TABLES, *FIGURES])
+      raise InputError(f"There is no table or figure {name!r} to reproduce; there are {known}.")
+  output = pathlib.Path(output_dir)
   for name in names:
-    number = TABLES[name]
+    if name in FIGURES[:4]:
+      if not dry_run:
+        _save_figure(name, output, [], models, tasks)
+      continue
+    number = TABLES.get(name, 2)  # Figure 5 shows the first rows of Table 2
     found = [group for group in groups(number, models) if group.task in tasks]
     if not found:
       raise InputError(f"No row of {name} can be measured with these models and tasks.")
+    found = found if name in TABLES else found[:1]
     is_speed = number in (2, 4)
-    folder = pathlib.Path(output_dir) / ("speeds" if is_speed else f"alphas{number}")
+    folder = output / ("speeds" if is_speed else f"alphas{number}")
     if dry_run:
       show([_plan(name, found, models, tasks, num_texts, repeats)], str(folder))
       continue
@@ -263,8 +286,16 @@ def reproduce(
         _measure_speeds(group, models, tasks[group.task], folder, num_texts, repeats, baseline)
     else:
       _measure_alphas(found, models, tasks, folder, min_tokens)
-    records = [r for path in sorted(folder.glob("*/results.jsonl")) for r in read(path)]
-    show([paper_table(number, records, load_table(number, CONFIGS))], str(folder))
+    if name in TABLES:
+      records = [r for path in sorted(folder.glob("*/results.jsonl")) for r in read(path)]
+      show([paper_table(number, records, load_table(number, CONFIGS))], str(folder))
+    else:
+      _save_figure(name, output, read(_results(folder, found[0])), models, tasks)
+
+
+def _results(folder: pathlib.Path, group: Group) -> pathlib.Path:
+  """Return the file of the records of a group of speeds."""
+  return folder / f"{group.task}_{group.draft}" / "results.jsonl"
 
 
 def _measure_speeds(
@@ -278,13 +309,44 @@ def _measure_speeds(
 ) -> None:
   """Measure the speedup of each row of a group, with its own gamma."""
   texts = task.sources()[:num_texts]
-  with open_results(folder / f"{group.task}_{group.draft}") as results:
+  with open_results(_results(folder, group).parent) as results:
     for row in group.rows:
       pair = models.pair(group.draft, task, row["alpha"])
       settings = DecodeSettings(Sampling(row["temperature"]), max_new_tokens=task.max_new_tokens)
       measure(
         pair, texts, results, [settings], [int(row["gamma"])], Timing(repeats, baseline(pair))
       )
+
+
+def _save_figure(
+  name: str,
+  output: pathlib.Path,
+  records: Sequence[Record],
+  models: Models,
+  tasks: Mapping[str, Task],
+) -> None:
+  """Draw a figure of the paper to a file in the folder `output`, and print its path.
+
+  Figure 5 is drawn from the records at temperature 0.
+  """
+  # Matplotlib is in the extra `bench`, which tables do not need.
+  from specdec_jax.bench.reporting import drawing, figures
+  from specdec_jax.bench.trace import trace
+
+  if name == "figure1":
+    pair, text = models.example([*tasks.values()][0])
+    figure = trace(pair, text, temperature=float(pair.continues))
+  elif name == "figure2":
+    figure = figures.tokens_figure()
+  elif name == "figure3":
+    figure = figures.gamma_figure()
+  elif name == "figure4":
+    figure = figures.operations_figure(load_table(1, CONFIGS))
+  else:
+    figure = figures.timeline_figure([r for r in records if r.temperature == 0])
+  output.mkdir(parents=True, exist_ok=True)
+  drawing.save(figure, output / f"{name}.svg")
+  print(output / f"{name}.svg")
 
 
 def _measure_alphas(
