@@ -21,15 +21,17 @@ from flax import core
 from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax import records
-from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
+from specdec_jax.measurement.speed import own_baseline
 from specdec_jax.models.config import t5_config
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.pairs import load_pair, random_pair
 from specdec_jax.run import main
 from specdec_jax.verifiers.k_seq import KSeqVerifier
 from specdec_jax.verifiers.lossy import TypicalVerifier
@@ -619,7 +621,6 @@ def test_speed_is_measured_against_t5x(tmp_path):
   """Run the gin files at temperature 0, where the outputs are those of t5x."""
   settings = {
     **{f"pairs.load_pair.{part}": str(tiny_pair.folder() / name) for part, name in PAIR.items()},
-    "t5x_model.t5x_baseline.checkpoint": str(tiny_pair.folder() / "target"),
     "TEMPERATURES": (0.0,),
     "GAMMAS": (2,),
     "MAX_NEW_TOKENS": 12,
@@ -637,6 +638,28 @@ def test_speed_is_measured_against_t5x(tmp_path):
   (record,) = records.read(str(tmp_path / "results.jsonl"))
   assert (record.baseline, record.identical, record.predicted_finite_length) == ("t5x", True, None)
   assert record.speedup > 0
+
+
+@pytest.mark.parametrize("source", ["path", "random weights"])
+def test_baseline_has_the_weights_of_the_pair_or_random_ones(source):
+  if source == "path":
+    pair = load_pair(
+      *(str(tiny_pair.folder() / PAIR[part]) for part in ("target", "draft", "vocabulary"))
+    )
+  else:
+    pair = random_pair("tiny", "tiny", 0.5)
+  prompt, keys = pair.prompt(tiny_pair.SENTENCES[:2]), row_keys(0, 0, 2)
+  sampling = dict(max_new_tokens=6, sampling=Sampling(0.0))
+  ours, theirs = (
+    of(pair).decode(prompt, keys, **sampling) for of in (own_baseline, t5x_model.t5x_baseline)
+  )
+  if source == "path":
+    np.testing.assert_array_equal(theirs.tokens, ours.tokens)
+  np.testing.assert_array_equal(theirs.lengths, ours.lengths)
+  nameless = pair._replace(target_path=None)
+  if source == "path":
+    with pytest.raises(InputError, match="a model in memory"):
+      t5x_model.t5x_baseline(nameless)
 
 
 def write_checkpoint(folder: pathlib.Path, config, params, orbax: bool) -> str:

@@ -80,6 +80,13 @@ def recorded_path(path: str) -> str:
   return resolved.relative_to(package.parent).as_posix()
 
 
+def path_of_record(recorded: str) -> str:
+  """Return the path of a checkpoint whose path in records is `recorded`; see `recorded_path`."""
+  package = pathlib.Path(__file__).resolve().parents[1]
+  bundled = package.parent / recorded
+  return str(bundled) if bundled.resolve().is_relative_to(package) else recorded
+
+
 def checkpoint_name(path: str) -> str:
   """Return a checkpoint's name for records: the last path part that is not generic (`_STEP`)."""
   parts = [part for part in path.split("/") if not _STEP.fullmatch(part)]

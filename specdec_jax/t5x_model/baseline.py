@@ -2,19 +2,22 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from t5x import decoding, models
 
-from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint
+from specdec_jax.checkpoints.load import open_checkpoint, path_of_record
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.speed import Baseline
 from specdec_jax.models.config import T5Config, named_dtype
-from specdec_jax.pairs import EMBEDDED, LoadedPair
+from specdec_jax.models.families import init_params
+from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.pairs import LoadedPair
 from specdec_jax.t5x_model.networks import t5x_network
 
 
@@ -78,33 +81,39 @@ def t5x_decode(
   return DecodeResult(tokens, lengths, rounds, lengths.max(), jnp.full(len(prompt), -1, jnp.int32))
 
 
-def t5x_baseline(pair: LoadedPair, checkpoint: str = str(EMBEDDED / "target")) -> Baseline:
+def t5x_baseline(pair: LoadedPair) -> Baseline:
   """Return the baseline that decodes a pair's target with t5x, for `speedup.speedup.baseline`.
 
+  The target is loaded again, because t5x needs parameters that are not fused. A target with random
+  weights gets other random weights. If its acceptance is simulated, no text of the pair or of the
+  baseline ends before its limit.
+
   Args:
-    pair: pair whose speed is measured, on one device. If its acceptance is simulated, no text of
-      the pair or of the baseline ends before its limit.
-    checkpoint: checkpoint of the target. It is loaded again, because t5x needs parameters that are
-      not fused.
+    pair: pair whose speed is measured, on one device.
 
   Raises:
-    InputError: the checkpoint belongs to a different model than the pair's target, it is not a T5,
-      or the target is sharded.
+    InputError: the target has no checkpoint and no random weights, it is not a T5, or it is
+      sharded.
   """
   devices = {x.sharding for x in jax.tree.leaves(pair.target_params)}
   if any(len(d.device_set) > 1 for d in devices):
     raise InputError(
       "t5x's decoding is timed on one device, and the target is sharded across several."
     )
-  if checkpoint_name(checkpoint) != pair.target_name:
-    raise InputError(
-      f"t5x_model.t5x_baseline.checkpoint is {checkpoint}, but the target is {pair.target_name}; "
-      "bind it to the target's checkpoint."
-    )
-  stored = open_checkpoint(checkpoint)
-  if not isinstance(stored.config, T5Config):
-    raise InputError(f"{checkpoint} is no T5, which is what t5x is timed with here.")
-  config = dataclasses.replace(stored.config, dtype=named_dtype(pair.dtype))
-  eos_id = 1 if pair.simulated_alpha is None else -1
-  decode = functools.partial(t5x_decode, config, stored.load(config), eos_id=eos_id)
+  is_simulated = isinstance(pair.target, SimulatedModel)
+  if not is_simulated and pair.target_path is None:
+    raise InputError("The target is a model in memory; t5x needs a checkpoint to load it from.")
+  stored = None if is_simulated else open_checkpoint(path_of_record(pair.target_path or ""))
+  config = pair.target.model.config if stored is None else stored.config
+  if not isinstance(config, T5Config):
+    raise InputError(f"{pair.target_name} is no T5, which is what t5x is timed with here.")
+  config = dataclasses.replace(config, dtype=named_dtype(pair.dtype), fused=False, kernels="xla")
+  params = _random_params(config) if stored is None else stored.load(config)
+  decode = functools.partial(t5x_decode, config, params, eos_id=-1 if is_simulated else 1)
   return Baseline("t5x", decode)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _random_params(config: T5Config) -> Any:
+  params = init_params(config, jax.random.key(0))
+  return jax.tree.map(lambda x: x.astype(config.dtype), params)

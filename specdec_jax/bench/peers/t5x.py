@@ -14,7 +14,7 @@ def temperature_sample() -> Backend:
   """Return the t5x backend for autoregressive decoding."""
 
   def load(comparison: Comparison) -> Decode:
-    return t5x_baseline(comparison.pair, comparison.target).decode
+    return t5x_baseline(comparison.pair).decode
 
   return Backend("t5x", ("t5x",), load)
 
@@ -23,7 +23,7 @@ def beam_search() -> Backend:
   """Return the t5x backend that supports beam search only."""
 
   def load(comparison: Comparison) -> Decode:
-    decode = t5x_baseline(comparison.pair, comparison.target).decode
+    decode = t5x_baseline(comparison.pair).decode
     return functools.partial(decode, beams=comparison.workload.beams)
 
   return Backend("t5x", ("t5x",), load, searches="only")
