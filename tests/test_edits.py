@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from specdec_jax import gin_files
 from specdec_jax.data.corruptions import corrupt
 from specdec_jax.data.edits import edits, f_score
 from specdec_jax.data.quality import quality
@@ -45,6 +46,11 @@ def test_errors_are_reproducible_varied_and_moderate():
     assert example in words, example
   shorter, longer = (sum(len(text.split()) == n for text in texts) for n in (17, 19))
   assert shorter > 10 and longer > 5  # missing and doubled words
+
+
+def test_bundled_captions_with_errors_are_made_of_the_bundled_captions():
+  captions, rng = gin_files.lines("tasks/captions.en.txt"), random.Random("errors of captions")
+  assert gin_files.lines("tasks/captions.errors.txt") == [corrupt(line, rng) for line in captions]
 
 
 def test_errors_leave_short_texts_legible():

@@ -37,7 +37,8 @@ AFTER = [
   ("tasks/dialog", "models/gpt2"),
   ("tasks/articles", "models/random"),
   ("models/t5_1_1",),
-  ("tasks/editing",),
+  ("tasks/editing", "drafts/aggressive"),
+  ("tasks/summaries",),
   ("models/random", "models/sharded"),
   ("verifiers/blocks",),
   ("verifiers/gumbel",),
@@ -45,6 +46,7 @@ AFTER = [
   ("drafts/prompt_lookup",),
   ("drafts/prompt_lookup_and_model",),
   ("drafts/prompt_lookup_to_the_end",),
+  ("drafts/suffix_decoding",),
   ("drafts/hierarchical",),
   ("drafts/layer_skip", "verifiers/blocks"),
   ("drafts/lookahead",),
@@ -77,13 +79,15 @@ def test_run_parses(name):
   parse(name)
 
 
-@pytest.mark.parametrize("step", ["vocabulary", "target", "draft"])
-def test_training_runs_parse_with_the_editing_task(step):
-  parse(f"runs/train_{step}", "tasks/editing")
-  values = [
-    value_of(name, f"runs/train_{step}", "tasks/editing") for name in ("DATA", "PAIR_TARGET")
-  ]
-  assert values == ["runs/editing/data", "runs/editing/pair/target"]
+@pytest.mark.parametrize(
+  "step, task",
+  [*((step, "editing") for step in ("vocabulary", "target", "draft")), ("target", "summaries")],
+)
+def test_training_runs_parse_with_the_tasks_of_english(step, task):
+  files = f"runs/train_{step}", f"tasks/train_{task}"
+  parse(*files)
+  values = [value_of(name, *files) for name in ("DATA", "PAIR_TARGET")]
+  assert values == [f"runs/{task}/data", f"runs/{task}/pair/target"]
 
 
 @pytest.mark.parametrize("after", AFTER, ids="+".join)

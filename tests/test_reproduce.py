@@ -109,7 +109,8 @@ def test_dry_run_prints_memory_and_time_and_measures_nothing(tmp_path, capsys, m
 
 
 @pytest.mark.parametrize(
-  "names, words", [(["table1"], "no table or figure 'table1' to reproduce; there are table2"), ([], "no table")]
+  "names, words",
+  [(["table1"], "no table or figure 'table1' to reproduce; there are table2"), ([], "no table")],
 )
 def test_unknown_tables_are_rejected(names, words, tmp_path):
   with pytest.raises(InputError, match=words):

@@ -6,6 +6,7 @@ TensorFlow takes ten seconds to import, so all tests that need it are in this fi
 
 import copy
 import json
+import math
 import pathlib
 
 import gin
@@ -21,6 +22,7 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.errors import InputError
+from specdec_jax.models.config import named_config
 from specdec_jax.pairs import LoadedPair
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -426,6 +428,37 @@ def test_training_reads_the_texts_of_a_task(tasks, monkeypatch, tmp_path):
     gin.clear_config()
   assert (folder / sources[0]).read_text() == f"{TRANSLATE}one two\n{TRANSLATE}three\n"
   assert (folder / "validation.targets").read_text() == "eins zwei\ndrei\n"
+
+
+@pytest.mark.parametrize(
+  "files, texts, config",
+  [
+    (("train_gpt_target", "lm1b", "train_gpt_like_97m"), "train.targets", ("gpt_like", "97m")),
+    (("train_gpt_target", "lm1b", "train_gpt_like_6m"), "train.targets", ("gpt_like", "6m")),
+    (("train_target", "wmt_ende", "finetune_t5"), "train.inputs", None),
+    (("train_target", "cnn_dm", "finetune_t5"), "train.inputs", None),
+  ],
+)
+def test_gin_files_train_the_models_of_the_paper(tasks, monkeypatch, files, texts, config):
+  run_file, task, models = files
+  names = [f"runs/{run_file}", f"tasks/{task}", *(["tasks/training_text"] * (config is None))]
+  monkeypatch.chdir(ROOT)
+  gin.clear_config()
+  try:
+    command.parse_gin([f"gin/{name}.gin" for name in [*names, f"models/{models}"]], [], [])
+    of_target = "train.train_target"
+    bound = gin.get_bindings(of_target, resolve_references=False)
+    used = gin.query_parameter("%TRAIN_TEXTS") if config else bound["sources"]
+    assert used[0] == texts
+    if config:
+      built = copy.deepcopy(gin.query_parameter(f"{of_target}.config"))
+      assert built == named_config(*config)
+    else:
+      assert "start" in bound and bound["max_source_tokens"] == 512
+    settings = copy.deepcopy(gin.query_parameter(f"{of_target}.settings"))
+    assert settings.warmup_steps < (settings.max_steps or math.inf)
+  finally:
+    gin.clear_config()
 
 
 def test_unconditional_generation_has_one_empty_source_per_sentence(tasks, texts_of):
