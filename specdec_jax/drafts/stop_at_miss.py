@@ -1,7 +1,7 @@
 """A draft that ends its proposal where a wrapped draft, such as prompt lookup, has no token.
 
-Proposals thus differ in length. gamma can be large enough to copy a match to its end (aggressive
-decoding), while a round in which no row has a match costs only one autoregressive step.
+Proposals thus differ in length. gamma can be large enough to copy a match to its end, while a round
+in which no row has a match costs only one autoregressive step.
 """
 
 import dataclasses
