@@ -47,8 +47,9 @@ def main() -> None:
   output.mkdir(parents=True, exist_ok=True)
   train = [line for lines in sentences(args.data, TRAIN) for line in lines]
   parts = {"train": train * args.copies}
-  for part, names in (("valid", VALID), ("test", TEST)):
-    parts[part] = [line for lines in sentences(args.data, names) for line in lines[:PER_FILE]]
+  valid, test = ([lines[:PER_FILE] for lines in sentences(args.data, n)] for n in (VALID, TEST))
+  parts["valid"] = [line for lines in valid for line in lines]
+  parts["test"] = [line for lines in zip(*test) for line in lines]  # captions and news in turn
   for part, correct in parts.items():
     rng = random.Random(f"errors of {part}")
     corrupted = [corrupt(line, rng) for line in correct]

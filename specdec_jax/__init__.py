@@ -101,6 +101,7 @@ if TYPE_CHECKING:
   from specdec_jax.verifiers.gumbel import GumbelVerifier
   from specdec_jax.verifiers.k_seq import KSeqVerifier
   from specdec_jax.verifiers.lossy import TopBetaVerifier, TypicalVerifier
+  from specdec_jax.verifiers.merging import MergingVerifier
   from specdec_jax.wrappers import WrappedDraft, WrappedModel
 
 # The module of `specdec_jax` that defines each public name. docs/api documents exactly these names.
@@ -136,6 +137,7 @@ _DEFINED_IN = {
   "LoadedTarget": "loading",
   "LogitsProcessor": "core.processors",
   "LookaheadDraft": "drafts.lookahead",
+  "MergingVerifier": "verifiers.merging",
   "MinLength": "logits_processors",
   "Model": "core.types",
   "ModelDraft": "drafts.model",

@@ -49,6 +49,7 @@ from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import speculators
 from specdec_jax.verifiers.k_seq import KSeqVerifier
 from specdec_jax.verifiers.lossy import TopBetaVerifier, TypicalVerifier
+from specdec_jax.verifiers.merging import MergingVerifier
 
 V, LIMIT = 6, 10
 GREEDY, RANDOM, TOP_K = Sampling(temperature=0.0), Sampling(), Sampling(top_k=3)
@@ -255,7 +256,8 @@ CASES = {
   "dynamic": (t5, dynamic_near, DynamicTree(6, 3), TokenVerifier),
   "dynamic, GPT": (gpt, dynamic, DynamicTree(3, 4), TokenVerifier),
   "dynamic of itself": (t5, dynamic_itself, DynamicTree(4, 2), TokenVerifier),
-  "drafts merged": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), TokenVerifier),
+  "drafts joined": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), TokenVerifier),
+  "drafts merged": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), MergingVerifier),
   "free": (t5, free, RAGGED, TokenVerifier),
   "blocks": (t5, model, chain(3), BlockVerifier),
   "tree": (t5, near, RAGGED, TokenVerifier),
@@ -272,7 +274,7 @@ SAMPLED = [
   ("hierarchical", "temperature 1"),
   ("tree, blocks", "top-k"),
   ("dynamic", "temperature 1"),
-  ("drafts merged", "top-k"),
+  ("drafts joined", "top-k"),
   ("stopping", "temperature 1"),
   ("one pass", "temperature 1"),
   ("cascade", "temperature 1"),
@@ -384,7 +386,7 @@ def test_samples_have_the_targets_joint_distribution(case, method):
 
 
 @pytest.mark.parametrize(
-  "case", ["tree, GPT", "dynamic", "drafts merged", "hierarchical, GPT", "cascade", "stopping"]
+  "case", ["tree, GPT", "dynamic", "drafts joined", "hierarchical, GPT", "cascade", "stopping"]
 )
 def test_incremental_draft_state_equals_a_full_reread(case, monkeypatch):
   """After each of three rounds, the draft proposes the same tokens as after rereading the whole

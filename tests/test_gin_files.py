@@ -42,6 +42,7 @@ AFTER = [
   ("models/random", "models/sharded"),
   ("verifiers/blocks",),
   ("verifiers/gumbel",),
+  ("drafts/prompt_lookup_and_model", "verifiers/merging"),
   ("drafts/cascade",),
   ("drafts/prompt_lookup",),
   ("drafts/prompt_lookup_and_model",),

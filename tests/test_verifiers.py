@@ -20,7 +20,7 @@ from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Proposal
 from specdec_jax.core.verify import blocks, tokens
 from specdec_jax.errors import InputError
-from specdec_jax.verifiers import k_seq, lossy
+from specdec_jax.verifiers import k_seq, lossy, merging
 
 V = 3
 ATOL = 1e-6
@@ -151,6 +151,25 @@ def by_blocks(tree, x, q, p):
   return ends, block_residuals(tree, x, q, p, on_visit)
 
 
+def by_merging(tree, x, q, p):
+  """Merging verification: all outcomes of the draft tokens that are verified are enumerated."""
+  ends, follows = np.zeros((len(x), tree.num_nodes)), np.zeros((len(x), tree.num_nodes, V))
+  q_x = np.take_along_axis(np.float64(q), x[..., None], axis=-1)[..., 0]
+  for outcome in itertools.product([False, True], repeat=tree.num_guesses):
+    # u = 0 accepts any token with r > 0, and no token is accepted at an infinite u.
+    u = np.tile(np.where(outcome, 0, np.inf).astype(np.float32), (len(x), 1))
+    path = jitted(merging.follow)(tree, x, q, p, u)
+    acceptance = np.minimum(1, np.float64(path.r_x) / q_x)
+    each = np.where(outcome, acceptance, 1 - acceptance)
+    each = np.where(path.is_tried, each, ~np.array(outcome))  # each path once
+    prob = each.prod(axis=1)
+    weights = np.float64(path.weights)
+    rows = np.arange(len(x))
+    ends[rows, path.end] += prob
+    follows[rows, path.end] += prob[:, None] * weights / weights.sum(axis=1, keepdims=True)
+  return ends, follows + 1e-12
+
+
 def by_samples(tree, x, q, p):
   """Verification of a dynamic tree: the token sampled at each node selects the accepted child.
 
@@ -214,7 +233,7 @@ GUESSES = {
   "several drafts": several_drafts,
   "deterministic": deterministic,
 }
-VERIFIERS = {"tokens": by_tokens, "blocks": by_blocks, "k-seq": by_k_seq}
+VERIFIERS = {"tokens": by_tokens, "blocks": by_blocks, "k-seq": by_k_seq, "merging": by_merging}
 CHAINS = [name for name in TREES if name.startswith("chain")]
 
 
@@ -231,6 +250,8 @@ def is_tested(verifier: str, shape: str, way: str) -> bool:
     return False  # 3^10 proposals
   if shape == "fork later" and way != "without replacement":
     return False  # "ragged" covers the other ways
+  if verifier == "merging" and (shape in CHAINS or shape == "2x2x1"):
+    return False  # a chain has no equal siblings, and 2^10 outcomes of 2x2x1 are too many
   return verifier != "k-seq" or shape in CHAINS or way == "independent"
 
 
@@ -296,6 +317,27 @@ def test_example_of_the_block_verification_paper():
   }
   assert accepted["tokens"] == pytest.approx(10 / 9, abs=1e-5)
   assert accepted["blocks"] == pytest.approx(11 / 9, abs=1e-5)
+
+
+def test_merged_nodes_are_continued_by_the_union_of_their_children():
+  """Two chains of two drafts: with equal first tokens, the second chain continues both."""
+  fork = Tree((0, 0, 1, 2))
+  means = []
+  for seed in range(20):
+    p, q = tables(seed, 2), tables(seed + 100, 2)
+    proposals = enumerated(fork, q, several_drafts)
+    for verify in (by_tokens, by_merging):
+      joint, length = emitted(fork, p, proposals, verify)
+      np.testing.assert_allclose(joint, exact(p), atol=ATOL)
+      means.append(length)
+  apart, merged = np.reshape(means, (20, 2)).mean(axis=0)
+  assert (np.reshape(means, (20, 2))[:, 1] >= np.reshape(means, (20, 2))[:, 0] - 1e-6).all()
+  assert merged > apart + 0.01
+  # At temperature 0: the drafts propose 1, 0 and 1, 2, and the target's tokens are 1, 2, 0.
+  x = np.array([[1, 1, 0, 2]])
+  p = np.eye(V)[[[1, 2, 2, 0, 0]]].astype(np.float32)
+  found = merging.follow(fork, jnp.array(x), jnp.eye(V)[x], jnp.array(p), jnp.full((1, 4), 0.5))
+  assert found.end.tolist() == [4] and found.weights.argmax(axis=1).tolist() == [0]
 
 
 def test_siblings_without_replacement_are_accepted_more_often():
