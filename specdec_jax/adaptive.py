@@ -1,4 +1,8 @@
-"""Speculative decoding with a gamma that is chosen in every round (Section 3.5)."""
+"""Speculative decoding with a gamma that is chosen in every round (Section 3.5).
+
+`AdaptiveDecoder` chooses it by the expected speed, and `ScheduledDecoder` by whether the draft tokens
+of the last round were all accepted.
+"""
 
 import dataclasses
 import functools
@@ -82,3 +86,67 @@ class AdaptiveDecoder(Settings):
 
     state = widest.init(params, prompt, rng, max_new_tokens)
     return widest.result(lax.while_loop(lambda s: ~s.done.all(), step, state))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledDecoder(Settings):
+  """Speculative decoder whose gamma grows after a round without a rejection, and falls otherwise.
+
+  The wanted gamma grows by 2 if all draft tokens of all rows that are not done were accepted, and
+  falls by 1 if not. This is the schedule of transformers' assisted generation (`'heuristic'`).
+  gamma depends on earlier rounds only, so every round is exact, as in `AdaptiveDecoder`.
+
+  Attributes:
+    target: M_p.
+    drafts: versions of one draft for chains of different lengths, in increasing order. A round uses
+      the longest one that is not longer than the wanted gamma. See `AdaptiveDecoder`.
+    verifier: verifier that accepts or rejects draft tokens.
+    eos_id: token that ends a text; None to use `target.eos_id`.
+  """
+
+  target: Model
+  drafts: tuple[Draft, ...]
+  verifier: Verifier
+  eos_id: int | None = traced(None)
+
+  @functools.partial(jax.jit, static_argnames="max_new_tokens")
+  def run(
+    self,
+    params: Params,
+    prompt: Int[Array, "B P"],
+    rng: Key[Array, "*batch"] | Array,
+    first: int = 5,
+    *,
+    max_new_tokens: int,
+  ) -> DecodeResult:
+    """Decode a batch in one jitted program.
+
+    Args:
+      params: parameters of target and draft.
+      prompt: padded prompts.
+      rng: see `Decoder.run`.
+      first: wanted gamma of the first round.
+      max_new_tokens: limit for each row, EOS included.
+
+    Returns:
+      The result, as in `AdaptiveDecoder`.
+    """
+    require_count("max_new_tokens", max_new_tokens)
+    gammas = jnp.array([draft.tree.depth for draft in self.drafts])
+    decoders = [Decoder(self.target, d, self.verifier, self.eos_id) for d in self.drafts]
+    widest = decoders[-1]
+
+    def step(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+      state, wanted = carry
+      index = jnp.maximum((gammas <= wanted).sum() - 1, 0)
+      rounds = [functools.partial(decoder.round, params) for decoder in decoders]
+      after = lax.switch(index, rounds, state)
+      num_accepted = after.rounds.num_accepted[state.num_rounds]
+      all_accepted = (after.done | (num_accepted == gammas[index])).all()
+      wanted += jnp.where(all_accepted, 2, -1)
+      return after, jnp.clip(wanted, gammas[0], gammas[-1])
+
+    state = widest.init(params, prompt, rng, max_new_tokens)
+    first_gamma = jnp.clip(first, gammas[0], gammas[-1])
+    state, _ = lax.while_loop(lambda carry: ~carry[0].done.all(), step, (state, first_gamma))
+    return widest.result(state)

@@ -11,7 +11,7 @@ import tiny_pair
 from tiny import autoregressive_decode
 
 from specdec_jax import adaptive
-from specdec_jax.adaptive import AdaptiveDecoder
+from specdec_jax.adaptive import AdaptiveDecoder, ScheduledDecoder
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
@@ -124,6 +124,15 @@ def test_every_guess_of_a_draft_equal_to_the_target_is_accepted_at_every_gamma()
   assert set(gammas_of(out)) == {1, 2, 4}
   np.testing.assert_array_equal(out.tokens, autoregressive().tokens)
   assert (out.rounds.acceptance_counts()[1] == 0).all()
+
+
+def test_schedule_raises_gamma_by_2_and_lowers_it_by_1():
+  decoder = ScheduledDecoder(TARGET, SCRIPTED, TokenVerifier(GREEDY), -1)
+  pair_params = Params(params(), script(RIGHT["at first"]))
+  out = decoder.run(pair_params, prompts(), keys(), 1, max_new_tokens=LIMIT)
+  # Wanted: 1, 3, 4 (the largest), 4, 3, 2, 1, 1, 1; a round has the longest chain of at most that.
+  assert gammas_of(out) == [1, 2, 4, 4, 2, 2, 1, 1, 1]
+  np.testing.assert_array_equal(out.tokens, autoregressive(-1).tokens)
 
 
 # Sampling.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.adaptive import AdaptiveDecoder
+from specdec_jax.adaptive import AdaptiveDecoder, ScheduledDecoder
 from specdec_jax.bench.oracles import acceptances, oracles
 from specdec_jax.bench.reporting.record_tables import gamma_table
 from specdec_jax.bench.stopping import (
@@ -184,11 +184,15 @@ def _policies(study: _Study) -> list[Policy]:
     round_costs=jnp.array([calibration.round_cost(gamma) for gamma in gammas]),
     prior=PRIOR_GUESSES * jnp.array([calibration.alpha, 1 - calibration.alpha]),
   )
+  ordered = tuple(sorted(drafts, key=lambda draft: draft.tree.depth))
+  schedule = ScheduledDecoder(pair.target, ordered, decoder.verifier, decoder.eos_id)
+  scheduled = functools.partial(schedule.run, pair.params)
   return [
     fixed("autoregressive", 0),
     *(fixed("fixed", gamma) for gamma in gammas),
     fixed("auto", calibration.gamma),
     *map(stopping, thresholds),
+    Policy("+2 or -1", max(gammas), scheduled, None),
     Policy("adaptive", max(gammas), adaptive, None),
   ]
 
