@@ -2,7 +2,8 @@
 
 python scripts/prepare_editing.py --data data --output runs/editing/data
 
-Each sentence of the training text occurs several times, with different errors. Captions, news and
+Each sentence of the training text occurs several times, with different errors, and once in the text
+that the draft is trained on. Captions, news and
 short sentences are read from the folder `--data` (docs/data.md).
 """
 
@@ -37,6 +38,11 @@ def sentences(data: str, names: tuple[str, ...]) -> list[list[str]]:
   return [[line for line in lines if is_suitable(line)] for lines in files]
 
 
+def write(path: pathlib.Path, lines: list[str]) -> None:
+  with atomic_write(path) as file:
+    file.writelines(f"{line}\n" for line in lines)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--data", default="data", help="folder with the texts")
@@ -54,8 +60,9 @@ def main() -> None:
     rng = random.Random(f"errors of {part}")
     corrupted = [corrupt(line, rng) for line in correct]
     for side, lines in (("source", corrupted), ("target", correct)):
-      with atomic_write(output / f"{part}.{side}") as file:
-        file.writelines(f"{line}\n" for line in lines)
+      write(output / f"{part}.{side}", lines)
+      if part == "train":
+        write(output / f"draft.{side}", lines[: len(train)])
     unchanged = sum(map(str.__eq__, corrupted, correct))
     print(f"{part}: {len(correct)} sentences, {unchanged} of them without an error")
 

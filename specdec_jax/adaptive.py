@@ -1,7 +1,7 @@
 """Speculative decoding with a gamma that is chosen in every round (Section 3.5).
 
-`AdaptiveDecoder` chooses it by the expected speed, and `ScheduledDecoder` by whether the draft tokens
-of the last round were all accepted.
+`AdaptiveDecoder` chooses it by the expected speed, and `ScheduledDecoder` by whether all draft
+tokens of the last round were accepted.
 """
 
 import dataclasses

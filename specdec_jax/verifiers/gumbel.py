@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Key
 
-from specdec_jax.core.arrays import gather, gather_one
+from specdec_jax.core.arrays import gather
 from specdec_jax.core.sampling import Sampling, argmax, perturbed
-from specdec_jax.core.trees import AnyTree, path_to
+from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.verify.tokens import follow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +49,4 @@ class GumbelVerifier(Verifier):
     batch, num_nodes, _ = logits.shape
     depths = jnp.broadcast_to(jnp.asarray(tree.depths), (batch, num_nodes))
     tokens = argmax(perturbed(gather(rng, depths), logits, self.sampling))
-    parents = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), proposal.tokens.shape)
-    accepted = gather(tokens, parents) == proposal.tokens
-    ancestors = jnp.reshape(tree.ancestors, (-1, num_nodes, num_nodes))[:, 1:, 1:]
-    reached = (accepted[:, None] | ~ancestors).all(axis=-1)
-    # Parents come before children. Of equal siblings, any continues the text.
-    end = jnp.where(reached, jnp.arange(1, num_nodes), 0).max(axis=1, initial=0)
-    num_accepted = gather_one(depths, end)
-    return Verification(num_accepted, gather_one(tokens, end), path_to(tree, end))
+    return follow(tree, proposal.tokens, tokens)

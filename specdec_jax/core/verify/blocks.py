@@ -26,10 +26,10 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather_one, gather_token, split_rows, take, uniform_rows
-from specdec_jax.core.sampling import Sampling, distribution, sample
+from specdec_jax.core.sampling import Sampling, argmax, distribution, sample
 from specdec_jax.core.trees import AnyTree, Tree, path_to, require_static
 from specdec_jax.core.types import Proposal, Verification, Verifier
-from specdec_jax.core.verify.tokens import validated_q
+from specdec_jax.core.verify.tokens import follow, validated_q
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,8 @@ class BlockVerifier(Verifier):
   ) -> Verification:
     """Verify a proposal with the target's logits at the nodes of its tree."""
     tree = require_static("block verification", tree)
+    if self.sampling.is_argmax:
+      return follow(tree, proposal.tokens, argmax(logits))
     return traverse(rng, tree, proposal, distribution(logits, self.sampling))
 
 

@@ -19,8 +19,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
+from specdec_jax.core import arrays
 from specdec_jax.core.arrays import gather_one, gather_token, split_rows, take, uniform_rows
-from specdec_jax.core.sampling import Sampling, distribution, sample
+from specdec_jax.core.sampling import Sampling, argmax, distribution, sample
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, path_to
 from specdec_jax.core.types import Proposal, Verification, Verifier
 from specdec_jax.errors import InputError, require_number
@@ -62,12 +63,15 @@ class TokenVerifier(Verifier):
     Raises:
       InputError: lenience is below 1 and the tree is dynamic.
     """
+    if self.sampling.is_argmax and self.lenience == 1:
+      return follow(tree, proposal.tokens, argmax(logits))
     p, always_accepted = distribution(logits, self.sampling), None
     if isinstance(tree, DynamicTree):
       if self.lenience < 1:
         raise InputError("A dynamic tree is verified without lenience; use lenience 1.")
-      return verify_selected(rng, tree, proposal.tokens, p)
-    if self.sampling.is_argmax and self.lenience < 1:
+      keys = jax.vmap(lambda key: jax.random.split(key, tree.num_nodes))(rng)
+      return follow(tree, proposal.tokens, jax.vmap(sample, in_axes=1, out_axes=1)(keys, p))
+    if self.sampling.is_argmax:
       parent_logits = take(logits, tree.parents)
       always_accepted = within_lenience(parent_logits, proposal.tokens, self.lenience)
     return verify(rng, tree, proposal, p, self.lenience, always_accepted)
@@ -106,25 +110,21 @@ def verify(
   return Verification(num_accepted, next_token, path)
 
 
-def verify_selected(
-  rng: Key[Array, " B"],
-  tree: DynamicTree,
-  tokens: Int[Array, "B N"],
-  p: Float[Array, "B K V"],
-) -> Verification:
-  """Verify draft tokens that were all selected deterministically.
+def follow(tree: AnyTree, guesses: Int[Array, "B N"], tokens: Int[Array, "B K"]) -> Verification:
+  """Accept the draft tokens that equal the target's tokens, sampled from p at each node.
 
-  The token after each node is sampled from p, and the child that equals it is accepted. The result
-  has the same distribution as that of `verify` with a one-hot q.
+  This is exact for draft tokens that were all selected deterministically, and at temperature 0. The
+  result then has the same distribution as that of `verify`. Of equal siblings, any continues.
   """
-  keys = jax.vmap(lambda key: jax.random.split(key, tree.num_nodes))(rng)
-  sampled = jax.vmap(sample, in_axes=1, out_axes=1)(keys, p)  # [B, K]
-  accepted = jnp.take_along_axis(sampled, tree.parents, axis=1) == tokens
-  ancestors = tree.ancestors[:, 1:, 1:]
+  num_nodes = tokens.shape[1]
+  parents = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), guesses.shape)
+  depths = jnp.broadcast_to(jnp.asarray(tree.depths), tokens.shape)
+  accepted = arrays.gather(tokens, parents) == guesses
+  ancestors = jnp.reshape(tree.ancestors, (-1, num_nodes, num_nodes))[:, 1:, 1:]
   reached = (accepted[:, None] | ~ancestors).all(axis=-1)
   # Parents come before children, so the last reached node is the end of the path.
-  end = jnp.where(reached, jnp.arange(1, tree.num_nodes), 0).max(axis=1)
-  return Verification(reached.sum(axis=1), gather_one(sampled, end), path_to(tree, end))
+  end = jnp.where(reached, jnp.arange(1, num_nodes), 0).max(axis=1, initial=0)
+  return Verification(gather_one(depths, end), gather_one(tokens, end), path_to(tree, end))
 
 
 def validated_q(tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]) -> Float[Array, "B N V"]:
