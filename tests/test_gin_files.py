@@ -103,6 +103,11 @@ def test_runs_parse_with_files_of_models_tasks_and_drafts(after):
     parse(f"runs/{name}", *after)
 
 
+@pytest.mark.parametrize("name", ["speedup", "drafts", "cost"])
+def test_runs_that_measure_parse_with_a_replayed_pair(name):
+  parse(f"runs/{name}", "tasks/editing", "models/replay")
+
+
 def macros(path: pathlib.Path) -> dict[str, str]:
   """Return the values of the macros that a gin file and its included files bind, by name."""
   text = path.read_text()

@@ -22,6 +22,7 @@ from specdec_jax.pairs.load import (
 )
 from specdec_jax.pairs.pair import LoadedPair, verifier_from, verifier_name
 from specdec_jax.pairs.random_weights import random_draft, random_pair
+from specdec_jax.pairs.replay import replayed_pair
 from specdec_jax.pairs.speculators import random_speculator, speculator
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
   "random_draft",
   "random_pair",
   "random_speculator",
+  "replayed_pair",
   "verifier_name",
   "speculator",
   "stopping_draft",

@@ -56,7 +56,7 @@ def random_pair(
   require_count("max_source_tokens", max_source_tokens)
   version, kind = version_name(version), named_dtype(dtype)
   words = open_vocabulary(vocabulary)
-  config, target_params = _random(target, version, kind, words, shardings, kernels)
+  config, target_params = random_model(target, version, kind, words, shardings, kernels)
   if isinstance(draft, str):
     draft = functools.partial(
       random_draft,
@@ -71,7 +71,7 @@ def random_pair(
   return LoadedPair(
     target=model,
     target_params=target_params,
-    target_name=_named(version, target),
+    target_name=size_name(version, target),
     draft=drafter.build,
     draft_params=drafter.params,
     draft_name=drafter.name,
@@ -108,18 +108,21 @@ def random_draft(
   """
   require_types(random_draft, locals())
   version = version_name(version)
-  config, params = _random(size, version, named_dtype(dtype), target.vocabulary, shardings, kernels)
+  config, params = random_model(
+    size, version, named_dtype(dtype), target.vocabulary, shardings, kernels
+  )
   model: Model = model_of(config)
   if inner_alpha is not None:
     model = SimulatedModel(model, inner_alpha, target.vocabulary.eos_id)
-  return DraftFactory(_named(version, size), functools.partial(model_draft, model), params)
+  return DraftFactory(size_name(version, size), functools.partial(model_draft, model), params)
 
 
-def _named(version: str, size: str) -> str:
+def size_name(version: str, size: str) -> str:
+  """Return the name of a model with random weights, for records."""
   return f"{version if version.isidentifier() else f't5_{version}'}_{size}"
 
 
-def _random(
+def random_model(
   size: str, version: str, dtype, words: Vocabulary, shardings: ShardingsFn, kernels: str
 ) -> tuple[Config, Any]:
   """Return a named configuration and random parameters of the given dtype and shardings."""
