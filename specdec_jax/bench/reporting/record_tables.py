@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from specdec_jax.records import Record
 from specdec_jax.reporting.columns import cell, headings, legend, records_table
-from specdec_jax.reporting.speeds import SPEED
+from specdec_jax.reporting.speeds import speed_columns
 from specdec_jax.reporting.tables import (
   MISSING,
   Table,
@@ -84,11 +84,12 @@ def measured_table(records: Sequence[Record]) -> Table:
   varying = [name for name, values in settings.items() if len({*values}) > 1]
   shared = [values[0] for name, values in settings.items() if name not in varying]
   title = ", ".join(value for value in shared if value != MISSING)
+  names = speed_columns(records)
   rows = tuple(
-    (*(settings[name][i] for name in varying), *(cell(name, r) for name in SPEED))
+    (*(settings[name][i] for name in varying), *(cell(name, r) for name in names))
     for i, r in enumerate(records)
   )
-  return Table(title, (*varying, *headings(SPEED)), rows, (measured_with(records),), legend(SPEED))
+  return Table(title, (*varying, *headings(names)), rows, (measured_with(records),), legend(names))
 
 
 def acceptance_table(records: Sequence[Record]) -> Table:
