@@ -4,6 +4,7 @@ The texts are the sentences of the quickstart and, if the data set is present, t
 Multi30k's test set.
 """
 
+import functools
 import os
 import pathlib
 import re
@@ -12,11 +13,13 @@ import jax
 import pytest
 from tiny import autoregressive_decode, speculative_decode
 
+from specdec_jax import gin_files
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.counts import identical
+from specdec_jax.counts import identical, num_rounds, num_tokens
 from specdec_jax.data.text import read_lines
+from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.measurement.alpha import measure_alpha
 from specdec_jax.pairs import ASSETS, EMBEDDED, asset, load_pair
 
@@ -123,3 +126,17 @@ def test_greedy_output_of_the_gpt_like_pair_equals_autoregressive_decoding(gpt):
   inputs = gpt.prompt(PROMPTS, width=8), row_keys(0, 0, len(PROMPTS))
   expected, out = (gpt.decode_fn(GREEDY, chain(g))(*inputs, max_new_tokens=LIMIT) for g in (0, 7))
   assert identical([expected], [out])
+
+
+@pytest.mark.parametrize("model, source", [("editor", "captions.errors"), ("summarizer", "articles")])
+def test_english_models_copy_much_of_their_sources(model, source):
+  """With a draft that copies, the outputs are unchanged, and take few rounds."""
+  texts = gin_files.lines(f"tasks/{source}.txt")[:3]
+  draft = functools.partial(prompt_lookup, from_start=model == "editor")
+  pair = load_pair(asset(f"english/{model}"), draft, max_source_tokens=512)
+  inputs = pair.prompt(texts), row_keys(0, 0, 3)
+  expected, out = (
+    pair.decode_fn(GREEDY, chain(gamma))(*inputs, max_new_tokens=LIMIT) for gamma in (0, 5)
+  )
+  assert identical([expected], [out])
+  assert num_rounds([out]) < 0.5 * num_tokens([out])
