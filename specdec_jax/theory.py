@@ -55,13 +55,16 @@ def improvement_lower_bound(alpha, c):
   return walltime_improvement(alpha, 1, _cost("c", c))
 
 
-def oracle_improvement(alpha):
-  """Return 1 / (1 - alpha), the tokens per target call if an oracle sets gamma (Section 3.5).
+def oracle_improvement(alpha, c=0.0):
+  """Return 1 / (1 - alpha + c alpha), the speedup if an oracle sets gamma (Section 3.5).
 
-  For v >= 1, this is an upper bound on the speedup for all gamma and c; infinite at alpha = 1.
+  The oracle drafts exactly the tokens that are accepted, alpha / (1 - alpha) per round on average.
+  With c = 0 this is the number of tokens per target call, and an upper bound on the speedup for all
+  gamma and c if v >= 1. It is infinite at alpha = 1 and c = 0.
   """
+  alpha = _rate(alpha)
   with np.errstate(divide="ignore"):
-    return 1 / (1 - _rate(alpha))
+    return 1 / (1 - alpha + _cost("c", c) * alpha)
 
 
 def break_even_alpha(gamma, c, verify_cost=1.0):

@@ -173,6 +173,20 @@ def test_lower_bound_holds_for_the_best_gamma(alpha, c):
     assert gamma == 0 and bound <= 1
 
 
+def test_oracle_is_up_to_60_percent_faster_than_the_best_fixed_gamma():
+  """Section 3.5: 'up to ~60%' for typical alpha and c."""
+  gains = [
+    oracle_improvement(alpha, c) / walltime_improvement(alpha, best_gamma(alpha, c, most=100), c)
+    for alpha in (0.5, 0.6, 0.7, 0.8, 0.9)
+    for c in (0.02, 0.04, 0.11)  # Table 4
+  ]
+  assert 1.5 < max(gains) < 1.6 and min(gains) > 1
+  # A round with k accepted tokens takes 1 + k c and emits k + 1.
+  rng = np.random.default_rng(0)
+  k = rng.geometric(1 - 0.8, 200_000) - 1
+  assert oracle_improvement(0.8, 0.1) == pytest.approx((k + 1).mean() / (1 + 0.1 * k).mean(), 0.01)
+
+
 def test_oracle_improvement_is_the_limit_of_large_gamma():
   alphas = np.array([0.0, 0.5, 0.8, 0.99])
   many = expected_tokens(alphas, 5000)
