@@ -128,7 +128,9 @@ def test_greedy_output_of_the_gpt_like_pair_equals_autoregressive_decoding(gpt):
   assert identical([expected], [out])
 
 
-@pytest.mark.parametrize("model, source", [("editor", "captions.errors"), ("summarizer", "articles")])
+@pytest.mark.parametrize(
+  "model, source", [("editor", "captions.errors"), ("summarizer", "articles")]
+)
 def test_english_models_copy_much_of_their_sources(model, source):
   """With a draft that copies, the outputs are unchanged, and take few rounds."""
   texts = gin_files.lines(f"tasks/{source}.txt")[:3]
