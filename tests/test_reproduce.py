@@ -118,14 +118,19 @@ def test_unknown_tables_are_rejected(names, words, tmp_path):
 
 
 def test_a_table_without_measurable_rows_is_rejected(tmp_path):
+  with pytest.raises(InputError, match="There are no tasks"):
+    reproduce(["figure1"], StandIns(), {}, str(tmp_path))
+  others = {"dialog": tasks(tmp_path)["EnDe"]}
   with pytest.raises(InputError, match="No row of table2 can be measured"):
-    reproduce(["table2"], StandIns(), {}, str(tmp_path))
+    reproduce(["table2"], StandIns(), others, str(tmp_path))
 
 
 def test_alphas_need_a_draft_that_is_a_model(tmp_path):
   models = Checkpoints({"T5-XXL": "unused"}, sizes={"T5-XXL": ("1.1", "small")})
   with pytest.raises(InputError, match="paths has no draft of this table"):
     reproduce(["table5"], models, tasks(tmp_path), str(tmp_path))
+  with pytest.raises(InputError, match="paths has no draft of this table"):
+    models.example(tasks(tmp_path)["EnDe"])
 
 
 def test_the_target_is_loaded_once_for_all_drafts(tmp_path):

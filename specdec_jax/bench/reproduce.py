@@ -176,10 +176,7 @@ class Checkpoints(Models):
     return pair.with_draft(checkpoint_draft(pair.loaded_target, self.paths[draft], self.dtype))
 
   def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[LoadedPair, list[LoadsDraft]]:
-    available = [name for name in names if name in self.paths]
-    if not available:
-      raise InputError("paths has no draft of this table; give one, such as 'T5-small'.")
-    first, *others = available
+    first, *others = self._available(names)
     loads = [
       functools.partial(checkpoint_draft, model=self.paths[name], dtype=self.dtype)
       for name in others
@@ -187,8 +184,15 @@ class Checkpoints(Models):
     return self.pair(first, task, 1.0), [*loads, *_ngram_drafts(names, task)]
 
   def example(self, task: Task) -> tuple[LoadedPair, str]:
-    (draft, *_) = (name for name in self.paths if name != TARGET)
+    draft = self._available([name for name in self.paths if name != TARGET])[0]
     return self.pair(draft, task, 1.0), task.sources()[0]
+
+  def _available(self, names: Sequence[str]) -> list[str]:
+    """Return the names that have a path; raise InputError if there is none."""
+    available = [name for name in names if name in self.paths]
+    if not available:
+      raise InputError("paths has no draft of this table; give one, such as 'T5-small'.")
+    return available
 
 
 @functools.lru_cache(1)  # the target is loaded once for all of its drafts
@@ -256,7 +260,8 @@ def reproduce(
     dry_run: whether to print what would be measured, with memory and time, and measure nothing.
 
   Raises:
-    InputError: there is no such table or figure, or none of its rows can be measured.
+    InputError: there is no such table or figure, there are no tasks, or no row of a table can be
+      measured.
   """
   require_types(reproduce, locals())
   require_count("repeats", repeats)
@@ -265,6 +270,8 @@ def reproduce(
     if name not in (*TABLES, *FIGURES):
       known = ", ".join([*TABLES, *FIGURES])
       raise InputError(f"There is no table or figure {name!r} to reproduce; there are {known}.")
+  if not tasks:
+    raise InputError("There are no tasks; give 'EnDe' or 'CNNDM'.")
   output = pathlib.Path(output_dir)
   for name in names:
     if name in FIGURES[:4]:

@@ -2,8 +2,8 @@
 
 Several drafts in one tree (`drafts.forest`) may propose the same token after the same text, with
 different continuations. SpecInfer (Miao et al., 2024, Section 3) merges such nodes in a prefix
-tree. `core.verify.tokens` keeps them apart, and follows only the continuation of the node that it
-accepts.
+tree. Above temperature 0, `core.verify.tokens` keeps them apart, and follows only the continuation
+of the node that it accepts.
 
 Here, the nodes after the text so far are verified in order, each with its own q, as in
 `core.verify.tokens`. If one of them is accepted, the text continues at all nodes with its token,

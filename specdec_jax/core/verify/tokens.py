@@ -5,7 +5,8 @@ order in which they were sampled. A child x, sampled from q given its earlier si
 if u q(x) < r(x) for a uniform u in [0, 1); otherwise r becomes max(0, r - q), normalized. If all
 children are rejected, the next token is sampled from r. For a chain this is Algorithm 1 (Section
 2.3). Siblings may be sampled independently (with duplicates) or without replacement, by one or
-several drafts. They may also be selected deterministically, with a one-hot as q.
+several drafts. They may also be selected deterministically, with a one-hot as q. At temperature 0
+the argmax is accepted, and of equal siblings the one with the longest accepted continuation.
 
 Lenience l in (0, 1] replaces q by l q (Appendix A.5), and is exact only for l = 1. A token is then
 emitted with a probability of at most p / l, except at temperature 0 (see `within_lenience`).
