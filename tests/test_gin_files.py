@@ -42,15 +42,10 @@ AFTER = [
   ("models/random", "models/sharded"),
   ("verifiers/blocks",),
   ("verifiers/gumbel",),
-  ("drafts/prompt_lookup_and_model", "verifiers/merging"),
-  ("verifiers/k_seq",),
-  ("verifiers/typical",),
-  ("verifiers/top_beta",),
   ("drafts/cascade",),
   ("drafts/prompt_lookup",),
   ("drafts/prompt_lookup_and_model",),
   ("drafts/prompt_lookup_to_the_end",),
-  ("drafts/suffix_decoding",),
   ("drafts/hierarchical",),
   ("drafts/layer_skip", "verifiers/blocks"),
   ("drafts/lookahead",),
@@ -101,6 +96,20 @@ def test_runs_parse_with_files_of_models_tasks_and_drafts(after):
     if name in ("translate", "generate") and any(other.startswith("tasks/") for other in after):
       continue
     parse(f"runs/{name}", *after)
+
+
+@pytest.mark.parametrize(
+  "after",
+  [
+    ("drafts/prompt_lookup_and_model", "verifiers/merging"),
+    ("drafts/suffix_decoding", "verifiers/k_seq"),
+    ("verifiers/typical",),
+    ("verifiers/top_beta",),
+  ],
+  ids="+".join,
+)
+def test_a_run_parses_with_each_verifier(after):
+  parse("runs/speedup", *after)
 
 
 @pytest.mark.parametrize("name", ["speedup", "drafts", "cost"])

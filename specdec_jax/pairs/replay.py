@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -44,7 +43,8 @@ class ReplayParams(NamedTuple):
   texts: Int[Array, "M T"]
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ReplayCache:
   """Cache of a `ReplayModel`: the cache of its model, and the text of each row.
 
@@ -103,7 +103,7 @@ class ReplayModel(WrappedModel):
     # Added to the logits, so that the compiler cannot drop the model's computation.
     bonus = CERTAIN * jax.nn.one_hot(next_tokens, self.num_tokens)
     logits = logits[..., : self.num_tokens].astype(jnp.float32) + bonus
-    return logits, hidden, cache.replace(model=inner)
+    return logits, hidden, ReplayCache(inner, cache.text)
 
   def commit(
     self,
@@ -112,7 +112,7 @@ class ReplayModel(WrappedModel):
     tree: AnyTree | None = None,
     path: Int[Array, "B D"] | None = None,
   ) -> ReplayCache:
-    return cache.replace(model=self.model.commit(cache.model, length, tree, path))
+    return ReplayCache(self.model.commit(cache.model, length, tree, path), cache.text)
 
 
 def replayed_pair(

@@ -123,8 +123,8 @@ def follow(tree: AnyTree, guesses: Int[Array, "B N"], tokens: Int[Array, "B K"])
   accepted = arrays.gather(tokens, parents) == guesses
   ancestors = jnp.reshape(tree.ancestors, (-1, num_nodes, num_nodes))[:, 1:, 1:]
   reached = (accepted[:, None] | ~ancestors).all(axis=-1)
-  # Parents come before children, so the last reached node is the end of the path.
-  end = jnp.where(reached, jnp.arange(1, num_nodes), 0).max(axis=1, initial=0)
+  reached = jnp.pad(reached, ((0, 0), (1, 0)), constant_values=True)
+  end = jnp.where(reached, depths, -1).argmax(axis=1)  # the first of the deepest reached nodes
   return Verification(gather_one(depths, end), gather_one(tokens, end), path_to(tree, end))
 
 
