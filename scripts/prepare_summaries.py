@@ -53,7 +53,7 @@ def main() -> None:
   train += rows(args.data, CNN_DM.format("train200_desixmimi"))[len(train) :]
   validation = rows(args.data, CNN_DM.format("validation500"))
   train += validation[: -NUM_VALID - NUM_TEST]
-  parts = {"train": [], "valid": [], "test": []}
+  parts: dict[str, list[tuple[str, str, str]]] = {"train": [], "valid": [], "test": []}
   for name, num_parts, articles in (
     ("train", NUM_PARTS, train),
     ("valid", 1, validation[-NUM_VALID - NUM_TEST : -NUM_TEST]),

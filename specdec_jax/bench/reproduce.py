@@ -141,8 +141,9 @@ class StandIns(Models):
     return pair, _ngram_drafts(names, task)
 
   def example(self, task: Task) -> tuple[LoadedPair, str]:
-    models = ("gpt_like_4m", "gpt_like_600k", "vocabulary.txt")  # no encoder, as in the paper
-    return load_pair(*(asset(f"lm1b/{name}") for name in models)), ""
+    # The GPT-like pair, because the paper's figure has a model without an encoder.
+    target, draft = asset("lm1b/gpt_like_4m"), asset("lm1b/gpt_like_600k")
+    return load_pair(target, draft, asset("lm1b/vocabulary.txt")), ""
 
 
 @dataclasses.dataclass(frozen=True)

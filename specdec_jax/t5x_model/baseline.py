@@ -101,10 +101,11 @@ def t5x_baseline(pair: LoadedPair) -> Baseline:
       "t5x's decoding is timed on one device, and the target is sharded across several."
     )
   is_simulated = isinstance(pair.target, SimulatedModel)
+  model: Any = pair.target
   if not is_simulated and pair.target_path is None:
     raise InputError("The target is a model in memory; t5x needs a checkpoint to load it from.")
   stored = None if is_simulated else open_checkpoint(path_of_record(pair.target_path or ""))
-  config = pair.target.model.config if stored is None else stored.config
+  config = model.model.config if stored is None else stored.config
   if not isinstance(config, T5Config):
     raise InputError(f"{pair.target_name} is no T5, which is what t5x is timed with here.")
   config = dataclasses.replace(config, dtype=named_dtype(pair.dtype), fused=False, kernels="xla")
