@@ -88,7 +88,8 @@ def read_rounds(
   )
   path = None if decoded.rounds.path is None else np.asarray(decoded.rounds.path)[:, row]
   for r in np.flatnonzero(num_emitted):
-    words = tuple(pieces([guess])[0] for guess in guesses[r])
+    proposed = guesses[r] if path is not None else guesses[r][guesses[r] >= 0]  # -1: not proposed
+    words = tuple(pieces([guess])[0] if guess >= 0 else "" for guess in proposed)
     n = min(num_accepted[r], num_emitted[r])
     target_token = None if num_emitted[r] == n else pieces([next_token[r]])[0]
     if path is not None:
