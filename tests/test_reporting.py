@@ -302,3 +302,14 @@ def test_every_heading_is_explained():
   names = "alpha", "cost ratio c", "verify cost v", "Theorem 8", "speedup", "acceptance length"
   for heading in (*names, "identical"):
     assert f"{heading}: {meanings[heading][:20]}" in text
+
+
+def test_draft_tokens_that_were_not_proposed_are_not_shown():
+  """A vocabulary has no piece for -1."""
+
+  def only_tokens(ids):
+    assert min(ids) >= 0
+    return pieces(ids)
+
+  (r,) = read_rounds(decode_result([([EIN, MANN, -1], 2, HUND, 3)]), 0, only_tokens)
+  assert (r.accepted, r.rejected, r.unverified) == (tuple(pieces([EIN, MANN])), None, ())
