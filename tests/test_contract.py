@@ -249,6 +249,7 @@ CASES = {
   "early exit": (gpt, learned("early_exit"), chain(3), TokenVerifier),
   "shared encoder": (t5, learned("shared_encoder"), RAGGED, TokenVerifier),
   "conditioned": (t5, learned("conditioned"), RAGGED, TokenVerifier),
+  "features": (t5, learned("features"), RAGGED, TokenVerifier),
   "uniform": (t5, drafted(uniform), branching(2, 1), TokenVerifier),
   "hierarchical": (t5, hierarchical, chain(4), TokenVerifier),
   "hierarchical, GPT": (gpt, two_levels, chain(3), BlockVerifier),

@@ -105,14 +105,18 @@ def test_training_logits_equal_those_of_decoding(kind, of):
   np.testing.assert_allclose(loss, 1 - own_chance.mean(), rtol=2e-4)
 
 
-@pytest.mark.parametrize("tree", [chain(4), RAGGED], ids=["chain", "tree"])
-def test_conditioned_decoder_drafts_as_it_was_trained(tree):
-  """The q of each draft token equals the training probability, given the hidden state of the round.
+@pytest.mark.parametrize(
+  "kind, tree",
+  [("conditioned", chain(4)), ("conditioned", RAGGED), ("features", RAGGED)],
+  ids=["conditioned, chain", "conditioned, tree", "features"],
+)
+def test_decoder_drafts_as_it_was_trained(kind, tree):
+  """The q of each draft token equals the training probability, given the target's hidden states.
 
   Rounds accept some, all or none of the draft tokens.
   """
   models = t5()
-  config = module("conditioned", models.target.config)
+  config = module(kind, models.target.config)
   own, drawn = init_params(config, jax.random.key(3)), np.random.default_rng(0)
   draft = speculators.head_factory(
     "", config, own, tiny.loaded(None, models.target, models.params)
@@ -134,8 +138,8 @@ def test_conditioned_decoder_drafts_as_it_was_trained(tree):
     for node in range(1, tree.num_nodes):
       inputs = tokens.copy()
       inputs[:, length : length + len(paths[node])] = guesses[:, paths[node] - 1]
-      offsets = np.broadcast_to(np.arange(num_slots) - np.array(anchors), inputs.shape)
-      logits = learned({"params": own}, inputs, states[:, anchors], offsets, last, cache.cross_bias)
+      rounds = np.broadcast_to(np.array(anchors), inputs.shape)
+      logits = learned({"params": own}, inputs, states, rounds, last, cache.cross_bias)
       q = distribution(logits[:, length + len(paths[node]) - 2], RANDOM)
       if not tree.ranks[node - 1]:  # a sibling has the q that excludes its earlier siblings
         np.testing.assert_allclose(proposal.q[:, node - 1], q, atol=2e-6)
@@ -147,7 +151,9 @@ def test_conditioned_decoder_drafts_as_it_was_trained(tree):
     kept = None if tree.is_chain else jnp.tile(padded, (batch, 1))
     verification = Verification(jnp.full(batch, len(path)), tokens[:, length - 1], kept)
     lengths = jnp.full(batch, length)
-    state = draft.observe(own, state, Outcome(proposal, None, None, verification, lengths, lengths))
+    seen = jnp.asarray(states[:, length - len(path) - 1 + np.asarray(tree.depths)])
+    emitted = jnp.full(batch, len(path) + 1)
+    state = draft.observe(own, state, Outcome(proposal, None, seen, verification, emitted, lengths))
 
 
 def random_head(kind: str):

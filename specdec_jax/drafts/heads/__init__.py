@@ -9,6 +9,7 @@ from specdec_jax.drafts.heads.base import DraftHead, SpeculatorConfig
 from specdec_jax.drafts.heads.conditioned import ConditionedHead
 from specdec_jax.drafts.heads.eagle import EagleHead
 from specdec_jax.drafts.heads.early_exit import EarlyExitHead
+from specdec_jax.drafts.heads.features import FeaturesHead
 from specdec_jax.drafts.heads.medusa import MedusaHead
 from specdec_jax.drafts.heads.parallel import ParallelHead
 from specdec_jax.drafts.heads.pass_embeddings import PassHead
@@ -27,6 +28,7 @@ HEADS: dict[str, type[DraftHead]] = {
   "early_exit": EarlyExitHead,
   "shared_encoder": SharedEncoderHead,
   "conditioned": ConditionedHead,
+  "features": FeaturesHead,
 }
 
 

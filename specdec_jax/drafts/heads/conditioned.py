@@ -73,14 +73,23 @@ class ConditionedT5(T5):
 
   def after_each(
     self,
-    inputs: Int[Array, "B K"],
-    hidden: Float[Array, "B K E"],
-    offsets: Int[Array, "B K"],
+    inputs: Int[Array, "B T"],
+    hidden: Float[Array, "B T E"],
+    anchors: Int[Array, "B T"],
     cross: tuple[KeysValues, ...],
     cross_bias: Float[Array, "B 1 1 S"],
-  ) -> Float[Array, "B K V"]:
-    """Return the teacher-forced logits after each input, conditioned on `hidden` and `offsets`."""
-    x = self.token_embedder(inputs) + self.condition(hidden, offsets)
+  ) -> Float[Array, "B T V"]:
+    """Return the teacher-forced logits after each input.
+
+    Args:
+      inputs: input tokens.
+      hidden: for each input, hidden state from which the target predicted it.
+      anchors: for each input, position of the last committed token in the round that processes it.
+      cross: cross-attention keys and values of each layer.
+      cross_bias: bias of cross-attention.
+    """
+    offsets = jnp.arange(inputs.shape[1]) - anchors
+    x = self.token_embedder(inputs) + self.condition(gather(hidden, anchors), offsets)
     return self.decoder(x, self.token_embedder.embedding, cross, cross_bias)[0]
 
   def extend(
@@ -192,9 +201,9 @@ class ConditionedHead(DraftHead):
   def init(self, rng: Key[Array, ""]) -> Any:
     config, tokens = self.config, jnp.zeros((1, self.config.gamma), jnp.int32)
     source, bias = self.example_source()
-    cross, offsets = (source,) * config.num_decoder_layers, jnp.zeros_like(tokens)
+    cross, anchors = (source,) * config.num_decoder_layers, jnp.zeros_like(tokens)
     hidden = jnp.zeros((*tokens.shape, config.state_dim))
-    return self.module.init(rng, tokens, hidden, offsets, cross, bias, method="after_each")[
+    return self.module.init(rng, tokens, hidden, anchors, cross, bias, method="after_each")[
       "params"
     ]
 
@@ -223,8 +232,8 @@ class ConditionedHead(DraftHead):
       logits = module.apply(
         {"params": params},
         outputs.inputs,
-        gather(outputs.hidden, anchors),
-        positions - anchors,
+        outputs.hidden,
+        anchors,
         outputs.cache.cross[-config.num_decoder_layers :],
         outputs.cache.cross_bias,
         method="after_each",
