@@ -40,6 +40,7 @@ class DynamicDraft(Draft):
     width: number of nodes per level that the model processes, and number of children of each such
       node that become candidates.
     processors: logits processors, which apply to the model's logits.
+    reread: number of tokens in the first forward pass of a round; see `drafts.model.ModelDraft`.
 
   Raises:
     InputError: there are fewer candidates than draft tokens; or `width`, the depth or the number of
@@ -50,6 +51,7 @@ class DynamicDraft(Draft):
   tree: DynamicTree
   width: int = 8
   processors: Processors = ()
+  reread: int = 2
 
   def __post_init__(self):
     require_candidates(self.tree, self.width)
@@ -60,13 +62,19 @@ class DynamicDraft(Draft):
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     # The slots in `context` suffice for the proposed tree; the drafted tree may be larger.
     extra = max(0, _drafted(self.tree, self.width).num_guesses - self.tree.num_guesses)
-    cache = self.model.prefill(params, context.prompt, context.tokens.shape[1] + extra)[1]
+    cache = self.empty_cache(params, context, context.tokens.shape[1] + extra)
     return cache, jnp.zeros((len(context.tokens), self.tree.num_guesses), jnp.int32)
+
+  def empty_cache(self, params: Any, context: Context, num_slots: int) -> Any:
+    """Return the model's cache before the first round."""
+    return self.model.prefill(params, context.prompt, num_slots)[1]
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    root_logits, _, cache = extend_last_tokens(self.model, params, state[0], context)
+    root_logits, _, cache = extend_last_tokens(
+      self.model, params, state[0], context, self.reread
+    )
 
     def extend_level(
       cache: Any,

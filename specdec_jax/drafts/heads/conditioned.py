@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, Key
 from specdec_jax.core.arrays import gather, write_slots
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import Context, Proposal
+from specdec_jax.core.types import Context, Draft, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
@@ -29,7 +29,7 @@ from specdec_jax.drafts.heads.base import (
   decoder_config,
   every_position,
 )
-from specdec_jax.drafts.heads.shared_encoder import SharedEncoderDraft
+from specdec_jax.drafts.heads.shared_encoder import SharedEncoderDraft, empty_cache
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.decoder import KeysValues
 from specdec_jax.models.families import Config
@@ -121,6 +121,12 @@ class ConditionedModel(T5Model):
   config: T5Config
   offsets: int
 
+  def empty_cache(self, context: Context, num_slots: int) -> T5Cache:
+    """Return a cache without tokens, which holds the source as encoded by the target."""
+    cache, config = empty_cache(self.config, context, num_slots), self.config
+    shape = len(context.tokens), 1, num_slots, config.emb_dim
+    return cache.replace(layers=(*cache.layers, (jnp.zeros(shape, config.activations),)))
+
   def condition(
     self,
     params: Any,
@@ -164,10 +170,7 @@ class ConditionedDraft(SharedEncoderDraft):
   model: ConditionedModel
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
-    cache, config = super().init(params, context, hidden), self.model.config
-    batch, num_slots = context.tokens.shape
-    conditioning = jnp.zeros((batch, 1, num_slots, config.emb_dim), config.activations)
-    return cache.replace(layers=(*cache.layers, (conditioning,)))
+    return self.model.empty_cache(context, context.tokens.shape[1])
 
   def condition(
     self,
@@ -207,7 +210,7 @@ class ConditionedHead(DraftHead):
       "params"
     ]
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> ConditionedDraft:
+  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> Draft:
     model = ConditionedModel(decoder_config(self.config), self.config.gamma)
     return ConditionedDraft(model, sampling, self.require_static(tree))
 

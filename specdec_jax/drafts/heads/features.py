@@ -12,13 +12,15 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import AnyTree, NodePlacement
-from specdec_jax.core.types import Outcome
+from specdec_jax.core.trees import AnyTree, DynamicTree, NodePlacement
+from specdec_jax.core.types import Context, Draft, Outcome, Proposal
+from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.heads.base import decoder_config
 from specdec_jax.drafts.heads.conditioned import (
   ConditionedDraft,
@@ -28,6 +30,7 @@ from specdec_jax.drafts.heads.conditioned import (
 )
 from specdec_jax.models.decoder import KeysValues
 from specdec_jax.models.families import Config
+from specdec_jax.models.t5 import T5Cache
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,13 +93,42 @@ class FeaturesDraft(ConditionedDraft):
     return dataclasses.replace(self, reread=max(self.reread, num_tokens))
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
-    state = super().observe(params, state, outcome)
-    path = outcome.verification.path
-    if path is None:
-      hidden = outcome.hidden
-    else:
-      hidden = gather(outcome.hidden, jnp.pad(path, ((0, 0), (1, 0))))
-    return self.condition(params, state, hidden, 0, outcome.length - outcome.num_emitted)
+    return with_features(self.model, params, super().observe(params, state, outcome), outcome)
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicFeaturesDraft(DynamicDraft):
+  """A draft that proposes dynamic trees with a decoder over the target's hidden states.
+
+  `reread` is the number of tokens that a round may commit.
+  """
+
+  model: ConditionedModel
+
+  def empty_cache(self, params: Any, context: Context, num_slots: int) -> T5Cache:
+    return self.model.empty_cache(context, num_slots)
+
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    cache, processed = state
+    # The processed nodes: the last committed token, then `width` nodes per level.
+    offsets = jnp.array([0, *np.repeat(np.arange(1, self.tree.depth), self.width)])
+    hidden, slot = context.hidden[:, None], context.length - 1
+    cache = self.model.condition(params, cache, hidden, offsets, slot)
+    return super().propose(params, (cache, processed), context, rng)
+
+  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
+    cache, processed = super().observe(params, state, outcome)
+    return with_features(self.model, params, cache, outcome), processed
+
+
+def with_features(model: ConditionedModel, params: Any, cache: T5Cache, outcome: Outcome) -> T5Cache:
+  """Return the cache after a round, with the hidden states that predicted the new tokens."""
+  hidden, path = outcome.hidden, outcome.verification.path
+  if path is not None:
+    hidden = gather(hidden, jnp.pad(path, ((0, 0), (1, 0))))
+  return model.condition(params, cache, hidden, 0, outcome.length - outcome.num_emitted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +139,9 @@ class FeaturesHead(ConditionedHead):
   def module(self) -> FeaturesT5:
     return FeaturesT5(decoder_config(self.config), offsets=self.config.gamma)
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> FeaturesDraft:
+  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> Draft:
     model = ConditionedModel(decoder_config(self.config), self.config.gamma)
-    tree = self.require_static(tree)
+    if isinstance(tree, DynamicTree):
+      width = min(8, self.config.vocab_size)
+      return DynamicFeaturesDraft(model, tree, width, reread=tree.depth + 1)
     return FeaturesDraft(model, sampling, tree, reread=tree.depth + 1)

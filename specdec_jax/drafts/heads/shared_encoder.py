@@ -23,6 +23,7 @@ from specdec_jax.drafts.heads.base import (
   target_cache,
 )
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.models.config import T5Config
 from specdec_jax.models.decoder import empty_slots
 from specdec_jax.models.families import Config
 from specdec_jax.models.t5 import T5, T5Cache, T5Model
@@ -35,14 +36,18 @@ class SharedEncoderDraft(ModelDraft):
   model: T5Model
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
-    config, cache = self.model.config, target_cache(context)
-    batch, num_slots = context.tokens.shape
-    return T5Cache(
-      length=jnp.zeros(batch, jnp.int32),
-      layers=empty_slots(config, batch, num_slots),
-      cross=cache.cross[-config.num_decoder_layers :],
-      cross_bias=cache.cross_bias,
-    )
+    return empty_cache(self.model.config, context, context.tokens.shape[1])
+
+
+def empty_cache(config: T5Config, context: Context, num_slots: int) -> T5Cache:
+  """Return a cache without tokens, which holds the source as encoded by the target."""
+  cache, batch = target_cache(context), len(context.tokens)
+  return T5Cache(
+    length=jnp.zeros(batch, jnp.int32),
+    layers=empty_slots(config, batch, num_slots),
+    cross=cache.cross[-config.num_decoder_layers :],
+    cross_bias=cache.cross_bias,
+  )
 
 
 @dataclasses.dataclass(frozen=True)
