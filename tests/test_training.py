@@ -38,6 +38,7 @@ from specdec_jax.training.batches import (
 )
 from specdec_jax.training.distillation import (
   load_parallel_text,
+  residual_labels,
   save_parallel_text,
   spliced_sentences,
   teacher_topk,
@@ -422,6 +423,25 @@ def test_teacher_topk_are_the_most_probable_tokens():
       np.testing.assert_allclose(weights[position], want, rtol=1e-3, atol=1e-6)
 
 
+def test_residual_labels_are_what_another_draft_leaves_of_the_teachers_distribution():
+  params, other, text = initial_params(), tiny_pair.random_params(CONFIG, 1), copies()
+  text = dataclasses.replace(
+    text, teacher=teacher_topk(T5(CONFIG), params, text, k=12, tokens_per_batch=32)
+  )
+  residual = residual_labels(T5(CONFIG), other, text, tokens_per_batch=32)
+  batch = batch_of(text.targets, length=8)
+  inputs = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
+  logits = tiny.teacher_forced(CONFIG)(other, padded(text.sources, 8), inputs)
+  beta = []
+  rows = zip(text.teacher, residual.teacher, np.asarray(jax.nn.softmax(logits)), strict=True)
+  for (tokens, p), (same_tokens, weights), q in rows:
+    np.testing.assert_array_equal(tokens, same_tokens)
+    of_tokens = np.take_along_axis(q[: len(tokens)], tokens, axis=1)
+    np.testing.assert_allclose(weights, np.maximum(p - of_tokens, 0), atol=1e-3)
+    beta.append(np.minimum(p, of_tokens).sum(axis=1) + weights.sum(axis=1))
+  np.testing.assert_allclose(np.concatenate(beta), 1, atol=5e-3)
+
+
 @pytest.mark.filterwarnings("ignore:1 pairs have a source")
 def test_teacher_topk_with_tail_marks_text_tokens_outside_the_top_k(tmp_path):
   """A pair that is too long for a batch has empty arrays, which can be saved and loaded."""
@@ -549,9 +569,15 @@ def test_rows_of_padding_are_not_part_of_the_vocabulary():
 def test_on_policy_data_is_sampled_by_the_draft_and_labelled_by_the_target(tmp_path, monkeypatch):
   (tmp_path / "lines").write_text("".join(line + "\n" for line in tiny_pair.SENTENCES[:8]))
   train_calls, folder = [], tiny_pair.folder()
-  monkeypatch.setattr(commands, "train", lambda *args: train_calls.append(args))
-  monkeypatch.setattr(commands, "save_model", lambda *args: None)
   config, params = load_model(str(folder / "near"))
+  trained = jax.tree.map(lambda x: 2 * x, params)
+
+  def fake_train(*args):
+    train_calls.append(args)
+    return trained
+
+  monkeypatch.setattr(commands, "train", fake_train)
+  monkeypatch.setattr(commands, "save_model", lambda *args: None)
   train_draft = functools.partial(
     commands.train_draft,
     data=str(tmp_path),
@@ -559,7 +585,7 @@ def test_on_policy_data_is_sampled_by_the_draft_and_labelled_by_the_target(tmp_p
     targets=["lines"],
     valid_source="lines",
     config=config,
-    settings=SETTINGS,
+    settings=dataclasses.replace(SETTINGS, epochs=2),
     vocabulary=str(folder / "vocabulary.model"),
     target=str(folder / "target"),
     output=str(tmp_path / "draft"),
@@ -568,7 +594,13 @@ def test_on_policy_data_is_sampled_by_the_draft_and_labelled_by_the_target(tmp_p
     on_policy=True,
   )
   train_draft(start=str(folder / "near"))
-  ((_, _, text, *_, init),) = train_calls
+  assert [call[1].epochs for call in train_calls] == [1, 1]
+  assert len({call[4] for call in train_calls}) == 2
+  (_, _, text, *_, init), (_, _, second_text, *_, second_init) = train_calls
+  assert second_init is trained
+  assert second_text.targets[8:] == model_outputs(
+    model_of(config), trained, text.sources[8:], 1, sampling=Sampling()
+  )
   sampled = model_outputs(model_of(config), params, text.sources[8:], 1, sampling=Sampling())
   assert text.targets[8:] == sampled
   target_params = tiny_pair.pair().target_params
@@ -577,6 +609,8 @@ def test_on_policy_data_is_sampled_by_the_draft_and_labelled_by_the_target(tmp_p
   assert jax.tree.map(np.shape, init) == jax.tree.map(np.shape, params)
   with pytest.raises(InputError, match="name its folder as start"):
     train_draft()
+  with pytest.raises(InputError, match="leave out distillation_data"):
+    train_draft(start=str(folder / "near"), distillation_data=str(tmp_path / "data.npz"))
 
 
 # Decoder-only models: training a pair on texts, and decoding with it.

@@ -92,7 +92,7 @@ class Teacher(NamedTuple):
         self.params,
         text,
         tail=tail,
-        batch_sharding=NamedSharding(self.mesh, PartitionSpec("data")),
+        batch_sharding=self.batch_sharding,
       )
       path.parent.mkdir(parents=True, exist_ok=True)
       save_parallel_text(path, dataclasses.replace(text, teacher=topk))
@@ -125,6 +125,11 @@ class Teacher(NamedTuple):
       return ParallelText(sources, self._outputs(sources, Sampling()))
     sources = encoded_lines(self.vocabulary, data, [valid_source])
     return ParallelText(sources, self._outputs(sources, Sampling(temperature=0.0)))
+
+  @property
+  def batch_sharding(self) -> NamedSharding:
+    """Sharding of the rows of a batch."""
+    return NamedSharding(self.mesh, PartitionSpec("data"))
 
   @property
   def model(self) -> Model:

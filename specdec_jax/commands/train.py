@@ -24,8 +24,9 @@ from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.errors import InputError, require_count, require_types
-from specdec_jax.models.families import Config, model_of
+from specdec_jax.models.families import Config, model_of, module_of
 from specdec_jax.partitioning import make_mesh, param_shardings
+from specdec_jax.training.distillation import residual_labels
 from specdec_jax.training.objectives import Divergence, Objective, model_objective
 from specdec_jax.training.speculators import speculator_objective, warm_start
 from specdec_jax.training.trainer import TrainSettings, train
@@ -141,6 +142,7 @@ def train_draft(
   start: str | None = None,
   on_policy: bool = False,
   distillation_data: str | None = None,
+  after: str | None = None,
 ) -> None:
   """Train a draft towards the target's distributions and save it; an interrupted run resumes.
 
@@ -174,35 +176,52 @@ def train_draft(
     divergence: divergence between draft and target (`objectives.divergences`).
     start: folder of a draft with the same configuration. Training starts from its parameters. None
       to start from random parameters.
-    on_policy: whether the draft in `start` samples the outputs and the target labels them, as in
-      DistillSpec (Zhou et al., 2024), but with outputs sampled once before training. By default the
-      target samples the outputs.
+    on_policy: whether the draft samples the outputs and the target labels them, as in DistillSpec
+      (Zhou et al., 2024). Before each epoch, the draft samples new outputs. Each epoch has its own
+      warm-up and decay of the learning rate, and its own folder in `work_dir`. By default the
+      target samples the outputs, once.
     distillation_data: path of the file of texts with the target's distributions. It is created if
-      it does not exist. By default `distillation_data.npz` in `work_dir`.
+      it does not exist. By default `distillation_data.npz` in `work_dir`. None with `on_policy`.
+    after: folder of another draft, whose tokens are tried first in a tree of both drafts
+      (`pairs.forest_draft`). The draft is then trained where that draft is rejected
+      (`distillation.residual_labels`).
 
   Raises:
-    InputError: `tail` is set and `divergence` is not 'forward_kl', `on_policy` is set without
-      `start`, or the configuration does not fit the vocabulary.
+    InputError: `tail` or `after` is set and `divergence` is not 'forward_kl', `on_policy` is set
+      without `start` or with `distillation_data`, or the configuration does not fit the vocabulary.
   """
   require_types(train_draft, locals())
-  if tail and divergence != "forward_kl":
-    raise InputError(f"tail needs the divergence 'forward_kl', and it is {divergence!r}.")
+  for name, value in {"tail": tail, "after": after}.items():
+    if value and divergence != "forward_kl":
+      raise InputError(f"{name} needs the divergence 'forward_kl', and it is {divergence!r}.")
   if on_policy and not start:
     raise InputError("on_policy needs a draft that samples the outputs; name its folder as start.")
-  start_config, start_params = load_model(start) if start else (None, None)
-  writer = (model_of(start_config), start_params) if start_config and on_policy else None
+  if on_policy and distillation_data:
+    raise InputError("on_policy samples texts before each epoch; leave out distillation_data.")
+  init = load_model(start)[1] if start else None
   words, config = _open_fitting_vocabulary(config, vocabulary)
   teacher = open_teacher(target, words, settings.model_parallel)
-  text = teacher.distillation_data(
-    _distillation_path(distillation_data, work_dir),
-    TrainingTexts(data, sources, targets, samples, new_sources),
-    tail,
-    writer,
-  )
+  texts = TrainingTexts(data, sources, targets, samples, new_sources)
   objective = model_objective(config, settings.label_smoothing, divergence)
   valid = teacher.validation_pairs(data, valid_source)
-  params = train(objective, settings, text, valid, work_dir, start_params)
-  save_model(output, config, params, words.fingerprint())
+
+  def train_once(init: Any, settings: TrainSettings, folder: str, data: pathlib.Path) -> Any:
+    writer = (model_of(config), init) if on_policy else None
+    text = teacher.distillation_data(data, texts, tail, writer)
+    if after:
+      other_config, other_params = load_model(after)
+      module = module_of(other_config)
+      text = residual_labels(module, other_params, text, batch_sharding=teacher.batch_sharding)
+    return train(objective, settings, text, valid, folder, init)
+
+  if on_policy:
+    once = dataclasses.replace(settings, epochs=1)
+    for epoch in range(1, settings.epochs + 1):
+      folder = f"{work_dir}/epoch_{epoch}"
+      init = train_once(init, once, folder, _distillation_path(None, folder))
+  else:
+    init = train_once(init, settings, work_dir, _distillation_path(distillation_data, work_dir))
+  save_model(output, config, init, words.fingerprint())
 
 
 def train_speculator(

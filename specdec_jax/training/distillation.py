@@ -1,6 +1,7 @@
 """Distillation data for a draft: additional sources, and top-k distributions of the teacher."""
 
 import collections
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 
@@ -113,6 +114,50 @@ def teacher_topk(
       length = len(text.targets[i])
       topk[i] = tokens[row, :length].astype(np.int32), probs[row, :length].astype(np.float16)
   return topk
+
+
+def residual_labels(
+  module: nn.Module,
+  params,
+  text: ParallelText,
+  tokens_per_batch: int = 1152,
+  batch_sharding: jax.sharding.Sharding | None = None,
+) -> ParallelText:
+  """Return the text with labels max(0, p - q): what the target still needs after q is rejected.
+
+  p is the distribution of the teacher in `text`, and q that of another draft. The labels of a
+  position sum to about 1 - beta (Definition 3.1), so a draft that is trained on them learns most
+  where the other draft is rejected (boost-tuning, SpecInfer; Miao et al., 2024). It also learns to
+  propose other tokens than that draft.
+
+  Args:
+    module: Flax module of the other draft.
+    params: parameters of the other draft.
+    text: encoded sentence pairs with a teacher's distributions.
+    tokens_per_batch: approximate number of source tokens in a batch, padding included.
+    batch_sharding: sharding of the rows of a batch; None for a single device.
+
+  Raises:
+    InputError: the text has no teacher distributions.
+  """
+  if text.teacher is None:
+    raise InputError("The sentence pairs have no teacher distributions to subtract from.")
+
+  @jax.jit
+  def residual(params, batch: Batch):
+    q = jax.nn.softmax(teacher_forced(module, params, batch))
+    return jnp.maximum(batch.weights - jnp.take_along_axis(q, batch.labels, axis=-1), 0)
+
+  teacher = list(text.teacher)
+  num_devices = 1 if batch_sharding is None else batch_sharding.num_devices
+  batches = epoch_batches(text, tokens_per_batch, seed=0, epoch=0, multiple=num_devices)
+  padded = padded_batches(text, batches)
+  for (_, indices), batch in zip(track(batches, "residual", transient=True), padded):
+    weights = np.asarray(residual(params, jax.device_put(batch, batch_sharding)))
+    for row, i in enumerate(indices):
+      tokens, _ = text.teacher[i]
+      teacher[i] = tokens, weights[row, : len(tokens)].astype(np.float16)
+  return dataclasses.replace(text, teacher=teacher)
 
 
 def save_parallel_text(path: pathlib.Path, text: ParallelText) -> None:
