@@ -250,6 +250,7 @@ CASES = {
   "shared encoder": (t5, learned("shared_encoder"), RAGGED, TokenVerifier),
   "conditioned": (t5, learned("conditioned"), RAGGED, TokenVerifier),
   "features": (t5, learned("features"), RAGGED, TokenVerifier),
+  "EAGLE, text": (t5, learned("eagle_text"), RAGGED, TokenVerifier),
   "features, dynamic": (t5, learned("features"), DynamicTree(9, 3), TokenVerifier),
   "uniform": (t5, drafted(uniform), branching(2, 1), TokenVerifier),
   "hierarchical": (t5, hierarchical, chain(4), TokenVerifier),

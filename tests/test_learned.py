@@ -26,6 +26,7 @@ from specdec_jax.drafts.heads import (
   init_params,
   speculator_config,
 )
+from specdec_jax.drafts.heads.base import TargetOutputs
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
 from specdec_jax.models.families import module_of
@@ -107,8 +108,13 @@ def test_training_logits_equal_those_of_decoding(kind, of):
 
 @pytest.mark.parametrize(
   "kind, tree",
-  [("conditioned", chain(4)), ("conditioned", RAGGED), ("features", RAGGED)],
-  ids=["conditioned, chain", "conditioned, tree", "features"],
+  [
+    ("conditioned", RAGGED),
+    ("features", chain(4)),
+    ("eagle_text", chain(4)),
+    ("eagle_text", RAGGED),
+  ],
+  ids=["conditioned, tree", "features, chain", "EAGLE, chain", "EAGLE, tree"],
 )
 def test_decoder_drafts_as_it_was_trained(kind, tree):
   """The q of each draft token equals the training probability, given the target's hidden states.
@@ -128,6 +134,20 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
   context = Context(models.prompts, tokens, jnp.full(batch, length), cache, states[:, 0])
   state = draft.init(own, context, hidden)
   learned = jax.jit(functools.partial(head_of(config).module.apply, method="after_each"))
+  predict = functools.partial(head_of(config).module.apply, method="logits_and_features")
+
+  def eagle(variables, inputs, hidden, rounds, *source):
+    """Return logits where each token of the last round has its parent's predicted feature."""
+    last_committed = rounds[0, -1]
+    for position in range(last_committed + 1, last_committed + 1 + tree.depth):
+      _, features = jax.jit(predict)(variables, inputs, hidden, *source)
+      hidden = np.concatenate(
+        [hidden[:, :position], features[:, position - 1, None], hidden[:, position + 1 :]], axis=1
+      )
+    return jax.jit(predict)(variables, inputs, hidden, *source)[0]
+
+  if kind == "eagle_text":
+    learned = eagle
   paths = [np.flatnonzero(ancestors)[1:] for ancestors in tree.ancestors]  # to each node
   for keep in (2, tree.num_guesses, 0, 3):
     anchors = anchors[: length - 1] + [length - 1] * (num_slots - length + 1)
@@ -159,6 +179,29 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
 def random_head(kind: str):
   config = speculator_config(T5_CONFIG, kind, emb_dim=8, mlp_dim=16, num_layers=1)
   return init_params(config, jax.random.key(0))
+
+
+def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
+  models, drawn = t5(), np.random.default_rng(0)
+  head = head_of(module("eagle_text", models.target.config))
+  own = init_params(head.config, jax.random.key(0))
+  _, cache = models.target.prefill(models.params, jnp.asarray(models.prompts), 8)
+  inputs = jnp.asarray(drawn.integers(2, V, (len(models.prompts), 5)))
+  shape = (*inputs.shape, head.config.state_dim)
+  hidden = jnp.asarray(drawn.normal(size=shape), jnp.float32)
+
+  for position in range(1, 5):  # a predicted state depends on the states up to its input
+    predicted = head._predictions(own, TargetOutputs(inputs, hidden, cache, None))[1]
+    hidden = hidden.at[:, position].set(predicted[:, position - 1])
+
+  def loss(is_token, change=0.0):
+    outputs = TargetOutputs(inputs, hidden.at[:, -1].add(change), cache, None)
+    return float(head.feature_loss(own, outputs, is_token))
+
+  everywhere = jnp.ones(inputs.shape, bool)
+  assert loss(everywhere) < 1e-9
+  assert loss(everywhere, 0.5) == pytest.approx(0.5**2 / 2 / 4, rel=1e-3)
+  assert loss(everywhere.at[:, -2:].set(False), 0.5) < 1e-9
 
 
 @pytest.mark.parametrize("tied", [True, False])

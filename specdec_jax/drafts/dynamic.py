@@ -72,9 +72,7 @@ class DynamicDraft(Draft):
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    root_logits, _, cache = extend_last_tokens(
-      self.model, params, state[0], context, self.reread
-    )
+    root_logits, _, cache = extend_last_tokens(self.model, params, state[0], context, self.reread)
 
     def extend_level(
       cache: Any,

@@ -8,6 +8,7 @@ from jaxtyping import Key
 from specdec_jax.drafts.heads.base import DraftHead, SpeculatorConfig
 from specdec_jax.drafts.heads.conditioned import ConditionedHead
 from specdec_jax.drafts.heads.eagle import EagleHead
+from specdec_jax.drafts.heads.eagle_text import EagleTextHead
 from specdec_jax.drafts.heads.early_exit import EarlyExitHead
 from specdec_jax.drafts.heads.features import FeaturesHead
 from specdec_jax.drafts.heads.medusa import MedusaHead
@@ -29,6 +30,7 @@ HEADS: dict[str, type[DraftHead]] = {
   "shared_encoder": SharedEncoderHead,
   "conditioned": ConditionedHead,
   "features": FeaturesHead,
+  "eagle_text": EagleTextHead,
 }
 
 

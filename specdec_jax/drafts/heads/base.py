@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Float, Int, Key, Shaped
+from jaxtyping import Bool, Float, Int, Key, Shaped
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
@@ -126,6 +126,15 @@ class DraftHead(abc.ABC):
       target: configuration of the target.
       stride: distance between anchors, in tokens.
     """
+
+  def feature_loss(
+    self, params: Any, outputs: TargetOutputs, is_token: Bool[Array, "B T"]
+  ) -> Float[Array, ""] | float:
+    """Return the loss of hidden states that the head predicts; by default there are none.
+
+    It is added to the divergence between the distributions. `is_token` is False at padding.
+    """
+    return 0.0
 
   def require_target(self, target: Config) -> None:
     """Raise InputError if the target lacks the encoder or the shape that the head needs."""

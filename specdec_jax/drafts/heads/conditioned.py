@@ -121,6 +121,10 @@ class ConditionedModel(T5Model):
   config: T5Config
   offsets: int
 
+  @property
+  def module(self) -> ConditionedT5:
+    return ConditionedT5(self.config, offsets=self.offsets)
+
   def empty_cache(self, context: Context, num_slots: int) -> T5Cache:
     """Return a cache without tokens, which holds the source as encoded by the target."""
     cache, config = empty_cache(self.config, context, num_slots), self.config
@@ -145,11 +149,15 @@ class ConditionedModel(T5Model):
       offsets: number of tokens from the start of the round to each token.
       slot: slot of the first token.
     """
-    layers, conditioning = cache.layers[:-1], cache.layers[-1][0]
-    module = ConditionedT5(self.config, offsets=self.offsets)
-    new = module.apply({"params": params}, hidden, offsets, method="condition")
-    written = write_slots(conditioning, new[:, None], slot)
-    return cache.replace(layers=(*layers, (written,)))
+    new = self.module.apply({"params": params}, hidden, offsets, method="condition")
+    return self.write_conditioning(cache, new, slot)
+
+  def write_conditioning(
+    self, cache: T5Cache, new: Float[Array, "B M d"], slot: Int[Array, " B"]
+  ) -> T5Cache:
+    """Return the cache with conditioning vectors in the slots from `slot` on."""
+    written = write_slots(cache.layers[-1][0], new[:, None], slot)
+    return cache.replace(layers=(*cache.layers[:-1], (written,)))
 
   def extend(
     self,
@@ -159,8 +167,7 @@ class ConditionedModel(T5Model):
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K d"], T5Cache]:
-    apply = ConditionedT5(self.config, offsets=self.offsets).apply
-    return apply({"params": params}, cache, tokens, tree, first, method="extend")
+    return self.module.apply({"params": params}, cache, tokens, tree, first, method="extend")
 
 
 @dataclasses.dataclass(frozen=True)

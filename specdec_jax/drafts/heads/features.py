@@ -123,7 +123,9 @@ class DynamicFeaturesDraft(DynamicDraft):
     return with_features(self.model, params, cache, outcome), processed
 
 
-def with_features(model: ConditionedModel, params: Any, cache: T5Cache, outcome: Outcome) -> T5Cache:
+def with_features(
+  model: ConditionedModel, params: Any, cache: T5Cache, outcome: Outcome
+) -> T5Cache:
   """Return the cache after a round, with the hidden states that predicted the new tokens."""
   hidden, path = outcome.hidden, outcome.verification.path
   if path is not None:
