@@ -130,6 +130,7 @@ class EagleModel(ConditionedModel):
     """
     children = first + 1  # of a chain
     if not tree.is_chain:
+      assert isinstance(first, int)
       last = first + hidden.shape[1]
       nodes = [n for n, parent in enumerate(tree.parents, 1) if first <= parent < last]
       if not nodes:
