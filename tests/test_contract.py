@@ -41,7 +41,7 @@ from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
 from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
-from specdec_jax.drafts.stopping import StoppingDraft
+from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.loading import DraftFactory
 from specdec_jax.models.gpt import GPTModel
@@ -159,6 +159,11 @@ def stopping(models: Models, sampling: Sampling, tree: Tree):
   return StoppingDraft(ModelDraft(models.target, sampling, tree), 0.13), models.params
 
 
+def adaptive_stopping(models: Models, sampling: Sampling, tree: Tree):
+  draft = ModelDraft(models.target, sampling, tree)
+  return AdaptiveStoppingDraft(draft, 0.13, goal=0.8, step=0.1), models.params
+
+
 def known(models: Models, sampling: Sampling, tree: Tree):
   return StopAtMissDraft(PromptLookupDraft(V, tree, 2)), ()
 
@@ -240,6 +245,7 @@ CASES = {
   "layers, GPT": (gpt, layers, RAGGED, TokenVerifier),
   "known": (gpt, known, chain(5), TokenVerifier),
   "stopping": (t5, stopping, chain(4), TokenVerifier),
+  "stopping, adaptive": (t5, adaptive_stopping, chain(4), TokenVerifier),
   "cascade": (gpt, cascade, chain(4), TokenVerifier),
   "heads": (gpt, learned("heads"), RAGGED, TokenVerifier),
   "EAGLE": (t5, learned("eagle"), RAGGED, TokenVerifier),

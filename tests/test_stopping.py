@@ -16,13 +16,14 @@ from specdec_jax.bench.stopping import auc, in_a_row, stopped_speedup
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
+from specdec_jax.core.types import Outcome, Proposal, Verification
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.counts import acceptance_by_position
 from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
-from specdec_jax.drafts.stopping import StoppingDraft
+from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.choice import Calibration
@@ -82,6 +83,30 @@ def test_guess_that_was_not_proposed_is_not_verified():
   np.testing.assert_array_equal(rounds.num_accepted[ran], made[ran])
   assert 1 < made[ran].mean() < GAMMA and acceptance_by_position([out]) == [1, 1, 1, None]
   assert not out.rounds.acceptance_counts()[1].any()
+
+
+def test_threshold_follows_the_acceptance_rate_of_the_rounds():
+  models = t5()
+  whole = ModelDraft(models.target, Sampling(), chain(GAMMA))
+  draft = AdaptiveStoppingDraft(whole, 0.1, goal=0.6, step=0.08, memory=0.25)
+  params, batch = (models.params, models.params), len(models.prompts)
+  state = tiny.start(models.target, draft, *params, models.prompts, LIMIT).draft_state
+  lengths = jnp.full(batch, 5)
+  want, rate = 0.1, 0.6
+  for proposed, accepted in ((4, 4), (2, 2), (4, 1), (3, 0), (1, 0)):
+    tokens = jnp.broadcast_to(jnp.where(jnp.arange(GAMMA) < proposed, 3, -1), (batch, GAMMA))
+    verification = Verification(jnp.full(batch, accepted), lengths)
+    outcome = Outcome(Proposal(tokens), None, None, verification, lengths, lengths)
+    state = draft.observe(models.params, state, outcome)
+    rate = 0.25 * rate + 0.75 * accepted / proposed
+    want = max(0, want + (0.08 if rate <= 0.6 else -0.08))
+    np.testing.assert_allclose(state.threshold, want, rtol=1e-6)
+  assert want == pytest.approx(3 * 0.08)
+  context = tiny.start(models.target, draft, *params, models.prompts, LIMIT).context
+  keys = jax.random.split(jax.random.key(1), batch)
+  got, _ = jax.jit(draft.propose)(models.params, state, context, keys)
+  fixed, _ = jax.jit(StoppingDraft(whole, want).propose)(models.params, state.inner, context, keys)
+  np.testing.assert_array_equal(got.tokens, fixed.tokens)
 
 
 def test_auc_of_a_confidence_score():

@@ -42,6 +42,9 @@ from specdec_jax.records import Record, read
 PRIOR_GUESSES = 25.0  # weight of the calibration's alpha, in draft tokens, in the adaptive policy
 
 
+GOAL = 0.7  # acceptance rate that the adaptive threshold keeps
+
+
 class Policy(NamedTuple):
   """Policy that chooses gamma.
 
@@ -92,8 +95,8 @@ def gamma(
     gammas: fixed gammas; each is measured. The adaptive policy chooses among them.
     temperatures: sampling temperatures; each is measured, and 0 is argmax.
     batch_sizes: numbers of texts decoded together; each is measured.
-    thresholds: thresholds of drafts that stop early (`drafts.stopping`); each is measured. Give
-      none if the draft is not a model.
+    thresholds: thresholds of drafts that stop early (`drafts.stopping`); each is measured. An
+      adaptive threshold starts at the first of them. Give none if the draft is not a model.
     max_new_tokens: maximum number of tokens of each output.
     repeats: number of timed decodes of each text, interleaved.
     seed: random seed of all sampling.
@@ -170,10 +173,10 @@ def _policies(study: _Study) -> list[Policy]:
   def fixed(name: str, gamma: int) -> Policy:
     return Policy(name, gamma, pair.decode_fn(sampling, chain(gamma)), calibration.speedups[gamma])
 
-  def stopping(threshold: float) -> Policy:
-    draft = stopping_draft(pair.loaded_target, lambda target: pair.draft_factory, threshold)
+  def stopping(name: str, threshold: float, goal: float | None = None) -> Policy:
+    draft = stopping_draft(pair.loaded_target, lambda target: pair.draft_factory, threshold, goal)
     decode = pair.with_draft(draft).decode_fn(sampling, chain(max(gammas)))
-    return Policy(_stopping_name(threshold), max(gammas), decode, None)
+    return Policy(name, max(gammas), decode, None)
 
   decoder = AdaptiveDecoder(
     pair.target, drafts, pair.verifier_for(sampling), pair.vocabulary.eos_id
@@ -191,7 +194,8 @@ def _policies(study: _Study) -> list[Policy]:
     fixed("autoregressive", 0),
     *(fixed("fixed", gamma) for gamma in gammas),
     fixed("auto", calibration.gamma),
-    *map(stopping, thresholds),
+    *(stopping(_stopping_name(threshold), threshold) for threshold in thresholds),
+    *(stopping("stops by recent acceptance", first, GOAL) for first in thresholds[:1]),
     Policy("+2 or -1", max(gammas), scheduled, None),
     Policy("adaptive", max(gammas), adaptive, None),
   ]

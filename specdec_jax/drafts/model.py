@@ -95,8 +95,18 @@ class ModelDraft(Draft):
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
   ) -> tuple[Proposal, Any]:
-    logits, _, cache = extend_last_tokens(self.model, params, state, context, self.reread)
+    logits, cache = self.start_round(params, state, context)
     return self.propose_after(params, cache, context, logits, rng)
+
+  def start_round(
+    self, params: Any, state: Any, context: Context
+  ) -> tuple[Float[Array, "B V"], Any]:
+    """Run the model over the last committed tokens; return logits at the last one, and the cache.
+
+    The cache holds that token in slot `cache.length`.
+    """
+    logits, _, cache = extend_last_tokens(self.model, params, state, context, self.reread)
+    return logits, cache
 
   def propose_after(
     self,

@@ -8,7 +8,7 @@ distributions of earlier draft tokens, never on the token itself, so token verif
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from jaxtyping import Float, Key
 
 from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.trees import require_chain
-from specdec_jax.core.types import Context, Proposal
-from specdec_jax.drafts.model import ModelDraft, extend_last_tokens
+from specdec_jax.core.types import Context, Outcome, Proposal
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import require_number
 from specdec_jax.wrappers import WrappedDraft
 
@@ -52,8 +52,19 @@ class StoppingDraft(WrappedDraft):
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
   ) -> tuple[Proposal, Any]:
+    return self.propose_above(self.threshold, params, state, context, rng)
+
+  def propose_above(
+    self,
+    threshold: float | Float[Array, " B"],
+    params: Any,
+    state: Any,
+    context: Context,
+    rng: Key[Array, " B *depths"],
+  ) -> tuple[Proposal, Any]:
+    """Propose with another threshold, which may differ between rows."""
     model, gamma = self.draft.model, self.tree.depth
-    logits, _, cache = extend_last_tokens(model, params, state, context, self.draft.reread)
+    logits, cache = self.draft.start_round(params, state, context)
     keys = rng.T if self.draft.coupled else split_rows(rng, gamma)
     first, first_q, text = self.draft.sample_next(keys[0], context, logits)
     tokens = jnp.full((len(logits), gamma), -1).at[:, 0].set(first)
@@ -61,14 +72,14 @@ class StoppingDraft(WrappedDraft):
 
     def any_row_continues(carry):
       num_proposed, _, _, reach_probability, *_ = carry
-      return (num_proposed < gamma) & (reach_probability >= self.threshold).any()
+      return (num_proposed < gamma) & (reach_probability >= threshold).any()
 
     def step(carry):
       num_proposed, cache, guess, reach_probability, text, tokens, q = carry
       logits, _, cache = model.extend(params, cache, guess[:, None], self.tree, num_proposed)
       after = context._replace(tokens=text, length=context.length + num_proposed)
       guess, guess_q, text = self.draft.sample_next(keys[num_proposed], after, logits[:, 0])
-      continues = reach_probability >= self.threshold
+      continues = reach_probability >= threshold
       tokens = tokens.at[:, num_proposed].set(jnp.where(continues, guess, -1))
       q = q.at[:, num_proposed].set(jnp.where(continues[:, None], guess_q, 0.0))
       reach_probability = reach_probability * confidence(logits[:, 0])
@@ -77,6 +88,68 @@ class StoppingDraft(WrappedDraft):
     carry = jnp.ones((), jnp.int32), cache, first, confidence(logits), text, tokens, q
     _, cache, *_, tokens, q = lax.while_loop(any_row_continues, step, carry)
     return Proposal(tokens, q), cache
+
+
+class AdaptiveState(NamedTuple):
+  """State of an `AdaptiveStoppingDraft`.
+
+  Attributes:
+    inner: state of the wrapped draft.
+    threshold: current threshold of each row.
+    rate: recent acceptance rate of each row.
+  """
+
+  inner: Any
+  threshold: Float[Array, " B"]
+  rate: Float[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveStoppingDraft(StoppingDraft):
+  """A draft whose threshold follows its recent acceptance (Draft & Verify; Zhang et al., 2024).
+
+  The acceptance rate is a moving average over rounds of the share of proposed tokens that were
+  accepted. After a round in which it is at most `goal`, the threshold rises by `step`; otherwise it
+  falls by `step`. It stays in [0, 1]. Each text starts with the threshold `threshold`.
+
+  Attributes:
+    goal: acceptance rate to keep, in [0, 1].
+    step: change of the threshold per round, in [0, 1].
+    memory: weight of the earlier rounds in the moving average, in [0, 1].
+
+  Raises:
+    InputError: the tree is not a chain, or a number is outside [0, 1].
+  """
+
+  goal: float = 0.7
+  step: float = 0.05
+  memory: float = 0.5
+  depends_on_outcomes = True
+
+  def __post_init__(self):
+    super().__post_init__()
+    for name in ("goal", "step", "memory"):
+      object.__setattr__(self, name, require_number(name, getattr(self, name), 0, 1))
+
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> AdaptiveState:
+    rows = jnp.ones(len(context.tokens))
+    inner = self.draft.init(params, context, hidden)
+    return AdaptiveState(inner, self.threshold * rows, self.goal * rows)
+
+  def propose(
+    self, params: Any, state: AdaptiveState, context: Context, rng: Key[Array, " B *depths"]
+  ) -> tuple[Proposal, AdaptiveState]:
+    threshold = state.threshold
+    proposal, inner = self.propose_above(threshold, params, state.inner, context, rng)
+    return proposal, state._replace(inner=inner)
+
+  def observe(self, params: Any, state: AdaptiveState, outcome: Outcome) -> AdaptiveState:
+    num_proposed = (outcome.proposal.tokens >= 0).sum(axis=1)
+    of_round = outcome.verification.num_accepted / num_proposed
+    rate = self.memory * state.rate + (1 - self.memory) * of_round
+    threshold = state.threshold + jnp.where(rate <= self.goal, self.step, -self.step)
+    inner = self.draft.observe(params, state.inner, outcome)
+    return AdaptiveState(inner, jnp.clip(threshold, 0, 1), rate)
 
 
 def confidence(logits: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:

@@ -24,7 +24,7 @@ from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
-from specdec_jax.drafts.stopping import StoppingDraft
+from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.errors import InputError, require_count, require_types, shown
 from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 
@@ -152,21 +152,31 @@ def tree_draft(
   return DraftFactory(f"{factory.name}, {size}", build, factory.params)
 
 
-def stopping_draft(target: LoadedTarget, draft: LoadsDraft, threshold: float) -> DraftFactory:
+def stopping_draft(
+  target: LoadedTarget, draft: LoadsDraft, threshold: float, goal: float | None = None
+) -> DraftFactory:
   """Return a draft model that proposes up to gamma tokens, and stops early if it is not confident.
 
   Args:
     target: target of the pair.
     draft: function that loads the draft model.
     threshold: see `StoppingDraft`.
+    goal: acceptance rate that the threshold is adapted to (`AdaptiveStoppingDraft`); None for a
+      constant threshold.
   """
   require_types(stopping_draft, locals())
   model = load_draft(draft, target)
 
   def build(sampling: Sampling, tree: AnyTree) -> StoppingDraft:
-    return StoppingDraft(_of_model(model, sampling, tree), threshold)
+    built = _of_model(model, sampling, tree)
+    if goal is None:
+      return StoppingDraft(built, threshold)
+    return AdaptiveStoppingDraft(built, threshold, goal)
 
-  return DraftFactory(f"{model.name} (stops below {threshold:g})", build, model.params)
+  rule = f"stops below {threshold:g}"
+  if goal is not None:
+    rule = f"stops for a rate of {goal:g}"
+  return DraftFactory(f"{model.name} ({rule})", build, model.params)
 
 
 def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, Key
 from specdec_jax.core.arrays import gather, write_slots
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
@@ -189,12 +189,12 @@ class ConditionedDraft(SharedEncoderDraft):
   ) -> Any:
     return self.model.condition(params, cache, hidden, offsets, slot)
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
-  ) -> tuple[Proposal, Any]:
+  def start_round(
+    self, params: Any, state: Any, context: Context
+  ) -> tuple[Float[Array, "B V"], Any]:
     offsets, slot = jnp.asarray(self.tree.depths), context.length - 1
     state = self.condition(params, state, context.hidden[:, None], offsets, slot)
-    return super().propose(params, state, context, rng)
+    return super().start_round(params, state, context)
 
 
 @dataclasses.dataclass(frozen=True)

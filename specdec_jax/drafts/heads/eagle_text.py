@@ -16,12 +16,12 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.arrays import take
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout, Tree
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft
 from specdec_jax.drafts.heads.base import (
   DraftLogits,
   TargetOutputs,
@@ -147,13 +147,12 @@ class EagleTextDraft(FeaturesDraft):
 
   model: EagleModel
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
-  ) -> tuple[Proposal, Any]:
+  def start_round(
+    self, params: Any, state: Any, context: Context
+  ) -> tuple[Float[Array, "B V"], Any]:
     cache = self.condition(params, state, context.hidden[:, None], 0, context.length - 1)
     logits, hidden, cache = extend_last_tokens(self.model, params, cache, context, self.reread)
-    cache = self.model.condition_children(params, cache, hidden[:, None], self.tree, 0)
-    return self.propose_after(params, cache, context, logits, rng)
+    return logits, self.model.condition_children(params, cache, hidden[:, None], self.tree, 0)
 
 
 @dataclasses.dataclass(frozen=True)
