@@ -26,7 +26,6 @@ from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts import dynamic as drafts_dynamic
 from specdec_jax.drafts import hierarchical as drafts_hierarchical
 from specdec_jax.drafts import model as drafts_model
-from specdec_jax.drafts import stopping as drafts_stopping
 from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.cascade import CascadeDraft
 from specdec_jax.drafts.dynamic import DynamicDraft
@@ -431,7 +430,7 @@ def test_incremental_draft_state_equals_a_full_reread(case, monkeypatch):
     state = step(state)
     got = propose(state.draft_state, state.context)
     with monkeypatch.context() as patched:
-      for module in drafts_model, drafts_dynamic, drafts_hierarchical, drafts_stopping:
+      for module in drafts_model, drafts_dynamic, drafts_hierarchical:
         patched.setattr(module, "extend_last_tokens", lambda *args: read(*args[:4], count))
       want = anew(of_prompt, state.context)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
