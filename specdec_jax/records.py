@@ -148,6 +148,8 @@ class Outputs:
       that the score of an accepted draft token is higher than that of a rejected one. For gamma
       above 1, the scores and the acceptances of gamma consecutive tokens are multiplied.
     beta_lag1: lag-1 autocorrelation of beta = sum min(p, q) along the text.
+    rejection_sampling_rate: acceptance rate of rejection sampling (Appendix A.2), min q / p,
+      averaged over the same text as alpha.
     tokens_per_round: mean number of tokens emitted per round (acceptance length).
     tokens_per_round_low: lower end of the 95% confidence interval of tokens_per_round (bootstrap
       over texts).
@@ -171,6 +173,7 @@ class Outputs:
   acceptance_by_position: list[float | None] | None = None
   auc: float | None = None
   beta_lag1: float | None = None
+  rejection_sampling_rate: float | None = None
   tokens_per_round: float | None = None
   tokens_per_round_low: float | None = None
   tokens_per_round_high: float | None = None

@@ -44,6 +44,8 @@ def test_each_draft_and_sampling_is_one_record_and_is_measured_once(tmp_path, dr
     assert 0 <= r.alpha_low <= r.alpha <= r.alpha_high <= 1 + 1e-6
     assert len(r.acceptance_by_position) == 3 and r.num_tokens >= 30
     assert f"{r.alpha:.3f} [{r.alpha_low:.3f},{r.alpha_high:.3f}]" in out
+    assert r.rejection_sampling_rate <= r.alpha + 1e-6
+    assert f" {r.rejection_sampling_rate:.3f} " in out
     assert r.identical is (True if r.temperature == 0 else None)
     assert r.speedup is None  # nothing was timed
   near = {

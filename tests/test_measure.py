@@ -39,6 +39,7 @@ from specdec_jax.measurement.alpha import (
   lag1_correlation,
   mean_with_interval,
   measure_alpha,
+  rejection_sampling_rate,
   teacher_forced_logits,
 )
 from specdec_jax.measurement.costs import (
@@ -111,6 +112,10 @@ def test_beta_is_the_sum_of_the_smaller_probabilities(draft, sampling):
   assert got.shape == (len(TEXTS), LIMIT) and 0.02 < want.mean() < 0.98
   np.testing.assert_allclose(got, want, atol=1e-4)
   np.testing.assert_allclose(change, 0, atol=1e-5)  # without lenience nothing changes
+  logits, own_q = logits_and_q(pair, prompt, output.tokens, sampling)
+  rejection = np.asarray(rejection_sampling_rate(logits, own_q, sampling))
+  np.testing.assert_allclose(rejection, theory.rejection_sampling_rate(p, q), atol=1e-3)
+  assert (rejection <= np.asarray(got) + 1e-6).all()
 
 
 def logits_and_q(pair, prompt, tokens, sampling):

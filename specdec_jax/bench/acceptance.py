@@ -134,7 +134,7 @@ def _measure(
       np.arange(int(a + r)) < a for o in outputs for a, r in zip(*o.rounds.acceptance_counts())
     ]
     alpha = mean_with_interval(accepted)
-    measured = Acceptance(alpha, math.nan, 0.0, num_tokens([*autoregressive]))
+    measured = Acceptance(alpha, math.nan, 0.0, math.nan, num_tokens([*autoregressive]))
   return dataclasses.replace(
     setting,
     num_tokens=measured.num_tokens,
@@ -143,6 +143,7 @@ def _measure(
     alpha_low=measured.alpha.low,
     alpha_high=measured.alpha.high,
     beta_lag1=measured.lag1,
+    rejection_sampling_rate=measured.rejection,
     total_variation=measured.change,
     acceptance_rate=acceptance_rate(outputs),
     acceptance_by_position=acceptance_by_position(outputs),

@@ -43,12 +43,15 @@ class Acceptance(NamedTuple):
       Section 3.1 assumes, and NaN if beta does not vary.
     change: total variation distance between the target's distribution and the distribution of the
       emitted token, averaged over all tokens; 0 without lenience.
+    rejection: mean over all tokens of the acceptance probability of rejection sampling, min q / p
+      (Appendix A.2).
     num_tokens: number of tokens.
   """
 
   alpha: Estimate
   lag1: float
   change: float
+  rejection: float
   num_tokens: int
 
 
@@ -154,6 +157,15 @@ def acceptance_and_change(
   return jnp.minimum(p / lenience, q).sum(axis=-1), change
 
 
+@functools.partial(jax.jit, static_argnames=("sampling",))
+def rejection_sampling_rate(
+  target_logits: Float[Array, "*batch V"], q: Float[Array, "*batch V"], sampling: Sampling
+) -> Float[Array, "*batch"]:
+  """Return `theory.rejection_sampling_rate` of the target's p and the draft's q."""
+  p = distribution(target_logits, sampling)
+  return jnp.where(p > 0, q / jnp.where(p > 0, p, 1.0), jnp.inf).min(axis=-1)
+
+
 def positional_acceptance(
   pair: LoadedPair,
   prompts: Sequence[Array],
@@ -242,7 +254,7 @@ def measure_alpha(
     sampling: sampling method of both models.
     lenience: lenience, l.
   """
-  betas, changes = [], []
+  betas, changes, rejections = [], [], []
   draft = pair.draft(sampling, chain(1))
   for prompt, output in zip(prompts, decoded):
     longest = -(-int(np.max(output.lengths)) // 16) * 16  # few shapes, so few programs
@@ -250,12 +262,14 @@ def measure_alpha(
     logits = teacher_forced_logits(pair.target, pair.target_params, prompt, tokens)
     q = draft_probs(pair, draft, prompt, tokens)
     beta, change = map(np.asarray, acceptance_and_change(logits, q, sampling, lenience))
-    betas += [row[:n] for row, n in zip(beta, np.asarray(output.lengths))]
-    changes += [row[:n] for row, n in zip(change, np.asarray(output.lengths))]
+    rejection = np.asarray(rejection_sampling_rate(logits, q, sampling))
+    for rows, values in ((betas, beta), (changes, change), (rejections, rejection)):
+      rows += [row[:n] for row, n in zip(values, np.asarray(output.lengths))]
   return Acceptance(
     alpha=mean_with_interval(betas),
     lag1=lag1_correlation(betas),
     change=float(np.concatenate(changes).mean()),
+    rejection=float(np.concatenate(rejections).mean()),
     num_tokens=sum(map(len, betas)),
   )
 

@@ -205,6 +205,7 @@ def _measure(
       alpha_high=measured_alpha.alpha.high,
       beta_lag1=measured_alpha.lag1,
       total_variation=measured_alpha.change,
+      rejection_sampling_rate=measured_alpha.rejection,
     )
   is_own_baseline = timing.baseline is None or timing.baseline.name == "own"
   is_comparable = sampling.temperature == 0 and pair.simulated_alpha is None

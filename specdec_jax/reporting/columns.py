@@ -130,6 +130,11 @@ COLUMNS: dict[str, Column] = {
     "correlation of sum min(p, q) at a token with that at the token before; 0 if acceptance were "
     "independent",
   ),
+  "rejection": Column(
+    "A.2",
+    number("rejection_sampling_rate", ".3f"),
+    "acceptance rate of rejection sampling, min q / p (Appendix A.2)",
+  ),
   "rounds": Column(
     "rounds",
     number("acceptance_rate", ".3f"),

@@ -96,7 +96,10 @@ def acceptance_table(records: Sequence[Record]) -> Table:
   """Return a table of alpha and acceptance rates, with one row per record."""
   first = records[0]
   target = f"{first.task}, target {first.target}" if first.task else first.target_label
-  return records_table(f"{target}, {first.dtype}", records, ACCEPTANCE)
+  names = [*ACCEPTANCE]
+  if any(r.rejection_sampling_rate is not None for r in records):
+    names.insert(names.index("lag1"), "rejection")
+  return records_table(f"{target}, {first.dtype}", records, names)
 
 
 def gamma_table(records: Sequence[Record]) -> Table:
