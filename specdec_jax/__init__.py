@@ -59,6 +59,7 @@ if TYPE_CHECKING:
   from specdec_jax.drafts.model import ModelDraft
   from specdec_jax.drafts.ngram import NgramDraft, bigram, unigram
   from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
+  from specdec_jax.drafts.recycling import RecyclingDraft
   from specdec_jax.drafts.retrieval import RetrievalDraft, retrieval
   from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
   from specdec_jax.drafts.stopping import StoppingDraft
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     draft_sampling,
     forest_draft,
     hierarchical_draft,
+    recycling_draft,
     stop_at_miss_draft,
     stopping_draft,
     tree_draft,
@@ -153,6 +155,7 @@ _DEFINED_IN = {
   "Prefixes": "core.processors",
   "PromptLookupDraft": "drafts.prompt_lookup",
   "Proposal": "core.types",
+  "RecyclingDraft": "drafts.recycling",
   "RepetitionPenalty": "logits_processors",
   "RetrievalDraft": "drafts.retrieval",
   "Rounds": "core.types",
@@ -195,6 +198,7 @@ _DEFINED_IN = {
   "prompt_lookup": "drafts.prompt_lookup",
   "prompt_lookup_or_ngrams": "drafts.fallback",
   "random_pair": "api",
+  "recycling_draft": "pairs.composed",
   "retrieval": "drafts.retrieval",
   "sharded": "partitioning",
   "speculative_execution": "execution",

@@ -38,6 +38,7 @@ from specdec_jax.drafts.lookahead import lookahead
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
+from specdec_jax.drafts.recycling import RecyclingDraft
 from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
@@ -220,6 +221,11 @@ def forest_draft(models: Models, sampling: Sampling, tree: Tree):
   return ForestDraft(drafts, V), (models.draft_params, models.params, ())
 
 
+def recycling(models: Models, sampling: Sampling, tree: Tree):
+  draft, params = near(models, sampling, tree)
+  return RecyclingDraft(draft, 2, V), params
+
+
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 CASES = {
   "chain": (t5, model, chain(3), TokenVerifier),
@@ -266,6 +272,7 @@ CASES = {
   "dynamic of itself": (t5, dynamic_itself, DynamicTree(4, 2), TokenVerifier),
   "drafts joined": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), TokenVerifier),
   "drafts merged": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), MergingVerifier),
+  "recycling": (t5, recycling, chain(4), TokenVerifier),
   "free": (t5, free, RAGGED, TokenVerifier),
   "blocks": (t5, model, chain(3), BlockVerifier),
   "tree": (t5, near, RAGGED, TokenVerifier),
@@ -286,6 +293,7 @@ SAMPLED = [
   ("stopping", "temperature 1"),
   ("one pass", "temperature 1"),
   ("cascade", "temperature 1"),
+  ("recycling", "temperature 1"),
 ]
 
 

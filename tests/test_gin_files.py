@@ -55,6 +55,7 @@ AFTER = [
   ("models/random", "drafts/layer_skip"),
   ("models/random", "drafts/random_speculator"),
   ("drafts/speculator",),
+  ("drafts/recycling",),
   ("drafts/retrieval",),
   ("drafts/stopping",),
   ("drafts/prompt_lookup_or_ngrams",),

@@ -23,6 +23,7 @@ from specdec_jax.drafts.cascade import CascadeDraft
 from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.recycling import RecyclingDraft
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.errors import InputError, require_count, require_types, shown
@@ -195,6 +196,30 @@ def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
     return StopAtMissDraft(factory.build(sampling, tree))
 
   return DraftFactory(f"{factory.name}, as far as known", build, factory.params)
+
+
+def recycling_draft(
+  target: LoadedTarget, draft: LoadsDraft, num_recycled: int | None = None
+) -> DraftFactory:
+  """Return a draft that also proposes the rest of the rejected proposal before it (SpecASR).
+
+  Args:
+    target: target of the pair.
+    draft: function that loads a draft that proposes chains.
+    num_recycled: maximum number of recycled tokens. By default, and at most, it is gamma - 1, the
+      number of tokens that may follow a rejected one.
+  """
+  require_types(recycling_draft, locals())
+  if num_recycled is not None:
+    require_count("num_recycled", num_recycled)
+  factory = load_draft(draft, target)
+
+  def build(sampling: Sampling, tree: AnyTree) -> RecyclingDraft:
+    rest = tree.depth - 1
+    count = rest if num_recycled is None else min(num_recycled, rest)
+    return RecyclingDraft(factory.build(sampling, tree), count, len(target.vocabulary))
+
+  return DraftFactory(f"{factory.name}, recycled", build, factory.params)
 
 
 def _of_model(factory: DraftFactory, sampling: Sampling, tree: AnyTree) -> ModelDraft:
