@@ -38,7 +38,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import measure_alpha, positional_acceptance
 from specdec_jax.measurement.costs import Costs
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import verifier_name
+from specdec_jax.pairs import forest_draft, tree_draft, verifier_name
 from specdec_jax.verifiers.k_seq import KSeqVerifier
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
@@ -310,10 +310,16 @@ def test_k_seq_requires_independently_sampled_siblings():
   pair = tiny_pair.pair("near")._replace(verifier=KSeqVerifier)
   drafts = [pair.decoder(Sampling(), tree).draft for tree in (branching(2), chain(2))]
   assert [draft.independent for draft in drafts] == [True, False]
-  with pytest.raises(
-    InputError, match="KSeqVerifier verifies siblings that are sampled independently"
-  ):
-    pair.decode_fn(Sampling(), DynamicTree(4, 2))
+  # Drafts that propose a tree if a chain is requested.
+  target, near = pair.loaded_target, lambda target: pair.draft_factory
+  tree = pair.with_draft(tree_draft(target, near, (2,)))
+  assert tree.decoder(Sampling(), chain(2)).draft.independent
+  forest = pair.with_draft(forest_draft(target, [near, near]))
+  for each, shape in ((pair, DynamicTree(4, 2)), (forest, chain(2))):
+    with pytest.raises(
+      InputError, match="KSeqVerifier verifies siblings that are sampled independently"
+    ):
+      each.decode_fn(Sampling(), shape)
 
 
 def test_pair_uses_its_own_verifier():

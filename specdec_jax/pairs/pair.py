@@ -137,7 +137,7 @@ class LoadedPair(NamedTuple):
         verifier = TokenVerifier(sampling)
       return Decoder(self.target, NullDraft(), verifier, eos_id, processors, logprobs)
     verifier, draft = self.verifier_for(sampling, lenience), self.draft(sampling, tree)
-    if verifier.needs_independent_siblings and not tree.is_chain:
+    if verifier.needs_independent_siblings and not draft.tree.is_chain:
       try:
         draft = draft.with_independent_siblings()
       except InputError:
