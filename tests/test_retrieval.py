@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -10,7 +11,7 @@ from test_backoff import EOS, ROWS, propose, written
 
 from specdec_jax.core.trees import DynamicTree, Tree, chain
 from specdec_jax.drafts import retrieval
-from specdec_jax.drafts.retrieval import RetrievalDraft, build_datastore
+from specdec_jax.drafts.retrieval import RetrievalDraft, build_datastore, with_texts
 from specdec_jax.errors import InputError
 
 STORE = [token for row in ROWS for token in (0, *row)]
@@ -18,13 +19,18 @@ TEXTS = [[0, *row[:length]] for row, length in zip(ROWS, (0, 1, 2, 3, 5, 4))]
 TEXTS += [[0, 2, 8, 8], [0, 8, 8, 8, 3]]  # ids that no row contains
 
 
-def followed(text, max_context, depth) -> list[tuple[int, ...]]:
-  """Return all continuations of the longest suffix that occurs in the text, by a plain search."""
+def longest_match(text, max_context) -> tuple[int, list[int]]:
+  """Return the length of the longest suffix that occurs, and where its occurrences end."""
   for n in range(min(max_context, len(text)), 0, -1):
     ends = [at + n for at in range(len(STORE) - n + 1) if STORE[at : at + n] == text[-n:]]
     if ends:
-      return [tuple(STORE[end : end + depth]) for end in ends]
-  return []
+      return n, ends
+  return 0, []
+
+
+def followed(text, max_context, depth) -> list[tuple[int, ...]]:
+  """Return all continuations of the longest suffix that occurs in the text, by a plain search."""
+  return [tuple(STORE[end : end + depth]) for end in longest_match(text, max_context)[1]]
 
 
 def counted(text, max_context, depth) -> Counter:
@@ -59,6 +65,45 @@ def test_dynamic_tree_has_the_most_frequent_nodes(num_guesses):
     assert len(set(made)) == len(made) == min(num_guesses, len(counts))
     most = sorted(counts.values(), reverse=True)[: len(made)]
     assert sorted((counts[path] for path in made), reverse=True) == most
+
+
+@pytest.mark.parametrize("tokens_per_match", [1, 2])
+def test_longer_matches_are_continued_for_longer(tokens_per_match):
+  limited, unlimited = (
+    propose(RetrievalDraft(chain(5), 3, 300, limit), build_datastore(ROWS), TEXTS).tokens.tolist()
+    for limit in (tokens_per_match, None)
+  )
+  lengths = [longest_match(text, 3)[0] for text in TEXTS]
+  assert set(lengths) == {0, 1, 2, 3}
+  for n, got, tokens in zip(lengths, limited, unlimited):
+    proposed = min(5, tokens_per_match * n)
+    assert got == tokens[:proposed] + [0] * (5 - proposed)
+
+
+@pytest.mark.parametrize("tree", [chain(4), DynamicTree(30, 3)], ids=["chain", "dynamic"])
+def test_room_for_more_texts_does_not_change_the_proposals(tree):
+  draft, room = RetrievalDraft(tree, 3, 300), len(STORE) + 77
+  exact, roomy = (
+    propose(draft, build_datastore(ROWS, capacity=capacity), TEXTS) for capacity in (None, room)
+  )
+  assert np.asarray(exact.tokens > 0).any()
+  for one, other in zip(jax.tree.leaves(exact), jax.tree.leaves(roomy), strict=True):
+    np.testing.assert_array_equal(one, other)
+  empty = propose(draft, build_datastore([], capacity=room), TEXTS)
+  assert (np.asarray(empty.tokens) <= 0).all()
+
+
+@pytest.mark.parametrize("room", [len(STORE) + 77, len(STORE), len(STORE) - 20])
+def test_texts_are_added_and_the_first_ones_dropped(room):
+  store = build_datastore([], capacity=room)
+  for first in range(0, len(ROWS), 7):
+    store = with_texts(store, ROWS[first : first + 7])
+  kept = STORE[-room:]
+  assert store.tokens.tolist() == kept + [-1] * (room - len(kept) + retrieval.REACH)
+  places = store.places.tolist()
+  assert sorted(places) == [*range(room)]
+  suffixes = [store.tokens[place : place + retrieval.REACH].tolist() for place in places]
+  assert suffixes == sorted(suffixes)
 
 
 def test_matches_beyond_the_limit_are_sampled_evenly():
@@ -96,6 +141,8 @@ def test_datastore_is_built_once(cache, tmp_path, monkeypatch):
   "make, sentence",
   [
     (lambda: build_datastore([]), "hold no tokens"),
+    (lambda: build_datastore([[5, EOS]], capacity=0), "capacity is 0"),
+    (lambda: RetrievalDraft(chain(2), tokens_per_match=0), "tokens_per_match is 0"),
     (lambda: RetrievalDraft(chain(25)), "may be 32 together"),
     (lambda: RetrievalDraft(Tree((0,) * 9), num_matches=8), "needs 9 continuations"),
     (lambda: RetrievalDraft(DynamicTree(40, 2), num_matches=19), "needs 20 continuations"),

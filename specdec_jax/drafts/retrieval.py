@@ -38,9 +38,12 @@ REACH = 32  # number of tokens by which places are sorted
 class Datastore(NamedTuple):
   """Suffix array of texts, each with its start token.
 
+  A datastore with room for more texts has unused tokens, which are -1. The places of unused tokens
+  come before all others.
+
   Attributes:
-    tokens: the M tokens of all texts, followed by REACH entries of -1.
-    places: all places in the texts, sorted by the REACH tokens that start at each place.
+    tokens: the tokens of all texts, padded to M tokens with -1, and then REACH entries of -1.
+    places: all M places, sorted by the REACH tokens that start at each place.
   """
 
   tokens: Int[Array, " M_plus_reach"]
@@ -48,24 +51,41 @@ class Datastore(NamedTuple):
 
 
 def retrieval(
-  target: LoadedTarget, path: str, max_context: int = 8, num_matches: int = 64
+  target: LoadedTarget,
+  path: str | None,
+  max_context: int = 8,
+  num_matches: int = 64,
+  tokens_per_match: int | None = None,
+  capacity: int | None = None,
 ) -> DraftFactory:
   """Return a draft that retrieves from a text file, which has one output of the task per line.
 
-  The datastore is cached in the directory of JAX's compilation cache, if that cache is enabled.
+  Without a capacity, the datastore is cached in the directory of JAX's compilation cache, if that
+  cache is enabled.
 
   Args:
     target: the target.
-    path: path of the text file.
+    path: path of the text file; None for an empty datastore, which needs a capacity.
     max_context: see `RetrievalDraft`.
     num_matches: see `RetrievalDraft`.
+    tokens_per_match: see `RetrievalDraft`.
+    capacity: see `build_datastore`.
+
+  Raises:
+    InputError: capacity is not a positive integer, or there are neither texts nor a capacity.
   """
-  store = cached_datastore(target.vocabulary, path)
+  vocabulary = target.vocabulary
+  if path is not None and capacity is None:
+    store = cached_datastore(vocabulary, path)
+  else:
+    lines = [] if path is None else read_lines(path)
+    store = build_datastore(map(vocabulary.encode, lines), vocabulary.start_id, capacity)
 
   def build(sampling: Sampling, tree: AnyTree) -> RetrievalDraft:
-    return RetrievalDraft(tree, max_context, num_matches)
+    return RetrievalDraft(tree, max_context, num_matches, tokens_per_match)
 
-  return DraftFactory("retrieval", build, store)
+  limit = "" if tokens_per_match is None else f" x{tokens_per_match}"
+  return DraftFactory(f"retrieval{limit}", build, store)
 
 
 def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
@@ -91,22 +111,59 @@ def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
   return store
 
 
-def build_datastore(rows: Iterable[Sequence[int]], start_id: int = PAD_ID) -> Datastore:
+def build_datastore(
+  rows: Iterable[Sequence[int]], start_id: int = PAD_ID, capacity: int | None = None
+) -> Datastore:
   """Build the datastore of texts.
 
   Args:
     rows: token ids of each text, with EOS and without a start token.
     start_id: token before each text.
+    capacity: M, the number of tokens that the datastore has room for. If the texts have more
+      tokens, only the last M tokens are kept. By default it is the number of tokens of the texts.
 
   Raises:
-    InputError: there are no texts.
+    InputError: capacity is not a positive integer, or there are neither texts nor a capacity.
   """
-  text = np.concatenate([[], *([start_id, *row] for row in rows)]).astype(np.int32)
-  if not len(text):
+  if capacity is not None:
+    require_count("capacity", capacity)
+  text = _joined(rows, start_id)
+  return _sorted_places(text, len(text) if capacity is None else capacity)
+
+
+def with_texts(
+  store: Datastore, rows: Iterable[Sequence[int]], start_id: int = PAD_ID
+) -> Datastore:
+  """Return a datastore of the same capacity that also has other texts.
+
+  Its arrays have the shapes of `store`, so it needs no new compilation. If there is not enough room
+  for all tokens, the first ones are dropped. All tokens are sorted again, on the host.
+
+  Args:
+    store: the datastore.
+    rows: token ids of each new text, with EOS and without a start token.
+    start_id: token before each text.
+  """
+  tokens = np.asarray(store.tokens)
+  text = np.concatenate([tokens[tokens >= 0], _joined(rows, start_id)])
+  return _sorted_places(text, len(store.places))
+
+
+def _joined(rows: Iterable[Sequence[int]], start_id: int) -> np.ndarray:
+  """Return the tokens of all texts, each with its start token."""
+  return np.concatenate([[], *([start_id, *row] for row in rows)]).astype(np.int32)
+
+
+def _sorted_places(text: np.ndarray, capacity: int) -> Datastore:
+  """Return the datastore of the last `capacity` tokens of a text."""
+  if not capacity:
     raise InputError("The rows to look up hold no tokens.")
-  tokens = np.concatenate([text, np.full(REACH, -1, np.int32)])
+  text = text[-capacity:]
+  unused = np.arange(len(text), capacity)
+  tokens = np.concatenate([text, np.full(len(unused) + REACH, -1, np.int32)])
   order = np.lexsort([tokens[i : i + len(text)] for i in reversed(range(REACH))])
-  return Datastore(jnp.asarray(tokens), jnp.asarray(order, jnp.int32))
+  places = np.concatenate([unused, order])  # unused tokens are less than all others
+  return Datastore(jnp.asarray(tokens), jnp.asarray(places, jnp.int32))
 
 
 class _Trie(NamedTuple):
@@ -137,20 +194,25 @@ class RetrievalDraft(Draft):
     max_context: maximum number of tokens of the suffix that is looked up.
     num_matches: maximum number of continuations that form the trie. If there are more, they are
       subsampled at even intervals.
+    tokens_per_match: maximum length of a continuation per token of the suffix, so that a longer
+      match is continued for longer (SuffixDecoding; Oliaro et al., 2024); None for no limit.
 
   Raises:
-    InputError: max_context, num_matches or the depth of the tree is not a positive integer, the sum
-      of max_context and the depth exceeds REACH, or the tree needs more continuations than
-      num_matches.
+    InputError: max_context, num_matches, tokens_per_match or the depth of the tree is not a
+      positive integer, the sum of max_context and the depth exceeds REACH, or the tree needs more
+      continuations than num_matches.
   """
 
   tree: AnyTree
   max_context: int = 8
   num_matches: int = 64
+  tokens_per_match: int | None = None
 
   def __post_init__(self):
     require_count("max_context", self.max_context)
     require_count("num_matches", self.num_matches)
+    if self.tokens_per_match is not None:
+      require_count("tokens_per_match", self.tokens_per_match)
     require_count("gamma", depth := self.tree.depth)
     if self.max_context + depth > REACH:
       raise InputError(
@@ -196,6 +258,9 @@ class RetrievalDraft(Draft):
     match = jnp.minimum(low + (rank * step).astype(jnp.int32), len(store.places) - 1)
     start = store.places[match] + longest + 1
     tokens = store.tokens[start[..., None] + jnp.arange(depth)]  # [B, matches, D]
+    if self.tokens_per_match is not None:
+      is_within = jnp.arange(depth) < self.tokens_per_match * (longest + 1)  # [B, D]
+      tokens = jnp.where(is_within[:, None], tokens, -1)
     # A continuation is a leader from its first token that differs from the previous continuation.
     before = jnp.pad(tokens, ((0, 0), (1, 0), (0, 0)), constant_values=-2)[:, :-1]
     is_leader = is_match[..., None] & (jnp.cumsum(tokens != before, axis=2) > 0)
