@@ -8,16 +8,17 @@ import pytest
 import tiny_pair
 
 from specdec_jax import records
-from specdec_jax.bench.online import serve_and_learn
+from specdec_jax.bench.online import serve_and_learn, serve_and_store
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.heads import speculator_config
+from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
-from specdec_jax.pairs import load_pair, random_speculator
+from specdec_jax.pairs import load_pair, random_speculator, stop_at_miss_draft
 from specdec_jax.training.online import OnlineDraft, decode_and_learn
 
 
@@ -53,7 +54,30 @@ def test_learning_raises_the_acceptance_length_and_keeps_the_outputs(pair, tmp_p
   assert [r.draft for r in measured] == ["random eagle", "random eagle, online"] * 2
   first_frozen, _, last_frozen, last_learning = (r.tokens_per_round for r in measured)
   assert first_frozen == last_frozen < last_learning
-  assert len({r.num_tokens for r in measured}) == 1 and "learning" in capsys.readouterr().out
+  assert (
+    len({r.num_tokens for r in measured}) == 1 and "frozen and online" in capsys.readouterr().out
+  )
+
+
+def test_growing_datastore_raises_the_acceptance_length_without_recompiling(tmp_path, capsys):
+  """Three texts are decoded twice. A copy of an earlier output is accepted to its end."""
+  load = functools.partial(retrieval, path=None, max_context=8, tokens_per_match=2, capacity=500)
+  pair = tiny_pair.pair()
+  pair = pair.with_draft(stop_at_miss_draft(pair.loaded_target, load))
+  path = tmp_path / "texts"
+  path.write_text("".join(text + "\n" for text in tiny_pair.SENTENCES[:3] * 2))
+  compiled = Decoder.run._cache_size()
+  serve_and_store(
+    pair, [str(path)], str(tmp_path / "out"), every=3, gamma=6, temperature=0.0, max_new_tokens=16
+  )
+  assert Decoder.run._cache_size() == compiled + 1
+  measured = records.read(str(tmp_path / "out/results.jsonl"))
+  name = "retrieval x2, as far as known"
+  assert [r.draft for r in measured] == [name, f"{name}, growing"] * 2
+  frozen, _, last_frozen, growing = (r.tokens_per_round for r in measured)
+  assert frozen == last_frozen == 1 and growing > 2
+  assert len({r.num_tokens for r in measured}) == 1
+  assert "frozen  growing" in capsys.readouterr().out
 
 
 def test_learning_from_a_sampled_text_raises_its_probability_under_the_draft(pair):
@@ -80,6 +104,8 @@ def test_unsupported_drafts_and_existing_records_raise(pair, tmp_path):
     OnlineDraft(pair.draft(Sampling(), branching(2, 1)))
   with pytest.raises(InputError, match="does not learn while it decodes"):
     serve_and_learn(tiny_pair.pair(), ["none"], "nowhere")
+  with pytest.raises(InputError, match="near has no datastore"):
+    serve_and_store(tiny_pair.pair(), ["none"], "nowhere")
   (tmp_path / "results.jsonl").touch()
   with pytest.raises(InputError, match="is there already"):
     serve_and_learn(pair, ["none"], str(tmp_path))

@@ -46,6 +46,7 @@ MANY_PARAMETERS = {
   "commands.decode.decode",
   "bench.given_outputs.given_outputs",
   "bench.online.serve_and_learn",
+  "bench.online.serve_and_store",
   "commands.quickstart.quickstart",
   "commands.speedup.speedup",
   "commands.train.train_draft",

@@ -267,19 +267,19 @@ def peers_table(measured: Sequence[Record]) -> Table:
 
 
 def online_table(measured: Sequence[Record]) -> Table:
-  """Return a table of the acceptance lengths of a frozen and of an online draft.
+  """Return a table of the acceptance lengths of a frozen draft and of a version that changes.
 
   Args:
     measured: records in the order of the texts. Each record of the frozen draft is followed by the
-      record of the online draft on the same texts.
+      record of the other version on the same texts.
   """
   rows, num_texts = [], collections.Counter[str | None]()
-  for frozen, learning in zip(measured[::2], measured[1::2], strict=True):
+  for frozen, changing in zip(measured[::2], measured[1::2], strict=True):
     first_text = num_texts[frozen.task] + 1
     num_texts[frozen.task] += frozen.num_examples or 0
-    lengths = (f"{r.tokens_per_round:.2f}" for r in (frozen, learning))
+    lengths = (f"{r.tokens_per_round:.2f}" for r in (frozen, changing))
     rows.append((frozen.task or MISSING, f"{first_text} to {num_texts[frozen.task]}", *lengths))
-  first = measured[0]
+  first, version = measured[0], measured[1].draft.removeprefix(f"{measured[0].draft}, ")
   notes = "Tokens per target forward pass; texts in the order in which they were served."
-  title = f"{first.target}, {first.draft}, gamma {first.gamma}: a draft that learns online"
-  return Table(title, ("task", "texts", "frozen", "learning"), tuple(rows), (notes,))
+  title = f"{first.target}, {first.draft}, gamma {first.gamma}: frozen and {version}"
+  return Table(title, ("task", "texts", "frozen", version), tuple(rows), (notes,))
