@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
-from test_contract import GREEDY, LIMIT, RAGGED, RANDOM, T5_CONFIG, V, gpt, t5
+from test_contract import GREEDY, LIMIT, RAGGED, RANDOM, T5_CONFIG, Models, V, gpt, t5
 
 from specdec_jax import pairs
-from specdec_jax.checkpoints.folder import save_model
+from specdec_jax.checkpoints.folder import open_folder, save_model
 from specdec_jax.commands import train as commands
 from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import chain
@@ -29,7 +29,7 @@ from specdec_jax.drafts.heads import (
 from specdec_jax.drafts.heads.base import TargetOutputs
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
-from specdec_jax.models.families import module_of
+from specdec_jax.models.families import model_of, module_of
 from specdec_jax.pairs import speculators
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import divergences
@@ -77,22 +77,34 @@ def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
   return SpeculatorConfig(**{**fields, **changes})
 
 
+@functools.cache
+def three_layers(of) -> Models:
+  """Return the models with a target that has three decoder layers."""
+  models = of()
+  config = dataclasses.replace(models.target.config, num_decoder_layers=3)
+  return models._replace(target=model_of(config), params=tiny.params(config, 4, peak=0.9))
+
+
 @pytest.mark.parametrize(
-  "kind, of",
-  [(kind, t5) for kind in HEADS] + [(kind, gpt) for kind in ("heads", "parallel", "early_exit")],
+  "kind, of, layers",
+  [
+    *((kind, t5, None) for kind in HEADS),
+    *((kind, gpt, None) for kind in ("heads", "parallel", "early_exit")),
+    *(("early_exit", functools.partial(three_layers, of), (0, 2)) for of in (t5, gpt)),
+  ],
 )
-def test_training_logits_equal_those_of_decoding(kind, of):
+def test_training_logits_equal_those_of_decoding(kind, of, layers):
   """At each token of a text, the draft's q in decoding equals the q that the training loss uses."""
   models = of()
   shape = models.target.config
-  config = module(kind, shape)
+  config = module(kind, shape, layers=layers)
   own = init_params(config, jax.random.key(3))
   drafter = speculators.head_factory(
     kind, config, own, tiny.loaded(None, models.target, models.params)
   )
   first = kind == "pass"  # its first draft token is the target's
   prompts = models.prompts
-  if of is gpt:  # it trains on texts of its own
+  if not shape.has_encoder:  # it trains on texts of its own
     prompts = np.where(np.arange(prompts.shape[1]) == 0, 1, np.zeros_like(prompts))
   tokens = np.random.default_rng(1).integers(2, V, (len(prompts), 6)).astype(np.int32)
   ask = functools.partial(proposals, models.target, drafter.build(RANDOM, chain(1 + first)))
@@ -174,6 +186,25 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
     seen = jnp.asarray(states[:, length - len(path) - 1 + np.asarray(tree.depths)])
     emitted = jnp.full(batch, len(path) + 1)
     state = draft.observe(own, state, Outcome(proposal, None, seen, verification, emitted, lengths))
+
+
+@pytest.mark.parametrize("layers", [(), (0, 5), (1, 0), (0, 0), (-1,)], ids=str)
+def test_layers_that_the_target_lacks_are_rejected(layers):
+  target = three_layers(t5).target.config
+  with pytest.raises(InputError, match="the target's decoder has layers 0 to 2: give some of them"):
+    speculator_config(target, "early_exit", layers=layers)
+  with pytest.raises(InputError, match="layers 0 to 2"):
+    speculator_config(target, "early_exit", exit_layers=4)
+
+
+def test_chosen_layers_are_stored(tmp_path):
+  config = speculator_config(three_layers(t5).target.config, "early_exit", layers=(0, 2))
+  save_model(str(tmp_path), config, init_params(config, jax.random.key(0)))
+  assert open_folder(str(tmp_path)).config == config and config.layers == (0, 2)
+  stored = json.loads((tmp_path / "config.json").read_text())
+  del stored["layers"]  # as in a folder that was written before the field existed
+  (tmp_path / "config.json").write_text(json.dumps(stored))
+  assert open_folder(str(tmp_path)).config == dataclasses.replace(config, layers=None)
 
 
 def random_head(kind: str):

@@ -282,11 +282,11 @@ def train_speculator(
   num_rows = open_checkpoint(target).config.vocab_size
   words = open_vocabulary_of_model(vocabulary, num_rows, extra_ids)
   teacher = open_teacher(target, words, settings.model_parallel)
+  head_config = config(teacher.config)  # an invalid one raises before the texts are generated
   text = teacher.distillation_data(
     _distillation_path(distillation_data, work_dir),
     TrainingTexts(data, sources, targets, samples, new_sources),
   )
-  head_config = config(teacher.config)
   objective = speculator_objective(head_config, teacher.config, teacher.params, divergence, stride)
   if start:
     objective = _with_warm_start(objective, start)

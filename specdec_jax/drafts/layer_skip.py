@@ -8,12 +8,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Key
+from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Outcome, Proposal
+from specdec_jax.core.trees import AnyTree, NodePlacement, require_static
+from specdec_jax.core.types import Context, Model, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.loading import DraftFactory, LoadedTarget
@@ -36,22 +38,36 @@ def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
       neither a T5 nor a decoder-only model of this project.
   """
   require_types(layer_skip, locals())
-  model = unwrapped(target.model)
-  if not isinstance(model, T5Model | GPTModel):
-    raise InputError(f"{type(model).__name__} has no decoder layers to draft with.")
-  count = model.config.num_decoder_layers
-  if not layers or [*layers] != sorted({*layers}.intersection(range(count))):
-    raise InputError(
-      f"layers is {layers}; the target's decoder has layers 0 to {count - 1}: give some of them, "
-      "in ascending order."
-    )
-  config, params = of_layers(model.config, target.params, layers)
+  target_config = decoder_of(target.model).config
+  require_layers(layers, target_config.num_decoder_layers)
+  config, params = of_layers(target_config, target.params, layers)
 
   def build(sampling: Sampling, tree: AnyTree) -> LayerSkipDraft:
     tree = require_static("layer skipping", tree)
     return LayerSkipDraft(ModelDraft(model_of(config), sampling, tree), tuple(layers))
 
   return DraftFactory(f"layers {','.join(map(str, layers))}", build, params)
+
+
+def decoder_of(target: Model) -> T5Model | GPTModel:
+  """Return a target without the wrapper of simulated acceptance.
+
+  Raises:
+    InputError: the target is neither a T5 nor a decoder-only model of this project.
+  """
+  model = unwrapped(target)
+  if not isinstance(model, T5Model | GPTModel):
+    raise InputError(f"{type(model).__name__} has no decoder layers to draft with.")
+  return model
+
+
+def require_layers(layers: Sequence[int], count: int) -> None:
+  """Raise InputError unless `layers` are some of `count` decoder layers, in ascending order."""
+  if not layers or [*layers] != sorted({*layers}.intersection(range(count))):
+    raise InputError(
+      f"layers is {layers}; the target's decoder has layers 0 to {count - 1}: give some of them, "
+      "in ascending order."
+    )
 
 
 def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Config, Any]:
@@ -64,6 +80,69 @@ def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Confi
   rest = {name: x for name, x in decoder.items() if not name.startswith("layers_")}
   config = dataclasses.replace(config, num_decoder_layers=len(layers))
   return config, {"decoder": rest | selected, "token_embedder": params["token_embedder"]}
+
+
+def cache_of_layers(cache: Any, layers: Sequence[int]) -> Any:
+  """Return the cache of a target with only some of the decoder layers."""
+
+  def select(per_layer: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(per_layer[layer] for layer in layers)
+
+  cache = cache.replace(layers=select(cache.layers))
+  return cache.replace(cross=select(cache.cross)) if hasattr(cache, "cross") else cache
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EachTokenLayout:
+  """Layout of a block of all tokens of a text, each of which is the first token of a round.
+
+  The block follows the slots of a cache that already holds these tokens. Each token attends to the
+  slots of the tokens before it, and to itself in the block.
+
+  Attributes:
+    length: number of cached tokens before the text.
+  """
+
+  length: Int[Array, " B"]
+
+  def place(
+    self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
+  ) -> NodePlacement:
+    positions = self.length[:, None] + jnp.arange(num_nodes)
+    cached = jnp.broadcast_to(
+      jnp.arange(num_slots - num_nodes), (len(positions), num_slots - num_nodes)
+    )
+    is_before = cached[:, None] < positions[..., None]
+    is_itself = jnp.broadcast_to(jnp.eye(num_nodes, dtype=bool), (*positions.shape, num_nodes))
+    return NodePlacement(
+      positions,
+      key_positions=jnp.concatenate([cached, positions], axis=1),
+      visible=jnp.concatenate([is_before, is_itself], axis=2),
+    )
+
+
+def logits_at_each_token(
+  model: Model, params: Any, cache: Any, inputs: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
+  """Compute the logits of the first draft token in a round that begins at each token of a text.
+
+  In decoding, the keys and values of committed tokens are those of the complete target, and only
+  those of the last committed token are computed by the draft.
+
+  Args:
+    model: model that consists of some layers of the target.
+    params: parameters of the model.
+    cache: cache of the target with only these layers. It holds all inputs, but its `length` does
+      not count them.
+    inputs: tokens of the text.
+  """
+  batch, num_tokens = inputs.shape
+  num_slots = cache.layers[0][0].shape[2]
+  layout = EachTokenLayout(cache.length)
+  block_slots = ((0, 0), (0, 0), (0, num_tokens), (0, 0))
+  layers = jax.tree.map(lambda slots: jnp.pad(slots, block_slots), cache.layers)
+  cache = cache.replace(layers=layers, length=jnp.full(batch, num_slots, jnp.int32))
+  return model.extend(params, cache, inputs, layout)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +169,6 @@ class LayerSkipDraft(WrappedDraft):
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
   ) -> tuple[Proposal, Any]:
-    cache = unwrapped_cache(context.target_cache)
-    cache = cache.replace(layers=self._select(cache.layers))
-    if hasattr(cache, "cross"):
-      cache = cache.replace(cross=self._select(cache.cross))
+    cache = cache_of_layers(unwrapped_cache(context.target_cache), self.layers)
     logits, _, cache = self.draft.model.extend(params, cache, context.last_token[:, None])
     return self.draft.propose_after(params, cache, context, logits[:, 0], rng)[0], state
-
-  def _select(self, per_layer: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(per_layer[layer] for layer in self.layers)

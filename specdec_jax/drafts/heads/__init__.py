@@ -61,13 +61,15 @@ def speculator_config(
   num_layers: int = 2,
   rank: int = 64,
   exit_layers: int = 1,
+  layers: tuple[int, ...] | None = None,
 ) -> SpeculatorConfig:
   """Return the configuration of a draft head for a target; see `SpeculatorConfig`.
 
   `num_layers` is `SpeculatorConfig.num_decoder_layers`. The other arguments have the same names.
 
   Raises:
-    InputError: there is no head of this kind, or a size is not a positive integer.
+    InputError: there is no head of this kind, a size is not a positive integer, or the head does
+      not fit the target.
   """
   config = SpeculatorConfig(
     kind=kind,
@@ -83,6 +85,9 @@ def speculator_config(
     num_decoder_layers=num_layers,
     rank=rank,
     exit_layers=exit_layers,
+    layers=layers,
     dtype=target.dtype,
   )
-  return head_of(config).config
+  head = head_of(config)
+  head.require_target(target)
+  return head.config

@@ -46,6 +46,8 @@ class SpeculatorConfig(TransformerConfig):
       kinds may propose more. In heads of kind 'conditioned', it is `ConditionedT5.offsets`.
     rank: rank of the correction of the logits in heads of kind 'parallel'.
     exit_layers: number of decoder layers of the target before a head of kind 'early_exit'.
+    layers: numbers of the decoder layers of the target before a head of kind 'early_exit', in
+      ascending order; None for the first `exit_layers`.
     has_encoder: whether the target has an encoder.
   """
 
@@ -57,12 +59,15 @@ class SpeculatorConfig(TransformerConfig):
   gamma: int
   rank: int = 64
   exit_layers: int = 1
+  layers: tuple[int, ...] | None = None
   has_encoder: bool = True
 
   def __post_init__(self):
     super().__post_init__()
     for name in ("state_dim", "gamma", "rank", "exit_layers"):
       require_count(name, getattr(self, name))
+    if self.layers is not None:  # JSON has lists only
+      object.__setattr__(self, "layers", tuple(self.layers))
 
 
 class TargetOutputs(NamedTuple):
@@ -136,8 +141,8 @@ class DraftHead(abc.ABC):
     """
     return 0.0
 
-  def require_target(self, target: Config) -> None:
-    """Raise InputError if the target lacks the encoder or the shape that the head needs."""
+  def require_target(self, target: TransformerConfig) -> None:
+    """Raise InputError if the target lacks the encoder, the shape or layers that the head needs."""
     config = self.config
     if self.needs_encoder and not target.has_encoder:
       raise InputError(
@@ -148,7 +153,7 @@ class DraftHead(abc.ABC):
     if self.uses_cross_attention and config.has_encoder:
       expected += config.num_heads, config.head_dim
       actual += target.num_heads, target.head_dim
-    if expected != actual or config.exit_layers > target.num_decoder_layers:
+    if expected != actual:
       raise InputError(
         f"The draft is for a target with (encoder, emb_dim, heads) {expected}, this one has "
         f"{actual}; use the target that it was trained on."

@@ -1,5 +1,6 @@
-"""Early exit: the target's first layers and final norm, and a trained residual block.
+"""Early exit: some layers of the target, its final norm, and a trained residual block.
 
+The layers are the first ones, or chosen ones, such as those that `gin/runs/search_layers.gin` finds.
 The target's output projection turns the output of the block into logits.
 """
 
@@ -20,8 +21,15 @@ from specdec_jax.drafts.heads.base import (
   every_position,
 )
 from specdec_jax.drafts.heads.stateless import ResidualBlocks
-from specdec_jax.drafts.layer_skip import LayerSkipDraft, of_layers
+from specdec_jax.drafts.layer_skip import (
+  LayerSkipDraft,
+  cache_of_layers,
+  logits_at_each_token,
+  of_layers,
+  require_layers,
+)
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.families import Config, model_of, module_of
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
@@ -30,13 +38,13 @@ from specdec_jax.wrappers import WrappedModel
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitModel(WrappedModel):
-  """Model that consists of the first layers of a target, followed by a draft head.
+  """Model that consists of some layers of a target, followed by a draft head.
 
   `drafts.layer_skip.LayerSkipDraft` drafts with it. Its parameters are (parameters of the head,
   parameters of the layers); `drafts.layer_skip.of_layers` returns the parameters of the layers.
 
   Attributes:
-    model: the first layers of the target.
+    model: these layers of the target.
     head: configuration of the head.
   """
 
@@ -65,37 +73,43 @@ class EarlyExitModel(WrappedModel):
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitHead(DraftHead):
-  """Learned draft head after `config.exit_layers` layers of the target (kind 'early_exit')."""
+  """Learned draft head after some layers of the target (kind 'early_exit')."""
+
+  @property
+  def layers(self) -> tuple[int, ...]:
+    """Layers of the target before the head."""
+    config = self.config
+    return tuple(range(config.exit_layers)) if config.layers is None else config.layers
 
   def init(self, rng: Key[Array, ""]) -> Any:
     hidden = jnp.zeros((1, self.config.state_dim))
     return ResidualBlocks(self.config).init(rng, hidden)["params"]
 
   def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> LayerSkipDraft:
-    layers = tuple(range(self.config.exit_layers))
-    exit_target = dataclasses.replace(target, num_decoder_layers=len(layers))
+    exit_target = dataclasses.replace(target, num_decoder_layers=len(self.layers))
     model = EarlyExitModel(model_of(exit_target), self.config)
-    return LayerSkipDraft(ModelDraft(model, sampling, self.require_static(tree)), layers)
+    return LayerSkipDraft(ModelDraft(model, sampling, self.require_static(tree)), self.layers)
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
-    return params, of_layers(target, target_params, range(self.config.exit_layers))[1]
+    return params, of_layers(target, target_params, self.layers)[1]
+
+  def require_target(self, target: TransformerConfig) -> None:
+    super().require_target(target)
+    require_layers(self.layers, target.num_decoder_layers)
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes logits at each token.
 
     Each token is an anchor with one draft token, for any `stride`.
     """
-    config = self.config
 
     def draft_logits(
       params: Any, frozen: Any, outputs: TargetOutputs
     ) -> tuple[Float[Array, "B T 1 V"], Int[Array, "B T 1"]]:
-      exit_config, exit_params = of_layers(target, frozen, range(config.exit_layers))
-      model = EarlyExitModel(model_of(exit_config), config)
-      cache = outputs.cache.replace(layers=outputs.cache.layers[: config.exit_layers])
-      if config.has_encoder:
-        cache = cache.replace(cross=cache.cross[: config.exit_layers])
-      logits, _, _ = model.extend((params, exit_params), cache, outputs.inputs)
+      exit_config, exit_params = of_layers(target, frozen, self.layers)
+      model = EarlyExitModel(model_of(exit_config), self.config)
+      cache = cache_of_layers(outputs.cache, self.layers)
+      logits = logits_at_each_token(model, (params, exit_params), cache, outputs.inputs)
       return logits[:, :, None], every_position(outputs.inputs)
 
     return draft_logits
