@@ -1,5 +1,6 @@
 """Test the contracts of every draft, verifier, tree and model; a line in CASES adds a new one."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -86,6 +87,20 @@ def gpt() -> Models:
   params = tiny.params(GPT_CONFIG, 2, peak=0.9), tiny.params(GPT_DRAFT, 2, peak=0.9)
   prompts = tiny.prompts(GPT_CONFIG, 0, [1, 2, 3, 4, 5, 6])
   return Models(GPTModel(GPT_CONFIG), GPTModel(GPT_DRAFT), *params, prompts)
+
+
+@functools.cache
+def deep() -> Models:
+  """Return the T5 models with a target that has three decoder layers."""
+  config = dataclasses.replace(T5_CONFIG, num_decoder_layers=3)
+  return t5()._replace(target=T5Model(config), params=tiny.params(config, 4, peak=0.9))
+
+
+@functools.cache
+def deep_gpt() -> Models:
+  """Return the decoder-only models with a target that has three layers."""
+  config = dataclasses.replace(GPT_CONFIG, num_decoder_layers=3)
+  return gpt()._replace(target=GPTModel(config), params=tiny.params(config, 4, peak=0.9))
 
 
 # Drafts: functions of (models, sampling, tree) that return a draft and its parameters.
@@ -178,14 +193,14 @@ def cascade(models: Models, sampling: Sampling, tree: Tree):
   return CascadeDraft(drafts, V), (models.params, models.draft_params, ())
 
 
-def learned(kind: str):
+def learned(kind: str, layers: tuple[int, ...] | None = None):
   """Return a learned head with random parameters."""
 
   def draft(models: Models, sampling: Sampling, tree: Tree):
     shape = models.target.config
     sizes = dict(state_dim=shape.emb_dim, emb_dim=8, mlp_dim=16, num_decoder_layers=1, rank=4)
     heads = dict(num_heads=shape.num_heads, head_dim=shape.head_dim, has_encoder=shape.has_encoder)
-    config = SpeculatorConfig(kind=kind, vocab_size=V, gamma=4, **sizes, **heads)
+    config = SpeculatorConfig(kind=kind, vocab_size=V, gamma=4, layers=layers, **sizes, **heads)
     own = init_params(config, jax.random.key(1))
     made = speculators.head_factory(
       kind, config, own, tiny.loaded(None, models.target, models.params)
@@ -258,6 +273,7 @@ CASES = {
   "one pass": (t5, learned("parallel"), chain(3), BlockVerifier),
   "look-ahead embeddings": (t5, learned("pass"), chain(3), TokenVerifier),
   "early exit": (gpt, learned("early_exit"), chain(3), TokenVerifier),
+  "early exit, chosen layers": (deep, learned("early_exit", (0, 2)), RAGGED, TokenVerifier),
   "shared encoder": (t5, learned("shared_encoder"), RAGGED, TokenVerifier),
   "conditioned": (t5, learned("conditioned"), RAGGED, TokenVerifier),
   "features": (t5, learned("features"), RAGGED, TokenVerifier),

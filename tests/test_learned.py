@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
-from test_contract import GREEDY, LIMIT, RAGGED, RANDOM, T5_CONFIG, Models, V, gpt, t5
+from test_contract import GREEDY, LIMIT, RAGGED, RANDOM, T5_CONFIG, V, deep, deep_gpt, gpt, t5
 
 from specdec_jax import pairs
 from specdec_jax.checkpoints.folder import open_folder, save_model
@@ -29,7 +29,7 @@ from specdec_jax.drafts.heads import (
 from specdec_jax.drafts.heads.base import TargetOutputs
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
-from specdec_jax.models.families import model_of, module_of
+from specdec_jax.models.families import module_of
 from specdec_jax.pairs import speculators
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import divergences
@@ -77,20 +77,12 @@ def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
   return SpeculatorConfig(**{**fields, **changes})
 
 
-@functools.cache
-def three_layers(of) -> Models:
-  """Return the models with a target that has three decoder layers."""
-  models = of()
-  config = dataclasses.replace(models.target.config, num_decoder_layers=3)
-  return models._replace(target=model_of(config), params=tiny.params(config, 4, peak=0.9))
-
-
 @pytest.mark.parametrize(
   "kind, of, layers",
   [
     *((kind, t5, None) for kind in HEADS),
     *((kind, gpt, None) for kind in ("heads", "parallel", "early_exit")),
-    *(("early_exit", functools.partial(three_layers, of), (0, 2)) for of in (t5, gpt)),
+    *(("early_exit", of, (0, 2)) for of in (deep, deep_gpt)),
   ],
 )
 def test_training_logits_equal_those_of_decoding(kind, of, layers):
@@ -190,7 +182,7 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
 
 @pytest.mark.parametrize("layers", [(), (0, 5), (1, 0), (0, 0), (-1,)], ids=str)
 def test_layers_that_the_target_lacks_are_rejected(layers):
-  target = three_layers(t5).target.config
+  target = deep().target.config
   with pytest.raises(InputError, match="the target's decoder has layers 0 to 2: give some of them"):
     speculator_config(target, "early_exit", layers=layers)
   with pytest.raises(InputError, match="layers 0 to 2"):
@@ -198,7 +190,7 @@ def test_layers_that_the_target_lacks_are_rejected(layers):
 
 
 def test_chosen_layers_are_stored(tmp_path):
-  config = speculator_config(three_layers(t5).target.config, "early_exit", layers=(0, 2))
+  config = speculator_config(deep().target.config, "early_exit", layers=(0, 2))
   save_model(str(tmp_path), config, init_params(config, jax.random.key(0)))
   assert open_folder(str(tmp_path)).config == config and config.layers == (0, 2)
   stored = json.loads((tmp_path / "config.json").read_text())

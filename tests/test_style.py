@@ -53,6 +53,7 @@ MANY_PARAMETERS = {
   "commands.train.train_speculator",
   "commands.train.train_target",
   "commands.translate.translate",
+  "drafts.heads.__init__.speculator_config",
   "models.decoder.Decoder.__call__",  # the arrays of one block; Flax passes them one by one
   "pairs.load.load_for",
   "pairs.load.load_pair",

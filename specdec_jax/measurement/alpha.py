@@ -60,10 +60,24 @@ def teacher_forced_logits(
   model: Model, params: Any, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
   """Return the logits that predict each token of a given output, from one forward pass."""
+  return teacher_forced(model, params, prompt, tokens)[0]
+
+
+def teacher_forced(
+  model: Model, params: Any, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T V"], Int[Array, "B T"], Any]:
+  """Run a forward pass over a given output.
+
+  Returns:
+    The logits that predict each token, the input from which each token is predicted, and the cache,
+    which holds the prompt and all inputs. Its `length` does not count the inputs.
+  """
   first, length = model.prompt_tokens(prompt)
   last = gather(first, length[:, None] - 1)
+  inputs = jnp.concatenate([last, tokens[:, :-1]], axis=1)
   _, cache = model.prefill(params, prompt, first.shape[1] + tokens.shape[1])
-  return model.extend(params, cache, jnp.concatenate([last, tokens[:, :-1]], axis=1))[0]
+  logits, _, cache = model.extend(params, cache, inputs)
+  return logits, inputs, cache
 
 
 def draft_probs(

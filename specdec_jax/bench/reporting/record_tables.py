@@ -20,6 +20,7 @@ BEAMS = ("beams", "draft_beams", "gamma", "beam_nodes", "steps", "beam_round", "
 BEAMS += ("speedup_beams", "identical_beams", "bleu")
 GAMMA = ("temperature", "batch", "policy", "gamma", "alpha_only", "length", "predicted_policy")
 GAMMA += ("speedup", "auc")
+LAYERS = ("draft", "alpha_of_text", "c", "v", "gamma", "predicted")
 # Columns of `lengths_table` before and after "over chain".
 LENGTHS = ("filters", "proposal", "nodes", "depth", "verifier", "tokens", "length_interval")
 LENGTHS_COSTS = ("c", "v", "predicted_long", "identical", "seed")
@@ -105,6 +106,22 @@ def acceptance_table(records: Sequence[Record]) -> Table:
 def gamma_table(records: Sequence[Record]) -> Table:
   """Return a table of policies that choose gamma, with one row per record."""
   return records_table("Policies that choose gamma", records, GAMMA)
+
+
+def layers_table(records: Sequence[Record]) -> Table:
+  """Return a table of drafts by layer skipping, with one row per record.
+
+  All records have the same target, texts and sampling method.
+  """
+  first = records[0]
+  title = f"{models_text(first, draft=False)}: layer skipping, temperature {sampling_text(first)}, "
+  title += f"batch {first.batch_size}, {first.num_examples} texts, {first.device}"
+  notes = (
+    "gamma is the one with the best predicted speed. c and v are measured with one layer and with "
+    "all layers but one, and interpolated linearly.",
+    measured_with(records),
+  )
+  return records_table(title, records, LAYERS, notes)
 
 
 def beams_table(records: Sequence[Record]) -> Table:

@@ -1,6 +1,6 @@
 """Early exit: some layers of the target, its final norm, and a trained residual block.
 
-The layers are the first ones, or chosen ones, such as those that `gin/runs/search_layers.gin` finds.
+The layers are the first ones, or a chosen set, such as the result of `gin/runs/search_layers.gin`.
 The target's output projection turns the output of the block into logits.
 """
 

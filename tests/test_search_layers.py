@@ -1,0 +1,162 @@
+"""Test the search for the layers of a draft by layer skipping."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import pytest
+import tiny_pair
+
+from specdec_jax import records
+from specdec_jax.bench import search_layers as module
+from specdec_jax.bench.search_layers import search, search_layers
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import chain
+from specdec_jax.drafts.layer_skip import layer_skip
+from specdec_jax.errors import InputError
+from specdec_jax.extended_theory import text_improvement
+from specdec_jax.measurement.alpha import measure_alpha
+from specdec_jax.measurement.costs import Costs
+from specdec_jax.models.families import model_of
+from specdec_jax.pairs import LoadedPair
+
+TEXTS = tiny_pair.SENTENCES[:6]
+SUBSETS = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)]
+SAMPLING = Sampling(1.0, top_k=5)
+LIMIT = 10
+
+
+@functools.cache
+def deep(of, num_layers: int = 3) -> LoadedPair:
+  """Return a tiny pair with a target that has several decoder layers."""
+  pair = of()
+  config = dataclasses.replace(pair.target.config, num_decoder_layers=num_layers)
+  # Without kernels, so that parameters need no packing.
+  config = dataclasses.replace(config, kernels="xla", fused=False)
+  params = tiny_pair.random_params(config, 5)
+  return pair._replace(target=model_of(config), target_params=params, kernels="xla")
+
+
+def layer_costs(pair, trees, *args) -> list[Costs]:
+  """Return costs with c = 0.02 per layer and v = 1."""
+  draft_step = 0.02 * pair.draft(SAMPLING, trees[0]).draft.model.config.num_decoder_layers
+  return [Costs(1.0, draft_step, 1.0, 0.0, 0.0, 0.0) for _ in trees]
+
+
+def run(output, pair, **changes):
+  settings = dict(sampling=SAMPLING, batch_size=2, max_new_tokens=LIMIT)
+  search_layers(pair, TEXTS, str(output), **{**settings, **changes})
+  return records.read(output / "results.jsonl")
+
+
+@pytest.mark.parametrize("of", [tiny_pair.pair, tiny_pair.gpt_pair])
+def test_best_layers_are_those_of_a_search_by_brute_force(of, tmp_path, monkeypatch, capsys):
+  """Alpha is that of the draft in decoding, and the best gamma is compared with all others."""
+  monkeypatch.setattr(module, "measure_costs", layer_costs)
+  pair = deep(of)
+  measured = {record.draft: record for record in run(tmp_path, pair)}
+  out = capsys.readouterr().out
+  prompts = [pair.prompt(TEXTS[i : i + 2], pair.prompt(TEXTS).shape[1]) for i in (0, 2, 4)]
+  decode = pair.decode_fn(SAMPLING, chain(0))
+  keys = [row_keys(0, i, 2) for i in (0, 2, 4)]
+  outputs = [jax.device_get(decode(*batch, max_new_tokens=LIMIT)) for batch in zip(prompts, keys)]
+  lengths = [output.lengths.tolist() for output in outputs]
+  speedups = {}
+  for layers in SUBSETS:
+    skipping = pair.with_draft(layer_skip(pair.loaded_target, layers))
+    alpha = measure_alpha(skipping, prompts, outputs, SAMPLING).alpha
+    record = measured[skipping.draft_name]
+    assert (record.alpha, record.alpha_low, record.alpha_high) == pytest.approx(alpha, abs=1e-5)
+    predicted = {
+      gamma: text_improvement(alpha.mean, gamma, 0.02 * len(layers), 1.0, lengths)
+      for gamma in range(1, 11)
+    }
+    speedups[layers] = max(predicted.values())
+    assert record.predicted_finite_length == pytest.approx(speedups[layers], rel=1e-4)
+    assert record.gamma == max(predicted, key=predicted.__getitem__)
+    assert record.c == pytest.approx(0.02 * len(layers)) and record.verify_cost == 1
+  assert len(measured) == len(SUBSETS)
+  best = max(speedups, key=speedups.__getitem__)
+  name = f"layers {','.join(map(str, best))}"
+  assert f"Best of 6 of 6 sets of layers: {name}, with gamma {measured[name].gamma} and" in out
+  assert out.count(f"--gin.LAYERS='{best}'") == 2
+  rows = [line.split()[1] for line in out.splitlines() if line.startswith(" layers ")]
+  by_speed = sorted(speedups, key=speedups.__getitem__, reverse=True)
+  assert rows == [",".join(map(str, layers)) for layers in by_speed]
+
+
+def test_search_resumes_and_interpolates_costs(tmp_path, monkeypatch):
+  numbers = []
+
+  def counted(pair, *args):
+    numbers.append(pair.draft_name)
+    return layer_costs(pair, *args)
+
+  monkeypatch.setattr(module, "measure_costs", counted)
+  pair = deep(tiny_pair.pair, num_layers=4)
+  complete = run(tmp_path, pair)
+  assert len(complete) == 14 and numbers == ["layers 0", "layers 0,1,2"]
+  for record in complete:
+    assert record.c == pytest.approx(0.02 * len(record.draft.split(",")))
+  assert run(tmp_path, pair) == complete and len(numbers) == 2
+  path = tmp_path / "results.jsonl"
+  path.write_text("".join(path.read_text().splitlines(keepends=True)[:12]))
+  resumed = run(tmp_path, pair)
+  assert len(numbers) == 4
+  assert [(r.draft, r.alpha) for r in resumed] == [(r.draft, r.alpha) for r in complete]
+
+
+def hidden_set(layers) -> float:
+  """Return the number of layers on which a set agrees with a hidden set of 8 layers."""
+  return 8.0 - len({*layers} ^ {0, 1, 4, 7})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_local_search_keeps_to_its_budget_and_is_deterministic(seed):
+  calls = []
+
+  def speedup(layers):
+    calls.append(layers)
+    return hidden_set(layers)
+
+  found = search(8, 60, speedup, seed)
+  assert len(calls) == len({*calls}) == 60 and found == {each: hidden_set(each) for each in calls}
+  assert all(0 < len(layers) < 8 and [*layers] == sorted({*layers}) for layers in calls)
+  assert max(found, key=found.__getitem__) == (0, 1, 4, 7)  # one of 254 sets
+  assert [*search(8, 60, hidden_set, seed)] == calls
+  assert [*search(8, 60, hidden_set, seed + 1)] != calls
+  for before, layers in itertools.pairwise(calls[:30]):
+    if before == (0, 1, 4, 7):  # the best set is followed by one of its neighbors
+      assert len({*layers} ^ {*before}) == 1
+
+
+@pytest.mark.parametrize("max_candidates", [1, 2, 6, 61])
+def test_local_search_of_any_budget_ends(max_candidates):
+  assert len(search(6, max_candidates, hidden_set, 0)) == max_candidates
+
+
+def test_all_sets_are_evaluated_if_there_are_few():
+  assert [*search(3, 6, hidden_set, 0)] == SUBSETS
+  assert [*search(3, 64, hidden_set, 1)] == SUBSETS
+
+
+@pytest.mark.parametrize(
+  "pair, changes, message",
+  [
+    (tiny_pair.pair, {}, "The decoder of the target has one layer"),
+    (functools.partial(deep, tiny_pair.pair), dict(texts=[]), "no texts"),
+    (functools.partial(deep, tiny_pair.pair), dict(max_candidates=0), "max_candidates is 0"),
+  ],
+)
+def test_invalid_searches_are_rejected(tmp_path, pair, changes, message):
+  settings = dict(texts=TEXTS, output_dir=str(tmp_path / "out"))
+  with pytest.raises(InputError, match=message):
+    search_layers(pair(), **{**settings, **changes})
+  assert not (tmp_path / "out").exists()
+
+
+def test_simulated_acceptance_is_rejected(tmp_path):
+  pair = deep(tiny_pair.pair)._replace(simulated_alpha=0.5)
+  with pytest.raises(InputError, match="The acceptance of this target is simulated"):
+    run(tmp_path, pair)
