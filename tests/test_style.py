@@ -52,6 +52,7 @@ MANY_PARAMETERS = {
   "commands.train.train_draft",
   "commands.train.train_speculator",
   "commands.train.train_target",
+  "commands.train_jointly.train_jointly",
   "commands.translate.translate",
   "drafts.heads.__init__.speculator_config",
   "models.decoder.Decoder.__call__",  # the arrays of one block; Flax passes them one by one

@@ -560,7 +560,7 @@ def test_rows_of_padding_are_not_part_of_the_vocabulary():
   path = str(tiny_pair.folder() / "vocabulary.model")
   size = len(tiny_pair.pair().vocabulary)
   rows = -(-(size + 100) // 128) * 128
-  words, config = commands._open_fitting_vocabulary(
+  words, config = commands.open_fitting_vocabulary(
     dataclasses.replace(CONFIG, vocab_size=rows), path
   )
   assert len(words) == config.vocab_size == size + 100 and config.padded_vocab_size == rows

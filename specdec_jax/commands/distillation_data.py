@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.progress import track
 
+from specdec_jax.beam_search import BeamSearcher, NullBeamDraft
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.types import Model, Params
+from specdec_jax.core.types import DecodeResult, Model, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary, padded
@@ -96,6 +98,26 @@ class Teacher(NamedTuple):
       )
       path.parent.mkdir(parents=True, exist_ok=True)
       save_parallel_text(path, dataclasses.replace(text, teacher=topk))
+    return load_parallel_text(path)
+
+  def beam_search_text(
+    self, path: pathlib.Path, text: ParallelText, num_beams: int
+  ) -> ParallelText:
+    """Return sources with the outputs of beam search, from a file that is created if missing.
+
+    This is sequence-level distillation (Kim and Rush, 2016). If the file exists, it is read
+    whatever the other arguments are.
+
+    Args:
+      path: path of the file.
+      text: pairs, of which only the sources are used.
+      num_beams: number of beams of the search.
+    """
+    if not path.exists():
+      eos_id = self.vocabulary.eos_id
+      outputs = model_outputs(self.model, self.params, text.sources, eos_id, num_beams=num_beams)
+      path.parent.mkdir(parents=True, exist_ok=True)
+      save_parallel_text(path, ParallelText(text.sources, outputs))
     return load_parallel_text(path)
 
   def _with_samples(self, texts: TrainingTexts, writer: tuple[Model, Any]) -> ParallelText:
@@ -185,19 +207,29 @@ def model_outputs(
   batch_size: int = 64,
   sampling: Sampling = Sampling(temperature=0.0),
   seed: int = 0,
+  num_beams: int | None = None,
 ) -> list[list[int]]:
-  """Decode sources autoregressively; return the (at most MAX_NEW_TOKENS) ids of each output."""
+  """Decode sources without a draft; return the (at most MAX_NEW_TOKENS) ids of each output.
+
+  With `num_beams`, the output is the best text of a beam search, and nothing is sampled.
+  """
   order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
   outputs: list[list[int]] = [[]] * len(sources)
   decoder = Decoder(model, NullDraft(), TokenVerifier(sampling), eos_id)
+
+  def decode(prompt: Array, rng: Array) -> DecodeResult:
+    if num_beams is None:
+      return decoder.run(Params(params), prompt, rng, max_new_tokens=MAX_NEW_TOKENS)
+    searcher = BeamSearcher(model, NullBeamDraft(), num_beams, eos_id=eos_id)
+    return searcher.run(Params(params), prompt, max_new_tokens=MAX_NEW_TOKENS).best()
+
   for start in track(range(0, len(order), batch_size), "decoding", transient=True):
     indices = order[start : start + batch_size]
     # The last batch is filled up, so that one program per prompt length is compiled.
     indices += [indices[-1]] * (batch_size - len(indices))
     width = -(-max(len(sources[i]) for i in indices) // 16) * 16
     prompt = jnp.asarray(padded([sources[i] for i in indices], width))
-    rng = row_keys(seed, start, batch_size)
-    result = decoder.run(Params(params), prompt, rng, max_new_tokens=MAX_NEW_TOKENS)
+    result = decode(prompt, row_keys(seed, start, batch_size))
     for i, row, length in zip(indices, np.asarray(result.tokens), np.asarray(result.lengths)):
       outputs[i] = row[:length].tolist()
   return outputs

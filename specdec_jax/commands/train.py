@@ -91,15 +91,12 @@ def train_target(
   require_types(train_target, locals())
   if max_source_tokens is not None:
     require_count("max_source_tokens", max_source_tokens)
-  words, config = _open_fitting_vocabulary(config, vocabulary)
+  words, config = open_fitting_vocabulary(config, vocabulary)
   encoded = functools.partial(parallel_text, words, data, max_source_tokens=max_source_tokens)
   valid = encoded([valid_source] if valid_source else None, [valid_target])
-  references = read_lines(f"{data}/{valid_target}")
-  model = model_of(config)
 
   def bleu(params) -> float:
-    outputs = [words.decode(output) for output in model_outputs(model, params, valid.sources)]
-    return sacrebleu.corpus_bleu(outputs, [references]).score
+    return bleu_of(config, params, words, valid.sources, f"{data}/{valid_target}")
 
   text = encoded(sources, targets)
   objective = model_objective(config, settings.label_smoothing)
@@ -109,6 +106,23 @@ def train_target(
     params = load_params(start, config, shardings=shardings)
   params = train(objective, settings, text, valid, work_dir, params, bleu if valid_source else None)
   save_model(output, config, params, words.fingerprint())
+
+
+def bleu_of(
+  config: Config, params: Any, vocabulary: Vocabulary, sources: list[list[int]], references: str
+) -> float:
+  """Return BLEU, in percent, of a model's argmax outputs.
+
+  Args:
+    config: configuration of the model.
+    params: parameters of the model.
+    vocabulary: vocabulary of the model.
+    sources: token ids of each source.
+    references: path of the file with the translation of each source.
+  """
+  outputs = model_outputs(model_of(config), params, sources)
+  texts = [vocabulary.decode(output) for output in outputs]
+  return sacrebleu.corpus_bleu(texts, [read_lines(references)]).score
 
 
 def config_of(checkpoint: str, dropout_rate: float = 0.1) -> Config:
@@ -199,7 +213,7 @@ def train_draft(
   if on_policy and distillation_data:
     raise InputError("on_policy samples texts before each epoch; leave out distillation_data.")
   init = load_model(start)[1] if start else None
-  words, config = _open_fitting_vocabulary(config, vocabulary)
+  words, config = open_fitting_vocabulary(config, vocabulary)
   teacher = open_teacher(target, words, settings.model_parallel)
   texts = TrainingTexts(data, sources, targets, samples, new_sources)
   objective = model_objective(config, settings.label_smoothing, divergence)
@@ -308,7 +322,7 @@ def _distillation_path(path: str | None, work_dir: str) -> pathlib.Path:
   return pathlib.Path(path or f"{work_dir}/distillation_data.npz")
 
 
-def _open_fitting_vocabulary(config: Config, path: str) -> tuple[Vocabulary, Config]:
+def open_fitting_vocabulary(config: Config, path: str) -> tuple[Vocabulary, Config]:
   """Open the vocabulary of a model; return it, and the configuration without rows of padding.
 
   Raises:

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,25 +162,22 @@ def residual_labels(
 
 
 def save_parallel_text(path: pathlib.Path, text: ParallelText) -> None:
-  """Write sentence pairs and the teacher's top-k distributions to one .npz file, atomically.
-
-  Raises:
-    InputError: the text has no teacher distributions.
-  """
-  if text.teacher is None:
-    raise InputError("The sentence pairs have no teacher distributions to save.")
-  tokens, probs = zip(*text.teacher)
+  """Write sentence pairs, and a teacher's distributions if any, to one .npz file, atomically."""
+  arrays: dict[str, Any] = {
+    "sources": _concatenated(text.sources),
+    "source_lengths": _lengths(text.sources),
+    "targets": _concatenated(text.targets),
+    "target_lengths": _lengths(text.targets),
+  }
+  if text.teacher is not None:
+    tokens, probs = zip(*text.teacher)
+    arrays |= {
+      "tokens": _concatenated(tokens),
+      "probs": _concatenated(probs),
+      "opinion_lengths": _lengths(tokens),
+    }
   with atomic_write(path, "wb") as file:
-    np.savez(
-      file,
-      sources=_concatenated(text.sources),
-      source_lengths=_lengths(text.sources),
-      targets=_concatenated(text.targets),
-      target_lengths=_lengths(text.targets),
-      tokens=_concatenated(tokens),
-      probs=_concatenated(probs),
-      opinion_lengths=_lengths(tokens),
-    )
+    np.savez(file, **arrays)
 
 
 def load_parallel_text(path: pathlib.Path) -> ParallelText:
@@ -191,6 +189,8 @@ def load_parallel_text(path: pathlib.Path) -> ParallelText:
 
     sources = [row.tolist() for row in split("sources", "source_lengths")]
     targets = [row.tolist() for row in split("targets", "target_lengths")]
+    if "tokens" not in file:
+      return ParallelText(sources, targets)
     tokens, probs = split("tokens", "opinion_lengths"), split("probs", "opinion_lengths")
     return ParallelText(sources, targets, [*zip(tokens, probs)])
 

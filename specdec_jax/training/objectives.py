@@ -25,12 +25,15 @@ class Objective(NamedTuple):
       `progress` is the fraction of all training steps that are completed.
     scores: function of (parameters, frozen, batch) that returns validation scores by name.
     frozen: parameters that the loss uses but training does not change, such as those of a target.
+    rates: pytree prefix of the parameters; each of its numbers multiplies the learning rate of the
+      parameters below it. With 0, they do not change.
   """
 
   init: Callable[[Array], Any]
   loss: Callable[[Any, Any, Batch, Array, Array], Array]
   scores: Callable[[Any, Any, Batch], dict[str, Array]]
   frozen: Any = ()
+  rates: Any = 1.0
 
 
 def model_objective(

@@ -92,13 +92,14 @@ def train(
   same as that of an uninterrupted run.
 
   Args:
-    objective: initial parameters, loss and validation scores.
+    objective: initial parameters, loss, validation scores and relative learning rates.
     settings: see `TrainSettings`.
     train_pairs: encoded sentence pairs to train on.
     valid_pairs: encoded sentence pairs for the scores that are printed after each epoch.
     output_dir: folder for `checkpoints/` and for `metrics.jsonl`, which has one line per epoch. For
       an epoch that was resumed, `train_loss`, `tokens_per_s` and `seconds` cover only the steps
-      since the last start. Times include compilation.
+      since the last start. Times include compilation. If `init` and `bleu` are given, a line of
+      epoch 0 has the scores before training.
     init: initial parameters; None for random parameters from `objective.init`.
     bleu: function from parameters to BLEU on validation text; it is called after each epoch.
 
@@ -153,10 +154,24 @@ def train(
 
     loss, grads = jax.value_and_grad(loss_of)(state["params"])
     updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+    # The gradients are not scaled, because Adafactor's updates do not depend on their scale.
+    updates = jax.tree.map(optax.tree.scale, objective.rates, updates)
     params = optax.apply_updates(state["params"], updates)
     return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
 
   scores_of = jax.jit(objective.scores)
+
+  def write_scores(params: Any, epoch: int, step: int, **of_training: float | None) -> None:
+    scores = [
+      scores_of(params, frozen, jax.device_put(batch, batch_sharding))
+      for batch in padded_batches(valid_pairs, valid_batches)
+    ]
+    means = {name: float(np.mean([each[name] for each in scores])) for name in scores[0]}
+    score = bleu(params) if bleu else None
+    metrics = {"epoch": epoch, "step": step, **means, "bleu": score, **of_training}
+    _write_metrics(output / "metrics.jsonl", metrics)
+    bar.console.print(json.dumps(metrics))
+
   options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
   manager = ocp.CheckpointManager(output / "checkpoints", options=options)
   with manager as checkpoints, _progress_bar() as bar:
@@ -164,6 +179,8 @@ def train(
       restore = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
       state = checkpoints.restore(checkpoints.latest_step(), args=restore)
     step = int(state["step"])
+    if step == 0 and init is not None and bleu:
+      write_scores(state["params"], 0, step, train_loss=None, tokens_per_s=0.0, seconds=0.0)
     task = bar.add_task("training", total=total, completed=step, note="")
     while step < total:
       epoch, skip = divmod(step, steps_per_epoch)
@@ -186,24 +203,14 @@ def train(
           checkpoints.save(step, args=ocp.args.StandardSave(state))
       train_loss = float(np.mean(jax.device_get(losses)))
       seconds = time.perf_counter() - since
-      scores = [
-        scores_of(state["params"], frozen, jax.device_put(batch, batch_sharding))
-        for batch in padded_batches(valid_pairs, valid_batches)
-      ]
-      metrics = {
-        "epoch": epoch + 1,
-        "step": step,
-        "train_loss": train_loss,
-        **{
-          name: float(np.mean([batch_scores[name] for batch_scores in scores]))
-          for name in scores[0]
-        },
-        "bleu": bleu(state["params"]) if bleu else None,
-        "tokens_per_s": tokens / seconds,
-        "seconds": seconds,
-      }
-      _write_metrics(output / "metrics.jsonl", metrics)
-      bar.console.print(json.dumps(metrics))
+      write_scores(
+        state["params"],
+        epoch + 1,
+        step,
+        train_loss=train_loss,
+        tokens_per_s=tokens / seconds,
+        seconds=seconds,
+      )
       checkpoints.save(step, args=ocp.args.StandardSave(state))
   return state["params"]
 

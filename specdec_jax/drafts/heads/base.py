@@ -1,8 +1,8 @@
 """Contract and configuration of learned draft heads: small modules trained for one target.
 
-A head reuses results of the target, such as its hidden states or the encoded source. It is
-trained with the target frozen, and drafts only for that target. A new kind of head needs one file
-here with a subclass of `DraftHead`, and one entry in `drafts.heads.HEADS`.
+A head reuses results of the target, such as its hidden states or the encoded source. It is trained
+for one target, usually with the target frozen, and drafts only for that target. A new kind of head
+needs one file here with a subclass of `DraftHead`, and one entry in `drafts.heads.HEADS`.
 
 Axis letters are those of `core.types`, and A is the number of anchors per text. Anchors are the
 positions of a training text from which the head drafts.
