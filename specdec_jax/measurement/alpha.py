@@ -277,8 +277,10 @@ def measure_alpha(
     q = draft_probs(pair, draft, prompt, tokens)
     beta, change = map(np.asarray, acceptance_and_change(logits, q, sampling, lenience))
     rejection = np.asarray(rejection_sampling_rate(logits, q, sampling))
-    for rows, values in ((betas, beta), (changes, change), (rejections, rejection)):
-      rows += [row[:n] for row, n in zip(values, np.asarray(output.lengths))]
+    lengths = np.asarray(output.lengths)
+    betas += [row[:n] for row, n in zip(beta, lengths)]
+    changes += [row[:n] for row, n in zip(change, lengths)]
+    rejections += [row[:n] for row, n in zip(rejection, lengths)]
   return Acceptance(
     alpha=mean_with_interval(betas),
     lag1=lag1_correlation(betas),

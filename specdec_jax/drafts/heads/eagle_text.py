@@ -14,7 +14,6 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
@@ -189,7 +188,8 @@ class EagleTextHead(ConditionedHead):
   ) -> Float[Array, ""]:
     """Return EAGLE's smooth L1 loss of the predicted features, averaged over their entries."""
     predicted = self._predictions(params, outputs)[1][:, :-1]
-    losses = optax.huber_loss(predicted, lax.stop_gradient(outputs.hidden[:, 1:]))
+    error = jnp.abs(predicted - lax.stop_gradient(outputs.hidden[:, 1:]))
+    losses = jnp.where(error < 1, error**2 / 2, error - 0.5)
     mask = is_token[:, :-1]
     return (losses.mean(axis=-1) * mask).sum() / jnp.maximum(mask.sum(), 1)
 
@@ -197,7 +197,11 @@ class EagleTextHead(ConditionedHead):
     self, params: Any, outputs: TargetOutputs
   ) -> tuple[Float[Array, "B T V"], Float[Array, "B T E"]]:
     """Return teacher-forced logits and predicted features after each input."""
-    layers = self.config.num_decoder_layers
-    cache = outputs.cache
-    arguments = outputs.inputs, outputs.hidden, cache.cross[-layers:], cache.cross_bias
-    return self.module.apply({"params": params}, *arguments, method="logits_and_features")
+    return self.module.apply(
+      {"params": params},
+      outputs.inputs,
+      outputs.hidden,
+      outputs.cache.cross[-self.config.num_decoder_layers :],
+      outputs.cache.cross_bias,
+      method="logits_and_features",
+    )
