@@ -38,10 +38,14 @@ def deep(of, num_layers: int = 3) -> LoadedPair:
   return pair._replace(target=model_of(config), target_params=params, kernels="xla")
 
 
-def layer_costs(pair, trees, *args) -> list[Costs]:
-  """Return costs with c = 0.02 per layer and v = 1."""
-  draft_step = 0.02 * pair.draft(SAMPLING, trees[0]).draft.model.config.num_decoder_layers
-  return [Costs(1.0, draft_step, 1.0, 0.0, 0.0, 0.0) for _ in trees]
+def layer_costs(pairs, trees, *args) -> list[list[Costs]]:
+  """Return costs with v = 1, and c = 0.02 per layer at gamma 10; at other gammas, c is noise."""
+
+  def costs(pair, gamma) -> Costs:
+    draft_step = 0.02 * len(pair.draft(SAMPLING, chain(1)).layers)
+    return Costs(1.0, draft_step + (0 if gamma == 10 else 0.3), 1.0, 0.0, 0.0, 0.0)
+
+  return [[costs(pair, tree.depth) for tree in trees] for pair in pairs]
 
 
 def run(output, pair, **changes):
@@ -53,7 +57,7 @@ def run(output, pair, **changes):
 @pytest.mark.parametrize("of", [tiny_pair.pair, tiny_pair.gpt_pair])
 def test_best_layers_are_those_of_a_search_by_brute_force(of, tmp_path, monkeypatch, capsys):
   """Alpha is that of the draft in decoding, and the best gamma is compared with all others."""
-  monkeypatch.setattr(module, "measure_costs", layer_costs)
+  monkeypatch.setattr(module, "compare_costs", layer_costs)
   pair = deep(of)
   measured = {record.draft: record for record in run(tmp_path, pair)}
   out = capsys.readouterr().out
@@ -87,23 +91,23 @@ def test_best_layers_are_those_of_a_search_by_brute_force(of, tmp_path, monkeypa
 
 
 def test_search_resumes_and_interpolates_costs(tmp_path, monkeypatch):
-  numbers = []
+  timed = []
 
-  def counted(pair, *args):
-    numbers.append(pair.draft_name)
-    return layer_costs(pair, *args)
+  def counted(pairs, *args):
+    timed.append([pair.draft_name for pair in pairs])
+    return layer_costs(pairs, *args)
 
-  monkeypatch.setattr(module, "measure_costs", counted)
+  monkeypatch.setattr(module, "compare_costs", counted)
   pair = deep(tiny_pair.pair, num_layers=4)
   complete = run(tmp_path, pair)
-  assert len(complete) == 14 and numbers == ["layers 0", "layers 0,1,2"]
+  assert len(complete) == 14 and timed == [["layers 0", "layers 0,1,2"]]
   for record in complete:
     assert record.c == pytest.approx(0.02 * len(record.draft.split(",")))
-  assert run(tmp_path, pair) == complete and len(numbers) == 2
+  assert run(tmp_path, pair) == complete and len(timed) == 1
   path = tmp_path / "results.jsonl"
   path.write_text("".join(path.read_text().splitlines(keepends=True)[:12]))
   resumed = run(tmp_path, pair)
-  assert len(numbers) == 4
+  assert len(timed) == 2
   assert [(r.draft, r.alpha) for r in resumed] == [(r.draft, r.alpha) for r in complete]
 
 

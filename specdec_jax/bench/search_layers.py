@@ -40,7 +40,7 @@ from specdec_jax.measurement.alpha import (
 )
 from specdec_jax.measurement.calibrate import GAMMAS
 from specdec_jax.measurement.choice import choose
-from specdec_jax.measurement.costs import Costs, measure_costs
+from specdec_jax.measurement.costs import Costs, compare_costs
 from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.sweep import show
 from specdec_jax.models.families import model_of
@@ -190,17 +190,18 @@ def _measurement(
 
   @functools.cache
   def costs_of_sizes() -> list[list[Costs]]:
-    trees, prompt = [*map(chain, GAMMAS)], batches()[0].prompt
     skipping = [pair.with_draft(layer_skip(pair.loaded_target, range(size))) for size in sizes]
-    return [
-      measure_costs(each, trees, prompt, sampling, settings.max_new_tokens) for each in skipping
-    ]
+    trees, prompt = [*map(chain, GAMMAS)], batches()[0].prompt
+    return compare_costs(skipping, trees, prompt, sampling, settings.max_new_tokens)
 
   def costs(num_layers: int) -> dict[int, Costs]:
-    return {
+    interpolated = {
       gamma: Costs(*(float(np.interp(num_layers, sizes, times)) for times in zip(*measured)))
       for gamma, *measured in zip(GAMMAS, *costs_of_sizes())
     }
+    # A draft step takes equally long at any gamma; the largest gamma gives its most precise time.
+    draft_step = interpolated[GAMMAS[-1]].draft_step
+    return {gamma: each._replace(draft_step=draft_step) for gamma, each in interpolated.items()}
 
   def alpha(layers: Layers) -> Estimate:
     draft_config, params = of_layers(config, pair.target_params, layers)

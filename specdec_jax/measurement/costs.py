@@ -184,11 +184,41 @@ def measure_costs(
     max_new_tokens: maximum number of new tokens; it sets the number of cache slots.
     repeats: number of timings of each part; their median is used.
   """
-  drafts = [pair.draft(sampling, tree) for tree in trees]
-  starts = start_calls(pair, drafts[0], prompt, max_new_tokens)
-  rounds = round_calls(pair, drafts, prompt, sampling, max_new_tokens)
-  seconds, _ = interleaved_medians([*starts, *rounds], repeats)
-  return round_costs(seconds[:2], seconds[2:], [tree.depth for tree in trees])
+  return compare_costs([pair], trees, prompt, sampling, max_new_tokens, repeats)[0]
+
+
+def compare_costs(
+  pairs: Sequence[LoadedPair],
+  trees: Sequence[Tree],
+  prompt: Array,
+  sampling: Sampling,
+  max_new_tokens: int = 64,
+  repeats: int = 9,
+) -> list[list[Costs]]:
+  """Measure the costs of a round with each pair and tree, with interleaved timings.
+
+  Args:
+    pairs: pairs of the same target.
+    trees: trees of draft tokens. The prefill is timed with the first tree.
+    prompt: padded prompts [B, P].
+    sampling: sampling method.
+    max_new_tokens: maximum number of new tokens; it sets the number of cache slots.
+    repeats: number of timings of each part; their median is used.
+
+  Returns:
+    For each pair, the costs with each tree.
+  """
+  calls: list[Callable[[], object]] = []
+  for pair in pairs:
+    drafts = [pair.draft(sampling, tree) for tree in trees]
+    calls += start_calls(pair, drafts[0], prompt, max_new_tokens)
+    calls += round_calls(pair, drafts, prompt, sampling, max_new_tokens)
+  seconds, _ = interleaved_medians(calls, repeats)
+  depths = [tree.depth for tree in trees]
+  return [
+    round_costs(of_pair[:2], of_pair[2:], depths)
+    for of_pair in np.reshape(seconds, (len(pairs), -1)).tolist()
+  ]
 
 
 def operations_ratio(pair: LoadedPair, prompt: Array, sampling: Sampling) -> float:
