@@ -278,6 +278,7 @@ CASES = {
   "conditioned": (t5, learned("conditioned"), RAGGED, TokenVerifier),
   "features": (t5, learned("features"), RAGGED, TokenVerifier),
   "EAGLE, text": (t5, learned("eagle_text"), RAGGED, TokenVerifier),
+  "drafter": (t5, learned("drafter"), RAGGED, TokenVerifier),
   "features, dynamic": (t5, learned("features"), DynamicTree(9, 3), TokenVerifier),
   "uniform": (t5, drafted(uniform), branching(2, 1), TokenVerifier),
   "hierarchical": (t5, hierarchical, chain(4), TokenVerifier),

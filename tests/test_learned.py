@@ -212,13 +212,14 @@ def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
   inputs = jnp.asarray(drawn.integers(2, V, (len(models.prompts), 5)))
   shape = (*inputs.shape, head.config.state_dim)
   hidden = jnp.asarray(drawn.normal(size=shape), jnp.float32)
+  rest = dict(cache=cache, rng=None, source=models.prompts, targets=inputs, progress=0.0)
 
   for position in range(1, 5):  # a predicted state depends on the states up to its input
-    predicted = head._predictions(own, TargetOutputs(inputs, hidden, cache, None))[1]
+    predicted = head._predictions(own, TargetOutputs(inputs, hidden, **rest))[1]
     hidden = hidden.at[:, position].set(predicted[:, position - 1])
 
   def loss(is_token, change=0.0):
-    outputs = TargetOutputs(inputs, hidden.at[:, -1].add(change), cache, None)
+    outputs = TargetOutputs(inputs, hidden.at[:, -1].add(change), **rest)
     return float(head.feature_loss(own, outputs, is_token))
 
   everywhere = jnp.ones(inputs.shape, bool)

@@ -58,7 +58,9 @@ def speculator_objective(
   head = head_of(config)
   draft_logits = head.training_logits(target, stride)
 
-  def target_outputs(frozen: Any, batch: Batch, rng: Array | None) -> TargetOutputs:
+  def target_outputs(
+    frozen: Any, batch: Batch, rng: Array | None = None, progress: Array | float = 0.0
+  ) -> TargetOutputs:
     prompt, length = jnp.asarray(batch.source), batch.targets.shape[1]
     start_tokens, start_lengths = model.prompt_tokens(prompt)
     last_token = jnp.take_along_axis(start_tokens, start_lengths[:, None] - 1, axis=1)
@@ -66,7 +68,7 @@ def speculator_objective(
     _, cache = model.prefill(frozen, prompt, start_tokens.shape[1] + length + config.gamma)
     _, hidden, cache = model.extend(frozen, cache, inputs)
     hidden = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    return TargetOutputs(inputs, hidden, cache, rng)
+    return TargetOutputs(inputs, hidden, cache, rng, prompt, jnp.asarray(batch.targets), progress)
 
   def weighted_loss(
     logits: Array, batch: Batch, positions: Array, progress: Array | float
@@ -79,13 +81,13 @@ def speculator_objective(
     return (per_token * weight).sum() / weight.sum()
 
   def loss(params, frozen: Any, batch: Batch, rng: Array, progress: Array) -> Array:
-    outputs = target_outputs(frozen, batch, rng)
+    outputs = target_outputs(frozen, batch, rng, progress)
     logits, positions = draft_logits(params, frozen, outputs)
     of_features = head.feature_loss(params, outputs, jnp.asarray(batch.targets > 0))
     return weighted_loss(logits, batch, positions, progress) + of_features
 
   def scores(params, frozen: Any, batch: Batch) -> dict[str, Array]:
-    logits, positions = draft_logits(params, frozen, target_outputs(frozen, batch, None))
+    logits, positions = draft_logits(params, frozen, target_outputs(frozen, batch))
     targets = gather_positions(batch.targets, positions)
     accepted = (logits.argmax(axis=-1) == targets) & (targets > 0)
     is_round = targets[..., 0] > 0  # anchors before the end of the text

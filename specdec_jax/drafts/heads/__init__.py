@@ -7,6 +7,7 @@ from jaxtyping import Key
 
 from specdec_jax.drafts.heads.base import DraftHead, SpeculatorConfig
 from specdec_jax.drafts.heads.conditioned import ConditionedHead
+from specdec_jax.drafts.heads.drafter import DrafterHead
 from specdec_jax.drafts.heads.eagle import EagleHead
 from specdec_jax.drafts.heads.eagle_text import EagleTextHead
 from specdec_jax.drafts.heads.early_exit import EarlyExitHead
@@ -31,6 +32,7 @@ HEADS: dict[str, type[DraftHead]] = {
   "conditioned": ConditionedHead,
   "features": FeaturesHead,
   "eagle_text": EagleTextHead,
+  "drafter": DrafterHead,
 }
 
 
@@ -62,6 +64,7 @@ def speculator_config(
   rank: int = 64,
   exit_layers: int = 1,
   layers: tuple[int, ...] | None = None,
+  num_encoder_layers: int = 1,
 ) -> SpeculatorConfig:
   """Return the configuration of a draft head for a target; see `SpeculatorConfig`.
 
@@ -86,6 +89,7 @@ def speculator_config(
     rank=rank,
     exit_layers=exit_layers,
     layers=layers,
+    num_encoder_layers=num_encoder_layers,
     dtype=target.dtype,
   )
   head = head_of(config)

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -41,13 +42,15 @@ class SpeculatorConfig(TransformerConfig):
   Attributes:
     kind: name of the head in `drafts.heads.HEADS`.
     state_dim: width of the target's hidden states, E.
-    gamma: number of consecutive draft tokens that heads of kind 'heads', 'eagle', 'parallel' and
-      'pass' are trained for. Of these, all but 'eagle' propose at most this many; heads of other
-      kinds may propose more. In heads of kind 'conditioned', it is `ConditionedT5.offsets`.
+    gamma: number of consecutive draft tokens that heads of kind 'heads', 'eagle', 'parallel',
+      'pass' and 'drafter' are trained for. Of these, all but 'eagle' propose at most this many;
+      heads of other kinds may propose more. In heads of kind 'conditioned', it is
+      `ConditionedT5.offsets`.
     rank: rank of the correction of the logits in heads of kind 'parallel'.
     exit_layers: number of decoder layers of the target before a head of kind 'early_exit'.
     layers: numbers of the decoder layers of the target before a head of kind 'early_exit', in
       ascending order; None for the first `exit_layers`.
+    num_encoder_layers: number of encoder layers of a head of kind 'drafter'.
     has_encoder: whether the target has an encoder.
   """
 
@@ -60,11 +63,12 @@ class SpeculatorConfig(TransformerConfig):
   rank: int = 64
   exit_layers: int = 1
   layers: tuple[int, ...] | None = None
+  num_encoder_layers: int = 1
   has_encoder: bool = True
 
   def __post_init__(self):
     super().__post_init__()
-    for name in ("state_dim", "gamma", "rank", "exit_layers"):
+    for name in ("state_dim", "gamma", "rank", "exit_layers", "num_encoder_layers"):
       require_count(name, getattr(self, name))
     if self.layers is not None:  # JSON has lists only
       object.__setattr__(self, "layers", tuple(self.layers))
@@ -78,13 +82,19 @@ class TargetOutputs(NamedTuple):
     hidden: hidden state from which the target predicted each input; 0 for the first input.
     cache: cache of the target. It holds the source or the prompt, and all inputs. Its `length` does
       not count the inputs.
-    rng: key for the random choice of anchors; None for fixed anchors.
+    rng: key for the random choices of training, such as the anchors; None for fixed anchors.
+    source: source tokens, padded with 0.
+    targets: tokens of the text, padded with 0.
+    progress: fraction of all training steps that are completed.
   """
 
   inputs: Int[Array, "B T"]
   hidden: Float[Array, "B T E"]
   cache: Any
   rng: Key[Array, ""] | None
+  source: Int[Array, "B S"]
+  targets: Int[Array, "B T"]
+  progress: Float[Array, ""] | float
 
 
 # Function of (parameters, target parameters, target outputs). It returns the logits [B, A, N, V] of
@@ -146,7 +156,7 @@ class DraftHead(abc.ABC):
     config = self.config
     if self.needs_encoder and not target.has_encoder:
       raise InputError(
-        f"A draft of kind {config.kind!r} shares an encoder, and this target has none."
+        f"A draft of kind {config.kind!r} needs a source, and this target has no encoder."
       )
     expected: tuple[Any, ...] = config.has_encoder, config.state_dim
     actual: tuple[Any, ...] = target.has_encoder, target.emb_dim
@@ -178,11 +188,14 @@ def require_depth(config: SpeculatorConfig, depth: int) -> None:
 
 
 def decoder_config(config: SpeculatorConfig) -> T5Config:
-  """Return the configuration of a T5 whose decoder is the draft head; its encoder is never used."""
+  """Return the configuration of a T5 whose decoder is the draft head.
+
+  Only heads of kind 'drafter' also use its encoder.
+  """
   shared = {
     field.name: getattr(config, field.name) for field in dataclasses.fields(TransformerConfig)
   }
-  return T5Config(**shared, num_encoder_layers=1)
+  return T5Config(**shared, num_encoder_layers=config.num_encoder_layers)
 
 
 def target_cache(context: Context) -> Any:
@@ -194,6 +207,20 @@ def gather_positions(x: ArrayLike, positions: Int[Array, "B A N"]) -> Shaped[Arr
   """Return the entries of `x` [B, T, ...] at `positions`, and 0 for positions past its end."""
   x, rows = jnp.asarray(x), jnp.arange(len(positions))[:, None, None]
   return x.at[rows, positions].get(mode="fill", fill_value=0)
+
+
+def round_positions(
+  inputs: Int[Array, "B T"], rng: Key[Array, ""] | None, stride: int, gamma: int
+) -> Int[Array, "B A N"]:
+  """Return the positions of gamma draft tokens after each anchor, starting with that of the anchor.
+
+  Every `stride`-th token is an anchor. The first anchor is a random one of the first `stride`
+  tokens; if `rng` is None, it is the first token.
+  """
+  batch, length = inputs.shape
+  offset = 0 if rng is None else jax.random.randint(rng, (), 0, stride)
+  anchors = offset + stride * jnp.arange(max(1, length // stride))
+  return jnp.broadcast_to(anchors[:, None] + jnp.arange(gamma), (batch, len(anchors), gamma))
 
 
 def every_position(inputs: Int[Array, "B T"]) -> Int[Array, "B T 1"]:

@@ -34,6 +34,7 @@ from specdec_jax.drafts.heads.base import (
   TargetOutputs,
   gather_positions,
   require_depth,
+  round_positions,
   target_cache,
 )
 from specdec_jax.models.families import Config, module_of
@@ -138,21 +139,90 @@ class SourceLayer(nn.Module):
     return x + Mlp(self.config, name="mlp")(norm(self.config)(x))
 
 
-@dataclasses.dataclass(frozen=True)
-class SpeculatorDraft(Draft):
-  """A draft that proposes with a head without a cache.
+class LevelwiseDraft(Draft):
+  """A draft that proposes level by level with a learned head.
 
-  It proposes a static tree, whose siblings are sampled without replacement, or a dynamic tree. Its
-  parameters are (parameters of the head, parameters of the target that the head needs for logits).
+  It proposes a static tree, whose siblings are sampled without replacement, or a dynamic tree.
 
   Attributes:
-    head: the head.
-    target: configuration of the target.
     sampling: sampling method, which turns logits into q.
     tree: tree of the proposals.
     width: for a dynamic tree, number of nodes per level that the head processes, and number of
       children of each such node that become candidates.
     processors: logits processors, which apply to the head's logits.
+
+  Raises:
+    InputError: a dynamic tree has more draft tokens than there are candidates.
+  """
+
+  sampling: Sampling
+  width: int
+  processors: Processors
+
+  def __post_init__(self):
+    if isinstance(self.tree, DynamicTree):
+      require_candidates(self.tree, self.width)
+
+  def propose_levels(
+    self,
+    step: Callable[[Array, int, Array], tuple[Array, Array]],
+    states: Float[Array, "B 1 d"],
+    context: Context,
+    rng: Key[Array, " B"],
+  ) -> Proposal:
+    """Propose the tree, one level at a time.
+
+    Args:
+      step: function of (states [B, M, d] after the parents of M nodes, level, tokens [B, M] of the
+        nodes). It returns the logits [B, M, V] of the token after each node, and the state after
+        each node. The level is the depth of the nodes: 0 for the last committed token.
+      states: state of level 0.
+      context: context of the round.
+      rng: one key per row.
+    """
+    tree, previous = self.tree, context.last_token[:, None]
+
+    def step_from(
+      states: Array,
+      tokens: Int[Array, "B M"],
+      parents: Int[Array, "B M"],
+      level: int,
+      drafted: DynamicTree,
+    ) -> tuple[Float[Array, "B M V"], Array]:
+      return step(gather(states, parents), level, tokens)
+
+    if isinstance(tree, DynamicTree):
+      logits, states = step(states, 0, previous)
+      root_logits, processors = logits[:, 0], self.processors
+      return grow(tree, self.width, root_logits, step_from, states, context, processors)[0]
+    keys = split_rows(rng, tree.depth)
+    tokens, q, parent_level = [context.tokens[:, :0]], [], 0
+    for level, (first, last) in enumerate(tree.levels):
+      logits, states = step(states, level, previous)
+      if self.processors:
+        guesses = jnp.concatenate(tokens, axis=1)
+        prefixes = node_prefixes(context, guesses, tree, parent_level, first)
+        logits = process(self.processors, logits, prefixes)
+      counts = [tree.parents.count(node) for node in range(parent_level, first)]
+      previous, level_q = sample_siblings(keys[level], logits, self.sampling, counts)
+      states = take(states, [tree.parents[node - 1] - parent_level for node in range(first, last)])
+      tokens.append(previous)
+      q.append(level_q)
+      parent_level = first
+    return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1))
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculatorDraft(LevelwiseDraft):
+  """A draft that proposes with a head without a cache.
+
+  Its parameters are (parameters of the head, parameters of the target that the head needs for
+  logits).
+
+  Attributes:
+    head: the head.
+    target: configuration of the target.
+    sampling, tree, width, processors: see `LevelwiseDraft`.
 
   Raises:
     InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
@@ -169,8 +239,7 @@ class SpeculatorDraft(Draft):
   def __post_init__(self):
     if not self.head.module_class.any_depth:
       require_depth(self.head.config, self.tree.depth)
-    if isinstance(self.tree, DynamicTree):
-      require_candidates(self.tree, self.width)
+    super().__post_init__()
 
   def with_processors(self, processors: Processors) -> "SpeculatorDraft":
     return dataclasses.replace(self, processors=processors)
@@ -178,13 +247,13 @@ class SpeculatorDraft(Draft):
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    tree, source = self.tree, source_of(self.head.config, context)
+    source = source_of(self.head.config, context)
     module, variables = self.head.module, {"params": params[0]}
     plan, states = module.apply(
       variables,
       context.hidden,
       context.last_token,
-      tree.depth,
+      self.tree.depth,
       source,
       self.project(params[1]),
       method="begin",
@@ -195,36 +264,7 @@ class SpeculatorDraft(Draft):
     ) -> tuple[Float[Array, "B M V"], Array]:
       return module.apply(variables, plan, states, level, previous, source, method="step")
 
-    def step_from(
-      states: Array,
-      tokens: Int[Array, "B M"],
-      parents: Int[Array, "B M"],
-      level: int,
-      drafted: DynamicTree,
-    ) -> tuple[Float[Array, "B M V"], Array]:
-      return step(gather(states, parents), level, tokens)
-
-    previous = context.last_token[:, None]
-    if isinstance(tree, DynamicTree):
-      logits, states = step(states, 0, previous)
-      return grow(tree, self.width, logits[:, 0], step_from, states, context, self.processors)[
-        0
-      ], state
-    keys = split_rows(rng, tree.depth)
-    tokens, q, parent_level = [context.tokens[:, :0]], [], 0
-    for level, (first, last) in enumerate(tree.levels):
-      logits, states = step(states, level, previous)
-      if self.processors:
-        guesses = jnp.concatenate(tokens, axis=1)
-        prefixes = node_prefixes(context, guesses, tree, parent_level, first)
-        logits = process(self.processors, logits, prefixes)
-      counts = [tree.parents.count(node) for node in range(parent_level, first)]
-      previous, level_q = sample_siblings(keys[level], logits, self.sampling, counts)
-      states = take(states, [tree.parents[node - 1] - parent_level for node in range(first, last)])
-      tokens.append(previous)
-      q.append(level_q)
-      parent_level = first
-    return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1)), state
+    return self.propose_levels(step, states, context, rng), state
 
   def project(self, target_params: Any) -> Callable[[Array], Array]:
     """Return the function from hidden states [..., E] to the target's logits [..., V]."""
@@ -288,15 +328,10 @@ class StatelessHead(DraftHead):
     def draft_logits(
       params: Any, frozen: Any, outputs: TargetOutputs
     ) -> tuple[Float[Array, "B A N V"], Int[Array, "B A N"]]:
-      batch, length = outputs.inputs.shape
-      offset = 0 if outputs.rng is None else jax.random.randint(outputs.rng, (), 0, stride)
-      anchors = offset + stride * jnp.arange(max(1, length // stride))
-      positions = jnp.broadcast_to(
-        anchors[:, None] + jnp.arange(config.gamma), (batch, len(anchors), config.gamma)
-      )
+      positions = round_positions(outputs.inputs, outputs.rng, stride, config.gamma)
 
       def repeat_for_anchors(x: Array) -> Array:
-        return jnp.repeat(x, len(anchors), axis=0)
+        return jnp.repeat(x, positions.shape[1], axis=0)
 
       def merge_anchors(x: Array) -> Array:
         return x.reshape(-1, *x.shape[2:])  # [B, A, ...] -> [B A, ...]
