@@ -1,5 +1,6 @@
 """Test that Spec-Drafter decodes as it was trained, and that training shows the right tokens."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -8,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from test_contract import RAGGED, RANDOM, V, t5
+from test_contract import RAGGED, RANDOM, T5_CONFIG, V, t5
 from test_learned import module
 
 from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import DynamicTree, chain
 from specdec_jax.core.types import Context
-from specdec_jax.drafts.heads import head_of, init_params
+from specdec_jax.drafts.heads import head_of, init_params, speculator_config
 from specdec_jax.drafts.heads.base import DraftHead, TargetOutputs
 from specdec_jax.errors import InputError
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import divergences
-from specdec_jax.training.speculators import speculator_objective
+from specdec_jax.training.speculators import speculator_objective, warm_start
 
 
 class Case(NamedTuple):
@@ -146,3 +147,19 @@ def test_trees_that_the_head_cannot_propose_raise():
     head.draft(target, RANDOM, chain(4))
   with pytest.raises(InputError, match="candidates"):
     head.draft(target, RANDOM, DynamicTree(500, 2))
+
+
+def test_warm_start_takes_every_layer_of_a_model_with_as_many_heads():
+  model = dataclasses.replace(T5_CONFIG, num_heads=3, num_encoder_layers=2, num_decoder_layers=2)
+  sizes = dict(emb_dim=model.emb_dim, mlp_dim=model.mlp_dim, num_layers=2, num_encoder_layers=2)
+  config = speculator_config(T5_CONFIG, "drafter", num_heads=3, **sizes)
+  params, own = (init_params(each, jax.random.key(i)) for i, each in enumerate((model, config)))
+  started = warm_start(own, model, params)
+  np.testing.assert_array_equal(started.pop("places"), own["places"])
+  jax.tree.map(np.testing.assert_array_equal, started, params)
+
+
+def test_head_that_does_not_fit_the_target_cannot_be_trained():
+  config = speculator_config(T5_CONFIG, "shared_encoder", num_heads=T5_CONFIG.num_heads + 1)
+  with pytest.raises(InputError, match="use the target that it was trained on"):
+    speculator_objective(config, T5_CONFIG, t5().params)

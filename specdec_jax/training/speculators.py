@@ -53,9 +53,13 @@ def speculator_objective(
       `training_logits`.
     decay: weight of a draft token relative to that of the draft token before it. Later draft tokens
       have less weight, because they are used only if all draft tokens before them are accepted.
+
+  Raises:
+    InputError: the head does not fit the target.
   """
   model: Any = model_of(target)
   head = head_of(config)
+  head.require_target(target)
   draft_logits = head.training_logits(target, stride)
 
   def target_outputs(

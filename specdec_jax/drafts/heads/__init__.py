@@ -65,10 +65,12 @@ def speculator_config(
   exit_layers: int = 1,
   layers: tuple[int, ...] | None = None,
   num_encoder_layers: int = 1,
+  num_heads: int | None = None,
 ) -> SpeculatorConfig:
   """Return the configuration of a draft head for a target; see `SpeculatorConfig`.
 
   `num_layers` is `SpeculatorConfig.num_decoder_layers`. The other arguments have the same names.
+  `num_heads` is that of the target by default.
 
   Raises:
     InputError: there is no head of this kind, a size is not a positive integer, or the head does
@@ -80,7 +82,7 @@ def speculator_config(
     padded_vocab_size=target.padded_vocab_size,
     state_dim=target.emb_dim,
     has_encoder=target.has_encoder,
-    num_heads=target.num_heads,
+    num_heads=target.num_heads if num_heads is None else num_heads,
     head_dim=target.head_dim,
     gamma=gamma,
     emb_dim=emb_dim,

@@ -1,8 +1,8 @@
 """Contract and configuration of learned draft heads: small modules trained for one target.
 
-A head reuses results of the target, such as its hidden states or the encoded source. It is trained
-for one target, usually with the target frozen, and drafts only for that target. A new kind of head
-needs one file here with a subclass of `DraftHead`, and one entry in `drafts.heads.HEADS`.
+Most heads reuse results of the target, such as its hidden states or the encoded source. A head is
+trained for one target, usually with the target frozen, and drafts only for that target. A new kind
+of head needs one file here with a subclass of `DraftHead`, and one entry in `drafts.heads.HEADS`.
 
 Axis letters are those of `core.types`, and A is the number of anchors per text. Anchors are the
 positions of a training text from which the head drafts.
@@ -36,8 +36,8 @@ Source = tuple[KeysValues, Array] | tuple[None, None]
 class SpeculatorConfig(TransformerConfig):
   """Configuration of a learned draft head.
 
-  `emb_dim` is the width of the draft head itself. The draft head has as many attention heads as the
-  target, and they are of the same size.
+  `emb_dim` is the width of the draft head itself. Its attention heads are of the same size as the
+  target's. There are as many as in the target; heads of kind 'drafter' may have another number.
 
   Attributes:
     kind: name of the head in `drafts.heads.HEADS`.
