@@ -75,12 +75,12 @@ def test_q_in_each_round_equals_that_of_training(tree):
         np.testing.assert_allclose(proposal.q[:, node], q[:, depth - 1], atol=2e-6)
 
 
-def test_slots_see_the_text_to_their_anchor_and_each_other():
+def test_placeholders_see_the_text_to_their_anchor_and_each_other():
   drafted, anchors = case(), np.tile([2, 5], (6, 1))
   before = drafted.logits(anchors)
 
   def change(position: int) -> np.ndarray:
-    """Return whether the logits of each slot change with the input at a position."""
+    """Return whether the logits of each placeholder change with the input at a position."""
     targets = drafted.targets.copy()
     targets[:, position - 1] = 2 + (targets[:, position - 1] - 1) % (V - 2)
     after = drafted._replace(targets=targets).logits(anchors)
@@ -120,8 +120,8 @@ def test_glancing_shows_a_share_of_the_wrong_tokens_and_leaves_them_out_of_the_l
   np.testing.assert_array_equal(np.where(shown, positions, kept), positions)
   np.testing.assert_array_equal(shown.sum(axis=-1), np.round(np.float32(ratio) * wrong))
   assert (targets[shown] > 0).all()
-  full = shown[targets[..., -1] > 0]  # anchors whose slots are all inside the text
-  assert 0 < full.mean(axis=0).min() and full.mean(axis=0).max() < 1  # any slot may be shown
+  full = shown[targets[..., -1] > 0]  # anchors whose placeholders are all inside the text
+  assert 0 < full.mean(axis=0).min() and full.mean(axis=0).max() < 1  # any token may be shown
   given = np.where(shown, targets, -1)
   np.testing.assert_allclose(logits, drafted.logits(positions[..., 0], given), atol=1e-5)
 

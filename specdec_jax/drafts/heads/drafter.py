@@ -1,19 +1,20 @@
 """Non-autoregressive draft with its own encoder (Spec-Drafter; Xia et al., 2023).
 
 The head is a small T5. In each round, one pass of its decoder covers the tokens that the last round
-committed, and then gamma slots, one for each position after the text. A slot is a learned
-embedding, and its logits are those of the token at its position. The slots attend to the committed
-text, to the source and to each other, in both directions. Given the text, the draft tokens are
-independent of each other. Committed tokens attend only to earlier tokens, so their keys and values
-are cached.
+committed, and then gamma placeholders, one for each position after the text. A placeholder is a
+learned embedding, and its logits are those of the token at its position. The placeholders attend to
+the committed text, to the source and to each other, in both directions. Given the text, the draft
+tokens are independent of each other. Committed tokens attend only to earlier tokens, so their keys
+and values are cached.
 
 Training uses glancing targets (GLAT; Qian et al., 2021). The head first predicts the tokens of all
-slots. Some slots of each round then get the embedding of their target token in addition to their
-own, and the head learns to predict the tokens of the other slots. There are more such slots where
-the first prediction has more errors.
+placeholders. Then the embeddings of some target tokens are added to their placeholders, and the
+head learns to predict the tokens of the other placeholders. More target tokens are shown where the
+first prediction has more errors.
 
 Axis letters are those of `core.types`, except that T counts target tokens in training and N counts
-slots per anchor (gamma). A is the number of anchors per text, and d is the width of the head.
+placeholders per anchor (gamma). A is the number of anchors per text, and d is the width of the
+head.
 """
 
 import dataclasses
@@ -44,22 +45,22 @@ from specdec_jax.models.decoder import KeysValues
 from specdec_jax.models.families import Config
 from specdec_jax.models.t5 import T5, T5Cache, T5Model
 
-# Number of slots whose target token is shown in training, relative to the number of wrong tokens in
-# the first prediction: at the start and at the end of training, as in GLAT.
+# Number of target tokens that are shown in training, relative to the number of wrong tokens in the
+# first prediction: at the start and at the end of training, as in GLAT.
 GLANCING_RATIO = 0.5, 0.3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SlotsLayout:
-  """Layout of a block that holds tokens of the text, and then the slots of one or more rounds.
+class PlaceholdersLayout:
+  """Layout of a block that holds tokens of the text, and then the placeholders of some rounds.
 
-  A token attends to the tokens up to itself. A slot attends to the tokens up to the anchor of its
-  round, and to all slots of its round.
+  A token attends to the tokens up to itself. A placeholder attends to the tokens up to the anchor
+  of its round, and to all placeholders of its round.
 
   Attributes:
     num_tokens: number of tokens in the block.
     anchors: position of the last committed token of each round.
-    gamma: number of slots per round.
+    gamma: number of placeholders per round.
   """
 
   num_tokens: int
@@ -70,28 +71,28 @@ class SlotsLayout:
     self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
   ) -> NodePlacement:
     token_positions = length[:, None] + jnp.arange(self.num_tokens)
-    slot_anchors = jnp.repeat(self.anchors, self.gamma, axis=1)  # [B, A N]
-    rounds, offsets = jnp.divmod(jnp.arange(slot_anchors.shape[1]), self.gamma)
-    slot_positions = slot_anchors + 1 + offsets
-    cached = jnp.arange(num_slots)
-    # For each entry of the cache, the index of its slot; negative for a token.
-    index = cached - token_positions[:, -1:] - 1  # [B, num_slots]
-    key_positions = gather(slot_positions, jnp.clip(index, 0, slot_anchors.shape[1] - 1))
-    is_committed = cached <= slot_anchors[..., None]
+    anchors = jnp.repeat(self.anchors, self.gamma, axis=1)  # [B, A N], that of each placeholder
+    rounds, offsets = jnp.divmod(jnp.arange(anchors.shape[1]), self.gamma)
+    positions = anchors + 1 + offsets
+    slots = jnp.arange(num_slots)
+    # For each slot of the cache, the index of its placeholder; negative for a token.
+    index = slots - token_positions[:, -1:] - 1  # [B, num_slots]
+    key_positions = gather(positions, jnp.clip(index, 0, anchors.shape[1] - 1))
+    is_committed = slots <= anchors[..., None]
     same_round = (index // self.gamma)[:, None] == rounds[:, None]
-    visible = [cached <= token_positions[..., None], is_committed | same_round]
+    visible = [slots <= token_positions[..., None], is_committed | same_round]
     return NodePlacement(
-      jnp.concatenate([token_positions, slot_positions], axis=1),
-      jnp.where(index < 0, cached, key_positions),
+      jnp.concatenate([token_positions, positions], axis=1),
+      jnp.where(index < 0, slots, key_positions),
       jnp.concatenate(visible, axis=1),
     )
 
 
 class DrafterT5(T5):
-  """T5 whose decoder predicts the tokens of gamma slots after the text.
+  """T5 whose decoder predicts the tokens of gamma placeholders after the text.
 
   Attributes:
-    gamma: number of slots per round.
+    gamma: number of placeholders per round.
   """
 
   gamma: int = 1
@@ -108,30 +109,30 @@ class DrafterT5(T5):
     anchors: Int[Array, "B A"],
     shown: Int[Array, "B A N"] | None = None,
   ) -> Float[Array, "B A N V"]:
-    """Return the logits of the slots of rounds that start at the anchors.
+    """Return the logits of the placeholders of rounds that start at the anchors.
 
     Args:
       source: source tokens.
       inputs: tokens of the text.
       anchors: position of the last committed token of each round.
-      shown: token whose embedding is added to that of each slot; -1 for none.
+      shown: token whose embedding is added to each placeholder; -1 for none.
     """
     cross, cross_bias = self.encode(source)
     empty = T5Cache(jnp.zeros(len(inputs), jnp.int32), (), cross, cross_bias)
     hidden, _ = self._run(empty, inputs, anchors, shown)
     return self.logits(hidden.reshape(*anchors.shape, self.gamma, -1))
 
-  def next_slots(
+  def next_logits(
     self, cache: T5Cache, tokens: Int[Array, "B K"], length: Int[Array, " B"], depth: int
   ) -> tuple[Float[Array, "B D V"], T5Cache]:
-    """Return the logits of the first `depth` slots after the text, and the cache with the tokens.
+    """Return the logits of the next `depth` tokens, and the cache with the given tokens.
 
     Args:
       cache: cache of the head.
       tokens: tokens from position `cache.length` on, which include the last committed one. Those
         past the end of the text are ignored.
       length: number of committed tokens.
-      depth: number of slots whose logits are returned.
+      depth: number of placeholders whose logits are returned.
     """
     hidden, layers = self._run(cache, tokens, length[:, None] - 1)
     return self.logits(hidden[:, :depth]), cache.replace(layers=layers)
@@ -142,19 +143,20 @@ class DrafterT5(T5):
     tokens: Int[Array, "B K"],
     anchors: Int[Array, "B A"],
     shown: Int[Array, "B A N"] | None = None,
-  ) -> tuple[Float[Array, "B slots d"], tuple[KeysValues, ...]]:
-    """Return the hidden states of all slots, and the keys and values of each layer.
+  ) -> tuple[Float[Array, "B AN d"], tuple[KeysValues, ...]]:
+    """Return the hidden states of all placeholders, and the keys and values of each layer.
 
     A cache without layers is not written to.
     """
     batch, num_tokens = tokens.shape
     x, embedding = self.token_embedder(tokens), self.token_embedder.embedding
-    slots = jnp.broadcast_to(self.places.astype(x.dtype), (*anchors.shape, *self.places.shape))
+    shape = *anchors.shape, *self.places.shape
+    placeholders = jnp.broadcast_to(self.places.astype(x.dtype), shape)
     if shown is not None:
       embedded = self.token_embedder(jnp.maximum(shown, 0))
-      slots = slots + jnp.where(shown[..., None] >= 0, embedded, 0)
-    x = jnp.concatenate([x, slots.reshape(batch, -1, x.shape[-1])], axis=1)
-    layout = SlotsLayout(num_tokens, anchors, self.gamma)
+      placeholders = placeholders + jnp.where(shown[..., None] >= 0, embedded, 0)
+    x = jnp.concatenate([x, placeholders.reshape(batch, -1, x.shape[-1])], axis=1)
+    layout = PlaceholdersLayout(num_tokens, anchors, self.gamma)
     cached, length = cache.layers or None, cache.length
     _, hidden, layers = self.decoder(
       x, embedding, cache.cross, cache.cross_bias, cached, length, layout
@@ -164,11 +166,11 @@ class DrafterT5(T5):
 
 @dataclasses.dataclass(frozen=True)
 class DrafterDraft(LevelwiseDraft):
-  """A draft that fills the slots after the text in one pass.
+  """A draft that predicts all draft tokens in one pass.
 
-  All nodes of one depth of the tree have the logits of the same slot. The pass covers all slots
-  that the head was trained with, because they attend to each other. The parameters are those of the
-  head, and the state is its cache.
+  All nodes of one depth of the tree have the logits of the same placeholder. The pass covers all
+  placeholders that the head was trained with, because they attend to each other. The parameters are
+  those of the head, and the state is its cache.
 
   Attributes:
     head: the head.
@@ -199,7 +201,7 @@ class DrafterDraft(LevelwiseDraft):
     return dataclasses.replace(self, processors=processors)
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> T5Cache:
-    # The slots in `context` suffice for the proposed tree; the head may have more slots.
+    # The slots in `context` suffice for the proposed tree; there may be more placeholders.
     num_slots = context.tokens.shape[1] + self.head.config.gamma
     return T5Model(self.head.module.config).prefill(params, context.prompt, num_slots)[1]
 
@@ -214,7 +216,7 @@ class DrafterDraft(LevelwiseDraft):
       tokens,
       context.length,
       self.tree.depth,
-      method="next_slots",
+      method="next_logits",
     )
 
     def step(
@@ -228,7 +230,7 @@ class DrafterDraft(LevelwiseDraft):
 
 @dataclasses.dataclass(frozen=True)
 class DrafterHead(DraftHead):
-  """Learned draft head that fills slots after the text in one pass (kind 'drafter')."""
+  """Learned draft head of Spec-Drafter, a T5 with placeholders (kind 'drafter')."""
 
   needs_encoder = True
 
@@ -245,10 +247,10 @@ class DrafterHead(DraftHead):
     return DrafterDraft(self, sampling, tree, width, reread=tree.depth + 1)
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes the logits of the slots of each anchor.
+    """Return the function that computes the logits of the placeholders of each anchor.
 
-    In training, with glancing targets, the slots whose tokens are shown have positions past the end
-    of the text, so they are not part of the loss.
+    In training, some target tokens are shown. The positions of these tokens are set past the end of
+    the text, so that they are not part of the loss.
     """
     module = self.module
 
@@ -256,9 +258,9 @@ class DrafterHead(DraftHead):
       params: Any, frozen: Any, outputs: TargetOutputs
     ) -> tuple[Float[Array, "B A N V"], Int[Array, "B A N"]]:
       def logits_of(shown: Int[Array, "B A N"] | None) -> Float[Array, "B A N V"]:
-        anchors = positions[..., 0]
-        arguments = outputs.source, outputs.inputs, anchors, shown
-        return module.apply({"params": params}, *arguments, method="after_anchors")
+        source, inputs, anchors = outputs.source, outputs.inputs, positions[..., 0]
+        variables = {"params": params}
+        return module.apply(variables, source, inputs, anchors, shown, method="after_anchors")
 
       if outputs.rng is None:
         positions = round_positions(outputs.inputs, None, stride, self.config.gamma)
@@ -269,27 +271,27 @@ class DrafterHead(DraftHead):
       is_wrong = logits_of(None).argmax(axis=-1) != targets
       first, last = GLANCING_RATIO
       ratio = first + outputs.progress * (last - first)
-      is_shown = slots_to_show(glancing_rng, is_wrong, targets > 0, ratio)
+      is_shown = tokens_to_show(glancing_rng, is_wrong, targets > 0, ratio)
       logits = logits_of(jnp.where(is_shown, targets, -1))
       return logits, jnp.where(is_shown, outputs.inputs.shape[1], positions)
 
     return draft_logits
 
 
-def slots_to_show(
+def tokens_to_show(
   rng: Key[Array, ""],
   is_wrong: Bool[Array, "B A N"],
   is_token: Bool[Array, "B A N"],
   ratio: Float[Array, ""] | float,
 ) -> Bool[Array, "B A N"]:
-  """Select at random the slots whose target tokens are shown, from all slots inside the text.
+  """Select at random the target tokens that are shown to the head.
 
   Args:
     rng: random key.
-    is_wrong: whether the predicted token of a slot differs from its target token.
-    is_token: whether a slot is inside the text.
-    ratio: number of shown tokens of each anchor, relative to its number of wrong ones. The product
-      is rounded.
+    is_wrong: whether the predicted token differs from the target token.
+    is_token: whether the target token is inside the text.
+    ratio: number of shown tokens of each anchor, relative to its number of wrong predictions. The
+      product is rounded.
   """
   count = jnp.round(ratio * (is_wrong & is_token).sum(axis=-1, keepdims=True))
   order = jnp.where(is_token, jax.random.uniform(rng, is_token.shape), 1.0).argsort(axis=-1)
