@@ -219,21 +219,20 @@ def test_decoder_on_the_targets_encoder_is_a_beam_draft(kind):
 def test_hidden_states_of_a_conditioned_decoder_move_with_their_beam():
   """With a single beam, each round has the draft tokens of a chain, even after acceptances."""
   case, (draft, draft_params) = t5(), encoder_sharing_draft(t5(), "conditioned", 3)
-  never, chain_guesses, beam_guesses = 0, [], []
+  never, traced, chain_guesses, beam_guesses = 0, [], [], []
 
   class RecordingDraft(ModelBeamDraft):
     def propose(self, params, state, context):
       forest, state = super().propose(params, state, context)
-      beam_guesses.append(np.asarray(forest.tokens))
+      traced.append(forest.tokens)
       return forest, state
 
-  def target_of(*text: int):
-    """Return a target that gives nearly all probability to this text."""
+  def target_of(text: jax.Array):
+    """Return a target that gives nearly all probability to a text, except where it is -1."""
 
     def change(model, params, cache, tokens, tree, first):
       logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
-      bias = 1e3 * jax.nn.one_hot(jnp.array(text), T5.vocab_size)
-      return logits.at[:, : len(text)].add(bias), hidden, cache
+      return logits + 1e3 * jax.nn.one_hot(text, T5.vocab_size), hidden, cache
 
     return tiny.ChangedModel(case.target, change)
 
@@ -242,14 +241,23 @@ def test_hidden_states_of_a_conditioned_decoder_move_with_their_beam():
   chains = tiny.start(case.target, draft, case.params, draft_params, prompt, LIMIT)
   chains = chains._replace(rng=keys)
   searcher = BeamSearcher(case.target, RecordingDraft(draft, 1, 4), 1, eos_id=never)
-  beams = searcher.init(params, prompt, LIMIT)
-  for num_accepted, correction in ((0, 5), (2, 8), (3, 3), (0, 10)):
+  beams = jax.jit(lambda: searcher.init(params, prompt, LIMIT))()
+
+  @jax.jit
+  def run_round(chains, beams, num_accepted, correction):
     guesses = draft.propose(draft_params, chains.draft_state, chains.context, keys)[0].tokens
-    chain_guesses.append(np.asarray(guesses))
-    target = target_of(*guesses[0, :num_accepted].tolist(), correction)
+    place = jnp.arange(4)
+    text = jnp.where(place < num_accepted, jnp.append(guesses[0], correction), -1)
+    target = target_of(jnp.where(place == num_accepted, correction, text))
     chains = Decoder(target, draft, verifier, never).round(params, chains)
     beams = dataclasses.replace(searcher, target=target).round(params, beams)
-    assert int(chains.num_rounds) == len(beam_guesses)
+    return chains, beams, guesses, traced.pop()
+
+  for round_, (num_accepted, correction) in enumerate(((0, 5), (2, 8), (3, 3), (0, 10))):
+    chains, beams, *guesses = run_round(chains, beams, num_accepted, correction)
+    chain_guesses.append(np.asarray(guesses[0]))
+    beam_guesses.append(np.asarray(guesses[1]))
+    assert int(chains.num_rounds) == round_ + 1
     assert beams.live.beams.length == chains.length
   np.testing.assert_array_equal(chain_guesses, beam_guesses)
   assert not (np.array(chain_guesses) == never).any()
