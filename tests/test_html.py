@@ -29,7 +29,7 @@ from specdec_jax.commands import speedup
 from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.measurement import measure as measuring
 from specdec_jax.records import Record
-from specdec_jax.reporting import speeds
+from specdec_jax.reporting import record_charts, speeds
 from specdec_jax.reporting.columns import headings, legend
 from specdec_jax.reporting.html import report, write_report
 from specdec_jax.reporting.rounds import Branch, Round, read_rounds
@@ -291,7 +291,22 @@ def test_values_that_were_not_measured_are_dashes():
   assert not page.all("svg")
 
 
-def test_each_missing_value_is_a_dash():
+def drawn_once(draw):
+  """Return the function `draw` with a cache, because most pages have the same charts."""
+  drawn = {}
+
+  def cached(*args, **kwargs):
+    arguments = repr((args, kwargs))
+    if arguments not in drawn:
+      drawn[arguments] = draw(*args, **kwargs)
+    return drawn[arguments]
+
+  return cached
+
+
+def test_each_missing_value_is_a_dash(monkeypatch):
+  for name in ("line_charts", "acceptance_chart"):
+    monkeypatch.setattr(record_charts, name, drawn_once(getattr(record_charts, name)))
   for field in dataclasses.fields(Record):
     if field.default is None:
       page = parsed([dataclasses.replace(RECORD, **{field.name: None}), OTHER], [EXAMPLE])
