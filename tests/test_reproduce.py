@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import tiny
 import tiny_pair
 
 from specdec_jax.bench import reproduce as module
@@ -47,7 +48,8 @@ def test_rows_without_a_model_are_left_out():
   assert by_draft == {"Unigram": 4, "Bigram": 4, "T5-small": 8, "T5-base": 4}
 
 
-def test_speeds_are_measured_once_with_the_gammas_of_the_paper(tmp_path, capsys):
+def test_speeds_are_measured_once_with_the_gammas_of_the_paper(tmp_path, capsys, monkeypatch):
+  tiny.know_costs(monkeypatch)  # test_measure.py times the parts of a round
   run = functools.partial(
     reproduce,
     ["table2"],
