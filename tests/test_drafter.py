@@ -160,6 +160,9 @@ def test_warm_start_takes_every_layer_of_a_model_with_as_many_heads():
 
 
 def test_head_that_does_not_fit_the_target_cannot_be_trained():
-  config = speculator_config(T5_CONFIG, "shared_encoder", num_heads=T5_CONFIG.num_heads + 1)
+  too_many = T5_CONFIG.num_heads + 1
+  with pytest.raises(InputError, match="use the target that it was trained on"):
+    speculator_config(T5_CONFIG, "shared_encoder", num_heads=too_many)
+  config = dataclasses.replace(speculator_config(T5_CONFIG, "shared_encoder"), num_heads=too_many)
   with pytest.raises(InputError, match="use the target that it was trained on"):
     speculator_objective(config, T5_CONFIG, t5().params)

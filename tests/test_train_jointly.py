@@ -122,8 +122,9 @@ def test_loss_and_gradient_are_the_sums_of_both_parts():
   jax.tree.map(close, both[1], want)
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [kind for kind in HEADS if kind != "drafter"])
 def test_gradient_of_the_loss_of_each_kind_of_head_reaches_the_target(kind):
+  """A drafter is left out, because it uses no results of the target."""
   config, batch = module(kind, CONFIG), batch_of(copies().targets[:4], length=8)
   loss = speculator_objective(config, CONFIG, (), stride=1).loss
   gradient = jax.jit(jax.grad(loss, argnums=1))

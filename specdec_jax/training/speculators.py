@@ -116,8 +116,8 @@ def joint_objective(
   """Return the objective of a target and a draft head that are trained together (Medusa-2).
 
   The loss is that of the target (`objectives.model_objective`) plus `head_weight` times that of the
-  head (`speculator_objective`), whose gradient reaches the target, too. Both losses have the labels
-  of the batch. The parameters are {"target": ..., "head": ...}. The validation scores are this
+  head (`speculator_objective`), whose gradient reaches the target, too, unless the head is of kind
+  'drafter'. Both losses have the labels of the batch. The parameters are {"target": ..., "head": ...}. The validation scores are this
   loss, the accuracy of the target, and the acceptance length.
 
   Args:
