@@ -117,8 +117,8 @@ def joint_objective(
 
   The loss is that of the target (`objectives.model_objective`) plus `head_weight` times that of the
   head (`speculator_objective`), whose gradient reaches the target, too, unless the head is of kind
-  'drafter'. Both losses have the labels of the batch. The parameters are {"target": ..., "head": ...}. The validation scores are this
-  loss, the accuracy of the target, and the acceptance length.
+  'drafter'. Both losses have the labels of the batch. The parameters are {"target": ..., "head":
+  ...}. The validation scores are this loss, the accuracy of the target, and the acceptance length.
 
   Args:
     config: configuration of the head.
