@@ -98,7 +98,7 @@ def test_placeholders_see_the_text_to_their_anchor_and_each_other():
   assert np.abs(other_source.logits(anchors) - before).max() > 1e-3
 
 
-@pytest.mark.parametrize("progress, ratio", [(0.0, 0.5), (0.5, 0.4), (1.0, 0.3)])
+@pytest.mark.parametrize("progress, ratio", [(0.0, 0.5), (1.0, 0.3)])
 def test_glancing_shows_a_share_of_the_wrong_tokens_and_leaves_them_out_of_the_loss(
   progress, ratio
 ):

@@ -26,7 +26,7 @@ from specdec_jax.commands.distillation_data import Teacher, model_outputs
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.drafts.heads import HEADS, init_params, speculator_config
+from specdec_jax.drafts.heads import init_params, speculator_config
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import model_of
 from specdec_jax.pairs import load_pair
@@ -122,9 +122,9 @@ def test_loss_and_gradient_are_the_sums_of_both_parts():
   jax.tree.map(close, both[1], want)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in HEADS if kind != "drafter"])
-def test_gradient_of_the_loss_of_each_kind_of_head_reaches_the_target(kind):
-  """A drafter is left out, because it uses no results of the target."""
+@pytest.mark.parametrize("kind", ["heads", "features", "early_exit"])
+def test_gradient_of_the_loss_of_a_head_reaches_the_target(kind):
+  """The heads use logits, hidden states and a source, or layers of the target."""
   config, batch = module(kind, CONFIG), batch_of(copies().targets[:4], length=8)
   loss = speculator_objective(config, CONFIG, (), stride=1).loss
   gradient = jax.jit(jax.grad(loss, argnums=1))
