@@ -279,7 +279,7 @@ def test_no_node_is_verified_twice(monkeypatch):
   monkeypatch.setattr(search, "pack_block", recording_pack)
   searcher = BeamSearcher(case.target, draft, 3, eos_id=EOS)
   run_round = jax.jit(lambda state: (searcher.round(params, state), state.done, traced.pop()))
-  state, num_cached_last = searcher.init(params, case.prompt, LIMIT), 0
+  state, num_cached_last = jax.jit(lambda: searcher.init(params, case.prompt, LIMIT))(), 0
   verified_texts = [[] for _ in case.prompt]
   for round_ in range(5):
     state, done, (tokens, length, last_entries, guesses, new_entries) = run_round(state)
