@@ -270,4 +270,4 @@ def test_training_starts_from_the_target_and_from_a_given_head(tmp_path, monkeyp
 )
 def test_invalid_arguments_raise(changes, message, tmp_path):
   with pytest.raises(InputError, match=message):
-    run(tmp_path, "refused", **changes)
+    run(tmp_path, "invalid", **changes)
