@@ -51,12 +51,15 @@ class DraftFactory(NamedTuple):
     build: function of (sampling, tree) that returns the draft.
     params: parameters of the draft.
     path: path of the draft's checkpoint, for records; None if it has no checkpoint or several.
+    feature_layers: decoder layers of the target whose outputs the draft reads as the target's
+      hidden states; by default, it reads the states after the final norm, or none.
   """
 
   name: str
   build: Callable[[Sampling, AnyTree], Draft]
   params: Any = ()
   path: str | None = None
+  feature_layers: tuple[int, ...] = ()
 
 
 def load_draft(load: Callable[[LoadedTarget], DraftFactory], target: LoadedTarget) -> DraftFactory:

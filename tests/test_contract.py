@@ -46,6 +46,7 @@ from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.loading import DraftFactory
 from specdec_jax.models.gpt import GPTModel
+from specdec_jax.models.simulated import with_feature_layers
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import speculators
 from specdec_jax.verifiers.k_seq import KSeqVerifier
@@ -94,6 +95,12 @@ def deep() -> Models:
   """Return the T5 models with a target that has three decoder layers."""
   config = dataclasses.replace(T5_CONFIG, num_decoder_layers=3)
   return t5()._replace(target=T5Model(config), params=tiny.params(config, 4, peak=0.9))
+
+
+@functools.cache
+def deep_features() -> Models:
+  """Return the same models, where the target's hidden states are the outputs of two layers."""
+  return deep()._replace(target=with_feature_layers(deep().target, (0, 2)))
 
 
 @functools.cache
@@ -198,7 +205,8 @@ def learned(kind: str, layers: tuple[int, ...] | None = None):
 
   def draft(models: Models, sampling: Sampling, tree: Tree):
     shape = models.target.config
-    sizes = dict(state_dim=shape.emb_dim, emb_dim=8, mlp_dim=16, num_decoder_layers=1, rank=4)
+    width = shape.emb_dim * max(1, len(models.target.feature_layers))
+    sizes = dict(state_dim=width, emb_dim=8, mlp_dim=16, num_decoder_layers=1, rank=4)
     heads = dict(num_heads=shape.num_heads, head_dim=shape.head_dim, has_encoder=shape.has_encoder)
     config = SpeculatorConfig(kind=kind, vocab_size=V, gamma=4, layers=layers, **sizes, **heads)
     own = init_params(config, jax.random.key(1))
@@ -279,7 +287,12 @@ CASES = {
   "features": (t5, learned("features"), RAGGED, TokenVerifier),
   "EAGLE, text": (t5, learned("eagle_text"), RAGGED, TokenVerifier),
   "drafter": (t5, learned("drafter"), RAGGED, TokenVerifier),
-  "features, dynamic": (t5, learned("features"), DynamicTree(9, 3), TokenVerifier),
+  "fused features, dynamic": (
+    deep_features,
+    learned("features", (0, 2)),
+    DynamicTree(9, 3),
+    TokenVerifier,
+  ),
   "uniform": (t5, drafted(uniform), branching(2, 1), TokenVerifier),
   "hierarchical": (t5, hierarchical, chain(4), TokenVerifier),
   "hierarchical, GPT": (gpt, two_levels, chain(3), BlockVerifier),

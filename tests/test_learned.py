@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
-from test_contract import GREEDY, LIMIT, RAGGED, RANDOM, T5_CONFIG, V, deep, deep_gpt, gpt, t5
+from test_contract import (
+  GREEDY,
+  LIMIT,
+  RAGGED,
+  RANDOM,
+  T5_CONFIG,
+  V,
+  deep,
+  deep_features,
+  deep_gpt,
+  gpt,
+  t5,
+)
 
 from specdec_jax import pairs
 from specdec_jax.checkpoints.folder import open_folder, save_model
@@ -30,6 +42,8 @@ from specdec_jax.drafts.heads.base import TargetOutputs
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
 from specdec_jax.models.families import module_of
+from specdec_jax.models.layers import norm
+from specdec_jax.models.simulated import with_feature_layers
 from specdec_jax.pairs import speculators
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import divergences
@@ -83,13 +97,15 @@ def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
     *((kind, t5, None) for kind in HEADS),
     *((kind, gpt, None) for kind in ("heads", "parallel", "early_exit")),
     *(("early_exit", of, (0, 2)) for of in (deep, deep_gpt)),
+    ("features", deep_features, (0, 2)),
   ],
 )
 def test_training_logits_equal_those_of_decoding(kind, of, layers):
   """At each token of a text, the draft's q in decoding equals the q that the training loss uses."""
   models = of()
   shape = models.target.config
-  config = module(kind, shape, layers=layers)
+  width = shape.emb_dim * max(1, len(models.target.feature_layers))
+  config = module(kind, shape, layers=layers, state_dim=width)
   own = init_params(config, jax.random.key(3))
   drafter = speculators.head_factory(
     kind, config, own, tiny.loaded(None, models.target, models.params)
@@ -187,6 +203,44 @@ def test_layers_that_the_target_lacks_are_rejected(layers):
     speculator_config(target, "early_exit", layers=layers)
   with pytest.raises(InputError, match="layers 0 to 2"):
     speculator_config(target, "early_exit", exit_layers=4)
+
+
+@pytest.mark.parametrize("make", [deep, deep_gpt], ids=["T5", "GPT"])
+def test_hidden_states_are_outputs_of_feature_layers(make):
+  """The output of the last layer, normalized, is the state that the target has without them."""
+  models = make()
+  last = models.target.config.num_decoder_layers - 1
+  fused = with_feature_layers(models.target, (0, last))
+  tokens = jnp.asarray(models.prompts[:, :4])
+
+  def states(target, params):
+    start, cache = target.prefill(params, jnp.asarray(models.prompts), 32)
+    return start, target.extend(params, cache, tokens)[:2]
+
+  start, (logits, hidden) = jax.jit(functools.partial(states, fused))(models.params)
+  expected_start, (expected_logits, expected) = jax.jit(functools.partial(states, models.target))(
+    models.params
+  )
+  width = models.target.config.emb_dim
+  assert start.shape[-1] == hidden.shape[-1] == 2 * width and expected_start.shape[-1] == width
+  np.testing.assert_array_equal(logits, expected_logits)
+  normalize = functools.partial(norm(models.target.config).apply)
+  scale = {"params": models.params["decoder"]["decoder_norm"]}
+  np.testing.assert_allclose(normalize(scale, hidden[..., width:]), expected, rtol=1e-5, atol=1e-6)
+  assert not np.allclose(normalize(scale, hidden[..., :width]), expected, atol=1e-2)
+
+
+def test_pair_gives_each_draft_the_states_that_it_reads():
+  pair = tiny_pair.pair()
+  layers = (0,)
+  config = functools.partial(speculator_config, kind="features", layers=layers, emb_dim=8)
+  load = functools.partial(speculators.random_speculator, config=config)
+  tree = functools.partial(pairs.tree_draft, draft=load, widths=(2,))
+  with_tree = pair.with_draft(tree(pair.loaded_target))
+  assert with_tree.target.feature_layers == with_tree.draft_factory.feature_layers == layers
+  assert with_tree.with_draft(pair.draft_factory).target.feature_layers == ()
+  with pytest.raises(InputError, match="cannot be joined with another draft"):
+    pairs.forest_draft(pair.loaded_target, [load, load])
 
 
 def test_chosen_layers_are_stored(tmp_path):

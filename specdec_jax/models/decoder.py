@@ -81,9 +81,16 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-  """Stack of decoder layers, with relative or learned positions, a final norm and logits."""
+  """Stack of decoder layers, with relative or learned positions, a final norm and logits.
+
+  Attributes:
+    config: configuration of the model.
+    feature_layers: layers whose outputs are the hidden states, one after the other along the last
+      axis; by default, hidden states are those after the final norm.
+  """
 
   config: TransformerConfig
+  feature_layers: tuple[int, ...] = ()
 
   def setup(self):
     cfg = self.config
@@ -113,7 +120,7 @@ class Decoder(nn.Module):
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
     deterministic: bool = True,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], tuple[KeysValues, ...]]:
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K states"], tuple[KeysValues, ...]]:
     """Process a block of tokens.
 
     Args:
@@ -128,8 +135,7 @@ class Decoder(nn.Module):
       deterministic: False to apply dropout.
 
     Returns:
-      Logits in float32, hidden states after the final norm, and for each layer keys and values (see
-      `DecoderLayer`).
+      Logits in float32, hidden states, and for each layer keys and values (see `DecoderLayer`).
     """
     batch, block, _ = x.shape
     length = jnp.zeros(batch, jnp.int32) if length is None else length
@@ -142,7 +148,7 @@ class Decoder(nn.Module):
     else:
       x = x + self.positions.at[positions].get(mode="clip").astype(x.dtype)
     x = self.dropout(x, deterministic)
-    layer_keys_values = []
+    layer_keys_values, outputs = [], []
     for i, layer in enumerate(self.layers):
       x, keys_values = layer(
         x,
@@ -154,8 +160,11 @@ class Decoder(nn.Module):
         deterministic,
       )
       layer_keys_values.append(keys_values)
+      outputs.append(x)
     x = self.dropout(self.decoder_norm(x), deterministic)
-    return self.logits(x, embedding), x, tuple(layer_keys_values)
+    features = [outputs[i] for i in self.feature_layers]
+    hidden = jnp.concatenate(features, axis=-1) if features else x
+    return self.logits(x, embedding), hidden, tuple(layer_keys_values)
 
   def logits(
     self, x: Float[Array, "*batch E"], embedding: Float[Array, "rows E"]

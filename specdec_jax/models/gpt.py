@@ -38,13 +38,19 @@ class GPTCache:
 
 
 class GPT(nn.Module):
-  """Decoder-only model, with the methods that `GPTModel` and training call."""
+  """Decoder-only model, with the methods that `GPTModel` and training call.
+
+  Attributes:
+    config: configuration of the model.
+    feature_layers: see `Decoder`.
+  """
 
   config: GPTConfig
+  feature_layers: tuple[int, ...] = ()
 
   def setup(self):
     self.token_embedder = embedder(self.config)
-    self.decoder = Decoder(self.config)
+    self.decoder = Decoder(self.config, self.feature_layers)
 
   def __call__(
     self, source: Any, inputs: Int[Array, "B K"], deterministic: bool = True
@@ -62,7 +68,7 @@ class GPT(nn.Module):
     tokens: Int[Array, "B K"],
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], GPTCache]:
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K states"], GPTCache]:
     """Process a block of tokens that follows the cached tokens; see `core.types.Model.extend`."""
     return self.extend_embedded(cache, self.token_embedder(tokens), tree, first)
 
@@ -72,7 +78,7 @@ class GPT(nn.Module):
     x: Float[Array, "B K E"],
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], GPTCache]:
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K states"], GPTCache]:
     """Process a block of token embeddings, or of vectors that replace token embeddings."""
     logits, hidden, layers = self.decoder(
       x,
@@ -97,9 +103,11 @@ class GPTModel:
 
   Attributes:
     config: configuration of the model.
+    feature_layers: see `Decoder`.
   """
 
   config: GPTConfig
+  feature_layers: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
 
   @property
   def vocab_size(self) -> int:
@@ -140,7 +148,8 @@ class GPTModel:
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], GPTCache]:
-    return GPT(self.config).apply({"params": params}, cache, tokens, tree, first, method=GPT.extend)
+    module = GPT(self.config, self.feature_layers)
+    return module.apply({"params": params}, cache, tokens, tree, first, method=GPT.extend)
 
   def commit(
     self,

@@ -93,15 +93,21 @@ class Encoder(nn.Module):
 
 
 class T5(nn.Module):
-  """T5 encoder-decoder, with the methods that `T5Model` and training call."""
+  """T5 encoder-decoder, with the methods that `T5Model` and training call.
+
+  Attributes:
+    config: configuration of the model.
+    feature_layers: see `Decoder`.
+  """
 
   config: T5Config
+  feature_layers: tuple[int, ...] = ()
 
   def setup(self):
     cfg = self.config
     self.token_embedder = embedder(cfg)
     self.encoder = Encoder(cfg)
-    self.decoder = Decoder(cfg)
+    self.decoder = Decoder(cfg, self.feature_layers)
 
   def __call__(
     self, source: Int[Array, "B S"], inputs: Int[Array, "B K"], deterministic: bool = True
@@ -135,7 +141,7 @@ class T5(nn.Module):
     tokens: Int[Array, "B K"],
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], T5Cache]:
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K states"], T5Cache]:
     """Process a block of tokens that follows the cached tokens; see `core.types.Model.extend`."""
     return self.extend_embedded(cache, self.token_embedder(tokens), tree, first)
 
@@ -145,7 +151,7 @@ class T5(nn.Module):
     x: Float[Array, "B K E"],
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], T5Cache]:
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K states"], T5Cache]:
     """Process a block of token embeddings, or of vectors that replace token embeddings."""
     logits, hidden, layers = self.decoder(
       x,
@@ -170,9 +176,11 @@ class T5Model:
 
   Attributes:
     config: configuration of the model.
+    feature_layers: see `Decoder`.
   """
 
   config: T5Config
+  feature_layers: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
 
   @property
   def eos_id(self) -> int:
@@ -197,7 +205,8 @@ class T5Model:
       cross=cross,
       cross_bias=cross_bias,
     )
-    return jnp.zeros((batch, 1, config.emb_dim), config.activations), cache
+    width = config.emb_dim * max(1, len(self.feature_layers))
+    return jnp.zeros((batch, 1, width), config.activations), cache
 
   def extend(
     self,
@@ -207,7 +216,8 @@ class T5Model:
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], T5Cache]:
-    return T5(self.config).apply({"params": params}, cache, tokens, tree, first, method=T5.extend)
+    module = T5(self.config, self.feature_layers)
+    return module.apply({"params": params}, cache, tokens, tree, first, method=T5.extend)
 
   def commit(
     self,

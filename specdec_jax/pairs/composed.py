@@ -54,7 +54,7 @@ def hierarchical_draft(
     tree = require_static("a hierarchical draft", tree)
     return HierarchicalDraft(_of_model(model, sampling, tree).model, guesses, sampling, tree)
 
-  return DraftFactory(f"{model.name} by {cheaper.name}", build, (model.params, cheaper.params))
+  return _joined(f"{model.name} by {cheaper.name}", build, [model, cheaper])
 
 
 def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFactory:
@@ -76,7 +76,7 @@ def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFac
     )
 
   name = " and ".join(factory.name for factory in factories)
-  return DraftFactory(name, build, tuple(factory.params for factory in factories))
+  return _joined(name, build, factories)
 
 
 def cascade_draft(
@@ -113,7 +113,7 @@ def cascade_draft(
     return CascadeDraft(tuple(built), len(target.vocabulary))
 
   name = ", then ".join(factory.name for factory in factories)
-  return DraftFactory(name, build, tuple(factory.params for factory in factories))
+  return _joined(name, build, factories)
 
 
 def tree_draft(
@@ -150,7 +150,7 @@ def tree_draft(
     return factory.build(sampling, shape(tree.depth))
 
   size = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
-  return DraftFactory(f"{factory.name}, {size}", build, factory.params)
+  return factory._replace(name=f"{factory.name}, {size}", build=build, path=None)
 
 
 def stopping_draft(
@@ -177,7 +177,7 @@ def stopping_draft(
   rule = f"stops below {threshold:g}"
   if goal is not None:
     rule = f"stops for a rate of {goal:g}"
-  return DraftFactory(f"{model.name} ({rule})", build, model.params)
+  return model._replace(name=f"{model.name} ({rule})", build=build, path=None)
 
 
 def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
@@ -195,7 +195,7 @@ def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
   def build(sampling: Sampling, tree: AnyTree) -> StopAtMissDraft:
     return StopAtMissDraft(factory.build(sampling, tree))
 
-  return DraftFactory(f"{factory.name}, as far as known", build, factory.params)
+  return factory._replace(name=f"{factory.name}, as far as known", build=build, path=None)
 
 
 def recycling_draft(
@@ -219,7 +219,24 @@ def recycling_draft(
     count = rest if num_recycled is None else min(num_recycled, rest)
     return RecyclingDraft(factory.build(sampling, tree), count, len(target.vocabulary))
 
-  return DraftFactory(f"{factory.name}, recycled", build, factory.params)
+  return factory._replace(name=f"{factory.name}, recycled", build=build, path=None)
+
+
+def _joined(
+  name: str, build: Callable[[Sampling, AnyTree], Draft], factories: Sequence[DraftFactory]
+) -> DraftFactory:
+  """Return the draft factory of several drafts.
+
+  Raises:
+    InputError: a draft reads outputs of layers of the target.
+  """
+  for factory in factories:
+    if factory.feature_layers:
+      raise InputError(
+        f"{factory.name} reads the outputs of several layers of the target and cannot be joined "
+        "with another draft."
+      )
+  return DraftFactory(name, build, tuple(factory.params for factory in factories))
 
 
 def _of_model(factory: DraftFactory, sampling: Sampling, tree: AnyTree) -> ModelDraft:
@@ -264,4 +281,4 @@ def draft_sampling(
     for name, value in given.items()
   )
   name = f"{factory.name} ({words})" if words else factory.name
-  return DraftFactory(name, build, factory.params)
+  return factory._replace(name=name, build=build, path=None)

@@ -30,6 +30,7 @@ from specdec_jax.kernels import skinny
 from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of
+from specdec_jax.models.simulated import with_feature_layers
 from specdec_jax.pairs.pair import LoadedPair
 from specdec_jax.pairs.speculators import speculator
 
@@ -148,7 +149,7 @@ def load_pair(
   if task is None and is_bundled(target):
     task = EMBEDDED.name
   return LoadedPair(
-    target=model_of(config),
+    target=with_feature_layers(model_of(config), drafter.feature_layers),
     target_params=target_params,
     target_name=checkpoint_name(target),
     target_path=recorded_path(target) if is_path else None,

@@ -80,7 +80,8 @@ def head_factory(
   def build(sampling: Sampling, tree: AnyTree) -> Draft:
     return head.draft(target_config, sampling, tree)
 
-  return DraftFactory(name, build, head.draft_params(target_config, params, target.params))
+  params = head.draft_params(target_config, params, target.params)
+  return DraftFactory(name, build, params, feature_layers=head.feature_layers)
 
 
 def config_of(target: Model) -> Config:

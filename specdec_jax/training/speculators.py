@@ -21,6 +21,7 @@ from specdec_jax.drafts.heads import SpeculatorConfig, head_of
 from specdec_jax.drafts.heads.base import TargetOutputs, gather_positions
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, model_of
+from specdec_jax.models.simulated import with_feature_layers
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import Divergence, Objective, divergences, model_objective
 
@@ -57,9 +58,9 @@ def speculator_objective(
   Raises:
     InputError: the head does not fit the target.
   """
-  model: Any = model_of(target)
   head = head_of(config)
   head.require_target(target)
+  model: Any = with_feature_layers(model_of(target), head.feature_layers)
   draft_logits = head.training_logits(target, stride)
 
   def target_outputs(

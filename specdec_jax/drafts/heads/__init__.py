@@ -1,5 +1,6 @@
 """Learned draft heads: small modules that are trained for one target, one file per kind."""
 
+import dataclasses
 from typing import Any
 
 from jax import Array
@@ -94,6 +95,8 @@ def speculator_config(
     num_encoder_layers=num_encoder_layers,
     dtype=target.dtype,
   )
+  if features := head_of(config).feature_layers:
+    config = dataclasses.replace(config, state_dim=target.emb_dim * len(features))
   head = head_of(config)
   head.require_target(target)
   return head.config

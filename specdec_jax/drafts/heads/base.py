@@ -48,8 +48,10 @@ class SpeculatorConfig(TransformerConfig):
       `ConditionedT5.offsets`.
     rank: rank of the correction of the logits in heads of kind 'parallel'.
     exit_layers: number of decoder layers of the target before a head of kind 'early_exit'.
-    layers: numbers of the decoder layers of the target before a head of kind 'early_exit', in
-      ascending order; None for the first `exit_layers`.
+    layers: numbers of decoder layers of the target, in ascending order. A head of kind 'early_exit'
+      follows these layers; None for the first `exit_layers`. Heads of kind 'conditioned',
+      'features' and 'eagle_text' read the outputs of these layers as the target's hidden states,
+      one after the other (EAGLE-3; Li et al., 2025); None for the state after the final norm.
     num_encoder_layers: number of encoder layers of a head of kind 'drafter'.
     has_encoder: whether the target has an encoder.
   """
@@ -117,6 +119,11 @@ class DraftHead(abc.ABC):
   needs_encoder: ClassVar[bool] = False
   uses_cross_attention: ClassVar[bool] = False
 
+  @property
+  def feature_layers(self) -> tuple[int, ...]:
+    """Decoder layers of the target whose outputs the head reads as hidden states; see `Decoder`."""
+    return ()
+
   @abc.abstractmethod
   def init(self, rng: Key[Array, ""]) -> Any:
     """Return random parameters of the head (float32)."""
@@ -159,14 +166,15 @@ class DraftHead(abc.ABC):
         f"A draft of kind {config.kind!r} needs a source, and this target has no encoder."
       )
     expected: tuple[Any, ...] = config.has_encoder, config.state_dim
-    actual: tuple[Any, ...] = target.has_encoder, target.emb_dim
+    width = target.emb_dim * max(1, len(self.feature_layers))
+    actual: tuple[Any, ...] = target.has_encoder, width
     if self.uses_cross_attention and config.has_encoder:
       expected += config.num_heads, config.head_dim
       actual += target.num_heads, target.head_dim
     if expected != actual:
       raise InputError(
-        f"The draft is for a target with (encoder, emb_dim, heads) {expected}, this one has "
-        f"{actual}; use the target that it was trained on."
+        f"The draft is for a target with (encoder, width of states, heads) {expected}, this one "
+        f"has {actual}; use the target that it was trained on."
       )
 
   def require_static(self, tree: AnyTree) -> Tree:

@@ -30,7 +30,8 @@ from specdec_jax.drafts.heads.base import (
   every_position,
 )
 from specdec_jax.drafts.heads.shared_encoder import SharedEncoderDraft, empty_cache
-from specdec_jax.models.config import T5Config
+from specdec_jax.drafts.layer_skip import require_layers
+from specdec_jax.models.config import T5Config, TransformerConfig
 from specdec_jax.models.decoder import KeysValues
 from specdec_jax.models.families import Config
 from specdec_jax.models.layers import Dense, norm
@@ -207,6 +208,15 @@ class ConditionedHead(DraftHead):
   @property
   def module(self) -> ConditionedT5:
     return ConditionedT5(decoder_config(self.config), offsets=self.config.gamma)
+
+  @property
+  def feature_layers(self) -> tuple[int, ...]:
+    return self.config.layers or ()
+
+  def require_target(self, target: TransformerConfig) -> None:
+    super().require_target(target)
+    if self.config.layers is not None:
+      require_layers(self.config.layers, target.num_decoder_layers)
 
   def init(self, rng: Key[Array, ""]) -> Any:
     config, tokens = self.config, jnp.zeros((1, self.config.gamma), jnp.int32)
