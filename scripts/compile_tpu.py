@@ -18,8 +18,8 @@ from specdec_jax.bench.tpu import compile as tpu_compile
 from specdec_jax.bench.tpu import examine
 from specdec_jax.bench.tpu.beams import BeamSettings, beam_programs
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import Tree
-from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig, speculator_config
+from specdec_jax.core.trees import AnyTree, DynamicTree
+from specdec_jax.drafts.heads import HEADS, AnyConfig, SpeculatorConfig, speculator_config
 from specdec_jax.errors import InputError
 from specdec_jax.extended_theory import best_tree
 from specdec_jax.models.config import named_config, named_dtype
@@ -36,9 +36,10 @@ def main() -> None:
   parser.add_argument(
     "--draft",
     default="small",
-    help="size of the draft (small); or parallel, eagle or heads: a draft head on the target",
+    help=f"size of the draft (small); or a draft head on the target: {', '.join(HEADS)}",
   )
   parser.add_argument("--width", type=int, default=1024, help="width of a draft head (1024)")
+  parser.add_argument("--layers", type=int, default=2, help="layers of a draft head (2)")
   parser.add_argument(
     "--version",
     default="1.1",
@@ -63,6 +64,9 @@ def main() -> None:
     type=int,
     default=0,
     help="nodes of a tree (0, the default: a chain); with beams, nodes per target pass (0: all)",
+  )
+  parser.add_argument(
+    "--dynamic", action="store_true", help="make the tree of --nodes a dynamic one (EAGLE-2)"
   )
   parser.add_argument(
     "--ranks",
@@ -103,15 +107,22 @@ def main() -> None:
       options |= dict(fused=True, tied_logits=False)
     target = named_config(args.version, args.target, **options)
     draft: AnyConfig
-    if args.draft in ("parallel", "eagle", "heads"):
+    if args.draft in HEADS:
       draft = speculator_config(
-        target, args.draft, gamma=args.gamma, emb_dim=args.width, mlp_dim=4 * args.width
+        target,
+        args.draft,
+        gamma=args.gamma,
+        emb_dim=args.width,
+        mlp_dim=4 * args.width,
+        num_layers=args.layers,
       )
     else:
       draft = named_config(args.version, args.draft, **options)
     chip, devices = tpu_compile.described(args.topology)
-    gamma: int | Tree = args.gamma
-    if args.nodes and not args.beams:
+    gamma: int | AnyTree = args.gamma
+    if args.dynamic:
+      gamma = DynamicTree(args.nodes - 1, args.gamma)
+    elif args.nodes and not args.beams:
       gamma = best_tree([float(x) for x in args.ranks.split(",")], args.nodes, args.gamma)
     if args.beams:
       if args.cut_draft or isinstance(draft, SpeculatorConfig):
@@ -141,7 +152,7 @@ def main() -> None:
     report = examine.report(programs, gamma)
     settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "specdec_jax")}
-    nodes = f", {args.nodes} nodes" if args.nodes else ""
+    nodes = f", {args.nodes} nodes{' (dynamic)' * args.dynamic}" if args.nodes else ""
     if args.beams:
       nodes = f", {args.beams} beams, {args.draft_beams or args.beams} of the draft{nodes}"
     family = args.version if args.version.isidentifier() else f"T5 {args.version}"

@@ -45,8 +45,8 @@ from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.loading import DraftFactory
+from specdec_jax.models.families import with_feature_layers
 from specdec_jax.models.gpt import GPTModel
-from specdec_jax.models.simulated import with_feature_layers
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import speculators
 from specdec_jax.verifiers.k_seq import KSeqVerifier

@@ -41,9 +41,8 @@ from specdec_jax.drafts.heads import (
 from specdec_jax.drafts.heads.base import TargetOutputs
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.alpha import proposals
-from specdec_jax.models.families import module_of
+from specdec_jax.models.families import module_of, with_feature_layers
 from specdec_jax.models.layers import norm
-from specdec_jax.models.simulated import with_feature_layers
 from specdec_jax.pairs import speculators
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import divergences

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Key
 
+from specdec_jax.core.types import Model
+from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.gpt import GPT, GPTModel
 from specdec_jax.models.t5 import T5, T5Model
+from specdec_jax.wrappers import WrappedModel
 
 Config = T5Config | GPTConfig
 
@@ -23,6 +26,29 @@ def module_of(config: Config) -> T5 | GPT:
 def model_of(config: Config) -> T5Model | GPTModel:
   """Return the model of a configuration, which implements the `Model` contract."""
   return T5Model(config) if isinstance(config, T5Config) else GPTModel(config)
+
+
+def with_feature_layers(model: Model, layers: tuple[int, ...]) -> Model:
+  """Return a model whose hidden states are the outputs of `layers`; see `Decoder`.
+
+  Raises:
+    InputError: there are layers, and the model is neither a T5 nor a decoder-only model of this
+      project.
+  """
+  if isinstance(model, WrappedModel):
+    return dataclasses.replace(model, model=with_feature_layers(model.model, layers))
+  if isinstance(model, T5Model | GPTModel):
+    return dataclasses.replace(model, feature_layers=layers)
+  if layers:
+    raise InputError(f"{type(model).__name__} has no layers whose outputs a draft could read.")
+  return model
+
+
+def feature_layers(model: Model) -> tuple[int, ...]:
+  """Return the layers whose outputs are the hidden states of a model; see `Decoder`."""
+  if isinstance(model, WrappedModel):
+    return feature_layers(model.model)
+  return model.feature_layers if isinstance(model, T5Model | GPTModel) else ()
 
 
 def init_params(config: Config, rng: Key[Array, ""]) -> Any:

@@ -13,8 +13,6 @@ from jaxtyping import Bool, Float, Int, UInt
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, require_static
 from specdec_jax.core.types import Model
 from specdec_jax.errors import InputError, require_number
-from specdec_jax.models.gpt import GPTModel
-from specdec_jax.models.t5 import T5Model
 from specdec_jax.wrappers import WrappedModel
 
 _BASE = np.uint32(0x9E3779B1)  # odd and large: hashes are polynomials in it, modulo 2^32
@@ -129,22 +127,6 @@ class SimulatedModel(WrappedModel):
 def unwrapped(model: Model) -> Model:
   """Return the model that a `SimulatedModel` wraps; return any other model unchanged."""
   return model.model if isinstance(model, SimulatedModel) else model
-
-
-def with_feature_layers(model: Model, layers: tuple[int, ...]) -> Model:
-  """Return a model whose hidden states are the outputs of `layers`; see `Decoder`.
-
-  Raises:
-    InputError: there are layers, and the model is neither a T5 nor a decoder-only model of this
-      project.
-  """
-  if isinstance(model, SimulatedModel):
-    return dataclasses.replace(model, model=with_feature_layers(model.model, layers))
-  if isinstance(model, T5Model | GPTModel):
-    return dataclasses.replace(model, feature_layers=layers)
-  if layers:
-    raise InputError(f"{type(model).__name__} has no layers whose outputs a draft could read.")
-  return model
 
 
 def unwrapped_cache(cache: Any) -> Any:

@@ -29,8 +29,7 @@ from specdec_jax.errors import InputError, require_count, require_types, shown
 from specdec_jax.kernels import skinny
 from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.models.config import GPTConfig, named_dtype
-from specdec_jax.models.families import Config, model_of
-from specdec_jax.models.simulated import with_feature_layers
+from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.pairs.pair import LoadedPair
 from specdec_jax.pairs.speculators import speculator
 

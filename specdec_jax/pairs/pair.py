@@ -20,7 +20,7 @@ from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.loading import DraftFactory, LoadedTarget
 from specdec_jax.memory import require_memory
-from specdec_jax.models.simulated import unwrapped, with_feature_layers
+from specdec_jax.models.families import feature_layers, with_feature_layers
 
 MOST_STEPS = 32  # maximum gamma of a beam search; each step takes about a second to compile
 
@@ -92,7 +92,7 @@ class LoadedPair(NamedTuple):
   @property
   def draft_factory(self) -> DraftFactory:
     """The draft of this pair as a `DraftFactory`."""
-    layers = getattr(unwrapped(self.target), "feature_layers", ())
+    layers = feature_layers(self.target)
     return DraftFactory(self.draft_name, self.draft, self.draft_params, self.draft_path, layers)
 
   def with_draft(self, factory: DraftFactory) -> "LoadedPair":

@@ -20,8 +20,7 @@ from jax import Array
 from specdec_jax.drafts.heads import SpeculatorConfig, head_of
 from specdec_jax.drafts.heads.base import TargetOutputs, gather_positions
 from specdec_jax.errors import InputError
-from specdec_jax.models.families import Config, model_of
-from specdec_jax.models.simulated import with_feature_layers
+from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.training.batches import Batch
 from specdec_jax.training.objectives import Divergence, Objective, divergences, model_objective
 

@@ -21,11 +21,11 @@ from jax.stages import Lowered
 
 from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling, sample_logits
-from specdec_jax.core.trees import Tree, chain
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig, init_params
-from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.loading import LoadedTarget
 from specdec_jax.models.families import Config, model_of
@@ -173,7 +173,7 @@ class CompileSettings:
     InputError: a size is not a positive integer.
   """
 
-  gamma: int | Tree = 7
+  gamma: int | AnyTree = 7
   batch_size: int = 1
   source_tokens: int = 128
   max_new_tokens: int = 128
@@ -191,8 +191,8 @@ class CompileSettings:
       require_count(name, size)
 
   @property
-  def tree(self) -> Tree:
-    return self.gamma if isinstance(self.gamma, Tree) else chain(self.gamma)
+  def tree(self) -> AnyTree:
+    return chain(self.gamma) if isinstance(self.gamma, int) else self.gamma
 
 
 def programs(
@@ -207,10 +207,11 @@ def programs(
     'speculative loop', 'plain loop': the decoding loops, encoders included;
     'round', 'plain step': a round of speculative decoding, a step of autoregressive decoding;
     'decode step': a target forward pass over one token, and a commit of this token;
-    'verify': a target forward pass over all nodes of a round, and a commit of the first node;
+    'verify': a target forward pass over all nodes of a round, and a commit of the first node; not
+      for dynamic trees, whose shape is known in a round only;
     'draft step': one step of the draft, if it is a model;
     'drafting': the drafting of one round, if the draft is a learned head;
-    'commit': moving the accepted path of a tree in the cache; only for trees.
+    'commit': moving the accepted path of a tree in the cache; only for static trees.
 
   Args:
     target: configuration of the target.
@@ -231,13 +232,14 @@ def programs(
     "plain step": functools.partial(pair.lower_round, autoregressive, target_params),
     "round": functools.partial(pair.lower_round, speculative, params),
     "decode step": functools.partial(pair.lower_target, chain(0)),
-    "verify": functools.partial(pair.lower_target, settings.tree),
   }
+  if not isinstance(settings.tree, DynamicTree):
+    lowered["verify"] = functools.partial(pair.lower_target, settings.tree)
   if isinstance(draft, SpeculatorConfig):
     lowered["drafting"] = functools.partial(pair.lower_drafting, speculative, params)
   else:
     lowered["draft step"] = functools.partial(pair.lower_draft_step, draft)
-  if not settings.tree.is_chain:
+  if isinstance(settings.tree, Tree) and not settings.tree.is_chain:
     lowered["commit"] = pair.lower_commit
   return lowered
 
@@ -256,7 +258,7 @@ class _PairOnSite:
       factory = head_factory(draft.kind, draft, self.draft_params, loaded)
       unsharded, self.draft_params = factory.build(settings.sampling, self.tree), factory.params
     else:
-      unsharded = ModelDraft(model_of(draft), settings.sampling, self.tree)
+      unsharded = model_draft(model_of(draft), settings.sampling, self.tree)
     self.draft = PartitionedDraft(unsharded, site.mesh, settings.draft_rules)
     self.prompt = site.array((settings.batch_size, settings.source_tokens), jnp.int32)
     key_dtype = jax.eval_shape(jax.random.key, 0).dtype

@@ -14,7 +14,7 @@ from specdec_jax.bench.tpu.hlo import (
   matrix_converts,
 )
 from specdec_jax.bench.tpu.weight_copies import weight_copies
-from specdec_jax.core.trees import Tree
+from specdec_jax.core.trees import AnyTree
 from specdec_jax.reporting.tables import MISSING, Table
 
 LOOPS = "speculative loop", "plain loop"
@@ -89,7 +89,7 @@ def examine(compiled: Compiled) -> Program:
   )
 
 
-def hbm_bytes(programs: Programs, gamma: int | Tree) -> dict[str, int]:
+def hbm_bytes(programs: Programs, gamma: int | AnyTree) -> dict[str, int]:
   """Return the bytes that each program except the loops reads from and writes to HBM.
 
   The programs are compiled to use HBM only. The entry of 'round' includes all draft steps. `gamma`
@@ -101,7 +101,7 @@ def hbm_bytes(programs: Programs, gamma: int | Tree) -> dict[str, int]:
     if name not in LOOPS
   }
   accessed = {name: examine(program).accessed for name, program in compiled.items()}
-  if not isinstance(gamma, Tree) and "draft step" in accessed:
+  if isinstance(gamma, int) and "draft step" in accessed:
     # A chain is drafted by a first step and a loop of gamma - 1 steps, of which the compiler counts
     # one. A tree is drafted without a loop.
     accessed["round"] += max(0, gamma - 2) * accessed["draft step"]
@@ -127,7 +127,7 @@ def over_a_step(accessed: dict[str, int]) -> dict[str, float]:
   }
 
 
-def report(programs: Programs, gamma: int | Tree) -> dict[str, Any]:
+def report(programs: Programs, gamma: int | AnyTree) -> dict[str, Any]:
   """Compile `programs` and return their properties; this takes minutes.
 
   Returns:
