@@ -15,6 +15,7 @@ from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.measurement import measure as measuring
+from specdec_jax.verifiers.gumbel import GumbelVerifier
 
 
 def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
@@ -28,7 +29,8 @@ def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
 
   monkeypatch.setattr(measuring, "_measure", invent)
   others = [prompt_lookup, functools.partial(layer_skip, layers=[0])]
-  how = dict(verifiers=[BlockVerifier], gamma=2)
+  both = [(prompt_lookup, GumbelVerifier)]
+  how = dict(verifiers=[BlockVerifier], drafts_with_verifiers=both, gamma=2)
   for _ in range(2):
     bench_drafts.compare_drafts(tiny_pair.pair(), ["Ein Hund."], str(tmp_path), others, **how)
   measured = records.read(results := str(tmp_path / "results.jsonl"))
@@ -38,7 +40,8 @@ def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
 
   names = [(r.draft, r.verifier, r.temperature) for r in measured]
   blocks = [("near", "BlockVerifier", 1.0)]
-  assert names == [*of("near"), *blocks, *of("copy-3"), *of("layers 0")]
+  with_verifier = [("copy-3", "GumbelVerifier", temperature) for temperature in (0.0, 1.0)]
+  assert names == [*of("near"), *blocks, *of("copy-3"), *of("layers 0"), *with_verifier]
   rows, said = named_table("drafts", [results]).rows, capsys.readouterr().out
   assert [row[:2] for row in rows[:2]] == [("near", "Token"), ("near", "Block")]
   shown = dict(zip(drafts_table(measured).columns, rows[0]))
@@ -52,4 +55,4 @@ def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
   assert "near, BlockVerifier" in page and page.count("<svg") == 2
   cold, warm = drafts_figure(measured).axes
   np.testing.assert_allclose(cold.collections[0].get_offsets(), [(2.5, 2.5)])
-  assert len(warm.collections) == 4 and len(cold.collections) == 3
+  assert len(warm.collections) == 5 and len(cold.collections) == 4

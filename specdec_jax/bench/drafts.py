@@ -7,19 +7,21 @@ from specdec_jax.bench.reporting.reports import drafts_report
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Verifier
 from specdec_jax.errors import require_types
-from specdec_jax.loading import DecodeSettings, LoadedTarget
+from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import speed_steps
 from specdec_jax.measurement.speed import Timing
 from specdec_jax.measurement.sweep import sweep
-from specdec_jax.pairs import DraftFactory, LoadedPair
+from specdec_jax.pairs import LoadedPair
+from specdec_jax.pairs.composed import LoadsDraft
 
 
 def compare_drafts(
   pair: LoadedPair,
   texts: Sequence[str],
   output_dir: str,
-  drafts: Sequence[Callable[[LoadedTarget], DraftFactory]],
+  drafts: Sequence[LoadsDraft],
   verifiers: Sequence[Callable[[Sampling], Verifier]] = (),
+  drafts_with_verifiers: Sequence[tuple[LoadsDraft, Callable[[Sampling], Verifier]]] = (),
   gamma: int = 5,
   temperatures: Sequence[float] = (0.0, 1.0),
   batch_size: int = 1,
@@ -37,6 +39,7 @@ def compare_drafts(
     verifiers: other verifiers for the draft of the pair. Each is a class of `core.verify` or a
       function from a sampling method to a verifier. They are measured only at temperatures above 0,
       because all exact verifiers accept the same tokens at temperature 0.
+    drafts_with_verifiers: pairs of a function that loads a draft and a verifier for this draft.
     gamma: number of draft tokens per round, or the depth of a tree.
     temperatures: sampling temperatures; each is measured, and 0 is argmax.
     batch_size: number of texts decoded together.
@@ -53,6 +56,10 @@ def compare_drafts(
   measurements = [(pair, settings)]
   measurements += [(pair._replace(verifier=verifier), sampled) for verifier in verifiers if sampled]
   measurements += [(pair.with_draft(draft(pair.loaded_target)), settings) for draft in drafts]
+  measurements += [
+    (pair.with_draft(draft(pair.loaded_target))._replace(verifier=verifier), settings)
+    for draft, verifier in drafts_with_verifiers
+  ]
   sweep(
     output_dir,
     lambda: [
