@@ -22,7 +22,7 @@ from specdec_jax.exactness.compare import compare_samples
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.models.t5 import T5Model
 
-V, LIMIT, EOS, BATCH = 24, 16, 16, 8
+V, LIMIT, EOS, BATCH = 24, 16, 5, 8
 CONFIG = tiny.config(vocab_size=V, num_encoder_layers=1)
 TARGET = T5Model(CONFIG)
 GREEDY = Sampling(0.0)
@@ -34,7 +34,7 @@ SCRIPTED = tuple(tiny.ScriptedDraft(chain(gamma)) for gamma in GAMMAS)
 
 @functools.cache
 def params():
-  return tiny.params(CONFIG, 12)
+  return tiny.params(CONFIG, 526)
 
 
 @functools.cache

@@ -30,7 +30,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.drafts.heads import init_params, speculator_config
+from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
@@ -63,7 +63,7 @@ def t5() -> Case:
 
 @functools.cache
 def gpt() -> Case:
-  params = tiny.params(GPT, 3, peak=1.0)
+  params = tiny.params(GPT, 4, peak=1.0)
   prompt = jnp.asarray(tiny.prompts(GPT, 0, [1, 2, 3, 4, 5, 6]))
   return Case(GPTModel(GPT), GPTModel(GPT), params, tiny.near(params, 1, 0.2), prompt)
 
@@ -156,7 +156,7 @@ def encoder_sharing_draft(case: Case, kind: str, gamma: int) -> tuple[ModelDraft
   """Return an untrained decoder that uses the target's encoder, and its parameters."""
   sizes = dict(gamma=2, emb_dim=32, mlp_dim=16, num_layers=1)
   config = speculator_config(case.target.config, kind, **sizes)
-  params = init_params(config, jax.random.key(3))
+  params = tiny_pair.random_params(config, 3)
   factory = head_factory(kind, config, params, tiny.loaded(None, case.target, case.params))
   return factory.build(Sampling(temperature=0.0), chain(gamma)), factory.params
 
@@ -166,7 +166,7 @@ def eagle_draft(case: Case) -> tuple[BeamDraft, object]:
   config = speculator_config(
     case.target.config, "eagle", gamma=2, emb_dim=8, mlp_dim=16, num_layers=1
   )
-  params = init_params(config, jax.random.key(3))
+  params = tiny_pair.random_params(config, 3)
   factory = head_factory("eagle", config, params, tiny.loaded(None, case.target, case.params))
   draft = factory.build(Sampling(temperature=0.0), DynamicTree(4, 2))
   return TreeBeamDraft(draft), factory.params

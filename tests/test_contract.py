@@ -32,7 +32,7 @@ from specdec_jax.drafts.cascade import CascadeDraft
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.fallback import prompt_lookup_or_ngrams
 from specdec_jax.drafts.forest import ForestDraft
-from specdec_jax.drafts.heads import SpeculatorConfig, init_params
+from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.lookahead import lookahead
@@ -209,7 +209,7 @@ def learned(kind: str, layers: tuple[int, ...] | None = None):
     sizes = dict(state_dim=width, emb_dim=8, mlp_dim=16, num_decoder_layers=1, rank=4)
     heads = dict(num_heads=shape.num_heads, head_dim=shape.head_dim, has_encoder=shape.has_encoder)
     config = SpeculatorConfig(kind=kind, vocab_size=V, gamma=4, layers=layers, **sizes, **heads)
-    own = init_params(config, jax.random.key(1))
+    own = tiny_pair.random_params(config, 1)
     made = speculators.head_factory(
       kind, config, own, tiny.loaded(None, models.target, models.params)
     )

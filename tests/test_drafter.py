@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_pair
 from jax import Array
 from test_contract import RAGGED, RANDOM, T5_CONFIG, V, t5
 from test_learned import module
@@ -15,7 +16,7 @@ from test_learned import module
 from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import DynamicTree, chain
 from specdec_jax.core.types import Context
-from specdec_jax.drafts.heads import head_of, init_params, speculator_config
+from specdec_jax.drafts.heads import head_of, speculator_config
 from specdec_jax.drafts.heads.base import DraftHead, TargetOutputs
 from specdec_jax.errors import InputError
 from specdec_jax.training.batches import Batch
@@ -46,7 +47,7 @@ def case(gamma: int = 3, length: int = 12) -> Case:
   config = module("drafter", models.target.config, gamma, num_encoder_layers=2)
   targets = np.random.default_rng(0).integers(2, V, (6, length)).astype(np.int32)
   targets[2, 4:] = targets[4, -1:] = 0
-  params = init_params(config, jax.random.key(3))
+  params = tiny_pair.random_params(config, 3)
   return Case(head_of(config), params, models.prompts, targets)
 
 
@@ -153,7 +154,7 @@ def test_warm_start_takes_every_layer_of_a_model_with_as_many_heads():
   model = dataclasses.replace(T5_CONFIG, num_heads=3, num_encoder_layers=2, num_decoder_layers=2)
   sizes = dict(emb_dim=model.emb_dim, mlp_dim=model.mlp_dim, num_layers=2, num_encoder_layers=2)
   config = speculator_config(T5_CONFIG, "drafter", num_heads=3, **sizes)
-  params, own = (init_params(each, jax.random.key(i)) for i, each in enumerate((model, config)))
+  params, own = (tiny_pair.random_params(each, i) for i, each in enumerate((model, config)))
   started = warm_start(own, model, params)
   np.testing.assert_array_equal(started.pop("places"), own["places"])
   jax.tree.map(np.testing.assert_array_equal, started, params)

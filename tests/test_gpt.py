@@ -269,7 +269,7 @@ KEYS = jax.random.split(jax.random.key(0), 4)
 
 @functools.cache
 def target_params():
-  return tiny.params(TARGET, 3)
+  return tiny.params(TARGET, 13)
 
 
 @functools.cache

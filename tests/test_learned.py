@@ -35,7 +35,6 @@ from specdec_jax.drafts.heads import (
   HEADS,
   SpeculatorConfig,
   head_of,
-  init_params,
   speculator_config,
 )
 from specdec_jax.drafts.heads.base import TargetOutputs
@@ -105,7 +104,7 @@ def test_training_logits_equal_those_of_decoding(kind, of, layers):
   shape = models.target.config
   width = shape.emb_dim * max(1, len(models.target.feature_layers))
   config = module(kind, shape, layers=layers, state_dim=width)
-  own = init_params(config, jax.random.key(3))
+  own = tiny_pair.random_params(config, 3)
   drafter = speculators.head_factory(
     kind, config, own, tiny.loaded(None, models.target, models.params)
   )
@@ -142,7 +141,7 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
   """
   models = t5()
   config = module(kind, models.target.config)
-  own, drawn = init_params(config, jax.random.key(3)), np.random.default_rng(0)
+  own, drawn = tiny_pair.random_params(config, 3), np.random.default_rng(0)
   draft = speculators.head_factory(
     "", config, own, tiny.loaded(None, models.target, models.params)
   ).build(RANDOM, tree)
@@ -244,7 +243,7 @@ def test_pair_gives_each_draft_the_states_that_it_reads():
 
 def test_chosen_layers_are_stored(tmp_path):
   config = speculator_config(deep().target.config, "early_exit", layers=(0, 2))
-  save_model(str(tmp_path), config, init_params(config, jax.random.key(0)))
+  save_model(str(tmp_path), config, tiny_pair.random_params(config, 0))
   assert open_folder(str(tmp_path)).config == config and config.layers == (0, 2)
   stored = json.loads((tmp_path / "config.json").read_text())
   del stored["layers"]  # as in a folder that was written before the field existed
@@ -254,13 +253,13 @@ def test_chosen_layers_are_stored(tmp_path):
 
 def random_head(kind: str):
   config = speculator_config(T5_CONFIG, kind, emb_dim=8, mlp_dim=16, num_layers=1)
-  return init_params(config, jax.random.key(0))
+  return tiny_pair.random_params(config, 0)
 
 
 def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
   models, drawn = t5(), np.random.default_rng(0)
   head = head_of(module("eagle_text", models.target.config))
-  own = init_params(head.config, jax.random.key(0))
+  own = tiny_pair.random_params(head.config, 0)
   _, cache = models.target.prefill(models.params, jnp.asarray(models.prompts), 8)
   inputs = jnp.asarray(drawn.integers(2, V, (len(models.prompts), 5)))
   shape = (*inputs.shape, head.config.state_dim)
@@ -285,7 +284,7 @@ def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
 def test_warm_start_takes_the_parameters_of_a_model_that_fit(tied):
   """The logits of the model are tied to its embeddings, or have a separate matrix."""
   model = dataclasses.replace(T5_CONFIG, emb_dim=8, tied_logits=tied)
-  params = init_params(model, jax.random.key(1))
+  params = tiny_pair.random_params(model, 1)
   params["decoder"]["decoder_norm"]["scale"] *= 3
   hidden = jax.random.normal(jax.random.key(2), (3, 8))
   embedding = params["token_embedder"]["embedding"]
@@ -303,7 +302,7 @@ def test_warm_start_takes_the_parameters_of_a_model_that_fit(tied):
     jax.tree.map(np.testing.assert_array_equal, decoder["decoder"][name], params["decoder"][name])
   np.testing.assert_array_equal(decoder["token_embedder"]["embedding"], embedding)
   for kind, config in (("heads", model), ("eagle", T5_CONFIG)):
-    other_params = init_params(config, jax.random.key(1))
+    other_params = tiny_pair.random_params(config, 1)
     with pytest.raises(InputError, match="of the same vocabulary and of the draft's emb_dim"):
       warm_start(random_head(kind), config, other_params)
 
@@ -368,7 +367,7 @@ def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
   def stored(x):
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
-  own = jax.tree.map(stored, init_params(config, jax.random.key(0)))
+  own = jax.tree.map(stored, tiny_pair.random_params(config, 0))
   save_model(str(tmp_path), config, own)
   words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
   loaded = pairs.speculator(tiny.loaded(words, models.target, models.params), str(tmp_path))
@@ -402,7 +401,7 @@ def test_draft_that_reads_the_targets_cache_raises_in_beam_search(kind):
     *(str(folder / name) for name in ("target", "near", "vocabulary.model")), kernels="xla"
   )
   config = speculator_config(pair.target.config, kind)
-  own = init_params(config, jax.random.key(0))
+  own = tiny_pair.random_params(config, 0)
   made = speculators.head_factory(kind, config, own, pair.loaded_target)
   with pytest.raises(InputError, match="another draft"):
     pair.with_draft(made).beam_searcher(2, 2)

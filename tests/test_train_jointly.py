@@ -43,7 +43,7 @@ STEPS = TrainSettings(epochs=1, tokens_per_batch=16, peak_learning_rate=0.05, wa
 
 
 def head_params(config=HEAD):
-  return init_params(config, jax.random.key(1))
+  return tiny_pair.random_params(config, 1)
 
 
 def trained(objective, init, path, steps):

@@ -66,28 +66,34 @@ def gpt_config(vocab_size: int = 16, layers: int = 2, **overrides) -> GPTConfig:
 
 
 def params(cfg: Config, seed: int, peak: float = 3.0):
-  """Return random parameters whose outputs depend on the text.
+  """Return random parameters whose outputs depend on the text; nothing is compiled.
 
   Logits are `peak` times as large as at initialization. Attention and position biases are also
   scaled up, so that the logits depend on earlier tokens.
   """
   rng = np.random.default_rng(seed)
 
-  def scale_up(path, value):
+  def sample(path, leaf):
     path = "/".join(key.key for key in path)
+    if path.endswith("scale"):
+      return jnp.ones(leaf.shape, leaf.dtype)
+    std = 1 / np.sqrt(leaf.shape[0])
     if path.endswith("bias"):
-      return value + jnp.asarray(rng.normal(0, 0.5, value.shape), value.dtype)
-    if path.endswith(("token_embedder/embedding", "positions")):
-      return value / cfg.embedding_std
-    if "logits_dense" in path:
-      return value * peak
-    if "rel_embedding" in path:
-      return value * 6
-    if "attention/out" in path or "attention/query" in path:
-      return value * 2
-    return value
+      std = 0.5
+    elif path.endswith(("token_embedder/embedding", "positions")):
+      std = 1.0
+    elif "rel_embedding" in path:
+      std = 1.5
+    elif "logits_dense" in path:
+      std *= peak
+    elif "attention/out" in path:
+      std *= 2
+    elif "attention/query" in path:
+      std *= 2 / np.sqrt(cfg.head_dim)
+    return jnp.asarray(rng.normal(0, std, leaf.shape), leaf.dtype)
 
-  return jax.tree_util.tree_map_with_path(scale_up, init_params(cfg, jax.random.key(seed)))
+  shapes = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
+  return jax.tree_util.tree_map_with_path(sample, shapes)
 
 
 def packed(params, pairs=False):
@@ -101,10 +107,13 @@ def packed(params, pairs=False):
 
 def near(tree, seed: int, noise: float):
   """Return a good draft: `tree` plus noise of `noise` standard deviations of each array."""
-  leaves, structure = jax.tree.flatten(tree)
-  keys = jax.random.split(jax.random.key(seed), len(leaves))
-  keys = jax.tree.unflatten(structure, keys)
-  return jax.tree.map(lambda x, k: x + noise * x.std() * jax.random.normal(k, x.shape), tree, keys)
+  rng = np.random.default_rng(seed)
+
+  def add_noise(x):
+    x = np.asarray(x)
+    return jnp.asarray(x + noise * x.std() * rng.normal(size=x.shape).astype(x.dtype))
+
+  return jax.tree.map(add_noise, tree)
 
 
 def sources(cfg: Config, seed: int, batch: int, length: int = 7) -> np.ndarray:

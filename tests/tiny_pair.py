@@ -13,7 +13,7 @@ from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
-from specdec_jax.models.families import Config, init_params
+from specdec_jax.drafts.heads import AnyConfig, init_params
 from specdec_jax.pairs import LoadedPair, load_pair
 
 _WHO = ("A man", "Two dogs", "A little girl", "The old woman", "Drei Männer", "Ein kleines Mädchen")
@@ -98,8 +98,11 @@ def gpt_pair(draft: str = "near", max_source_tokens: int = 32) -> LoadedPair:
   )
 
 
-def random_params(cfg: Config, seed: int):
-  """Sample weights with numpy, without compiling anything; logits have a deviation of about 3."""
+def random_params(cfg: AnyConfig, seed: int):
+  """Return random parameters of a model or of a draft head; nothing is compiled.
+
+  Logits have a deviation of about 3.
+  """
   rng = np.random.default_rng(seed)
 
   def sample(path, leaf):
