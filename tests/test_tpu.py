@@ -32,6 +32,7 @@ def main(part: str) -> None:
   from specdec_jax.bench.tpu.beams import BeamSettings, beam_programs
   from specdec_jax.bench.tpu.examine import examine, hbm_bytes
   from specdec_jax.core.sampling import Sampling
+  from specdec_jax.core.trees import DynamicTree
   from specdec_jax.drafts.heads import speculator_config
   from specdec_jax.extended_theory import best_tree
   from specdec_jax.models.config import named_config, t5_config
@@ -82,6 +83,13 @@ def main(part: str) -> None:
     whole = tpu_compile.programs(shallow_target, shallow_draft, devices[:1])
     tree_settings = tpu_compile.CompileSettings(gamma=best_tree(RANKS, 64, 8))
     tree = tpu_compile.programs(shallow_target, shallow_draft, devices[:1], tree_settings)
+    head = speculator_config(
+      shallow_target, "features", gamma=3, emb_dim=512, mlp_dim=1024, num_layers=1
+    )
+    dynamic_settings = tpu_compile.CompileSettings(
+      gamma=DynamicTree(15, 3), sampling=Sampling(temperature=0.0)
+    )
+    dynamic = tpu_compile.programs(shallow_target, head, devices[:1], dynamic_settings)
     beams = beam_programs(shallow_target, shallow_draft, devices[:1], BeamSettings(gamma=2))
     lamda_target, lamda_draft = (
       named_config("lamda", size, dtype=jnp.bfloat16, num_decoder_layers=layers)
@@ -100,6 +108,7 @@ def main(part: str) -> None:
       "sharded": examined_hbm(sharded, *steps),
       "whole": examined_hbm(whole, *steps),
       "tree": examined_hbm(tree, "verify", "commit"),
+      "dynamic": examined_hbm(dynamic, "drafting", "round"),
       "beams": examined_hbm(beams, "plain step", "round"),
       "lamda": examined_hbm(lamda, *steps),
       "six heads": examined(six_heads, "round"),
@@ -189,6 +198,16 @@ def test_verifying_a_tree_of_64_nodes_copies_no_weights_and_accesses_few_more_by
   # The logits of 64 nodes are a larger share of two layers than of 24.
   assert tree["verify"]["accessed"] < 1.3 * step
   assert tree["commit"]["accessed"] < 0.02 * step
+
+
+def test_round_with_a_dynamic_tree_copies_no_weights_and_accesses_few_more_bytes(reports):
+  """The target has two layers. The head drafts three levels, and 16 nodes are verified."""
+  dynamic, step = reports["dynamic"], reports["whole"]["decode step"]["accessed"]
+  for program in dynamic.values():
+    assert program["weight_copies"] == [] and program["host_transfers"] == 0
+  drafting, round_ = (dynamic[name]["accessed"] for name in ("drafting", "round"))
+  assert drafting < 0.4 * step
+  assert step + drafting < round_ < 1.2 * step + drafting
 
 
 def test_round_of_a_beam_search_copies_no_weights_and_accesses_few_more_bytes(reports):

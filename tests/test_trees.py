@@ -16,7 +16,7 @@ import tiny_pair
 from specdec_jax import extended_theory, records, theory
 from specdec_jax.bench import trees as bench_trees
 from specdec_jax.bench.reporting.record_tables import lengths_table
-from specdec_jax.bench.tpu.tree_speeds import tree_speeds_table
+from specdec_jax.bench.tpu.tree_speeds import dynamic_speeds_table, tree_speeds_table
 from specdec_jax.bench.trees import trees
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import (
@@ -290,6 +290,16 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys, monkeypatch):
   assert settings["texts"][8] in stdout and settings["texts"][8] in page
   trees(tiny_pair.pair("near"), **settings, report_examples=0)  # nothing is measured twice
   assert len(records.read(tmp_path / "results.jsonl")) == len(measured)
+
+
+def test_dynamic_speeds_join_records_and_reports_of_one_shape():
+  folder = pathlib.Path(__file__).parents[1] / "experiments/trees"
+  measured = records.read(folder / "results.jsonl")
+  settings = dict(draft="small", nodes=16, gamma=5, temperature=0.0)
+  report = {"settings": settings, "over_a_step": {"round": 1.25}}
+  other = {**report, "settings": {**settings, "gamma": 4}}
+  (row,) = dynamic_speeds_table(measured, [report, other]).rows
+  assert row == ("draft", "small", "0", "16", "5", "4.15 [4.05,4.25]", "1.250", "3.32")
 
 
 def test_tree_speeds_use_the_compilers_cost_of_a_compiled_tree():

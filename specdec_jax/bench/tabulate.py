@@ -62,11 +62,12 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
 
   Args:
     name: '1' to '5' for a table of the paper; 'measured', 'lengths', 'acceptance', 'online',
-      'drafts' or 'beams' for a table of records; 'status' or 'status-counts'; 'tree-speeds';
-      'execution', 'matmuls', 'parity' or 'processors'; or 'training'.
+      'drafts' or 'beams' for a table of records; 'status' or 'status-counts'; 'tree-speeds'
+      or 'dynamic-speeds'; 'execution', 'matmuls', 'parity' or 'processors'; or 'training'.
     results: input files. Most tables need files of records; if several records have the same
       setting, a table of the paper shows the last one. Table 1 and the status need no files.
       'tree-speeds' needs two reports of `scripts/compile_tpu.py`: on a chain, then on a tree.
+      'dynamic-speeds' needs a file of records, and then reports on dynamic trees.
       'execution', 'matmuls', 'parity' and 'processors' need a file of JSON lines. 'training' needs
       copies of `metrics.jsonl`; the name of a copy is the name of its row.
 
@@ -80,6 +81,13 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
 
     chain, tree = (json.loads(pathlib.Path(path).read_text()) for path in results)
     return tree_speeds_table(chain, tree)
+  if name == "dynamic-speeds":
+    from specdec_jax.bench.tpu.tree_speeds import dynamic_speeds_table  # imports jax
+
+    path, *paths = results
+    return dynamic_speeds_table(
+      read(path), [json.loads(pathlib.Path(p).read_text()) for p in paths]
+    )
   if name in JSON_TABLES:
     (path,) = results
     return JSON_TABLES[name](_read_json_lines(path))

@@ -1,11 +1,12 @@
 """Predict speedups of trees on a TPU from compiler reports of a chain and of one tree."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from specdec_jax import extended_theory, theory
+from specdec_jax.records import Record
 from specdec_jax.reporting.tables import Table
 
 ALPHAS = (0.75, 0.62)  # the paper's alphas for T5-small on EnDe: argmax, and standard sampling
@@ -22,6 +23,36 @@ NOTES = (
   "The part of a round without draft steps was compiled for 8 tokens and for 64 nodes, and is "
   "interpolated linearly. A chain is assumed to cost as much as 8 tokens.",
 )
+
+
+DYNAMIC_NOTES = (
+  "T5-XXL, bfloat16, batch 1, one TPU v4 chip, bandwidth-bound estimate. No program was run.",
+  "tokens: measured tokens per round of the bundled pair on captions, with the 95% interval. round: "
+  "bytes of a round / bytes of an autoregressive step. speed: tokens / round.",
+)
+
+
+def dynamic_speeds_table(measured: Sequence[Record], reports: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table of dynamic trees with measured acceptance lengths and compiled costs.
+
+  Args:
+    measured: records of acceptance lengths (`gin/runs/trees.gin`).
+    reports: reports of `scripts/compile_tpu.py` with `--dynamic`. A report belongs to the records
+      with the same number of nodes, depth and temperature; it has a row for each of them.
+  """
+  rows = []
+  for report in reports:
+    settings, round_ = report["settings"], report["over_a_step"]["round"]
+    shape = settings["nodes"], settings["gamma"], settings["temperature"]
+    for r in measured:
+      tokens = r.tokens_per_round
+      if (r.dynamic_nodes, r.gamma, r.temperature) == shape and tokens is not None:
+        interval = f"{tokens:.2f} [{r.tokens_per_round_low:.2f},{r.tokens_per_round_high:.2f}]"
+        cells = f"{r.draft}|{settings['draft']}|{r.temperature:g}|{r.dynamic_nodes}|{r.gamma}"
+        rows.append((*cells.split("|"), interval, f"{round_:.3f}", f"{tokens / round_:.2f}"))
+  columns = "measured draft|compiled draft|temperature|nodes|depth|tokens|round|speed"
+  title = "Predicted speedup of dynamic trees over autoregressive decoding on TPU v4"
+  return Table(title, tuple(columns.split("|")), tuple(rows), DYNAMIC_NOTES)
 
 
 def tree_speeds_table(chain: Mapping[str, Any], tree: Mapping[str, Any]) -> Table:
