@@ -30,6 +30,7 @@ from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.sweep import Report, Step, sweep
 from specdec_jax.pairs import DraftFactory, LoadedPair
 from specdec_jax.records import Record
+from specdec_jax.reporting.tables import sampling_text
 
 
 def acceptance(
@@ -87,9 +88,10 @@ def acceptance(
         for lenience in leniences
       ]
       for pair_with_draft in pairs:
+        wanted = settings_to_measure(pair_with_draft, texts, settings, [gamma])
         yield Step(
-          f"{pair_with_draft.draft_name}, {sampling}",
-          settings_to_measure(pair_with_draft, texts, settings, [gamma]),
+          f"{pair_with_draft.draft_name}, temperature {sampling_text(wanted[0])}",
+          wanted,
           functools.partial(_measure_all, pair_with_draft, functools.partial(generated, sampling)),
         )
 

@@ -35,6 +35,7 @@ from specdec_jax.measurement.measure import settings_to_measure
 from specdec_jax.measurement.sweep import Report, Step, sweep
 from specdec_jax.pairs import LoadedPair
 from specdec_jax.records import Record
+from specdec_jax.reporting.tables import sampling_text
 
 WIDTH = 8  # number of ranks whose acceptance is measured
 
@@ -107,7 +108,8 @@ def trees(
       prompts, _, outputs = zip(*generate(pair, to_calibrate, settings, calibration_tokens))
       ranks = positional_acceptance(pair, prompts, outputs, sampling, WIDTH)
       print(
-        f"{sampling}: acceptance of a node's child of each rank: {np.round(ranks, 3).tolist()}",
+        f"temperature {sampling.temperature:g}: acceptance of a node's child of each rank: "
+        f"{np.round(ranks, 3).tolist()}",
         flush=True,
       )
       trees_: list[AnyTree] = [best_tree(ranks.tolist(), nodes, depth) for nodes, depth in shapes]
@@ -123,9 +125,10 @@ def trees(
       for tree in proposals:
         for verified in _with_verifiers(pair, sampling, tree, verifiers):
           (setting,) = settings_to_measure(verified, rest, [settings], [tree.depth])
+          setting = dataclasses.replace(setting, **_shape(tree))
           yield Step(
-            f"{sampling}, {setting.kind} of {tree.num_nodes} nodes",
-            [dataclasses.replace(setting, **_shape(tree))],
+            f"temperature {sampling_text(setting)}, {setting.kind} of {tree.num_nodes} nodes",
+            [setting],
             functools.partial(_measure, verified, generated, sampling, tree, costs),
           )
 
