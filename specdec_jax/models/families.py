@@ -32,16 +32,16 @@ def with_feature_layers(model: Model, layers: tuple[int, ...]) -> Model:
   """Return a model whose hidden states are the outputs of `layers`; see `Decoder`.
 
   Raises:
-    InputError: there are layers, and the model is neither a T5 nor a decoder-only model of this
-      project.
+    InputError: these are not the layers of the model already, and it is neither a T5 nor a
+      decoder-only model of this project.
   """
+  if feature_layers(model) == layers:
+    return model
   if isinstance(model, WrappedModel):
     return dataclasses.replace(model, model=with_feature_layers(model.model, layers))
   if isinstance(model, T5Model | GPTModel):
     return dataclasses.replace(model, feature_layers=layers)
-  if layers:
-    raise InputError(f"{type(model).__name__} has no layers whose outputs a draft could read.")
-  return model
+  raise InputError(f"{type(model).__name__} has no layers whose outputs a draft could read.")
 
 
 def feature_layers(model: Model) -> tuple[int, ...]:
