@@ -16,7 +16,7 @@ from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.models.config import GPTConfig, named_config, named_dtype, version_name
-from specdec_jax.models.families import Config, model_of
+from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pairs.load import EMBEDDED, laid_out
 from specdec_jax.pairs.pair import LoadedPair
@@ -69,7 +69,7 @@ def random_pair(
   model = SimulatedModel(model_of(config), alpha, words.eos_id)
   drafter = load_draft(draft, LoadedTarget(model, target_params, words))
   return LoadedPair(
-    target=model,
+    target=with_feature_layers(model, drafter.feature_layers),
     target_params=target_params,
     target_name=size_name(version, target),
     draft=drafter.build,
