@@ -150,7 +150,8 @@ def test_round_with_several_guesses_emits_the_targets_joint_distribution(gamma, 
 
 @many
 @given(
-  st.lists(st.floats(-20, 20, width=32), min_size=V, max_size=V),
+  # On a CPU, XLA treats subnormal numbers as 0.
+  st.lists(st.floats(-20, 20, width=32, allow_subnormal=False), min_size=V, max_size=V),
   st.integers(0, V - 1),
   st.sampled_from(LENIENCES),
 )
