@@ -150,14 +150,17 @@ def test_round_with_several_guesses_emits_the_targets_joint_distribution(gamma, 
 
 @many
 @given(
-  # On a CPU, XLA treats subnormal numbers as 0.
-  st.lists(st.floats(-20, 20, width=32, allow_subnormal=False), min_size=V, max_size=V),
+  st.lists(st.floats(-20, 20, width=32), min_size=V, max_size=V),
   st.integers(0, V - 1),
   st.sampled_from(LENIENCES),
 )
 def test_lenience_at_temperature_0_accepts_guesses_near_the_argmax(logits, guess, lenience):
-  """The next token is the argmax, and the first of tied tokens."""
+  """The next token is the argmax, and the first of tied tokens.
+
+  On a CPU, XLA treats subnormal numbers as 0, in autoregressive decoding, too.
+  """
   logits = np.asarray(logits, np.float32)
+  logits[np.abs(logits) < np.finfo(np.float32).tiny] = 0
   gap = float(logits.max()) - float(logits[guess])
   if abs(gap + np.log(lenience)) < 1e-4 and lenience < 1:
     return  # within rounding error of the threshold
