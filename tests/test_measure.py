@@ -59,7 +59,10 @@ from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import random_pair
 from specdec_jax.reporting.speeds import budget_table, speed_table
-from specdec_jax.verifiers.lossy import TypicalVerifier
+from specdec_jax.verifiers.gumbel import GumbelVerifier
+from specdec_jax.verifiers.k_seq import KSeqVerifier
+from specdec_jax.verifiers.lossy import TopBetaVerifier, TypicalVerifier
+from specdec_jax.verifiers.merging import MergingVerifier
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
@@ -374,7 +377,18 @@ def test_costs_are_those_of_real_rounds(monkeypatch):
   assert (emitted[2] == CHAIN * 4).all()
 
 
-@pytest.mark.parametrize("verifier", [TokenVerifier, BlockVerifier, TypicalVerifier])
+@pytest.mark.parametrize(
+  "verifier",
+  [
+    TokenVerifier,
+    BlockVerifier,
+    GumbelVerifier,
+    KSeqVerifier,
+    MergingVerifier,
+    TopBetaVerifier,
+    TypicalVerifier,
+  ],
+)
 def test_order_of_calls_matches_the_order_of_costs(verifier):
   """Verifiers that need draft tokens are not used in autoregressive steps."""
   pair = tiny_pair.pair()._replace(verifier=verifier)

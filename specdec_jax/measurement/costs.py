@@ -123,6 +123,8 @@ def round_calls(
   def verifications(tree, proposal, logits, count):
     def verify(i, _):
       keys = jax.vmap(jax.random.fold_in, (0, None))(rng, i)
+      if verifier.uses_position_keys:
+        keys = jax.vmap(jax.random.split, (0, None))(keys, tree.depth + 1)
       return verifier.verify(keys, proposal.tree or tree, proposal, logits[i])
 
     return lax.fori_loop(0, count, verify, verify(0, None))
