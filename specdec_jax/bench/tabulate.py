@@ -22,6 +22,7 @@ from specdec_jax.bench.reporting.record_tables import (
   acceptance_table,
   beams_table,
   drafts_table,
+  layers_table,
   lengths_table,
   measured_table,
   online_table,
@@ -47,6 +48,7 @@ RECORD_TABLES = {
   "acceptance": acceptance_table,
   "online": online_table,
   "drafts": drafts_table,
+  "layers": layers_table,
   "beams": beams_table,
 }
 JSON_TABLES = {
@@ -62,8 +64,9 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
 
   Args:
     name: '1' to '5' for a table of the paper; 'measured', 'lengths', 'acceptance', 'online',
-      'drafts' or 'beams' for a table of records; 'status' or 'status-counts'; 'tree-speeds'
-      or 'dynamic-speeds'; 'execution', 'matmuls', 'parity' or 'processors'; or 'training'.
+      'drafts', 'layers' or 'beams' for a table of records; 'status' or 'status-counts';
+      'tree-speeds' or 'dynamic-speeds'; 'execution', 'matmuls', 'parity' or 'processors'; or
+      'training'.
     results: input files. Most tables need files of records; if several records have the same
       setting, a table of the paper shows the last one. Table 1 and the status need no files.
       'tree-speeds' needs two reports of `scripts/compile_tpu.py`: on a chain, then on a tree.
