@@ -18,6 +18,7 @@ from specdec_jax.core.trees import Tree
 from specdec_jax.kernels import skinny
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.layers import MASKED
+from specdec_jax.models.quantization import quantize
 from specdec_jax.models.t5 import T5Model
 
 compiled = pytest.mark.skipif(
@@ -85,6 +86,33 @@ def test_bfloat16_weights_give_the_result_of_their_float32_copy(shape):
   np.testing.assert_array_equal(matmul(x, half), matmul(x, half.astype(np.float32)))
 
 
+@both_dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_int8_weights_give_the_scaled_result_of_their_copy(shape, dtype):
+  x, w = operands(*shape)
+  kernel, scale = quantize(w)
+  scale = np.pad(scale, (0, -shape[2] % 16))
+  pairs = dtype == "bfloat16"
+  x = x.astype(jnp.dtype(dtype))
+  packed = jnp.asarray(skinny.pack(kernel, pairs))
+  multiply = functools.partial(skinny.matmul, panels=packed, scale=scale)
+  together = np.asarray(multiply(jnp.asarray(x, jnp.float32)))
+  np.testing.assert_array_equal(together, matmul(x, kernel.astype(jnp.dtype(dtype))) * scale)
+  for rows in (1, 3, 9):
+    alone = multiply(jnp.asarray(x[-rows:], jnp.float32))
+    np.testing.assert_array_equal(alone, together[-rows:])
+
+
+def test_quantization_changes_a_value_by_at_most_half_a_scale():
+  w = normal(np.random.default_rng(0), 300, 50) * np.logspace(-30, 30, 50)
+  w[:, 3] = 0
+  kernel, scale = quantize(w.astype(np.float32))
+  assert kernel.dtype == np.int8 and scale.dtype == np.float32 and scale[3] == 1
+  assert (np.abs(kernel * scale.astype(float) - w) <= 0.5001 * scale).all()
+  nonzero = np.arange(50) != 3
+  assert (np.abs(kernel[:, nonzero]).max(axis=0) == 127).all()
+
+
 @compiled
 def test_more_threads_than_blocks():
   code = (
@@ -103,8 +131,14 @@ def test_invalid_operands_are_rejected():
   x, w = operands(3, 8, 16)
   with pytest.raises(Exception, match="needs panels"):
     skinny.matmul(x[:, :7], skinny.pack(w)).block_until_ready()
-  with pytest.raises(Exception, match="float32 or bfloat16"):
+  with pytest.raises(Exception, match="float32, bfloat16 or int8"):
     skinny.matmul(x, skinny.pack(w).astype(np.float16)).block_until_ready()
+  with pytest.raises(Exception, match="int8 panels, and no others, need a scale"):
+    skinny.matmul(x, skinny.pack(w).astype(np.int8)).block_until_ready()
+  with pytest.raises(Exception, match="int8 panels, and no others, need a scale"):
+    skinny.matmul(x, skinny.pack(w), np.ones(16, np.float32)).block_until_ready()
+  with pytest.raises(Exception, match=r"need a scale \[16 N\]"):
+    skinny.matmul(x, skinny.pack(w).astype(np.int8), np.ones(8, np.float32)).block_until_ready()
   with pytest.raises(Exception, match="Wrong buffer dtype"):
     skinny.matmul(x.astype(jnp.bfloat16), skinny.pack(w)).block_until_ready()
   with pytest.raises(Exception, match="in pairs, bfloat16"):

@@ -33,13 +33,17 @@ from jax import Array
 from specdec_jax.atomic_files import atomic_write
 
 SOURCES = [pathlib.Path(__file__).with_name(x) for x in ("skinny.cc", "attention.cc", "vectors.h")]
-MATMUL, ATTENTION, NORM = (f"specdec_skinny_{x}" for x in ("matmul", "attention", "norm"))
+MATMUL, MATMUL_INT8, ATTENTION, NORM = (
+  f"specdec_skinny_{x}" for x in ("matmul", "matmul_int8", "attention", "norm")
+)
 PANEL = 16  # columns of a panel
 
 
-def packed_shape(depth: int, width: int, pairs: bool) -> tuple[int, int, int]:
+def packed_shape(
+  depth: int, width: int, pairs: bool, is_int8: bool = False
+) -> tuple[int, int, int]:
   """Return the shape of the result of `pack` for a matrix [depth, width]."""
-  rows_per_step = 1 + pairs
+  rows_per_step = (4 if is_int8 else 2) if pairs else 1
   return -(-width // PANEL), -(-depth // rows_per_step), rows_per_step * PANEL
 
 
@@ -49,18 +53,23 @@ def pack(kernel: np.ndarray, pairs: bool = False) -> np.ndarray:
   Args:
     kernel: [E, F], the matrix.
     pairs: whether to interleave pairs of rows, for the instruction that multiplies pairs of
-      bfloat16 (`is_available`). An odd E is padded with a row of zeros.
+      bfloat16 (`is_available`). E is padded with rows of zeros, to a multiple of 2, or of 4 if the
+      matrix is int8: two pairs of rows are then interleaved in groups of four columns.
 
   Returns:
-    Panels [ceil(F / PANEL), E, PANEL]; with `pairs`, [ceil(F / PANEL), ceil(E / 2), 2 * PANEL].
+    Panels [ceil(F / PANEL), E, PANEL]; with `pairs`, [ceil(F / PANEL), ceil(E / 2), 2 * PANEL], or
+    [ceil(F / PANEL), ceil(E / 4), 4 * PANEL] if the matrix is int8.
   """
-  rows_per_step, (depth, width) = 1 + pairs, kernel.shape
+  depth, width = kernel.shape
+  shape = packed_shape(depth, width, pairs, kernel.dtype == np.int8)
+  rows_per_step = shape[2] // PANEL
   padded = np.pad(kernel, ((0, -depth % rows_per_step), (0, -width % PANEL)))
-  panels = padded.reshape(-1, rows_per_step, padded.shape[1] // PANEL, PANEL).transpose(2, 0, 3, 1)
-  return np.ascontiguousarray(panels.reshape(packed_shape(depth, width, pairs)))
+  rows = -1, max(rows_per_step // 2, 1), min(rows_per_step, 2)  # steps, pairs, rows of a pair
+  panels = padded.reshape(*rows, shape[0], PANEL // 4, 4).transpose(3, 0, 4, 1, 5, 2)
+  return np.ascontiguousarray(panels.reshape(shape))
 
 
-def matmul(x: Array, panels: Array) -> Array:
+def matmul(x: Array, panels: Array, scale: Array | None = None) -> Array:
   """Multiply x by a packed matrix of N panels, and return a float32 array [M, N * PANEL].
 
   A row of the result is bit-identical for any number of rows M. `is_available` must have returned
@@ -69,12 +78,16 @@ def matmul(x: Array, panels: Array) -> Array:
   Args:
     x: float32 [M, E].
     panels: result of `pack`. There are two layouts. Without `pairs`, panels [N, E, PANEL] are
-      float32 or bfloat16, and each element of the result is accumulated over E in order. With
-      `pairs`, panels are bfloat16, x is rounded to bfloat16, and each element is accumulated in
-      order over sums of two products.
+      float32, bfloat16 or int8, and each element of the result is accumulated over E in order. With
+      `pairs`, panels are bfloat16 or int8, x is rounded to bfloat16, and each element is
+      accumulated in order over sums of two products.
+    scale: float32 [N * PANEL], by which the columns of the result are multiplied; for int8 panels,
+      and only for them.
   """
   out = jax.ShapeDtypeStruct((len(x), len(panels) * PANEL), jnp.float32)
-  return jax.ffi.ffi_call(MATMUL, out, vmap_method="sequential")(x, panels)
+  if scale is None:
+    return jax.ffi.ffi_call(MATMUL, out, vmap_method="sequential")(x, panels)
+  return jax.ffi.ffi_call(MATMUL_INT8, out, vmap_method="sequential")(x, panels, scale)
 
 
 def attend(queries: Array, keys: Array, values: Array, bias: Array, masked: float) -> Array:
@@ -128,8 +141,13 @@ def _register() -> ctypes.CDLL | None:
       next((line for line in lines if "error" in line), " ".join(lines[:1])),
     )
     return None
-  handlers = library.SkinnyMatmul, library.SkinnyAttention, library.SkinnyNorm
-  for name, handler in zip((MATMUL, ATTENTION, NORM), handlers):
+  handlers = {
+    MATMUL: library.SkinnyMatmul,
+    MATMUL_INT8: library.SkinnyMatmulInt8,
+    ATTENTION: library.SkinnyAttention,
+    NORM: library.SkinnyNorm,
+  }
+  for name, handler in handlers.items():
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
   return library
 

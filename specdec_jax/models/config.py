@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 from specdec_jax.errors import InputError, require_count, require_number, require_types
 
+Weights = Literal["float", "int8"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
@@ -29,10 +31,15 @@ class TransformerConfig:
       the relative positions of T5.
     padded_vocab_size: number of rows of the embedding table, including padding (32,128 for the
       32,100 pieces of T5); None if there is no padding. Logits of padding rows are dropped.
+    num_output_tokens: number of tokens that have logits of their own, for a draft; the parameter
+      `output_tokens` has their ids, and the probability of all other tokens is 0. None for all
+      tokens. It needs untied logits.
     fused: whether parameters are in the layout of `families.for_decoding`, with fewer, larger
       matmuls.
     kernels: 'xla'; or 'skinny' for `kernels.skinny`, which decodes faster on a CPU. With 'skinny',
       the matrices of linear layers are packed in panels (`skinny.pack`), and may be bfloat16.
+    weights: 'float'; or 'int8' if the matrices of linear layers are int8, each with a scale per
+      output column (`quantization.quantize`).
     dtype: float32 or bfloat16. It is the dtype of matmuls, except that 'xla' computes logits in
       float32. It is also the dtype of activations, unless `kernels` is 'skinny'.
     dropout_rate: dropout rate in training.
@@ -50,8 +57,10 @@ class TransformerConfig:
   biases: bool = False
   num_positions: int | None = None
   padded_vocab_size: int | None = None
+  num_output_tokens: int | None = None
   fused: bool = False
   kernels: str = "xla"
+  weights: Weights = "float"
   dtype: Any = jnp.float32
   dropout_rate: float = 0.0
 
@@ -59,7 +68,7 @@ class TransformerConfig:
     """Raise InputError if a field is invalid. Configurations may come from damaged files."""
     require_types(type(self), vars(self))
     sizes = "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "num_decoder_layers"
-    for name in (*sizes, "num_positions", "padded_vocab_size"):
+    for name in (*sizes, "num_positions", "padded_vocab_size", "num_output_tokens"):
       if name in sizes or getattr(self, name) is not None:
         require_count(name, getattr(self, name))
     require_number("dropout_rate", self.dropout_rate, 0, 1, "[)")
@@ -73,6 +82,11 @@ class TransformerConfig:
   def table_size(self) -> int:
     """Number of rows of the embedding table: V plus padding."""
     return self.padded_vocab_size or self.vocab_size
+
+  @property
+  def output_size(self) -> int:
+    """Number of columns of the matrix that computes logits."""
+    return self.num_output_tokens or self.table_size
 
   @property
   def activations(self) -> Any:

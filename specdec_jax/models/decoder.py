@@ -22,8 +22,8 @@ from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.layers import (
   MASKED,
   Attention,
-  Dense,
   Dropout,
+  Logits,
   Mlp,
   RelativePositionBias,
   matmul,
@@ -103,7 +103,7 @@ class Decoder(nn.Module):
     self.decoder_norm = norm(cfg)
     self.dropout = Dropout(cfg)
     if not cfg.tied_logits:
-      self.logits_dense = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
+      self.logits_dense = Logits(cfg, cfg.output_size)
 
   def cross_keys_values(self, encoded: Float[Array, "B S E"]) -> tuple[KeysValues, ...]:
     """Return keys and values of the encoded source for each layer, computed once per source."""

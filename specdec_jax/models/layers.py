@@ -66,13 +66,40 @@ class Dense(nn.Module):
   def _matmul(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch F"]:
     *rows, depth = x.shape
     if self.config.kernels == "skinny":
-      shape = skinny.packed_shape(depth, self.features, self.config.in_pairs)
-      panels = self.param("kernel", self.kernel_init, shape)
-      product = skinny.matmul(x.reshape(-1, depth), panels)
+      cfg = self.config
+      shape = skinny.packed_shape(depth, self.features, cfg.in_pairs, cfg.weights == "int8")
+      panels, scale = self._kernel_and_scale(shape, shape[0] * skinny.PANEL)
+      product = skinny.matmul(x.reshape(-1, depth), panels, scale)
       return product[:, : self.features].reshape(*rows, self.features)
     dtype = self.dtype or self.config.dtype
-    kernel = self.param("kernel", self.kernel_init, (depth, self.features))
-    return matmul(x.astype(dtype), kernel.astype(dtype))
+    kernel, scale = self._kernel_and_scale((depth, self.features), self.features)
+    product = matmul(x.astype(dtype), kernel.astype(dtype))
+    return product if scale is None else product * scale.astype(dtype)
+
+  def _kernel_and_scale(self, shape: tuple[int, ...], num_scales: int) -> tuple[Any, Any]:
+    """Return the matrix; and, if it is int8, the scale of each of its columns."""
+    if self.config.weights == "float":
+      return self.param("kernel", self.kernel_init, shape), None
+    kernel = self.param("kernel", nn.initializers.zeros, shape, jnp.int8)
+    return kernel, self.param("kernel_scale", nn.initializers.ones, (num_scales,), jnp.float32)
+
+
+class Logits(Dense):
+  """Linear layer that computes float32 logits, of all tokens or of `num_output_tokens` of them."""
+
+  dtype: Any = jnp.float32
+  biases: bool = False
+
+  @nn.compact
+  def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
+    cfg = self.config
+    logits = self._matmul(x)
+    if cfg.num_output_tokens is None:
+      return logits[..., : cfg.vocab_size]
+    shape = (cfg.num_output_tokens,)
+    tokens = self.param("output_tokens", nn.initializers.zeros, shape, jnp.int32)
+    others = jnp.full((*logits.shape[:-1], cfg.vocab_size), MASKED, logits.dtype)
+    return others.at[..., tokens].set(logits, mode="drop", unique_indices=True)
 
 
 class RMSNorm(nn.Module):
