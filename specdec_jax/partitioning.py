@@ -26,7 +26,7 @@ RULES: Rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab
 REPLICATED: Rules = (("batch", "data"),)
 
 # Logical axes of each parameter, by the name of the parameter or (for a kernel) of its layer. The
-# bias of a layer has the last of these axes. The axis "heads" has size H or H * D.
+# bias and the scales of a layer have the last of these axes. The axis "heads" has size H or H * D.
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {
   "embedding": ("vocab", "embed"),
   **dict.fromkeys(("query", "key", "value"), ("embed", "heads")),
@@ -237,7 +237,7 @@ def _shardings(tree, axes_of, mesh: Mesh, rules: Rules, num_heads: int | None = 
   def sharding(path, leaf) -> NamedSharding:
     names = _names(path)
     axes = next((axes_of[name] for name in reversed(names) if name in axes_of), ())
-    if names[-1] == "bias":
+    if names[-1] in ("bias", "kernel_scale"):
       axes = axes[-1:]
     spec = []
     for axis, size in zip(axes, leaf.shape):

@@ -91,6 +91,21 @@ def gpt() -> Models:
 
 
 @functools.cache
+def int8() -> Models:
+  """Return the T5 models with int8 weights, and a draft that can propose four of the tokens."""
+  tokens = np.array([1, 2, 3, 5], np.int32)
+  target = dataclasses.replace(T5_CONFIG, weights="int8")
+  draft = dataclasses.replace(T5_DRAFT, weights="int8", num_output_tokens=len(tokens))
+  params, draft_params = target_and_draft()
+  return t5()._replace(
+    target=T5Model(target),
+    draft=T5Model(draft),
+    params=tiny.quantized(params),
+    draft_params=tiny.quantized(tiny.with_output_tokens(draft_params, tokens)),
+  )
+
+
+@functools.cache
 def deep() -> Models:
   """Return the T5 models with a target that has three decoder layers."""
   config = dataclasses.replace(T5_CONFIG, num_decoder_layers=3)
@@ -252,6 +267,7 @@ def recycling(models: Models, sampling: Sampling, tree: Tree):
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 CASES = {
   "chain": (t5, model, chain(3), TokenVerifier),
+  "int8, few tokens": (int8, model, RAGGED, TokenVerifier),
   "prompt lookup": (t5, drafted(prompt_lookup), chain(2), TokenVerifier),
   "prompt lookup, tree": (gpt, drafted(prompt_lookup), branching(2, 1), TokenVerifier),
   "n-grams": (t5, drafted(backoff_ngrams, outputs()), RAGGED, TokenVerifier),

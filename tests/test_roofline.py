@@ -99,7 +99,7 @@ GREEDY, LIMIT, GAMMA = Sampling(0.0), 10, 4
 def test_steps_of_a_pair_whose_draft_is_its_target():
   path = tiny_pair.folder() / "target"
   words = str(tiny_pair.folder() / "vocabulary.model")
-  pair = load_pair(str(path), str(path), words, max_source_tokens=24, stored_weights=True)
+  pair = load_pair(str(path), str(path), words, max_source_tokens=24, weights="stored")
   prompt = pair.prompt(tiny_pair.SENTENCES[:2])
   got = step_bytes(pair, GAMMA, prompt, GREEDY, LIMIT)
   caches = 2 * 2 * 16 * 4  # bytes of a slot: keys and values, two rows, two heads of 8

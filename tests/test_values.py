@@ -368,7 +368,7 @@ def test_commands_reject_the_draft_beams_that_the_api_rejects(tmp_path):
     (dict(extra_ids="x"), "extra_ids is 'x'; it must be a whole number or 'auto'."),
     (dict(extra_ids=-1), "extra_ids is -1; it must be from 0 to 1000000 (T5's has 100)."),
     (dict(extra_ids=10**9), "extra_ids is 1000000000; it must be from 0 to 1000000"),
-    (dict(stored_weights="no"), "stored_weights is 'no'; it must be True or False."),
+    (dict(weights="int4"), "weights is 'int4'; it must be 'float' or 'stored' or 'int8'."),
     (dict(max_source_tokens=True), "max_source_tokens is True; it must be a whole number."),
     (dict(max_source_tokens=10**30), f"max_source_tokens is {10**30}; {COUNT}"),
     (dict(dtype=5), "dtype is 5; it must be a string."),

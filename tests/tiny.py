@@ -28,6 +28,7 @@ from specdec_jax.loading import LoadedTarget
 from specdec_jax.measurement import speed, timing
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.families import Config, init_params, module_of
+from specdec_jax.models.quantization import quantize
 from specdec_jax.wrappers import WrappedDraft, WrappedModel
 
 LEVEL = 1e-6  # the probability that a correct program fails a distribution test
@@ -63,6 +64,25 @@ def gpt_config(vocab_size: int = 16, layers: int = 2, **overrides) -> GPTConfig:
     num_positions=64,
   )
   return GPTConfig(**{**fields, **overrides})
+
+
+def quantized(params: dict) -> dict:
+  """Return parameters with int8 matrices; see `quantization.quantize`."""
+  result = {
+    name: quantized(value) if isinstance(value, dict) else value for name, value in params.items()
+  }
+  if "kernel" in params:
+    result["kernel"], result["kernel_scale"] = map(
+      jnp.asarray, quantize(np.asarray(params["kernel"]))
+    )
+  return result
+
+
+def with_output_tokens(params: dict, tokens: np.ndarray) -> dict:
+  """Return parameters of a model that has logits of the given tokens only."""
+  kernel = params["decoder"]["logits_dense"]["kernel"][:, tokens]
+  logits = dict(kernel=kernel, output_tokens=jnp.asarray(tokens))
+  return {**params, "decoder": {**params["decoder"], "logits_dense": logits}}
 
 
 def params(cfg: Config, seed: int, peak: float = 3.0):

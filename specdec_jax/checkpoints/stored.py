@@ -7,7 +7,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,18 @@ from specdec_jax.kernels import skinny
 from specdec_jax.memory import require_memory
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import for_decoding
+from specdec_jax.models.quantization import column_scales, has_own_dtype, quantize
 
 Index = tuple[slice, ...]  # one slice per axis
+# How weights are loaded; see `pairs.load_pair`.
+LoadedWeights = Literal["float", "stored", "int8"]
 # A tree of `Sharding` with the structure of the parameters, or a function from their shapes to it.
 Shardings = Any
 ShardingsFn = Callable[[Any], Any] | None  # the function only
 
 TABLE = "token_embedder/embedding"
 LOGITS = "decoder/logits_dense/kernel"
+OUTPUTS = {"logits_dense", "correction"}  # layers with one column per token
 
 # Prefixes of parameters in a checkpoint: without a train state, in a train state of Flax, or in
 # train states of several versions of t5x.
@@ -73,8 +77,30 @@ class StoredArray:
   def packed(self, pairs: bool) -> "StoredArray":
     """Return this matrix packed in panels (`kernels.skinny.pack`)."""
     depth, width = self.shape
-    shape = skinny.packed_shape(depth, width, pairs)
+    shape = skinny.packed_shape(depth, width, pairs, self.dtype == np.int8)
     return StoredArray(shape, self.dtype, lambda index: skinny.pack(self.whole(), pairs)[index])
+
+  def quantized(self, num_scales: int) -> "dict[str, StoredArray]":
+    """Return this matrix in int8 and its scales, padded to `num_scales` (`quantization.quantize`).
+
+    The values are read once for each of them, so that only one is in memory.
+    """
+
+    def scales(index: Index) -> np.ndarray:
+      scale = column_scales(self.whole())
+      return np.pad(scale, (0, num_scales - len(scale)), constant_values=1)[index]
+
+    return {
+      "kernel": StoredArray(
+        self.shape, np.dtype(np.int8), lambda index: quantize(self.whole())[0][index]
+      ),
+      "kernel_scale": StoredArray((num_scales,), np.dtype(np.float32), scales),
+    }
+
+  def columns(self, numbers: np.ndarray) -> "StoredArray":
+    """Return the matrix of some of the columns."""
+    shape = self.shape[0], len(numbers)
+    return StoredArray(shape, self.dtype, lambda index: self.whole()[:, numbers][index])
 
   def whole(self) -> np.ndarray:
     """Read the whole array."""
@@ -163,6 +189,7 @@ class Checkpoint(NamedTuple):
     shardings: Shardings = None,
     stored_weights: bool = False,
     other_arrays: Any = (),
+    output_tokens: Sequence[int] | None = None,
   ):
     """Return the parameters of the model.
 
@@ -175,13 +202,16 @@ class Checkpoint(NamedTuple):
         the same result. Such matrices cannot be sharded, so `shardings` must be None.
       other_arrays: arrays that must fit in memory together with the parameters. For a draft these
         are the parameters of its target.
+      output_tokens: the tokens that have logits if `config.num_output_tokens` is set.
 
     Raises:
       InputError: the arrays do not have the names and shapes that the config requires, or they do
         not fit in memory. Both are checked before any array is read.
     """
     fuse = config.fused and not self.config.fused
-    stored_config = dataclasses.replace(config, kernels="xla")
+    stored_config = dataclasses.replace(
+      config, kernels="xla", weights="float", num_output_tokens=None
+    )
     if fuse:
       stored_config = dataclasses.replace(
         stored_config, fused=False, tied_logits=self.config.tied_logits
@@ -199,6 +229,12 @@ class Checkpoint(NamedTuple):
     if fuse:
       tree = for_decoding(stored_config, tree, concatenate)[1]
     dtype = config.dtype if dtype is None else dtype
+    if output_tokens is not None:
+      if not any(OUTPUTS & {*path} for path in traverse_util.flatten_dict(tree)):
+        raise InputError(f"{self.path} has no logits of its own, so it can propose any token.")
+      tree = _with_output_tokens(tree, np.asarray(output_tokens, np.int32))
+    if config.weights == "int8":
+      tree = _quantized(tree, skinny.PANEL if config.kernels != "xla" else 1)
     if callable(shardings):
       shardings = make_shardings(shardings, config)
 
@@ -206,6 +242,8 @@ class Checkpoint(NamedTuple):
       return config.kernels != "xla" and path[-1].key == "kernel"
 
     def dtype_of(path, array):
+      if has_own_dtype(path, array):
+        return array.dtype
       stays = in_panels(path) and stored_weights and array.dtype == jnp.bfloat16
       return jnp.bfloat16 if stays else dtype
 
@@ -220,7 +258,11 @@ class Checkpoint(NamedTuple):
       "load a smaller one, or in bfloat16",
     )
     if shardings is not None:
-      return jax.tree.map(lambda array, sharding: _place(array, dtype, sharding), tree, shardings)
+      return jax.tree_util.tree_map_with_path(
+        lambda path, array, sharding: _place(array, dtype_of(path, array), sharding),
+        tree,
+        shardings,
+      )
 
     def place(path, array):
       packed = array.packed(config.in_pairs) if in_panels(path) else array
@@ -249,6 +291,29 @@ class Checkpoint(NamedTuple):
         f"{self.path} does not fit the shape of the model: {len(wrong)} arrays differ, "
         f"{', '.join(map(describe, wrong[:_MAX_NAMED]))}{rest}."
       )
+
+
+def _with_output_tokens(tree: Any, tokens: np.ndarray) -> Any:
+  """Return a tree of parameters whose matrices of logits have only the columns of `tokens`."""
+  if not isinstance(tree, dict):
+    return tree
+  reduced = {name: _with_output_tokens(value, tokens) for name, value in tree.items()}
+  for name in OUTPUTS & tree.keys():
+    reduced[name] = {
+      "kernel": tree[name]["kernel"].columns(tokens),
+      "output_tokens": StoredArray(tokens.shape, tokens.dtype, lambda index: tokens[index]),
+    }
+  return reduced
+
+
+def _quantized(tree: Any, panel: int) -> Any:
+  """Return a tree of parameters with int8 matrices; scales are padded to a multiple of `panel`."""
+  if not isinstance(tree, dict):
+    return tree
+  quantized = {name: _quantized(value, panel) for name, value in tree.items()}
+  if isinstance(kernel := tree.get("kernel"), StoredArray):
+    quantized |= kernel.quantized(-(-kernel.shape[1] // panel) * panel)
+  return quantized
 
 
 def _place(array: StoredArray, dtype, sharding: Sharding | None = None) -> jax.Array:

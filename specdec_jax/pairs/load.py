@@ -4,19 +4,21 @@ import dataclasses
 import functools
 import pathlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.in_memory import is_in_memory, open_in_memory
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
-from specdec_jax.checkpoints.stored import Checkpoint, ShardingsFn, make_shardings
+from specdec_jax.checkpoints.stored import Checkpoint, LoadedWeights, ShardingsFn, make_shardings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import (
   find_vocabulary,
   open_vocabulary_of_model,
@@ -31,7 +33,9 @@ from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.pairs.pair import LoadedPair
-from specdec_jax.pairs.speculators import speculator
+from specdec_jax.pairs.speculators import draft_name, speculator
+
+OutputTokens = Callable[[Vocabulary], Sequence[int]]
 
 ASSETS = pathlib.Path(__file__).parents[1] / "assets"
 EMBEDDED = ASSETS / "multi30k_ende"
@@ -48,7 +52,8 @@ def load_pair(
   shardings: ShardingsFn = None,
   draft_shardings: ShardingsFn = None,
   kernels: str = "auto",
-  stored_weights: bool = False,
+  weights: LoadedWeights = "float",
+  draft_weights: LoadedWeights | None = None,
   verifier: Callable[[Sampling], Verifier] = TokenVerifier,
 ) -> LoadedPair:
   """Load a target and a draft; by default, load the bundled pair.
@@ -83,9 +88,14 @@ def load_pair(
       draft head, or for a draft that a function loads.
     kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, if available and without
       `shardings`, for matmuls with weights, attention and T5's norms.
-    stored_weights: whether weights of the target that are stored in bfloat16 stay in bfloat16 when
-      `kernels.skinny` is used. Weights of a draft always do. This halves the bytes, and does not
-      change the output. It speeds up a step of autoregressive decoding more than verification.
+    weights: how the matrices of the target are kept in memory. With 'float', they have the dtype
+      `dtype`. With 'stored', matrices that are stored in bfloat16 stay in bfloat16 when
+      `kernels.skinny` is used. This halves the bytes that a step reads, and does not change the
+      output. With 'int8', they are quantized when they are loaded (`models.quantization`), and a
+      step reads a quarter of the bytes of float32 matrices. The target is then the quantized model,
+      and outputs are exactly those of that model.
+    draft_weights: the same for a draft that is a separate model; outputs keep the target's
+      distribution with any value. By default 'int8' if `weights` is 'int8', otherwise 'stored'.
     verifier: verifier that accepts or rejects draft tokens: a class of `core.verify`, or a function
       from a sampling method to a verifier.
 
@@ -105,7 +115,11 @@ def load_pair(
   words = open_vocabulary_of_model(file, of_target.config.vocab_size, extra_ids)
   load = functools.partial(load_for, words=words, dtype=dtype, kernels=kernels)
   config, target_params = load(
-    "target", target, shardings=shardings, stored_weights=stored_weights, opened=of_target
+    "target",
+    target,
+    shardings=shardings,
+    weights=weights,
+    opened=of_target,
   )
   generation = _generation(of_target, words)
   if generation:
@@ -130,7 +144,7 @@ def load_pair(
     draft_config, params = load(
       *("draft", draft),
       shardings=draft_shardings,
-      stored_weights=True,
+      weights=draft_weights or ("int8" if weights == "int8" else "stored"),
       opened=opened,
       beside=target_params,
     )
@@ -141,7 +155,7 @@ def load_pair(
       )
     make = functools.partial(model_draft, model_of(draft_config))
     path = recorded_path(draft) if draft_is_path else None
-    drafter = DraftFactory(checkpoint_name(draft), make, params, path)
+    drafter = DraftFactory(draft_name(checkpoint_name(draft), draft_config), make, params, path)
   halved = dtype == "float32" and any(
     x.dtype == jnp.bfloat16 for x in jax.tree.leaves(target_params)
   )
@@ -160,7 +174,7 @@ def load_pair(
     task=task,
     dtype=dtype,
     max_source_tokens=max_source_tokens,
-    kernels=config.kernels + ("+bfloat16" if halved else ""),
+    kernels=config.kernels + ("+int8" if weights == "int8" else "+bfloat16" * halved),
     continues=not config.has_encoder,
     verifier=verifier,
     generation=generation,
@@ -186,6 +200,8 @@ def checkpoint_draft(
   model: str = str(EMBEDDED / "draft"),
   dtype: str = "float32",
   kernels: str = "auto",
+  weights: LoadedWeights = "stored",
+  output_tokens: OutputTokens | None = None,
 ) -> DraftFactory:
   """Load a model from a checkpoint as a draft, for example for a composed draft.
 
@@ -194,13 +210,46 @@ def checkpoint_draft(
     model: checkpoint of the model, or its name on the Hugging Face Hub.
     dtype: see `load_pair`.
     kernels: see `load_pair`.
+    weights: see `load_pair`.
+    output_tokens: function from a vocabulary to the tokens that the draft may propose, such as
+      `frequent_tokens` with its other arguments bound; by default, all tokens.
   """
   require_types(checkpoint_draft, locals())
   config, params = load_for(
-    "draft", model, target.vocabulary, _of_device(dtype), None, kernels, stored_weights=True
+    "draft",
+    model,
+    target.vocabulary,
+    _of_device(dtype),
+    None,
+    kernels,
+    weights=weights,
+    output_tokens=output_tokens and output_tokens(target.vocabulary),
   )
   make = functools.partial(model_draft, model_of(config))
-  return DraftFactory(checkpoint_name(model), make, params, recorded_path(model))
+  name = draft_name(checkpoint_name(model), config)
+  return DraftFactory(name, make, params, recorded_path(model))
+
+
+def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
+  """Return the most frequent tokens of a text file and EOS, in ascending order (FR-Spec).
+
+  A draft with these output tokens (`checkpoint_draft`) computes fewer logits. Its q is 0 for all
+  other tokens, so decoding remains exact.
+
+  Args:
+    vocabulary: vocabulary of the pair.
+    path: text file with one output of the task per line.
+    count: number of tokens, at most that of the vocabulary.
+  """
+  require_types(frequent_tokens, locals())
+  require_count("count", count)
+  counts = np.zeros(len(vocabulary), np.int64)
+  for line in read_lines(path):
+    np.add.at(counts, vocabulary.encode(line), 1)
+  counts[vocabulary.eos_id] = counts.max() + 1
+  if count > len(vocabulary):
+    raise InputError(f"count is {count}, and the vocabulary has {len(vocabulary)} tokens.")
+  return sorted(np.argsort(-counts, kind="stable")[:count].tolist())
 
 
 def asset(name: str) -> str:
@@ -274,9 +323,10 @@ def load_for(
   dtype: str = "float32",
   shardings: ShardingsFn = None,
   kernels: str = "xla",
-  stored_weights: bool = False,
+  weights: LoadedWeights = "float",
   opened: Checkpoint | None = None,
   beside: Any = (),
+  output_tokens: Sequence[int] | None = None,
 ) -> tuple[Config, Any]:
   """Load configuration and parameters of a checkpoint, and convert them for decoding.
 
@@ -289,10 +339,11 @@ def load_for(
     dtype: 'float32' or 'bfloat16'.
     shardings: see `load_pair`.
     kernels: see `load_pair`.
-    stored_weights: whether weights stored in bfloat16 stay in bfloat16; see `load_pair`.
+    weights: see `load_pair`.
     opened: the checkpoint, if it is already open.
     beside: arrays that must fit in memory together with the parameters. For a draft they are the
       target's parameters.
+    output_tokens: see `Checkpoint.load`.
 
   Raises:
     InputError: the checkpoint is a draft head, or it does not fit the vocabulary or the memory.
@@ -334,6 +385,14 @@ def load_for(
       "of the same size; target, draft and vocabulary must agree."
     )
   config = laid_out(config, shardings, kernels)
+  if weights == "int8":
+    config = dataclasses.replace(config, weights="int8")
+  if output_tokens is not None:
+    config = dataclasses.replace(config, num_output_tokens=len(output_tokens))
   return config, checkpoint.load(
-    config, shardings=shardings, stored_weights=stored_weights, other_arrays=beside
+    config,
+    shardings=shardings,
+    stored_weights=weights == "stored",
+    other_arrays=beside,
+    output_tokens=output_tokens,
   )

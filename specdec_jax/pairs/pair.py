@@ -43,7 +43,8 @@ class LoadedPair(NamedTuple):
     max_source_tokens: maximum number of tokens of a source. Longer sources are truncated, but keep
       their EOS.
     kernels: implementation of the target's matmuls (see `TransformerConfig`). It ends with
-      '+bfloat16' if weights are read in bfloat16 although `dtype` is 'float32'.
+      '+bfloat16' if weights are read in bfloat16 although `dtype` is 'float32', and with '+int8' if
+      they are int8.
     simulated_alpha: acceptance rate of a target with simulated acceptance; None for a real target.
     continues: whether the target is decoder-only and continues its prompt.
     verifier: verifier that accepts or rejects draft tokens: a class of `core.verify`, or a function

@@ -15,11 +15,13 @@ from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
-from specdec_jax.models.config import GPTConfig, named_config, named_dtype, version_name
+from specdec_jax.models.config import GPTConfig, Weights, named_config, named_dtype, version_name
 from specdec_jax.models.families import Config, model_of, with_feature_layers
+from specdec_jax.models.quantization import MAX_INT8
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pairs.load import EMBEDDED, laid_out
 from specdec_jax.pairs.pair import LoadedPair
+from specdec_jax.pairs.speculators import draft_name
 
 
 def random_pair(
@@ -33,6 +35,9 @@ def random_pair(
   shardings: ShardingsFn = None,
   draft_shardings: ShardingsFn = None,
   kernels: str = "auto",
+  weights: Weights = "float",
+  draft_weights: Weights | None = None,
+  num_output_tokens: int | None = None,
 ) -> LoadedPair:
   """Return a pair of models with named sizes, random weights and a simulated acceptance rate.
 
@@ -51,12 +56,15 @@ def random_pair(
     shardings: see `load_pair`.
     draft_shardings: see `load_pair`.
     kernels: see `load_pair`.
+    weights: see `load_pair`.
+    draft_weights: see `load_pair`.
+    num_output_tokens: see `random_draft`; for a draft that is given by its size.
   """
   require_types(random_pair, locals())
   require_count("max_source_tokens", max_source_tokens)
   version, kind = version_name(version), named_dtype(dtype)
   words = open_vocabulary(vocabulary)
-  config, target_params = random_model(target, version, kind, words, shardings, kernels)
+  config, target_params = random_model(target, version, kind, words, shardings, kernels, weights)
   if isinstance(draft, str):
     draft = functools.partial(
       random_draft,
@@ -65,6 +73,8 @@ def random_pair(
       dtype=dtype,
       shardings=draft_shardings,
       kernels=kernels,
+      weights=weights if draft_weights is None else draft_weights,
+      num_output_tokens=num_output_tokens,
     )
   model = SimulatedModel(model_of(config), alpha, words.eos_id)
   drafter = load_draft(draft, LoadedTarget(model, target_params, words))
@@ -79,7 +89,7 @@ def random_pair(
     task=f"simulated, alpha {model.alpha:g}",
     dtype=dtype,
     max_source_tokens=max_source_tokens,
-    kernels=config.kernels,
+    kernels=config.kernels + "+int8" * (weights == "int8"),
     simulated_alpha=model.alpha,
     continues=not config.has_encoder,
   )
@@ -93,6 +103,8 @@ def random_draft(
   inner_alpha: float | None = None,
   shardings: ShardingsFn = None,
   kernels: str = "auto",
+  weights: Weights = "float",
+  num_output_tokens: int | None = None,
 ) -> DraftFactory:
   """Return a draft model of a named size with random weights.
 
@@ -105,16 +117,27 @@ def random_draft(
       `hierarchical_draft`. Such a model cannot propose tokens alone. None for any other model.
     shardings: see `load_pair`.
     kernels: see `load_pair`.
+    weights: see `load_pair`.
+    num_output_tokens: number of tokens that have logits, the first ones of the vocabulary; None for
+      all tokens.
   """
   require_types(random_draft, locals())
   version = version_name(version)
   config, params = random_model(
-    size, version, named_dtype(dtype), target.vocabulary, shardings, kernels
+    size,
+    version,
+    named_dtype(dtype),
+    target.vocabulary,
+    shardings,
+    kernels,
+    weights,
+    num_output_tokens,
   )
   model: Model = model_of(config)
   if inner_alpha is not None:
     model = SimulatedModel(model, inner_alpha, target.vocabulary.eos_id)
-  return DraftFactory(size_name(version, size), functools.partial(model_draft, model), params)
+  name = draft_name(size_name(version, size), config)
+  return DraftFactory(name, functools.partial(model_draft, model), params)
 
 
 def size_name(version: str, size: str) -> str:
@@ -123,7 +146,14 @@ def size_name(version: str, size: str) -> str:
 
 
 def random_model(
-  size: str, version: str, dtype, words: Vocabulary, shardings: ShardingsFn, kernels: str
+  size: str,
+  version: str,
+  dtype,
+  words: Vocabulary,
+  shardings: ShardingsFn,
+  kernels: str,
+  weights: Weights = "float",
+  num_output_tokens: int | None = None,
 ) -> tuple[Config, Any]:
   """Return a named configuration and random parameters of the given dtype and shardings."""
   config = named_config(version, size, dtype=dtype)
@@ -135,18 +165,35 @@ def random_model(
       f"{size}; give a smaller vocabulary."
     )
   config = laid_out(config, shardings, kernels)
+  config = dataclasses.replace(config, weights=weights, num_output_tokens=num_output_tokens)
   shapes = param_shapes(config)
   leaves, tree = jax.tree.flatten(shapes)
   places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else [None] * len(leaves)
 
-  @functools.partial(jax.jit, static_argnames=("shape", "place"))
-  def random_array(key, shape, place):
-    if len(shape) == 1:
+  @functools.partial(jax.jit, static_argnames=("shape", "place", "is_int8"))
+  def random_array(key, shape, place, is_int8):
+    if is_int8:
+      array = jax.random.randint(key, shape, -MAX_INT8, MAX_INT8 + 1, jnp.int8)
+    elif len(shape) == 1:
       array = jnp.ones(shape, dtype)
     else:
       array = jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
     return array if place is None else jax.lax.with_sharding_constraint(array, place)
 
   keys = jax.random.split(jax.random.key(0), len(leaves))
-  arrays = [random_array(key, leaf.shape, place) for key, leaf, place in zip(keys, leaves, places)]
-  return config, jax.tree.unflatten(tree, arrays)
+  arrays = [
+    random_array(key, leaf.shape, place, leaf.dtype == jnp.int8)
+    for key, leaf, place in zip(keys, leaves, places)
+  ]
+  params = jax.tree.unflatten(tree, arrays)
+  # The values of int8 matrices have a standard deviation of 73.
+  scale = config.emb_dim**-0.5 / 73
+
+  def special(path, array):
+    if path[-1].key == "kernel_scale":
+      return (array * scale).astype(jnp.float32)
+    if path[-1].key == "output_tokens":
+      return jnp.arange(len(array), dtype=jnp.int32)
+    return array
+
+  return config, jax.tree_util.tree_map_with_path(special, params)

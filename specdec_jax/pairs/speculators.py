@@ -1,13 +1,14 @@
 """Functions that load learned draft heads (`drafts.heads`) as drafts."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from specdec_jax.checkpoints.folder import open_folder
 from specdec_jax.checkpoints.load import checkpoint_name, recorded_path
+from specdec_jax.checkpoints.stored import LoadedWeights
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Draft, Model
@@ -18,12 +19,19 @@ from specdec_jax.models.families import Config
 from specdec_jax.models.simulated import unwrapped
 
 
-def speculator(target: LoadedTarget, path: str) -> DraftFactory:
+def speculator(
+  target: LoadedTarget,
+  path: str,
+  weights: LoadedWeights | None = None,
+  output_tokens: Callable[[Any], Sequence[int]] | None = None,
+) -> DraftFactory:
   """Load a draft head from `train_speculator` as a draft of the target that it was trained on.
 
   Args:
     target: target of the pair.
     path: folder of the head, local or `gs://`.
+    weights: see `load_pair`. By default 'int8' if the target's are int8, otherwise 'stored'.
+    output_tokens: see `checkpoint_draft`.
 
   Raises:
     InputError: the folder does not exist or contains no head, or the head was trained with a
@@ -39,8 +47,20 @@ def speculator(target: LoadedTarget, path: str) -> DraftFactory:
       f"The draft in {path} was trained with another vocabulary than {target.vocabulary.path}."
     )
   config = _with_layout(config, config_of(target.model))
-  params = checkpoint.load(config, stored_weights=True, other_arrays=target.params)
-  factory = head_factory(checkpoint_name(path), config, params, target)
+  weights = weights or ("int8" if config.weights == "int8" else "stored")
+  tokens = output_tokens and output_tokens(target.vocabulary)
+  config = dataclasses.replace(
+    config,
+    weights="int8" if weights == "int8" else "float",
+    num_output_tokens=None if tokens is None else len(tokens),
+  )
+  params = checkpoint.load(
+    config,
+    stored_weights=weights == "stored",
+    other_arrays=target.params,
+    output_tokens=tokens,
+  )
+  factory = head_factory(draft_name(checkpoint_name(path), config), config, params, target)
   return factory._replace(path=recorded_path(path))
 
 
@@ -84,6 +104,12 @@ def head_factory(
   return DraftFactory(name, build, params, feature_layers=head.feature_layers)
 
 
+def draft_name(name: str, config: Config | SpeculatorConfig) -> str:
+  """Return the name of a draft for records, with its number of output tokens and int8 weights."""
+  tokens = [f"{config.num_output_tokens} tokens"] if config.num_output_tokens else []
+  return ", ".join([name, *tokens, *(["int8"] if config.weights == "int8" else [])])
+
+
 def config_of(target: Model) -> Config:
   """Return the configuration of a target, which may be a model that `SimulatedModel` wraps.
 
@@ -98,5 +124,6 @@ def config_of(target: Model) -> Config:
 
 
 def _with_layout(config: SpeculatorConfig, target: Config) -> SpeculatorConfig:
-  """Return the configuration of a draft head with `dtype`, `kernels` and `fused` of its target."""
-  return dataclasses.replace(config, dtype=target.dtype, kernels=target.kernels, fused=target.fused)
+  """Return the configuration of a draft head with dtype, kernels and layout of its target."""
+  names = "dtype", "kernels", "fused", "weights"
+  return dataclasses.replace(config, **{name: getattr(target, name) for name in names})

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SourceLayer, StatelessHead, StatelessModule
-from specdec_jax.models.layers import Dense, embedder, norm
+from specdec_jax.models.layers import Dense, Logits, embedder, norm
 
 
 class EagleModule(StatelessModule):
@@ -26,7 +26,7 @@ class EagleModule(StatelessModule):
     self.state, self.join = Dense(cfg, cfg.emb_dim), Dense(cfg, cfg.emb_dim)
     self.token_embedder = embedder(cfg)
     self.layer = SourceLayer(cfg)
-    self.logits_dense = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
+    self.logits_dense = Logits(cfg, cfg.output_size)
 
   def begin(
     self,
@@ -48,7 +48,7 @@ class EagleModule(StatelessModule):
   ) -> tuple[Float[Array, "B M V"], Float[Array, "B M d_out"]]:
     inputs = self.before_norm(state), self.token_embedder(previous)
     x = self.layer(self.join(jnp.concatenate(inputs, axis=-1)), source)
-    return self.logits_dense(self.out_norm(x))[..., : self.config.vocab_size], x
+    return self.logits_dense(self.out_norm(x)), x
 
 
 class EagleHead(StatelessHead):

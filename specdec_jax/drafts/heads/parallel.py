@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SourceLayer, StatelessHead, StatelessModule
-from specdec_jax.models.layers import Dense, Embed, embedder, norm
+from specdec_jax.models.layers import Dense, Embed, Logits, embedder, norm
 
 
 class ParallelModule(StatelessModule):
@@ -29,10 +29,10 @@ class ParallelModule(StatelessModule):
     places = cfg.gamma, cfg.emb_dim
     self.places = self.param("places", nn.initializers.normal(1.0), places, jnp.float32)
     self.layers = [SourceLayer(cfg) for _ in range(cfg.num_decoder_layers)]
-    self.logits_dense = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
+    self.logits_dense = Logits(cfg, cfg.output_size)
     self.mix, self.recur = Dense(cfg, cfg.rank), Dense(cfg, cfg.rank, biases=False)
     self.before = Embed(cfg.table_size, cfg.rank, dtype=cfg.activations)
-    self.correction = Dense(cfg, cfg.table_size, jnp.float32, biases=False)
+    self.correction = Logits(cfg, cfg.output_size)
 
   def begin(
     self,
@@ -59,8 +59,7 @@ class ParallelModule(StatelessModule):
   ) -> tuple[Float[Array, "B M V"], Float[Array, "B M d_out"]]:
     base, mix = plan
     state = nn.gelu(mix[:, level, None] + self.before(previous) + self.recur(state))
-    logits = base[:, level, None] + self.correction(state)
-    return logits[..., : self.config.vocab_size], state
+    return base[:, level, None] + self.correction(state), state
 
 
 class ParallelHead(StatelessHead):

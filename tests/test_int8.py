@@ -1,0 +1,168 @@
+"""Test models with int8 weights, and drafts that propose only some tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_pair
+
+from specdec_jax.checkpoints.folder import save_model
+from specdec_jax.checkpoints.stored import param_shapes
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import chain
+from specdec_jax.drafts.heads import HEADS, speculator_config
+from specdec_jax.errors import InputError
+from specdec_jax.kernels import skinny
+from specdec_jax.measurement.alpha import proposals
+from specdec_jax.models.quantization import quantize
+from specdec_jax.pairs import checkpoint_draft, frequent_tokens, load_pair, speculator
+from specdec_jax.partitioning import make_mesh, param_shardings
+
+GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
+needs_kernels = pytest.mark.skipif(
+  not skinny.is_available(), reason="needs a C++ compiler and a CPU, one device"
+)
+KERNELS = ["xla", pytest.param("auto", marks=needs_kernels)]
+TARGET_LOGITS = "heads", "pass", "early_exit"  # heads that use the target's output matrix
+
+
+def name_of(path) -> str:
+  return "/".join(key.key for key in path)
+
+
+def load(target="target", draft="near", **options):
+  folder = tiny_pair.folder()
+  names = (str(folder / name) for name in (target, draft, "vocabulary.model"))
+  return load_pair(*names, max_source_tokens=24, **options)
+
+
+def outputs() -> str:
+  path = tiny_pair.folder() / "frequent.txt"
+  path.write_text("".join(f"{line}\n" for line in tiny_pair.SENTENCES[:20]))
+  return str(path)
+
+
+def logits_of(pair):
+  prompt, tokens = pair.prompt(tiny_pair.SENTENCES[:3]), jnp.asarray([[0, 5, 7, 9]] * 3)
+
+  @jax.jit
+  def logits(params):
+    _, cache = pair.target.prefill(params, prompt, 8)
+    return pair.target.extend(params, cache, tokens)[0]
+
+  return np.asarray(logits(pair.target_params))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_logits_are_those_of_the_rounded_weights(kernels):
+  """All matrices of linear layers are int8; embeddings, norms and biases do not change."""
+  pair, whole = load(weights="int8", kernels=kernels), load(kernels="xla")
+
+  def rounded(path, x):
+    if path[-1].key != "kernel":
+      return x
+    values, scale = quantize(np.asarray(x))
+    return jnp.asarray(values * scale)
+
+  expected = whole._replace(
+    target_params=jax.tree_util.tree_map_with_path(rounded, whole.target_params)
+  )
+  got, want = logits_of(pair), logits_of(expected)
+  np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * want.std())
+  assert np.abs(want - logits_of(whole)).max() > 1e-3 * want.std()
+  stored = dict(jax.tree_util.tree_leaves_with_path(whole.target_params))
+  for path, x in jax.tree_util.tree_leaves_with_path(pair.target_params):
+    assert (x.dtype == jnp.int8) == (path[-1].key == "kernel"), name_of(path)
+    if path[-1].key not in ("kernel", "kernel_scale"):
+      np.testing.assert_array_equal(x, stored[path])
+  assert pair.kernels.endswith("+int8")
+
+
+@pytest.mark.parametrize("draft_weights", ["int8", "float"])
+def test_outputs_are_those_of_the_quantized_target(draft_weights):
+  pair = load(weights="int8", draft_weights=draft_weights)
+  prompt, keys = pair.prompt(tiny_pair.SENTENCES[:6]), row_keys(0, 0, 6)
+  alone, together = (
+    pair.decode_fn(GREEDY, chain(gamma))(prompt, keys, max_new_tokens=12) for gamma in (0, 3)
+  )
+  np.testing.assert_array_equal(together.tokens, alone.tokens)
+  assert together.num_rounds < alone.num_rounds
+  kernels = [x for x in jax.tree.leaves(pair.draft_params) if x.dtype == jnp.int8]
+  assert bool(kernels) == (draft_weights == "int8")
+
+
+def test_scales_are_sharded_like_the_columns_of_their_matrices():
+  config = dataclasses.replace(load().target.config, weights="int8", fused=False, kernels="xla")
+  shardings = param_shardings(param_shapes(config), make_mesh())
+  attention = shardings["decoder"]["layers_0"]["self_attention"]
+  for name in ("query", "out"):
+    columns = attention[name]["kernel"].spec[1:]
+    assert columns == tuple(attention[name]["kernel_scale"].spec)
+
+
+def restricted(count: int = 12):
+  return functools.partial(frequent_tokens, path=outputs(), count=count)
+
+
+def q_of(pair, num_tokens: int = 6):
+  prompt = pair.prompt(tiny_pair.SENTENCES[:3])
+  tokens = np.random.default_rng(0).integers(2, len(pair.vocabulary), (3, num_tokens))
+  draft = pair.draft(RANDOM, chain(1))
+  ask = functools.partial(proposals, pair.target, draft)
+  return np.asarray(ask(pair.target_params, pair.draft_params, prompt, tokens.astype(np.int32))[1])[
+    :, :, 0
+  ]
+
+
+@pytest.mark.parametrize("weights", ["float", "int8"])
+def test_q_is_that_of_the_output_tokens_alone(weights):
+  pair = load()
+  draft = functools.partial(
+    checkpoint_draft, model=str(tiny_pair.folder() / "near"), weights=weights
+  )
+  tokens = restricted()(pair.vocabulary)
+  whole = q_of(pair.with_draft(draft(pair.loaded_target)))
+  some = q_of(pair.with_draft(draft(pair.loaded_target, output_tokens=restricted())))
+  assert not np.delete(some, tokens, axis=-1).any()
+  want = whole[..., tokens] / whole[..., tokens].sum(axis=-1, keepdims=True)
+  np.testing.assert_allclose(some[..., tokens], want, rtol=1e-4, atol=1e-6)
+
+
+def test_frequent_tokens_are_counted_and_include_eos():
+  vocabulary = load().vocabulary
+  encoded = [vocabulary.encode(line) for line in tiny_pair.SENTENCES[:20]]
+  counts = np.bincount(np.concatenate(encoded), minlength=len(vocabulary))
+  chosen = restricted(8)(vocabulary)
+  others = np.setdiff1d(np.arange(len(vocabulary)), chosen)
+  assert vocabulary.eos_id in chosen and chosen == sorted(set(chosen)) and len(chosen) == 8
+  assert counts[others].max() <= min(counts[token] for token in chosen)
+  assert frequent_tokens(vocabulary, outputs(), 1) == [vocabulary.eos_id]
+  for count in (0, len(vocabulary) + 1):
+    with pytest.raises(InputError, match=f"count is {count}"):
+      frequent_tokens(vocabulary, outputs(), count)
+
+
+@pytest.mark.parametrize("kind", [*HEADS])
+def test_heads_are_quantized_and_propose_output_tokens_only(kind, tmp_path):
+  pair = load()
+  config = speculator_config(pair.target.config, kind, gamma=3, emb_dim=8, mlp_dim=16, num_layers=1)
+  save_model(str(tmp_path), config, tiny_pair.random_params(config, 0))
+  options = dict(path=str(tmp_path), weights="int8")
+  if kind in TARGET_LOGITS:
+    with pytest.raises(InputError, match="no logits of its own"):
+      speculator(pair.loaded_target, **options, output_tokens=restricted())
+  else:
+    options["output_tokens"] = restricted()
+  drafted = pair.with_draft(speculator(pair.loaded_target, **options))
+  if kind not in TARGET_LOGITS:
+    q, tokens = q_of(drafted), restricted()(pair.vocabulary)
+    assert not np.delete(q, tokens, axis=-1).any()
+    np.testing.assert_allclose(q.sum(axis=-1), 1, rtol=1e-4)
+  prompt, keys = pair.prompt(tiny_pair.SENTENCES[:4]), row_keys(0, 0, 4)
+  alone, together = (
+    drafted.decode_fn(GREEDY, chain(gamma))(prompt, keys, max_new_tokens=8) for gamma in (0, 2)
+  )
+  np.testing.assert_array_equal(together.tokens, alone.tokens)
