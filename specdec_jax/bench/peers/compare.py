@@ -24,7 +24,7 @@ from specdec_jax.bench.peers.comparison import (
   Decode,
   best_of_beams,
 )
-from specdec_jax.bench.peers.worker import after_idle, in_subprocess, start_process
+from specdec_jax.bench.peers.worker import Process, after_idle, in_subprocess
 from specdec_jax.bench.reporting.record_tables import PEERS_LEGEND, peers_table
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -49,8 +49,10 @@ from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.tables import legend_lines
 
-# (kernels, gamma) of speculative decoding, or (kernels or None, name) of a baseline.
-_DecoderKey = tuple[str | None, str | int]
+_Precision = tuple[str, str]  # dtype and kernels of this package
+# (precision, gamma) of speculative decoding, (precision, name) of this package's autoregressive
+# decoding, or (None, name) of a different library.
+_DecoderKey = tuple[_Precision | None, str | int]
 
 
 def peers(
@@ -94,8 +96,8 @@ def peers(
         comparison = make_comparison(folder)
         for sampling in map(Sampling, comparison.workload.temperatures):
           measured = _compare(comparison, sampling, installed, results, repeats, seed)
-          for kernels in dict.fromkeys(record.kernels for record in measured):
-            table = peers_table([record for record in measured if record.kernels == kernels])
+          for precision in dict.fromkeys(map(_precision, measured)):
+            table = peers_table([r for r in measured if _precision(r) == precision])
             console.print(render(table, "terminal"), soft_wrap=True)
         del comparison
       _free_memory()
@@ -168,10 +170,17 @@ def _measure(
   # `seconds` is [texts, repeats, decoders].
   rate = dict(zip(decoders, tokens / np.median(seconds, axis=1).sum(axis=0)))
   rate_of_repeats = dict(zip(decoders, (tokens / np.sum(seconds, axis=0)).T))
-  compare_outputs = comparison.stops_at_eos and sampling.temperature == 0
+
+  def compare_outputs(setting: Record) -> bool:
+    """Return True if both decoders compute the same target, so that outputs must be equal."""
+    if not comparison.stops_at_eos or sampling.temperature:
+      return False
+    float32 = setting.dtype == "float32" and not setting.kernels.endswith("int8")
+    return setting.baseline == OWN_BASELINE.name or (float32 and backends[setting.baseline].float32)
+
   measured = []
   for setting in settings:
-    key, baseline_key = (setting.kernels, setting.gamma), _baseline_key(setting)
+    key, baseline_key = (_precision(setting), setting.gamma), _baseline_key(setting)
     ours, theirs = outputs[key], outputs[baseline_key]
     speedup = rate[key] / rate[baseline_key]
     low, high = ratio_range(float(speedup), rate_of_repeats[key] / rate_of_repeats[baseline_key])
@@ -191,7 +200,7 @@ def _measure(
         speedup=speedup,
         speedup_low=low,
         speedup_high=high,
-        identical=identical(theirs, ours) if compare_outputs else None,
+        identical=identical(theirs, ours) if compare_outputs(setting) else None,
         seconds=time.perf_counter() - started,
       )
     )
@@ -209,35 +218,40 @@ def _load_decoders(
 
   `stack` closes the subprocesses in which backends run.
   """
-  pairs = {pair.kernels: pair for pair in comparison.pairs}
+  pairs = {_precision(pair): pair for pair in comparison.pairs}
 
   @functools.cache
-  def subprocess_named(name: str):
-    return stack.enter_context(start_process())
+  def subprocess_named(name: str, python: str | None) -> Process:
+    return stack.enter_context(Process(python))
 
   decoders: dict[_DecoderKey, Callable] = {}
   for setting in settings:
-    pair = pairs[setting.kernels]
+    pair = pairs[_precision(setting)]
     speculative = _speculative(comparison, pair, sampling, setting.gamma)
-    decoders[setting.kernels, setting.gamma] = functools.partial(after_idle, speculative)
+    decoders[_precision(setting), setting.gamma] = functools.partial(after_idle, speculative)
     key = _baseline_key(setting)
     if key in decoders:
       continue
     backend = backends[setting.baseline]
     if backend.process:
-      decoders[key] = in_subprocess(subprocess_named(backend.process), backend, comparison)
+      decoders[key] = in_subprocess(
+        subprocess_named(backend.process, backend.python), backend, comparison
+      )
     else:
       decode = backend.load(comparison._replace(pairs=(pair,)))
       decoders[key] = functools.partial(after_idle, decode)
   return decoders
 
 
-def _baseline_key(setting: Record) -> _DecoderKey:
-  """Return the key of a setting's baseline.
+def _precision(one: Record | LoadedPair) -> _Precision:
+  """Return dtype and kernels, whose name contains the format of the weights."""
+  return one.dtype, one.kernels
 
-  Only this package's own baseline depends on the kernels, and thus on the dtype of the weights.
-  """
-  return setting.kernels if setting.baseline == OWN_BASELINE.name else None, setting.baseline
+
+def _baseline_key(setting: Record) -> _DecoderKey:
+  """Return the key of a setting's baseline. Other libraries do not depend on our precision."""
+  own = setting.baseline == OWN_BASELINE.name
+  return _precision(setting) if own else None, setting.baseline
 
 
 def _speculative(

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import subprocess
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -18,15 +19,28 @@ import numpy as np
 from specdec_jax.beam_search import BeamSearcher
 from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint, recorded_path
-from specdec_jax.checkpoints.stored import param_shapes
+from specdec_jax.checkpoints.stored import LoadedWeights, param_shapes
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.measurement.speed import own_baseline
 from specdec_jax.models.config import T5Config, t5_config, version_name
 from specdec_jax.models.simulated import SimulatedModel
-from specdec_jax.pairs import EMBEDDED, LoadedPair, is_bundled, load_pair, vocabulary_of
+from specdec_jax.pairs import (
+  EMBEDDED,
+  LoadedPair,
+  checkpoint_draft,
+  is_bundled,
+  load_pair,
+  vocabulary_of,
+)
+from specdec_jax.pairs.composed import LoadsDraft
+
+# Dtype of this package's arithmetic, and how it keeps weights in memory; see `pairs.load_pair`.
+Precision = tuple[str, LoadedWeights]
+PRECISIONS: Sequence[Precision] = (("float32", "float"), ("float32", "stored"))
 
 # Function of (prompt [1, P], rng [1], *, max_new_tokens, sampling), as in this package.
 Decode = Callable[..., DecodeResult]
@@ -74,11 +88,10 @@ class Comparison(NamedTuple):
   """Pair of models in the formats that the backends read, and the texts that they decode.
 
   Attributes:
-    pairs: the pair as this package loads it, with the draft from the folder `draft` or a learned
-      draft head. The target of the first entry has float32 weights. If its weights are stored as
-      bfloat16 and the kernels can read bfloat16, the target of a second entry has bfloat16 weights.
-    target: folder of the target M_p in the format of transformers. All backends convert its weights
-      to float32; only the second entry of `pairs` does not.
+    pairs: the pair as this package loads it, once per precision, with the draft from the folder
+      `draft` or a learned draft head.
+    target: folder of the target M_p in the format of transformers. Backends convert its weights to
+      float32, unless their name has a different format.
     draft: folder of the draft M_q in the same format.
     alpha: acceptance rate to simulate; None to measure the real acceptance rate.
     workload: texts and settings of decoding.
@@ -92,7 +105,7 @@ class Comparison(NamedTuple):
 
   @property
   def pair(self) -> LoadedPair:
-    """The pair whose target has float32 weights."""
+    """The first pair."""
     return self.pairs[0]
 
   @property
@@ -112,21 +125,29 @@ class Backend(NamedTuple):
       separate process, it gets a comparison without `pairs`.
     process: name of the process in which the backend runs; None for this process. Backends of one
       library share a process and its threads.
+    python: Python of that process, of a virtual environment that has this package and `packages`;
+      None for the Python of this process.
     greedy_only: True if the backend supports temperature 0 only.
     trained_only: True if the backend does not support simulated acceptance.
     searches: True if the backend supports beam search as well; 'only' if it supports nothing else.
+    float32: False if the backend rounds weights or activations, so that its outputs may differ from
+      those of the float32 target.
   """
 
   name: str
   packages: tuple[str, ...]
   load: Callable[[Comparison], Decode] | Callable[[Comparison], Generate]
   process: str | None = None
+  python: str | None = None
   greedy_only: bool = False
   trained_only: bool = False
   searches: bool | Literal["only"] = False
+  float32: bool = True
 
   def missing_packages(self) -> list[str]:
     """Return the required packages that are not installed."""
+    if self.python:
+      return [name for name in self.packages if not _has_package(self.python, name)]
     return [name for name in self.packages if importlib.util.find_spec(name) is None]
 
   def supports(self, comparison: Comparison, sampling: Sampling) -> bool:
@@ -138,6 +159,14 @@ class Backend(NamedTuple):
     if self.greedy_only and sampling.temperature:
       return False
     return comparison.stops_at_eos or not self.trained_only
+
+
+def _has_package(python: str, name: str) -> bool:
+  command = [python, "-c", f"import importlib.util as u; exit(not u.find_spec({name!r}))"]
+  try:
+    return not subprocess.run(command, check=False).returncode
+  except OSError as error:
+    raise InputError(f"cannot run {python}: {error.strerror}.") from error
 
 
 def _load_own(comparison: Comparison) -> Decode:
@@ -169,6 +198,7 @@ def trained(
   task: str | None = None,
   extra_ids: int | Literal["auto"] = "auto",
   learned: str | None = None,
+  precisions: Sequence[Precision] = PRECISIONS,
 ) -> Comparison:
   """Return a comparison with trained weights, by default the weights of the bundled pair.
 
@@ -182,6 +212,8 @@ def trained(
     extra_ids: number of extra ids of the vocabulary, as for `pairs.load_pair`.
     learned: path of a learned draft head on the target's hidden states. This package uses it
       instead of `draft`; other backends do not. None to use `draft`.
+    precisions: precisions of this package; each is measured. Two that load the same weights, such
+      as 'float' and 'stored' for a float32 checkpoint, are measured once.
 
   Raises:
     InputError: the target or the draft is not a T5.
@@ -197,7 +229,7 @@ def trained(
   )
   pairs = tuple(
     pair._replace(target_path=target_path, draft_path=draft_path)
-    for pair in _load_pairs(target, learned or draft, vocabulary, task, extra_ids)
+    for pair in _load_pairs(precisions, target, learned or draft, vocabulary, task, extra_ids)
   )
   return Comparison(pairs, target, draft, None, workload)
 
@@ -211,6 +243,8 @@ def random(
   version: str | float = "1.1",
   gammas: Sequence[int] = (5, 7),
   max_new_tokens: int = 64,
+  num_output_tokens: int | None = None,
+  precisions: Sequence[Precision] = PRECISIONS,
 ) -> Comparison:
   """Return a comparison with published sizes of T5, random weights and a simulated acceptance rate.
 
@@ -226,12 +260,16 @@ def random(
     version: version of T5, '1.0' or '1.1'.
     gammas: see `Workload`.
     max_new_tokens: see `Workload`.
+    num_output_tokens: number of tokens that this package's draft may propose, the first ones of the
+      vocabulary, as in a draft of the most frequent tokens (`pairs.frequent_tokens`); None for all.
+    precisions: see `trained`.
   """
   require_types(random, locals())
   workload = Workload(texts, gammas, temperatures=(0.0,), max_new_tokens=max_new_tokens)
   vocabulary, task = str(EMBEDDED / "vocabulary.model"), f"simulated, alpha {alpha:g}"
   extra_ids = t5_config(target, version).vocab_size - len(open_vocabulary(vocabulary))
   target, draft = (_write_random(folder, size, version) for size in (target, draft))
+  drafts = functools.partial(_random_draft, draft, num_output_tokens)
   pairs = tuple(
     pair._replace(
       target=SimulatedModel(pair.target, alpha, pair.target.eos_id),
@@ -239,21 +277,50 @@ def random(
       target_path=None,
       draft_path=None,
     )
-    for pair in _load_pairs(target, draft, vocabulary, task, extra_ids)
+    for pair in _load_pairs(precisions, target, drafts, vocabulary, task, extra_ids)
   )
   return Comparison(pairs, target, draft, alpha, workload)
 
 
 def _load_pairs(
-  target: str, draft: str, vocabulary: str, task: str | None, extra_ids: int | Literal["auto"]
+  precisions: Sequence[Precision],
+  target: str,
+  draft: str | Callable[[Precision], LoadsDraft],
+  vocabulary: str,
+  task: str | None,
+  extra_ids: int | Literal["auto"],
 ) -> tuple[LoadedPair, ...]:
-  """Load a pair with a float32 target, and perhaps one with a bfloat16 target.
+  """Load a pair in each precision. Of two pairs with the same weights, only the first is kept."""
+  pairs: dict[tuple[str, str], LoadedPair] = {}
+  for dtype, weights in precisions:
+    pair = load_pair(
+      target,
+      draft if isinstance(draft, str) else draft((dtype, weights)),
+      vocabulary,
+      task,
+      dtype,
+      extra_ids=extra_ids,
+      weights=weights,
+    )
+    pairs.setdefault((pair.dtype, pair.kernels), pair)
+  return tuple(pairs.values())
 
-  The second one is loaded if the target is stored in bfloat16 and `kernels.skinny` can read that.
-  """
-  load = functools.partial(load_pair, target, draft, vocabulary, task, extra_ids=extra_ids)
-  widened, stored = load(), load(stored_weights=True)
-  return (widened,) if widened.kernels == stored.kernels else (widened, stored)
+
+def _random_draft(folder: str, num_output_tokens: int | None, precision: Precision) -> LoadsDraft:
+  """Return a function that loads a draft; its logits cover the first tokens of the vocabulary."""
+  dtype, weights = precision
+
+  def first_tokens(vocabulary: Vocabulary) -> range:
+    assert num_output_tokens is not None
+    return range(num_output_tokens)
+
+  return functools.partial(
+    checkpoint_draft,
+    model=folder,
+    dtype=dtype,
+    weights="int8" if weights == "int8" else "stored",
+    output_tokens=None if num_output_tokens is None else first_tokens,
+  )
 
 
 def _write_checkpoint(folder: str, name: str, path: str) -> str:

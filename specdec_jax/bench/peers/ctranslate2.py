@@ -1,22 +1,35 @@
-"""CTranslate2 on the CPU, in float32: greedy decoding or beam search.
+"""CTranslate2 on the CPU: greedy decoding or beam search.
 
 Weights are converted from the format of transformers.
 """
 
+import functools
 import os
 import tempfile
 
 from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate
 
 
-def greedy() -> Backend:
-  """Return the CTranslate2 backend for greedy decoding and beam search.
+def greedy(compute_type: str = "float32") -> Backend:
+  """Return a CTranslate2 backend for greedy decoding and beam search.
 
   Temperatures above 0 are not supported: CTranslate2 seeds its random number generator once per
   process, so a sample could not be reproduced.
+
+  Args:
+    compute_type: format of weights and arithmetic, such as 'int8' (with float32 activations) or
+      'int8_bfloat16'; CTranslate2 quantizes weights when it loads them.
   """
-  packages = "ctranslate2", "torch", "transformers"
-  return Backend("ctranslate2", packages, _load, "ctranslate2", greedy_only=True, searches=True)
+  is_float32 = compute_type == "float32"
+  return Backend(
+    "ctranslate2" if is_float32 else f"ctranslate2_{compute_type}",
+    ("ctranslate2", "torch", "transformers"),
+    functools.partial(_load, compute_type=compute_type),
+    "ctranslate2",
+    greedy_only=True,
+    searches=True,
+    float32=is_float32,
+  )
 
 
 def _convert(folder: str, converted: str) -> None:
@@ -38,7 +51,7 @@ def _convert(folder: str, converted: str) -> None:
   spec.save(converted)
 
 
-def _load(comparison: Comparison) -> Generate:
+def _load(comparison: Comparison, compute_type: str) -> Generate:
   import ctranslate2
 
   beams = comparison.workload.beams
@@ -46,7 +59,7 @@ def _load(comparison: Comparison) -> Generate:
     _convert(comparison.target, folder)
     threads = len(os.sched_getaffinity(0))
     translator = ctranslate2.Translator(
-      folder, device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
+      folder, device="cpu", compute_type=compute_type, inter_threads=1, intra_threads=threads
     )
 
   def generate(source, seed, max_new_tokens, temperature):

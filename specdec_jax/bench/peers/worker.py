@@ -1,19 +1,26 @@
 """Subprocesses that run and time the backends whose `process` is not None.
 
-Each backend then has all cores to itself, and is idle while a different backend decodes.
+Each backend then has all cores to itself, and is idle while a different backend decodes. The
+subprocess may run the Python of another virtual environment, for backends whose packages cannot be
+installed together.
 """
 
-import concurrent.futures
+import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
-import threading
+import pathlib
+import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+import specdec_jax
 from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.data.vocabulary import padded
@@ -44,38 +51,75 @@ def decode_result(
   )
 
 
-def start_process() -> concurrent.futures.Executor:
-  """Return an executor with one new process, which is spawned so that it inherits no threads."""
-  spawn = multiprocessing.get_context("spawn")
-  return concurrent.futures.ProcessPoolExecutor(1, spawn, initializer=_exit_with_parent)
+class Process:
+  """Subprocess that calls functions, one at a time. It ends when it is closed, or with its parent.
+
+  Args:
+    python: Python to run, of a virtual environment that has this package; None for the same one.
+  """
+
+  def __init__(self, python: str | None = None):
+    self._connection, end = multiprocessing.Pipe()
+    paths = sys.path if python is None else [str(pathlib.Path(specdec_jax.__file__).parents[1])]
+    self._process = subprocess.Popen(
+      [python or sys.executable, "-c", f"from {__name__} import serve; serve({end.fileno()})"],
+      env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+      pass_fds=[end.fileno()],
+      stdin=subprocess.DEVNULL,
+    )
+    end.close()
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused):
+    self._connection.close()
+    self._process.wait()
+
+  def call(self, function: Callable, *args) -> Any:
+    """Return `function(*args)`, computed in the subprocess; functions are pickled by name.
+
+    Raises:
+      RuntimeError: the function raised an exception; or the process has ended.
+    """
+    try:
+      self._connection.send((function, args))
+      result, error = self._connection.recv()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+      error = f"it ended with exit code {self._process.wait()}"
+    if error:
+      raise RuntimeError(f"A subprocess failed: {error}")
+    return result
 
 
-def _exit_with_parent() -> None:
-  """Exit this process when its parent ends, even if the parent is killed."""
-  parent = multiprocessing.parent_process()
-
-  def watch(parent):
-    parent.join()
-    os._exit(1)
-
-  threading.Thread(target=watch, args=[parent], daemon=True).start()
+def serve(file_descriptor: int) -> None:
+  """Call the functions that a `Process` sends, until its end of the connection is closed."""
+  connection = multiprocessing.connection.Connection(file_descriptor)
+  with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    while True:
+      function, args = connection.recv()
+      try:
+        answer = function(*args), None
+      except Exception:
+        answer = None, traceback.format_exc()
+      connection.send(answer)
 
 
 def in_subprocess(
-  executor: concurrent.futures.Executor, backend: Backend, comparison: Comparison
+  process: Process, backend: Backend, comparison: Comparison
 ) -> Callable[..., tuple[float, DecodeResult]]:
   """Load a backend in a subprocess and return a function that decodes there.
 
   The returned function takes the arguments of a `Decode`. It returns the seconds, which
   `after_idle` measures in the subprocess, and the result.
   """
-  executor.submit(_load_here, backend, comparison._replace(pairs=())).result()
+  process.call(_load_here, backend, comparison._replace(pairs=()))
 
   def decode(prompt, rng, *, max_new_tokens, sampling):
     source = [token for token in np.asarray(prompt)[0].tolist() if token != PAD_ID]
     seed = int(jax.random.key_data(rng)[0, -1])
     args = backend.name, source, seed, max_new_tokens, sampling.temperature
-    seconds, (tokens, num_target_calls) = executor.submit(_generate_here, *args).result()
+    seconds, (tokens, num_target_calls) = process.call(_generate_here, *args)
     return seconds, decode_result(tokens, num_target_calls, max_new_tokens)
 
   return decode
