@@ -7,9 +7,10 @@ The notes below the printed table and experiments/tpu_v4/README.md explain the p
 columns.
 """
 
+import dataclasses
 import importlib.metadata
 import json
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
@@ -22,7 +23,7 @@ from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import HEADS, AnyConfig, SpeculatorConfig, speculator_config
 from specdec_jax.errors import InputError
 from specdec_jax.extended_theory import best_tree
-from specdec_jax.models.config import named_config, named_dtype
+from specdec_jax.models.config import Weights, named_config, named_dtype
 from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
 from specdec_jax.user_errors import ArgumentParser
@@ -46,6 +47,12 @@ def main() -> None:
     help="version of T5, 1.0 or 1.1 (default); or gpt_like, gpt2 or lamda",
   )
   parser.add_argument("--dtype", default="bfloat16", help="bfloat16 (default) or float32")
+  parser.add_argument(
+    "--weights", default="float", choices=get_args(Weights), help="weights of both models (float)"
+  )
+  parser.add_argument(
+    "--output_tokens", type=int, help="tokens that the draft may propose (default: all tokens)"
+  )
   parser.add_argument(
     "--topology",
     default="v4:1x1x1",
@@ -102,7 +109,7 @@ def main() -> None:
   parser.add_argument("--output", help="file for the report as JSON")
   args = parser.parse_args()
   try:
-    options: dict[str, Any] = dict(dtype=named_dtype(args.dtype))
+    options: dict[str, Any] = dict(dtype=named_dtype(args.dtype), weights=args.weights)
     if args.fused:
       options |= dict(fused=True, tied_logits=False)
     target = named_config(args.version, args.target, **options)
@@ -118,6 +125,7 @@ def main() -> None:
       )
     else:
       draft = named_config(args.version, args.draft, **options)
+    draft = dataclasses.replace(draft, weights=args.weights, num_output_tokens=args.output_tokens)
     chip, devices = tpu_compile.described(args.topology)
     gamma: int | AnyTree = args.gamma
     if args.dynamic:
@@ -155,11 +163,13 @@ def main() -> None:
     nodes = f", {args.nodes} nodes{' (dynamic)' * args.dynamic}" if args.nodes else ""
     if args.beams:
       nodes = f", {args.beams} beams, {args.draft_beams or args.beams} of the draft{nodes}"
+    int8 = ", int8 weights" if args.weights == "int8" else ""
     family = args.version if args.version.isidentifier() else f"T5 {args.version}"
     title = (
       f"{family} {args.target} with {args.draft}{' (fused)' * args.fused}, "
-      f"gamma {args.gamma}{nodes}, {args.dtype}, batch {args.batch_size}, TPU {args.topology}"
-      f"{', both sharded' * args.cut_draft}, jax {versions['jax']}, libtpu {versions['libtpu']}"
+      f"gamma {args.gamma}{nodes}, {args.dtype}{int8}, batch {args.batch_size}, "
+      f"TPU {args.topology}{', both sharded' * args.cut_draft}, jax {versions['jax']}, "
+      f"libtpu {versions['libtpu']}"
     )
     print(render(examine.report_table(report, title, chip), args.format), end="")
     if args.output:

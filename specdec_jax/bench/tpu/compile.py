@@ -29,6 +29,7 @@ from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig, init_params
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.loading import LoadedTarget
 from specdec_jax.models.families import Config, model_of
+from specdec_jax.models.quantization import has_own_dtype
 from specdec_jax.pairs.speculators import head_factory
 from specdec_jax.partitioning import (
   REPLICATED,
@@ -130,15 +131,18 @@ class Site:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self.replicated)
 
   def params(self, config: AnyConfig, rules: Rules) -> Any:
-    """Return the shapes of a model's parameters in its dtype, sharded by `rules`.
+    """Return the shapes of a model's parameters in their dtypes, sharded by `rules`.
 
     The parameters have the layout that `jax.device_put` gives them.
     """
     shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     shardings = param_shardings(shapes, self.mesh, rules)
-    return jax.tree.map(
-      lambda x, sharding: self.array(x.shape, config.dtype, sharding), shapes, shardings
-    )
+
+    def array(path, x, sharding):
+      dtype = x.dtype if has_own_dtype(path, x) else config.dtype
+      return self.array(x.shape, dtype, sharding)
+
+    return jax.tree_util.tree_map_with_path(array, shapes, shardings)
 
   def lower(self, function: Callable, params: tuple, state, shardings, *args) -> Lowered:
     """Lower `function(*params, state, *args) -> (state, results)`.
