@@ -18,7 +18,8 @@ def greedy(compute_type: str = "float32") -> Backend:
 
   Args:
     compute_type: format of weights and arithmetic, such as 'int8' (with float32 activations) or
-      'int8_bfloat16'; CTranslate2 quantizes weights when it loads them.
+      'int8_bfloat16' on processors for which CTranslate2 supports it. CTranslate2 quantizes weights
+      when it loads them.
   """
   is_float32 = compute_type == "float32"
   return Backend(
