@@ -46,6 +46,8 @@ MANY_PARAMETERS = {
   "commands.decode.decode",
   "bench.given_outputs.given_outputs",
   "bench.online.serve_and_learn",
+  "bench.peers.comparison.random",
+  "bench.peers.comparison.trained",
   "bench.online.serve_and_store",
   "commands.quickstart.quickstart",
   "commands.speedup.speedup",
@@ -58,6 +60,7 @@ MANY_PARAMETERS = {
   "models.decoder.Decoder.__call__",  # the arrays of one block; Flax passes them one by one
   "pairs.load.load_for",
   "pairs.load.load_pair",
+  "pairs.random_weights.random_draft",
   "pairs.random_weights.random_pair",
   "t5x_model.model.SpeculativeModel.__init__",
 }

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import specdec_jax
 from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.data.vocabulary import padded
@@ -60,7 +59,7 @@ class Process:
 
   def __init__(self, python: str | None = None):
     self._connection, end = multiprocessing.Pipe()
-    paths = sys.path if python is None else [str(pathlib.Path(specdec_jax.__file__).parents[1])]
+    paths = sys.path if python is None else [str(pathlib.Path(__file__).parents[3])]
     self._process = subprocess.Popen(
       [python or sys.executable, "-c", f"from {__name__} import serve; serve({end.fileno()})"],
       env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
