@@ -14,6 +14,7 @@ PACKAGE = ROOT / "specdec_jax"
 
 JAX = {"jax", "jaxtyping", "numpy"}
 FLAX = JAX | {"flax"}
+PEERS = {"ctranslate2", "gguf", "llama_cpp", "onnxruntime", "optimum", "torch", "transformers"}
 
 # From the bottom up: a layer may import itself, the layers listed before it, the standard library
 # and the packages listed next to it.
@@ -70,7 +71,7 @@ LAYERS = {
   "exactness": FLAX | {"scipy"},
   "t5x_model": FLAX | {"gin", "seqio", "t5x"},
   "commands": FLAX | {"rich", "sacrebleu"},
-  "bench": FLAX | {"ctranslate2", "matplotlib", "rich", "torch", "transformers"},
+  "bench": FLAX | PEERS | {"matplotlib", "rich"},
   "user_errors": set(),
   "run": {"gin", "absl"},
 }

@@ -15,7 +15,15 @@ import tiny_pair
 from safetensors import safe_open
 
 from specdec_jax import records
-from specdec_jax.bench.peers import compare, ctranslate2, huggingface, t5x, worker
+from specdec_jax.bench.peers import (
+  compare,
+  ctranslate2,
+  huggingface,
+  onnxruntime,
+  openvino,
+  t5x,
+  worker,
+)
 from specdec_jax.bench.peers import comparison as comparisons
 from specdec_jax.bench.peers.comparison import (
   OWN_BASELINE,
@@ -158,6 +166,10 @@ BACKENDS = {
     huggingface.assisted(3),
     ctranslate2.greedy(),
     ctranslate2.greedy("int8"),
+    onnxruntime.generate(),
+    onnxruntime.generate(is_int8=True),
+    openvino.generate(),
+    openvino.generate("bf16", is_int8=True),
   )
 }
 
@@ -303,7 +315,7 @@ def test_greedy_only_backend_does_not_support_sampling(comparison):
 def test_beam_search_is_compared_with_the_backends_that_support_it(comparison, tmp_path, capsys):
   with_beams = with_workload(comparison, beams=2, draft_beams=4)
   supporting = {name for name, b in BACKENDS.items() if b.supports(with_beams, ARGMAX)}
-  assert supporting == {"hf", "ctranslate2", "ctranslate2_int8"}
+  assert supporting == {name for name in BACKENDS if "t5x" not in name and "assisted" not in name}
   assert OWN_BASELINE.supports(with_beams, ARGMAX)
   assert t5x.beam_search().supports(with_beams, ARGMAX)
   assert not t5x.beam_search().supports(comparison, ARGMAX)
@@ -344,11 +356,18 @@ def test_random_weights_are_measured_at_their_simulated_alpha(tmp_path):
     *("tiny", "tiny", 0.5),
     max_new_tokens=LIMIT,
     num_output_tokens=50,
-    precisions=[("float32", "float"), ("float32", "stored"), ("bfloat16", "int8")],
+    precisions=[
+      ("float32", "float"),
+      ("float32", "stored"),
+      ("bfloat16", "float", "int8"),
+      ("bfloat16", "int8"),
+    ],
   )
-  skinny_kernels = ["skinny", "skinny+bfloat16", "skinny+int8"]
-  kernels = skinny_kernels if skinny.is_available() else ["xla", "xla+int8"]
+  float32 = ["skinny", "skinny+bfloat16"] if skinny.is_available() else ["xla"]
+  bfloat16 = "skinny" if skinny.is_available(jnp.bfloat16) else "xla"
+  kernels = [*float32, bfloat16, f"{bfloat16}+int8"]
   assert [pair.kernels for pair in comparison.pairs] == kernels
+  assert ["int8" in pair.draft_name for pair in comparison.pairs[-3:]] == [False, True, True]
 
   def make_comparison(folder):
     return with_workload(comparison._replace(pairs=comparison.pairs[-1:]), gammas=(3,))

@@ -49,10 +49,11 @@ from specdec_jax.records import Record
 from specdec_jax.reporting.formats import render
 from specdec_jax.reporting.tables import legend_lines
 
-_Precision = tuple[str, str]  # dtype and kernels of this package
-# (precision, gamma) of speculative decoding, (precision, name) of this package's autoregressive
+_Target = tuple[str, str]  # dtype and kernels of this package
+_Precision = tuple[_Target, str]  # with the name of the draft, which contains its format
+# (precision, gamma) of speculative decoding, (target, name) of this package's autoregressive
 # decoding, or (None, name) of a different library.
-_DecoderKey = tuple[_Precision | None, str | int]
+_DecoderKey = tuple[_Precision | _Target | None, str | int]
 
 
 def peers(
@@ -243,15 +244,19 @@ def _load_decoders(
   return decoders
 
 
-def _precision(one: Record | LoadedPair) -> _Precision:
+def _target(one: Record | LoadedPair) -> _Target:
   """Return dtype and kernels, whose name contains the format of the weights."""
   return one.dtype, one.kernels
+
+
+def _precision(one: Record | LoadedPair) -> _Precision:
+  return _target(one), one.draft if isinstance(one, Record) else one.draft_name
 
 
 def _baseline_key(setting: Record) -> _DecoderKey:
   """Return the key of a setting's baseline. Other libraries do not depend on our precision."""
   own = setting.baseline == OWN_BASELINE.name
-  return _precision(setting) if own else None, setting.baseline
+  return _target(setting) if own else None, setting.baseline
 
 
 def _speculative(

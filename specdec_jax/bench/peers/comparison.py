@@ -38,8 +38,9 @@ from specdec_jax.pairs import (
 )
 from specdec_jax.pairs.composed import LoadsDraft
 
-# Dtype of this package's arithmetic, and how it keeps weights in memory; see `pairs.load_pair`.
-Precision = tuple[str, LoadedWeights]
+# Dtype of this package's arithmetic, and how it keeps the weights of the target and of the draft in
+# memory; see `pairs.load_pair`, also for the default of the last one.
+Precision = tuple[str, LoadedWeights] | tuple[str, LoadedWeights, LoadedWeights]
 PRECISIONS: Sequence[Precision] = (("float32", "float"), ("float32", "stored"))
 
 # Function of (prompt [1, P], rng [1], *, max_new_tokens, sampling), as in this package.
@@ -285,30 +286,33 @@ def random(
 def _load_pairs(
   precisions: Sequence[Precision],
   target: str,
-  draft: str | Callable[[Precision], LoadsDraft],
+  draft: str | Callable[[str, LoadedWeights], LoadsDraft],
   vocabulary: str,
   task: str | None,
   extra_ids: int | Literal["auto"],
 ) -> tuple[LoadedPair, ...]:
   """Load a pair in each precision. Of two pairs with the same weights, only the first is kept."""
-  pairs: dict[tuple[str, str], LoadedPair] = {}
-  for dtype, weights in precisions:
+  pairs: dict[tuple[str, str, str], LoadedPair] = {}
+  for dtype, weights, *rest in precisions:
+    draft_weights: LoadedWeights = rest[0] if rest else "int8" if weights == "int8" else "stored"
     pair = load_pair(
       target,
-      draft if isinstance(draft, str) else draft((dtype, weights)),
+      draft if isinstance(draft, str) else draft(dtype, draft_weights),
       vocabulary,
       task,
       dtype,
       extra_ids=extra_ids,
       weights=weights,
+      draft_weights=draft_weights,
     )
-    pairs.setdefault((pair.dtype, pair.kernels), pair)
+    pairs.setdefault((pair.dtype, pair.kernels, pair.draft_name), pair)
   return tuple(pairs.values())
 
 
-def _random_draft(folder: str, num_output_tokens: int | None, precision: Precision) -> LoadsDraft:
+def _random_draft(
+  folder: str, num_output_tokens: int | None, dtype: str, weights: LoadedWeights
+) -> LoadsDraft:
   """Return a function that loads a draft; its logits cover the first tokens of the vocabulary."""
-  dtype, weights = precision
 
   def first_tokens(vocabulary: Vocabulary) -> range:
     assert num_output_tokens is not None
@@ -318,7 +322,7 @@ def _random_draft(folder: str, num_output_tokens: int | None, precision: Precisi
     checkpoint_draft,
     model=folder,
     dtype=dtype,
-    weights="int8" if weights == "int8" else "stored",
+    weights=weights,
     output_tokens=None if num_output_tokens is None else first_tokens,
   )
 

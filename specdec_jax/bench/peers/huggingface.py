@@ -9,7 +9,7 @@ import os
 import weakref
 from typing import Any
 
-from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate
+from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate, Workload
 from specdec_jax.models.simulated import CERTAIN
 
 _PACKAGES, _PROCESS = ("torch", "transformers"), "torch"
@@ -99,22 +99,42 @@ def _load(comparison: Comparison, assistant: dict | None = None) -> Generate:
       bonus = torch.where(torch.rand(guesses.shape) < alpha, CERTAIN, -CERTAIN)
       output.logits[:, :-1].scatter_add_(2, guesses, bonus)
 
-  @torch.inference_mode()
   def generate(source, seed, max_new_tokens, temperature):
     num_target_calls[0] = 0
-    torch.manual_seed(seed)
-    options: dict[str, Any] = dict(do_sample=False)
-    if temperature:
-      options = dict(do_sample=True, temperature=temperature, top_k=0)
-    if workload.beams:
-      options |= dict(num_beams=workload.beams, length_penalty=0.6)
-    options |= dict(max_new_tokens=max_new_tokens, **assistant_options)
     hook = model.register_forward_hook(after_forward, with_kwargs=True)
     try:
-      rows = torch.tensor([source], dtype=torch.long)
-      (tokens,) = model.generate(rows, **options)
+      tokens = generate_tokens(
+        model, workload, source, seed, max_new_tokens, temperature, **assistant_options
+      )
     finally:
       hook.remove()
-    return tokens[1:].tolist(), num_target_calls[0]
+    return tokens, num_target_calls[0]
 
   return generate
+
+
+def generate_tokens(
+  model: Any,
+  workload: Workload,
+  source: list[int],
+  seed: int,
+  max_new_tokens: int,
+  temperature: float,
+  **options: Any,
+) -> list[int]:
+  """Return the tokens that the method `generate` of a model of transformers or Optimum returns."""
+  import torch
+
+  torch.manual_seed(seed)
+  if temperature:
+    options |= dict(do_sample=True, temperature=temperature, top_k=0)
+  else:
+    options |= dict(do_sample=False)
+  if workload.beams:
+    options |= dict(num_beams=workload.beams, length_penalty=0.6)
+  rows = torch.tensor([source], dtype=torch.long)
+  with torch.inference_mode():
+    (tokens,) = model.generate(
+      rows, attention_mask=torch.ones_like(rows), max_new_tokens=max_new_tokens, **options
+    )
+  return tokens[1:].tolist()

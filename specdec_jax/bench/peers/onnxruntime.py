@@ -1,0 +1,69 @@
+"""ONNX Runtime on the CPU, through Optimum: `generate` of transformers with exported models.
+
+Sampling and beam search are those of transformers, as in `bench.peers.huggingface`.
+"""
+
+import functools
+import os
+import tempfile
+
+from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate
+from specdec_jax.bench.peers.huggingface import generate_tokens
+
+
+def generate(is_int8: bool = False, python: str | None = None) -> Backend:
+  """Return the backend that runs Optimum's `ORTModelForSeq2SeqLM`.
+
+  Args:
+    is_int8: whether matrices are quantized to int8, with one scale per column. ONNX Runtime then
+      also quantizes the activations, when it runs (dynamic quantization).
+    python: Python of a virtual environment that has Optimum; see `Backend`.
+  """
+  return Backend(
+    "onnxruntime_int8" if is_int8 else "onnxruntime",
+    ("onnxruntime", "optimum", "torch", "transformers"),
+    functools.partial(_load, is_int8=is_int8),
+    "onnxruntime",
+    python,
+    searches=True,
+    float32=not is_int8,
+  )
+
+
+def _load(comparison: Comparison, is_int8: bool) -> Generate:
+  import onnxruntime
+  from optimum.onnxruntime import ORTModelForSeq2SeqLM
+
+  options = onnxruntime.SessionOptions()
+  options.intra_op_num_threads = len(os.sched_getaffinity(0))
+  load = functools.partial(
+    ORTModelForSeq2SeqLM.from_pretrained, local_files_only=True, session_options=options
+  )
+  with tempfile.TemporaryDirectory() as folder:
+    model = load(comparison.target, export=True)
+    if is_int8:
+      model.save_pretrained(folder)
+      del model
+      _quantize(folder)
+      model = load(folder)
+  if not comparison.stops_at_eos:
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+
+  def generate(*args):
+    tokens = generate_tokens(model, comparison.workload, *args)
+    return tokens, len(tokens)
+
+  return generate
+
+
+def _quantize(folder: str) -> None:
+  """Replace the models in a folder by models with int8 matrices."""
+  from optimum.onnxruntime import ORTQuantizer
+  from optimum.onnxruntime.configuration import AutoQuantizationConfig
+
+  settings = AutoQuantizationConfig.avx512_vnni(is_static=False, per_channel=True)
+  for name in sorted(os.listdir(folder)):
+    if name.endswith(".onnx"):
+      ORTQuantizer.from_pretrained(folder, file_name=name).quantize(
+        settings, folder, file_suffix="", use_external_data_format=True
+      )
