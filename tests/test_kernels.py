@@ -86,21 +86,76 @@ def test_bfloat16_weights_give_the_result_of_their_float32_copy(shape):
   np.testing.assert_array_equal(matmul(x, half), matmul(x, half.astype(np.float32)))
 
 
-@both_dtypes
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_int8_weights_give_the_scaled_result_of_their_copy(shape, dtype):
+def int8_operands(shape, pairs):
+  """Return x, its product with an int8 matrix as a function, and the matrix and its scales."""
   x, w = operands(*shape)
   kernel, scale = quantize(w)
-  scale = np.pad(scale, (0, -shape[2] % 16))
-  pairs = dtype == "bfloat16"
-  x = x.astype(jnp.dtype(dtype))
+  padded = np.pad(scale, (0, -shape[2] % 16))
   packed = jnp.asarray(skinny.pack(kernel, pairs))
-  multiply = functools.partial(skinny.matmul, panels=packed, scale=scale)
-  together = np.asarray(multiply(jnp.asarray(x, jnp.float32)))
-  np.testing.assert_array_equal(together, matmul(x, kernel.astype(jnp.dtype(dtype))) * scale)
+  return x, functools.partial(skinny.matmul, panels=packed, scale=padded), kernel, scale
+
+
+def require_same_rows(multiply, x):
+  together = np.asarray(multiply(x))
   for rows in (1, 3, 9):
-    alone = multiply(jnp.asarray(x[-rows:], jnp.float32))
-    np.testing.assert_array_equal(alone, together[-rows:])
+    np.testing.assert_array_equal(multiply(x[-rows:]), together[-rows:])
+
+
+@compiled
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_int8_weights_give_the_scaled_result_of_their_copy(shape):
+  x, multiply, kernel, scale = int8_operands(shape, pairs=False)
+  got = np.asarray(multiply(x))
+  want = matmul(x, kernel.astype(np.float32))[:, : shape[2]] * scale
+  np.testing.assert_array_equal(got[:, : shape[2]], want)
+  assert not got[:, shape[2] :].any()
+  require_same_rows(multiply, x)
+
+
+@in_bfloat16
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_int8_weights_in_groups_of_four_are_multiplied_in_integers(shape):
+  x, multiply, kernel, scale = int8_operands(shape, pairs=True)
+  x *= np.logspace(-20, 20, len(x), dtype=np.float32)[:, None]
+  x[:, 0] *= 100
+  x[-1:] = 0
+  largest = np.abs(x).max(axis=1, keepdims=True)
+  unit = largest / np.float32(127 * 256)
+  inverse = np.divide(np.float32(127 * 256), largest, where=largest > 0, out=np.zeros_like(largest))
+  q = np.rint(x * inverse).astype(np.int64)
+  assert (np.abs(q * unit.astype(float) - x) <= 0.501 * unit).all()
+  high = (q + 128) >> 8
+  low = q - 256 * high
+  parts = [(part @ kernel.astype(np.int64)).astype(np.float32) for part in (high, low)]
+  want = (parts[0] * np.float32(256) + parts[1]) * unit * scale
+  got = np.asarray(multiply(x))
+  np.testing.assert_array_equal(got[:, : shape[2]], want)
+  assert not got[:, shape[2] :].any()
+  require_same_rows(multiply, x)
+
+
+@in_bfloat16
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_int8_product_of_a_row_that_is_not_finite_is_not_finite(bad):
+  x, multiply, *_ = int8_operands((3, 20, 16), pairs=True)
+  x[1, 7] = bad
+  finite = np.isfinite(multiply(x))
+  assert finite[[0, 2]].all() and not finite[1].any()
+
+
+@in_bfloat16
+def test_largest_int8_sums_do_not_overflow():
+  depth = 1 << 16
+  kernel, scale = np.full((depth, 16), 127, np.int8), np.ones(16, np.float32)
+  for sign in (1, -1):
+    panels = skinny.pack(sign * kernel, pairs=True)
+    for value in (1, -1):
+      (got,) = np.asarray(skinny.matmul(np.full((1, depth), value, np.float32), panels, scale))
+      np.testing.assert_allclose(got, sign * value * 127 * depth, rtol=1e-6)
+  with pytest.raises(Exception, match="at most 65,536"):
+    skinny.matmul(
+      np.ones((1, depth + 4), np.float32), np.zeros((1, depth // 4 + 1, 64), np.int8), scale
+    ).block_until_ready()
 
 
 def test_quantization_changes_a_value_by_at_most_half_a_scale():

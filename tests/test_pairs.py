@@ -60,10 +60,13 @@ def test_load_pair():
   for dtype in ("float32", "bfloat16"):
     pair = load(dtype=dtype)
     assert pair.dtype == dtype
-    leaves = jax.tree.leaves(pair.target_params)
-    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(dtype)}
+    target, draft = dict(pair.target_params), dict(pair.draft_params)
+    for params in (target, draft):
+      table = params.pop("token_embedder")["embedding"]
+      assert table.dtype == pair.target.config.activations
+    assert {leaf.dtype for leaf in jax.tree.leaves(target)} == {jnp.dtype(dtype)}
     # Matrices of a draft remain as stored if the kernel converts them.
-    kept = {leaf.dtype for leaf in jax.tree.leaves(pair.draft_params)}
+    kept = {leaf.dtype for leaf in jax.tree.leaves(draft)}
     assert kept == {jnp.dtype(dtype)} | (
       {jnp.dtype("bfloat16")} if skinny.is_available() else set()
     )

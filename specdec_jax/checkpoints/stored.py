@@ -21,7 +21,7 @@ from specdec_jax.kernels import skinny
 from specdec_jax.memory import require_memory
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import for_decoding
-from specdec_jax.models.quantization import column_scales, has_own_dtype, quantize
+from specdec_jax.models.quantization import column_scales, param_dtype, quantize
 
 Index = tuple[slice, ...]  # one slice per axis
 # How weights are loaded; see `pairs.load_pair`.
@@ -228,7 +228,8 @@ class Checkpoint(NamedTuple):
     tree = traverse_util.unflatten_dict(dict(self.arrays), sep="/")
     if fuse:
       tree = for_decoding(stored_config, tree, concatenate)[1]
-    dtype = config.dtype if dtype is None else dtype
+    if dtype is not None:
+      config = dataclasses.replace(config, dtype=dtype)
     if output_tokens is not None:
       if not any(OUTPUTS & {*path} for path in traverse_util.flatten_dict(tree)):
         raise InputError(f"{self.path} has no logits of its own, so it can propose any token.")
@@ -242,10 +243,8 @@ class Checkpoint(NamedTuple):
       return config.kernels != "xla" and path[-1].key == "kernel"
 
     def dtype_of(path, array):
-      if has_own_dtype(path, array):
-        return array.dtype
       stays = in_panels(path) and stored_weights and array.dtype == jnp.bfloat16
-      return jnp.bfloat16 if stays else dtype
+      return jnp.bfloat16 if stays else param_dtype(path, array, config)
 
     def struct_of(path, array, sharding):
       return jax.ShapeDtypeStruct(array.shape, dtype_of(path, array), sharding=sharding)

@@ -12,11 +12,17 @@
 // accumulated in float32, in order.
 //
 // w may also be int8 with a scale per column, by which the sums are multiplied at the end. It takes a
-// quarter of the time to read, and is converted to float32 or, in pairs, to bfloat16; both conversions
-// are exact. So the result is bit-identical to that of a converted copy, multiplied by the scales.
+// quarter of the time to read. It is converted to float32, so that the result is bit-identical to that
+// of a float32 copy, multiplied by the scales. Or w is int8 in groups of four values along E, if the
+// processor has an instruction for it: each row of x is then rounded to integers of 16 bits with a
+// scale, and sums are integers, so that only x and the final products are rounded.
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+#define SPECDEC_HAS_BFLOAT16  // and the instruction for groups of four int8 values
 #endif
 
 #include <type_traits>
@@ -51,24 +57,22 @@ typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Bfloat16;  // the upper half of a float
 typedef Bfloat16 Halves __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
 typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
-// Four int8 values, consecutive along E. In the 64 bytes of a step, each group of four columns has its
-// first two values of each column, then the other two.
-struct ByteQuad {
+struct Quad {  // four int8 values, consecutive along E
   int8_t four[4];
 };
 
 // Panels of a tile, for which registers must hold M sums and the vectors of w per panel, and one of x;
-// for ByteQuad also the tables of its conversion.
+// for Quad each sum has two parts, and w two constants.
 template <typename W>
 constexpr int NumPanels(int M) {
-  constexpr bool quad = std::is_same_v<W, ByteQuad>;
-  return std::clamp((kRegisters - (quad ? 7 : 2)) / ((M + (quad ? 2 : 1)) * kVectors), 1, 8);
+  constexpr bool quad = std::is_same_v<W, Quad>;
+  return std::clamp((kRegisters - (quad ? 4 : 2)) / (((quad ? 2 : 1) * M + 1) * kVectors), 1, 8);
 }
 
 template <typename W>
-constexpr bool kScaled = std::is_same_v<W, int8_t> || std::is_same_v<W, ByteQuad>;
+constexpr bool kScaled = std::is_same_v<W, int8_t> || std::is_same_v<W, Quad>;
 
-#if defined(__AVX512BF16__)
+#if defined(SPECDEC_HAS_BFLOAT16)
 struct Pair {  // two bfloat16 values, consecutive along E
   uint32_t both;
 };
@@ -76,56 +80,9 @@ inline __m512bh Load(const Pair* w) { return (__m512bh)_mm512_loadu_si512(w); }
 inline void Add(Vector& sum, Pair x, __m512bh w) {
   sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x.both), w);
 }
-struct PairOfPairs {
-  Pair first, second;
-};
-struct TwoSteps {  // of 16 columns
-  __m512bh first, second;
-};
-inline void Add(Vector& sum, PairOfPairs x, TwoSteps w) {
-  Add(sum, x.first, w.first);
-  Add(sum, x.second, w.second);
-}
-#if defined(__AVX512VBMI__)
-// The two bytes of bfloat16 for each value from 0 to 127.
-struct Bfloat16Bytes {
-  alignas(64) uint8_t low[128]{}, high[128]{};
-  constexpr Bfloat16Bytes() {
-    for (int value = 1, exponent = 0; value < 128; ++value) {
-      while (value >> (exponent + 1)) ++exponent;
-      const int bits = (127 + exponent) << 7 | (value << (7 - exponent) & 0x7f);
-      low[value] = bits & 0xff, high[value] = bits >> 8;
-    }
-  }
-};
-constexpr Bfloat16Bytes kBytes;
-inline TwoSteps Load(const ByteQuad* w) {
-  const auto lookup = [](const uint8_t* table, __m512i index) {
-    return _mm512_permutex2var_epi8(_mm512_load_si512(table), index, _mm512_load_si512(table + 64));
-  };
-  const __m512i bytes = _mm512_loadu_si512(w), magnitude = _mm512_abs_epi8(bytes);
-  const __m512i low = lookup(kBytes.low, magnitude), high = lookup(kBytes.high, magnitude);
-  const __m512i with_sign = _mm512_or_si512(high, _mm512_and_si512(bytes, _mm512_set1_epi8(-128)));
-  return {(__m512bh)_mm512_unpacklo_epi8(low, with_sign),
-          (__m512bh)_mm512_unpackhi_epi8(low, with_sign)};
-}
-#else
-inline TwoSteps Load(const ByteQuad* w) {
-  const auto floats = [](__m256i words) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(words));
-  };
-  const auto halves = [&](__m512i high_bytes) {
-    const __m512i words = _mm512_srai_epi16(high_bytes, 8);
-    return _mm512_cvtne2ps_pbh(floats(_mm512_extracti64x4_epi64(words, 1)),
-                               floats(_mm512_castsi512_si256(words)));
-  };
-  const __m512i bytes = _mm512_loadu_si512(w), zero = _mm512_setzero_si512();
-  return {halves(_mm512_unpacklo_epi8(zero, bytes)), halves(_mm512_unpackhi_epi8(zero, bytes))};
-}
-#endif
-// x [rows, depth] rounded to pairs of bfloat16, with zeros up to a multiple of `multiple` values.
-std::vector<Pair> InPairs(const float* x, int64_t rows, int64_t depth, int64_t multiple) {
-  const int64_t width = multiple * Ratio(depth, multiple);
+// x [rows, depth] rounded to pairs of bfloat16; if depth is odd, with a zero at the end.
+std::vector<Pair> InPairs(const float* x, int64_t rows, int64_t depth) {
+  const int64_t width = 2 * Ratio(depth, 2);
   const auto mask = [](int64_t left) { return __mmask16(left < 16 ? (1u << left) - 1 : 0xffff); };
   std::vector<Pair> pairs(rows * width / 2);
   auto* out = reinterpret_cast<Bfloat16*>(pairs.data());
@@ -136,8 +93,79 @@ std::vector<Pair> InPairs(const float* x, int64_t rows, int64_t depth, int64_t m
     }
   return pairs;
 }
+
+// Four values of x, rounded to integers 256 high + low.
+struct Quads {
+  int32_t high, low;  // four int8 each
+};
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef Ints Sums[2];  // of a vector of columns, for the high and the low parts of x
+struct Unsigned {  // w + 128, as the instruction needs unsigned values for one of its factors
+  __m512i bytes;
+};
+inline Unsigned Load(const Quad* w) {
+  return {_mm512_xor_si512(_mm512_loadu_si512(w), _mm512_set1_epi8(-128))};
+}
+inline void Add(Sums& sum, Quads x, Unsigned w) {
+  sum[0] = (Ints)_mm512_dpbusd_epi32((__m512i)sum[0], w.bytes, _mm512_set1_epi32(x.high));
+  sum[1] = (Ints)_mm512_dpbusd_epi32((__m512i)sum[1], w.bytes, _mm512_set1_epi32(x.low));
+}
+
+// A row of x is about `scale` times integers; `high` and `low` are 128 times the sums of their parts.
+struct RowTerms {
+  int32_t high, low;
+  float scale;
+};
+struct InQuads {
+  std::vector<Quads> x;
+  std::vector<RowTerms> terms;
+};
+constexpr float kLargest = 127 * 256;
+constexpr int64_t kMaxDepth = 1 << 16;  // larger sums might overflow
+
+// x [rows, depth] rounded to integers, with zeros up to a multiple of 4. The largest magnitude of a row
+// becomes kLargest. A row with a value that is not finite has such a scale.
+InQuads Round(const float* x, int64_t rows, int64_t depth) {
+  const int64_t steps = Ratio(depth, 4);
+  InQuads rounded{std::vector<Quads>(rows * steps), std::vector<RowTerms>(rows)};
+  const auto mask = [](int64_t left) { return __mmask16(left < 16 ? (1u << left) - 1 : 0xffff); };
+  for (int64_t row = 0; row < rows; ++row, x += depth) {
+    __m512i bits = _mm512_setzero_si512();  // of magnitudes, whose order is that of integers
+    for (int64_t e = 0; e < depth; e += 16) {
+      const __m512 values = _mm512_maskz_loadu_ps(mask(depth - e), x + e);
+      bits = _mm512_max_epi32(bits, (__m512i)_mm512_abs_ps(values));
+    }
+    const float largest = _mm512_cvtss_f32((__m512)_mm512_set1_epi32(_mm512_reduce_max_epi32(bits)));
+    const __m512 inverse = _mm512_set1_ps(largest < 1e-30f ? 0 : kLargest / largest);
+    __m512i high_sum = _mm512_setzero_si512(), low_sum = high_sum;
+    for (int64_t e = 0; e < depth; e += 16) {
+      const __m512 values = _mm512_maskz_loadu_ps(mask(depth - e), x + e);
+      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(values, inverse));
+      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+      const __m512i low = _mm512_sub_epi32(q, _mm512_slli_epi32(high, 8));
+      high_sum = _mm512_add_epi32(high_sum, high);
+      low_sum = _mm512_add_epi32(low_sum, low);
+      alignas(16) int32_t high_bytes[4], low_bytes[4];
+      _mm_store_si128((__m128i*)high_bytes, _mm512_cvtepi32_epi8(high));
+      _mm_store_si128((__m128i*)low_bytes, _mm512_cvtepi32_epi8(low));
+      for (int64_t i = 0; i < std::min<int64_t>(4, steps - e / 4); ++i)
+        rounded.x[row * steps + e / 4 + i] = {high_bytes[i], low_bytes[i]};
+    }
+    rounded.terms[row] = {128 * _mm512_reduce_add_epi32(high_sum),
+                          128 * _mm512_reduce_add_epi32(low_sum), largest / kLargest};
+  }
+  return rounded;
+}
+
+inline Vector Result(const Sums& sum, const RowTerms& row) {
+  const auto floats = [](Ints ints) { return (Vector)_mm512_cvtepi32_ps((__m512i)ints); };
+  return (floats(sum[0] - row.high) * 256 + floats(sum[1] - row.low)) * row.scale;
+}
+#else
+struct RowTerms {};
 #endif
 
+inline Vector Result(const Vector& sum, const RowTerms&) { return sum; }
 inline void Add(Vector& sum, float x, Vector w) { sum += x * w; }
 inline Vector Load(const Bfloat16* w) {
 #if defined(__AVX512F__)  // the same as below, in two instructions where GCC emits five
@@ -157,11 +185,20 @@ inline Vector Load(const int8_t* w) {
 #endif
 }
 
+#if defined(SPECDEC_HAS_BFLOAT16)
+template <typename W>
+using SumOf = std::conditional_t<std::is_same_v<W, Quad>, Sums, Vector>;
+#else
+template <typename W>
+using SumOf = Vector;
+#endif
+
 template <typename X, typename W>
 struct Product {
-  const X* x;  // float; Pair if W is Pair; PairOfPairs if W is ByteQuad
+  const X* x;  // float; Pair if W is Pair; Quads if W is Quad
   const W* w;
   const float* scale;  // of each column if kScaled<W>
+  const RowTerms* terms;  // of each row if W is Quad
   float* out;
   int64_t rows, depth, panels;
 };
@@ -175,7 +212,7 @@ inline void Tile(const Product<X, W>& p, int64_t row, int64_t panel) {
   float* out = p.out + row * width + panel * kPanel;
   // After the first rows, w is in a cache, and there is time to prefetch that of the next tile.
   const int64_t ahead = row == 0 ? kAhead<W> : N * depth;
-  Vector sum[M][N * kVectors]{};
+  SumOf<W> sum[M][N * kVectors]{};
   for (int64_t e = 0; e < depth; ++e) {
     decltype(Load(w)) w_vectors[N * kVectors];
     // The hardware prefetcher stops at the end of each page, and panels are far apart.
@@ -188,8 +225,9 @@ inline void Tile(const Product<X, W>& p, int64_t row, int64_t panel) {
   }
   for (int m = 0; m < M; ++m)
     for (int i = 0; i < N * kVectors; ++i) {
-      if constexpr (kScaled<W>) sum[m][i] *= Load(p.scale + panel * kPanel + i * kLanes);
-      Store(out + m * width + i * kLanes, sum[m][i]);
+      Vector result = Result(sum[m][i], p.terms ? p.terms[row + m] : RowTerms{});
+      if constexpr (kScaled<W>) result *= Load(p.scale + panel * kPanel + i * kLanes);
+      Store(out + m * width + i * kLanes, result);
     }
 }
 
@@ -225,11 +263,13 @@ void Multiply(ffi::ThreadPool& pool, const Product<X, W>& p) {
 
 // Computes all rows of x [rows, depth], kRowsAtOnce at a time.
 template <typename X, typename W>
-ffi::Error MultiplyAll(ffi::ThreadPool& pool, const X* x, const W* w, const float* scale, float* out,
-                       int64_t rows, int64_t depth, int64_t panels) {
-  for (int64_t row = 0; row < rows; row += kRowsAtOnce)
-    Multiply<X, W>(pool, {x + row * depth, w, scale, out + row * panels * kPanel,
-                          std::min(kRowsAtOnce, rows - row), depth, panels});
+ffi::Error MultiplyAll(ffi::ThreadPool& pool, Product<X, W> all) {
+  for (int64_t row = 0; row < all.rows; row += kRowsAtOnce) {
+    Product<X, W> p = all;
+    p.x += row * p.depth, p.out += row * p.panels * kPanel, p.terms += p.terms ? row : 0;
+    p.rows = std::min(kRowsAtOnce, all.rows - row);
+    Multiply(pool, p);
+  }
   return ffi::Error::Success();
 }
 
@@ -243,20 +283,26 @@ ffi::Error MatmulScaled(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyB
     return ffi::Error::InvalidArgument("x [M, E] needs panels [N, E, 16], or in pairs "
                                        "[N, ceil(E / 2), 32] or, of int8, [N, ceil(E / 4), 64]");
   if (out->element_count() == 0) return ffi::Error::Success();
-  const auto multiply = [&](const auto* rows, const auto* weights) {
-    return MultiplyAll(pool, rows, weights, scale, out->typed_data(), in[0], panels[1], panels[0]);
+  const auto multiply = [&](const auto* x_values, const auto* weights,
+                            const RowTerms* terms = nullptr) {
+    using X = std::decay_t<decltype(*x_values)>;
+    using W = std::decay_t<decltype(*weights)>;
+    return MultiplyAll<X, W>(pool, {x_values, weights, scale, terms, out->typed_data(), in[0],
+                                    panels[1], panels[0]});
   };
   const bool is_bfloat16 = w.element_type() == ffi::BF16;
   const bool is_int8 = w.element_type() == ffi::S8;
   if (is_int8 != (scale != nullptr))
     return ffi::Error::InvalidArgument("int8 panels, and no others, need a scale");
-#if defined(__AVX512BF16__)
-  if ((is_bfloat16 && rows_per_step == 2) || (is_int8 && rows_per_step == 4)) {
-    const auto rows = InPairs(x.typed_data(), in[0], in[1], rows_per_step);
-    if (is_int8)
-      return multiply(reinterpret_cast<const PairOfPairs*>(rows.data()),
-                      static_cast<const ByteQuad*>(w.untyped_data()));
-    return multiply(rows.data(), static_cast<const Pair*>(w.untyped_data()));
+#if defined(SPECDEC_HAS_BFLOAT16)
+  if (is_bfloat16 && rows_per_step == 2)
+    return multiply(InPairs(x.typed_data(), in[0], in[1]).data(),
+                    static_cast<const Pair*>(w.untyped_data()));
+  if (is_int8 && rows_per_step == 4) {
+    if (in[1] > kMaxDepth) return ffi::Error::InvalidArgument("int8 needs E of at most 65,536");
+    const InQuads rounded = Round(x.typed_data(), in[0], in[1]);
+    return multiply(rounded.x.data(), static_cast<const Quad*>(w.untyped_data()),
+                    rounded.terms.data());
   }
 #endif
   if (!pairs && is_int8)
@@ -285,7 +331,7 @@ ffi::Error MatmulInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuf
 }  // namespace
 
 extern "C" bool HasBfloat16() {
-#if defined(__AVX512BF16__)
+#if defined(SPECDEC_HAS_BFLOAT16)
   return true;
 #else
   return false;

@@ -52,9 +52,8 @@ def pack(kernel: np.ndarray, pairs: bool = False) -> np.ndarray:
 
   Args:
     kernel: [E, F], the matrix.
-    pairs: whether to interleave pairs of rows, for the instruction that multiplies pairs of
-      bfloat16 (`is_available`). E is padded with rows of zeros, to a multiple of 2, or of 4 if the
-      matrix is int8: two pairs of rows are then interleaved in groups of four columns.
+    pairs: whether to interleave rows for the instructions that multiply pairs of bfloat16 or groups
+      of four int8 values (`is_available`). E is padded with rows of zeros, to a multiple of 2 or 4.
 
   Returns:
     Panels [ceil(F / PANEL), E, PANEL]; with `pairs`, [ceil(F / PANEL), ceil(E / 2), 2 * PANEL], or
@@ -64,8 +63,7 @@ def pack(kernel: np.ndarray, pairs: bool = False) -> np.ndarray:
   shape = packed_shape(depth, width, pairs, kernel.dtype == np.int8)
   rows_per_step = shape[2] // PANEL
   padded = np.pad(kernel, ((0, -depth % rows_per_step), (0, -width % PANEL)))
-  rows = -1, max(rows_per_step // 2, 1), min(rows_per_step, 2)  # steps, pairs, rows of a pair
-  panels = padded.reshape(*rows, shape[0], PANEL // 4, 4).transpose(3, 0, 4, 1, 5, 2)
+  panels = padded.reshape(-1, rows_per_step, shape[0], PANEL).transpose(2, 0, 3, 1)
   return np.ascontiguousarray(panels.reshape(shape))
 
 
@@ -79,8 +77,10 @@ def matmul(x: Array, panels: Array, scale: Array | None = None) -> Array:
     x: float32 [M, E].
     panels: result of `pack`. There are two layouts. Without `pairs`, panels [N, E, PANEL] are
       float32, bfloat16 or int8, and each element of the result is accumulated over E in order. With
-      `pairs`, panels are bfloat16 or int8, x is rounded to bfloat16, and each element is
-      accumulated in order over sums of two products.
+      `pairs`, panels are bfloat16 or int8. For bfloat16 panels, x is rounded to bfloat16, and each
+      element is accumulated in order over sums of two products. For int8 panels, each row of x is
+      rounded to integers of 16 bits with a scale, products are summed without rounding, and E is
+      at most 65,536.
     scale: float32 [N * PANEL], by which the columns of the result are multiplied; for int8 panels,
       and only for them.
   """
@@ -119,7 +119,7 @@ def is_available(dtype: Any = jnp.float32) -> bool:
 
   The first call compiles the kernels, or loads them from the cache. They need a single CPU device
   for which they can be compiled. For bfloat16, the processor must have the instructions
-  AVX512-BF16.
+  AVX512-BF16 and AVX512-VNNI.
   """
   library = _register()
   return library is not None and (dtype == jnp.float32 or library.HasBfloat16())

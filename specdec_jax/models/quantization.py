@@ -26,13 +26,18 @@ def column_scales(kernel: Float[np.ndarray, "E F"]) -> Float[np.ndarray, " F"]:
   return np.where(largest > 0, largest / np.float32(MAX_INT8), np.float32(1)).astype(np.float32)
 
 
-def has_own_dtype(path: tuple[Any, ...], array: Any) -> bool:
-  """Return True for parameters that do not have the dtype of their model.
+def param_dtype(path: tuple[Any, ...], array: Any, config: Any) -> Any:
+  """Return the dtype of a parameter in memory.
 
-  These are int8 matrices, their float32 scales, and token ids.
+  It is `config.dtype`, except for int8 matrices, their float32 scales and token ids; and token
+  embeddings have the dtype of activations. XLA for CPUs cannot look up rows of a bfloat16 table, and
+  would convert the whole table to float32 for each text.
 
   Args:
     path: path of the parameter in the tree of parameters, as in `jax.tree_util`.
     array: the parameter, or any object with its dtype.
+    config: configuration of the model or draft head.
   """
-  return np.issubdtype(array.dtype, np.integer) or path[-1].key == "kernel_scale"
+  if np.issubdtype(array.dtype, np.integer) or path[-1].key == "kernel_scale":
+    return array.dtype
+  return config.activations if path[-1].key == "embedding" else config.dtype

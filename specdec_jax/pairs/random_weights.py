@@ -17,7 +17,7 @@ from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.models.config import GPTConfig, Weights, named_config, named_dtype, version_name
 from specdec_jax.models.families import Config, model_of, with_feature_layers
-from specdec_jax.models.quantization import MAX_INT8
+from specdec_jax.models.quantization import MAX_INT8, param_dtype
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pairs.load import EMBEDDED, laid_out
 from specdec_jax.pairs.pair import LoadedPair
@@ -166,13 +166,12 @@ def random_model(
     )
   config = laid_out(config, shardings, kernels)
   config = dataclasses.replace(config, weights=weights, num_output_tokens=num_output_tokens)
-  shapes = param_shapes(config)
-  leaves, tree = jax.tree.flatten(shapes)
+  leaves, tree = jax.tree.flatten_with_path(param_shapes(config))
   places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else [None] * len(leaves)
 
-  @functools.partial(jax.jit, static_argnames=("shape", "place", "is_int8"))
-  def random_array(key, shape, place, is_int8):
-    if is_int8:
+  @functools.partial(jax.jit, static_argnames=("shape", "place", "dtype"))
+  def random_array(key, shape, place, dtype):
+    if dtype == jnp.int8:
       array = jax.random.randint(key, shape, -MAX_INT8, MAX_INT8 + 1, jnp.int8)
     elif len(shape) == 1:
       array = jnp.ones(shape, dtype)
@@ -182,8 +181,8 @@ def random_model(
 
   keys = jax.random.split(jax.random.key(0), len(leaves))
   arrays = [
-    random_array(key, leaf.shape, place, leaf.dtype == jnp.int8)
-    for key, leaf, place in zip(keys, leaves, places)
+    random_array(key, leaf.shape, place, param_dtype(path, leaf, config))
+    for key, (path, leaf), place in zip(keys, leaves, places)
   ]
   params = jax.tree.unflatten(tree, arrays)
   # The values of int8 matrices have a standard deviation of 73.
@@ -191,7 +190,7 @@ def random_model(
 
   def special(path, array):
     if path[-1].key == "kernel_scale":
-      return (array * scale).astype(jnp.float32)
+      return array * scale
     if path[-1].key == "output_tokens":
       return jnp.arange(len(array), dtype=jnp.int32)
     return array

@@ -29,7 +29,7 @@ from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig, init_params
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.loading import LoadedTarget
 from specdec_jax.models.families import Config, model_of
-from specdec_jax.models.quantization import has_own_dtype
+from specdec_jax.models.quantization import param_dtype
 from specdec_jax.pairs.speculators import head_factory
 from specdec_jax.partitioning import (
   REPLICATED,
@@ -139,7 +139,7 @@ class Site:
     shardings = param_shardings(shapes, self.mesh, rules)
 
     def array(path, x, sharding):
-      dtype = x.dtype if has_own_dtype(path, x) else config.dtype
+      dtype = param_dtype(path, x, config)
       return self.array(x.shape, dtype, sharding)
 
     return jax.tree_util.tree_map_with_path(array, shapes, shardings)
