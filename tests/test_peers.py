@@ -359,13 +359,14 @@ def test_random_weights_are_measured_at_their_simulated_alpha(tmp_path):
     precisions=[
       ("float32", "float"),
       ("float32", "stored"),
+      ("bfloat16", "float", "stored"),
       ("bfloat16", "float", "int8"),
       ("bfloat16", "int8"),
     ],
   )
   float32 = ["skinny", "skinny+bfloat16"] if skinny.is_available() else ["xla"]
   bfloat16 = "skinny" if skinny.is_available(jnp.bfloat16) else "xla"
-  kernels = [*float32, bfloat16, f"{bfloat16}+int8"]
+  kernels = [*float32, bfloat16, bfloat16, f"{bfloat16}+int8"]
   assert [pair.kernels for pair in comparison.pairs] == kernels
   assert ["int8" in pair.draft_name for pair in comparison.pairs[-3:]] == [False, True, True]
 

@@ -95,7 +95,8 @@ def load_pair(
       step reads a quarter of the bytes of float32 matrices. The target is then the quantized model,
       and outputs are exactly those of that model.
     draft_weights: the same for a draft that is a separate model; outputs keep the target's
-      distribution with any value. By default 'int8' if `weights` is 'int8', otherwise 'stored'.
+      distribution with any value. By default 'int8' if `weights` is 'int8', or if `dtype` is
+      'bfloat16' and `kernels.skinny` is used, which is faster; otherwise 'stored'.
     verifier: verifier that accepts or rejects draft tokens: a class of `core.verify`, or a function
       from a sampling method to a verifier.
 
@@ -144,7 +145,7 @@ def load_pair(
     draft_config, params = load(
       *("draft", draft),
       shardings=draft_shardings,
-      weights=draft_weights or ("int8" if weights == "int8" else "stored"),
+      weights=draft_weights or ("int8" if weights == "int8" else None),
       opened=opened,
       beside=target_params,
     )
@@ -200,7 +201,7 @@ def checkpoint_draft(
   model: str = str(EMBEDDED / "draft"),
   dtype: str = "float32",
   kernels: str = "auto",
-  weights: LoadedWeights = "stored",
+  weights: LoadedWeights | None = None,
   output_tokens: OutputTokens | None = None,
 ) -> DraftFactory:
   """Load a model from a checkpoint as a draft, for example for a composed draft.
@@ -210,7 +211,8 @@ def checkpoint_draft(
     model: checkpoint of the model, or its name on the Hugging Face Hub.
     dtype: see `load_pair`.
     kernels: see `load_pair`.
-    weights: see `load_pair`.
+    weights: see `load_pair`; by default 'int8' if `dtype` is 'bfloat16' and `kernels.skinny` is
+      used, otherwise 'stored'.
     output_tokens: function from a vocabulary to the tokens that the draft may propose, such as
       `frequent_tokens` with its other arguments bound; by default, all tokens.
   """
@@ -323,7 +325,7 @@ def load_for(
   dtype: str = "float32",
   shardings: ShardingsFn = None,
   kernels: str = "xla",
-  weights: LoadedWeights = "float",
+  weights: LoadedWeights | None = "float",
   opened: Checkpoint | None = None,
   beside: Any = (),
   output_tokens: Sequence[int] | None = None,
@@ -339,7 +341,7 @@ def load_for(
     dtype: 'float32' or 'bfloat16'.
     shardings: see `load_pair`.
     kernels: see `load_pair`.
-    weights: see `load_pair`.
+    weights: see `load_pair`; None for the default of a draft.
     opened: the checkpoint, if it is already open.
     beside: arrays that must fit in memory together with the parameters. For a draft they are the
       target's parameters.
@@ -385,6 +387,8 @@ def load_for(
       "of the same size; target, draft and vocabulary must agree."
     )
   config = laid_out(config, shardings, kernels)
+  if weights is None:
+    weights = "int8" if config.kernels == "skinny" and config.in_pairs else "stored"
   if weights == "int8":
     config = dataclasses.replace(config, weights="int8")
   if output_tokens is not None:

@@ -286,7 +286,7 @@ def random(
 def _load_pairs(
   precisions: Sequence[Precision],
   target: str,
-  draft: str | Callable[[str, LoadedWeights], LoadsDraft],
+  draft: str | Callable[[str, LoadedWeights | None], LoadsDraft],
   vocabulary: str,
   task: str | None,
   extra_ids: int | Literal["auto"],
@@ -294,7 +294,8 @@ def _load_pairs(
   """Load a pair in each precision. Of two pairs with the same weights, only the first is kept."""
   pairs: dict[tuple[str, str, str], LoadedPair] = {}
   for dtype, weights, *rest in precisions:
-    draft_weights: LoadedWeights = rest[0] if rest else "int8" if weights == "int8" else "stored"
+    default: LoadedWeights | None = "int8" if weights == "int8" else None
+    draft_weights = rest[0] if rest else default
     pair = load_pair(
       target,
       draft if isinstance(draft, str) else draft(dtype, draft_weights),
@@ -310,7 +311,7 @@ def _load_pairs(
 
 
 def _random_draft(
-  folder: str, num_output_tokens: int | None, dtype: str, weights: LoadedWeights
+  folder: str, num_output_tokens: int | None, dtype: str, weights: LoadedWeights | None
 ) -> LoadsDraft:
   """Return a function that loads a draft; its logits cover the first tokens of the vocabulary."""
 
