@@ -29,9 +29,9 @@ def column_scales(kernel: Float[np.ndarray, "E F"]) -> Float[np.ndarray, " F"]:
 def param_dtype(path: tuple[Any, ...], array: Any, config: Any) -> Any:
   """Return the dtype of a parameter in memory.
 
-  It is `config.dtype`, except for int8 matrices, their float32 scales and token ids. Token embeddings
-  have the dtype of activations: XLA for CPUs cannot look up rows of a bfloat16 table, and would
-  convert the whole table to float32 for each text.
+  It is `config.dtype`, except for int8 matrices, their float32 scales and token ids. Token
+  embeddings have the dtype of activations: XLA for CPUs cannot look up rows of a bfloat16 table,
+  and would convert the whole table to float32 for each text.
 
   Args:
     path: path of the parameter in the tree of parameters, as in `jax.tree_util`.

@@ -103,7 +103,7 @@ def _load(comparison: Comparison, assistant: dict | None = None) -> Generate:
     num_target_calls[0] = 0
     hook = model.register_forward_hook(after_forward, with_kwargs=True)
     try:
-      tokens = generate_tokens(
+      tokens = _tokens(
         model, workload, source, seed, max_new_tokens, temperature, **assistant_options
       )
     finally:
@@ -113,7 +113,22 @@ def _load(comparison: Comparison, assistant: dict | None = None) -> Generate:
   return generate
 
 
-def generate_tokens(
+def of_optimum(model: Any, comparison: Comparison) -> Generate:
+  """Return a function (`Generate`) that decodes with a model of Optimum.
+
+  Such a model has the method `generate` of transformers.
+  """
+  if not comparison.stops_at_eos:
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+
+  def generate(*args):
+    tokens = _tokens(model, comparison.workload, *args)
+    return tokens, len(tokens)
+
+  return generate
+
+
+def _tokens(
   model: Any,
   workload: Workload,
   source: list[int],
@@ -122,7 +137,7 @@ def generate_tokens(
   temperature: float,
   **options: Any,
 ) -> list[int]:
-  """Return the tokens that the method `generate` of a model of transformers or Optimum returns."""
+  """Return the tokens that `model.generate` returns, without the first token of the decoder."""
   import torch
 
   torch.manual_seed(seed)

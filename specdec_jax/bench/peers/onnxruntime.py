@@ -8,7 +8,7 @@ import os
 import tempfile
 
 from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate
-from specdec_jax.bench.peers.huggingface import generate_tokens
+from specdec_jax.bench.peers.huggingface import of_optimum
 
 
 def generate(is_int8: bool = False, python: str | None = None) -> Backend:
@@ -46,14 +46,7 @@ def _load(comparison: Comparison, is_int8: bool) -> Generate:
       del model
       _quantize(folder)
       model = load(folder)
-  if not comparison.stops_at_eos:
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-
-  def generate(*args):
-    tokens = generate_tokens(model, comparison.workload, *args)
-    return tokens, len(tokens)
-
-  return generate
+  return of_optimum(model, comparison)
 
 
 def _quantize(folder: str) -> None:

@@ -7,7 +7,7 @@ import functools
 import os
 
 from specdec_jax.bench.peers.comparison import Backend, Comparison, Generate
-from specdec_jax.bench.peers.huggingface import generate_tokens
+from specdec_jax.bench.peers.huggingface import of_optimum
 
 
 def generate(precision: str = "f32", is_int8: bool = False, python: str | None = None) -> Backend:
@@ -44,11 +44,4 @@ def _load(comparison: Comparison, precision: str, is_int8: bool) -> Generate:
       "INFERENCE_NUM_THREADS": str(len(os.sched_getaffinity(0))),
     },
   )
-  if not comparison.stops_at_eos:
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-
-  def generate(*args):
-    tokens = generate_tokens(model, comparison.workload, *args)
-    return tokens, len(tokens)
-
-  return generate
+  return of_optimum(model, comparison)
