@@ -21,13 +21,15 @@ KINDS = {
   "byt5": dict(**GATED, tie_word_embeddings=False, num_decoder_layers=1),
   "mt5": GATED,
   "mt5, tied": dict(**GATED, tie_word_embeddings=True),
+  "ul2": dict(feed_forward_proj="gated-silu", tie_word_embeddings=False),
+  "umt5": dict(**GATED, tie_word_embeddings=False),
 }
 BATCH, LENGTH = 3, 40
 
 
 def saved(version, folder, shape, own_logits, **how):
   """Save a T5 with random weights with transformers, and return its PyTorch model."""
-  kind = "MT5" if version.startswith("mt5") else "T5"
+  kind = {"mt5": "MT5", "umt5": "UMT5"}.get(version.split(",")[0], "T5")
   config = getattr(transformers, f"{kind}Config")(
     vocab_size=shape.table_size,
     d_model=shape.emb_dim,

@@ -1,4 +1,4 @@
-"""Reader of Hugging Face checkpoints of T5, mT5 and GPT-2 (module `gpt2`), and writer for T5."""
+"""Reader of Hugging Face checkpoints of T5, mT5, umT5 and GPT-2 (`gpt2`), and writer for T5."""
 
 import dataclasses
 import json
@@ -54,6 +54,15 @@ _PARTS = {
   ),
   ("decoder", "2"): ("mlp", "pre_mlp_layer_norm", "DenseReluDense"),
 }
+# The biases of relative positions as `_our_name` returns them, of layer 0 or of a different layer.
+_LAYER_BIAS = re.compile(
+  r"(\w+)/(?:relpos_bias/rel_embedding|layers_(\d+)/\w+/relative_attention_bias/kernel)"
+)
+_ACTIVATIONS = {  # by `feed_forward_proj`: `dense_act_fn` in transformers, and the name here
+  "relu": ("relu", "relu"),
+  "gated-gelu": ("gelu_new", "gelu"),
+  "gated-silu": ("silu", "silu"),
+}
 _KERNELS = {"q": "query", "k": "key", "v": "value", "o": "out"}
 _IN_LAYER = re.compile(r"(\w+)\.block\.(\d+)\.layer\.(\d)\.(?:layer_norm|\w+\.(\w+))\.weight")
 # Old conversions of T5 1.0 contain this array, which no model uses.
@@ -61,7 +70,7 @@ _UNUSED = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bia
 
 
 def open_huggingface(folder: str) -> Checkpoint:
-  """Open the checkpoint of a T5, mT5 or GPT-2 that `save_pretrained` wrote as safetensors.
+  """Open the checkpoint of a T5, mT5, umT5 or GPT-2 that `save_pretrained` wrote as safetensors.
 
   Raises:
     InputError: the model is not supported, or files are damaged or missing.
@@ -98,17 +107,17 @@ def open_state(
 
 def _require_supported(name: str, fields: Mapping[str, Any]) -> bool:
   """Return whether the model is a GPT-2. Raise InputError if its type is not supported."""
-  require_known(name, fields, model_type=("t5", "mt5", "gpt2"))
+  require_known(name, fields, model_type=("t5", "mt5", "umt5", "gpt2"))
   return fields["model_type"] == "gpt2"
 
 
 def _open_t5(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredArray]) -> Checkpoint:
-  """Open a Hugging Face checkpoint of a T5 or mT5.
+  """Open a Hugging Face checkpoint of a T5, mT5 or umT5.
 
   Logits are computed with `lm_head.weight` if the file contains it, otherwise with the embedding
   table. T5 1.0 scales the decoder's hidden states before it multiplies them by the embedding table;
-  mT5 does not. In transformers 4 the field `tie_word_embeddings` says whether hidden states are
-  scaled. In transformers 5 the field `scale_decoder_outputs` says whether they are, and
+  mT5 and umT5 do not. In transformers 4 the field `tie_word_embeddings` says whether hidden states
+  are scaled. In transformers 5 the field `scale_decoder_outputs` says whether they are, and
   `tie_word_embeddings` is always true.
   """
   is_t5 = fields["model_type"] == "t5"
@@ -117,6 +126,8 @@ def _open_t5(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredArr
   scales = is_t5 or str(fields.get("transformers_version")).startswith("4.")
   fields = {"scale_decoder_outputs": fields["tie_word_embeddings"] and scales, **fields}
   config = _config(folder, fields)
+  if config.bias_per_layer:
+    arrays = {_with_layer_bias(name): x for name, x in arrays.items()}
   if LOGITS in arrays and config.tied_logits:
     if TABLE in arrays and equal(arrays[LOGITS], arrays[TABLE]):
       del arrays[LOGITS]
@@ -146,10 +157,11 @@ def save_huggingface(folder: str, config: T5Config, params) -> None:
   Raises:
     InputError: transformers has no model with this config.
   """
-  if config.fused or config.gated != (config.activation == "gelu"):
+  kind = ("gated-" if config.gated else "") + config.activation
+  if config.fused or config.bias_per_layer or kind not in _ACTIVATIONS:
     raise InputError(
-      f"A model with fused {config.fused}, gated {config.gated} and {config.activation} cannot be "
-      "written for transformers, which has gated gelu and ungated relu, neither of them fused."
+      f"A model with fused {config.fused}, bias_per_layer {config.bias_per_layer} and {kind} "
+      f"cannot be written for transformers as a T5, which has {', '.join(_ACTIVATIONS)}."
     )
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
@@ -176,7 +188,7 @@ def _config_fields(config: T5Config) -> dict:
     d_ff=config.mlp_dim,
     num_layers=config.num_encoder_layers,
     num_decoder_layers=config.num_decoder_layers,
-    feed_forward_proj="gated-gelu" if config.gated else "relu",
+    feed_forward_proj=("gated-" if config.gated else "") + config.activation,
     tie_word_embeddings=config.tied_logits,
     dropout_rate=config.dropout_rate,
     pad_token_id=0,
@@ -190,12 +202,13 @@ def _config(folder: str, fields: Mapping[str, Any]) -> T5Config:
 
   In this package tied logits are always scaled, so `tied_logits` equals `scale_decoder_outputs`.
   """
-  gated = fields["feed_forward_proj"] == "gated-gelu"
+  kind = fields["feed_forward_proj"]
+  require_known(folder, fields, feed_forward_proj=tuple(_ACTIVATIONS))
+  (their_activation, activation), gated = _ACTIVATIONS[kind], kind.startswith("gated")
   require_known(
     folder,
     fields,
-    feed_forward_proj=("relu", "gated-gelu"),
-    dense_act_fn=("gelu_new" if gated else "relu",),
+    dense_act_fn=(their_activation,),
     is_gated_act=(gated,),
     tie_word_embeddings=(True, False),
     scale_decoder_outputs=(True, False),
@@ -218,7 +231,8 @@ def _config(folder: str, fields: Mapping[str, Any]) -> T5Config:
     num_encoder_layers=fields["num_layers"],
     num_decoder_layers=fields["num_decoder_layers"],
     gated=gated,
-    activation="gelu" if gated else "relu",
+    activation=activation,
+    bias_per_layer=fields["model_type"] == "umt5",
     tied_logits=fields["scale_decoder_outputs"],
   )
 
@@ -235,6 +249,12 @@ def _our_name(name: str) -> str:
   block, norm, _ = _PARTS[stack, part]
   inside = f"{block}/{_KERNELS.get(kernel, kernel)}/kernel" if kernel else f"{norm}/scale"
   return f"{stack}/layers_{layer}/{inside}"
+
+
+def _with_layer_bias(name: str) -> str:
+  """Return the name of an array of a umT5, given the name that `_our_name` returns."""
+  match = _LAYER_BIAS.fullmatch(name)
+  return f"{match[1]}/layers_{match[2] or 0}/relpos_bias/rel_embedding" if match else name
 
 
 def _their_name(name: str) -> str:

@@ -22,13 +22,15 @@ class TransformerConfig:
     mlp_dim: hidden width of the feed-forward blocks.
     num_decoder_layers: L, the number of decoder layers.
     gated: whether feed-forward blocks are gated (two input projections), as in T5 1.1.
-    activation: 'gelu' (tanh approximation) or 'relu' (T5 1.0).
+    activation: 'gelu' (tanh approximation), 'relu' (T5 1.0) or 'silu' (Flan-UL2).
     tied_logits: True if logits are computed with the token embeddings; False if they are computed
       with a separate matrix.
     biases: whether all layers except the logits have biases, and norms subtract the mean. False for
       T5.
     num_positions: number of learned absolute positions, which limits the length of a text; None for
       the relative positions of T5.
+    bias_per_layer: whether each layer has a bias of relative positions of its own, as in umT5;
+      False if all layers of a stack share one, as in T5.
     padded_vocab_size: number of rows of the embedding table, including padding (32,128 for the
       32,100 pieces of T5); None if there is no padding. Logits of padding rows are dropped.
     num_output_tokens: number of tokens that have logits of their own, for a draft; the parameter
@@ -52,10 +54,11 @@ class TransformerConfig:
   mlp_dim: int
   num_decoder_layers: int
   gated: bool = True
-  activation: Literal["gelu", "relu"] = "gelu"
+  activation: Literal["gelu", "relu", "silu"] = "gelu"
   tied_logits: bool = False
   biases: bool = False
   num_positions: int | None = None
+  bias_per_layer: bool = False
   padded_vocab_size: int | None = None
   num_output_tokens: int | None = None
   fused: bool = False

@@ -40,6 +40,8 @@ class DecoderLayer(nn.Module):
 
   def setup(self):
     cfg = self.config
+    if cfg.bias_per_layer:
+      self.relpos_bias = RelativePositionBias(cfg, bidirectional=False)
     self.pre_self_attention_layer_norm = norm(cfg)
     self.self_attention = Attention(cfg, cfg.fused)
     if cfg.has_encoder:
@@ -94,9 +96,9 @@ class Decoder(nn.Module):
 
   def setup(self):
     cfg = self.config
-    if cfg.num_positions is None:
+    if cfg.num_positions is None and not cfg.bias_per_layer:
       self.relpos_bias = RelativePositionBias(cfg, bidirectional=False)
-    else:
+    if cfg.num_positions is not None:
       shape = cfg.num_positions, cfg.emb_dim
       self.positions = self.param("positions", nn.initializers.normal(0.02), shape, jnp.float32)
     self.layers = [DecoderLayer(cfg) for _ in range(cfg.num_decoder_layers)]
@@ -142,14 +144,16 @@ class Decoder(nn.Module):
     num_slots = block if cached is None else cached[0][0].shape[2]
     place = place_chain if tree is None else tree.place
     positions, key_positions, visible = place(length, first, block, num_slots)
-    bias = jnp.where(visible, 0.0, MASKED)[:, None]
-    if self.config.num_positions is None:
-      bias = self.relpos_bias(positions, key_positions) + bias
-    else:
+    mask = bias = jnp.where(visible, 0.0, MASKED)[:, None]
+    if self.config.num_positions is None and not self.config.bias_per_layer:
+      bias = self.relpos_bias(positions, key_positions) + mask
+    if self.config.num_positions is not None:
       x = x + self.positions.at[positions].get(mode="clip").astype(x.dtype)
     x = self.dropout(x, deterministic)
     layer_keys_values, outputs = [], []
     for i, layer in enumerate(self.layers):
+      if self.config.bias_per_layer:
+        bias = layer.relpos_bias(positions, key_positions) + mask
       x, keys_values = layer(
         x,
         bias,

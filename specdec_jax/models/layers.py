@@ -243,7 +243,7 @@ class Mlp(nn.Module):
   @nn.compact
   def __call__(self, x: Float[Array, "B K E"], deterministic: bool = True) -> Float[Array, "B K E"]:
     cfg = self.config
-    activation = {"gelu": nn.gelu, "relu": nn.relu}[cfg.activation]
+    activation = {"gelu": nn.gelu, "relu": nn.relu, "silu": nn.silu}[cfg.activation]
     if cfg.gated and cfg.fused:
       gate, linear = jnp.split(Dense(cfg, 2 * cfg.mlp_dim, name="wi")(x), 2, axis=-1)
       h = activation(gate) * linear
@@ -256,7 +256,7 @@ class Mlp(nn.Module):
 
 
 class RelativePositionBias(nn.Module):
-  """T5's learned bias for each head and bucket of distances, shared by all layers of a stack."""
+  """T5's learned bias for each head and bucket of distances."""
 
   config: TransformerConfig
   bidirectional: bool

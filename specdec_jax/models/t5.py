@@ -53,6 +53,8 @@ class EncoderLayer(nn.Module):
   config: T5Config
 
   def setup(self):
+    if self.config.bias_per_layer:
+      self.relpos_bias = RelativePositionBias(self.config, bidirectional=True)
     self.pre_attention_layer_norm = norm(self.config)
     self.attention = Attention(self.config, self.config.fused)
     self.pre_mlp_layer_norm = norm(self.config)
@@ -76,7 +78,8 @@ class Encoder(nn.Module):
 
   def setup(self):
     cfg = self.config
-    self.relpos_bias = RelativePositionBias(cfg, bidirectional=True)
+    if not cfg.bias_per_layer:
+      self.relpos_bias = RelativePositionBias(cfg, bidirectional=True)
     self.layers = [EncoderLayer(cfg) for _ in range(cfg.num_encoder_layers)]
     self.encoder_norm = norm(cfg)
     self.dropout = Dropout(cfg)
@@ -84,10 +87,14 @@ class Encoder(nn.Module):
   def __call__(
     self, x: Float[Array, "B S E"], cross_bias: Float[Array, "B 1 1 S"], deterministic: bool
   ) -> Float[Array, "B S E"]:
-    positions = jnp.arange(x.shape[1])[None]
-    bias = self.relpos_bias(positions, jnp.arange(x.shape[1])) + cross_bias
+    positions = jnp.arange(x.shape[1])
+    bias = cross_bias
+    if not self.config.bias_per_layer:
+      bias = self.relpos_bias(positions[None], positions) + cross_bias
     x = self.dropout(x, deterministic)
     for layer in self.layers:
+      if self.config.bias_per_layer:
+        bias = layer.relpos_bias(positions[None], positions) + cross_bias
       x = layer(x, bias, deterministic)
     return self.dropout(self.encoder_norm(x), deterministic)
 
