@@ -527,7 +527,7 @@ def test_tied_logits_without_scaling(copy_of):
 @pytest.mark.parametrize(
   ("field", "value", "said"),
   [
-    ("model_type", "umt5", "'t5'"),
+    ("model_type", "longt5", "'t5'"),
     ("feed_forward_proj", "gelu", "'gated-gelu'"),
     ("relative_attention_num_buckets", 64, "32"),
     ("layer_norm_epsilon", 1e-5, "1e-06"),

@@ -27,6 +27,8 @@ VARIANTS = {
   "1.0": tiny.config(vocab_size=24, gated=False, activation="relu", tied_logits=True),
   "padded": tiny.config(vocab_size=21, padded_vocab_size=32),
   "padded and tied": tiny.config(vocab_size=21, padded_vocab_size=32, tied_logits=True),
+  "UL2": tiny.config(vocab_size=24, activation="silu"),
+  "umT5": tiny.config(vocab_size=24, bias_per_layer=True),
 }
 LENGTH = 14  # tokens of text, the start token included
 SLOTS = 24
@@ -333,6 +335,7 @@ def numpy_t5(params, cfg, source, inputs):
   def feed_forward(p, x):
     act = {
       "relu": lambda z: np.maximum(z, 0),
+      "silu": lambda z: z * special.expit(z),
       "gelu": lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
     }[cfg.activation]
     if cfg.gated:
@@ -349,9 +352,10 @@ def numpy_t5(params, cfg, source, inputs):
   table = params["token_embedder"]["embedding"]
   p, x = params["encoder"], table[source]
   hidden = np.where(source == 0, -1e10, 0)  # padding is masked
-  bias = relative(p["relpos_bias"], len(source), bucket_both_ways) + hidden
   for i in range(cfg.num_encoder_layers):
     layer = p[f"layers_{i}"]
+    biases = (layer if cfg.bias_per_layer else p)["relpos_bias"]
+    bias = relative(biases, len(source), bucket_both_ways) + hidden
     h = norm(layer["pre_attention_layer_norm"], x)
     x = x + attend(layer["attention"], h, h, bias)
     x = x + feed_forward(layer["mlp"], norm(layer["pre_mlp_layer_norm"], x))
@@ -359,11 +363,11 @@ def numpy_t5(params, cfg, source, inputs):
 
   p, x = params["decoder"], table[inputs]
   size = len(inputs)
-  bias = relative(p["relpos_bias"], size, bucket_backwards)
-  bias = np.where(np.tri(size) == 1, bias, -1e10)
   cross = np.zeros((cfg.num_heads, size, 1)) + hidden
   for i in range(cfg.num_decoder_layers):
     layer = p[f"layers_{i}"]
+    bias = relative((layer if cfg.bias_per_layer else p)["relpos_bias"], size, bucket_backwards)
+    bias = np.where(np.tri(size) == 1, bias, -1e10)
     h = norm(layer["pre_self_attention_layer_norm"], x)
     x = x + attend(layer["self_attention"], h, h, bias)
     h = norm(layer["pre_cross_attention_layer_norm"], x)
@@ -394,6 +398,19 @@ def bucket_both_ways(distance):
 # 8^(i/16), i = 0..15, and 8 * 16^(i/8) = 8 * 2^(i/2), i = 0..7.
 BACKWARDS_EDGES = [16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
 BOTH_WAYS_EDGES = [8, 12, 16, 23, 32, 46, 64, 91]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_blocks_of_every_variant_equal_the_teacher_forced_pass(variant):
+  cfg = VARIANTS[variant]
+  params, source, tokens = tiny.params(cfg, 3), tiny.sources(cfg, 1, 4, 20), text(cfg)
+  logits = np.asarray(tiny.teacher_forced(cfg)(params, source, tokens))
+  model = Cached(cfg, params)
+  cache, at = model.prefill(source), 0
+  for block in (1, 4, 9):
+    got, cache = model.read(cache, tokens[:, at : at + block])
+    np.testing.assert_allclose(got, logits[:, at : at + block], **TOLERANCE[jnp.float32])
+    at += block
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
