@@ -5,7 +5,7 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from flax import traverse_util
@@ -58,7 +58,8 @@ _PARTS = {
 _LAYER_BIAS = re.compile(
   r"(\w+)/(?:relpos_bias/rel_embedding|layers_(\d+)/\w+/relative_attention_bias/kernel)"
 )
-_ACTIVATIONS = {  # by `feed_forward_proj`: `dense_act_fn` in transformers, and the name here
+# By `feed_forward_proj`: `dense_act_fn` in transformers, and the name in this package.
+_ACTIVATIONS: dict[str, tuple[str, Literal["gelu", "relu", "silu"]]] = {
   "relu": ("relu", "relu"),
   "gated-gelu": ("gelu_new", "gelu"),
   "gated-silu": ("silu", "silu"),
