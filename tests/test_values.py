@@ -435,7 +435,7 @@ def test_invalid_training_settings_are_rejected(settings, sentence):
     (dict(num_encoder_layers=-1), f"num_encoder_layers is -1; {COUNT}"),
     (dict(num_encoder_layers=1.5), "num_encoder_layers is 1.5; it must be a whole number."),
     (dict(dropout_rate=2.0), "dropout_rate is 2.0; it must lie in [0, 1)."),
-    (dict(activation=5), "activation is 5; it must be 'gelu' or 'relu'."),
+    (dict(activation=5), "activation is 5; it must be 'gelu' or 'relu' or 'silu'."),
   ],
   ids=str,
 )
