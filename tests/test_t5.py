@@ -29,6 +29,14 @@ VARIANTS = {
   "padded and tied": tiny.config(vocab_size=21, padded_vocab_size=32, tied_logits=True),
   "UL2": tiny.config(vocab_size=24, activation="silu"),
   "umT5": tiny.config(vocab_size=24, bias_per_layer=True),
+  "BART": tiny.config(**tiny.BART, vocab_size=24),
+  "M2M100": tiny.config(
+    **tiny.BART
+    | dict(norm_position="before", has_final_norm=True, embedding_norm=False, activation="relu"),
+    vocab_size=24,
+    encoder_sizes=(16, 4, 4, 4, 24),
+  ),
+  "T5Gemma": tiny.config(**tiny.T5GEMMA, vocab_size=24),
 }
 LENGTH = 14  # tokens of text, the start token included
 SLOTS = 24
@@ -320,63 +328,105 @@ def numpy_t5(params, cfg, source, inputs):
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
 
   def norm(p, x):
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * p["scale"]
+    if cfg.biases:
+      x = x - x.mean(axis=-1, keepdims=True)
+    eps = 1e-5 if cfg.biases else 1e-6
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * p["scale"] + p.get("bias", 0)
 
-  def attend(p, x, y, bias):  # x [K, E] to y [T, E], bias [H, K, T]
-    out = []
+  def dense(p, x):
+    return x @ p["kernel"] + p.get("bias", 0)
+
+  def capped(logits, cap):
+    return logits if cap is None else cap * np.tanh(logits / cap)
+
+  def rotated(x):  # [T, D], at positions 0 to T - 1
+    dim = x.shape[1]
+    angle = np.outer(np.arange(len(x)), cfg.rope_theta ** (-np.arange(0, dim, 2) / dim))
+    z = (x[:, : dim // 2] + 1j * x[:, dim // 2 :]) * np.exp(1j * angle)
+    return np.concatenate([z.real, z.imag], axis=1)
+
+  def attend(p, cfg, x, bias, y=None, rotate=False):  # x [K, E] to y [T, E], bias [H, K, T]
+    out, y = [], x if y is None else y
     for h in range(cfg.num_heads):
-      own = slice(h * cfg.head_dim, (h + 1) * cfg.head_dim)
+      group = h * cfg.kv_heads // cfg.num_heads
       query, key, value = (
-        (of @ p[name]["kernel"])[:, own] for name, of in (("query", x), ("key", y), ("value", y))
+        dense(p[name], of)[:, n * cfg.head_dim : (n + 1) * cfg.head_dim]
+        for name, of, n in (("query", x, h), ("key", y, group), ("value", y, group))
       )
-      out.append(special.softmax(query @ key.T + bias[h], axis=-1) @ value)
-    return np.concatenate(out, axis=-1) @ p["out"]["kernel"]
+      if rotate:
+        query, key = rotated(query), rotated(key)
+      logits = capped(query @ key.T, cfg.attention_cap) + bias[h]
+      out.append(special.softmax(logits, axis=-1) @ value)
+    return dense(p["out"], np.concatenate(out, axis=-1))
+
+  def add_block(layer, name, x, block):
+    h = block(norm(layer[f"pre_{name}"], x) if cfg.norm_position != "after" else x)
+    if cfg.norm_position == "before":
+      return x + h
+    after = layer[f"post_{name}"]
+    return norm(after, x + h) if cfg.norm_position == "after" else x + norm(after, h)
 
   def feed_forward(p, x):
     act = {
       "relu": lambda z: np.maximum(z, 0),
       "silu": lambda z: z * special.expit(z),
       "gelu": lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+      "gelu_exact": lambda z: z * special.ndtr(z),
     }[cfg.activation]
     if cfg.gated:
-      h = act(x @ p["wi_0"]["kernel"]) * (x @ p["wi_1"]["kernel"])
-    else:
-      h = act(x @ p["wi"]["kernel"])
-    return h @ p["wo"]["kernel"]
+      return dense(p["wo"], act(dense(p["wi_0"], x)) * dense(p["wi_1"], x))
+    return dense(p["wo"], act(dense(p["wi"], x)))
 
   def relative(p, size, bucket):
     return np.asarray(
       [[p["rel_embedding"][:, bucket(j - i)] for j in range(size)] for i in range(size)]
     ).transpose(2, 0, 1)
 
-  table = params["token_embedder"]["embedding"]
-  p, x = params["encoder"], table[source]
-  hidden = np.where(source == 0, -1e10, 0)  # padding is masked
-  for i in range(cfg.num_encoder_layers):
-    layer = p[f"layers_{i}"]
-    biases = (layer if cfg.bias_per_layer else p)["relpos_bias"]
-    bias = relative(biases, len(source), bucket_both_ways) + hidden
-    h = norm(layer["pre_attention_layer_norm"], x)
-    x = x + attend(layer["attention"], h, h, bias)
-    x = x + feed_forward(layer["mlp"], norm(layer["pre_mlp_layer_norm"], x))
-  encoded = norm(p["encoder_norm"], x)
+  def bias_of(stack, i, size, bucket):
+    if cfg.num_positions or cfg.rope_theta:
+      bias = np.zeros((cfg.num_heads * cfg.encoder.num_heads, size, size))  # at least one per head
+    else:
+      of_layer = stack[f"layers_{i}"] if cfg.bias_per_layer else stack
+      bias = relative(of_layer["relpos_bias"], size, bucket)
+    away = np.abs(np.arange(size)[:, None] - np.arange(size))
+    is_far = cfg.window is not None and i % 2 == 0
+    return np.where(is_far & (away >= (cfg.window or 0)), -1e10, bias)
 
-  p, x = params["decoder"], table[inputs]
+  def embedded(stack, table, tokens):
+    x = table[tokens]
+    if cfg.num_positions:
+      x = x + stack["positions"][: len(tokens)]
+    return norm(stack["embedding_norm"], x) if cfg.embedding_norm else x
+
+  table = params["token_embedder"]["embedding"]
+  of_source = params["encoder_embedder"]["embedding"] if cfg.encoder_embeddings else table
+  p, x = params["encoder"], embedded(params["encoder"], of_source, source)
+  hidden = np.where(source == 0, -1e10, 0)  # padding is masked
+  rotate = cfg.rope_theta is not None
+  for i in range(cfg.num_encoder_layers):
+    layer, bias = p[f"layers_{i}"], bias_of(p, i, len(source), bucket_both_ways) + hidden
+    attention = functools.partial(attend, layer["attention"], cfg.encoder, bias=bias, rotate=rotate)
+    x = add_block(layer, "attention_layer_norm", x, attention)
+    x = add_block(layer, "mlp_layer_norm", x, functools.partial(feed_forward, layer["mlp"]))
+  encoded = norm(p["encoder_norm"], x) if cfg.has_final_norm else x
+
+  p, x = params["decoder"], embedded(params["decoder"], table, inputs)
   size = len(inputs)
   cross = np.zeros((cfg.num_heads, size, 1)) + hidden
   for i in range(cfg.num_decoder_layers):
     layer = p[f"layers_{i}"]
-    bias = relative((layer if cfg.bias_per_layer else p)["relpos_bias"], size, bucket_backwards)
-    bias = np.where(np.tri(size) == 1, bias, -1e10)
-    h = norm(layer["pre_self_attention_layer_norm"], x)
-    x = x + attend(layer["self_attention"], h, h, bias)
-    h = norm(layer["pre_cross_attention_layer_norm"], x)
-    x = x + attend(layer["encoder_decoder_attention"], h, encoded, cross)
-    x = x + feed_forward(layer["mlp"], norm(layer["pre_mlp_layer_norm"], x))
-  x = norm(p["decoder_norm"], x)
+    bias = np.where(np.tri(size) == 1, bias_of(p, i, size, bucket_backwards), -1e10)
+    attention = functools.partial(attend, layer["self_attention"], cfg, bias=bias, rotate=rotate)
+    to_source = functools.partial(
+      attend, layer["encoder_decoder_attention"], cfg, y=encoded, bias=cross
+    )
+    x = add_block(layer, "self_attention_layer_norm", x, attention)
+    x = add_block(layer, "cross_attention_layer_norm", x, to_source)
+    x = add_block(layer, "mlp_layer_norm", x, functools.partial(feed_forward, layer["mlp"]))
+  x = norm(p["decoder_norm"], x) if cfg.has_final_norm else x
   if cfg.tied_logits:
     return x / np.sqrt(cfg.emb_dim) @ table.T
-  return x @ p["logits_dense"]["kernel"]
+  return capped(dense(p["logits_dense"], x), cfg.logits_cap)
 
 
 def bucket_backwards(distance):

@@ -36,6 +36,30 @@ CAUGHT = 1e-12  # the p-value of a broken program must be below this
 SHARED = pathlib.Path(os.environ.get("SPECDEC_SHARED", "../shared"))
 
 
+# Options of `T5Config` for other families of encoder-decoders.
+BART = dict(
+  gated=False,
+  activation="gelu_exact",
+  norm_position="after",
+  has_final_norm=False,
+  embedding_norm=True,
+  logits_bias=True,
+  biases=True,
+  num_positions=64,
+)
+T5GEMMA = dict(
+  num_heads=4,
+  num_kv_heads=2,
+  norm_position="both",
+  logits_cap=6.0,
+  attention_cap=3.0,
+  rope_theta=100.0,
+  window=3,
+  encoder_sizes=(24, 2, 1, 8, 32),
+  encoder_embeddings=True,
+)
+
+
 def config(vocab_size: int = 16, layers: int = 2, **overrides) -> T5Config:
   """Return a T5 configuration with `layers` layers in the encoder and in the decoder."""
   fields = dict(
@@ -100,7 +124,7 @@ def params(cfg: Config, seed: int, peak: float = 3.0):
     std = 1 / np.sqrt(leaf.shape[0])
     if path.endswith("bias"):
       std = 0.5
-    elif path.endswith(("token_embedder/embedding", "positions")):
+    elif path.endswith(("embedder/embedding", "positions")):
       std = 1.0
     elif "rel_embedding" in path:
       std = 1.5

@@ -1,18 +1,21 @@
-"""Reader of Hugging Face checkpoints of T5, mT5, umT5 and GPT-2 (`gpt2`), and writer for T5."""
+"""Reader of Hugging Face checkpoints, and writer for T5.
+
+This module reads T5, mT5 and umT5; `bart`, `t5gemma` and `gpt2` read the other models.
+"""
 
 import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from flax import traverse_util
 from safetensors.numpy import save
 
 from specdec_jax.atomic_files import atomic_write
-from specdec_jax.checkpoints import gpt2
+from specdec_jax.checkpoints import bart, gpt2, t5gemma
 from specdec_jax.checkpoints.pretrained import (
   CONFIG,
   WEIGHTS,
@@ -27,7 +30,6 @@ from specdec_jax.checkpoints.pretrained import (
 from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, StoredArray, equal
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.t5 import PAD_ID
 
 _BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 _NAMES = {
@@ -64,23 +66,42 @@ _ACTIVATIONS: dict[str, tuple[str, Literal["gelu", "relu", "silu"]]] = {
   "gated-gelu": ("gelu_new", "gelu"),
   "gated-silu": ("silu", "silu"),
 }
+# Fields that the configuration of a T5 in transformers may have; the others have their defaults.
+_T5_FIELDS = (
+  *("vocab_size", "padded_vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim"),
+  *("num_encoder_layers", "num_decoder_layers", "gated", "activation", "tied_logits"),
+  *("eos_id", "start_id", "pad_id", "dtype", "dropout_rate"),
+)
 _KERNELS = {"q": "query", "k": "key", "v": "value", "o": "out"}
 _IN_LAYER = re.compile(r"(\w+)\.block\.(\d+)\.layer\.(\d)\.(?:layer_norm|\w+\.(\w+))\.weight")
 # Old conversions of T5 1.0 contain this array, which no model uses.
 _UNUSED = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
 
 
+class _Reader(NamedTuple):
+  """Reader of the checkpoints of some model types.
+
+  Attributes:
+    unused: regular expression for the names of arrays to leave out.
+    rename: function from a name in the file to the name in this package.
+    open: function from (folder, fields of the config, arrays) to the checkpoint.
+  """
+
+  unused: str
+  rename: Callable[[str], str]
+  open: Callable[[str, Mapping[str, Any], dict[str, StoredArray]], Checkpoint]
+
+
 def open_huggingface(folder: str) -> Checkpoint:
-  """Open the checkpoint of a T5, mT5, umT5 or GPT-2 that `save_pretrained` wrote as safetensors.
+  """Open the checkpoint of a supported model that `save_pretrained` wrote as safetensors.
 
   Raises:
     InputError: the model is not supported, or files are damaged or missing.
   """
   fields = {"model_type": None, **read_config(folder)}
-  is_gpt2 = _require_supported(folder, fields)
-  arrays = open_arrays(folder, *(gpt2.NAMES if is_gpt2 else (_UNUSED, _our_name)))
-  checkpoint = (gpt2.open_gpt2 if is_gpt2 else _open_t5)(folder, fields, arrays)
-  return checkpoint._replace(generation=read_generation(folder))
+  reader = _reader(folder, fields)
+  arrays = open_arrays(folder, reader.unused, reader.rename)
+  return reader.open(folder, fields, arrays)._replace(generation=read_generation(folder))
 
 
 def open_state(
@@ -98,18 +119,25 @@ def open_state(
     InputError: the model is not supported.
   """
   fields = {"model_type": None, **fields}
-  is_gpt2 = _require_supported(name, fields)
-  unused, rename = gpt2.NAMES if is_gpt2 else (_UNUSED, _our_name)
+  unused, rename, open_arrays_of = _reader(name, fields)
   arrays = {rename(key): x for key, x in state.items() if not re.fullmatch(unused, key)}
-  checkpoint = (gpt2.open_gpt2 if is_gpt2 else _open_t5)(name, fields, arrays)
   tasks = fields.get("task_specific_params")
-  return checkpoint._replace(generation=generation_of("its generation_config", settings, tasks))
+  return open_arrays_of(name, fields, arrays)._replace(
+    generation=generation_of("its generation_config", settings, tasks)
+  )
 
 
-def _require_supported(name: str, fields: Mapping[str, Any]) -> bool:
-  """Return whether the model is a GPT-2. Raise InputError if its type is not supported."""
-  require_known(name, fields, model_type=("t5", "mt5", "umt5", "gpt2"))
-  return fields["model_type"] == "gpt2"
+def _reader(name: str, fields: Mapping[str, Any]) -> _Reader:
+  """Return the reader of a model. Raise InputError if its type is not supported."""
+  t5 = _Reader(_UNUSED, _our_name, _open_t5)
+  readers = {
+    **dict.fromkeys(("t5", "mt5", "umt5"), t5),
+    "gpt2": _Reader(*gpt2.NAMES, gpt2.open_gpt2),
+    "t5gemma": _Reader(*t5gemma.NAMES, t5gemma.open_t5gemma),
+    **{kind: _Reader(*bart.names(kind), bart.open_bart) for kind in bart.MODEL_TYPES},
+  }
+  require_known(name, fields, model_type=tuple(readers))
+  return readers[fields["model_type"]]
 
 
 def _open_t5(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredArray]) -> Checkpoint:
@@ -139,8 +167,7 @@ def _open_t5(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredArr
     arrays.setdefault(LOGITS, arrays[TABLE])
   # transformers stores matrices transposed, except for the embedding table.
   arrays = {name: x.T if len(x.shape) == 2 and name != TABLE else x for name, x in arrays.items()}
-  eos_ids = read_eos_ids(folder, fields, default=1)
-  return Checkpoint(folder, config, arrays, None, eos_ids)
+  return Checkpoint(folder, config, arrays, None, read_eos_ids(folder, fields, default=1))
 
 
 def save_huggingface(folder: str, config: T5Config, params) -> None:
@@ -159,9 +186,11 @@ def save_huggingface(folder: str, config: T5Config, params) -> None:
     InputError: transformers has no model with this config.
   """
   kind = ("gated-" if config.gated else "") + config.activation
-  if config.fused or config.bias_per_layer or kind not in _ACTIVATIONS:
+  t5 = T5Config(**{name: getattr(config, name) for name in _T5_FIELDS})
+  others = [name for name, value in vars(t5).items() if value != getattr(config, name)]
+  if others or kind not in _ACTIVATIONS:
     raise InputError(
-      f"A model with fused {config.fused}, bias_per_layer {config.bias_per_layer} and {kind} "
+      f"A model with {', '.join(f'{name} {getattr(config, name)!r}' for name in others) or kind} "
       f"cannot be written for transformers as a T5, which has {', '.join(_ACTIVATIONS)}."
     )
   path = pathlib.Path(folder)
@@ -192,9 +221,9 @@ def _config_fields(config: T5Config) -> dict:
     feed_forward_proj=("gated-" if config.gated else "") + config.activation,
     tie_word_embeddings=config.tied_logits,
     dropout_rate=config.dropout_rate,
-    pad_token_id=0,
-    eos_token_id=1,
-    decoder_start_token_id=0,
+    pad_token_id=config.pad_id,
+    eos_token_id=config.eos_id,
+    decoder_start_token_id=config.start_id,
   )
 
 
@@ -213,16 +242,16 @@ def _config(folder: str, fields: Mapping[str, Any]) -> T5Config:
     is_gated_act=(gated,),
     tie_word_embeddings=(True, False),
     scale_decoder_outputs=(True, False),
-    decoder_start_token_id=(PAD_ID,),
-    pad_token_id=(PAD_ID,),
     relative_attention_num_buckets=(32,),
     relative_attention_max_distance=(128,),
     layer_norm_epsilon=(1e-6,),
   )
+  fields = {"pad_token_id": 0, "decoder_start_token_id": 0, **fields}
   if fields.get("num_decoder_layers") is None:
     fields = {**fields, "num_decoder_layers": fields.get("num_layers")}
   sizes = "vocab_size", "d_model", "num_heads", "d_kv", "d_ff", "num_layers", "num_decoder_layers"
   require_sizes(folder, fields, *sizes)
+  require_sizes(folder, fields, "pad_token_id", "decoder_start_token_id", least=0)
   return T5Config(
     vocab_size=fields["vocab_size"],
     emb_dim=fields["d_model"],
@@ -235,6 +264,9 @@ def _config(folder: str, fields: Mapping[str, Any]) -> T5Config:
     activation=activation,
     bias_per_layer=fields["model_type"] == "umt5",
     tied_logits=fields["scale_decoder_outputs"],
+    pad_id=fields["pad_token_id"],
+    start_id=fields["decoder_start_token_id"],
+    eos_id=read_eos_ids(folder, fields, default=1)[0],
   )
 
 

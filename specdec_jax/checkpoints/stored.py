@@ -74,6 +74,17 @@ class StoredArray:
 
     return StoredArray(self.shape, dtype, read)
 
+  def __add__(self, number: float) -> "StoredArray":
+    """Return the sum with a number, in float32."""
+    return StoredArray(
+      self.shape, np.dtype(np.float32), lambda index: self.read(index).astype(np.float32) + number
+    )
+
+  def rows(self, start: int) -> "StoredArray":
+    """Return the rows from `start` on."""
+    shape = (max(0, self.shape[0] - start), *self.shape[1:])
+    return StoredArray(shape, self.dtype, lambda index: self.whole()[start:][index])
+
   def packed(self, pairs: bool) -> "StoredArray":
     """Return this matrix packed in panels (`kernels.skinny.pack`)."""
     depth, width = self.shape
@@ -98,9 +109,9 @@ class StoredArray:
     }
 
   def columns(self, numbers: np.ndarray) -> "StoredArray":
-    """Return the matrix of some of the columns."""
-    shape = self.shape[0], len(numbers)
-    return StoredArray(shape, self.dtype, lambda index: self.whole()[:, numbers][index])
+    """Return some of the columns of a matrix, or some of the entries of a vector."""
+    shape = (*self.shape[:-1], len(numbers))
+    return StoredArray(shape, self.dtype, lambda index: self.whole()[..., numbers][index])
 
   def whole(self) -> np.ndarray:
     """Read the whole array."""
@@ -299,7 +310,7 @@ def _with_output_tokens(tree: Any, tokens: np.ndarray) -> Any:
   reduced = {name: _with_output_tokens(value, tokens) for name, value in tree.items()}
   for name in OUTPUTS & tree.keys():
     reduced[name] = {
-      "kernel": tree[name]["kernel"].columns(tokens),
+      **{part: array.columns(tokens) for part, array in tree[name].items()},
       "output_tokens": StoredArray(tokens.shape, tokens.dtype, lambda index: tokens[index]),
     }
   return reduced

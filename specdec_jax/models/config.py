@@ -1,6 +1,7 @@
-"""Configurations of T5 encoder-decoders and decoder-only models, and their published sizes."""
+"""Configurations of encoder-decoders and decoder-only models, and published sizes of T5 and GPT."""
 
 import dataclasses
+import math
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -12,25 +13,38 @@ Weights = Literal["float", "int8"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-  """Configuration of a transformer, with the fields that T5 and decoder-only models share.
+  """Configuration of a transformer, with the fields that all models share.
 
   Attributes:
     vocab_size: V, the number of vocabulary entries. Only these tokens are emitted.
     emb_dim: E, the width of the residual stream.
     num_heads: H, the number of attention heads.
+    num_kv_heads: G, the number of heads of keys and values, each of which serves H / G heads of
+      queries (grouped-query attention); None for H.
     head_dim: size of each head; `num_heads * head_dim` need not be `emb_dim`.
     mlp_dim: hidden width of the feed-forward blocks.
     num_decoder_layers: L, the number of decoder layers.
     gated: whether feed-forward blocks are gated (two input projections), as in T5 1.1.
-    activation: 'gelu' (tanh approximation), 'relu' (T5 1.0) or 'silu' (Flan-UL2).
+    activation: 'gelu' (tanh approximation), 'gelu_exact' (BART), 'relu' (T5 1.0) or 'silu'
+      (Flan-UL2).
+    norm_position: where the norms of a block are: 'before' the block (T5), 'after' the residual
+      connection (BART), or 'both' before the block and before the residual connection (Gemma).
+    has_final_norm: whether a norm follows the last layer.
+    embedding_norm: whether a norm follows the embeddings (BART).
     tied_logits: True if logits are computed with the token embeddings; False if they are computed
       with a separate matrix.
+    logits_bias: whether logits have a bias.
+    logits_cap: soft cap of logits, cap * tanh(logits / cap); None for no cap.
+    attention_cap: soft cap of attention logits before masking; None for no cap.
     biases: whether all layers except the logits have biases, and norms subtract the mean. False for
       T5.
-    num_positions: number of learned absolute positions, which limits the length of a text; None for
-      the relative positions of T5.
+    num_positions: number of absolute positions, whose embeddings are parameters. It limits the
+      length of sources and texts. None for relative or rotary positions.
     bias_per_layer: whether each layer has a bias of relative positions of its own, as in umT5;
       False if all layers of a stack share one, as in T5.
+    rope_theta: base of rotary position embeddings (Su et al., 2021); None for other positions.
+    window: in layers 0, 2, 4 and so on, a token attends only to tokens whose distance is smaller
+      than this number. None for no limit.
     padded_vocab_size: number of rows of the embedding table, including padding (32,128 for the
       32,100 pieces of T5); None if there is no padding. Logits of padding rows are dropped.
     num_output_tokens: number of tokens that have logits of their own, for a draft; the parameter
@@ -45,20 +59,32 @@ class TransformerConfig:
     dtype: float32 or bfloat16. It is the dtype of matmuls, except that 'xla' computes logits in
       float32. It is also the dtype of activations, unless `kernels` is 'skinny'.
     dropout_rate: dropout rate in training.
+    eos_id: id of EOS, the token that ends a text.
+    start_id: id of the token that precedes each text. None for GPT-2, which has no start token; a
+      text with an empty prompt starts with EOS instead.
   """
 
   vocab_size: int
   emb_dim: int
   num_heads: int
+  num_kv_heads: int | None = None
   head_dim: int
   mlp_dim: int
   num_decoder_layers: int
   gated: bool = True
-  activation: Literal["gelu", "relu", "silu"] = "gelu"
+  activation: Literal["gelu", "gelu_exact", "relu", "silu"] = "gelu"
+  norm_position: Literal["before", "after", "both"] = "before"
+  has_final_norm: bool = True
+  embedding_norm: bool = False
   tied_logits: bool = False
+  logits_bias: bool = False
+  logits_cap: float | None = None
+  attention_cap: float | None = None
   biases: bool = False
   num_positions: int | None = None
   bias_per_layer: bool = False
+  rope_theta: float | None = None
+  window: int | None = None
   padded_vocab_size: int | None = None
   num_output_tokens: int | None = None
   fused: bool = False
@@ -66,20 +92,43 @@ class TransformerConfig:
   weights: Weights = "float"
   dtype: Any = jnp.float32
   dropout_rate: float = 0.0
+  eos_id: int = 1
+  start_id: int | None = 0
 
   def __post_init__(self):
     """Raise InputError if a field is invalid. Configurations may come from damaged files."""
     require_types(type(self), vars(self))
     sizes = "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "num_decoder_layers"
-    for name in (*sizes, "num_positions", "padded_vocab_size", "num_output_tokens"):
+    optional = "num_positions", "padded_vocab_size", "num_output_tokens", "num_kv_heads", "window"
+    for name in (*sizes, *optional):
       if name in sizes or getattr(self, name) is not None:
         require_count(name, getattr(self, name))
+    for name in ("logits_cap", "attention_cap", "rope_theta"):
+      if getattr(self, name) is not None:
+        require_number(name, getattr(self, name), 0, math.inf, "()")
+    require_count("eos_id", self.eos_id, 0)
+    if self.start_id is not None:
+      require_count("start_id", self.start_id, 0)
+    if self.num_heads % self.kv_heads:
+      raise InputError(
+        f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads, {self.num_heads}."
+      )
     require_number("dropout_rate", self.dropout_rate, 0, 1, "[)")
     if self.table_size < self.vocab_size:
       raise InputError(
         f"padded_vocab_size is {self.padded_vocab_size}, smaller than vocab_size "
         f"{self.vocab_size}; it must hold every vocabulary entry."
       )
+
+  @property
+  def kv_heads(self) -> int:
+    """G, the number of heads of keys and values."""
+    return self.num_kv_heads or self.num_heads
+
+  @property
+  def has_shared_bias(self) -> bool:
+    """True if all layers share one bias of relative positions, as in T5."""
+    return self.num_positions is None and self.rope_theta is None and not self.bias_per_layer
 
   @property
   def table_size(self) -> int:
@@ -104,20 +153,42 @@ class TransformerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config(TransformerConfig):
-  """Configuration of a T5 encoder-decoder (Raffel et al., 2020).
+  """Configuration of an encoder-decoder: T5 (Raffel et al., 2020), T5Gemma or a model like BART.
 
   Attributes:
     num_encoder_layers: number of encoder layers.
+    encoder_sizes: (emb_dim, num_heads, num_kv_heads, head_dim, mlp_dim) of the encoder, if they
+      differ from those of the decoder.
+    encoder_embeddings: whether the encoder has its own table of token embeddings.
+    pad_id: id of the token that pads a source; its last token must be a different one.
   """
 
   has_encoder: ClassVar[bool] = True
   embedding_std: ClassVar[float] = 1.0
 
   num_encoder_layers: int
+  start_id: int = 0
+  encoder_sizes: tuple[int, int, int, int, int] | None = None
+  encoder_embeddings: bool = False
+  pad_id: int = 0
 
   def __post_init__(self):
     super().__post_init__()
     require_count("num_encoder_layers", self.num_encoder_layers)
+    require_count("pad_id", self.pad_id, 0)
+    if self.encoder_sizes is not None:
+      object.__setattr__(self, "encoder_sizes", tuple(self.encoder_sizes))  # JSON has lists only
+      for size in self.encoder_sizes:
+        require_count("encoder_sizes", size)
+
+  @property
+  def encoder(self) -> "T5Config":
+    """Configuration with the sizes of the encoder."""
+    if self.encoder_sizes is None:
+      return self
+    names = "emb_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"
+    sizes: dict[str, Any] = dict(zip(names, self.encoder_sizes, strict=True))
+    return dataclasses.replace(self, **sizes, encoder_sizes=None)
 
   @property
   def logits_divisor(self) -> float:
@@ -129,25 +200,12 @@ class T5Config(TransformerConfig):
 class GPTConfig(TransformerConfig):
   """Configuration of a decoder-only model that continues its prompt, such as GPT-2 or LaMDA.
 
-  Attributes:
-    eos_id: id of EOS, the token that ends a text. It also marks the end of a prompt, but is not
-      processed as part of the prompt.
-    start_id: id of the start token, which precedes each prompt. None for GPT-2, which has no start
-      token; a text with an empty prompt starts with EOS instead.
+  EOS also marks the end of a prompt, but is not processed as part of the prompt.
   """
 
   has_encoder: ClassVar[bool] = False
   embedding_std: ClassVar[float] = 0.02
   logits_divisor: ClassVar[float] = 1.0
-
-  eos_id: int = 1
-  start_id: int | None = 0
-
-  def __post_init__(self):
-    super().__post_init__()
-    require_count("eos_id", self.eos_id, 0)
-    if self.start_id is not None:
-      require_count("start_id", self.start_id, 0)
 
 
 # (emb_dim, num_heads, head_dim, layers of each stack, mlp_dim), as published for T5 1.0

@@ -1,9 +1,9 @@
-"""Decoder of T5 and of decoder-only models, which processes blocks of tokens.
+"""Decoder of encoder-decoders and of decoder-only models, which processes blocks of tokens.
 
-A T5 decoder also attends to a source. The decoder has four uses: the teacher-forced pass (a block
-of all tokens, without a cache), the prefill of a decoder-only model (a block of the prompt), the
-decode step (a block of one token) and parallel verification (a block of K tokens, which are a chain
-or a tree).
+The decoder of an encoder-decoder also attends to a source. The decoder has four uses: the
+teacher-forced pass (a block of all tokens, without a cache), the prefill of a decoder-only model (a
+block of the prompt), the decode step (a block of one token) and parallel verification (a block of K
+tokens, which are a chain or a tree).
 
 Axis letters are those of `core.types`; in keys and values, D is the size of a head.
 """
@@ -18,19 +18,26 @@ from jaxtyping import Float, Int, Shaped
 
 from specdec_jax.core.arrays import write_slots
 from specdec_jax.core.trees import NodeLayout, place_chain
+from specdec_jax.errors import InputError
 from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.layers import (
-  MASKED,
   Attention,
   Dropout,
   Logits,
   Mlp,
   RelativePositionBias,
+  Rotation,
+  add_block,
   matmul,
   norm,
+  normed,
+  norms,
+  rotation,
+  soft_cap,
+  window_masks,
 )
 
-KeysValues = tuple[Array, Array]  # each [B, H, T, D]; [B, H, S, D] for cross-attention
+KeysValues = tuple[Array, Array]  # each [B, G, T, D]; [B, G, S, D] for cross-attention
 
 
 class DecoderLayer(nn.Module):
@@ -40,15 +47,19 @@ class DecoderLayer(nn.Module):
 
   def setup(self):
     cfg = self.config
+    before, after = norms(cfg)
     if cfg.bias_per_layer:
       self.relpos_bias = RelativePositionBias(cfg, bidirectional=False)
-    self.pre_self_attention_layer_norm = norm(cfg)
+    self.pre_self_attention_layer_norm = before()
     self.self_attention = Attention(cfg, cfg.fused)
+    self.post_self_attention_layer_norm = after()
     if cfg.has_encoder:
-      self.pre_cross_attention_layer_norm = norm(cfg)
+      self.pre_cross_attention_layer_norm = before()
       self.encoder_decoder_attention = Attention(cfg)
-    self.pre_mlp_layer_norm = norm(cfg)
+      self.post_cross_attention_layer_norm = after()
+    self.pre_mlp_layer_norm = before()
     self.mlp = Mlp(cfg)
+    self.post_mlp_layer_norm = after()
     self.dropout = Dropout(cfg)
 
   def __call__(
@@ -60,30 +71,34 @@ class DecoderLayer(nn.Module):
     cached: KeysValues | None = None,
     slot: Int[Array, " B"] | None = None,
     deterministic: bool = True,
+    rotation: Rotation | None = None,
   ) -> tuple[Float[Array, "B K E"], KeysValues]:
     """Return the output of the layer, and the keys and values of the block.
 
     If `cached` is given, the second result is instead `cached`, with the keys and values of the
     block written to the slots from `slot` on.
     """
-    h = self.pre_self_attention_layer_norm(x)
-    queries, keys_values = self.self_attention.queries_keys_values(h)
+    cfg = self.config
+    h = normed(self.pre_self_attention_layer_norm, x)
+    queries, keys_values = self.self_attention.queries_keys_values(h, rotation)
     if cached is not None and slot is not None:
       (keys, values), (cached_keys, cached_values) = keys_values, cached
       keys_values = write_slots(cached_keys, keys, slot), write_slots(cached_values, values, slot)
-    h = self.self_attention(queries, keys_values, bias, deterministic)
-    x = x + self.dropout(h, deterministic)
-    if self.config.has_encoder:
+    h = self.dropout(self.self_attention(queries, keys_values, bias, deterministic), deterministic)
+    x = add_block(cfg, x, h, self.post_self_attention_layer_norm)
+    if cfg.has_encoder:
       assert cross is not None and cross_bias is not None
-      queries = self.encoder_decoder_attention.queries(self.pre_cross_attention_layer_norm(x))
+      h = normed(self.pre_cross_attention_layer_norm, x)
+      queries = self.encoder_decoder_attention.queries(h)
       h = self.encoder_decoder_attention(queries, cross, cross_bias, deterministic)
-      x = x + self.dropout(h, deterministic)
-    h = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
-    return x + self.dropout(h, deterministic), keys_values
+      x = add_block(cfg, x, self.dropout(h, deterministic), self.post_cross_attention_layer_norm)
+    h = self.mlp(normed(self.pre_mlp_layer_norm, x), deterministic)
+    x = add_block(cfg, x, self.dropout(h, deterministic), self.post_mlp_layer_norm)
+    return x, keys_values
 
 
 class Decoder(nn.Module):
-  """Stack of decoder layers, with relative or learned positions, a final norm and logits.
+  """Stack of decoder layers, with positions, a final norm and logits.
 
   Attributes:
     config: configuration of the model.
@@ -96,13 +111,16 @@ class Decoder(nn.Module):
 
   def setup(self):
     cfg = self.config
-    if cfg.num_positions is None and not cfg.bias_per_layer:
+    if cfg.has_shared_bias:
       self.relpos_bias = RelativePositionBias(cfg, bidirectional=False)
     if cfg.num_positions is not None:
       shape = cfg.num_positions, cfg.emb_dim
       self.positions = self.param("positions", nn.initializers.normal(0.02), shape, jnp.float32)
+    if cfg.embedding_norm:
+      self.embedding_norm = norm(cfg)
     self.layers = [DecoderLayer(cfg) for _ in range(cfg.num_decoder_layers)]
-    self.decoder_norm = norm(cfg)
+    if cfg.has_final_norm:
+      self.decoder_norm = norm(cfg)
     self.dropout = Dropout(cfg)
     if not cfg.tied_logits:
       self.logits_dense = Logits(cfg, cfg.output_size)
@@ -139,21 +157,29 @@ class Decoder(nn.Module):
     Returns:
       Logits in float32, hidden states, and for each layer keys and values (see `DecoderLayer`).
     """
+    cfg = self.config
     batch, block, _ = x.shape
     length = jnp.zeros(batch, jnp.int32) if length is None else length
     num_slots = block if cached is None else cached[0][0].shape[2]
     place = place_chain if tree is None else tree.place
     positions, key_positions, visible = place(length, first, block, num_slots)
-    mask = bias = jnp.where(visible, 0.0, MASKED)[:, None]
-    if self.config.num_positions is None and not self.config.bias_per_layer:
-      bias = self.relpos_bias(positions, key_positions) + mask
-    if self.config.num_positions is not None:
+    keys = key_positions if key_positions.ndim == 1 else key_positions[:, None]
+    distance = positions[..., None] - keys  # [B, K, T]
+    biases = window_masks(cfg, visible[:, None], distance[:, None])
+    if cfg.has_shared_bias:
+      relative = self.relpos_bias(positions, key_positions)
+      biases = [relative + mask for mask in biases]
+    if cfg.num_positions is not None:
       x = x + self.positions.at[positions].get(mode="clip").astype(x.dtype)
+    if cfg.embedding_norm:
+      x = self.embedding_norm(x)
     x = self.dropout(x, deterministic)
+    rotate = rotation(cfg, positions, num_slots)
     layer_keys_values, outputs = [], []
     for i, layer in enumerate(self.layers):
-      if self.config.bias_per_layer:
-        bias = layer.relpos_bias(positions, key_positions) + mask
+      bias = biases[i % len(biases)]
+      if cfg.bias_per_layer:
+        bias = layer.relpos_bias(positions, key_positions) + bias
       x, keys_values = layer(
         x,
         bias,
@@ -162,10 +188,12 @@ class Decoder(nn.Module):
         None if cached is None else cached[i],
         length + first,
         deterministic,
+        rotate,
       )
       layer_keys_values.append(keys_values)
       outputs.append(x)
-    x = self.dropout(self.decoder_norm(x), deterministic)
+    x = self.decoder_norm(x) if cfg.has_final_norm else x
+    x = self.dropout(x, deterministic)
     features = [outputs[i] for i in self.feature_layers]
     hidden = jnp.concatenate(features, axis=-1) if features else x
     return self.logits(x, embedding), hidden, tuple(layer_keys_values)
@@ -176,14 +204,25 @@ class Decoder(nn.Module):
     """Return the float32 logits of hidden states after the final norm."""
     if self.config.tied_logits:
       logits = matmul(x.astype(jnp.float32) / self.config.logits_divisor, embedding.T)
+      logits = soft_cap(logits, self.config.logits_cap)
     else:
       logits = self.logits_dense(x)
     return logits[..., : self.config.vocab_size]
 
 
+def require_positions(config: TransformerConfig, num_prompt: int, num_slots: int) -> None:
+  """Raise InputError if a prompt or a cache is longer than the absolute positions of a model."""
+  if config.num_positions and max(num_prompt, num_slots) > config.num_positions:
+    raise InputError(
+      f"A prompt of {num_prompt} tokens, the new ones and a block of guesses take {num_slots} "
+      f"positions, but the model has {config.num_positions}; lower max_new_tokens, or "
+      "max_source_tokens for shorter prompts."
+    )
+
+
 def empty_slots(config: TransformerConfig, batch: int, num_slots: int) -> tuple[KeysValues, ...]:
   """Return keys and values of an empty cache for each layer."""
-  empty = jnp.zeros((batch, config.num_heads, num_slots, config.head_dim), config.activations)
+  empty = jnp.zeros((batch, config.kv_heads, num_slots, config.head_dim), config.activations)
   return ((empty, empty),) * config.num_decoder_layers
 
 

@@ -17,9 +17,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig
-from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
+from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots, require_positions
 from specdec_jax.models.layers import embedder
 
 
@@ -30,7 +29,7 @@ class GPTCache:
   Attributes:
     length: number of cached tokens of each row. Slots from `length` on are masked until they are
       overwritten.
-    layers: for each layer, its keys and its values, both of shape [B, H, T, D].
+    layers: for each layer, its keys and its values, both of shape [B, G, T, D].
   """
 
   length: Int[Array, " B"]
@@ -129,12 +128,7 @@ class GPTModel:
     self, params: Any, prompt: Int[Array, "B P"], num_slots: int
   ) -> tuple[Float[Array, "B C E"], GPTCache]:
     config, batch = self.config, len(prompt)
-    if config.num_positions and num_slots > config.num_positions:
-      raise InputError(
-        f"A prompt of {prompt.shape[1]} tokens, the new ones and a block of guesses take "
-        f"{num_slots} positions, but the model has {config.num_positions}; lower max_new_tokens, "
-        "or max_source_tokens for shorter prompts."
-      )
+    require_positions(config, prompt.shape[1], num_slots)
     tokens, length = self.prompt_tokens(prompt)
     cache = GPTCache(jnp.zeros(batch, jnp.int32), empty_slots(config, batch, num_slots))
     _, hidden, cache = self.extend(params, cache, tokens)

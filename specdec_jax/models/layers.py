@@ -1,8 +1,9 @@
-"""Layers of the models: norms, attention, feed-forward blocks and position bias.
+"""Layers of the models: norms, attention, feed-forward blocks and positions.
 
 Axis letters are those of `core.types`; in queries, keys and values, D is the size of a head.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from specdec_jax.kernels import skinny
 from specdec_jax.models.config import TransformerConfig
 
+Rotation = tuple[Array, Array]  # cosine and sine, each [B, 1, K, D / 2]
+
 MASKED = -1e10  # added to attention logits; exp(MASKED) is exactly 0 in float32 and bfloat16
+
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+  "gelu": nn.gelu,
+  "gelu_exact": functools.partial(nn.gelu, approximate=False),
+  "relu": nn.relu,
+  "silu": nn.silu,
+}
 
 _fan_in = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
@@ -46,19 +56,17 @@ class Dense(nn.Module):
     features: size of the output.
     dtype: dtype of the matmul with kernels 'xla'; None to use `config.dtype`.
     kernel_init: initializer of the matrix.
-    biases: False if the layer has no bias even if the model has biases.
   """
 
   config: TransformerConfig
   features: int
   dtype: Any = None
   kernel_init: Any = _fan_in
-  biases: bool = True
 
   @nn.compact
   def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch F"]:
     product = self._matmul(x)
-    if not (self.biases and self.config.biases):
+    if not self.config.biases:
       return product
     bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
     return product + bias.astype(product.dtype)
@@ -88,18 +96,25 @@ class Logits(Dense):
   """Linear layer that computes float32 logits, of all tokens or of `num_output_tokens` of them."""
 
   dtype: Any = jnp.float32
-  biases: bool = False
 
   @nn.compact
   def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
     cfg = self.config
     logits = self._matmul(x)
+    if cfg.logits_bias:
+      logits += self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+    logits = soft_cap(logits, cfg.logits_cap)
     if cfg.num_output_tokens is None:
       return logits[..., : cfg.vocab_size]
     shape = (cfg.num_output_tokens,)
     tokens = self.param("output_tokens", nn.initializers.zeros, shape, jnp.int32)
     others = jnp.full((*logits.shape[:-1], cfg.vocab_size), MASKED, logits.dtype)
     return others.at[..., tokens].set(logits, mode="drop", unique_indices=True)
+
+
+def soft_cap(logits: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
+  """Return logits that are limited to (-cap, cap); unchanged if `cap` is None."""
+  return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class RMSNorm(nn.Module):
@@ -138,6 +153,41 @@ def norm(config: TransformerConfig) -> nn.Module:
   return LayerNorm(config) if config.biases else RMSNorm(config)
 
 
+def norms(
+  config: TransformerConfig,
+) -> tuple[Callable[[], nn.Module | None], Callable[[], nn.Module | None]]:
+  """Return functions that make the norms before and after a block; see `norm_position`."""
+  position = config.norm_position
+  return (
+    lambda: norm(config) if position in ("before", "both") else None,
+    lambda: norm(config) if position in ("after", "both") else None,
+  )
+
+
+def normed(before: nn.Module | None, x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
+  """Return the input of a block, given the norm before the block; None for no norm."""
+  return x if before is None else before(x)
+
+
+def add_block(
+  config: TransformerConfig,
+  x: Float[Array, "*batch E"],
+  block: Float[Array, "*batch E"],
+  after: nn.Module | None,
+) -> Float[Array, "*batch E"]:
+  """Add the output of a block to the residual stream `x`; see `TransformerConfig.norm_position`.
+
+  Args:
+    config: configuration of the model.
+    x: residual stream.
+    block: output of the block.
+    after: norm after the block, if there is one.
+  """
+  if after is None:
+    return x + block
+  return after(x + block) if config.norm_position == "after" else x + after(block)
+
+
 class Embed(nn.Embed):
   """Token embeddings. Only the rows that are looked up are converted to the activation dtype."""
 
@@ -167,7 +217,8 @@ class Dropout(nn.Module):
 class Attention(nn.Module):
   """Multi-head attention without a scale factor, which T5 merges into the initializer of queries.
 
-  The projections are separate methods, so that the caller can cache keys and values.
+  The projections are separate methods, so that the caller can cache keys and values. There are G
+  heads of keys and values (`TransformerConfig.kv_heads`).
 
   Attributes:
     config: configuration of the model.
@@ -179,13 +230,13 @@ class Attention(nn.Module):
 
   def setup(self):
     cfg = self.config
-    width = cfg.num_heads * cfg.head_dim
+    width, kv_width = cfg.num_heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     if self.fused:
-      self.query_key_value = Dense(cfg, 3 * width)
+      self.query_key_value = Dense(cfg, width + 2 * kv_width)
     else:
       self.query = Dense(cfg, width, kernel_init=_query_init(cfg.head_dim))
-      self.key = Dense(cfg, width)
-      self.value = Dense(cfg, width)
+      self.key = Dense(cfg, kv_width)
+      self.value = Dense(cfg, kv_width)
     self.out = Dense(cfg, cfg.emb_dim)
     self.dropout = Dropout(cfg)
 
@@ -195,32 +246,48 @@ class Attention(nn.Module):
 
   def keys_values(
     self, x: Float[Array, "B T E"]
-  ) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]]:
+  ) -> tuple[Float[Array, "B G T D"], Float[Array, "B G T D"]]:
     """Return the keys and values of tokens."""
     return self._split_heads(self.key(x)), self._split_heads(self.value(x))
 
   def queries_keys_values(
-    self, x: Float[Array, "B K E"]
-  ) -> tuple[Float[Array, "B H K D"], tuple[Float[Array, "B H K D"], Float[Array, "B H K D"]]]:
-    """Return the queries, keys and values of tokens for self-attention."""
-    if not self.fused:
-      return self.queries(x), self.keys_values(x)
-    query, key, value = jnp.split(self.query_key_value(x), 3, axis=-1)
-    return self._split_heads(query), (self._split_heads(key), self._split_heads(value))
+    self, x: Float[Array, "B K E"], rotation: Rotation | None = None
+  ) -> tuple[Float[Array, "B H K D"], tuple[Float[Array, "B G K D"], Float[Array, "B G K D"]]]:
+    """Return the queries, keys and values of tokens for self-attention.
+
+    Args:
+      x: hidden states.
+      rotation: rotation of queries and keys; see `rotation`.
+    """
+    if self.fused:
+      width, kv_width = (
+        n * self.config.head_dim for n in (self.config.num_heads, self.config.kv_heads)
+      )
+      parts = jnp.split(self.query_key_value(x), (width, width + kv_width), axis=-1)
+      query, key, value = map(self._split_heads, parts)
+    else:
+      query, (key, value) = self.queries(x), self.keys_values(x)
+    if rotation is not None:
+      query, key = _rotate(query, rotation), _rotate(key, rotation)
+    return query, (key, value)
 
   def __call__(
     self,
     queries: Float[Array, "B H K D"],
-    keys_values: tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]],
+    keys_values: tuple[Float[Array, "B G T D"], Float[Array, "B G T D"]],
     bias: Float[Array, "#B #H #K T"],
     deterministic: bool = True,
   ) -> Float[Array, "B K E"]:
     """Attend to keys and values, with a bias that is added to the attention logits."""
     keys, values = keys_values
-    if self.config.kernels == "skinny":
+    cfg = self.config
+    repeats = cfg.num_heads // cfg.kv_heads
+    if repeats > 1:
+      keys, values = jnp.repeat(keys, repeats, axis=1), jnp.repeat(values, repeats, axis=1)
+    if cfg.kernels == "skinny" and cfg.attention_cap is None:
       mixed = skinny.attend(queries.swapaxes(1, 2), keys, values, bias, MASKED)
       return self.out(mixed.reshape(*mixed.shape[:2], -1))
-    logits = jnp.einsum("bhkd,bhtd->bhkt", queries, keys)
+    logits = soft_cap(jnp.einsum("bhkd,bhtd->bhkt", queries, keys), cfg.attention_cap)
     weights = nn.softmax(logits + bias.astype(logits.dtype))
     weights = self.dropout(weights, deterministic)
     mixed = jnp.einsum("bhkt,bhtd->bkhd", weights, values)
@@ -232,7 +299,7 @@ class Attention(nn.Module):
     # to its matrix, and each step copies the matrix to a different layout. The CPU compiler drops
     # the barrier.
     x = lax.optimization_barrier(x)
-    return x.reshape(*x.shape[:2], cfg.num_heads, cfg.head_dim).swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], -1, cfg.head_dim).swapaxes(1, 2)
 
 
 class Mlp(nn.Module):
@@ -243,7 +310,7 @@ class Mlp(nn.Module):
   @nn.compact
   def __call__(self, x: Float[Array, "B K E"], deterministic: bool = True) -> Float[Array, "B K E"]:
     cfg = self.config
-    activation = {"gelu": nn.gelu, "relu": nn.relu, "silu": nn.silu}[cfg.activation]
+    activation = _ACTIVATIONS[cfg.activation]
     if cfg.gated and cfg.fused:
       gate, linear = jnp.split(Dense(cfg, 2 * cfg.mlp_dim, name="wi")(x), 2, axis=-1)
       h = activation(gate) * linear
@@ -253,6 +320,54 @@ class Mlp(nn.Module):
     else:
       h = activation(Dense(cfg, cfg.mlp_dim, name="wi")(x))
     return Dense(cfg, cfg.emb_dim, name="wo")(Dropout(cfg, name="dropout")(h, deterministic))
+
+
+def window_masks(
+  config: TransformerConfig,
+  visible: Bool[Array, "B 1 #K T"],
+  distance: Int[Array, "#B 1 K T"],
+) -> list[Float[Array, "B 1 #K T"]]:
+  """Return masks of attention logits, 0 or MASKED: one, or those of even and of odd layers.
+
+  Args:
+    config: configuration of the model; only layers with even numbers have its window.
+    visible: True where a query may attend to a key.
+    distance: position of the query minus position of the key.
+  """
+  mask = jnp.where(visible, 0.0, MASKED)
+  if config.window is None or config.window >= distance.shape[-1]:
+    return [mask]
+  is_near = jnp.abs(distance) < config.window
+  return [jnp.where(visible & is_near, 0.0, MASKED), mask]
+
+
+def rotation(
+  config: TransformerConfig, positions: Int[Array, "B K"], num_positions: int
+) -> Rotation | None:
+  """Return the rotation of queries and keys at positions below `num_positions` (Su et al., 2021).
+
+  It is None if the model has no rotary positions. numpy computes a table of all positions, so that
+  the values at a position do not depend on the shape of a block.
+  """
+  if config.rope_theta is None:
+    return None
+  dim = config.head_dim
+  exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+  frequencies = np.float32(1) / np.float32(config.rope_theta) ** exponents
+  angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
+  cos, sin = (
+    jnp.asarray(table).at[positions].get(mode="clip")[:, None]
+    for table in (np.cos(angles), np.sin(angles))
+  )
+  return cos, sin
+
+
+def _rotate(x: Float[Array, "B H K D"], rotation: Rotation) -> Float[Array, "B H K D"]:
+  """Rotate the pairs of entries i and i + D / 2 of queries or keys."""
+  cos, sin = rotation
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  rotated = first * cos - second * sin, second * cos + first * sin
+  return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 class RelativePositionBias(nn.Module):

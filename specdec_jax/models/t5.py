@@ -1,4 +1,4 @@
-"""T5 encoder-decoder in Flax, with the parameter names of t5x.
+"""Encoder-decoders in Flax: T5, with the parameter names of t5x, and models like BART or T5Gemma.
 
 Axis letters are those of `core.types`; in keys and values, D is the size of a head.
 """
@@ -9,20 +9,26 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
-from jax import Array
-from jaxtyping import Float, Int
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.trees import AnyTree, NodeLayout
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
+from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots, require_positions
 from specdec_jax.models.layers import (
   MASKED,
   Attention,
   Dropout,
   Mlp,
   RelativePositionBias,
+  Rotation,
+  add_block,
   embedder,
   norm,
+  normed,
+  norms,
+  rotation,
+  window_masks,
 )
 
 PAD_ID = 0  # also the first token of T5's decoder
@@ -36,8 +42,8 @@ class T5Cache:
   Attributes:
     length: number of cached tokens of each row. Slots from `length` on are masked until they are
       overwritten.
-    layers: for each layer, keys and values of self-attention, both of shape [B, H, T, D].
-    cross: for each layer, keys and values of the encoded source, both of shape [B, H, S, D].
+    layers: for each layer, keys and values of self-attention, both of shape [B, G, T, D].
+    cross: for each layer, keys and values of the encoded source, both of shape [B, G, S, D].
     cross_bias: bias of cross-attention: 0 at source tokens and MASKED at padding.
   """
 
@@ -53,54 +59,77 @@ class EncoderLayer(nn.Module):
   config: T5Config
 
   def setup(self):
+    before, after = norms(self.config)
     if self.config.bias_per_layer:
       self.relpos_bias = RelativePositionBias(self.config, bidirectional=True)
-    self.pre_attention_layer_norm = norm(self.config)
+    self.pre_attention_layer_norm = before()
     self.attention = Attention(self.config, self.config.fused)
-    self.pre_mlp_layer_norm = norm(self.config)
+    self.post_attention_layer_norm = after()
+    self.pre_mlp_layer_norm = before()
     self.mlp = Mlp(self.config)
+    self.post_mlp_layer_norm = after()
     self.dropout = Dropout(self.config)
 
   def __call__(
-    self, x: Float[Array, "B S E"], bias: Float[Array, "#B #H #S S"], deterministic: bool
+    self,
+    x: Float[Array, "B S E"],
+    bias: Float[Array, "#B #H #S S"],
+    deterministic: bool,
+    rotation: Rotation | None = None,
   ) -> Float[Array, "B S E"]:
-    h = self.pre_attention_layer_norm(x)
-    h = self.attention(*self.attention.queries_keys_values(h), bias, deterministic)
-    x = x + self.dropout(h, deterministic)
-    h = self.mlp(self.pre_mlp_layer_norm(x), deterministic)
-    return x + self.dropout(h, deterministic)
+    h = normed(self.pre_attention_layer_norm, x)
+    h = self.attention(*self.attention.queries_keys_values(h, rotation), bias, deterministic)
+    h = self.dropout(h, deterministic)
+    x = add_block(self.config, x, h, self.post_attention_layer_norm)
+    h = self.mlp(normed(self.pre_mlp_layer_norm, x), deterministic)
+    return add_block(self.config, x, self.dropout(h, deterministic), self.post_mlp_layer_norm)
 
 
 class Encoder(nn.Module):
-  """T5's encoder of the source."""
+  """Encoder of the source."""
 
   config: T5Config
 
   def setup(self):
     cfg = self.config
-    if not cfg.bias_per_layer:
+    if cfg.has_shared_bias:
       self.relpos_bias = RelativePositionBias(cfg, bidirectional=True)
+    if cfg.num_positions is not None:
+      shape = cfg.num_positions, cfg.emb_dim
+      self.positions = self.param("positions", nn.initializers.normal(0.02), shape, jnp.float32)
+    if cfg.embedding_norm:
+      self.embedding_norm = norm(cfg)
     self.layers = [EncoderLayer(cfg) for _ in range(cfg.num_encoder_layers)]
-    self.encoder_norm = norm(cfg)
+    if cfg.has_final_norm:
+      self.encoder_norm = norm(cfg)
     self.dropout = Dropout(cfg)
 
   def __call__(
-    self, x: Float[Array, "B S E"], cross_bias: Float[Array, "B 1 1 S"], deterministic: bool
+    self, x: Float[Array, "B S E"], is_token: Bool[Array, "B S"], deterministic: bool
   ) -> Float[Array, "B S E"]:
-    positions = jnp.arange(x.shape[1])
-    bias = cross_bias
-    if not self.config.bias_per_layer:
-      bias = self.relpos_bias(positions[None], positions) + cross_bias
+    cfg, length = self.config, x.shape[1]
+    positions = jnp.arange(length)
+    distance = positions[:, None] - positions
+    biases = window_masks(cfg, is_token[:, None, None], distance[None, None])
+    if cfg.has_shared_bias:
+      relative = self.relpos_bias(positions[None], positions)
+      biases = [relative + mask for mask in biases]
+    if cfg.num_positions is not None:
+      x = x + self.positions[:length].astype(x.dtype)
+    if cfg.embedding_norm:
+      x = self.embedding_norm(x)
     x = self.dropout(x, deterministic)
-    for layer in self.layers:
-      if self.config.bias_per_layer:
-        bias = layer.relpos_bias(positions[None], positions) + cross_bias
-      x = layer(x, bias, deterministic)
-    return self.dropout(self.encoder_norm(x), deterministic)
+    rotate = rotation(cfg, positions[None], length)
+    for i, layer in enumerate(self.layers):
+      bias = biases[i % len(biases)]
+      if cfg.bias_per_layer:
+        bias = layer.relpos_bias(positions[None], positions) + bias
+      x = layer(x, bias, deterministic, rotate)
+    return self.dropout(self.encoder_norm(x) if cfg.has_final_norm else x, deterministic)
 
 
 class T5(nn.Module):
-  """T5 encoder-decoder, with the methods that `T5Model` and training call.
+  """Encoder-decoder, with the methods that `T5Model` and training call.
 
   Attributes:
     config: configuration of the model.
@@ -113,7 +142,9 @@ class T5(nn.Module):
   def setup(self):
     cfg = self.config
     self.token_embedder = embedder(cfg)
-    self.encoder = Encoder(cfg)
+    if cfg.encoder_embeddings:
+      self.encoder_embedder = embedder(cfg.encoder)
+    self.encoder = Encoder(cfg.encoder)
     self.decoder = Decoder(cfg, self.feature_layers)
 
   def __call__(
@@ -137,9 +168,14 @@ class T5(nn.Module):
   def encode(
     self, source: Int[Array, "B S"], deterministic: bool = True
   ) -> tuple[tuple[KeysValues, ...], Float[Array, "B 1 1 S"]]:
-    """Return keys, values and bias for cross-attention to a source that is padded with PAD_ID."""
-    cross_bias = jnp.where(source != PAD_ID, 0.0, MASKED)[:, None, None, :]
-    encoded = self.encoder(self.token_embedder(source), cross_bias, deterministic)
+    """Return keys, values and bias for cross-attention to a source.
+
+    The tokens after the last one that is not `pad_id` are padding.
+    """
+    is_token = lax.cummax((source != self.config.pad_id).astype(jnp.int32), 1, reverse=True) > 0
+    embed = self.encoder_embedder if self.config.encoder_embeddings else self.token_embedder
+    encoded = self.encoder(embed(source), is_token, deterministic)
+    cross_bias = jnp.where(is_token, 0.0, MASKED)[:, None, None, :]
     return self.decoder.cross_keys_values(encoded), cross_bias
 
   def extend(
@@ -179,7 +215,10 @@ class T5(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class T5Model:
-  """T5 as a `Model`: `prefill` runs the encoder, `extend` the decoder.
+  """Encoder-decoder as a `Model`: `prefill` runs the encoder, `extend` the decoder.
+
+  `prefill` raises InputError if the cache or the source is longer than the absolute positions of
+  the model.
 
   Attributes:
     config: configuration of the model.
@@ -191,7 +230,7 @@ class T5Model:
 
   @property
   def eos_id(self) -> int:
-    return EOS_ID
+    return self.config.eos_id
 
   @property
   def vocab_size(self) -> int:
@@ -199,12 +238,14 @@ class T5Model:
 
   def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     batch = len(prompt)
-    return jnp.full((batch, 1), PAD_ID, jnp.int32), jnp.ones(batch, jnp.int32)
+    start = jnp.full((batch, 1), self.config.start_id, jnp.int32)
+    return start, jnp.ones(batch, jnp.int32)
 
   def prefill(
     self, params: Any, prompt: Int[Array, "B P"], num_slots: int
   ) -> tuple[Float[Array, "B C E"], T5Cache]:
     batch, config = len(prompt), self.config
+    require_positions(config, prompt.shape[1], num_slots)
     cross, cross_bias = T5(config).apply({"params": params}, prompt, method=T5.encode)
     cache = T5Cache(
       length=jnp.zeros(batch, jnp.int32),
