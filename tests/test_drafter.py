@@ -19,7 +19,7 @@ from specdec_jax.core.types import Context
 from specdec_jax.drafts.heads import head_of, speculator_config
 from specdec_jax.drafts.heads.base import DraftHead, TargetOutputs
 from specdec_jax.errors import InputError
-from specdec_jax.training.batches import Batch
+from specdec_jax.training.batches import NO_TOKEN, Batch
 from specdec_jax.training.objectives import divergences
 from specdec_jax.training.speculators import speculator_objective, warm_start
 
@@ -106,8 +106,9 @@ def test_glancing_shows_a_share_of_the_wrong_tokens_and_leaves_them_out_of_the_l
   """At stride 1 every token is an anchor, for any random key."""
   drafted, models = case(gamma=10, length=16), t5()
   length, config = drafted.targets.shape[1], drafted.head.config
+  texts = np.where(drafted.targets > 0, drafted.targets, NO_TOKEN)
   outputs = TargetOutputs(
-    drafted.inputs, None, None, None, drafted.source, jnp.asarray(drafted.targets), progress
+    drafted.inputs, None, None, None, drafted.source, jnp.asarray(texts), progress
   )
   draft_logits = jax.jit(drafted.head.training_logits(models.target.config, 1))
   first, positions = (np.array(x) for x in draft_logits(drafted.params, (), outputs))
@@ -128,7 +129,7 @@ def test_glancing_shows_a_share_of_the_wrong_tokens_and_leaves_them_out_of_the_l
 
   batch = Batch(
     drafted.source,
-    drafted.targets,
+    texts,
     drafted.targets[..., None],
     (drafted.targets[..., None] > 0).astype(np.float32),
   )

@@ -435,7 +435,13 @@ def test_invalid_training_settings_are_rejected(settings, sentence):
     (dict(num_encoder_layers=-1), f"num_encoder_layers is -1; {COUNT}"),
     (dict(num_encoder_layers=1.5), "num_encoder_layers is 1.5; it must be a whole number."),
     (dict(dropout_rate=2.0), "dropout_rate is 2.0; it must lie in [0, 1)."),
-    (dict(activation=5), "activation is 5; it must be 'gelu' or 'relu' or 'silu'."),
+    (
+      dict(activation=5),
+      "activation is 5; it must be 'gelu' or 'gelu_exact' or 'relu' or 'silu'.",
+    ),
+    (dict(num_kv_heads=3), "num_kv_heads is 3; it must divide num_heads, 2."),
+    (dict(encoder_sizes=(8, 2, 2, 4, 0)), f"encoder_sizes is 0; {COUNT}"),
+    (dict(logits_cap=0.0), "logits_cap is 0.0; it must be a finite number above 0."),
   ],
   ids=str,
 )

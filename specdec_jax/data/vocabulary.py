@@ -91,9 +91,9 @@ def _num_letters(text: str) -> int:
   return sum(map(str.isalpha, text))
 
 
-def padded(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
-  """Return rows of token ids as an int32 array [len(rows), length], padded with PAD_ID."""
-  out = np.full((len(rows), length), PAD_ID, np.int32)
+def padded(rows: Sequence[Sequence[int]], length: int, pad_id: int = PAD_ID) -> np.ndarray:
+  """Return rows of token ids as an int32 array [len(rows), length], padded with `pad_id`."""
+  out = np.full((len(rows), length), pad_id, np.int32)
   for i, row in enumerate(rows):
     out[i, : len(row)] = row
   return out

@@ -62,6 +62,8 @@ class TransformerConfig:
     eos_id: id of EOS, the token that ends a text.
     start_id: id of the token that precedes each text. None for GPT-2, which has no start token; a
       text with an empty prompt starts with EOS instead.
+    pad_id: id of the token that pads sources; the last token of a source must be a different one.
+      In training it also pads texts.
   """
 
   vocab_size: int
@@ -94,6 +96,7 @@ class TransformerConfig:
   dropout_rate: float = 0.0
   eos_id: int = 1
   start_id: int | None = 0
+  pad_id: int = 0
 
   def __post_init__(self):
     """Raise InputError if a field is invalid. Configurations may come from damaged files."""
@@ -107,6 +110,7 @@ class TransformerConfig:
       if getattr(self, name) is not None:
         require_number(name, getattr(self, name), 0, math.inf, "()")
     require_count("eos_id", self.eos_id, 0)
+    require_count("pad_id", self.pad_id, 0)
     if self.start_id is not None:
       require_count("start_id", self.start_id, 0)
     if self.num_heads % self.kv_heads:
@@ -160,7 +164,6 @@ class T5Config(TransformerConfig):
     encoder_sizes: (emb_dim, num_heads, num_kv_heads, head_dim, mlp_dim) of the encoder, if they
       differ from those of the decoder.
     encoder_embeddings: whether the encoder has its own table of token embeddings.
-    pad_id: id of the token that pads a source; its last token must be a different one.
   """
 
   has_encoder: ClassVar[bool] = True
@@ -170,12 +173,10 @@ class T5Config(TransformerConfig):
   start_id: int = 0
   encoder_sizes: tuple[int, int, int, int, int] | None = None
   encoder_embeddings: bool = False
-  pad_id: int = 0
 
   def __post_init__(self):
     super().__post_init__()
     require_count("num_encoder_layers", self.num_encoder_layers)
-    require_count("pad_id", self.pad_id, 0)
     if self.encoder_sizes is not None:
       object.__setattr__(self, "encoder_sizes", tuple(self.encoder_sizes))  # JSON has lists only
       for size in self.encoder_sizes:

@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from specdec_jax.models.families import Config, init_params, module_of
-from specdec_jax.training.batches import Batch
+from specdec_jax.training.batches import NO_TOKEN, Batch
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tv", "lk"]
 _MIN_PROBABILITY = 1e-6  # lower bound inside logarithms
@@ -55,7 +55,7 @@ def model_objective(
     if divergence == "forward_kl":
       return cross_entropy(logits, batch, label_smoothing)[0]
     per_token = divergences(logits, batch.labels, batch.weights, divergence, progress)
-    return _masked_mean(per_token, batch.targets > 0)
+    return _masked_mean(per_token, batch.targets != NO_TOKEN)
 
   def scores(params, frozen: Any, batch: Batch) -> dict[str, Array]:
     valid_loss, accuracy = cross_entropy(teacher_forced(module, params, batch), batch, 0.0)
@@ -72,7 +72,7 @@ def cross_entropy(logits: Array, batch: Batch, smoothing: float) -> tuple[Array,
   log_probs = jax.nn.log_softmax(logits)
   labelled = (jnp.take_along_axis(log_probs, batch.labels, axis=-1) * batch.weights).sum(axis=-1)
   loss = -(1 - smoothing) * labelled - smoothing * log_probs.mean(axis=-1)
-  is_token = batch.targets > 0
+  is_token = batch.targets != NO_TOKEN
   correct = logits.argmax(axis=-1) == batch.targets
   return _masked_mean(loss, is_token), _masked_mean(correct, is_token)
 
@@ -84,7 +84,10 @@ def teacher_forced(
 
   A decoder-only model ignores the source. Dropout is applied if `dropout_rng` is given.
   """
-  inputs = jnp.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))  # T5 starts decoding with PAD, 0
+  config = module.config
+  start_id = config.eos_id if config.start_id is None else config.start_id
+  inputs = jnp.maximum(batch.targets[:, :-1], 0)  # inputs after the text may be any token
+  inputs = jnp.pad(inputs, ((0, 0), (1, 0)), constant_values=start_id)
   rngs = None if dropout_rng is None else {"dropout": dropout_rng}
   return module.apply({"params": params}, batch.source, inputs, dropout_rng is None, rngs=rngs)
 

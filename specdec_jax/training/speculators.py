@@ -21,7 +21,7 @@ from specdec_jax.drafts.heads import SpeculatorConfig, head_of
 from specdec_jax.drafts.heads.base import TargetOutputs, gather_positions
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, model_of, with_feature_layers
-from specdec_jax.training.batches import Batch
+from specdec_jax.training.batches import NO_TOKEN, Batch
 from specdec_jax.training.objectives import Divergence, Objective, divergences, model_objective
 
 
@@ -68,7 +68,8 @@ def speculator_objective(
     prompt, length = jnp.asarray(batch.source), batch.targets.shape[1]
     start_tokens, start_lengths = model.prompt_tokens(prompt)
     last_token = jnp.take_along_axis(start_tokens, start_lengths[:, None] - 1, axis=1)
-    inputs = jnp.concatenate([last_token, batch.targets[:, :-1]], axis=1)
+    # Inputs after the text may be any token.
+    inputs = jnp.concatenate([last_token, jnp.maximum(batch.targets[:, :-1], 0)], axis=1)
     _, cache = model.prefill(frozen, prompt, start_tokens.shape[1] + length + config.gamma)
     _, hidden, cache = model.extend(frozen, cache, inputs)
     hidden = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
@@ -80,21 +81,21 @@ def speculator_objective(
     labels = gather_positions(batch.labels, positions)
     label_weights = gather_positions(batch.weights, positions)
     per_token = divergences(logits, labels, label_weights, divergence, progress)
-    is_token = gather_positions(batch.targets, positions) > 0
+    is_token = gather_positions(batch.targets, positions, NO_TOKEN) != NO_TOKEN
     weight = is_token * decay ** jnp.arange(positions.shape[-1])
     return (per_token * weight).sum() / weight.sum()
 
   def loss(params, frozen: Any, batch: Batch, rng: Array, progress: Array) -> Array:
     outputs = target_outputs(frozen, batch, rng, progress)
     logits, positions = draft_logits(params, frozen, outputs)
-    of_features = head.feature_loss(params, outputs, jnp.asarray(batch.targets > 0))
+    of_features = head.feature_loss(params, outputs, jnp.asarray(batch.targets != NO_TOKEN))
     return weighted_loss(logits, batch, positions, progress) + of_features
 
   def scores(params, frozen: Any, batch: Batch) -> dict[str, Array]:
     logits, positions = draft_logits(params, frozen, target_outputs(frozen, batch))
-    targets = gather_positions(batch.targets, positions)
-    accepted = (logits.argmax(axis=-1) == targets) & (targets > 0)
-    is_round = targets[..., 0] > 0  # anchors before the end of the text
+    targets = gather_positions(batch.targets, positions, NO_TOKEN)
+    accepted = logits.argmax(axis=-1) == targets
+    is_round = targets[..., 0] != NO_TOKEN  # anchors before the end of the text
     acceptance_length = 1 + jnp.cumprod(accepted, axis=-1).sum(axis=-1)
     return {
       "valid_loss": weighted_loss(logits, batch, positions, 0.0),

@@ -27,7 +27,13 @@ from specdec_jax.errors import (
   require_types,
 )
 from specdec_jax.partitioning import make_mesh, param_shardings
-from specdec_jax.training.batches import Batch, ParallelText, epoch_batches, padded_batches
+from specdec_jax.training.batches import (
+  NO_TOKEN,
+  Batch,
+  ParallelText,
+  epoch_batches,
+  padded_batches,
+)
 from specdec_jax.training.objectives import Objective
 
 
@@ -190,7 +196,7 @@ def train(
       for batch in padded_batches(train_pairs, batches):
         state, loss = train_step(state, frozen, jax.device_put(batch, batch_sharding))
         step += 1
-        tokens += int((batch.targets > 0).sum())
+        tokens += int((batch.targets != NO_TOKEN).sum())
         losses.append(loss)
         if step % 20 == 0:  # rarely, since reading a loss waits for its step
           recent = np.mean(jax.device_get(losses[-20:]))

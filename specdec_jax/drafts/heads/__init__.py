@@ -84,6 +84,7 @@ def speculator_config(
     state_dim=target.emb_dim,
     has_encoder=target.has_encoder,
     num_heads=target.num_heads if num_heads is None else num_heads,
+    num_kv_heads=target.num_kv_heads if num_heads is None else None,
     head_dim=target.head_dim,
     gamma=gamma,
     emb_dim=emb_dim,
@@ -94,6 +95,9 @@ def speculator_config(
     layers=layers,
     num_encoder_layers=num_encoder_layers,
     dtype=target.dtype,
+    eos_id=target.eos_id,
+    start_id=target.start_id,
+    pad_id=target.pad_id,
   )
   if features := head_of(config).feature_layers:
     config = dataclasses.replace(config, state_dim=target.emb_dim * len(features))

@@ -85,8 +85,8 @@ class TargetOutputs(NamedTuple):
     cache: cache of the target. It holds the source or the prompt, and all inputs. Its `length` does
       not count the inputs.
     rng: key for the random choices of training, such as the anchors; None for fixed anchors.
-    source: source tokens, padded with 0.
-    targets: tokens of the text, padded with 0.
+    source: source tokens and padding.
+    targets: tokens of the text, padded with -1.
     progress: fraction of all training steps that are completed.
   """
 
@@ -211,10 +211,12 @@ def target_cache(context: Context) -> Any:
   return unwrapped_cache(context.target_cache)
 
 
-def gather_positions(x: ArrayLike, positions: Int[Array, "B A N"]) -> Shaped[Array, "B A N *rest"]:
-  """Return the entries of `x` [B, T, ...] at `positions`, and 0 for positions past its end."""
+def gather_positions(
+  x: ArrayLike, positions: Int[Array, "B A N"], fill_value: int = 0
+) -> Shaped[Array, "B A N *rest"]:
+  """Return the entries of `x` [B, T, ...] at `positions`, or `fill_value` past its end."""
   x, rows = jnp.asarray(x), jnp.arange(len(positions))[:, None, None]
-  return x.at[rows, positions].get(mode="fill", fill_value=0)
+  return x.at[rows, positions].get(mode="fill", fill_value=fill_value)
 
 
 def round_positions(

@@ -267,11 +267,11 @@ class DrafterHead(DraftHead):
         return logits_of(None), positions
       anchors_rng, glancing_rng = jax.random.split(outputs.rng)
       positions = round_positions(outputs.inputs, anchors_rng, stride, self.config.gamma)
-      targets = gather_positions(outputs.targets, positions)
+      targets = gather_positions(outputs.targets, positions, -1)
       is_wrong = logits_of(None).argmax(axis=-1) != targets
       first, last = GLANCING_RATIO
       ratio = first + outputs.progress * (last - first)
-      is_shown = tokens_to_show(glancing_rng, is_wrong, targets > 0, ratio)
+      is_shown = tokens_to_show(glancing_rng, is_wrong, targets >= 0, ratio)
       logits = logits_of(jnp.where(is_shown, targets, -1))
       return logits, jnp.where(is_shown, outputs.inputs.shape[1], positions)
 
