@@ -1,9 +1,12 @@
 """Small random models of encoder-decoder families, made by transformers."""
 
+import json
+import pathlib
+
 import numpy as np
 
 # By name: the prefix of the classes in transformers, and fields of the configuration that differ
-# from `_SIZES` or `_GEMMA`.
+# from `_SIZES`, `_T5` or `_GEMMA`.
 FAMILIES = {
   "bart": ("Bart", {}),
   "bart, few layers": ("Bart", dict(decoder_layers=1, decoder_ffn_dim=48, scale_embedding=True)),
@@ -22,8 +25,11 @@ FAMILIES = {
   "m2m_100": ("M2M100", {}),
   "t5gemma": ("T5Gemma", {}),
   "t5gemma, grouped": ("T5Gemma", dict(num_key_value_heads=2)),
+  "madlad": ("T5", dict(pad_token_id=1, eos_token_id=2, decoder_start_token_id=0)),
+  "pile-t5": ("UMT5", dict(pad_token_id=1, eos_token_id=2, decoder_start_token_id=0)),
   "t5gemma, unequal": ("T5Gemma", dict(hidden_size=24, num_hidden_layers=3, num_key_value_heads=2)),
 }
+CROSS_ATTENTION = "encoder_attn", "cross_attn", "EncDecAttention"
 _SIZES = dict(
   vocab_size=96,
   d_model=32,
@@ -34,6 +40,16 @@ _SIZES = dict(
   encoder_ffn_dim=64,
   decoder_ffn_dim=64,
   max_position_embeddings=64,
+)
+_T5 = dict(
+  vocab_size=96,
+  d_model=32,
+  d_kv=8,
+  d_ff=64,
+  num_heads=4,
+  num_layers=2,
+  feed_forward_proj="gated-gelu",
+  tie_word_embeddings=False,
 )
 _GEMMA = dict(
   vocab_size=96,
@@ -67,7 +83,7 @@ def model_of(name, seed=0):
     encoder = _GEMMA | {"sliding_window": window} | fields
     config = make(encoder=encoder, decoder=_GEMMA, vocab_size=96)
   else:
-    config = make(**_SIZES | fields)
+    config = make(**(_T5 if family.endswith("T5") else _SIZES) | fields)
   torch.manual_seed(seed)
   model = getattr(
     transformers, f"{family}{'MTModel' if family == 'Marian' else 'ForConditionalGeneration'}"
@@ -76,11 +92,29 @@ def model_of(name, seed=0):
     for key, weight in model.named_parameters():
       if "embed_positions" in key and family in ("Pegasus", "Marian"):
         continue  # sinusoids
-      spread = 0.5 if weight.ndim == 1 else 1.5 * weight.shape[1] ** -0.5
+      spread = 1.5 * weight.shape[-1] ** -0.5
+      if weight.ndim == 1:
+        spread = 0.1 if key.endswith("bias") else 0.5
       weight += spread * torch.randn_like(weight)
+      if "shared" in key or "embed_tokens" in key:  # tied logits would repeat the last token
+        weight *= 0.4
+      if any(part in key for part in CROSS_ATTENTION) and weight.ndim == 2:
+        weight *= 6
     if hasattr(model, "final_logits_bias"):
-      model.final_logits_bias += torch.randn_like(model.final_logits_bias)
+      model.final_logits_bias += 0.1 * torch.randn_like(model.final_logits_bias)
   return model.eval()
+
+
+def saved(name, folder):
+  """Save a model of a family to a folder, and return it."""
+  model = model_of(name)
+  model.save_pretrained(folder)
+  if name.startswith("t5gemma"):
+    file = pathlib.Path(folder) / "config.json"
+    fields = json.loads(file.read_text())
+    fields["encoder"]["sliding_window"] = _GEMMA["sliding_window"]
+    file.write_text(json.dumps(fields))
+  return model
 
 
 def sources(config, seed, num_rows, width):
