@@ -89,7 +89,8 @@ class HuggingFaceTokenizer(Vocabulary):
       self.num_end_tokens = len(ends)
 
   def _find_eos(self, tokens: ModelTokens) -> int:
-    ends = [i for i in map(self._tokenizer.token_to_id, _ENDS) if i is not None]
+    of_config = (self._config.token("eos_token", ""),) if tokens.has_encoder else ()
+    ends = [i for i in map(self._tokenizer.token_to_id, of_config + _ENDS) if i is not None]
     known = [i for i in tokens.eos_ids if i < self._size]
     if not (ends or known):
       raise InputError(f"{self.path} has no token that ends a text; expected {' or '.join(_ENDS)}.")

@@ -16,7 +16,7 @@ from specdec_jax.data.vocabulary import DECODER_ONLY, ModelTokens, Vocabulary
 from specdec_jax.errors import InputError
 
 # Languages of the two kinds of M2M100 models, in the order of their ids, which follow vocab.json.
-_LANGUAGES = {
+LANGUAGES = {
   "m2m100": (
     "af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl gu "
     "ha he hi hr ht hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml mn mr ms "
@@ -28,7 +28,7 @@ _LANGUAGES = {
 
 
 VOCAB = "vocab.json"
-_NAMED = {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
+_NAMED = {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"}  # tokens that a vocabulary must have
 
 
 class MappedPieces(Vocabulary):
@@ -39,7 +39,12 @@ class MappedPieces(Vocabulary):
   """
 
   def __init__(
-    self, source: pathlib.Path, target: pathlib.Path, ids: Mapping[str, int], tokens: ModelTokens
+    self,
+    source: pathlib.Path,
+    target: pathlib.Path,
+    ids: Mapping[str, int],
+    tokens: ModelTokens,
+    special: Sequence[str] = (),
   ):
     """Read the files.
 
@@ -48,6 +53,7 @@ class MappedPieces(Vocabulary):
       target: path of the SentencePiece model that decodes.
       ids: id of each token.
       tokens: tokens that the model uses.
+      special: special tokens that the files need not name.
 
     Raises:
       InputError: a file is missing or damaged.
@@ -60,7 +66,7 @@ class MappedPieces(Vocabulary):
     if missing := [token for token in named if token not in self._ids]:
       raise InputError(f"{source.parent}/{VOCAB} has no {' or '.join(missing)}.")
     eos, self._unknown_id, pad = (self._ids[token] for token in named)
-    added = [AddedToken(token, special=True) for token in named]
+    added = [AddedToken(token, special=True) for token in (*named, *special)]
     added += [*config.extra, *config.added.values(), *config.named.values()]
     self._added = {token.content: token for token in added if token.content in self._ids}
     self._tokens = {i: token for token, i in self._ids.items()}
@@ -131,9 +137,9 @@ class M2M100Pieces(MappedPieces):
     source = pathlib.Path(path)
     ids = read_token_ids(source.with_name(VOCAB))
     fields = read_tokenizer_config(source.parent).fields
-    names = _LANGUAGES[fields.get("language_codes") or "m2m100"].split()
+    names = LANGUAGES[fields.get("language_codes") or "m2m100"].split()
     languages = {f"__{name}__": len(ids) + i for i, name in enumerate(names)}
-    super().__init__(source, source, {**ids, **languages}, tokens)
+    super().__init__(source, source, {**ids, **languages}, tokens, ["<s>"])
     self.start_id = self.eos_id
     self.special_ids |= {*languages.values()}
     language = tokens.source_language or fields.get("src_lang") or "en"
