@@ -118,10 +118,11 @@ class HuggingFaceTokenizer(Vocabulary):
     )
 
   def _id_of_language(self, language: str) -> int:
-    known = sorted(filter(_LANGUAGE.fullmatch, self._tokenizer.get_vocab()))
+    ids = self._tokenizer.get_vocab()
+    known = sorted(filter(_LANGUAGE.fullmatch, ids))
     if language not in known:
       raise unknown_language(language, self.path, known)
-    return self._tokenizer.token_to_id(language)
+    return ids[language]
 
   def _find_special_ids(self) -> frozenset[int]:
     added = self._tokenizer.get_added_tokens_decoder()
@@ -205,9 +206,8 @@ def read_byte_level_bpe(path: str, config: TokenizerConfig) -> Tokenizer:
   tokenizer.add_special_tokens([*filter(lambda token: token.special, of_files), *named])
   tokenizer.add_special_tokens(config.extra)
   sep, cls = (config.token(f"{name}_token", defaults[name]) for name in ("sep", "cls"))
+  ids = tokenizer.get_vocab()
   tokenizer.post_processor = processors.RobertaProcessing(
-    (sep, tokenizer.token_to_id(sep)),
-    (cls, tokenizer.token_to_id(cls)),
-    add_prefix_space=spaced,
+    (sep, ids[sep]), (cls, ids[cls]), add_prefix_space=spaced
   )
   return tokenizer

@@ -39,9 +39,9 @@ class SentencePieces(Vocabulary):
     self.pad_id = max(own_pad, PAD_ID) if tokens.pad_id is None else tokens.pad_id
 
   @functools.cached_property
-  def eos_id(self) -> int:
+  def eos_id(self) -> int:  # type: ignore[override]
     own = self._pieces.eos_id()  # -1 if the file has none
-    return self._model_tokens.eos_id(own if own >= 0 else EOS_ID, len(self))
+    return own if own >= 0 else self._model_tokens.eos_id(EOS_ID, len(self))
 
   def __len__(self) -> int:
     return self._pieces.get_piece_size()
