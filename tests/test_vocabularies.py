@@ -220,6 +220,20 @@ def mbart50(folder):
   tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def mbart50_pieces(folder):
+  """As for mbart-large-50, there is no tokenizer.json."""
+  write(folder, tokenizer_config={"tokenizer_class": "MBart50Tokenizer", "src_lang": "ro_RO"})
+  content = piece_model(normalization_rule_name="nmt_nfkc")
+  (folder / "sentencepiece.bpe.model").write_bytes(content)
+
+
+def pegasus_pieces(folder):
+  named = {"mask_token": "<mask_2>", "mask_token_sent": "<mask_1>"}
+  write(folder, tokenizer_config={"tokenizer_class": "PegasusTokenizer", **named})
+  ids = dict(pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+  (folder / "spiece.model").write_bytes(piece_model(**ids))
+
+
 def mbart(folder):
   """As for mbart-large-en-ro, the class is that of the type of the model."""
   tokenizer = split_at_spaces(unigram(SPECIAL, [*MBART[:25], "<mask>"]))
@@ -330,6 +344,8 @@ KINDS = {
   pegasus: ("tokenizer.json", [], ["</s>"]),
   mbart: ("tokenizer.json", [], ["</s>", "de_DE"]),
   mbart50: ("tokenizer.json", ["en_XX"], ["</s>"]),
+  mbart50_pieces: ("sentencepiece.bpe.model", ["ro_RO"], ["</s>"]),
+  pegasus_pieces: ("spiece.model", [], ["</s>"]),
   nllb: ("tokenizer.json", ["eng_Latn"], ["</s>"]),
   legacy_nllb: ("tokenizer.json", [], ["</s>", "fra_Latn"]),
   t5gemma: ("tokenizer.json", ["<bos>"], []),
@@ -430,7 +446,13 @@ def test_tokens_and_texts_are_those_of_transformers(folder_of, tmp_path, name, s
 
 @pytest.mark.parametrize(
   "name, language",
-  [("mbart", "fr_XX"), ("mbart50", "fr_XX"), ("nllb", "fra_Latn"), ("m2m100", "fr")],
+  [
+    ("mbart", "fr_XX"),
+    ("mbart50", "fr_XX"),
+    ("mbart50_pieces", "fr_XX"),
+    ("nllb", "fra_Latn"),
+    ("m2m100", "fr"),
+  ],
 )
 def test_source_language(folder_of, name, language):
   default, words = (
@@ -449,7 +471,13 @@ def test_source_language(folder_of, name, language):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
   "name, language",
-  [("mbart", "fr_XX"), ("mbart50", "fr_XX"), ("nllb", "fra_Latn"), ("m2m100", "fr")],
+  [
+    ("mbart", "fr_XX"),
+    ("mbart50", "fr_XX"),
+    ("mbart50_pieces", "fr_XX"),
+    ("nllb", "fra_Latn"),
+    ("m2m100", "fr"),
+  ],
 )
 def test_source_language_of_transformers(folder_of, name, language):
   transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -475,6 +503,20 @@ def test_decoder_only_models_get_eos_at_the_end_only(folder_of):
   assert words.encode("A man") == source.encode("A man")[1:] and words.encode("") == [2]
   assert words.pad_id == 1 and words.num_end_tokens == 1
   assert words.fingerprint() == source.fingerprint()
+
+
+def test_byte_level_bpe_of_a_decoder_only_model(tmp_path):
+  """As for GPT-2 without tokenizer.json, <|endoftext|> is the only special token."""
+  ids, merges = byte_level_bpe()
+  ids = {token: i - len(SPECIAL) for token, i in ids.items() if token not in SPECIAL}
+  ids["<|endoftext|>"] = len(ids)
+  write(tmp_path, vocab=ids)
+  (tmp_path / "merges.txt").write_text("\n".join(" ".join(merge) for merge in merges) + "\n")
+  words = open_vocabulary_of_model(str(tmp_path), len(ids))
+  assert len(words) == len(ids) and words.eos_id == words.start_id == ids["<|endoftext|>"]
+  assert words.encode("") == [words.eos_id] and words.pad_id == 0
+  text = " A <s> man\n"
+  assert words.decode(words.encode(text)) == text and words.encode(text).count(words.eos_id) == 1
 
 
 def test_eos_and_padding_of_the_model_take_precedence(folder_of):
@@ -616,6 +658,14 @@ def test_folders_without_a_vocabulary(tmp_path):
     ("marian", "target.spm", "text", "target.spm is not a SentencePiece model"),
     ("marian", "tokenizer_config.json", '{"separate_vocabs": true}', "one vocabulary"),
     ("m2m100", "sentencepiece.bpe.model", "text", "is not a SentencePiece model"),
+    ("mbart50_pieces", "tokenizer_config.json", '{"tokenizer_class": "NllbTokenizer"}', "'NllbTok"),
+    ("mbart50_pieces", "sentencepiece.bpe.model", "text", "is not a tokenizer file"),
+    (
+      "bart",
+      "tokenizer_config.json",
+      '{"added_tokens_decoder": {"a": 5}}',
+      "tokens .* are damaged",
+    ),
     ("bart", "tokenizer_config.json", "{", "tokenizer_config.json is damaged"),
     ("bart", "tokenizer.json", "{", "is not a tokenizer file"),
   ],

@@ -6,7 +6,16 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+  AddedToken,
+  Regex,
+  Tokenizer,
+  decoders,
+  models,
+  normalizers,
+  pre_tokenizers,
+  processors,
+)
 
 from specdec_jax.data.tokenizer_config import TokenizerConfig, read_token_ids, read_tokenizer_config
 from specdec_jax.data.vocabulary import DECODER_ONLY, PAD_ID, ModelTokens, Vocabulary
@@ -14,6 +23,7 @@ from specdec_jax.errors import InputError
 
 _ENDS = ("<|endoftext|>", "</s>")
 _PADS = ("<pad>", "[PAD]")
+_DEFAULTS = (*_ENDS, "<s>", "<pad>", "<unk>", "<mask>")  # special tokens of byte-level BPEs
 _LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Za-z]{2,4}")
 
 
@@ -33,6 +43,22 @@ _LANGUAGES = {
   "MBartTokenizer": _Languages("en_XX", precedes=False),
   "MBart50Tokenizer": _Languages("en_XX", precedes=True),
   "NllbTokenizer": _Languages("eng_Latn", precedes=True),
+}
+
+
+_MBART50 = (
+  "ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT lv_LV "
+  "my_MM ne_NP nl_XX ro_RO ru_RU si_LK tr_TR vi_VN zh_CN af_ZA az_AZ bn_IN fa_IR he_IL hr_HR id_ID "
+  "ka_GE km_KH mk_MK ml_IN mn_MN mr_IN pl_PL ps_AF pt_XX sv_SE sw_KE ta_IN te_IN th_TH tl_XX uk_UA "
+  "ur_PK xh_ZA gl_ES sl_SI"
+)
+# Special tokens before and after the pieces of a SentencePiece model.
+_SPECIAL = {
+  "MBart50Tokenizer": (("<s>", "<pad>", "</s>", "<unk>"), (*_MBART50.split(), "<mask>")),
+  "PegasusTokenizer": (
+    ("<pad>", "</s>", "<mask_1>", "<mask_2>", *(f"<unk_{i}>" for i in range(2, 103))),
+    (),
+  ),
 }
 
 
@@ -64,7 +90,9 @@ class HuggingFaceTokenizer(Vocabulary):
       InputError: the files are damaged, or they have no EOS or no such source language.
     """
     self.path, self._has_encoder = str(path), tokens.has_encoder
-    self._config = read_tokenizer_config(pathlib.Path(path).parent)
+    uses_config = tokens.has_encoder or read is not None
+    folder = pathlib.Path(path).parent
+    self._config = read_tokenizer_config(folder) if uses_config else TokenizerConfig()
     try:
       tokenizer = read(self.path, self._config) if read else Tokenizer.from_file(self.path)
     except InputError:
@@ -190,24 +218,62 @@ def read_byte_level_bpe(path: str, config: TokenizerConfig) -> Tokenizer:
   merges = pathlib.Path(path).with_name("merges.txt")
   if not merges.is_file():
     raise InputError(f"There is no merges.txt next to {path}; byte-level BPE needs both files.")
-  read_token_ids(pathlib.Path(path))
+  ids = read_token_ids(pathlib.Path(path))
   tokenizer = Tokenizer(models.BPE.from_file(path, str(merges)))
   spaced = bool(config.fields.get("add_prefix_space"))
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
   tokenizer.decoder = decoders.ByteLevel()
-  defaults = dict(bos="<s>", eos="</s>", unk="<unk>", sep="</s>", pad="<pad>", cls="<s>")
-  defaults["mask"] = "<mask>"
-  named = [
-    config.named.get(f"{name}_token", AddedToken(text, normalized=False, special=True))
-    for name, text in defaults.items()
-  ]
+  defaults = [AddedToken(token, normalized=False, special=True) for token in _DEFAULTS]
+  named = {token.content: token for token in defaults if token.content in ids}
+  named |= {token.content: token for token in config.named.values()}
   of_files = [config.added[i] for i in sorted(config.added)]
   tokenizer.add_tokens([token for token in of_files if not token.special])
-  tokenizer.add_special_tokens([*filter(lambda token: token.special, of_files), *named])
+  tokenizer.add_special_tokens([*filter(lambda token: token.special, of_files), *named.values()])
   tokenizer.add_special_tokens(config.extra)
-  sep, cls = (config.token(f"{name}_token", defaults[name]) for name in ("sep", "cls"))
+  sep, cls = config.token("sep_token", "</s>"), config.token("cls_token", "<s>")
   ids = tokenizer.get_vocab()
-  tokenizer.post_processor = processors.RobertaProcessing(
-    (sep, ids[sep]), (cls, ids[cls]), add_prefix_space=spaced
+  if sep in ids and cls in ids:  # not in GPT-2
+    tokenizer.post_processor = processors.RobertaProcessing(
+      (sep, ids[sep]), (cls, ids[cls]), add_prefix_space=spaced
+    )
+  return tokenizer
+
+
+def read_unigram(path: str, config: TokenizerConfig) -> Tokenizer:
+  """Return the tokenizer of mBART-50 or PEGASUS in a SentencePiece file, as transformers does.
+
+  The ids of special tokens are those of fairseq or of PEGASUS, not those of the file.
+
+  Args:
+    path: path of the SentencePiece model.
+    config: settings of the tokenizer.
+
+  Raises:
+    InputError: the ids of this kind of tokenizer are not known, or the file is damaged.
+  """
+  from sentencepiece import sentencepiece_model_pb2  # needs protobuf
+
+  if config.kind not in _SPECIAL:
+    raise InputError(
+      f"{path} is of the tokenizer {config.kind!r}, whose ids are read from a tokenizer.json only; "
+      "write it with AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers."
+    )
+  model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+  model.ParseFromString(pathlib.Path(path).read_bytes())
+  first, last = _SPECIAL[config.kind]
+  num_skipped = 3 if "<unk>" in first else 2  # special tokens of the file
+  scores = [(piece.piece, piece.score) for piece in model.pieces][num_skipped:]
+  scores = [(token, 0.0) for token in first] + scores + [(token, 0.0) for token in last]
+  unknown_id = [token for token, _ in scores].index("<unk>")
+  tokenizer = Tokenizer(models.Unigram(scores, unknown_id, byte_fallback=False))
+  spaces = normalizers.Replace(Regex(" {2,}"), " ")
+  charsmap = model.normalizer_spec.precompiled_charsmap
+  tokenizer.normalizer = (
+    normalizers.Sequence([normalizers.Precompiled(charsmap), spaces]) if charsmap else spaces
   )
+  tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+  tokenizer.decoder = decoders.Metaspace(prepend_scheme="always", split=True)
+  mask = AddedToken("<mask>", lstrip=True, normalized=True, special=True)
+  special = [token for token in (*first, *last, "<unk>", "</s>") if token != "<mask>"]
+  tokenizer.add_special_tokens([*special, *([mask] if "<mask>" in last else [])])
   return tokenizer

@@ -3,7 +3,8 @@
 import json
 import pathlib
 import re
-from collections.abc import Collection, Mapping
+import types
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
@@ -29,11 +30,11 @@ class TokenizerConfig(NamedTuple):
     extra: further special tokens, such as language tokens.
   """
 
-  kind: str
-  fields: Mapping[str, Any]
-  named: Mapping[str, AddedToken]
-  added: Mapping[int, AddedToken]
-  extra: list[AddedToken]
+  kind: str = ""
+  fields: Mapping[str, Any] = types.MappingProxyType({})
+  named: Mapping[str, AddedToken] = types.MappingProxyType({})
+  added: Mapping[int, AddedToken] = types.MappingProxyType({})
+  extra: Sequence[AddedToken] = ()
 
   def token(self, name: str, default: str) -> str:
     """Return the text of a special token, such as 'eos_token'."""
@@ -54,6 +55,13 @@ def read_tokenizer_config(folder: pathlib.Path) -> TokenizerConfig:
   Raises:
     InputError: a file is damaged.
   """
+  try:
+    return _read(folder)
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise InputError(f"The special tokens in {folder}/{FILE} are damaged: {error!r}.") from error
+
+
+def _read(folder: pathlib.Path) -> TokenizerConfig:
   fields, model = (read_fields(folder / name) for name in (FILE, "config.json"))
   if "added_tokens_decoder" in fields:
     added = {int(i): _token(token) for i, token in fields["added_tokens_decoder"].items()}

@@ -11,16 +11,17 @@ _MAX_EXTRA_IDS = 1_000_000  # sentinels are added one by one, which takes second
 _T5_EXTRA_IDS = 100
 _TABLE_MULTIPLE = 128  # the rows of T5's tables are a multiple of this: 32,128 for 32,100 tokens
 _OURS = "vocabulary.model", "vocabulary.txt"
-# For each file of Hugging Face that opens a vocabulary, the files that it needs next to it. The
-# first that is complete takes precedence.
-_HUGGING_FACE = {
-  "source.spm": ("target.spm", "vocab.json"),
-  "sentencepiece.bpe.model": ("vocab.json",),
-  "spiece.model": (),
-  "tokenizer.json": (),
-  "vocab.json": ("merges.txt",),
-}
-_WITH_LANGUAGES = "M2M100", "byte-level BPE", "tokenizer.json"
+# Files of Hugging Face that open a vocabulary, and those that they need next to them. The first one
+# that is complete takes precedence.
+_HUGGING_FACE: tuple[tuple[str, ...], ...] = (
+  ("source.spm", "target.spm", "vocab.json"),
+  ("sentencepiece.bpe.model", "vocab.json"),
+  ("spiece.model",),
+  ("tokenizer.json",),
+  ("sentencepiece.bpe.model",),
+  ("vocab.json", "merges.txt"),
+)
+_WITH_LANGUAGES = "M2M100", "byte-level BPE", "tokenizer.json", "unigram"
 
 
 def open_vocabulary(
@@ -33,7 +34,8 @@ def open_vocabulary(
       has BERT's word pieces, a `.json` file is a tokenizer of Hugging Face (such as GPT-2's), and
       any other file is a SentencePiece model. A vocabulary of several files is opened by
       `source.spm` (Marian), `sentencepiece.bpe.model` (M2M100) or `vocab.json` (byte-level BPE),
-      and that of ByT5 by its `tokenizer_config.json`.
+      and that of ByT5 by its `tokenizer_config.json`. The class in `tokenizer_config.json` says
+      whether a SentencePiece model is that of mBART-50 or PEGASUS.
     extra_ids: number of sentinels to add to a SentencePiece model.
     tokens: tokens that the model uses; by default, those of a decoder-only model.
 
@@ -78,6 +80,10 @@ def open_vocabulary(
       from specdec_jax.data.huggingface_tokenizer import HuggingFaceTokenizer, read_byte_level_bpe
 
       return HuggingFaceTokenizer(path, tokens, read_byte_level_bpe)
+    case "unigram":
+      from specdec_jax.data.huggingface_tokenizer import HuggingFaceTokenizer, read_unigram
+
+      return HuggingFaceTokenizer(path, tokens, read_unigram)
     case "ByT5":
       from specdec_jax.data.byte_vocabulary import Bytes
 
@@ -97,8 +103,10 @@ def open_vocabulary(
 
 def _kind(path: pathlib.Path) -> str:
   """Return the kind of the vocabulary in a file."""
-  if path.name == "sentencepiece.bpe.model" and path.with_name("vocab.json").is_file():
-    return "M2M100"
+  if path.name == "sentencepiece.bpe.model":  # of mBART-50 without vocab.json
+    return "M2M100" if path.with_name("vocab.json").is_file() else "unigram"
+  if path.name == "spiece.model" and _tokenizer_class(path.parent).startswith("Pegasus"):
+    return "unigram"
   kinds = {
     "source.spm": "Marian",
     "vocab.json": "byte-level BPE",
@@ -175,19 +183,14 @@ def find_vocabulary(folder: str) -> str | None:
 
 def _huggingface_file(folder: pathlib.Path) -> str | None:
   """Return the file that opens the vocabulary in a Hugging Face folder, or None."""
-  complete = (
-    str(folder / name)
-    for name, others in _HUGGING_FACE.items()
-    if all((folder / file).is_file() for file in (name, *others))
-  )
-  found = next(complete, None)
-  json_file, config_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
-  if found and found.endswith("spiece.model") and json_file.is_file():
+  complete = [names[0] for names in _HUGGING_FACE if all((folder / x).is_file() for x in names)]
+  if complete[:2] == ["spiece.model", "tokenizer.json"]:
     # The ids of PEGASUS are not those of its SentencePiece model.
-    return str(json_file) if _tokenizer_class(folder).startswith("Pegasus") else found
-  if found or not config_file.is_file():
-    return found
-  return str(config_file) if _tokenizer_class(folder) == "ByT5Tokenizer" else None
+    complete = complete[_tokenizer_class(folder).startswith("Pegasus") :]
+  if complete:
+    return str(folder / complete[0])
+  file = folder / "tokenizer_config.json"
+  return str(file) if file.is_file() and _tokenizer_class(folder) == "ByT5Tokenizer" else None
 
 
 def _tokenizer_class(folder: pathlib.Path) -> str:

@@ -117,12 +117,7 @@ def load_pair(
     if vocabulary is None:
       raise InputError("The target is a model in memory; give its vocabulary too.")
   file = vocabulary_of(target) if vocabulary is None else hub.resolve(vocabulary, hub.VOCABULARY)
-  tokens = ModelTokens(
-    has_encoder=of_target.config.has_encoder,
-    eos_ids=of_target.eos_ids,
-    pad_id=getattr(of_target.config, "pad_id", PAD_ID),
-    source_language=source_language,
-  )
+  tokens = model_tokens(of_target, source_language)
   words = open_vocabulary_of_model(file, of_target.config.vocab_size, extra_ids, tokens)
   load = functools.partial(load_for, words=words, dtype=dtype, kernels=kernels)
   config, target_params = load(
@@ -190,6 +185,21 @@ def load_pair(
     verifier=verifier,
     generation=generation,
     tasks=of_target.generation.tasks,
+  )
+
+
+def model_tokens(checkpoint: Checkpoint, source_language: str | None = None) -> ModelTokens:
+  """Return the tokens that a model uses, with which its vocabulary is opened.
+
+  Args:
+    checkpoint: checkpoint of the model.
+    source_language: see `load_pair`.
+  """
+  return ModelTokens(
+    has_encoder=checkpoint.config.has_encoder,
+    eos_ids=checkpoint.eos_ids,
+    pad_id=getattr(checkpoint.config, "pad_id", PAD_ID),
+    source_language=source_language,
   )
 
 
