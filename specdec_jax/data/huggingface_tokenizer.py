@@ -24,7 +24,7 @@ from specdec_jax.errors import InputError
 _ENDS = ("<|endoftext|>", "</s>")
 _PADS = ("<pad>", "[PAD]")
 _DEFAULTS = (*_ENDS, "<s>", "<pad>", "<unk>", "<mask>")  # special tokens of byte-level BPEs
-_LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Za-z]{2,4}")
+_LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]{1,3}")
 
 
 class _Languages(NamedTuple):
@@ -44,8 +44,6 @@ _LANGUAGES = {
   "MBart50Tokenizer": _Languages("en_XX", precedes=True),
   "NllbTokenizer": _Languages("eng_Latn", precedes=True),
 }
-
-
 _MBART50 = (
   "ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT lv_LV "
   "my_MM ne_NP nl_XX ro_RO ru_RU si_LK tr_TR vi_VN zh_CN af_ZA az_AZ bn_IN fa_IR he_IL hr_HR id_ID "
@@ -157,12 +155,12 @@ class HuggingFaceTokenizer(Vocabulary):
     return frozenset(i for i, token in added.items() if token.special)
 
   def fit(self, num_rows: int) -> None:
-    if num_rows < self._size and self._has_encoder:
-      kept = json.loads(self._tokenizer.to_str())
-      kept["added_tokens"] = [token for token in kept["added_tokens"] if token["id"] < num_rows]
+    if num_rows < self._size:
       if not {*range(num_rows, self._size)} <= self.special_ids:
         return
-      self._tokenizer = Tokenizer.from_str(json.dumps(kept))
+      state = json.loads(self._tokenizer.to_str())
+      state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < num_rows]
+      self._tokenizer = Tokenizer.from_str(json.dumps(state))
       self.special_ids = self._find_special_ids()
     self._size = num_rows
 
@@ -229,7 +227,7 @@ def read_byte_level_bpe(path: str, config: TokenizerConfig) -> Tokenizer:
   of_files = [config.added[i] for i in sorted(config.added)]
   tokenizer.add_tokens([token for token in of_files if not token.special])
   tokenizer.add_special_tokens([*filter(lambda token: token.special, of_files), *named.values()])
-  tokenizer.add_special_tokens(config.extra)
+  tokenizer.add_special_tokens([*config.extra])
   sep, cls = config.token("sep_token", "</s>"), config.token("cls_token", "<s>")
   ids = tokenizer.get_vocab()
   if sep in ids and cls in ids:  # not in GPT-2
