@@ -1,12 +1,13 @@
-"""SentencePiece vocabularies. As in T5, id 0 pads and starts a text, and id 1 ends it."""
+"""SentencePiece vocabularies. In those of T5, id 0 pads and starts a text, and id 1 ends it."""
 
+import functools
 import io
 from collections.abc import Iterable, Sequence
 
 import sentencepiece
 
 from specdec_jax.atomic_files import atomic_write
-from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
+from specdec_jax.data.vocabulary import DECODER_ONLY, PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.errors import InputError
 
 EOS_ID = 1
@@ -19,14 +20,11 @@ class SentencePieces(Vocabulary):
   of the 32,100 tokens is <extra_id_0>.
   """
 
-  eos_id, start_id = EOS_ID, PAD_ID
+  start_id = PAD_ID
 
-  def __init__(self, path: str, extra_ids: int = 0):
+  def __init__(self, path: str, extra_ids: int = 0, tokens: ModelTokens = DECODER_ONLY):
     self.path, self.extra_ids = str(path), extra_ids
-    try:
-      self._pieces = sentencepiece.SentencePieceProcessor(model_file=self.path)
-    except RuntimeError as error:
-      raise InputError(f"{path} is not a SentencePiece model: {error}.") from error
+    self._pieces = open_pieces(self.path)
     if extra_ids:
       from sentencepiece import sentencepiece_model_pb2  # the only import that needs protobuf
 
@@ -36,6 +34,14 @@ class SentencePieces(Vocabulary):
       for i in reversed(range(extra_ids)):
         model.pieces.add(piece=f"\u2581<extra_id_{i}>", score=0.0, type=kind)
       self._pieces.load_from_serialized_proto(model.SerializeToString())
+    self._model_tokens = tokens
+    own_pad = self._pieces.pad_id()  # -1 if the file has none
+    self.pad_id = max(own_pad, PAD_ID) if tokens.pad_id is None else tokens.pad_id
+
+  @functools.cached_property
+  def eos_id(self) -> int:  # type: ignore[override]
+    own = self._pieces.eos_id()  # -1 if the file has none
+    return own if own >= 0 else self._model_tokens.eos_id(EOS_ID, len(self))
 
   def __len__(self) -> int:
     return self._pieces.get_piece_size()
@@ -44,7 +50,7 @@ class SentencePieces(Vocabulary):
     return [*self._pieces.encode(text), self.eos_id]
 
   def decode(self, ids: Iterable[int]) -> str:
-    return self._pieces.decode([i for i in self.until_eos(ids) if i != PAD_ID])
+    return self._pieces.decode([i for i in self.until_eos(ids) if i != self.pad_id])
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
     return [self._piece(int(i)).replace("\u2581", " ") for i in ids]
@@ -54,6 +60,18 @@ class SentencePieces(Vocabulary):
 
   def all_pieces(self) -> list[str]:
     return [self._pieces.id_to_piece(i) for i in range(len(self))]
+
+
+def open_pieces(path: str) -> sentencepiece.SentencePieceProcessor:
+  """Open the SentencePiece model in a file.
+
+  Raises:
+    InputError: the file is missing, or it is not a SentencePiece model.
+  """
+  try:
+    return sentencepiece.SentencePieceProcessor(model_file=path)
+  except (RuntimeError, OSError) as error:
+    raise InputError(f"{path} is not a SentencePiece model: {error}.") from error
 
 
 def train_sentence_pieces(texts: Iterable[str], path: str, size: int) -> None:

@@ -1,6 +1,7 @@
 """Interface of vocabularies, which convert between text and token ids."""
 
 import abc
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 
@@ -12,6 +13,36 @@ _MIN_PIECES = 1000
 _UNKNOWN = ("<unk>", "[UNK]")
 
 
+@dataclasses.dataclass(frozen=True)
+class ModelTokens:
+  """Tokens that a model uses, as far as the files of its vocabulary do not determine them.
+
+  Attributes:
+    has_encoder: whether the model is an encoder-decoder. If so, a tokenizer of Hugging Face adds to
+      a source the special tokens that transformers adds. For a decoder-only model, EOS is added.
+    eos_ids: ids that end a text, if they are known.
+    pad_id: id that pads sources; None for that of the files.
+    source_language: language of the sources, such as 'fra_Latn' (NLLB), 'fr_XX' (mBART-50) or 'fr'
+      (M2M100); None for that of the files.
+  """
+
+  has_encoder: bool = False
+  eos_ids: tuple[int, ...] = ()
+  pad_id: int | None = None
+  source_language: str | None = None
+
+  def eos_id(self, own: int, size: int) -> int:
+    """Return the id that ends a text in a vocabulary of `size` tokens whose files have EOS `own`.
+
+    For an encoder-decoder that has other EOS ids, it is the first of these in the vocabulary.
+    """
+    known = [eos_id for eos_id in self.eos_ids if eos_id < size]
+    return own if own in known or not (known and self.has_encoder) else known[0]
+
+
+DECODER_ONLY = ModelTokens()
+
+
 class Vocabulary(abc.ABC):
   """Conversion between text and token ids.
 
@@ -19,26 +50,32 @@ class Vocabulary(abc.ABC):
     path: path of the vocabulary file.
     eos_id: id of the token that ends a text (EOS).
     start_id: id of the token that some models need before a text.
+    pad_id: id of the token that pads a text.
     extra_ids: number of T5's sentinels after the pieces.
+    special_ids: ids of special tokens besides EOS, which are not part of a text.
+    num_end_tokens: number of special tokens with which every encoded text ends.
   """
 
   path: str
   eos_id: int
   start_id: int
+  pad_id: int = PAD_ID
   extra_ids: int = 0
+  special_ids: frozenset[int] = frozenset()
+  num_end_tokens: int = 1
 
   @abc.abstractmethod
   def __len__(self) -> int: ...
 
   @abc.abstractmethod
   def encode(self, text: str) -> list[int]:
-    """Return the token ids of a text, followed by EOS."""
+    """Return the token ids of a text with special tokens; for most models, these are EOS only."""
 
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
     """Return the text of the token ids before EOS.
 
-    Ids outside of the vocabulary are skipped, and so is its padding token, if it has one.
+    Ids outside of the vocabulary are skipped, and so are padding and other special tokens.
     """
 
   @abc.abstractmethod
@@ -62,15 +99,23 @@ class Vocabulary(abc.ABC):
     """
     if len(self) < _MIN_PIECES:
       return 0.0
-    pieces = (
-      piece for piece in self.pieces(self.encode(text)[:-1]) if piece.strip() not in _UNKNOWN
-    )
+    ids = [i for i in self.encode(text) if i != self.eos_id and i not in self.special_ids]
+    pieces = (piece for piece in self.pieces(ids) if piece.strip() not in _UNKNOWN)
     # A single letter after a space is a word.
     in_pieces = sum(
       _num_letters(p) for p in pieces if _num_letters(p) > (0 if p.startswith(" ") else 1)
     )
     num_letters = _num_letters(text)
     return max(0.0, 1 - in_pieces / num_letters) if num_letters else 0.0
+
+  def fit(self, num_rows: int) -> None:
+    """Change the number of ids to the number of rows of an embedding table, if that is possible.
+
+    Ids without a token are added, or the last tokens are removed if they are special. For example,
+    the tables of NLLB have two more rows than the vocabulary has tokens, and those of some BARTs
+    have no row for the mask token.
+    """
+    del num_rows  # most kinds of vocabularies have a fixed size
 
   def fingerprint(self) -> str:
     """Return a hash of all pieces in the order of their ids, which identifies the vocabulary."""

@@ -24,7 +24,7 @@ from specdec_jax.data.vocabularies import (
   open_vocabulary_of_model,
   padded_size,
 )
-from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
+from specdec_jax.data.vocabulary import PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.errors import InputError, require_count, require_types, shown
@@ -55,6 +55,7 @@ def load_pair(
   weights: LoadedWeights = "float",
   draft_weights: LoadedWeights | None = None,
   verifier: Callable[[Sampling], Verifier] = TokenVerifier,
+  source_language: str | None = None,
 ) -> LoadedPair:
   """Load a target and a draft; by default, load the bundled pair.
 
@@ -99,6 +100,9 @@ def load_pair(
       'bfloat16' and `kernels.skinny` is used, which is faster; otherwise 'stored'.
     verifier: verifier that accepts or rejects draft tokens: a class of `core.verify`, or a function
       from a sampling method to a verifier.
+    source_language: language of the sources of a multilingual target, by the name of its token,
+      such as 'fra_Latn' (NLLB), 'fr_XX' (mBART-50) or 'fr' (M2M100). By default, the language that
+      the files of the tokenizer set.
 
   Raises:
     InputError: a file is missing or damaged, the models do not share the vocabulary, or an argument
@@ -113,7 +117,8 @@ def load_pair(
     if vocabulary is None:
       raise InputError("The target is a model in memory; give its vocabulary too.")
   file = vocabulary_of(target) if vocabulary is None else hub.resolve(vocabulary, hub.VOCABULARY)
-  words = open_vocabulary_of_model(file, of_target.config.vocab_size, extra_ids)
+  tokens = model_tokens(of_target, source_language)
+  words = open_vocabulary_of_model(file, of_target.config.vocab_size, extra_ids, tokens)
   load = functools.partial(load_for, words=words, dtype=dtype, kernels=kernels)
   config, target_params = load(
     "target",
@@ -180,6 +185,21 @@ def load_pair(
     verifier=verifier,
     generation=generation,
     tasks=of_target.generation.tasks,
+  )
+
+
+def model_tokens(checkpoint: Checkpoint, source_language: str | None = None) -> ModelTokens:
+  """Return the tokens that a model uses, with which its vocabulary is opened.
+
+  Args:
+    checkpoint: checkpoint of the model.
+    source_language: see `load_pair`.
+  """
+  return ModelTokens(
+    has_encoder=checkpoint.config.has_encoder,
+    eos_ids=checkpoint.eos_ids,
+    pad_id=getattr(checkpoint.config, "pad_id", PAD_ID),
+    source_language=source_language,
   )
 
 
@@ -306,8 +326,9 @@ def vocabulary_of(target: str) -> str:
   found = find_vocabulary(hub.resolve(target, hub.VOCABULARY))
   if found is None:
     raise InputError(
-      f"The target {target} has no vocabulary with it; expected spiece.model or tokenizer.json in "
-      "its folder. Give its file as vocabulary (VOCABULARY on the command line)."
+      f"The target {target} has no vocabulary with it; expected spiece.model, tokenizer.json or "
+      "other files of its tokenizer in its folder. Give its file as vocabulary (VOCABULARY on the "
+      "command line)."
     )
   return found
 
@@ -376,9 +397,9 @@ def load_for(
       f"The {role} in {path} ends a text with token {' or '.join(map(str, eos_ids))} but "
       f"{words.path} with {words.eos_id}; target, draft and vocabulary must agree."
     )
-  if PAD_ID in eos_ids:
+  if words.pad_id in eos_ids:
     raise InputError(
-      f"The {role} in {path} ends a text with token {PAD_ID}, which pads prompts here; use "
+      f"The {role} in {path} ends a text with token {words.pad_id}, which pads prompts here; use "
       "models whose vocabulary has another token there."
     )
   if checkpoint.vocabulary not in (None, words.fingerprint()):

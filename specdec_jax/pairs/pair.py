@@ -41,7 +41,7 @@ class LoadedPair(NamedTuple):
     task: name of the inputs, for records; None if it is not known.
     dtype: 'float32' or 'bfloat16', the `dtype` of the target's `TransformerConfig`.
     max_source_tokens: maximum number of tokens of a source. Longer sources are truncated, but keep
-      their EOS.
+      the special tokens at their end, such as EOS.
     kernels: implementation of the target's matmuls (see `TransformerConfig`). It ends with
       '+bfloat16' if weights are read in bfloat16 although `dtype` is 'float32', and with '+int8' if
       they are int8.
@@ -246,12 +246,19 @@ class LoadedPair(NamedTuple):
     """Return the source tokens [B, P] of texts, padded to a multiple of 8 or to `width`."""
     encoded = {text: self.encode(text) for text in set(texts)}  # batches are filled up with copies
     rows = [encoded[text] for text in texts]
-    return jnp.asarray(padded(rows, width or -(-max(map(len, rows)) // 8) * 8))
+    width = width or -(-max(map(len, rows)) // 8) * 8
+    return jnp.asarray(padded(rows, width, self.vocabulary.pad_id))
 
   def encode(self, text: str) -> list[int]:
-    """Return the token ids of a source. There are at most max_source_tokens; the last is EOS."""
+    """Return the token ids of a source, of which there are at most `max_source_tokens`.
+
+    A truncated source keeps the special tokens at its end, which are EOS for most models.
+    """
     ids, most = self.vocabulary.encode(text), self.max_source_tokens
-    return ids if len(ids) <= most else ids[: most - 1] + ids[-1:]
+    if len(ids) <= most:
+      return ids
+    num_end_tokens = min(self.vocabulary.num_end_tokens, most)
+    return ids[: most - num_end_tokens] + ids[len(ids) - num_end_tokens :]
 
   def cut(self, text: str) -> str | None:
     """Return the text of a source truncated to `max_source_tokens`, or None if the source fits."""
