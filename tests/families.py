@@ -99,7 +99,7 @@ def model_of(name, seed=0):
       if "shared" in key or "embed_tokens" in key:  # tied logits would repeat the last token
         weight *= 0.4
       if any(part in key for part in CROSS_ATTENTION) and weight.ndim == 2:
-        weight *= 6
+        weight *= 1.5
     if hasattr(model, "final_logits_bias"):
       model.final_logits_bias += 0.1 * torch.randn_like(model.final_logits_bias)
   return model.eval()
