@@ -250,9 +250,7 @@ def checkpoint_draft(
     params = other_vocabulary_params(params, target.vocabulary, words, config.has_encoder)
     drafting = OtherVocabularyModel(drafting, target.model)
     name += f", {int((params.partners >= 0).sum())} shared tokens"
-  return DraftFactory(
-    name, functools.partial(model_draft, drafting), params, recorded_path(model)
-  )
+  return DraftFactory(name, functools.partial(model_draft, drafting), params, recorded_path(model))
 
 
 def _prompt_format(config: Config) -> tuple[bool, bool]:
@@ -381,7 +379,10 @@ def load_for(
   checkpoint = opened or open_checkpoint(path)
   advice = "target, draft and vocabulary must agree"
   if role == "draft":
-    advice += ", or checkpoint_draft needs the draft's own (gin/drafts/other_vocabulary.gin)"
+    advice += (
+      ", unless `vocabulary` of checkpoint_draft is the draft's own "
+      "(gin/drafts/other_vocabulary.gin)"
+    )
   if isinstance(checkpoint.config, SpeculatorConfig):
     raise InputError(
       f"{path} is no model by itself but lives on the states of a target; give it as the draft "
