@@ -170,7 +170,8 @@ def other_vocabulary_params(
 
 def _ids(names: list[str], special: Iterable[int]) -> dict[str, int]:
   """Return the first id of each name, without empty names and the ids of special tokens."""
-  skipped, ids = {*special}, {}
+  skipped = {*special}
+  ids: dict[str, int] = {}
   for i, name in enumerate(names):
     if name and i not in skipped:
       ids.setdefault(name, i)
