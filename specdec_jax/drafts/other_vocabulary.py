@@ -116,8 +116,8 @@ def other_vocabulary_params(
   start token). Other tokens correspond if they have the same piece; or, for vocabularies of
   different types, if they have the same text inside a text. If several tokens have the same text,
   only the first one has a partner. A token without a partner is spelled with as few draft tokens as
-  possible. If it cannot be spelled, it becomes the unknown token, or the start token of a vocabulary
-  without one. `inputs` has the last token of each spelling.
+  possible. If it cannot be spelled, it becomes the unknown token, or the start token if there is no
+  unknown token. `inputs` has the last token of each spelling.
 
   Args:
     params: parameters of the model.
