@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -38,6 +39,7 @@ from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.lookahead import lookahead
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
+from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, OtherVocabularyParams
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
 from specdec_jax.drafts.recycling import RecyclingDraft
 from specdec_jax.drafts.retrieval import retrieval
@@ -135,6 +137,18 @@ def model(models: Models, sampling: Sampling, tree: Tree):
 def near(models: Models, sampling: Sampling, tree: Tree):
   """Draft: the target with noise in its parameters, whose tokens are often accepted."""
   return ModelDraft(models.target, sampling, tree), tiny.near(models.params, 5, 0.2)
+
+
+def other_vocabulary(models: Models, sampling: Sampling, tree: Tree):
+  """Draft with 8 tokens, of which it shares EOS, padding and two others with the target."""
+  config = dataclasses.replace(models.draft.config, vocab_size=8)
+  params = OtherVocabularyParams(
+    model=tiny.params(config, 6, peak=0.9),
+    partners=jnp.array([0, 1, -1, 6, 3, -1]),
+    inputs=jnp.array([0, 1, 7, 6, 3, 2]),
+    spellings=jnp.array([[-1, -1], [1, -1], [5, 7], [6, -1], [3, -1], [2, -1]]),
+  )
+  return ModelDraft(OtherVocabularyModel(T5Model(config), models.target), sampling, tree), params
 
 
 def independent(models: Models, sampling: Sampling, tree: Tree):
@@ -322,6 +336,7 @@ CASES = {
   "free": (t5, free, RAGGED, TokenVerifier),
   "blocks": (t5, model, chain(3), BlockVerifier),
   "tree": (t5, near, RAGGED, TokenVerifier),
+  "other vocabulary": (t5, other_vocabulary, RAGGED, TokenVerifier),
   "tree, GPT": (gpt, model, RAGGED, TokenVerifier),
   "tree, blocks": (t5, near, branching(2, 2), BlockVerifier),
   "k-seq": (t5, independent, branching(2, 2), KSeqVerifier),
@@ -340,6 +355,7 @@ SAMPLED = [
   ("one pass", "temperature 1"),
   ("cascade", "temperature 1"),
   ("recycling", "temperature 1"),
+  ("other vocabulary", "temperature 1"),
 ]
 
 

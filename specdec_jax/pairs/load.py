@@ -27,13 +27,14 @@ from specdec_jax.data.vocabularies import (
 from specdec_jax.data.vocabulary import PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import SpeculatorConfig
+from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
 from specdec_jax.errors import InputError, require_count, require_types, shown
 from specdec_jax.kernels import skinny
 from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.pairs.pair import LoadedPair
-from specdec_jax.pairs.speculators import draft_name, speculator
+from specdec_jax.pairs.speculators import config_of, draft_name, speculator
 
 OutputTokens = Callable[[Vocabulary], Sequence[int]]
 
@@ -223,6 +224,7 @@ def checkpoint_draft(
   kernels: str = "auto",
   weights: LoadedWeights | None = None,
   output_tokens: OutputTokens | None = None,
+  vocabulary: str | None = None,
 ) -> DraftFactory:
   """Load a model from a checkpoint as a draft, for example for a composed draft.
 
@@ -235,21 +237,45 @@ def checkpoint_draft(
       used, otherwise 'stored'.
     output_tokens: function from a vocabulary to the tokens that the draft may propose, such as
       `frequent_tokens` with its other arguments bound; by default, all tokens.
+    vocabulary: the model's own vocabulary, if it is not that of the pair: path of the file, or a
+      Hugging Face folder or name. The draft then proposes the tokens that both vocabularies have
+      (`drafts.other_vocabulary`).
+
+  Raises:
+    InputError: see `load_for`; or the two vocabularies have no piece in common.
   """
   require_types(checkpoint_draft, locals())
+  words, opened = target.vocabulary, open_checkpoint(model)
+  if vocabulary is not None:
+    file = hub.resolve(vocabulary, hub.VOCABULARY)
+    words = open_vocabulary_of_model(file, opened.config.vocab_size)
   config, params = load_for(
     "draft",
     model,
-    target.vocabulary,
+    words,
     _of_device(dtype),
     None,
     kernels,
     weights=weights,
-    output_tokens=output_tokens and output_tokens(target.vocabulary),
+    opened=opened,
+    output_tokens=output_tokens and output_tokens(words),
   )
-  make = functools.partial(model_draft, model_of(config))
-  name = draft_name(checkpoint_name(model), config)
-  return DraftFactory(name, make, params, recorded_path(model))
+  drafting, name = model_of(config), draft_name(checkpoint_name(model), config)
+  if vocabulary is not None:
+    if _prompt_format(config) != _prompt_format(config_of(target.model)):
+      raise InputError(
+        f"The draft in {model} has another vocabulary and another format of prompts than the "
+        "target; both must be encoder-decoders, or decoder-only with a start token, or without."
+      )
+    params = other_vocabulary_params(params, target.vocabulary, words, config.has_encoder)
+    drafting = OtherVocabularyModel(drafting, target.model)
+    name += f", {int((params.partners >= 0).sum())} shared tokens"
+  return DraftFactory(name, functools.partial(model_draft, drafting), params, recorded_path(model))
+
+
+def _prompt_format(config: Config) -> tuple[bool, bool]:
+  """Return whether a model has an encoder, and whether a start token precedes its prompts."""
+  return config.has_encoder, getattr(config, "start_id", None) is not None
 
 
 def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
@@ -372,6 +398,12 @@ def load_for(
     InputError: the checkpoint is a draft head, or it does not fit the vocabulary or the memory.
   """
   checkpoint = opened or open_checkpoint(path)
+  advice = "target, draft and vocabulary must agree"
+  if role == "draft":
+    advice += (
+      ", unless `vocabulary` of checkpoint_draft is the draft's own "
+      "(gin/drafts/other_vocabulary.gin)"
+    )
   if isinstance(checkpoint.config, SpeculatorConfig):
     raise InputError(
       f"{path} is no model by itself but lives on the states of a target; give it as the draft "
@@ -384,8 +416,7 @@ def load_for(
   elif rows != size:
     raise InputError(
       f"The {role} in {path} has a vocabulary of {rows} tokens but {words.path} has {size}, "
-      f"{words.extra_ids} extra_ids among them (T5's own has 100); target, draft and vocabulary "
-      "must agree."
+      f"{words.extra_ids} extra_ids among them (T5's own has 100); {advice}."
     )
   eos_ids = checkpoint.eos_ids
   if isinstance(config, GPTConfig):
@@ -395,7 +426,7 @@ def load_for(
   if eos_ids and words.eos_id not in eos_ids:
     raise InputError(
       f"The {role} in {path} ends a text with token {' or '.join(map(str, eos_ids))} but "
-      f"{words.path} with {words.eos_id}; target, draft and vocabulary must agree."
+      f"{words.path} with {words.eos_id}; {advice}."
     )
   if words.pad_id in eos_ids:
     raise InputError(
@@ -405,7 +436,7 @@ def load_for(
   if checkpoint.vocabulary not in (None, words.fingerprint()):
     raise InputError(
       f"The {role} in {path} was trained with another vocabulary than {words.path}, though "
-      "of the same size; target, draft and vocabulary must agree."
+      f"of the same size; {advice}."
     )
   config = laid_out(config, shardings, kernels)
   if weights is None:
