@@ -35,8 +35,12 @@ inline float Dot(const float* a, const float* b, int64_t size) {
   return dot;
 }
 
-// e^x for x <= 0, accurate to a few units in the last place; 0 where e^x is not a normal float32.
-inline Vector Exp(Vector x) {
+struct Scaled {
+  Vector power, fraction;  // stands for power * (1 + fraction)
+};
+
+// e^x for -87 <= x <= 0, as a power of 2 and e^r - 1 for a remainder r.
+inline Scaled Reduce(Vector x) {
   const Vector magic = Vector{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Vector n = (x * 1.44269504f + magic) - magic;
   const Vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts
@@ -45,18 +49,34 @@ inline Vector Exp(Vector x) {
   p = p * r + 1.0f / 24;
   p = p * r + 1.0f / 6;
   p = p * r + 0.5f;
-  p = p * r * r + r + 1.0f;
   const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return {(Vector)power, p * r * r + r};
+}
+
+// e^x for x <= 0, accurate to a few units in the last place; 0 where e^x is not a normal float32.
+inline Vector Exp(Vector x) {
+  const Scaled e = Reduce(x);
   const Ints tiny = x < -87.0f;  // false for NaN, which is kept
-  return (Vector)((Ints)(p * (Vector)power) & ~tiny);
+  return (Vector)((Ints)((e.fraction + 1.0f) * e.power) & ~tiny);
+}
+
+// tanh x, accurate to a few units in the last place: |tanh x| = -m / (2 + m), m = e^(-2|x|) - 1.
+inline Vector Tanh(Vector x) {
+  const Ints sign = (Ints)x & INT32_MIN;
+  const Vector size = (Vector)((Ints)x ^ sign);
+  const Ints large = size > 10.0f;  // m is set to -1; false for NaN, which is kept
+  const Scaled e = Reduce((Vector)((Ints)(size * -2.0f) & ~large));
+  const Vector power = (Vector)((Ints)e.power & ~large);
+  const Vector m = e.fraction * power + (power - 1.0f);
+  return (Vector)(((Ints)(m / (m + 2.0f)) & INT32_MAX) | sign);
 }
 
 struct Heads {
-  const float *queries, *keys, *values, *bias;  // [B, K, H, D], [B, H, T, D] twice, [B, H, K, T]
+  const float *queries, *keys, *values, *bias;  // [B, K, H, D], [B, G, T, D] twice, [B, H, K, T]
   float* out;                                   // [B, K, H, D]
-  int64_t block, heads, slots, dim;
+  int64_t block, heads, groups, slots, dim;
   int64_t row_stride, head_stride, query_stride;  // of the bias, 0 for an axis of size 1
-  float masked;
+  float masked, cap;  // a cap of 0 is none
 };
 
 // out[0 : N * kLanes]: the weighted sum of the values in the visible slots.
@@ -71,8 +91,9 @@ inline void Mix(const float* weights, const int32_t* visible, int64_t count, con
 
 // Attention of all queries of one head of one row.
 void Head(const Heads& h, int64_t row, int64_t head) {
-  const float* keys = h.keys + (row * h.heads + head) * h.slots * h.dim;
-  const float* values = h.values + (row * h.heads + head) * h.slots * h.dim;
+  const int64_t group = row * h.groups + head / (h.heads / h.groups);
+  const float* keys = h.keys + group * h.slots * h.dim;
+  const float* values = h.values + group * h.slots * h.dim;
   std::vector<float> weights(Ratio(h.slots, kLanes) * kLanes);
   std::vector<int32_t> visible(h.slots);
   for (int64_t k = 0; k < h.block; ++k) {
@@ -84,10 +105,21 @@ void Head(const Heads& h, int64_t row, int64_t head) {
     if (count == 0)  // a padding query, whose result is not used
       for (; count < h.slots; ++count) visible[count] = count;
 
+    const auto dot = [&](int64_t i) {
+      return Dot(h.queries + offset, keys + visible[i] * h.dim, h.dim);
+    };
     float max_logit = -INFINITY;
-    for (int64_t i = 0; i < count; ++i) {
-      weights[i] = Dot(h.queries + offset, keys + visible[i] * h.dim, h.dim) + bias[visible[i]];
+    const auto add_bias = [&](int64_t i, float logit) {
+      weights[i] = logit + bias[visible[i]];
       max_logit = std::max(max_logit, weights[i]);
+    };
+    if (h.cap == 0) {
+      for (int64_t i = 0; i < count; ++i) add_bias(i, dot(i));
+    } else {
+      for (int64_t i = 0; i < count; ++i) weights[i] = dot(i);
+      for (int64_t i = 0; i < count; i += kLanes)
+        Store(&weights[i], Tanh(Load(&weights[i]) / h.cap) * h.cap);
+      for (int64_t i = 0; i < count; ++i) add_bias(i, weights[i]);
     }
     std::fill(weights.begin() + count, weights.end(), -INFINITY);
     Vector sum{};
@@ -112,16 +144,16 @@ void Head(const Heads& h, int64_t row, int64_t head) {
 
 ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries,
                      ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values,
-                     ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> out, float masked) {
+                     ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> out, float masked,
+                     float cap) {
   const auto q = queries.dimensions(), k = keys.dimensions(), b = bias.dimensions();
   const auto v = values.dimensions();
   const bool four = q.size() == 4 && k.size() == 4 && b.size() == 4;
   if (!four || !std::equal(k.begin(), k.end(), v.begin(), v.end()) || k[0] != q[0] ||
-      k[1] != q[2] || k[3] != q[3] || b[3] != k[2] || (b[0] != 1 && b[0] != q[0]) ||
-      (b[1] != 1 && b[1] != q[2]) ||
-      (b[2] != 1 && b[2] != q[1]))
-    return ffi::Error::InvalidArgument("queries [B, K, H, D] need keys and values [B, H, T, D] "
-                                       "and a bias [B or 1, H or 1, K or 1, T]");
+      k[1] == 0 || q[2] % k[1] != 0 || k[3] != q[3] || b[3] != k[2] ||
+      (b[0] != 1 && b[0] != q[0]) || (b[1] != 1 && b[1] != q[2]) || (b[2] != 1 && b[2] != q[1]))
+    return ffi::Error::InvalidArgument("queries [B, K, H, D] need keys and values [B, G, T, D] "
+                                       "where G divides H, and a bias [B or 1, H or 1, K or 1, T]");
   if (out->element_count() == 0) return ffi::Error::Success();
   const int64_t slots = k[2];
   const Heads heads{queries.typed_data(),
@@ -131,12 +163,14 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries,
                     out->typed_data(),
                     q[1],
                     q[2],
+                    k[1],
                     slots,
                     q[3],
                     b[0] == 1 ? 0 : b[1] * b[2] * slots,
                     b[1] == 1 ? 0 : b[2] * slots,
                     b[2] == 1 ? 0 : slots,
-                    masked};
+                    masked,
+                    cap};
   const int64_t work = 2 * q[0] * q[1] * q[2] * q[3] * slots;
   Share(pool, Threads(pool, work, kMinWork), q[0] * q[2],
         [heads](int64_t i) { Head(heads, i / heads.heads, i % heads.heads); });
@@ -171,7 +205,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyAttention, Attention,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<float>("masked"));
+                                  .Attr<float>("masked")
+                                  .Attr<float>("cap"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyNorm, Norm,
                               ffi::Ffi::Bind()

@@ -90,22 +90,30 @@ def matmul(x: Array, panels: Array, scale: Array | None = None) -> Array:
   return jax.ffi.ffi_call(MATMUL_INT8, out, vmap_method="sequential")(x, panels, scale)
 
 
-def attend(queries: Array, keys: Array, values: Array, bias: Array, masked: float) -> Array:
+def attend(
+  queries: Array,
+  keys: Array,
+  values: Array,
+  bias: Array,
+  masked: float,
+  cap: float | None = None,
+) -> Array:
   """Return the result of softmax attention without scaling, a float32 array [B, K, H, D].
 
   The result for a query is bit-identical for any K and any placement of the masked slots.
 
   Args:
     queries: [B, K, H, D], with heads of size D.
-    keys: [B, H, T, D].
-    values: [B, H, T, D].
+    keys: [B, G, T, D], where G divides H. Head h of the queries reads group h // (H / G).
+    values: [B, G, T, D].
     bias: [B or 1, H or 1, K or 1, T], added to the logits.
     masked: bias of a masked slot, a large negative number. Slots whose bias is below half of it are
       skipped. A query whose slots are all masked attends to all slots.
+    cap: soft cap of the logits, by default none: the bias is added to cap * tanh(logits / cap).
   """
   out = jax.ShapeDtypeStruct(queries.shape, jnp.float32)
   call = jax.ffi.ffi_call(ATTENTION, out, vmap_method="sequential")
-  return call(queries, keys, values, bias, masked=np.float32(masked))
+  return call(queries, keys, values, bias, masked=np.float32(masked), cap=np.float32(cap or 0))
 
 
 def rms_norm(x: Array, scale: Array) -> Array:
