@@ -199,17 +199,20 @@ def test_invalid_operands_are_rejected():
   with pytest.raises(Exception, match="in pairs, bfloat16"):
     skinny.matmul(x, skinny.pack(w, pairs=True)).block_until_ready()  # w is float32
   assert skinny.matmul(x[:0], skinny.pack(w)).shape == (0, 16)
-  queries, cached, bias = attention_operands(2, 3, 2, 4, 5)
+  queries, cached, bias = attention_operands(2, 3, 4, 4, 5)
   for wrong in (bias[..., :4], bias[:, :, :2], np.repeat(bias, 2, axis=1)):
     with pytest.raises(Exception, match="queries .* need keys"):
       skinny.attend(queries, cached, cached, wrong, MASKED).block_until_ready()
-  for wrong in (cached[:, [0, 1, 0]], np.repeat(cached, 2, axis=1), cached[:, :0]):
+  for wrong in (cached[:, :3], np.repeat(cached, 2, axis=1), cached[:, :0]):
     with pytest.raises(Exception, match="where G divides H"):
       skinny.attend(queries, wrong, wrong, bias, MASKED).block_until_ready()
   with pytest.raises(Exception, match="queries .* need keys"):
     skinny.attend(queries, cached, cached[:, :1], bias, MASKED).block_until_ready()
   with pytest.raises(Exception, match="needs a scale"):
     skinny.rms_norm(x, w[0]).block_until_ready()
+  for scale, bias in ((x[0], w[0]), (w[0], x[0]), (x, x[0])):
+    with pytest.raises(Exception, match="needs a scale .* and a bias"):
+      skinny.layer_norm(x, scale, bias).block_until_ready()
 
 
 def attention_operands(batch, block, heads, dim, slots, seed=0):
@@ -320,6 +323,20 @@ def test_rms_norm_matches_numpy(shape):
   got = skinny.rms_norm(x, scale)
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
   np.testing.assert_array_equal(skinny.rms_norm(x[-1:], scale), got[-1:])
+
+
+@compiled
+@pytest.mark.parametrize("shape", [(1, 3), (5, 64), (300, 515)], ids=str)
+def test_layer_norm_matches_numpy(shape):
+  rng = np.random.default_rng(0)
+  x, scale, bias = normal(rng, *shape) + 3, normal(rng, shape[1]), normal(rng, shape[1])
+  x[-1] *= 1e-3  # so that epsilon counts
+  centered = x.astype(np.float64) - x.mean(axis=1, keepdims=True, dtype=np.float64)
+  deviation = np.sqrt(np.square(centered).mean(axis=1, keepdims=True) + 1e-5)
+  got = skinny.layer_norm(x, scale, bias)
+  np.testing.assert_allclose(got, centered / deviation * scale + bias, rtol=1e-5, atol=1e-5)
+  for rows in (1, 2, 4):
+    np.testing.assert_array_equal(skinny.layer_norm(x[-rows:], scale, bias), got[-rows:])
 
 
 @compiled

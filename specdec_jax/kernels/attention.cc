@@ -1,5 +1,5 @@
 // The operations between the matmuls of a decoder, in one call each where XLA makes ten: attention
-// of a few queries over a cache, and RMSNorm. All in float32.
+// of a few queries over a cache, RMSNorm and LayerNorm. All in float32.
 //
 // A query reads only the slots that are not masked, in order, and sums run over these slots. Its
 // result is bit-identical for any other queries and any placement of masked slots in the cache.
@@ -24,6 +24,15 @@ inline float Sum(Vector v) {
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   return lanes[0];
+}
+
+inline float Total(const float* a, int64_t size) {
+  Vector sum{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) sum += Load(a + i);
+  float total = Sum(sum);
+  for (; i < size; ++i) total += a[i];
+  return total;
 }
 
 inline float Dot(const float* a, const float* b, int64_t size) {
@@ -177,8 +186,8 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries,
   return ffi::Error::Success();
 }
 
-ffi::Error Norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale,
-                ffi::ResultBuffer<ffi::F32> out) {
+ffi::Error RMSNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale,
+                   ffi::ResultBuffer<ffi::F32> out) {
   const auto in = x.dimensions();
   if (in.size() != 2 || scale.dimensions().size() != 1 || scale.dimensions()[0] != in[1])
     return ffi::Error::InvalidArgument("x [M, E] needs a scale [E]");
@@ -190,6 +199,27 @@ ffi::Error Norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::
     const float* in_row = rows + row * size;
     const float inverse = 1 / std::sqrt(Dot(in_row, in_row, size) / size + 1e-6f);
     for (int64_t e = 0; e < size; ++e) result[row * size + e] = in_row[e] * inverse * scales[e];
+  };
+  Share(pool, Threads(pool, x.element_count(), kMinNormed), in[0], norm);
+  return ffi::Error::Success();
+}
+
+ffi::Error LayerNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale,
+                     ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> out) {
+  const auto in = x.dimensions(), s = scale.dimensions(), b = bias.dimensions();
+  if (in.size() != 2 || s.size() != 1 || b.size() != 1 || s[0] != in[1] || b[0] != in[1])
+    return ffi::Error::InvalidArgument("x [M, E] needs a scale [E] and a bias [E]");
+  const float *rows = x.typed_data(), *scales = scale.typed_data(), *biases = bias.typed_data();
+  float* result = out->typed_data();
+  const int64_t size = in[1];
+  if (out->element_count() == 0) return ffi::Error::Success();
+  const auto norm = [=](int64_t row) {
+    const float* in_row = rows + row * size;
+    float* out_row = result + row * size;
+    const float mean = Total(in_row, size) / size;
+    for (int64_t e = 0; e < size; ++e) out_row[e] = in_row[e] - mean;
+    const float inverse = 1 / std::sqrt(Dot(out_row, out_row, size) / size + 1e-5f);
+    for (int64_t e = 0; e < size; ++e) out_row[e] = out_row[e] * inverse * scales[e] + biases[e];
   };
   Share(pool, Threads(pool, x.element_count(), kMinNormed), in[0], norm);
   return ffi::Error::Success();
@@ -208,9 +238,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyAttention, Attention,
                                   .Attr<float>("masked")
                                   .Attr<float>("cap"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyNorm, Norm,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyRMSNorm, RMSNorm,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyLayerNorm, LayerNorm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -1,10 +1,10 @@
-"""CPU kernels for a decoder with few rows: matmul, attention and RMSNorm, called through `jax.ffi`.
+"""CPU kernels for a decoder with few rows: matmul, attention and norms, called through `jax.ffi`.
 
 On a CPU, XLA's matmul of 8 rows takes at least twice as long as its matmul of one row, because the
 matrix is rearranged in each call. Reading the matrix should dominate the time, as Theorem 8
 assumes. Here a matrix is packed in panels once, when it is loaded (`skinny.cc`). Attention and
-RMSNorm are one call each (`attention.cc`). XLA runs about ten small programs for them, which take
-as long as the matmuls.
+norms are one call each (`attention.cc`). XLA runs about ten small programs for them, which take as
+long as the matmuls.
 
 The kernels are compiled at the first use, which needs a C++ compiler. Without one, XLA runs
 everything.
@@ -33,8 +33,8 @@ from jax import Array
 from specdec_jax.atomic_files import atomic_write
 
 SOURCES = [pathlib.Path(__file__).with_name(x) for x in ("skinny.cc", "attention.cc", "vectors.h")]
-MATMUL, MATMUL_INT8, ATTENTION, NORM = (
-  f"specdec_skinny_{x}" for x in ("matmul", "matmul_int8", "attention", "norm")
+MATMUL, MATMUL_INT8, ATTENTION, RMS_NORM, LAYER_NORM = (
+  f"specdec_skinny_{x}" for x in ("matmul", "matmul_int8", "attention", "rms_norm", "layer_norm")
 )
 PANEL = 16  # columns of a panel
 
@@ -119,7 +119,16 @@ def attend(
 def rms_norm(x: Array, scale: Array) -> Array:
   """Return x [M, E] divided by the root mean square of each row and multiplied by scale [E]."""
   out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-  return jax.ffi.ffi_call(NORM, out, vmap_method="sequential")(x, scale)
+  return jax.ffi.ffi_call(RMS_NORM, out, vmap_method="sequential")(x, scale)
+
+
+def layer_norm(x: Array, scale: Array, bias: Array) -> Array:
+  """Return the LayerNorm of each row of x [M, E], with a scale [E], a bias [E] and epsilon 1e-5.
+
+  A row of the result is bit-identical for any number of rows M.
+  """
+  out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+  return jax.ffi.ffi_call(LAYER_NORM, out, vmap_method="sequential")(x, scale, bias)
 
 
 def is_available(dtype: Any = jnp.float32) -> bool:
@@ -153,7 +162,8 @@ def _register() -> ctypes.CDLL | None:
     MATMUL: library.SkinnyMatmul,
     MATMUL_INT8: library.SkinnyMatmulInt8,
     ATTENTION: library.SkinnyAttention,
-    NORM: library.SkinnyNorm,
+    RMS_NORM: library.SkinnyRMSNorm,
+    LAYER_NORM: library.SkinnyLayerNorm,
   }
   for name, handler in handlers.items():
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
