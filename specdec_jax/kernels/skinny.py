@@ -181,7 +181,9 @@ def _library() -> ctypes.CDLL:
     compiler = shlex.split(compiler_command or "")
   except ValueError as error:
     raise OSError(f"CXX is {compiler_command!r}, which is not a command: {error}") from error
-  options = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
+  # A short loop that crosses a cache line of instructions makes attention up to 7% slower.
+  options = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-falign-loops=32"]
+  options += ["-shared", "-fPIC"]
   jaxlib = importlib.metadata.version("jaxlib")  # the sources include its headers
   inputs = [*(x.read_text() for x in SOURCES), *compiler, *options, jaxlib, _processor()]
   name = f"skinny-{_hash(repr(inputs).encode())}"
