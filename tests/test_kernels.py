@@ -199,12 +199,20 @@ def test_invalid_operands_are_rejected():
   with pytest.raises(Exception, match="in pairs, bfloat16"):
     skinny.matmul(x, skinny.pack(w, pairs=True)).block_until_ready()  # w is float32
   assert skinny.matmul(x[:0], skinny.pack(w)).shape == (0, 16)
-  queries, cached, bias = attention_operands(2, 3, 2, 4, 5)
+  queries, cached, bias = attention_operands(2, 3, 4, 4, 5)
   for wrong in (bias[..., :4], bias[:, :, :2], np.repeat(bias, 2, axis=1)):
     with pytest.raises(Exception, match="queries .* need keys"):
       skinny.attend(queries, cached, cached, wrong, MASKED).block_until_ready()
+  for wrong in (cached[:, :3], np.repeat(cached, 2, axis=1), cached[:, :0]):
+    with pytest.raises(Exception, match="where G divides H"):
+      skinny.attend(queries, wrong, wrong, bias, MASKED).block_until_ready()
+  with pytest.raises(Exception, match="queries .* need keys"):
+    skinny.attend(queries, cached, cached[:, :1], bias, MASKED).block_until_ready()
   with pytest.raises(Exception, match="needs a scale"):
     skinny.rms_norm(x, w[0]).block_until_ready()
+  for scale, bias in ((x[0], w[0]), (w[0], x[0]), (x, x[0])):
+    with pytest.raises(Exception, match="needs a scale .* and a bias"):
+      skinny.layer_norm(x, scale, bias).block_until_ready()
 
 
 def attention_operands(batch, block, heads, dim, slots, seed=0):
@@ -220,6 +228,15 @@ def attention_operands(batch, block, heads, dim, slots, seed=0):
 ATTENTION_SHAPES = [(1, 6, 4, 64, 80), (2, 5, 3, 3, 7), (3, 1, 2, 40, 33), (2, 40, 4, 72, 128)]
 
 
+def numpy_attention(queries, keys, values, bias, cap=None):
+  """Return attention in float64, with a key and a value for each head of the queries."""
+  logits = np.einsum("bkhd,bhtd->bhkt", *(x.astype(np.float64) for x in (queries, keys)))
+  logits = (cap * np.tanh(logits / cap) if cap else logits) + bias
+  weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+  weights /= weights.sum(axis=-1, keepdims=True)
+  return np.einsum("bhkt,bhtd->bkhd", weights, values)
+
+
 @compiled
 @pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=str)
 def test_attention_matches_numpy(shape):
@@ -227,28 +244,63 @@ def test_attention_matches_numpy(shape):
   values = cached[..., ::-1].copy()
   for given in (bias, bias[:1], bias[:, :1], bias[:, :, :1]):
     got = skinny.attend(queries, cached, values, given, MASKED)
-    logits = np.einsum("bkhd,bhtd->bhkt", *(x.astype(np.float64) for x in (queries, cached)))
-    weights = np.exp(logits + given - (logits + given).max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    want = np.einsum("bhkt,bhtd->bkhd", weights, values)
+    want = numpy_attention(queries, cached, values, given)
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
 @compiled
-def test_query_is_bit_identical_for_any_block_and_placement_of_masked_slots():
-  shape = batch, block, heads, dim, slots = 2, 6, 3, 40, 20
+@pytest.mark.parametrize("cap", [3.0, 50.0])
+@pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=str)
+def test_attention_with_soft_cap_matches_numpy(shape, cap):
   queries, cached, bias = attention_operands(*shape)
-  together = np.asarray(skinny.attend(queries, cached, cached, bias, MASKED))
+  got = skinny.attend(queries, cached, cached, bias, MASKED, cap)
+  np.testing.assert_allclose(got, numpy_attention(queries, cached, cached, bias, cap), atol=2e-5)
+
+
+@compiled
+def test_soft_cap_is_accurate_for_small_and_large_logits():
+  queries, cached, bias = attention_operands(1, 6, 2, 24, 40)
+  uncapped = skinny.attend(queries, cached, cached, bias, MASKED)
+  np.testing.assert_allclose(
+    skinny.attend(queries, cached, cached, bias, MASKED, 1e7), uncapped, atol=2e-5
+  )
+  for scale in (0, 1e-30, 1e35):
+    scaled = (scale * queries).astype(np.float32)
+    want = numpy_attention(scaled, cached, cached, bias, 4.0)
+    got = skinny.attend(scaled, cached, cached, bias, MASKED, 4.0)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@compiled
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_heads_of_a_group_share_keys_and_values(groups, cap):
+  queries, cached, bias = attention_operands(2, 3, 6, 40, 33)
+  keys = cached[:, :groups]
+  values = keys[..., ::-1].copy()
+  repeated = (np.repeat(x, 6 // groups, axis=1) for x in (keys, values))
+  want = skinny.attend(queries, *repeated, bias, MASKED, cap)
+  np.testing.assert_array_equal(skinny.attend(queries, keys, values, bias, MASKED, cap), want)
+
+
+@compiled
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_query_is_bit_identical_for_any_block_and_placement_of_masked_slots(cap):
+  batch, block, heads, dim, slots = 2, 6, 4, 40, 20
+  queries, cached, bias = attention_operands(batch, block, heads, dim, slots)
+  cached = cached[:, :2]
+  together = np.asarray(skinny.attend(queries, cached, cached, bias, MASKED, cap))
   for k in range(block):
-    alone = skinny.attend(queries[:, [k]], cached, cached, bias[:, :, [k]], MASKED)
+    alone = skinny.attend(queries[:, [k]], cached, cached, bias[:, :, [k]], MASKED, cap)
     np.testing.assert_array_equal(alone[:, 0], together[:, k])
   # The same slots in the same order, among masked slots with other values.
   wider = np.sort(np.random.default_rng(1).permutation(3 * slots)[:slots])
-  spread = np.full((batch, heads, 3 * slots, dim), 7, np.float32)
+  spread = np.full((batch, 2, 3 * slots, dim), 7, np.float32)
   spread[:, :, wider] = cached
   hidden = np.full((batch, heads, block, 3 * slots), MASKED, np.float32)
   hidden[..., wider] = bias
-  np.testing.assert_array_equal(skinny.attend(queries, spread, spread, hidden, MASKED), together)
+  got = skinny.attend(queries, spread, spread, hidden, MASKED, cap)
+  np.testing.assert_array_equal(got, together)
 
 
 @compiled
@@ -259,7 +311,8 @@ def test_fully_masked_query_attends_to_all_slots_and_nan_propagates():
   mean = cached.mean(axis=2)
   np.testing.assert_allclose(got[:, 0], mean, rtol=1e-5)
   cached[0, 0, 3, 1] = np.nan
-  assert np.isnan(skinny.attend(queries, cached, cached, 0 * bias, MASKED)).all()
+  for cap in (None, 3.0):
+    assert np.isnan(skinny.attend(queries, cached, cached, 0 * bias, MASKED, cap)).all()
 
 
 @compiled
@@ -270,6 +323,20 @@ def test_rms_norm_matches_numpy(shape):
   got = skinny.rms_norm(x, scale)
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
   np.testing.assert_array_equal(skinny.rms_norm(x[-1:], scale), got[-1:])
+
+
+@compiled
+@pytest.mark.parametrize("shape", [(1, 3), (5, 64), (300, 515)], ids=str)
+def test_layer_norm_matches_numpy(shape):
+  rng = np.random.default_rng(0)
+  x, scale, bias = normal(rng, *shape) + 3, normal(rng, shape[1]), normal(rng, shape[1])
+  x[-1] *= 1e-3  # so that epsilon counts
+  centered = x.astype(np.float64) - x.mean(axis=1, keepdims=True, dtype=np.float64)
+  deviation = np.sqrt(np.square(centered).mean(axis=1, keepdims=True) + 1e-5)
+  got = skinny.layer_norm(x, scale, bias)
+  np.testing.assert_allclose(got, centered / deviation * scale + bias, rtol=1e-5, atol=1e-5)
+  for rows in (1, 2, 4):
+    np.testing.assert_array_equal(skinny.layer_norm(x[-rows:], scale, bias), got[-rows:])
 
 
 @compiled

@@ -1,5 +1,5 @@
 // The operations between the matmuls of a decoder, in one call each where XLA makes ten: attention
-// of a few queries over a cache, and RMSNorm. All in float32.
+// of a few queries over a cache, RMSNorm and LayerNorm. All in float32.
 //
 // A query reads only the slots that are not masked, in order, and sums run over these slots. Its
 // result is bit-identical for any other queries and any placement of masked slots in the cache.
@@ -26,6 +26,15 @@ inline float Sum(Vector v) {
   return lanes[0];
 }
 
+inline float Total(const float* a, int64_t size) {
+  Vector sum{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) sum += Load(a + i);
+  float total = Sum(sum);
+  for (; i < size; ++i) total += a[i];
+  return total;
+}
+
 inline float Dot(const float* a, const float* b, int64_t size) {
   Vector sum{};
   int64_t i = 0;
@@ -35,8 +44,12 @@ inline float Dot(const float* a, const float* b, int64_t size) {
   return dot;
 }
 
-// e^x for x <= 0, accurate to a few units in the last place; 0 where e^x is not a normal float32.
-inline Vector Exp(Vector x) {
+struct Scaled {
+  Vector power, fraction;  // stands for power * (1 + fraction)
+};
+
+// e^x for -87 <= x <= 0, as a power of 2 and e^r - 1 for a remainder r.
+inline Scaled Reduce(Vector x) {
   const Vector magic = Vector{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Vector n = (x * 1.44269504f + magic) - magic;
   const Vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts
@@ -45,18 +58,34 @@ inline Vector Exp(Vector x) {
   p = p * r + 1.0f / 24;
   p = p * r + 1.0f / 6;
   p = p * r + 0.5f;
-  p = p * r * r + r + 1.0f;
   const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return {(Vector)power, p * r * r + r};
+}
+
+// e^x for x <= 0, accurate to a few units in the last place; 0 where e^x is not a normal float32.
+inline Vector Exp(Vector x) {
+  const Scaled e = Reduce(x);
   const Ints tiny = x < -87.0f;  // false for NaN, which is kept
-  return (Vector)((Ints)(p * (Vector)power) & ~tiny);
+  return (Vector)((Ints)((e.fraction + 1.0f) * e.power) & ~tiny);
+}
+
+// tanh x, accurate to a few units in the last place: |tanh x| = -m / (2 + m), m = e^(-2|x|) - 1.
+inline Vector Tanh(Vector x) {
+  const Ints sign = (Ints)x & INT32_MIN;
+  const Vector size = (Vector)((Ints)x ^ sign);
+  const Ints large = size > 10.0f;  // m is set to -1; false for NaN, which is kept
+  const Scaled e = Reduce((Vector)((Ints)(size * -2.0f) & ~large));
+  const Vector power = (Vector)((Ints)e.power & ~large);
+  const Vector m = e.fraction * power + (power - 1.0f);
+  return (Vector)(((Ints)(m / (m + 2.0f)) & INT32_MAX) | sign);
 }
 
 struct Heads {
-  const float *queries, *keys, *values, *bias;  // [B, K, H, D], [B, H, T, D] twice, [B, H, K, T]
+  const float *queries, *keys, *values, *bias;  // [B, K, H, D], [B, G, T, D] twice, [B, H, K, T]
   float* out;                                   // [B, K, H, D]
-  int64_t block, heads, slots, dim;
+  int64_t block, heads, groups, slots, dim;
   int64_t row_stride, head_stride, query_stride;  // of the bias, 0 for an axis of size 1
-  float masked;
+  float masked, cap;  // a cap of 0 is none
 };
 
 // out[0 : N * kLanes]: the weighted sum of the values in the visible slots.
@@ -71,8 +100,9 @@ inline void Mix(const float* weights, const int32_t* visible, int64_t count, con
 
 // Attention of all queries of one head of one row.
 void Head(const Heads& h, int64_t row, int64_t head) {
-  const float* keys = h.keys + (row * h.heads + head) * h.slots * h.dim;
-  const float* values = h.values + (row * h.heads + head) * h.slots * h.dim;
+  const int64_t group = row * h.groups + head / (h.heads / h.groups);
+  const float* keys = h.keys + group * h.slots * h.dim;
+  const float* values = h.values + group * h.slots * h.dim;
   std::vector<float> weights(Ratio(h.slots, kLanes) * kLanes);
   std::vector<int32_t> visible(h.slots);
   for (int64_t k = 0; k < h.block; ++k) {
@@ -84,10 +114,21 @@ void Head(const Heads& h, int64_t row, int64_t head) {
     if (count == 0)  // a padding query, whose result is not used
       for (; count < h.slots; ++count) visible[count] = count;
 
+    const auto dot = [&](int64_t i) {
+      return Dot(h.queries + offset, keys + visible[i] * h.dim, h.dim);
+    };
     float max_logit = -INFINITY;
-    for (int64_t i = 0; i < count; ++i) {
-      weights[i] = Dot(h.queries + offset, keys + visible[i] * h.dim, h.dim) + bias[visible[i]];
+    const auto add_bias = [&](int64_t i, float logit) {
+      weights[i] = logit + bias[visible[i]];
       max_logit = std::max(max_logit, weights[i]);
+    };
+    if (h.cap == 0) {
+      for (int64_t i = 0; i < count; ++i) add_bias(i, dot(i));
+    } else {
+      for (int64_t i = 0; i < count; ++i) weights[i] = dot(i);
+      for (int64_t i = 0; i < count; i += kLanes)
+        Store(&weights[i], Tanh(Load(&weights[i]) / h.cap) * h.cap);
+      for (int64_t i = 0; i < count; ++i) add_bias(i, weights[i]);
     }
     std::fill(weights.begin() + count, weights.end(), -INFINITY);
     Vector sum{};
@@ -112,16 +153,16 @@ void Head(const Heads& h, int64_t row, int64_t head) {
 
 ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries,
                      ffi::Buffer<ffi::F32> keys, ffi::Buffer<ffi::F32> values,
-                     ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> out, float masked) {
+                     ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> out, float masked,
+                     float cap) {
   const auto q = queries.dimensions(), k = keys.dimensions(), b = bias.dimensions();
   const auto v = values.dimensions();
   const bool four = q.size() == 4 && k.size() == 4 && b.size() == 4;
   if (!four || !std::equal(k.begin(), k.end(), v.begin(), v.end()) || k[0] != q[0] ||
-      k[1] != q[2] || k[3] != q[3] || b[3] != k[2] || (b[0] != 1 && b[0] != q[0]) ||
-      (b[1] != 1 && b[1] != q[2]) ||
-      (b[2] != 1 && b[2] != q[1]))
-    return ffi::Error::InvalidArgument("queries [B, K, H, D] need keys and values [B, H, T, D] "
-                                       "and a bias [B or 1, H or 1, K or 1, T]");
+      k[1] == 0 || q[2] % k[1] != 0 || k[3] != q[3] || b[3] != k[2] ||
+      (b[0] != 1 && b[0] != q[0]) || (b[1] != 1 && b[1] != q[2]) || (b[2] != 1 && b[2] != q[1]))
+    return ffi::Error::InvalidArgument("queries [B, K, H, D] need keys and values [B, G, T, D] "
+                                       "where G divides H, and a bias [B or 1, H or 1, K or 1, T]");
   if (out->element_count() == 0) return ffi::Error::Success();
   const int64_t slots = k[2];
   const Heads heads{queries.typed_data(),
@@ -131,20 +172,22 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries,
                     out->typed_data(),
                     q[1],
                     q[2],
+                    k[1],
                     slots,
                     q[3],
                     b[0] == 1 ? 0 : b[1] * b[2] * slots,
                     b[1] == 1 ? 0 : b[2] * slots,
                     b[2] == 1 ? 0 : slots,
-                    masked};
+                    masked,
+                    cap};
   const int64_t work = 2 * q[0] * q[1] * q[2] * q[3] * slots;
   Share(pool, Threads(pool, work, kMinWork), q[0] * q[2],
         [heads](int64_t i) { Head(heads, i / heads.heads, i % heads.heads); });
   return ffi::Error::Success();
 }
 
-ffi::Error Norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale,
-                ffi::ResultBuffer<ffi::F32> out) {
+ffi::Error RMSNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale,
+                   ffi::ResultBuffer<ffi::F32> out) {
   const auto in = x.dimensions();
   if (in.size() != 2 || scale.dimensions().size() != 1 || scale.dimensions()[0] != in[1])
     return ffi::Error::InvalidArgument("x [M, E] needs a scale [E]");
@@ -161,6 +204,27 @@ ffi::Error Norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::
   return ffi::Error::Success();
 }
 
+ffi::Error LayerNorm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale,
+                     ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> out) {
+  const auto in = x.dimensions(), s = scale.dimensions(), b = bias.dimensions();
+  if (in.size() != 2 || s.size() != 1 || b.size() != 1 || s[0] != in[1] || b[0] != in[1])
+    return ffi::Error::InvalidArgument("x [M, E] needs a scale [E] and a bias [E]");
+  const float *rows = x.typed_data(), *scales = scale.typed_data(), *biases = bias.typed_data();
+  float* result = out->typed_data();
+  const int64_t size = in[1];
+  if (out->element_count() == 0) return ffi::Error::Success();
+  const auto norm = [=](int64_t row) {
+    const float* in_row = rows + row * size;
+    float* out_row = result + row * size;
+    const float mean = Total(in_row, size) / size;
+    for (int64_t e = 0; e < size; ++e) out_row[e] = in_row[e] - mean;
+    const float inverse = 1 / std::sqrt(Dot(out_row, out_row, size) / size + 1e-5f);
+    for (int64_t e = 0; e < size; ++e) out_row[e] = out_row[e] * inverse * scales[e] + biases[e];
+  };
+  Share(pool, Threads(pool, x.element_count(), kMinNormed), in[0], norm);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyAttention, Attention,
@@ -171,11 +235,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyAttention, Attention,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<float>("masked"));
+                                  .Attr<float>("masked")
+                                  .Attr<float>("cap"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyNorm, Norm,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyRMSNorm, RMSNorm,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SkinnyLayerNorm, LayerNorm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
