@@ -323,7 +323,7 @@ class Pair(pairs.LoadedPair):
       eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
       scorer=scorer,
       early_stopping=config.early_stopping or False,
-    ).with_processors(config.processors(self.target.vocab_size, eos_ids))
+    ).with_processors(config.processors(self.target.vocab_size, eos_ids, self.vocabulary.pad_id))
     found = self._search_batches(searcher, texts, config, batch_size, forced)
     return [output for outputs in found for output in outputs[:count]]
 
@@ -421,7 +421,8 @@ class _Run:
     self.pair, self.config, self.texts, self.settings = pair, config, texts, settings
     self.forced, self.logprobs = forced, logprobs
     self.eos_ids = config.eos_ids(pair.vocabulary.eos_id)
-    self.processors = config.processors(pair.target.vocab_size, self.eos_ids)
+    pad_id = pair.vocabulary.pad_id
+    self.processors = config.processors(pair.target.vocab_size, self.eos_ids, pad_id)
     gamma = 5 if gamma is None else gamma
     self.tree = resolve_tree(gamma, tree, pair, texts, settings, _LOG.info)
 

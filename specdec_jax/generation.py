@@ -178,8 +178,14 @@ class GenerationConfig:
       )
     return limits
 
-  def processors(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Processors:
-    """Return the logits processors in the order of transformers, with `logits_processor` last."""
+  def processors(self, vocab_size: int, eos_ids: tuple[int, ...], pad_id: int = 0) -> Processors:
+    """Return the logits processors in the order of transformers, with `logits_processor` last.
+
+    Args:
+      vocab_size: V, the number of vocabulary entries.
+      eos_ids: tokens that end a text.
+      pad_id: token that pads prompts.
+    """
     eos = HashableArray(np.array(eos_ids, np.int32))
     found: list[LogitsProcessor] = []
     if self.sequence_bias:
@@ -189,13 +195,15 @@ class GenerationConfig:
       self._require_tokens("sequence_bias", biases, vocab_size)
       found.append(SequenceBias.of(biases))
     if self.encoder_repetition_penalty not in (None, 1):
-      found.append(RepetitionPenalty(1 / self.encoder_repetition_penalty, of_prompt=True))
+      inverse = 1 / self.encoder_repetition_penalty
+      found.append(RepetitionPenalty(inverse, of_prompt=True, pad_id=pad_id))
     if self.repetition_penalty not in (None, 1):
       found.append(RepetitionPenalty(float(self.repetition_penalty)))
     if self.no_repeat_ngram_size:
       found.append(NoRepeatNgram(int(self.no_repeat_ngram_size)))
     if self.encoder_no_repeat_ngram_size:
-      found.append(NoRepeatNgram(int(self.encoder_no_repeat_ngram_size), of_prompt=True))
+      size = int(self.encoder_no_repeat_ngram_size)
+      found.append(NoRepeatNgram(size, of_prompt=True, pad_id=pad_id))
     if self.bad_words_ids:
       self._require_tokens("bad_words_ids", self.bad_words_ids, vocab_size)
       # A text may always end.

@@ -36,14 +36,16 @@ class RepetitionPenalty(LogitsProcessor):
     of_prompt: whether to penalize tokens that occur in the prompt, instead of those in the text.
       With the inverse of the penalty, this is `encoder_repetition_penalty` of transformers; there,
       padding of the prompt counts as a token, and here it does not.
+    pad_id: token that pads the prompt.
   """
 
   penalty: float = traced(1.0)
   of_prompt: bool = False
+  pad_id: int = 0
 
   def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
     tokens = prefixes.prompt[:, None] if self.of_prompt else prefixes.tokens
-    exists = tokens != 0 if self.of_prompt else _is_text(prefixes)
+    exists = tokens != self.pad_id if self.of_prompt else _is_text(prefixes)
     occurs = _occurring(tokens, exists, logits.shape[-1])
     penalized = jnp.where(logits < 0, logits * self.penalty, logits / self.penalty)
     return jnp.where(occurs, penalized, logits)
@@ -57,14 +59,16 @@ class NoRepeatNgram(LogitsProcessor):
     size: n, at least 1.
     of_prompt: whether n-grams of the prompt must not be repeated, instead of those of the text
       (`encoder_no_repeat_ngram_size` of transformers).
+    pad_id: token that pads the prompt.
   """
 
   size: int = traced(0)
   of_prompt: bool = False
+  pad_id: int = 0
 
   def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
     tokens = prefixes.prompt[:, None] if self.of_prompt else prefixes.tokens
-    exists = tokens != 0 if self.of_prompt else _is_text(prefixes)
+    exists = tokens != self.pad_id if self.of_prompt else _is_text(prefixes)
     positions = jnp.arange(tokens.shape[-1])
 
     def match_one_more(i: Any, matches: Bool[Array, "B K T"]) -> Bool[Array, "B K T"]:

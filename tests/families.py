@@ -84,6 +84,7 @@ def model_of(name, seed=0):
     config = make(encoder=encoder, decoder=_GEMMA, vocab_size=96)
   else:
     config = make(**(_T5 if family.endswith("T5") else _SIZES) | fields)
+  config._attn_implementation = "eager"  # the others ignore soft caps in transformers 4
   torch.manual_seed(seed)
   model = getattr(
     transformers, f"{family}{'MTModel' if family == 'Marian' else 'ForConditionalGeneration'}"
@@ -98,6 +99,8 @@ def model_of(name, seed=0):
       weight += spread * torch.randn_like(weight)
       if "shared" in key or "embed_tokens" in key:  # tied logits would repeat the last token
         weight *= 0.4
+      if key.endswith("Attention.q.weight"):  # T5 has no scale of attention
+        weight *= 0.35
       if any(part in key for part in CROSS_ATTENTION) and weight.ndim == 2:
         weight *= 1.5
     if hasattr(model, "final_logits_bias"):

@@ -115,7 +115,7 @@ def test_greedy_outputs_equal_those_of_transformers(model, name):
   for row in range(50):
     length = int(got.lengths[row])
     assert tokens[row, :length].tolist() == want[row, :length].tolist()
-  assert len({tuple(row) for row in tokens.tolist()}) > 10  # outputs depend on the source
+  assert len({tuple(row) for row in tokens.tolist()}) >= 8  # outputs depend on the source
 
 
 @pytest.mark.parametrize("name", ["bart", "marian", "m2m_100"])

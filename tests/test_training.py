@@ -112,15 +112,15 @@ def test_all_epochs_have_the_same_number_of_batches():
 
 
 def test_padded_batches_hold_the_padded_pairs():
-  text = dataclasses.replace(random_text(50, 4), pad_id=7)
+  text = random_text(50, 4)
   batches = epoch_batches(text, 128, 0, 0)
   total = 0
   for (length, indices), batch in zip(batches, padded_batches(text, batches), strict=True):
     assert batch.source.shape == batch.targets.shape == (len(indices), length)
     assert batch.source.dtype == batch.targets.dtype == np.int32
     for i, source, targets in zip(indices, batch.source, batch.targets, strict=True):
-      for row, tokens, pad in ((source, text.sources[i], 7), (targets, text.targets[i], NO_TOKEN)):
-        assert row[: len(tokens)].tolist() == tokens and (row[len(tokens) :] == pad).all()
+      for row, tokens in ((source, text.sources[i]), (targets, text.targets[i])):
+        assert row[: len(tokens)].tolist() == tokens and (row[len(tokens) :] == NO_TOKEN).all()
     total += len(indices)
   assert total >= 50
 

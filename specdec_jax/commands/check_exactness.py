@@ -377,7 +377,8 @@ def _processors(pair: LoadedPair, generation: GenerationConfig) -> Processors:
       f"generation has {', '.join(others)}, which the checker does not take from it; give settings "
       "of logits processors, and sampling methods as check_exactness.samplings."
     )
-  return generation.processors(pair.target.vocab_size, (pair.vocabulary.eos_id,))
+  words = pair.vocabulary
+  return generation.processors(pair.target.vocab_size, (words.eos_id,), words.pad_id)
 
 
 def _named(tree: AnyTree) -> str:

@@ -17,7 +17,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.types import DecodeResult, Model, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import Vocabulary, padded
+from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.models.families import Config, model_of, module_of
 from specdec_jax.pairs.load import load_for
 from specdec_jax.partitioning import PartitionedModel, make_mesh, param_shardings
@@ -115,7 +115,14 @@ class Teacher(NamedTuple):
     """
     if not path.exists():
       eos_id = self.vocabulary.eos_id
-      outputs = model_outputs(self.model, self.params, text.sources, eos_id, num_beams=num_beams)
+      outputs = model_outputs(
+        self.model,
+        self.params,
+        text.sources,
+        eos_id,
+        num_beams=num_beams,
+        pad_id=self.vocabulary.pad_id,
+      )
       path.parent.mkdir(parents=True, exist_ok=True)
       save_parallel_text(path, ParallelText(text.sources, outputs))
     return load_parallel_text(path)
@@ -132,7 +139,13 @@ class Teacher(NamedTuple):
     model, params = writer
     for seed, sources in enumerate([*[text.sources] * texts.samples, [*new_sources]]):
       outputs = model_outputs(
-        model, params, sources, vocabulary.eos_id, sampling=Sampling(), seed=seed
+        model,
+        params,
+        sources,
+        vocabulary.eos_id,
+        sampling=Sampling(),
+        seed=seed,
+        pad_id=vocabulary.pad_id,
       )
       text = ParallelText([*text.sources, *sources], [*text.targets, *outputs])
     return text
@@ -160,7 +173,15 @@ class Teacher(NamedTuple):
 
   def _outputs(self, sources: list[list[int]], sampling: Sampling) -> list[list[int]]:
     eos_id = self.vocabulary.eos_id
-    return model_outputs(self.model, self.params, sources, eos_id, sampling=sampling, seed=-1)
+    return model_outputs(
+      self.model,
+      self.params,
+      sources,
+      eos_id,
+      sampling=sampling,
+      seed=-1,
+      pad_id=self.vocabulary.pad_id,
+    )
 
 
 def open_teacher(path: str, vocabulary: Vocabulary, model_parallel: int) -> Teacher:
@@ -208,6 +229,7 @@ def model_outputs(
   sampling: Sampling = Sampling(temperature=0.0),
   seed: int = 0,
   num_beams: int | None = None,
+  pad_id: int = PAD_ID,
 ) -> list[list[int]]:
   """Decode sources without a draft; return the (at most MAX_NEW_TOKENS) ids of each output.
 
@@ -228,7 +250,7 @@ def model_outputs(
     # The last batch is filled up, so that one program per prompt length is compiled.
     indices += [indices[-1]] * (batch_size - len(indices))
     width = -(-max(len(sources[i]) for i in indices) // 16) * 16
-    prompt = jnp.asarray(padded([sources[i] for i in indices], width))
+    prompt = jnp.asarray(padded([sources[i] for i in indices], width, pad_id))
     result = decode(prompt, row_keys(seed, start, batch_size))
     for i, row, length in zip(indices, np.asarray(result.tokens), np.asarray(result.lengths)):
       outputs[i] = row[:length].tolist()

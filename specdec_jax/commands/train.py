@@ -20,11 +20,12 @@ from specdec_jax.commands.distillation_data import (
 from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary_of_model, padded_size
-from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
+from specdec_jax.data.vocabulary import PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.models.families import Config, model_of, module_of
+from specdec_jax.pairs.load import model_tokens
 from specdec_jax.partitioning import make_mesh, param_shardings
 from specdec_jax.training.distillation import residual_labels
 from specdec_jax.training.objectives import Divergence, Objective, model_objective
@@ -120,7 +121,7 @@ def bleu_of(
     sources: token ids of each source.
     references: path of the file with the translation of each source.
   """
-  outputs = model_outputs(model_of(config), params, sources)
+  outputs = model_outputs(model_of(config), params, sources, pad_id=config.pad_id)
   texts = [vocabulary.decode(output) for output in outputs]
   return sacrebleu.corpus_bleu(texts, [read_lines(references)]).score
 
@@ -293,8 +294,9 @@ def train_speculator(
   """
   require_types(train_speculator, locals())
   require_count("stride", stride)
-  num_rows = open_checkpoint(target).config.vocab_size
-  words = open_vocabulary_of_model(vocabulary, num_rows, extra_ids)
+  opened = open_checkpoint(target)
+  tokens = model_tokens(opened)
+  words = open_vocabulary_of_model(vocabulary, opened.config.vocab_size, extra_ids, tokens)
   teacher = open_teacher(target, words, settings.model_parallel)
   head_config = config(teacher.config)  # an invalid one raises before the texts are generated
   text = teacher.distillation_data(
@@ -328,7 +330,8 @@ def open_fitting_vocabulary(config: Config, path: str) -> tuple[Vocabulary, Conf
   Raises:
     InputError: the configuration does not fit the vocabulary.
   """
-  words = open_vocabulary_of_model(path, config.vocab_size)
+  tokens = ModelTokens(config.has_encoder, (config.eos_id,), config.pad_id)
+  words = open_vocabulary_of_model(path, config.vocab_size, tokens=tokens)
   rows, size = config.vocab_size, len(words)
   if size < rows == padded_size(size):
     config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=rows)

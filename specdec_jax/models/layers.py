@@ -142,6 +142,10 @@ class LayerNorm(nn.Module):
   def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
     scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
     bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), jnp.float32)
+    if self.config.kernels == "skinny":
+      rows = x.reshape(-1, x.shape[-1])
+      scale, bias = scale.astype(jnp.float32), bias.astype(jnp.float32)
+      return skinny.layer_norm(rows, scale, bias).reshape(x.shape)
     x = x.astype(jnp.float32)
     x = x - jnp.mean(x, axis=-1, keepdims=True)
     x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
@@ -281,12 +285,12 @@ class Attention(nn.Module):
     """Attend to keys and values, with a bias that is added to the attention logits."""
     keys, values = keys_values
     cfg = self.config
+    if cfg.kernels == "skinny":
+      mixed = skinny.attend(queries.swapaxes(1, 2), keys, values, bias, MASKED, cfg.attention_cap)
+      return self.out(mixed.reshape(*mixed.shape[:2], -1))
     repeats = cfg.num_heads // cfg.kv_heads
     if repeats > 1:
       keys, values = jnp.repeat(keys, repeats, axis=1), jnp.repeat(values, repeats, axis=1)
-    if cfg.kernels == "skinny" and cfg.attention_cap is None:
-      mixed = skinny.attend(queries.swapaxes(1, 2), keys, values, bias, MASKED)
-      return self.out(mixed.reshape(*mixed.shape[:2], -1))
     logits = soft_cap(jnp.einsum("bhkd,bhtd->bhkt", queries, keys), cfg.attention_cap)
     weights = nn.softmax(logits + bias.astype(logits.dtype))
     weights = self.dropout(weights, deterministic)

@@ -24,7 +24,7 @@ from specdec_jax.data.vocabularies import (
   open_vocabulary_of_model,
   padded_size,
 )
-from specdec_jax.data.vocabulary import PAD_ID, ModelTokens, Vocabulary
+from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
@@ -199,7 +199,7 @@ def model_tokens(checkpoint: Checkpoint, source_language: str | None = None) -> 
   return ModelTokens(
     has_encoder=checkpoint.config.has_encoder,
     eos_ids=checkpoint.eos_ids,
-    pad_id=getattr(checkpoint.config, "pad_id", PAD_ID),
+    pad_id=checkpoint.config.pad_id,
     source_language=source_language,
   )
 
@@ -248,7 +248,7 @@ def checkpoint_draft(
   words, opened = target.vocabulary, open_checkpoint(model)
   if vocabulary is not None:
     file = hub.resolve(vocabulary, hub.VOCABULARY)
-    words = open_vocabulary_of_model(file, opened.config.vocab_size)
+    words = open_vocabulary_of_model(file, opened.config.vocab_size, tokens=model_tokens(opened))
   config, params = load_for(
     "draft",
     model,
@@ -421,8 +421,6 @@ def load_for(
   eos_ids = checkpoint.eos_ids
   if isinstance(config, GPTConfig):
     eos_ids = eos_ids or (config.eos_id,)
-    if words.eos_id in eos_ids:
-      config = dataclasses.replace(config, eos_id=words.eos_id)
   if eos_ids and words.eos_id not in eos_ids:
     raise InputError(
       f"The {role} in {path} ends a text with token {' or '.join(map(str, eos_ids))} but "
@@ -433,6 +431,7 @@ def load_for(
       f"The {role} in {path} ends a text with token {words.pad_id}, which pads prompts here; use "
       "models whose vocabulary has another token there."
     )
+  config = dataclasses.replace(config, eos_id=words.eos_id, pad_id=words.pad_id)
   if checkpoint.vocabulary not in (None, words.fingerprint()):
     raise InputError(
       f"The {role} in {path} was trained with another vocabulary than {words.path}, though "

@@ -15,7 +15,7 @@ from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
-from specdec_jax.models.config import GPTConfig, Weights, named_config, named_dtype, version_name
+from specdec_jax.models.config import Weights, named_config, named_dtype, version_name
 from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.models.quantization import MAX_INT8, param_dtype
 from specdec_jax.models.simulated import SimulatedModel
@@ -157,8 +157,7 @@ def random_model(
 ) -> tuple[Config, Any]:
   """Return a named configuration and random parameters of the given dtype and shardings."""
   config = named_config(version, size, dtype=dtype)
-  if isinstance(config, GPTConfig):  # EOS of the vocabulary ends a prompt
-    config = dataclasses.replace(config, eos_id=words.eos_id)
+  config = dataclasses.replace(config, eos_id=words.eos_id, pad_id=words.pad_id)
   if len(words) > config.vocab_size:
     raise InputError(
       f"{words.path} has {len(words)} tokens, more than the {config.vocab_size} of {version} "

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec_jax.data.vocabulary import PAD_ID, padded
+from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 
 # Padded lengths of batches. A pair belongs to the first bucket that holds its longer side, in
 # tokens with EOS. Steps are narrow where most captions lie: with sentences of 15 tokens on average,
 # padding all of them to 32 would waste half of the work.
 BUCKETS = (8, 11, 14, 16, 18, 20, 22, 24, 27, 30, 34, 40, 50, 66, 96, 128, 192, 256, 320, 384, 512)
-NO_TOKEN = -1  # pads targets
+NO_TOKEN = -1  # padding of batches
 MAX_TARGET = 128  # longest padded targets, so that long sources do not widen them
 
 
@@ -28,13 +28,11 @@ class ParallelText:
     teacher: for each pair, the k most probable tokens of a teacher at each of T target positions,
       and their probabilities (`distillation.teacher_topk`). Both are arrays [T, k]. None to learn
       from the targets alone.
-    pad_id: token that pads sources.
   """
 
   sources: list[list[int]]
   targets: list[list[int]]
   teacher: list[tuple[np.ndarray, np.ndarray]] | None = None
-  pad_id: int = PAD_ID
 
   def __post_init__(self):
     if len(self.sources) != len(self.targets):
@@ -48,11 +46,11 @@ class ParallelText:
 
 
 class Batch(NamedTuple):
-  """Sentence pairs, padded to a common source length S and a common target length T.
+  """Sentence pairs, padded with NO_TOKEN to common lengths S of sources and T of targets.
 
   Attributes:
-    source: [B, S], source tokens, padded with `ParallelText.pad_id`.
-    targets: [B, T], target tokens, padded with NO_TOKEN; T is S, but at most MAX_TARGET.
+    source: [B, S], source tokens.
+    targets: [B, T], target tokens; T is S, but at most MAX_TARGET.
     labels: [B, T, k], tokens to learn at each position; without a teacher, the target token
       (k = 1).
     weights: [B, T, k], probabilities of the labels; 0 at padding.
@@ -109,7 +107,7 @@ def epoch_batches(
 def padded_batches(text: ParallelText, batches: list[tuple[int, np.ndarray]]) -> Iterator[Batch]:
   """Yield the padded arrays of each batch from `epoch_batches`."""
   for length, indices in batches:
-    source = padded([text.sources[i] for i in indices], length, text.pad_id)
+    source = padded([text.sources[i] for i in indices], length, NO_TOKEN)
     targets = padded([text.targets[i] for i in indices], min(length, MAX_TARGET), NO_TOKEN)
     labels = np.maximum(targets, 0)[..., None]
     weights = (targets[..., None] != NO_TOKEN).astype(np.float32)

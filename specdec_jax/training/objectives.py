@@ -89,7 +89,8 @@ def teacher_forced(
   inputs = jnp.maximum(batch.targets[:, :-1], 0)  # inputs after the text may be any token
   inputs = jnp.pad(inputs, ((0, 0), (1, 0)), constant_values=start_id)
   rngs = None if dropout_rng is None else {"dropout": dropout_rng}
-  return module.apply({"params": params}, batch.source, inputs, dropout_rng is None, rngs=rngs)
+  source = jnp.where(batch.source == NO_TOKEN, config.pad_id, batch.source)
+  return module.apply({"params": params}, source, inputs, dropout_rng is None, rngs=rngs)
 
 
 def divergences(

@@ -65,7 +65,8 @@ def speculator_objective(
   def target_outputs(
     frozen: Any, batch: Batch, rng: Array | None = None, progress: Array | float = 0.0
   ) -> TargetOutputs:
-    prompt, length = jnp.asarray(batch.source), batch.targets.shape[1]
+    prompt = jnp.where(batch.source == NO_TOKEN, target.pad_id, batch.source)
+    length = batch.targets.shape[1]
     start_tokens, start_lengths = model.prompt_tokens(prompt)
     last_token = jnp.take_along_axis(start_tokens, start_lengths[:, None] - 1, axis=1)
     # Inputs after the text may be any token.
