@@ -82,6 +82,8 @@ def test_logits_equal_those_of_transformers_with_padding_and_rollback(model, nam
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_greedy_outputs_equal_those_of_transformers(model, name):
+  if name.startswith("t5gemma") and transformers.__version__.startswith("4."):
+    pytest.skip("`generate` of transformers 4 cuts the cache of cross-attention to the window")
   of, folder = model(name)
   config = open_checkpoint(folder).config
   source = families.sources(config, 2, 50, 20)
