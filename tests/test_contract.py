@@ -108,6 +108,22 @@ def int8() -> Models:
 
 
 @functools.cache
+def family(name: str) -> Models:
+  """Return models of another family of encoder-decoders."""
+  config = dataclasses.replace(T5_CONFIG, **getattr(tiny, name))
+  params = tiny.params(config, 4, peak=0.9)
+  return t5()._replace(
+    target=T5Model(config),
+    draft=T5Model(config),
+    params=params,
+    draft_params=tiny.near(params, 5, 0.2),
+  )
+
+
+bart, t5gemma = functools.partial(family, "BART"), functools.partial(family, "T5GEMMA")
+
+
+@functools.cache
 def deep() -> Models:
   """Return the T5 models with a target that has three decoder layers."""
   config = dataclasses.replace(T5_CONFIG, num_decoder_layers=3)
@@ -236,7 +252,12 @@ def learned(kind: str, layers: tuple[int, ...] | None = None):
     shape = models.target.config
     width = shape.emb_dim * max(1, len(models.target.feature_layers))
     sizes = dict(state_dim=width, emb_dim=8, mlp_dim=16, num_decoder_layers=1, rank=4)
-    heads = dict(num_heads=shape.num_heads, head_dim=shape.head_dim, has_encoder=shape.has_encoder)
+    heads = dict(
+      num_heads=shape.num_heads,
+      num_kv_heads=shape.num_kv_heads,
+      head_dim=shape.head_dim,
+      has_encoder=shape.has_encoder,
+    )
     config = SpeculatorConfig(kind=kind, vocab_size=V, gamma=4, layers=layers, **sizes, **heads)
     own = tiny_pair.random_params(config, 1)
     made = speculators.head_factory(
@@ -339,6 +360,10 @@ CASES = {
   "other vocabulary": (t5, other_vocabulary, RAGGED, TokenVerifier),
   "tree, GPT": (gpt, model, RAGGED, TokenVerifier),
   "tree, blocks": (t5, near, branching(2, 2), BlockVerifier),
+  "BART": (bart, model, RAGGED, TokenVerifier),
+  "T5Gemma": (t5gemma, model, chain(3), BlockVerifier),
+  "T5Gemma, dynamic": (t5gemma, dynamic, DynamicTree(6, 3), TokenVerifier),
+  "T5Gemma, conditioned": (t5gemma, learned("conditioned"), RAGGED, TokenVerifier),
   "k-seq": (t5, independent, branching(2, 2), KSeqVerifier),
   "typical": (t5, model, RAGGED, TypicalVerifier),
   "top-beta": (gpt, model, chain(2), TopBetaVerifier),
@@ -402,7 +427,7 @@ DETERMINISTIC = {
   "lookahead",
   "known",
 }
-DETERMINISTIC |= {"dynamic", "dynamic of itself", "EAGLE, dynamic", "free"}
+DETERMINISTIC |= {"dynamic", "T5Gemma, dynamic", "dynamic of itself", "EAGLE, dynamic", "free"}
 DETERMINISTIC |= {
   "layers, GPT",
   "early exit",

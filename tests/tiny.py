@@ -123,7 +123,7 @@ def params(cfg: Config, seed: int, peak: float = 3.0):
       return jnp.ones(leaf.shape, leaf.dtype)
     std = 1 / np.sqrt(leaf.shape[0])
     if path.endswith("bias"):
-      std = 0.5
+      std = 0.1 if cfg.has_encoder else 0.5
     elif path.endswith(("embedder/embedding", "positions")):
       std = 1.0
     elif "rel_embedding" in path:

@@ -169,8 +169,8 @@ class DraftHead(abc.ABC):
     width = target.emb_dim * max(1, len(self.feature_layers))
     actual: tuple[Any, ...] = target.has_encoder, width
     if self.uses_cross_attention and config.has_encoder:
-      expected += config.num_heads, config.head_dim
-      actual += target.num_heads, target.head_dim
+      expected += config.kv_heads, config.head_dim
+      actual += target.kv_heads, target.head_dim
     if expected != actual:
       raise InputError(
         f"The draft is for a target with (encoder, width of states, heads) {expected}, this one "
@@ -183,7 +183,7 @@ class DraftHead(abc.ABC):
 
   def example_source(self) -> tuple[KeysValues, Array]:
     """Return zeros as keys, values and bias of one source token, to initialize parameters with."""
-    keys = jnp.zeros((1, self.config.num_heads, 1, self.config.head_dim))
+    keys = jnp.zeros((1, self.config.kv_heads, 1, self.config.head_dim))
     return (keys, keys), jnp.zeros((1, 1, 1, 1))
 
 
