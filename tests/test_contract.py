@@ -380,6 +380,8 @@ SAMPLED = [
   ("one pass", "temperature 1"),
   ("cascade", "temperature 1"),
   ("recycling", "temperature 1"),
+  ("BART", "temperature 1"),
+  ("T5Gemma", "temperature 1"),
   ("other vocabulary", "temperature 1"),
 ]
 
@@ -477,15 +479,24 @@ def test_recorded_rounds_add_up_to_the_text(case):
     assert text == np.asarray(out.tokens)[row, :length].tolist()
 
 
+@functools.cache
+def target_of(models_of):
+  """Return a function that returns the configuration and the parameters of a target."""
+  return lambda: (models_of().target.config, models_of().params)
+
+
 @pytest.mark.parametrize("case, method", SAMPLED)
 def test_samples_have_the_targets_joint_distribution(case, method):
   sampling = {"temperature 1": RANDOM, "top-k": TOP_K}[method]
-  _, draft_of, tree, verifier = CASES[case]
-  draft, draft_params = draft_of(t5(), sampling, tree)
+  models_of, draft_of, tree, verifier = CASES[case]
+  models = models_of()
+  draft, draft_params = draft_of(models, sampling, tree)
   decode = functools.partial(
-    speculative_decode, t5().target, draft, t5().params, draft_params, verifier=verifier(sampling)
+    *(speculative_decode, models.target, draft, models.params, draft_params),
+    verifier=verifier(sampling),
   )
-  assert tiny.p_value(joint_of_loop(decode)[0], exact_joint(method)) > tiny.LEVEL
+  exact = exact_joint(method, target_of(models_of))
+  assert tiny.p_value(joint_of_loop(decode)[0], exact) > tiny.LEVEL
 
 
 @pytest.mark.parametrize(

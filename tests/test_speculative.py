@@ -405,14 +405,21 @@ def target_and_draft():
   return tiny.params(CONFIG, seed=2, peak=0.9), tiny.params(DRAFT_CONFIG, seed=3, peak=0.5)
 
 
+def target():
+  return CONFIG, target_and_draft()[0]
+
+
 @functools.cache
-def exact_joint(method: str):
-  """Return probabilities [V, V, V] of three tokens; tokens after EOS are 0."""
-  s = METHODS[method]
+def exact_joint(method: str, of=target):
+  """Return probabilities [V, V, V] of three tokens; tokens after EOS are 0.
+
+  `of` returns the configuration and the parameters of an encoder-decoder.
+  """
+  s, (config, params) = METHODS[method], of()
   pairs = np.asarray(list(itertools.product(range(6), repeat=2)), np.int32)
   inputs = np.pad(pairs, ((0, 0), (1, 0)))  # [start, a, b]
   source = np.repeat(tiny.sources(CONFIG, 0, 1), 36, axis=0)
-  logits = tiny.teacher_forced(CONFIG)(target_and_draft()[0], source, inputs)
+  logits = tiny.teacher_forced(config)(params, source, inputs)
   p = tiny.adjusted(logits, s.temperature, s.top_k, s.top_p).reshape(6, 6, 3, 6)
   joint = np.zeros((6, 6, 6))
   for a, b in itertools.product(range(6), repeat=2):
