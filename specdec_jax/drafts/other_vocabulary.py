@@ -56,9 +56,11 @@ class OtherVocabularyModel(WrappedModel):
   Attributes:
     model: the wrapped model, with its own vocabulary.
     target: the target, whose vocabulary this model has.
+    pad_id: token that pads prompts of the wrapped model.
   """
 
   target: Model
+  pad_id: int = PAD_ID
 
   @property
   def vocab_size(self) -> int:
@@ -74,7 +76,8 @@ class OtherVocabularyModel(WrappedModel):
   def prefill(
     self, params: OtherVocabularyParams, prompt: Int[Array, "B P"], num_slots: int
   ) -> tuple[Float[Array, "B C E"], Any]:
-    return self.model.prefill(params.model, spell(params.spellings, prompt), num_slots)
+    spelled = spell(params.spellings, prompt, self.pad_id)
+    return self.model.prefill(params.model, spelled, num_slots)
 
   def extend(
     self,
@@ -90,7 +93,9 @@ class OtherVocabularyModel(WrappedModel):
     return logits, hidden, cache
 
 
-def spell(spellings: Int[Array, "V M"], prompt: Int[Array, "B P"]) -> Int[Array, "B spelled"]:
+def spell(
+  spellings: Int[Array, "V M"], prompt: Int[Array, "B P"], pad_id: int = PAD_ID
+) -> Int[Array, "B spelled"]:
   """Replace the tokens of prompts by their spellings, and pad the rows to MAX_GROWTH times P.
 
   With spellings of at most one token, the length does not change. A row with more tokens is
@@ -103,12 +108,16 @@ def spell(spellings: Int[Array, "V M"], prompt: Int[Array, "B P"]) -> Int[Array,
   is_last = count == count[:, -1:]
   slot = jnp.where(is_last, jnp.minimum(count, length), count) - 1
   slot = jnp.where(is_token & (is_last | (slot < length - 1)), slot, length)  # `length`: no slot
-  spelled = jnp.full((len(prompt), length), PAD_ID, jnp.int32)
+  spelled = jnp.full((len(prompt), length), pad_id, jnp.int32)
   return spelled.at[jnp.arange(len(prompt))[:, None], slot].set(tokens, mode="drop")
 
 
 def other_vocabulary_params(
-  params: Any, target: Vocabulary, draft: Vocabulary, has_encoder: bool
+  params: Any,
+  target: Vocabulary,
+  draft: Vocabulary,
+  has_encoder: bool,
+  starts: tuple[int | None, int | None] = (PAD_ID, PAD_ID),
 ) -> OtherVocabularyParams:
   """Return the parameters of an `OtherVocabularyModel`.
 
@@ -125,11 +134,13 @@ def other_vocabulary_params(
     draft: vocabulary of the model.
     has_encoder: whether the models are encoder-decoders. Prompts of decoder-only models, which are
       part of the text, are translated token by token.
+    starts: start tokens of the texts of two encoder-decoders: of the target, and of the draft.
 
   Raises:
     InputError: the vocabularies have no piece in common.
   """
-  roles = {PAD_ID: PAD_ID} if has_encoder else {target.start_id: draft.start_id}
+  pads, text_starts = (target.pad_id, draft.pad_id), (target.start_id, draft.start_id)
+  roles = dict([pads if has_encoder else text_starts])
   roles[target.eos_id] = draft.eos_id
   texts = target.pieces(range(len(target)))
   draft_texts = draft.pieces(range(len(draft)))
@@ -153,7 +164,10 @@ def other_vocabulary_params(
   ]
   inputs = [spelling[-1] for spelling in spellings]
   if has_encoder:
-    spellings[PAD_ID] = []
+    of_target, of_draft = starts
+    assert of_target is not None and of_draft is not None
+    inputs[of_target] = of_draft
+    spellings[target.pad_id] = []
   else:
     spellings = [[token] for token in inputs]
   width = min(MAX_PIECES, max(map(len, spellings)))

@@ -267,15 +267,16 @@ def checkpoint_draft(
         f"The draft in {model} has another vocabulary and another format of prompts than the "
         "target; both must be encoder-decoders, or decoder-only with a start token, or without."
       )
-    params = other_vocabulary_params(params, target.vocabulary, words, config.has_encoder)
-    drafting = OtherVocabularyModel(drafting, target.model)
+    starts = config_of(target.model).start_id, config.start_id
+    params = other_vocabulary_params(params, target.vocabulary, words, config.has_encoder, starts)
+    drafting = OtherVocabularyModel(drafting, target.model, config.pad_id)
     name += f", {int((params.partners >= 0).sum())} shared tokens"
   return DraftFactory(name, functools.partial(model_draft, drafting), params, recorded_path(model))
 
 
 def _prompt_format(config: Config) -> tuple[bool, bool]:
   """Return whether a model has an encoder, and whether a start token precedes its prompts."""
-  return config.has_encoder, getattr(config, "start_id", None) is not None
+  return config.has_encoder, config.start_id is not None
 
 
 def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
