@@ -20,6 +20,7 @@ KINDS = ("runs", "models", "tasks", "drafts")
 # Runs that take no pair of models.
 WITHOUT_PAIR = {
   "data",
+  "find_draft",
   "reproduce",
   "given_outputs",
   "peers",
