@@ -19,7 +19,13 @@ HOME = _INSTALLED if _INSTALLED.is_dir() else PACKAGE.parent  # the folder that 
 # Names of runs by purpose, as `specdec --help` lists them. All other runs measure.
 TAKES_NAMES = ("data", "find_draft", "reproduce")  # runs whose arguments are names, not runs
 USE = (
-  *("data", "find_draft", "quickstart", "translate", "generate", "decode", "speedup"),
+  "data",
+  "find_draft",
+  "quickstart",
+  "translate",
+  "generate",
+  "decode",
+  "speedup",
   "check_exactness",
 )
 TRAIN = "train_"  # prefix of the names of runs that train
