@@ -24,8 +24,8 @@ from specdec_jax.models.sizes import named_config
 
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RECIPES = sorted(path.stem for path in (GIN / "recipes").glob("*.gin"))
-# Family and sizes of target and draft; None for prompt lookup. T5Gemma 9B-9B exceeds the memory of the test; 2B-2B has the
-# same options.
+# Family and sizes of target and draft; None for prompt lookup. T5Gemma 9B-9B exceeds the memory of
+# the test; 2B-2B has the same options.
 SHAPES = {
   "flan_t5_xl": ("1.1", "xl", "small"),
   "madlad_7b": ("madlad", "7b", "3b"),
