@@ -17,8 +17,17 @@ _INSTALLED = PACKAGE / "gin_files"
 HOME = _INSTALLED if _INSTALLED.is_dir() else PACKAGE.parent  # the folder that contains gin/
 
 # Names of runs by purpose, as `specdec --help` lists them. All other runs measure.
-TAKES_NAMES = ("data", "reproduce")  # runs whose arguments are names, not runs
-USE = ("data", "quickstart", "translate", "generate", "decode", "speedup", "check_exactness")
+TAKES_NAMES = ("data", "find_draft", "reproduce")  # runs whose arguments are names, not runs
+USE = (
+  "data",
+  "find_draft",
+  "quickstart",
+  "translate",
+  "generate",
+  "decode",
+  "speedup",
+  "check_exactness",
+)
 TRAIN = "train_"  # prefix of the names of runs that train
 _DATA_SETS = {  # names of data sets by their folder
   "multi30k": "multi30k",

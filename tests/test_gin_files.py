@@ -16,10 +16,11 @@ from specdec_jax.pairs import verifier_from
 
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
-KINDS = ("runs", "models", "tasks", "drafts")
+KINDS = ("runs", "models", "tasks", "drafts", "recipes")
 # Runs that take no pair of models.
 WITHOUT_PAIR = {
   "data",
+  "find_draft",
   "reproduce",
   "given_outputs",
   "peers",

@@ -401,6 +401,18 @@ def test_output_to_a_pipe(run):
   assert sorted(os.listdir()) == ["in.txt", "pipe"]
 
 
+def test_forced_token_starts_each_output(run):
+  """The outputs are those of autoregressive decoding, and differ from those without the setting."""
+  setting = {"generation.GenerationConfig.forced_bos_token_id": 20}
+  outputs = []
+  for name, settings in (("plain", {}), ("gamma_0", {"GAMMA": 0, **setting}), ("gamma_3", setting)):
+    assert run(LINES, OUTPUT=f"{name}.jsonl", **settings).status == 0
+    records = pathlib.Path(f"{name}.jsonl").read_text().splitlines()
+    outputs.append([json.loads(record)["tokens"] for record in records])
+  plain, autoregressive, speculative = outputs
+  assert {row[0] for row in speculative} == {20} and speculative == autoregressive != plain
+
+
 # Invalid input.
 
 
@@ -437,6 +449,8 @@ def test_output_to_a_pipe(run):
     ({"PREFIX": "p\ud800"}, "prefix has half a surrogate pair"),
     ({"BEAMS": 0}, "beams is 0"),
     ({"BEAMS": 2, "TEMPERATURE": 1.0}, "A beam search samples nothing"),
+    ({"BEAMS": 2, "generation.GenerationConfig.repetition_penalty": 1.3}, "generation unset"),
+    ({"generation.GenerationConfig.top_k": 3}, "generation has top_k, which a command does not"),
   ],
   ids=str,
 )

@@ -37,7 +37,7 @@ from specdec_jax.exactness.near_ties import Divergence, Rounding, node_moves, sh
 from specdec_jax.exactness.paths import rounds_of_self_draft
 from specdec_jax.exactness.prefix_chi2 import Comparison
 from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
-from specdec_jax.generation import PROCESSORS, SETTINGS, GenerationConfig
+from specdec_jax.generation import GenerationConfig
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.pairs import LoadedPair, verifier_name
 from specdec_jax.progress import Progress
@@ -164,7 +164,7 @@ def check_exactness(
     require_count("the number of a tree's guesses", shape.num_guesses)
   for size in batch_sizes:
     pair.require_batch_size(size)
-  processors = _processors(pair, generation or GenerationConfig())
+  processors = pair.processors(generation or GenerationConfig())
   check = _Check(pair, texts, shapes, max(batch_sizes), max_new_tokens, long_tokens, processors)
   sampled = [sampling for sampling in samplings if sampling.temperature > 0]
   argmax = [sampling for sampling in samplings if sampling.temperature == 0]
@@ -366,19 +366,6 @@ class _CachedDecode:
     if key not in self.results:
       self.results[key] = require_finite(self.decode(prompt, keys, max_new_tokens=max_new_tokens))
     return self.results[key]
-
-
-def _processors(pair: LoadedPair, generation: GenerationConfig) -> Processors:
-  others = [
-    name for name in SETTINGS if name not in PROCESSORS and getattr(generation, name) is not None
-  ]
-  if others:
-    raise InputError(
-      f"generation has {', '.join(others)}, which the checker does not take from it; give settings "
-      "of logits processors, and sampling methods as check_exactness.samplings."
-    )
-  words = pair.vocabulary
-  return generation.processors(pair.target.vocab_size, (words.eos_id,), words.pad_id)
 
 
 def _named(tree: AnyTree) -> str:

@@ -30,6 +30,7 @@ from specdec_jax.errors import (
   require_text,
   require_types,
 )
+from specdec_jax.generation import GenerationConfig
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.calibrate import resolve_tree
 from specdec_jax.pairs import LoadedPair
@@ -57,6 +58,7 @@ def translate(
   draft_beams: int | None = None,
   nodes: int | None = None,
   length_penalty: float = 0.6,
+  generation: GenerationConfig | None = None,
 ) -> None:
   """Translate each line of a file; with a decoder-only model, continue each line.
 
@@ -95,10 +97,12 @@ def translate(
     nodes: maximum number of nodes per target forward pass of a beam search; see
       `pairs.LoadedPair.beam_searcher`.
     length_penalty: exponent of the length penalty of a beam search.
+    generation: settings of logits processors, such as `forced_bos_token_id` for the language of
+      outputs.
 
   Raises:
-    InputError: an argument is out of range, or beams are combined with a temperature above 0, a
-      tree or 'auto'.
+    InputError: an argument is out of range, `generation` has settings other than those of logits
+      processors, or beams are combined with a temperature above 0, a tree, 'auto' or `generation`.
   """
   require_types(translate, locals())
   for name, path in (("input", input or ""), ("output", output)):
@@ -110,11 +114,13 @@ def translate(
   if input is not None:
     require_distinct_files(output, input)
   decode: Callable[..., DecodeResult] | None = None
+  processors = pair.processors(generation or GenerationConfig())
   if beams is not None:
-    if sampling.temperature or tree is not None or gamma == "auto":
+    if sampling.temperature or tree is not None or gamma == "auto" or processors:
       raise InputError(
         "A beam search samples nothing, and its draft guesses gamma steps; with beams leave the "
-        "temperature at 0 and the tree unset, and give gamma as a number."
+        "temperature at 0, the tree and generation unset, and give gamma as a number. Pair.generate"
+        " has a beam search with logits processors."
       )
     searcher = pair.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
     decode = _best_of_beams(searcher, pair.params)
@@ -139,6 +145,8 @@ def translate(
       first = [*itertools.islice(lines, batch_size if at_terminal else None)]
     calibration_texts = [line for line in first if pair.can_decode(line)]
     shape = resolve_tree(gamma, tree, pair, calibration_texts, settings, say=notes.print)
+    if processors:
+      decode = pair.decode_fn(sampling, shape, processors=processors)
     description = dict(
       models=[pair.target_path, pair.target_name, pair.draft_path, pair.draft_name],
       arithmetic=[pair.dtype, pair.kernels, pair.max_source_tokens],
@@ -146,6 +154,7 @@ def translate(
       gamma=gamma,
       tree=tree if tree in (None, "auto") else [*tree],
       beams=[beams, draft_beams, nodes, length_penalty],
+      generation=repr(generation),
       inputs=hashlib.sha256("\n".join(known or []).encode()).hexdigest(),
     )
     # A device or a pipe is written to directly, so its lines cannot be written again.

@@ -18,6 +18,7 @@ from specdec_jax.core.types import DecodeResult, Draft, Model, Params, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.generation import PROCESSORS, SETTINGS, GenerationConfig
 from specdec_jax.loading import DraftFactory, LoadedTarget
 from specdec_jax.memory import require_memory
 from specdec_jax.models.families import feature_layers, with_feature_layers
@@ -174,6 +175,23 @@ class LoadedPair(NamedTuple):
     """
     decoder = self.decoder(sampling, tree, lenience, eos_id, processors)
     return functools.partial(decoder.run, self.params)
+
+  def processors(self, generation: GenerationConfig) -> Processors:
+    """Return the logits processors of `generation` for this pair.
+
+    Raises:
+      InputError: `generation` has settings other than those of logits processors.
+    """
+    others = [
+      name for name in SETTINGS if name not in PROCESSORS and getattr(generation, name) is not None
+    ]
+    if others:
+      raise InputError(
+        f"generation has {', '.join(others)}, which a command does not take from it; give settings "
+        "of logits processors there, and the others as settings of the command."
+      )
+    words = self.vocabulary
+    return generation.processors(self.target.vocab_size, (words.eos_id,), words.pad_id)
 
   def beam_searcher(
     self,
