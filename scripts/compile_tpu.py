@@ -23,7 +23,8 @@ from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import HEADS, AnyConfig, SpeculatorConfig, speculator_config
 from specdec_jax.errors import InputError
 from specdec_jax.extended_theory import best_tree
-from specdec_jax.models.config import Weights, named_config, named_dtype
+from specdec_jax.models.config import Weights, named_dtype
+from specdec_jax.models.sizes import named_config
 from specdec_jax.partitioning import REPLICATED, RULES
 from specdec_jax.reporting.formats import render
 from specdec_jax.user_errors import ArgumentParser

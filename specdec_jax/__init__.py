@@ -77,8 +77,9 @@ if TYPE_CHECKING:
     RepetitionPenalty,
     SequenceBias,
   )
-  from specdec_jax.models.config import GPTConfig, T5Config, gpt_config, t5_config
+  from specdec_jax.models.config import GPTConfig, T5Config
   from specdec_jax.models.gpt import GPTModel
+  from specdec_jax.models.sizes import gpt_config, t5_config
   from specdec_jax.models.t5 import T5Model
   from specdec_jax.outputs import Output
   from specdec_jax.pairs.composed import (
@@ -187,7 +188,7 @@ _DEFINED_IN = {
   "draft_sampling": "pairs.composed",
   "expected_tokens": "theory",
   "forest_draft": "pairs.composed",
-  "gpt_config": "models.config",
+  "gpt_config": "models.sizes",
   "hierarchical_draft": "pairs.composed",
   "layer_skip": "drafts.layer_skip",
   "load_pair": "api",
@@ -205,7 +206,7 @@ _DEFINED_IN = {
   "speculator": "pairs.speculators",
   "stop_at_miss_draft": "pairs.composed",
   "stopping_draft": "pairs.composed",
-  "t5_config": "models.config",
+  "t5_config": "models.sizes",
   "tree_draft": "pairs.composed",
   "uniform": "drafts.uniform",
   "unigram": "drafts.ngram",

@@ -30,8 +30,8 @@ from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.checkpoints.stored import param_shapes
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import t5_config
 from specdec_jax.models.families import for_decoding
+from specdec_jax.models.sizes import t5_config
 from specdec_jax.pairs import load_pair
 
 GATED = tiny.config(vocab_size=128, layers=2, num_decoder_layers=3)

@@ -20,8 +20,8 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import gpt_config
 from specdec_jax.models.families import for_decoding, module_of
+from specdec_jax.models.sizes import gpt_config
 from specdec_jax.pairs import load_pair
 
 TEXTS = ["Ein kleines Mädchen spielt.", "日本語 🎉🎉", " two  spaces\n\nand lines \n", ""]

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
-from specdec_jax.models.config import t5_config
+from specdec_jax.models.sizes import t5_config
 from specdec_jax.models.t5 import T5
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")

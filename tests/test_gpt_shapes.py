@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from specdec_jax.models.config import named_config
 from specdec_jax.models.families import init_params
+from specdec_jax.models.sizes import named_config
 
 GPT_2 = {  # of the released checkpoints
   "distil": 81_912_576,

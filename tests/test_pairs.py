@@ -19,6 +19,7 @@ from test_checkpoints_formats import write_hf
 from tiny import speculative_decode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+import specdec_jax
 from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
@@ -34,9 +35,9 @@ from specdec_jax.errors import InputError
 from specdec_jax.kernels import skinny
 from specdec_jax.loading import DecodeSettings
 from specdec_jax.measurement.measure import settings_to_measure
-from specdec_jax.models import config
-from specdec_jax.models.config import t5_config
+from specdec_jax.models import sizes
 from specdec_jax.models.families import for_decoding, init_params
+from specdec_jax.models.sizes import t5_config
 from specdec_jax.pairs import load_pair, random_pair
 from specdec_jax.run import main
 
@@ -117,11 +118,22 @@ def test_incompatible_decoder_only_models_raise(tmp_path, monkeypatch, changes, 
 
 
 def test_eos_of_any_vocabulary_ends_the_prompt_of_a_random_pair(monkeypatch):
-  monkeypatch.setitem(config._GPT_SIZES["gpt2"], "tiny", (8, 2, 4, 1, 16))
+  monkeypatch.setitem(sizes._GPT_SIZES["gpt2"], "tiny", (8, 2, 4, 1, 16))
   pair = random_pair("tiny", "tiny", 0.5, "gpt2")
   texts = "A man is riding a horse.", "Two dogs."
   _, lengths = pair.target.prompt_tokens(pair.prompt(texts))
   assert lengths.tolist() == [len(pair.encode(text)) - 1 for text in texts]
+
+
+@pytest.mark.parametrize("family, size", [("bart", "tiny"), ("t5gemma", "tiny-tiny")])
+def test_random_pair_of_another_family_accepts_all_draft_tokens(monkeypatch, family, size):
+  monkeypatch.setitem(sizes._FAMILY_SIZES["bart"], "tiny", (8, 2, 4, 16, 1, 1))
+  monkeypatch.setitem(sizes._GEMMA_STACKS, "tiny", (8, 2, 1, 4, 16, 2))
+  monkeypatch.setattr(sizes, "_T5GEMMA_SIZES", ("tiny-tiny",))
+  pair = specdec_jax.random_pair(size, size, 1.0, family)
+  assert pair.target_name == f"{family}_{size}" and pair.draft_name == f"{family}_{size}"
+  output = pair.generate(["A man is riding a horse."], gamma=3, max_new_tokens=16)[0]
+  assert len(output.tokens) == 16 and output.acceptance_length == 4
 
 
 @pytest.mark.parametrize("path", ["t5_tiny/checkpoint_1000", "t5_tiny/checkpoints/7/default"])

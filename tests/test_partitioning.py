@@ -21,9 +21,9 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import named_config, t5_config
 from specdec_jax.models.families import Config, for_decoding, init_params
 from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.models.sizes import named_config, t5_config
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.partitioning import (
   REPLICATED,

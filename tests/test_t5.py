@@ -16,9 +16,10 @@ from scipy import special
 
 from specdec_jax.core import trees
 from specdec_jax.core.trees import Tree, branching
-from specdec_jax.models.config import T5Config, t5_config
+from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import init_params
 from specdec_jax.models.layers import RelativePositionBias
+from specdec_jax.models.sizes import t5_config
 from specdec_jax.models.t5 import T5Model
 
 CONFIG = tiny.config(vocab_size=24, emb_dim=32, head_dim=12)

@@ -29,7 +29,7 @@ from specdec_jax.data.vocabulary import padded
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.measurement.speed import own_baseline
-from specdec_jax.models.config import t5_config
+from specdec_jax.models.sizes import t5_config
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import load_pair, random_pair
 from specdec_jax.run import main
@@ -418,15 +418,15 @@ GIN = """
 from __gin__ import dynamic_registration
 import seqio
 from specdec_jax import t5x_model
-from specdec_jax.models import config
+from specdec_jax.models import sizes
 from t5x import decoding
 from t5x import models
 from t5x.examples.t5 import network
 NETWORK = @t5x_model.t5x_network()
-t5x_model.t5x_network.config = @config.t5_config()
-config.t5_config.size = 'tiny'
-config.t5_config.vocab_size = 264
-config.t5_config.padded_vocab_size = None
+t5x_model.t5x_network.config = @sizes.t5_config()
+sizes.t5_config.size = 'tiny'
+sizes.t5_config.vocab_size = 264
+sizes.t5_config.padded_vocab_size = None
 MODEL = @t5x_model.SpeculativeModel()
 t5x_model.SpeculativeModel:
   module = %NETWORK
@@ -758,7 +758,7 @@ TINY = """
 from __gin__ import dynamic_registration
 import seqio
 import t5x_task
-from specdec_jax.models import config
+from specdec_jax.models import sizes
 from t5x import utils
 from t5x.examples.t5 import network
 
@@ -767,7 +767,7 @@ TASK_FEATURE_LENGTHS = {'inputs': 24, 'targets': 20}
 VOCABULARY = @seqio.ByteVocabulary()
 DRAFT_SIZE = 'tiny'
 GAMMA = 3
-config.t5_config:
+sizes.t5_config:
   vocab_size = 264
   padded_vocab_size = None
   dtype = 'float32'

@@ -22,7 +22,7 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import named_config
+from specdec_jax.models.sizes import named_config
 from specdec_jax.pairs import LoadedPair
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -35,7 +35,7 @@ def main(part: str) -> None:
   from specdec_jax.core.trees import DynamicTree
   from specdec_jax.drafts.heads import speculator_config
   from specdec_jax.extended_theory import best_tree
-  from specdec_jax.models.config import named_config, t5_config
+  from specdec_jax.models.sizes import named_config, t5_config
 
   _, devices = tpu_compile.described("v4:2x2x1")
   xxl, small = (t5_config(size, dtype=jnp.bfloat16) for size in ("xxl", "small"))

@@ -30,8 +30,8 @@ from specdec_jax.measurement.measure import measure
 from specdec_jax.measurement.roofline import memory_bandwidth
 from specdec_jax.measurement.speed import Baseline, Timing, own_baseline
 from specdec_jax.measurement.sweep import show
-from specdec_jax.models.config import named_config
 from specdec_jax.models.families import init_params
+from specdec_jax.models.sizes import named_config
 from specdec_jax.pairs import (
   EMBEDDED,
   LoadedPair,

@@ -15,10 +15,11 @@ from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
-from specdec_jax.models.config import Weights, named_config, named_dtype, version_name
+from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.models.quantization import MAX_INT8, param_dtype
 from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.models.sizes import named_config, version_name
 from specdec_jax.pairs.load import EMBEDDED, laid_out
 from specdec_jax.pairs.pair import LoadedPair
 from specdec_jax.pairs.speculators import draft_name
@@ -48,8 +49,8 @@ def random_pair(
     target: size of the target M_p; see `named_config`.
     draft: size of the draft M_q, or a function that loads a draft for a `LoadedTarget`.
     alpha: simulated acceptance rate.
-    version: version of T5 ('1.0' or '1.1'), or a family of decoder-only models ('gpt_like', 'gpt2'
-      or 'lamda').
+    version: version of T5 ('1.0' or '1.1'), another family of encoder-decoders, such as 't5gemma',
+      or a family of decoder-only models; see `named_config`.
     dtype: 'float32' or 'bfloat16'.
     vocabulary: path of the vocabulary.
     max_source_tokens: maximum number of tokens of a source, EOS included.

@@ -21,9 +21,10 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError, require_count, require_types
-from specdec_jax.models.config import named_dtype, version_name
+from specdec_jax.models.config import named_dtype
 from specdec_jax.models.families import model_of
 from specdec_jax.models.simulated import CERTAIN
+from specdec_jax.models.sizes import version_name
 from specdec_jax.pairs.pair import LoadedPair
 from specdec_jax.pairs.random_weights import random_model, size_name
 from specdec_jax.wrappers import WrappedModel

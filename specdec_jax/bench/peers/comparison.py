@@ -26,8 +26,9 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_types
 from specdec_jax.measurement.speed import own_baseline
-from specdec_jax.models.config import T5Config, t5_config, version_name
+from specdec_jax.models.config import T5Config
 from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.models.sizes import t5_config, version_name
 from specdec_jax.pairs import (
   EMBEDDED,
   LoadedPair,

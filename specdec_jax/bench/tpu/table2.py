@@ -19,7 +19,7 @@ from specdec_jax.bench.tpu.examine import examine
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.errors import InputError
 from specdec_jax.machine import commit
-from specdec_jax.models.config import t5_config
+from specdec_jax.models.sizes import t5_config
 from specdec_jax.reporting.tables import Table
 
 # The paper does not give lengths. T5 processes the first 512 pieces of an article, and 128 pieces
