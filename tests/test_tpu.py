@@ -317,6 +317,26 @@ def test_unknown_topology_raises(topology):
     described(topology)
 
 
+def test_table_of_pairs_has_the_numbers_of_a_report():
+  from specdec_jax.bench.tpu.examine import pairs_table
+
+  program = dict(arguments=20e9, peak=21e9, collectives=3, weight_copies=[])
+  loop = program | dict(arguments=22e9, peak=23e9, weight_copies=["copy"])
+  report = {
+    "settings": dict(
+      version="nllb", target="3.3b", draft="600m", topology="v4:1x1x1", nodes=0, gamma=7
+    ),
+    "programs": {"speculative loop": loop, "plain step": program, "round": program},
+    "hbm_bytes": {"decode step": 5e9},
+    "over_a_step": {"verify": 1.01, "draft step": 0.1, "round": 1.8},
+  }
+  tree = {**report, "settings": report["settings"] | dict(nodes=64)}
+  first, second = pairs_table([report, tree]).rows
+  numbers = "22.000", "23.000", "5.000", "1.010", "0.100", "1.800", "3, 3", "1"
+  assert first == ("nllb 3.3b", "600m", "v4:1x1x1", "8", *numbers)
+  assert second[3] == "64"
+
+
 def paper_rows():
   from specdec_jax.bench.reporting.paper import load_table
 
