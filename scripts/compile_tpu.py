@@ -45,7 +45,7 @@ def main() -> None:
   parser.add_argument(
     "--version",
     default="1.1",
-    help="version of T5, 1.0 or 1.1 (default); or gpt_like, gpt2 or lamda",
+    help="version of T5, 1.0 or 1.1 (default); or a family, such as t5gemma, nllb or lamda",
   )
   parser.add_argument("--dtype", default="bfloat16", help="bfloat16 (default) or float32")
   parser.add_argument(

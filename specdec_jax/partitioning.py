@@ -6,7 +6,7 @@ model and of a draft, so that the decoding loop need not know about sharding.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import Context, Outcome, Proposal
+from specdec_jax.core.types import Context, Model, Outcome, Proposal
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.models.config import T5Config, TransformerConfig
+from specdec_jax.models.gpt import GPTModel
+from specdec_jax.models.t5 import T5Model
 from specdec_jax.wrappers import WrappedDraft, WrappedModel
 
 # Pairs of a logical axis and a mesh axis. A logical axis without a mesh axis is not sharded.
@@ -26,7 +29,8 @@ RULES: Rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab
 REPLICATED: Rules = (("batch", "data"),)
 
 # Logical axes of each parameter, by the name of the parameter or (for a kernel) of its layer. The
-# bias and the scales of a layer have the last of these axes. The axis "heads" has size H or H * D.
+# bias and the scales of a layer have the last of these axes. The axis "heads" has size H or H * D;
+# for keys and values, G * D.
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {
   "embedding": ("vocab", "embed"),
   **dict.fromkeys(("query", "key", "value"), ("embed", "heads")),
@@ -74,21 +78,26 @@ def make_mesh(model_parallel: int = 1, devices: Sequence[jax.Device] | None = No
   return jax.make_mesh(shape, ("data", "model"), types, devices=devices)
 
 
-def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
+def param_shardings(
+  shapes: Any, mesh: Mesh, rules: Rules = RULES, config: TransformerConfig | None = None
+) -> Any:
   """Return the sharding of each parameter.
 
   An array is replicated along an axis whose size is not a multiple of the mesh axis. For example,
-  the attention of T5 1.1 small, which has 6 heads, is replicated across 4 devices. An array whose
-  name is not in PARAM_AXES is replicated, too.
+  the attention of T5 1.1 small, which has 6 heads, is replicated across 4 devices. The size of an
+  axis of heads is its number of heads, so no head is divided. An array whose name is not in
+  PARAM_AXES is replicated, too.
 
-  The number of heads is inferred from the relative position bias. A model with learned positions
-  has no such bias, so its attention kernels may be divided inside a head. The result is then still
+  Without `config`, the number of heads is inferred from the relative position bias. If a model has
+  no such bias, its attention kernels may be divided inside a head. The result is then still
   correct, but devices communicate more.
 
   Args:
     shapes: pytree of parameters, named as in t5x, or of their shapes (`jax.ShapeDtypeStruct`).
     mesh: mesh of devices, such as the result of `make_mesh`.
     rules: pairs of a logical axis and the mesh axis that it is sharded across.
+    config: configuration of the model. `load_pair` passes it to the functions that it is given as
+      shardings.
 
   Returns:
     A pytree of `NamedSharding` with the structure of `shapes`.
@@ -98,7 +107,7 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
       concatenated the kernels of queries, keys and values into one matrix.
   """
   leaves = [(_names(path), leaf) for path, leaf in jax.tree.leaves_with_path(shapes)]
-  num_heads = next((leaf.shape[0] for names, leaf in leaves if "rel_embedding" in names), None)
+  inferred = next((leaf.shape[0] for names, leaf in leaves if "rel_embedding" in names), None)
   heads_over = _mesh_axes(rules, mesh).get("heads")
   if heads_over and mesh.shape[heads_over] > 1:
     if any("query_key_value" in names for names, _ in leaves):
@@ -106,6 +115,15 @@ def param_shardings(shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
         "queries, keys and values lie side by side in one matrix, which cannot be cut by heads; "
         "load the parameters without families.for_decoding to have them over several devices."
       )
+
+  def num_heads(names: list[str]) -> int | None:
+    if config is None:
+      return inferred
+    stack = config
+    if isinstance(config, T5Config) and names[0] == "encoder":
+      stack = config.encoder
+    return stack.kv_heads if {"key", "value"} & {*names} else stack.num_heads
+
   return _shardings(shapes, PARAM_AXES, mesh, rules, num_heads)
 
 
@@ -220,18 +238,32 @@ def sharded(pair: Any, mesh: Mesh, rules: Rules = RULES, draft_rules: Rules = RE
     InputError: see `param_shardings`.
   """
 
-  def put(params, rules):
-    return jax.device_put(params, param_shardings(params, mesh, rules))
+  def put(params, rules, config=None):
+    return jax.device_put(params, param_shardings(params, mesh, rules, config))
 
   return pair._replace(
     target=PartitionedModel(pair.target, mesh, rules),
-    target_params=put(pair.target_params, rules),
+    target_params=put(pair.target_params, rules, _config_of(pair.target)),
     draft=lambda sampling, tree: PartitionedDraft(pair.draft(sampling, tree), mesh, draft_rules),
     draft_params=put(pair.draft_params, draft_rules),
   )
 
 
-def _shardings(tree, axes_of, mesh: Mesh, rules: Rules, num_heads: int | None = None):
+def _config_of(model: Model) -> TransformerConfig | None:
+  """Return the configuration of a model of this project; None for other models."""
+  if isinstance(model, WrappedModel):
+    return _config_of(model.model)
+  return model.config if isinstance(model, T5Model | GPTModel) else None
+
+
+def _shardings(
+  tree: Any,
+  axes_of: dict[str, tuple[str | None, ...]],
+  mesh: Mesh,
+  rules: Rules,
+  num_heads: Callable[[list[str]], int | None] | None = None,
+) -> Any:
+  """Return the sharding of each array; `num_heads` returns the number of heads, given its name."""
   mesh_axes = _mesh_axes(rules, mesh)
 
   def sharding(path, leaf) -> NamedSharding:
@@ -239,9 +271,10 @@ def _shardings(tree, axes_of, mesh: Mesh, rules: Rules, num_heads: int | None = 
     axes = next((axes_of[name] for name in reversed(names) if name in axes_of), ())
     if names[-1] in ("bias", "kernel_scale"):
       axes = axes[-1:]
+    heads = num_heads(names) if num_heads else None
     spec = []
     for axis, size in zip(axes, leaf.shape):
-      pieces = num_heads if axis == "heads" and num_heads else size
+      pieces = heads if axis == "heads" and heads else size
       over = mesh_axes.get(axis)
       spec.append(over if over and pieces % mesh.shape[over] == 0 else None)
     return NamedSharding(mesh, PartitionSpec(*spec))

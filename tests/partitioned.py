@@ -1,4 +1,4 @@
-"""Script that decodes tiny T5 and GPT pairs sharded across virtual devices.
+"""Script that decodes tiny pairs of several families sharded across virtual devices.
 
   python tests/partitioned.py NUM_DEVICES               # in this process alone
   python tests/partitioned.py NUM_DEVICES PORT PROCESS  # as one of two processes
@@ -55,6 +55,8 @@ CONFIGS = {
     biases=True,
     num_positions=24,
   ),
+  "t5gemma": tiny.config(layers=2, **tiny.T5GEMMA | dict(num_heads=8, num_kv_heads=4)),
+  "bart": tiny.config(num_heads=4, layers=1, **tiny.BART),
 }
 BATCH, LIMIT = 8, 12
 RUNS = {"chain": (chain(3), 1.0), "tree": (branching(2, 2), 1.0)}
@@ -152,6 +154,8 @@ def main(port: str = "", process: str = "") -> None:
   """
   runs = {("t5", 1): ("tree",), ("t5", 4): ("tree",), ("t5", 2): ()}
   runs |= {("gpt", 1): ("chain",), ("gpt", 4): ("chain",), ("gpt", 8): ("chain",)}
+  for family in ("t5gemma", "bart"):
+    runs |= {(family, 1): ("chain", "tree"), (family, 4): ("tree",), (family, 8): ("chain",)}
   if port:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
     runs = {("t5", 4): ("tree",)}

@@ -262,7 +262,8 @@ def test_parameters_have_the_given_shardings(format):
   mesh = jax.make_mesh((1,), ("model",))
   wanted = []
 
-  def shardings(shapes):
+  def shardings(shapes, config):
+    assert config == GATED
 
     def spec(leaf):
       return jax.sharding.PartitionSpec(*[None] * (leaf.ndim - 1), "model")

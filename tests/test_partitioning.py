@@ -57,7 +57,15 @@ def eight():
 
 @pytest.mark.parametrize(
   "family, model_parallel, run",
-  [("t5", 4, "tree"), ("gpt", 4, "chain"), ("gpt", 8, "chain")],
+  [
+    ("t5", 4, "tree"),
+    ("gpt", 4, "chain"),
+    ("gpt", 8, "chain"),
+    ("t5gemma", 4, "tree"),
+    ("t5gemma", 8, "chain"),
+    ("bart", 4, "tree"),
+    ("bart", 8, "chain"),
+  ],
 )
 def test_outputs_and_rounds_equal_those_of_one_device(eight, family, model_parallel, run):
   one, many = (eight[f"{family} {n}"]["runs"][run]["decoded"] for n in (1, model_parallel))
@@ -110,6 +118,47 @@ def test_gpt_biases_are_sharded_like_the_activations_they_are_added_to(eight):
     assert results["target"][f"decoder/{name}"] == shard, name
 
 
+@pytest.mark.parametrize("model_parallel, kv_width", [(4, 8), (8, 32)])
+def test_heads_of_t5gemma_are_not_divided(eight, model_parallel, kv_width):
+  """The decoder has 8 heads of size 8, and 4 of keys and values; the encoder has 2 and 1."""
+  results = eight[f"t5gemma {model_parallel}"]
+  for name, shard in (
+    ("decoder/layers_0/self_attention/query/kernel", [16, 64 // model_parallel]),
+    ("decoder/layers_0/self_attention/key/kernel", [16, kv_width]),
+    ("decoder/layers_0/self_attention/value/kernel", [16, kv_width]),
+    ("decoder/layers_0/self_attention/out/kernel", [64 // model_parallel, 16]),
+    ("decoder/layers_0/encoder_decoder_attention/key/kernel", [24, kv_width]),
+    ("decoder/layers_0/post_mlp_layer_norm/scale", [16]),
+    ("encoder/layers_0/attention/query/kernel", [24, 16]),
+    ("encoder/layers_0/attention/key/kernel", [24, 8]),
+    ("encoder/layers_0/mlp/wi_0/kernel", [24, 32 // model_parallel]),
+    ("token_embedder/embedding", [16 // model_parallel, 16]),
+    ("encoder_embedder/embedding", [16 // model_parallel, 24]),
+  ):
+    assert results["target"][name] == shard, name
+  (run,) = results["runs"].values()
+  # One group of 8 devices decodes all 8 rows; each of two groups of 4 devices decodes 4 rows.
+  assert [model_parallel, kv_width // 8] in run["caches"]
+
+
+@pytest.mark.parametrize("model_parallel, width", [(4, 8), (8, 32)])
+def test_heads_and_biases_of_bart_are_not_divided(eight, model_parallel, width):
+  """There are 4 heads of size 8 and no relative position bias."""
+  results = eight[f"bart {model_parallel}"]["target"]
+  for name, shard in (
+    ("decoder/layers_0/self_attention/key/kernel", [16, width]),
+    ("decoder/layers_0/self_attention/key/bias", [width]),
+    ("decoder/layers_0/encoder_decoder_attention/out/kernel", [width, 16]),
+    ("encoder/layers_0/attention/query/bias", [width]),
+    ("decoder/layers_0/post_mlp_layer_norm/bias", [16]),
+    ("decoder/embedding_norm/scale", [16]),
+    ("decoder/logits_dense/bias", [16 // model_parallel]),
+    ("encoder/positions", [64, 16]),
+    ("decoder/positions", [64, 16]),
+  ):
+    assert results[name] == shard, name
+
+
 def test_training_on_eight_devices_has_the_metrics_of_one_device(eight):
   """Texts are sharded across two groups of four devices, and the models across each group."""
   one, many = partitioned.trained(1), eight["trained 4"]
@@ -157,13 +206,17 @@ def test_attention_is_replicated_when_devices_do_not_divide_heads():
 
 
 def test_gpt2_attention_is_sharded_by_width_when_heads_do_not_divide():
-  """GPT-2 XL has 25 heads of 64, whose width 4 devices divide, and 50,257 tokens."""
+  """GPT-2 XL has 25 heads of 64, whose width 4 devices divide, and 50,257 tokens.
+
+  With its configuration, heads are not divided.
+  """
   config = named_config("gpt2", "xl", num_decoder_layers=1)
-  sharding = specs(param_shardings(shapes(config), MESH))
   attention = "decoder/layers_0/self_attention"
-  assert sharding[f"{attention}/query/kernel"] == PartitionSpec(None, "model")
-  assert sharding[f"{attention}/out/kernel"] == PartitionSpec("model", None)
-  assert "model" not in sharding["token_embedder/embedding"]
+  for given, axis in ((None, "model"), (config, None)):
+    sharding = specs(param_shardings(shapes(config), MESH, config=given))
+    assert sharding[f"{attention}/query/kernel"] == PartitionSpec(None, axis)
+    assert sharding[f"{attention}/out/kernel"] == PartitionSpec(axis, None)
+    assert "model" not in sharding["token_embedder/embedding"]
 
 
 @pytest.mark.parametrize("tree", [chain(3), branching(2, 3)], ids=["chain", "tree"])
@@ -182,6 +235,16 @@ def test_state_is_sharded_by_rows_and_cached_keys_by_heads(tree):
       assert [*spec, None][: len(expected)] == expected, name
   odd = jax.eval_shape(lambda x: x[:3], state.tokens)  # three rows on two devices
   assert state_shardings({"tokens": odd}, MESH)["tokens"].spec == PartitionSpec(None)
+
+
+@pytest.mark.parametrize("options", [tiny.T5GEMMA, tiny.BART, {}], ids=["t5gemma", "bart", "t5"])
+def test_int8_scales_of_families_are_sharded_like_columns(options):
+  config = tiny.config(weights="int8", **options)
+  sharding = specs(param_shardings(shapes(config), MESH, config=config))
+  scales = [name for name in sharding if name.endswith("kernel_scale")]
+  assert scales
+  for name in scales:
+    assert sharding[name] == PartitionSpec(sharding[name.removesuffix("_scale")][1]), name
 
 
 def test_fused_matrices_can_be_replicated_but_not_sharded():

@@ -1,4 +1,4 @@
-"""Test programs that are compiled for TPUs: T5-XXL with T5-small, beams, trees and LaMDA.
+"""Test programs that are compiled for TPUs: T5-XXL with T5-small, beams, trees, other families.
 
 Run as a script, this file compiles the programs: libtpu needs its own settings before jax starts.
 """
@@ -27,6 +27,7 @@ def main(part: str) -> None:
   """Compile one of two parts, which take equally long, and print the checked values as JSON."""
   import jax
   import jax.numpy as jnp
+  import tiny
 
   from specdec_jax.bench.tpu import compile as tpu_compile
   from specdec_jax.bench.tpu.beams import BeamSettings, beam_programs
@@ -64,7 +65,26 @@ def main(part: str) -> None:
     # All draft tokens but the first are drafted in a loop, of which one iteration is counted.
     first, counted = drafting("conditioned", 1)["accessed"], learned["conditioned"]["accessed"]
     learned["conditioned"]["accessed"] = first + (GAMMA - 1) * (counted - first)
-    return reports | {"learned": learned}
+    return reports | {"learned": learned, "families": families()}
+
+  def families():
+    sizes = dict(vocab_size=2048, emb_dim=512, num_heads=8, head_dim=128, mlp_dim=1024)
+    options = {
+      "t5gemma": tiny.T5GEMMA | dict(num_kv_heads=4, encoder_sizes=(256, 2, 1, 128, 512)),
+      "bart": tiny.BART | dict(num_positions=512),
+    }
+    reports = {}
+    for family, fields in options.items():
+      target, draft = (
+        tiny.config(layers=layers, dtype=jnp.bfloat16, **fields | sizes) for layers in (2, 1)
+      )
+      whole = tpu_compile.programs(target, draft, devices[:1])
+      sharded = tpu_compile.programs(target, draft, devices)
+      reports[family] = {
+        "whole": examined_hbm(whole, *steps),
+        "sharded": examined_hbm(sharded, "round", *steps),
+      }
+    return reports
 
   def drafting(kind: str, gamma: int):
     head = speculator_config(shallow_target, kind, gamma=GAMMA, emb_dim=1024, mlp_dim=4096)
@@ -249,6 +269,25 @@ def test_sixteen_chips_share_two_layers_of_lamda(reports):
   assert verify_cost(reports["lamda"], reports["lamda"]) < 1.15
 
 
+@pytest.mark.parametrize("family, kv_heads", [("t5gemma", 4), ("bart", 8)])
+def test_families_compile_and_read_each_weight_once(reports, family, kv_heads):
+  """Two layers of width 512 with 8 heads of size 128, on one chip and on four."""
+  whole, sharded = reports["families"][family]["whole"], reports["families"][family]["sharded"]
+  for program in (*whole.values(), *sharded.values()):
+    assert program["weight_copies"] == [] and program["host_transfers"] == 0
+  num_mlp = 3 if family == "t5gemma" else 2
+  attention = 512 * 128 * (4 * 8 + 2 * kv_heads)  # without keys and values of the source
+  weights = 2 * (2 * (attention + num_mlp * 512 * 1024) + 512 * 2048)
+  # Keys and values of 128 source tokens and 137 slots.
+  caches = 2 * 2 * 2 * kv_heads * (128 + 137) * 128
+  assert weights + caches < whole["decode step"]["accessed"] < 1.1 * (weights + caches)
+  assert whole["verify"]["accessed"] < 1.15 * whole["decode step"]["accessed"]
+  for step in whole:
+    assert sharded[step]["accessed"] < 0.35 * whole[step]["accessed"]
+  assert 0 < sharded["decode step"]["collectives"] <= sharded["verify"]["collectives"] < 10
+  assert sharded["round"]["collectives"] < 30, "draft steps on each chip send no messages"
+
+
 def test_six_heads_on_four_chips_are_replicated_without_messages_of_the_draft(reports):
   """T5 1.1 small: the draft is replicated on each chip, and so is the target's attention.
 
@@ -276,6 +315,26 @@ def test_unknown_topology_raises(topology):
 
   with pytest.raises(InputError, match=f"^There is no topology '{topology}'; .*v5e:2x2, v5p:2x2x1"):
     described(topology)
+
+
+def test_table_of_pairs_has_the_numbers_of_a_report():
+  from specdec_jax.bench.tpu.examine import pairs_table
+
+  program = dict(arguments=20e9, peak=21e9, collectives=3, weight_copies=[])
+  loop = program | dict(arguments=22e9, peak=23e9, weight_copies=["copy"])
+  report = {
+    "settings": dict(
+      version="nllb", target="3.3b", draft="600m", topology="v4:1x1x1", nodes=0, gamma=7
+    ),
+    "programs": {"speculative loop": loop, "plain step": program, "round": program},
+    "hbm_bytes": {"decode step": 5e9},
+    "over_a_step": {"verify": 1.01, "draft step": 0.1, "round": 1.8},
+  }
+  tree = {**report, "settings": report["settings"] | dict(nodes=64)}
+  first, second = pairs_table([report, tree]).rows
+  numbers = "22.000", "23.000", "5.000", "1.010", "0.100", "1.800", "3, 3", "1"
+  assert first == ("nllb 3.3b", "600m", "v4:1x1x1", "8", *numbers)
+  assert second[3] == "64"
 
 
 def paper_rows():

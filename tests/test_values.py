@@ -392,7 +392,7 @@ def test_functions_that_return_a_value_of_the_wrong_type_are_reported():
   load = functools.partial(load_pair, paths["target"], vocabulary=paths["vocabulary.model"])
   near = functools.partial(checkpoint_draft, model=str(tiny_pair.folder() / "near"))
 
-  def nothing(*_):
+  def nothing(*_, **__):
     return None
 
   message = "The function given as draft returns None for a target; it must return a DraftFactory"
@@ -404,7 +404,7 @@ def test_functions_that_return_a_value_of_the_wrong_type_are_reported():
   forest = functools.partial(forest_draft, drafts=[near, nothing])
   assert error_of(load, draft=forest) == message
   message = "it must return a tree like the parameters', with a jax.sharding.Sharding for each."
-  for wrong in (lambda _: 5, lambda shapes: jax.tree.map(lambda _: 5, shapes), nothing):
+  for wrong in (lambda *_, **__: 5, lambda x, config: jax.tree.map(lambda _: 5, x), nothing):
     assert error_of(load, draft=near, shardings=wrong).endswith(message)
 
 

@@ -26,9 +26,10 @@ from specdec_jax.models.quantization import column_scales, param_dtype, quantize
 Index = tuple[slice, ...]  # one slice per axis
 # How weights are loaded; see `pairs.load_pair`.
 LoadedWeights = Literal["float", "stored", "int8"]
-# A tree of `Sharding` with the structure of the parameters, or a function from their shapes to it.
+# A tree of `Sharding` with the structure of the parameters, or a function that returns it, given
+# their shapes and, as the keyword argument `config`, the configuration of the model.
 Shardings = Any
-ShardingsFn = Callable[[Any], Any] | None  # the function only
+ShardingsFn = Callable[..., Any] | None  # the function only
 
 TABLE = "token_embedder/embedding"
 LOGITS = "decoder/logits_dense/kernel"
@@ -344,14 +345,14 @@ def _place(array: StoredArray, dtype, sharding: Sharding | None = None) -> jax.A
   return placed.block_until_ready()
 
 
-def make_shardings(shardings: Callable[[Any], Any], config: AnyConfig) -> Any:
+def make_shardings(shardings: Callable[..., Any], config: AnyConfig) -> Any:
   """Return the shardings that a user's function returns for the shapes of a model's parameters.
 
   Raises:
     InputError: the function does not return a tree of shardings with the parameters' structure.
   """
   shapes = param_shapes(config)
-  tree = shardings(shapes)
+  tree = shardings(shapes, config=config)
   structure: Any = jax.tree.structure
   is_tree = structure(tree) == structure(shapes)
   if not is_tree or not all(isinstance(place, Sharding) for place in jax.tree.leaves(tree)):

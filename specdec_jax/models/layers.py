@@ -288,14 +288,16 @@ class Attention(nn.Module):
     if cfg.kernels == "skinny":
       mixed = skinny.attend(queries.swapaxes(1, 2), keys, values, bias, MASKED, cfg.attention_cap)
       return self.out(mixed.reshape(*mixed.shape[:2], -1))
-    repeats = cfg.num_heads // cfg.kv_heads
-    if repeats > 1:
-      keys, values = jnp.repeat(keys, repeats, axis=1), jnp.repeat(values, repeats, axis=1)
-    logits = soft_cap(jnp.einsum("bhkd,bhtd->bhkt", queries, keys), cfg.attention_cap)
+    # Each head of keys and values serves R heads of queries, so their queries are R * K rows.
+    batch, heads, block, dim = queries.shape
+    grouped = queries.reshape(batch, cfg.kv_heads, -1, dim)
+    logits = jnp.einsum("bgqd,bgtd->bgqt", grouped, keys)
+    logits = soft_cap(logits.reshape(batch, heads, block, -1), cfg.attention_cap)
     weights = nn.softmax(logits + bias.astype(logits.dtype))
-    weights = self.dropout(weights, deterministic)
-    mixed = jnp.einsum("bhkt,bhtd->bkhd", weights, values)
-    return self.out(mixed.reshape(*mixed.shape[:2], -1))
+    weights = self.dropout(weights, deterministic).reshape(*grouped.shape[:3], -1)
+    mixed = jnp.einsum("bgqt,bgtd->bqgd", weights, values)  # [B, R * K, G, D]
+    mixed = mixed.reshape(batch, -1, block, cfg.kv_heads, dim).transpose(0, 2, 3, 1, 4)
+    return self.out(mixed.reshape(batch, block, -1))
 
   def _split_heads(self, x: Float[Array, "B K HD"]) -> Float[Array, "B H K D"]:
     cfg = self.config

@@ -83,9 +83,10 @@ def load_pair(
     max_source_tokens: maximum number of tokens of a source, EOS included.
     extra_ids: number of sentinels after the pieces of the vocabulary. 'auto' adds the 100 sentinels
       of T5 if the target's embedding table has rows for them; see `open_vocabulary_of_model`.
-    shardings: function from the tree of shapes of the target's parameters to a tree of
-      `jax.sharding.Sharding`. Sharded parameters are not converted for decoding, because that would
-      concatenate matrices across shards.
+    shardings: function that returns a tree of `jax.sharding.Sharding`, given the tree of shapes of
+      the target's parameters and, as the keyword argument `config`, the target's configuration.
+      Sharded parameters are not converted for decoding, because that would concatenate matrices
+      across shards.
     draft_shardings: function like `shardings` for the parameters of the draft. It is not used for a
       draft head, or for a draft that a function loads.
     kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, if available and without

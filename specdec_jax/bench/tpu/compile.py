@@ -136,7 +136,7 @@ class Site:
     The parameters have the layout that `jax.device_put` gives them.
     """
     shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
-    shardings = param_shardings(shapes, self.mesh, rules)
+    shardings = param_shardings(shapes, self.mesh, rules, config)
 
     def array(path, x, sharding):
       dtype = param_dtype(path, x, config)

@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.stages import Compiled
@@ -167,6 +168,36 @@ def report_table(report: dict[str, Any], title: str, chip: Chip) -> Table:
   memory = f"At most {peak:.1f} GB of the chip's {chip.hbm_gb:g} GB are in use."
   legend = (entry.format(rate=chip.hbm_gb_per_s) for entry in LEGEND)
   return Table(title, tuple(columns.split("|")), tuple(rows), (memory, *legend))
+
+
+def pairs_table(reports: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table with one row for each report of `scripts/compile_tpu.py` on a pair of models."""
+  columns = "target|draft|chips|nodes|arguments GB|peak GB|step HBM GB|verify / step"
+  columns += "|draft step / step|round / step|messages of a step, a round|weight copies"
+  rows = []
+  for report in reports:
+    settings, programs, relative = (report[x] for x in ("settings", "programs", "over_a_step"))
+    loop = programs["speculative loop"]
+    rows.append(
+      (
+        f"{settings['version']} {settings['target']}",
+        settings["draft"],
+        settings["topology"],
+        f"{settings['nodes'] or settings['gamma'] + 1}",
+        _giga(loop["arguments"]),
+        _giga(loop["peak"]),
+        _giga(report["hbm_bytes"]["decode step"]),
+        *(f"{relative[name]:.3f}" for name in ("verify", "draft step", "round")),
+        ", ".join(f"{programs[name]['collectives']}" for name in ("plain step", "round")),
+        f"{sum(len(program['weight_copies']) for program in programs.values())}",
+      )
+    )
+  notes = (
+    "All numbers are for one chip. No program was run.",
+    "nodes: tokens that the target verifies in a round. arguments, peak: of the speculative loop, "
+    "encoders included. HBM, of a step: as in the reports.",
+  )
+  return Table("Pairs compiled for TPU", tuple(columns.split("|")), tuple(rows), notes)
 
 
 def _giga(amount: float) -> str:
