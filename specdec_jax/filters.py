@@ -106,7 +106,7 @@ def nearest(
   distances = jnp.abs(distances)
   below = _bits(distances)
   num_columns = -(-below.shape[-1] // 32)
-  if num_columns < 8 * 128:
+  if num_columns < 512:
     return below <= _threshold(below, weights, total)
   # On a CPU, minima of columns are faster than those of rows, and `top_k` needs floats to be fast.
   columns = in_blocks(distances, num_columns, jnp.inf)
