@@ -161,17 +161,14 @@ def guess_probs(
   All second children are computed together from the residuals, then all third ones, and so on.
   """
   rows, parents = np.arange(len(p))[:, None], np.array(tree.parents, np.int32)
-  q_x, r_x = gather_token(q, tokens), p[rows, parents, tokens]
+  q_x, r_x, r = gather_token(q, tokens), p[rows, parents, tokens], p
   for rank in range(1, tree.width):
     # Siblings are adjacent: the earlier sibling of a draft token is the one before it.
-    guesses = np.flatnonzero(tree.ranks == rank)
-    if rank == 1:
-      r = take(p, parents[guesses])
-    else:
-      r = take(r, np.flatnonzero(np.isin(last, guesses - 1)))
+    guesses, earlier = (np.flatnonzero(tree.ranks == r) for r in (rank, rank - 1))
+    has_next = np.flatnonzero(np.isin(earlier, guesses - 1))
+    r = take(r, parents[guesses] if rank == 1 else has_next)
     r = normalised(residual(r, take(q, guesses - 1), lenience))
     r_x = r_x.at[:, guesses].set(gather_token(r, take(tokens, guesses)))
-    last = guesses
   return q_x, r_x
 
 
