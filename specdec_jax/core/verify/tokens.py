@@ -158,13 +158,14 @@ def guess_probs(
 ) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
   """Return q(x) and the residual r(x) of each draft token x, if its earlier siblings are rejected.
 
-  All second children are computed together from the residuals, then all third ones, and so on.
+  For first children, r is p. All second children are computed together from the residuals, then
+  all third children, and so on.
   """
   rows, parents = np.arange(len(p))[:, None], np.array(tree.parents, np.int32)
   q_x, r_x, r = gather_token(q, tokens), p[rows, parents, tokens], p
   for rank in range(1, tree.width):
     # Siblings are adjacent: the earlier sibling of a draft token is the one before it.
-    guesses, earlier = (np.flatnonzero(tree.ranks == r) for r in (rank, rank - 1))
+    guesses, earlier = (np.flatnonzero(tree.ranks == x) for x in (rank, rank - 1))
     has_next = np.flatnonzero(np.isin(earlier, guesses - 1))
     r = take(r, parents[guesses] if rank == 1 else has_next)
     r = normalised(residual(r, take(q, guesses - 1), lenience))
