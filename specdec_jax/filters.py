@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int, Shaped
 
 from specdec_jax.settings import is_neutral
 
@@ -76,23 +76,72 @@ def eta_threshold(probs: Float[Array, "*batch V"], epsilon: ArrayLike) -> Float[
   return jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-_entropy(probs)))
 
 
+def in_blocks(
+  x: Shaped[Array, "*batch V"], size: int, fill: ArrayLike
+) -> Shaped[Array, "*batch blocks {size}"]:
+  """Return the last axis of x in blocks of consecutive entries, the last one padded with `fill`."""
+  padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)]
+  return jnp.pad(x, padding, constant_values=fill).reshape(*x.shape[:-1], -1, size)
+
+
 def nearest(
   distances: Float[Array, "*batch V"], weights: ArrayLike, total: ArrayLike
 ) -> Bool[Array, "*batch V"]:
   """Return a mask of the tokens with the smallest distances whose weights reach `total`.
 
   The mask has the fewest such tokens, and all tokens at the same distance as the last of them. No
-  sort is needed. Non-negative float32 numbers have the same order as their bits read as integers,
-  so the distance of the last token is found bit by bit, in 31 sums over the vocabulary. On a CPU, a
-  distribution of V = 4,096 tokens with top_k = 40 takes 35 microseconds; with a sort it took 616.
+  sort over the vocabulary is needed. Non-negative float32 numbers have the same order as their bits
+  read as integers, so the distance of the last token is found bit by bit, in 31 sums.
+
+  A large vocabulary is written as 32 rows. The 128 columns with the smallest minima hold all tokens
+  that are nearer than the last of these minima, so the sums run over these columns. Only if these
+  tokens do not reach `total` in some row of the batch, the sums run over the vocabulary.
 
   Args:
     distances: float32, at least 0.
-    weights: weight of each token, at least 0, broadcast to the shape of the distances.
+    weights: weight of each token, at least 0; or one weight for all tokens.
     total: sum of weights to reach, broadcast to [..., 1]. If the sum of all weights is less, all
       tokens are kept.
   """
-  below = lax.bitcast_convert_type(jnp.abs(distances), jnp.int32)
+  distances = jnp.abs(distances)
+  below = _bits(distances)
+  num_columns = -(-below.shape[-1] // 32)
+  if num_columns < 512:
+    return below <= _threshold(below, weights, total)
+  # On a CPU, minima of columns are faster than those of rows, and `top_k` needs floats to be fast.
+  columns = in_blocks(distances, num_columns, jnp.inf)
+  negated, chosen = lax.top_k(-columns.min(axis=-2), 128)
+  # Tokens nearer than this are in these blocks. XLA does not compile a slice `[..., -1:]` of the
+  # result to a fast top-k.
+  bound = -negated.min(axis=-1, keepdims=True)
+
+  def candidates(columns: Array) -> Array:
+    gathered = jnp.take_along_axis(columns, chosen[..., None, :], axis=-1)
+    return gathered.reshape(*chosen.shape[:-1], -1)
+
+  near, near_weights = candidates(columns), weights
+  if isinstance(weights, Array) and weights.shape == distances.shape:
+    near_weights = candidates(in_blocks(weights, num_columns, 0))
+  near_weights = jnp.where(near < bound, near_weights, 0)
+  is_enough = near_weights.sum(axis=-1, keepdims=True) >= total
+  found = _threshold(_bits(near), near_weights, total)
+  # Each row takes one of the two thresholds by its own tokens, so it does not depend on other rows.
+  return below <= lax.cond(
+    is_enough.all(),
+    lambda: found,
+    lambda: jnp.where(is_enough, found, _threshold(below, weights, total)),
+  )
+
+
+def _bits(distances: Float[Array, "*batch V"]) -> Int[Array, "*batch V"]:
+  """Return the bits of non-negative float32 numbers, as integers, which have the same order."""
+  return lax.bitcast_convert_type(distances, jnp.int32)
+
+
+def _threshold(
+  below: Int[Array, "*batch V"], weights: ArrayLike, total: ArrayLike
+) -> Int[Array, "*batch 1"]:
+  """Return the largest threshold such that the tokens below it weigh less than `total`."""
 
   def add_bit(i, depth):
     """Set bit 30 - i of the threshold if the tokens below it then weigh less than `total`."""
@@ -100,4 +149,4 @@ def nearest(
     weight = jnp.where(below < deeper, weights, 0).sum(axis=-1, keepdims=True)
     return jnp.where(weight < total, deeper, depth)
 
-  return below <= lax.fori_loop(0, 31, add_bit, jnp.zeros_like(below[..., :1]))
+  return lax.fori_loop(0, 31, add_bit, jnp.zeros_like(below[..., :1]))

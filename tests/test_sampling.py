@@ -11,7 +11,8 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_jax.core.sampling import Sampling, distribution, sample
+from specdec_jax import filters
+from specdec_jax.core.sampling import Sampling, argmax, distribution, sample
 
 METHODS = [
   dict(temperature=0.0),
@@ -293,3 +294,49 @@ def test_filters_keep_the_tokens_that_sorting_keeps(filters):
   want = np.stack([filtered_row(row, **filters) for row in before])
   np.testing.assert_allclose(found, want, atol=1e-6)
   assert (want == 0).sum() > (before == 0).sum()
+
+
+def kept_by_sorting(distances, weights, total):
+  """Return the mask of `filters.nearest` for one row, by sorting."""
+  order = np.argsort(distances, kind="stable")
+  reached = np.cumsum(weights[order], dtype=np.float64) >= total
+  last = order[reached.argmax()] if reached.any() else order[-1]
+  return distances <= distances[last]
+
+
+# Rows of a vocabulary that is searched in two steps. The weights of the ties, and of the flat row,
+# are not reached in the first step.
+LARGE = 16_400
+
+
+@pytest.mark.parametrize("masses", [False, True])
+@pytest.mark.parametrize("size", [LARGE, 32 * 512, 32 * 512 - 32, 70_001])
+def test_nearest_tokens_of_a_large_vocabulary_are_those_of_sorting(masses, size):
+  rng = np.random.default_rng(size)
+  peaked = rng.standard_normal(size) ** 2 * 9
+  flat = rng.random(size) * 1e-3
+  tied = rng.choice([0.0, 1.0, 2.0, np.inf], size, p=[1e-4, 0.1, 0.6, 0.2999])
+  excluded = np.where(np.arange(size) % 1000 < 2, peaked, np.inf)
+  close = np.where(np.arange(size) % (-(-size // 32)) == 5, 1e-3, 1.0) * (1 + rng.random(size))
+  distances = np.float32([peaked, flat, tied, excluded, close, np.zeros(size)])
+  weights = np.round(rng.random(distances.shape) * 8).astype(np.float32)  # their sums are exact
+  weights[np.isinf(distances)] = 0
+  given = weights if masses else np.ones_like(weights)
+  for total in (1, 3, 40, 129, 5000, size * 10):
+    got = filters.nearest(jnp.asarray(distances), jnp.asarray(weights) if masses else 1, total)
+    want = [kept_by_sorting(*row, total) for row in zip(distances, given)]
+    np.testing.assert_array_equal(got, want)
+    for row in (0, 2):  # alone, without flat rows
+      weight = jnp.asarray(weights[row]) if masses else 1
+      alone = filters.nearest(jnp.asarray(distances[row]), weight, total)
+      np.testing.assert_array_equal(alone, want[row])
+
+
+def test_argmax_of_a_large_array_is_the_first_of_the_maxima():
+  rng = np.random.default_rng(0)
+  logits = np.float32(rng.integers(0, 1000, (2, 33, 64_001)))  # every row has ties
+  logits[0, 0] = -np.inf
+  logits[0, 1, :-1] = -np.inf
+  np.testing.assert_array_equal(argmax(jnp.asarray(logits)), logits.argmax(axis=-1))
+  logits[1, 2, 3] = np.nan
+  assert argmax(jnp.asarray(logits))[1, 2] <= logits.shape[-1]
