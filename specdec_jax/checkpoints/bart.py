@@ -136,27 +136,33 @@ def _config(folder: str, fields: Mapping[str, Any], has_bias: bool) -> T5Config:
     share_encoder_decoder_embeddings=(True,),
     decoder_vocab_size=(fields.get("vocab_size"),),
   )
-  sizes = "vocab_size", "d_model", "max_position_embeddings"
-  of_stacks = [f"{stack}_{x}" for stack in ("encoder", "decoder") for x in ("layers", "ffn_dim")]
-  heads = "encoder_attention_heads", "decoder_attention_heads"
-  require_sizes(folder, fields, *sizes, *of_stacks, *heads)
+  require_sizes(
+    folder,
+    fields,
+    "vocab_size",
+    "d_model",
+    "max_position_embeddings",
+    "encoder_layers",
+    "decoder_layers",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+  )
   require_sizes(folder, fields, "pad_token_id", "decoder_start_token_id", least=0)
   width = fields["d_model"]
-  for name in heads:
+  for name in ("encoder_attention_heads", "decoder_attention_heads"):
     if width % fields[name]:
       raise InputError(
         f"d_model in {folder}/{CONFIG} is {width}; it must be a multiple of {name}, {fields[name]}."
       )
-  encoder, decoder = (
-    (
-      width,
-      fields[f"{s}_attention_heads"],
-      width // fields[f"{s}_attention_heads"],
-      fields[f"{s}_ffn_dim"],
-    )
-    for s in ("encoder", "decoder")
-  )
-  _, num_heads, head_dim, mlp_dim = decoder
+
+  def sizes_of(stack: str) -> tuple[int, int, int, int, int]:
+    num_heads = fields[f"{stack}_attention_heads"]
+    return width, num_heads, num_heads, width // num_heads, fields[f"{stack}_ffn_dim"]
+
+  encoder, decoder = sizes_of("encoder"), sizes_of("decoder")
+  _, num_heads, _, head_dim, mlp_dim = decoder
   return T5Config(
     vocab_size=fields["vocab_size"],
     emb_dim=width,
@@ -165,7 +171,7 @@ def _config(folder: str, fields: Mapping[str, Any], has_bias: bool) -> T5Config:
     mlp_dim=mlp_dim,
     num_encoder_layers=fields["encoder_layers"],
     num_decoder_layers=fields["decoder_layers"],
-    encoder_sizes=None if encoder == decoder else (*encoder[:2], encoder[1], *encoder[2:]),
+    encoder_sizes=None if encoder == decoder else encoder,
     gated=False,
     activation=_ACTIVATIONS[fields["activation_function"]],
     norm_position="after" if kind in _NORM_AFTER else "before",
@@ -220,9 +226,8 @@ def _our_name(name: str, place: str) -> str:
   if layer is None:
     norm = {"layernorm_embedding": "embedding_norm", "layer_norm": f"{stack}_norm"}.get(part, part)
     return f"{stack}/{norm}/{'scale' if kind == 'weight' else 'bias'}"
-  inside = norms.get(part)
-  if inside is not None:
-    return f"{stack}/layers_{layer}/{inside}/{'scale' if kind == 'weight' else 'bias'}"
+  if part in norms:
+    return f"{stack}/layers_{layer}/{norms[part]}/{'scale' if kind == 'weight' else 'bias'}"
   block = {**_DENSE, "self_attn": self_attention}.get(part, part)
   block = f"{block}/{_KERNELS.get(projection, projection)}" if projection else block
   return f"{stack}/layers_{layer}/{block}/{'kernel' if kind == 'weight' else 'bias'}"

@@ -113,8 +113,17 @@ def _stack(folder: str, fields: Mapping[str, Any], stack: str) -> dict[str, Any]
     raise InputError(f"{stack} in {folder} is {given!r:.60}; it must be the fields of a stack.")
   rope = given.get("rope_parameters") or {}
   of_stack = {**_DEFAULTS, **{k: x for k, x in rope.items() if k == "rope_theta"}, **given}
-  sizes = "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"
-  require_sizes(folder, of_stack, *sizes, "intermediate_size", "num_hidden_layers")
+  require_sizes(
+    folder,
+    of_stack,
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "num_hidden_layers",
+  )
   num_layers = min(of_stack["num_hidden_layers"], 1 << 20)
   alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
   require_known(

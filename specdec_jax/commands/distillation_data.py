@@ -30,6 +30,7 @@ from specdec_jax.training.distillation import (
 )
 
 MAX_NEW_TOKENS = 96  # limit for each output
+_BATCH_SIZE = 64
 NUM_SAMPLED_TEXTS = 512  # validation texts sampled from a decoder-only target
 
 
@@ -225,7 +226,6 @@ def model_outputs(
   params,
   sources: list[list[int]],
   eos_id: int | None = None,
-  batch_size: int = 64,
   sampling: Sampling = Sampling(temperature=0.0),
   seed: int = 0,
   num_beams: int | None = None,
@@ -245,13 +245,13 @@ def model_outputs(
     searcher = BeamSearcher(model, NullBeamDraft(), num_beams, eos_id=eos_id)
     return searcher.run(Params(params), prompt, max_new_tokens=MAX_NEW_TOKENS).best()
 
-  for start in track(range(0, len(order), batch_size), "decoding", transient=True):
-    indices = order[start : start + batch_size]
+  for start in track(range(0, len(order), _BATCH_SIZE), "decoding", transient=True):
+    indices = order[start : start + _BATCH_SIZE]
     # The last batch is filled up, so that one program per prompt length is compiled.
-    indices += [indices[-1]] * (batch_size - len(indices))
+    indices += [indices[-1]] * (_BATCH_SIZE - len(indices))
     width = -(-max(len(sources[i]) for i in indices) // 16) * 16
     prompt = jnp.asarray(padded([sources[i] for i in indices], width, pad_id))
-    result = decode(prompt, row_keys(seed, start, batch_size))
+    result = decode(prompt, row_keys(seed, start, _BATCH_SIZE))
     for i, row, length in zip(indices, np.asarray(result.tokens), np.asarray(result.lengths)):
       outputs[i] = row[:length].tolist()
   return outputs
