@@ -93,9 +93,9 @@ def nearest(
   sort over the vocabulary is needed. Non-negative float32 numbers have the same order as their bits
   read as integers, so the distance of the last token is found bit by bit, in 31 sums.
 
-  A large vocabulary is written as 32 rows. The 128 columns with the smallest minima hold all tokens
-  that are nearer than the last of these minima, so the sums run over these columns. Only if these
-  tokens do not reach `total` in some row of the batch, the sums run over the vocabulary.
+  A large vocabulary is reshaped to 32 rows. The 128 columns with the smallest minima hold all
+  tokens that are nearer than the last of these minima, so the sums run over these columns. Only if
+  these tokens do not reach `total` somewhere in the batch, the sums run over the vocabulary.
 
   Args:
     distances: float32, at least 0.
@@ -111,8 +111,8 @@ def nearest(
   # On a CPU, minima of columns are faster than those of rows, and `top_k` needs floats to be fast.
   columns = in_blocks(distances, num_columns, jnp.inf)
   negated, chosen = lax.top_k(-columns.min(axis=-2), 128)
-  # Tokens nearer than this are in these blocks. XLA does not compile a slice `[..., -1:]` of the
-  # result to a fast top-k.
+  # These columns hold all tokens nearer than `bound`. If tokens at `bound` are needed, all of them
+  # are kept. (With a slice `[..., -1:]` of its result, XLA would compile `top_k` to a sort.)
   bound = -negated.min(axis=-1, keepdims=True)
 
   def candidates(columns: Array) -> Array:
@@ -122,7 +122,7 @@ def nearest(
   near, near_weights = candidates(columns), weights
   if isinstance(weights, Array) and weights.shape == distances.shape:
     near_weights = candidates(in_blocks(weights, num_columns, 0))
-  near_weights = jnp.where(near < bound, near_weights, 0)
+  near_weights = jnp.where(near <= bound, near_weights, 0)
   is_enough = near_weights.sum(axis=-1, keepdims=True) >= total
   found = _threshold(_bits(near), near_weights, total)
   # Each row takes one of the two thresholds by its own tokens, so it does not depend on other rows.

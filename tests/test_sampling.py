@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec_jax import filters
-from specdec_jax.core.sampling import Sampling, argmax, distribution, sample
+from specdec_jax.core.sampling import Sampling, distribution, sample
 
 METHODS = [
   dict(temperature=0.0),
@@ -304,13 +304,8 @@ def kept_by_sorting(distances, weights, total):
   return distances <= distances[last]
 
 
-# Rows of a vocabulary that is searched in two steps. The weights of the ties, and of the flat row,
-# are not reached in the first step.
-LARGE = 16_400
-
-
 @pytest.mark.parametrize("masses", [False, True])
-@pytest.mark.parametrize("size", [LARGE, 32 * 512, 32 * 512 - 32, 70_001])
+@pytest.mark.parametrize("size", [32 * 512 - 32, 32 * 512, 16_400, 70_001])
 def test_nearest_tokens_of_a_large_vocabulary_are_those_of_sorting(masses, size):
   rng = np.random.default_rng(size)
   peaked = rng.standard_normal(size) ** 2 * 9
@@ -330,13 +325,3 @@ def test_nearest_tokens_of_a_large_vocabulary_are_those_of_sorting(masses, size)
       weight = jnp.asarray(weights[row]) if masses else 1
       alone = filters.nearest(jnp.asarray(distances[row]), weight, total)
       np.testing.assert_array_equal(alone, want[row])
-
-
-def test_argmax_of_a_large_array_is_the_first_of_the_maxima():
-  rng = np.random.default_rng(0)
-  logits = np.float32(rng.integers(0, 1000, (2, 33, 64_001)))  # every row has ties
-  logits[0, 0] = -np.inf
-  logits[0, 1, :-1] = -np.inf
-  np.testing.assert_array_equal(argmax(jnp.asarray(logits)), logits.argmax(axis=-1))
-  logits[1, 2, 3] = np.nan
-  assert argmax(jnp.asarray(logits))[1, 2] <= logits.shape[-1]

@@ -201,8 +201,7 @@ class Decoder(Settings):
 
     # Accept: the longest accepted path, and one token sampled by the target after it.
     verification = self.verifier.verify(verify_rng, tree, proposal, logits)
-    # At temperature 0, q is a one-hot. Without this use of it, it is never computed.
-    finite = _all_finite(logits, None if self.verifier.sampling.is_argmax else proposal.q)
+    finite = _all_finite(logits, proposal.q)
     emitted, num_emitted, ends = self._cut(state, proposal, verification, finite)
     length = state.length + num_emitted
 

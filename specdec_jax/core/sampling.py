@@ -222,13 +222,7 @@ def _invert(u: Float[Array, " B"], weights: Float[Array, "B N"]) -> Int[Array, "
 
 def argmax(logits: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
   """Return the most probable token; in a tie, the one with the smallest id."""
-  if logits.size < 2**22:  # where a mask over the vocabulary is small, it is faster
-    return _first(logits == logits.max(axis=-1, keepdims=True))
-  blocks = filters.in_blocks(logits, 32, -jnp.inf)
-  maxima = blocks.max(axis=-1)
-  block = jnp.minimum(argmax(maxima), maxima.shape[-1] - 1)  # NaN has no index
-  best = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-  return block * 32 + argmax(best)
+  return _first(logits == logits.max(axis=-1, keepdims=True))
 
 
 def _first(mask: Bool[Array, "*batch N"]) -> Int[Array, "*batch"]:
