@@ -150,8 +150,8 @@ def test_gpt2_with_untied_logits_whose_config_says_tied(tmp_path):
 @pytest.mark.parametrize(
   ("field", "value", "said"),
   [
-    ("decoder_start_token_id", 5, "decoder_start_token_id in"),
-    ("pad_token_id", 3, "pad_token_id in"),
+    ("decoder_start_token_id", -1, "decoder_start_token_id in"),
+    ("pad_token_id", "3", "pad_token_id in"),
     ("eos_token_id", [1, "5"], "whole number, from 0"),
     ("eos_token_id", [], "whole number, from 0"),
     ("eos_token_id", None, "whole number, from 0"),

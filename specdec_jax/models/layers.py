@@ -56,17 +56,19 @@ class Dense(nn.Module):
     features: size of the output.
     dtype: dtype of the matmul with kernels 'xla'; None to use `config.dtype`.
     kernel_init: initializer of the matrix.
+    biases: False if the layer has no bias even if the model has biases.
   """
 
   config: TransformerConfig
   features: int
   dtype: Any = None
   kernel_init: Any = _fan_in
+  biases: bool = True
 
   @nn.compact
   def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch F"]:
     product = self._matmul(x)
-    if not self.config.biases:
+    if not (self.biases and self.config.biases):
       return product
     bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
     return product + bias.astype(product.dtype)
