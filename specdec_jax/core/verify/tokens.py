@@ -158,19 +158,26 @@ def guess_probs(
 ) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
   """Return q(x) and the residual r(x) of each draft token x, if its earlier siblings are rejected.
 
-  For first children, r is p. All second children are computed together from the residuals, then
-  all third children, and so on.
+  All first children are computed together, then all second children from the residuals, and so on.
   """
-  rows, parents = np.arange(len(p))[:, None], np.array(tree.parents, np.int32)
-  q_x, r_x, r = gather_token(q, tokens), p[rows, parents, tokens], p
-  for rank in range(1, tree.width):
-    # Siblings are adjacent: the earlier sibling of a draft token is the one before it.
-    guesses, earlier = (np.flatnonzero(tree.ranks == x) for x in (rank, rank - 1))
-    has_next = np.flatnonzero(np.isin(earlier, guesses - 1))
-    r = take(r, parents[guesses] if rank == 1 else has_next)
-    r = normalised(residual(r, take(q, guesses - 1), lenience))
-    r_x = r_x.at[:, guesses].set(gather_token(r, take(tokens, guesses)))
-  return q_x, r_x
+  q_x, r_x = [], []
+  order: list[np.ndarray] = []
+  for rank in range(tree.width):
+    guesses = np.flatnonzero(tree.ranks == rank)
+    if rank == 0:
+      r = take(p, np.array(tree.parents)[guesses])
+    else:
+      # Siblings are adjacent: those before the current ones, among the siblings of the last rank.
+      has_next = np.flatnonzero(np.isin(order[-1], guesses - 1))
+      r = normalised(residual(take(r, has_next), take(q, guesses - 1), lenience))
+    x = take(tokens, guesses)
+    q_x.append(gather_token(take(q, guesses), x))
+    r_x.append(gather_token(r, x))
+    order.append(guesses)
+  if not order:
+    return q[..., 0], q[..., 0]  # no draft tokens: [B, 0]
+  by_node = np.argsort(np.concatenate(order))
+  return take(jnp.concatenate(q_x, axis=1), by_node), take(jnp.concatenate(r_x, axis=1), by_node)
 
 
 def residual_at(
