@@ -430,6 +430,7 @@ DETERMINISTIC = {
   "known",
 }
 DETERMINISTIC |= {"dynamic", "T5Gemma, dynamic", "dynamic of itself", "EAGLE, dynamic", "free"}
+DETERMINISTIC |= {"dynamic, GPT", "fused features, dynamic"}
 DETERMINISTIC |= {
   "layers, GPT",
   "early exit",

@@ -62,8 +62,7 @@ def eight():
     ("gpt", 4, "chain"),
     ("gpt", 8, "chain"),
     ("t5gemma", 4, "tree"),
-    ("t5gemma", 8, "chain"),
-    ("bart", 4, "tree"),
+    ("t5gemma", 8, "tree"),
     ("bart", 8, "chain"),
   ],
 )

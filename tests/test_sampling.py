@@ -305,7 +305,7 @@ def kept_by_sorting(distances, weights, total):
 
 
 @pytest.mark.parametrize("masses", [False, True])
-@pytest.mark.parametrize("size", [32 * 512 - 32, 32 * 512, 16_400, 70_001])
+@pytest.mark.parametrize("size", [32 * 512, 70_001])
 def test_nearest_tokens_of_a_large_vocabulary_are_those_of_sorting(masses, size):
   rng = np.random.default_rng(size)
   peaked = rng.standard_normal(size) ** 2 * 9
