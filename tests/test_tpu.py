@@ -330,11 +330,12 @@ def test_table_of_pairs_has_the_numbers_of_a_report():
     "hbm_bytes": {"decode step": 5e9},
     "over_a_step": {"verify": 1.01, "draft step": 0.1, "round": 1.8},
   }
-  tree = {**report, "settings": report["settings"] | dict(nodes=64)}
+  parts = {name: report["programs"][name] for name in ("plain step", "round")}
+  tree = report | dict(settings=report["settings"] | dict(nodes=64), programs=parts)
   first, second = pairs_table([report, tree]).rows
   numbers = "22.000", "23.000", "5.000", "1.010", "0.100", "1.800", "3, 3", "1"
   assert first == ("nllb 3.3b", "600m", "v4:1x1x1", "8", *numbers)
-  assert second[3] == "64"
+  assert second[3:6] == ("64", "-", "-")
 
 
 def paper_rows():

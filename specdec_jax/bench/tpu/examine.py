@@ -177,15 +177,14 @@ def pairs_table(reports: Sequence[Mapping[str, Any]]) -> Table:
   rows = []
   for report in reports:
     settings, programs, relative = (report[x] for x in ("settings", "programs", "over_a_step"))
-    loop = programs["speculative loop"]
+    loop = programs.get("speculative loop")
     rows.append(
       (
         f"{settings['version']} {settings['target']}",
         settings["draft"],
         settings["topology"],
         f"{settings['nodes'] or settings['gamma'] + 1}",
-        _giga(loop["arguments"]),
-        _giga(loop["peak"]),
+        *(_giga(loop[field]) if loop else MISSING for field in ("arguments", "peak")),
         _giga(report["hbm_bytes"]["decode step"]),
         *(f"{relative[name]:.3f}" for name in ("verify", "draft step", "round")),
         ", ".join(f"{programs[name]['collectives']}" for name in ("plain step", "round")),
