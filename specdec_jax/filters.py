@@ -13,6 +13,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from specdec_jax.settings import is_neutral
 
+MIN_LARGE = 2**14  # smallest vocabulary in which few tokens are searched first
+
 
 def filtered(
   probs: Float[Array, "*batch V"], logits: Float[Array, "*batch V"], sampling: Any
@@ -93,9 +95,7 @@ def nearest(
   sort over the vocabulary is needed. Non-negative float32 numbers have the same order as their bits
   read as integers, so the distance of the last token is found bit by bit, in 31 sums.
 
-  A large vocabulary is reshaped to 32 rows. The 128 columns with the smallest minima hold all
-  tokens that are nearer than the last of these minima, so the sums run over these columns. Only if
-  these tokens do not reach `total` somewhere in the batch, the sums run over the vocabulary.
+  On a CPU, the sums of a large vocabulary run over some of its tokens (`_threshold_of_columns`).
 
   Args:
     distances: float32, at least 0.
@@ -105,11 +105,27 @@ def nearest(
   """
   distances = jnp.abs(distances)
   below = _bits(distances)
-  num_columns = -(-below.shape[-1] // 32)
-  if num_columns < 512:
+  if below.shape[-1] < MIN_LARGE:
     return below <= _threshold(below, weights, total)
-  # On a CPU, minima of columns are faster than those of rows, and `top_k` needs floats to be fast.
-  columns = in_blocks(distances, num_columns, jnp.inf)
+  # Other compilers fuse the comparisons with their sum, and would only need more memory.
+  return below <= lax.platform_dependent(
+    distances,
+    cpu=lambda distances: _threshold_of_columns(distances, weights, total),
+    default=lambda distances: _threshold(_bits(distances), weights, total),
+  )
+
+
+def _threshold_of_columns(
+  distances: Float[Array, "*batch V"], weights: ArrayLike, total: ArrayLike
+) -> Int[Array, "*batch 1"]:
+  """Return the result of `_threshold`, which is searched among few tokens if possible.
+
+  The vocabulary is reshaped to 32 rows. The 128 columns with the smallest minima hold all tokens
+  that are nearer than the last of these minima, so the sums run over these columns. Only if these
+  tokens do not reach `total` somewhere in the batch, the sums run over the vocabulary.
+  """
+  # Minima of columns are faster than those of rows, and `top_k` needs floats to be fast.
+  columns = in_blocks(distances, -(-distances.shape[-1] // 32), jnp.inf)
   negated, chosen = lax.top_k(-columns.min(axis=-2), 128)
   # These columns hold all tokens nearer than `bound`. If tokens at `bound` are needed, all of them
   # are kept. (With a slice `[..., -1:]` of its result, XLA would compile `top_k` to a sort.)
@@ -121,15 +137,15 @@ def nearest(
 
   near, near_weights = candidates(columns), weights
   if isinstance(weights, Array) and weights.shape == distances.shape:
-    near_weights = candidates(in_blocks(weights, num_columns, 0))
+    near_weights = candidates(in_blocks(weights, columns.shape[-1], 0))
   near_weights = jnp.where(near <= bound, near_weights, 0)
   is_enough = near_weights.sum(axis=-1, keepdims=True) >= total
   found = _threshold(_bits(near), near_weights, total)
   # Each row takes one of the two thresholds by its own tokens, so it does not depend on other rows.
-  return below <= lax.cond(
+  return lax.cond(
     is_enough.all(),
     lambda: found,
-    lambda: jnp.where(is_enough, found, _threshold(below, weights, total)),
+    lambda: jnp.where(is_enough, found, _threshold(_bits(distances), weights, total)),
   )
 
 
