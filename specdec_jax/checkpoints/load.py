@@ -60,9 +60,9 @@ def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardin
       concatenated when they are read, as in `families.for_decoding`.
     dtype: dtype of the parameters; defaults to `config.dtype`.
     shardings: tree of `jax.sharding.Sharding` with the structure of the parameters, or a function
-      that returns such a tree, given the tree of the parameters' shapes and, as the keyword
-      argument `config`, `config` (such as `partitioning.param_shardings` with a mesh). Each device
-      reads only its shard. None places the parameters on the default device.
+      that returns such a tree, given the tree of the parameters' shapes and, if it has a parameter
+      `config`, `config` (such as `partitioning.param_shardings` with a mesh). Each device reads
+      only its shard. None places the parameters on the default device.
 
   Raises:
     InputError: the checkpoint cannot be opened, its arrays do not have the names and shapes that

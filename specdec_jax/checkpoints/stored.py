@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import re
@@ -27,7 +28,7 @@ Index = tuple[slice, ...]  # one slice per axis
 # How weights are loaded; see `pairs.load_pair`.
 LoadedWeights = Literal["float", "stored", "int8"]
 # A tree of `Sharding` with the structure of the parameters, or a function that returns it, given
-# their shapes and, as the keyword argument `config`, the configuration of the model.
+# their shapes and, if it has a parameter `config`, the configuration of the model.
 Shardings = Any
 ShardingsFn = Callable[..., Any] | None  # the function only
 
@@ -352,7 +353,8 @@ def make_shardings(shardings: Callable[..., Any], config: AnyConfig) -> Any:
     InputError: the function does not return a tree of shardings with the parameters' structure.
   """
   shapes = param_shapes(config)
-  tree = shardings(shapes, config=config)
+  takes_config = "config" in inspect.signature(shardings).parameters
+  tree = shardings(shapes, config=config) if takes_config else shardings(shapes)
   structure: Any = jax.tree.structure
   is_tree = structure(tree) == structure(shapes)
   if not is_tree or not all(isinstance(place, Sharding) for place in jax.tree.leaves(tree)):

@@ -84,7 +84,7 @@ def load_pair(
     extra_ids: number of sentinels after the pieces of the vocabulary. 'auto' adds the 100 sentinels
       of T5 if the target's embedding table has rows for them; see `open_vocabulary_of_model`.
     shardings: function that returns a tree of `jax.sharding.Sharding`, given the tree of shapes of
-      the target's parameters and, as the keyword argument `config`, the target's configuration.
+      the target's parameters and, if it has a parameter `config`, the target's configuration.
       Sharded parameters are not converted for decoding, because that would concatenate matrices
       across shards.
     draft_shardings: function like `shardings` for the parameters of the draft. It is not used for a
