@@ -17,11 +17,13 @@ from test_contract import (
   RANDOM,
   T5_CONFIG,
   V,
+  bart,
   deep,
   deep_features,
   deep_gpt,
   gpt,
   t5,
+  t5gemma,
 )
 
 from specdec_jax import pairs
@@ -84,7 +86,8 @@ def test_divergences_are_exact_if_all_of_p_is_known_and_otherwise_lower_bounds(
 
 def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
   sizes = dict(state_dim=shape.emb_dim, emb_dim=8, mlp_dim=16, num_decoder_layers=1, rank=4)
-  heads = dict(num_heads=shape.num_heads, head_dim=shape.head_dim, has_encoder=shape.has_encoder)
+  names = "num_heads", "num_kv_heads", "head_dim", "has_encoder"
+  heads = {name: getattr(shape, name) for name in names}
   fields = dict(kind=kind, vocab_size=shape.vocab_size, gamma=gamma, **sizes, **heads)
   return SpeculatorConfig(**{**fields, **changes})
 
@@ -96,6 +99,8 @@ def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
     *((kind, gpt, None) for kind in ("heads", "parallel", "early_exit")),
     *(("early_exit", of, (0, 2)) for of in (deep, deep_gpt)),
     ("features", deep_features, (0, 2)),
+    ("features", t5gemma, None),
+    ("early_exit", bart, None),
   ],
 )
 def test_training_logits_equal_those_of_decoding(kind, of, layers):
