@@ -594,7 +594,7 @@ def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
     ({"batch_sizes": [0]}, "batch_size is 0"),
     ({"num_guesses": 0}, "num_guesses is 0"),
     ({"long_tokens": -1}, "long_tokens is -1"),
-    ({"generation": GenerationConfig(top_k=9)}, "generation has top_k, which the checker does not"),
+    ({"generation": GenerationConfig(top_k=9)}, "generation has top_k, which a command does not"),
     ({"pair": tiny_pair.pair()._replace(simulated_alpha=0.5)}, "acceptance is simulated"),
   ],
 )

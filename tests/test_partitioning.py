@@ -61,7 +61,6 @@ def eight():
     ("t5", 4, "tree"),
     ("gpt", 4, "chain"),
     ("gpt", 8, "chain"),
-    ("t5gemma", 4, "tree"),
     ("t5gemma", 8, "tree"),
     ("bart", 8, "chain"),
   ],
@@ -135,9 +134,8 @@ def test_heads_of_t5gemma_are_not_divided(eight, model_parallel, kv_width):
     ("encoder_embedder/embedding", [16 // model_parallel, 24]),
   ):
     assert results["target"][name] == shard, name
-  (run,) = results["runs"].values()
-  # One group of 8 devices decodes all 8 rows; each of two groups of 4 devices decodes 4 rows.
-  assert [model_parallel, kv_width // 8] in run["caches"]
+  for run in results["runs"].values():  # of 8 devices, which decode all 8 rows
+    assert [model_parallel, kv_width // 8] in run["caches"]
 
 
 @pytest.mark.parametrize("model_parallel, width", [(4, 8), (8, 32)])

@@ -17,6 +17,7 @@ from scipy import special
 
 from specdec_jax.bench.tabulate import named_table
 from specdec_jax.checkpoints.folder import load_model, save_model
+from specdec_jax.commands import distillation_data
 from specdec_jax.commands import train as commands
 from specdec_jax.commands.distillation_data import model_outputs
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -399,11 +400,12 @@ def test_warm_up_as_long_as_the_run_raises(tmp_path):
 # Distillation data.
 
 
-def test_model_outputs_are_in_the_order_of_the_sources():
+def test_model_outputs_are_in_the_order_of_the_sources(monkeypatch):
+  monkeypatch.setattr(distillation_data, "BATCH_SIZE", 3)
   pair = tiny_pair.pair()
   texts = [tiny_pair.SENTENCES[i][:n] for i, n in ((0, 3), (30, 9), (60, 5), (90, 12), (7, 1))]
   sources = [pair.encode(text) for text in texts]
-  decode = functools.partial(model_outputs, pair.target, pair.target_params, batch_size=3)
+  decode = functools.partial(model_outputs, pair.target, pair.target_params)
   outputs = decode(sources)
   assert len({tuple(row) for row in outputs}) > 2
   assert all(len(row) == 96 or row[-1] == 1 for row in outputs)

@@ -30,7 +30,7 @@ from specdec_jax.training.distillation import (
 )
 
 MAX_NEW_TOKENS = 96  # limit for each output
-_BATCH_SIZE = 64
+BATCH_SIZE = 64  # rows that are decoded together
 NUM_SAMPLED_TEXTS = 512  # validation texts sampled from a decoder-only target
 
 
@@ -245,13 +245,13 @@ def model_outputs(
     searcher = BeamSearcher(model, NullBeamDraft(), num_beams, eos_id=eos_id)
     return searcher.run(Params(params), prompt, max_new_tokens=MAX_NEW_TOKENS).best()
 
-  for start in track(range(0, len(order), _BATCH_SIZE), "decoding", transient=True):
-    indices = order[start : start + _BATCH_SIZE]
+  for start in track(range(0, len(order), BATCH_SIZE), "decoding", transient=True):
+    indices = order[start : start + BATCH_SIZE]
     # The last batch is filled up, so that one program per prompt length is compiled.
-    indices += [indices[-1]] * (_BATCH_SIZE - len(indices))
+    indices += [indices[-1]] * (BATCH_SIZE - len(indices))
     width = -(-max(len(sources[i]) for i in indices) // 16) * 16
     prompt = jnp.asarray(padded([sources[i] for i in indices], width, pad_id))
-    result = decode(prompt, row_keys(seed, start, _BATCH_SIZE))
+    result = decode(prompt, row_keys(seed, start, BATCH_SIZE))
     for i, row, length in zip(indices, np.asarray(result.tokens), np.asarray(result.lengths)):
       outputs[i] = row[:length].tolist()
   return outputs
