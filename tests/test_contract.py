@@ -431,6 +431,7 @@ DETERMINISTIC = {
 }
 DETERMINISTIC |= {"dynamic", "T5Gemma, dynamic", "dynamic of itself", "EAGLE, dynamic", "free"}
 DETERMINISTIC |= {"dynamic, GPT", "fused features, dynamic"}
+DETERMINISTIC |= {"BART", "T5Gemma, conditioned", "other vocabulary"}
 DETERMINISTIC |= {
   "layers, GPT",
   "early exit",

@@ -206,12 +206,6 @@ def test_greedy_outputs_of_a_dynamic_tree_are_the_targets():
   np.testing.assert_array_equal(ours.tokens, plain.tokens)
 
 
-def test_beam_search_with_the_draft_finds_the_same_texts():
-  searched = pair().beam_searcher(2, 3).run(pair().params, pair().prompt(TEXTS), **LIMIT)
-  plain = pair().beam_searcher(2, 0).run(pair().params, pair().prompt(TEXTS), **LIMIT)
-  np.testing.assert_array_equal(searched.tokens, plain.tokens)
-
-
 def test_equal_vocabulary_does_not_change_the_rounds(temperature=1.0):
   shared = tiny_pair.pair()
   near, words = (str(tiny_pair.folder() / name) for name in ("near", "vocabulary.model"))
