@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.trees import AnyTree, NodeLayout
@@ -172,7 +172,9 @@ class T5(nn.Module):
 
     The tokens after the last one that is not `pad_id` are padding.
     """
-    is_token = lax.cummax((source != self.config.pad_id).astype(jnp.int32), 1, reverse=True) > 0
+    positions = jnp.arange(source.shape[1])
+    last = jnp.where(source != self.config.pad_id, positions, -1).max(axis=1, keepdims=True)
+    is_token = positions <= last
     embed = self.encoder_embedder if self.config.encoder_embeddings else self.token_embedder
     encoded = self.encoder(embed(source), is_token, deterministic)
     cross_bias = jnp.where(is_token, 0.0, MASKED)[:, None, None, :]
