@@ -78,7 +78,7 @@ def open_bart(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredAr
   Args:
     folder: folder of the model, or a description of a model in memory.
     fields: fields of its config, such as the result of `read_config`.
-    arrays: arrays of the model by their names in this package; the dict is modified.
+    arrays: arrays of the model by their names in this package.
 
   Raises:
     InputError: the config has an unsupported value, or files are damaged or missing.
