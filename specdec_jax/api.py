@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specdec_jax import pairs
+from specdec_jax import continuous_batching, pairs
 from specdec_jax.beam_search import BeamSearcher
 from specdec_jax.compile_cache import default_cache_dir, enable_compile_cache
 from specdec_jax.core.decode import Decoder
@@ -104,8 +104,10 @@ class Pair(pairs.LoadedPair):
       tree: parents of the draft tokens of a tree (`Tree.parents`), which replaces the chain of
         gamma draft tokens; 'auto' chooses the fastest tree or chain. Not for a beam search.
       batch_size: maximum number of outputs (in a beam search: of texts) that are decoded together;
-        all outputs of one text always are. For a given gamma or tree, outputs do not depend on
-        `batch_size`, except for rounding.
+        all outputs of one text always are. When a text ends, the next one takes its place
+        (`continuous_batching`), unless there are decoder prefixes, beams or several outputs per
+        text: then each batch is decoded to its end. For a given gamma or tree, outputs do not
+        depend on `batch_size`, except for rounding.
       seed: seed of all sampling. The random keys of a text depend only on the seed and on the index
         of the text in `texts`.
       lenience: in (0, 1]. Below 1, more draft tokens are accepted, and outputs no longer have the
@@ -152,6 +154,8 @@ class Pair(pairs.LoadedPair):
     longest = config.max_new_tokens or config.max_length or DEFAULT_NEW_TOKENS
     decoding = DecodeSettings(config.sampling(), size * count, longest, seed, lenience)
     run = _Run(self, config, texts, gamma, tree, decoding, logprobs, forced)
+    if count == 1 < size < len(texts) and not forced:
+      return [output for _, output in sorted(run.decode_in_slots(size), key=lambda found: found[0])]
     found: list[Output] = []
     for start in range(0, len(texts), size):
       result = run.decode(start, size)
@@ -431,6 +435,16 @@ class _Run:
     decoder, prompt, keys, options = self._arguments(start, size)
     result = decoder.run(self.pair.params, prompt, keys, **options)
     return require_finite(jax.device_get(result))
+
+  def decode_in_slots(self, num_slots: int) -> Iterator[tuple[int, Output]]:
+    """Decode all texts by continuous batching; yield the index and the output of each text."""
+    decoder, prompt, keys, options = self._arguments(0, len(self.texts))
+    waiting = continuous_batching.blocks(
+      lambda rows: prompt[rows], keys, options.pop("limit"), num_slots
+    )
+    params = self.pair.params
+    for i, result, row in continuous_batching.decode_blocks(decoder, params, waiting, **options):
+      yield i, self.output(result, row)
 
   def stream(self) -> Iterator[tuple[DecodeResult, bool]]:
     """Decode the only text. After each round, yield the result so far and whether it is final."""

@@ -289,6 +289,7 @@ def test_tokens_past_the_end_are_0():
     tokens=jnp.array([[7, 2, 3, 9, 9, 9], [7, 6, 5, 4, 3, 9]]),
     length=jnp.array([3, 5]),
     prompt_length=jnp.array([1, 2]),
+    num_rounds=jnp.array([4, 4]),
     rounds=rounds,
   )
   out = Decoder(TARGET, NullDraft(), TokenVerifier(GREEDY)).result(state)

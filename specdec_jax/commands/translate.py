@@ -1,7 +1,9 @@
 """Speculative decoding of each line of a text, or of copies of one prompt."""
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -13,11 +15,15 @@ from typing import IO, Literal
 
 import jax
 import numpy as np
+from jax import Array
 from rich.console import Console
 
+from specdec_jax import continuous_batching
 from specdec_jax.atomic_files import atomic_write, require_distinct_files
 from specdec_jax.beam_search import BeamSearcher
 from specdec_jax.commands.journal import open_journal
+from specdec_jax.core.decode import Decoder
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import DecodeResult, Params
@@ -145,8 +151,6 @@ def translate(
       first = [*itertools.islice(lines, batch_size if at_terminal else None)]
     calibration_texts = [line for line in first if pair.can_decode(line)]
     shape = resolve_tree(gamma, tree, pair, calibration_texts, settings, say=notes.print)
-    if processors:
-      decode = pair.decode_fn(sampling, shape, processors=processors)
     description = dict(
       models=[pair.target_path, pair.target_name, pair.draft_path, pair.draft_name],
       arithmetic=[pair.dtype, pair.kernels, pair.max_source_tokens],
@@ -173,12 +177,15 @@ def translate(
       task = bar.add_task("decoding", total=total, completed=num_done)
       remaining = itertools.islice(itertools.chain(first, lines), num_done, None)
       sources, rows = itertools.tee(remaining)
-      checked = warnings.checked(rows, num_done)
-      batches = decode_lines(pair, checked, shape, settings, decode, num_done)
-      for index, (texts, decoded) in zip(itertools.count(num_done, batch_size), batches):
+      checked: Iterable[str | None] = warnings.checked(rows, num_done)
+      checked = checked if known is None else [*checked]
+      index = num_done
+      outputs = decode_lines(pair, checked, shape, settings, decode, num_done, processors)
+      for texts, decoded in outputs:
         counted += len(texts), num_tokens(decoded), num_rounds(decoded)
         batch = [*itertools.islice(sources, len(texts))]
         records = [*output_records(pair, index, batch, texts, decoded)]
+        index += len(texts)
         write(sink, records)
         if journal:
           journal.append(records)
@@ -262,8 +269,12 @@ def decode_lines(
   settings: DecodeSettings,
   decode: Callable[..., DecodeResult] | None = None,
   start: int = 0,
+  processors: Processors = (),
 ) -> Iterator[tuple[list[str], list[DecodeResult]]]:
-  """Decode lines in batches; each batch is decoded as soon as its lines have arrived.
+  """Decode lines, with `batch_size` rows.
+
+  If the lines are a sequence, the next line takes the row of a line that has ended. Otherwise they
+  are decoded in batches, each of them as soon as its lines have arrived.
 
   Args:
     pair: target and draft.
@@ -271,15 +282,23 @@ def decode_lines(
       lines takes no time.
     tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
     settings: settings of decoding.
-    decode: function of (prompt, keys, *, max_new_tokens) to use instead of `pair.decode_fn`.
-    start: index of the first line, a multiple of the batch size. It determines the random keys.
+    decode: function of (prompt, keys, *, max_new_tokens) that decodes a batch, to use instead of
+      `pair.decoder`.
+    start: index of the first line. It determines the random keys.
+    processors: logits processors.
 
   Yields:
-    For each batch, the output of each line, and a list that contains the result of the decoded
-    rows. The list is empty if no row was decoded.
+    For each group of lines, in the order of the lines, the output of each line, and results with
+    the decoded rows. There are none if no row was decoded.
   """
-  decode = decode or pair.decode_fn(settings.sampling, tree, settings.lenience)
-  lines, batch_size = iter(lines), settings.batch_size
+  batch_size = settings.batch_size
+  if decode is None:
+    decoder = pair.decoder(settings.sampling, tree, settings.lenience, processors=processors)
+    if isinstance(lines, Sequence) and 1 < batch_size < len(lines) - [*lines].count(None):
+      yield from _decode_in_slots(pair, lines, decoder, settings, start)
+      return
+    decode = functools.partial(decoder.run, pair.params)
+  lines = iter(lines)
   for first in itertools.count(start, batch_size):
     batch = [*itertools.islice(lines, batch_size)]
     if not batch:
@@ -297,6 +316,40 @@ def decode_lines(
     for row in rows:
       texts[row] = pair.vocabulary.decode(np.asarray(decoded.tokens[row]))
     yield texts, [_rows(decoded, rows)]
+
+
+def _decode_in_slots(
+  pair: LoadedPair,
+  lines: Sequence[str | None],
+  decoder: Decoder,
+  settings: DecodeSettings,
+  start: int,
+) -> Iterator[tuple[list[str], list[DecodeResult]]]:
+  """Decode lines by continuous batching; see `decode_lines`. A group of lines takes no batch."""
+  index = [i for i, line in enumerate(lines) if line is not None]
+  width = -(-max(len(pair.encode(lines[i] or "")) for i in index) // 8) * 8
+  keys = row_keys(settings.seed, start, len(lines))[np.array(index)]
+  limit = np.full(len(index), settings.max_new_tokens)
+
+  def prompt_of(rows: np.ndarray) -> Array:
+    return pair.prompt([lines[index[row]] or "" for row in rows], width)
+
+  waiting = continuous_batching.blocks(prompt_of, keys, limit, settings.batch_size, index)
+  found = continuous_batching.decode_blocks(
+    decoder, pair.params, waiting, max_new_tokens=settings.max_new_tokens
+  )
+  ended: dict[int, DecodeResult] = {}
+  first = 0  # of the lines whose outputs were not yielded yet
+  for i, result, row in found:
+    ended[i] = _rows(result, [row])
+    last = first
+    while last < len(lines) and (last in ended or lines[last] is None):
+      last += 1
+    if last > first:
+      decoded = [ended.pop(i) for i in range(first, last) if i in ended]
+      texts = iter(pair.vocabulary.decode(np.asarray(each.tokens[0])) for each in decoded)
+      yield ["" if line is None else next(texts) for line in lines[first:last]], decoded
+      first = last
 
 
 def _rows(decoded: DecodeResult, rows: Sequence[int]) -> DecodeResult:
@@ -317,7 +370,7 @@ class _LineWarnings:
 
   def __init__(self, pair: LoadedPair, notes: Console, max_new_tokens: int):
     self._pair, self._notes, self._max_new_tokens = pair, notes, max_new_tokens
-    self._numbers: list[int] = []  # numbers of the lines that are being decoded
+    self._numbers = collections.deque[int]()  # numbers of the lines that are not decoded yet
     self._lines: dict[str, list[int]] = {}  # lines of each kind of warning
     self._warned_of_letters = False
 
@@ -344,12 +397,12 @@ class _LineWarnings:
       yield line
 
   def check_finished(self, decoded: Sequence[DecodeResult]) -> None:
-    """Warn about each line of the last batch whose output has no EOS; see the class."""
-    for tokens, number in zip((row for d in decoded for row in d.tokens), self._numbers):
+    """Warn about each of the next lines whose output has no EOS; see the class."""
+    for tokens in (row for d in decoded for row in d.tokens):
+      number = self._numbers.popleft()
       if self._pair.vocabulary.eos_id not in np.asarray(tokens):
         detail = f"; its output stops at the limit of {self._max_new_tokens} tokens"
         self._warn(number, "was not finished", detail)
-    self._numbers.clear()
 
   def summarize(self) -> None:
     """For each kind of warning, print the numbers of the lines after the first."""

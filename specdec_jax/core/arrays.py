@@ -4,6 +4,7 @@ Axis letters are those of `core.types`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,15 @@ def write_slots(
     return lax.dynamic_update_slice(row, new, (0, slot, 0))
 
   return jax.vmap(write_row)(cache, block.astype(cache.dtype), start)
+
+
+def repeat_rows(tree: Any, count: int) -> Any:
+  """Repeat each row of all arrays `count` times; a cache may do it itself (`Cache.repeat_rows`)."""
+
+  def repeated(x: Any) -> Any:
+    return x.repeat_rows(count) if hasattr(x, "repeat_rows") else jnp.repeat(x, count, axis=0)
+
+  return jax.tree.map(repeated, tree, is_leaf=lambda x: hasattr(x, "repeat_rows"))
 
 
 def fold_in_rows(rng: Key[Array, " B"], data: Int[Array, " B"]) -> Key[Array, " B"]:

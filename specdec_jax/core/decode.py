@@ -23,6 +23,7 @@ from specdec_jax.core.arrays import (
   gather_or_zero,
   gather_token,
   place_tokens,
+  repeat_rows,
   split_rows,
 )
 from specdec_jax.core.processors import Processors, node_prefixes, process
@@ -67,7 +68,7 @@ class DecodeState(NamedTuple):
     hidden: see `Context`.
     draft_state: state of the draft.
     rounds: data of the rounds so far.
-    num_rounds: number of rounds so far.
+    num_rounds: number of rounds since each row began.
     not_finite: see `DecodeResult`.
     log_probs: see `DecodeResult`; slots are those of `tokens`.
   """
@@ -83,7 +84,7 @@ class DecodeState(NamedTuple):
   hidden: Float[Array, "B E"]
   draft_state: Any
   rounds: Rounds
-  num_rounds: Int[Array, ""]
+  num_rounds: Int[Array, " B"]
   not_finite: Int[Array, " B"]
   log_probs: Float[Array, "B T 2"] | None = None
 
@@ -248,35 +249,31 @@ class Decoder(Settings):
     `jax.jit`, memory is checked while tracing, before anything runs.
     """
     batch, tree = len(prompt) * num_samples, self.draft.tree
-    rng = split_keys(rng, batch)
     require_compilable(tree)
     first, length = self.target.prompt_tokens(prompt)
     # A row at the limit may still write one block, so tokens and caches have K slots to spare.
     num_slots = first.shape[1] + max_new_tokens + tree.num_nodes
     hidden, cache = self.target.prefill(params.target, prompt, num_slots)
-    if num_samples > 1:
-      repeat = functools.partial(jnp.repeat, repeats=num_samples, axis=0)
-      prompt, first, length, hidden, cache = jax.tree.map(
-        repeat, (prompt, first, length, hidden, cache)
-      )
     tokens = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
-    limit = length + jnp.minimum(max_new_tokens, max_new_tokens if limit is None else limit)
-    prompt_length = length if num_forced is None else length + num_forced
     last_hidden = gather_or_zero(hidden, length - 2)
-    context = Context(prompt, tokens, length, cache, last_hidden, prompt_length, limit)
+    context = Context(prompt, tokens, length, cache, last_hidden)
+    draft_state = self.draft.init(params.draft, context, hidden)
+    if num_samples > 1:
+      context, draft_state = repeat_rows((context, draft_state), num_samples)
+    length = context.length
     state = DecodeState(
-      prompt=prompt,
-      tokens=tokens,
+      prompt=context.prompt,
+      tokens=context.tokens,
       length=length,
-      prompt_length=prompt_length,
-      limit=limit,
+      prompt_length=length if num_forced is None else length + num_forced,
+      limit=length + jnp.minimum(max_new_tokens, max_new_tokens if limit is None else limit),
       done=jnp.zeros(batch, bool),
-      rng=rng,
-      target_cache=cache,
+      rng=split_keys(rng, batch),
+      target_cache=context.target_cache,
       hidden=context.hidden,
-      draft_state=self.draft.init(params.draft, context, hidden),
+      draft_state=draft_state,
       rounds=empty_rounds(tree, max_new_tokens, batch),
-      num_rounds=jnp.zeros((), jnp.int32),
+      num_rounds=jnp.zeros(batch, jnp.int32),
       not_finite=jnp.full(batch, -1, jnp.int32),
       log_probs=jnp.zeros((batch, num_slots, 2)) if self.records_log_probs else None,
     )
@@ -297,7 +294,7 @@ class Decoder(Settings):
     log_probs = state.log_probs
     if log_probs is not None:
       log_probs = jnp.where(exists[..., None], gather(log_probs, new), 0)
-    counts = state.num_rounds, state.not_finite
+    counts = state.num_rounds.max(), state.not_finite
     return DecodeResult(tokens, lengths, state.rounds, *counts, log_probs)
 
   def _extend(
@@ -418,4 +415,5 @@ def _recorded(
     path=verification.path,
     parents=None if proposal.tree is None else proposal.tree.parents,
   )
-  return jax.tree.map(lambda all_, new: all_.at[state.num_rounds].set(new), state.rounds, record)
+  write_rows = jax.vmap(lambda x, new, i: x.at[i].set(new), in_axes=(1, 0, 0), out_axes=1)
+  return jax.tree.map(lambda x, new: write_rows(x, new, state.num_rounds), state.rounds, record)

@@ -371,7 +371,7 @@ class DecodeResult(NamedTuple):
     tokens: new tokens, EOS included; 0 past the end of a row.
     lengths: number of new tokens of each row, EOS included.
     rounds: data of the rounds.
-    num_rounds: number of rounds; each has one target forward pass.
+    num_rounds: number of rounds until the last row ended; each has one target forward pass.
     not_finite: index of the first new token that could not be decoded, because the target's logits
       had NaN, +inf or no finite value, or q was not finite; -1 if none. The row ends before it.
     log_probs: the target's log-probability of each new token in nats, before ([..., 0]) and after

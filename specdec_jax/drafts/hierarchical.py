@@ -111,7 +111,7 @@ class HierarchicalDraft(Draft):
       hidden=hidden,
       draft_state=_RecordedLogits(inner_state, length, inner_logits),
       rounds=empty_rounds(self.inner.tree, limit, batch),
-      num_rounds=jnp.zeros((), jnp.int32),
+      num_rounds=jnp.zeros(batch, jnp.int32),
       not_finite=jnp.full(batch, -1, jnp.int32),
     )
     final = decoder.run_rounds(Params(model_params, inner_params), initial)

@@ -67,7 +67,7 @@ class DecoderLayer(nn.Module):
     x: Float[Array, "B K E"],
     bias: Float[Array, "#B #H #K T"],
     cross: KeysValues | None,
-    cross_bias: Float[Array, "B 1 1 S"] | None,
+    cross_bias: Float[Array, "sources 1 1 S"] | None,
     cached: KeysValues | None = None,
     slot: Int[Array, " B"] | None = None,
     deterministic: bool = True,
@@ -89,8 +89,7 @@ class DecoderLayer(nn.Module):
     if cfg.has_encoder:
       assert cross is not None and cross_bias is not None
       h = normed(self.pre_cross_attention_layer_norm, x)
-      queries = self.encoder_decoder_attention.queries(h)
-      h = self.encoder_decoder_attention(queries, cross, cross_bias, deterministic)
+      h = self.encoder_decoder_attention.to_source(h, cross, cross_bias, deterministic)
       x = add_block(cfg, x, self.dropout(h, deterministic), self.post_cross_attention_layer_norm)
     h = self.mlp(normed(self.pre_mlp_layer_norm, x), deterministic)
     x = add_block(cfg, x, self.dropout(h, deterministic), self.post_mlp_layer_norm)
@@ -134,7 +133,7 @@ class Decoder(nn.Module):
     x: Float[Array, "B K E"],
     embedding: Float[Array, "rows E"],
     cross: tuple[KeysValues, ...] | None = None,
-    cross_bias: Float[Array, "B 1 1 S"] | None = None,
+    cross_bias: Float[Array, "sources 1 1 S"] | None = None,
     cached: tuple[KeysValues, ...] | None = None,
     length: Int[Array, " B"] | None = None,
     tree: NodeLayout | None = None,

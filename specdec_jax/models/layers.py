@@ -301,6 +301,21 @@ class Attention(nn.Module):
     mixed = mixed.reshape(batch, -1, block, cfg.kv_heads, dim).transpose(0, 2, 3, 1, 4)
     return self.out(mixed.reshape(batch, block, -1))
 
+  def to_source(
+    self,
+    x: Float[Array, "B K E"],
+    cross: tuple[Float[Array, "sources G S D"], Float[Array, "sources G S D"]],
+    bias: Float[Array, "sources 1 1 S"],
+    deterministic: bool = True,
+  ) -> Float[Array, "B K E"]:
+    """Attend from a block of tokens to encoded sources.
+
+    If there are fewer sources than rows, consecutive rows share a source: their tokens are then
+    queries of one row of keys and values.
+    """
+    queries = self.queries(x.reshape(len(bias), -1, x.shape[-1]))
+    return self(queries, cross, bias, deterministic).reshape(x.shape)
+
   def _split_heads(self, x: Float[Array, "B K HD"]) -> Float[Array, "B H K D"]:
     cfg = self.config
     # Without the barrier, the TPU compiler propagates the layout of the result through the matmul

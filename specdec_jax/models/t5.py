@@ -12,6 +12,7 @@ from flax import struct
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from specdec_jax.core.arrays import repeat_rows
 from specdec_jax.core.trees import AnyTree, NodeLayout
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots, require_positions
@@ -43,14 +44,20 @@ class T5Cache:
     length: number of cached tokens of each row. Slots from `length` on are masked until they are
       overwritten.
     layers: for each layer, keys and values of self-attention, both of shape [B, G, T, D].
-    cross: for each layer, keys and values of the encoded source, both of shape [B, G, S, D].
+    cross: for each layer, keys and values of the encoded sources, both of shape [sources, G, S, D].
+      If there are fewer sources than rows, consecutive rows share a source.
     cross_bias: bias of cross-attention: 0 at source tokens and MASKED at padding.
   """
 
   length: Int[Array, " B"]
   layers: tuple[KeysValues, ...]
   cross: tuple[KeysValues, ...]
-  cross_bias: Float[Array, "B 1 1 S"]
+  cross_bias: Float[Array, "sources 1 1 S"]
+
+  def repeat_rows(self, count: int) -> "T5Cache":
+    """Return the cache for `count` texts per row, which share the encoded source of the row."""
+    length, layers = repeat_rows((self.length, self.layers), count)
+    return self.replace(length=length, layers=layers)
 
 
 class EncoderLayer(nn.Module):

@@ -135,7 +135,7 @@ class SourceLayer(nn.Module):
   def __call__(self, x: Float[Array, "B M d"], source: Source) -> Float[Array, "B M d"]:
     if source[0] is not None:
       attention = Attention(self.config, name="encoder_decoder_attention")
-      x = x + attention(attention.queries(norm(self.config)(x)), *source)
+      x = x + attention.to_source(norm(self.config)(x), *source)
     return x + Mlp(self.config, name="mlp")(norm(self.config)(x))
 
 
