@@ -390,7 +390,9 @@ class _Batch:
     # Sizes are rounded up, so that few programs are compiled, unless positions are limited.
     is_limited = getattr(getattr(pair.target, "config", None), "num_positions", None) is not None
     longest = max(len(pair.encode(text)) for text in batch)
-    self.prompt = pair.prompt(batch, None if is_limited else size_of_sources(longest))
+    self.prompt = pair.prompt(
+      batch, None if is_limited else continuous_batching.size_of_sources(longest)
+    )
     self._forced = [forced[row] if forced else () for row in rows for _ in range(count)]
     self.num_forced = np.array([*map(len, self._forced)], np.int32)
     num_before = self.num_forced
@@ -439,11 +441,17 @@ class _Run:
   def decode_in_slots(self, num_slots: int) -> Iterator[tuple[int, Output]]:
     """Decode all texts by continuous batching; yield the index and the output of each text."""
     decoder, prompt, keys, options = self._arguments(0, len(self.texts))
-    waiting = continuous_batching.blocks(
-      lambda rows: prompt[rows], keys, options.pop("limit"), num_slots
+    found = continuous_batching.decode_texts(
+      decoder,
+      self.pair.params,
+      lambda rows: prompt[rows],
+      [len(self.pair.encode(text)) for text in self.texts],
+      keys,
+      num_slots=num_slots,
+      has_encoder=not self.pair.continues,
+      **options,
     )
-    params = self.pair.params
-    for i, result, row in continuous_batching.decode_blocks(decoder, params, waiting, **options):
+    for i, result, row in found:
       yield i, self.output(result, row)
 
   def stream(self) -> Iterator[tuple[DecodeResult, bool]]:
@@ -520,16 +528,6 @@ def sample_keys(seed: int, start: int, size: int, count: int) -> Array:
 def size_of_outputs(limit: int) -> int:
   """Return `limit`, rounded up to a power of two (at least 16) unless it is above 4,096."""
   return max(16, 1 << (limit - 1).bit_length()) if limit <= 4096 else limit
-
-
-def size_of_sources(length: int) -> int:
-  """Return `length`, rounded up to 8, 16, 24, 32, 48, 64, ...: 2^k, or 1.5 * 2^k from 24 on."""
-  power = 8
-  while power < length:
-    if power > 8 and power * 3 // 2 >= length:
-      return power * 3 // 2
-    power *= 2
-  return power
 
 
 _init = jax.jit(Decoder.init, static_argnames=("max_new_tokens", "num_samples"))

@@ -9,8 +9,7 @@ A row depends neither on other rows nor on its slot. So each text has the same o
 Axis letters are those of `core.types`; M is the number of texts, and W that of rows in a block.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from specdec_jax.core.types import AnyArray, DecodeResult, Params
 from specdec_jax.counts import require_finite
 
 NO_TEXT = -1  # index of a row that has no text
-_NO_LIMIT = np.iinfo(np.int32).max
+_WINDOW = 16  # number of blocks that are formed together, from texts of similar length
 
 
 class Rows(NamedTuple):
@@ -56,38 +55,63 @@ class Block(NamedTuple):
   limit: Int[AnyArray, " W"]
 
 
-def blocks(
-  prompt_of: Callable[[np.ndarray], Array],
-  rng: Key[Array, " M"],
-  limit: Int[AnyArray, " M"],
-  num_rows: int,
-  index: Sequence[int] | None = None,
-) -> Iterator[Block]:
-  """Yield blocks of `num_rows` rows.
-
-  Args:
-    prompt_of: function that returns the padded prompts of the texts at given positions, 0 to M - 1.
-    rng: see `Block`.
-    limit: see `Block`.
-    num_rows: W.
-    index: index of each text in results; its position by default.
-  """
-  numbers = np.arange(len(limit)) if index is None else np.asarray(index)
-  for first in range(0, len(numbers), num_rows):
-    rows = np.arange(first, first + num_rows)
-    exists = rows < len(numbers)
-    rows = np.where(exists, rows, first)
-    yield Block(prompt_of(rows), rng[rows], np.where(exists, numbers[rows], NO_TEXT), limit[rows])
-
-
-def prefill(decoder: Decoder, params: Params, block: Block, *, max_new_tokens: int) -> Rows:
+def prefill(
+  decoder: Decoder, params: Params, block: Block, *, max_new_tokens: int, width: int | None = None
+) -> Rows:
   """Return the rows of a block before their first round; rows without a text are done.
 
-  The arguments and errors are those of `Decoder.init`.
+  The arguments and errors are those of `Decoder.init`, and:
+
+  Args:
+    decoder: the decoder.
+    params: parameters of target and draft.
+    block: the texts.
+    max_new_tokens: maximum number of new tokens of each text, EOS included.
+    width: number of tokens of each source that encoders read; the others are padding. None if the
+      model is decoder-only, or to read all.
   """
-  state = decoder.init(params, block.prompt, block.rng, max_new_tokens, block.limit)
+
+  def init(width: int | None) -> DecodeState:
+    prompt = block.prompt[:, :width]
+    return decoder.init(params, prompt, block.rng, max_new_tokens, block.limit)
+
+  def is_cache(x: Any) -> bool:
+    return hasattr(x, "pad_sources")
+
+  def pad(x: Any, full: Any) -> Any:
+    return x.pad_sources(full.cross_bias.shape[3]) if is_cache(x) else x
+
+  state = init(width)
+  if width is not None and width < block.prompt.shape[1]:
+    state = jax.tree.map(pad, state, jax.eval_shape(lambda: init(None)), is_leaf=is_cache)
   index = jnp.asarray(block.index, jnp.int32)
-  return Rows(state._replace(done=index == NO_TEXT), index)
+  return Rows(state._replace(prompt=block.prompt, done=index == NO_TEXT), index)
+
+
+def fill(
+  slots: Rows, block: Rows, first: Int[Array, ""] | int = 0
+) -> tuple[Rows, Rows, Int[Array, ""]]:
+  """Exchange slots that are done for the next rows of a block, until no slot is done or no row waits.
+
+  Args:
+    slots: rows that are decoded.
+    block: rows that wait.
+    first: index of the first row of the block that waits.
+
+  Returns:
+    The slots; the block, in which each used row now has the tokens and the rounds of the slot that
+    it was exchanged for, but not its caches; and the index of the first row that still waits.
+  """
+
+  def is_free(carry: tuple[Rows, Rows, Array]) -> Array:
+    slots, block, row = carry
+    return slots.state.done.any() & (row < len(block.index))
+
+  def fill_one(carry: tuple[Rows, Rows, Array]) -> tuple[Rows, Rows, Array]:
+    slots, block, row = carry
+    return *_exchange(slots, slots.state.done.argmax(), block, row), row + 1
+
+  return lax.while_loop(is_free, fill_one, (slots, block, jnp.asarray(first, jnp.int32)))
 
 
 def run(
@@ -96,46 +120,46 @@ def run(
   slots: Rows,
   block: Rows,
   min_active: Int[Array, ""] | int = 1,
-  max_rounds: Int[Array, ""] | int = _NO_LIMIT,
   first: Int[Array, ""] | int = 0,
 ) -> tuple[Rows, Rows]:
-  """Run rounds, and exchange slots that are done for rows of a block.
+  """Run rounds, and `fill` the slots after each of them.
 
   Args:
     decoder: the decoder.
     params: parameters of target and draft.
     slots: rows that are decoded.
     block: rows that wait.
-    min_active: the loop stops when fewer slots than this have a text, and no row waits.
-    max_rounds: maximum number of rounds.
+    min_active: the loop ends when fewer slots than this have a text that has not ended, which is
+      after all rows of the block were used.
     first: index of the first row of the block that waits.
 
   Returns:
-    The slots; and the block. Each row that waited and was used now has the tokens and rounds of the
-    slot that it was exchanged for, but not its caches.
+    The slots and the block, as in `fill`.
   """
-  num_rows = len(block.index)
 
-  def is_free(carry: tuple[Rows, Rows, Array]) -> Array:
-    slots, _, row = carry
-    return slots.state.done.any() & (row < num_rows)
+  def goes_on(carry: tuple[Rows, Rows, Array]) -> Array:
+    return (~carry[0].state.done).sum() >= min_active
 
-  def fill_one(carry: tuple[Rows, Rows, Array]) -> tuple[Rows, Rows, Array]:
+  def step(carry: tuple[Rows, Rows, Array]) -> tuple[Rows, Rows, Array]:
     slots, block, row = carry
-    return *_exchange(slots, slots.state.done.argmax(), block, row), row + 1
+    return fill(slots._replace(state=decoder.round(params, slots.state)), block, row)
 
-  def goes_on(carry: tuple[tuple[Rows, Rows, Array], Array]) -> Array:
-    (slots, *_), num_rounds = carry
-    return ((~slots.state.done).sum() >= min_active) & (num_rounds < max_rounds)
+  return lax.while_loop(goes_on, step, fill(slots, block, first))[:2]
 
-  def step(carry: tuple[tuple[Rows, Rows, Array], Array]) -> tuple[Any, Array]:
-    (slots, block, row), num_rounds = carry
-    slots = slots._replace(state=decoder.round(params, slots.state))
-    return lax.while_loop(is_free, fill_one, (slots, block, row)), num_rounds + 1
 
-  filled = lax.while_loop(is_free, fill_one, (slots, block, jnp.asarray(first, jnp.int32)))
-  (slots, block, _), _ = lax.while_loop(goes_on, step, (filled, jnp.zeros((), jnp.int32)))
-  return slots, block
+def run_rounds(
+  decoder: Decoder, params: Params, state: DecodeState, num_rounds: Int[Array, ""] | int
+) -> DecodeState:
+  """Run at most `num_rounds` rounds, until a row ends that had not ended before."""
+  ended = state.done.sum()
+
+  def goes_on(carry: tuple[DecodeState, Array]) -> Array:
+    return (carry[0].done.sum() == ended) & (carry[1] < num_rounds)
+
+  def step(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+    return decoder.round(params, carry[0]), carry[1] + 1
+
+  return lax.while_loop(goes_on, step, (state, jnp.zeros((), jnp.int32)))[0]
 
 
 def _exchange(slots: Rows, slot: Array, block: Rows, row: Array) -> tuple[Rows, Rows]:
@@ -157,57 +181,40 @@ def _exchange(slots: Rows, slot: Array, block: Rows, row: Array) -> tuple[Rows, 
   return copied(block, row, slots, slot), Rows(used._replace(**caches), index)
 
 
-def empty_rows(decoder: Decoder, params: Params, block: Block, *, max_new_tokens: int) -> Rows:
-  """Return rows of zeros without texts, with the shapes of the rows of a block."""
-  shapes = jax.eval_shape(
-    functools.partial(prefill, max_new_tokens=max_new_tokens), decoder, params, block
-  )
-  zeros = jax.tree.map(lambda x: lax.full(x.shape, 0, x.dtype), shapes)
-  state = zeros.state._replace(done=jnp.ones_like(zeros.state.done))
-  return Rows(state, jnp.full_like(zeros.index, NO_TEXT))
-
-
-def decode_block(
-  decoder: Decoder, params: Params, slots: Rows, block: Block, *, max_new_tokens: int
-) -> tuple[Rows, DecodeResult, Int[Array, " W"]]:
-  """Decode until the texts of a block are in slots and a slot is free, or none is left to decode.
-
-  A block without texts ends the decoding: all slots are decoded to their end, and the result is
-  empty. The results of these slots are in the slots.
-
-  Returns:
-    The slots; the results of rows whose text has ended; and the index of the text of each result.
-  """
-
-  def prefilled() -> Rows:
-    return prefill(decoder, params, block, max_new_tokens=max_new_tokens)
-
-  has_texts = (jnp.asarray(block.index) != NO_TEXT).any()
-  empty = functools.partial(empty_rows, decoder, params, block, max_new_tokens=max_new_tokens)
-  waiting = lax.cond(has_texts, prefilled, empty)
-  min_active = jnp.where(has_texts, len(slots.index), 1)
-  first = jnp.where(has_texts, 0, len(block.index))
-  slots, used = run(decoder, params, slots, waiting, min_active, first=first)
-  return slots, decoder.result(used.state), used.index
-
-
-_decode_block = jax.jit(decode_block, static_argnames="max_new_tokens", donate_argnames="slots")
-_empty_rows = jax.jit(empty_rows, static_argnames="max_new_tokens")
+_prefill = jax.jit(prefill, static_argnames=("max_new_tokens", "width"))
+_run = jax.jit(run, donate_argnames=("slots", "block"))
 _result = jax.jit(Decoder.result)
 
 
-def decode_blocks(
-  decoder: Decoder, params: Params, blocks: Iterable[Block], *, max_new_tokens: int
+def decode_texts(
+  decoder: Decoder,
+  params: Params,
+  prompt_of: Callable[[np.ndarray], AnyArray],
+  lengths: Sequence[int],
+  rng: Key[Array, " M"],
+  limit: Int[AnyArray, " M"],
+  *,
+  num_slots: int,
+  max_new_tokens: int,
+  has_encoder: bool,
 ) -> Iterator[tuple[int, DecodeResult, int]]:
-  """Decode texts with as many slots as a block has rows.
+  """Decode M texts with a given number of slots.
 
-  The host waits for results once per block, while the device decodes the next block.
+  Texts are prefilled in blocks of `num_slots`. So that encoders read little padding, each block has
+  sources of similar length from the next `_WINDOW` blocks. The host waits for results once per
+  block, while the device decodes the next one.
 
   Args:
     decoder: the decoder.
     params: parameters of target and draft.
-    blocks: the texts, in blocks of one shape.
-    max_new_tokens: maximum number of new tokens of each text, EOS included.
+    prompt_of: function that returns the prompts of the texts with given indices, all padded to the
+      same width P.
+    lengths: number of tokens of each prompt.
+    rng: key of each text.
+    limit: maximum number of new tokens of each text.
+    num_slots: number of texts that are decoded together.
+    max_new_tokens: number of new tokens that a slot has room for, EOS included.
+    has_encoder: whether the target has an encoder.
 
   Yields:
     For each text, in the order in which they end, its index, a result, and its row in the result.
@@ -215,19 +222,35 @@ def decode_blocks(
   Raises:
     InputError: a text cannot be decoded; see `require_finite`.
   """
-  decode = functools.partial(_decode_block, decoder, params, max_new_tokens=max_new_tokens)
-  slots, block, earlier = None, None, None
-  for block in blocks:
+  order = np.concatenate(
+    [
+      first + np.argsort(-np.asarray(lengths[first : first + _WINDOW * num_slots]), kind="stable")
+      for first in range(0, len(lengths), _WINDOW * num_slots)
+    ]
+  )
+  slots: Rows | None = None
+  ended: list[tuple[DecodeResult, Array]] = []
+  for first in range(0, len(order), num_slots):
+    texts = order[first : first + num_slots]
+    rows = np.resize(texts, num_slots)
+    index = np.where(np.arange(num_slots) < len(texts), rows, NO_TEXT)
+    block = Block(prompt_of(rows), rng[rows], index, limit[rows])
+    longest = size_of_sources(max(lengths[i] for i in texts))
+    width = min(longest, block.prompt.shape[1]) if has_encoder else None
+    waiting = _prefill(decoder, params, block, max_new_tokens=max_new_tokens, width=width)
     if slots is None:
-      slots = _empty_rows(decoder, params, block, max_new_tokens=max_new_tokens)
-    slots, *finished = decode(slots, block)
-    if earlier:
-      yield from _finished(*earlier)
-    earlier = finished
-  if slots is not None and block is not None and earlier:
-    slots, *_ = decode(slots, block._replace(index=np.full_like(block.index, NO_TEXT)))
-    yield from _finished(*earlier)
-    yield from _finished(_result(decoder, slots.state), slots.index)
+      slots = waiting
+      continue
+    slots, used = _run(decoder, params, slots, waiting, num_slots)
+    ended.append((_result(decoder, used.state), used.index))
+    if len(ended) > 1:
+      yield from _finished(*ended.pop(0))
+  if slots is None:
+    return
+  waiting = _prefill(decoder, params, block, max_new_tokens=max_new_tokens, width=width)
+  slots, _ = _run(decoder, params, slots, waiting, first=num_slots)
+  for result, index in [*ended, (_result(decoder, slots.state), slots.index)]:
+    yield from _finished(result, index)
 
 
 def _finished(result: DecodeResult, index: Array) -> Iterator[tuple[int, DecodeResult, int]]:
@@ -260,17 +283,23 @@ def decode_all(
   keys = split_keys(rng, num_texts)
   limit = jnp.full(num_slots, max_new_tokens)
 
-  def block_of(texts: Array, exists: Array) -> Block:
-    return Block(prompt[texts], keys[texts], jnp.where(exists, texts, NO_TEXT), limit)
+  def prefill_rows(texts: Array, exists: Array) -> Rows:
+    block = Block(prompt[texts], keys[texts], jnp.where(exists, texts, NO_TEXT), limit)
+    return prefill(decoder, params, block, max_new_tokens=max_new_tokens)
+
+  shapes = jax.eval_shape(prefill_rows, texts[0], exists[0])
+  empty = jax.tree.map(lambda x: lax.full(x.shape, 0, x.dtype), shapes)
+  state = empty.state._replace(done=jnp.ones(num_slots, bool))
+  empty = Rows(state, jnp.full(num_slots, NO_TEXT))
 
   def step(slots: Rows, rows: tuple[Array, Array]) -> tuple[Rows, tuple[DecodeResult, Array]]:
-    block = block_of(*rows)
-    slots, *finished = decode_block(decoder, params, slots, block, max_new_tokens=max_new_tokens)
-    return slots, tuple(finished)
+    texts, exists = rows
+    waiting = lax.cond(exists.any(), prefill_rows, lambda *_: empty, texts, exists)
+    min_active, first = jnp.where(exists.any(), num_slots, 1), jnp.where(exists.any(), 0, num_slots)
+    slots, used = run(decoder, params, slots, waiting, min_active, first=first)
+    return slots, (decoder.result(used.state), used.index)
 
-  first = block_of(texts[0], exists[0])
-  slots = empty_rows(decoder, params, first, max_new_tokens=max_new_tokens)
-  slots, (results, index) = lax.scan(step, slots, (texts, exists))
+  slots, (results, index) = lax.scan(step, empty, (texts, exists))
   last = decoder.result(slots.state)
 
   # Rows of all blocks, then those of the slots.
@@ -288,3 +317,13 @@ def decode_all(
   num_rounds = jnp.maximum(results.num_rounds.max(), last.num_rounds)
   results, last = (x._replace(rounds=(), num_rounds=()) for x in (results, last))
   return jax.tree.map(in_order, results, last)._replace(rounds=rounds, num_rounds=num_rounds)
+
+
+def size_of_sources(length: int) -> int:
+  """Return `length`, rounded up to 8, 16, 24, 32, 48, 64, ...: 2^k, or 1.5 * 2^k from 24 on."""
+  power = 8
+  while power < length:
+    if power > 8 and power * 3 // 2 >= length:
+      return power * 3 // 2
+    power *= 2
+  return power

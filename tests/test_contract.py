@@ -18,6 +18,7 @@ from test_speculative import DRAFT_CONFIG as T5_DRAFT
 from test_speculative import exact_joint, joint_of_loop, target_and_draft
 from tiny import autoregressive_decode, speculative_decode
 
+from specdec_jax import continuous_batching
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
@@ -452,6 +453,35 @@ def test_rows_do_not_depend_on_their_neighbors_and_equal_objects_share_programs(
   rows = [3, 3, 5, 5, 5, 0]  # other neighbors, in other places
   same_rows(whole, speculate(case, sampling_of(case), rows), rows)
   assert Decoder.run._cache_size() == compiled
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_each_text_is_decoded_in_any_slot_as_in_a_batch(case):
+  """Six texts of unequal lengths are decoded in two slots."""
+  sampling = sampling_of(case)
+  models_of, draft_of, tree, verifier = CASES[case]
+  models, whole = models_of(), speculate(case, sampling)
+  draft, draft_params = draft_of(models, sampling, tree)
+  lengths = (models.prompts != 0).sum(axis=1)
+  found = continuous_batching.decode_texts(
+    Decoder(models.target, draft, verifier(sampling)),
+    Params(models.params, draft_params),
+    lambda rows: models.prompts[rows],
+    lengths.tolist(),
+    jax.random.split(jax.random.key(0), 6),
+    np.full(6, LIMIT),
+    num_slots=2,
+    max_new_tokens=LIMIT,
+    has_encoder=models.target.config.has_encoder,
+  )
+  seen = []
+  for text, result, row in found:
+    seen.append(text)
+    ran = (result.rounds.num_emitted[:, row] > 0).sum()
+    np.testing.assert_array_equal(result.tokens[row], whole.tokens[text])
+    for of_slot, of_batch in zip(*map(jax.tree.leaves, (result.rounds, whole.rounds)), strict=True):
+      np.testing.assert_array_equal(of_slot[:ran, row], of_batch[:ran, text])
+  assert sorted(seen) == [*range(6)]
 
 
 @pytest.mark.parametrize("case", ["tree"])

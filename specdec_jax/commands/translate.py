@@ -15,7 +15,6 @@ from typing import IO, Literal
 
 import jax
 import numpy as np
-from jax import Array
 from rich.console import Console
 
 from specdec_jax import continuous_batching
@@ -327,21 +326,23 @@ def _decode_in_slots(
 ) -> Iterator[tuple[list[str], list[DecodeResult]]]:
   """Decode lines by continuous batching; see `decode_lines`. A group of lines takes no batch."""
   index = [i for i, line in enumerate(lines) if line is not None]
-  width = -(-max(len(pair.encode(lines[i] or "")) for i in index) // 8) * 8
-  keys = row_keys(settings.seed, start, len(lines))[np.array(index)]
-  limit = np.full(len(index), settings.max_new_tokens)
-
-  def prompt_of(rows: np.ndarray) -> Array:
-    return pair.prompt([lines[index[row]] or "" for row in rows], width)
-
-  waiting = continuous_batching.blocks(prompt_of, keys, limit, settings.batch_size, index)
-  found = continuous_batching.decode_blocks(
-    decoder, pair.params, waiting, max_new_tokens=settings.max_new_tokens
+  lengths = [len(pair.encode(lines[i] or "")) for i in index]
+  width = -(-max(lengths) // 8) * 8
+  found = continuous_batching.decode_texts(
+    decoder,
+    pair.params,
+    lambda rows: pair.prompt([lines[index[row]] or "" for row in rows], width),
+    lengths,
+    row_keys(settings.seed, start, len(lines))[np.array(index)],
+    np.full(len(index), settings.max_new_tokens),
+    num_slots=settings.batch_size,
+    max_new_tokens=settings.max_new_tokens,
+    has_encoder=not pair.continues,
   )
   ended: dict[int, DecodeResult] = {}
   first = 0  # of the lines whose outputs were not yielded yet
-  for i, result, row in found:
-    ended[i] = _rows(result, [row])
+  for text, result, row in found:
+    ended[index[text]] = _rows(result, [row])
     last = first
     while last < len(lines) and (last in ended or lines[last] is None):
       last += 1

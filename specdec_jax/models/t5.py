@@ -6,6 +6,7 @@ Axis letters are those of `core.types`; in keys and values, D is the size of a h
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
@@ -58,6 +59,13 @@ class T5Cache:
     """Return the cache for `count` texts per row, which share the encoded source of the row."""
     length, layers = repeat_rows((self.length, self.layers), count)
     return self.replace(length=length, layers=layers)
+
+  def pad_sources(self, width: int) -> "T5Cache":
+    """Return the cache with sources that are padded to `width` tokens."""
+    pad = 0, width - self.cross_bias.shape[3]
+    cross = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), pad, (0, 0))), self.cross)
+    bias = jnp.pad(self.cross_bias, ((0, 0), (0, 0), (0, 0), pad), constant_values=MASKED)
+    return self.replace(cross=cross, cross_bias=bias)
 
 
 class EncoderLayer(nn.Module):
