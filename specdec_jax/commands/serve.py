@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from specdec_jax import interrupt
 from specdec_jax.api import Pair
 from specdec_jax.errors import InputError, require_count, require_number, require_types
-from specdec_jax.generation import GenerationConfig
+from specdec_jax.generation import SETTINGS, GenerationConfig
 from specdec_jax.pairs import LoadedPair
 from specdec_jax.serving.engine import Limits
 
@@ -54,8 +54,10 @@ def serve(
       f"specdec serve needs {error.name}, which is not installed; run pip install "
       "'specdec_jax[serve]' (in a checkout, '.[serve]')."
     ) from error
-  defaults = {k: v for k, v in vars(generation or GenerationConfig()).items() if v is not None}
-  served = Pair(*pair)._replace(generation={**pair.generation, **defaults})
+  known = {name: value for name, value in pair.generation.items() if name in SETTINGS}
+  merged = vars(GenerationConfig.merged(known, vars(generation or GenerationConfig())))
+  defaults = {name: value for name, value in merged.items() if value is not None}
+  served = Pair._make(pair)._replace(generation=defaults)
   with _listener(host, port) as listener:
     service = Service(served, gamma, tree, limits, model_name, prefix)
     try:

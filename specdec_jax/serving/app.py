@@ -60,7 +60,7 @@ class Server:
 
   @property
   def is_running(self) -> bool:
-    """Whether the server answers requests for completions."""
+    """True if the server answers requests for completions."""
     return self._thread.is_alive() and self._service.engine.is_healthy
 
   def close(self, seconds: float) -> None:

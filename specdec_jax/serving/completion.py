@@ -8,7 +8,7 @@ import queue
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp

@@ -112,7 +112,7 @@ class Engine:
 
   @property
   def is_healthy(self) -> bool:
-    """Whether the engine accepts texts."""
+    """True if the engine accepts texts."""
     return self._thread.is_alive() and not self._is_closed
 
   @property
@@ -235,7 +235,7 @@ class Engine:
     self._groups[decoder] = self._groups.pop(decoder)  # now the most recently used
     needs_rounds = any(text.needs_rounds for text in group.texts)
     for progress in group.slots.step(1 if needs_rounds else _MAX_ROUNDS):
-      text: Any = progress.name
-      text.report(progress.result, progress.done)
+      reported: Any = progress.name
+      reported.report(progress.result, progress.done)
       if progress.done:
-        group.texts.discard(text)
+        group.texts.discard(reported)
