@@ -21,6 +21,8 @@ import tiny_pair
 from specdec_jax.api import Pair
 from specdec_jax.commands.serve import serve
 from specdec_jax.errors import InputError
+from specdec_jax.generation import GenerationConfig
+from specdec_jax.serving import app
 from specdec_jax.serving import service as service_module
 from specdec_jax.serving.app import Server
 from specdec_jax.serving.engine import Closed, Engine, Limits, Text
@@ -292,6 +294,34 @@ def test_failure_of_a_request_does_not_affect_others(running):
   with pytest.raises(openai.APIError, match="cannot be decoded past token"):
     list(stream)
   assert running.complete().choices[0].text
+
+
+def test_prompt_has_the_prefix_of_its_task_or_of_the_server(running, monkeypatch):
+  pair = own_pair()._replace(tasks={"short": {"prefix": "A man ", "max_new_tokens": 9}})
+  outputs = pair.generate(["A man runs.", "Two dogs runs."], gamma=2, max_new_tokens=9)
+  monkeypatch.setattr(running.service, "pair", pair)
+  monkeypatch.setattr(running.service, "prefix", "Two dogs ")
+  for changes, output in zip((dict(task="short"), dict(max_tokens=9)), outputs, strict=True):
+    response = running.post(dict(model="target", prompt="runs.") | changes)
+    assert response.json()["choices"][0]["text"] == output.text and len(output.tokens) == 9
+  assert outputs[0].text != outputs[1].text
+
+
+def test_settings_of_the_command_are_defaults_of_requests(monkeypatch):
+  class EndedServer:
+    is_running = False
+
+    def __init__(self, service, listener):
+      services.append(service)
+
+  services = []
+  monkeypatch.setattr(app, "Server", EndedServer)
+  pair = own_pair()._replace(generation={"do_sample": False, "top_k": 9, "other": 1})
+  with pytest.raises(RuntimeError, match="A thread of the server has ended"):
+    serve(pair, port=0, generation=GenerationConfig(temperature=0.5), model_name="tiny")
+  assert services[0].pair.generation == {"temperature": 0.5, "top_k": 9}
+  assert services[0].name == "tiny"
+  services[0].engine.stop()
 
 
 def test_metrics_count_requests_and_tokens(running):

@@ -33,7 +33,7 @@ def serve(
     port: port to listen at; 0 for a free one, which is printed.
     gamma: number of draft tokens per round; 0 for autoregressive decoding.
     tree: parents of the nodes of a tree of draft tokens; None for a chain.
-    prefix: text before each prompt.
+    prefix: text before each prompt, except in requests with a task, which has its own prefix.
     generation: defaults of requests, which take precedence over those of the checkpoint.
     limits: limits of requests, of the queue and of the texts that are decoded together.
     model_name: name of the model in requests; None for the name of the target.
@@ -60,10 +60,10 @@ def serve(
   served = Pair._make(pair)._replace(generation=defaults)
   with _listener(host, port) as listener:
     service = Service(served, gamma, tree, limits, model_name, prefix)
+    server = Server(service, listener)
+    address = f"http://{host}:{listener.getsockname()[1]}/v1"
+    print(f"Serving {service.name!r} at {address}. Ctrl-C stops.", file=sys.stderr, flush=True)
     try:
-      server = Server(service, listener)
-      address = f"http://{host}:{listener.getsockname()[1]}/v1"
-      print(f"Serving {service.name!r} at {address}. Ctrl-C stops.", file=sys.stderr, flush=True)
       while server.is_running:
         time.sleep(0.2)
     except KeyboardInterrupt:

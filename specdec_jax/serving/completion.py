@@ -156,6 +156,7 @@ class Completion:
       num_beams=1,
     )
     config, prefix = pair.generation_config(request.task, settings)
+    prefix = service.prefix if request.task is None else prefix
     if request.n > 1 and config.sampling().is_argmax:
       raise InputError(
         f"n is {request.n}, and at temperature 0 all outputs would be equal; give a temperature."
@@ -163,7 +164,7 @@ class Completion:
     rows = []
     for place, text in enumerate(request.prompts):
       require_text(f"prompt {place}", text)
-      rows.append(pair.vocabulary.encode(service.prefix + prefix + text))
+      rows.append(pair.vocabulary.encode(prefix + text))
       if len(rows[-1]) > pair.max_source_tokens:
         raise InputError(
           f"prompt {place} has {len(rows[-1])} tokens; give at most {pair.max_source_tokens}."

@@ -22,7 +22,7 @@ class Service:
     pair: target and draft.
     limits: limits of requests and of the engine.
     name: name of the model in requests.
-    prefix: text before each prompt.
+    prefix: text before each prompt of a request without a task.
     metrics: counters.
     engine: engine that decodes the texts.
   """
@@ -44,7 +44,7 @@ class Service:
       tree: parents of the draft tokens of a tree, which replaces the chain of gamma draft tokens.
       limits: limits of requests and of the engine.
       name: name of the model in requests; by default, the name of the target.
-      prefix: text before each prompt.
+      prefix: text before each prompt of a request without a task.
 
     Raises:
       InputError: gamma, tree or a default of requests is invalid, the model has too few positions
