@@ -11,7 +11,7 @@ from jaxtyping import Key
 
 from specdec_jax.core.decode import Decoder, DecodeState
 from specdec_jax.core.types import DecodeResult, Params
-from specdec_jax.data.vocabulary import padded
+from specdec_jax.data.vocabulary import PAD_ID, padded
 
 
 class Progress(NamedTuple):
@@ -63,8 +63,9 @@ class Slots:
       rows: for each text, its name, the tokens of its prompt, its random key, and its limit of new
         tokens.
     """
+    pad_id = getattr(getattr(self.decoder.target, "config", None), "pad_id", PAD_ID)
     for name, tokens, rng, limit in rows:
-      prompt = jnp.asarray(padded([tokens], self.prompt_width))
+      prompt = jnp.asarray(padded([tokens], self.prompt_width, pad_id))
       limits = np.array([limit], np.int32)
       self._states[name] = _init(
         self.decoder, self.params, prompt, rng[None], self.max_new_tokens, limits

@@ -229,6 +229,7 @@ MALFORMED = [
   ({"max_tokens": 33}, "max_tokens is 33; give at most 32."),
   ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number"),
   ({"max_tokens": 10**400}, "max_tokens is"),
+  ({"max_length": 1}, "max_length is 1, and 1 tokens come before the output; give max_tokens,"),
   ({"n": 2}, "n is 2, and at temperature 0"),
   ({"n": "2"}, "n is '2'; it must be a whole number."),
   ({"temperature": -1}, "temperature is -1"),

@@ -145,8 +145,8 @@ class Completion:
     except Closed as error:
       raise RequestError(503, str(error)) from None
 
-  def _prepare(self) -> tuple[Run, np.ndarray, list[int]]:
-    """Return the call of `Pair.generate`, the padded prompts and their limits of new tokens."""
+  def _prepare(self) -> tuple[Run, list[list[int]], list[int]]:
+    """Return the call of `Pair.generate`, tokens of the prompts and their limits of new tokens."""
     service, pair, request = self._service, self._service.pair, self._request
     settings = dict(
       request.settings,
@@ -170,15 +170,15 @@ class Completion:
           f"prompt {place} has {len(rows[-1])} tokens; give at most {pair.max_source_tokens}."
         )
     self._num_prompt_tokens = sum(map(len, rows))
-    prompts = padded(rows, pair.max_source_tokens, pair.vocabulary.pad_id)
     lengths = [0] * len(rows)
     if config.max_length is not None:
+      prompts = padded(rows, pair.max_source_tokens, pair.vocabulary.pad_id)
       lengths = np.asarray(pair.target.prompt_tokens(jnp.asarray(prompts))[1]).tolist()
     limits, most = config.new_tokens(lengths), service.limits.max_new_tokens
     if max(limits) > most and (request.max_tokens or "max_length" in request.settings):
       raise InputError(f"max_tokens is {max(limits)}; give at most {most}.")
     run = service.run(config, request.logprobs is not None)
-    return run, prompts, [min(limit, most) for limit in limits]
+    return run, rows, [min(limit, most) for limit in limits]
 
   def _report(self, index: int, result: DecodeResult | Exception, done: bool) -> None:
     """Pass a result from the engine's thread to the event loop."""

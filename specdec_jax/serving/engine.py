@@ -57,7 +57,7 @@ class Text:
 
   Attributes:
     decoder: decoder of the text.
-    prompt: tokens of the prompt, padded to the width of the slots.
+    prompt: tokens of the prompt.
     rng: random key of the text.
     limit: maximum number of new tokens.
     report: function that the engine's thread calls with the result so far, a batch of one row, and

@@ -161,8 +161,9 @@ def input_errors(names: Collection[str]) -> Iterator[None]:
   try:
     yield
   except InputError as error:
-    first = str(error).partition(" ")[0]
-    raise RequestError(400, str(error), first if first in names else None) from error
+    message = str(error).replace("max_new_tokens", "max_tokens")  # its name in a request
+    first = message.partition(" ")[0]
+    raise RequestError(400, message, first if first in names else None) from error
 
 
 def _reject_number(text: str) -> NoReturn:
