@@ -21,6 +21,7 @@ from specdec_jax import continuous_batching, pairs
 from specdec_jax.beam_search import BeamSearcher
 from specdec_jax.compile_cache import default_cache_dir, enable_compile_cache
 from specdec_jax.core.decode import Decoder
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import DynamicTree
 from specdec_jax.core.types import DecodeResult
@@ -153,9 +154,10 @@ class Pair(pairs.LoadedPair):
     size = max(1, batch_size // count)
     longest = config.max_new_tokens or config.max_length or DEFAULT_NEW_TOKENS
     decoding = DecodeSettings(config.sampling(), size * count, longest, seed, lenience)
-    run = _Run(self, config, texts, gamma, tree, decoding, logprobs, forced)
+    run = Run(self, config, texts, gamma, tree, decoding, logprobs, forced)
     if count == 1 < size < len(texts) and not forced:
-      return [output for _, output in sorted(run.decode_in_slots(size), key=lambda found: found[0])]
+      by_index = dict(run.decode_in_slots(size))
+      return [by_index[i] for i in range(len(texts))]
     found: list[Output] = []
     for start in range(0, len(texts), size):
       result = run.decode(start, size)
@@ -189,7 +191,7 @@ class Pair(pairs.LoadedPair):
     require_seed(seed)
     longest = config.max_new_tokens or config.max_length or DEFAULT_NEW_TOKENS
     decoding = DecodeSettings(config.sampling(), 1, longest, seed, lenience)
-    run = _Run(self, config, [prefix + text], gamma, tree, decoding)
+    run = Run(self, config, [prefix + text], gamma, tree, decoding)
     said, done = "", False
     for result, done in run.stream():
       output = run.output(result, 0)
@@ -410,8 +412,11 @@ class _Batch:
     return ForcedPrefix.of(self._forced)
 
 
-class _Run:
-  """One call of `generate` (without beams) or `stream`: its texts, settings and tree."""
+class Run:
+  """One call of `generate` (without beams) or `stream`: its texts, settings and tree.
+
+  The arguments are those of `generate`, except that `config` and `settings` hold its settings.
+  """
 
   def __init__(
     self,
@@ -466,10 +471,7 @@ class _Run:
     """Return the decoder of a batch, and the prompt, keys and options of its method `run`."""
     pair, count = self.pair, self.config.num_return_sequences or 1
     batch = _Batch(pair, self.config, self.texts, start, size, self.forced, count)
-    processors = (*self.processors, batch.forced_prefix) if self.forced else self.processors
-    sampling, lenience = self.settings.sampling, self.settings.lenience
-    eos_ids = self.eos_ids if len(self.eos_ids) > 1 else self.eos_ids[0]
-    decoder = pair.decoder(sampling, self.tree, lenience, eos_ids, processors, self.logprobs)
+    decoder = self.decoder((batch.forced_prefix,) if self.forced else ())
     keys = sample_keys(self.settings.seed, start, size, count)
     options: dict[str, Any] = dict(limit=batch.limits)
     options["max_new_tokens"] = batch.max_new_tokens
@@ -478,6 +480,13 @@ class _Run:
     if count > 1:
       options["num_samples"] = count
     return decoder, batch.prompt, keys, options
+
+  def decoder(self, more_processors: Processors = ()) -> Decoder:
+    """Return the decoder, with `more_processors` after the logits processors of the settings."""
+    eos_ids = self.eos_ids if len(self.eos_ids) > 1 else self.eos_ids[0]
+    sampling, lenience = self.settings.sampling, self.settings.lenience
+    processors = (*self.processors, *more_processors)
+    return self.pair.decoder(sampling, self.tree, lenience, eos_ids, processors, self.logprobs)
 
   def output(self, result: DecodeResult, row: int) -> Output:
     """Return the output of a row of a batch."""

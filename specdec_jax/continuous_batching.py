@@ -91,7 +91,7 @@ def prefill(
 def fill(
   slots: Rows, block: Rows, first: Int[Array, ""] | int = 0
 ) -> tuple[Rows, Rows, Int[Array, ""]]:
-  """Exchange slots that are done for the next rows of a block, until no slot is done or no row waits.
+  """Exchange slots that are done for rows of a block, while there are such slots and waiting rows.
 
   Args:
     slots: rows that are decoded.
@@ -317,6 +317,14 @@ def decode_all(
   num_rounds = jnp.maximum(results.num_rounds.max(), last.num_rounds)
   results, last = (x._replace(rounds=(), num_rounds=()) for x in (results, last))
   return jax.tree.map(in_order, results, last)._replace(rounds=rounds, num_rounds=num_rounds)
+
+
+def one_row(result: DecodeResult, row: int) -> DecodeResult:
+  """Return a row of a result, as a batch of one row."""
+  rounds = jax.tree.map(lambda x: x[:, [row]], result.rounds)
+  others = result._replace(rounds=(), num_rounds=())
+  of_row = jax.tree.map(lambda x: x[[row]], others)
+  return of_row._replace(rounds=rounds, num_rounds=result.num_rounds)
 
 
 def size_of_sources(length: int) -> int:

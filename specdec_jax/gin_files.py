@@ -25,6 +25,7 @@ USE = (
   "translate",
   "generate",
   "decode",
+  "serve",
   "speedup",
   "check_exactness",
 )

@@ -76,9 +76,11 @@ class NoRepeatNgram(LogitsProcessor):
       before = jnp.take(tokens, jnp.maximum(positions - i, 0), axis=2)
       return matches & (before == _token_before_end(prefixes, i))
 
-    # Position j completes an n-gram if the n - 1 tokens before it are the last ones of the text.
+    # Position j completes an n-gram if the n - 1 tokens before it are the last ones of the text. No
+    # position does if n exceeds the number of positions.
     enough = (positions >= self.size - 1) & (prefixes.length >= self.size - 1)[..., None]
-    matches = lax.fori_loop(1, self.size, match_one_more, exists & enough)
+    last = jnp.minimum(self.size, len(positions))
+    matches = lax.fori_loop(1, last, match_one_more, exists & enough)
     tokens = jnp.broadcast_to(tokens, matches.shape)
     return jnp.where(_occurring(tokens, matches, logits.shape[-1]), -jnp.inf, logits)
 

@@ -68,6 +68,8 @@ LAYERS = {
   "measurement": FLAX | {"rich"},
   "outputs": {"numpy", "rich"},
   "api": JAX,
+  "slots": JAX,
+  "serving": JAX | {"starlette", "uvicorn"},
   "exactness": FLAX | {"scipy"},
   "t5x_model": FLAX | {"gin", "seqio", "t5x"},
   "commands": FLAX | {"rich", "sacrebleu"},

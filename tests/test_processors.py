@@ -294,6 +294,14 @@ def test_node_prefixes_are_the_texts_of_the_nodes(kind):
         np.testing.assert_array_equal(found.tokens[row, k], want + [0] * (20 - len(want)))
 
 
+def test_ngrams_longer_than_a_text_exclude_nothing():
+  fields = np.zeros((1, 2, 5), np.int32), np.full((1, 2), 5), [1], [9], [SOURCE]
+  prefixes = Prefixes(*(jnp.asarray(field, jnp.int32) for field in fields))
+  for size, is_excluded in ((5, True), (6, False), (2**31 - 1, False)):
+    found = jax.jit(NoRepeatNgram(size))(jnp.zeros((1, 2, 4)), prefixes)
+    assert (np.isneginf(found) == ([is_excluded] + [False] * 3)).all()
+
+
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_processor_equals_its_reference(name):
   """Random texts of all lengths, from a larger vocabulary than that of the enumeration."""

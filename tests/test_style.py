@@ -50,6 +50,7 @@ MANY_PARAMETERS = {
   "bench.peers.comparison.trained",
   "bench.online.serve_and_store",
   "commands.quickstart.quickstart",
+  "commands.serve.serve",
   "commands.speedup.speedup",
   "commands.train.train_draft",
   "commands.train.train_speculator",

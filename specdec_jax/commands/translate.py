@@ -342,7 +342,7 @@ def _decode_in_slots(
   ended: dict[int, DecodeResult] = {}
   first = 0  # of the lines whose outputs were not yielded yet
   for text, result, row in found:
-    ended[index[text]] = _rows(result, [row])
+    ended[index[text]] = continuous_batching.one_row(result, row)
     last = first
     while last < len(lines) and (last in ended or lines[last] is None):
       last += 1

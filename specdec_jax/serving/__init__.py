@@ -1,0 +1,1 @@
+"""HTTP server with the completions API of OpenAI: requests, the thread of the device, routes."""
