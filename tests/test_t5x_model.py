@@ -248,14 +248,19 @@ def test_prompts_and_callbacks_have_the_outputs_of_t5x(prompted, callback, steps
 
 
 @pytest.mark.parametrize(
-  "topk, topp, return_all, tree, verifier",
-  [(4, 0.0, True, chain(3), TokenVerifier), (0, 0.6, False, branching(2, 2), KSeqVerifier)],
+  "topk, topp, return_all, tree, verifier, num_slots",
+  [
+    (4, 0.0, True, chain(3), TokenVerifier, None),
+    (0, 0.6, False, branching(2, 2), KSeqVerifier, 2),
+  ],
 )
-def test_several_decodes_are_sorted_by_the_scores_of_t5x(topk, topp, return_all, tree, verifier):
+def test_several_decodes_are_sorted_by_the_scores_of_t5x(
+  topk, topp, return_all, tree, verifier, num_slots
+):
   decodes, temperature, rng = 3, 0.7, jax.random.PRNGKey(5)
   config, draft_params = DRAFTS["near"]
   decoder_params = models.DecoderParams(num_decodes=decodes, return_all_decodes=return_all)
-  round_settings = dict(tree=tree.parents, verifier=verifier)
+  round_settings = dict(tree=tree.parents, verifier=verifier, num_slots=num_slots)
   model = speculative(config, round_settings, decoder_params=decoder_params)
 
   @jax.jit

@@ -26,6 +26,7 @@ from specdec_jax.bench.reporting.record_tables import (
   lengths_table,
   measured_table,
   online_table,
+  throughput_table,
 )
 from specdec_jax.bench.reporting.status import (
   COMPILED_TABLE,
@@ -50,6 +51,7 @@ RECORD_TABLES = {
   "drafts": drafts_table,
   "layers": layers_table,
   "beams": beams_table,
+  "throughput": throughput_table,
 }
 JSON_TABLES = {
   "execution": execution_table,
@@ -64,9 +66,9 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
 
   Args:
     name: '1' to '5' for a table of the paper; 'measured', 'lengths', 'acceptance', 'online',
-      'drafts', 'layers' or 'beams' for a table of records; 'status' or 'status-counts';
-      'tree-speeds', 'dynamic-speeds' or 'compiled-pairs'; 'execution', 'matmuls', 'parity' or
-      'processors'; or 'training'.
+      'drafts', 'layers', 'beams' or 'throughput' for a table of records; 'status' or
+      'status-counts'; 'tree-speeds', 'dynamic-speeds' or 'compiled-pairs'; 'execution', 'matmuls',
+      'parity' or 'processors'; or 'training'.
     results: input files. Most tables need files of records; if several records have the same
       setting, a table of the paper shows the last one. Table 1 and the status need no files.
       'tree-speeds' needs two reports of `scripts/compile_tpu.py`: on a chain, then on a tree.

@@ -19,7 +19,8 @@ from jaxtyping import Bool, Float, Int, Key
 from t5x import decoding, models
 
 from specdec_jax.beam_search import BeamResult, BeamSearcher, ModelBeamDraft
-from specdec_jax.core.arrays import gather, gather_token
+from specdec_jax.continuous_batching import decode_all
+from specdec_jax.core.arrays import gather, gather_token, repeat_rows
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.processors import (
   LogitsProcessor,
@@ -87,6 +88,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
     verifier: Callable[[Sampling], Verifier] = TokenVerifier,
     lenience: float = 1.0,
     draft_beams: int | None = None,
+    num_slots: int | None = None,
     **kwargs,
   ):
     """Create a model from the arguments of `EncoderDecoderModel` and a draft.
@@ -108,6 +110,10 @@ class SpeculativeModel(models.EncoderDecoderModel):
       lenience: lenience of `TokenVerifier` (Appendix A.5); 1 is exact.
       draft_beams: number of beams of the draft with `beam_search`; defaults to the number of beams
         of the target.
+      num_slots: number of outputs of a batch that are decoded at the same time by continuous
+        batching (`continuous_batching.decode_all`); None to decode the whole batch at once. It
+        saves time if the batch is a multiple of `num_slots`, for example eight times. Not for
+        `beam_search` or `prompt_with_targets`.
       **kwargs: optional arguments of `EncoderDecoderModel`.
 
     Raises:
@@ -132,7 +138,10 @@ class SpeculativeModel(models.EncoderDecoderModel):
     function, settings = decode_settings(self.decode_fn)
     self._searches = function is decoding.beam_search
     round_settings = {"gamma": gamma, "tree": tree, "verifier": verifier, "lenience": lenience}
-    require_types(SpeculativeModel.__init__, round_settings)
+    require_types(SpeculativeModel.__init__, round_settings | {"num_slots": num_slots})
+    if num_slots is not None:
+      require_count("num_slots", num_slots)
+    self._num_slots = num_slots
     if self._searches:
       # Gin passes a subclass of the verifier, whose instances are of the class itself. Therefore
       # instances are compared.
@@ -243,7 +252,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
         "PairCheckpointer, or put the tree of the draft next to the target's under that name."
       )
     target_params, draft_params = core.pop(params, DRAFT)
-    params, source = Params(target_params, draft_params), batch["encoder_input_tokens"]
+    params = Params(target_params, draft_params)
+    source = jnp.asarray(batch["encoder_input_tokens"])
     if self._searches:
       searcher = self._searcher(num_decodes, settings)
       result = searcher.run(params, source, max_new_tokens=steps)
@@ -255,12 +265,12 @@ class SpeculativeModel(models.EncoderDecoderModel):
         f"topk is {settings['topk']} and topp is {settings['topp']}; as in t5x's "
         "temperature_sample one of them must be 0."
       )
-    source = jnp.repeat(source, num_decodes, axis=0)
+    num_rows = len(source) * num_decodes
     processors: Processors = ()
     if settings["logit_callback_fn"] is not None:
       processors = (SamplingCallback(settings["logit_callback_fn"]),)
     options: dict[str, Any] = {"max_new_tokens": steps}
-    prompt, num_forced = jnp.zeros((len(source), length), jnp.int32), jnp.zeros(len(source), int)
+    prompt, num_forced = jnp.zeros((num_rows, length), jnp.int32), jnp.zeros(num_rows, int)
     if call["prompt_with_targets"]:
       inputs = jnp.repeat(batch["decoder_input_tokens"], num_decodes, axis=0)
       inputs *= inputs != settings["eos_id"]
@@ -275,15 +285,19 @@ class SpeculativeModel(models.EncoderDecoderModel):
     decoder = Decoder(
       self._target_model, draft_with_processors, verifier, settings["eos_id"], processors
     )
-    rng = jax.random.split(rng, len(source))
-    decoded = decoder.run(params, source, rng, **options)
+    rng = jax.random.split(rng, num_rows)
+    if self._num_slots is not None and not call["prompt_with_targets"]:
+      sources, options["num_slots"] = jnp.repeat(source, num_decodes, axis=0), self._num_slots
+      decoded = decode_all(decoder, params, sources, rng, **options)
+    else:
+      decoded = decoder.run(params, source, rng, num_samples=num_decodes, **options)
     # An output is its prompt and the generated tokens.
     new = jnp.arange(length) - num_forced[:, None]
     generated = gather(decoded.tokens, jnp.clip(new, 0, decoded.tokens.shape[1] - 1))
     is_new = (new >= 0) & (new < decoded.lengths[:, None])
     outputs = jnp.where(new < 0, prompt, jnp.where(is_new, generated, 0))
     if draft.sampling.temperature == 0 and settings["rescale_log_probs"]:
-      scores = jnp.zeros(len(source))  # argmax has probability 1
+      scores = jnp.zeros(num_rows)  # argmax has probability 1
     else:
       scored = draft.sampling if settings["rescale_log_probs"] else Sampling()
       scores = self._scores(target_params, source, outputs, is_new, scored, processors)
@@ -314,7 +328,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
   def _scores(
     self,
     params: Any,
-    source: Int[Array, "B S"],
+    source: Int[Array, "sources S"],
     outputs: Int[Array, "B T"],
     is_new: Bool[Array, "B T"],
     sampling: Sampling,
@@ -327,6 +341,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
     batch, limit = outputs.shape
     inputs = jnp.pad(outputs[:, :-1], ((0, 0), (1, 0)), constant_values=PAD_ID)
     _, cache = self._target_model.prefill(params, source, limit)
+    source, cache = repeat_rows((source, cache), batch // len(source))
     logits, _, _ = self._target_model.extend(params, cache, inputs)
     if processors:
       one = jnp.ones(batch, jnp.int32)

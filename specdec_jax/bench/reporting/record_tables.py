@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from specdec_jax.records import Record
-from specdec_jax.reporting.columns import cell, headings, legend, records_table
+from specdec_jax.reporting.columns import cell, headings, legend, range_text, records_table
 from specdec_jax.reporting.speeds import speed_columns
 from specdec_jax.reporting.tables import (
   MISSING,
@@ -300,3 +300,29 @@ def online_table(measured: Sequence[Record]) -> Table:
   notes = "Tokens per target forward pass; texts in the order in which they were served."
   title = f"{first.target}, {first.draft}, gamma {first.gamma}: frozen and {version}"
   return Table(title, ("task", "texts", "frozen", version), tuple(rows), (notes,))
+
+
+def throughput_table(measured: Sequence[Record]) -> Table:
+  """Return a table of the tokens per second of batches and of continuous batching."""
+  headings = "task", "draft", "batch", "gamma", "batches", "continuous", "ratio", "identical"
+  rows = [
+    (
+      r.task or MISSING,
+      r.draft if r.gamma else MISSING,
+      str(r.batch_size),
+      str(r.gamma),
+      f"{r.baseline_tokens_per_s:,.0f}",
+      f"{r.speculative_tokens_per_s:,.0f}",
+      f"{r.speedup:.2f}{range_text(r)}",
+      {True: "yes", False: "NO", None: MISSING}[r.identical],
+    )
+    for r in measured
+  ]
+  notes = (
+    "Tokens per second. Batches run to their last row; in continuous batching, the next text takes "
+    "the row of a text that has ended.",
+  )
+  first = measured[0]
+  device = first.processor or first.device_kind
+  title = f"{first.target}, {first.dtype}, {first.kernels} kernels, {device}"
+  return Table(title, headings, tuple(rows), notes)
