@@ -149,8 +149,9 @@ def test_generate_continues_a_prefix_or_the_lines_of_a_file(generate, tmp_path):
 
 def test_decode_command_and_report_examples_accept_empty_prompts(tmp_path):
   pair, expected = tiny_pair.gpt_pair(), decode_one_by_one(TEXTS)
-  decode(pair, TEXTS, str(tmp_path), gamma=GAMMA, batch_size=1, max_new_tokens=LIMIT)
-  lines = (tmp_path / "outputs.jsonl").read_text().splitlines()
+  settings = dict(num_shards=1, gamma=GAMMA, batch_size=1, max_new_tokens=LIMIT)
+  decode(tiny_pair.gpt_pair, TEXTS, str(tmp_path), **settings)
+  lines = (tmp_path / "outputs-00000-of-00001.jsonl").read_text().splitlines()
   assert [json.loads(line)["output"] for line in lines] == expected
   assert all(json.loads(line)["rounds"] > 0 for line in lines)
   settings = DecodeSettings(GREEDY, max_new_tokens=LIMIT)

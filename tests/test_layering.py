@@ -70,7 +70,7 @@ LAYERS = {
   "api": JAX,
   "exactness": FLAX | {"scipy"},
   "t5x_model": FLAX | {"gin", "seqio", "t5x"},
-  "commands": FLAX | {"rich", "sacrebleu"},
+  "commands": FLAX | {"apache_beam", "rich", "sacrebleu"},
   "bench": FLAX | PEERS | {"matplotlib", "rich"},
   "user_errors": set(),
   "run": {"gin", "absl"},
