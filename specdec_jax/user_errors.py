@@ -51,7 +51,8 @@ def format_error(error: BaseException) -> str | None:
   """Return the message to print for an error that the user can correct, or None for a bug."""
   text = str(error)
   # gin extends a message by raising a copy of a subclass that it creates. Find the original error.
-  while error.__context__ and type(error).__base__ is type(error.__context__):
+  # An InputError is original, although its context may be a ValueError, which is its base class.
+  while type(error) is not InputError and type(error).__base__ is type(error.__context__):
     error = error.__context__
   if isinstance(error, InputError):
     return " ".join(str(error).split())

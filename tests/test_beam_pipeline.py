@@ -24,6 +24,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError
 from specdec_jax.loading import DecodeSettings
+from specdec_jax.user_errors import format_error
 
 HERE = pathlib.Path(__file__).resolve().parent
 BATCH, LIMIT, GAMMA = 3, 12, 3
@@ -48,9 +49,9 @@ def fail_to_load():
   raise InputError("no such pair; give another.")
 
 
-def run(folder, texts=TEXTS, load_pair=None, **settings):
+def run(output_dir, texts=TEXTS, load_pair=None, **settings):
   load_pair = load_pair or LoadPair()
-  decode(load_pair, texts, str(folder), **{**SETTINGS, "num_shards": 4, **settings})
+  decode(load_pair, texts, str(output_dir), **{**SETTINGS, "num_shards": 4, **settings})
 
 
 def outputs(folder) -> bytes:
@@ -247,12 +248,15 @@ def test_damaged_shard_is_named(copied):
   "settings, message",
   [
     (dict(texts="gone-*.txt"), "There is no text file at gone-"),
+    (dict(texts="nowhere://texts"), "nowhere://texts cannot be read: Unable to get filesystem"),
+    (dict(output_dir=f"{__file__}/out"), f"{__file__}/out cannot be created: "),
     (dict(runner="NoRunner"), "runner is 'NoRunner': Unexpected pipeline runner"),
   ],
 )
-def test_unusable_input_or_runner_is_reported(tmp_path, settings, message):
-  with pytest.raises(InputError, match=message):
-    run(tmp_path, **settings)
+def test_unusable_path_or_runner_is_reported(tmp_path, settings, message):
+  with pytest.raises(InputError) as raised:
+    run(**{"output_dir": tmp_path, **settings})
+  assert format_error(raised.value).startswith(message)
 
 
 def test_missing_extra_is_named(tmp_path, monkeypatch):

@@ -169,6 +169,19 @@ def match(pattern: str) -> list[str]:
   return sorted(file.path for file in found.metadata_list)
 
 
+def make_folder(path: str) -> None:
+  """Create a folder if it does not exist.
+
+  Raises:
+    InputError: the folder cannot be created.
+  """
+  try:
+    if not FileSystems.exists(path):
+      FileSystems.mkdirs(path)
+  except OSError as error:
+    raise InputError(f"{path} cannot be created: {error}.") from error
+
+
 def delete(*patterns: str) -> None:
   """Delete all files that match one of the patterns."""
   FileSystems.delete([path for pattern in patterns for path in match(pattern)])
@@ -186,9 +199,7 @@ def write_records(path: str, records: Iterable[dict]) -> None:
   Each attempt has its own temporary file, because a runner may retry a bundle while the first
   attempt is still running.
   """
-  folder, part = FileSystems.split(path)[0], f"{path}.{uuid.uuid4().hex[:8]}.part"
-  if not FileSystems.exists(folder):
-    FileSystems.mkdirs(folder)
+  part = f"{path}.{uuid.uuid4().hex[:8]}.part"
   with FileSystems.create(part) as file:
     for record in records:
       file.write(json.dumps(record).encode() + b"\n")

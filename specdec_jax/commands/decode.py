@@ -122,6 +122,7 @@ def decode(
   else:  # a run without outputs does not bind the next run
     chosen = fixed_tree or _choose_tree(load_pair, gamma, tree, texts, settings)
     run = dict(settings=description, parents=[*chosen.parents])
+    beam_pipeline.make_folder(folder)
     beam_pipeline.write_records(run_file, [run])
   num_batches = -(-len(texts) // batch_size)
   starts = [num_batches * i // num_shards * batch_size for i in range(num_shards)]
