@@ -52,7 +52,9 @@ def format_error(error: BaseException) -> str | None:
   text = str(error)
   # gin extends a message by raising a copy of a subclass that it creates. Find the original error.
   # An InputError is original, although its context may be a ValueError, which is its base class.
-  while type(error) is not InputError and type(error).__base__ is type(error.__context__):
+  while error.__context__ and type(error).__base__ is type(error.__context__):
+    if type(error) is InputError:
+      break
     error = error.__context__
   if isinstance(error, InputError):
     return " ".join(str(error).split())

@@ -131,8 +131,6 @@ def test_batch_that_exceeds_memory_is_rejected(monkeypatch, tmp_path):
   message = error_of(translate, tiny_pair.pair(), str(tmp_path / "in.txt"), batch_size=10_000)
   expected = "a batch of 10000 with max_new_tokens 128 and gamma 5 would take at least"
   assert message.startswith(expected)
-  decode_text = functools.partial(decode, tiny_pair.pair, ["A man runs."], str(tmp_path / "out"))
-  assert error_of(decode_text, batch_size=10_000, num_shards=1) == message
 
 
 def test_device_memory_is_that_of_the_devices_that_run():
@@ -191,6 +189,14 @@ def test_experiments_reject_invalid_settings(machine, tmp_path, experiment, sett
     valid["output_dir"] = str(tmp_path / "out")
   assert error_of(experiment, **{**valid, **settings}).startswith(sentence)
   assert not list(tmp_path.rglob("*.jsonl")) or (tmp_path / "out/results.jsonl").read_bytes() == b""
+
+
+def test_decode_names_the_extra_that_is_missing(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "apache_beam", None)
+  monkeypatch.delitem(sys.modules, "specdec_jax.commands.beam_pipeline", raising=False)
+  monkeypatch.delattr("specdec_jax.commands.beam_pipeline", raising=False)
+  message = error_of(decode, tiny_pair.pair, ["A man runs."], str(tmp_path))
+  assert message.startswith("decode needs Apache Beam, which is not installed; run pip install 'sp")
 
 
 @pytest.mark.parametrize(
