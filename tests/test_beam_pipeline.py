@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import pathlib
 import signal
+import types
 
 import gin
 import pytest
@@ -22,6 +23,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError
 from specdec_jax.loading import DecodeSettings
+from specdec_jax.measurement import calibrate
 from specdec_jax.user_errors import format_error
 
 pytest.importorskip("apache_beam", reason="Apache Beam is not installed")
@@ -167,8 +169,8 @@ def write_and_be_killed(path: str, records: list[dict]) -> None:
 # The forked process does not use JAX.
 @pytest.mark.filterwarnings("ignore:os.fork")
 def test_command_resumes_after_a_worker_was_killed_while_it_wrote(finished, tmp_path, monkeypatch):
-  settings = dict(gamma="auto", num_shards=8)
-  monkeypatch.setattr("specdec_jax.commands.decode.resolve_tree", lambda *_: chain(GAMMA))
+  settings, calibration = dict(gamma="auto", num_shards=8), types.SimpleNamespace(tree=chain(GAMMA))
+  monkeypatch.setattr(calibrate, "get_or_compute", lambda *_, num_texts: (calibration, ""))
   run(tmp_path, **settings)
   shard = tmp_path / "outputs-00005-of-00008.jsonl"
   records = [*beam_pipeline.read_records(str(shard))]
@@ -182,7 +184,7 @@ def test_command_resumes_after_a_worker_was_killed_while_it_wrote(finished, tmp_
   assert len([*tmp_path.glob("outputs-*.part")]) == 1 and not shard.exists()
   times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("outputs-*.jsonl")}
   # The tree that the first run has chosen is used again.
-  monkeypatch.setattr("specdec_jax.commands.decode.resolve_tree", lambda *_: chain(1))
+  calibration.tree = chain(1)
   run(tmp_path, **settings)
   assert outputs(tmp_path) == outputs(finished)
   assert {path: path.stat().st_mtime_ns for path in times} == times
