@@ -124,7 +124,7 @@ def test_outputs_depend_neither_on_shards_nor_on_input_files(finished, tmp_path)
   with pytest.raises(InputError, match="^no such pair; give another.$"):
     run(folder, pattern, load_pair=fail_to_load)
   # A run without outputs does not bind the next run.
-  assert (folder / "run.json").exists() and not [*folder.glob("outputs-*")]
+  assert (folder / "run.json").exists() and not [*folder.glob("outputs-*.jsonl")]
   run(folder, pattern, num_shards=10, num_texts=len(TEXTS))
   assert outputs(folder) == outputs(finished)
 

@@ -65,6 +65,7 @@ class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
   def load_model(self) -> DecodeFn:
     pair = self._load_pair()
     pair.require_batch_size(self._settings.batch_size)
+    # Beam holds a weak reference to the model, which a pair, a tuple, does not support.
     return functools.partial(_decode_block, pair, self._tree, self._settings)
 
   def run_inference(
@@ -182,9 +183,9 @@ def make_folder(path: str) -> None:
     raise InputError(f"{path} cannot be created: {error}.") from error
 
 
-def delete(*patterns: str) -> None:
-  """Delete all files that match one of the patterns."""
-  FileSystems.delete([path for pattern in patterns for path in match(pattern)])
+def delete(pattern: str) -> None:
+  """Delete all files that match a pattern."""
+  FileSystems.delete(match(pattern))
 
 
 def read_records(path: str) -> Iterator[dict]:

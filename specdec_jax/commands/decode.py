@@ -97,7 +97,7 @@ def decode(
       "decode needs Apache Beam, which is not installed; run pip install 'specdec_jax[beam]' (in a "
       "checkout pip install -e '.[beam]'), or use translate on one host."
     ) from None
-  folder = output_dir.rstrip("/")
+  folder = output_dir.rstrip("/") or output_dir or "."
   run_file = f"{folder}/run.json"
   finished = beam_pipeline.match(f"{folder}/outputs-*.jsonl")
   if isinstance(texts, str):
@@ -120,7 +120,9 @@ def decode(
   if finished:
     chosen = _tree_of_run(run_file, beam_pipeline.read_records(run_file), description)
   else:  # a run without outputs does not bind the next run
-    chosen = fixed_tree or _choose_tree(load_pair, gamma, tree, texts, settings)
+    chosen = fixed_tree
+    if chosen is None:
+      chosen = _choose_tree(load_pair, gamma, tree, texts, settings)
     run = dict(settings=description, parents=[*chosen.parents])
     beam_pipeline.make_folder(folder)
     beam_pipeline.write_records(run_file, [run])
@@ -128,17 +130,16 @@ def decode(
   starts = [num_batches * i // num_shards * batch_size for i in range(num_shards)]
   outputs, missing = {}, []
   for i, (first, stop) in enumerate(itertools.pairwise([*starts, len(texts)])):
-    name = f"-{i:05}-of-{num_shards:05}.jsonl"
-    output = f"{folder}/outputs{name}"
-    outputs[output] = range(first, stop)
-    if output not in finished:
-      inputs = f"{folder}/inputs{name}"
-      beam_pipeline.write_records(inputs, (dict(source=text) for text in texts[first:stop]))
-      missing.append((inputs, output, first))
+    path = f"{folder}/outputs-{i:05}-of-{num_shards:05}.jsonl"
+    outputs[path] = range(first, stop)
+    if path not in finished:
+      missing.append((f"{path}.texts.part", path, first))
+      sources = (dict(source=text) for text in texts[first:stop])
+      beam_pipeline.write_records(missing[-1][0], sources)
   if missing:
     handler = beam_pipeline.SpeculativeModelHandler(load_pair, chosen, settings)
     beam_pipeline.decode_shards(handler, missing, runner, pipeline_options)
-  beam_pipeline.delete(f"{folder}/inputs-*", f"{folder}/*.part")
+  beam_pipeline.delete(f"{folder}/outputs-*.jsonl.*.part")
   totals: collections.Counter[str] = collections.Counter()
   for path, indices in outputs.items():
     totals.update(_counts_of_shard(path, beam_pipeline.read_records(path), indices))
