@@ -24,6 +24,7 @@ import sys
 import tokenize
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import gin
 from absl import flags
@@ -65,6 +66,32 @@ def run(experiment: Callable[[], object]) -> None:
       "without parentheses."
     )
   experiment()
+
+
+class Macro:
+  """Macro of the gin configuration, as a picklable function that returns its value.
+
+  Another process parses the configuration when it first calls the function. The `repr` has all
+  bindings that the value depends on.
+  """
+
+  def __init__(self, name: str):
+    self._reference, self._config = f"{name}/{_MACRO}", gin.config_str()
+    self._bindings: dict[str, dict] = {}
+    references = [self._reference]
+    for reference in references:
+      if reference not in self._bindings:
+        found = gin.get_bindings(reference, resolve_references=False)
+        self._bindings[reference] = {key: repr(value) for key, value in sorted(found.items())}
+        references += [each.scoped_selector for each in gin.config.iterate_references(found)]
+
+  def __call__(self) -> Any:
+    if not gin.config_is_locked():  # this process has not parsed the gin files
+      gin.parse_config(self._config)
+    return gin.get_configurable(self._reference)()
+
+  def __repr__(self) -> str:
+    return repr(self._bindings)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -51,7 +51,10 @@ def format_error(error: BaseException) -> str | None:
   """Return the message to print for an error that the user can correct, or None for a bug."""
   text = str(error)
   # gin extends a message by raising a copy of a subclass that it creates. Find the original error.
+  # An InputError is original, although its context may be a ValueError, which is its base class.
   while error.__context__ and type(error).__base__ is type(error.__context__):
+    if type(error) is InputError:
+      break
     error = error.__context__
   if isinstance(error, InputError):
     return " ".join(str(error).split())

@@ -1,7 +1,6 @@
 """Test gamma and tree = 'auto': predictions for batches, the choice, and runs with the choice."""
 
 import dataclasses
-import functools
 import json
 from unittest import mock
 
@@ -13,7 +12,6 @@ from tiny import autoregressive_decode
 
 from specdec_jax.bench import gamma as bench_gamma
 from specdec_jax.bench import oracles
-from specdec_jax.commands import decode
 from specdec_jax.commands.translate import decode_lines, translate
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
@@ -388,20 +386,6 @@ def test_settings_that_a_calibration_depends_on():
   assert len({on(), *others}) == 7
 
 
-def test_hosts_use_the_choice_of_the_first_one(tmp_path):
-  path = tmp_path / "tree"
-  for tree in (chain(3), branching(2, 1)):
-    assert decode._agreed_tree(path, 0, functools.partial(Tree, tree.parents)) == tree
-    assert decode._agreed_tree(path, 1, lambda: pytest.fail("it is chosen")) == tree
-    path.unlink()
-
-  def another_is_first():
-    return [decode._agreed_tree(path, 1, lambda: chain(0)), chain(5)][1]
-
-  assert decode._agreed_tree(path, 0, another_is_first) == chain(0)
-  assert [p.name for p in tmp_path.iterdir()] == ["tree"]
-
-
 def test_gamma_0_decodes_autoregressively():
   pair, sampling = tiny_pair.pair(), Sampling()
   ((_, (decoded,)),) = decode_lines(pair, TEXTS, chain(0), DecodeSettings(sampling, 4, 12, seed=3))
@@ -453,24 +437,6 @@ def test_auto_chooses_and_tries_a_tree(tmp_path, monkeypatch, capsys):
   assert said.startswith("a tree of 4 nodes was chosen: alpha ")
   assert "; tried, 1.25 times as fast as the chain." in said
   assert "; the best tree, 4 nodes of depth 2, has a predicted speedup of " in said
-
-
-def test_hosts_share_the_tree(tmp_path, monkeypatch, capsys):
-  pair, found = tiny_pair.pair(), auto(monkeypatch, 0.8)
-  best = choice.Branching(Tree([0, 0, 1]), (0.8, 0.1), 0.1, 1.0, 2.0, tried=1.5)
-  monkeypatch.setattr(
-    calibrate, "calibrate", lambda *args, branching: found._replace(branching=best)
-  )
-  for tree in ("auto", [0, 0, 1]):  # which are then the same
-    settings = dict(batch_size=2, max_new_tokens=12, tree=tree)
-    decode.decode(pair, TEXTS, str(tmp_path), **settings)
-    lines = (tmp_path / "outputs.jsonl").read_text().splitlines()
-    assert [json.loads(line)["output"] for line in lines] == plain_lines(pair)
-  of_part = json.loads((tmp_path / "part-0-of-1.jsonl").read_text().splitlines()[0])
-  assert (of_part["gamma"], of_part["tree"]) == (2, [0, 0, 1])
-  assert "a tree of 4 nodes was chosen" in capsys.readouterr().out
-  with pytest.raises(InputError, match=r"is of a run with .* choose another OUTPUT_DIR"):
-    decode.decode(pair, TEXTS, str(tmp_path), **{**settings, "tree": [0, 0]})
 
 
 # Upper bounds for choosing gamma adaptively.

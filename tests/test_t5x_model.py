@@ -372,7 +372,9 @@ def test_unsupported_networks_are_reported():
     ),
   ],
 )
-def test_impossible_settings_are_reported_before_a_checkpoint_is_read(round_settings, sentence):
+def test_impossible_settings_are_reported_before_a_checkpoint_is_read(
+  round_settings, sentence, unchecked
+):
   with pytest.raises(InputError, match=sentence):
     speculative(SMALL, round_settings)
 

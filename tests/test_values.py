@@ -131,9 +131,6 @@ def test_batch_that_exceeds_memory_is_rejected(monkeypatch, tmp_path):
   message = error_of(translate, tiny_pair.pair(), str(tmp_path / "in.txt"), batch_size=10_000)
   expected = "a batch of 10000 with max_new_tokens 128 and gamma 5 would take at least"
   assert message.startswith(expected)
-  decode_text = functools.partial(decode, tiny_pair.pair(), ["A man runs."], str(tmp_path / "out"))
-  assert error_of(decode_text, batch_size=10_000) == message
-  assert not list(tmp_path.rglob("*.jsonl"))  # a later run with other settings would be rejected
 
 
 def test_device_memory_is_that_of_the_devices_that_run():
@@ -162,8 +159,9 @@ def test_device_memory_is_that_of_the_devices_that_run():
     (decode, dict(tree=[3]), "A tree has parents (3,); they must be whole numbers in ascending"),
     (decode, dict(tree=[0], gamma="auto"), "gamma is 'auto' and tree is [0]: a tree leaves no"),
     (decode, dict(output_dir=5), "output_dir is 5; it must be a string."),
-    (decode, dict(host=5), "host is 5; it must be (a whole number, a whole number) or None."),
-    (decode, dict(host=("x", 1)), "host is ('x', 1); it must be (a whole number, a whole number)"),
+    (decode, dict(texts=5), "texts is 5; it must be a string or a list (each a string)."),
+    (decode, dict(num_shards=0), f"num_shards is 0; {COUNT}"),
+    (decode, dict(pipeline_options="-x"), "pipeline_options is '-x'; it must be a list (each a st"),
     (decode, dict(batch_size=10**12), f"batch_size is 1000000000000; {COUNT}"),
     (acceptance, dict(leniences=("x",)), "leniences is ('x',); it must be a list (each a number)."),
     (acceptance, dict(gamma=True), "gamma is True; it must be a whole number."),
@@ -183,13 +181,22 @@ def test_device_memory_is_that_of_the_devices_that_run():
 )
 def test_experiments_reject_invalid_settings(machine, tmp_path, experiment, settings, sentence):
   texts = "sentences" if experiment is quickstart else "texts"
-  valid = {"pair": tiny_pair.pair(), texts: ["A man runs."]}
+  pair = {"load_pair": tiny_pair.pair} if experiment is decode else {"pair": tiny_pair.pair()}
+  valid = {**pair, texts: ["A man runs."]}
   if experiment is check_exactness or experiment is acceptance:
     valid["samplings"] = [Sampling(0.0)]
   if experiment is not check_exactness:
     valid["output_dir"] = str(tmp_path / "out")
   assert error_of(experiment, **{**valid, **settings}).startswith(sentence)
   assert not list(tmp_path.rglob("*.jsonl")) or (tmp_path / "out/results.jsonl").read_bytes() == b""
+
+
+def test_decode_names_the_extra_that_is_missing(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "apache_beam", None)
+  monkeypatch.delitem(sys.modules, "specdec_jax.commands.beam_pipeline", raising=False)
+  monkeypatch.delattr("specdec_jax.commands.beam_pipeline", raising=False)
+  message = error_of(decode, tiny_pair.pair, ["A man runs."], str(tmp_path))
+  assert message.startswith("decode needs Apache Beam, which is not installed; run pip install 'sp")
 
 
 @pytest.mark.parametrize(

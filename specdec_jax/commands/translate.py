@@ -251,6 +251,17 @@ def output_records(
     )
 
 
+def count_records(records: Iterable[dict]) -> dict[str, int]:
+  """Return the numbers of texts, tokens, rounds, guesses and accepted draft tokens of records."""
+  counts = dict(texts=0, tokens=0, rounds=0, guesses=0, accepted=0)
+  for record in records:
+    counts["texts"] += 1
+    counts["tokens"] += len(record["tokens"])
+    for name in ("rounds", "guesses", "accepted"):
+      counts[name] += record[name]
+  return counts
+
+
 def _best_of_beams(searcher: BeamSearcher, params: Params) -> Callable[..., DecodeResult]:
   """Return a function that runs a beam search and returns its best text as a `DecodeResult`."""
 

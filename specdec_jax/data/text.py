@@ -6,7 +6,7 @@ import json
 import pathlib
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from specdec_jax.errors import InputError, require_count, require_text, require_types
 
@@ -74,6 +74,28 @@ def read_sources(path: str, prefix: str = "") -> list[str]:
   return [prefix + text if text.strip() else text for text in texts]
 
 
+def iter_sources(lines: Iterable[bytes], path: str, prefix: str = "") -> Iterator[str]:
+  """Yield the texts of a file as soon as its lines are read; see `read_sources`.
+
+  Args:
+    lines: decompressed lines of the file.
+    path: path of the file. Its name determines the format, and messages contain it.
+    prefix: text prepended to each text that is not blank.
+
+  Raises:
+    InputError: a line is not UTF-8 text, or a line of a JSON Lines file has no text.
+  """
+  is_json = path.removesuffix(".gz").endswith(".jsonl")
+  for number, raw in enumerate(lines, 1):
+    try:
+      line = raw.decode("utf-8").removesuffix("\n").rstrip("\r")
+    except UnicodeDecodeError as error:
+      raise InputError(f"{path} is not UTF-8 text: {error}.") from error
+    require_text(f"line {number} of {path}", line)
+    text = _json_text(line, f"{path}, line {number}") if is_json else line
+    yield prefix + text if text.strip() else text
+
+
 def _json_text(line: str, location: str) -> str:
   """Return the field 'source' or 'text' of a JSON object."""
   try:
@@ -98,10 +120,4 @@ def read_stdin_lines(prefix: str = "") -> Iterator[str]:
   if sys.stdin is None:
     raise InputError("standard input is closed; give the path of a text file instead of '-'.")
   require_text("prefix", prefix)
-  for number, raw in enumerate(sys.stdin.buffer, 1):
-    try:
-      line = raw.decode("utf-8").removesuffix("\n").rstrip("\r")
-    except UnicodeDecodeError as error:
-      raise InputError(f"standard input is not UTF-8 text: {error}.") from error
-    require_text(f"line {number} of standard input", line)
-    yield prefix + line if line.strip() else line
+  yield from iter_sources(sys.stdin.buffer, "standard input", prefix)

@@ -66,6 +66,27 @@ def resolve_tree(
   Raises:
     InputError: gamma or tree is invalid, or gamma is 'auto' and a tree is given.
   """
+  if (static_tree := given_tree(gamma, tree)) is not None:
+    return static_tree
+  decoded = [text for text in texts if text is not None]
+  if not decoded:
+    return chain(0)
+  branching = tree == "auto"
+  calibration, origin = get_or_compute(
+    functools.partial(calibrate, pair, decoded, settings, branching=branching),
+    functools.partial(cache_key, pair, decoded, settings, branching=branching),
+    num_texts=min(NUM_TEXTS, len({*decoded})),
+  )
+  say(f"{calibration}{origin}.")
+  return calibration.tree
+
+
+def given_tree(gamma: int | str, tree: Sequence[int] | str | None) -> Tree | None:
+  """Return the tree that `gamma` and `tree` specify, or None if one of them is 'auto'.
+
+  Raises:
+    InputError: gamma or tree is invalid, or gamma is 'auto' and a tree is given.
+  """
   if tree is not None and not isinstance(tree, str):
     if gamma == "auto":
       raise InputError(
@@ -78,17 +99,7 @@ def resolve_tree(
   if "auto" not in (gamma, tree):
     require_count("gamma", gamma, least=0)
     return chain(int(gamma))
-  decoded = [text for text in texts if text is not None]
-  if not decoded:
-    return chain(0)
-  branching = tree == "auto"
-  calibration, origin = get_or_compute(
-    functools.partial(calibrate, pair, decoded, settings, branching=branching),
-    functools.partial(cache_key, pair, decoded, settings, branching=branching),
-    num_texts=min(NUM_TEXTS, len({*decoded})),
-  )
-  say(f"{calibration}{origin}.")
-  return calibration.tree
+  return None
 
 
 def resolve_gammas(

@@ -1,0 +1,262 @@
+"""Test that the outputs of `decode` depend neither on workers nor on interruptions.
+
+One test runs two worker processes, and one kills a process with SIGKILL while it writes a shard.
+Other pipelines run in this process.
+"""
+
+import gzip
+import importlib
+import json
+import multiprocessing
+import pathlib
+import signal
+import types
+
+import gin
+import pytest
+import tiny_pair
+
+from specdec_jax import run as command_line
+from specdec_jax.commands.decode import decode
+from specdec_jax.commands.translate import count_records, decode_lines
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
+from specdec_jax.errors import InputError
+from specdec_jax.loading import DecodeSettings
+from specdec_jax.measurement import calibrate
+from specdec_jax.user_errors import format_error
+
+pytest.importorskip("apache_beam", reason="Apache Beam is not installed")
+beam_pipeline = importlib.import_module("specdec_jax.commands.beam_pipeline")
+
+HERE = pathlib.Path(__file__).resolve().parent
+BATCH, LIMIT, GAMMA = 3, 12, 3
+SAMPLING = Sampling(temperature=1.0)
+TEXTS = [*tiny_pair.SENTENCES[:10], "", *tiny_pair.SENTENCES[10:21]]  # the last batch has one text
+DECODING = DecodeSettings(SAMPLING, BATCH, LIMIT)
+SETTINGS = dict(sampling=SAMPLING, gamma=GAMMA, batch_size=BATCH, max_new_tokens=LIMIT)
+WIDTH = 8  # source tokens: the rest is cut
+
+
+class LoadPair:
+  """Function that loads the tiny pair, with the same `repr` in all processes."""
+
+  def __call__(self):
+    return tiny_pair.pair(max_source_tokens=WIDTH)
+
+  def __repr__(self):
+    return "tiny"
+
+
+def fail_to_load():
+  raise InputError("no such pair; give another.")
+
+
+def run(output_dir, texts=TEXTS, load_pair=None, **settings):
+  load_pair = load_pair or LoadPair()
+  decode(load_pair, texts, str(output_dir), **{**SETTINGS, "num_shards": 4, **settings})
+
+
+def outputs(folder) -> bytes:
+  """Return the outputs of all shards. No other files may be left."""
+  files = sorted(path.name for path in folder.iterdir())
+  shards = [name for name in files if name.startswith("outputs-")]
+  assert {*files} - {*shards} == {"run.json"}
+  assert shards == [f"outputs-{i:05}-of-{len(shards):05}.jsonl" for i in range(len(shards))]
+  return b"".join((folder / name).read_bytes() for name in shards)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> pathlib.Path:
+  """Return the folder of a finished run. Tests do not change it."""
+  folder = tmp_path_factory.mktemp("finished")
+  run(folder)
+  return folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> pathlib.Path:
+  """Return a copy of the folder of a finished run."""
+  for path in finished.iterdir():
+    (tmp_path / path.name).write_bytes(path.read_bytes())
+  return tmp_path
+
+
+def test_records_counters_and_summary_are_those_of_decode_lines(finished, tmp_path, capsys):
+  records = [json.loads(line) for line in outputs(finished).splitlines()]
+  assert [(r["index"], r["source"]) for r in records] == [*enumerate(TEXTS)]
+  lengths = [path.read_bytes().count(b"\n") for path in sorted(finished.glob("outputs-*"))]
+  assert lengths == [6, 6, 6, 4]
+  pair = LoadPair()()
+  sources = [text if pair.can_decode(text) else None for text in TEXTS]
+  texts, decoded = zip(*decode_lines(pair, sources, chain(GAMMA), DECODING))
+  assert [r["output"] for r in records] == [text for batch in texts for text in batch]
+  rows = [row.tolist() for batch in decoded for d in batch for row in d.tokens]
+  padded = [r["tokens"] + [0] * (LIMIT - len(r["tokens"])) for r in records if r["source"]]
+  assert padded == rows
+  assert records[10] == dict(
+    index=10, source="", output="", tokens=[], rounds=0, guesses=0, accepted=0
+  )
+  counts = count_records(records)
+  rate = counts["accepted"] / counts["guesses"]
+  assert 0.1 < rate < 0.95
+  handler = beam_pipeline.SpeculativeModelHandler(LoadPair(), chain(GAMMA), DECODING)
+  shards = []
+  for first in (0, 9, 18):
+    shards.append((f"{tmp_path}/inputs-{first}", f"{tmp_path}/outputs-{first}", first))
+    beam_pipeline.write_records(shards[-1][0], records[first : first + 9])
+  result = beam_pipeline.decode_shards(handler, shards, "DirectRunner")
+  found = result.metrics().query()["counters"]
+  counters = {c.key.metric.name: c.committed for c in found if c.key.metric.namespace == "specdec"}
+  assert counters == counts
+  run(finished)
+  passes = counts["tokens"] / counts["rounds"]
+  summary = f"22 texts, {counts['tokens']} tokens, {passes:.2f} tokens per target pass, "
+  assert capsys.readouterr().out == f"{summary}acceptance rate {rate:.3f}: {finished}\n"
+
+
+def test_outputs_depend_neither_on_shards_nor_on_input_files(finished, tmp_path):
+  (tmp_path / "part-0.jsonl").write_text("".join(f'{{"text": "{t}"}}\n' for t in TEXTS[:4]))
+  lines = "".join(f"{text}\r\n" for text in TEXTS[4:11])
+  (tmp_path / "part-1.txt.gz").write_bytes(gzip.compress(lines.encode()))
+  (tmp_path / "part-2.txt").write_text("\n".join([*TEXTS[11:], "A dog"]))
+  folder, pattern = tmp_path / "out", str(tmp_path / "part-*")
+  with pytest.raises(InputError, match="^no such pair; give another.$"):
+    run(folder, pattern, load_pair=fail_to_load)
+  # A run without outputs does not bind the next run.
+  assert (folder / "run.json").exists() and not [*folder.glob("outputs-*.jsonl")]
+  run(folder, pattern, num_shards=10, num_texts=len(TEXTS))
+  assert outputs(folder) == outputs(finished)
+
+
+def test_worker_processes_of_the_command_write_the_same_outputs(finished, tmp_path, monkeypatch):
+  model = tiny_pair.folder()
+  settings = {
+    "INPUT": str(finished / "outputs-*.jsonl"),
+    "OUTPUT_DIR": str(tmp_path),
+    "PIPELINE_OPTIONS": ["--direct_running_mode=multi_processing", "--direct_num_workers=2"],
+    "NUM_SHARDS": 4,
+    "GAMMA": GAMMA,
+    "TEMPERATURE": SAMPLING.temperature,
+    "BATCH_SIZE": BATCH,
+    "MAX_NEW_TOKENS": LIMIT,
+    "pairs.load_pair.target": str(model / "target"),
+    "pairs.load_pair.draft": str(model / "near"),
+    "pairs.load_pair.vocabulary": str(model / "vocabulary.model"),
+    "pairs.load_pair.task": "tiny",
+    "pairs.load_pair.max_source_tokens": WIDTH,
+  }
+  monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
+  try:
+    bindings = [f"{name} = {value!r}" for name, value in settings.items()]
+    command_line.parse_gin(["gin/runs/decode.gin"], bindings, [])
+    gin.get_configurable(command_line.run)()
+  finally:
+    gin.clear_config()
+  assert outputs(tmp_path) == outputs(finished)
+
+
+def write_and_be_killed(path: str, records: list[dict]) -> None:
+  """Write some of the records of a shard, then end this process as a worker that is killed ends."""
+
+  def unfinished():
+    yield from records[:2]
+    signal.raise_signal(signal.SIGKILL)
+
+  beam_pipeline.write_records(path, unfinished())
+
+
+# The forked process does not use JAX.
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_command_resumes_after_a_worker_was_killed_while_it_wrote(finished, tmp_path, monkeypatch):
+  settings, calibration = dict(gamma="auto", num_shards=8), types.SimpleNamespace(tree=chain(GAMMA))
+  monkeypatch.setattr(calibrate, "get_or_compute", lambda *_, num_texts: (calibration, ""))
+  run(tmp_path, **settings)
+  shard = tmp_path / "outputs-00005-of-00008.jsonl"
+  records = [*beam_pipeline.read_records(str(shard))]
+  shard.unlink()
+  worker = multiprocessing.get_context("fork").Process(
+    target=write_and_be_killed, args=(str(shard), records), daemon=True
+  )
+  worker.start()
+  worker.join(60)
+  assert worker.exitcode == -signal.SIGKILL
+  assert len([*tmp_path.glob("outputs-*.part")]) == 1 and not shard.exists()
+  times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("outputs-*.jsonl")}
+  # The tree that the first run has chosen is used again.
+  calibration.tree = chain(1)
+  run(tmp_path, **settings)
+  assert outputs(tmp_path) == outputs(finished)
+  assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+def test_finished_shards_are_not_decoded_again(copied, finished, monkeypatch):
+  def refuse(*args, **kwargs):
+    raise TypeError("decoded again")
+
+  monkeypatch.setattr("specdec_jax.core.decode.Decoder.run", refuse)
+  run(copied)
+  assert outputs(copied) == outputs(finished)
+  (copied / "outputs-00002-of-00004.jsonl").unlink()
+  with pytest.raises(TypeError, match="decoded again"):
+    run(copied)
+
+
+@pytest.mark.parametrize(
+  "name, other",
+  [
+    ("seed", dict(seed=1)),
+    ("gamma", dict(gamma=2)),
+    ("temperature", dict(sampling=Sampling(0.0))),
+    ("num_shards", dict(num_shards=3)),
+    ("pair", dict(load_pair=tiny_pair.pair)),
+    ("inputs", dict(num_texts=None, texts=[*TEXTS[:-1], "Zwei"])),
+  ],
+)
+def test_other_settings_in_the_same_folder_raise(copied, finished, name, other):
+  with pytest.raises(InputError, match=f"run.json is of a run with {name} .* another OUTPUT_DIR"):
+    run(copied, **other)
+  assert outputs(copied) == outputs(finished)
+
+
+@pytest.mark.parametrize(
+  "content",
+  [None, "", "\0", "[]", "{}", "[" * 100_000, '{"settings": {}, "parents": [0]}'],
+  ids=lambda content: str(content)[:9],
+)
+def test_damaged_description_of_the_run_is_named(copied, content):
+  (copied / "run.json").unlink()
+  if content is not None:
+    (copied / "run.json").write_text(content)
+  with pytest.raises(InputError, match="run.json is damaged or missing, .* another OUTPUT_DIR"):
+    run(copied)
+
+
+def test_damaged_shard_is_named(copied):
+  shard = copied / "outputs-00001-of-00004.jsonl"
+  lines = shard.read_bytes().splitlines(keepends=True)
+  wrong_type = lines[5].replace(b'"rounds": ', b'"rounds": "1", "x": ')
+  swapped = [*lines[1:], lines[0]]
+  for damaged in (
+    lines[:-1],
+    swapped,
+    *([*lines[:5], line] for line in (b"\0", b"[]", wrong_type)),
+  ):
+    shard.write_bytes(b"".join(damaged))
+    with pytest.raises(InputError, match="outputs-00001-of-00004.jsonl is damaged; delete it"):
+      run(copied)
+
+
+@pytest.mark.parametrize(
+  "settings, message",
+  [
+    (dict(texts="gone-*.txt"), "There is no text file at gone-"),
+    (dict(texts="nowhere://texts"), "nowhere://texts cannot be read: Unable to get filesystem"),
+    (dict(output_dir=f"{__file__}/out"), f"{__file__}/out cannot be created: "),
+    (dict(runner="NoRunner"), "runner is 'NoRunner': Unexpected pipeline runner"),
+  ],
+)
+def test_unusable_path_or_runner_is_reported(tmp_path, settings, message):
+  with pytest.raises(InputError) as raised:
+    run(**{"output_dir": tmp_path, **settings})
+  assert format_error(raised.value).startswith(message)
