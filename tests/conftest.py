@@ -9,6 +9,7 @@ saves an eighth of the time.
 """
 
 import gc
+import itertools
 import os
 import tempfile
 
@@ -44,8 +45,11 @@ jaxtyping.install_import_hook(
   "signatures.checked",
 )
 
-# Each program is a memory map of the process. The Linux kernel allows 65,530 of them.
+# Each program has many memory maps. The Linux kernel allows a process 65,530 of them, and aborts it
+# if it has more.
 MOST_MAPS = 25_000
+_clear_caches = jax.clear_caches
+_num_tests = itertools.count(1)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,9 +58,15 @@ def compiled_programs_are_kept():
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(jax, "clear_caches", lambda: None)
     yield
+
+
+@pytest.fixture(autouse=True)
+def few_programs_are_kept():
+  """Forget the compiled programs of earlier tests before they have too many memory maps."""
+  yield
   maps = pathlib.Path("/proc/self/maps")
-  if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
-    jax.clear_caches()
+  if next(_num_tests) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+    _clear_caches()
 
 
 @pytest.fixture

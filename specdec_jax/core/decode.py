@@ -54,23 +54,15 @@ from specdec_jax.settings import Settings, traced
 
 
 class DecodeState(NamedTuple):
-  """State of the decoding loop between two rounds.
+  """State of the decoding loop between two rounds; the other fields are those of `Context`.
 
   Attributes:
-    prompt: padded prompts.
-    tokens: committed tokens; slots from `length` on are unused.
-    length: number of committed tokens of each row.
-    prompt_length: number of tokens before the first generated one, including forced tokens.
-    limit: maximum length of each row.
     done: whether a row has ended.
     rng: key of each row, from which the keys of its rounds or positions are derived.
-    target_cache: cache of the target, which holds length - 1 tokens.
-    hidden: see `Context`.
     draft_state: state of the draft.
     rounds: data of the rounds so far.
-    num_rounds: number of rounds since each row began.
-    not_finite: see `DecodeResult`.
-    log_probs: see `DecodeResult`; slots are those of `tokens`.
+    num_rounds: number of rounds of each row so far.
+    not_finite: see `DecodeResult`; also for `log_probs`, whose slots are those of `tokens`.
   """
 
   prompt: Int[Array, "B P"]
@@ -226,7 +218,7 @@ class Decoder(Settings):
       hidden=gather_or_zero(hidden, _last_node(verification)),
       draft_state=draft_state,
       rounds=_recorded(state, proposal, verification, num_emitted),
-      num_rounds=state.num_rounds + 1,
+      num_rounds=state.num_rounds + ~state.done,
       not_finite=jnp.where(
         state.done | finite, state.not_finite, state.length - state.prompt_length
       ),
@@ -416,4 +408,5 @@ def _recorded(
     parents=None if proposal.tree is None else proposal.tree.parents,
   )
   write_rows = jax.vmap(lambda x, new, i: x.at[i].set(new), in_axes=(1, 0, 0), out_axes=1)
-  return jax.tree.map(lambda x, new: write_rows(x, new, state.num_rounds), state.rounds, record)
+  index = jnp.where(state.done, len(state.rounds.guesses), state.num_rounds)  # past the end: none
+  return jax.tree.map(lambda x, new: write_rows(x, new, index), state.rounds, record)

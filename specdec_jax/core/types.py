@@ -125,7 +125,7 @@ class Context(NamedTuple):
     prompt: padded prompts.
     tokens: committed tokens; slots from `length` on are unused.
     length: number of committed tokens of each row.
-    target_cache: cache of the target.
+    target_cache: cache of the target, which holds length - 1 tokens.
     hidden: hidden state of the target at the second to last committed token, from which the last
       one is predicted; 0 if only one is committed, as before the first round of an encoder-decoder.
     prompt_length: number of tokens before the first generated one, including forced tokens.
@@ -333,7 +333,7 @@ class Verifier(Settings, abc.ABC):
 
 
 class Rounds(NamedTuple):
-  """Data of all rounds in arrays of fixed shape; num_emitted is 0 once a row has ended.
+  """Data of all rounds in arrays of fixed shape, which are 0 once a row has ended.
 
   Attributes:
     guesses: draft tokens; -1 for those that were not proposed.

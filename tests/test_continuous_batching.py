@@ -1,0 +1,176 @@
+"""Test continuous batching: texts in slots have the outputs that they have in a batch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_pair
+
+from specdec_jax.api import Pair
+from specdec_jax.continuous_batching import decode_all, decode_texts, size_of_sources
+from specdec_jax.core.decode import Decoder
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import Tree, chain
+from specdec_jax.core.types import Params
+from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.errors import InputError
+from specdec_jax.models.t5 import T5Model
+from specdec_jax.slots import Slots
+
+M, LIMIT, WIDTH = 13, 10, 16
+CONFIG, DRAFT = tiny.config(vocab_size=8), tiny.config(vocab_size=8, layers=1)
+PARAMS = Params(tiny.params(CONFIG, 0), tiny.params(DRAFT, 1))
+KEYS = row_keys(0, 0, M)
+
+
+def sources() -> tuple[np.ndarray, list[int]]:
+  """Return padded sources of different lengths, and the lengths."""
+  rng = np.random.default_rng(0)
+  lengths = rng.integers(1, WIDTH + 1, M)
+  tokens = rng.integers(2, 8, (M, WIDTH)).astype(np.int32)
+  return np.where(np.arange(WIDTH) < lengths[:, None], tokens, 0), lengths.tolist()
+
+
+PROMPTS, LENGTHS = sources()
+
+
+def decoder(tree=chain(2), **settings) -> Decoder:
+  draft = ModelDraft(T5Model(DRAFT), Sampling(), tree)
+  return Decoder(T5Model(CONFIG), draft, TokenVerifier(Sampling()), **settings)
+
+
+@functools.cache
+def batch():
+  """Return the result of decoding all texts in one batch."""
+  result = decoder(records_log_probs=True).run(
+    PARAMS, jnp.asarray(PROMPTS), KEYS, max_new_tokens=LIMIT
+  )
+  return jax.device_get(result)
+
+
+def same_text(text: int, result, row: int) -> None:
+  """Assert that a row of a result is a text of the batch, with its rounds."""
+  np.testing.assert_array_equal(result.tokens[row], batch().tokens[text])
+  if result.log_probs is not None:
+    np.testing.assert_allclose(result.log_probs[row], batch().log_probs[text], atol=1e-5)
+  ran = batch().rounds.num_emitted[:, text] > 0
+  np.testing.assert_array_equal(result.rounds.num_emitted[:, row] > 0, ran)
+  for ours, theirs in zip(*map(jax.tree.leaves, (result.rounds, batch().rounds)), strict=True):
+    np.testing.assert_array_equal(ours[ran, row], theirs[ran, text])
+
+
+@pytest.mark.parametrize("num_slots", [3, M, 20])
+def test_all_texts_of_a_program_are_those_of_a_batch(num_slots):
+  decode = jax.jit(decode_all, static_argnames=("num_slots", "max_new_tokens"))
+  result = decode(
+    decoder(records_log_probs=True),
+    *(PARAMS, jnp.asarray(PROMPTS), KEYS),
+    num_slots=num_slots,
+    max_new_tokens=LIMIT,
+  )
+  assert result.num_rounds == batch().num_rounds
+  for text in range(M):
+    same_text(text, result, text)
+
+
+def test_texts_in_any_order_are_those_of_a_batch():
+  """Encoders read fewer tokens of short sources. The slots are fewer than the rows of a window."""
+  for seed in range(3):
+    order = np.random.default_rng(seed).permutation(M)
+    found = decode_texts(
+      decoder(records_log_probs=True),
+      PARAMS,
+      lambda rows: PROMPTS[order[rows]],
+      [LENGTHS[text] for text in order],
+      KEYS[order],
+      np.full(M, LIMIT),
+      num_slots=3,
+      max_new_tokens=LIMIT,
+      has_encoder=True,
+    )
+    ended = []
+    for index, result, row in found:
+      same_text(order[index], result, row)
+      ended.append(index)
+    assert sorted(ended) == [*range(M)] != ended
+
+
+def test_slots_are_filled_and_freed_at_any_time():
+  """Texts arrive one by one or several at once, and some are cancelled."""
+  slots = Slots(decoder(), PARAMS, 3, WIDTH, LIMIT)
+  rng, waiting, ended, cancelled = np.random.default_rng(4), [*range(M)], [], []
+  in_slots: set[int] = set()
+  while waiting or in_slots:
+    count = min(slots.num_free, len(waiting), int(rng.integers(0, 4)))
+    new, waiting = waiting[:count], waiting[count:]
+    slots.add([(i, PROMPTS[i, : LENGTHS[i]].tolist(), KEYS[i], LIMIT) for i in new])
+    in_slots |= {*new}
+    if in_slots and rng.random() < 0.1:
+      cancelled.append(min(in_slots))
+      slots.cancel(cancelled[-1])
+      in_slots.discard(cancelled[-1])
+    if not in_slots:
+      continue
+    progress = slots.step(int(rng.integers(1, 4)))
+    assert {each.name for each in progress} == in_slots
+    for text, result, done in progress:
+      length = int(result.lengths[0])
+      np.testing.assert_array_equal(result.tokens[0, :length], batch().tokens[text, :length])
+      if done:
+        same_text(text, result._replace(log_probs=None), 0)
+        in_slots.remove(text)
+        ended.append(text)
+    assert slots.num_free == 3 - len(in_slots)
+  assert len(cancelled) > 0 and sorted(ended + cancelled) == [*range(M)]
+
+
+@pytest.mark.parametrize("tree", [chain(2), Tree((0, 0, 1))])
+def test_samples_of_one_source_share_its_keys_and_values(tree):
+  prompts, keys = PROMPTS[:2], jax.random.split(jax.random.key(1), 6)
+  state = jax.eval_shape(
+    functools.partial(decoder(tree).init, max_new_tokens=LIMIT, num_samples=3),
+    *(PARAMS, prompts, keys),
+  )
+  for cache in (state.target_cache, state.draft_state):
+    assert {len(x) for x in jax.tree.leaves(cache.layers)} == {6}
+    assert {len(x) for x in jax.tree.leaves((cache.cross, cache.cross_bias))} == {2}
+  shared = decoder(tree).run(PARAMS, prompts, keys, max_new_tokens=LIMIT, num_samples=3)
+  repeated = decoder(tree).run(PARAMS, prompts.repeat(3, axis=0), keys, max_new_tokens=LIMIT)
+  np.testing.assert_array_equal(shared.tokens, repeated.tokens)
+  np.testing.assert_array_equal(shared.rounds.guesses, repeated.rounds.guesses)
+  assert len({tuple(row) for row in np.asarray(shared.tokens[:3]).tolist()}) > 1
+
+
+def test_generate_has_the_same_outputs_in_slots():
+  pair = Pair(*tiny_pair.pair(max_source_tokens=32))
+  texts = [*tiny_pair.SENTENCES[:7], "", tiny_pair.SENTENCES[8]]
+  settings = dict(temperature=1.0, gamma=2, max_new_tokens=12, logprobs=True, seed=3)
+  settings |= dict(no_repeat_ngram_size=2)
+  alone, in_slots = (pair.generate(texts, batch_size=size, **settings) for size in (1, 2))
+  for one, other in zip(alone, in_slots, strict=True):
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
+    assert len(one.rounds.num_emitted) == len(other.rounds.num_emitted)
+
+
+def test_text_that_cannot_be_decoded_is_an_error():
+  params = PARAMS._replace(target=jax.tree.map(lambda x: x * np.nan, PARAMS.target))
+  found = decode_texts(
+    *(decoder(), params, lambda rows: PROMPTS[rows], LENGTHS, KEYS, np.full(M, LIMIT)),
+    num_slots=3,
+    max_new_tokens=LIMIT,
+    has_encoder=True,
+  )
+  with pytest.raises(InputError, match="NaN or infinite"):
+    next(found)
+
+
+def test_sizes_of_sources():
+  sizes = {size_of_sources(length) for length in range(1, 65)}
+  assert sizes == {8, 16, 24, 32, 48, 64}
+  assert all(length <= size_of_sources(length) <= max(8, 2 * length) for length in range(1, 500))
