@@ -32,11 +32,11 @@ class Rows(NamedTuple):
 
   Attributes:
     state: state of the rows.
-    index: index of the text of each row; NO_TEXT if there is none, or none any more.
+    text: index of the text of each row; NO_TEXT if there is none, or none any more.
   """
 
   state: DecodeState
-  index: Int[Array, " W"]
+  text: Int[Array, " W"]
 
 
 class Block(NamedTuple):
@@ -45,13 +45,13 @@ class Block(NamedTuple):
   Attributes:
     prompt: padded prompts.
     rng: key of each text.
-    index: index of each text; NO_TEXT for copies.
+    text: index of each text; NO_TEXT for copies.
     limit: maximum number of new tokens of each text.
   """
 
-  prompt: Int[AnyArray, "W P"]
+  prompt: Int[Array, "W P"]
   rng: Key[Array, " W"]
-  index: Int[AnyArray, " W"]
+  text: Int[AnyArray, " W"]
   limit: Int[AnyArray, " W"]
 
 
@@ -84,8 +84,8 @@ def prefill(
   state = init(width)
   if width is not None and width < block.prompt.shape[1]:
     state = jax.tree.map(pad, state, jax.eval_shape(lambda: init(None)), is_leaf=is_cache)
-  index = jnp.asarray(block.index, jnp.int32)
-  return Rows(state._replace(prompt=block.prompt, done=index == NO_TEXT), index)
+  text = jnp.asarray(block.text, jnp.int32)
+  return Rows(state._replace(prompt=block.prompt, done=text == NO_TEXT), text)
 
 
 def fill(
@@ -105,7 +105,7 @@ def fill(
 
   def is_free(carry: tuple[Rows, Rows, Array]) -> Array:
     slots, block, row = carry
-    return slots.state.done.any() & (row < len(block.index))
+    return slots.state.done.any() & (row < len(block.text))
 
   def fill_one(carry: tuple[Rows, Rows, Array]) -> tuple[Rows, Rows, Array]:
     slots, block, row = carry
@@ -177,8 +177,8 @@ def _exchange(slots: Rows, slot: Array, block: Rows, row: Array) -> tuple[Rows, 
 
   used = copied(slots, slot, block, row).state
   caches = {name: getattr(block.state, name) for name in ("target_cache", "draft_state")}
-  index = block.index.at[row].set(slots.index[slot])
-  return copied(block, row, slots, slot), Rows(used._replace(**caches), index)
+  text = block.text.at[row].set(slots.text[slot])
+  return copied(block, row, slots, slot), Rows(used._replace(**caches), text)
 
 
 _prefill = jax.jit(prefill, static_argnames=("max_new_tokens", "width"))
@@ -229,37 +229,55 @@ def decode_texts(
     ]
   )
   slots: Rows | None = None
-  ended: list[tuple[DecodeResult, Array]] = []
+  used: Rows | None = None
   for first in range(0, len(order), num_slots):
     texts = order[first : first + num_slots]
     rows = np.resize(texts, num_slots)
-    index = np.where(np.arange(num_slots) < len(texts), rows, NO_TEXT)
-    block = Block(prompt_of(rows), rng[rows], index, limit[rows])
+    text = np.where(np.arange(num_slots) < len(texts), rows, NO_TEXT)
+    block = Block(jnp.asarray(prompt_of(rows)), rng[rows], text, limit[rows])
     longest = size_of_sources(max(lengths[i] for i in texts))
     width = min(longest, block.prompt.shape[1]) if has_encoder else None
     waiting = _prefill(decoder, params, block, max_new_tokens=max_new_tokens, width=width)
     if slots is None:
-      slots = waiting
+      slots, spare = waiting, block
       continue
-    slots, used = _run(decoder, params, slots, waiting, num_slots)
-    ended.append((_result(decoder, used.state), used.index))
-    if len(ended) > 1:
-      yield from _finished(*ended.pop(0))
+    earlier, (slots, used) = used, _run(decoder, params, slots, waiting, num_slots)
+    if earlier is not None:
+      yield from _finished(decoder, earlier)
   if slots is None:
     return
-  waiting = _prefill(decoder, params, block, max_new_tokens=max_new_tokens, width=width)
-  slots, _ = _run(decoder, params, slots, waiting, first=num_slots)
-  for result, index in [*ended, (_result(decoder, slots.state), slots.index)]:
-    yield from _finished(result, index)
+  if used is None:  # there was one block
+    used = _prefill(decoder, params, spare, max_new_tokens=max_new_tokens)
+  else:
+    yield from _finished(decoder, used)
+  slots, _ = _run(decoder, params, slots, used, first=num_slots)
+  yield from _finished(decoder, slots)
 
 
-def _finished(result: DecodeResult, index: Array) -> Iterator[tuple[int, DecodeResult, int]]:
-  """Yield the index, the result and the row of each text of a result."""
-  result, index = jax.device_get((result, index))
-  ended = index != NO_TEXT
-  require_finite(result._replace(not_finite=np.where(ended, result.not_finite, -1)))
-  for row in np.flatnonzero(ended).tolist():
-    yield int(index[row]), result, row
+def _finished(decoder: Decoder, rows: Rows) -> Iterator[tuple[int, DecodeResult, int]]:
+  """Yield the index, the result and the row of each text that has ended."""
+  result, text = jax.device_get((_result(decoder, rows.state), rows.text))
+  require_finite(result._replace(not_finite=np.where(text == NO_TEXT, -1, result.not_finite)))
+  for row in np.flatnonzero(text != NO_TEXT).tolist():
+    yield int(text[row]), result, row
+
+
+def by_rows(result: DecodeResult) -> Any:
+  """Return the arrays of a result other than `num_rounds`, with the rows as their first axis."""
+  rounds = jax.tree.map(lambda x: x.swapaxes(0, 1), result.rounds)
+  return result.tokens, result.lengths, rounds, result.not_finite, result.log_probs
+
+
+def from_rows(arrays: Any, num_rounds: Array) -> DecodeResult:
+  """Return the result with the arrays that `by_rows` returns."""
+  tokens, lengths, rounds, *others = arrays
+  rounds = jax.tree.map(lambda x: x.swapaxes(0, 1), rounds)
+  return DecodeResult(tokens, lengths, rounds, num_rounds, *others)
+
+
+def one_row(result: DecodeResult, row: int) -> DecodeResult:
+  """Return a row of a result, as a batch of one row."""
+  return from_rows(jax.tree.map(lambda x: x[[row]], by_rows(result)), result.num_rounds)
 
 
 def decode_all(
@@ -292,39 +310,26 @@ def decode_all(
   state = empty.state._replace(done=jnp.ones(num_slots, bool))
   empty = Rows(state, jnp.full(num_slots, NO_TEXT))
 
-  def step(slots: Rows, rows: tuple[Array, Array]) -> tuple[Rows, tuple[DecodeResult, Array]]:
+  def results_of(rows: Rows) -> tuple[Any, Array, Array]:
+    result = decoder.result(rows.state)
+    return by_rows(result), result.num_rounds, rows.text
+
+  def step(slots: Rows, rows: tuple[Array, Array]) -> tuple[Rows, tuple[Any, Array, Array]]:
     texts, exists = rows
     waiting = lax.cond(exists.any(), prefill_rows, lambda *_: empty, texts, exists)
     min_active, first = jnp.where(exists.any(), num_slots, 1), jnp.where(exists.any(), 0, num_slots)
     slots, used = run(decoder, params, slots, waiting, min_active, first=first)
-    return slots, (decoder.result(used.state), used.index)
+    return slots, results_of(used)
 
-  slots, (results, index) = lax.scan(step, empty, (texts, exists))
-  last = decoder.result(slots.state)
-
-  # Rows of all blocks, then those of the slots.
-  index = jnp.concatenate([index.reshape(-1), slots.index])
-  place = jnp.where(index == NO_TEXT, num_texts, index)
-  row_of = jnp.zeros(num_texts, jnp.int32).at[place].set(jnp.arange(len(index)), mode="drop")
-
-  def in_order(of_blocks: Array, of_slots: Array) -> Array:
-    return jnp.concatenate([lax.collapse(of_blocks, 0, 2), of_slots])[row_of]
-
-  def rounds_in_order(of_blocks: Array, of_slots: Array) -> Array:
-    return jnp.swapaxes(in_order(of_blocks.swapaxes(1, 2), of_slots.swapaxes(0, 1)), 0, 1)
-
-  rounds = jax.tree.map(rounds_in_order, results.rounds, last.rounds)
-  num_rounds = jnp.maximum(results.num_rounds.max(), last.num_rounds)
-  results, last = (x._replace(rounds=(), num_rounds=()) for x in (results, last))
-  return jax.tree.map(in_order, results, last)._replace(rounds=rounds, num_rounds=num_rounds)
-
-
-def one_row(result: DecodeResult, row: int) -> DecodeResult:
-  """Return a row of a result, as a batch of one row."""
-  rounds = jax.tree.map(lambda x: x[:, [row]], result.rounds)
-  others = result._replace(rounds=(), num_rounds=())
-  of_row = jax.tree.map(lambda x: x[[row]], others)
-  return of_row._replace(rounds=rounds, num_rounds=result.num_rounds)
+  slots, of_blocks = lax.scan(step, empty, (texts, exists))
+  of_slots = jax.tree.map(lambda x: x[None], results_of(slots))
+  of_blocks = jax.tree.map(lambda *x: jnp.concatenate(x), of_blocks, of_slots)
+  arrays, num_rounds, text = of_blocks
+  text = text.reshape(-1)
+  place = jnp.where(text == NO_TEXT, num_texts, text)
+  row_of = jnp.zeros(num_texts, jnp.int32).at[place].set(jnp.arange(len(text)), mode="drop")
+  in_order = jax.tree.map(lambda x: lax.collapse(x, 0, 2)[row_of], arrays)
+  return from_rows(in_order, num_rounds.max())
 
 
 def size_of_sources(length: int) -> int:

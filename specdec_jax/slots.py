@@ -100,9 +100,9 @@ class Slots:
   def _block(self, texts: Sequence[NewText], num_rows: int) -> Block:
     names, prompts, keys, limits = zip(*texts)
     rows = np.resize(np.arange(len(names)), num_rows)
-    index = np.where(np.arange(num_rows) < len(names), rows, NO_TEXT)
-    prompt = padded(prompts, self.prompt_width, self.pad_id)
-    return Block(prompt[rows], jnp.stack(keys)[rows], index, np.array(limits, np.int32)[rows])
+    text = np.where(np.arange(num_rows) < len(names), rows, NO_TEXT)
+    prompt = jnp.asarray(padded(prompts, self.prompt_width, self.pad_id)[rows])
+    return Block(prompt, jnp.stack(keys)[rows], text, np.array(limits, np.int32)[rows])
 
   def cancel(self, name: Hashable) -> None:
     """Free the slot of a text."""
