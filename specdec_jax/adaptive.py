@@ -141,7 +141,7 @@ class ScheduledDecoder(Settings):
       index = jnp.maximum((gammas <= wanted).sum() - 1, 0)
       rounds = [functools.partial(decoder.round, params) for decoder in decoders]
       after = lax.switch(index, rounds, state)
-      num_accepted = after.rounds.num_accepted[state.num_rounds.max()]
+      num_accepted = after.rounds.num_accepted[state.num_rounds[0]]
       all_accepted = (after.done | (num_accepted == gammas[index])).all()
       wanted += jnp.where(all_accepted, 2, -1)
       return after, jnp.clip(wanted, gammas[0], gammas[-1])

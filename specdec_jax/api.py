@@ -446,15 +446,14 @@ class Run:
   def decode_in_slots(self, num_slots: int) -> Iterator[tuple[int, Output]]:
     """Decode all texts by continuous batching; yield the index and the output of each text."""
     decoder, prompt, keys, options = self._arguments(0, len(self.texts))
+    lengths = [len(self.pair.encode(text)) for text in self.texts]
     found = continuous_batching.decode_texts(
       decoder,
       self.pair.params,
-      lambda rows: prompt[rows],
-      [len(self.pair.encode(text)) for text in self.texts],
-      keys,
+      continuous_batching.Texts(prompt.__getitem__, lengths, keys, options["limit"]),
       num_slots=num_slots,
+      max_new_tokens=options["max_new_tokens"],
       has_encoder=not self.pair.continues,
-      **options,
     )
     for i, result, row in found:
       yield i, self.output(result, row)

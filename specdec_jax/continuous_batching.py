@@ -39,8 +39,27 @@ class Rows(NamedTuple):
   text: Int[Array, " W"]
 
 
+class Texts(NamedTuple):
+  """Texts to decode.
+
+  Attributes:
+    prompt_of: function that returns the prompts of the texts with given indices, all padded to the
+      same width P.
+    lengths: number of tokens of each prompt.
+    rng: key of each text.
+    limit: maximum number of new tokens of each text.
+  """
+
+  prompt_of: Callable[[np.ndarray], AnyArray]
+  lengths: Sequence[int]
+  rng: Key[Array, " M"]
+  limit: Int[AnyArray, " M"]
+
+
 class Block(NamedTuple):
-  """Texts to decode; a block with fewer texts than rows is filled up with copies of its first one.
+  """Texts that are prefilled together.
+
+  A block with fewer texts than rows is filled up with copies of these texts.
 
   Attributes:
     prompt: padded prompts.
@@ -189,16 +208,13 @@ _result = jax.jit(Decoder.result)
 def decode_texts(
   decoder: Decoder,
   params: Params,
-  prompt_of: Callable[[np.ndarray], AnyArray],
-  lengths: Sequence[int],
-  rng: Key[Array, " M"],
-  limit: Int[AnyArray, " M"],
+  texts: Texts,
   *,
   num_slots: int,
   max_new_tokens: int,
   has_encoder: bool,
 ) -> Iterator[tuple[int, DecodeResult, int]]:
-  """Decode M texts with a given number of slots.
+  """Decode texts with a given number of slots.
 
   Texts are prefilled in blocks of `num_slots`. So that encoders read little padding, each block has
   sources of similar length from the next `_WINDOW` blocks. The host waits for results once per
@@ -207,11 +223,7 @@ def decode_texts(
   Args:
     decoder: the decoder.
     params: parameters of target and draft.
-    prompt_of: function that returns the prompts of the texts with given indices, all padded to the
-      same width P.
-    lengths: number of tokens of each prompt.
-    rng: key of each text.
-    limit: maximum number of new tokens of each text.
+    texts: the texts.
     num_slots: number of texts that are decoded together.
     max_new_tokens: number of new tokens that a slot has room for, EOS included.
     has_encoder: whether the target has an encoder.
@@ -222,20 +234,22 @@ def decode_texts(
   Raises:
     InputError: a text cannot be decoded; see `require_finite`.
   """
+  lengths, window = np.array(texts.lengths), _WINDOW * num_slots
   order = np.concatenate(
     [
-      first + np.argsort(-np.asarray(lengths[first : first + _WINDOW * num_slots]), kind="stable")
-      for first in range(0, len(lengths), _WINDOW * num_slots)
+      first + np.argsort(-lengths[first : first + window], kind="stable")
+      for first in range(0, len(lengths), window)
     ]
   )
   slots: Rows | None = None
   used: Rows | None = None
   for first in range(0, len(order), num_slots):
-    texts = order[first : first + num_slots]
-    rows = np.resize(texts, num_slots)
-    text = np.where(np.arange(num_slots) < len(texts), rows, NO_TEXT)
-    block = Block(jnp.asarray(prompt_of(rows)), rng[rows], text, limit[rows])
-    longest = size_of_sources(max(lengths[i] for i in texts))
+    chosen = order[first : first + num_slots]
+    rows = np.resize(chosen, num_slots)
+    text = np.where(np.arange(num_slots) < len(chosen), rows, NO_TEXT)
+    prompt = jnp.asarray(texts.prompt_of(rows))
+    block = Block(prompt, texts.rng[rows], text, texts.limit[rows])
+    longest = size_of_sources(int(lengths[chosen].max()))
     width = min(longest, block.prompt.shape[1]) if has_encoder else None
     waiting = _prefill(decoder, params, block, max_new_tokens=max_new_tokens, width=width)
     if slots is None:
@@ -263,21 +277,22 @@ def _finished(decoder: Decoder, rows: Rows) -> Iterator[tuple[int, DecodeResult,
 
 
 def by_rows(result: DecodeResult) -> Any:
-  """Return the arrays of a result other than `num_rounds`, with the rows as their first axis."""
+  """Return the arrays of a result, with the rows as their first axis."""
   rounds = jax.tree.map(lambda x: x.swapaxes(0, 1), result.rounds)
   return result.tokens, result.lengths, rounds, result.not_finite, result.log_probs
 
 
-def from_rows(arrays: Any, num_rounds: Array) -> DecodeResult:
+def from_rows(arrays: Any) -> DecodeResult:
   """Return the result with the arrays that `by_rows` returns."""
-  tokens, lengths, rounds, *others = arrays
+  tokens, lengths, rounds, not_finite, log_probs = arrays
   rounds = jax.tree.map(lambda x: x.swapaxes(0, 1), rounds)
-  return DecodeResult(tokens, lengths, rounds, num_rounds, *others)
+  num_rounds = (rounds.num_emitted > 0).sum(axis=0).max()
+  return DecodeResult(tokens, lengths, rounds, num_rounds, not_finite, log_probs)
 
 
 def one_row(result: DecodeResult, row: int) -> DecodeResult:
   """Return a row of a result, as a batch of one row."""
-  return from_rows(jax.tree.map(lambda x: x[[row]], by_rows(result)), result.num_rounds)
+  return from_rows(jax.tree.map(lambda x: x[[row]], by_rows(result)))
 
 
 def decode_all(
@@ -310,11 +325,10 @@ def decode_all(
   state = empty.state._replace(done=jnp.ones(num_slots, bool))
   empty = Rows(state, jnp.full(num_slots, NO_TEXT))
 
-  def results_of(rows: Rows) -> tuple[Any, Array, Array]:
-    result = decoder.result(rows.state)
-    return by_rows(result), result.num_rounds, rows.text
+  def results_of(rows: Rows) -> tuple[Any, Array]:
+    return by_rows(decoder.result(rows.state)), rows.text
 
-  def step(slots: Rows, rows: tuple[Array, Array]) -> tuple[Rows, tuple[Any, Array, Array]]:
+  def step(slots: Rows, rows: tuple[Array, Array]) -> tuple[Rows, tuple[Any, Array]]:
     texts, exists = rows
     waiting = lax.cond(exists.any(), prefill_rows, lambda *_: empty, texts, exists)
     min_active, first = jnp.where(exists.any(), num_slots, 1), jnp.where(exists.any(), 0, num_slots)
@@ -323,13 +337,11 @@ def decode_all(
 
   slots, of_blocks = lax.scan(step, empty, (texts, exists))
   of_slots = jax.tree.map(lambda x: x[None], results_of(slots))
-  of_blocks = jax.tree.map(lambda *x: jnp.concatenate(x), of_blocks, of_slots)
-  arrays, num_rounds, text = of_blocks
+  arrays, text = jax.tree.map(lambda *x: jnp.concatenate(x), of_blocks, of_slots)
   text = text.reshape(-1)
   place = jnp.where(text == NO_TEXT, num_texts, text)
   row_of = jnp.zeros(num_texts, jnp.int32).at[place].set(jnp.arange(len(text)), mode="drop")
-  in_order = jax.tree.map(lambda x: lax.collapse(x, 0, 2)[row_of], arrays)
-  return from_rows(in_order, num_rounds.max())
+  return from_rows(jax.tree.map(lambda x: lax.collapse(x, 0, 2)[row_of], arrays))
 
 
 def size_of_sources(length: int) -> int:

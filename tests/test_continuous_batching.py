@@ -10,7 +10,12 @@ import tiny
 import tiny_pair
 
 from specdec_jax.api import Pair
-from specdec_jax.continuous_batching import decode_all, decode_texts, size_of_sources
+from specdec_jax.continuous_batching import (
+  Texts,
+  decode_all,
+  decode_texts,
+  size_of_sources,
+)
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
@@ -84,10 +89,12 @@ def test_texts_in_any_order_are_those_of_a_batch():
     found = decode_texts(
       decoder(records_log_probs=True),
       PARAMS,
-      PROMPTS[order].__getitem__,
-      [LENGTHS[text] for text in order],
-      KEYS[order],
-      np.full(M, LIMIT),
+      Texts(
+        PROMPTS[order].__getitem__,
+        [LENGTHS[text] for text in order],
+        KEYS[order],
+        np.full(M, LIMIT),
+      ),
       num_slots=3,
       max_new_tokens=LIMIT,
       has_encoder=True,
@@ -160,7 +167,9 @@ def test_generate_has_the_same_outputs_in_slots():
 def test_text_that_cannot_be_decoded_is_an_error():
   params = PARAMS._replace(target=jax.tree.map(lambda x: x * np.nan, PARAMS.target))
   found = decode_texts(
-    *(decoder(), params, lambda rows: PROMPTS[rows], LENGTHS, KEYS, np.full(M, LIMIT)),
+    decoder(),
+    params,
+    Texts(PROMPTS.__getitem__, LENGTHS, KEYS, np.full(M, LIMIT)),
     num_slots=3,
     max_new_tokens=LIMIT,
     has_encoder=True,

@@ -468,14 +468,13 @@ def test_each_text_is_decoded_in_any_slot_as_in_a_batch(case):
   models_of, draft_of, tree, verifier = CASES[case]
   models, whole = models_of(), in_batch(case)
   draft, draft_params = draft_of(models, sampling, tree)
-  lengths = (models.prompts != 0).sum(axis=1)
+  lengths, keys = (models.prompts != 0).sum(axis=1), jax.random.split(jax.random.key(0), 6)
   found = continuous_batching.decode_texts(
     Decoder(models.target, draft, verifier(sampling)),
     Params(models.params, draft_params),
-    lambda rows: models.prompts[rows],
-    lengths.tolist(),
-    jax.random.split(jax.random.key(0), 6),
-    np.full(6, LIMIT),
+    continuous_batching.Texts(
+      models.prompts.__getitem__, lengths.tolist(), keys, np.full(6, LIMIT)
+    ),
     num_slots=2,
     max_new_tokens=LIMIT,
     has_encoder=models.target.config.has_encoder,

@@ -49,6 +49,7 @@ MANY_PARAMETERS = {
   "bench.peers.comparison.random",
   "bench.peers.comparison.trained",
   "bench.online.serve_and_store",
+  "bench.throughput.measure_throughput",
   "commands.quickstart.quickstart",
   "commands.serve.serve",
   "commands.speedup.speedup",

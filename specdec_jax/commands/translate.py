@@ -342,10 +342,12 @@ def _decode_in_slots(
   found = continuous_batching.decode_texts(
     decoder,
     pair.params,
-    lambda rows: pair.prompt([lines[index[row]] or "" for row in rows], width),
-    lengths,
-    row_keys(settings.seed, start, len(lines))[np.array(index)],
-    np.full(len(index), settings.max_new_tokens),
+    continuous_batching.Texts(
+      lambda rows: pair.prompt([lines[index[row]] or "" for row in rows], width),
+      lengths,
+      row_keys(settings.seed, start, len(lines))[np.array(index)],
+      np.full(len(index), settings.max_new_tokens),
+    ),
     num_slots=settings.batch_size,
     max_new_tokens=settings.max_new_tokens,
     has_encoder=not pair.continues,

@@ -61,7 +61,7 @@ class DecodeState(NamedTuple):
     rng: key of each row, from which the keys of its rounds or positions are derived.
     draft_state: state of the draft.
     rounds: data of the rounds so far.
-    num_rounds: number of rounds of each row so far.
+    num_rounds: number of rounds since each row began.
     not_finite: see `DecodeResult`; also for `log_probs`, whose slots are those of `tokens`.
   """
 
@@ -218,7 +218,7 @@ class Decoder(Settings):
       hidden=gather_or_zero(hidden, _last_node(verification)),
       draft_state=draft_state,
       rounds=_recorded(state, proposal, verification, num_emitted),
-      num_rounds=state.num_rounds + ~state.done,
+      num_rounds=state.num_rounds + 1,
       not_finite=jnp.where(
         state.done | finite, state.not_finite, state.length - state.prompt_length
       ),
@@ -408,5 +408,4 @@ def _recorded(
     parents=None if proposal.tree is None else proposal.tree.parents,
   )
   write_rows = jax.vmap(lambda x, new, i: x.at[i].set(new), in_axes=(1, 0, 0), out_axes=1)
-  index = jnp.where(state.done, len(state.rounds.guesses), state.num_rounds)  # past the end: none
-  return jax.tree.map(lambda x, new: write_rows(x, new, index), state.rounds, record)
+  return jax.tree.map(lambda x, new: write_rows(x, new, state.num_rounds), state.rounds, record)

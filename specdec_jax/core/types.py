@@ -333,7 +333,7 @@ class Verifier(Settings, abc.ABC):
 
 
 class Rounds(NamedTuple):
-  """Data of all rounds in arrays of fixed shape, which are 0 once a row has ended.
+  """Data of all rounds in arrays of fixed shape; num_emitted is 0 once a row has ended.
 
   Attributes:
     guesses: draft tokens; -1 for those that were not proposed.
