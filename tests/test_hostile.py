@@ -28,7 +28,7 @@ BOTH = pytest.mark.parametrize("sampling", [RANDOM], ids=["sampling"])
 
 @functools.cache
 def params():
-  return tiny.params(CONFIG, 12)
+  return tiny.params(CONFIG, 73)
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def test_draft_that_proposes_padding_does_not_change_the_output():
 def test_padded_rows_of_the_vocabulary_are_never_sampled():
   """The weights of the padded rows, from V on, exceed those of real tokens, as unused rows may."""
   config = dataclasses.replace(CONFIG, padded_vocab_size=32)
-  padded = tiny.params(config, 12)
+  padded = tiny.params(config, 73)
   kernel = padded["decoder"]["logits_dense"]["kernel"]
   padded["decoder"]["logits_dense"]["kernel"] = kernel.at[:, V:].multiply(100.0)
   model = T5Model(config)
