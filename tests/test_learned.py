@@ -96,7 +96,7 @@ def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
   "kind, of, layers",
   [
     *((kind, t5, None) for kind in HEADS),
-    *((kind, gpt, None) for kind in ("heads", "parallel", "early_exit")),
+    *((kind, gpt, None) for kind in ("heads", "parallel")),
     *(("early_exit", of, (0, 2)) for of in (deep, deep_gpt)),
     ("features", deep_features, (0, 2)),
     ("features", t5gemma, None),
@@ -134,10 +134,9 @@ def test_training_logits_equal_those_of_decoding(kind, of, layers):
   [
     ("conditioned", RAGGED),
     ("features", chain(4)),
-    ("eagle_text", chain(4)),
     ("eagle_text", RAGGED),
   ],
-  ids=["conditioned, tree", "features, chain", "EAGLE, chain", "EAGLE, tree"],
+  ids=["conditioned, tree", "features, chain", "EAGLE, tree"],
 )
 def test_decoder_drafts_as_it_was_trained(kind, tree):
   """The q of each draft token equals the training probability, given the target's hidden states.
