@@ -541,10 +541,9 @@ def test_user_functions_and_processors_apply_after_the_others():
   def never(logits, tokens, length):
     return logits.at[banned].set(-jnp.inf)
 
-  for own in (never, [never], SequenceBias.excluding([(banned,)])):
-    for how in (dict(gamma=0), dict(gamma=2)):
-      (output,) = pair.generate(SENTENCES[:1], logits_processor=own, **how, **SHORT)
-      assert banned not in output.tokens
+  for own, gamma in ((never, 0), ([never], 2), (SequenceBias.excluding([(banned,)]), 2)):
+    (output,) = pair.generate(SENTENCES[:1], logits_processor=own, gamma=gamma, **SHORT)
+    assert banned not in output.tokens
 
 
 def test_processors_with_equal_values_are_equal():
@@ -579,13 +578,12 @@ def test_trie_allows_exactly_its_sequences():
 
 
 def test_outputs_are_sequences_of_a_trie():
-  """For chains, trees and beams, and with the most probable sequence first."""
+  """For trees and beams, and with the most probable sequence first."""
   pair = Pair(*tiny_pair.pair())
   words = [pair.vocabulary.encode(text)[:-1] for text in tiny_pair.SENTENCES[:20]]
   settings = dict(logits_processor=TrieConstraint.of(words, EOS), max_new_tokens=64)
   want = pair.generate(SENTENCES[:2], gamma=0, **settings)
-  for how in (dict(gamma=3), dict(tree=(0, 0, 1))):
-    assert texts_of(pair.generate(SENTENCES[:2], **how, **settings)) == texts_of(want)
+  assert texts_of(pair.generate(SENTENCES[:2], tree=(0, 0, 1), **settings)) == texts_of(want)
   beams = pair.generate(SENTENCES[:1], num_beams=4, num_return_sequences=4, **settings)
   for output in (*want, *beams):
     assert output.text in tiny_pair.SENTENCES[:20] and output.finish_reason == "eos"
