@@ -79,11 +79,10 @@ argmax = functools.partial(
 # Exact decoding passes.
 
 
-@pytest.mark.parametrize("name, gamma", [("temperature 0.6", GAMMA), ("top-p", 0)])
-def test_exact_samples_pass(name, gamma):
+def test_exact_samples_pass():
   # 1,600 outputs detect a total variation of 0.15 with a probability of 0.9.
-  sampling = SAMPLINGS[name]
-  joint = sampled(sampling=sampling, decode=tiny_pair.pair().decode_fn(sampling, chain(gamma)))
+  sampling = SAMPLINGS["temperature 0.6"]
+  joint = sampled(sampling=sampling, decode=tiny_pair.pair().decode_fn(sampling, chain(GAMMA)))
   assert joint.p_value > LEVEL and joint.num_impossible == 0
   assert joint.num_samples == 1600 and joint.num_cells > 40
   assert joint.detectable(LEVEL) < 0.15
@@ -373,7 +372,7 @@ def test_first_difference_is_located():
   assert found.gap > 0.001 > 1e-4 > found.rounding and not found.is_tie
 
 
-@pytest.mark.parametrize("tree", [chain(3), TREE, DynamicTree(6, 3)], ids=str)
+@pytest.mark.parametrize("tree", [TREE, DynamicTree(6, 3)], ids=str)
 def test_changed_logits_of_later_nodes_are_not_rounding(tree):
   """For each tree the differences exceed the bound, and the changed outputs are not ties."""
   good, bad = tiny_pair.pair(), with_target(adds_a_sine)
@@ -545,20 +544,17 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
   assert "of them impossible" in said
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_correct_pair_with_processors_passes(temperature, capsys):
+def test_correct_pair_with_processors_passes(capsys):
   generation = GenerationConfig(
     repetition_penalty=1.5, no_repeat_ngram_size=2, min_new_tokens=3, forced_eos_token_id=1
   )
-  check(samplings=[Sampling(temperature)], gammas=(), trees=[(0, 0, 1)], generation=generation)
+  check(samplings=[Sampling()], gammas=(), trees=[(0, 0, 1)], generation=generation)
   said = capsys.readouterr().out
   assert "Logits processors: RepetitionPenalty, NoRepeatNgram, MinLength, ForcedTokens." in said
-  assert "FAIL" not in said and said.count("ok  ") == (2 if temperature == 0 else 9)
+  assert "FAIL" not in said and said.count("ok  ") == 9
 
 
-@pytest.mark.parametrize(
-  "fault, temperature", [*((fault, 1.0) for fault in FAULTS), (FAULTS[0], 0.0)]
-)
+@pytest.mark.parametrize("fault, temperature", [(FAULTS[0], 1.0), (FAULTS[1], 0.0)])
 def test_wrong_text_of_processors_is_a_fault(fault, temperature, monkeypatch, capsys):
   def of_last_token(logits, tokens, length):
     phase = 3.0 * tokens[length - 1] + length

@@ -96,7 +96,7 @@ def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
   "kind, of, layers",
   [
     *((kind, t5, None) for kind in HEADS),
-    *((kind, gpt, None) for kind in ("heads", "parallel", "early_exit")),
+    *((kind, gpt, None) for kind in ("heads", "parallel")),
     *(("early_exit", of, (0, 2)) for of in (deep, deep_gpt)),
     ("features", deep_features, (0, 2)),
     ("features", t5gemma, None),
@@ -134,10 +134,9 @@ def test_training_logits_equal_those_of_decoding(kind, of, layers):
   [
     ("conditioned", RAGGED),
     ("features", chain(4)),
-    ("eagle_text", chain(4)),
     ("eagle_text", RAGGED),
   ],
-  ids=["conditioned, tree", "features, chain", "EAGLE, chain", "EAGLE, tree"],
+  ids=["conditioned, tree", "features, chain", "EAGLE, tree"],
 )
 def test_decoder_drafts_as_it_was_trained(kind, tree):
   """The q of each draft token equals the training probability, given the target's hidden states.
@@ -314,7 +313,7 @@ def test_warm_start_takes_the_parameters_of_a_model_that_fit(tied):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-  """Folder with a learned draft of the tiny pair, trained for 12 epochs on the target's outputs."""
+  """Folder with a learned draft of the tiny pair, trained for 6 epochs on the target's outputs."""
   path = tmp_path_factory.mktemp("learned")
   texts = tiny_pair.SENTENCES[::9]
   for name in ("train.en", "train.de", "val.en"):
@@ -327,7 +326,7 @@ def trained(tmp_path_factory):
       targets=["train.de"],
       valid_source="val.en",
       config=functools.partial(speculator_config, gamma=4, emb_dim=32, mlp_dim=32, num_layers=1),
-      settings=TrainSettings(epochs=12, tokens_per_batch=768, warmup_steps=5, label_smoothing=0.0),
+      settings=TrainSettings(epochs=6, tokens_per_batch=768, warmup_steps=5, label_smoothing=0.0),
       vocabulary=str(tiny_pair.folder() / "vocabulary.model"),
       target=str(tiny_pair.folder() / "target"),
       output=str(path / "speculator"),
@@ -352,7 +351,7 @@ def load(path):
 def test_trained_head_is_loaded_as_a_draft_and_its_score_has_improved(trained):
   lines = (trained / "work/metrics.jsonl").read_text().splitlines()
   lengths = [json.loads(line)["valid_acceptance_length"] for line in lines]
-  assert len(lengths) == 12 and lengths[-1] > lengths[0]
+  assert len(lengths) == 6 and lengths[-1] > lengths[0]
   pair = load(trained)
   assert pair.draft_name == "speculator"
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:4]), jax.random.split(jax.random.key(0), 4)

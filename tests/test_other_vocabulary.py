@@ -172,9 +172,13 @@ def test_q_is_the_draft_distribution_restricted_to_shared_tokens(temperature=0.5
   tokens = jnp.pad(jnp.asarray(text, jnp.int32), ((0, 0), (0, 8)))
   context = Context(prompt, tokens, jnp.full(batch, 5, jnp.int32), None, jnp.zeros((batch, 1)))
   keys = jax.random.split(jax.random.key(0), batch)
-  proposal, _ = draft.propose(
-    params, draft.init(params, context, jnp.zeros((batch, 1, 1))), context, keys
-  )
+
+  @jax.jit
+  def propose(params, context, keys):
+    state = draft.init(params, context, jnp.zeros((batch, 1, 1)))
+    return draft.propose(params, state, context, keys)[0]
+
+  proposal = propose(params, context, keys)
 
   pieces, own_pieces = words.all_pieces(), own.all_pieces()
   partner = [own_pieces.index(piece) if piece in own_pieces else None for piece in pieces]

@@ -60,7 +60,6 @@ def eight():
   [
     ("t5", 4, "tree"),
     ("gpt", 4, "chain"),
-    ("gpt", 8, "chain"),
     ("t5gemma", 8, "tree"),
     ("bart", 8, "chain"),
   ],
@@ -72,10 +71,10 @@ def test_outputs_and_rounds_equal_those_of_one_device(eight, family, model_paral
   assert accepted > len(one["lengths"]), "too few guesses were accepted for a meaningful test"
 
 
-@pytest.mark.parametrize("model_parallel", [4, 8])
-def test_replicated_draft_steps_have_no_collectives(eight, model_parallel):
+@pytest.mark.parametrize("family, model_parallel", [("gpt", 4), ("bart", 8)])
+def test_replicated_draft_steps_have_no_collectives(eight, family, model_parallel):
   """The draft's steps form a loop of known length, and no such loop contains a collective."""
-  instructions, executed = eight[f"gpt {model_parallel}"]["runs"]["chain"]["messages"]
+  instructions, executed = eight[f"{family} {model_parallel}"]["runs"]["chain"]["messages"]
   assert instructions == executed > 0
 
 

@@ -98,14 +98,15 @@ def test_search_resumes_and_interpolates_costs(tmp_path, monkeypatch):
 
   monkeypatch.setattr(module, "compare_costs", counted)
   pair = deep(tiny_pair.pair, num_layers=4)
-  complete = run(tmp_path, pair)
-  assert len(complete) == 14 and timed == [["layers 0", "layers 0,1,2"]]
+  complete = run(tmp_path, pair, max_candidates=7)
+  assert {len(record.draft.split(",")) for record in complete} == {1, 2, 3}
+  assert len(complete) == 7 and timed == [["layers 0", "layers 0,1,2"]]
   for record in complete:
     assert record.c == pytest.approx(0.02 * len(record.draft.split(",")))
-  assert run(tmp_path, pair) == complete and len(timed) == 1
+  assert run(tmp_path, pair, max_candidates=7) == complete and len(timed) == 1
   path = tmp_path / "results.jsonl"
-  path.write_text("".join(path.read_text().splitlines(keepends=True)[:12]))
-  resumed = run(tmp_path, pair)
+  path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
+  resumed = run(tmp_path, pair, max_candidates=7)
   assert len(timed) == 2
   assert [(r.draft, r.alpha) for r in resumed] == [(r.draft, r.alpha) for r in complete]
 
