@@ -45,7 +45,7 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
 # First logical axes of each field of a cache, of `Proposal` or of `core.decode.DecodeState`. Its
 # other axes are not sharded.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
-  **dict.fromkeys(("prompt", "tokens", "length", "prompt_length"), ("batch",)),
+  **dict.fromkeys(("prompt", "tokens", "length", "prompt_length", "num_rounds"), ("batch",)),
   **dict.fromkeys(("limit", "done", "rng", "not_finite", "hidden", "log_probs"), ("batch",)),
   "q": ("batch", "guesses", "vocab"),
   **dict.fromkeys(("layers", "cross"), ("batch", "heads")),

@@ -25,13 +25,15 @@ from specdec_jax.models.sizes import named_config
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RECIPES = sorted(path.stem for path in (GIN / "recipes").glob("*.gin"))
 # Family and sizes of target and draft; None for prompt lookup. T5Gemma 9B-9B exceeds the memory of
-# the test; 2B-2B has the same options. MADLAD and ByT5 have the architecture of Flan-T5.
+# the test; 2B-2B has the same options.
 SHAPES = {
   "flan_t5_xl": ("1.1", "xl", "small"),
+  "madlad_7b": ("madlad", "7b", "3b"),
   "t5gemma_9b_9b": ("t5gemma", "2b-2b", "s-s"),
   "bart_large_cnn": ("bart", "cnn_large", "distil_cnn_6_6"),
   "nllb_3_3b": ("nllb", "3.3b", "600m"),
   "opus_mt_en_de": ("marian", "base", None),
+  "byt5_large": ("byt5", "large", "small"),
 }
 SMALL = dict(
   vocab_size=96,
@@ -84,7 +86,7 @@ def random_params(config, seed):
   return jax.tree.map_with_path(random_array, shapes)
 
 
-@pytest.mark.parametrize("recipe", SHAPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_pair_with_the_shapes_of_a_recipe_decodes_exactly(recipe):
   """The widths and heads are those of the models; layers, feed-forward and tables are smaller."""
   family, target_size, draft_size = SHAPES[recipe]
