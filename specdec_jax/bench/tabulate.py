@@ -67,13 +67,13 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
   Args:
     name: '1' to '5' for a table of the paper; 'measured', 'lengths', 'acceptance', 'online',
       'drafts', 'layers', 'beams' or 'throughput' for a table of records; 'status' or
-      'status-counts'; 'tree-speeds', 'dynamic-speeds' or 'compiled-pairs'; 'execution', 'matmuls',
-      'parity' or 'processors'; or 'training'.
+      'status-counts'; 'tree-speeds', 'dynamic-speeds', 'compiled-pairs' or 'compiled-batches';
+      'execution', 'matmuls', 'parity' or 'processors'; or 'training'.
     results: input files. Most tables need files of records; if several records have the same
       setting, a table of the paper shows the last one. Table 1 and the status need no files.
       'tree-speeds' needs two reports of `scripts/compile_tpu.py`: on a chain, then on a tree.
       'dynamic-speeds' needs a file of records, and then reports on dynamic trees. 'compiled-pairs'
-      needs reports.
+      and 'compiled-batches' need reports.
       'execution', 'matmuls', 'parity' and 'processors' need a file of JSON lines. 'training' needs
       copies of `metrics.jsonl`; the name of a copy is the name of its row.
 
@@ -98,6 +98,10 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
     from specdec_jax.bench.tpu.examine import pairs_table  # imports jax
 
     return pairs_table([json.loads(pathlib.Path(path).read_text()) for path in results])
+  if name == "compiled-batches":
+    from specdec_jax.bench.tpu.examine import batches_table  # imports jax
+
+    return batches_table([json.loads(pathlib.Path(path).read_text()) for path in results])
   if name in JSON_TABLES:
     (path,) = results
     return JSON_TABLES[name](_read_json_lines(path))

@@ -57,6 +57,7 @@ class Chip:
   Attributes:
     hbm_gb: size of HBM in 1e9 bytes (the page of v4 says GiB).
     hbm_gb_per_s: peak bandwidth of HBM in 1e9 bytes per second.
+    tflops: peak speed of bfloat16 arithmetic in 1e12 operations per second.
     example: topology of a slice of one host, as the number of chips in each dimension.
     config: chip configuration of libtpu. With 'megacore', a chip with two cores is one device with
       all of the chip's memory, as on a TPU VM.
@@ -64,15 +65,16 @@ class Chip:
 
   hbm_gb: float
   hbm_gb_per_s: float
+  tflops: float
   example: str
   config: str = "default"
 
 
 CHIPS = {
-  "v4": Chip(32, 1200, "2x2x1", "megacore"),
-  "v5e": Chip(16, 819, "2x2"),
-  "v5p": Chip(95, 2765, "2x2x1", "megacore"),
-  "v6e": Chip(32, 1638, "2x2"),
+  "v4": Chip(32, 1200, 275, "2x2x1", "megacore"),
+  "v5e": Chip(16, 819, 197, "2x2"),
+  "v5p": Chip(95, 2765, 459, "2x2x1", "megacore"),
+  "v6e": Chip(32, 1638, 918, "2x2"),
 }
 
 _SIDES = [f"{side}" for side in range(1, 33)]  # no slice has a longer side

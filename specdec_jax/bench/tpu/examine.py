@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.stages import Compiled
 
-from specdec_jax.bench.tpu.compile import HBM_ONLY, Chip, Programs
+from specdec_jax.bench.tpu.compile import CHIPS, HBM_ONLY, Chip, Programs
 from specdec_jax.bench.tpu.hlo import (
   convolutions,
   estimated_cycles,
@@ -197,6 +197,38 @@ def pairs_table(reports: Sequence[Mapping[str, Any]]) -> Table:
     "encoders included. HBM, of a step: as in the reports.",
   )
   return Table("Pairs compiled for TPU", tuple(columns.split("|")), tuple(rows), notes)
+
+
+def batches_table(reports: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table with one row for each report of `scripts/compile_tpu.py` on a batch size."""
+  columns = "batch|gamma|step HBM GB|round HBM GB|round / step, bytes|step TFLOP|round TFLOP"
+  columns += "|round / step, operations|tokens per round to pay"
+  rows = []
+  for report in reports:
+    settings, chip = report["settings"], CHIPS[report["settings"]["topology"].split(":")[0]]
+    hbm = [report["hbm_bytes"][name] / 1e9 for name in ("plain step", "round")]
+    operations = [report["programs"][name]["operations"] / 1e12 for name in ("plain step", "round")]
+    step, round_ = (
+      max(gigabytes / chip.hbm_gb_per_s, tera / chip.tflops)
+      for gigabytes, tera in zip(hbm, operations)
+    )
+    rows.append(
+      (
+        f"{settings['batch_size']}",
+        f"{settings['gamma']}",
+        *(f"{amount:.2f}" for amount in hbm),
+        f"{hbm[1] / hbm[0]:.2f}",
+        *(f"{amount:.3f}" for amount in operations),
+        f"{operations[1] / operations[0]:.2f}",
+        f"{round_ / step:.2f}",
+      )
+    )
+  notes = (
+    "All numbers are for one chip. No program was run.",
+    "tokens per round to pay: round / step, where the time of each is that of its bytes or that of "
+    "its operations at the peak of the chip, whichever is longer.",
+  )
+  return Table("A round for several batch sizes", tuple(columns.split("|")), tuple(rows), notes)
 
 
 def _giga(amount: float) -> str:
