@@ -87,7 +87,8 @@ def prefill(
     block: the texts.
     max_new_tokens: maximum number of new tokens of each text, EOS included.
     width: number of tokens of each source that encoders read; the others are padding. None if the
-      model is decoder-only, or to read all.
+      model is decoder-only, or to read all. It has no effect if the shape of another cache than a
+      `T5Cache` depends on it.
   """
 
   def init(width: int | None) -> DecodeState:
@@ -102,9 +103,12 @@ def prefill(
 
   state = init(width)
   if width is not None and width < block.prompt.shape[1]:
-    state = jax.tree.map(pad, state, jax.eval_shape(lambda: init(None)), is_leaf=is_cache)
+    full = jax.eval_shape(lambda: init(None))
+    state = jax.tree.map(pad, state, full, is_leaf=is_cache)._replace(prompt=block.prompt)
+    if [x.shape for x in jax.tree.leaves(state)] != [x.shape for x in jax.tree.leaves(full)]:
+      state = init(None)
   text = jnp.asarray(block.text, jnp.int32)
-  return Rows(state._replace(prompt=block.prompt, done=text == NO_TEXT), text)
+  return Rows(state._replace(done=text == NO_TEXT), text)
 
 
 def fill(

@@ -11,12 +11,14 @@ import tiny_pair
 
 from specdec_jax.api import Pair
 from specdec_jax.continuous_batching import (
+  Block,
   Texts,
   decode_all,
   decode_texts,
+  prefill,
   size_of_sources,
 )
-from specdec_jax.core.decode import Decoder
+from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
@@ -25,6 +27,7 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.slots import Slots
+from specdec_jax.wrappers import WrappedModel
 
 M, LIMIT, WIDTH = 13, 10, 16
 CONFIG, DRAFT = tiny.config(vocab_size=8), tiny.config(vocab_size=8, layers=1)
@@ -176,6 +179,34 @@ def test_text_that_cannot_be_decoded_is_an_error():
   )
   with pytest.raises(InputError, match="NaN or infinite"):
     next(found)
+
+
+class WithPrompt(WrappedModel):
+  """Model whose cache has a further array, whose shape depends on the width of the prompt."""
+
+  def prefill(self, params, prompt, num_slots):
+    hidden, cache = self.model.prefill(params, prompt, num_slots)
+    return hidden, {"cache": cache, "prompt": prompt}
+
+
+@pytest.mark.parametrize("model", [T5Model(CONFIG), WithPrompt(T5Model(CONFIG))])
+def test_shapes_of_rows_do_not_depend_on_the_width_that_encoders_read(model):
+  decoder = Decoder(model, NullDraft(), TokenVerifier(Sampling()))
+  block = Block(jnp.asarray(PROMPTS), KEYS, np.arange(M), np.full(M, LIMIT))
+  narrow, wide = (
+    jax.eval_shape(
+      functools.partial(prefill, max_new_tokens=LIMIT, width=width), decoder, PARAMS, block
+    )
+    for width in (8, None)
+  )
+  shapes = [[x.shape for x in jax.tree.leaves(rows)] for rows in (narrow, wide)]
+  assert shapes[0] == shapes[1]
+  assert {WIDTH} == {x.shape[2] for x in jax.tree.leaves(caches(narrow).cross)}
+
+
+def caches(rows):
+  cache = rows.state.target_cache
+  return cache["cache"] if isinstance(cache, dict) else cache
 
 
 def test_sizes_of_sources():

@@ -22,6 +22,7 @@ from specdec_jax.bench.reporting.record_tables import (
   acceptance_table,
   beams_table,
   drafts_table,
+  gammas_table,
   layers_table,
   lengths_table,
   measured_table,
@@ -52,6 +53,7 @@ RECORD_TABLES = {
   "layers": layers_table,
   "beams": beams_table,
   "throughput": throughput_table,
+  "gammas": gammas_table,
 }
 JSON_TABLES = {
   "execution": execution_table,
@@ -66,7 +68,7 @@ def named_table(name: str, results: Sequence[str | pathlib.Path]) -> Table:
 
   Args:
     name: '1' to '5' for a table of the paper; 'measured', 'lengths', 'acceptance', 'online',
-      'drafts', 'layers', 'beams' or 'throughput' for a table of records; 'status' or
+      'drafts', 'layers', 'beams', 'throughput' or 'gammas' for a table of records; 'status' or
       'status-counts'; 'tree-speeds', 'dynamic-speeds', 'compiled-pairs' or 'compiled-batches';
       'execution', 'matmuls', 'parity' or 'processors'; or 'training'.
     results: input files. Most tables need files of records; if several records have the same

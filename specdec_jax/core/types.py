@@ -46,7 +46,7 @@ class Model(Protocol):
   Invariant: a cache of length n holds every committed token except the last one, which is the first
   token of the next block. `extend` writes the slots from n on and does not change the length; only
   `commit` changes it. Slots from n on are masked until they are overwritten. That is how rejected
-  tokens are rolled back.
+  tokens are rolled back. Each array of a cache has the batch rows as its first axis.
 
   Attributes:
     vocab_size: V, the number of tokens in the vocabulary.

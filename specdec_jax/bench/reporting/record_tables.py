@@ -326,3 +326,31 @@ def throughput_table(measured: Sequence[Record]) -> Table:
   device = first.processor or first.device_kind
   title = f"{first.target}, {first.dtype}, {first.kernels} kernels, {device}"
   return Table(title, headings, tuple(rows), notes)
+
+
+def gammas_table(measured: Sequence[Record]) -> Table:
+  """Return a table of the tokens per second of continuous batching for each gamma."""
+  speeds: dict[tuple[str, ...], dict[int, float]] = {}
+  for r in measured:
+    row = f"{r.dtype}, {r.kernels}", r.draft, str(r.batch_size)
+    speeds.setdefault(row, {})[r.gamma] = r.speculative_tokens_per_s or 0
+  gammas = sorted({r.gamma for r in measured})
+  headings = (
+    "arithmetic, kernels",
+    "draft",
+    "batch",
+    *(f"gamma {gamma}" for gamma in gammas),
+    "best",
+  )
+  rows = [
+    (
+      *row,
+      *(f"{by_gamma[gamma]:,.0f}" if gamma in by_gamma else MISSING for gamma in gammas),
+      f"gamma {max(by_gamma, key=by_gamma.__getitem__)}",
+    )
+    for row, by_gamma in speeds.items()
+  ]
+  first = measured[0]
+  title = f"{first.task}, {first.num_examples} texts, {first.processor or first.device_kind}"
+  notes = ("Tokens per second of continuous batching; gamma 0 is autoregressive decoding.",)
+  return Table(title, headings, tuple(rows), notes)
