@@ -9,6 +9,7 @@ A row depends neither on other rows nor on its slot. So each text has the same o
 Axis letters are those of `core.types`; M is the number of texts, and W that of rows in a block.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from specdec_jax.core.types import AnyArray, DecodeResult, Params
 from specdec_jax.counts import require_finite
 
 NO_TEXT = -1  # index of a row that has no text
+# Fields of the state that `Decoder.result` reads.
+_OF_RESULTS = "tokens", "length", "prompt_length", "rounds", "num_rounds", "not_finite", "log_probs"
 _WINDOW = 16  # number of blocks that are formed together, from texts of similar length
 
 
@@ -145,15 +148,15 @@ def run(
   min_active: Int[Array, ""] | int = 1,
   first: Int[Array, ""] | int = 0,
 ) -> tuple[Rows, Rows]:
-  """Run rounds, and `fill` the slots after each of them.
+  """Run rounds, and `fill` the slots before each of them.
 
   Args:
     decoder: the decoder.
     params: parameters of target and draft.
     slots: rows that are decoded.
     block: rows that wait.
-    min_active: the loop ends when fewer slots than this have a text that has not ended, which is
-      after all rows of the block were used.
+    min_active: the loop ends when all rows of the block were used, and fewer slots than this have a
+      text that has not ended.
     first: index of the first row of the block that waits.
 
   Returns:
@@ -161,13 +164,15 @@ def run(
   """
 
   def goes_on(carry: tuple[Rows, Rows, Array]) -> Array:
-    return (~carry[0].state.done).sum() >= min_active
+    slots, block, row = carry
+    return ((~slots.state.done).sum() >= min_active) | (row < len(block.text))
 
   def step(carry: tuple[Rows, Rows, Array]) -> tuple[Rows, Rows, Array]:
     slots, block, row = carry
-    return fill(slots._replace(state=decoder.round(params, slots.state)), block, row)
+    slots, block, row = fill(slots, block, row)
+    return slots._replace(state=decoder.round(params, slots.state)), block, row
 
-  return lax.while_loop(goes_on, step, fill(slots, block, first))[:2]
+  return lax.while_loop(goes_on, step, (slots, block, jnp.asarray(first, jnp.int32)))[:2]
 
 
 def run_rounds(
@@ -186,22 +191,23 @@ def run_rounds(
 
 
 def _exchange(slots: Rows, slot: Array, block: Rows, row: Array) -> tuple[Rows, Rows]:
-  """Exchange a row of `slots` for a row of `block`, to which no caches are copied."""
-  axes = jax.tree.map(lambda _: 0, slots)
-  state = axes.state._replace(rounds=jax.tree.map(lambda _: 1, axes.state.rounds))
-  axes = axes._replace(state=state)
+  """Exchange a row of `slots` for a row of `block`, which receives the fields of results only."""
 
-  def copied(source: Rows, i: Array, target: Rows, j: Array) -> Rows:
+  def with_row(target: DecodeState, j: Array, source: DecodeState, i: Array, names: Sequence[str]):
     def copy(axis: int, source: Array, target: Array) -> Array:
       one = lax.dynamic_index_in_dim(source, i, axis)
       return lax.dynamic_update_index_in_dim(target, one, j, axis)
 
-    return jax.tree.map(copy, axes, source, target)
+    changed = {}
+    for name in names:
+      copy_field = functools.partial(copy, 1 if name == "rounds" else 0)
+      changed[name] = jax.tree.map(copy_field, getattr(source, name), getattr(target, name))
+    return target._replace(**changed)
 
-  used = copied(slots, slot, block, row).state
-  caches = {name: getattr(block.state, name) for name in ("target_cache", "draft_state")}
-  text = block.text.at[row].set(slots.text[slot])
-  return copied(block, row, slots, slot), Rows(used._replace(**caches), text)
+  new_slots = with_row(slots.state, slot, block.state, row, DecodeState._fields)
+  used = with_row(block.state, row, slots.state, slot, _OF_RESULTS)
+  texts = slots.text.at[slot].set(block.text[row]), block.text.at[row].set(slots.text[slot])
+  return Rows(new_slots, texts[0]), Rows(used, texts[1])
 
 
 _prefill = jax.jit(prefill, static_argnames=("max_new_tokens", "width"))

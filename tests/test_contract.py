@@ -461,7 +461,13 @@ def test_rows_do_not_depend_on_their_neighbors_and_equal_objects_share_programs(
   assert Decoder.run._cache_size() == compiled
 
 
-@pytest.mark.parametrize("case", ROWS)
+# Cases whose drafts have the state of another case.
+SAME_STATE = {"int8, few tokens", "blocks", "tree", "tree, blocks", "k-seq", "typical", "top-beta"}
+SAME_STATE |= {"drafts merged", "dynamic of itself", "dynamic, GPT", "T5Gemma, dynamic", "T5Gemma"}
+SAME_STATE |= {"stopping", "EAGLE, text", "shared encoder"}
+
+
+@pytest.mark.parametrize("case", [case for case in ROWS if case not in SAME_STATE])
 def test_each_text_is_decoded_in_any_slot_as_in_a_batch(case):
   """Six texts of unequal lengths are decoded in two slots."""
   sampling = sampling_of(case)

@@ -370,7 +370,7 @@ def test_costs_are_those_of_real_rounds(monkeypatch):
   (costs,) = measure_costs(pair, [chain(3)], prompt, RANDOM, max_new_tokens=4 * CHAIN)
   assert (costs.target_start, costs.draft_start, costs.target_step) == (0, 1, 1 / CHAIN)
   rounds = ends[2:8]
-  assert [int(state.num_rounds) for state in rounds] == [0, CHAIN] * 3
+  assert [int(state.num_rounds[0]) for state in rounds] == [0, CHAIN] * 3
   emitted = [state.length - state.prompt_length for state in rounds[1::2]]
   assert (emitted[0] == CHAIN).all()
   # The target as its own draft is never rejected.
