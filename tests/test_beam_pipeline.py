@@ -194,7 +194,7 @@ def test_finished_shards_are_not_decoded_again(copied, finished, monkeypatch):
   def refuse(*args, **kwargs):
     raise TypeError("decoded again")
 
-  monkeypatch.setattr("specdec_jax.core.decode.Decoder.run", refuse)
+  monkeypatch.setattr("specdec_jax.commands.beam_pipeline.decode_lines", refuse)
   run(copied)
   assert outputs(copied) == outputs(finished)
   (copied / "outputs-00002-of-00004.jsonl").unlink()
