@@ -472,7 +472,8 @@ t5x_model.SpeculativeModel.tree = [0, 0]
   expected = dict(
     gamma=5, tree=[0, 0], verifier=TokenVerifier, lenience=1.0, temperature=0.5, topk=20, topp=0.0
   )
-  assert model._settings == expected | dict(max_decode_steps=None, rescale_log_probs=True)
+  expected |= dict(max_decode_steps=None, rescale_log_probs=True, logit_callback_fn=None)
+  assert model._settings == expected
   params = tiny.params(t5x_model.same_config(model.module), 0)
   assert shapes(model, {**params, "draft": params}) == ((EXAMPLES, 3, LIMIT), (EXAMPLES, 3))
 
