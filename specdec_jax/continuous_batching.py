@@ -265,7 +265,7 @@ def decode_texts(
     if slots is None:
       slots, spare = waiting, block
       continue
-    earlier, (slots, used) = used, _run(decoder, params, slots, waiting, num_slots)
+    earlier, (slots, used) = used, _run(decoder, params, slots, waiting, num_slots, 0)
     if earlier is not None:
       yield from _finished(decoder, earlier)
   if slots is None:
@@ -274,7 +274,7 @@ def decode_texts(
     used = _prefill(decoder, params, spare, max_new_tokens=max_new_tokens)
   else:
     yield from _finished(decoder, used)
-  slots, _ = _run(decoder, params, slots, used, first=num_slots)
+  slots, _ = _run(decoder, params, slots, used, 1, num_slots)  # the same program
   yield from _finished(decoder, slots)
 
 

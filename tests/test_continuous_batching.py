@@ -9,6 +9,7 @@ import pytest
 import tiny
 import tiny_pair
 
+from specdec_jax import continuous_batching
 from specdec_jax.api import Pair
 from specdec_jax.continuous_batching import (
   Block,
@@ -87,6 +88,7 @@ def test_all_texts_of_a_program_are_those_of_a_batch(num_slots):
 
 def test_texts_in_any_order_are_those_of_a_batch():
   """Encoders read fewer tokens of short sources. The slots are fewer than the rows of a window."""
+  compiled = continuous_batching._run._cache_size()
   for seed in range(3):
     order = np.random.default_rng(seed).permutation(M)
     found = decode_texts(
@@ -107,6 +109,7 @@ def test_texts_in_any_order_are_those_of_a_batch():
       same_text(order[index], result, row)
       ended.append(index)
     assert sorted(ended) == [*range(M)] != ended
+  assert continuous_batching._run._cache_size() <= compiled + 1, "all blocks share one program"
 
 
 def test_slots_are_filled_and_freed_at_any_time():

@@ -335,7 +335,7 @@ def _decode_in_slots(
   settings: DecodeSettings,
   start: int,
 ) -> Iterator[tuple[list[str], list[DecodeResult]]]:
-  """Decode lines by continuous batching; see `decode_lines`. A group of lines takes no batch."""
+  """Decode lines by continuous batching; see `decode_lines`."""
   index = [i for i, line in enumerate(lines) if line is not None]
   lengths = [len(pair.encode(lines[i] or "")) for i in index]
   width = -(-max(lengths) // 8) * 8

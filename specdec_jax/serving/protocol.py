@@ -13,7 +13,7 @@ from specdec_jax.generation import SETTINGS
 from specdec_jax.outputs import Output
 
 _MAX_STOPS = 4
-_LOWEST = -9999.0  # stands for the logarithm of 0, which JSON cannot represent
+_LOWEST = -9999.0  # replaces -inf, the logarithm of 0, which JSON cannot represent
 # Fields of OpenAI and of `GenerationConfig` that a request cannot set: the only value that is
 # accepted, and what to do instead.
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
