@@ -111,7 +111,14 @@ def prefill(
     if [x.shape for x in jax.tree.leaves(state)] != [x.shape for x in jax.tree.leaves(full)]:
       state = init(None)
   text = jnp.asarray(block.text, jnp.int32)
-  return Rows(state._replace(done=text == NO_TEXT), text)
+  state = jax.tree.map(_without_weak_type, state._replace(done=text == NO_TEXT))
+  return Rows(state, text)
+
+
+def _without_weak_type(x: Array) -> Array:
+  """Return the array with the type that it has after `run`, so that `run` is compiled only once."""
+  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return x if is_key else lax.convert_element_type(x, x.dtype)
 
 
 def fill(
