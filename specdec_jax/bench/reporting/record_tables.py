@@ -330,10 +330,17 @@ def throughput_table(measured: Sequence[Record]) -> Table:
 
 def gammas_table(measured: Sequence[Record]) -> Table:
   """Return a table of the tokens per second of continuous batching for each gamma."""
+  # Without a draft, the speed depends only on the target's arithmetic and the batch size.
+  of_target = {
+    (r.dtype, r.kernels, r.batch_size): {0: r.speculative_tokens_per_s or 0}
+    for r in measured
+    if not r.gamma
+  }
   speeds: dict[tuple[str, ...], dict[int, float]] = {}
   for r in measured:
     row = f"{r.dtype}, {r.kernels}", r.draft, str(r.batch_size)
-    speeds.setdefault(row, {})[r.gamma] = r.speculative_tokens_per_s or 0
+    without_draft = of_target.get((r.dtype, r.kernels, r.batch_size), {})
+    speeds.setdefault(row, {**without_draft})[r.gamma] = r.speculative_tokens_per_s or 0
   gammas = sorted({r.gamma for r in measured})
   headings = (
     "arithmetic, kernels",
