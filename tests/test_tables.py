@@ -407,3 +407,24 @@ def test_every_page_quotes_the_records_it_names():
   spec.loader.exec_module(quote)
   assert [str(path) for path, _ in quote.outdated()] == []
   assert sum(path.read_text().count("<!-- table: ") for path in quote.pages()) >= 8
+
+
+def test_speed_without_a_draft_is_in_the_rows_of_all_drafts():
+  """It depends on the kernels and the batch size."""
+  settings = [  # draft, kernels, gamma, tokens per second
+    ("a", "float", 0, 100.0),
+    ("a", "float", 3, 90.0),
+    ("b", "float", 3, 120.0),
+    ("b", "int8", 3, 70.0),
+  ]
+  measured = [
+    dataclasses.replace(
+      RECORD, draft=draft, kernels=kernels, gamma=gamma, speculative_tokens_per_s=speed
+    )
+    for draft, kernels, gamma, speed in settings
+  ]
+  assert record_tables.gammas_table(measured).rows == (
+    ("float32, float", "a", "1", "100", "90", "gamma 0"),
+    ("float32, float", "b", "1", "100", "120", "gamma 3"),
+    ("float32, int8", "b", "1", "-", "70", "gamma 3"),
+  )
