@@ -20,7 +20,7 @@ class BuildWithGinFiles(build_py):
       package = pathlib.Path(self.build_lib) / "specdec_jax"
       for folder in ("gin", "configs"):
         self.copy_tree(folder, str(package / "gin_files" / folder))
-      spec = importlib.util.spec_from_file_location("machine", "specdec_jax/machine.py")
+      spec = importlib.util.spec_from_file_location("machine", "specdec_jax/measure/machine.py")
       machine = importlib.util.module_from_spec(spec)
       spec.loader.exec_module(machine)
       (package / "commit.txt").write_text(f"{machine.commit() or ''}\n")

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 import specdec_jax
-from specdec_jax.bench.peers.huggingface import load_model
+from experiments.peers.huggingface import load_model
 from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
-from specdec_jax.machine import provenance
+from specdec_jax.measure.machine import provenance
 from specdec_jax.pairs import EMBEDDED
 
 MAX_NEW_TOKENS, MAX_SOURCE_TOKENS, NUM_TEXTS, NUM_COMBINATIONS = 40, 24, 200, 20

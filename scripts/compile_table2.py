@@ -10,10 +10,10 @@ experiments/tpu_v4/README.md.
 
 import pathlib
 
-from specdec_jax.bench.reporting.paper import load_table
-from specdec_jax.bench.tpu import table2 as tpu_table2
+from experiments.paper.paper import load_table
+from experiments.tpu_v4 import table2 as tpu_table2
 from specdec_jax.errors import InputError
-from specdec_jax.reporting.formats import render
+from specdec_jax.measure.reporting.formats import render
 from specdec_jax.user_errors import ArgumentParser
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

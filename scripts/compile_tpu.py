@@ -14,19 +14,19 @@ from typing import Any, get_args
 
 import jax
 
+from experiments.tpu_v4 import compile as tpu_compile
+from experiments.tpu_v4 import examine
+from experiments.tpu_v4.beams import BeamSettings, beam_programs
 from specdec_jax.atomic_files import atomic_write
-from specdec_jax.bench.tpu import compile as tpu_compile
-from specdec_jax.bench.tpu import examine
-from specdec_jax.bench.tpu.beams import BeamSettings, beam_programs
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import HEADS, AnyConfig, SpeculatorConfig, speculator_config
 from specdec_jax.errors import InputError
-from specdec_jax.extended_theory import best_tree
+from specdec_jax.measure.reporting.formats import render
 from specdec_jax.models.config import Weights, named_dtype
+from specdec_jax.models.partitioning import REPLICATED, RULES
 from specdec_jax.models.sizes import named_config
-from specdec_jax.partitioning import REPLICATED, RULES
-from specdec_jax.reporting.formats import render
+from specdec_jax.theory import best_tree
 from specdec_jax.user_errors import ArgumentParser
 
 _NOT_SETTINGS = "format", "output", "no_loops"

@@ -9,11 +9,11 @@ python scripts/figures.py --figure 1 --gin_file gin/models/gpt_like.gin --temper
 import argparse
 import pathlib
 
-from specdec_jax.bench.reporting import drawing, figures
-from specdec_jax.bench.reporting.drafts_figure import drafts_figure
-from specdec_jax.bench.reporting.paper import load_table
+from experiments.figures import drawing, figures
+from experiments.figures.drafts_figure import drafts_figure
+from experiments.paper.paper import load_table
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.records import read
+from specdec_jax.measure.records import read
 from specdec_jax.run import parse_gin
 from specdec_jax.user_errors import ArgumentParser, format_error
 
@@ -79,7 +79,7 @@ def trace(args: argparse.Namespace):
   # These modules import jax, which the other figures do not need.
   import gin
 
-  from specdec_jax.bench.trace import trace
+  from experiments.figures.trace import trace
 
   require_count("gamma", args.gamma)
   parse_gin([str(ROOT / "gin" / "quickstart.gin"), *filter(None, [args.gin_file])], [], [])

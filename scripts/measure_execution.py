@@ -15,9 +15,8 @@ import time
 
 import numpy as np
 
-from specdec_jax.execution import expected_seconds, speculative_execution
-from specdec_jax.machine import provenance
-from specdec_jax.theory import beta
+from specdec_jax.measure.machine import provenance
+from specdec_jax.theory import beta, expected_seconds, speculative_execution
 
 MOVES = np.array([0.55, 0.25, 0.1, 0.05, 0.03, 0.02])  # p
 P_SHARES = 0.0, 0.5, 1.0  # weight of p in q

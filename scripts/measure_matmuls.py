@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specdec_jax.kernels import skinny
-from specdec_jax.machine import provenance
-from specdec_jax.measurement.timing import interleaved_medians, timed
+from specdec_jax.measure.machine import provenance
+from specdec_jax.measure.timing import interleaved_medians, timed
+from specdec_jax.models.kernels import skinny
 
 ROWS = 1, 2, 4, 6, 8, 12, 24, 64
 DEPTH, WIDTH, HOT_WIDTH = 512, 3072, 512

@@ -25,17 +25,17 @@ from jax import lax
 
 import specdec_jax
 from specdec_jax.core.decode import Decoder
+from specdec_jax.core.generation_config import GenerationConfig
+from specdec_jax.core.processors import TrieConstraint
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.generation import GenerationConfig
-from specdec_jax.machine import provenance
+from specdec_jax.measure.machine import provenance
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import init_params
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.tries import TrieConstraint
 
 GAMMA = 5
 ENDLESS = -1  # an EOS id that no token has

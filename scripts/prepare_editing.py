@@ -11,8 +11,8 @@ import argparse
 import pathlib
 import random
 
+from experiments.editing.corruptions import corrupt
 from specdec_jax.atomic_files import atomic_write
-from specdec_jax.data.corruptions import corrupt
 from specdec_jax.data.text import read_lines
 
 TRAIN = (

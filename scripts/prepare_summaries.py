@@ -13,8 +13,8 @@ import pathlib
 import random
 from collections.abc import Iterator
 
+from experiments.summaries.extracts import extract, first_sentences, sentences
 from specdec_jax.atomic_files import atomic_write
-from specdec_jax.data.extracts import extract, first_sentences, sentences
 from specdec_jax.data.text import read_lines
 
 MAX_WORDS = 260

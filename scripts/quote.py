@@ -10,10 +10,10 @@ import os
 import pathlib
 from collections.abc import Iterator, Sequence
 
+from experiments.paper.pages import quoted
+from experiments.paper.tabulate import CHECKOUT, named_table
 from specdec_jax.atomic_files import atomic_write
-from specdec_jax.bench.reporting.pages import quoted
-from specdec_jax.bench.tabulate import CHECKOUT, named_table
-from specdec_jax.reporting.formats import render
+from specdec_jax.measure.reporting.formats import render
 from specdec_jax.user_errors import ArgumentParser
 
 METRICS = CHECKOUT / "docs" / "metrics.md"

@@ -7,10 +7,10 @@ Table 1 is computed and takes no records. `--table measured` shows any records o
 `experiments` of this checkout.
 """
 
+from experiments.paper.tabulate import named_table
 from specdec_jax.atomic_files import atomic_write, require_distinct_files
-from specdec_jax.bench.tabulate import named_table
 from specdec_jax.errors import InputError
-from specdec_jax.reporting.formats import render
+from specdec_jax.measure.reporting.formats import render
 from specdec_jax.user_errors import ArgumentParser
 
 

@@ -29,11 +29,10 @@ from typing import Any
 import gin
 from absl import flags
 
-from specdec_jax import gin_files, interrupt, run_settings
-from specdec_jax.compile_cache import check_xla_flags, default_cache_dir, enable_compile_cache
+from specdec_jax import __version__, gin_files, interrupt, run_settings
 from specdec_jax.errors import InputError
 from specdec_jax.user_errors import format_error, simplify_gin_message
-from specdec_jax.version import __version__
+from specdec_jax.xla import check_xla_flags, default_cache_dir, enable_compile_cache
 
 _MACRO = "gin.macro"
 _COMPLETION = """\

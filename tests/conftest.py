@@ -13,18 +13,13 @@ import itertools
 import os
 import tempfile
 
-# This import turns YNN off, which must happen before a test uses jax alone.
-from specdec_jax.xla_flags import rejection_message
-
 gc.set_threshold(200_000, 50, 50)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 _quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 _quick += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 _quick += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
-if (_flags := os.environ.get("SPECDEC_XLA_FLAGS")) is None:
-  _unknown = rejection_message(_quick).split()  # XLA aborts at flags that jaxlib does not know
-  _flags = " ".join(flag for flag in _quick.split() if flag not in _unknown)
+_flags = os.environ.get("SPECDEC_XLA_FLAGS", _quick)
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}".strip()
 os.environ["SPECDEC_XLA_FLAGS"] = ""  # workers inherit XLA_FLAGS
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -41,7 +36,7 @@ import pytest  # noqa: E402
 
 # Check shapes and types in the signatures of these packages, which are imported after this.
 jaxtyping.install_import_hook(
-  ("specdec_jax.core", "specdec_jax.models", "specdec_jax.drafts", "specdec_jax.beam_search"),
+  ("specdec_jax.core", "specdec_jax.models", "specdec_jax.drafts", "specdec_jax.beams"),
   "signatures.checked",
 )
 

@@ -27,7 +27,7 @@ import tiny
 import tiny_pair
 from jax.experimental import multihost_utils
 
-from specdec_jax.bench.tpu.hlo import executed_collectives
+from experiments.tpu_v4.hlo import executed_collectives
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
@@ -36,11 +36,11 @@ from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.families import model_of
+from specdec_jax.models.partitioning import make_mesh, sharded
 from specdec_jax.pairs import LoadedPair
-from specdec_jax.partitioning import make_mesh, sharded
-from specdec_jax.training.batches import ParallelText
-from specdec_jax.training.speculators import speculator_objective
-from specdec_jax.training.trainer import TrainSettings, train
+from specdec_jax.train.batches import ParallelText
+from specdec_jax.train.speculators import speculator_objective
+from specdec_jax.train.trainer import TrainSettings, train
 
 CONFIGS = {
   "t5": tiny.config(num_heads=4, layers=1),

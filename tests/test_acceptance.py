@@ -3,11 +3,11 @@
 import pytest
 import tiny_pair
 
-from specdec_jax import records
-from specdec_jax.bench.acceptance import acceptance
+from experiments.table3.acceptance import acceptance
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError
+from specdec_jax.measure import records
 
 TEXTS = tiny_pair.SENTENCES[:6]
 SAMPLINGS = [Sampling(0.0), Sampling(1.0, top_k=5)]

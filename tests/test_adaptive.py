@@ -10,16 +10,16 @@ import tiny
 import tiny_pair
 from tiny import autoregressive_decode
 
-from specdec_jax import adaptive
-from specdec_jax.adaptive import AdaptiveDecoder, ScheduledDecoder
+from experiments.gamma import adaptive
+from experiments.gamma.adaptive import AdaptiveDecoder, ScheduledDecoder
 from specdec_jax.core.decode import Decoder
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.exactness.compare import compare_samples
-from specdec_jax.loading import DecodeSettings
 from specdec_jax.models.t5 import T5Model
 
 V, LIMIT, EOS, BATCH = 24, 16, 5, 8

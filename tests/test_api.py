@@ -11,15 +11,14 @@ import pytest
 import tiny_pair
 
 import specdec_jax
-from specdec_jax import api
-from specdec_jax.api import Pair
+from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
-from specdec_jax.generation import SETTINGS
-from specdec_jax.measurement import calibrate
+from specdec_jax.generate import Pair
+from specdec_jax.measure import calibrate
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
@@ -168,7 +167,7 @@ def test_repr_of_a_pair_is_one_line():
 
 def test_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
   """A pair with random weights compiles faster; `test_embedded.py` tests the bundled pair."""
-  monkeypatch.setattr(api, "load_pair", own_pair)
+  monkeypatch.setattr(specdec_jax, "load_pair", own_pair)
   cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]
   namespace = {}
   for cell in cells:

@@ -17,17 +17,17 @@ import pytest
 import tiny_pair
 
 from specdec_jax import run as command_line
-from specdec_jax.commands.decode import decode
 from specdec_jax.commands.translate import count_records, decode_lines
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError
-from specdec_jax.loading import DecodeSettings
-from specdec_jax.measurement import calibrate
+from specdec_jax.measure import calibrate
+from specdec_jax.serve.decode import decode
 from specdec_jax.user_errors import format_error
 
 pytest.importorskip("apache_beam", reason="Apache Beam is not installed")
-beam_pipeline = importlib.import_module("specdec_jax.commands.beam_pipeline")
+beam_pipeline = importlib.import_module("specdec_jax.serve.beam_pipeline")
 
 HERE = pathlib.Path(__file__).resolve().parent
 BATCH, LIMIT, GAMMA = 3, 12, 3
@@ -194,7 +194,7 @@ def test_finished_shards_are_not_decoded_again(copied, finished, monkeypatch):
   def refuse(*args, **kwargs):
     raise TypeError("decoded again")
 
-  monkeypatch.setattr("specdec_jax.commands.beam_pipeline.decode_lines", refuse)
+  monkeypatch.setattr("specdec_jax.serve.beam_pipeline.decode_lines", refuse)
   run(copied)
   assert outputs(copied) == outputs(finished)
   (copied / "outputs-00002-of-00004.jsonl").unlink()

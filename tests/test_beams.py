@@ -11,8 +11,8 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax import records
-from specdec_jax.beam_search import (
+from experiments.beams import beams as bench_beams
+from specdec_jax.beams import (
   BeamDraft,
   BeamResult,
   BeamSearcher,
@@ -24,7 +24,6 @@ from specdec_jax.beam_search import (
   step,
   verified,
 )
-from specdec_jax.bench import beams as bench_beams
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
@@ -34,10 +33,11 @@ from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
+from specdec_jax.measure import records
 from specdec_jax.models.gpt import GPTModel
+from specdec_jax.models.partitioning import PartitionedModel, make_mesh
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs.speculators import head_factory
-from specdec_jax.partitioning import PartitionedModel, make_mesh
 
 LIMIT, EOS = 9, 1
 T5 = tiny.config(layers=1)

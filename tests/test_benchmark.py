@@ -5,8 +5,8 @@ import json
 import pytest
 import tiny_pair
 
-from specdec_jax.bench import benchmark as benchmarking
-from specdec_jax.bench.benchmark import HIGHER_IS_BETTER, benchmark, read, verdict, write
+from experiments.benchmark import benchmark as benchmarking
+from experiments.benchmark.benchmark import HIGHER_IS_BETTER, benchmark, read, verdict, write
 from specdec_jax.errors import InputError
 
 SPEEDUPS = [2.0, 2.4, 2.1]  # their range is 0.4 wide

@@ -10,26 +10,19 @@ import pytest
 import tiny_pair
 from tiny import autoregressive_decode
 
-from specdec_jax.bench import gamma as bench_gamma
-from specdec_jax.bench import oracles
+from experiments.gamma import gamma as bench_gamma
+from experiments.gamma import oracles
 from specdec_jax.commands.translate import decode_lines, translate
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.errors import InputError
-from specdec_jax.extended_theory import (
-  best_tree,
-  expected_rounds,
-  text_improvement,
-  tree_rates,
-  tree_tokens,
-)
-from specdec_jax.loading import DecodeSettings
-from specdec_jax.measurement import calibrate, choice
-from specdec_jax.measurement.calibrate import resolve_gammas, resolve_tree
-from specdec_jax.measurement.calibration_cache import cache_key, get_or_compute
-from specdec_jax.measurement.choice import choose, choose_tree
-from specdec_jax.measurement.costs import Costs
-from specdec_jax.records import read
+from specdec_jax.measure import calibrate, choice
+from specdec_jax.measure.calibrate import cache_key, get_or_compute, resolve_gammas, resolve_tree
+from specdec_jax.measure.choice import choose, choose_tree
+from specdec_jax.measure.costs import Costs
+from specdec_jax.measure.records import read
+from specdec_jax.theory import best_tree, expected_rounds, text_improvement, tree_rates, tree_tokens
 
 GREEDY = Sampling(0.0)
 SETTINGS = DecodeSettings(GREEDY, max_new_tokens=12)

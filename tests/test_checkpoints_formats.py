@@ -24,11 +24,11 @@ import tiny_pair
 from flax import serialization, traverse_util
 from safetensors.numpy import save_file
 
-from specdec_jax import memory
 from specdec_jax.checkpoints import files, stored
 from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.checkpoints.stored import param_shapes
+from specdec_jax.core import memory
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.sizes import t5_config

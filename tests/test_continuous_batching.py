@@ -9,26 +9,19 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax import continuous_batching
-from specdec_jax.api import Pair
-from specdec_jax.continuous_batching import (
-  Block,
-  Texts,
-  decode_all,
-  decode_texts,
-  prefill,
-  size_of_sources,
-)
+from specdec_jax import batching
+from specdec_jax.batching import Block, Texts, decode_all, decode_texts, prefill, size_of_sources
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
+from specdec_jax.generate import Pair
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.slots import Slots
-from specdec_jax.wrappers import WrappedModel
+from specdec_jax.serve.slots import Slots
 
 M, LIMIT, WIDTH = 13, 10, 16
 CONFIG, DRAFT = tiny.config(vocab_size=8), tiny.config(vocab_size=8, layers=1)
@@ -88,7 +81,7 @@ def test_all_texts_of_a_program_are_those_of_a_batch(num_slots):
 
 def test_texts_in_any_order_are_those_of_a_batch():
   """Encoders read fewer tokens of short sources. The slots are fewer than the rows of a window."""
-  compiled = continuous_batching._run._cache_size()
+  compiled = batching._run._cache_size()
   for seed in range(3):
     order = np.random.default_rng(seed).permutation(M)
     found = decode_texts(
@@ -109,7 +102,7 @@ def test_texts_in_any_order_are_those_of_a_batch():
       same_text(order[index], result, row)
       ended.append(index)
     assert sorted(ended) == [*range(M)] != ended
-  assert continuous_batching._run._cache_size() <= compiled + 1, "all blocks share one program"
+  assert batching._run._cache_size() <= compiled + 1, "all blocks share one program"
 
 
 def test_slots_are_filled_and_freed_at_any_time():

@@ -18,12 +18,16 @@ from test_speculative import DRAFT_CONFIG as T5_DRAFT
 from test_speculative import exact_joint, joint_of_loop, target_and_draft
 from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax import continuous_batching
+from specdec_jax import batching
 from specdec_jax.core.decode import Decoder, NullDraft
+from specdec_jax.core.loading import DraftFactory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.k_seq import KSeqVerifier
+from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
+from specdec_jax.core.verify.merging import MergingVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts import dynamic as drafts_dynamic
@@ -47,14 +51,10 @@ from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.drafts.uniform import uniform
-from specdec_jax.loading import DraftFactory
 from specdec_jax.models.families import with_feature_layers
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import speculators
-from specdec_jax.verifiers.k_seq import KSeqVerifier
-from specdec_jax.verifiers.lossy import TopBetaVerifier, TypicalVerifier
-from specdec_jax.verifiers.merging import MergingVerifier
 
 V, LIMIT = 6, 10
 GREEDY, RANDOM, TOP_K = Sampling(temperature=0.0), Sampling(), Sampling(top_k=3)
@@ -483,10 +483,10 @@ def test_each_text_is_decoded_in_any_slot_as_in_a_batch(case):
     pytest.skip("the draft has no state, so all of the state is that of other cases")
   whole = in_batch(case)
   lengths, limits = (models.prompts != 0).sum(axis=1).tolist(), np.full(6, LIMIT)
-  found = continuous_batching.decode_texts(
+  found = batching.decode_texts(
     decoder,
     params,
-    continuous_batching.Texts(models.prompts.__getitem__, lengths, keys, limits),
+    batching.Texts(models.prompts.__getitem__, lengths, keys, limits),
     num_slots=2,
     max_new_tokens=LIMIT,
     has_encoder=models.target.config.has_encoder,

@@ -5,7 +5,7 @@ import json
 import pytest
 import tiny_pair
 
-from specdec_jax.data.dialog import prompt, read_dialogs
+from experiments.tpu_v4.dialog import prompt, read_dialogs
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
 

@@ -10,7 +10,7 @@ import pytest
 from test_layering import LAYERS
 
 import specdec_jax
-from specdec_jax.records import Record
+from specdec_jax.measure.records import Record
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -19,9 +19,9 @@ from specdec_jax.core.types import Context
 from specdec_jax.drafts.heads import head_of, speculator_config
 from specdec_jax.drafts.heads.base import DraftHead, TargetOutputs
 from specdec_jax.errors import InputError
-from specdec_jax.training.batches import NO_TOKEN, Batch
-from specdec_jax.training.objectives import divergences
-from specdec_jax.training.speculators import speculator_objective, warm_start
+from specdec_jax.train.batches import NO_TOKEN, Batch
+from specdec_jax.train.objectives import divergences
+from specdec_jax.train.speculators import speculator_objective, warm_start
 
 
 class Case(NamedTuple):

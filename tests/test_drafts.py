@@ -6,16 +6,16 @@ import functools
 import numpy as np
 import tiny_pair
 
-from specdec_jax import records
-from specdec_jax.bench import drafts as bench_drafts
-from specdec_jax.bench.reporting.drafts_figure import drafts_figure
-from specdec_jax.bench.reporting.record_tables import drafts_table
-from specdec_jax.bench.tabulate import named_table
+from experiments.drafts import drafts as bench_drafts
+from experiments.figures.drafts_figure import drafts_figure
+from experiments.paper.tabulate import named_table
+from experiments.record_tables import drafts_table
 from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.gumbel import GumbelVerifier
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
-from specdec_jax.measurement import measure as measuring
-from specdec_jax.verifiers.gumbel import GumbelVerifier
+from specdec_jax.measure import measure as measuring
+from specdec_jax.measure import records
 
 
 def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):

@@ -4,10 +4,9 @@ import random
 
 import pytest
 
+from experiments.editing.corruptions import corrupt
 from specdec_jax import gin_files
-from specdec_jax.data.corruptions import corrupt
-from specdec_jax.data.edits import edits, f_score
-from specdec_jax.data.quality import quality
+from specdec_jax.data.quality import edits, f_score, quality
 from specdec_jax.errors import InputError
 
 SENTENCE = "Their dog has run through the wet grass of the old park, and it barks at two men."

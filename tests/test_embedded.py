@@ -14,13 +14,13 @@ import pytest
 from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax import gin_files
+from specdec_jax.core.counts import identical, num_rounds, num_tokens
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.counts import identical, num_rounds, num_tokens
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
-from specdec_jax.measurement.alpha import measure_alpha
+from specdec_jax.measure.alpha import measure_alpha
 from specdec_jax.pairs import ASSETS, EMBEDDED, asset, load_pair
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -14,12 +14,15 @@ from test_processors import FAULTS
 from test_t5 import sees_its_cousins
 from tiny import speculative_decode
 
-from specdec_jax.commands.check_exactness import check_exactness
+from specdec_jax.commands.check import check_exactness
 from specdec_jax.core import decode, trees
+from specdec_jax.core.generation_config import GenerationConfig
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Proposal, Verification, Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
 from specdec_jax.exactness.compare import (
@@ -36,10 +39,7 @@ from specdec_jax.exactness.near_ties import (
 )
 from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
 from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
-from specdec_jax.generation import GenerationConfig
-from specdec_jax.loading import DecodeSettings
 from specdec_jax.models.layers import RelativePositionBias
-from specdec_jax.verifiers.lossy import TypicalVerifier
 
 GREEDY = Sampling(temperature=0.0)
 SAMPLINGS = {

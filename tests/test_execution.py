@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from specdec_jax.errors import InputError
-from specdec_jax.execution import expected_seconds, speculative_execution
-from specdec_jax.theory import beta
+from specdec_jax.theory import beta, expected_seconds, speculative_execution
 
 P, Q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.2, 0.3, 0.1, 0.4])
 

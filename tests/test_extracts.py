@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdec_jax.data.extracts import extract, first_sentences, sentences
+from experiments.summaries.extracts import extract, first_sentences, sentences
 
 PARTS = [
   "The mayor of the town opened a new bridge.",

@@ -13,7 +13,7 @@ from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import Params
-from specdec_jax.kernels import skinny
+from specdec_jax.models.kernels import skinny
 from specdec_jax.pairs import load_pair
 
 FAMILIES = {"BART": tiny.BART, "T5Gemma": tiny.T5GEMMA}

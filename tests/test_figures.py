@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from specdec_jax.bench.reporting import figures
-from specdec_jax.bench.reporting.drawing import save
-from specdec_jax.bench.reporting.paper import load_table
+from experiments.figures import figures
+from experiments.figures.drawing import save
+from experiments.paper.paper import load_table
 from specdec_jax.errors import InputError
-from specdec_jax.records import Record, append
-from specdec_jax.reporting.rounds import Round
+from specdec_jax.measure.records import Record, append
+from specdec_jax.measure.reporting.rounds import Round
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

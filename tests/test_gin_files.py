@@ -297,7 +297,7 @@ def test_verifier_bound_by_gin_creates_an_instance_of_the_original_class():
 def test_parse_raises_for_an_invalid_file(tmp_path):
   path = tmp_path / "bad.gin"
   path.write_text(
-    "from __gin__ import dynamic_registration\ninclude 'gin/runs/alpha.gin'\n"
+    "from __gin__ import dynamic_registration\ninclude 'experiments/table3/alpha.gin'\n"
     "SAMPLINGS = [@argmax/sampling.Sampling()]\n"
   )
   with pytest.raises(Exception, match="not provided by an import"):

@@ -15,9 +15,8 @@ import tiny
 import tiny_pair
 from tiny import autoregressive_decode
 
-from specdec_jax import records
-from specdec_jax.bench.given_outputs import ARGMAX, RecitingModel, given_outputs
-from specdec_jax.bench.reporting.paper import load_table
+from experiments.model_free_drafts.given_outputs import ARGMAX, RecitingModel, given_outputs
+from experiments.paper.paper import load_table
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Context
 from specdec_jax.data.text import read_lines
@@ -26,6 +25,7 @@ from specdec_jax.data.vocabulary import PAD_ID, padded
 from specdec_jax.drafts.ngram import bigram, unigram
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError
+from specdec_jax.measure import records
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINES = tiny_pair.SENTENCES

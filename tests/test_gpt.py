@@ -22,9 +22,9 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.kernels import skinny
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.gpt import GPTModel
+from specdec_jax.models.kernels import skinny
 
 V = 24
 VARIANTS = {

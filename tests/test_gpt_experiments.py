@@ -10,17 +10,18 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax import records, run
-from specdec_jax.commands.check_exactness import check_exactness
-from specdec_jax.commands.decode import decode
+from specdec_jax import run
+from specdec_jax.commands.check import check_exactness
 from specdec_jax.commands.speedup import decode_examples
+from specdec_jax.core.counts import acceptance_rate
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.counts import acceptance_rate
-from specdec_jax.loading import DecodeSettings
-from specdec_jax.measurement.measure import measure
-from specdec_jax.measurement.speed import Timing
+from specdec_jax.measure import records
+from specdec_jax.measure.measure import measure
+from specdec_jax.measure.speed import Timing
 from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.serve.decode import decode
 
 GREEDY, RANDOM = Sampling(temperature=0.0), Sampling()
 TEXTS = ["a man", "", "the", ""]  # of one width, so that each function compiles once

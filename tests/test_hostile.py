@@ -10,10 +10,10 @@ import pytest
 import tiny
 from tiny import autoregressive_decode, speculative_decode
 
+from specdec_jax.core.counts import require_finite
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.counts import require_finite
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import T5Model

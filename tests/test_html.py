@@ -23,17 +23,17 @@ from test_reporting import (
   pieces,
 )
 
-from specdec_jax import records
-from specdec_jax.bench.reporting.reports import lengths_report
+from experiments.reports import lengths_report
 from specdec_jax.commands import speedup
 from specdec_jax.commands.quickstart import quickstart
-from specdec_jax.measurement import measure as measuring
-from specdec_jax.records import Record
-from specdec_jax.reporting import record_charts, speeds
-from specdec_jax.reporting.columns import headings, legend
-from specdec_jax.reporting.html import report, write_report
-from specdec_jax.reporting.rounds import Branch, Round, read_rounds
-from specdec_jax.reporting.stepper import Example
+from specdec_jax.measure import measure as measuring
+from specdec_jax.measure import records
+from specdec_jax.measure.records import Record
+from specdec_jax.measure.reporting import record_charts, speeds
+from specdec_jax.measure.reporting.columns import headings, legend
+from specdec_jax.measure.reporting.html import report, write_report
+from specdec_jax.measure.reporting.rounds import Branch, Round, read_rounds
+from specdec_jax.measure.reporting.stepper import Example
 
 SWEEP = [
   dataclasses.replace(

@@ -15,11 +15,11 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.drafts.heads import HEADS, speculator_config
 from specdec_jax.errors import InputError
-from specdec_jax.kernels import skinny
-from specdec_jax.measurement.alpha import proposals
+from specdec_jax.measure.alpha import proposals
+from specdec_jax.models.kernels import skinny
+from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.models.quantization import quantize
 from specdec_jax.pairs import checkpoint_draft, frequent_tokens, load_pair, speculator
-from specdec_jax.partitioning import make_mesh, param_shardings
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 needs_kernels = pytest.mark.skipif(

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from specdec_jax import records
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.loading import DecodeSettings
-from specdec_jax.measurement import measure as measuring
+from specdec_jax.measure import measure as measuring
+from specdec_jax.measure import records
 
 HERE = pathlib.Path(__file__).resolve().parent
 GAMMAS = range(1, 13)

@@ -15,8 +15,8 @@ import tiny
 
 from specdec_jax.checkpoints.folder import open_folder, save_model
 from specdec_jax.core.trees import Tree
-from specdec_jax.kernels import skinny
 from specdec_jax.models.families import for_decoding
+from specdec_jax.models.kernels import skinny
 from specdec_jax.models.layers import MASKED
 from specdec_jax.models.quantization import quantize
 from specdec_jax.models.t5 import T5Model
@@ -172,7 +172,7 @@ def test_quantization_changes_a_value_by_at_most_half_a_scale():
 def test_more_threads_than_blocks():
   code = (
     "import numpy as np\n"
-    "from specdec_jax.kernels import skinny\n"
+    "from specdec_jax.models.kernels import skinny\n"
     "assert skinny.is_available()\n"
     "x, w = np.ones((3, 1536), np.float32), np.ones((1536, 512), np.float32)\n"
     "assert (np.asarray(skinny.matmul(x, skinny.pack(w))) == 1536).all()\n"

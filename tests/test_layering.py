@@ -175,7 +175,7 @@ def test_imports_have_no_cycle():
 @pytest.mark.parametrize(
   "layer, source",
   [
-    ("core.decode", "from specdec_jax.measurement import alpha"),
+    ("core.decode", "from specdec_jax.measure import alpha"),
     ("core.decode", "from specdec_jax.models.t5 import T5Model"),
     ("core.decode", "from specdec_jax import models"),
     ("core.decode", "def f():\n  import tensorflow as tf"),
@@ -187,11 +187,11 @@ def test_imports_have_no_cycle():
     ("commands", "from absl import flags"),
     ("commands", "from t5x import models"),
     ("commands", "def f():\n  import torch"),
-    ("commands", "from specdec_jax.bench.peers import comparison"),
+    ("commands", "from experiments.peers import comparison"),
     ("training", "import seqio"),
     ("records", "import jax"),
     ("records", "from specdec_jax.core.types import DecodeResult"),
-    ("reporting", "from specdec_jax.measurement.alpha import measure_alpha"),
+    ("reporting", "from specdec_jax.measure.alpha import measure_alpha"),
     ("", "from specdec_jax.data.vocabulary import Vocabulary"),
     ("", "import sentencepiece"),
   ],

@@ -41,14 +41,14 @@ from specdec_jax.drafts.heads import (
 )
 from specdec_jax.drafts.heads.base import TargetOutputs
 from specdec_jax.errors import InputError
-from specdec_jax.measurement.alpha import proposals
+from specdec_jax.measure.alpha import proposals
 from specdec_jax.models.families import module_of, with_feature_layers
 from specdec_jax.models.layers import norm
 from specdec_jax.pairs import speculators
-from specdec_jax.training.batches import Batch
-from specdec_jax.training.objectives import divergences
-from specdec_jax.training.speculators import speculator_objective, warm_start
-from specdec_jax.training.trainer import TrainSettings
+from specdec_jax.train.batches import Batch
+from specdec_jax.train.objectives import divergences
+from specdec_jax.train.speculators import speculator_objective, warm_start
+from specdec_jax.train.trainer import TrainSettings
 
 LOGITS = np.array([[2.0, 0.5, -1.0, 0.3], [0.0, 0.0, 3.0, 1.0]], np.float32)
 P = np.array([[0.7, 0.2, 0.06, 0.04], [0.1, 0.2, 0.3, 0.4]])
@@ -319,7 +319,7 @@ def trained(tmp_path_factory):
   for name in ("train.en", "train.de", "val.en"):
     (path / name).write_text("".join(line + "\n" for line in texts))
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr("specdec_jax.training.batches.BUCKETS", (96,))
+    patch.setattr("specdec_jax.train.batches.BUCKETS", (96,))
     commands.train_speculator(
       data=str(path),
       sources=["train.en"],

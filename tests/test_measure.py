@@ -11,29 +11,34 @@ import tiny
 import tiny_pair
 from tiny import autoregressive_decode
 
-from specdec_jax import records, theory
+from specdec_jax import theory
 from specdec_jax.checkpoints.folder import load_model
-from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.trees import DynamicTree, chain
-from specdec_jax.core.types import DecodeResult, Rounds, Verification
-from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.counts import (
+from specdec_jax.core.counts import (
   acceptance_by_position,
   acceptance_rate,
   identical,
   num_rounds,
   num_tokens,
 )
+from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import DynamicTree, chain
+from specdec_jax.core.types import DecodeResult, Rounds, Verification
+from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.gumbel import GumbelVerifier
+from specdec_jax.core.verify.k_seq import KSeqVerifier
+from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
+from specdec_jax.core.verify.merging import MergingVerifier
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.quality import quality
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
-from specdec_jax.loading import DecodeSettings
-from specdec_jax.measurement import costs as costing
-from specdec_jax.measurement import measure as measuring
-from specdec_jax.measurement import speed as speeds
-from specdec_jax.measurement.alpha import (
+from specdec_jax.measure import costs as costing
+from specdec_jax.measure import measure as measuring
+from specdec_jax.measure import records
+from specdec_jax.measure import speed as speeds
+from specdec_jax.measure.alpha import (
   acceptance_and_change,
   draft_probs,
   lag1_correlation,
@@ -42,7 +47,7 @@ from specdec_jax.measurement.alpha import (
   rejection_sampling_rate,
   teacher_forced_logits,
 )
-from specdec_jax.measurement.costs import (
+from specdec_jax.measure.costs import (
   CHAIN,
   Costs,
   matmul_operations,
@@ -51,18 +56,14 @@ from specdec_jax.measurement.costs import (
   round_calls,
   round_costs,
 )
-from specdec_jax.measurement.measure import References, measure, settings_to_measure
-from specdec_jax.measurement.speed import Speed, Timing, measure_speed, own_baseline
-from specdec_jax.measurement.timing import interleaved_medians
+from specdec_jax.measure.measure import References, measure, settings_to_measure
+from specdec_jax.measure.reporting.speeds import budget_table, speed_table
+from specdec_jax.measure.speed import Speed, Timing, measure_speed, own_baseline
+from specdec_jax.measure.timing import interleaved_medians
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import random_pair
-from specdec_jax.reporting.speeds import budget_table, speed_table
-from specdec_jax.verifiers.gumbel import GumbelVerifier
-from specdec_jax.verifiers.k_seq import KSeqVerifier
-from specdec_jax.verifiers.lossy import TopBetaVerifier, TypicalVerifier
-from specdec_jax.verifiers.merging import MergingVerifier
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]

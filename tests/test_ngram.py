@@ -12,6 +12,7 @@ import tiny_pair
 from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax.core.decode import Decoder
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import Context
@@ -20,7 +21,6 @@ from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams, load_ngrams, save_ngrams
 from specdec_jax.errors import InputError
 from specdec_jax.exactness.compare import compare_samples
-from specdec_jax.loading import DecodeSettings
 from specdec_jax.models.t5 import T5Model
 
 V = 24

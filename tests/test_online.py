@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from specdec_jax import records
-from specdec_jax.bench.online import serve_and_learn, serve_and_store
+from experiments.learned_drafts.online import serve_and_learn, serve_and_store
+from experiments.learned_drafts.online_learning import OnlineDraft, decode_and_learn
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
@@ -17,9 +17,9 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.errors import InputError
-from specdec_jax.measurement.alpha import proposals
+from specdec_jax.measure import records
+from specdec_jax.measure.alpha import proposals
 from specdec_jax.pairs import load_pair, random_speculator, stop_at_miss_draft
-from specdec_jax.training.online import OnlineDraft, decode_and_learn
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import specdec_jax
 from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -32,11 +33,10 @@ from specdec_jax.data.vocabularies import (
 )
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
-from specdec_jax.kernels import skinny
-from specdec_jax.loading import DecodeSettings
-from specdec_jax.measurement.measure import settings_to_measure
+from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.models import sizes
 from specdec_jax.models.families import for_decoding, init_params
+from specdec_jax.models.kernels import skinny
 from specdec_jax.models.sizes import t5_config
 from specdec_jax.pairs import load_pair, random_pair
 from specdec_jax.run import main
@@ -260,7 +260,7 @@ def test_vocabulary_defaults_to_the_targets(tmp_path):
 CUT = """
 import functools, sys
 import jax
-from specdec_jax.partitioning import REPLICATED, make_mesh, param_shardings
+from specdec_jax.models.partitioning import REPLICATED, make_mesh, param_shardings
 from specdec_jax.pairs import load_pair, random_pair
 
 mesh = make_mesh(model_parallel=2)

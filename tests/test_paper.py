@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from specdec_jax.bench.reporting.paper import load_table
+from experiments.paper.paper import load_table
 from specdec_jax.errors import InputError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -22,16 +22,16 @@ from specdec_jax.core.trees import branching, chain
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, for_decoding, init_params
-from specdec_jax.models.simulated import SimulatedModel
-from specdec_jax.models.sizes import named_config, t5_config
-from specdec_jax.models.t5 import T5Model
-from specdec_jax.partitioning import (
+from specdec_jax.models.partitioning import (
   REPLICATED,
   RULES,
   make_mesh,
   param_shardings,
   state_shardings,
 )
+from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.models.sizes import named_config, t5_config
+from specdec_jax.models.t5 import T5Model
 
 SCRIPT = pathlib.Path(__file__).resolve().with_name("partitioned.py")
 MESH = AbstractMesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)

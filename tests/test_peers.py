@@ -14,18 +14,9 @@ import tiny
 import tiny_pair
 from safetensors import safe_open
 
-from specdec_jax import records
-from specdec_jax.bench.peers import (
-  compare,
-  ctranslate2,
-  huggingface,
-  onnxruntime,
-  openvino,
-  t5x,
-  worker,
-)
-from specdec_jax.bench.peers import comparison as comparisons
-from specdec_jax.bench.peers.comparison import (
+from experiments.peers import compare, ctranslate2, huggingface, onnxruntime, openvino, t5x, worker
+from experiments.peers import comparison as comparisons
+from experiments.peers.comparison import (
   OWN_BASELINE,
   Backend,
   Comparison,
@@ -37,8 +28,9 @@ from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.errors import InputError
-from specdec_jax.kernels import skinny
-from specdec_jax.measurement.speed import own_baseline
+from specdec_jax.measure import records
+from specdec_jax.measure.speed import own_baseline
+from specdec_jax.models.kernels import skinny
 
 ARGMAX, LIMIT = Sampling(temperature=0.0), 12
 TEXTS = tiny_pair.SENTENCES[:3]

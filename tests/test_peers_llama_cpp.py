@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec_jax.bench.peers import comparison as comparisons
-from specdec_jax.bench.peers import llama_cpp
-from specdec_jax.bench.peers.comparison import OWN_BASELINE, Comparison, Workload
+from experiments.peers import comparison as comparisons
+from experiments.peers import llama_cpp
+from experiments.peers.comparison import OWN_BASELINE, Comparison, Workload
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.errors import InputError
 

@@ -17,28 +17,30 @@ import tiny
 import tiny_pair
 from test_verifiers import GUESSES, TREES, VERIFIERS, V, enumerated, exact, tables
 
-from specdec_jax.api import Pair, size_of_outputs
 from specdec_jax.core.decode import Decoder
-from specdec_jax.core.processors import Prefixes, node_prefixes, process
-from specdec_jax.core.sampling import Sampling, distribution, row_keys
-from specdec_jax.core.trees import DynamicTree, Tree, chain
-from specdec_jax.core.types import Context
-from specdec_jax.drafts.hierarchical import HierarchicalDraft
-from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.errors import InputError
-from specdec_jax.generation import GenerationConfig
-from specdec_jax.logits_processors import (
+from specdec_jax.core.generation_config import GenerationConfig
+from specdec_jax.core.processors import (
   ForcedPrefix,
   ForcedTokens,
   FunctionProcessor,
   MinLength,
   NoRepeatNgram,
+  Prefixes,
   RepetitionPenalty,
   SequenceBias,
+  TrieConstraint,
+  node_prefixes,
+  process,
 )
-from specdec_jax.settings import HashableArray
-from specdec_jax.tries import TrieConstraint
-from specdec_jax.verifiers.gumbel import GumbelVerifier
+from specdec_jax.core.sampling import Sampling, distribution, row_keys
+from specdec_jax.core.settings import HashableArray
+from specdec_jax.core.trees import DynamicTree, Tree, chain
+from specdec_jax.core.types import Context
+from specdec_jax.core.verify.gumbel import GumbelVerifier
+from specdec_jax.drafts.hierarchical import HierarchicalDraft
+from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.errors import InputError
+from specdec_jax.generate import Pair, size_of_outputs
 
 EOS = 1
 SOURCE = [2, 1, 2, 1, 0]  # with EOS and padding

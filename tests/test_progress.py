@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdec_jax import progress
+from specdec_jax.measure import progress
 
 
 @pytest.mark.parametrize("tracked", [True, False])

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Proposal
+from specdec_jax.core.verify import lossy
 from specdec_jax.core.verify.tokens import TokenVerifier, residual, verify, within_lenience
-from specdec_jax.verifiers import lossy
 
 V = 4
 LENIENCES = (1.0, 0.7, 0.3, 0.05)

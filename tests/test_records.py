@@ -11,9 +11,9 @@ import warnings
 import numpy as np
 import pytest
 
-from specdec_jax import machine, records
 from specdec_jax.errors import InputError
-from specdec_jax.records import FIELDS_OF_SCHEMA_1, POLICIES_OF_SCHEMA_1, Record
+from specdec_jax.measure import machine, records
+from specdec_jax.measure.records import FIELDS_OF_SCHEMA_1, POLICIES_OF_SCHEMA_1, Record
 
 # Documented fields of results.jsonl. A reader may rely on their names.
 DOCUMENTED = (

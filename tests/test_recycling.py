@@ -9,6 +9,7 @@ import pytest
 import tiny
 import tiny_pair
 
+from experiments.summaries.replay import ReplayModel, ReplayParams
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
@@ -21,7 +22,6 @@ from specdec_jax.drafts.recycling import RecyclingDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import checkpoint_draft, recycling_draft
-from specdec_jax.pairs.replay import ReplayModel, ReplayParams
 
 GREEDY = Sampling(0.0)
 CONFIG = tiny.config(vocab_size=24, layers=1)

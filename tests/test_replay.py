@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from specdec_jax.core.loading import load_draft
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError
-from specdec_jax.loading import load_draft
 from specdec_jax.pairs import replayed_pair
 
 GREEDY = Sampling(0.0)

@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from specdec_jax.core.types import DecodeResult, Rounds
-from specdec_jax.records import Record
-from specdec_jax.reporting import rounds, speeds
-from specdec_jax.reporting.columns import headings, legend
-from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.rounds import (
+from specdec_jax.measure.records import Record
+from specdec_jax.measure.reporting import rounds, speeds
+from specdec_jax.measure.reporting.columns import headings, legend
+from specdec_jax.measure.reporting.formats import render
+from specdec_jax.measure.reporting.rounds import (
   ACCEPTED,
   CORRECTED,
   REJECTED,

@@ -6,12 +6,12 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax.bench import reproduce as module
-from specdec_jax.bench.reproduce import Checkpoints, Models, StandIns, Task, groups, reproduce
+from experiments.paper import reproduce as module
+from experiments.paper.reproduce import Checkpoints, Models, StandIns, Task, groups, reproduce
+from specdec_jax.core.loading import load_draft
 from specdec_jax.errors import InputError
-from specdec_jax.loading import load_draft
+from specdec_jax.measure.records import read
 from specdec_jax.pairs import checkpoint_draft
-from specdec_jax.records import read
 
 TEXTS = tiny_pair.SENTENCES[:2]
 

@@ -15,15 +15,15 @@ from test_reporting import RECORD
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
-from specdec_jax.measurement import roofline
-from specdec_jax.measurement.roofline import memory_bandwidth, read_bytes, step_bytes
+from specdec_jax.measure import roofline
+from specdec_jax.measure.reporting import speeds
+from specdec_jax.measure.reporting.columns import legend
+from specdec_jax.measure.reporting.formats import render
+from specdec_jax.measure.roofline import memory_bandwidth, read_bytes, step_bytes
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.layers import Embed
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import load_pair
-from specdec_jax.reporting import speeds
-from specdec_jax.reporting.columns import legend
-from specdec_jax.reporting.formats import render
 
 SLOTS, SOURCE = 40, 8
 MATRIX, ONES, ROWS = jnp.ones((6, 5)), jnp.ones(5), jnp.array([4, 1])

@@ -14,6 +14,7 @@ from jax import Array
 from test_exactness import JudgedBy, bonus_of_the_guess_before, forgetful, judge_with
 
 from specdec_jax.core.decode import Decoder
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys, sample, sample_logits
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Proposal, Verification, Verifier
@@ -38,7 +39,6 @@ from specdec_jax.exactness.martingale import (
   log_drift,
   total,
 )
-from specdec_jax.loading import DecodeSettings
 
 V, GAMMA, EOS = 24, 2, 1
 CHAIN, TREE, PAIRED = chain(GAMMA), Tree((0, 0, 0, 1, 1, 2, 4)), branching(2)

@@ -12,9 +12,9 @@ import tomllib
 
 import pytest
 
-from specdec_jax import gin_files, machine, run_settings
+from specdec_jax import __version__, gin_files, run_settings
 from specdec_jax.errors import InputError
-from specdec_jax.version import __version__
+from specdec_jax.measure import machine
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -11,7 +11,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_jax import filters
+from specdec_jax.core import sampling
 from specdec_jax.core.sampling import Sampling, distribution, sample
 
 METHODS = [
@@ -297,7 +297,7 @@ def test_filters_keep_the_tokens_that_sorting_keeps(filters):
 
 
 def kept_by_sorting(distances, weights, total):
-  """Return the mask of `filters.nearest` for one row, by sorting."""
+  """Return the mask of `sampling.nearest` for one row, by sorting."""
   order = np.argsort(distances, kind="stable")
   reached = np.cumsum(weights[order], dtype=np.float64) >= total
   last = order[reached.argmax()] if reached.any() else order[-1]
@@ -318,10 +318,10 @@ def test_nearest_tokens_of_a_large_vocabulary_are_those_of_sorting(masses, size)
   weights[np.isinf(distances)] = 0
   given = weights if masses else np.ones_like(weights)
   for total in (1, 3, 40, 129, 5000, size * 10):
-    got = filters.nearest(jnp.asarray(distances), jnp.asarray(weights) if masses else 1, total)
+    got = sampling.nearest(jnp.asarray(distances), jnp.asarray(weights) if masses else 1, total)
     want = [kept_by_sorting(*row, total) for row in zip(distances, given)]
     np.testing.assert_array_equal(got, want)
     for row in (0, 2):  # alone, without flat rows
       weight = jnp.asarray(weights[row]) if masses else 1
-      alone = filters.nearest(jnp.asarray(distances[row]), weight, total)
+      alone = sampling.nearest(jnp.asarray(distances[row]), weight, total)
       np.testing.assert_array_equal(alone, want[row])

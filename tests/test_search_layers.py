@@ -8,18 +8,18 @@ import jax
 import pytest
 import tiny_pair
 
-from specdec_jax import records
-from specdec_jax.bench import search_layers as module
-from specdec_jax.bench.search_layers import search, search_layers
+from experiments.methods import search_layers as module
+from experiments.methods.search_layers import search, search_layers
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.errors import InputError
-from specdec_jax.extended_theory import text_improvement
-from specdec_jax.measurement.alpha import measure_alpha
-from specdec_jax.measurement.costs import Costs
+from specdec_jax.measure import records
+from specdec_jax.measure.alpha import measure_alpha
+from specdec_jax.measure.costs import Costs
 from specdec_jax.models.families import model_of
 from specdec_jax.pairs import LoadedPair
+from specdec_jax.theory import text_improvement
 
 TEXTS = tiny_pair.SENTENCES[:6]
 SUBSETS = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)]

@@ -18,17 +18,17 @@ import openai
 import pytest
 import tiny_pair
 
-from specdec_jax.api import Pair
-from specdec_jax.commands.serve import serve
+from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.errors import InputError
-from specdec_jax.generation import GenerationConfig
-from specdec_jax.serving import app
-from specdec_jax.serving import service as service_module
-from specdec_jax.serving.app import Server
-from specdec_jax.serving.engine import Closed, Engine, Limits, Text
-from specdec_jax.serving.protocol import EXTRA_FIELDS
-from specdec_jax.serving.service import Service
-from specdec_jax.slots import Progress, Slots
+from specdec_jax.generate import Pair
+from specdec_jax.serve import app
+from specdec_jax.serve import service as service_module
+from specdec_jax.serve.app import Server
+from specdec_jax.serve.engine import Closed, Engine, Limits, Text
+from specdec_jax.serve.protocol import EXTRA_FIELDS
+from specdec_jax.serve.server import serve
+from specdec_jax.serve.service import Service
+from specdec_jax.serve.slots import Progress, Slots
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]

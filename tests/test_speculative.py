@@ -20,10 +20,10 @@ from tiny import autoregressive_decode, speculative_decode
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Proposal
+from specdec_jax.core.verify.lossy import emitted_distribution
 from specdec_jax.core.verify.tokens import TokenVerifier, residual, verify
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.verifiers.lossy import emitted_distribution
 
 # One round on tables. V tokens; the text is a Markov chain, so p and q depend on the text so far.
 V = 5

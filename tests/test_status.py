@@ -6,8 +6,8 @@ import pathlib
 import pytest
 from test_tables import RECORD
 
-from specdec_jax.bench.reporting import status
-from specdec_jax.bench.reporting.paper import load_table
+from experiments.paper import status
+from experiments.paper.paper import load_table
 
 PAPER = {
   number: load_table(number, pathlib.Path(__file__).resolve().parents[1] / "configs")

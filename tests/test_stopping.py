@@ -11,14 +11,14 @@ from test_backoff import written
 from test_contract import LIMIT, t5
 from test_speculative import CONFIG
 
-from specdec_jax.bench import oracles
-from specdec_jax.bench.stopping import auc, in_a_row, stopped_speedup
+from experiments.gamma import oracles
+from experiments.gamma.stopping import auc, in_a_row, stopped_speedup
+from specdec_jax.core.counts import acceptance_by_position
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import Outcome, Proposal, Verification
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.counts import acceptance_by_position
 from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
@@ -26,7 +26,7 @@ from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
-from specdec_jax.measurement.choice import Calibration
+from specdec_jax.measure.choice import Calibration
 
 RNG = np.random.default_rng(0)
 GAMMA = 4

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import tiny_pair
 
-from specdec_jax import records
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.loading import DecodeSettings
-from specdec_jax.measurement.measure import settings_to_measure
-from specdec_jax.measurement.sweep import Step, sweep
-from specdec_jax.reporting.tables import Table
+from specdec_jax.measure import records
+from specdec_jax.measure.measure import settings_to_measure
+from specdec_jax.measure.reporting.tables import Table
+from specdec_jax.measure.sweep import Step, sweep
 
 
 @pytest.fixture

@@ -20,21 +20,21 @@ import tiny_pair
 from flax import core
 from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax import records
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.k_seq import KSeqVerifier
+from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.measurement.speed import own_baseline
+from specdec_jax.measure import records
+from specdec_jax.measure.speed import own_baseline
 from specdec_jax.models.sizes import t5_config
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import load_pair, random_pair
 from specdec_jax.run import main
-from specdec_jax.verifiers.k_seq import KSeqVerifier
-from specdec_jax.verifiers.lossy import TypicalVerifier
 
 models = pytest.importorskip("t5x.models", reason="t5x is not installed: see docs/t5x.md")
 
@@ -42,7 +42,7 @@ import t5x_task  # noqa: E402
 from t5x import binary_search, checkpoints, decoding, partitioning, train_state  # noqa: E402
 from t5x.examples.t5 import network  # noqa: E402
 
-from specdec_jax import t5x_model  # noqa: E402
+from specdec_jax import t5x  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LIMIT, EXAMPLES = 20, 5
@@ -83,13 +83,13 @@ def speculative(
     **sampling: arguments of `temperature_sample`.
   """
   sampling = {"temperature": 0.0, "topk": 0} | sampling
-  return t5x_model.SpeculativeModel(
-    t5x_model.t5x_network(TARGET),
+  return t5x.SpeculativeModel(
+    t5x.t5x_network(TARGET),
     t5x_task.VOCABULARY,
     t5x_task.VOCABULARY,
     None,
     decode_fn=decode_fn or functools.partial(decoding.temperature_sample, **sampling),
-    draft_module=t5x_model.t5x_network(draft),
+    draft_module=t5x.t5x_network(draft),
     default_decoder_params=decoder_params,
     **round_settings or {},
   )
@@ -105,7 +105,7 @@ def plain():
   """Return t5x's own model of the target."""
   vocabulary = t5x_task.VOCABULARY
   return models.EncoderDecoderModel(
-    t5x_model.t5x_network(TARGET), vocabulary, vocabulary, None, decoding.temperature_sample
+    t5x.t5x_network(TARGET), vocabulary, vocabulary, None, decoding.temperature_sample
   )
 
 
@@ -170,9 +170,7 @@ def test_beam_search_equals_that_of_t5x(draft, num_decodes, settings, round_sett
   search = functools.partial(decoding.beam_search, **settings)
   ours = speculative(network, round_settings, decode_fn=search)
   vocabulary = t5x_task.VOCABULARY
-  theirs = models.EncoderDecoderModel(
-    t5x_model.t5x_network(TARGET), vocabulary, vocabulary, None, search
-  )
+  theirs = models.EncoderDecoderModel(t5x.t5x_network(TARGET), vocabulary, vocabulary, None, search)
 
   def predict_all(model, params):
     return model.predict_batch_with_aux(
@@ -351,9 +349,9 @@ def test_unsupported_networks_are_reported():
   with pytest.raises(InputError, match="264 and the draft's 300"):
     speculative(tiny.config(vocab_size=300))
   with pytest.raises(InputError, match="float32_attention_logits True"):
-    t5x_model.same_config(network.Transformer(network.T5Config(9, float32_attention_logits=True)))
+    t5x.same_config(network.Transformer(network.T5Config(9, float32_attention_logits=True)))
   with pytest.raises(InputError, match="Dense; .*Transformer"):
-    t5x_model.same_config(network.nn.Dense(3))
+    t5x.same_config(network.nn.Dense(3))
 
 
 @pytest.mark.parametrize(
@@ -429,13 +427,13 @@ from specdec_jax.models import sizes
 from t5x import decoding
 from t5x import models
 from t5x.examples.t5 import network
-NETWORK = @t5x_model.t5x_network()
-t5x_model.t5x_network.config = @sizes.t5_config()
+NETWORK = @t5x.t5x_network()
+t5x.t5x_network.config = @sizes.t5_config()
 sizes.t5_config.size = 'tiny'
 sizes.t5_config.vocab_size = 264
 sizes.t5_config.padded_vocab_size = None
-MODEL = @t5x_model.SpeculativeModel()
-t5x_model.SpeculativeModel:
+MODEL = @t5x.SpeculativeModel()
+t5x.SpeculativeModel:
   module = %NETWORK
   draft_module = %NETWORK
   input_vocabulary = @seqio.ByteVocabulary()
@@ -467,14 +465,14 @@ models.EncoderDecoderModel.predict_batch_with_aux:
 decoding.temperature_sample:
   temperature = 0.5
   topk = 20
-t5x_model.SpeculativeModel.tree = [0, 0]
+t5x.SpeculativeModel.tree = [0, 0]
 """)
   expected = dict(
     gamma=5, tree=[0, 0], verifier=TokenVerifier, lenience=1.0, temperature=0.5, topk=20, topp=0.0
   )
   expected |= dict(max_decode_steps=None, rescale_log_probs=True, logit_callback_fn=None)
   assert model._settings == expected
-  params = tiny.params(t5x_model.same_config(model.module), 0)
+  params = tiny.params(t5x.same_config(model.module), 0)
   assert shapes(model, {**params, "draft": params}) == ((EXAMPLES, 3, LIMIT), (EXAMPLES, 3))
 
 
@@ -485,14 +483,14 @@ network.Transformer.config = @network.T5Config()
 network.T5Config:
   vocab_size = 264
   num_decoder_layers = 3
-t5x_model.SpeculativeModel.module = @network.Transformer()
-t5x_model.SpeculativeModel.draft_module = @draft/network.Transformer()
+t5x.SpeculativeModel.module = @network.Transformer()
+t5x.SpeculativeModel.draft_module = @draft/network.Transformer()
 draft/network.Transformer.config = @draft/network.T5Config()
 draft/network.T5Config.num_decoder_layers = 1
-t5x_model.SpeculativeModel.predict_batch_with_aux.num_decodes = 2
-t5x_model.SpeculativeModel.predict_batch_with_aux.return_all_decodes = True
+t5x.SpeculativeModel.predict_batch_with_aux.num_decodes = 2
+t5x.SpeculativeModel.predict_batch_with_aux.return_all_decodes = True
 """)
-  target, draft = (t5x_model.same_config(module) for module in (model.module, model._draft.module))
+  target, draft = (t5x.same_config(module) for module in (model.module, model._draft.module))
   assert (target.num_decoder_layers, draft.num_decoder_layers) == (3, 1)
   assert target == dataclasses.replace(draft, num_decoder_layers=3)
   params = {**tiny.params(target, 0), "draft": tiny.params(draft, 0)}
@@ -516,7 +514,7 @@ decoding.beam_search.max_decode_step = 3""",
     ),
     (
       """models.EncoderDecoderModel.decode_fn = @decoding.beam_search
-t5x_model.SpeculativeModel.tree = (0, 0)""",
+t5x.SpeculativeModel.tree = (0, 0)""",
       "decode_fn is beam_search, whose draft searches",
     ),
     (
@@ -555,7 +553,7 @@ models.EncoderDecoderModel.decode_fn = @decoding.beam_search
 def test_constructor_arguments_bound_on_the_model_of_t5x_are_inherited(bound):
   """Optional arguments are inherited; the four required ones are bound on SpeculativeModel."""
   model = bound("""
-t5x_model.SpeculativeModel.optimizer_def = 'adafactor'
+t5x.SpeculativeModel.optimizer_def = 'adafactor'
 models.EncoderDecoderModel:
   decode_fn = @decoding.beam_search
   feature_converter_cls = @seqio.PrefixLMFeatureConverter
@@ -610,14 +608,14 @@ MODEL = @seqio.SentencePieceVocabulary()
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_same_config_inverts_t5x_network(version):
   config = t5_config("tiny", version, vocab_size=264, padded_vocab_size=None)
-  assert t5x_model.same_config(t5x_model.t5x_network(config)) == config
+  assert t5x.same_config(t5x.t5x_network(config)) == config
 
 
 def test_baseline_equals_autoregressive_decoding():
   source, keys = BATCH["encoder_input_tokens"], jax.random.split(jax.random.key(0), EXAMPLES)
   common = dict(max_new_tokens=LIMIT, sampling=Sampling(temperature=0.0))
   ours = autoregressive_decode(T5Model(TARGET), PARAMS, source, keys, **common)
-  theirs = t5x_model.t5x_decode(TARGET, PARAMS, source, keys, **common)
+  theirs = t5x.t5x_decode(TARGET, PARAMS, source, keys, **common)
   jax.tree.map(np.testing.assert_array_equal, theirs.tokens, ours.tokens)
   np.testing.assert_array_equal(theirs.lengths, ours.lengths)
   emitted = theirs.rounds.num_emitted
@@ -659,7 +657,7 @@ def test_baseline_has_the_weights_of_the_pair_or_random_ones(source):
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:2]), row_keys(0, 0, 2)
   sampling = dict(max_new_tokens=6, sampling=Sampling(0.0))
   ours, theirs = (
-    of(pair).decode(prompt, keys, **sampling) for of in (own_baseline, t5x_model.t5x_baseline)
+    of(pair).decode(prompt, keys, **sampling) for of in (own_baseline, t5x.t5x_baseline)
   )
   if source == "path":
     np.testing.assert_array_equal(theirs.tokens, ours.tokens)
@@ -667,12 +665,12 @@ def test_baseline_has_the_weights_of_the_pair_or_random_ones(source):
   nameless = pair._replace(target_path=None)
   if source == "path":
     with pytest.raises(InputError, match="a model in memory"):
-      t5x_model.t5x_baseline(nameless)
+      t5x.t5x_baseline(nameless)
 
 
 def write_checkpoint(folder: pathlib.Path, config, params, orbax: bool) -> str:
   """Write a checkpoint in the format of T5X or of Orbax, and return its path."""
-  module = t5x_model.t5x_network(config)
+  module = t5x.t5x_network(config)
   axes = module.init(jax.random.key(0), *(np.ones((1, 1)),) * 3, enable_dropout=False)[
     "params_axes"
   ]
@@ -698,12 +696,12 @@ def test_checkpoints_of_another_shape_are_reported(tmp_path, orbax, wrong):
   for role in ("target", "draft"):
     config = other if role == wrong else one
     paths[role] = write_checkpoint(tmp_path / role, config, tiny.params(config, 1), orbax)
-  variables = t5x_model.t5x_network(one).init
+  variables = t5x.t5x_network(one).init
   variables = jax.eval_shape(
     lambda key: variables(key, *(np.ones((1, 1)),) * 3, enable_dropout=False), jax.random.key(0)
   )
   both = core.freeze({kind: {**tree, "draft": tree} for kind, tree in variables.items()})
-  restore = t5x_model.PairCheckpointer(
+  restore = t5x.PairCheckpointer(
     train_state=train_state.InferenceState.create(both),
     partitioner=partitioning.PjitPartitioner(num_partitions=1),
     draft_path=paths["draft"],
@@ -864,9 +862,7 @@ def test_t5x_infer_runs_the_gin_files(
   )
   keys = jax.random.split(jax.random.key(0), len(source))
   sampling, limit = Sampling(temperature=0.0), dict(max_new_tokens=LIMIT)
-  theirs = jax.device_get(
-    t5x_model.t5x_decode(config, params, source, keys, sampling=sampling, **limit)
-  )
+  theirs = jax.device_get(t5x.t5x_decode(config, params, source, keys, sampling=sampling, **limit))
   assert theirs.lengths.min() < LIMIT
   for row, tokens in zip(rows, theirs.tokens):
     assert row["prediction"] == text_of(tokens)
@@ -875,7 +871,7 @@ def test_t5x_infer_runs_the_gin_files(
   ours = speculative_decode(
     T5Model(config), draft, params, draft_params, source, keys, verifier=verifier(sampling), **limit
   )
-  for name, counts in t5x_model.count_rounds(ours).items():
+  for name, counts in t5x.count_rounds(ours).items():
     assert [row["aux"]["rounds"][name] for row in rows] == counts.tolist()
   assert ours.rounds.num_accepted.sum() > 0
 
@@ -885,7 +881,7 @@ def test_t5x_infer_runs_beam_search_with_the_gin_files(tmp_path):
   rows, (config, params), _, source = infer(tmp_path, True, 4, BEAMS)
   vocabulary = t5x_task.VOCABULARY
   theirs = models.EncoderDecoderModel(
-    t5x_model.t5x_network(config), vocabulary, vocabulary, None, decoding.beam_search
+    t5x.t5x_network(config), vocabulary, vocabulary, None, decoding.beam_search
   )
   batch = {
     "encoder_input_tokens": np.asarray(source),

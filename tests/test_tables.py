@@ -12,17 +12,18 @@ import sys
 
 import pytest
 
-from specdec_jax.bench.reporting import other_tables, record_tables
-from specdec_jax.bench.reporting.pages import quoted
-from specdec_jax.bench.reporting.paper import load_table
-from specdec_jax.bench.reporting.paper_tables import paper_table
-from specdec_jax.bench.reporting.record_tables import measured_table
+from experiments import record_tables
+from experiments.paper import other_tables
+from experiments.paper.pages import quoted
+from experiments.paper.paper import load_table
+from experiments.paper.paper_tables import paper_table
+from experiments.record_tables import measured_table
 from specdec_jax.errors import InputError
-from specdec_jax.records import Record, append
-from specdec_jax.reporting.columns import COLUMNS
-from specdec_jax.reporting.columns import legend as legend_of
-from specdec_jax.reporting.formats import render
-from specdec_jax.reporting.tables import Table
+from specdec_jax.measure.records import Record, append
+from specdec_jax.measure.reporting.columns import COLUMNS
+from specdec_jax.measure.reporting.columns import legend as legend_of
+from specdec_jax.measure.reporting.formats import render
+from specdec_jax.measure.reporting.tables import Table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -6,20 +6,21 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from specdec_jax.bench.reporting.paper import load_table
+from experiments.paper.paper import load_table
 from specdec_jax.errors import InputError
-from specdec_jax.extended_theory import expected_rounds, text_improvement
 from specdec_jax.theory import (
   best_gamma,
   beta,
   break_even_alpha,
   divergence,
+  expected_rounds,
   expected_tokens,
   improvement_lower_bound,
   memory_access_factor,
   operations_factor,
   oracle_improvement,
   rejection_sampling_rate,
+  text_improvement,
   walltime_improvement,
 )
 

@@ -29,14 +29,14 @@ def main(part: str) -> None:
   import jax.numpy as jnp
   import tiny
 
-  from specdec_jax.bench.tpu import compile as tpu_compile
-  from specdec_jax.bench.tpu.beams import BeamSettings, beam_programs
-  from specdec_jax.bench.tpu.examine import examine, hbm_bytes
+  from experiments.tpu_v4 import compile as tpu_compile
+  from experiments.tpu_v4.beams import BeamSettings, beam_programs
+  from experiments.tpu_v4.examine import examine, hbm_bytes
   from specdec_jax.core.sampling import Sampling
   from specdec_jax.core.trees import DynamicTree
   from specdec_jax.drafts.heads import speculator_config
-  from specdec_jax.extended_theory import best_tree
   from specdec_jax.models.sizes import named_config, t5_config
+  from specdec_jax.theory import best_tree
 
   _, devices = tpu_compile.described("v4:2x2x1")
   xxl, small = (t5_config(size, dtype=jnp.bfloat16) for size in ("xxl", "small"))
@@ -186,7 +186,7 @@ def test_decoding_loop_does_not_communicate_with_the_host(reports):
 
 
 def test_round_accesses_at_most_a_quarter_more_bytes_than_a_step(reports):
-  from specdec_jax.bench.tpu.examine import over_a_step
+  from experiments.tpu_v4.examine import over_a_step
 
   accessed = reports["hbm_bytes"]
   relative = over_a_step(accessed | {"plain step": accessed["decode step"]})
@@ -310,7 +310,7 @@ def test_decode_step_compiles_for_each_tpu_and_reads_each_weight_once(reports, t
 
 @pytest.mark.parametrize("topology", ["v4", "v4-8", "v9:2x2", "v5e:2x2x1", "v5e:0x2", "v6e:2x99"])
 def test_unknown_topology_raises(topology):
-  from specdec_jax.bench.tpu.compile import described
+  from experiments.tpu_v4.compile import described
   from specdec_jax.errors import InputError
 
   with pytest.raises(InputError, match=f"^There is no topology '{topology}'; .*v5e:2x2, v5p:2x2x1"):
@@ -318,7 +318,7 @@ def test_unknown_topology_raises(topology):
 
 
 def test_table_of_pairs_has_the_numbers_of_a_report():
-  from specdec_jax.bench.tpu.examine import pairs_table
+  from experiments.tpu_v4.examine import pairs_table
 
   program = dict(arguments=20e9, peak=21e9, collectives=3, weight_copies=[])
   loop = program | dict(arguments=22e9, peak=23e9, weight_copies=["copy"])
@@ -339,13 +339,13 @@ def test_table_of_pairs_has_the_numbers_of_a_report():
 
 
 def paper_rows():
-  from specdec_jax.bench.reporting.paper import load_table
+  from experiments.paper.paper import load_table
 
   return load_table(4, TABLE_2.parents[2] / "configs")
 
 
 def test_table_2_is_computed_from_the_compiled_costs():
-  from specdec_jax.bench.tpu import table2 as tpu_table2
+  from experiments.tpu_v4 import table2 as tpu_table2
 
   row = paper_rows()[0]  # EnDe, T5-small, argmax, gamma 7, alpha 0.75
   costs = {"draft step": 2, "decode step": 100, "verify": 105}
@@ -362,8 +362,8 @@ def test_table_2_is_computed_from_the_compiled_costs():
 
 
 def test_table_2_file_holds_all_programs_and_gives_the_published_table():
-  from specdec_jax.bench.tpu import table2 as tpu_table2
-  from specdec_jax.reporting.formats import render
+  from experiments.tpu_v4 import table2 as tpu_table2
+  from specdec_jax.measure.reporting.formats import render
 
   rows = paper_rows()
   compiled = tpu_table2.compile_missing(rows, TABLE_2)  # compiles nothing
@@ -374,7 +374,7 @@ def test_table_2_file_holds_all_programs_and_gives_the_published_table():
 
 @pytest.mark.parametrize("line", ["{", "[]", "3", '{"program": "warp"}', '{"program": "verify"}'])
 def test_table_2_file_with_other_lines_raises(line, tmp_path):
-  from specdec_jax.bench.tpu import table2 as tpu_table2
+  from experiments.tpu_v4 import table2 as tpu_table2
   from specdec_jax.errors import InputError
 
   path = tmp_path / "table2.jsonl"
@@ -444,7 +444,7 @@ ENTRY %main (kernel: bf16[512,32128], table: bf16[32128,512]) -> (s32[], f32[]) 
 
 
 def test_collectives_in_a_loop_count_once_per_iteration():
-  from specdec_jax.bench.tpu.hlo import executed_collectives
+  from experiments.tpu_v4.hlo import executed_collectives
 
   assert executed_collectives(ROUND) == 1 + 6
   assert executed_collectives(ROUND.replace("constant(0)", "constant(2)")) == 1 + 4
@@ -453,7 +453,7 @@ def test_collectives_in_a_loop_count_once_per_iteration():
 
 
 def test_copied_slice_of_a_matrix_is_found_and_a_lookup_of_rows_is_not():
-  from specdec_jax.bench.tpu.weight_copies import weight_copies
+  from experiments.tpu_v4.weight_copies import weight_copies
 
   assert weight_copies(ROUND) == ["sliced (bf16[512,8032]) of draft['logits_dense']['kernel']"]
 

@@ -19,22 +19,22 @@ from test_training import (  # noqa: F401
   stopped_after,
 )
 
+from experiments.methods import train_jointly as commands
 from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
-from specdec_jax.commands import distillation_data
-from specdec_jax.commands import train_jointly as commands
-from specdec_jax.commands.distillation_data import Teacher, model_outputs
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.drafts.heads import init_params, speculator_config
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import model_of
+from specdec_jax.models.partitioning import make_mesh
 from specdec_jax.pairs import load_pair
-from specdec_jax.partitioning import make_mesh
-from specdec_jax.training.batches import ParallelText
-from specdec_jax.training.objectives import Objective, model_objective
-from specdec_jax.training.speculators import joint_objective, speculator_objective
-from specdec_jax.training.trainer import TrainSettings, train
+from specdec_jax.train import distillation_data
+from specdec_jax.train.batches import ParallelText
+from specdec_jax.train.distillation_data import Teacher, model_outputs
+from specdec_jax.train.objectives import Objective, model_objective
+from specdec_jax.train.speculators import joint_objective, speculator_objective
+from specdec_jax.train.trainer import TrainSettings, train
 
 ROOT = tiny_pair.folder
 TARGET = tiny_pair.random_params(CONFIG, 0)
@@ -182,7 +182,7 @@ def run(path, output, **changes):
     num_beams=2,
   )
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr("specdec_jax.training.batches.BUCKETS", (96,))
+    patch.setattr("specdec_jax.train.batches.BUCKETS", (96,))
     commands.train_jointly(**{**options, **changes})
 
 

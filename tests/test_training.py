@@ -15,22 +15,20 @@ import tiny_pair
 from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
 
-from specdec_jax.bench.tabulate import named_table
+from experiments.paper.tabulate import named_table
 from specdec_jax.checkpoints.folder import load_model, save_model
-from specdec_jax.commands import distillation_data
 from specdec_jax.commands import train as commands
-from specdec_jax.commands.distillation_data import model_outputs
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
+from specdec_jax.measure.reporting.tables import MISSING
 from specdec_jax.models.families import model_of, module_of
 from specdec_jax.models.t5 import T5
 from specdec_jax.pairs import load_pair
-from specdec_jax.reporting.tables import MISSING
-from specdec_jax.training import trainer
-from specdec_jax.training.batches import (
+from specdec_jax.train import distillation_data, trainer
+from specdec_jax.train.batches import (
   BUCKETS,
   MAX_TARGET,
   NO_TOKEN,
@@ -38,15 +36,16 @@ from specdec_jax.training.batches import (
   epoch_batches,
   padded_batches,
 )
-from specdec_jax.training.distillation import (
+from specdec_jax.train.distillation import (
   load_parallel_text,
   residual_labels,
   save_parallel_text,
   spliced_sentences,
   teacher_topk,
 )
-from specdec_jax.training.objectives import cross_entropy, model_objective, teacher_forced
-from specdec_jax.training.trainer import TrainSettings, train
+from specdec_jax.train.distillation_data import model_outputs
+from specdec_jax.train.objectives import cross_entropy, model_objective, teacher_forced
+from specdec_jax.train.trainer import TrainSettings, train
 
 
 def random_text(count, seed, longest=60) -> ParallelText:
@@ -629,7 +628,7 @@ def gpt(tmp_path_factory):
   """Return a folder with `vocabulary.txt`, `target`, `draft` and `untrained`, a random draft."""
   with pytest.MonkeyPatch.context() as patch:
     # One shape to compile; longer texts that the target generates are left out.
-    patch.setattr("specdec_jax.training.batches.BUCKETS", (40,))
+    patch.setattr("specdec_jax.train.batches.BUCKETS", (40,))
     return trained_gpt(tmp_path_factory)
 
 

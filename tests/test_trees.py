@@ -13,11 +13,11 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax import extended_theory, records, theory
-from specdec_jax.bench import trees as bench_trees
-from specdec_jax.bench.reporting.record_tables import lengths_table
-from specdec_jax.bench.tpu.tree_speeds import dynamic_speeds_table, tree_speeds_table
-from specdec_jax.bench.trees import trees
+from experiments.record_tables import lengths_table
+from experiments.tpu_v4.tree_speeds import dynamic_speeds_table, tree_speeds_table
+from experiments.trees import trees as bench_trees
+from experiments.trees.trees import trees
+from specdec_jax import theory
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import (
   DynamicTree,
@@ -30,16 +30,17 @@ from specdec_jax.core.trees import (
 )
 from specdec_jax.core.types import Context, Outcome, Verification
 from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.measurement.alpha import measure_alpha, positional_acceptance
-from specdec_jax.measurement.costs import Costs
+from specdec_jax.measure import records
+from specdec_jax.measure.alpha import measure_alpha, positional_acceptance
+from specdec_jax.measure.costs import Costs
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import forest_draft, tree_draft, verifier_name
-from specdec_jax.verifiers.k_seq import KSeqVerifier
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 
@@ -91,8 +92,8 @@ def test_parents_that_are_not_in_level_order_are_rejected(parents):
     (lambda: Tree.from_paths([(0,), (1, 0)]), r"\(1, 0\) but not \(1,\)"),
     (lambda: require_chain("this draft", RAGGED), "this draft proposes chains"),
     (lambda: chain(-1), "gamma is -1"),
-    (lambda: extended_theory.best_tree([0.5, 0.6], 4, 2), "at most 1 together"),
-    (lambda: extended_theory.best_tree([0.5], 0, 2), "num_nodes is 0"),
+    (lambda: theory.best_tree([0.5, 0.6], 4, 2), "at most 1 together"),
+    (lambda: theory.best_tree([0.5], 0, 2), "num_nodes is 0"),
   ],
 )
 def test_invalid_input_is_rejected(make, words):
@@ -199,8 +200,8 @@ def all_trees(num_guesses: int):
 def test_expected_tokens_of_a_chain_agree_with_equation_1():
   for gamma in range(6):
     want = theory.expected_tokens(0.7, gamma)
-    assert extended_theory.tree_tokens(chain(gamma), [0.7]) == pytest.approx(float(want))
-  assert extended_theory.tree_tokens(RAGGED, [0.6, 0.2]) == pytest.approx(
+    assert theory.tree_tokens(chain(gamma), [0.7]) == pytest.approx(float(want))
+  assert theory.tree_tokens(RAGGED, [0.6, 0.2]) == pytest.approx(
     1 + 0.6 + 0.2 + 0.36 + 0.12 + 0.12 + 0.072
   )
 
@@ -210,10 +211,10 @@ def test_expected_tokens_of_a_chain_agree_with_equation_1():
 def test_best_tree_is_the_best_of_all_trees(acceptance, depth):
   for num_guesses in range(1, 6):
     shallow = [tree for tree in all_trees(num_guesses) if tree.depth <= depth]
-    best = max(extended_theory.tree_tokens(tree, acceptance) for tree in shallow)
-    tree = extended_theory.best_tree(acceptance, num_guesses + 1, depth)
+    best = max(theory.tree_tokens(tree, acceptance) for tree in shallow)
+    tree = theory.best_tree(acceptance, num_guesses + 1, depth)
     assert tree.depth <= depth and tree.num_guesses <= num_guesses
-    assert extended_theory.tree_tokens(tree, acceptance) == pytest.approx(best)
+    assert theory.tree_tokens(tree, acceptance) == pytest.approx(best)
 
 
 # Acceptance of nodes.

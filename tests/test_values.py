@@ -16,19 +16,17 @@ import tiny
 import tiny_pair
 from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax import memory
-from specdec_jax.adaptive import AdaptiveDecoder
-from specdec_jax.api import Pair
-from specdec_jax.bench.acceptance import acceptance
-from specdec_jax.bench.beams import beams
-from specdec_jax.bench.gamma import gamma
-from specdec_jax.bench.given_outputs import RecitingModel
-from specdec_jax.commands.check_exactness import check_exactness
-from specdec_jax.commands.decode import decode
+from experiments.beams.beams import beams
+from experiments.gamma.adaptive import AdaptiveDecoder
+from experiments.gamma.gamma import gamma
+from experiments.model_free_drafts.given_outputs import RecitingModel
+from experiments.table3.acceptance import acceptance
+from specdec_jax.commands.check import check_exactness
 from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.commands.speedup import speedup
 from specdec_jax.commands.train import fit_vocabulary
 from specdec_jax.commands.translate import translate
+from specdec_jax.core import memory
 from specdec_jax.core.decode import NullDraft
 from specdec_jax.core.sampling import Sampling, split_keys
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
@@ -36,18 +34,20 @@ from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.errors import InputError, require_types, shown
-from specdec_jax.models.gpt import GPTModel
-from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import checkpoint_draft, load_pair, random_pair
-from specdec_jax.pairs.composed import (
+from specdec_jax.drafts.composed import (
   draft_sampling,
   forest_draft,
   hierarchical_draft,
   stop_at_miss_draft,
 )
+from specdec_jax.errors import InputError, require_types, shown
+from specdec_jax.generate import Pair
+from specdec_jax.models.gpt import GPTModel
+from specdec_jax.models.t5 import T5Model
+from specdec_jax.pairs import checkpoint_draft, load_pair, random_pair
 from specdec_jax.run import main
-from specdec_jax.training.trainer import TrainSettings
+from specdec_jax.serve.decode import decode
+from specdec_jax.train.trainer import TrainSettings
 from specdec_jax.user_errors import format_error
 
 # Python 3.12 and newer reject the file before gin does.
@@ -193,8 +193,8 @@ def test_experiments_reject_invalid_settings(machine, tmp_path, experiment, sett
 
 def test_decode_names_the_extra_that_is_missing(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "apache_beam", None)
-  monkeypatch.delitem(sys.modules, "specdec_jax.commands.beam_pipeline", raising=False)
-  monkeypatch.delattr("specdec_jax.commands.beam_pipeline", raising=False)
+  monkeypatch.delitem(sys.modules, "specdec_jax.serve.beam_pipeline", raising=False)
+  monkeypatch.delattr("specdec_jax.serve.beam_pipeline", raising=False)
   message = error_of(decode, tiny_pair.pair, ["A man runs."], str(tmp_path))
   assert message.startswith("decode needs Apache Beam, which is not installed; run pip install 'sp")
 
@@ -403,7 +403,7 @@ def test_functions_that_return_a_value_of_the_wrong_type_are_reported():
     return None
 
   message = "The function given as draft returns None for a target; it must return a DraftFactory"
-  message += " (specdec_jax.loading)."
+  message += " (specdec_jax.core.loading)."
   assert error_of(load, draft=nothing) == message
   assert error_of(load, draft=functools.partial(stop_at_miss_draft, draft=nothing)) == message
   hierarchical = functools.partial(hierarchical_draft, draft=near, inner=nothing)

@@ -18,9 +18,8 @@ import tiny
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Proposal
-from specdec_jax.core.verify import blocks, tokens
+from specdec_jax.core.verify import blocks, k_seq, lossy, merging, tokens
 from specdec_jax.errors import InputError
-from specdec_jax.verifiers import k_seq, lossy, merging
 
 V = 3
 ATOL = 1e-6

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specdec_jax.xla_flags import YNN_FLAG, disable_ynn, rejection_message
+from specdec_jax.xla import YNN_FLAG, disable_ynn, rejection_message
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

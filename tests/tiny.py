@@ -19,17 +19,17 @@ import numpy as np
 from scipy import optimize, stats
 
 from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
+from specdec_jax.core.loading import LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
 from specdec_jax.core.types import DecodeResult, Draft, Params, Proposal
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.kernels import skinny
-from specdec_jax.loading import LoadedTarget
-from specdec_jax.measurement import speed, timing
+from specdec_jax.core.wrappers import WrappedDraft, WrappedModel
+from specdec_jax.measure import speed, timing
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.families import Config, init_params, module_of
+from specdec_jax.models.kernels import skinny
 from specdec_jax.models.quantization import quantize
-from specdec_jax.wrappers import WrappedDraft, WrappedModel
 
 LEVEL = 1e-6  # the probability that a correct program fails a distribution test
 CAUGHT = 1e-12  # the p-value of a broken program must be below this

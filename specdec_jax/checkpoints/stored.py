@@ -16,12 +16,12 @@ import numpy as np
 from flax import traverse_util
 from jax.sharding import Sharding
 
+from specdec_jax.core.memory import require_memory
 from specdec_jax.drafts.heads import AnyConfig, init_params
 from specdec_jax.errors import InputError, shown
-from specdec_jax.kernels import skinny
-from specdec_jax.memory import require_memory
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import for_decoding
+from specdec_jax.models.kernels import skinny
 from specdec_jax.models.quantization import column_scales, param_dtype, quantize
 
 Index = tuple[slice, ...]  # one slice per axis

@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec_jax.commands.speedup import decode_examples, show_speedup
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError, require_count, require_types
-from specdec_jax.loading import DecodeSettings
-from specdec_jax.measurement.speed import Timing
+from specdec_jax.measure.records import open_results
+from specdec_jax.measure.reporting.rounds import LEGEND, TREE_LEGEND, round_text
+from specdec_jax.measure.reporting.stepper import Example
+from specdec_jax.measure.speed import Timing
 from specdec_jax.pairs import LoadedPair
-from specdec_jax.records import open_results
-from specdec_jax.reporting.rounds import LEGEND, TREE_LEGEND, round_text
-from specdec_jax.reporting.stepper import Example
 
 
 def quickstart(

@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from specdec_jax.commands.translate import decode_lines
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, chain
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import require_types
-from specdec_jax.loading import DecodeSettings
-from specdec_jax.measurement.calibrate import resolve_gammas
-from specdec_jax.measurement.measure import References, measure
-from specdec_jax.measurement.speed import Baseline, Timing, own_baseline
-from specdec_jax.measurement.sweep import show
+from specdec_jax.measure.calibrate import resolve_gammas
+from specdec_jax.measure.measure import References, measure
+from specdec_jax.measure.records import open_results, read
+from specdec_jax.measure.reporting import speeds
+from specdec_jax.measure.reporting.html import write_report
+from specdec_jax.measure.reporting.rounds import read_rounds
+from specdec_jax.measure.reporting.stepper import Example
+from specdec_jax.measure.speed import Baseline, Timing, own_baseline
+from specdec_jax.measure.sweep import show
 from specdec_jax.pairs import LoadedPair
-from specdec_jax.records import open_results, read
-from specdec_jax.reporting import speeds
-from specdec_jax.reporting.html import write_report
-from specdec_jax.reporting.rounds import read_rounds
-from specdec_jax.reporting.stepper import Example
 
 
 def speedup(

@@ -11,12 +11,6 @@ from jax import Array
 
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
-from specdec_jax.commands.distillation_data import (
-  TrainingTexts,
-  model_outputs,
-  open_teacher,
-  parallel_text,
-)
 from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary_of_model, padded_size
@@ -25,12 +19,18 @@ from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.models.families import Config, model_of, module_of
+from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.pairs.load import model_tokens
-from specdec_jax.partitioning import make_mesh, param_shardings
-from specdec_jax.training.distillation import residual_labels
-from specdec_jax.training.objectives import Divergence, Objective, model_objective
-from specdec_jax.training.speculators import speculator_objective, warm_start
-from specdec_jax.training.trainer import TrainSettings, train
+from specdec_jax.train.distillation import residual_labels
+from specdec_jax.train.distillation_data import (
+  TrainingTexts,
+  model_outputs,
+  open_teacher,
+  parallel_text,
+)
+from specdec_jax.train.objectives import Divergence, Objective, model_objective
+from specdec_jax.train.speculators import speculator_objective, warm_start
+from specdec_jax.train.trainer import TrainSettings, train
 
 
 def fit_vocabulary(data: str, sources: list[str], size: int, vocabulary: str) -> None:

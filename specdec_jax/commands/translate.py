@@ -17,16 +17,18 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from specdec_jax import continuous_batching
+from specdec_jax import batching
 from specdec_jax.atomic_files import atomic_write, require_distinct_files
-from specdec_jax.beam_search import BeamSearcher
+from specdec_jax.beams import BeamSearcher
 from specdec_jax.commands.journal import open_journal
+from specdec_jax.core.counts import num_rounds, num_tokens, require_finite
 from specdec_jax.core.decode import Decoder
+from specdec_jax.core.generation_config import GenerationConfig
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import DecodeResult, Params
-from specdec_jax.counts import num_rounds, num_tokens, require_finite
 from specdec_jax.data.text import read_sources, read_stdin_lines
 from specdec_jax.errors import (
   InputError,
@@ -35,11 +37,9 @@ from specdec_jax.errors import (
   require_text,
   require_types,
 )
-from specdec_jax.generation import GenerationConfig
-from specdec_jax.loading import DecodeSettings
-from specdec_jax.measurement.calibrate import resolve_tree
+from specdec_jax.measure.calibrate import resolve_tree
+from specdec_jax.measure.progress import Progress
 from specdec_jax.pairs import LoadedPair
-from specdec_jax.progress import Progress
 
 # A warning is printed if more than this share of a line's letters are in single-letter pieces. With
 # the captions' vocabulary the share is at most 0.22 for captions, 0.13 for news in the median, 0.4
@@ -339,10 +339,10 @@ def _decode_in_slots(
   index = [i for i, line in enumerate(lines) if line is not None]
   lengths = [len(pair.encode(lines[i] or "")) for i in index]
   width = -(-max(lengths) // 8) * 8
-  found = continuous_batching.decode_texts(
+  found = batching.decode_texts(
     decoder,
     pair.params,
-    continuous_batching.Texts(
+    batching.Texts(
       lambda rows: pair.prompt([lines[index[row]] or "" for row in rows], width),
       lengths,
       row_keys(settings.seed, start, len(lines))[np.array(index)],
@@ -355,7 +355,7 @@ def _decode_in_slots(
   ended: dict[int, DecodeResult] = {}
   first = 0  # of the lines whose outputs were not yielded yet
   for text, result, row in found:
-    ended[index[text]] = continuous_batching.one_row(result, row)
+    ended[index[text]] = batching.one_row(result, row)
     last = first
     while last < len(lines) and (last in ended or lines[last] is None):
       last += 1

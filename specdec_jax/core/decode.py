@@ -26,8 +26,10 @@ from specdec_jax.core.arrays import (
   repeat_rows,
   split_rows,
 )
+from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors, node_prefixes, process
 from specdec_jax.core.sampling import distribution, split_keys
+from specdec_jax.core.settings import Settings, traced
 from specdec_jax.core.trees import (
   AnyTree,
   DynamicTree,
@@ -49,8 +51,6 @@ from specdec_jax.core.types import (
   Verifier,
 )
 from specdec_jax.errors import require_count
-from specdec_jax.memory import require_memory
-from specdec_jax.settings import Settings, traced
 
 
 class DecodeState(NamedTuple):

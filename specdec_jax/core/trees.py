@@ -22,8 +22,8 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.memory import require_host_memory
 from specdec_jax.errors import InputError, require_count, require_types, shown
-from specdec_jax.memory import require_host_memory
 
 MOST_UNROLLED = 64  # maximum number of levels or siblings that a program computes one by one
 

@@ -25,9 +25,9 @@ from jaxtyping import Float, Int, Key
 from specdec_jax.core.arrays import gather_one, place_tokens
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.settings import Settings
 from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout
 from specdec_jax.errors import InputError
-from specdec_jax.settings import Settings
 
 AnyArray = Array | np.ndarray  # on the device or on the host
 

@@ -10,12 +10,12 @@ from jax import Array
 from jaxtyping import Int, Int32, Key, UInt32
 
 from specdec_jax.core.arrays import gather, take
+from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
 from specdec_jax.core.types import Context, Draft, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.loading import DraftFactory, LoadedTarget
 from specdec_jax.models.t5 import PAD_ID
 
 MAX_ORDER = 8

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Key
 
+from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Context, Draft, Proposal
 from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError
-from specdec_jax.loading import DraftFactory, LoadedTarget
 from specdec_jax.models.t5 import PAD_ID
 
 

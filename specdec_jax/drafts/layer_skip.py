@@ -13,17 +13,17 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Key
 
+from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodePlacement, require_static
 from specdec_jax.core.types import Context, Model, Outcome, Proposal
+from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_types
-from specdec_jax.loading import DraftFactory, LoadedTarget
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.simulated import unwrapped, unwrapped_cache
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.wrappers import WrappedDraft
 
 
 def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:

@@ -17,12 +17,12 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, take
+from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling, argmax
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
 from specdec_jax.core.types import Context, Draft, Outcome, Proposal
 from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.errors import require_count
-from specdec_jax.loading import DraftFactory, LoadedTarget
 from specdec_jax.models.t5 import PAD_ID
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.beam_search.drafts import ModelBeamDraft
+from specdec_jax.beams.drafts import ModelBeamDraft
 from specdec_jax.core.arrays import gather, gather_one, split_rows
 from specdec_jax.core.processors import Processors, node_prefixes, process, text_prefixes
 from specdec_jax.core.sampling import Sampling, sample_logits, sample_siblings

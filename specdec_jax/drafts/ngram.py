@@ -18,13 +18,13 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.arrays import split_rows
+from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, require_chain
 from specdec_jax.core.types import Context, Draft, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.loading import DraftFactory, LoadedTarget
 from specdec_jax.models.t5 import PAD_ID
 
 _DAMAGED = (zipfile.BadZipFile, zlib.error)

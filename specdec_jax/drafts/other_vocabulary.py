@@ -16,10 +16,10 @@ from jaxtyping import Float, Int
 
 from specdec_jax.core.trees import NodeLayout
 from specdec_jax.core.types import Model
+from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.models.layers import MASKED
-from specdec_jax.wrappers import WrappedModel
 
 MAX_PIECES = 8  # of the draft's vocabulary for one token of a prompt; more are dropped
 MAX_GROWTH = 2  # of the length of a prompt, which is truncated if it needs more draft tokens

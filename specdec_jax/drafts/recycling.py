@@ -18,10 +18,10 @@ from jaxtyping import Float, Int, Key
 from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.trees import Tree, chain, require_chain
 from specdec_jax.core.types import Context, Draft, Outcome, Proposal
+from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.drafts.forest import concatenated, joined_at_root
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.wrappers import WrappedDraft
 
 
 class RecyclingState(NamedTuple):

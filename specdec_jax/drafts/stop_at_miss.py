@@ -13,9 +13,9 @@ from jaxtyping import Key
 
 from specdec_jax.core.trees import require_chain
 from specdec_jax.core.types import Context, Proposal
+from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import PAD_ID
-from specdec_jax.wrappers import WrappedDraft
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,9 +18,9 @@ from jaxtyping import Float, Key
 from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.trees import require_chain
 from specdec_jax.core.types import Context, Outcome, Proposal
+from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import require_number
-from specdec_jax.wrappers import WrappedDraft
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int, Key
 
+from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
 from specdec_jax.core.types import Context, Draft, Proposal
-from specdec_jax.loading import DraftFactory, LoadedTarget
 
 
 def uniform(target: LoadedTarget) -> DraftFactory:

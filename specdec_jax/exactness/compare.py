@@ -10,15 +10,15 @@ import numpy as np
 from jax import Array
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.counts import require_finite
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.types import DecodeResult, Model
-from specdec_jax.counts import require_finite
 from specdec_jax.exactness.near_ties import Divergence, Rounding, first_divergences
 from specdec_jax.exactness.paths import batches
 from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
 from specdec_jax.exactness.processed import processed
-from specdec_jax.loading import DecodeSettings
 from specdec_jax.pairs import LoadedPair
 
 Decode = Callable[..., DecodeResult]  # function of (prompt [B, P], keys [B], *, max_new_tokens)

@@ -16,18 +16,18 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.arrays import gather_token
+from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.trees import Tree, require_static
 from specdec_jax.core.types import Context, DecodeResult, Model, Outcome, Params, Proposal
-from specdec_jax.counts import require_finite
+from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.exactness.martingale import MIN_PROB, RoundScores, Scores, joined
 from specdec_jax.exactness.processed import processed
-from specdec_jax.loading import DecodeSettings
-from specdec_jax.measurement.alpha import teacher_forced_logits
+from specdec_jax.measure.alpha import teacher_forced_logits
 from specdec_jax.pairs import LoadedPair
-from specdec_jax.wrappers import WrappedDraft
 
 # Function of (prompt [B, P], keys [B], *, max_new_tokens).
 Decode = Callable[..., tuple[DecodeResult, "TriedGuesses"]]

@@ -9,11 +9,11 @@ from jax import Array
 from jaxtyping import Key
 
 from specdec_jax.core.types import Model
+from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.gpt import GPT, GPTModel
 from specdec_jax.models.t5 import T5, T5Model
-from specdec_jax.wrappers import WrappedModel
 
 Config = T5Config | GPTConfig
 

@@ -13,8 +13,8 @@ from flax import linen as nn
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from specdec_jax.kernels import skinny
 from specdec_jax.models.config import TransformerConfig
+from specdec_jax.models.kernels import skinny
 
 Rotation = tuple[Array, Array]  # cosine and sine, each [B, 1, K, D / 2]
 

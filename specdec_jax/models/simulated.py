@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float, Int, UInt
 
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, require_static
 from specdec_jax.core.types import Model
+from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.errors import InputError, require_number
-from specdec_jax.wrappers import WrappedModel
 
 _BASE = np.uint32(0x9E3779B1)  # odd and large: hashes are polynomials in it, modulo 2^32
 CERTAIN = 1e9  # added to a logit; exp(-CERTAIN / temperature) is exactly 0 in float32

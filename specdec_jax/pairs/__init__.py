@@ -1,7 +1,8 @@
 """Pairs of a target and a draft that share a vocabulary, loaded and ready to decode."""
 
-from specdec_jax.loading import DraftFactory
-from specdec_jax.pairs.composed import (
+from experiments.summaries.replay import replayed_pair
+from specdec_jax.core.loading import DraftFactory
+from specdec_jax.drafts.composed import (
   cascade_draft,
   draft_sampling,
   forest_draft,
@@ -24,7 +25,6 @@ from specdec_jax.pairs.load import (
 )
 from specdec_jax.pairs.pair import LoadedPair, verifier_from, verifier_name
 from specdec_jax.pairs.random_weights import random_draft, random_pair
-from specdec_jax.pairs.replay import replayed_pair
 from specdec_jax.pairs.speculators import random_speculator, speculator
 
 __all__ = [

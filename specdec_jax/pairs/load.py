@@ -15,6 +15,7 @@ from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.in_memory import is_in_memory, open_in_memory
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
 from specdec_jax.checkpoints.stored import Checkpoint, LoadedWeights, ShardingsFn, make_shardings
+from specdec_jax.core.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -29,10 +30,9 @@ from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
 from specdec_jax.errors import InputError, require_count, require_types, shown
-from specdec_jax.kernels import skinny
-from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of, with_feature_layers
+from specdec_jax.models.kernels import skinny
 from specdec_jax.pairs.pair import LoadedPair
 from specdec_jax.pairs.speculators import config_of, draft_name, speculator
 

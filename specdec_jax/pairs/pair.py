@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specdec_jax.beam_search import BeamDraft, BeamSearcher, NullBeamDraft, TreeBeamDraft
+from specdec_jax.beams import BeamDraft, BeamSearcher, NullBeamDraft, TreeBeamDraft
 from specdec_jax.core.decode import Decoder, NullDraft
+from specdec_jax.core.generation_config import PROCESSORS, SETTINGS, GenerationConfig
+from specdec_jax.core.loading import DraftFactory, LoadedTarget
+from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
@@ -18,9 +21,6 @@ from specdec_jax.core.types import DecodeResult, Draft, Model, Params, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.generation import PROCESSORS, SETTINGS, GenerationConfig
-from specdec_jax.loading import DraftFactory, LoadedTarget
-from specdec_jax.memory import require_memory
 from specdec_jax.models.families import feature_layers, with_feature_layers
 
 MOST_STEPS = 32  # maximum gamma of a beam search; each step takes about a second to compile

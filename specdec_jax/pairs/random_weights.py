@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.checkpoints.stored import ShardingsFn, make_shardings, param_shapes
+from specdec_jax.core.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.core.types import Model
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.errors import InputError, require_count, require_types
-from specdec_jax.loading import DraftFactory, LoadedTarget, load_draft
 from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.models.quantization import MAX_INT8, param_dtype

@@ -9,12 +9,12 @@ import jax
 from specdec_jax.checkpoints.folder import open_folder
 from specdec_jax.checkpoints.load import checkpoint_name, recorded_path
 from specdec_jax.checkpoints.stored import LoadedWeights
+from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Draft, Model
 from specdec_jax.drafts.heads import SpeculatorConfig, head_of, speculator_config
 from specdec_jax.errors import InputError, require_types
-from specdec_jax.loading import DraftFactory, LoadedTarget
 from specdec_jax.models.families import Config
 from specdec_jax.models.simulated import unwrapped
 

@@ -1,7 +1,7 @@
 """Early exit: some layers of the target, its final norm, and a trained residual block.
 
-The layers are the first ones, or a chosen set, such as the result of `gin/runs/search_layers.gin`.
-The target's output projection turns the output of the block into logits.
+The layers are the first ones, or a chosen set. The target's output projection turns the output of
+the block into logits.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout
+from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
@@ -33,7 +34,6 @@ from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.families import Config, model_of, module_of
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.wrappers import WrappedModel
 
 
 @dataclasses.dataclass(frozen=True)

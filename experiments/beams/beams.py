@@ -1,0 +1,257 @@
+"""Compare speculative beam search with plain beam search: texts, steps per target call, and speed.
+
+Axis letters are those of `beam_search`.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int
+
+from experiments.record_tables import beams_table
+from specdec_jax.beams import BeamResult, BeamSearcher
+from specdec_jax.core.counts import require_finite
+from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.data.quality import quality
+from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.measure.measure import settings_to_measure
+from specdec_jax.measure.records import Record
+from specdec_jax.measure.sweep import Report, Step, sweep
+from specdec_jax.measure.timing import interleaved_medians
+from specdec_jax.pairs import LoadedPair
+
+TIE = 1e-5  # scores that differ by less are equal, because their sums may be rounded differently
+
+
+def beams(
+  pair: LoadedPair,
+  texts: Sequence[str],
+  output_dir: str,
+  beam_sizes: Sequence[int] = (1, 2, 4, 8),
+  draft_beam_factors: Sequence[int] = (1, 2),
+  gammas: Sequence[int] = (1, 2, 3, 4, 5, 6),
+  nodes: int | None = None,
+  length_penalty: float = 0.6,
+  batch_size: int = 1,
+  max_new_tokens: int = 64,
+  repeats: int = 3,
+  references: Sequence[str] | None = None,
+) -> None:
+  """Run plain and speculative beam search on each text; print a table and write records.
+
+  Args:
+    pair: target and draft.
+    texts: sources.
+    output_dir: folder of `results.jsonl`. Settings recorded there are not measured again.
+    beam_sizes: numbers of beams of the search.
+    draft_beam_factors: ratios of the number of beams of the draft to that of the search.
+    gammas: numbers of steps that the draft searches ahead.
+    nodes: maximum number of nodes per target forward pass, as in `LoadedPair.beam_searcher`.
+    length_penalty: exponent of the length penalty, as in `BeamSearcher`.
+    batch_size: number of texts decoded together.
+    max_new_tokens: maximum number of tokens of each output, including EOS.
+    repeats: number of timed repeats of each search. With 0, outputs are compared and steps are
+      counted, but nothing is timed.
+    references: reference output of each text, for the BLEU score of the best outputs; None for no
+      score.
+
+  Raises:
+    InputError: there is nothing to measure, an argument is out of range, the numbers of texts and
+      references differ, or a beam searcher cannot be built (`LoadedPair.beam_searcher`).
+  """
+  require_types(beams, locals())
+  require_count("repeats", repeats, 0)
+  require_count("max_new_tokens", max_new_tokens)
+  pair.require_batch_size(batch_size)
+  if not (texts and beam_sizes and draft_beam_factors and gammas):
+    raise InputError(
+      "There is nothing to measure: no texts, beam_sizes, draft_beam_factors, or gammas."
+    )
+  if references is not None and len(references) != len(texts):
+    raise InputError(f"There are {len(texts)} texts but {len(references)} references.")
+  decode_settings = DecodeSettings(Sampling(temperature=0.0), batch_size, max_new_tokens)
+  (setting,) = settings_to_measure(pair, texts, [decode_settings], [1])
+  # With timing, each prompt is padded as little as possible. Otherwise all prompts share a program.
+  prompt_width = None if repeats else pair.prompt(texts).shape[1]
+  prompts = []
+  for start in range(0, len(texts), batch_size):
+    batch = [*texts[start : start + batch_size]]
+    batch += batch[:1] * (batch_size - len(batch))
+    prompts.append(pair.prompt(batch, prompt_width))
+
+  def steps() -> Iterator[Step]:
+    for num_beams in beam_sizes:
+      settings = []
+      for factor, gamma in itertools.product(draft_beam_factors, gammas):
+        draft_beams = factor * num_beams
+        searcher = pair.beam_searcher(num_beams, gamma, draft_beams, nodes=nodes)
+        settings.append(
+          dataclasses.replace(
+            setting,
+            beams=num_beams,
+            length_penalty=length_penalty,
+            draft_beams=draft_beams,
+            gamma=gamma,
+            beam_nodes=searcher.draft.num_nodes(num_beams),
+          )
+        )
+      measure = functools.partial(_measure, pair, prompts, len(texts), repeats, references)
+      yield Step(f"{num_beams} beams", settings, measure)
+
+  sweep(output_dir, steps, lambda measured: [beams_table(measured)])
+
+
+def _measure(
+  pair: LoadedPair,
+  prompts: Sequence[Array],
+  num_texts: int,
+  repeats: int,
+  references: Sequence[str] | None,
+  settings: Sequence[Record],
+  report: Report,
+) -> list[Record]:
+  """Measure searches with one beam size, interleaved on each prompt, and return their records."""
+  num_beams, penalty = settings[0].beams or 1, settings[0].length_penalty or 0.0
+  searchers = [pair.beam_searcher(num_beams, 0, None, penalty)]
+  searchers += [
+    pair.beam_searcher(num_beams, r.gamma, r.draft_beams, penalty, r.beam_nodes) for r in settings
+  ]
+  limit = settings[0].max_new_tokens or 1
+  if not repeats:
+    prompts, order = _sorted_by_steps(searchers[0], pair, prompts, num_texts, limit)
+    references = references and [references[i] for i in order]
+  batches: list[list[BeamResult]] = [[] for _ in searchers]  # results of each search
+  seconds = []  # seconds of each search, and of its prefill
+  for i, prompt in enumerate(prompts):
+    searches = [
+      functools.partial(searcher.run, pair.params, prompt, max_new_tokens=limit)
+      for searcher in searchers
+    ]
+    if repeats:
+      prefills = [
+        functools.partial(_init, searcher, pair.params, prompt, max_new_tokens=limit)
+        for searcher in searchers
+      ]
+      medians, results = interleaved_medians([*searches, *prefills], repeats)
+      seconds.append(np.reshape(medians, (2, -1)))
+    else:
+      results = [search() for search in searches]
+    for results_of_search, result in zip(batches, results):
+      result = jax.device_get(result)
+      require_finite(result.best())
+      results_of_search.append(result)
+    report((i + 1) / len(prompts))
+  plain, *speculative = [_first_rows(_concatenated(each), num_texts) for each in batches]
+  search_seconds = round_seconds = None
+  if repeats:
+    search_seconds, prefill_seconds = np.sum(seconds, axis=0)
+    num_rounds = [sum(int(result.num_rounds) for result in each) for each in batches]
+    round_seconds = (search_seconds - prefill_seconds) / num_rounds
+  plain_bleu = _bleu(pair, plain, references)
+  measured = []
+  for i, (setting, result) in enumerate(zip(settings, speculative, strict=True), 1):
+    same, tied = compare(plain, result)
+    num_passes = int((result.steps > 0).sum())
+    steps_per_pass = float(result.steps.sum() / num_passes)
+    record = dataclasses.replace(
+      setting,
+      num_tokens=int(result.lengths[:, 0].sum()),
+      rounds=num_passes,
+      tokens_per_round=steps_per_pass,
+      identical=bool(same.all()),
+      ties=int(tied.sum()),
+      metric="BLEU" if references else None,
+      quality=_bleu(pair, result, references),
+      baseline_quality=plain_bleu,
+    )
+    if search_seconds is not None and round_seconds is not None:
+      record = dataclasses.replace(
+        record,
+        target_step_ms=1e3 * float(round_seconds[0]),
+        round_ms=1e3 * float(round_seconds[i]),
+        predicted_measured_cost=steps_per_pass * float(round_seconds[0] / round_seconds[i]),
+        speedup=float(search_seconds[0] / search_seconds[i]),
+      )
+    measured.append(record)
+  return measured
+
+
+def _bleu(pair: LoadedPair, result: BeamResult, references: Sequence[str] | None) -> float | None:
+  """Return the BLEU score of the best texts; None if there are no references or the score is 0."""
+  if not references:
+    return None
+  outputs = [pair.vocabulary.decode(tokens) for tokens in result.tokens[:, 0]]
+  return quality("BLEU", outputs, references) or None
+
+
+def _sorted_by_steps(
+  searcher: BeamSearcher, pair: LoadedPair, prompts: Sequence[Array], num_texts: int, limit: int
+) -> tuple[list[Int[Array, "B P"]], np.ndarray]:
+  """Sort the prompts by steps of plain beam search; return new batches and sorted row indices."""
+  steps = [
+    searcher.run(pair.params, prompt, max_new_tokens=limit).steps.sum(axis=0) for prompt in prompts
+  ]
+  order = np.argsort(np.concatenate(steps)[:num_texts], kind="stable")
+  rows, size = np.concatenate(prompts)[order], len(prompts[0])
+  rows = np.concatenate([rows, np.repeat(rows[:1], -len(rows) % size, axis=0)])
+  return [jnp.asarray(rows[start : start + size]) for start in range(0, len(rows), size)], order
+
+
+def compare(plain: BeamResult, other: BeamResult) -> tuple[np.ndarray, np.ndarray]:
+  """Compare the texts of two searches.
+
+  At each rank, the texts must be equal, and the scores must be equal up to TIE. Two exceptions are
+  allowed. The texts may differ at a rank whose score equals that of another rank (up to 2 TIE),
+  because such texts may change places. They may differ at the last rank, because several texts with
+  equal scores may compete for it.
+
+  Returns:
+    For each row, whether both searches found the same texts, and whether they did so only because
+    of the exceptions.
+  """
+  scores, other_scores = np.asarray(plain.scores), np.asarray(other.scores)
+  equal_scores = (np.abs(scores - other_scores) <= TIE).all(axis=1)
+  differ = (np.asarray(plain.tokens) != np.asarray(other.tokens)).any(axis=2)  # [B, w]
+  near = np.abs(scores[:, :, None] - scores[:, None]) <= 2 * TIE
+  may_differ = (near.sum(axis=2) > 1) | (np.arange(scores.shape[1]) == scores.shape[1] - 1)
+  same = equal_scores & (may_differ | ~differ).all(axis=1)
+  return same, same & differ.any(axis=1)
+
+
+def _concatenated(results: Sequence[BeamResult]) -> BeamResult:
+  """Concatenate the rows of several batches.
+
+  The `steps` of a row are those of its own batch, but `num_rounds` is that of the first batch.
+  """
+
+  def concatenate(arrays: Iterable[Any], axis: int = 0) -> Any:
+    return np.concatenate([*arrays], axis)
+
+  return results[0]._replace(
+    tokens=concatenate(result.tokens for result in results),
+    lengths=concatenate(result.lengths for result in results),
+    scores=concatenate(result.scores for result in results),
+    steps=concatenate((result.steps for result in results), axis=1),
+    not_finite=concatenate(result.not_finite for result in results),
+  )
+
+
+def _first_rows(result: BeamResult, count: int) -> BeamResult:
+  """Return the first `count` rows, without the rows that fill up the last batch."""
+  return result._replace(
+    tokens=result.tokens[:count],
+    lengths=result.lengths[:count],
+    scores=result.scores[:count],
+    steps=result.steps[:, :count],
+  )
+
+
+_init = jax.jit(BeamSearcher.init, static_argnames=("self", "max_new_tokens"))

@@ -1,0 +1,265 @@
+"""Comparison of policies that choose gamma (Section 3.5).
+
+Texts are decoded with each policy in turn: autoregressive decoding, fixed gammas, 'auto' (the gamma
+that `calibrate` chooses), drafts that stop early, and the adaptive gamma (`AdaptiveDecoder`). The
+policies are compared with oracles that know which draft tokens are accepted.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.gamma.adaptive import AdaptiveDecoder, ScheduledDecoder
+from experiments.gamma.oracles import acceptances, oracles
+from experiments.gamma.stopping import auc, certainties, in_a_row, stopped_speedup
+from experiments.record_tables import gamma_table
+from specdec_jax.core.counts import identical, num_rounds, num_tokens, require_finite
+from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DecodeResult
+from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.measure.calibrate import GAMMAS, calibrate
+from specdec_jax.measure.choice import Calibration
+from specdec_jax.measure.measure import settings_to_measure
+from specdec_jax.measure.records import Record, read
+from specdec_jax.measure.sweep import Report, Step, sweep
+from specdec_jax.measure.timing import interleaved_medians
+from specdec_jax.pairs import LoadedPair, stopping_draft
+
+PRIOR_GUESSES = 25.0  # weight of the calibration's alpha, in draft tokens, in the adaptive policy
+
+
+GOAL = 0.7  # acceptance rate that the adaptive threshold keeps
+
+
+class Policy(NamedTuple):
+  """Policy that chooses gamma.
+
+  Attributes:
+    name: name of the policy in the table. In records, it follows the name of the draft.
+    gamma: largest gamma that the policy can choose; 0 for autoregressive decoding.
+    decode: function of (prompt, rng, *, max_new_tokens) that returns a `DecodeResult`.
+    predicted: predicted speedup; None if there is no closed form.
+  """
+
+  name: str
+  gamma: int
+  decode: Callable[..., DecodeResult]
+  predicted: float | None
+
+
+def gamma(
+  pair: LoadedPair,
+  texts: Sequence[str],
+  output_dir: str,
+  gammas: Sequence[int] = (1, 2, 3, 5, 7, 10),
+  temperatures: Sequence[float] = (0.0, 1.0),
+  batch_sizes: Sequence[int] = (1, 8),
+  thresholds: Sequence[float] = (0.2, 0.4, 0.6),
+  max_new_tokens: int = 64,
+  repeats: int = 3,
+  seed: int = 0,
+) -> None:
+  """Measure policies that choose gamma; print a table and append records.
+
+  The policies are measured at each temperature and batch size. The field `draft` of a record ends
+  with the name of the policy. Two kinds of records are computed from the outputs of autoregressive
+  decoding, at batch size 1 only:
+
+  - 'oracle ...' has the predicted speedup of an oracle, with the measured costs. The oracle knows
+    which draft tokens are accepted and chooses the best gamma for all texts, for each text, or for
+    each round.
+  - 'confidence: ...' has the AUC of a confidence score of the draft. The score predicts whether one
+    draft token (gamma 1) or three draft tokens in a row (gamma 3) are accepted.
+
+  'auto' is decoded separately, even if another policy has the same gamma. The difference between
+  the two measurements is then noise.
+
+  Args:
+    pair: target and draft; see `pairs.load_pair`.
+    texts: sources, padded to one width. The calibration uses some of them.
+    output_dir: folder for `results.jsonl`; settings recorded there already are not measured again.
+    gammas: fixed gammas; each is measured. The adaptive policy chooses among them.
+    temperatures: sampling temperatures; each is measured, and 0 is argmax.
+    batch_sizes: numbers of texts decoded together; each is measured.
+    thresholds: thresholds of drafts that stop early (`drafts.stopping`); each is measured. An
+      adaptive threshold starts at the first of them. Give none if the draft is not a model.
+    max_new_tokens: maximum number of tokens of each output.
+    repeats: number of timed decodes of each text, interleaved.
+    seed: random seed of all sampling.
+
+  Raises:
+    InputError: there is nothing to measure, or an argument is out of range.
+  """
+  require_types(gamma, locals())
+  require_seed(seed)
+  require_count("max_new_tokens", max_new_tokens)
+  require_count("repeats", repeats)
+  for size in batch_sizes:
+    pair.require_batch_size(size)
+  if not (texts and gammas and temperatures and batch_sizes):
+    raise InputError("There is nothing to measure: no texts, gammas, temperatures or batch sizes.")
+  for fixed in gammas:
+    require_count("gamma", fixed)
+    if fixed > GAMMAS[-1]:
+      raise InputError(f"gamma is {fixed}; the calibration knows costs up to {GAMMAS[-1]}.")
+
+  def steps() -> Iterator[Step]:
+    for sampling, batch_size in itertools.product(map(Sampling, temperatures), batch_sizes):
+      settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
+      (setting,) = settings_to_measure(pair, texts, [settings], [max(gammas)])
+      yield Step(
+        f"temperature {sampling.temperature:g}, batch {batch_size}",
+        # This record is the last, so that a run that was interrupted measures all policies again.
+        [_policy_record(setting, "adaptive", max(gammas))],
+        functools.partial(measure, settings, setting),
+      )
+
+  def measure(
+    settings: DecodeSettings, setting: Record, _: Sequence[Record], report: Report
+  ) -> Iterator[Record]:
+    calibration = calibrate(pair, texts, settings)
+    temperature = settings.sampling.temperature
+    print(f"temperature {temperature:g}, batch {settings.batch_size}: {calibration}.", flush=True)
+    study = _Study(pair, settings.sampling, gammas, thresholds, calibration)
+    return _measure(study, texts, setting, repeats, report)
+
+  results = os.path.join(output_dir, "results.jsonl")  # includes policies that calibration chose
+  sweep(output_dir, steps, lambda measured: [gamma_table(read(results))])
+
+
+class _Study(NamedTuple):
+  """Definition of the policies to compare, for one sampling method and one batch size.
+
+  Attributes:
+    pair: target and draft.
+    sampling: sampling method.
+    gammas: fixed gammas.
+    thresholds: confidence thresholds of drafts that stop early.
+    calibration: result of `calibrate`: the gamma of 'auto', alpha, and the measured costs.
+  """
+
+  pair: LoadedPair
+  sampling: Sampling
+  gammas: Sequence[int]
+  thresholds: Sequence[float]
+  calibration: Calibration
+
+
+def _policy_record(setting: Record, name: str, gamma: int, **measured: Any) -> Record:
+  """Return the record of a policy, with measurements."""
+  draft = f"{setting.draft}, {name}"
+  return dataclasses.replace(setting, draft=draft, gamma=gamma, **measured)
+
+
+def _policies(study: _Study) -> list[Policy]:
+  """Return all policies; autoregressive decoding is the first, and the adaptive policy the last."""
+  pair, sampling, gammas, thresholds, calibration = study
+  drafts = tuple(pair.draft(sampling, chain(gamma)) for gamma in gammas)
+
+  def fixed(name: str, gamma: int) -> Policy:
+    return Policy(name, gamma, pair.decode_fn(sampling, chain(gamma)), calibration.speedups[gamma])
+
+  def stopping(name: str, threshold: float, goal: float | None = None) -> Policy:
+    draft = stopping_draft(pair.loaded_target, lambda target: pair.draft_factory, threshold, goal)
+    decode = pair.with_draft(draft).decode_fn(sampling, chain(max(gammas)))
+    return Policy(name, max(gammas), decode, None)
+
+  decoder = AdaptiveDecoder(
+    pair.target, drafts, pair.verifier_for(sampling), pair.vocabulary.eos_id
+  )
+  adaptive = functools.partial(
+    decoder.run,
+    pair.params,
+    round_costs=jnp.array([calibration.round_cost(gamma) for gamma in gammas]),
+    prior=PRIOR_GUESSES * jnp.array([calibration.alpha, 1 - calibration.alpha]),
+  )
+  ordered = tuple(sorted(drafts, key=lambda draft: draft.tree.depth))
+  schedule = ScheduledDecoder(pair.target, ordered, decoder.verifier, decoder.eos_id)
+  scheduled = functools.partial(schedule.run, pair.params)
+  return [
+    fixed("autoregressive", 0),
+    *(fixed("fixed", gamma) for gamma in gammas),
+    fixed("auto", calibration.gamma),
+    *(stopping(_stopping_name(threshold), threshold) for threshold in thresholds),
+    *(stopping("stops by recent acceptance", first, GOAL) for first in thresholds[:1]),
+    Policy("+2 or -1", max(gammas), scheduled, None),
+    Policy("adaptive", max(gammas), adaptive, None),
+  ]
+
+
+def _stopping_name(threshold: float) -> str:
+  return f"stops below {threshold:g}"
+
+
+def _measure(
+  study: _Study, texts: Sequence[str], setting: Record, repeats: int, report: Report
+) -> Iterator[Record]:
+  """Measure all policies, interleaved; yield records of oracles, confidence scores and policies."""
+  pair, sampling, gammas, thresholds, calibration = study
+  size, limit = setting.batch_size, setting.max_new_tokens
+  policies = _policies(study)
+  width = pair.prompt(texts).shape[1]
+  prompts = [pair.prompt(texts[i : i + size], width) for i in range(0, len(texts), size)]
+  seconds, outputs = np.zeros(len(policies)), []
+  for i, prompt in enumerate(prompts):
+    keys = row_keys(setting.seed, i * size, len(prompt))
+    calls = [functools.partial(p.decode, prompt, rng=keys, max_new_tokens=limit) for p in policies]
+    medians, decoded = interleaved_medians(calls, repeats)
+    seconds += medians
+    outputs.append([require_finite(one) for one in jax.device_get(decoded)])
+    report((i + 1) / len(prompts))
+  outputs_of = [list(outputs_of_policy) for outputs_of_policy in zip(*outputs)]
+  autoregressive = outputs_of[0]
+  accepted = [
+    row
+    for prompt, decoded in zip(prompts, autoregressive)
+    for row in acceptances(pair, prompt, decoded, sampling)
+  ]
+  baseline_tokens_per_s = num_tokens(autoregressive) / float(seconds[0])
+  setting = dataclasses.replace(
+    setting,
+    alpha=float(np.concatenate(accepted).mean()),
+    num_tokens=num_tokens(autoregressive),
+    baseline_tokens_per_s=baseline_tokens_per_s,
+  )
+  predicted: dict[str, float] = {}  # speedups of policies without a closed form
+  if size == 1:
+    for name, speedup in oracles(accepted, calibration).items():
+      yield _policy_record(setting, name, len(calibration.c) - 1, predicted_finite_length=speedup)
+    confidences: dict[str, list[np.ndarray]] = {}
+    for prompt, decoded in zip(prompts, autoregressive):
+      for name, rows in certainties(pair, prompt, decoded).items():
+        confidences.setdefault(name, []).extend(rows)
+    for name, rows in confidences.items():
+      auc_of_one = auc(np.concatenate(accepted), np.concatenate(rows))
+      yield _policy_record(setting, f"confidence: {name}", 1, auc=auc_of_one)
+      auc_of_three = auc(in_a_row(accepted, 3), in_a_row(rows, 3))
+      yield _policy_record(setting, f"confidence: {name}", 3, auc=auc_of_three)
+    largest_probs = confidences["largest probability"]
+    for threshold in thresholds:
+      predicted[_stopping_name(threshold)] = stopped_speedup(
+        accepted, largest_probs, calibration, threshold, max(gammas)
+      )
+  for policy, decoded, policy_seconds in zip(policies, outputs_of, seconds):
+    tokens_per_s = num_tokens(decoded) / float(policy_seconds)
+    yield _policy_record(
+      setting,
+      policy.name,
+      policy.gamma,
+      num_tokens=num_tokens(decoded),
+      rounds=num_rounds(decoded),
+      tokens_per_round=num_tokens(decoded) / num_rounds(decoded),
+      predicted_finite_length=predicted.get(policy.name, policy.predicted),
+      speculative_tokens_per_s=tokens_per_s,
+      speedup=tokens_per_s / baseline_tokens_per_s,
+      identical=identical(autoregressive, decoded) if sampling.temperature == 0 else None,
+    )

@@ -1,0 +1,215 @@
+"""Comparison of a draft that changes from text to text with a frozen copy of it."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+from jaxtyping import Array, Int, Key
+from rich.console import Console
+
+from experiments.learned_drafts.online_learning import OnlineDraft, decode_and_learn
+from experiments.record_tables import online_table
+from specdec_jax.core.counts import num_rounds, num_tokens
+from specdec_jax.core.decode import Decoder
+from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DecodeResult, Params
+from specdec_jax.data.text import read_lines
+from specdec_jax.drafts.heads.stateless import SpeculatorDraft
+from specdec_jax.drafts.retrieval import Datastore, with_texts
+from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.measure import records
+from specdec_jax.measure.measure import settings_to_measure
+from specdec_jax.measure.progress import Progress
+from specdec_jax.measure.reporting.formats import render
+from specdec_jax.pairs import LoadedPair
+
+Decode = Callable[[Int[Array, "1 P"], Key[Array, " 1"]], DecodeResult]
+
+
+def serve_and_learn(
+  pair: LoadedPair,
+  inputs: Sequence[str],
+  output_dir: str,
+  num_texts: int = 200,
+  every: int = 50,
+  gamma: int = 5,
+  temperature: float = 0.0,
+  learning_rate: float = 0.003,
+  max_new_tokens: int = 64,
+  seed: int = 0,
+) -> None:
+  """Decode files with a frozen and an online version of a draft; print a table and write records.
+
+  A record covers one version and up to `every` texts of a file. The online version learns from all
+  files, in order.
+
+  Args:
+    pair: target and draft. Its `kernels` must be 'xla', and its draft must be a `pairs.speculator`.
+    inputs: paths of text files, one file per domain and one text per line.
+    output_dir: folder for `results.jsonl`. That file must not exist, because learning cannot be
+      resumed.
+    num_texts: maximum number of texts to decode from each file.
+    every: maximum number of texts per record.
+    gamma: number of draft tokens per round.
+    temperature: sampling temperature; 0 is argmax.
+    learning_rate: see `training.online.OnlineDraft`.
+    max_new_tokens: maximum number of tokens of each output.
+    seed: random seed of all sampling.
+
+  Raises:
+    InputError: the draft cannot learn, `results.jsonl` exists, or an argument is out of range.
+  """
+  require_types(serve_and_learn, locals())
+  settings = DecodeSettings(Sampling(temperature), max_new_tokens=max_new_tokens, seed=seed)
+  comparison = _Comparison(pair, inputs, output_dir, num_texts, every, gamma, settings)
+  frozen = pair.draft(settings.sampling, chain(gamma))
+  if not isinstance(frozen, SpeculatorDraft):
+    raise InputError(
+      f"{pair.draft_name} does not learn while it decodes; give a trained speculator."
+    )
+  head_params, target_params = pair.draft_params
+  draft = OnlineDraft(frozen, learning_rate)
+  learned = draft.initial_state(head_params)
+  verifier = pair.verifier_for(settings.sampling)
+  decoder = Decoder(pair.target, draft, verifier, pair.vocabulary.eos_id)
+
+  def decode(prompt: Int[Array, "1 P"], keys: Key[Array, " 1"]) -> DecodeResult:
+    nonlocal learned
+    params = Params(pair.target_params, (learned, target_params))
+    result, learned = decode_and_learn(decoder, params, prompt, keys, max_new_tokens=max_new_tokens)
+    return result
+
+  comparison.run("online", decode)
+
+
+def serve_and_store(
+  pair: LoadedPair,
+  inputs: Sequence[str],
+  output_dir: str,
+  num_texts: int = 200,
+  every: int = 50,
+  gamma: int = 16,
+  temperature: float = 0.0,
+  max_new_tokens: int = 64,
+  seed: int = 0,
+) -> None:
+  """Decode files with a frozen and a growing datastore; print a table and write records.
+
+  The growing datastore starts as the frozen one. Each output is added to it before the next text is
+  decoded (SuffixDecoding). A record covers one datastore and up to `every` texts of a file.
+
+  Args:
+    pair: target and draft. The draft must retrieve from a `Datastore`, which has room for more
+      texts.
+    inputs: paths of text files, one text per line.
+    output_dir: folder for `results.jsonl`. That file must not exist.
+    num_texts: maximum number of texts to decode from each file.
+    every: maximum number of texts per record.
+    gamma: maximum number of draft tokens per round.
+    temperature: sampling temperature; 0 is argmax.
+    max_new_tokens: maximum number of tokens of each output.
+    seed: random seed of all sampling.
+
+  Raises:
+    InputError: the draft has no datastore, `results.jsonl` exists, or an argument is out of range.
+  """
+  require_types(serve_and_store, locals())
+  settings = DecodeSettings(Sampling(temperature), max_new_tokens=max_new_tokens, seed=seed)
+  comparison = _Comparison(pair, inputs, output_dir, num_texts, every, gamma, settings)
+  store, start_id = pair.draft_params, pair.vocabulary.start_id
+  if not isinstance(store, Datastore):
+    raise InputError(f"{pair.draft_name} has no datastore; give a draft that retrieves.")
+  decoder = pair.decoder(settings.sampling, chain(gamma))
+
+  def decode(prompt: Int[Array, "1 P"], keys: Key[Array, " 1"]) -> DecodeResult:
+    nonlocal store
+    params = Params(pair.target_params, store)
+    result = jax.device_get(decoder.run(params, prompt, keys, max_new_tokens=max_new_tokens))
+    store = with_texts(store, [result.tokens[0, : result.lengths[0]].tolist()], start_id)
+    return result
+
+  comparison.run("growing", decode)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+  """Comparison of the draft of a pair with a version of it that changes from text to text.
+
+  Attributes:
+    pair: target and draft.
+    inputs: paths of text files, one text per line.
+    output_dir: folder for `results.jsonl`.
+    num_texts: maximum number of texts to decode from each file.
+    every: maximum number of texts per record.
+    gamma: number of draft tokens per round.
+    settings: settings of decoding.
+
+  Raises:
+    InputError: `results.jsonl` exists, or a number is not a positive integer.
+  """
+
+  pair: LoadedPair
+  inputs: Sequence[str]
+  output_dir: str
+  num_texts: int
+  every: int
+  gamma: int
+  settings: DecodeSettings
+
+  def __post_init__(self):
+    for name in ("num_texts", "every", "gamma"):
+      require_count(name, getattr(self, name))
+    if self._results.exists():
+      raise InputError(f"{self._results} is there already; delete it, or give another output_dir.")
+
+  @property
+  def _results(self) -> pathlib.Path:
+    return pathlib.Path(self.output_dir) / "results.jsonl"
+
+  def run(self, version: str, decode: Decode) -> None:
+    """Decode the texts in order, print a table and write records.
+
+    Args:
+      version: name of the version that changes.
+      decode: function that decodes one text with that version, and then changes it.
+    """
+    pair, settings, every = self.pair, self.settings, self.every
+    decode_frozen = pair.decode_fn(settings.sampling, chain(self.gamma))
+    texts = {path: read_lines(path, limit=self.num_texts) for path in self.inputs}
+    longest = max(len(pair.encode(text)) for lines in texts.values() for text in lines)
+    width = -(-longest // 8) * 8
+    measured: list[records.Record] = []
+    with Progress() as bar:
+      task = bar.add_task("decoding", total=sum(map(len, texts.values())))
+      for path, lines in texts.items():
+        for first in range(0, len(lines), every):
+          interval = lines[first : first + every]
+          frozen_outputs: list[DecodeResult] = []
+          outputs: list[DecodeResult] = []
+          for i, text in enumerate(interval, first):
+            prompt, keys = pair.prompt([text], width), row_keys(settings.seed, i, 1)
+            outputs.append(jax.device_get(decode(prompt, keys)))
+            frozen = decode_frozen(prompt, keys, max_new_tokens=settings.max_new_tokens)
+            frozen_outputs.append(jax.device_get(frozen))
+            bar.advance(task)
+          (setting,) = settings_to_measure(pair, interval, [settings], [self.gamma])
+          for suffix, of_version in (("", frozen_outputs), (f", {version}", outputs)):
+            measured.append(
+              dataclasses.replace(
+                setting,
+                task=pathlib.Path(path).name,
+                draft=pair.draft_name + suffix,
+                num_tokens=num_tokens(of_version),
+                rounds=num_rounds(of_version),
+                tokens_per_round=num_tokens(of_version) / num_rounds(of_version),
+              )
+            )
+    with records.open_results(self.output_dir) as path:
+      for record in measured:
+        records.append(path, record)
+    console = Console(markup=False, soft_wrap=True)
+    console.print(render(online_table(measured), "terminal"))
+    console.print(f"Records: {self._results}")

@@ -1,0 +1,130 @@
+"""Train a target and a draft head together (Medusa-2; Cai et al., 2024; Stern et al., 2018)."""
+
+import functools
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+
+from specdec_jax.checkpoints.folder import save_model
+from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.commands.train import bleu_of, config_of, open_fitting_vocabulary
+from specdec_jax.drafts.heads import SpeculatorConfig, init_params
+from specdec_jax.errors import InputError, require_count, require_number, require_types
+from specdec_jax.models.families import Config
+from specdec_jax.models.partitioning import make_mesh, param_shardings
+from specdec_jax.train.distillation_data import Teacher, parallel_text
+from specdec_jax.train.objectives import Divergence
+from specdec_jax.train.speculators import joint_objective
+from specdec_jax.train.trainer import TrainSettings, train
+
+
+def train_jointly(
+  data: str,
+  sources: list[str] | None,
+  targets: list[str],
+  valid_source: str | None,
+  valid_target: str | None,
+  config: Callable[[Config], SpeculatorConfig],
+  settings: TrainSettings,
+  vocabulary: str,
+  target: str,
+  output: str,
+  work_dir: str,
+  start: str | None = None,
+  texts: Literal["references", "beam_search"] = "references",
+  num_beams: int = 4,
+  head_weight: float = 0.2,
+  target_rate: float = 0.05,
+  dropout_rate: float = 0.1,
+  divergence: Divergence = "forward_kl",
+  stride: int = 4,
+) -> None:
+  """Train a target and a draft head together, and save both; an interrupted run resumes.
+
+  The result is a new target and a head for it. Decoding with them is exact with respect to the new
+  target, not to the original one.
+
+  BLEU of the target on the validation text is computed before training and after each epoch. The
+  validation loss, accuracy and acceptance length are those of `joint_objective`, on the original
+  target's argmax outputs. The accuracy is therefore the share of their tokens that the new target
+  predicts, too.
+
+  Args:
+    data: folder of the text files.
+    sources: names of the source files, one sentence per line. The files are concatenated. None if
+      the target is decoder-only.
+    targets: names of the files of translations; for a decoder-only target, of texts.
+    valid_source: name of the file of validation sentences, which the original target translates;
+      None if the target is decoder-only.
+    valid_target: name of the file with the translations of the validation sentences, for BLEU. It
+      is not read if `valid_source` is None.
+    config: function from the configuration of the target to the configuration of the head.
+    settings: number of epochs, learning rate of the head, sharding and other settings of training.
+    vocabulary: vocabulary file of both.
+    target: checkpoint of the original target, in any format that `pairs.load_pair` reads.
+    output: folder for the new target (`target`) and its head (`speculator`), in bfloat16.
+    work_dir: folder for checkpoints and metrics of this run.
+    start: folder of a head that `train_speculator` trained for the original target with the same
+      configuration (the first of Medusa's two stages). Training starts from its parameters. None to
+      start from random parameters.
+    texts: 'references', or 'beam_search' for the outputs of the original target's beam search for
+      the sources (sequence-level distillation). These are written to `beam_search.npz` in
+      `work_dir`, and read from there if the file exists.
+    num_beams: number of beams of this search.
+    head_weight: weight of the head's loss relative to that of the target.
+    target_rate: learning rate of the target relative to that of the head.
+    dropout_rate: dropout rate of the target in its own loss.
+    divergence: divergence between the head and the texts (`objectives.divergences`).
+    stride: number of tokens between anchors, the positions at which rounds start
+      (`training.speculators.speculator_objective`).
+
+  Raises:
+    InputError: a number is out of range, 'beam_search' is given for a decoder-only target,
+      `valid_source` is given without `valid_target`, the target does not fit the vocabulary, or the
+      head in `start` does not fit `config`.
+  """
+  require_types(train_jointly, locals())
+  for name, count in {"num_beams": num_beams, "stride": stride}.items():
+    require_count(name, count)
+  for name, number in {"head_weight": head_weight, "target_rate": target_rate}.items():
+    require_number(name, number, 0, math.inf)
+  if texts == "beam_search" and not sources:
+    raise InputError("A beam search needs sources; use texts 'references' for this target.")
+  if valid_source and not valid_target:
+    raise InputError("BLEU needs the translations of valid_source; give their file, valid_target.")
+  words, target_config = open_fitting_vocabulary(config_of(target, dropout_rate), vocabulary)
+  mesh = make_mesh(settings.model_parallel)
+  shardings = functools.partial(param_shardings, mesh=mesh)
+  original = load_params(target, target_config, shardings=shardings)
+  teacher = Teacher(words, target_config, original, mesh)
+  text = parallel_text(words, data, sources, targets)
+  if texts == "beam_search":
+    path = pathlib.Path(work_dir) / "beam_search.npz"
+    text = teacher.beam_search_text(path, text, num_beams)
+  valid = teacher.validation_pairs(data, valid_source)
+
+  def bleu(params) -> float:
+    references = f"{data}/{valid_target}"
+    return bleu_of(target_config, params["target"], words, valid.sources, references)
+
+  head_config = config(target_config)
+  if start:
+    head = open_checkpoint(start).load(head_config)
+  else:
+    head = init_params(head_config, jax.random.key(settings.seed))
+  objective = joint_objective(
+    head_config,
+    target_config,
+    head_weight,
+    target_rate,
+    settings.label_smoothing,
+    divergence,
+    stride,
+  )
+  init = {"target": original, "head": head}
+  params = train(objective, settings, text, valid, work_dir, init, bleu if valid_source else None)
+  save_model(f"{output}/target", target_config, params["target"], words.fingerprint())
+  save_model(f"{output}/speculator", head_config, params["head"], words.fingerprint())

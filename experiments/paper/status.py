@@ -1,0 +1,262 @@
+"""Reproduction status of each number that the paper prints.
+
+A number is computed from a formula, derived from a compiled program, measured on a stand-in (other
+models or texts than the paper's), or not available here. Numbers that the paper prints twice count
+once: the measured speeds of Table 4 are also in Table 2, and the alphas of Tables 2 and 4, and of
+Table 5 without lenience, are also in Table 3.
+"""
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments.paper.paper_tables import PaperRow
+from specdec_jax import theory
+from specdec_jax.measure.records import Record
+from specdec_jax.measure.reporting.tables import MISSING, Table
+
+COMPUTED = "computed, equal"
+ROUNDED = "computed, equal within the rounding of its inputs"
+DIFFERS = "computed, DIFFERS"
+NO_GAMMA = "computed: Theorem 8 gives less at every gamma"
+MEASURED = "measured with the paper's own models"
+STAND_IN = "measured on a stand-in"
+COMPILED = "compiled for TPU v4"
+WEIGHTS = "needs weights"
+WEIGHTS_AND_TPU = "needs weights and a TPU"
+
+# The paper's M_p -> file of the stand-in's records in `experiments`, and names of its drafts there.
+_ENDE = {"unigram": "unigram", "bigram": "bigram", "t5-small": "draft"}
+_STAND_INS: dict[str, tuple[str, dict[str, str]]] = {
+  "T5-XXL (EnDe)": ("table3/results.jsonl", _ENDE),
+  "T5-XXL (CNNDM)": (
+    "model_free_drafts/results.jsonl",
+    {"unigram": "unigram", "bigram": "bigram"},
+  ),
+  "GPT-like (97M)": (
+    "table3/gpt_like.jsonl",
+    {"unigram": "unigram", "bigram": "bigram", "gpt-like (6m)": "gpt_like_600k"},
+  ),
+}
+_LENIENCE = "table5/results.jsonl"
+_REPRODUCTION = {
+  "table3/results.jsonl": "the embedded pair, captions: `experiments/table3/table3.gin`",
+  "table3/gpt_like.jsonl": "the embedded GPT-like pair: `experiments/table3/table3_gpt_like.gin`",
+  "model_free_drafts/results.jsonl": "T5-11B's published outputs: "
+  "`experiments/model_free_drafts/given_outputs.gin`",
+  _LENIENCE: "the embedded pair, captions: `experiments/table5/table5.gin`",
+}
+RECORDS = tuple(_REPRODUCTION)  # files of records for `claims`
+COMPILED_TABLE = "tpu_v4/table2.jsonl"  # reports of the TPU compiler
+
+_TABLE_1 = "`scripts/tabulate.py --table 1`"
+_STATUS = "`scripts/tabulate.py --table status`"
+_COMPILER = "`scripts/compile_table2.py`"
+_WITH_WEIGHTS = "`gin/runs/{}.gin` with weights, [as below](#the-papers-own-rows)"
+_LAMDA = (
+  "weights never published; "
+  "`experiments/table3/alpha.gin` with `gin/models/lamda.gin` runs the sizes"
+)
+
+
+class Claim(NamedTuple):
+  """A number that the paper prints, and its reproduction status.
+
+  Attributes:
+    table: numbers of the tables that print it, or number of the section.
+    quantity: description of the number. Claims that differ only in temperature or lenience have the
+      same quantity.
+    printed: text of the number in the paper.
+    status: one of the constants of this module, such as COMPUTED.
+    ours: text of our number; MISSING if we have no number.
+    reproduction: instructions to reproduce our number or the number of the paper.
+  """
+
+  table: str
+  quantity: str
+  printed: str
+  status: str
+  ours: str
+  reproduction: str
+
+
+def claims(
+  paper: Mapping[int, Sequence[PaperRow]],
+  records: Mapping[str, Sequence[Record]],
+  compiled: Sequence[Mapping[str, Any]],
+) -> list[Claim]:
+  """Return all claims: those of Tables 1 to 5, in order, and then that of Section 3.6.
+
+  Args:
+    paper: rows of Tables 1 to 5 by number (`paper.load_table`).
+    records: records of each file in RECORDS.
+    compiled: rows of Table 2 compiled for TPU v4. Each has task, m_q, temperature, and the
+      bandwidth-bound estimates of c and speed.
+  """
+  compiled_rows = {(r["task"], r["m_q"], r["temperature"]): r for r in compiled}
+  return [
+    *_table_1(paper[1]),
+    *_speeds(paper[2], compiled_rows),
+    *_alphas(paper[3], records),
+    *_costs_and_expected(paper[4], compiled_rows),
+    *_lenient(paper[5], records),
+    *_lenient_speeds(paper[5]),
+    _bigram_speed(),
+  ]
+
+
+def _table_1(rows: Sequence[PaperRow]) -> Iterable[Claim]:
+  for row in rows:
+    alpha, gamma = row["alpha"], int(row["gamma"])
+    for name, value in (
+      ("operations", theory.operations_factor(alpha, gamma, 0)),
+      ("speed", theory.walltime_improvement(alpha, gamma, 0)),
+    ):
+      printed, ours = f"{row[name]:.2f}", f"{value:.2f}"
+      status = COMPUTED if printed == ours else DIFFERS
+      quantity = f"operations, speed; alpha {alpha:g}, gamma {gamma}"
+      yield Claim("1", quantity, printed, status, ours, _TABLE_1)
+
+
+def _speeds(rows: Sequence[PaperRow], compiled_rows) -> Iterable[Claim]:
+  for row in rows:
+    compiled = compiled_rows.get((row["task"], row["m_q"], row["temperature"]))
+    yield Claim(
+      "2, 4",
+      f"speed; {row['task']}, {row['m_q']}",
+      f"{row['speed']:.1f}",
+      COMPILED if compiled else WEIGHTS_AND_TPU,
+      f"{compiled['speed']:.1f}" if compiled else MISSING,
+      f"{_COMPILER}; measured: {_WITH_WEIGHTS.format('table2')}",
+    )
+
+
+def _alphas(rows: Sequence[PaperRow], records) -> Iterable[Claim]:
+  for row in rows:
+    file, drafts = _STAND_INS.get(row["m_p"], ("", {}))
+    draft = drafts.get(row["m_q"].casefold())
+    record = _last_match(records.get(file, ()), draft, row["temperature"], 1.0)
+    is_lamda = row["m_p"].startswith("LaMDA")
+    reproduction = _LAMDA if is_lamda else _WITH_WEIGHTS.format("table3")
+    if draft:
+      reproduction = _REPRODUCTION.get(file, reproduction)
+    quantity = f"alpha; {row['m_p']}, {row['m_q']}"
+    yield _alpha_claim("3", quantity, row["alpha"], record, reproduction)
+
+
+def _costs_and_expected(rows: Sequence[PaperRow], compiled_rows) -> Iterable[Claim]:
+  first = {row["m_q"]: row for row in reversed(rows)}  # c depends on the draft, not on the task
+  for m_q in dict.fromkeys(row["m_q"] for row in rows):
+    row = first[m_q]
+    compiled = compiled_rows.get((row["task"], m_q, row["temperature"]))
+    status = COMPILED if compiled else WEIGHTS_AND_TPU
+    ours = f"{compiled['c']:.3f}" if compiled else MISSING
+    yield Claim("4", f"c; {m_q}", f"{row['c']:g}", status, ours, _COMPILER)
+  for row in rows:
+    alpha, c, gamma = row["alpha"], row["c"], row["gamma"]
+    ours = float(theory.walltime_improvement(alpha, gamma, c))
+    # The printed alpha, c and speed are rounded: bounds for all values that round to them.
+    lowest = float(theory.walltime_improvement(alpha - 0.005, gamma, c + 0.005))
+    highest = float(theory.walltime_improvement(alpha + 0.005, gamma, c - 0.005))
+    within = lowest < row["exp"] + 0.05 and row["exp"] - 0.05 < highest
+    equal = f"{ours:.1f}" == f"{row['exp']:.1f}"
+    status = COMPUTED if equal else ROUNDED if within else DIFFERS
+    quantity = f"expected speed; {row['task']}, {row['m_q']}"
+    ours_text = f"{ours:.1f}" if equal else f"{ours:.2f}"
+    yield Claim("4", quantity, f"{row['exp']:.1f}", status, ours_text, _STATUS)
+
+
+def _lenient(rows: Sequence[PaperRow], records) -> Iterable[Claim]:
+  for row in rows:
+    if row["lenience"] < 1:
+      model = row["m_q"].partition(" (")[0]
+      draft = _ENDE.get(model.casefold())
+      record = _last_match(records.get(_LENIENCE, ()), draft, row["temperature"], row["lenience"])
+      quantity = f"alpha, lenience 0.5 / 0.3 / 0.1; {model}, temperature {row['temperature']:g}"
+      reproduction = _REPRODUCTION[_LENIENCE] if draft else _WITH_WEIGHTS.format("table5")
+      yield _alpha_claim("5", quantity, row["alpha"], record, reproduction)
+
+
+def _lenient_speeds(rows: Sequence[PaperRow]) -> Iterable[Claim]:
+  """Yield claims about speedups of Appendix A.5, which prints a gamma for temperature 0 only."""
+  for row in rows:
+    if row["speed"] is None:
+      continue
+    alpha, gamma, c = row["alpha"], row["gamma"], row["c"]
+    gamma = gamma or theory.best_gamma(alpha, c, most=50)
+    ours = float(theory.walltime_improvement(alpha, gamma, c))
+    equal = f"{ours:.1f}" == f"{row['speed']:.1f}"
+    yield Claim(
+      "5",
+      f"speed, lenience 1 / 0.5 / 0.3 / 0.1; T5-small, temperature {row['temperature']:g}",
+      f"{row['speed']:.1f}",
+      COMPUTED if equal else NO_GAMMA if row["gamma"] is None else DIFFERS,
+      f"{ours:.1f}" if equal else f"{ours:.2f}",
+      _STATUS,
+    )
+
+
+def _bigram_speed() -> Claim:
+  """Return the claim of Section 3.6 about the bigram draft's speedup: alpha 0.2, gamma 3, c = 0."""
+  ours = f"{float(theory.walltime_improvement(0.2, 3, 0)):.2f}"
+  status = COMPUTED if ours == "1.25" else DIFFERS
+  return Claim("3.6", "speed; EnDe, bigram, gamma 3", "1.25", status, ours, _STATUS)
+
+
+def _alpha_claim(
+  table: str, quantity: str, printed: float, record: Record | None, reproduction: str
+) -> Claim:
+  status, ours = (STAND_IN, f"{record.alpha:.2f}") if record else (WEIGHTS, MISSING)
+  return Claim(table, quantity, f"{printed:.2f}", status, ours, reproduction)
+
+
+def _last_match(records: Iterable[Record], draft: str | None, temperature: float, lenience: float):
+  setting = (draft, temperature, lenience, 0)
+  matches = [r for r in records if (r.draft, r.temperature, r.lenience, r.top_k) == setting]
+  return matches[-1] if matches else None
+
+
+def status_table(all_claims: Sequence[Claim]) -> Table:
+  """Return a table with one row per quantity, such as alpha at both temperatures."""
+  groups: dict[tuple[str, str], list[Claim]] = {}
+  for claim in all_claims:
+    groups.setdefault((claim.table, claim.quantity), []).append(claim)
+  rows = tuple(
+    (
+      table,
+      quantity,
+      f"{len(group)}",
+      " / ".join(claim.printed for claim in group),
+      _joined([claim.status for claim in group]),
+      " / ".join(claim.ours for claim in group),
+      _joined([claim.reproduction for claim in group]),
+    )
+    for (table, quantity), group in groups.items()
+  )
+  counts = ", ".join(f"{count} {status}" for status, count in status_counts(all_claims).rows)
+  return Table(
+    "Reproduction status of the paper's printed numbers",
+    ("table", "quantity", "numbers", "printed", "status", "ours", "reproduction"),
+    rows,
+    (
+      f"{len(all_claims)} numbers: {counts}.",
+      "Two numbers in a row are at temperature 0 and 1, unless the row names the temperature. A "
+      "stand-in is another model or another text: its number is shown next to the paper's, but is "
+      "not a reproduction of it.",
+      "Appendix A.5 prints improvement factors with lenience at temperature 1 without a gamma. Our "
+      "value is Theorem 8 with the best gamma for the printed alpha and c.",
+    ),
+  )
+
+
+def _joined(values: Sequence[str]) -> str:
+  """Join values if they differ; return a single value if all are equal."""
+  return " / ".join(values if len({*values}) > 1 else values[:1])
+
+
+def status_counts(all_claims: Sequence[Claim]) -> Table:
+  """Return a table of the number of claims of each status; MEASURED is always the first row."""
+  counts = collections.Counter({MEASURED: 0})
+  counts.update(claim.status for claim in all_claims)
+  rows = tuple((status, f"{count}") for status, count in counts.items())
+  return Table("Reproduction status", ("status", "printed numbers"), rows, ())

@@ -1,0 +1,275 @@
+"""Compare the speed of this package with other libraries that run T5 models.
+
+All libraries get the same weights, inputs, limits and number of threads.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from experiments.peers.comparison import OWN_BASELINE, Backend, Comparison, Decode, best_of_beams
+from experiments.peers.worker import Process, after_idle, in_subprocess
+from experiments.record_tables import PEERS_LEGEND, peers_table
+from specdec_jax.core.counts import (
+  acceptance_by_position,
+  acceptance_rate,
+  identical,
+  num_rounds,
+  num_tokens,
+  require_finite,
+)
+from specdec_jax.core.decode import Decoder
+from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.measure import records
+from specdec_jax.measure.measure import settings_to_measure
+from specdec_jax.measure.records import Record
+from specdec_jax.measure.reporting.formats import render
+from specdec_jax.measure.reporting.tables import legend_lines
+from specdec_jax.measure.sweep import Report, Step, measure_missing
+from specdec_jax.measure.timing import interleaved_seconds, ratio_range
+from specdec_jax.pairs import LoadedPair
+
+_Target = tuple[str, str]  # dtype and kernels of this package
+_Precision = tuple[_Target, str]  # with the name of the draft, which contains its format
+# (precision, gamma) of speculative decoding, (target, name) of this package's autoregressive
+# decoding, or (None, name) of a different library.
+_DecoderKey = tuple[_Precision | _Target | None, str | int]
+
+
+def peers(
+  comparisons: Sequence[Callable[[str], Comparison]],
+  backends: Sequence[Backend],
+  output_dir: str,
+  repeats: int = 5,
+  seed: int = 0,
+) -> None:
+  """Time speculative decoding against other backends, print tables and append to `results.jsonl`.
+
+  Backends whose packages are not installed are reported and skipped.
+
+  Args:
+    comparisons: functions that take a folder for weights and return a comparison. The folder is
+      deleted when the comparison has been measured.
+    backends: backends to time, in addition to this package's autoregressive decoding.
+    output_dir: folder for the records; settings that are already recorded there are not measured
+      again.
+    repeats: number of repeats of each timed decode, interleaved.
+    seed: seed of all sampling.
+
+  Raises:
+    InputError: there are no comparisons, a comparison has no texts or gammas, or an argument is out
+      of range.
+  """
+  require_types(peers, locals())
+  require_seed(seed)
+  require_count("repeats", repeats)
+  if not comparisons:
+    raise InputError("There is nothing to measure: no comparisons.")
+  console, installed = Console(markup=False), [OWN_BASELINE]
+  for backend in backends:
+    if missing := backend.missing_packages():
+      console.print(f"not installed: {backend.name} (needs {', '.join(missing)})")
+    else:
+      installed.append(backend)
+  with records.open_results(output_dir) as results:
+    for make_comparison in comparisons:
+      with tempfile.TemporaryDirectory() as folder:
+        comparison = make_comparison(folder)
+        for sampling in map(Sampling, comparison.workload.temperatures):
+          measured = _compare(comparison, sampling, installed, results, repeats, seed)
+          for precision in dict.fromkeys(map(_precision, measured)):
+            table = peers_table([r for r in measured if _precision(r) == precision])
+            console.print(render(table, "terminal"), soft_wrap=True)
+        del comparison
+      _free_memory()
+  console.print(Text("\n".join(legend_lines(PEERS_LEGEND)), style="dim"))
+  console.print(f"Records: {results} (measured once; delete the file to measure again)")
+
+
+def _compare(
+  comparison: Comparison,
+  sampling: Sampling,
+  backends: Sequence[Backend],
+  results: str,
+  repeats: int,
+  seed: int,
+) -> list[Record]:
+  """Measure the settings that `results` lacks, and return the records of all settings."""
+  workload = comparison.workload
+  if not (workload.texts and workload.gammas):
+    raise InputError("There is nothing to measure: no texts, or no gammas.")
+  supported = {b.name: b for b in backends if b.supports(comparison, sampling)}
+  settings = [
+    dataclasses.replace(setting, beams=workload.beams, draft_beams=workload.draft_beams)
+    for pair in comparison.pairs
+    for name in supported
+    for setting in settings_to_measure(
+      pair,
+      workload.texts,
+      [DecodeSettings(sampling, max_new_tokens=workload.max_new_tokens, seed=seed)],
+      workload.gammas,
+      baseline=name,
+    )
+  ]
+  measure = functools.partial(_measure, comparison, sampling, supported, repeats, seed)
+  description = f"{settings[0].subject}, temperature {sampling.temperature:g}"
+  measured = measure_missing(results, [Step(description, settings, measure)])
+  _free_memory()
+  by_key = {records.key(record): record for record in measured}
+  return [by_key[records.key(setting)] for setting in settings]
+
+
+def _measure(
+  comparison: Comparison,
+  sampling: Sampling,
+  backends: Mapping[str, Backend],
+  repeats: int,
+  seed: int,
+  settings: Sequence[Record],
+  report: Report,
+) -> list[Record]:
+  """Measure settings; each setting has one pair, one backend as its baseline, and one gamma."""
+  started = time.perf_counter()
+  workload = comparison.workload
+  seconds, results_by_text = [], []
+  with contextlib.ExitStack() as stack:
+    decoders = _load_decoders(comparison, sampling, backends, settings, stack)
+    for i, text in enumerate(workload.texts):
+      prompt, rng = comparison.pair.prompt([text]), row_keys(seed, i, 1)
+      calls = [
+        functools.partial(
+          decode, prompt, rng, max_new_tokens=workload.max_new_tokens, sampling=sampling
+        )
+        for decode in decoders.values()
+      ]
+      seconds_of_text, results = interleaved_seconds(calls, repeats)
+      seconds.append(seconds_of_text)
+      results_by_text.append([require_finite(result) for result in jax.device_get(results)])
+      report((i + 1) / len(workload.texts))
+  outputs = dict(zip(decoders, map(list, zip(*results_by_text))))
+  tokens = np.array([num_tokens(outputs[key]) for key in decoders])
+  # `seconds` is [texts, repeats, decoders].
+  rate = dict(zip(decoders, tokens / np.median(seconds, axis=1).sum(axis=0)))
+  rate_of_repeats = dict(zip(decoders, (tokens / np.sum(seconds, axis=0)).T))
+
+  def compare_outputs(setting: Record) -> bool:
+    """Return True if both decoders compute the same target, so that outputs must be equal."""
+    if not comparison.stops_at_eos or sampling.temperature:
+      return False
+    float32 = setting.dtype == "float32" and not setting.kernels.endswith("int8")
+    return setting.baseline == OWN_BASELINE.name or (float32 and backends[setting.baseline].float32)
+
+  measured = []
+  for setting in settings:
+    key, baseline_key = (_precision(setting), setting.gamma), _baseline_key(setting)
+    ours, theirs = outputs[key], outputs[baseline_key]
+    speedup = rate[key] / rate[baseline_key]
+    low, high = ratio_range(float(speedup), rate_of_repeats[key] / rate_of_repeats[baseline_key])
+    target_calls = sum(int(result.num_rounds) for result in theirs)
+    measured.append(
+      dataclasses.replace(
+        setting,
+        num_tokens=num_tokens(ours),
+        rounds=num_rounds(ours),
+        alpha=comparison.alpha,
+        acceptance_rate=None if workload.beams else acceptance_rate(ours),
+        acceptance_by_position=None if workload.beams else acceptance_by_position(ours),
+        tokens_per_round=num_tokens(ours) / num_rounds(ours),
+        baseline_pass_ms=1e3 * num_tokens(theirs) / rate[baseline_key] / target_calls,
+        baseline_tokens_per_s=rate[baseline_key],
+        speculative_tokens_per_s=rate[key],
+        speedup=speedup,
+        speedup_low=low,
+        speedup_high=high,
+        identical=identical(theirs, ours) if compare_outputs(setting) else None,
+        seconds=time.perf_counter() - started,
+      )
+    )
+  return measured
+
+
+def _load_decoders(
+  comparison: Comparison,
+  sampling: Sampling,
+  backends: Mapping[str, Backend],
+  settings: Sequence[Record],
+  stack: contextlib.ExitStack,
+) -> dict[_DecoderKey, Callable]:
+  """Return all decoders that the settings need, as functions that return seconds and a result.
+
+  `stack` closes the subprocesses in which backends run.
+  """
+  pairs = {_precision(pair): pair for pair in comparison.pairs}
+
+  @functools.cache
+  def subprocess_named(name: str, python: str | None) -> Process:
+    return stack.enter_context(Process(python))
+
+  decoders: dict[_DecoderKey, Callable] = {}
+  for setting in settings:
+    pair = pairs[_precision(setting)]
+    speculative = _speculative(comparison, pair, sampling, setting.gamma)
+    decoders[_precision(setting), setting.gamma] = functools.partial(after_idle, speculative)
+    key = _baseline_key(setting)
+    if key in decoders:
+      continue
+    backend = backends[setting.baseline]
+    if backend.process:
+      decoders[key] = in_subprocess(
+        subprocess_named(backend.process, backend.python), backend, comparison
+      )
+    else:
+      decode = backend.load(comparison._replace(pairs=(pair,)))
+      decoders[key] = functools.partial(after_idle, decode)
+  return decoders
+
+
+def _target(one: Record | LoadedPair) -> _Target:
+  """Return dtype and kernels, whose name contains the format of the weights."""
+  return one.dtype, one.kernels
+
+
+def _precision(one: Record | LoadedPair) -> _Precision:
+  return _target(one), one.draft if isinstance(one, Record) else one.draft_name
+
+
+def _baseline_key(setting: Record) -> _DecoderKey:
+  """Return the key of a setting's baseline. Other libraries do not depend on our precision."""
+  own = setting.baseline == OWN_BASELINE.name
+  return _target(setting) if own else None, setting.baseline
+
+
+def _speculative(
+  comparison: Comparison, pair: LoadedPair, sampling: Sampling, gamma: int
+) -> Decode:
+  """Return a function for speculative decoding, or speculative beam search if there are beams."""
+  beams, draft_beams = comparison.workload.beams, comparison.workload.draft_beams
+  if beams:
+    return best_of_beams(pair.beam_searcher(beams, gamma, draft_beams), pair.params)
+  draft = pair.draft(sampling, chain(gamma))
+
+  def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
+    decoder = Decoder(pair.target, draft, TokenVerifier(sampling))
+    return decoder.run(pair.params, prompt, rng, max_new_tokens=max_new_tokens)
+
+  return decode
+
+
+def _free_memory() -> None:
+  """Free weights that are no longer referenced, and all programs that JAX has compiled."""
+  jax.clear_caches()
+  gc.collect()

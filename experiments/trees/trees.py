@@ -1,0 +1,228 @@
+"""Acceptance lengths of chains and trees with each verifier: tokens per target forward pass.
+
+Records of chains and static trees also have the speedup that is predicted from measured costs
+(Section 3.5).
+"""
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from experiments.record_tables import lengths_table
+from experiments.reports import lengths_report
+from specdec_jax.commands.quickstart import show_examples
+from specdec_jax.commands.speedup import decode_examples
+from specdec_jax.core.counts import identical, num_tokens, require_finite
+from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
+from specdec_jax.core.types import DecodeResult, Verifier
+from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.measure.alpha import positional_acceptance, ratio_with_interval
+from specdec_jax.measure.autoregressive import generate
+from specdec_jax.measure.costs import Costs, measure_costs
+from specdec_jax.measure.measure import settings_to_measure
+from specdec_jax.measure.records import Record
+from specdec_jax.measure.reporting.tables import sampling_text
+from specdec_jax.measure.sweep import Report, Step, sweep
+from specdec_jax.pairs import LoadedPair
+from specdec_jax.theory import best_tree
+
+WIDTH = 8  # number of ranks whose acceptance is measured
+
+
+def trees(
+  pair: LoadedPair,
+  texts: Sequence[str],
+  output_dir: str,
+  samplings: Sequence[Sampling],
+  gammas: Sequence[int] = (3, 5, 7, 10),
+  shapes: Sequence[tuple[int, int]] = ((8, 5), (16, 5), (32, 5), (64, 10)),
+  dynamic: Sequence[tuple[int, int]] = ((16, 5), (32, 5), (64, 10)),
+  verifiers: Sequence[Callable[[Sampling], Verifier]] = (TokenVerifier, BlockVerifier),
+  calibration_texts: int = 100,
+  calibration_tokens: int = 1000,
+  batch_size: int = 1,
+  max_new_tokens: int = 64,
+  min_tokens: int = 10_000,
+  seed: int = 0,
+  report_examples: int = 2,
+) -> None:
+  """Measure acceptance lengths in real rounds; print a table, and write records and a page.
+
+  Args:
+    pair: target and draft; see `pairs.load_pair`.
+    texts: sources. Trees are built from the first `calibration_texts` texts, and measured on the
+      remaining texts.
+    output_dir: folder for `results.jsonl` and `report.html`; settings recorded there already are
+      not measured again.
+    samplings: sampling methods; each is measured.
+    gammas: gamma of each chain.
+    shapes: (nodes, depth) of static trees; both are maximums. The rounds that are shown use the
+      first static tree, or the first dynamic tree if there is no static tree.
+    dynamic: (nodes, depth) of dynamic trees, which are verified with `TokenVerifier`.
+    verifiers: classes of `core.verify`, or functions from a sampling method to a verifier. At
+      temperature 0 only the first is used, because all exact verifiers accept the same tokens.
+    calibration_texts: number of texts from which trees are built.
+    calibration_tokens: number of generated tokens from which trees are built. The calibration texts
+      may give fewer tokens.
+    batch_size: number of texts decoded together, also when costs are measured.
+    max_new_tokens: maximum number of tokens of each output.
+    min_tokens: minimum number of generated tokens to measure on.
+    seed: random seed of all sampling.
+    report_examples: number of texts per sampling method whose rounds are in the report. They are
+      decoded with the first verifier. The rounds of the first of these texts are printed, too.
+
+  Raises:
+    InputError: there is nothing to measure, or an argument is out of range.
+  """
+  require_types(trees, locals())
+  require_seed(seed)
+  counts = dict(calibration_texts=calibration_texts, calibration_tokens=calibration_tokens)
+  counts |= dict(max_new_tokens=max_new_tokens, min_tokens=min_tokens)
+  for name, value in counts.items():
+    require_count(name, value)
+  pair.require_batch_size(batch_size)
+  if not (samplings and verifiers and len(texts) > calibration_texts):
+    raise InputError(
+      "There is nothing to measure: no samplings, no verifiers, or no texts after the "
+      "calibration_texts."
+    )
+  to_calibrate, rest = texts[:calibration_texts], texts[calibration_texts:]
+  with_first_verifier = pair._replace(verifier=verifiers[0])
+  # Filled by `steps`: settings and first tree of each sampling method, for the report.
+  to_show: list[tuple[DecodeSettings, AnyTree]] = []
+
+  def steps() -> Iterator[Step]:
+    for sampling in samplings:
+      settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
+      prompts, _, outputs = zip(*generate(pair, to_calibrate, settings, calibration_tokens))
+      ranks = positional_acceptance(pair, prompts, outputs, sampling, WIDTH)
+      print(
+        f"temperature {sampling.temperature:g}: acceptance of a node's child of each rank: "
+        f"{np.round(ranks, 3).tolist()}",
+        flush=True,
+      )
+      trees_: list[AnyTree] = [best_tree(ranks.tolist(), nodes, depth) for nodes, depth in shapes]
+      trees_ += [DynamicTree(nodes - 1, depth) for nodes, depth in dynamic]
+      to_show.extend((settings, tree) for tree in trees_[:1])
+      generated = functools.cache(functools.partial(generate, pair, rest, settings, min_tokens))
+      proposals = [*map(chain, gammas), *trees_]
+      costs = functools.cache(
+        functools.partial(
+          _costs, with_first_verifier, proposals, prompts[0], sampling, max_new_tokens
+        )
+      )
+      for tree in proposals:
+        for verified in _with_verifiers(pair, sampling, tree, verifiers):
+          (setting,) = settings_to_measure(verified, rest, [settings], [tree.depth])
+          setting = dataclasses.replace(setting, **_shape(tree))
+          yield Step(
+            f"temperature {sampling_text(setting)}, {setting.kind} of {tree.num_nodes} nodes",
+            [setting],
+            functools.partial(_measure, verified, generated, sampling, tree, costs),
+          )
+
+  def page(measured: list[Record]) -> str:
+    shown = rest[: max(0, report_examples)]
+    examples = [
+      [*decode_examples(with_first_verifier, shown, [settings], [tree])]
+      for settings, tree in to_show
+    ]
+    for sampling_examples in examples:
+      show_examples(sampling_examples, 1)
+    title = f"Acceptance lengths: {measured[0].subject}"
+    return lengths_report(measured, [*itertools.chain(*examples)], title)
+
+  sweep(output_dir, steps, lambda measured: [lengths_table(measured)], page)
+
+
+def _shape(tree: AnyTree) -> dict[str, Any]:
+  """Return the fields of a record that describe a tree, except its depth."""
+  if isinstance(tree, DynamicTree):
+    return {"dynamic_nodes": tree.num_nodes}
+  return {} if tree.is_chain else {"tree": list(tree.parents)}
+
+
+def _with_verifiers(
+  pair: LoadedPair,
+  sampling: Sampling,
+  tree: AnyTree,
+  verifiers: Sequence[Callable[[Sampling], Verifier]],
+) -> list[LoadedPair]:
+  """Return one pair for each verifier that is measured with this tree and sampling method."""
+  if isinstance(tree, DynamicTree):
+    verifiers = [TokenVerifier]
+  if sampling.temperature == 0:
+    verifiers = verifiers[:1]
+  return [pair._replace(verifier=verifier) for verifier in verifiers]
+
+
+def _costs(
+  pair: LoadedPair,
+  trees: Sequence[AnyTree],
+  prompt: Array,
+  sampling: Sampling,
+  max_new_tokens: int,
+) -> dict[AnyTree, Costs]:
+  """Measure the costs of a round with each chain and static tree, interleaved."""
+  timed = [tree for tree in trees if isinstance(tree, Tree)]
+  return dict(zip(timed, measure_costs(pair, timed, prompt, sampling, max_new_tokens)))
+
+
+def _measure(
+  pair: LoadedPair,
+  generate_texts: Callable[[], Sequence[tuple[Array, Array, DecodeResult]]],
+  sampling: Sampling,
+  tree: AnyTree,
+  measured_costs: Callable[[], Mapping[AnyTree, Costs]],
+  settings: Sequence[Record],
+  report: Report,
+) -> Iterator[Record]:
+  """Decode with a tree, and yield its record: the acceptance length and the predicted speedup.
+
+  Args:
+    pair: target and draft.
+    generate_texts: function that decodes autoregressively and returns (prompts, keys, outputs) of
+      each batch.
+    sampling: sampling method.
+    tree: tree of draft tokens.
+    measured_costs: function that returns the costs of a round by tree. A dynamic tree has no costs
+      and therefore no predicted speedup.
+    settings: one record without measurements.
+    report: function that is called with the finished fraction of the step.
+  """
+  (setting,) = settings
+  since = time.perf_counter()
+  generated, costs = generate_texts(), measured_costs().get(tree)
+  decode, outputs = pair.decode_fn(sampling, tree), []
+  for i, (prompt, keys, _) in enumerate(generated):
+    decoded = decode(prompt, keys, max_new_tokens=setting.max_new_tokens)
+    outputs.append(require_finite(jax.device_get(decoded)))
+    report((i + 1) / len(generated))
+  lengths = np.concatenate([o.lengths for o in outputs])
+  rounds = np.concatenate([(o.rounds.num_emitted > 0).sum(axis=0) for o in outputs])
+  length = ratio_with_interval(lengths, rounds)
+  *_, autoregressive = zip(*generated)
+  yield dataclasses.replace(
+    setting,
+    num_tokens=num_tokens(outputs),
+    rounds=int(rounds.sum()),
+    tokens_per_round=length.mean,
+    tokens_per_round_low=length.low,
+    tokens_per_round_high=length.high,
+    identical=identical([*autoregressive], outputs) if sampling.temperature == 0 else None,
+    c=costs and costs.c,
+    verify_cost=costs and costs.v,
+    predicted_measured_cost=costs and length.mean / (tree.depth * costs.c + costs.v),
+    seconds=time.perf_counter() - since,
+  )

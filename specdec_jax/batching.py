@@ -1,0 +1,371 @@
+"""Continuous batching: when a text of a batch ends, a text that waits takes its row.
+
+`Decoder.run` decodes a batch until its longest text has ended. Here the batch is a fixed number of
+slots, and texts that wait are prefilled in blocks. A compiled loop runs rounds. After a round it
+exchanges the slots whose text has ended for rows of the block, so that a used block holds results.
+A row depends neither on other rows nor on its slot. So each text has the same output as with
+`Decoder.run`, except for rounding, in any order of the texts.
+
+Axis letters are those of `core.types`; M is the number of texts, and W that of rows in a block.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Int, Key
+
+from specdec_jax.core.counts import require_finite
+from specdec_jax.core.decode import Decoder, DecodeState
+from specdec_jax.core.sampling import split_keys
+from specdec_jax.core.types import AnyArray, DecodeResult, Params
+
+NO_TEXT = -1  # index of a row that has no text
+# Fields of the state that `Decoder.result` reads.
+_OF_RESULTS = "tokens", "length", "prompt_length", "rounds", "num_rounds", "not_finite", "log_probs"
+_WINDOW = 16  # number of blocks that are formed together, from texts of similar length
+
+
+class Rows(NamedTuple):
+  """Rows of a batch, and the text that each of them decodes.
+
+  Attributes:
+    state: state of the rows.
+    text: index of the text of each row; NO_TEXT if there is none, or none any more.
+  """
+
+  state: DecodeState
+  text: Int[Array, " W"]
+
+
+class Texts(NamedTuple):
+  """Texts to decode.
+
+  Attributes:
+    prompt_of: function that returns the prompts of the texts with given indices, all padded to the
+      same width P.
+    lengths: number of tokens of each prompt.
+    rng: key of each text.
+    limit: maximum number of new tokens of each text.
+  """
+
+  prompt_of: Callable[[np.ndarray], AnyArray]
+  lengths: Sequence[int]
+  rng: Key[Array, " M"]
+  limit: Int[AnyArray, " M"]
+
+
+class Block(NamedTuple):
+  """Texts that are prefilled together.
+
+  A block with fewer texts than rows is filled up with copies of these texts.
+
+  Attributes:
+    prompt: padded prompts.
+    rng: key of each text.
+    text: index of each text; NO_TEXT for copies.
+    limit: maximum number of new tokens of each text.
+  """
+
+  prompt: Int[Array, "W P"]
+  rng: Key[Array, " W"]
+  text: Int[AnyArray, " W"]
+  limit: Int[AnyArray, " W"]
+
+
+def prefill(
+  decoder: Decoder, params: Params, block: Block, *, max_new_tokens: int, width: int | None = None
+) -> Rows:
+  """Return the rows of a block before their first round; rows without a text are done.
+
+  The arguments and errors are those of `Decoder.init`, and:
+
+  Args:
+    decoder: the decoder.
+    params: parameters of target and draft.
+    block: the texts.
+    max_new_tokens: maximum number of new tokens of each text, EOS included.
+    width: number of tokens of each source that encoders read; the others are padding. None if the
+      model is decoder-only, or to read all. It has no effect if the shape of another cache than a
+      `T5Cache` depends on it.
+  """
+
+  def init(width: int | None) -> DecodeState:
+    prompt = block.prompt[:, :width]
+    return decoder.init(params, prompt, block.rng, max_new_tokens, block.limit)
+
+  def is_cache(x: Any) -> bool:
+    return hasattr(x, "pad_sources")
+
+  def pad(x: Any, full: Any) -> Any:
+    return x.pad_sources(full.cross_bias.shape[3]) if is_cache(x) else x
+
+  state = init(width)
+  if width is not None and width < block.prompt.shape[1]:
+    full = jax.eval_shape(lambda: init(None))
+    state = jax.tree.map(pad, state, full, is_leaf=is_cache)._replace(prompt=block.prompt)
+    if [x.shape for x in jax.tree.leaves(state)] != [x.shape for x in jax.tree.leaves(full)]:
+      state = init(None)
+  text = jnp.asarray(block.text, jnp.int32)
+  state = jax.tree.map(_without_weak_type, state._replace(done=text == NO_TEXT))
+  return Rows(state, text)
+
+
+def _without_weak_type(x: Array) -> Array:
+  """Return the array with the type that it has after `run`, so that `run` is compiled only once."""
+  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return x if is_key else lax.convert_element_type(x, x.dtype)
+
+
+def fill(
+  slots: Rows, block: Rows, first: Int[Array, ""] | int = 0
+) -> tuple[Rows, Rows, Int[Array, ""]]:
+  """Exchange slots that are done for rows of a block, while there are such slots and waiting rows.
+
+  Args:
+    slots: rows that are decoded.
+    block: rows that wait.
+    first: index of the first row of the block that waits.
+
+  Returns:
+    The slots; the block, in which each used row now has the tokens and the rounds of the slot that
+    it was exchanged for, but not its caches; and the index of the first row that still waits.
+  """
+
+  def is_free(carry: tuple[Rows, Rows, Array]) -> Array:
+    slots, block, row = carry
+    return slots.state.done.any() & (row < len(block.text))
+
+  def fill_one(carry: tuple[Rows, Rows, Array]) -> tuple[Rows, Rows, Array]:
+    slots, block, row = carry
+    return *_exchange(slots, slots.state.done.argmax(), block, row), row + 1
+
+  return lax.while_loop(is_free, fill_one, (slots, block, jnp.asarray(first, jnp.int32)))
+
+
+def run(
+  decoder: Decoder,
+  params: Params,
+  slots: Rows,
+  block: Rows,
+  min_active: Int[Array, ""] | int = 1,
+  first: Int[Array, ""] | int = 0,
+) -> tuple[Rows, Rows]:
+  """Run rounds, and `fill` the slots before each of them.
+
+  Args:
+    decoder: the decoder.
+    params: parameters of target and draft.
+    slots: rows that are decoded.
+    block: rows that wait.
+    min_active: the loop ends when all rows of the block were used, and fewer slots than this have a
+      text that has not ended.
+    first: index of the first row of the block that waits.
+
+  Returns:
+    The slots and the block, as in `fill`.
+  """
+
+  def goes_on(carry: tuple[Rows, Rows, Array]) -> Array:
+    slots, block, row = carry
+    return ((~slots.state.done).sum() >= min_active) | (row < len(block.text))
+
+  def step(carry: tuple[Rows, Rows, Array]) -> tuple[Rows, Rows, Array]:
+    slots, block, row = carry
+    slots, block, row = fill(slots, block, row)
+    return slots._replace(state=decoder.round(params, slots.state)), block, row
+
+  return lax.while_loop(goes_on, step, (slots, block, jnp.asarray(first, jnp.int32)))[:2]
+
+
+def run_rounds(
+  decoder: Decoder, params: Params, state: DecodeState, num_rounds: Int[Array, ""] | int
+) -> DecodeState:
+  """Run at most `num_rounds` rounds, until a row ends that had not ended before."""
+  ended = state.done.sum()
+
+  def goes_on(carry: tuple[DecodeState, Array]) -> Array:
+    return (carry[0].done.sum() == ended) & (carry[1] < num_rounds)
+
+  def step(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+    return decoder.round(params, carry[0]), carry[1] + 1
+
+  return lax.while_loop(goes_on, step, (state, jnp.zeros((), jnp.int32)))[0]
+
+
+def _exchange(slots: Rows, slot: Array, block: Rows, row: Array) -> tuple[Rows, Rows]:
+  """Exchange a row of `slots` for a row of `block`, which receives the fields of results only."""
+
+  def with_row(target: DecodeState, j: Array, source: DecodeState, i: Array, names: Sequence[str]):
+    def copy(axis: int, source: Array, target: Array) -> Array:
+      one = lax.dynamic_index_in_dim(source, i, axis)
+      return lax.dynamic_update_index_in_dim(target, one, j, axis)
+
+    changed = {}
+    for name in names:
+      copy_field = functools.partial(copy, 1 if name == "rounds" else 0)
+      changed[name] = jax.tree.map(copy_field, getattr(source, name), getattr(target, name))
+    return target._replace(**changed)
+
+  new_slots = with_row(slots.state, slot, block.state, row, DecodeState._fields)
+  used = with_row(block.state, row, slots.state, slot, _OF_RESULTS)
+  texts = slots.text.at[slot].set(block.text[row]), block.text.at[row].set(slots.text[slot])
+  return Rows(new_slots, texts[0]), Rows(used, texts[1])
+
+
+_prefill = jax.jit(prefill, static_argnames=("max_new_tokens", "width"))
+_run = jax.jit(run, donate_argnames=("slots", "block"))
+_result = jax.jit(Decoder.result)
+
+
+def decode_texts(
+  decoder: Decoder,
+  params: Params,
+  texts: Texts,
+  *,
+  num_slots: int,
+  max_new_tokens: int,
+  has_encoder: bool,
+) -> Iterator[tuple[int, DecodeResult, int]]:
+  """Decode texts with a given number of slots.
+
+  Texts are prefilled in blocks of `num_slots`. So that encoders read little padding, each block has
+  sources of similar length from the next `_WINDOW` blocks. The host waits for results once per
+  block, while the device decodes the next one.
+
+  Args:
+    decoder: the decoder.
+    params: parameters of target and draft.
+    texts: the texts.
+    num_slots: number of texts that are decoded together.
+    max_new_tokens: number of new tokens that a slot has room for, EOS included.
+    has_encoder: whether the target has an encoder.
+
+  Yields:
+    For each text, in the order in which they end, its index, a result, and its row in the result.
+
+  Raises:
+    InputError: a text cannot be decoded; see `require_finite`.
+  """
+  lengths, window = np.array(texts.lengths), _WINDOW * num_slots
+  order = np.concatenate(
+    [
+      first + np.argsort(-lengths[first : first + window], kind="stable")
+      for first in range(0, len(lengths), window)
+    ]
+  )
+  slots: Rows | None = None
+  used: Rows | None = None
+  for first in range(0, len(order), num_slots):
+    chosen = order[first : first + num_slots]
+    rows = np.resize(chosen, num_slots)
+    text = np.where(np.arange(num_slots) < len(chosen), rows, NO_TEXT)
+    prompt = jnp.asarray(texts.prompt_of(rows))
+    block = Block(prompt, texts.rng[rows], text, texts.limit[rows])
+    longest = size_of_sources(int(lengths[chosen].max()))
+    width = min(longest, block.prompt.shape[1]) if has_encoder else None
+    waiting = _prefill(decoder, params, block, max_new_tokens=max_new_tokens, width=width)
+    if slots is None:
+      slots, spare = waiting, block
+      continue
+    earlier, (slots, used) = used, _run(decoder, params, slots, waiting, num_slots, 0)
+    if earlier is not None:
+      yield from _finished(decoder, earlier)
+  if slots is None:
+    return
+  if used is None:  # there was one block
+    used = _prefill(decoder, params, spare, max_new_tokens=max_new_tokens)
+  else:
+    yield from _finished(decoder, used)
+  slots, _ = _run(decoder, params, slots, used, 1, num_slots)  # the same program
+  yield from _finished(decoder, slots)
+
+
+def _finished(decoder: Decoder, rows: Rows) -> Iterator[tuple[int, DecodeResult, int]]:
+  """Yield the index, the result and the row of each text that has ended."""
+  result, text = jax.device_get((_result(decoder, rows.state), rows.text))
+  require_finite(result._replace(not_finite=np.where(text == NO_TEXT, -1, result.not_finite)))
+  for row in np.flatnonzero(text != NO_TEXT).tolist():
+    yield int(text[row]), result, row
+
+
+def by_rows(result: DecodeResult) -> Any:
+  """Return the arrays of a result, with the rows as their first axis."""
+  rounds = jax.tree.map(lambda x: x.swapaxes(0, 1), result.rounds)
+  return result.tokens, result.lengths, rounds, result.not_finite, result.log_probs
+
+
+def from_rows(arrays: Any) -> DecodeResult:
+  """Return the result with the arrays that `by_rows` returns."""
+  tokens, lengths, rounds, not_finite, log_probs = arrays
+  rounds = jax.tree.map(lambda x: x.swapaxes(0, 1), rounds)
+  num_rounds = (rounds.num_emitted > 0).sum(axis=0).max()
+  return DecodeResult(tokens, lengths, rounds, num_rounds, not_finite, log_probs)
+
+
+def one_row(result: DecodeResult, row: int) -> DecodeResult:
+  """Return a row of a result, as a batch of one row."""
+  return from_rows(jax.tree.map(lambda x: x[[row]], by_rows(result)))
+
+
+def decode_all(
+  decoder: Decoder,
+  params: Params,
+  prompt: Int[Array, "M P"],
+  rng: Key[Array, "*batch"] | Array,
+  *,
+  num_slots: int,
+  max_new_tokens: int,
+) -> DecodeResult:
+  """Decode M texts with a given number of slots, in one program.
+
+  See `Decoder.run` for the arguments. The result has the order of the texts.
+  """
+  num_texts = len(prompt)
+  rows = jnp.arange(-(-num_texts // num_slots) * num_slots + num_slots)  # the last block is empty
+  rows = rows.reshape(-1, num_slots)
+  exists = rows < num_texts
+  texts = jnp.where(exists, rows, 0)
+  keys = split_keys(rng, num_texts)
+  limit = jnp.full(num_slots, max_new_tokens)
+
+  def prefill_rows(texts: Array, exists: Array) -> Rows:
+    block = Block(prompt[texts], keys[texts], jnp.where(exists, texts, NO_TEXT), limit)
+    return prefill(decoder, params, block, max_new_tokens=max_new_tokens)
+
+  shapes = jax.eval_shape(prefill_rows, texts[0], exists[0])
+  empty = jax.tree.map(lambda x: lax.full(x.shape, 0, x.dtype), shapes)
+  state = empty.state._replace(done=jnp.ones(num_slots, bool))
+  empty = Rows(state, jnp.full(num_slots, NO_TEXT))
+
+  def results_of(rows: Rows) -> tuple[Any, Array]:
+    return by_rows(decoder.result(rows.state)), rows.text
+
+  def step(slots: Rows, rows: tuple[Array, Array]) -> tuple[Rows, tuple[Any, Array]]:
+    texts, exists = rows
+    waiting = lax.cond(exists.any(), prefill_rows, lambda *_: empty, texts, exists)
+    min_active, first = jnp.where(exists.any(), num_slots, 1), jnp.where(exists.any(), 0, num_slots)
+    slots, used = run(decoder, params, slots, waiting, min_active, first=first)
+    return slots, results_of(used)
+
+  slots, of_blocks = lax.scan(step, empty, (texts, exists))
+  of_slots = jax.tree.map(lambda x: x[None], results_of(slots))
+  arrays, text = jax.tree.map(lambda *x: jnp.concatenate(x), of_blocks, of_slots)
+  text = text.reshape(-1)
+  place = jnp.where(text == NO_TEXT, num_texts, text)
+  row_of = jnp.zeros(num_texts, jnp.int32).at[place].set(jnp.arange(len(text)), mode="drop")
+  return from_rows(jax.tree.map(lambda x: lax.collapse(x, 0, 2)[row_of], arrays))
+
+
+def size_of_sources(length: int) -> int:
+  """Return `length`, rounded up to 8, 16, 24, 32, 48, 64, ...: 2^k, or 1.5 * 2^k from 24 on."""
+  power = 8
+  while power < length:
+    if power > 8 and power * 3 // 2 >= length:
+      return power * 3 // 2
+    power *= 2
+  return power

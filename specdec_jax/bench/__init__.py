@@ -1,1 +1,0 @@
-"""Measurements for the paper's tables and for studies of drafts, trees, beams and gamma."""

@@ -1,1 +1,0 @@
-"""Other libraries that run T5 models, as optional backends of speed comparisons."""

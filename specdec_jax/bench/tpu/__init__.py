@@ -1,1 +1,0 @@
-"""Compile decoding for TPUs without a TPU, and report bytes, memory and copies of weights."""

@@ -1,0 +1,77 @@
+"""Types of loaded targets and drafts, and of the settings of decoding."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree
+from specdec_jax.core.types import Draft, Model
+from specdec_jax.errors import InputError, shown
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSettings:
+  """Settings of decoding that functions for measurement and calibration take.
+
+  Attributes:
+    sampling: sampling method of the target.
+    batch_size: number of outputs that are decoded together.
+    max_new_tokens: limit for each output, EOS included.
+    seed: seed of all sampling.
+    lenience: lenience of the verifier (Appendix A.5); 1 is exact.
+  """
+
+  sampling: Sampling
+  batch_size: int = 1
+  max_new_tokens: int = 128
+  seed: int = 0
+  lenience: float = 1.0
+
+
+class LoadedTarget(NamedTuple):
+  """Loaded target: the argument of functions that load drafts.
+
+  Attributes:
+    model: M_p.
+    params: parameters of the model.
+    vocabulary: vocabulary of target and draft.
+  """
+
+  model: Model
+  params: Any
+  vocabulary: Any
+
+
+class DraftFactory(NamedTuple):
+  """Draft that is loaded but not yet built for a sampling method and a tree.
+
+  Attributes:
+    name: name of the draft in records.
+    build: function of (sampling, tree) that returns the draft.
+    params: parameters of the draft.
+    path: path of the draft's checkpoint, for records; None if it has no checkpoint or several.
+    feature_layers: decoder layers of the target whose outputs the draft reads as the target's
+      hidden states; by default, it reads the states after the final norm, or none.
+  """
+
+  name: str
+  build: Callable[[Sampling, AnyTree], Draft]
+  params: Any = ()
+  path: str | None = None
+  feature_layers: tuple[int, ...] = ()
+
+
+def load_draft(load: Callable[[LoadedTarget], DraftFactory], target: LoadedTarget) -> DraftFactory:
+  """Call the user's function `load` with a target, and return the resulting draft factory.
+
+  Raises:
+    InputError: the function does not return a `DraftFactory`.
+  """
+  factory = load(target)
+  if not isinstance(factory, DraftFactory):
+    raise InputError(
+      f"The function given as draft returns {shown(factory)} for a target; it must return a "
+      "DraftFactory (specdec_jax.core.loading)."
+    )
+  return factory

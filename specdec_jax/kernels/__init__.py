@@ -1,1 +1,0 @@
-"""CPU kernels for operations that XLA executes slowly on a CPU."""

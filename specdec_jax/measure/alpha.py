@@ -1,0 +1,299 @@
+"""Alpha as the paper measures it: E[sum min(p, q)] over text that the target generates.
+
+Axis letters are those of `core.types`, except that T counts the tokens of an output.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from specdec_jax.core.arrays import gather, gather_or_zero
+from specdec_jax.core.sampling import Sampling, distribution
+from specdec_jax.core.trees import Tree, branching, chain
+from specdec_jax.core.types import Context, DecodeResult, Draft, Model
+from specdec_jax.core.verify.lossy import emitted_distribution
+from specdec_jax.core.verify.tokens import guess_probs, within_lenience
+from specdec_jax.pairs import LoadedPair
+
+
+class Estimate(NamedTuple):
+  """Mean with its 95% confidence interval.
+
+  It is computed by a bootstrap over whole texts, because the tokens of a text are dependent.
+  """
+
+  mean: float
+  low: float
+  high: float
+
+
+class Acceptance(NamedTuple):
+  """Acceptance of a draft over text that the target generated.
+
+  Attributes:
+    alpha: mean over all tokens of beta, the acceptance probability of a draft token (Corollary 6).
+    lag1: lag-1 autocorrelation of beta within texts. It is about 0 if acceptance is independent, as
+      Section 3.1 assumes, and NaN if beta does not vary.
+    change: total variation distance between the target's distribution and the distribution of the
+      emitted token, averaged over all tokens; 0 without lenience.
+    rejection: mean over all tokens of the acceptance probability of rejection sampling, min q / p
+      (Appendix A.2).
+    num_tokens: number of tokens.
+  """
+
+  alpha: Estimate
+  lag1: float
+  change: float
+  rejection: float
+  num_tokens: int
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def teacher_forced_logits(
+  model: Model, params: Any, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
+  """Return the logits that predict each token of a given output, from one forward pass."""
+  return teacher_forced(model, params, prompt, tokens)[0]
+
+
+def teacher_forced(
+  model: Model, params: Any, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T V"], Int[Array, "B T"], Any]:
+  """Run a forward pass over a given output.
+
+  Returns:
+    The logits that predict each token, the input from which each token is predicted, and the cache,
+    which holds the prompt and all inputs. Its `length` does not count the inputs.
+  """
+  first, length = model.prompt_tokens(prompt)
+  last = gather(first, length[:, None] - 1)
+  inputs = jnp.concatenate([last, tokens[:, :-1]], axis=1)
+  _, cache = model.prefill(params, prompt, first.shape[1] + tokens.shape[1])
+  logits, _, cache = model.extend(params, cache, inputs)
+  return logits, inputs, cache
+
+
+def draft_probs(
+  pair: LoadedPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
+  """Return the q of a draft with gamma 1 for each token of an output, given those before it."""
+  return _proposals_of_pair(pair, draft, prompt, tokens)[1][:, :, 0]
+
+
+def _proposals_of_pair(
+  pair: LoadedPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
+  return proposals(pair.target, draft, pair.target_params, pair.draft_params, prompt, tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("target", "draft"))
+def proposals(
+  target: Model,
+  draft: Draft,
+  target_params: Any,
+  draft_params: Any,
+  prompt: Int[Array, "B P"],
+  tokens: Int[Array, "B T"],
+) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
+  """Run a draft at each token of a given output.
+
+  The draft proposes as in a round that begins at the token. This works for any draft, except those
+  whose proposals depend on the outcomes of earlier rounds (`Draft.depends_on_outcomes`).
+
+  Returns:
+    The draft tokens for each token of the output, given the tokens before it, and their q.
+  """
+  first, prompt_length = target.prompt_tokens(prompt)
+  batch, num_tokens = tokens.shape
+  num_slots = first.shape[1] + num_tokens + 2  # as in decoding
+  # Rows may begin at different lengths; the output of each row follows its prompt tokens.
+  slots = jnp.arange(num_slots)
+  output = gather(tokens, jnp.clip(slots - prompt_length[:, None], 0, num_tokens - 1))
+  padded = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
+  text = jnp.where(slots < prompt_length[:, None], padded, output)
+  hidden, cache = target.prefill(target_params, prompt, num_slots)
+  last = gather(padded, prompt_length[:, None] - 1)
+  block = jnp.concatenate([last, tokens[:, :-1]], axis=1)
+  # The compiler drops this forward pass if the draft uses neither hidden states nor the cache.
+  _, states, cache = target.extend(target_params, cache, block)
+  states = jnp.concatenate([gather_or_zero(hidden, prompt_length - 2)[:, None], states], axis=1)
+
+  def context(count) -> Context:
+    length = prompt_length + count
+    return Context(prompt, text, length, target.commit(cache, length - 1), states[:, count])
+
+  rng = jax.random.split(jax.random.key(0), batch)  # any key will do
+
+  def propose(state, count):
+    proposal, state = draft.propose(draft_params, state, context(count), rng)
+    one_hot = jax.nn.one_hot(proposal.tokens, target.vocab_size)
+    return state, (proposal.tokens, one_hot if proposal.q is None else proposal.q)
+
+  state = draft.init(draft_params, context(0), jnp.zeros((batch, 1, 0)))
+  guesses, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
+  return guesses.swapaxes(0, 1), q.swapaxes(0, 1)
+
+
+@functools.partial(jax.jit, static_argnames=("sampling", "lenience"))
+def acceptance_and_change(
+  target_logits: Float[Array, "*batch V"],
+  q: Float[Array, "*batch V"],
+  sampling: Sampling,
+  lenience: float = 1.0,
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+  """Compute beta (Theorem 5; Appendix A.5), and how much lenience changes the output.
+
+  Args:
+    target_logits: logits of the target.
+    q: distributions of the draft.
+    sampling: sampling method of the target.
+    lenience: lenience, l.
+
+  Returns:
+    beta = sum_x min(p(x) / l, q(x)), and the total variation distance between p and the
+    distribution of the emitted token. At temperature 0 with l < 1, a draft token is accepted by the
+    criterion of `within_lenience` instead.
+  """
+  p = distribution(target_logits, sampling)
+  if sampling.temperature == 0 and lenience < 1:
+    guess = q.argmax(axis=-1)
+    lenient = within_lenience(target_logits, guess, lenience)[..., None]
+    emitted = jnp.where(lenient, jax.nn.one_hot(guess, p.shape[-1]), p)
+    return (emitted * q).sum(axis=-1), jnp.abs(emitted - p).sum(axis=-1) / 2
+  change = jnp.abs(emitted_distribution(p, q, lenience) - p).sum(axis=-1) / 2
+  return jnp.minimum(p / lenience, q).sum(axis=-1), change
+
+
+@functools.partial(jax.jit, static_argnames=("sampling",))
+def rejection_sampling_rate(
+  target_logits: Float[Array, "*batch V"], q: Float[Array, "*batch V"], sampling: Sampling
+) -> Float[Array, "*batch"]:
+  """Return `theory.rejection_sampling_rate` of the target's p and the draft's q."""
+  p = distribution(target_logits, sampling)
+  return jnp.where(p > 0, q / jnp.where(p > 0, p, 1.0), jnp.inf).min(axis=-1)
+
+
+def positional_acceptance(
+  pair: LoadedPair,
+  prompts: Sequence[Array],
+  decoded: Sequence[DecodeResult],
+  sampling: Sampling,
+  width: int = 8,
+  lenience: float = 1.0,
+) -> Float[np.ndarray, " W"]:
+  """Measure positional acceptance: the probability that the child of each rank is accepted.
+
+  `extended_theory.best_tree` needs these probabilities. At each token that the target generated,
+  the draft proposes `width` children. The probability that token verification accepts each of them
+  (and rejects the earlier ones) is computed, not sampled. The other arguments are those of
+  `measure_alpha`.
+  """
+  tree, total, count = branching(width), np.zeros(width), 0
+  draft = pair.draft(sampling, tree)
+  for prompt, output in zip(prompts, decoded):
+    logits = teacher_forced_logits(pair.target, pair.target_params, prompt, output.tokens)
+    guesses, q = _proposals_of_pair(pair, draft, prompt, output.tokens)
+    accepted = np.asarray(_sibling_probs(logits, guesses, q, sampling, tree, lenience))
+    is_text = np.arange(accepted.shape[1]) < np.asarray(output.lengths)[:, None]
+    total += accepted[is_text].sum(axis=0)
+    count += int(is_text.sum())
+  return total / count
+
+
+@functools.partial(jax.jit, static_argnames=("sampling", "tree", "lenience"))
+def _sibling_probs(
+  logits: Float[Array, "B T V"],
+  guesses: Int[Array, "B T W"],
+  q: Float[Array, "B T W V"],
+  sampling: Sampling,
+  tree: Tree,
+  lenience: float,
+) -> Float[Array, "B T W"]:
+  """Return the probability that each sibling is the accepted one."""
+  nodes = (tree.num_nodes, logits.shape[-1])
+  p = jnp.broadcast_to(distribution(logits, sampling)[:, :, None], (*logits.shape[:2], *nodes))
+
+  def flat(x: Array) -> Array:
+    """Merge the axes B and T."""
+    return x.reshape(-1, *x.shape[2:])
+
+  q_x, r_x = guess_probs(tree, flat(guesses), flat(q), flat(p), lenience)
+  q_x = lenience * q_x
+  accepted = jnp.where(q_x > r_x, r_x / q_x, 1.0).reshape(guesses.shape)
+  if sampling.temperature == 0 and lenience < 1:
+    accepted = jnp.where(within_lenience(logits[:, :, None], guesses, lenience), 1.0, accepted)
+  rejected = jnp.cumprod(1 - accepted, axis=-1)  # this sibling and all earlier ones
+  return accepted * jnp.pad(rejected[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=1.0)
+
+
+def mean_with_interval(rows: list[np.ndarray], seed: int = 0, resamples: int = 2000) -> Estimate:
+  """Return the mean of the values of all rows, with a confidence interval by resampling rows."""
+  sums, counts = (np.array([f(row) for row in rows]) for f in (np.sum, len))
+  return ratio_with_interval(sums, counts, seed, resamples)
+
+
+def ratio_with_interval(
+  sums: Float[np.ndarray, " texts"],
+  counts: Int[np.ndarray, " texts"],
+  seed: int = 0,
+  resamples: int = 2000,
+) -> Estimate:
+  """Return the total sum / the total count, with a confidence interval by resampling texts."""
+  picks = np.random.default_rng(seed).integers(len(sums), size=(resamples, len(sums)))
+  means = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
+  low, high = np.quantile(means, [0.025, 0.975])
+  return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
+
+
+def measure_alpha(
+  pair: LoadedPair,
+  prompts: Sequence[Array],
+  decoded: Sequence[DecodeResult],
+  sampling: Sampling,
+  lenience: float = 1.0,
+) -> Acceptance:
+  """Measure the acceptance of a pair's draft over text that its target generated.
+
+  Args:
+    pair: target and draft.
+    prompts: source tokens [B, P] of each batch.
+    decoded: outputs of autoregressive decoding for each batch.
+    sampling: sampling method of both models.
+    lenience: lenience, l.
+  """
+  betas, changes, rejections = [], [], []
+  draft = pair.draft(sampling, chain(1))
+  for prompt, output in zip(prompts, decoded):
+    longest = -(-int(np.max(output.lengths)) // 16) * 16  # few shapes, so few programs
+    tokens = output.tokens[:, :longest]
+    logits = teacher_forced_logits(pair.target, pair.target_params, prompt, tokens)
+    q = draft_probs(pair, draft, prompt, tokens)
+    beta, change = map(np.asarray, acceptance_and_change(logits, q, sampling, lenience))
+    rejection = np.asarray(rejection_sampling_rate(logits, q, sampling))
+    lengths = np.asarray(output.lengths)
+    betas += [row[:n] for row, n in zip(beta, lengths)]
+    changes += [row[:n] for row, n in zip(change, lengths)]
+    rejections += [row[:n] for row, n in zip(rejection, lengths)]
+  return Acceptance(
+    alpha=mean_with_interval(betas),
+    lag1=lag1_correlation(betas),
+    change=float(np.concatenate(changes).mean()),
+    rejection=float(np.concatenate(rejections).mean()),
+    num_tokens=sum(map(len, betas)),
+  )
+
+
+def lag1_correlation(rows: list[np.ndarray]) -> float:
+  """Return the lag-1 autocorrelation within rows, around the overall mean; NaN without variance."""
+  mean = np.concatenate(rows).mean()
+  before = np.concatenate([row[:-1] for row in rows]) - mean
+  after = np.concatenate([row[1:] for row in rows]) - mean
+  scale = np.sqrt((before**2).sum() * (after**2).sum())
+  return float((before * after).sum() / scale) if scale > 0 else math.nan

@@ -1,0 +1,113 @@
+"""Sweeps: measure the settings that a file of records lacks, and show all records."""
+
+import gc
+import pathlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+from rich.console import Console
+
+from specdec_jax.atomic_files import atomic_write
+from specdec_jax.measure.progress import Progress
+from specdec_jax.measure.records import Record, append, key, missing, open_results, read
+from specdec_jax.measure.reporting.formats import render
+from specdec_jax.measure.reporting.tables import Table
+
+Report = Callable[[float], None]  # function of the finished fraction of a step, from 0 to 1
+
+
+class Step(NamedTuple):
+  """Step of a sweep: settings that are measured by one call.
+
+  Attributes:
+    description: text in front of the progress bar, such as "temperature 0".
+    settings: records without measurements.
+    measure: function of (missing settings, `Report`) that measures these settings and yields their
+      records.
+  """
+
+  description: str
+  settings: Sequence[Record]
+  measure: Callable[[Sequence[Record], Report], Iterable[Record]]
+
+
+def measure_missing(results: str, steps: Sequence[Step]) -> list[Record]:
+  """Measure the settings that `results` lacks, and append their records to it.
+
+  Compiled programs are dropped between steps, because a process can hold only a limited number of
+  programs.
+
+  Args:
+    results: path from `records.open_results`.
+    steps: steps of the sweep, in the order in which they are measured.
+
+  Returns:
+    The records of all settings, whether they were measured now or before.
+  """
+  wanted = [setting for step in steps for setting in step.settings]
+  todo = [(step, missing(results, step.settings)) for step in steps]
+  num_missing = sum(len(settings) for _, settings in todo)
+  if num_missing:
+    note = f"measuring {num_missing} of {len(wanted)} settings for {results}"
+  else:
+    note = f"all settings were measured before ({results}); delete the file to measure again"
+  print(note, file=sys.stderr, flush=True)
+  with Progress() as bar:
+    task, done = bar.add_task("measuring", total=num_missing), 0
+    for step, settings in todo:
+      if not settings:
+        continue
+      if done:
+        jax.clear_caches()
+        gc.collect()
+      bar.update(task, description=step.description)
+
+      def report(share: float, start: int = done, count: int = len(settings)) -> None:
+        bar.update(task, completed=start + share * count)
+
+      for record in step.measure(settings, report):
+        append(results, record)
+      done += len(settings)
+      bar.update(task, completed=done)
+  keys = {key(setting) for setting in wanted}
+  return [record for record in read(results) if key(record) in keys]
+
+
+def sweep(
+  output_dir: str,
+  steps: Iterable[Step] | Callable[[], Iterable[Step]],
+  tables: Callable[[list[Record]], Iterable[Table]],
+  page: Callable[[list[Record]], str] | None = None,
+) -> None:
+  """Measure missing settings, then print tables and write a page with the records of all settings.
+
+  Args:
+    output_dir: folder of `results.jsonl` and `report.html`. It is opened before the first step, so
+      that a missing write permission raises before the work starts.
+    steps: steps of the sweep, or a function that returns them.
+    tables: function that takes the records of all settings and returns the tables to print.
+    page: function that takes the records of all settings and returns the content of `report.html`;
+      None for no page.
+
+  Raises:
+    InputError: another run has locked the folder.
+    OSError: the folder or a file in it cannot be written.
+  """
+  with open_results(output_dir) as results:
+    measured = measure_missing(results, [*(steps() if callable(steps) else steps)])
+    report = pathlib.Path(results).with_name("report.html")
+    if page is not None:
+      with atomic_write(report) as file:
+        file.write(page(measured))
+  show(tables(measured), results, None if page is None else report)
+
+
+def show(tables: Iterable[Table], results: str, report: pathlib.Path | None = None) -> None:
+  """Print tables, and the paths of the records and of the page."""
+  console = Console(markup=False, soft_wrap=True)
+  for table in tables:
+    console.print(render(table, "terminal"))
+  page = "" if report is None else f"; as a page: {report}"
+  console.print(f"Records: {results} (measured once; delete the file to measure again){page}")

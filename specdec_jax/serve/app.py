@@ -1,0 +1,115 @@
+"""HTTP server: routes, and the thread of its event loop."""
+
+import socket
+import threading
+import time
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from specdec_jax.serve.completion import Completion, error_response
+from specdec_jax.serve.protocol import RequestError, parse_request
+from specdec_jax.serve.service import Service
+
+_SECONDS_TO_SEND = 5  # that answers may take after the last text has ended, when the server stops
+
+
+class Server:
+  """HTTP server of a service. Its event loop runs in a thread of its own."""
+
+  def __init__(self, service: Service, listener: socket.socket):
+    """Start to accept connections.
+
+    Args:
+      service: pair that is served.
+      listener: socket that listens.
+    """
+    self._service = service
+    app = Starlette(
+      routes=[
+        Route("/v1/completions", self._completions, methods=["POST"]),
+        Route("/v1/models", self._models),
+        Route("/health", self._health),
+        Route("/metrics", self._metrics),
+      ],
+      exception_handlers={HTTPException: _http_error, Exception: _internal_error},
+    )
+    config = uvicorn.Config(
+      app,
+      loop="asyncio",
+      http="h11",
+      ws="none",
+      lifespan="off",
+      log_config=None,
+      access_log=False,
+      timeout_graceful_shutdown=_SECONDS_TO_SEND,
+    )
+    self._uvicorn = uvicorn.Server(config)
+    # In the main thread, uvicorn would handle signals, and exit with the status of the signal.
+    self._thread = threading.Thread(
+      target=self._uvicorn.run, args=([listener],), name="specdec http", daemon=True
+    )
+    self._thread.start()
+    while self._thread.is_alive() and not self._uvicorn.started:
+      time.sleep(0.01)
+
+  @property
+  def is_running(self) -> bool:
+    """True if the server answers requests for completions."""
+    return self._thread.is_alive() and self._service.engine.is_healthy
+
+  def close(self, seconds: float) -> None:
+    """Stop the server. Meanwhile, it answers new requests with status 503.
+
+    Args:
+      seconds: time that the requests which have begun may take.
+    """
+    self._service.engine.drain(seconds)
+    self._service.engine.stop()
+    self._uvicorn.should_exit = True
+    self._thread.join()
+
+  async def _completions(self, request: Request) -> Any:
+    start = time.monotonic()
+    try:
+      return Completion(self._service, parse_request(await self._body(request)), start)
+    except RequestError as error:
+      self._service.metrics.requests[error.status] += 1
+      return error_response(error)
+
+  async def _body(self, request: Request) -> bytes:
+    body, most = bytearray(), self._service.limits.max_body_bytes
+    async for chunk in request.stream():
+      body += chunk
+      if len(body) > most:
+        raise RequestError(413, f"The body has more than {most} bytes; send fewer prompts.")
+    return bytes(body)
+
+  async def _models(self, request: Request) -> Response:
+    model = dict(id=self._service.name, object="model", created=0, owned_by="specdec_jax")
+    return JSONResponse({"object": "list", "data": [model]})
+
+  async def _health(self, request: Request) -> Response:
+    if self._service.engine.is_healthy:
+      return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "shutting down"}, 503)
+
+  async def _metrics(self, request: Request) -> Response:
+    text = self._service.metrics.text(self._service.engine)
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+  """Return the answer for an unknown path or a wrong method."""
+  assert isinstance(error, HTTPException)
+  message = f"{request.method} {request.url.path!r:.100} is not supported: {error.detail}."
+  return error_response(RequestError(error.status_code, message), error.headers)
+
+
+def _internal_error(request: Request, error: Exception) -> Response:
+  return error_response(RequestError(500, f"The server failed: {type(error).__name__}."))

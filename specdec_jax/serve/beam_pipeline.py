@@ -1,0 +1,207 @@
+"""Apache Beam pipeline of the command `decode`, and its model handler for `RunInference`.
+
+Only this module imports apache_beam, which the extra `beam` installs.
+"""
+
+import functools
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import apache_beam as beam
+from apache_beam.io.filesystems import FileSystems
+from apache_beam.metrics import Metrics
+from apache_beam.ml.inference.base import KeyedModelHandler, ModelHandler, RunInference
+from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.runners.runner import PipelineResult
+
+from specdec_jax.commands.translate import count_records, decode_lines, output_records
+from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.trees import Tree
+from specdec_jax.data.text import iter_sources
+from specdec_jax.errors import InputError
+from specdec_jax.pairs import LoadedPair
+
+
+class TextBlock(NamedTuple):
+  """Consecutive texts of a data set.
+
+  Attributes:
+    first: index of the first text in the data set, a multiple of the batch size.
+    texts: the texts.
+  """
+
+  first: int
+  texts: list[str]
+
+
+DecodeFn = Callable[[TextBlock], list[dict]]
+
+
+class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
+  """Model handler for `RunInference` that decodes each `TextBlock` speculatively.
+
+  The prediction for a block has a record for each text (`translate.output_records`). The random
+  keys of a text depend only on the seed and on the index of the text in the data set, and texts of
+  different blocks are not decoded together. The outputs therefore do not depend on how a runner
+  divides the blocks into bundles.
+
+  The counters `texts`, `tokens`, `rounds`, `guesses` and `accepted` have the namespace 'specdec'.
+  """
+
+  def __init__(self, load_pair: Callable[[], LoadedPair], tree: Tree, settings: DecodeSettings):
+    """Initialize the handler.
+
+    Args:
+      load_pair: picklable function that returns the pair. Each worker process calls it once.
+      tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
+      settings: settings of decoding, with the number of texts that are decoded together.
+    """
+    super().__init__(max_batch_size=1)
+    self._load_pair, self._tree, self._settings = load_pair, tree, settings
+
+  def load_model(self) -> DecodeFn:
+    pair = self._load_pair()
+    pair.require_batch_size(self._settings.batch_size)
+    # Beam holds a weak reference to the model, which a pair, a tuple, does not support.
+    return functools.partial(_decode_block, pair, self._tree, self._settings)
+
+  def run_inference(
+    self, batch: Sequence[TextBlock], model: DecodeFn, inference_args: Any = None
+  ) -> Iterator[list[dict]]:
+    for block in batch:
+      records = model(block)
+      for name, count in count_records(records).items():
+        Metrics.counter("specdec", name).inc(count)
+      yield records
+
+
+def _decode_block(
+  pair: LoadedPair, tree: Tree, settings: DecodeSettings, block: TextBlock
+) -> list[dict]:
+  lines = [text if pair.can_decode(text) else None for text in block.texts]
+  records: list[dict] = []
+  for outputs, decoded in decode_lines(pair, lines, tree, settings, start=block.first):
+    sources = block.texts[len(records) : len(records) + len(outputs)]
+    records += output_records(pair, block.first + len(records), sources, outputs, decoded)
+  return records
+
+
+def decode_shards(
+  handler: SpeculativeModelHandler,
+  shards: Sequence[tuple[str, str, int]],
+  runner: str,
+  options: Sequence[str] = (),
+) -> PipelineResult:
+  """Run a pipeline that decodes shards and writes their records.
+
+  Args:
+    handler: the model handler.
+    shards: for each shard, the path of its texts, the path of its records, and the index of its
+      first text in the data set.
+    runner: name of the runner.
+    options: options of the pipeline, such as '--direct_num_workers=2'.
+
+  Raises:
+    InputError: Beam has no such runner, or a worker raised InputError.
+  """
+  # With this option, DirectRunner runs the pipeline itself. Otherwise it would first download and
+  # start Prism, which ignores the options --direct_*.
+  flags = [*options, "--allow_unsafe_triggers"] if runner == "DirectRunner" else [*options]
+  try:
+    pipeline = beam.Pipeline(options=PipelineOptions(flags, runner=runner))
+  except (ValueError, ImportError) as error:
+    raise InputError(f"runner is {runner!r}: {str(error).rstrip('.')}.") from error
+  _ = (
+    pipeline
+    | beam.Create(shards)
+    | beam.Reshuffle()
+    | beam.MapTuple(_read_block)
+    | RunInference(KeyedModelHandler(handler))
+    | beam.MapTuple(write_records)
+  )
+  try:
+    result = pipeline.run()
+    result.wait_until_finish()
+  except Exception as error:  # some runners report a worker's exception as the text of a traceback
+    text = f"{type(error).__name__}: {error}"
+    if found := re.search(r"\bInputError: (.*?)(?: \[while running|\n|$)", text):
+      raise InputError(found[1]) from error
+    raise
+  return result
+
+
+def _read_block(texts_path: str, records_path: str, first: int) -> tuple[str, TextBlock]:
+  texts = [record["source"] for record in read_records(texts_path)]
+  return records_path, TextBlock(first, texts)
+
+
+def read_texts(pattern: str, prefix: str = "") -> list[str]:
+  """Return the texts of all files that match a pattern, in the order of their paths.
+
+  Args:
+    pattern: path or pattern of files (`text.read_sources`) of any file system that Beam knows.
+    prefix: text prepended to each text that is not blank.
+
+  Raises:
+    InputError: no file matches, or a file cannot be read as texts.
+  """
+  texts: list[str] = []
+  if not (paths := match(pattern)):
+    raise InputError(f"There is no text file at {pattern}.")
+  for path in paths:
+    with FileSystems.open(path) as file:
+      texts += iter_sources(iter(file.readline, b""), path, prefix)
+  return texts
+
+
+def match(pattern: str) -> list[str]:
+  """Return the paths of all files that match a pattern, sorted.
+
+  Raises:
+    InputError: Beam cannot use the file system.
+  """
+  try:
+    (found,) = FileSystems.match([pattern])
+  except (OSError, ValueError) as error:
+    raise InputError(f"{pattern} cannot be read: {str(error).rstrip('.')}.") from error
+  return sorted(file.path for file in found.metadata_list)
+
+
+def make_folder(path: str) -> None:
+  """Create a folder if it does not exist.
+
+  Raises:
+    InputError: the folder cannot be created.
+  """
+  try:
+    if not FileSystems.exists(path):
+      FileSystems.mkdirs(path)
+  except OSError as error:
+    raise InputError(f"{path} cannot be created: {error}.") from error
+
+
+def delete(pattern: str) -> None:
+  """Delete all files that match a pattern."""
+  FileSystems.delete(match(pattern))
+
+
+def read_records(path: str) -> Iterator[dict]:
+  """Yield the records of a file of JSON Lines."""
+  with FileSystems.open(path) as file:
+    yield from map(json.loads, iter(file.readline, b""))
+
+
+def write_records(path: str, records: Iterable[dict]) -> None:
+  """Write a file of JSON Lines under a temporary name, and rename it when it is complete.
+
+  Each attempt has its own temporary file, because a runner may retry a bundle while the first
+  attempt is still running.
+  """
+  part = f"{path}.{uuid.uuid4().hex[:8]}.part"
+  with FileSystems.create(part) as file:
+    for record in records:
+      file.write(json.dumps(record).encode() + b"\n")
+  FileSystems.rename([part], [path])

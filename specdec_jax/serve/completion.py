@@ -1,0 +1,304 @@
+"""Answer of a request for completions, complete or as a stream of pieces of text."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import queue
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from starlette.responses import JSONResponse, Response
+
+from specdec_jax.core.counts import require_finite
+from specdec_jax.core.types import DecodeResult
+from specdec_jax.data.vocabulary import padded
+from specdec_jax.errors import InputError, require_text
+from specdec_jax.generate import Output, Run, sample_keys
+from specdec_jax.serve.engine import Closed, Text
+from specdec_jax.serve.protocol import (
+  CompletionRequest,
+  RequestError,
+  choice_json,
+  input_errors,
+  logprobs_json,
+  usage_json,
+)
+from specdec_jax.serve.service import Service
+
+
+class Choice:
+  """Output that grows, and how much of it was sent.
+
+  Attributes:
+    output: the output so far; None before the first round.
+    ended: whether the output is complete.
+    text: the text that the client may see, which ends before a stop string.
+  """
+
+  def __init__(self, run: Run, index: int):
+    self._run, self._index = run, index
+    stops = run.config.stop_strings or ()
+    self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    self._num_chars = self._num_tokens = 0  # that were sent
+    self.output: Output | None = None
+    self.ended, self.text = False, ""
+
+  def update(self, result: DecodeResult, done: bool) -> None:
+    """Replace the output, given the result of its row and whether that is final."""
+    self.output = output = self._run.output(require_finite(result), 0)
+    has_stop = output.finish_reason == "stop_string"
+    self.ended = done or has_stop
+    text = output.text
+    if has_stop:
+      text = text[: min(text.find(stop) for stop in self._stops if stop in text)]
+    elif not self.ended:
+      # An incomplete character and the beginning of a stop string are held back.
+      starts = (stop[:length] for stop in self._stops for length in range(len(stop), 0, -1))
+      text = text[: len(text) - max((len(s) for s in starts if text.endswith(s)), default=0)]
+      text = self.text if text.endswith("\ufffd") else text
+    self.text = text
+
+  def take(self) -> dict[str, Any] | None:
+    """Return the part that was not sent yet; None if there is none and the output goes on."""
+    assert self.output is not None
+    piece = self.text[self._num_chars :]
+    if not (piece or self.ended):
+      return None
+    logprobs, reason = None, None
+    if self.output.logprobs is not None:
+      vocabulary = self._run.pair.vocabulary
+      logprobs = logprobs_json(self.output, self._num_tokens, vocabulary, len(self.text))
+    if self.ended:
+      reason = "length" if self.output.finish_reason == "length" else "stop"
+    self._num_chars, self._num_tokens = len(self.text), len(self.output.tokens)
+    choice = choice_json(self._index, piece, reason, logprobs)
+    if self.ended:
+      length = self.output.acceptance_length
+      choice["specdec"] = {"rounds": self.num_rounds, "acceptance_length": length}
+    return choice
+
+  @property
+  def num_rounds(self) -> int:
+    """Number of rounds of the output."""
+    assert self.output is not None and self.output.rounds is not None
+    return len(self.output.rounds.num_emitted)
+
+
+class Completion:
+  """Request for completions and its answer, an ASGI application.
+
+  When the request is made, its texts are put into the queue of the engine. When the client
+  disconnects, they are cancelled.
+  """
+
+  def __init__(self, service: Service, request: CompletionRequest, start: float):
+    """Validate a request and put its texts into the queue.
+
+    Args:
+      service: pair that is served.
+      request: the request.
+      start: time at which the request arrived (`time.monotonic`).
+
+    Raises:
+      RequestError: the request is invalid, the queue is full or the server is being stopped.
+    """
+    self._service, self._request, self._start = service, request, start
+    if request.model != service.name:
+      message = f"The model {request.model!r:.60} does not exist; give {service.name!r}."
+      raise RequestError(404, message, "model", "model_not_found")
+    num_outputs, most = len(request.prompts) * request.n, service.limits.max_outputs
+    if num_outputs > most:
+      message = f"The request has {num_outputs} outputs, n per prompt; give at most {most}."
+      raise RequestError(400, message, "n" if request.n > 1 else "prompt")
+    with input_errors(("n", "max_tokens", "prompt", "task", *request.settings)):
+      run, prompts, limits = self._prepare()
+      decoder = run.decoder()
+    seed = secrets.randbelow(2**31) if request.seed is None else request.seed
+    keys = sample_keys(seed, 0, len(prompts), request.n)
+    self._choices = [Choice(run, index) for index in range(num_outputs)]
+    self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
+    self._updates: dict[int, tuple[DecodeResult | Exception, bool]] = {}
+    self._is_streaming = False  # whether the beginning of a stream was sent
+    self._needs_rounds = request.stream or bool(run.config.stop_strings)
+    self._texts = [
+      Text(
+        decoder,
+        prompts[index // request.n],
+        keys[index],
+        limits[index // request.n],
+        functools.partial(self._report, index),
+        self._needs_rounds,
+      )
+      for index in range(num_outputs)
+    ]
+    try:
+      service.engine.submit(self._texts)
+    except queue.Full:
+      raise RequestError(429, "The queue is full; send the request again later.") from None
+    except Closed as error:
+      raise RequestError(503, str(error)) from None
+
+  def _prepare(self) -> tuple[Run, list[list[int]], list[int]]:
+    """Return the call of `Pair.generate`, tokens of the prompts and their limits of new tokens."""
+    service, pair, request = self._service, self._service.pair, self._request
+    settings = dict(
+      request.settings,
+      max_new_tokens=request.max_tokens,
+      stop_strings=request.stops or None,
+      num_return_sequences=request.n,
+      num_beams=1,
+    )
+    config, prefix = pair.generation_config(request.task, settings)
+    prefix = service.prefix if request.task is None else prefix
+    if request.n > 1 and config.sampling().is_argmax:
+      raise InputError(
+        f"n is {request.n}, and at temperature 0 all outputs would be equal; give a temperature."
+      )
+    rows = []
+    for place, text in enumerate(request.prompts):
+      require_text(f"prompt {place}", text)
+      rows.append(pair.vocabulary.encode(prefix + text))
+      if len(rows[-1]) > pair.max_source_tokens:
+        raise InputError(
+          f"prompt {place} has {len(rows[-1])} tokens; give at most {pair.max_source_tokens}."
+        )
+    self._num_prompt_tokens = sum(map(len, rows))
+    lengths = [0] * len(rows)
+    if config.max_length is not None:
+      prompts = padded(rows, pair.max_source_tokens, pair.vocabulary.pad_id)
+      lengths = np.asarray(pair.target.prompt_tokens(jnp.asarray(prompts))[1]).tolist()
+    limits, most = config.new_tokens(lengths), service.limits.max_new_tokens
+    if max(limits) > most and (request.max_tokens or "max_length" in request.settings):
+      raise InputError(f"max_tokens is {max(limits)}; give at most {most}.")
+    run = service.run(config, request.logprobs is not None)
+    return run, rows, [min(limit, most) for limit in limits]
+
+  def _report(self, index: int, result: DecodeResult | Exception, done: bool) -> None:
+    """Pass a result from the engine's thread to the event loop."""
+    with contextlib.suppress(RuntimeError):  # the event loop is closed
+      self._loop.call_soon_threadsafe(self._receive, index, result, done)
+
+  def _receive(self, index: int, result: DecodeResult | Exception, done: bool) -> None:
+    self._updates[index] = result, done  # of several results that were not read, the last remains
+    self._changed.set()
+
+  async def _progress(self) -> AsyncIterator[Choice]:
+    """Yield a choice whenever it has changed, until all choices have ended."""
+    num_left, is_first = len(self._choices), True
+    while num_left:
+      await self._changed.wait()
+      self._changed.clear()
+      if is_first:
+        self._service.metrics.first_token.observe(time.monotonic() - self._start)
+      is_first, updates, self._updates = False, self._updates, {}
+      for index, (result, done) in sorted(updates.items()):
+        if isinstance(result, Exception):
+          raise result
+        choice = self._choices[index]
+        if choice.ended or not (done or self._needs_rounds):
+          continue
+        choice.update(result, done)
+        if choice.ended:
+          num_left -= 1
+          if not done:  # a stop string
+            self._service.engine.cancel([self._texts[index]])
+        yield choice
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    """Answer the request, or cancel its texts if the client disconnects."""
+    answer = asyncio.ensure_future(self._answer(scope, receive, send))
+    disconnected = asyncio.ensure_future(_disconnected(receive))
+    status, metrics = 499, self._service.metrics
+    try:
+      await asyncio.wait((answer, disconnected), return_when=asyncio.FIRST_COMPLETED)
+      if answer.done():
+        status = answer.result()
+    finally:
+      answer.cancel()
+      disconnected.cancel()
+      left = [text for text, choice in zip(self._texts, self._choices) if not choice.ended]
+      if left:
+        self._service.engine.cancel(left)
+      metrics.requests[status] += 1
+      metrics.duration.observe(time.monotonic() - self._start)
+
+  async def _answer(self, scope: Any, receive: Any, send: Any) -> int:
+    """Send the answer, and return its status."""
+    try:
+      await (self._stream(send) if self._request.stream else self._send(scope, receive, send))
+    except Exception as error:
+      status = 503 if isinstance(error, Closed) else 500
+      said = error if isinstance(error, Closed | InputError) else type(error).__name__
+      failure = RequestError(status, f"The request could not be completed: {said}")
+      if self._is_streaming:
+        await _send_event(send, failure.json(), more=False)
+      else:
+        await error_response(failure)(scope, receive, send)
+      return status
+    metrics = self._service.metrics
+    metrics.prompt_tokens += self._num_prompt_tokens
+    metrics.tokens += self._num_tokens
+    metrics.rounds += sum(choice.num_rounds for choice in self._choices)
+    return 200
+
+  @property
+  def _num_tokens(self) -> int:
+    return sum(len(choice.output.tokens) for choice in self._choices if choice.output)
+
+  async def _send(self, scope: Any, receive: Any, send: Any) -> None:
+    """Send the whole answer as JSON."""
+    async for _ in self._progress():
+      pass
+    choices = [choice.take() for choice in self._choices]
+    usage = usage_json(self._num_prompt_tokens, self._num_tokens)
+    body = {**self._header, "choices": choices, "usage": usage}
+    await JSONResponse(body)(scope, receive, send)
+
+  async def _stream(self, send: Any) -> None:
+    """Send pieces of text as server-sent events."""
+    header = self._header | ({"usage": None} if self._request.include_usage else {})
+    async for choice in self._progress():
+      if not self._is_streaming:
+        self._is_streaming = True
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+      piece = choice.take()
+      if piece is not None:
+        await _send_event(send, {**header, "choices": [piece]})
+    if self._request.include_usage:
+      usage = usage_json(self._num_prompt_tokens, self._num_tokens)
+      await _send_event(send, {**header, "choices": [], "usage": usage})
+    await _send_event(send, "[DONE]", more=False)
+
+  @functools.cached_property
+  def _header(self) -> dict[str, Any]:
+    return {
+      "id": f"cmpl-{uuid.uuid4().hex}",
+      "object": "text_completion",
+      "created": int(time.time()),
+      "model": self._service.name,
+    }
+
+
+async def _send_event(send: Any, data: Any, more: bool = True) -> None:
+  """Send a server-sent event; a string as it is, anything else as JSON."""
+  text = data if isinstance(data, str) else json.dumps(data)
+  body = f"data: {text}\n\n".encode()
+  await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _disconnected(receive: Any) -> None:
+  while (await receive())["type"] != "http.disconnect":
+    pass
+
+
+def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+  """Return the answer for an error; for status 429, it says that the client may retry in 1 s."""
+  headers = {"Retry-After": "1"} if error.status == 429 else headers
+  return Response(json.dumps(error.json()), error.status, headers, "application/json")

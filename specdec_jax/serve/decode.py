@@ -1,0 +1,202 @@
+"""Decoding of a data set by an Apache Beam pipeline, on any runner of Beam.
+
+The outputs are written in shards. A shard has the records of consecutive texts, which do not depend
+on the runner or on its number of workers.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from specdec_jax.commands.translate import count_records
+from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import Tree
+from specdec_jax.errors import (
+  InputError,
+  require_count,
+  require_seed,
+  require_text,
+  require_types,
+  shown,
+)
+from specdec_jax.measure.calibrate import given_tree, resolve_tree
+from specdec_jax.pairs import LoadedPair
+
+
+def decode(
+  load_pair: Callable[[], LoadedPair],
+  texts: str | Sequence[str],
+  output_dir: str,
+  runner: str = "DirectRunner",
+  pipeline_options: Sequence[str] = (),
+  num_shards: int = 8,
+  prefix: str = "",
+  num_texts: int | None = None,
+  sampling: Sampling = Sampling(temperature=0.0),
+  gamma: int | Literal["auto"] = 5,
+  batch_size: int = 8,
+  max_new_tokens: int = 128,
+  seed: int = 0,
+  lenience: float = 1.0,
+  tree: Sequence[int] | Literal["auto"] | None = None,
+) -> None:
+  """Decode texts with an Apache Beam pipeline, and write the outputs in shards of JSON Lines.
+
+  The shards are `outputs-00000-of-00008.jsonl` and so on, in the order of the texts. They have the
+  fields of `translate.output_records`. A text that is longer than the pair's limit is truncated.
+  The output of an empty text is empty unless the target is decoder-only.
+
+  The file `run.json` describes the run. If a run was interrupted, the same command decodes the
+  texts of the missing shards.
+
+  Args:
+    load_pair: picklable function that returns the pair. Each worker process calls it once. Its
+      `repr` identifies the pair in `run.json`.
+    texts: texts, or the path of a text file or a .jsonl file (`text.read_sources`), or a pattern of
+      such paths, as in 'gs://bucket/texts-*.jsonl.gz'.
+    output_dir: folder of the outputs, in a file system that all workers can access.
+    runner: name of the runner: 'DirectRunner', 'PrismRunner', 'FlinkRunner', 'DataflowRunner' or
+      another runner of Beam.
+    pipeline_options: options of Beam and of the runner, such as '--direct_num_workers=2'.
+    num_shards: number of output files. A worker decodes one shard at a time, and an interrupted
+      shard is decoded again from its first text.
+    prefix: text prepended to each line that is not blank, such as the prefix of a T5 task. It is
+      not prepended if `texts` is a list.
+    num_texts: maximum number of texts to decode; None for all.
+    sampling: sampling method; argmax by default.
+    gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest on this
+      machine, once for all workers.
+    batch_size: number of texts that a worker decodes together.
+    max_new_tokens: limit for each output.
+    seed: random seed of all sampling.
+    lenience: lenience l of Appendix A.5; 1 is exact.
+    tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
+      chooses the fastest tree or chain on this machine, once for all workers.
+
+  Raises:
+    InputError: an argument is invalid, Apache Beam is not installed, the folder has outputs of a
+      run with different settings, or a file in it is damaged.
+  """
+  require_types(decode, locals())
+  require_seed(seed)
+  require_text("prefix", prefix)
+  counts = dict(batch_size=batch_size, max_new_tokens=max_new_tokens, num_shards=num_shards)
+  for name, count in (counts | ({} if num_texts is None else {"num_texts": num_texts})).items():
+    require_count(name, count)
+  fixed_tree = given_tree(gamma, tree)
+  try:
+    from specdec_jax.serve import beam_pipeline
+  except ModuleNotFoundError as error:
+    if error.name != "apache_beam":
+      raise
+    raise InputError(
+      "decode needs Apache Beam, which is not installed; run pip install 'specdec_jax[beam]' (in a "
+      "checkout pip install -e '.[beam]'), or use translate on one host."
+    ) from None
+  folder = output_dir.rstrip("/") or output_dir or "."
+  run_file = f"{folder}/run.json"
+  finished = beam_pipeline.match(f"{folder}/outputs-*.jsonl")
+  if isinstance(texts, str):
+    texts = beam_pipeline.read_texts(texts, prefix)
+  texts = texts[:num_texts]
+  description = dict(
+    pair=repr(load_pair),
+    **dataclasses.asdict(sampling),
+    gamma=gamma,
+    tree=tree if tree in (None, "auto") else [*tree],
+    lenience=lenience,
+    batch_size=batch_size,
+    max_new_tokens=max_new_tokens,
+    seed=seed,
+    num_shards=num_shards,
+    num_texts=len(texts),
+    inputs=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
+  )
+  settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed, lenience)
+  if finished:
+    chosen = _tree_of_run(run_file, beam_pipeline.read_records(run_file), description)
+  else:  # a run without outputs does not bind the next run
+    chosen = fixed_tree
+    if chosen is None:
+      chosen = _choose_tree(load_pair, gamma, tree, texts, settings)
+    run = dict(settings=description, parents=[*chosen.parents])
+    beam_pipeline.make_folder(folder)
+    beam_pipeline.write_records(run_file, [run])
+  num_batches = -(-len(texts) // batch_size)
+  starts = [num_batches * i // num_shards * batch_size for i in range(num_shards)]
+  outputs, missing = {}, []
+  for i, (first, stop) in enumerate(itertools.pairwise([*starts, len(texts)])):
+    path = f"{folder}/outputs-{i:05}-of-{num_shards:05}.jsonl"
+    outputs[path] = range(first, stop)
+    if path not in finished:
+      missing.append((f"{path}.texts.part", path, first))
+      sources = (dict(source=text) for text in texts[first:stop])
+      beam_pipeline.write_records(missing[-1][0], sources)
+  if missing:
+    handler = beam_pipeline.SpeculativeModelHandler(load_pair, chosen, settings)
+    beam_pipeline.decode_shards(handler, missing, runner, pipeline_options)
+  beam_pipeline.delete(f"{folder}/outputs-*.jsonl.*.part")
+  totals: collections.Counter[str] = collections.Counter()
+  for path, indices in outputs.items():
+    totals.update(_counts_of_shard(path, beam_pipeline.read_records(path), indices))
+  print(
+    f"{totals['texts']} texts, {totals['tokens']} tokens, "
+    f"{totals['tokens'] / max(1, totals['rounds']):.2f} tokens per target pass, acceptance rate "
+    f"{totals['accepted'] / max(1, totals['guesses']):.3f}: {folder}"
+  )
+
+
+def _choose_tree(
+  load_pair: Callable[[], LoadedPair],
+  gamma: int | str,
+  tree: Sequence[int] | str | None,
+  texts: Sequence[str],
+  settings: DecodeSettings,
+) -> Tree:
+  """Return the tree that 'auto' chooses for texts."""
+  pair = load_pair()
+  sources = [text if pair.can_decode(text) else None for text in texts]
+  return resolve_tree(gamma, tree, pair, sources, settings)
+
+
+def _tree_of_run(path: str, records: Iterable[dict], settings: dict) -> Tree:
+  """Return the tree of the run that the records of the file `path` describe.
+
+  Raises:
+    InputError: the file is damaged or missing, or the run has different settings.
+  """
+  try:
+    (run,) = records
+    require_types(Tree, {"parents": run["parents"]})
+    tree, earlier = Tree(run["parents"]), run["settings"]
+    changed = [name for name in settings if earlier[name] != settings[name]]
+  except (OSError, ValueError, TypeError, LookupError, RecursionError):
+    raise InputError(
+      f"{path} is damaged or missing, so the settings of the outputs next to it are unknown; "
+      "choose another OUTPUT_DIR, or delete that folder."
+    ) from None
+  for name in changed:
+    raise InputError(
+      f"{path} is of a run with {name} {shown(earlier[name])}, and this one has "
+      f"{shown(settings[name])}; choose another OUTPUT_DIR, or delete that folder."
+    )
+  return tree
+
+
+def _counts_of_shard(path: str, records: Iterable[dict], indices: range) -> dict[str, int]:
+  """Return the counts of the records of the shard `path` (`translate.count_records`).
+
+  Raises:
+    InputError: the file is damaged, or does not have the texts with these indices.
+  """
+  try:
+    records = [*records]
+    if [record["index"] for record in records] == [*indices]:
+      return count_records(records)
+  except (ValueError, TypeError, LookupError, RecursionError):
+    pass
+  raise InputError(f"{path} is damaged; delete it and run the command again.")

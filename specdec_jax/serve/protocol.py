@@ -1,0 +1,214 @@
+"""Requests and answers of OpenAI's completions API (POST /v1/completions)."""
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from specdec_jax.core.generation_config import SETTINGS
+from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.errors import InputError, require_count, require_seed, require_types, shown
+from specdec_jax.generate import Output
+
+_MAX_STOPS = 4
+_LOWEST = -9999.0  # replaces -inf, the logarithm of 0, which JSON cannot represent
+# Fields of OpenAI and of `GenerationConfig` that a request cannot set: the only value that is
+# accepted, and what to do instead.
+_UNSUPPORTED: dict[str, tuple[Any, str]] = {
+  "best_of": (1, "sample n outputs and choose one by its logprobs"),
+  "echo": (False, "leave it out"),
+  "frequency_penalty": (0, "use repetition_penalty"),
+  "presence_penalty": (0, "use repetition_penalty"),
+  "logit_bias": ({}, "use sequence_bias, a list of [tokens, bias] pairs"),
+  "suffix": ("", "leave it out"),
+  "num_beams": (1, "run specdec translate --beams, which searches with beams"),
+  **dict.fromkeys(("length_penalty", "early_stopping", "beam_scorer"), (None, "leave it out")),
+  "logits_processor": (None, "use the settings of built-in processors"),
+  "max_new_tokens": (None, "use max_tokens"),
+  "num_return_sequences": (None, "use n"),
+  "stop_strings": (None, "use stop"),
+}
+EXTRA_FIELDS = tuple(name for name in SETTINGS if name not in _UNSUPPORTED)
+
+
+class RequestError(Exception):
+  """Error with which a request is answered.
+
+  Attributes:
+    status: HTTP status.
+    message: one sentence.
+    param: field of the request that is at fault, if there is one.
+    code: code of the error in OpenAI's API, if there is one.
+  """
+
+  def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    super().__init__(message)
+    self.status, self.message, self.param, self.code = status, message, param, code
+
+  def json(self) -> dict[str, Any]:
+    """Return the error in OpenAI's format."""
+    kind = {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+    kind = kind if self.status < 500 else "server_error"
+    return {
+      "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionRequest:
+  """Body of a request, whose fields have the right types.
+
+  Attributes:
+    model: name of the model.
+    prompt: one prompt or several.
+    n: number of outputs per prompt.
+    max_tokens: limit of new tokens of each output; None for the default.
+    stop: strings that end an output.
+    stream: whether to send pieces of text as server-sent events.
+    include_usage: whether the last event of a stream has the numbers of tokens.
+    seed: seed of all sampling; None for a random one.
+    logprobs: 0 or 1 for log-probabilities of tokens, None for none.
+    task: task of the checkpoint, as in `Pair.generate`.
+    settings: fields of `GenerationConfig`.
+  """
+
+  model: str
+  prompt: str | Sequence[str]
+  n: int = 1
+  max_tokens: int | None = None
+  stop: str | Sequence[str] = ()
+  stream: bool = False
+  include_usage: bool = False
+  seed: int | None = None
+  logprobs: int | None = None
+  task: str | None = None
+  settings: Mapping[str, Any]
+
+  def __post_init__(self):
+    require_types(CompletionRequest, vars(self))
+    require_count("n", self.n)
+    if self.max_tokens is not None:
+      require_count("max_tokens", self.max_tokens)
+    if self.seed is not None:
+      require_seed(self.seed)
+    if self.logprobs not in (None, 0, 1):
+      raise InputError(
+        f"logprobs is {shown(self.logprobs)}, and log-probabilities of other tokens than those of "
+        "the text are not supported; give 0 or 1."
+      )
+    if not self.prompts:
+      raise InputError("prompt is an empty list; give at least one string.")
+    if len(self.stops) > _MAX_STOPS or not all(self.stops):
+      raise InputError(f"stop is {shown(self.stop)}; give at most {_MAX_STOPS} nonempty strings.")
+
+  @property
+  def prompts(self) -> list[str]:
+    """The prompts as a list."""
+    return [self.prompt] if isinstance(self.prompt, str) else [*self.prompt]
+
+  @property
+  def stops(self) -> list[str]:
+    """The stop strings as a list."""
+    return [self.stop] if isinstance(self.stop, str) else [*self.stop]
+
+
+def parse_request(body: bytes) -> CompletionRequest:
+  """Return the request in the body of an HTTP request. A field that is null has its default.
+
+  Raises:
+    RequestError: the body is not a JSON object, or has an unknown, unsupported or invalid field.
+  """
+  try:
+    found = json.loads(body, parse_constant=_reject_number, parse_float=_parse_float)
+  except (ValueError, RecursionError) as error:
+    raise RequestError(400, f"The body cannot be read as JSON: {error!s:.100}.") from error
+  if not isinstance(found, dict):
+    raise RequestError(400, f"The body is {shown(found)}; it must be a JSON object.")
+  fields = {name: value for name, value in found.items() if value is not None}
+  for name, (neutral, instead) in _UNSUPPORTED.items():
+    value = fields.pop(name, neutral)
+    if value != neutral:
+      raise RequestError(400, f"{name} is {shown(value)}, which is not supported; {instead}.", name)
+  fields.pop("user", None)  # the caller's name for its own user
+  settings = {name: fields.pop(name) for name in EXTRA_FIELDS if name in fields}
+  for name, value in settings.items():
+    if isinstance(value, dict):
+      raise RequestError(400, f"{name} is {shown(value)}; it must not be an object.", name)
+  options = fields.pop("stream_options", {})
+  if not isinstance(options, dict) or {*options} - {"include_usage"}:
+    message = f'stream_options is {shown(options)}; give {{"include_usage": true}}.'
+    raise RequestError(400, message, "stream_options")
+  known = [field.name for field in dataclasses.fields(CompletionRequest)]
+  for name in fields:
+    if name not in known or name in ("settings", "include_usage"):
+      raise RequestError(400, f"The body has an unknown field {shown(name)}; remove it.", name)
+  for name in ("model", "prompt"):
+    if name not in fields:
+      raise RequestError(400, f"The body has no {name}; give one.", name)
+  with input_errors([*found]):
+    return CompletionRequest(**fields, **options, settings=settings)
+
+
+@contextlib.contextmanager
+def input_errors(names: Collection[str]) -> Iterator[None]:
+  """Context that raises `InputError` as a `RequestError` with status 400.
+
+  Args:
+    names: fields of the request. A message that begins with one of them is about that field.
+  """
+  try:
+    yield
+  except InputError as error:
+    message = str(error).replace("max_new_tokens", "max_tokens")  # its name in a request
+    first = message.partition(" ")[0]
+    raise RequestError(400, message, first if first in names else None) from error
+
+
+def _reject_number(text: str) -> NoReturn:
+  raise ValueError(f"{text} is not a JSON number")
+
+
+def _parse_float(text: str) -> float:
+  value = float(text)
+  return value if math.isfinite(value) else _reject_number(text)
+
+
+def choice_json(
+  index: int, text: str, finish_reason: str | None = None, logprobs: Mapping | None = None
+) -> dict[str, Any]:
+  """Return a choice: an output, or a piece of an output in a stream."""
+  return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def logprobs_json(
+  output: Output, start: int, vocabulary: Vocabulary, num_chars: int
+) -> dict[str, Any]:
+  """Return tokens and log-probabilities of an output from token `start` on.
+
+  Args:
+    output: output with `logprobs`.
+    start: index of the first token.
+    vocabulary: vocabulary of the output.
+    num_chars: number of characters of the text that the client gets, which bounds the offsets.
+  """
+  tokens = output.tokens.tolist()
+  assert output.logprobs is not None
+  return {
+    "tokens": vocabulary.pieces(tokens[start:]),
+    "token_logprobs": [max(value, _LOWEST) for value in output.logprobs[start:].tolist()],
+    "top_logprobs": None,
+    "text_offset": [
+      min(len(vocabulary.decode(tokens[:i])), num_chars) for i in range(start, len(tokens))
+    ],
+  }
+
+
+def usage_json(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
+  """Return the numbers of tokens of a request."""
+  return {
+    "prompt_tokens": num_prompt_tokens,
+    "completion_tokens": num_tokens,
+    "total_tokens": num_prompt_tokens + num_tokens,
+  }

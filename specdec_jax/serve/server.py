@@ -1,0 +1,86 @@
+"""HTTP server of a pair, with the completions API of OpenAI."""
+
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from specdec_jax import interrupt
+from specdec_jax.core.generation_config import SETTINGS, GenerationConfig
+from specdec_jax.errors import InputError, require_count, require_number, require_types
+from specdec_jax.generate import Pair
+from specdec_jax.pairs import LoadedPair
+from specdec_jax.serve.engine import Limits
+
+
+def serve(
+  pair: LoadedPair,
+  host: str = "127.0.0.1",
+  port: int = 8000,
+  gamma: int = 5,
+  tree: Sequence[int] | None = None,
+  prefix: str = "",
+  generation: GenerationConfig | None = None,
+  limits: Limits = Limits(),
+  model_name: str | None = None,
+  shutdown_seconds: float = 30.0,
+) -> None:
+  """Serve a pair over HTTP until SIGINT or SIGTERM arrives.
+
+  Args:
+    pair: target and draft; see `load_pair`.
+    host: address to listen at. There is no authentication: any client that reaches it is served.
+    port: port to listen at; 0 for a free one, which is printed.
+    gamma: number of draft tokens per round; 0 for autoregressive decoding.
+    tree: parents of the nodes of a tree of draft tokens; None for a chain.
+    prefix: text before each prompt, except in requests with a task, which has its own prefix.
+    generation: defaults of requests, which take precedence over those of the checkpoint.
+    limits: limits of requests, of the queue and of the texts that are decoded together.
+    model_name: name of the model in requests; None for the name of the target.
+    shutdown_seconds: time after a signal for requests that have begun.
+
+  Raises:
+    InputError: an argument is invalid, the extra `serve` is not installed, or the address cannot be
+      used.
+  """
+  require_types(serve, locals())
+  require_count("port", port, 0)
+  require_number("shutdown_seconds", shutdown_seconds, 0, float("inf"))
+  try:
+    from specdec_jax.serve.app import Server
+    from specdec_jax.serve.service import Service
+  except ModuleNotFoundError as error:
+    raise InputError(
+      f"specdec serve needs {error.name}, which is not installed; run pip install "
+      "'specdec_jax[serve]' (in a checkout, '.[serve]')."
+    ) from error
+  known = {name: value for name, value in pair.generation.items() if name in SETTINGS}
+  merged = vars(GenerationConfig.merged(known, vars(generation or GenerationConfig())))
+  defaults = {name: value for name, value in merged.items() if value is not None}
+  served = Pair._make(pair)._replace(generation=defaults)
+  with _listener(host, port) as listener:
+    service = Service(served, gamma, tree, limits, model_name, prefix)
+    server = Server(service, listener)
+    address = f"http://{host}:{listener.getsockname()[1]}/v1"
+    print(f"Serving {service.name!r} at {address}. Ctrl-C stops.", file=sys.stderr, flush=True)
+    try:
+      while server.is_running:
+        time.sleep(0.2)
+    except KeyboardInterrupt:
+      interrupt.stop_raising()
+      server.close(shutdown_seconds)
+    else:
+      raise RuntimeError("A thread of the server has ended.")
+
+
+def _listener(host: str, port: int) -> socket.socket:
+  """Return a socket that listens at an address.
+
+  Raises:
+    InputError: the address cannot be used.
+  """
+  try:
+    return socket.create_server((host, port), backlog=1024)
+  except (OSError, OverflowError) as error:
+    reason = getattr(error, "strerror", None) or str(error)
+    raise InputError(f"Cannot listen at {host}:{port}: {reason}; give another one.") from error

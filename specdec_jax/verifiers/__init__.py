@@ -1,1 +1,0 @@
-"""Verifiers other than those of `core.verify`: Gumbel, K-SEQ and lossy verifiers."""
