@@ -1,8 +1,13 @@
-"""Closed forms of Section 3: expected tokens and speedup, given alpha, gamma and costs.
+"""Closed forms of Section 3, their extension to texts of finite length and trees, and Section 6.
 
 Array arguments are broadcast. gamma is the number of draft tokens per round. c is the time of a
 draft step, divided by that of a target step (Definition 7). v (`verify_cost`) is the time of a
 target forward pass over gamma + 1 tokens, divided by that of a target step; the paper has v = 1.
+
+Functions for trees take the positional acceptance (Chen et al., Sequoia, 2024). For each rank, that
+is the probability that, of the children of an accepted node, the one with that rank is accepted.
+The rank of a child is its number of earlier siblings. The probabilities are assumed to be the same
+at all nodes, and sum to at most 1.
 """
 
 import concurrent.futures
@@ -276,7 +281,7 @@ def best_tree(acceptance: Sequence[float], num_nodes: int, depth: int) -> Tree:
 
 
 class ExecutionResult(NamedTuple):
-  """Result of `speculative_execution`.
+  """Result of `speculative_execution` (end of Section 6).
 
   Attributes:
     y: the input of g, sampled from the distribution that f returned.

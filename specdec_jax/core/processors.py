@@ -3,7 +3,10 @@
 The adjusted logits at a node of a block depend on its logits, on the prompt and length limit of its
 row, and on the text that ends at the node: the committed tokens and the path to the node. They do
 not depend on siblings or other rows. So the target with processors is a target like any other, and
-exact verifiers remain exact for it. Axis letters are those of `core.types`.
+exact verifiers remain exact for it. The processors here have the definitions of transformers.
+
+Axis letters are those of `core.types`; n is a number of sequences or edges, m the number of nodes
+of a trie, M the number of tokens per padded sequence, and F the number of forced tokens.
 """
 
 import abc
@@ -345,7 +348,12 @@ class TrieConstraint(LogitsProcessor):
   """Logits processor that allows only the sequences of a trie, each followed by EOS.
 
   The sequences start after the prompt and a forced prefix. If no sequence begins with the generated
-  tokens, all tokens are excluded, so that `core.processors.process` does not adjust the logits.
+  tokens, all tokens are excluded, so that `process` does not adjust the logits.
+
+  The trie is stored like a CSR matrix (compressed sparse rows), as in STATIC (2026): nodes are in
+  level order, the edges of a node are adjacent and in ascending order of their tokens, and edge e
+  leads to node e + 1. The node of a text is found by following its generated tokens from the root,
+  with a binary search per token.
 
   Attributes:
     tokens: [n], token of each edge.

@@ -1,6 +1,7 @@
-"""Sampling methods, and sampling from distributions (Section 2.2).
+"""Sampling methods, their filters of a distribution, and sampling (Section 2.2).
 
-Only `distribution` turns logits into p or q. Axis letters are those of `core.types`.
+Only `distribution` turns logits into p or q. Axis letters are those of `core.types`; V is the size
+of the vocabulary.
 """
 
 import dataclasses

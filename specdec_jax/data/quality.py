@@ -68,7 +68,11 @@ def edits(source: str, text: str) -> set[Edit]:
 def f_score(
   sources: Sequence[str], outputs: Sequence[str], references: Sequence[str], beta: float = 0.5
 ) -> float:
-  """Return the F score of all edits of the outputs, from 0 to 100.
+  """Return the F score of all edits of the outputs, from 0 to 100, after ERRANT (Bryant, 2017).
+
+  An edit replaces a span of the words of a source. The edits of a text are those of an alignment of
+  its words with the words of the source. Unlike ERRANT, edits are not classified, and punctuation
+  is part of its word.
 
   Precision is the share of the outputs' edits that are edits of the references, and recall the
   share of the references' edits that are edits of the outputs. With beta 0.5, precision weighs

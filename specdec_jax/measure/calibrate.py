@@ -6,7 +6,7 @@ predicted or the measured speedup is below LEAST_GAIN, gamma is 0: decoding is a
 
 With tree = 'auto', the speed of trees is also predicted, from measured costs (Chen et al., Sequoia,
 2024). The best tree is used if a trial finds it at least LEAST_GAIN times as fast as the chosen
-gamma.
+gamma. Calibrations are cached on disk, in the folder of jax's compilation cache.
 """
 
 import contextlib
