@@ -188,7 +188,7 @@ def _library() -> ctypes.CDLL:
   inputs = [*(x.read_text() for x in SOURCES), *compiler, *options, jaxlib, _processor()]
   name = f"skinny-{_hash(repr(inputs).encode())}"
   try:
-    folder = pathlib.Path("~/.cache/specdec_jax/models/kernels").expanduser()
+    folder = pathlib.Path("~/.cache/specdec_jax/kernels").expanduser()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_private(folder.stat()):
       raise OSError(f"others may write to {folder}; make it yours, with mode 700")
